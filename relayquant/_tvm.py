@@ -1,0 +1,70 @@
+"""The only module that knows names and versions that drift between TVM releases."""
+
+from __future__ import annotations
+
+import re
+from importlib import metadata
+from typing import Any
+
+#: package -> (first version that works, first version that does not, why)
+SUPPORTED = {
+    "apache-tvm": ("0.27.0", "0.28", "the Relax API changes between minor releases"),
+    "apache-tvm-ffi": (
+        "0.1.14.post0",
+        "0.1.15",
+        "0.1.15 crashes the process in tvm.ir.save_json and Schedule.tensorize",
+    ),
+}
+
+
+def parse_version(text: str) -> tuple[int, ...]:
+    """Comparable form of a release: "0.1.14.post1" -> (0, 1, 14, 2), "0.1.14" -> (0, 1, 14, 0).
+
+    A post-release counts from 1, so that it comes after the release it follows, as PEP 440 has it.
+    """
+    release, _, post = text.split("+")[0].partition(".post")
+    numbers = [int(part) for part in re.findall(r"\d+", release)][:3]
+    numbers += [0] * (3 - len(numbers))
+    return (*numbers, int(post) + 1 if post else 0)
+
+
+def check_versions() -> None:
+    """Raise ImportError unless the installed TVM packages are ones this package works with.
+
+    Reads package metadata only, so that it runs before TVM is loaded: a wrong version would not
+    fail here but crash the process later.
+    """
+    for package, (first, end, reason) in SUPPORTED.items():
+        try:
+            found = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            raise ImportError(
+                f"relayquant needs {package}>={first},<{end}, which is not installed. "
+                f"Run: pip install '{package}>={first},<{end}'"
+            ) from None
+        if not parse_version(first) <= parse_version(found) < parse_version(end):
+            raise ImportError(
+                f"relayquant needs {package}>={first},<{end} but found {found} ({reason}). "
+                f"Run: pip install '{package}>={first},<{end}'"
+            )
+
+
+def load_onnx_frontend() -> Any:
+    """TVM's ONNX frontend: ONNXGraphImporter, _get_convert_map, onnx_input."""
+    from tvm.relax.frontend.onnx import onnx_frontend
+
+    return onnx_frontend
+
+
+def load_tflite_frontend() -> Any:
+    """TVM's TFLite frontend: OperatorConverter, from_tflite, get_tensor_name."""
+    from tvm.relax.frontend.tflite import tflite_frontend
+
+    return tflite_frontend
+
+
+def load_torch_frontend() -> Any:
+    """TVM's torch.export frontend: ExportedProgramImporter. Needs torch."""
+    from tvm.relax.frontend.torch import exported_program_translator
+
+    return exported_program_translator

@@ -1,0 +1,45 @@
+"""Errors of every stage: what is wrong, where, what is allowed and what to do about it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+import tvm_ffi
+
+
+class RelayQuantError(Exception):
+    """Base of all errors raised on purpose by relayquant."""
+
+
+class ConfigError(RelayQuantError, ValueError):
+    """A setting, option or configuration file is wrong."""
+
+
+class ModelError(RelayQuantError, ValueError):
+    """The model cannot be read, or holds something relayquant does not accept."""
+
+
+class DataError(RelayQuantError, ValueError):
+    """Calibration or input data is wrong: name, shape, dtype, or values."""
+
+
+class QnnError(RelayQuantError, ValueError):
+    """A `relax.qnn` operator was given operands or attributes it does not allow."""
+
+
+class MissingDependencyError(RelayQuantError, ImportError):
+    """An optional package is needed; the message says which extra installs it."""
+
+
+# An exception that crosses a C++ frame of TVM keeps its Python type only when it is registered.
+tvm_ffi.register_error("QnnError", QnnError)
+
+
+def suggest_name(wrong: str, known: Iterable[str]) -> str:
+    """A sentence that offers the nearest of `known` to `wrong`, or lists what is known."""
+    known = sorted(set(known))
+    near = difflib.get_close_matches(wrong, known, n=1)
+    if near:
+        return f"Did you mean {near[0]!r}?"
+    return f"Known: {', '.join(map(repr, known))}." if known else "None is known."

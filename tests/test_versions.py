@@ -1,0 +1,81 @@
+"""The check of TVM's versions, which runs before TVM is loaded."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+import pytest
+
+from relayquant import _tvm
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Function that pretends certain versions are installed; None: not installed."""
+
+    def pretend(**versions: str | None) -> None:
+        found = {"apache-tvm": "0.27.0.post1", "apache-tvm-ffi": "0.1.14.post0"}
+        found.update({name.replace("_", "-"): version for name, version in versions.items()})
+
+        def version(package: str) -> str:
+            if found[package] is None:
+                raise metadata.PackageNotFoundError(package)
+            return found[package]
+
+        monkeypatch.setattr(_tvm.metadata, "version", version)
+
+    return pretend
+
+
+@pytest.mark.parametrize(
+    "versions",
+    [
+        {},
+        {"apache_tvm": "0.27.0"},
+        {"apache_tvm": "0.27.3+cpu"},
+        {"apache_tvm_ffi": "0.1.14.post2"},
+    ],
+)
+def test_check_versions__accepts(installed, versions):
+    installed(**versions)
+    _tvm.check_versions()
+
+
+@pytest.mark.parametrize(
+    ("versions", "message"),
+    [
+        (
+            {"apache_tvm": "0.26.0"},
+            r"needs apache-tvm>=0\.27\.0,<0\.28 but found 0\.26\.0 .*Relax API.*pip install "
+            r"'apache-tvm>=0\.27\.0,<0\.28'",
+        ),
+        ({"apache_tvm": "0.28.0"}, r"apache-tvm>=0\.27\.0,<0\.28 but found 0\.28\.0"),
+        (
+            {"apache_tvm_ffi": "0.1.15"},
+            r"apache-tvm-ffi>=0\.1\.14\.post0,<0\.1\.15 but found 0\.1\.15 .*crashes.*save_json",
+        ),
+        ({"apache_tvm_ffi": "0.1.15.post1"}, r"found 0\.1\.15\.post1"),
+        ({"apache_tvm_ffi": "0.1.14"}, r"found 0\.1\.14 "),
+        ({"apache_tvm": None}, r"apache-tvm>=0\.27\.0,<0\.28, which is not installed.*pip install"),
+        ({"apache_tvm_ffi": None}, r"apache-tvm-ffi.*which is not installed"),
+    ],
+)
+def test_check_versions__refuses_with_what_to_do(installed, versions, message):
+    installed(**versions)
+    with pytest.raises(ImportError, match=message):
+        _tvm.check_versions()
+
+
+@pytest.mark.parametrize(
+    ("lower", "higher"),
+    [
+        ("0.1.14", "0.1.14.post0"),
+        ("0.1.14.post0", "0.1.14.post1"),
+        ("0.1.14.post9", "0.1.15"),
+        ("0.9", "0.10"),
+        ("0.27", "0.27.1"),
+    ],
+)
+def test_parse_version__orders_as_pep_440(lower, higher):
+    assert _tvm.parse_version(lower) < _tvm.parse_version(higher)
+    assert _tvm.parse_version("0.27") == _tvm.parse_version("0.27.0+cu12")
