@@ -1,0 +1,431 @@
+"""Frozen values that all stages exchange: quantization parameters, specifications, the plan.
+
+Numpy only: nothing here knows TVM. Words as in the documentation: *affine space* holds integers q
+with `real = scale * (q - zero_point)`.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relayquant.errors import ConfigError
+from relayquant.settings import check_keys, read_enum
+
+FloatArray = NDArray[np.float32]
+IntArray = NDArray[np.int32]
+
+#: Closed integer interval of every dtype that may hold quantized values.
+INTEGER_LIMITS: dict[str, tuple[int, int]] = {
+    "int4": (-8, 7),
+    "int8": (-128, 127),
+    "uint8": (0, 255),
+    "int16": (-32768, 32767),
+    "uint16": (0, 65535),
+    "int32": (-(2**31), 2**31 - 1),
+    "int64": (-(2**63), 2**63 - 1),
+}
+
+
+class Rounding(enum.Enum):
+    """How a real value becomes an integer."""
+
+    UPWARD = "UPWARD"  #: floor(x + 0.5); Relay's default for requantize
+    TONEAREST = "TONEAREST"  #: half away from zero; Relay's quantize
+    TONEAREST_EVEN = "TONEAREST_EVEN"  #: half to even; ONNX, and the default of this package
+
+
+class Arithmetic(enum.Enum):
+    """How a requantize multiplies (Relay: `compute_dtype`)."""
+
+    INT64 = "int64"  #: 31-bit fixed-point multiplier in 64-bit integers
+    FLOAT32 = "float32"  #: one float32 multiply, the default
+    FLOAT64 = "float64"
+
+
+class Scheme(enum.Enum):
+    """Whether the zero point is free."""
+
+    SYMMETRIC = "symmetric"  #: zero point fixed at the middle of the range (0 for signed types)
+    AFFINE = "affine"
+
+
+class Granularity(enum.Enum):
+    """How many parameters a tensor has."""
+
+    PER_TENSOR = "per_tensor"
+    PER_CHANNEL = "per_channel"
+
+
+class Role(enum.Enum):
+    """What an operand is to its operator."""
+
+    ACTIVATION = "activation"
+    WEIGHT = "weight"
+    BIAS = "bias"
+    OUTPUT = "output"
+
+
+@dataclass(frozen=True)
+class QSpec:
+    """How a tensor is to be quantized; says nothing of the values of its parameters.
+
+    Attributes:
+        dtype: What holds the integers.
+        quant_min, quant_max: Smallest and largest integer used; default: the limits of `dtype`.
+            Symmetric int8 weights usually narrow them to -127..127, 4-bit weights to -7..7 or
+            -8..7.
+        power_of_two: Scales are powers of two, so that hardware may shift instead of multiply.
+        scale_min, scale_max: Bounds of every scale, None for no bound.
+    """
+
+    dtype: str = "int8"
+    scheme: Scheme = Scheme.AFFINE
+    granularity: Granularity = Granularity.PER_TENSOR
+    quant_min: int | None = None
+    quant_max: int | None = None
+    power_of_two: bool = False
+    scale_min: float | None = None
+    scale_max: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype not in INTEGER_LIMITS:
+            raise ConfigError(
+                f"QSpec.dtype is {self.dtype!r}; allowed: {', '.join(INTEGER_LIMITS)}."
+            )
+        if not isinstance(self.scheme, Scheme) or not isinstance(self.granularity, Granularity):
+            raise ConfigError(
+                f"QSpec.scheme is {self.scheme!r} and granularity {self.granularity!r}; allowed: "
+                "members of Scheme and Granularity."
+            )
+        for name in ("quant_min", "quant_max"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise ConfigError(f"QSpec.{name} is {value!r}; allowed: an integer or None.")
+        low, high = INTEGER_LIMITS[self.dtype]
+        if self.quant_min is None:
+            object.__setattr__(self, "quant_min", low)
+        if self.quant_max is None:
+            object.__setattr__(self, "quant_max", high)
+        if not low <= self.limits[0] < self.limits[1] <= high:
+            raise ConfigError(
+                f"QSpec quant_min={self.quant_min}, quant_max={self.quant_max} is not a range "
+                f"within {self.dtype} ({low}..{high})."
+            )
+        if self.is_symmetric and self.limits[1] - self.limits[0] < 2:
+            raise ConfigError(
+                f"QSpec quant_min={self.quant_min}, quant_max={self.quant_max} has two values "
+                "only; a symmetric scheme needs at least three: one below and one above its zero "
+                "point."
+            )
+        lowest, largest = self.scale_bounds
+        if not 0 <= lowest <= largest or largest == 0:
+            raise ConfigError(
+                f"QSpec scale_min={self.scale_min}, scale_max={self.scale_max} is no range of "
+                "scales; "
+                "allowed: 0 < scale_min <= scale_max."
+            )
+        if self.power_of_two and find_power_of_two(largest) < lowest:
+            raise ConfigError(
+                f"QSpec scale_min={self.scale_min}, scale_max={self.scale_max} holds no power of "
+                "two."
+            )
+
+    @property
+    def scale_bounds(self) -> tuple[float, float]:
+        """(scale_min, scale_max), 0 and the largest float32 where there is none."""
+        largest = float(np.finfo("float32").max)
+        return (
+            0.0 if self.scale_min is None else self.scale_min,
+            largest if self.scale_max is None else self.scale_max,
+        )
+
+    @property
+    def has_full_range(self) -> bool:
+        """Whether every value of `dtype` is used."""
+        return self.limits == INTEGER_LIMITS[self.dtype]
+
+    def with_reduced_range(self) -> QSpec:
+        """One bit less, where all of `dtype` is used: for instruction sets that add products in 16
+        bits.
+        """
+        if not self.has_full_range:
+            return self
+        low, high = self.limits
+        return replace(self, quant_min=low // 2, quant_max=high // 2)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON and TOML; settings that are None are left out."""
+        data = {
+            "dtype": self.dtype,
+            "scheme": self.scheme.value,
+            "granularity": self.granularity.value,
+            "quant_min": self.quant_min,
+            "quant_max": self.quant_max,
+            "power_of_two": self.power_of_two,
+            "scale_min": self.scale_min,
+            "scale_max": self.scale_max,
+        }
+        return {key: value for key, value in data.items() if value is not None}
+
+    @staticmethod
+    def from_dict(data: object, where: str = "QSpec") -> QSpec:
+        """What `to_dict` wrote; settings may be left out.
+
+        Raises:
+            ConfigError: an unknown key (names the nearest) or a value that is not allowed.
+        """
+        found = dict(check_keys(data, [f.name for f in fields(QSpec)], where))
+        if "scheme" in found:
+            found["scheme"] = read_enum(Scheme, found["scheme"], f"{where}.scheme")
+        if "granularity" in found:
+            kind = found["granularity"]
+            found["granularity"] = read_enum(Granularity, kind, f"{where}.granularity")
+        return QSpec(**found)
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        """(quant_min, quant_max), both resolved."""
+        if self.quant_min is None or self.quant_max is None:
+            raise ConfigError("QSpec limits are unresolved; build QSpec through its constructor.")
+        return self.quant_min, self.quant_max
+
+    @property
+    def symmetric_zero_point(self) -> int:
+        """Zero point of a symmetric scheme: 0 where it lies inside the range, else the middle."""
+        low, high = self.limits
+        return 0 if low < 0 < high else (low + high + 1) // 2
+
+    @property
+    def is_symmetric(self) -> bool:
+        return self.scheme is Scheme.SYMMETRIC
+
+    @property
+    def is_per_channel(self) -> bool:
+        return self.granularity is Granularity.PER_CHANNEL
+
+
+@dataclass(frozen=True, eq=False)
+class QParams:
+    """Quantization parameters: scale float32 > 0 and zero point int32, each shape () or (C,).
+
+    The scale is per channel whenever the zero point is; the zero point alone may be ().
+    """
+
+    scale: FloatArray
+    zero_point: IntArray
+    dtype: str
+    axis: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype not in INTEGER_LIMITS:
+            raise ConfigError(
+                f"QParams.dtype is {self.dtype!r}; allowed: {', '.join(INTEGER_LIMITS)}."
+            )
+        with np.errstate(over="ignore", under="ignore"):
+            scale = np.asarray(self.scale).astype("float32")
+        given = np.asarray(self.zero_point)
+        if scale.ndim > 1 or given.ndim > 1:
+            raise ConfigError(
+                f"QParams scale and zero point have shapes {scale.shape} and {given.shape}; "
+                "allowed: () for one per tensor or (C,) for one per channel."
+            )
+        if scale.ndim == given.ndim == 1 and scale.shape != given.shape:
+            raise ConfigError(
+                f"QParams has {scale.size} scales and {given.size} zero points; give one of each "
+                "per channel."
+            )
+        if given.ndim > scale.ndim:
+            scale = np.full(given.shape, scale)  # whatever is per channel has one scale per channel
+        if scale.ndim == 1 and self.axis is None:
+            raise ConfigError("QParams with one scale per channel needs an axis.")
+        if not (np.isfinite(scale).all() and (scale > 0).all()):
+            raise ConfigError(f"QParams scale must be finite and > 0 in float32, got {self.scale}.")
+        # Checked before the cast to int32, which would cut off fractions and wrap around in
+        # silence.
+        low, high = INTEGER_LIMITS[self.dtype]
+        low, high = max(low, -(2**31)), min(high, 2**31 - 1)
+        if given.dtype.kind not in "iuf" or not (given == np.rint(given)).all():
+            raise ConfigError(f"QParams zero point must be an integer, got {self.zero_point}.")
+        if (given < low).any() or (given > high).any():
+            raise ConfigError(
+                f"QParams zero point {self.zero_point} is outside {self.dtype} ({low}..{high})."
+            )
+        zero_point = given.astype("int32")
+        for name, value in (("scale", scale), ("zero_point", zero_point)):
+            value = value.copy()
+            value.setflags(write=False)
+            object.__setattr__(self, name, value)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, QParams):
+            return NotImplemented
+        return (
+            self.dtype == other.dtype
+            and (self.axis == other.axis or self.scale.ndim == other.scale.ndim == 0)
+            and np.array_equal(self.scale, other.scale)
+            and np.array_equal(self.zero_point, other.zero_point)
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.dtype, self.scale.tobytes(), self.zero_point.tobytes()))
+
+    @property
+    def is_per_channel(self) -> bool:
+        return self.scale.ndim == 1
+
+    def with_axis(self, axis: int | None) -> QParams:
+        """The same parameters along another axis of the tensor."""
+        return replace(self, axis=axis)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; `QParams.from_dict` reads it back exactly."""
+        return {
+            "scale": self.scale.astype("float64").tolist(),
+            "zero_point": self.zero_point.tolist(),
+            "dtype": self.dtype,
+            "axis": self.axis,
+        }
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> QParams:
+        return QParams(
+            np.asarray(data["scale"], "float32"),
+            np.asarray(data["zero_point"], "int32"),
+            data["dtype"],
+            data["axis"],
+        )
+
+
+def choose_qparams(low: Any, high: Any, spec: QSpec, axis: int | None = None) -> QParams:
+    """Parameters that cover the real range [low, high], each shape () or (C,).
+
+    The range is widened to hold 0, so that 0 is exactly representable (Jacob et al. 2018, section
+    2.1, https://arxiv.org/abs/1712.05877). A range of width 0 (a constant zero tensor) gets scale
+    1.
+
+    Raises:
+        ConfigError: low or high is NaN or infinite, or low > high, or the range is too wide for a
+            float32 scale, or the zero point does not fit in int32 (affine int64).
+    """
+    low, high = np.asarray(low, "float64"), np.asarray(high, "float64")
+    if not (np.isfinite(low).all() and np.isfinite(high).all() and (low <= high).all()):
+        raise ConfigError(f"choose_qparams needs finite low <= high, got low={low}, high={high}.")
+    low, high = np.minimum(low, 0.0), np.maximum(high, 0.0)
+    qmin, qmax = spec.limits
+    middle = spec.symmetric_zero_point
+    if spec.is_symmetric:
+        scale = np.maximum(high / (qmax - middle), -low / (middle - qmin))
+    else:
+        # Each end is divided first: the difference of two float64 may overflow.
+        scale = high / (qmax - qmin) - low / (qmax - qmin)
+    if (scale > np.finfo("float32").max).any():
+        raise ConfigError(
+            f"choose_qparams: the range low={low}, high={high} is too wide for a float32 scale of "
+            f"{spec.dtype}."
+        )
+    # float32 has no positive number below 1.4e-45; stay in the normal range so that 1/scale is
+    # finite.
+    scale = np.where(scale > 0, np.maximum(scale, 1e-30), 1.0)
+    scale = conform_scale(scale, spec).astype("float32")
+    if spec.is_symmetric:
+        zero_point = np.full(scale.shape, float(middle))
+    else:
+        zero_point = np.clip(np.rint(qmin - low / scale.astype("float64")), qmin, qmax)
+    # float64 rather than int32: QParams refuses what does not fit, where a cast would wrap around.
+    return QParams(scale, cast(Any, zero_point), spec.dtype, axis if scale.ndim else None)
+
+
+def find_power_of_two(value: Any) -> Any:
+    """The largest power of two that is at most `value` > 0, float64."""
+    _, exponent = np.frexp(np.asarray(value, "float64"))
+    return np.ldexp(1.0, exponent - 1)
+
+
+def conform_scale(scale: Any, spec: QSpec) -> Any:
+    """The nearest scale that `spec` allows, float64: within its bounds, a power of two if it must
+    be.
+
+    Powers of two are rounded up, so that the range stays covered, unless that exceeds the bound.
+    """
+    lowest, largest = spec.scale_bounds
+    scale = np.clip(np.asarray(scale, "float64"), lowest, largest)
+    if not spec.power_of_two:
+        return scale
+    below = find_power_of_two(scale)
+    scale = np.where(below < scale, 2 * below, scale)
+    return np.minimum(scale, find_power_of_two(largest))
+
+
+@dataclass(frozen=True)
+class ValueInfo:
+    """What a calibration callback is told of the value it picks parameters for."""
+
+    name: str  #: stable name of the value, or "<operator>:weight" for a constant operand
+    role: Role
+    spec: QSpec
+    shape: tuple[int | str, ...]  #: symbolic dimensions by name
+    axis: int | None = None  #: channel axis when spec is per channel
+    consumers: tuple[str, ...] = field(default=())
+
+
+def check_qparams(qparams: object, info: ValueInfo, source: str) -> QParams:
+    """`qparams` if they are what `info` asks for; `source` names who picked them, for the message.
+
+    Raises:
+        ConfigError: not a QParams, or dtype, number, axis or zero points do not fit `info.spec`.
+    """
+    where = f"{source} picked parameters for value {info.name!r}"
+    spec = info.spec
+    if not isinstance(qparams, QParams):
+        raise ConfigError(
+            f"{where} but returned {type(qparams).__name__}; return a QParams, for instance "
+            "choose_qparams(low, high, info.spec, info.axis)."
+        )
+    if qparams.dtype != spec.dtype:
+        raise ConfigError(f"{where} of dtype {qparams.dtype}; the plan says {spec.dtype}.")
+    if not spec.is_per_channel and qparams.is_per_channel:
+        raise ConfigError(
+            f"{where} of shape {qparams.scale.shape}; the plan says one per tensor, shape ()."
+        )
+    if spec.is_per_channel:
+        rank, axis = len(info.shape), info.axis
+        if axis is None or not -rank <= axis < rank:
+            raise ConfigError(
+                f"Value {info.name!r} is per channel but has axis {axis} and shape {info.shape}; "
+                "give ValueInfo an axis within the shape."
+            )
+        channels = info.shape[axis]
+        shape = qparams.scale.shape
+        if len(shape) != 1 or (isinstance(channels, int) and shape != (channels,)):
+            raise ConfigError(
+                f"{where} of shape {shape}; the plan says one per channel, shape ({channels},)."
+            )
+        if qparams.axis is None or qparams.axis % rank != axis % rank:
+            raise ConfigError(f"{where} along axis {qparams.axis}; the plan says axis {axis}.")
+    wrong = ~np.isclose(conform_scale(qparams.scale, spec), qparams.scale, rtol=1e-6, atol=0)
+    if wrong.any():
+        lowest, largest = spec.scale_bounds
+        kind = "powers of two" if spec.power_of_two else "scales"
+        raise ConfigError(
+            f"{where} with scale {qparams.scale[wrong][:1] if wrong.ndim else qparams.scale}; the "
+            "plan "
+            f"allows {kind} from {lowest:.4g} to {largest:.4g}. Pass the scale through "
+            "conform_scale(scale, info.spec)."
+        )
+    low, high = spec.limits
+    if (qparams.zero_point < low).any() or (qparams.zero_point > high).any():
+        raise ConfigError(
+            f"{where} with zero point {qparams.zero_point}, outside quant_min..quant_max = "
+            f"{low}..{high}."
+        )
+    if spec.is_symmetric and (qparams.zero_point != spec.symmetric_zero_point).any():
+        raise ConfigError(
+            f"{where} with zero point {qparams.zero_point}; the symmetric scheme of the plan says "
+            f"{spec.symmetric_zero_point}."
+        )
+    return qparams
