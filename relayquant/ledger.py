@@ -1,0 +1,244 @@
+"""The ledger: what became of every operator of the float model. Travels with the module as a
+function attribute.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import tvm
+
+from relayquant.errors import ModelError
+from relayquant.plan import Plan
+from relayquant.qtypes import QParams
+
+LEDGER_ATTR = "relayquant.ledger"
+
+
+@dataclass(frozen=True)
+class LedgerRow:
+    """One operator: what was done to it, or why not and what to do about it.
+
+    Attributes:
+        name: Stable name of the value it computes.
+        op: Its main operator, without "relax.".
+        quantized: Whether it runs on integers.
+        pattern: Pattern that took it, "" if none.
+        dtype: Integer dtype of its result ("int32" for an accumulator that is dequantized at once),
+            else "float32".
+        reason, advice: Why it stayed in float, and what to do; "" when quantized.
+        values: All values of the float model inside it, the last is `name`.
+        sources: Nodes of the source model it came from.
+        scale, zero_point: Parameters of its result, empty when it has none.
+        scheme: "symmetric" or "affine" of its result, "" when it has no parameters.
+        rule: The line of the QConfigMapping that decided, "" if none did.
+        support: What became of its QConfig (`relayquant.plan.Support`).
+    """
+
+    name: str
+    op: str
+    quantized: bool
+    pattern: str
+    dtype: str
+    reason: str = ""
+    advice: str = ""
+    values: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
+    scale: tuple[float, ...] = ()
+    zero_point: tuple[int, ...] = ()
+    scheme: str = ""
+    rule: str = ""
+    support: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> LedgerRow:
+        return LedgerRow(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})
+
+
+@dataclass(frozen=True)
+class InterfaceValue:
+    """An input or output of main.
+
+    Attributes:
+        name: Of the parameter, or of the float model's value.
+        dtype: What main takes or returns.
+        requested: What the user asked for; the reference form, which is all float, does not have it
+            yet.
+        scale, zero_point: real = scale * (integer - zero_point); empty where `dtype` is no integer.
+    """
+
+    name: str
+    dtype: str = "float32"
+    requested: str = ""
+    scale: tuple[float, ...] = ()
+    zero_point: tuple[int, ...] = ()
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether integers were asked for."""
+        return bool(self.requested)
+
+    @property
+    def qparams(self) -> QParams | None:
+        """Its parameters; None where it is float."""
+        if not self.scale:
+            return None
+        return QParams(np.float32(self.scale[0]), np.int32(self.zero_point[0]), self.dtype)  # pyright: ignore[reportArgumentType]
+
+    def with_qparams(self, qparams: QParams | None) -> InterfaceValue:
+        """With dtype and parameters; unchanged for None."""
+        if qparams is None:
+            return self
+        scale, zero_point = (float(qparams.scale),), (int(qparams.zero_point),)
+        return replace(self, dtype=qparams.dtype, scale=scale, zero_point=zero_point)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> InterfaceValue:
+        return InterfaceValue(
+            **{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
+        )
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Rows in topological order, the backend they were made for, and the effort of calibration."""
+
+    rows: tuple[LedgerRow, ...]
+    backend: str = ""
+    effort: str = ""
+    inputs: tuple[InterfaceValue, ...] = ()
+    outputs: tuple[InterfaceValue, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """{"backend": name, "effort": name, "operators": rows, "inputs": values, "outputs":
+        values}, all as dicts.
+        """
+        return {
+            "backend": self.backend,
+            "effort": self.effort,
+            "operators": [row.to_dict() for row in self.rows],
+            "inputs": [value.to_dict() for value in self.inputs],
+            "outputs": [value.to_dict() for value in self.outputs],
+        }
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Ledger:
+        rows = tuple(LedgerRow.from_dict(row) for row in data["operators"])
+        inputs, outputs = (
+            tuple(InterfaceValue.from_dict(value) for value in data.get(key, ()))
+            for key in ("inputs", "outputs")
+        )
+        return Ledger(rows, data.get("backend", ""), data.get("effort", ""), inputs, outputs)
+
+    def __str__(self) -> str:
+        """One line for each operator; `relayquant.report.ledger_table` makes a table of it."""
+        lines = []
+        for row in self.rows:
+            how = f"{row.pattern} {row.dtype}" if row.quantized else f"float: {row.reason}"
+            lines.append(
+                f"{row.name}: {row.op} -> {how}" + (f"; {row.advice}" if row.advice else "")
+            )
+        return "\n".join(lines)
+
+    def row(self, name: str) -> LedgerRow | None:
+        """The row of the operator that computes value `name`, also inside of a pattern."""
+        return next((row for row in self.rows if name == row.name or name in row.values), None)
+
+    @property
+    def quantized(self) -> tuple[LedgerRow, ...]:
+        """Rows of operators that run on integers."""
+        return tuple(row for row in self.rows if row.quantized)
+
+    @property
+    def floating(self) -> tuple[LedgerRow, ...]:
+        """Rows of operators that stay in float."""
+        return tuple(row for row in self.rows if not row.quantized)
+
+    def with_refusal(self, name: str, reason: str, advice: str = "") -> Ledger:
+        """A ledger in which the operator stays in float."""
+        rows = (
+            replace(
+                row,
+                quantized=False,
+                dtype="float32",
+                reason=reason,
+                advice=advice,
+                scale=(),
+                zero_point=(),
+                scheme="",
+            )
+            if row.name == name
+            else row
+            for row in self.rows
+        )
+        return replace(self, rows=tuple(rows))
+
+
+def build_ledger(plan: Plan, parameters: Mapping[str, QParams], backend: str) -> Ledger:
+    """The ledger of a plan with its parameters."""
+    rows = []
+    for operator in plan.operators:
+        qparams = parameters.get(operator.output) if operator.output else None
+        dtype = "float32"
+        if operator.quantized:
+            dtype = qparams.dtype if qparams is not None else "int32"
+        rows.append(
+            LedgerRow(
+                operator.name,
+                operator.op.removeprefix("relax."),
+                operator.quantized,
+                operator.pattern,
+                dtype,
+                operator.reason,
+                operator.advice,
+                operator.values,
+                operator.sources,
+                tuple(qparams.scale.reshape(-1).tolist()) if qparams is not None else (),
+                tuple(qparams.zero_point.reshape(-1).tolist()) if qparams is not None else (),
+                plan.group(operator.output).info.spec.scheme.value if operator.output else "",
+                operator.rule,
+                operator.support.value,
+            )
+        )
+    return Ledger(tuple(rows), backend)
+
+
+def find_ledger(mod: tvm.IRModule) -> Ledger | None:
+    """The ledger that a module carries, or None."""
+    names = [gv.name_hint for gv in mod.get_global_vars()]
+    attrs = mod["main"].attrs if "main" in names else None
+    if attrs is None or LEDGER_ATTR not in attrs:
+        return None
+    return Ledger.from_dict(json.loads(str(attrs[LEDGER_ATTR])))
+
+
+def read_ledger(mod: tvm.IRModule) -> Ledger:
+    """The ledger of a quantized module.
+
+    Raises:
+        ModelError: the module has none: it was not made by relayquant.
+    """
+    ledger = find_ledger(mod)
+    if ledger is None:
+        raise ModelError(
+            "The module carries no ledger: it was not quantized by relayquant. "
+            "Pass what relayquant.quantize, lower or convert_to_reference returned."
+        )
+    return ledger
+
+
+def ledger_attrs(ledger: Ledger) -> dict[str, str]:
+    """Function attributes that hold the ledger."""
+    return {LEDGER_ATTR: json.dumps(ledger.to_dict())}

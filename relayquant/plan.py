@@ -1,0 +1,293 @@
+"""The plan: plain data that says which value is quantized, how, and why each other operator stays
+in float.
+
+Made by `annotate`, read by every later stage. Values and operators are named by their stable value
+names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from relayquant.errors import ConfigError, suggest_name
+from relayquant.qtypes import QSpec, Role, ValueInfo
+from relayquant.settings import (
+    NamedSettings,
+    check_keys,
+    check_list,
+    read_enum,
+    to_plain,
+    to_tuple,
+)
+
+
+class Support(enum.Enum):
+    """What became of the QConfig that the mapping gave an operator: FX's three cases, two more."""
+
+    SERVED = "served"  #: the backend has the pattern and runs these dtypes
+    DTYPE_UNSUPPORTED = "dtype unsupported"  #: it has the pattern, and runs other dtypes
+    PATTERN_UNKNOWN = "pattern unknown"  #: it has no pattern for the operator
+    FORM_UNSUPPORTED = "form unsupported"  #: its pattern does not take this use of the operator
+    NOT_ASKED = "not asked"  #: no QConfig asks for it
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """One set of quantization parameters, and the values that carry it.
+
+    Attributes:
+        info: Name (the key of the group), role, specification, shape and channel axis.
+        members: Values with these parameters, in topological order; empty for a constant operand.
+        points: Members that are observed and rounded; the other members are on the grid already.
+        clamped: Members that are rounded again, but not observed: the result of a clip, whose
+            bounds need not be on the grid, or of a mean that the backend lets share its input's
+            parameters.
+        constant: (operator, operand) of a constant operand (weight), else None.
+        calibration: Observer or callable that picks the parameters.
+        is_fixed: The backend fixes the parameters: `calibration` stands whatever the user passes
+            for all values.
+        base: Key of the group whose quantized values this one converts, when a value has two
+            groups.
+    """
+
+    info: ValueInfo
+    members: tuple[str, ...]
+    points: tuple[str, ...]
+    calibration: Any
+    constant: tuple[str, str] | None = None
+    base: str | None = None
+    clamped: tuple[str, ...] = ()
+    is_fixed: bool = False
+
+    @property
+    def key(self) -> str:
+        return self.info.name
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data; a callable that picks parameters is left out, an observer is not."""
+        info = self.info
+        calibration = None
+        if isinstance(self.calibration, NamedSettings):
+            calibration = self.calibration.to_dict()
+        return {
+            "name": info.name,
+            "role": info.role.value,
+            "spec": info.spec.to_dict(),
+            "shape": list(info.shape),
+            "axis": info.axis,
+            "consumers": list(info.consumers),
+            "members": list(self.members),
+            "points": list(self.points),
+            "clamped": list(self.clamped),
+            "constant": list(self.constant) if self.constant else None,
+            "base": self.base,
+            "is_fixed": self.is_fixed,
+            "calibration": calibration,
+        }
+
+    @staticmethod
+    def from_dict(data: object, where: str = "GroupPlan") -> GroupPlan:
+        """What `to_dict` wrote; `calibration` is None where it was a callable.
+
+        Raises:
+            ConfigError: a key is wrong or missing, or a value is not allowed.
+        """
+        names = ("name", "role", "spec", "shape", "axis", "consumers", "members", "points")
+        names = (*names, "clamped", "constant", "base", "is_fixed", "calibration")
+        found = check_keys(data, names, where, names)
+        calibration = found["calibration"]
+        if calibration is not None:
+            calibration = NamedSettings.from_dict(calibration, f"{where}.calibration")
+        return GroupPlan(
+            ValueInfo(
+                found["name"],
+                read_enum(Role, found["role"], f"{where}.role"),
+                QSpec.from_dict(found["spec"], f"{where}.spec"),
+                to_tuple(found["shape"]),
+                found["axis"],
+                to_tuple(found["consumers"]),
+            ),
+            to_tuple(found["members"]),
+            to_tuple(found["points"]),
+            calibration,
+            to_tuple(found["constant"]),
+            found["base"],
+            to_tuple(found["clamped"]),
+            found["is_fixed"],
+        )
+
+
+@dataclass(frozen=True)
+class OperatorPlan:
+    """What happens to one operator (or fused pattern) of the prepared float graph.
+
+    Attributes:
+        name: Value it computes.
+        op: Main operator, e.g. "relax.nn.conv2d".
+        values: All values bound by the match, the last is `name`.
+        pattern: Name of the pattern, "" when none matched.
+        quantized: Whether it runs on integers.
+        operands: (operand name, group key) of every quantized operand.
+        output: Group key of its result, None when it stays an accumulator or is float.
+        reason, advice: Why it stays in float and what to do; "" when quantized.
+        sources: Names of the source model's nodes that it came from.
+        support: What became of its QConfig.
+        rule: The line of the QConfigMapping that decided, "" if none did.
+        is_explicit: Whether that line speaks of this operator, not of all.
+    """
+
+    name: str
+    op: str
+    values: tuple[str, ...]
+    pattern: str = ""
+    quantized: bool = False
+    operands: tuple[tuple[str, str], ...] = ()
+    output: str | None = None
+    reason: str = ""
+    advice: str = ""
+    sources: tuple[str, ...] = ()
+    support: Support = Support.SERVED
+    rule: str = ""
+    is_explicit: bool = False
+
+    @property
+    def is_unserved(self) -> bool:
+        """Whether its QConfig asks for what the backend cannot run: by its dtypes, or by name for
+        this operator.
+        """
+        return self.support is Support.DTYPE_UNSUPPORTED or (
+            self.is_explicit and self.is_left_in_float
+        )
+
+    @property
+    def is_left_in_float(self) -> bool:
+        """Whether it has a QConfig, also that for all operators, which is not served."""
+        return self.support not in (Support.SERVED, Support.NOT_ASKED)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All operators and all groups, both in topological order."""
+
+    operators: tuple[OperatorPlan, ...]
+    groups: tuple[GroupPlan, ...]
+    #: value name -> keys of its groups, the first is what its consumers see
+    value_groups: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def replace(self, key: str, *, spec: QSpec | None = None, calibration: Any = None) -> Plan:
+        """A plan in which one set of parameters has another spec, or is picked by another observer
+        or callable.
+
+        Args:
+            key: Of the group: `plan.groups` lists them; a value with parameters, or
+                "<operator>:weight".
+
+        Raises:
+            ConfigError: the plan has no such group, or a spec per channel where it has no channel
+                axis.
+        """
+        group = self.group(key)
+        if spec is not None:
+            if spec.is_per_channel and group.info.axis is None:
+                raise ConfigError(
+                    f"Plan.replace({key!r}): the value has no channel axis; allowed: "
+                    "Granularity.PER_TENSOR."
+                )
+            axis = group.info.axis if spec.is_per_channel else None
+            group = dataclasses.replace(
+                group, info=dataclasses.replace(group.info, spec=spec, axis=axis)
+            )
+        if calibration is not None:
+            group = dataclasses.replace(group, calibration=calibration)
+        groups = tuple(group if other.key == key else other for other in self.groups)
+        return dataclasses.replace(self, groups=groups)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            "operators": [
+                {f.name: to_plain(getattr(op, f.name)) for f in dataclasses.fields(op)}
+                for op in self.operators
+            ],
+            "groups": [group.to_dict() for group in self.groups],
+            "value_groups": {name: list(keys) for name, keys in self.value_groups.items()},
+        }
+
+    @staticmethod
+    def from_dict(data: object, where: str = "Plan") -> Plan:
+        """What `to_dict` wrote.
+
+        Raises:
+            ConfigError: a key is wrong or missing, or a value is not allowed.
+        """
+        names = ("operators", "groups", "value_groups")
+        found = check_keys(data, names, where, names)
+        columns = [f.name for f in dataclasses.fields(OperatorPlan)]
+        operators = []
+        for i, row in enumerate(check_list(found["operators"], f"{where}.operators")):
+            row = check_keys(row, columns, f"{where}.operators[{i}]", ("name", "op", "values"))
+            values = {key: to_tuple(value) for key, value in row.items()}
+            if "support" in values:
+                values["support"] = read_enum(Support, values["support"], f"{where}.support")
+            operators.append(OperatorPlan(**values))
+        groups = check_list(found["groups"], f"{where}.groups")
+        return Plan(
+            tuple(operators),
+            tuple(GroupPlan.from_dict(g, f"{where}.groups[{i}]") for i, g in enumerate(groups)),
+            {name: to_tuple(keys) for name, keys in found["value_groups"].items()},
+        )
+
+    @cached_property
+    def _groups(self) -> dict[str, GroupPlan]:
+        return {group.key: group for group in self.groups}
+
+    @cached_property
+    def _operators(self) -> dict[str, OperatorPlan]:
+        return {operator.name: operator for operator in self.operators}
+
+    @cached_property
+    def producers(self) -> dict[str, OperatorPlan]:
+        """Value name -> operator that computes it (values inside a match included)."""
+        return {value: op for op in self.operators for value in op.values}
+
+    def group(self, key: str) -> GroupPlan:
+        """Group by key.
+
+        Raises:
+            ConfigError: the plan has no such group.
+        """
+        if key not in self._groups:
+            raise ConfigError(
+                f"The plan has no quantized value {key!r}. {suggest_name(key, self._groups)}"
+            )
+        return self._groups[key]
+
+    def operator(self, name: str) -> OperatorPlan:
+        """Operator by the value it computes.
+
+        Raises:
+            ConfigError: the plan has no such operator.
+        """
+        if name not in self._operators:
+            raise ConfigError(
+                f"The plan has no operator {name!r}. {suggest_name(name, self._operators)}"
+            )
+        return self._operators[name]
+
+    def has_operator(self, name: str) -> bool:
+        """Whether an operator computes this value."""
+        return name in self._operators
+
+    @property
+    def activations(self) -> tuple[GroupPlan, ...]:
+        """Groups whose parameters depend on data."""
+        return tuple(group for group in self.groups if group.constant is None)
+
+    @property
+    def weights(self) -> tuple[GroupPlan, ...]:
+        """Groups of constant operands: weights, and biases with a grid of their own."""
+        return tuple(group for group in self.groups if group.constant is not None)

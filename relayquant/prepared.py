@@ -1,0 +1,175 @@
+"""A model between the stages: float module, plan, calibration graph, and the parameters picked so
+far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import tvm
+from tvm import relax
+
+from relayquant.config import BackendConfig, QConfigMapping
+from relayquant.errors import ConfigError
+from relayquant.ledger import InterfaceValue
+from relayquant.plan import Plan
+from relayquant.qtypes import QParams
+
+#: dtype code of the simulated operators that passes values through in float
+PASS_THROUGH = 0
+
+
+@dataclass(frozen=True, eq=False)
+class GroupVariables:
+    """Parameters of main that hold one group.
+
+    dtype code int32 (), scale float32 and zero point int32 (n,); `bounds`, where the integers use
+    less than their dtype has: the smallest and the largest of them (`limits`), float32 ().
+    """
+
+    key: str
+    code: int
+    length: int
+    dtype: relax.Var
+    scale: relax.Var
+    zero_point: relax.Var
+    bounds: tuple[relax.Var, ...] = ()
+    limits: tuple[int, int] = (0, 0)
+
+    @property
+    def vars(self) -> tuple[relax.Var, ...]:
+        return self.dtype, self.scale, self.zero_point, *self.bounds
+
+    def arrays(self, qparams: QParams | None) -> tuple[np.ndarray, ...]:
+        """Values of the variables; None passes the value through in float."""
+        if qparams is None:
+            code, scale, zero_point, limits = PASS_THROUGH, 1.0, 0, (-np.inf, np.inf)
+        else:
+            code, scale, zero_point = self.code, qparams.scale, qparams.zero_point
+            limits = self.limits
+        return (
+            np.array(code, "int32"),
+            np.full(self.length, scale, "float32"),
+            np.full(self.length, zero_point, "int32"),
+            *(np.array(limit, "float32") for limit in limits if self.bounds),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class ConstantVariable:
+    """Parameter of main that holds a weight or a bias, and its value in the float model."""
+
+    var: relax.Var
+    value: np.ndarray
+
+
+@dataclass(frozen=True)
+class FitPoint:
+    """An operator whose weight is a variable: by name, the values that it reads as data and as
+    weight.
+    """
+
+    operator: str
+    data: str
+    weight: str
+
+
+@dataclass(frozen=True, eq=False)
+class CalibrationGraph:
+    """The simulated module: main(inputs, group variables, constants) -> the outputs of the model.
+
+    Attributes:
+        mod: The module.
+        variables: Parameters of main by group key.
+        inputs: Names of the model's own inputs, the first parameters of main.
+        constants: Weights and biases by "<operator>:weight" and "<operator>:bias", the last
+            parameters.
+        fits: Operators with such weights, in topological order.
+    """
+
+    mod: tvm.IRModule
+    variables: Mapping[str, GroupVariables]
+    inputs: tuple[str, ...]
+    constants: Mapping[str, ConstantVariable] = field(default_factory=dict)
+    fits: tuple[FitPoint, ...] = ()
+
+    def arguments(
+        self,
+        parameters: Mapping[str, QParams] | None = None,
+        constants: Mapping[str, np.ndarray] | None = None,
+    ) -> dict[str, np.ndarray]:
+        """What to pass for the parameters of main after the inputs, by name and in order.
+
+        Groups without parameters pass through in float; `constants` replaces those of the float
+        model.
+        """
+        values = {}
+        for key, variables in self.variables.items():
+            arrays = variables.arrays((parameters or {}).get(key))
+            values.update((var.name, a) for var, a in zip(variables.vars, arrays, strict=True))
+        for key, constant in self.constants.items():
+            values[constant.var.name] = (constants or {}).get(key, constant.value)
+        return values
+
+
+@dataclass(frozen=True, eq=False)
+class GroupStatistics:
+    """What an observer has seen of one group in float: mergeable with what another process has
+    seen.
+    """
+
+    observer: Any
+    state: Any
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedModel:
+    """What `prepare` gives and `calibrate` fills.
+
+    Attributes:
+        mod: The prepared float module.
+        plan: What is quantized and how.
+        graph: The calibration graph.
+        backend: The backend the plan was made for.
+        parameters: Group key -> parameters. With `constants` the one thing that changes: as with
+            the observers of a prepared model in FX, calibrating fills it in place.
+        constants: "<operator>:weight" -> weight that stands on the grid of its parameters, float32
+            in the weight's layout, and "<operator>:bias" -> corrected bias; where calibration
+            changed them.
+        inputs, outputs: What main takes and returns, with the dtypes that the user asked for.
+        mapping: The configuration that the plan was made from.
+        statistics: By group key, what observers saw in a calibration with Order.PARALLEL; empty
+            after any other: in topological order what is seen of a value depends on the parameters
+            picked before, so that the states of two processes do not belong together.
+        effort: Level of effort (`relayquant.effort.Effort`), for the ledger.
+    """
+
+    mod: tvm.IRModule
+    plan: Plan
+    graph: CalibrationGraph
+    backend: BackendConfig
+    parameters: dict[str, QParams] = field(default_factory=dict)
+    constants: dict[str, np.ndarray] = field(default_factory=dict)
+    effort: str = "balanced"
+    inputs: tuple[InterfaceValue, ...] = ()
+    outputs: tuple[InterfaceValue, ...] = ()
+    mapping: QConfigMapping | None = None
+    statistics: dict[str, GroupStatistics] = field(default_factory=dict)
+
+    def require_parameters(self) -> Mapping[str, QParams]:
+        """The parameters of all groups.
+
+        Raises:
+            ConfigError: the model was not calibrated, or not completely.
+        """
+        missing = [group.key for group in self.plan.groups if group.key not in self.parameters]
+        if missing:
+            raise ConfigError(
+                f"{len(missing)} of {len(self.plan.groups)} values have no parameters yet, the "
+                "first "
+                f"is {missing[0]!r}. Run relayquant.calibrate(prepared, dataset) first."
+            )
+        return self.parameters
