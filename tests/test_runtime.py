@@ -1,0 +1,46 @@
+"""Running compiled modules: arrays of any rank, nested results, threads that do not spin."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import tvm
+from tvm.script import ir as I
+from tvm.script import relax as R
+
+from relayquant.runtime import SPIN_VARIABLE, Executor, as_tensor, stop_spinning
+
+
+@I.ir_module
+class Nested:
+    @R.function
+    def main(x: R.Tensor((2,), "float32"), s: R.Tensor((), "float32")):
+        with R.dataflow():
+            y = R.multiply(x, s)
+            z = (y, (x, s))
+            R.output(z)
+        return z
+
+
+def test_executor__takes_nested_results_apart():
+    executor = Executor(tvm.compile(Nested, tvm.target.Target({"kind": "llvm"})))
+    x, s = np.array([1, 2], "float32"), np.array(3, "float32")
+    y, x2, s2 = executor.run("main", [x, s])
+    np.testing.assert_array_equal(y, x * 3)
+    np.testing.assert_array_equal(x2, x)
+    assert s2.shape == ()
+
+
+def test_as_tensor__keeps_scalars_and_copies_strides():
+    assert as_tensor(np.array(1.0, "float32")).shape == ()
+    np.testing.assert_array_equal(as_tensor(np.eye(3)[:, ::2]).numpy(), np.eye(3)[:, ::2])
+
+
+def test_stop_spinning__unless_the_user_says_otherwise(monkeypatch):
+    monkeypatch.delenv(SPIN_VARIABLE, raising=False)
+    stop_spinning()
+    assert os.environ[SPIN_VARIABLE] == "0"
+    monkeypatch.setenv(SPIN_VARIABLE, "1000")
+    stop_spinning()
+    assert os.environ[SPIN_VARIABLE] == "1000"
