@@ -1,0 +1,23 @@
+"""Dialect: importing this package makes TVM know the `relax.qnn.*` operators.
+
+The one place where something is registered at import: TVM has no other way to learn of an operator.
+A module that holds these operators compiles, prints, parses and loads from JSON wherever this
+package was imported.
+"""
+
+from __future__ import annotations
+
+import tvm
+import tvm.relax.script.parser
+from tvm.relax import script as _script
+
+from relayquant.dialect import qnn
+from relayquant.dialect.operators import OPERATORS, Operator, register_operators
+
+register_operators(OPERATORS)
+
+# `R.qnn.*`: the first module serves the decorators, the second tvm.script.from_source.
+for _module in (_script, tvm.relax.script.parser):
+    _module.qnn = qnn
+
+__all__ = ["OPERATORS", "Operator", "qnn", "register_operators"]

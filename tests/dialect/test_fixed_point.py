@@ -1,0 +1,268 @@
+"""Fixed point and rounding: numpy against exact fractions, TIR against numpy on two targets."""
+
+from __future__ import annotations
+
+import json
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import tvm
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from qnn_testing import TARGETS
+from tvm import te
+
+from relayquant.dialect import fixed_point
+from relayquant.qtypes import INTEGER_LIMITS, Arithmetic, Rounding
+
+INT32 = st.integers(-(2**31), 2**31 - 1)
+POSITIVE_FLOAT32 = st.floats(2.0**-60, 2.0**60, width=32)
+
+
+def round_fraction(value: Fraction, rounding: Rounding) -> int:
+    if rounding is Rounding.UPWARD:
+        return math.floor(value + Fraction(1, 2))
+    if rounding is Rounding.TONEAREST_EVEN:
+        return round(value)
+    return int(math.copysign(math.floor(abs(value) + Fraction(1, 2)), value))
+
+
+def round_to_float32(value: Fraction) -> np.float32:
+    """The float32 nearest to a fraction, ties to even, by comparing neighbours exactly."""
+    guess = np.float32(float(value))
+    near = [
+        np.nextafter(guess, np.float32(-np.inf)),
+        guess,
+        np.nextafter(guess, np.float32(np.inf)),
+    ]
+    return min(near, key=lambda f: (abs(Fraction(float(f)) - value), int(f.view("int32")) & 1))
+
+
+def run_elements(element, arrays, target):
+    """element(*scalars) -> expression, for every index of 1-D arrays, compiled."""
+    inputs = [te.placeholder(a.shape, a.dtype.name, f"x{i}") for i, a in enumerate(arrays)]
+    output = te.compute(arrays[0].shape, lambda i: element(*(x(i) for x in inputs)))
+    mod = tvm.IRModule({"main": te.create_prim_func([*inputs, output])})
+    result = tvm.runtime.tensor(np.zeros(arrays[0].shape, str(output.dtype)))
+    tvm.compile(mod, target=tvm.target.Target(target))(*map(tvm.runtime.tensor, arrays), result)
+    return result.numpy()
+
+
+# ---------------------------------------------------------------- multiplier and shift
+
+
+@pytest.mark.parametrize(
+    ("real", "mantissa", "exponent"),
+    [
+        (0.0, 0, 0),
+        (1 / 16, 2**30, -3),
+        (1 / 3, 1431655765, -1),
+        (3.0, 1610612736, 2),
+        (1.0, 2**30, 1),
+        (1 - 2.0**-40, 2**30, 1),
+    ],
+)
+def test_split_multiplier__known_values(real, mantissa, exponent):
+    assert fixed_point.split_multiplier_numpy(real) == (mantissa, exponent)
+
+
+def test_split_multiplier__recorded_table(shared_data):
+    rows = json.loads(shared_data("fixed_point_multiplier_table.json").read_text())
+    assert len(rows) > 50
+    for row in rows:
+        scales = [np.float32(row[k]).astype("float64") for k in ("input_scale", "output_scale")]
+        got = fixed_point.split_multiplier_numpy(scales[0] / scales[1])
+        assert tuple(map(int, got)) == (row["multiplier"], row["shift"])
+
+
+@given(POSITIVE_FLOAT32, POSITIVE_FLOAT32)
+def test_split_multiplier__nearest(s_in, s_out):
+    real = s_in / s_out
+    mantissa, exponent = (int(v) for v in fixed_point.split_multiplier_numpy(real))
+    assert 2**30 <= mantissa < 2**31
+    unit = Fraction(2) ** (exponent - 31)
+    assert abs(mantissa * unit - Fraction(real)) <= unit / 2
+
+
+@given(INT32, st.integers(2**30, 2**31 - 1), st.integers(-40, 0), st.sampled_from(list(Rounding)))
+def test_multiply_fixed_point__exact(value, mantissa, exponent, rounding):
+    exact = Fraction(value * mantissa) * Fraction(2) ** (exponent - 31)
+    got = fixed_point.multiply_fixed_point_numpy(value, mantissa, exponent, rounding)
+    assert int(got) == round_fraction(exact, rounding)
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=("generic", "host"))
+def test_split_multiplier__tir(target):
+    rng = np.random.default_rng(0)
+    reals = np.exp(rng.uniform(-80, 80, 5000))
+    reals[:6] = [0.0, 1.0, 1 - 2.0**-40, 2.0**-270, 1 / 3, 0.5 - 2.0**-33]
+    mantissa, exponent = fixed_point.split_multiplier_numpy(reals)
+    for part, expected in enumerate((mantissa, exponent)):
+        got = run_elements(
+            lambda x, p=part: fixed_point.split_multiplier_tir(x)[p], [reals], target
+        )
+        np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("rounding", list(Rounding))
+def test_multiply_fixed_point__tir(rounding):
+    rng = np.random.default_rng(1)
+    value = rng.integers(-(2**31), 2**31, 4000).astype("int32")
+    mantissa = rng.integers(2**30, 2**31, 4000).astype("int32")
+    exponent = rng.integers(-45, 1, 4000).astype("int32")
+    value[:3], mantissa[:3], exponent[:3] = (3, -3, -(2**31)), 2**30, (0, 0, -40)
+    value[100:200] >>= 20  # room for a left shift
+    exponent[100:200] = rng.integers(1, 9, 100)
+    expected = fixed_point.multiply_fixed_point_numpy(value, mantissa, exponent, rounding)
+    for target in TARGETS:
+        got = run_elements(
+            lambda v, m, e: fixed_point.multiply_fixed_point_tir(v, m, e, rounding),
+            [value, mantissa, exponent],
+            target,
+        )
+        np.testing.assert_array_equal(got, expected)
+
+
+# ---------------------------------------------------------------- rounding and saturation
+
+
+@pytest.mark.parametrize(
+    ("rounding", "expected"),
+    [
+        (Rounding.UPWARD, [-2, -1, 0, 0, 1, 2, 3]),
+        (Rounding.TONEAREST, [-3, -2, -1, 0, 1, 2, 3]),
+        (Rounding.TONEAREST_EVEN, [-2, -2, 0, 0, 0, 2, 2]),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_round__ties(rounding, expected, dtype):
+    values = np.array([-2.5, -1.5, -0.5, 0.0, 0.5, 1.5, 2.5], dtype)
+    np.testing.assert_array_equal(fixed_point.round_numpy(values, rounding), expected)
+    for target in TARGETS:
+        got = run_elements(lambda v: fixed_point.round_tir(v, rounding), [values], target)
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_round__largest_below_a_half():
+    """trunc(v + 0.5) would give 1."""
+    value = np.array([np.nextafter(np.float32(0.5), np.float32(0))])
+    assert fixed_point.round_numpy(value, Rounding.TONEAREST) == 0
+    for target in TARGETS:
+        got = run_elements(lambda v: fixed_point.round_tir(v, Rounding.TONEAREST), [value], target)
+        assert got == 0
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32"])
+def test_saturate__limits(dtype):
+    low, high = INTEGER_LIMITS[dtype]
+    values = np.array([-np.inf, -1e30, -5e9, -1, 0, 1, 2**31 - 128, 5e9, np.inf, np.nan], "float32")
+    zero = 3 if dtype != "int32" else 0
+    zeros = np.full(values.shape, zero, "int32")
+    finite = np.nan_to_num(values.astype("float64"), nan=0, posinf=1e30, neginf=-1e30)
+    top = high if dtype != "int32" else 2**31 - 128
+    expected = np.clip(finite + zero, low, top).astype(dtype)
+    np.testing.assert_array_equal(fixed_point.saturate_numpy(values, zeros, dtype), expected)
+    for target in TARGETS:
+        got = run_elements(
+            lambda v, z: fixed_point.saturate_tir(v, z, dtype, may_be_nan=True),
+            [values, zeros],
+            target,
+        )
+        np.testing.assert_array_equal(got, expected)
+
+
+# ---------------------------------------------------------------- fused multiply-add
+
+
+@given(*[st.floats(-1e6, 1e6, width=32).filter(lambda v: v == 0 or abs(v) > 1e-6)] * 3)
+@settings(max_examples=300)
+def test_fused_multiply_add__rounds_once(a, b, c):
+    exact = Fraction(a) * Fraction(b) + Fraction(c)
+    assert fixed_point.fused_multiply_add_numpy(a, b, c) == round_to_float32(exact)
+
+
+def test_fused_multiply_add__where_float64_rounds_twice():
+    # The exact sum lies 2^-54 below the middle of two float32, a part that float64 drops.
+    a, b = np.float32(1 + 2.0**-15), np.float32(2.0**-24 * (1 - 2.0**-15))
+    c = np.float32(1 + 2.0**-23)
+    exact = Fraction(float(a)) * Fraction(float(b)) + Fraction(float(c))
+    twice = np.float32(float(a) * float(b) + float(c))
+    assert twice != round_to_float32(exact)
+    assert fixed_point.fused_multiply_add_numpy(a, b, c) == round_to_float32(exact)
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=("generic", "host"))
+def test_fused_multiply_add__tir(target):
+    rng = np.random.default_rng(2)
+    a, b, c = (
+        (rng.standard_normal(20000) * 10 ** rng.uniform(-3, 3, 20000)).astype("float32")
+        for _ in range(3)
+    )
+    c[:10000] = -(a * b)[:10000]  # cancellation shows the low bits of the product
+    expected = fixed_point.fused_multiply_add_numpy(a, b, c)
+    assert (expected != a * b + c).sum() > 1000
+    got = run_elements(fixed_point.fused_multiply_add_tir, [a, b, c], target)
+    np.testing.assert_array_equal(got, expected)
+
+
+# ---------------------------------------------------------------- requantize
+
+
+@pytest.mark.parametrize("arithmetic", list(Arithmetic))
+@pytest.mark.parametrize("rounding", list(Rounding))
+@pytest.mark.parametrize("out_dtype", ["int8", "int32"])
+def test_requantize__tir(rounding, arithmetic, out_dtype):
+    rng = np.random.default_rng(3)
+    value = rng.integers(-30000, 30000, 5000).astype("int32")
+    reals = np.exp(rng.uniform(-9, -3, 5000))
+    reals[:1000] = 2.0 ** -rng.integers(1, 6, 1000)  # ties
+    zeros, outputs = (rng.integers(-128, 128, 5000).astype("int32") for _ in range(2))
+    multiplier = fixed_point.encode_multiplier_numpy(reals, arithmetic)
+    expected = fixed_point.requantize_numpy(
+        value, zeros, multiplier, outputs, out_dtype, rounding, arithmetic
+    )
+    for target in TARGETS:
+        got = run_elements(
+            lambda v, r, z, o: fixed_point.requantize_tir(
+                v,
+                z,
+                fixed_point.encode_multiplier_tir(r, arithmetic),
+                o,
+                out_dtype,
+                rounding,
+                arithmetic,
+            ),
+            [value, reals, zeros, outputs],
+            target,
+        )
+        np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("rounding", [Rounding.UPWARD, Rounding.TONEAREST])
+def test_requantize__product_and_sum_are_not_contracted(rounding):
+    """Values whose answer changes when product and zero point are added by one FMA."""
+    rng = np.random.default_rng(4)
+    value = rng.integers(-300000, 300000, 50000).astype("int32")
+    multiplier = np.float32(0.7)  # a little less than 7/10: ties come from below
+    product = value.astype("float32") * multiplier
+    outputs = -np.trunc(product).astype("int32")  # the sum shows the low bits of the product
+    separate = fixed_point.round_numpy(product + outputs.astype("float32"), rounding)
+    fused = fixed_point.round_numpy(
+        fixed_point.fused_multiply_add_numpy(value, multiplier, outputs), rounding
+    )
+    chosen = np.flatnonzero(separate != fused)
+    assert chosen.size > 100
+    value, outputs = value[chosen], outputs[chosen]
+    scale = np.full(value.shape, multiplier)
+    zeros = np.zeros_like(value)
+    for target in TARGETS:
+        got = run_elements(
+            lambda v, m, z, o: fixed_point.requantize_tir(
+                v, z, (m,), o, "int32", rounding, Arithmetic.FLOAT32
+            ),
+            [value, scale, zeros, outputs],
+            target,
+        )
+        np.testing.assert_array_equal(got, separate[chosen].astype("int32"))
