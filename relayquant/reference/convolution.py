@@ -1,0 +1,286 @@
+"""Convolution, its transpose and windows over N spatial dimensions in numpy, for any layout.
+
+Used by the integer operators (float64, exact below 2^53) and by the float operators of the
+interpreter. Layouts are strings of axis letters, as in `relax.nn.conv2d`: N C and spatial letters
+for data, O I and spatial letters for kernels.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from relayquant.errors import QnnError
+
+Array = np.ndarray[Any, Any]
+
+SPATIAL_LETTERS = "DHW"
+
+
+def get_spatial_letters(layout: str) -> str:
+    """The spatial axes of a layout in the order D, H, W.
+
+    Raises:
+        QnnError: the layout has letters other than N C O I D H W, as a packed one ("NCHW4c") has.
+    """
+    if not set(layout) <= set("NCOI" + SPATIAL_LETTERS) or len(set(layout)) != len(layout):
+        raise QnnError(
+            f"layout {layout!r} is not supported; allowed: each of N, C (data) or O, I (kernel) "
+            "and the spatial letters once, such as NCHW, NHWC, OIHW, HWIO, HWOI."
+        )
+    return "".join(letter for letter in SPATIAL_LETTERS if letter in layout)
+
+
+def permute_layout(array: Array, source: str, target: str) -> Array:
+    """A view of `array` with its axes reordered from layout `source` to `target`."""
+    if array.ndim != len(source):
+        raise QnnError(f"an array of shape {array.shape} does not have layout {source!r}.")
+    return array.transpose([source.index(letter) for letter in target])
+
+
+def split_padding(padding: Sequence[int], rank: int) -> list[tuple[int, int]]:
+    """(before, after) per spatial axis, from 1, `rank` or 2 * `rank` numbers, befores first."""
+    values = [int(value) for value in padding]
+    if len(values) == 1:
+        values = values * (2 * rank)
+    elif len(values) == rank:
+        values = values * 2
+    if len(values) != 2 * rank:
+        raise QnnError(
+            f"padding {list(padding)} has {len(values)} numbers; allowed for {rank} spatial "
+            f"axes: 1, {rank} or {2 * rank}."
+        )
+    return list(zip(values[:rank], values[rank:], strict=True))
+
+
+def expand_per_axis(values: Sequence[int], rank: int) -> list[int]:
+    """Strides or dilation of every spatial axis, from 1 or `rank` numbers."""
+    numbers = [int(value) for value in values]
+    if len(numbers) not in (1, rank):
+        raise QnnError(f"{numbers} has {len(numbers)} numbers; allowed: 1 or {rank}.")
+    return numbers * rank if len(numbers) == 1 else numbers
+
+
+def iterate_taps(
+    kernel: Sequence[int],
+    outputs: Sequence[int],
+    strides: Sequence[int],
+    dilation: Sequence[int],
+) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
+    """(index in the kernel, slices of the padded data that this tap meets), channels-last data."""
+    for tap in itertools.product(*map(range, kernel)):
+        yield (
+            tap,
+            tuple(
+                slice(t * d, t * d + (o - 1) * s + 1, s)
+                for t, d, o, s in zip(tap, dilation, outputs, strides, strict=True)
+            ),
+        )
+
+
+def convolve(
+    data: Array,
+    kernel: Array,
+    *,
+    strides: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    data_layout: str,
+    kernel_layout: str,
+    out_layout: str = "",
+) -> Array:
+    """Grouped convolution with zero padding in the dtype of the operands (float32 or float64).
+
+    `data` has `data_layout`; `kernel` has `kernel_layout` with O = output channels and
+    I = input channels / groups. The result has `out_layout`, by default `data_layout`.
+
+    Raises:
+        QnnError: layouts, channels or groups do not fit together, or the output would be empty.
+    """
+    letters = get_spatial_letters(data_layout)
+    rank = len(letters)
+    x = permute_layout(data, data_layout, "N" + letters + "C")
+    w = permute_layout(kernel, kernel_layout, letters + "IO")
+    strides, dilation = expand_per_axis(strides, rank), expand_per_axis(dilation, rank)
+    pads = split_padding(padding, rank)
+    per_group, out_channels = w.shape[-2:]
+    if x.shape[-1] != per_group * groups or out_channels % groups:
+        raise QnnError(
+            f"convolution of {x.shape[-1]} channels in {groups} groups with a kernel of "
+            f"{per_group} input and {out_channels} output channels: input channels must be "
+            "groups * kernel input channels, output channels a multiple of groups."
+        )
+    x = np.pad(x, [(0, 0), *pads, (0, 0)])
+    taps = w.shape[:rank]
+    outputs = [
+        (size - d * (k - 1) - 1) // s + 1
+        for size, d, k, s in zip(x.shape[1:-1], dilation, taps, strides, strict=True)
+    ]
+    if min(outputs) <= 0:
+        raise QnnError(f"convolution with a {taps} kernel leaves nothing of data {data.shape}.")
+    windows = iterate_taps(taps, outputs, strides, dilation)
+    shape = (x.shape[0], *outputs)
+    if groups == 1 and per_group * int(np.prod(taps)) <= 1024:
+        # Few channels: one product over all taps instead of many thin ones.
+        columns = np.concatenate([x[(slice(None), *at)] for _, at in windows], axis=-1)
+        result = columns.reshape(-1, columns.shape[-1]) @ w.reshape(-1, out_channels)
+    elif groups == 1:
+        result = np.zeros((int(np.prod(shape)), out_channels), x.dtype)
+        for tap, at in windows:
+            result += x[(slice(None), *at)].reshape(-1, per_group) @ w[tap]
+    elif per_group == 1:
+        # Depthwise: every input channel serves out_channels / groups consecutive outputs.
+        result = np.zeros((*shape, groups, out_channels // groups), x.dtype)
+        for tap, at in windows:
+            result += x[(slice(None), *at)][..., None] * w[tap].reshape(groups, -1)
+    else:
+        split = (-1, groups, per_group)
+        result = np.zeros((groups, int(np.prod(shape)), out_channels // groups), x.dtype)
+        for tap, at in windows:
+            column = x[(slice(None), *at)].reshape(split).transpose(1, 0, 2)
+            result += column @ w[tap].reshape(per_group, groups, -1).transpose(1, 0, 2)
+        result = result.transpose(1, 0, 2)
+    result = result.reshape(*shape, out_channels)
+    return permute_layout(result, "N" + letters + "C", out_layout or data_layout)
+
+
+def convolve_transposed(
+    data: Array,
+    kernel: Array,
+    *,
+    strides: Sequence[int],
+    padding: Sequence[int],
+    output_padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    data_layout: str,
+    kernel_layout: str,
+    out_layout: str = "",
+) -> Array:
+    """Gradient of `convolve` for its data, as `relax.nn.conv2d_transpose`.
+
+    `kernel` has I = input channels and O = output channels / groups. Spatial output size:
+    (size - 1) * stride + dilation * (kernel - 1) + 1 + output_padding - padding.
+
+    Raises:
+        QnnError: layouts, channels or groups do not fit together, or the output would be empty.
+    """
+    letters = get_spatial_letters(data_layout)
+    rank = len(letters)
+    x = permute_layout(data, data_layout, "N" + letters + "C")
+    w = permute_layout(kernel, kernel_layout, letters + "IO")
+    strides, dilation = expand_per_axis(strides, rank), expand_per_axis(dilation, rank)
+    pads, extra = split_padding(padding, rank), expand_per_axis(output_padding, rank)
+    channels, per_group = w.shape[-2:]
+    if x.shape[-1] != channels or channels % groups:
+        raise QnnError(
+            f"transposed convolution of {x.shape[-1]} channels in {groups} groups with a kernel of "
+            f"{channels} input channels: these must be equal and a multiple of groups."
+        )
+    taps, sizes = w.shape[:rank], x.shape[1:-1]
+    full = [
+        (size - 1) * s + d * (k - 1) + 1 + e
+        for size, s, d, k, e in zip(sizes, strides, dilation, taps, extra, strict=True)
+    ]
+    result = np.zeros((x.shape[0], *full, groups, per_group), x.dtype)
+    split = x.reshape(*x.shape[:-1], groups, 1, channels // groups)
+    for tap, at in iterate_taps(taps, sizes, strides, dilation):
+        weight = w[tap].reshape(groups, channels // groups, per_group)
+        result[(slice(None), *at)] += (split @ weight)[..., 0, :]
+    result = result.reshape(x.shape[0], *full, groups * per_group)
+    crop = [slice(before, size - after) for (before, after), size in zip(pads, full, strict=True)]
+    result = result[(slice(None), *crop)]
+    if 0 in result.shape[1:-1]:
+        raise QnnError(f"transposed convolution of data {data.shape} leaves nothing.")
+    return permute_layout(result, "N" + letters + "C", out_layout or data_layout)
+
+
+@dataclass(frozen=True)
+class Window:
+    """The window of a pool; numbers per spatial axis, padding befores first, then afters.
+
+    With `ceil_mode` the last window may reach beyond the data and its padding. TVM 0.27 drops it
+    when it starts there (`starts_inside`) and does not count what lies beyond when padding counts;
+    v0.19 kept it, and counted all of it.
+    """
+
+    pool_size: Sequence[int]
+    strides: Sequence[int]
+    dilation: Sequence[int]
+    padding: Sequence[int]
+    ceil_mode: bool
+    layout: str
+    starts_inside: bool = True
+
+    @property
+    def rank(self) -> int:
+        """Number of spatial axes."""
+        return len(get_spatial_letters(self.layout))
+
+    def expand(self) -> tuple[list[int], list[int], list[int]]:
+        """Size, strides and dilation with one number per axis."""
+        size, strides, dilation = (
+            expand_per_axis(values, self.rank)
+            for values in (self.pool_size, self.strides, self.dilation)
+        )
+        return size, strides, dilation
+
+    def fit(self, sizes: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:
+        """((before, after) per spatial axis that hold every window, number of windows).
+
+        Raises:
+            QnnError: no window fits into the padded data.
+        """
+        pads, outputs = [], []
+        edges = split_padding(self.padding, self.rank)
+        for size, k, s, d, (before, after) in zip(sizes, *self.expand(), edges, strict=True):
+            span = size + before + after - d * (k - 1) - 1
+            count = (-(-span // s) if self.ceil_mode else span // s) + 1
+            if self.starts_inside and self.ceil_mode and (count - 1) * s >= size + before:
+                count -= 1
+            if count <= 0:
+                raise QnnError(f"a pool of size {k} leaves nothing of an axis of length {size}.")
+            needed = (count - 1) * s + d * (k - 1) + 1 - size - before
+            pads.append((before, max(after, needed)))
+            outputs.append(count)
+        return pads, outputs
+
+
+def pool_windows(data: Array, window: Window, fill: Any) -> Iterator[Array]:
+    """For each tap of the window, the data it meets: shape of the output, axes N, spatial, C.
+
+    `data` has the window's layout; beyond its borders it holds `fill`.
+    """
+    x = permute_layout(data, window.layout, "N" + get_spatial_letters(window.layout) + "C")
+    pads, outputs = window.fit(x.shape[1:-1])
+    x = np.pad(x, [(0, 0), *pads, (0, 0)], constant_values=fill)
+    size, strides, dilation = window.expand()
+    for _, at in iterate_taps(size, outputs, strides, dilation):
+        yield x[(slice(None), *at)]
+
+
+def count_window_values(shape: Sequence[int], window: Window, count_include_pad: bool) -> Array:
+    """Number of values an average pool divides by, int64 of shape (1, output sizes..., 1).
+
+    With `count_include_pad` those inside the data or its padding (see `Window`), else those inside
+    the data; at least 1.
+    """
+    letters = get_spatial_letters(window.layout)
+    sizes = [shape[window.layout.index(letter)] for letter in letters]
+    pads, outputs = window.fit(sizes)
+    counted = np.ones(sizes, "int64")
+    if count_include_pad:
+        edges = split_padding(window.padding, window.rank) if window.starts_inside else pads
+        counted = np.pad(counted, edges, constant_values=1)
+        pads = [(0, all_[1] - edge[1]) for all_, edge in zip(pads, edges, strict=True)]
+    counted = np.pad(counted, pads)[None, ..., None]
+    size, strides, dilation = window.expand()
+    total = np.zeros((1, *outputs, 1), "int64")
+    for _, at in iterate_taps(size, outputs, strides, dilation):
+        total += counted[(slice(None), *at)]
+    return np.maximum(total, 1)

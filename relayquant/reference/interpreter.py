@@ -1,0 +1,532 @@
+"""Executes function `main` of any Relax module in numpy, binding by binding.
+
+`run` gives the outputs, `run_values` every bound value by name. Operators of `relax.qnn` have the
+exact meaning of `reference.qnn`; the usual Relax operators are rows of `relax_operators.OPERATORS`.
+What has no row (an operator, `call_tir` of a PrimFunc, a packed function) is compiled alone with
+TVM for the generic `llvm` target and called, so any module that compiles also runs here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import tvm
+import tvm_ffi
+from tvm import relax
+
+from relayquant.errors import DataError, ModelError, RelayQuantError, suggest_name
+from relayquant.qtypes import Arithmetic, Rounding
+from relayquant.reference import qnn
+from relayquant.reference.relax_operators import OPERATORS
+
+Array = np.ndarray[Any, Any]
+
+_CONVOLUTION = (
+    "strides",
+    "padding",
+    "dilation",
+    "groups",
+    "data_layout",
+    "kernel_layout",
+    "out_dtype",
+)
+_MODES = ("rounding", "compute_dtype")
+
+#: Operator of `relax.qnn` -> names of its attributes, which are keywords of `reference.qnn`.
+QNN_ATTRIBUTES: dict[str, tuple[str, ...]] = {
+    "quantize": ("axis", "out_dtype", "rounding"),
+    "dequantize": ("axis", "out_dtype"),
+    "requantize": ("axis", "out_dtype", *_MODES),
+    "simulated_quantize": ("axis", "rounding"),
+    "simulated_dequantize": ("axis",),
+    "conv1d": _CONVOLUTION,
+    "conv2d": _CONVOLUTION,
+    "conv2d_transpose": (*_CONVOLUTION, "output_padding"),
+    "dense": ("out_dtype",),
+    "batch_matmul": ("out_dtype",),
+    "add": ("lhs_axis", "rhs_axis", "out_dtype", *_MODES),
+    "subtract": ("lhs_axis", "rhs_axis", "out_dtype", *_MODES),
+    "mul": ("lhs_axis", "rhs_axis", "out_dtype", *_MODES),
+    "concatenate": ("axis", *_MODES),
+    "avg_pool2d": (
+        "pool_size",
+        "strides",
+        "dilation",
+        "padding",
+        "ceil_mode",
+        "count_include_pad",
+        "layout",
+        *_MODES,
+    ),
+    "mean": ("axes", "keepdims", "out_dtype", *_MODES),
+    "leaky_relu": ("alpha", *_MODES),
+    "lookup": (),
+}
+
+
+def run(mod: tvm.IRModule, inputs: Any) -> list[Array]:
+    """Outputs of function `main`, a tuple as several arrays.
+
+    Args:
+        mod: any Relax module; parameters of `main` are its inputs.
+        inputs: arrays by parameter name, in the order of the parameters, or the only one.
+
+    Raises:
+        DataError: inputs do not fit the parameters in number, name, dtype or shape.
+        ModelError: the module has no `main`, or holds something that cannot be executed.
+    """
+    return flatten_value(execute_main(mod, inputs, None))
+
+
+def run_values(mod: tvm.IRModule, inputs: Any) -> dict[str, Array]:
+    """Every value that `main` binds, by variable name, in order; arguments and errors as for `run`.
+
+    Element i of a tuple is "name.i". A second variable of the same name is "name#1", and so on.
+    """
+    values: dict[str, Array] = {}
+    execute_main(mod, inputs, values)
+    return values
+
+
+def execute_main(mod: tvm.IRModule, inputs: Any, record: dict[str, Array] | None) -> Any:
+    """The value of `main`; bound values go into `record` if there is one."""
+    main = mod.functions.get(get_global_var(mod, "main")) if has_main(mod) else None
+    if not isinstance(main, relax.Function):
+        names = [g.name_hint for g, f in mod.functions.items() if isinstance(f, relax.Function)]
+        raise ModelError(
+            f"the module has no Relax function 'main'; its Relax functions: {names}. "
+            "Rename the entry function to main."
+        )
+    frame = Frame(mod)
+    for param, value in zip(main.params, order_inputs(main.params, inputs), strict=True):
+        bind_input(frame, param, param.name, param.ty, value)
+    with np.errstate(all="ignore"):
+        return execute_function(frame, main, record)
+
+
+def has_main(mod: tvm.IRModule) -> bool:
+    """Whether the module has a global function named main."""
+    return any(g.name_hint == "main" for g in mod.get_global_vars())
+
+
+def get_global_var(mod: tvm.IRModule, name: str) -> Any:
+    """The global variable of a name the module has."""
+    return next(g for g in mod.get_global_vars() if g.name_hint == name)
+
+
+# Inputs ----------------------------------------------------------------------------------------
+
+
+def order_inputs(params: Sequence[Any], inputs: Any) -> list[Any]:
+    """One value per parameter, in order."""
+    names = [param.name for param in params]
+    if isinstance(inputs, Mapping):
+        for name in inputs:
+            if name not in names:
+                raise DataError(f"input {name!r} is no parameter. {suggest_name(name, names)}")
+        missing = [name for name in names if name not in inputs]
+        if missing:
+            raise DataError(f"inputs {missing} are missing; the parameters are {names}.")
+        return [inputs[name] for name in names]
+    if not isinstance(inputs, (tuple, list)):
+        inputs = (inputs,)
+    if len(inputs) != len(names):
+        raise DataError(f"{len(inputs)} inputs were given for {len(names)} parameters: {names}.")
+    return list(inputs)
+
+
+def bind_input(frame: Frame, var: Any, name: str, ty: Any, value: Any) -> None:
+    """Check one input against its parameter's type, bind its symbolic dimensions, and store it."""
+    if isinstance(ty, tvm.ir.PrimType):
+        number = np.asarray(value).item()
+        frame.symbols[var] = number
+        frame.values[var] = number
+        return
+    frame.values[var] = check_input(frame, name, ty, value)
+
+
+def check_input(frame: Frame, name: str, ty: Any, value: Any) -> Any:
+    """`value` as the interpreter holds it, if it is of type `ty`."""
+    if isinstance(ty, tvm.ir.TupleType):
+        if not isinstance(value, (tuple, list)) or len(value) != len(ty.fields):
+            raise DataError(f"input {name!r} must be a tuple of {len(ty.fields)} values.")
+        return tuple(
+            check_input(frame, f"{name}.{i}", part, element)
+            for i, (part, element) in enumerate(zip(ty.fields, value, strict=True))
+        )
+    if isinstance(ty, relax.ShapeType):
+        shape = tuple(int(size) for size in value)
+        if ty.values is not None:
+            match_shape(frame, name, ty.values, shape)
+        return shape
+    if not isinstance(ty, relax.TensorType):
+        return value
+    array = np.asarray(value.numpy() if hasattr(value, "numpy") else value)
+    dtype = get_tensor_dtype(ty)
+    if dtype and array.dtype.name != dtype:
+        raise DataError(
+            f"input {name!r} has dtype {array.dtype.name}; the model takes {dtype}. "
+            f"Convert it: array.astype({dtype!r})."
+        )
+    if ty.shape is not None and isinstance(ty.shape, relax.ShapeExpr):
+        match_shape(frame, name, ty.shape.values, array.shape)
+    elif ty.ndim not in (-1, array.ndim):
+        raise DataError(f"input {name!r} has shape {array.shape}; allowed: {ty.ndim} axes.")
+    return array
+
+
+def match_shape(frame: Frame, name: str, dims: Sequence[Any], shape: Sequence[int]) -> None:
+    """Bind symbolic dimensions to `shape`; raise DataError where a dimension is another."""
+    text = f"({', '.join(str(getattr(dim, 'value', dim)) for dim in dims)})"
+    if len(dims) != len(shape):
+        raise DataError(f"{name!r} has shape {tuple(shape)}; allowed: {text}.")
+    for dim, size in zip(dims, shape, strict=True):
+        if isinstance(dim, tvm.tirx.Var) and dim not in frame.symbols:
+            frame.symbols[dim] = int(size)
+    for dim, size in zip(dims, shape, strict=True):
+        expected = frame.evaluate_number(dim)
+        if expected is not None and expected != size:
+            known = f" with {dim} = {expected}" if not isinstance(dim, tvm.tirx.IntImm) else ""
+            raise DataError(f"{name!r} has shape {tuple(shape)}; allowed: {text}{known}.")
+
+
+def get_tensor_dtype(ty: Any) -> str:
+    """The dtype name of a tensor type, "" if it is unknown."""
+    dtype = ty.dtype
+    text = "" if dtype is None else str(getattr(dtype, "dtype", dtype))
+    return "" if text == "void" else text
+
+
+# Execution -------------------------------------------------------------------------------------
+
+
+@dataclass
+class Frame:
+    """The state of one function call: values of variables and of symbolic dimensions."""
+
+    mod: tvm.IRModule
+    values: dict[Any, Any] = field(default_factory=dict)
+    symbols: dict[Any, Any] = field(default_factory=dict)
+
+    def evaluate_number(self, expr: Any) -> Any:
+        """The number a scalar expression of TIR stands for; None if a symbol is unknown."""
+        if isinstance(expr, (int, float)):
+            return expr
+        if isinstance(expr, tvm.tirx.IntImm):
+            return int(expr.value)
+        if isinstance(expr, tvm.tirx.FloatImm):
+            return float(expr.value)
+        if isinstance(expr, tvm.tirx.Var):
+            return self.symbols.get(expr)
+        analyzer = tvm.sym.Analyzer()
+        for symbol, size in self.symbols.items():
+            analyzer.bind(symbol, tvm.tirx.const(size, str(symbol.ty.dtype)))
+        simple = analyzer.simplify(expr)
+        return simple.value if isinstance(simple, (tvm.tirx.IntImm, tvm.tirx.FloatImm)) else None
+
+
+@dataclass(frozen=True)
+class Closure:
+    """A function that a variable is bound to, with the values it may use."""
+
+    function: relax.Function
+    frame: Frame
+
+
+def iterate_bindings(body: Any) -> Iterator[Any]:
+    """The bindings of a function's or branch's body, in order."""
+    if isinstance(body, relax.SeqExpr):
+        for block in body.blocks:
+            yield from block.bindings
+
+
+def execute_function(frame: Frame, function: relax.Function, record: Any) -> Any:
+    """The value of a function whose parameters are bound in `frame`."""
+    return execute_body(frame, function.body, record)
+
+
+def execute_body(frame: Frame, body: Any, record: dict[str, Array] | None) -> Any:
+    """Execute bindings and give the result; without a record, values are freed after their last
+    use.
+    """
+    if not isinstance(body, relax.SeqExpr):
+        return evaluate(frame, body, "result")
+    bindings = list(iterate_bindings(body))
+    last_use: dict[Any, int] = {}
+    for number, binding in enumerate(bindings):
+        for var in relax.analysis.free_vars(binding.value):
+            last_use[var] = number
+    for var in relax.analysis.free_vars(body.body):
+        last_use[var] = len(bindings)
+    bound: set[Any] = set()
+    for number, binding in enumerate(bindings):
+        value = execute_binding(frame, binding)
+        if record is not None:
+            record_value(record, binding.var.name, value)
+            continue
+        bound.add(binding.var)
+        used = [*relax.analysis.free_vars(binding.value), binding.var]
+        for var in used:
+            # Only what this body bound: an outer body may still need the rest.
+            if var in bound and last_use.get(var, number) <= number:
+                frame.values.pop(var, None)
+    return evaluate(frame, body.body, "result")
+
+
+def execute_binding(frame: Frame, binding: Any) -> Any:
+    """Evaluate one binding and store its value."""
+    name = binding.var.name
+    if isinstance(binding.value, relax.Function):
+        value: Any = Closure(binding.value, frame)
+    else:
+        value = evaluate(frame, binding.value, name)
+    if isinstance(binding, relax.MatchCast):
+        value = check_input(frame, name, binding.ty, value)
+    elif isinstance(binding.value, tvm.ir.Call):
+        value = conform_value(frame, binding.var.ty, value, name, binding.value)
+    frame.values[binding.var] = value
+    if isinstance(binding.var.ty, tvm.ir.PrimType):
+        frame.symbols[binding.var] = value
+    return value
+
+
+def record_value(record: dict[str, Array], name: str, value: Any) -> None:
+    """Put the arrays of a value under unique names into `record`."""
+    if isinstance(value, tuple) and not is_shape(value):
+        for i, element in enumerate(value):
+            record_value(record, f"{name}.{i}", element)
+        return
+    if isinstance(value, Closure):
+        return
+    unique, number = name, 0
+    while unique in record:
+        number += 1
+        unique = f"{name}#{number}"
+    record[unique] = np.asarray(value)
+
+
+def is_shape(value: tuple[Any, ...]) -> bool:
+    """Whether a tuple is a shape: numbers, not values."""
+    return bool(value) and all(isinstance(element, int) for element in value)
+
+
+def flatten_value(value: Any) -> list[Array]:
+    """The arrays of a value, depth first."""
+    if isinstance(value, tuple) and not is_shape(value):
+        return [array for element in value for array in flatten_value(element)]
+    return [np.asarray(value)]
+
+
+def evaluate(frame: Frame, expr: Any, name: str) -> Any:
+    """The value of an expression: an array, a tuple, a shape (tuple of ints) or a number."""
+    if isinstance(expr, tvm.ir.Call) and not isinstance(expr.ty, tvm.ir.PrimType):
+        return evaluate_call(frame, expr, name)
+    if isinstance(expr, tvm.ir.Var) and expr in frame.values:
+        return frame.values[expr]
+    if isinstance(expr, tvm.ir.GenericConst):
+        return expr.value.numpy()
+    if isinstance(expr, relax.Tuple):
+        return tuple(evaluate(frame, element, name) for element in expr.fields)
+    if isinstance(expr, relax.TupleGetItem):
+        return evaluate(frame, expr.tuple_value, name)[expr.index]
+    if isinstance(expr, relax.ShapeExpr):
+        return tuple(evaluate(frame, dim, name) for dim in expr.values)
+    if isinstance(expr, relax.SeqExpr):
+        return execute_body(frame, expr, None)
+    if isinstance(expr, relax.If):
+        condition = bool(np.asarray(evaluate(frame, expr.cond, name)))
+        return evaluate(frame, expr.true_branch if condition else expr.false_branch, name)
+    if isinstance(expr, tvm.ir.Expr) and isinstance(expr.ty, tvm.ir.PrimType):
+        number = frame.evaluate_number(expr)
+        if number is not None:
+            return number
+        raise ModelError(f"value {name!r}: {expr} depends on a size that no input determines.")
+    raise ModelError(f"value {name!r}: cannot execute a {type(expr).__name__}: {expr}.")
+
+
+def evaluate_call(frame: Frame, call: Any, name: str) -> Any:
+    """The value of a call of an operator or of a function of the module."""
+    if isinstance(call.op, tvm.ir.GlobalVar):
+        callee = frame.mod[call.op]
+        if not isinstance(callee, relax.Function):
+            raise ModelError(f"value {name!r}: {call.op.name_hint} is called without call_tir.")
+        return call_function(Frame(frame.mod), callee, call, frame, name)
+    if isinstance(call.op, tvm.ir.Op):
+        operator = call.op.name.removeprefix("relax.")
+        result: Any = NotImplemented
+        if operator.startswith("qnn."):
+            args = [evaluate(frame, arg, name) for arg in call.args]
+            return evaluate_qnn(operator.removeprefix("qnn."), args, call.attrs, name)
+        if operator in OPERATORS:
+            args = [evaluate(frame, arg, name) for arg in call.args]
+            try:
+                result = OPERATORS[operator](args, call.attrs)
+            except RelayQuantError as error:
+                raise ModelError(f"value {name!r}, operator relax.{operator}: {error}") from error
+        return compile_call(frame, call, name) if result is NotImplemented else result
+    if isinstance(call.op, tvm.ir.Var) and isinstance(frame.values.get(call.op), Closure):
+        closure = frame.values[call.op]
+        inner = Frame(frame.mod, dict(closure.frame.values), dict(closure.frame.symbols))
+        inner.values[call.op] = closure
+        return call_function(inner, closure.function, call, frame, name)
+    return compile_call(frame, call, name)
+
+
+def call_function(inner: Frame, callee: Any, call: Any, frame: Frame, name: str) -> Any:
+    """The value of a Relax function, its parameters bound in `inner` to the arguments of `call`."""
+    for param, arg in zip(callee.params, call.args, strict=True):
+        bind_input(inner, param, param.name, param.ty, evaluate(frame, arg, name))
+    return execute_function(inner, callee, None)
+
+
+def evaluate_qnn(operator: str, args: list[Any], attrs: Any, name: str) -> Any:
+    """An operator of `relax.qnn` by its function in `reference.qnn`."""
+    if operator not in QNN_ATTRIBUTES:
+        raise ModelError(
+            f"value {name!r}: relax.qnn.{operator} has no numpy form. "
+            f"{suggest_name(operator, QNN_ATTRIBUTES)}"
+        )
+    keywords = {key: read_attribute(key, getattr(attrs, key)) for key in QNN_ATTRIBUTES[operator]}
+    try:
+        return getattr(qnn, operator)(*args, **keywords)
+    except RelayQuantError as error:
+        raise ModelError(f"value {name!r}, operator relax.qnn.{operator}: {error}") from error
+
+
+def read_attribute(key: str, value: Any) -> Any:
+    """An attribute of a qnn operator as its numpy function takes it."""
+    if key == "rounding":
+        return Rounding(str(value))
+    if key == "compute_dtype":
+        return Arithmetic(str(value))
+    if isinstance(value, (str, bool, int, float)):
+        return value
+    return tuple(int(element) for element in value)
+
+
+def conform_value(frame: Frame, ty: Any, value: Any, name: str, call: Any) -> Any:
+    """`value` in the dtype TVM infers; its shape must be the inferred one.
+
+    Raises:
+        ModelError: the shapes differ, which a wrong inference or numpy form would cause.
+    """
+    if isinstance(ty, tvm.ir.TupleType) and isinstance(value, tuple):
+        return tuple(
+            conform_value(frame, part, element, name, call)
+            for part, element in zip(ty.fields, value, strict=True)
+        )
+    if not isinstance(ty, relax.TensorType):
+        return value
+    array = np.asarray(value)
+    dtype = get_tensor_dtype(ty)
+    if dtype and array.dtype.name != dtype:
+        array = array.astype(dtype)
+    if isinstance(ty.shape, relax.ShapeExpr):
+        sizes = [frame.evaluate_number(dim) for dim in ty.shape.values]
+        if len(sizes) != array.ndim or any(
+            size is not None and size != actual
+            for size, actual in zip(sizes, array.shape, strict=True)
+        ):
+            raise ModelError(
+                f"value {name!r}: {describe_operator(call)} gave shape {array.shape}, TVM infers "
+                f"{ty.shape}."
+            )
+    return array
+
+
+# What numpy has no form for --------------------------------------------------------------------
+
+
+def describe_operator(call: Any) -> str:
+    """The operator of a call for messages, with the function that call_tir calls."""
+    name = getattr(call.op, "name", None) or str(call.op)
+    if name.startswith("relax.call") and call.args:
+        return f"{name} of {getattr(call.args[0], 'name_hint', call.args[0])}"
+    return name
+
+
+def compile_call(frame: Frame, call: Any, name: str) -> Any:
+    """Compile a function of this single call with TVM for the generic CPU, and run it."""
+    params: list[Any] = []
+    arrays: list[Array] = []
+
+    def rebuild(expr: Any, value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            ty = relax.TensorType(value.shape, value.dtype.name)
+            params.append(relax.Var(f"p{len(params)}", ty))
+            arrays.append(value)
+            return params[-1]
+        if isinstance(expr.ty, relax.ShapeType):
+            return relax.ShapeExpr(list(value))
+        if isinstance(value, tuple):
+            fields = expr.fields if isinstance(expr, relax.Tuple) else expr.ty.fields
+            if isinstance(expr, relax.Tuple):
+                return relax.Tuple([rebuild(*pair) for pair in zip(fields, value, strict=True)])
+            raise ModelError(
+                f"value {name!r}: a tuple variable cannot be passed to a compiled call."
+            )
+        return tvm.tirx.const(value, str(expr.ty.dtype))
+
+    def close_type(ty: Any) -> Any:
+        if isinstance(ty, tvm.ir.TupleType):
+            return tvm.ir.TupleType([close_type(part) for part in ty.fields])
+        if isinstance(ty, relax.TensorType) and isinstance(ty.shape, relax.ShapeExpr):
+            sizes = [evaluate(frame, dim, name) for dim in ty.shape.values]
+            return relax.TensorType(sizes, get_tensor_dtype(ty))
+        return ty
+
+    args = []
+    for arg in call.args:
+        fixed = (tvm.ir.GlobalVar, relax.ExternFunc)
+        keep = isinstance(arg, fixed) or not isinstance(
+            arg.ty, (relax.TensorType, relax.ShapeType, tvm.ir.TupleType, tvm.ir.PrimType)
+        )
+        args.append(arg if keep else rebuild(arg, evaluate(frame, arg, name)))
+    closed = relax.Call(call.op, args, call.attrs, [close_type(ty) for ty in call.ty_args])
+    try:
+        builder = relax.BlockBuilder()
+        with builder.function("main", params):
+            builder.emit_func_output(builder.emit(closed))
+        called = {arg: frame.mod[arg] for arg in args if isinstance(arg, tvm.ir.GlobalVar)}
+        single = tvm.IRModule({**called, tvm.ir.GlobalVar("main"): builder.get()["main"]})
+        machine = compile_module(ModuleKey(single))
+        result = machine["main"](*(tvm.runtime.tensor(np.array(a, order="C")) for a in arrays))
+    except Exception as error:
+        raise ModelError(
+            f"value {name!r}: {describe_operator(call)} has no numpy form and TVM cannot compile "
+            f"it alone: {str(error).strip().splitlines()[-1]}"
+        ) from error
+    return to_numpy(result)
+
+
+@dataclass(frozen=True, eq=False)
+class ModuleKey:
+    """A module that is equal to every module of the same structure."""
+
+    mod: tvm.IRModule
+
+    def __hash__(self) -> int:
+        return hash(tvm_ffi.structural_hash(self.mod))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ModuleKey) and tvm_ffi.structural_equal(self.mod, other.mod)
+
+
+@lru_cache(maxsize=512)
+def compile_module(key: ModuleKey) -> relax.VirtualMachine:
+    """The module compiled for the generic CPU; the same call of the next run needs no compiling."""
+    executable = tvm.compile(key.mod, tvm.target.Target({"kind": "llvm"}))
+    return relax.VirtualMachine(executable, tvm.cpu())
+
+
+def to_numpy(result: Any) -> Any:
+    """What a compiled function returned, as arrays and tuples of arrays."""
+    if hasattr(result, "numpy"):
+        return result.numpy()
+    if isinstance(result, (int, float)):
+        return result
+    return tuple(to_numpy(element) for element in result)

@@ -1,0 +1,771 @@
+"""What every `relax.qnn` operator means, in numpy: the contract for compiled code and kernels.
+
+One function per operator, with its name, operand order and attribute names; arrays in, arrays out.
+Scales are float32 and zero points int32, of shape () or (C,); a vector of length 1 counts as one
+per tensor. Each rounding operator has
+
+- the default arithmetic, Rounding.TONEAREST_EVEN with Arithmetic.FLOAT32: one IEEE float32 multiply
+  by m = float32(double(s_in) / double(s_out)), round half to even, clamp in float, cast, and the
+  zero point added as an integer (`fixed_point.finish_rounded`). The same bits on every machine.
+- the meaning of TVM v0.19 for UPWARD and TONEAREST with INT64, FLOAT32 or FLOAT64.
+- TONEAREST_EVEN with FLOAT64 (as the default, in double) and INT64 (as v0.19, half to even).
+
+All raise QnnError when parameters do not fit the data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from relayquant.errors import QnnError
+from relayquant.qtypes import INTEGER_LIMITS, Arithmetic, Rounding
+from relayquant.reference.convolution import (
+    Window,
+    convolve,
+    convolve_transposed,
+    count_window_values,
+    get_spatial_letters,
+    permute_layout,
+    pool_windows,
+)
+from relayquant.reference.fixed_point import (
+    clip_to_integer,
+    finish_rounded,
+    fma_float32,
+    get_fixed_point_multiplier,
+    multiply_fixed_point,
+    round_values,
+    wrap_int32,
+)
+
+Array = np.ndarray[Any, Any]
+
+#: Code of the `dtype` operand of the simulated operators -> range; any other code passes data
+#: through.
+SIMULATED_RANGES: dict[int, tuple[int, int]] = {
+    1: INTEGER_LIMITS["int8"],
+    2: INTEGER_LIMITS["uint8"],
+    3: INTEGER_LIMITS["int32"],
+    4: INTEGER_LIMITS["int4"],
+    5: INTEGER_LIMITS["int16"],
+    6: (-127, 127),
+    7: INTEGER_LIMITS["uint16"],
+}
+
+
+def quantize(
+    data: Array,
+    scale: Any,
+    zero_point: Any,
+    *,
+    axis: int = -1,
+    out_dtype: str = "int8",
+    rounding: Rounding = Rounding.TONEAREST_EVEN,
+) -> Array:
+    """round(data / scale) + zero_point, saturated to `out_dtype`. NaN gives the zero point.
+
+    The division is a true float32 division. TONEAREST and UPWARD add the zero point in float32
+    before the clamp, as TVM v0.19, which differs only beyond 2^24.
+    """
+    data = np.asarray(data).astype("float32", copy=False)
+    s = align_parameter(scale, "float32", data, axis)
+    z = align_parameter(zero_point, "int32", data, axis)
+    with np.errstate(all="ignore"):
+        rounded = round_values(np.asarray(data / s), rounding)
+    if rounding is Rounding.TONEAREST_EVEN:
+        return finish_rounded(rounded, z, out_dtype)
+    with np.errstate(all="ignore"):
+        shifted = np.where(np.isnan(rounded), np.float32(0), rounded) + z.astype("float32")
+    return saturate_float(shifted, out_dtype)
+
+
+def dequantize(
+    data: Array, scale: Any, zero_point: Any, *, axis: int = -1, out_dtype: str = "float32"
+) -> Array:
+    """float32(int32(data) - zero_point) * scale; float16 saturates at +-65504."""
+    data = np.asarray(data)
+    centred = center_data(data, zero_point, axis).astype("float32")
+    real = centred * align_parameter(scale, "float32", data, axis)
+    if out_dtype == "float16":
+        return np.clip(real, np.float32(-65504), np.float32(65504)).astype("float16")
+    return np.asarray(real.astype(out_dtype, copy=False))
+
+
+def requantize(
+    data: Array,
+    input_scale: Any,
+    input_zero_point: Any,
+    output_scale: Any,
+    output_zero_point: Any,
+    *,
+    axis: int = -1,
+    out_dtype: str = "int8",
+    rounding: Rounding = Rounding.TONEAREST_EVEN,
+    compute_dtype: Arithmetic = Arithmetic.FLOAT32,
+) -> Array:
+    """From one affine space to another; input parameters per channel of `axis`, output scalar.
+
+    TVM v0.19 differs between its ways: INT64 rounds, wraps to int32 and then adds the zero point
+    (and does not clip an int32 result); FLOAT32 and FLOAT64 add the zero point and then round.
+    """
+    data = np.asarray(data)
+    if data.dtype == np.int64:
+        data = wrap_int32(data)
+    s_in = align_parameter(input_scale, "float32", data, axis)
+    s_out = get_scalar(output_scale, "float32", "output_scale")
+    z_out = get_scalar(output_zero_point, "int32", "output_zero_point")
+    multiplier = s_in.astype("float64") / s_out.astype("float64")
+    if rounding is not Rounding.TONEAREST_EVEN and compute_dtype is not Arithmetic.INT64:
+        dtype = compute_dtype.value
+        z_in = align_parameter(input_zero_point, "int32", data, axis)
+        centred = data.astype(dtype) - z_in.astype(dtype)
+        value = multiplier.astype(dtype) * centred + z_out.astype(dtype)
+        return saturate_float(round_values(np.asarray(value), rounding), out_dtype)
+    centred = center_data(data, input_zero_point, axis)
+    return scale_integer(centred, multiplier, z_out, out_dtype, rounding, compute_dtype)
+
+
+def simulated_quantize(
+    data: Array,
+    dtype: Any,
+    scale: Any,
+    zero_point: Any,
+    *,
+    axis: int = -1,
+    rounding: Rounding = Rounding.TONEAREST_EVEN,
+) -> Array:
+    """`quantize`, with the integers in the dtype of `data`; `dtype` is a code of SIMULATED_RANGES.
+
+    max(min(round(data / scale) + zero_point, high), low) in float32. `dtype`, scale and zero point
+    may have any length: channel i takes element i mod length. Code 0 and unknown codes pass data
+    through. NaN gives the zero point, as in `quantize`.
+    """
+    data = np.asarray(data)
+    codes, s, z = (cycle_parameter(values, data, axis) for values in (dtype, scale, zero_point))
+    low, high = (pick_limits(codes, end) for end in (0, 1))
+    with np.errstate(all="ignore"):
+        rounded = round_values(np.asarray(data.astype("float32") / s), rounding)
+        rounded = np.where(np.isnan(rounded), np.float32(0), rounded)
+        result = np.maximum(np.minimum(rounded + z, high), low).astype(data.dtype)
+    return np.where(np.isnan(low), data, result)
+
+
+def simulated_dequantize(
+    data: Array, dtype: Any, scale: Any, zero_point: Any, *, axis: int = -1
+) -> Array:
+    """(data - zero_point) * scale in float32; operands as for `simulated_quantize`."""
+    data = np.asarray(data)
+    codes, s, z = (cycle_parameter(values, data, axis) for values in (dtype, scale, zero_point))
+    with np.errstate(all="ignore"):
+        real = np.asarray((data.astype("float32") - z) * s).astype(data.dtype)
+    return np.where(np.isnan(pick_limits(codes, 0)), data, real)
+
+
+def conv1d(
+    data: Array,
+    weight: Array,
+    input_zero_point: Any,
+    kernel_zero_point: Any,
+    input_scale: Any,
+    kernel_scale: Any,
+    *,
+    strides: Sequence[int] = (1,),
+    padding: Sequence[int] = (0, 0),
+    dilation: Sequence[int] = (1,),
+    groups: int = 1,
+    data_layout: str = "NCW",
+    kernel_layout: str = "OIW",
+    out_dtype: str = "int32",
+) -> Array:
+    """As `conv2d`, over one spatial axis."""
+    return conv2d(
+        data,
+        weight,
+        input_zero_point,
+        kernel_zero_point,
+        input_scale,
+        kernel_scale,
+        strides=strides,
+        padding=padding,
+        dilation=dilation,
+        groups=groups,
+        data_layout=data_layout,
+        kernel_layout=kernel_layout,
+        out_dtype=out_dtype,
+    )
+
+
+def conv2d(
+    data: Array,
+    weight: Array,
+    input_zero_point: Any,
+    kernel_zero_point: Any,
+    input_scale: Any,
+    kernel_scale: Any,
+    *,
+    strides: Sequence[int] = (1, 1),
+    padding: Sequence[int] = (0, 0, 0, 0),
+    dilation: Sequence[int] = (1, 1),
+    groups: int = 1,
+    data_layout: str = "NCHW",
+    kernel_layout: str = "OIHW",
+    out_dtype: str = "int32",
+) -> Array:
+    """conv(data - input_zero_point, weight - kernel_zero_point), padded with the zero point.
+
+    The result has scale input_scale * kernel_scale and zero point 0; the scales take no part in the
+    arithmetic. Kernel parameters are scalar or per output channel. Accumulators wrap modulo 2^32.
+    """
+    del input_scale, kernel_scale
+    result = convolve(
+        center_float64(data, input_zero_point, None),
+        center_float64(weight, kernel_zero_point, kernel_layout.index("O")),
+        strides=strides,
+        padding=padding,
+        dilation=dilation,
+        groups=groups,
+        data_layout=data_layout,
+        kernel_layout=kernel_layout,
+    )
+    return cast_accumulator(result, out_dtype)
+
+
+def conv2d_transpose(
+    data: Array,
+    weight: Array,
+    input_zero_point: Any,
+    kernel_zero_point: Any,
+    input_scale: Any,
+    kernel_scale: Any,
+    *,
+    strides: Sequence[int] = (1, 1),
+    padding: Sequence[int] = (0, 0, 0, 0),
+    output_padding: Sequence[int] = (0, 0),
+    dilation: Sequence[int] = (1, 1),
+    groups: int = 1,
+    data_layout: str = "NCHW",
+    kernel_layout: str = "IOHW",
+    out_dtype: str = "int32",
+) -> Array:
+    """Transposed `conv2d`; kernel parameters are scalar or per output channel.
+
+    Output channel c is entry c mod O of the kernel's O axis, in group c // O.
+    """
+    del input_scale, kernel_scale
+    inputs, per_group = (np.shape(weight)[kernel_layout.index(letter)] for letter in "IO")
+    zero_points = np.asarray(kernel_zero_point, "int32")
+    if zero_points.size > 1:
+        if zero_points.size != per_group * groups:
+            raise QnnError(
+                f"qnn.conv2d_transpose: kernel_zero_point has shape {zero_points.shape}; allowed: "
+                f"() or ({per_group * groups},), one per output channel."
+            )
+        per_input = np.repeat(zero_points.reshape(groups, per_group), inputs // groups, axis=0)
+        zero_points = permute_layout(per_input[..., None, None], "IOHW", kernel_layout)
+    result = convolve_transposed(
+        center_float64(data, input_zero_point, None),
+        np.asarray(weight).astype("float64") - zero_points,
+        strides=strides,
+        padding=padding,
+        output_padding=output_padding,
+        dilation=dilation,
+        groups=groups,
+        data_layout=data_layout,
+        kernel_layout=kernel_layout,
+    )
+    return cast_accumulator(result, out_dtype)
+
+
+def dense(
+    data: Array,
+    weight: Array,
+    input_zero_point: Any,
+    kernel_zero_point: Any,
+    input_scale: Any,
+    kernel_scale: Any,
+    *,
+    out_dtype: str = "int32",
+) -> Array:
+    """(data - z_x) @ (weight - z_w).T: data (..., K), weight (N, K), result (..., N)."""
+    del input_scale, kernel_scale
+    x = center_float64(data, input_zero_point, None)
+    w = center_float64(weight, kernel_zero_point, 0)
+    if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[1]:
+        raise QnnError(
+            f"qnn.dense: data {x.shape} and weight {w.shape} do not fit; allowed: (..., K), (N, K)."
+        )
+    return cast_accumulator(x @ w.T, out_dtype)
+
+
+def batch_matmul(
+    x: Array,
+    y: Array,
+    x_zero_point: Any,
+    y_zero_point: Any,
+    x_scale: Any,
+    y_scale: Any,
+    *,
+    out_dtype: str = "int32",
+) -> Array:
+    """(x - z_x) @ (y - z_y)^T: x (..., M, K), y (..., N, K), out (..., M, N), batches broadcast."""
+    del x_scale, y_scale
+    left = center_float64(x, x_zero_point, None)
+    right = center_float64(y, y_zero_point, None)
+    if left.ndim < 2 or right.ndim < 2 or left.shape[-1] != right.shape[-1]:
+        raise QnnError(
+            f"qnn.batch_matmul: x {left.shape} and y {right.shape} do not fit; allowed: "
+            "(..., M, K) and (..., N, K)."
+        )
+    return cast_accumulator(left @ right.swapaxes(-1, -2), out_dtype)
+
+
+def add(
+    lhs: Array,
+    rhs: Array,
+    lhs_scale: Any,
+    lhs_zero_point: Any,
+    rhs_scale: Any,
+    rhs_zero_point: Any,
+    output_scale: Any,
+    output_zero_point: Any,
+    *,
+    lhs_axis: int = -1,
+    rhs_axis: int = -1,
+    out_dtype: str = "",
+    rounding: Rounding = Rounding.TONEAREST_EVEN,
+    compute_dtype: Arithmetic = Arithmetic.FLOAT32,
+) -> Array:
+    """Sum of two affine tensors, broadcast, in the output's affine space (default: lhs dtype).
+
+    Default arithmetic: fma(float32(r - z_r), m_r, RN(float32(l - z_l) * m_l)), rounded once. All
+    other modes round each side to int32 as TVM v0.19, then add and saturate.
+    """
+    return add_signed(
+        1,
+        (lhs, lhs_scale, lhs_zero_point, lhs_axis),
+        (rhs, rhs_scale, rhs_zero_point, rhs_axis),
+        (output_scale, output_zero_point),
+        out_dtype,
+        rounding,
+        compute_dtype,
+    )
+
+
+def subtract(
+    lhs: Array,
+    rhs: Array,
+    lhs_scale: Any,
+    lhs_zero_point: Any,
+    rhs_scale: Any,
+    rhs_zero_point: Any,
+    output_scale: Any,
+    output_zero_point: Any,
+    *,
+    lhs_axis: int = -1,
+    rhs_axis: int = -1,
+    out_dtype: str = "",
+    rounding: Rounding = Rounding.TONEAREST_EVEN,
+    compute_dtype: Arithmetic = Arithmetic.FLOAT32,
+) -> Array:
+    """As `add`, lhs - rhs."""
+    return add_signed(
+        -1,
+        (lhs, lhs_scale, lhs_zero_point, lhs_axis),
+        (rhs, rhs_scale, rhs_zero_point, rhs_axis),
+        (output_scale, output_zero_point),
+        out_dtype,
+        rounding,
+        compute_dtype,
+    )
+
+
+def mul(
+    lhs: Array,
+    rhs: Array,
+    lhs_scale: Any,
+    lhs_zero_point: Any,
+    rhs_scale: Any,
+    rhs_zero_point: Any,
+    output_scale: Any,
+    output_zero_point: Any,
+    *,
+    lhs_axis: int = -1,
+    rhs_axis: int = -1,
+    out_dtype: str = "",
+    rounding: Rounding = Rounding.TONEAREST_EVEN,
+    compute_dtype: Arithmetic = Arithmetic.FLOAT32,
+) -> Array:
+    """P = (lhs - z_l) * (rhs - z_r) in int32, requantized.
+
+    TONEAREST_EVEN: the multiplier is double(s_l) * double(s_r) / double(s_o). UPWARD and TONEAREST
+    go through float32(s_l * s_r) as TVM v0.19.
+    """
+    lhs, rhs = np.asarray(lhs), np.asarray(rhs)
+    left = center_data(lhs, lhs_zero_point, lhs_axis).astype("int64")
+    product = wrap_int32(np.asarray(left * center_data(rhs, rhs_zero_point, rhs_axis)))
+    s_l = align_parameter(lhs_scale, "float32", lhs, lhs_axis)
+    s_r = align_parameter(rhs_scale, "float32", rhs, rhs_axis)
+    s_out = get_scalar(output_scale, "float32", "output_scale").astype("float64")
+    z_out = get_scalar(output_zero_point, "int32", "output_zero_point")
+    if rounding is Rounding.TONEAREST_EVEN:
+        multiplier = s_l.astype("float64") * s_r.astype("float64") / s_out
+    else:
+        multiplier = (s_l * s_r).astype("float64") / s_out
+    dtype = out_dtype or lhs.dtype.name
+    if rounding is not Rounding.TONEAREST_EVEN and compute_dtype is not Arithmetic.INT64:
+        real = compute_dtype.value
+        value = multiplier.astype(real) * product.astype(real) + z_out.astype(real)
+        return saturate_float(round_values(np.asarray(value), rounding), dtype)
+    return scale_integer(product, multiplier, z_out, dtype, rounding, compute_dtype)
+
+
+def concatenate(
+    data: Sequence[Array],
+    input_scales: Sequence[Any],
+    input_zero_points: Sequence[Any],
+    output_scale: Any,
+    output_zero_point: Any,
+    *,
+    axis: int = -1,
+    rounding: Rounding = Rounding.TONEAREST_EVEN,
+    compute_dtype: Arithmetic = Arithmetic.FLOAT32,
+) -> Array:
+    """Tensors of one dtype along `axis`, requantized where parameters differ from the output's."""
+    if not len(data) == len(input_scales) == len(input_zero_points) or not data:
+        raise QnnError(
+            f"qnn.concatenate: {len(data)} tensors, {len(input_scales)} scales and "
+            f"{len(input_zero_points)} zero points; allowed: the same number, at least one."
+        )
+    parts = []
+    for part, scale, zero_point in zip(data, input_scales, input_zero_points, strict=True):
+        part = np.asarray(part)
+        if not has_parameters(scale, zero_point, output_scale, output_zero_point):
+            part = requantize(
+                part,
+                scale,
+                zero_point,
+                output_scale,
+                output_zero_point,
+                axis=axis,
+                out_dtype=part.dtype.name,
+                rounding=rounding,
+                compute_dtype=compute_dtype,
+            )
+        parts.append(part)
+    return np.concatenate(parts, axis=axis)
+
+
+def avg_pool2d(
+    data: Array,
+    input_scale: Any,
+    input_zero_point: Any,
+    output_scale: Any,
+    output_zero_point: Any,
+    *,
+    pool_size: Sequence[int] = (1, 1),
+    strides: Sequence[int] = (1, 1),
+    dilation: Sequence[int] = (1, 1),
+    padding: Sequence[int] = (0, 0, 0, 0),
+    ceil_mode: bool = False,
+    count_include_pad: bool = False,
+    layout: str = "NCHW",
+    rounding: Rounding = Rounding.TONEAREST_EVEN,
+    compute_dtype: Arithmetic = Arithmetic.FLOAT32,
+) -> Array:
+    """Average of each window, padded with the zero point; `data` and the result have one dtype.
+
+    TONEAREST_EVEN averages first and rounds once, its windows and counts are those of
+    `relax.nn.avg_pool2d`. UPWARD and TONEAREST are TVM v0.19 with its
+    defects: every value is requantized to int32 first, pads are 0 instead of the output's zero
+    point, and the division by the count truncates.
+    """
+    data = np.asarray(data)
+    is_relay = rounding is not Rounding.TONEAREST_EVEN
+    window = Window(
+        pool_size, strides, dilation, padding, ceil_mode, layout, starts_inside=not is_relay
+    )
+    z_in = get_scalar(input_zero_point, "int32", "input_zero_point")
+    count = count_window_values(data.shape, window, count_include_pad)
+    if rounding is Rounding.TONEAREST_EVEN:
+        summands = center_data(data, z_in, -1)
+    else:
+        output = (output_scale, output_zero_point)
+        summands = move_to_int32(data, (input_scale, z_in, -1), output, rounding, compute_dtype)
+    total = wrap_int32(np.sum(list(pool_windows(summands.astype("int64"), window, 0)), axis=0))
+    if rounding is Rounding.TONEAREST_EVEN:
+        scales = (input_scale, output_scale, output_zero_point)
+        result = average_integer(total, count, scales, data.dtype.name, rounding, compute_dtype)
+    else:
+        quotient = np.sign(total) * (np.abs(total.astype("int64")) // count)
+        result = clip_to_integer(quotient, data.dtype.name)
+    return permute_layout(result, "N" + get_spatial_letters(layout) + "C", layout)
+
+
+def mean(
+    data: Array,
+    input_scale: Any,
+    input_zero_point: Any,
+    output_scale: Any,
+    output_zero_point: Any,
+    *,
+    axes: Sequence[int] | None = None,
+    keepdims: bool = False,
+    out_dtype: str = "",
+    rounding: Rounding = Rounding.TONEAREST_EVEN,
+    compute_dtype: Arithmetic = Arithmetic.FLOAT32,
+) -> Array:
+    """Average over `axes` (None or empty: all) in the output's affine space, rounded once."""
+    data = np.asarray(data)
+    centred = center_data(data, get_scalar(input_zero_point, "int32", "input_zero_point"), -1)
+    over = tuple(int(axis) % data.ndim for axis in axes) if axes else tuple(range(data.ndim))
+    total = np.sum(centred, axis=over, keepdims=keepdims, dtype="int64")
+    count = np.asarray(np.prod([data.shape[axis] for axis in over], dtype="int64"))
+    return average_integer(
+        wrap_int32(np.asarray(total)),
+        count,
+        (input_scale, output_scale, output_zero_point),
+        out_dtype or data.dtype.name,
+        rounding,
+        compute_dtype,
+    )
+
+
+def leaky_relu(
+    data: Array,
+    input_scale: Any,
+    input_zero_point: Any,
+    output_scale: Any,
+    output_zero_point: Any,
+    *,
+    alpha: float = 0.01,
+    rounding: Rounding = Rounding.TONEAREST_EVEN,
+    compute_dtype: Arithmetic = Arithmetic.FLOAT32,
+) -> Array:
+    """x where x >= 0 else alpha * x, in the output's affine space; the dtype of `data`.
+
+    TONEAREST_EVEN: as `requantize`, with the multiplier double(s_in) * alpha / double(s_out) below
+    the input zero point. UPWARD and TONEAREST requantize to int32 and below the zero point multiply
+    by alpha in fixed point, as TVM v0.19.
+    """
+    data = np.asarray(data)
+    dtype = data.dtype.name
+    z_in = get_scalar(input_zero_point, "int32", "input_zero_point")
+    z_out = get_scalar(output_zero_point, "int32", "output_zero_point")
+    if rounding is Rounding.TONEAREST_EVEN:
+        s_in = get_scalar(input_scale, "float32", "input_scale").astype("float64")
+        s_out = get_scalar(output_scale, "float32", "output_scale").astype("float64")
+        centred = center_data(data, z_in, -1)
+        multiplier = np.where(centred < 0, s_in * float(alpha) / s_out, s_in / s_out)
+        return scale_integer(centred, multiplier, z_out, dtype, rounding, compute_dtype)
+    moved = move_to_int32(
+        data,
+        (input_scale, input_zero_point, -1),
+        (output_scale, output_zero_point),
+        rounding,
+        compute_dtype,
+    )
+    slope = get_fixed_point_multiplier(alpha)
+    rest = get_fixed_point_multiplier(1.0 - alpha)
+    scaled = multiply_fixed_point(moved, *slope, Rounding.UPWARD).astype("int64")
+    scaled = scaled + multiply_fixed_point(z_out, *rest, Rounding.UPWARD)
+    return clip_to_integer(np.where(data.astype("int64") < z_in, scaled, moved), dtype)
+
+
+def lookup(data: Array, table: Array) -> Array:
+    """table[bit pattern of data as uint8]: data int8 or uint8, table (256,), result table dtype."""
+    data, table = np.asarray(data), np.asarray(table)
+    if data.dtype.name not in ("int8", "uint8") or table.shape != (256,):
+        raise QnnError(
+            f"qnn.lookup: data is {data.dtype}, table has shape {table.shape}; allowed: int8 or "
+            "uint8 data and a table of shape (256,)."
+        )
+    return np.asarray(table[data.view("uint8")])
+
+
+# Parameters ------------------------------------------------------------------------------------
+
+
+def align_parameter(values: Any, dtype: str, data: Array, axis: int) -> Array:
+    """A scale or zero point shaped to broadcast against `data`: () or (C,) along `axis`."""
+    array = np.asarray(values, dtype)
+    if array.size == 1:
+        return array.reshape(())
+    if array.ndim != 1 or not -data.ndim <= axis < data.ndim or array.size != data.shape[axis]:
+        raise QnnError(
+            f"a scale or zero point has shape {array.shape}, data has shape {data.shape}, axis is "
+            f"{axis}; allowed: shape () or one value per index of that axis."
+        )
+    shape = [1] * data.ndim
+    shape[axis] = array.size
+    return array.reshape(shape)
+
+
+def cycle_parameter(values: Any, data: Array, axis: int) -> Array:
+    """A parameter of a simulated operator as float32, element i mod length for channel i."""
+    array = np.asarray(values).astype("float32").reshape(-1)
+    if array.size == 0:
+        raise QnnError("a scale or zero point of a simulated operator is empty.")
+    if data.ndim == 0:
+        return array[0]
+    if not -data.ndim <= axis < data.ndim:
+        raise QnnError(f"axis {axis} is outside data of shape {data.shape}.")
+    shape = [1] * data.ndim
+    shape[axis] = data.shape[axis]
+    return array[np.arange(data.shape[axis]) % array.size].reshape(shape)
+
+
+def pick_limits(codes: Array, end: int) -> Array:
+    """Lower (0) or upper (1) limit as float32 of each dtype code; NaN where data passes through."""
+    limits = np.full(codes.shape, np.nan, "float32")
+    for code, limit in SIMULATED_RANGES.items():
+        limits = np.where(codes == code, np.float32(limit[end]), limits)
+    return limits
+
+
+def get_scalar(values: Any, dtype: str, name: str) -> Array:
+    """A parameter that must hold one value, as an array of shape ()."""
+    array = np.asarray(values, dtype)
+    if array.size != 1:
+        raise QnnError(f"{name} has shape {array.shape}; allowed: one value for the whole tensor.")
+    return array.reshape(())
+
+
+def has_parameters(scale: Any, zero_point: Any, output_scale: Any, output_zero_point: Any) -> bool:
+    """Whether scalar parameters equal the output's."""
+    s, z = np.asarray(scale, "float32"), np.asarray(zero_point, "int32")
+    return (
+        s.size == z.size == 1
+        and s.item() == np.asarray(output_scale, "float32").item()
+        and z.item() == np.asarray(output_zero_point, "int32").item()
+    )
+
+
+# Arithmetic shared by operators ----------------------------------------------------------------
+
+
+def center_data(data: Array, zero_point: Any, axis: int) -> Array:
+    """int32(data) - zero_point in wrapping int32."""
+    z = align_parameter(zero_point, "int32", data, axis)
+    return wrap_int32(np.asarray(data.astype("int64") - z))
+
+
+def center_float64(data: Array, zero_point: Any, axis: int | None) -> Array:
+    """data - zero_point in float64, exact; without an axis the zero point must be one value."""
+    data = np.asarray(data)
+    if axis is None:
+        return data.astype("float64") - get_scalar(zero_point, "int32", "zero point")
+    return data.astype("float64") - align_parameter(zero_point, "int32", data, axis)
+
+
+def cast_accumulator(values: Array, out_dtype: str) -> Array:
+    """Exact float64 sums of products as integers of `out_dtype`, wrapping."""
+    return values.astype("int64").astype(out_dtype)
+
+
+def saturate_float(values: Array, dtype: str) -> Array:
+    """Whole floats clipped to `dtype`, also to int32 where TVM v0.19 left the cast undefined."""
+    return finish_rounded(values, np.zeros((), "int32"), dtype)
+
+
+def scale_integer(
+    centred: Array,
+    multiplier: Array,
+    zero_point: Array,
+    dtype: str,
+    rounding: Rounding,
+    compute_dtype: Arithmetic,
+) -> Array:
+    """round(centred * multiplier) + zero_point, saturated; the zero point is added as an integer.
+
+    `centred` int32, `multiplier` float64 broadcastable. For float arithmetic only TONEAREST_EVEN.
+    """
+    if compute_dtype is not Arithmetic.INT64:
+        real = compute_dtype.value
+        scaled = centred.astype(real) * multiplier.astype(real)
+        return finish_rounded(np.asarray(np.rint(scaled)), zero_point, dtype)
+    mantissa, exponent = get_fixed_point_multiplier(multiplier)
+    moved = multiply_fixed_point(centred, mantissa, exponent, rounding).astype("int64")
+    moved = wrap_int32(np.asarray(moved + zero_point))
+    return moved if dtype == "int32" else clip_to_integer(moved, dtype)
+
+
+def move_to_int32(
+    data: Array,
+    parameters: tuple[Any, Any, int],
+    output: tuple[Any, Any],
+    rounding: Rounding,
+    compute_dtype: Arithmetic,
+) -> Array:
+    """`data` as int32 in the output's affine space, unclipped; a plain cast if it is in it."""
+    scale, zero_point, axis = parameters
+    if has_parameters(scale, zero_point, *output):
+        return data.astype("int32")
+    return requantize(
+        data,
+        scale,
+        zero_point,
+        *output,
+        axis=axis,
+        out_dtype="int32",
+        rounding=rounding,
+        compute_dtype=compute_dtype,
+    )
+
+
+def add_signed(
+    sign: int,
+    lhs: tuple[Array, Any, Any, int],
+    rhs: tuple[Array, Any, Any, int],
+    output: tuple[Any, Any],
+    out_dtype: str,
+    rounding: Rounding,
+    compute_dtype: Arithmetic,
+) -> Array:
+    """lhs + sign * rhs; each side is (data, scale, zero point, axis)."""
+    left, right = np.asarray(lhs[0]), np.asarray(rhs[0])
+    dtype = out_dtype or left.dtype.name
+    z_out = get_scalar(output[1], "int32", "output_zero_point")
+    if rounding is Rounding.TONEAREST_EVEN and compute_dtype is Arithmetic.FLOAT32:
+        s_out = get_scalar(output[0], "float32", "output_scale").astype("float64")
+        m_l, m_r = (
+            (align_parameter(scale, "float32", data, axis).astype("float64") / s_out)
+            for data, scale, _, axis in ((left, *lhs[1:]), (right, *rhs[1:]))
+        )
+        first = center_data(left, lhs[2], lhs[3]).astype("float32") * m_l.astype("float32")
+        second = center_data(right, rhs[2], rhs[3]).astype("float32")
+        total = fma_float32(second, (sign * m_r).astype("float32"), np.asarray(first))
+        return finish_rounded(np.rint(total), z_out, dtype)
+    moved_left = move_to_int32(left, lhs[1:], output, rounding, compute_dtype).astype("int64")
+    moved_right = move_to_int32(right, rhs[1:], output, rounding, compute_dtype)
+    total = wrap_int32(np.asarray(moved_left + sign * (moved_right.astype("int64") - z_out)))
+    return clip_to_integer(total, dtype)
+
+
+def average_integer(
+    total: Array,
+    count: Array,
+    scales: tuple[Any, Any, Any],
+    dtype: str,
+    rounding: Rounding,
+    compute_dtype: Arithmetic,
+) -> Array:
+    """total / count (int32, int64, broadcastable) in the output's affine space, rounded once.
+
+    `scales` is (input scale, output scale, output zero point). FLOAT32 divides the float32
+    multiplier by float32(count), FLOAT64 the double one; INT64 takes the fixed-point form of the
+    double quotient. UPWARD and TONEAREST in float add the zero point before rounding, as
+    `requantize`.
+    """
+    s_in = get_scalar(scales[0], "float32", "input_scale").astype("float64")
+    ratio = s_in / get_scalar(scales[1], "float32", "output_scale").astype("float64")
+    z_out = get_scalar(scales[2], "int32", "output_zero_point")
+    if compute_dtype is Arithmetic.INT64:
+        return scale_integer(total, ratio / count, z_out, dtype, rounding, compute_dtype)
+    real = compute_dtype.value
+    value = np.asarray(total.astype(real) * (ratio.astype(real) / count.astype(real)))
+    if rounding is Rounding.TONEAREST_EVEN:
+        return finish_rounded(np.rint(value), z_out, dtype)
+    return saturate_float(round_values(np.asarray(value + z_out.astype(real)), rounding), dtype)
