@@ -1,0 +1,35 @@
+"""Operator tables: one family per file, one row per pattern. Order is priority, the longest
+patterns first.
+"""
+
+from relayquant.ops.base import (
+    Kind,
+    Operand,
+    Output,
+    Quantized,
+    QuantOp,
+    RealizeContext,
+    SimulateContext,
+)
+from relayquant.ops.conv import CONV_OPS
+from relayquant.ops.dense import DENSE_OPS
+from relayquant.ops.elementwise import BINARY_OPS
+from relayquant.ops.lut import CHAIN_OPS, LUT_OPS
+from relayquant.ops.pool import POOL_OPS
+from relayquant.ops.shape import SHAPE_OPS
+
+#: every built-in pattern
+BUILTIN_OPS: tuple[QuantOp, ...] = (
+    *CONV_OPS, *DENSE_OPS, *CHAIN_OPS, *BINARY_OPS, *POOL_OPS, *LUT_OPS, *SHAPE_OPS,
+)  # fmt: skip
+
+__all__ = [
+    "BUILTIN_OPS",
+    "Kind",
+    "Operand",
+    "Output",
+    "QuantOp",
+    "Quantized",
+    "RealizeContext",
+    "SimulateContext",
+]

@@ -1,0 +1,189 @@
+"""The row type of the operator tables: pattern, operands, and the callbacks of every stage.
+
+`simulate` runs when the calibration graph is built, `realize` when the reference form (dequantize -
+float op - quantize) becomes integer operators, `check` when the plan is made.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from tvm import relax
+from tvm.ir import Call
+
+from relayquant.dialect import qnn
+from relayquant.qtypes import QParams, Role
+from relayquant.rewrite import Emitter, Match, Matcher, Skip
+
+
+class Kind(enum.Enum):
+    """What makes an operator worth quantizing."""
+
+    ANCHOR = "anchor"  #: does the heavy work: quantized wherever it may be
+    FOLLOWER = "follower"  #: quantized where all its inputs are, or between operators that are
+    CONNECTOR = "connector"  #: loses much to 8 bits: quantized only where all around it is
+    SHARING = (
+        "sharing"  #: moves values without changing them: its output keeps the input's parameters
+    )
+
+
+class Output(enum.Enum):
+    """Where the parameters of the result come from."""
+
+    OWN = "own"  #: the integer operator needs them
+    WHEN_WANTED = (
+        "when wanted"  #: an int32 accumulator, dequantized unless a consumer wants integers
+    )
+    SHARED = "shared"  #: those of the input
+
+
+@dataclass(frozen=True, eq=False)
+class Operand:
+    """A part of the pattern that is quantized; `axis(match)` is its channel axis, None if it has
+    none.
+    """
+
+    name: str
+    role: Role = Role.ACTIVATION
+    axis: Callable[[Match], int | None] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Quantized:
+    """An operand in affine space: integer expression and its parameters."""
+
+    value: relax.Expr
+    qparams: QParams
+
+    @property
+    def scale(self) -> relax.Expr:
+        return relax.const(self.qparams.scale, "float32")
+
+    @property
+    def zero_point(self) -> relax.Expr:
+        return relax.const(self.qparams.zero_point, "int32")
+
+    def dequantize(self) -> relax.Expr:
+        """The real value, float32."""
+        axis = -1 if self.qparams.axis is None else self.qparams.axis
+        return qnn.dequantize(self.value, self.scale, self.zero_point, axis=axis)
+
+
+@dataclass(frozen=True, eq=False)
+class SimulateContext:
+    """What a simulate callback sees: the match, and its operands as expressions of the new
+    function.
+    """
+
+    emitter: Emitter
+    match: Match
+    operands: Mapping[str, relax.Expr]
+
+    def emit(self, expr: relax.Expr, suffix: str) -> relax.Expr:
+        """Bind an intermediate value, named after the operator."""
+        return self.emitter.emit(expr, f"{self.match.name}.{suffix}")
+
+
+@dataclass(frozen=True, eq=False)
+class RealizeContext:
+    """What a realize callback sees: operands in affine space, and the output's parameters if it has
+    any.
+    """
+
+    emitter: Emitter
+    match: Match
+    operands: Mapping[str, Quantized]
+    output: QParams | None
+
+    def emit(self, expr: relax.Expr, suffix: str) -> relax.Expr:
+        """Bind an intermediate value, named after the operator."""
+        return self.emitter.emit(expr, f"{self.match.name}.{suffix}")
+
+
+@dataclass(frozen=True, eq=False)
+class QuantOp:
+    """One quantizable operator (or fused pattern).
+
+    Attributes:
+        name: Unique name of the pattern, e.g. "conv2d_bias_relu".
+        op: The main Relax operator, by which a QConfigMapping may select it.
+        pattern: What it looks like in the prepared float graph.
+        operands: The parts that are quantized.
+        kind, output: See `Kind` and `Output`.
+        simulate: SimulateContext -> new value of the root; the default repeats the float operators.
+        realize: RealizeContext -> float value of the root computed in affine space (usually a
+            dequantize), or Skip. None for SHARING operators, which the allow-list handles.
+        check: Match -> Skip with a reason when this match cannot be quantized.
+    """
+
+    name: str
+    op: str
+    pattern: Matcher
+    operands: tuple[Operand, ...]
+    kind: Kind
+    output: Output
+    realize: Callable[[RealizeContext], relax.Expr | Skip] | None
+    simulate: Callable[[SimulateContext], relax.Expr] = field(
+        default=lambda context: repeat_match(context)
+    )
+    check: Callable[[Match], Skip | None] = field(default=lambda match: None)
+
+    def operand(self, name: str) -> Operand:
+        """Operand by name; KeyError when there is none."""
+        for operand in self.operands:
+            if operand.name == name:
+                return operand
+        raise KeyError(f"pattern {self.name!r} has no operand {name!r}")
+
+
+def repeat_match(context: SimulateContext) -> relax.Expr:
+    """The matched operators again, on the operands of the context. The default simulate
+    callback.
+    """
+    match = context.match
+    replaced: list[tuple[relax.Expr, relax.Expr]] = [
+        (match.parts[name], new) for name, new in context.operands.items()
+    ]
+
+    def translate(expr: relax.Expr) -> relax.Expr:
+        for old, new in replaced:
+            if expr.same_as(old):
+                return new
+        if isinstance(expr, relax.Tuple):
+            return relax.Tuple([translate(part) for part in expr.fields])
+        return context.emitter.get(expr)
+
+    for var in match.vars:
+        call = match.graph.values[var]
+        value = Call(call.op, [translate(arg) for arg in call.args], call.attrs, call.ty_args)
+        if var is match.root or var.same_as(match.root):
+            return value
+        replaced.append((var, context.emitter.bind(var, value)))
+    raise ValueError(f"match at {match.name!r} does not end at its root")
+
+
+def repeat_activation(context: RealizeContext, value: relax.Expr) -> relax.Expr:
+    """relu or clip of the match, if it has one, applied to `value`; else `value`."""
+    graph, root = context.match.graph, context.match.root
+    call = graph.call_of(root)
+    if call is None or graph.op_name(root) not in ACTIVATIONS:
+        return value
+    value = context.emit(value, "linear")
+    return Call(call.op, [value, *call.args[1:]], call.attrs, call.ty_args)
+
+
+#: activation functions that fuse into the operator before them, because they only clamp
+ACTIVATIONS = ("relax.nn.relu", "relax.clip")
+
+
+def accumulator_qparams(data: QParams, weight: QParams, axis: int | None) -> QParams:
+    """Parameters of an int32 accumulator: scale = data scale x weight scale (float32), zero point
+    0.
+
+    One scale per channel along `axis` of the output if the weight has one per channel.
+    """
+    scale = (data.scale * weight.scale).astype("float32")
+    return QParams(scale, np.zeros(scale.shape, "int32"), "int32", axis if scale.ndim else None)

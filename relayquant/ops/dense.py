@@ -1,0 +1,127 @@
+"""Matrix products: dense (constant weight, any rank of data) and batch_matmul (two activations).
+
+matmul(x, w) + b -> dequantize(qnn.dense(x, w^T) + b_int32); matmul(x, y) ->
+dequantize(qnn.batch_matmul(x, y^T)).
+"""
+
+from __future__ import annotations
+
+from tvm import relax
+from tvm.relax.dpl import is_op, wildcard
+
+from relayquant.dialect import qnn
+from relayquant.ops.base import (
+    Kind,
+    Operand,
+    Output,
+    Quantized,
+    QuantOp,
+    RealizeContext,
+    accumulator_qparams,
+    repeat_activation,
+)
+from relayquant.ops.build import (
+    check_activation,
+    check_constant,
+    check_float,
+    first_skip,
+    weighted_patterns,
+)
+from relayquant.ops.conv import check_channel_bias
+from relayquant.qtypes import Role
+from relayquant.rewrite import Match, Pattern, Skip
+
+MATMUL = "relax.matmul"
+
+
+def weight_axis(match: Match) -> int:
+    """Output units are the columns of the weight (K, N)."""
+    return 1
+
+
+def output_axis(match: Match) -> int:
+    """Output units are the last axis of the product."""
+    return match.root.ty.ndim - 1
+
+
+def realize_dense(context: RealizeContext) -> relax.Expr:
+    """dequantize(qnn.dense(x, permute_dims(w)) + b), then the activation; fold transposes the
+    constant.
+    """
+    data, weight = context.operands["data"], context.operands["weight"]
+    transposed = context.emit(relax.op.permute_dims(weight.value, [1, 0]), "weight")
+    accumulator = qnn.dense(
+        data.value, transposed, data.zero_point, weight.zero_point, data.scale, weight.scale
+    )
+    accumulator = context.emit(accumulator, "acc")
+    if "bias" in context.operands:
+        bias = context.operands["bias"].value
+        accumulator = context.emit(relax.op.add(accumulator, bias), "biased")
+    qparams = accumulator_qparams(data.qparams, weight.qparams, output_axis(context.match))
+    return repeat_activation(context, Quantized(accumulator, qparams).dequantize())
+
+
+def check_dense(match: Match) -> Skip | None:
+    """float32, constant weight of rank 2, constant bias per unit."""
+    constants = tuple(n for n in match.parts if n in ("weight", "bias"))
+    skip = first_skip(
+        check_float(match), check_activation(match, "data"), check_constant(match, *constants)
+    )
+    if skip is not None:
+        return skip
+    if match.parts["weight"].ty.ndim != 2:
+        return Skip(f"the weight has rank {match.parts['weight'].ty.ndim}, dense needs 2")
+    if "bias" in match.parts:
+        return check_channel_bias(match, match.parts["bias"], output_axis(match))
+    return None
+
+
+def realize_batch_matmul(context: RealizeContext) -> relax.Expr:
+    """dequantize(qnn.batch_matmul(x, y transposed in its last two axes))."""
+    lhs, rhs = context.operands["lhs"], context.operands["rhs"]
+    rank = rhs.value.ty.ndim
+    axes = [*range(rank - 2), rank - 1, rank - 2]
+    transposed = context.emit(relax.op.permute_dims(rhs.value, axes), "rhs")
+    accumulator = qnn.batch_matmul(
+        lhs.value, transposed, lhs.zero_point, rhs.zero_point, lhs.scale, rhs.scale
+    )
+    qparams = accumulator_qparams(lhs.qparams, rhs.qparams, None)
+    return Quantized(context.emit(accumulator, "acc"), qparams).dequantize()
+
+
+def check_batch_matmul(match: Match) -> Skip | None:
+    """float32, both operands computed, rank 2 or more."""
+    skip = first_skip(check_float(match), check_activation(match, "lhs", "rhs"))
+    if skip is not None:
+        return skip
+    ranks = [match.parts[name].ty.ndim for name in ("lhs", "rhs")]
+    if min(ranks) < 2:
+        return Skip(f"operands of ranks {ranks}; batch_matmul needs matrices")
+    return None
+
+
+def build_dense_ops() -> tuple[QuantOp, ...]:
+    """Rows for dense and batch_matmul, the longest pattern first."""
+    rows = []
+    for suffix, pattern in weighted_patterns(MATMUL):
+        operands = [Operand("data"), Operand("weight", Role.WEIGHT, weight_axis)]
+        if "bias" in pattern.parts:
+            operands.append(Operand("bias", Role.BIAS, output_axis))
+        rows.append(
+            QuantOp(
+                "dense" + suffix, MATMUL, pattern, tuple(operands), Kind.ANCHOR,
+                Output.WHEN_WANTED, realize_dense, check=check_dense,
+            )
+        )  # fmt: skip
+    lhs, rhs = wildcard(), wildcard()
+    pattern = Pattern(is_op(MATMUL)(lhs, rhs), {"lhs": lhs, "rhs": rhs})
+    rows.append(
+        QuantOp(
+            "batch_matmul", MATMUL, pattern, (Operand("lhs"), Operand("rhs")), Kind.ANCHOR,
+            Output.WHEN_WANTED, realize_batch_matmul, check=check_batch_matmul,
+        )
+    )  # fmt: skip
+    return tuple(rows)
+
+
+DENSE_OPS: tuple[QuantOp, ...] = build_dense_ops()

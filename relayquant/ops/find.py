@@ -1,0 +1,55 @@
+"""Finding a planned operator again in a graph whose values kept their names, and its constant
+operands.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from relayquant.config import BackendConfig
+from relayquant.errors import ModelError
+from relayquant.ops.base import QuantOp
+from relayquant.ops.build import source_constant
+from relayquant.plan import OperatorPlan
+from relayquant.rewrite import Graph, Match
+from relayquant.rewrite.graph import constant_value
+
+
+def find_pattern(backend: BackendConfig, name: str) -> QuantOp:
+    """The row of a backend's pattern.
+
+    Raises:
+        ConfigError: the backend has no such pattern.
+    """
+    return backend.find_pattern(name).pattern  # pyright: ignore[reportReturnType]
+
+
+def match_operator(graph: Graph, backend: BackendConfig, operator: OperatorPlan) -> Match:
+    """The match of a planned operator.
+
+    Raises:
+        ModelError: the graph has no such operator any more: it was changed after the plan was made.
+    """
+    pattern = find_pattern(backend, operator.pattern)
+    var = graph.vars.get(operator.name)
+    match = pattern.pattern.match(graph, var) if var in graph.values else None
+    if match is None:
+        raise ModelError(
+            f"The plan quantizes operator {operator.name!r} as {operator.pattern!r}, but the "
+            "module has "
+            "no such operator. Make the plan from the module that is converted."
+        )
+    return match
+
+
+def operand_constant(match: Match, operand: str) -> np.ndarray:
+    """The array of a constant operand.
+
+    Raises:
+        ModelError: the operand is not constant.
+    """
+    constant = source_constant(match.graph, match.parts[operand])
+    value = constant_value(constant) if constant is not None else None
+    if value is None:
+        raise ModelError(f"Operand {operand!r} of operator {match.name!r} is not a constant.")
+    return value

@@ -1,0 +1,101 @@
+"""Unary functions by table: 256 entries, one for each integer input.
+
+sigmoid(x), or any chain of elementwise operators on x -> dequantize(qnn.lookup(x, table));
+leaky_relu(x) -> dequantize(qnn.leaky_relu(x)).
+"""
+
+from __future__ import annotations
+
+from tvm import relax
+
+from relayquant.dialect import qnn
+from relayquant.ops.base import Kind, Operand, Output, Quantized, QuantOp, RealizeContext
+from relayquant.ops.build import check_float, unary_pattern
+from relayquant.ops.chain import ChainPattern, build_chain_table
+from relayquant.qtypes import Rounding
+from relayquant.reference.lookup_table import UNARY_FUNCTIONS, build_table
+from relayquant.rewrite import Skip
+
+#: Relax operator -> name of the function in `reference.lut.UNARY_FUNCTIONS`
+UNARY = {
+    "relax.sigmoid": "sigmoid",
+    "relax.tanh": "tanh",
+    "relax.exp": "exp",
+    "relax.sqrt": "sqrt",
+    "relax.rsqrt": "rsqrt",
+    "relax.erf": "erf",
+    "relax.log": "log",
+    "relax.abs": "abs",
+    "relax.nn.gelu": "gelu",
+    "relax.nn.gelu_tanh": "gelu_tanh",
+    "relax.nn.silu": "silu",
+}
+
+
+def realize_lookup(context: RealizeContext) -> relax.Expr | Skip:
+    """dequantize(qnn.lookup(x, table)), the table computed from the parameters on both sides."""
+    if context.output is None:
+        return Skip("the result has no parameters, since no quantized operator consumes it")
+    data = context.operands["data"]
+    if data.qparams.dtype not in ("int8", "uint8"):
+        return Skip(f"a table needs 8-bit data, the input is {data.qparams.dtype}")
+    name = next(UNARY[op] for op in UNARY if context.match.find_call(op) is not None)
+    table = build_table(
+        UNARY_FUNCTIONS[name], data.qparams, context.output, Rounding.TONEAREST_EVEN
+    )
+    value = context.emit(qnn.lookup(data.value, relax.const(table, str(table.dtype))), "int")
+    return Quantized(value, context.output).dequantize()
+
+
+def realize_leaky_relu(context: RealizeContext) -> relax.Expr | Skip:
+    """dequantize(qnn.leaky_relu(x)) in the parameters of the result."""
+    if context.output is None:
+        return Skip("the result has no parameters, since no quantized operator consumes it")
+    data, result = (
+        context.operands["data"],
+        Quantized(context.operands["data"].value, context.output),
+    )
+    value = qnn.leaky_relu(
+        data.value,
+        data.scale,
+        data.zero_point,
+        result.scale,
+        result.zero_point,
+        alpha=float(context.match.call("relax.nn.leakyrelu").attrs.alpha),
+    )
+    return Quantized(context.emit(value, "int"), context.output).dequantize()
+
+
+def realize_chain(context: RealizeContext) -> relax.Expr | Skip:
+    """dequantize(qnn.lookup(x, table)), the table computed by evaluating the chain."""
+    if context.output is None:
+        return Skip("the result has no parameters, since no quantized operator consumes it")
+    data = context.operands["data"]
+    if data.qparams.dtype not in ("int8", "uint8"):
+        return Skip(f"a table needs 8-bit data, the input is {data.qparams.dtype}")
+    table = build_chain_table(context.match, data.qparams, context.output)
+    value = context.emit(qnn.lookup(data.value, relax.const(table, str(table.dtype))), "int")
+    return Quantized(value, context.output).dequantize()
+
+
+#: before all rows of single elementwise operators: the longest chain is one table
+CHAIN_OPS: tuple[QuantOp, ...] = (
+    QuantOp(
+        "elementwise_chain", "relax.elementwise_chain", ChainPattern(), (Operand("data"),),
+        Kind.CONNECTOR, Output.OWN, realize_chain, check=check_float,
+    ),
+)  # fmt: skip
+
+LUT_OPS: tuple[QuantOp, ...] = (
+    *(
+        QuantOp(
+            name, op, unary_pattern(op), (Operand("data"),), Kind.CONNECTOR, Output.OWN,
+            realize_lookup, check=check_float,
+        )
+        for op, name in UNARY.items()
+    ),
+    QuantOp(
+        "leaky_relu", "relax.nn.leakyrelu", unary_pattern("relax.nn.leakyrelu"),
+        (Operand("data"),), Kind.CONNECTOR, Output.OWN, realize_leaky_relu, check=check_float,
+    ),
+)  # fmt: skip

@@ -1,0 +1,105 @@
+"""Operators that move or select values without computing new ones: their output keeps the input's
+parameters.
+
+They have no realize callback: the allow-list (`convert/expand.py`) pushes dequantize through them.
+"""
+
+from __future__ import annotations
+
+from tvm import relax
+from tvm.relax.dpl import is_op, wildcard
+
+from relayquant.dialect import qnn
+from relayquant.ops.base import Kind, Operand, Output, Quantized, QuantOp, RealizeContext
+from relayquant.ops.build import check_activation, check_float, first_skip, unary_pattern
+from relayquant.rewrite import Match, Pattern, Skip
+from relayquant.rewrite.graph import tensor_dtype
+
+#: exact in affine space with unchanged parameters
+SHARING = {
+    "max_pool2d": "relax.nn.max_pool2d",
+    "max_pool1d": "relax.nn.max_pool1d",
+    "reshape": "relax.reshape",
+    "flatten": "relax.flatten",
+    "permute_dims": "relax.permute_dims",
+    "squeeze": "relax.squeeze",
+    "expand_dims": "relax.expand_dims",
+    "strided_slice": "relax.strided_slice",
+    "broadcast_to": "relax.broadcast_to",
+    "take": "relax.take",
+    "max": "relax.max",
+    "min": "relax.min",
+}
+
+#: clamp, so that the range of the output is that of the input or less
+CLAMPING = {"relu": "relax.nn.relu", "clip": "relax.clip"}
+
+
+def check_sharing(match: Match) -> Skip | None:
+    """A computed float32 value; a constant that is moved or selected from stays what it is."""
+    return first_skip(check_float(match, "data"), check_activation(match, "data"))
+
+
+def check_pad(match: Match) -> Skip | None:
+    """Only constant padding: reflect and edge copy values and would do too, but have no integer
+    kernel.
+    """
+    skip = check_sharing(match)
+    if skip is not None:
+        return skip
+    mode = str(match.call("relax.nn.pad").attrs.pad_mode)
+    if mode != "constant":
+        return Skip(f"pad mode {mode!r} has no integer form", "use constant padding")
+    return None
+
+
+def check_concat(match: Match) -> Skip | None:
+    """A literal tuple of float32 tensors."""
+    if not isinstance(match.parts["data"], relax.Tuple):
+        return Skip("the operands are not a literal tuple")
+    for expr in match.parts["data"].fields:
+        if tensor_dtype(expr) != "float32":
+            return Skip(f"an operand is {tensor_dtype(expr)}, only float32 is quantized")
+    return None
+
+
+def realize_concat(context: RealizeContext) -> relax.Expr | Skip:
+    """dequantize(qnn.concatenate(...)): operands are requantized where their parameters differ."""
+    if context.output is None:
+        return Skip("the result has no parameters, since no quantized operator consumes it")
+    call = context.match.call("relax.concat")
+    parts = [context.operands[f"data.{i}"] for i in range(len(call.args[0].fields))]
+    result = Quantized(parts[0].value, context.output)
+    value = qnn.concatenate(
+        relax.Tuple([part.value for part in parts]),
+        relax.Tuple([part.scale for part in parts]),
+        relax.Tuple([part.zero_point for part in parts]),
+        result.scale,
+        result.zero_point,
+        axis=int(call.attrs.axis),
+    )
+    return Quantized(context.emit(value, "int"), context.output).dequantize()
+
+
+def _concat_pattern() -> Pattern:
+    data = wildcard()
+    return Pattern(is_op("relax.concat")(data), {"data": data})
+
+
+SHAPE_OPS: tuple[QuantOp, ...] = (
+    *(
+        QuantOp(
+            name, op, unary_pattern(op), (Operand("data"),), Kind.SHARING, Output.SHARED, None,
+            check=check_sharing,
+        )
+        for name, op in {**SHARING, **CLAMPING}.items()
+    ),
+    QuantOp(
+        "pad", "relax.nn.pad", unary_pattern("relax.nn.pad"), (Operand("data"),), Kind.SHARING,
+        Output.SHARED, None, check=check_pad,
+    ),
+    QuantOp(
+        "concat", "relax.concat", _concat_pattern(), (Operand("data"),), Kind.FOLLOWER, Output.OWN,
+        realize_concat, check=check_concat,
+    ),
+)  # fmt: skip
