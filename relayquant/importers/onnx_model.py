@@ -1,0 +1,349 @@
+"""First stage, ONNX: a model becomes a Relax module with every tensor name kept.
+
+Built on TVM's frontend. Operators that it would turn into opaque `call_tir`, or get wrong, are
+converted by `relayquant.importers.onnx_operators`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx.inliner
+import tvm
+from onnx.external_data_helper import ExternalDataInfo, uses_external_data
+from tvm import relax
+
+from relayquant import _tvm
+from relayquant.errors import ModelError, suggest_name
+from relayquant.importers.files import DEFAULT_MAX_BYTES, PathLike, check_file
+from relayquant.importers.names import MARK, SourceNode, name_values
+from relayquant.importers.onnx_operators import OPERATORS
+
+_FRONTEND = _tvm.load_onnx_frontend()
+
+#: Broadcasting works as in numpy from here on; older models carry axis attributes that TVM ignores.
+MIN_OPSET = 7
+
+#: Operator domains that TVM's frontend serves.
+DOMAINS = ("", "ai.onnx", "com.microsoft")
+
+#: Control flow: nothing behind it can be quantized, and main must be one dataflow block.
+CONTROL_FLOW = ("If", "Loop", "Scan")
+
+
+def import_onnx(
+    model_or_path: onnx.ModelProto | PathLike,
+    shapes: Mapping[str, Sequence[int | str]] | None = None,
+    *,
+    max_bytes: int = DEFAULT_MAX_BYTES,
+) -> tuple[tvm.IRModule, dict[str, np.ndarray]]:
+    """Import an ONNX model, weights bound as constants.
+
+    Parameters of main are named as the inputs, values as the tensors of the graph. A value that
+    TVM adds on the way is named after the tensor it leads to ("conv1_out.1"). Function attribute
+    `relayquant.sources` is a JSON text: value name -> {"node": node name, "op": operator type}.
+
+    Args:
+        model_or_path: A ModelProto (not changed) or a file. External data must lie in the file's
+        folder. shapes: Input name -> shape; an int fixes a dimension, a str names a symbolic one.
+        max_bytes: Refuse larger models, external data included.
+
+    Returns:
+        The module and {} (no parameter is left unbound).
+
+    Raises:
+        ModelError: the file is unreadable or invalid, an operator is not supported or cannot be
+        converted;
+            the message names nodes and operators.
+    """
+    model = model_or_path
+    if not isinstance(model, onnx.ModelProto):
+        model = _read_model(model, max_bytes)
+    opset = _check_model(model)
+    if len(model.functions):
+        model = onnx.inliner.inline_local_functions(model)
+    graph = _GraphView(
+        model.graph.node,
+        model.graph.initializer,
+        _fix_shapes(model.graph, shapes or {}),
+        model.graph.output,
+    )
+    importer = _Importer()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            mod = importer.from_onnx(graph, opset)
+    except Exception as error:
+        text = str(error) if isinstance(error, ModelError) else f"Cannot convert the model: {error}"
+        raise ModelError(f"{text.rstrip('.')}.{_find_fault(model)}") from error
+    return name_values(mod, importer.sources), {}
+
+
+@dataclass(frozen=True)
+class _GraphView:
+    """The parts of a GraphProto that the frontend reads, so that inputs change without copying
+    weights.
+    """
+
+    node: Sequence[onnx.NodeProto]
+    initializer: Sequence[onnx.TensorProto]
+    input: Sequence[onnx.ValueInfoProto]
+    output: Sequence[onnx.ValueInfoProto]
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+def _read_model(path: PathLike, max_bytes: int) -> onnx.ModelProto:
+    path = check_file(path, max_bytes)
+    try:
+        model = onnx.load(str(path), load_external_data=False)
+    except Exception as error:
+        raise ModelError(
+            f"{str(path)!r} is not an ONNX model, or is truncated ({type(error).__name__}: "
+            f"{error})."
+        ) from error
+    if not model.HasField("graph"):
+        raise ModelError(f"{str(path)!r} is not an ONNX model: it holds no graph.")
+    external = {
+        name: _external_file(path, tensor, name)
+        for name, tensor in _all_tensors(model.graph)
+        if uses_external_data(tensor)
+    }
+    if external:
+        extra = sum(file.stat().st_size for file in set(external.values()))
+        check_file(path, max_bytes, extra_bytes=extra)
+        try:
+            onnx.load_external_data_for_model(model, str(path.parent))
+        except Exception as error:
+            raise ModelError(f"External data of {str(path)!r} cannot be read: {error}") from error
+    return model
+
+
+def _all_tensors(graph: onnx.GraphProto) -> Iterable[tuple[str, onnx.TensorProto]]:
+    for tensor in graph.initializer:
+        yield tensor.name, tensor
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.HasField("t"):
+                yield f"{node.name}.{attribute.name}", attribute.t
+            for tensor in attribute.tensors:
+                yield f"{node.name}.{attribute.name}", tensor
+            for inner in (attribute.g, *attribute.graphs):
+                yield from _all_tensors(inner)
+
+
+def _external_file(model_path: Path, tensor: onnx.TensorProto, name: str) -> Path:
+    """The file of a tensor's data, which must lie in the folder of the model (or below)."""
+    location = ExternalDataInfo(tensor).location
+    folder = model_path.parent.resolve()
+    file = (folder / location).resolve()
+    if not file.is_relative_to(folder):
+        raise ModelError(
+            f"Tensor {name!r} of {str(model_path)!r} wants its data from {location!r}, outside of "
+            "the "
+            "model's folder. That is not followed; move the data beside the model."
+        )
+    if not file.is_file():
+        raise ModelError(
+            f"Tensor {name!r} of {str(model_path)!r} has its data in {location!r}, which is "
+            "missing."
+        )
+    return file
+
+
+def _check_model(model: onnx.ModelProto) -> int:
+    """The model's opset; raises ModelError unless it is a valid model that was read with its
+    data.
+    """
+    for name, tensor in _all_tensors(model.graph):
+        if uses_external_data(tensor):
+            raise ModelError(
+                f"Tensor {name!r} has its data in another file. Pass the path of the model instead "
+                "of the "
+                "ModelProto, or load it with onnx.load(path)."
+            )
+    opsets = {entry.domain: entry.version for entry in model.opset_import}
+    opset = opsets.get("", opsets.get("ai.onnx", 1))
+    if opset < MIN_OPSET:
+        raise ModelError(
+            f"The model uses opset {opset}; supported: {MIN_OPSET} and later. Convert it: "
+            "onnx.version_converter.convert_version(model, 13)."
+        )
+    seen: set[str] = set()
+    for name in (name for node in model.graph.node for name in node.output if name):
+        if name in seen:
+            raise ModelError(f"The model is not valid ONNX: two nodes compute tensor {name!r}.")
+        seen.add(name)
+    return opset
+
+
+def _find_fault(model: onnx.ModelProto) -> str:
+    """What ONNX's own checker says against a model that could not be converted; "" if nothing.
+
+    Its word alone is no reason to refuse: it also complains of faults that do no harm, such as an
+    output without a shape.
+    """
+    try:
+        onnx.checker.check_model(model)
+    except (onnx.checker.ValidationError, ValueError) as error:
+        return f" The model is not valid ONNX: {' '.join(str(error).split())}"
+    return ""
+
+
+def _fix_shapes(
+    graph: onnx.GraphProto, shapes: Mapping[str, Sequence[int | str]]
+) -> list[onnx.ValueInfoProto]:
+    """Copies of the graph's inputs with the wanted shapes; every unnamed dimension gets a name of
+    its own.
+    """
+    weights = {tensor.name for tensor in graph.initializer}
+    inputs = [info for info in graph.input if info.name not in weights]
+    names = [info.name for info in inputs]
+    for name in shapes:
+        if name not in names:
+            raise ModelError(f"shapes= names an input {name!r}. {suggest_name(name, names)}")
+    fixed = []
+    for info in inputs:
+        if not info.type.HasField("tensor_type"):
+            raise ModelError(
+                f"Input {info.name!r} is no tensor (sequences, maps and optionals are not "
+                "supported)."
+            )
+        copy = onnx.ValueInfoProto()
+        copy.CopyFrom(info)
+        shape = copy.type.tensor_type.shape
+        wanted = shapes.get(info.name)
+        if wanted is not None:
+            known = copy.type.tensor_type.HasField("shape")
+            if known and len(shape.dim) != len(wanted):
+                raise ModelError(
+                    f"shapes= gives input {info.name!r} the shape {tuple(wanted)}; the model has "
+                    f"{len(shape.dim)} dimensions there."
+                )
+            if not known:
+                for _ in wanted:
+                    shape.dim.add()
+            for dim, size in zip(shape.dim, wanted, strict=True):
+                if isinstance(size, str):
+                    if dim.dim_value:
+                        raise ModelError(
+                            f"shapes= makes a dimension of input {info.name!r} symbolic ({size!r}) "
+                            "that the "
+                            f"model fixes to {dim.dim_value}."
+                        )
+                    dim.dim_param = size
+                elif size > 0:
+                    if dim.dim_value and dim.dim_value != size:
+                        raise ModelError(
+                            f"shapes= gives input {info.name!r} the shape {tuple(wanted)}, but the "
+                            "model "
+                            f"fixes a dimension to {dim.dim_value} where {size} is wanted."
+                        )
+                    dim.dim_value = size
+                else:
+                    raise ModelError(
+                        f"shapes= gives input {info.name!r} the dimension {size}; allowed: "
+                        "positive "
+                        "integers and names."
+                    )
+        elif not copy.type.tensor_type.HasField("shape"):
+            raise ModelError(
+                f"Input {info.name!r} has no shape in the model. Give one: "
+                f"shapes={{{info.name!r}: ('N', 3, 224, 224)}}."
+            )
+        for i, dim in enumerate(shape.dim):
+            if not dim.dim_value and not dim.dim_param.strip():
+                dim.dim_param = f"{info.name}_dim{i}"
+        fixed.append(copy)
+    return fixed
+
+
+# -- conversion ------------------------------------------------------------------------------------
+
+
+class _Failed(BaseException):
+    """Carries a conversion error past a handler of the frontend that prints every Exception it
+    sees.
+    """
+
+    def __init__(self, cause: Exception) -> None:
+        self.cause = cause
+
+
+class _Importer(_FRONTEND.ONNXGraphImporter):
+    """TVM's importer, with exact names, one error per model and operators of our own."""
+
+    def __init__(self) -> None:
+        super().__init__({}, {}, keep_params_in_input=False, sanitize=False)
+        self.sources: dict[str, SourceNode] = {}
+
+    def _check_for_unsupported_ops(self, graph: _GraphView) -> None:
+        known = set(_FRONTEND._get_convert_map()) | set(OPERATORS) | {"Constant"}
+        missing: dict[str, list[str]] = {}
+        for node in graph.node:
+            served = node.domain in DOMAINS and node.op_type not in CONTROL_FLOW
+            if not served or node.op_type not in known:
+                name = f"{node.domain}.{node.op_type}" if node.domain else node.op_type
+                missing.setdefault(name, []).append(_node_name(node))
+        if missing:
+            lines = [f"{op} (nodes {', '.join(map(repr, at))})" for op, at in missing.items()]
+            raise ModelError(
+                f"{len(missing)} operators of the model are not supported: {'; '.join(lines)}. "
+                "Replace them before the export, or convert the model with a TVM frontend of your "
+                "own."
+            )
+
+    def _construct_nodes(self, graph: _GraphView) -> None:
+        for node in graph.node:
+            single = _GraphView([node], (), (), ())
+            try:
+                super()._construct_nodes(single)
+                self._name_outputs(node)
+            except (_Failed, Exception) as error:
+                cause = error.cause if isinstance(error, _Failed) else error
+                text = str(cause).strip() or "no further message"
+                if isinstance(cause, KeyError):
+                    text = f"tensor {text} is used before any node computes it"
+                raise ModelError(
+                    f"Node {_node_name(node)!r} (operator {node.op_type}, opset {self.opset}) "
+                    "cannot be "
+                    f"converted: {text}"
+                ) from cause
+
+    def _convert_operator(
+        self, op_name: str, inputs: list[relax.Expr], attrs: dict[str, Any], opset: int
+    ) -> relax.Expr:
+        try:
+            convert = OPERATORS.get(op_name)
+            if convert is not None:
+                converted = convert(self.bb, inputs, attrs, opset)
+                if converted is not None:
+                    return self.bb.normalize(converted)
+            return super()._convert_operator(op_name, inputs, attrs, opset)
+        except Exception as error:
+            raise _Failed(error) from error
+
+    def _name_outputs(self, node: onnx.NodeProto) -> None:
+        """Bind each output of the node to a value of its name, constants and shapes excepted."""
+        for name in node.output:
+            if not name:
+                continue
+            value = self._nodes[name]
+            self.sources[name] = SourceNode(node.name, node.op_type)
+            is_tensor = isinstance(value, relax.Expr) and isinstance(value.ty, relax.TensorType)
+            if is_tensor and not isinstance(value, tvm.ir.GenericConst):
+                var = relax.DataflowVar(MARK + name, value.ty)
+                self.bb.emit_normalized(relax.VarBinding(var, self.bb.normalize(value)))
+                self._nodes[name] = var
+
+
+def _node_name(node: onnx.NodeProto) -> str:
+    """Node names are optional in ONNX; its first output names a nameless node."""
+    return node.name or next((name for name in node.output if name), "")

@@ -1,0 +1,291 @@
+"""ONNX operators that are converted here instead of by TVM's frontend, and why.
+
+TVM turns Clip, Pad and auto_pad into `call_tir` of anonymous loops, which no pattern can
+recognize, reduces a stacked copy for Min, Max and Sum, and ignores some attributes. A function
+here takes the block builder, the inputs (constants where known, None where absent), the attributes
+and the opset, and returns the value, or None to leave the node to TVM.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from tvm import relax
+from tvm.ir import GenericConst
+
+from relayquant import _tvm
+from relayquant.rewrite.graph import constant_value, tensor_shape
+
+_FRONTEND = _tvm.load_onnx_frontend()
+
+Convert = Callable[[relax.BlockBuilder, Sequence[Any], dict[str, Any], int], "relax.Expr | None"]
+
+#: R.nn.pad computes its constant in the dtype of the data only for these.
+FLOATS = ("float16", "float32", "float64")
+
+
+def convert_clip(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr | None:
+    """Clip -> R.clip. An absent or NaN bound is unbounded, as in ONNX Runtime.
+
+    Bounds that are computed at run time, and int64 data (whose limits no float64 holds), are left
+    to TVM.
+    """
+    data = inputs[0]
+    dtype = str(data.ty.dtype)
+    low, high = -math.inf, math.inf
+    if opset < 11:
+        low, high = float(attrs.get("min", low)), float(attrs.get("max", high))
+    else:
+        for at in (1, 2):
+            bound = inputs[at]
+            if bound is None:
+                continue
+            value = constant_value(bound)
+            if value is None:
+                return None
+            low, high = (value.item(), high) if at == 1 else (low, value.item())
+    low = -math.inf if low != low else low
+    high = math.inf if high != high else high
+    if dtype in FLOATS:
+        # An empty range gives the upper bound, in ONNX as in min(max(x, low), high).
+        return relax.op.clip(data, float(min(low, high)), float(high))
+    limits = np.iinfo(dtype)
+    if limits.bits > 32:
+        return None
+    low, high = max(low, limits.min), min(high, limits.max)
+    return relax.op.clip(data, int(min(low, high)), int(high))
+
+
+def convert_pad(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr | None:
+    """Pad with a constant -> R.nn.pad; negative pads crop first: R.strided_slice.
+
+    Other modes, integer data and pads that are computed at run time are left to TVM.
+    """
+    if attrs.get("mode", b"constant") != b"constant":
+        return None
+    data = inputs[0]
+    shape = tensor_shape(data)
+    if shape is None or str(data.ty.dtype) not in FLOATS:
+        return None
+    fill = 0.0
+    axes = list(range(len(shape)))
+    if opset < 11:
+        pads, fill = list(attrs["pads"]), float(attrs.get("value", 0.0))
+    else:
+        arrays = [None if given is None else constant_value(given) for given in inputs]
+        pairs = list(zip(arrays, inputs, strict=True))[1:]
+        if any(array is None and given is not None for array, given in pairs):
+            return None
+        pads = arrays[1].tolist()
+        if len(arrays) > 2 and arrays[2] is not None:
+            fill = float(arrays[2].item())
+        if len(arrays) > 3 and arrays[3] is not None:
+            axes = [int(axis) % len(shape) for axis in arrays[3]]
+    if len(pads) != 2 * len(axes):
+        raise ValueError(f"Pad has {len(pads)} pads for {len(axes)} axes; expected {2 * len(axes)}")
+    widths = [[0, 0] for _ in shape]
+    for i, axis in enumerate(axes):
+        widths[axis] = [int(pads[i]), int(pads[i + len(axes)])]
+    cropped = [axis for axis, (before, after) in enumerate(widths) if before < 0 or after < 0]
+    if cropped:
+        if any(isinstance(shape[axis], str) for axis in cropped):
+            return None
+        begin = [max(0, -widths[axis][0]) for axis in cropped]
+        end = [int(shape[axis]) - max(0, -widths[axis][1]) for axis in cropped]
+        data = bb.emit(relax.op.strided_slice(data, cropped, begin, end, [1] * len(cropped)))
+        widths = [[max(0, before), max(0, after)] for before, after in widths]
+    return relax.op.nn.pad(data, [int(pad) for pair in widths for pad in pair], "constant", fill)
+
+
+def convert_gather(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr | None:
+    """Gather with constant indices -> R.take; negative ones are counted from the end here, not at
+    run time.
+    """
+    data, indices = inputs[0], constant_value(inputs[1])
+    shape = tensor_shape(data)
+    if shape is None or indices is None or isinstance(data, GenericConst):
+        return None
+    axis = int(attrs.get("axis", 0)) % len(shape)
+    size = shape[axis]
+    if isinstance(size, str):
+        if (indices < 0).any():
+            return None
+    elif ((indices < -size) | (indices >= size)).any():
+        raise ValueError(f"indices {indices.tolist()} leave axis {axis} of size {size}")
+    else:
+        indices = np.where(indices < 0, indices + size, indices)
+    return relax.op.take(data, relax.const(indices.astype("int64"), "int64"), axis)
+
+
+def resolve_auto_pad(
+    attrs: Mapping[str, Any],
+    sizes: Sequence[int | str],
+    kernel: Sequence[int],
+) -> list[int] | None:
+    """Explicit pads (all begins, then all ends) for attribute auto_pad; None when it gives none.
+
+    SAME_* pads so that the output has ceil(size / stride) elements (ONNX, operator Conv). Raises
+    ValueError for a symbolic size with a stride, where the padding depends on the size.
+    """
+    mode = attrs.get("auto_pad", b"NOTSET")
+    mode = mode.decode() if isinstance(mode, bytes) else str(mode)
+    if mode == "NOTSET":
+        return None
+    if mode == "VALID":
+        return [0] * (2 * len(kernel))
+    if mode not in ("SAME_UPPER", "SAME_LOWER"):
+        raise ValueError(f"auto_pad is {mode!r}; allowed: NOTSET, VALID, SAME_UPPER, SAME_LOWER")
+    strides = attrs.get("strides", [1] * len(kernel))
+    dilations = attrs.get("dilations", [1] * len(kernel))
+    begins, ends = [], []
+    for size, extent, stride, dilation in zip(sizes, kernel, strides, dilations, strict=True):
+        window = (extent - 1) * dilation + 1
+        if isinstance(size, str):
+            if stride != 1:
+                raise ValueError(
+                    f"auto_pad={mode} with stride {stride} over the symbolic dimension {size!r} "
+                    "has no "
+                    "fixed padding; fix that dimension with shapes="
+                )
+            total = window - 1
+        else:
+            total = max(0, (-(-size // stride) - 1) * stride + window - size)
+        small, large = total // 2, total - total // 2
+        begins.append(small if mode == "SAME_UPPER" else large)
+        ends.append(large if mode == "SAME_UPPER" else small)
+    return begins + ends
+
+
+def _run_frontend(
+    name: str, bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr:
+    converter = _FRONTEND._get_convert_map()[name].get_converter(opset)
+    return converter(bb, _FRONTEND.onnx_input(inputs), attrs, [{}, {}])
+
+
+def _add_bias(bb: relax.BlockBuilder, value: relax.Expr, bias: relax.Expr | None) -> relax.Expr:
+    """value + bias over axis 1; a constant bias becomes a constant of shape [1, C, 1, ...]."""
+    if bias is None:
+        return value
+    value = bb.normalize(value)
+    ones = [1] * (value.ty.ndim - 2)
+    array = constant_value(bias)
+    if array is not None:
+        bias = relax.const(array.reshape([1, -1, *ones]), str(array.dtype))
+    else:
+        bias = relax.op.reshape(bias, [1, -1, *ones])
+    return relax.op.add(bb.emit(value), bias)
+
+
+def _known_shape(operand: relax.Expr, what: str) -> tuple[int | str, ...]:
+    shape = tensor_shape(operand)
+    if shape is None:
+        raise ValueError(f"the shape of its {what} is not known")
+    return shape
+
+
+def _kernel_shape(weight: relax.Expr) -> list[int]:
+    sizes = _known_shape(weight, "weight")[2:]
+    if any(isinstance(size, str) for size in sizes):
+        raise ValueError(f"its kernel has a symbolic size {sizes}")
+    return [int(size) for size in sizes]
+
+
+def convert_conv(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr:
+    """Conv: auto_pad becomes explicit padding, a constant bias is reshaped at once."""
+    kernel = attrs.get("kernel_shape") or _kernel_shape(inputs[1])
+    if "auto_pad" in attrs:
+        pads = resolve_auto_pad(attrs, _known_shape(inputs[0], "input")[2:], kernel)
+        attrs.pop("auto_pad")
+        if pads is not None:
+            attrs["pads"] = pads
+    value = _run_frontend("Conv", bb, inputs[:2], attrs, opset)
+    return _add_bias(bb, value, inputs[2])
+
+
+def convert_conv_transpose(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr:
+    """ConvTranspose: output_shape, which TVM ignores, becomes explicit padding (ONNX, operator
+    ConvTranspose).
+    """
+    if "output_shape" in attrs:
+        sizes = _known_shape(inputs[0], "input")[2:]
+        kernel = attrs.get("kernel_shape") or _kernel_shape(inputs[1])
+        rank = len(kernel)
+        strides = attrs.get("strides", [1] * rank)
+        dilations = attrs.get("dilations", [1] * rank)
+        extra = list(attrs.get("output_padding", [0] * rank))
+        mode = attrs.pop("auto_pad", b"NOTSET")
+        begins, ends = [], []
+        for i, (size, wanted) in enumerate(
+            zip(sizes, attrs.pop("output_shape")[-rank:], strict=True)
+        ):
+            if isinstance(size, str):
+                raise ValueError(f"output_shape over the symbolic dimension {size!r}")
+            full = strides[i] * (size - 1) + extra[i] + (kernel[i] - 1) * dilations[i] + 1
+            total = full - wanted
+            if total < 0:
+                # The output reaches beyond the last product: it is padded at the end.
+                extra[i] -= total
+                total = 0
+            small, large = total // 2, total - total // 2
+            begins.append(small if mode == b"SAME_UPPER" else large)
+            ends.append(large if mode == b"SAME_UPPER" else small)
+        attrs.update(pads=begins + ends, output_padding=extra)
+    value = _run_frontend("ConvTranspose", bb, inputs[:2], attrs, opset)
+    return _add_bias(bb, value, inputs[2])
+
+
+def _convert_pool(
+    name: str, bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr:
+    pads = resolve_auto_pad(attrs, _known_shape(inputs[0], "input")[2:], attrs["kernel_shape"])
+    attrs.pop("auto_pad", None)
+    if pads is not None:
+        attrs["pads"] = pads
+    return _run_frontend(name, bb, inputs, attrs, opset)
+
+
+def _fold_pairs(
+    op: Callable[[relax.Expr, relax.Expr], relax.Expr],
+    bb: relax.BlockBuilder,
+    inputs: Sequence[Any],
+    attrs: dict[str, Any],
+    opset: int,
+) -> relax.Expr | None:
+    """Min, Max, Sum of any number of inputs -> one binary operator per further input."""
+    if len(inputs) < 2 or all(isinstance(given, GenericConst) for given in inputs):
+        return None
+    # The frontend's list of inputs does not know negative indices.
+    value, *others, last = list(inputs)
+    for given in others:
+        value = bb.emit(op(value, given))
+    return op(value, last)
+
+
+#: ONNX operator type -> its conversion here.
+OPERATORS: dict[str, Convert] = {
+    "AveragePool": functools.partial(_convert_pool, "AveragePool"),
+    "Clip": convert_clip,
+    "Conv": convert_conv,
+    "ConvTranspose": convert_conv_transpose,
+    "Gather": convert_gather,
+    "Max": functools.partial(_fold_pairs, relax.op.maximum),
+    "MaxPool": functools.partial(_convert_pool, "MaxPool"),
+    "Min": functools.partial(_fold_pairs, relax.op.minimum),
+    "Pad": convert_pad,
+    "Sum": functools.partial(_fold_pairs, relax.op.add),
+}

@@ -1,0 +1,121 @@
+"""First stage, TensorFlow Lite: a flatbuffer becomes a Relax module; layout stays NHWC, tensor
+names are kept.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from typing import Any
+
+import numpy as np
+import tvm
+from tvm import relax
+
+from relayquant import _tvm
+from relayquant.errors import MissingDependencyError, ModelError
+from relayquant.importers.files import DEFAULT_MAX_BYTES, PathLike, check_file
+from relayquant.importers.names import MARK, SourceNode, name_values
+
+#: Bytes 4 to 8 of every TFLite file.
+FILE_IDENTIFIER = b"TFL3"
+
+
+def import_tflite(
+    path: PathLike, *, max_bytes: int = DEFAULT_MAX_BYTES
+) -> tuple[tvm.IRModule, dict[str, np.ndarray]]:
+    """Import a .tflite file, weights bound as constants.
+
+    Parameters of main and values are named as the tensors of the first subgraph. Attribute
+    `relayquant.sources` maps a value's name to its operator; TFLite operators have no names, so
+    the node is called after its first output tensor.
+
+    Returns:
+        The module and {} (no parameter is left unbound).
+
+    Raises:
+        ModelError: the file cannot be read, or an operator is not supported.
+        MissingDependencyError: package tflite is not installed.
+    """
+    try:
+        import tflite
+    except ImportError:
+        raise MissingDependencyError(
+            "Reading a .tflite file needs the package tflite. Run: pip install 'relayquant[tflite]'"
+        ) from None
+    path = check_file(path, max_bytes)
+    data = path.read_bytes()
+    if data[4:8] != FILE_IDENTIFIER:
+        raise ModelError(f"{str(path)!r} is not a TensorFlow Lite model (no identifier TFL3).")
+    frontend = _tvm.load_tflite_frontend()
+    sources: dict[str, SourceNode] = {}
+    try:
+        model = tflite.Model.GetRootAs(data, 0)
+        mod = frontend.from_tflite(
+            model, op_converter=functools.partial(_converter_class(frontend), sources=sources)
+        )
+    except ModelError:
+        raise
+    except (struct.error, IndexError) as error:
+        raise ModelError(f"{str(path)!r} is corrupt or truncated: {error}") from error
+    except Exception as error:
+        raise ModelError(
+            f"{str(path)!r} cannot be converted: {' '.join(str(error).split())}"
+        ) from error
+    # The frontend attaches the weights that it has bound already.
+    mod["main"] = mod["main"].without_attr("params")
+    return name_values(mod, sources), {}
+
+
+def _converter_class(frontend: Any) -> type[Any]:
+    """TVM's converter, naming values and errors after the tensors and operators of the model."""
+
+    class Converter(frontend.OperatorConverter):
+        def __init__(
+            self,
+            model: Any,
+            subgraph: Any,
+            table: Any,
+            bb: Any,
+            *args: Any,
+            sources: dict[str, SourceNode],
+            **kwargs: Any,
+        ) -> None:
+            super().__init__(model, subgraph, table, bb, *args, **kwargs)
+            self.sources = sources
+
+        def convert_op_to_relax(self) -> None:
+            for index in range(self.subgraph.OperatorsLength()):
+                op = self.subgraph.Operators(index)
+                kind = self.get_op_code_str(op)
+                outputs = [
+                    frontend.get_tensor_name(self.subgraph, tensor.tensor_idx)
+                    for tensor in self.get_output_tensors(op)
+                ]
+                try:
+                    value = self.convert_map[kind](op=op)
+                    if value is None:
+                        continue
+                    value = self.bb.normalize(value)
+                    fields = (
+                        [value] if len(outputs) == 1 else [value[i] for i in range(len(outputs))]
+                    )
+                    for name, field in zip(outputs, fields, strict=True):
+                        self.exp_tab.set_expr(name, self._name(name, field, outputs[0], kind))
+                except Exception as error:
+                    raise ModelError(
+                        f"Operator {kind} (number {index}, output "
+                        f"{outputs[0] if outputs else ''!r}) cannot "
+                        f"be converted: {' '.join(str(error).split())}"
+                    ) from error
+
+        def _name(self, name: str, value: relax.Expr, node: str, kind: str) -> relax.Expr:
+            value = self.bb.normalize(value)
+            if isinstance(value, tvm.ir.GenericConst) or not isinstance(value.ty, relax.TensorType):
+                return value
+            self.sources[name] = SourceNode(node, kind)
+            var = relax.DataflowVar(MARK + name, value.ty)
+            self.bb.emit_normalized(relax.VarBinding(var, value))
+            return var
+
+    return Converter

@@ -1,0 +1,120 @@
+"""First stage, PyTorch: a torch.export program becomes a Relax module, values named after its
+modules.
+"""
+
+from __future__ import annotations
+
+import warnings
+import zipfile
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import tvm
+
+from relayquant import _tvm
+from relayquant.errors import MissingDependencyError, ModelError
+from relayquant.importers.files import DEFAULT_MAX_BYTES, check_file
+from relayquant.importers.names import MARK, SourceNode, name_values
+from relayquant.rewrite.editor import Editor
+
+
+def import_torch(
+    program_or_path: Any, *, max_bytes: int = DEFAULT_MAX_BYTES
+) -> tuple[tvm.IRModule, dict[str, np.ndarray]]:
+    """Import a torch.export program, or a .pt2 file of one, weights bound as constants.
+
+    A value is named after the module that computes it ("layer1.0.conv1"), with the name of the
+    graph node behind it where the module has several ("layer1.0.add_1"). A result that is a tuple
+    of one tensor becomes that tensor.
+
+    Args:
+        program_or_path: `torch.export.ExportedProgram`, or a file that torch.export.save wrote.
+        max_bytes: Refuse larger files.
+
+    Returns:
+        The module and {} (no parameter is left unbound).
+
+    Raises:
+        ModelError: the file cannot be read, or holds an operator that TVM's frontend does not know.
+        MissingDependencyError: torch is not installed.
+    """
+    try:
+        import torch  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise MissingDependencyError(
+            "Reading a torch.export program needs PyTorch. Run: pip install 'relayquant[torch]'"
+        ) from None
+    program, where = program_or_path, "the exported program"
+    if not isinstance(program, torch.export.ExportedProgram):
+        path = check_file(program, max_bytes)
+        where = repr(str(path))
+        if not zipfile.is_zipfile(path):
+            raise ModelError(
+                f"{where} is not a torch.export archive (no zip file), or is truncated."
+            )
+        try:
+            program = torch.export.load(path)
+        except Exception as error:
+            raise ModelError(f"torch.export cannot load {where}: {error}") from error
+    importer = _tvm.load_torch_frontend().ExportedProgramImporter()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            program = program.run_decompositions()
+            mod = importer.from_exported_program(program, False, True, False, None)
+    except Exception as error:
+        raise ModelError(
+            f"Cannot convert {where}: {type(error).__name__}: {error}. Export the model in "
+            "evaluation "
+            "mode (model.eval()) and without data-dependent control flow."
+        ) from error
+    return _name_after_modules(mod, importer.env), {}
+
+
+def _name_after_modules(mod: tvm.IRModule, env: Mapping[Any, Any]) -> tvm.IRModule:
+    """Give values the names of the graph nodes that `env` (node -> variable of the frontend) says
+    they come from.
+    """
+    nodes: dict[str, Any] = {}
+    for node, value in env.items():
+        if node.op == "call_function" and hasattr(value, "name"):
+            # An operator that does nothing stands for the value of another node: the first one
+            # made it.
+            nodes.setdefault(value.name, node)
+    last = {_module_path(node): node for node in nodes.values()}
+    sizes = Counter(_module_path(node) for node in nodes.values())
+    leaves = _leaf_modules(nodes.values())
+    editor = Editor(mod)
+    sources: dict[str, SourceNode] = {}
+    for var in editor.order():
+        node = nodes.get(var.name)
+        if node is None:
+            continue
+        path = _module_path(node)
+        # The value of a module is that of its last node, if its parts are no modules of their own.
+        is_result = path and (sizes[path] == 1 or (path in leaves and node is last[path]))
+        name = path if is_result else ".".join(part for part in (path, node.name) if part)
+        while name in sources:
+            name = f"{name}.{node.name}"
+        sources[name] = SourceNode(path or node.name, str(node.target))
+        editor.names[var] = MARK + name
+    return name_values(editor.build(), sources)
+
+
+def _module_path(node: Any) -> str:
+    """Path of the innermost module that a node belongs to, "" for the model itself."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    return str(stack[-1][0]) if stack else ""
+
+
+def _leaf_modules(nodes: Any) -> set[str]:
+    """Paths of modules that hold no other module with nodes, and run once: torch's own layers."""
+    outer: set[str] = set()
+    inner: set[str] = set()
+    for node in nodes:
+        stack = [str(entry[0]) for entry in (node.meta.get("nn_module_stack") or {}).values()]
+        outer.update(stack[:-1])
+        inner.update(stack[-1:])
+    return inner - outer

@@ -1,0 +1,75 @@
+"""Rules for clamps: relu, clip, maximum and minimum with a constant become one relu or clip."""
+
+from __future__ import annotations
+
+import math
+
+from tvm import relax
+
+from relayquant.prepare.rule import forward
+from relayquant.prepare.tensors import is_float, same_type, scalar_value
+from relayquant.rewrite.editor import Editor
+
+CLAMPS = ("relax.nn.relu", "relax.clip", "relax.maximum", "relax.minimum")
+
+
+def canonicalize_clamp(editor: Editor, var: relax.Var) -> bool:
+    """maximum(x, 0) -> relu(x); minimum(maximum(x, lo), hi), minimum(relu(x), hi), relu(clip(x,
+    lo, hi)), ... -> one clip(x, lo, hi), or relu(x) where that is [0, inf); clip(x, -inf, inf) ->
+    x.
+
+    Floats only. An inner clamp is merged when nothing else uses it. A single maximum or minimum
+    with another constant stays: it is no clip in the sense of an activation.
+    """
+    outer = _read_clamp(editor, var)
+    if outer is None:
+        return False
+    data, low, high = outer
+    merged = False
+    while isinstance(data, relax.Var) and editor.has_one_use(data):
+        inner = _read_clamp(editor, data)
+        if inner is None:
+            break
+        # A clamp of a clamp is a clamp: its bounds are those of the inner one, clamped by the
+        # outer.
+        data, low, high = inner[0], _clamp(inner[1], low, high), _clamp(inner[2], low, high)
+        merged = True
+    if low == -math.inf and high == math.inf:
+        return forward(editor, var, data)
+    name = editor.op_name(var)
+    if low == 0 and high == math.inf:
+        if name == "relax.nn.relu" and not merged:
+            return False
+        editor.redefine(var, relax.op.nn.relu(data))
+        return True
+    if not merged:
+        return False
+    editor.redefine(var, relax.op.clip(data, low, high))
+    return True
+
+
+def _clamp(value: float, low: float, high: float) -> float:
+    return min(max(value, low), high)
+
+
+def _read_clamp(editor: Editor, var: relax.Var) -> tuple[relax.Expr, float, float] | None:
+    """(x, low, high) of a value min(max(x, low), high)."""
+    name = editor.op_name(var)
+    if name not in CLAMPS or not is_float(var):
+        return None
+    call = editor.call_of(var)
+    data = call.args[0]
+    if not same_type(data, var):
+        return None
+    if name == "relax.nn.relu":
+        return data, 0.0, math.inf
+    if name == "relax.clip":
+        bounds = [getattr(arg, "value", None) for arg in call.args[1:]]
+        if not all(isinstance(bound, int | float) for bound in bounds):
+            return None
+        low, high = float(bounds[0]), float(bounds[1])
+        return (data, low, high) if low <= high else None
+    bound = scalar_value(call.args[1], data)
+    if bound is None or math.isnan(bound):
+        return None
+    return (data, bound, math.inf) if name == "relax.maximum" else (data, -math.inf, bound)

@@ -1,0 +1,108 @@
+"""Rules that remove what changes nothing: aliases, projections of tuples, no-op shapes, dropout, x
++ 0, x * 1.
+"""
+
+from __future__ import annotations
+
+from tvm import relax
+from tvm.ir import GenericConst
+
+from relayquant.prepare.rule import forward
+from relayquant.prepare.tensors import same_type
+from relayquant.rewrite.editor import Editor
+from relayquant.rewrite.graph import constant_value
+
+#: Operators that only move or repeat elements in order: the same type before and after means no
+#: change.
+ORDER_KEEPING = (
+    "relax.reshape",
+    "relax.broadcast_to",
+    "relax.squeeze",
+    "relax.expand_dims",
+    "relax.flatten",
+    "relax.nn.batch_flatten",
+    "relax.astype",
+)
+SAME_SHAPE = (*ORDER_KEEPING, "relax.strided_slice", "relax.nn.pad", "relax.permute_dims")
+NEUTRAL = {"relax.add": 0, "relax.subtract": 0, "relax.multiply": 1, "relax.divide": 1}
+
+
+def remove_alias(editor: Editor, var: relax.Var) -> bool:
+    """y = x -> x in place of y."""
+    by = editor.values[var]
+    kept = editor.is_output(var) and (by not in editor.values or editor.is_output(by))
+    return False if kept else forward(editor, var, by)
+
+
+def project_tuple(editor: Editor, var: relax.Var) -> bool:
+    """(a, b)[1] -> b; dropout(x)[0] -> x; concat((x,)) is `remove_single_concat`."""
+    item = editor.values[var]
+    source = item.tuple_value
+    if isinstance(source, relax.Var) and source in editor.values:
+        value = editor.values[source]
+        if isinstance(value, relax.Tuple):
+            return forward(editor, var, value.fields[item.index])
+        if editor.op_name(source) == "relax.nn.dropout" and item.index == 0:
+            return forward(editor, var, value.args[0])
+    elif isinstance(source, relax.Tuple):
+        return forward(editor, var, source.fields[item.index])
+    return False
+
+
+def remove_single_concat(editor: Editor, var: relax.Var) -> bool:
+    """concat((x,)) -> x."""
+    fields = editor.call_of(var).args[0]
+    if not isinstance(fields, relax.Tuple) or len(fields.fields) != 1:
+        return False
+    return forward(editor, var, fields.fields[0])
+
+
+def remove_no_op(editor: Editor, var: relax.Var) -> bool:
+    """reshape, broadcast_to, squeeze, pad, strided_slice, permute_dims, astype that change neither
+    shape nor order -> x.
+    """
+    call = editor.call_of(var)
+    data, name = call.args[0], editor.op_name(var)
+    if not same_type(data, var):
+        return False
+    if name == "relax.nn.pad" and any(width != 0 for width in call.attrs.pad_width):
+        return False
+    if name == "relax.permute_dims":
+        axes = call.attrs.axes
+        if axes is None or [int(axis) for axis in axes] != list(range(data.ty.ndim)):
+            return False
+    if name == "relax.strided_slice" and not _has_positive_strides(call):
+        return False
+    return forward(editor, var, data)
+
+
+def _has_positive_strides(call: relax.Expr) -> bool:
+    """A slice backwards may keep the shape and still reverse the order."""
+    if len(call.args) < 5:
+        return True
+    strides = call.args[4]
+    if isinstance(strides, GenericConst):
+        return bool((strides.value.numpy() > 0).all())
+    fields = getattr(strides, "fields", None) or getattr(strides, "values", None)
+    values = [getattr(field, "value", None) for field in fields or ()]
+    return bool(values) and all(isinstance(value, int) and value > 0 for value in values)
+
+
+def remove_neutral(editor: Editor, var: relax.Var) -> bool:
+    """x + 0, x - 0, x * 1, x / 1 -> x, where broadcasting does not change the shape."""
+    call = editor.call_of(var)
+    array = constant_value(call.args[1])
+    if array is None or not isinstance(call.args[0], relax.Var):
+        return False
+    if not same_type(call.args[0], var) or not (array == NEUTRAL[editor.op_name(var)]).all():
+        return False
+    return forward(editor, var, call.args[0])
+
+
+def put_constant_second(editor: Editor, var: relax.Var) -> bool:
+    """c + x -> x + c; so for multiply, maximum, minimum."""
+    left, right = editor.call_of(var).args
+    if constant_value(left) is None or constant_value(right) is not None:
+        return False
+    editor.redefine(var, relax.Call(editor.call_of(var).op, [right, left]))
+    return True

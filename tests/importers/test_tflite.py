@@ -1,0 +1,98 @@
+"""TensorFlow Lite files: names, layout, numbers of one layer, unreadable files."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import numpy as np
+import pytest
+import tvm
+from tvm import relax
+from tvm.ir import Call
+
+from relayquant.errors import MissingDependencyError, ModelError
+from relayquant.importers import import_tflite, load
+
+MODEL = "ic_resnet8_fp32.tflite"
+
+
+def test_resnet8__names_and_layout(shared_data):
+    pytest.importorskip("tflite")
+    mod, params = load(shared_data(MODEL))
+    assert params == {}
+    main = mod["main"]
+    assert [param.name for param in main.params] == ["input_1"]
+    assert [int(size) for size in main.params[0].ty.shape.values] == [1, 32, 32, 3]
+    assert main.body.body.name == "Identity"
+    bindings = main.body.blocks[0].bindings
+    convs = [
+        b.value
+        for b in bindings
+        if isinstance(b.value, Call) and b.value.op.name == "relax.nn.conv2d"
+    ]
+    assert len(convs) == 9
+    assert {conv.attrs.data_layout for conv in convs} == {"NHWC"}
+    sources = json.loads(main.attrs["relayquant.sources"])
+    names = [b.var.name for b in bindings]
+    assert len(set(names)) == len(names)
+    assert set(names) == set(sources)
+    assert sources["Identity"] == {"node": "Identity", "op": "SOFTMAX"}
+
+
+def test_resnet8__first_layer_as_numpy_computes_it(shared_data):
+    """Convolution 3x3, padding SAME, read from the file's own weights and done by hand."""
+    pytest.importorskip("tflite")
+    mod, _ = import_tflite(shared_data(MODEL))
+    main = mod["main"]
+    conv, add, relu = main.body.blocks[0].bindings[:3]
+    weight = conv.value.args[1].value.numpy()
+    layout = conv.value.attrs.kernel_layout
+    weight = weight.transpose([layout.index(letter) for letter in "HWIO"])
+    bias = add.value.args[1].value.numpy().ravel()
+    x = np.random.default_rng(0).integers(0, 256, (1, 32, 32, 3)).astype("float32")
+    padded = np.pad(x[0], ((1, 1), (1, 1), (0, 0)))
+    expected = np.zeros((32, 32, weight.shape[-1]))
+    for i in range(3):
+        for j in range(3):
+            expected += padded[i : i + 32, j : j + 32] @ weight[i, j].astype("float64")
+    expected = np.maximum(expected + bias, 0)
+    builder = relax.BlockBuilder()
+    with builder.function("main", list(main.params)):
+        with builder.dataflow():
+            for binding in (conv, add, relu):
+                builder.emit_normalized(binding)
+            out = builder.emit_output(relu.var)
+        builder.emit_func_output(out)
+    machine = relax.VirtualMachine(tvm.compile(builder.finalize(), "llvm"), tvm.cpu())
+    actual = machine["main"](tvm.runtime.tensor(x)).numpy()[0]
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-3)
+
+
+def test_other_file__refused(tmp_path):
+    pytest.importorskip("tflite")
+    path = tmp_path / "model.tflite"
+    path.write_bytes(b"x" * 100)
+    with pytest.raises(ModelError, match="no identifier TFL3"):
+        load(path)
+
+
+@pytest.mark.parametrize("keep", [0.001, 0.05, 0.5, 0.99])
+def test_truncated_file__refused(shared_data, tmp_path, keep):
+    pytest.importorskip("tflite")
+    data = shared_data(MODEL).read_bytes()
+    path = tmp_path / "model.tflite"
+    path.write_bytes(data[: int(len(data) * keep)])
+    with pytest.raises(ModelError, match=r"model\.tflite"):
+        load(path)
+
+
+def test_shapes__do_not_apply(shared_data):
+    with pytest.raises(ModelError, match="ONNX models only"):
+        load(shared_data(MODEL), shapes={"input_1": (2, 32, 32, 3)})
+
+
+def test_tflite_missing__extra_named(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "tflite", None)
+    with pytest.raises(MissingDependencyError, match=r"pip install 'relayquant\[tflite\]'"):
+        load(tmp_path / "model.tflite")

@@ -1,0 +1,172 @@
+"""relu, clip, maximum and minimum."""
+
+from __future__ import annotations
+
+import numpy as np
+from tvm.script import ir as I
+from tvm.script import relax as R
+
+
+def test_maximum_zero__relu(check_prepared):
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(x: R.Tensor((2, 3), "float32")):
+            with R.dataflow():
+                y = R.maximum(R.const(0.0, "float32"), x)
+                R.output(y)
+            return y
+
+    @I.ir_module
+    class Expected:
+        @R.function
+        def main(x: R.Tensor((2, 3), "float32")):
+            with R.dataflow():
+                y = R.nn.relu(x)
+                R.output(y)
+            return y
+
+    check_prepared(Before, Expected)
+
+
+def test_minimum_of_maximum__clip(check_prepared, check_same_numbers):
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(x: R.Tensor((2, 3), "float32")):
+            with R.dataflow():
+                low = R.maximum(x, R.const(-1.5, "float32"))
+                y = R.minimum(low, R.const(2.0, "float32"))
+                R.output(y)
+            return y
+
+    @I.ir_module
+    class Expected:
+        @R.function
+        def main(x: R.Tensor((2, 3), "float32")):
+            with R.dataflow():
+                y = R.clip(x, -1.5, 2.0)
+                R.output(y)
+            return y
+
+    check_prepared(Before, Expected)
+    check_same_numbers(Before, np.linspace(-4, 4, 6, dtype="float32").reshape(2, 3))
+
+
+def test_relu_chain__one_clip(check_prepared, check_same_numbers):
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(x: R.Tensor((2, 3), "float32")):
+            with R.dataflow():
+                a = R.clip(x, -3.0, 8.0)
+                b = R.nn.relu(a)
+                c = R.minimum(b, R.const(6.0, "float32"))
+                y = R.nn.relu(c)
+                R.output(y)
+            return y
+
+    @I.ir_module
+    class Expected:
+        @R.function
+        def main(x: R.Tensor((2, 3), "float32")):
+            with R.dataflow():
+                y = R.clip(x, 0.0, 6.0)
+                R.output(y)
+            return y
+
+    check_prepared(Before, Expected)
+    check_same_numbers(Before, np.linspace(-9, 9, 6, dtype="float32").reshape(2, 3))
+
+
+def test_disjoint_clamps__constant_range(check_prepared):
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(x: R.Tensor((2, 3), "float32")):
+            with R.dataflow():
+                a = R.clip(x, 4.0, 5.0)
+                y = R.clip(a, 0.0, 1.0)
+                R.output(y)
+            return y
+
+    @I.ir_module
+    class Expected:
+        @R.function
+        def main(x: R.Tensor((2, 3), "float32")):
+            with R.dataflow():
+                y = R.clip(x, 1.0, 1.0)
+                R.output(y)
+            return y
+
+    check_prepared(Before, Expected)
+
+
+def test_inner_clamp_used_twice__stays(check_prepared):
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(x: R.Tensor((2, 3), "float32")):
+            with R.dataflow():
+                a = R.nn.relu(x)
+                b = R.clip(a, 0.0, 6.0)
+                y = R.add(a, b)
+                R.output(y)
+            return y
+
+    check_prepared(Before, Before)
+
+
+def test_inner_clamp_returned__stays(check_prepared):
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(x: R.Tensor((2, 3), "float32")):
+            with R.dataflow():
+                a = R.nn.relu(x)
+                b = R.clip(a, 0.0, 6.0)
+                R.output(a, b)
+            return (a, b)
+
+    check_prepared(Before, Before)
+
+
+def test_lone_maximum__stays(check_prepared):
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(x: R.Tensor((2, 3), "float32")):
+            with R.dataflow():
+                y = R.maximum(x, R.const(1e-12, "float32"))
+                R.output(y)
+            return y
+
+    check_prepared(Before, Before)
+
+
+def test_integers__stay(check_prepared):
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(x: R.Tensor((2, 3), "int32")):
+            with R.dataflow():
+                a = R.maximum(x, R.const(0, "int32"))
+                y = R.minimum(a, R.const(6, "int32"))
+                R.output(y)
+            return y
+
+    check_prepared(Before, Before)
+
+
+def test_broadcasting_maximum__stays(check_prepared):
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(x: R.Tensor((3,), "float32"), z: R.Tensor((2, 3), "float32")):
+            with R.dataflow():
+                a = R.maximum(x, z)
+                y = R.minimum(a, R.const(6.0, "float32"))
+                R.output(y)
+            return y
+
+    check_prepared(Before, Before)

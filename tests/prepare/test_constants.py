@@ -1,0 +1,159 @@
+"""Constant subgraphs and shape computations."""
+
+from __future__ import annotations
+
+import numpy as np
+from tvm import relax
+from tvm.script import ir as I
+from tvm.script import relax as R
+
+RNG = np.random.default_rng(0)
+
+
+def test_weight_transpose__folded(check_prepared):
+    array = RNG.standard_normal((4, 3)).astype("float32")
+    weight, turned = relax.const(array), relax.const(np.ascontiguousarray(array.T))
+
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(x: R.Tensor(("n", 3), "float32")):
+            with R.dataflow():
+                w = R.permute_dims(weight)
+                y = R.matmul(x, w)
+                R.output(y)
+            return y
+
+    @I.ir_module
+    class Expected:
+        @R.function
+        def main(x: R.Tensor(("n", 3), "float32")):
+            with R.dataflow():
+                y = R.matmul(x, turned)
+                R.output(y)
+            return y
+
+    check_prepared(Before, Expected)
+
+
+def test_constant_chain__folded(check_prepared):
+    four = relax.const(np.array([4.0, 9.0], "float32"))
+    expected = relax.const(np.array([5.0, 7.0], "float32"))
+
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(x: R.Tensor((2,), "float32")):
+            with R.dataflow():
+                root = R.sqrt(four)
+                double = R.add(root, root)
+                shifted = R.add(double, R.const(1.0, "float32"))
+                y = R.multiply(x, shifted)
+                R.output(y)
+            return y
+
+    @I.ir_module
+    class Expected:
+        @R.function
+        def main(x: R.Tensor((2,), "float32")):
+            with R.dataflow():
+                y = R.multiply(x, expected)
+                R.output(y)
+            return y
+
+    check_prepared(Before, Expected)
+
+
+def test_dequantize_of_constant__stays(check_prepared):
+    weight = relax.const(RNG.integers(-5, 5, (3, 3)).astype("int8"))
+
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(x: R.Tensor((2, 3), "float32")):
+            with R.dataflow():
+                w = R.dequantize(weight, R.const(0.5, "float32"), R.const(0, "int8"), axis=-1)
+                y = R.matmul(x, w)
+                R.output(y)
+            return y
+
+    check_prepared(Before, Before)
+
+
+def test_shape_arithmetic__folded(check_prepared):
+    index = relax.const(np.array(1), "int64")
+
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(x: R.Tensor(("n", 3), "float32")):
+            with R.dataflow():
+                s = R.shape_of(x)
+                t = R.shape_to_tensor(s)
+                d = R.take(t, index, axis=0)
+                f = R.astype(d, "float32")
+                y = R.divide(x, f)
+                R.output(y)
+            return y
+
+    @I.ir_module
+    class Expected:
+        @R.function
+        def main(x: R.Tensor(("n", 3), "float32")):
+            with R.dataflow():
+                y = R.divide(x, R.const(3.0, "float32"))
+                R.output(y)
+            return y
+
+    check_prepared(Before, Expected)
+
+
+def test_symbolic_size__stays_computed(check_same_numbers):
+    index = relax.const(np.array(0), "int64")
+
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(x: R.Tensor(("n", 3), "float32")):
+            with R.dataflow():
+                s = R.shape_of(x)
+                t = R.shape_to_tensor(s)
+                d = R.take(t, index, axis=0)
+                f = R.astype(d, "float32")
+                y = R.divide(x, f)
+                R.output(y)
+            return y
+
+    check_same_numbers(Before, np.ones((5, 3), "float32"))
+
+
+def test_large_fill__stays(check_prepared):
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(x: R.Tensor((1,), "float32")):
+            with R.dataflow():
+                zeros = R.zeros(R.shape([2048, 1024]), "float32")
+                y = R.add(x, zeros)
+                R.output(y)
+            return y
+
+    check_prepared(Before, Before)
+
+
+def test_constant_output__keeps_its_name(check_same_numbers):
+    two = relax.const(np.array([2.0], "float32"))
+
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(x: R.Tensor((1,), "float32")):
+            with R.dataflow():
+                y = R.exp(two)
+                z = R.exp(x)
+                R.output(y, z)
+            return (y, z)
+
+    prepared = check_same_numbers(Before, np.ones(1, "float32"))
+    names = {binding.var.name for binding in prepared["main"].body.blocks[0].bindings}
+    assert names == {"y", "z"}

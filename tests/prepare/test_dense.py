@@ -1,0 +1,184 @@
+"""matmul with a constant weight, and reshapes around it."""
+
+from __future__ import annotations
+
+import numpy as np
+from tvm import relax
+from tvm.script import ir as I
+from tvm.script import relax as R
+from tvm.script import tirx as T
+
+RNG = np.random.default_rng(3)
+W = relax.const(RNG.standard_normal((3, 4)).astype("float32"))
+B = relax.const(RNG.standard_normal(4).astype("float32"))
+
+
+def draw(*shape: int) -> np.ndarray:
+    return RNG.standard_normal(shape).astype("float32")
+
+
+def test_torch_linear__without_reshapes(check_prepared, check_same_numbers):
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(x: R.Tensor(("n", 5, 3), "float32")):
+            n = T.int64()
+            with R.dataflow():
+                flat = R.reshape(x, R.shape([n * 5, 3]))
+                m = R.matmul(flat, W)
+                a = R.add(B, m)
+                y = R.reshape(a, R.shape([n, 5, 4]))
+                p = R.matmul(flat, W)
+                z = R.reshape(p, R.shape([n, 5, 4]))
+                R.output(y, z)
+            return (y, z)
+
+    @I.ir_module
+    class Expected:
+        @R.function
+        def main(x: R.Tensor(("n", 5, 3), "float32")):
+            with R.dataflow():
+                m = R.matmul(x, W)
+                y = R.add(m, B)
+                z = R.matmul(x, W)
+                R.output(y, z)
+            return (y, z)
+
+    check_prepared(Before, Expected)
+    check_same_numbers(Before, draw(2, 5, 3))
+
+
+def test_reshape_that_mixes_rows__stays(check_prepared):
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(x: R.Tensor((2, 3, 5), "float32"), v: R.Tensor((2, 5, 3), "float32")):
+            with R.dataflow():
+                mixed = R.reshape(x, R.shape([10, 3]))
+                m = R.matmul(mixed, W)
+                y = R.reshape(m, R.shape([2, 5, 4]))
+                flat = R.reshape(v, R.shape([10, 3]))
+                p = R.matmul(flat, W)
+                z = R.reshape(p, R.shape([5, 2, 4]))
+                R.output(y, z)
+            return (y, z)
+
+    check_prepared(Before, Before)
+
+
+def test_flat_result_used_as_well__stays(check_prepared):
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(x: R.Tensor((2, 5, 3), "float32")):
+            with R.dataflow():
+                flat = R.reshape(x, R.shape([10, 3]))
+                m = R.matmul(flat, W)
+                y = R.reshape(m, R.shape([2, 5, 4]))
+                R.output(m, y)
+            return (m, y)
+
+    check_prepared(Before, Before)
+
+
+def test_reshape_of_reshape__merged(check_prepared):
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(x: R.Tensor((2, 6), "float32")):
+            with R.dataflow():
+                a = R.reshape(x, R.shape([12]))
+                b = R.reshape(a, R.shape([3, 4]))
+                c = R.reshape(x, R.shape([4, 3]))
+                d = R.reshape(c, R.shape([6, 2]))
+                R.output(b, c, d)
+            return (b, c, d)
+
+    @I.ir_module
+    class Expected:
+        @R.function
+        def main(x: R.Tensor((2, 6), "float32")):
+            with R.dataflow():
+                b = R.reshape(x, R.shape([3, 4]))
+                c = R.reshape(x, R.shape([4, 3]))
+                d = R.reshape(c, R.shape([6, 2]))
+                R.output(b, c, d)
+            return (b, c, d)
+
+    check_prepared(Before, Expected)
+
+
+def test_weight_with_unit_batch__squeezed(check_prepared, check_same_numbers):
+    array = RNG.standard_normal((1, 3, 4)).astype("float32")
+    weight, squeezed = relax.const(array), relax.const(array[0])
+
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(x: R.Tensor((2, 5, 3), "float32"), z: R.Tensor((5, 3), "float32")):
+            with R.dataflow():
+                a = R.matmul(x, weight)
+                b = R.matmul(z, weight)
+                R.output(a, b)
+            return (a, b)
+
+    @I.ir_module
+    class Expected:
+        @R.function
+        def main(x: R.Tensor((2, 5, 3), "float32"), z: R.Tensor((5, 3), "float32")):
+            with R.dataflow():
+                a = R.matmul(x, squeezed)
+                b = R.matmul(z, weight)
+                R.output(a, b)
+            return (a, b)
+
+    check_prepared(Before, Expected)
+    check_same_numbers(Before, draw(2, 5, 3), draw(5, 3))
+
+
+def test_bias_behind_squeeze__moves_to_the_convolution(check_prepared, check_same_numbers):
+    kernel, bias = relax.const(draw(6, 3, 5, 1)), draw(1, 6, 1)
+    inside = relax.const(bias[..., None])
+    outside = relax.const(bias)
+
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(x: R.Tensor(("n", 3, 9, 1), "float32")):
+            with R.dataflow():
+                c = R.nn.conv2d(x, kernel)
+                s = R.squeeze(c, axis=[-1])
+                y = R.add(outside, s)
+                R.output(y)
+            return y
+
+    @I.ir_module
+    class Expected:
+        @R.function
+        def main(x: R.Tensor(("n", 3, 9, 1), "float32")):
+            with R.dataflow():
+                c = R.nn.conv2d(x, kernel)
+                b = R.add(c, inside)
+                y = R.squeeze(b, axis=[3])
+                R.output(y)
+            return y
+
+    check_prepared(Before, Expected)
+    check_same_numbers(Before, draw(2, 3, 9, 1))
+
+
+def test_bias_behind_squeeze__stays_when_the_convolution_is_read_twice(check_prepared):
+    kernel, bias = relax.const(draw(6, 3, 5, 1)), relax.const(draw(6, 1))
+
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(x: R.Tensor((2, 3, 9, 1), "float32")):
+            with R.dataflow():
+                c = R.nn.conv2d(x, kernel)
+                s = R.squeeze(c, axis=[3])
+                y = R.add(s, bias)
+                R.output(y, s)
+            return (y, s)
+
+    check_prepared(Before, Before)
