@@ -1,0 +1,5 @@
+"""Float module + backend + configuration -> plan."""
+
+from relayquant.annotate.annotator import annotate
+
+__all__ = ["annotate"]

@@ -1,0 +1,268 @@
+"""First step of annotate: which pattern takes which operators, by priority, with a reason for each
+refusal.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from tvm import relax
+
+from relayquant.config import (
+    BackendConfig,
+    MappingRule,
+    ObservationType,
+    OperatorSite,
+    PatternConfig,
+    QConfig,
+    QConfigMapping,
+    Selector,
+)
+from relayquant.ops import Kind, Operand, Output, QuantOp
+from relayquant.plan import Support
+from relayquant.qtypes import Role
+from relayquant.rewrite import Graph, Match, Skip
+from relayquant.rewrite.graph import call_name, tensor_dtype
+
+SOURCES_ATTR = "relayquant.sources"
+
+
+@dataclass(frozen=True, eq=False)
+class Claim:
+    """An operator of the graph: its match and QConfig if it can be quantized, else why not."""
+
+    root: relax.Var
+    vars: tuple[relax.Var, ...]
+    op: str
+    pattern: QuantOp | None
+    match: Match | None
+    qconfig: QConfig | None
+    skip: Skip | None
+    sources: tuple[str, ...]
+    support: Support = Support.SERVED
+    rule: MappingRule | None = None  #: the line of the mapping that decided
+    row: PatternConfig | None = None  #: the row of the backend that took it
+
+    @property
+    def can_quantize(self) -> bool:
+        return self.skip is None and self.qconfig is not None
+
+    @property
+    def kind(self) -> Kind | None:
+        """What makes the operator worth quantizing; a result that shares the input's grid moves
+        with it.
+        """
+        if self.pattern is None:
+            return None
+        return Kind.SHARING if self.output is Output.SHARED else self.pattern.kind
+
+    @property
+    def output(self) -> Output | None:
+        """Where the result's parameters come from: the backend's word, else the pattern's."""
+        if self.pattern is None:
+            return None
+        observation = self.row.observation if self.row is not None else None
+        if observation is ObservationType.OUTPUT_SHARE_OBSERVER_WITH_INPUT:
+            return Output.SHARED
+        if observation is ObservationType.OUTPUT_USE_DIFFERENT_OBSERVER_AS_INPUT:
+            return Output.OWN if self.pattern.output is Output.SHARED else self.pattern.output
+        return self.pattern.output
+
+    @property
+    def has_own_output(self) -> bool:
+        return self.output is Output.OWN
+
+    @property
+    def keeps_values(self) -> bool:
+        """Whether the operator only moves or clamps values that are on a grid, so that they stay on
+        it.
+        """
+        return self.pattern is not None and self.pattern.output is Output.SHARED
+
+    def operands(self) -> Iterator[tuple[str, relax.Expr, Operand]]:
+        """(name, expression, row) of every quantized operand; tuples are taken apart as name.0,
+        name.1.
+        """
+        if self.pattern is None or self.match is None:
+            return
+        for operand in self.pattern.operands:
+            expr = self.match.parts[operand.name]
+            if isinstance(expr, relax.Tuple):
+                for i, part in enumerate(expr.fields):
+                    yield f"{operand.name}.{i}", part, operand
+            else:
+                yield operand.name, expr, operand
+
+    def inputs(self) -> list[relax.Var]:
+        """Operands that are computed values."""
+        return [
+            expr
+            for _, expr, operand in self.operands()
+            if operand.role is Role.ACTIVATION and isinstance(expr, relax.Var)
+        ]
+
+
+def claim_operators(
+    graph: Graph, backend: BackendConfig, mapping: QConfigMapping
+) -> tuple[Claim, ...]:
+    """Every operator of the graph, in topological order, with the first pattern that accepts it.
+
+    Goes from the outputs to the inputs, so that the longest pattern ends at the last of its
+    operators.
+    """
+    sources = read_sources(graph)
+    sites = Sites(graph, sources, mapping)
+    claimed: set[relax.Var] = set()
+    claims = []
+    for binding in reversed(graph.bindings):
+        var = binding.var
+        if var in claimed or graph.call_of(var) is None:
+            continue
+        claim = _claim(graph, var, backend, mapping, sites, claimed)
+        claimed.update(claim.vars)
+        claims.append(claim)
+    return tuple(reversed(claims))
+
+
+class Sites:
+    """Operators as the lines of a mapping see them."""
+
+    def __init__(self, graph: Graph, sources: Mapping[str, str], mapping: QConfigMapping) -> None:
+        self.graph, self.sources = graph, sources
+        order = Selector.MODULE_NAME_OBJECT_TYPE_ORDER
+        self.peers: dict[str, tuple[tuple[str, ...], ...]] = {}
+        self.places: dict[relax.Var, int] = {}
+        if not any(rule.kind is order for rule in mapping.rules):
+            return
+        found: dict[str, list[tuple[str, ...]]] = {}
+        for binding in graph.bindings:
+            peers = found.setdefault(graph.op_name(binding.var), [])
+            self.places[binding.var] = len(peers)
+            peers.append(self.names((binding.var,)))
+        self.peers = {op: tuple(peers) for op, peers in found.items()}
+
+    def nodes(self, variables: Sequence[relax.Var]) -> tuple[str, ...]:
+        """Names of the source model's nodes that values came from."""
+        return tuple(self.sources[var.name] for var in variables if var.name in self.sources)
+
+    def names(self, variables: Sequence[relax.Var]) -> tuple[str, ...]:
+        """Names of values and of the nodes they came from."""
+        return (*(var.name for var in variables), *self.nodes(variables))
+
+    def site(self, variables: Sequence[relax.Var], op: str, pattern: str) -> OperatorSite:
+        """The operator that binds these values."""
+        main = next((v for v in variables if self.graph.op_name(v) == op), variables[-1])
+        place, peers = self.places.get(main, 0), self.peers.get(op, ())
+        return OperatorSite(self.names(variables), op, pattern, place, peers)
+
+
+def _claim(
+    graph: Graph,
+    var: relax.Var,
+    backend: BackendConfig,
+    mapping: QConfigMapping,
+    sites: Sites,
+    claimed: set[relax.Var],
+) -> Claim:
+    refusal: Claim | None = None
+    for row in backend.patterns:
+        pattern: QuantOp = row.pattern  # pyright: ignore[reportAssignmentType]
+        match = pattern.pattern.match(graph, var)
+        if match is None or any(inner in claimed for inner in match.inner):
+            continue
+        nodes = sites.nodes(match.vars)
+        rule = mapping.find_rule(sites.site(match.vars, pattern.op, pattern.name))
+        qconfig = rule.qconfig if rule is not None else None
+        if qconfig is not None:
+            qconfig = backend.adapt_qconfig(qconfig)
+        skip = pattern.check(match)
+        if skip is None:
+            skip, support = find_refusal(row, pattern, rule, qconfig, backend.name)
+            return Claim(
+                var,
+                match.vars,
+                pattern.op,
+                pattern,
+                match,
+                qconfig,
+                skip,
+                nodes,
+                support,
+                rule,
+                row,
+            )
+        if refusal is None and graph.op_name(var) == pattern.op:
+            nodes = sites.nodes((var,))
+            support = Support.NOT_ASKED if qconfig is None else Support.FORM_UNSUPPORTED
+            refusal = Claim(
+                var, (var,), pattern.op, pattern, None, None, skip, nodes, support, rule, row
+            )
+    if refusal is not None:
+        return refusal
+    op, nodes = call_name(graph.values[var]), sites.nodes((var,))
+    rule = mapping.find_rule(sites.site((var,), op, ""))
+    dtype = tensor_dtype(var)
+    if dtype and not dtype.startswith("float"):
+        skip, support = Skip(f"its result is {dtype}, not float"), Support.NOT_ASKED
+    else:
+        support = Support.NOT_ASKED
+        if rule is not None and rule.qconfig is not None:
+            support = Support.PATTERN_UNKNOWN
+        skip = Skip(
+            f"backend {backend.name!r} has no pattern for {op}",
+            "add one with backend.with_pattern(...), or leave it in float",
+        )
+    return Claim(var, (var,), op, None, None, None, skip, nodes, support, rule)
+
+
+def find_refusal(
+    row: PatternConfig,
+    pattern: QuantOp,
+    rule: MappingRule | None,
+    qconfig: QConfig | None,
+    backend: str,
+) -> tuple[Skip | None, Support]:
+    """Why an operator that matches a row of the backend stays in float (None: it does not), and
+    what that means.
+    """
+    if rule is None:
+        reason = "no line of the QConfigMapping selects it"
+        return Skip(reason, "add set_global or set_object_type"), Support.NOT_ASKED
+    if qconfig is None:
+        reason = f"kept in float by the configuration ({rule.description})"
+        return Skip(reason), Support.NOT_ASKED
+    if row.observation is ObservationType.INPUT_OUTPUT_NOT_OBSERVED:
+        reason = f"backend {backend!r} runs {pattern.name} in float on purpose"
+        return Skip(reason), Support.NOT_ASKED
+    skip = find_dtype_conflict(row, pattern, qconfig, backend)
+    return skip, Support.SERVED if skip is None else Support.DTYPE_UNSUPPORTED
+
+
+def find_dtype_conflict(
+    row: PatternConfig, pattern: QuantOp, qconfig: QConfig, backend: str
+) -> Skip | None:
+    """Why the backend cannot run the pattern with this QConfig; None when one of its DTypeConfigs
+    fits.
+    """
+    roles = {operand.role for operand in pattern.operands}
+    conflict = row.find_conflict(
+        qconfig, has_weight=Role.WEIGHT in roles, has_bias=Role.BIAS in roles
+    )
+    if conflict is None:
+        return None
+    allowed = "; ".join(dtypes.description for dtypes in row.dtypes) or "nothing"
+    return Skip(
+        f"backend {backend!r} cannot run {pattern.name} so: {conflict}",
+        f"choose a QConfig with {allowed}",
+    )
+
+
+def read_sources(graph: Graph) -> dict[str, str]:
+    """Value name -> name of the source model's node, as the importer recorded it."""
+    attrs = graph.func.attrs
+    if attrs is None or SOURCES_ATTR not in attrs:
+        return {}
+    table = json.loads(str(attrs[SOURCES_ATTR]))
+    return {value: row["node"] for value, row in table.items() if row.get("node")}

@@ -1,0 +1,114 @@
+"""What a QConfigMapping does to the plan: operators kept in float, lines that select nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from float_models import MAP, build_model
+from tvm.relax import op
+
+import relayquant as rq
+from relayquant.annotate import annotate
+from relayquant.backends import GENERIC, X86
+from relayquant.prepare import prepare_module
+
+CONFIG = X86.default_qconfig
+DEFAULT = rq.QConfigMapping().set_global(CONFIG)
+
+
+def two_convs():
+    def body(emit, x):
+        first = emit("net.first", op.nn.relu(emit.conv("net.first.conv", x)))
+        second = emit.conv("net.second", first)
+        return emit("head", op.matmul(emit("flat", op.reshape(second, (1, 144))),
+                                      emit.constant(144, 3)))  # fmt: skip
+
+    return prepare_module(build_model(body, MAP))
+
+
+def floats(mapping, backend=X86) -> dict[str, str]:
+    """Operators that stay in float, with their reasons."""
+    plan = annotate(two_convs(), backend, mapping)
+    return {row.name: row.reason for row in plan.operators if not row.quantized}
+
+
+def test_mapping__default_quantizes_all():
+    assert floats(DEFAULT) == {}
+
+
+@pytest.mark.parametrize(
+    ("mapping", "expected", "reason"),
+    [
+        (DEFAULT.set_module_name("net.second", None), {"net.second"}, "module_name 'net.second'"),
+        (DEFAULT.set_module_name("net.first.conv", None), {"net.first"}, "net.first.conv"),
+        (DEFAULT.set_module_name("net", None), {"net.first", "net.second"}, "module_name 'net'"),
+        (
+            DEFAULT.set_module_name_regex(r"net\..*", None),
+            {"net.first", "net.second"},
+            "module_name_regex",
+        ),
+        (DEFAULT.set_object_type("matmul", None), {"head"}, "object_type 'matmul'"),
+        (DEFAULT.set_object_type("relax.nn.conv2d", None), {"net.first", "net.second"}, "conv2d"),
+        (DEFAULT.set_object_type("conv2d_relu", None), {"net.first"}, "conv2d_relu"),
+    ],
+)
+def test_mapping__none_keeps_in_float_with_the_reason(mapping, expected, reason):
+    found = floats(mapping)
+    kept = {name for name, text in found.items() if text.startswith("kept in float by the conf")}
+    assert kept == expected
+    assert all(reason in found[name] for name in expected)
+
+
+def test_mapping__name_wins_over_regex_over_type_over_global():
+    mapping = (
+        rq.QConfigMapping()
+        .set_module_name("net.first", CONFIG)
+        .set_module_name_regex("net.*", None)
+        .set_object_type("conv2d", CONFIG)
+        .set_global(None)
+    )
+    plan = annotate(two_convs(), X86, mapping)
+    assert plan.operator("net.first").quantized
+    assert "module_name_regex 'net.*'" in plan.operator("net.second").reason
+    assert "(global" in plan.operator("head").reason
+
+
+def test_mapping__no_line_selects_the_operator():
+    found = floats(rq.QConfigMapping().set_object_type("conv2d", CONFIG))
+    assert "no line" in found["head"]
+
+
+@pytest.mark.parametrize(
+    ("mapping", "message"),
+    [
+        (DEFAULT.set_module_name("net.frist", None), "module_name 'net.frist' selects no operator"),
+        (DEFAULT.set_module_name_regex("block.*", None), r"'block.\*' selects no operator"),
+        (DEFAULT.set_object_type("conv3d", None), "Known: relax.matmul, relax.nn.conv2d"),
+    ],
+)
+def test_mapping__line_that_selects_nothing(mapping, message):
+    with pytest.raises(rq.ConfigError, match=message):
+        annotate(two_convs(), X86, mapping)
+
+
+def test_mapping__operator_inside_a_pattern_is_named():
+    """relu was fused into the convolution: the message says into which."""
+    with pytest.raises(rq.ConfigError, match=r"nn\.relu is part of 'net\.first' \(conv2d_relu\)"):
+        annotate(two_convs(), X86, DEFAULT.set_object_type("nn.relu", None))
+
+
+def test_mapping__what_the_backend_cannot_run_is_marked():
+    wide = replace(CONFIG, activation=rq.TensorConfig(rq.QSpec("int16"), rq.MinMax()))
+    plan = annotate(two_convs(), X86, rq.QConfigMapping().set_global(wide))
+    row = plan.operator("net.second")
+    assert row.is_unserved
+    assert "activation dtype int16 is asked for, the backend runs uint8" in row.reason
+    assert row.advice == "choose a QConfig with uint8 x int8 -> uint8"
+    assert not any(op.quantized for op in plan.operators)
+
+
+def test_mapping__any_of_several_dtypes_serves():
+    int8 = replace(CONFIG, activation=rq.TensorConfig(rq.QSpec("int8"), rq.MinMax()))
+    assert floats(rq.QConfigMapping().set_global(int8), GENERIC) == {}
+    assert "net.first" in floats(rq.QConfigMapping().set_global(int8), X86)
