@@ -1,0 +1,1 @@
+"""Choosing quantization parameters: observers, data sets, and the runner that drives them."""

@@ -1,0 +1,372 @@
+"""Calibrate, weights: integer weights and biases that reproduce an operator's float result on its
+quantized input.
+
+Rounding each weight to the nearest level minimizes the error of the weight. What matters is the
+error of the result, (w - q) H (w - q)^T with H = E[x x^T], for which one weight's rounding error
+can be made up for by the weights that are rounded after it: optimal brain quantization in closed
+form (Hassibi & Stork 1993; Frantar et al. 2022, GPTQ, https://arxiv.org/abs/2210.17323).
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relayquant.calibrate.fit_patches import LinearView
+from relayquant.errors import ConfigError
+from relayquant.qtypes import QParams, QSpec, conform_scale
+
+Float64Array = NDArray[np.float64]
+
+#: columns that are rounded before the rest of a matrix is updated
+BLOCK = 128
+
+
+class WeightRounding(enum.Enum):
+    """How weights become integers."""
+
+    NEAREST = "nearest"  #: each to its nearest level
+    OPTIMAL = "optimal"  #: so that the operator's result changes least on the calibration data
+
+
+class BiasCorrection(enum.Enum):
+    """What is taken back through the bias (Nagel et al. 2019, https://arxiv.org/abs/1906.04721)."""
+
+    NONE = "none"
+    WEIGHT = "weight"  #: the mean error that rounding this operator's weights makes
+
+
+@dataclass(frozen=True)
+class FitSettings:
+    """How weights and biases are fitted.
+
+    Attributes:
+        rounding, bias: See the enums.
+        scale_factors: The scale of each channel (of the tensor, if it has one) is the best of these
+            multiples of the scale that its observer picked, judged by the error of the result.
+        tensor_factors: Where one scale serves several channels, it is first multiplied by the best
+            of these, judged with weights rounded to nearest: a channel of huge weights whose input
+            is nearly always zero may be clipped.
+        sweeps: Passes over all weights after rounding, in each of which every level moves to where
+            the error is least given the others (coordinate descent).
+        damping: Added to the diagonal of H, as a share of its mean.
+        samples: Positions of an operator's input that H is made of, all batches together, per input
+            of the operator's matrix at least 4.
+        max_columns: Operators with more weights per output are rounded to nearest: H is columns x
+            columns.
+        seed: Of the choice of positions.
+    """
+
+    rounding: WeightRounding = WeightRounding.OPTIMAL
+    bias: BiasCorrection = BiasCorrection.WEIGHT
+    scale_factors: tuple[float, ...] = (1.0,)
+    tensor_factors: tuple[float, ...] = tuple(round(0.85**i, 4) for i in range(25))
+    sweeps: int = 0
+    damping: float = 0.01
+    samples: int = 8192
+    max_columns: int = 4608
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rounding, WeightRounding) or not isinstance(
+            self.bias, BiasCorrection
+        ):
+            raise ConfigError(
+                f"FitSettings.rounding is {self.rounding!r} and bias {self.bias!r}; allowed: "
+                "members of "
+                "WeightRounding and BiasCorrection."
+            )
+        for name in ("scale_factors", "tensor_factors"):
+            factors = getattr(self, name)
+            if not factors or min(factors) <= 0:
+                raise ConfigError(
+                    f"FitSettings.{name} is {factors}; allowed: factors > 0, at least one."
+                )
+        if not 0 < self.damping <= 1:
+            raise ConfigError(f"FitSettings.damping is {self.damping}; allowed: 0 < damping <= 1.")
+        if self.samples < 1 or self.max_columns < 1 or self.sweeps < 0:
+            raise ConfigError(
+                f"FitSettings.samples is {self.samples}, max_columns {self.max_columns} and sweeps "
+                f"{self.sweeps}; allowed: samples and max_columns >= 1, sweeps >= 0."
+            )
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether operators have to be observed at all."""
+        return self.rounding is not WeightRounding.NEAREST or self.bias is not BiasCorrection.NONE
+
+
+DEFAULT_FIT = FitSettings()
+
+
+@dataclass(frozen=True, eq=False)
+class InputStatistics:
+    """What is known of an operator's quantized input x.
+
+    Attributes:
+        gram: Sum of x x^T over the sampled rows, (groups, K, K) float64; None when it is not
+            needed.
+        total: Sum of x, each batch's mean times its number of samples, (groups, K) float64.
+        rows: Rows in `gram`.
+        count: Samples in `total`.
+    """
+
+    gram: Float64Array | None
+    total: Float64Array
+    rows: int = 0
+    count: int = 0
+
+    @staticmethod
+    def empty(groups: int, columns: int, *, with_gram: bool) -> InputStatistics:
+        gram = np.zeros((groups, columns, columns)) if with_gram else None
+        return InputStatistics(gram, np.zeros((groups, columns)))
+
+    def add(
+        self, view: LinearView, data: NDArray, rows: int, rng: np.random.Generator
+    ) -> InputStatistics:
+        """With one more batch, of which at most `rows` rows enter `gram`."""
+        data = np.asarray(data, "float32")
+        size = data.shape[0] if data.ndim > 1 else 1
+        result = replace(
+            self, total=self.total + view.mean_row(data) * size, count=self.count + size
+        )
+        if self.gram is None:
+            return result
+        x = view.sample_rows(data, rows, rng)
+        gram = self.gram
+        # In place: for wide operators this array is the largest one there is.
+        gram += np.matmul(x.transpose(0, 2, 1), x)
+        return replace(result, gram=gram, rows=self.rows + x.shape[1])
+
+    @property
+    def mean(self) -> Float64Array:
+        """E[x], (groups, K)."""
+        return self.total / max(self.count, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class FittedWeight:
+    """An operator's fitted weight: on the grid of `qparams`, float32, in the weight's layout; and
+    its bias.
+    """
+
+    weight: NDArray[np.float32]
+    qparams: QParams
+    bias: NDArray[np.float32] | None
+
+
+def fit_operator(
+    view: LinearView,
+    statistics: InputStatistics,
+    weight: NDArray,
+    bias: NDArray | None,
+    qparams: QParams,
+    spec: QSpec,
+    settings: FitSettings,
+) -> FittedWeight:
+    """Round `weight` and correct `bias` for the inputs in `statistics`.
+
+    Args:
+        view: The operator as matrix products.
+        statistics: Of the operator's data operand as it is at inference.
+        weight: float32, in its own layout.
+        bias: One value per output channel in any shape, or one for all; None when the operator has
+            none.
+        qparams: Parameters of the weight that its observer picked; the zero point is kept.
+        spec: dtype and limits of the weight.
+        settings: See `FitSettings`.
+    """
+    rows = view.weight_to_rows(weight.astype("float64"))
+    scale = view.channels_to_rows(qparams.scale.astype("float64"))
+    zero_point = view.channels_to_rows(qparams.zero_point.astype("float64"))
+    low, high = spec.limits[0] - zero_point, spec.limits[1] - zero_point
+    if settings.rounding is WeightRounding.OPTIMAL and statistics.gram is not None:
+        problem = LeastSquares.of(statistics.gram, settings.damping)
+        scale, fitted = search_scales(problem, rows, scale, low, high, spec, settings)
+    else:
+        fitted = np.clip(np.rint(rows / scale[..., None]), low[..., None], high[..., None])
+    new = scale.astype("float32").reshape(qparams.scale.shape)
+    qparams = QParams(new, qparams.zero_point, qparams.dtype, qparams.axis)
+    # float32 products: exactly what dequantize gives.
+    rounded = fitted.astype("float32") * view.channels_to_rows(new)[..., None]
+    if bias is not None and settings.bias is BiasCorrection.WEIGHT:
+        error = np.einsum("gok,gk->go", rows - rounded, statistics.mean).reshape(-1)
+        bias = correct_bias(bias, error)
+    return FittedWeight(view.rows_to_weight(rounded, weight.shape), qparams, bias)
+
+
+def correct_bias(bias: NDArray, error: NDArray) -> NDArray[np.float32]:
+    """`bias` plus one number per output channel; unchanged when it is one number for several
+    channels.
+    """
+    if bias.size != error.size:
+        return bias.astype("float32")
+    return (bias.astype("float64") + error.reshape(bias.shape)).astype("float32")
+
+
+@dataclass(frozen=True, eq=False)
+class LeastSquares:
+    """H prepared for rounding: columns by falling importance, and the triangular factor of its
+    inverse.
+
+    Attributes:
+        hessian: H + damping, permuted, (G, K, K).
+        factor: Upper triangular U with U^T U = H^-1, (G, K, K).
+        order: Column of the weight at each place, (G, K).
+    """
+
+    hessian: Float64Array
+    factor: Float64Array
+    order: NDArray[np.int64]
+
+    @staticmethod
+    def of(gram: Float64Array, damping: float) -> LeastSquares:
+        """From the sum of x x^T, (G, K, K)."""
+        diagonal = np.einsum("gkk->gk", gram)
+        order = np.argsort(-diagonal, axis=1, kind="stable")
+        hessian = np.take_along_axis(
+            np.take_along_axis(gram, order[:, :, None], axis=1), order[:, None, :], axis=2
+        )
+        mean = diagonal.mean(axis=1)
+        # An input that was always zero leaves its weights to nearest rounding.
+        extra = damping * np.where(mean > 0, mean, 1.0)
+        index = np.arange(gram.shape[1])
+        hessian[:, index, index] += extra[:, None]
+        # U^T U = H^-1 from the Cholesky factor of H with rows and columns reversed: one
+        # factorization and one triangular inverse instead of an inverse and a second factorization.
+        reverse = np.linalg.cholesky(hessian[:, ::-1, ::-1])
+        factor = np.linalg.inv(reverse)[:, ::-1, ::-1]
+        return LeastSquares(hessian, factor, order)
+
+    def permute(self, rows: Float64Array) -> Float64Array:
+        """Columns of (G, O, K) in the order of `order`."""
+        return np.take_along_axis(rows, self.order[:, None, :], axis=2)
+
+    def restore(self, rows: Float64Array) -> Float64Array:
+        """The inverse of `permute`."""
+        return np.take_along_axis(rows, np.argsort(self.order, axis=1)[:, None, :], axis=2)
+
+    def errors(self, difference: Float64Array) -> Float64Array:
+        """d H d^T of each row of (G, O, K), (G, O)."""
+        return np.einsum("gok,gok->go", difference @ self.hessian, difference)
+
+
+def round_rows(
+    problem: LeastSquares,
+    rows: Float64Array,
+    scale: Float64Array,
+    low: Float64Array,
+    high: Float64Array,
+) -> Float64Array:
+    """Levels of the permuted weights (G, O, K), one column after the other; what a column's
+    rounding changes in the result, the later columns make up for.
+
+    scale, low and high are (G, O) or broadcast to it; levels are integers in low..high, float64.
+    """
+    rest = rows.copy()
+    levels = np.empty_like(rows)
+    columns = rows.shape[2]
+    factor = problem.factor
+    for start in range(0, columns, BLOCK):
+        stop = min(start + BLOCK, columns)
+        errors = np.empty((*rows.shape[:2], stop - start))
+        for k in range(start, stop):
+            value = rest[:, :, k]
+            levels[:, :, k] = np.clip(np.rint(value / scale), low, high)
+            error = (value - levels[:, :, k] * scale) / factor[:, k, k][:, None]
+            rest[:, :, k + 1 : stop] -= error[:, :, None] * factor[:, None, k, k + 1 : stop]
+            errors[:, :, k - start] = error
+        rest[:, :, stop:] -= errors @ factor[:, start:stop, stop:]
+    return levels
+
+
+def improve_levels(
+    problem: LeastSquares,
+    rows: Float64Array,
+    levels: Float64Array,
+    scale: Float64Array,
+    low: Float64Array,
+    high: Float64Array,
+    sweeps: int,
+) -> Float64Array:
+    """Levels from which no single one can move to a smaller error, or as far as `sweeps` passes
+    get.
+
+    Arguments as for `round_rows`; never increases the error.
+    """
+    levels = levels.copy()
+    hessian = problem.hessian
+    gradient = (rows - levels * scale[..., None]) @ hessian
+    for _ in range(sweeps):
+        changed = False
+        for k in range(rows.shape[2]):
+            best = levels[:, :, k] + gradient[:, :, k] / (hessian[:, k, k][:, None] * scale)
+            step = np.clip(np.rint(best), low, high) - levels[:, :, k]
+            if not step.any():
+                continue
+            changed = True
+            levels[:, :, k] += step
+            gradient -= (step * scale)[:, :, None] * hessian[:, None, k, :]
+        if not changed:
+            break
+    return levels
+
+
+def search_tensor_scale(
+    problem: LeastSquares,
+    rows: Float64Array,
+    scale: Float64Array,
+    low: Float64Array,
+    high: Float64Array,
+    factors: tuple[float, ...],
+) -> Float64Array:
+    """The multiple of one scale for all rows (permuted) with the least error of rounding to
+    nearest.
+    """
+
+    def error(factor: float) -> float:
+        trial = (scale * factor)[..., None]
+        levels = np.clip(np.rint(rows / trial), low[..., None], high[..., None])
+        return float(problem.errors(rows - levels * trial).sum())
+
+    return scale * min(factors, key=error)
+
+
+def search_scales(
+    problem: LeastSquares,
+    rows: Float64Array,
+    scale: Float64Array,
+    low: Float64Array,
+    high: Float64Array,
+    spec: QSpec,
+    settings: FitSettings,
+) -> tuple[Float64Array, Float64Array]:
+    """(scale, levels) with the least error among multiples of `scale`: per row, or in total if
+    there is one scale.
+    """
+    permuted = problem.permute(rows)
+    per_tensor = scale.size == 1 and rows.shape[0] * rows.shape[1] > 1
+    best_error: Float64Array | None = None
+    best_scale, best_levels = scale, permuted
+    if per_tensor:
+        scale = search_tensor_scale(problem, permuted, scale, low, high, settings.tensor_factors)
+    for factor in settings.scale_factors:
+        # The scale is float32 in the model; rounding must be done with what will be used.
+        trial = np.asarray(conform_scale(scale * factor, spec))
+        trial = trial.astype("float32").astype("float64")
+        levels = round_rows(problem, permuted, trial, low, high)
+        levels = improve_levels(problem, permuted, levels, trial, low, high, settings.sweeps)
+        error = problem.errors(permuted - levels * trial[..., None])
+        if per_tensor:
+            error = error.sum(keepdims=True)
+        if best_error is None:
+            best_error, best_scale, best_levels = error, trial, levels
+            continue
+        better = error < best_error
+        best_error = np.where(better, error, best_error)
+        best_scale = np.where(better, trial, best_scale)
+        best_levels = np.where(better[..., None], levels, best_levels)
+    return best_scale, problem.restore(best_levels)

@@ -1,0 +1,173 @@
+"""Calibrate, weights: a convolution or dense operator as matrix products, one per group of
+channels.
+
+y[g, n, o] = sum over k of x[g, n, k] * w[g, o, k]: k runs over the kernel window and the input
+channels of a group, n over batch and output positions, o over the output channels of the group. A
+depthwise convolution has as many groups as channels, a dense operator one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from tvm.ir import Call
+
+from relayquant.rewrite import Match
+
+FloatArray = NDArray[np.float32]
+
+#: operators whose weights can be fitted
+CONVOLUTIONS = ("relax.nn.conv2d", "relax.nn.conv1d")
+MATMUL = "relax.matmul"
+
+
+@dataclass(frozen=True)
+class LinearView:
+    """How data and weight of one operator become matrices.
+
+    Attributes:
+        data_axes: Axes of the data in the order batch..., spatial..., channel; None for dense,
+            whose data is (..., K) already.
+        weight_axes: Axes of the weight in the order output, spatial..., input.
+        kernel, strides, padding, dilation: Per spatial axis; padding as (before, after). Empty for
+            dense.
+        groups: Groups of channels.
+    """
+
+    data_axes: tuple[int, ...] | None
+    weight_axes: tuple[int, ...]
+    kernel: tuple[int, ...] = ()
+    strides: tuple[int, ...] = ()
+    padding: tuple[tuple[int, int], ...] = ()
+    dilation: tuple[int, ...] = ()
+    groups: int = 1
+
+    def weight_to_rows(self, weight: NDArray) -> NDArray:
+        """A weight in its own layout as (groups, outputs per group, K)."""
+        moved = np.transpose(weight, self.weight_axes)
+        return np.ascontiguousarray(moved.reshape(self.groups, moved.shape[0] // self.groups, -1))
+
+    def rows_to_weight(self, rows: NDArray, shape: tuple[int, ...]) -> NDArray:
+        """The inverse of `weight_to_rows` for a weight of `shape`."""
+        moved = rows.reshape([shape[axis] for axis in self.weight_axes])
+        return np.ascontiguousarray(np.transpose(moved, np.argsort(self.weight_axes)))
+
+    def channels_to_rows(self, values: NDArray) -> NDArray:
+        """One number per output channel, (C,) or (), as (groups, outputs per group)."""
+        return values.reshape(self.groups, -1) if values.ndim else values.reshape(1, 1)
+
+    @property
+    def channel_axis(self) -> int:
+        """Axis of the channels in the data."""
+        return -1 if self.data_axes is None else self.data_axes[-1]
+
+    def channel_importance(self, weight: NDArray) -> NDArray[np.float64]:
+        """Summed squares of the weights that read each channel of the data, (C,)."""
+        squares = np.square(self.weight_to_rows(weight), dtype="float64").sum(axis=1)
+        taps = math.prod(self.kernel)
+        return squares.reshape(self.groups, taps, -1).sum(axis=1).reshape(-1)
+
+    def sample_rows(self, data: FloatArray, count: int, rng: np.random.Generator) -> FloatArray:
+        """At most `count` rows of x, drawn without replacement: (groups, n, K) float32."""
+        if self.data_axes is None:
+            rows = data.reshape(-1, data.shape[-1])
+            return rows[self._draw(rows.shape[0], count, rng)][None]
+        moved, outputs = self._pad(data)
+        batch = moved.shape[0]
+        index = self._draw(batch * math.prod(outputs), count, rng)
+        position = np.unravel_index(index, (batch, *outputs))
+        windows = np.empty((len(index), math.prod(self.kernel), moved.shape[-1]), "float32")
+        for tap, offset in enumerate(np.ndindex(*self.kernel)):
+            at = tuple(
+                place * stride + step * spread
+                for place, stride, step, spread in zip(
+                    position[1:], self.strides, offset, self.dilation, strict=True
+                )
+            )
+            windows[:, tap] = moved[(position[0], *at)]
+        return self._split_groups(windows)
+
+    def mean_row(self, data: FloatArray) -> NDArray[np.float64]:
+        """The mean of all rows of x: (groups, K) float64."""
+        if self.data_axes is None:
+            return data.reshape(-1, data.shape[-1]).mean(axis=0, dtype="float64")[None]
+        moved, outputs = self._pad(data)
+        axes = tuple(range(moved.ndim - 1))
+        means = np.empty((1, math.prod(self.kernel), moved.shape[-1]), "float64")
+        for tap, offset in enumerate(np.ndindex(*self.kernel)):
+            window = tuple(
+                slice(step * spread, step * spread + (size - 1) * stride + 1, stride)
+                for step, spread, size, stride in zip(
+                    offset, self.dilation, outputs, self.strides, strict=True
+                )
+            )
+            means[0, tap] = moved[(slice(None), *window)].mean(axis=axes, dtype="float64")
+        return self._split_groups(means)[:, 0]
+
+    def _draw(self, total: int, count: int, rng: np.random.Generator) -> NDArray[np.int64]:
+        """Sorted indices of the rows to take."""
+        if total <= count:
+            return np.arange(total)
+        return np.sort(rng.choice(total, count, replace=False, shuffle=False))
+
+    def _pad(self, data: FloatArray) -> tuple[FloatArray, tuple[int, ...]]:
+        """Data as (N, spatial..., C) with the padding's zeros, and the output's spatial sizes."""
+        moved = np.transpose(data, self.data_axes)
+        if any(before or after for before, after in self.padding):
+            moved = np.pad(moved, ((0, 0), *self.padding, (0, 0)))
+        outputs = tuple(
+            (size - (taps - 1) * spread - 1) // stride + 1
+            for size, taps, spread, stride in zip(
+                moved.shape[1:-1], self.kernel, self.dilation, self.strides, strict=True
+            )
+        )
+        return moved, outputs
+
+    def _split_groups(self, windows: NDArray) -> NDArray:
+        """(n, taps, C) -> (groups, n, taps * C / groups)."""
+        n, taps, channels = windows.shape
+        if self.groups == 1:
+            return windows.reshape(1, n, taps * channels)
+        split = windows.reshape(n, taps, self.groups, channels // self.groups)
+        return np.ascontiguousarray(split.transpose(2, 0, 1, 3)).reshape(self.groups, n, -1)
+
+
+def make_linear_view(match: Match) -> LinearView | None:
+    """The view of a matched operator; None for operators that are no plain convolution or dense."""
+    for call in _find_calls(match):
+        if call.op.name == MATMUL:
+            return LinearView(None, (1, 0)) if match.parts["weight"].ty.ndim == 2 else None
+        attrs = call.attrs
+        data, kernel = str(attrs.data_layout), str(attrs.kernel_layout)
+        spatial = data.replace("N", "").replace("C", "")
+        if sorted(kernel) != sorted("OI" + spatial) or len(data) != len(spatial) + 2:
+            return None
+        shape = [int(size) for size in match.parts["weight"].ty.shape.values]
+        groups = int(attrs.groups)
+        if shape[kernel.index("O")] % groups:
+            return None
+        padding = [int(size) for size in attrs.padding]
+        before, after = padding[: len(spatial)], padding[len(spatial) :]
+        return LinearView(
+            tuple(data.index(letter) for letter in "N" + spatial + "C"),
+            tuple(kernel.index(letter) for letter in "O" + spatial + "I"),
+            tuple(shape[kernel.index(letter)] for letter in spatial),
+            tuple(int(step) for step in attrs.strides),
+            tuple(zip(before, after, strict=True)),
+            tuple(int(step) for step in attrs.dilation),
+            groups,
+        )
+    return None
+
+
+def _find_calls(match: Match) -> Iterator[Call]:
+    if "data" not in match.parts or "weight" not in match.parts:
+        return
+    for name in (*CONVOLUTIONS, MATMUL):
+        call = match.find_call(name)
+        if call is not None:
+            yield call

@@ -1,0 +1,230 @@
+"""Between calibration batches and observers: a histogram that streams, grows, merges exactly.
+
+Bins lie on one global grid: width 2**exponent, edges at integer multiples of the width, hence zero
+is always an edge. When a value falls outside, the width doubles and neighbours are summed, which is
+the same as having binned everything with the wider bins from the start: floor(floor(x / w) / 2) ==
+floor(x / 2w). The exponent is a function of the largest magnitude seen, so the result depends on
+neither the order of the data nor how it was split over processes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relayquant.errors import ConfigError, DataError
+
+#: Bins do not get narrower than this; float32 needs exponents down to -149 - log2(bins).
+SMALLEST_EXPONENT = -200
+#: Elements binned at a time: bounds the temporary arrays, and keeps them in cache.
+CHUNK = 1 << 16
+
+
+@dataclass(frozen=True, eq=False)
+class Histogram:
+    """Counts of real values in `bins` bins on each side of zero.
+
+    Attributes:
+        bins: bins per side, a power of two. Between half and all of them are in use on the side of
+            the largest magnitude.
+        exponent: log2 of the bin width.
+        counts: int64, shape (2 * bins,). Entry i counts the values x with
+            (i - bins) * width <= x < (i - bins + 1) * width, zeros excepted.
+        zeros: how many values were exactly zero. Zero is representable with any parameters, and
+            often a spike (after a ReLU, padding), so it is kept apart.
+        low, high: exact smallest and largest value; +inf and -inf as long as there is none.
+    """
+
+    bins: int
+    exponent: int
+    counts: NDArray[np.int64]
+    zeros: int
+    low: float
+    high: float
+
+    @staticmethod
+    def empty(bins: int = 4096) -> Histogram:
+        """A histogram of nothing.
+
+        Raises:
+            ConfigError: bins is not a power of two from 64 to 2**20.
+        """
+        if not isinstance(bins, int) or not 64 <= bins <= 2**20 or bins & (bins - 1):
+            raise ConfigError(
+                f"bins is {bins!r}; allowed: a power of two from 64 to {2**20}, for instance 2048."
+            )
+        return Histogram(
+            bins, SMALLEST_EXPONENT, np.zeros(2 * bins, "int64"), 0, math.inf, -math.inf
+        )
+
+    @property
+    def width(self) -> float:
+        """Bin width in real units."""
+        return math.ldexp(1.0, self.exponent)
+
+    @property
+    def total(self) -> int:
+        """How many values were counted, zeros included."""
+        return int(self.counts.sum()) + self.zeros
+
+    def add(self, values: NDArray[Any]) -> Histogram:
+        """This histogram and the elements of `values` (any shape, finite floats)."""
+        if values.size == 0:
+            return self
+        low, high = float(values.min()), float(values.max())
+        if not (math.isfinite(low) and math.isfinite(high)):
+            raise DataError("A histogram takes finite values only; these hold NaN or infinity.")
+        # Adding 0.0 makes 0.0 of -0.0: which of them min picks depends on the order.
+        low, high = min(self.low, low) + 0.0, max(self.high, high) + 0.0
+        grown = self._widen(find_exponent(max(-low, high), self.bins))
+        counts, nonzero = grown.counts.copy(), 0
+        # Exact: a power of two, in float64, which holds what underflows in float32.
+        per_width = math.ldexp(1.0, -grown.exponent)
+        for chunk in iterate_chunks(values):
+            scaled = np.multiply(chunk, per_width, dtype="float64")
+            np.floor(scaled, out=scaled)
+            scaled += self.bins
+            counts += np.bincount(scaled.astype("int64"), minlength=2 * self.bins)
+            nonzero += int(np.count_nonzero(chunk))
+        zeros = int(values.size) - nonzero
+        counts[self.bins] -= zeros
+        return replace(grown, counts=counts, zeros=self.zeros + zeros, low=low, high=high)
+
+    def merge(self, other: Histogram) -> Histogram:
+        """The histogram of the data of both: exactly associative and commutative.
+
+        Raises:
+            ConfigError: the histograms have different numbers of bins.
+        """
+        if self.bins != other.bins:
+            raise ConfigError(
+                f"Histograms of {self.bins} and {other.bins} bins cannot be merged; "
+                "use the same number of bins in every process."
+            )
+        exponent = max(self.exponent, other.exponent)
+        a, b = self._widen(exponent), other._widen(exponent)
+        return replace(
+            a,
+            counts=a.counts + b.counts,
+            zeros=a.zeros + b.zeros,
+            low=min(a.low, b.low),
+            high=max(a.high, b.high),
+        )
+
+    def coarsen(self, steps: int) -> Histogram:
+        """The same data in bins 2**steps as wide (the outer ones become empty)."""
+        return self._widen(self.exponent + steps)
+
+    def _widen(self, exponent: int) -> Histogram:
+        steps = exponent - self.exponent
+        if steps <= 0:
+            return self
+        shift = min(steps, self.bins.bit_length())  # floor(i / 2**shift) is 0 or -1 from there on
+        counts = np.zeros_like(self.counts)
+        target = (np.arange(-self.bins, self.bins) >> shift) + self.bins
+        np.add.at(counts, target, self.counts)
+        return replace(self, exponent=exponent, counts=counts)
+
+    def occupied(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+        """Edges, shape (n + 1,), and counts, shape (n,), from the first to the last bin in use.
+
+        The range always touches zero; n is at least 1.
+        """
+        used = np.flatnonzero(self.counts)
+        first = min(int(used[0]), self.bins) if used.size else self.bins
+        last = max(int(used[-1]), self.bins - 1) if used.size else self.bins
+        edges = np.ldexp(np.arange(first, last + 2, dtype="float64") - self.bins, self.exponent)
+        return edges, self.counts[first : last + 1]
+
+    def find_quantile(self, fraction: float) -> float:
+        """The value below which `fraction` (0..1) of the data lies, linear within a bin.
+
+        Within one bin width of the exact quantile, and never outside [low, high].
+
+        Raises:
+            DataError: the histogram is empty.
+        """
+        edges, counts = self.occupied()
+        mass = np.concatenate([[0.0], np.cumsum(counts, dtype="float64")])
+        zero = int(np.searchsorted(edges, 0.0))
+        # The edge at zero stands twice: before and after the step of the exact zeros.
+        points = np.concatenate([edges[: zero + 1], edges[zero:]])
+        steps = np.concatenate([mass[: zero + 1], mass[zero:] + self.zeros])
+        return self._interpolate(fraction, steps, points, self.low, self.high)
+
+    def find_magnitude_quantile(self, fraction: float) -> float:
+        """As `find_quantile`, of |x|."""
+        counts = self.counts[self.bins :] + self.counts[: self.bins][::-1]
+        edges = np.ldexp(np.arange(self.bins + 1, dtype="float64"), self.exponent)
+        points = np.concatenate([[0.0], edges])
+        steps = np.cumsum(np.concatenate([[0, self.zeros], counts]), dtype="float64")
+        return self._interpolate(fraction, steps, points, 0.0, max(self.high, -self.low))
+
+    def _interpolate(
+        self,
+        fraction: float,
+        steps: NDArray[np.float64],
+        points: NDArray[np.float64],
+        low: float,
+        high: float,
+    ) -> float:
+        if self.total == 0:
+            raise DataError("The histogram is empty: it has no quantiles.")
+        if fraction >= 1.0:
+            return high
+        return min(max(float(np.interp(fraction * self.total, steps, points)), low), high)
+
+    def to_arrays(self) -> dict[str, NDArray[Any]]:
+        """Arrays for an .npz file; `from_arrays` reads them back exactly."""
+        return {
+            "exponent": np.asarray(self.exponent, "int64"),
+            "counts": self.counts,
+            "zeros": np.asarray(self.zeros, "int64"),
+            "range": np.asarray([self.low, self.high], "float64"),
+        }
+
+    @staticmethod
+    def from_arrays(arrays: Mapping[str, Any]) -> Histogram:
+        """The histogram that `to_arrays` wrote.
+
+        Raises:
+            DataError: an array is missing, or has the wrong shape or values.
+        """
+        missing = {"exponent", "counts", "zeros", "range"} - set(arrays)
+        if missing:
+            raise DataError(f"A saved histogram lacks {', '.join(sorted(missing))}.")
+        counts = np.asarray(arrays["counts"], "int64")
+        bounds = np.asarray(arrays["range"], "float64")
+        if counts.ndim != 1 or bounds.shape != (2,) or counts.size % 2 or (counts < 0).any():
+            raise DataError(
+                f"A saved histogram has counts of shape {counts.shape} and a range of shape "
+                f"{bounds.shape}; expected (2 * bins,), none negative, and (2,)."
+            )
+        return replace(
+            Histogram.empty(counts.size // 2),
+            exponent=int(arrays["exponent"]),
+            counts=counts,
+            zeros=int(arrays["zeros"]),
+            low=float(bounds[0]),
+            high=float(bounds[1]),
+        )
+
+
+def find_exponent(magnitude: float, bins: int) -> int:
+    """log2 of the narrowest bin width at which +-magnitude falls into `bins` bins a side."""
+    if magnitude == 0:
+        return SMALLEST_EXPONENT
+    # magnitude = m * 2**e with m in [0.5, 1), thus magnitude < 2**e == bins * 2**(e - log2(bins)).
+    return max(math.frexp(magnitude)[1] - (bins.bit_length() - 1), SMALLEST_EXPONENT)
+
+
+def iterate_chunks(values: NDArray[Any]) -> Iterator[NDArray[Any]]:
+    """Flat pieces of at most CHUNK elements, in any order, without copying a contiguous array."""
+    flat = values.reshape(-1)
+    for start in range(0, flat.size, CHUNK):
+        yield flat[start : start + CHUNK]

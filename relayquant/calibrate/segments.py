@@ -1,0 +1,269 @@
+"""Splits the calibration graph into one function per choice, so that each operator runs once a
+batch.
+
+main(inputs, variables) -> segment_0(...), segment_1(...), ...: a segment computes what a choice is
+made from (values of a group, or the data of an operator whose weight is fitted) from values that
+earlier segments computed. What depends on weights alone goes into `constants`, which runs once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import tvm
+from tvm import relax
+from tvm.ir import Call
+
+from relayquant.plan import Plan
+from relayquant.prepared import CalibrationGraph, FitPoint
+from relayquant.rewrite import Graph
+from relayquant.rewrite.graph import free_vars
+
+CONSTANTS = "constants"
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One function of the split module: arguments and results by value name.
+
+    Attributes:
+        function: Name of the function; "" when there is nothing to compute.
+        groups: Groups whose parameters are picked once it has run.
+        fits: Operators whose weights are fitted once it has run.
+        symbols: Symbolic dimensions that no input has by itself (an input may have n * 2, but none
+            n): the values of its last parameter, a shape.
+        inputs: Values it reads, in the order of its parameters.
+        outputs: Values it returns: those observed and those that later segments read.
+        observed: Values that the groups' observers see.
+        expired: Values that nothing reads after this segment.
+    """
+
+    function: str
+    groups: tuple[str, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    observed: tuple[str, ...]
+    expired: tuple[str, ...] = ()
+    fits: tuple[FitPoint, ...] = ()
+    symbols: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Stop:
+    """Where the graph is split: what is chosen, and the values that it is chosen from."""
+
+    groups: tuple[str, ...]
+    fits: tuple[FitPoint, ...]
+    targets: tuple[relax.Var, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class SegmentedGraph:
+    """The split module; `constants` is None when no weight is quantized."""
+
+    mod: tvm.IRModule
+    constants: Segment | None
+    segments: tuple[Segment, ...]
+
+
+def split_graph(
+    graph: CalibrationGraph, plan: Plan, *, single: bool = False, fits: Sequence[FitPoint] = ()
+) -> SegmentedGraph:
+    """Split main of the calibration graph at the plan's data-dependent groups, in topological
+    order.
+
+    Args:
+        single: Make one segment that observes all groups at once (parallel calibration).
+        fits: Operators to stop at as well, before they run.
+    """
+    view = Graph(graph.mod)
+    data = find_data_dependent(view, graph.inputs)
+    stops = order_stops(view, plan, fits)
+    if single and stops:
+        stops = [
+            Stop(
+                tuple(key for stop in stops for key in stop.groups),
+                tuple(fit for stop in stops for fit in stop.fits),
+                tuple(dict.fromkeys(var for stop in stops for var in stop.targets)),
+            )
+        ]
+    targets = [stop.targets for stop in stops]
+
+    wanted: list[tuple[list[relax.Var], list[relax.Var]]] = []  # (bindings, values read)
+    done: set[relax.Var] = set()
+    for target in targets:
+        needed = [var for var in collect_ancestors(view, target, done) if var in data]
+        done.update(needed)
+        inside = set(needed)
+        reads = [arg for var in needed for arg in free_vars(view.values[var]) if arg not in inside]
+        wanted.append((needed, list(dict.fromkeys(reads))))
+
+    last_seen = find_last_seen(wanted, targets)
+    constants = make_constants(view, wanted, data)
+    functions: dict[str, relax.Function] = {}
+    if constants is not None:
+        functions[CONSTANTS] = constants[1]
+    expired: dict[int, list[str]] = {}
+    for var, i in last_seen.items():
+        if var in data:
+            expired.setdefault(i, []).append(var.name)
+    segments = []
+    for i, (needed, reads) in enumerate(wanted):
+        observed = set(targets[i])
+        keep = [var for var in needed if last_seen[var] > i or var in observed]
+        inputs, symbols = reads if needed else [], ()
+        if needed:
+            functions[f"segment_{i}"], symbols = build_function(view, needed, inputs, keep)
+        segments.append(
+            Segment(
+                f"segment_{i}" if needed else "",
+                stops[i].groups,
+                tuple(var.name for var in inputs),
+                tuple(var.name for var in keep),
+                tuple(var.name for var in targets[i]),
+                tuple(expired.get(i, ())),
+                stops[i].fits,
+                symbols,
+            )
+        )
+    mod = tvm.IRModule(
+        {
+            tvm.ir.GlobalVar(name): func.with_attr("global_symbol", name)
+            for name, func in functions.items()
+        }
+    )
+    return SegmentedGraph(mod, constants[0] if constants else None, tuple(segments))
+
+
+def order_stops(view: Graph, plan: Plan, fits: Sequence[FitPoint]) -> list[Stop]:
+    """One stop per group, in the plan's order, and each fit in front of what reads the operator's
+    weight.
+    """
+    by_name = view.vars
+    stops: list[tuple[float, Stop]] = []
+    for group in plan.activations:
+        targets = tuple(by_name[name] for name in group.points)
+        place = max((view.order[var] for var in targets), default=-1)
+        stops.append((place, Stop((group.key,), (), targets)))
+    for fit in fits:
+        weight = by_name[fit.weight]
+        place = min(view.order[user] for user in view.users[weight]) - 0.5
+        stops.append((place, Stop((), (fit,), (by_name[fit.data],))))
+    return [stop for _, stop in sorted(stops, key=lambda item: item[0])]
+
+
+def find_last_seen(
+    wanted: Sequence[tuple[list[relax.Var], list[relax.Var]]],
+    targets: Sequence[Sequence[relax.Var]],
+) -> dict[relax.Var, int]:
+    """Value -> index of the last segment that computes, reads or observes it."""
+    last: dict[relax.Var, int] = {}
+    for i, (needed, reads) in enumerate(wanted):
+        for var in (*needed, *reads, *targets[i]):
+            last[var] = i
+    return last
+
+
+def find_data_dependent(view: Graph, inputs: Iterable[str]) -> set[relax.Var]:
+    """Values that change from batch to batch."""
+    names = set(inputs)
+    data = {param for param in view.func.params if param.name in names}
+    for binding in view.bindings:
+        if any(var in data for var in free_vars(binding.value)):
+            data.add(binding.var)
+    return data
+
+
+def collect_ancestors(
+    view: Graph, targets: Sequence[relax.Var], done: set[relax.Var]
+) -> list[relax.Var]:
+    """Bound values that the targets need and that are not done, in topological order."""
+    found: set[relax.Var] = set()
+    stack = [var for var in targets if var in view.values and var not in done]
+    while stack:
+        var = stack.pop()
+        if var in found:
+            continue
+        found.add(var)
+        stack += [
+            arg for arg in free_vars(view.values[var]) if arg in view.values and arg not in done
+        ]
+    return sorted(found, key=view.order.__getitem__)
+
+
+def make_constants(
+    view: Graph,
+    wanted: Sequence[tuple[list[relax.Var], list[relax.Var]]],
+    data: set[relax.Var],
+) -> tuple[Segment, relax.Function] | None:
+    """The function that computes, once, what segments read and no input changes."""
+    outputs = list(
+        dict.fromkeys(
+            var for _, reads in wanted for var in reads if var not in data and var in view.values
+        )
+    )
+    if not outputs:
+        return None
+    needed = collect_ancestors(view, outputs, set())
+    inputs = list(
+        dict.fromkeys(
+            arg for var in needed for arg in free_vars(view.values[var]) if arg not in view.values
+        )
+    )
+    segment = Segment(
+        CONSTANTS,
+        (),
+        tuple(var.name for var in inputs),
+        tuple(var.name for var in outputs),
+        (),
+    )
+    return segment, build_function(view, needed, inputs, outputs)[0]
+
+
+def build_function(
+    view: Graph,
+    needed: Sequence[relax.Var],
+    inputs: Sequence[relax.Var],
+    outputs: Sequence[relax.Var],
+) -> tuple[relax.Function, tuple[str, ...]]:
+    """A function of its own from some bindings of main, which returns a tuple; and its
+    `Segment.symbols`.
+    """
+    new: dict[relax.Var, relax.Var] = {var: relax.Var(var.name, var.ty) for var in inputs}
+
+    def translate(expr: relax.Expr) -> relax.Expr:
+        if isinstance(expr, relax.Var):
+            return new[expr]
+        if isinstance(expr, relax.Tuple):
+            return relax.Tuple([translate(part) for part in expr.fields])
+        if isinstance(expr, relax.TupleGetItem):
+            return relax.TupleGetItem(translate(expr.tuple_value), expr.index)
+        if isinstance(expr, Call):
+            args = [translate(arg) for arg in expr.args]
+            return Call(expr.op, args, expr.attrs, expr.ty_args)
+        return expr
+
+    builder = relax.BlockBuilder()
+    params = [new[var] for var in inputs]
+    with builder.function("segment", params):
+        with builder.dataflow():
+            for var in needed:
+                value = builder.normalize(translate(view.values[var]))
+                if var in view.casts:
+                    new[var] = relax.DataflowVar(var.name, var.ty)
+                    builder.emit_normalized(relax.MatchCast(new[var], value, var.ty))
+                    continue
+                new[var] = relax.DataflowVar(var.name, value.ty)
+                builder.emit_normalized(relax.VarBinding(new[var], value))
+            result = builder.emit_output(relax.Tuple([new[var] for var in outputs]))
+        builder.emit_func_output(result)
+    function = builder.get()["segment"]
+    symbols = list(relax.analysis.free_symbolic_vars(function))
+    if symbols:
+        shape = relax.Var("symbols", relax.ShapeType(symbols))
+        function = relax.Function(
+            [*function.params, shape], function.body, function.ret_ty, function.is_pure
+        )
+    # Symbolic dimensions must not be shared between functions of a module.
+    return relax.utils.copy_with_new_vars(function), tuple(symbol.name for symbol in symbols)

@@ -1,0 +1,107 @@
+"""Ranges by relative error: rare large rows, importance of channels, merging, bounds of memory."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from relayquant.calibrate.fit_ranges import (
+    FLOOR,
+    RelativeMSE,
+    search_relative_range,
+    weighted_error,
+)
+from relayquant.calibrate.observers import MinMax
+from relayquant.errors import ConfigError, DataError
+from relayquant.qtypes import Granularity, QSpec, Role, ValueInfo, choose_qparams
+
+SPEC = QSpec("uint8")
+INFO = ValueInfo("v", Role.ACTIVATION, SPEC, ("n", 8))
+
+
+def test_relative_mse__a_rare_huge_row_does_not_rule() -> None:
+    rng = np.random.default_rng(0)
+    rows = rng.uniform(-1, 1, (2000, 8)).astype("float32")
+    rows[7] = 500
+    scale = float(RelativeMSE().observe(INFO, [rows]).scale)
+    assert float(MinMax().observe(INFO, [rows]).scale) > 1.9
+    assert scale < 0.2
+
+
+def test_relative_mse__keeps_the_range_of_uniform_values() -> None:
+    rows = np.random.default_rng(1).uniform(-1, 1, (2000, 8)).astype("float32")
+    scale = float(RelativeMSE().observe(INFO, [rows]).scale)
+    assert scale == pytest.approx(2 / 255, rel=0.05)
+
+
+def test_relative_mse__a_channel_that_nobody_reads_is_clipped() -> None:
+    rng = np.random.default_rng(2)
+    rows = rng.uniform(-1, 1, (500, 8)).astype("float32")
+    rows[:, 3] *= 100
+    ignoring = RelativeMSE(importance=((1, 1, 1, 1e-9, 1, 1, 1, 1),))
+    assert float(ignoring.observe(INFO, [rows]).scale) < 0.01
+    assert float(RelativeMSE().observe(INFO, [rows]).scale) > 0.1
+
+
+def test_relative_mse__channel_axis() -> None:
+    rng = np.random.default_rng(3)
+    images = rng.uniform(-1, 1, (4, 8, 5, 6)).astype("float32")
+    importance = (tuple(rng.uniform(0, 1, 8)),)
+    last = RelativeMSE(importance=importance).observe(INFO, [np.moveaxis(images, 1, -1)])
+    assert RelativeMSE(axis=1, importance=importance).observe(INFO, [images]) == last
+
+
+def test_relative_mse__values_of_a_group_may_differ_in_channels() -> None:
+    rng = np.random.default_rng(4)
+    parts = [rng.uniform(-1, 1, (50, c)).astype("float32") for c in (8, 4, 12)]
+    qparams = RelativeMSE(importance=((1,) * 4,)).observe(INFO, parts)
+    assert float(qparams.scale) == pytest.approx(2 / 255, rel=0.1)
+
+
+def test_relative_mse__memory_is_bounded() -> None:
+    observer = RelativeMSE(values=800)
+    state = observer.start(INFO)
+    for seed in range(20):
+        rows = np.random.default_rng(seed).uniform(-1, 1, (300, 8)).astype("float32")
+        state = observer.update(state, rows)
+        assert state.rows.shape[0] <= 100
+    assert state.count == 20
+
+
+@given(st.integers(0, 2**32 - 1))
+@settings(max_examples=20, deadline=None)
+def test_search_relative_range__never_worse_than_the_full_range(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    rows = (rng.standard_normal((60, 8)) ** 3).astype("float32")
+    low, high = float(rows.min()), float(rows.max())
+    found = search_relative_range(rows, low, high, SPEC)
+    assert low <= found[0] <= found[1] <= high
+    size = np.square(rows.astype("float64")).sum(axis=1)
+    usual = np.sort(size)[:57].mean()
+    weights = np.repeat(1 / (size + FLOOR * usual), 8).astype("float32")
+
+    def error(range_: tuple[float, float]) -> float:
+        return weighted_error(rows.reshape(-1), weights, choose_qparams(*range_, SPEC), SPEC)
+
+    assert error(found) <= error((low, high)) * (1 + 1e-5)
+
+
+def test_relative_mse__restores_its_state() -> None:
+    observer, rng = RelativeMSE(), np.random.default_rng(5)
+    state = observer.update(observer.start(INFO), rng.uniform(-1, 1, (9, 8)))
+    restored = observer.restore(INFO, state.to_arrays())
+    assert observer.qparams(restored, INFO) == observer.qparams(state, INFO)
+
+
+def test_relative_mse__refuses() -> None:
+    with pytest.raises(ConfigError, match="values"):
+        RelativeMSE(values=0)
+    per_channel = QSpec("int8", granularity=Granularity.PER_CHANNEL)
+    with pytest.raises(ConfigError, match="per channel"):
+        RelativeMSE().start(ValueInfo("v", Role.ACTIVATION, per_channel, (4, 8), 1))
+    with pytest.raises(DataError, match="'v'"):
+        RelativeMSE().observe(INFO, [np.array([[np.nan] * 8])])
+    with pytest.raises(DataError, match="no data"):
+        RelativeMSE().observe(INFO, [])

@@ -1,0 +1,137 @@
+"""The split of the calibration graph: each operator runs once, in the order of the choices."""
+
+from __future__ import annotations
+
+import pytest
+import tvm
+from float_models import MAP, build_model, residual_model
+from tvm import relax
+from tvm.relax import op
+
+import relayquant as rq
+from relayquant.calibrate.segments import CONSTANTS, SegmentedGraph, split_graph
+from relayquant.rewrite import Graph
+
+
+def bound_names(split: SegmentedGraph, function: str) -> list[str]:
+    """Values that a function of the split module binds, the returned tuple aside."""
+    (block,) = split.mod[function].body.blocks
+    return [
+        binding.var.name for binding in block.bindings if not isinstance(binding.value, relax.Tuple)
+    ]
+
+
+def branched_model():
+    def body(emit, x):
+        a = emit.conv_bias("a", x)
+        b = emit("b", op.nn.softmax(a))
+        c = emit.conv("c", b)
+        d = emit("d", op.add(c, a))
+        return relax.Tuple([emit.conv("e", d), emit("f", op.erf(d)), b])
+
+    return build_model(body, MAP)
+
+
+@pytest.mark.parametrize("model", [residual_model, branched_model])
+@pytest.mark.parametrize("single", [False, True])
+def test_split__no_binding_is_in_two_segments(model, single):
+    prepared = rq.prepare(model())
+    split = split_graph(prepared.graph, prepared.plan, single=single)
+    functions = [segment.function for segment in split.segments if segment.function]
+    bound = [name for function in functions for name in bound_names(split, function)]
+    assert len(bound) == len(set(bound))
+    assert split.constants is not None
+    assert not set(bound) & set(bound_names(split, CONSTANTS))
+    # Everything that a choice depends on is there: all ancestors of the observed values.
+    view = Graph(prepared.graph.mod)
+    known = {*bound, *bound_names(split, CONSTANTS)}
+    for segment in split.segments:
+        for name in segment.observed:
+            assert name in known or name in prepared.graph.inputs
+    assert all(name in view.vars for name in known)
+
+
+@pytest.mark.parametrize("model", [residual_model, branched_model])
+def test_split__one_segment_for_each_group_in_order(model):
+    prepared = rq.prepare(model())
+    split = split_graph(prepared.graph, prepared.plan)
+    assert [segment.groups for segment in split.segments] == [
+        (group.key,) for group in prepared.plan.activations
+    ]
+    assert set(split.mod["constants"].attrs.keys()) >= {"global_symbol"}
+    for segment, group in zip(split.segments, prepared.plan.activations, strict=True):
+        assert segment.observed == group.points
+
+
+@pytest.mark.parametrize("model", [residual_model, branched_model])
+def test_split__values_are_there_when_they_are_read_and_expire_afterwards(model):
+    prepared = rq.prepare(model())
+    split = split_graph(prepared.graph, prepared.plan)
+    variables = {p.name for p in prepared.graph.mod["main"].params}
+    known = set(variables)
+    if split.constants is not None:
+        known.update(split.constants.outputs)
+    expired: set[str] = set()
+    for segment in split.segments:
+        assert set(segment.inputs) <= known
+        assert not {*segment.inputs, *segment.observed} & expired
+        known.update(segment.outputs)
+        expired.update(segment.expired)
+    # At the end nothing that was computed from data is still kept.
+    computed = {name for segment in split.segments for name in segment.outputs}
+    assert computed <= expired
+
+
+def test_split__value_that_is_only_looked_at_later_is_kept():
+    """The last convolution reads a, which was computed for another group: its fit needs it."""
+
+    def body(emit, x):
+        a = emit.conv("a", x)
+        out = emit.conv("out", emit("s", op.nn.silu(a)))
+        return relax.Tuple([out, emit.conv("b", a)])
+
+    prepared = rq.prepare(build_model(body, MAP))
+    fits = prepared.graph.fits
+    assert [fit.operator for fit in fits] == ["a", "out", "b"]
+    split = split_graph(prepared.graph, prepared.plan, fits=fits)
+    known = set(prepared.graph.inputs)
+    for segment in split.segments:
+        known.update(segment.outputs)
+        assert {fit.data for fit in segment.fits} <= known
+
+
+def test_split__single_observes_everything_at_once():
+    prepared = rq.prepare(residual_model())
+    split = split_graph(prepared.graph, prepared.plan, single=True)
+    (segment,) = split.segments
+    assert segment.groups == tuple(group.key for group in prepared.plan.activations)
+    assert set(segment.observed) == {
+        name for group in prepared.plan.activations for name in group.points
+    }
+
+
+def test_split__weights_are_rounded_once_outside_of_all_segments():
+    prepared = rq.prepare(branched_model())
+    split = split_graph(prepared.graph, prepared.plan)
+    names = bound_names(split, CONSTANTS)
+    assert any(name.endswith(":weight.d") for name in names)
+    for segment in split.segments:
+        if segment.function:
+            assert not any(":weight" in name for name in bound_names(split, segment.function))
+
+
+def test_split__input_that_is_observed_needs_no_function():
+    prepared = rq.prepare(branched_model())
+    first = split_graph(prepared.graph, prepared.plan).segments[0]
+    assert first.groups == ("x",)
+    assert first.function == ""
+    assert first.outputs == ()
+
+
+def test_split__is_well_formed_and_changes_nothing():
+    prepared = rq.prepare(branched_model())
+    text = prepared.graph.mod.script(show_meta=True)
+    split = split_graph(prepared.graph, prepared.plan)
+    relax.analysis.well_formed(split.mod)
+    assert isinstance(split.mod, tvm.IRModule)
+    assert prepared.graph.mod.script(show_meta=True) == text
