@@ -1,0 +1,285 @@
+"""Expand: pushes dequantize down and quantize up through operators that have a form in affine
+space.
+
+op(dequantize(q)) -> dequantize(op'(q)), by the rule of op in the allow-list. A clamp goes the other
+way where it can: quantize(relu(x)) -> clip(quantize(x)), which is exact since quantize is
+monotonic.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
+
+import numpy as np
+import tvm
+from tvm import relax
+from tvm.ir import Call
+from tvm.relax.dpl import is_op, wildcard
+
+from relayquant.config import BackendConfig
+from relayquant.convert.qnn_form import read_dequantize, read_qparams
+from relayquant.dialect import qnn
+from relayquant.ledger import Ledger, find_ledger, ledger_attrs
+from relayquant.ops import Quantized
+from relayquant.qtypes import INTEGER_LIMITS, QParams, Rounding
+from relayquant.reference import qnn as numpy_qnn
+from relayquant.rewrite import (
+    Emitter,
+    Graph,
+    Match,
+    Pattern,
+    Rule,
+    Skip,
+    apply_rules,
+    rewrite_main,
+)
+from relayquant.rewrite.graph import tensor_shape
+
+
+@dataclass(frozen=True, eq=False)
+class AffineRule:
+    """How an operator looks in affine space.
+
+    `rewrite(call, operand)` gets the float call and its first operand in affine space, in new
+    expressions, and returns the result in affine space, or Skip. The result's value may be any
+    integer expression.
+    """
+
+    op: str
+    rewrite: Callable[[Call, Quantized], Quantized | Skip]
+
+
+def repeat_call(call: Call, value: relax.Expr) -> relax.Expr:
+    """The call on another first operand."""
+    return Call(call.op, [value, *call.args[1:]], call.attrs, call.ty_args)
+
+
+def keep_parameters(call: Call, operand: Quantized) -> Quantized | Skip:
+    """op(q) with unchanged parameters, one per tensor."""
+    if operand.qparams.is_per_channel:
+        return Skip("parameters are per channel, the operator may move the channels")
+    return Quantized(repeat_call(call, operand.value), operand.qparams)
+
+
+def keep_channels(call: Call, operand: Quantized) -> Quantized | Skip:
+    """op(q) that leaves every axis where it is."""
+    return Quantized(repeat_call(call, operand.value), operand.qparams)
+
+
+def move_axis(find_axis: Callable[[Call, int], int | None]) -> Callable:
+    """Rule of an operator that moves the channel axis to `find_axis(call, axis)`; None declines."""
+
+    def rewrite(call: Call, operand: Quantized) -> Quantized | Skip:
+        qparams = operand.qparams
+        if qparams.is_per_channel and qparams.axis is not None:
+            axis = find_axis(call, qparams.axis)
+            if axis is None:
+                return Skip("the channel axis does not survive")
+            qparams = qparams.with_axis(axis)
+        return Quantized(repeat_call(call, operand.value), qparams)
+
+    return rewrite
+
+
+def axis_after_permute(call: Call, axis: int) -> int | None:
+    """Position of `axis` in the permutation; no axes given reverses them."""
+    rank = call.args[0].ty.ndim
+    axes = [int(a) % rank for a in call.attrs.axes] if call.attrs.axes is not None else None
+    return (axes or list(reversed(range(rank)))).index(axis)
+
+
+def axis_after_reshape(call: Call, axis: int) -> int | None:
+    """The axis of the result that holds the same elements in the same order; None when it is split
+    or merged.
+    """
+    before, after = tensor_shape(call.args[0]), tensor_shape(call)
+    if before is None or after is None:
+        return None
+    for i, size in enumerate(after):
+        if size == before[axis] and measure_volume(after[:i]) == measure_volume(before[:axis]):
+            return i
+    return None
+
+
+def measure_volume(sizes: Sequence[int | str]) -> tuple[int, list[str]]:
+    """Number of elements in some dimensions: product of the known sizes, names of the others."""
+    known = [size for size in sizes if isinstance(size, int)]
+    return math.prod(known), sorted(size for size in sizes if isinstance(size, str))
+
+
+def relu_to_clip(call: Call, operand: Quantized) -> Quantized | Skip:
+    """relu(q) -> clip(q, zero point, largest)."""
+    zero_points = np.unique(operand.qparams.zero_point)
+    if zero_points.size != 1:
+        return Skip("zero points differ between channels")
+    dtype = operand.qparams.dtype
+    value = clip_integer(operand.value, int(zero_points[0]), INTEGER_LIMITS[dtype][1])
+    return Quantized(value, operand.qparams)
+
+
+def clip_to_clip(call: Call, operand: Quantized) -> Quantized | Skip:
+    """clip(q, low, high) -> clip with both bounds quantized (rounded to the nearest step)."""
+    if operand.qparams.is_per_channel:
+        return Skip("bounds differ between channels")
+    low, high = clip_bounds(call, operand.qparams)
+    return Quantized(clip_integer(operand.value, low, high), operand.qparams)
+
+
+def pad_with_quantized(call: Call, operand: Quantized) -> Quantized | Skip:
+    """pad(q) with the padding value quantized; 0 becomes the zero point."""
+    if operand.qparams.is_per_channel or str(call.attrs.pad_mode) != "constant":
+        return Skip("only constant padding with one set of parameters has an integer form")
+    value = quantize_scalar(float(call.attrs.pad_value), operand.qparams)
+    width = [int(i) for i in call.attrs.pad_width]
+    return Quantized(relax.op.nn.pad(operand.value, width, "constant", value), operand.qparams)
+
+
+#: The allow-list: what each operator is in affine space. Everything not listed stops the expansion.
+AFFINE_RULES: tuple[AffineRule, ...] = (
+    AffineRule("relax.nn.relu", relu_to_clip),
+    AffineRule("relax.clip", clip_to_clip),
+    AffineRule("relax.nn.pad", pad_with_quantized),
+    AffineRule("relax.nn.max_pool2d", keep_channels),
+    AffineRule("relax.nn.max_pool1d", keep_channels),
+    AffineRule("relax.reshape", move_axis(axis_after_reshape)),
+    AffineRule("relax.flatten", move_axis(axis_after_reshape)),
+    AffineRule("relax.squeeze", move_axis(axis_after_reshape)),
+    AffineRule("relax.expand_dims", move_axis(axis_after_reshape)),
+    AffineRule("relax.permute_dims", move_axis(axis_after_permute)),
+    AffineRule("relax.strided_slice", keep_parameters),
+    AffineRule("relax.broadcast_to", keep_parameters),
+    AffineRule("relax.take", keep_parameters),
+    AffineRule("relax.max", keep_parameters),
+    AffineRule("relax.min", keep_parameters),
+)
+
+
+def expand_affine(mod: tvm.IRModule, backend: BackendConfig) -> tvm.IRModule:
+    """The module with quantize and dequantize moved outwards as far as the allow-list goes.
+
+    Operators that the ledger keeps in float are not touched. Where no rule could serve an operator
+    that was to run on integers, the ledger of the result says why.
+    """
+    ledger = find_ledger(mod)
+    kept = (
+        {value for row in ledger.floating for value in row.values} if ledger is not None else set()
+    )
+    rules = [
+        lift_clamp("relax.nn.relu", relu_bounds, kept),
+        lift_clamp("relax.clip", clip_bounds, kept),
+    ]
+    rules += [push_dequantize(rule, kept) for rule in (*backend.affine_rules, *AFFINE_RULES)]
+    declined: dict[str, Skip] = {}
+    expanded = apply_rules(
+        mod, rules, on_skip=lambda rule, match, skip: declined.update({match.name: skip})
+    )
+    return expanded if ledger is None else record_declined(expanded, ledger, declined)
+
+
+def record_declined(
+    mod: tvm.IRModule, ledger: Ledger, declined: Mapping[str, Skip]
+) -> tvm.IRModule:
+    """The module with a ledger that does not call quantized what is still a float operator."""
+    graph = Graph(mod)
+    corrected = ledger
+    for row in ledger.quantized:
+        var = graph.vars.get(row.name)
+        if var in graph.values and graph.op_name(var) == f"relax.{row.op}":
+            skip = declined.get(row.name, Skip("the allow-list has no rule for it"))
+            corrected = corrected.with_refusal(row.name, skip.reason, skip.advice)
+    if corrected is ledger:
+        return mod
+    return rewrite_main(mod, lambda e, b: e.get(b.value), attrs=ledger_attrs(corrected))
+
+
+def push_dequantize(affine: AffineRule, kept: Set[str] = frozenset()) -> Rule:
+    """op(dequantize(q)) -> dequantize(op'(q)), as a rewrite rule."""
+    data = wildcard()
+    pattern = Pattern(is_op(affine.op)(data, varg_default_wildcard=True), {"data": data})
+
+    def rewrite(emitter: Emitter, match: Match) -> relax.Expr | Skip:
+        if match.name in kept:
+            return Skip("kept in float by the plan")
+        quantized = read_dequantize(match.graph, match.parts["data"])
+        if quantized is None:
+            return Skip("the operand is not dequantized by constant parameters")
+        # The call in terms of the new function: a rule repeats it on other data.
+        call = emitter.builder.normalize(emitter.get(match.graph.values[match.root]))
+        operand = Quantized(emitter.get(quantized.value), quantized.qparams)
+        outcome = affine.rewrite(call, operand)
+        if isinstance(outcome, Skip):
+            return outcome
+        value = emitter.emit(outcome.value, f"{match.name}.int")
+        return Quantized(value, outcome.qparams).dequantize()
+
+    return Rule(f"push dequantize through {affine.op}", pattern, rewrite)
+
+
+def lift_clamp(
+    op: str, bounds: Callable[[Call, QParams], tuple[int, int]], kept: Set[str] = frozenset()
+) -> Rule:
+    """quantize(clamp(x)) -> clip(quantize(x)); exact, because quantize is monotonic."""
+    data, scale, zero_point = wildcard(), wildcard(), wildcard()
+    clamp = is_op(op)(data, varg_default_wildcard=True)
+    pattern = Pattern(
+        is_op("relax.qnn.quantize")(clamp, scale, zero_point),
+        {"data": data, "scale": scale, "zero_point": zero_point},
+    )
+
+    def rewrite(emitter: Emitter, match: Match) -> relax.Expr | Skip:
+        if any(var.name in kept for var in match.inner):
+            return Skip("kept in float by the plan")
+        quantize = match.graph.values[match.root]
+        qparams = read_qparams(quantize, str(quantize.attrs.out_dtype))
+        if qparams is None or qparams.is_per_channel:
+            return Skip("the parameters are variables, or per channel")
+        clamp_call = match.call(op)
+        value = qnn.quantize(
+            emitter.get(match.parts["data"]),
+            relax.const(qparams.scale, "float32"),
+            relax.const(qparams.zero_point, "int32"),
+            axis=int(quantize.attrs.axis),
+            out_dtype=qparams.dtype,
+            rounding=Rounding(str(quantize.attrs.rounding)),
+        )
+        low, high = bounds(clamp_call, qparams)
+        return clip_integer(emitter.emit(value, f"{match.name}.unclipped"), low, high)
+
+    return Rule(f"lift quantize over {op}", pattern, rewrite)
+
+
+def relu_bounds(call: Call, qparams: QParams) -> tuple[int, int]:
+    """relu keeps what is at or above the zero point."""
+    return int(qparams.zero_point), INTEGER_LIMITS[qparams.dtype][1]
+
+
+def clip_bounds(call: Call, qparams: QParams) -> tuple[int, int]:
+    """Both bounds of a clip, quantized and saturated."""
+    low, high = (quantize_scalar(float(arg.value), qparams) for arg in call.args[1:3])
+    return low, high
+
+
+def quantize_scalar(value: float, qparams: QParams) -> int:
+    """One real value in affine space; infinities saturate."""
+    array = np.array(value, "float32")
+    return int(
+        numpy_qnn.quantize(
+            array,
+            qparams.scale,
+            qparams.zero_point,
+            out_dtype=qparams.dtype,
+            rounding=Rounding.TONEAREST_EVEN,
+        )
+    )
+
+
+def clip_integer(value: relax.Expr, low: int, high: int) -> relax.Expr:
+    """clip of an integer tensor; nothing when the bounds are the limits of its dtype."""
+    dtype = str(value.ty.dtype) if isinstance(value.ty, relax.TensorType) else ""
+    if dtype and (low, high) == INTEGER_LIMITS[dtype]:
+        return value
+    return relax.op.clip(
+        value, tvm.tirx.IntImm(dtype or "int64", low), tvm.tirx.IntImm(dtype or "int64", high)
+    )

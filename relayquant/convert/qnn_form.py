@@ -1,0 +1,171 @@
+"""Reference form -> QNN form: the realize callback of each quantized operator replaces its float
+operators.
+
+conv(dequantize(x), dequantize(w)) + dequantize(b) -> dequantize(qnn.conv2d(x, w, ...) + b)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import tvm
+from tvm import relax
+from tvm.ir import Call
+
+from relayquant.config import BackendConfig
+from relayquant.ledger import find_ledger, ledger_attrs
+from relayquant.ops import Quantized, QuantOp, RealizeContext
+from relayquant.ops.find import find_pattern
+from relayquant.qtypes import QParams
+from relayquant.rewrite import Emitter, Graph, Match, Skip, rewrite_main
+from relayquant.rewrite.graph import constant_value
+
+DEQUANTIZE = "relax.qnn.dequantize"
+QUANTIZE = "relax.qnn.quantize"
+
+
+def realize_qnn(mod: tvm.IRModule, backend: BackendConfig) -> tvm.IRModule:
+    """A module in which every operator that the ledger calls quantized works on integers.
+
+    A module without a ledger (written by hand, or read from a QDQ model) is realized wherever a
+    pattern of the backend finds all its operands dequantized. An operator whose callback declines
+    stays in float, and the ledger says why.
+
+    Raises:
+        ConfigError: the ledger names a pattern that the backend does not have.
+    """
+    graph = Graph(mod)
+    ledger = find_ledger(mod)
+    matches = dict(
+        find_planned(graph, backend) if ledger is not None else find_dequantized(graph, backend)
+    )
+    inner = {var for _, match in matches.values() for var in match.inner}
+    refused: list[tuple[str, Skip]] = []
+
+    def visit(emitter: Emitter, binding: relax.VarBinding) -> relax.Expr | None:
+        if binding.var in inner:
+            return None
+        if binding.var not in matches:
+            return emitter.get(binding.value)
+        pattern, match = matches[binding.var]
+        outcome = realize_match(graph, emitter, pattern, match)
+        if not isinstance(outcome, Skip):
+            return outcome
+        refused.append((match.name, outcome))
+        for var in match.inner:
+            emitter.bind(var, emitter.get(graph.values[var]))
+        return emitter.get(binding.value)
+
+    result = rewrite_main(mod, visit)
+    if ledger is None or not refused:
+        return result
+    for name, skip in refused:
+        ledger = ledger.with_refusal(name, skip.reason, skip.advice)
+    return rewrite_main(result, lambda e, b: e.get(b.value), attrs=ledger_attrs(ledger))
+
+
+def find_planned(
+    graph: Graph, backend: BackendConfig
+) -> Iterator[tuple[relax.Var, tuple[QuantOp, Match]]]:
+    """(root, (pattern, match)) of the operators that the ledger calls quantized."""
+    ledger = find_ledger(graph.mod)
+    for row in ledger.quantized if ledger is not None else ():
+        var = graph.vars.get(row.name)
+        if var is None or var not in graph.values:
+            continue
+        pattern = find_pattern(backend, row.pattern)
+        match = pattern.pattern.match(graph, var)
+        if pattern.realize is not None and match is not None:
+            yield var, (pattern, match)
+
+
+def find_dequantized(
+    graph: Graph, backend: BackendConfig
+) -> Iterator[tuple[relax.Var, tuple[QuantOp, Match]]]:
+    """(root, (pattern, match)) wherever all operands of a pattern are dequantized."""
+    claimed: set[relax.Var] = set()
+    for binding in reversed(graph.bindings):
+        if binding.var in claimed:
+            continue
+        for row in backend.patterns:
+            pattern = find_pattern(backend, row.pattern.name)
+            match = pattern.pattern.match(graph, binding.var)
+            if match is None or pattern.realize is None or pattern.check(match) is not None:
+                continue
+            if not isinstance(read_operands(graph, pattern, match), Skip):
+                claimed.update(match.vars)
+                yield binding.var, (pattern, match)
+                break
+
+
+def realize_match(
+    graph: Graph, emitter: Emitter, pattern: QuantOp, match: Match
+) -> relax.Expr | Skip:
+    """What the realize callback makes of one match."""
+    if pattern.realize is None:
+        return Skip(f"pattern {pattern.name!r} has no realize callback")
+    operands = read_operands(graph, pattern, match)
+    if isinstance(operands, Skip):
+        return operands
+    operands = {
+        name: Quantized(emitter.get(operand.value), operand.qparams)
+        for name, operand in operands.items()
+    }
+    return pattern.realize(
+        RealizeContext(emitter, match, operands, find_output_qparams(graph, match.root))
+    )
+
+
+def read_operands(graph: Graph, pattern: QuantOp, match: Match) -> dict[str, Quantized] | Skip:
+    """The integer side of every operand; tuples are taken apart as name.0, name.1."""
+    found: dict[str, Quantized] = {}
+    for operand in pattern.operands:
+        expr = match.parts[operand.name]
+        parts = (
+            [(f"{operand.name}.{i}", part) for i, part in enumerate(expr.fields)]
+            if isinstance(expr, relax.Tuple)
+            else [(operand.name, expr)]
+        )
+        for name, part in parts:
+            quantized = read_dequantize(graph, part)
+            if quantized is None:
+                return Skip(f"operand {name} is not dequantized by constant parameters")
+            found[name] = quantized
+    return found
+
+
+def read_dequantize(graph: Graph, expr: relax.Expr) -> Quantized | None:
+    """q and its parameters if `expr` is dequantize(q, constant, constant)."""
+    call = graph.call_of(expr)
+    if call is None or graph.op_name(call) != DEQUANTIZE:
+        return None
+    qparams = read_qparams(call, str(call.args[0].ty.dtype))
+    return Quantized(call.args[0], qparams) if qparams is not None else None
+
+
+def read_qparams(call: Call, dtype: str) -> QParams | None:
+    """Parameters of a quantize or dequantize; None when they are variables."""
+    scale, zero_point = constant_value(call.args[1]), constant_value(call.args[2])
+    if scale is None or zero_point is None:
+        return None
+    axis = None
+    if scale.ndim or zero_point.ndim:
+        axis = int(call.attrs.axis) % call.args[0].ty.ndim
+        length = max(scale.size, zero_point.size)
+        scale, zero_point = (np_broadcast(v, length) for v in (scale, zero_point))
+    return QParams(scale, zero_point, dtype, axis)
+
+
+def np_broadcast(array, length: int):
+    """A scalar or vector parameter as a vector."""
+    return array.reshape(-1).repeat(length) if array.size == 1 else array
+
+
+def find_output_qparams(graph: Graph, var: relax.Var) -> QParams | None:
+    """Parameters of the quantize that is the only reader of a value, else None."""
+    if not graph.has_one_user(var):
+        return None
+    call = graph.call_of(graph.users[var][0])
+    if call is None or graph.op_name(call) != QUANTIZE:
+        return None
+    return read_qparams(call, str(call.attrs.out_dtype))
