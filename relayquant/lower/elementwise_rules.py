@@ -1,0 +1,287 @@
+"""Kernel rules for everything between convolutions: quantize, requantize, add, multiply, tables,
+joins, pools.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from tvm import relax
+from tvm.ir import Call
+
+from relayquant.lower.kernel_call import (
+    KernelCall,
+    KernelContext,
+    KernelRule,
+    build_for_batch,
+    is_byte,
+    is_default_arithmetic,
+    multiplier,
+    scalar,
+    split_batch,
+)
+from relayquant.lower.kernels.elementwise import (
+    Add,
+    Affine,
+    Concatenate,
+    Dequantize,
+    Lookup,
+    Multiply,
+    Quantize,
+    Requantize,
+    broadcast_view,
+    build_add,
+    build_concatenate,
+    build_dequantize,
+    build_lookup,
+    build_multiply,
+    build_quantize,
+    build_requantize,
+)
+from relayquant.lower.kernels.epilogue import Epilogue, Output
+from relayquant.lower.kernels.pool import (
+    AvgPool2d,
+    MaxPool2d,
+    Window,
+    build_avg_pool2d,
+    build_max_pool2d,
+)
+from relayquant.lower.linear_rules import clip_bounds, four, pair
+from relayquant.qtypes import INTEGER_LIMITS
+from relayquant.rewrite import Skip
+from relayquant.rewrite.graph import constant_value, tensor_dtype
+
+
+def scalars(*exprs: relax.Expr) -> list[float] | None:
+    """Values of constants with one element each; None if any is not."""
+    values = [scalar(expr) for expr in exprs]
+    return None if None in values else values  # pyright: ignore[reportReturnType]
+
+
+def absorb_clip(
+    context: KernelContext, var: relax.Var, epilogue: Epilogue
+) -> tuple[tuple[relax.Var, ...], Epilogue]:
+    """A clip behind `var` as bounds of the epilogue; (values, epilogue)."""
+    user = context.next(var, "relax.clip")
+    if user is None:
+        return (var,), epilogue
+    low, high = clip_bounds(context, user, epilogue)
+    return (var, user), replace(epilogue, low=low, high=high)
+
+
+def lower_quantize(context: KernelContext, var: relax.Var) -> KernelCall | Skip | None:
+    """qnn.quantize with one scale."""
+    if context.graph.op_name(var) != "relax.qnn.quantize":
+        return None
+    call = context.call(var)
+    shape, numbers = split_batch(call.args[0]), scalars(*call.args[1:3])
+    if shape is None or numbers is None or tensor_dtype(call.args[0]) != "float32":
+        return Skip("not float32 with one constant scale")
+    if str(call.attrs.rounding) != "TONEAREST_EVEN" or tensor_dtype(var) == "int32":
+        return Skip("another rounding, or int32")
+    vars_, out = absorb_clip(
+        context, var, Epilogue(Output.REQUANTIZE, tensor_dtype(var), int(numbers[1]))
+    )
+    spec = Quantize(shape[1], numbers[0], out)
+    func = build_for_batch(lambda: build_quantize(spec, "qnn_quantize"), shape[0], (0, 1))
+    return KernelCall(vars_, func, (call.args[0],))
+
+
+def lower_dequantize(context: KernelContext, var: relax.Var) -> KernelCall | Skip | None:
+    """qnn.dequantize with one scale."""
+    if context.graph.op_name(var) != "relax.qnn.dequantize":
+        return None
+    call = context.call(var)
+    shape, numbers = split_batch(call.args[0]), scalars(*call.args[1:3])
+    if shape is None or numbers is None or tensor_dtype(var) != "float32":
+        return Skip("not float32 with one constant scale")
+    spec = Dequantize(shape[1], tensor_dtype(call.args[0]), int(numbers[1]), numbers[0])
+    func = build_for_batch(lambda: build_dequantize(spec, "qnn_dequantize"), shape[0], (0, 1))
+    return KernelCall((var,), func, (call.args[0],))
+
+
+def lower_requantize(context: KernelContext, var: relax.Var) -> KernelCall | Skip | None:
+    """qnn.requantize with one scale on either side."""
+    if context.graph.op_name(var) != "relax.qnn.requantize":
+        return None
+    call = context.call(var)
+    shape, numbers = split_batch(call.args[0]), scalars(*call.args[1:5])
+    if shape is None or numbers is None or not is_default_arithmetic(call):
+        return Skip("several scales, or another arithmetic")
+    dtype = tensor_dtype(var)
+    if dtype == "int32" or tensor_dtype(call.args[0]) == "int64":
+        return Skip(f"{tensor_dtype(call.args[0])} to {dtype}")
+    s_in, z_in, s_out, z_out = numbers
+    vars_, out = absorb_clip(context, var, Epilogue(Output.REQUANTIZE, dtype, int(z_out)))
+    data = Affine(tensor_dtype(call.args[0]), int(z_in), float(multiplier(s_in, s_out)))
+    spec = Requantize(shape[1], data, out)
+    func = build_for_batch(lambda: build_requantize(spec, "qnn_requantize"), shape[0], (0, 1))
+    return KernelCall(vars_, func, (call.args[0],))
+
+
+def lower_binary(context: KernelContext, var: relax.Var) -> KernelCall | Skip | None:
+    """qnn.add, subtract and mul with one scale each; the second operand may be broadcast."""
+    op = context.graph.op_name(var)
+    if op not in ("relax.qnn.add", "relax.qnn.subtract", "relax.qnn.mul"):
+        return None
+    call = context.call(var)
+    lhs, rhs = call.args[:2]
+    numbers = scalars(*call.args[2:8])
+    shapes = [split_batch(expr) for expr in (lhs, rhs)]
+    if numbers is None or None in shapes or not is_default_arithmetic(call):
+        return Skip("several scales, another arithmetic, or symbolic dimensions")
+    dtype = tensor_dtype(var)
+    if dtype not in ("uint8", "int8", "int16"):
+        return Skip(f"the result is {dtype}")
+    (symbolic, shape), (rhs_symbolic, rhs_shape) = shapes  # pyright: ignore[reportGeneralTypeIssues]
+    rhs_constant = constant_value(rhs) is not None
+    if constant_value(lhs) is not None or str(lhs.ty.shape) != str(var.ty.shape):
+        return Skip("the first operand is broadcast or a constant")
+    if symbolic and not rhs_constant and not rhs_symbolic:
+        return Skip("the second operand is broadcast over a symbolic batch")
+    if broadcast_view(shape, rhs_shape) is None:
+        return Skip("the second operand is broadcast along separate axes")
+    ls, lz, rs, rz, os, oz = numbers
+    vars_, out = absorb_clip(context, var, Epilogue(Output.REQUANTIZE, dtype, int(oz)))
+    dtypes = tensor_dtype(lhs), tensor_dtype(rhs)
+    positions = (0, 1, 2) if rhs_symbolic else (0, 2)
+    if op == "relax.qnn.mul":
+        factor = float((np.float64(ls) * np.float64(rs) / np.float64(os)).astype("float32"))
+        product = Multiply(shape, dtypes[0], int(lz), dtypes[1], int(rz), factor, out, rhs_shape)
+        func = build_for_batch(lambda: build_multiply(product, "qnn_mul"), symbolic, positions)
+    else:
+        sign = -1.0 if op == "relax.qnn.subtract" else 1.0
+        left = Affine(dtypes[0], int(lz), float(multiplier(ls, os)))
+        right = Affine(dtypes[1], int(rz), sign * float(multiplier(rs, os)))
+        total = Add(shape, left, right, out, rhs_shape)
+        func = build_for_batch(lambda: build_add(total, "qnn_add"), symbolic, positions)
+    return KernelCall(vars_, func, (lhs, rhs))
+
+
+def lower_lookup(context: KernelContext, var: relax.Var) -> KernelCall | Skip | None:
+    """qnn.lookup."""
+    if context.graph.op_name(var) != "relax.qnn.lookup":
+        return None
+    call = context.call(var)
+    shape = split_batch(call.args[0])
+    if shape is None or not is_byte(call.args[0]):
+        return Skip("symbolic dimensions, or data that is not 8 bit")
+    spec = Lookup(shape[1], tensor_dtype(call.args[0]), tensor_dtype(var))
+    func = build_for_batch(lambda: build_lookup(spec, "qnn_lookup"), shape[0], (0, 2))
+    return KernelCall((var,), func, (call.args[0], call.args[1]))
+
+
+def lower_concatenate(context: KernelContext, var: relax.Var) -> KernelCall | Skip | None:
+    """qnn.concatenate of a literal tuple."""
+    if context.graph.op_name(var) != "relax.qnn.concatenate":
+        return None
+    call = context.call(var)
+    if not all(isinstance(arg, relax.Tuple) for arg in call.args[:3]):
+        return Skip("the operands are not a literal tuple")
+    parts = list(call.args[0].fields)
+    shapes = [split_batch(part) for part in parts]
+    numbers = scalars(*call.args[1].fields, *call.args[2].fields, *call.args[3:5])
+    if None in shapes or numbers is None or not is_default_arithmetic(call):
+        return Skip("several scales, another arithmetic, or symbolic dimensions")
+    count, out_scale, out_zero = len(parts), numbers[-2], numbers[-1]
+    axis = int(call.attrs.axis) % var.ty.ndim
+    symbolic = {shape[0] for shape in shapes if shape is not None}
+    if symbolic == {True, False} or (symbolic == {True} and axis == 0):
+        return Skip("operands are joined along a symbolic batch")
+    vars_, out = absorb_clip(
+        context, var, Epilogue(Output.REQUANTIZE, tensor_dtype(var), int(out_zero))
+    )
+    data = tuple(
+        Affine(tensor_dtype(part), int(zero), float(multiplier(scale, out_scale)))
+        for part, scale, zero in zip(parts, numbers[:count], numbers[count:-2], strict=True)
+    )
+    spec = Concatenate(tuple(shape[1] for shape in shapes if shape is not None), axis, data, out)
+    func = build_for_batch(
+        lambda: build_concatenate(spec, "qnn_concatenate"), symbolic == {True}, range(count + 1)
+    )
+    return KernelCall(vars_, func, tuple(parts))
+
+
+def make_window(call: Call, shape: tuple[int, ...]) -> Window:
+    """The window of a 2-D pool over NHWC data."""
+    attrs = call.attrs
+    batch, height, width, channels = shape
+    return Window(
+        batch, height, width, channels, pair(attrs.pool_size), pair(attrs.strides),
+        four(attrs.padding), pair(attrs.dilation), bool(attrs.ceil_mode),
+    )  # fmt: skip
+
+
+def lower_max_pool2d(context: KernelContext, var: relax.Var) -> KernelCall | Skip | None:
+    """nn.max_pool2d of 8-bit NHWC data."""
+    if context.graph.op_name(var) != "relax.nn.max_pool2d":
+        return None
+    call = context.call(var)
+    shape = split_batch(call.args[0])
+    if not is_byte(call.args[0]) or str(call.attrs.layout) != "NHWC" or shape is None:
+        return Skip("not 8-bit NHWC data")
+    spec = MaxPool2d(make_window(call, shape[1]), tensor_dtype(var))
+    func = build_for_batch(lambda: build_max_pool2d(spec, "qnn_max_pool2d"), shape[0], (0, 1))
+    return KernelCall((var,), func, (call.args[0],))
+
+
+def lower_average(context: KernelContext, var: relax.Var) -> KernelCall | Skip | None:
+    """qnn.avg_pool2d of NHWC data, and qnn.mean over its height and width."""
+    op = context.graph.op_name(var)
+    if op not in ("relax.qnn.avg_pool2d", "relax.qnn.mean"):
+        return None
+    call = context.call(var)
+    shape, numbers = split_batch(call.args[0]), scalars(*call.args[1:5])
+    if shape is None or numbers is None or not is_default_arithmetic(call):
+        return Skip("several scales, another arithmetic, or symbolic dimensions")
+    if not is_byte(call.args[0]) or not is_byte(var) or len(shape[1]) != 4:
+        return Skip("not 8-bit data of rank 4")
+    s_in, z_in, s_out, z_out = numbers
+    batch, height, width, channels = shape[1]
+    if op == "relax.qnn.mean":
+        if sorted(int(axis) % 4 for axis in call.attrs.axes) != [1, 2] or not call.attrs.keepdims:
+            return Skip("the mean is not over height and width of NHWC data")
+        window = Window(batch, height, width, channels, (height, width))
+        count_pads = False
+    else:
+        if str(call.attrs.layout) != "NHWC":
+            return Skip(f"layout {call.attrs.layout}")
+        window, count_pads = make_window(call, shape[1]), bool(call.attrs.count_include_pad)
+    vars_, out = absorb_clip(
+        context, var, Epilogue(Output.REQUANTIZE, tensor_dtype(var), int(z_out))
+    )
+    data = Affine(tensor_dtype(call.args[0]), int(z_in), float(multiplier(s_in, s_out)))
+    spec = AvgPool2d(window, data, out, count_pads)
+    func = build_for_batch(lambda: build_avg_pool2d(spec, "qnn_average"), shape[0], (0, 1))
+    return KernelCall(vars_, func, (call.args[0],))
+
+
+def lower_clip(context: KernelContext, var: relax.Var) -> KernelCall | Skip | None:
+    """clip of 8-bit data that no kernel before it took: a requantize with equal parameters."""
+    if context.graph.op_name(var) != "relax.clip" or not is_byte(var):
+        return None
+    call = context.call(var)
+    shape = split_batch(call.args[0])
+    if shape is None:
+        return Skip("symbolic dimensions")
+    dtype = tensor_dtype(var)
+    low, high = (int(arg.value) for arg in call.args[1:3])
+    limits = INTEGER_LIMITS[dtype]
+    out = Epilogue(Output.REQUANTIZE, dtype, 0, max(low, limits[0]), min(high, limits[1]))
+    spec = Requantize(shape[1], Affine(dtype, 0, 1.0), out)
+    func = build_for_batch(lambda: build_requantize(spec, "qnn_clip"), shape[0], (0, 1))
+    return KernelCall((var,), func, (call.args[0],))
+
+
+ELEMENTWISE_RULES: tuple[KernelRule, ...] = (
+    lower_quantize,
+    lower_dequantize,
+    lower_requantize,
+    lower_binary,
+    lower_lookup,
+    lower_concatenate,
+    lower_max_pool2d,
+    lower_average,
+    lower_clip,
+)

@@ -1,0 +1,478 @@
+"""Float operators -> calls of float kernels: NHWC between convolutions, weights packed.
+
+Runs before LegalizeOps on float modules and on calibration graphs. Convolutions and matrix products
+take what follows them (bias, residual, relu or clip) into their kernel; whatever has no kernel is
+left for the generic schedule. Weights that are constants are packed here; others, as those of a
+calibration graph whose scales are parameters, are packed by a kernel at run time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import tvm
+import tvm_ffi
+from tvm import relax, tirx
+from tvm.ir import Call, GenericConst, IRModule, Op
+from tvm.target import Target
+
+from relayquant.dialect.cost import MACS_ATTR, count_macs
+from relayquant.lower.kernels.float_conv import (
+    FloatConv2d,
+    make_conv2d,
+    make_conv2d_packing,
+    pack_conv2d,
+    packed_conv2d_size,
+)
+from relayquant.lower.kernels.float_gemm import (
+    FloatDense,
+    FloatMatmul,
+    make_batch_matmul,
+    make_dense,
+    pack_dense,
+)
+from relayquant.lower.kernels.float_tile import FloatEpilogue, FloatIsa, choose_float_isa
+from relayquant.lower.schedule import IS_SCHEDULED
+
+#: Layout of data and weights that the convolution kernels take.
+CONV_LAYOUT = ("NHWC", "OHWI")
+#: relax.op.OpPatternKind.kOpaque
+OPAQUE = 8
+#: Fewest output channels of a product that is worth vectors.
+FEWEST_CHANNELS = 2
+
+
+def lower_float(mod: IRModule, target: Target) -> IRModule:
+    """Replace float32 conv2d and matmul of every Relax function by calls of packed kernels.
+
+    Inputs, outputs and names of the functions stay. Batch extents may be symbolic. Operators with
+    other dtypes, with dynamic inner extents, or outside dataflow blocks stay as they are.
+    """
+    has_conv = any(
+        op_name(binding.value) == "relax.nn.conv2d"
+        for _, func in mod.functions_items()
+        if isinstance(func, relax.Function)
+        for binding in list_bindings(func)
+    )
+    to_nhwc = [
+        split_clips,
+        relax.transform.ConvertLayout({"relax.nn.conv2d": list(CONV_LAYOUT)}),
+    ]
+    mod = tvm.transform.Sequential(
+        [
+            *(to_nhwc if has_conv else []),
+            relax.transform.Normalize(),
+            relax.transform.FoldConstant(),
+            relax.transform.CanonicalizeBindings(),
+        ]
+    )(mod)
+    kernels = Kernels(mod, choose_float_isa(target))
+    for gvar, func in list(mod.functions_items()):
+        if isinstance(func, relax.Function) and isinstance(func.body, relax.SeqExpr):
+            kernels.builder.update_func(gvar, FunctionLowering(func, kernels).run())
+    mod = relax.transform.Normalize()(kernels.builder.get())
+    relax.analysis.well_formed(mod)
+    return mod
+
+
+@tvm.transform.module_pass(opt_level=0, name="relayquant.SplitClips")
+def split_clips(mod: IRModule, _: tvm.transform.PassContext) -> IRModule:
+    """clip(x, a, b) -> minimum(maximum(x, a), b) on float32.
+
+    ConvertLayout knows no layout for clip and would put a transpose before and behind each.
+    """
+    builder = relax.BlockBuilder(mod)
+    for gvar, func in mod.functions_items():
+        if not isinstance(func, relax.Function) or not isinstance(func.body, relax.SeqExpr):
+            continue
+        blocks = []
+        for block in func.body.blocks:
+            if isinstance(block, relax.DataflowBlock):
+                new: list[relax.Binding] = []
+                for binding in block.bindings:
+                    new.extend(split_clip(binding, builder))
+                block = relax.DataflowBlock(new)
+            blocks.append(block)
+        body = relax.SeqExpr(blocks, func.body.body)
+        new_func = relax.Function(func.params, body, func.ret_ty, func.is_pure, func.attrs)
+        builder.update_func(gvar, new_func)
+    return relax.transform.Normalize()(builder.get())
+
+
+def split_clip(binding: relax.Binding, builder: relax.BlockBuilder) -> list[relax.Binding]:
+    """The bindings that stand for one binding: two for a clip, else itself."""
+    call = binding.value
+    if op_name(call) != "relax.clip" or not is_float32(binding.var):
+        return [binding]
+    low, high = (read_scalar(arg) for arg in call.args[1:3])
+    if low is None or high is None:
+        return [binding]
+    raised = builder.normalize(relax.op.maximum(call.args[0], relax.const(low, "float32")))
+    inner = relax.DataflowVar(f"{binding.var.name}_low", raised.ty)
+    lowered = builder.normalize(relax.op.minimum(inner, relax.const(high, "float32")))
+    return [relax.VarBinding(inner, raised), relax.VarBinding(binding.var, lowered)]
+
+
+class Kernels:
+    """The kernels of one module: each distinct specification is generated once."""
+
+    def __init__(self, mod: IRModule, isa: FloatIsa) -> None:
+        self.builder = relax.BlockBuilder(mod)
+        self.isa = isa
+        self._made: dict[tuple[str, str], tvm.ir.GlobalVar] = {}
+
+    def get(self, kind: str, spec: Any, macs: int = 0) -> tvm.ir.GlobalVar:
+        """Global variable of the kernel `kind` (a name in MAKERS) for `spec`, with MACS_ATTR."""
+        key = kind, repr(spec)
+        if key not in self._made:
+            func = MAKERS[kind](spec, self.isa, kind).without_attr("global_symbol")
+            # Opaque: FuseTIR cannot merge a kernel that has no blocks with its neighbours.
+            func = func.with_attrs({"op_pattern": OPAQUE, IS_SCHEDULED: True, MACS_ATTR: macs})
+            self._made[key] = self.builder.add_func(func, kind)
+        return self._made[key]
+
+
+MAKERS: dict[str, Any] = {
+    "float_conv2d": make_conv2d,
+    "float_conv2d_packing": make_conv2d_packing,
+    "float_dense": make_dense,
+    "float_batch_matmul": make_batch_matmul,
+}
+
+
+@dataclass(frozen=True)
+class Product:
+    """A convolution or matrix product and what its kernel takes over, found so far."""
+
+    root: relax.Var
+    last: relax.Var
+    channels: int
+    bias: np.ndarray | None = None
+    residual: relax.Expr | None = None
+    low: float | None = None
+    high: float | None = None
+    absorbed: tuple[relax.Var, ...] = ()
+
+    @property
+    def epilogue(self) -> FloatEpilogue:
+        return FloatEpilogue(self.bias is not None, self.residual is not None, self.low, self.high)
+
+
+class FunctionLowering:
+    """Rewrites the dataflow blocks of one function."""
+
+    def __init__(self, func: relax.Function, kernels: Kernels) -> None:
+        self.func, self.kernels = func, kernels
+        self.values: dict[relax.Var, relax.Expr] = {}
+        self.users: dict[relax.Var, list[relax.Var]] = {}
+        self.position: dict[relax.Var, int] = {}
+        uses: Counter[relax.Var] = Counter()
+        for index, binding in enumerate(list_bindings(func)):
+            self.values[binding.var] = binding.value
+            self.position[binding.var] = index
+            for var in list_reads(binding.value):
+                uses[var] += 1
+                self.users.setdefault(var, []).append(binding.var)
+        for var in relax.analysis.all_vars(func.body.body):
+            uses[var] += 1
+        self.uses = uses
+        self.builder = kernels.builder
+        self.symbols: dict[str, tirx.Var] = {}
+        #: values that some kernel computes already: a sum of two products belongs to one of them
+        self.claimed: set[relax.Var] = set()
+
+    def run(self) -> relax.Function:
+        """The function with its products replaced."""
+        blocks = []
+        for block in self.func.body.blocks:
+            if isinstance(block, relax.DataflowBlock):
+                block = relax.DataflowBlock(self.rewrite(block.bindings))
+            blocks.append(block)
+        body = relax.SeqExpr(blocks, self.func.body.body)
+        func = self.func
+        return relax.Function(func.params, body, func.ret_ty, func.is_pure, func.attrs)
+
+    def rewrite(self, bindings: list[relax.Binding]) -> list[relax.Binding]:
+        """Bindings of one block; a kernel call stands where the last absorbed value stood."""
+        inside = {binding.var for binding in bindings}
+        replaced: dict[relax.Var, list[relax.Binding]] = {}
+        dropped: set[relax.Var] = set()
+        for binding in bindings:
+            lowered = self.lower_product(binding.var, inside)
+            if lowered is None:
+                continue
+            product, new = lowered
+            replaced[product.last] = new
+            dropped.update(v for v in [product.root, *product.absorbed] if v is not product.last)
+        result: list[relax.Binding] = []
+        for binding in bindings:
+            new = replaced.get(binding.var)
+            if new is not None:
+                result.extend(new)
+            elif not any(binding.var.same_as(var) for var in dropped):
+                result.append(binding)
+        return result
+
+    # ---- finding ---------------------------------------------------------------------------------
+
+    def lower_product(
+        self, root: relax.Var, inside: set[relax.Var]
+    ) -> tuple[Product, list[relax.Binding]] | None:
+        """The kernel call for the product bound to `root`; None if it is none, or has no kernel."""
+        call = self.values[root]
+        name = op_name(call)
+        if name == "relax.nn.conv2d":
+            return self.lower_conv2d(root, call, inside)
+        if name == "relax.matmul":
+            return self.lower_matmul(root, call, inside)
+        return None
+
+    def absorb(self, root: relax.Var, channels: int, inside: set[relax.Var]) -> Product:
+        """Follow the only reader of each value: bias, then residual, then relu or clip."""
+        product = Product(root, root, channels)
+        while product.high is None:
+            var = product.last
+            users = self.users.get(var, [])
+            if self.uses[var] != 1 or len(users) != 1 or users[0] not in inside:
+                break
+            user = users[0]
+            longer = None if user in self.claimed else self.take(product, user)
+            if longer is None:
+                break
+            self.claimed.add(user)
+            product = replace(longer, last=user, absorbed=(*product.absorbed, user))
+        return product
+
+    def take(self, product: Product, user: relax.Var) -> Product | None:
+        """`product` with what `user` computes; None if the kernel cannot compute it."""
+        call = self.values[user]
+        name, clipped = op_name(call), product.low is not None
+        if not same_type(user, product.root):
+            return None
+        if name == "relax.add" and not clipped:
+            other = call.args[1] if call.args[0].same_as(product.last) else call.args[0]
+            return take_sum(product, other, len(shape_of(user)))
+        if name == "relax.nn.relu" and not clipped:
+            return replace(product, low=0.0)
+        if name == "relax.clip" and not clipped:
+            low, high = (read_scalar(arg) for arg in call.args[1:3])
+            known = low is not None and high is not None
+            return replace(product, low=low, high=high) if known else None
+        if name == "relax.maximum" and not clipped:
+            low = read_scalar(call.args[1])
+            return None if low is None else replace(product, low=low)
+        if name == "relax.minimum":
+            high = read_scalar(call.args[1])
+            return None if high is None else replace(product, high=high)
+        return None
+
+    # ---- kernels ---------------------------------------------------------------------------------
+
+    def lower_conv2d(
+        self, root: relax.Var, call: Call, inside: set[relax.Var]
+    ) -> tuple[Product, list[relax.Binding]] | None:
+        data, weight = call.args
+        attrs = call.attrs
+        layouts = attrs.data_layout, attrs.kernel_layout, attrs.out_layout or attrs.data_layout
+        if layouts != (*CONV_LAYOUT, CONV_LAYOUT[0]):
+            return None
+        if not all(is_float32(e) for e in (data, weight, root)):
+            return None
+        shape, kernel = shape_of(data), shape_of(weight)
+        sizes = static_sizes([*shape[1:], *kernel])
+        if sizes is None:
+            return None
+        height, width, channels, outputs, kh, kw, _ = sizes
+        spec = FloatConv2d(
+            self.symbol(shape[0]),
+            height,
+            width,
+            channels,
+            outputs,
+            (kh, kw),
+            pair(attrs.strides),
+            expand_padding(attrs.padding),
+            pair(attrs.dilation),
+            int(attrs.groups),
+        )
+        if min(spec.group_out, outputs) < FEWEST_CHANNELS and not spec.is_depthwise:
+            return None
+        if min(spec.padding) < 0:
+            return None
+        product = self.absorb(root, outputs, inside)
+        spec = replace(spec, epilogue=product.epilogue)
+        isa = self.kernels.isa
+        before: list[relax.Binding] = []
+        if isinstance(weight, GenericConst):
+            packed: relax.Expr = relax.const(pack_conv2d(weight.value.numpy(), spec, isa))
+        else:
+            bare = replace(spec, epilogue=FloatEpilogue())
+            packing = self.kernels.get("float_conv2d_packing", bare)
+            ty = relax.TensorType([packed_conv2d_size(spec, isa)], "float32")
+            packed = relax.DataflowVar(f"{root.name}_packed", ty)
+            before.append(self.bind(packed, packing, [weight]))
+        kernel_var = self.kernels.get("float_conv2d", spec, count_macs(call))
+        return product, [*before, self.bind_product(product, kernel_var, data, packed)]
+
+    def lower_matmul(
+        self, root: relax.Var, call: Call, inside: set[relax.Var]
+    ) -> tuple[Product, list[relax.Binding]] | None:
+        data, weight = call.args
+        if not all(is_float32(e) for e in (data, weight, root)):
+            return None
+        shape, other = shape_of(data), shape_of(weight)
+        inner = static_sizes([shape[-1], *other[-2:]])
+        if len(shape) < 2 or len(other) < 2 or inner is None or inner[2] < FEWEST_CHANNELS:
+            return None
+        leading = tuple(self.symbol(extent) for extent in shape[:-1])
+        if len(other) == 2 and isinstance(weight, GenericConst):
+            product = self.absorb(root, inner[2], inside)
+            spec = FloatDense((*leading, inner[0]), inner[2], product.epilogue)
+            packed = relax.const(pack_dense(weight.value.numpy().T, spec, self.kernels.isa))
+            kernel = self.kernels.get("float_dense", spec, count_macs(call))
+            return product, [self.bind_product(product, kernel, data, packed)]
+        rows = leading[-1]
+        shared = len(other) == 2
+        if not isinstance(rows, int):
+            return None
+        if not shared and not same_extents(shape[:-2], other[:-2]):
+            return None
+        matmul = FloatMatmul(leading[:-1], rows, inner[0], inner[2], shared)
+        product = Product(root, root, inner[2])
+        kernel = self.kernels.get("float_batch_matmul", matmul, count_macs(call))
+        return product, [self.bind(root, kernel, [data, weight])]
+
+    def bind_product(
+        self, product: Product, kernel: tvm.ir.GlobalVar, data: relax.Expr, packed: relax.Expr
+    ) -> relax.Binding:
+        args = [data, packed]
+        if product.bias is not None:
+            args.append(relax.const(product.bias))
+        if product.residual is not None:
+            args.append(product.residual)
+        return self.bind(product.last, kernel, args)
+
+    def bind(
+        self, var: relax.Var, kernel: tvm.ir.GlobalVar, args: list[relax.Expr]
+    ) -> relax.Binding:
+        """var = call_tir(kernel, args), of the type `var` has."""
+        call = Call(Op.get("relax.call_tir"), [kernel, relax.Tuple(args)], None, [var.ty])
+        return relax.VarBinding(var, self.builder.normalize(call))
+
+    def symbol(self, extent: Any) -> Any:
+        """An int, or for a symbolic extent the variable that stands for it in kernels."""
+        if isinstance(extent, tirx.IntImm):
+            return int(extent)
+        name = f"n{abs(hash(str(extent))) % 1000}" if not isinstance(extent, tirx.Var) else "n"
+        return self.symbols.setdefault(str(extent), tirx.Var(name, "int64"))
+
+
+def take_sum(product: Product, other: relax.Expr, rank: int) -> Product | None:
+    """`product` plus `other`: a constant bias, or a residual of the same shape."""
+    if isinstance(other, GenericConst):
+        bias = read_bias(other, product.channels, rank)
+        if bias is None or product.bias is not None or product.residual is not None:
+            return None
+        return replace(product, bias=bias)
+    if product.residual is None and same_type(other, product.root):
+        return replace(product, residual=other)
+    return None
+
+
+def list_bindings(func: relax.Function) -> Iterator[Any]:
+    """All bindings of a function in order."""
+    if isinstance(func.body, relax.SeqExpr):
+        for block in func.body.blocks:
+            yield from block.bindings
+
+
+def list_reads(expr: relax.Expr) -> Iterator[relax.Var]:
+    """Variables a bound value reads, with repetitions."""
+    if isinstance(expr, relax.Var):
+        yield expr
+    elif isinstance(expr, relax.Tuple):
+        for part in expr.fields:
+            yield from list_reads(part)
+    elif isinstance(expr, relax.TupleGetItem):
+        yield from list_reads(expr.tuple_value)
+    elif isinstance(expr, Call):
+        for part in expr.args:
+            yield from list_reads(part)
+    elif isinstance(expr, relax.If | relax.Function | relax.SeqExpr):
+        yield from relax.analysis.all_vars(expr)
+
+
+def op_name(expr: relax.Expr) -> str:
+    """Name of the operator that `expr` calls, "" if it calls none."""
+    return expr.op.name if isinstance(expr, Call) and isinstance(expr.op, Op) else ""
+
+
+def shape_of(expr: relax.Expr) -> list[Any]:
+    """Extents of a tensor; an empty list if they are unknown."""
+    shape = expr.ty.shape if isinstance(expr.ty, relax.TensorType) else None
+    return list(shape.values) if isinstance(shape, relax.ShapeExpr) else []
+
+
+def is_float32(expr: relax.Expr) -> bool:
+    """Whether `expr` is a float32 tensor of known shape."""
+    return (
+        isinstance(expr.ty, relax.TensorType)
+        and str(expr.ty.dtype) == "float32"
+        and bool(shape_of(expr))
+    )
+
+
+def static_sizes(extents: list[Any]) -> list[int] | None:
+    """The extents as ints, None if one is symbolic."""
+    if not all(isinstance(extent, tirx.IntImm) for extent in extents):
+        return None
+    return [int(extent) for extent in extents]
+
+
+def same_extents(left: list[Any], right: list[Any]) -> bool:
+    """Whether two lists of extents are the same, symbol by symbol."""
+    return len(left) == len(right) and all(
+        tvm_ffi.structural_equal(a, b) for a, b in zip(left, right, strict=True)
+    )
+
+
+def same_type(left: relax.Expr, right: relax.Expr) -> bool:
+    """Whether two values are float32 tensors of one shape."""
+    return is_float32(left) and is_float32(right) and same_extents(shape_of(left), shape_of(right))
+
+
+def read_bias(value: GenericConst, channels: int, rank: int) -> np.ndarray | None:
+    """A constant that adds one number per channel of the last axis, as (channels,)."""
+    array = value.value.numpy()
+    if array.ndim > rank or array.size not in (1, channels) or array.dtype != np.float32:
+        return None
+    if array.size == channels and array.ndim and array.shape[-1] != channels:
+        return None
+    return np.ascontiguousarray(np.broadcast_to(array.reshape(-1), (channels,)))
+
+
+def read_scalar(expr: Any) -> float | None:
+    """The number a scalar argument stands for."""
+    if isinstance(expr, GenericConst):
+        return float(expr.value.numpy()) if expr.value.numpy().ndim == 0 else None
+    if isinstance(expr, tirx.IntImm | tirx.FloatImm):
+        return float(expr.value)
+    return None
+
+
+def pair(values: Any) -> tuple[int, int]:
+    """(h, w) of an attribute that holds one or two numbers."""
+    numbers = [int(v) for v in values]
+    return (numbers[0], numbers[-1])
+
+
+def expand_padding(values: Any) -> tuple[int, int, int, int]:
+    """(top, left, bottom, right) of an attribute that holds one, two or four numbers."""
+    numbers = [int(v) for v in values]
+    if len(numbers) == 4:
+        return numbers[0], numbers[1], numbers[2], numbers[3]
+    return numbers[0], numbers[-1], numbers[0], numbers[-1]

@@ -1,0 +1,113 @@
+"""lower_integer: QNN module -> calls of kernels; what no kernel takes is left for exact
+legalization.
+
+The rules are tried at every value, in order; a rule takes the values behind it that its kernel
+computes too.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+import tvm
+from tvm import relax
+from tvm.target import Target
+
+from relayquant.dialect.cost import MACS_ATTR, count_macs
+from relayquant.lower.elementwise_rules import ELEMENTWISE_RULES
+from relayquant.lower.integer_layout import convert_integer_layout
+from relayquant.lower.kernel_call import KernelCall, KernelContext, KernelRule
+from relayquant.lower.kernels.isa import Isa
+from relayquant.lower.kernels.select import select_isa
+from relayquant.lower.linear_rules import LINEAR_RULES
+from relayquant.rewrite import Emitter, Graph, Skip, rewrite_main
+
+logger = logging.getLogger("relayquant.lower")
+
+#: relax::OpPatternKind::kOpaque: FuseOps must not put anything into a finished kernel
+OPAQUE = 8
+
+KERNEL_RULES: tuple[KernelRule, ...] = (*LINEAR_RULES, *ELEMENTWISE_RULES)
+
+
+def lower_integer(mod: tvm.IRModule, target: Target) -> tvm.IRModule:
+    """Replace integer operators of main by kernels for the target's instruction set.
+
+    Modules without a Relax function main in one dataflow block, and targets that are no LLVM CPUs,
+    are returned as they are.
+    """
+    if target.kind.name != "llvm" or not has_integer_main(mod):
+        return mod
+    mod = convert_integer_layout(mod)
+    return call_kernels(mod, select_isa(target))
+
+
+def has_integer_main(mod: tvm.IRModule) -> bool:
+    """Whether main is in normal form and holds an operator of the dialect."""
+    names = [gv.name_hint for gv in mod.get_global_vars()]
+    if "main" not in names or not isinstance(mod["main"], relax.Function):
+        return False
+    body = mod["main"].body
+    if not isinstance(body, relax.SeqExpr) or len(body.blocks) != 1:
+        return False
+    graph = Graph(mod)
+    return isinstance(body.blocks[0], relax.DataflowBlock) and any(
+        graph.op_name(binding.var).startswith("relax.qnn.") for binding in graph.bindings
+    )
+
+
+def call_kernels(
+    mod: tvm.IRModule, isa: Isa, rules: Sequence[KernelRule] = KERNEL_RULES
+) -> tvm.IRModule:
+    """The module with every chain that a rule takes computed by one `call_tir`."""
+    graph = Graph(mod)
+    calls = find_calls(KernelContext(graph, isa), rules)
+    inner = {var for call in calls.values() for var in call.vars[:-1]}
+
+    def visit(emitter: Emitter, binding: relax.VarBinding) -> relax.Expr | None:
+        if binding.var in inner:
+            return None
+        call = calls.get(binding.var)
+        if call is None:
+            return emitter.get(binding.value)
+        macs = sum(count_macs(graph.call_of(var)) for var in call.vars)
+        return emit_call(emitter, call, macs)
+
+    return rewrite_main(mod, visit)
+
+
+def find_calls(context: KernelContext, rules: Sequence[KernelRule]) -> dict[relax.Var, KernelCall]:
+    """Result variable -> kernel call, each value in at most one."""
+    calls: dict[relax.Var, KernelCall] = {}
+    taken: set[relax.Var] = set()
+    for binding in context.graph.bindings:
+        var = binding.var
+        if var in taken:
+            continue
+        for rule in rules:
+            outcome = rule(context, var)
+            if isinstance(outcome, KernelCall):
+                calls[outcome.vars[-1]] = outcome
+                taken.update(outcome.vars)
+                break
+            if isinstance(outcome, Skip):
+                logger.debug("no kernel for %s: %s", var.name, outcome.reason)
+    return calls
+
+
+def emit_call(emitter: Emitter, call: KernelCall, macs: int) -> relax.Expr:
+    """call_tir of the kernel, `macs` multiply-adds; equal kernels are added to the module once."""
+    name = str(call.func.attrs["global_symbol"])
+    func = call.func.without_attr("global_symbol").with_attrs(
+        {"op_pattern": OPAQUE, MACS_ATTR: macs}
+    )
+    function = emitter.builder.add_func(func, name)
+    operands = [
+        relax.const(operand, str(operand.dtype))
+        if isinstance(operand, np.ndarray)
+        else emitter.get(operand)
+        for operand in call.operands
+    ]
+    return relax.call_tir(function, relax.Tuple(operands), call.vars[-1].ty)

@@ -1,0 +1,217 @@
+"""Instruction sets of Arm: `sdot` where the target has it, else widening multiplies.
+
+Activations are int8, as the `arm` backend quantizes them; uint8 ones have their top bit flipped on
+the way in, like int8 ones on x86. Both families take the word of an activation by lane index from a
+register that holds several words, so that one load serves them all and nothing has to be spread
+over a vector:
+
+    sdot   v0.4s, v1.16b, v2.4b[i]     4 products per lane       (Armv8.2 dot product)
+    smlal  v0.4s, v1.4h, v2.h[i]       1 product per lane        (every AArch64; vmlal.s16 on Armv7)
+
+A pairwise smull, smlal, sadalp would do more products per instruction, but its int16 sums overflow
+when two weights of -128 meet activations of -128.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tvm.script.ir_builder import tirx as T
+
+from relayquant.lower.kernels.isa import Buffer, Expr, Isa, load_word
+
+#: int32 lanes of a 128-bit register.
+PART = 4
+
+
+def take(value: Expr, first: int, count: int) -> Expr:
+    """`count` lanes of a vector from `first` on."""
+    return T.Shuffle([value], [T.int32(first + i) for i in range(count)])
+
+
+def split(value: Expr, lanes: int, count: int) -> list[Expr]:
+    """A vector of `lanes` as `count` vectors of as many lanes each."""
+    size = lanes // count
+    return [value] if count == 1 else [take(value, i * size, size) for i in range(count)]
+
+
+def join(values: list[Expr], lanes: int) -> Expr:
+    """The vector of `lanes` that `split` had."""
+    return values[0] if len(values) == 1 else T.Shuffle(values, [T.int32(i) for i in range(lanes)])
+
+
+def repeat(value: Expr, lanes: int, lane: int, count: int) -> Expr:
+    """One lane of a vector of `lanes`, `count` times: to LLVM, the index of an instruction."""
+    copies = -(-count // lanes)  # a Shuffle gives no more lanes than it takes
+    return T.Shuffle([value] * copies, [T.int32(lane)] * count)
+
+
+def load_pieces(count: int) -> list[tuple[int, int]]:
+    """(first word, words) of the loads that bring `count` words: 4, 8 or 16 bytes each."""
+    pieces, first = [], 0
+    while first < count:
+        size = 1 << (min(count - first, 4).bit_length() - 1)
+        pieces.append((first, size))
+        first += size
+    return pieces
+
+
+@dataclass(frozen=True)
+class ArmIsa(Isa):
+    """What both families share; `intrinsic` works on one 128-bit register of accumulators."""
+
+    intrinsic: str = ""
+
+    def for_depthwise(self, channels: int) -> Isa:
+        """Twice the lanes: rows are then loaded, interleaved and stored by 8 bytes instead of 4."""
+        return replace(self, lanes=2 * PART) if channels >= 2 * PART else self
+
+    def load_activation(self, buffer: Buffer, offset: Expr) -> Expr:
+        return self.load_activations(buffer, offset, 1)[0]
+
+
+@dataclass(frozen=True)
+class SdotIsa(ArmIsa):
+    """sdot: four int8 x int8 products added to an int32 lane, without saturation."""
+
+    def load_activations(self, buffer: Buffer, offset: Expr, count: int) -> list[Expr]:
+        operands = []
+        for first, size in load_pieces(count):
+            start = offset + first * self.products
+            if size == 1:
+                operands.append(self.as_activation(load_word(buffer, start, self.lanes)))
+                continue
+            words = buffer.vload([start], f"int8x{size * self.products}")
+            words = T.reinterpret(f"int32x{size}", words)
+            spread = [repeat(words, size, lane, self.lanes) for lane in range(size)]
+            operands += map(self.as_activation, spread)
+        return operands
+
+    def as_activation(self, words: Expr) -> Expr:
+        return T.reinterpret(f"int8x{self.weight_vector}", words)
+
+    def load_weights(self, buffer: Buffer, index: Expr) -> Expr:
+        return buffer.vload([index * self.weight_vector], f"int8x{self.weight_vector}")
+
+    def store_weights(self, buffer: Buffer, index: Expr, words: Expr) -> None:
+        size = self.weight_vector
+        value = T.reinterpret(f"int8x{size}", words)
+        T.buffer_store(buffer, value, [T.ramp(index * size, 1, size)])
+
+    def dot(self, acc: Expr, activation: Expr, weights: Expr) -> Expr:
+        parts = self.lanes // PART
+        sums = [
+            T.call_llvm_pure_intrin(self.intrinsic, *operands, dtype=f"int32x{PART}")
+            for operands in zip(
+                split(acc, self.lanes, parts),
+                split(weights, self.weight_vector, parts),
+                split(activation, self.weight_vector, parts),
+                strict=True,
+            )
+        ]
+        return join(sums, self.lanes)
+
+
+@dataclass(frozen=True)
+class SmlalIsa(ArmIsa):
+    """smlal: int16 products added to int32 lanes, one product of a word after the other.
+
+    Activations stay 8 bit in memory and are widened in registers; weights are stored as int16, the
+    lanes of one product after the other.
+    """
+
+    def arrange_weights(self, words: NDArray[np.int8]) -> NDArray[Any]:
+        return super().arrange_weights(np.ascontiguousarray(words.swapaxes(-1, -2)))
+
+    def load_activations(self, buffer: Buffer, offset: Expr, count: int) -> list[Expr]:
+        operands = []
+        for first, size in load_pieces(count):
+            start, values = offset + first * self.products, size * self.products
+            wide = T.Cast(f"int16x{values}", buffer.vload([start], f"int8x{values}"))
+            for word in range(size):
+                lanes = range(word * self.products, (word + 1) * self.products)
+                operands.append(tuple(repeat(wide, values, lane, self.lanes) for lane in lanes))
+        return operands
+
+    def as_activation(self, words: Expr) -> Expr:
+        rows = T.reinterpret(f"int8x{self.weight_vector}", words)
+        rows = split(rows, self.weight_vector, self.products)
+        return tuple(T.Cast(f"int16x{self.lanes}", row) for row in rows)
+
+    def interleave(self, rows: list[Expr]) -> Expr:
+        """Row after row, as the weights are: nothing has to change places."""
+        order = [T.int32(i) for i in range(self.weight_vector)]
+        return T.reinterpret(f"int32x{self.lanes}", T.Shuffle(rows, order))
+
+    def load_weights(self, buffer: Buffer, index: Expr) -> Expr:
+        start = index * self.weight_vector
+        vectors = range(0, self.weight_vector, self.lanes)
+        return tuple(buffer.vload([start + at], f"int16x{self.lanes}") for at in vectors)
+
+    def store_weights(self, buffer: Buffer, index: Expr, words: Expr) -> None:
+        size = self.weight_vector
+        order = [
+            T.int32(lane * self.products + product)
+            for product in range(self.products)
+            for lane in range(self.lanes)
+        ]
+        value = T.Shuffle([T.reinterpret(f"int8x{size}", words)], order)
+        T.buffer_store(buffer, T.Cast(f"int16x{size}", value), [T.ramp(index * size, 1, size)])
+
+    def dot(self, acc: Expr, activation: Expr, weights: Expr) -> Expr:
+        for a, w in zip(activation, weights, strict=True):
+            parts = self.lanes // PART
+            products = [
+                T.call_llvm_pure_intrin(self.intrinsic, *operands, dtype=f"int32x{PART}")
+                for operands in zip(
+                    split(w, self.lanes, parts), split(a, self.lanes, parts), strict=True
+                )
+            ]
+            acc = acc + join(products, self.lanes)
+        return acc
+
+
+SDOT = SdotIsa(
+    name="sdot",
+    features=("neon", "dotprod"),
+    lanes=4,
+    products=4,
+    accumulators=16,
+    dots_in_flight=8,
+    activation="int8",
+    weight_dtype="int8",
+    words_per_load=4,
+    max_pixels=8,
+    intrinsic="llvm.aarch64.neon.sdot.v4i32.v16i8",
+)
+NEON = SmlalIsa(
+    name="neon",
+    features=("neon",),
+    lanes=4,
+    products=4,
+    accumulators=16,
+    dots_in_flight=4,
+    activation="int8",
+    weight_dtype="int16",
+    max_pixels=8,
+    intrinsic="llvm.aarch64.neon.smull.v4i32",
+)
+NEON32 = SmlalIsa(
+    name="neon32",
+    features=("neon",),
+    lanes=4,
+    products=4,
+    accumulators=8,
+    dots_in_flight=4,
+    activation="int8",
+    weight_dtype="int16",
+    max_pixels=4,
+    intrinsic="llvm.arm.neon.vmulls.v4i32",
+)
+
+#: Fastest first.
+AARCH64_ISAS: tuple[Isa, ...] = (SDOT, NEON)
+ARM32_ISAS: tuple[Isa, ...] = (NEON32,)

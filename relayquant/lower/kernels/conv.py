@@ -1,0 +1,364 @@
+"""Convolution and matrix product, uint8/int8 activations times int8 weights, generated as TIR.
+
+    y[n, oy, ox, c] = epilogue(bias[c] + sum x[n, oy*s + kh*d, ox*s + kw*d, i] * w[c, kh, kw, i])
+
+One generator serves conv2d, conv1d (height 1), dense (1x1 on a row of pixels) and the phases of a
+transposed convolution. It keeps a register tile of `rows x cols` output pixels by `blocks` vectors
+of output channels as accumulators and walks the reduction in words of `Isa.products` activations:
+
+- Pixels are the outer, channels the inner loop of the tile: the swapped order makes LLVM spill.
+- Remainders of pixels and channels move the last tile back so that it overlaps its neighbour; both
+  write the same values. The packer lays the weights out accordingly, so no tail code exists.
+- In NHWC the kw * c_in bytes under one kernel row are contiguous: they are one run of words, which
+  suits a first convolution of 1 or 3 channels as well as any other. The end of a run meets zero
+  weights.
+- Padding, a flip of the sign bit, and slack for the last word are one copy into a workspace, made
+  only when needed.
+- Small groups are merged until a vector of output channels is filled; the weights between
+  groups are zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from tvm.script.ir_builder import tirx as T
+from tvm.tirx import PrimFunc
+
+from relayquant.errors import ConfigError
+from relayquant.lower.kernels.conv_plan import ConvPlan, pack_panels
+from relayquant.lower.kernels.depthwise import build_depthwise, pack_depthwise
+from relayquant.lower.kernels.emit import (
+    PARALLEL_THRESHOLD,
+    alloc_vectors,
+    broadcast,
+    build_kernel,
+    ceil_div,
+    constant,
+    load_vector,
+    loop_over,
+    store_vector,
+)
+from relayquant.lower.kernels.isa import Buffer, Expr, Isa
+from relayquant.lower.kernels.narrow import PACKED
+from relayquant.lower.kernels.operands import (
+    Image,
+    Operands,
+    declare_operands,
+    emit_narrow_vectors,
+    emit_prepared_image,
+    emit_store,
+)
+from relayquant.lower.kernels.specs import Conv2d, Dense, PackedWeights, pack_channels
+
+#: Packed weights up to this many bytes stay in the second-level cache while pixels pass by.
+CACHED_WEIGHT_BYTES = 300 * 1024
+
+
+def build_general_conv2d(
+    spec: Conv2d,
+    isa: Isa,
+    name: str,
+    in_shape: tuple[int, ...] | None,
+    out_shape: tuple[int, ...] | None,
+) -> PrimFunc:
+    """The kernel of `build_conv2d` for all but depthwise convolutions."""
+
+    def body() -> None:
+        plan = ConvPlan(spec, isa)
+        operands = declare_operands(
+            spec, isa, plan.weight_size, plan.channel_size, in_shape, out_shape
+        )
+        image = Image(operands.data, spec.height, spec.width)
+        threads = spec.macs >= PARALLEL_THRESHOLD
+        if plan.needs_copy:
+            image = emit_prepared_image(operands.data, spec, isa, threads)
+        emit_convolution(plan, image, operands, threads)
+
+    return build_kernel(name, body)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a convolution that is a part of another one reads and writes.
+
+    Output pixel (y, x) goes to (y * stride + offset) of an image of `size`; its window starts at
+    `origin` in the input. `first_weight` counts weight vectors, `first_channel` lanes.
+    """
+
+    origin: tuple[int, int]
+    size: tuple[int, int]
+    stride: tuple[int, int]
+    offset: tuple[int, int]
+    first_weight: int
+    first_channel: int
+
+
+@dataclass(frozen=True)
+class TilePosition:
+    """One register tile: offsets of what it reads, writes, and of its constants."""
+
+    origin: Expr  #: of the first activation in the image
+    pixel_starts: list[int]  #: of every pixel of the tile, from `origin`
+    out_pixels: list[Expr]  #: of the first channel of every pixel in y
+    out_channels: list[
+        Expr
+    ]  #: of every block in a pixel of y; all the same when results are packed
+    pixel_numbers: list[Expr]  #: of every pixel in `Operands.row_term`
+    constants: Expr  #: in the multipliers
+    bias: Expr
+    first_vector: Expr  #: number of the first weight vector
+
+
+def emit_convolution(
+    plan: ConvPlan,
+    image: Image,
+    operands: Operands,
+    threads: bool,
+    placement: Placement | None = None,
+) -> None:
+    """All tiles of a convolution over a prepared image."""
+    images, n_rows, n_cols = plan.pixel_grid
+    placement = placement or Placement((0, 0), (n_rows, n_cols), (1, 1), (0, 0), 0, 0)
+    if plan.is_matrix:
+        image = Image(image.data, 1, n_cols)
+    sizes = {
+        "n": images,
+        "row": ceil_div(n_rows, plan.tile.rows),
+        "col": ceil_div(n_cols, plan.tile.cols),
+        "group": plan.groups,
+        "panel": plan.panels,
+    }
+    if plan.weight_size <= CACHED_WEIGHT_BYTES:
+        order = "n row col group panel"
+    elif plan.weights_per_image:
+        order = "n group panel row col"
+    else:  # keep one weight panel over all pixels
+        order = "group panel n row col"
+    with loop_over(tuple(sizes[axis] for axis in order.split()), threads) as indices:
+        index = dict(zip(order.split(), indices, strict=True))
+        at = locate_tile(plan, image, placement, **index)
+        chains = emit_start(plan, operands, at)
+        emit_reduction(plan, image, operands, at, chains)
+        emit_results(plan, operands, at, chains)
+
+
+def locate_tile(
+    plan: ConvPlan,
+    image: Image,
+    place: Placement,
+    n: Expr,
+    row: Expr,
+    col: Expr,
+    group: Expr,
+    panel: Expr,
+) -> TilePosition:
+    """Offsets of the tile with these indices; the last tile of an axis is moved back."""
+    spec, tile, lanes = plan.spec, plan.tile, plan.isa.lanes
+    _, n_rows, n_cols = plan.pixel_grid
+    stride_h, stride_w = spec.strides
+    oy, ox = row * tile.rows, col * tile.cols
+    if n_rows % tile.rows:
+        oy = T.min(oy, n_rows - tile.rows)
+    if n_cols % tile.cols:
+        ox = T.min(ox, n_cols - tile.cols)
+    y, x = oy * stride_h + place.origin[0], ox * stride_w + place.origin[1]
+    origin = ((n * image.height + y) * image.width + x) * spec.in_channels
+    starts, numbers, targets = [], [], []
+    for r, c in np.ndindex(tile.rows, tile.cols):
+        starts.append((r * stride_h * image.width + c * stride_w) * spec.in_channels)
+        numbers.append((n * n_rows + oy + r) * n_cols + ox + c)
+        y = (oy + r) * place.stride[0] + place.offset[0]
+        x = (ox + c) * place.stride[1] + place.offset[1]
+        targets.append(((n * place.size[0] + y) * place.size[1] + x) * spec.out_channels)
+
+    # Packed results cover a panel, others a vector; either is moved back within the group.
+    width = plan.panel_channels if plan.is_narrow else lanes
+    channels = []
+    for block in range(tile.blocks):
+        start = panel * plan.panel_channels + (0 if plan.is_narrow else block * lanes)
+        if plan.panels * plan.panel_channels != plan.group_out:
+            start = T.min(start, max(plan.group_out - width, 0))
+        channels.append(group * plan.group_out + start)
+
+    weight_set = n if plan.weights_per_image else 0
+    constants = (group * plan.panels + panel) * plan.panel_channels + place.first_channel
+    first_panel = (weight_set * plan.groups + group) * plan.panels + panel
+    return TilePosition(
+        origin=origin + group * plan.group_in,
+        pixel_starts=starts,
+        out_pixels=targets,
+        out_channels=channels,
+        pixel_numbers=numbers,
+        constants=constants,
+        bias=weight_set * plan.channel_size + constants,
+        first_vector=first_panel * plan.panel_vectors + place.first_weight,
+    )
+
+
+def emit_start(plan: ConvPlan, operands: Operands, at: TilePosition) -> list[list[Buffer]]:
+    """Accumulators [chain][pixel * blocks + block]; the first chain holds the bias, others 0."""
+    tile, lanes = plan.tile, plan.isa.lanes
+    chains = [alloc_vectors(tile.pixels * tile.blocks, lanes) for _ in range(tile.chains)]
+    for slot, acc in enumerate(chains[0]):
+        pixel, block = divmod(slot, tile.blocks)
+        value = load_vector(operands.bias, at.bias + block * lanes, lanes)
+        if operands.row_term is not None:
+            value = value + broadcast(operands.row_term.vload([at.pixel_numbers[pixel]]), lanes)
+        store_vector(acc, value, 0, lanes)
+    for acc in (acc for accs in chains[1:] for acc in accs):
+        store_vector(acc, constant("int32", 0, lanes), 0, lanes)
+    return chains
+
+
+def emit_reduction(
+    plan: ConvPlan,
+    image: Image,
+    operands: Operands,
+    at: TilePosition,
+    chains: list[list[Buffer]],
+) -> None:
+    """The dot products of a tile, in loops over kernel positions and words.
+
+    Pixels and blocks are unrolled, pixels the outer: the swapped order makes LLVM spill.
+    """
+    spec, isa, blocks = plan.spec, plan.isa, plan.tile.blocks
+    dilation_h, dilation_w = spec.dilation
+
+    def steps(tap_h: Expr, tap_w: Expr, word: Expr, count: int) -> None:
+        """`count` words from `word` on, dealt out to the chains."""
+        tap = (tap_h * dilation_h * image.width + tap_w * dilation_w) * spec.in_channels
+        first = at.origin + tap + word * isa.products
+        index = (tap_h * plan.taps[1] + tap_w) * plan.words + word
+        loads = [
+            isa.load_activations(image.data, first + start, count) for start in at.pixel_starts
+        ]
+        for i in range(count):
+            vectors = at.first_vector + (index + i) * blocks
+            for slot, acc in enumerate(chains[i % len(chains)]):
+                pixel, block = divmod(slot, blocks)
+                weights = isa.load_weights(operands.weight, vectors + block)
+                value = isa.dot(load_vector(acc, 0, isa.lanes), loads[pixel][i], weights)
+                store_vector(acc, value, 0, isa.lanes)
+
+    unrolled = ceil_div(len(chains), isa.words_per_load) * isa.words_per_load
+    whole, rest = divmod(plan.words, unrolled)
+    with T.grid(*plan.taps) as (tap_h, tap_w):
+        if whole:
+            with T.serial(whole) as i:
+                steps(tap_h, tap_w, i * unrolled, unrolled)
+        if rest:
+            steps(tap_h, tap_w, T.int32(whole * unrolled), rest)
+
+
+def emit_results(
+    plan: ConvPlan, operands: Operands, at: TilePosition, chains: list[list[Buffer]]
+) -> None:
+    """Add up the chains of a tile, and store what the epilogue makes of the sums."""
+    isa, epilogue, blocks, lanes = plan.isa, plan.spec.epilogue, plan.tile.blocks, plan.isa.lanes
+    totals = []
+    for accs in zip(*chains, strict=True):
+        total = load_vector(accs[0], 0, lanes)
+        for acc in accs[1:]:
+            total = total + load_vector(acc, 0, lanes)
+        totals.append(total)
+    if not plan.is_narrow:
+        for slot, total in enumerate(totals):
+            pixel, block = divmod(slot, blocks)
+            target = at.out_pixels[pixel] + at.out_channels[block]
+            first = at.constants + block * lanes
+            emit_store(operands, epilogue, total, target, first, lanes, plan.store_width)
+        return
+    targets = [pixel + at.out_channels[0] for pixel in at.out_pixels]
+    for first in range(0, len(totals), PACKED):
+        values = totals[first : first + PACKED]
+        pixels = targets[first // blocks : (first + len(values)) // blocks]
+        emit_narrow_vectors(isa, epilogue, operands, values, pixels, at.constants, blocks)
+
+
+def build_conv2d(
+    spec: Conv2d,
+    isa: Isa,
+    name: str = "conv2d",
+    in_shape: tuple[int, ...] | None = None,
+    out_shape: tuple[int, ...] | None = None,
+) -> PrimFunc:
+    """Kernel of a convolution: PrimFunc(x, weight, bias[, multiplier][, residual], y).
+
+    x is NHWC, residual and y are like the output; the others come from `pack_conv2d`. `in_shape`
+    and `out_shape` declare the arguments with another shape of as many elements, as a conv1d (N,
+    W, C) or a dense layer (..., K) has.
+    """
+    build = build_depthwise if spec.is_depthwise else build_general_conv2d
+    return build(spec, isa, name, in_shape, out_shape)
+
+
+def pack_general_conv2d(
+    spec: Conv2d,
+    isa: Isa,
+    weight: NDArray[np.int8],
+    bias: NDArray[np.int32],
+    multiplier: NDArray[np.float32] | None,
+) -> PackedWeights:
+    """Constant operands of `build_general_conv2d`."""
+    plan = ConvPlan(spec, isa)
+    folded, factors = pack_channels(spec, weight, bias, multiplier, plan.shift, plan.all_channels)
+    packed = pack_panels(plan, weight)
+    return PackedWeights(packed, folded, factors)
+
+
+def pack_conv2d(
+    spec: Conv2d,
+    isa: Isa,
+    weight: NDArray[np.int8],
+    bias: NDArray[np.int32],
+    multiplier: NDArray[np.float32] | None,
+) -> PackedWeights:
+    """Constant operands of `build_conv2d(spec, isa)`.
+
+    Args:
+        weight: (O, KH, KW, I / groups) int8, kernel zero point 0.
+        bias: (O,) int32, scale s_in * s_w[c]; without the zero point correction.
+        multiplier: (O,) or () float32; s_in * s_w[c] / s_out, or s_in * s_w[c] to dequantize; None
+            when accumulators are stored.
+
+    Raises:
+        ConfigError: a shape does not fit, or the multiplier is missing or not wanted.
+    """
+    pack = pack_depthwise if spec.is_depthwise else pack_general_conv2d
+    return pack(spec, isa, weight, bias, multiplier)
+
+
+def build_dense(
+    spec: Dense,
+    isa: Isa,
+    name: str = "dense",
+    in_shape: tuple[int, ...] | None = None,
+    out_shape: tuple[int, ...] | None = None,
+) -> PrimFunc:
+    """Kernel of a dense layer: PrimFunc(x, weight, bias[, multiplier][, residual], y).
+
+    x is (M, K) and y (M, N), or of the given shapes with M split into several dimensions. The
+    constants come from `pack_dense`.
+    """
+    in_shape = in_shape or (spec.rows, spec.in_features)
+    out_shape = out_shape or (spec.rows, spec.out_features)
+    return build_conv2d(spec.as_conv2d(), isa, name, in_shape, out_shape)
+
+
+def pack_dense(
+    spec: Dense,
+    isa: Isa,
+    weight: NDArray[np.int8],
+    bias: NDArray[np.int32],
+    multiplier: NDArray[np.float32] | None,
+) -> PackedWeights:
+    """Constant operands of `build_dense`; weight (N, K), bias (N,), multiplier (N,) or ()."""
+    if weight.shape != (spec.out_features, spec.in_features):
+        raise ConfigError(
+            f"pack_dense: weight has shape {weight.shape}, expected "
+            f"{(spec.out_features, spec.in_features)}."
+        )
+    return pack_conv2d(spec.as_conv2d(), isa, weight[:, None, None, :], bias, multiplier)

@@ -1,0 +1,331 @@
+"""Instruction sets: the values every kernel generator takes; those of x86 and the portable one.
+
+An `Isa` is a frozen value that owns the few primitives in which instruction sets differ: how a
+word of activations is spread over a vector, how a vector of packed weights is read, and the dot
+product of the two. The generators (convolution, matrix product, depthwise) are written once, over
+these primitives. Another family (see `arm`) is another subclass with its values, and a line in
+`select`; nothing else changes.
+
+    accumulator vector   `lanes` int32 values, one output channel each
+    word                 `products` consecutive activations, one dot step of one lane
+    operand              what `load_activation` / `load_weights` return and `dot` takes (opaque)
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tvm.script.ir_builder import tirx as T
+
+#: A TIR expression or buffer; TVM gives them no useful static type.
+Expr = Any
+Buffer = Any
+
+
+@dataclass(frozen=True)
+class Narrowing:
+    """Rounding and saturating narrowing of x86 vectors, by the names of the LLVM intrinsics."""
+
+    to_int32: str  #: float32 -> int32, half to even; what does not fit becomes -2**31
+    to_int16: str  #: packssdw
+    to_int8: str  #: packsswb
+    to_uint8: str  #: packuswb
+
+    def round(self, value: Expr, lanes: int) -> Expr:
+        """int32 vector: `value` rounded half to even; must be below 2**31."""
+        dtype = f"int32x{lanes}"
+        if lanes < 16:
+            return T.call_llvm_pure_intrin(self.to_int32, value, dtype=dtype)
+        unused, every, current = T.broadcast(T.int32(0), lanes), T.int16(-1), T.int32(4)
+        return T.call_llvm_pure_intrin(self.to_int32, value, unused, every, current, dtype=dtype)
+
+    def pack_words(self, a: Expr, b: Expr, lanes: int) -> Expr:
+        """int16 vector of two int32 vectors, saturated, interleaved by 128-bit parts."""
+        return T.call_llvm_pure_intrin(self.to_int16, a, b, dtype=f"int16x{2 * lanes}")
+
+    def add_words(self, a: Expr, b: Expr, lanes: int) -> Expr:
+        """a + b in int16, saturated."""
+        name = f"llvm.sadd.sat.v{2 * lanes}i16"
+        return T.call_llvm_pure_intrin(name, a, b, dtype=f"int16x{2 * lanes}")
+
+    def pack_bytes(self, a: Expr, b: Expr, dtype: str, lanes: int) -> Expr:
+        """uint8 or int8 vector of two int16 vectors, saturated, interleaved by 128-bit parts."""
+        name = self.to_uint8 if dtype == "uint8" else self.to_int8
+        return T.call_llvm_pure_intrin(name, a, b, dtype=f"{dtype}x{4 * lanes}")
+
+
+@dataclass(frozen=True)
+class Isa(ABC):
+    """One instruction set, as the kernel generators see it.
+
+    `activation` is the dtype (uint8 or int8) the dot product takes; activations of the other one
+    are stored with the top bit flipped, which moves the zero point by 128 (see
+    `zero_point_shift`).
+    """
+
+    name: str
+    features: tuple[str, ...]  #: LLVM features, all needed
+    lanes: int  #: int32 lanes of one vector
+    products: int  #: multiply-adds per lane and dot step
+    accumulators: int  #: vectors a register tile may keep as accumulators
+    dots_in_flight: int  #: independent accumulators that hide the latency of the dot product
+    activation: str  #: dtype of activations the dot product takes
+    weight_dtype: str  #: dtype in which packed weights are stored
+    narrowing: Narrowing | None = None  #: saturating packs, where there are some
+    max_blocks: int = 4  #: vectors of weights a register tile may keep beside the accumulators
+    words_per_load: int = 1  #: consecutive words that `load_activations` gets best at once
+    max_pixels: int = 32  #: pixels a register tile may have, where their words need registers
+
+    @property
+    def weight_vector(self) -> int:
+        """Elements of packed weights for one accumulator vector and one word."""
+        return self.lanes * self.products
+
+    def zero_point_shift(self, dtype: str) -> int:
+        """What is added to zero points (and, modulo 256, to values) of activations of `dtype`."""
+        if dtype == self.activation:
+            return 0
+        return 128 if dtype == "int8" else -128
+
+    def arrange_weights(self, words: NDArray[np.int8]) -> NDArray[Any]:
+        """Packed form: [..., lanes, products] int8 -> [..., weight_vector] weight_dtype."""
+        flat = words.reshape(*words.shape[:-2], self.weight_vector)
+        return flat.astype(self.weight_dtype)
+
+    def for_depthwise(self, channels: int) -> Isa:
+        """The same with vectors that suit a depthwise convolution of so many channels."""
+        return self
+
+    @abstractmethod
+    def load_activation(self, buffer: Buffer, offset: Expr) -> Expr:
+        """Operand: `products` bytes at `offset` of a flat buffer, repeated in all lanes."""
+
+    def load_activations(self, buffer: Buffer, offset: Expr, count: int) -> list[Expr]:
+        """Operands of `count` consecutive words."""
+        return [self.load_activation(buffer, offset + i * self.products) for i in range(count)]
+
+    @abstractmethod
+    def as_activation(self, words: Expr) -> Expr:
+        """Operand: one word per lane, from an int32 vector made by `interleave`."""
+
+    def interleave(self, rows: list[Expr]) -> Expr:
+        """int32 vector whose lane l is the word (rows[0][l], .., rows[products - 1][l])."""
+        lanes, products = self.lanes, self.products
+        order = [T.int32(row * lanes + lane) for lane in range(lanes) for row in range(products)]
+        return T.reinterpret(f"int32x{lanes}", T.Shuffle(rows, order))
+
+    @abstractmethod
+    def load_weights(self, buffer: Buffer, index: Expr) -> Expr:
+        """Operand: packed weight vector number `index` of a flat buffer."""
+
+    @abstractmethod
+    def store_weights(self, buffer: Buffer, index: Expr, words: Expr) -> None:
+        """Write packed weight vector number `index`, from one word of int8 per lane (int32 vector);
+        the counterpart at run time of `arrange_weights`."""
+
+    @abstractmethod
+    def dot(self, acc: Expr, activation: Expr, weights: Expr) -> Expr:
+        """acc[lane] + sum over products of activation * weight, exact modulo 2**32."""
+
+
+def load_word(buffer: Buffer, offset: Expr, lanes: int) -> Expr:
+    """Four consecutive bytes as one int32, repeated in `lanes` lanes (vpbroadcastd)."""
+    word = buffer.vload([offset], f"{buffer.dtype}x4")
+    return T.broadcast(T.reinterpret("int32", word), lanes)
+
+
+@dataclass(frozen=True)
+class VnniIsa(Isa):
+    """vpdpbusd: four uint8 x int8 products added to an int32 lane, without saturation."""
+
+    intrinsic: str = ""
+
+    def load_activation(self, buffer: Buffer, offset: Expr) -> Expr:
+        return self.as_activation(load_word(buffer, offset, self.lanes))
+
+    def as_activation(self, words: Expr) -> Expr:
+        return T.reinterpret(f"uint8x{self.weight_vector}", words)
+
+    def load_weights(self, buffer: Buffer, index: Expr) -> Expr:
+        return buffer.vload([index * self.weight_vector], f"int8x{self.weight_vector}")
+
+    def store_weights(self, buffer: Buffer, index: Expr, words: Expr) -> None:
+        size = self.weight_vector
+        value = T.reinterpret(f"int8x{size}", words)
+        T.buffer_store(buffer, value, [T.ramp(index * size, 1, size)])
+
+    def dot(self, acc: Expr, activation: Expr, weights: Expr) -> Expr:
+        dtype = f"int32x{self.lanes}"
+        return T.call_llvm_pure_intrin(self.intrinsic, acc, activation, weights, dtype=dtype)
+
+
+@dataclass(frozen=True)
+class MaddIsa(Isa):
+    """vpmaddwd: two int16 products per int32 lane, twice per word of four activations.
+
+    The word is spread first and split in registers: even bytes by a mask, odd bytes by a shift. So
+    activations stay 8 bit in memory; the weights are stored as int16, even then odd. vpmaddubsw
+    needs no widening, but saturates its int16 sums and would give wrong results.
+    """
+
+    intrinsic: str = ""
+
+    def arrange_weights(self, words: NDArray[np.int8]) -> NDArray[Any]:
+        halves = np.stack([words[..., 0::2], words[..., 1::2]], axis=-3)
+        return halves.reshape(*words.shape[:-2], self.weight_vector).astype(self.weight_dtype)
+
+    def load_activation(self, buffer: Buffer, offset: Expr) -> Expr:
+        return self.as_activation(load_word(buffer, offset, self.lanes))
+
+    def as_activation(self, words: Expr) -> Expr:
+        pairs = self.lanes * 2
+        even = T.bitwise_and(words, T.broadcast(T.int32(0x00FF00FF), self.lanes))
+        shift = T.Broadcast(T.uint16(8), pairs)
+        odd = T.shift_right(T.reinterpret(f"uint16x{pairs}", words), shift)
+        return T.reinterpret(f"int16x{pairs}", even), T.reinterpret(f"int16x{pairs}", odd)
+
+    def load_weights(self, buffer: Buffer, index: Expr) -> Expr:
+        pairs = self.lanes * 2
+        start = index * self.weight_vector
+        return tuple(buffer.vload([start + half], f"int16x{pairs}") for half in (0, pairs))
+
+    def store_weights(self, buffer: Buffer, index: Expr, words: Expr) -> None:
+        pairs = self.lanes * 2
+        start = index * self.weight_vector
+        shift = T.Broadcast(T.int16(8), pairs)
+        odd = T.reinterpret(f"int16x{pairs}", words)
+        even = T.reinterpret(f"int16x{pairs}", words << T.Broadcast(T.int32(8), self.lanes))
+        # The left shift leaves byte 1 in the low half of the upper int16; the right shift drops it.
+        for half, value in ((0, even), (pairs, odd)):
+            value = T.shift_right(value, shift)
+            T.buffer_store(buffer, value, [T.ramp(start + half, 1, pairs)])
+
+    def dot(self, acc: Expr, activation: Expr, weights: Expr) -> Expr:
+        dtype = f"int32x{self.lanes}"
+        for x, w in zip(activation, weights, strict=True):
+            acc = acc + T.call_llvm_pure_intrin(self.intrinsic, x, w, dtype=dtype)
+        return acc
+
+
+@dataclass(frozen=True)
+class PlainIsa(Isa):
+    """Ordinary vector TIR: one int32 multiply-add per lane; any LLVM target compiles it."""
+
+    def load_activation(self, buffer: Buffer, offset: Expr) -> Expr:
+        return T.broadcast(T.Cast("int32", buffer.vload([offset])), self.lanes)
+
+    def as_activation(self, words: Expr) -> Expr:
+        return words
+
+    def interleave(self, rows: list[Expr]) -> Expr:
+        return T.Cast(f"int32x{self.lanes}", rows[0])
+
+    def load_weights(self, buffer: Buffer, index: Expr) -> Expr:
+        vector = buffer.vload([index * self.weight_vector], f"int8x{self.weight_vector}")
+        return T.Cast(f"int32x{self.lanes}", vector)
+
+    def store_weights(self, buffer: Buffer, index: Expr, words: Expr) -> None:
+        value = T.Cast(f"int8x{self.lanes}", words)
+        T.buffer_store(buffer, value, [T.ramp(index * self.lanes, 1, self.lanes)])
+
+    def dot(self, acc: Expr, activation: Expr, weights: Expr) -> Expr:
+        return acc + activation * weights
+
+
+NARROWING_512 = Narrowing(
+    to_int32="llvm.x86.avx512.mask.cvtps2dq.512",
+    to_int16="llvm.x86.avx512.packssdw.512",
+    to_int8="llvm.x86.avx512.packsswb.512",
+    to_uint8="llvm.x86.avx512.packuswb.512",
+)
+NARROWING_256 = Narrowing(
+    to_int32="llvm.x86.avx.cvt.ps2dq.256",
+    to_int16="llvm.x86.avx2.packssdw",
+    to_int8="llvm.x86.avx2.packsswb",
+    to_uint8="llvm.x86.avx2.packuswb",
+)
+NARROWING_128 = Narrowing(
+    to_int32="llvm.x86.sse2.cvtps2dq",
+    to_int16="llvm.x86.sse2.packssdw.128",
+    to_int8="llvm.x86.sse2.packsswb.128",
+    to_uint8="llvm.x86.sse2.packuswb.128",
+)
+
+VNNI512 = VnniIsa(
+    name="vnni512",
+    features=("avx512vnni", "avx512bw", "avx512vl"),
+    lanes=16,
+    products=4,
+    accumulators=28,
+    dots_in_flight=10,
+    activation="uint8",
+    weight_dtype="int8",
+    narrowing=NARROWING_512,
+    intrinsic="llvm.x86.avx512.vpdpbusd.512",
+)
+VNNI256 = VnniIsa(
+    name="vnni256",
+    features=("avxvnni", "avx2"),
+    lanes=8,
+    products=4,
+    accumulators=12,
+    max_blocks=2,
+    dots_in_flight=10,
+    activation="uint8",
+    weight_dtype="int8",
+    narrowing=NARROWING_256,
+    intrinsic="llvm.x86.avx512.vpdpbusd.256",
+)
+AVX512BW = MaddIsa(
+    name="avx512bw",
+    features=("avx512bw", "avx512vl"),
+    lanes=16,
+    products=4,
+    accumulators=24,
+    dots_in_flight=8,
+    activation="uint8",
+    weight_dtype="int16",
+    narrowing=NARROWING_512,
+    intrinsic="llvm.x86.avx512.pmaddw.d.512",
+)
+AVX2 = MaddIsa(
+    name="avx2",
+    features=("avx2",),
+    lanes=8,
+    products=4,
+    accumulators=12,
+    dots_in_flight=8,
+    activation="uint8",
+    weight_dtype="int16",
+    narrowing=NARROWING_256,
+    intrinsic="llvm.x86.avx2.pmadd.wd",
+)
+SSE2 = MaddIsa(
+    name="sse2",
+    features=("sse2",),
+    lanes=4,
+    products=4,
+    accumulators=8,
+    dots_in_flight=8,
+    activation="uint8",
+    weight_dtype="int16",
+    narrowing=NARROWING_128,
+    intrinsic="llvm.x86.sse2.pmadd.wd",
+)
+PORTABLE = PlainIsa(
+    name="portable",
+    features=(),
+    lanes=4,
+    products=1,
+    accumulators=8,
+    dots_in_flight=8,
+    activation="uint8",
+    weight_dtype="int8",
+)
+
+#: Fastest first.
+X86_ISAS: tuple[Isa, ...] = (VNNI512, VNNI256, AVX512BW, AVX2, SSE2)

@@ -1,0 +1,38 @@
+"""Which instruction set a target has: the choice that every kernel is generated with."""
+
+from __future__ import annotations
+
+from tvm.target import Target
+from tvm.target.codegen import llvm_cpu_has_features
+
+from relayquant.lower.architecture import Architecture, find_architecture
+from relayquant.lower.kernels.arm import AARCH64_ISAS, ARM32_ISAS
+from relayquant.lower.kernels.isa import PORTABLE, X86_ISAS, Isa
+
+#: Fastest first; `select_isa` takes the first whose features the target has.
+ISAS: dict[Architecture, tuple[Isa, ...]] = {
+    Architecture.X86: X86_ISAS,
+    Architecture.AARCH64: AARCH64_ISAS,
+    Architecture.ARM32: ARM32_ISAS,
+    Architecture.OTHER: (),
+}
+
+
+def has_isa(isa: Isa, target: Target) -> bool:
+    """Whether `target` (not this machine) can execute every instruction `isa` emits.
+
+    `isa` must be of the architecture of the target: both kinds of Arm have "neon".
+    """
+    return all(llvm_cpu_has_features(feature, target) for feature in isa.features)
+
+
+def select_isa(target: Target) -> Isa:
+    """The fastest instruction set of `target`, an LLVM target; PORTABLE when none is known.
+
+    The question is put to LLVM's description of the target. An instruction the target lacks would
+    abort the compiling process, so nothing is assumed from the machine at hand.
+    """
+    for isa in ISAS[find_architecture(target)]:
+        if has_isa(isa, target):
+            return isa
+    return PORTABLE

@@ -1,0 +1,46 @@
+"""QNN or float module -> scheduled TIR: the relax pipeline that `relayquant.compile` gives to
+`tvm.compile`.
+"""
+
+from __future__ import annotations
+
+import tvm
+from tvm import relax
+from tvm.target import Target
+
+from relayquant.lower.float_layout import lower_float
+from relayquant.lower.integer import lower_integer
+from relayquant.lower.schedule import create_schedule_pass
+from relayquant.lower.vector_math import create_math_pass
+
+
+def make_pipeline(target: Target) -> tvm.transform.Pass:
+    """A relax pipeline for a target: kernels, exact legalization, schedules, TVM's own lowering."""
+
+    def run(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
+        mod = lower_float(lower_integer(mod, target), target)
+        with target:
+            return tvm.transform.Sequential(
+                [
+                    relax.transform.LegalizeOps(),
+                    relax.transform.AnnotateTIROpPattern(),
+                    relax.transform.FoldConstant(),
+                    relax.transform.FuseOps(),
+                    relax.transform.FuseTIR(),
+                    create_schedule_pass(target),
+                    create_math_pass(target),
+                    relax.transform.RewriteDataflowReshape(),
+                    relax.transform.ToNonDataflow(),
+                    relax.transform.RemovePurityChecking(),
+                    relax.transform.CallTIRRewrite(),
+                    relax.transform.StaticPlanBlockMemory(),
+                    relax.transform.LowerAllocTensor(),
+                    relax.transform.KillAfterLastUse(),
+                    relax.transform.LowerRuntimeBuiltin(),
+                    relax.transform.ComputePrimValue(),
+                    relax.transform.VMShapeLower(),
+                    relax.transform.AttachGlobalSymbol(),
+                ]
+            )(mod)
+
+    return tvm.transform.module_pass(run, opt_level=0, name="relayquant.lower")  # pyright: ignore[reportReturnType]

@@ -1,0 +1,317 @@
+"""One kernel after the other with its operands and what numpy makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from convolutions import conv2d_accumulators
+from exact import F32, centre, exact_fma, finish, random_multiplier, random_values, store
+from tvm.tirx import PrimFunc
+
+from relayquant.lower.kernels.conv import build_conv2d, build_dense, pack_conv2d, pack_dense
+from relayquant.lower.kernels.elementwise import (
+    Add,
+    Affine,
+    Concatenate,
+    Dequantize,
+    Lookup,
+    Multiply,
+    Quantize,
+    Requantize,
+    build_add,
+    build_concatenate,
+    build_dequantize,
+    build_lookup,
+    build_multiply,
+    build_quantize,
+    build_requantize,
+)
+from relayquant.lower.kernels.epilogue import Epilogue, Output, Residual
+from relayquant.lower.kernels.isa import Isa
+from relayquant.lower.kernels.matmul import BatchMatmul, build_batch_matmul
+from relayquant.lower.kernels.pool import (
+    AvgPool2d,
+    MaxPool2d,
+    Window,
+    build_avg_pool2d,
+    build_max_pool2d,
+)
+from relayquant.lower.kernels.specs import Conv2d, Dense
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel and one call of it. `build` gives the function and its inputs."""
+
+    build: Callable[[Isa], tuple[PrimFunc, list[np.ndarray]]]
+    expected: np.ndarray
+
+
+SAME = (1, 1, 1, 1)
+OUT = Epilogue(dtype="int8", zero_point=-5)
+INT8 = {"in_dtype": "int8", "in_zero_point": -7, "epilogue": OUT}
+ADDED = Epilogue(dtype="int8", zero_point=-5, low=-5, residual=Residual("int8", 4, 0.37))
+
+CONVOLUTIONS = {
+    "3x3": Conv2d(1, 8, 8, 16, 32, (3, 3), padding=SAME, **INT8),
+    "3x3 of 17 to 33 channels, strides, residual": Conv2d(
+        2, 5, 7, 17, 33, (3, 3), (2, 1), (0, 1, 2, 1), (2, 1), in_dtype="int8", in_zero_point=9,
+        epilogue=ADDED,
+    ),
+    "3x3 with threads": Conv2d(1, 20, 20, 32, 48, (3, 3), padding=SAME, **INT8),
+    "3x3 with weights beyond a cache": Conv2d(1, 3, 4, 256, 160, (3, 3), padding=SAME, **INT8),
+    "1x1": Conv2d(1, 8, 8, 64, 64, (1, 1), **INT8),
+    "1x1 of 5 channels to 3": Conv2d(1, 5, 7, 5, 3, (1, 1), **INT8),
+    "1x1 of 12 channels to 1": Conv2d(1, 6, 7, 12, 1, (1, 1), **INT8),
+    "1x1 of uint8": Conv2d(1, 5, 7, 24, 20, (1, 1), in_zero_point=200, epilogue=OUT),
+    "1x1 to uint8, residual": Conv2d(
+        1, 5, 7, 17, 5, (1, 1), in_dtype="int8", in_zero_point=-100,
+        epilogue=Epilogue(zero_point=7, residual=Residual("uint8", 4, -0.37)),
+    ),
+    "1x1, stride 2": Conv2d(1, 7, 6, 32, 48, (1, 1), (2, 2), **INT8),
+    "first, 7x7/2 of 3 channels": Conv2d(1, 23, 20, 3, 64, (7, 7), (2, 2), (3, 3, 3, 3), **INT8),
+    "first, 3x3 of 1 channel": Conv2d(1, 11, 9, 1, 17, (3, 3), (2, 2), SAME, **INT8),
+    "groups, dilation, clip": Conv2d(
+        1, 5, 7, 24, 36, (3, 3), padding=SAME, dilation=(2, 2), groups=6, in_dtype="int8",
+        in_zero_point=-100, epilogue=Epilogue(dtype="int8", zero_point=7, low=-20, high=100),
+    ),
+    "conv1d": Conv2d(2, 1, 30, 20, 12, (1, 5), (1, 2), (0, 2, 0, 1), **INT8),
+    "float output": Conv2d(1, 2, 3, 5, 3, (2, 3), epilogue=Epilogue(Output.DEQUANTIZE, "float32")),
+    "accumulators": Conv2d(1, 2, 3, 64, 48, (2, 3), epilogue=Epilogue(Output.ACCUMULATOR, "int32")),
+    "int16 output": Conv2d(1, 4, 4, 8, 19, (3, 3), epilogue=Epilogue(dtype="int16", zero_point=99)),
+    "int32 output": Conv2d(1, 4, 4, 8, 19, (3, 3), epilogue=Epilogue(dtype="int32")),
+    "depthwise": Conv2d(1, 9, 9, 32, 32, (3, 3), padding=SAME, groups=32, **INT8),
+    "depthwise, stride 2": Conv2d(1, 9, 8, 32, 32, (3, 3), (2, 2), SAME, groups=32, **INT8),
+    "depthwise, 19 channels, 5x5": Conv2d(
+        2, 7, 6, 19, 19, (5, 5), padding=(2, 2, 2, 2), groups=19, **INT8
+    ),
+    "depthwise, 6 channels": Conv2d(1, 7, 6, 6, 6, (3, 3), padding=SAME, groups=6, **INT8),
+    "depthwise, 3 channels": Conv2d(1, 7, 6, 3, 3, (3, 3), padding=SAME, groups=3, **INT8),
+    "depthwise of uint8, dilation, residual": Conv2d(
+        1, 9, 9, 20, 20, (3, 3), padding=(2, 2, 2, 2), dilation=(2, 2), groups=20,
+        in_zero_point=130, epilogue=ADDED,
+    ),
+}  # fmt: skip
+DENSE = {
+    f"dense {m}x{k}x{n}": Dense(m, k, n, "int8", 7, OUT)
+    for m, k, n in [(1, 64, 100), (1, 37, 10), (1, 512, 3), (5, 33, 17), (30, 128, 64)]
+}
+MATMULS = {
+    "batch_matmul of int8": BatchMatmul(3, 7, 20, 32, "int8", 3, "int8", 0, 1e-3, OUT),
+    "batch_matmul, odd sizes": BatchMatmul(2, 5, 33, 17, "int8", -9, "uint8", 100, 1e-3, OUT),
+    "batch_matmul, inner 3": BatchMatmul(1, 1, 5, 3, "uint8", 9, "int8", -100, 1e-3, OUT),
+}
+WINDOWS = {
+    "3x3/2 padded": Window(2, 7, 8, 20, (3, 3), (2, 2), SAME),
+    "3 channels": Window(1, 7, 8, 3, (3, 2), (2, 1), ceil_mode=True),
+    "global": Window(1, 7, 7, 64, (7, 7)),
+}
+
+
+def make_convolution(spec: Conv2d) -> Case:
+    rng = np.random.default_rng(0)
+    x = random_values(rng, spec.in_shape, spec.in_dtype)
+    w = random_values(rng, spec.weight_shape, "int8")  # also -128
+    bias = rng.integers(-5000, 5000, spec.out_channels).astype("int32")
+    multiplier = random_multiplier(rng, w) if spec.epilogue.has_multiplier else None
+    residual, added = None, []
+    if spec.epilogue.residual is not None:
+        residual = random_values(rng, spec.out_shape, spec.epilogue.residual.dtype)
+        added = [residual]
+    acc = conv2d_accumulators(x, w, bias, spec)
+
+    def build(isa: Isa) -> tuple[PrimFunc, list[np.ndarray]]:
+        packed = pack_conv2d(spec, isa, w, bias, multiplier)
+        return build_conv2d(spec, isa), [x, *packed.arguments(), *added]
+
+    return Case(build, finish(acc, spec.epilogue, multiplier, residual))
+
+
+def make_dense(spec: Dense) -> Case:
+    rng = np.random.default_rng(1)
+    x = random_values(rng, (spec.rows, spec.in_features), spec.in_dtype)
+    w = random_values(rng, (spec.out_features, spec.in_features), "int8")
+    bias = rng.integers(-999, 999, spec.out_features).astype("int32")
+    multiplier = random_multiplier(rng, w)
+    acc = (x.astype("int64") - spec.in_zero_point) @ w.T.astype("int64") + bias
+
+    def build(isa: Isa) -> tuple[PrimFunc, list[np.ndarray]]:
+        packed = pack_dense(spec, isa, w, bias, multiplier)
+        return build_dense(spec, isa), [x, *packed.arguments()]
+
+    return Case(build, finish(acc, spec.epilogue, multiplier))
+
+
+def make_matmul(spec: BatchMatmul) -> Case:
+    rng = np.random.default_rng(2)
+    x = random_values(rng, (spec.batch, spec.rows, spec.inner), spec.x_dtype)
+    w = random_values(rng, (spec.batch, spec.cols, spec.inner), spec.w_dtype)
+    left, right = x.astype("int64") - spec.x_zero_point, w.astype("int64") - spec.w_zero_point
+    expected = finish(left @ right.transpose(0, 2, 1), spec.epilogue, F32(spec.multiplier))
+    return Case(lambda isa: (build_batch_matmul(spec, isa), [x, w]), expected)
+
+
+def make_extreme_sums() -> Case:
+    """-128 * -128 in every product: too much for sums of two in int16; and int32 wraps."""
+    spec = Dense(2, 8, 8, "int8", 0, Epilogue(Output.ACCUMULATOR, "int32"))
+    x, w = np.full((2, 8), -128, "int8"), np.full((8, 8), -128, "int8")
+    bias = np.array([2**31 - 1, -(2**31), 0, 1, 2, 3, 4, 2**31 - 8 * 128 * 128], "int32")
+    total = np.tile(bias.astype("int64") + 8 * 128 * 128, (2, 1))
+    expected = total.astype("uint32").view("int32")
+    return Case(
+        lambda isa: (
+            build_dense(spec, isa),
+            [x, *pack_dense(spec, isa, w, bias, None).arguments()],
+        ),
+        expected,
+    )
+
+
+def all_pairs() -> tuple[np.ndarray, np.ndarray]:
+    """Every pair of int8 values."""
+    values = np.arange(-128, 128).astype("int8")
+    a, b = np.meshgrid(values, values)
+    return a.reshape(-1), b.reshape(-1)
+
+
+def make_residual_pairs() -> Case:
+    """Factors at which rounding the sum of two products once or twice differs."""
+    a, b = all_pairs()
+    x, residual = a.reshape(-1, 1), np.repeat(b.reshape(-1, 1), 4, axis=1)
+    out = Epilogue(dtype="int8", zero_point=-20, residual=Residual("int8", -115, 1 / 6))
+    spec = Dense(len(x), 1, 4, "int8", -3, out)
+    ones, zeros, factor = np.ones((4, 1), "int8"), np.zeros(4, "int32"), np.array(2 / 3, "float32")
+    acc = np.repeat(x.astype("int64") + 3, 4, axis=1)
+
+    def build(isa: Isa) -> tuple[PrimFunc, list[np.ndarray]]:
+        packed = pack_dense(spec, isa, ones, zeros, factor)
+        return build_dense(spec, isa), [x, *packed.arguments(), residual]
+
+    return Case(build, finish(acc, out, factor, residual))
+
+
+def make_addition(lhs: Affine, rhs: Affine) -> Case:
+    a, b = all_pairs()
+    first, second = centre(a, lhs.zero_point), centre(b, rhs.zero_point)
+    real = exact_fma(second, F32(rhs.multiplier), first * F32(lhs.multiplier))
+    return Case(lambda _: (build_add(Add(a.shape, lhs, rhs, OUT)), [a, b]), store(real, OUT))
+
+
+def make_multiplication() -> Case:
+    a, b = all_pairs()
+    product = (a.astype("int32") + 3) * (b.astype("int32") - 9)
+    spec = Multiply(a.shape, "int8", -3, "int8", 9, 0.0077, OUT)
+    return Case(
+        lambda _: (build_multiply(spec), [a, b]),
+        store(product.astype("float32") * F32(0.0077), OUT),
+    )
+
+
+def make_quantization(dtype: str) -> Case:
+    rng = np.random.default_rng(3)
+    x = (rng.normal(size=1003) * 9).astype("float32")
+    x[::5] = np.round(x[::5] * 4) / 4 + F32(0.125)  # ties
+    x[:8] = [np.nan, np.inf, -np.inf, 3e38, -3e38, -0.0, 1e-40, 1e10]
+    out = Epilogue(dtype=dtype, zero_point=5)
+    with np.errstate(over="ignore"):
+        real = x / F32(0.25)
+    expected = store(np.where(np.isnan(real), F32(0), real), out)
+    return Case(lambda _: (build_quantize(Quantize(x.shape, 0.25, out)), [x]), expected)
+
+
+def make_dequantization() -> Case:
+    x = np.arange(-128, 128).astype("int8")
+    spec = Dequantize(x.shape, "int8", -3, 0.37)
+    return Case(lambda _: (build_dequantize(spec), [x]), centre(x, -3) * F32(0.37))
+
+
+def make_requantization(dtype: str, out: Epilogue) -> Case:
+    limits = np.iinfo(dtype)
+    low, high = max(limits.min, -(2**30)), min(limits.max, 2**30)
+    x = np.random.default_rng(4).integers(low, high, 999).astype(dtype)
+    x[:2] = limits.min, limits.max
+    factor = 140 / high
+    spec = Requantize(x.shape, Affine(dtype, 11 if dtype != "int32" else 0, factor), out)
+    return Case(
+        lambda _: (build_requantize(spec), [x]),
+        store(centre(x, spec.data.zero_point) * F32(factor), out),
+    )
+
+
+def make_lookup() -> Case:
+    x = np.arange(-128, 128).astype("int8")
+    table = np.random.default_rng(5).permutation(256).astype("uint8").view("int8")
+    spec = Lookup(x.shape, "int8", "int8")
+    return Case(lambda _: (build_lookup(spec), [x, table]), table[x.view("uint8")])
+
+
+def make_concatenation() -> Case:
+    rng = np.random.default_rng(6)
+    a, b = random_values(rng, (3, 4, 5), "int8"), random_values(rng, (3, 4, 33), "int8")
+    spec = Concatenate(
+        (a.shape, b.shape), 2, (Affine("int8", -3, 0.37), Affine("int8", OUT.zero_point, 1)), OUT
+    )
+    expected = np.concatenate([store(centre(a, -3) * F32(0.37), OUT), b], 2)
+    return Case(lambda _: (build_concatenate(spec), [a, b]), expected)
+
+
+def pooled_values(x: np.ndarray, window: Window) -> tuple[np.ndarray, np.ndarray]:
+    """Values under each tap as (taps, N, OH, OW, C) int64, and whether they lie in the data."""
+    top, left = window.padding[:2]
+    (oh, ow), (sh, sw) = window.out_size, window.strides
+    shape = (window.batch, window.height + 20, window.width + 20, window.channels)
+    padded, inside = np.zeros(shape, "int64"), np.zeros(shape, bool)
+    area = (slice(None), slice(top, top + window.height), slice(left, left + window.width))
+    padded[area], inside[area] = x, True
+
+    def windows(image: np.ndarray) -> np.ndarray:
+        taps = np.ndindex(*window.kernel)
+        return np.stack([image[:, i : i + oh * sh : sh, j : j + ow * sw : sw] for i, j in taps])
+
+    return windows(padded), windows(inside)
+
+
+def make_max_pool(window: Window) -> Case:
+    x = random_values(np.random.default_rng(7), window.in_shape, "int8")
+    values, inside = pooled_values(x, window)
+    expected = np.where(inside, values, -1000).max(axis=0).astype("int8")
+    return Case(lambda _: (build_max_pool2d(MaxPool2d(window, "int8")), [x]), expected)
+
+
+def make_avg_pool(window: Window) -> Case:
+    x = random_values(np.random.default_rng(8), window.in_shape, "int8")
+    values, inside = pooled_values(x, window)
+    sums = np.where(inside, values + 3, 0).sum(axis=0).astype("float32")
+    factor = F32(1.7) / inside.sum(axis=0).astype("float32")
+    spec = AvgPool2d(window, Affine("int8", -3, 1.7), OUT)
+    return Case(lambda _: (build_avg_pool2d(spec), [x]), store(sums * factor, OUT))
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    **{name: (lambda s=spec: make_convolution(s)) for name, spec in CONVOLUTIONS.items()},
+    **{name: (lambda s=spec: make_dense(s)) for name, spec in DENSE.items()},
+    **{name: (lambda s=spec: make_matmul(s)) for name, spec in MATMULS.items()},
+    **{f"max_pool2d {n}": (lambda w=w: make_max_pool(w)) for n, w in WINDOWS.items()},
+    **{f"avg_pool2d {n}": (lambda w=w: make_avg_pool(w)) for n, w in WINDOWS.items()},
+    "extreme sums": make_extreme_sums,
+    "residual, every pair": make_residual_pairs,
+    "add, every pair": lambda: make_addition(Affine("int8", -3, 2 / 3), Affine("int8", 13, 1 / 6)),
+    "subtract, every pair": lambda: make_addition(
+        Affine("int8", -3, 0.37), Affine("int8", 13, -0.77)
+    ),
+    "multiply, every pair": make_multiplication,
+    "quantize to int8": lambda: make_quantization("int8"),
+    "quantize to uint8": lambda: make_quantization("uint8"),
+    "quantize to int16": lambda: make_quantization("int16"),
+    "dequantize": make_dequantization,
+    "requantize int8": lambda: make_requantization("int8", OUT),
+    "requantize int32": lambda: make_requantization("int32", OUT),
+    "requantize int32 to uint8, clipped": lambda: make_requantization(
+        "int32", Epilogue(zero_point=128, low=3, high=250)
+    ),
+    "requantize int32 to int32": lambda: make_requantization("int32", Epilogue(dtype="int32")),
+    "lookup": make_lookup,
+    "concatenate": make_concatenation,
+}

@@ -1,0 +1,204 @@
+"""Arm kernels as assembly: only what the target has, by lane index, without spills."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import Counter
+
+import numpy as np
+import pytest
+import tvm
+from tvm.target import Target
+
+from relayquant.lower.architecture import Architecture, find_architecture
+from relayquant.lower.kernels.arm import NEON, NEON32, SDOT
+from relayquant.lower.kernels.conv import build_conv2d
+from relayquant.lower.kernels.elementwise import Add, Affine, build_add
+from relayquant.lower.kernels.epilogue import Epilogue, Residual
+from relayquant.lower.kernels.isa import PORTABLE
+from relayquant.lower.kernels.matmul import BatchMatmul, build_batch_matmul
+from relayquant.lower.kernels.pool import AvgPool2d, Window, build_avg_pool2d
+from relayquant.lower.kernels.select import select_isa
+from relayquant.lower.kernels.specs import Conv2d
+
+ARM32_TRIPLE = "armv7l-linux-gnueabihf"
+EXPECTED = {
+    "cortex-a53": NEON,
+    "cortex-a72": NEON,
+    "cortex-a76": SDOT,
+    "neoverse-n1": SDOT,
+    "neoverse-v1": SDOT,
+}
+ARM32 = {"cortex-a7": NEON32, "cortex-a9": NEON32}
+INT8 = {"in_dtype": "int8", "epilogue": Epilogue(dtype="int8", zero_point=3)}
+MATRIX = Conv2d(1, 8, 8, 64, 64, (1, 1), **INT8)
+SAME = (1, 1, 1, 1)
+
+
+def target_of(cpu: str) -> Target:
+    triple = ARM32_TRIPLE if cpu in ARM32 else "aarch64-linux-gnu"
+    return Target({"kind": "llvm", "mtriple": triple, "mcpu": cpu})
+
+
+def compile_kernels(cpu: str, *kernels) -> str:
+    module = tvm.IRModule({str(func.attrs["global_symbol"]): func for func in kernels})
+    return tvm.compile(module, target=target_of(cpu)).mod.inspect_source("asm")
+
+
+@functools.cache
+def assembly(cpu: str) -> str:
+    """One kernel of every kind."""
+    isa, operand = select_isa(target_of(cpu)), Affine("int8", 1, 0.5)
+    added = Epilogue(dtype="int8", residual=Residual("int8", 3, 0.5))
+    return compile_kernels(
+        cpu,
+        build_conv2d(Conv2d(1, 8, 8, 16, 32, (3, 3), (1, 1), SAME, epilogue=added), isa, "conv"),
+        build_conv2d(Conv2d(1, 9, 9, 3, 17, (3, 3), (2, 2), SAME, **INT8), isa, "first"),
+        build_conv2d(Conv2d(1, 8, 8, 32, 32, (3, 3), groups=32, **INT8), isa, "depthwise"),
+        build_batch_matmul(BatchMatmul(2, 4, 20, 16, "int8", 3, "int8", 3), isa, "matmul"),
+        build_add(Add((99,), operand, operand, Epilogue(dtype="int8"))),
+        build_avg_pool2d(AvgPool2d(Window(1, 4, 4, 20, (2, 2)), operand, Epilogue())),
+    )
+
+
+def inner_loops(text: str) -> list[list[str]]:
+    """Instructions of every basic block that jumps to its own start."""
+    label, loops, block = "", [], []
+    for line in text.splitlines():
+        match = re.match(r"(\.?LBB\w+):", line)
+        if match:
+            label, block = match.group(1), []
+        elif re.match(r"\s+[a-z]", line):
+            block.append(line.split("//")[0].split("@")[0].strip())
+            if label and block[-1].split()[-1] == label:
+                loops.append(list(block))
+    return loops
+
+
+@functools.cache
+def main_loop(cpu: str, spec: Conv2d = MATRIX) -> list[str]:
+    """The inner loop of a convolution: the longest there is."""
+    loops = inner_loops(compile_kernels(cpu, build_conv2d(spec, select_isa(target_of(cpu)))))
+    return max(loops, key=len)
+
+
+def count_opcodes(loop: list[str]) -> Counter[str]:
+    return Counter(line.split()[0] for line in loop)
+
+
+@pytest.mark.parametrize(("cpu", "isa"), {**EXPECTED, **ARM32}.items())
+def test_select_isa__asks_the_target(cpu, isa):
+    assert select_isa(target_of(cpu)) is isa
+
+
+def test_select_isa__features_can_be_added():
+    base = {"kind": "llvm", "mtriple": "aarch64-linux-gnu"}
+    assert select_isa(Target(base)) is NEON
+    assert select_isa(Target({**base, "mattr": ["+v8.2a", "+dotprod"]})) is SDOT
+    assert select_isa(Target({**base, "mcpu": "cortex-a76", "mattr": ["-dotprod"]})) is NEON
+
+
+def test_select_isa__32_bits_have_other_instructions():
+    # This CPU exists in both widths, and the names of its features too.
+    target = {"kind": "llvm", "mtriple": "armv8l-linux-gnueabihf", "mattr": ["+v8.2a", "+dotprod"]}
+    assert select_isa(Target(target)) is NEON32
+    assert select_isa(Target({**target, "mattr": ["-neon"]})) is PORTABLE
+
+
+@pytest.mark.parametrize(
+    ("triple", "architecture"),
+    {
+        "aarch64-linux-gnu": Architecture.AARCH64,
+        "arm64-apple-macos": Architecture.AARCH64,
+        "armv7l-linux-gnueabihf": Architecture.ARM32,
+        "thumbv7em-none-eabi": Architecture.ARM32,
+        "x86_64-linux-gnu": Architecture.X86,
+        "i686-linux-gnu": Architecture.X86,
+        "riscv64-unknown-linux-gnu": Architecture.OTHER,
+        "aarch64_be-linux-gnu": Architecture.OTHER,
+    }.items(),
+)
+def test_find_architecture__of_a_triple(triple, architecture):
+    target = Target({"kind": "llvm", "mtriple": triple})
+    assert find_architecture(target) is architecture
+
+
+def test_find_architecture__no_cpu():
+    assert find_architecture(Target({"kind": "c"})) is Architecture.OTHER
+
+
+@pytest.mark.parametrize("cpu", EXPECTED)
+def test_assembly__has_only_what_the_target_has(cpu):
+    text, has_dot = assembly(cpu), EXPECTED[cpu] is SDOT
+    assert bool(re.search(r"\ssdot\s", text)) == has_dot
+    assert bool(re.search(r"\ssmlal2?\s", text)) == (not has_dot)
+    assert not re.search(r"\s(usdot|smmla|ummla)\s", text)
+    assert cpu == "neoverse-v1" or not re.search(r"\sz\d+\.", text)  # registers of SVE
+
+
+@pytest.mark.parametrize("cpu", ARM32)
+def test_assembly__of_32_bits(cpu):
+    text = assembly(cpu)
+    assert re.search(r"\svmlal\.s16\s", text)
+    assert not re.search(r"\bv[su]dot", text)
+
+
+@pytest.mark.parametrize("cpu", EXPECTED)
+def test_assembly__sums_are_never_16_bit(cpu):
+    # A pair of products of -128 and -128 does not fit.
+    assert not re.search(r"\s(smlal2?|smull2?|sadalp|saddlp)\s+v\d+\.[84]h", assembly(cpu))
+
+
+@pytest.mark.parametrize("cpu", EXPECTED)
+def test_inner_loop__multiplies_by_lane_index_and_does_not_spill(cpu):
+    loop = main_loop(cpu)
+    multiply, index = (
+        ("sdot", r"\.4b\[[0-3]\]$") if EXPECTED[cpu] is SDOT else ("smlal", r"\.h\[\d\]$")
+    )
+    products = [line for line in loop if line.split()[0] == multiply]
+    assert len(products) == 8 * 2 * 4  # pixels, vectors of channels, and words or products
+    assert all(re.search(index, line) for line in products)
+    assert not any("[sp" in line or line.startswith("dup") for line in loop)
+
+
+@pytest.mark.parametrize("cpu", ["cortex-a76", "neoverse-n1", "neoverse-v1"])
+def test_inner_loop__of_sdot_is_little_else(cpu):
+    counts = count_opcodes(main_loop(cpu))
+    assert counts["sdot"] / counts.total() >= 0.75
+
+
+def test_inner_loop__of_smlal_is_little_else():
+    counts = count_opcodes(main_loop("cortex-a53"))
+    assert counts["smlal"] / counts.total() >= 0.7
+
+
+def test_inner_loop__of_32_bits_multiplies_by_lane_index():
+    loop = main_loop("cortex-a7")
+    products = [line for line in loop if line.startswith("vmlal.s16")]
+    assert len(products) == 4 * 2 * 4
+    assert all(re.search(r"d\d+\[[0-3]\]$", line) for line in products)
+    assert not any("[sp" in line for line in loop)
+
+
+def test_inner_loop__narrow_outputs_do_not_spill():
+    for channels in (4, 8, 12, 20):
+        loop = main_loop("cortex-a76", Conv2d(1, 16, 16, 128, channels, (1, 1), **INT8))
+        assert any(line.startswith("sdot") for line in loop)
+        assert not any("[sp" in line for line in loop), channels
+
+
+@pytest.mark.parametrize("isa", [SDOT, NEON, NEON32], ids=lambda isa: isa.name)
+def test_arrange_weights__keeps_every_weight(isa):
+    for lanes in (isa, isa.for_depthwise(32)):
+        words = np.arange(3 * lanes.weight_vector).astype("int8")
+        words = words.reshape(3, lanes.lanes, lanes.products)
+        packed = lanes.arrange_weights(words)
+        assert packed.shape == (3, lanes.weight_vector)
+        assert packed.dtype == lanes.weight_dtype
+        np.testing.assert_array_equal(np.sort(packed.reshape(-1)), np.sort(words.reshape(-1)))
+
+
+def test_for_depthwise__few_channels_keep_narrow_vectors():
+    assert SDOT.for_depthwise(7) is SDOT
+    assert SDOT.for_depthwise(8).lanes == 8

@@ -1,0 +1,53 @@
+"""Checks of one convolution on random operands, shared by the tests of its kernels."""
+
+from __future__ import annotations
+
+import numpy as np
+from exact import (
+    call_kernel,
+    finish,
+    random_multiplier,
+    random_values,
+    random_weights,
+)
+from tvm.target import Target
+
+from relayquant.lower.kernels.conv import build_conv2d, pack_conv2d
+from relayquant.lower.kernels.isa import Isa
+from relayquant.lower.kernels.specs import Conv2d
+
+
+def conv2d_accumulators(x, w, bias, spec: Conv2d):
+    """int64 (N, OH, OW, O); x NHWC, w OHWI."""
+    top, left, bottom, right = spec.padding
+    centred = x.astype("float64") - spec.in_zero_point  # exact, and fast
+    centred = np.pad(centred, ((0, 0), (top, bottom), (left, right), (0, 0)))
+    oh, ow = spec.out_size
+    (sh, sw), (dh, dw), g = spec.strides, spec.dilation, spec.groups
+    out = np.zeros((*spec.out_shape[:3], g, spec.out_channels // g))
+    split = w.reshape(g, -1, *w.shape[1:]).astype("float64")
+    for kh, kw in np.ndindex(*spec.kernel):
+        window = centred[:, kh * dh :, kw * dw :][:, : (oh - 1) * sh + 1 : sh]
+        window = window[:, :, : (ow - 1) * sw + 1 : sw]
+        window = window.reshape(*window.shape[:3], g, -1)
+        out += np.einsum("nhwgi,goi->nhwgo", window, split[:, :, kh, kw], optimize=True)
+    return out.reshape(spec.out_shape).astype("int64") + bias
+
+
+def check_conv2d(spec: Conv2d, isa: Isa, target: Target, seed: int = 0) -> None:
+    """Random operands over the whole range of their dtypes; asserts equal bits."""
+    rng = np.random.default_rng(seed)
+    x = random_values(rng, spec.in_shape, spec.in_dtype)
+    w = random_weights(rng, spec.weight_shape)
+    bias = rng.integers(-5000, 5000, spec.out_channels).astype("int32")
+    multiplier = random_multiplier(rng, w) if spec.epilogue.has_multiplier else None
+    inputs = [x, *pack_conv2d(spec, isa, w, bias, multiplier).arguments()]
+    residual = None
+    if spec.epilogue.residual is not None:
+        residual = random_values(rng, spec.out_shape, spec.epilogue.residual.dtype)
+        inputs.append(residual)
+    acc = conv2d_accumulators(x, w, bias, spec)
+    expected = finish(acc, spec.epilogue, multiplier, residual)
+    func = build_conv2d(spec, isa)
+    got = call_kernel(func, target, inputs, spec.out_shape, spec.epilogue.dtype)
+    np.testing.assert_array_equal(got, expected)

@@ -1,0 +1,208 @@
+"""Elementwise operators, with and without a hardware FMA, against numpy."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from exact import F32, call_kernel, centre, exact_fma, random_values, store
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from machines import runnable_target
+
+from relayquant.errors import ConfigError
+from relayquant.lower.kernels.elementwise import (
+    Add,
+    Affine,
+    Concatenate,
+    Dequantize,
+    Lookup,
+    Multiply,
+    Quantize,
+    Requantize,
+    broadcast_view,
+    build_add,
+    build_concatenate,
+    build_dequantize,
+    build_lookup,
+    build_multiply,
+    build_quantize,
+    build_requantize,
+)
+from relayquant.lower.kernels.epilogue import Epilogue, Output, Residual
+from relayquant.lower.kernels.isa import AVX2, AVX512BW, SSE2
+
+OUT = Epilogue(zero_point=7, low=3, high=250)
+SIZES = (1, 5, 16, 37, 1000)
+
+with_machines = pytest.mark.parametrize("isa", [SSE2, AVX2, AVX512BW], ids=lambda isa: isa.name)
+with_sizes = pytest.mark.parametrize("size", SIZES)
+
+
+@with_machines
+@with_sizes
+def test_build_quantize__equals_numpy(isa, size):
+    x = (np.random.default_rng(0).normal(size=size) * 4).astype("float32")
+    x[::5] = np.round(x[::5] / F32(0.25)) * F32(0.25) + F32(0.125)  # ties
+    spec = Quantize((size,), 0.25, OUT)
+    got = call_kernel(build_quantize(spec), runnable_target(isa), [x], x.shape, "uint8")
+    np.testing.assert_array_equal(got, store(x / F32(0.25), OUT))
+
+
+@with_machines
+def test_build_quantize__not_a_number_and_infinity(isa):
+    x = np.array([np.nan, np.inf, -np.inf, 3e38, -0.0, 1e-40] * 4, "float32")
+    for dtype in ("uint8", "int8", "int16"):
+        spec = Quantize(x.shape, 0.01, Epilogue(dtype=dtype, zero_point=5))
+        got = call_kernel(build_quantize(spec), runnable_target(isa), [x], x.shape, dtype)
+        limits = np.iinfo(dtype)
+        expected = [5, limits.max, limits.min, limits.max, 5, 5] * 4
+        np.testing.assert_array_equal(got, np.array(expected, dtype))
+
+
+@with_machines
+@with_sizes
+def test_build_dequantize__equals_numpy(isa, size):
+    q = random_values(np.random.default_rng(0), (size,), "int8")
+    spec = Dequantize((size,), "int8", -3, 0.37)
+    got = call_kernel(build_dequantize(spec), runnable_target(isa), [q], q.shape, "float32")
+    np.testing.assert_array_equal(got, centre(q, -3) * F32(0.37))
+
+
+@with_machines
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "int32"])
+def test_build_requantize__equals_numpy(isa, dtype):
+    limit = min(np.iinfo(dtype).max, 10**6)
+    q = np.random.default_rng(0).integers(0, limit, 333).astype(dtype)
+    spec = Requantize(q.shape, Affine(dtype, 11, 100 / limit), OUT)
+    got = call_kernel(build_requantize(spec), runnable_target(isa), [q], q.shape, "uint8")
+    np.testing.assert_array_equal(got, store(centre(q, 11) * F32(100 / limit), OUT))
+
+
+@with_machines
+@with_sizes
+def test_build_add__rounds_once(isa, size):
+    rng = np.random.default_rng(0)
+    a, b = random_values(rng, (size,), "int8"), random_values(rng, (size,), "uint8")
+    spec = Add((size,), Affine("int8", -3, 0.37), Affine("uint8", 13, -0.77), OUT)
+    got = call_kernel(build_add(spec), runnable_target(isa), [a, b], (size,), "uint8")
+    expected = exact_fma(centre(b, 13), F32(-0.77), centre(a, -3) * F32(0.37))
+    np.testing.assert_array_equal(got, store(expected, OUT))
+
+
+def all_pairs():
+    """Every pair of an int8 and a uint8 value."""
+    a, b = np.meshgrid(np.arange(-128, 128).astype("int8"), np.arange(256).astype("uint8"))
+    return a.reshape(-1), b.reshape(-1)
+
+
+@with_machines
+def test_build_add__every_pair_at_factors_where_two_roundings_differ(isa):
+    a, b = all_pairs()
+    out = Epilogue(zero_point=100)
+    first, second = centre(a, -3) * F32(2 / 3), centre(b, 13)
+    expected = store(exact_fma(second, F32(1 / 6), first), out)
+    assert (expected != store(second * F32(1 / 6) + first, out)).any()
+    func = build_add(Add(a.shape, Affine("int8", -3, 2 / 3), Affine("uint8", 13, 1 / 6), out))
+    got = call_kernel(func, runnable_target(isa), [a, b], a.shape, "uint8")
+    np.testing.assert_array_equal(got, expected)
+
+
+BROADCASTS = [
+    ((2, 3, 4, 20), (2, 1, 1, 20)),
+    ((2, 3, 4, 5), (5,)),
+    ((2, 3, 4, 5), (1,)),
+    ((2, 3, 33), (2, 3, 1)),
+    ((2, 3, 33), (2, 3, 33)),
+]
+
+
+@with_machines
+@pytest.mark.parametrize(("shape", "rhs_shape"), BROADCASTS)
+def test_build_multiply__broadcasts(isa, shape, rhs_shape):
+    rng = np.random.default_rng(0)
+    a, b = random_values(rng, shape, "int8"), random_values(rng, rhs_shape, "uint8")
+    spec = Multiply(shape, "int8", -3, "uint8", 9, 0.0077, OUT, rhs_shape)
+    got = call_kernel(build_multiply(spec), runnable_target(isa), [a, b], shape, "uint8")
+    product = (a.astype("int32") + 3) * (b.astype("int32") - 9)
+    np.testing.assert_array_equal(got, store(product.astype("float32") * F32(0.0077), OUT))
+
+
+def test_broadcast_view__folds_neighbouring_axes():
+    assert broadcast_view((2, 3, 4), (2, 3, 4)) == (24, 1, 1)
+    assert broadcast_view((2, 3, 4), (4,)) == (1, 6, 4)
+    assert broadcast_view((2, 3, 4), (2, 3, 1)) == (6, 4, 1)
+    assert broadcast_view((2, 3, 4, 5), (1, 3, 1, 5)) is None
+    assert broadcast_view((2, 3, 4, 5), (2, 3, 1, 5)) == (6, 4, 5)
+
+
+def test_build_add__broadcast_apart():
+    spec = Add((2, 3, 4), Affine("int8", 0, 1), Affine("int8", 0, 1), OUT, (2, 7, 4))
+    with pytest.raises(ConfigError, match="is not broadcast"):
+        build_add(spec)
+
+
+@with_machines
+@pytest.mark.parametrize("out_dtype", ["uint8", "int16", "float32"])
+def test_build_lookup__indexes_by_bit_pattern(isa, out_dtype):
+    rng = np.random.default_rng(0)
+    for dtype in ("int8", "uint8"):
+        x = np.concatenate([np.arange(256).astype("uint8").view(dtype)] * 2)[:-3]
+        table = rng.integers(0, 200, 256).astype(out_dtype)
+        spec = Lookup(x.shape, dtype, out_dtype)
+        got = call_kernel(build_lookup(spec), runnable_target(isa), [x, table], x.shape, out_dtype)
+        np.testing.assert_array_equal(got, table[x.view("uint8")])
+
+
+@with_machines
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_build_concatenate__requantizes_and_copies(isa, axis):
+    rng, out = np.random.default_rng(0), Epilogue(zero_point=7)
+    shapes = [[3, 4, 5], [3, 4, 5]]
+    shapes[0][axis], shapes[1][axis] = 2, 70
+    a, b = random_values(rng, shapes[0], "int8"), random_values(rng, shapes[1], "uint8")
+    data = (Affine("int8", -3, 0.37), Affine("uint8", 7, 1))
+    spec = Concatenate(tuple(map(tuple, shapes)), axis, data, out)
+    func = build_concatenate(spec)
+    got = call_kernel(func, runnable_target(isa), [a, b], spec.out_shape, "uint8")
+    expected = np.concatenate([store(centre(a, -3) * F32(0.37), out), b], axis)
+    np.testing.assert_array_equal(got, expected)
+
+
+def test_concatenate__shapes_do_not_join():
+    data = (Affine("int8", 0, 1), Affine("int8", 0, 1))
+    with pytest.raises(ConfigError, match="agree in all other dimensions"):
+        Concatenate(((2, 3), (4, 5)), 1, data, OUT)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"dtype": "float32"},
+        {"low": -1},
+        {"low": 9, "high": 8},
+        {"zero_point": 256},
+        {"dtype": "int32", "zero_point": 1},
+        {"output": Output.ACCUMULATOR, "dtype": "int32", "low": 0},
+        {"output": Output.DEQUANTIZE, "dtype": "float32", "residual": Residual("uint8", 0, 1.0)},
+    ],
+)
+def test_epilogue__rejects(arguments):
+    with pytest.raises(ConfigError, match="Epilogue"):
+        Epilogue(**arguments)
+
+
+@given(
+    a=st.integers(-255, 255),
+    b=st.floats(2**-20, 8, width=32),
+    c=st.floats(-(2**20), 2**20, width=32, allow_subnormal=False),
+)
+@settings(max_examples=300, deadline=None)
+def test_exact_fma__model_of_the_tests_rounds_the_exact_sum(a, b, c):
+    got = exact_fma(np.array([a], "float32"), F32(b), np.array([c], "float32"))[0]
+    exact = Fraction(a) * Fraction(b) + Fraction(c)
+    error = abs(Fraction(float(got)) - exact)
+    for neighbour in (np.nextafter(got, F32(np.inf)), np.nextafter(got, F32(-np.inf))):
+        other = abs(Fraction(float(neighbour)) - exact)
+        assert error < other or (error == other and got.view("int32") % 2 == 0)

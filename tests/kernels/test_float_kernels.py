@@ -1,0 +1,217 @@
+"""Float kernels against float64 numpy, on this machine's vectors and on narrower ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import tvm
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tvm import tirx
+from tvm.target import Target
+
+from relayquant.lower import resolve_target
+from relayquant.lower.kernels.float_conv import (
+    FloatConv2d,
+    make_conv2d,
+    make_conv2d_packing,
+    pack_conv2d,
+    packed_conv2d_size,
+)
+from relayquant.lower.kernels.float_gemm import (
+    FloatDense,
+    FloatMatmul,
+    make_batch_matmul,
+    make_dense,
+    pack_dense,
+    packed_dense_size,
+)
+from relayquant.lower.kernels.float_tile import (
+    FloatEpilogue,
+    FloatIsa,
+    Panels,
+    choose_float_isa,
+)
+
+TARGET = resolve_target()
+HOST = choose_float_isa(TARGET)
+#: Register files of AVX-512, AVX2 and 128-bit machines; LLVM emits any of them here.
+ISAS = [FloatIsa(16, 28), FloatIsa(8, 12), FloatIsa(4, 12)]
+FULL = FloatEpilogue(bias=True, residual=True, low=0.0, high=6.0)
+FEW = settings(
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
+)
+
+
+def draw(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.standard_normal(shape).astype("float32")
+
+
+def run_kernel(func: tirx.PrimFunc, *arrays: np.ndarray) -> np.ndarray:
+    """Call a kernel; the last array is the output."""
+    name = str(func.attrs["global_symbol"])
+    kernel = tvm.compile(tvm.IRModule({name: func}), target=TARGET)[name]
+    tensors = [tvm.runtime.tensor(np.ascontiguousarray(a)) for a in arrays]
+    kernel(*tensors)
+    return tensors[-1].numpy()
+
+
+def check(got: np.ndarray, expected: np.ndarray) -> None:
+    scale = np.abs(expected).max() or 1.0
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5 * scale)
+
+
+def finish(
+    total: np.ndarray, epilogue: FloatEpilogue, rng: np.random.Generator
+) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Expected output and the operands of the epilogue."""
+    operands = []
+    if epilogue.bias:
+        operands.append(draw(rng, total.shape[-1]))
+        total = total + operands[-1]
+    if epilogue.residual:
+        operands.append(draw(rng, *total.shape))
+        total = total + operands[-1]
+    low = -np.inf if epilogue.low is None else epilogue.low
+    high = np.inf if epilogue.high is None else epilogue.high
+    return np.clip(total, low, high), operands
+
+
+def convolve(x: np.ndarray, w: np.ndarray, spec: FloatConv2d) -> np.ndarray:
+    """float64 NHWC convolution, tap by tap."""
+    top, left, bottom, right = spec.padding
+    x = np.pad(x.astype("float64"), ((0, 0), (top, bottom), (left, right), (0, 0)))
+    (oh, ow), (sh, sw), (dh, dw) = spec.out_size, spec.strides, spec.dilation
+    out = np.zeros((len(x), oh, ow, spec.groups, spec.group_out))
+    w = w.reshape(spec.groups, spec.group_out, *w.shape[1:]).astype("float64")
+    for ky, kx in np.ndindex(*spec.kernel):
+        y0, x0 = ky * dh, kx * dw
+        rows = slice(y0, y0 + (oh - 1) * sh + 1, sh)
+        window = x[:, rows, x0 : x0 + (ow - 1) * sw + 1 : sw]
+        window = window.reshape(*window.shape[:3], spec.groups, spec.group_in)
+        out += np.einsum("nhwgi,goi->nhwgo", window, w[:, :, ky, kx])
+    return out.reshape(len(x), oh, ow, spec.out_channels)
+
+
+def check_conv2d(spec: FloatConv2d, isa: FloatIsa, symbolic: bool = False) -> None:
+    rng = np.random.default_rng(3)
+    x = draw(rng, *spec.in_shape)
+    w = draw(rng, spec.out_channels, *spec.kernel, spec.group_in)
+    expected, operands = finish(convolve(x, w, spec), spec.epilogue, rng)
+    made = replace(spec, batch=tirx.Var("n", "int64")) if symbolic else spec
+    packed = pack_conv2d(w, made, isa)
+    assert packed.size == packed_conv2d_size(made, isa)
+    at_run_time = run_kernel(make_conv2d_packing(made, isa), w, np.zeros_like(packed))
+    np.testing.assert_array_equal(at_run_time, packed)
+    out = np.full(expected.shape, np.nan, "float32")
+    check(run_kernel(make_conv2d(made, isa), x, packed, *operands, out), expected)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(
+    "spec",
+    [
+        FloatConv2d(1, 9, 9, 5, 33, (3, 3), padding=(1, 1, 1, 1), epilogue=FULL),
+        FloatConv2d(2, 8, 7, 3, 10, (5, 3), (2, 1), (2, 1, 0, 1)),
+        FloatConv2d(1, 11, 11, 8, 48, (3, 3), (1, 1), (2, 2, 2, 2), (2, 2)),
+        FloatConv2d(2, 7, 7, 16, 24, (3, 3), (1, 1), (1, 1, 1, 1), groups=4),
+        FloatConv2d(1, 12, 12, 16, 32, (1, 1), (2, 2)),
+        FloatConv2d(2, 5, 5, 12, 20, (1, 1), epilogue=FULL),
+        FloatConv2d(1, 6, 6, 4, 1, (3, 3)),
+        FloatConv2d(1, 12, 9, 20, 20, (3, 3), (1, 1), (1, 1, 1, 1), groups=20, epilogue=FULL),
+        FloatConv2d(2, 12, 9, 6, 6, (5, 5), (2, 2), (0, 1, 2, 1), groups=6),
+        FloatConv2d(1, 10, 10, 32, 32, (3, 3), (1, 1), (0, 0, 0, 0), (2, 2), groups=32),
+        FloatConv2d(1, 1, 1, 16, 16, (3, 3), (1, 1), (1, 1, 1, 1)),
+    ],
+)
+def test_make_conv2d__follows_numpy(spec, isa):
+    check_conv2d(spec, isa)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 16])
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_make_conv2d__symbolic_batch(groups, kernel):
+    pad = kernel // 2
+    spec = FloatConv2d(3, 6, 5, 16, 16, (kernel,) * 2, (1, 1), (pad,) * 4, groups=groups)
+    check_conv2d(replace(spec, epilogue=FULL), HOST, symbolic=True)
+
+
+def test_make_conv2d__large_weights_are_walked_panel_by_panel():
+    spec = FloatConv2d(2, 7, 7, 160, 256, (3, 3), padding=(1, 1, 1, 1), epilogue=FULL)
+    check_conv2d(spec, HOST)
+
+
+@FEW
+@given(
+    size=st.tuples(st.integers(3, 9), st.integers(3, 9)),
+    channels=st.tuples(st.integers(1, 4), st.integers(1, 20)),
+    groups=st.integers(1, 3),
+    kernel=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    strides=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    padding=st.tuples(*[st.integers(0, 2)] * 4),
+    isa=st.sampled_from(ISAS),
+    bias=st.booleans(),
+)
+def test_make_conv2d__any_geometry(size, channels, groups, kernel, strides, padding, isa, bias):
+    inner, outer = channels[0] * groups, channels[1] * groups
+    epilogue = FloatEpilogue(bias=bias)
+    spec = FloatConv2d(
+        1, *size, inner, outer, kernel, strides, padding, groups=groups, epilogue=epilogue
+    )
+    check_conv2d(spec, isa)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("rows", [1, 2, 5, 14, 29, None])
+@pytest.mark.parametrize(("inner", "outputs"), [(1, 1), (7, 3), (33, 40), (16, 129)])
+def test_make_dense__follows_numpy(isa, rows, inner, outputs):
+    rng = np.random.default_rng(5)
+    shape = (tirx.Var("n", "int64"), 3, inner) if rows is None else (rows, inner)
+    spec = FloatDense(shape, outputs, FULL)
+    x = draw(rng, *((11, 3, inner) if rows is None else (rows, inner)))
+    w = draw(rng, outputs, inner)
+    expected, operands = finish(x.astype("float64") @ w.T, FULL, rng)
+    packed = pack_dense(w, spec, isa)
+    assert packed.size == packed_dense_size(spec, isa)
+    out = np.full(expected.shape, np.nan, "float32")
+    check(run_kernel(make_dense(spec, isa), x, packed, *operands, out), expected)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(("rows", "inner", "outputs"), [(1, 4, 2), (17, 5, 33), (16, 8, 64)])
+def test_make_batch_matmul__follows_numpy(isa, shared, rows, inner, outputs):
+    rng = np.random.default_rng(6)
+    for batch, real in (((2, 3), (2, 3)), ((tirx.Var("n", "int64"),), (4,))):
+        x = draw(rng, *real, rows, inner)
+        w = draw(rng, *(() if shared else real), inner, outputs)
+        spec = FloatMatmul(batch, rows, inner, outputs, shared)
+        out = np.full((*real, rows, outputs), np.nan, "float32")
+        expected = x.astype("float64") @ w
+        check(run_kernel(make_batch_matmul(spec, isa), x, w, out), expected)
+
+
+@given(channels=st.integers(4, 300), blocks=st.integers(1, 8))
+def test_panels__cover_every_channel_inside_the_buffer(channels, blocks):
+    panels = Panels(channels, 4, blocks)
+    starts = panels.starts()
+    covered = {s + lane for s in starts for lane in range(4)}
+    assert covered == set(range(channels))
+    assert len(starts) == panels.vectors == panels.full * blocks + len(panels.tail)
+    assert starts[: panels.full * blocks] == [4 * i for i in range(panels.full * blocks)]
+
+
+@pytest.mark.parametrize(
+    ("cpu", "lanes"),
+    [("skylake-avx512", 16), ("haswell", 8), ("nehalem", 4)],
+)
+def test_choose_float_isa__asks_the_target(cpu, lanes):
+    target = Target({"kind": "llvm", "mcpu": cpu, "mtriple": "x86_64-linux-gnu"})
+    assert choose_float_isa(target).lanes == lanes
+
+
+def test_choose_float_isa__arm():
+    target = Target({"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mattr": ["+neon"]})
+    assert choose_float_isa(target) == FloatIsa(4, 24)

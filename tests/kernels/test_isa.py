@@ -1,0 +1,103 @@
+"""Instruction sets: asked of the target, and visible in the assembly that comes out."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import numpy as np
+import pytest
+import tvm
+from machines import REPRESENTATIVE, every_isa, target_of
+from tvm.target import Target
+
+from relayquant.lower.kernels.conv import build_conv2d
+from relayquant.lower.kernels.conv_transpose import Conv2dTranspose, build_conv2d_transpose
+from relayquant.lower.kernels.elementwise import Add, Affine, build_add
+from relayquant.lower.kernels.epilogue import Epilogue, Residual
+from relayquant.lower.kernels.isa import (
+    AVX2,
+    AVX512BW,
+    PORTABLE,
+    SSE2,
+    VNNI256,
+    VNNI512,
+)
+from relayquant.lower.kernels.matmul import BatchMatmul, build_batch_matmul
+from relayquant.lower.kernels.pool import AvgPool2d, Window, build_avg_pool2d
+from relayquant.lower.kernels.select import select_isa
+from relayquant.lower.kernels.specs import Conv2d
+
+EXPECTED = {
+    "haswell": AVX2,
+    "skylake-avx512": AVX512BW,
+    "cascadelake": VNNI512,
+    "sapphirerapids": VNNI512,
+    "znver5": VNNI512,
+    "alderlake": VNNI256,
+    "x86-64": SSE2,
+}
+DOT, MADD = re.compile(r"\bv?pdpbusd\b"), re.compile(r"\bv?pmaddwd\b|\bvpdpwssd\b")
+
+
+@pytest.mark.parametrize("mcpu", EXPECTED)
+def test_select_isa__asks_the_target(mcpu):
+    assert select_isa(target_of(mcpu)) is EXPECTED[mcpu]
+
+
+def test_select_isa__unknown_targets_get_portable_code():
+    assert select_isa(Target({"kind": "llvm", "mtriple": "riscv64-unknown-linux-gnu"})) is PORTABLE
+
+
+def test_select_isa__features_can_be_added():
+    target = Target({"kind": "llvm", "mcpu": "haswell", "mattr": ["+avxvnni"]})
+    assert select_isa(target) is VNNI256
+
+
+@every_isa
+def test_arrange_weights__keeps_every_weight(isa):
+    words = np.arange(3 * isa.weight_vector).astype("int8").reshape(3, isa.lanes, isa.products)
+    packed = isa.arrange_weights(words)
+    assert packed.shape == (3, isa.weight_vector)
+    assert packed.dtype == isa.weight_dtype
+    np.testing.assert_array_equal(np.sort(packed.reshape(-1)), np.sort(words.reshape(-1)))
+
+
+@functools.cache
+def assembly(mcpu: str) -> str:
+    """One kernel of every kind, compiled for a CPU that need not be this one."""
+    target = target_of(mcpu)
+    isa = select_isa(target)
+    epilogue = Epilogue(residual=Residual("uint8", 3, 0.5))
+    same, operand = (1, 1, 1, 1), Affine("int8", 1, 0.5)
+    kernels = [
+        build_conv2d(Conv2d(1, 8, 8, 16, 32, (3, 3), padding=same, epilogue=epilogue), isa, "conv"),
+        build_conv2d(Conv2d(1, 9, 9, 3, 17, (3, 3), (2, 2), same), isa, "first"),
+        build_conv2d(Conv2d(1, 8, 8, 32, 32, (3, 3), (1, 1), same, groups=32), isa, "depthwise"),
+        build_conv2d_transpose(Conv2dTranspose(1, 4, 4, 8, 16, (2, 2), (2, 2)), isa, "transpose"),
+        build_batch_matmul(BatchMatmul(2, 4, 20, 16, "uint8", 3, "uint8", 3), isa, "matmul"),
+        build_add(Add((99,), operand, operand, Epilogue(dtype="int8"))),
+        build_avg_pool2d(AvgPool2d(Window(1, 4, 4, 20, (2, 2)), operand, Epilogue())),
+    ]
+    module = tvm.IRModule({str(f.attrs["global_symbol"]): f for f in kernels})
+    return tvm.compile(module, target=target).mod.inspect_source("asm")
+
+
+@pytest.mark.parametrize("mcpu", EXPECTED)
+def test_assembly__has_only_what_the_target_has(mcpu):
+    text, isa = assembly(mcpu), EXPECTED[mcpu]
+    has_vnni = isa in (VNNI512, VNNI256)
+    assert bool(DOT.search(text)) == has_vnni
+    assert bool(MADD.search(text)) == (not has_vnni)
+    assert ("%zmm" in text) == (isa in (VNNI512, AVX512BW))
+    assert ("%ymm" in text) == (isa is not SSE2)
+
+
+@pytest.mark.parametrize("mcpu", EXPECTED)
+def test_assembly__never_saturates_16_bit_sums(mcpu):
+    assert "pmaddubsw" not in assembly(mcpu)
+
+
+def test_representative__has_no_better_instruction_set():
+    for name, mcpu in REPRESENTATIVE.items():
+        assert select_isa(target_of(mcpu)).name == name or name == "portable"

@@ -1,0 +1,44 @@
+"""Products of two activation matrices, compiled for every instruction set, against numpy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from exact import call_kernel, finish, random_values
+from machines import every_isa, runnable_target
+
+from relayquant.errors import ConfigError
+from relayquant.lower.kernels.epilogue import Epilogue, Output
+from relayquant.lower.kernels.matmul import BatchMatmul, build_batch_matmul
+
+CASES = {
+    "uint8 x symmetric int8": BatchMatmul(3, 7, 20, 32, "uint8", 3, "int8", 0, 1e-3),
+    "int8 x uint8, odd sizes": BatchMatmul(2, 5, 33, 17, "int8", -9, "uint8", 100, 1e-3),
+    "inner 3, float output": BatchMatmul(
+        1, 1, 5, 3, "uint8", 9, "int8", -100, 1e-3, Epilogue(Output.DEQUANTIZE, "float32")
+    ),
+    "accumulators": BatchMatmul(
+        2, 30, 100, 64, "int8", 9, "int8", -100, 1, Epilogue(Output.ACCUMULATOR, "int32")
+    ),
+    "uint8 x uint8": BatchMatmul(2, 16, 16, 64, "uint8", 128, "uint8", 128, 1e-3),
+    "with threads": BatchMatmul(4, 128, 128, 64, "uint8", 130, "uint8", 128, 1e-3),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@every_isa
+def test_build_batch_matmul__equals_numpy(isa, case):
+    spec, rng = CASES[case], np.random.default_rng(0)
+    x = random_values(rng, (spec.batch, spec.rows, spec.inner), spec.x_dtype)
+    w = random_values(rng, (spec.batch, spec.cols, spec.inner), spec.w_dtype)
+    left, right = x.astype("int64") - spec.x_zero_point, w.astype("int64") - spec.w_zero_point
+    acc = left @ right.transpose(0, 2, 1)
+    func = build_batch_matmul(spec, isa)
+    got = call_kernel(func, runnable_target(isa), [x, w], acc.shape, spec.epilogue.dtype)
+    expected = finish(acc, spec.epilogue, np.float32(spec.multiplier))
+    np.testing.assert_array_equal(got, expected)
+
+
+def test_batch_matmul__rejects_other_dtypes():
+    with pytest.raises(ConfigError, match="allowed: uint8, int8"):
+        BatchMatmul(1, 2, 2, 2, x_dtype="int16")

@@ -1,0 +1,79 @@
+"""Pooling, with and without AVX, against numpy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from exact import F32, call_kernel, random_values, store
+from machines import runnable_target
+
+from relayquant.errors import ConfigError
+from relayquant.lower.kernels.elementwise import Affine
+from relayquant.lower.kernels.epilogue import Epilogue
+from relayquant.lower.kernels.isa import AVX2, AVX512BW, SSE2
+from relayquant.lower.kernels.pool import (
+    AvgPool2d,
+    MaxPool2d,
+    Window,
+    build_avg_pool2d,
+    build_max_pool2d,
+)
+
+OUT = Epilogue(zero_point=7)
+OUTSIDE = -1000
+WINDOWS = {
+    "3x3/2 padded": Window(2, 7, 8, 20, (3, 3), (2, 2), (1, 1, 1, 1)),
+    "ceil mode, 3 channels": Window(1, 7, 8, 3, (3, 2), (2, 1), ceil_mode=True),
+    "global": Window(1, 7, 7, 64, (7, 7)),
+    "dilation, asymmetric padding": Window(1, 9, 9, 33, (3, 3), (1, 1), (1, 2, 1, 0), (2, 2)),
+    "with threads": Window(1, 40, 40, 48, (3, 3), (1, 1), (1, 1, 1, 1)),
+}
+with_machines = pytest.mark.parametrize("isa", [SSE2, AVX2, AVX512BW], ids=lambda isa: isa.name)
+with_windows = pytest.mark.parametrize("case", WINDOWS)
+
+
+def taps(x, window):
+    """(taps, N, OH, OW, C) int64; OUTSIDE where a tap is not in the data."""
+    top, left = window.padding[:2]
+    (oh, ow), (sh, sw), (dh, dw) = window.out_size, window.strides, window.dilation
+    padded = np.full((x.shape[0], x.shape[1] + 40, x.shape[2] + 40, x.shape[3]), OUTSIDE, "int64")
+    padded[:, top : top + window.height, left : left + window.width] = x
+    return np.stack(
+        [
+            padded[:, i * dh : i * dh + oh * sh : sh, j * dw : j * dw + ow * sw : sw]
+            for i, j in np.ndindex(*window.kernel)
+        ]
+    )
+
+
+@with_machines
+@with_windows
+@pytest.mark.parametrize("dtype", ["int8", "uint8"])
+def test_build_max_pool2d__equals_numpy(isa, case, dtype):
+    window = WINDOWS[case]
+    x = random_values(np.random.default_rng(0), window.in_shape, dtype)
+    func = build_max_pool2d(MaxPool2d(window, dtype))
+    got = call_kernel(func, runnable_target(isa), [x], window.out_shape, dtype)
+    np.testing.assert_array_equal(got, taps(x, window).max(axis=0))
+
+
+@with_machines
+@with_windows
+@pytest.mark.parametrize("count_include_pad", [False, True])
+def test_build_avg_pool2d__equals_numpy(isa, case, count_include_pad):
+    window = WINDOWS[case]
+    x = random_values(np.random.default_rng(0), window.in_shape, "int8")
+    spec = AvgPool2d(window, Affine("int8", -3, 1.7), OUT, count_include_pad)
+    func = build_avg_pool2d(spec)
+    got = call_kernel(func, runnable_target(isa), [x], window.out_shape, "uint8")
+    values = taps(x, window)
+    inside = values != OUTSIDE
+    sums = np.where(inside, values + 3, 0).sum(axis=0).astype("float32")
+    count = np.prod(window.kernel) if count_include_pad else inside.sum(axis=0)
+    factor = F32(1.7) / np.asarray(count, "float32")
+    np.testing.assert_array_equal(got, store(sums * factor, OUT))
+
+
+def test_window__does_not_fit():
+    with pytest.raises(ConfigError, match="does not fit"):
+        Window(1, 2, 2, 4, (3, 3))

@@ -1,0 +1,196 @@
+"""Integer lowering: operators on kernels, bit-equal to numpy, static and symbolic batches."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tvm
+from tvm import relax
+from tvm.target import Target
+
+import relayquant as rq
+from relayquant.lower.integer import call_kernels, lower_integer
+from relayquant.lower.integer_layout import convert_integer_layout
+from relayquant.lower.kernels.select import select_isa
+from relayquant.lower.target import resolve_target
+from relayquant.rewrite import Graph
+from relayquant.runtime import Executor
+
+RNG = np.random.default_rng(7)
+
+
+def constant(*shape: int) -> relax.Expr:
+    return relax.const((RNG.standard_normal(shape) * 0.3).astype("float32"))
+
+
+def build_model(body, shape: tuple, symbolic: bool) -> tvm.IRModule:
+    """main(x) = body(x), with the first dimension symbolic on request."""
+    batch = tvm.tirx.Var("n", "int64") if symbolic else shape[0]
+    x = relax.Var("x", relax.TensorType((batch, *shape[1:]), "float32"))
+    builder = relax.BlockBuilder()
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            y = builder.emit_output(builder.normalize(body(builder, x)))
+        builder.emit_func_output(y)
+    return builder.finalize()
+
+
+def conv(builder, x, out, in_, kernel=3, **attrs):
+    return builder.emit(relax.op.nn.conv2d(x, constant(out, in_, kernel, kernel), **attrs))
+
+
+def conv_bias_relu(builder, x):
+    y = conv(builder, x, 5, 3, padding=1)
+    y = builder.emit(relax.op.add(y, constant(1, 5, 1, 1)))
+    return builder.emit(relax.op.nn.relu(y))
+
+
+def residual(builder, x):
+    first = builder.emit(relax.op.nn.relu(conv(builder, x, 17, 3, padding=1)))
+    second = conv(builder, first, 17, 17, padding=1)
+    total = builder.emit(relax.op.add(second, first))
+    return conv(builder, builder.emit(relax.op.clip(total, 0.0, 6.0)), 4, 17, 1)
+
+
+def depthwise(builder, x):
+    y = conv(builder, x, 16, 3, 1)
+    return conv(builder, y, 16, 1, padding=[0, 1, 2, 1], strides=2, groups=16)
+
+
+def grouped_dilated(builder, x):
+    y = conv(builder, x, 12, 3, 1)
+    return conv(builder, y, 8, 3, dilation=2, groups=4)
+
+
+def pools(builder, x):
+    y = builder.emit(relax.op.nn.max_pool2d(conv(builder, x, 6, 3), 2, 2, padding=1))
+    y = builder.emit(relax.op.nn.avg_pool2d(y, 2, 1, count_include_pad=False))
+    y = conv(builder, y, 6, 6, 1)
+    y = builder.emit(relax.op.mean(y, [2, 3], keepdims=True))
+    y = builder.emit(relax.op.squeeze(y, [2, 3]))
+    return builder.emit(relax.op.matmul(y, constant(6, 10)))
+
+
+def joined(builder, x):
+    a, b = conv(builder, x, 5, 3, 1), conv(builder, x, 3, 3, 1)
+    both = builder.emit(relax.op.concat([a, b, a], axis=1))
+    return conv(builder, both, 4, 13, 1)
+
+
+def elementwise(builder, x):
+    a, b = conv(builder, x, 5, 3, 1), conv(builder, x, 5, 3, 1)
+    y = builder.emit(relax.op.multiply(a, builder.emit(relax.op.sigmoid(b))))
+    y = builder.emit(relax.op.subtract(y, b))
+    return conv(builder, y, 4, 5, 1)
+
+
+def transposed(builder, x):
+    y = builder.emit(relax.op.nn.conv2d_transpose(x, constant(3, 5, 3, 3), strides=2, padding=1))
+    return conv(builder, y, 4, 5, 1)
+
+
+def padded(builder, x):
+    y = conv(builder, x, 4, 3, 1)
+    y = builder.emit(relax.op.nn.pad(y, [0, 0, 2, 2, 0, 0, 0, 0], "constant", 0.0))
+    return conv(builder, y, 4, 8, 1)
+
+
+NCHW = (2, 3, 9, 7)
+IMAGE_MODELS = [
+    conv_bias_relu, residual, depthwise, grouped_dilated, pools, joined, elementwise, transposed,
+    padded,
+]  # fmt: skip
+
+
+def attention(builder, x):
+    q = builder.emit(relax.op.matmul(x, constant(12, 8)))
+    k = builder.emit(relax.op.matmul(x, constant(12, 8)))
+    scores = builder.emit(relax.op.matmul(q, builder.emit(relax.op.permute_dims(k, [0, 2, 1]))))
+    return builder.emit(relax.op.matmul(scores, builder.emit(relax.op.matmul(x, constant(12, 5)))))
+
+
+def quantize_random(mod: tvm.IRModule, shape: tuple) -> tuple[tvm.IRModule, np.ndarray]:
+    data = RNG.standard_normal((4, *shape)).astype("float32")
+    return rq.quantize(mod, None, list(data)), data[0]
+
+
+@pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
+@pytest.mark.parametrize("body", IMAGE_MODELS, ids=lambda f: f.__name__)
+def test_lower_integer__images_equal_numpy(body, symbolic):
+    qmod, x = quantize_random(build_model(body, NCHW, symbolic), NCHW)
+    got = Executor(rq.compile(qmod)).run("main", [x])[0]
+    np.testing.assert_array_equal(got, rq.reference.run(qmod, [x])[0])
+
+
+@pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
+def test_lower_integer__attention_equals_numpy(symbolic):
+    shape = (2, 7, 12)
+    qmod, x = quantize_random(build_model(attention, shape, symbolic), shape)
+    got = Executor(rq.compile(qmod)).run("main", [x])[0]
+    np.testing.assert_array_equal(got, rq.reference.run(qmod, [x])[0])
+
+
+@pytest.mark.parametrize("body", IMAGE_MODELS, ids=lambda f: f.__name__)
+def test_lower_integer__leaves_no_integer_operator(body):
+    qmod, _ = quantize_random(build_model(body, NCHW, False), NCHW)
+    graph = Graph(lower_integer(qmod, resolve_target("llvm -mcpu=cascadelake")))
+    left = {graph.op_name(binding.var) for binding in graph.bindings}
+    # A relu that ends the model leaves its dequantize, one scale per channel, to legalization.
+    assert {name for name in left if name.startswith("relax.qnn.")} <= {"relax.qnn.dequantize"}
+
+
+@pytest.mark.parametrize(
+    "target", ["llvm", "llvm -mcpu=haswell", "llvm -mcpu=skylake-avx512", None]
+)
+def test_lower_integer__every_instruction_set_equals_numpy(target):
+    if target is not None and not runs_here(target):
+        pytest.skip(f"this machine cannot run code for {target}")
+    qmod, x = quantize_random(build_model(residual, NCHW, True), NCHW)
+    got = Executor(rq.compile(qmod, target)).run("main", [x])[0]
+    np.testing.assert_array_equal(got, rq.reference.run(qmod, [x])[0])
+
+
+def runs_here(target: str) -> bool:
+    """Whether this machine has the instruction set that kernels for `target` use."""
+    from tvm.target.codegen import llvm_cpu_has_features
+
+    isa = select_isa(resolve_target(target))
+    return all(llvm_cpu_has_features(f, resolve_target(None)) for f in isa.features)
+
+
+def test_call_kernels__fuses_bias_residual_and_clamp():
+    qmod, _ = quantize_random(build_model(residual, NCHW, False), NCHW)
+    graph = Graph(lower_integer(qmod, resolve_target("llvm -mcpu=cascadelake")))
+    kernels = [
+        str(call.args[0].name_hint)
+        for call in map(graph.call_of, (b.var for b in graph.bindings))
+        if call is not None and graph.op_name(call) == "relax.call_tir"
+    ]
+    assert sum("conv2d" in name for name in kernels) == 3
+    assert not any("add" in name or "clip" in name for name in kernels)
+
+
+def test_call_kernels__no_rules_changes_nothing():
+    qmod, _ = quantize_random(build_model(conv_bias_relu, NCHW, False), NCHW)
+    target = Target({"kind": "llvm"})
+    tvm.ir.assert_structural_equal(call_kernels(qmod, select_isa(target), ()), qmod)
+
+
+def test_convert_integer_layout__transposes_only_at_the_borders():
+    qmod, _ = quantize_random(build_model(residual, NCHW, False), NCHW)
+    graph = Graph(convert_integer_layout(qmod))
+    names = [graph.op_name(binding.var) for binding in graph.bindings]
+    assert names.count("relax.permute_dims") == 2
+    layouts = {
+        str(graph.call_of(b.var).attrs.data_layout)
+        for b in graph.bindings
+        if graph.op_name(b.var) == "relax.qnn.conv2d"
+    }
+    assert layouts == {"NHWC"}
+
+
+def test_convert_integer_layout__channel_pad_needs_no_transpose():
+    qmod, _ = quantize_random(build_model(padded, NCHW, False), NCHW)
+    graph = Graph(convert_integer_layout(qmod))
+    names = [graph.op_name(binding.var) for binding in graph.bindings]
+    assert names.count("relax.permute_dims") == 2
