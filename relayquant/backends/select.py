@@ -1,0 +1,52 @@
+"""Finding a backend: by its name, or the one that suits a target."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from relayquant.backends.accelerator import ACCELERATOR
+from relayquant.backends.arm import ARM
+from relayquant.backends.generic import GENERIC
+from relayquant.backends.x86 import X86
+from relayquant.config import BackendConfig
+from relayquant.errors import ConfigError, suggest_name
+from relayquant.lower.architecture import Architecture, find_architecture
+from relayquant.lower.target import resolve_target
+
+BACKENDS: tuple[BackendConfig, ...] = (X86, ARM, GENERIC, ACCELERATOR)
+
+
+def resolve_backend(backend: BackendConfig | str) -> BackendConfig:
+    """A backend by name, or the BackendConfig itself.
+
+    Raises:
+        ConfigError: no backend has this name.
+    """
+    if isinstance(backend, BackendConfig):
+        return backend
+    for known in BACKENDS:
+        if known.name == backend:
+            return known
+    names = [known.name for known in BACKENDS]
+    raise ConfigError(
+        f"There is no backend {backend!r}. {suggest_name(str(backend), names)} "
+        "Or pass a BackendConfig of your own."
+    )
+
+
+def default_backend(target: Any = None) -> BackendConfig:
+    """The backend whose activations the kernels of `target` take as they are.
+
+    Args:
+        target: As for `relayquant.compile`: None for this machine, a Target, a dict or a string.
+
+    Raises:
+        ConfigError: TVM does not accept the target.
+    """
+    backends = {
+        Architecture.X86: X86,
+        Architecture.AARCH64: ARM,
+        Architecture.ARM32: ARM,
+        Architecture.OTHER: GENERIC,
+    }
+    return backends[find_architecture(resolve_target(target))]

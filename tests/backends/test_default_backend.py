@@ -1,0 +1,39 @@
+"""The backend that suits a target."""
+
+from __future__ import annotations
+
+import pytest
+from tvm.target import Target
+
+from relayquant.backends import ARM, GENERIC, X86, default_backend
+from relayquant.errors import ConfigError
+from relayquant.lower.kernels.select import select_isa
+
+
+@pytest.mark.parametrize(
+    ("target", "backend"),
+    [
+        ("llvm -mtriple=aarch64-linux-gnu -mcpu=cortex-a76", ARM),
+        ({"kind": "llvm", "mtriple": "arm64-apple-macos", "mcpu": "apple-m1"}, ARM),
+        ({"kind": "llvm", "mtriple": "armv7l-linux-gnueabihf"}, ARM),
+        ("llvm -mtriple=x86_64-linux-gnu -mcpu=haswell", X86),
+        (Target({"kind": "llvm", "mtriple": "x86_64-pc-windows-msvc"}), X86),
+        ("llvm -mtriple=riscv64-unknown-linux-gnu", GENERIC),
+        ({"kind": "c"}, GENERIC),
+    ],
+)
+def test_default_backend__by_architecture(target, backend):
+    assert default_backend(target) is backend
+
+
+@pytest.mark.parametrize("mcpu", ["cortex-a53", "cortex-a76"])
+def test_default_backend__takes_activations_as_the_kernels_do(mcpu):
+    target = Target({"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mcpu": mcpu})
+    activation = default_backend(target).default_qconfig.activation
+    assert activation is not None
+    assert activation.spec.dtype == select_isa(target).activation
+
+
+def test_default_backend__target_that_tvm_does_not_know():
+    with pytest.raises(ConfigError, match="nonsense"):
+        default_backend("nonsense -mcpu=x")
