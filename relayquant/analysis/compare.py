@@ -1,0 +1,276 @@
+"""compare: float module, its quantized module and data -> how far each value is off, and where it
+starts.
+
+Values are matched by their stable names. Two views: *accumulated*, with everything before already
+quantized, and *isolated*, the error of one operator alone when its inputs are the float model's,
+quantized.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import tvm
+
+from relayquant.analysis.verify import expose_values
+from relayquant.calibrate.segments import build_function, collect_ancestors
+from relayquant.errors import ModelError
+from relayquant.ledger import Ledger, LedgerRow, read_ledger
+from relayquant.prepare import prepare_module
+from relayquant.qtypes import INTEGER_LIMITS
+from relayquant.rewrite import Graph
+from relayquant.rewrite.graph import free_vars, tensor_dtype
+from relayquant.runtime import CompileModule, Executor
+
+
+@dataclass(frozen=True)
+class ErrorSums:
+    """Running sums of one value over all batches; everything in float64."""
+
+    count: int = 0
+    signal: float = 0.0  #: sum of x^2
+    noise: float = 0.0  #: sum of (y - x)^2
+    dot: float = 0.0  #: sum of x y
+    energy: float = 0.0  #: sum of y^2
+    absolute: float = 0.0  #: sum of |y - x|
+    largest: float = 0.0  #: max of |y - x|
+
+    def update(self, expected: np.ndarray, got: np.ndarray) -> ErrorSums:
+        """The sums with one more pair of arrays of one shape."""
+        x, y = expected.astype("float64").reshape(-1), got.astype("float64").reshape(-1)
+        error = np.abs(y - x)
+        return ErrorSums(
+            self.count + x.size,
+            self.signal + float(x @ x),
+            self.noise + float(error @ error),
+            self.dot + float(x @ y),
+            self.energy + float(y @ y),
+            self.absolute + float(error.sum()),
+            max(self.largest, float(error.max(initial=0.0))),
+        )
+
+    @property
+    def sqnr(self) -> float:
+        """10 log10(signal / noise) in dB; inf when nothing differs."""
+        if self.noise == 0:
+            return float("inf")
+        return float(10 * np.log10(max(self.signal, 1e-300) / self.noise))
+
+    @property
+    def cosine(self) -> float:
+        """Cosine of the angle between both; 1 when both are 0."""
+        norm = np.sqrt(self.signal * self.energy)
+        return float(self.dot / norm) if norm > 0 else float(self.signal == self.energy)
+
+    @property
+    def mean(self) -> float:
+        """Mean absolute error."""
+        return self.absolute / max(self.count, 1)
+
+
+@dataclass(frozen=True)
+class CompareRow:
+    """One value of the float model.
+
+    Attributes:
+        name, op, quantized: As in the ledger.
+        sqnr: Accumulated signal to quantization noise ratio, dB.
+        isolated: The same for this operator alone, dB; None for operators in float.
+        cosine: Cosine similarity, accumulated.
+        max_error, mean_error: Absolute, in the value's own units, accumulated.
+        saturated: Share of elements outside the range of their parameters; None for float values.
+    """
+
+    name: str
+    op: str
+    quantized: bool
+    sqnr: float
+    isolated: float | None
+    cosine: float
+    max_error: float
+    mean_error: float
+    saturated: float | None
+
+
+@dataclass(frozen=True)
+class CompareReport:
+    """All values that both modules have, in topological order."""
+
+    rows: tuple[CompareRow, ...]
+    samples: int = field(default=0)
+
+    def first_below(self, decibels: float = 15.0) -> CompareRow | None:
+        """The first value whose accumulated SQNR is below: where it goes wrong."""
+        return next((row for row in self.rows if row.sqnr < decibels), None)
+
+    @property
+    def worst(self) -> CompareRow | None:
+        """The operator that does the most damage by itself."""
+        alone = [row for row in self.rows if row.isolated is not None]
+        return min(alone, key=lambda row: row.isolated or 0.0, default=None)
+
+    def to_csv(self) -> str:
+        """Comma-separated text with a header line."""
+        text = io.StringIO()
+        names = list(CompareRow.__dataclass_fields__)
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(names)
+        writer.writerows([getattr(row, name) for name in names] for row in self.rows)
+        return text.getvalue()
+
+
+def compare_modules(
+    float_mod: tvm.IRModule,
+    quantized: tvm.IRModule,
+    batches: Iterable[Mapping[str, np.ndarray]],
+    compile_module: CompileModule,
+) -> CompareReport:
+    """Compare every value of the ledger; memory does not grow with the data.
+
+    Args:
+        float_mod: The float module with its parameters bound.
+        quantized: What `quantize` made of it; carries the ledger.
+        batches: Inputs by name.
+        compile_module: Compiles for this machine.
+
+    Raises:
+        ModelError: the quantized module has no ledger, or not one value in common with the float
+            module.
+    """
+    prepared, ledger = prepare_module(float_mod), read_ledger(quantized)
+    float_graph, graph = Graph(prepared), Graph(quantized)
+    rows = [
+        row
+        for row in ledger.rows
+        if row.name in float_graph.vars and row.name in graph.vars and has_array(graph, row.name)
+    ]
+    if not rows:
+        raise ModelError(
+            "The quantized module has no value in common with the float module: it was made from "
+            "another model, or the values were renamed. Pass the module that was quantized."
+        )
+    names = [row.name for row in rows]
+    float_run = Executor(compile_module(expose_values(prepared, names)))
+    quantized_run = Executor(compile_module(expose_values(quantized, names)))
+    isolated = IsolatedOperators(graph, ledger, rows, compile_module)
+    total = {name: ErrorSums() for name in names}
+    alone: dict[str, ErrorSums] = {}
+    saturated = dict.fromkeys(names, 0)
+    samples = 0
+    params = [param.name for param in graph.func.params]
+    for batch in batches:
+        args = [batch[name] for name in params]
+        expected = dict(zip(names, float_run.run("main", args), strict=False))
+        got = dict(zip(names, quantized_run.run("main", args), strict=False))
+        for row in rows:
+            saturated[row.name] += count_saturated(expected[row.name], row)
+            real = to_real(got[row.name], row)
+            total[row.name] = total[row.name].update(expected[row.name], real)
+        for name, value in isolated.run({**batch, **expected}):
+            alone[name] = alone.get(name, ErrorSums()).update(expected[name], value)
+        samples += len(args[0])
+    return CompareReport(
+        tuple(
+            CompareRow(
+                row.name,
+                row.op,
+                row.quantized,
+                total[row.name].sqnr,
+                alone[row.name].sqnr if row.name in alone else None,
+                total[row.name].cosine,
+                total[row.name].largest,
+                total[row.name].mean,
+                saturated[row.name] / max(total[row.name].count, 1)
+                if tensor_dtype(graph.vars[row.name]) in INTEGER_LIMITS
+                else None,
+            )
+            for row in rows
+        ),
+        samples,
+    )
+
+
+def has_array(graph: Graph, name: str) -> bool:
+    """Whether the value is a tensor that can be put into real units: float, or 8 and 16 bit
+    integers.
+    """
+    dtype = tensor_dtype(graph.vars[name])
+    return dtype.startswith("float") or dtype in ("int8", "uint8", "int16", "uint16")
+
+
+def to_real(value: np.ndarray, row: LedgerRow) -> np.ndarray:
+    """An integer value in the units of the float model."""
+    if value.dtype.kind == "f" or not row.scale:
+        return value
+    return (value.astype("float64") - row.zero_point[0]) * row.scale[0]
+
+
+def count_saturated(expected: np.ndarray, row: LedgerRow) -> int:
+    """Elements of the float value that lie outside what its parameters can represent."""
+    if not row.scale or row.dtype not in INTEGER_LIMITS:
+        return 0
+    low, high = ((q - row.zero_point[0]) * row.scale[0] for q in INTEGER_LIMITS[row.dtype])
+    half = row.scale[0] / 2
+    return int(np.count_nonzero((expected < low - half) | (expected > high + half)))
+
+
+class IsolatedOperators:
+    """One function for each quantized operator: its named inputs -> its result."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        ledger: Ledger,
+        rows: Sequence[LedgerRow],
+        compile_module: CompileModule,
+    ) -> None:
+        self.rows = {row.name: row for row in ledger.rows}
+        known = {graph.vars[row.name] for row in rows}
+        self.calls: list[tuple[str, str, list[str]]] = []  # (value, function, inputs)
+        self.dtypes: dict[str, str] = {}
+        functions = {}
+        for i, row in enumerate(row for row in rows if row.quantized):
+            var = graph.vars[row.name]
+            needed = collect_ancestors(graph, [var], known - {var})
+            inside = set(needed)
+            inputs = list(
+                dict.fromkeys(
+                    arg
+                    for needed_var in needed
+                    for arg in free_vars(graph.values[needed_var])
+                    if arg not in inside
+                )
+            )
+            function, symbols = build_function(graph, needed, inputs, [var])
+            if symbols:  # a size that no input tells: it cannot be run by itself
+                continue
+            functions[f"operator_{i}"] = function
+            self.calls.append((row.name, f"operator_{i}", [arg.name for arg in inputs]))
+            self.dtypes.update((arg.name, tensor_dtype(arg)) for arg in inputs)
+        mod = tvm.IRModule(
+            {
+                tvm.ir.GlobalVar(name): func.with_attr("global_symbol", name)
+                for name, func in functions.items()
+            }
+        )
+        self.executor = Executor(compile_module(mod)) if functions else None
+
+    def run(self, values: Mapping[str, np.ndarray]) -> Iterable[tuple[str, np.ndarray]]:
+        """(name, real result) of every operator on the float model's values."""
+        for name, function, inputs in self.calls if self.executor is not None else ():
+            args = [self.quantize(arg, values[arg]) for arg in inputs]
+            (result,) = self.executor.run(function, args)  # pyright: ignore[reportOptionalMemberAccess]
+            yield name, to_real(result, self.rows[name])
+
+    def quantize(self, name: str, value: np.ndarray) -> np.ndarray:
+        """A float value as the integer module has it."""
+        dtype, row = self.dtypes[name], self.rows.get(name)
+        if dtype not in INTEGER_LIMITS or row is None or not row.scale:
+            return value
+        low, high = INTEGER_LIMITS[dtype]
+        steps = np.rint(value.astype("float32") / np.float32(row.scale[0]))
+        return np.clip(steps + row.zero_point[0], low, high).astype(dtype)

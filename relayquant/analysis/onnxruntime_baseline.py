@@ -1,0 +1,122 @@
+"""Analysis: the same model run by ONNX Runtime, float and int8, to compare speed with.
+
+The int8 model is what ONNX Runtime's own static quantization makes of the float one, with the
+settings its documentation recommends for x86: QDQ, uint8 activations, int8 weights per channel,
+MinMax, after its shape inference and graph optimization.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from relayquant.errors import MissingDependencyError, ModelError
+
+
+def import_onnxruntime() -> Any:
+    """The package, with its quantization tools loaded.
+
+    Raises:
+        MissingDependencyError: it is not installed.
+    """
+    try:
+        import onnxruntime
+        import onnxruntime.quantization.shape_inference
+    except ImportError as error:
+        raise MissingDependencyError(
+            "Comparing with ONNX Runtime needs the package onnxruntime. "
+            "Run: pip install 'relayquant[onnxruntime]'"
+        ) from error
+    return onnxruntime
+
+
+def quantize_with_onnxruntime(
+    source: Path, batches: Iterable[Mapping[str, np.ndarray]], folder: Path
+) -> Path:
+    """Path of ONNX Runtime's int8 model of `source`, written into `folder`.
+
+    Raises:
+        MissingDependencyError: onnxruntime is not installed.
+        ModelError: onnxruntime cannot quantize the model.
+    """
+    ort = import_onnxruntime()
+    tools = ort.quantization
+
+    class Reader(tools.CalibrationDataReader):
+        """Hands the batches over one by one."""
+
+        def __init__(self) -> None:
+            self.batches: Iterator[Mapping[str, np.ndarray]] = iter(batches)
+
+        def get_next(self) -> dict[str, np.ndarray] | None:
+            batch = next(self.batches, None)
+            return None if batch is None else dict(batch)
+
+    prepared, result = folder / "prepared.onnx", folder / "int8.onnx"
+    try:
+        with hush_root_logger():
+            # Symbolic shape inference needs sympy and finds nothing for static shapes.
+            tools.shape_inference.quant_pre_process(
+                str(source), str(prepared), skip_symbolic_shape=True
+            )
+            tools.quantize_static(
+                str(prepared),
+                str(result),
+                Reader(),
+                quant_format=tools.QuantFormat.QDQ,
+                activation_type=tools.QuantType.QUInt8,
+                weight_type=tools.QuantType.QInt8,
+                per_channel=True,
+                calibrate_method=tools.CalibrationMethod.MinMax,
+            )
+    except Exception as error:
+        # Its C++ and Python parts raise a dozen unrelated classes.
+        raise ModelError(
+            f"ONNX Runtime cannot quantize {source}: {type(error).__name__}: {error}"
+        ) from error
+    return result
+
+
+def create_run(
+    path: Path, inputs: Mapping[str, np.ndarray], threads: int
+) -> Callable[[], list[np.ndarray]]:
+    """A function that runs the model once on `inputs`.
+
+    Threads spin while a run lasts and stop when it ends, so that they take no time from what is
+    measured next.
+
+    Raises:
+        MissingDependencyError: onnxruntime is not installed.
+        ModelError: onnxruntime cannot load the model.
+    """
+    ort = import_onnxruntime()
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3  # errors
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    try:
+        session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    except Exception as error:
+        raise ModelError(
+            f"ONNX Runtime cannot load {path}: {type(error).__name__}: {error}"
+        ) from error
+    feed = dict(inputs)
+    return lambda: session.run(None, feed)
+
+
+@contextmanager
+def hush_root_logger() -> Iterator[None]:
+    """The tools log advice on the root logger that their user, who is not ours, could follow."""
+    root = logging.getLogger()
+    level = root.level
+    root.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        root.setLevel(level)

@@ -1,0 +1,301 @@
+"""sensitivity: calibrated model + data -> how much damage quantizing each operator alone does.
+
+The calibration graph is compiled once. Its parameters are variables and dtype code 0 passes values
+through, so one operator is quantized by switching on the parameters of its operands and its result,
+and nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from relayquant.analysis.compare import ErrorSums
+from relayquant.annotate.claim import read_sources
+from relayquant.calibrate.datasets import Dataset
+from relayquant.config import QConfigMapping, is_below
+from relayquant.effort import Effort, apply_effort
+from relayquant.errors import ConfigError, DataError
+from relayquant.events import CallbackList, ProgressEvent
+from relayquant.plan import OperatorPlan
+from relayquant.prepared import PreparedModel
+from relayquant.rewrite import Graph
+from relayquant.runtime import CompileModule, Executor, as_tensor
+
+#: (outputs of the float model, outputs of the quantized one) -> a number, higher is better. One
+#: array for each output of the model, all samples along axis 0.
+Metric = Callable[[list[np.ndarray], list[np.ndarray]], float]
+
+
+@dataclass(frozen=True)
+class SensitivityRow:
+    """One quantized operator.
+
+    Attributes: name, op: As in the ledger. score: What is measured at the outputs when this
+        operator alone is quantized: SQNR in dB, or the metric.
+    """
+
+    name: str
+    op: str
+    score: float
+
+
+@dataclass(frozen=True)
+class SensitivityReport:
+    """Quantized operators, the one that does the most damage first; equal ones in graph order.
+
+    Operators that only move values (max_pool, reshape, relu on the input's grid) round nothing and
+    have no row.
+
+    Attributes:
+        rows: The operators.
+        score: The same measure with all of them quantized.
+        metric: "SQNR [dB]", or the name of the user's metric.
+        samples: Samples that were measured.
+        prepared: The model that was measured.
+    """
+
+    rows: tuple[SensitivityRow, ...]
+    score: float
+    metric: str
+    samples: int
+    prepared: PreparedModel = field(repr=False, compare=False)
+
+    def to_mapping(self, keep: int, base: QConfigMapping | None = None) -> QConfigMapping:
+        """A mapping that keeps the `keep` worst operators in float.
+
+        Args: keep: How many. base: What holds for the others; None: the backend's default. Pass the
+            mapping the model was prepared
+                with, if there was one.
+
+        Raises:
+            ConfigError: keep is no integer from 0 to the number of rows.
+        """
+        if isinstance(keep, bool) or not isinstance(keep, int) or not 0 <= keep <= len(self.rows):
+            raise ConfigError(
+                f"to_mapping(keep={keep!r}): allowed is an integer from 0 to {len(self.rows)}, "
+                "the number of quantized operators that were ranked."
+            )
+        if base is None:
+            qconfig = self.prepared.backend.default_qconfig
+            effort = Effort(self.prepared.effort)
+            base = QConfigMapping().set_global(apply_effort(qconfig, effort) if qconfig else None)
+        return add_float_lines(self.prepared, [row.name for row in self.rows[:keep]], base)
+
+    def __str__(self) -> str:
+        width = max([len(row.name) for row in self.rows] + [8])
+        lines = [f"{'operator':{width}}  {'op':12}  {self.metric}"]
+        for row in self.rows:
+            op = row.op.removeprefix("nn.")
+            lines.append(f"{row.name:{width}}  {op:12}  {row.score:.4g}")
+        lines.append(f"all {len(self.rows)} quantized: {self.score:.4g}, {self.samples} samples")
+        return "\n".join(lines)
+
+
+def measure_sensitivity(
+    prepared: PreparedModel,
+    data: Dataset,
+    compile_module: CompileModule,
+    metric: Metric | None = None,
+    *,
+    samples: int = 64,
+    callbacks: CallbackList | None = None,
+) -> SensitivityReport:
+    """Quantize each operator alone, and all together.
+
+    Args: prepared: A calibrated model. data: Inputs. compile_module: Compiles for this machine.
+        metric: See `Metric`; None: SQNR of the outputs, 10 log10(signal / noise), of the worst
+        output. samples: Measure on the first batches that hold so many samples. callbacks: Told of
+        each operator as it is done.
+
+    Raises:
+        ConfigError: the model is not calibrated, `samples` < 1, or the metric returns no number.
+        DataError: the data does not fit the model.
+    """
+    callbacks = callbacks or CallbackList()
+    simulation = Simulation(prepared, take_samples(data, samples), compile_module, metric)
+    operators = find_rounding_operators(prepared)
+    rows = []
+    for done, operator in enumerate(operators, 1):
+        score = simulation.score([operator])
+        rows.append(SensitivityRow(operator.name, operator.op.removeprefix("relax."), score))
+        callbacks.on_progress(ProgressEvent("sensitivity", done, len(operators), unit="operator"))
+    name = "SQNR [dB]" if metric is None else getattr(metric, "__name__", type(metric).__name__)
+    return SensitivityReport(
+        tuple(sorted(rows, key=lambda row: row.score)),  # stable: equal ones stay in order
+        simulation.score(operators),
+        name,
+        simulation.samples,
+        prepared,
+    )
+
+
+def find_rounding_operators(prepared: PreparedModel) -> tuple[OperatorPlan, ...]:
+    """Quantized operators that round something: not those that only move values."""
+    return tuple(
+        operator
+        for operator in prepared.plan.operators
+        if operator.quantized and set(find_groups(operator)) != {operator.output}
+    )
+
+
+def find_groups(operator: OperatorPlan) -> tuple[str, ...]:
+    """Keys of the parameters of its operands and its result."""
+    keys = [key for _, key in operator.operands]
+    return (*keys, operator.output) if operator.output is not None else tuple(keys)
+
+
+def take_samples(data: Dataset, samples: int) -> Dataset:
+    """The first batches that hold at least `samples` samples, or all."""
+    if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
+        raise ConfigError(f"samples is {samples!r}; allowed: an integer >= 1.")
+    batches = found = 0
+    for batch in data:
+        batches, found = batches + 1, found + count_samples(batch)
+        if found >= samples:
+            break
+    return data.head(batches)
+
+
+def count_samples(batch: Mapping[str, np.ndarray]) -> int:
+    """Length of the first input's first axis; 1 if it has none."""
+    first = next(iter(batch.values()), np.empty(()))
+    return len(first) if first.ndim else 1
+
+
+class Simulation:
+    """The compiled calibration graph, and what the float model answers."""
+
+    def __init__(
+        self,
+        prepared: PreparedModel,
+        data: Dataset,
+        compile_module: CompileModule,
+        metric: Metric | None = None,
+    ) -> None:
+        self.prepared, self.data, self.metric = prepared, data, metric
+        self.parameters = prepared.require_parameters()
+        self.executor = Executor(compile_module(prepared.graph.mod))
+        # Weights are copied once, not for every run.
+        self.float_args = {k: as_tensor(v) for k, v in prepared.graph.arguments().items()}
+        self.samples = sum(count_samples(batch) for batch in data)
+        self.expected = list(self.run(()))
+
+    def run(self, quantized: Collection[OperatorPlan]) -> Iterator[list[np.ndarray]]:
+        """Outputs for each batch with these operators quantized, the others in float.
+
+        The operators may be those of another plan of the same model; parameters that only it has
+        pass through.
+        """
+        keys = {key for operator in quantized for key in find_groups(operator)} & set(
+            self.parameters
+        )
+        names = {operator.name for operator in quantized}
+        graph = self.prepared.graph
+        changed: dict[str, Any] = {}
+        for key in keys:
+            variables = graph.variables[key]
+            arrays = variables.arrays(self.parameters[key])
+            changed.update((v.name, a) for v, a in zip(variables.vars, arrays, strict=True))
+        for key, value in self.prepared.constants.items():
+            if key.rpartition(":")[0] in names:
+                changed[graph.constants[key].var.name] = as_tensor(value)
+        args = list({**self.float_args, **changed}.values())
+        for batch in self.data:
+            yield self.executor.run("main", [*(batch[name] for name in graph.inputs), *args])
+
+    def score(self, quantized: Collection[OperatorPlan]) -> float:
+        """SQNR in dB of the worst output, or the metric.
+
+        Raises:
+            ConfigError: the metric returns no number.
+        """
+        if self.metric is not None:
+            return apply_metric(self.metric, self.expected, list(self.run(quantized)))
+        return self.sqnr(quantized)
+
+    def sqnr(self, quantized: Collection[OperatorPlan]) -> float:
+        """SQNR in dB of the worst output, whatever the metric."""
+        sums: list[ErrorSums] = []
+        for expected, got in zip(self.expected, self.run(quantized), strict=True):
+            sums = sums or [ErrorSums()] * len(expected)
+            sums = [s.update(x, y) for s, x, y in zip(sums, expected, got, strict=True)]
+        return min((s.sqnr for s in sums), default=math.inf)
+
+
+def apply_metric(
+    metric: Metric, expected: Sequence[list[np.ndarray]], got: Sequence[list[np.ndarray]]
+) -> float:
+    """The metric of all batches.
+
+    Raises:
+        ConfigError: it returns no number.
+    """
+    value = metric(join_batches(expected), join_batches(got))
+    try:
+        score = float(value)
+    except (TypeError, ValueError):
+        score = math.nan
+    if math.isnan(score):
+        name = getattr(metric, "__name__", type(metric).__name__)
+        raise ConfigError(
+            f"The metric {name} returned {value!r}; allowed: a number, higher is better. It gets "
+            "two lists with one array for each output of the model, all samples along axis 0."
+        )
+    return score
+
+
+def join_batches(batches: Sequence[list[np.ndarray]]) -> list[np.ndarray]:
+    """One array for each output, all batches along axis 0.
+
+    Raises:
+        DataError: batches differ in more than the first axis.
+    """
+    joined = []
+    for index, parts in enumerate(zip(*batches, strict=True)):
+        shapes = {part.shape[1:] for part in parts}
+        if len(shapes) > 1:
+            raise DataError(
+                f"Output {index} has samples of different shapes "
+                f"({', '.join(map(str, sorted(shapes)))}), so a metric cannot be given one array. "
+                "Pad the inputs to one size, or use no metric: then it is SQNR."
+            )
+        joined.append(np.concatenate(parts) if parts[0].ndim else np.stack(parts))
+    return joined
+
+
+def add_float_lines(
+    prepared: PreparedModel, names: Sequence[str], mapping: QConfigMapping
+) -> QConfigMapping:
+    """`mapping` with lines that keep exactly these operators in float.
+
+    A line by name also speaks of what is below it ("block" of "block.conv"): where that would be
+    another operator, the line counts operators of the type below the name instead.
+    """
+    graph = Graph(prepared.mod)
+    sources = read_sources(graph)
+    for name in names:
+        operator = prepared.plan.operator(name)
+        others = (
+            other_name
+            for other in prepared.plan.operators
+            if other is not operator
+            for other_name in (*other.values, *other.sources)
+        )
+        if not any(is_below(other, name) for other in others):
+            mapping = mapping.set_module_name(name, None)
+            continue
+        index = 0
+        for binding in graph.bindings:
+            if graph.op_name(binding.var) != operator.op:
+                continue
+            value = binding.var.name
+            if value in operator.values:
+                break
+            index += is_below(value, name) or is_below(sources.get(value, value), name)
+        mapping = mapping.set_module_name_object_type_order(name, operator.op, index, None)
+    return mapping

@@ -1,0 +1,150 @@
+"""verify: does the compiled module compute what the numpy reference computes? Bit for bit on
+integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tvm
+from tvm import relax
+from tvm.ir import Call
+
+from relayquant.reference import run_values
+from relayquant.reference.interpreter import order_inputs
+from relayquant.rewrite import Graph, rewrite_main
+from relayquant.rewrite.graph import constant_value, tensor_dtype
+from relayquant.runtime import CompileModule, Executor
+
+
+@dataclass(frozen=True)
+class ValueDifference:
+    """One value in which compiled code and reference differ.
+
+    Attributes:
+        name: Stable name of the value.
+        dtype: Its dtype.
+        mismatches: Number of elements that differ (integers: at all; floats: beyond the tolerance).
+        size: Number of elements.
+        max_difference: Largest absolute difference.
+    """
+
+    name: str
+    dtype: str
+    mismatches: int
+    size: int
+    max_difference: float
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """All differences, in topological order, and how many values were compared."""
+
+    differences: tuple[ValueDifference, ...]
+    compared: int
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether nothing differs."""
+        return not self.differences
+
+    @property
+    def first(self) -> ValueDifference | None:
+        """The first value that differs: where to look."""
+        return self.differences[0] if self.differences else None
+
+
+def verify_module(
+    mod: tvm.IRModule,
+    inputs: Any,
+    compile_module: CompileModule,
+    *,
+    rtol: float = 1e-4,
+    atol: float = 1e-5,
+) -> VerifyReport:
+    """Compare compiled code with the numpy reference.
+
+    Two compilations are compared: the module as it is, by its results, and the module with every
+    integer value as an additional result, so that the first difference has a name.
+
+    Args:
+        inputs: As for `relayquant.reference.run`.
+        compile_module: Compiles for this machine.
+        rtol, atol: Tolerances of float values; integers must be equal.
+
+    Raises:
+        DataError: the inputs do not fit the module.
+    """
+    graph = Graph(mod)
+    args = order_inputs(graph.func.params, inputs)
+    given = {p.name: np.asarray(a) for p, a in zip(graph.func.params, args, strict=True)}
+    expected = {**given, **run_values(mod, given)}
+    names = [
+        binding.var.name
+        for binding in graph.bindings
+        if isinstance(binding.value, Call) and tensor_dtype(binding.var).startswith(("int", "uint"))
+    ]
+    tapped = Executor(compile_module(expose_values(mod, names))).run("main", args)
+    pairs = list(zip(names, tapped[: len(names)], strict=True))
+    results = Executor(compile_module(mod)).run("main", args)
+    for (name, value), got in zip(find_results(graph), results, strict=True):
+        if value is not None:
+            expected[name] = value
+        pairs.append((name, got))
+    differences = tuple(find_differences(pairs, expected, rtol, atol))
+    return VerifyReport(differences, len(pairs))
+
+
+def expose_values(mod: tvm.IRModule, names: list[str]) -> tvm.IRModule:
+    """The module with main returning the named values before its own results."""
+    found: dict[str, relax.Expr] = {}
+
+    def visit(emitter, binding: relax.VarBinding) -> relax.Expr:
+        value = emitter.bind(binding.var, emitter.get(binding.value))
+        found[binding.var.name] = value
+        return value
+
+    return rewrite_main(
+        mod, visit, result=lambda emitter, out: relax.Tuple([*(found[n] for n in names), out])
+    )
+
+
+def find_results(graph: Graph) -> Iterator[tuple[str, np.ndarray | None]]:
+    """(name, None) of the tensors that main returns, in order; (name, value) of constants."""
+    stack: list[relax.Expr] = [graph.func.body.body]
+    count = 0
+    while stack:
+        expr = stack.pop()
+        value = graph.values.get(expr) if isinstance(expr, relax.Var) else expr
+        if isinstance(value, relax.Tuple):
+            stack += reversed(value.fields)
+            continue
+        array = constant_value(expr)
+        yield (f"output {count}", array) if array is not None else (expr.name, None)
+        count += 1
+
+
+def find_differences(
+    pairs: list[tuple[str, np.ndarray]],
+    expected: dict[str, np.ndarray],
+    rtol: float,
+    atol: float,
+) -> Iterator[ValueDifference]:
+    """Values whose arrays differ."""
+    for name, got in pairs:
+        want = expected[name]
+        if got.shape != want.shape or got.dtype != want.dtype:
+            yield ValueDifference(name, str(got.dtype), got.size, got.size, float("inf"))
+            continue
+        if want.dtype.kind == "f":
+            wrong = ~np.isclose(got, want, rtol=rtol, atol=atol, equal_nan=True)
+        else:
+            wrong = got != want
+        if wrong.any():
+            gap = np.abs(got.astype("float64") - want.astype("float64"))
+            yield ValueDifference(
+                name, str(got.dtype), int(wrong.sum()), got.size, float(np.nanmax(gap))
+            )

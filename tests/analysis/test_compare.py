@@ -1,0 +1,109 @@
+"""compare: matched by name, accumulated and isolated, and it names where the error starts."""
+
+from __future__ import annotations
+
+import csv
+import io
+
+import numpy as np
+import pytest
+
+import relayquant as rq
+from relayquant.analysis.compare import ErrorSums
+from relayquant.demo import load_digits
+
+
+@pytest.fixture(scope="module")
+def digits():
+    demo = load_digits()
+    mod, params = rq.load(str(demo.model_path))
+    return mod, params, demo.calibration
+
+
+@pytest.fixture(scope="module")
+def report(digits):
+    mod, params, data = digits
+    return rq.compare(mod, rq.quantize(mod, params, data), data, params)
+
+
+def test_error_sums__are_those_of_the_concatenation():
+    rng = np.random.default_rng(0)
+    x, y = rng.standard_normal((2, 100))
+    sums = ErrorSums().update(x[:30], y[:30]).update(x[30:], y[30:])
+    assert sums.sqnr == pytest.approx(10 * np.log10((x @ x) / ((y - x) @ (y - x))))
+    assert sums.cosine == pytest.approx(x @ y / np.linalg.norm(x) / np.linalg.norm(y))
+    assert sums.largest == np.abs(y - x).max()
+    assert sums.mean == pytest.approx(np.abs(y - x).mean())
+
+
+def test_error_sums__equal_arrays():
+    sums = ErrorSums().update(np.zeros(3), np.zeros(3))
+    assert sums.sqnr == float("inf")
+    assert sums.cosine == 1.0
+
+
+def test_compare__has_a_row_for_every_operator(digits, report):
+    names = [row.name for row in report.rows]
+    mod, params, data = digits
+    assert names == [row.name for row in rq.ledger(rq.quantize(mod, params, data)).rows]
+    assert report.samples == sum(len(batch) for batch in data)
+
+
+def test_compare__int8_is_close_to_float(report):
+    assert all(row.sqnr > 25 for row in report.rows)
+    assert all(row.cosine > 0.999 for row in report.rows)
+    assert report.first_below(15) is None
+
+
+def test_compare__isolated_error_is_no_larger_than_accumulated(report):
+    first, *others = report.rows
+    assert first.isolated == pytest.approx(first.sqnr, abs=0.1)
+    assert all(row.isolated > row.sqnr - 1 for row in others)
+    assert report.worst is min(report.rows, key=lambda row: row.isolated)
+
+
+def test_compare__names_the_value_where_it_goes_wrong(digits):
+    mod, params, data = digits
+
+    def clip_one(info, samples):
+        high = max(float(np.abs(array).max()) for array in samples)
+        return rq.choose_qparams(0.0, high / (50 if info.name == "conv2/relu" else 1), info.spec)
+
+    wrong = rq.quantize(mod, params, data, calibration=clip_one)
+    report = rq.compare(mod, wrong, data, params)
+    assert report.first_below(15).name == "conv2/relu"
+    rows = {row.name: row for row in report.rows}
+    assert rows["conv2/relu"].saturated > 0.1
+    assert rows["conv1/relu"].saturated < 0.01
+
+
+def test_compare__csv_reads_back(report):
+    rows = list(csv.DictReader(io.StringIO(report.to_csv())))
+    assert [row["name"] for row in rows] == [row.name for row in report.rows]
+    assert float(rows[0]["sqnr"]) == pytest.approx(report.rows[0].sqnr)
+
+
+def test_compare__module_without_ledger_is_an_error(digits):
+    mod, params, data = digits
+    with pytest.raises(rq.ModelError, match="carries no ledger"):
+        rq.compare(mod, mod, data, params)
+
+
+def test_compare__module_of_another_model_is_an_error(digits):
+    from tvm.script import ir as I
+    from tvm.script import relax as R
+
+    mod, params, data = digits
+
+    @I.ir_module
+    class Other:
+        @R.function
+        def main(image: R.Tensor(("n", 1, 8, 8), "float32")):
+            with R.dataflow():
+                y = R.nn.relu(image)
+                R.output(y)
+            return y
+
+    qmod = rq.quantize(mod, params, data)
+    with pytest.raises(rq.ModelError, match="no value in common"):
+        rq.compare(Other, qmod, data)

@@ -1,0 +1,174 @@
+"""lint: silent on data as the models' authors prepare it, and names what was broken on purpose."""
+
+from __future__ import annotations
+
+import io
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+import relayquant as rq
+from relayquant.analysis.lint import Severity, lint, measure_growth
+from relayquant.demo import load_digits
+
+
+@pytest.fixture(scope="module")
+def digits():
+    demo = load_digits()
+    return (*rq.load(str(demo.model_path)), np.concatenate(demo.calibration))
+
+
+@pytest.fixture
+def cifar(shared_data):
+    """Images (N, 3, 32, 32) from 0 to 255, and normalized as the ResNet-20 wants them."""
+    images = np.load(shared_data("cifar10_unlabelled_1000.npz"))["x"][:64]
+    if images.shape[-1] == 3:
+        images = images.transpose(0, 3, 1, 2)
+    images = np.ascontiguousarray(images).astype("float32")
+    mean = np.array([0.485, 0.456, 0.406], "float32").reshape(1, 3, 1, 1)
+    std = np.array([0.229, 0.224, 0.225], "float32").reshape(1, 3, 1, 1)
+    return images, (images / np.float32(255) - mean) / std
+
+
+def checks(findings) -> list[str]:
+    return [finding.check for finding in findings]
+
+
+def test_lint__digits_are_clean(digits):
+    mod, params, images = digits
+    assert lint(mod, params, [images[i : i + 10] for i in range(0, 120, 10)]) == []
+
+
+def test_lint__cifar_is_clean(cifar, shared_data):
+    images, normal = cifar
+    assert lint(*rq.load(str(shared_data("resnet20_cifar10.onnx"))), [normal]) == []
+    mod, params = rq.load(str(shared_data("ic_resnet8_fp32.tflite")))
+    assert lint(mod, params, [x[None] for x in images.transpose(0, 2, 3, 1)]) == []
+
+
+def test_lint__keywords_are_clean(shared_data):
+    x = np.load(shared_data("kws_1000.npz"))["x"][:200].astype("float32")
+    x = ((x - 83) * np.float32(0.58470291)).reshape(-1, 1, 49, 10)
+    assert lint(*rq.load(str(shared_data("kws_dscnn.onnx"))), [x]) == []
+    x = np.load(shared_data("kwt_unlabelled_100.npz"))["x"].astype("float32")
+    assert lint(*rq.load(str(shared_data("kwt1_mfcc.onnx"))), [x]) == []
+
+
+def test_lint__bytes_are_clean(shared_data):
+    x = np.load(shared_data("magika_filetype_152.npz"))["x"].astype("int32")
+    assert lint(*rq.load(str(shared_data("magika_v3_3_b1.onnx"))), list(x[:, None])) == []
+
+
+def test_lint__photographs_are_clean(shared_data):
+    image = pytest.importorskip("PIL.Image", reason="Pillow decodes the JPEG images")
+    with np.load(shared_data("imagenet_200.npz")) as data:
+        jpeg, offsets = data["jpeg"].tobytes(), data["offset"][:21]
+    pictures = [
+        np.asarray(image.open(io.BytesIO(jpeg[a:b])).convert("RGB"))[1:225, 1:225]
+        for a, b in pairwise(offsets)
+    ]
+    x = np.stack(pictures).astype("float32").transpose(0, 3, 1, 2)
+    mod, params = rq.load(str(shared_data("mobilenet_v1_0.75_224.onnx")))
+    assert lint(mod, params, [part / 127.5 - 1 for part in np.split(x, 10)]) == []
+    assert checks(lint(mod, params, np.split(x, 10))) == ["scale"]
+
+
+def test_lint__a_model_without_input_scaling_is_suspected(shared_data):
+    # MNIST-8 takes pixels from 0 to 255 and hardly uses its first bias: a known limit.
+    x = np.load(shared_data("mnist_1000.npz"))["x"].astype("float32").reshape(-1, 1, 1, 28, 28)
+    (finding,) = lint(*rq.load(str(shared_data("mnist-8.onnx"))), list(x[:200]))
+    assert finding.check == "scale"
+    assert "trained on such values" in finding.advice
+
+
+@pytest.mark.parametrize(("factor", "word"), [(255, "too large"), (1 / 255, "too small")])
+def test_lint__wrong_scale(digits, factor, word):
+    mod, params, images = digits
+    (finding,) = lint(mod, params, [images * np.float32(factor)])
+    assert (finding.check, finding.severity) == ("scale", Severity.WARNING)
+    assert finding.where == "image"
+    assert word in finding.what
+    assert word in str(finding)
+
+
+def test_lint__pixels_for_a_normalizing_model(cifar, shared_data):
+    images, _ = cifar
+    assert checks(lint(*rq.load(str(shared_data("resnet20_cifar10.onnx"))), [images])) == ["scale"]
+
+
+def test_lint__pixels_from_0_to_1_for_a_model_that_takes_0_to_255(cifar, shared_data):
+    mod, params = rq.load(str(shared_data("ic_resnet8_fp32.tflite")))
+    data = [x[None] / 255 for x in cifar[0].transpose(0, 2, 3, 1)]
+    assert checks(lint(mod, params, data)) == ["scale"]
+
+
+def test_lint__reshaped_in_place_of_transposed(cifar, shared_data):
+    images, normal = cifar
+    mod, params = rq.load(str(shared_data("resnet20_cifar10.onnx")))
+    scrambled = np.ascontiguousarray(normal.transpose(0, 2, 3, 1)).reshape(normal.shape)
+    findings = lint(mod, params, [scrambled])
+    assert "layout" in checks(findings)
+    assert "transpose(0, 3, 1, 2)" in findings[checks(findings).index("layout")].advice
+    mod, params = rq.load(str(shared_data("ic_resnet8_fp32.tflite")))
+    assert checks(lint(mod, params, list(images.reshape(-1, 1, 32, 32, 3)))) == ["layout"]
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_lint__not_finite(digits, bad):
+    mod, params, images = digits
+    broken = images.copy()
+    broken[17, 0, 3, 3] = bad
+    findings = lint(mod, params, [broken[i : i + 10] for i in range(0, 100, 10)])
+    assert findings[0].severity is Severity.ERROR
+    assert "Sample 1" in findings[0].what
+
+
+def test_lint__empty_data_and_wrong_shape(digits):
+    mod, params, images = digits
+    (finding,) = lint(mod, params, [])
+    assert finding.severity is Severity.ERROR
+    assert "no sample" in finding.what
+    (finding,) = lint(mod, params, [images.transpose(0, 2, 3, 1)])
+    assert finding.severity is Severity.ERROR
+    assert "axis 1 is 8 instead of 1" in finding.what
+
+
+def test_lint__constant_input(digits):
+    mod, params, images = digits
+    findings = lint(mod, params, [np.ones_like(images[:10])] * 4)
+    assert "constant" in checks(findings)
+    assert "duplicates" in checks(findings)
+
+
+def test_lint__outliers(digits):
+    mod, params, images = digits
+    broken = images[:200].copy()
+    broken[3, 0, 0, 0] = 50.0
+    (finding,) = lint(mod, params, [broken])
+    assert finding.check == "outliers"
+    assert "50" in finding.what
+
+
+def test_lint__few_samples_and_copies(digits):
+    mod, params, images = digits
+    assert checks(lint(mod, params, [images[:8]])) == ["samples"]
+    findings = lint(mod, params, [images[:20], images[:20]])
+    assert checks(findings) == ["duplicates"]
+    assert "20 of 40" in findings[0].what
+
+
+def test_lint__range_that_still_grows(digits):
+    mod, params, images = digits
+    sorted_images = images[:100] * np.linspace(0.1, 1, 100, dtype="float32").reshape(-1, 1, 1, 1)
+    assert checks(lint(mod, params, list(sorted_images))) == ["growth"]
+
+
+def test_measure_growth__ends_at_the_whole_range(digits):
+    mod, params, images = digits
+    (curve,) = measure_growth(mod, params, [images[i : i + 1] * (i + 1) for i in range(4)]).values()
+    shares = [share for _, share in curve]
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+    assert curve[0][0] == 1
+    assert len(measure_growth(mod, params, [images[:5]] * 6)["image"]) == 1

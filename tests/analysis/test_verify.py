@@ -1,0 +1,115 @@
+"""verify finds what compiled code computes differently, and names the first value."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tvm
+from float_models import MAP, build_model, draw_batches
+from tvm import relax
+from tvm.relax import op
+
+import relayquant as rq
+from relayquant.analysis import verify_module
+from relayquant.rewrite import rewrite_main
+
+
+@pytest.fixture(scope="module")
+def model():
+    def body(emit, x):
+        a = emit("a", op.nn.relu(emit.conv_bias("a.b", x)))
+        return relax.Tuple([emit.conv("out", a), a, x])
+
+    mod = build_model(body, MAP)
+    data = draw_batches(mod, 2)
+    return rq.quantize(mod, None, data), data[0]
+
+
+def compile_plainly(mod: tvm.IRModule):
+    return tvm.compile(mod, "llvm")
+
+
+def test_verify__equal_for_every_way_to_pass_inputs(model):
+    qmod, inputs = model
+    for form in (inputs, [inputs["x"]], inputs["x"]):
+        report = rq.verify(qmod, form)
+        assert report.is_equal
+        assert report.first is None
+    # all integer values and the three results
+    assert report.compared >= 6
+
+
+def test_verify__names_the_first_value_that_differs(model):
+    """The compiled module has one requantize off by one: found, named, counted."""
+    qmod, inputs = model
+
+    def compile_wrongly(mod: tvm.IRModule):
+        def visit(emitter, binding):
+            value = emitter.get(binding.value)
+            if binding.var.name != "a":
+                return value
+            one = relax.const(np.array(1, "uint8"))
+            right = emitter.emit(value, "right")
+            return relax.op.add(right, one)
+
+        return compile_plainly(rewrite_main(mod, visit))
+
+    report = verify_module(qmod, inputs, compile_wrongly)
+    assert not report.is_equal
+    first = report.first
+    assert first is not None
+    assert (first.name, first.dtype, first.size) == ("a", "uint8", 4 * 36)
+    assert first.mismatches == first.size
+    assert first.max_difference >= 1
+    assert "out" in {difference.name for difference in report.differences}
+
+
+def test_verify__floats_within_the_tolerance(model):
+    qmod, inputs = model
+
+    def compile_with_noise(factor: float):
+        def compile_module(mod: tvm.IRModule):
+            def visit(emitter, binding):
+                value = emitter.get(binding.value)
+                if binding.var.name != "out":
+                    return value
+                right = emitter.emit(value, "right")
+                return relax.op.multiply(right, relax.const(np.float32(factor)))
+
+            return compile_plainly(rewrite_main(mod, visit))
+
+        return compile_module
+
+    assert verify_module(qmod, inputs, compile_with_noise(1 + 1e-6)).is_equal
+    assert not verify_module(qmod, inputs, compile_with_noise(1.01)).is_equal
+    assert verify_module(qmod, inputs, compile_with_noise(1.01), rtol=0.1).is_equal
+
+
+def test_verify__inputs_that_do_not_fit(model):
+    qmod, inputs = model
+    with pytest.raises(rq.DataError, match="input 'y' is no parameter"):
+        rq.verify(qmod, {"y": inputs["x"]})
+    with pytest.raises(rq.DataError, match="2 inputs were given for 1"):
+        rq.verify(qmod, [inputs["x"], inputs["x"]])
+    with pytest.raises(rq.DataError, match="has shape"):
+        rq.verify(qmod, inputs["x"][:, :2])
+
+
+def test_verify__float_modules_and_symbolic_batches():
+    mod = build_model(lambda e, x: e.conv("out", x), ("n", 4, 6, 6))
+    (inputs,) = draw_batches(mod, 1, n=3)
+    assert rq.verify(mod, inputs).is_equal
+    qmod = rq.quantize(mod, None, draw_batches(mod, 2))
+    assert rq.verify(qmod, inputs).is_equal
+
+
+def test_verify__nested_results_and_constants():
+    def body(emit, x):
+        a = emit.conv("a", x)
+        return relax.Tuple([relax.Tuple([emit.conv("b", a), emit.constant(3)]), a, a])
+
+    mod = build_model(body, MAP)
+    data = draw_batches(mod, 2)
+    qmod = rq.quantize(mod, None, data)
+    assert rq.verify(qmod, data[0]).is_equal
+    assert [array.shape for array in rq.reference.run(qmod, data[0])] == [MAP, (3,), MAP, MAP]
