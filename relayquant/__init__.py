@@ -1,0 +1,161 @@
+"""relayquant: post-training quantization for Apache TVM. The public names, nothing else."""
+
+from relayquant._tvm import check_versions
+
+check_versions()
+
+# What follows imports TVM, so it must come after the check of its version.
+from relayquant import reference  # noqa: E402
+from relayquant.analysis.lint import Finding, Severity, lint, measure_growth  # noqa: E402
+from relayquant.backends import ACCELERATOR, ARM, GENERIC, X86  # noqa: E402
+from relayquant.calibrate.fit import BiasCorrection, FitSettings, WeightRounding  # noqa: E402
+from relayquant.calibrate.fit_ranges import RelativeMSE  # noqa: E402
+from relayquant.calibrate.observers import (  # noqa: E402
+    MSE,
+    AverageMax,
+    Fixed,
+    KLDivergence,
+    MinMax,
+    MovingAverageMinMax,
+    Observer,
+    Percentile,
+)
+from relayquant.calibrate.runner import Order  # noqa: E402
+from relayquant.config import (  # noqa: E402
+    BackendConfig,
+    DTypeConfig,
+    DTypeWithConstraints,
+    FixedOutput,
+    ObservationType,
+    PatternConfig,
+    QConfig,
+    QConfigMapping,
+    TensorConfig,
+)
+from relayquant.convert import AffineRule  # noqa: E402
+from relayquant.effort import Effort  # noqa: E402
+from relayquant.errors import (  # noqa: E402
+    ConfigError,
+    DataError,
+    MissingDependencyError,
+    ModelError,
+    QnnError,
+    RelayQuantError,
+)
+from relayquant.events import Callback  # noqa: E402
+from relayquant.importers import import_onnx, import_tflite, import_torch, load  # noqa: E402
+from relayquant.ops import BUILTIN_OPS  # noqa: E402
+
+# Some functions are named as the stages they run, whose packages are loaded by now: the functions
+# win.
+from relayquant.pipeline import (  # noqa: E402
+    calibrate,
+    compare,
+    compile,
+    convert_to_reference,
+    ledger,
+    lower,
+    pipeline,
+    prepare,
+    quantize,
+    verify,
+)
+from relayquant.plan import Plan, Support  # noqa: E402
+from relayquant.prepared import PreparedModel  # noqa: E402
+from relayquant.prepared_edit import (  # noqa: E402
+    keep_in_float,
+    load_prepared,
+    merge_statistics,
+    replace_plan,
+    save_prepared,
+)
+from relayquant.qtypes import (  # noqa: E402
+    Granularity,
+    QParams,
+    QSpec,
+    Role,
+    Rounding,
+    Scheme,
+    ValueInfo,
+    choose_qparams,
+)
+from relayquant.rewrite import Skip  # noqa: E402
+from relayquant.search import FallbackResult, fallback, sensitivity  # noqa: E402
+
+__all__ = [
+    "ACCELERATOR",
+    "ARM",
+    "BUILTIN_OPS",
+    "GENERIC",
+    "MSE",
+    "X86",
+    "AffineRule",
+    "AverageMax",
+    "BackendConfig",
+    "BiasCorrection",
+    "Callback",
+    "ConfigError",
+    "DTypeConfig",
+    "DTypeWithConstraints",
+    "DataError",
+    "Effort",
+    "FallbackResult",
+    "Finding",
+    "FitSettings",
+    "Fixed",
+    "FixedOutput",
+    "Granularity",
+    "KLDivergence",
+    "MinMax",
+    "MissingDependencyError",
+    "ModelError",
+    "MovingAverageMinMax",
+    "ObservationType",
+    "Observer",
+    "Order",
+    "PatternConfig",
+    "Percentile",
+    "Plan",
+    "PreparedModel",
+    "QConfig",
+    "QConfigMapping",
+    "QParams",
+    "QSpec",
+    "QnnError",
+    "RelativeMSE",
+    "RelayQuantError",
+    "Role",
+    "Rounding",
+    "Scheme",
+    "Severity",
+    "Skip",
+    "Support",
+    "TensorConfig",
+    "ValueInfo",
+    "WeightRounding",
+    "calibrate",
+    "choose_qparams",
+    "compare",
+    "compile",
+    "convert_to_reference",
+    "fallback",
+    "import_onnx",
+    "import_tflite",
+    "import_torch",
+    "keep_in_float",
+    "ledger",
+    "lint",
+    "load",
+    "load_prepared",
+    "lower",
+    "measure_growth",
+    "merge_statistics",
+    "pipeline",
+    "prepare",
+    "quantize",
+    "reference",
+    "replace_plan",
+    "save_prepared",
+    "sensitivity",
+    "verify",
+]

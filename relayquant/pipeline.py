@@ -1,0 +1,391 @@
+"""The data flow on one page: load -> prepare -> annotate -> simulate -> calibrate -> convert ->
+expand -> fold -> lower.
+
+The only module that knows all stages. Each stage takes values and gives new ones; none edits its
+input.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, TypeVar
+
+import tvm
+from tvm.ir import Call
+
+from relayquant.analysis import CompareReport, VerifyReport, compare_modules, verify_module
+from relayquant.annotate import annotate
+from relayquant.backends import resolve_backend
+from relayquant.calibrate.datasets import open_dataset
+from relayquant.calibrate.fit import FitSettings
+from relayquant.calibrate.inputs import describe_inputs
+from relayquant.calibrate.runner import Order, pick_parameters
+from relayquant.config import BackendConfig, QConfigMapping
+from relayquant.convert import (
+    build_reference,
+    expand_affine,
+    fold_qnn,
+    realize_qnn,
+    set_interface,
+)
+from relayquant.convert.interface import iterate_results, result_expr
+from relayquant.dialect.legality import Stage, check_stage
+from relayquant.effort import EFFORTS, Effort, apply_effort, resolve_effort
+from relayquant.errors import ConfigError, suggest_name
+from relayquant.events import Callback, CallbackList, StageEvent
+from relayquant.ledger import InterfaceValue, Ledger, read_ledger
+from relayquant.lower import make_pipeline, resolve_target
+from relayquant.plan import Plan
+from relayquant.prepare import prepare_module
+from relayquant.prepare.equalize import equalize_inputs, find_products, measure_channels
+from relayquant.prepared import PreparedModel
+from relayquant.qtypes import INTEGER_LIMITS
+from relayquant.rewrite import Graph
+from relayquant.rewrite.graph import call_name, tensor_dtype
+from relayquant.runtime import stop_spinning
+from relayquant.simulate import build_calibration_graph
+
+T = TypeVar("T")
+
+
+def quantize(
+    mod: tvm.IRModule,
+    params: Mapping[str, Any] | None,
+    dataset: Any,
+    *,
+    backend: BackendConfig | str = "x86",
+    qconfig_mapping: QConfigMapping | None = None,
+    calibration: Any = None,
+    effort: Effort | str = Effort.BALANCED,
+    input_dtypes: Mapping[str, str] | None = None,
+    output_dtypes: Mapping[str, str] | None = None,
+    callbacks: Iterable[Callback] | Callback = (),
+    strict: bool = False,
+) -> tvm.IRModule:
+    """Quantize a float model after training.
+
+    Args:
+        mod: Module with a Relax function main, float32.
+        params: {name: array}, or None when they are bound already.
+        dataset: Representative inputs, a few hundred samples: anything re-iterable that yields
+            dicts {input: array}, tuples in input order, or single arrays; a path to an .npz; or a
+            function that returns an iterator.
+        backend: "x86", "arm", "generic", or a BackendConfig.
+        qconfig_mapping: Which operator is quantized how; the backend's default for all when None.
+        calibration: Observer, or callable `(ValueInfo, samples) -> QParams`, for all activations.
+        effort: "fast", "balanced" or "best": how much work calibration does for accuracy; see
+            `Effort`.
+        input_dtypes, output_dtypes: {name: integer dtype} of what main is to take and return as
+            integers, e.g. {"x": "uint8"}. `ledger(qmod).inputs` and `.outputs` hold their scales
+            and zero points.
+        callbacks: See `relayquant.events.Callback`.
+        strict: Raise one error that lists every operator whose QConfig cannot be served, instead of
+            keeping them in float.
+
+    Returns:
+        A module with the same inputs and outputs that computes on integers. `tvm.compile` takes it
+        as it is; `relayquant.compile` makes it fast. It carries its `ledger`.
+
+    Raises:
+        ModelError, DataError, ConfigError: the model, the data or the configuration is wrong.
+    """
+    events = CallbackList.of(callbacks)
+    prepared = prepare(
+        mod,
+        params,
+        qconfig_mapping,
+        backend,
+        dataset=dataset,
+        effort=effort,
+        input_dtypes=input_dtypes,
+        output_dtypes=output_dtypes,
+        callbacks=events,
+        strict=strict,
+    )
+    calibrate(prepared, dataset, calibration=calibration, callbacks=events)
+    reference = _stage(events, "convert", lambda: convert_to_reference(prepared))
+    return _stage(events, "lower", lambda: lower(reference, prepared.backend))
+
+
+def prepare(
+    mod: tvm.IRModule,
+    params: Mapping[str, Any] | None = None,
+    qconfig_mapping: QConfigMapping | None = None,
+    backend_config: BackendConfig | str = "x86",
+    *,
+    dataset: Any = None,
+    effort: Effort | str = Effort.BALANCED,
+    input_dtypes: Mapping[str, str] | None = None,
+    output_dtypes: Mapping[str, str] | None = None,
+    callbacks: Iterable[Callback] | Callback = (),
+    strict: bool = False,
+) -> PreparedModel:
+    """Canonical float module, plan and calibration graph of a model.
+
+    With a `dataset` (see `quantize`), inputs whose channels differ much in range are scaled, and
+    the weights they meet inversely: the same function, but one that loses less to 8 bits.
+
+    Raises:
+        ModelError: the model is not one this package can work with.
+        ConfigError: the mapping selects nothing, or with `strict` asks for what the backend cannot
+            do.
+    """
+    events = CallbackList.of(callbacks)
+    backend = resolve_backend(backend_config)
+    level = resolve_effort(effort)
+    mapping = qconfig_mapping or default_mapping(backend, level)
+    canonical = _stage(events, "prepare", lambda: prepare_module(mod, params))
+    inputs, outputs = describe_interface(canonical, input_dtypes or {}, output_dtypes or {})
+    if dataset is not None:
+        kept = {value.name for value in inputs if value.is_integer}
+        canonical = _stage(events, "equalize", lambda: equalize(canonical, dataset, kept))
+    wanted = {value.name for value in outputs if value.is_integer}
+    plan = _stage(events, "annotate", lambda: annotate(canonical, backend, mapping, wanted))
+    report_unserved(plan, strict=strict)
+    graph = _stage(events, "simulate", lambda: build_calibration_graph(canonical, plan, backend))
+    check_stage(graph.mod, Stage.SIMULATED)
+    return PreparedModel(
+        canonical,
+        plan,
+        graph,
+        backend,
+        effort=level.value,
+        inputs=inputs,
+        outputs=outputs,
+        mapping=mapping,
+    )
+
+
+def describe_interface(
+    canonical: tvm.IRModule, input_dtypes: Mapping[str, str], output_dtypes: Mapping[str, str]
+) -> tuple[tuple[InterfaceValue, ...], tuple[InterfaceValue, ...]]:
+    """(inputs, outputs) of main, with the integer dtypes asked for.
+
+    Raises:
+        ConfigError: there is no such input or output, or no such integer dtype.
+    """
+    graph = Graph(canonical)
+    inputs = [(param.name, tensor_dtype(param)) for param in graph.func.params]
+    outputs = [
+        (expr.name if isinstance(expr, tvm.relax.Var) else f"output {i}", tensor_dtype(expr))
+        for i, expr in enumerate(iterate_results(result_expr(graph)))
+    ]
+    asked = (("input_dtypes", input_dtypes, inputs), ("output_dtypes", output_dtypes, outputs))
+    for what, dtypes, values in asked:
+        for name, dtype in dtypes.items():
+            known = [known for known, _ in values]
+            if name not in known:
+                raise ConfigError(f"{what} has no {name!r}. {suggest_name(name, known)}")
+            if dtype not in INTEGER_LIMITS:
+                raise ConfigError(f"{what}[{name!r}]: {suggest_name(str(dtype), INTEGER_LIMITS)}")
+    return (
+        tuple(InterfaceValue(name, dtype, input_dtypes.get(name, "")) for name, dtype in inputs),
+        tuple(InterfaceValue(name, dtype, output_dtypes.get(name, "")) for name, dtype in outputs),
+    )
+
+
+def equalize(canonical: tvm.IRModule, dataset: Any, kept: Collection[str] = ()) -> tvm.IRModule:
+    """A prepared module with the channels of its inputs brought to one range, where that is worth
+    it; `kept` stay.
+    """
+    names = {name: users for name, users in find_products(canonical).items() if name not in kept}
+    if not names:
+        return canonical
+    data = open_dataset(dataset, describe_inputs(canonical))
+    return equalize_inputs(canonical, measure_channels(data, names))
+
+
+def default_mapping(backend: BackendConfig, effort: Effort) -> QConfigMapping:
+    """Every operator as the backend says, observed as the level of effort says."""
+    qconfig = backend.default_qconfig
+    return QConfigMapping().set_global(apply_effort(qconfig, effort) if qconfig else None)
+
+
+def report_unserved(plan: Plan, *, strict: bool) -> None:
+    """One error (strict) or warning for all operators whose QConfig the backend cannot serve.
+
+    A warning names what was asked for in vain: dtypes the backend does not run, and operators that
+    a line of the mapping selects by type or name. In strict mode any operator that has a QConfig
+    must be quantized; the remedy is None in the mapping for those that are meant to stay in float.
+
+    Raises:
+        ConfigError: strict, and there is such an operator; lists them all.
+    """
+    rows = [op for op in plan.operators if (op.is_left_in_float if strict else op.is_unserved)]
+    if not rows:
+        return
+    lines = [
+        f"{op.name} ({op.op.removeprefix('relax.')}, {op.support.value}): {op.reason}"
+        + (f"; {op.advice}" if op.advice else "")
+        for op in rows
+    ]
+    if strict:
+        raise ConfigError(
+            f"{len(rows)} operators cannot be quantized as the QConfigMapping says:\n  "
+            + "\n  ".join(lines)
+            + "\nSet None for those that are meant to stay in float, or pass strict=False."
+        )
+    text = f"{len(rows)} operators stay in float although the QConfigMapping says otherwise:\n  "
+    warnings.warn(text + "\n  ".join(lines), stacklevel=3)
+
+
+def calibrate(
+    prepared: PreparedModel,
+    dataset: Any,
+    *,
+    calibration: Any = None,
+    order: Order = Order.TOPOLOGICAL,
+    fit: FitSettings | None = None,
+    callbacks: Iterable[Callback] | Callback = (),
+) -> PreparedModel:
+    """Pick the parameters of every quantized value from data; fills `prepared.parameters` and
+    returns it.
+
+    Raises:
+        DataError: the data set is empty or does not fit the model.
+        ConfigError: `calibration` is no observer or callable, or picked something wrong.
+    """
+    events = CallbackList.of(callbacks)
+    result = _stage(
+        events,
+        "calibrate",
+        lambda: pick_parameters(
+            prepared,
+            dataset,
+            compile_module=compile,
+            calibration=calibration,
+            order=order,
+            callbacks=events,
+            fit=fit or EFFORTS[Effort(prepared.effort)].fit,
+        ),
+    )
+    prepared.parameters.clear()
+    prepared.parameters.update(result.parameters)
+    prepared.constants.clear()
+    prepared.constants.update(result.constants)
+    prepared.statistics.clear()
+    prepared.statistics.update(result.statistics)
+    return prepared
+
+
+def convert_to_reference(prepared: PreparedModel) -> tvm.IRModule:
+    """The reference form: dequantize - float operator - quantize. Runs on any target.
+
+    Raises:
+        ConfigError: the model is not calibrated.
+    """
+    reference = build_reference(prepared)
+    check_stage(reference, Stage.REFERENCE)
+    return reference
+
+
+def lower(reference: tvm.IRModule, backend_config: BackendConfig | str = "x86") -> tvm.IRModule:
+    """The integer module of a reference form: realize, expand, fold."""
+    backend = resolve_backend(backend_config)
+    integer = realize_qnn(reference, backend)
+    expanded = expand_affine(integer, backend)
+    folded = set_interface(fold_qnn(expanded))
+    check_stage(folded, Stage.QNN)
+    return folded
+
+
+def pipeline(target: Any = None) -> tvm.transform.Pass:
+    """The relax pipeline for a target, for `tvm.compile(mod, target, relax_pipeline=...)`.
+
+    A float model is brought into canonical form first (batch norms folded); a quantized one is
+    already.
+    """
+    lowering = make_pipeline(resolve_target(target))
+
+    def run(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
+        return lowering(prepare_module(mod) if is_float_model(mod) else mod)
+
+    return tvm.transform.module_pass(run, opt_level=0, name="relayquant.compile")  # pyright: ignore[reportReturnType]
+
+
+def compile(mod: tvm.IRModule, target: Any = None) -> Any:
+    """A TVM executable of a quantized or float module.
+
+    Args:
+        mod: The module; it is not changed.
+        target: None for this machine, a `tvm.target.Target`, a dict, or a string such as
+            "llvm -mcpu=cascadelake".
+
+    Raises:
+        ConfigError: TVM does not know the target.
+    """
+    stop_spinning()
+    resolved = resolve_target(target)
+    return tvm.compile(mod, resolved, relax_pipeline=pipeline(resolved))
+
+
+def is_float_model(mod: tvm.IRModule) -> bool:
+    """Whether a module is one that `prepare_module` takes: main in dataflow form, no integer
+    operators.
+    """
+    relax_functions = {
+        gv.name_hint: func
+        for gv, func in mod.functions_items()
+        if isinstance(func, tvm.relax.Function)
+    }
+    if list(relax_functions) != ["main"]:
+        return False
+    blocks = relax_functions["main"].body.blocks
+    if not all(isinstance(block, tvm.relax.DataflowBlock) for block in blocks):
+        return False
+    calls = [b.value for block in blocks for b in block.bindings if isinstance(b.value, Call)]
+    return not any(call_name(call).startswith("relax.qnn.") for call in calls)
+
+
+def verify(mod: tvm.IRModule, inputs: Any, target: Any = None) -> VerifyReport:
+    """Compare the module compiled for `target` (one this machine can run) with the numpy reference.
+
+    Integer values must be equal bit for bit, floats within 1e-4 relative.
+
+    Raises:
+        DataError: the inputs do not fit the module.
+    """
+    return verify_module(mod, inputs, lambda module: compile(module, target))
+
+
+def compare(
+    mod: tvm.IRModule,
+    quantized: tvm.IRModule,
+    dataset: Any,
+    params: Mapping[str, Any] | None = None,
+) -> CompareReport:
+    """How far every value of a quantized module is from the float model, and where it starts.
+
+    Args:
+        mod: The float module, as it was given to `quantize`.
+        quantized: What `quantize` made of it.
+        dataset: As for `quantize`; a few dozen samples tell enough.
+        params: Parameters of the float module, if they are not bound.
+
+    Raises:
+        ModelError: the quantized module was not made from this float module.
+        DataError: the data does not fit the model.
+    """
+    canonical = prepare_module(mod, params)
+    data = open_dataset(dataset, describe_inputs(canonical))
+    return compare_modules(canonical, quantized, data, compile)
+
+
+def ledger(mod: tvm.IRModule) -> Ledger:
+    """What became of every operator of the float model.
+
+    Raises:
+        ModelError: the module was not quantized by this package.
+    """
+    return read_ledger(mod)
+
+
+def _stage(events: CallbackList, name: str, run: Callable[[], T]) -> T:
+    """Run one stage between its two events."""
+    events.on_stage_start(StageEvent(name))
+    start = time.perf_counter()
+    result = run()
+    events.on_stage_end(StageEvent(name, time.perf_counter() - start))
+    return result

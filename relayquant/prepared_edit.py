@@ -1,0 +1,357 @@
+"""Between the stages: a prepared model is edited, saved to one file, loaded in another process, and
+merged.
+
+What `prepare` gives and `calibrate` fills may wait, travel and be put together before
+`convert_to_reference`.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tvm
+
+from relayquant.annotate import annotate
+from relayquant.backends import resolve_backend
+from relayquant.calibrate.observers import Observer
+from relayquant.calibrate.runner import pick_weight_parameters
+from relayquant.config import BackendConfig, DTypeConfig, QConfigMapping
+from relayquant.errors import ConfigError, DataError, RelayQuantError
+from relayquant.files import write_whole
+from relayquant.ledger import InterfaceValue
+from relayquant.plan import GroupPlan, OperatorPlan, Plan
+from relayquant.prepared import GroupStatistics, PreparedModel
+from relayquant.qtypes import QParams, QSpec, Role
+from relayquant.settings import NamedSettings
+from relayquant.simulate import build_calibration_graph
+
+FORMAT = "relayquant.prepared.1"
+#: entries of a file: one for each array and two more
+MAX_ENTRIES = 200_000
+
+
+# --- Editing ------------------------------------------------------------------------------------
+
+
+def replace_plan(prepared: PreparedModel, plan: Plan) -> PreparedModel:
+    """The prepared model with an edited plan: `replace_plan(prepared, prepared.plan.replace(key,
+    spec=...))`.
+
+    Parameters of groups that are as before are kept. Those of changed weights are picked anew, and
+    those of other changed groups too where statistics of an Order.PARALLEL calibration are there;
+    else calibrate again.
+
+    Raises:
+        ConfigError: the backend cannot run an operator with the new spec.
+    """
+    changed = {group.key for group in plan.groups if group not in prepared.plan.groups}
+    for operator in plan.operators:
+        check_operator(plan, operator, prepared.backend, changed)
+    graph = build_calibration_graph(prepared.mod, plan, prepared.backend)
+    keys = {group.key for group in plan.groups} - changed
+    parameters = {key: value for key, value in prepared.parameters.items() if key in keys}
+    stale = {f"{op.name}:" for op in plan.operators if changed & set(dict(op.operands).values())}
+    constants = {
+        key: value
+        for key, value in prepared.constants.items()
+        if f"{key.rpartition(':')[0]}:" not in stale and plan.has_operator(key.rpartition(":")[0])
+    }
+    edited = replace(
+        prepared, plan=plan, graph=graph, parameters=parameters, constants=constants, statistics={}
+    )
+    if prepared.parameters:
+        repick(edited, prepared)
+    return edited
+
+
+def repick(edited: PreparedModel, prepared: PreparedModel) -> None:
+    """Fill in the parameters that need no data."""
+    # The observer of a group need not be the plan's: the caller of `calibrate` may have named one.
+    # What it saw stands as long as the plan's is the same.
+    calibrations = {group.key: group.calibration for group in prepared.plan.groups}
+    weights = pick_weight_parameters(edited)
+    for group in edited.plan.groups:
+        if group.constant is not None:
+            edited.parameters.setdefault(group.key, weights[group.key])
+            continue
+        seen = prepared.statistics.get(group.key)
+        if seen is None or calibrations[group.key] != group.calibration:
+            continue
+        if group.key not in edited.parameters:
+            edited.parameters[group.key] = seen.observer.qparams(seen.state, group.info)
+        edited.statistics[group.key] = seen
+
+
+def check_operator(
+    plan: Plan, operator: OperatorPlan, backend: BackendConfig, changed: set[str]
+) -> None:
+    """Raise ConfigError if no row of the backend takes the specs that an operator now has."""
+    used = [*operator.operands, *([("result", operator.output)] if operator.output else [])]
+    if not operator.quantized or not changed & {key for _, key in used}:
+        return
+    row = backend.find_pattern(operator.pattern)
+    wanted = [(name, plan.group(key)) for name, key in used]
+    conflicts = [find_row_conflict(dtypes, wanted) for dtypes in row.dtypes]
+    if conflicts and all(conflicts):
+        raise ConfigError(
+            f"Backend {backend.name!r} cannot run operator {operator.name!r} ({operator.pattern}) "
+            "with the edited "
+            f"plan: {conflicts[0]}. Allowed: {'; '.join(d.description for d in row.dtypes)}."
+        )
+
+
+def find_row_conflict(dtypes: DTypeConfig, wanted: list[tuple[str, GroupPlan]]) -> str | None:
+    """Why one combination of dtypes does not fit the groups of an operator; None when it does."""
+    names = {Role.ACTIVATION: "input", Role.WEIGHT: "weight", Role.BIAS: "bias"}
+    for what, group in wanted:
+        name = "output" if what == "result" else names[group.info.role]
+        conflict = dtypes.constraints(name).find_conflict(group.info.spec, what)
+        if conflict is not None:
+            return conflict
+    return None
+
+
+def keep_in_float(prepared: PreparedModel, *names: str) -> PreparedModel:
+    """The prepared model with operators (values or modules by name) left in float.
+
+    The plan is made anew from the same configuration; parameters of groups that are as before are
+    kept.
+
+    Raises:
+        ConfigError: a name selects no operator; or the model was loaded from a file and its
+            configuration held a callable, which a file cannot.
+    """
+    if prepared.mapping is None:
+        raise ConfigError(
+            "keep_in_float: the configuration of this model is not known, since it held a callable "
+            "when the model "
+            "was saved. Prepare the model again with set_module_name(name, None)."
+        )
+    mapping = prepared.mapping
+    for name in names:
+        mapping = mapping.set_module_name(name, None)
+    wanted = {value.name for value in prepared.outputs if value.is_integer}
+    plan = annotate(prepared.mod, prepared.backend, mapping, wanted)
+    return replace(replace_plan(prepared, plan), mapping=mapping)
+
+
+# --- Merging ------------------------------------------------------------------------------------
+
+
+def merge_statistics(first: PreparedModel, *others: PreparedModel) -> PreparedModel:
+    """A prepared model with the parameters of what all have seen: data may be calibrated with in
+    several processes.
+
+    All must be the same prepared model (prepared alike, or loaded from one file), each calibrated
+    with its share of the data and order=Order.PARALLEL: each value is then seen as the float model
+    computes it, so that the states of observers can be put together. In topological order a value
+    is seen as the parameters picked before it let it be; two processes pick different ones, and
+    their states describe different models. Weights are rounded to nearest: what fits them is not
+    part of the statistics.
+
+    Raises:
+        ConfigError: plans differ, a model was not calibrated in parallel order, or a value is
+            picked by a callable.
+    """
+    statistics = dict(first.statistics)
+    needed = first.plan.activations
+    for i, model in enumerate((first, *others)):
+        if model.plan.to_dict() != first.plan.to_dict():
+            raise ConfigError(
+                f"merge_statistics: model {i} has another plan than model 0. Prepare them alike, "
+                "or load both from "
+                "one file that save_prepared wrote."
+            )
+        missing = [group.key for group in needed if group.key not in model.statistics]
+        if missing:
+            raise ConfigError(
+                f"merge_statistics: model {i} has no statistics of {len(missing)} values, the "
+                "first is "
+                f"{missing[0]!r}. Calibrate it with order=Order.PARALLEL and observers: statistics "
+                "of the "
+                "topological order depend on each process's own parameters, and callables keep "
+                "none."
+            )
+    for model in others:
+        for key, seen in model.statistics.items():
+            before = statistics[key]
+            if type(before.observer) is not type(seen.observer):
+                raise ConfigError(
+                    f"merge_statistics: value {key!r} was observed by {before.observer.name} and "
+                    "by "
+                    f"{seen.observer.name}; use one observer."
+                )
+            state = before.observer.merge(before.state, seen.state)
+            statistics[key] = GroupStatistics(before.observer, state)
+    parameters = pick_weight_parameters(first)
+    for group in needed:
+        seen = statistics[group.key]
+        parameters[group.key] = seen.observer.qparams(seen.state, group.info)
+    return replace(first, parameters=parameters, constants={}, statistics=statistics)
+
+
+# --- One file -----------------------------------------------------------------------------------
+
+
+def save_prepared(prepared: PreparedModel, path: str | Path) -> None:
+    """Write a prepared model, calibrated or not, to one file, whole or not at all.
+
+    A zip archive without compression: JSON, the float module as TVM writes it, and arrays as .npy.
+    Nothing in it is executed when it is read. Callables that pick parameters are not in it; what
+    they picked is.
+
+    Raises:
+        OSError: the folder does not exist or cannot be written.
+    """
+    arrays: dict[str, np.ndarray] = {}
+    rows: dict[str, Any] = {}
+    for key, seen in prepared.statistics.items():
+        state = seen.state.to_arrays()
+        arrays.update({f"statistics/{key}/{name}": array for name, array in state.items()})
+        rows[key] = {"observer": seen.observer.to_dict(), "arrays": sorted(state)}
+    arrays.update({f"constants/{key}": array for key, array in prepared.constants.items()})
+    try:
+        mapping = prepared.mapping.to_dict() if prepared.mapping is not None else None
+    except ConfigError:
+        mapping = None  # it holds a callable
+    names = list(arrays)
+    header = {
+        "format": FORMAT,
+        "backend": prepared.backend.name,
+        "effort": prepared.effort,
+        "plan": prepared.plan.to_dict(),
+        "mapping": mapping,
+        "inputs": [value.to_dict() for value in prepared.inputs],
+        "outputs": [value.to_dict() for value in prepared.outputs],
+        "parameters": {key: value.to_dict() for key, value in prepared.parameters.items()},
+        "statistics": rows,
+        "constants": list(prepared.constants),
+        "arrays": names,
+    }
+
+    def write(temporary: Path) -> None:
+        with zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as archive:
+            archive.writestr("header.json", json.dumps(header))
+            archive.writestr("module.json", tvm.ir.save_json(prepared.mod))
+            for i, name in enumerate(names):
+                buffer = io.BytesIO()
+                np.lib.format.write_array(buffer, np.asarray(arrays[name]), allow_pickle=False)
+                archive.writestr(f"{i}.npy", buffer.getvalue())
+
+    write_whole(Path(path), write)
+
+
+def load_prepared(
+    path: str | Path, backend_config: BackendConfig | str | None = None
+) -> PreparedModel:
+    """What `save_prepared` wrote.
+
+    Args:
+        path: The file.
+        backend_config: The backend, whose patterns are code and not in the file; by default that of
+            the same name.
+
+    Raises:
+        DataError: there is no such file, or it is damaged or something else.
+        ConfigError: the backend is another one than the model was prepared for.
+    """
+    path = Path(path)
+    try:
+        header, module, arrays = read_archive(path)
+        mod = tvm.ir.load_json(module)
+        plan = Plan.from_dict(header["plan"])
+        backend = resolve_backend(header["backend"] if backend_config is None else backend_config)
+        if backend.name != header["backend"]:
+            raise ConfigError(
+                f"{path} was prepared for backend {header['backend']!r}, not {backend.name!r}."
+            )
+        mapping = header["mapping"]
+        return PreparedModel(
+            mod,
+            plan,
+            build_calibration_graph(mod, plan, backend),
+            backend,
+            {key: QParams.from_dict(value) for key, value in header["parameters"].items()},
+            {key: arrays[f"constants/{key}"] for key in header["constants"]},
+            header["effort"],
+            tuple(InterfaceValue.from_dict(value) for value in header["inputs"]),
+            tuple(InterfaceValue.from_dict(value) for value in header["outputs"]),
+            None if mapping is None else QConfigMapping.from_dict(mapping),
+            {
+                key: read_statistics(plan.group(key), row, arrays)
+                for key, row in header["statistics"].items()
+            },
+        )
+    except RelayQuantError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise DataError(
+            f"{path} is no prepared model, or is damaged: {type(error).__name__}: {error}. Write "
+            "it again with "
+            "save_prepared."
+        ) from error
+
+
+def read_statistics(
+    group: GroupPlan, row: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
+) -> GroupStatistics:
+    """The observer of one group and its state."""
+    observer = NamedSettings.from_dict(row["observer"], f"observer of {group.key!r}")
+    if not isinstance(observer, Observer):
+        raise DataError(f"What observed value {group.key!r} is no observer.")
+    found = {name: arrays[f"statistics/{group.key}/{name}"] for name in row["arrays"]}
+    return GroupStatistics(observer, observer.restore(group.info, found))
+
+
+def read_archive(path: Path) -> tuple[dict[str, Any], str, dict[str, np.ndarray]]:
+    """(header, module as JSON, arrays by name) of a file; reads no more than the file is long.
+
+    Raises:
+        DataError: it is not such an archive.
+    """
+    if not path.is_file():
+        raise DataError(f"There is no file {path}.")
+    size = path.stat().st_size
+    try:
+        with zipfile.ZipFile(path) as archive:
+            entries = archive.infolist()
+            # Stored entries cannot be larger than the file: no archive of a few bytes fills the
+            # memory.
+            is_plain = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
+            if (
+                not is_plain
+                or sum(e.file_size for e in entries) > size
+                or len(entries) > MAX_ENTRIES
+            ):
+                raise DataError(
+                    f"{path} is no prepared model: its entries are not as save_prepared writes "
+                    "them."
+                )
+            header = json.loads(archive.read("header.json"))
+            if not isinstance(header, dict) or header.get("format") != FORMAT:
+                raise DataError(f"{path} is no prepared model of format {FORMAT!r}.")
+            module = archive.read("module.json").decode()
+            return header, module, dict(read_arrays(archive, header["arrays"]))
+    except (zipfile.BadZipFile, json.JSONDecodeError, EOFError) as error:
+        raise DataError(f"{path} is no prepared model, or is damaged: {error}.") from error
+
+
+def read_arrays(archive: zipfile.ZipFile, names: list[str]) -> Iterator[tuple[str, np.ndarray]]:
+    """Arrays by name; no pickle."""
+    for i, name in enumerate(names):
+        buffer = io.BytesIO(archive.read(f"{i}.npy"))
+        yield name, np.lib.format.read_array(buffer, allow_pickle=False)
+
+
+def replace_group(
+    prepared: PreparedModel, key: str, *, spec: QSpec | None = None, calibration: Any = None
+) -> PreparedModel:
+    """`replace_plan` with one group changed; see `Plan.replace`."""
+    return replace_plan(prepared, prepared.plan.replace(key, spec=spec, calibration=calibration))

@@ -1,0 +1,193 @@
+"""QConfig and QConfigMapping: precedence, plain data, and messages that name the wrong key."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+
+import pytest
+
+import relayquant as rq
+from relayquant.backends import X86
+from relayquant.config import OperatorSite
+
+CONFIG = X86.default_qconfig
+CONV = OperatorSite(("net.conv", "Conv_1"), "relax.nn.conv2d", "conv2d_relu")
+
+
+def with_bits(low: int) -> rq.QConfig:
+    """A QConfig that differs from others by its weights' quant_min."""
+    spec = replace(CONFIG.weight.spec, quant_min=low)
+    return replace(CONFIG, weight=rq.TensorConfig(spec, rq.MinMax()))
+
+
+LINES = [
+    lambda m, q: m.set_global(q),
+    lambda m, q: m.set_object_type("conv2d", q),
+    lambda m, q: m.set_module_name_regex("net.*", q),
+    lambda m, q: m.set_module_name("net.conv", q),
+    lambda m, q: m.set_module_name_object_type_order("net", "conv2d", 0, q),
+]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_find_rule__later_kinds_win_whatever_the_order_of_the_lines(order):
+    lines = list(enumerate(LINES))[::order]
+    for count in range(1, 6):
+        mapping = rq.QConfigMapping()
+        for i, line in lines:
+            if i < count:
+                mapping = line(mapping, with_bits(-100 - i))
+        assert mapping.find_rule(CONV).qconfig == with_bits(-100 - count + 1)
+
+
+def test_find_rule__of_one_kind_the_last_line_wins():
+    mapping = rq.QConfigMapping().set_object_type("conv2d", None)
+    assert mapping.set_object_type("conv2d_relu", CONFIG).find_rule(CONV).qconfig is CONFIG
+    again = mapping.set_object_type("conv2d_relu", CONFIG).set_object_type("conv2d", None)
+    assert again.find_rule(CONV).qconfig is None
+    assert len(again.rules) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "found"), [("net", True), ("net.conv", True), ("ne", False), ("Conv_1", True)]
+)
+def test_find_rule__names_are_whole_parts(name, found):
+    assert (rq.QConfigMapping().set_module_name(name, None).find_rule(CONV) is not None) == found
+
+
+def test_find_rule__order_counts_operators_of_the_type_below_the_name():
+    peers = (("stem",), ("net.a",), ("net/b", "node"), ("other",))
+    for place, below_net in [(1, 0), (2, 1)]:
+        site = OperatorSite(peers[place], "relax.nn.conv2d", "", place, peers)
+        for index in range(3):
+            rule = rq.QConfigMapping().set_module_name_object_type_order(
+                "net", "conv2d", index, None
+            )
+            assert (rule.find_rule(site) is not None) == (index == below_net)
+            rule = rq.QConfigMapping().set_module_name_object_type_order("", "conv2d", index, None)
+            assert (rule.find_rule(site) is not None) == (index == place)
+    outside = OperatorSite(peers[3], "relax.nn.conv2d", "", 3, peers)
+    rule = rq.QConfigMapping().set_module_name_object_type_order("net", "conv2d", 2, None)
+    assert rule.find_rule(outside) is None
+
+
+@dataclass(frozen=True)
+class Halved(rq.MinMax):
+    """An observer of a user's own, registered nowhere."""
+
+    factor: float = 0.5
+
+
+FULL = (
+    rq.QConfigMapping()
+    .set_global(CONFIG)
+    .set_object_type("matmul", None)
+    .set_module_name_regex(
+        "a.*", replace(CONFIG, output=rq.TensorConfig(rq.QSpec("int16"), rq.MSE()))
+    )
+    .set_module_name(
+        "b",
+        replace(
+            CONFIG,
+            activation=rq.TensorConfig(rq.QSpec("uint8", power_of_two=True), Halved(0.25)),
+            bias=rq.TensorConfig(
+                rq.QSpec("int16", rq.Scheme.SYMMETRIC), rq.Fixed(low=(0, 1), high=(1, 2))
+            ),
+        ),
+    )
+    .set_module_name_object_type_order("c", "conv2d", 3, CONFIG)
+)  # fmt: skip
+
+
+def test_plain_data__survives_json():
+    data = json.loads(json.dumps(FULL.to_dict()))
+    assert rq.QConfigMapping.from_dict(data) == FULL
+
+
+def test_plain_data__has_no_none():
+    """TOML cannot say None."""
+
+    def walk(value):
+        assert value is not None
+        for part in (
+            value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        ):
+            walk(part)
+
+    walk(FULL.to_dict())
+    assert FULL.to_dict()["object_type"] == [{"key": "matmul", "qconfig": "float"}]
+
+
+def changed(path: list, value: object) -> dict:
+    data = json.loads(json.dumps(FULL.to_dict()))
+    target = data
+    for key in path[:-1]:
+        target = target[key]
+    target[path[-1]] = value
+    return data
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (["globl"], {}, "no key 'globl'. Did you mean 'global'?"),
+        (
+            ["global", "wieght"],
+            {},
+            "QConfigMapping.global has no key 'wieght'. Did you mean 'weight'?",
+        ),
+        (
+            ["global", "weight", "spec", "dtyp"],
+            "int8",
+            "spec has no key 'dtyp'. Did you mean 'dtype'",
+        ),
+        (
+            ["global", "weight", "spec", "scheme"],
+            "symetric",
+            "scheme is 'symetric'. Did you mean 'symm",
+        ),
+        (["global", "weight", "spec", "dtype"], "int9", "QSpec.dtype is 'int9'"),
+        (["global", "weight", "spec", "quant_min"], "low", "QSpec.quant_min is 'low'"),
+        (["global", "weight", "observer", "name"], "Minmax", "'Minmax'. Did you mean 'MinMax'?"),
+        (["global", "weight", "observer", "bits"], 3, r"observer (MinMax) has no key 'bits'"),
+        (["global", "weight"], 3, "QConfigMapping.global.weight is 3; allowed: a dict"),
+        (["global"], {}, "QConfigMapping.global lacks 'activation', 'weight'"),
+        (["object_type"], {}, "QConfigMapping.object_type is {}; allowed: a list"),
+        (["object_type", 0, "keys"], "x", r"object_type[0] has no key 'keys'. Did you mean 'key'?"),
+        (["module_name_regex", 0, "key"], "(", "no regular expression"),
+        (["module_name_object_type_order", 0, "index"], -1, "index is -1"),
+    ],
+)
+def test_from_dict__names_what_is_wrong(path, value, message):
+    with pytest.raises(rq.ConfigError) as error:
+        rq.QConfigMapping.from_dict(changed(path, value))
+    assert message in str(error.value)
+
+
+def test_to_dict__a_callable_has_no_plain_form():
+    config = replace(
+        CONFIG, activation=rq.TensorConfig(rq.QSpec("uint8"), lambda info, samples: None)
+    )
+    with pytest.raises(rq.ConfigError, match=r"lambda.*cannot be written"):
+        rq.QConfigMapping().set_global(config).to_dict()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: rq.QConfigMapping().set_global(3), "expected a QConfig or None"),
+        (lambda: rq.QConfigMapping().set_module_name(3, None), "no text"),
+        (lambda: rq.QConfig(rq.MinMax(), CONFIG.weight), "QConfig.activation is MinMax"),
+        (lambda: rq.TensorConfig("int8", rq.MinMax()), "TensorConfig.spec is 'int8'"),
+        (lambda: rq.QSpec("int8", "symmetric"), "QSpec.scheme is 'symmetric'"),
+        (
+            lambda: rq.QSpec("int8", power_of_two=True, scale_min=0.6, scale_max=0.9),
+            "no power of two",
+        ),
+        (lambda: rq.QSpec("int8", scale_min=2.0, scale_max=1.0), "no range of scales"),
+    ],
+)  # fmt: skip
+def test_values__refuse_what_is_wrong(make, message):
+    with pytest.raises(rq.ConfigError, match=message):
+        make()

@@ -1,0 +1,96 @@
+"""Whole models on real data: accuracy of int8 against float, nothing left in float, compiled equal
+to numpy.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tvm
+
+import relayquant as rq
+from relayquant.rewrite import Graph
+from relayquant.rewrite.graph import tensor_dtype
+from relayquant.runtime import Executor
+
+#: model -> (least top-1 agreement with float, most top-1 points lost, samples in a batch when
+#: running)
+BARS = {
+    "resnet20": (0.988, None, 50),
+    "mobilenet": (0.91, 0.015, 4),
+    "dscnn": (0.98, 0.005, 50),
+    "mnist": (0.99, 0.003, 1),
+    "digits": (0.99, 0.003, 50),
+    "resnet8": (0.965, None, 1),
+}
+
+#: operators that may touch float values in a fully integral model
+BORDER = {"relax.qnn.quantize", "relax.qnn.dequantize", "relax.nn.softmax"}
+
+
+def run_all(executor: Executor, samples: np.ndarray, size: int) -> np.ndarray:
+    """Outputs of all samples, (N, classes)."""
+    outputs = [
+        executor.run("main", [samples[i : i + size]])[0] for i in range(0, len(samples), size)
+    ]
+    return np.concatenate(outputs).reshape(len(samples), -1)
+
+
+def float_operators(mod: tvm.IRModule) -> list[str]:
+    """Operators that read or write float values, in order."""
+    graph = Graph(mod)
+    found = []
+    for binding in graph.bindings:
+        call = graph.call_of(binding.var)
+        if call is None:
+            continue
+        values = [binding.var, *call.args]
+        if any(tensor_dtype(v).startswith("float") for v in values if isinstance(v, tvm.relax.Var)):
+            found.append(graph.op_name(binding.var))
+    return found
+
+
+@pytest.mark.parametrize("name", BARS)
+def test_quantize__meets_the_bar(name, request):
+    case = request.getfixturevalue(name)
+    agreement, loss, size = BARS[name]
+    mod, params = rq.load(str(case.model))
+    qmod = rq.quantize(mod, params, case.calibration)
+
+    operators = float_operators(qmod)
+    assert set(operators) <= BORDER, "something inside the model is still float"
+    assert operators.count("relax.qnn.quantize") == 1
+    assert operators.count("relax.qnn.dequantize") == 1
+
+    expected = run_all(Executor(rq.compile(mod)), case.samples, size)
+    got = run_all(Executor(rq.compile(qmod)), case.samples, size)
+    same = (got.argmax(1) == expected.argmax(1)).mean()
+    assert same >= agreement
+    if loss is not None:
+        accuracy = [(y.argmax(1) == case.labels).mean() for y in (expected, got)]
+        assert accuracy[0] - accuracy[1] <= loss + 1e-9
+
+    report = rq.verify(qmod, [case.samples[: 2 if size > 1 else 1]])
+    assert report.is_equal, report.first
+    assert all(row.quantized for row in rq.ledger(qmod).rows if row.op != "nn.softmax")
+
+
+def test_plain_tvm_compile__equals_ours(dscnn):
+    mod, params = rq.load(str(dscnn.model))
+    qmod = rq.quantize(mod, params, dscnn.calibration)
+    ours = Executor(rq.compile(qmod)).run("main", [dscnn.samples[:8]])[0]
+    plain = tvm.compile(qmod, tvm.target.Target({"kind": "llvm"}))
+    np.testing.assert_array_equal(Executor(plain).run("main", [dscnn.samples[:8]])[0], ours)
+
+
+@pytest.mark.parametrize(("name", "wrong"), [("kwt1", 0), ("magika", 1)])
+def test_quantize__transformer_and_embedding_models_keep_their_answers(name, wrong, request):
+    case = request.getfixturevalue(name)
+    size = 10 if name == "kwt1" else 1
+    mod, params = rq.load(str(case.model))
+    qmod = rq.quantize(mod, params, case.calibration)
+    expected = run_all(Executor(rq.compile(mod)), case.samples, size)
+    got = run_all(Executor(rq.compile(qmod)), case.samples, size)
+    assert (got.argmax(1) != expected.argmax(1)).sum() <= wrong
+    anchors = [r for r in rq.ledger(qmod).rows if r.op in ("matmul", "nn.conv2d")]
+    assert sum(row.quantized for row in anchors) > len(anchors) / 2

@@ -1,0 +1,192 @@
+"""Draws small float models with branches, residuals, shared weights and several outputs."""
+
+from __future__ import annotations
+
+import numpy as np
+import tvm
+from hypothesis import strategies as st
+from tvm import relax
+
+#: operators that keep a feature map's shape or take it whole; drawn by name
+MAP_OPS = (
+    "conv", "conv_bias", "conv_relu", "conv_clip", "depthwise", "grouped", "strided", "shared_conv",
+    "add", "add_relu", "subtract", "multiply", "scale", "shift", "concat", "concat_self", "relu",
+    "clip", "max_pool", "avg_pool", "pad", "slice", "transpose_back", "sigmoid", "leaky_relu",
+    "residual", "residual_swapped",
+)  # fmt: skip
+VECTOR_OPS = ("dense", "dense_bias", "dense_relu", "add", "relu", "tanh", "concat", "shared_dense")
+
+
+class GraphBuilder:
+    """Emits named operators into one dataflow block and remembers every value."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.builder = relax.BlockBuilder()
+        self.count = 0
+        self.shared: dict[tuple[int, ...], relax.Expr] = {}
+
+    def constant(self, *shape: int, scale: float = 0.5) -> relax.Expr:
+        return relax.const((self.rng.standard_normal(shape) * scale).astype("float32"))
+
+    def shared_constant(self, *shape: int) -> relax.Expr:
+        if shape not in self.shared:
+            self.shared[shape] = self.constant(*shape)
+        return self.shared[shape]
+
+    def emit(self, expr: relax.Expr, hint: str) -> relax.Var:
+        value = self.builder.normalize(expr)
+        var = relax.DataflowVar(f"{hint}{self.count}", value.ty)
+        self.count += 1
+        self.builder.emit_normalized(relax.VarBinding(var, value))
+        return var
+
+
+def shape_of(value: relax.Expr) -> tuple[int, ...]:
+    return tuple(int(dim) for dim in value.ty.shape.values)
+
+
+def apply_map_op(g: GraphBuilder, op: str, x: relax.Var, other: relax.Var | None) -> relax.Var:
+    """One operator on a feature map NCHW; `other` is a value of the same shape."""
+    _, c, h, w = shape_of(x)
+    conv = relax.op.nn.conv2d
+    if op.startswith("conv") and not op.startswith("concat"):
+        kernel = 3 if min(h, w) > 1 else 1
+        out = int(g.rng.integers(1, 6))
+        weight = g.constant(out, c, kernel, kernel)
+        y = g.emit(conv(x, weight, padding=kernel // 2), "conv")
+        if op == "conv":
+            return y
+        y = g.emit(relax.op.add(y, g.constant(1, out, 1, 1)), "bias")
+        if op == "conv_relu":
+            return g.emit(relax.op.nn.relu(y), "relu")
+        if op == "conv_clip":
+            return g.emit(relax.op.clip(y, 0.0, float(g.rng.uniform(0.3, 6))), "clip")
+        return y
+    if op == "depthwise":
+        return g.emit(conv(x, g.constant(c, 1, 3, 3), padding=1, groups=c), "depthwise")
+    if op == "grouped" and c % 2 == 0:
+        return g.emit(conv(x, g.constant(4, c // 2, 1, 1), groups=2), "grouped")
+    if op == "strided":
+        return g.emit(conv(x, g.constant(3, c, 2, 2), strides=2, padding=1), "strided")
+    if op == "shared_conv":
+        return g.emit(conv(x, g.shared_constant(c, c, 3, 3), padding=1), "shared")
+    if op in ("residual", "residual_swapped") and other is not None:
+        y = g.emit(conv(x, g.constant(c, c, 3, 3), padding=1), "conv")
+        y = g.emit(relax.op.add(y, g.constant(1, c, 1, 1)), "bias")
+        pair = (y, other) if op == "residual" else (other, y)
+        return g.emit(relax.op.nn.relu(g.emit(relax.op.add(*pair), "sum")), "relu")
+    if op in ("add", "add_relu", "subtract", "multiply") and other is not None:
+        call = {"subtract": relax.op.subtract, "multiply": relax.op.multiply}.get(op, relax.op.add)
+        y = g.emit(call(x, other), op)
+        return g.emit(relax.op.nn.relu(y), "relu") if op == "add_relu" else y
+    if op == "scale":
+        return g.emit(relax.op.multiply(x, g.constant(1, c, 1, 1)), "scale")
+    if op == "shift":
+        return g.emit(relax.op.subtract(g.constant(1, c, 1, 1), x), "shift")
+    if op == "concat" and other is not None and c <= 6:
+        return g.emit(relax.op.concat([x, other], axis=1), "concat")
+    if op == "concat_self" and h <= 9:
+        return g.emit(relax.op.concat([x, x], axis=2), "concat")
+    if op == "clip":
+        return g.emit(relax.op.clip(x, -0.7, float(g.rng.uniform(0.1, 3))), "clip")
+    if op == "max_pool" and min(h, w) >= 2:
+        return g.emit(relax.op.nn.max_pool2d(x, (2, 2), strides=(2, 2), padding=(1, 1)), "pool")
+    if op == "avg_pool" and min(h, w) >= 2:
+        return g.emit(relax.op.nn.avg_pool2d(x, (2, 2), padding=(1, 1)), "pool")
+    if op == "pad" and h <= 9:
+        value = float(g.rng.choice([0.0, 0.3]))
+        return g.emit(relax.op.nn.pad(x, [0, 0, 0, 0, 1, 0, 0, 1], "constant", value), "pad")
+    if op == "slice" and min(h, w) >= 3:
+        return g.emit(relax.op.strided_slice(x, [2, 3], [0, 1], [h, w], [2, 1]), "slice")
+    if op == "transpose_back":
+        y = g.emit(relax.op.permute_dims(x, [0, 2, 3, 1]), "nhwc")
+        return g.emit(relax.op.permute_dims(y, [0, 3, 1, 2]), "nchw")
+    if op == "sigmoid":
+        return g.emit(relax.op.sigmoid(x), "sigmoid")
+    if op == "leaky_relu":
+        return g.emit(relax.op.nn.leakyrelu(x, 0.1), "leaky")
+    return g.emit(relax.op.nn.relu(x), "relu")
+
+
+def apply_vector_op(g: GraphBuilder, op: str, x: relax.Var, other: relax.Var | None) -> relax.Var:
+    """One operator on a matrix (batch, features)."""
+    _, k = shape_of(x)
+    if op.startswith("dense"):
+        units = int(g.rng.integers(1, 8))
+        y = g.emit(relax.op.matmul(x, g.constant(k, units)), "dense")
+        if op == "dense":
+            return y
+        y = g.emit(relax.op.add(y, g.constant(units)), "bias")
+        return g.emit(relax.op.nn.relu(y), "relu") if op == "dense_relu" else y
+    if op == "shared_dense":
+        return g.emit(relax.op.matmul(x, g.shared_constant(k, k)), "shared")
+    if op == "add" and other is not None:
+        return g.emit(relax.op.add(other, x), "add")
+    if op == "concat" and other is not None and k < 30:
+        return g.emit(relax.op.concat([x, other], axis=1), "concat")
+    if op == "tanh":
+        return g.emit(relax.op.tanh(x), "tanh")
+    return g.emit(relax.op.nn.relu(x), "relu")
+
+
+def close_map(g: GraphBuilder, how: str, x: relax.Var) -> relax.Var:
+    """Feature map -> matrix."""
+    n, c, h, w = shape_of(x)
+    if how == "mean":
+        x = g.emit(relax.op.mean(x, [2, 3], keepdims=True), "mean")
+        return g.emit(relax.op.squeeze(x, [2, 3]), "flat")
+    return g.emit(relax.op.reshape(x, (n, c * h * w)), "flat")
+
+
+@st.composite
+def draw_models(draw: st.DrawFn) -> tvm.IRModule:
+    """A float module main(x) or main(x, y) -> one value or a tuple; maps NCHW of odd sizes."""
+    g = GraphBuilder(draw(st.integers(0, 2**16)))
+    n, c = draw(st.integers(1, 2)), draw(st.integers(1, 5))
+    h, w = draw(st.integers(1, 9)), draw(st.integers(1, 9))
+    inputs = draw(st.integers(1, 2))
+    params = [
+        relax.Var(name, relax.TensorType((n, c, h, w), "float32")) for name in ("x", "y")[:inputs]
+    ]
+    with g.builder.function("main", params):
+        with g.builder.dataflow():
+            maps, vectors = list(params), []
+            for _ in range(draw(st.integers(2, 9))):
+                x = draw(st.sampled_from(maps[-3:]))
+                same = [v for v in maps if shape_of(v) == shape_of(x)]
+                maps.append(
+                    apply_map_op(g, draw(st.sampled_from(MAP_OPS)), x, draw(st.sampled_from(same)))
+                )
+            for _ in range(draw(st.integers(0, 5))):
+                if not vectors or draw(st.integers(0, 3)) == 0:
+                    how = draw(st.sampled_from(("mean", "flatten")))
+                    vectors.append(close_map(g, how, draw(st.sampled_from(maps[-2:]))))
+                    continue
+                x = draw(st.sampled_from(vectors[-3:]))
+                same = [v for v in vectors if shape_of(v) == shape_of(x)]
+                vectors.append(
+                    apply_vector_op(
+                        g, draw(st.sampled_from(VECTOR_OPS)), x, draw(st.sampled_from(same))
+                    )
+                )
+            last = (vectors or maps)[-1]
+            more = draw(st.lists(st.sampled_from([*maps, *vectors]), max_size=2))
+            result = last if not more else relax.Tuple([last, *more])
+            out = g.builder.emit_output(result)
+        g.builder.emit_func_output(out)
+    mod = g.builder.finalize()
+    relax.analysis.well_formed(mod)
+    return mod
+
+
+def draw_inputs(mod: tvm.IRModule, count: int, seed: int = 0) -> list[dict[str, np.ndarray]]:
+    """`count` batches of normal values for the inputs of main."""
+    rng = np.random.default_rng(seed)
+    return [
+        {
+            param.name: rng.standard_normal(shape_of(param)).astype("float32")
+            for param in mod["main"].params
+        }
+        for _ in range(count)
+    ]

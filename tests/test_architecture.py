@@ -1,0 +1,248 @@
+"""The rules of the tree, read from its source: layers, frozen values, quiet imports, messages.
+
+Nothing of relayquant is imported here: a broken rule is reported even when nothing loads.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = "relayquant"
+
+#: From the bottom up. A module may import from its own layer and from those below.
+LAYERS: list[set[str]] = [
+    {"errors", "files", "settings", "qtypes", "events", "_tvm"},
+    {"config", "ledger", "plan", "prepared", "rewrite", "runtime"},
+    {"dialect", "reference"},
+    {"ops"},
+    {"importers", "prepare", "annotate", "simulate", "calibrate", "convert", "lower", "relay"},
+    {"backends", "analysis", "effort"},
+    {"pipeline", "prepared_edit", "search", "testing"},
+    {"report", "demo"},
+    {"cli", "__init__", "__main__"},
+]
+#: The stages: each is replaceable alone, so none may know another.
+STAGES = LAYERS[4]
+
+#: Names that say nothing of what is inside.
+VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "manager", "misc"}
+
+#: "module:class" -> why it has to change after it was built.
+MUTABLE_DATACLASSES: dict[str, str] = {
+    "relayquant.dialect.parameters:Reader": "a builder: collects the operands of a loop nest",
+    "relayquant.reference.interpreter:Frame": "the state of a running function",
+}
+
+#: Module -> calls it may make while it is imported.
+CALLS_AT_IMPORT: dict[str, set[str]] = {
+    "relayquant": {"check_versions"},
+    "relayquant.errors": {"tvm_ffi.register_error"},
+}
+#: Fills TVM's registry of operators, which has no other way to be filled.
+REGISTERS_OPERATORS = "relayquant.dialect"
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+SOURCES = {module_name(path): path for path in sorted((ROOT / PACKAGE).rglob("*.py"))}
+TREES = {name: ast.parse(path.read_bytes(), str(path)) for name, path in SOURCES.items()}
+each_module = pytest.mark.parametrize("module", sorted(SOURCES))
+
+
+def member_of(module: str) -> str:
+    """The part of the package a module belongs to: "relayquant.ops.conv" -> "ops"."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def layer_of(member: str) -> int:
+    for level, members in enumerate(LAYERS):
+        if member in members:
+            return level
+    raise LookupError(f"{PACKAGE}/{member} is in no layer: give it one in LAYERS of {__file__}")
+
+
+def imported_modules(module: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """(line, module) of every import from this package, also inside functions."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            source = resolve_source(module, node)
+            # `from package import x` names a module or something that package/__init__.py defines.
+            names = [
+                f"{source}.{alias.name}" if f"{source}.{alias.name}" in SOURCES else source
+                for alias in node.names
+            ]
+        else:
+            continue
+        for name in names:
+            if name.split(".")[0] == PACKAGE:
+                yield node.lineno, name
+
+
+def resolve_source(module: str, node: ast.ImportFrom) -> str:
+    if not node.level:
+        return node.module or ""
+    is_package = SOURCES[module].name == "__init__.py"
+    parts = module.split(".")
+    base = parts[: len(parts) - node.level + is_package]
+    return ".".join([*base, node.module] if node.module else base)
+
+
+def dotted_name(node: ast.expr) -> str:
+    """The text of a name: "tvm_ffi.register_error"; "" for anything that is not a name."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        return f"{dotted_name(node.value)}.{node.attr}"
+    return ""
+
+
+def statements_at_import(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements that run when a module is imported: not those of functions, nor of scripts."""
+    for statement in body:
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield statement
+            continue
+        if isinstance(statement, ast.If) and "__name__" in ast.dump(statement.test):
+            continue
+        yield statement
+        for field in ("body", "orelse", "finalbody"):
+            yield from statements_at_import(getattr(statement, field, []))
+        for handler in getattr(statement, "handlers", []):
+            yield from statements_at_import(handler.body)
+
+
+def test_sources__found() -> None:
+    assert "relayquant.errors" in SOURCES
+    assert "relayquant" in SOURCES
+
+
+@each_module
+def test_layers__imports_point_down(module: str) -> None:
+    member = member_of(module)
+    level = layer_of(member)
+    wrong = [
+        f"line {line}: {member} (layer {level}) imports {name} (layer {layer_of(member_of(name))})"
+        for line, name in imported_modules(module, TREES[module])
+        if layer_of(member_of(name)) > level
+    ]
+    assert not wrong, f"{module}: " + "; ".join(wrong)
+
+
+@each_module
+def test_layers__stages_do_not_know_each_other(module: str) -> None:
+    member = member_of(module)
+    wrong = [
+        f"line {line}: the stage {member} imports {name}"
+        for line, name in imported_modules(module, TREES[module])
+        if member in STAGES and member_of(name) in STAGES - {member}
+    ]
+    assert not wrong, f"{module}: " + "; ".join(wrong)
+
+
+def test_layers__no_cycle_inside_a_layer() -> None:
+    edges: dict[str, set[str]] = {}
+    for module, tree in TREES.items():
+        for _, name in imported_modules(module, tree):
+            if member_of(name) != member_of(module):
+                edges.setdefault(member_of(module), set()).add(member_of(name))
+    try:
+        TopologicalSorter(edges).prepare()
+    except CycleError as error:
+        pytest.fail(f"these import each other in a circle: {' -> '.join(error.args[1])}")
+
+
+@each_module
+def test_dataclasses__frozen(module: str) -> None:
+    for node in ast.walk(TREES[module]):
+        if not isinstance(node, ast.ClassDef):
+            continue
+        for decorator in node.decorator_list:
+            call = decorator if isinstance(decorator, ast.Call) else None
+            if dotted_name(call.func if call else decorator).split(".")[-1] != "dataclass":
+                continue
+            frozen = call is not None and any(
+                keyword.arg == "frozen"
+                and isinstance(keyword.value, ast.Constant)
+                and keyword.value.value is True
+                for keyword in call.keywords
+            )
+            excused = f"{module}:{node.name}" in MUTABLE_DATACLASSES
+            assert frozen or excused, (
+                f"{module} line {node.lineno}: dataclass {node.name} is not frozen"
+            )
+            assert not (frozen and excused), f"{module}:{node.name} needs no exception any more"
+
+
+def test_dataclasses__exceptions_exist() -> None:
+    defined = {
+        f"{module}:{node.name}"
+        for module, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    }
+    assert set(MUTABLE_DATACLASSES) <= defined
+
+
+@each_module
+def test_import__has_no_effects(module: str) -> None:
+    if module == REGISTERS_OPERATORS:
+        return
+    allowed = CALLS_AT_IMPORT.get(module, set())
+    for statement in statements_at_import(TREES[module].body):
+        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+            called = dotted_name(statement.value.func)
+            assert called in allowed, (
+                f"{module} line {statement.lineno}: calls {called or 'something'} when imported"
+            )
+        if isinstance(statement, ast.For | ast.While | ast.With):
+            raise AssertionError(
+                f"{module} line {statement.lineno}: a {type(statement).__name__.lower()} statement "
+                "runs when imported; build the value in one expression or in a function"
+            )
+        for decorator in getattr(statement, "decorator_list", []):
+            function = decorator.func if isinstance(decorator, ast.Call) else decorator
+            name = dotted_name(function).split(".")[-1]
+            assert not name.startswith("register"), (
+                f"{module} line {statement.lineno}: @{name} fills a registry when imported"
+            )
+
+
+@each_module
+def test_raise__has_a_message(module: str) -> None:
+    for node in ast.walk(TREES[module]):
+        if not isinstance(node, ast.Raise) or node.exc is None:
+            continue
+        where = f"{module} line {node.lineno}"
+        if isinstance(node.exc, ast.Call):
+            assert node.exc.args or node.exc.keywords, f"{where}: raises without a message"
+            first = node.exc.args[0] if node.exc.args else None
+            if isinstance(first, ast.Constant):
+                assert first.value, f"{where}: raises an empty message"
+        else:
+            name = dotted_name(node.exc).split(".")[-1]
+            assert not name[:1].isupper(), f"{where}: raises {name} without a message"
+
+
+@each_module
+def test_module__has_a_docstring(module: str) -> None:
+    docstring = ast.get_docstring(TREES[module])
+    assert docstring, f"{module} does not say where it stands in the data flow"
+    assert docstring.strip(), f"{module} has an empty docstring"
+
+
+@each_module
+def test_module__has_a_telling_name(module: str) -> None:
+    vague = VAGUE_NAMES.intersection(module.split("."))
+    assert not vague, f"{module}: {vague} says nothing of what is inside"

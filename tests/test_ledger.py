@@ -1,0 +1,80 @@
+"""The ledger: what it says, how it travels with the module, and what is no ledger."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import tvm
+from float_models import MAP, build_model, draw_batches
+from tvm import relax
+from tvm.relax import op
+
+import relayquant as rq
+from relayquant.ledger import Ledger, find_ledger
+
+
+@pytest.fixture(scope="module")
+def qmod():
+    def body(emit, x):
+        r = emit("r", op.nn.relu(emit.conv_bias("a", x)))
+        s = emit("s", op.nn.softmax(r))
+        return relax.Tuple([emit.conv("out", s), emit.conv("side", r)])
+
+    mod = build_model(body, MAP)
+    return rq.quantize(mod, None, draw_batches(mod, 2))
+
+
+def test_ledger__one_row_for_each_operator(qmod):
+    ledger = rq.ledger(qmod)
+    assert ledger.backend == "x86"
+    assert [row.name for row in ledger.rows] == ["r", "s", "out", "side"]
+    relu, softmax, out, side = ledger.rows
+    assert (relu.op, relu.pattern, relu.dtype) == ("nn.conv2d", "conv2d_bias_relu", "uint8")
+    assert relu.values == ("a.conv", "a", "r")
+    assert len(relu.scale) == len(relu.zero_point) == 1
+    assert relu.scale[0] > 0
+    assert not softmax.quantized
+    assert softmax.dtype == "float32"
+    assert "no pattern for relax.nn.softmax" in softmax.reason
+    assert softmax.advice
+    assert (out.quantized, out.dtype, out.scale) == (True, "int32", ())
+    assert ledger.quantized == (relu, out, side)
+    assert ledger.floating == (softmax,)
+
+
+def test_ledger__finds_rows_by_inner_values_too(qmod):
+    ledger = rq.ledger(qmod)
+    assert ledger.row("a.conv") is ledger.row("r") is ledger.rows[0]
+    assert ledger.row("nothing") is None
+
+
+def test_ledger__dict_is_plain_and_read_back_exactly(qmod):
+    ledger = rq.ledger(qmod)
+    data = ledger.to_dict()
+    assert {"name", "op", "quantized", "pattern", "dtype", "reason", "advice"} <= set(
+        data["operators"][0]
+    )
+    assert Ledger.from_dict(json.loads(json.dumps(data))) == ledger
+
+
+def test_ledger__survives_saving_the_module(qmod):
+    assert rq.ledger(tvm.ir.load_json(tvm.ir.save_json(qmod))) == rq.ledger(qmod)
+
+
+def test_ledger__refusal_changes_one_row(qmod):
+    ledger = rq.ledger(qmod)
+    other = ledger.with_refusal("r", "because", "do this")
+    row = other.row("r")
+    assert row is not None
+    assert (row.quantized, row.dtype, row.reason) == (False, "float32", "because")
+    assert row.advice == "do this"
+    assert other.rows[1:] == ledger.rows[1:]
+    assert ledger.rows[0].quantized
+
+
+def test_ledger__float_module_has_none():
+    mod = build_model(lambda emit, x: emit.conv("out", x), MAP)
+    assert find_ledger(mod) is None
+    with pytest.raises(rq.ModelError, match=r"no ledger.*relayquant\.quantize"):
+        rq.ledger(mod)

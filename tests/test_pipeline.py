@@ -1,0 +1,294 @@
+"""The whole flow on small models: integral, equal to numpy bit for bit, honest about the rest."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import tvm
+from float_models import MAP, build_model, draw_batches, residual_model
+from hypothesis import HealthCheck, Phase, given, settings
+from random_graphs import draw_inputs, draw_models
+from stage_values import compare_stages, run_stages
+from tvm import relax
+from tvm.relax import op
+
+import relayquant as rq
+from relayquant.dialect.legality import Stage, check_stage
+from relayquant.rewrite import Graph
+from relayquant.rewrite.graph import tensor_dtype
+from relayquant.runtime import Executor
+
+
+def float_operators(mod: tvm.IRModule) -> list[str]:
+    """Operators of main that compute floats from floats."""
+    graph = Graph(mod)
+    return [
+        graph.op_name(binding.var)
+        for binding in graph.bindings
+        if tensor_dtype(binding.var).startswith("float")
+        and graph.op_name(binding.var) not in ("", "relax.qnn.dequantize")
+    ]
+
+
+def two_inputs_model():
+    def body(emit, x, y):
+        a = emit("a", op.nn.relu(emit.conv_bias("a.b", x)))
+        b = emit("b", op.nn.max_pool2d(emit.conv("b.c", y), (2, 2), (2, 2)))
+        s = emit("s", op.add(emit.conv("s.c", a, 3), emit.conv("s.d", b, 3)))
+        flat = emit("flat", op.reshape(emit("m", op.mean(s, [2, 3])), (1, 3)))
+        return relax.Tuple([emit.dense("out", flat, 4), s, relax.Tuple([b, y])])
+
+    return build_model(body, MAP, (1, 2, 12, 12))
+
+
+def assert_close(mod, qmod, inputs, relative: float = 0.06) -> None:
+    """Every output is near that of the float model, with its shape and dtype."""
+    pairs = zip(rq.reference.run(qmod, inputs), rq.reference.run(mod, inputs), strict=True)
+    for have, want in pairs:
+        assert have.shape == want.shape
+        assert have.dtype == want.dtype
+        assert np.abs(have - want).max() <= relative * np.abs(want).max()
+
+
+@pytest.mark.parametrize("backend", ["x86", "arm", "generic"])
+def test_quantize__fully_integral_and_equal_to_numpy(backend):
+    mod = residual_model()
+    data = draw_batches(mod, 3)
+    text = mod.script(show_meta=True)
+    qmod = rq.quantize(mod, None, data, backend=backend)
+    assert mod.script(show_meta=True) == text
+    check_stage(qmod, Stage.QNN)
+    assert float_operators(qmod) == []
+    script = qmod.script()
+    assert script.count("R.qnn.quantize(") == 1
+    assert script.count("R.qnn.dequantize(") == 1
+    assert all(row.quantized for row in rq.ledger(qmod).rows)
+    assert rq.ledger(qmod).backend == backend
+    assert rq.verify(qmod, data[0]).is_equal
+    assert_close(mod, qmod, data[0])
+
+
+def test_quantize__several_inputs_and_outputs():
+    mod = two_inputs_model()
+    data = draw_batches(mod, 3)
+    qmod = rq.quantize(mod, None, data)
+    assert [param.name for param in qmod["main"].params] == ["x", "y"]
+    tvm.ir.assert_structural_equal(qmod["main"].ret_ty, mod["main"].ret_ty)
+    assert float_operators(qmod) == []
+    assert rq.verify(qmod, data[1]).is_equal
+    assert_close(mod, qmod, data[1])
+    np.testing.assert_array_equal(rq.reference.run(qmod, data[0])[-1], data[0]["y"])
+
+
+@pytest.mark.parametrize("form", ["dicts", "tuples", "arrays", "function", "npz", "mapping"])
+def test_quantize__data_sets_of_every_form(form, tmp_path):
+    mod = build_model(lambda e, x: e.conv("out", x), MAP)
+    batches = draw_batches(mod, 3)
+    stacked = np.concatenate([batch["x"] for batch in batches])
+    np.savez(tmp_path / "data.npz", x=stacked)
+    dataset = {
+        "dicts": batches,
+        "tuples": [(batch["x"],) for batch in batches],
+        "arrays": [batch["x"] for batch in batches],
+        "function": lambda: iter(batches),
+        "npz": tmp_path / "data.npz",
+        "mapping": {"x": stacked},
+    }[form]
+    expected = rq.quantize(mod, None, batches)
+    tvm.ir.assert_structural_equal(
+        rq.quantize(mod, None, dataset)["main"], expected["main"], map_free_vars=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda x: [], "yields no sample"),
+        (lambda x: iter([{"x": x}]), "once"),
+        (lambda x: [{"y": x}], "x"),
+        (lambda x: [{"x": x, "z": x}], "z"),
+        (lambda x: [{"x": x[:, :3]}], "axis 1 is 3 instead of 4"),
+        (lambda x: [{"x": x.astype("complex64")}], "complex64"),
+        (lambda x: [{"x": np.where(x > 1, np.nan, x)}], "(?i)nan"),
+        (lambda x: [{"x": np.where(x > 1, np.inf, x)}], "(?i)inf"),
+        (lambda x: lambda: None, "iter"),
+        (lambda x: "no/such/file.npz", "no/such/file.npz"),
+    ],
+)
+def test_quantize__bad_data(make, message):
+    mod = build_model(lambda e, x: e.conv("out", x), MAP)
+    (batch,) = draw_batches(mod, 1)
+    with pytest.raises(rq.DataError, match=message):
+        rq.quantize(mod, None, make(batch["x"]))
+
+
+def test_quantize__a_larger_batch_than_at_calibration():
+    def body(emit, x):
+        a = emit("a", op.nn.relu(emit.conv_bias("a.b", x)))
+        return emit.dense("out", emit("m", op.mean(a, [2, 3])), 5)
+
+    mod = build_model(body, ("n", 4, 6, 6))
+    qmod = rq.quantize(mod, None, draw_batches(mod, 4, n=1))
+    assert float_operators(qmod) == []
+    (inputs,) = draw_batches(mod, 1, seed=5, n=7)
+    assert rq.verify(qmod, inputs).is_equal
+    whole = rq.reference.run(qmod, inputs)[0]
+    parts = [rq.reference.run(qmod, inputs["x"][i : i + 1])[0] for i in range(7)]
+    np.testing.assert_array_equal(whole, np.concatenate(parts))
+
+
+def test_quantize__parameters_bound_or_by_name():
+    rng = np.random.default_rng(0)
+    weight, bias = rng.standard_normal((4, 4, 3, 3)), rng.standard_normal((1, 4, 1, 1))
+    params = {"w": weight.astype("float32"), "b": bias.astype("float32")}
+
+    def unbound(emit, x, y, z):
+        return emit("out", op.add(emit("c", op.nn.conv2d(x, y, padding=1)), z))
+
+    def bound(emit, x):
+        conv = emit("c", op.nn.conv2d(x, relax.const(params["w"]), padding=1))
+        return emit("out", op.add(conv, relax.const(params["b"])))
+
+    free = build_model(unbound, MAP, weight.shape, bias.shape)
+    fixed = build_model(bound, MAP)
+    data = draw_batches(fixed, 2)
+    named = {"y": params["w"], "z": params["b"]}
+    text = free.script(show_meta=True)
+    one = rq.quantize(free, named, data)
+    assert free.script(show_meta=True) == text
+    tvm.ir.assert_structural_equal(
+        one["main"], rq.quantize(fixed, None, data)["main"], map_free_vars=True
+    )
+    assert [param.name for param in one["main"].params] == ["x"]
+
+
+def test_quantize__saved_and_loaded_module_runs():
+    mod = residual_model()
+    data = draw_batches(mod, 2)
+    qmod = rq.quantize(mod, None, data)
+    loaded = tvm.ir.load_json(tvm.ir.save_json(qmod))
+    assert rq.ledger(loaded) == rq.ledger(qmod)
+    assert [b.var.name for b in Graph(loaded).bindings] == [
+        b.var.name for b in Graph(qmod).bindings
+    ]
+    assert rq.verify(loaded, data[0]).is_equal
+    np.testing.assert_array_equal(
+        rq.reference.run(loaded, data[0])[0], rq.reference.run(qmod, data[0])[0]
+    )
+
+
+def test_compile__plain_tvm_gives_the_same_integers():
+    mod = residual_model()
+    data = draw_batches(mod, 2)
+    qmod = rq.quantize(mod, None, data)
+    plain = Executor(tvm.compile(qmod, tvm.target.Target({"kind": "llvm"})))
+    fast = Executor(rq.compile(qmod))
+    for batch in data:
+        (one,), (other,) = plain.run("main", [batch["x"]]), fast.run("main", [batch["x"]])
+        np.testing.assert_array_equal(one, other)
+
+
+def test_steps__equal_quantize():
+    mod = residual_model()
+    data = draw_batches(mod, 2)
+    prepared = rq.prepare(mod)
+    rq.calibrate(prepared, data)
+    steps = rq.lower(rq.convert_to_reference(prepared), "x86")
+    whole = rq.quantize(mod, None, data)
+    tvm.ir.assert_structural_equal(steps["main"], whole["main"], map_free_vars=True)
+
+
+def test_quantize__what_a_backend_cannot_run():
+    mod = residual_model()
+    data = draw_batches(mod, 1)
+    config = rq.X86.default_qconfig
+    wide = replace(config, activation=rq.TensorConfig(rq.QSpec("int16"), rq.MinMax()))
+    mapping = rq.QConfigMapping().set_global(wide)
+    with pytest.raises(rq.ConfigError, match=r"stem \(.*int16.*uint8"):
+        rq.quantize(mod, None, data, qconfig_mapping=mapping, strict=True)
+    with pytest.warns(UserWarning, match="10 operators"):
+        qmod = rq.quantize(mod, None, data, qconfig_mapping=mapping)
+    assert not rq.ledger(qmod).quantized
+    np.testing.assert_allclose(
+        rq.reference.run(qmod, data[0])[0], rq.reference.run(mod, data[0])[0], rtol=1e-4, atol=1e-5
+    )
+    # What is kept in float on purpose is no reason to stop.
+    kept = rq.QConfigMapping().set_global(config).set_module_name("stem", None)
+    qmod = rq.quantize(mod, None, data, qconfig_mapping=kept, strict=True)
+    assert [row.name for row in rq.ledger(qmod).floating] == ["stem"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda e, x: e("out", op.nn.softmax(x)),
+        lambda e, x: x,
+        lambda e, x: relax.Tuple([x, x]),
+        lambda e, x: e("out", op.reshape(x, (1, 144))),
+    ],
+)
+def test_quantize__nothing_to_quantize(body):
+    mod = build_model(body, MAP)
+    data = draw_batches(mod, 1)
+    qmod = rq.quantize(mod, None, data)
+    assert not rq.ledger(qmod).quantized
+    assert rq.verify(qmod, data[0]).is_equal
+    for have, want in zip(
+        rq.reference.run(qmod, data[0]), rq.reference.run(mod, data[0]), strict=True
+    ):
+        np.testing.assert_array_equal(have, want)
+
+
+def test_quantize__values_of_one_name():
+    """A script may bind a name twice; the values stay apart."""
+
+    def body(emit, x):
+        return emit.conv("a", emit("a", op.nn.relu(emit.conv("a", x))))
+
+    mod = build_model(body, MAP)
+    data = draw_batches(mod, 2)
+    qmod = rq.quantize(mod, None, data)
+    names = [row.name for row in rq.ledger(qmod).rows]
+    assert len(set(names)) == len(names) == 2
+    assert_close(mod, qmod, data[0])
+
+
+def test_quantize__unknown_backend():
+    mod = build_model(lambda e, x: e.conv("out", x), MAP)
+    with pytest.raises(rq.ConfigError, match=r"no backend 'x68'.*x86"):
+        rq.quantize(mod, None, draw_batches(mod, 1), backend="x68")
+
+
+examples = iter(range(10**9))
+
+
+@settings(
+    max_examples=40,
+    deadline=None,
+    derandomize=True,
+    phases=(Phase.explicit, Phase.generate),
+    suppress_health_check=list(HealthCheck),
+)
+@given(draw_models())
+def test_quantize__random_models(mod):
+    """No crash, one ledger row per operator, stages agree, and compiled code equals numpy."""
+    data = draw_inputs(mod, 2)
+    stages = run_stages(mod, data)
+    rows = rq.ledger(stages.integer).rows
+    graph = Graph(stages.prepared.mod)
+    covered = Counter(value for row in rows for value in row.values)
+    assert set(covered) == {b.var.name for b in graph.bindings if graph.call_of(b.var) is not None}
+    assert set(covered.values()) <= {1}
+    for name, _, reference, integer in compare_stages(stages, data[1]):
+        assert np.abs(reference - integer).max(initial=0) <= 1, name
+    for have, want in zip(
+        rq.reference.run(stages.integer, data[0]), rq.reference.run(mod, data[0]), strict=True
+    ):
+        assert have.shape == want.shape
+        assert np.isfinite(have).all()
+    if next(examples) % 3 == 0:
+        report = rq.verify(stages.integer, data[1])
+        assert report.is_equal, report.first
