@@ -1,0 +1,222 @@
+"""`relayquant bench`: how fast a model runs as float and as int8, and where the time goes.
+
+Latency is that of one run on one batch, without the copies in and out. The contenders take turns
+on the same inputs in one process; a ratio above 1 means slower than the first line.
+
+Threads: TVM and ONNX Runtime both get --threads. TVM's threads keep to their cores and spin for a
+moment when idle, which hurts on a machine that others use too: TVM_BIND_THREADS=0 and
+TVM_THREAD_POOL_SPIN_COUNT=0 turn that off. Those of ONNX Runtime spin during a run only. Each turn
+begins with a pause, so that no contender's threads run into the next one's time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tvm
+
+import relayquant as rq
+from relayquant.analysis.latency import measure_latency
+from relayquant.analysis.onnxruntime_baseline import (
+    create_run,
+    import_onnxruntime,
+    quantize_with_onnxruntime,
+)
+from relayquant.analysis.peak import measure_peak
+from relayquant.analysis.profile import profile_module
+from relayquant.calibrate.datasets import InputInfo, open_dataset
+from relayquant.calibrate.fit import BiasCorrection, FitSettings, WeightRounding
+from relayquant.calibrate.inputs import describe_inputs
+from relayquant.cli.files import bind_weights, load_model, load_module
+from relayquant.errors import ConfigError, ModelError
+from relayquant.lower.target import resolve_target
+from relayquant.report import make_console
+from relayquant.report.bench import kernel_table, latency_table, operator_table
+from relayquant.runtime import Executor, as_tensor
+
+Batch = Mapping[str, np.ndarray]
+
+#: How weights are rounded does not change how fast they are multiplied.
+QUICK_FIT = FitSettings(rounding=WeightRounding.NEAREST, bias=BiasCorrection.NONE)
+
+
+class Rival(enum.Enum):
+    """Whom to compare with."""
+
+    ONNXRUNTIME = "onnxruntime"
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "bench",
+        help="measure speed, and where the time goes",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", type=Path, help="the float model")
+    parser.add_argument(
+        "--against",
+        choices=[rival.value for rival in Rival],
+        help="time this too, float and int8 (MODEL must be .onnx)",
+    )
+    parser.add_argument(
+        "--data", type=Path, metavar="FILE.npz", help="inputs to calibrate and run on"
+    )
+    parser.add_argument(
+        "--quantized", type=Path, metavar="FILE.json", help="use this module as int8"
+    )
+    parser.add_argument("--backend", default="x86", help="whose int8 form it is (default: x86)")
+    parser.add_argument("--threads", type=int, metavar="N", help="default: all cores")
+    parser.add_argument("--batch", type=int, default=1, help="samples if the model leaves it open")
+    parser.add_argument("--repeat", type=int, default=20, help="turns of each (default: 20)")
+    parser.add_argument(
+        "--batches", type=int, default=4, help="batches to calibrate on (default: 4)"
+    )
+    parser.add_argument(
+        "--operators", type=int, default=15, metavar="N", help="rows of slowest kernels; 0: none"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    threads = len(os.sched_getaffinity(0)) if options.threads is None else options.threads
+    for name, value in (
+        ("--threads", threads),
+        ("--batch", options.batch),
+        ("--repeat", options.repeat),
+        ("--batches", options.batches),
+    ):
+        if value < 1:
+            raise ConfigError(f"{name} is {value}; allowed: 1 or more.")
+    if options.operators < 0:
+        raise ConfigError(f"--operators is {options.operators}; allowed: 0 or more.")
+    rival = None if options.against is None else Rival(options.against)
+    if rival is not None and options.model.suffix != ".onnx":
+        raise ConfigError(f"--against {rival.value}: it runs .onnx files, not {options.model}.")
+    if rival is Rival.ONNXRUNTIME:
+        import_onnxruntime()  # fails before anything takes time
+    console = make_console()
+    with ExitStack() as stack:
+        stack.enter_context(use_threads(threads))
+        mod = bind_weights(*load_model(options.model))
+        batches = read_batches(options, describe_inputs(mod))
+        inputs = [*batches[0].values()]
+        if options.data is None:
+            console.print("inputs: random numbers; give --data for real ones")
+        if options.quantized is None:
+            start = time.perf_counter()
+            qmod = quantize_quickly(mod, batches, options.backend)
+            console.print(f"quantized in {time.perf_counter() - start:.1f} s")
+        else:
+            qmod = load_module(options.quantized)
+        modules = {"relayquant int8": qmod, "relayquant float": mod}
+        contenders: dict[str, Callable[[], object]] = {}
+        for name, module in modules.items():
+            start = time.perf_counter()
+            executable = rq.compile(module)
+            console.print(f"{name}: compiled in {time.perf_counter() - start:.1f} s")
+            contenders[name] = bind_run(Executor(executable), inputs)
+        if rival is Rival.ONNXRUNTIME:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            paths = {"float": options.model}
+            try:
+                paths["int8"] = quantize_with_onnxruntime(options.model, batches, folder)
+            except ModelError as error:
+                console.print(f"onnxruntime int8 is left out: {error}")
+            for name, path in paths.items():
+                contenders[f"onnxruntime {name}"] = create_run(path, batches[0], threads)
+        latencies = measure_latency(contenders, options.repeat)
+        shapes = ", ".join(f"{name} {array.shape}" for name, array in batches[0].items())
+        title = f"{options.model.name}: {shapes}, {threads} thread{'s' if threads > 1 else ''}"
+        console.print(latency_table(latencies, "relayquant int8", title))
+        if options.operators:
+            peak = measure_peak(resolve_target(None)) * threads
+            console.print(f"integer peak of {threads} cores: {peak:.0f} GOP/s")
+            for name, module in modules.items():
+                profile = profile_module(module, inputs, rq.compile)
+                console.print(kernel_table(profile, peak, f"{name}: kinds of kernels"))
+                table = operator_table(profile, peak, options.operators, f"{name}: slowest calls")
+                console.print(table)
+                console.print(
+                    f"outside of kernels: {profile.outside * 1e6:.0f} us of "
+                    f"{profile.total * 1e6:.0f} us, {profile.machine_calls} calls"
+                )
+    return 0
+
+
+@contextmanager
+def use_threads(count: int) -> Iterator[None]:
+    """TVM uses this many threads inside, unless its pool was started already.
+
+    The environment is all it goes by: `runtime.config_threadpool` counts "fast" cores, and takes
+    one where all are equal.
+    """
+    variable = "TVM_NUM_THREADS"
+    before = os.environ.get(variable)
+    os.environ[variable] = str(count)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[variable]
+        else:
+            os.environ[variable] = before
+
+
+def read_batches(options: argparse.Namespace, inputs: Sequence[InputInfo]) -> list[Batch]:
+    """Batches to calibrate on, the first of which is timed: from --data, or random.
+
+    Raises:
+        DataError: the data does not fit the model.
+        ConfigError: the shape of a random input cannot be known.
+    """
+    if options.data is not None:
+        is_open = isinstance(inputs[0].shape[0], str) if inputs[0].shape else False
+        dataset = open_dataset(options.data, inputs, batch_size=options.batch if is_open else None)
+        return list(islice(iter(dataset), options.batches))
+    rng = np.random.default_rng(0)
+    return [
+        {info.name: draw_input(rng, info, options.batch) for info in inputs}
+        for _ in range(options.batches)
+    ]
+
+
+def draw_input(rng: np.random.Generator, info: InputInfo, batch: int) -> np.ndarray:
+    """A random array for an input: normal floats, integers 0 and 1, which any embedding has.
+
+    Raises:
+        ConfigError: a dimension other than the first is symbolic.
+    """
+    if any(isinstance(dim, str) for dim in info.shape[1:]):
+        raise ConfigError(
+            f"Input {info.name!r} has the shape {info.shape_text}: only the first dimension may be "
+            "open. Give inputs of the wanted size with --data."
+        )
+    shape = tuple(batch if isinstance(dim, str) else dim for dim in info.shape)
+    if info.dtype.startswith("float"):
+        return rng.normal(size=shape).astype(info.dtype)
+    return rng.integers(0, 2, shape).astype(info.dtype)
+
+
+def quantize_quickly(mod: tvm.IRModule, batches: Sequence[Batch], backend: str) -> tvm.IRModule:
+    """The quantized module, with weights rounded to nearest."""
+    prepared = rq.prepare(mod, None, None, backend)
+    rq.calibrate(prepared, [dict(batch) for batch in batches], fit=QUICK_FIT)
+    return rq.lower(rq.convert_to_reference(prepared), prepared.backend)
+
+
+def bind_run(executor: Executor, inputs: Sequence[np.ndarray]) -> Callable[[], object]:
+    """A function that runs main once, on inputs that are copied only here."""
+    tensors = [as_tensor(array) for array in inputs]
+    main = executor.vm["main"]
+    return lambda: main(*tensors)

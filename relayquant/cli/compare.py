@@ -1,0 +1,76 @@
+"""`relayquant compare`: how near the outputs of a float model and its quantized module are."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import relayquant as rq
+from relayquant.calibrate.datasets import open_dataset
+from relayquant.calibrate.inputs import describe_inputs
+from relayquant.cli.files import bind_weights, load_model, load_module
+from relayquant.cli.measure import compare_outputs
+from relayquant.errors import ModelError
+from relayquant.files import write_whole
+from relayquant.report import make_console, summary_table
+from relayquant.report.compare import compare_table, plot_compare
+from relayquant.runtime import Executor
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "compare", help="compare a quantized module with its float model", description=__doc__
+    )
+    parser.add_argument("model", type=Path, help="the float model")
+    parser.add_argument("quantized", type=Path, help="the .json of its quantized module")
+    parser.add_argument("--data", type=Path, required=True, metavar="FILE.npz", help="inputs")
+    parser.add_argument("--batches", type=int, metavar="N", help="use the first N batches only")
+    parser.add_argument("--values", action="store_true", help="a line for every value inside, too")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write these lines as CSV")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw SQNR along the depth")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    mod = bind_weights(*load_model(options.model))
+    qmod = load_module(options.quantized)
+    inputs, quantized_inputs = describe_inputs(mod), describe_inputs(qmod)
+    if [info.name for info in inputs] != [info.name for info in quantized_inputs]:
+        raise ModelError(
+            f"{options.model} has the inputs {[info.name for info in inputs]}, {options.quantized} "
+            f"{[info.name for info in quantized_inputs]}: these are different models."
+        )
+    dataset = open_dataset(options.data, inputs)
+    if options.batches is not None:
+        dataset = dataset.head(options.batches)
+    executors = [Executor(rq.compile(module)) for module in (mod, qmod)]
+    # [batch][model][output] -> [model][output], all batches in one array
+    runs = [
+        [executor.run("main", [*batch.values()]) for executor in executors] for batch in dataset
+    ]
+    expected, actual = (
+        [np.concatenate(parts) for parts in zip(*outputs, strict=True)]
+        for outputs in zip(*runs, strict=True)
+    )
+    console = make_console()
+    for index, row in enumerate(compare_outputs(expected, actual)):
+        values: dict[str, Any] = {
+            "batches": len(runs),
+            "largest error": row.max_error,
+            "SQNR [dB]": row.sqnr,
+        }
+        if row.top1 is not None:
+            values["same top-1"] = f"{row.top1:.2%}"
+        console.print(summary_table(values, title=f"output {index}"))
+    if options.values or options.csv is not None or options.plot is not None:
+        report = rq.compare(mod, qmod, dataset)
+        if options.values:
+            console.print(compare_table(report, title="values"))
+        if options.csv is not None:
+            write_whole(options.csv, lambda path: path.write_text(report.to_csv()))
+        if options.plot is not None:
+            write_whole(options.plot, lambda path: plot_compare(report, path))
+    return 0

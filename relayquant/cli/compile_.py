@@ -1,0 +1,35 @@
+"""`relayquant compile`: a quantized module or a float model becomes a shared library."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import relayquant as rq
+from relayquant.cli.files import bind_weights, load_model, write_whole
+from relayquant.errors import ConfigError
+from relayquant.report import make_console
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser("compile", help="compile to a library", description=__doc__)
+    parser.add_argument("model", type=Path, help="a module's .json, or a float model")
+    parser.add_argument(
+        "--target", help='for instance "llvm -mcpu=cascadelake" (default: this machine)'
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE.so", help="default: MODEL with .so"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    output = options.output or options.model.with_suffix(".so")
+    if output.suffix not in (".so", ".dylib", ".dll"):
+        raise ConfigError(f"-o {output}: a library is written as .so, .dylib or .dll.")
+    mod = bind_weights(*load_model(options.model))
+    executable = rq.compile(mod, target=options.target)
+    write_whole(output, lambda path: executable.export_library(str(path)))
+    make_console().print(f"wrote {output}")
+    return 0

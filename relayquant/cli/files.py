@@ -1,0 +1,68 @@
+"""For the command line: reads models from files, and writes a file whole or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tvm
+
+import relayquant as rq
+from relayquant.errors import ModelError
+from relayquant.files import write_whole
+from relayquant.prepare.bind import bind_params
+from relayquant.rewrite.editor import Editor
+
+__all__ = ["MODULE_SUFFIX", "bind_weights", "load_model", "load_module", "write_whole"]
+
+#: A Relax module as `tvm.ir.save_json` wrote it, float or quantized.
+MODULE_SUFFIX = ".json"
+
+
+def load_model(path: Path) -> tuple[tvm.IRModule, Mapping[str, Any] | None]:
+    """(module, params) of a model file: a Relax module as JSON, or what `relayquant.load` reads.
+
+    Raises:
+        ModelError: there is no such file, or it is not a model.
+    """
+    if not path.is_file():
+        raise ModelError(f"There is no model file {path}.")
+    if path.suffix == MODULE_SUFFIX:
+        return load_module(path), None
+    return rq.load(path)
+
+
+def load_module(path: Path) -> tvm.IRModule:
+    """The Relax module in a JSON file.
+
+    Raises:
+        ModelError: there is no such file, or it holds something else.
+    """
+    if not path.is_file():
+        raise ModelError(f"There is no module file {path}.")
+    try:
+        module = tvm.ir.load_json(path.read_text(encoding="utf-8"))
+    except Exception as error:
+        # TVM raises what its C++ code happens to raise: ValueError, RuntimeError, InternalError.
+        raise ModelError(
+            f"{path} is not a module written by `relayquant quantize`: "
+            f"{str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}"
+        ) from error
+    if not isinstance(module, tvm.IRModule):
+        raise ModelError(
+            f"{path} holds a {type(module).__name__}, not a module. "
+            "Give a file written by `relayquant quantize`."
+        )
+    return module
+
+
+def bind_weights(mod: tvm.IRModule, params: Mapping[str, Any] | None) -> tvm.IRModule:
+    """The module with its weights as constants, so that only the inputs are left as parameters.
+
+    Raises:
+        ModelError: a name is unknown, a shape or dtype differs, or a value is missing.
+    """
+    editor = Editor(mod)
+    bind_params(editor, params)
+    return editor.build()

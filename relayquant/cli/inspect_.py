@@ -1,0 +1,36 @@
+"""`relayquant inspect`: the ledger of a quantized module, or the operators of a float model."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from relayquant.cli.files import load_model
+from relayquant.cli.measure import count_constant_bytes
+from relayquant.ledger import find_ledger
+from relayquant.report import ledger_table, make_console, summary_table
+from relayquant.rewrite.graph import Graph
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser("inspect", help="show what is in a model", description=__doc__)
+    parser.add_argument("model", type=Path, help="a module's .json, or a float model")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    mod, _ = load_model(options.model)
+    console = make_console()
+    ledger = find_ledger(mod)
+    if ledger is not None:
+        console.print(ledger_table(ledger.to_dict()["operators"], title=str(options.model)))
+    else:
+        graph = Graph(mod)
+        names = [graph.op_name(binding.var) for binding in graph.bindings]
+        counts = Counter(name.removeprefix("relax.") for name in names if name)
+        title = f"{options.model}: operators"
+        console.print(summary_table(dict(counts.most_common()), title=title))
+    console.print(f"constants: {count_constant_bytes(mod)} bytes")
+    return 0

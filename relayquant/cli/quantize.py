@@ -1,0 +1,58 @@
+"""`relayquant quantize`: a float model and calibration data in, a quantized module as JSON out."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import tvm
+
+import relayquant as rq
+from relayquant.cli.files import MODULE_SUFFIX, load_model, write_whole
+from relayquant.errors import ConfigError, DataError
+from relayquant.report import ProgressReport, ledger_table, make_console
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser("quantize", help="quantize a model file", description=__doc__)
+    parser.add_argument("model", type=Path, help="float model: .onnx, .tflite, or a module's .json")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        required=True,
+        metavar="FILE.npz",
+        help="representative inputs: one array for each input of the model, samples first",
+    )
+    parser.add_argument("--backend", default="x86", help="whose kernels will run it (default: x86)")
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE.json", help="default: MODEL with .int8.json"
+    )
+    parser.add_argument(
+        "--strict", action="store_true", help="an operator left in float is an error"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    output = options.output or options.model.with_suffix(".int8.json")
+    if output.suffix != MODULE_SUFFIX:
+        raise ConfigError(f"-o {output}: a quantized module is written as {MODULE_SUFFIX}.")
+    if not options.data.is_file():
+        raise DataError(f"There is no data file {options.data}.")
+    mod, params = load_model(options.model)
+    with ProgressReport() as progress:
+        qmod = rq.quantize(
+            mod,
+            params,
+            options.data,
+            backend=options.backend,
+            callbacks=(progress,),
+            strict=options.strict,
+        )
+    text = tvm.ir.save_json(qmod)
+    write_whole(output, lambda path: path.write_text(text, encoding="utf-8"))
+    console = make_console()
+    console.print(ledger_table(rq.ledger(qmod).to_dict()["operators"]))
+    console.print(f"wrote {output}")
+    return 0

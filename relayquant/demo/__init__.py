@@ -1,0 +1,64 @@
+"""Beside the data flow: the built-in example, a small float model and digits to try everything on.
+
+`relayquant.demo.train` made both files; `load_digits` needs neither it nor the internet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from relayquant.errors import DataError
+
+MODEL_FILE = "digits.onnx"
+DATA_FILE = "digits.npz"
+
+
+@dataclass(frozen=True, eq=False)
+class DemoData:
+    """The example: where its float model is, and the digits to calibrate and to measure with."""
+
+    model_path: Path  #: ONNX, input "image" float32 (N, 1, 8, 8) in 0..1, output "logits" (N, 10)
+    calibration: list[npt.NDArray[np.float32]]  #: batches (B, 1, 8, 8) in 0..1, none held out
+    images: npt.NDArray[np.float32]  #: held-out images (N, 1, 8, 8) in 0..1
+    labels: npt.NDArray[np.int64]  #: (N,), 0..9
+    origin: str  #: where the digits come from, and their licence
+
+
+def load_digits(batch: int = 16) -> DemoData:
+    """The built-in example, from files that are part of the package.
+
+    Args:
+        batch: images in each calibration batch; the last one may be smaller.
+
+    Raises:
+        DataError: batch < 1, or the package was installed without its data files.
+    """
+    if batch < 1:
+        raise DataError(f"load_digits got batch={batch}; allowed: 1 or more.")
+    folder = Path(__file__).parent
+    model_path, data_path = folder / MODEL_FILE, folder / DATA_FILE
+    for path in (model_path, data_path):
+        if not path.is_file():
+            raise DataError(
+                f"The built-in example is incomplete: {path} is missing. Reinstall relayquant, or "
+                "write the file again with: python -m relayquant.demo.train"
+            )
+    with np.load(data_path) as data:
+        calibration = scale_pixels(data["calibration"])
+        return DemoData(
+            model_path,
+            [calibration[i : i + batch] for i in range(0, len(calibration), batch)],
+            scale_pixels(data["images"]),
+            data["labels"].astype("int64"),
+            str(data["origin"]),
+        )
+
+
+def scale_pixels(images: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    """Images (N, 8, 8) of integers in 0..16 as the model takes them: (N, 1, 8, 8) in 0..1."""
+    return np.divide(images[:, None], np.float32(16), dtype=np.float32)

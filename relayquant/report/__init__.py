@@ -1,0 +1,15 @@
+"""After the data flow: results for people. Tables as text, and progress of what takes long."""
+
+from relayquant.report.compare import compare_table, plot_compare, plot_ranges
+from relayquant.report.progress import ProgressReport
+from relayquant.report.text import ledger_table, make_console, summary_table
+
+__all__ = [
+    "ProgressReport",
+    "compare_table",
+    "ledger_table",
+    "make_console",
+    "plot_compare",
+    "plot_ranges",
+    "summary_table",
+]

@@ -1,0 +1,103 @@
+"""`relayquant bench` from end to end on the built-in example."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from relayquant import cli
+from relayquant.demo import load_digits
+
+QUICK = ["--repeat", "1", "--operators", "2", "--threads", "1"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the example's model and ten of its digits."""
+    folder = tmp_path_factory.mktemp("digits")
+    demo = load_digits()
+    (folder / "digits.onnx").write_bytes(demo.model_path.read_bytes())
+    np.savez(folder / "digits.npz", image=demo.images[:10])
+    return folder
+
+
+def test_bench__random_inputs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", str(folder / "digits.onnx"), *QUICK]) == 0
+    text = capsys.readouterr().out
+    assert "inputs: random numbers" in text
+    assert re.search(r"^relayquant int8(\s+[\d.]+){7}\s*$", text, re.MULTILINE)
+    assert re.search(r"^relayquant float(\s+[\d.]+){7}\s*$", text, re.MULTILINE)
+    assert re.search(r"^qnn_conv2d\s+\d+\s+[\d.]+\s+[\d.]+%", text, re.MULTILINE)
+    assert "1 thread" in text
+    assert "onnxruntime" not in text
+
+
+def test_bench__against_onnxruntime(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("onnxruntime")
+    arguments = ["--data", str(folder / "digits.npz"), "--against", "onnxruntime", "--batch", "5"]
+    assert cli.main(["bench", str(folder / "digits.onnx"), *arguments, *QUICK]) == 0
+    text = capsys.readouterr().out
+    assert "random" not in text
+    assert "(5, 1, 8, 8)" in text
+    rows = re.findall(r"^(\w+ (?:int8|float))\s+([\d.]+)", text, re.MULTILINE)
+    assert [name for name, _ in rows] == [
+        "relayquant int8",
+        "relayquant float",
+        "onnxruntime float",
+        "onnxruntime int8",
+    ]
+    assert all(float(best) > 0 for _, best in rows)
+
+
+def test_bench__onnxruntime_is_missing(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    arguments = ["bench", str(folder / "digits.onnx"), "--against", "onnxruntime", *QUICK]
+    assert cli.main(arguments) == 2
+    assert "pip install 'relayquant[onnxruntime]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--threads", "0"], "--threads is 0"),
+        (["--repeat", "0"], "--repeat is 0"),
+        (["--operators", "-1"], "--operators is -1"),
+    ],
+)
+def test_bench__wrong_numbers(
+    folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert cli.main(["bench", str(folder / "digits.onnx"), *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_bench__only_onnx_against_onnxruntime(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["bench", str(tmp_path / "model.json"), "--against", "onnxruntime"]
+    assert cli.main(arguments) == 2
+    assert ".onnx" in capsys.readouterr().err
+
+
+def test_bench__model_that_onnxruntime_cannot_quantize(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantization = pytest.importorskip("onnxruntime.quantization")
+
+    def fail(*_args: object, **_options: object) -> None:
+        raise ValueError("some reason")
+
+    monkeypatch.setattr(quantization, "quantize_static", fail)
+    arguments = ["bench", str(folder / "digits.onnx"), "--against", "onnxruntime", *QUICK]
+    assert cli.main(arguments) == 0
+    text = capsys.readouterr().out
+    assert "onnxruntime int8 is left out" in text
+    assert "some reason" in text
+    assert re.search(r"^onnxruntime float\s+[\d.]+", text, re.MULTILINE)
+    assert not re.search(r"^onnxruntime int8\s+[\d.]+", text, re.MULTILINE)

@@ -1,0 +1,104 @@
+"""Files of the command line: what is read is checked with a message, what is written is whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tvm
+from tvm.script import ir as I
+from tvm.script import relax as R
+
+from relayquant.cli.files import bind_weights, load_module, write_whole
+from relayquant.errors import ModelError
+
+
+@I.ir_module
+class Scale:
+    @R.function
+    def main(x: R.Tensor(("n", 4), "float32"), w: R.Tensor((4,), "float32")) -> R.Tensor(
+        ("n", 4), "float32"
+    ):
+        with R.dataflow():
+            y = R.multiply(x, w)
+            R.output(y)
+        return y
+
+
+def test_load_module__reads_what_was_saved(tmp_path: Path) -> None:
+    path = tmp_path / "model.json"
+    path.write_text(tvm.ir.save_json(Scale))
+    tvm.ir.assert_structural_equal(load_module(path), Scale)
+
+
+@pytest.mark.parametrize("text", ["", "hello", "{}", "[1]", "1", '{"root_index": 0, "nodes": []}'])
+def test_load_module__not_a_module(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "model.json"
+    path.write_text(text)
+    with pytest.raises(ModelError, match=r"model\.json is not a module"):
+        load_module(path)
+
+
+def test_load_module__binary_file(tmp_path: Path) -> None:
+    path = tmp_path / "model.json"
+    path.write_bytes(b"\xff\xfe\x00\x80")
+    with pytest.raises(ModelError, match=r"model\.json is not a module"):
+        load_module(path)
+
+
+def test_load_module__another_object(tmp_path: Path) -> None:
+    path = tmp_path / "model.json"
+    path.write_text(tvm.ir.save_json(tvm.tirx.IntImm("int32", 1)))
+    with pytest.raises(ModelError, match="holds a IntImm"):
+        load_module(path)
+
+
+def test_load_module__no_file(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no module file .*missing\.json"):
+        load_module(tmp_path / "missing.json")
+
+
+def test_bind_weights__become_constants() -> None:
+    bound = bind_weights(Scale, {"w": np.arange(4, dtype="float32")})
+    assert [param.name for param in bound["main"].params] == ["x"]
+    assert [param.name for param in bind_weights(Scale, None)["main"].params] == ["x", "w"]
+
+
+def test_bind_weights__unknown_name() -> None:
+    with pytest.raises(ModelError, match=r"Did you mean 'w'\?|Known: 'w', 'x'"):
+        bind_weights(Scale, {"weight": np.arange(4, dtype="float32")})
+
+
+def test_write_whole__replaces_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    path.write_text("old")
+    write_whole(path, lambda temporary: temporary.write_text("new"))
+    assert path.read_text() == "new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_write_whole__a_failure_keeps_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    path.write_text("old")
+
+    def fail(temporary: Path) -> None:
+        temporary.write_text("ha")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        write_whole(path, fail)
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_write_whole__rights_are_those_of_any_new_file(tmp_path: Path) -> None:
+    (tmp_path / "plain").write_text("")
+    write_whole(tmp_path / "out.json", lambda temporary: temporary.write_text(""))
+    rights = [(tmp_path / name).stat().st_mode for name in ("plain", "out.json")]
+    assert rights[0] == rights[1]
+
+
+def test_write_whole__no_folder(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="there is no folder"):
+        write_whole(tmp_path / "missing" / "out.json", lambda temporary: None)
