@@ -1,0 +1,52 @@
+"""What the user chooses: which operators are quantized, how (QConfig), and what a backend can run
+(BackendConfig).
+
+Frozen values; `with_` and `set_` methods return new objects. Names follow PyTorch's FX Graph Mode
+Quantization.
+"""
+
+from relayquant.config.backend import (
+    BackendConfig,
+    FixedOutput,
+    ObservationType,
+    PatternConfig,
+    QuantPattern,
+)
+from relayquant.config.dtypes import (
+    DTypeConfig,
+    DTypeWithConstraints,
+)
+from relayquant.config.mapping import (
+    MappingRule,
+    OperatorSite,
+    QConfigMapping,
+    Selector,
+    is_below,
+    is_type,
+)
+from relayquant.config.qconfig import (
+    KEPT_IN_FLOAT,
+    QConfig,
+    TensorConfig,
+    read_qconfig,
+)
+
+__all__ = [
+    "KEPT_IN_FLOAT",
+    "BackendConfig",
+    "DTypeConfig",
+    "DTypeWithConstraints",
+    "FixedOutput",
+    "MappingRule",
+    "ObservationType",
+    "OperatorSite",
+    "PatternConfig",
+    "QConfig",
+    "QConfigMapping",
+    "QuantPattern",
+    "Selector",
+    "TensorConfig",
+    "is_below",
+    "is_type",
+    "read_qconfig",
+]

@@ -1,0 +1,313 @@
+"""What a backend can run: a table of patterns with the dtypes of each, and where results get their
+parameters.
+
+Frozen values; `with_` methods return new objects. Read by annotate and by every later stage.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Protocol, runtime_checkable
+
+from relayquant.config.dtypes import DTypeConfig
+from relayquant.config.mapping import is_type
+from relayquant.config.qconfig import QConfig
+from relayquant.errors import ConfigError, suggest_name
+from relayquant.qtypes import QSpec, Role, Scheme
+from relayquant.settings import NamedSettings, check_keys, check_list, read_enum
+
+
+class ObservationType(enum.Enum):
+    """Where the parameters of a pattern's result come from; the names are FX's."""
+
+    #: an observer of its own
+    OUTPUT_USE_DIFFERENT_OBSERVER_AS_INPUT = "output_use_different_observer_as_input"
+    #: the input's: the result is on the same grid
+    OUTPUT_SHARE_OBSERVER_WITH_INPUT = "output_share_observer_with_input"
+    #: there are none: the backend runs it in float, on purpose
+    INPUT_OUTPUT_NOT_OBSERVED = "input_output_not_observed"
+    #: a table by dtype, whatever the data: softmax and sigmoid lie between 0 and 1
+    OUTPUT_USE_FIXED_QPARAMS = "output_use_fixed_qparams"
+
+
+@dataclass(frozen=True)
+class FixedOutput:
+    """Fixed parameters of a pattern's result, for one dtype and scheme."""
+
+    dtype: str
+    scheme: Scheme
+    calibration: (
+        NamedSettings  #: an observer that looks at no data, e.g. `Fixed(scale, zero_point)`
+    )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "dtype": self.dtype,
+            "scheme": self.scheme.value,
+            "observer": self.calibration.to_dict(),
+        }
+
+    @staticmethod
+    def from_dict(data: object, where: str = "FixedOutput") -> FixedOutput:
+        """What `to_dict` wrote."""
+        names = ("dtype", "scheme", "observer")
+        found = check_keys(data, names, where, names)
+        return FixedOutput(
+            found["dtype"],
+            read_enum(Scheme, found["scheme"], f"{where}.scheme"),
+            NamedSettings.from_dict(found["observer"], f"{where}.observer"),
+        )
+
+
+@runtime_checkable
+class QuantPattern(Protocol):
+    """What configuration needs to know of an operator row (`relayquant.ops.QuantOp`)."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def op(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class PatternConfig:
+    """One row of a backend: a pattern, and how the backend can run it.
+
+    Attributes:
+        pattern: The operator row.
+        dtypes: Combinations that run; a QConfig must fit one of them.
+        observation: Where the result's parameters come from; None: as the operator row says.
+        fixed: For OUTPUT_USE_FIXED_QPARAMS, the parameters by dtype and scheme.
+    """
+
+    pattern: QuantPattern
+    dtypes: tuple[DTypeConfig, ...]
+    observation: ObservationType | None = None
+    fixed: tuple[FixedOutput, ...] = ()
+
+    def find_fixed(self, spec: QSpec) -> Any:
+        """The observer of fixed parameters for a result of this spec, None if there is none."""
+        if self.observation is not ObservationType.OUTPUT_USE_FIXED_QPARAMS:
+            return None
+        for row in self.fixed:
+            if (row.dtype, row.scheme) == (spec.dtype, spec.scheme):
+                return row.calibration
+        return None
+
+    def find_conflict(
+        self, qconfig: QConfig, *, has_weight: bool = True, has_bias: bool = True
+    ) -> str | None:
+        """Why the backend cannot run the pattern with `qconfig`: the first row's reason if none
+        fits; else None.
+        """
+        conflicts = [
+            row.find_conflict(qconfig, has_weight=has_weight, has_bias=has_bias)
+            for row in self.dtypes
+        ]
+        if not conflicts:
+            return "the backend lists no dtypes for it"
+        if all(conflict is not None for conflict in conflicts):
+            return conflicts[0]
+        output = qconfig.tensor(Role.OUTPUT).spec
+        is_fixed = self.observation is ObservationType.OUTPUT_USE_FIXED_QPARAMS
+        if is_fixed and self.find_fixed(output) is None:
+            known = ", ".join(f"{row.dtype} {row.scheme.value}" for row in self.fixed)
+            return (
+                f"its output parameters are fixed, for {known}; not for {output.dtype} "
+                f"{output.scheme.value}"
+            )
+        return None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data; the pattern by name."""
+        data: dict[str, Any] = {
+            "pattern": self.pattern.name,
+            "dtypes": [row.to_dict() for row in self.dtypes],
+        }
+        if self.observation is not None:
+            data["observation"] = self.observation.value
+        if self.fixed:
+            data["fixed"] = [row.to_dict() for row in self.fixed]
+        return data
+
+    @staticmethod
+    def from_dict(
+        data: object, patterns: Mapping[str, QuantPattern], where: str = "PatternConfig"
+    ) -> PatternConfig:
+        """What `to_dict` wrote; `patterns` gives the operator rows by name."""
+        names = [f.name for f in fields(PatternConfig)]
+        found = check_keys(data, names, where, ("pattern", "dtypes"))
+        name = found["pattern"]
+        if name not in patterns:
+            raise ConfigError(f"{where}.pattern is {name!r}. {suggest_name(str(name), patterns)}")
+        observation = found.get("observation")
+        if observation is not None:
+            observation = read_enum(ObservationType, observation, f"{where}.observation")
+        dtypes = check_list(found["dtypes"], f"{where}.dtypes")
+        fixed = check_list(found.get("fixed", ()), f"{where}.fixed")
+        return PatternConfig(
+            patterns[name],
+            tuple(
+                DTypeConfig.from_dict(row, f"{where}.dtypes[{i}]") for i, row in enumerate(dtypes)
+            ),
+            observation,
+            tuple(FixedOutput.from_dict(row, f"{where}.fixed[{i}]") for i, row in enumerate(fixed)),
+        )
+
+
+@dataclass(frozen=True)
+class BackendConfig:
+    """What a backend can run. The order of `patterns` is priority: the first that matches wins.
+
+    Attributes:
+        name: For messages and the ledger.
+        patterns: Rows, the longest patterns first.
+        affine_rules: Rules of the allow-list (`relayquant.AffineRule`), tried before the built-in
+            ones.
+        default_qconfig: For all operators when the user gives no QConfigMapping.
+        reduce_range: Activations use one bit less than their dtype has, unless a QSpec says
+            otherwise.
+    """
+
+    name: str
+    patterns: tuple[PatternConfig, ...] = ()
+    affine_rules: tuple[Any, ...] = ()
+    default_qconfig: QConfig | None = None
+    reduce_range: bool = False
+
+    def with_pattern(
+        self,
+        pattern: QuantPattern,
+        dtypes: Iterable[DTypeConfig] | None = None,
+        *,
+        observation: ObservationType | None = None,
+        fixed: Iterable[FixedOutput] = (),
+    ) -> BackendConfig:
+        """A backend that tries `pattern` before all others; a row it had for a pattern of this name
+        is replaced.
+
+        `dtypes` defaults to those of the first pattern the backend has.
+        """
+        if dtypes is None:
+            if not self.patterns:
+                raise ConfigError(
+                    f"Backend {self.name!r} has no pattern to take dtypes from; pass dtypes="
+                    "[DTypeConfig(input=..., output=...)]."
+                )
+            dtypes = self.patterns[0].dtypes
+        row = PatternConfig(pattern, tuple(dtypes), observation, tuple(fixed))
+        others = (other for other in self.patterns if other.pattern.name != pattern.name)
+        return replace(self, patterns=(row, *others))
+
+    def without_pattern(self, name: str) -> BackendConfig:
+        """A backend that does not run the pattern.
+
+        Raises:
+            ConfigError: the backend has no such pattern.
+        """
+        removed = self.find_pattern(name)
+        return replace(self, patterns=tuple(row for row in self.patterns if row is not removed))
+
+    def with_affine_rule(self, rule: Any) -> BackendConfig:
+        """A backend whose allow-list tries `rule` first."""
+        return replace(self, affine_rules=(rule, *self.affine_rules))
+
+    def find_pattern(self, name: str) -> PatternConfig:
+        """The row of a pattern by name.
+
+        Raises:
+            ConfigError: the backend has no such pattern.
+        """
+        for row in self.patterns:
+            if row.pattern.name == name:
+                return row
+        known = [row.pattern.name for row in self.patterns]
+        raise ConfigError(
+            f"Backend {self.name!r} has no pattern {name!r}. {suggest_name(name, known)}"
+        )
+
+    def adapt_qconfig(self, qconfig: QConfig) -> QConfig:
+        """A user's QConfig as this backend runs it: one bit less where `reduce_range` says so."""
+        return qconfig.with_reduced_range() if self.reduce_range else qconfig
+
+    def explain(self, pattern: str | QuantPattern | None = None) -> str:
+        """What the backend can run: a text with a line for each pattern and combination of dtypes.
+
+        Args:
+            pattern: A pattern, its name, or an operator ("nn.conv2d", "conv2d"); None: everything.
+
+        Raises:
+            ConfigError: the backend has nothing of this name.
+        """
+        rows = self.patterns
+        if pattern is not None:
+            name = pattern if isinstance(pattern, str) else pattern.name
+            rows = tuple(r for r in rows if is_type(r.pattern.op, r.pattern.name, name))
+            if not rows:
+                known = [n for r in self.patterns for n in (r.pattern.name, r.pattern.op)]
+                raise ConfigError(
+                    f"Backend {self.name!r} cannot run {name!r}: it stays in float. "
+                    f"{suggest_name(name, known)}"
+                )
+        lines = [
+            f"backend {self.name}" + (", activations use one bit less" if self.reduce_range else "")
+        ]
+        for row in rows:
+            lines.append(f"{row.pattern.name} ({row.pattern.op})")
+            lines += [f"  {dtypes.description}" for dtypes in row.dtypes]
+            if row.observation is not None:
+                lines.append(f"  {row.observation.value}")
+            for fixed in row.fixed:
+                lines.append(f"  fixed {fixed.dtype} {fixed.scheme.value}: {fixed.calibration}")
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON and TOML; patterns and affine rules, which are code, by name."""
+        data: dict[str, Any] = {"name": self.name, "reduce_range": self.reduce_range}
+        if self.default_qconfig is not None:
+            data["default_qconfig"] = self.default_qconfig.to_dict()
+        data["affine_rules"] = [rule.op for rule in self.affine_rules]
+        data["patterns"] = [row.to_dict() for row in self.patterns]
+        return data
+
+    @staticmethod
+    def from_dict(
+        data: object,
+        patterns: Iterable[QuantPattern],
+        affine_rules: Iterable[Any] = (),
+        where: str = "BackendConfig",
+    ) -> BackendConfig:
+        """What `to_dict` wrote. `patterns` are the operator rows it may name
+        (`relayquant.BUILTIN_OPS` and your own).
+
+        Raises:
+            ConfigError: an unknown key or pattern (names the nearest), a missing one, or a value
+                not allowed.
+        """
+        names = [f.name for f in fields(BackendConfig)]
+        found = check_keys(data, names, where, ("name", "patterns"))
+        known = {pattern.name: pattern for pattern in patterns}
+        rules = {rule.op: rule for rule in affine_rules}
+        for op in check_list(found.get("affine_rules", ()), f"{where}.affine_rules"):
+            if op not in rules:
+                raise ConfigError(
+                    f"{where}.affine_rules names a rule for {op!r}, which was not passed as "
+                    "affine_rules=[...]. "
+                    f"{suggest_name(str(op), rules)}"
+                )
+        rows = check_list(found["patterns"], f"{where}.patterns")
+        qconfig = found.get("default_qconfig")
+        return BackendConfig(
+            found["name"],
+            tuple(
+                PatternConfig.from_dict(row, known, f"{where}.patterns[{i}]")
+                for i, row in enumerate(rows)
+            ),
+            tuple(rules[op] for op in found.get("affine_rules", ())),
+            None if qconfig is None else QConfig.from_dict(qconfig, f"{where}.default_qconfig"),
+            found.get("reduce_range", False),
+        )

@@ -1,0 +1,193 @@
+"""What a backend accepts of each tensor of an operator: dtypes and constraints.
+
+Read by annotate, which asks whether a QConfig can be served.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from relayquant.config.qconfig import QConfig
+from relayquant.errors import ConfigError, suggest_name
+from relayquant.qtypes import INTEGER_LIMITS, Granularity, QSpec, Role, Scheme
+from relayquant.settings import check_keys, check_list, read_enum, to_plain
+
+
+@dataclass(frozen=True)
+class DTypeWithConstraints:
+    """What a backend accepts of one tensor. A QSpec fits when it stays within every bound.
+
+    Attributes:
+        dtype: The only dtype.
+        schemes, granularities: Those that run.
+        quant_min_lower_bound, quant_max_upper_bound: Integers that it can hold; None: the limits of
+            `dtype`.
+        scale_min_lower_bound, scale_max_upper_bound: Bounds that `QSpec.scale_min` and `scale_max`
+            must keep.
+        power_of_two: Scales must be powers of two.
+    """
+
+    dtype: str
+    schemes: tuple[Scheme, ...] = (Scheme.AFFINE, Scheme.SYMMETRIC)
+    granularities: tuple[Granularity, ...] = (Granularity.PER_TENSOR, Granularity.PER_CHANNEL)
+    quant_min_lower_bound: int | None = None
+    quant_max_upper_bound: int | None = None
+    scale_min_lower_bound: float | None = None
+    scale_max_upper_bound: float | None = None
+    power_of_two: bool = False
+
+    def __post_init__(self) -> None:
+        allowed = (*INTEGER_LIMITS, "float32", "float16")
+        if self.dtype not in allowed:
+            raise ConfigError(
+                f"DTypeWithConstraints.dtype is {self.dtype!r}. "
+                f"{suggest_name(str(self.dtype), allowed)}"
+            )
+
+    def find_conflict(self, spec: QSpec, what: str) -> str | None:
+        """Why `spec` is refused, or None; `what` names the tensor for the message."""
+        if spec.dtype != self.dtype:
+            return f"{what} dtype {spec.dtype} is asked for, the backend runs {self.dtype}"
+        if spec.scheme not in self.schemes:
+            return f"{what} scheme {spec.scheme.value} is not supported"
+        if spec.granularity not in self.granularities:
+            return f"{what} granularity {spec.granularity.value} is not supported"
+        low, high = spec.limits
+        if self.quant_min_lower_bound is not None and low < self.quant_min_lower_bound:
+            return f"{what} quant_min {low} is below {self.quant_min_lower_bound}"
+        if self.quant_max_upper_bound is not None and high > self.quant_max_upper_bound:
+            return f"{what} quant_max {high} is above {self.quant_max_upper_bound}"
+        lowest, largest = spec.scale_bounds
+        if self.scale_min_lower_bound is not None and lowest < self.scale_min_lower_bound:
+            return f"{what} scale_min {spec.scale_min} is below {self.scale_min_lower_bound}"
+        if self.scale_max_upper_bound is not None and largest > self.scale_max_upper_bound:
+            return f"{what} scale_max {spec.scale_max} is above {self.scale_max_upper_bound}"
+        if self.power_of_two and not spec.power_of_two:
+            return f"{what} scales must be powers of two: QSpec(power_of_two=True)"
+        return None
+
+    @property
+    def description(self) -> str:
+        """One phrase: "int8 symmetric per_tensor power_of_two -127..127"; what is not restricted is
+        left out.
+        """
+        words = [self.dtype]
+        if len(self.schemes) == 1:
+            words.append(self.schemes[0].value)
+        if len(self.granularities) == 1:
+            words.append(self.granularities[0].value)
+        if self.power_of_two:
+            words.append("power_of_two")
+        bounds = (self.quant_min_lower_bound, self.quant_max_upper_bound)
+        if bounds != (None, None):
+            words.append("..".join("" if bound is None else str(bound) for bound in bounds))
+        scales = (self.scale_min_lower_bound, self.scale_max_upper_bound)
+        if scales != (None, None):
+            words.append("scale " + "..".join("" if s is None else f"{s:g}" for s in scales))
+        return " ".join(words)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data; what is None is left out."""
+        values = {f.name: to_plain(getattr(self, f.name)) for f in fields(self)}
+        return {key: value for key, value in values.items() if value is not None}
+
+    @staticmethod
+    def from_dict(data: object, where: str = "DTypeWithConstraints") -> DTypeWithConstraints:
+        """What `to_dict` wrote, or a dtype by name."""
+        if isinstance(data, str):
+            return DTypeWithConstraints(data)
+        names = [f.name for f in fields(DTypeWithConstraints)]
+        found = dict(check_keys(data, names, where, ("dtype",)))
+        for key, kind in (("schemes", Scheme), ("granularities", Granularity)):
+            if key in found:
+                rows = check_list(found[key], f"{where}.{key}")
+                found[key] = tuple(read_enum(kind, row, f"{where}.{key}") for row in rows)
+        return DTypeWithConstraints(**found)
+
+
+@dataclass(frozen=True)
+class DTypeConfig:
+    """One combination of dtypes a backend can run a pattern with. A dtype by name stands for one
+    without constraints.
+
+    Attributes:
+        input, output: Computed operands, and the result.
+        weight: Constant operands; not asked for where a pattern has none.
+        bias: "int32" is in units of data scale x weight scale; another dtype has a grid of its own.
+        is_dynamic: The backend picks the input's parameters at run time. This package is static:
+            such a row is shown by `explain`, and no QConfig is served by it.
+    """
+
+    input: DTypeWithConstraints | str
+    output: DTypeWithConstraints | str
+    weight: DTypeWithConstraints | str = "int8"
+    bias: DTypeWithConstraints | str = "int32"
+    is_dynamic: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("input", "output", "weight", "bias"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                object.__setattr__(self, name, DTypeWithConstraints(value))
+            elif not isinstance(value, DTypeWithConstraints):
+                raise ConfigError(
+                    f"DTypeConfig.{name} is {value!r}; allowed: a dtype by name or a "
+                    "DTypeWithConstraints."
+                )
+
+    def constraints(self, name: str) -> DTypeWithConstraints:
+        """Those of "input", "output", "weight" or "bias"."""
+        return getattr(self, name)
+
+    def find_conflict(
+        self, qconfig: QConfig, *, has_weight: bool = True, has_bias: bool = True
+    ) -> str | None:
+        """Why `qconfig` cannot run with these dtypes, or None when it can."""
+        if self.is_dynamic:
+            return "the backend runs this with parameters of the run time only, a QConfig is static"
+        wanted = [("activation", "input", Role.ACTIVATION), ("output", "output", Role.OUTPUT)]
+        if has_weight:
+            wanted.append(("weight", "weight", Role.WEIGHT))
+        if has_bias and qconfig.bias is not None:
+            wanted.append(("bias", "bias", Role.BIAS))
+        for what, name, role in wanted:
+            conflict = self.constraints(name).find_conflict(qconfig.tensor(role).spec, what)
+            if conflict is not None:
+                return conflict
+        if has_bias and qconfig.bias is None and self.constraints("bias").dtype != "int32":
+            return (
+                f"bias dtype int32 is asked for, the backend runs {self.constraints('bias').dtype}"
+            )
+        return None
+
+    @property
+    def description(self) -> str:
+        """One line: "uint8 x int8 -> uint8"; a bias is named where it is not int32."""
+        parts = [self.constraints(name).description for name in ("input", "weight", "output")]
+        bias = self.constraints("bias").description
+        text = f"{parts[0]} x {parts[1]} -> {parts[2]}" + (
+            f", bias {bias}" if bias != "int32" else ""
+        )
+        return text + (", dynamic" if self.is_dynamic else "")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data; a dtype without constraints by name."""
+        data: dict[str, Any] = {}
+        for name in ("input", "output", "weight", "bias"):
+            constraints = self.constraints(name)
+            is_plain = constraints == DTypeWithConstraints(constraints.dtype)
+            data[name] = constraints.dtype if is_plain else constraints.to_dict()
+        return {**data, "is_dynamic": self.is_dynamic}
+
+    @staticmethod
+    def from_dict(data: object, where: str = "DTypeConfig") -> DTypeConfig:
+        """What `to_dict` wrote."""
+        names = [f.name for f in fields(DTypeConfig)]
+        found = dict(check_keys(data, names, where, ("input", "output")))
+        is_dynamic = found.pop("is_dynamic", False)
+        tensors = {
+            key: DTypeWithConstraints.from_dict(value, f"{where}.{key}")
+            for key, value in found.items()
+        }
+        return DTypeConfig(**tensors, is_dynamic=is_dynamic)

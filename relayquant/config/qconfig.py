@@ -1,0 +1,150 @@
+"""How one operator is quantized: observer and specification of each kind of tensor.
+
+The user's choice, read by annotate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from relayquant.errors import ConfigError
+from relayquant.qtypes import QSpec, Role
+from relayquant.settings import NamedSettings, check_keys
+
+#: what plain data says for None: the operator stays in float
+KEPT_IN_FLOAT = "float"
+
+
+@dataclass(frozen=True)
+class TensorConfig:
+    """How one kind of tensor is quantized: `spec`, and the observer (or callable) that picks
+    parameters.
+
+    `calibration` is an `Observer` or a callable `(ValueInfo, samples) -> QParams`.
+    """
+
+    spec: QSpec
+    calibration: Any
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.spec, QSpec):
+            raise ConfigError(f"TensorConfig.spec is {self.spec!r}; allowed: a QSpec.")
+
+    def to_dict(self) -> dict[str, Any]:
+        """{"spec": ..., "observer": {"name": class, setting: value, ...}}.
+
+        Raises:
+            ConfigError: `calibration` is a callable, which has no plain form.
+        """
+        if not isinstance(self.calibration, NamedSettings):
+            name = getattr(self.calibration, "__qualname__", type(self.calibration).__name__)
+            raise ConfigError(
+                f"TensorConfig.calibration is {name}, which cannot be written as plain data; use "
+                "an observer, "
+                "for instance MinMax(), or pass the callable as quantize(..., calibration=...)."
+            )
+        return {"spec": self.spec.to_dict(), "observer": self.calibration.to_dict()}
+
+    @staticmethod
+    def from_dict(data: object, where: str = "TensorConfig") -> TensorConfig:
+        """What `to_dict` wrote.
+
+        Raises:
+            ConfigError: an unknown key, observer or setting (names the nearest), or a value not
+                allowed.
+        """
+        found = check_keys(data, ("spec", "observer"), where, ("spec", "observer"))
+        return TensorConfig(
+            QSpec.from_dict(found["spec"], f"{where}.spec"),
+            NamedSettings.from_dict(found["observer"], f"{where}.observer"),
+        )
+
+
+@dataclass(frozen=True)
+class QConfig:
+    """How one operator is quantized.
+
+    Attributes:
+        activation: Operands that are computed.
+        weight: Constant operands.
+        output: The result; None: as `activation`.
+        bias: None: int32 in units of data scale x weight scale, which is exact to half such a unit.
+            A TensorConfig of fewer bits rounds the bias to a grid of its own first, as hardware
+            with narrow biases does.
+    """
+
+    activation: TensorConfig
+    weight: TensorConfig
+    output: TensorConfig | None = None
+    bias: TensorConfig | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("activation", "weight", "output", "bias"):
+            value = getattr(self, name)
+            optional = name in ("output", "bias")
+            if not isinstance(value, TensorConfig) and not (optional and value is None):
+                raise ConfigError(
+                    f"QConfig.{name} is {value!r}; allowed: a TensorConfig(spec, observer)"
+                    f"{' or None' if optional else ''}."
+                )
+
+    def tensor(self, role: Role) -> TensorConfig:
+        """Configuration of a tensor in this role.
+
+        Raises:
+            ConfigError: role is BIAS and there is no `bias`: its parameters follow from data and
+                weight.
+        """
+        if role is Role.BIAS:
+            if self.bias is None:
+                raise ConfigError(
+                    "This QConfig has no bias configuration: a bias is int32, its scale is input "
+                    "scale x "
+                    "weight scale. Set QConfig(bias=...) to round it to a grid of its own."
+                )
+            return self.bias
+        if role is Role.WEIGHT:
+            return self.weight
+        if role is Role.OUTPUT and self.output is not None:
+            return self.output
+        return self.activation
+
+    @property
+    def has_own_bias(self) -> bool:
+        """Whether biases are rounded to a grid of their own before they are added."""
+        return self.bias is not None and self.bias.spec.dtype != "int32"
+
+    def with_reduced_range(self) -> QConfig:
+        """Activations of one bit less; see `QSpec.with_reduced_range`."""
+
+        def reduce(config: TensorConfig) -> TensorConfig:
+            return replace(config, spec=config.spec.with_reduced_range())
+
+        output = reduce(self.output) if self.output is not None else None
+        return replace(self, activation=reduce(self.activation), output=output)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON and TOML; what is None is left out."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {key: value.to_dict() for key, value in values.items() if value is not None}
+
+    @staticmethod
+    def from_dict(data: object, where: str = "QConfig") -> QConfig:
+        """What `to_dict` wrote.
+
+        Raises:
+            ConfigError: an unknown key (names the nearest), a missing one, or a value not allowed.
+        """
+        names = [f.name for f in fields(QConfig)]
+        found = check_keys(data, names, where, ("activation", "weight"))
+        return QConfig(
+            **{key: TensorConfig.from_dict(value, f"{where}.{key}") for key, value in found.items()}
+        )
+
+
+def read_qconfig(data: object, where: str) -> QConfig | None:
+    """A QConfig from plain data; None from "float" or None."""
+    if data is None or data == KEPT_IN_FLOAT:
+        return None
+    return QConfig.from_dict(data, where)
