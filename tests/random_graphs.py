@@ -1,11 +1,17 @@
-"""Draws small float models with branches, residuals, shared weights and several outputs."""
+"""Draws small float models with branches, residuals, shared weights and several outputs, and
+configurations for them.
+"""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 import tvm
 from hypothesis import strategies as st
 from tvm import relax
+
+import relayquant as rq
 
 #: operators that keep a feature map's shape or take it whole; drawn by name
 MAP_OPS = (
@@ -190,3 +196,56 @@ def draw_inputs(mod: tvm.IRModule, count: int, seed: int = 0) -> list[dict[str, 
         }
         for _ in range(count)
     ]
+
+
+#: backend -> dtypes of its activations
+ACTIVATIONS = {
+    "x86": ("uint8", "int16"),
+    "arm": ("int8", "int16"),
+    "generic": ("uint8", "int8", "int16"),
+}
+
+
+@st.composite
+def draw_specs(draw: st.DrawFn, dtypes: tuple[str, ...]) -> rq.QSpec:
+    """How an activation is quantized: dtype, scheme, and sometimes a part of its range or powers of
+    two.
+    """
+    spec = rq.QSpec(draw(st.sampled_from(dtypes)), draw(st.sampled_from(rq.Scheme)))
+    if draw(st.integers(0, 4)) == 0:
+        spec = spec.with_reduced_range()
+    return replace(spec, power_of_two=draw(st.integers(0, 4)) == 0)
+
+
+@st.composite
+def draw_qconfigs(draw: st.DrawFn, dtypes: tuple[str, ...]) -> rq.QConfig:
+    """A QConfig that the CPU backends serve: 8 or 16 bits, weights of 8 or 4, per tensor or per
+    channel; sometimes an output of its own.
+    """
+    low, high = draw(st.sampled_from(((-127, 127), (-128, 127), (-8, 7), (-7, 7))))
+    granularity = draw(st.sampled_from(rq.Granularity))
+    weight = rq.QSpec("int8", rq.Scheme.SYMMETRIC, granularity, quant_min=low, quant_max=high)
+    output = None
+    if draw(st.booleans()):
+        output = rq.TensorConfig(draw(draw_specs(dtypes)), rq.MinMax())
+    activation = rq.TensorConfig(draw(draw_specs(dtypes)), rq.MinMax())
+    return rq.QConfig(activation, rq.TensorConfig(weight, rq.MinMax()), output)
+
+
+@st.composite
+def draw_configurations(draw: st.DrawFn, mod: tvm.IRModule) -> tuple[str, rq.QConfigMapping | None]:
+    """(backend, mapping): the default, or QConfigs for all, for a type, for a name; or float."""
+    backend = draw(st.sampled_from(tuple(ACTIVATIONS)))
+    if draw(st.integers(0, 3)) == 0:
+        return backend, None
+    qconfigs = draw_qconfigs(ACTIVATIONS[backend])
+    some = st.one_of(qconfigs, qconfigs, st.none())
+    mapping = rq.QConfigMapping().set_global(draw(st.one_of(qconfigs, st.none())))
+    # The operators that the prepared model has are those that a line may select.
+    operators = rq.prepare(mod, None, rq.QConfigMapping().set_global(None)).plan.operators
+    if operators:
+        for op in draw(st.lists(st.sampled_from(operators), max_size=3)):
+            mapping = mapping.set_module_name(op.name, draw(some))
+        if draw(st.booleans()):
+            mapping = mapping.set_object_type(draw(st.sampled_from(operators)).op, draw(some))
+    return backend, mapping

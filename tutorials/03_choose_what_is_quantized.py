@@ -68,7 +68,8 @@ except rq.ConfigError as error:
 # warning, or is one error for all of it with ``strict=True``.
 
 print(rq.X86.explain("conv2d_bias_relu"))
-wide = rq.QConfigMapping().set_global(int16)
+uint16 = replace(default, activation=rq.TensorConfig(rq.QSpec("uint16"), rq.MinMax()))
+wide = rq.QConfigMapping().set_global(uint16)
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     rq.prepare(mod, params, wide, "x86")

@@ -214,10 +214,11 @@ def join_concat_inputs(graph: Graph, active: Sequence[Claim], partition: Partiti
 
 
 def add_served_outputs(active: Sequence[Claim], partition: Partition) -> None:
-    """Let an operator give its result as its own QConfig says, where the backend cannot give it as
-    the readers want.
+    """Let an operator give its result as its own QConfig says, where that has an `output` of its
+    own or the backend cannot give it as the readers want.
 
-    Where it can, the accumulator is rounded once, to what the first reader takes.
+    Else the accumulator is rounded once, to what the first reader takes. As in FX, a reader that
+    wants another dtype gets what the operator gives, requantized.
     """
     wanted: dict[relax.Var, list[QSpec]] = {}
     for nodes in partition.sets():
@@ -228,6 +229,9 @@ def add_served_outputs(active: Sequence[Claim], partition: Partition) -> None:
         if claim.kind is Kind.SHARING or not specs or output_spec(claim) in specs:
             continue
         config = _qconfig(claim)
+        if config.output is not None:
+            partition.find((claim.root, output_spec(claim)))
+            continue
         direct = replace(config, output=TensorConfig(specs[0], config.activation.calibration))
         if claim.row is not None and claim.row.find_conflict(direct, has_bias=False) is not None:
             partition.find((claim.root, output_spec(claim)))
@@ -332,10 +336,14 @@ def find_calibration(
     active: Sequence[Claim],
     by_root: Mapping[relax.Var, Claim],
 ):
-    """Who picks the parameters: the first consumer's activation configuration, else the producer's
-    output.
+    """Who picks the parameters: the `output` that a member's own QConfig has, as in FX; else the
+    first consumer's activation configuration, else the producer's.
     """
     inside = set(members)
+    for var in members:
+        own = _qconfig(by_root[var]).output if var in by_root else None
+        if own is not None and own.spec == spec:
+            return own.calibration
     for claim in active:
         is_asked = claim.kind is not Kind.SHARING and activation_spec(claim) == spec
         if is_asked and any(var in inside for var in claim.inputs()):

@@ -1,15 +1,15 @@
-"""Arm: int8 activations and int8 weights per channel, as sdot and smmla take them."""
+"""Arm: int8 activations and int8 weights per channel, as sdot and smmla take them.
+
+int16 activations too, for a model that needs them, without a kernel of their own.
+"""
 
 from __future__ import annotations
 
-from relayquant.backends.defaults import WEIGHT_INT8, activation_config
-from relayquant.config import BackendConfig, DTypeConfig, PatternConfig, QConfig
-from relayquant.ops import BUILTIN_OPS
-
-ARM_DTYPES = (DTypeConfig(input="int8", output="int8", weight="int8"),)
+from relayquant.backends.defaults import WEIGHT_INT8, activation_config, make_patterns
+from relayquant.config import BackendConfig, QConfig
 
 ARM = BackendConfig(
     name="arm",
-    patterns=tuple(PatternConfig(op, ARM_DTYPES) for op in BUILTIN_OPS),
+    patterns=make_patterns(("int8", "int16")),
     default_qconfig=QConfig(activation=activation_config("int8"), weight=WEIGHT_INT8),
 )

@@ -1,10 +1,18 @@
-"""Configurations that several backends share."""
+"""Configurations that several backends share: default QConfigs, and what runs on any CPU."""
 
 from __future__ import annotations
 
-from relayquant.calibrate.observers import MinMax
-from relayquant.config import TensorConfig
-from relayquant.qtypes import Granularity, QSpec, Scheme
+from relayquant.calibrate.observers import Fixed, MinMax
+from relayquant.config import (
+    DTypeConfig,
+    FixedOutput,
+    ObservationType,
+    PatternConfig,
+    TensorConfig,
+)
+from relayquant.ops import BUILTIN_OPS, QuantOp
+from relayquant.ops.lut import CHAIN_OPS, LUT_OPS
+from relayquant.qtypes import INTEGER_LIMITS, Granularity, QSpec, Scheme
 
 #: stands where the backend leaves the choice to the level of effort (`relayquant.effort`)
 DEFAULT_OBSERVER = MinMax()
@@ -14,7 +22,53 @@ WEIGHT_INT8 = TensorConfig(
     QSpec("int8", Scheme.SYMMETRIC, Granularity.PER_CHANNEL, quant_min=-127), MinMax()
 )
 
+#: activations that the kernels take
+BYTES = ("uint8", "int8")
+
+#: smallest result of operators whose results lie below 1 whatever the data
+UNIT_RANGES = {"sigmoid": 0.0, "softmax": 0.0, "tanh": -1.0}
+
 
 def activation_config(dtype: str) -> TensorConfig:
     """Affine, one set of parameters per tensor."""
     return TensorConfig(QSpec(dtype, Scheme.AFFINE), DEFAULT_OBSERVER)
+
+
+def make_patterns(activations: tuple[str, ...]) -> tuple[PatternConfig, ...]:
+    """Rows for all built-in operators on activations of these dtypes, int8 weights.
+
+    Input and output may differ, so that precision can be mixed within one model; the first dtype is
+    preferred. What no kernel takes (16 bits) runs by the exact default legalization: the same
+    integers, less speed.
+    """
+    return tuple(make_pattern(op, activations) for op in BUILTIN_OPS)
+
+
+def make_pattern(op: QuantOp, activations: tuple[str, ...]) -> PatternConfig:
+    """The row of one operator. A table has one entry for each of 256 inputs: 16 bits go out, not
+    in.
+    """
+    is_table = op in (*CHAIN_OPS, *LUT_OPS) and op.op != "relax.nn.leakyrelu"
+    dtypes = tuple(
+        DTypeConfig(input=data, output=result, weight="int8")
+        for data in activations
+        if data in BYTES or not is_table
+        for result in (data, *(other for other in activations if other != data))
+    )
+    if op.name not in UNIT_RANGES:
+        return PatternConfig(op, dtypes)
+    fixed = tuple(
+        make_fixed(UNIT_RANGES[op.name], dtype, scheme)
+        for dtype in activations
+        for scheme in Scheme
+    )
+    return PatternConfig(op, dtypes, ObservationType.OUTPUT_USE_FIXED_QPARAMS, fixed)
+
+
+def make_fixed(low: float, dtype: str, scheme: Scheme) -> FixedOutput:
+    """Parameters of results from `low` to the last step below 1: FX's 1/256 and 0 for a uint8
+    sigmoid, 1/128 and 128 for tanh.
+    """
+    smallest, largest = INTEGER_LIMITS[dtype]
+    step = (1 - low) / (largest - smallest + 1)
+    return FixedOutput(dtype, scheme, Fixed(low=low, high=1 - step))

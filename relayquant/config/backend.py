@@ -98,6 +98,15 @@ class PatternConfig:
                 return row.calibration
         return None
 
+    def find_dtypes(
+        self, qconfig: QConfig, *, has_weight: bool = True, has_bias: bool = True
+    ) -> DTypeConfig | None:
+        """The first row that fits `qconfig`: how the pattern will run; None when none does."""
+        for row in self.dtypes:
+            if row.find_conflict(qconfig, has_weight=has_weight, has_bias=has_bias) is None:
+                return row
+        return None
+
     def find_conflict(
         self, qconfig: QConfig, *, has_weight: bool = True, has_bias: bool = True
     ) -> str | None:

@@ -7,7 +7,7 @@ float op - quantize) becomes integer operators, `check` when the plan is made.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,7 +15,7 @@ from tvm import relax
 from tvm.ir import Call
 
 from relayquant.dialect import qnn
-from relayquant.qtypes import QParams, Role
+from relayquant.qtypes import INTEGER_LIMITS, QParams, Role
 from relayquant.rewrite import Emitter, Match, Matcher, Skip
 
 
@@ -163,6 +163,69 @@ def repeat_match(context: SimulateContext) -> relax.Expr:
             return value
         replaced.append((var, context.emitter.bind(var, value)))
     raise ValueError(f"match at {match.name!r} does not end at its root")
+
+
+def translate_qparams(qparams: QParams, dtype: str) -> QParams:
+    """The same grid in another dtype: the zero point moves where the integers would not fit.
+
+    uint8 zero point 128 -> int8 zero point 0; int8 -> int16 unchanged.
+    """
+    if qparams.dtype == dtype:
+        return qparams
+    (low, high), (new_low, new_high) = INTEGER_LIMITS[qparams.dtype], INTEGER_LIMITS[dtype]
+    is_inside = (new_low <= low and high <= new_high) or (low <= new_low and new_high <= high)
+    shift = 0 if is_inside else new_low - low
+    zero_point = np.clip(qparams.zero_point + shift, new_low, new_high)
+    return QParams(qparams.scale, zero_point, dtype, qparams.axis)
+
+
+def change_dtype(context: RealizeContext, operand: Quantized, to: QParams, name: str) -> Quantized:
+    """`operand` on the grid `to`, which is its own in another dtype: exact, but saturates where
+    that is narrower.
+    """
+    if operand.qparams.dtype == to.dtype:
+        return operand
+    moved = Quantized(operand.value, to)
+    value = qnn.requantize(
+        operand.value,
+        operand.scale,
+        operand.zero_point,
+        moved.scale,
+        moved.zero_point,
+        out_dtype=to.dtype,
+    )
+    return Quantized(context.emit(value, name), to)
+
+
+def count_values(dtype: str) -> int:
+    """How many integers a dtype holds."""
+    low, high = INTEGER_LIMITS[dtype]
+    return high - low + 1
+
+
+def compute_in_one_dtype(
+    context: RealizeContext,
+    operands: Sequence[Quantized],
+    compute: Callable[[Sequence[Quantized], Quantized], relax.Expr],
+) -> relax.Expr:
+    """dequantize(compute(operands, result)) for an integer operator whose result has the dtype of
+    its operands.
+
+    The wider dtype is computed in: operands are widened to it, or the result narrowed, both
+    exactly, so that there is one rounding.
+    """
+    out = context.output
+    if out is None:
+        raise ValueError(f"no output parameters for the value {context.match.name!r}")
+    data = operands[0].qparams.dtype
+    dtype = out.dtype if count_values(out.dtype) >= count_values(data) else data
+    operands = [
+        change_dtype(context, part, translate_qparams(part.qparams, dtype), f"operand{i}")
+        for i, part in enumerate(operands)
+    ]
+    inner = Quantized(operands[0].value, translate_qparams(out, dtype))
+    value = context.emit(compute(operands, inner), "int")
+    return change_dtype(context, Quantized(value, inner.qparams), out, "out").dequantize()
 
 
 def repeat_activation(context: RealizeContext, value: relax.Expr) -> relax.Expr:

@@ -6,10 +6,20 @@ leaky_relu(x) -> dequantize(qnn.leaky_relu(x)).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tvm import relax
 
 from relayquant.dialect import qnn
-from relayquant.ops.base import Kind, Operand, Output, Quantized, QuantOp, RealizeContext
+from relayquant.ops.base import (
+    Kind,
+    Operand,
+    Output,
+    Quantized,
+    QuantOp,
+    RealizeContext,
+    compute_in_one_dtype,
+)
 from relayquant.ops.build import check_float, unary_pattern
 from relayquant.ops.chain import ChainPattern, build_chain_table
 from relayquant.qtypes import Rounding
@@ -51,19 +61,20 @@ def realize_leaky_relu(context: RealizeContext) -> relax.Expr | Skip:
     """dequantize(qnn.leaky_relu(x)) in the parameters of the result."""
     if context.output is None:
         return Skip("the result has no parameters, since no quantized operator consumes it")
-    data, result = (
-        context.operands["data"],
-        Quantized(context.operands["data"].value, context.output),
-    )
-    value = qnn.leaky_relu(
-        data.value,
-        data.scale,
-        data.zero_point,
-        result.scale,
-        result.zero_point,
-        alpha=float(context.match.call("relax.nn.leakyrelu").attrs.alpha),
-    )
-    return Quantized(context.emit(value, "int"), context.output).dequantize()
+    alpha = float(context.match.call("relax.nn.leakyrelu").attrs.alpha)
+
+    def compute(operands: Sequence[Quantized], result: Quantized) -> relax.Expr:
+        (data,) = operands
+        return qnn.leaky_relu(
+            data.value,
+            data.scale,
+            data.zero_point,
+            result.scale,
+            result.zero_point,
+            alpha=alpha,
+        )
+
+    return compute_in_one_dtype(context, [context.operands["data"]], compute)
 
 
 def realize_chain(context: RealizeContext) -> relax.Expr | Skip:

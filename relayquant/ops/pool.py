@@ -5,10 +5,20 @@ mean(x) -> dequantize(qnn.mean(x)) in the parameters of the result.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tvm import relax
 
 from relayquant.dialect import qnn
-from relayquant.ops.base import Kind, Operand, Output, Quantized, QuantOp, RealizeContext
+from relayquant.ops.base import (
+    Kind,
+    Operand,
+    Output,
+    Quantized,
+    QuantOp,
+    RealizeContext,
+    compute_in_one_dtype,
+)
 from relayquant.ops.build import check_float, unary_pattern
 from relayquant.rewrite import Skip
 
@@ -41,25 +51,25 @@ def realize_avg_pool2d(context: RealizeContext) -> relax.Expr | Skip:
     if context.output is None:
         return Skip("the pool has no parameters, since no quantized operator consumes it")
     attrs = context.match.call("relax.nn.avg_pool2d").attrs
-    data, result = (
-        context.operands["data"],
-        Quantized(context.operands["data"].value, context.output),
-    )
-    value = qnn.avg_pool2d(
-        data.value,
-        data.scale,
-        data.zero_point,
-        result.scale,
-        result.zero_point,
-        pool_size=[int(i) for i in attrs.pool_size],
-        strides=[int(i) for i in attrs.strides],
-        dilation=[int(i) for i in attrs.dilation],
-        padding=[int(i) for i in attrs.padding],
-        ceil_mode=bool(attrs.ceil_mode),
-        count_include_pad=bool(attrs.count_include_pad),
-        layout=str(attrs.layout),
-    )
-    return Quantized(context.emit(value, "int"), context.output).dequantize()
+
+    def compute(operands: Sequence[Quantized], result: Quantized) -> relax.Expr:
+        (data,) = operands
+        return qnn.avg_pool2d(
+            data.value,
+            data.scale,
+            data.zero_point,
+            result.scale,
+            result.zero_point,
+            pool_size=[int(i) for i in attrs.pool_size],
+            strides=[int(i) for i in attrs.strides],
+            dilation=[int(i) for i in attrs.dilation],
+            padding=[int(i) for i in attrs.padding],
+            ceil_mode=bool(attrs.ceil_mode),
+            count_include_pad=bool(attrs.count_include_pad),
+            layout=str(attrs.layout),
+        )
+
+    return compute_in_one_dtype(context, [context.operands["data"]], compute)
 
 
 POOL_OPS: tuple[QuantOp, ...] = (

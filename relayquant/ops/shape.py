@@ -6,11 +6,21 @@ They have no realize callback: the allow-list (`convert/expand.py`) pushes dequa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tvm import relax
 from tvm.relax.dpl import is_op, wildcard
 
 from relayquant.dialect import qnn
-from relayquant.ops.base import Kind, Operand, Output, Quantized, QuantOp, RealizeContext
+from relayquant.ops.base import (
+    Kind,
+    Operand,
+    Output,
+    Quantized,
+    QuantOp,
+    RealizeContext,
+    compute_in_one_dtype,
+)
 from relayquant.ops.build import check_activation, check_float, first_skip, unary_pattern
 from relayquant.rewrite import Match, Pattern, Skip
 from relayquant.rewrite.graph import tensor_dtype
@@ -69,16 +79,18 @@ def realize_concat(context: RealizeContext) -> relax.Expr | Skip:
         return Skip("the result has no parameters, since no quantized operator consumes it")
     call = context.match.call("relax.concat")
     parts = [context.operands[f"data.{i}"] for i in range(len(call.args[0].fields))]
-    result = Quantized(parts[0].value, context.output)
-    value = qnn.concatenate(
-        relax.Tuple([part.value for part in parts]),
-        relax.Tuple([part.scale for part in parts]),
-        relax.Tuple([part.zero_point for part in parts]),
-        result.scale,
-        result.zero_point,
-        axis=int(call.attrs.axis),
-    )
-    return Quantized(context.emit(value, "int"), context.output).dequantize()
+
+    def compute(operands: Sequence[Quantized], result: Quantized) -> relax.Expr:
+        return qnn.concatenate(
+            relax.Tuple([part.value for part in operands]),
+            relax.Tuple([part.scale for part in operands]),
+            relax.Tuple([part.zero_point for part in operands]),
+            result.scale,
+            result.zero_point,
+            axis=int(call.attrs.axis),
+        )
+
+    return compute_in_one_dtype(context, parts, compute)
 
 
 def _concat_pattern() -> Pattern:

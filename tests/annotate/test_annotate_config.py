@@ -99,12 +99,12 @@ def test_mapping__operator_inside_a_pattern_is_named():
 
 
 def test_mapping__what_the_backend_cannot_run_is_marked():
-    wide = replace(CONFIG, activation=rq.TensorConfig(rq.QSpec("int16"), rq.MinMax()))
+    wide = replace(CONFIG, activation=rq.TensorConfig(rq.QSpec("uint16"), rq.MinMax()))
     plan = annotate(two_convs(), X86, rq.QConfigMapping().set_global(wide))
     row = plan.operator("net.second")
     assert row.is_unserved
-    assert "activation dtype int16 is asked for, the backend runs uint8" in row.reason
-    assert row.advice == "choose a QConfig with uint8 x int8 -> uint8"
+    assert "activation dtype uint16 is asked for, the backend runs uint8" in row.reason
+    assert row.advice.startswith("choose a QConfig with uint8 x int8 -> uint8; ")
     assert not any(op.quantized for op in plan.operators)
 
 
@@ -112,3 +112,29 @@ def test_mapping__any_of_several_dtypes_serves():
     int8 = replace(CONFIG, activation=rq.TensorConfig(rq.QSpec("int8"), rq.MinMax()))
     assert floats(rq.QConfigMapping().set_global(int8), GENERIC) == {}
     assert "net.first" in floats(rq.QConfigMapping().set_global(int8), X86)
+
+
+# --- an output of its own -----------------------------------------------------------------------
+
+
+def with_output(spec: rq.QSpec) -> rq.QConfig:
+    return replace(CONFIG, output=rq.TensorConfig(spec, rq.Percentile(99.0)))
+
+
+def test_output__observer_of_the_producer_wins_as_in_fx():
+    """The reader's activation configuration has the same spec, and another observer."""
+    mapping = DEFAULT.set_module_name("net.first", with_output(CONFIG.activation.spec))
+    plan = annotate(two_convs(), X86, mapping)
+    assert plan.value_groups["net.first"] == ("net.first",)
+    assert plan.group("net.first").calibration == rq.Percentile(99.0)
+    assert plan.group("x").calibration == CONFIG.activation.calibration
+    assert plan.group("net.second").calibration == CONFIG.activation.calibration
+
+
+def test_output__of_another_dtype_is_requantized_for_the_reader():
+    mapping = DEFAULT.set_module_name("net.first", with_output(rq.QSpec("int8")))
+    plan = annotate(two_convs(), GENERIC, mapping)
+    assert plan.value_groups["net.first"] == ("net.first", "net.first:uint8")
+    first, second = plan.group("net.first"), plan.group("net.first:uint8")
+    assert (first.info.spec.dtype, first.calibration) == ("int8", rq.Percentile(99.0))
+    assert (second.info.spec.dtype, second.base) == ("uint8", "net.first")

@@ -18,6 +18,8 @@ import relayquant as rq
 from relayquant.backends import ACCELERATOR, ARM, BACKENDS, GENERIC, X86
 from relayquant.ops import BUILTIN_OPS
 from relayquant.plan import Support
+from relayquant.reference import run_values
+from relayquant.testing import observe_parameters
 
 CONFIG = GENERIC.default_qconfig
 
@@ -126,8 +128,8 @@ def prepare(backend=X86, mapping=None, **options) -> rq.PreparedModel:
 
 
 def test_support__three_cases_in_the_plan():
-    int16 = with_activation(rq.QSpec("int16"))
-    mapping = rq.QConfigMapping().set_global(X86.default_qconfig).set_module_name("last", int16)
+    uint16 = with_activation(rq.QSpec("uint16"))
+    mapping = rq.QConfigMapping().set_global(X86.default_qconfig).set_module_name("last", uint16)
     with pytest.warns(UserWarning, match="last .nn.conv2d, dtype unsupported.*runs uint8"):
         plan = prepare(mapping=mapping).plan
     found = {row.name: row.support for row in plan.operators}
@@ -141,8 +143,8 @@ def test_support__three_cases_in_the_plan():
 
 
 def test_support__strict_lists_all_in_one_error():
-    int16 = with_activation(rq.QSpec("int16"))
-    mapping = rq.QConfigMapping().set_global(X86.default_qconfig).set_module_name("last", int16)
+    uint16 = with_activation(rq.QSpec("uint16"))
+    mapping = rq.QConfigMapping().set_global(X86.default_qconfig).set_module_name("last", uint16)
     with pytest.raises(rq.ConfigError) as error:
         prepare(mapping=mapping, strict=True)
     text = str(error.value)
@@ -186,6 +188,8 @@ NARROW_BIAS = replace(
 CASES = {
     "int8": (GENERIC, with_activation(rq.QSpec("int8"))),
     "int16": (GENERIC, with_activation(rq.QSpec("int16"))),
+    "x86 int16": (X86, with_activation(rq.QSpec("int16"))),
+    "arm int16": (ARM, with_activation(rq.QSpec("int16"))),
     "int4 weights": (GENERIC, weights(-8)),
     "narrow int4 weights": (GENERIC, weights(-7)),
     "reduced range": (replace(X86, reduce_range=True), X86.default_qconfig),
@@ -318,6 +322,30 @@ def test_observation__no_fixed_parameters_for_the_dtype():
     assert "fixed, for int8 symmetric; not for uint8 affine" in row.find_conflict(CONFIG)
 
 
+@pytest.mark.parametrize(
+    ("backend", "name", "dtype", "scale", "zero_point"),
+    [
+        (X86, "sigmoid", "uint8", 1 / 256, 0),
+        (X86, "tanh", "uint8", 1 / 128, 128),
+        (ARM, "sigmoid", "int8", 1 / 256, -128),
+        (ARM, "tanh", "int8", 1 / 128, 0),
+        (GENERIC, "sigmoid", "int16", 1 / 65536, -32768),
+    ],
+)
+def test_observation__fixed_parameters_as_in_fx(backend, name, dtype, scale, zero_point):
+    spec = rq.QSpec(dtype)
+    observer = backend.find_pattern(name).find_fixed(spec)
+    picked = observer.observe(rq.ValueInfo("v", rq.Role.OUTPUT, spec, (1,)), [])
+    assert (float(picked.scale), int(picked.zero_point)) == (scale, zero_point)
+
+
+def test_observation__fixed_parameters_keep_within_a_reduced_range():
+    spec = rq.QSpec("uint8").with_reduced_range()
+    observer = X86.find_pattern("sigmoid").find_fixed(spec)
+    picked = observer.observe(rq.ValueInfo("v", rq.Role.OUTPUT, spec, (1,)), [])
+    assert 127 * float(picked.scale) == pytest.approx(255 / 256)
+
+
 # --- several precisions in one graph ------------------------------------------------------------
 
 
@@ -379,3 +407,60 @@ def test_mixed__float_operator_between():
     want = rq.reference.run(mod, data[0])[0]
     got = rq.reference.run(stages.integer, data[0])[0]
     assert np.abs(want - got).max() < 0.1 * np.abs(want).max()
+
+
+def same_dtype_model(name: str) -> tvm.IRModule:
+    """conv -> an operator whose integer form has one dtype -> conv."""
+    operators = {
+        "avg_pool2d": lambda x: op.nn.avg_pool2d(x, (2, 2), padding=(1, 1)),
+        "leaky_relu": lambda x: op.nn.leakyrelu(x, 0.3),
+        "concat": lambda x: op.concat([x, x], axis=2),
+    }
+
+    def body(emit, x):
+        value = emit.conv("before", x)
+        return emit.conv("after", emit("it", operators[name](value)))
+
+    return build_model(body, MAP)
+
+
+@pytest.mark.parametrize("name", ["avg_pool2d", "leaky_relu", "concat"])
+@pytest.mark.parametrize(
+    ("source", "result"), [("int8", "int16"), ("int16", "uint8"), ("uint8", "int8")]
+)
+def test_mixed__operators_of_one_dtype_round_once(name, source, result):
+    """The operands are widened, or the result narrowed: exactly, so that one rounding is left."""
+    mod = same_dtype_model(name)
+    data = draw_batches(mod, 2)
+    own = rq.TensorConfig(rq.QSpec(result), rq.MinMax())
+    mapping = (
+        rq.QConfigMapping()
+        .set_global(with_activation(rq.QSpec(result)))
+        .set_module_name("it", replace(with_activation(rq.QSpec(source)), output=own))
+    )
+    prepared = rq.prepare(mod, None, mapping, GENERIC, strict=True)
+    observe_parameters(prepared, data)
+    integer = rq.lower(rq.convert_to_reference(prepared), GENERIC)
+    values = run_values(integer, data[0])
+    given, out = values["before"], values["it"]
+    assert (given.dtype, out.dtype) == (source, result)
+    before, after = (prepared.parameters[key] for key in ("before", "it"))
+    real = (given.astype("float64") - int(before.zero_point)) * float(before.scale)
+    if name == "leaky_relu":
+        want = np.where(real < 0, np.float32(0.3) * real, real)
+    elif name == "concat":
+        want = np.concatenate([real, real], axis=2)
+    else:
+        padded = np.pad(real, ((0, 0), (0, 0), (1, 1), (1, 1)))
+        count = np.pad(np.ones(real.shape), ((0, 0), (0, 0), (1, 1), (1, 1)))
+        sums = [
+            sum(a[:, :, i : i + 7, j : j + 7] for i in (0, 1) for j in (0, 1))
+            for a in (padded, count)
+        ]
+        want = sums[0] / sums[1]
+    exact = want / float(after.scale) + int(after.zero_point)
+    info = np.iinfo(result)
+    # Within half a step, and a little for float32.
+    assert np.abs(np.clip(exact, info.min, info.max) - out).max() <= 0.5 + 2e-3
+    if source == "int16":
+        assert rq.verify(integer, data[1]).is_equal
