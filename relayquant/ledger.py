@@ -28,8 +28,9 @@ class LedgerRow:
         op: Its main operator, without "relax.".
         quantized: Whether it runs on integers.
         pattern: Pattern that took it, "" if none.
-        dtype: Integer dtype of its result ("int32" for an accumulator that is dequantized at once),
-            else "float32".
+        dtype: Integer dtype of its result ("int32" for an accumulator that is dequantized at once);
+            where it is not quantized that of the float model, which is no float for indices and the
+            like, and "" for what is no tensor.
         reason, advice: Why it stayed in float, and what to do; "" when quantized.
         values: All values of the float model inside it, the last is `name`.
         sources: Nodes of the source model it came from.
@@ -186,12 +187,14 @@ class Ledger:
         return replace(self, rows=tuple(rows))
 
 
-def build_ledger(plan: Plan, parameters: Mapping[str, QParams], backend: str) -> Ledger:
-    """The ledger of a plan with its parameters."""
+def build_ledger(
+    plan: Plan, parameters: Mapping[str, QParams], backend: str, dtypes: Mapping[str, str]
+) -> Ledger:
+    """The ledger of a plan with its parameters; `dtypes` are those of the float model's values."""
     rows = []
     for operator in plan.operators:
         qparams = parameters.get(operator.output) if operator.output else None
-        dtype = "float32"
+        dtype = dtypes.get(operator.name, "float32")
         if operator.quantized:
             dtype = qparams.dtype if qparams is not None else "int32"
         rows.append(

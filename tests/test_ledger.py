@@ -43,6 +43,17 @@ def test_ledger__one_row_for_each_operator(qmod):
     assert ledger.floating == (softmax,)
 
 
+def test_ledger__integer_operators_keep_their_dtype():
+    def body(emit, x):
+        score = emit("score", op.mean(emit.conv_bias("a", x), [2, 3]))
+        return emit("index", op.argmax(score, 1))
+
+    mod = build_model(body, MAP)
+    row = rq.ledger(rq.quantize(mod, None, draw_batches(mod, 2))).row("index")
+    assert row is not None
+    assert (row.quantized, row.dtype) == (False, "int64")
+
+
 def test_ledger__finds_rows_by_inner_values_too(qmod):
     ledger = rq.ledger(qmod)
     assert ledger.row("a.conv") is ledger.row("r") is ledger.rows[0]

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import tvm
 
+from relayquant.analysis.outputs import Interface
+from relayquant.analysis.sums import ErrorSums
 from relayquant.analysis.verify import expose_values
 from relayquant.calibrate.segments import build_function, collect_ancestors
 from relayquant.errors import ModelError
@@ -25,51 +27,6 @@ from relayquant.qtypes import INTEGER_LIMITS
 from relayquant.rewrite import Graph
 from relayquant.rewrite.graph import free_vars, tensor_dtype
 from relayquant.runtime import CompileModule, Executor
-
-
-@dataclass(frozen=True)
-class ErrorSums:
-    """Running sums of one value over all batches; everything in float64."""
-
-    count: int = 0
-    signal: float = 0.0  #: sum of x^2
-    noise: float = 0.0  #: sum of (y - x)^2
-    dot: float = 0.0  #: sum of x y
-    energy: float = 0.0  #: sum of y^2
-    absolute: float = 0.0  #: sum of |y - x|
-    largest: float = 0.0  #: max of |y - x|
-
-    def update(self, expected: np.ndarray, got: np.ndarray) -> ErrorSums:
-        """The sums with one more pair of arrays of one shape."""
-        x, y = expected.astype("float64").reshape(-1), got.astype("float64").reshape(-1)
-        error = np.abs(y - x)
-        return ErrorSums(
-            self.count + x.size,
-            self.signal + float(x @ x),
-            self.noise + float(error @ error),
-            self.dot + float(x @ y),
-            self.energy + float(y @ y),
-            self.absolute + float(error.sum()),
-            max(self.largest, float(error.max(initial=0.0))),
-        )
-
-    @property
-    def sqnr(self) -> float:
-        """10 log10(signal / noise) in dB; inf when nothing differs."""
-        if self.noise == 0:
-            return float("inf")
-        return float(10 * np.log10(max(self.signal, 1e-300) / self.noise))
-
-    @property
-    def cosine(self) -> float:
-        """Cosine of the angle between both; 1 when both are 0."""
-        norm = np.sqrt(self.signal * self.energy)
-        return float(self.dot / norm) if norm > 0 else float(self.signal == self.energy)
-
-    @property
-    def mean(self) -> float:
-        """Mean absolute error."""
-        return self.absolute / max(self.count, 1)
 
 
 @dataclass(frozen=True)
@@ -162,10 +119,12 @@ def compare_modules(
     saturated = dict.fromkeys(names, 0)
     samples = 0
     params = [param.name for param in graph.func.params]
+    interface = Interface.of(quantized)
     for batch in batches:
         args = [batch[name] for name in params]
+        integers = [interface.to_input(name, batch[name]) for name in params]
         expected = dict(zip(names, float_run.run("main", args), strict=False))
-        got = dict(zip(names, quantized_run.run("main", args), strict=False))
+        got = dict(zip(names, quantized_run.run("main", integers), strict=False))
         for row in rows:
             saturated[row.name] += count_saturated(expected[row.name], row)
             real = to_real(got[row.name], row)
@@ -229,6 +188,7 @@ class IsolatedOperators:
         compile_module: CompileModule,
     ) -> None:
         self.rows = {row.name: row for row in ledger.rows}
+        self.interface = Interface.of(graph.mod)
         known = {graph.vars[row.name] for row in rows}
         self.calls: list[tuple[str, str, list[str]]] = []  # (value, function, inputs)
         self.dtypes: dict[str, str] = {}
@@ -269,6 +229,8 @@ class IsolatedOperators:
     def quantize(self, name: str, value: np.ndarray) -> np.ndarray:
         """A float value as the integer module has it."""
         dtype, row = self.dtypes[name], self.rows.get(name)
+        if name in self.interface.inputs:
+            return self.interface.to_input(name, value)
         if dtype not in INTEGER_LIMITS or row is None or not row.scale:
             return value
         low, high = INTEGER_LIMITS[dtype]

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from relayquant.analysis.compare import ErrorSums
+from relayquant.analysis.sums import ErrorSums
 from relayquant.annotate.claim import read_sources
 from relayquant.calibrate.datasets import Dataset
 from relayquant.config import QConfigMapping, is_below

@@ -25,6 +25,7 @@ from relayquant.prepared import PreparedModel
 from relayquant.qtypes import INTEGER_LIMITS, QParams, QSpec, Role, Rounding, conform_scale
 from relayquant.reference import qnn as numpy_qnn
 from relayquant.rewrite import Emitter, Graph, Match, rewrite_main
+from relayquant.rewrite.graph import tensor_dtype
 
 #: largest |bias| in units of its scale; leaves the other half of int32 to the accumulator
 BIAS_LIMIT = 2**30
@@ -37,7 +38,8 @@ def build_reference(prepared: PreparedModel) -> tvm.IRModule:
         ConfigError: some values have no parameters yet.
     """
     builder = _ReferenceBuilder(prepared)
-    ledger = build_ledger(prepared.plan, builder.parameters, prepared.backend.name)
+    dtypes = {name: tensor_dtype(var) for name, var in builder.graph.vars.items()}
+    ledger = build_ledger(prepared.plan, builder.parameters, prepared.backend.name, dtypes)
     ledger = replace(
         ledger, effort=prepared.effort, inputs=prepared.inputs, outputs=prepared.outputs
     )

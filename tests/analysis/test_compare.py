@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import relayquant as rq
-from relayquant.analysis.compare import ErrorSums
+from relayquant.analysis.sums import ErrorSums
 from relayquant.demo import load_digits
 
 
@@ -107,3 +107,23 @@ def test_compare__module_of_another_model_is_an_error(digits):
     qmod = rq.quantize(mod, params, data)
     with pytest.raises(rq.ModelError, match="no value in common"):
         rq.compare(Other, qmod, data)
+
+
+def test_compare__integer_inputs_and_outputs_say_the_same(digits):
+    mod, params, data = digits
+    settings = {"effort": "fast"}
+    plain = rq.compare(mod, rq.quantize(mod, params, data, **settings), data, params)
+    qmod = rq.quantize(
+        mod,
+        params,
+        data,
+        input_dtypes={"image": "uint8"},
+        output_dtypes={"logits": "int8"},
+        **settings,
+    )
+    report = rq.compare(mod, qmod, data, params)
+    assert [row.name for row in report.rows] == [row.name for row in plain.rows]
+    # An integer output makes the last operator round its result, so only those before are equal.
+    for row, other in zip(report.rows[:-1], plain.rows[:-1], strict=True):
+        assert row.sqnr == pytest.approx(other.sqnr, abs=0.1)
+        assert row.isolated == pytest.approx(other.isolated, abs=0.1)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import relayquant as rq
-from relayquant.analysis.compare import ErrorSums
 from relayquant.analysis.sensitivity import (
     Simulation,
     add_float_lines,
@@ -18,6 +17,7 @@ from relayquant.analysis.sensitivity import (
     measure_sensitivity,
     take_samples,
 )
+from relayquant.analysis.sums import ErrorSums
 from relayquant.annotate import annotate
 from relayquant.calibrate.datasets import open_dataset
 from relayquant.calibrate.inputs import describe_inputs

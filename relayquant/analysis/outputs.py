@@ -1,0 +1,131 @@
+"""outputs: float module, quantized module and a few samples -> how far apart their results are.
+
+Both run in numpy (`relayquant.reference`): nothing is compiled, and the integers are those of
+compiled code, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import tvm
+
+from relayquant import reference
+from relayquant.analysis.sums import ErrorSums
+from relayquant.ledger import InterfaceValue, find_ledger
+from relayquant.qtypes import INTEGER_LIMITS
+
+
+@dataclass(frozen=True)
+class OutputGap:
+    """One output of both modules, over all samples.
+
+    Attributes:
+        sqnr: Signal to quantization noise ratio in dB; inf when nothing differs, -inf when the
+            quantized module gives NaN or infinity where the float one does not.
+        differing: Samples whose answer is clearly another one; see `count_differing`.
+        samples: Samples in all; 0 where an output is no answer in this sense.
+    """
+
+    sqnr: float
+    differing: int = 0
+    samples: int = 0
+
+    @property
+    def disagreement(self) -> float:
+        """Share of samples with another answer."""
+        return self.differing / max(self.samples, 1)
+
+
+def measure_gaps(
+    float_mod: tvm.IRModule,
+    quantized: tvm.IRModule,
+    batches: Iterable[Mapping[str, np.ndarray]],
+) -> list[OutputGap]:
+    """The gap of every output, in order.
+
+    Args:
+        float_mod: The float module with its parameters bound.
+        quantized: Its quantized module; integers that it takes or returns are converted by the
+            parameters in its ledger.
+        batches: Inputs of the float module by name.
+    """
+    interface = Interface.of(quantized)
+    sums: list[ErrorSums] = []
+    counts: list[tuple[int, int]] = []
+    for batch in batches:
+        expected = reference.run(float_mod, dict(batch))
+        got = interface.to_real(reference.run(quantized, interface.to_inputs(batch)))
+        sums = sums or [ErrorSums()] * len(expected)
+        counts = counts or [(0, 0)] * len(expected)
+        for i, (x, y) in enumerate(zip(expected, got, strict=True)):
+            usable = np.isfinite(x)
+            sums[i] = sums[i].update(x[usable], y[usable])
+            differing, samples = count_differing(x, y)
+            counts[i] = counts[i][0] + differing, counts[i][1] + samples
+    return [
+        OutputGap(s.sqnr if np.isfinite(s.noise) else float("-inf"), *count)
+        for s, count in zip(sums, counts, strict=True)
+    ]
+
+
+def count_differing(expected: np.ndarray, got: np.ndarray) -> tuple[int, int]:
+    """(samples with clearly another answer, samples) of an output (N, K, 1, ...) with K >= 2
+    scores; (0, 0) of any other float output.
+
+    Another answer is clear when the float model rates the class that the integer model puts first
+    less than half way from its mean score to its best: near ties, and neighbours in an embedding,
+    do not count. Of integers (an arg max inside of the model) every element is an answer.
+    """
+    if expected.dtype.kind != "f":
+        return int(np.count_nonzero(expected != got)), expected.size
+    if expected.ndim < 2 or expected.shape[1] < 2 or expected.size != np.prod(expected.shape[:2]):
+        return 0, 0
+    x, y = (array.reshape(expected.shape[:2]).astype("float64") for array in (expected, got))
+    rows = np.isfinite(x).all(axis=1)
+    x, y = x[rows], y[rows]
+    if not len(x):
+        return 0, 0
+    chosen = x[np.arange(len(x)), y.argmax(axis=1)]
+    half = (x.mean(axis=1) + x.max(axis=1)) / 2
+    return int(np.count_nonzero(chosen < half)), len(x)
+
+
+@dataclass(frozen=True)
+class Interface:
+    """What main of a quantized module takes and returns: floats, or integers with parameters."""
+
+    inputs: Mapping[str, InterfaceValue]
+    outputs: tuple[InterfaceValue, ...]
+
+    @staticmethod
+    def of(quantized: tvm.IRModule) -> Interface:
+        """From the module's ledger; all float when it has none."""
+        ledger = find_ledger(quantized)
+        if ledger is None:
+            return Interface({}, ())
+        return Interface({value.name: value for value in ledger.inputs}, ledger.outputs)
+
+    def to_inputs(self, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Inputs of the float module as the quantized one takes them."""
+        return {name: self.to_input(name, array) for name, array in batch.items()}
+
+    def to_input(self, name: str, array: np.ndarray) -> np.ndarray:
+        """One input; arrays that have the integer dtype already pass through."""
+        value = self.inputs.get(name)
+        if value is None or not value.scale or array.dtype == value.dtype:
+            return array
+        low, high = INTEGER_LIMITS[value.dtype]
+        steps = np.rint(array.astype("float32") / np.float32(value.scale[0]))
+        return np.clip(steps + value.zero_point[0], low, high).astype(value.dtype)
+
+    def to_real(self, results: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Results of the quantized module in the units of the float one's."""
+        real = list(results)
+        for i, value in enumerate(self.outputs[: len(real)]):
+            if value.scale:
+                steps = real[i].astype("float64") - value.zero_point[0]
+                real[i] = (steps * value.scale[0]).astype("float32")
+        return real
