@@ -24,6 +24,8 @@ from relayquant.calibrate.inputs import describe_inputs
 from relayquant.calibrate.runner import Order, pick_parameters
 from relayquant.config import BackendConfig, QConfigMapping
 from relayquant.convert import (
+    add_ledger,
+    adopt_reference,
     build_reference,
     expand_affine,
     fold_qnn,
@@ -33,9 +35,9 @@ from relayquant.convert import (
 from relayquant.convert.interface import iterate_results, result_expr
 from relayquant.dialect.legality import Stage, check_stage
 from relayquant.effort import EFFORTS, Effort, apply_effort, resolve_effort
-from relayquant.errors import ConfigError, suggest_name
+from relayquant.errors import ConfigError, ModelError, suggest_name
 from relayquant.events import Callback, CallbackList, StageEvent
-from relayquant.ledger import InterfaceValue, Ledger, read_ledger
+from relayquant.ledger import InterfaceValue, Ledger, find_ledger, read_ledger
 from relayquant.lower import make_pipeline, resolve_target
 from relayquant.plan import Plan
 from relayquant.prepare import prepare_module
@@ -282,13 +284,38 @@ def convert_to_reference(prepared: PreparedModel) -> tvm.IRModule:
 
 
 def lower(reference: tvm.IRModule, backend_config: BackendConfig | str = "x86") -> tvm.IRModule:
-    """The integer module of a reference form: realize, expand, fold."""
+    """The integer module of a reference form: realize, expand, fold.
+
+    The reference form is what `convert_to_reference` gives, or a model that was quantized elsewhere
+    as `load` reads it, with its own quantize and dequantize operators.
+
+    Raises:
+        ModelError: the module holds no quantized value.
+    """
     backend = resolve_backend(backend_config)
+    if find_ledger(reference) is None:
+        return lower_adopted(reference, backend)
     integer = realize_qnn(reference, backend)
     expanded = expand_affine(integer, backend)
     folded = set_interface(fold_qnn(expanded))
     check_stage(folded, Stage.QNN)
     return folded
+
+
+def lower_adopted(reference: tvm.IRModule, backend: BackendConfig) -> tvm.IRModule:
+    """As `lower`, for a model without a ledger: one that another tool quantized."""
+    canonical = prepare_module(reference)
+    if not has_quantized_values(canonical):
+        raise ModelError(
+            "The module holds no quantized value, so there is nothing to lower. Quantize it: "
+            "relayquant.quantize(mod, params, dataset)."
+        )
+    adopted = adopt_reference(canonical, backend)
+    integer = realize_qnn(adopted, backend)
+    folded = fold_qnn(expand_affine(integer, backend))
+    described = add_ledger(folded, adopted, canonical, backend)
+    check_stage(described, Stage.QNN)
+    return described
 
 
 def pipeline(target: Any = None) -> tvm.transform.Pass:
@@ -337,6 +364,12 @@ def is_float_model(mod: tvm.IRModule) -> bool:
         return False
     calls = [b.value for block in blocks for b in block.bindings if isinstance(b.value, Call)]
     return not any(call_name(call).startswith("relax.qnn.") for call in calls)
+
+
+def has_quantized_values(mod: tvm.IRModule) -> bool:
+    """Whether main holds an operator of the dialect."""
+    graph = Graph(mod)
+    return any(graph.op_name(b.var).startswith("relax.qnn.") for b in graph.bindings)
 
 
 def verify(mod: tvm.IRModule, inputs: Any, target: Any = None) -> VerifyReport:

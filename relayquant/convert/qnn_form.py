@@ -13,8 +13,9 @@ from tvm import relax
 from tvm.ir import Call
 
 from relayquant.config import BackendConfig
+from relayquant.errors import QnnError
 from relayquant.ledger import find_ledger, ledger_attrs
-from relayquant.ops import Quantized, QuantOp, RealizeContext
+from relayquant.ops import Output, Quantized, QuantOp, RealizeContext
 from relayquant.ops.find import find_pattern
 from relayquant.qtypes import QParams
 from relayquant.rewrite import Emitter, Graph, Match, Skip, rewrite_main
@@ -82,7 +83,9 @@ def find_planned(
 def find_dequantized(
     graph: Graph, backend: BackendConfig
 ) -> Iterator[tuple[relax.Var, tuple[QuantOp, Match]]]:
-    """(root, (pattern, match)) wherever all operands of a pattern are dequantized."""
+    """(root, (pattern, match)) wherever all operands of a pattern are dequantized, and its result
+    quantized if the pattern needs parameters for it.
+    """
     claimed: set[relax.Var] = set()
     for binding in reversed(graph.bindings):
         if binding.var in claimed:
@@ -91,6 +94,8 @@ def find_dequantized(
             pattern = find_pattern(backend, row.pattern.name)
             match = pattern.pattern.match(graph, binding.var)
             if match is None or pattern.realize is None or pattern.check(match) is not None:
+                continue
+            if pattern.output is Output.OWN and find_output_qparams(graph, match.root) is None:
                 continue
             if not isinstance(read_operands(graph, pattern, match), Skip):
                 claimed.update(match.vars)
@@ -111,9 +116,12 @@ def realize_match(
         name: Quantized(emitter.get(operand.value), operand.qparams)
         for name, operand in operands.items()
     }
-    return pattern.realize(
-        RealizeContext(emitter, match, operands, find_output_qparams(graph, match.root))
-    )
+    output = find_output_qparams(graph, match.root)
+    try:
+        return pattern.realize(RealizeContext(emitter, match, operands, output))
+    except QnnError as error:
+        # Only a model that was quantized elsewhere has dtypes that no plan would mix.
+        return Skip(f"its integer form is not allowed: {error}")
 
 
 def read_operands(graph: Graph, pattern: QuantOp, match: Match) -> dict[str, Quantized] | Skip:

@@ -24,6 +24,7 @@ from relayquant.errors import ModelError, suggest_name
 from relayquant.importers.files import DEFAULT_MAX_BYTES, PathLike, check_file
 from relayquant.importers.names import MARK, SourceNode, name_values
 from relayquant.importers.onnx_operators import OPERATORS
+from relayquant.importers.onnx_rewrite import rewrite_integer_nodes
 
 _FRONTEND = _tvm.load_onnx_frontend()
 
@@ -68,9 +69,13 @@ def import_onnx(
     opset = _check_model(model)
     if len(model.functions):
         model = onnx.inliner.inline_local_functions(model)
+    try:
+        nodes, constants = rewrite_integer_nodes(model.graph)
+    except ValueError as error:
+        raise ModelError(f"Cannot convert the model: {error}.{_find_fault(model)}") from error
     graph = _GraphView(
-        model.graph.node,
-        model.graph.initializer,
+        nodes,
+        constants,
         _fix_shapes(model.graph, shapes or {}),
         model.graph.output,
     )

@@ -18,6 +18,13 @@ from tvm import relax
 from tvm.ir import GenericConst
 
 from relayquant import _tvm
+from relayquant.importers.onnx_quantized import (
+    convert_conv_integer,
+    convert_dequantize_linear,
+    convert_dynamic_quantize_linear,
+    convert_matmul_integer,
+    convert_quantize_linear,
+)
 from relayquant.rewrite.graph import constant_value, tensor_shape
 
 _FRONTEND = _tvm.load_onnx_frontend()
@@ -281,11 +288,16 @@ OPERATORS: dict[str, Convert] = {
     "AveragePool": functools.partial(_convert_pool, "AveragePool"),
     "Clip": convert_clip,
     "Conv": convert_conv,
+    "ConvInteger": convert_conv_integer,
     "ConvTranspose": convert_conv_transpose,
+    "DequantizeLinear": convert_dequantize_linear,
+    "DynamicQuantizeLinear": convert_dynamic_quantize_linear,
     "Gather": convert_gather,
     "Max": functools.partial(_fold_pairs, relax.op.maximum),
+    "MatMulInteger": convert_matmul_integer,
     "MaxPool": functools.partial(_convert_pool, "MaxPool"),
     "Min": functools.partial(_fold_pairs, relax.op.minimum),
     "Pad": convert_pad,
+    "QuantizeLinear": convert_quantize_linear,
     "Sum": functools.partial(_fold_pairs, relax.op.add),
 }

@@ -43,6 +43,14 @@ from relayquant.prepare.pooling import (
     fold_pad,
     pool_to_mean,
 )
+from relayquant.prepare.quantized import (
+    DEQUANTIZE,
+    MOVES,
+    QUANTIZE,
+    center_weight,
+    merge_equal,
+    move_inside_dequantize,
+)
 from relayquant.prepare.recover import recover_call_tir
 from relayquant.prepare.rule import ALIAS, PROJECTION, CanonicalRule, apply_phase
 from relayquant.rewrite.editor import Editor
@@ -62,6 +70,9 @@ RULES: tuple[CanonicalRule, ...] = (
         ),
     ),
     CanonicalRule(fold_constants),
+    CanonicalRule(merge_equal, frozenset({QUANTIZE, DEQUANTIZE})),
+    CanonicalRule(center_weight, frozenset({DEQUANTIZE})),
+    CanonicalRule(move_inside_dequantize, frozenset(MOVES)),
     CanonicalRule(remove_single_concat, frozenset({"relax.concat"})),
     CanonicalRule(remove_no_op, frozenset(SAME_SHAPE)),
     CanonicalRule(flatten_to_reshape, frozenset(FLATTENS)),

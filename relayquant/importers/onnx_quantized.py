@@ -1,0 +1,218 @@
+"""First stage, ONNX: QuantizeLinear and its kin become operators of the dialect.
+
+A model with them is imported in the reference form, quantize - dequantize - float operator, from
+which `relayquant.lower` makes integer operators. Each function is a `Convert` as described in
+`relayquant.importers.onnx_operators`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+from tvm import relax
+
+from relayquant.dialect import qnn
+from relayquant.qtypes import INTEGER_LIMITS
+from relayquant.reference import qnn as numpy_qnn
+from relayquant.rewrite.graph import constant_value, tensor_dtype
+
+#: dtypes of fewer than 8 bits, held in 8: (dtype that holds it, smallest, largest)
+NARROW = {
+    "int4": ("int8", -8, 7),
+    "uint4": ("uint8", 0, 15),
+    "int2": ("int8", -2, 1),
+    "uint2": ("uint8", 0, 3),
+}
+
+
+def convert_quantize_linear(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr:
+    """QuantizeLinear -> R.qnn.quantize; of a constant, the integers.
+
+    4-bit results are held in 8 bits and clipped to their range.
+
+    Raises:
+        ValueError: blocks, 8-bit floats, or another type of data than float32.
+    """
+    data, scale, zero_point = (*inputs, None)[:3]
+    dtype = _output_dtype(attrs, zero_point)
+    _check_form(attrs, dtype, data)
+    held, low, high = NARROW.get(dtype, (dtype, *INTEGER_LIMITS.get(dtype, (0, 0))))
+    axis = find_axis(data, scale, attrs)
+    scale, zero = read_scale(scale), read_zero_point(zero_point)
+    arrays = [constant_value(expr) for expr in (data, scale, zero)]
+    if all(array is not None for array in arrays):
+        values = numpy_qnn.quantize(*arrays, axis=axis, out_dtype=held)
+        return relax.const(np.clip(values, low, high).astype(held), held)
+    value = qnn.quantize(data, scale, zero, axis=axis, out_dtype=held)
+    if held == dtype:
+        return value
+    return relax.op.clip(bb.emit(value), low, high)
+
+
+def convert_dequantize_linear(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr:
+    """DequantizeLinear -> R.qnn.dequantize, of a constant too: a quantized weight stays quantized.
+    Constants of less than 8 bits are widened before (`onnx_rewrite`).
+
+    Raises:
+        ValueError: blocks, 8-bit floats, or a result other than float32.
+    """
+    data, scale, zero_point = (*inputs, None)[:3]
+    _check_form(attrs, tensor_dtype(data))
+    if tensor_dtype(scale) not in ("float32", ""):
+        raise ValueError(f"its scale is {tensor_dtype(scale)}; supported: float32")
+    axis = find_axis(data, scale, attrs)
+    return qnn.dequantize(data, read_scale(scale), read_zero_point(zero_point), axis=axis)
+
+
+def _check_form(attrs: dict[str, Any], dtype: str, data: relax.Expr | None = None) -> None:
+    if attrs.get("block_size", 0):
+        raise ValueError("blocked quantization (block_size) is not supported; use one axis")
+    if dtype not in INTEGER_LIMITS and dtype not in NARROW:
+        known = ", ".join((*INTEGER_LIMITS, *NARROW))
+        raise ValueError(f"quantization to {dtype} is not supported; supported: {known}")
+    if data is not None and tensor_dtype(data) not in ("float32", *INTEGER_LIMITS, *NARROW):
+        raise ValueError(f"its data is {tensor_dtype(data)}; supported: float32")
+
+
+def _output_dtype(attrs: dict[str, Any], zero_point: relax.Expr | None) -> str:
+    """What attribute output_dtype says, else that of the zero point, else uint8 (ONNX)."""
+    wanted = attrs.get("output_dtype", 0)
+    if not wanted:
+        return "uint8" if zero_point is None else tensor_dtype(zero_point)
+    try:
+        return onnx.TensorProto.DataType.Name(wanted).lower()
+    except ValueError:
+        raise ValueError(f"output_dtype={wanted} is no type of ONNX") from None
+
+
+def find_axis(data: relax.Expr, scale: relax.Expr, attrs: dict[str, Any]) -> int:
+    """The channel axis; -1 where there is one scale for all.
+
+    Raises:
+        ValueError: the scale is no number and no vector, or the data has no such axis.
+    """
+    rank, scale_rank = data.ty.ndim, scale.ty.ndim
+    shape = getattr(scale.ty.shape, "values", None)
+    if scale_rank == 0 or (scale_rank == 1 and shape is not None and shape[0] == 1):
+        return -1
+    axis = int(attrs.get("axis", 1))
+    if scale_rank != 1 or not -rank <= axis < rank:
+        raise ValueError(
+            f"scale of {scale_rank} dimensions along axis {axis} of data with {rank}; allowed: one "
+            "number, or a vector along an axis of the data"
+        )
+    return axis % rank
+
+
+def read_scale(scale: relax.Expr) -> relax.Expr:
+    """The scale as the dialect takes it: a vector of one element becomes a number.
+
+    Raises:
+        ValueError: a scale is not finite and positive.
+    """
+    array = constant_value(scale)
+    if array is None:
+        return scale
+    array = array.astype("float32")
+    if not (np.isfinite(array).all() and (array > 0).all()):
+        raise ValueError(f"its scale is {array.ravel()[:4]}; allowed: finite numbers above 0")
+    return relax.const(array.reshape(()) if array.size == 1 else array, "float32")
+
+
+def read_zero_point(zero_point: relax.Expr | None) -> relax.Expr:
+    """The zero point as int32; 0 where there is none."""
+    if zero_point is None:
+        return relax.const(0, "int32")
+    array = constant_value(zero_point)
+    if array is None:
+        return relax.op.astype(zero_point, "int32")
+    array = array.astype("int32")
+    return relax.const(array.reshape(()) if array.size == 1 else array, "int32")
+
+
+# -- parameters that are computed at run time ------------------------------------------------------
+
+
+def convert_dynamic_quantize_linear(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr:
+    """DynamicQuantizeLinear -> (R.qnn.quantize(x, scale, zero point), scale, zero point uint8).
+
+    scale = (max(x, 0) - min(x, 0)) / 255, or 1 for a tensor of zeros; zero point =
+    round(-min(x, 0) / scale) (ONNX, operator DynamicQuantizeLinear).
+    """
+    zero = relax.const(0.0, "float32")
+    low = bb.emit(relax.op.minimum(relax.op.min(inputs[0]), zero))
+    high = bb.emit(relax.op.maximum(relax.op.max(inputs[0]), zero))
+    width = bb.emit(relax.op.divide(high - low, relax.const(255.0, "float32")))
+    is_zero = relax.op.equal(width, zero)
+    scale = bb.emit(relax.op.where(is_zero, relax.const(1.0, "float32"), width))
+    shift = relax.op.clip(relax.op.round(relax.op.divide(zero - low, scale)), 0.0, 255.0)
+    zero_point = bb.emit(relax.op.astype(shift, "int32"))
+    value = bb.emit(qnn.quantize(inputs[0], scale, zero_point, out_dtype="uint8"))
+    return relax.Tuple([value, scale, bb.emit(relax.op.astype(zero_point, "uint8"))])
+
+
+def convert_matmul_integer(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr:
+    """MatMulInteger(x, w, x_zero, w_zero) -> int32 sum of (x - x_zero) * (w - w_zero).
+
+    For a constant w of rank 2 it is qnn.dense(x, w) - x_zero * (sums of the columns of w): so the
+    kernel has no variable. Else R.qnn.batch_matmul.
+
+    Raises:
+        ValueError: a zero point for each row of x.
+    """
+    data, weight, data_zero, weight_zero = (*inputs, None, None)[:4]
+    data_zero, weight_zero = (bb.normalize(read_zero_point(z)) for z in (data_zero, weight_zero))
+    if data_zero.ty.ndim:
+        raise ValueError("it has one zero point for each row of its first operand; supported: one")
+    array, zero = constant_value(weight), constant_value(weight_zero)
+    if array is None or zero is None or array.ndim != 2:
+        axes = [*range(weight.ty.ndim - 2), weight.ty.ndim - 1, weight.ty.ndim - 2]
+        transposed = bb.emit(relax.op.permute_dims(weight, axes))
+        return qnn.batch_matmul(data, transposed, data_zero, weight_zero, 1.0, 1.0)
+    if array.dtype == np.uint8:
+        array, zero = (array.astype("int16") - 128).astype("int8"), zero - 128
+    units = relax.const(np.ascontiguousarray(array.T), str(array.dtype))
+    centred = array.astype("int32") - zero
+    sums = relax.const(centred.sum(axis=0, dtype="int32"), "int32")
+    product = bb.emit(qnn.dense(data, units, 0, relax.const(zero, "int32"), 1.0, 1.0))
+    return relax.op.subtract(product, bb.emit(relax.op.multiply(data_zero, sums)))
+
+
+def convert_conv_integer(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr:
+    """ConvInteger(x, w, x_zero, w_zero) -> R.qnn.conv2d with int32 results; padding is x_zero.
+
+    Raises:
+        ValueError: not a 2-D convolution, or auto_pad.
+    """
+    data, weight, data_zero, weight_zero = (*inputs, None, None)[:4]
+    if data.ty.ndim != 4:
+        raise ValueError(f"its data has {data.ty.ndim} dimensions; supported: 4")
+    if attrs.get("auto_pad", b"NOTSET") not in (b"NOTSET", b"VALID"):
+        raise ValueError("auto_pad is not supported; give pads")
+    return qnn.conv2d(
+        data,
+        weight,
+        read_zero_point(data_zero),
+        read_zero_point(weight_zero),
+        1.0,
+        1.0,
+        strides=list(attrs.get("strides", [1, 1])),
+        padding=list(attrs.get("pads", [0, 0, 0, 0])),
+        dilation=list(attrs.get("dilations", [1, 1])),
+        groups=int(attrs.get("group", 1)),
+        data_layout="NCHW",
+        kernel_layout="OIHW",
+    )
