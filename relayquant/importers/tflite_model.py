@@ -20,6 +20,12 @@ from relayquant.importers.names import MARK, SourceNode, name_values
 #: Bytes 4 to 8 of every TFLite file.
 FILE_IDENTIFIER = b"TFL3"
 
+#: Operators that TVM's frontend converts for floats only, and that do on integers what they do on
+#: floats: they move or select values.
+MOVE_INTEGERS = frozenset(
+    {"EXPAND_DIMS", "PAD", "PADV2", "SLICE", "SPLIT", "SQUEEZE", "STRIDED_SLICE", "TRANSPOSE"}
+)
+
 
 def import_tflite(
     path: PathLike, *, max_bytes: int = DEFAULT_MAX_BYTES
@@ -71,6 +77,10 @@ def _converter_class(frontend: Any) -> type[Any]:
     """TVM's converter, naming values and errors after the tensors and operators of the model."""
 
     class Converter(frontend.OperatorConverter):
+        _SUPPORTED_QUANTIZED_OPS = (
+            frontend.OperatorConverter._SUPPORTED_QUANTIZED_OPS | MOVE_INTEGERS
+        )
+
         def __init__(
             self,
             model: Any,
@@ -83,6 +93,39 @@ def _converter_class(frontend: Any) -> type[Any]:
         ) -> None:
             super().__init__(model, subgraph, table, bb, *args, **kwargs)
             self.sources = sources
+            self.in_float = False
+
+        def get_input_tensors(self, op: Any) -> list[Any]:
+            return self._hide_parameters(super().get_input_tensors(op))
+
+        def get_output_tensors(self, op: Any) -> list[Any]:
+            return self._hide_parameters(super().get_output_tensors(op))
+
+        def _hide_parameters(self, tensors: list[Any]) -> list[Any]:
+            for tensor in tensors if self.in_float else ():
+                tensor.qnn_params = None
+            return tensors
+
+        def convert_pool2d(self, op: Any, pool_type: str) -> relax.Expr:
+            """An average as quantize(avg_pool2d(dequantize(x))): TVM divides integers, which
+            truncates instead of rounding.
+            """
+            convert = functools.partial(super().convert_pool2d, pool_type=pool_type)
+            (data,), (result,) = self.get_input_tensors(op), self.get_output_tensors(op)
+            is_quantized = data.qnn_params is not None and result.qnn_params is not None
+            if pool_type != "average" or not is_quantized:
+                return convert(op)
+            name = frontend.get_tensor_name(self.subgraph, data.tensor_idx)
+            integers = self.exp_tab.get_expr(name)
+            real = self.bb.emit(self.dequantize(integers, data))
+            self.exp_tab.set_expr(name, real, force_override=True)
+            self.in_float = True
+            try:
+                pooled = convert(op)
+            finally:
+                self.in_float = False
+                self.exp_tab.set_expr(name, integers, force_override=True)
+            return self.quantize(self.bb.emit(pooled), result)
 
         def convert_op_to_relax(self) -> None:
             for index in range(self.subgraph.OperatorsLength()):

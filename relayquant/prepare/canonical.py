@@ -50,6 +50,7 @@ from relayquant.prepare.quantized import (
     center_weight,
     merge_equal,
     move_inside_dequantize,
+    name_dialect,
 )
 from relayquant.prepare.recover import recover_call_tir
 from relayquant.prepare.rule import ALIAS, PROJECTION, CanonicalRule, apply_phase
@@ -70,6 +71,7 @@ RULES: tuple[CanonicalRule, ...] = (
         ),
     ),
     CanonicalRule(fold_constants),
+    CanonicalRule(name_dialect, frozenset({"relax.quantize", "relax.dequantize"})),
     CanonicalRule(merge_equal, frozenset({QUANTIZE, DEQUANTIZE})),
     CanonicalRule(center_weight, frozenset({DEQUANTIZE})),
     CanonicalRule(move_inside_dequantize, frozenset(MOVES)),

@@ -14,8 +14,9 @@ from tvm.ir import Call
 from relayquant.dialect import qnn
 from relayquant.prepare.dense import LINEAR
 from relayquant.prepare.tensors import make_const
+from relayquant.qtypes import INTEGER_LIMITS
 from relayquant.rewrite.editor import Editor
-from relayquant.rewrite.graph import constant_value, tensor_shape
+from relayquant.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 
 QUANTIZE, DEQUANTIZE = "relax.qnn.quantize", "relax.qnn.dequantize"
 
@@ -119,4 +120,30 @@ def center_weight(editor: Editor, var: relax.Var) -> bool:
             axis=int(call.attrs.axis),
         ),
     )
+    return True
+
+
+def name_dialect(editor: Editor, var: relax.Var) -> bool:
+    """R.quantize, R.dequantize, as TVM's frontends write them -> R.qnn.quantize, R.qnn.dequantize.
+
+    Zero points of any integer type become int32. 8-bit floats, and float16, are left.
+    """
+    call = editor.call_of(var)
+    data, scale, zero_point = call.args
+    dtypes = tensor_dtype(data), tensor_dtype(var)
+    is_quantize = editor.op_name(var) == "relax.quantize"
+    real, integer = dtypes if is_quantize else reversed(dtypes)
+    zero = constant_value(zero_point)
+    if real != "float32" or integer not in INTEGER_LIMITS or tensor_dtype(scale) != "float32":
+        return False
+    if zero is not None:
+        zero_point = make_const(zero.astype("int32"), "int32")
+    elif tensor_dtype(zero_point) != "int32":
+        return False
+    axis = int(call.attrs.axis)
+    if is_quantize:
+        new = qnn.quantize(data, scale, zero_point, axis=axis, out_dtype=integer)
+    else:
+        new = qnn.dequantize(data, scale, zero_point, axis=axis)
+    editor.redefine(var, new)
     return True
