@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -101,17 +101,31 @@ class RelativeMSE(Observer[RowState]):
                 "model gives finite results on these samples, and the preprocessing of the data "
                 "set."
             )
-        rows = np.moveaxis(array, self.axis, -1) if array.ndim else array.reshape(1)
-        rows = rows.reshape(-1, rows.shape[-1])
-        priorities = np.random.default_rng(int(state.count)).random(rows.shape[0])
-        keep = np.argsort(priorities)[: self._limit(rows.shape[1])]
+        moved = array.reshape(1, -1) if array.ndim < 2 else np.moveaxis(array, self.axis, -1)
+        count, channels = math.prod(moved.shape[:-1]), moved.shape[-1]
+        drawn = np.random.default_rng(int(state.count)).random(count)
+        limit = self._limit(channels)
+        # Once the sample is full, only rows that push another one out are looked at.
+        most = state.priorities[limit - 1] if len(state.priorities) >= limit else math.inf
+        keep = np.flatnonzero(drawn < most)
+        if len(keep) > limit:
+            keep = keep[np.argpartition(drawn[keep], limit)[:limit]]
+        if not len(keep):
+            return replace(
+                state,
+                low=np.minimum(state.low, low),
+                high=np.maximum(state.high, high),
+                count=state.count + 1,
+            )
+        keep = keep[np.argsort(drawn[keep], kind="stable")]
+        rows = moved[np.unravel_index(keep, moved.shape[:-1])]
         seen = RowState(
             state.info,
             low,
             high,
-            rows[keep].astype("float32"),
-            np.full(len(keep), rows.shape[1]),
-            priorities[keep],
+            rows.astype("float32", copy=False),
+            np.full(len(rows), channels),
+            drawn[keep],
             np.asarray(1),
         )
         return self.merge(state, seen)
@@ -123,12 +137,14 @@ class RelativeMSE(Observer[RowState]):
         width = max(a.rows.shape[1], b.rows.shape[1])
         priorities = np.concatenate([a.priorities, b.priorities])
         keep = np.argsort(priorities, kind="stable")[: self._limit(width)]
-        rows = [np.pad(s.rows, ((0, 0), (0, width - s.rows.shape[1]))) for s in (a, b)]
+        rows = np.zeros((len(priorities), width), "float32")
+        rows[: len(a.rows), : a.rows.shape[1]] = a.rows
+        rows[len(a.rows) :, : b.rows.shape[1]] = b.rows
         return RowState(
             a.info,
             np.minimum(a.low, b.low),
             np.maximum(a.high, b.high),
-            np.concatenate(rows)[keep],
+            rows[keep],
             np.concatenate([a.channels, b.channels])[keep],
             priorities[keep],
             a.count + b.count,
