@@ -68,12 +68,18 @@ class ConstantVariable:
 
 @dataclass(frozen=True)
 class FitPoint:
-    """An operator whose weight is a variable: by name, the values that it reads as data and as
-    weight.
+    """An operator whose weight is a variable.
+
+    Attributes:
+        operator: Its name.
+        source: Value that becomes its data once it is rounded by the groups `roundings` (keys), one
+            after the other; () when the value is its data.
+        weight: Value that it reads as weight.
     """
 
     operator: str
-    data: str
+    source: str
+    roundings: tuple[str, ...]
     weight: str
 
 

@@ -10,16 +10,21 @@ form (Hassibi & Stork 1993; Frantar et al. 2022, GPTQ, https://arxiv.org/abs/221
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.linalg.lapack import dtrtri
 
 from relayquant.calibrate.fit_patches import LinearView
+from relayquant.calibrate.fit_statistics import InputStatistics, join_columns, split_columns
 from relayquant.errors import ConfigError
 from relayquant.qtypes import QParams, QSpec, conform_scale
 
 Float64Array = NDArray[np.float64]
+
+#: sampled rows of an operator's input per weight of one output, at least and at most
+ROWS_PER_COLUMN = (4, 128)
 
 #: columns that are rounded before the rest of a matrix is updated
 BLOCK = 128
@@ -53,10 +58,11 @@ class FitSettings:
         sweeps: Passes over all weights after rounding, in each of which every level moves to where
             the error is least given the others (coordinate descent).
         damping: Added to the diagonal of H, as a share of its mean.
-        samples: Positions of an operator's input that H is made of, all batches together, per input
-            of the operator's matrix at least 4.
-        max_columns: Operators with more weights per output are rounded to nearest: H is columns x
-            columns.
+        samples: Positions of an operator's input that H is made of, all batches together; but per
+            weight of one output at least `ROWS_PER_COLUMN[0]` and at most `ROWS_PER_COLUMN[1]`.
+        max_columns: Operators with more weights per output are fitted in blocks of that many
+            columns, as if the inputs of different blocks had nothing to do with one another: H is
+            columns x columns.
         seed: Of the choice of positions.
     """
 
@@ -67,7 +73,7 @@ class FitSettings:
     sweeps: int = 0
     damping: float = 0.01
     samples: int = 8192
-    max_columns: int = 4608
+    max_columns: int = 2304
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -93,6 +99,11 @@ class FitSettings:
                 f"{self.sweeps}; allowed: samples and max_columns >= 1, sweeps >= 0."
             )
 
+    def count_rows(self, columns: int) -> int:
+        """Positions to sample for an operator with that many weights per output."""
+        least, most = (factor * min(columns, self.max_columns) for factor in ROWS_PER_COLUMN)
+        return min(max(self.samples, least), most)
+
     @property
     def is_needed(self) -> bool:
         """Whether operators have to be observed at all."""
@@ -100,51 +111,6 @@ class FitSettings:
 
 
 DEFAULT_FIT = FitSettings()
-
-
-@dataclass(frozen=True, eq=False)
-class InputStatistics:
-    """What is known of an operator's quantized input x.
-
-    Attributes:
-        gram: Sum of x x^T over the sampled rows, (groups, K, K) float64; None when it is not
-            needed.
-        total: Sum of x, each batch's mean times its number of samples, (groups, K) float64.
-        rows: Rows in `gram`.
-        count: Samples in `total`.
-    """
-
-    gram: Float64Array | None
-    total: Float64Array
-    rows: int = 0
-    count: int = 0
-
-    @staticmethod
-    def empty(groups: int, columns: int, *, with_gram: bool) -> InputStatistics:
-        gram = np.zeros((groups, columns, columns)) if with_gram else None
-        return InputStatistics(gram, np.zeros((groups, columns)))
-
-    def add(
-        self, view: LinearView, data: NDArray, rows: int, rng: np.random.Generator
-    ) -> InputStatistics:
-        """With one more batch, of which at most `rows` rows enter `gram`."""
-        data = np.asarray(data, "float32")
-        size = data.shape[0] if data.ndim > 1 else 1
-        result = replace(
-            self, total=self.total + view.mean_row(data) * size, count=self.count + size
-        )
-        if self.gram is None:
-            return result
-        x = view.sample_rows(data, rows, rng)
-        gram = self.gram
-        # In place: for wide operators this array is the largest one there is.
-        gram += np.matmul(x.transpose(0, 2, 1), x)
-        return replace(result, gram=gram, rows=self.rows + x.shape[1])
-
-    @property
-    def mean(self) -> Float64Array:
-        """E[x], (groups, K)."""
-        return self.total / max(self.count, 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,12 +146,16 @@ def fit_operator(
         settings: See `FitSettings`.
     """
     rows = view.weight_to_rows(weight.astype("float64"))
+    statistics = statistics.settle()
     scale = view.channels_to_rows(qparams.scale.astype("float64"))
     zero_point = view.channels_to_rows(qparams.zero_point.astype("float64"))
     low, high = spec.limits[0] - zero_point, spec.limits[1] - zero_point
     if settings.rounding is WeightRounding.OPTIMAL and statistics.gram is not None:
-        problem = LeastSquares.of(statistics.gram, settings.damping)
-        scale, fitted = search_scales(problem, rows, scale, low, high, spec, settings)
+        blocks = statistics.blocks
+        problem = LeastSquares.of(statistics.gram, settings.damping, blocks)
+        split = split_columns(rows, blocks)
+        scale, fitted = search_scales(problem, split, scale, low, high, spec, settings)
+        fitted = join_columns(fitted, blocks, rows.shape[2])
     else:
         fitted = np.clip(np.rint(rows / scale[..., None]), low[..., None], high[..., None])
     new = scale.astype("float32").reshape(qparams.scale.shape)
@@ -216,14 +186,17 @@ class LeastSquares:
         hessian: H + damping, permuted, (G, K, K).
         factor: Upper triangular U with U^T U = H^-1, (G, K, K).
         order: Column of the weight at each place, (G, K).
+        blocks: Consecutive ones of G that hold the columns of one group of channels, whose outputs
+            are the sum of theirs.
     """
 
     hessian: Float64Array
     factor: Float64Array
     order: NDArray[np.int64]
+    blocks: int = 1
 
     @staticmethod
-    def of(gram: Float64Array, damping: float) -> LeastSquares:
+    def of(gram: Float64Array, damping: float, blocks: int = 1) -> LeastSquares:
         """From the sum of x x^T, (G, K, K)."""
         diagonal = np.einsum("gkk->gk", gram)
         order = np.argsort(-diagonal, axis=1, kind="stable")
@@ -238,8 +211,9 @@ class LeastSquares:
         # U^T U = H^-1 from the Cholesky factor of H with rows and columns reversed: one
         # factorization and one triangular inverse instead of an inverse and a second factorization.
         reverse = np.linalg.cholesky(hessian[:, ::-1, ::-1])
-        factor = np.linalg.inv(reverse)[:, ::-1, ::-1]
-        return LeastSquares(hessian, factor, order)
+        inverse = np.stack([dtrtri(matrix, lower=1)[0] for matrix in reverse])
+        factor = inverse[:, ::-1, ::-1]
+        return LeastSquares(hessian, factor, order, blocks)
 
     def permute(self, rows: Float64Array) -> Float64Array:
         """Columns of (G, O, K) in the order of `order`."""
@@ -250,8 +224,13 @@ class LeastSquares:
         return np.take_along_axis(rows, np.argsort(self.order, axis=1)[:, None, :], axis=2)
 
     def errors(self, difference: Float64Array) -> Float64Array:
-        """d H d^T of each row of (G, O, K), (G, O)."""
-        return np.einsum("gok,gok->go", difference @ self.hessian, difference)
+        """d H d^T of each row of (G, O, K), summed over blocks: (G / blocks, O)."""
+        found = np.einsum("gok,gok->go", difference @ self.hessian, difference)
+        return found.reshape(-1, self.blocks, found.shape[1]).sum(axis=1)
+
+    def spread(self, values: Float64Array) -> Float64Array:
+        """One number per output, (G / blocks, O) or (1, 1) for all, for each block: (G, O)."""
+        return values if values.size == 1 else np.repeat(values, self.blocks, axis=0)
 
 
 def round_rows(
@@ -344,11 +323,14 @@ def search_scales(
     spec: QSpec,
     settings: FitSettings,
 ) -> tuple[Float64Array, Float64Array]:
-    """(scale, levels) with the least error among multiples of `scale`: per row, or in total if
+    """(scale, levels) with the least error among multiples of `scale`: per output, or in total if
     there is one scale.
+
+    rows: (G, O, K) in the blocks of `problem`; scale, low and high: (G / blocks, O) or (1, 1).
     """
     permuted = problem.permute(rows)
     per_tensor = scale.size == 1 and rows.shape[0] * rows.shape[1] > 1
+    low, high = problem.spread(low), problem.spread(high)
     best_error: Float64Array | None = None
     best_scale, best_levels = scale, permuted
     if per_tensor:
@@ -357,9 +339,10 @@ def search_scales(
         # The scale is float32 in the model; rounding must be done with what will be used.
         trial = np.asarray(conform_scale(scale * factor, spec))
         trial = trial.astype("float32").astype("float64")
-        levels = round_rows(problem, permuted, trial, low, high)
-        levels = improve_levels(problem, permuted, levels, trial, low, high, settings.sweeps)
-        error = problem.errors(permuted - levels * trial[..., None])
+        each = problem.spread(trial)
+        levels = round_rows(problem, permuted, each, low, high)
+        levels = improve_levels(problem, permuted, levels, each, low, high, settings.sweeps)
+        error = problem.errors(permuted - levels * each[..., None])
         if per_tensor:
             error = error.sum(keepdims=True)
         if best_error is None:
@@ -368,5 +351,5 @@ def search_scales(
         better = error < best_error
         best_error = np.where(better, error, best_error)
         best_scale = np.where(better, trial, best_scale)
-        best_levels = np.where(better[..., None], levels, best_levels)
+        best_levels = np.where(problem.spread(better)[..., None], levels, best_levels)
     return best_scale, problem.restore(best_levels)

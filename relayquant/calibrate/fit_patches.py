@@ -9,7 +9,7 @@ depthwise convolution has as many groups as channels, a dense operator one.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,61 +71,59 @@ class LinearView:
         taps = math.prod(self.kernel)
         return squares.reshape(self.groups, taps, -1).sum(axis=1).reshape(-1)
 
-    def sample_rows(self, data: FloatArray, count: int, rng: np.random.Generator) -> FloatArray:
-        """At most `count` rows of x, drawn without replacement: (groups, n, K) float32."""
+    def sample_rows(
+        self,
+        data: FloatArray,
+        count: int,
+        rng: np.random.Generator,
+        rounding: Callable[[FloatArray], FloatArray] | None = None,
+    ) -> FloatArray:
+        """At most `count` rows of x, drawn without replacement: (groups, n, K) float32.
+
+        `rounding` is applied to the values taken; the padding's zeros stay zeros.
+        """
         if self.data_axes is None:
             rows = data.reshape(-1, data.shape[-1])
-            return rows[self._draw(rows.shape[0], count, rng)][None]
-        moved, outputs = self._pad(data)
-        batch = moved.shape[0]
-        index = self._draw(batch * math.prod(outputs), count, rng)
-        position = np.unravel_index(index, (batch, *outputs))
+            rows = rows[self._draw(rows.shape[0], count, rng)]
+            return (rounding(rows) if rounding else rows)[None]
+        moved = np.transpose(data, self.data_axes)
+        sizes = moved.shape[1:-1]
+        outputs = self._output_sizes(sizes)
+        index = self._draw(moved.shape[0] * math.prod(outputs), count, rng)
+        position = np.unravel_index(index, (moved.shape[0], *outputs))
         windows = np.empty((len(index), math.prod(self.kernel), moved.shape[-1]), "float32")
+        inside = np.ones(windows.shape[:2], "bool")
         for tap, offset in enumerate(np.ndindex(*self.kernel)):
-            at = tuple(
-                place * stride + step * spread
-                for place, stride, step, spread in zip(
-                    position[1:], self.strides, offset, self.dilation, strict=True
-                )
-            )
-            windows[:, tap] = moved[(position[0], *at)]
+            at = [position[0]]
+            for axis, step in enumerate(offset):
+                place = self._source(axis, position[1 + axis], step)
+                found = (place >= 0) & (place < sizes[axis])
+                inside[:, tap] &= found
+                at.append(np.where(found, place, 0))
+            windows[:, tap] = moved[tuple(at)]
+        if rounding:
+            windows = rounding(windows)
+        windows[~inside] = 0
         return self._split_groups(windows)
 
-    def mean_row(self, data: FloatArray) -> NDArray[np.float64]:
-        """The mean of all rows of x: (groups, K) float64."""
-        if self.data_axes is None:
-            return data.reshape(-1, data.shape[-1]).mean(axis=0, dtype="float64")[None]
-        moved, outputs = self._pad(data)
-        axes = tuple(range(moved.ndim - 1))
-        means = np.empty((1, math.prod(self.kernel), moved.shape[-1]), "float64")
-        for tap, offset in enumerate(np.ndindex(*self.kernel)):
-            window = tuple(
-                slice(step * spread, step * spread + (size - 1) * stride + 1, stride)
-                for step, spread, size, stride in zip(
-                    offset, self.dilation, outputs, self.strides, strict=True
-                )
+    def _source(self, axis: int, position: NDArray[np.int64], step: int) -> NDArray[np.int64]:
+        """Where in the data a tap of the outputs at `position` reads, along one spatial axis."""
+        return position * self.strides[axis] + step * self.dilation[axis] - self.padding[axis][0]
+
+    def _output_sizes(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        """Spatial sizes of the output for those of the data."""
+        return tuple(
+            (size + sum(padding) - (taps - 1) * spread - 1) // stride + 1
+            for size, padding, taps, spread, stride in zip(
+                sizes, self.padding, self.kernel, self.dilation, self.strides, strict=True
             )
-            means[0, tap] = moved[(slice(None), *window)].mean(axis=axes, dtype="float64")
-        return self._split_groups(means)[:, 0]
+        )
 
     def _draw(self, total: int, count: int, rng: np.random.Generator) -> NDArray[np.int64]:
         """Sorted indices of the rows to take."""
         if total <= count:
             return np.arange(total)
         return np.sort(rng.choice(total, count, replace=False, shuffle=False))
-
-    def _pad(self, data: FloatArray) -> tuple[FloatArray, tuple[int, ...]]:
-        """Data as (N, spatial..., C) with the padding's zeros, and the output's spatial sizes."""
-        moved = np.transpose(data, self.data_axes)
-        if any(before or after for before, after in self.padding):
-            moved = np.pad(moved, ((0, 0), *self.padding, (0, 0)))
-        outputs = tuple(
-            (size - (taps - 1) * spread - 1) // stride + 1
-            for size, taps, spread, stride in zip(
-                moved.shape[1:-1], self.kernel, self.dilation, self.strides, strict=True
-            )
-        )
-        return moved, outputs
 
     def _split_groups(self, windows: NDArray) -> NDArray:
         """(n, taps, C) -> (groups, n, taps * C / groups)."""

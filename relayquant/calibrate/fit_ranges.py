@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from relayquant.calibrate.fit_statistics import round_to_grid
 from relayquant.calibrate.observers import Observer, State, search_ranges
 from relayquant.errors import ConfigError, DataError
 from relayquant.qtypes import QParams, QSpec, ValueInfo, choose_qparams
@@ -227,12 +228,7 @@ def weighted_error(
     values: NDArray[np.float32], weights: NDArray[np.float32], qparams: QParams, spec: QSpec
 ) -> float:
     """Sum of weights * (value - quantized value)^2."""
-    zero_point = np.float32(qparams.zero_point)
-    low, high = (np.float32(limit) - zero_point for limit in spec.limits)
-    rounded = values / qparams.scale
-    np.rint(rounded, out=rounded)
-    np.clip(rounded, low, high, out=rounded)
-    rounded *= qparams.scale
+    rounded = round_to_grid(values, qparams, spec)
     rounded -= values
     rounded *= rounded
     return float(np.dot(rounded, weights))

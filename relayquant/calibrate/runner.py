@@ -19,12 +19,12 @@ from relayquant.calibrate.datasets import Dataset, InputInfo, open_dataset
 from relayquant.calibrate.fit import (
     DEFAULT_FIT,
     FitSettings,
-    InputStatistics,
     WeightRounding,
     fit_operator,
 )
 from relayquant.calibrate.fit_patches import LinearView, make_linear_view
 from relayquant.calibrate.fit_ranges import RelativeMSE
+from relayquant.calibrate.fit_statistics import InputStatistics, round_to_grid
 from relayquant.calibrate.inputs import describe_inputs
 from relayquant.calibrate.observers import MinMax, Observer
 from relayquant.calibrate.parameters import CallableCalibration, resolve_calibration
@@ -37,9 +37,6 @@ from relayquant.prepared import FitPoint, GroupStatistics, PreparedModel
 from relayquant.qtypes import QParams, ValueInfo
 from relayquant.rewrite import Graph
 from relayquant.runtime import CompileModule, Executor, as_shape, as_tensor
-
-#: sampled rows of an operator's input per weight of one output, at least
-ROWS_PER_COLUMN = 4
 
 
 class Order(enum.Enum):
@@ -277,7 +274,7 @@ class _Run:
                     array = values[name] if name in values else self.store.read(name, batch)
                     states[key] = pickers[key].update(states[key], array)
             for point in segment.fits:
-                name = point.data
+                name = point.source
                 array = values[name] if name in values else self.store.read(name, batch)
                 inputs[point.operator] = self.add_statistics(
                     inputs[point.operator], point, array, batch
@@ -324,12 +321,11 @@ class _Run:
         return replace(picker, axis=readers[0].view.channel_axis, importance=importance)
 
     def start_statistics(self, fit: OperatorFit) -> InputStatistics:
-        """Before any data; without second moments where they would not be used or be too large."""
-        with_gram = (
-            self.settings.rounding is not WeightRounding.NEAREST
-            and fit.columns <= self.settings.max_columns
+        """Before any data; without second moments where they would not be used."""
+        with_gram = self.settings.rounding is not WeightRounding.NEAREST
+        return InputStatistics.empty(
+            fit.view.groups, fit.columns, with_gram=with_gram, most=self.settings.max_columns
         )
-        return InputStatistics.empty(fit.view.groups, fit.columns, with_gram=with_gram)
 
     def add_statistics(
         self, statistics: InputStatistics, point: FitPoint, array: np.ndarray, batch: int
@@ -338,10 +334,18 @@ class _Run:
         operator and batch.
         """
         fit = self.fits[point.operator]
-        rows = max(self.settings.samples, ROWS_PER_COLUMN * fit.columns)
+        rows = self.settings.count_rows(fit.columns)
         place = self.prepared.graph.fits.index(point)
         rng = np.random.default_rng((self.settings.seed, place, batch))
-        return statistics.add(fit.view, array, -(-rows // self.batches), rng)
+
+        def round_data(values: np.ndarray) -> np.ndarray:
+            for key in point.roundings:
+                spec = self.plan.group(key).info.spec
+                values = round_to_grid(values, self.parameters[key], spec)
+            return values
+
+        rounding = round_data if self.order is Order.TOPOLOGICAL else None
+        return statistics.add(fit.view, array, -(-rows // self.batches), rng, rounding)
 
     def fit(self, fit: OperatorFit, statistics: InputStatistics) -> None:
         """Fit one operator; later segments run with its new weight and bias."""

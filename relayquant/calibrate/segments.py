@@ -149,7 +149,7 @@ def order_stops(view: Graph, plan: Plan, fits: Sequence[FitPoint]) -> list[Stop]
     for fit in fits:
         weight = by_name[fit.weight]
         place = min(view.order[user] for user in view.users[weight]) - 0.5
-        stops.append((place, Stop((), (fit,), (by_name[fit.data],))))
+        stops.append((place, Stop((), (fit,), (by_name[fit.source],))))
     return [stop for _, stop in sorted(stops, key=lambda item: item[0])]
 
 

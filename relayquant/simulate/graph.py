@@ -140,6 +140,8 @@ class _Simulation:
         self.constants = constants
         self.fits: list[FitPoint] = []
         self.views: dict[tuple[str, str], relax.Expr] = {}  # (value, group key) -> rounded value
+        #: the same -> what it is rounded from, and by which groups
+        self.sources: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {}
         self.operators = {op.name: op for op in plan.operators if op.quantized and op.pattern}
         self.dropped = {name for op in self.operators.values() for name in op.values[:-1]}
         self.rounded = {(v, g.key) for g in plan.groups for v in (*g.points, *g.clamped)}
@@ -152,15 +154,18 @@ class _Simulation:
         """Round `value` once for each of its groups; returns the primary view (or the value
         itself).
         """
-        first = value
+        first, roundings = value, ()
         for i, key in enumerate(self.plan.value_groups.get(name, ())):
-            view = first
+            view, passed = first, roundings
             # A further group converts what the first has rounded, wherever the value is.
             if i > 0 or (name, key) in self.rounded:
                 view = self.simulate(emitter, first, key, name if i == 0 else key)
+                passed = (*roundings, key)
             self.views[name, key] = view
+            if isinstance(value, relax.Var):
+                self.sources[name, key] = value.name, passed
             if i == 0:
-                first = view
+                first, roundings = view, passed
         return first
 
     def simulate(
@@ -224,7 +229,9 @@ class _Simulation:
                 operands[operand.name] = self.view(emitter, expr, keys.get(operand.name))
         data, weight = operands.get("data"), operands.get("weight")
         if f"{operator.name}:weight" in self.constants and isinstance(data, relax.Var):
-            self.fits.append(FitPoint(operator.name, data.name, weight.name))
+            part = match.parts["data"]
+            source = self.sources.get((part.name, keys.get("data", "")), (data.name, ()))
+            self.fits.append(FitPoint(operator.name, *source, weight.name))
         return pattern.simulate(SimulateContext(emitter, match, operands))
 
     def view(self, emitter: Emitter, expr: relax.Expr, key: str | None) -> relax.Expr:

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from relayquant.calibrate.fit import (
     BiasCorrection,
     FitSettings,
-    InputStatistics,
     LeastSquares,
     WeightRounding,
     fit_operator,
     round_rows,
 )
 from relayquant.calibrate.fit_patches import LinearView
+from relayquant.calibrate.fit_statistics import InputStatistics
 from relayquant.errors import ConfigError
 from relayquant.qtypes import Granularity, QParams, QSpec, Scheme, choose_qparams
 
@@ -36,9 +36,11 @@ def make_inputs(rng: np.random.Generator, rows: int, columns: int) -> np.ndarray
     return np.maximum(mixed + 1, 0).astype("float32")
 
 
-def observe(view: LinearView, *batches: np.ndarray, rows: int = 10**6) -> InputStatistics:
-    mean = view.mean_row(batches[0])
-    statistics = InputStatistics.empty(*mean.shape, with_gram=True)
+def observe(
+    view: LinearView, *batches: np.ndarray, rows: int = 10**6, most: int | None = None
+) -> InputStatistics:
+    groups, _, columns = view.sample_rows(batches[0], 1, np.random.default_rng(0)).shape
+    statistics = InputStatistics.empty(groups, columns, with_gram=True, most=most)
     for batch in batches:
         statistics = statistics.add(view, batch, rows, np.random.default_rng(0))
     return statistics
@@ -233,3 +235,38 @@ def test_fit_operator__wide_matrices_cross_blocks() -> None:
 def test_fit_settings__refuses(settings_: dict) -> None:
     with pytest.raises(ConfigError, match="FitSettings"):
         FitSettings(**settings_)
+
+
+def test_fit_operator__blocks_of_columns_stand_for_a_wide_matrix() -> None:
+    """Each block is fitted for itself: better than nearest, not as good as all columns at once."""
+    rng = np.random.default_rng(11)
+    x = make_inputs(rng, 400, 50)
+    weight = rng.standard_normal((50, 6)).astype("float32")
+    qparams = weight_qparams(weight, INT4)
+    settings_ = FitSettings(
+        WeightRounding.OPTIMAL, BiasCorrection.NONE, scale_factors=(1.0, 0.9, 0.8)
+    )
+
+    def error(statistics: InputStatistics, chosen: FitSettings) -> float:
+        fitted = fit_operator(DENSE, statistics, weight, None, qparams, INT4, chosen)
+        return output_error(x, weight, fitted.weight)
+
+    split = observe(DENSE, x[:150], x[150:], most=20)
+    assert split.settle().gram.shape == (3, 17, 17)
+    whole, nearest = error(observe(DENSE, x), settings_), error(split, NEAREST)
+    assert whole < error(split, settings_) < 0.8 * nearest
+
+
+def test_input_statistics__equal_whatever_the_batches() -> None:
+    rng = np.random.default_rng(12)
+    x = make_inputs(rng, 301, 7)
+    parts = observe(DENSE, *np.array_split(x, 9)).settle()
+    exact = x.astype("float64")
+    assert parts.rows == 301
+    assert np.allclose(parts.gram[0], exact.T @ exact, rtol=1e-5)
+    assert np.allclose(parts.mean[0], exact.mean(axis=0))
+
+
+def test_fit_settings__rows_are_bounded_by_the_columns() -> None:
+    chosen = FitSettings(samples=1000, max_columns=500)
+    assert [chosen.count_rows(n) for n in (1, 10, 300, 500, 5000)] == [128, 1000, 1200, 2000, 2000]

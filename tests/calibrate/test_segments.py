@@ -97,7 +97,7 @@ def test_split__value_that_is_only_looked_at_later_is_kept():
     known = set(prepared.graph.inputs)
     for segment in split.segments:
         known.update(segment.outputs)
-        assert {fit.data for fit in segment.fits} <= known
+        assert {fit.source for fit in segment.fits} <= known
 
 
 def test_split__single_observes_everything_at_once():

@@ -1,0 +1,121 @@
+"""Calibrate, weights: what is known of an operator's input, from a bounded sample of positions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relayquant.calibrate.fit_patches import LinearView
+from relayquant.qtypes import QParams, QSpec
+
+FloatArray = NDArray[np.float32]
+Float64Array = NDArray[np.float64]
+
+#: rows that enter the matrix of second moments in one product, at least; more, if it is wider
+FEWEST_ROWS = 64
+
+
+@dataclass(frozen=True, eq=False)
+class InputStatistics:
+    """What is known of an operator's quantized input x.
+
+    A long x is cut into equal blocks, the last filled up with zeros; what inputs of different
+    blocks have to do with one another is not kept.
+
+    Attributes:
+        gram: Sum of x x^T over the sampled rows but those that wait, (groups * blocks, k, k)
+            float64; None when it is not needed.
+        total: Sum of x over the sampled rows, (groups, K) float64.
+        rows: Sampled rows.
+        blocks: Blocks that each x is cut into.
+        waiting: Rows that have not entered `gram`, (groups, n, K) float32 each.
+    """
+
+    gram: Float64Array | None
+    total: Float64Array
+    rows: int = 0
+    blocks: int = 1
+    waiting: tuple[FloatArray, ...] = ()
+
+    @staticmethod
+    def empty(
+        groups: int, columns: int, *, with_gram: bool, most: int | None = None
+    ) -> InputStatistics:
+        """Before any data; blocks have at most `most` columns."""
+        blocks = -(-columns // (most or columns))
+        width = -(-columns // blocks)
+        gram = np.zeros((groups * blocks, width, width)) if with_gram else None
+        return InputStatistics(gram, np.zeros((groups, columns)), blocks=blocks)
+
+    def add(
+        self,
+        view: LinearView,
+        data: NDArray,
+        rows: int,
+        rng: np.random.Generator,
+        rounding: Callable[[FloatArray], FloatArray] | None = None,
+    ) -> InputStatistics:
+        """With at most `rows` rows of one more batch; `rounding` is applied to the values taken."""
+        x = view.sample_rows(np.asarray(data, "float32"), rows, rng, rounding)
+        result = replace(
+            self,
+            total=self.total + x.sum(axis=1, dtype="float64"),
+            rows=self.rows + x.shape[1],
+            waiting=(*self.waiting, x) if self.gram is not None else (),
+        )
+        if self.gram is None:
+            return result
+        waiting = sum(part.shape[1] for part in result.waiting)
+        return result.settle() if waiting >= max(FEWEST_ROWS, self.gram.shape[1]) else result
+
+    def settle(self) -> InputStatistics:
+        """The same with no rows waiting."""
+        if self.gram is None or not self.waiting:
+            return self
+        x = split_columns(np.concatenate(self.waiting, axis=1), self.blocks)
+        gram = self.gram
+        # In place: for wide operators this array is the largest one there is.
+        gram += np.matmul(x.transpose(0, 2, 1), x)
+        return replace(self, waiting=())
+
+    @property
+    def mean(self) -> Float64Array:
+        """E[x], (groups, K)."""
+        return self.total / max(self.rows, 1)
+
+
+def split_columns(rows: NDArray, blocks: int) -> NDArray:
+    """(groups, n, K) -> (groups * blocks, n, k): columns in blocks, the last filled with zeros."""
+    if blocks == 1:
+        return rows
+    groups, count, columns = rows.shape
+    width = -(-columns // blocks)
+    filled = np.zeros((groups, count, blocks * width), rows.dtype)
+    filled[:, :, :columns] = rows
+    split = filled.reshape(groups, count, blocks, width).transpose(0, 2, 1, 3)
+    return np.ascontiguousarray(split).reshape(groups * blocks, count, width)
+
+
+def join_columns(rows: NDArray, blocks: int, columns: int) -> NDArray:
+    """The inverse of `split_columns`: (groups * blocks, n, k) -> (groups, n, columns)."""
+    if blocks == 1:
+        return rows
+    total, count, width = rows.shape
+    joined = rows.reshape(total // blocks, blocks, count, width).transpose(0, 2, 1, 3)
+    return np.ascontiguousarray(joined.reshape(total // blocks, count, -1)[:, :, :columns])
+
+
+def round_to_grid(values: FloatArray, qparams: QParams, spec: QSpec) -> FloatArray:
+    """The nearest values that parameters for a whole tensor can express, as a new array: what
+    quantize and then dequantize give.
+    """
+    zero_point = np.float32(qparams.zero_point)
+    low, high = (np.float32(limit) - zero_point for limit in spec.limits)
+    rounded = values / qparams.scale
+    np.rint(rounded, out=rounded)
+    np.clip(rounded, low, high, out=rounded)
+    rounded *= qparams.scale
+    return rounded
