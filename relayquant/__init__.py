@@ -5,7 +5,7 @@ from relayquant._tvm import check_versions
 check_versions()
 
 # What follows imports TVM, so it must come after the check of its version.
-from relayquant import reference  # noqa: E402
+from relayquant import reference, relay  # noqa: E402
 from relayquant.analysis.lint import Finding, Severity, lint, measure_growth  # noqa: E402
 from relayquant.backends import ACCELERATOR, ARM, GENERIC, X86  # noqa: E402
 from relayquant.calibrate.fit import BiasCorrection, FitSettings, WeightRounding  # noqa: E402
@@ -43,7 +43,8 @@ from relayquant.errors import (  # noqa: E402
     RelayQuantError,
 )
 from relayquant.events import Callback  # noqa: E402
-from relayquant.importers import import_onnx, import_tflite, import_torch, load  # noqa: E402
+from relayquant.formats import load  # noqa: E402
+from relayquant.importers import import_onnx, import_tflite, import_torch  # noqa: E402
 from relayquant.ops import BUILTIN_OPS  # noqa: E402
 
 # Some functions are named as the stages they run, whose packages are loaded by now: the functions
@@ -154,6 +155,7 @@ __all__ = [
     "prepare",
     "quantize",
     "reference",
+    "relay",
     "replace_plan",
     "save_prepared",
     "sensitivity",

@@ -22,7 +22,7 @@ LAYERS: list[set[str]] = [
     {"dialect", "reference"},
     {"ops"},
     {"importers", "prepare", "annotate", "simulate", "calibrate", "convert", "lower", "relay"},
-    {"backends", "analysis", "effort"},
+    {"backends", "analysis", "effort", "formats"},
     {"pipeline", "prepared_edit", "search", "testing"},
     {"report", "demo"},
     {"cli", "__init__", "__main__"},

@@ -12,6 +12,7 @@ import relayquant as rq
 from relayquant.errors import ModelError
 from relayquant.files import write_whole
 from relayquant.prepare.bind import bind_params
+from relayquant.relay import is_relay_json
 from relayquant.rewrite.editor import Editor
 
 __all__ = ["MODULE_SUFFIX", "bind_weights", "load_model", "load_module", "write_whole"]
@@ -23,14 +24,21 @@ MODULE_SUFFIX = ".json"
 def load_model(path: Path) -> tuple[tvm.IRModule, Mapping[str, Any] | None]:
     """(module, params) of a model file: a Relax module as JSON, or what `relayquant.load` reads.
 
+    A JSON file may also hold a Relay module.
+
     Raises:
         ModelError: there is no such file, or it is not a model.
     """
     if not path.is_file():
         raise ModelError(f"There is no model file {path}.")
-    if path.suffix == MODULE_SUFFIX:
+    if path.suffix == MODULE_SUFFIX and not is_relay_json(_read_head(path)):
         return load_module(path), None
     return rq.load(path)
+
+
+def _read_head(path: Path) -> str:
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return file.read(1000)
 
 
 def load_module(path: Path) -> tvm.IRModule:

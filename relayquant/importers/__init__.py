@@ -2,9 +2,8 @@
 names.
 """
 
-from relayquant.importers.load import load
 from relayquant.importers.onnx_model import import_onnx
 from relayquant.importers.tflite_model import import_tflite
 from relayquant.importers.torch_program import import_torch
 
-__all__ = ["import_onnx", "import_tflite", "import_torch", "load"]
+__all__ = ["import_onnx", "import_tflite", "import_torch"]

@@ -13,7 +13,8 @@ from tvm import relax
 from tvm.ir import Call
 
 from relayquant.errors import ModelError
-from relayquant.importers import import_onnx, load
+from relayquant.formats import load
+from relayquant.importers import import_onnx
 from relayquant.importers.onnx_operators import resolve_auto_pad
 from relayquant.rewrite.graph import call_name, tensor_shape
 
@@ -393,8 +394,8 @@ def test_file__missing(tmp_path):
 
 
 def test_file__unknown_suffix(tmp_path):
-    with pytest.raises(ModelError, match=r"\.onnx.*\.tflite.*\.pt2"):
-        load(tmp_path / "model.relay")
+    with pytest.raises(ModelError, match=r"\.onnx.*\.tflite.*\.pt2.*\.relay.*\.json"):
+        load(tmp_path / "model.bin")
 
 
 def test_file__folder(tmp_path):

@@ -12,7 +12,8 @@ from tvm import relax
 from tvm.ir import Call
 
 from relayquant.errors import MissingDependencyError, ModelError
-from relayquant.importers import import_tflite, load
+from relayquant.formats import load
+from relayquant.importers import import_tflite
 
 MODEL = "ic_resnet8_fp32.tflite"
 
@@ -88,7 +89,7 @@ def test_truncated_file__refused(shared_data, tmp_path, keep):
 
 
 def test_shapes__do_not_apply(shared_data):
-    with pytest.raises(ModelError, match="ONNX models only"):
+    with pytest.raises(ModelError, match=r"does not apply to a \.tflite file"):
         load(shared_data(MODEL), shapes={"input_1": (2, 32, 32, 3)})
 
 

@@ -12,7 +12,8 @@ from tvm import relax
 from tvm.ir import Call
 
 from relayquant.errors import MissingDependencyError, ModelError
-from relayquant.importers import import_torch, load
+from relayquant.formats import load
+from relayquant.importers import import_torch
 from relayquant.prepare import prepare_module
 from relayquant.rewrite.graph import call_name
 

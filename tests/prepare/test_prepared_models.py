@@ -11,7 +11,7 @@ import tvm
 from tvm import relax
 from tvm.ir import Call
 
-from relayquant.importers import load
+from relayquant.formats import load
 from relayquant.prepare import prepare_module
 from relayquant.rewrite.graph import call_name
 

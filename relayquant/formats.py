@@ -1,0 +1,145 @@
+"""Entry of the first stage: which reader takes a model file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import tvm
+
+from relayquant.errors import ModelError
+from relayquant.importers import import_onnx, import_tflite, import_torch
+from relayquant.importers.files import DEFAULT_MAX_BYTES, PathLike, check_file
+from relayquant.relay import decode_params, from_json, from_text, is_relay_json
+
+Shapes: TypeAlias = Mapping[str, Sequence[int | str]]
+Params: TypeAlias = Mapping[str, Any]
+Imported: TypeAlias = tuple[tvm.IRModule, dict[str, np.ndarray]]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What `load` was asked for."""
+
+    path: Path
+    shapes: Shapes | None
+    params: Params | PathLike | None
+    max_bytes: int
+
+
+@dataclass(frozen=True)
+class Format:
+    """A kind of model file: its suffix, what it holds, which arguments of `load` apply."""
+
+    suffix: str
+    kind: str
+    read: Callable[[Request], Imported]
+    takes_shapes: bool = False
+    takes_params: bool = False
+
+
+def _read_onnx(request: Request) -> Imported:
+    return import_onnx(request.path, shapes=request.shapes, max_bytes=request.max_bytes)
+
+
+def _read_tflite(request: Request) -> Imported:
+    return import_tflite(request.path, max_bytes=request.max_bytes)
+
+
+def _read_torch(request: Request) -> Imported:
+    return import_torch(request.path, max_bytes=request.max_bytes)
+
+
+def _read_relay_text(request: Request) -> Imported:
+    return from_text(_read_utf8(request), _find_params(request), shapes=request.shapes), {}
+
+
+def _read_relay_json(request: Request) -> Imported:
+    text = _read_utf8(request)
+    if not is_relay_json(text):
+        raise ModelError(
+            f"{str(request.path)!r} is no Relay module. A Relax module in JSON is read by "
+            "tvm.ir.load_json, and may be passed to relayquant directly."
+        )
+    return from_json(text, _find_params(request), shapes=request.shapes), {}
+
+
+def _read_utf8(request: Request) -> str:
+    data = check_file(request.path, request.max_bytes).read_bytes()
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{str(request.path)!r} is not UTF-8 text: {error}.") from error
+
+
+def _find_params(request: Request) -> Params | None:
+    """The values given, or those in the file given, or those of `model.params` beside the model."""
+    given = request.params
+    if isinstance(given, Mapping):
+        return given
+    beside = request.path.with_suffix(".params")
+    if given is None and not beside.exists():
+        return None
+    file = check_file(beside if given is None else given, request.max_bytes)
+    return decode_params(file.read_bytes(), repr(str(file)))
+
+
+#: All kinds of files that can be read.
+FORMATS: tuple[Format, ...] = (
+    Format(".onnx", "ONNX", _read_onnx, takes_shapes=True),
+    Format(".tflite", "TensorFlow Lite", _read_tflite),
+    Format(".pt2", "torch.export", _read_torch),
+    Format(".relay", "Relay text", _read_relay_text, takes_shapes=True, takes_params=True),
+    Format(".json", "Relay JSON", _read_relay_json, takes_shapes=True, takes_params=True),
+)
+
+
+def load(
+    path: PathLike,
+    *,
+    shapes: Shapes | None = None,
+    params: Params | PathLike | None = None,
+    max_bytes: int = DEFAULT_MAX_BYTES,
+) -> Imported:
+    """Read a model from a file; the suffix says of which kind it is.
+
+    Args:
+        path: A file .onnx, .tflite, .pt2 (written by torch.export.save), or of Relay, as TVM 0.7 to
+            0.19 wrote it: .relay (`mod.astext()`) or .json (`tvm.ir.save_json`).
+        shapes: Input name -> shape, to fix or rename symbolic dimensions (ONNX, Relay):
+            {"x": ("N", 3, 224, 224)}.
+        params: Relay only: {name: array} or a file that `save_param_dict` wrote; by default the
+            file `model.params` beside `model.relay`, if there is one.
+        max_bytes: Refuse larger files, external weights included.
+
+    Returns:
+        The module, and parameters that are not bound yet as {name: array}; {} for all kinds read
+        today. Parameters of a Relay module for which no value is found stay inputs.
+
+    Raises:
+        ModelError: unknown suffix, unreadable file, or something in the model that is not
+            supported.
+        MissingDependencyError: an optional package is needed.
+    """
+    suffix = Path(path).suffix.lower()
+    found = next((each for each in FORMATS if each.suffix == suffix), None)
+    if found is None:
+        kinds = ", ".join(f"{each.suffix} ({each.kind})" for each in FORMATS)
+        raise ModelError(
+            f"Cannot tell from the name of {str(path)!r} what kind of model it is. Readable: "
+            f"{kinds}. "
+            "Any module of a TVM frontend may also be passed to relayquant directly."
+        )
+    for name, given, is_taken in (
+        ("shapes", shapes, found.takes_shapes),
+        ("params", params, found.takes_params),
+    ):
+        if given is not None and not is_taken:
+            raise ModelError(
+                f"{name}= does not apply to a {suffix} file ({found.kind}), which holds its own. "
+                "Leave it out."
+            )
+    return found.read(Request(Path(path), shapes, params, max_bytes))

@@ -1,0 +1,160 @@
+"""Relay: the kinds of attributes that operators have, how each is written in JSON, and checked."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from relayquant.errors import ModelError, suggest_name
+from relayquant.relay.metadata import NodeGraph
+
+#: Attributes hold sizes and axes; beyond this they are nonsense. Slices say "to the end" with
+#: the largest int64.
+MAX_INTEGER = 2**63 - 1
+
+
+class Kind(enum.Enum):
+    """What an attribute holds. A JSON file has the numbers of INT, FLOAT and BOOL and the text of
+    DTYPE in place, all else in nodes of their own.
+    """
+
+    INT = "an integer"
+    FLOAT = "a number"
+    BOOL = "True or False"
+    STRING = "a text"
+    DTYPE = "a dtype"
+    INTEGER = "an integer or None"  #: boxed: Integer, IndexExpr
+    INTS = "a list of integers or None"
+    NESTED = "a list of lists of integers"
+    SECTIONS = "an integer or a list of integers"
+    FLOATS = "a list of numbers or None"
+    ANY = "anything"
+
+
+@dataclass(frozen=True)
+class Attr:
+    """Kind and default of an attribute. `required` ones have no default in Relay."""
+
+    kind: Kind
+    default: Any = None
+    required: bool = False
+
+
+Attrs = Mapping[str, Attr]
+
+
+def _to_int(value: Any) -> int:
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if not isinstance(value, int) or not -MAX_INTEGER - 1 <= value <= MAX_INTEGER:
+        raise ValueError(value)
+    return int(value)
+
+
+def _to_ints(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, tuple):
+        raise ValueError(value)
+    return tuple(_to_int(item) for item in value)
+
+
+def _to_float(value: Any) -> float:
+    if not isinstance(value, int | float):
+        raise ValueError(value)
+    return float(value)
+
+
+def _to_bool(value: Any) -> bool:
+    if value not in (0, 1):
+        raise ValueError(value)
+    return bool(value)
+
+
+def _to_text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(value)
+    return value
+
+
+def _to_dtype(value: Any) -> str:
+    return "" if value in (None, "void", "handle") else _to_text(value)
+
+
+def _optional(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda value: None if value is None else convert(value)
+
+
+_CHECKS: Mapping[Kind, Callable[[Any], Any]] = {
+    Kind.INT: _to_int,
+    Kind.FLOAT: _to_float,
+    Kind.BOOL: _to_bool,
+    Kind.STRING: _to_text,
+    Kind.DTYPE: _to_dtype,
+    Kind.INTEGER: _optional(_to_int),
+    Kind.INTS: _optional(lambda value: (value,) if isinstance(value, int) else _to_ints(value)),
+    Kind.NESTED: lambda value: tuple(_to_ints(item) for item in value),
+    Kind.SECTIONS: lambda value: _to_ints(value) if isinstance(value, tuple) else _to_int(value),
+    Kind.ANY: lambda value: value,
+    Kind.FLOATS: _optional(lambda value: tuple(_to_float(item) for item in value)),
+}
+
+#: How the text of an attribute in place is read.
+_IN_PLACE: Mapping[Kind, Callable[[str], Any]] = {
+    Kind.INT: int,
+    Kind.FLOAT: float,
+    Kind.BOOL: int,
+    Kind.DTYPE: str,
+}
+
+
+def complete_attrs(known: Attrs, written: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of all attributes: those written, checked, and the defaults of the others.
+
+    Raises:
+        ModelError: an attribute is unknown or missing, or a value is of another kind.
+    """
+    for name in written:
+        if name not in known:
+            raise ModelError(f"it has no attribute {name!r}. {suggest_name(name, known)}")
+    values: dict[str, Any] = {}
+    for name, attr in known.items():
+        if name not in written:
+            if attr.required:
+                raise ModelError(f"attribute {name!r} is missing.")
+            values[name] = attr.default
+            continue
+        try:
+            values[name] = _CHECKS[attr.kind](written[name])
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ModelError(
+                f"attribute {name} is {written[name]!r}; allowed: {attr.kind.value}."
+            ) from error
+    return values
+
+
+def read_json_attrs(known: Attrs, graph: NodeGraph, node: int) -> dict[str, Any]:
+    """The attributes in a node, as the text reader would give them.
+
+    Raises:
+        ModelError: the text of an attribute is no number, or its node is missing.
+    """
+    values: dict[str, Any] = {}
+    for name, attr in known.items():
+        if not graph.has_attr(node, name):
+            continue
+        text = graph.attr(node, name)
+        try:
+            if attr.kind in _IN_PLACE:
+                values[name] = _IN_PLACE[attr.kind](text)
+            elif attr.kind is Kind.STRING and not text.isdecimal():
+                values[name] = text  # a std::string is in place, a tvm::String is not
+            else:
+                values[name] = graph.value(graph.child(node, name))
+        except ValueError as error:
+            if isinstance(error, ModelError):
+                raise
+            raise graph.fail(
+                node, f"attribute {name!r} is {text!r}; allowed: {attr.kind.value}."
+            ) from error
+    return values

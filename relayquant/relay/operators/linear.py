@@ -1,0 +1,274 @@
+"""Relay operators, rows: convolutions and matrix products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tvm import relax
+
+from relayquant.errors import ModelError
+from relayquant.relay.operators.base import (
+    OPTIONAL_INTEGERS,
+    RelayOp,
+    Site,
+    boxed,
+    check_positive,
+    dtype,
+    flag,
+    integer,
+    integers,
+    text,
+)
+from relayquant.rewrite.graph import tensor_shape
+
+op = relax.op
+
+#: Spatial letters of a layout by the number of spatial axes.
+SPATIAL = {1: "W", 2: "HW", 3: "DHW"}
+
+
+def conv_attrs(rank: int, kernel_layout: str, **more: Any) -> dict[str, Any]:
+    """Attributes of a convolution over `rank` axes."""
+    return {
+        "strides": integers(*[1] * rank),
+        "padding": integers(*[0] * rank),
+        "dilation": integers(*[1] * rank),
+        "groups": integer(1),
+        "channels": boxed(),
+        "kernel_size": OPTIONAL_INTEGERS,
+        "data_layout": text("NC" + SPATIAL[rank]),
+        "kernel_layout": text(kernel_layout),
+        "out_layout": text(""),
+        "out_dtype": dtype(),
+        **more,
+    }
+
+
+def check_window(site: Site, rank: int) -> None:
+    """Raise unless strides, dilation, padding and groups are numbers a convolution can have.
+
+    Raises:
+        ModelError: names the attribute.
+    """
+    attrs = site.attrs
+    for name in ("strides", "dilation"):
+        check_positive(name, attrs[name])
+        if len(attrs[name]) not in (1, rank):
+            raise ModelError(f"attribute {name} has {len(attrs[name])} values; allowed: {rank}.")
+    check_padding(attrs["padding"], rank)
+    if "groups" in attrs:
+        check_positive("groups", (attrs["groups"],))
+
+
+def check_padding(padding: Sequence[int], rank: int) -> None:
+    """Raise unless there is one width, one for each axis, or one for each side.
+
+    Raises:
+        ModelError: the number of widths is another, or one is negative.
+    """
+    if len(padding) not in (1, rank, 2 * rank) or min(padding) < 0:
+        raise ModelError(
+            f"attribute padding is {list(padding)}; allowed: 1, {rank} or {2 * rank} widths from 0."
+        )
+
+
+def check_layout(name: str, layout: str, letters: str) -> None:
+    """Raise unless a layout has just these letters.
+
+    Raises:
+        ModelError: it is blocked ("NCHW4c") or misses an axis.
+    """
+    if sorted(layout) != sorted(letters):
+        raise ModelError(
+            f"{name} {layout!r} is not supported; allowed: the axes {', '.join(letters)} in any "
+            "order, not blocked."
+        )
+
+
+def check_out_layout(site: Site, layout: str) -> None:
+    if site.attrs["out_layout"] not in ("", layout):
+        raise ModelError(
+            f"out_layout {site.attrs['out_layout']!r} is not supported; allowed: that of the data, "
+            f"{layout!r}."
+        )
+
+
+def ungroup_weight(
+    site: Site, weight: relax.Expr, layout: str, groups: int, data: relax.Expr, data_layout: str
+) -> tuple[relax.Expr, str]:
+    """(weight, layout) of a convolution as Relax wants them: O counts all output channels.
+
+    Relay keeps depthwise weights as (C, M, kh, kw), M outputs for each channel:
+        OIHW (C, M, kh, kw)  ->  OIHW (C * M, 1, kh, kw)
+        HWOI (kh, kw, C, M)  ->  HWIO (kh, kw, 1, C * M)
+    """
+    shape = tensor_shape(weight)
+    channels = site.dims(data)[data_layout.index("C")]
+    if shape is None or len(shape) != len(layout):
+        raise ModelError(f"the weight has shape {shape}; allowed: {len(layout)} axes, {layout}.")
+    out_axis, in_axis = layout.index("O"), layout.index("I")
+    depthwise = groups > 1 and groups == channels == shape[out_axis]
+    if not depthwise or in_axis != out_axis + 1:
+        return weight, layout
+    if layout.startswith("OI") and shape[in_axis] == 1:
+        return weight, layout
+    sizes = list(site.shape(weight))
+    total = sizes[out_axis] * sizes[in_axis]
+    if layout.startswith("OI"):
+        return site.reshape(weight, [total, 1, *sizes[2:]]), layout
+    return site.reshape(weight, [*sizes[:out_axis], 1, total]), layout[:out_axis] + "IO"
+
+
+def check_channels(site: Site, weight: relax.Expr, layout: str) -> None:
+    """Raise when the attributes contradict the weight, which alone is used."""
+    shape = site.dims(weight)
+    channels, kernel = site.attrs["channels"], site.attrs["kernel_size"]
+    found = shape[layout.index("O")]
+    if channels is not None and found != channels:
+        raise ModelError(f"attribute channels is {channels}, but the weight has {found}.")
+    window = tuple(size for size, axis in zip(shape, layout, strict=True) if axis not in "OI")
+    if kernel is not None and window != tuple(kernel):
+        raise ModelError(f"attribute kernel_size is {kernel}, but the weight has {window}.")
+
+
+def conv_operands(site: Site, rank: int) -> tuple[relax.Expr, relax.Expr, dict[str, Any]]:
+    """(data, weight, keywords of a Relax convolution), all checked."""
+    attrs = site.attrs
+    data, weight, layout = site.tensor(0), site.tensor(1), attrs["data_layout"]
+    check_window(site, rank)
+    check_layout("data_layout", layout, "NC" + SPATIAL[rank])
+    check_layout("kernel_layout", attrs["kernel_layout"], "OI" + SPATIAL[rank])
+    check_out_layout(site, layout)
+    if site.ndim(data) != rank + 2:
+        raise ModelError(f"the data has {site.ndim(data)} axes; allowed: {rank + 2}, {layout}.")
+    weight, kernel_layout = ungroup_weight(
+        site, weight, attrs["kernel_layout"], attrs["groups"], data, layout
+    )
+    check_channels(site, weight, kernel_layout)
+    keywords = {
+        "strides": list(attrs["strides"]),
+        "padding": list(attrs["padding"]),
+        "dilation": list(attrs["dilation"]),
+        "groups": attrs["groups"],
+        "data_layout": layout,
+        "kernel_layout": kernel_layout,
+        "out_dtype": attrs["out_dtype"] or None,
+    }
+    return data, weight, keywords
+
+
+def conv(function: Callable[..., relax.Expr], rank: int) -> Callable[[Site], relax.Expr]:
+    def convert(site: Site) -> relax.Expr:
+        data, weight, keywords = conv_operands(site, rank)
+        return function(data, weight, **keywords)
+
+    return convert
+
+
+def transposed_operands(site: Site, rank: int) -> tuple[relax.Expr, relax.Expr, dict[str, Any]]:
+    """The same for a transposed convolution. Relay's kernel layout "OIHW" meant IOHW before 0.8."""
+    attrs = site.attrs
+    data, weight, layout = site.tensor(0), site.tensor(1), attrs["data_layout"]
+    check_window(site, rank)
+    check_layout("data_layout", layout, "NC" + SPATIAL[rank])
+    check_layout("kernel_layout", attrs["kernel_layout"], "OI" + SPATIAL[rank])
+    check_out_layout(site, layout)
+    if min(attrs["output_padding"]) < 0:
+        raise ModelError(f"attribute output_padding is {attrs['output_padding']}; allowed: from 0.")
+    keywords = {
+        "strides": list(attrs["strides"]),
+        "padding": list(attrs["padding"]),
+        "output_padding": list(attrs["output_padding"]),
+        "dilation": list(attrs["dilation"]),
+        "groups": attrs["groups"],
+        "data_layout": layout,
+        "kernel_layout": attrs["kernel_layout"],
+        "out_dtype": attrs["out_dtype"] or None,
+    }
+    return data, weight, keywords
+
+
+def transposed(function: Callable[..., relax.Expr], rank: int) -> Callable[[Site], relax.Expr]:
+    def convert(site: Site) -> relax.Expr:
+        data, weight, keywords = transposed_operands(site, rank)
+        return function(data, weight, **keywords)
+
+    return convert
+
+
+def swap_last(site: Site, expr: relax.Expr) -> relax.Expr:
+    """`expr` with its last two axes swapped."""
+    ndim = site.ndim(expr)
+    if ndim < 2:
+        raise ModelError(f"an operand has {ndim} axes; allowed: at least 2.")
+    return site.permute(expr, [*range(ndim - 2), ndim - 1, ndim - 2])
+
+
+def convert_dense(site: Site) -> relax.Expr:
+    """x W^T."""
+    data, weight = site.tensor(0), site.tensor(1)
+    check_units(site, weight)
+    return op.matmul(data, swap_last(site, weight), site.attrs["out_dtype"] or None)
+
+
+def check_units(site: Site, weight: relax.Expr) -> None:
+    shape, units = site.dims(weight), site.attrs["units"]
+    if len(shape) != 2:
+        raise ModelError(f"the weight has {len(shape)} axes; allowed: 2.")
+    if units is not None and shape[0] != units:
+        raise ModelError(f"attribute units is {units}, but the weight has {shape[0]}.")
+
+
+def convert_matmul(site: Site) -> relax.Expr:
+    left, right, attrs = site.tensor(0), site.tensor(1), site.attrs
+    left = swap_last(site, left) if attrs["transpose_a"] else left
+    right = swap_last(site, right) if attrs["transpose_b"] else right
+    return op.matmul(left, right, attrs["out_dtype"] or None)
+
+
+def convert_batch_matmul(site: Site) -> relax.Expr:
+    """Before TVM 0.8 there were no attributes and y was transposed: so it is read where none is
+    written and only that fits.
+    """
+    left, right, attrs = site.tensor(0), site.tensor(1), site.attrs
+    transposed_right = attrs["transpose_b"] or is_old_batch_matmul(site)
+    left = swap_last(site, left) if attrs["transpose_a"] else left
+    right = swap_last(site, right) if transposed_right else right
+    return op.matmul(left, right, attrs["out_dtype"] or None)
+
+
+def is_old_batch_matmul(site: Site) -> bool:
+    left, right = site.dims(site.tensor(0)), site.dims(site.tensor(1))
+    if {"transpose_a", "transpose_b"} & site.written or min(len(left), len(right)) < 2:
+        return False
+    return left[-1] != right[-2] and left[-1] == right[-1]
+
+
+_PRODUCT = {"transpose_a": flag(), "transpose_b": flag(), "out_dtype": dtype()}
+#: Written by auto-scheduling passes; empty in a model.
+_LAYOUTS = {
+    "auto_scheduler_rewritten_layout": text(""),
+    "meta_schedule_original_shape": OPTIONAL_INTEGERS,
+}
+
+LINEAR_OPS: tuple[RelayOp, ...] = (
+    RelayOp("nn.conv1d", 2, conv(op.nn.conv1d, 1), conv_attrs(1, "OIW")),
+    RelayOp("nn.conv2d", 2, conv(op.nn.conv2d, 2), conv_attrs(2, "OIHW", **_LAYOUTS)),
+    RelayOp("nn.conv3d", 2, conv(op.nn.conv3d, 3), conv_attrs(3, "OIDHW", **_LAYOUTS)),
+    RelayOp(
+        "nn.conv1d_transpose",
+        2,
+        transposed(op.nn.conv1d_transpose, 1),
+        conv_attrs(1, "IOW", output_padding=integers(0)),
+    ),
+    RelayOp(
+        "nn.conv2d_transpose",
+        2,
+        transposed(op.nn.conv2d_transpose, 2),
+        conv_attrs(2, "IOHW", output_padding=integers(0, 0)),
+    ),
+    RelayOp("nn.dense", 2, convert_dense, {"units": boxed(), "out_dtype": dtype(), **_LAYOUTS}),
+    RelayOp("nn.matmul", 2, convert_matmul, {"units": boxed(), **_PRODUCT, **_LAYOUTS}),
+    RelayOp("nn.batch_matmul", 2, convert_batch_matmul, {**_PRODUCT, **_LAYOUTS}),
+)

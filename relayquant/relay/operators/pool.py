@@ -1,0 +1,269 @@
+"""Relay operators, rows: pooling and normalization."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import numpy as np
+from tvm import relax
+
+from relayquant.errors import ModelError
+from relayquant.relay.operators.base import (
+    RelayOp,
+    Site,
+    check_positive,
+    flag,
+    integer,
+    integers,
+    is_integer,
+    make_const,
+    make_scalar,
+    real,
+    text,
+)
+from relayquant.relay.operators.linear import SPATIAL, check_layout, check_out_layout, check_padding
+from relayquant.rewrite.graph import tensor_dtype
+
+op = relax.op
+
+
+def pool_attrs(rank: int, **more: Any) -> dict[str, Any]:
+    return {
+        "pool_size": integers(required=True),
+        "strides": integers(*[1] * rank),
+        "dilation": integers(*[1] * rank),
+        "padding": integers(*[0] * rank),
+        "layout": text("NC" + SPATIAL[rank]),
+        "out_layout": text(""),
+        "ceil_mode": flag(),
+        **more,
+    }
+
+
+def pool_keywords(site: Site, rank: int) -> dict[str, Any]:
+    """Keywords of a Relax pool, all checked."""
+    attrs = site.attrs
+    for name in ("pool_size", "strides", "dilation"):
+        check_positive(name, attrs[name] or ())
+        if len(attrs[name]) not in (1, rank):
+            raise ModelError(f"attribute {name} has {len(attrs[name])} values; allowed: {rank}.")
+    check_padding(attrs["padding"], rank)
+    check_layout("layout", attrs["layout"], "NC" + SPATIAL[rank])
+    check_out_layout(site, attrs["layout"])
+    one = {name: list(attrs[name]) for name in ("pool_size", "strides", "dilation", "padding")}
+    single = rank > 1
+    return {
+        **{k: v * rank if single and len(v) == 1 and k != "padding" else v for k, v in one.items()},
+        "ceil_mode": attrs["ceil_mode"],
+        "layout": attrs["layout"],
+    }
+
+
+def max_pool(function: Callable[..., relax.Expr], rank: int) -> Callable[[Site], relax.Expr]:
+    return lambda site: function(site.tensor(0), **pool_keywords(site, rank))
+
+
+def avg_pool(function: Callable[..., relax.Expr], rank: int) -> Callable[[Site], relax.Expr]:
+    def convert(site: Site) -> relax.Expr:
+        data = site.tensor(0)
+        keywords = pool_keywords(site, rank)
+        keywords["count_include_pad"] = site.attrs["count_include_pad"]
+        if is_integer(data):
+            return integer_average(site, data, keywords, rank)
+        return function(data, **keywords)
+
+    return convert
+
+
+def integer_average(
+    site: Site, data: relax.Expr, keywords: dict[str, Any], rank: int
+) -> relax.Expr:
+    """Average of integers as Relay takes it: the sum of the window, divided and truncated.
+
+    A convolution with ones gives the sum; Relax's own pool changes the dtype.
+    """
+    if rank != 2 or keywords["ceil_mode"]:
+        raise ModelError("pooling of integers is supported in two dimensions, without ceil_mode.")
+    padded = any(keywords["padding"]) and not keywords["count_include_pad"]
+    if padded:
+        raise ModelError("padded pooling of integers is supported with count_include_pad only.")
+    layout, kind = keywords["layout"], tensor_dtype(data)
+    channels = site.shape(data)[layout.index("C")]
+    ones = make_ones([channels, 1, *keywords["pool_size"]], kind)
+    total = site.emit(
+        op.nn.conv2d(
+            data,
+            ones,
+            strides=keywords["strides"],
+            padding=keywords["padding"],
+            dilation=keywords["dilation"],
+            groups=channels,
+            data_layout=layout,
+            kernel_layout="OIHW",
+            out_dtype=kind,
+        )
+    )
+    return op.divide(total, make_scalar(prod(keywords["pool_size"]), kind))
+
+
+def make_ones(shape: list[int], kind: str) -> relax.Expr:
+    return make_const(np.ones(shape, kind))
+
+
+def adaptive_pool(function: Callable[..., relax.Expr], rank: int) -> Callable[[Site], relax.Expr]:
+    def convert(site: Site) -> relax.Expr:
+        layout = site.attrs["layout"]
+        check_layout("layout", layout, "NC" + SPATIAL[rank])
+        check_out_layout(site, layout)
+        size = site.attrs["output_size"] or None
+        if size is not None:
+            check_positive("output_size", size)
+        return function(site.tensor(0), list(size) if size else None, layout)
+
+    return convert
+
+
+def adaptive_max_pool(site: Site) -> relax.Expr:
+    """The maximum over all positions; other sizes have no counterpart."""
+    if set(site.attrs["output_size"] or (0,)) != {1}:
+        raise ModelError("adaptive_max_pool2d is supported for output_size 1 only.")
+    return global_max_pool(site)
+
+
+def spatial_axes(site: Site) -> list[int]:
+    layout = site.attrs["layout"]
+    check_layout("layout", layout, "NCHW")
+    check_out_layout(site, layout)
+    return [layout.index("H"), layout.index("W")]
+
+
+def global_max_pool(site: Site) -> relax.Expr:
+    return op.max(site.tensor(0), spatial_axes(site), keepdims=True)
+
+
+def global_avg_pool(site: Site) -> relax.Expr:
+    """Integers: the sum, divided and truncated."""
+    data, axes = site.tensor(0), spatial_axes(site)
+    if not is_integer(data):
+        return op.mean(data, axes, keepdims=True)
+    shape = site.shape(data)
+    count = prod(shape[axis] for axis in axes)
+    total = site.emit(op.sum(data, axes, keepdims=True))
+    return op.divide(total, make_scalar(count, tensor_dtype(data)))
+
+
+# -- normalization ---------------------------------------------------------------------------------
+
+
+def norm_attrs(axis: int) -> dict[str, Any]:
+    return {
+        "axis": integer(axis),
+        "epsilon": real(1e-5),
+        "center": flag(True),
+        "scale": flag(True),
+    }
+
+
+def batch_norm(site: Site) -> relax.Expr:
+    """A tuple (result, mean, variance), as in Relay; without training."""
+    data, attrs = site.tensor(0), site.attrs
+    return op.nn.batch_norm(
+        data,
+        *(site.tensor(i) for i in range(1, 5)),
+        axis=site.axis(attrs["axis"], site.ndim(data)),
+        epsilon=attrs["epsilon"],
+        center=attrs["center"],
+        scale=attrs["scale"],
+        training=False,
+    )
+
+
+def layer_norm(site: Site) -> relax.Expr:
+    attrs = site.attrs
+    axis = site.axis(attrs["axis"], site.ndim(site.tensor(0)))
+    return op.nn.layer_norm(
+        *(site.tensor(i) for i in range(3)),
+        axes=[axis],
+        epsilon=attrs["epsilon"],
+        center=attrs["center"],
+        scale=attrs["scale"],
+    )
+
+
+def group_norm(site: Site) -> relax.Expr:
+    attrs = site.attrs
+    check_positive("num_groups", (attrs["num_groups"],))
+    ndim = site.ndim(site.tensor(0))
+    axis = site.axis(attrs["axis"], ndim)
+    return op.nn.group_norm(
+        *(site.tensor(i) for i in range(3)),
+        num_groups=attrs["num_groups"],
+        channel_axis=axis,
+        axes=[i for i in range(1, ndim) if i != axis],
+        epsilon=attrs["epsilon"],
+        center=attrs["center"],
+        scale=attrs["scale"],
+    )
+
+
+def instance_norm(site: Site) -> relax.Expr:
+    attrs = site.attrs
+    ndim = site.ndim(site.tensor(0))
+    axis = site.axis(attrs["axis"], ndim)
+    return op.nn.instance_norm(
+        *(site.tensor(i) for i in range(3)),
+        channel_axis=axis,
+        axes=[i for i in range(1, ndim) if i != axis],
+        epsilon=attrs["epsilon"],
+        center=attrs["center"],
+        scale=attrs["scale"],
+    )
+
+
+def softmax(function: Callable[..., relax.Expr]) -> Callable[[Site], relax.Expr]:
+    def convert(site: Site) -> relax.Expr:
+        data = site.tensor(0)
+        return function(data, site.axis(site.attrs["axis"], site.ndim(data)))
+
+    return convert
+
+
+def dropout(site: Site) -> tuple[relax.Expr, relax.Expr]:
+    """(x, mask): what inference computes is x itself. Nobody reads the mask."""
+    data = site.tensor(0)
+    return data, op.ones_like(data)
+
+
+_AVERAGE = {"count_include_pad": flag()}
+_GLOBAL = {"layout": text("NCHW"), "out_layout": text("")}
+
+
+def _adaptive(rank: int) -> dict[str, Any]:
+    layout = "NC" + SPATIAL[rank]
+    return {"output_size": integers(), "layout": text(layout), "out_layout": text("")}
+
+
+POOL_OPS: tuple[RelayOp, ...] = (
+    RelayOp("nn.max_pool1d", 1, max_pool(op.nn.max_pool1d, 1), pool_attrs(1)),
+    RelayOp("nn.max_pool2d", 1, max_pool(op.nn.max_pool2d, 2), pool_attrs(2)),
+    RelayOp("nn.max_pool3d", 1, max_pool(op.nn.max_pool3d, 3), pool_attrs(3)),
+    RelayOp("nn.avg_pool1d", 1, avg_pool(op.nn.avg_pool1d, 1), pool_attrs(1, **_AVERAGE)),
+    RelayOp("nn.avg_pool2d", 1, avg_pool(op.nn.avg_pool2d, 2), pool_attrs(2, **_AVERAGE)),
+    RelayOp("nn.avg_pool3d", 1, avg_pool(op.nn.avg_pool3d, 3), pool_attrs(3, **_AVERAGE)),
+    RelayOp("nn.adaptive_avg_pool1d", 1, adaptive_pool(op.nn.adaptive_avg_pool1d, 1), _adaptive(1)),
+    RelayOp("nn.adaptive_avg_pool2d", 1, adaptive_pool(op.nn.adaptive_avg_pool2d, 2), _adaptive(2)),
+    RelayOp("nn.adaptive_avg_pool3d", 1, adaptive_pool(op.nn.adaptive_avg_pool3d, 3), _adaptive(3)),
+    RelayOp("nn.adaptive_max_pool2d", 1, adaptive_max_pool, _adaptive(2)),
+    RelayOp("nn.global_avg_pool2d", 1, global_avg_pool, _GLOBAL),
+    RelayOp("nn.global_max_pool2d", 1, global_max_pool, _GLOBAL),
+    RelayOp("nn.batch_norm", 5, batch_norm, norm_attrs(1)),
+    RelayOp("nn.layer_norm", 3, layer_norm, norm_attrs(-1)),
+    RelayOp("nn.group_norm", 3, group_norm, {"num_groups": integer(0), **norm_attrs(1)}),
+    RelayOp("nn.instance_norm", 3, instance_norm, norm_attrs(1)),
+    RelayOp("nn.softmax", 1, softmax(op.nn.softmax), {"axis": integer(-1)}),
+    RelayOp("nn.fast_softmax", 1, softmax(op.nn.softmax), {"axis": integer(-1)}),
+    RelayOp("nn.log_softmax", 1, softmax(op.nn.log_softmax), {"axis": integer(-1)}),
+    RelayOp("nn.dropout", 1, dropout, {"rate": real(0.5)}),
+)

@@ -1,0 +1,249 @@
+"""Relay operators, rows: reductions, sorting, and the numbers of tensors made from nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+
+import numpy as np
+import tvm
+from tvm import relax
+
+from relayquant.errors import ModelError
+from relayquant.relay.operators.base import (
+    IGNORED,
+    OPTIONAL_INTEGERS,
+    RelayOp,
+    Site,
+    boxed,
+    dtype,
+    flag,
+    integer,
+    integers,
+    is_integer,
+    make_const,
+    make_scalar,
+    text,
+)
+from relayquant.relay.operators.shape import check_shape
+from relayquant.rewrite.graph import tensor_dtype
+
+op = relax.op
+
+
+def reduced_axes(site: Site) -> list[int]:
+    """The axes that are reduced: `exclude` names those that stay."""
+    ndim = site.ndim(site.tensor(0))
+    given = site.attrs["axis"]
+    if given is None or (len(given) == 0 and not site.attrs["exclude"]):
+        return [] if site.attrs["exclude"] and given is None else list(range(ndim))
+    axes = sorted({site.axis(axis, ndim) for axis in given})
+    return [axis for axis in range(ndim) if axis not in axes] if site.attrs["exclude"] else axes
+
+
+def reduction(function: Callable[..., relax.Expr]) -> Callable[[Site], relax.Expr]:
+    return lambda site: function(
+        site.tensor(0), reduced_axes(site), keepdims=site.attrs["keepdims"]
+    )
+
+
+def count_reduced(site: Site) -> int:
+    shape = site.shape(site.tensor(0))
+    count = prod(shape[axis] for axis in reduced_axes(site))
+    if count == 0:
+        raise ModelError(f"it averages over no element of a tensor of shape {list(shape)}.")
+    return count
+
+
+def convert_mean(site: Site) -> relax.Expr:
+    """Integers: the sum, divided and truncated."""
+    data = site.tensor(0)
+    if not is_integer(data):
+        return reduction(op.mean)(site)
+    total = site.emit(reduction(op.sum)(site))
+    return op.divide(total, make_scalar(count_reduced(site), tensor_dtype(data)))
+
+
+def convert_variance(site: Site) -> relax.Expr:
+    """sum((x - mean)^2) / n, or n - 1 where unbiased; the mean is the second argument."""
+    data, mean = site.tensor(0), site.tensor(1)
+    centred = site.emit(op.subtract(data, mean))
+    square = site.emit(op.multiply(centred, centred))
+    total = site.emit(op.sum(square, reduced_axes(site), keepdims=site.attrs["keepdims"]))
+    count = count_reduced(site) - site.attrs["unbiased"]
+    if count < 1:
+        raise ModelError("the unbiased variance of one element is not defined.")
+    return op.divide(total, make_scalar(count, tensor_dtype(data)))
+
+
+def logical_reduction(function: Callable[..., relax.Expr]) -> Callable[[Site], relax.Expr]:
+    """all is the minimum, any the maximum."""
+
+    def convert(site: Site) -> relax.Expr:
+        bits = site.emit(op.astype(site.tensor(0), "int8"))
+        found = function(bits, reduced_axes(site), keepdims=site.attrs["keepdims"])
+        return op.astype(site.emit(found), "bool")
+
+    return convert
+
+
+def arg_reduction(function: Callable[..., relax.Expr]) -> Callable[[Site], relax.Expr]:
+    """int32 in Relay, int64 in Relax."""
+
+    def convert(site: Site) -> relax.Expr:
+        axes = reduced_axes(site)
+        ndim = site.ndim(site.tensor(0))
+        if len(axes) not in (1, ndim) or site.attrs["select_last_index"]:
+            raise ModelError("allowed: one axis or all, and the first of equal values.")
+        axis = axes[0] if len(axes) == 1 else None
+        index = site.emit(function(site.tensor(0), axis, keepdims=site.attrs["keepdims"]))
+        return op.astype(index, "int32")
+
+    return convert
+
+
+def convert_topk(site: Site) -> relax.Expr:
+    data, attrs = site.tensor(0), site.attrs
+    axis = site.axis(attrs["axis"], site.ndim(data))
+    size = site.shape(data)[axis]
+    count = size if attrs["k"] is None or attrs["k"] < 1 else attrs["k"]
+    if count > size or attrs["ret_type"] not in ("both", "values", "indices"):
+        raise ModelError(f"k is {count}, ret_type {attrs['ret_type']!r}; the axis has {size}.")
+    kind = attrs["dtype"] or "int32"
+    if attrs["ret_type"] == "values":
+        kind = "int32"  # of indices that nobody sees
+    return op.topk(data, count, axis, attrs["ret_type"], not attrs["is_ascend"], kind)
+
+
+def convert_sort(site: Site) -> relax.Expr:
+    data = site.tensor(0)
+    axis = site.axis(site.attrs["axis"], site.ndim(data))
+    return op.sort(data, axis, not site.attrs["is_ascend"])
+
+
+def convert_argsort(site: Site) -> relax.Expr:
+    data = site.tensor(0)
+    axis = site.axis(site.attrs["axis"], site.ndim(data))
+    return op.argsort(data, axis, not site.attrs["is_ascend"], site.attrs["dtype"] or "int32")
+
+
+def scan(function: Callable[..., relax.Expr]) -> Callable[[Site], relax.Expr]:
+    def convert(site: Site) -> relax.Expr:
+        attrs = site.attrs
+        return function(
+            site.tensor(0), attrs["axis"], attrs["dtype"] or None, bool(attrs["exclusive"])
+        )
+
+    return convert
+
+
+# -- new tensors -----------------------------------------------------------------------------------
+
+
+def convert_filled(value: int) -> Callable[[Site], relax.Expr]:
+    def convert(site: Site) -> relax.Expr:
+        kind = site.attrs["dtype"] or "float32"
+        return op.full(check_shape(site.attrs["shape"]), make_scalar(value, kind), kind)
+
+    return convert
+
+
+def convert_filled_like(value: int) -> Callable[[Site], relax.Expr]:
+    def convert(site: Site) -> relax.Expr:
+        data = site.tensor(0)
+        return op.full_like(data, make_scalar(value, tensor_dtype(data)), tensor_dtype(data))
+
+    return convert
+
+
+def convert_full(site: Site) -> relax.Expr:
+    value = site.tensor(0)
+    kind = site.attrs["dtype"] or tensor_dtype(value)
+    return op.full(check_shape(site.attrs["shape"]), value, kind)
+
+
+def convert_full_like(site: Site) -> relax.Expr:
+    data = site.tensor(0)
+    return op.full_like(data, site.tensor(1), tensor_dtype(data))
+
+
+def convert_arange(site: Site) -> relax.Expr:
+    """A constant: all three arguments must be."""
+    start, stop, step = (site.constant(i) for i in range(3))
+    kind = site.attrs["dtype"] or str(start.dtype)
+    if any(each.size != 1 for each in (start, stop, step)) or not step.item():
+        raise ModelError("start, stop and step must be numbers, and step not 0.")
+    count = (float(stop.item()) - float(start.item())) / float(step.item())
+    if not count <= 2**24:
+        raise ModelError(f"it makes {count:.0f} values; allowed: 16 million.")
+    return make_const(np.arange(start.item(), stop.item(), step.item()).astype(kind))
+
+
+def convert_one_hot(site: Site) -> relax.Expr:
+    attrs = site.attrs
+    on, off = (site.constant(i) for i in (1, 2))
+    if not 1 <= attrs["depth"] <= 2**24 or on.size != 1 or off.size != 1:
+        raise ModelError(f"depth is {attrs['depth']}; allowed: 1 to 16 million, and two numbers.")
+    kind = attrs["dtype"] or str(on.dtype)
+    axis = attrs["axis"]
+    return op.one_hot(
+        site.tensor(0),
+        tvm.tirx.const(on.item(), kind),
+        tvm.tirx.const(off.item(), kind),
+        attrs["depth"],
+        axis,
+    )
+
+
+_REDUCE = {"axis": OPTIONAL_INTEGERS, "keepdims": flag(), "exclude": flag()}
+_ARG = {**_REDUCE, "select_last_index": flag()}
+_SORT = {"axis": integer(-1), "is_ascend": flag(True), "dtype": dtype()}
+_SCAN = {"axis": boxed(), "dtype": dtype(), "exclusive": boxed(0)}
+_INIT = {"shape": integers(required=True), "dtype": dtype()}
+
+REDUCE_OPS: tuple[RelayOp, ...] = (
+    RelayOp("sum", 1, reduction(op.sum), _REDUCE),
+    RelayOp("max", 1, reduction(op.max), _REDUCE),
+    RelayOp("min", 1, reduction(op.min), _REDUCE),
+    RelayOp("prod", 1, reduction(op.prod), _REDUCE),
+    RelayOp("mean", 1, convert_mean, _REDUCE),
+    RelayOp("variance", 2, convert_variance, {**_REDUCE, "unbiased": flag()}),
+    RelayOp("all", 1, logical_reduction(op.min), _REDUCE),
+    RelayOp("any", 1, logical_reduction(op.max), _REDUCE),
+    RelayOp("argmax", 1, arg_reduction(op.argmax), _ARG),
+    RelayOp("argmin", 1, arg_reduction(op.argmin), _ARG),
+    RelayOp(
+        "topk",
+        1,
+        convert_topk,
+        {
+            "k": boxed(),
+            "axis": integer(-1),
+            "ret_type": text("both"),
+            "is_ascend": flag(),
+            "dtype": dtype(),
+        },
+    ),
+    RelayOp("sort", 1, convert_sort, _SORT),
+    RelayOp("argsort", 1, convert_argsort, _SORT),
+    RelayOp("cumsum", 1, scan(op.cumsum), _SCAN),
+    RelayOp("cumprod", 1, scan(op.cumprod), _SCAN),
+    RelayOp("zeros", 0, convert_filled(0), _INIT),
+    RelayOp("ones", 0, convert_filled(1), _INIT),
+    RelayOp("zeros_like", 1, convert_filled_like(0)),
+    RelayOp("ones_like", 1, convert_filled_like(1)),
+    RelayOp("full", 1, convert_full, _INIT),
+    RelayOp("full_like", 2, convert_full_like),
+    RelayOp(
+        "arange",
+        3,
+        convert_arange,
+        {"start": IGNORED, "stop": IGNORED, "step": IGNORED, "dtype": dtype()},
+    ),
+    RelayOp(
+        "one_hot",
+        3,
+        convert_one_hot,
+        {"depth": integer(1), "axis": integer(-1), "dtype": dtype()},
+    ),
+)
