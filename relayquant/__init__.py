@@ -6,6 +6,7 @@ check_versions()
 
 # What follows imports TVM, so it must come after the check of its version.
 from relayquant import reference, relay  # noqa: E402
+from relayquant.analysis import AccumulatorReport  # noqa: E402
 from relayquant.analysis.lint import Finding, Severity, lint, measure_growth  # noqa: E402
 from relayquant.backends import ACCELERATOR, ARM, GENERIC, X86  # noqa: E402
 from relayquant.calibrate.fit import BiasCorrection, FitSettings, WeightRounding  # noqa: E402
@@ -22,11 +23,14 @@ from relayquant.calibrate.observers import (  # noqa: E402
 )
 from relayquant.calibrate.runner import Order  # noqa: E402
 from relayquant.config import (  # noqa: E402
+    Accumulator,
     BackendConfig,
     DTypeConfig,
     DTypeWithConstraints,
     FixedOutput,
     ObservationType,
+    Overflow,
+    OverflowBound,
     PatternConfig,
     QConfig,
     QConfigMapping,
@@ -50,6 +54,7 @@ from relayquant.ops import BUILTIN_OPS  # noqa: E402
 # Some functions are named as the stages they run, whose packages are loaded by now: the functions
 # win.
 from relayquant.pipeline import (  # noqa: E402
+    accumulator_report,
     calibrate,
     compare,
     compile,
@@ -90,6 +95,8 @@ __all__ = [
     "GENERIC",
     "MSE",
     "X86",
+    "Accumulator",
+    "AccumulatorReport",
     "AffineRule",
     "AverageMax",
     "BackendConfig",
@@ -114,6 +121,8 @@ __all__ = [
     "ObservationType",
     "Observer",
     "Order",
+    "Overflow",
+    "OverflowBound",
     "PatternConfig",
     "Percentile",
     "Plan",
@@ -134,6 +143,7 @@ __all__ = [
     "TensorConfig",
     "ValueInfo",
     "WeightRounding",
+    "accumulator_report",
     "calibrate",
     "choose_qparams",
     "compare",

@@ -38,6 +38,8 @@ class LedgerRow:
         scheme: "symmetric" or "affine" of its result, "" when it has no parameters.
         rule: The line of the QConfigMapping that decided, "" if none did.
         support: What became of its QConfig (`relayquant.plan.Support`).
+        accumulator: What its sums of products are held in, e.g. "int14 saturate"; "" for the
+            kernels' own int32.
     """
 
     name: str
@@ -54,6 +56,7 @@ class LedgerRow:
     scheme: str = ""
     rule: str = ""
     support: str = ""
+    accumulator: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -148,6 +151,7 @@ class Ledger:
         lines = []
         for row in self.rows:
             how = f"{row.pattern} {row.dtype}" if row.quantized else f"float: {row.reason}"
+            how += f", accumulator {row.accumulator}" if row.accumulator else ""
             lines.append(
                 f"{row.name}: {row.op} -> {how}" + (f"; {row.advice}" if row.advice else "")
             )
@@ -179,6 +183,7 @@ class Ledger:
                 scale=(),
                 zero_point=(),
                 scheme="",
+                accumulator="",
             )
             if row.name == name
             else row
@@ -213,6 +218,7 @@ def build_ledger(
                 plan.group(operator.output).info.spec.scheme.value if operator.output else "",
                 operator.rule,
                 operator.support.value,
+                operator.accumulator.description if operator.accumulator else "",
             )
         )
     return Ledger(tuple(rows), backend)

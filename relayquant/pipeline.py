@@ -7,22 +7,32 @@ input.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
+import numpy as np
 import tvm
 from tvm.ir import Call
 
-from relayquant.analysis import CompareReport, VerifyReport, compare_modules, verify_module
+from relayquant.analysis import (
+    AccumulatorReport,
+    CompareReport,
+    VerifyReport,
+    compare_modules,
+    find_min_scales,
+    measure_accumulators,
+    verify_module,
+)
 from relayquant.annotate import annotate
 from relayquant.backends import resolve_backend
 from relayquant.calibrate.datasets import open_dataset
 from relayquant.calibrate.fit import FitSettings
 from relayquant.calibrate.inputs import describe_inputs
 from relayquant.calibrate.runner import Order, pick_parameters
-from relayquant.config import BackendConfig, QConfigMapping
+from relayquant.config import BackendConfig, OverflowBound, QConfigMapping
 from relayquant.convert import (
     add_ledger,
     adopt_reference,
@@ -50,6 +60,9 @@ from relayquant.runtime import stop_spinning
 from relayquant.simulate import build_calibration_graph
 
 T = TypeVar("T")
+
+#: times that calibration is repeated to make sums fit; each round of scales changes the rounding
+ACCUMULATOR_ROUNDS = 4
 
 
 def quantize(
@@ -245,15 +258,18 @@ def calibrate(
     """Pick the parameters of every quantized value from data; fills `prepared.parameters` and
     returns it.
 
+    Where the backend's accumulators are narrow, the scales of weights (of the second factor of a
+    product of two activations) are raised until the sums fit, as `Accumulator.bound` says, and
+    calibration starts again with them; a warning names what still does not fit.
+
     Raises:
         DataError: the data set is empty or does not fit the model.
         ConfigError: `calibration` is no observer or callable, or picked something wrong.
     """
     events = CallbackList.of(callbacks)
-    result = _stage(
-        events,
-        "calibrate",
-        lambda: pick_parameters(
+
+    def pick(min_scales: Mapping[str, np.ndarray]) -> None:
+        result = pick_parameters(
             prepared,
             dataset,
             compile_module=compile,
@@ -261,15 +277,64 @@ def calibrate(
             order=order,
             callbacks=events,
             fit=fit or EFFORTS[Effort(prepared.effort)].fit,
-        ),
-    )
-    prepared.parameters.clear()
-    prepared.parameters.update(result.parameters)
-    prepared.constants.clear()
-    prepared.constants.update(result.constants)
-    prepared.statistics.clear()
-    prepared.statistics.update(result.statistics)
+            min_scales=min_scales,
+        )
+        fill(prepared.parameters, result.parameters)
+        fill(prepared.constants, result.constants)
+        fill(prepared.statistics, result.statistics)
+
+    _stage(events, "calibrate", lambda: pick({}))
+    bounds = {op.accumulator.bound for op in prepared.plan.operators if op.accumulator}
+    if bounds - {OverflowBound.NONE}:
+        _stage(events, "fit accumulators", lambda: fit_accumulators(prepared, dataset, pick))
     return prepared
+
+
+def fill(target: dict[str, T], source: Mapping[str, T]) -> None:
+    """Make `target`, which others hold, equal to `source`."""
+    target.clear()
+    target.update(source)
+
+
+def fit_accumulators(
+    prepared: PreparedModel, dataset: Any, pick: Callable[[Mapping[str, np.ndarray]], None]
+) -> None:
+    """Raise scales and calibrate again (`pick`) until the sums fit; warn of those that do not."""
+    min_scales: dict[str, np.ndarray] = {}
+    for _ in range(ACCUMULATOR_ROUNDS):
+        wanted = find_min_scales(prepared, accumulator_report(prepared, dataset))
+        if not wanted:
+            return
+        min_scales |= wanted
+        pick(min_scales)
+    left = find_min_scales(prepared, accumulator_report(prepared, dataset))
+    if left:
+        names = ", ".join(repr(key) for key in left)
+        warnings.warn(
+            f"Sums of products still overflow after calibration, where these are a factor: "
+            f"{names}. accumulator_report(prepared, dataset) tells by how much; allow larger "
+            "scales or use activations of fewer bits.",
+            stacklevel=2,
+        )
+
+
+def accumulator_report(model: PreparedModel | tvm.IRModule, dataset: Any) -> AccumulatorReport:
+    """Which sums of products do not fit the accumulators that the backend has, by channel.
+
+    Args:
+        model: A calibrated model, or what `quantize` or `lower` returned.
+        dataset: As for `quantize`.
+
+    Raises:
+        ConfigError: the model is not calibrated.
+        DataError: the data does not fit the model.
+    """
+    integer = model
+    if isinstance(model, PreparedModel):
+        inner = dataclasses.replace(model, inputs=(), outputs=())
+        integer = lower(convert_to_reference(inner), model.backend)
+    data = open_dataset(dataset, describe_inputs(integer))
+    return measure_accumulators(integer, data, compile)
 
 
 def convert_to_reference(prepared: PreparedModel) -> tvm.IRModule:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from relayquant.config import Accumulator
 from relayquant.errors import ConfigError, suggest_name
 from relayquant.qtypes import QSpec, Role, ValueInfo
 from relayquant.settings import (
@@ -138,6 +139,7 @@ class OperatorPlan:
         support: What became of its QConfig.
         rule: The line of the QConfigMapping that decided, "" if none did.
         is_explicit: Whether that line speaks of this operator, not of all.
+        accumulator: What its sums of products are held in; None for that of the kernels.
     """
 
     name: str
@@ -153,6 +155,7 @@ class OperatorPlan:
     support: Support = Support.SERVED
     rule: str = ""
     is_explicit: bool = False
+    accumulator: Accumulator | None = None
 
     @property
     def is_unserved(self) -> bool:
@@ -211,6 +214,7 @@ class Plan:
         return {
             "operators": [
                 {f.name: to_plain(getattr(op, f.name)) for f in dataclasses.fields(op)}
+                | {"accumulator": op.accumulator.to_dict() if op.accumulator else None}
                 for op in self.operators
             ],
             "groups": [group.to_dict() for group in self.groups],
@@ -233,6 +237,10 @@ class Plan:
             values = {key: to_tuple(value) for key, value in row.items()}
             if "support" in values:
                 values["support"] = read_enum(Support, values["support"], f"{where}.support")
+            if values.get("accumulator") is not None:
+                values["accumulator"] = Accumulator.from_dict(
+                    row["accumulator"], f"{where}.operators[{i}].accumulator"
+                )
             operators.append(OperatorPlan(**values))
         groups = check_list(found["groups"], f"{where}.groups")
         return Plan(

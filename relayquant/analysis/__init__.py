@@ -1,13 +1,23 @@
 """Measurements on modules: two modules and data in, numbers out."""
 
+from relayquant.analysis.accumulators import (
+    AccumulatorReport,
+    AccumulatorRow,
+    find_min_scales,
+    measure_accumulators,
+)
 from relayquant.analysis.compare import CompareReport, CompareRow, compare_modules
 from relayquant.analysis.verify import ValueDifference, VerifyReport, verify_module
 
 __all__ = [
+    "AccumulatorReport",
+    "AccumulatorRow",
     "CompareReport",
     "CompareRow",
     "ValueDifference",
     "VerifyReport",
     "compare_modules",
+    "find_min_scales",
+    "measure_accumulators",
     "verify_module",
 ]

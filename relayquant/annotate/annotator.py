@@ -63,7 +63,13 @@ def annotate(
         )
         if claim.root in quantized:
             name = claim.root.name
-            row = replace(row, quantized=True, operands=operands[name], output=outputs.get(name))
+            row = replace(
+                row,
+                quantized=True,
+                operands=operands[name],
+                output=outputs.get(name),
+                accumulator=claim.accumulator,
+            )
         else:
             skip = claim.skip
             row = replace(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from tvm import relax
 
 from relayquant.config import (
+    Accumulator,
     BackendConfig,
     MappingRule,
     ObservationType,
@@ -44,6 +45,16 @@ class Claim:
     support: Support = Support.SERVED
     rule: MappingRule | None = None  #: the line of the mapping that decided
     row: PatternConfig | None = None  #: the row of the backend that took it
+
+    @property
+    def accumulator(self) -> Accumulator | None:
+        """What holds its sums of products; None for the kernels' own, or where it has none."""
+        if self.pattern is None or self.pattern.accumulator_axis is None:
+            return None
+        if self.row is None or self.qconfig is None:
+            return None
+        dtypes = self.row.find_dtypes(self.qconfig, **find_roles(self.pattern))
+        return None if dtypes is None or dtypes.register.is_native else dtypes.register
 
     @property
     def can_quantize(self) -> bool:
@@ -246,10 +257,7 @@ def find_dtype_conflict(
     """Why the backend cannot run the pattern with this QConfig; None when one of its DTypeConfigs
     fits.
     """
-    roles = {operand.role for operand in pattern.operands}
-    conflict = row.find_conflict(
-        qconfig, has_weight=Role.WEIGHT in roles, has_bias=Role.BIAS in roles
-    )
+    conflict = row.find_conflict(qconfig, **find_roles(pattern))
     if conflict is None:
         return None
     allowed = "; ".join(dtypes.description for dtypes in row.dtypes) or "nothing"
@@ -257,6 +265,12 @@ def find_dtype_conflict(
         f"backend {backend!r} cannot run {pattern.name} so: {conflict}",
         f"choose a QConfig with {allowed}",
     )
+
+
+def find_roles(pattern: QuantOp) -> dict[str, bool]:
+    """Which constant operands a pattern has."""
+    roles = {operand.role for operand in pattern.operands}
+    return {"has_weight": Role.WEIGHT in roles, "has_bias": Role.BIAS in roles}
 
 
 def read_sources(graph: Graph) -> dict[str, str]:

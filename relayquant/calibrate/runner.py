@@ -34,7 +34,7 @@ from relayquant.events import CallbackList, ParametersEvent, ProgressEvent
 from relayquant.ops.find import match_operator, operand_constant
 from relayquant.plan import GroupPlan
 from relayquant.prepared import FitPoint, GroupStatistics, PreparedModel
-from relayquant.qtypes import QParams, ValueInfo
+from relayquant.qtypes import QParams, ValueInfo, conform_scale
 from relayquant.rewrite import Graph
 from relayquant.runtime import CompileModule, Executor, as_shape, as_tensor
 
@@ -112,6 +112,7 @@ def pick_parameters(
     callbacks: CallbackList | None = None,
     directory: str | Path | None = None,
     fit: FitSettings = DEFAULT_FIT,
+    min_scales: Mapping[str, np.ndarray] | None = None,
 ) -> CalibrationResult:
     """Parameters of every group of the plan, and fitted constants.
 
@@ -125,6 +126,7 @@ def pick_parameters(
         directory: Where intermediate values wait; the system's temporary directory by default.
             Needs about (largest activations alive at once) x (number of samples) x 4 bytes.
         fit: How weights are rounded and biases corrected.
+        min_scales: By group key, scales that those picked are raised to where they are smaller.
 
     Raises:
         DataError: the data set is empty or an item is wrong.
@@ -135,6 +137,8 @@ def pick_parameters(
     override = resolve_calibration(calibration) if calibration is not None else None
     data = open_dataset(dataset, describe_inputs(prepared.mod))
     parameters = pick_weight_parameters(prepared)
+    for key in (min_scales or {}).keys() & parameters.keys():
+        parameters[key] = raise_scale(parameters[key], plan.group(key), min_scales)
     fits = find_fits(prepared)
     fitted = {f.group.key for f in fits.values()} if fit.is_needed else set()
     for group in plan.weights:
@@ -148,7 +152,17 @@ def pick_parameters(
     executor = Executor(compile_module(split.mod)) if split.mod.functions else None
     with ValueStore(directory) as store:
         run = _Run(
-            prepared, split, executor, store, parameters, override, callbacks, order, fits, fit
+            prepared,
+            split,
+            executor,
+            store,
+            parameters,
+            override,
+            callbacks,
+            order,
+            fits,
+            fit,
+            min_scales or {},
         )
         run.load(data)
         for index, segment in enumerate(split.segments):
@@ -183,6 +197,15 @@ def pick_weight_parameters(prepared: PreparedModel) -> dict[str, QParams]:
     return parameters
 
 
+def raise_scale(
+    qparams: QParams, group: GroupPlan, min_scales: Mapping[str, np.ndarray]
+) -> QParams:
+    """Parameters with scales of at least those in `min_scales`, and the same zero points."""
+    scale = np.maximum(qparams.scale, min_scales.get(group.key, 0.0))
+    scale = conform_scale(scale, group.info.spec).astype("float32")
+    return QParams(scale, qparams.zero_point, qparams.dtype, qparams.axis)
+
+
 class _Run:
     """State of one calibration: what is stored, what is picked."""
 
@@ -198,13 +221,14 @@ class _Run:
         order: Order,
         fits: Mapping[str, OperatorFit],
         settings: FitSettings,
+        min_scales: Mapping[str, np.ndarray],
     ) -> None:
         self.prepared, self.plan, self.split, self.executor = (
             prepared, prepared.plan, split, executor,
         )  # fmt: skip
         self.store, self.parameters, self.override = store, parameters, override
         self.callbacks, self.order, self.batches = callbacks, order, 0
-        self.known, self.settings = fits, settings
+        self.known, self.settings, self.min_scales = fits, settings, min_scales
         self.fits = fits if settings.is_needed else {}
         self.constants: dict[str, np.ndarray] = {}
         self.statistics: dict[str, GroupStatistics] = {}
@@ -291,6 +315,8 @@ class _Run:
                 if isinstance(picker, Observer)
                 else picker.qparams(self.samples(group))
             )
+            if key in self.min_scales:
+                self.parameters[key] = raise_scale(self.parameters[key], group, self.min_scales)
             self.callbacks.on_parameters(ParametersEvent(group.info, self.parameters[key]))
         if self.order is Order.PARALLEL:
             self.statistics |= {
@@ -350,6 +376,9 @@ class _Run:
     def fit(self, fit: OperatorFit, statistics: InputStatistics) -> None:
         """Fit one operator; later segments run with its new weight and bias."""
         key, name = fit.group.key, fit.point.operator
+        settings = self.settings
+        if key in self.min_scales:  # the scale is decided, only the rounding is not
+            settings = replace(settings, scale_factors=(1.0,), tensor_factors=(1.0,))
         result = fit_operator(
             fit.view,
             statistics,
@@ -357,7 +386,7 @@ class _Run:
             fit.bias,
             self.parameters[key],
             fit.group.info.spec,
-            self.settings,
+            settings,
         )
         self.parameters[key] = result.qparams
         self.constants[f"{name}:weight"] = result.weight

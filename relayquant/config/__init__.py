@@ -5,6 +5,7 @@ Frozen values; `with_` and `set_` methods return new objects. Names follow PyTor
 Quantization.
 """
 
+from relayquant.config.accumulator import Accumulator, Overflow, OverflowBound
 from relayquant.config.backend import (
     BackendConfig,
     FixedOutput,
@@ -33,6 +34,7 @@ from relayquant.config.qconfig import (
 
 __all__ = [
     "KEPT_IN_FLOAT",
+    "Accumulator",
     "BackendConfig",
     "DTypeConfig",
     "DTypeWithConstraints",
@@ -40,6 +42,8 @@ __all__ = [
     "MappingRule",
     "ObservationType",
     "OperatorSite",
+    "Overflow",
+    "OverflowBound",
     "PatternConfig",
     "QConfig",
     "QConfigMapping",

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+from relayquant.config.accumulator import NATIVE, Accumulator
 from relayquant.config.qconfig import QConfig
 from relayquant.errors import ConfigError, suggest_name
 from relayquant.qtypes import INTEGER_LIMITS, Granularity, QSpec, Role, Scheme
@@ -115,6 +116,8 @@ class DTypeConfig:
         input, output: Computed operands, and the result.
         weight: Constant operands; not asked for where a pattern has none.
         bias: "int32" is in units of data scale x weight scale; another dtype has a grid of its own.
+        accumulator: What sums of products are held in, for patterns that have them (convolutions,
+            matrix products): an `Accumulator`, or "int14", "int14 wrap".
         is_dynamic: The backend picks the input's parameters at run time. This package is static:
             such a row is shown by `explain`, and no QConfig is served by it.
     """
@@ -124,6 +127,7 @@ class DTypeConfig:
     weight: DTypeWithConstraints | str = "int8"
     bias: DTypeWithConstraints | str = "int32"
     is_dynamic: bool = False
+    accumulator: Accumulator | str = NATIVE
 
     def __post_init__(self) -> None:
         for name in ("input", "output", "weight", "bias"):
@@ -135,6 +139,24 @@ class DTypeConfig:
                     f"DTypeConfig.{name} is {value!r}; allowed: a dtype by name or a "
                     "DTypeWithConstraints."
                 )
+
+        if isinstance(self.accumulator, str):
+            accumulator = Accumulator.parse(self.accumulator, "DTypeConfig.accumulator")
+            object.__setattr__(self, "accumulator", accumulator)
+        elif not isinstance(self.accumulator, Accumulator):
+            raise ConfigError(
+                f"DTypeConfig.accumulator is {self.accumulator!r}; allowed: an Accumulator, or a "
+                "text such as 'int14 wrap'."
+            )
+
+    @property
+    def register(self) -> Accumulator:
+        """`accumulator`, which a text may have named."""
+        return (
+            Accumulator.from_dict(self.accumulator)
+            if isinstance(self.accumulator, str)
+            else (self.accumulator)
+        )
 
     def constraints(self, name: str) -> DTypeWithConstraints:
         """Those of "input", "output", "weight" or "bias"."""
@@ -169,6 +191,8 @@ class DTypeConfig:
         text = f"{parts[0]} x {parts[1]} -> {parts[2]}" + (
             f", bias {bias}" if bias != "int32" else ""
         )
+        if not self.register.is_native:
+            text += f", accumulator {self.register.description}"
         return text + (", dynamic" if self.is_dynamic else "")
 
     def to_dict(self) -> dict[str, Any]:
@@ -178,6 +202,8 @@ class DTypeConfig:
             constraints = self.constraints(name)
             is_plain = constraints == DTypeWithConstraints(constraints.dtype)
             data[name] = constraints.dtype if is_plain else constraints.to_dict()
+        if self.register != NATIVE:
+            data["accumulator"] = self.register.to_dict()
         return {**data, "is_dynamic": self.is_dynamic}
 
     @staticmethod
@@ -186,8 +212,11 @@ class DTypeConfig:
         names = [f.name for f in fields(DTypeConfig)]
         found = dict(check_keys(data, names, where, ("input", "output")))
         is_dynamic = found.pop("is_dynamic", False)
+        accumulator = Accumulator.from_dict(
+            found.pop("accumulator", NATIVE.description), f"{where}.accumulator"
+        )
         tensors = {
             key: DTypeWithConstraints.from_dict(value, f"{where}.{key}")
             for key, value in found.items()
         }
-        return DTypeConfig(**tensors, is_dynamic=is_dynamic)
+        return DTypeConfig(**tensors, is_dynamic=is_dynamic, accumulator=accumulator)

@@ -13,11 +13,12 @@ import tvm
 from tvm import relax
 
 from relayquant.ledger import find_ledger
+from relayquant.ops.base import NARROW, SHIFTED, TOTALS
 from relayquant.rewrite import Emitter, Graph, rewrite_main
 from relayquant.rewrite.graph import tensor_dtype
 
 #: last part of the names of accumulators
-ACCUMULATORS = ("acc", "biased")
+ACCUMULATORS = (*TOTALS, NARROW, SHIFTED)
 
 
 def name_integers(mod: tvm.IRModule) -> tvm.IRModule:

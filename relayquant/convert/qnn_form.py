@@ -12,9 +12,9 @@ import tvm
 from tvm import relax
 from tvm.ir import Call
 
-from relayquant.config import BackendConfig
+from relayquant.config import Accumulator, BackendConfig
 from relayquant.errors import QnnError
-from relayquant.ledger import find_ledger, ledger_attrs
+from relayquant.ledger import Ledger, find_ledger, ledger_attrs
 from relayquant.ops import Output, Quantized, QuantOp, RealizeContext
 from relayquant.ops.find import find_pattern
 from relayquant.qtypes import QParams
@@ -23,6 +23,8 @@ from relayquant.rewrite.graph import constant_value
 
 DEQUANTIZE = "relax.qnn.dequantize"
 QUANTIZE = "relax.qnn.quantize"
+#: what brings an accumulator into range
+NARROWING = ("relax.clip", "relax.left_shift", "relax.right_shift")
 
 
 def realize_qnn(mod: tvm.IRModule, backend: BackendConfig) -> tvm.IRModule:
@@ -35,8 +37,15 @@ def realize_qnn(mod: tvm.IRModule, backend: BackendConfig) -> tvm.IRModule:
     Raises:
         ConfigError: the ledger names a pattern that the backend does not have.
     """
-    graph = Graph(mod)
     ledger = find_ledger(mod)
+    if ledger is not None:
+        mod = join_accumulators(mod, ledger)
+    graph = Graph(mod)
+    accumulators = {
+        row.name: Accumulator.parse(row.accumulator)
+        for row in (ledger.quantized if ledger is not None else ())
+        if row.accumulator
+    }
     matches = dict(
         find_planned(graph, backend) if ledger is not None else find_dequantized(graph, backend)
     )
@@ -49,7 +58,7 @@ def realize_qnn(mod: tvm.IRModule, backend: BackendConfig) -> tvm.IRModule:
         if binding.var not in matches:
             return emitter.get(binding.value)
         pattern, match = matches[binding.var]
-        outcome = realize_match(graph, emitter, pattern, match)
+        outcome = realize_match(graph, emitter, pattern, match, accumulators.get(match.name))
         if not isinstance(outcome, Skip):
             return outcome
         refused.append((match.name, outcome))
@@ -63,6 +72,41 @@ def realize_qnn(mod: tvm.IRModule, backend: BackendConfig) -> tvm.IRModule:
     for name, skip in refused:
         ledger = ledger.with_refusal(name, skip.reason, skip.advice)
     return rewrite_main(result, lambda e, b: e.get(b.value), attrs=ledger_attrs(ledger))
+
+
+def join_accumulators(mod: tvm.IRModule, ledger: Ledger) -> tvm.IRModule:
+    """The module without what the reference form does to the sums of narrow accumulators, which
+    stands in the middle of patterns: the realize callbacks do it on integers.
+
+    v = dequantize(narrow(quantize(real))) -> v = real
+    """
+    narrowed = {value for row in ledger.quantized if row.accumulator for value in row.values}
+    if not narrowed:
+        return mod
+    graph = Graph(mod)
+
+    def visit(emitter: Emitter, binding: relax.VarBinding) -> relax.Expr:
+        call = graph.call_of(binding.var)
+        if binding.var.name in narrowed and call is not None:
+            real = find_real(graph, call)
+            if real is not None:
+                return emitter.get(graph.values[real])
+        return emitter.get(binding.value)
+
+    return rewrite_main(mod, visit)
+
+
+def find_real(graph: Graph, call: Call) -> relax.Var | None:
+    """`real` of dequantize(clip or shifts(quantize(real))), None for any other call."""
+    if graph.op_name(call) != DEQUANTIZE:
+        return None
+    inner = graph.call_of(call.args[0])
+    while inner is not None and graph.op_name(inner) in NARROWING:
+        inner = graph.call_of(inner.args[0])
+    if inner is None or graph.op_name(inner) != QUANTIZE or str(inner.attrs.out_dtype) != "int32":
+        return None
+    real = inner.args[0]
+    return real if isinstance(real, relax.Var) and real in graph.values else None
 
 
 def find_planned(
@@ -104,7 +148,11 @@ def find_dequantized(
 
 
 def realize_match(
-    graph: Graph, emitter: Emitter, pattern: QuantOp, match: Match
+    graph: Graph,
+    emitter: Emitter,
+    pattern: QuantOp,
+    match: Match,
+    accumulator: Accumulator | None = None,
 ) -> relax.Expr | Skip:
     """What the realize callback makes of one match."""
     if pattern.realize is None:
@@ -118,7 +166,7 @@ def realize_match(
     }
     output = find_output_qparams(graph, match.root)
     try:
-        return pattern.realize(RealizeContext(emitter, match, operands, output))
+        return pattern.realize(RealizeContext(emitter, match, operands, output, accumulator))
     except QnnError as error:
         # Only a model that was quantized elsewhere has dtypes that no plan would mix.
         return Skip(f"its integer form is not allowed: {error}")

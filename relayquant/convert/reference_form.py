@@ -7,7 +7,7 @@ v.q = quantize(v); v.dq = dequantize(v.q). It runs on any target, and is what ba
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -17,8 +17,8 @@ from tvm import relax
 from relayquant.convert.expand import clip_integer
 from relayquant.dialect import qnn
 from relayquant.ledger import build_ledger, ledger_attrs
-from relayquant.ops import QuantOp, SimulateContext
-from relayquant.ops.base import accumulator_qparams, repeat_match
+from relayquant.ops import Quantized, QuantOp, SimulateContext
+from relayquant.ops.base import NARROW, accumulator_qparams, narrow_integer, repeat_match
 from relayquant.ops.find import find_pattern, match_operator, operand_constant
 from relayquant.plan import OperatorPlan
 from relayquant.prepared import PreparedModel
@@ -138,7 +138,37 @@ class _ReferenceBuilder:
                 operands[operand.name] = self.dequantized_constant(
                     emitter, match, operand.name, qparams, limits, keys.get(operand.name)
                 )
-        return repeat_match(SimulateContext(emitter, match, operands))
+        narrow = None
+        if operator.accumulator is not None and pattern.accumulator_axis is not None:
+            narrow = self.make_narrow(emitter, match, pattern, operator)
+        return repeat_match(SimulateContext(emitter, match, operands, narrow))
+
+    def make_narrow(
+        self, emitter: Emitter, match: Match, pattern: QuantOp, operator: OperatorPlan
+    ) -> Callable[[relax.Expr], relax.Expr]:
+        """v -> dequantize(clip or wrap(quantize(v))) to int32 in units of the accumulator."""
+        keys, accumulator = dict(operator.operands), operator.accumulator
+        data, weight = (self.parameters[keys[part.name]] for part in pattern.operands[:2])
+        axis = pattern.accumulator_axis(match) if pattern.accumulator_axis is not None else None
+        qparams = accumulator_qparams(data, weight, axis)
+        axis = -1 if qparams.axis is None else qparams.axis
+
+        def narrow(value: relax.Expr) -> relax.Expr:
+            if accumulator is None:
+                return value
+            real = emitter.emit(value, f"{match.name}.real")
+            scale = relax.const(qparams.scale, "float32")
+            zero_point = relax.const(qparams.zero_point, "int32")
+            wide = qnn.quantize(real, scale, zero_point, axis=axis, out_dtype="int32")
+            wide = emitter.emit(wide, f"{match.name}.wide")
+
+            def emit(expr: relax.Expr, suffix: str) -> relax.Expr:
+                return emitter.emit(expr, f"{match.name}.{suffix}")
+
+            total = emit(narrow_integer(emit, wide, accumulator), NARROW)
+            return Quantized(total, qparams).dequantize()
+
+        return narrow
 
     def view(self, emitter: Emitter, expr: relax.Expr, key: str | None) -> relax.Expr:
         """The dequantized view of a computed operand."""

@@ -11,12 +11,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import tvm
 from tvm import relax
 from tvm.ir import Call
 
+from relayquant.config import Accumulator, Overflow
+from relayquant.config.accumulator import NATIVE_BITS
 from relayquant.dialect import qnn
 from relayquant.qtypes import INTEGER_LIMITS, QParams, Role
 from relayquant.rewrite import Emitter, Match, Matcher, Skip
+
+#: last part of the names of exact sums of products, the one with its bias first
+TOTALS = ("biased", "acc")
+#: last part of the names of an accumulator that was brought into range, and on the way there
+NARROW, SHIFTED = "narrow", "shifted"
 
 
 class Kind(enum.Enum):
@@ -81,6 +89,8 @@ class SimulateContext:
     emitter: Emitter
     match: Match
     operands: Mapping[str, relax.Expr]
+    #: real sum of products with its bias -> what the hardware's accumulator makes of it
+    narrow: Callable[[relax.Expr], relax.Expr] | None = None
 
     def emit(self, expr: relax.Expr, suffix: str) -> relax.Expr:
         """Bind an intermediate value, named after the operator."""
@@ -97,10 +107,17 @@ class RealizeContext:
     match: Match
     operands: Mapping[str, Quantized]
     output: QParams | None
+    accumulator: Accumulator | None = None
 
     def emit(self, expr: relax.Expr, suffix: str) -> relax.Expr:
         """Bind an intermediate value, named after the operator."""
         return self.emitter.emit(expr, f"{self.match.name}.{suffix}")
+
+    def narrow(self, accumulator: relax.Expr) -> relax.Expr:
+        """The int32 sum of products with its bias, as the hardware's accumulator holds it."""
+        if self.accumulator is None:
+            return accumulator
+        return self.emit(narrow_integer(self.emit, accumulator, self.accumulator), NARROW)
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,6 +134,9 @@ class QuantOp:
         realize: RealizeContext -> float value of the root computed in affine space (usually a
             dequantize), or Skip. None for SHARING operators, which the allow-list handles.
         check: Match -> Skip with a reason when this match cannot be quantized.
+        accumulator_axis: Match -> axis of the result along which sums of products have scales of
+            their own, None for none. None for rows without such sums. The factors are the first
+            two operands; callbacks pass the sum with its bias through `context.narrow`.
     """
 
     name: str
@@ -130,6 +150,7 @@ class QuantOp:
         default=lambda context: repeat_match(context)
     )
     check: Callable[[Match], Skip | None] = field(default=lambda match: None)
+    accumulator_axis: Callable[[Match], int | None] | None = None
 
     def operand(self, name: str) -> Operand:
         """Operand by name; KeyError when there is none."""
@@ -156,9 +177,12 @@ def repeat_match(context: SimulateContext) -> relax.Expr:
             return relax.Tuple([translate(part) for part in expr.fields])
         return context.emitter.get(expr)
 
+    total = find_total(match)
     for var in match.vars:
         call = match.graph.values[var]
         value = Call(call.op, [translate(arg) for arg in call.args], call.attrs, call.ty_args)
+        if context.narrow is not None and var.same_as(total):
+            value = context.narrow(value)
         if var is match.root or var.same_as(match.root):
             return value
         replaced.append((var, context.emitter.bind(var, value)))
@@ -226,6 +250,26 @@ def compute_in_one_dtype(
     inner = Quantized(operands[0].value, translate_qparams(out, dtype))
     value = context.emit(compute(operands, inner), "int")
     return change_dtype(context, Quantized(value, inner.qparams), out, "out").dequantize()
+
+
+def find_total(match: Match) -> relax.Var:
+    """The value of a match that is a sum of products, with its bias if there is one."""
+    bias = match.parts.get("bias")
+    for var in match.vars if bias is not None else ():
+        if any(arg.same_as(bias) for arg in match.graph.values[var].args):
+            return var
+    return match.vars[0]
+
+
+def narrow_integer(
+    emit: Callable[[relax.Expr, str], relax.Expr], value: relax.Expr, accumulator: Accumulator
+) -> relax.Expr:
+    """An exact int32 sum as an accumulator holds it: clipped, or shifted up and down again."""
+    if accumulator.overflow is Overflow.SATURATE:
+        low, high = accumulator.limits
+        return relax.op.clip(value, tvm.tirx.IntImm("int32", low), tvm.tirx.IntImm("int32", high))
+    shift = relax.const(np.array(NATIVE_BITS - accumulator.bits, "int32"))
+    return relax.op.right_shift(emit(relax.op.left_shift(value, shift), SHIFTED), shift)
 
 
 def repeat_activation(context: RealizeContext, value: relax.Expr) -> relax.Expr:

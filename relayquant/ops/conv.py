@@ -107,7 +107,7 @@ def realize_accumulator(context: RealizeContext) -> Quantized:
         bias = context.operands["bias"].value
         accumulator = context.emit(relax.op.add(accumulator, bias), "biased")
     qparams = accumulator_qparams(data.qparams, weight.qparams, output_axis(context.match))
-    return Quantized(accumulator, qparams)
+    return Quantized(context.narrow(accumulator), qparams)
 
 
 def realize_conv(context: RealizeContext) -> relax.Expr:
@@ -196,7 +196,7 @@ def build_conv_ops(family: ConvFamily) -> tuple[QuantOp, ...]:
         rows.append(
             QuantOp(
                 family.name + suffix, family.op, pattern, operands, Kind.ANCHOR, Output.OWN,
-                realize_conv_residual, check=check_residual,
+                realize_conv_residual, check=check_residual, accumulator_axis=output_axis,
             )
         )  # fmt: skip
     for suffix, pattern in weighted_patterns(family.op):
@@ -204,7 +204,7 @@ def build_conv_ops(family: ConvFamily) -> tuple[QuantOp, ...]:
         rows.append(
             QuantOp(
                 family.name + suffix, family.op, pattern, operands, Kind.ANCHOR,
-                Output.WHEN_WANTED, realize_conv, check=check_conv,
+                Output.WHEN_WANTED, realize_conv, check=check_conv, accumulator_axis=output_axis,
             )
         )  # fmt: skip
     return tuple(rows)

@@ -58,7 +58,8 @@ def realize_dense(context: RealizeContext) -> relax.Expr:
         bias = context.operands["bias"].value
         accumulator = context.emit(relax.op.add(accumulator, bias), "biased")
     qparams = accumulator_qparams(data.qparams, weight.qparams, output_axis(context.match))
-    return repeat_activation(context, Quantized(accumulator, qparams).dequantize())
+    total = Quantized(context.narrow(accumulator), qparams)
+    return repeat_activation(context, total.dequantize())
 
 
 def check_dense(match: Match) -> Skip | None:
@@ -86,7 +87,8 @@ def realize_batch_matmul(context: RealizeContext) -> relax.Expr:
         lhs.value, transposed, lhs.zero_point, rhs.zero_point, lhs.scale, rhs.scale
     )
     qparams = accumulator_qparams(lhs.qparams, rhs.qparams, None)
-    return Quantized(context.emit(accumulator, "acc"), qparams).dequantize()
+    total = context.narrow(context.emit(accumulator, "acc"))
+    return Quantized(total, qparams).dequantize()
 
 
 def check_batch_matmul(match: Match) -> Skip | None:
@@ -111,6 +113,7 @@ def build_dense_ops() -> tuple[QuantOp, ...]:
             QuantOp(
                 "dense" + suffix, MATMUL, pattern, tuple(operands), Kind.ANCHOR,
                 Output.WHEN_WANTED, realize_dense, check=check_dense,
+                accumulator_axis=output_axis,
             )
         )  # fmt: skip
     lhs, rhs = wildcard(), wildcard()
@@ -119,6 +122,7 @@ def build_dense_ops() -> tuple[QuantOp, ...]:
         QuantOp(
             "batch_matmul", MATMUL, pattern, (Operand("lhs"), Operand("rhs")), Kind.ANCHOR,
             Output.WHEN_WANTED, realize_batch_matmul, check=check_batch_matmul,
+            accumulator_axis=lambda match: None,
         )
     )  # fmt: skip
     return tuple(rows)

@@ -22,6 +22,7 @@ from relayquant.prepared import CalibrationGraph, ConstantVariable, FitPoint, Gr
 from relayquant.qtypes import INTEGER_LIMITS, Role
 from relayquant.rewrite import Emitter, Graph, rewrite_main
 from relayquant.rewrite.graph import constant_value
+from relayquant.simulate.accumulator import make_narrow
 
 #: dtype operand of the simulated operators, by (dtype, quant_min, quant_max); 0 passes through
 SIMULATED_CODES: Mapping[tuple[str, int, int], int] = {
@@ -232,7 +233,11 @@ class _Simulation:
             part = match.parts["data"]
             source = self.sources.get((part.name, keys.get("data", "")), (data.name, ()))
             self.fits.append(FitPoint(operator.name, *source, weight.name))
-        return pattern.simulate(SimulateContext(emitter, match, operands))
+        narrow = None
+        if operator.accumulator is not None and pattern.accumulator_axis is not None:
+            factors = [self.variables[keys[operand.name]] for operand in pattern.operands[:2]]
+            narrow = make_narrow(emitter, match, pattern, factors, operator.accumulator)
+        return pattern.simulate(SimulateContext(emitter, match, operands, narrow))
 
     def view(self, emitter: Emitter, expr: relax.Expr, key: str | None) -> relax.Expr:
         """A computed operand as its group rounds it; unchanged when it has no group."""
