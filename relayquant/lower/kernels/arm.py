@@ -204,6 +204,7 @@ NEON32 = SmlalIsa(
     features=("neon",),
     lanes=4,
     products=4,
+    registers=16,
     accumulators=8,
     dots_in_flight=4,
     activation="int8",

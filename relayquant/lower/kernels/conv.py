@@ -12,6 +12,8 @@ of output channels as accumulators and walks the reduction in words of `Isa.prod
 - In NHWC the kw * c_in bytes under one kernel row are contiguous: they are one run of words, which
   suits a first convolution of 1 or 3 channels as well as any other. The end of a run meets zero
   weights.
+- Weights that no first-level cache holds are read panel by panel, all pixels for each, while the
+  next panel is fetched.
 - Padding, a flip of the sign bit, and slack for the last word are one copy into a workspace, made
   only when needed.
 - Small groups are merged until a vector of output channels is filled; the weights between
@@ -21,6 +23,7 @@ of output channels as accumulators and walks the reduction in words of `Isa.prod
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,12 +34,14 @@ from relayquant.errors import ConfigError
 from relayquant.lower.kernels.conv_plan import ConvPlan, pack_panels
 from relayquant.lower.kernels.depthwise import build_depthwise, pack_depthwise
 from relayquant.lower.kernels.emit import (
+    CACHE_LINE,
     PARALLEL_THRESHOLD,
     alloc_vectors,
     broadcast,
     build_kernel,
     ceil_div,
     constant,
+    emit_prefetch,
     load_vector,
     loop_over,
     store_vector,
@@ -53,8 +58,17 @@ from relayquant.lower.kernels.operands import (
 )
 from relayquant.lower.kernels.specs import Conv2d, Dense, PackedWeights, pack_channels
 
-#: Packed weights up to this many bytes stay in the second-level cache while pixels pass by.
+#: Packed weights up to this many bytes stay in the first-level cache while pixels pass by.
+SMALL_WEIGHT_BYTES = 20 * 1024
+#: An image of more bytes does not stay in the second-level cache, but weights up to so many do.
+LARGE_IMAGE_BYTES = 1024 * 1024
 CACHED_WEIGHT_BYTES = 300 * 1024
+#: Tiles that share the fetching of the next panel; with more, its first reading hardly counts.
+PREFETCH_TILES = 64
+
+#: Loops over tiles: all panels of weights for each tile of pixels, or all pixels for each panel.
+PIXEL_ORDER = "n row col group panel"
+PANEL_ORDER = "group panel n row col"
 
 
 def build_general_conv2d(
@@ -131,18 +145,57 @@ def emit_convolution(
         "group": plan.groups,
         "panel": plan.panels,
     }
-    if plan.weight_size <= CACHED_WEIGHT_BYTES:
-        order = "n row col group panel"
-    elif plan.weights_per_image:
-        order = "n group panel row col"
-    else:  # keep one weight panel over all pixels
-        order = "group panel n row col"
+    order = pick_order(plan)
+    tiles = sizes["n"] * sizes["row"] * sizes["col"]
     with loop_over(tuple(sizes[axis] for axis in order.split()), threads) as indices:
         index = dict(zip(order.split(), indices, strict=True))
         at = locate_tile(plan, image, placement, **index)
+        ahead = None
+        if order == PANEL_ORDER and tiles <= PREFETCH_TILES:
+            tile = (index["n"] * sizes["row"] + index["row"]) * sizes["col"] + index["col"]
+            panel = index["group"] * plan.panels + index["panel"]
+            ahead = plan_prefetch(plan, placement, panel, tile, tiles)
         chains = emit_start(plan, operands, at)
-        emit_reduction(plan, image, operands, at, chains)
+        emit_reduction(plan, image, operands, at, chains, ahead)
         emit_results(plan, operands, at, chains)
+
+
+def pick_order(plan: ConvPlan) -> str:
+    """Axes of the loop over tiles, the outermost first: what changes last stays in the caches."""
+    if plan.weight_size <= SMALL_WEIGHT_BYTES:
+        return PIXEL_ORDER
+    if prod(plan.spec.in_shape) > LARGE_IMAGE_BYTES and plan.weight_size <= CACHED_WEIGHT_BYTES:
+        return PIXEL_ORDER
+    return "n group panel row col" if plan.weights_per_image else PANEL_ORDER
+
+
+@dataclass(frozen=True)
+class Prefetch:
+    """The share of a tile in fetching the weights of the panel after its own.
+
+    Large weights come from far: the last-level cache or memory. The tiles of a panel find them near
+    except the first one, which would wait for every line. So the tiles of one panel together ask
+    for the lines of the next, a few with each word, while their own dot products go on.
+    """
+
+    start: Expr  #: first element of packed weights
+    step: int  #: elements per word
+
+
+def plan_prefetch(
+    plan: ConvPlan, place: Placement, panel: Expr, tile: Expr, tiles: int
+) -> Prefetch:
+    """What tile number `tile` of `tiles` fetches while it works on a panel.
+
+    Shares are rounded up, and the last ones moved back: no address lies behind the weights.
+    """
+    size = plan.isa.weight_vector
+    words = plan.panel_vectors // plan.tile.blocks
+    step = ceil_div(plan.tile.blocks * size, tiles)
+    following = T.min(panel + 1, plan.groups * plan.panels - 1)
+    first = (following * plan.panel_vectors + place.first_weight) * size
+    start = T.min(tile * (words * step), plan.panel_vectors * size - words * step)
+    return Prefetch(first + start, step)
 
 
 def locate_tile(
@@ -219,6 +272,7 @@ def emit_reduction(
     operands: Operands,
     at: TilePosition,
     chains: list[list[Buffer]],
+    ahead: Prefetch | None,
 ) -> None:
     """The dot products of a tile, in loops over kernel positions and words.
 
@@ -232,6 +286,10 @@ def emit_reduction(
         tap = (tap_h * dilation_h * image.width + tap_w * dilation_w) * spec.in_channels
         first = at.origin + tap + word * isa.products
         index = (tap_h * plan.taps[1] + tap_w) * plan.words + word
+        if ahead is not None:
+            line = CACHE_LINE // np.dtype(isa.weight_dtype).itemsize
+            for element in range(0, count * ahead.step, line):
+                emit_prefetch(operands.weight, ahead.start + index * ahead.step + element)
         loads = [
             isa.load_activations(image.data, first + start, count) for start in at.pixel_starts
         ]

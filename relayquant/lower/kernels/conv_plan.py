@@ -40,8 +40,8 @@ def pick_tile(
 
     `words` is the length of the reduction, `narrow` whether results may leave as packed bytes.
     Time of one word in units of dot products: as many as there are, but no less than what the
-    loads (one per pixel, one per block) or the latency of the dot product allow. Overlapping tiles
-    count as work, so that sizes which divide evenly win.
+    loads (one per pixel, one per block) or the latency of the dot product allow; one more where an
+    accumulator goes to the stack. Overlapping tiles count as work: sizes which divide evenly win.
     """
     height, width = out_size
     best: tuple[float, Tile] | None = None
@@ -54,6 +54,8 @@ def pick_tile(
                 dots = pixels * blocks
                 chains = min(ceil_div(isa.dots_in_flight, dots), isa.accumulators // dots, words)
                 time = max(dots, pixels + blocks, isa.dots_in_flight / chains) + 1
+                # Beside the accumulators: the weights and one word of activations.
+                time += dots * chains + blocks + 1 > isa.registers
                 time = time * words + dots * store
                 tiles = ceil_div(height, rows) * ceil_div(width, cols) * ceil_div(vectors, blocks)
                 cost = tiles * time * (1 + 0.01 * (rows > 1)) - 0.001 * pixels

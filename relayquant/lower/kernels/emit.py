@@ -21,6 +21,9 @@ from relayquant.lower.kernels.isa import Buffer, Expr
 #: Bytes moved by one copy or fill instruction; LLVM splits it where registers are narrower.
 COPY_BYTES = 64
 
+#: Bytes that a prefetch brings; 64 on every x86 and nearly every Arm core.
+CACHE_LINE = 64
+
 #: Below this many multiply-adds (or elements times 64) a kernel stays on one thread: waking the
 #: others costs several microseconds.
 PARALLEL_THRESHOLD = 4_000_000
@@ -140,6 +143,15 @@ def store_vector(buffer: Buffer, value: Expr, offset: Expr, lanes: int, width: i
         part = T.Shuffle([value], [T.int32(done + i) for i in range(piece)])
         store_vector(buffer, part, offset + done, piece)
         done += piece
+
+
+def emit_prefetch(buffer: Buffer, offset: Expr) -> None:
+    """Have the cache line of an element fetched into the second-level cache; changes no value."""
+    read, second_level, is_data = T.int32(0), T.int32(2), T.int32(1)
+    address = T.address_of(buffer[offset])
+    T.evaluate(
+        T.call_llvm_intrin("llvm.prefetch", address, read, second_level, is_data, dtype="void")
+    )
 
 
 def emit_vector_loop(

@@ -78,6 +78,7 @@ class Isa(ABC):
     narrowing: Narrowing | None = None  #: saturating packs, where there are some
     max_blocks: int = 4  #: vectors of weights a register tile may keep beside the accumulators
     words_per_load: int = 1  #: consecutive words that `load_activations` gets best at once
+    registers: int = 32  #: vector registers there are
     max_pixels: int = 32  #: pixels a register tile may have, where their words need registers
 
     @property
@@ -272,6 +273,7 @@ VNNI256 = VnniIsa(
     features=("avxvnni", "avx2"),
     lanes=8,
     products=4,
+    registers=16,
     accumulators=12,
     max_blocks=2,
     dots_in_flight=10,
@@ -297,6 +299,7 @@ AVX2 = MaddIsa(
     features=("avx2",),
     lanes=8,
     products=4,
+    registers=16,
     accumulators=12,
     dots_in_flight=8,
     activation="uint8",
@@ -309,6 +312,7 @@ SSE2 = MaddIsa(
     features=("sse2",),
     lanes=4,
     products=4,
+    registers=16,
     accumulators=8,
     dots_in_flight=8,
     activation="uint8",
