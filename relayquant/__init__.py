@@ -47,6 +47,7 @@ from relayquant.errors import (  # noqa: E402
     RelayQuantError,
 )
 from relayquant.events import Callback  # noqa: E402
+from relayquant.export import export_onnx  # noqa: E402
 from relayquant.formats import load  # noqa: E402
 from relayquant.importers import import_onnx, import_tflite, import_torch  # noqa: E402
 from relayquant.ops import BUILTIN_OPS  # noqa: E402
@@ -149,6 +150,7 @@ __all__ = [
     "compare",
     "compile",
     "convert_to_reference",
+    "export_onnx",
     "fallback",
     "import_onnx",
     "import_tflite",

@@ -1,0 +1,439 @@
+"""Export: what each Relax operator is in ONNX, as a table of small functions.
+
+A writer takes the builder, the variable and its call, emits nodes and returns the name of the
+tensor; `emit` under the variable's own name, so that values keep their names.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import onnx
+from tvm import relax
+from tvm.ir import Call
+
+from relayquant.errors import ModelError
+from relayquant.export.onnx_builder import Affine, OnnxBuilder, read_affine
+from relayquant.qtypes import INTEGER_LIMITS
+from relayquant.rewrite.graph import constant_value, tensor_dtype, tensor_shape
+
+Writer = Callable[[OnnxBuilder, relax.Var, Call], str]
+
+ELEMENT = {
+    "float32": onnx.TensorProto.FLOAT,
+    "float16": onnx.TensorProto.FLOAT16,
+    "int8": onnx.TensorProto.INT8,
+    "uint8": onnx.TensorProto.UINT8,
+    "int16": onnx.TensorProto.INT16,
+    "uint16": onnx.TensorProto.UINT16,
+    "int32": onnx.TensorProto.INT32,
+    "int64": onnx.TensorProto.INT64,
+    "bool": onnx.TensorProto.BOOL,
+}
+
+
+def write_plain(op: str, builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """The ONNX operator of the same operands."""
+    inputs = [builder.tensor(arg, var.name) for arg in call.args]
+    return builder.emit(op, inputs, var.name)
+
+
+def integers(values: object) -> list[int]:
+    """Attribute values as a list of ints."""
+    return [int(value) for value in values]  # pyright: ignore[reportGeneralTypeIssues]
+
+
+def window_pads(padding: Sequence[int], rank: int) -> list[int]:
+    """Padding of Relax (one value, one per axis, or begins and ends) as that of ONNX."""
+    pads = integers(padding)
+    if len(pads) == 1:
+        return pads * (2 * rank)
+    return pads * 2 if len(pads) == rank else pads
+
+
+def in_channels_first(
+    builder: OnnxBuilder, var: relax.Var, data: str, layout: str, write: Callable[[str, str], str]
+) -> str:
+    """`write(data, output)` of an operator that ONNX has with channels first only."""
+    if layout.index("C") == 1:
+        return write(data, var.name)
+    rank = len(layout)
+    first = builder.step(
+        "Transpose", [data], f"{var.name}.nchw", perm=[0, rank - 1, *range(1, rank - 1)]
+    )
+    inner = write(first, builder.unique_name(f"{var.name}.inner"))
+    return builder.emit("Transpose", [inner], var.name, perm=[0, *range(2, rank), 1])
+
+
+def conv_attributes(call: Call, rank: int) -> dict[str, object]:
+    """Attributes of Conv and ConvTranspose."""
+    return {
+        "strides": integers(call.attrs.strides),
+        "pads": window_pads(call.attrs.padding, rank),
+        "dilations": integers(call.attrs.dilation),
+        "group": int(call.attrs.groups),
+    }
+
+
+def constant_of(builder: OnnxBuilder, expr: relax.Expr) -> tuple[np.ndarray, Call | None] | None:
+    """(array, dequantize call if there is one) of a constant operand."""
+    array = constant_value(expr)
+    if array is not None:
+        return array, None
+    call = builder.graph.call_of(expr)
+    if call is not None and builder.graph.op_name(expr) == "relax.qnn.dequantize":
+        array = constant_value(call.args[0])
+        return None if array is None else (array, call)
+    return None
+
+
+def channel_bias(builder: OnnxBuilder, var: relax.Var, axis: int) -> relax.Var | None:
+    """The add of a constant per channel that is the only reader of `var`."""
+    if not builder.graph.has_one_user(var):
+        return None
+    (user,) = builder.graph.users[var]
+    call = builder.graph.call_of(user)
+    if call is None or builder.graph.op_name(user) != "relax.add" or not call.args[0].same_as(var):
+        return None
+    found = constant_of(builder, call.args[1])
+    rank = var.ty.ndim
+    if found is None or str(var.ty.shape) != str(user.ty.shape):
+        return None
+    shape = (1,) * (rank - found[0].ndim) + found[0].shape
+    channels = tensor_shape(var)[axis]  # pyright: ignore[reportOptionalSubscript]
+    is_channel = all(size == 1 for at, size in enumerate(shape) if at != axis % rank)
+    return user if is_channel and shape[axis] == channels else None
+
+
+def oriented_constant(
+    builder: OnnxBuilder, expr: relax.Expr, order: Sequence[int], base: str
+) -> str:
+    """A weight with its axes in another order; constants are transposed here, with their channel
+    axis.
+    """
+    if list(order) == list(range(len(order))):
+        return builder.tensor(expr, base)
+    found = constant_of(builder, expr)
+    if found is None:
+        return builder.step("Transpose", [builder.tensor(expr, base)], base, perm=list(order))
+    array, call = found
+    tensor = builder.constant(np.transpose(array, order), f"{base}.weight")
+    if call is None:
+        return tensor
+    affine = read_affine(call.args[1], call.args[2], int(call.attrs.axis), array.ndim)
+    if affine.axis is not None:
+        affine = Affine(affine.scale, affine.zero_point, list(order).index(affine.axis))
+    name = builder.unique_name(f"{base}.weight.dq")
+    return builder.dequantize(tensor, affine, str(array.dtype), name)
+
+
+def bias_vector(builder: OnnxBuilder, expr: relax.Expr, base: str) -> str:
+    """A bias per channel as the vector that Conv and Gemm take."""
+    found = constant_of(builder, expr)
+    if found is None:
+        raise ModelError(f"export_onnx: the bias of {base!r} is no constant.")
+    array, call = found
+    tensor = builder.constant(array.reshape(-1), f"{base}.bias")
+    if call is None:
+        return tensor
+    affine = read_affine(call.args[1], call.args[2], 0, 1)
+    name = builder.unique_name(f"{base}.bias.dq")
+    return builder.dequantize(tensor, affine, str(array.dtype), name)
+
+
+def write_linear(
+    builder: OnnxBuilder,
+    var: relax.Var,
+    layout_axis: int,
+    write: Callable[[relax.Var, list[str]], str],
+) -> str:
+    """`write(output variable, [bias])`, the add of a bias behind `var` merged into it."""
+    add = channel_bias(builder, var, layout_axis)
+    if add is None:
+        return write(var, [])
+    bias = bias_vector(builder, builder.graph.values[add].args[1], add.name)
+    builder.real[add] = write(add, [bias])
+    builder.merged.add(add)
+    return builder.real[add]
+
+
+def write_conv(op: str, builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """Conv or ConvTranspose, with the bias that is added to it alone."""
+    layout, kernel = str(call.attrs.data_layout), str(call.attrs.kernel_layout)
+    spatial = "".join(letter for letter in layout if letter not in "NC")
+    wanted = ("OI" if op == "Conv" else "IO") + spatial
+    weight = oriented_constant(
+        builder, call.args[1], [kernel.index(c) for c in wanted], f"{var.name}.weight"
+    )
+    data = builder.tensor(call.args[0], var.name)
+    attrs = conv_attributes(call, len(spatial))
+    if op == "ConvTranspose":
+        attrs["output_padding"] = integers(call.attrs.output_padding)
+
+    def write(out: relax.Var, bias: list[str]) -> str:
+        def emit(source: str, output: str) -> str:
+            return builder.emit(op, [source, weight, *bias], output, **attrs)
+
+        return in_channels_first(builder, out, data, layout, emit)
+
+    return write_linear(builder, var, layout.index("C"), write)
+
+
+def write_matmul(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """MatMul; Gemm where a bias is added to a product of matrices."""
+    inputs = [builder.tensor(arg, var.name) for arg in call.args]
+    if var.ty.ndim != 2 or any(arg.ty.ndim != 2 for arg in call.args):
+        return builder.emit("MatMul", inputs, var.name)
+
+    def write(out: relax.Var, bias: list[str]) -> str:
+        return builder.emit("Gemm" if bias else "MatMul", [*inputs, *bias], out.name)
+
+    return write_linear(builder, var, 1, write)
+
+
+def write_pool(op: str, builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """MaxPool or AveragePool."""
+    attrs, layout = call.attrs, str(call.attrs.layout)
+    rank = len(layout) - 2
+    given: dict[str, object] = {
+        "kernel_shape": integers(attrs.pool_size),
+        "strides": integers(attrs.strides),
+        "pads": window_pads(attrs.padding, rank),
+        "ceil_mode": int(attrs.ceil_mode),
+    }
+    if any(size != 1 for size in integers(attrs.dilation)):
+        given["dilations"] = integers(attrs.dilation)
+    if op == "AveragePool":
+        given["count_include_pad"] = int(attrs.count_include_pad)
+    data = builder.tensor(call.args[0], var.name)
+
+    def emit(source: str, output: str) -> str:
+        return builder.emit(op, [source], output, **given)
+
+    return in_channels_first(builder, var, data, layout, emit)
+
+
+def write_reduce(op: str, builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """ReduceMean and its like; axes are an attribute before opset 18, an input from there on."""
+    data = builder.tensor(call.args[0], var.name)
+    axes = call.attrs.axis
+    listed = list(range(call.args[0].ty.ndim)) if axes is None else integers(axes)
+    keep = int(call.attrs.keepdims)
+    if builder.opset < 18 and op != "ReduceSum":
+        return builder.emit(op, [data], var.name, axes=listed, keepdims=keep)
+    given = builder.constant(np.array(listed, "int64"), f"{var.name}.axes")
+    return builder.emit(op, [data, given], var.name, keepdims=keep)
+
+
+def write_reshape(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """Reshape, also for flatten, squeeze and expand_dims; one dimension may be symbolic.
+
+    Raises:
+        ModelError: several dimensions are known only at run time.
+    """
+    shape = tensor_shape(var)
+    before = tensor_shape(call.args[0])
+    if shape is None or before is None:
+        raise ModelError(f"export_onnx: the shape of {var.name!r} is not known.")
+    same = [i < len(before) and before[i] == size for i, size in enumerate(shape)]
+    sizes = [
+        size if isinstance(size, int) else (0 if same[i] else -1) for i, size in enumerate(shape)
+    ]
+    if sizes.count(-1) > 1:
+        raise ModelError(f"export_onnx: {var.name!r} is reshaped to several symbolic dimensions.")
+    given = builder.constant(np.array(sizes, "int64"), f"{var.name}.shape")
+    return builder.emit("Reshape", [builder.tensor(call.args[0], var.name), given], var.name)
+
+
+def write_permute(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """Transpose."""
+    rank = var.ty.ndim
+    axes = call.attrs.axes
+    order = list(reversed(range(rank))) if axes is None else [a % rank for a in integers(axes)]
+    return builder.emit("Transpose", [builder.tensor(call.args[0], var.name)], var.name, perm=order)
+
+
+def write_concat(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """Concat of a literal tuple."""
+    fields = getattr(call.args[0], "fields", None)
+    if fields is None:
+        raise ModelError(f"export_onnx: the operands of {var.name!r} are no literal tuple.")
+    inputs = [builder.tensor(field, var.name) for field in fields]
+    return builder.emit("Concat", inputs, var.name, axis=int(call.attrs.axis))
+
+
+def write_clip(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """Clip with bounds of the data's dtype; infinite ones are left out.
+
+    Raises:
+        ModelError: an accumulator is clipped at another value than 0.
+    """
+    inputs = [builder.tensor(call.args[0], var.name)]
+    dtype = tensor_dtype(var)
+    is_accumulator = builder.is_accumulator(call.args[0])
+    for arg in call.args[1:3]:
+        value = float(arg.value)
+        is_bound = np.isfinite(value)
+        if is_accumulator:
+            dtype, is_bound = "float32", value not in INTEGER_LIMITS["int32"]
+            if is_bound and value != 0:
+                raise ModelError(f"export_onnx: accumulator {var.name!r} is clipped at {value}.")
+        bound = np.array(value if is_bound else 0).astype(dtype)
+        inputs.append(builder.constant(bound, f"{var.name}.bound") if is_bound else "")
+    return builder.emit("Clip", inputs, var.name)
+
+
+def write_pad(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """Pad with a constant."""
+    mode = str(call.attrs.pad_mode)
+    if mode not in ("constant", "reflect", "replicate"):
+        raise ModelError(f"export_onnx: pad mode {mode!r} of {var.name!r} is not supported.")
+    width = integers(call.attrs.pad_width)
+    pads = builder.constant(np.array(width[0::2] + width[1::2], "int64"), f"{var.name}.pads")
+    fill = np.array(float(call.attrs.pad_value)).astype(tensor_dtype(var))
+    inputs = [builder.tensor(call.args[0], var.name), pads]
+    if mode == "constant":
+        inputs.append(builder.constant(fill, f"{var.name}.fill"))
+    name = {"replicate": "edge"}.get(mode, mode)
+    return builder.emit("Pad", inputs, var.name, mode=name)
+
+
+def write_slice(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """Slice: axes, begins, ends and strides are literal tuples of integers."""
+    lists = [[int(value.value) for value in arg.fields] for arg in call.args[1:]]
+    axes, begins, ends = lists[:3]
+    strides = lists[3] if len(lists) > 3 else [1] * len(axes)
+    given = [
+        builder.constant(np.array(values, "int64"), f"{var.name}.slice")
+        for values in (begins, ends, axes, strides)
+    ]
+    return builder.emit("Slice", [builder.tensor(call.args[0], var.name), *given], var.name)
+
+
+def write_take(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """Gather."""
+    axis = call.attrs.axis
+    indices = call.args[1]
+    if isinstance(indices.ty, relax.TensorType):
+        where = builder.tensor(indices, var.name)
+        if tensor_dtype(indices) not in ("int32", "int64"):
+            where = builder.step("Cast", [where], f"{var.name}.index", to=ELEMENT["int64"])
+    else:
+        where = builder.constant(np.array(int(indices.value), "int64"), f"{var.name}.index")
+    data = builder.tensor(call.args[0], var.name)
+    return builder.emit("Gather", [data, where], var.name, axis=0 if axis is None else int(axis))
+
+
+def write_expand(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """Expand; a dimension that is symbolic is taken from the data."""
+    sizes = [size if isinstance(size, int) else 1 for size in tensor_shape(var) or ()]
+    shape = builder.constant(np.array(sizes, "int64"), f"{var.name}.shape")
+    return builder.emit("Expand", [builder.tensor(call.args[0], var.name), shape], var.name)
+
+
+def write_cast(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """Cast."""
+    to = ELEMENT.get(tensor_dtype(var))
+    if to is None:
+        raise ModelError(f"export_onnx: a cast to {tensor_dtype(var)} is not supported.")
+    return builder.emit("Cast", [builder.tensor(call.args[0], var.name)], var.name, to=to)
+
+
+def write_axis(op: str, builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """Softmax, LogSoftmax."""
+    data = builder.tensor(call.args[0], var.name)
+    return builder.emit(op, [data], var.name, axis=int(call.attrs.axis))
+
+
+def write_leaky_relu(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """LeakyRelu."""
+    data = builder.tensor(call.args[0], var.name)
+    return builder.emit("LeakyRelu", [data], var.name, alpha=float(call.attrs.alpha))
+
+
+def write_layer_norm(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """LayerNormalization over the last axes."""
+    inputs = [builder.tensor(arg, var.name) for arg in call.args]
+    rank = var.ty.ndim
+    axes = sorted(axis % rank for axis in integers(call.attrs.axes))
+    if axes != list(range(axes[0], rank)) or not (call.attrs.center and call.attrs.scale):
+        raise ModelError(
+            f"export_onnx: the layer norm {var.name!r} is not over the last axes, or has no scale "
+            "or bias; ONNX has no operator for it."
+        )
+    epsilon = float(call.attrs.epsilon)
+    return builder.emit("LayerNormalization", inputs, var.name, axis=axes[0], epsilon=epsilon)
+
+
+def write_steps(formula: str, builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """A formula in x in postfix form: "x Sqrt Reciprocal"; numbers are float32 constants."""
+    stack: list[str] = []
+    words = formula.split()
+    data = builder.tensor(call.args[0], var.name)
+    for at, word in enumerate(words):
+        if word == "x":
+            stack.append(data)
+        elif not word[0].isupper():
+            value = np.float32(float(word))
+            stack.append(builder.constant(value, f"{var.name}.number"))
+        else:
+            inputs = [stack.pop() for _ in range(2 if word in ("Mul", "Add", "Div") else 1)][::-1]
+            name = var.name if at == len(words) - 1 else builder.unique_name(f"{var.name}.step")
+            stack.append(builder.emit(word, inputs, name))
+    return stack.pop()
+
+
+#: Relax operator without "relax." -> ONNX operator of the same operands
+SAME = {
+    "add": "Add", "subtract": "Sub", "multiply": "Mul", "divide": "Div", "power": "Pow",
+    "maximum": "Max", "minimum": "Min", "nn.relu": "Relu", "sigmoid": "Sigmoid", "tanh": "Tanh",
+    "exp": "Exp", "sqrt": "Sqrt", "log": "Log", "erf": "Erf", "abs": "Abs", "negative": "Neg",
+    "floor": "Floor", "ceil": "Ceil", "where": "Where", "equal": "Equal", "less": "Less",
+    "greater": "Greater", "sin": "Sin", "cos": "Cos",
+}  # fmt: skip
+
+#: sqrt(2/pi) * (x + 0.044715 x^3), see Hendrycks and Gimpel 2016, https://arxiv.org/abs/1606.08415
+_GELU_TANH = "x x Mul x Mul 0.044715 Mul x Add 0.7978845608028654 Mul Tanh 1 Add x Mul 0.5 Mul"
+
+#: Relax operator -> its formula in x
+FORMULAS = {
+    "square": "x x Mul",
+    "rsqrt": "x Sqrt Reciprocal",
+    "nn.silu": "x Sigmoid x Mul",
+    "nn.gelu": "x 1.4142135623730951 Div Erf 1 Add x Mul 0.5 Mul",
+    "nn.gelu_tanh": _GELU_TANH,
+}
+
+FLOAT_WRITERS: dict[str, Writer] = {
+    **{f"relax.{name}": functools.partial(write_plain, op) for name, op in SAME.items()},
+    **{f"relax.{name}": functools.partial(write_steps, text) for name, text in FORMULAS.items()},
+    "relax.nn.conv1d": functools.partial(write_conv, "Conv"),
+    "relax.nn.conv2d": functools.partial(write_conv, "Conv"),
+    "relax.nn.conv2d_transpose": functools.partial(write_conv, "ConvTranspose"),
+    "relax.matmul": write_matmul,
+    "relax.nn.max_pool1d": functools.partial(write_pool, "MaxPool"),
+    "relax.nn.max_pool2d": functools.partial(write_pool, "MaxPool"),
+    "relax.nn.avg_pool2d": functools.partial(write_pool, "AveragePool"),
+    "relax.mean": functools.partial(write_reduce, "ReduceMean"),
+    "relax.max": functools.partial(write_reduce, "ReduceMax"),
+    "relax.min": functools.partial(write_reduce, "ReduceMin"),
+    "relax.sum": functools.partial(write_reduce, "ReduceSum"),
+    "relax.reshape": write_reshape,
+    "relax.flatten": write_reshape,
+    "relax.squeeze": write_reshape,
+    "relax.expand_dims": write_reshape,
+    "relax.permute_dims": write_permute,
+    "relax.concat": write_concat,
+    "relax.clip": write_clip,
+    "relax.nn.pad": write_pad,
+    "relax.strided_slice": write_slice,
+    "relax.take": write_take,
+    "relax.broadcast_to": write_expand,
+    "relax.astype": write_cast,
+    "relax.nn.softmax": functools.partial(write_axis, "Softmax"),
+    "relax.nn.log_softmax": functools.partial(write_axis, "LogSoftmax"),
+    "relax.nn.leakyrelu": write_leaky_relu,
+    "relax.nn.layer_norm": write_layer_norm,
+}
