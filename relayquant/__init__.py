@@ -23,11 +23,13 @@ from relayquant.calibrate.observers import (  # noqa: E402
 )
 from relayquant.calibrate.runner import Order  # noqa: E402
 from relayquant.config import (  # noqa: E402
+    FLOAT16,
     Accumulator,
     BackendConfig,
     DTypeConfig,
     DTypeWithConstraints,
     FixedOutput,
+    FloatConfig,
     ObservationType,
     Overflow,
     OverflowBound,
@@ -93,6 +95,7 @@ __all__ = [
     "ACCELERATOR",
     "ARM",
     "BUILTIN_OPS",
+    "FLOAT16",
     "GENERIC",
     "MSE",
     "X86",
@@ -113,6 +116,7 @@ __all__ = [
     "FitSettings",
     "Fixed",
     "FixedOutput",
+    "FloatConfig",
     "Granularity",
     "KLDivergence",
     "MinMax",

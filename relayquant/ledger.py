@@ -199,7 +199,7 @@ def build_ledger(
     rows = []
     for operator in plan.operators:
         qparams = parameters.get(operator.output) if operator.output else None
-        dtype = dtypes.get(operator.name, "float32")
+        dtype = operator.compute or dtypes.get(operator.name, "float32")
         if operator.quantized:
             dtype = qparams.dtype if qparams is not None else "int32"
         rows.append(

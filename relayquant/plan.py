@@ -140,6 +140,7 @@ class OperatorPlan:
         rule: The line of the QConfigMapping that decided, "" if none did.
         is_explicit: Whether that line speaks of this operator, not of all.
         accumulator: What its sums of products are held in; None for that of the kernels.
+        compute: Narrow float dtype that it is computed in, "" where it is quantized or float32.
     """
 
     name: str
@@ -156,6 +157,7 @@ class OperatorPlan:
     rule: str = ""
     is_explicit: bool = False
     accumulator: Accumulator | None = None
+    compute: str = ""
 
     @property
     def is_unserved(self) -> bool:

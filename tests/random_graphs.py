@@ -234,12 +234,12 @@ def draw_qconfigs(draw: st.DrawFn, dtypes: tuple[str, ...]) -> rq.QConfig:
 
 @st.composite
 def draw_configurations(draw: st.DrawFn, mod: tvm.IRModule) -> tuple[str, rq.QConfigMapping | None]:
-    """(backend, mapping): the default, or QConfigs for all, for a type, for a name; or float."""
+    """(backend, mapping): the default, or QConfigs for all, for a type, for a name; or floats."""
     backend = draw(st.sampled_from(tuple(ACTIVATIONS)))
     if draw(st.integers(0, 3)) == 0:
         return backend, None
     qconfigs = draw_qconfigs(ACTIVATIONS[backend])
-    some = st.one_of(qconfigs, qconfigs, st.none())
+    some = st.one_of(qconfigs, qconfigs, st.none(), st.just(rq.FLOAT16))
     mapping = rq.QConfigMapping().set_global(draw(st.one_of(qconfigs, st.none())))
     # The operators that the prepared model has are those that a line may select.
     operators = rq.prepare(mod, None, rq.QConfigMapping().set_global(None)).plan.operators

@@ -76,6 +76,7 @@ def annotate(
                 row,
                 reason=skip.reason if skip else "neither its input nor its result is quantized",
                 advice=skip.advice if skip else "",
+                compute=claim.compute,
             )
         operators.append(row)
     return Plan(tuple(operators), groups, value_groups)

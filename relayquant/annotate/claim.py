@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tvm import relax
 
 from relayquant.config import (
     Accumulator,
     BackendConfig,
+    FloatConfig,
     MappingRule,
     ObservationType,
     OperatorSite,
@@ -45,6 +46,7 @@ class Claim:
     support: Support = Support.SERVED
     rule: MappingRule | None = None  #: the line of the mapping that decided
     row: PatternConfig | None = None  #: the row of the backend that took it
+    compute: str = ""  #: narrow float dtype that it is computed in
 
     @property
     def accumulator(self) -> Accumulator | None:
@@ -131,10 +133,27 @@ def claim_operators(
         var = binding.var
         if var in claimed or graph.call_of(var) is None:
             continue
-        claim = _claim(graph, var, backend, mapping, sites, claimed)
+        claim = choose_float(_claim(graph, var, backend, mapping, sites, claimed), backend)
         claimed.update(claim.vars)
         claims.append(claim)
     return tuple(reversed(claims))
+
+
+def choose_float(claim: Claim, backend: BackendConfig) -> Claim:
+    """The claim, computed in a narrow float dtype if the configuration says so and the backend
+    can.
+    """
+    config = claim.rule.qconfig if claim.rule is not None else None
+    if not isinstance(config, FloatConfig) or tensor_dtype(claim.root) != "float32":
+        return claim
+    if config.dtype in backend.float_dtypes:
+        reason = f"computed in {config.dtype} by the configuration ({claim.rule.description})"
+        return replace(claim, skip=Skip(reason), support=Support.SERVED, compute=config.dtype)
+    skip = Skip(
+        f"backend {backend.name!r} does not compute in {config.dtype}",
+        "choose a backend whose float_dtypes have it, or None for float32",
+    )
+    return replace(claim, skip=skip, support=Support.DTYPE_UNSUPPORTED)
 
 
 class Sites:
@@ -186,8 +205,7 @@ def _claim(
         nodes = sites.nodes(match.vars)
         rule = mapping.find_rule(sites.site(match.vars, pattern.op, pattern.name))
         qconfig = rule.qconfig if rule is not None else None
-        if qconfig is not None:
-            qconfig = backend.adapt_qconfig(qconfig)
+        qconfig = backend.adapt_qconfig(qconfig) if isinstance(qconfig, QConfig) else None
         skip = pattern.check(match)
         if skip is None:
             skip, support = find_refusal(row, pattern, rule, qconfig, backend.name)

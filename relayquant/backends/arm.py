@@ -12,4 +12,5 @@ ARM = BackendConfig(
     name="arm",
     patterns=make_patterns(("int8", "int16")),
     default_qconfig=QConfig(activation=activation_config("int8"), weight=WEIGHT_INT8),
+    float_dtypes=("float16",),
 )

@@ -9,4 +9,5 @@ GENERIC = BackendConfig(
     name="generic",
     patterns=make_patterns((*BYTES, "int16")),
     default_qconfig=QConfig(activation=activation_config("uint8"), weight=WEIGHT_INT8),
+    float_dtypes=("float16",),
 )

@@ -12,4 +12,5 @@ X86 = BackendConfig(
     name="x86",
     patterns=make_patterns(("uint8", "int16")),
     default_qconfig=QConfig(activation=activation_config("uint8"), weight=WEIGHT_INT8),
+    float_dtypes=("float16",),
 )

@@ -26,19 +26,23 @@ from relayquant.config.mapping import (
     is_type,
 )
 from relayquant.config.qconfig import (
+    FLOAT16,
     KEPT_IN_FLOAT,
+    FloatConfig,
     QConfig,
     TensorConfig,
     read_qconfig,
 )
 
 __all__ = [
+    "FLOAT16",
     "KEPT_IN_FLOAT",
     "Accumulator",
     "BackendConfig",
     "DTypeConfig",
     "DTypeWithConstraints",
     "FixedOutput",
+    "FloatConfig",
     "MappingRule",
     "ObservationType",
     "OperatorSite",

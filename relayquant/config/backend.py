@@ -178,6 +178,7 @@ class BackendConfig:
         affine_rules: Rules of the allow-list (`relayquant.AffineRule`), tried before the built-in
             ones.
         default_qconfig: For all operators when the user gives no QConfigMapping.
+        float_dtypes: Narrow float dtypes that it computes any operator in (`FloatConfig`).
         reduce_range: Activations use one bit less than their dtype has, unless a QSpec says
             otherwise.
     """
@@ -187,6 +188,7 @@ class BackendConfig:
     affine_rules: tuple[Any, ...] = ()
     default_qconfig: QConfig | None = None
     reduce_range: bool = False
+    float_dtypes: tuple[str, ...] = ()
 
     def with_pattern(
         self,
@@ -265,6 +267,8 @@ class BackendConfig:
         lines = [
             f"backend {self.name}" + (", activations use one bit less" if self.reduce_range else "")
         ]
+        if self.float_dtypes:
+            lines.append(f"any float operator also in {', '.join(self.float_dtypes)}")
         for row in rows:
             lines.append(f"{row.pattern.name} ({row.pattern.op})")
             lines += [f"  {dtypes.description}" for dtypes in row.dtypes]
@@ -279,6 +283,8 @@ class BackendConfig:
         data: dict[str, Any] = {"name": self.name, "reduce_range": self.reduce_range}
         if self.default_qconfig is not None:
             data["default_qconfig"] = self.default_qconfig.to_dict()
+        if self.float_dtypes:
+            data["float_dtypes"] = list(self.float_dtypes)
         data["affine_rules"] = [rule.op for rule in self.affine_rules]
         data["patterns"] = [row.to_dict() for row in self.patterns]
         return data
@@ -319,4 +325,5 @@ class BackendConfig:
             tuple(rules[op] for op in found.get("affine_rules", ())),
             None if qconfig is None else QConfig.from_dict(qconfig, f"{where}.default_qconfig"),
             found.get("reduce_range", False),
+            tuple(check_list(found.get("float_dtypes", ()), f"{where}.float_dtypes")),
         )

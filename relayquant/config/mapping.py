@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from relayquant.config.qconfig import KEPT_IN_FLOAT, QConfig, read_qconfig
+from relayquant.config.qconfig import FloatConfig, QConfig, read_qconfig, write_qconfig
 from relayquant.errors import ConfigError
 from relayquant.settings import check_keys, check_list
 
@@ -87,7 +87,7 @@ class MappingRule:
 
     kind: Selector
     key: str
-    qconfig: QConfig | None
+    qconfig: QConfig | FloatConfig | None
     object_type: str = ""
     index: int = 0
 
@@ -95,9 +95,9 @@ class MappingRule:
         if not isinstance(self.kind, Selector):
             raise ConfigError(f"MappingRule.kind is {self.kind!r}; allowed: a Selector.")
         where = f"QConfigMapping.set_{self.kind.value}"
-        if self.qconfig is not None and not isinstance(self.qconfig, QConfig):
+        if self.qconfig is not None and not isinstance(self.qconfig, QConfig | FloatConfig):
             raise ConfigError(
-                f"{where}: expected a QConfig or None (keep in float), got "
+                f"{where}: expected a QConfig or None (keep in float) or FLOAT16, got "
                 f"{type(self.qconfig).__name__}."
             )
         if not isinstance(self.key, str) or not isinstance(self.object_type, str):
@@ -137,8 +137,7 @@ class MappingRule:
 
     def to_dict(self) -> dict[str, Any]:
         """{"key": ..., "qconfig": ...}, and "object_type" and "index" where they count."""
-        qconfig = KEPT_IN_FLOAT if self.qconfig is None else self.qconfig.to_dict()
-        data: dict[str, Any] = {"key": self.key, "qconfig": qconfig}
+        data: dict[str, Any] = {"key": self.key, "qconfig": write_qconfig(self.qconfig)}
         if self.kind is Selector.MODULE_NAME_OBJECT_TYPE_ORDER:
             data |= {"object_type": self.object_type, "index": self.index}
         return data
@@ -156,7 +155,8 @@ class MappingRule:
 
 @dataclass(frozen=True)
 class QConfigMapping:
-    """Which operators get which QConfig; None keeps an operator in float.
+    """Which operators get which QConfig; None keeps an operator in float, FLOAT16 computes it in
+    float16.
 
     Precedence as in torch.ao.quantization.QConfigMapping: global < object type < name regex < name
     < name, type and order. Within a kind the line set last wins. Names are those of the values in
@@ -167,24 +167,26 @@ class QConfigMapping:
 
     rules: tuple[MappingRule, ...] = ()
 
-    def set_global(self, qconfig: QConfig | None) -> QConfigMapping:
+    def set_global(self, qconfig: QConfig | FloatConfig | None) -> QConfigMapping:
         """For every operator that no other line selects."""
         return self._add(MappingRule(Selector.GLOBAL, "", qconfig))
 
-    def set_object_type(self, op: str, qconfig: QConfig | None) -> QConfigMapping:
+    def set_object_type(self, op: str, qconfig: QConfig | FloatConfig | None) -> QConfigMapping:
         """For an operator ("relax.nn.conv2d", "nn.conv2d", "conv2d") or a pattern by name."""
         return self._add(MappingRule(Selector.OBJECT_TYPE, op, qconfig))
 
-    def set_module_name_regex(self, regex: str, qconfig: QConfig | None) -> QConfigMapping:
+    def set_module_name_regex(
+        self, regex: str, qconfig: QConfig | FloatConfig | None
+    ) -> QConfigMapping:
         """For operators of which a name matches the whole regular expression."""
         return self._add(MappingRule(Selector.MODULE_NAME_REGEX, regex, qconfig))
 
-    def set_module_name(self, name: str, qconfig: QConfig | None) -> QConfigMapping:
+    def set_module_name(self, name: str, qconfig: QConfig | FloatConfig | None) -> QConfigMapping:
         """For the operator that computes value `name`, and those below it ("name.x", "name/x")."""
         return self._add(MappingRule(Selector.MODULE_NAME, name, qconfig))
 
     def set_module_name_object_type_order(
-        self, name: str, op: str, index: int, qconfig: QConfig | None
+        self, name: str, op: str, index: int, qconfig: QConfig | FloatConfig | None
     ) -> QConfigMapping:
         """For the operator of type `op` that is number `index`, from 0, of those below `name` ("":
         of all).
@@ -213,7 +215,7 @@ class QConfigMapping:
         """Plain data for JSON and TOML: {"global": qconfig, "object_type": [{"key": ..., "qconfig":
         ...}], ...}.
 
-        A qconfig is a dict, or "float" for None.
+        A qconfig is a dict, "float" for None, or "float16".
         """
         data: dict[str, Any] = {}
         for rule in self.rules:

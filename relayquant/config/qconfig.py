@@ -8,12 +8,16 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from relayquant.errors import ConfigError
+from relayquant.errors import ConfigError, suggest_name
 from relayquant.qtypes import QSpec, Role
 from relayquant.settings import NamedSettings, check_keys
 
 #: what plain data says for None: the operator stays in float
 KEPT_IN_FLOAT = "float"
+#: dtypes that an operator may be computed in instead of float32
+NARROW_FLOATS = ("float16",)
+#: what plain data may say in place of a QConfig
+CONFIG_NAMES = (KEPT_IN_FLOAT, *NARROW_FLOATS)
 
 
 @dataclass(frozen=True)
@@ -143,8 +147,41 @@ class QConfig:
         )
 
 
-def read_qconfig(data: object, where: str) -> QConfig | None:
-    """A QConfig from plain data; None from "float" or None."""
+@dataclass(frozen=True)
+class FloatConfig:
+    """An operator is computed in another float dtype, by name: not quantized, but narrower.
+
+    Values are cast where they enter and leave it, once; neighbours that are computed so too share
+    what is between them.
+    """
+
+    dtype: str
+
+    def __post_init__(self) -> None:
+        if self.dtype not in NARROW_FLOATS:
+            raise ConfigError(
+                f"FloatConfig.dtype is {self.dtype!r}; allowed: {', '.join(NARROW_FLOATS)}. "
+                "float32 is what None in a QConfigMapping means."
+            )
+
+
+#: for a QConfigMapping: the operators are computed in float16
+FLOAT16 = FloatConfig("float16")
+
+
+def write_qconfig(qconfig: QConfig | FloatConfig | None) -> Any:
+    """Plain data: a dict, "float16", or "float" for None."""
+    if qconfig is None:
+        return KEPT_IN_FLOAT
+    return qconfig.dtype if isinstance(qconfig, FloatConfig) else qconfig.to_dict()
+
+
+def read_qconfig(data: object, where: str) -> QConfig | FloatConfig | None:
+    """A QConfig from plain data, FLOAT16 from "float16"; None from "float" or None."""
     if data is None or data == KEPT_IN_FLOAT:
         return None
+    if isinstance(data, str):
+        if data not in NARROW_FLOATS:
+            raise ConfigError(f"{where} is {data!r}. {suggest_name(data, CONFIG_NAMES)}")
+        return FloatConfig(data)
     return QConfig.from_dict(data, where)

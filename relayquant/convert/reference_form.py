@@ -20,6 +20,7 @@ from relayquant.ledger import build_ledger, ledger_attrs
 from relayquant.ops import Quantized, QuantOp, SimulateContext
 from relayquant.ops.base import NARROW, accumulator_qparams, narrow_integer, repeat_match
 from relayquant.ops.find import find_pattern, match_operator, operand_constant
+from relayquant.ops.narrow_float import NarrowFloats
 from relayquant.plan import OperatorPlan
 from relayquant.prepared import PreparedModel
 from relayquant.qtypes import INTEGER_LIMITS, QParams, QSpec, Role, Rounding, conform_scale
@@ -61,6 +62,7 @@ class _ReferenceBuilder:
         self.parameters = raise_weight_scales(prepared, self.graph)
         self.operators = {op.name: op for op in self.plan.operators if op.quantized and op.pattern}
         self.inner = {name for op in self.operators.values() for name in op.values[:-1]}
+        self.floats = NarrowFloats(self.plan)
         self.views: dict[tuple[str, str], relax.Expr] = {}
 
     def quantize_inputs(self, emitter: Emitter) -> None:
@@ -103,7 +105,7 @@ class _ReferenceBuilder:
             return None
         operator = self.operators.get(name)
         if operator is None:
-            value = emitter.get(binding.value)
+            value = self.floats.repeat(emitter, binding)
         else:
             value = self.repeat_operator(emitter, operator)
         if name not in self.plan.value_groups:

@@ -17,6 +17,7 @@ from relayquant.dialect import qnn
 from relayquant.errors import ConfigError
 from relayquant.ops import Kind, SimulateContext
 from relayquant.ops.find import find_pattern, match_operator
+from relayquant.ops.narrow_float import NarrowFloats
 from relayquant.plan import GroupPlan, OperatorPlan, Plan
 from relayquant.prepared import CalibrationGraph, ConstantVariable, FitPoint, GroupVariables
 from relayquant.qtypes import INTEGER_LIMITS, Role
@@ -140,6 +141,7 @@ class _Simulation:
         self.graph, self.plan, self.backend, self.variables = graph, plan, backend, variables
         self.constants = constants
         self.fits: list[FitPoint] = []
+        self.floats = NarrowFloats(self.plan)
         self.views: dict[tuple[str, str], relax.Expr] = {}  # (value, group key) -> rounded value
         #: the same -> what it is rounded from, and by which groups
         self.sources: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {}
@@ -191,7 +193,7 @@ class _Simulation:
             return None
         operator = self.operators.get(name)
         value = (
-            emitter.get(binding.value)
+            self.floats.repeat(emitter, binding)
             if operator is None
             else self.simulate_operator(emitter, operator)
         )

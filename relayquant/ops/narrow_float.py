@@ -1,0 +1,70 @@
+"""Operators computed in a narrow float dtype, as simulate and convert repeat them.
+
+v = op(x, w) -> v.float16 = op(float16(x), float16(w)); v = float32(v.float16). What reads v in
+float16 too takes v.float16: the casts between neighbours are left unused, and removed.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from tvm import relax
+from tvm.ir import Call
+
+from relayquant.plan import Plan
+from relayquant.rewrite import Emitter
+from relayquant.rewrite.graph import constant_value, tensor_dtype
+
+#: sum their products in float32 whatever the dtype of the operands
+SUMMING = {
+    "relax.matmul": relax.op.matmul,
+    "relax.nn.conv1d": relax.op.nn.conv1d,
+    "relax.nn.conv2d": relax.op.nn.conv2d,
+    "relax.nn.conv2d_transpose": relax.op.nn.conv2d_transpose,
+}
+
+
+class NarrowFloats:
+    """State of one rewrite: which narrow value stands for which float32 value."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.dtypes = {value: op.compute for op in plan.operators for value in op.values}
+        self.narrow: dict[tuple[relax.Expr, str], relax.Expr] = {}
+
+    def repeat(self, emitter: Emitter, binding: relax.VarBinding) -> relax.Expr:
+        """The operator of a binding in terms of the new function, in the dtype the plan says."""
+        value, dtype = emitter.get(binding.value), self.dtypes.get(binding.var.name, "")
+        if not dtype or not isinstance(value, Call):
+            return value
+        name = binding.var.name
+        result = self.compute(emitter, value, dtype, name)
+        if tensor_dtype(result) != dtype:
+            return value  # a tuple of results, or an operator with a dtype of its own
+        wide = emitter.bind(binding.var, relax.op.astype(result, "float32"))
+        self.narrow[wide, dtype] = result
+        return wide
+
+    def compute(self, emitter: Emitter, call: Call, dtype: str, name: str) -> relax.Expr:
+        """The call on narrow operands, its result rounded to `dtype`."""
+        args = [self.cast(emitter, arg, dtype) for arg in call.args]
+        if call.op.name in SUMMING:
+            names = [f.name for f in type(call.attrs).__tvm_ffi_type_info__.fields]
+            attrs = {n: getattr(call.attrs, n) for n in names} | {"out_dtype": "float32"}
+            total = emitter.emit(SUMMING[call.op.name](*args, **attrs), f"{name}.sum")
+            return emitter.emit(relax.op.astype(total, dtype), f"{name}.{dtype}")
+        return emitter.emit(Call(call.op, args, call.attrs, call.ty_args), f"{name}.{dtype}")
+
+    def cast(self, emitter: Emitter, expr: relax.Expr, dtype: str) -> relax.Expr:
+        """An operand in `dtype`, cast once for all its readers; only float32 tensors are cast."""
+        if isinstance(expr, relax.Tuple):
+            return relax.Tuple([self.cast(emitter, part, dtype) for part in expr.fields])
+        array = constant_value(expr)
+        if array is not None:
+            is_real = array.dtype == np.float32
+            return relax.const(array.astype(dtype), dtype) if is_real else expr
+        if tensor_dtype(expr) != "float32":
+            return expr
+        if (expr, dtype) not in self.narrow:
+            name = getattr(expr, "name", "value")
+            cast = emitter.emit(relax.op.astype(expr, dtype), f"{name}.{dtype}")
+            self.narrow[expr, dtype] = cast
+        return self.narrow[expr, dtype]
