@@ -7,10 +7,7 @@ What `prepare` gives and `calibrate` fills may wait, travel and be put together 
 
 from __future__ import annotations
 
-import io
-import json
-import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +16,12 @@ import numpy as np
 import tvm
 
 from relayquant.annotate import annotate
+from relayquant.archive import Archive, read_archive, write_archive
 from relayquant.backends import resolve_backend
 from relayquant.calibrate.observers import Observer
 from relayquant.calibrate.runner import pick_weight_parameters
 from relayquant.config import BackendConfig, DTypeConfig, QConfigMapping
 from relayquant.errors import ConfigError, DataError, RelayQuantError
-from relayquant.files import write_whole
 from relayquant.ledger import InterfaceValue
 from relayquant.plan import GroupPlan, OperatorPlan, Plan
 from relayquant.prepared import GroupStatistics, PreparedModel
@@ -33,8 +30,7 @@ from relayquant.settings import NamedSettings
 from relayquant.simulate import build_calibration_graph
 
 FORMAT = "relayquant.prepared.1"
-#: entries of a file: one for each array and two more
-MAX_ENTRIES = 200_000
+MODULE = "module.json"
 
 
 # --- Editing ------------------------------------------------------------------------------------
@@ -205,7 +201,7 @@ def save_prepared(prepared: PreparedModel, path: str | Path) -> None:
 
     A zip archive without compression: JSON, the float module as TVM writes it, and arrays as .npy.
     Nothing in it is executed when it is read. Callables that pick parameters are not in it; what
-    they picked is.
+    they picked is. Equal models give equal bytes.
 
     Raises:
         OSError: the folder does not exist or cannot be written.
@@ -221,9 +217,7 @@ def save_prepared(prepared: PreparedModel, path: str | Path) -> None:
         mapping = prepared.mapping.to_dict() if prepared.mapping is not None else None
     except ConfigError:
         mapping = None  # it holds a callable
-    names = list(arrays)
     header = {
-        "format": FORMAT,
         "backend": prepared.backend.name,
         "effort": prepared.effort,
         "plan": prepared.plan.to_dict(),
@@ -233,19 +227,9 @@ def save_prepared(prepared: PreparedModel, path: str | Path) -> None:
         "parameters": {key: value.to_dict() for key, value in prepared.parameters.items()},
         "statistics": rows,
         "constants": list(prepared.constants),
-        "arrays": names,
     }
-
-    def write(temporary: Path) -> None:
-        with zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as archive:
-            archive.writestr("header.json", json.dumps(header))
-            archive.writestr("module.json", tvm.ir.save_json(prepared.mod))
-            for i, name in enumerate(names):
-                buffer = io.BytesIO()
-                np.lib.format.write_array(buffer, np.asarray(arrays[name]), allow_pickle=False)
-                archive.writestr(f"{i}.npy", buffer.getvalue())
-
-    write_whole(Path(path), write)
+    texts = {MODULE: tvm.ir.save_json(prepared.mod)}
+    write_archive(Path(path), FORMAT, Archive(header, arrays, texts))
 
 
 def load_prepared(
@@ -264,8 +248,9 @@ def load_prepared(
     """
     path = Path(path)
     try:
-        header, module, arrays = read_archive(path)
-        mod = tvm.ir.load_json(module)
+        archive = read_archive(path, FORMAT, "prepared model")
+        header, arrays = archive.header, archive.arrays
+        mod = tvm.ir.load_json(archive.texts[MODULE])
         plan = Plan.from_dict(header["plan"])
         backend = resolve_backend(header["backend"] if backend_config is None else backend_config)
         if backend.name != header["backend"]:
@@ -308,46 +293,6 @@ def read_statistics(
         raise DataError(f"What observed value {group.key!r} is no observer.")
     found = {name: arrays[f"statistics/{group.key}/{name}"] for name in row["arrays"]}
     return GroupStatistics(observer, observer.restore(group.info, found))
-
-
-def read_archive(path: Path) -> tuple[dict[str, Any], str, dict[str, np.ndarray]]:
-    """(header, module as JSON, arrays by name) of a file; reads no more than the file is long.
-
-    Raises:
-        DataError: it is not such an archive.
-    """
-    if not path.is_file():
-        raise DataError(f"There is no file {path}.")
-    size = path.stat().st_size
-    try:
-        with zipfile.ZipFile(path) as archive:
-            entries = archive.infolist()
-            # Stored entries cannot be larger than the file: no archive of a few bytes fills the
-            # memory.
-            is_plain = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
-            if (
-                not is_plain
-                or sum(e.file_size for e in entries) > size
-                or len(entries) > MAX_ENTRIES
-            ):
-                raise DataError(
-                    f"{path} is no prepared model: its entries are not as save_prepared writes "
-                    "them."
-                )
-            header = json.loads(archive.read("header.json"))
-            if not isinstance(header, dict) or header.get("format") != FORMAT:
-                raise DataError(f"{path} is no prepared model of format {FORMAT!r}.")
-            module = archive.read("module.json").decode()
-            return header, module, dict(read_arrays(archive, header["arrays"]))
-    except (zipfile.BadZipFile, json.JSONDecodeError, EOFError) as error:
-        raise DataError(f"{path} is no prepared model, or is damaged: {error}.") from error
-
-
-def read_arrays(archive: zipfile.ZipFile, names: list[str]) -> Iterator[tuple[str, np.ndarray]]:
-    """Arrays by name; no pickle."""
-    for i, name in enumerate(names):
-        buffer = io.BytesIO(archive.read(f"{i}.npy"))
-        yield name, np.lib.format.read_array(buffer, allow_pickle=False)
 
 
 def replace_group(

@@ -17,7 +17,7 @@ PACKAGE = "relayquant"
 
 #: From the bottom up. A module may import from its own layer and from those below.
 LAYERS: list[set[str]] = [
-    {"errors", "files", "settings", "qtypes", "events", "_tvm"},
+    {"archive", "errors", "files", "settings", "qtypes", "events", "_tvm"},
     {"config", "ledger", "plan", "prepared", "rewrite", "runtime"},
     {"dialect", "reference"},
     {"ops"},
