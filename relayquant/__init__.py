@@ -47,6 +47,7 @@ from relayquant.errors import (  # noqa: E402
     ModelError,
     QnnError,
     RelayQuantError,
+    WorkerError,
 )
 from relayquant.events import Callback  # noqa: E402
 from relayquant.export import export_onnx  # noqa: E402
@@ -148,6 +149,7 @@ __all__ = [
     "TensorConfig",
     "ValueInfo",
     "WeightRounding",
+    "WorkerError",
     "accumulator_report",
     "calibrate",
     "choose_qparams",

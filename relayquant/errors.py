@@ -28,6 +28,10 @@ class QnnError(RelayQuantError, ValueError):
     """A `relax.qnn` operator was given operands or attributes it does not allow."""
 
 
+class WorkerError(RelayQuantError, RuntimeError):
+    """Another process that was to do a part of the work died, or failed again and again."""
+
+
 class MissingDependencyError(RelayQuantError, ImportError):
     """An optional package is needed; the message says which extra installs it."""
 

@@ -7,10 +7,12 @@ input.
 
 from __future__ import annotations
 
+import concurrent.futures as futures
 import dataclasses
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -78,6 +80,8 @@ def quantize(
     output_dtypes: Mapping[str, str] | None = None,
     callbacks: Iterable[Callback] | Callback = (),
     strict: bool = False,
+    checkpoint: str | Path | None = None,
+    executor: futures.Executor | None = None,
 ) -> tvm.IRModule:
     """Quantize a float model after training.
 
@@ -98,6 +102,7 @@ def quantize(
         callbacks: See `relayquant.events.Callback`.
         strict: Raise one error that lists every operator whose QConfig cannot be served, instead of
             keeping them in float.
+        checkpoint, executor: See `calibrate`.
 
     Returns:
         A module with the same inputs and outputs that computes on integers. `tvm.compile` takes it
@@ -119,7 +124,14 @@ def quantize(
         callbacks=events,
         strict=strict,
     )
-    calibrate(prepared, dataset, calibration=calibration, callbacks=events)
+    calibrate(
+        prepared,
+        dataset,
+        calibration=calibration,
+        callbacks=events,
+        checkpoint=checkpoint,
+        executor=executor,
+    )
     reference = _stage(events, "convert", lambda: convert_to_reference(prepared))
     return _stage(events, "lower", lambda: lower(reference, prepared.backend))
 
@@ -254,6 +266,8 @@ def calibrate(
     order: Order = Order.TOPOLOGICAL,
     fit: FitSettings | None = None,
     callbacks: Iterable[Callback] | Callback = (),
+    checkpoint: str | Path | None = None,
+    executor: futures.Executor | None = None,
 ) -> PreparedModel:
     """Pick the parameters of every quantized value from data; fills `prepared.parameters` and
     returns it.
@@ -261,10 +275,33 @@ def calibrate(
     Where the backend's accumulators are narrow, the scales of weights (of the second factor of a
     product of two activations) are raised until the sums fit, as `Accumulator.bound` says, and
     calibration starts again with them; a warning names what still does not fit.
+    Memory does not grow with the data: statistics stream, and values that later steps need wait on
+    disk. The result depends on neither `checkpoint` nor `executor`, nor on the number of workers,
+    bit for bit, as long as all processors are of one kind.
+
+    Args:
+        prepared: The prepared model.
+        dataset: See `quantize`; read once (and again when scales are raised).
+        calibration: Observer or callable for all activations.
+        order: See `Order`.
+        fit: How weights are rounded and biases corrected; as the level of effort says when None.
+        callbacks: See `relayquant.events.Callback`.
+        checkpoint: A folder. A calibration that was interrupted or killed goes on from there when
+            it is started again with the same arguments; the data set is then read again to see that
+            it is the same, and nothing that was computed is computed twice. Deleted in the end. It
+            holds the values that wait, about (largest activations alive at once) x samples x 4
+            bytes; without it they are in the system's temporary directory.
+        executor: Any `concurrent.futures.Executor`: a ProcessPoolExecutor whose processes are
+            spawned, `dask.distributed.Client(...).get_executor()`. Its workers run the model on
+            shards of the data; they must see the folder, so across machines name a `checkpoint` on
+            a file system that they share. Callables pick parameters in this process.
 
     Raises:
-        DataError: the data set is empty or does not fit the model.
-        ConfigError: `calibration` is no observer or callable, or picked something wrong.
+        DataError: the data set is empty or does not fit the model, or is not that of the
+            checkpoint.
+        ConfigError: `calibration` is no observer or callable, or picked something wrong; or the
+            folder belongs to another calibration (the message says what differs).
+        WorkerError: workers died, or failed again and again; names the batches.
     """
     events = CallbackList.of(callbacks)
 
@@ -278,6 +315,9 @@ def calibrate(
             callbacks=events,
             fit=fit or EFFORTS[Effort(prepared.effort)].fit,
             min_scales=min_scales,
+            # Rounds after the first begin with what it found: they are no part of the checkpoint.
+            checkpoint=None if min_scales else checkpoint,
+            executor=executor,
         )
         fill(prepared.parameters, result.parameters)
         fill(prepared.constants, result.constants)

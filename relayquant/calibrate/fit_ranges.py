@@ -8,6 +8,7 @@ the consumers' weights let it count.
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,6 +30,9 @@ USUAL = 0.95
 #: count. Chosen by the error of whole models (convolutional networks, transformers): 1 and 16 are
 #: worse on most.
 FLOOR = 4.0
+
+#: rows of an array that the choice of its rows depends on
+SEED_ROWS = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +108,11 @@ class RelativeMSE(Observer[RowState]):
             )
         moved = array.reshape(1, -1) if array.ndim < 2 else np.moveaxis(array, self.axis, -1)
         count, channels = math.prod(moved.shape[:-1]), moved.shape[-1]
-        drawn = np.random.default_rng(int(state.count)).random(count)
+        # The seed is taken from the values: the sample depends on neither the order of the data nor
+        # how it was split over processes.
+        some = np.linspace(0, count - 1, SEED_ROWS).astype("int64")
+        seed = zlib.crc32(moved[np.unravel_index(some, moved.shape[:-1])].astype("float32"))
+        drawn = np.random.default_rng(seed).random(count)
         limit = self._limit(channels)
         # Once the sample is full, only rows that push another one out are looked at.
         most = state.priorities[limit - 1] if len(state.priorities) >= limit else math.inf

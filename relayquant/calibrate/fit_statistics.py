@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -27,11 +27,12 @@ class InputStatistics:
 
     Attributes:
         gram: Sum of x x^T over the sampled rows but those that wait, (groups * blocks, k, k)
-            float64; None when it is not needed.
+            float64; None as long as all of them wait, or when it is not needed.
         total: Sum of x over the sampled rows, (groups, K) float64.
         rows: Sampled rows.
         blocks: Blocks that each x is cut into.
         waiting: Rows that have not entered `gram`, (groups, n, K) float32 each.
+        with_gram: Whether `gram` is needed.
     """
 
     gram: Float64Array | None
@@ -39,6 +40,7 @@ class InputStatistics:
     rows: int = 0
     blocks: int = 1
     waiting: tuple[FloatArray, ...] = ()
+    with_gram: bool = True
 
     @staticmethod
     def empty(
@@ -46,9 +48,9 @@ class InputStatistics:
     ) -> InputStatistics:
         """Before any data; blocks have at most `most` columns."""
         blocks = -(-columns // (most or columns))
-        width = -(-columns // blocks)
-        gram = np.zeros((groups * blocks, width, width)) if with_gram else None
-        return InputStatistics(gram, np.zeros((groups, columns)), blocks=blocks)
+        return InputStatistics(
+            None, np.zeros((groups, columns)), blocks=blocks, with_gram=with_gram
+        )
 
     def add(
         self,
@@ -64,22 +66,58 @@ class InputStatistics:
             self,
             total=self.total + x.sum(axis=1, dtype="float64"),
             rows=self.rows + x.shape[1],
-            waiting=(*self.waiting, x) if self.gram is not None else (),
+            waiting=(*self.waiting, x) if self.with_gram else (),
         )
-        if self.gram is None:
-            return result
-        waiting = sum(part.shape[1] for part in result.waiting)
-        return result.settle() if waiting >= max(FEWEST_ROWS, self.gram.shape[1]) else result
+        return result._settle_enough()
+
+    def merge(self, other: InputStatistics) -> InputStatistics:
+        """With what was seen of the data that comes next; takes over the arrays of this one."""
+        result = replace(self, total=self.total + other.total, rows=self.rows + other.rows)
+        if other.gram is not None:
+            result = result.settle()
+            np.add(result.gram, other.gram, out=result.gram)
+        result = replace(result, waiting=(*result.waiting, *other.waiting))
+        return result._settle_enough()
+
+    def _settle_enough(self) -> InputStatistics:
+        """The same, settled if so many rows wait that it is worth it."""
+        columns = -(-self.total.shape[1] // self.blocks)
+        waiting = sum(part.shape[1] for part in self.waiting)
+        return self.settle() if waiting >= max(FEWEST_ROWS, columns) else self
 
     def settle(self) -> InputStatistics:
-        """The same with no rows waiting."""
-        if self.gram is None or not self.waiting:
+        """The same with no rows waiting, and with a gram if it is needed."""
+        if not self.with_gram or (self.gram is not None and not self.waiting):
             return self
-        x = split_columns(np.concatenate(self.waiting, axis=1), self.blocks)
         gram = self.gram
-        # In place: for wide operators this array is the largest one there is.
-        gram += np.matmul(x.transpose(0, 2, 1), x)
-        return replace(self, waiting=())
+        if gram is None:
+            columns = -(-self.total.shape[1] // self.blocks)
+            gram = np.zeros((self.total.shape[0] * self.blocks, columns, columns))
+        if self.waiting:
+            x = split_columns(np.concatenate(self.waiting, axis=1), self.blocks)
+            # In place: for wide operators this array is the largest one there is.
+            gram += np.matmul(x.transpose(0, 2, 1), x)
+        return replace(self, gram=gram, waiting=())
+
+    def to_arrays(self) -> dict[str, NDArray]:
+        """What was seen, as arrays for a file; `restore` reads them back exactly."""
+        arrays = {"total": self.total, "rows": np.array(self.rows, "int64")}
+        if self.gram is not None:
+            arrays["gram"] = self.gram
+        if self.waiting:
+            arrays["waiting"] = np.concatenate(self.waiting, axis=1)
+        return arrays
+
+    def restore(self, arrays: Mapping[str, NDArray]) -> InputStatistics:
+        """What `to_arrays` wrote of statistics that began as these."""
+        waiting = arrays.get("waiting")
+        return replace(
+            self,
+            gram=arrays.get("gram"),
+            total=arrays["total"],
+            rows=int(arrays["rows"]),
+            waiting=() if waiting is None else (waiting,),
+        )
 
     @property
     def mean(self) -> Float64Array:

@@ -72,6 +72,14 @@ class RangeState(State):
 
 
 @dataclass(frozen=True, eq=False)
+class MovingState(RangeState):
+    """A moving range, and the range of the first array, which weighs more than the others."""
+
+    first_low: Float64Array
+    first_high: Float64Array
+
+
+@dataclass(frozen=True, eq=False)
 class SumState(State):
     """Sums over samples of each sample's min, max and max |x|, float64, shape () or (C,)."""
 
@@ -202,13 +210,12 @@ class MinMax(Observer[RangeState]):
 
 
 @dataclass(frozen=True)
-class MovingAverageMinMax(Observer[RangeState]):
+class MovingAverageMinMax(Observer[MovingState]):
     """Exponential moving average of each batch's smallest and largest value.
 
     After the first batch, range = momentum * range + (1 - momentum) * range of the batch. The
-    result depends on the order of the batches. `merge` averages two ranges weighted by their
-    numbers of
-    batches: associative, but only approximately what one process would have found.
+    result depends on the order of the batches; `merge` takes them in the order of its arguments,
+    and is associative (up to float64 rounding) but not commutative.
     """
 
     momentum: float = 0.9
@@ -221,33 +228,35 @@ class MovingAverageMinMax(Observer[RangeState]):
                 "weight of the past (0.9 by default)."
             )
 
-    def start(self, info: ValueInfo) -> RangeState:
-        return _empty_range(info)
+    def start(self, info: ValueInfo) -> MovingState:
+        none = _empty_range(info)
+        return MovingState(info, none.low, none.high, none.count, none.low, none.high)
 
-    def update(self, state: RangeState, array: NDArray[Any]) -> RangeState:
+    def update(self, state: MovingState, array: NDArray[Any]) -> MovingState:
         array = _check_array(state.info, array)
         if array.size == 0:
             return state
         low, high = _find_range(state.info, array)
-        if state.count > 0:
-            low = self.momentum * state.low + (1 - self.momentum) * low
-            high = self.momentum * state.high + (1 - self.momentum) * high
-        return RangeState(state.info, low, high, state.count + np.int64(1))
+        seen = MovingState(state.info, low, high, np.ones((), "int64"), low, high)
+        return self.merge(state, seen)
 
-    def merge(self, a: RangeState, b: RangeState) -> RangeState:
+    def merge(self, a: MovingState, b: MovingState) -> MovingState:
         info = _merge_info(a, b)
         if a.count == 0 or b.count == 0:
             return b if a.count == 0 else a
-        count = a.count + b.count
-        share = float(a.count) / float(count)
-        return RangeState(
+        # b = m**(n - 1) * b_first + ... as if b_first were the first of all; behind a it stands for
+        # m * a + (1 - m) * b_first instead, which is m * (a - b_first) more.
+        past = self.momentum ** int(b.count)
+        return MovingState(
             info,
-            np.asarray(share * a.low + (1 - share) * b.low),
-            np.asarray(share * a.high + (1 - share) * b.high),
-            count,
+            np.asarray(b.low + past * (a.low - b.first_low)),
+            np.asarray(b.high + past * (a.high - b.first_high)),
+            a.count + b.count,
+            a.first_low,
+            a.first_high,
         )
 
-    def qparams(self, state: RangeState, info: ValueInfo) -> QParams:
+    def qparams(self, state: MovingState, info: ValueInfo) -> QParams:
         _need_data(int(state.count), info)
         return choose_qparams(state.low, state.high, info.spec, info.axis)
 

@@ -7,15 +7,26 @@ later segments need waits on disk.
 
 from __future__ import annotations
 
+import concurrent.futures as futures
 import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from relayquant.calibrate.binding import describe_binding
+from relayquant.calibrate.checkpoint import (
+    DataRecord,
+    check_same_data,
+    digest_batch,
+    open_checkpoint,
+    open_temporary,
+)
 from relayquant.calibrate.datasets import Dataset, InputInfo, open_dataset
+from relayquant.calibrate.distribute import ShardRunner, check_executor
 from relayquant.calibrate.fit import (
     DEFAULT_FIT,
     FitSettings,
@@ -24,19 +35,21 @@ from relayquant.calibrate.fit import (
 )
 from relayquant.calibrate.fit_patches import LinearView, make_linear_view
 from relayquant.calibrate.fit_ranges import RelativeMSE
-from relayquant.calibrate.fit_statistics import InputStatistics, round_to_grid
+from relayquant.calibrate.fit_statistics import InputStatistics
 from relayquant.calibrate.inputs import describe_inputs
 from relayquant.calibrate.observers import MinMax, Observer
 from relayquant.calibrate.parameters import CallableCalibration, resolve_calibration
+from relayquant.calibrate.result import CalibrationResult
 from relayquant.calibrate.segments import Segment, SegmentedGraph, split_graph
-from relayquant.calibrate.store import ValueStore
+from relayquant.calibrate.shard import FitObservation, GroupObservation, ShardTask
+from relayquant.calibrate.store import ValueStore, cut_shards
 from relayquant.events import CallbackList, ParametersEvent, ProgressEvent
 from relayquant.ops.find import match_operator, operand_constant
 from relayquant.plan import GroupPlan
 from relayquant.prepared import FitPoint, GroupStatistics, PreparedModel
 from relayquant.qtypes import QParams, ValueInfo, conform_scale
 from relayquant.rewrite import Graph
-from relayquant.runtime import CompileModule, Executor, as_shape, as_tensor
+from relayquant.runtime import CompileModule
 
 
 class Order(enum.Enum):
@@ -55,15 +68,6 @@ class StoredSamples:
 
     def __iter__(self) -> Iterator[np.ndarray]:
         return self.read()
-
-
-@dataclass(frozen=True, eq=False)
-class CalibrationResult:
-    """What calibration found: see `PreparedModel.parameters`, `.constants` and `.statistics`."""
-
-    parameters: dict[str, QParams]
-    constants: dict[str, np.ndarray]
-    statistics: dict[str, GroupStatistics] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,8 +117,12 @@ def pick_parameters(
     directory: str | Path | None = None,
     fit: FitSettings = DEFAULT_FIT,
     min_scales: Mapping[str, np.ndarray] | None = None,
+    checkpoint: str | Path | None = None,
+    executor: futures.Executor | None = None,
 ) -> CalibrationResult:
     """Parameters of every group of the plan, and fitted constants.
+
+    The result depends on neither `checkpoint` nor `executor`, bit for bit.
 
     Args:
         prepared: The prepared model; not changed.
@@ -127,14 +135,19 @@ def pick_parameters(
             Needs about (largest activations alive at once) x (number of samples) x 4 bytes.
         fit: How weights are rounded and biases corrected.
         min_scales: By group key, scales that those picked are raised to where they are smaller.
+        checkpoint: A folder to work in instead, from which a calibration that was stopped goes on.
+        executor: Whose workers run the shards of each segment. They must see the folder.
 
     Raises:
-        DataError: the data set is empty or an item is wrong.
-        ConfigError: `calibration` is neither observer nor callable, or picked something wrong.
+        DataError: the data set is empty or an item is wrong, or not that of the checkpoint.
+        ConfigError: `calibration` is neither observer nor callable, or picked something wrong; the
+            checkpoint belongs to another calibration; the executor cannot be used.
+        WorkerError: workers died.
     """
     callbacks = callbacks or CallbackList()
     plan = prepared.plan
     override = resolve_calibration(calibration) if calibration is not None else None
+    pool = check_executor(executor) if executor is not None else None
     data = open_dataset(dataset, describe_inputs(prepared.mod))
     parameters = pick_weight_parameters(prepared)
     for key in (min_scales or {}).keys() & parameters.keys():
@@ -149,13 +162,17 @@ def pick_parameters(
     single = order is Order.PARALLEL
     stops = [f.point for f in fits.values()] if fit.is_needed else []
     split = split_graph(prepared.graph, plan, single=single, fits=stops)
-    executor = Executor(compile_module(split.mod)) if split.mod.functions else None
-    with ValueStore(directory) as store:
+    with ExitStack() as stack:
+        if checkpoint is None:
+            workspace = stack.enter_context(open_temporary(directory))
+        else:
+            binding = describe_binding(prepared, order.value, override, fit)
+            workspace = stack.enter_context(open_checkpoint(checkpoint, binding))
+        shards = ShardRunner(split, workspace, compile_module, pool)
         run = _Run(
             prepared,
             split,
-            executor,
-            store,
+            shards,
             parameters,
             override,
             callbacks,
@@ -207,14 +224,13 @@ def raise_scale(
 
 
 class _Run:
-    """State of one calibration: what is stored, what is picked."""
+    """State of one calibration: what is known of the data, what is picked."""
 
     def __init__(
         self,
         prepared: PreparedModel,
         split: SegmentedGraph,
-        executor: Executor | None,
-        store: ValueStore,
+        shards: ShardRunner,
         parameters: dict[str, QParams],
         override: Observer[Any] | CallableCalibration | None,
         callbacks: CallbackList,
@@ -223,27 +239,27 @@ class _Run:
         settings: FitSettings,
         min_scales: Mapping[str, np.ndarray],
     ) -> None:
-        self.prepared, self.plan, self.split, self.executor = (
-            prepared, prepared.plan, split, executor,
-        )  # fmt: skip
-        self.store, self.parameters, self.override = store, parameters, override
-        self.callbacks, self.order, self.batches = callbacks, order, 0
+        self.prepared, self.plan, self.split = prepared, prepared.plan, split
+        self.shards, self.workspace = shards, shards.workspace
+        self.parameters, self.override = parameters, override
+        self.callbacks, self.order = callbacks, order
         self.known, self.settings, self.min_scales = fits, settings, min_scales
         self.fits = fits if settings.is_needed else {}
         self.constants: dict[str, np.ndarray] = {}
         self.statistics: dict[str, GroupStatistics] = {}
-        self.symbols: list[dict[str, int]] = []  # by batch
+        self.data = DataRecord(0, {})
+        self.done = 0  # batches, of all segments together
         self.fixed = self.compute_constants(split.constants)
 
     def compute_constants(self, segment: Segment | None) -> dict[str, Any]:
         """Rounded weights, once for all batches; fitted weights take their places when known."""
-        if segment is None or self.executor is None:
+        if segment is None or self.shards.executor is None:
             return {}
         variables = self.variable_values()
-        results = self.executor.run(segment.function, [variables[n] for n in segment.inputs])
-        return {
-            name: as_tensor(array) for name, array in zip(segment.outputs, results, strict=True)
-        }
+        results = self.shards.executor.run(
+            segment.function, [variables[name] for name in segment.inputs]
+        )
+        return dict(zip(segment.outputs, results, strict=True))
 
     def variable_values(self) -> dict[str, np.ndarray]:
         """Arrays for all variables of the graph; all pass through in float when the order is
@@ -254,31 +270,84 @@ class _Run:
         return self.prepared.graph.arguments(self.parameters, self.constants)
 
     def load(self, data: Dataset) -> None:
-        """Store the inputs that segments read. The only pass over the user's data."""
+        """Store the inputs that segments read. The only pass over the user's data.
+
+        With a checkpoint that has them already, the data is read to see that it is the same.
+        """
+        before = self.workspace.read_data()
         used = {
             name for segment in self.split.segments for name in (*segment.inputs, *segment.observed)
         }
-        for batch in data:
-            self.symbols.append(read_symbols(data.inputs, batch))
-            for name, array in batch.items():
-                if name in used:
-                    self.store.append(name, array)
-            self.batches += 1
-            self.callbacks.on_progress(ProgressEvent("read data", self.batches, None))
+        symbols: list[dict[str, int]] = []
+        digests: list[str] = []
+        offsets: dict[str, list[int]] = {info.name: [] for info in data.inputs if info.name in used}
+        has_symbols = any(segment.symbols for segment in self.split.segments)
+        count = 0
+        with ExitStack() as stack:
+            writers = {
+                name: stack.enter_context(self.workspace.values.write_input(name))
+                for name in (offsets if before is None else ())
+            }
+            for batch in data:
+                if has_symbols:
+                    symbols.append(read_symbols(data.inputs, batch))
+                if self.workspace.is_kept:
+                    digests.append(digest_batch(batch))
+                for name, writer in writers.items():
+                    offsets[name].append(writer.append(batch[name]))
+                count += 1
+                self.callbacks.on_progress(ProgressEvent("read data", count, None))
+        if before is not None:
+            check_same_data(before, digests, self.workspace.path)
+            self.data = before
+            return
+        shards = cut_shards(count)
+        starts = {name: tuple(at[s.start] for s in shards) for name, at in offsets.items()}
+        self.data = DataRecord(count, starts, tuple(symbols), tuple(digests))
+        if self.workspace.is_kept:
+            self.workspace.write_data(self.data)
+
+    @property
+    def values(self) -> ValueStore:
+        """Where the values of the data are."""
+        return replace(self.workspace.values, starts=self.data.starts)
 
     def segment(self, index: int, segment: Segment) -> None:
-        """Run one segment on all batches, then pick the parameters of its groups."""
-        variables = self.variable_values()
+        """Run one segment on all batches and pick what is picked once it has run; or take over what
+        the checkpoint says of it.
+        """
         pickers = {key: self.find_picker(key) for key in segment.groups}
-        states = {
-            key: picker.start(self.plan.group(key).info)
+        observed = {
+            key: GroupObservation(picker, group.info, group.points)
             for key, picker in pickers.items()
             if isinstance(picker, Observer)
+            for group in [self.plan.group(key)]
         }
-        inputs = {
-            point.operator: self.start_statistics(self.fits[point.operator])
-            for point in segment.fits
-        }
+        path = self.workspace.choices(index)
+        if self.workspace.is_kept and path.exists():
+            self.adopt(segment, CalibrationResult.load(path, observed))
+            self.done = (index + 1) * self.data.batches
+        else:
+            result = self.choose(index, segment, pickers, observed)
+            if self.workspace.is_kept:
+                result.save(path)
+            self.adopt(segment, result)
+        shards = cut_shards(self.data.batches)
+        for name in segment.expired:
+            self.values.drop(name, shards)
+        for shard in shards:
+            self.workspace.states(index, shard).unlink(missing_ok=True)
+
+    def choose(
+        self,
+        index: int,
+        segment: Segment,
+        pickers: Mapping[str, Observer[Any] | CallableCalibration],
+        observed: Mapping[str, GroupObservation],
+    ) -> CalibrationResult:
+        """Run one segment on all batches, then pick the parameters of its groups and fit its
+        operators.
+        """
         later = {
             name
             for other in self.split.segments[index + 1 :]
@@ -290,42 +359,56 @@ class _Run:
             if isinstance(picker, CallableCalibration)
             for name in self.plan.group(key).points
         }
-        stored = set(segment.outputs) & (later | replay)
-        for batch in range(self.batches):
-            values = self.run_batch(segment, batch, variables)
-            for key in states:
-                for name in self.plan.group(key).points:
-                    array = values[name] if name in values else self.store.read(name, batch)
-                    states[key] = pickers[key].update(states[key], array)
-            for point in segment.fits:
-                name = point.source
-                array = values[name] if name in values else self.store.read(name, batch)
-                inputs[point.operator] = self.add_statistics(
-                    inputs[point.operator], point, array, batch
-                )
-            for name in stored:
-                self.store.append(name, values[name])
-            done = index * self.batches + batch + 1
-            total = len(self.split.segments) * self.batches
-            self.callbacks.on_progress(ProgressEvent("calibrate", done, total))
+        stored = tuple(name for name in segment.outputs if name in later | replay)
+        fits = {point.operator: self.observe_fit(point) for point in segment.fits}
+        tasks = [
+            ShardTask(
+                segment,
+                shard,
+                self.values,
+                observed,
+                fits,
+                stored,
+                self.data.symbols[shard.start : shard.stop] if segment.symbols else (),
+            )
+            for shard in cut_shards(self.data.batches)
+        ]
+        known = {**self.variable_values(), **self.fixed}
+        arguments = {name: known[name] for name in segment.inputs if name in known}
+        states = self.shards.run(index, tasks, arguments, self.advance)
+        result = CalibrationResult({}, {})
         for key, picker in pickers.items():
             group = self.plan.group(key)
-            self.parameters[key] = (
-                picker.qparams(states[key], group.info)
+            result.parameters[key] = (
+                picker.qparams(states.groups[key], group.info)
                 if isinstance(picker, Observer)
                 else picker.qparams(self.samples(group))
             )
             if key in self.min_scales:
-                self.parameters[key] = raise_scale(self.parameters[key], group, self.min_scales)
-            self.callbacks.on_parameters(ParametersEvent(group.info, self.parameters[key]))
-        if self.order is Order.PARALLEL:
-            self.statistics |= {
-                key: GroupStatistics(pickers[key], state) for key, state in states.items()
-            }
-        for name, statistics in inputs.items():
-            self.fit(self.fits[name], statistics)
-        for name in segment.expired:
-            self.store.drop(name)
+                raised = raise_scale(result.parameters[key], group, self.min_scales)
+                result.parameters[key] = raised
+            if self.order is Order.PARALLEL and isinstance(picker, Observer):
+                result.statistics[key] = GroupStatistics(picker, states.groups[key])
+        for name, statistics in states.fits.items():
+            self.fit(self.fits[name], statistics, result)
+        return result
+
+    def advance(self, batches: int) -> None:
+        """Say that a segment has run on so many batches more."""
+        self.done += batches
+        total = len(self.split.segments) * self.data.batches
+        self.callbacks.on_progress(ProgressEvent("calibrate", self.done, total))
+
+    def adopt(self, segment: Segment, result: CalibrationResult) -> None:
+        """Later segments run with these parameters, weights and biases."""
+        self.parameters.update(result.parameters)
+        self.constants.update(result.constants)
+        self.statistics.update(result.statistics)
+        for point in segment.fits:
+            if point.weight in self.fixed:
+                self.fixed[point.weight] = result.constants[f"{point.operator}:weight"]
+        for key, qparams in result.parameters.items():
+            self.callbacks.on_parameters(ParametersEvent(self.plan.group(key).info, qparams))
 
     def find_picker(self, key: str) -> Observer[Any] | CallableCalibration:
         """Who picks a group's parameters; told of the consumers if it asks for them."""
@@ -346,35 +429,25 @@ class _Run:
         )
         return replace(picker, axis=readers[0].view.channel_axis, importance=importance)
 
-    def start_statistics(self, fit: OperatorFit) -> InputStatistics:
-        """Before any data; without second moments where they would not be used."""
-        with_gram = self.settings.rounding is not WeightRounding.NEAREST
-        return InputStatistics.empty(
-            fit.view.groups, fit.columns, with_gram=with_gram, most=self.settings.max_columns
-        )
-
-    def add_statistics(
-        self, statistics: InputStatistics, point: FitPoint, array: np.ndarray, batch: int
-    ) -> InputStatistics:
-        """With the operator's data in one batch; which rows are sampled depends on settings,
-        operator and batch.
+    def observe_fit(self, point: FitPoint) -> FitObservation:
+        """What is to be seen of an operator's input; without second moments where they would not
+        be used.
         """
         fit = self.fits[point.operator]
-        rows = self.settings.count_rows(fit.columns)
-        place = self.prepared.graph.fits.index(point)
-        rng = np.random.default_rng((self.settings.seed, place, batch))
+        keys = point.roundings if self.order is Order.TOPOLOGICAL else ()
+        return FitObservation(
+            point.source,
+            fit.view,
+            fit.columns,
+            self.settings.max_columns,
+            self.settings.rounding is not WeightRounding.NEAREST,
+            -(-self.settings.count_rows(fit.columns) // self.data.batches),
+            (self.settings.seed, self.prepared.graph.fits.index(point)),
+            tuple((self.parameters[key], self.plan.group(key).info.spec) for key in keys),
+        )
 
-        def round_data(values: np.ndarray) -> np.ndarray:
-            for key in point.roundings:
-                spec = self.plan.group(key).info.spec
-                values = round_to_grid(values, self.parameters[key], spec)
-            return values
-
-        rounding = round_data if self.order is Order.TOPOLOGICAL else None
-        return statistics.add(fit.view, array, -(-rows // self.batches), rng, rounding)
-
-    def fit(self, fit: OperatorFit, statistics: InputStatistics) -> None:
-        """Fit one operator; later segments run with its new weight and bias."""
+    def fit(self, fit: OperatorFit, statistics: InputStatistics, chosen: CalibrationResult) -> None:
+        """Fit one operator; what comes out goes into `chosen`."""
         key, name = fit.group.key, fit.point.operator
         settings = self.settings
         if key in self.min_scales:  # the scale is decided, only the rounding is not
@@ -388,38 +461,17 @@ class _Run:
             fit.group.info.spec,
             settings,
         )
-        self.parameters[key] = result.qparams
-        self.constants[f"{name}:weight"] = result.weight
+        chosen.parameters[key] = result.qparams
+        chosen.constants[f"{name}:weight"] = result.weight
         if result.bias is not None:
-            self.constants[f"{name}:bias"] = result.bias
-        if fit.point.weight in self.fixed:
-            self.fixed[fit.point.weight] = as_tensor(result.weight)
-        self.callbacks.on_parameters(ParametersEvent(fit.group.info, result.qparams))
-
-    def run_batch(
-        self, segment: Segment, batch: int, variables: Mapping[str, np.ndarray]
-    ) -> dict[str, np.ndarray]:
-        """What a segment computes for one batch."""
-        if not segment.function or self.executor is None:
-            return {}
-        args = [
-            variables[name]
-            if name in variables
-            else self.fixed[name]
-            if name in self.fixed
-            else self.store.read(name, batch)
-            for name in segment.inputs
-        ]
-        if segment.symbols:
-            args.append(as_shape(self.symbols[batch][name] for name in segment.symbols))
-        results = self.executor.run(segment.function, args)
-        return dict(zip(segment.outputs, results, strict=True))
+            chosen.constants[f"{name}:bias"] = result.bias
 
     def samples(self, group: GroupPlan) -> StoredSamples:
         """All arrays of a group's observed values."""
 
         def read() -> Iterator[np.ndarray]:
             for name in group.points:
-                yield from self.store.read_all(name)
+                for shard in cut_shards(self.data.batches):
+                    yield from self.values.read(name, shard)
 
         return StoredSamples(group.info, read)

@@ -1,0 +1,258 @@
+"""The folder that a calibration works in: values, states of shards, and what each segment chose.
+
+Temporary, or named by the user: then it is a checkpoint. Whatever is in it is whole, because every
+file is written beside its place and renamed, so a calibration that was stopped anywhere goes on
+with the first shard whose states are missing. It is bound to the model, the plan and the settings
+by their digests, and to the data by one digest per batch.
+
+    checkpoint.json                 what it is bound to
+    module-<digest>.json            the segments (for workers)
+    data.json                       batches: digests, symbolic dimensions, places in the files
+    values/<value>[.<shard>]        see store.py
+    shards/<segment>.<shard>        states of observers
+    segments/<segment>              parameters, constants and statistics that were chosen
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from relayquant.calibrate.store import Shard, ValueStore
+from relayquant.errors import ConfigError, DataError
+from relayquant.files import write_whole
+
+FORMAT = "relayquant.checkpoint.1"
+HEADER = "checkpoint.json"
+LOCK = "lock"
+FOLDERS = ("values", "shards", "segments")
+#: no JSON file of a checkpoint is larger
+MAX_JSON_BYTES = 1 << 28
+
+
+@dataclass(frozen=True)
+class DataRecord:
+    """What is known of the data once it has been read.
+
+    Attributes:
+        batches: How many there are.
+        starts: See `ValueStore`.
+        symbols: Of each batch: what its symbolic dimensions are; empty when there are none.
+        digests: Of each batch; empty when nothing is to be compared later.
+    """
+
+    batches: int
+    starts: Mapping[str, tuple[int, ...]]
+    symbols: tuple[Mapping[str, int], ...] = ()
+    digests: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """The folder of one calibration; `is_kept` when it is a checkpoint."""
+
+    path: Path
+    is_kept: bool = False
+    folders: tuple[str, ...] = field(default=FOLDERS)
+
+    @property
+    def values(self) -> ValueStore:
+        """Where values go."""
+        return ValueStore(self.path / "values")
+
+    def states(self, segment: int, shard: Shard) -> Path:
+        """The states of one shard."""
+        return self.path / "shards" / f"{segment}.{shard.index}"
+
+    def arguments(self, segment: int) -> Path:
+        """What workers pass to a segment beside values."""
+        return self.path / "shards" / f"{segment}.arguments"
+
+    def choices(self, segment: int) -> Path:
+        """What a segment chose."""
+        return self.path / "segments" / str(segment)
+
+    def make_folders(self) -> None:
+        """Make the folders, and remove what a killed process left half written."""
+        for name in self.folders:
+            folder = self.path / name
+            folder.mkdir(exist_ok=True)
+            for left in folder.glob(".*"):
+                left.unlink()
+
+    def write_module(self, text: str) -> Path:
+        """The segments as a file whose name depends on its contents."""
+        path = self.path / f"module-{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+        if not path.exists():
+            write_whole(path, lambda temporary: temporary.write_text(text, "utf-8"))
+        return path
+
+    def read_data(self) -> DataRecord | None:
+        """What `write_data` wrote, None before that."""
+        path = self.path / "data.json"
+        if not path.exists():
+            return None
+        found = read_json(path)
+        try:
+            return DataRecord(
+                int(found["batches"]),
+                {name: tuple(map(int, starts)) for name, starts in found["starts"].items()},
+                tuple(found["symbols"]),
+                tuple(found["digests"]),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise DataError(
+                f"{path} is damaged: {error!r}. Delete the checkpoint to begin anew."
+            ) from error
+
+    def write_data(self, record: DataRecord) -> None:
+        """Keep what is known of the data."""
+        write_json(
+            self.path / "data.json",
+            {
+                "batches": record.batches,
+                "starts": {name: list(starts) for name, starts in record.starts.items()},
+                "symbols": list(record.symbols),
+                "digests": list(record.digests),
+            },
+        )
+
+    def remove(self) -> None:
+        """Delete the checkpoint, and its folder unless somebody else's files are in it."""
+        for name in self.folders:
+            shutil.rmtree(self.path / name, ignore_errors=True)
+        for path in (*self.path.glob("module-*.json"), self.path / "data.json"):
+            path.unlink(missing_ok=True)
+        for name in (HEADER, LOCK):
+            (self.path / name).unlink(missing_ok=True)
+        if not any(self.path.iterdir()):
+            self.path.rmdir()
+
+
+@contextmanager
+def open_temporary(directory: str | Path | None) -> Iterator[Workspace]:
+    """A folder that is gone when the `with` block ends."""
+    with tempfile.TemporaryDirectory(prefix="relayquant-", dir=directory) as path:
+        workspace = Workspace(Path(path).absolute())
+        workspace.make_folders()
+        yield workspace
+
+
+@contextmanager
+def open_checkpoint(path: str | Path, binding: Mapping[str, str]) -> Iterator[Workspace]:
+    """A checkpoint to begin or to go on with; deleted when the `with` block ends without an error.
+
+    Args:
+        path: A folder; made if there is none. Its parent must exist.
+        binding: What the checkpoint belongs to: aspect -> digest or text.
+
+    Raises:
+        ConfigError: the folder is something else, or belongs to another calibration (the message
+            says what differs), or another process is at work in it.
+        DataError: it is damaged.
+    """
+    path = Path(path).absolute()  # workers may have another working folder
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"checkpoint={str(path)!r} is a file; allowed: a folder, or a new name.")
+    if not path.parent.is_dir():
+        raise ConfigError(f"checkpoint={str(path)!r}: there is no folder {path.parent}.")
+    path.mkdir(exist_ok=True)
+    header = path / HEADER
+    if not header.exists() and any(entry.name != LOCK for entry in path.iterdir()):
+        raise ConfigError(
+            f"checkpoint={str(path)!r} holds files but no checkpoint; allowed: an empty folder, a "
+            "new name, or a checkpoint."
+        )
+    with open(path / LOCK, "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"checkpoint={str(path)!r} is in use by another process; give each calibration a "
+                "folder of its own."
+            ) from None
+        if header.exists():
+            check_binding(path, read_json(header), binding)
+        else:
+            write_json(header, {"format": FORMAT, "binding": dict(binding)})
+        workspace = Workspace(path, is_kept=True)
+        workspace.make_folders()
+        yield workspace
+        workspace.remove()
+
+
+def check_binding(path: Path, header: Mapping[str, Any], binding: Mapping[str, str]) -> None:
+    """ConfigError if the checkpoint belongs to another calibration; DataError if it is damaged."""
+    bound = header.get("binding")
+    if header.get("format") != FORMAT or not isinstance(bound, dict):
+        raise DataError(f"{path / HEADER} is not of format {FORMAT!r}.")
+    different = []
+    for aspect in sorted({*bound, *binding}):
+        before, now = bound.get(aspect), binding.get(aspect)
+        if before != now:
+            is_digest = str(before).startswith("sha256:")
+            different.append(aspect if is_digest else f"{aspect} (was {before}, is {now})")
+    if different:
+        raise ConfigError(
+            f"checkpoint={str(path)!r} belongs to another calibration; what differs: "
+            f"{', '.join(different)}. Pass the same arguments to go on, another folder, or delete "
+            "it to begin anew."
+        )
+
+
+def digest_text(text: str) -> str:
+    """A digest for `binding`."""
+    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+
+
+def digest_batch(batch: Mapping[str, np.ndarray]) -> str:
+    """A digest of names, shapes, dtypes and values of one batch."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, array in batch.items():
+        digest.update(f"{name}|{array.dtype}|{array.shape}|".encode())
+        digest.update(np.ascontiguousarray(array).reshape(-1).view("uint8").data)
+    return digest.hexdigest()
+
+
+def check_same_data(record: DataRecord, digests: list[str], path: Path) -> None:
+    """DataError if the data set is not the one that the checkpoint was begun with."""
+    for i, (before, now) in enumerate(zip(record.digests, digests, strict=False)):
+        if before != now:
+            raise DataError(
+                f"checkpoint={str(path)!r} was begun with other data: batch {i} differs. Data that "
+                "is drawn or augmented at random needs a fixed seed. Delete the folder to begin "
+                "anew."
+            )
+    if len(digests) != record.batches:
+        raise DataError(
+            f"checkpoint={str(path)!r} was begun with {record.batches} batches, the data set now "
+            f"has {len(digests)}. Delete the folder to begin anew."
+        )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; DataError if the file holds something else."""
+    if path.stat().st_size > MAX_JSON_BYTES:
+        raise DataError(f"{path} is larger than any checkpoint's.")
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise DataError(f"{path} is damaged: {error}.") from error
+    if not isinstance(found, dict):
+        raise DataError(f"{path} is damaged: it holds no object.")
+    return found
+
+
+def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    """Write a JSON object, whole or not at all."""
+    write_whole(path, lambda temporary: temporary.write_text(json.dumps(data), "utf-8"))

@@ -1,0 +1,190 @@
+"""Runs a segment on all shards, in this process or on the workers of an executor, and merges what
+was seen.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures as futures
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial, reduce
+from pathlib import Path
+from typing import Any
+
+import tvm
+
+from relayquant.archive import Archive, write_archive
+from relayquant.calibrate.checkpoint import Workspace
+from relayquant.calibrate.segments import CONSTANTS, SegmentedGraph
+from relayquant.calibrate.shard import (
+    ARGUMENTS_FORMAT,
+    RemoteTask,
+    ShardStates,
+    ShardTask,
+    run_shard,
+    run_shard_remotely,
+)
+from relayquant.calibrate.store import Shard
+from relayquant.errors import ConfigError, RelayQuantError, WorkerError
+from relayquant.runtime import CompileModule, Executor, as_tensor
+
+#: a shard is given to a worker so often before the calibration gives up
+ATTEMPTS = 3
+
+
+def check_executor(executor: Any) -> futures.Executor:
+    """`executor` if calibration can use it.
+
+    Raises:
+        ConfigError: it is no executor, or its processes are forks of this one.
+    """
+    if not isinstance(executor, futures.Executor):
+        raise ConfigError(
+            f"executor is {executor!r}; allowed: a concurrent.futures.Executor, such as a "
+            "ProcessPoolExecutor or dask.distributed's Client(...).get_executor()."
+        )
+    context = getattr(executor, "_mp_context", None)
+    if context is not None and context.get_start_method() == "fork":
+        raise ConfigError(
+            "The ProcessPoolExecutor forks this process, whose TVM threads a fork does not have: "
+            "its workers would hang. Make it with "
+            "mp_context=multiprocessing.get_context('spawn')."
+        )
+    return executor
+
+
+class ShardRunner:
+    """Runs the shards of a segment, here or on the workers of `pool`, and merges what they saw."""
+
+    def __init__(
+        self,
+        split: SegmentedGraph,
+        workspace: Workspace,
+        compile_module: CompileModule,
+        pool: futures.Executor | None,
+    ) -> None:
+        self.workspace = workspace
+        functions = dict(split.mod.functions_items())
+        # Workers compile the segments; what runs once runs here.
+        here = {
+            var: function
+            for var, function in functions.items()
+            if pool is None or var.name_hint == CONSTANTS
+        }
+        self.executor = Executor(compile_module(tvm.IRModule(here))) if here else None
+        self.workers: Workers | None = None
+        if pool is not None:
+            module = workspace.write_module(tvm.ir.save_json(split.mod)) if functions else None
+            self.workers = Workers(pool, module, compile_module)
+
+    def run(
+        self,
+        index: int,
+        tasks: Sequence[ShardTask],
+        arguments: Mapping[str, Any],
+        advance: Callable[[int], object],
+    ) -> ShardStates:
+        """What segment `index` saw on all shards, merged in their order.
+
+        Args:
+            index: Of the segment.
+            tasks: One per shard.
+            arguments: See `run_shard`.
+            advance: Told how many batches more are done.
+        """
+        merge = partial(ShardStates.merge, tasks[0])
+        if self.workers is None and not self.workspace.is_kept:
+            return reduce(merge, self.run_here(tasks, arguments, advance))
+        paths = [self.workspace.states(index, task.shard) for task in tasks]
+        missing = [(t, path) for t, path in zip(tasks, paths, strict=True) if not path.exists()]
+        if len(missing) < len(tasks):
+            advance(sum(len(t.shard) for t in tasks) - sum(len(t.shard) for t, _ in missing))
+        if self.workers is None:
+            seen = self.run_here([task for task, _ in missing], arguments, advance)
+            for states, (_, path) in zip(seen, missing, strict=True):
+                states.save(path)
+        elif missing:
+            shared = self.workspace.arguments(index)
+            write_archive(shared, ARGUMENTS_FORMAT, Archive({}, dict(arguments)))
+            for shard in self.workers.run(missing, shared):
+                advance(len(shard))
+            shared.unlink()
+        return reduce(merge, (ShardStates.load(path, tasks[0]) for path in paths))
+
+    def run_here(
+        self,
+        tasks: Sequence[ShardTask],
+        arguments: Mapping[str, Any],
+        advance: Callable[[int], object],
+    ) -> Iterator[ShardStates]:
+        """Each shard's states."""
+        tensors = {name: as_tensor(array) for name, array in arguments.items()}
+        for task in tasks:
+            yield run_shard(task, self.executor, tensors, lambda: advance(1))
+
+
+@dataclass(frozen=True, eq=False)
+class Workers:
+    """The processes of `pool`, which compile the segments in the file `module` once each; None when
+    there is nothing to compute.
+    """
+
+    pool: futures.Executor
+    module: Path | None
+    compile_module: CompileModule
+
+    def run(self, tasks: Sequence[tuple[ShardTask, Path]], arguments: Path) -> Iterator[Shard]:
+        """Have each shard's states written to its path; yields each as it is done.
+
+        A shard that fails is given out again.
+
+        Args:
+            tasks: With the paths.
+            arguments: File of the segment's arguments.
+
+        Raises:
+            WorkerError: it failed too often, or the pool lost its workers; names the batches.
+            RelayQuantError: what the task itself raises, for instance DataError.
+        """
+        waiting: dict[futures.Future[None], tuple[RemoteTask, int]] = {}
+
+        def submit(remote: RemoteTask, attempt: int) -> None:
+            try:
+                future = self.pool.submit(run_shard_remotely, remote, self.compile_module)
+            except RuntimeError as error:  # it is broken, or shut down
+                raise describe_failure(remote.task, attempt, error) from error
+            waiting[future] = remote, attempt
+
+        try:
+            for task, path in tasks:
+                submit(RemoteTask(task, self.module, arguments, path), 1)
+            while waiting:
+                done, _ = futures.wait(waiting, return_when=futures.FIRST_COMPLETED)
+                for future in done:
+                    remote, attempt = waiting.pop(future)
+                    try:
+                        future.result()
+                    except RelayQuantError:
+                        raise
+                    except Exception as error:
+                        if isinstance(error, futures.BrokenExecutor) or attempt >= ATTEMPTS:
+                            raise describe_failure(remote.task, attempt, error) from error
+                        submit(remote, attempt + 1)
+                        continue
+                    yield remote.task.shard
+        finally:
+            for future in waiting:
+                future.cancel()
+
+
+def describe_failure(task: ShardTask, attempt: int, error: BaseException) -> WorkerError:
+    """The error for a shard that no worker finished."""
+    shard = task.shard
+    names = ", ".join(map(repr, task.segment.observed)) or "nothing"
+    return WorkerError(
+        f"Batches {shard.start}..{shard.stop - 1} (shard {shard.index}) were not calibrated: in "
+        f"attempt {attempt} a worker failed with {type(error).__name__}: {error}. It was to "
+        f"observe {names}. Nothing of them was used. Give the workers more memory, or use fewer; "
+        "a script that makes processes needs `if __name__ == '__main__':` around what it does; "
+        "with checkpoint= the next run goes on from here."
+    )

@@ -1,0 +1,257 @@
+"""One segment on one shard of the data: values and arguments -> what observers saw, and the values
+that later segments read.
+
+The unit of work of a calibration: it runs here or in another process, it is what a checkpoint
+keeps, and its results are merged in the order of the shards, always, so that neither changes any
+bit.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tvm
+from numpy.typing import NDArray
+
+from relayquant.archive import Archive, read_archive, write_archive
+from relayquant.calibrate.fit_patches import LinearView
+from relayquant.calibrate.fit_statistics import InputStatistics, round_to_grid
+from relayquant.calibrate.observers import Observer
+from relayquant.calibrate.segments import Segment
+from relayquant.calibrate.store import Shard, ValueStore
+from relayquant.qtypes import QParams, QSpec, ValueInfo
+from relayquant.runtime import CompileModule, Executor, as_shape, as_tensor
+
+STATES_FORMAT = "relayquant.shard.1"
+ARGUMENTS_FORMAT = "relayquant.arguments.1"
+
+
+@dataclass(frozen=True)
+class GroupObservation:
+    """A group whose values an observer sees: `points` are their names."""
+
+    observer: Observer[Any]
+    info: ValueInfo
+    points: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class FitObservation:
+    """An operator whose input is observed to fit its weight.
+
+    Attributes:
+        source: Name of the value that it reads, before it is rounded.
+        view: The operator as matrix products.
+        columns, most: Weights per output, and at most how many of them make up one block.
+        with_gram: Whether second moments are needed.
+        rows: Rows of a batch that are sampled.
+        seed: Which rows depends on this and on the number of the batch.
+        roundings: Parameters that the rows are rounded with, one after the other.
+    """
+
+    source: str
+    view: LinearView
+    columns: int
+    most: int
+    with_gram: bool
+    rows: int
+    seed: tuple[int, ...]
+    roundings: tuple[tuple[QParams, QSpec], ...] = ()
+
+    def start(self) -> InputStatistics:
+        """Before any data."""
+        return InputStatistics.empty(
+            self.view.groups, self.columns, with_gram=self.with_gram, most=self.most
+        )
+
+    def update(self, statistics: InputStatistics, array: np.ndarray, batch: int) -> InputStatistics:
+        """With the operator's data in batch number `batch`."""
+        rng = np.random.default_rng((*self.seed, batch))
+        return statistics.add(self.view, array, self.rows, rng, self.round)
+
+    def round(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
+        """What the operator sees of values."""
+        for qparams, spec in self.roundings:
+            values = round_to_grid(values, qparams, spec)
+        return values
+
+
+@dataclass(frozen=True)
+class ShardTask:
+    """What is to be done: plain data, which may travel to another process.
+
+    Attributes:
+        segment: The function to run, and in what order it takes its arguments.
+        shard: The batches to run it on.
+        values: Where values are read and written.
+        groups: By key of the group.
+        fits: By name of the operator.
+        stored: Values to write.
+        symbols: Of each batch of the shard: its symbolic dimensions; empty when there are none.
+    """
+
+    segment: Segment
+    shard: Shard
+    values: ValueStore
+    groups: Mapping[str, GroupObservation]
+    fits: Mapping[str, FitObservation]
+    stored: tuple[str, ...]
+    symbols: tuple[Mapping[str, int], ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class ShardStates:
+    """What was seen: states of observers by key of the group, statistics by operator."""
+
+    groups: Mapping[str, Any]
+    fits: Mapping[str, InputStatistics]
+
+    @staticmethod
+    def start(task: ShardTask) -> ShardStates:
+        """Before any data."""
+        return ShardStates(
+            {key: seen.observer.start(seen.info) for key, seen in task.groups.items()},
+            {name: seen.start() for name, seen in task.fits.items()},
+        )
+
+    @staticmethod
+    def merge(task: ShardTask, first: ShardStates, second: ShardStates) -> ShardStates:
+        """What was seen of two parts of the data, the one after the other; takes over `first`."""
+        return ShardStates(
+            {
+                key: seen.observer.merge(first.groups[key], second.groups[key])
+                for key, seen in task.groups.items()
+            },
+            {name: first.fits[name].merge(second.fits[name]) for name in task.fits},
+        )
+
+    def save(self, path: Path) -> None:
+        """Write to a file that `load` reads, whole or not at all."""
+        arrays: dict[str, np.ndarray] = {}
+        for kind, states in (("groups", self.groups), ("fits", self.fits)):
+            for key, state in states.items():
+                found = state.to_arrays()
+                arrays.update({f"{kind}/{key}/{name}": array for name, array in found.items()})
+        write_archive(path, STATES_FORMAT, Archive({}, arrays))
+
+    @staticmethod
+    def load(path: Path, task: ShardTask) -> ShardStates:
+        """What `save` wrote; DataError if it is damaged."""
+        arrays = read_archive(path, STATES_FORMAT, "part of a calibration").arrays
+
+        def select(prefix: str) -> dict[str, np.ndarray]:
+            return {n.removeprefix(prefix): a for n, a in arrays.items() if n.startswith(prefix)}
+
+        return ShardStates(
+            {
+                key: seen.observer.restore(seen.info, select(f"groups/{key}/"))
+                for key, seen in task.groups.items()
+            },
+            {
+                name: seen.start().restore(select(f"fits/{name}/"))
+                for name, seen in task.fits.items()
+            },
+        )
+
+
+def run_shard(
+    task: ShardTask,
+    executor: Executor | None,
+    arguments: Mapping[str, Any],
+    advance: Callable[[], object] = lambda: None,
+) -> ShardStates:
+    """Run a segment on every batch of a shard and observe what it computes.
+
+    Args:
+        task: What to do.
+        executor: The compiled segments; None when the segment has nothing to compute.
+        arguments: Inputs of the segment that are the same for all batches.
+        advance: Called after each batch.
+    """
+    segment, states = task.segment, ShardStates.start(task)
+    groups, fits = dict(states.groups), dict(states.fits)
+    computed = set(segment.outputs)
+    observed = {name for seen in task.groups.values() for name in seen.points}
+    observed |= {seen.source for seen in task.fits.values()}
+    needed = {*segment.inputs, *(observed - computed)} - set(arguments)
+    fixed = {name: as_tensor(array) for name, array in arguments.items()}
+    with ExitStack() as stack:
+        readers = {}
+        for name in needed:
+            readers[name] = task.values.read(name, task.shard)
+            stack.callback(readers[name].close)
+        writers = {
+            name: stack.enter_context(task.values.write(name, task.shard)) for name in task.stored
+        }
+        for i in range(len(task.shard)):
+            values = {name: next(reader) for name, reader in readers.items()}
+            if executor is not None and segment.function:
+                args = [fixed[n] if n in fixed else values[n] for n in segment.inputs]
+                if segment.symbols:
+                    args.append(as_shape(task.symbols[i][name] for name in segment.symbols))
+                results = executor.run(segment.function, args)
+                values.update(zip(segment.outputs, results, strict=True))
+            for key, seen in task.groups.items():
+                for name in seen.points:
+                    groups[key] = seen.observer.update(groups[key], values[name])
+            for name, seen in task.fits.items():
+                fits[name] = seen.update(fits[name], values[seen.source], task.shard.start + i)
+            for name, writer in writers.items():
+                writer.append(values[name])
+            advance()
+    return ShardStates(groups, fits)
+
+
+# --- In another process -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RemoteTask:
+    """A task with the files that another process needs for it and leaves its result in.
+
+    Attributes:
+        task: What to do.
+        module: The segments, as TVM writes them; None when there are none.
+        arguments: Arguments of the segment.
+        states: Where the result goes.
+    """
+
+    task: ShardTask
+    module: Path | None
+    arguments: Path
+    states: Path
+
+
+#: One batch at a time in a process: TVM's virtual machine has one stack.
+_RUNNING = threading.Lock()
+
+
+class LockedExecutor(Executor):
+    """An executor that several threads share."""
+
+    def run(self, name: str, args: Any) -> list[np.ndarray]:
+        with _RUNNING:
+            return super().run(name, args)
+
+
+def run_shard_remotely(remote: RemoteTask, compile_module: CompileModule) -> None:
+    """`run_shard` from files to a file. Running it again gives the same file."""
+    executor = None
+    if remote.module is not None:
+        with _RUNNING:
+            executor = load_segments(str(remote.module), compile_module)
+    arguments = read_archive(remote.arguments, ARGUMENTS_FORMAT, "part of a calibration").arrays
+    run_shard(remote.task, executor, arguments).save(remote.states)
+
+
+@functools.lru_cache(maxsize=1)
+def load_segments(path: str, compile_module: CompileModule) -> LockedExecutor:
+    """The compiled segments: a process compiles them once. The path holds a digest of them."""
+    return LockedExecutor(compile_module(tvm.ir.load_json(Path(path).read_text("utf-8"))))

@@ -1,0 +1,169 @@
+"""Calibration on the workers of an executor: the same bits as here, and no worker dies unseen."""
+
+from __future__ import annotations
+
+import concurrent.futures as futures
+import multiprocessing
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tvm
+from float_models import MAP, build_model, draw_batches
+from tvm.relax import op
+
+import relayquant as rq
+
+BATCHES = 40
+
+
+def model() -> tvm.IRModule:
+    return build_model(lambda e, x: e.conv("out", e("r", op.nn.relu(e.conv("a", x)))), MAP)
+
+
+def data() -> list[dict[str, np.ndarray]]:
+    return draw_batches(model(), BATCHES)
+
+
+@pytest.fixture(scope="module")
+def pool():
+    """Two processes that begin anew: what a user makes."""
+    context = multiprocessing.get_context("spawn")
+    with futures.ProcessPoolExecutor(2, mp_context=context) as executor:
+        yield executor
+
+
+def calibrated(path: Path, **options) -> bytes:
+    """The file of a calibrated model."""
+    prepared = rq.prepare(model(), effort=options.pop("effort", "balanced"))
+    rq.calibrate(prepared, data(), **options)
+    rq.save_prepared(prepared, path)
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("order", "calibration"),
+    [(rq.Order.TOPOLOGICAL, None), (rq.Order.PARALLEL, rq.AverageMax())],
+)
+def test_processes__give_the_same_bytes(pool, tmp_path, order, calibration):
+    options = {"order": order, "calibration": calibration}
+    want = calibrated(tmp_path / "here", **options)
+    assert calibrated(tmp_path / "there", executor=pool, **options) == want
+
+
+def test_processes__with_a_checkpoint_and_a_callable(pool, tmp_path):
+    def pick(info, samples):
+        low, high = min(a.min() for a in samples), max(a.max() for a in samples)
+        return rq.choose_qparams(low, high, info.spec)
+
+    want = calibrated(tmp_path / "here", calibration=pick)
+    path = tmp_path / "checkpoint"
+    have = calibrated(tmp_path / "there", calibration=pick, executor=pool, checkpoint=path)
+    assert have == want
+    assert not path.exists()
+
+
+@dataclass(frozen=True)
+class Deadly(rq.MinMax):
+    """Takes its process with it, once it has seen a few batches."""
+
+    def update(self, state, array):
+        if state.count >= 1:
+            os._exit(7)
+        return super().update(state, array)
+
+
+def test_processes__a_dead_one_is_reported_and_the_work_is_not_lost(tmp_path):
+    path = tmp_path / "checkpoint"
+    context = multiprocessing.get_context("spawn")
+    with (
+        futures.ProcessPoolExecutor(1, mp_context=context) as executor,
+        pytest.raises(
+            rq.WorkerError,
+            match=r"Batches \d+\.\.\d+ \(shard \d+\) were not calibrated: in attempt 1 a worker "
+            r"failed with BrokenProcessPool.* observe 'x'",
+        ),
+    ):
+        calibrated(tmp_path / "out", executor=executor, calibration=Deadly(), checkpoint=path)
+    assert (path / "data.json").exists()
+
+
+class Inline(futures.Executor):
+    """Runs what it is given at once; fails at the calls that are named."""
+
+    def __init__(self, *fail: int, error: Exception | None = None) -> None:
+        self.fail, self.error, self.calls = fail, error or OSError("the node is gone"), 0
+
+    def submit(self, fn, /, *args, **kwargs):
+        future = futures.Future()
+        self.calls += 1
+        try:
+            if self.calls in self.fail:
+                raise self.error
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+def test_retry__a_shard_that_failed_is_done_again(tmp_path):
+    want = calibrated(tmp_path / "here", effort="fast")
+    executor = Inline(1, 2, 30)
+    assert calibrated(tmp_path / "there", effort="fast", executor=executor) == want
+    assert executor.calls % 20 == 3  # 20 shards of each segment, and three times again
+
+
+def test_retry__ends(tmp_path):
+    executor = Inline(*range(3, 1000))
+    with pytest.raises(rq.WorkerError, match=r"in attempt 3 a worker failed with OSError: the nod"):
+        calibrated(tmp_path / "there", effort="fast", executor=executor)
+
+
+def test_threads__share_one_virtual_machine(tmp_path):
+    want = calibrated(tmp_path / "here", effort="fast")
+    with futures.ThreadPoolExecutor(4) as executor:
+        assert calibrated(tmp_path / "there", effort="fast", executor=executor) == want
+
+
+def test_error__of_the_data_is_the_same_as_here():
+    def bad():
+        yield from data()[:7]
+        yield {"x": np.full(MAP, 3e38, "float32")}
+
+    messages = []
+    for executor in (None, Inline()):
+        with pytest.raises(rq.DataError, match="infinite") as caught:
+            rq.calibrate(rq.prepare(model(), effort="fast"), bad, executor=executor)
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
+
+
+def test_executor__what_is_none():
+    prepared = rq.prepare(model(), effort="fast")
+    with pytest.raises(rq.ConfigError, match=r"executor is 2; allowed: a concurrent\.futures"):
+        rq.calibrate(prepared, data(), executor=2)
+    context = multiprocessing.get_context("fork")
+    with (
+        futures.ProcessPoolExecutor(1, mp_context=context) as executor,
+        pytest.raises(rq.ConfigError, match=r"forks this process.*get_context.'spawn'"),
+    ):
+        rq.calibrate(prepared, data(), executor=executor)
+    with futures.ThreadPoolExecutor(1) as executor:
+        pass
+    with pytest.raises(rq.WorkerError, match="cannot schedule new futures after shutdown"):
+        rq.calibrate(prepared, data(), executor=executor)
+
+
+def test_dask__a_local_cluster(tmp_path):
+    distributed = pytest.importorskip("distributed", reason="the extra dask is not installed")
+    want = calibrated(tmp_path / "here", effort="fast")
+    with (
+        distributed.LocalCluster(
+            n_workers=1, threads_per_worker=2, processes=False, dashboard_address=None
+        ) as cluster,
+        distributed.Client(cluster) as client,
+    ):
+        have = calibrated(tmp_path / "there", effort="fast", executor=client.get_executor())
+    assert have == want
