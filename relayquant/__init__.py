@@ -79,6 +79,7 @@ from relayquant.prepared_edit import (  # noqa: E402
     replace_plan,
     save_prepared,
 )
+from relayquant.qparams_file import load_qparams, save_qparams  # noqa: E402
 from relayquant.qtypes import (  # noqa: E402
     Granularity,
     QParams,
@@ -166,6 +167,7 @@ __all__ = [
     "lint",
     "load",
     "load_prepared",
+    "load_qparams",
     "lower",
     "measure_growth",
     "merge_statistics",
@@ -176,6 +178,7 @@ __all__ = [
     "relay",
     "replace_plan",
     "save_prepared",
+    "save_qparams",
     "sensitivity",
     "verify",
 ]

@@ -171,6 +171,22 @@ class Ledger:
         """Rows of operators that stay in float."""
         return tuple(row for row in self.rows if not row.quantized)
 
+    def with_finished(self, before: Ledger) -> Ledger:
+        """A ledger whose rows are those of `before` for the operators it calls quantized, and no
+        rows of the integer operators that these became.
+        """
+        finished = before.quantized
+        taken = {value for row in finished for value in row.values}
+        known = {value for row in before.rows for value in row.values}
+        planned = (
+            row
+            for row in self.rows
+            if row.name not in taken
+            and (row.quantized or row.name in known or row.dtype.startswith("float"))
+            and not row.op.startswith("qnn.")
+        )
+        return replace(self, rows=(*finished, *planned))
+
     def with_refusal(self, name: str, reason: str, advice: str = "") -> Ledger:
         """A ledger in which the operator stays in float."""
         rows = (

@@ -36,8 +36,6 @@ from relayquant.calibrate.inputs import describe_inputs
 from relayquant.calibrate.runner import Order, pick_parameters
 from relayquant.config import BackendConfig, OverflowBound, QConfigMapping
 from relayquant.convert import (
-    add_ledger,
-    adopt_reference,
     build_reference,
     expand_affine,
     fold_qnn,
@@ -49,13 +47,19 @@ from relayquant.dialect.legality import Stage, check_stage
 from relayquant.effort import EFFORTS, Effort, apply_effort, resolve_effort
 from relayquant.errors import ConfigError, ModelError, suggest_name
 from relayquant.events import Callback, CallbackList, StageEvent
+from relayquant.finish import (
+    find_known,
+    fix_parameters,
+    has_quantized_values,
+    realize_quantized,
+)
 from relayquant.ledger import InterfaceValue, Ledger, find_ledger, read_ledger
 from relayquant.lower import make_pipeline, resolve_target
 from relayquant.plan import Plan
 from relayquant.prepare import prepare_module
 from relayquant.prepare.equalize import equalize_inputs, find_products, measure_channels
 from relayquant.prepared import PreparedModel
-from relayquant.qtypes import INTEGER_LIMITS
+from relayquant.qtypes import INTEGER_LIMITS, QParams
 from relayquant.rewrite import Graph
 from relayquant.rewrite.graph import call_name, tensor_dtype
 from relayquant.runtime import stop_spinning
@@ -78,15 +82,18 @@ def quantize(
     effort: Effort | str = Effort.BALANCED,
     input_dtypes: Mapping[str, str] | None = None,
     output_dtypes: Mapping[str, str] | None = None,
+    parameters: Mapping[str, QParams] | None = None,
     callbacks: Iterable[Callback] | Callback = (),
     strict: bool = False,
     checkpoint: str | Path | None = None,
     executor: futures.Executor | None = None,
 ) -> tvm.IRModule:
-    """Quantize a float model after training.
+    """Quantize a float model after training, or what is still float of one that is quantized in
+    part.
 
     Args:
-        mod: Module with a Relax function main, float32.
+        mod: Module with a Relax function main, float32. What has quantization parameters already
+            (quantize and dequantize operators) keeps them.
         params: {name: array}, or None when they are bound already.
         dataset: Representative inputs, a few hundred samples: anything re-iterable that yields
             dicts {input: array}, tuples in input order, or single arrays; a path to an .npz; or a
@@ -99,6 +106,7 @@ def quantize(
         input_dtypes, output_dtypes: {name: integer dtype} of what main is to take and return as
             integers, e.g. {"x": "uint8"}. `ledger(qmod).inputs` and `.outputs` hold their scales
             and zero points.
+        parameters: {value: QParams} that are not calibrated any more; see `load_qparams`.
         callbacks: See `relayquant.events.Callback`.
         strict: Raise one error that lists every operator whose QConfig cannot be served, instead of
             keeping them in float.
@@ -121,6 +129,7 @@ def quantize(
         effort=effort,
         input_dtypes=input_dtypes,
         output_dtypes=output_dtypes,
+        parameters=parameters,
         callbacks=events,
         strict=strict,
     )
@@ -146,6 +155,7 @@ def prepare(
     effort: Effort | str = Effort.BALANCED,
     input_dtypes: Mapping[str, str] | None = None,
     output_dtypes: Mapping[str, str] | None = None,
+    parameters: Mapping[str, QParams] | None = None,
     callbacks: Iterable[Callback] | Callback = (),
     strict: bool = False,
 ) -> PreparedModel:
@@ -164,15 +174,24 @@ def prepare(
     level = resolve_effort(effort)
     mapping = qconfig_mapping or default_mapping(backend, level)
     canonical = _stage(events, "prepare", lambda: prepare_module(mod, params))
+    is_quantized = has_quantized_values(canonical)
+    if is_quantized:
+        if find_ledger(canonical) is not None:
+            raise ModelError(
+                "The module was quantized by relayquant and cannot be quantized again. Start from "
+                "the float model, or from what load gave for a model quantized elsewhere."
+            )
+        canonical = realize_quantized(canonical, backend)
     inputs, outputs = describe_interface(canonical, input_dtypes or {}, output_dtypes or {})
     if dataset is not None:
         kept = {value.name for value in inputs if value.is_integer}
         canonical = _stage(events, "equalize", lambda: equalize(canonical, dataset, kept))
     wanted = {value.name for value in outputs if value.is_integer}
     plan = _stage(events, "annotate", lambda: annotate(canonical, backend, mapping, wanted))
+    plan = fix_parameters(plan, find_known(canonical) if is_quantized else {}, parameters)
     report_unserved(plan, strict=strict)
     graph = _stage(events, "simulate", lambda: build_calibration_graph(canonical, plan, backend))
-    check_stage(graph.mod, Stage.SIMULATED)
+    check_stage(graph.mod, Stage.SIMULATED, with_integers=is_quantized)
     return PreparedModel(
         canonical,
         plan,
@@ -384,7 +403,8 @@ def convert_to_reference(prepared: PreparedModel) -> tvm.IRModule:
         ConfigError: the model is not calibrated.
     """
     reference = build_reference(prepared)
-    check_stage(reference, Stage.REFERENCE)
+    is_finished = find_ledger(prepared.mod) is not None
+    check_stage(reference, Stage.REFERENCE, with_integers=is_finished)
     return reference
 
 
@@ -415,12 +435,9 @@ def lower_adopted(reference: tvm.IRModule, backend: BackendConfig) -> tvm.IRModu
             "The module holds no quantized value, so there is nothing to lower. Quantize it: "
             "relayquant.quantize(mod, params, dataset)."
         )
-    adopted = adopt_reference(canonical, backend)
-    integer = realize_qnn(adopted, backend)
-    folded = fold_qnn(expand_affine(integer, backend))
-    described = add_ledger(folded, adopted, canonical, backend)
-    check_stage(described, Stage.QNN)
-    return described
+    lowered = realize_quantized(canonical, backend)
+    check_stage(lowered, Stage.QNN)
+    return lowered
 
 
 def pipeline(target: Any = None) -> tvm.transform.Pass:
@@ -469,12 +486,6 @@ def is_float_model(mod: tvm.IRModule) -> bool:
         return False
     calls = [b.value for block in blocks for b in block.bindings if isinstance(b.value, Call)]
     return not any(call_name(call).startswith("relax.qnn.") for call in calls)
-
-
-def has_quantized_values(mod: tvm.IRModule) -> bool:
-    """Whether main holds an operator of the dialect."""
-    graph = Graph(mod)
-    return any(graph.op_name(b.var).startswith("relax.qnn.") for b in graph.bindings)
 
 
 def verify(mod: tvm.IRModule, inputs: Any, target: Any = None) -> VerifyReport:

@@ -18,7 +18,7 @@ PACKAGE = "relayquant"
 #: From the bottom up. A module may import from its own layer and from those below.
 LAYERS: list[set[str]] = [
     {"archive", "errors", "files", "settings", "qtypes", "events", "_tvm"},
-    {"config", "ledger", "plan", "prepared", "rewrite", "runtime"},
+    {"config", "ledger", "plan", "prepared", "qparams_file", "rewrite", "runtime"},
     {"dialect", "reference"},
     {"ops"},
     {
@@ -33,7 +33,7 @@ LAYERS: list[set[str]] = [
         "relay",
     },
     {"backends", "analysis", "effort", "formats"},
-    {"pipeline", "prepared_edit", "search", "testing"},
+    {"finish", "pipeline", "prepared_edit", "search", "testing"},
     {"report", "demo"},
     {"cli", "__init__", "__main__"},
 ]

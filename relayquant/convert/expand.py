@@ -35,7 +35,7 @@ from relayquant.rewrite import (
     apply_rules,
     rewrite_main,
 )
-from relayquant.rewrite.graph import tensor_shape
+from relayquant.rewrite.graph import tensor_dtype, tensor_shape
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,7 +186,8 @@ def record_declined(
     corrected = ledger
     for row in ledger.quantized:
         var = graph.vars.get(row.name)
-        if var in graph.values and graph.op_name(var) == f"relax.{row.op}":
+        is_same = var in graph.values and graph.op_name(var) == f"relax.{row.op}"
+        if is_same and tensor_dtype(var).startswith("float"):
             skip = declined.get(row.name, Skip("the allow-list has no rule for it"))
             corrected = corrected.with_refusal(row.name, skip.reason, skip.advice)
     if corrected is ledger:

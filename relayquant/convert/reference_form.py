@@ -16,7 +16,7 @@ from tvm import relax
 
 from relayquant.convert.expand import clip_integer
 from relayquant.dialect import qnn
-from relayquant.ledger import build_ledger, ledger_attrs
+from relayquant.ledger import build_ledger, find_ledger, ledger_attrs
 from relayquant.ops import Quantized, QuantOp, SimulateContext
 from relayquant.ops.base import NARROW, accumulator_qparams, narrow_integer, repeat_match
 from relayquant.ops.find import find_pattern, match_operator, operand_constant
@@ -41,6 +41,9 @@ def build_reference(prepared: PreparedModel) -> tvm.IRModule:
     builder = _ReferenceBuilder(prepared)
     dtypes = {name: tensor_dtype(var) for name, var in builder.graph.vars.items()}
     ledger = build_ledger(prepared.plan, builder.parameters, prepared.backend.name, dtypes)
+    before = find_ledger(prepared.mod)
+    if before is not None:  # part of the model came quantized
+        ledger = ledger.with_finished(before)
     ledger = replace(
         ledger, effort=prepared.effort, inputs=prepared.inputs, outputs=prepared.outputs
     )

@@ -55,8 +55,10 @@ def iterate_bindings(expr: Any) -> Iterator[Any]:
                 yield from iterate_bindings(binding.value)
 
 
-def check_stage(mod: tvm.IRModule, stage: Stage) -> None:
+def check_stage(mod: tvm.IRModule, stage: Stage, *, with_integers: bool = False) -> None:
     """Raise unless `mod` is well formed and holds only operators that are legal at `stage`.
+
+    With `with_integers` those of stage QNN too: part of the model came quantized.
 
     Raises:
         ModelError: names the operator, the value it computes and the function.
@@ -69,6 +71,8 @@ def check_stage(mod: tvm.IRModule, stage: Stage) -> None:
             if not isinstance(value, Call) or not isinstance(value.op, Op):
                 continue
             legal = LEGAL_STAGES.get(value.op.name)
+            if with_integers and legal is not None and Stage.QNN in legal:
+                continue
             if legal is not None and stage not in legal:
                 allowed = ", ".join(each.name for each in Stage if each in legal)
                 raise ModelError(

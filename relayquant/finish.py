@@ -1,0 +1,125 @@
+"""Between prepare and annotate: a model that is quantized in part keeps what it has; the rest of
+it is planned and calibrated around that.
+
+Operators whose operands and results have parameters become integer operators at once. Values that
+cross the border, and values whose parameters the user gives, get these as Fixed calibrations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+import tvm
+
+from relayquant.calibrate.observers import Fixed
+from relayquant.config import BackendConfig
+from relayquant.convert import (
+    add_ledger,
+    adopt_reference,
+    expand_affine,
+    fold_qnn,
+    realize_qnn,
+)
+from relayquant.convert.interface import shift_qparams
+from relayquant.convert.qnn_form import DEQUANTIZE, QUANTIZE, read_dequantize, read_qparams
+from relayquant.errors import ConfigError, suggest_name
+from relayquant.plan import GroupPlan, Plan
+from relayquant.qtypes import INTEGER_LIMITS, QParams, QSpec, Scheme
+from relayquant.rewrite import Graph
+
+
+def has_quantized_values(mod: tvm.IRModule) -> bool:
+    """Whether main holds an operator of the dialect."""
+    graph = Graph(mod)
+    return any(graph.op_name(b.var).startswith("relax.qnn.") for b in graph.bindings)
+
+
+def realize_quantized(canonical: tvm.IRModule, backend: BackendConfig) -> tvm.IRModule:
+    """A canonical module with quantize and dequantize operators of its own -> integer operators
+    where these enclose an operator, and a ledger of what became of each.
+    """
+    adopted = adopt_reference(canonical, backend)
+    integer = realize_qnn(adopted, backend)
+    folded = fold_qnn(expand_affine(integer, backend))
+    return add_ledger(folded, adopted, canonical, backend)
+
+
+def find_known(mod: tvm.IRModule) -> dict[str, QParams]:
+    """Parameters per tensor of real values that are dequantized from integers or quantized to
+    them, by name.
+    """
+    graph = Graph(mod)
+    known: dict[str, QParams] = {}
+    for binding in graph.bindings:
+        op, call = graph.op_name(binding.var), graph.call_of(binding.var)
+        if call is None or op not in (QUANTIZE, DEQUANTIZE):
+            continue
+        if op == DEQUANTIZE:
+            quantized = read_dequantize(graph, binding.var)
+            qparams, name = quantized and quantized.qparams, binding.var.name
+        else:
+            qparams = read_qparams(call, str(call.attrs.out_dtype))
+            name = getattr(call.args[0], "name", "")
+        if qparams is not None and not qparams.is_per_channel and name:
+            known.setdefault(name, qparams)
+    return known
+
+
+def fix_parameters(
+    plan: Plan, found: Mapping[str, QParams], given: Mapping[str, QParams] | None = None
+) -> Plan:
+    """The plan with Fixed calibrations for the groups that have parameters already.
+
+    Args:
+        plan: As annotate made it.
+        found: Value -> parameters, as the model has them; names without a group are left out.
+        given: Value or group ("conv1:weight") -> parameters, from the user; they win.
+
+    Raises:
+        ConfigError: `given` names no value of a group, or has another width or number of
+            parameters than the plan.
+    """
+    owners = {member: group.key for group in plan.groups for member in group.members}
+    owners.update({group.key: group.key for group in plan.groups})
+    fixed: dict[str, GroupPlan] = {}
+    for name, qparams in found.items():
+        group = plan.group(owners[name]) if name in owners else None
+        if group is not None and width(group.info.spec.dtype) == width(qparams.dtype):
+            fixed[group.key] = fix_group(group, qparams, name)
+    for name, qparams in (given or {}).items():
+        if name not in owners:
+            raise ConfigError(
+                f"parameters has {name!r}, which the plan does not quantize. "
+                f"{suggest_name(name, owners)}"
+            )
+        fixed[owners[name]] = fix_group(plan.group(owners[name]), qparams, name)
+    return replace(plan, groups=tuple(fixed.get(group.key, group) for group in plan.groups))
+
+
+def width(dtype: str) -> int:
+    """How many integers a dtype has, less one."""
+    low, high = INTEGER_LIMITS[dtype]
+    return high - low
+
+
+def fix_group(group: GroupPlan, qparams: QParams, name: str) -> GroupPlan:
+    """The group with these parameters, in its own dtype (uint8 is int8 shifted by 128).
+
+    Raises:
+        ConfigError: the width or the number of parameters differs.
+    """
+    spec = group.info.spec
+    if qparams.is_per_channel != spec.is_per_channel and qparams.is_per_channel:
+        raise ConfigError(
+            f"parameters[{name!r}] is per channel, the plan says one scale for {group.key!r}."
+        )
+    shifted = shift_qparams(qparams, spec.dtype, f"parameters[{name!r}]")
+    is_centred = bool((shifted.zero_point == spec.symmetric_zero_point).all())
+    if not (spec.is_symmetric and is_centred):
+        spec = QSpec(spec.dtype, Scheme.AFFINE, spec.granularity)
+    scale, zero_point = np.float32(shifted.scale), shifted.zero_point
+    calibration = Fixed(scale.tolist(), zero_point.tolist())
+    info = replace(group.info, spec=spec)
+    return replace(group, info=info, calibration=calibration, is_fixed=True)
