@@ -1,6 +1,7 @@
-"""Relay: modules that TVM 0.7 to 0.19 saved, read as Relax.
+"""Relay: modules of TVM 0.7 to 0.19, read as Relax and written back.
 
-text or JSON -> `syntax` -> Relax; the operators are rows in `operators`.
+Reading: text or JSON -> `syntax` -> Relax; the operators are rows in `operators`.
+Writing: Relax -> `syntax` -> text; the operators are rows in `export`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 import tvm
 
 from relayquant.relay.builder import build_module
+from relayquant.relay.export import to_text
 from relayquant.relay.json_reader import is_relay_json, parse_json
 from relayquant.relay.operators import OPERATORS
 from relayquant.relay.tensors import decode_params, encode_params, save_params
@@ -23,6 +25,7 @@ __all__ = [
     "from_text",
     "is_relay_json",
     "save_params",
+    "to_text",
 ]
 
 

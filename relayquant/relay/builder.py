@@ -80,9 +80,8 @@ def check_operators(module: syntax.Module) -> None:
     """
     unknown: dict[str, list[str]] = {}
     for expr in _reachable(module):
-        name = expr.op if isinstance(expr, syntax.OpCall) else ""
-        if name and name not in OPERATORS:
-            unknown.setdefault(name, []).append(str(expr.where))
+        if isinstance(expr, syntax.OpCall) and expr.op not in OPERATORS:
+            unknown.setdefault(expr.op or "(no name)", []).append(str(expr.where))
     if unknown:
         rows = [
             f"{name}: {', '.join(places[:8])}{', ...' if len(places) > 8 else ''}"

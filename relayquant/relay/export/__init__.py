@@ -1,0 +1,146 @@
+"""Relay, writing: a Relax module becomes Relay text and parameters, operator by operator.
+
+An operator is one row in `float_rows` or `quantized_rows`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tvm
+from tvm import relax
+from tvm.ir import Call
+
+from relayquant.errors import ModelError, RelayQuantError
+from relayquant.relay import syntax
+from relayquant.relay.export.base import ExportSite, Statements
+from relayquant.relay.export.float_rows import FLOAT_EXPORTS
+from relayquant.relay.export.quantized_rows import QUANTIZED_EXPORTS
+from relayquant.relay.printer import print_module
+from relayquant.rewrite.graph import Graph, call_name, constant_value, tensor_dtype, tensor_shape
+
+#: Name of a Relax operator -> how it is written.
+EXPORTS = {**FLOAT_EXPORTS, **QUANTIZED_EXPORTS}
+
+
+def to_text(mod: tvm.IRModule, *, exact: bool = True) -> tuple[str, dict[str, np.ndarray]]:
+    """Function main in Relay's text form, and its constants by the names of their parameters.
+
+    TVM 0.8 to 0.19 reads it with `tvm.relay.parse` (`tvm.parser.fromtext` before 0.14) and builds
+    it with `relay.build(mod, target, params=params)`. Scalars are in the text; there is no metadata
+    section.
+
+    Args:
+        mod: A float or integer module with one dataflow block in main.
+        exact: Write half-to-even rounding, which QNN lacks, as float32 arithmetic of the same
+            bits; the products stay `qnn.conv2d`, `qnn.dense` and `qnn.batch_matmul`. False: write
+            `qnn.quantize`, `qnn.requantize` (TONEAREST), `qnn.add`, ... that back ends with
+            patterns of their own look for; values halfway between two integers, and the sums of
+            `qnn.add`, then differ by one step.
+
+    Raises:
+        ModelError: operators cannot be written; all are listed.
+    """
+    graph = Graph(mod)
+    names = Statements(())
+    params: dict[relax.Var, syntax.Param] = {}
+    for var in graph.func.params:
+        kind = _tensor_type(var)
+        params[var] = syntax.Param(names.unique(var.name), kind)
+    writer = _Writer(graph, Statements([param.name for param in params.values()]), exact)
+    writer.values.update({var: syntax.Ref(param.name) for var, param in params.items()})
+    block, constants = writer.write()
+    weights = tuple(
+        syntax.Param(name, syntax.TensorType(array.shape, str(array.dtype)))
+        for name, array in constants.items()
+    )
+    main = syntax.Function((*params.values(), *weights), block)
+    return print_module(syntax.Module({"main": main})), constants
+
+
+def _tensor_type(var: relax.Var) -> syntax.TensorType:
+    shape = tensor_shape(var)
+    if shape is None or not tensor_dtype(var):
+        raise ModelError(f"Parameter {var.name!r} is no tensor of known rank, as Relay needs it.")
+    dims = tuple(dim if isinstance(dim, int) else None for dim in shape)
+    return syntax.TensorType(dims, tensor_dtype(var))
+
+
+class _Writer:
+    """Writes the values of main in order; what cannot be written is collected."""
+
+    def __init__(self, graph: Graph, out: Statements, exact: bool) -> None:
+        self.graph = graph
+        self.out = out
+        self.exact = exact
+        self.values: dict[relax.Var, Any] = {}
+        self.refused: list[str] = []
+
+    def write(self) -> tuple[syntax.Block, dict[str, np.ndarray]]:
+        """(body of main, constants that it reads)."""
+        for binding in self.graph.bindings:
+            var, value = binding.var, binding.value
+            try:
+                self.values[var] = self.expression(var, value)
+            except RelayQuantError as error:
+                kind = call_name(value) if isinstance(value, Call) else type(value).__name__
+                self.refused.append(f"{var.name} ({kind.removeprefix('relax.')}): {error}")
+                self.values[var] = syntax.Ref(var.name)
+        if self.refused:
+            raise ModelError(
+                f"{len(self.refused)} values cannot be written in Relay:\n  "
+                + "\n  ".join(self.refused)
+            )
+        result = self.operand(self.graph.func.body.body, "output")
+        if isinstance(result, tuple):
+            result = syntax.TupleExpr(result)
+        block = syntax.Block(tuple(self.out.statements), result)
+        read = _names_read(block)
+        kept = {name: array for name, array in self.out.params.items() if name in read}
+        return block, kept
+
+    def expression(self, var: relax.Var, value: relax.Expr) -> Any:
+        if var in self.graph.casts:
+            raise ModelError("match_cast has no counterpart")
+        if not isinstance(value, Call):
+            return self.operand(value, var.name)
+        row = EXPORTS.get(call_name(value))
+        if row is None:
+            raise ModelError("the operator has no counterpart")
+        roles = [argument.name for argument in getattr(value.op, "arguments", ())]
+        args = tuple(
+            self.operand(arg, f"{var.name}_{roles[i] if i < len(roles) else i}")
+            for i, arg in enumerate(value.args)
+        )
+        return row(ExportSite(value, var.name, args, self.out, self.exact))
+
+    def operand(self, value: Any, hint: str) -> Any:
+        """An operand in Relay; a tuple as a tuple, what is no tensor (a shape, a bound) as None."""
+        if isinstance(value, relax.Var):
+            return self.values[value]
+        array = constant_value(value)
+        if array is not None:
+            if hint.endswith("zero_point") and array.size and (array == array.flat[0]).all():
+                array = array.flat[0]  # one for all channels: a literal, as Relay likes it
+            return self.out.constant(array, hint)
+        if isinstance(value, relax.Tuple):
+            return tuple(self.operand(field, f"{hint}_{i}") for i, field in enumerate(value.fields))
+        if isinstance(value, relax.TupleGetItem):
+            whole = self.operand(value.tuple_value, hint)
+            if isinstance(whole, tuple):
+                return whole[value.index]
+            return self.out.bind(syntax.GetItem(whole, value.index))
+        return None
+
+
+def _names_read(block: syntax.Block) -> set[str]:
+    """Names that occur in a block."""
+    found: set[str] = set()
+    waiting: list[syntax.Expr] = [block]
+    while waiting:
+        expr = waiting.pop()
+        if isinstance(expr, syntax.Ref):
+            found.add(expr.name)
+        waiting += syntax.children(expr)
+    return found

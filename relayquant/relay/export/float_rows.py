@@ -1,0 +1,401 @@
+"""Relay, writing, rows: the operators of float modules, and those that integers share with them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from tvm import relax
+
+from relayquant.errors import ModelError
+from relayquant.relay import syntax
+from relayquant.relay.export.base import Export, Exports, ExportSite, ints
+from relayquant.rewrite.graph import constant_value
+
+
+def same(name: str, count: int = 1) -> Export:
+    """An operator with the same operands and no attributes."""
+    return lambda site: site.op(name, *site.args[:count])
+
+
+def conv_attrs(site: ExportSite, layout: str, kernel_shape: tuple[int, ...]) -> dict[str, Any]:
+    """Attributes that float and integer convolutions share; `layout` is that of the kernel."""
+    attrs = site.attrs
+    kernel = dict(zip(layout, kernel_shape, strict=True))
+    transposed = layout.startswith("IO") and "transpose" in site.call.op.name
+    channels = kernel["O"] * (int(attrs.groups) if transposed else 1)
+    found = {
+        "strides": ints(attrs.strides),
+        "padding": ints(attrs.padding),
+        "dilation": ints(attrs.dilation),
+        "groups": int(attrs.groups),
+        "channels": channels,
+        "kernel_size": tuple(kernel[axis] for axis in layout if axis not in "OI"),
+        "data_layout": str(attrs.data_layout),
+        "kernel_layout": layout,
+        "out_dtype": dtype_text(attrs.out_dtype),
+    }
+    if "transpose" in site.call.op.name:
+        found["output_padding"] = ints(attrs.output_padding)
+    return found
+
+
+def dtype_text(value: Any) -> str:
+    return "" if value is None or str(value) in ("", "void") else str(value)
+
+
+def conv_kernel(site: ExportSite) -> tuple[syntax.Expr, dict[str, Any]]:
+    """(kernel, attributes) of a convolution.
+
+    Depthwise kernels of NHWC data are HWOI in Relay:
+        HWIO (kh, kw, 1, C * M)  ->  HWOI (kh, kw, C, M)
+    """
+    layout, shape = str(site.attrs.kernel_layout), site.in_shape(1)
+    groups = int(site.attrs.groups)
+    if groups > 1 and layout.endswith("IO") and shape[-2] == 1 and shape[-1] % groups == 0:
+        attrs = conv_attrs(site, layout, shape)
+        attrs["kernel_layout"] = layout[:-2] + "OI"
+        moved = (*shape[:-2], groups, shape[-1] // groups)
+        array = constant_value(site.call.args[1])
+        if array is not None:
+            return site.constant(array.reshape(moved), "weight"), attrs
+        return site.reshape(site.args[1], moved), attrs
+    return site.args[1], conv_attrs(site, layout, shape)
+
+
+def conv(name: str) -> Export:
+    def export(site: ExportSite) -> syntax.Expr:
+        kernel, attrs = conv_kernel(site)
+        attrs["out_dtype"] = attrs["out_dtype"] if attrs["out_dtype"] != "float32" else ""
+        return site.op(name, site.args[0], kernel, **attrs)
+
+    return export
+
+
+def transposed_conv(name: str) -> Export:
+    def export(site: ExportSite) -> syntax.Expr:
+        attrs = conv_attrs(site, str(site.attrs.kernel_layout), site.in_shape(1))
+        attrs["out_dtype"] = attrs["out_dtype"] if attrs["out_dtype"] != "float32" else ""
+        return site.op(name, *site.args[:2], **attrs)
+
+    return export
+
+
+def export_matmul(site: ExportSite) -> syntax.Expr:
+    """x (..., K) by a constant (K, N): nn.dense of rows; else a matmul of 2 or 3 axes."""
+    left, right = site.in_dims(0), site.in_dims(1)
+    weight = constant_value(site.call.args[1])
+    kind = dtype_text(site.attrs.out_dtype)
+    kind = "" if kind in ("", site.dtype(0)) else kind
+    if weight is not None and weight.ndim == 2:
+        rows = site.args[0]
+        if len(left) != 2:
+            rows = site.reshape(rows, (-1, left[-1]))
+        kernel = site.constant(weight.T, "weight")
+        found = site.op("nn.dense", rows, kernel, units=weight.shape[1], out_dtype=kind)
+        return found if len(left) == 2 else site.reshape(found, site.out_dims())
+    if len(left) == len(right) == 2:
+        return site.op("nn.matmul", *site.args, out_dtype=kind)
+    if len(left) < 3 or left[:-2] != right[:-2]:
+        raise ModelError(f"a product of shapes {left} and {right} has no form in Relay")
+    operands = [
+        arg if len(shape) == 3 else site.reshape(arg, (-1, *shape[-2:]))
+        for arg, shape in zip(site.args, (left, right), strict=True)
+    ]
+    found = site.op("nn.batch_matmul", *operands, out_dtype=kind)
+    return found if len(left) == 3 else site.reshape(found, site.out_dims())
+
+
+def pool_attrs(site: ExportSite) -> dict[str, Any]:
+    attrs = site.attrs
+    return {
+        "pool_size": ints(attrs.pool_size),
+        "strides": ints(attrs.strides),
+        "dilation": ints(attrs.dilation),
+        "padding": ints(attrs.padding),
+        "layout": str(attrs.layout),
+        "ceil_mode": bool(attrs.ceil_mode),
+    }
+
+
+def max_pool(name: str) -> Export:
+    return lambda site: site.op(name, site.args[0], **pool_attrs(site))
+
+
+def avg_pool(name: str) -> Export:
+    def export(site: ExportSite) -> syntax.Expr:
+        included = bool(site.attrs.count_include_pad)
+        return site.op(name, site.args[0], **pool_attrs(site), count_include_pad=included)
+
+    return export
+
+
+def adaptive_pool(name: str) -> Export:
+    def export(site: ExportSite) -> syntax.Expr:
+        layout = str(site.attrs.layout)
+        shape = dict(zip(layout, site.out_dims(), strict=True))
+        size = tuple(known_size(shape[axis]) for axis in layout if axis not in "NC")
+        return site.op(name, site.args[0], output_size=size, layout=layout)
+
+    return export
+
+
+def softmax(name: str) -> Export:
+    return lambda site: site.op(name, site.args[0], axis=int(site.attrs.axis))
+
+
+def export_batch_norm(site: ExportSite) -> syntax.Expr:
+    attrs = site.attrs
+    if attrs.training:
+        raise ModelError("it is a batch norm in training mode")
+    return site.op(
+        "nn.batch_norm",
+        *site.args,
+        axis=int(attrs.axis),
+        epsilon=float(attrs.epsilon),
+        center=bool(attrs.center),
+        scale=bool(attrs.scale),
+    )
+
+
+def export_layer_norm(site: ExportSite) -> syntax.Expr:
+    attrs = site.attrs
+    axes = ints(attrs.axes)
+    if len(axes) != 1:
+        raise ModelError(f"it normalizes over axes {axes}, Relay over one")
+    return site.op(
+        "nn.layer_norm",
+        *site.args,
+        axis=axes[0],
+        epsilon=float(attrs.epsilon),
+        center=bool(attrs.center),
+        scale=bool(attrs.scale),
+    )
+
+
+def number_of(value: Any) -> float:
+    """A bound that Relax keeps as an expression."""
+    array = constant_value(value) if isinstance(value, relax.Expr) else None
+    return float(array.item()) if array is not None else float(getattr(value, "value", value))
+
+
+def export_clip(site: ExportSite) -> syntax.Expr:
+    low, high = (number_of(site.call.args[i]) for i in (1, 2))
+    largest = float(np.finfo("float32").max)
+    low, high = max(low, -largest), min(high, largest)
+    return site.op("clip", site.args[0], a_min=low, a_max=high)
+
+
+def export_leaky_relu(site: ExportSite) -> syntax.Expr:
+    return site.op("nn.leaky_relu", site.args[0], alpha=float(site.attrs.alpha))
+
+
+def export_prelu(site: ExportSite) -> syntax.Expr:
+    axis = int(site.attrs.axis)
+    return site.op("nn.prelu", *site.args, axis=axis)
+
+
+def export_cast(site: ExportSite) -> syntax.Expr:
+    return site.op("cast", site.args[0], dtype=str(site.attrs.dtype))
+
+
+def export_gelu(site: ExportSite) -> syntax.Expr:
+    """0.5 * x * (1 + erf(x / sqrt(2)))."""
+    x, kind = site.args[0], site.dtype(0)
+    inner = site.op("erf", site.op("multiply", x, site.number(math.sqrt(0.5), kind)))
+    half = site.op("multiply", x, site.number(0.5, kind))
+    return site.op("multiply", half, site.op("add", inner, site.number(1, kind)))
+
+
+def export_silu(site: ExportSite) -> syntax.Expr:
+    return site.op("multiply", site.args[0], site.op("sigmoid", site.args[0]))
+
+
+# -- shapes ----------------------------------------------------------------------------------------
+
+
+def export_reshape(site: ExportSite) -> syntax.Expr:
+    """Also flatten, expand_dims and squeeze: the result's shape says it all."""
+    return site.reshape(site.args[0], site.out_dims())
+
+
+def export_permute(site: ExportSite) -> syntax.Expr:
+    axes = site.attrs.axes
+    order = ints(axes) if axes is not None else tuple(reversed(range(len(site.in_dims(0)))))
+    return site.op("transpose", site.args[0], axes=order)
+
+
+def export_concat(site: ExportSite) -> syntax.Expr:
+    axis = int(site.attrs.axis or 0)
+    return site.op("concatenate", site.tuple_of(site.args[0]), axis=axis)
+
+
+def export_stack(site: ExportSite) -> syntax.Expr:
+    return site.op("stack", site.tuple_of(site.args[0]), axis=int(site.attrs.axis or 0))
+
+
+def export_split(site: ExportSite) -> syntax.Expr:
+    """Always by indices: the number of sections would be a boxed integer in the metadata."""
+    axis = int(site.attrs.axis)
+    sizes = [site.type_shape(field)[axis] for field in site.call.ty.fields]
+    indices = tuple(int(at) for at in np.cumsum(sizes)[:-1])
+    return site.op("split", site.args[0], indices_or_sections=indices, axis=axis)
+
+
+def export_strided_slice(site: ExportSite) -> syntax.Expr:
+    axes, begin, end, *strides = (slice_numbers(each) for each in site.call.args[1:])
+    shape = site.in_dims(0)
+    steps = strides[0] if strides else (1,) * len(axes)
+    axes = tuple(axis % len(shape) for axis in axes)
+    if any(step < 1 for step in steps):
+        raise ModelError("it counts backwards")
+    ranges = [
+        range(known_size(shape[axis]))[at:to:step]
+        for axis, at, to, step in zip(axes, begin, end, steps, strict=True)
+    ]
+    return site.op(
+        "strided_slice",
+        site.args[0],
+        begin=tuple(each.start for each in ranges),
+        end=tuple(each.stop for each in ranges),
+        strides=tuple(steps),
+        axes=axes,
+    )
+
+
+def known_size(dim: int | str) -> int:
+    if isinstance(dim, str):
+        raise ModelError("it cuts an axis whose size is known at run time only")
+    return dim
+
+
+def slice_numbers(value: Any) -> tuple[int, ...]:
+    """A tuple of integers that Relax keeps as an expression."""
+    fields = getattr(value, "fields", None)
+    if fields is None:
+        fields = getattr(value, "values", None)
+    if fields is None:
+        raise ModelError("it cuts at a place known at run time only")
+    return tuple(int(number_of(field)) for field in fields)
+
+
+def export_pad(site: ExportSite) -> syntax.Expr:
+    attrs = site.attrs
+    flat = ints(attrs.pad_width)
+    pairs = tuple(zip(flat[::2], flat[1::2], strict=True))
+    mode = str(attrs.pad_mode)
+    if mode not in ("constant", "reflect", "edge"):
+        raise ModelError(f"it pads in mode {mode}")
+    kind = site.dtype(0)
+    value = site.constant(np.array(float(attrs.pad_value)).astype(kind), "pad_value")
+    return site.op("nn.pad", site.args[0], value, pad_width=pairs, pad_mode=mode)
+
+
+def export_take(site: ExportSite) -> syntax.Expr:
+    axis = site.attrs.axis
+    if axis is None:
+        raise ModelError("it takes from a flattened tensor")
+    return site.op("take", *site.args, axis=int(axis), mode=str(site.attrs.mode))
+
+
+def export_broadcast_to(site: ExportSite) -> syntax.Expr:
+    return site.op("broadcast_to", site.args[0], shape=site.shape(site.call))
+
+
+def export_resize2d(site: ExportSite) -> syntax.Expr:
+    attrs = site.attrs
+    layout = str(attrs.layout)
+    shape = dict(zip(layout, site.out_dims(), strict=True))
+    return site.op(
+        "image.resize2d",
+        site.args[0],
+        size=(known_size(shape["H"]), known_size(shape["W"])),
+        layout=layout,
+        method=str(attrs.method),
+        coordinate_transformation_mode=str(attrs.coordinate_transformation_mode),
+        rounding_method=str(attrs.rounding_method),
+        cubic_alpha=float(attrs.cubic_alpha),
+        cubic_exclude=int(attrs.cubic_exclude),
+        extrapolation_value=float(attrs.extrapolation_value),
+    )
+
+
+def reduction(name: str) -> Export:
+    def export(site: ExportSite) -> syntax.Expr:
+        axes = site.attrs.axis
+        every = tuple(range(len(site.in_dims(0))))
+        return site.op(
+            name,
+            site.args[0],
+            axis=every if axes is None else ints(axes),
+            keepdims=bool(site.attrs.keepdims),
+        )
+
+    return export
+
+
+def export_mean(site: ExportSite) -> syntax.Expr:
+    if not site.dtype(0).startswith("float"):
+        raise ModelError(f"the mean of {site.dtype(0)} is int64 in Relax")
+    return reduction("mean")(site)
+
+
+#: Operators whose name, operands and meaning are the same in both.
+_SAME = {
+    1: (
+        *("abs", "ceil", "cos", "erf", "exp", "floor", "isnan", "log", "logical_not", "negative"),
+        *("rsqrt", "sigmoid", "sign", "sin", "sqrt", "tan", "tanh", "trunc", "bitwise_not"),
+        *("nn.relu", "nn.batch_flatten"),
+    ),
+    2: (
+        *("add", "subtract", "multiply", "divide", "power", "maximum", "minimum"),
+        *("floor_mod", "floor_divide", "left_shift", "right_shift"),
+        *("bitwise_and", "bitwise_or", "bitwise_xor", "logical_and", "logical_or", "logical_xor"),
+        *("equal", "not_equal", "less", "less_equal", "greater", "greater_equal"),
+    ),
+    3: ("where",),
+}
+
+FLOAT_EXPORTS: Exports = {
+    **{f"relax.{name}": same(name, count) for count, names in _SAME.items() for name in names},
+    "relax.nn.conv1d": conv("nn.conv1d"),
+    "relax.nn.conv2d": conv("nn.conv2d"),
+    "relax.nn.conv3d": conv("nn.conv3d"),
+    "relax.nn.conv1d_transpose": transposed_conv("nn.conv1d_transpose"),
+    "relax.nn.conv2d_transpose": transposed_conv("nn.conv2d_transpose"),
+    "relax.matmul": export_matmul,
+    "relax.nn.max_pool1d": max_pool("nn.max_pool1d"),
+    "relax.nn.max_pool2d": max_pool("nn.max_pool2d"),
+    "relax.nn.avg_pool1d": avg_pool("nn.avg_pool1d"),
+    "relax.nn.avg_pool2d": avg_pool("nn.avg_pool2d"),
+    "relax.nn.adaptive_avg_pool1d": adaptive_pool("nn.adaptive_avg_pool1d"),
+    "relax.nn.adaptive_avg_pool2d": adaptive_pool("nn.adaptive_avg_pool2d"),
+    "relax.nn.softmax": softmax("nn.softmax"),
+    "relax.nn.log_softmax": softmax("nn.log_softmax"),
+    "relax.nn.batch_norm": export_batch_norm,
+    "relax.nn.layer_norm": export_layer_norm,
+    "relax.clip": export_clip,
+    "relax.nn.leakyrelu": export_leaky_relu,
+    "relax.nn.prelu": export_prelu,
+    "relax.astype": export_cast,
+    "relax.nn.gelu": export_gelu,
+    "relax.nn.silu": export_silu,
+    "relax.reshape": export_reshape,
+    "relax.flatten": export_reshape,
+    "relax.expand_dims": export_reshape,
+    "relax.squeeze": export_reshape,
+    "relax.permute_dims": export_permute,
+    "relax.concat": export_concat,
+    "relax.stack": export_stack,
+    "relax.split": export_split,
+    "relax.strided_slice": export_strided_slice,
+    "relax.nn.pad": export_pad,
+    "relax.take": export_take,
+    "relax.broadcast_to": export_broadcast_to,
+    "relax.image.resize2d": export_resize2d,
+    "relax.sum": reduction("sum"),
+    "relax.max": reduction("max"),
+    "relax.min": reduction("min"),
+    "relax.mean": export_mean,
+}

@@ -1,0 +1,140 @@
+"""Relay, writing: `relay.syntax` becomes the text that TVM prints and parses (without metadata)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from relayquant.errors import ModelError
+from relayquant.relay import syntax
+
+#: Suffix of a literal. Other dtypes have no literal: a constant of those must be a parameter.
+SUFFIXES = {
+    "float32": "f",
+    "float16": "f16",
+    "float64": "f64",
+    "int32": "",
+    "int64": "i64",
+    "int16": "i16",
+}
+
+
+def print_module(module: syntax.Module) -> str:
+    """The text of a module.
+
+    Raises:
+        ModelError: a constant has no literal.
+    """
+    functions = [
+        f"def @{name}{print_function(function, 0)}\n" for name, function in module.functions.items()
+    ]
+    return '#[version = "0.0.5"]\n' + "\n".join(functions)
+
+
+def print_function(function: syntax.Function, indent: int) -> str:
+    """`(%x: type, key=value) -> type { ... }`."""
+    params = [
+        f"%{param.name}" + (f": {print_type(param.type)}" if param.type else "")
+        for param in function.params
+    ]
+    attrs = [f"{key}={print_value(value)}" for key, value in function.attrs.items()]
+    result = f" -> {print_type(function.result_type)}" if function.result_type else ""
+    return f"({', '.join(params + attrs)}){result} {print_block(function.body, indent)}"
+
+
+def print_block(block: syntax.Block, indent: int) -> str:
+    """`{`, one line for each statement, the result, `}`."""
+    lines = [*print_statements(block, indent + 2), print_expr(block.result, indent + 2)]
+    margin = "\n" + " " * (indent + 2)
+    return "{" + margin + margin.join(lines) + "\n" + " " * indent + "}"
+
+
+def print_statements(block: syntax.Block, indent: int) -> Iterator[str]:
+    for statement in block.statements:
+        if isinstance(statement, syntax.FreeVar):
+            kind = statement.param.type
+            yield f"free_var %{statement.param.name}{f': {print_type(kind)}' if kind else ''};"
+            continue
+        head = f"let %{statement.name}" if statement.is_let else f"%{statement.name}"
+        kind = f": {print_type(statement.type)}" if statement.type else ""
+        yield f"{head}{kind} = {print_expr(statement.value, indent)};"
+
+
+def print_type(kind: syntax.Type) -> str:
+    return str(kind)
+
+
+def print_expr(expr: syntax.Expr, indent: int = 0) -> str:
+    """An expression; blocks inside start at `indent`."""
+    if isinstance(expr, syntax.Ref):
+        return f"%{expr.name}"
+    if isinstance(expr, syntax.GlobalRef):
+        return f"@{expr.name}"
+    if isinstance(expr, syntax.Constant):
+        return print_literal(expr.value)
+    if isinstance(expr, syntax.OpCall):
+        args = [print_expr(arg, indent) for arg in expr.args]
+        args += [f"{key}={print_value(value)}" for key, value in expr.attrs.items()]
+        return f"{expr.op}({', '.join(args)})"
+    if isinstance(expr, syntax.FunctionCall):
+        args = [print_expr(arg, indent) for arg in expr.args]
+        return f"{print_expr(expr.function, indent)}({', '.join(args)})"
+    if isinstance(expr, syntax.TupleExpr):
+        inner = ", ".join(print_expr(field, indent) for field in expr.fields)
+        return f"({inner},)" if len(expr.fields) == 1 else f"({inner})"
+    if isinstance(expr, syntax.GetItem):
+        return f"{print_expr(expr.tuple_value, indent)}.{expr.index}"
+    if isinstance(expr, syntax.Function):
+        return f"fn {print_function(expr, indent)}"
+    if isinstance(expr, syntax.If):
+        then, otherwise = print_block(expr.then, indent), print_block(expr.otherwise, indent)
+        return f"if ({print_expr(expr.condition, indent)}) {then} else {otherwise}"
+    lines = [*print_statements(expr, indent + 2), print_expr(expr.result, indent + 2)]
+    margin = "\n" + " " * (indent + 2)
+    return "(" + margin + margin.join(lines) + "\n" + " " * indent + ")"
+
+
+def has_literal(array: np.ndarray) -> bool:
+    """Whether a constant can be written in place."""
+    return array.ndim == 0 and (str(array.dtype) in SUFFIXES or array.dtype == bool)
+
+
+def print_literal(array: np.ndarray) -> str:
+    """All digits of a number: TVM prints six, but reads more.
+
+    Raises:
+        ModelError: it is no number, or of a dtype without literals.
+    """
+    if not has_literal(array):
+        raise ModelError(
+            f"A constant of shape {array.shape} and dtype {array.dtype} has no literal in Relay: "
+            "it must be a parameter."
+        )
+    if array.dtype == bool:
+        return str(bool(array))
+    suffix = SUFFIXES[str(array.dtype)]
+    if array.dtype.kind == "i":
+        return f"{int(array)}{suffix}"
+    return f"{shortest(array)}{suffix}"
+
+
+def shortest(number: Any) -> str:
+    """The shortest digits that give the number again: 0.1, 2, 1e-05, inf."""
+    text = str(np.asarray(number)[()])
+    return text[:-2] if text.endswith(".0") else text
+
+
+def print_value(value: Any) -> str:
+    """An attribute."""
+    if isinstance(value, bool) or value is None:
+        return str(value)
+    if isinstance(value, float):
+        return f"{shortest(np.float64(value))}f"
+    if isinstance(value, str):
+        return json.dumps(value)
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(print_value, value))}]"
+    return str(value)
