@@ -197,6 +197,7 @@ class Plan:
         """
         group = self.group(key)
         if spec is not None:
+            spec = spec.stored
             if spec.is_per_channel and group.info.axis is None:
                 raise ConfigError(
                     f"Plan.replace({key!r}): the value has no channel axis; allowed: "

@@ -149,6 +149,11 @@ class QSpec:
         """Whether every value of `dtype` is used."""
         return self.limits == INTEGER_LIMITS[self.dtype]
 
+    @property
+    def stored(self) -> QSpec:
+        """As its integers are held: those of int4 in int8, within -8..7."""
+        return replace(self, dtype="int8") if self.dtype == "int4" else self
+
     def with_reduced_range(self) -> QSpec:
         """One bit less, where all of `dtype` is used: for instruction sets that add products in 16
         bits.

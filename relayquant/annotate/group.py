@@ -135,7 +135,7 @@ def build_groups(
 
 def activation_spec(claim: Claim) -> QSpec:
     """How the operator wants its computed operands."""
-    return _qconfig(claim).tensor(Role.ACTIVATION).spec
+    return _qconfig(claim).tensor(Role.ACTIVATION).spec.stored
 
 
 def operand_spec(claim: Claim, primary: Mapping[relax.Var, QSpec]) -> QSpec:
@@ -147,7 +147,7 @@ def operand_spec(claim: Claim, primary: Mapping[relax.Var, QSpec]) -> QSpec:
 
 def output_spec(claim: Claim) -> QSpec:
     """How the operator gives its result."""
-    return _qconfig(claim).tensor(Role.OUTPUT).spec
+    return _qconfig(claim).tensor(Role.OUTPUT).spec.stored
 
 
 def _qconfig(claim: Claim):
@@ -342,7 +342,7 @@ def find_calibration(
     inside = set(members)
     for var in members:
         own = _qconfig(by_root[var]).output if var in by_root else None
-        if own is not None and own.spec == spec:
+        if own is not None and own.spec.stored == spec:
             return own.calibration
     for claim in active:
         is_asked = claim.kind is not Kind.SHARING and activation_spec(claim) == spec
@@ -369,7 +369,7 @@ def weight_group(claim: Claim, name: str, expr: relax.Expr, operand) -> GroupPla
     """The group of one constant operand: per channel where the operand has a channel axis."""
     config = _qconfig(claim).tensor(operand.role)
     axis = operand.axis(claim.match) if operand.axis is not None else None
-    spec = config.spec
+    spec = config.spec.stored
     if axis is None or not spec.is_per_channel:
         spec, axis = replace(spec, granularity=Granularity.PER_TENSOR), None
     key = f"{claim.root.name}:{name}"

@@ -264,11 +264,12 @@ class BackendConfig:
                     f"Backend {self.name!r} cannot run {name!r}: it stays in float. "
                     f"{suggest_name(name, known)}"
                 )
-        lines = [
-            f"backend {self.name}" + (", activations use one bit less" if self.reduce_range else "")
-        ]
+        head = f"backend {self.name}"
+        if self.reduce_range:
+            head += ", activations use one bit less"
         if self.float_dtypes:
-            lines.append(f"any float operator also in {', '.join(self.float_dtypes)}")
+            head += f", any operator also in {', '.join(self.float_dtypes)}"
+        lines = [head]
         for row in rows:
             lines.append(f"{row.pattern.name} ({row.pattern.op})")
             lines += [f"  {dtypes.description}" for dtypes in row.dtypes]

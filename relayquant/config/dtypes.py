@@ -20,7 +20,7 @@ class DTypeWithConstraints:
     """What a backend accepts of one tensor. A QSpec fits when it stays within every bound.
 
     Attributes:
-        dtype: The only dtype.
+        dtype: The only dtype; int8 takes int4 too, which is stored in it.
         schemes, granularities: Those that run.
         quant_min_lower_bound, quant_max_upper_bound: Integers that it can hold; None: the limits of
             `dtype`.
@@ -48,7 +48,7 @@ class DTypeWithConstraints:
 
     def find_conflict(self, spec: QSpec, what: str) -> str | None:
         """Why `spec` is refused, or None; `what` names the tensor for the message."""
-        if spec.dtype != self.dtype:
+        if not self.holds(spec):
             return f"{what} dtype {spec.dtype} is asked for, the backend runs {self.dtype}"
         if spec.scheme not in self.schemes:
             return f"{what} scheme {spec.scheme.value} is not supported"
@@ -67,6 +67,15 @@ class DTypeWithConstraints:
         if self.power_of_two and not spec.power_of_two:
             return f"{what} scales must be powers of two: QSpec(power_of_two=True)"
         return None
+
+    def holds(self, spec: QSpec) -> bool:
+        """Whether integers of this specification are of `dtype`; int4 and an int8 that keeps within
+        -8..7 are the same.
+        """
+        if self.dtype == "int4" and spec.dtype == "int8":
+            low, high = INTEGER_LIMITS["int4"]
+            return low <= spec.limits[0] and spec.limits[1] <= high
+        return self.dtype in (spec.dtype, spec.stored.dtype)
 
     @property
     def description(self) -> str:

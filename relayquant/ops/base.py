@@ -292,5 +292,7 @@ def accumulator_qparams(data: QParams, weight: QParams, axis: int | None) -> QPa
 
     One scale per channel along `axis` of the output if the weight has one per channel.
     """
-    scale = (data.scale * weight.scale).astype("float32")
+    # Two scales of values that are almost zero would underflow; so does whatever they scale.
+    product = data.scale.astype("float64") * weight.scale
+    scale = np.maximum(product.astype("float32"), np.finfo("float32").tiny)
     return QParams(scale, np.zeros(scale.shape, "int32"), "int32", axis if scale.ndim else None)

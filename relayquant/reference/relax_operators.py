@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from scipy import special
 
+from relayquant.errors import DataError
 from relayquant.reference.convolution import (
     Window,
     convolve,
@@ -418,7 +419,13 @@ def take(args: list[Any], attrs: Any) -> Any:
     data, indices = args
     axis = None if attrs.axis is None else int(attrs.axis)
     mode = {"wrap": "wrap", "clip": "clip"}.get(str(attrs.mode), "raise")
-    return np.take(data, np.asarray(indices), axis=axis, mode=mode)
+    indices, length = np.asarray(indices), data.size if axis is None else data.shape[axis]
+    if mode == "raise" and ((indices < -length) | (indices >= length)).any():
+        raise DataError(
+            f"indices {indices.min()}..{indices.max()} do not fit an axis of length {length}; "
+            f"allowed: 0..{length - 1}, or mode 'clip' or 'wrap'."
+        )
+    return np.take(data, indices, axis=axis, mode=mode)
 
 
 def reshape(args: list[Any], attrs: Any) -> Any:

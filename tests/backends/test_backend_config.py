@@ -19,6 +19,8 @@ from relayquant.backends import ACCELERATOR, ARM, BACKENDS, GENERIC, X86
 from relayquant.ops import BUILTIN_OPS
 from relayquant.plan import Support
 from relayquant.reference import run_values
+from relayquant.rewrite import Graph
+from relayquant.rewrite.graph import constant_value
 from relayquant.testing import observe_parameters
 
 CONFIG = GENERIC.default_qconfig
@@ -192,6 +194,21 @@ CASES = {
     "arm int16": (ARM, with_activation(rq.QSpec("int16"))),
     "int4 weights": (GENERIC, weights(-8)),
     "narrow int4 weights": (GENERIC, weights(-7)),
+    "int4 by name": (
+        replace(
+            GENERIC,
+            patterns=tuple(
+                replace(row, dtypes=tuple(replace(dtypes, weight="int4") for dtypes in row.dtypes))
+                for row in GENERIC.patterns
+            ),
+        ),
+        replace(
+            CONFIG,
+            weight=rq.TensorConfig(
+                replace(CONFIG.weight.spec, dtype="int4", quant_min=-7, quant_max=7), rq.MSE()
+            ),
+        ),
+    ),
     "reduced range": (replace(X86, reduce_range=True), X86.default_qconfig),
     "accelerator": (ACCELERATOR, ACCELERATOR.default_qconfig),
     "int8 bias": (
@@ -464,3 +481,37 @@ def test_mixed__operators_of_one_dtype_round_once(name, source, result):
     assert np.abs(np.clip(exact, info.min, info.max) - out).max() <= 0.5 + 2e-3
     if source == "int16":
         assert rq.verify(integer, data[1]).is_equal
+
+
+def test_int4__is_stored_in_int8_within_its_range():
+    """By name on a backend of int8 weights, and from the plain data of a file."""
+    mod = residual_model()
+    data = CONFIG.to_dict()
+    data["weight"]["spec"] |= {"dtype": "int4", "quant_min": -8, "quant_max": 7}
+    mapping = rq.QConfigMapping.from_dict({"global": data})
+    prepared = rq.prepare(mod, None, mapping, X86, strict=True)
+    observe_parameters(prepared, draw_batches(mod, 1))
+    assert {group.info.spec.dtype for group in prepared.plan.weights} == {"int8"}
+    integer = rq.lower(rq.convert_to_reference(prepared), X86)
+    graph = Graph(integer)
+    weights = [
+        constant_value(graph.values[b.var].args[1])
+        for b in graph.bindings
+        if graph.op_name(b.var) in ("relax.qnn.conv2d", "relax.qnn.dense")
+    ]
+    assert len(weights) == 5
+    for weight in weights:
+        assert weight.dtype == "int8"
+        assert -8 <= weight.min() < 0 < weight.max() <= 7
+    edited = prepared.plan.replace("stem:weight", spec=rq.QSpec("int4", rq.Scheme.SYMMETRIC))
+    assert edited.group("stem:weight").info.spec.limits == (-8, 7)
+    assert edited.group("stem:weight").info.spec.dtype == "int8"
+
+
+def test_tiny_scales__of_two_activations_do_not_underflow():
+    mod = build_model(lambda e, x, y: e("out", op.matmul(x, y)), (2, 3, 4), (2, 4, 3))
+    inputs = {"x": np.full((2, 3, 4), 1e-33, "f4"), "y": np.full((2, 4, 3), 1e-33, "f4")}
+    prepared = rq.prepare(mod, None, None, X86)
+    observe_parameters(prepared, [inputs])
+    integer = rq.lower(rq.convert_to_reference(prepared), X86)
+    assert np.abs(rq.reference.run(integer, inputs)[0]).max() < 1e-30

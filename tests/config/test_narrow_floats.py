@@ -97,7 +97,7 @@ def test_island__a_backend_without_float16_says_so():
     backend = replace(rq.GENERIC, float_dtypes=())
     with pytest.raises(rq.ConfigError, match=r"soft .nn.softmax, dtype unsupported.*in float16"):
         rq.prepare(island_model(), None, make_mapping(), backend, strict=True)
-    assert "any float operator also in float16" in rq.X86.explain("conv2d")
+    assert "backend x86, any operator also in float16" in rq.X86.explain("conv2d")
 
 
 def test_plain_data__by_name():

@@ -191,3 +191,37 @@ def test_to_dict__a_callable_has_no_plain_form():
 def test_values__refuse_what_is_wrong(make, message):
     with pytest.raises(rq.ConfigError, match=message):
         make()
+
+
+TOML = """
+[global.activation]
+spec = {dtype = "uint8"}
+observer = {name = "Percentile", percentile = 99.5}
+
+[global.weight]
+spec = {dtype = "int4", scheme = "symmetric", granularity = "per_channel"}
+observer = {name = "MSE"}
+
+[[object_type]]
+key = "matmul"
+qconfig = "float"
+
+[[module_name]]
+key = "net.conv"
+qconfig = "float16"
+"""
+
+
+def test_plain_data__is_what_toml_reads():
+    tomllib = pytest.importorskip("tomllib", reason="tomllib comes with Python 3.11")
+    mapping = rq.QConfigMapping.from_dict(tomllib.loads(TOML))
+    expected = rq.QConfig(
+        rq.TensorConfig(rq.QSpec("uint8"), rq.Percentile(99.5)),
+        rq.TensorConfig(
+            rq.QSpec("int4", rq.Scheme.SYMMETRIC, rq.Granularity.PER_CHANNEL), rq.MSE()
+        ),
+    )
+    assert mapping.find_rule(OperatorSite(("other",), "relax.nn.conv2d")).qconfig == expected
+    assert mapping.find_rule(OperatorSite(("d",), "relax.matmul")).qconfig is None
+    assert mapping.find_rule(CONV).qconfig == rq.FLOAT16
+    assert rq.QConfigMapping.from_dict(mapping.to_dict()) == mapping

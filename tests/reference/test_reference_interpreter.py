@@ -496,3 +496,10 @@ def test_run__names_what_it_cannot_execute():
         builder.emit_func_output(builder.emit(call, "strange"))
     with pytest.raises(ModelError, match=r"'strange'.*no_such_function"):
         run(builder.get(), floats(3))
+
+
+def test_take__out_of_range():
+    data, indices = np.zeros((4, 2), "float32"), np.array([1, 9], "int32")
+    mod = build(lambda x, i: op.take(x, i, axis=0), data, indices)
+    with pytest.raises(ModelError, match=r"take: indices 1\.\.9 do not fit an axis of length 4"):
+        run(mod, [data, indices])
