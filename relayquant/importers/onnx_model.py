@@ -6,6 +6,7 @@ converted by `relayquant.importers.onnx_operators`.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,9 @@ MIN_OPSET = 7
 
 #: Operator domains that TVM's frontend serves.
 DOMAINS = ("", "ai.onnx", "com.microsoft")
+
+#: Largest input or weight that is taken for meant, in elements.
+MAX_ELEMENTS = 2**40
 
 #: Control flow: nothing behind it can be quantized, and main must be one dataflow block.
 CONTROL_FLOW = ("If", "Loop", "Scan")
@@ -174,6 +178,8 @@ def _check_model(model: onnx.ModelProto) -> int:
                 "of the "
                 "ModelProto, or load it with onnx.load(path)."
             )
+    _check_names(model.graph)
+    _check_sizes(model.graph)
     opsets = {entry.domain: entry.version for entry in model.opset_import}
     opset = opsets.get("", opsets.get("ai.onnx", 1))
     if opset < MIN_OPSET:
@@ -187,6 +193,36 @@ def _check_model(model: onnx.ModelProto) -> int:
             raise ModelError(f"The model is not valid ONNX: two nodes compute tensor {name!r}.")
         seen.add(name)
     return opset
+
+
+def _check_names(graph: onnx.GraphProto) -> None:
+    """Raise ModelError for a name that is no text: protobuf gives bytes that are not UTF-8 as they
+    are.
+    """
+    for at, node in enumerate(graph.node):
+        names = (node.name, node.op_type, node.domain, *node.input, *node.output)
+        names = (*names, *(attribute.name for attribute in node.attribute))
+        if not all(isinstance(name, str) for name in names):
+            raise ModelError(f"Node number {at} of the model has a name that is not UTF-8.")
+    values = (*graph.initializer, *graph.input, *graph.output)
+    if not all(isinstance(value.name, str) for value in values):
+        raise ModelError("The model is not valid ONNX: a tensor has a name that is not UTF-8.")
+
+
+def _check_sizes(graph: onnx.GraphProto) -> None:
+    """Raise ModelError for dimensions below 0, and for inputs that no memory holds."""
+    shapes = [(tensor.name, list(tensor.dims)) for tensor in graph.initializer]
+    for info in graph.input:
+        dims = info.type.tensor_type.shape.dim
+        shapes.append((info.name, [dim.dim_value for dim in dims if dim.HasField("dim_value")]))
+    for name, sizes in shapes:
+        if any(size < 0 for size in sizes):
+            raise ModelError(f"Tensor {name!r} has the shape {tuple(sizes)}; no size is below 0.")
+        if math.prod(size or 1 for size in sizes) > MAX_ELEMENTS:
+            raise ModelError(
+                f"Tensor {name!r} has the shape {tuple(sizes)}, more than {MAX_ELEMENTS} elements. "
+                "Is the file damaged?"
+            )
 
 
 def _find_fault(model: onnx.ModelProto) -> str:

@@ -31,6 +31,9 @@ _FRONTEND = _tvm.load_onnx_frontend()
 
 Convert = Callable[[relax.BlockBuilder, Sequence[Any], dict[str, Any], int], "relax.Expr | None"]
 
+#: Largest constant that is computed during the import, in elements.
+MAX_CONSTANT = 2**28
+
 #: R.nn.pad computes its constant in the dtype of the data only for these.
 FLOATS = ("float16", "float32", "float64")
 
@@ -283,10 +286,35 @@ def _fold_pairs(
     return op(value, last)
 
 
+def limit_constant_of_shape(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> None:
+    """ConstantOfShape, which TVM computes at once: refuses what would fill the memory."""
+    shape = constant_value(inputs[0])
+    if shape is not None:
+        _check_constant(math.prod(int(size) for size in shape.ravel()))
+
+
+def limit_range(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> None:
+    """Range, which TVM computes at once: refuses what would fill the memory."""
+    values = [constant_value(given) for given in inputs]
+    if all(value is not None for value in values):
+        start, limit, step = (float(value.item()) for value in values)
+        _check_constant(math.inf if step == 0 else (limit - start) / step)
+
+
+def _check_constant(size: float) -> None:
+    if size > MAX_CONSTANT:
+        raise ValueError(f"its result has {size:.3g} elements; supported: {MAX_CONSTANT}")
+
+
 #: ONNX operator type -> its conversion here.
 OPERATORS: dict[str, Convert] = {
     "AveragePool": functools.partial(_convert_pool, "AveragePool"),
     "Clip": convert_clip,
+    "ConstantOfShape": limit_constant_of_shape,
     "Conv": convert_conv,
     "ConvInteger": convert_conv_integer,
     "ConvTranspose": convert_conv_transpose,
@@ -299,5 +327,6 @@ OPERATORS: dict[str, Convert] = {
     "Min": functools.partial(_fold_pairs, relax.op.minimum),
     "Pad": convert_pad,
     "QuantizeLinear": convert_quantize_linear,
+    "Range": limit_range,
     "Sum": functools.partial(_fold_pairs, relax.op.add),
 }
