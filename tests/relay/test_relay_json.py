@@ -11,6 +11,7 @@ from legacy_json import LegacyJson, conv_module
 from relay_testing import value_names
 
 import relayquant as rq
+from relayquant.cli.files import load_model
 from relayquant.errors import ModelError
 from relayquant.relay import from_json, from_text
 
@@ -38,6 +39,16 @@ def test_json__file(tmp_path):
     mod, params = rq.load(tmp_path / "model.json")
     assert params == {}
     assert rq.reference.run(mod, [X])[0].shape == (1, 2, 4, 4)
+
+
+def test_json__on_the_command_line(tmp_path):
+    """A .json file may hold either kind of module."""
+    relay = from_json(conv_module())
+    (tmp_path / "relay.json").write_text(conv_module())
+    (tmp_path / "relax.json").write_text(tvm.ir.save_json(relay))
+    for name in ("relay.json", "relax.json"):
+        mod, _ = load_model(tmp_path / name)
+        tvm.ir.assert_structural_equal(mod, relay)
 
 
 def test_json__of_relax_is_named(tmp_path):

@@ -122,6 +122,8 @@ def test_file__bytes_flipped(kind, tmp_path):
         "def @main(%x: Tensor[(4), float32]) { nn.pad(%x, pad_width=[[0, 9223372036854775807]]) }",
         "def @main(%x: Tensor[(4), float32]) { repeat(%x, repeats=9223372036854775807, axis=0) }",
         "def @main() { arange(0f, 1e30f, 1f) }",
+        "def @main(%x: Tensor[(2147483647), int8]) { split(%x, indices_or_sections=2147483647) }",
+        "def @main(%x: Tensor[(2147483647), int8]) { nn.mirror_pad(%x, pad_width=[[9, 9]]) }",
         "def @main(%x: float32) { " + "(" * 5000 + "%x" + ")" * 5000 + " }",
         "def @main(%x: float32) { %x" + " + %x" * 5000 + " }",
         "def @main(%x: float32) { %x" + ".0" * 5000 + " }",
@@ -129,7 +131,7 @@ def test_file__bytes_flipped(kind, tmp_path):
         "/*" * 10_001,
         "#[metadata]" * 1000,
     ],
-    ids=range(12),
+    ids=range(14),
 )
 def test_text__absurd(text, tmp_path):
     (tmp_path / "m.relay").write_text(text)

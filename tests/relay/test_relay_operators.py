@@ -838,6 +838,11 @@ REFUSED = {
     "qnn.softmax(%q, 3f, 0, 1f, 0)": "input scale is 3.0",
     'qnn.requantize(%x, 1f, 0, 1f, 0, out_dtype="int8")': "int",
     "nn.lrn(%x, size=0)": "size",
+    "arange(0f, 1e30f, 1f)": "constant of 1000000015047466219876688855040 values",
+    'nn.pad(%x, 0f, pad_width=[[0, 0], [0, 0], [0, 0], [0, 99999999999]], pad_mode="edge")': (
+        "constant of 100000000003 values"
+    ),
+    "nn.avg_pool2d(%j, pool_size=[99999, 99999])": "constant of",
     'nn.global_avg_pool2d(%x, layout="NCHW8c")': "layout",
     'take(%x, %i, axis=0, mode="bad")': "mode is 'bad'",
 }
@@ -845,7 +850,14 @@ REFUSED = {
 
 @pytest.mark.parametrize("text", REFUSED)
 def test_operator__refused_with_the_reason(text):
-    inputs = {"x": X, "w": floats(5, 3, 3, 3), "b": floats(5), "q": Q, "i": J}
+    inputs = {
+        "x": X,
+        "w": floats(5, 3, 3, 3),
+        "b": floats(5),
+        "q": Q,
+        "i": J,
+        "j": ints(0, 9, 1, 3, 4, 4),
+    }
     with pytest.raises(ModelError, match="line 3, column") as raised:
         rq.relay.from_text(module_text(text, **inputs))
     assert REFUSED[text] in str(raised.value)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 
 import numpy as np
 import pytest
@@ -276,10 +275,8 @@ def test_inlining__that_explodes_is_refused():
         f"def @f{i}(%x: float32) {{ %0 = @f{i - 1}(%x); @f{i - 1}(%0) }}\n" for i in range(1, 40)
     )
     text = f"def @f0(%x: float32) {{ %x }}\n{calls}def @main(%x: float32) {{ @f39(%x) }}"
-    start = time.process_time()
     with pytest.raises(ModelError, match="makes more than"):
         from_text(text)
-    assert time.process_time() - start < 60
 
 
 def test_comments__keep_positions():

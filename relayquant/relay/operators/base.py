@@ -226,6 +226,20 @@ def is_integer(expr: relax.Expr) -> bool:
     return tensor_dtype(expr).startswith(("int", "uint"))
 
 
+#: Most elements of a constant that a converter makes up; a file of a few bytes may ask for more.
+MAX_MADE_UP = 2**24
+
+
+def check_made_up(count: float) -> None:
+    """Raise unless a constant of so many elements is one to make.
+
+    Raises:
+        ModelError: it is absurdly large.
+    """
+    if not count <= MAX_MADE_UP:
+        raise ModelError(f"it needs a constant of {count:.0f} values; allowed: {MAX_MADE_UP}.")
+
+
 def check_positive(name: str, values: Sequence[int]) -> None:
     """Raise unless all values are at least 1.
 

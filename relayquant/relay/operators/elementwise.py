@@ -13,7 +13,6 @@ from relayquant.relay.operators.base import (
     IGNORED,
     RelayOp,
     Site,
-    check_positive,
     dtype,
     flag,
     integer,
@@ -27,6 +26,10 @@ from relayquant.relay.operators.base import (
 from relayquant.rewrite.graph import tensor_dtype
 
 op = relax.op
+
+
+#: Each neighbour is an operator of its own; real models have 5.
+MAX_LRN_SIZE = 64
 
 
 def unary(function: Callable[[relax.Expr], relax.Expr]) -> Callable[[Site], relax.Expr]:
@@ -157,18 +160,21 @@ def convert_l2_normalize(site: Site) -> relax.Expr:
 def convert_lrn(site: Site) -> relax.Expr:
     """x / (bias + alpha / size * sum of squares of `size` neighbours along axis) ^ beta."""
     x, size = site.tensor(0), site.attrs["size"]
-    check_positive("size", (size,))
+    if not 1 <= size <= MAX_LRN_SIZE:
+        raise ModelError(f"attribute size is {size}; allowed: 1 to {MAX_LRN_SIZE}.")
     shape = site.shape(x)
     axis = site.axis(site.attrs["axis"], len(shape))
     square = site.emit(op.multiply(x, x))
     widths = [0] * (2 * len(shape))
     widths[2 * axis], widths[2 * axis + 1] = size // 2, (size - 1) // 2
     padded = site.emit(op.nn.pad(square, widths))
-    total: relax.Expr | None = None
-    for start in range(size):
-        part = site.emit(op.strided_slice(padded, [axis], [start], [start + shape[axis]]))
-        total = part if total is None else site.emit(op.add(total, part))
-    assert total is not None
+    parts = [
+        site.emit(op.strided_slice(padded, [axis], [start], [start + shape[axis]]))
+        for start in range(size)
+    ]
+    total = parts[0]
+    for part in parts[1:]:
+        total = site.emit(op.add(total, part))
     scaled = site.emit(op.multiply(total, scalar_like(site, site.attrs["alpha"] / size)))
     base = site.emit(op.add(scaled, scalar_like(site, site.attrs["bias"])))
     return op.divide(x, site.emit(op.power(base, scalar_like(site, site.attrs["beta"]))))

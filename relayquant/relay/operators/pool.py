@@ -13,6 +13,7 @@ from relayquant.errors import ModelError
 from relayquant.relay.operators.base import (
     RelayOp,
     Site,
+    check_made_up,
     check_positive,
     flag,
     integer,
@@ -91,7 +92,8 @@ def integer_average(
         raise ModelError("padded pooling of integers is supported with count_include_pad only.")
     layout, kind = keywords["layout"], tensor_dtype(data)
     channels = site.shape(data)[layout.index("C")]
-    ones = make_ones([channels, 1, *keywords["pool_size"]], kind)
+    check_made_up(channels * prod(keywords["pool_size"]))
+    ones = make_const(np.ones([channels, 1, *keywords["pool_size"]], kind))
     total = site.emit(
         op.nn.conv2d(
             data,
@@ -106,10 +108,6 @@ def integer_average(
         )
     )
     return op.divide(total, make_scalar(prod(keywords["pool_size"]), kind))
-
-
-def make_ones(shape: list[int], kind: str) -> relax.Expr:
-    return make_const(np.ones(shape, kind))
 
 
 def adaptive_pool(function: Callable[..., relax.Expr], rank: int) -> Callable[[Site], relax.Expr]:

@@ -16,6 +16,7 @@ from relayquant.relay.operators.base import (
     RelayOp,
     Site,
     boxed,
+    check_made_up,
     dtype,
     flag,
     integer,
@@ -174,8 +175,7 @@ def convert_arange(site: Site) -> relax.Expr:
     if any(each.size != 1 for each in (start, stop, step)) or not step.item():
         raise ModelError("start, stop and step must be numbers, and step not 0.")
     count = (float(stop.item()) - float(start.item())) / float(step.item())
-    if not count <= 2**24:
-        raise ModelError(f"it makes {count:.0f} values; allowed: 16 million.")
+    check_made_up(count)
     return make_const(np.arange(start.item(), stop.item(), step.item()).astype(kind))
 
 

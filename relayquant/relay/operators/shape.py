@@ -14,6 +14,7 @@ from relayquant.relay.operators.base import (
     RelayOp,
     Site,
     boxed,
+    check_made_up,
     check_positive,
     dtype,
     flag,
@@ -27,6 +28,9 @@ from relayquant.relay.operators.linear import check_layout
 from relayquant.rewrite.graph import constant_value, tensor_shape
 
 op = relax.op
+
+#: Most parts of a split: each is a value of its own.
+MAX_SECTIONS = 4096
 
 #: Most elements of a tensor; beyond it sizes overflow somewhere.
 MAX_ELEMENTS = 2**48
@@ -227,8 +231,11 @@ def convert_split(site: Site) -> relax.Expr:
     axis = site.axis(site.attrs["axis"], site.ndim(data))
     size = site.dims(data)[axis]
     if isinstance(sections, int):
-        if sections < 1 or (isinstance(size, int) and size % sections):
-            raise ModelError(f"axis {axis} has {size} entries, which {sections} does not divide.")
+        if not 1 <= sections <= MAX_SECTIONS or (isinstance(size, int) and size % sections):
+            raise ModelError(
+                f"axis {axis} has {size} entries, which {sections} does not divide; allowed: up to "
+                f"{MAX_SECTIONS} equal parts."
+            )
         return op.split(data, sections, axis)
     if list(sections) != sorted(sections) or min(sections, default=0) < 0:
         raise ModelError(f"indices {list(sections)} must rise.")
@@ -295,6 +302,7 @@ def pad_edge(site: Site, data: relax.Expr, widths: tuple[tuple[int, int], ...]) 
     for axis, (before, after) in enumerate(widths):
         if before or after:
             size = site.shape(data)[axis]
+            check_made_up(size + before + after)
             index = np.clip(np.arange(-before, size + after), 0, size - 1).astype("int64")
             data = site.emit(op.take(data, make_const(index), axis, mode="fast"))
     return data
@@ -312,6 +320,7 @@ def convert_mirror_pad(site: Site) -> relax.Expr:
         if len(pair) != 2 or not 0 <= min(pair) <= max(pair) <= most:
             raise ModelError(f"pad_width {pair} does not fit an axis of {shape[axis]} entries.")
         if any(pair):
+            check_made_up(3 * shape[axis])
             name = "reflect" if mode == "REFLECT" else "symmetric"
             index = np.pad(np.arange(shape[axis], dtype="int64"), pair, name)
             data = site.emit(op.take(data, make_const(index), axis, mode="fast"))
