@@ -32,7 +32,8 @@ for operator in prepared.plan.operators:
 # ------------------
 # From the general to the particular: global, operator type, regular expression, name, and the n-th
 # operator of a type below a name. The more particular line wins; ``None`` keeps an operator in
-# float. Names are those of the values, or of the nodes in the source model.
+# float, ``FLOAT16`` computes it in float16. Names are those of the values, or of the nodes in the
+# source model.
 
 default = rq.GENERIC.default_qconfig
 int16 = replace(default, activation=rq.TensorConfig(rq.QSpec("int16"), rq.MinMax()))
@@ -44,7 +45,7 @@ mapping = (
     .set_global(default)
     .set_object_type("matmul", int16)
     .set_module_name_object_type_order("", "nn.conv2d", 1, int4_weights)
-    .set_module_name(last, None)
+    .set_module_name(last, rq.FLOAT16)
 )
 qmod = rq.quantize(mod, params, data, backend="generic", qconfig_mapping=mapping)
 for row in rq.ledger(qmod).rows:

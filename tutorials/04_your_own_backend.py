@@ -165,3 +165,20 @@ have = have.astype("float32") * np.float32(rq.ledger(npu_mod).outputs[0].scale[0
 print(f"largest error against float     {np.abs(have - want).max():.4f}")
 print(f"largest error against reference {np.abs(have - predicted).max():.4f}")
 assert np.abs(have - want).max() < 0.05 * np.abs(want).max()
+
+# %%
+# A narrower accumulator
+# ----------------------
+# Other hardware sums products in fewer than 32 bits. ``"int14"`` saturates, ``"int14 wrap"`` wraps
+# around; both are emulated exactly, and calibration raises scales until the sums fit.
+
+NARROW = rq.BackendConfig(
+    "narrow",
+    patterns=tuple(
+        rq.PatternConfig(row.pattern, (rq.DTypeConfig("int8", "int8", accumulator="int14"),))
+        for row in rq.ARM.patterns
+    ),
+    default_qconfig=rq.ARM.default_qconfig,
+)
+narrow = rq.calibrate(rq.prepare(mod, None, None, NARROW), data)
+print(rq.accumulator_report(narrow, data))
