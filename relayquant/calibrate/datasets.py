@@ -521,6 +521,17 @@ def _dims_match(shape: tuple[int, ...], dims: tuple[int | str, ...]) -> bool:
     )
 
 
+def _fits_transposed(shape: tuple[int, ...], dims: tuple[int | str, ...]) -> bool:
+    """Whether `shape` holds the fixed dimensions, in any order; symbolic ones take what is left."""
+    left = list(shape)
+    for dim in dims:
+        if isinstance(dim, int):
+            if dim not in left:
+                return False
+            left.remove(dim)
+    return len(left) == sum(isinstance(dim, str) for dim in dims)
+
+
 def _check_dims(
     shape: tuple[int, ...], dims: tuple[int | str, ...], info: InputInfo, where: str
 ) -> None:
@@ -534,7 +545,7 @@ def _check_dims(
         if not isinstance(dim, str) and dim != size
     ]
     hint = ""
-    if sorted(shape) == sorted(d if isinstance(d, int) else -1 for d in dims):
+    if _fits_transposed(shape, dims):
         hint = " The dimensions are the right ones in another order; transpose the data."
     elif wrong[0].startswith("axis 0 ") and len(wrong) == 1:
         hint = (

@@ -308,9 +308,16 @@ def test_item__messages_name_sample_and_input(item, message):
     assert "image" in str(caught.value)
 
 
-def test_item__layout_hint():
-    with pytest.raises(DataError, match="in another order; transpose the data"):
-        list(open_dataset([DATA[:1].transpose(0, 2, 1)], FIXED))
+@pytest.mark.parametrize("inputs", [FIXED, IMAGE])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_item__layout_hint(inputs, batch):
+    hint = "in another order; transpose the data"
+    is_order = inputs is IMAGE or batch == 1  # the fixed batch is 1: two samples are another error
+    with pytest.raises(DataError, match=hint if is_order else "axis 0 is 2 instead of 1"):
+        list(open_dataset([DATA[:batch].transpose(0, 2, 1)], inputs))
+    with pytest.raises(DataError) as caught:
+        list(open_dataset([np.zeros((1, 3, 5), "float32")], inputs))
+    assert hint not in str(caught.value)
 
 
 def test_item__fixed_batch():
