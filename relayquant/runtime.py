@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -15,6 +16,14 @@ from tvm import relax
 #: threads up to 500 times slower than one as soon as another process wants a core; with 0 they lose
 #: nothing.
 SPIN_VARIABLE = "TVM_THREAD_POOL_SPIN_COUNT"
+
+#: bytes that the address of a tensor must be a multiple of
+ALIGNMENT = 64
+#: dtypes of tensors that numpy looks at without a copy
+_VIEWED = frozenset(
+    [f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)]
+    + ["float16", "float32", "float64"]
+)
 
 #: compiles a module into something `Executor` can run
 CompileModule = Callable[[tvm.IRModule], Any]
@@ -38,7 +47,7 @@ class Executor:
     def run(self, name: str, args: Sequence[Any]) -> list[np.ndarray]:
         """Call a function with arrays (TVM tensors, shapes); returns its results as new arrays."""
         tensors = [as_tensor(arg) for arg in args]
-        return [np.asarray(out.numpy()) for out in flatten_result(self.vm[name](*tensors))]
+        return [as_array(out) for out in flatten_result(self.vm[name](*tensors))]
 
 
 def as_tensor(array: Any) -> tvm.runtime.Tensor | tvm_ffi.Shape:
@@ -47,6 +56,28 @@ def as_tensor(array: Any) -> tvm.runtime.Tensor | tvm_ffi.Shape:
         return array
     # ascontiguousarray would give a scalar one dimension.
     return tvm.runtime.tensor(np.asarray(array, order="C"))
+
+
+def view_tensor(array: np.ndarray) -> Any:
+    """A TVM tensor in the memory of an `empty_aligned` array; a copy of any other array."""
+    if array.size and array.flags.c_contiguous and array.ctypes.data % ALIGNMENT == 0:
+        return tvm.runtime.from_dlpack(array)
+    return as_tensor(array)
+
+
+def as_array(tensor: tvm.runtime.Tensor) -> np.ndarray:
+    """A numpy view of a tensor on the CPU, or a copy where numpy cannot look at it."""
+    if str(tensor.dtype) in _VIEWED and all(tensor.shape):
+        return np.from_dlpack(tensor)
+    return np.asarray(tensor.numpy())
+
+
+def empty_aligned(shape: Sequence[int], dtype: Any) -> np.ndarray:
+    """A new array that compiled code can read where it lies: see `view_tensor`."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    raw = np.empty(size + ALIGNMENT, "uint8")
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + size].view(dtype).reshape(tuple(shape))
 
 
 def as_shape(sizes: Iterable[int]) -> tvm_ffi.Shape:

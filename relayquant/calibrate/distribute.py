@@ -15,7 +15,7 @@ import tvm
 
 from relayquant.archive import Archive, write_archive
 from relayquant.calibrate.checkpoint import Workspace
-from relayquant.calibrate.segments import CONSTANTS, SegmentedGraph
+from relayquant.calibrate.segments import SegmentedGraph
 from relayquant.calibrate.shard import (
     ARGUMENTS_FORMAT,
     RemoteTask,
@@ -64,14 +64,10 @@ class ShardRunner:
         pool: futures.Executor | None,
     ) -> None:
         self.workspace = workspace
-        functions = dict(split.mod.functions_items())
-        # Workers compile the segments; what runs once runs here.
-        here = {
-            var: function
-            for var, function in functions.items()
-            if pool is None or var.name_hint == CONSTANTS
-        }
-        self.executor = Executor(compile_module(tvm.IRModule(here))) if here else None
+        functions = split.mod.functions
+        # Workers compile the segments themselves.
+        is_here = pool is None and len(functions) > 0
+        self.executor = Executor(compile_module(split.mod)) if is_here else None
         self.workers: Workers | None = None
         if pool is not None:
             module = workspace.write_module(tvm.ir.save_json(split.mod)) if functions else None

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from relayquant import reference
 from relayquant.calibrate.binding import describe_binding
 from relayquant.calibrate.checkpoint import (
     DataRecord,
@@ -253,12 +254,11 @@ class _Run:
 
     def compute_constants(self, segment: Segment | None) -> dict[str, Any]:
         """Rounded weights, once for all batches; fitted weights take their places when known."""
-        if segment is None or self.shards.executor is None:
+        if segment is None or self.split.constants_mod is None:
             return {}
         variables = self.variable_values()
-        results = self.shards.executor.run(
-            segment.function, [variables[name] for name in segment.inputs]
-        )
+        # In numpy: to compile a kernel for each weight's shape would take longer than all the rest.
+        results = reference.run(self.split.constants_mod, [variables[n] for n in segment.inputs])
         return dict(zip(segment.outputs, results, strict=True))
 
     def variable_values(self) -> dict[str, np.ndarray]:

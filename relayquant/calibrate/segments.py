@@ -3,12 +3,13 @@ batch.
 
 main(inputs, variables) -> segment_0(...), segment_1(...), ...: a segment computes what a choice is
 made from (values of a group, or the data of an operator whose weight is fitted) from values that
-earlier segments computed. What depends on weights alone goes into `constants`, which runs once.
+earlier segments computed. What depends on weights alone goes into a module of its own, which runs
+once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import tvm
@@ -19,8 +20,6 @@ from relayquant.plan import Plan
 from relayquant.prepared import CalibrationGraph, FitPoint
 from relayquant.rewrite import Graph
 from relayquant.rewrite.graph import free_vars
-
-CONSTANTS = "constants"
 
 
 @dataclass(frozen=True)
@@ -60,10 +59,18 @@ class Stop:
 
 @dataclass(frozen=True, eq=False)
 class SegmentedGraph:
-    """The split module; `constants` is None when no weight is quantized."""
+    """The split module.
+
+    Attributes:
+        mod: The functions of the segments.
+        constants: What computes values that do not depend on data, function main of
+            `constants_mod`; None when no weight is quantized.
+        segments: In the order they run.
+    """
 
     mod: tvm.IRModule
     constants: Segment | None
+    constants_mod: tvm.IRModule | None
     segments: tuple[Segment, ...]
 
 
@@ -102,8 +109,6 @@ def split_graph(
     last_seen = find_last_seen(wanted, targets)
     constants = make_constants(view, wanted, data)
     functions: dict[str, relax.Function] = {}
-    if constants is not None:
-        functions[CONSTANTS] = constants[1]
     expired: dict[int, list[str]] = {}
     for var, i in last_seen.items():
         if var in data:
@@ -127,13 +132,19 @@ def split_graph(
                 symbols,
             )
         )
-    mod = tvm.IRModule(
+    segment, function = constants or (None, None)
+    constants_mod = make_module({segment.function: function}) if segment and function else None
+    return SegmentedGraph(make_module(functions), segment, constants_mod, tuple(segments))
+
+
+def make_module(functions: Mapping[str, relax.Function]) -> tvm.IRModule:
+    """A module of functions by name."""
+    return tvm.IRModule(
         {
             tvm.ir.GlobalVar(name): func.with_attr("global_symbol", name)
             for name, func in functions.items()
         }
     )
-    return SegmentedGraph(mod, constants[0] if constants else None, tuple(segments))
 
 
 def order_stops(view: Graph, plan: Plan, fits: Sequence[FitPoint]) -> list[Stop]:
@@ -212,7 +223,7 @@ def make_constants(
         )
     )
     segment = Segment(
-        CONSTANTS,
+        "main",
         (),
         tuple(var.name for var in inputs),
         tuple(var.name for var in outputs),

@@ -27,7 +27,7 @@ from relayquant.calibrate.observers import Observer
 from relayquant.calibrate.segments import Segment
 from relayquant.calibrate.store import Shard, ValueStore
 from relayquant.qtypes import QParams, QSpec, ValueInfo
-from relayquant.runtime import CompileModule, Executor, as_shape, as_tensor
+from relayquant.runtime import CompileModule, Executor, as_shape, as_tensor, view_tensor
 
 STATES_FORMAT = "relayquant.shard.1"
 ARGUMENTS_FORMAT = "relayquant.arguments.1"
@@ -193,7 +193,7 @@ def run_shard(
         for i in range(len(task.shard)):
             values = {name: next(reader) for name, reader in readers.items()}
             if executor is not None and segment.function:
-                args = [fixed[n] if n in fixed else values[n] for n in segment.inputs]
+                args = [fixed[n] if n in fixed else view_tensor(values[n]) for n in segment.inputs]
                 if segment.symbols:
                     args.append(as_shape(task.symbols[i][name] for name in segment.symbols))
                 results = executor.run(segment.function, args)

@@ -16,11 +16,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import IO
+from typing import BinaryIO
 
 import numpy as np
 
 from relayquant.errors import DataError
+from relayquant.runtime import empty_aligned
 
 #: The data is cut into at most so many shards. Not more than a state of every observer can be
 #: merged for, and enough to keep as many workers busy.
@@ -135,16 +136,18 @@ class ValueStore:
             self.path(name, shard).unlink(missing_ok=True)
 
 
-def read_record(file: IO[bytes]) -> np.ndarray:
+def read_record(file: BinaryIO) -> np.ndarray:
     """The next .npy record of a file; ValueError if there is no whole one."""
     version = np.lib.format.read_magic(file)
     if version != (1, 0):
         raise ValueError(f"a record of version {version}")
     shape, _, dtype = np.lib.format.read_array_header_1_0(file)
     count = math.prod(shape)
-    # fromfile allocates first: a damaged header must not ask for more than there is.
+    # A damaged header must not ask for more memory than there is data.
     here, end = file.tell(), file.seek(0, 2)
     if dtype.hasobject or count * dtype.itemsize > end - here:
         raise ValueError("the file ends early")
     file.seek(here)
-    return np.fromfile(file, dtype, count).reshape(shape)
+    array = empty_aligned(shape, dtype)
+    file.readinto(array.reshape(-1).view("uint8"))
+    return array

@@ -9,13 +9,13 @@ from tvm import relax
 from tvm.relax import op
 
 import relayquant as rq
-from relayquant.calibrate.segments import CONSTANTS, SegmentedGraph, split_graph
+from relayquant.calibrate.segments import split_graph
 from relayquant.rewrite import Graph
 
 
-def bound_names(split: SegmentedGraph, function: str) -> list[str]:
-    """Values that a function of the split module binds, the returned tuple aside."""
-    (block,) = split.mod[function].body.blocks
+def bound_names(mod: tvm.IRModule, function: str = "main") -> list[str]:
+    """Values that a function binds, the returned tuple aside."""
+    (block,) = mod[function].body.blocks
     return [
         binding.var.name for binding in block.bindings if not isinstance(binding.value, relax.Tuple)
     ]
@@ -38,13 +38,14 @@ def test_split__no_binding_is_in_two_segments(model, single):
     prepared = rq.prepare(model())
     split = split_graph(prepared.graph, prepared.plan, single=single)
     functions = [segment.function for segment in split.segments if segment.function]
-    bound = [name for function in functions for name in bound_names(split, function)]
+    bound = [name for function in functions for name in bound_names(split.mod, function)]
     assert len(bound) == len(set(bound))
-    assert split.constants is not None
-    assert not set(bound) & set(bound_names(split, CONSTANTS))
+    assert split.constants_mod is not None
+    constants = set(bound_names(split.constants_mod))
+    assert not set(bound) & constants
     # Everything that a choice depends on is there: all ancestors of the observed values.
     view = Graph(prepared.graph.mod)
-    known = {*bound, *bound_names(split, CONSTANTS)}
+    known = {*bound, *constants}
     for segment in split.segments:
         for name in segment.observed:
             assert name in known or name in prepared.graph.inputs
@@ -58,7 +59,9 @@ def test_split__one_segment_for_each_group_in_order(model):
     assert [segment.groups for segment in split.segments] == [
         (group.key,) for group in prepared.plan.activations
     ]
-    assert set(split.mod["constants"].attrs.keys()) >= {"global_symbol"}
+    assert {name for segment in split.segments if (name := segment.function)} == {
+        var.name_hint for var in split.mod.get_global_vars()
+    }
     for segment, group in zip(split.segments, prepared.plan.activations, strict=True):
         assert segment.observed == group.points
 
@@ -113,11 +116,11 @@ def test_split__single_observes_everything_at_once():
 def test_split__weights_are_rounded_once_outside_of_all_segments():
     prepared = rq.prepare(branched_model())
     split = split_graph(prepared.graph, prepared.plan)
-    names = bound_names(split, CONSTANTS)
+    names = bound_names(split.constants_mod)
     assert any(name.endswith(":weight.d") for name in names)
     for segment in split.segments:
         if segment.function:
-            assert not any(":weight" in name for name in bound_names(split, segment.function))
+            assert not any(":weight" in name for name in bound_names(split.mod, segment.function))
 
 
 def test_split__input_that_is_observed_needs_no_function():
