@@ -16,6 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.linalg.lapack import dtrtri
 
+from relayquant.calibrate.fit_adaround import (
+    DEFAULT_ADAROUND,
+    AdaRoundSettings,
+    learn_rounding,
+)
 from relayquant.calibrate.fit_patches import LinearView
 from relayquant.calibrate.fit_statistics import InputStatistics, join_columns, split_columns
 from relayquant.errors import ConfigError
@@ -35,6 +40,7 @@ class WeightRounding(enum.Enum):
 
     NEAREST = "nearest"  #: each to its nearest level
     OPTIMAL = "optimal"  #: so that the operator's result changes least on the calibration data
+    ADAPTIVE = "adaptive"  #: the same aim, up or down by gradient descent: `fit_adaround`
 
 
 class BiasCorrection(enum.Enum):
@@ -63,6 +69,7 @@ class FitSettings:
         max_columns: Operators with more weights per output are fitted in blocks of that many
             columns, as if the inputs of different blocks had nothing to do with one another: H is
             columns x columns.
+        adaround: How `WeightRounding.ADAPTIVE` learns.
         seed: Of the choice of positions.
     """
 
@@ -74,6 +81,7 @@ class FitSettings:
     damping: float = 0.01
     samples: int = 8192
     max_columns: int = 2304
+    adaround: AdaRoundSettings = DEFAULT_ADAROUND
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -150,7 +158,7 @@ def fit_operator(
     scale = view.channels_to_rows(qparams.scale.astype("float64"))
     zero_point = view.channels_to_rows(qparams.zero_point.astype("float64"))
     low, high = spec.limits[0] - zero_point, spec.limits[1] - zero_point
-    if settings.rounding is WeightRounding.OPTIMAL and statistics.gram is not None:
+    if settings.rounding is not WeightRounding.NEAREST and statistics.gram is not None:
         blocks = statistics.blocks
         problem = LeastSquares.of(statistics.gram, settings.damping, blocks)
         split = split_columns(rows, blocks)
@@ -340,7 +348,10 @@ def search_scales(
         trial = np.asarray(conform_scale(scale * factor, spec))
         trial = trial.astype("float32").astype("float64")
         each = problem.spread(trial)
-        levels = round_rows(problem, permuted, each, low, high)
+        if settings.rounding is WeightRounding.ADAPTIVE:
+            levels = learn_rounding(problem.hessian, permuted, each, low, high, settings.adaround)
+        else:
+            levels = round_rows(problem, permuted, each, low, high)
         levels = improve_levels(problem, permuted, levels, each, low, high, settings.sweeps)
         error = problem.errors(permuted - levels * each[..., None])
         if per_tensor:

@@ -17,6 +17,7 @@ from relayquant.calibrate.fit import (
     fit_operator,
     round_rows,
 )
+from relayquant.calibrate.fit_adaround import AdaRoundSettings, learn_rounding
 from relayquant.calibrate.fit_patches import LinearView
 from relayquant.calibrate.fit_statistics import InputStatistics
 from relayquant.errors import ConfigError
@@ -270,3 +271,42 @@ def test_input_statistics__equal_whatever_the_batches() -> None:
 def test_fit_settings__rows_are_bounded_by_the_columns() -> None:
     chosen = FitSettings(samples=1000, max_columns=500)
     assert [chosen.count_rows(n) for n in (1, 10, 300, 500, 5000)] == [128, 1000, 1200, 2000, 2000]
+
+
+ADAPTIVE = FitSettings(WeightRounding.ADAPTIVE, BiasCorrection.NONE)
+
+
+@pytest.mark.parametrize("spec", [INT8, INT4, INT4_TENSOR], ids=["int8", "int4", "int4 tensor"])
+def test_adaround__layer_error_is_below_that_of_nearest(spec: QSpec) -> None:
+    rng = np.random.default_rng(21)
+    x = make_inputs(rng, 500, 40)
+    weight = rng.standard_normal((40, 12)).astype("float32")
+    qparams, statistics = weight_qparams(weight, spec), observe(DENSE, x)
+    nearest = fit_operator(DENSE, statistics, weight, None, qparams, spec, NEAREST)
+    learned = fit_operator(DENSE, statistics, weight, None, qparams, spec, ADAPTIVE)
+    again = fit_operator(DENSE, statistics, weight, None, qparams, spec, ADAPTIVE)
+    assert np.array_equal(learned.weight, again.weight)
+    assert output_error(x, weight, learned.weight) < 0.6 * output_error(x, weight, nearest.weight)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 6))
+@settings(max_examples=10, deadline=None)
+def test_learn_rounding__up_or_down_within_limits_and_never_worse(seed: int, columns: int) -> None:
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((20, columns))
+    hessian, rows = (x.T @ x)[None], rng.uniform(-4, 4, (1, 3, columns))
+    one = np.ones((1, 1))
+    levels = learn_rounding(hessian, rows, one, -3 * one, 3 * one, AdaRoundSettings(steps=40))
+    nearest = np.clip(np.rint(rows), -3, 3)
+    assert set(np.unique(levels - np.clip(np.floor(rows), -3, 3))) <= {0.0, 1.0}
+    problem = LeastSquares.of(hessian, 1e-9)
+    assert np.all(
+        problem.errors(problem.permute(rows - levels))
+        <= problem.errors(problem.permute(rows - nearest)) * (1 + 1e-6) + 1e-9
+    )
+
+
+@pytest.mark.parametrize("wrong", [{"steps": 0}, {"rate": 0.0}, {"warm_up": 1.0}])
+def test_adaround_settings__refuse(wrong: dict) -> None:
+    with pytest.raises(ConfigError, match="AdaRoundSettings"):
+        AdaRoundSettings(**wrong)
