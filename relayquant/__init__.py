@@ -10,6 +10,7 @@ from relayquant.analysis import AccumulatorReport  # noqa: E402
 from relayquant.analysis.lint import Finding, Severity, lint, measure_growth  # noqa: E402
 from relayquant.backends import ACCELERATOR, ARM, GENERIC, X86  # noqa: E402
 from relayquant.calibrate.fit import BiasCorrection, FitSettings, WeightRounding  # noqa: E402
+from relayquant.calibrate.fit_adaround import AdaRoundSettings  # noqa: E402
 from relayquant.calibrate.fit_ranges import RelativeMSE  # noqa: E402
 from relayquant.calibrate.observers import (  # noqa: E402
     MSE,
@@ -63,6 +64,7 @@ from relayquant.pipeline import (  # noqa: E402
     compare,
     compile,
     convert_to_reference,
+    equalize_layers,
     ledger,
     lower,
     pipeline,
@@ -103,6 +105,7 @@ __all__ = [
     "X86",
     "Accumulator",
     "AccumulatorReport",
+    "AdaRoundSettings",
     "AffineRule",
     "AverageMax",
     "BackendConfig",
@@ -157,6 +160,7 @@ __all__ = [
     "compare",
     "compile",
     "convert_to_reference",
+    "equalize_layers",
     "export_onnx",
     "fallback",
     "import_onnx",

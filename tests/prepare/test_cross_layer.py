@@ -1,0 +1,83 @@
+"""Channels between two layers scaled against each other: the same bits, equal ranges, reasons."""
+
+from __future__ import annotations
+
+import numpy as np
+import tvm
+from tvm import relax
+from tvm.relax import op
+
+import relayquant as rq
+from relayquant import reference
+from relayquant.prepare.cross_layer import channel_ranges, choose_scales
+from relayquant.rewrite import Graph
+from relayquant.rewrite.graph import constant_value
+
+RNG = np.random.default_rng(3)
+SPREAD = np.geomspace(0.01, 10, 6).astype("float32").reshape(6, 1, 1, 1)
+W1 = RNG.standard_normal((6, 3, 3, 3)).astype("float32") * SPREAD
+W2 = RNG.standard_normal((6, 1, 3, 3)).astype("float32")
+W3 = RNG.standard_normal((4, 6, 1, 1)).astype("float32")
+BIAS = RNG.standard_normal((1, 6, 1, 1)).astype("float32")
+X = RNG.standard_normal((2, 3, 8, 8)).astype("float32")
+
+
+def build_chain(last) -> tvm.IRModule:
+    """conv + bias -> relu -> depthwise -> `last` -> 1x1 conv."""
+    x = relax.Var("x", relax.TensorType(X.shape, "float32"))
+    builder = relax.BlockBuilder()
+
+    def emit(expr: relax.Expr, name: str) -> relax.Var:
+        value = builder.normalize(expr)
+        var = relax.DataflowVar(name, value.ty)
+        builder.emit_normalized(relax.VarBinding(var, value))
+        return var
+
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            y = emit(op.nn.conv2d(x, relax.const(W1), padding=1), "first")
+            y = emit(op.add(y, relax.const(BIAS)), "biased")
+            y = emit(op.nn.relu(y), "relu")
+            y = emit(op.nn.conv2d(y, relax.const(W2), groups=6), "depthwise")
+            y = emit(last(y), "last")
+            out = builder.emit_output(builder.normalize(op.nn.conv2d(y, relax.const(W3))))
+        builder.emit_func_output(out)
+    return builder.finalize()
+
+
+def weights_of(mod: tvm.IRModule) -> list[np.ndarray]:
+    graph = Graph(mod)
+    calls = [graph.call_of(b.var) for b in graph.bindings if "conv2d" in graph.op_name(b.var)]
+    return [constant_value(call.args[1]) for call in calls]
+
+
+def test_equalize_layers__same_bits_and_equal_ranges() -> None:
+    mod = build_chain(op.nn.relu)
+    equalized, declined = rq.equalize_layers(mod)
+    assert [value.name for value in declined] == [Graph(equalized).bindings[-1].var.name]
+    before, after = (reference.run(m, [X])[0] for m in (mod, equalized))
+    np.testing.assert_array_equal(before, after)
+    first, depthwise, last = weights_of(equalized)
+    assert not np.array_equal(first, W1)
+    for a, b in [
+        (channel_ranges(first, 0), channel_ranges(depthwise, 0)),
+        (channel_ranges(depthwise, 0), channel_ranges(last, 1)),
+    ]:
+        # Powers of two: within a factor of 4 of one another, 1000 before.
+        assert (np.maximum(a / b, b / a) <= 4).all()
+    assert np.ptp(np.log2(channel_ranges(W1, 0))) > 8
+    assert np.ptp(np.log2(channel_ranges(first, 0))) < 6
+
+
+def test_equalize_layers__relu6_is_declined_with_the_reason() -> None:
+    mod = build_chain(lambda y: op.clip(y, 0, 6))
+    equalized, declined = rq.equalize_layers(mod)
+    reasons = {value.name: value.reason for value in declined}
+    assert "relu6" in reasons["depthwise"]
+    np.testing.assert_array_equal(weights_of(equalized)[2], W3)
+    np.testing.assert_array_equal(reference.run(mod, [X])[0], reference.run(equalized, [X])[0])
+
+
+def test_choose_scales__square_root_of_the_ratio_as_a_power_of_two() -> None:
+    scales = choose_scales(np.array([16.0, 1.0, 0.0, 3.0, 5.0]), np.array([1.0, 64.0, 2.0, 1.0, 0]))
+    np.testing.assert_array_equal(scales, np.float32([4, 0.125, 1, 1, 1]))
