@@ -13,8 +13,8 @@ import tvm_ffi
 from tvm import relax
 
 #: How long TVM's idle threads spin before they sleep. Its default of 300,000 turns makes two
-#: threads up to 500 times slower than one as soon as another process wants a core; with 0 they lose
-#: nothing.
+#: threads up to 500 times slower than one as soon as another process wants a core, and as few as 30
+#: a hundred times. With 0 they lose nothing, but to wake one takes about 10 microseconds.
 SPIN_VARIABLE = "TVM_THREAD_POOL_SPIN_COUNT"
 
 #: bytes that the address of a tensor must be a multiple of

@@ -27,8 +27,9 @@ from tvm.target.codegen import llvm_get_vector_width
 
 logger = logging.getLogger("relayquant.lower")
 
-#: Element operations below which starting threads costs more than it gains.
-PARALLEL_WORK = 1 << 15
+#: Element operations below which waking threads costs more than it gains: about 10 microseconds of
+#: them, in vectors.
+PARALLEL_WORK = 1 << 17
 #: Expression nodes up to which producers are inlined: bounds a chain that doubles at each step.
 INLINE_NODES = 400
 #: Longest axis that is kept whole in a local buffer when no vector divides it.

@@ -36,6 +36,7 @@ from relayquant.lower.kernels.depthwise import build_depthwise, pack_depthwise
 from relayquant.lower.kernels.emit import (
     CACHE_LINE,
     PARALLEL_THRESHOLD,
+    STORE_COST,
     alloc_vectors,
     broadcast,
     build_kernel,
@@ -86,9 +87,9 @@ def build_general_conv2d(
             spec, isa, plan.weight_size, plan.channel_size, in_shape, out_shape
         )
         image = Image(operands.data, spec.height, spec.width)
-        threads = spec.macs >= PARALLEL_THRESHOLD
+        threads = spec.macs + STORE_COST * prod(spec.out_shape) >= PARALLEL_THRESHOLD
         if plan.needs_copy:
-            image = emit_prepared_image(operands.data, spec, isa, threads)
+            image = emit_prepared_image(operands.data, spec, isa)
         emit_convolution(plan, image, operands, threads)
 
     return build_kernel(name, body)
@@ -289,7 +290,7 @@ def emit_reduction(
         if ahead is not None:
             line = CACHE_LINE // np.dtype(isa.weight_dtype).itemsize
             for element in range(0, count * ahead.step, line):
-                emit_prefetch(operands.weight, ahead.start + index * ahead.step + element)
+                emit_prefetch(operands.weight, ahead.start + index * ahead.step + element, level=2)
         loads = [
             isa.load_activations(image.data, first + start, count) for start in at.pixel_starts
         ]

@@ -233,7 +233,7 @@ def build_conv2d_transpose(
         )
         macs = sum(part.spec.macs for part in plan.parts)
         threads = macs >= PARALLEL_THRESHOLD
-        image = emit_prepared_image(operands.data, plan.image, isa, threads)
+        image = emit_prepared_image(operands.data, plan.image, isa)
         top, left, _, _ = plan.image.padding
         first_weight = first_channel = 0
         for part, (rows, cols) in zip(plan.parts, plan.phases, strict=True):

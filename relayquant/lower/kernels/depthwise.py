@@ -44,7 +44,7 @@ from relayquant.lower.kernels.operands import (
 from relayquant.lower.kernels.specs import Conv2d, PackedWeights, pack_channels
 
 #: A depthwise multiply-add costs about this many of a dense one.
-RELATIVE_COST = 4
+RELATIVE_COST = 6
 #: Flips the top bit of every byte of a word, by the number of bytes.
 FLIP_BITS = {4: -0x7F7F7F80, 1: 0x80}
 
@@ -165,7 +165,7 @@ def build_depthwise(
         )
         threads = spec.macs * RELATIVE_COST >= PARALLEL_THRESHOLD
         if plan.needs_copy:
-            image = emit_prepared_image(operands.data, spec, isa, threads)
+            image = emit_prepared_image(operands.data, spec, isa)
             padded = replace(
                 spec,
                 height=image.height,

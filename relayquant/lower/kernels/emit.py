@@ -24,9 +24,13 @@ COPY_BYTES = 64
 #: Bytes that a prefetch brings; 64 on every x86 and nearly every Arm core.
 CACHE_LINE = 64
 
-#: Below this many multiply-adds (or elements times 64) a kernel stays on one thread: waking the
-#: others costs several microseconds.
-PARALLEL_THRESHOLD = 4_000_000
+#: Below this many multiply-adds a kernel stays on one thread. It takes about 20 microseconds for
+#: them; a thread that sleeps needs 10 to begin.
+PARALLEL_THRESHOLD = 6_000_000
+#: Multiply-adds that take as long as storing one result.
+STORE_COST = 20
+#: Below this many bytes a copy stays on one thread.
+PARALLEL_BYTES = 256 * 1024
 
 #: Arguments of the kernel being built that have a symbolic batch, and the loops around its body.
 _BATCHED: ContextVar[frozenset[int]] = ContextVar("batched", default=frozenset())
@@ -145,13 +149,14 @@ def store_vector(buffer: Buffer, value: Expr, offset: Expr, lanes: int, width: i
         done += piece
 
 
-def emit_prefetch(buffer: Buffer, offset: Expr) -> None:
-    """Have the cache line of an element fetched into the second-level cache; changes no value."""
-    read, second_level, is_data = T.int32(0), T.int32(2), T.int32(1)
+def emit_prefetch(buffer: Buffer, offset: Expr, level: int) -> None:
+    """Have the cache line of an element fetched into the cache of this level; changes no value.
+
+    An element behind the buffer is harmless: nothing is read.
+    """
+    read, locality, is_data = T.int32(0), T.int32(4 - level), T.int32(1)
     address = T.address_of(buffer[offset])
-    T.evaluate(
-        T.call_llvm_intrin("llvm.prefetch", address, read, second_level, is_data, dtype="void")
-    )
+    T.evaluate(T.call_llvm_intrin("llvm.prefetch", address, read, locality, is_data, dtype="void"))
 
 
 def emit_vector_loop(

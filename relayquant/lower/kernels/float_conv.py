@@ -46,6 +46,9 @@ from relayquant.lower.kernels.float_tile import (
     static,
 )
 
+#: A depthwise multiply-add takes about as long as so many dense ones.
+DEPTHWISE_COST = 8
+
 
 @dataclass(frozen=True)
 class FloatConv2d:
@@ -430,9 +433,8 @@ def emit_depthwise(
                         (padded_width - left - spec.width) * channels,
                     )
 
-    with (T.parallel if count_macs(spec) >= PARALLEL_MACS else T.serial)(
-        spec.batch * tasks
-    ) as index:
+    threads = count_macs(spec) * DEPTHWISE_COST >= PARALLEL_MACS
+    with (T.parallel if threads else T.serial)(spec.batch * tasks) as index:
         n, task = T.floordiv(index, tasks), T.floormod(index, tasks)
         first = task * task_rows
         if oh % task_rows:

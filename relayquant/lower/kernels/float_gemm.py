@@ -19,6 +19,7 @@ from tvm.tirx import PrimFunc
 
 from relayquant.lower.kernels.emit import build_kernel, load_vector, store_vector
 from relayquant.lower.kernels.float_tile import (
+    FEWEST_ROWS,
     PARALLEL_MACS,
     RESIDENT_WEIGHTS,
     Buffer,
@@ -140,7 +141,7 @@ def emit_gemm_loops(
     known = static(rows)
     height = choose_rows(known, panels.blocks, isa)
     width = panels.blocks * panels.lanes
-    macs = (known or 64) * panels.channels * inner
+    macs = max(known or 64, FEWEST_ROWS) * panels.channels * inner
     parallel = macs >= PARALLEL_MACS
 
     def all_panels(first_row: Expr, count: int) -> None:

@@ -19,7 +19,13 @@ from tvm.script.ir_builder import tirx as T
 from tvm.target import Target
 from tvm.target.codegen import llvm_cpu_has_features
 
-from relayquant.lower.kernels.emit import alloc_vectors, broadcast, load_vector, store_vector
+from relayquant.lower.kernels.emit import (
+    alloc_vectors,
+    broadcast,
+    emit_prefetch,
+    load_vector,
+    store_vector,
+)
 
 #: A TIR expression or buffer; TVM gives them no useful static type.
 Expr = Any
@@ -30,8 +36,10 @@ Buffer = Any
 RESIDENT_WEIGHTS = 1 << 20
 #: Steps between the fetch of packed weights into the cache and their use.
 PREFETCH_STEPS = 24
-#: Multiply-adds below which a kernel stays on one thread.
-PARALLEL_MACS = 200_000
+#: Multiply-adds below which a kernel stays on one thread: 10 to 20 microseconds of them.
+PARALLEL_MACS = 1_000_000
+#: Rows as which a product of fewer counts: the time is that of reading its weights.
+FEWEST_ROWS = 8
 
 
 @dataclass(frozen=True)
@@ -176,8 +184,7 @@ def emit_tile(
     def step(offset: Expr, weights: Callable[[int], Expr]) -> None:
         if prefetch and len(slots) >= 8:
             for b in range(blocks):
-                ahead = weight[weights(b) + PREFETCH_STEPS * blocks * lanes]
-                emit_prefetch(T.address_of(ahead))
+                emit_prefetch(weight, weights(b) + PREFETCH_STEPS * blocks * lanes, level=1)
         for acc, (r, b) in zip(accumulators, slots, strict=True):
             x = broadcast(image[rows[r] + offset], lanes)
             product = x * load_vector(weight, weights(b), lanes)
@@ -186,14 +193,6 @@ def emit_tile(
     reduce(step)
     for acc, (r, b) in zip(accumulators, slots, strict=True):
         finish(r, b, load_vector(acc, 0, lanes))
-
-
-def emit_prefetch(address: Expr) -> None:
-    """Fetch a cache line for reading. An address behind the buffer is harmless: nothing is read."""
-    read, high_locality, data = T.int32(0), T.int32(3), T.int32(1)
-    T.evaluate(
-        T.call_llvm_intrin("llvm.prefetch", address, read, high_locality, data, dtype="void")
-    )
 
 
 def flat_view(buffer: Buffer) -> Buffer:

@@ -92,7 +92,7 @@ def build_batch_matmul(
         threads = spec.macs >= PARALLEL_THRESHOLD
         image = Image(x, 1, spec.rows)
         if plan.needs_copy:
-            image = emit_prepared_image(x, plan.spec, isa, threads)
+            image = emit_prepared_image(x, plan.spec, isa)
         weight, bias = emit_packed_operand(spec, plan, w, threads)
         w_zero_point = spec.w_zero_point - (128 if spec.w_dtype == "uint8" else 0)
         row_term = emit_row_term(spec, image.data, w_zero_point, threads) if w_zero_point else None

@@ -8,6 +8,7 @@ from tvm.script.ir_builder import tirx as T
 
 from relayquant.lower.kernels.emit import (
     COPY_BYTES,
+    PARALLEL_BYTES,
     alloc_workspace,
     constant,
     declare_arguments,
@@ -72,7 +73,7 @@ def declare_operands(
     )
 
 
-def emit_prepared_image(data: Buffer, spec: Conv2d, isa: Isa, threads: bool) -> Image:
+def emit_prepared_image(data: Buffer, spec: Conv2d, isa: Isa) -> Image:
     """Copy of NHWC `data` in a workspace, as the dot product wants it.
 
     Padded with the zero point; if `data` is not of the dtype of the dot product, the top bit of
@@ -84,6 +85,7 @@ def emit_prepared_image(data: Buffer, spec: Conv2d, isa: Isa, threads: bool) -> 
     zero_point = spec.in_zero_point + isa.zero_point_shift(spec.in_dtype)
     rows, row = height + top + bottom, (left + width + right) * channels
     image = alloc_workspace(batch * rows * row + COPY_BYTES, dtype)
+    threads = batch * rows * row >= PARALLEL_BYTES
 
     def fill(start: Expr, count: int) -> None:
         def store(at: Expr, lanes: int) -> None:
