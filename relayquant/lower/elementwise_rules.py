@@ -83,7 +83,7 @@ def lower_quantize(context: KernelContext, var: relax.Var) -> KernelCall | Skip 
     vars_, out = absorb_clip(
         context, var, Epilogue(Output.REQUANTIZE, tensor_dtype(var), int(numbers[1]))
     )
-    spec = Quantize(shape[1], numbers[0], out)
+    spec = Quantize(shape[1], numbers[0], out, context.isa.has_fma)
     func = build_for_batch(lambda: build_quantize(spec, "qnn_quantize"), shape[0], (0, 1))
     return KernelCall(vars_, func, (call.args[0],))
 

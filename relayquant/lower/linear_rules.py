@@ -32,7 +32,12 @@ from relayquant.lower.kernels.conv_transpose import (
     build_conv2d_transpose,
     pack_conv2d_transpose,
 )
-from relayquant.lower.kernels.epilogue import Epilogue, Output, Residual
+from relayquant.lower.kernels.epilogue import (
+    Epilogue,
+    Output,
+    Residual,
+    has_small_multipliers,
+)
 from relayquant.lower.kernels.matmul import BatchMatmul, build_batch_matmul
 from relayquant.lower.kernels.specs import Conv2d, Dense, PackedWeights
 from relayquant.rewrite import Skip
@@ -74,7 +79,16 @@ def follow_tail(context: KernelContext, var: relax.Var, channels: int) -> Tail:
         return tail
     finish = FINISHERS[context.graph.op_name(user)]
     finished = finish(context, tail, var, user, channels)
-    return tail if finished is None else follow_clip(context, finished)
+    return tail if finished is None else follow_clip(context, mark_small(finished))
+
+
+def mark_small(tail: Tail) -> Tail:
+    """The tail with `Epilogue.is_small` set if it holds."""
+    epilogue = tail.epilogue
+    if epilogue.output is not Output.REQUANTIZE or tail.multiplier is None:
+        return tail
+    is_small = has_small_multipliers(tail.multiplier, epilogue.residual)
+    return replace(tail, epilogue=replace(epilogue, is_small=is_small))
 
 
 def find_bias(

@@ -14,10 +14,12 @@ from tvm import relax
 
 from relayquant.errors import ConfigError
 from relayquant.lower.kernels.conv import (
+    Placement,
     build_conv2d,
     build_dense,
     pack_conv2d,
     pack_dense,
+    plan_prefetch,
 )
 from relayquant.lower.kernels.conv_plan import ConvPlan, merge_groups, pick_tile
 from relayquant.lower.kernels.epilogue import Epilogue, Output, Residual
@@ -60,6 +62,12 @@ CASES = {
     ),
     "1 block, pixels left over": Conv2d(
         1, 1, 23, 8, 16, (1, 1), epilogue=Epilogue(high=90, residual=Residual("int8", -3, 0.6))
+    ),
+    "small multipliers": Conv2d(
+        1, 3, 7, 20, 64, (1, 1), in_zero_point=9, epilogue=Epilogue(zero_point=3, is_small=True)
+    ),
+    "small multipliers, clip": Conv2d(
+        1, 3, 7, 20, 64, (1, 1), epilogue=Epilogue(zero_point=3, high=200, is_small=True)
     ),
     "float output": Conv2d(1, 2, 3, 5, 3, (2, 3), epilogue=Epilogue(Output.DEQUANTIZE, "float32")),
     "int16 output": Conv2d(1, 4, 4, 8, 19, (3, 3), epilogue=Epilogue(dtype="int16", zero_point=99)),
@@ -238,6 +246,38 @@ def test_pack_conv2d__multiplier_where_none_is_taken():
     weight, bias = np.zeros((8, 8), "int8"), np.zeros(8, "int32")
     with pytest.raises(ConfigError, match="takes no multiplier"):
         pack_dense(spec, VNNI512, weight, bias, np.ones(8, "float32"))
+
+
+def test_pack_conv2d__multiplier_that_is_not_small():
+    spec = Dense(1, 8, 8, epilogue=Epilogue(is_small=True))
+    weight, bias = np.zeros((8, 8), "int8"), np.zeros(8, "int32")
+    with pytest.raises(ConfigError, match=r"reaches 0\.75; allowed: up to 0\.5"):
+        pack_dense(spec, VNNI512, weight, bias, np.full(8, 0.75, "float32"))
+
+
+@every_isa
+@pytest.mark.parametrize("tiles", [1, 3, 7, 64])
+def test_plan_prefetch__covers_the_next_panel_and_nothing_else(isa, tiles):
+    plan = ConvPlan(Conv2d(1, 7, 7, 36, 160, (3, 3)), isa)
+    place = Placement((0, 0), (7, 7), (1, 1), (0, 0), 0, 0)
+    size, words = plan.panel_vectors * isa.weight_vector, plan.panel_vectors // plan.tile.blocks
+    for panel in range(plan.panels):
+        fetched = np.zeros(plan.weight_size, bool)
+        for tile in range(tiles):
+            share = plan_prefetch(plan, place, panel, tile, tiles)
+            start = int(share.start)
+            assert 0 <= start <= start + words * share.step <= plan.weight_size
+            fetched[start : start + words * share.step] = True
+        following = min(panel + 1, plan.panels - 1)
+        expected = np.zeros(plan.weight_size, bool)
+        expected[following * size :][:size] = True
+        np.testing.assert_array_equal(fetched, expected)
+
+
+def test_build_conv2d__fetches_large_weights_ahead():
+    large, small = (Conv2d(1, 7, 7, c, c, (3, 3)) for c in (128, 16))
+    assert "llvm.prefetch" in build_conv2d(large, VNNI512).script()
+    assert "llvm.prefetch" not in build_conv2d(small, VNNI512).script()
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ with_sizes = pytest.mark.parametrize("size", SIZES)
 def test_build_quantize__equals_numpy(isa, size):
     x = (np.random.default_rng(0).normal(size=size) * 4).astype("float32")
     x[::5] = np.round(x[::5] / F32(0.25)) * F32(0.25) + F32(0.125)  # ties
-    spec = Quantize((size,), 0.25, OUT)
+    spec = Quantize((size,), 0.25, OUT, isa.has_fma)
     got = call_kernel(build_quantize(spec), runnable_target(isa), [x], x.shape, "uint8")
     np.testing.assert_array_equal(got, store(x / F32(0.25), OUT))
 
@@ -54,11 +54,24 @@ def test_build_quantize__equals_numpy(isa, size):
 def test_build_quantize__not_a_number_and_infinity(isa):
     x = np.array([np.nan, np.inf, -np.inf, 3e38, -0.0, 1e-40] * 4, "float32")
     for dtype in ("uint8", "int8", "int16"):
-        spec = Quantize(x.shape, 0.01, Epilogue(dtype=dtype, zero_point=5))
+        spec = Quantize(x.shape, 0.01, Epilogue(dtype=dtype, zero_point=5), isa.has_fma)
         got = call_kernel(build_quantize(spec), runnable_target(isa), [x], x.shape, dtype)
         limits = np.iinfo(dtype)
         expected = [5, limits.max, limits.min, limits.max, 5, 5] * 4
         np.testing.assert_array_equal(got, np.array(expected, dtype))
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int16"])
+@pytest.mark.parametrize("scale", [0.0187, 1 / 3, 7.1e-6, 3063.228])
+def test_build_quantize__reciprocal_decides_ties_as_a_division(scale, dtype):
+    rng, scale, limits = np.random.default_rng(0), F32(scale), np.iinfo(dtype)
+    middles = (rng.integers(limits.min - 300, limits.max + 300, 20_000) + 0.5) * scale
+    neighbours = middles.astype("float32").view("int32") + rng.integers(-3, 4, middles.size)
+    x = neighbours.astype("int32").view("float32")
+    out = Epilogue(dtype=dtype, zero_point=9, low=limits.min + 1, high=limits.max - 1)
+    spec = Quantize(x.shape, float(scale), out, has_fma=True)
+    got = call_kernel(build_quantize(spec), runnable_target(AVX2), [x], x.shape, dtype)
+    np.testing.assert_array_equal(got, store(x / scale, out))
 
 
 @with_machines

@@ -11,9 +11,9 @@ import tvm
 from machines import REPRESENTATIVE, every_isa, target_of
 from tvm.target import Target
 
-from relayquant.lower.kernels.conv import build_conv2d
+from relayquant.lower.kernels.conv import build_conv2d, build_dense
 from relayquant.lower.kernels.conv_transpose import Conv2dTranspose, build_conv2d_transpose
-from relayquant.lower.kernels.elementwise import Add, Affine, build_add
+from relayquant.lower.kernels.elementwise import Add, Affine, Quantize, build_add, build_quantize
 from relayquant.lower.kernels.epilogue import Epilogue, Residual
 from relayquant.lower.kernels.isa import (
     AVX2,
@@ -26,7 +26,7 @@ from relayquant.lower.kernels.isa import (
 from relayquant.lower.kernels.matmul import BatchMatmul, build_batch_matmul
 from relayquant.lower.kernels.pool import AvgPool2d, Window, build_avg_pool2d
 from relayquant.lower.kernels.select import select_isa
-from relayquant.lower.kernels.specs import Conv2d
+from relayquant.lower.kernels.specs import Conv2d, Dense
 
 EXPECTED = {
     "haswell": AVX2,
@@ -76,6 +76,8 @@ def assembly(mcpu: str) -> str:
         build_conv2d(Conv2d(1, 8, 8, 32, 32, (3, 3), (1, 1), same, groups=32), isa, "depthwise"),
         build_conv2d_transpose(Conv2dTranspose(1, 4, 4, 8, 16, (2, 2), (2, 2)), isa, "transpose"),
         build_batch_matmul(BatchMatmul(2, 4, 20, 16, "uint8", 3, "uint8", 3), isa, "matmul"),
+        build_dense(Dense(1, 2048, 100), isa, "dense"),
+        build_quantize(Quantize((99,), 0.1, Epilogue(), isa.has_fma)),
         build_add(Add((99,), operand, operand, Epilogue(dtype="int8"))),
         build_avg_pool2d(AvgPool2d(Window(1, 4, 4, 20, (2, 2)), operand, Epilogue())),
     ]
@@ -91,6 +93,7 @@ def test_assembly__has_only_what_the_target_has(mcpu):
     assert bool(MADD.search(text)) == (not has_vnni)
     assert ("%zmm" in text) == (isa in (VNNI512, AVX512BW))
     assert ("%ymm" in text) == (isa is not SSE2)
+    assert ("vfmadd" in text) == isa.has_fma
 
 
 @pytest.mark.parametrize("mcpu", EXPECTED)

@@ -205,6 +205,7 @@ NEON32 = SmlalIsa(
     lanes=4,
     products=4,
     registers=16,
+    has_fma=False,
     accumulators=8,
     dots_in_flight=4,
     activation="int8",

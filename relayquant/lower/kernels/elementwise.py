@@ -10,27 +10,33 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 
+import numpy as np
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx import PrimFunc
 
 from relayquant.errors import ConfigError
 from relayquant.lower.kernels.emit import (
+    CACHE_LINE,
     COPY_BYTES,
     broadcast,
     build_kernel,
     constant,
     declare_arguments,
+    emit_prefetch,
     emit_vector_loop,
     load_vector,
     loop_over,
     store_vector,
     vector,
 )
-from relayquant.lower.kernels.epilogue import Epilogue, Output, emit_fma
+from relayquant.lower.kernels.epilogue import Epilogue, Output, emit_fma, emit_round
 from relayquant.lower.kernels.isa import Buffer, Expr
 
 #: Elements per vector; LLVM splits it into registers.
 LANES = 16
+#: How far ahead float operands are fetched: they are the model's inputs, in no near cache, and the
+#: hardware's own prefetching stops at every page.
+PREFETCH_BYTES = 8192
 #: Elements from which on the work is split over threads.
 PARALLEL_ELEMENTS = 1 << 17
 
@@ -61,6 +67,7 @@ class Quantize:
     shape: tuple[int, ...]
     scale: float
     out: Epilogue
+    has_fma: bool = False  #: whether the target has a fused multiply-add, which is much faster
 
 
 @dataclass(frozen=True)
@@ -193,7 +200,11 @@ def build_unary(
     def body() -> None:
         data, out = declare_arguments(("x", shape, dtype), ("y", shape, out_dtype))
 
+        itemsize = np.dtype(dtype).itemsize
+
         def step(at: Expr, lanes: int) -> None:
+            if lanes * itemsize == CACHE_LINE:
+                emit_prefetch(data, at + PREFETCH_BYTES // itemsize, level=1)
             store_vector(out, compute(load_vector(data, at, lanes), lanes), at, lanes)
 
         size = prod(shape)
@@ -202,14 +213,48 @@ def build_unary(
     return build_kernel(name, body)
 
 
+def can_use_reciprocal(spec: Quantize) -> bool:
+    """Whether `emit_quotient` gives the integer that a division would."""
+    small = 2.0**-64 <= spec.scale <= 2.0**64
+    return spec.has_fma and small and spec.out.dtype != "int32"
+
+
+def emit_quotient(value: Expr, spec: Quantize, lanes: int) -> Expr:
+    """RN(value / scale), bounded already; `value` is not NaN.
+
+    A division costs as much as 16 multiplications. Each step adds the remainder, which FMA gives
+    without rounding, times the reciprocal: the first brings the quotient to a neighbour of the
+    exact one, the second rounds it correctly (Markstein 1990). Quotients below 2**-2, whose
+    remainders may underflow, round to the integer 0 anyway.
+
+    Bounding the value instead of the quotient keeps both finite, and gives the same integers:
+    RN(bound * scale) / scale is far less than 1/2 away from the bound.
+    """
+    scale = np.float32(spec.scale)
+    low, high = (np.float32(bound - spec.out.zero_point) * scale for bound in spec.out.bounds)
+    divisor = constant("float32", float(-scale), lanes)
+    factor = constant("float32", float(np.float32(1) / scale), lanes)
+    value = T.min(
+        T.max(value, constant("float32", float(low), lanes)),
+        constant("float32", float(high), lanes),
+    )
+    quotient = value * factor
+    for _ in range(2):
+        remainder = emit_fma(divisor, quotient, value, lanes)
+        quotient = emit_fma(remainder, factor, quotient, lanes)
+    return quotient
+
+
 def build_quantize(spec: Quantize, name: str = "quantize") -> PrimFunc:
     """PrimFunc(x float32, y)."""
     check_integer_output("Quantize", spec.out)
 
     def compute(value: Expr, lanes: int) -> Expr:
-        value = value / constant("float32", spec.scale, lanes)
-        zero = constant("float32", 0.0, lanes)
-        return spec.out.emit_rounded(T.Select(T.isnan(value), zero, value), lanes)
+        number = T.Select(T.isnan(value), constant("float32", 0.0, lanes), value)
+        if can_use_reciprocal(spec):
+            quotient = emit_quotient(number, spec, lanes)
+            return emit_round(quotient, spec.out.dtype, spec.out.zero_point, lanes)
+        return spec.out.emit_rounded(number / constant("float32", spec.scale, lanes), lanes)
 
     return build_unary(name, spec.shape, "float32", spec.out.dtype, compute)
 

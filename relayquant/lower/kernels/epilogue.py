@@ -17,6 +17,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
 from tvm.script.ir_builder import tirx as T
 
 from relayquant.errors import ConfigError
@@ -51,6 +53,8 @@ class Epilogue:
     """From int32 accumulators to stored values.
 
     `low`, `high` bound the stored integers (a merged relu or clip); None: the limits of the dtype.
+    `is_small`: no multiplier exceeds 1/2 (`has_small_multipliers`), so that every result fits int32
+    before it is clamped.
     """
 
     output: Output = Output.REQUANTIZE
@@ -59,6 +63,7 @@ class Epilogue:
     low: int | None = None
     high: int | None = None
     residual: Residual | None = None
+    is_small: bool = False
 
     def __post_init__(self) -> None:
         allowed = {
@@ -135,6 +140,12 @@ class Epilogue:
         return emit_round_clamp(value, self.dtype, self.zero_point, self.bounds, lanes)
 
 
+def has_small_multipliers(multiplier: NDArray[np.float32], residual: Residual | None) -> bool:
+    """Whether |acc * multiplier| is at most 2**30, and what a residual adds at most 2**28."""
+    added = 0.0 if residual is None else abs(residual.multiplier)
+    return float(np.max(np.abs(multiplier), initial=0.0)) <= 0.5 and added <= 2.0**20
+
+
 def emit_fma(a: Expr, b: Expr, c: Expr, lanes: int) -> Expr:
     """a * b + c in float32 with one rounding, on every target (a library call where it must be)."""
     suffix = "f32" if lanes == 1 else f"v{lanes}f32"
@@ -153,6 +164,11 @@ def emit_round_clamp(
         return T.Cast(vector("int32", lanes), value)
     value = T.max(value, constant("float32", low, lanes))
     value = T.min(value, constant("float32", high, lanes))
+    return emit_round(value, dtype, zero_point, lanes)
+
+
+def emit_round(value: Expr, dtype: str, zero_point: int, lanes: int) -> Expr:
+    """int(rne(value)) + zero_point as `dtype`, which must hold it; |value| below 2**22."""
     value = value + constant("float32", ROUNDING_MAGIC, lanes)
     bits = T.reinterpret(vector("int32", lanes), value)
     bits = bits - constant("int32", ROUNDING_MAGIC_BITS - zero_point, lanes)

@@ -80,6 +80,7 @@ class Isa(ABC):
     words_per_load: int = 1  #: consecutive words that `load_activations` gets best at once
     registers: int = 32  #: vector registers there are
     max_pixels: int = 32  #: pixels a register tile may have, where their words need registers
+    has_fma: bool = True  #: whether float32 fma is an instruction (a library call otherwise)
 
     @property
     def weight_vector(self) -> int:
@@ -313,6 +314,7 @@ SSE2 = MaddIsa(
     lanes=4,
     products=4,
     registers=16,
+    has_fma=False,
     accumulators=8,
     dots_in_flight=8,
     activation="uint8",
@@ -325,6 +327,7 @@ PORTABLE = PlainIsa(
     features=(),
     lanes=4,
     products=1,
+    has_fma=False,
     accumulators=8,
     dots_in_flight=8,
     activation="uint8",

@@ -78,8 +78,10 @@ def emit_narrow_store(
     for real in reals:
         if low != INTEGER_LIMITS[epilogue.dtype][0]:
             real = T.max(real, constant("float32", low - zero_point, lanes))
-        # The conversion gives the least integer above 2**31; so the upper bound comes before it.
-        real = T.min(real, constant("float32", high - zero_point, lanes))
+        # The conversion gives the least integer above 2**31; so the upper bound comes before it,
+        # unless nothing can be that large. The packs saturate at the limits of the dtype.
+        if not epilogue.is_small or high != INTEGER_LIMITS[epilogue.dtype][1]:
+            real = T.min(real, constant("float32", high - zero_point, lanes))
         integers.append(narrowing.round(real, lanes))
     halves = []
     for i in (0, 2):

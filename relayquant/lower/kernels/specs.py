@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relayquant.errors import ConfigError
-from relayquant.lower.kernels.epilogue import Epilogue
+from relayquant.lower.kernels.epilogue import Epilogue, has_small_multipliers
 
 
 @dataclass(frozen=True)
@@ -169,6 +169,11 @@ def pack_channels(
     if multiplier.shape not in ((), (1,), (channels,)):
         raise ConfigError(
             f"The multiplier has shape {multiplier.shape}, expected () or ({channels},)."
+        )
+    if spec.epilogue.is_small and not has_small_multipliers(multiplier, spec.epilogue.residual):
+        raise ConfigError(
+            f"The epilogue says is_small, but the multiplier reaches {np.abs(multiplier).max()}; "
+            "allowed: up to 0.5. Build the kernel without is_small."
         )
     multiplier = np.broadcast_to(multiplier, (channels,))[index]
     return folded, np.where(exists, multiplier, 0).astype("float32")
