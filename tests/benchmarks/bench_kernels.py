@@ -18,18 +18,11 @@ from collections.abc import Callable
 
 import numpy as np
 import tvm
-from tvm.script.ir_builder import tirx as T
 from tvm.target import Target
 from tvm.target.codegen import llvm_get_system_cpu
 
+from relayquant.analysis.peak import measure_peak
 from relayquant.lower.kernels.conv import build_conv2d, pack_conv2d
-from relayquant.lower.kernels.emit import (
-    alloc_vectors,
-    build_kernel,
-    declare_arguments,
-    load_vector,
-    store_vector,
-)
 from relayquant.lower.kernels.epilogue import Epilogue, Residual
 from relayquant.lower.kernels.isa import Isa
 from relayquant.lower.kernels.select import select_isa
@@ -93,35 +86,6 @@ def seconds_per_call(call: Callable[[], None], budget: float = 0.3) -> float:
     return best
 
 
-def build_peak(isa: Isa, iterations: int):
-    """Kernel that multiplies a few words with a few vectors of weights, all in registers."""
-    lanes, size, (words, blocks) = isa.lanes, isa.weight_vector, peak_shape(isa)
-
-    def body() -> None:
-        x, w, y = declare_arguments(
-            ("x", (1024,), isa.activation),
-            ("w", (blocks * size,), isa.weight_dtype),
-            ("y", (words * blocks * lanes,), "int32"),
-        )
-        accs = alloc_vectors(words * blocks, lanes)
-        for i, acc in enumerate(accs):
-            store_vector(acc, load_vector(y, i * lanes, lanes), 0, lanes)
-        with T.serial(iterations) as step:
-            for i, acc in enumerate(accs):
-                word = isa.load_activation(x, (step % 64) * 16 + i // blocks * 4)
-                value = isa.dot(load_vector(acc, 0, lanes), word, isa.load_weights(w, i % blocks))
-                store_vector(acc, value, 0, lanes)
-        for i, acc in enumerate(accs):
-            store_vector(y, load_vector(acc, 0, lanes), i * lanes, lanes)
-
-    return build_kernel("peak", body)
-
-
-def peak_shape(isa: Isa) -> tuple[int, int]:
-    """(words, vectors of weights) whose products fill the accumulators."""
-    return (4, 6) if isa.accumulators >= 24 else (isa.accumulators // 2, 2)
-
-
 def compile_call(func, target: Target, arrays) -> tuple[Callable[[], None], float]:
     name = str(func.attrs["global_symbol"])
     start = time.perf_counter()
@@ -129,16 +93,6 @@ def compile_call(func, target: Target, arrays) -> tuple[Callable[[], None], floa
     seconds = time.perf_counter() - start
     args = [tvm.runtime.tensor(a) for a in arrays]
     return lambda: kernel(*args), seconds
-
-
-def measure_peak(isa: Isa, target: Target) -> float:
-    """Multiply-add operations (2 per product) per nanosecond of one core."""
-    (words, blocks), iterations = peak_shape(isa), 20_000
-    arrays = [np.ones(1024, isa.activation), np.ones(blocks * isa.weight_vector, isa.weight_dtype)]
-    arrays.append(np.zeros(words * blocks * isa.lanes, "int32"))
-    call, _ = compile_call(build_peak(isa, iterations), target, arrays)
-    operations = 2 * isa.weight_vector * words * blocks * iterations
-    return operations / seconds_per_call(call) / 1e9
 
 
 def bench_layer(spec: Conv2d, isa: Isa, target: Target) -> tuple[float, float]:
@@ -160,7 +114,7 @@ def main() -> None:
     mcpu = options[0][5:] if options else llvm_get_system_cpu()
     target = Target({"kind": "llvm", "mcpu": mcpu})
     isa = select_isa(target)
-    peak = measure_peak(isa, target)
+    peak = measure_peak(target, seconds=1.0)
     print(f"{mcpu}, {isa.name}: peak {peak:.0f} GOP/s per core")
     for name, spec in LAYERS.items():
         if words and not any(word in name for word in words):
