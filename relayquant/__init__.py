@@ -5,7 +5,7 @@ from relayquant._tvm import check_versions
 check_versions()
 
 # What follows imports TVM, so it must come after the check of its version.
-from relayquant import reference, relay  # noqa: E402
+from relayquant import reference, relay, torch  # noqa: E402
 from relayquant.analysis import AccumulatorReport  # noqa: E402
 from relayquant.analysis.lint import Finding, Severity, lint, measure_growth  # noqa: E402
 from relayquant.backends import ACCELERATOR, ARM, GENERIC, X86  # noqa: E402
@@ -184,5 +184,6 @@ __all__ = [
     "save_prepared",
     "save_qparams",
     "sensitivity",
+    "torch",
     "verify",
 ]

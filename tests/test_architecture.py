@@ -33,7 +33,7 @@ LAYERS: list[set[str]] = [
         "relay",
     },
     {"backends", "analysis", "effort", "formats"},
-    {"finish", "pipeline", "prepared_edit", "search", "testing"},
+    {"finish", "pipeline", "prepared_edit", "search", "testing", "torch"},
     {"report", "demo"},
     {"cli", "__init__", "__main__"},
 ]

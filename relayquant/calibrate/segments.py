@@ -133,18 +133,28 @@ def split_graph(
             )
         )
     segment, function = constants or (None, None)
-    constants_mod = make_module({segment.function: function}) if segment and function else None
-    return SegmentedGraph(make_module(functions), segment, constants_mod, tuple(segments))
-
-
-def make_module(functions: Mapping[str, relax.Function]) -> tvm.IRModule:
-    """A module of functions by name."""
-    return tvm.IRModule(
-        {
-            tvm.ir.GlobalVar(name): func.with_attr("global_symbol", name)
-            for name, func in functions.items()
-        }
+    constants_mod = (
+        make_module({segment.function: function}, graph.mod) if segment and function else None
     )
+    return SegmentedGraph(
+        make_module(functions, graph.mod), segment, constants_mod, tuple(segments)
+    )
+
+
+def make_module(functions: Mapping[str, relax.Function], source: tvm.IRModule) -> tvm.IRModule:
+    """A module of functions by name, and of the loops beside main in `source`: operators that a
+    frontend lowered itself are calls of them.
+    """
+    loops = {
+        name: func
+        for name, func in source.functions_items()
+        if isinstance(func, tvm.tirx.PrimFunc)
+    }
+    made = {
+        tvm.ir.GlobalVar(name): func.with_attr("global_symbol", name)
+        for name, func in functions.items()
+    }
+    return tvm.IRModule({**loops, **made})
 
 
 def order_stops(view: Graph, plan: Plan, fits: Sequence[FitPoint]) -> list[Stop]:

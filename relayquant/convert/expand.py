@@ -68,6 +68,13 @@ def keep_channels(call: Call, operand: Quantized) -> Quantized | Skip:
     return Quantized(repeat_call(call, operand.value), operand.qparams)
 
 
+def keep_nearest(call: Call, operand: Quantized) -> Quantized | Skip:
+    """resize(q) to the nearest neighbour, with unchanged parameters."""
+    if str(call.attrs.method) != "nearest_neighbor":
+        return Skip(f"resizing by {call.attrs.method!r} computes new values")
+    return keep_parameters(call, operand)
+
+
 def move_axis(find_axis: Callable[[Call, int], int | None]) -> Callable:
     """Rule of an operator that moves the channel axis to `find_axis(call, axis)`; None declines."""
 
@@ -128,9 +135,13 @@ def clip_to_clip(call: Call, operand: Quantized) -> Quantized | Skip:
 
 
 def pad_with_quantized(call: Call, operand: Quantized) -> Quantized | Skip:
-    """pad(q) with the padding value quantized; 0 becomes the zero point."""
-    if operand.qparams.is_per_channel or str(call.attrs.pad_mode) != "constant":
-        return Skip("only constant padding with one set of parameters has an integer form")
+    """pad(q) with the padding value quantized; 0 becomes the zero point. Other modes copy
+    values.
+    """
+    if operand.qparams.is_per_channel:
+        return Skip("parameters are per channel, the padding would need a value for each")
+    if str(call.attrs.pad_mode) != "constant":
+        return Quantized(repeat_call(call, operand.value), operand.qparams)
     value = quantize_scalar(float(call.attrs.pad_value), operand.qparams)
     width = [int(i) for i in call.attrs.pad_width]
     return Quantized(relax.op.nn.pad(operand.value, width, "constant", value), operand.qparams)
@@ -151,6 +162,10 @@ AFFINE_RULES: tuple[AffineRule, ...] = (
     AffineRule("relax.strided_slice", keep_parameters),
     AffineRule("relax.broadcast_to", keep_parameters),
     AffineRule("relax.take", keep_parameters),
+    AffineRule("relax.gather_elements", keep_parameters),
+    AffineRule("relax.gather_nd", keep_parameters),
+    AffineRule("relax.tile", keep_parameters),
+    AffineRule("relax.image.resize2d", keep_nearest),
     AffineRule("relax.max", keep_parameters),
     AffineRule("relax.min", keep_parameters),
 )

@@ -72,14 +72,43 @@ def convert_clip(
     return relax.op.clip(data, int(min(low, high)), int(high))
 
 
+#: mode of ONNX -> of R.nn.pad
+PAD_MODES = {
+    b"constant": "constant",
+    b"reflect": "reflect",
+    b"edge": "replicate",
+    b"wrap": "circular",
+}
+
+
+def convert_hard_swish(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr:
+    """HardSwish -> x * (clip(x + 3, 0, 6) / 6) with scalars, where TVM has tensors full of them."""
+    (data,) = inputs
+    dtype = str(data.ty.dtype)
+    shifted = bb.emit(relax.op.add(data, relax.const(3.0, dtype)))
+    gate = bb.emit(relax.op.clip(shifted, 0.0, 6.0))
+    return relax.op.multiply(data, bb.emit(relax.op.divide(gate, relax.const(6.0, dtype))))
+
+
+def convert_tile(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr | None:
+    """Tile with constant repeats -> R.tile."""
+    repeats = constant_value(inputs[1])
+    return None if repeats is None else relax.op.tile(inputs[0], [int(n) for n in repeats])
+
+
 def convert_pad(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr | None:
-    """Pad with a constant -> R.nn.pad; negative pads crop first: R.strided_slice.
+    """Pad -> R.nn.pad; negative pads crop first: R.strided_slice.
 
-    Other modes, integer data and pads that are computed at run time are left to TVM.
+    Integer data and pads that are computed at run time are left to TVM.
     """
-    if attrs.get("mode", b"constant") != b"constant":
+    mode = PAD_MODES.get(attrs.get("mode", b"constant"))
+    if mode is None:
         return None
     data = inputs[0]
     shape = tensor_shape(data)
@@ -112,7 +141,7 @@ def convert_pad(
         end = [int(shape[axis]) - max(0, -widths[axis][1]) for axis in cropped]
         data = bb.emit(relax.op.strided_slice(data, cropped, begin, end, [1] * len(cropped)))
         widths = [[max(0, before), max(0, after)] for before, after in widths]
-    return relax.op.nn.pad(data, [int(pad) for pair in widths for pad in pair], "constant", fill)
+    return relax.op.nn.pad(data, [int(pad) for pair in widths for pad in pair], mode, fill)
 
 
 def convert_gather(
@@ -322,6 +351,7 @@ OPERATORS: dict[str, Convert] = {
     "DynamicQuantizeLinear": convert_dynamic_quantize_linear,
     "Gather": convert_gather,
     "Max": functools.partial(_fold_pairs, relax.op.maximum),
+    "HardSwish": convert_hard_swish,
     "MatMulInteger": convert_matmul_integer,
     "MaxPool": functools.partial(_convert_pool, "MaxPool"),
     "Min": functools.partial(_fold_pairs, relax.op.minimum),
@@ -329,4 +359,5 @@ OPERATORS: dict[str, Convert] = {
     "QuantizeLinear": convert_quantize_linear,
     "Range": limit_range,
     "Sum": functools.partial(_fold_pairs, relax.op.add),
+    "Tile": convert_tile,
 }

@@ -4,8 +4,6 @@ modules.
 
 from __future__ import annotations
 
-import warnings
-import zipfile
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -17,6 +15,8 @@ from relayquant import _tvm
 from relayquant.errors import MissingDependencyError, ModelError
 from relayquant.importers.files import DEFAULT_MAX_BYTES, check_file
 from relayquant.importers.names import MARK, SourceNode, name_values
+from relayquant.importers.torch_archive import read_program, silence_torch
+from relayquant.importers.torch_quantized import make_converters
 from relayquant.rewrite.editor import Editor
 
 
@@ -27,7 +27,9 @@ def import_torch(
 
     A value is named after the module that computes it ("layer1.0.conv1"), with the name of the
     graph node behind it where the module has several ("layer1.0.add_1"). A result that is a tuple
-    of one tensor becomes that tensor.
+    of one tensor becomes that tensor. Nothing that is stored in a file is executed: see
+    `relayquant.importers.torch_archive` for what is refused. A program that was quantized with
+    PT2E keeps its integers: pass it to `relayquant.lower`.
 
     Args:
         program_or_path: `torch.export.ExportedProgram`, or a file that torch.export.save wrote.
@@ -37,7 +39,8 @@ def import_torch(
         The module and {} (no parameter is left unbound).
 
     Raises:
-        ModelError: the file cannot be read, or holds an operator that TVM's frontend does not know.
+        ModelError: the file cannot be read, holds something that reading would execute, or an
+            operator that TVM's frontend does not know.
         MissingDependencyError: torch is not installed.
     """
     try:
@@ -48,29 +51,60 @@ def import_torch(
         ) from None
     program, where = program_or_path, "the exported program"
     if not isinstance(program, torch.export.ExportedProgram):
+        if isinstance(program, torch.nn.Module):
+            raise ModelError(
+                f"{type(program).__name__} is a module, not an exported program. Pass "
+                "torch.export.export(module.eval(), example_inputs), or use "
+                "relayquant.torch.quantize."
+            )
         path = check_file(program, max_bytes)
         where = repr(str(path))
-        if not zipfile.is_zipfile(path):
-            raise ModelError(
-                f"{where} is not a torch.export archive (no zip file), or is truncated."
-            )
-        try:
-            program = torch.export.load(path)
-        except Exception as error:
-            raise ModelError(f"torch.export cannot load {where}: {error}") from error
+        program = read_program(path, max_bytes)
     importer = _tvm.load_torch_frontend().ExportedProgramImporter()
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            program = program.run_decompositions()
-            mod = importer.from_exported_program(program, False, True, False, None)
+        with silence_torch():
+            program = program.run_decompositions(make_decompositions())
+        converters = make_converters(find_constants(program))
+        mod = importer.from_exported_program(program, False, True, False, converters)
     except Exception as error:
         raise ModelError(
             f"Cannot convert {where}: {type(error).__name__}: {error}. Export the model in "
-            "evaluation "
-            "mode (model.eval()) and without data-dependent control flow."
+            "evaluation mode (model.eval()) and without data-dependent control flow."
         ) from error
     return _name_after_modules(mod, importer.env), {}
+
+
+def make_decompositions() -> Any:
+    """PyTorch's table of decompositions into core operators, with a plain form of attention.
+
+    Its own form of a scaled_dot_product_attention looks for rows of the scores that are masked as a
+    whole, which needs a mask to happen. Without one it is softmax(q @ k^T * scale) @ v.
+    """
+    import torch  # pyright: ignore[reportMissingImports]
+
+    table = torch.export.default_decompositions()
+    attention = torch.ops.aten.scaled_dot_product_attention.default
+    general = table[attention]
+
+    def decompose(query: Any, key: Any, value: Any, mask: Any = None, *args: Any, **kwargs: Any):
+        dropout, causal = (*args, 0.0, False)[:2]
+        dropout, causal = kwargs.get("dropout_p", dropout), kwargs.get("is_causal", causal)
+        if mask is not None or dropout or causal or kwargs.get("enable_gqa"):
+            return general(query, key, value, mask, *args, **kwargs)
+        scale = kwargs.get("scale")
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        scores = torch.matmul(query, key.transpose(-2, -1)) * scale
+        return torch.matmul(torch.softmax(scores, -1), value)
+
+    table[attention] = decompose
+    return table
+
+
+def find_constants(program: Any) -> dict[str, Any]:
+    """Name in the graph -> tensor, for the parameters and buffers of an exported program."""
+    tensors = {**program.constants, **program.state_dict}
+    specs = program.graph_signature.input_specs
+    return {spec.arg.name: tensors[spec.target] for spec in specs if spec.target in tensors}
 
 
 def _name_after_modules(mod: tvm.IRModule, env: Mapping[Any, Any]) -> tvm.IRModule:

@@ -82,7 +82,7 @@ class ChainPattern:
         computed = [arg for arg in operands if constant_value(arg) is None]
         # A scalar of rank 4 would raise the rank of the result.
         return bool(computed) and all(
-            constant_value(arg).size == 1 and arg.ty.ndim <= var.ty.ndim  # pyright: ignore[reportOptionalMemberAccess]
+            is_uniform(arg) and arg.ty.ndim <= var.ty.ndim
             if constant_value(arg) is not None
             else str(arg.ty.shape) == str(var.ty.shape)
             for arg in operands
@@ -100,6 +100,12 @@ class ChainPattern:
         return op in ("relax.divide", "relax.power", "relax.maximum", "relax.minimum")
 
 
+def is_uniform(expr: relax.Expr) -> bool:
+    """Whether all elements of a constant are the same: it is as good as a scalar."""
+    array = constant_value(expr)
+    return array is not None and array.size > 0 and bool((array == array.flat[0]).all())
+
+
 def evaluate_chain(match: Match, values: np.ndarray) -> np.ndarray:
     """The function of a chain at float32 `values` (any number, rank 1), computed by the numpy
     reference.
@@ -111,7 +117,7 @@ def evaluate_chain(match: Match, values: np.ndarray) -> np.ndarray:
     def translate(arg: relax.Expr) -> relax.Expr:
         constant = constant_value(arg)
         if constant is not None:
-            return relax.const(constant.reshape(()), str(constant.dtype))
+            return relax.const(constant.flat[0], str(constant.dtype))
         if arg.same_as(match.parts["data"]):
             return data
         return new[arg] if isinstance(arg, relax.Var) else arg

@@ -37,6 +37,9 @@ SHARING = {
     "strided_slice": "relax.strided_slice",
     "broadcast_to": "relax.broadcast_to",
     "take": "relax.take",
+    "gather_elements": "relax.gather_elements",
+    "gather_nd": "relax.gather_nd",
+    "tile": "relax.tile",
     "max": "relax.max",
     "min": "relax.min",
 }
@@ -50,16 +53,14 @@ def check_sharing(match: Match) -> Skip | None:
     return first_skip(check_float(match, "data"), check_activation(match, "data"))
 
 
-def check_pad(match: Match) -> Skip | None:
-    """Only constant padding: reflect and edge copy values and would do too, but have no integer
-    kernel.
-    """
+def check_resize(match: Match) -> Skip | None:
+    """Only the nearest neighbour, which is a value of the input; others compute new ones."""
     skip = check_sharing(match)
     if skip is not None:
         return skip
-    mode = str(match.call("relax.nn.pad").attrs.pad_mode)
-    if mode != "constant":
-        return Skip(f"pad mode {mode!r} has no integer form", "use constant padding")
+    method = str(match.call("relax.image.resize2d").attrs.method)
+    if method != "nearest_neighbor":
+        return Skip(f"resizing by {method!r} computes new values, which has no integer form")
     return None
 
 
@@ -108,7 +109,11 @@ SHAPE_OPS: tuple[QuantOp, ...] = (
     ),
     QuantOp(
         "pad", "relax.nn.pad", unary_pattern("relax.nn.pad"), (Operand("data"),), Kind.SHARING,
-        Output.SHARED, None, check=check_pad,
+        Output.SHARED, None, check=check_sharing,
+    ),
+    QuantOp(
+        "resize_nearest", "relax.image.resize2d", unary_pattern("relax.image.resize2d"),
+        (Operand("data"),), Kind.SHARING, Output.SHARED, None, check=check_resize,
     ),
     QuantOp(
         "concat", "relax.concat", _concat_pattern(), (Operand("data"),), Kind.FOLLOWER, Output.OWN,

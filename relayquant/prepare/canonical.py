@@ -17,7 +17,7 @@ from relayquant.prepare.affine import (
     merge_constant_adds,
 )
 from relayquant.prepare.bind import bind_params
-from relayquant.prepare.clamp import CLAMPS, canonicalize_clamp
+from relayquant.prepare.clamp import CLAMPS, canonicalize_clamp, prelu_to_leaky_relu
 from relayquant.prepare.constants import fold_constants, fold_shapes
 from relayquant.prepare.dense import (
     merge_reshapes,
@@ -28,12 +28,14 @@ from relayquant.prepare.dense import (
 from relayquant.prepare.identity import (
     NEUTRAL,
     SAME_SHAPE,
+    count_axes_from_front,
     project_tuple,
     put_constant_second,
     remove_alias,
     remove_neutral,
     remove_no_op,
     remove_single_concat,
+    split_to_slice,
 )
 from relayquant.prepare.pooling import (
     FLATTENS,
@@ -63,6 +65,8 @@ SOURCES_ATTR = "relayquant.sources"
 RULES: tuple[CanonicalRule, ...] = (
     CanonicalRule(remove_alias, frozenset({ALIAS})),
     CanonicalRule(project_tuple, frozenset({PROJECTION})),
+    CanonicalRule(split_to_slice, frozenset({PROJECTION})),
+    CanonicalRule(count_axes_from_front, frozenset({"relax.squeeze"})),
     CanonicalRule(recover_call_tir, frozenset({"relax.call_tir"})),
     CanonicalRule(
         fold_shapes,
@@ -91,6 +95,7 @@ RULES: tuple[CanonicalRule, ...] = (
     CanonicalRule(move_bias_inside, frozenset({"relax.add"})),
     CanonicalRule(merge_constant_adds, frozenset({"relax.add"})),
     CanonicalRule(canonicalize_clamp, frozenset(CLAMPS)),
+    CanonicalRule(prelu_to_leaky_relu, frozenset({"relax.nn.prelu"})),
     CanonicalRule(fold_pad, frozenset(WINDOWS)),
 )
 

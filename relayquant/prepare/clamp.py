@@ -1,4 +1,6 @@
-"""Rules for clamps: relu, clip, maximum and minimum with a constant become one relu or clip."""
+"""Rules for clamps: relu, clip, maximum and minimum with a constant become one relu or clip; prelu
+with one slope a leaky relu.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from tvm import relax
 from relayquant.prepare.rule import forward
 from relayquant.prepare.tensors import is_float, same_type, scalar_value
 from relayquant.rewrite.editor import Editor
+from relayquant.rewrite.graph import constant_value
 
 CLAMPS = ("relax.nn.relu", "relax.clip", "relax.maximum", "relax.minimum")
 
@@ -45,6 +48,16 @@ def canonicalize_clamp(editor: Editor, var: relax.Var) -> bool:
     if not merged:
         return False
     editor.redefine(var, relax.op.clip(data, low, high))
+    return True
+
+
+def prelu_to_leaky_relu(editor: Editor, var: relax.Var) -> bool:
+    """prelu(x, a) -> leakyrelu(x, a), all slopes the same."""
+    data, slopes = editor.call_of(var).args
+    array = constant_value(slopes)
+    if array is None or array.size == 0 or (array != array.flat[0]).any():
+        return False
+    editor.redefine(var, relax.op.nn.leakyrelu(data, float(array.flat[0])))
     return True
 
 

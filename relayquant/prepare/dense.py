@@ -9,7 +9,7 @@ import tvm_ffi
 from tvm import relax
 
 from relayquant.rewrite.editor import Editor
-from relayquant.rewrite.graph import constant_value
+from relayquant.rewrite.graph import constant_value, tensor_shape
 
 #: products and convolutions, which take a bias
 LINEAR = (
@@ -22,18 +22,25 @@ LINEAR = (
 
 
 def squeeze_weight(editor: Editor, var: relax.Var) -> bool:
-    """matmul(x, w[1, K, N]) -> matmul(x, w[K, N]), x of at least as many dimensions.
+    """matmul(x, w[..., K, N]) -> matmul(x, w[K, N]), x of at least as many dimensions and all
+    matrices of w the same.
 
-    A transposed weight, matmul(x, permute_dims(w)), is left to `fold_constants`.
+    PyTorch repeats the weight of a linear layer for each sample. A transposed weight,
+    matmul(x, permute_dims(w)), is left to `fold_constants`.
     """
     call = editor.call_of(var)
     weight = constant_value(call.args[1])
     data = call.args[0]
     if weight is None or weight.ndim < 3 or data.ty.ndim < weight.ndim:
         return False
-    if any(size != 1 for size in weight.shape[:-2]):
+    matrices = weight.reshape(-1, *weight.shape[-2:])
+    sizes = tensor_shape(data)
+    if len(matrices) == 0 or (matrices != matrices[0]).any() or sizes is None:
         return False
-    squeezed = relax.const(weight.reshape(weight.shape[-2:]), str(weight.dtype))
+    stacks = (1,) * (len(sizes) - weight.ndim) + weight.shape[:-2]
+    if any(size not in (1, own) for size, own in zip(stacks, sizes[:-2], strict=True)):
+        return False  # the weight decides how many products there are
+    squeezed = relax.const(matrices[0], str(weight.dtype))
     editor.redefine(var, relax.op.matmul(data, squeezed, call.attrs.out_dtype))
     return True
 

@@ -4,13 +4,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 from tvm import relax
 from tvm.ir import GenericConst
 
 from relayquant.prepare.rule import forward
 from relayquant.prepare.tensors import same_type
 from relayquant.rewrite.editor import Editor
-from relayquant.rewrite.graph import constant_value
+from relayquant.rewrite.graph import constant_value, tensor_shape
 
 #: Operators that only move or repeat elements in order: the same type before and after means no
 #: change.
@@ -97,6 +98,37 @@ def remove_neutral(editor: Editor, var: relax.Var) -> bool:
     if not same_type(call.args[0], var) or not (array == NEUTRAL[editor.op_name(var)]).all():
         return False
     return forward(editor, var, call.args[0])
+
+
+def count_axes_from_front(editor: Editor, var: relax.Var) -> bool:
+    """squeeze(x, [-2]) -> squeeze(x, [rank - 2]): TVM's ConvertLayout reads negative axes as huge
+    ones.
+    """
+    call = editor.call_of(var)
+    axes = call.attrs.axis
+    if axes is None or all(int(axis) >= 0 for axis in axes):
+        return False
+    rank = call.args[0].ty.ndim
+    editor.redefine(var, relax.op.squeeze(call.args[0], [int(axis) % rank for axis in axes]))
+    return True
+
+
+def split_to_slice(editor: Editor, var: relax.Var) -> bool:
+    """split(x)[i] -> strided_slice(x), where the size of the split axis is known."""
+    item = editor.values[var]
+    source = item.tuple_value
+    if not isinstance(source, relax.Var) or editor.op_name(source) != "relax.split":
+        return False
+    call = editor.call_of(source)
+    data = call.args[0]
+    axis = int(call.attrs.axis) % data.ty.ndim
+    shape = tensor_shape(data)
+    if shape is None or isinstance(shape[axis], str):
+        return False
+    ends = np.cumsum([int(part.shape.values[axis]) for part in source.ty.fields]).tolist()
+    begin = ([0, *ends])[item.index]
+    editor.redefine(var, relax.op.strided_slice(data, [axis], [begin], [ends[item.index]]))
+    return True
 
 
 def put_constant_second(editor: Editor, var: relax.Var) -> bool:

@@ -99,6 +99,7 @@ def softplus(x: Array) -> Array:
 #: noise makes of a small positive one, as 0: -inf (the lowest output), 0 and +inf (the highest).
 UNARY_FUNCTIONS: dict[str, UnaryFunction] = {
     "abs": through_double(np.abs),
+    "atan": through_double(np.arctan),
     "ceil": through_double(np.ceil),
     "cos": through_double(np.cos),
     "elu": through_double(lambda x: np.where(x > 0, x, np.expm1(np.minimum(x, 0)))),

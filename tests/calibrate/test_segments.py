@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import tvm
 from float_models import MAP, build_model, residual_model
-from tvm import relax
+from tvm import relax, topi
 from tvm.relax import op
 
 import relayquant as rq
@@ -138,3 +139,17 @@ def test_split__is_well_formed_and_changes_nothing():
     relax.analysis.well_formed(split.mod)
     assert isinstance(split.mod, tvm.IRModule)
     assert prepared.graph.mod.script(show_meta=True) == text
+
+
+def test_split__keeps_the_loops_that_a_frontend_lowered():
+    x = relax.Var("x", relax.TensorType(MAP, "float32"))
+    weight = relax.const(np.ones((MAP[1], MAP[1], 1, 1), "float32"))
+    builder = relax.BlockBuilder()
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            tiled = builder.emit_te(topi.tile, x, (1, 1, 2, 1))
+            y = builder.emit_output(op.nn.conv2d(tiled, weight))
+        builder.emit_func_output(y)
+    samples = [np.ones(MAP, "float32")]
+    qmod = rq.quantize(builder.finalize(), None, samples, effort="fast")
+    assert rq.ledger(qmod).quantized

@@ -127,11 +127,19 @@ def test_pad__with_axes(opset):
     assert operators_of(mod) == ["relax.nn.pad"]
 
 
-def test_pad__other_modes_left_to_tvm():
-    weights = {"pads": np.array([1, 1], "int64")}
-    node = helper.make_node("Pad", ["x", "pads"], ["y"], mode="reflect")
-    mod = check_against_onnxruntime(make_model([node], {"x": [5]}, weights=weights), {"x": draw(5)})
-    assert "relax.nn.pad" not in operators_of(mod)
+@pytest.mark.parametrize("mode", ["reflect", "edge", "wrap"])
+def test_pad__modes_that_copy(mode):
+    weights = {"pads": np.array([1, 2], "int64")}
+    node = helper.make_node("Pad", ["x", "pads"], ["y"], mode=mode)
+    model = make_model([node], {"x": [5]}, weights=weights, opset=19)
+    mod = check_against_onnxruntime(model, {"x": draw(5)})
+    assert operators_of(mod) == ["relax.nn.pad"]
+
+
+def test_tile__one_operator():
+    node = helper.make_node("Tile", ["x", "n"], ["y"])
+    model = make_model([node], {"x": [2, 3]}, weights={"n": np.array([1, 2], "int64")})
+    assert operators_of(check_against_onnxruntime(model, {"x": draw(2, 3)})) == ["relax.tile"]
 
 
 @pytest.mark.parametrize("mode", ["SAME_UPPER", "SAME_LOWER", "VALID"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from tvm import relax
 from tvm.script import ir as I
 from tvm.script import relax as R
 
@@ -170,3 +171,32 @@ def test_broadcasting_maximum__stays(check_prepared):
             return y
 
     check_prepared(Before, Before)
+
+
+SLOPE = relax.const(np.full(3, 0.25, "float32"))
+SLOPES = relax.const(np.array([0.25, 0.5, 0.25], "float32"))
+
+
+def test_prelu__leaky_relu_where_all_slopes_are_one(check_prepared, check_same_numbers):
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(x: R.Tensor((2, 3), "float32")):
+            with R.dataflow():
+                a = R.nn.prelu(x, SLOPE, axis=1)
+                y = R.nn.prelu(a, SLOPES, axis=1)
+                R.output(y)
+            return y
+
+    @I.ir_module
+    class Expected:
+        @R.function
+        def main(x: R.Tensor((2, 3), "float32")):
+            with R.dataflow():
+                a = R.nn.leakyrelu(x, alpha=0.25)
+                y = R.nn.prelu(a, SLOPES, axis=1)
+                R.output(y)
+            return y
+
+    check_prepared(Before, Expected)
+    check_same_numbers(Before, np.linspace(-2, 2, 6, dtype="float32").reshape(2, 3))

@@ -8,6 +8,8 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
+from relayquant.prepare import prepare_module
+
 RNG = np.random.default_rng(3)
 W = relax.const(RNG.standard_normal((3, 4)).astype("float32"))
 B = relax.const(RNG.standard_normal(4).astype("float32"))
@@ -182,3 +184,49 @@ def test_bias_behind_squeeze__stays_when_the_convolution_is_read_twice(check_pre
             return (y, s)
 
     check_prepared(Before, Before)
+
+
+REPEATED = relax.const(np.repeat(W.value.numpy()[None], 5, axis=0))
+DIFFERENT = relax.const(draw(5, 3, 4))
+
+
+def test_repeated_weight__once(check_prepared, check_same_numbers):
+    """PyTorch repeats a weight for each sample; a stack of different weights stays."""
+
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(x: R.Tensor((5, 2, 3), "float32")):
+            with R.dataflow():
+                y = R.matmul(x, REPEATED)
+                z = R.matmul(x, DIFFERENT)
+                R.output(y, z)
+            return (y, z)
+
+    @I.ir_module
+    class Expected:
+        @R.function
+        def main(x: R.Tensor((5, 2, 3), "float32")):
+            with R.dataflow():
+                y = R.matmul(x, W)
+                z = R.matmul(x, DIFFERENT)
+                R.output(y, z)
+            return (y, z)
+
+    check_prepared(Before, Expected)
+    check_same_numbers(Before, draw(5, 2, 3))
+
+
+def test_repeated_weight__stays_where_it_makes_products():
+    """One matrix of data and five equal weights are five products."""
+
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(x: R.Tensor((1, 2, 3), "float32")):
+            with R.dataflow():
+                y = R.matmul(x, REPEATED)
+                R.output(y)
+            return y
+
+    assert tuple(prepare_module(Before)["main"].ret_ty.shape.values) == (5, 2, 4)

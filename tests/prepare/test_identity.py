@@ -158,3 +158,68 @@ def test_identity_output__keeps_the_output_name(check_prepared):
 
     prepared = check_prepared(Before, Expected)
     assert prepared["main"].body.body.name == "logits"
+
+
+def test_split__slices_where_the_axis_is_known(check_prepared, check_same_numbers):
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(x: R.Tensor((2, 7), "float32")):
+            with R.dataflow():
+                parts = R.split(x, [2, 5], axis=-1)
+                a = parts[0]
+                b = parts[2]
+                y = R.add(a, b)
+                R.output(y)
+            return y
+
+    @I.ir_module
+    class Expected:
+        @R.function
+        def main(x: R.Tensor((2, 7), "float32")):
+            with R.dataflow():
+                a = R.strided_slice(x, axes=[1], begin=[0], end=[2])
+                b = R.strided_slice(x, axes=[1], begin=[5], end=[7])
+                y = R.add(a, b)
+                R.output(y)
+            return y
+
+    check_prepared(Before, Expected)
+    check_same_numbers(Before, np.arange(14, dtype="float32").reshape(2, 7))
+
+
+def test_split__symbolic_axis_stays():
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(x: R.Tensor(("n", 4), "float32")):
+            with R.dataflow():
+                parts = R.split(x, 2, axis=0)
+                y = parts[0]
+                R.output(y)
+            return y
+
+    prepared = prepare_module(Before)
+    assert "R.split" in prepared.script()
+
+
+def test_squeeze__axes_from_the_front(check_prepared):
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(x: R.Tensor((2, 1, 3), "float32")):
+            with R.dataflow():
+                y = R.squeeze(x, axis=[-2])
+                R.output(y)
+            return y
+
+    @I.ir_module
+    class Expected:
+        @R.function
+        def main(x: R.Tensor((2, 1, 3), "float32")):
+            with R.dataflow():
+                y = R.squeeze(x, axis=[1])
+                R.output(y)
+            return y
+
+    check_prepared(Before, Expected)

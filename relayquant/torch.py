@@ -1,0 +1,108 @@
+"""PyTorch modules in, integer modules out: `quantize(module, example_inputs, dataset)`.
+
+In front of the data flow: export, then `load` and `relayquant.quantize`. PyTorch is an extra and is
+imported when a function here is called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import tvm
+
+from relayquant.errors import MissingDependencyError, ModelError
+from relayquant.importers import import_torch as load
+from relayquant.pipeline import quantize as quantize_module
+
+__all__ = ["export", "load", "quantize"]
+
+
+def quantize(
+    module: Any,
+    example_inputs: tuple[Any, ...],
+    dataset: Any,
+    *,
+    example_kwargs: Mapping[str, Any] | None = None,
+    dynamic_shapes: Any = None,
+    **options: Any,
+) -> tvm.IRModule:
+    """Quantize a PyTorch module after training.
+
+    Values are named after the modules that compute them, so that
+    `QConfigMapping().set_module_name("layer1.0.conv1", ...)` finds them.
+
+    Args:
+        module: `torch.nn.Module`, float32; it is exported in evaluation mode and not changed.
+        example_inputs, example_kwargs, dynamic_shapes: As for `torch.export.export`. Shapes are
+            those of the example inputs unless `dynamic_shapes` says otherwise:
+            `({0: torch.export.Dim("batch")},)` for any batch size.
+        dataset: As for `relayquant.quantize`; items may be torch tensors, so a DataLoader without
+            labels will do.
+        options: Further arguments of `relayquant.quantize`.
+
+    Returns:
+        What `relayquant.quantize` returns: inputs in the order of the module's arguments.
+
+    Raises:
+        MissingDependencyError: PyTorch is not installed.
+        ModelError: torch.export cannot export the module, or an operator is not supported.
+        DataError, ConfigError: as `relayquant.quantize`.
+    """
+    program = export(
+        module, example_inputs, example_kwargs=example_kwargs, dynamic_shapes=dynamic_shapes
+    )
+    mod, params = load(program)
+    return quantize_module(mod, params, dataset, **options)
+
+
+def export(
+    module: Any,
+    example_inputs: tuple[Any, ...],
+    *,
+    example_kwargs: Mapping[str, Any] | None = None,
+    dynamic_shapes: Any = None,
+) -> Any:
+    """The `torch.export.ExportedProgram` of a module in evaluation mode; `load` takes it.
+
+    Raises:
+        MissingDependencyError: PyTorch is not installed.
+        ModelError: torch.export cannot export the module.
+    """
+    try:
+        import torch  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise MissingDependencyError(
+            "Quantizing a PyTorch module needs PyTorch. Run: pip install 'relayquant[torch]'"
+        ) from None
+    if not isinstance(module, torch.nn.Module):
+        raise ModelError(
+            f"relayquant.torch takes a torch.nn.Module, got {type(module).__name__}. "
+            "For an exported program or a .pt2 file, use relayquant.torch.load."
+        )
+    inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+    try:
+        with evaluation_mode(module), torch.no_grad():
+            return torch.export.export(
+                module,
+                inputs,
+                dict(example_kwargs) if example_kwargs else None,
+                dynamic_shapes=dynamic_shapes,
+            )
+    except Exception as error:
+        raise ModelError(
+            f"torch.export cannot export {type(module).__name__}: {type(error).__name__}: {error}"
+        ) from error
+
+
+@contextlib.contextmanager
+def evaluation_mode(module: Any) -> Iterator[None]:
+    """`module.eval()`, undone at the end: each part gets the mode back that it had."""
+    training = [part for part in module.modules() if part.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True

@@ -1,0 +1,63 @@
+"""What becomes of every operator of `operator_cases`: imported, quantized, compiled."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from operator_cases import FAMILIES, SHAPE, Case, Outcome, build_model
+
+import relayquant as rq
+from relayquant.ledger import LedgerRow
+from relayquant.ops import BUILTIN_OPS, Kind
+
+SHARING = {op.name for op in BUILTIN_OPS if op.kind is Kind.SHARING}
+#: patterns whose integers keep their parameters where those of all operands are the same
+JOINING = {"concat"}
+
+
+def find_outcome(case: Case, rows: list[LedgerRow]) -> Outcome:
+    """What the ledger's rows of one branch say, those of the operators around it left out."""
+    rows = [row for row in rows if row.name not in (f"{case.name}.a", f"{case.name}.y")]
+    if not all(row.quantized for row in rows):
+        return Outcome.FLOAT
+    if {row.pattern for row in rows} <= {"conv2d_relu", "conv2d_bias_clip"}:
+        return Outcome.MERGED
+    moving = SHARING | (JOINING if case.outcome is Outcome.PASSES else set())
+    return Outcome.PASSES if {row.pattern for row in rows} <= moving else Outcome.QUANTIZED
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_operators__quantize_pass_or_say_why_not(family):
+    ort = pytest.importorskip("onnxruntime")
+    cases = FAMILIES[family]
+    model = build_model(cases)
+    mod, params = rq.import_onnx(model)
+    rng = np.random.default_rng(1)
+    data = [rng.standard_normal(SHAPE).astype("float32") for _ in range(4)]
+    qmod = rq.quantize(mod, params, data, effort="fast")
+
+    rows: dict[str, list[LedgerRow]] = {}
+    for row in rq.ledger(qmod).rows:
+        rows.setdefault(row.name.split(".")[0], []).append(row)
+    outcomes = {case.name: find_outcome(case, rows[case.name]) for case in cases}
+    assert outcomes == {case.name: case.outcome for case in cases}
+    for case in cases:
+        reasons = [row.reason for row in rows[case.name] if not row.quantized]
+        assert all(reasons), case.name
+        assert any(case.reason in reason for reason in reasons) == bool(case.reason), case.name
+
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    expected = session.run(None, {"x": data[0]})
+    floats = rq.reference.run(mod, [data[0]])
+    integers = rq.reference.run(qmod, [data[0]])
+    for case, wanted, real, got in zip(cases, expected, floats, integers, strict=True):
+        np.testing.assert_allclose(real, wanted, rtol=1e-4, atol=1e-4, err_msg=case.name)
+        noise, signal = np.square(got - real).mean(), np.square(real).mean()
+        assert noise < MOST_NOISE.get(case.name, 0.002) * signal, case.name
+
+    report = rq.verify(qmod, [data[0]])
+    assert report.is_equal, report.first
+
+
+#: noise / signal where a small error becomes a whole step, or another word
+MOST_NOISE = {"floor": 0.1, "embedding": 0.2}
