@@ -199,6 +199,7 @@ def join_concat_inputs(graph: Graph, active: Sequence[Claim], partition: Partiti
     A value with another reader must not wait for the concat's range, which may depend on that
     reader.
     """
+    by_root = {claim.root: claim for claim in active}
     for claim in active:
         if claim.pattern is None or claim.pattern.op != "relax.concat":
             continue
@@ -208,6 +209,8 @@ def join_concat_inputs(graph: Graph, active: Sequence[Claim], partition: Partiti
             if part[1] != node[1] or partition.find(part) == partition.find(node):
                 continue
             members = [n for nodes in partition.sets() if part in nodes for n in nodes]
+            if find_fixed_calibration(members, by_root) is not None:
+                continue  # the range of a sigmoid is not that of what it is joined with
             alone = all(graph.has_one_user(v) and graph.order[v] >= 0 for v, _ in members)
             if alone:
                 partition.join(part, node)

@@ -146,9 +146,7 @@ def make_module(functions: Mapping[str, relax.Function], source: tvm.IRModule) -
     frontend lowered itself are calls of them.
     """
     loops = {
-        name: func
-        for name, func in source.functions_items()
-        if isinstance(func, tvm.tirx.PrimFunc)
+        name: func for name, func in source.functions_items() if isinstance(func, tvm.tirx.PrimFunc)
     }
     made = {
         tvm.ir.GlobalVar(name): func.with_attr("global_symbol", name)

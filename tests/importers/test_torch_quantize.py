@@ -27,7 +27,11 @@ from torch_models import InvertedResiduals, ResidualNet, Transformer, make  # no
     [
         (ResidualNet, (3, 8, 8), set()),
         (InvertedResiduals, (8, 8, 8), set()),
-        (Transformer, (6, 16), {"nn.layer_norm", "nn.softmax", "multiply", "add"}),
+        (
+            Transformer,
+            (6, 16),
+            {"nn.layer_norm", "nn.softmax", "multiply", "add", "reshape", "permute_dims"},
+        ),
     ],
 )
 def test_quantize__any_batch_close_to_the_module(kind, shape, left):
