@@ -42,6 +42,7 @@ from relayquant.config import (  # noqa: E402
 from relayquant.convert import AffineRule  # noqa: E402
 from relayquant.effort import Effort  # noqa: E402
 from relayquant.errors import (  # noqa: E402
+    AccuracyWarning,
     ConfigError,
     DataError,
     MissingDependencyError,
@@ -53,6 +54,7 @@ from relayquant.errors import (  # noqa: E402
 from relayquant.events import Callback  # noqa: E402
 from relayquant.export import export_onnx  # noqa: E402
 from relayquant.formats import load  # noqa: E402
+from relayquant.guard import Guard, GuardSettings  # noqa: E402
 from relayquant.importers import import_onnx, import_tflite, import_torch  # noqa: E402
 from relayquant.ops import BUILTIN_OPS  # noqa: E402
 
@@ -69,7 +71,6 @@ from relayquant.pipeline import (  # noqa: E402
     lower,
     pipeline,
     prepare,
-    quantize,
     verify,
 )
 from relayquant.plan import Plan, Support  # noqa: E402
@@ -92,8 +93,9 @@ from relayquant.qtypes import (  # noqa: E402
     ValueInfo,
     choose_qparams,
 )
+from relayquant.quantizer import quantize  # noqa: E402
 from relayquant.rewrite import Skip  # noqa: E402
-from relayquant.search import FallbackResult, fallback, sensitivity  # noqa: E402
+from relayquant.search import FallbackResult, fallback, minutes, sensitivity  # noqa: E402
 
 __all__ = [
     "ACCELERATOR",
@@ -105,6 +107,7 @@ __all__ = [
     "X86",
     "Accumulator",
     "AccumulatorReport",
+    "AccuracyWarning",
     "AdaRoundSettings",
     "AffineRule",
     "AverageMax",
@@ -123,6 +126,8 @@ __all__ = [
     "FixedOutput",
     "FloatConfig",
     "Granularity",
+    "Guard",
+    "GuardSettings",
     "KLDivergence",
     "MinMax",
     "MissingDependencyError",
@@ -175,6 +180,7 @@ __all__ = [
     "lower",
     "measure_growth",
     "merge_statistics",
+    "minutes",
     "pipeline",
     "prepare",
     "quantize",

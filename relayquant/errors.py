@@ -1,4 +1,4 @@
-"""Errors of every stage: what is wrong, where, what is allowed and what to do about it."""
+"""Errors and warnings of every stage: what is wrong, where, what is allowed and what to do."""
 
 from __future__ import annotations
 
@@ -34,6 +34,10 @@ class WorkerError(RelayQuantError, RuntimeError):
 
 class MissingDependencyError(RelayQuantError, ImportError):
     """An optional package is needed; the message says which extra installs it."""
+
+
+class AccuracyWarning(UserWarning):
+    """The integer model does not follow the float model, or a bound on accuracy was not met."""
 
 
 # An exception that crosses a C++ frame of TVM keeps its Python type only when it is registered.

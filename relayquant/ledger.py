@@ -116,18 +116,95 @@ class InterfaceValue:
 
 
 @dataclass(frozen=True)
+class GuardResult:
+    """What the guard saw when it ran the integer model beside the float model.
+
+    Attributes:
+        samples: Calibration samples that both ran on.
+        sqnr: Of the worst output, dB, within -999 and 999.
+        disagreement: Share of samples with clearly another answer, at the worst output.
+        is_parted: Whether the outputs parted when all of the plan was quantized.
+        operator: Where it starts: the first operator whose result is off; "" if they did not part.
+        reverted: Operators that were put back to float.
+        sqnr_before, disagreement_before: The same numbers before that.
+    """
+
+    samples: int
+    sqnr: float
+    disagreement: float = 0.0
+    is_parted: bool = False
+    operator: str = ""
+    reverted: tuple[str, ...] = ()
+    sqnr_before: float | None = None
+    disagreement_before: float | None = None
+
+    def __str__(self) -> str:
+        """One line."""
+        seen = (
+            f"guard: outputs on {self.samples} samples: {self.sqnr:.1f} dB SQNR, "
+            f"{self.disagreement:.0%} of the answers clearly others"
+        )
+        if self.reverted:
+            return f"{seen}; for that, back in float: {', '.join(self.reverted)}"
+        return f"{seen}; it starts at {self.operator}" if self.is_parted else seen
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> GuardResult:
+        return GuardResult(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """What the search for the fewest operators to put back found.
+
+    Attributes:
+        score: The user's metric of the module.
+        float_score: That of the float model against itself.
+        is_met: Whether the score is within the bound.
+        trials: Modules that were measured.
+        reverted, dtype: Operators that were put back, and to what.
+        mapping: The QConfigMapping that makes the module, for `QConfigMapping.from_dict`; None
+            where it holds a callable.
+    """
+
+    score: float
+    float_score: float
+    is_met: bool
+    trials: int
+    reverted: tuple[str, ...] = ()
+    dtype: str = "float32"
+    mapping: Mapping[str, Any] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> SearchResult:
+        return SearchResult(**{**data, "reverted": tuple(data["reverted"])})
+
+
+@dataclass(frozen=True)
 class Ledger:
-    """Rows in topological order, the backend they were made for, and the effort of calibration."""
+    """Rows in topological order, the backend they were made for, the effort of calibration, and
+    what the guard and the search for a metric saw (None when they did not run).
+    """
 
     rows: tuple[LedgerRow, ...]
     backend: str = ""
     effort: str = ""
     inputs: tuple[InterfaceValue, ...] = ()
     outputs: tuple[InterfaceValue, ...] = ()
+    guard: GuardResult | None = None
+    search: SearchResult | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """{"backend": name, "effort": name, "operators": rows, "inputs": values, "outputs":
-        values}, all as dicts.
+        values, "guard": result or None, "search": result or None}, all as dicts.
         """
         return {
             "backend": self.backend,
@@ -135,6 +212,8 @@ class Ledger:
             "operators": [row.to_dict() for row in self.rows],
             "inputs": [value.to_dict() for value in self.inputs],
             "outputs": [value.to_dict() for value in self.outputs],
+            "guard": self.guard.to_dict() if self.guard is not None else None,
+            "search": self.search.to_dict() if self.search is not None else None,
         }
 
     @staticmethod
@@ -144,7 +223,16 @@ class Ledger:
             tuple(InterfaceValue.from_dict(value) for value in data.get(key, ()))
             for key in ("inputs", "outputs")
         )
-        return Ledger(rows, data.get("backend", ""), data.get("effort", ""), inputs, outputs)
+        guard, search = data.get("guard"), data.get("search")
+        return Ledger(
+            rows,
+            data.get("backend", ""),
+            data.get("effort", ""),
+            inputs,
+            outputs,
+            GuardResult.from_dict(guard) if guard is not None else None,
+            SearchResult.from_dict(search) if search is not None else None,
+        )
 
     def __str__(self) -> str:
         """One line for each operator; `relayquant.report.ledger_table` makes a table of it."""
@@ -262,6 +350,14 @@ def read_ledger(mod: tvm.IRModule) -> Ledger:
             "Pass what relayquant.quantize, lower or convert_to_reference returned."
         )
     return ledger
+
+
+def write_ledger(mod: tvm.IRModule, ledger: Ledger) -> tvm.IRModule:
+    """A module that is the same but for its ledger."""
+    functions = dict(mod.functions_items())
+    changed = tvm.IRModule(functions, attrs=mod.attrs)
+    changed["main"] = mod["main"].with_attrs(ledger_attrs(ledger))
+    return changed
 
 
 def ledger_attrs(ledger: Ledger) -> dict[str, str]:

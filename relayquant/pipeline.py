@@ -72,7 +72,7 @@ T = TypeVar("T")
 ACCUMULATOR_ROUNDS = 4
 
 
-def quantize(
+def quantize_once(
     mod: tvm.IRModule,
     params: Mapping[str, Any] | None,
     dataset: Any,
@@ -88,37 +88,10 @@ def quantize(
     strict: bool = False,
     checkpoint: str | Path | None = None,
     executor: futures.Executor | None = None,
-) -> tvm.IRModule:
-    """Quantize a float model after training, or what is still float of one that is quantized in
-    part.
+) -> tuple[PreparedModel, tvm.IRModule]:
+    """All stages, once: the calibrated model and its integer module.
 
-    Args:
-        mod: Module with a Relax function main, float32. What has quantization parameters already
-            (quantize and dequantize operators) keeps them.
-        params: {name: array}, or None when they are bound already.
-        dataset: Representative inputs, a few hundred samples: anything re-iterable that yields
-            dicts {input: array}, tuples in input order, or single arrays; a path to an .npz; or a
-            function that returns an iterator.
-        backend: "x86", "arm", "generic", or a BackendConfig.
-        qconfig_mapping: Which operator is quantized how; the backend's default for all when None.
-        calibration: Observer, or callable `(ValueInfo, samples) -> QParams`, for all activations.
-        effort: "fast", "balanced" or "best": how much work calibration does for accuracy; see
-            `Effort`.
-        input_dtypes, output_dtypes: {name: integer dtype} of what main is to take and return as
-            integers, e.g. {"x": "uint8"}. `ledger(qmod).inputs` and `.outputs` hold their scales
-            and zero points.
-        parameters: {value: QParams} that are not calibrated any more; see `load_qparams`.
-        callbacks: See `relayquant.events.Callback`.
-        strict: Raise one error that lists every operator whose QConfig cannot be served, instead of
-            keeping them in float.
-        checkpoint, executor: See `calibrate`.
-
-    Returns:
-        A module with the same inputs and outputs that computes on integers. `tvm.compile` takes it
-        as it is; `relayquant.compile` makes it fast. It carries its `ledger`.
-
-    Raises:
-        ModelError, DataError, ConfigError: the model, the data or the configuration is wrong.
+    Arguments and errors as for `relayquant.quantize`, which looks at the result as well.
     """
     events = CallbackList.of(callbacks)
     prepared = prepare(
@@ -142,8 +115,8 @@ def quantize(
         checkpoint=checkpoint,
         executor=executor,
     )
-    reference = _stage(events, "convert", lambda: convert_to_reference(prepared))
-    return _stage(events, "lower", lambda: lower(reference, prepared.backend))
+    reference = run_stage(events, "convert", lambda: convert_to_reference(prepared))
+    return prepared, run_stage(events, "lower", lambda: lower(reference, prepared.backend))
 
 
 def prepare(
@@ -174,7 +147,7 @@ def prepare(
     backend = resolve_backend(backend_config)
     level = resolve_effort(effort)
     mapping = qconfig_mapping or default_mapping(backend, level)
-    canonical = _stage(events, "prepare", lambda: prepare_module(mod, params))
+    canonical = run_stage(events, "prepare", lambda: prepare_module(mod, params))
     is_quantized = has_quantized_values(canonical)
     if is_quantized:
         if find_ledger(canonical) is not None:
@@ -186,12 +159,12 @@ def prepare(
     inputs, outputs = describe_interface(canonical, input_dtypes or {}, output_dtypes or {})
     if dataset is not None:
         kept = {value.name for value in inputs if value.is_integer}
-        canonical = _stage(events, "equalize", lambda: equalize(canonical, dataset, kept))
+        canonical = run_stage(events, "equalize", lambda: equalize(canonical, dataset, kept))
     wanted = {value.name for value in outputs if value.is_integer}
-    plan = _stage(events, "annotate", lambda: annotate(canonical, backend, mapping, wanted))
+    plan = run_stage(events, "annotate", lambda: annotate(canonical, backend, mapping, wanted))
     plan = fix_parameters(plan, find_known(canonical) if is_quantized else {}, parameters)
     report_unserved(plan, strict=strict)
-    graph = _stage(events, "simulate", lambda: build_calibration_graph(canonical, plan, backend))
+    graph = run_stage(events, "simulate", lambda: build_calibration_graph(canonical, plan, backend))
     check_stage(graph.mod, Stage.SIMULATED, with_integers=is_quantized)
     return PreparedModel(
         canonical,
@@ -357,10 +330,10 @@ def calibrate(
         fill(prepared.constants, result.constants)
         fill(prepared.statistics, result.statistics)
 
-    _stage(events, "calibrate", lambda: pick({}))
+    run_stage(events, "calibrate", lambda: pick({}))
     bounds = {op.accumulator.bound for op in prepared.plan.operators if op.accumulator}
     if bounds - {OverflowBound.NONE}:
-        _stage(events, "fit accumulators", lambda: fit_accumulators(prepared, dataset, pick))
+        run_stage(events, "fit accumulators", lambda: fit_accumulators(prepared, dataset, pick))
     return prepared
 
 
@@ -546,7 +519,7 @@ def ledger(mod: tvm.IRModule) -> Ledger:
     return read_ledger(mod)
 
 
-def _stage(events: CallbackList, name: str, run: Callable[[], T]) -> T:
+def run_stage(events: CallbackList, name: str, run: Callable[[], T]) -> T:
     """Run one stage between its two events."""
     events.on_stage_start(StageEvent(name))
     start = time.perf_counter()

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import tvm
 
+from relayquant.analysis.search_state import SearchState, make_fingerprint, trial_key
 from relayquant.analysis.sensitivity import (
     Metric,
     SensitivityReport,
@@ -25,10 +27,12 @@ from relayquant.analysis.sensitivity import (
 from relayquant.annotate import annotate
 from relayquant.calibrate.datasets import Dataset, open_dataset
 from relayquant.calibrate.inputs import describe_inputs
-from relayquant.config import BackendConfig, QConfigMapping
+from relayquant.calibrate.observers import MinMax
+from relayquant.config import BackendConfig, QConfig, QConfigMapping, TensorConfig
 from relayquant.effort import Effort, resolve_effort
 from relayquant.errors import ConfigError
 from relayquant.events import Callback, CallbackList, ProgressEvent
+from relayquant.ledger import SearchResult, read_ledger, write_ledger
 from relayquant.pipeline import (
     calibrate,
     compile,
@@ -39,6 +43,7 @@ from relayquant.pipeline import (
 )
 from relayquant.plan import OperatorPlan
 from relayquant.prepared import PreparedModel
+from relayquant.qtypes import QSpec, Scheme
 from relayquant.runtime import Executor
 
 
@@ -70,6 +75,10 @@ def sensitivity(
     )
 
 
+#: what an operator is put back to
+FLOAT, WIDE = "float32", "int16"
+
+
 @dataclass(frozen=True)
 class FallbackResult:
     """What `fallback` found. Unpacks as `qmod, mapping`.
@@ -77,7 +86,8 @@ class FallbackResult:
     Attributes:
         mod: The quantized module.
         mapping: The QConfigMapping that makes it, for `quantize(..., qconfig_mapping=...)`.
-        reverted: Names of the operators that were put back to float, the most sensitive first.
+        reverted: Names of the operators that were put back, the most sensitive first.
+        dtype: What they were put back to: "float32", or "int16" where that was enough.
         score: The metric of `mod`.
         float_score: The metric of the float model against itself.
         is_met: Whether score >= float_score - max_drop.
@@ -91,14 +101,40 @@ class FallbackResult:
     float_score: float
     is_met: bool
     trials: int
-
-    @property
-    def rank(self) -> tuple[bool, float]:
-        """Higher is better: within the bound with few operators in float, else near it."""
-        return self.is_met, -len(self.reverted) if self.is_met else self.score
+    dtype: str = FLOAT
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.mod, self.mapping))
+
+    def __str__(self) -> str:
+        lines = [f"{name} -> {self.dtype}" for name in self.reverted]
+        met = "met" if self.is_met else "not met"
+        score = f"score {self.score:.6g}, float {self.float_score:.6g}: the bound is {met}"
+        return "\n".join([*lines, f"{score} after {self.trials} trials"])
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One choice of operators that are put back, and the metric of its integer module."""
+
+    names: tuple[str, ...]
+    dtype: str
+    score: float
+    is_met: bool
+
+    @property
+    def rank(self) -> tuple[float, ...]:
+        """Higher is better: within the bound with few operators in float, or put back at all; else
+        near it.
+        """
+        if not self.is_met:
+            return (0, self.score)
+        return (1, -len(self.names) if self.dtype == FLOAT else 0, -len(self.names))
+
+
+def minutes(count: float) -> float:
+    """Seconds, for `budget=`."""
+    return 60.0 * count
 
 
 def fallback(
@@ -114,14 +150,16 @@ def fallback(
     qconfig_mapping: QConfigMapping | None = None,
     calibration: Any = None,
     effort: Effort | str = Effort.BALANCED,
+    search_state: str | Path | None = None,
     callbacks: Iterable[Callback] | Callback = (),
 ) -> FallbackResult:
-    """Quantize, and put the fewest operators back to float that bring accuracy back.
+    """Quantize, and put the fewest operators back that bring accuracy back.
 
     Operators are ranked by `sensitivity`. The shortest prefix of that order that is good enough is
     found on the calibration graph, whose operators are switched without compiling anything, and
     thinned out there. Then the integer module is built and measured, with more operators in float
-    if it falls short of the simulation, and with fewer as long as the bound is met.
+    if it falls short of the simulation, and with fewer as long as the bound is met. Last, the
+    operators are tried in int16, where the backend runs all of them so.
 
     Args:
         mod, params, dataset, backend, qconfig_mapping, calibration, effort: As for `quantize`.
@@ -133,11 +171,15 @@ def fallback(
         budget: Seconds after which no further trial begins; what the search has found by then is
             still built and measured. None: no bound.
         validation: Samples that the metric is measured on; `dataset` if None.
+        search_state: A JSON file that is written, whole, after every measurement: what was
+            measured, and the best mapping so far. A search that finds it there goes on from it. It
+            knows model and settings, not the metric and the data: those must be the same.
         callbacks: Told of progress.
 
     Raises:
-        ConfigError: max_drop is negative or budget not positive, or the metric returns no number.
-        ModelError, DataError: as `quantize`.
+        ConfigError: max_drop is negative or budget not positive, the metric returns no number, or
+            `search_state` is that of another search.
+        ModelError, DataError: as `quantize`; or `search_state` is damaged.
     """
     if not max_drop >= 0 or (budget is not None and not budget > 0):
         raise ConfigError(
@@ -160,42 +202,133 @@ def fallback(
     simulation = Simulation(prepared, data, compile, metric)
     float_score = apply_metric(metric, simulation.expected, simulation.expected)
     bound = float_score - max_drop
-    best: FallbackResult | None = None
-    trials = 0
+    state = open_state(search_state, prepared, max_drop, calibration)
+    built: dict[Trial, tvm.IRModule] = {}
+    trials: list[Trial] = []
 
-    def build(names: Sequence[str]) -> FallbackResult:
-        """The integer module with these operators in float, measured; keeps the best so far."""
-        nonlocal best, trials
-        mapping = add_float_lines(prepared, names, base)
-        changed = calibrated(mapping) if names else prepared
-        qmod = lower(convert_to_reference(changed), changed.backend)
-        score = apply_metric(metric, simulation.expected, run_all(qmod, data))
-        trials += 1
-        events.on_progress(ProgressEvent("fallback", trials, None, unit="module"))
-        found = FallbackResult(
-            qmod, mapping, tuple(names), score, float_score, score >= bound, trials
-        )
-        if best is None or found.rank > best.rank:
-            best = found
+    def find_mapping(names: Sequence[str], dtype: str) -> QConfigMapping:
+        wide = make_wide(prepared) if dtype == WIDE else None
+        return add_float_lines(prepared, names, base, wide)
+
+    def build(names: Sequence[str], dtype: str) -> tvm.IRModule:
+        changed = calibrated(find_mapping(names, dtype)) if names else prepared
+        return lower(convert_to_reference(changed), changed.backend)
+
+    def measure(names: Sequence[str], dtype: str = FLOAT) -> Trial:
+        """The integer module with these operators put back, measured; keeps the best so far."""
+        key = trial_key(names, dtype)
+        module = None
+        if key not in state.trials:
+            module = build(names, dtype)
+            state.trials[key] = apply_metric(metric, simulation.expected, run_all(module, data))
+        score = state.trials[key]
+        found = Trial(tuple(names), dtype, score, score >= bound)
+        trials.append(found)
+        if found is max(trials, key=lambda trial: trial.rank):
+            built.clear()
+            if module is not None:
+                built[found] = module
+            state.best = describe_best(found, find_mapping(names, dtype))
+        state.save()
+        events.on_progress(ProgressEvent("fallback", len(trials), None, unit="module"))
         return found
 
-    found = build(())
-    if found.is_met or time.monotonic() >= deadline:
-        return found
-    order = rank_operators(simulation, events, deadline)
-    names = search_simulated(simulation, base, order, bound, deadline)
-    found, count = build(names), len(names)
+    if not measure(()).is_met and time.monotonic() < deadline:
+        order = rank_operators(simulation, events, deadline, state)
+        names = search_simulated(simulation, base, order, bound, deadline)
+        found = search_integers(measure, order, names, deadline)
+        if found.is_met and time.monotonic() < deadline:
+            plan = annotate(prepared.mod, prepared.backend, find_mapping(found.names, WIDE))
+            if all(plan.operator(name).quantized for name in found.names):
+                measure(found.names, WIDE)
+    best = max(trials, key=lambda trial: trial.rank)
+    module = built[best] if best in built else build(best.names, best.dtype)
+    mapping = find_mapping(best.names, best.dtype)
+    seen = SearchResult(
+        best.score,
+        float_score,
+        best.is_met,
+        len(trials),
+        best.names,
+        best.dtype,
+        describe_best(best, mapping)["mapping"],
+    )
+    module = write_ledger(module, replace(read_ledger(module), search=seen))
+    return FallbackResult(
+        module,
+        mapping,
+        best.names,
+        best.score,
+        float_score,
+        best.is_met,
+        len(trials),
+        best.dtype,
+    )
+
+
+def search_integers(
+    measure: Callable[[Sequence[str]], Trial],
+    order: Sequence[str],
+    names: Sequence[str],
+    deadline: float,
+) -> Trial:
+    """From what suffices in simulation to what suffices in integers, and no more."""
+    found, count = measure(names), len(names)
     while not found.is_met and count < len(order) and time.monotonic() < deadline:
         # The simulation promised more than the integers keep: twice as many more each time.
         count = min(2 * count + 1, len(order))
         names = [name for i, name in enumerate(order) if i < count or name in names]
-        found = build(names)
+        found = measure(names)
     # It may also promise less: its ranges were picked behind what is now in float.
     low, high = 0, len(names) if found.is_met else 0
     while high - low > 1 and time.monotonic() < deadline:
         middle = (low + high) // 2
-        low, high = (low, middle) if build(names[:middle]).is_met else (middle, high)
-    return replace(best or found, trials=trials)
+        fewer = measure(names[:middle])
+        low, high = (low, middle) if fewer.is_met else (middle, high)
+        found = fewer if fewer.is_met else found
+    return found
+
+
+def make_wide(prepared: PreparedModel) -> QConfig | None:
+    """int16 operands and results, weights as they are by default; None without a default."""
+    qconfig = prepared.backend.default_qconfig
+    if qconfig is None:
+        return None
+    wide = TensorConfig(QSpec(WIDE, Scheme.SYMMETRIC), MinMax())
+    return replace(qconfig, activation=wide, output=None)
+
+
+def open_state(
+    path: str | Path | None, prepared: PreparedModel, max_drop: float, calibration: Any
+) -> SearchState:
+    """The state of this search; an empty one without a path."""
+    if path is None:
+        return SearchState(None, "")
+    settings = {
+        "backend": prepared.backend.name,
+        "effort": prepared.effort,
+        "max_drop": max_drop,
+        "calibration": getattr(calibration, "__qualname__", repr(calibration)),
+        "plan": [(op.name, op.quantized) for op in prepared.plan.operators],
+    }
+    return SearchState.open(path, make_fingerprint(prepared.mod, settings))
+
+
+def describe_best(trial: Trial, mapping: QConfigMapping) -> dict[str, Any]:
+    """The best trial for the file: what `QConfigMapping.from_dict` reads is under "mapping"; None
+    where the mapping holds a callable.
+    """
+    try:
+        plain = mapping.to_dict()
+    except ConfigError:
+        plain = None
+    return {
+        "reverted": list(trial.names),
+        "dtype": trial.dtype,
+        "score": trial.score,
+        "is_met": trial.is_met,
+        "mapping": plain,
+    }
 
 
 def search_simulated(
@@ -235,22 +368,30 @@ def search_simulated(
     return names
 
 
-def rank_operators(simulation: Simulation, events: CallbackList, deadline: float) -> list[str]:
+def rank_operators(
+    simulation: Simulation,
+    events: CallbackList,
+    deadline: float,
+    state: SearchState | None = None,
+) -> list[str]:
     """Names of the operators, the most sensitive first; in half of the time that is left.
 
     By SQNR: a metric such as an accuracy does not tell small damage from none. Those that time did
-    not suffice for come last.
+    not suffice for come last. What `state` knows is not measured again.
     """
     start = time.monotonic()
     half = start + (deadline - start) / 2
     operators = find_rounding_operators(simulation.prepared)
-    scores: dict[str, float] = {}
+    state = state or SearchState(None, "")
+    scores = state.ranking
     # From both ends of the model, where the sensitive ones usually are.
     outside = sorted(operators, key=lambda op: min(operators.index(op), operators[::-1].index(op)))
     for done, operator in enumerate(outside, 1):
-        if time.monotonic() >= half:
-            break
-        scores[operator.name] = simulation.sqnr([operator])
+        if operator.name not in scores:
+            if time.monotonic() >= half:
+                break
+            scores[operator.name] = simulation.sqnr([operator])
+            state.save()
         events.on_progress(ProgressEvent("sensitivity", done, len(operators), unit="operator"))
     return sorted((op.name for op in operators), key=lambda name: scores.get(name, math.inf))
 

@@ -14,7 +14,7 @@ import tvm
 
 from relayquant.errors import MissingDependencyError, ModelError
 from relayquant.importers import import_torch as load
-from relayquant.pipeline import quantize as quantize_module
+from relayquant.quantizer import quantize as quantize_module
 
 __all__ = ["export", "load", "quantize"]
 

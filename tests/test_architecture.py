@@ -33,7 +33,16 @@ LAYERS: list[set[str]] = [
         "relay",
     },
     {"backends", "analysis", "effort", "formats"},
-    {"finish", "pipeline", "prepared_edit", "search", "testing", "torch"},
+    {
+        "finish",
+        "guard",
+        "pipeline",
+        "prepared_edit",
+        "quantizer",
+        "search",
+        "testing",
+        "torch",
+    },
     {"report", "demo"},
     {"cli", "__init__", "__main__"},
 ]

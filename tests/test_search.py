@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import math
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 import relayquant as rq
+from relayquant.analysis.search_state import SearchState, trial_key
 from relayquant.demo import load_digits
+from relayquant.events import CallbackList
+from relayquant.ledger import Ledger
+from relayquant.plan import OperatorPlan
 from relayquant.runtime import Executor
+from relayquant.search import Trial, make_wide, rank_operators, search_integers
 
 BROKEN = "conv2/relu"
 
@@ -30,19 +39,30 @@ def clip_one(info, samples):
     return rq.choose_qparams(low, high / (50 if info.name == BROKEN else 1), info.spec)
 
 
-def test_fallback__nothing_to_do(digits):
+def test_quantize__metric_that_is_met_at_once(digits):
     mod, params, data = digits
-    found = rq.fallback(mod, params, data, relative_error, effort="fast", max_drop=0.1)
+    qmod = rq.quantize(mod, params, data, effort="fast", metric=relative_error, max_drop=0.1)
+    found = rq.ledger(qmod).search
     assert found.is_met
     assert found.reverted == ()
     assert found.trials == 1
     assert found.float_score == 0.0
+    assert -0.1 < found.score < 0
+    assert rq.ledger(qmod).guard is None, "the metric takes the guard's place"
 
 
-def test_fallback__puts_back_what_is_broken(digits):
+def test_fallback__puts_back_what_is_broken(digits, tmp_path):
     mod, params, data = digits
+    path = tmp_path / "search.json"
     found = rq.fallback(
-        mod, params, data, relative_error, effort="fast", max_drop=0.1, calibration=clip_one
+        mod,
+        params,
+        data,
+        relative_error,
+        effort="fast",
+        max_drop=0.1,
+        calibration=clip_one,
+        search_state=path,
     )
     assert found.is_met
     assert found.reverted == (BROKEN,)
@@ -52,14 +72,100 @@ def test_fallback__puts_back_what_is_broken(digits):
     (expected,) = Executor(rq.compile(mod)).run("main", data)
     (got,) = Executor(rq.compile(found.mod)).run("main", data)
     assert relative_error([expected], [got]) == pytest.approx(found.score, rel=1e-4)
-    # The mapping makes the module again.
     qmod, mapping = found
-    again = rq.quantize(
-        mod, params, data, qconfig_mapping=mapping, calibration=clip_one, effort="fast"
-    )
-    (repeated,) = Executor(rq.compile(again)).run("main", data)
-    np.testing.assert_array_equal(repeated, got)
     assert qmod is found.mod
+    assert f"{BROKEN} -> float32" in str(found)
+    # The file has all that was measured, and the mapping, which makes the module again.
+    state = json.loads(path.read_text())
+    assert len(state["trials"]) == found.trials
+    assert set(state["ranking"]) >= {BROKEN, "conv1/relu", "logits"}
+    assert state["best"]["reverted"] == [BROKEN]
+    assert ledger.search.mapping == state["best"]["mapping"]
+    assert rq.QConfigMapping.from_dict(state["best"]["mapping"]) == mapping
+    prepared = rq.prepare(mod, params, mapping, dataset=data, effort="fast")
+    rq.calibrate(prepared, data, calibration=clip_one)
+    again = rq.lower(rq.convert_to_reference(prepared))
+    for one, other in zip(rq.reference.run(again, data), rq.reference.run(qmod, data), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_search_state__goes_on_where_it_stopped(tmp_path):
+    path = tmp_path / "search.json"
+    state = SearchState.open(path, "this")
+    assert (state.ranking, state.trials, state.best) == ({}, {}, {})
+    state.ranking["a"], state.trials[trial_key(["b", "a"], "int16")] = float("inf"), 0.5
+    state.best = {"reverted": ["a"], "mapping": None}
+    state.save()
+    again = SearchState.open(path, "this")
+    assert (again.ranking, again.trials, again.best) == (state.ranking, state.trials, state.best)
+    assert again.trials[trial_key(["a", "b"], "int16")] == 0.5
+    assert trial_key([], "int16") == trial_key([], "float32")
+    assert [file.name for file in tmp_path.iterdir()] == ["search.json"]
+    with pytest.raises(rq.ConfigError, match="search with another model"):
+        SearchState.open(path, "other")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "other"}', '{"format": 1', "\0"])
+def test_search_state__damaged_file(tmp_path, text):
+    path = tmp_path / "search.json"
+    path.write_text(text)
+    with pytest.raises(rq.DataError, match=r"search\.json is no search state, or is damaged"):
+        SearchState.open(path, "this")
+
+
+def test_rank_operators__known_scores_are_not_measured_again():
+    operators = [OperatorPlan(name, "relax.matmul", (name,), "dense", True, (("data", "x"),)) for
+                 name in "abc"]  # fmt: skip
+    asked = []
+
+    class Stub:
+        prepared = SimpleNamespace(plan=rq.Plan(tuple(operators), ()))
+
+        def sqnr(self, quantized):
+            asked.append(quantized[0].name)
+            return 30.0
+
+    state = SearchState(None, "")
+    state.ranking |= {"a": 50.0, "c": 10.0}
+    assert rank_operators(Stub(), CallbackList(), math.inf, state) == ["c", "b", "a"]
+    assert asked == ["b"]
+
+
+def test_trial__int16_before_float_and_few_before_many():
+    def rank(names, dtype, is_met, score=0.0):
+        return Trial(tuple(names), dtype, score, is_met).rank
+
+    assert rank("ab", "int16", True) > rank("a", "float32", True) > rank("ab", "float32", True)
+    assert rank("abc", "float32", True) > rank("a", "int16", False, 0.9)
+    assert rank("a", "float32", False, 0.9) > rank("", "float32", False, 0.1)
+
+
+def test_search_integers__more_if_short_of_the_bound_fewer_if_within():
+    def measure(needed):
+        return lambda names: Trial(tuple(names), "float32", 0.0, needed <= set(names))
+
+    order = list("abcdefgh")
+    assert search_integers(measure({"a", "b"}), order, ["a"], math.inf).names == ("a", "b")
+    assert search_integers(measure({"a"}), order, list("abcd"), math.inf).names == ("a",)
+    assert not search_integers(measure({"x"}), order, ["a"], math.inf).is_met
+
+
+def test_make_wide__int16_of_the_backend():
+    prepared = SimpleNamespace(backend=rq.X86)
+    wide = make_wide(prepared)
+    assert wide.activation.spec.dtype == "int16"
+    assert wide.weight == rq.X86.default_qconfig.weight
+
+
+def test_minutes__are_seconds():
+    assert rq.minutes(2) == 120.0
+
+
+@pytest.mark.parametrize("promise", [{"strict": True}, {"input_dtypes": {"image": "uint8"}}])
+def test_quantize__metric_and_promised_integers_exclude_each_other(digits, promise):
+    mod, params, data = digits
+    with pytest.raises(rq.ConfigError, match=r"Search without them"):
+        rq.quantize(mod, params, data, metric=relative_error, **promise)
 
 
 def test_fallback__bound_out_of_reach_gives_all_in_float(digits):
@@ -69,21 +175,24 @@ def test_fallback__bound_out_of_reach_gives_all_in_float(digits):
     assert not rq.ledger(found.mod).quantized
 
 
-def test_fallback__budget_used_up_gives_the_first_module(digits):
+def test_quantize__budget_used_up_gives_the_first_module(digits):
     mod, params, data = digits
-    found = rq.fallback(
-        mod,
-        params,
-        data,
-        relative_error,
-        effort="fast",
-        max_drop=0.1,
-        calibration=clip_one,
-        budget=1e-3,
-    )
+    with pytest.warns(rq.AccuracyWarning, match=r"not within 0\.1 of -?0 with 0 operators"):
+        qmod = rq.quantize(
+            mod,
+            params,
+            data,
+            metric=relative_error,
+            effort="fast",
+            max_drop=0.1,
+            calibration=clip_one,
+            budget=1e-3,
+        )
+    found = rq.ledger(qmod).search
     assert not found.is_met
     assert found.reverted == ()
     assert found.score < -0.5
+    assert Ledger.from_dict(rq.ledger(qmod).to_dict()) == rq.ledger(qmod)
 
 
 @pytest.mark.parametrize("wrong", [{"max_drop": -1}, {"max_drop": float("nan")}, {"budget": 0}])

@@ -13,6 +13,8 @@ finds and mends it with the tools for the real case.
 # Most trouble comes from calibration data that is not what the model was trained on. ``rq.lint``
 # looks at it before any time is spent.
 
+import warnings
+
 import numpy as np
 
 import relayquant as rq
@@ -50,7 +52,24 @@ def relative_error(mod_) -> float:
 
 
 (logits,) = Executor(rq.compile(mod)).run("main", [demo.images])
-bad = rq.quantize(mod, params, demo.calibration, calibration=pick_range)
+
+# %%
+# ``rq.quantize`` looks at what it made: it runs the integer model beside the float model on a few
+# calibration samples. Where they part, it puts the operators that cause it back to float, says so
+# in a warning, and in the ledger. With ``effort="fast"`` it only warns.
+
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always", rq.AccuracyWarning)
+    guarded = rq.quantize(mod, params, demo.calibration, calibration=pick_range)
+print(caught[0].message)
+print(rq.ledger(guarded).guard)
+print(f"with the guard: error {relative_error(guarded):.1%}")
+
+# %%
+# The guard saves the answers, not the integers. To find the cause, look at the model as it is
+# without it.
+
+bad = rq.quantize(mod, params, demo.calibration, calibration=pick_range, guard=rq.Guard.OFF)
 print(f"broken: error {relative_error(bad):.1%}")
 
 # %%
@@ -101,23 +120,34 @@ print(f"good range: error {relative_error(good):.1%}")
 # %%
 # All of it by itself
 # -------------------
-# ``rq.fallback`` searches for the fewest operators to keep in float so that a metric of yours stays
-# within a bound of the float model's. The metric gets the outputs of both; close over labels for an
-# accuracy: ``lambda expected, got: (got[0].argmax(1) == labels).mean()``.
+# With a metric, ``rq.quantize`` searches for the fewest operators to put back to int16 or float so
+# that the metric stays within a bound of the float model's. It gets the outputs of both; close over
+# labels for an accuracy: ``lambda expected, got: (got[0].argmax(1) == labels).mean()``. What was
+# measured is in a file: a search that was stopped goes on from there.
 
 
 def minus_error(expected: list[np.ndarray], got: list[np.ndarray]) -> float:
     return -float(np.linalg.norm(got[0] - expected[0]) / np.linalg.norm(expected[0]))
 
 
-found = rq.fallback(
-    mod,
-    params,
-    demo.calibration,
-    minus_error,
-    max_drop=0.05,
-    calibration=pick_range,
-    effort="fast",
-    budget=60,
-)
-print(f"{found.reverted} in float: score {found.score:.4f} after {found.trials} trials")
+found = rq.ledger(
+    rq.quantize(
+        mod,
+        params,
+        demo.calibration,
+        metric=minus_error,
+        max_drop=0.05,
+        budget=rq.minutes(1),
+        search_state="search.json",
+        calibration=pick_range,
+        effort="fast",
+    )
+).search
+print(f"{found.reverted} in {found.dtype}: score {found.score:.4f} after {found.trials} trials")
+
+# %%
+# The configuration that was found is plain data, to print, save and use again with
+# ``qconfig_mapping=``; ``rq.fallback`` is the same search and returns it as an object.
+
+patch = rq.QConfigMapping.from_dict(found.mapping)
+print([rule.description for rule in patch.rules])

@@ -17,7 +17,7 @@ import numpy as np
 from relayquant.analysis.sums import ErrorSums
 from relayquant.annotate.claim import read_sources
 from relayquant.calibrate.datasets import Dataset
-from relayquant.config import QConfigMapping, is_below
+from relayquant.config import QConfig, QConfigMapping, is_below
 from relayquant.effort import Effort, apply_effort
 from relayquant.errors import ConfigError, DataError
 from relayquant.events import CallbackList, ProgressEvent
@@ -269,9 +269,12 @@ def join_batches(batches: Sequence[list[np.ndarray]]) -> list[np.ndarray]:
 
 
 def add_float_lines(
-    prepared: PreparedModel, names: Sequence[str], mapping: QConfigMapping
+    prepared: PreparedModel,
+    names: Sequence[str],
+    mapping: QConfigMapping,
+    qconfig: QConfig | None = None,
 ) -> QConfigMapping:
-    """`mapping` with lines that keep exactly these operators in float.
+    """`mapping` with lines that keep exactly these operators in float, or give them `qconfig`.
 
     A line by name also speaks of what is below it ("block" of "block.conv"): where that would be
     another operator, the line counts operators of the type below the name instead.
@@ -287,7 +290,7 @@ def add_float_lines(
             for other_name in (*other.values, *other.sources)
         )
         if not any(is_below(other, name) for other in others):
-            mapping = mapping.set_module_name(name, None)
+            mapping = mapping.set_module_name(name, qconfig)
             continue
         index = 0
         for binding in graph.bindings:
@@ -297,5 +300,5 @@ def add_float_lines(
             if value in operator.values:
                 break
             index += is_below(value, name) or is_below(sources.get(value, value), name)
-        mapping = mapping.set_module_name_object_type_order(name, operator.op, index, None)
+        mapping = mapping.set_module_name_object_type_order(name, operator.op, index, qconfig)
     return mapping

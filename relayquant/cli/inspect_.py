@@ -26,6 +26,8 @@ def run(options: argparse.Namespace) -> int:
     ledger = find_ledger(mod)
     if ledger is not None:
         console.print(ledger_table(ledger.to_dict()["operators"], title=str(options.model)))
+        if ledger.guard is not None:
+            console.print(str(ledger.guard))
     else:
         graph = Graph(mod)
         names = [graph.op_name(binding.var) for binding in graph.bindings]

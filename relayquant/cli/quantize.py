@@ -31,6 +31,18 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--strict", action="store_true", help="an operator left in float is an error"
     )
+    parser.add_argument(
+        "--effort",
+        choices=[level.value for level in rq.Effort],
+        default=rq.Effort.BALANCED.value,
+        help="work that goes into accuracy (default: balanced)",
+    )
+    parser.add_argument(
+        "--guard",
+        choices=[action.value for action in rq.Guard],
+        help="when the outputs do not follow the float model: put operators back to float, warn, "
+        "or do not look (default: revert; warn with --effort fast)",
+    )
     parser.set_defaults(run=run)
 
 
@@ -47,12 +59,17 @@ def run(options: argparse.Namespace) -> int:
             params,
             options.data,
             backend=options.backend,
+            effort=options.effort,
             callbacks=(progress,),
             strict=options.strict,
+            guard=rq.Guard(options.guard) if options.guard else None,
         )
     text = tvm.ir.save_json(qmod)
     write_whole(output, lambda path: path.write_text(text, encoding="utf-8"))
     console = make_console()
-    console.print(ledger_table(rq.ledger(qmod).to_dict()["operators"]))
+    ledger = rq.ledger(qmod)
+    console.print(ledger_table(ledger.to_dict()["operators"]))
+    if ledger.guard is not None:
+        console.print(str(ledger.guard))
     console.print(f"wrote {output}")
     return 0

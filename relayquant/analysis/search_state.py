@@ -1,0 +1,95 @@
+"""Analysis: what a search has measured so far, in one JSON file that is written whole after every
+measurement. A search that was interrupted goes on from it; its best mapping can be used at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import tvm
+
+from relayquant.errors import ConfigError, DataError
+from relayquant.files import write_whole
+
+FORMAT = "relayquant.search.1"
+#: bytes; a ranking of 100,000 operators has less
+MAX_SIZE = 1 << 26
+
+
+class SearchState:
+    """Scores by operator and by trial; kept in memory only when there is no path.
+
+    Attributes:
+        ranking: Operator -> SQNR in dB when it alone is quantized.
+        trials: Name of a trial (see `trial_key`) -> the metric of its integer module.
+    """
+
+    def __init__(self, path: Path | None, fingerprint: str) -> None:
+        self.path, self.fingerprint = path, fingerprint
+        self.ranking: dict[str, float] = {}
+        self.trials: dict[str, float] = {}
+        self.best: dict[str, Any] = {}
+
+    @staticmethod
+    def open(path: str | Path | None, fingerprint: str) -> SearchState:
+        """What is in the file, or nothing yet.
+
+        Raises:
+            DataError: the file is no search state, or damaged.
+            ConfigError: it is that of another model, data or setting.
+        """
+        state = SearchState(None if path is None else Path(path), fingerprint)
+        if state.path is None or not state.path.exists():
+            return state
+        try:
+            if state.path.stat().st_size > MAX_SIZE:
+                raise ValueError("it is too large")
+            data = json.loads(state.path.read_text(encoding="utf-8"))
+            if data["format"] != FORMAT:
+                raise ValueError(f"its format is {data['format']!r}")
+            known = str(data["fingerprint"])
+            state.ranking = {str(k): float(v) for k, v in data["ranking"].items()}
+            state.trials = {str(k): float(v) for k, v in data["trials"].items()}
+            state.best = dict(data["best"])
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DataError(
+                f"{state.path} is no search state, or is damaged ({type(error).__name__}: "
+                f"{error}). Delete it, or name another file."
+            ) from error
+        if known != fingerprint:
+            raise ConfigError(
+                f"{state.path} is the state of a search with another model, backend, effort, "
+                "configuration or bound. Delete it, or name another file."
+            )
+        return state
+
+    def save(self) -> None:
+        """Write the file, whole or not at all; nothing without a path."""
+        if self.path is None:
+            return
+        data = {
+            "format": FORMAT,
+            "fingerprint": self.fingerprint,
+            "ranking": self.ranking,
+            "trials": self.trials,
+            "best": self.best,
+        }
+        text = json.dumps(data, indent=1)
+        write_whole(self.path, lambda path: path.write_text(text, encoding="utf-8"))
+
+
+def trial_key(names: Collection[str], dtype: str) -> str:
+    """One text for the operators that are put back and what they are put back to."""
+    return json.dumps([dtype, *sorted(names)]) if names else "[]"
+
+
+def make_fingerprint(mod: tvm.IRModule, settings: Mapping[str, Any]) -> str:
+    """A hash of the prepared model, weights included, and the settings of the search."""
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(tvm.ir.save_json(mod).encode())
+    digest.update(repr(sorted(settings.items())).encode())
+    return digest.hexdigest()

@@ -1,0 +1,150 @@
+"""The one call: all stages of `pipeline` in order, then a look at what came out: the guard, or the
+search that a metric asks for.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from concurrent import futures
+from pathlib import Path
+from typing import Any
+
+import tvm
+
+from relayquant.analysis.sensitivity import Metric
+from relayquant.config import BackendConfig, QConfigMapping
+from relayquant.effort import Effort
+from relayquant.errors import AccuracyWarning, ConfigError
+from relayquant.events import Callback, CallbackList
+from relayquant.guard import Guard, GuardSettings, guard_module
+from relayquant.pipeline import quantize_once, run_stage
+from relayquant.qtypes import QParams
+from relayquant.search import fallback
+
+
+def quantize(
+    mod: tvm.IRModule,
+    params: Mapping[str, Any] | None,
+    dataset: Any,
+    *,
+    backend: BackendConfig | str = "x86",
+    qconfig_mapping: QConfigMapping | None = None,
+    calibration: Any = None,
+    effort: Effort | str = Effort.BALANCED,
+    input_dtypes: Mapping[str, str] | None = None,
+    output_dtypes: Mapping[str, str] | None = None,
+    parameters: Mapping[str, QParams] | None = None,
+    callbacks: Iterable[Callback] | Callback = (),
+    strict: bool = False,
+    checkpoint: str | Path | None = None,
+    executor: futures.Executor | None = None,
+    guard: Guard | GuardSettings | None = None,
+    metric: Metric | None = None,
+    max_drop: float = 0.01,
+    budget: float | None = None,
+    validation: Any = None,
+    search_state: str | Path | None = None,
+) -> tvm.IRModule:
+    """Quantize a float model after training, or what is still float of one that is quantized in
+    part.
+
+    Args:
+        mod: Module with a Relax function main, float32. What has quantization parameters already
+            (quantize and dequantize operators) keeps them.
+        params: {name: array}, or None when they are bound already.
+        dataset: Representative inputs, a few hundred samples: anything re-iterable that yields
+            dicts {input: array}, tuples in input order, or single arrays; a path to an .npz; or a
+            function that returns an iterator.
+        backend: "x86", "arm", "generic", or a BackendConfig.
+        qconfig_mapping: Which operator is quantized how; the backend's default for all when None.
+        calibration: Observer, or callable `(ValueInfo, samples) -> QParams`, for all activations.
+        effort: "fast", "balanced" or "best": how much work calibration does for accuracy; see
+            `Effort`.
+        input_dtypes, output_dtypes: {name: integer dtype} of what main is to take and return as
+            integers, e.g. {"x": "uint8"}. `ledger(qmod).inputs` and `.outputs` hold their scales
+            and zero points.
+        parameters: {value: QParams} that are not calibrated any more; see `load_qparams`.
+        callbacks: See `relayquant.events.Callback`.
+        strict: Raise one error that lists every operator whose QConfig cannot be served, instead of
+            keeping them in float.
+        checkpoint, executor: See `calibrate`.
+        guard: What happens when the integer model does not follow the float model on the first
+            calibration samples. None: operators that cause it are put back to float, with a
+            warning; with effort "fast" there is only the warning. See `Guard`, `GuardSettings`.
+        metric: `(float outputs, quantized outputs) -> float`, higher is better, over all of
+            `validation`: the fewest operators are put back to int16 or float that keep it within
+            `max_drop` of what the float model has against itself, with a warning if `budget`
+            seconds (`relayquant.minutes`) do not suffice. It takes the place of the guard. See
+            `relayquant.fallback`, also for `validation` and `search_state`;
+            `ledger(qmod).search.mapping` makes the module again.
+
+    Returns:
+        A module with the same inputs and outputs that computes on integers. `tvm.compile` takes it
+        as it is; `relayquant.compile` makes it fast. It carries its `ledger`.
+
+    Raises:
+        ModelError, DataError, ConfigError: the model, the data or the configuration is wrong.
+    """
+    events, settings = CallbackList.of(callbacks), GuardSettings.of(guard)
+    if metric is not None:
+        if input_dtypes or output_dtypes or strict or parameters or checkpoint or executor:
+            raise ConfigError(
+                "quantize(metric=) quantizes several times and may put any operator back to float: "
+                "strict, input_dtypes, output_dtypes, parameters, checkpoint and executor do not "
+                "apply. Search without them, then quantize with "
+                "qconfig_mapping=QConfigMapping.from_dict(ledger(qmod).search.mapping) and them."
+            )
+        found = fallback(
+            mod,
+            params,
+            dataset,
+            metric,
+            max_drop=max_drop,
+            budget=budget,
+            validation=validation,
+            backend=backend,
+            qconfig_mapping=qconfig_mapping,
+            calibration=calibration,
+            effort=effort,
+            search_state=search_state,
+            callbacks=events,
+        )
+        if not found.is_met:
+            warnings.warn(
+                f"The metric is {found.score:.6g} and not within {max_drop:g} of "
+                f"{found.float_score:.6g} with {len(found.reverted)} operators put back. A longer "
+                "budget goes on from search_state, if one is given.",
+                AccuracyWarning,
+                stacklevel=2,
+            )
+        return found.mod
+    prepared, qmod = quantize_once(
+        mod,
+        params,
+        dataset,
+        backend=backend,
+        qconfig_mapping=qconfig_mapping,
+        calibration=calibration,
+        effort=effort,
+        input_dtypes=input_dtypes,
+        output_dtypes=output_dtypes,
+        parameters=parameters,
+        callbacks=events,
+        strict=strict,
+        checkpoint=checkpoint,
+        executor=executor,
+    )
+    return run_stage(
+        events,
+        "guard",
+        lambda: guard_module(
+            prepared,
+            qmod,
+            dataset,
+            settings,
+            calibration=calibration,
+            strict=strict,
+            callbacks=events,
+        ),
+    )

@@ -1,0 +1,253 @@
+"""guard: silent on what works; finds, names and mends what was broken on purpose."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import relayquant as rq
+from relayquant.analysis.outputs import OutputGap, count_differing, measure_gaps
+from relayquant.calibrate.datasets import open_dataset
+from relayquant.calibrate.inputs import describe_inputs
+from relayquant.demo import load_digits
+from relayquant.guard import (
+    Guard,
+    GuardSettings,
+    find_first_off,
+    guard_module,
+    keep_parameters,
+    take_batches,
+)
+from relayquant.ledger import Ledger
+
+BROKEN = "conv2/relu"
+
+
+@pytest.fixture(scope="module")
+def digits():
+    demo = load_digits()
+    mod, params = rq.load(str(demo.model_path))
+    return mod, params, [np.concatenate(demo.calibration)[:64]]
+
+
+def clip_one(info, samples):
+    """A fiftieth of the range for one value: all above it is lost."""
+    high = max(float(array.max()) for array in samples)
+    low = min(float(array.min()) for array in samples)
+    return rq.choose_qparams(low, high / (50 if info.name == BROKEN else 1), info.spec)
+
+
+@pytest.fixture(scope="module")
+def broken(digits):
+    """(calibrated model, integer module) with one bad range."""
+    mod, params, data = digits
+    prepared = rq.prepare(mod, params, effort="fast")
+    rq.calibrate(prepared, data, calibration=clip_one)
+    return prepared, rq.lower(rq.convert_to_reference(prepared))
+
+
+@pytest.fixture(scope="module")
+def mended(digits):
+    with pytest.warns(rq.AccuracyWarning) as caught:
+        qmod = rq.quantize(*digits, calibration=clip_one, effort="fast", guard=Guard.REVERT)
+    return qmod, caught
+
+
+def test_guard__silent_on_a_good_model(digits):
+    mod, params, data = digits
+    prepared = rq.calibrate(rq.prepare(mod, params, effort="fast"), data)
+    qmod = rq.lower(rq.convert_to_reference(prepared))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        guarded = guard_module(prepared, qmod, data, GuardSettings(Guard.REVERT))
+    seen = rq.ledger(guarded).guard
+    assert seen is not None
+    assert (seen.samples, seen.is_parted, seen.operator, seen.reverted) == (8, False, "", ())
+    assert seen.sqnr > 25
+    assert seen.disagreement == 0
+    assert rq.ledger(guarded).rows == rq.ledger(qmod).rows
+
+
+def test_guard__puts_back_what_breaks_the_outputs(digits, mended):
+    qmod, caught = mended
+    seen = rq.ledger(qmod).guard
+    assert seen.is_parted
+    assert seen.operator == BROKEN
+    assert seen.sqnr_before < 10 < 20 < seen.sqnr
+    assert seen.reverted
+    floating = {row.name: row for row in rq.ledger(qmod).floating}
+    for name in seen.reverted:
+        assert "put back to float by the guard" in floating[name].reason
+        assert "relayquant.lint" in floating[name].advice
+        assert name in str(caught[0].message)
+    assert caught[0].filename == __file__, "the warning points at who called quantize"
+    # The value with the bad range is rounded no more, and what is before it stays.
+    assert {"conv1/relu", "block1/relu"} <= {row.name for row in rq.ledger(qmod).quantized}
+    (gap,) = measure_gaps(rq.prepare(*digits[:2]).mod, qmod, [{"image": digits[2][0]}])
+    assert gap.sqnr > 20
+
+
+def test_guard__keeps_the_parameters_of_the_rest(broken, mended):
+    _, whole = broken
+    rows = {row.name: row for row in rq.ledger(whole).rows}
+    kept = rq.ledger(mended[0]).quantized
+    assert kept
+    for row in kept:
+        if row.scale:
+            assert row.scale == rows[row.name].scale
+
+
+@pytest.mark.parametrize(
+    ("effort", "action"), [("fast", "WARN"), ("balanced", "REVERT"), ("best", "REVERT")]
+)
+def test_guard__action_by_effort(effort, action):
+    assert GuardSettings().find_action(effort) is Guard[action]
+    assert GuardSettings(Guard.OFF).find_action(effort) is Guard.OFF
+
+
+def test_guard__warning_names_the_operator(digits, broken):
+    with pytest.warns(rq.AccuracyWarning, match="first operator that is off is 'conv2/relu'"):
+        qmod = guard_module(*broken, digits[2], GuardSettings())
+    ledger = rq.ledger(qmod)
+    assert not ledger.floating
+    assert (ledger.guard.is_parted, ledger.guard.operator) == (True, BROKEN)
+
+
+def test_guard__off_runs_nothing(broken):
+    def items():
+        raise AssertionError("the data was read")
+
+    prepared, qmod = broken
+    assert guard_module(prepared, qmod, items, GuardSettings(Guard.OFF)) is qmod
+
+
+def test_guard__strict_keeps_all_integers(digits, broken):
+    with pytest.warns(rq.AccuracyWarning, match="with strict=True no operator goes back"):
+        qmod = guard_module(*broken, digits[2], GuardSettings(Guard.REVERT), strict=True)
+    assert not rq.ledger(qmod).floating
+
+
+def test_guard__keeps_integers_that_main_takes(digits, broken):
+    prepared, qmod = broken
+    (value,) = prepared.inputs
+    prepared = replace(prepared, inputs=(replace(value, requested="uint8"),))
+    with pytest.warns(rq.AccuracyWarning, match="with input_dtypes or output_dtypes no operator"):
+        qmod = guard_module(prepared, qmod, digits[2], GuardSettings(Guard.REVERT))
+    assert not rq.ledger(qmod).floating
+
+
+def test_guard__everything_in_float_if_nothing_less_will_do(digits, broken):
+    settings = GuardSettings(Guard.REVERT, min_sqnr=90, target_sqnr=90)
+    with pytest.warns(rq.AccuracyWarning):
+        qmod = guard_module(*broken, digits[2], settings)
+    assert not rq.ledger(qmod).quantized
+
+
+def test_guard__names_the_first_value_that_is_off(digits, broken):
+    prepared, qmod = broken
+    assert find_first_off(prepared, qmod, [{"image": digits[2][0][:4]}]) == BROKEN
+
+
+def test_keep_parameters__a_value_without_any_is_calibrated(digits, broken):
+    prepared, _ = broken
+    known = {k: v for k, v in prepared.parameters.items() if k != "conv1/relu"}
+    bare = replace(prepared, parameters=known)
+    changed = keep_parameters(bare, ["logits"], digits[2], clip_one)
+    assert changed.parameters.keys() == {group.key for group in changed.plan.groups}
+
+
+def test_take_batches__few_samples_of_the_first_batches(broken):
+    prepared, _ = broken
+    read = []
+
+    def items():
+        for i in range(100):
+            read.append(i)
+            yield np.full((3, 1, 8, 8), i, "float32")
+
+    (batch,) = take_batches(prepared, items, GuardSettings())
+    assert batch["image"].shape == (8, 1, 8, 8)
+    assert batch["image"][:, 0, 0, 0].tolist() == [0, 0, 0, 1, 1, 1, 2, 2]
+    assert len(read) <= 4
+    # What is dear is done for two samples.
+    (batch,) = take_batches(prepared, items, GuardSettings(work=1))
+    assert len(batch["image"]) == 2
+
+
+def test_take_batches__buffer_that_the_reader_uses_again(broken):
+    prepared, _ = broken
+
+    def items():
+        buffer = np.zeros((1, 1, 8, 8), "float32")
+        for i in range(4):
+            buffer[:] = i
+            yield buffer
+
+    (batch,) = take_batches(prepared, items, GuardSettings())
+    assert batch["image"][:, 0, 0, 0].tolist() == [0, 1, 2, 3]
+
+
+def test_count_differing__clear_answers_only():
+    expected = np.array([[0.0, 1.0, 10.0], [0.0, 9.9, 10.0], [5.0, 0.0, 0.0]])
+    # The first is clearly another, the second a near tie, the third the same.
+    got = np.array([[0.0, 3.0, 2.0], [0.0, 10.0, 9.9], [1.0, 0.0, 0.0]])
+    assert count_differing(expected, got) == (1, 3)
+    assert count_differing(expected[:, :, None, None], got[:, :, None, None]) == (1, 3)
+    assert count_differing(expected + 1e6, got - 3) == (1, 3)
+
+
+def test_count_differing__what_is_no_answer():
+    assert count_differing(np.zeros((4, 1)), np.ones((4, 1))) == (0, 0)
+    assert count_differing(np.zeros((2, 3, 4)), np.ones((2, 3, 4))) == (0, 0)
+    assert count_differing(np.zeros(()), np.ones(())) == (0, 0)
+    assert count_differing(np.array([1, 2, 3]), np.array([1, 2, 4])) == (1, 3)
+    assert count_differing(np.full((2, 3), np.nan), np.zeros((2, 3))) == (0, 0)
+
+
+def test_settings__what_parts():
+    settings = GuardSettings()
+    assert not settings.is_parted([OutputGap(15.0, 4, 8), OutputGap(float("inf"))])
+    assert settings.is_parted([OutputGap(30.0), OutputGap(9.0)])
+    assert settings.is_parted([OutputGap(30.0, 5, 8)])
+    assert settings.is_parted([OutputGap(float("-inf"))])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"samples": 0},
+        {"work": 0},
+        {"disagreement": 0},
+        {"disagreement": float("nan")},
+        {"min_sqnr": 30.0},
+        {"min_sqnr": float("nan")},
+        {"action": "revert"},
+    ],
+)
+def test_settings__wrong_ones_are_errors(wrong):
+    with pytest.raises(rq.ConfigError, match="allowed"):
+        GuardSettings(**wrong)
+
+
+def test_quantize__wrong_guard_is_an_error(digits):
+    with pytest.raises(rq.ConfigError, match="guard is 'off'; allowed: a member of Guard"):
+        rq.quantize(*digits, guard="off")
+
+
+def test_ledger__guard_is_read_back_exactly(mended):
+    ledger = rq.ledger(mended[0])
+    assert ledger.guard is not None
+    assert Ledger.from_dict(ledger.to_dict()) == ledger
+
+
+def test_measure_gaps__nan_is_the_largest_gap(digits, broken):
+    prepared, qmod = broken
+    data = open_dataset(digits[2], describe_inputs(prepared.mod))
+    (same,) = measure_gaps(prepared.mod, prepared.mod, data)
+    assert same.sqnr == float("inf")
+    assert (same.differing, same.samples) == (0, 64)
+    (gap,) = measure_gaps(prepared.mod, qmod, data)
+    assert gap.sqnr < 10
