@@ -31,14 +31,14 @@ def measure_peak(target: Target, seconds: float = 0.2) -> float:
     runs within `seconds`, by CPU time, so that a busy machine matters little.
     """
     isa = select_isa(target)
-    registers = min(isa.accumulators, 24)
+    registers = min(isa.accumulators, 24) // isa.pixels
     func = build_peak(isa, registers)
     name = str(func.attrs["global_symbol"])
     kernel = tvm.compile(tvm.IRModule({name: func}), target=target)[name]
     arrays = (
         np.ones(64, isa.activation),
         np.ones(isa.weight_vector, isa.weight_dtype),
-        np.zeros(registers * isa.lanes, "int32"),
+        np.zeros(registers * isa.accumulator_lanes, "int32"),
     )
     tensors = [tvm.runtime.tensor(array) for array in arrays]
     kernel(*tensors)
@@ -47,7 +47,7 @@ def measure_peak(target: Target, seconds: float = 0.2) -> float:
         start = time.thread_time()
         kernel(*tensors)
         best = min(best, time.thread_time() - start)
-    products = isa.lanes * isa.products * registers * ITERATIONS
+    products = isa.accumulator_lanes * isa.products * registers * ITERATIONS
     return 2 * products / best / 1e9
 
 
@@ -55,7 +55,7 @@ def build_peak(isa: Isa, registers: int) -> PrimFunc:
     """PrimFunc(x, w, y): `registers` independent sums of dot products, `ITERATIONS` each."""
 
     def body() -> None:
-        lanes = isa.lanes
+        lanes = isa.accumulator_lanes
         x, w, y = declare_arguments(
             ("x", (64,), isa.activation),
             ("w", (isa.weight_vector,), isa.weight_dtype),
@@ -66,9 +66,8 @@ def build_peak(isa: Isa, registers: int) -> PrimFunc:
             store_vector(total, load_vector(y, i * lanes, lanes), 0, lanes)
         with T.serial(ITERATIONS):
             for total in sums:
-                value = isa.dot(
-                    load_vector(total, 0, lanes), isa.load_activation(x, 0), isa.load_weights(w, 0)
-                )
+                operand = isa.join_words([isa.load_activation(x, 0)] * isa.pixels)
+                value = isa.dot(load_vector(total, 0, lanes), operand, isa.load_weights(w, 0))
                 store_vector(total, value, 0, lanes)
         for i, total in enumerate(sums):
             store_vector(y, load_vector(total, 0, lanes), i * lanes, lanes)

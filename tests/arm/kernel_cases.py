@@ -98,6 +98,14 @@ DENSE = {
     f"dense {m}x{k}x{n}": Dense(m, k, n, "int8", 7, OUT)
     for m, k, n in [(1, 64, 100), (1, 37, 10), (1, 512, 3), (5, 33, 17), (30, 128, 64)]
 }
+#: Each number of rows with several numbers of inputs and of outputs.
+SIZES = (1, 3, 5, 17, 33, 100)
+MATRICES = {
+    f"matrix {m}x{k}x{n}": Dense(m, k, n, "int8", -7, OUT)
+    for i, m in enumerate((1, 2, *SIZES[1:]))
+    for j in range(3)
+    for k, n in [(SIZES[(i + 2 * j) % 6], SIZES[(i + 3 * j + 1) % 6])]
+}
 MATMULS = {
     "batch_matmul of int8": BatchMatmul(3, 7, 20, 32, "int8", 3, "int8", 0, 1e-3, OUT),
     "batch_matmul, odd sizes": BatchMatmul(2, 5, 33, 17, "int8", -9, "uint8", 100, 1e-3, OUT),
@@ -314,4 +322,10 @@ CASES: dict[str, Callable[[], Case]] = {
     "requantize int32 to int32": lambda: make_requantization("int32", Epilogue(dtype="int32")),
     "lookup": make_lookup,
     "concatenate": make_concatenation,
+}
+#: What an instruction set that multiplies rows in pairs does otherwise.
+MATRIX_CASES: dict[str, Callable[[], Case]] = {
+    **{name: CASES[name] for name, spec in CONVOLUTIONS.items() if not spec.is_depthwise},
+    **{name: (lambda s=spec: make_dense(s)) for name, spec in MATRICES.items()},
+    "extreme sums": make_extreme_sums,
 }

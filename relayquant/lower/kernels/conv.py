@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +32,7 @@ from tvm.script.ir_builder import tirx as T
 from tvm.tirx import PrimFunc
 
 from relayquant.errors import ConfigError
-from relayquant.lower.kernels.conv_plan import ConvPlan, pack_panels
+from relayquant.lower.kernels.conv_plan import ConvPlan, choose_plan, pack_panels
 from relayquant.lower.kernels.depthwise import build_depthwise, pack_depthwise
 from relayquant.lower.kernels.emit import (
     CACHE_LINE,
@@ -82,14 +83,14 @@ def build_general_conv2d(
     """The kernel of `build_conv2d` for all but depthwise convolutions."""
 
     def body() -> None:
-        plan = ConvPlan(spec, isa)
+        plan = choose_plan(spec, isa)
         operands = declare_operands(
-            spec, isa, plan.weight_size, plan.channel_size, in_shape, out_shape
+            spec, plan.isa, plan.weight_size, plan.channel_size, in_shape, out_shape
         )
         image = Image(operands.data, spec.height, spec.width)
         threads = spec.macs + STORE_COST * prod(spec.out_shape) >= PARALLEL_THRESHOLD
         if plan.needs_copy:
-            image = emit_prepared_image(operands.data, spec, isa)
+            image = emit_prepared_image(operands.data, spec, plan.isa)
         emit_convolution(plan, image, operands, threads)
 
     return build_kernel(name, body)
@@ -253,18 +254,30 @@ def locate_tile(
 
 
 def emit_start(plan: ConvPlan, operands: Operands, at: TilePosition) -> list[list[Buffer]]:
-    """Accumulators [chain][pixel * blocks + block]; the first chain holds the bias, others 0."""
-    tile, lanes = plan.tile, plan.isa.lanes
-    chains = [alloc_vectors(tile.pixels * tile.blocks, lanes) for _ in range(tile.chains)]
+    """Accumulators [chain][set * blocks + block], a set being `Isa.pixels` pixels of the tile.
+
+    The first chain holds the bias, others 0.
+    """
+    tile, isa, lanes = plan.tile, plan.isa, plan.isa.lanes
+    width, slots = isa.accumulator_lanes, tile.pixels // isa.pixels * tile.blocks
+    chains = [alloc_vectors(slots, width) for _ in range(tile.chains)]
     for slot, acc in enumerate(chains[0]):
-        pixel, block = divmod(slot, tile.blocks)
-        value = load_vector(operands.bias, at.bias + block * lanes, lanes)
-        if operands.row_term is not None:
-            value = value + broadcast(operands.row_term.vload([at.pixel_numbers[pixel]]), lanes)
-        store_vector(acc, value, 0, lanes)
+        first, block = divmod(slot, tile.blocks)
+        sums = []
+        for number in group_pixels(at.pixel_numbers, isa)[first]:
+            value = load_vector(operands.bias, at.bias + block * lanes, lanes)
+            if operands.row_term is not None:
+                value = value + broadcast(operands.row_term.vload([number]), lanes)
+            sums.append(value)
+        store_vector(acc, isa.join_sums(sums), 0, width)
     for acc in (acc for accs in chains[1:] for acc in accs):
-        store_vector(acc, constant("int32", 0, lanes), 0, lanes)
+        store_vector(acc, constant("int32", 0, width), 0, width)
     return chains
+
+
+def group_pixels(values: list[Any], isa: Isa) -> list[list[Any]]:
+    """What belongs to the pixels of a tile, by the sets of pixels that share accumulators."""
+    return [values[i : i + isa.pixels] for i in range(0, len(values), isa.pixels)]
 
 
 def emit_reduction(
@@ -280,6 +293,7 @@ def emit_reduction(
     Pixels and blocks are unrolled, pixels the outer: the swapped order makes LLVM spill.
     """
     spec, isa, blocks = plan.spec, plan.isa, plan.tile.blocks
+    width = isa.accumulator_lanes
     dilation_h, dilation_w = spec.dilation
 
     def steps(tap_h: Expr, tap_w: Expr, word: Expr, count: int) -> None:
@@ -291,16 +305,20 @@ def emit_reduction(
             line = CACHE_LINE // np.dtype(isa.weight_dtype).itemsize
             for element in range(0, count * ahead.step, line):
                 emit_prefetch(operands.weight, ahead.start + index * ahead.step + element, level=2)
-        loads = [
+        pixels = [
             isa.load_activations(image.data, first + start, count) for start in at.pixel_starts
+        ]
+        loads = [
+            [isa.join_words(list(words)) for words in zip(*members, strict=True)]
+            for members in group_pixels(pixels, isa)
         ]
         for i in range(count):
             vectors = at.first_vector + (index + i) * blocks
             for slot, acc in enumerate(chains[i % len(chains)]):
-                pixel, block = divmod(slot, blocks)
+                members, block = divmod(slot, blocks)
                 weights = isa.load_weights(operands.weight, vectors + block)
-                value = isa.dot(load_vector(acc, 0, isa.lanes), loads[pixel][i], weights)
-                store_vector(acc, value, 0, isa.lanes)
+                value = isa.dot(load_vector(acc, 0, width), loads[members][i], weights)
+                store_vector(acc, value, 0, width)
 
     unrolled = ceil_div(len(chains), isa.words_per_load) * isa.words_per_load
     whole, rest = divmod(plan.words, unrolled)
@@ -317,12 +335,14 @@ def emit_results(
 ) -> None:
     """Add up the chains of a tile, and store what the epilogue makes of the sums."""
     isa, epilogue, blocks, lanes = plan.isa, plan.spec.epilogue, plan.tile.blocks, plan.isa.lanes
-    totals = []
-    for accs in zip(*chains, strict=True):
-        total = load_vector(accs[0], 0, lanes)
+    totals: list[Expr] = [None] * (plan.tile.pixels * blocks)  # [pixel * blocks + block]
+    for slot, accs in enumerate(zip(*chains, strict=True)):
+        total = load_vector(accs[0], 0, isa.accumulator_lanes)
         for acc in accs[1:]:
-            total = total + load_vector(acc, 0, lanes)
-        totals.append(total)
+            total = total + load_vector(acc, 0, isa.accumulator_lanes)
+        first, block = divmod(slot, blocks)
+        for member, sums in enumerate(isa.split_sums(total)):
+            totals[(first * isa.pixels + member) * blocks + block] = sums
     if not plan.is_narrow:
         for slot, total in enumerate(totals):
             pixel, block = divmod(slot, blocks)
@@ -362,7 +382,7 @@ def pack_general_conv2d(
     multiplier: NDArray[np.float32] | None,
 ) -> PackedWeights:
     """Constant operands of `build_general_conv2d`."""
-    plan = ConvPlan(spec, isa)
+    plan = choose_plan(spec, isa)
     folded, factors = pack_channels(spec, weight, bias, multiplier, plan.shift, plan.all_channels)
     packed = pack_panels(plan, weight)
     return PackedWeights(packed, folded, factors)

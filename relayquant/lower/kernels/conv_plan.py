@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +43,7 @@ def pick_tile(
     Time of one word in units of dot products: as many as there are, but no less than what the
     loads (one per pixel, one per block) or the latency of the dot product allow; one more where an
     accumulator goes to the stack. Overlapping tiles count as work: sizes which divide evenly win.
+    A tile is of whole accumulators; the output must have at least `isa.pixels` pixels.
     """
     height, width = out_size
     best: tuple[float, Tile] | None = None
@@ -51,6 +53,8 @@ def pick_tile(
         for rows in range(1, min(height, limit) + 1):
             for cols in range(1, min(width, limit // rows) + 1):
                 pixels = rows * cols
+                if pixels % isa.pixels:
+                    continue
                 dots = pixels * blocks
                 chains = min(ceil_div(isa.dots_in_flight, dots), isa.accumulators // dots, words)
                 time = max(dots, pixels + blocks, isa.dots_in_flight / chains) + 1
@@ -61,7 +65,7 @@ def pick_tile(
                 cost = tiles * time * (1 + 0.01 * (rows > 1)) - 0.001 * pixels
                 if best is None or cost < best[0]:
                     best = cost, Tile(rows, cols, blocks, chains)
-    assert best is not None  # sizes are at least 1
+    assert best is not None  # sizes are at least 1, and not less pixels than one accumulator has
     return best[1]
 
 
@@ -181,6 +185,24 @@ class ConvPlan:
         return self.groups * self.panels * self.panel_channels
 
     @cached_property
+    def instructions(self) -> float:
+        """Estimated vector instructions for all tiles and the copy; 16-byte vectors, as Arm has.
+
+        Of each word: the dot products, what brings the activations, and loads of weights. Of each
+        tile: taking accumulators of several pixels apart. The copy loads and stores every vector of
+        the input. Everything else is the same for all instruction sets a target can choose from.
+        """
+        tile, isa = self.tile, self.isa
+        _, rows, cols = self.pixel_grid
+        tiles = ceil_div(rows, tile.rows) * ceil_div(cols, tile.cols) * self.pixel_grid[0]
+        sums, words = tile.pixels * tile.blocks, self.taps[0] * self.taps[1] * self.words
+        weights = tile.blocks * isa.weight_vector * np.dtype(isa.weight_dtype).itemsize / 16
+        step = sums * isa.dot_cost + tile.pixels * isa.word_cost + weights
+        apart = sums * (isa.pixels - 1)
+        copied = 2 * prod(self.spec.in_shape) / 16 if self.needs_copy else 0
+        return tiles * self.groups * self.panels * (words * step + apart) + copied
+
+    @cached_property
     def store_width(self) -> int:
         return min(self.group_out, self.isa.lanes)
 
@@ -216,6 +238,20 @@ class ConvPlan:
         first = np.arange(self.groups)[:, None] * self.group_out
         inside = self.channel_map.reshape(1, -1)
         return np.where(inside < self.group_out, first + inside, -1).reshape(-1)
+
+
+def choose_plan(spec: Conv2d, isa: Isa) -> ConvPlan:
+    """The plan of `spec` that generator and packer follow: of `isa`, where that pays.
+
+    An instruction set for several pixels at once is taken if there are as many, and if it needs
+    fewer instructions than its companion for single pixels.
+    """
+    single = ConvPlan(spec, isa.for_single_pixels())
+    if single.isa is isa:
+        return single
+    plan = ConvPlan(spec, isa)
+    enough = prod(plan.pixel_grid[1:]) >= isa.pixels
+    return plan if enough and plan.instructions < single.instructions else single
 
 
 def pack_panels(plan: ConvPlan, weight: NDArray[np.int8]) -> NDArray[np.integer]:

@@ -186,6 +186,7 @@ def pack_conv2d_transpose(
     Raises:
         ConfigError: a shape does not fit, or the multiplier is missing or not wanted.
     """
+    isa = isa.for_single_pixels()
     plan = TransposePlan(spec, isa)
     whole = Conv2d(
         1, *spec.kernel, spec.in_channels, spec.out_channels, spec.kernel, groups=spec.groups,
@@ -220,6 +221,7 @@ def build_conv2d_transpose(
     out_shape: tuple[int, ...] | None = None,
 ) -> PrimFunc:
     """Kernel of a transposed convolution, with the arguments of `build_conv2d`."""
+    isa = isa.for_single_pixels()
 
     def body() -> None:
         plan = TransposePlan(spec, isa)

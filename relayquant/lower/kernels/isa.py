@@ -6,7 +6,8 @@ product of the two. The generators (convolution, matrix product, depthwise) are 
 these primitives. Another family (see `arm`) is another subclass with its values, and a line in
 `select`; nothing else changes.
 
-    accumulator vector   `lanes` int32 values, one output channel each
+    vector of sums       `lanes` int32 values, one output channel each, of one pixel
+    accumulator          the sums of `pixels` pixels, in the order of the dot product (opaque)
     word                 `products` consecutive activations, one dot step of one lane
     operand              what `load_activation` / `load_weights` return and `dot` takes (opaque)
 """
@@ -78,6 +79,9 @@ class Isa(ABC):
     narrowing: Narrowing | None = None  #: saturating packs, where there are some
     max_blocks: int = 4  #: vectors of weights a register tile may keep beside the accumulators
     words_per_load: int = 1  #: consecutive words that `load_activations` gets best at once
+    pixels: int = 1  #: pixels of one accumulator: the rows of a matrix unit
+    word_cost: float = 1.0  #: instructions that bring one word of one pixel to the dot product
+    dot_cost: float = 1.0  #: instructions of the dot product, per vector of sums
     registers: int = 32  #: vector registers there are
     max_pixels: int = 32  #: pixels a register tile may have, where their words need registers
     has_fma: bool = True  #: whether float32 fma is an instruction (a library call otherwise)
@@ -86,6 +90,11 @@ class Isa(ABC):
     def weight_vector(self) -> int:
         """Elements of packed weights for one accumulator vector and one word."""
         return self.lanes * self.products
+
+    @property
+    def accumulator_lanes(self) -> int:
+        """int32 lanes of one accumulator."""
+        return self.lanes * self.pixels
 
     def zero_point_shift(self, dtype: str) -> int:
         """What is added to zero points (and, modulo 256, to values) of activations of `dtype`."""
@@ -101,6 +110,27 @@ class Isa(ABC):
     def for_depthwise(self, channels: int) -> Isa:
         """The same with vectors that suit a depthwise convolution of so many channels."""
         return self
+
+    def for_single_pixels(self) -> Isa:
+        """The instruction set of this target where a dot product is of one pixel alone.
+
+        It has the same `activation`. Another value than this one only if `pixels` is more than 1.
+        """
+        return self
+
+    def join_words(self, words: list[Expr]) -> Expr:
+        """Operand of `dot`, of the operands that `load_activations` gave for `pixels` pixels."""
+        (word,) = words
+        return word
+
+    def join_sums(self, sums: list[Expr]) -> Expr:
+        """Accumulator of `pixels` vectors of sums."""
+        (vector,) = sums
+        return vector
+
+    def split_sums(self, acc: Expr) -> list[Expr]:
+        """The vectors of sums that `join_sums` had."""
+        return [acc]
 
     @abstractmethod
     def load_activation(self, buffer: Buffer, offset: Expr) -> Expr:

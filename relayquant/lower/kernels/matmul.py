@@ -80,7 +80,7 @@ def build_batch_matmul(
     """PrimFunc(x, w[, residual], y); shapes (B, M, K), (B, N, K), (B, M, N), or as given."""
 
     def body() -> None:
-        plan = ConvPlan(as_conv2d(spec), isa, weights_per_image=True)
+        plan = ConvPlan(as_conv2d(spec), isa.for_single_pixels(), weights_per_image=True)
         added = spec.epilogue.residual
         y_shape = out_shape or (spec.batch, spec.rows, spec.cols)
         x, w, residual, out = declare_arguments(
@@ -92,7 +92,7 @@ def build_batch_matmul(
         threads = spec.macs >= PARALLEL_THRESHOLD
         image = Image(x, 1, spec.rows)
         if plan.needs_copy:
-            image = emit_prepared_image(x, plan.spec, isa)
+            image = emit_prepared_image(x, plan.spec, plan.isa)
         weight, bias = emit_packed_operand(spec, plan, w, threads)
         w_zero_point = spec.w_zero_point - (128 if spec.w_dtype == "uint8" else 0)
         row_term = emit_row_term(spec, image.data, w_zero_point, threads) if w_zero_point else None
