@@ -40,6 +40,7 @@ class LedgerRow:
         support: What became of its QConfig (`relayquant.plan.Support`).
         accumulator: What its sums of products are held in, e.g. "int14 saturate"; "" for the
             kernels' own int32.
+        is_dynamic: Whether its data gets parameters of the run time; its result is float32 then.
     """
 
     name: str
@@ -57,6 +58,7 @@ class LedgerRow:
     rule: str = ""
     support: str = ""
     accumulator: str = ""
+    is_dynamic: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -240,6 +242,7 @@ class Ledger:
         for row in self.rows:
             how = f"{row.pattern} {row.dtype}" if row.quantized else f"float: {row.reason}"
             how += f", accumulator {row.accumulator}" if row.accumulator else ""
+            how += ", dynamic" if row.is_dynamic else ""
             lines.append(
                 f"{row.name}: {row.op} -> {how}" + (f"; {row.advice}" if row.advice else "")
             )
@@ -288,6 +291,7 @@ class Ledger:
                 zero_point=(),
                 scheme="",
                 accumulator="",
+                is_dynamic=False,
             )
             if row.name == name
             else row
@@ -323,6 +327,7 @@ def build_ledger(
                 operator.rule,
                 operator.support.value,
                 operator.accumulator.description if operator.accumulator else "",
+                operator.dynamic is not None,
             )
         )
     return Ledger(tuple(rows), backend)

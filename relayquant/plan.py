@@ -141,6 +141,8 @@ class OperatorPlan:
         is_explicit: Whether that line speaks of this operator, not of all.
         accumulator: What its sums of products are held in; None for that of the kernels.
         compute: Narrow float dtype that it is computed in, "" where it is quantized or float32.
+        dynamic: Specification of its data where that gets parameters of the run time, else None.
+            Such data is in no group: before conversion it is float.
     """
 
     name: str
@@ -158,6 +160,7 @@ class OperatorPlan:
     is_explicit: bool = False
     accumulator: Accumulator | None = None
     compute: str = ""
+    dynamic: QSpec | None = None
 
     @property
     def is_unserved(self) -> bool:
@@ -197,6 +200,11 @@ class Plan:
         """
         group = self.group(key)
         if spec is not None:
+            if spec.is_dynamic:
+                raise ConfigError(
+                    f"Plan.replace({key!r}): a group's parameters are calibrated; for parameters "
+                    "of the run time set a QConfig with a dynamic activation before prepare."
+                )
             spec = spec.stored
             if spec.is_per_channel and group.info.axis is None:
                 raise ConfigError(
@@ -218,6 +226,7 @@ class Plan:
             "operators": [
                 {f.name: to_plain(getattr(op, f.name)) for f in dataclasses.fields(op)}
                 | {"accumulator": op.accumulator.to_dict() if op.accumulator else None}
+                | {"dynamic": op.dynamic.to_dict() if op.dynamic else None}
                 for op in self.operators
             ],
             "groups": [group.to_dict() for group in self.groups],
@@ -243,6 +252,10 @@ class Plan:
             if values.get("accumulator") is not None:
                 values["accumulator"] = Accumulator.from_dict(
                     row["accumulator"], f"{where}.operators[{i}].accumulator"
+                )
+            if values.get("dynamic") is not None:
+                values["dynamic"] = QSpec.from_dict(
+                    row["dynamic"], f"{where}.operators[{i}].dynamic"
                 )
             operators.append(OperatorPlan(**values))
         groups = check_list(found["groups"], f"{where}.groups")

@@ -81,6 +81,9 @@ class QSpec:
             -8..7.
         power_of_two: Scales are powers of two, so that hardware may shift instead of multiply.
         scale_min, scale_max: Bounds of every scale, None for no bound.
+        is_dynamic: Scale and zero point are computed from each tensor when the model runs, as
+            ONNX's DynamicQuantizeLinear does, instead of being calibrated. For the input
+            activations of operators with constant weights; affine, one set per tensor.
     """
 
     dtype: str = "int8"
@@ -91,6 +94,7 @@ class QSpec:
     power_of_two: bool = False
     scale_min: float | None = None
     scale_max: float | None = None
+    is_dynamic: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in INTEGER_LIMITS:
@@ -134,6 +138,18 @@ class QSpec:
                 f"QSpec scale_min={self.scale_min}, scale_max={self.scale_max} holds no power of "
                 "two."
             )
+        if not isinstance(self.is_dynamic, bool):
+            raise ConfigError(f"QSpec.is_dynamic is {self.is_dynamic!r}; allowed: True or False.")
+        if self.is_dynamic and (
+            self.is_symmetric
+            or self.is_per_channel
+            or self.power_of_two
+            or (self.scale_min, self.scale_max) != (None, None)
+        ):
+            raise ConfigError(
+                "QSpec(is_dynamic=True) is affine, one set of parameters per tensor, with any "
+                "scale; leave scheme, granularity, power_of_two, scale_min and scale_max out."
+            )
 
     @property
     def scale_bounds(self) -> tuple[float, float]:
@@ -164,7 +180,8 @@ class QSpec:
         return replace(self, quant_min=low // 2, quant_max=high // 2)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON and TOML; settings that are None are left out."""
+        """Plain data for JSON and TOML; settings that are None are left out, and
+        `is_dynamic` where it is False."""
         data = {
             "dtype": self.dtype,
             "scheme": self.scheme.value,
@@ -174,6 +191,7 @@ class QSpec:
             "power_of_two": self.power_of_two,
             "scale_min": self.scale_min,
             "scale_max": self.scale_max,
+            "is_dynamic": self.is_dynamic or None,
         }
         return {key: value for key, value in data.items() if value is not None}
 

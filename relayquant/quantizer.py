@@ -55,7 +55,9 @@ def quantize(
         params: {name: array}, or None when they are bound already.
         dataset: Representative inputs, a few hundred samples: anything re-iterable that yields
             dicts {input: array}, tuples in input order, or single arrays; a path to an .npz; or a
-            function that returns an iterator.
+            function that returns an iterator. None where nothing needs data: every quantized
+            operator gets the parameters of its data at run time (`QSpec(is_dynamic=True)`). The
+            guard has nothing to look at then.
         backend: "x86", "arm", "generic", or a BackendConfig.
         qconfig_mapping: Which operator is quantized how; the backend's default for all when None.
         calibration: Observer, or callable `(ValueInfo, samples) -> QParams`, for all activations.
@@ -135,6 +137,8 @@ def quantize(
         checkpoint=checkpoint,
         executor=executor,
     )
+    if dataset is None:
+        return qmod
     return run_stage(
         events,
         "guard",

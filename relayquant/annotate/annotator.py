@@ -69,6 +69,7 @@ def annotate(
                 operands=operands[name],
                 output=outputs.get(name),
                 accumulator=claim.accumulator,
+                dynamic=claim.dynamic,
             )
         else:
             skip = claim.skip
@@ -123,8 +124,11 @@ def check_wanted(
 ) -> None:
     """Raise ConfigError for values that are wanted as integers and are computed in float."""
     for claim in claims:
-        if claim.root.name in wanted and claim.root not in quantized:
+        is_float = claim.root not in quantized or claim.dynamic is not None
+        if claim.root.name in wanted and is_float:
             reason = claim.skip.reason if claim.skip else "none of its inputs is quantized"
+            if claim.dynamic is not None:
+                reason = "its data has parameters of the run time"
             raise ConfigError(
                 f"output_dtypes: output {claim.root.name!r} ({claim.op.removeprefix('relax.')}) is "
                 "computed in "
@@ -140,7 +144,11 @@ def decide_quantized(
     Starts with all that may, and removes those that the integers of an anchor neither reach nor
     leave for another anchor, until nothing changes.
     """
-    quantized = {claim.root: claim for claim in claims if claim.can_quantize}
+    # With parameters of the run time an operator takes and gives float values: it stands alone.
+    alone = {claim.root for claim in claims if claim.dynamic is not None}
+    quantized = {
+        claim.root: claim for claim in claims if claim.can_quantize and claim.root not in alone
+    }
     owner = {var: claim.root for claim in claims for var in claim.vars}
     while True:
         below, above = reach_down(quantized.values()), reach_up(quantized.values(), wanted)
@@ -151,7 +159,7 @@ def decide_quantized(
             or (claim.kind is Kind.CONNECTOR and has_float_reader(graph, root, owner, quantized))
         ]
         if not removed:
-            return frozenset(quantized)
+            return frozenset(quantized) | alone
         for root in removed:
             del quantized[root]
 

@@ -24,7 +24,7 @@ from relayquant.config import (
 )
 from relayquant.ops import Kind, Operand, Output, QuantOp
 from relayquant.plan import Support
-from relayquant.qtypes import Role
+from relayquant.qtypes import QSpec, Role
 from relayquant.rewrite import Graph, Match, Skip
 from relayquant.rewrite.graph import call_name, tensor_dtype
 
@@ -61,6 +61,13 @@ class Claim:
     @property
     def can_quantize(self) -> bool:
         return self.skip is None and self.qconfig is not None
+
+    @property
+    def dynamic(self) -> QSpec | None:
+        """Specification of its data where that gets parameters of the run time, else None."""
+        if self.qconfig is None or not self.can_quantize or not self.qconfig.is_dynamic:
+            return None
+        return self.qconfig.activation.spec
 
     @property
     def kind(self) -> Kind | None:
@@ -265,7 +272,13 @@ def find_refusal(
     if row.observation is ObservationType.INPUT_OUTPUT_NOT_OBSERVED:
         reason = f"backend {backend!r} runs {pattern.name} in float on purpose"
         return Skip(reason), Support.NOT_ASKED
+    if qconfig.is_dynamic and pattern.kind is not Kind.ANCHOR and rule.kind is Selector.GLOBAL:
+        reason = "parameters of the run time are for operators with weights, it has none"
+        return Skip(reason), Support.NOT_ASKED
     skip = find_dtype_conflict(row, pattern, qconfig, backend)
+    if skip is None and qconfig.is_dynamic and pattern.realize_dynamic is None:
+        reason = f"pattern {pattern.name!r} has no callback for parameters of the run time"
+        skip = Skip(reason, "give its QuantOp a realize_dynamic")
     return skip, Support.SERVED if skip is None else Support.DTYPE_UNSUPPORTED
 
 

@@ -65,7 +65,9 @@ def build_groups(
     dict[str, tuple[str, ...]],
 ]:
     """(groups in topological order, operands by operator, output by operator, groups by value)."""
-    active = [claim for claim in claims if claim.root in quantized]
+    planned = [claim for claim in claims if claim.root in quantized]
+    # What has parameters of the run time takes and gives float values: only its weight has a group.
+    active = [claim for claim in planned if claim.dynamic is None]
     partition = Partition()
     for node in seed_nodes(active, wanted):
         partition.find(node)
@@ -109,7 +111,7 @@ def build_groups(
 
     operands: dict[str, tuple[tuple[str, str], ...]] = {}
     outputs: dict[str, str] = {}
-    for claim in active:
+    for claim in planned:
         rows = []
         for name, expr, operand in claim.operands():
             if operand.role is Role.BIAS and not _qconfig(claim).has_own_bias:
@@ -118,10 +120,10 @@ def build_groups(
                 group = weight_group(claim, name, expr, operand)
                 groups.append(group)
                 rows.append((name, group.key))
-            elif (expr, operand_spec(claim, primary)) in key_of:
+            elif claim.dynamic is None and (expr, operand_spec(claim, primary)) in key_of:
                 rows.append((name, key_of[expr, operand_spec(claim, primary)]))
         operands[claim.root.name] = tuple(rows)
-        if claim.root in primary:
+        if claim.root in primary and claim.dynamic is None:
             outputs[claim.root.name] = key_of[claim.root, primary[claim.root]]
 
     value_groups: dict[str, list[str]] = {}

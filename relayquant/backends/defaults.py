@@ -55,6 +55,12 @@ def make_pattern(op: QuantOp, activations: tuple[str, ...]) -> PatternConfig:
         if data in BYTES or not is_table
         for result in (data, *(other for other in activations if other != data))
     )
+    if op.realize_dynamic is not None:
+        dtypes += tuple(
+            DTypeConfig(data, "float32", weight="int8", bias="float32", is_dynamic=True)
+            for data in activations
+            if data in BYTES
+        )
     if op.name not in UNIT_RANGES:
         return PatternConfig(op, dtypes)
     fixed = tuple(

@@ -127,7 +127,7 @@ def pick_parameters(
 
     Args:
         prepared: The prepared model; not changed.
-        dataset: See `open_dataset`. Read once.
+        dataset: See `open_dataset`. Read once. None where no value of the plan needs data.
         compile_module: Compiles the segments for this machine.
         calibration: Observer or callable for all activations, instead of the plan's.
         order: See `Order`.
@@ -149,16 +149,19 @@ def pick_parameters(
     plan = prepared.plan
     override = resolve_calibration(calibration) if calibration is not None else None
     pool = check_executor(executor) if executor is not None else None
-    data = open_dataset(dataset, describe_inputs(prepared.mod))
+    needs_data = bool(plan.activations)
+    data = None
+    if needs_data or dataset is not None:
+        data = open_dataset(dataset, describe_inputs(prepared.mod))
     parameters = pick_weight_parameters(prepared)
     for key in (min_scales or {}).keys() & parameters.keys():
         parameters[key] = raise_scale(parameters[key], plan.group(key), min_scales)
     fits = find_fits(prepared)
-    fitted = {f.group.key for f in fits.values()} if fit.is_needed else set()
+    fitted = {f.group.key for f in fits.values()} if fit.is_needed and needs_data else set()
     for group in plan.weights:
         if group.key not in fitted:
             callbacks.on_parameters(ParametersEvent(group.info, parameters[group.key]))
-    if not plan.activations:
+    if data is None or not needs_data:
         return CalibrationResult(parameters, {})
     single = order is Order.PARALLEL
     stops = [f.point for f in fits.values()] if fit.is_needed else []

@@ -113,9 +113,11 @@ class PatternConfig:
         """Why the backend cannot run the pattern with `qconfig`: the first row's reason if none
         fits; else None.
         """
+        # A row of the other kind would only say that it is of the other kind.
+        alike = [row for row in self.dtypes if row.is_dynamic == qconfig.is_dynamic]
         conflicts = [
             row.find_conflict(qconfig, has_weight=has_weight, has_bias=has_bias)
-            for row in self.dtypes
+            for row in alike or self.dtypes
         ]
         if not conflicts:
             return "the backend lists no dtypes for it"

@@ -127,8 +127,9 @@ class DTypeConfig:
         bias: "int32" is in units of data scale x weight scale; another dtype has a grid of its own.
         accumulator: What sums of products are held in, for patterns that have them (convolutions,
             matrix products): an `Accumulator`, or "int14", "int14 wrap".
-        is_dynamic: The backend picks the input's parameters at run time. This package is static:
-            such a row is shown by `explain`, and no QConfig is served by it.
+        is_dynamic: The input's parameters are computed at run time, from each tensor. Serves
+            QConfigs whose activation is dynamic, and no other; `output` and `bias` must be
+            "float32" then, and the accumulator the kernels' own, or none is served.
     """
 
     input: DTypeWithConstraints | str
@@ -175,8 +176,8 @@ class DTypeConfig:
         self, qconfig: QConfig, *, has_weight: bool = True, has_bias: bool = True
     ) -> str | None:
         """Why `qconfig` cannot run with these dtypes, or None when it can."""
-        if self.is_dynamic:
-            return "the backend runs this with parameters of the run time only, a QConfig is static"
+        if self.is_dynamic or qconfig.is_dynamic:
+            return self._find_dynamic_conflict(qconfig, has_weight=has_weight)
         wanted = [("activation", "input", Role.ACTIVATION), ("output", "output", Role.OUTPUT)]
         if has_weight:
             wanted.append(("weight", "weight", Role.WEIGHT))
@@ -191,6 +192,30 @@ class DTypeConfig:
                 f"bias dtype int32 is asked for, the backend runs {self.constraints('bias').dtype}"
             )
         return None
+
+    def _find_dynamic_conflict(self, qconfig: QConfig, *, has_weight: bool) -> str | None:
+        """As `find_conflict`, where the row or the QConfig has parameters of the run time."""
+        if not qconfig.is_dynamic:
+            return "the backend computes the input's parameters at run time, the QConfig is static"
+        if not self.is_dynamic:
+            return "parameters of the run time are asked for (is_dynamic), the backend's are static"
+        for name in ("output", "bias"):
+            if getattr(qconfig, name) is not None:
+                return f"{name} is configured, but that of a dynamic operator is float32"
+            if self.constraints(name).dtype != "float32":
+                return (
+                    f"the backend's {name} dtype is {self.constraints(name).dtype}, but that of a "
+                    "dynamic operator is float32"
+                )
+        if not self.register.is_native:
+            return (
+                f"the backend's accumulator is {self.register.description}, but that of a dynamic "
+                "operator is the kernels' own"
+            )
+        conflict = self.constraints("input").find_conflict(qconfig.activation.spec, "activation")
+        if conflict is None and has_weight:
+            return self.constraints("weight").find_conflict(qconfig.weight.spec, "weight")
+        return conflict
 
     @property
     def description(self) -> str:

@@ -25,22 +25,36 @@ class TensorConfig:
     """How one kind of tensor is quantized: `spec`, and the observer (or callable) that picks
     parameters.
 
-    `calibration` is an `Observer` or a callable `(ValueInfo, samples) -> QParams`.
+    `calibration` is an `Observer` or a callable `(ValueInfo, samples) -> QParams`; None where
+    `spec.is_dynamic`, since nothing is calibrated then.
     """
 
     spec: QSpec
-    calibration: Any
+    calibration: Any = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.spec, QSpec):
             raise ConfigError(f"TensorConfig.spec is {self.spec!r}; allowed: a QSpec.")
+        if self.spec.is_dynamic and self.calibration is not None:
+            raise ConfigError(
+                f"TensorConfig.calibration is {self.calibration!r}, but the spec is dynamic: its "
+                "parameters are computed at run time. Leave the observer out."
+            )
+        if not self.spec.is_dynamic and self.calibration is None:
+            raise ConfigError(
+                "TensorConfig.calibration is missing; give an observer, for instance MinMax(), or "
+                "a callable. Only QSpec(is_dynamic=True) needs none."
+            )
 
     def to_dict(self) -> dict[str, Any]:
-        """{"spec": ..., "observer": {"name": class, setting: value, ...}}.
+        """{"spec": ..., "observer": {"name": class, setting: value, ...}}; no observer where the
+        spec is dynamic.
 
         Raises:
             ConfigError: `calibration` is a callable, which has no plain form.
         """
+        if self.spec.is_dynamic:
+            return {"spec": self.spec.to_dict()}
         if not isinstance(self.calibration, NamedSettings):
             name = getattr(self.calibration, "__qualname__", type(self.calibration).__name__)
             raise ConfigError(
@@ -58,11 +72,12 @@ class TensorConfig:
             ConfigError: an unknown key, observer or setting (names the nearest), or a value not
                 allowed.
         """
+        found = check_keys(data, ("spec", "observer"), where, ("spec",))
+        spec = QSpec.from_dict(found["spec"], f"{where}.spec")
+        if spec.is_dynamic and "observer" not in found:
+            return TensorConfig(spec)
         found = check_keys(data, ("spec", "observer"), where, ("spec", "observer"))
-        return TensorConfig(
-            QSpec.from_dict(found["spec"], f"{where}.spec"),
-            NamedSettings.from_dict(found["observer"], f"{where}.observer"),
-        )
+        return TensorConfig(spec, NamedSettings.from_dict(found["observer"], f"{where}.observer"))
 
 
 @dataclass(frozen=True)
@@ -70,7 +85,8 @@ class QConfig:
     """How one operator is quantized.
 
     Attributes:
-        activation: Operands that are computed.
+        activation: Operands that are computed. With `QSpec(is_dynamic=True)` their parameters are
+            computed at run time, the weights are quantized as usual, and the result is float32.
         weight: Constant operands.
         output: The result; None: as `activation`.
         bias: None: int32 in units of data scale x weight scale, which is exact to half such a unit.
@@ -91,6 +107,11 @@ class QConfig:
                 raise ConfigError(
                     f"QConfig.{name} is {value!r}; allowed: a TensorConfig(spec, observer)"
                     f"{' or None' if optional else ''}."
+                )
+            if isinstance(value, TensorConfig) and value.spec.is_dynamic and name != "activation":
+                raise ConfigError(
+                    f"QConfig.{name} is dynamic; only `activation` can be: its parameters alone "
+                    "may be computed at run time."
                 )
 
     def tensor(self, role: Role) -> TensorConfig:
@@ -113,6 +134,11 @@ class QConfig:
         if role is Role.OUTPUT and self.output is not None:
             return self.output
         return self.activation
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether the parameters of computed operands are those of the run time."""
+        return self.activation.spec.is_dynamic
 
     @property
     def has_own_bias(self) -> bool:

@@ -16,6 +16,7 @@ from relayquant.config import Accumulator, BackendConfig
 from relayquant.errors import QnnError
 from relayquant.ledger import Ledger, find_ledger, ledger_attrs
 from relayquant.ops import Output, Quantized, QuantOp, RealizeContext
+from relayquant.ops.base import DynamicContext, RunTimeQuantized
 from relayquant.ops.find import find_pattern
 from relayquant.qtypes import QParams
 from relayquant.rewrite import Emitter, Graph, Match, Skip, rewrite_main
@@ -46,6 +47,9 @@ def realize_qnn(mod: tvm.IRModule, backend: BackendConfig) -> tvm.IRModule:
         for row in (ledger.quantized if ledger is not None else ())
         if row.accumulator
     }
+    dynamic = {
+        row.name for row in (ledger.quantized if ledger is not None else ()) if row.is_dynamic
+    }
     matches = dict(
         find_planned(graph, backend) if ledger is not None else find_dequantized(graph, backend)
     )
@@ -58,7 +62,10 @@ def realize_qnn(mod: tvm.IRModule, backend: BackendConfig) -> tvm.IRModule:
         if binding.var not in matches:
             return emitter.get(binding.value)
         pattern, match = matches[binding.var]
-        outcome = realize_match(graph, emitter, pattern, match, accumulators.get(match.name))
+        if match.name in dynamic:
+            outcome = realize_dynamic_match(graph, emitter, pattern, match)
+        else:
+            outcome = realize_match(graph, emitter, pattern, match, accumulators.get(match.name))
         if not isinstance(outcome, Skip):
             return outcome
         refused.append((match.name, outcome))
@@ -170,6 +177,24 @@ def realize_match(
     except QnnError as error:
         # Only a model that was quantized elsewhere has dtypes that no plan would mix.
         return Skip(f"its integer form is not allowed: {error}")
+
+
+def realize_dynamic_match(
+    graph: Graph, emitter: Emitter, pattern: QuantOp, match: Match
+) -> relax.Expr | Skip:
+    """What the callback for parameters of the run time makes of one match."""
+    if pattern.realize_dynamic is None:
+        return Skip(f"pattern {pattern.name!r} has no realize_dynamic callback")
+    call = graph.call_of(match.parts["data"])
+    if call is None or graph.op_name(call) != DEQUANTIZE:
+        return Skip("operand data is not dequantized")
+    weight = read_dequantize(graph, match.parts["weight"])
+    if weight is None:
+        return Skip("operand weight is not dequantized by constant parameters")
+    data = RunTimeQuantized(*(emitter.get(arg) for arg in call.args[:3]))
+    weight = Quantized(emitter.get(weight.value), weight.qparams)
+    bias = emitter.get(match.parts["bias"]) if "bias" in match.parts else None
+    return pattern.realize_dynamic(DynamicContext(emitter, match, data, weight, bias))
 
 
 def read_operands(graph: Graph, pattern: QuantOp, match: Match) -> dict[str, Quantized] | Skip:

@@ -19,6 +19,7 @@ from relayquant.dialect import qnn
 from relayquant.ledger import build_ledger, find_ledger, ledger_attrs
 from relayquant.ops import Quantized, QuantOp, SimulateContext
 from relayquant.ops.base import NARROW, accumulator_qparams, narrow_integer, repeat_match
+from relayquant.ops.dynamic import quantize_at_run_time
 from relayquant.ops.find import find_pattern, match_operator, operand_constant
 from relayquant.ops.narrow_float import NarrowFloats
 from relayquant.plan import OperatorPlan
@@ -67,6 +68,7 @@ class _ReferenceBuilder:
         self.inner = {name for op in self.operators.values() for name in op.values[:-1]}
         self.floats = NarrowFloats(self.plan)
         self.views: dict[tuple[str, str], relax.Expr] = {}
+        self.dynamic_views: dict[tuple[str, QSpec], relax.Expr] = {}
 
     def quantize_inputs(self, emitter: Emitter) -> None:
         for param in self.graph.func.params:
@@ -115,7 +117,7 @@ class _ReferenceBuilder:
             return value
         bound = emitter.bind(binding.var, value)
         view = self.add_views(emitter, name, bound)
-        return view if operator is not None else bound
+        return view if operator is not None and operator.dynamic is None else bound
 
     def repeat_operator(self, emitter: Emitter, operator: OperatorPlan) -> relax.Expr:
         """The float operator again, on dequantized operands."""
@@ -131,6 +133,11 @@ class _ReferenceBuilder:
                     for i, part in enumerate(expr.fields)
                 ]
                 operands[operand.name] = relax.Tuple(fields)
+            elif operand.role is Role.ACTIVATION and operator.dynamic is not None:
+                operands[operand.name] = self.dynamic_view(emitter, expr, operator.dynamic)
+            elif operand.role is Role.BIAS and operator.dynamic is not None:
+                array = find_constant(self.constants, match, operand.name)
+                operands[operand.name] = relax.const(array, "float32")
             elif operand.role is Role.ACTIVATION:
                 operands[operand.name] = self.view(emitter, expr, keys.get(operand.name))
             else:
@@ -180,6 +187,21 @@ class _ReferenceBuilder:
         if key is None or not isinstance(expr, relax.Var):
             return emitter.get(expr)
         return self.views[expr.name, key]
+
+    def dynamic_view(self, emitter: Emitter, expr: relax.Expr, spec: QSpec) -> relax.Expr:
+        """dequantize(quantize(value)) by parameters of the run time; the same for all readers."""
+        if not isinstance(expr, relax.Var):
+            return emitter.get(expr)
+        if (expr.name, spec) not in self.dynamic_views:
+            name = f"{expr.name}.{spec.dtype}"
+
+            def emit(value: relax.Expr, suffix: str) -> relax.Expr:
+                return emitter.emit(value, f"{name}.{suffix}")
+
+            data = quantize_at_run_time(emit, emitter.get(expr), spec.dtype, spec.limits)
+            view = emit(qnn.dequantize(data.value, data.scale, data.zero_point), "dq")
+            self.dynamic_views[expr.name, spec] = view
+        return self.dynamic_views[expr.name, spec]
 
     def dequantized_constant(
         self,

@@ -15,6 +15,7 @@ import onnx
 from tvm import relax
 
 from relayquant.dialect import qnn
+from relayquant.ops.dynamic import multiply_at_run_time, quantize_at_run_time
 from relayquant.qtypes import INTEGER_LIMITS
 from relayquant.reference import qnn as numpy_qnn
 from relayquant.rewrite.graph import constant_value, tensor_dtype
@@ -148,16 +149,9 @@ def convert_dynamic_quantize_linear(
     scale = (max(x, 0) - min(x, 0)) / 255, or 1 for a tensor of zeros; zero point =
     round(-min(x, 0) / scale) (ONNX, operator DynamicQuantizeLinear).
     """
-    zero = relax.const(0.0, "float32")
-    low = bb.emit(relax.op.minimum(relax.op.min(inputs[0]), zero))
-    high = bb.emit(relax.op.maximum(relax.op.max(inputs[0]), zero))
-    width = bb.emit(relax.op.divide(high - low, relax.const(255.0, "float32")))
-    is_zero = relax.op.equal(width, zero)
-    scale = bb.emit(relax.op.where(is_zero, relax.const(1.0, "float32"), width))
-    shift = relax.op.clip(relax.op.round(relax.op.divide(zero - low, scale)), 0.0, 255.0)
-    zero_point = bb.emit(relax.op.astype(shift, "int32"))
-    value = bb.emit(qnn.quantize(inputs[0], scale, zero_point, out_dtype="uint8"))
-    return relax.Tuple([value, scale, bb.emit(relax.op.astype(zero_point, "uint8"))])
+    found = quantize_at_run_time(lambda expr, _: bb.emit(expr), inputs[0])
+    zero_point = bb.emit(relax.op.astype(found.zero_point, "uint8"))
+    return relax.Tuple([found.value, found.scale, zero_point])
 
 
 def convert_matmul_integer(
@@ -182,11 +176,7 @@ def convert_matmul_integer(
         return qnn.batch_matmul(data, transposed, data_zero, weight_zero, 1.0, 1.0)
     if array.dtype == np.uint8:
         array, zero = (array.astype("int16") - 128).astype("int8"), zero - 128
-    units = relax.const(np.ascontiguousarray(array.T), str(array.dtype))
-    centred = array.astype("int32") - zero
-    sums = relax.const(centred.sum(axis=0, dtype="int32"), "int32")
-    product = bb.emit(qnn.dense(data, units, 0, relax.const(zero, "int32"), 1.0, 1.0))
-    return relax.op.subtract(product, bb.emit(relax.op.multiply(data_zero, sums)))
+    return multiply_at_run_time(lambda expr, _: bb.emit(expr), data, data_zero, array, zero)
 
 
 def convert_conv_integer(

@@ -121,6 +121,34 @@ class RealizeContext:
 
 
 @dataclass(frozen=True, eq=False)
+class RunTimeQuantized:
+    """An operand in affine space whose parameters the model computes when it runs: values of the
+    graph, scale float32 () and zero point int32 ().
+    """
+
+    value: relax.Expr
+    scale: relax.Expr
+    zero_point: relax.Expr
+
+
+@dataclass(frozen=True, eq=False)
+class DynamicContext:
+    """What a realize_dynamic callback sees: the data with its parameters of the run time, the
+    constant weight in affine space, the bias in float32 if there is one.
+    """
+
+    emitter: Emitter
+    match: Match
+    data: RunTimeQuantized
+    weight: Quantized
+    bias: relax.Expr | None
+
+    def emit(self, expr: relax.Expr, suffix: str) -> relax.Expr:
+        """Bind an intermediate value, named after the operator."""
+        return self.emitter.emit(expr, f"{self.match.name}.{suffix}")
+
+
+@dataclass(frozen=True, eq=False)
 class QuantOp:
     """One quantizable operator (or fused pattern).
 
@@ -137,6 +165,9 @@ class QuantOp:
         accumulator_axis: Match -> axis of the result along which sums of products have scales of
             their own, None for none. None for rows without such sums. The factors are the first
             two operands; callbacks pass the sum with its bias through `context.narrow`.
+        realize_dynamic: DynamicContext -> float32 value of the root, for data whose parameters are
+            computed at run time; its operands are "data", "weight" and perhaps "bias". None for
+            rows without that.
     """
 
     name: str
@@ -151,6 +182,7 @@ class QuantOp:
     )
     check: Callable[[Match], Skip | None] = field(default=lambda match: None)
     accumulator_axis: Callable[[Match], int | None] | None = None
+    realize_dynamic: Callable[[DynamicContext], relax.Expr | Skip] | None = None
 
     def operand(self, name: str) -> Operand:
         """Operand by name; KeyError when there is none."""
@@ -272,7 +304,7 @@ def narrow_integer(
     return relax.op.right_shift(emit(relax.op.left_shift(value, shift), SHIFTED), shift)
 
 
-def repeat_activation(context: RealizeContext, value: relax.Expr) -> relax.Expr:
+def repeat_activation(context: RealizeContext | DynamicContext, value: relax.Expr) -> relax.Expr:
     """relu or clip of the match, if it has one, applied to `value`; else `value`."""
     graph, root = context.match.graph, context.match.root
     call = graph.call_of(root)

@@ -1,16 +1,19 @@
 """Matrix products: dense (constant weight, any rank of data) and batch_matmul (two activations).
 
-matmul(x, w) + b -> dequantize(qnn.dense(x, w^T) + b_int32); matmul(x, y) ->
+matmul(x, w) + b -> dequantize(qnn.dense(x, w^T) + b_int32); with parameters of the run time
+dequantize(qnn.dense(x, w^T) - x_zero * sums) + b; matmul(x, y) ->
 dequantize(qnn.batch_matmul(x, y^T)).
 """
 
 from __future__ import annotations
 
+import numpy as np
 from tvm import relax
 from tvm.relax.dpl import is_op, wildcard
 
 from relayquant.dialect import qnn
 from relayquant.ops.base import (
+    DynamicContext,
     Kind,
     Operand,
     Output,
@@ -28,8 +31,10 @@ from relayquant.ops.build import (
     weighted_patterns,
 )
 from relayquant.ops.conv import check_channel_bias
+from relayquant.ops.dynamic import multiply_at_run_time
 from relayquant.qtypes import Role
 from relayquant.rewrite import Match, Pattern, Skip
+from relayquant.rewrite.graph import constant_value
 
 MATMUL = "relax.matmul"
 
@@ -60,6 +65,31 @@ def realize_dense(context: RealizeContext) -> relax.Expr:
     qparams = accumulator_qparams(data.qparams, weight.qparams, output_axis(context.match))
     total = Quantized(context.narrow(accumulator), qparams)
     return repeat_activation(context, total.dequantize())
+
+
+def realize_dynamic_dense(context: DynamicContext) -> relax.Expr | Skip:
+    """dequantize(qnn.dense(x, w) - zero point of x * sums of w) + b, then the activation.
+
+    The scale, that of x times those of w, is float32 (N,), computed at run time; the bias is added
+    in float32, since its integers would depend on x.
+    """
+    data, weight = context.data, context.weight
+    array = constant_value(weight.value)
+    if array is None:
+        return Skip("the weight is not a constant")
+    accumulator = multiply_at_run_time(
+        context.emit, data.value, data.zero_point, array, weight.qparams.zero_point
+    )
+    accumulator = context.emit(accumulator, "acc")
+    units = np.broadcast_to(weight.qparams.scale, array.shape[1:])
+    scale = context.emit(
+        relax.op.multiply(data.scale, relax.const(np.array(units), "float32")), "scale"
+    )
+    axis = output_axis(context.match)
+    value = qnn.dequantize(accumulator, scale, relax.const(0, "int32"), axis=axis)
+    if context.bias is not None:
+        value = relax.op.add(context.emit(value, "real"), context.bias)
+    return repeat_activation(context, value)
 
 
 def check_dense(match: Match) -> Skip | None:
@@ -113,7 +143,7 @@ def build_dense_ops() -> tuple[QuantOp, ...]:
             QuantOp(
                 "dense" + suffix, MATMUL, pattern, tuple(operands), Kind.ANCHOR,
                 Output.WHEN_WANTED, realize_dense, check=check_dense,
-                accumulator_axis=output_axis,
+                accumulator_axis=output_axis, realize_dynamic=realize_dynamic_dense,
             )
         )  # fmt: skip
     lhs, rhs = wildcard(), wildcard()

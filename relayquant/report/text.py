@@ -49,6 +49,7 @@ def ledger_table(rows: Sequence[Mapping[str, Any]], title: str = "") -> Group:
         ("scheme", [_text(row, "scheme") for row in rows]),
         ("scale", [_parameter(row, "scale") for row in rows]),
         ("zero point", [_parameter(row, "zero_point") for row in rows]),
+        ("parameters", ["run time" if row.get("is_dynamic") else "" for row in rows]),
         ("rule", [_text(row, "rule") for row in rows]),
         ("reason", [_text(row, "reason") for row in rows]),
         ("what to do", [_text(row, "advice") for row in rows]),

@@ -2,7 +2,8 @@
 
 v -> v, q = simulated_quantize(v, dtype, scale, zero_point), d = simulated_dequantize(q, ...), where
 dtype, scale and zero_point are parameters of main: one compiled graph serves all values. dtype 0
-passes through, so that the same graph also computes the float model.
+passes through, so that the same graph also computes the float model. Data that gets parameters of
+the run time stays float here: there is nothing to pick for it, only the weights are rounded.
 """
 
 from __future__ import annotations
@@ -202,7 +203,7 @@ class _Simulation:
         bound = emitter.bind(binding.var, value)
         view = self.add_views(emitter, name, bound)
         # What a float operator computes stays exact for its float consumers.
-        return view if operator is not None else bound
+        return view if operator is not None and operator.dynamic is None else bound
 
     def simulate_operator(self, emitter: Emitter, operator: OperatorPlan) -> relax.Expr:
         """The operator's simulate callback on its operands, rounded as the plan says."""

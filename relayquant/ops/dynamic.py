@@ -1,0 +1,73 @@
+"""Parameters of the run time: the range of a tensor is measured when the model runs.
+
+x -> quantize(x, scale, zero point), with both computed from min(x) and max(x); and the matrix
+product of such a value with constant weights, on the kernels that know constant parameters only.
+Read by the operator rows, by convert and by the importer of ONNX, whose operators these are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import tvm
+from tvm import relax
+
+from relayquant.dialect import qnn
+from relayquant.ops.base import RunTimeQuantized
+from relayquant.qtypes import INTEGER_LIMITS
+
+#: binds an expression to a variable, whose name ends so
+Emit = Callable[[relax.Expr, str], relax.Expr]
+
+
+def quantize_at_run_time(
+    emit: Emit, data: relax.Expr, dtype: str = "uint8", limits: tuple[int, int] | None = None
+) -> RunTimeQuantized:
+    """`data` (float32, any shape) in affine space, by parameters of its own values.
+
+    scale = (max(x, 0) - min(x, 0)) / (high - low), or 1 for a tensor of zeros; zero point =
+    clip(round(low - min(x, 0) / scale)), where low and high are `limits`, by default those of
+    `dtype` (ONNX, operator DynamicQuantizeLinear, which is uint8).
+    """
+    lowest, highest = limits or INTEGER_LIMITS[dtype]
+    zero = relax.const(0.0, "float32")
+    least = emit(relax.op.min(data), "min")
+    most = emit(relax.op.max(data), "max")
+    low = emit(relax.op.minimum(least, zero), "low")
+    high = emit(relax.op.maximum(most, zero), "high")
+    span = emit(relax.op.subtract(high, low), "span")
+    step = emit(relax.op.divide(span, relax.const(float(highest - lowest), "float32")), "step")
+    is_zero = emit(relax.op.equal(step, zero), "is_zero")
+    scale = emit(relax.op.where(is_zero, relax.const(1.0, "float32"), step), "scale")
+    below = emit(relax.op.divide(low, scale), "below")
+    shift = emit(relax.op.subtract(relax.const(float(lowest), "float32"), below), "shift")
+    rounded = emit(relax.op.round(shift), "rounded")
+    clipped = emit(relax.op.clip(rounded, float(lowest), float(highest)), "clipped")
+    zero_point = emit(relax.op.astype(clipped, "int32"), "zero_point")
+    value = qnn.quantize(data, scale, zero_point, out_dtype=dtype)
+    if (lowest, highest) != INTEGER_LIMITS[dtype]:
+        bounds = (tvm.tirx.IntImm(dtype, bound) for bound in (lowest, highest))
+        value = relax.op.clip(emit(value, "unclipped"), *bounds)
+    return RunTimeQuantized(emit(value, "q"), scale, zero_point)
+
+
+def multiply_at_run_time(
+    emit: Emit,
+    data: relax.Expr,
+    zero_point: relax.Expr,
+    weight: np.ndarray,
+    weight_zero: np.ndarray,
+) -> relax.Expr:
+    """int32 sums of (data - zero_point) * (weight - weight_zero), for integers `data` (..., K) and
+    a constant weight (K, N); weight_zero is () or (N,), int32.
+
+    qnn.dense(data, weight) - zero_point * (sums of the columns of weight - weight_zero): so the
+    kernel has no variable.
+    """
+    units = relax.const(np.ascontiguousarray(weight.T), str(weight.dtype))
+    centred = weight.astype("int32") - weight_zero
+    sums = relax.const(centred.sum(axis=0, dtype="int32"), "int32")
+    zero = relax.const(np.asarray(weight_zero, "int32"), "int32")
+    product = emit(qnn.dense(data, units, 0, zero, 1.0, 1.0), "product")
+    return relax.op.subtract(product, emit(relax.op.multiply(zero_point, sums), "correction"))

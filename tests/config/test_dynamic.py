@@ -1,0 +1,307 @@
+"""Parameters of the run time: QSpec(is_dynamic=True), from the QConfig to compiled code."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import tvm
+from float_models import MAP, build_model, draw_batches
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tvm import relax
+from tvm.relax import op
+
+import relayquant as rq
+from relayquant.backends import ARM, GENERIC, X86
+from relayquant.ops.dynamic import quantize_at_run_time
+from relayquant.plan import Support
+from relayquant.rewrite import Graph
+from relayquant.runtime import Executor
+
+SPEC = rq.QSpec("uint8", is_dynamic=True)
+WEIGHT = X86.default_qconfig.weight
+
+
+def dynamic_qconfig(dtype: str = "uint8", **settings) -> rq.QConfig:
+    return rq.QConfig(rq.TensorConfig(rq.QSpec(dtype, is_dynamic=True, **settings)), WEIGHT)
+
+
+DYNAMIC = dynamic_qconfig()
+EVERYWHERE = rq.QConfigMapping().set_global(DYNAMIC)
+
+
+def chain_model() -> tvm.IRModule:
+    """dense + bias + relu, dense, dense + bias, for any number of rows."""
+
+    def body(emit, x):
+        a = emit("a", op.nn.relu(emit("a.sum", emit.dense("a.dot", x, 24) + emit.constant(24))))
+        b = emit.dense("b", a, 16)
+        return emit("c", op.add(emit.dense("c.dot", b, 5), emit.constant(5)))
+
+    return build_model(body, ("n", 20))
+
+
+def operators(mod: tvm.IRModule) -> list[str]:
+    graph = Graph(mod)
+    return [graph.op_name(b.var).removeprefix("relax.") for b in graph.bindings]
+
+
+def run(mod: tvm.IRModule, x: np.ndarray) -> np.ndarray:
+    return rq.reference.run(mod, {"x": x})[0]
+
+
+# --- configuration --------------------------------------------------------------------------------
+
+
+def test_plain_data__survives_json():
+    data = json.loads(json.dumps(DYNAMIC.to_dict()))
+    assert "observer" not in data["activation"]
+    assert data["activation"]["spec"]["is_dynamic"] is True
+    assert rq.QConfig.from_dict(data) == DYNAMIC
+    assert "is_dynamic" not in rq.QSpec("uint8").to_dict()
+
+
+def test_plan__survives_a_file(tmp_path):
+    prepared = rq.prepare(chain_model(), None, EVERYWHERE)
+    assert [row.dynamic for row in prepared.plan.operators] == [SPEC] * 3
+    rq.save_prepared(prepared, tmp_path / "model.rq")
+    assert rq.load_prepared(tmp_path / "model.rq").plan == prepared.plan
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: replace(SPEC, scheme=rq.Scheme.SYMMETRIC), "is affine, one set of parameters"),
+        (lambda: replace(SPEC, granularity=rq.Granularity.PER_CHANNEL), "is affine, one set"),
+        (lambda: replace(SPEC, power_of_two=True), "leave scheme, granularity, power_of_two"),
+        (lambda: replace(SPEC, scale_min=0.1), "leave scheme, granularity, power_of_two"),
+        (lambda: rq.QSpec(is_dynamic="yes"), "is_dynamic is 'yes'; allowed: True or False"),
+        (lambda: rq.TensorConfig(SPEC, rq.MinMax()), "computed at run time. Leave the observer"),
+        (lambda: rq.TensorConfig(rq.QSpec("uint8")), "calibration is missing; give an observer"),
+        (lambda: rq.QConfig(WEIGHT, rq.TensorConfig(SPEC)), "QConfig.weight is dynamic; only"),
+        (
+            lambda: rq.prepare(chain_model(), None).plan.replace("x", spec=SPEC),
+            "set a QConfig with a dynamic activation before prepare",
+        ),
+    ],
+)
+def test_messages__say_what_is_allowed(build, message):
+    with pytest.raises(rq.ConfigError, match=message):
+        build()
+
+
+@pytest.mark.parametrize(
+    ("qconfig", "message"),
+    [
+        (dynamic_qconfig("int16"), "activation dtype int16 is asked for"),
+        (replace(DYNAMIC, output=X86.default_qconfig.activation), "output is configured, but"),
+        (replace(DYNAMIC, bias=WEIGHT), "bias is configured, but"),
+    ],
+)
+def test_find_conflict__names_the_tensor(qconfig, message):
+    assert message in X86.find_pattern("dense_bias").find_conflict(qconfig)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"output": "uint8"}, "output dtype is uint8, but that of a dynamic operator is float32"),
+        ({"bias": "int32"}, "bias dtype is int32, but that of a dynamic operator is float32"),
+        ({"accumulator": "int14"}, "accumulator is int14 saturate, but that of a dynamic operator"),
+    ],
+)
+def test_find_conflict__of_rows_that_cannot_be_dynamic(change, message):
+    row = rq.DTypeConfig("uint8", "float32", bias="float32", is_dynamic=True)
+    assert row.find_conflict(DYNAMIC) is None
+    assert message in replace(row, **change).find_conflict(DYNAMIC)
+
+
+def test_explain__shows_the_dynamic_row():
+    assert "uint8 x int8 -> float32, bias float32, dynamic" in X86.explain("dense_bias")
+    assert "int8 x int8 -> float32, bias float32, dynamic" in ARM.explain("dense_bias")
+    assert "dynamic" not in X86.explain("conv2d")
+
+
+# --- what is quantized ------------------------------------------------------------------------
+
+
+def test_support__only_operators_with_weights_are_served():
+    def body(emit, x):
+        flat = emit("flat", op.reshape(emit.conv("conv", x), (1, 144)))
+        return emit.dense("dense", flat, 4)
+
+    with pytest.warns(UserWarning, match="conv .nn.conv2d, dtype unsupported.*is_dynamic"):
+        plan = rq.prepare(build_model(body, MAP), None, EVERYWHERE).plan
+    found = {row.name: (row.quantized, row.support) for row in plan.operators}
+    assert found == {
+        "conv": (False, Support.DTYPE_UNSUPPORTED),
+        "flat": (False, Support.NOT_ASKED),
+        "dense": (True, Support.SERVED),
+    }
+    assert "operators with weights" in plan.operator("flat").reason
+
+
+def test_support__an_operator_selected_by_type_is_reported():
+    model = build_model(lambda emit, x: emit("y", op.add(x, x)), (2, 3))
+    mapping = rq.QConfigMapping().set_object_type("add", DYNAMIC)
+    with pytest.raises(rq.ConfigError, match=r"y \(add, dtype unsupported\).*static"):
+        rq.prepare(model, None, mapping, strict=True)
+
+
+def test_support__a_pattern_without_the_callback_is_reported():
+    row = X86.find_pattern("dense")
+    backend = X86.with_pattern(replace(row.pattern, realize_dynamic=None), row.dtypes)
+    model = build_model(lambda emit, x: emit.dense("y", x, 4), (2, 3))
+    with pytest.raises(rq.ConfigError, match=r"no callback for parameters of.*realize"):
+        rq.prepare(model, None, EVERYWHERE, backend, strict=True)
+
+
+def test_output_dtypes__a_dynamic_result_is_float():
+    with pytest.raises(rq.ConfigError, match=r"'c' .matmul. is computed in float: its data has"):
+        rq.prepare(chain_model(), None, EVERYWHERE, output_dtypes={"c": "uint8"})
+
+
+def test_plan__a_dynamic_operator_neither_takes_nor_gives_integers():
+    """a -> b (dynamic) -> c: the result of a stays float, c quantizes that of b for itself."""
+    mapping = rq.QConfigMapping().set_global(X86.default_qconfig).set_module_name("b", DYNAMIC)
+    model = chain_model()
+    plan = rq.prepare(model, None, mapping).plan
+    assert plan.operator("b").operands == (("weight", "b:weight"),)
+    assert plan.operator("a").output is None
+    assert plan.operator("c").operands[0] == ("data", "b")
+    data = draw_batches(model, 6, n=4)
+    qmod = rq.quantize(model, None, data, qconfig_mapping=mapping)
+    assert [row.is_dynamic for row in rq.ledger(qmod).rows] == [False, True, False]
+    assert rq.verify(qmod, data[0]).is_equal
+    expected, got = run(model, data[0]["x"]), run(qmod, data[0]["x"])
+    assert np.abs(got - expected).max() < 0.02 * np.abs(expected).max()
+
+
+def test_reference_form__readers_share_the_parameters():
+    def body(emit, x):
+        return relax.Tuple([emit.dense("q", x, 4), emit.dense("k", x, 4)])
+
+    prepared = rq.prepare(build_model(body, ("n", 8)), None, EVERYWHERE)
+    reference = rq.convert_to_reference(rq.calibrate(prepared, None))
+    assert operators(reference).count("qnn.quantize") == 1
+    assert operators(rq.lower(reference)).count("qnn.quantize") == 1
+
+
+# --- what is computed -------------------------------------------------------------------------
+
+
+def test_realize__one_dense():
+    model = build_model(lambda emit, x: emit.dense("y", x, 4), ("n", 8))
+    qmod = rq.quantize(model, None, None, qconfig_mapping=EVERYWHERE)
+    assert operators(qmod)[-6:] == [
+        "qnn.quantize", "qnn.dense", "multiply", "subtract", "multiply", "qnn.dequantize",
+    ]  # fmt: skip
+    dense = next(b.value for b in Graph(qmod).bindings if b.var.name == "y.product")
+    assert float(dense.args[2].value.numpy()) == 0, "the kernel's zero point is a constant"
+
+
+@pytest.mark.parametrize(
+    ("backend", "qconfig"),
+    [
+        (X86, DYNAMIC),
+        (ARM, dynamic_qconfig("int8")),
+        (
+            GENERIC,
+            rq.QConfig(
+                dynamic_qconfig(quant_max=127).activation,
+                rq.TensorConfig(rq.QSpec("int8"), rq.MinMax()),
+            ),
+        ),
+    ],
+    ids=["uint8", "int8", "reduced range, affine weights"],
+)
+def test_quantize__needs_no_data_and_compiled_equals_numpy(backend, qconfig):
+    model = chain_model()
+    mapping = rq.QConfigMapping().set_global(qconfig)
+    qmod = rq.quantize(model, None, None, backend=backend, qconfig_mapping=mapping, strict=True)
+    rows = rq.ledger(qmod).rows
+    assert [(r.quantized, r.is_dynamic) for r in rows] == [(True, True)] * 3
+    assert "dynamic" in str(rq.ledger(qmod))
+    prepared = rq.calibrate(rq.prepare(model, None, mapping, backend), None)
+    reference = rq.convert_to_reference(prepared)
+    random = np.random.default_rng(0)
+    compiled = Executor(rq.compile(qmod))
+    for x in (random.normal(0, 3, (7, 20)), random.uniform(1, 2, (1, 20)), np.zeros((3, 20))):
+        x = x.astype("float32")
+        expected, got = run(model, x), run(qmod, x)
+        assert np.abs(got - expected).max() <= 0.03 * np.abs(expected).max()
+        np.testing.assert_allclose(got, run(reference, x), rtol=1e-4, atol=1e-4)
+        np.testing.assert_array_equal(compiled.run("main", [x])[0], got)
+    report = rq.verify(qmod, {"x": random.normal(0, 3, (7, 20)).astype("float32")})
+    assert report.is_equal, report.first
+
+
+def test_quantize__a_static_model_needs_data():
+    with pytest.raises(rq.DataError, match="NoneType"):
+        rq.quantize(chain_model(), None, None)
+
+
+ROWS = st.lists(st.floats(-1e6, 1e6, width=32, allow_subnormal=False), min_size=1, max_size=8).map(
+    lambda values: np.array(values, "float32")
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(x=ROWS, dtype=st.sampled_from(["uint8", "int8"]), bits=st.sampled_from([7, 8]))
+def test_quantize_at_run_time__errs_by_half_a_step(x, dtype, bits):
+    low = 0 if dtype == "uint8" else -(2 ** (bits - 1))
+    limits = (low, low + 2**bits - 1)
+
+    def body(emit, value):
+        found = quantize_at_run_time(lambda e, name: emit(name, e), value, dtype, limits)
+        return relax.Tuple([found.value, found.scale, found.zero_point])
+
+    q, scale, zero = rq.reference.run(build_model(body, x.shape), {"x": x})
+    assert q.dtype == dtype
+    assert limits[0] <= min(q.min(), zero)
+    assert max(q.max(), zero) <= limits[1]
+    step = Fraction(float(scale))
+    if not x.any():
+        assert scale == 1
+    for real, integer in zip(x, q, strict=True):
+        error = abs(Fraction(float(real)) - step * (int(integer) - int(zero)))
+        # Both the zero point and the value are rounded; the clip costs no more than the first.
+        assert error <= step * Fraction(1001, 1000)
+        assert real != 0 or error == 0
+
+
+def test_quantize__as_onnx_runtime_does(tmp_path):
+    """Same matrix product as after onnxruntime's quantize_dynamic, within a step of the weights."""
+    ort = pytest.importorskip("onnxruntime")
+    quantization = pytest.importorskip("onnxruntime.quantization")
+    from onnx import TensorProto, helper, numpy_helper, save
+
+    random = np.random.default_rng(1)
+    weight = random.normal(0, 0.3, (32, 12)).astype("float32")
+    graph = helper.make_graph(
+        [helper.make_node("MatMul", ["x", "w"], ["y"])],
+        "dense",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 32])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 12])],
+        [numpy_helper.from_array(weight, "w")],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
+    source, target = tmp_path / "float.onnx", tmp_path / "int8.onnx"
+    save(model, source)
+    quantization.quantize_dynamic(
+        source, target, per_channel=True, weight_type=quantization.QuantType.QInt8
+    )
+    session = ort.InferenceSession(str(target), providers=["CPUExecutionProvider"])
+    assert "DynamicQuantizeLinear" in target.read_bytes().decode("latin-1")
+
+    mod, params = rq.load(str(source))
+    qmod = rq.quantize(mod, params, None, qconfig_mapping=EVERYWHERE)
+    x = random.normal(0, 2, (9, 32)).astype("float32")
+    (expected,) = session.run(None, {"x": x})
+    step = np.abs(weight).max(axis=0) / 127 * np.ptp(x) / 255  # of each column's sums
+    got = rq.reference.run(qmod, {"x": x})[0]
+    assert (np.abs(got - expected) <= step).all()
