@@ -411,7 +411,11 @@ DRAWN: Mapping[str, Callable[[ModelBuilder, list[Any]], relax.Expr]] = {
     "relax.clip": draw_unary(R.clip, min=(0.0, -0.5), max=(0.7, 6.0)),
     **{
         f"relax.{name}": draw_unary(getattr(R, name))
-        for name in ("sigmoid", "tanh", "exp", "erf", "abs")
+        for name in ("sigmoid", "tanh", "exp", "erf", "abs", "negative", "sign")
+    },
+    **{
+        f"relax.{name}": draw_unary(getattr(R, name))
+        for name in ("floor", "ceil", "round", "sin", "cos", "atan")
     },
     **{
         f"relax.nn.{name}": draw_unary(getattr(R.nn, name))
@@ -452,6 +456,22 @@ DRAWN: Mapping[str, Callable[[ModelBuilder, list[Any]], relax.Expr]] = {
         b.activation(4, 6),
         relax.const(np.array([2, 0], "int64").astype("int32")),
         axis=b.draw(0, 1),
+    ),
+    "relax.gather_elements": lambda b, args: R.gather_elements(
+        b.activation(4, 6), relax.const(np.array([[2, 0, 1, 3, 3, 0]]), "int64"), axis=0
+    ),
+    "relax.gather_nd": lambda b, args: R.gather_nd(
+        b.activation(4, 6), relax.const(np.array([[2, 0], [1, 5], [3, 3]]), "int64")
+    ),
+    "relax.tile": draw_unary(R.tile, (2, 3), repeats=((1, 2), (2, 1))),
+    "relax.image.resize2d": draw_unary(
+        R.image.resize2d,
+        MAP,
+        size=((12, 12), (9, 12)),
+        layout=("NCHW",),
+        method=("nearest_neighbor",),
+        coordinate_transformation_mode=("asymmetric",),
+        rounding_method=("floor",),
     ),
     "relax.max": draw_unary(R.max, (4, 6), axis=([1], [0]), keepdims=(True,)),
     "relax.min": draw_unary(R.min, (4, 6), axis=([1], [0]), keepdims=(True,)),

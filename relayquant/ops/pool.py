@@ -1,18 +1,13 @@
-"""Averages and sums: avg_pool2d, mean, sum. Their result is rounded, so it has parameters of its
-own.
+"""Averages: avg_pool2d and mean. Their result is rounded, so it has parameters of its own.
 
-mean(x) -> dequantize(qnn.mean(x)) in the parameters of the result; sum(x) -> the same, in units
-that are as many times smaller as values are added.
+mean(x) -> dequantize(qnn.mean(x)) in the parameters of the result.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
-import numpy as np
 from tvm import relax
-from tvm.ir import Call
 
 from relayquant.dialect import qnn
 from relayquant.ops.base import (
@@ -26,53 +21,26 @@ from relayquant.ops.base import (
 )
 from relayquant.ops.build import check_float, unary_pattern
 from relayquant.rewrite import Skip
-from relayquant.rewrite.graph import tensor_shape
 
 
 def realize_mean(context: RealizeContext) -> relax.Expr | Skip:
     """dequantize(qnn.mean(x)) over the same axes."""
     if context.output is None:
         return Skip("the mean has no parameters, since no quantized operator consumes it")
-    return emit_mean(context, context.match.call("relax.mean"), context.output.scale)
-
-
-def realize_sum(context: RealizeContext) -> relax.Expr | Skip:
-    """dequantize(qnn.mean(x)): a sum of n values in steps of s has the integers of their mean in
-    steps of s / n.
-    """
-    if context.output is None:
-        return Skip("the sum has no parameters, since no quantized operator consumes it")
-    call = context.match.call("relax.sum")
-    shape = tensor_shape(context.match.parts["data"]) or ()
-    summed = [shape[axis] for axis in find_axes(call)]
-    if not summed or any(isinstance(size, str) for size in summed):
-        return Skip("the number of summed values is not known before the model runs")
-    count = math.prod(int(size) for size in summed)
-    return emit_mean(context, call, np.float32(context.output.scale / count))
-
-
-def find_axes(call: Call) -> list[int]:
-    """The axes that a reduction goes over."""
-    rank = call.args[0].ty.ndim
-    axes = range(rank) if call.attrs.axis is None else call.attrs.axis
-    return [int(axis) % rank for axis in axes]
-
-
-def emit_mean(context: RealizeContext, call: Call, scale: np.ndarray | np.float32) -> relax.Expr:
-    """dequantize(qnn.mean(x)), the mean in steps of `scale`, over the axes of the reduction
-    `call`.
-    """
-    if context.output is None:
-        raise ValueError(f"no output parameters for the value {context.match.name!r}")
-    data = context.operands["data"]
+    attrs = context.match.call("relax.mean").attrs
+    data, result = (
+        context.operands["data"],
+        Quantized(context.operands["data"].value, context.output),
+    )
+    axes = range(data.value.ty.ndim) if attrs.axis is None else attrs.axis
     value = qnn.mean(
         data.value,
         data.scale,
         data.zero_point,
-        relax.const(scale, "float32"),
-        relax.const(context.output.zero_point, "int32"),
-        axes=find_axes(call),
-        keepdims=bool(call.attrs.keepdims),
+        result.scale,
+        result.zero_point,
+        axes=[int(axis) for axis in axes],
+        keepdims=bool(attrs.keepdims),
         out_dtype=context.output.dtype,
     )
     return Quantized(context.emit(value, "int"), context.output).dequantize()
@@ -108,10 +76,6 @@ POOL_OPS: tuple[QuantOp, ...] = (
     QuantOp(
         "mean", "relax.mean", unary_pattern("relax.mean"), (Operand("data"),), Kind.FOLLOWER,
         Output.OWN, realize_mean, check=check_float,
-    ),
-    QuantOp(
-        "sum", "relax.sum", unary_pattern("relax.sum"), (Operand("data"),), Kind.FOLLOWER,
-        Output.OWN, realize_sum, check=check_float,
     ),
     QuantOp(
         "avg_pool2d", "relax.nn.avg_pool2d", unary_pattern("relax.nn.avg_pool2d"),

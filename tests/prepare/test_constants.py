@@ -77,7 +77,17 @@ def test_dequantize_of_constant__stays(check_prepared):
                 R.output(y)
             return y
 
-    check_prepared(Before, Before)
+    @I.ir_module
+    class Expected:
+        @R.function
+        def main(x: R.Tensor((2, 3), "float32")):
+            with R.dataflow():
+                w = R.qnn.dequantize(weight, R.const(0.5, "float32"), R.const(0, "int32"))
+                y = R.matmul(x, w)
+                R.output(y)
+            return y
+
+    check_prepared(Before, Expected)
 
 
 def test_shape_arithmetic__folded(check_prepared):
