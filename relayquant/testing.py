@@ -411,11 +411,10 @@ DRAWN: Mapping[str, Callable[[ModelBuilder, list[Any]], relax.Expr]] = {
     "relax.clip": draw_unary(R.clip, min=(0.0, -0.5), max=(0.7, 6.0)),
     **{
         f"relax.{name}": draw_unary(getattr(R, name))
-        for name in ("sigmoid", "tanh", "exp", "erf", "abs", "negative", "sign")
-    },
-    **{
-        f"relax.{name}": draw_unary(getattr(R, name))
-        for name in ("floor", "ceil", "round", "sin", "cos", "atan")
+        for name in (
+            *("sigmoid", "tanh", "exp", "erf", "sin", "cos", "atan"),
+            *("abs", "negative", "sign", "floor", "ceil", "round"),
+        )
     },
     **{
         f"relax.nn.{name}": draw_unary(getattr(R.nn, name))

@@ -28,18 +28,17 @@ def realize_mean(context: RealizeContext) -> relax.Expr | Skip:
     if context.output is None:
         return Skip("the mean has no parameters, since no quantized operator consumes it")
     attrs = context.match.call("relax.mean").attrs
-    data, result = (
-        context.operands["data"],
-        Quantized(context.operands["data"].value, context.output),
-    )
-    axes = range(data.value.ty.ndim) if attrs.axis is None else attrs.axis
+    data = context.operands["data"]
+    result = Quantized(data.value, context.output)
+    rank = data.value.ty.ndim
+    axes = range(rank) if attrs.axis is None else attrs.axis
     value = qnn.mean(
         data.value,
         data.scale,
         data.zero_point,
         result.scale,
         result.zero_point,
-        axes=[int(axis) for axis in axes],
+        axes=[int(axis) % rank for axis in axes],
         keepdims=bool(attrs.keepdims),
         out_dtype=context.output.dtype,
     )
