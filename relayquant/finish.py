@@ -7,8 +7,11 @@ cross the border, and values whose parameters the user gives, get these as Fixed
 
 from __future__ import annotations
 
+import json
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import tvm
@@ -26,8 +29,11 @@ from relayquant.convert.interface import shift_qparams
 from relayquant.convert.qnn_form import DEQUANTIZE, QUANTIZE, read_dequantize, read_qparams
 from relayquant.errors import ConfigError, suggest_name
 from relayquant.plan import GroupPlan, Plan
-from relayquant.qtypes import INTEGER_LIMITS, QParams, QSpec, Scheme
+from relayquant.qtypes import INTEGER_LIMITS, Granularity, QParams, QSpec, Scheme
 from relayquant.rewrite import Graph
+
+#: as `relayquant.importers` writes it
+SOURCES_ATTR = "relayquant.sources"
 
 
 def has_quantized_values(mod: tvm.IRModule) -> bool:
@@ -67,34 +73,78 @@ def find_known(mod: tvm.IRModule) -> dict[str, QParams]:
     return known
 
 
+def read_sources(mod: tvm.IRModule) -> dict[str, dict[str, Any]]:
+    """Value -> what the importer recorded of the node that made it."""
+    attrs = mod["main"].attrs
+    return json.loads(str(attrs[SOURCES_ATTR])) if attrs and SOURCES_ATTR in attrs else {}
+
+
+def find_constant_groups(sources: Mapping[str, dict[str, Any]], plan: Plan) -> dict[str, str]:
+    """Name of a weight in the source model ("layer1.0.conv1.weight") -> key of its group, as far as
+    the importer recorded them.
+    """
+    found: dict[str, str] = {}
+    for group in plan.groups:
+        if group.constant is None:
+            continue
+        values = plan.operator(group.constant[0]).values
+        rows = (sources.get(value, {}).get("constants") for value in values)
+        # The first value is the product, and the constant of highest rank its weight.
+        names = next((row for row in rows if row), ())
+        for name in names[:1]:
+            found.setdefault(name, group.key)
+    return found
+
+
 def fix_parameters(
-    plan: Plan, found: Mapping[str, QParams], given: Mapping[str, QParams] | None = None
+    mod: tvm.IRModule,
+    plan: Plan,
+    found: Mapping[str, QParams],
+    given: Mapping[str, QParams] | None = None,
 ) -> Plan:
     """The plan with Fixed calibrations for the groups that have parameters already.
 
     Args:
+        mod: The canonical module.
         plan: As annotate made it.
         found: Value -> parameters, as the model has them; names without a group are left out.
-        given: Value or group ("conv1:weight") -> parameters, from the user; they win.
+        given: Value, weight or group ("conv1:weight") -> parameters, from the user; they win. One
+            warning lists values of the model that the plan does not quantize: files of other tools
+            have parameters also for what is inside of a fused operator here.
 
     Raises:
-        ConfigError: `given` names no value of a group, or has another width or number of
+        ConfigError: `given` names nothing in the model, or has another width or number of
             parameters than the plan.
     """
-    owners = {member: group.key for group in plan.groups for member in group.members}
+    sources = read_sources(mod)
+    owners = find_constant_groups(sources, plan)
+    owners.update({member: group.key for group in plan.groups for member in group.members})
     owners.update({group.key: group.key for group in plan.groups})
     fixed: dict[str, GroupPlan] = {}
     for name, qparams in found.items():
         group = plan.group(owners[name]) if name in owners else None
         if group is not None and width(group.info.spec.dtype) == width(qparams.dtype):
             fixed[group.key] = fix_group(group, qparams, name)
+    known = {var.name for var in Graph(mod).order} | set(sources)
+    known.update(name for row in sources.values() for name in row.get("constants", ()))
+    unused: list[str] = []
     for name, qparams in (given or {}).items():
+        if name not in owners and name in known:
+            unused.append(name)
+            continue
         if name not in owners:
             raise ConfigError(
                 f"parameters has {name!r}, which the plan does not quantize. "
                 f"{suggest_name(name, owners)}"
             )
         fixed[owners[name]] = fix_group(plan.group(owners[name]), qparams, name)
+    if unused:
+        warnings.warn(
+            f"{len(unused)} of the given parameters are not used, since the plan does not quantize "
+            f"these values: {', '.join(map(repr, unused))}. They are in float, or inside of an "
+            "operator that is computed as a whole.",
+            stacklevel=3,
+        )
     return replace(plan, groups=tuple(fixed.get(group.key, group) for group in plan.groups))
 
 
@@ -110,16 +160,18 @@ def fix_group(group: GroupPlan, qparams: QParams, name: str) -> GroupPlan:
     Raises:
         ConfigError: the width or the number of parameters differs.
     """
-    spec = group.info.spec
-    if qparams.is_per_channel != spec.is_per_channel and qparams.is_per_channel:
+    spec, info = group.info.spec, group.info
+    if qparams.is_per_channel and not spec.is_per_channel:
         raise ConfigError(
             f"parameters[{name!r}] is per channel, the plan says one scale for {group.key!r}."
         )
+    if spec.is_per_channel and not qparams.is_per_channel:
+        spec, info = replace(spec, granularity=Granularity.PER_TENSOR), replace(info, axis=None)
     shifted = shift_qparams(qparams, spec.dtype, f"parameters[{name!r}]")
     is_centred = bool((shifted.zero_point == spec.symmetric_zero_point).all())
     if not (spec.is_symmetric and is_centred):
         spec = QSpec(spec.dtype, Scheme.AFFINE, spec.granularity)
     scale, zero_point = np.float32(shifted.scale), shifted.zero_point
     calibration = Fixed(scale.tolist(), zero_point.tolist())
-    info = replace(group.info, spec=spec)
+    info = replace(info, spec=spec)
     return replace(group, info=info, calibration=calibration, is_fixed=True)

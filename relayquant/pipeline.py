@@ -162,7 +162,8 @@ def prepare(
         canonical = run_stage(events, "equalize", lambda: equalize(canonical, dataset, kept))
     wanted = {value.name for value in outputs if value.is_integer}
     plan = run_stage(events, "annotate", lambda: annotate(canonical, backend, mapping, wanted))
-    plan = fix_parameters(plan, find_known(canonical) if is_quantized else {}, parameters)
+    known = find_known(canonical) if is_quantized else {}
+    plan = fix_parameters(canonical, plan, known, parameters)
     report_unserved(plan, strict=strict)
     graph = run_stage(events, "simulate", lambda: build_calibration_graph(canonical, plan, backend))
     check_stage(graph.mod, Stage.SIMULATED, with_integers=is_quantized)

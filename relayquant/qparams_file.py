@@ -23,6 +23,9 @@ VERSION = 1
 #: larger files are no parameters
 MAX_BYTES = 2**28
 
+#: width of AIMET's encodings of biases
+BIAS_BITS = 32
+
 PathLike = str | os.PathLike[str]
 
 
@@ -56,8 +59,8 @@ def load_qparams(path: PathLike, *, dtype: str = "uint8") -> dict[str, QParams]:
     Args:
         path: A file of `save_qparams`; a calibration table of ONNX Runtime (calibration.json, or
             the text calibration.cache: ranges, from which scale and zero point are computed); or
-            encodings of AIMET (JSON 0.6.1 or 1.0.0: those of activations, since the name of a
-            weight does not survive the import).
+            encodings of AIMET (JSON 0.6.1 or 1.0.0) of activations and weights, by the names of
+            the ONNX or PyTorch model.
         dtype: Of the parameters made from ranges.
 
     Raises:
@@ -145,25 +148,70 @@ def read_number(value: Any) -> float:
 
 
 def read_aimet(data: dict[str, Any], dtype: str) -> dict[str, QParams]:
-    """Activation encodings: real = scale * (q + offset), q from 0 (AIMET, encoding format)."""
-    table = data["activation_encodings"]
-    if isinstance(table, list):
-        rows = {row["name"]: row for row in table}
-    else:
-        rows = {name: row[0] for name, row in table.items()}
+    """Encodings of activations and weights: real = scale * (q + offset), q from 0 (AIMET, encoding
+    format). Those of biases, of 32 bits, are left out: a bias has the units of its accumulator.
+    """
     found = {}
-    for name, row in rows.items():
-        if str(row.get("dtype", "int")).lower() != "int":
-            continue  # left in float
-        bits = int(row.get("bw", row.get("bitwidth", 8)))
+    for name, row in list_aimet(data["activation_encodings"]):
+        bits, scale, offset = read_encoding(name, row)
         if bits not in (8, 16):
             raise ValueError(f"{name!r} has {bits} bits; allowed: 8 and 16")
-        scale, offset = (np.asarray(row[key], "float64").reshape(-1) for key in ("scale", "offset"))
-        if scale.size != 1 or offset.size != 1:
+        if scale.size != 1:
             raise ValueError(f"{name!r} has {scale.size} scales; an activation has one")
         zero_point: Any = -offset[0]
         found[name] = QParams(np.float32(scale[0]), zero_point, f"uint{bits}")  # pyright: ignore[reportArgumentType]
+    for name, row in list_aimet(data.get("param_encodings", [])):
+        bits, scale, offset = read_encoding(name, row)
+        if bits == BIAS_BITS:
+            continue
+        if bits != 8:
+            raise ValueError(f"{name!r} has {bits} bits; allowed for a weight: 8")
+        # A symmetric grid that leaves out its lowest integer has offset -127: the same values.
+        is_symmetric = str(row.get("is_sym", row.get("is_symmetric", False))).lower() == "true"
+        zero_point = np.zeros_like(offset) if is_symmetric else -offset - 128
+        is_single = scale.size == 1
+        found[name] = QParams(
+            (scale[0] if is_single else scale).astype("float32"),
+            zero_point[0] if is_single else zero_point,
+            "int8",
+            None if is_single else 0,
+        )
     return found
+
+
+def list_aimet(table: Any) -> list[tuple[str, dict[str, Any]]]:
+    """(name, row) of the values that are integers; a row has a number or a list of numbers.
+
+    0.6.1: {name: [row of a channel, ...]}; 1.0.0: [row with a name and lists].
+    """
+    if isinstance(table, list):
+        rows = {row["name"]: row for row in table}
+    else:
+        rows = {
+            name: {
+                **channels[0],
+                **{key: [row.get(key) for row in channels] for key in ("scale", "offset")},
+            }
+            for name, channels in table.items()
+        }
+    return [
+        (name, row) for name, row in rows.items() if str(row.get("dtype", "int")).lower() == "int"
+    ]
+
+
+def read_encoding(name: str, row: dict[str, Any]) -> tuple[int, np.ndarray, np.ndarray]:
+    """(bits, scales, offsets) of an encoding, float64 (N,); N is 1 without channels.
+
+    Raises:
+        ValueError: blocks, or another number of offsets than of scales.
+    """
+    kind = str(row.get("enc_type", "PER_TENSOR")).upper()
+    if kind not in ("PER_TENSOR", "PER_CHANNEL"):
+        raise ValueError(f"{name!r} is encoded {kind}; allowed: PER_TENSOR, PER_CHANNEL")
+    scale, offset = (np.asarray(row[key], "float64").reshape(-1) for key in ("scale", "offset"))
+    if not scale.size or scale.size != offset.size:
+        raise ValueError(f"{name!r} has {scale.size} scales and {offset.size} offsets")
+    return int(row.get("bw", row.get("bitwidth", 8))), scale, offset
 
 
 def is_table(data: dict[str, Any]) -> bool:

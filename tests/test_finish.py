@@ -116,6 +116,45 @@ def test_parameters__of_the_user_are_not_calibrated():
     assert prepared.parameters["x"] == rq.QParams(0.0625, 123, "uint8")
 
 
+def named_model():
+    """Two convolutions and a product, their weights called "one", "two" and "three"."""
+    b = GraphBuilder()
+    draw = lambda *shape: b.random.normal(0, 0.2, shape).astype("float32")  # noqa: E731
+    y = b.node("Conv", "x", b.constant(draw(4, 4, 3, 3), "one"), b.constant(draw(4)))
+    y = b.node("Conv", b.node("Relu", y), b.constant(draw(4, 4, 3, 3), "two"))
+    y = b.node("Gemm", b.node("Flatten", y), b.constant(draw(5, 64), "three"), transB=1)
+    return rq.import_onnx(b.model({"x": ("float32", SHAPE)}, {y: ("float32", (2, 5))}))[0]
+
+
+def test_parameters__of_weights_by_their_names():
+    scales = np.linspace(0.004, 0.01, 5).astype("float32")
+    given = {
+        "one": rq.QParams(scales[:4], np.zeros(4), "int8", 0),
+        "two": rq.QParams(scales[0], 0, "int8"),
+        "three": rq.QParams(scales, np.zeros(5), "int8", 0),
+    }
+    prepared = rq.prepare(named_model(), parameters=given, effort="fast")
+    rq.calibrate(prepared, batches())
+    weights = [group for group in prepared.plan.groups if group.constant is not None]
+    found = [prepared.parameters[group.key] for group in weights if group.info.axis != 0]
+    assert [(q.scale.tolist(), q.axis) for q in found] == [
+        (scales[0].tolist(), None),
+        (scales.tolist(), 1),
+    ]
+    (first,) = [prepared.parameters[group.key] for group in weights if group.info.axis == 0]
+    np.testing.assert_array_equal(first.scale, scales[:4])
+
+
+def test_parameters__of_values_inside_an_operator_warn():
+    mod = named_model()
+    graph = Graph(mod)
+    (relu,) = [b.value for b in graph.bindings if graph.op_name(b.var) == "relax.nn.relu"]
+    inner = relu.args[0].name
+    given = {inner: rq.QParams(0.1, 0, "uint8")}
+    with pytest.warns(UserWarning, match=rf"1 of the given parameters are not used.*'{inner}'"):
+        rq.prepare(mod, parameters=given, effort="fast")
+
+
 @pytest.mark.parametrize(
     ("name", "qparams", "message"),
     [

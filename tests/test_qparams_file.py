@@ -73,6 +73,37 @@ def test_aimet__both_versions(tmp_path):
         assert found == {"y": rq.QParams(np.float32(0.02), 100, "uint8")}
 
 
+def encode_weight(scales, offset: int, *, is_new: bool, **more) -> dict:
+    """An entry of param_encodings with one scale for each channel, and its list of activations."""
+    if is_new:
+        kind = "PER_CHANNEL" if len(scales) > 1 else "PER_TENSOR"
+        row = {"name": "w", "bw": 8, "dtype": "INT", "enc_type": kind, "is_sym": True} | more
+        row |= {"scale": scales, "offset": [offset] * len(scales)}
+        return {"version": "1.0.0", "activation_encodings": [], "param_encodings": [row]}
+    channel = {"bitwidth": 8, "dtype": "int", "is_symmetric": "True", "offset": offset} | more
+    rows = [channel | {"scale": scale, "max": 127 * scale} for scale in scales]
+    return {"version": "0.6.1", "activation_encodings": {}, "param_encodings": {"w": rows}}
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+def test_aimet__weights(tmp_path, is_new):
+    def read(*arguments, **more):
+        return load(tmp_path, json.dumps(encode_weight(*arguments, is_new=is_new, **more)))
+
+    scales = np.array([0.01, 0.02], "float32")
+    expected = {"w": rq.QParams(scales, np.zeros(2), "int8", 0)}
+    assert read([0.01, 0.02], -128) == expected
+    # A grid without -128 has the same values.
+    assert read([0.01, 0.02], -127) == expected
+    assert read([0.01], -128) == {"w": rq.QParams(np.float32(0.01), 0, "int8")}
+    affine = {"is_sym" if is_new else "is_symmetric": "False"}
+    assert read([0.01], -100, **affine) == {"w": rq.QParams(np.float32(0.01), -28, "int8")}
+    bits = "bw" if is_new else "bitwidth"
+    assert read([0.01], -128, **{bits: 32}) == {}, "a bias"
+    with pytest.raises(ConfigError, match="'w' has 4 bits; allowed for a weight: 8"):
+        read([0.01], -8, **{bits: 4})
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -89,6 +120,15 @@ def test_aimet__both_versions(tmp_path):
         ('{"x": [2, 1]}', "low <= high"),
         ("conv1 zero", "line 1 is not"),
         ('{"activation_encodings": {"y": [{"scale": 1, "offset": 0, "bitwidth": 5}]}}', "5 bits"),
+        (
+            '{"activation_encodings": [], "param_encodings": [{"name": "w", "enc_type": "LPBQ"}]}',
+            "'w' is encoded LPBQ; allowed: PER_TENSOR, PER_CHANNEL",
+        ),
+        (
+            '{"activation_encodings": [], "param_encodings": [{"name": "w", "scale": [1, 2], '
+            '"offset": [0]}]}',
+            "'w' has 2 scales and 1 offsets",
+        ),
         ("[" * 100000, "not well formed|line 1"),
         ('{"a":' * 100000, "not well formed: RecursionError"),
     ],

@@ -17,7 +17,8 @@ from relayquant.errors import ModelError
 from relayquant.rewrite import Graph
 from relayquant.rewrite.graph import constant_value, tensor_dtype
 
-#: from here on QuantizeLinear knows 16-bit and 4-bit integers (ONNX, operator QuantizeLinear)
+#: from here on QuantizeLinear knows 16-bit and 4-bit integers (ONNX, operator QuantizeLinear), and
+#: Pad wraps around (since 19)
 WIDE_OPSET = 21
 #: has LayerNormalization, and Clip and MaxPool of 8-bit integers
 BASE_OPSET = 17
@@ -68,7 +69,9 @@ class OnnxBuilder:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         dtypes = {tensor_dtype(var) for var in graph.order}
-        self.opset = WIDE_OPSET if dtypes & set(WIDE) else BASE_OPSET
+        pads = [graph.call_of(var) for var in graph.order if graph.op_name(var) == "relax.nn.pad"]
+        wraps = any(call is not None and str(call.attrs.pad_mode) == "circular" for call in pads)
+        self.opset = WIDE_OPSET if wraps or dtypes & set(WIDE) else BASE_OPSET
         self.nodes: list[onnx.NodeProto] = []
         self.constants: list[onnx.TensorProto] = []
         self.real: dict[relax.Var, str] = {}

@@ -12,6 +12,7 @@ from tvm import relax
 
 from relayquant.errors import ModelError
 from relayquant.export.onnx_builder import OnnxBuilder
+from relayquant.export.onnx_moves import MOVE_WRITERS
 from relayquant.export.onnx_operators import ELEMENT, FLOAT_WRITERS, Writer
 from relayquant.export.onnx_qnn import QNN_WRITERS
 from relayquant.files import write_whole
@@ -19,7 +20,7 @@ from relayquant.rewrite import Graph
 from relayquant.rewrite.graph import tensor_dtype, tensor_shape
 
 #: Relax operator -> what writes it
-WRITERS: dict[str, Writer] = {**FLOAT_WRITERS, **QNN_WRITERS}
+WRITERS: dict[str, Writer] = {**FLOAT_WRITERS, **MOVE_WRITERS, **QNN_WRITERS}
 
 #: a file of protobuf holds no more
 MAX_BYTES = 2**31 - 1

@@ -24,6 +24,7 @@ Writer = Callable[[OnnxBuilder, relax.Var, Call], str]
 ELEMENT = {
     "float32": onnx.TensorProto.FLOAT,
     "float16": onnx.TensorProto.FLOAT16,
+    "float64": onnx.TensorProto.DOUBLE,
     "int8": onnx.TensorProto.INT8,
     "uint8": onnx.TensorProto.UINT8,
     "int16": onnx.TensorProto.INT16,
@@ -227,43 +228,6 @@ def write_reduce(op: str, builder: OnnxBuilder, var: relax.Var, call: Call) -> s
     return builder.emit(op, [data, given], var.name, keepdims=keep)
 
 
-def write_reshape(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
-    """Reshape, also for flatten, squeeze and expand_dims; one dimension may be symbolic.
-
-    Raises:
-        ModelError: several dimensions are known only at run time.
-    """
-    shape = tensor_shape(var)
-    before = tensor_shape(call.args[0])
-    if shape is None or before is None:
-        raise ModelError(f"export_onnx: the shape of {var.name!r} is not known.")
-    same = [i < len(before) and before[i] == size for i, size in enumerate(shape)]
-    sizes = [
-        size if isinstance(size, int) else (0 if same[i] else -1) for i, size in enumerate(shape)
-    ]
-    if sizes.count(-1) > 1:
-        raise ModelError(f"export_onnx: {var.name!r} is reshaped to several symbolic dimensions.")
-    given = builder.constant(np.array(sizes, "int64"), f"{var.name}.shape")
-    return builder.emit("Reshape", [builder.tensor(call.args[0], var.name), given], var.name)
-
-
-def write_permute(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
-    """Transpose."""
-    rank = var.ty.ndim
-    axes = call.attrs.axes
-    order = list(reversed(range(rank))) if axes is None else [a % rank for a in integers(axes)]
-    return builder.emit("Transpose", [builder.tensor(call.args[0], var.name)], var.name, perm=order)
-
-
-def write_concat(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
-    """Concat of a literal tuple."""
-    fields = getattr(call.args[0], "fields", None)
-    if fields is None:
-        raise ModelError(f"export_onnx: the operands of {var.name!r} are no literal tuple.")
-    inputs = [builder.tensor(field, var.name) for field in fields]
-    return builder.emit("Concat", inputs, var.name, axis=int(call.attrs.axis))
-
-
 def write_clip(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
     """Clip with bounds of the data's dtype; infinite ones are left out.
 
@@ -285,52 +249,31 @@ def write_clip(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
     return builder.emit("Clip", inputs, var.name)
 
 
-def write_pad(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
-    """Pad with a constant."""
-    mode = str(call.attrs.pad_mode)
-    if mode not in ("constant", "reflect", "replicate"):
-        raise ModelError(f"export_onnx: pad mode {mode!r} of {var.name!r} is not supported.")
-    width = integers(call.attrs.pad_width)
-    pads = builder.constant(np.array(width[0::2] + width[1::2], "int64"), f"{var.name}.pads")
-    fill = np.array(float(call.attrs.pad_value)).astype(tensor_dtype(var))
-    inputs = [builder.tensor(call.args[0], var.name), pads]
-    if mode == "constant":
-        inputs.append(builder.constant(fill, f"{var.name}.fill"))
-    name = {"replicate": "edge"}.get(mode, mode)
-    return builder.emit("Pad", inputs, var.name, mode=name)
+def write_arg(op: str, builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """ArgMax, ArgMin along one axis.
+
+    Raises:
+        ModelError: over all axes, which ONNX does not have.
+    """
+    if call.attrs.axis is None:
+        raise ModelError(f"export_onnx: {var.name!r} is over all axes; ONNX needs one.")
+    axis, keep = int(call.attrs.axis), int(call.attrs.keepdims)
+    found = builder.tensor(call.args[0], var.name)
+    if tensor_dtype(var) == "int64":
+        return builder.emit(op, [found], var.name, axis=axis, keepdims=keep)
+    index = builder.step(op, [found], f"{var.name}.long", axis=axis, keepdims=keep)
+    return builder.emit("Cast", [index], var.name, to=ELEMENT[tensor_dtype(var)])
 
 
-def write_slice(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
-    """Slice: axes, begins, ends and strides are literal tuples of integers."""
-    lists = [[int(value.value) for value in arg.fields] for arg in call.args[1:]]
-    axes, begins, ends = lists[:3]
-    strides = lists[3] if len(lists) > 3 else [1] * len(axes)
-    given = [
-        builder.constant(np.array(values, "int64"), f"{var.name}.slice")
-        for values in (begins, ends, axes, strides)
-    ]
-    return builder.emit("Slice", [builder.tensor(call.args[0], var.name), *given], var.name)
-
-
-def write_take(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
-    """Gather."""
-    axis = call.attrs.axis
-    indices = call.args[1]
-    if isinstance(indices.ty, relax.TensorType):
-        where = builder.tensor(indices, var.name)
-        if tensor_dtype(indices) not in ("int32", "int64"):
-            where = builder.step("Cast", [where], f"{var.name}.index", to=ELEMENT["int64"])
-    else:
-        where = builder.constant(np.array(int(indices.value), "int64"), f"{var.name}.index")
-    data = builder.tensor(call.args[0], var.name)
-    return builder.emit("Gather", [data, where], var.name, axis=0 if axis is None else int(axis))
-
-
-def write_expand(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
-    """Expand; a dimension that is symbolic is taken from the data."""
-    sizes = [size if isinstance(size, int) else 1 for size in tensor_shape(var) or ()]
-    shape = builder.constant(np.array(sizes, "int64"), f"{var.name}.shape")
-    return builder.emit("Expand", [builder.tensor(call.args[0], var.name), shape], var.name)
+def write_prelu(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """PRelu; the slopes are broadcast from the right."""
+    rank, axis = var.ty.ndim, int(call.attrs.axis) % var.ty.ndim
+    slopes = constant_value(call.args[1])
+    if slopes is None:
+        raise ModelError(f"export_onnx: the slopes of {var.name!r} are no constant.")
+    shaped = slopes.reshape(-1, *[1] * (rank - axis - 1))
+    inputs = [builder.tensor(call.args[0], var.name), builder.constant(shaped, f"{var.name}.slope")]
+    return builder.emit("PRelu", inputs, var.name)
 
 
 def write_cast(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
@@ -391,7 +334,8 @@ SAME = {
     "maximum": "Max", "minimum": "Min", "nn.relu": "Relu", "sigmoid": "Sigmoid", "tanh": "Tanh",
     "exp": "Exp", "sqrt": "Sqrt", "log": "Log", "erf": "Erf", "abs": "Abs", "negative": "Neg",
     "floor": "Floor", "ceil": "Ceil", "where": "Where", "equal": "Equal", "less": "Less",
-    "greater": "Greater", "sin": "Sin", "cos": "Cos",
+    "greater": "Greater", "sin": "Sin", "cos": "Cos", "atan": "Atan", "sign": "Sign",
+    "round": "Round",
 }  # fmt: skip
 
 #: sqrt(2/pi) * (x + 0.044715 x^3), see Hendrycks and Gimpel 2016, https://arxiv.org/abs/1606.08415
@@ -406,6 +350,7 @@ FORMULAS = {
     "nn.gelu_tanh": _GELU_TANH,
 }
 
+#: operators that compute
 FLOAT_WRITERS: dict[str, Writer] = {
     **{f"relax.{name}": functools.partial(write_plain, op) for name, op in SAME.items()},
     **{f"relax.{name}": functools.partial(write_steps, text) for name, text in FORMULAS.items()},
@@ -420,20 +365,13 @@ FLOAT_WRITERS: dict[str, Writer] = {
     "relax.max": functools.partial(write_reduce, "ReduceMax"),
     "relax.min": functools.partial(write_reduce, "ReduceMin"),
     "relax.sum": functools.partial(write_reduce, "ReduceSum"),
-    "relax.reshape": write_reshape,
-    "relax.flatten": write_reshape,
-    "relax.squeeze": write_reshape,
-    "relax.expand_dims": write_reshape,
-    "relax.permute_dims": write_permute,
-    "relax.concat": write_concat,
     "relax.clip": write_clip,
-    "relax.nn.pad": write_pad,
-    "relax.strided_slice": write_slice,
-    "relax.take": write_take,
-    "relax.broadcast_to": write_expand,
+    "relax.argmax": functools.partial(write_arg, "ArgMax"),
+    "relax.argmin": functools.partial(write_arg, "ArgMin"),
     "relax.astype": write_cast,
     "relax.nn.softmax": functools.partial(write_axis, "Softmax"),
     "relax.nn.log_softmax": functools.partial(write_axis, "LogSoftmax"),
     "relax.nn.leakyrelu": write_leaky_relu,
+    "relax.nn.prelu": write_prelu,
     "relax.nn.layer_norm": write_layer_norm,
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import tvm
 from tvm import relax
@@ -12,7 +13,7 @@ from tvm import relax
 from relayquant.rewrite.editor import Editor
 
 #: Attribute of main: JSON text, value name -> {"node": name of the source node, "op": its
-#: operator}.
+#: operator, "constants": names of its weights and biases, absent where it has none}.
 SOURCES_ATTR = "relayquant.sources"
 
 #: Prefix of the values that an importer named, until `name_values` removes it. The names that a
@@ -23,10 +24,18 @@ MARK = "value:"
 
 @dataclass(frozen=True)
 class SourceNode:
-    """A node of the source model: its name (may be "") and operator type."""
+    """A node of the source model: its name (may be ""), operator type, and the names of the
+    constants it reads, those of highest rank first: a weight before its bias.
+    """
 
     node: str
     op: str
+    constants: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """As `SOURCES_ATTR` holds it."""
+        row: dict[str, Any] = {"node": self.node, "op": self.op}
+        return row | {"constants": list(self.constants)} if self.constants else row
 
 
 def name_values(mod: tvm.IRModule, sources: Mapping[str, SourceNode]) -> tvm.IRModule:
@@ -59,7 +68,7 @@ def name_values(mod: tvm.IRModule, sources: Mapping[str, SourceNode]) -> tvm.IRM
             # well.
             owners[var] = next((owners[user] for user in editor.users(var)), "value")
     taken = {*exact.values(), *sources, *(param.name for param in editor.params)}
-    record: dict[str, dict[str, str]] = {}
+    record: dict[str, dict[str, Any]] = {}
     for var in editor.order():
         owner = owners[var]
         name, count = exact.get(var), 0
@@ -70,5 +79,5 @@ def name_values(mod: tvm.IRModule, sources: Mapping[str, SourceNode]) -> tvm.IRM
         taken.add(name)
         editor.names[var] = name
         if owner in sources:
-            record[name] = {"node": sources[owner].node, "op": sources[owner].op}
+            record[name] = sources[owner].to_dict()
     return editor.build({SOURCES_ATTR: json.dumps(record)})

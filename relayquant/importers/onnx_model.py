@@ -52,7 +52,8 @@ def import_onnx(
 
     Parameters of main are named as the inputs, values as the tensors of the graph. A value that
     TVM adds on the way is named after the tensor it leads to ("conv1_out.1"). Function attribute
-    `relayquant.sources` is a JSON text: value name -> {"node": node name, "op": operator type}.
+    `relayquant.sources` is a JSON text: value name -> {"node": node name, "op": operator type,
+    "constants": names of its weights and biases}.
 
     Args:
         model_or_path: A ModelProto (not changed) or a file. External data must lie in the file's
@@ -377,12 +378,22 @@ class _Importer(_FRONTEND.ONNXGraphImporter):
             if not name:
                 continue
             value = self._nodes[name]
-            self.sources[name] = SourceNode(node.name, node.op_type)
+            self.sources[name] = SourceNode(node.name, node.op_type, self._find_constants(node))
             is_tensor = isinstance(value, relax.Expr) and isinstance(value.ty, relax.TensorType)
             if is_tensor and not isinstance(value, tvm.ir.GenericConst):
                 var = relax.DataflowVar(MARK + name, value.ty)
                 self.bb.emit_normalized(relax.VarBinding(var, self.bb.normalize(value)))
                 self._nodes[name] = var
+
+    def _find_constants(self, node: onnx.NodeProto) -> tuple[str, ...]:
+        """Names of the constant operands of a node, the highest rank first."""
+        operands = {name: self._nodes[name] for name in node.input if name in self._nodes}
+        ranks = {
+            name: value.ty.ndim
+            for name, value in operands.items()
+            if isinstance(value, tvm.ir.GenericConst)
+        }
+        return tuple(sorted(ranks, key=lambda name: -ranks[name]))
 
 
 def _node_name(node: onnx.NodeProto) -> str:

@@ -81,6 +81,21 @@ PAD_MODES = {
 }
 
 
+def convert_celu(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr:
+    """Celu -> max(x, 0) + min(alpha * (exp(x / alpha) - 1), 0), which TVM does not have."""
+    (data,) = inputs
+    dtype = str(data.ty.dtype)
+    alpha, one, zero = (
+        relax.const(value, dtype) for value in (float(attrs.get("alpha", 1.0)), 1.0, 0.0)
+    )
+    grown = bb.emit(relax.op.exp(bb.emit(relax.op.divide(data, alpha))))
+    curve = bb.emit(relax.op.multiply(bb.emit(relax.op.subtract(grown, one)), alpha))
+    below = bb.emit(relax.op.minimum(curve, zero))
+    return relax.op.add(bb.emit(relax.op.nn.relu(data)), below)
+
+
 def convert_hard_swish(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr:
@@ -342,6 +357,7 @@ def _check_constant(size: float) -> None:
 #: ONNX operator type -> its conversion here.
 OPERATORS: dict[str, Convert] = {
     "AveragePool": functools.partial(_convert_pool, "AveragePool"),
+    "Celu": convert_celu,
     "Clip": convert_clip,
     "ConstantOfShape": limit_constant_of_shape,
     "Conv": convert_conv,

@@ -15,10 +15,14 @@ import onnx
 from tvm import relax
 
 from relayquant.dialect import qnn
-from relayquant.ops.dynamic import multiply_at_run_time, quantize_at_run_time
+from relayquant.ops.dynamic import (
+    convolve_at_run_time,
+    multiply_at_run_time,
+    quantize_at_run_time,
+)
 from relayquant.qtypes import INTEGER_LIMITS
 from relayquant.reference import qnn as numpy_qnn
-from relayquant.rewrite.graph import constant_value, tensor_dtype
+from relayquant.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 
 #: dtypes of fewer than 8 bits, held in 8: (dtype that holds it, smallest, largest)
 NARROW = {
@@ -184,6 +188,8 @@ def convert_conv_integer(
 ) -> relax.Expr:
     """ConvInteger(x, w, x_zero, w_zero) -> R.qnn.conv2d with int32 results; padding is x_zero.
 
+    Where x_zero is computed at run time and w is not, it is taken out of the product.
+
     Raises:
         ValueError: not a 2-D convolution, or auto_pad.
     """
@@ -192,17 +198,18 @@ def convert_conv_integer(
         raise ValueError(f"its data has {data.ty.ndim} dimensions; supported: 4")
     if attrs.get("auto_pad", b"NOTSET") not in (b"NOTSET", b"VALID"):
         raise ValueError("auto_pad is not supported; give pads")
-    return qnn.conv2d(
-        data,
-        weight,
-        read_zero_point(data_zero),
-        read_zero_point(weight_zero),
-        1.0,
-        1.0,
-        strides=list(attrs.get("strides", [1, 1])),
-        padding=list(attrs.get("pads", [0, 0, 0, 0])),
-        dilation=list(attrs.get("dilations", [1, 1])),
-        groups=int(attrs.get("group", 1)),
-        data_layout="NCHW",
-        kernel_layout="OIHW",
-    )
+    form: dict[str, Any] = {
+        "strides": list(attrs.get("strides", [1, 1])),
+        "padding": list(attrs.get("pads", [0, 0, 0, 0])),
+        "dilation": list(attrs.get("dilations", [1, 1])),
+        "groups": int(attrs.get("group", 1)),
+    }
+    data_zero, weight_zero = (bb.normalize(read_zero_point(z)) for z in (data_zero, weight_zero))
+    array, zero = constant_value(weight), constant_value(weight_zero)
+    shape = tensor_shape(data)
+    is_known = shape is not None and not any(isinstance(size, str) for size in shape[1:])
+    if constant_value(data_zero) is None and array is not None and zero is not None and is_known:
+        return convolve_at_run_time(
+            lambda expr, _: bb.emit(expr), data, data_zero, array, zero, **form
+        )
+    return qnn.conv2d(data, weight, data_zero, weight_zero, 1.0, 1.0, **form)

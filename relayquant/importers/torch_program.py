@@ -71,7 +71,7 @@ def import_torch(
             f"Cannot convert {where}: {type(error).__name__}: {error}. Export the model in "
             "evaluation mode (model.eval()) and without data-dependent control flow."
         ) from error
-    return _name_after_modules(mod, importer.env), {}
+    return _name_after_modules(mod, importer.env, find_targets(program)), {}
 
 
 def make_decompositions() -> Any:
@@ -107,7 +107,32 @@ def find_constants(program: Any) -> dict[str, Any]:
     return {spec.arg.name: tensors[spec.target] for spec in specs if spec.target in tensors}
 
 
-def _name_after_modules(mod: tvm.IRModule, env: Mapping[Any, Any]) -> tvm.IRModule:
+def find_targets(program: Any) -> dict[str, str]:
+    """Name in the graph -> name in the module ("layer1.0.conv1.weight"), for parameters and
+    buffers of an exported program.
+    """
+    signature = program.graph_signature
+    return {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+
+
+def _find_constants(node: Any, targets: Mapping[str, str]) -> tuple[str, ...]:
+    """Names of the parameters that a node reads, or operators on parameters alone, such as the
+    transpose of a weight; the highest rank first.
+    """
+    found: dict[str, int] = {}
+    for operand in node.all_input_nodes:
+        if operand.name in targets:
+            found[targets[operand.name]] = operand.meta["val"].ndim
+        elif operand.op == "call_function" and len(operand.all_input_nodes) == 1:
+            (inner,) = operand.all_input_nodes
+            if inner.name in targets:
+                found[targets[inner.name]] = inner.meta["val"].ndim
+    return tuple(sorted(found, key=lambda name: -found[name]))
+
+
+def _name_after_modules(
+    mod: tvm.IRModule, env: Mapping[Any, Any], targets: Mapping[str, str]
+) -> tvm.IRModule:
     """Give values the names of the graph nodes that `env` (node -> variable of the frontend) says
     they come from.
     """
@@ -132,7 +157,9 @@ def _name_after_modules(mod: tvm.IRModule, env: Mapping[Any, Any]) -> tvm.IRModu
         name = path if is_result else ".".join(part for part in (path, node.name) if part)
         while name in sources:
             name = f"{name}.{node.name}"
-        sources[name] = SourceNode(path or node.name, str(node.target))
+        sources[name] = SourceNode(
+            path or node.name, str(node.target), _find_constants(node, targets)
+        )
         editor.names[var] = MARK + name
     return name_values(editor.build(), sources)
 

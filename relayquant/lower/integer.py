@@ -22,6 +22,7 @@ from relayquant.lower.kernel_call import KernelCall, KernelContext, KernelRule
 from relayquant.lower.kernels.isa import Isa
 from relayquant.lower.kernels.select import select_isa
 from relayquant.lower.linear_rules import LINEAR_RULES
+from relayquant.lower.weight_zero import centre_weights
 from relayquant.rewrite import Emitter, Graph, Skip, rewrite_main
 
 logger = logging.getLogger("relayquant.lower")
@@ -40,7 +41,7 @@ def lower_integer(mod: tvm.IRModule, target: Target) -> tvm.IRModule:
     """
     if target.kind.name != "llvm" or not has_integer_main(mod):
         return mod
-    mod = convert_integer_layout(mod)
+    mod = convert_integer_layout(centre_weights(mod))
     return call_kernels(mod, select_isa(target))
 
 

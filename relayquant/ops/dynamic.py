@@ -7,7 +7,8 @@ Read by the operator rows, by convert and by the importer of ONNX, whose operato
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import tvm
@@ -16,6 +17,8 @@ from tvm import relax
 from relayquant.dialect import qnn
 from relayquant.ops.base import RunTimeQuantized
 from relayquant.qtypes import INTEGER_LIMITS
+from relayquant.reference import qnn as numpy_qnn
+from relayquant.rewrite.graph import tensor_shape
 
 #: binds an expression to a variable, whose name ends so
 Emit = Callable[[relax.Expr, str], relax.Expr]
@@ -71,3 +74,36 @@ def multiply_at_run_time(
     zero = relax.const(np.asarray(weight_zero, "int32"), "int32")
     product = emit(qnn.dense(data, units, 0, zero, 1.0, 1.0), "product")
     return relax.op.subtract(product, emit(relax.op.multiply(zero_point, sums), "correction"))
+
+
+def convolve_at_run_time(
+    emit: Emit,
+    data: relax.Expr,
+    zero_point: relax.Expr,
+    weight: np.ndarray,
+    weight_zero: np.ndarray,
+    **attrs: Any,
+) -> relax.Expr:
+    """int32 sums of (data - zero_point) * (weight - weight_zero) of a 2-D convolution, padded with
+    the zero point; integers `data` (N, C, H, W), constant weight (O, I, KH, KW), weight_zero ()
+    or (O,).
+
+    qnn.conv2d(data, weight) - zero_point * (what it gives for data of ones): so the kernel has no
+    variable. `attrs` are those of qnn.conv2d; H and W are known.
+    """
+    zero = relax.const(np.asarray(weight_zero, "int32"), "int32")
+    product = qnn.conv2d(data, relax.const(weight, str(weight.dtype)), 0, zero, 1.0, 1.0, **attrs)
+    shape = tensor_shape(data)
+    if shape is None or any(isinstance(size, str) for size in shape[1:]):
+        raise ValueError(f"the shape {shape} of the data is not known")
+    # Sums differ at the borders only, where there are any.
+    sizes = shape[2:] if any(attrs["padding"]) else weight_window(weight, attrs["dilation"])
+    ones = np.ones((1, int(shape[1]), *(int(size) for size in sizes)), "int8")
+    sums = numpy_qnn.conv2d(ones, weight, 0, weight_zero, 1.0, 1.0, **attrs)
+    excess = emit(relax.op.multiply(zero_point, relax.const(sums, "int32")), "correction")
+    return relax.op.subtract(emit(product, "product"), excess)
+
+
+def weight_window(weight: np.ndarray, dilation: Sequence[int]) -> tuple[int, ...]:
+    """Height and width that a weight (O, I, KH, KW) sees at once."""
+    return tuple((k - 1) * d + 1 for k, d in zip(weight.shape[2:], dilation, strict=True))

@@ -239,6 +239,12 @@ def test_gather(index):
     assert operators_of(mod) == ["relax.take"]
 
 
+def test_celu__without_overflow():
+    data = np.concatenate([draw(50), np.array([-1e4, -200, 0, 200, 1e4], "float32")])[None]
+    node = helper.make_node("Celu", ["x"], ["y"], alpha=0.7)
+    check_against_onnxruntime(make_model([node], {"x": list(data.shape)}), {"x": data})
+
+
 # -- names -----------------------------------------------------------------------------------------
 
 
@@ -261,7 +267,8 @@ def test_names__exact_and_unique():
     assert {"a", "b.1", "same", "gv", "out put"} <= set(names)
     assert [out.name for out in mod["main"].body.body.fields] == ["out put", "lv"]
     sources = json.loads(mod["main"].attrs["relayquant.sources"])
-    assert sources["block.0/conv.1"] == {"node": "the conv", "op": "Conv"}
+    conv = {"node": "the conv", "op": "Conv", "constants": ["w", "b"]}
+    assert sources["block.0/conv.1"] == conv
     assert sources["lv"] == {"node": "first", "op": "Relu"}
     assert sources["b.1"] == {"node": "", "op": "Split"}
     assert set(names) == set(sources)

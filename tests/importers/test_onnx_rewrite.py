@@ -182,6 +182,27 @@ def test_conv_integer__pads_with_the_zero_point():
     np.testing.assert_array_equal(got, expected)
 
 
+@pytest.mark.parametrize("pads", [[0, 0, 0, 0], [1, 0, 1, 2]])
+@pytest.mark.parametrize(("weight", "zero", "groups"), [("int8", 0, 1), ("uint8", 140, 2)])
+def test_dynamic_quantize_and_conv_integer(weight, zero, groups, pads):
+    b = IntegerBuilder()
+    x, scale, x_zero = b.node("DynamicQuantizeLinear", "x", outputs=3)
+    limits = np.iinfo(weight)
+    w = b.random.integers(limits.min, limits.max + 1, (6, 4 // groups, 3, 3)).astype(weight)
+    attrs = {"pads": pads, "group": groups, "strides": [2, 1]}
+    y = b.node("ConvInteger", x, b.constant(w), x_zero, b.constant(np.array(zero, weight)), **attrs)
+    y = b.node("Mul", b.node("Cast", y, to=TensorProto.FLOAT), scale)
+    model = b.model({"x": ("float32", SHAPE)}, {y: ("float32", None)})
+    qmod = rq.lower(rq.import_onnx(model)[0])
+    assert operators(qmod)["qnn.conv2d"] == 1
+    data = np.random.default_rng(0).normal(0, 1, SHAPE).astype("float32")
+    (expected,) = run_onnxruntime(model, {"x": data})
+    (computed,) = rq.reference.run(qmod, [data])
+    np.testing.assert_allclose(computed, expected, rtol=1e-5, atol=1e-5)
+    (got,) = Executor(rq.compile(qmod)).run("main", [data])
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("op", "domain", "attrs", "inputs", "message"),
     [

@@ -4,6 +4,8 @@ those of our integer model.
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import pytest
 
@@ -13,8 +15,12 @@ from relayquant.runtime import Executor
 runtime = pytest.importorskip("onnxruntime")
 
 
-def run_session(path, samples: np.ndarray, size: int) -> np.ndarray:
-    session = runtime.InferenceSession(str(path))
+def run_session(
+    path, samples: np.ndarray, size: int, level=runtime.GraphOptimizationLevel.ORT_ENABLE_ALL
+) -> np.ndarray:
+    options = runtime.SessionOptions()
+    options.graph_optimization_level = level
+    session = runtime.InferenceSession(str(path), options)
     name = session.get_inputs()[0].name
     parts = [samples[i : i + size] for i in range(0, len(samples), size)]
     return np.concatenate([session.run(None, {name: part})[0] for part in parts])
@@ -37,27 +43,23 @@ def test_export__has_our_answers_in_onnxruntime(name, size, request, tmp_path):
     path = rq.export_onnx(reference, tmp_path / "model.onnx")
     theirs = run_session(path, samples, size)
     ours = run_module(rq.lower(reference), samples, size)
-    assert (theirs.argmax(1) == ours.argmax(1)).mean() >= 0.99
-    if case.labels is not None:
-        labels = case.labels[: len(samples)]
-        right = [(answers.argmax(1) == labels).mean() for answers in (theirs, ours)]
-        assert abs(right[0] - right[1]) <= 0.005
+    np.testing.assert_allclose(theirs, ours, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("form", ["QDQ", "QOperator"])
-def test_import__has_onnxruntimes_answers(form, dscnn, tmp_path):
+def quantize_static(model, path, batches: list[np.ndarray], form: str):
+    """The model as ONNX Runtime quantizes it; returns `path`."""
     quantization = pytest.importorskip("onnxruntime.quantization")
+    (name,) = [info.name for info in runtime.InferenceSession(str(model)).get_inputs()]
 
     class Reader(quantization.CalibrationDataReader):
         def __init__(self) -> None:
-            self.batches = iter([{"input": batch} for batch in dscnn.calibration[:3]])
+            self.batches = iter([{name: batch} for batch in batches])
 
         def get_next(self):
             return next(self.batches, None)
 
-    path = tmp_path / "model.onnx"
     quantization.quantize_static(
-        str(dscnn.model),
+        str(model),
         str(path),
         Reader(),
         quant_format=quantization.QuantFormat[form],
@@ -65,6 +67,12 @@ def test_import__has_onnxruntimes_answers(form, dscnn, tmp_path):
         activation_type=quantization.QuantType.QUInt8,
         weight_type=quantization.QuantType.QInt8,
     )
+    return path
+
+
+@pytest.mark.parametrize("form", ["QDQ", "QOperator"])
+def test_import__has_onnxruntimes_answers(form, dscnn, tmp_path):
+    path = quantize_static(dscnn.model, tmp_path / "model.onnx", dscnn.calibration[:3], form)
     mod, _ = rq.load(path)
     qmod = rq.lower(mod)
     anchors = [row for row in rq.ledger(qmod).rows if row.op in ("nn.conv2d", "matmul")]
@@ -74,4 +82,22 @@ def test_import__has_onnxruntimes_answers(form, dscnn, tmp_path):
     ours = run_module(qmod, dscnn.samples[:200], 50)
     assert (theirs.argmax(1) == ours.argmax(1)).mean() >= 0.99
     steps = np.abs(theirs - ours) / np.diff(np.unique(theirs)).min()
-    assert (steps > 0.5).mean() < 0.02
+    assert steps.max() < 0.01
+
+
+def test_import__transformer_has_onnxruntimes_answers(kwt1, tmp_path):
+    """Without its own rewriting of the graph, which lets go of quantizations (by up to 16 steps
+    here): a value on the border of two steps may fall on the other side, and what follows moves.
+    """
+    path = quantize_static(kwt1.model, tmp_path / "model.onnx", kwt1.calibration[:1], "QDQ")
+    mod, _ = rq.load(path)
+    qmod = rq.lower(mod)
+    floating = Counter(row.op for row in rq.ledger(qmod).rows if not row.quantized)
+    assert floating == {"nn.layer_norm": 24, "nn.softmax": 12}
+    samples = kwt1.samples[:10]
+    theirs = run_session(path, samples, 10, runtime.GraphOptimizationLevel.ORT_DISABLE_ALL)
+    ours = run_module(qmod, samples, 10)
+    assert (theirs.argmax(1) == ours.argmax(1)).all()
+    steps = np.abs(theirs - ours) / np.diff(np.unique(theirs)).min()
+    assert np.median(steps.max(1)) <= 1.01
+    assert steps.max() <= 5.01

@@ -1,0 +1,199 @@
+"""Export: what operators that move or select values are in ONNX, as a table of writers (see
+`onnx_operators`).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from tvm import relax
+from tvm.ir import Call
+
+from relayquant.errors import ModelError
+from relayquant.export.onnx_builder import OnnxBuilder
+from relayquant.export.onnx_operators import ELEMENT, Writer, integers
+from relayquant.rewrite.graph import constant_value, tensor_dtype, tensor_shape
+
+
+def write_reshape(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """Reshape, also for flatten, squeeze and expand_dims; one dimension may be symbolic.
+
+    Raises:
+        ModelError: several dimensions are known only at run time.
+    """
+    shape = tensor_shape(var)
+    before = tensor_shape(call.args[0])
+    if shape is None or before is None:
+        raise ModelError(f"export_onnx: the shape of {var.name!r} is not known.")
+    same = [i < len(before) and before[i] == size for i, size in enumerate(shape)]
+    sizes = [
+        size if isinstance(size, int) else (0 if same[i] else -1) for i, size in enumerate(shape)
+    ]
+    if sizes.count(-1) > 1:
+        raise ModelError(f"export_onnx: {var.name!r} is reshaped to several symbolic dimensions.")
+    given = builder.constant(np.array(sizes, "int64"), f"{var.name}.shape")
+    return builder.emit("Reshape", [builder.tensor(call.args[0], var.name), given], var.name)
+
+
+def write_permute(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """Transpose."""
+    rank = var.ty.ndim
+    axes = call.attrs.axes
+    order = list(reversed(range(rank))) if axes is None else [a % rank for a in integers(axes)]
+    return builder.emit("Transpose", [builder.tensor(call.args[0], var.name)], var.name, perm=order)
+
+
+def write_concat(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """Concat of a literal tuple."""
+    fields = getattr(call.args[0], "fields", None)
+    if fields is None:
+        raise ModelError(f"export_onnx: the operands of {var.name!r} are no literal tuple.")
+    inputs = [builder.tensor(field, var.name) for field in fields]
+    return builder.emit("Concat", inputs, var.name, axis=int(call.attrs.axis))
+
+
+#: mode of R.nn.pad -> of Pad
+PAD_MODES = {
+    "constant": "constant",
+    "reflect": "reflect",
+    "replicate": "edge",
+    "circular": "wrap",
+}
+
+
+def write_pad(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """Pad with a constant, or with values of the data."""
+    mode = str(call.attrs.pad_mode)
+    if mode not in PAD_MODES:
+        raise ModelError(f"export_onnx: pad mode {mode!r} of {var.name!r} is not supported.")
+    width = integers(call.attrs.pad_width)
+    pads = builder.constant(np.array(width[0::2] + width[1::2], "int64"), f"{var.name}.pads")
+    fill = np.array(float(call.attrs.pad_value)).astype(tensor_dtype(var))
+    inputs = [builder.tensor(call.args[0], var.name), pads]
+    if mode == "constant":
+        inputs.append(builder.constant(fill, f"{var.name}.fill"))
+    return builder.emit("Pad", inputs, var.name, mode=PAD_MODES[mode])
+
+
+def write_slice(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """Slice: axes, begins, ends and strides are literal tuples of integers."""
+    lists = [[int(value.value) for value in arg.fields] for arg in call.args[1:]]
+    axes, begins, ends = lists[:3]
+    strides = lists[3] if len(lists) > 3 else [1] * len(axes)
+    given = [
+        builder.constant(np.array(values, "int64"), f"{var.name}.slice")
+        for values in (begins, ends, axes, strides)
+    ]
+    return builder.emit("Slice", [builder.tensor(call.args[0], var.name), *given], var.name)
+
+
+def write_take(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """Gather."""
+    axis = call.attrs.axis
+    indices = call.args[1]
+    if isinstance(indices.ty, relax.TensorType):
+        where = builder.tensor(indices, var.name)
+        if tensor_dtype(indices) not in ("int32", "int64"):
+            where = builder.step("Cast", [where], f"{var.name}.index", to=ELEMENT["int64"])
+    else:
+        where = builder.constant(np.array(int(indices.value), "int64"), f"{var.name}.index")
+    data = builder.tensor(call.args[0], var.name)
+    return builder.emit("Gather", [data, where], var.name, axis=0 if axis is None else int(axis))
+
+
+def long_indices(builder: OnnxBuilder, expr: relax.Expr, base: str) -> str:
+    """The tensor of indices, int64."""
+    array = constant_value(expr)
+    if array is not None:
+        return builder.constant(array.astype("int64"), f"{base}.index")
+    where = builder.tensor(expr, base)
+    if tensor_dtype(expr) == "int64":
+        return where
+    return builder.step("Cast", [where], f"{base}.index", to=ELEMENT["int64"])
+
+
+def write_gather_elements(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """GatherElements."""
+    inputs = [builder.tensor(call.args[0], var.name), long_indices(builder, call.args[1], var.name)]
+    return builder.emit("GatherElements", inputs, var.name, axis=int(call.attrs.axis))
+
+
+def write_gather_nd(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """GatherND."""
+    inputs = [builder.tensor(call.args[0], var.name), long_indices(builder, call.args[1], var.name)]
+    return builder.emit("GatherND", inputs, var.name, batch_dims=int(call.attrs.batch_dims))
+
+
+def write_tile(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """Tile; axes that are not listed are in front.
+
+    Raises:
+        ModelError: more repeats than axes.
+    """
+    repeats, rank = integers(call.attrs.repeats), call.args[0].ty.ndim
+    if len(repeats) > rank:
+        raise ModelError(f"export_onnx: {var.name!r} repeats more axes than its data has.")
+    repeats = [1] * (rank - len(repeats)) + repeats
+    given = builder.constant(np.array(repeats, "int64"), f"{var.name}.repeats")
+    return builder.emit("Tile", [builder.tensor(call.args[0], var.name), given], var.name)
+
+
+#: method of R.image.resize2d -> mode of Resize
+RESIZE_MODES = {"nearest_neighbor": "nearest", "linear": "linear"}
+
+#: rounding of R.image.resize2d -> nearest_mode of Resize
+NEAREST_MODES = {
+    "round": "round_prefer_ceil",
+    **{mode: mode for mode in ("round_prefer_floor", "round_prefer_ceil", "floor", "ceil")},
+}
+
+
+def write_resize(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """Resize to a size that is known.
+
+    Raises:
+        ModelError: another layout than NCHW, another method, or a symbolic size.
+    """
+    attrs, shape = call.attrs, tensor_shape(var)
+    method, rounding = str(attrs.method), str(attrs.rounding_method)
+    mode = RESIZE_MODES.get(method)
+    sizes = [size for size in shape or () if isinstance(size, int)]
+    is_known = len(sizes) == 4 and (mode != "nearest" or rounding in NEAREST_MODES)
+    if str(attrs.layout) != "NCHW" or mode is None or not is_known:
+        raise ModelError(
+            f"export_onnx: resize {var.name!r} ({method}, {attrs.layout}, {rounding or 'no'} "
+            "rounding) has no form in ONNX; allowed: nearest_neighbor and linear in NCHW, of a "
+            "known shape."
+        )
+    given: dict[str, object] = (
+        {"nearest_mode": NEAREST_MODES[rounding]} if mode == "nearest" else {}
+    )
+    given["coordinate_transformation_mode"] = str(attrs.coordinate_transformation_mode)
+    size = builder.constant(np.array(sizes, "int64"), f"{var.name}.size")
+    inputs = [builder.tensor(call.args[0], var.name), "", "", size]
+    return builder.emit("Resize", inputs, var.name, mode=mode, **given)
+
+
+def write_expand(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """Expand; a dimension that is symbolic is taken from the data."""
+    sizes = [size if isinstance(size, int) else 1 for size in tensor_shape(var) or ()]
+    shape = builder.constant(np.array(sizes, "int64"), f"{var.name}.shape")
+    return builder.emit("Expand", [builder.tensor(call.args[0], var.name), shape], var.name)
+
+
+#: operators that move or select values
+MOVE_WRITERS: dict[str, Writer] = {
+    "relax.reshape": write_reshape,
+    "relax.flatten": write_reshape,
+    "relax.squeeze": write_reshape,
+    "relax.expand_dims": write_reshape,
+    "relax.permute_dims": write_permute,
+    "relax.concat": write_concat,
+    "relax.nn.pad": write_pad,
+    "relax.strided_slice": write_slice,
+    "relax.take": write_take,
+    "relax.gather_elements": write_gather_elements,
+    "relax.gather_nd": write_gather_nd,
+    "relax.tile": write_tile,
+    "relax.image.resize2d": write_resize,
+    "relax.broadcast_to": write_expand,
+}
