@@ -41,6 +41,7 @@ from relayquant.config import (  # noqa: E402
 )
 from relayquant.convert import AffineRule  # noqa: E402
 from relayquant.effort import Effort  # noqa: E402
+from relayquant.equalization import equalize_layers, smooth_activations  # noqa: E402
 from relayquant.errors import (  # noqa: E402
     AccuracyWarning,
     ConfigError,
@@ -66,7 +67,6 @@ from relayquant.pipeline import (  # noqa: E402
     compare,
     compile,
     convert_to_reference,
-    equalize_layers,
     ledger,
     lower,
     pipeline,
@@ -190,6 +190,7 @@ __all__ = [
     "save_prepared",
     "save_qparams",
     "sensitivity",
+    "smooth_activations",
     "torch",
     "verify",
 ]

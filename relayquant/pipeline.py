@@ -56,8 +56,7 @@ from relayquant.finish import (
 from relayquant.ledger import InterfaceValue, Ledger, find_ledger, read_ledger
 from relayquant.lower import host_config, make_pipeline, resolve_target
 from relayquant.plan import Plan
-from relayquant.prepare import cross_layer, prepare_module
-from relayquant.prepare.cross_layer import Declined
+from relayquant.prepare import prepare_module
 from relayquant.prepare.equalize import equalize_inputs, find_products, measure_channels
 from relayquant.prepared import PreparedModel
 from relayquant.qtypes import INTEGER_LIMITS, QParams
@@ -216,20 +215,6 @@ def equalize(canonical: tvm.IRModule, dataset: Any, kept: Collection[str] = ()) 
         return canonical
     data = open_dataset(dataset, describe_inputs(canonical))
     return equalize_inputs(canonical, measure_channels(data, names))
-
-
-def equalize_layers(
-    mod: tvm.IRModule, params: Mapping[str, Any] | None = None
-) -> tuple[tvm.IRModule, tuple[Declined, ...]]:
-    """The same float function with the channels between its layers scaled (cross-layer
-    equalization), to be quantized in place of `mod`; and the values that had to stay, with reasons.
-
-    For weights with one scale per tensor. Per channel there is nothing to gain.
-
-    Raises:
-        ModelError: the model is not one this package can work with.
-    """
-    return cross_layer.equalize_layers(prepare_module(mod, params))
 
 
 def default_mapping(backend: BackendConfig, effort: Effort) -> QConfigMapping:

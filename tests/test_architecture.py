@@ -34,6 +34,7 @@ LAYERS: list[set[str]] = [
     },
     {"backends", "analysis", "effort", "formats"},
     {
+        "equalization",
         "finish",
         "guard",
         "pipeline",

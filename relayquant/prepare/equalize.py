@@ -45,6 +45,10 @@ class ChannelStatistics:
         magnitude = np.where(self.largest > 0, self.largest, 1.0)
         return np.exp2(np.rint(np.log2(magnitude))).astype("float32")
 
+    def divide(self, scales: np.ndarray) -> ChannelStatistics:
+        """Those of the channels divided by `scales` (C,)."""
+        return ChannelStatistics(self.largest / scales, self.mean_square / scales**2)
+
 
 def find_products(mod: tvm.IRModule) -> dict[str, tuple[relax.Var, ...]]:
     """Input name -> products with a constant matrix that read it, of a prepared module."""
@@ -108,7 +112,7 @@ def estimate_noise(weight: np.ndarray, statistics: ChannelStatistics) -> float:
 def is_worthwhile(weights: Iterable[np.ndarray], statistics: ChannelStatistics) -> bool:
     """Whether equal ranges of the channels make the products that read them clearly more exact."""
     weights, scales = tuple(weights), statistics.scales().astype("float64")
-    scaled = ChannelStatistics(statistics.largest / scales, statistics.mean_square / scales**2)
+    scaled = statistics.divide(scales)
     before = sum(estimate_noise(weight, statistics) for weight in weights)
     after = sum(estimate_noise(weight * scales[:, None], scaled) for weight in weights)
     return before > WORTHWHILE_GAIN * after
