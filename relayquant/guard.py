@@ -21,9 +21,8 @@ import tvm
 
 from relayquant import reference
 from relayquant.analysis.outputs import Interface, OutputGap, measure_gaps
-from relayquant.analysis.sensitivity import Simulation, add_float_lines
+from relayquant.analysis.sensitivity import Simulation
 from relayquant.analysis.sums import ErrorSums
-from relayquant.annotate import annotate
 from relayquant.calibrate.datasets import open_dataset
 from relayquant.calibrate.inputs import describe_inputs
 from relayquant.dialect.cost import count_macs
@@ -31,9 +30,9 @@ from relayquant.effort import Effort
 from relayquant.errors import AccuracyWarning, ConfigError
 from relayquant.events import CallbackList
 from relayquant.ledger import GuardResult, Ledger, read_ledger, write_ledger
-from relayquant.pipeline import calibrate, compile_draft, convert_to_reference, lower
+from relayquant.pipeline import compile_draft, convert_to_reference, lower
 from relayquant.prepared import PreparedModel
-from relayquant.prepared_edit import replace_plan
+from relayquant.revert import keep_parameters
 from relayquant.rewrite import Graph
 from relayquant.search import rank_operators, search_simulated
 
@@ -193,7 +192,9 @@ def guard_module(
         AccuracyWarning,
         stacklevel=CALLER,
     )
-    ledger = explain_reverted(replace(read_ledger(changed), guard=guard), names, seen)
+    speed = read_ledger(qmod).speed
+    ledger = replace(read_ledger(changed), guard=guard, speed=speed)
+    ledger = explain_reverted(ledger, names, seen)
     return write_ledger(changed, ledger)
 
 
@@ -302,33 +303,6 @@ def revert_operators(
             return module, tuple(names), gaps
         count = min(2 * len(names) + 1, len(order))
         names = [name for i, name in enumerate(order) if i < count or name in names]
-
-
-def keep_parameters(
-    prepared: PreparedModel, names: Collection[str], dataset: Any, calibration: Any
-) -> PreparedModel:
-    """The calibrated model with operators in float, and all parameters as they were picked.
-
-    A value of a new group takes the parameters that its former group had in the same format. Only
-    where there were none, which no built-in pattern brings about, is calibrated anew.
-    """
-    mapping = add_float_lines(prepared, list(names), prepared.mapping)
-    wanted = {value.name for value in prepared.outputs if value.is_integer}
-    plan = annotate(prepared.mod, prepared.backend, mapping, wanted)
-    changed = replace(replace_plan(prepared, plan), mapping=mapping)
-    for group in plan.activations:
-        if group.key in changed.parameters:
-            continue
-        former = [
-            old
-            for old in prepared.plan.activations
-            if old.info.spec == group.info.spec and set(old.members) & set(group.members)
-            if old.key in prepared.parameters
-        ]
-        if not former:
-            return calibrate(changed, dataset, calibration=calibration)
-        changed.parameters[group.key] = prepared.parameters[former[0].key]
-    return changed
 
 
 def explain_reverted(ledger: Ledger, names: Collection[str], before: GuardResult) -> Ledger:

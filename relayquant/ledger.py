@@ -191,9 +191,49 @@ class SearchResult:
 
 
 @dataclass(frozen=True)
+class SpeedResult:
+    """What keeping operators in float that are faster so has brought on one machine.
+
+    Attributes:
+        before: Seconds of a run with all of the plan quantized.
+        after: The same with `reverted` in float; None when nothing faster was found.
+        reverted: Operators that are in float for that.
+        mapping: The QConfigMapping that makes the module, for `QConfigMapping.from_dict`; None
+            when nothing was reverted, or where it holds a callable.
+    """
+
+    before: float
+    after: float | None = None
+    reverted: tuple[str, ...] = ()
+    mapping: Mapping[str, Any] | None = None
+
+    @property
+    def ratio(self) -> float:
+        """Time afterwards over time before."""
+        return 1.0 if self.after is None else self.after / self.before
+
+    def __str__(self) -> str:
+        """One line."""
+        if self.after is None:
+            return f"speed: {self.before * 1e3:.3g} ms, no operator in float makes it faster"
+        return (
+            f"speed: {self.after * 1e3:.3g} ms, {self.ratio:.2f} of the time with all on integers; "
+            f"for that, in float: {', '.join(self.reverted)}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> SpeedResult:
+        return SpeedResult(**{**data, "reverted": tuple(data["reverted"])})
+
+
+@dataclass(frozen=True)
 class Ledger:
     """Rows in topological order, the backend they were made for, the effort of calibration, and
-    what the guard and the search for a metric saw (None when they did not run).
+    what the guard, the search for a metric and that for speed saw (None when they did not run).
     """
 
     rows: tuple[LedgerRow, ...]
@@ -203,10 +243,11 @@ class Ledger:
     outputs: tuple[InterfaceValue, ...] = ()
     guard: GuardResult | None = None
     search: SearchResult | None = None
+    speed: SpeedResult | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """{"backend": name, "effort": name, "operators": rows, "inputs": values, "outputs":
-        values, "guard": result or None, "search": result or None}, all as dicts.
+        values, "guard": result or None, "search": ..., "speed": ...}, all as dicts.
         """
         return {
             "backend": self.backend,
@@ -216,6 +257,7 @@ class Ledger:
             "outputs": [value.to_dict() for value in self.outputs],
             "guard": self.guard.to_dict() if self.guard is not None else None,
             "search": self.search.to_dict() if self.search is not None else None,
+            "speed": self.speed.to_dict() if self.speed is not None else None,
         }
 
     @staticmethod
@@ -225,7 +267,7 @@ class Ledger:
             tuple(InterfaceValue.from_dict(value) for value in data.get(key, ()))
             for key in ("inputs", "outputs")
         )
-        guard, search = data.get("guard"), data.get("search")
+        guard, search, speed = (data.get(key) for key in ("guard", "search", "speed"))
         return Ledger(
             rows,
             data.get("backend", ""),
@@ -234,6 +276,7 @@ class Ledger:
             outputs,
             GuardResult.from_dict(guard) if guard is not None else None,
             SearchResult.from_dict(search) if search is not None else None,
+            SpeedResult.from_dict(speed) if speed is not None else None,
         )
 
     def __str__(self) -> str:

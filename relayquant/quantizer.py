@@ -13,6 +13,8 @@ from typing import Any
 import tvm
 
 from relayquant.analysis.sensitivity import Metric
+from relayquant.calibrate.datasets import open_dataset
+from relayquant.calibrate.inputs import describe_inputs
 from relayquant.config import BackendConfig, QConfigMapping
 from relayquant.effort import Effort
 from relayquant.errors import AccuracyWarning, ConfigError
@@ -21,6 +23,7 @@ from relayquant.guard import Guard, GuardSettings, guard_module
 from relayquant.pipeline import quantize_once, run_stage
 from relayquant.qtypes import QParams
 from relayquant.search import fallback
+from relayquant.speed import Stopwatch, keep_faster_float
 
 
 def quantize(
@@ -45,6 +48,7 @@ def quantize(
     budget: float | None = None,
     validation: Any = None,
     search_state: str | Path | None = None,
+    keep_faster: bool = False,
 ) -> tvm.IRModule:
     """Quantize a float model after training, or what is still float of one that is quantized in
     part.
@@ -80,6 +84,9 @@ def quantize(
             seconds (`relayquant.minutes`) do not suffice. It takes the place of the guard. See
             `relayquant.fallback`, also for `validation` and `search_state`;
             `ledger(qmod).search.mapping` makes the module again.
+        keep_faster: Time the kernels of both models on this machine, on the first batch, and keep
+            operators in float that are faster so; only if the whole model is. What was measured is
+            in `ledger(qmod).speed`, with the mapping that makes the module again anywhere.
 
     Returns:
         A module with the same inputs and outputs that computes on integers. `tvm.compile` takes it
@@ -89,6 +96,11 @@ def quantize(
         ModelError, DataError, ConfigError: the model, the data or the configuration is wrong.
     """
     events, settings = CallbackList.of(callbacks), GuardSettings.of(guard)
+    if keep_faster and (input_dtypes or output_dtypes or strict or dataset is None):
+        raise ConfigError(
+            "quantize(keep_faster=True) puts operators back to float and runs the model on its "
+            "data: strict, input_dtypes, output_dtypes and dataset=None do not go with it."
+        )
     if metric is not None:
         if input_dtypes or output_dtypes or strict or parameters or checkpoint or executor:
             raise ConfigError(
@@ -110,6 +122,7 @@ def quantize(
             calibration=calibration,
             effort=effort,
             search_state=search_state,
+            keep_faster=keep_faster,
             callbacks=events,
         )
         if not found.is_met:
@@ -139,6 +152,14 @@ def quantize(
     )
     if dataset is None:
         return qmod
+    if keep_faster:
+        batch = next(iter(open_dataset(dataset, describe_inputs(prepared.mod))))
+        stopwatch = Stopwatch.on_this_machine([*batch.values()])
+        prepared, qmod = run_stage(
+            events,
+            "keep faster",
+            lambda: keep_faster_float(prepared, qmod, stopwatch, dataset, calibration=calibration),
+        )
     return run_stage(
         events,
         "guard",

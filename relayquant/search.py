@@ -45,7 +45,9 @@ from relayquant.pipeline import (
 from relayquant.plan import OperatorPlan
 from relayquant.prepared import PreparedModel
 from relayquant.qtypes import QSpec, Scheme
+from relayquant.revert import describe_mapping
 from relayquant.runtime import Executor
+from relayquant.speed import Stopwatch, keep_faster_float
 
 
 def sensitivity(
@@ -152,6 +154,7 @@ def fallback(
     calibration: Any = None,
     effort: Effort | str = Effort.BALANCED,
     search_state: str | Path | None = None,
+    keep_faster: bool = False,
     callbacks: Iterable[Callback] | Callback = (),
 ) -> FallbackResult:
     """Quantize, and put the fewest operators back that bring accuracy back.
@@ -175,6 +178,8 @@ def fallback(
         search_state: A JSON file that is written, whole, after every measurement: what was
             measured, and the best mapping so far. A search that finds it there goes on from it. It
             knows model and settings, not the metric and the data: those must be the same.
+        keep_faster: As for `quantize`: operators that run faster in float stay so too, as long as
+            the metric then is within the bound, or no worse where the bound is not met.
         callbacks: Told of progress.
 
     Raises:
@@ -204,31 +209,34 @@ def fallback(
     float_score = apply_metric(metric, simulation.expected, simulation.expected)
     bound = float_score - max_drop
     state = open_state(search_state, prepared, max_drop, calibration)
-    built: dict[Trial, tvm.IRModule] = {}
+    built: dict[Trial, tuple[PreparedModel, tvm.IRModule]] = {}
     trials: list[Trial] = []
 
     def find_mapping(names: Sequence[str], dtype: str) -> QConfigMapping:
         wide = make_wide(prepared) if dtype == WIDE else None
         return add_float_lines(prepared, names, base, wide)
 
-    def build(names: Sequence[str], dtype: str) -> tvm.IRModule:
+    def build(names: Sequence[str], dtype: str) -> tuple[PreparedModel, tvm.IRModule]:
         changed = calibrated(find_mapping(names, dtype)) if names else prepared
-        return lower(convert_to_reference(changed), changed.backend)
+        return changed, lower(convert_to_reference(changed), changed.backend)
+
+    def score_module(module: tvm.IRModule) -> float:
+        return apply_metric(metric, simulation.expected, run_all(module, data))
 
     def measure(names: Sequence[str], dtype: str = FLOAT) -> Trial:
         """The integer module with these operators put back, measured; keeps the best so far."""
         key = trial_key(names, dtype)
-        module = None
+        pair = None
         if key not in state.trials:
-            module = build(names, dtype)
-            state.trials[key] = apply_metric(metric, simulation.expected, run_all(module, data))
+            pair = build(names, dtype)
+            state.trials[key] = score_module(pair[1])
         score = state.trials[key]
         found = Trial(tuple(names), dtype, score, score >= bound)
         trials.append(found)
         if found is max(trials, key=lambda trial: trial.rank):
             built.clear()
-            if module is not None:
-                built[found] = module
+            if pair is not None:
+                built[found] = pair
             state.best = describe_best(found, find_mapping(names, dtype))
         state.save()
         events.on_progress(ProgressEvent("fallback", len(trials), None, unit="module"))
@@ -243,25 +251,39 @@ def fallback(
             if all(plan.operator(name).quantized for name in found.names):
                 measure(found.names, WIDE)
     best = max(trials, key=lambda trial: trial.rank)
-    module = built[best] if best in built else build(best.names, best.dtype)
-    mapping = find_mapping(best.names, best.dtype)
+    changed, module = built[best] if best in built else build(best.names, best.dtype)
+    mapping, score = find_mapping(best.names, best.dtype), best.score
+    if keep_faster:
+        stopwatch = Stopwatch.on_this_machine([*next(iter(data)).values()])
+        least = min(bound, best.score)
+        changed, module = keep_faster_float(
+            changed,
+            module,
+            stopwatch,
+            dataset,
+            calibration=calibration,
+            accept=lambda faster: score_module(faster) >= least,
+        )
+        speed = read_ledger(module).speed
+        if speed is not None and speed.reverted:
+            mapping, score = changed.mapping or mapping, score_module(module)
     seen = SearchResult(
-        best.score,
+        score,
         float_score,
-        best.is_met,
+        score >= bound,
         len(trials),
         best.names,
         best.dtype,
-        describe_best(best, mapping)["mapping"],
+        describe_mapping(mapping),
     )
     module = write_ledger(module, replace(read_ledger(module), search=seen))
     return FallbackResult(
         module,
         mapping,
         best.names,
-        best.score,
+        score,
         float_score,
-        best.is_met,
+        score >= bound,
         len(trials),
         best.dtype,
     )
@@ -319,16 +341,12 @@ def describe_best(trial: Trial, mapping: QConfigMapping) -> dict[str, Any]:
     """The best trial for the file: what `QConfigMapping.from_dict` reads is under "mapping"; None
     where the mapping holds a callable.
     """
-    try:
-        plain = mapping.to_dict()
-    except ConfigError:
-        plain = None
     return {
         "reverted": list(trial.names),
         "dtype": trial.dtype,
         "score": trial.score,
         "is_met": trial.is_met,
-        "mapping": plain,
+        "mapping": describe_mapping(mapping),
     }
 
 

@@ -18,10 +18,10 @@ from relayquant.guard import (
     GuardSettings,
     find_first_off,
     guard_module,
-    keep_parameters,
     take_batches,
 )
 from relayquant.ledger import Ledger
+from relayquant.revert import keep_parameters
 
 BROKEN = "conv2/relu"
 

@@ -26,8 +26,9 @@ def run(options: argparse.Namespace) -> int:
     ledger = find_ledger(mod)
     if ledger is not None:
         console.print(ledger_table(ledger.to_dict()["operators"], title=str(options.model)))
-        if ledger.guard is not None:
-            console.print(str(ledger.guard))
+        for seen in (ledger.guard, ledger.speed):
+            if seen is not None:
+                console.print(str(seen))
     else:
         graph = Graph(mod)
         names = [graph.op_name(binding.var) for binding in graph.bindings]

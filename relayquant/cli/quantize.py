@@ -43,6 +43,11 @@ def add_parser(subparsers: Any) -> None:
         help="when the outputs do not follow the float model: put operators back to float, warn, "
         "or do not look (default: revert; warn with --effort fast)",
     )
+    parser.add_argument(
+        "--keep-faster",
+        action="store_true",
+        help="measure, and keep operators in float that this machine runs faster so",
+    )
     parser.set_defaults(run=run)
 
 
@@ -63,13 +68,15 @@ def run(options: argparse.Namespace) -> int:
             callbacks=(progress,),
             strict=options.strict,
             guard=rq.Guard(options.guard) if options.guard else None,
+            keep_faster=options.keep_faster,
         )
     text = tvm.ir.save_json(qmod)
     write_whole(output, lambda path: path.write_text(text, encoding="utf-8"))
     console = make_console()
     ledger = rq.ledger(qmod)
     console.print(ledger_table(ledger.to_dict()["operators"]))
-    if ledger.guard is not None:
-        console.print(str(ledger.guard))
+    for seen in (ledger.guard, ledger.speed):
+        if seen is not None:
+            console.print(str(seen))
     console.print(f"wrote {output}")
     return 0
