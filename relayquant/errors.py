@@ -40,6 +40,10 @@ class AccuracyWarning(UserWarning):
     """The integer model does not follow the float model, or a bound on accuracy was not met."""
 
 
+class DataWarning(UserWarning):
+    """Calibration data looks wrong: `relayquant.lint` tells more."""
+
+
 # An exception that crosses a C++ frame of TVM keeps its Python type only when it is registered.
 tvm_ffi.register_error("QnnError", QnnError)
 

@@ -20,6 +20,7 @@ import numpy as np
 import tvm
 
 from relayquant import reference
+from relayquant.analysis.lint import lint_samples
 from relayquant.analysis.outputs import Interface, OutputGap, measure_gaps
 from relayquant.analysis.sensitivity import Simulation
 from relayquant.analysis.sums import ErrorSums
@@ -27,7 +28,7 @@ from relayquant.calibrate.datasets import open_dataset
 from relayquant.calibrate.inputs import describe_inputs
 from relayquant.dialect.cost import count_macs
 from relayquant.effort import Effort
-from relayquant.errors import AccuracyWarning, ConfigError
+from relayquant.errors import AccuracyWarning, ConfigError, DataWarning
 from relayquant.events import CallbackList
 from relayquant.ledger import GuardResult, Ledger, read_ledger, write_ledger
 from relayquant.pipeline import compile_draft, convert_to_reference, lower
@@ -135,7 +136,7 @@ def guard_module(
     """The integer module, or one with some operators in float; its ledger says what was seen.
 
     With `strict`, and where main takes or returns integers, nothing is put back: both promise
-    integers. Warns when outputs part.
+    integers. Warns when outputs part, and when the samples look wrong (`lint_samples`).
 
     Args:
         prepared: The calibrated model that `qmod` was made from.
@@ -148,6 +149,8 @@ def guard_module(
     if action is Guard.OFF:
         return qmod
     batches = take_batches(prepared, dataset, settings)
+    for finding in lint_samples(prepared.mod, batches):
+        warnings.warn(f"Calibration data: {finding}", DataWarning, stacklevel=CALLER)
     gaps = measure_gaps(prepared.mod, qmod, batches)
     samples = count_batches(batches)
     seen = summarize(gaps, samples)

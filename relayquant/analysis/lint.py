@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ from relayquant.errors import DataError
 from relayquant.prepare import prepare_module
 from relayquant.reference import run as run_reference
 from relayquant.rewrite import Graph
-from relayquant.rewrite.graph import constant_value, tensor_dtype
+from relayquant.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 
 #: fewer samples than this are few; ranges of activations settle within some hundred
 FEW_SAMPLES = 16
@@ -174,6 +174,41 @@ def lint(mod: tvm.IRModule, params: Mapping[str, Any] | None, dataset: Any) -> l
     return sorted(findings, key=lambda finding: order.index(finding.severity))
 
 
+def lint_samples(
+    prepared: tvm.IRModule, batches: Sequence[Mapping[str, np.ndarray]]
+) -> list[Finding]:
+    """What looks wrong with a few samples of float inputs: all of them constant or the same, far
+    outliers, another scale than that of the training data, another layout.
+
+    A small part of `lint`, for samples that are at hand; costs the first layer, in numpy.
+
+    Args:
+        prepared: A prepared module.
+        batches: Inputs by name, without NaN.
+    """
+    statistics: dict[str, InputStatistics] = {}
+    seen: set[bytes] = set()
+    samples = 0
+    for batch in batches:
+        hashes = hash_samples(batch)
+        samples, seen = samples + len(hashes), seen | set(hashes)
+        for name, array in batch.items():
+            if array.dtype.kind == "f" and array.size:
+                before = statistics.get(name, InputStatistics())
+                statistics[name] = before.update(array.astype("float32"), samples)
+    findings = []
+    layers = find_first_layers(prepared)
+    for name, found in statistics.items():
+        findings += check_range(name, "float32", found, samples)
+        arrays = [batch[name].astype("float32") for batch in batches]
+        if found.low < found.high and name in layers:
+            findings += check_scale(name, layers[name], arrays)
+            findings += check_layout(name, layers[name].layout, arrays)
+    if samples > 1 and len(seen) == 1:
+        findings += check_samples(samples, 1)
+    return [finding for finding in findings if finding.severity is not Severity.INFO]
+
+
 def measure_growth(
     mod: tvm.IRModule, params: Mapping[str, Any] | None, dataset: Any
 ) -> dict[str, list[tuple[int, float]]]:
@@ -272,8 +307,10 @@ def check_scale(name: str, layer: FirstLayer, batches: list[np.ndarray]) -> list
     about 20 and more.
     """
     results = []
+    (param,) = layer.mod["main"].params
+    is_cut = not isinstance((tensor_shape(param) or (0,))[0], int)
     for array in batches:
-        (result,) = run_reference(layer.mod, {name: array[:PROBE_SAMPLES]})
+        (result,) = run_reference(layer.mod, {name: array[:PROBE_SAMPLES] if is_cut else array})
         results.append(np.moveaxis(result, layer.axis, -1).reshape(-1, layer.bias.size))
     spread = np.concatenate(results).astype("float64").std(axis=0)
     ratio = float(np.median(np.abs(layer.bias) / np.maximum(spread, 1e-12)))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import io
+import warnings
 from itertools import pairwise
 
 import numpy as np
 import pytest
+from float_models import Chain, build_model
+from tvm import relax
 
 import relayquant as rq
-from relayquant.analysis.lint import Severity, lint, measure_growth
+from relayquant.analysis.lint import Severity, lint, lint_samples, measure_growth
 from relayquant.demo import load_digits
 
 
@@ -162,6 +165,57 @@ def test_lint__range_that_still_grows(digits):
     mod, params, images = digits
     sorted_images = images[:100] * np.linspace(0.1, 1, 100, dtype="float32").reshape(-1, 1, 1, 1)
     assert checks(lint(mod, params, list(sorted_images))) == ["growth"]
+
+
+def test_lint__batch_of_a_fixed_size():
+    def body(emit: Chain, x: relax.Expr) -> relax.Expr:
+        return emit.conv_bias("y", x)
+
+    mod = build_model(body, (20, 4, 6, 6))
+    data = [np.random.default_rng(i).normal(size=(20, 4, 6, 6)).astype("float32") for i in (0, 1)]
+    assert lint(mod, None, data) == []
+    assert checks(lint(mod, None, [x * np.float32(1e-3) for x in data])) == ["scale"]
+
+
+BROKEN = {
+    "scale": lambda x: x * np.float32(255),
+    "constant": np.zeros_like,
+    "duplicates": lambda x: np.repeat(x[:1], len(x), 0),
+}
+
+
+@pytest.mark.parametrize("check", BROKEN)
+def test_quantize__warns_of_data_that_looks_wrong(digits, check):
+    mod, params, images = digits
+    broken = BROKEN[check](images[:16])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        rq.quantize(mod, params, [broken], effort="fast")
+    texts = [str(w.message) for w in caught if w.category is rq.DataWarning]
+    found = lint_samples(rq.prepare(mod, params).mod, [{"image": broken[:8]}])
+    assert check in checks(found)
+    assert texts == [f"Calibration data: {finding}" for finding in found]
+    assert all(w.filename == __file__ for w in caught if w.category is rq.DataWarning)
+
+
+def test_quantize__does_not_warn_of_good_data(digits):
+    mod, params, images = digits
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", rq.DataWarning)
+        rq.quantize(mod, params, [images[:16]], effort="fast")
+
+
+def test_lint_samples__layouts_outliers_and_integers(cifar, shared_data):
+    _, normal = cifar
+    prepared = rq.prepare(*rq.load(str(shared_data("resnet20_cifar10.onnx")))).mod
+    (name,) = (param.name for param in prepared["main"].params)
+    assert lint_samples(prepared, [{name: normal[:8]}]) == []
+    scrambled = np.ascontiguousarray(normal.transpose(0, 2, 3, 1)).reshape(normal.shape)
+    assert checks(lint_samples(prepared, [{name: scrambled[:8]}])) == ["layout"]
+    far = normal[:8].copy()
+    far[3, 1, 2, 2] = 300
+    assert checks(lint_samples(prepared, [{name: far}])) == ["outliers"]
+    assert lint_samples(prepared, [{"mask": np.arange(8, dtype="int32").reshape(2, 4)}]) == []
 
 
 def test_measure_growth__ends_at_the_whole_range(digits):
