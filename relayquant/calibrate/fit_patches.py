@@ -3,7 +3,9 @@ channels.
 
 y[g, n, o] = sum over k of x[g, n, k] * w[g, o, k]: k runs over the kernel window and the input
 channels of a group, n over batch and output positions, o over the output channels of the group. A
-depthwise convolution has as many groups as channels, a dense operator one.
+depthwise convolution has as many groups as channels, a dense operator one. A transposed
+convolution is such a product too, in which each output reads what a tap leads back to, and zero
+where that falls between two inputs.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from relayquant.rewrite import Match
 FloatArray = NDArray[np.float32]
 
 #: operators whose weights can be fitted
-CONVOLUTIONS = ("relax.nn.conv2d", "relax.nn.conv1d")
+TRANSPOSED = "relax.nn.conv2d_transpose"
+CONVOLUTIONS = ("relax.nn.conv2d", "relax.nn.conv1d", TRANSPOSED)
 MATMUL = "relax.matmul"
 
 
@@ -36,6 +39,8 @@ class LinearView:
         kernel, strides, padding, dilation: Per spatial axis; padding as (before, after). Empty for
             dense.
         groups: Groups of channels.
+        output_padding: Of a transposed convolution, per spatial axis: rows that its output has
+            beyond those that the input leads to; None for any other operator.
     """
 
     data_axes: tuple[int, ...] | None
@@ -45,15 +50,23 @@ class LinearView:
     padding: tuple[tuple[int, int], ...] = ()
     dilation: tuple[int, ...] = ()
     groups: int = 1
+    output_padding: tuple[int, ...] | None = None
 
     def weight_to_rows(self, weight: NDArray) -> NDArray:
         """A weight in its own layout as (groups, outputs per group, K)."""
         moved = np.transpose(weight, self.weight_axes)
+        if self.output_padding is not None:
+            # Its axis of outputs holds those of one group, its axis of inputs all.
+            return self._split_groups(moved.reshape(moved.shape[0], -1, moved.shape[-1]))
         return np.ascontiguousarray(moved.reshape(self.groups, moved.shape[0] // self.groups, -1))
 
     def rows_to_weight(self, rows: NDArray, shape: tuple[int, ...]) -> NDArray:
         """The inverse of `weight_to_rows` for a weight of `shape`."""
-        moved = rows.reshape([shape[axis] for axis in self.weight_axes])
+        sizes = [shape[axis] for axis in self.weight_axes]
+        if self.output_padding is not None:
+            split = rows.reshape(self.groups, sizes[0], math.prod(self.kernel), -1)
+            rows = split.transpose(1, 2, 0, 3)
+        moved = rows.reshape(sizes)
         return np.ascontiguousarray(np.transpose(moved, np.argsort(self.weight_axes)))
 
     def channels_to_rows(self, values: NDArray) -> NDArray:
@@ -96,8 +109,8 @@ class LinearView:
         for tap, offset in enumerate(np.ndindex(*self.kernel)):
             at = [position[0]]
             for axis, step in enumerate(offset):
-                place = self._source(axis, position[1 + axis], step)
-                found = (place >= 0) & (place < sizes[axis])
+                place, found = self._source(axis, position[1 + axis], step)
+                found &= (place >= 0) & (place < sizes[axis])
                 inside[:, tap] &= found
                 at.append(np.where(found, place, 0))
             windows[:, tap] = moved[tuple(at)]
@@ -106,16 +119,34 @@ class LinearView:
         windows[~inside] = 0
         return self._split_groups(windows)
 
-    def _source(self, axis: int, position: NDArray[np.int64], step: int) -> NDArray[np.int64]:
-        """Where in the data a tap of the outputs at `position` reads, along one spatial axis."""
-        return position * self.strides[axis] + step * self.dilation[axis] - self.padding[axis][0]
+    def _source(
+        self, axis: int, position: NDArray[np.int64], step: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Where in the data a tap of the outputs at `position` reads, along one spatial axis, and
+        whether it reads anything there.
+        """
+        before, stride = self.padding[axis][0], self.strides[axis]
+        if self.output_padding is None:
+            place = position * stride + step * self.dilation[axis] - before
+            return place, np.ones(place.shape, "bool")
+        place, rest = np.divmod(position + before - step * self.dilation[axis], stride)
+        return place, rest == 0
 
     def _output_sizes(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
         """Spatial sizes of the output for those of the data."""
+        reaches = [(taps - 1) * d for taps, d in zip(self.kernel, self.dilation, strict=True)]
+        paddings = [sum(padding) for padding in self.padding]
+        if self.output_padding is not None:
+            return tuple(
+                (size - 1) * stride - padding + reach + extra + 1
+                for size, stride, padding, reach, extra in zip(
+                    sizes, self.strides, paddings, reaches, self.output_padding, strict=True
+                )
+            )
         return tuple(
-            (size + sum(padding) - (taps - 1) * spread - 1) // stride + 1
-            for size, padding, taps, spread, stride in zip(
-                sizes, self.padding, self.kernel, self.dilation, self.strides, strict=True
+            (size + padding - reach - 1) // stride + 1
+            for size, stride, padding, reach in zip(
+                sizes, self.strides, paddings, reaches, strict=True
             )
         )
 
@@ -135,7 +166,7 @@ class LinearView:
 
 
 def make_linear_view(match: Match) -> LinearView | None:
-    """The view of a matched operator; None for operators that are no plain convolution or dense."""
+    """The view of a matched operator; None for operators that are no convolution or dense."""
     for call in _find_calls(match):
         if call.op.name == MATMUL:
             return LinearView(None, (1, 0)) if match.parts["weight"].ty.ndim == 2 else None
@@ -145,8 +176,8 @@ def make_linear_view(match: Match) -> LinearView | None:
         if sorted(kernel) != sorted("OI" + spatial) or len(data) != len(spatial) + 2:
             return None
         shape = [int(size) for size in match.parts["weight"].ty.shape.values]
-        groups = int(attrs.groups)
-        if shape[kernel.index("O")] % groups:
+        groups, is_transposed = int(attrs.groups), call.op.name == TRANSPOSED
+        if shape[kernel.index("I" if is_transposed else "O")] % groups:
             return None
         padding = [int(size) for size in attrs.padding]
         before, after = padding[: len(spatial)], padding[len(spatial) :]
@@ -158,6 +189,7 @@ def make_linear_view(match: Match) -> LinearView | None:
             tuple(zip(before, after, strict=True)),
             tuple(int(step) for step in attrs.dilation),
             groups,
+            tuple(int(size) for size in attrs.output_padding) if is_transposed else None,
         )
     return None
 

@@ -105,10 +105,30 @@ def check_view(
     assert {row.tobytes() for row in few.transpose(1, 0, 2)} <= everything
 
 
-def test_make_linear_view__declines_transposed_convolution() -> None:
-    var = relax.Var("x", relax.TensorType((1, 3, 5, 5), "float32"))
-    weight = relax.const(np.ones((3, 2, 3, 3), "float32"))
-    assert make_linear_view(match_call(relax.op.nn.conv2d_transpose(var, weight), [var])) is None
+TRANSPOSED_CASES = {
+    "plain": ((2, 3, 4, 5), (3, 4, 2, 3), {}),
+    "strided": ((1, 3, 4, 3), (3, 4, 3, 3), {"strides": [2, 3], "padding": [1, 0, 1, 2]}),
+    "dilated": ((1, 2, 4, 4), (2, 3, 2, 3), {"dilation": [2, 1], "strides": [2, 2]}),
+    "grouped": ((2, 6, 3, 3), (6, 2, 3, 2), {"groups": 2, "strides": [2, 1]}),
+    "longer": ((1, 3, 3, 3), (3, 2, 3, 3), {"strides": [2, 2], "output_padding": [1, 0]}),
+}
+
+
+@pytest.mark.parametrize("layouts", [("NCHW", "IOHW"), ("NHWC", "HWOI")], ids=["NCHW", "NHWC"])
+@pytest.mark.parametrize("name", TRANSPOSED_CASES)
+def test_sample_rows__equal_conv2d_transpose(name: str, layouts: tuple[str, str]) -> None:
+    data_shape, weight_shape, attrs = TRANSPOSED_CASES[name]
+    rng = np.random.default_rng(0)
+    data = rng.standard_normal(data_shape).astype("float32")
+    weight = rng.standard_normal(weight_shape).astype("float32")
+    data = np.ascontiguousarray(data.transpose(["NCHW".index(c) for c in layouts[0]]))
+    weight = np.ascontiguousarray(weight.transpose(["IOHW".index(c) for c in layouts[1]]))
+    var = relax.Var("x", relax.TensorType(data.shape, "float32"))
+    call = relax.op.nn.conv2d_transpose(
+        var, relax.const(weight), data_layout=layouts[0], kernel_layout=layouts[1], **attrs
+    )
+    view, expected = make_case(call, [var], data, weight)
+    check_view(view, data, weight, np.moveaxis(expected, layouts[0].index("C"), -1))
 
 
 def test_make_linear_view__declines_a_product_of_two_activations() -> None:
