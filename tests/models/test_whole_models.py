@@ -17,8 +17,8 @@ from relayquant.runtime import Executor
 #: running)
 BARS = {
     "resnet20": (0.988, None, 50),
-    "mobilenet": (0.91, 0.015, 4),
-    "dscnn": (0.98, 0.005, 50),
+    "mobilenet": (0.93, 0.01, 4),
+    "dscnn": (0.98, 0.002, 50),
     "mnist": (0.99, 0.003, 1),
     "digits": (0.99, 0.003, 50),
     "resnet8": (0.965, None, 1),
