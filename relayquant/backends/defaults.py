@@ -5,14 +5,16 @@ from __future__ import annotations
 from relayquant.calibrate.observers import Fixed, MinMax
 from relayquant.config import (
     DTypeConfig,
+    DTypeWithConstraints,
     FixedOutput,
     ObservationType,
     PatternConfig,
     TensorConfig,
 )
 from relayquant.ops import BUILTIN_OPS, QuantOp
+from relayquant.ops.dense import MATMUL
 from relayquant.ops.lut import CHAIN_OPS, LUT_OPS
-from relayquant.qtypes import INTEGER_LIMITS, Granularity, QSpec, Scheme
+from relayquant.qtypes import INTEGER_LIMITS, Granularity, QSpec, Role, Scheme
 
 #: stands where the backend leaves the choice to the level of effort (`relayquant.effort`)
 DEFAULT_OBSERVER = MinMax()
@@ -45,14 +47,11 @@ def make_patterns(activations: tuple[str, ...]) -> tuple[PatternConfig, ...]:
 
 
 def make_pattern(op: QuantOp, activations: tuple[str, ...]) -> PatternConfig:
-    """The row of one operator. A table has one entry for each of 256 inputs: 16 bits go out, not
-    in.
-    """
-    is_table = op in (*CHAIN_OPS, *LUT_OPS) and op.op != "relax.nn.leakyrelu"
+    """The row of one operator: every dtype that it takes in, with every dtype out."""
     dtypes = tuple(
-        DTypeConfig(input=data, output=result, weight="int8")
+        DTypeConfig(input=constraints, output=result, weight="int8")
         for data in activations
-        if data in BYTES or not is_table
+        if (constraints := constrain_data(op, data)) is not None
         for result in (data, *(other for other in activations if other != data))
     )
     if op.realize_dynamic is not None:
@@ -69,6 +68,27 @@ def make_pattern(op: QuantOp, activations: tuple[str, ...]) -> PatternConfig:
         for scheme in Scheme
     )
     return PatternConfig(op, dtypes, ObservationType.OUTPUT_USE_FIXED_QPARAMS, fixed)
+
+
+def constrain_data(op: QuantOp, dtype: str) -> DTypeWithConstraints | None:
+    """What an operator takes of a dtype of activations; None if nothing.
+
+    A table has one entry for each of 256 inputs. An int32 holds neither a sum of products of two
+    16-bit activations nor, unless both are symmetric, one such product.
+    """
+    is_product = op.op in (MATMUL, "relax.multiply")
+    if dtype in BYTES or not (is_product or is_table(op)):
+        return DTypeWithConstraints(dtype)
+    if any(operand.role is Role.WEIGHT for operand in op.operands):
+        return DTypeWithConstraints(dtype)
+    if op.op == "relax.multiply":
+        return DTypeWithConstraints(dtype, schemes=(Scheme.SYMMETRIC,))
+    return None
+
+
+def is_table(op: QuantOp) -> bool:
+    """Whether an operator runs as a table of its results."""
+    return op in (*CHAIN_OPS, *LUT_OPS) and op.op != "relax.nn.leakyrelu"
 
 
 def make_fixed(low: float, dtype: str, scheme: Scheme) -> FixedOutput:

@@ -110,19 +110,18 @@ class PatternConfig:
     def find_conflict(
         self, qconfig: QConfig, *, has_weight: bool = True, has_bias: bool = True
     ) -> str | None:
-        """Why the backend cannot run the pattern with `qconfig`: the first row's reason if none
-        fits; else None.
+        """Why the backend cannot run the pattern with `qconfig`: the reason of the row that is
+        nearest to it if none fits; else None.
         """
-        # A row of the other kind would only say that it is of the other kind.
-        alike = [row for row in self.dtypes if row.is_dynamic == qconfig.is_dynamic]
-        conflicts = [
-            row.find_conflict(qconfig, has_weight=has_weight, has_bias=has_bias)
-            for row in alike or self.dtypes
-        ]
-        if not conflicts:
+        if not self.dtypes:
             return "the backend lists no dtypes for it"
-        if all(conflict is not None for conflict in conflicts):
-            return conflicts[0]
+        if self.find_dtypes(qconfig, has_weight=has_weight, has_bias=has_bias) is None:
+            # A row of the other kind would only say that it is of the other kind.
+            alike = [row for row in self.dtypes if row.is_dynamic == qconfig.is_dynamic]
+            rows, data = alike or self.dtypes, qconfig.activation.spec
+            near = [row for row in rows if row.constraints("input").holds(data)]
+            nearest = (near or rows)[0]
+            return nearest.find_conflict(qconfig, has_weight=has_weight, has_bias=has_bias)
         output = qconfig.tensor(Role.OUTPUT).spec
         is_fixed = self.observation is ObservationType.OUTPUT_USE_FIXED_QPARAMS
         if is_fixed and self.find_fixed(output) is None:

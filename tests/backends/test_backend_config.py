@@ -515,3 +515,39 @@ def test_tiny_scales__of_two_activations_do_not_underflow():
     observe_parameters(prepared, [inputs])
     integer = rq.lower(rq.convert_to_reference(prepared), X86)
     assert np.abs(rq.reference.run(integer, inputs)[0]).max() < 1e-30
+
+
+def product_model(kind: str) -> tvm.IRModule:
+    """The product of two values that are not negative: of elements, or of matrices."""
+
+    def body(emit, x):
+        left, right = (emit(name, op.nn.relu(emit.conv(f"{name}.c", x))) for name in ("a", "b"))
+        return emit.conv("last", emit("y", getattr(op, kind)(left, right)))
+
+    return build_model(body, MAP)
+
+
+@pytest.mark.parametrize(
+    ("kind", "scheme", "reason"),
+    [
+        ("multiply", rq.Scheme.SYMMETRIC, None),
+        ("multiply", rq.Scheme.AFFINE, "activation scheme affine is not supported"),
+        ("matmul", rq.Scheme.SYMMETRIC, "activation dtype int16 is asked for"),
+    ],
+)
+@pytest.mark.parametrize("backend", [X86, ARM, GENERIC], ids=lambda b: b.name)
+def test_int16__products_that_overflow_stay_in_float(backend, kind, scheme, reason):
+    mod = product_model(kind)
+    data = draw_batches(mod, 2)
+    wide = with_activation(rq.QSpec("int16", scheme))
+    mapping = rq.QConfigMapping().set_global(wide)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # says what the ledger's row says
+        qmod = rq.quantize(
+            mod, None, data, backend=backend, qconfig_mapping=mapping, guard=rq.Guard.OFF
+        )
+    row = rq.ledger(qmod).row("y")
+    assert row.quantized == (reason is None)
+    assert reason is None or reason in row.reason
+    expected, got = (rq.reference.run(each, data[0])[0] for each in (mod, qmod))
+    assert np.abs(got - expected).max() < 0.02 * np.abs(expected).max()
