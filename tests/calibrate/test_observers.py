@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from scipy import stats
 
 from relayquant.calibrate.observers import (
     MSE,
@@ -383,6 +384,47 @@ def test_kl__does_not_clip_well_behaved_data(kind, info, bins):
         data, reference, info.spec
     )
     assert ratio < 4
+
+
+def kl_by_definition(counts, zero, threshold, levels):
+    """KL divergence in nats of clipping symmetrically at `threshold` bins, as Migacz defines it."""
+    inside = counts[zero - threshold : zero + threshold]
+    true = inside.astype("float64")
+    true[0] += counts[: zero - threshold].sum()
+    true[-1] += counts[zero + threshold :].sum()
+    scale = 2 * threshold / levels
+    approximate = np.zeros(2 * threshold)
+    groups = [round((i + 0.5 - threshold) / scale) for i in range(2 * threshold)]
+    for group in set(groups):
+        members = [i for i, other in enumerate(groups) if other == group]
+        used = [i for i in members if true[i] > 0]
+        for i in used:
+            approximate[i] = inside[members].sum() / len(used)
+    used = true > 0
+    approximate = approximate[used] / approximate.sum()
+    empty = approximate == 0
+    # Smoothed as in TVM and MXNet, where only clipped values are in a bin.
+    approximate[~empty] -= 1e-4 * empty.sum() / (~empty).sum()
+    approximate[empty] = 1e-4
+    return float(stats.entropy(true[used], np.maximum(approximate, 1e-12)))
+
+
+def test_kl__near_brute_force_over_all_thresholds():
+    data = np.random.default_rng(1).standard_t(4, 60_000)
+    data = np.concatenate([data, -data])
+    state = state_of(KLDivergence(bins=1024), SYMMETRIC, data)
+    edges, counts = state.histogram.occupied()
+    zero = int(np.searchsorted(edges, 0.0))
+    reach = min(zero, counts.size - zero)
+    # Fewer bins than levels are not tried.
+    divergences = {t: kl_by_definition(counts, zero, t, 254) for t in range(127, reach, 4)}
+    best = min(divergences, key=divergences.__getitem__)
+    # As many candidates as there are thresholds.
+    _, high = search_kl_range(state.histogram, SYMMETRIC.spec, candidates=20_000)
+    found = round(high / state.histogram.width)
+    assert 127 < best < reach - 1, "the best one clips"
+    assert 127 < found < reach - 1
+    assert kl_by_definition(counts, zero, found, 254) <= divergences[best]
 
 
 @pytest.mark.parametrize("info", [AFFINE, SYMMETRIC], ids=["affine", "symmetric"])
