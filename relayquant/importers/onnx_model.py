@@ -123,7 +123,7 @@ def _read_model(path: PathLike, max_bytes: int) -> onnx.ModelProto:
         raise ModelError(f"{str(path)!r} is not an ONNX model: it holds no graph.")
     external = {
         name: _external_file(path, tensor, name)
-        for name, tensor in _all_tensors(model.graph)
+        for name, tensor in _model_tensors(model)
         if uses_external_data(tensor)
     }
     if external:
@@ -136,8 +136,15 @@ def _read_model(path: PathLike, max_bytes: int) -> onnx.ModelProto:
     return model
 
 
-def _all_tensors(graph: onnx.GraphProto) -> Iterable[tuple[str, onnx.TensorProto]]:
-    for tensor in graph.initializer:
+def _model_tensors(model: onnx.ModelProto) -> Iterable[tuple[str, onnx.TensorProto]]:
+    for part in (model.graph, *model.functions):
+        yield from _all_tensors(part)
+
+
+def _all_tensors(
+    graph: onnx.GraphProto | onnx.FunctionProto,
+) -> Iterable[tuple[str, onnx.TensorProto]]:
+    for tensor in graph.initializer if isinstance(graph, onnx.GraphProto) else ():
         yield tensor.name, tensor
     for node in graph.node:
         for attribute in node.attribute:
@@ -151,16 +158,22 @@ def _all_tensors(graph: onnx.GraphProto) -> Iterable[tuple[str, onnx.TensorProto
 
 def _external_file(model_path: Path, tensor: onnx.TensorProto, name: str) -> Path:
     """The file of a tensor's data, which must lie in the folder of the model (or below)."""
-    location = ExternalDataInfo(tensor).location
     folder = model_path.parent.resolve()
-    file = (folder / location).resolve()
+    try:
+        location = ExternalDataInfo(tensor).location
+        file = (folder / location).resolve()
+        is_there = file.is_file()
+    except (ValueError, OSError, RuntimeError) as error:
+        raise ModelError(
+            f"Tensor {name!r} of {str(model_path)!r} does not say where its data is: {error}."
+        ) from error
     if not file.is_relative_to(folder):
         raise ModelError(
             f"Tensor {name!r} of {str(model_path)!r} wants its data from {location!r}, outside of "
             "the "
             "model's folder. That is not followed; move the data beside the model."
         )
-    if not file.is_file():
+    if not is_there:
         raise ModelError(
             f"Tensor {name!r} of {str(model_path)!r} has its data in {location!r}, which is "
             "missing."
@@ -172,7 +185,7 @@ def _check_model(model: onnx.ModelProto) -> int:
     """The model's opset; raises ModelError unless it is a valid model that was read with its
     data.
     """
-    for name, tensor in _all_tensors(model.graph):
+    for name, tensor in _model_tensors(model):
         if uses_external_data(tensor):
             raise ModelError(
                 f"Tensor {name!r} has its data in another file. Pass the path of the model instead "
@@ -234,7 +247,7 @@ def _find_fault(model: onnx.ModelProto) -> str:
     """
     try:
         onnx.checker.check_model(model)
-    except (onnx.checker.ValidationError, ValueError) as error:
+    except (onnx.checker.ValidationError, ValueError, RuntimeError) as error:
         return f" The model is not valid ONNX: {' '.join(str(error).split())}"
     return ""
 

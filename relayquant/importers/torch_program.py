@@ -16,6 +16,7 @@ from relayquant.errors import MissingDependencyError, ModelError
 from relayquant.importers.files import DEFAULT_MAX_BYTES, check_file
 from relayquant.importers.names import MARK, SourceNode, name_values
 from relayquant.importers.torch_archive import read_program, silence_torch
+from relayquant.importers.torch_operators import OPERATORS
 from relayquant.importers.torch_quantized import make_converters
 from relayquant.rewrite.editor import Editor
 
@@ -64,7 +65,7 @@ def import_torch(
     try:
         with silence_torch():
             program = program.run_decompositions(make_decompositions())
-        converters = make_converters(find_constants(program))
+        converters = {**OPERATORS, **make_converters(find_constants(program))}
         mod = importer.from_exported_program(program, False, True, False, converters)
     except Exception as error:
         raise ModelError(

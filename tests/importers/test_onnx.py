@@ -478,3 +478,49 @@ def test_external_data__must_stay_in_the_folder(tmp_path, kind):
         (path.parent / "link.bin").symlink_to(outside)
     with pytest.raises(ModelError, match=r"'w'.*outside of the model's folder"):
         load(path)
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"offset": "-5"}, "does not say where its data is: .*non-negative"),
+        ({"length": "many"}, "does not say where its data is: .*'many'"),
+        ({"location": "w.bin\0"}, "does not say where its data is: embedded null"),
+        ({"location": "w" * 5000}, "does not say where its data is: .*too long"),
+        ({"offset": str(10**12)}, "cannot be read: .*exceeds file size"),
+        ({"length": str(10**15)}, "cannot be read: .*exceeds available data"),
+    ],
+)
+def test_external_data__absurd(tmp_path, entries, message):
+    path = save_external(tmp_path, "w.bin")
+    model = onnx.load(path, load_external_data=False)
+    tensor = model.graph.initializer[0]
+    known = {entry.key: entry.value for entry in tensor.external_data} | entries
+    del tensor.external_data[:]
+    for key, value in known.items():
+        tensor.external_data.add(key=key, value=value)
+    path.write_bytes(model.SerializeToString())
+    with pytest.raises(ModelError, match=f"(?s){message}"):
+        load(path)
+
+
+def test_external_data__of_a_function_must_stay_in_the_folder(tmp_path, monkeypatch):
+    """ONNX looks for it in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "w.bin").write_bytes(bytes(16))
+    weight = onnx.TensorProto(name="w", data_type=1, dims=[4])
+    weight.data_location = onnx.TensorProto.EXTERNAL
+    weight.external_data.add(key="location", value="../w.bin")
+    opset = helper.make_opsetid("", 17)
+    nodes = [
+        helper.make_node("Constant", [], ["c"], "the constant", value=weight),
+        helper.make_node("Add", ["a", "c"], ["b"]),
+    ]
+    model = make_model([helper.make_node("F", ["x"], ["y"], domain="mine")], {"x": [4]})
+    model.functions.append(helper.make_function("mine", "F", ["a"], ["b"], nodes, [opset]))
+    model.opset_import.append(helper.make_opsetid("mine", 1))
+    path = tmp_path / "inner" / "model.onnx"
+    path.parent.mkdir()
+    path.write_bytes(model.SerializeToString())
+    with pytest.raises(ModelError, match=r"'the constant.value'.*outside of the model's folder"):
+        load(path)
