@@ -98,8 +98,12 @@ def print_expr(expr: syntax.Expr, indent: int = 0) -> str:
 
 
 def has_literal(array: np.ndarray) -> bool:
-    """Whether a constant can be written in place."""
-    return array.ndim == 0 and (str(array.dtype) in SUFFIXES or array.dtype == bool)
+    """Whether a constant can be written in place. TVM reads digits and sign apart, so that the
+    least int64 overflows.
+    """
+    if array.ndim or (array.dtype == np.int64 and array == np.iinfo("int64").min):
+        return False
+    return str(array.dtype) in SUFFIXES or array.dtype == bool
 
 
 def print_literal(array: np.ndarray) -> str:

@@ -15,7 +15,7 @@ from relayquant.dialect import qnn
 from relayquant.errors import ModelError
 from relayquant.relay import from_text, to_text
 from relayquant.relay.operators import OPERATORS
-from relayquant.relay.printer import print_module
+from relayquant.relay.printer import has_literal, print_module
 from relayquant.relay.text_reader import METADATA, parse_text
 from relayquant.rewrite.editor import Editor
 
@@ -307,6 +307,19 @@ def test_names__are_what_relay_accepts():
     names = re.findall(r"%([^\s:,)]+)", text)
     assert all(re.fullmatch(r"[A-Za-z_]\w*|\d+", name) for name in names)
     assert set(params) <= set(names)
+
+
+@pytest.mark.parametrize("word", ["type", "ref_read", "let", "inff", "inffer"])
+def test_names__that_relay_takes_for_something_else(word):
+    text, _ = to_text(build(relax.op.nn.relu, **{word: floats(2, 3)}))
+    assert f"%v{word}" in text
+    assert f"%{word}" not in text
+
+
+def test_literals__least_int64_is_a_parameter():
+    least = np.array(np.iinfo("int64").min)
+    assert not has_literal(least)
+    assert has_literal(least + 1)
 
 
 def test_literals__have_all_digits():

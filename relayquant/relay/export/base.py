@@ -17,6 +17,14 @@ from relayquant.relay.operators import OPERATORS
 from relayquant.relay.printer import has_literal
 from relayquant.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 
+#: words that TVM's tokenizer takes for themselves, behind a % too (v0.19, relay/parser/tokenizer.h)
+KEYWORDS = frozenset(
+    ("let", "fn", "def", "if", "else", "type", "match", "extern", "free_var", "ref", "ref_read",
+     "ref_write")
+)  # fmt: skip
+#: and what it takes for a number wherever a word begins so
+INFINITY = "inff"
+
 
 class Statements:
     """The body under construction: numbered values, and constants as parameters."""
@@ -50,7 +58,8 @@ class Statements:
     def unique(self, hint: str) -> str:
         """`hint` as a name that Relay's parser takes, not used before."""
         base = re.sub(r"\W", "_", hint, flags=re.ASCII)
-        base = base if re.match(r"[A-Za-z_]", base) else f"v{base}"
+        is_name = re.match(r"[A-Za-z_]", base) and base not in KEYWORDS
+        base = base if is_name and not base.startswith(INFINITY) else f"v{base}"
         name, number = base, 0
         while name in self._taken:
             number += 1
