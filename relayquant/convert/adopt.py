@@ -250,19 +250,21 @@ def explain_float(graph: Graph, backend: BackendConfig, name: str) -> str:
     var = graph.vars.get(name)
     if var is None or graph.call_of(var) is None:
         return "it has no integer form with the parameters of the source model"
-    reason = f"backend {backend.name!r} has no pattern for {graph.op_name(var)}"
+    declined = f"backend {backend.name!r} has no pattern for {graph.op_name(var)}"
     for row in backend.patterns:
         pattern = find_pattern(backend, row.pattern.name)
         match = pattern.pattern.match(graph, var)
         if match is None:
             continue
         skip = pattern.check(match)
-        operands = read_operands(graph, pattern, match) if skip is None else skip
+        if skip is not None:
+            declined = skip.reason
+            continue
+        operands = read_operands(graph, pattern, match)
         if isinstance(operands, Skip):
-            reason = operands.reason
-        elif find_output_qparams(graph, var) is None:
-            reason = "its result is not quantized in the source model"
-        else:
-            dtypes = sorted({operand.qparams.dtype for operand in operands.values()})
-            reason = f"no integer operator takes operands of these dtypes: {', '.join(dtypes)}"
-    return reason
+            return operands.reason
+        if find_output_qparams(graph, var) is None:
+            return "its result is not quantized in the source model"
+        dtypes = sorted({operand.qparams.dtype for operand in operands.values()})
+        return f"no integer operator takes operands of these dtypes: {', '.join(dtypes)}"
+    return declined

@@ -16,6 +16,7 @@ import numpy as np
 from tvm import relax
 
 from relayquant.dialect import qnn
+from relayquant.ops.dynamic import choose_at_run_time
 from relayquant.qtypes import INTEGER_LIMITS
 from relayquant.reference import qnn as numpy_qnn
 
@@ -56,14 +57,25 @@ def convert_dequantize(constants: Constants, node: Any, importer: Any) -> relax.
     return importer.block_builder.emit(qnn.dequantize(data, scale, zero_point, axis=axis))
 
 
+def convert_choose(constants: Constants, node: Any, importer: Any) -> relax.Expr:
+    """choose_qparams(x, min, max, eps, dtype) -> (scale float32, zero point int32), computed at run
+    time. A tensor of zeros has the scale 1, where PyTorch has eps: its integers are the same.
+    """
+    emit = importer.block_builder.emit
+    low, high = (int(bound) for bound in node.args[1:3])
+    data = importer.env[node.args[0]]
+    return relax.Tuple(choose_at_run_time(lambda expr, _: emit(expr), data, low, high))
+
+
 def read_arguments(
     constants: Constants, node: Any, importer: Any
-) -> tuple[relax.Expr, np.ndarray, np.ndarray, int, int, int, str]:
+) -> tuple[relax.Expr, Any, Any, int, int, int, str]:
     """(data, scale, zero point, axis, smallest, largest, dtype) of a node; axis is -1 where there
-    is one scale for all.
+    is one scale for all. Scale and zero point are arrays, or values that are computed at run time.
 
     Raises:
-        ValueError: parameters are computed at run time, or the dtype is not an integer one.
+        ValueError: parameters per channel are computed at run time, or the dtype is not an integer
+            one.
     """
     per_channel = "per_channel" in str(node.target)
     names = ["input", "scale", "zero_point", "axis", "low", "high", "dtype"]
@@ -71,16 +83,19 @@ def read_arguments(
         names.remove("axis")
     given = dict(zip(names, node.args, strict=False))
     data = importer.env[given["input"]]
-    scale, zero_point, low, high = (
-        read_parameter(constants, node, given[name], name)
-        for name in ("scale", "zero_point", "low", "high")
-    )
-    if zero_point is None:
-        zero_point = np.zeros(np.shape(scale), "int32")
+    low, high = (read_parameter(constants, node, given[name], name) for name in ("low", "high"))
     dtype = importer._convert_data_type(given["dtype"])
     if dtype not in INTEGER_LIMITS:
         known = ", ".join(INTEGER_LIMITS)
         raise ValueError(f"{node.name} quantizes to {dtype}; supported: {known}")
+    computed = [importer.env.get(given[name]) for name in ("scale", "zero_point")]
+    if not per_channel and all(isinstance(value, relax.Var) for value in computed):
+        return data, *computed, -1, int(np.asarray(low)), int(np.asarray(high)), dtype
+    scale, zero_point = (
+        read_parameter(constants, node, given[name], name) for name in ("scale", "zero_point")
+    )
+    if zero_point is None:
+        zero_point = np.zeros(np.shape(scale), "int32")
     axis = int(given["axis"]) % data.ty.ndim if per_channel else -1
     shape = () if axis == -1 else (-1,)
     return (
@@ -114,6 +129,7 @@ def read_constant(constants: Constants, node: Any) -> np.ndarray | None:
 
 #: name of an operator -> its conversion
 OPERATORS: dict[str, Callable[[Constants, Any, Any], relax.Expr]] = {
+    "choose_qparams.tensor": convert_choose,
     "quantize_per_tensor.default": convert_quantize,
     "quantize_per_tensor.tensor": convert_quantize,
     "quantize_per_tensor.tensor2": convert_quantize,

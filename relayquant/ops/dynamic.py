@@ -27,13 +27,27 @@ Emit = Callable[[relax.Expr, str], relax.Expr]
 def quantize_at_run_time(
     emit: Emit, data: relax.Expr, dtype: str = "uint8", limits: tuple[int, int] | None = None
 ) -> RunTimeQuantized:
-    """`data` (float32, any shape) in affine space, by parameters of its own values.
-
-    scale = (max(x, 0) - min(x, 0)) / (high - low), or 1 for a tensor of zeros; zero point =
-    clip(round(low - min(x, 0) / scale)), where low and high are `limits`, by default those of
-    `dtype` (ONNX, operator DynamicQuantizeLinear, which is uint8).
+    """`data` (float32, any shape) in affine space, by parameters of its own values: those of
+    `choose_at_run_time`.
     """
     lowest, highest = limits or INTEGER_LIMITS[dtype]
+    scale, zero_point = choose_at_run_time(emit, data, lowest, highest)
+    value = qnn.quantize(data, scale, zero_point, out_dtype=dtype)
+    if (lowest, highest) != INTEGER_LIMITS[dtype]:
+        bounds = (tvm.tirx.IntImm(dtype, bound) for bound in (lowest, highest))
+        value = relax.op.clip(emit(value, "unclipped"), *bounds)
+    return RunTimeQuantized(emit(value, "q"), scale, zero_point)
+
+
+def choose_at_run_time(
+    emit: Emit, data: relax.Expr, lowest: int, highest: int
+) -> tuple[relax.Expr, relax.Expr]:
+    """(scale float32, zero point int32) that cover the values of `data` (float32, any shape).
+
+    scale = (max(x, 0) - min(x, 0)) / (highest - lowest), or 1 for a tensor of zeros; zero point =
+    clip(round(lowest - min(x, 0) / scale)) (ONNX, operator DynamicQuantizeLinear, which has 0 and
+    255).
+    """
     zero = relax.const(0.0, "float32")
     least = emit(relax.op.min(data), "min")
     most = emit(relax.op.max(data), "max")
@@ -47,12 +61,7 @@ def quantize_at_run_time(
     shift = emit(relax.op.subtract(relax.const(float(lowest), "float32"), below), "shift")
     rounded = emit(relax.op.round(shift), "rounded")
     clipped = emit(relax.op.clip(rounded, float(lowest), float(highest)), "clipped")
-    zero_point = emit(relax.op.astype(clipped, "int32"), "zero_point")
-    value = qnn.quantize(data, scale, zero_point, out_dtype=dtype)
-    if (lowest, highest) != INTEGER_LIMITS[dtype]:
-        bounds = (tvm.tirx.IntImm(dtype, bound) for bound in (lowest, highest))
-        value = relax.op.clip(emit(value, "unclipped"), *bounds)
-    return RunTimeQuantized(emit(value, "q"), scale, zero_point)
+    return scale, emit(relax.op.astype(clipped, "int32"), "zero_point")
 
 
 def multiply_at_run_time(

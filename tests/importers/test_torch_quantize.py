@@ -111,3 +111,44 @@ def test_pt2e__keeps_its_parameters_and_computes_on_integers():
     (integers,) = rq.reference.run(qmod, [x.numpy()])
     assert np.abs(integers - expected).max() <= 0.05 + 1e-6, "one step"
     assert rq.verify(qmod, [x.numpy()]).is_equal
+
+
+def make_dynamic():
+    """A linear layer as PT2E writes it with parameters of the run time."""
+    import torch.ao.quantization.fx._decomposed
+
+    ops = torch.ops.quantized_decomposed
+
+    class Quantized(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            weight = torch.randint(-127, 128, (5, 8), dtype=torch.int8)
+            self.register_buffer("weight", weight)
+            self.register_buffer("scales", torch.rand(5) * 0.01 + 0.001)
+            self.register_buffer("zeros", torch.zeros(5, dtype=torch.int64))
+
+        def forward(self, x):
+            scale, zero = ops.choose_qparams.tensor(x, -128, 127, 1e-5, torch.int8)
+            x = ops.quantize_per_tensor.tensor(x, scale, zero, -128, 127, torch.int8)
+            x = ops.dequantize_per_tensor.tensor(x, scale, zero, -128, 127, torch.int8)
+            weight = ops.dequantize_per_channel(
+                self.weight, self.scales, self.zeros, 0, -127, 127, torch.int8
+            )
+            return torch.nn.functional.linear(x, weight)
+
+    return Quantized().eval()
+
+
+def test_pt2e__dynamic_keeps_the_parameters_of_the_run_time():
+    module, x = make_dynamic(), torch.randn(3, 8)
+    mod, _ = rq.torch.load(rq.torch.export(module, (x,)))
+    qmod = rq.lower(mod)
+    (row,) = [row for row in rq.ledger(qmod).rows if row.op == "matmul"]
+    assert not row.quantized
+    assert "data is not dequantized by constant parameters" in row.reason
+    for data in (x, 7 * x + 3, torch.zeros(3, 8)):
+        expected = module(data).numpy()
+        for done in (mod, qmod):
+            (got,) = rq.reference.run(done, [data.numpy()])
+            np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
