@@ -20,9 +20,9 @@ of 8 pixels x 8 channels, for 16 bytes of each pixel (loads of weights bring two
     smmla   32 dot products, 8 loads of activations, 4 of weights, 8 zips    52 instructions
 
 With one pixel half of its work is lost, and short reductions are rounded up to 8 products instead
-of 4: `conv_plan.choose_plan` counts for each shape. Depthwise convolutions, products of two
-activations and transposed convolutions stay with sdot. What is counted is instructions; how fast a
-core executes them was not measured.
+of 4: `conv_plan.choose_plan` counts for each shape. Depthwise convolutions and products of two
+activations stay with sdot. What is counted is instructions; how fast a core executes them was not
+measured.
 
 A pairwise smull, smlal, sadalp would do more products per instruction, but its int16 sums overflow
 when two weights of -128 meet activations of -128.
@@ -37,7 +37,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tvm.script.ir_builder import tirx as T
 
-from relayquant.lower.kernels.isa import Buffer, Expr, Isa, load_word
+from relayquant.lower.kernels.isa import Buffer, ByteIsa, Expr, Isa, load_word
 
 #: int32 lanes of a 128-bit register.
 PART = 4
@@ -90,7 +90,7 @@ class ArmIsa(Isa):
 
 
 @dataclass(frozen=True)
-class SdotIsa(ArmIsa):
+class SdotIsa(ByteIsa, ArmIsa):
     """sdot: four int8 x int8 products added to an int32 lane, without saturation."""
 
     def load_activations(self, buffer: Buffer, offset: Expr, count: int) -> list[Expr]:
@@ -105,17 +105,6 @@ class SdotIsa(ArmIsa):
             spread = [repeat(words, size, lane, self.lanes) for lane in range(size)]
             operands += map(self.as_activation, spread)
         return operands
-
-    def as_activation(self, words: Expr) -> Expr:
-        return T.reinterpret(f"int8x{self.weight_vector}", words)
-
-    def load_weights(self, buffer: Buffer, index: Expr) -> Expr:
-        return buffer.vload([index * self.weight_vector], f"int8x{self.weight_vector}")
-
-    def store_weights(self, buffer: Buffer, index: Expr, words: Expr) -> None:
-        size = self.weight_vector
-        value = T.reinterpret(f"int8x{size}", words)
-        T.buffer_store(buffer, value, [T.ramp(index * size, 1, size)])
 
     def dot(self, acc: Expr, activation: Expr, weights: Expr) -> Expr:
         parts = self.lanes // PART

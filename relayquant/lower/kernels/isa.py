@@ -132,9 +132,9 @@ class Isa(ABC):
         """The vectors of sums that `join_sums` had."""
         return [acc]
 
-    @abstractmethod
     def load_activation(self, buffer: Buffer, offset: Expr) -> Expr:
         """Operand: `products` bytes at `offset` of a flat buffer, repeated in all lanes."""
+        return self.as_activation(load_word(buffer, offset, self.lanes))
 
     def load_activations(self, buffer: Buffer, offset: Expr, count: int) -> list[Expr]:
         """Operands of `count` consecutive words."""
@@ -171,16 +171,11 @@ def load_word(buffer: Buffer, offset: Expr, lanes: int) -> Expr:
 
 
 @dataclass(frozen=True)
-class VnniIsa(Isa):
-    """vpdpbusd: four uint8 x int8 products added to an int32 lane, without saturation."""
-
-    intrinsic: str = ""
-
-    def load_activation(self, buffer: Buffer, offset: Expr) -> Expr:
-        return self.as_activation(load_word(buffer, offset, self.lanes))
+class ByteIsa(Isa):
+    """Dot products of bytes: both operands are in registers as they are in memory."""
 
     def as_activation(self, words: Expr) -> Expr:
-        return T.reinterpret(f"uint8x{self.weight_vector}", words)
+        return T.reinterpret(f"{self.activation}x{self.weight_vector}", words)
 
     def load_weights(self, buffer: Buffer, index: Expr) -> Expr:
         return buffer.vload([index * self.weight_vector], f"int8x{self.weight_vector}")
@@ -189,6 +184,13 @@ class VnniIsa(Isa):
         size = self.weight_vector
         value = T.reinterpret(f"int8x{size}", words)
         T.buffer_store(buffer, value, [T.ramp(index * size, 1, size)])
+
+
+@dataclass(frozen=True)
+class VnniIsa(ByteIsa):
+    """vpdpbusd: four uint8 x int8 products added to an int32 lane, without saturation."""
+
+    intrinsic: str = ""
 
     def dot(self, acc: Expr, activation: Expr, weights: Expr) -> Expr:
         dtype = f"int32x{self.lanes}"
@@ -209,9 +211,6 @@ class MaddIsa(Isa):
     def arrange_weights(self, words: NDArray[np.int8]) -> NDArray[Any]:
         halves = np.stack([words[..., 0::2], words[..., 1::2]], axis=-3)
         return halves.reshape(*words.shape[:-2], self.weight_vector).astype(self.weight_dtype)
-
-    def load_activation(self, buffer: Buffer, offset: Expr) -> Expr:
-        return self.as_activation(load_word(buffer, offset, self.lanes))
 
     def as_activation(self, words: Expr) -> Expr:
         pairs = self.lanes * 2
