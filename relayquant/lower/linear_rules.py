@@ -341,8 +341,6 @@ def lower_conv2d_transpose(context: KernelContext, var: relax.Var) -> KernelCall
     if isinstance(linear, Skip):
         return linear
     attrs = linear.call.attrs
-    if pair(attrs.dilation) != (1, 1):
-        return Skip("dilation")
     weight = order_transposed_weight(linear.weight, str(attrs.kernel_layout), int(attrs.groups))
     tail = follow_tail(context, var, weight.shape[0])
     batch, height, width, channels = linear.shape
@@ -356,6 +354,7 @@ def lower_conv2d_transpose(context: KernelContext, var: relax.Var) -> KernelCall
         strides=pair(attrs.strides),
         padding=four(attrs.padding),
         output_padding=pair(attrs.output_padding),
+        dilation=pair(attrs.dilation),
         groups=int(attrs.groups),
         in_dtype=linear.dtype,
         in_zero_point=linear.zero_point,

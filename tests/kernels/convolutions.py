@@ -13,6 +13,7 @@ from exact import (
 from tvm.target import Target
 
 from relayquant.lower.kernels.conv import build_conv2d, pack_conv2d
+from relayquant.lower.kernels.conv_transpose import Conv2dTranspose
 from relayquant.lower.kernels.isa import Isa
 from relayquant.lower.kernels.specs import Conv2d
 
@@ -32,6 +33,30 @@ def conv2d_accumulators(x, w, bias, spec: Conv2d):
         window = window.reshape(*window.shape[:3], g, -1)
         out += np.einsum("nhwgi,goi->nhwgo", window, split[:, :, kh, kw], optimize=True)
     return out.reshape(spec.out_shape).astype("int64") + bias
+
+
+def conv2d_transpose_accumulators(x, w, bias, spec: Conv2dTranspose):
+    """int64 (N, OH, OW, O) by its definition: every pixel adds the kernel to the output."""
+    (sh, sw), (kh, kw), (dh, dw), g = spec.strides, spec.kernel, spec.dilation, spec.groups
+    full = np.zeros(
+        (
+            spec.batch,
+            spec.height * sh + kh * dh + 9,
+            spec.width * sw + kw * dw + 9,
+            g,
+            spec.out_channels // g,
+        ),
+        "int64",
+    )
+    centred = (x.astype("int64") - spec.in_zero_point).reshape(*x.shape[:3], g, -1)
+    split = w.reshape(g, -1, kh, kw, w.shape[-1]).astype("int64")
+    for i, j in np.ndindex(kh, kw):
+        term = np.einsum("nhwgi,goi->nhwgo", centred, split[:, :, i, j])
+        rows = slice(i * dh, i * dh + spec.height * sh, sh)
+        full[:, rows, j * dw : j * dw + spec.width * sw : sw] += term
+    top, left = spec.padding[:2]
+    full = full.reshape(*full.shape[:3], -1)[:, top:, left:]
+    return full[:, : spec.out_size[0], : spec.out_size[1]] + bias
 
 
 def check_conv2d(spec: Conv2d, isa: Isa, target: Target, seed: int = 0) -> None:

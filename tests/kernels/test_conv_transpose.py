@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from convolutions import conv2d_transpose_accumulators
 from exact import call_kernel, finish, random_multiplier, random_values, random_weights
 from machines import every_isa, runnable_target
 
@@ -17,35 +18,18 @@ from relayquant.lower.kernels.conv_transpose import (
 CASES = {
     "4x4/2": Conv2dTranspose(1, 4, 5, 16, 32, (4, 4), (2, 2), (1, 1, 1, 1), in_zero_point=5),
     "groups, output padding, int8, batch 2": Conv2dTranspose(
-        2, 3, 5, 6, 9, (3, 2), (2, 3), (1, 0, 0, 0), (1, 2), 3, "int8", -7
+        2, 3, 5, 6, 9, (3, 2), (2, 3), (1, 0, 0, 0), (1, 2), (1, 1), 3, "int8", -7
+    ),
+    "dilation with and without a common factor, groups": Conv2dTranspose(
+        2, 4, 3, 6, 10, (3, 4), (4, 2), (2, 3, 1, 0), (1, 0), (6, 3), 2, in_zero_point=5
+    ),
+    "dilation at stride 1": Conv2dTranspose(
+        1, 3, 4, 5, 8, (2, 3), padding=(1, 0, 1, 2), dilation=(2, 3), in_zero_point=200
     ),
     "2x2/2": Conv2dTranspose(1, 4, 4, 8, 8, (2, 2), (2, 2)),
     "3x3": Conv2dTranspose(1, 4, 4, 8, 8, (3, 3), (1, 1), (1, 1, 1, 1), in_zero_point=9),
     "kernel smaller than stride": Conv2dTranspose(1, 4, 4, 8, 8, (1, 1), (3, 2), in_zero_point=9),
 }
-
-
-def scatter(x, w, bias, spec):
-    """int64 (N, OH, OW, O) by its definition: every pixel adds the kernel to the output."""
-    (sh, sw), (kh, kw), g = spec.strides, spec.kernel, spec.groups
-    full = np.zeros(
-        (
-            spec.batch,
-            spec.height * sh + kh + 9,
-            spec.width * sw + kw + 9,
-            g,
-            spec.out_channels // g,
-        ),
-        "int64",
-    )
-    centred = (x.astype("int64") - spec.in_zero_point).reshape(*x.shape[:3], g, -1)
-    split = w.reshape(g, -1, kh, kw, w.shape[-1]).astype("int64")
-    for i, j in np.ndindex(kh, kw):
-        term = np.einsum("nhwgi,goi->nhwgo", centred, split[:, :, i, j])
-        full[:, i : i + spec.height * sh : sh, j : j + spec.width * sw : sw] += term
-    top, left = spec.padding[:2]
-    full = full.reshape(*full.shape[:3], -1)[:, top:, left:]
-    return full[:, : spec.out_size[0], : spec.out_size[1]] + bias
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -61,7 +45,7 @@ def test_build_conv2d_transpose__equals_numpy(isa, case):
         build_conv2d_transpose(spec, isa), runnable_target(isa), [x, *packed.arguments()],
         spec.out_shape, "uint8",
     )  # fmt: skip
-    expected = finish(scatter(x, w, bias, spec), spec.epilogue, multiplier)
+    expected = finish(conv2d_transpose_accumulators(x, w, bias, spec), spec.epilogue, multiplier)
     np.testing.assert_array_equal(got, expected)
 
 

@@ -1,10 +1,12 @@
 """Transposed convolution as interleaved ordinary ones, generated as TIR.
 
-    y[n, q*s + p, c] = epilogue(bias[c] + sum over k with (p + pad - k) % s == 0
-                                of x[n, q + (p + pad - k) / s, i] * w[c, k, i])
+    y[n, q*s + p, c] = epilogue(bias[c] + sum over k with (p + pad - k*d) % s == 0
+                                of x[n, q + (p + pad - k*d) / s, i] * w[c, k, i])
 
 One axis is shown. Every phase p of the stride sees its own subset of the kernel, flipped, at
 stride 1. So the work is that of the products that exist; no zeros are inserted between the pixels.
+With g = gcd(s, d), every (s / g)-th k is in the subset, and their pixels are d / g apart: that is
+the dilation of the phase's convolution.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
+from math import gcd, prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +32,7 @@ from relayquant.lower.kernels.specs import Conv2d, PackedWeights, pack_channels
 
 @dataclass(frozen=True)
 class Conv2dTranspose:
-    """A quantized transposed convolution, dilation 1; data NHWC, weights OHWI.
+    """A quantized transposed convolution; data NHWC, weights OHWI.
 
     `padding` is (top, left, bottom, right) and takes pixels away from the output;
     `output_padding` adds rows and columns at the end.
@@ -44,6 +47,7 @@ class Conv2dTranspose:
     strides: tuple[int, int] = (1, 1)
     padding: tuple[int, int, int, int] = (0, 0, 0, 0)
     output_padding: tuple[int, int] = (0, 0)
+    dilation: tuple[int, int] = (1, 1)
     groups: int = 1
     in_dtype: str = "uint8"
     in_zero_point: int = 0
@@ -61,9 +65,9 @@ class Conv2dTranspose:
         """(OH, OW)."""
         top, left, bottom, right = self.padding
         sizes = [
-            (size - 1) * stride + kernel - pads + extra
-            for size, stride, kernel, pads, extra in zip(
-                (self.height, self.width), self.strides, self.kernel,
+            (size - 1) * stride + (kernel - 1) * dilation + 1 - pads + extra
+            for size, stride, kernel, dilation, pads, extra in zip(
+                (self.height, self.width), self.strides, self.kernel, self.dilation,
                 (top + bottom, left + right), self.output_padding, strict=True,
             )
         ]  # fmt: skip
@@ -102,14 +106,24 @@ class TransposePlan:
 
     def axis_phases(self, axis: int) -> list[AxisPhase]:
         spec = self.spec
-        stride, kernel, pad = spec.strides[axis], spec.kernel[axis], spec.padding[axis]
+        stride, dilation, pad = spec.strides[axis], spec.dilation[axis], spec.padding[axis]
         phases = []
         for phase in range(min(stride, spec.out_size[axis])):
-            taps = tuple(k for k in reversed(range(kernel)) if (phase + pad - k) % stride == 0)
-            first = (phase + pad - taps[0]) // stride if taps else 0
+            taps = tuple(
+                k
+                for k in reversed(range(spec.kernel[axis]))
+                if (phase + pad - k * dilation) % stride == 0
+            )
+            first = (phase + pad - taps[0] * dilation) // stride if taps else 0
             outputs = ceil_div(spec.out_size[axis] - phase, stride)
             phases.append(AxisPhase(phase, taps, first, outputs))
         return phases
+
+    @cached_property
+    def dilation(self) -> tuple[int, int]:
+        """Distance of the pixels under neighbouring taps of one phase."""
+        steps = [d // gcd(d, s) for d, s in zip(self.spec.dilation, self.spec.strides, strict=True)]
+        return steps[0], steps[1]
 
     @cached_property
     def phases(self) -> list[tuple[AxisPhase, AxisPhase]]:
@@ -122,7 +136,8 @@ class TransposePlan:
         pads = []
         for axis, size in enumerate((spec.height, spec.width)):
             phases = self.axis_phases(axis)
-            ends = [p.first + p.outputs + max(len(p.taps), 1) - 1 for p in phases]
+            step = self.dilation[axis]
+            ends = [p.first + p.outputs + (max(len(p.taps), 1) - 1) * step for p in phases]
             pads.append((max(0, -min(p.first for p in phases)), max(0, max(ends) - size)))
         (top, bottom), (left, right) = pads
         return Conv2d(
@@ -146,11 +161,12 @@ class TransposePlan:
         return ConvPlan(
             Conv2d(
                 spec.batch,
-                rows.outputs + kernel[0] - 1,
-                cols.outputs + kernel[1] - 1,
+                rows.outputs + (kernel[0] - 1) * self.dilation[0],
+                cols.outputs + (kernel[1] - 1) * self.dilation[1],
                 spec.in_channels,
                 spec.out_channels,
                 kernel,
+                dilation=self.dilation,
                 groups=spec.groups,
                 in_dtype=self.isa.activation,
                 epilogue=spec.epilogue,
@@ -166,6 +182,21 @@ class TransposePlan:
     @cached_property
     def weight_size(self) -> int:
         return sum(part.weight_size for part in self.parts)
+
+    @cached_property
+    def instructions(self) -> float:
+        """See `ConvPlan.instructions`."""
+        return sum(part.instructions for part in self.parts)
+
+
+def choose_transpose_plan(spec: Conv2dTranspose, isa: Isa) -> TransposePlan:
+    """As `choose_plan`, one instruction set for all phases: they share the packed weights."""
+    single = TransposePlan(spec, isa.for_single_pixels())
+    if single.isa is isa:
+        return single
+    plan = TransposePlan(spec, isa)
+    enough = all(prod(part.pixel_grid[1:]) >= isa.pixels for part in plan.parts)
+    return plan if enough and plan.instructions < single.instructions else single
 
 
 def pack_conv2d_transpose(
@@ -186,8 +217,7 @@ def pack_conv2d_transpose(
     Raises:
         ConfigError: a shape does not fit, or the multiplier is missing or not wanted.
     """
-    isa = isa.for_single_pixels()
-    plan = TransposePlan(spec, isa)
+    plan = choose_transpose_plan(spec, isa)
     whole = Conv2d(
         1, *spec.kernel, spec.in_channels, spec.out_channels, spec.kernel, groups=spec.groups,
         in_zero_point=0, epilogue=spec.epilogue,
@@ -199,7 +229,7 @@ def pack_conv2d_transpose(
         taps = np.zeros(part.spec.weight_shape, "int8")
         if rows.taps and cols.taps:
             taps[:] = weight[:, rows.taps][:, :, cols.taps]
-        zero_point = spec.in_zero_point + isa.zero_point_shift(spec.in_dtype)
+        zero_point = spec.in_zero_point + plan.isa.zero_point_shift(spec.in_dtype)
         packed.append(pack_panels(part, taps))
         part_bias, part_factors = pack_channels(
             part.spec, taps, bias, multiplier, zero_point, part.all_channels
@@ -221,13 +251,12 @@ def build_conv2d_transpose(
     out_shape: tuple[int, ...] | None = None,
 ) -> PrimFunc:
     """Kernel of a transposed convolution, with the arguments of `build_conv2d`."""
-    isa = isa.for_single_pixels()
 
     def body() -> None:
-        plan = TransposePlan(spec, isa)
+        plan = choose_transpose_plan(spec, isa)
         operands = declare_operands(
             plan.image,
-            isa,
+            plan.isa,
             plan.weight_size,
             sum(part.channel_size for part in plan.parts),
             in_shape,
@@ -235,7 +264,7 @@ def build_conv2d_transpose(
         )
         macs = sum(part.spec.macs for part in plan.parts)
         threads = macs >= PARALLEL_THRESHOLD
-        image = emit_prepared_image(operands.data, plan.image, isa)
+        image = emit_prepared_image(operands.data, plan.image, plan.isa)
         top, left, _, _ = plan.image.padding
         first_weight = first_channel = 0
         for part, (rows, cols) in zip(plan.parts, plan.phases, strict=True):
@@ -244,7 +273,7 @@ def build_conv2d_transpose(
                 size=spec.out_size,
                 stride=spec.strides,
                 offset=(rows.phase, cols.phase),
-                first_weight=first_weight // isa.weight_vector,
+                first_weight=first_weight // plan.isa.weight_vector,
                 first_channel=first_channel,
             )
             emit_convolution(part, image, operands, threads, placement)
