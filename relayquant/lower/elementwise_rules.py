@@ -26,31 +26,40 @@ from relayquant.lower.kernels.elementwise import (
     Affine,
     Concatenate,
     Dequantize,
-    Lookup,
     Multiply,
     Quantize,
+    QuantizeImage,
     Requantize,
+    ScaleChannels,
     broadcast_view,
     build_add,
     build_concatenate,
     build_dequantize,
-    build_lookup,
     build_multiply,
     build_quantize,
+    build_quantize_image,
     build_requantize,
+    build_scale_channels,
 )
 from relayquant.lower.kernels.epilogue import Epilogue, Output
+from relayquant.lower.kernels.lookup import Lookup, build_lookup
 from relayquant.lower.kernels.pool import (
+    MOST_VALUES,
     AvgPool2d,
     MaxPool2d,
+    Mean,
     Window,
     build_avg_pool2d,
     build_max_pool2d,
+    build_mean,
 )
 from relayquant.lower.linear_rules import clip_bounds, four, pair
 from relayquant.qtypes import INTEGER_LIMITS
 from relayquant.rewrite import Skip
 from relayquant.rewrite.graph import constant_value, tensor_dtype
+
+#: Channels up to which data are turned while they are quantized.
+IMAGE_CHANNELS = 4
 
 
 def scalars(*exprs: relax.Expr) -> list[float] | None:
@@ -71,7 +80,7 @@ def absorb_clip(
 
 
 def lower_quantize(context: KernelContext, var: relax.Var) -> KernelCall | Skip | None:
-    """qnn.quantize with one scale."""
+    """qnn.quantize with one scale; and a transpose of images behind it."""
     if context.graph.op_name(var) != "relax.qnn.quantize":
         return None
     call = context.call(var)
@@ -84,8 +93,19 @@ def lower_quantize(context: KernelContext, var: relax.Var) -> KernelCall | Skip 
         context, var, Epilogue(Output.REQUANTIZE, tensor_dtype(var), int(numbers[1]))
     )
     spec = Quantize(shape[1], numbers[0], out, context.isa.has_fma)
+    turned = context.next(vars_[-1], "relax.permute_dims")
+    # Not with a symbolic batch: MobileNet became 18 % slower, its buffers not being planned.
+    if turned is not None and not shape[0] and is_image_transpose(context.call(turned), shape[1]):
+        func = build_quantize_image(QuantizeImage(spec), "qnn_quantize_image")
+        return KernelCall((*vars_, turned), func, (call.args[0],))
     func = build_for_batch(lambda: build_quantize(spec, "qnn_quantize"), shape[0], (0, 1))
     return KernelCall(vars_, func, (call.args[0],))
+
+
+def is_image_transpose(call: Call, shape: tuple[int, ...]) -> bool:
+    """Whether a permute_dims makes NHWC of NCHW data that has not more channels than an image."""
+    axes = [int(axis) % len(shape) for axis in call.attrs.axes or ()]
+    return axes == [0, 2, 3, 1] and shape[1] <= IMAGE_CHANNELS
 
 
 def lower_dequantize(context: KernelContext, var: relax.Var) -> KernelCall | Skip | None:
@@ -99,6 +119,37 @@ def lower_dequantize(context: KernelContext, var: relax.Var) -> KernelCall | Ski
     spec = Dequantize(shape[1], tensor_dtype(call.args[0]), int(numbers[1]), numbers[0])
     func = build_for_batch(lambda: build_dequantize(spec, "qnn_dequantize"), shape[0], (0, 1))
     return KernelCall((var,), func, (call.args[0],))
+
+
+def lower_channel_scales(context: KernelContext, var: relax.Var) -> KernelCall | Skip | None:
+    """qnn.dequantize and qnn.requantize with one scale for each index along an axis."""
+    op = context.graph.op_name(var)
+    if op not in ("relax.qnn.dequantize", "relax.qnn.requantize"):
+        return None
+    call = context.call(var)
+    shape, scale = split_batch(call.args[0]), constant_value(call.args[1])
+    if shape is None or scale is None or scale.ndim != 1:
+        return Skip("symbolic dimensions, or no constant scales along one axis")
+    axis = int(call.attrs.axis) % var.ty.ndim
+    zero_points, dtype = constant_value(call.args[2]), tensor_dtype(call.args[0])
+    if zero_points is None or np.ptp(zero_points) or dtype == "int64" or (shape[0] and not axis):
+        return Skip("several zero points, int64, or a symbolic axis")
+    if op == "relax.qnn.dequantize":
+        if tensor_dtype(var) != "float32":
+            return Skip(f"the result is {tensor_dtype(var)}")
+        vars_, out = (var,), Epilogue(Output.DEQUANTIZE, "float32")
+        factors = scale.astype("float32")
+    else:
+        numbers = scalars(*call.args[3:5])
+        if numbers is None or not is_default_arithmetic(call) or tensor_dtype(var) == "int32":
+            return Skip("several scales of the result, another arithmetic, or int32")
+        vars_, out = absorb_clip(
+            context, var, Epilogue(Output.REQUANTIZE, tensor_dtype(var), int(numbers[1]))
+        )
+        factors = multiplier(scale, numbers[0])
+    spec = ScaleChannels(shape[1], axis, dtype, int(zero_points.flat[0]), out)
+    func = build_for_batch(lambda: build_scale_channels(spec, "qnn_channels"), shape[0], (0, 2))
+    return KernelCall(vars_, func, (call.args[0], factors))
 
 
 def lower_requantize(context: KernelContext, var: relax.Var) -> KernelCall | Skip | None:
@@ -168,7 +219,9 @@ def lower_lookup(context: KernelContext, var: relax.Var) -> KernelCall | Skip | 
     if shape is None or not is_byte(call.args[0]):
         return Skip("symbolic dimensions, or data that is not 8 bit")
     spec = Lookup(shape[1], tensor_dtype(call.args[0]), tensor_dtype(var))
-    func = build_for_batch(lambda: build_lookup(spec, "qnn_lookup"), shape[0], (0, 2))
+    func = build_for_batch(
+        lambda: build_lookup(spec, context.shuffle, "qnn_lookup"), shape[0], (0, 2)
+    )
     return KernelCall((var,), func, (call.args[0], call.args[1]))
 
 
@@ -227,7 +280,7 @@ def lower_max_pool2d(context: KernelContext, var: relax.Var) -> KernelCall | Ski
 
 
 def lower_average(context: KernelContext, var: relax.Var) -> KernelCall | Skip | None:
-    """qnn.avg_pool2d of NHWC data, and qnn.mean over its height and width."""
+    """qnn.avg_pool2d of NHWC data, and qnn.mean over neighbouring axes."""
     op = context.graph.op_name(var)
     if op not in ("relax.qnn.avg_pool2d", "relax.qnn.mean"):
         return None
@@ -235,24 +288,26 @@ def lower_average(context: KernelContext, var: relax.Var) -> KernelCall | Skip |
     shape, numbers = split_batch(call.args[0]), scalars(*call.args[1:5])
     if shape is None or numbers is None or not is_default_arithmetic(call):
         return Skip("several scales, another arithmetic, or symbolic dimensions")
-    if not is_byte(call.args[0]) or not is_byte(var) or len(shape[1]) != 4:
-        return Skip("not 8-bit data of rank 4")
+    if not is_byte(call.args[0]) or not is_byte(var):
+        return Skip("not 8-bit data")
     s_in, z_in, s_out, z_out = numbers
-    batch, height, width, channels = shape[1]
-    if op == "relax.qnn.mean":
-        if sorted(int(axis) % 4 for axis in call.attrs.axes) != [1, 2] or not call.attrs.keepdims:
-            return Skip("the mean is not over height and width of NHWC data")
-        window = Window(batch, height, width, channels, (height, width))
-        count_pads = False
-    else:
-        if str(call.attrs.layout) != "NHWC":
-            return Skip(f"layout {call.attrs.layout}")
-        window, count_pads = make_window(call, shape[1]), bool(call.attrs.count_include_pad)
     vars_, out = absorb_clip(
         context, var, Epilogue(Output.REQUANTIZE, tensor_dtype(var), int(z_out))
     )
     data = Affine(tensor_dtype(call.args[0]), int(z_in), float(multiplier(s_in, s_out)))
-    spec = AvgPool2d(window, data, out, count_pads)
+    if op == "relax.qnn.mean":
+        rank = len(shape[1])
+        axes = sorted(int(axis) % rank for axis in call.attrs.axes or range(rank))
+        if axes != list(range(axes[0], axes[-1] + 1)) or (shape[0] and axes[0] == 0):
+            return Skip("the mean is over separate axes, or over a symbolic batch")
+        mean, result = Mean(shape[1], axes[0], axes[-1], data, out), split_batch(var)
+        if mean.extents[1] > MOST_VALUES or result is None:
+            return Skip("the mean is over too many values")
+        func = build_for_batch(lambda: build_mean(mean, "qnn_average", result[1]), shape[0], (0, 1))
+        return KernelCall(vars_, func, (call.args[0],))
+    if str(call.attrs.layout) != "NHWC":
+        return Skip(f"layout {call.attrs.layout}")
+    spec = AvgPool2d(make_window(call, shape[1]), data, out, bool(call.attrs.count_include_pad))
     func = build_for_batch(lambda: build_avg_pool2d(spec, "qnn_average"), shape[0], (0, 1))
     return KernelCall(vars_, func, (call.args[0],))
 
@@ -278,6 +333,7 @@ ELEMENTWISE_RULES: tuple[KernelRule, ...] = (
     lower_quantize,
     lower_dequantize,
     lower_requantize,
+    lower_channel_scales,
     lower_binary,
     lower_lookup,
     lower_concatenate,

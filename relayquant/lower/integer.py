@@ -20,7 +20,8 @@ from relayquant.lower.elementwise_rules import ELEMENTWISE_RULES
 from relayquant.lower.integer_layout import convert_integer_layout
 from relayquant.lower.kernel_call import KernelCall, KernelContext, KernelRule
 from relayquant.lower.kernels.isa import Isa
-from relayquant.lower.kernels.select import select_isa
+from relayquant.lower.kernels.lookup import ByteShuffle
+from relayquant.lower.kernels.select import select_isa, select_shuffle
 from relayquant.lower.linear_rules import LINEAR_RULES
 from relayquant.lower.weight_zero import centre_weights
 from relayquant.rewrite import Emitter, Graph, Skip, rewrite_main
@@ -42,7 +43,7 @@ def lower_integer(mod: tvm.IRModule, target: Target) -> tvm.IRModule:
     if target.kind.name != "llvm" or not has_integer_main(mod):
         return mod
     mod = convert_integer_layout(centre_weights(mod))
-    return call_kernels(mod, select_isa(target))
+    return call_kernels(mod, select_isa(target), select_shuffle(target))
 
 
 def has_integer_main(mod: tvm.IRModule) -> bool:
@@ -60,11 +61,14 @@ def has_integer_main(mod: tvm.IRModule) -> bool:
 
 
 def call_kernels(
-    mod: tvm.IRModule, isa: Isa, rules: Sequence[KernelRule] = KERNEL_RULES
+    mod: tvm.IRModule,
+    isa: Isa,
+    shuffle: ByteShuffle | None = None,
+    rules: Sequence[KernelRule] = KERNEL_RULES,
 ) -> tvm.IRModule:
     """The module with every chain that a rule takes computed by one `call_tir`."""
     graph = Graph(mod)
-    calls = find_calls(KernelContext(graph, isa), rules)
+    calls = find_calls(KernelContext(graph, isa, shuffle), rules)
     inner = {var for call in calls.values() for var in call.vars[:-1]}
 
     def visit(emitter: Emitter, binding: relax.VarBinding) -> relax.Expr | None:
@@ -73,15 +77,14 @@ def call_kernels(
         call = calls.get(binding.var)
         if call is None:
             return emitter.get(binding.value)
-        macs = sum(count_macs(graph.call_of(var)) for var in call.vars)
-        return emit_call(emitter, call, macs)
+        return emit_call(emitter, call, count_call_macs(graph, call))
 
     return rewrite_main(mod, visit)
 
 
 def find_calls(context: KernelContext, rules: Sequence[KernelRule]) -> dict[relax.Var, KernelCall]:
     """Result variable -> kernel call, each value in at most one."""
-    calls: dict[relax.Var, KernelCall] = {}
+    calls: list[KernelCall] = []
     taken: set[relax.Var] = set()
     for binding in context.graph.bindings:
         var = binding.var
@@ -90,12 +93,17 @@ def find_calls(context: KernelContext, rules: Sequence[KernelRule]) -> dict[rela
         for rule in rules:
             outcome = rule(context, var)
             if isinstance(outcome, KernelCall):
-                calls[outcome.vars[-1]] = outcome
+                calls.append(outcome)
                 taken.update(outcome.vars)
                 break
             if isinstance(outcome, Skip):
                 logger.debug("no kernel for %s: %s", var.name, outcome.reason)
-    return calls
+    return {call.vars[-1]: call for call in calls}
+
+
+def count_call_macs(graph: Graph, call: KernelCall) -> int:
+    """Multiply-adds of one call."""
+    return sum(count_macs(graph.call_of(var)) for var in call.vars)
 
 
 def emit_call(emitter: Emitter, call: KernelCall, macs: int) -> relax.Expr:

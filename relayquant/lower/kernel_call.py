@@ -15,6 +15,7 @@ from tvm.tirx import PrimFunc
 
 from relayquant.lower.kernels.emit import repeat_over_batch
 from relayquant.lower.kernels.isa import Isa
+from relayquant.lower.kernels.lookup import ByteShuffle
 from relayquant.rewrite import Graph, Skip
 from relayquant.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 
@@ -37,10 +38,11 @@ KernelRule = Callable[["KernelContext", relax.Var], "KernelCall | Skip | None"]
 
 @dataclass(frozen=True, eq=False)
 class KernelContext:
-    """The graph that is lowered, and the instruction set its kernels use."""
+    """The graph that is lowered, and the instructions its kernels use."""
 
     graph: Graph
     isa: Isa
+    shuffle: ByteShuffle | None = None  #: how bytes are looked up, where there is a way
 
     def next(self, var: relax.Var, *ops: str) -> relax.Var | None:
         """The only reader of `var` if it is one of these operators."""

@@ -6,30 +6,34 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from convolutions import conv2d_accumulators
+from convolutions import conv2d_accumulators, conv2d_transpose_accumulators
 from exact import F32, centre, exact_fma, finish, random_multiplier, random_values, store
 from tvm.tirx import PrimFunc
 
 from relayquant.lower.kernels.conv import build_conv2d, build_dense, pack_conv2d, pack_dense
+from relayquant.lower.kernels.conv_transpose import (
+    Conv2dTranspose,
+    build_conv2d_transpose,
+    pack_conv2d_transpose,
+)
 from relayquant.lower.kernels.elementwise import (
     Add,
     Affine,
     Concatenate,
     Dequantize,
-    Lookup,
     Multiply,
     Quantize,
     Requantize,
     build_add,
     build_concatenate,
     build_dequantize,
-    build_lookup,
     build_multiply,
     build_quantize,
     build_requantize,
 )
 from relayquant.lower.kernels.epilogue import Epilogue, Output, Residual
 from relayquant.lower.kernels.isa import Isa
+from relayquant.lower.kernels.lookup import TBL, Lookup, build_lookup
 from relayquant.lower.kernels.matmul import BatchMatmul, build_batch_matmul
 from relayquant.lower.kernels.pool import (
     AvgPool2d,
@@ -94,6 +98,14 @@ CONVOLUTIONS = {
         in_zero_point=130, epilogue=ADDED,
     ),
 }  # fmt: skip
+TRANSPOSED = {
+    "transposed 4x4/2": Conv2dTranspose(
+        1, 4, 5, 16, 20, (4, 4), (2, 2), SAME, in_dtype="int8", in_zero_point=5, epilogue=OUT
+    ),
+    "transposed 3x2, dilation, groups, uint8": Conv2dTranspose(
+        2, 5, 4, 12, 14, (3, 2), (2, 1), dilation=(1, 2), groups=2, in_zero_point=5, epilogue=OUT
+    ),
+}
 DENSE = {
     f"dense {m}x{k}x{n}": Dense(m, k, n, "int8", 7, OUT)
     for m, k, n in [(1, 64, 100), (1, 37, 10), (1, 512, 3), (5, 33, 17), (30, 128, 64)]
@@ -135,6 +147,21 @@ def make_convolution(spec: Conv2d) -> Case:
         return build_conv2d(spec, isa), [x, *packed.arguments(), *added]
 
     return Case(build, finish(acc, spec.epilogue, multiplier, residual))
+
+
+def make_transposed(spec: Conv2dTranspose) -> Case:
+    rng = np.random.default_rng(9)
+    x = random_values(rng, spec.in_shape, spec.in_dtype)
+    w = random_values(rng, spec.weight_shape, "int8")
+    bias = rng.integers(-999, 999, spec.out_channels).astype("int32")
+    multiplier = random_multiplier(rng, w)
+    acc = conv2d_transpose_accumulators(x, w, bias, spec)
+
+    def build(isa: Isa) -> tuple[PrimFunc, list[np.ndarray]]:
+        packed = pack_conv2d_transpose(spec, isa, w, bias, multiplier)
+        return build_conv2d_transpose(spec, isa), [x, *packed.arguments()]
+
+    return Case(build, finish(acc, spec.epilogue, multiplier))
 
 
 def make_dense(spec: Dense) -> Case:
@@ -249,10 +276,11 @@ def make_requantization(dtype: str, out: Epilogue) -> Case:
 
 
 def make_lookup() -> Case:
-    x = np.arange(-128, 128).astype("int8")
+    x = np.random.default_rng(5).permutation(259).astype("uint8").view("int8")
     table = np.random.default_rng(5).permutation(256).astype("uint8").view("int8")
     spec = Lookup(x.shape, "int8", "int8")
-    return Case(lambda _: (build_lookup(spec), [x, table]), table[x.view("uint8")])
+    expected = table[x.view("uint8")]
+    return Case(lambda _: (build_lookup(spec, TBL), [x, table]), expected)
 
 
 def make_concatenation() -> Case:
@@ -299,6 +327,7 @@ def make_avg_pool(window: Window) -> Case:
 
 CASES: dict[str, Callable[[], Case]] = {
     **{name: (lambda s=spec: make_convolution(s)) for name, spec in CONVOLUTIONS.items()},
+    **{name: (lambda s=spec: make_transposed(s)) for name, spec in TRANSPOSED.items()},
     **{name: (lambda s=spec: make_dense(s)) for name, spec in DENSE.items()},
     **{name: (lambda s=spec: make_matmul(s)) for name, spec in MATMULS.items()},
     **{f"max_pool2d {n}": (lambda w=w: make_max_pool(w)) for n, w in WINDOWS.items()},
@@ -326,6 +355,7 @@ CASES: dict[str, Callable[[], Case]] = {
 #: What an instruction set that multiplies rows in pairs does otherwise.
 MATRIX_CASES: dict[str, Callable[[], Case]] = {
     **{name: CASES[name] for name, spec in CONVOLUTIONS.items() if not spec.is_depthwise},
+    **{name: CASES[name] for name in TRANSPOSED},
     **{name: (lambda s=spec: make_dense(s)) for name, spec in MATRICES.items()},
     "extreme sums": make_extreme_sums,
 }

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import tvm
 from emulator import CPUS, MATRIX_CPU, PLAIN_CPUS, Emulator, target_of
-from kernel_cases import CASES, CONVOLUTIONS, MATRICES, MATRIX_CASES, Case
+from kernel_cases import CASES, CONVOLUTIONS, MATRICES, MATRIX_CASES, TRANSPOSED, Case
 
 from relayquant.lower.kernels.arm import NEON, SDOT, SMMLA
 from relayquant.lower.kernels.conv_plan import choose_plan
+from relayquant.lower.kernels.conv_transpose import choose_transpose_plan
 from relayquant.lower.kernels.select import select_isa
 
 NAMES = {case: f"kernel{i}" for i, case in enumerate([*CASES, *MATRIX_CASES])}
@@ -56,6 +57,8 @@ def test_eager__takes_matrix_products():
     convolutions = [spec for spec in CONVOLUTIONS.values() if not spec.is_depthwise]
     for spec in [*convolutions, *(spec.as_conv2d() for spec in MATRICES.values())]:
         assert (choose_plan(spec, EAGER).isa is EAGER) == (spec.out_size != (1, 1)), spec
+    for spec in TRANSPOSED.values():
+        assert choose_transpose_plan(spec, EAGER).isa is EAGER, spec
 
 
 @pytest.mark.slow

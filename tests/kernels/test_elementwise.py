@@ -17,18 +17,20 @@ from relayquant.lower.kernels.elementwise import (
     Affine,
     Concatenate,
     Dequantize,
-    Lookup,
     Multiply,
     Quantize,
+    QuantizeImage,
     Requantize,
+    ScaleChannels,
     broadcast_view,
     build_add,
     build_concatenate,
     build_dequantize,
-    build_lookup,
     build_multiply,
     build_quantize,
+    build_quantize_image,
     build_requantize,
+    build_scale_channels,
 )
 from relayquant.lower.kernels.epilogue import Epilogue, Output, Residual
 from relayquant.lower.kernels.isa import AVX2, AVX512BW, SSE2
@@ -61,6 +63,16 @@ def test_build_quantize__not_a_number_and_infinity(isa):
         np.testing.assert_array_equal(got, np.array(expected, dtype))
 
 
+@with_machines
+@pytest.mark.parametrize("shape", [(2, 3, 7, 5), (1, 4, 1, 3), (1, 2, 9, 16), (3, 1, 6, 6)])
+def test_build_quantize_image__equals_numpy(isa, shape):
+    x = (np.random.default_rng(0).normal(size=shape) * 30).astype("float32")
+    spec = QuantizeImage(Quantize(shape, 0.25, OUT, isa.has_fma))
+    func = build_quantize_image(spec)
+    got = call_kernel(func, runnable_target(isa), [x], spec.out_shape, "uint8")
+    np.testing.assert_array_equal(got, store(x / F32(0.25), OUT).transpose(0, 2, 3, 1))
+
+
 @pytest.mark.parametrize("dtype", ["uint8", "int16"])
 @pytest.mark.parametrize("scale", [0.0187, 1 / 3, 7.1e-6, 3063.228])
 def test_build_quantize__reciprocal_decides_ties_as_a_division(scale, dtype):
@@ -72,6 +84,25 @@ def test_build_quantize__reciprocal_decides_ties_as_a_division(scale, dtype):
     spec = Quantize(x.shape, float(scale), out, has_fma=True)
     got = call_kernel(build_quantize(spec), runnable_target(AVX2), [x], x.shape, dtype)
     np.testing.assert_array_equal(got, store(x / scale, out))
+
+
+@with_machines
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("dtype", ["int8", "int32"])
+@pytest.mark.parametrize(
+    "out", [OUT, Epilogue(Output.DEQUANTIZE, "float32")], ids=["requantize", "dequantize"]
+)
+def test_build_scale_channels__equals_numpy(isa, axis, dtype, out):
+    rng, shape = np.random.default_rng(0), (3, 37, 5)
+    x = random_values(rng, shape, "int8").astype(dtype)
+    factors = rng.uniform(0.1, 2, shape[axis]).astype("float32")
+    spec = ScaleChannels(shape, axis, dtype, -3, out)
+    func = build_scale_channels(spec)
+    got = call_kernel(func, runnable_target(isa), [x, factors], shape, out.dtype)
+    along = factors.reshape([-1 if i == axis else 1 for i in range(3)])
+    real = centre(x, -3) * along
+    is_float = out.output is Output.DEQUANTIZE
+    np.testing.assert_array_equal(got, real if is_float else store(real, out))
 
 
 @with_machines
@@ -154,18 +185,6 @@ def test_build_add__broadcast_apart():
     spec = Add((2, 3, 4), Affine("int8", 0, 1), Affine("int8", 0, 1), OUT, (2, 7, 4))
     with pytest.raises(ConfigError, match="is not broadcast"):
         build_add(spec)
-
-
-@with_machines
-@pytest.mark.parametrize("out_dtype", ["uint8", "int16", "float32"])
-def test_build_lookup__indexes_by_bit_pattern(isa, out_dtype):
-    rng = np.random.default_rng(0)
-    for dtype in ("int8", "uint8"):
-        x = np.concatenate([np.arange(256).astype("uint8").view(dtype)] * 2)[:-3]
-        table = rng.integers(0, 200, 256).astype(out_dtype)
-        spec = Lookup(x.shape, dtype, out_dtype)
-        got = call_kernel(build_lookup(spec), runnable_target(isa), [x, table], x.shape, out_dtype)
-        np.testing.assert_array_equal(got, table[x.view("uint8")])
 
 
 @with_machines

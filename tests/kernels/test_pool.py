@@ -12,11 +12,14 @@ from relayquant.lower.kernels.elementwise import Affine
 from relayquant.lower.kernels.epilogue import Epilogue
 from relayquant.lower.kernels.isa import AVX2, AVX512BW, SSE2
 from relayquant.lower.kernels.pool import (
+    MOST_VALUES,
     AvgPool2d,
     MaxPool2d,
+    Mean,
     Window,
     build_avg_pool2d,
     build_max_pool2d,
+    build_mean,
 )
 
 OUT = Epilogue(zero_point=7)
@@ -72,6 +75,34 @@ def test_build_avg_pool2d__equals_numpy(isa, case, count_include_pad):
     count = np.prod(window.kernel) if count_include_pad else inside.sum(axis=0)
     factor = F32(1.7) / np.asarray(count, "float32")
     np.testing.assert_array_equal(got, store(sums * factor, OUT))
+
+
+MEANS = {
+    "last axis": ((3, 5, 37), 2, 2),
+    "last axes, short": ((7, 2, 5), 1, 2),
+    "all axes": ((2, 3, 5), 0, 2),
+    "first axis": ((6, 4, 19), 0, 0),
+    "middle axes": ((2, 3, 4, 16), 1, 2),
+    "with threads": ((70, 8000), 1, 1),
+}
+
+
+@with_machines
+@pytest.mark.parametrize("case", MEANS)
+def test_build_mean__equals_numpy(isa, case):
+    shape, first, last = MEANS[case]
+    x = random_values(np.random.default_rng(0), shape, "int8")
+    spec = Mean(shape, first, last, Affine("int8", -3, 1.7), OUT)
+    axes = tuple(range(first, last + 1))
+    sums = (x.astype("int64") + 3).sum(axis=axes, keepdims=True).astype("float32")
+    factor = F32(1.7) / F32(spec.extents[1])
+    got = call_kernel(build_mean(spec), runnable_target(isa), [x], sums.shape, "uint8")
+    np.testing.assert_array_equal(got, store(sums * factor, OUT))
+
+
+def test_build_mean__too_many_values():
+    with pytest.raises(ConfigError, match="allowed: up to"):
+        build_mean(Mean((1, MOST_VALUES + 1), 1, 1, Affine("int8", -3, 1.7), OUT))
 
 
 def test_window__does_not_fit():

@@ -1,4 +1,4 @@
-"""Elementwise integer operators as vector loops: quantize, requantize, add, multiply, table, join.
+"""Elementwise integer operators as vector loops: quantize, requantize, add, multiply, join.
 
 Memory is flat: shapes matter only where an operand is broadcast or channels are joined. The
 arithmetic is that of `epilogue`; an `Epilogue` also says how results are stored.
@@ -71,6 +71,18 @@ class Quantize:
 
 
 @dataclass(frozen=True)
+class QuantizeImage:
+    """float32 (N, C, H, W) -> integer (N, H, W, C); each value as in `Quantize`."""
+
+    values: Quantize  #: of shape (N, C, H, W)
+
+    @property
+    def out_shape(self) -> tuple[int, int, int, int]:
+        batch, channels, height, width = self.values.shape
+        return batch, height, width, channels
+
+
+@dataclass(frozen=True)
 class Dequantize:
     """integer -> float32: float32(int32(q) - zero_point) * scale."""
 
@@ -78,6 +90,17 @@ class Dequantize:
     dtype: str
     zero_point: int
     scale: float
+
+
+@dataclass(frozen=True)
+class ScaleChannels:
+    """integer -> what `out` stores: each index along `axis` has its own multiplier."""
+
+    shape: tuple[int, ...]
+    axis: int
+    dtype: str
+    zero_point: int
+    out: Epilogue
 
 
 @dataclass(frozen=True)
@@ -118,15 +141,6 @@ class Multiply:
     multiplier: float
     out: Epilogue
     rhs_shape: tuple[int, ...] | None = None
-
-
-@dataclass(frozen=True)
-class Lookup:
-    """table[x as uint8]; table has 256 values of `out_dtype`."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    out_dtype: str
 
 
 @dataclass(frozen=True)
@@ -248,15 +262,46 @@ def emit_quotient(value: Expr, spec: Quantize, lanes: int) -> Expr:
 def build_quantize(spec: Quantize, name: str = "quantize") -> PrimFunc:
     """PrimFunc(x float32, y)."""
     check_integer_output("Quantize", spec.out)
+    return build_unary(
+        name, spec.shape, "float32", spec.out.dtype, lambda x, n: emit_quantized(x, spec, n)
+    )
 
-    def compute(value: Expr, lanes: int) -> Expr:
-        number = T.Select(T.isnan(value), constant("float32", 0.0, lanes), value)
-        if can_use_reciprocal(spec):
-            quotient = emit_quotient(number, spec, lanes)
-            return emit_round(quotient, spec.out.dtype, spec.out.zero_point, lanes)
-        return spec.out.emit_rounded(number / constant("float32", spec.scale, lanes), lanes)
 
-    return build_unary(name, spec.shape, "float32", spec.out.dtype, compute)
+def emit_quantized(value: Expr, spec: Quantize, lanes: int) -> Expr:
+    """What is stored for a float32 vector."""
+    number = T.Select(T.isnan(value), constant("float32", 0.0, lanes), value)
+    if can_use_reciprocal(spec):
+        quotient = emit_quotient(number, spec, lanes)
+        return emit_round(quotient, spec.out.dtype, spec.out.zero_point, lanes)
+    return spec.out.emit_rounded(number / constant("float32", spec.scale, lanes), lanes)
+
+
+def build_quantize_image(spec: QuantizeImage, name: str = "quantize_image") -> PrimFunc:
+    """PrimFunc(x float32 NCHW, y NHWC), for images of a few channels."""
+    check_integer_output("QuantizeImage", spec.values.out)
+    batch, channels, height, width = spec.values.shape
+    size = height * width
+
+    def body() -> None:
+        data, out = declare_arguments(
+            ("x", spec.values.shape, "float32"), ("y", spec.out_shape, spec.values.out.dtype)
+        )
+
+        def step(n: Expr, at: Expr, lanes: int) -> None:
+            rows = []
+            for channel in range(channels):
+                start = (n * channels + channel) * size + at
+                rows.append(emit_quantized(load_vector(data, start, lanes), spec.values, lanes))
+            order = [T.int32(row * lanes + i) for i in range(lanes) for row in range(channels)]
+            pixels = T.Shuffle(rows, order) if channels > 1 else rows[0]
+            store_vector(out, pixels, (n * size + at) * channels, lanes * channels)
+
+        with loop_over((batch,), False) as (n,):
+            emit_vector_loop(
+                size, LANES, lambda at, k: step(n, at, k), size * channels >= PARALLEL_ELEMENTS
+            )
+
+    return build_kernel(name, body)
 
 
 def build_dequantize(spec: Dequantize, name: str = "dequantize") -> PrimFunc:
@@ -275,6 +320,40 @@ def build_requantize(spec: Requantize, name: str = "requantize") -> PrimFunc:
         return spec.out.emit_rounded(emit_scaled(value, spec.data, lanes), lanes)
 
     return build_unary(name, spec.shape, spec.data.dtype, spec.out.dtype, compute)
+
+
+def build_scale_channels(spec: ScaleChannels, name: str = "scale_channels") -> PrimFunc:
+    """PrimFunc(x, multiplier (C,) float32, y); see `Epilogue` for what the multipliers are."""
+    outer, channels = prod(spec.shape[: spec.axis]), spec.shape[spec.axis]
+    inner = prod(spec.shape[spec.axis + 1 :])
+
+    def body() -> None:
+        data, factors, out = declare_arguments(
+            ("x", spec.shape, spec.dtype),
+            ("multiplier", (channels,), "float32"),
+            ("y", spec.shape, spec.out.dtype),
+        )
+        threads = prod(spec.shape) >= PARALLEL_ELEMENTS
+
+        def step(at: Expr, factor: Expr, lanes: int) -> None:
+            value = emit_centred(load_vector(data, at, lanes), spec.zero_point, lanes)
+            store_vector(out, spec.out.emit(value, factor, None, lanes), at, lanes)
+
+        if inner == 1:
+            with loop_over((outer,), threads and outer > 1) as (i,):
+                emit_vector_loop(
+                    channels,
+                    LANES,
+                    lambda at, n: step(i * channels + at, load_vector(factors, at, n), n),
+                )
+        else:
+            with loop_over((outer, channels), threads) as (i, channel):
+                factor, start = factors.vload([channel]), (i * channels + channel) * inner
+                emit_vector_loop(
+                    inner, LANES, lambda at, n: step(start + at, broadcast(factor, n), n)
+                )
+
+    return build_kernel(name, body)
 
 
 def build_binary(
@@ -352,29 +431,6 @@ def build_multiply(spec: Multiply, name: str = "multiply") -> PrimFunc:
 
     dtypes = (spec.lhs_dtype, spec.rhs_dtype, spec.out.dtype)
     return build_binary(name, spec.shape, spec.rhs_shape, dtypes, compute)
-
-
-def build_lookup(spec: Lookup, name: str = "lookup") -> PrimFunc:
-    """PrimFunc(x, table (256,), y)."""
-    if spec.dtype not in ("uint8", "int8"):
-        raise ConfigError(f"Lookup: data is {spec.dtype!r}; allowed: uint8, int8.")
-
-    def body() -> None:
-        data, table, out = declare_arguments(
-            ("x", spec.shape, spec.dtype),
-            ("table", (256,), spec.out_dtype),
-            ("y", spec.shape, spec.out_dtype),
-        )
-
-        def step(at: Expr, lanes: int) -> None:
-            for i in range(lanes):  # one load each: no target gathers bytes
-                index = T.Cast("int32", T.reinterpret("uint8", data.vload([at + i])))
-                T.buffer_store(out, table.vload([index]), [at + i])
-
-        size = prod(spec.shape)
-        emit_vector_loop(size, 8, step, size >= PARALLEL_ELEMENTS)
-
-    return build_kernel(name, body)
 
 
 def build_concatenate(spec: Concatenate, name: str = "concatenate") -> PrimFunc:

@@ -21,6 +21,9 @@ from relayquant.lower.kernels.isa import Buffer, Expr
 #: Bytes moved by one copy or fill instruction; LLVM splits it where registers are narrower.
 COPY_BYTES = 64
 
+#: Integers that are summed at once.
+SUM_LANES = 16
+
 #: Bytes that a prefetch brings; 64 on every x86 and nearly every Arm core.
 CACHE_LINE = 64
 
@@ -180,6 +183,21 @@ def emit_vector_loop(
     with (T.parallel if threads else T.serial)(total) as index:
         offset = index * lanes
         body(T.min(offset, size - lanes) if rest else offset, lanes)
+
+
+def emit_sum(buffer: Buffer, start: Expr, count: int) -> Expr:
+    """int32 sum of `count` neighbouring integers of a buffer."""
+    lanes = SUM_LANES
+    (total,) = alloc_vectors(1, lanes)
+    store_vector(total, constant("int32", 0, lanes), 0, lanes)
+    with T.serial(count // lanes) as i:
+        value = T.Cast(vector("int32", lanes), load_vector(buffer, start + i * lanes, lanes))
+        store_vector(total, load_vector(total, 0, lanes) + value, 0, lanes)
+    name = f"llvm.vector.reduce.add.v{lanes}i32"
+    result = T.call_llvm_pure_intrin(name, load_vector(total, 0, lanes), dtype="int32")
+    for i in range(count - count % lanes, count):
+        result = result + T.Cast("int32", buffer.vload([start + i]))
+    return result
 
 
 def split_index(index: Expr, extents: tuple[int, ...]) -> list[Expr]:

@@ -25,19 +25,16 @@ from relayquant.lower.kernels.emit import (
     build_kernel,
     constant,
     declare_arguments,
+    emit_sum,
     load_vector,
     loop_over,
     store_vector,
-    vector,
 )
 from relayquant.lower.kernels.epilogue import Epilogue
 from relayquant.lower.kernels.isa import Buffer, Expr, Isa
 from relayquant.lower.kernels.narrow import channel_order
 from relayquant.lower.kernels.operands import Image, Operands, emit_prepared_image
 from relayquant.lower.kernels.specs import Conv2d
-
-#: Activations summed at once.
-SUM_LANES = 16
 
 
 @dataclass(frozen=True)
@@ -190,17 +187,7 @@ def emit_channels(plan: ConvPlan, panel: Expr, block: Expr) -> list[Expr]:
 def emit_row_term(spec: BatchMatmul, data: Buffer, w_zero_point: int, threads: bool) -> Buffer:
     """-z_w * sum_k x[b, m, k] of every row, int32, in a workspace; x as the dot product sees it."""
     term = alloc_workspace(spec.batch * spec.rows, "int32")
-    lanes = SUM_LANES
     with loop_over((spec.batch * spec.rows,), threads) as (row,):
-        (total,) = alloc_vectors(1, lanes)
-        store_vector(total, constant("int32", 0, lanes), 0, lanes)
-        with T.serial(spec.inner // lanes) as i:
-            value = load_vector(data, row * spec.inner + i * lanes, lanes)
-            value = T.Cast(vector("int32", lanes), value)
-            store_vector(total, load_vector(total, 0, lanes) + value, 0, lanes)
-        name = f"llvm.vector.reduce.add.v{lanes}i32"
-        result = T.call_llvm_pure_intrin(name, load_vector(total, 0, lanes), dtype="int32")
-        for i in range(spec.inner - spec.inner % lanes, spec.inner):
-            result = result + T.Cast("int32", data.vload([row * spec.inner + i]))
-        T.buffer_store(term, result * T.int32(-w_zero_point), [row])
+        total = emit_sum(data, row * spec.inner, spec.inner)
+        T.buffer_store(term, total * T.int32(-w_zero_point), [row])
     return term

@@ -2,8 +2,8 @@
 
 Average: S = int32 sum of (x - z_in) over the window; t = RN(float32(S) * RN(m / float32(count)));
 then rounded and clamped as in `epilogue`. Padded pixels contribute 0 and count only with
-`count_include_pad`. A mean over height and width is an average over a window as large as the
-image.
+`count_include_pad`. A mean is an average over a window as large as the image; whatever axes are
+averaged, they are the height of that image.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+import numpy as np
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx import PrimFunc
 
@@ -23,6 +24,7 @@ from relayquant.lower.kernels.emit import (
     build_kernel,
     constant,
     declare_arguments,
+    emit_sum,
     emit_vector_loop,
     load_vector,
     loop_over,
@@ -37,6 +39,8 @@ from relayquant.qtypes import INTEGER_LIMITS
 PARALLEL_READS = 1 << 19
 #: Channels summed at once.
 LANES = 16
+#: Values whose zero points have a sum in int32, whatever 8-bit integers they are.
+MOST_VALUES = 1 << 23
 
 
 @dataclass(frozen=True)
@@ -115,6 +119,27 @@ class AvgPool2d:
     count_include_pad: bool = False
 
 
+@dataclass(frozen=True)
+class Mean:
+    """Mean over neighbouring axes of `shape`, `first` to `last`; else as `AvgPool2d`."""
+
+    shape: tuple[int, ...]
+    first: int
+    last: int
+    data: Affine
+    out: Epilogue
+
+    @property
+    def extents(self) -> tuple[int, int, int]:
+        """(outer, count, inner): elements before, along and behind the axes."""
+        ends = self.first, self.last + 1
+        return (
+            prod(self.shape[: ends[0]]),
+            prod(self.shape[ends[0] : ends[1]]),
+            prod(self.shape[ends[1] :]),
+        )
+
+
 def emit_tap(window: Window, out: Expr, tap: Expr, axis: int) -> tuple[Expr, Expr]:
     """Coordinate of a tap along an axis, moved into the data, and whether it had to be."""
     size = (window.height, window.width)[axis]
@@ -156,15 +181,21 @@ def build_max_pool2d(spec: MaxPool2d, name: str = "max_pool2d") -> PrimFunc:
     return build_kernel(name, body)
 
 
-def build_avg_pool2d(spec: AvgPool2d, name: str = "avg_pool2d") -> PrimFunc:
-    """PrimFunc(x, y), both NHWC."""
+def build_avg_pool2d(
+    spec: AvgPool2d,
+    name: str = "avg_pool2d",
+    in_shape: tuple[int, ...] | None = None,
+    out_shape: tuple[int, ...] | None = None,
+) -> PrimFunc:
+    """PrimFunc(x, y), both NHWC, or of the given shapes with as many elements."""
     check_integer_output("AvgPool2d", spec.out)
     window = spec.window
     (kh, kw), channels = window.kernel, window.channels
 
     def body() -> None:
         data, out = declare_arguments(
-            ("x", window.in_shape, spec.data.dtype), ("y", window.out_shape, spec.out.dtype)
+            ("x", in_shape or window.in_shape, spec.data.dtype),
+            ("y", out_shape or window.out_shape, spec.out.dtype),
         )
         with loop_over(window.out_shape[:3], window.threads) as (n, oy, ox):
             count: Expr = T.int32(kh * kw)
@@ -192,6 +223,41 @@ def build_avg_pool2d(spec: AvgPool2d, name: str = "avg_pool2d") -> PrimFunc:
                 store_vector(out, value, at, lanes)
 
             emit_vector_loop(channels, LANES, step)
+
+    return build_kernel(name, body)
+
+
+def build_mean(
+    spec: Mean, name: str = "mean", out_shape: tuple[int, ...] | None = None
+) -> PrimFunc:
+    """PrimFunc(x, y); y has the averaged axes with extent 1, or the given shape.
+
+    Raises:
+        ConfigError: `out` stores no integers, or so many values are averaged that their zero points
+            have no int32 sum.
+    """
+    check_integer_output("Mean", spec.out)
+    outer, count, inner = spec.extents
+    out_shape = out_shape or (
+        *spec.shape[: spec.first],
+        *[1] * (spec.last + 1 - spec.first),
+        *spec.shape[spec.last + 1 :],
+    )
+    if inner > 1:
+        window = Window(outer, count, 1, inner, (count, 1))
+        return build_avg_pool2d(AvgPool2d(window, spec.data, spec.out), name, spec.shape, out_shape)
+    if count > MOST_VALUES:
+        raise ConfigError(f"Mean: over {count} values; allowed: up to {MOST_VALUES}.")
+    factor = np.float32(spec.data.multiplier) / np.float32(count)
+
+    def body() -> None:
+        data, out = declare_arguments(
+            ("x", spec.shape, spec.data.dtype), ("y", out_shape, spec.out.dtype)
+        )
+        with loop_over((outer,), outer > 1 and outer * count >= PARALLEL_READS) as (row,):
+            total = emit_sum(data, row * count, count) - T.int32(count * spec.data.zero_point)
+            value = T.Cast("float32", total) * T.float32(float(factor))
+            store_vector(out, spec.out.emit_rounded(value, 1), row, 1)
 
     return build_kernel(name, body)
 

@@ -1,4 +1,4 @@
-"""Which instruction set a target has: the choice that every kernel is generated with."""
+"""Which instructions a target has: the choices that every kernel is generated with."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from tvm.target.codegen import llvm_cpu_has_features
 from relayquant.lower.architecture import Architecture, find_architecture
 from relayquant.lower.kernels.arm import AARCH64_ISAS, ARM32_ISAS
 from relayquant.lower.kernels.isa import PORTABLE, X86_ISAS, Isa
+from relayquant.lower.kernels.lookup import AARCH64_SHUFFLES, X86_SHUFFLES, ByteShuffle
 
 #: Fastest first; `select_isa` takes the first whose features the target has.
 ISAS: dict[Architecture, tuple[Isa, ...]] = {
@@ -16,9 +17,16 @@ ISAS: dict[Architecture, tuple[Isa, ...]] = {
     Architecture.ARM32: ARM32_ISAS,
     Architecture.OTHER: (),
 }
+#: Fastest first; as ISAS.
+SHUFFLES: dict[Architecture, tuple[ByteShuffle, ...]] = {
+    Architecture.X86: X86_SHUFFLES,
+    Architecture.AARCH64: AARCH64_SHUFFLES,
+    Architecture.ARM32: (),
+    Architecture.OTHER: (),
+}
 
 
-def has_isa(isa: Isa, target: Target) -> bool:
+def has_isa(isa: Isa | ByteShuffle, target: Target) -> bool:
     """Whether `target` (not this machine) can execute every instruction `isa` emits.
 
     `isa` must be of the architecture of the target: both kinds of Arm have "neon".
@@ -36,3 +44,9 @@ def select_isa(target: Target) -> Isa:
         if has_isa(isa, target):
             return isa
     return PORTABLE
+
+
+def select_shuffle(target: Target) -> ByteShuffle | None:
+    """How `target`, an LLVM target, looks up bytes in registers; None when it cannot."""
+    shuffles = SHUFFLES[find_architecture(target)]
+    return next((shuffle for shuffle in shuffles if has_isa(shuffle, target)), None)
