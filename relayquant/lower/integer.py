@@ -23,6 +23,7 @@ from relayquant.lower.kernels.isa import Isa
 from relayquant.lower.kernels.lookup import ByteShuffle
 from relayquant.lower.kernels.select import select_isa, select_shuffle
 from relayquant.lower.linear_rules import LINEAR_RULES
+from relayquant.lower.shared_kernels import share_kernels
 from relayquant.lower.weight_zero import centre_weights
 from relayquant.rewrite import Emitter, Graph, Skip, rewrite_main
 
@@ -98,7 +99,11 @@ def find_calls(context: KernelContext, rules: Sequence[KernelRule]) -> dict[rela
                 break
             if isinstance(outcome, Skip):
                 logger.debug("no kernel for %s: %s", var.name, outcome.reason)
-    return {call.vars[-1]: call for call in calls}
+    # Only products take long to compile; the others are faster where LLVM knows the numbers.
+    products = [call for call in calls if count_call_macs(context.graph, call)]
+    shared = zip(products, share_kernels(products), strict=True)
+    replaced = {call.vars[-1]: new for call, new in shared}
+    return {call.vars[-1]: replaced.get(call.vars[-1], call) for call in calls}
 
 
 def count_call_macs(graph: Graph, call: KernelCall) -> int:
