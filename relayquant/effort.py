@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from relayquant.backends.defaults import DEFAULT_OBSERVER
-from relayquant.calibrate.fit import BiasCorrection, FitSettings, WeightRounding
+from relayquant.calibrate.fit import DEFAULT_FIT, BiasCorrection, FitSettings, WeightRounding
 from relayquant.calibrate.fit_ranges import RelativeMSE
 from relayquant.calibrate.observers import MinMax, Observer
 from relayquant.config import QConfig
 from relayquant.errors import ConfigError, suggest_name
+from relayquant.plan import Plan
 
 
 class Effort(enum.Enum):
@@ -63,6 +65,52 @@ def resolve_effort(effort: Effort | str) -> Effort:
             return level
     names = [level.value for level in Effort]
     raise ConfigError(f"There is no effort {effort!r}. {suggest_name(str(effort), names)}")
+
+
+def describe_choices(plan: Plan, calibration: Any, fit: FitSettings) -> dict[str, str]:
+    """What calibration works with, in words, for the ledger: {"activations": observers, "weights":
+    observers, rounding and bias correction}.
+
+    Args:
+        plan: Whose groups name what picks their parameters.
+        calibration: What the user passed for all activations; None: as the plan says.
+        fit: How weights are fitted.
+    """
+    names = {
+        is_weight: {
+            describe_calibration(
+                group.calibration
+                if calibration is None or group.constant or group.is_fixed
+                else calibration
+            )
+            for group in plan.groups
+            if (group.constant is not None) is is_weight
+        }
+        for is_weight in (False, True)
+    }
+    changed = [f.name for f in fields(fit) if getattr(fit, f.name) != getattr(DEFAULT_FIT, f.name)]
+    settings = [
+        f"{name} {getattr(fit, name)}" for name in changed if name not in ("rounding", "bias")
+    ]
+    weights = [
+        *sorted(names[True]),
+        f"rounding {fit.rounding.value}",
+        f"bias correction {fit.bias.value}",
+        *settings,
+    ]
+    return {"activations": ", ".join(sorted(names[False])), "weights": ", ".join(weights)}
+
+
+def describe_calibration(calibration: Any) -> str:
+    """An observer with the settings that are not its defaults; the name of a function."""
+    if not isinstance(calibration, Observer):
+        return getattr(calibration, "__qualname__", type(calibration).__name__)
+    changed = [
+        f"{f.name}={getattr(calibration, f.name)!r}"
+        for f in fields(calibration)  # pyright: ignore[reportArgumentType]
+        if getattr(calibration, f.name) != f.default
+    ]
+    return f"{type(calibration).__name__}({', '.join(changed)})"
 
 
 def apply_effort(qconfig: QConfig, effort: Effort) -> QConfig:

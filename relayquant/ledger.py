@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -232,8 +232,9 @@ class SpeedResult:
 
 @dataclass(frozen=True)
 class Ledger:
-    """Rows in topological order, the backend they were made for, the effort of calibration, and
-    what the guard, the search for a metric and that for speed saw (None when they did not run).
+    """Rows in topological order, the backend they were made for, the effort of calibration and what
+    it worked with ("activations", "weights"; in words), and what the guard, the search for a metric
+    and that for speed saw (None when they did not run).
     """
 
     rows: tuple[LedgerRow, ...]
@@ -244,14 +245,17 @@ class Ledger:
     guard: GuardResult | None = None
     search: SearchResult | None = None
     speed: SpeedResult | None = None
+    choices: Mapping[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """{"backend": name, "effort": name, "operators": rows, "inputs": values, "outputs":
-        values, "guard": result or None, "search": ..., "speed": ...}, all as dicts.
+        """{"backend": name, "effort": name, "choices": texts, "operators": rows, "inputs": values,
+        "outputs": values, "guard": result or None, "search": ..., "speed": ...}, all as
+        dicts.
         """
         return {
             "backend": self.backend,
             "effort": self.effort,
+            "choices": dict(self.choices),
             "operators": [row.to_dict() for row in self.rows],
             "inputs": [value.to_dict() for value in self.inputs],
             "outputs": [value.to_dict() for value in self.outputs],
@@ -277,6 +281,7 @@ class Ledger:
             GuardResult.from_dict(guard) if guard is not None else None,
             SearchResult.from_dict(search) if search is not None else None,
             SpeedResult.from_dict(speed) if speed is not None else None,
+            dict(data.get("choices", {})),
         )
 
     def __str__(self) -> str:

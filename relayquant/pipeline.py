@@ -44,7 +44,13 @@ from relayquant.convert import (
 )
 from relayquant.convert.interface import iterate_results, result_expr
 from relayquant.dialect.legality import Stage, check_stage
-from relayquant.effort import EFFORTS, Effort, apply_effort, resolve_effort
+from relayquant.effort import (
+    EFFORTS,
+    Effort,
+    apply_effort,
+    describe_choices,
+    resolve_effort,
+)
 from relayquant.errors import ConfigError, ModelError, suggest_name
 from relayquant.events import Callback, CallbackList, StageEvent
 from relayquant.finish import (
@@ -297,6 +303,8 @@ def calibrate(
         WorkerError: workers died, or failed again and again; names the batches.
     """
     events = CallbackList.of(callbacks)
+    fit = fit or EFFORTS[Effort(prepared.effort)].fit
+    fill(prepared.choices, describe_choices(prepared.plan, calibration, fit))
 
     def pick(min_scales: Mapping[str, np.ndarray]) -> None:
         result = pick_parameters(
@@ -306,7 +314,7 @@ def calibrate(
             calibration=calibration,
             order=order,
             callbacks=events,
-            fit=fit or EFFORTS[Effort(prepared.effort)].fit,
+            fit=fit,
             min_scales=min_scales,
             # Rounds after the first begin with what it found: they are no part of the checkpoint.
             checkpoint=None if min_scales else checkpoint,

@@ -151,6 +151,7 @@ class PreparedModel:
             after any other: in topological order what is seen of a value depends on the parameters
             picked before, so that the states of two processes do not belong together.
         effort: Level of effort (`relayquant.effort.Effort`), for the ledger.
+        choices: What calibration worked with, in words, for the ledger; calibrating fills it.
     """
 
     mod: tvm.IRModule
@@ -164,6 +165,7 @@ class PreparedModel:
     outputs: tuple[InterfaceValue, ...] = ()
     mapping: QConfigMapping | None = None
     statistics: dict[str, GroupStatistics] = field(default_factory=dict)
+    choices: dict[str, str] = field(default_factory=dict)
 
     def require_parameters(self) -> Mapping[str, QParams]:
         """The parameters of all groups.

@@ -220,6 +220,7 @@ def save_prepared(prepared: PreparedModel, path: str | Path) -> None:
     header = {
         "backend": prepared.backend.name,
         "effort": prepared.effort,
+        "choices": prepared.choices,
         "plan": prepared.plan.to_dict(),
         "mapping": mapping,
         "inputs": [value.to_dict() for value in prepared.inputs],
@@ -273,6 +274,7 @@ def load_prepared(
                 key: read_statistics(plan.group(key), row, arrays)
                 for key, row in header["statistics"].items()
             },
+            {str(key): str(text) for key, text in header["choices"].items()},
         )
     except RelayQuantError:
         raise

@@ -332,3 +332,27 @@ def check_rows(stages: Stages) -> None:
     covered = Counter(value for row in rows for value in row.values)
     assert set(covered) == {b.var.name for b in graph.bindings if graph.call_of(b.var) is not None}
     assert set(covered.values()) <= {1}
+
+
+@pytest.mark.parametrize(
+    ("effort", "activations", "weights"),
+    [
+        ("fast", "MinMax()", "MinMax(), rounding nearest, bias correction none"),
+        ("balanced", "RelativeMSE()", "MinMax(), rounding optimal, bias correction weight"),
+        ("best", "RelativeMSE(values=1048576)", "sweeps 2, samples 32768"),
+    ],
+)
+def test_ledger__says_what_the_effort_picked(effort, activations, weights):
+    mod = build_model(lambda emit, x: emit.dense("y", x, 3), (4, 5))
+    qmod = rq.quantize(mod, None, draw_batches(mod, 2), effort=effort, guard=rq.Guard.OFF)
+    choices = rq.ledger(qmod).choices
+    assert choices["activations"] == activations
+    assert choices["weights"].endswith(weights)
+    assert rq.ledger(qmod).to_dict()["choices"] == choices
+
+
+def test_ledger__says_what_the_user_picked():
+    mod = build_model(lambda emit, x: emit.dense("y", x, 3), (4, 5))
+    prepared = rq.prepare(mod)
+    rq.calibrate(prepared, draw_batches(mod, 2), calibration=rq.Percentile(99.0))
+    assert prepared.choices["activations"] == "Percentile(percentile=99.0)"

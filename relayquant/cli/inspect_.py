@@ -26,6 +26,8 @@ def run(options: argparse.Namespace) -> int:
     ledger = find_ledger(mod)
     if ledger is not None:
         console.print(ledger_table(ledger.to_dict()["operators"], title=str(options.model)))
+        for what, choice in ledger.choices.items():
+            console.print(f"{what} ({ledger.effort}): {choice}")
         for seen in (ledger.guard, ledger.speed):
             if seen is not None:
                 console.print(str(seen))

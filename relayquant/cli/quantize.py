@@ -75,6 +75,8 @@ def run(options: argparse.Namespace) -> int:
     console = make_console()
     ledger = rq.ledger(qmod)
     console.print(ledger_table(ledger.to_dict()["operators"]))
+    for what, choice in ledger.choices.items():
+        console.print(f"{what} ({ledger.effort}): {choice}")
     for seen in (ledger.guard, ledger.speed):
         if seen is not None:
             console.print(str(seen))

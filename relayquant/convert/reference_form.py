@@ -46,7 +46,11 @@ def build_reference(prepared: PreparedModel) -> tvm.IRModule:
     if before is not None:  # part of the model came quantized
         ledger = ledger.with_finished(before)
     ledger = replace(
-        ledger, effort=prepared.effort, inputs=prepared.inputs, outputs=prepared.outputs
+        ledger,
+        effort=prepared.effort,
+        choices=dict(prepared.choices),
+        inputs=prepared.inputs,
+        outputs=prepared.outputs,
     )
     return rewrite_main(
         prepared.mod,
