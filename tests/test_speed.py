@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pytest
 import tvm
+from float_models import build_model, draw_batches
 
 import relayquant as rq
 from relayquant.demo import load_digits
@@ -149,3 +150,33 @@ def test_quantize__keep_faster_and_promised_integers_exclude_each_other(promise)
     demo = load_digits()
     with pytest.raises(rq.ConfigError, match="keep_faster=True"):
         rq.quantize(*rq.load(str(demo.model_path)), demo.calibration, keep_faster=True, **promise)
+
+
+@pytest.mark.parametrize("with_metric", [False, True])
+def test_quantize__keep_faster_measures_and_says_so(with_metric, monkeypatch):
+    mod = build_model(lambda emit, x: emit.dense("y", emit.dense("h", x, 8), 4), (4, 8))
+    data = draw_batches(mod, 2)
+
+    def on_this_machine(inputs):
+        """A clock by which integers take twice as long as floats, whatever they do."""
+        assert [array.shape for array in inputs] == [(4, 8)]
+        seconds = dict.fromkeys(("h", "y"), 1.0)
+
+        def time_module(module):
+            return 1.0 + sum(row.quantized for row in rq.ledger(module).rows)
+
+        return Stopwatch(
+            lambda m: {n: s * (1 + ("qnn" in m.script())) for n, s in seconds.items()},
+            lambda mods: [time_module(m) for m in mods],
+        )
+
+    monkeypatch.setattr(Stopwatch, "on_this_machine", staticmethod(on_this_machine))
+    options = {"metric": lambda a, b: -float(np.abs(a[0] - b[0]).max())} if with_metric else {}
+    qmod = rq.quantize(mod, None, data, effort="fast", keep_faster=True, max_drop=9.0, **options)
+    ledger = rq.ledger(qmod)
+    assert ledger.speed.reverted == ("h", "y")
+    assert (ledger.speed.before, ledger.speed.after) == (3.0, 1.0)
+    assert [row.quantized for row in ledger.rows] == [False, False]
+    if with_metric:
+        assert ledger.search.score == pytest.approx(0.0, abs=1e-5)
+        assert rq.QConfigMapping.from_dict(ledger.search.mapping).to_dict() == ledger.speed.mapping
