@@ -60,7 +60,7 @@ from relayquant.finish import (
     realize_quantized,
 )
 from relayquant.ledger import InterfaceValue, Ledger, find_ledger, read_ledger
-from relayquant.lower import host_config, make_pipeline, resolve_target
+from relayquant.lower import EagerModule, host_config, make_pipeline, resolve_target
 from relayquant.plan import Plan
 from relayquant.prepare import prepare_module
 from relayquant.prepare.equalize import equalize_inputs, find_products, measure_channels
@@ -310,7 +310,7 @@ def calibrate(
         result = pick_parameters(
             prepared,
             dataset,
-            compile_module=compile_draft,
+            load_module=EagerModule,
             calibration=calibration,
             order=order,
             callbacks=events,

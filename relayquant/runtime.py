@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
+import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import tvm
 import tvm_ffi
+from threadpoolctl import ThreadpoolController
 from tvm import relax
 
 #: How long TVM's idle threads spin before they sleep. Its default of 300,000 turns makes two
@@ -29,6 +32,43 @@ _VIEWED = frozenset(
 CompileModule = Callable[[tvm.IRModule], Any]
 
 
+class FunctionRunner(Protocol):
+    """Runs the functions of a module by name; several threads may do so at once."""
+
+    def run(self, name: str, args: Sequence[Any]) -> list[np.ndarray]:
+        """Call a function with arrays and shapes; returns its results as new arrays."""
+        ...
+
+
+#: makes the functions of a module runnable
+LoadModule = Callable[[tvm.IRModule], FunctionRunner]
+
+
+def count_threads() -> int:
+    """Threads that this process may keep busy: TVM_NUM_THREADS, or the cores it may use."""
+    wanted = os.environ.get("TVM_NUM_THREADS", "")
+    if wanted.isdigit() and int(wanted) > 0:
+        return int(wanted)
+    has_affinity = hasattr(os, "sched_getaffinity")  # Linux; elsewhere all cores count
+    return (len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count()) or 1
+
+
+def limit_blas() -> Any:
+    """A context in which numpy's and scipy's matrix products and factorizations run on one thread.
+
+    Their threads spin while they wait for one another: beside a busy process, or when several
+    threads compute products, that takes a hundred times as long as the work. And the bits of a sum
+    do not depend on the number of cores.
+    """
+    return find_thread_pools().limit(limits=1, user_api="blas")
+
+
+@functools.cache
+def find_thread_pools() -> ThreadpoolController:
+    """The libraries with threads of their own that are loaded."""
+    return ThreadpoolController()
+
+
 def stop_spinning() -> None:
     """Let TVM's idle threads sleep at once, unless the environment says otherwise.
 
@@ -43,11 +83,13 @@ class Executor:
     def __init__(self, executable: Any) -> None:
         stop_spinning()
         self.vm = relax.VirtualMachine(executable, tvm.cpu())
+        self._running = threading.Lock()  # TVM's virtual machine has one stack
 
     def run(self, name: str, args: Sequence[Any]) -> list[np.ndarray]:
         """Call a function with arrays (TVM tensors, shapes); returns its results as new arrays."""
         tensors = [as_tensor(arg) for arg in args]
-        return [as_array(out) for out in flatten_result(self.vm[name](*tensors))]
+        with self._running:
+            return [as_array(out) for out in flatten_result(self.vm[name](*tensors))]
 
 
 def as_tensor(array: Any) -> tvm.runtime.Tensor | tvm_ffi.Shape:
@@ -78,6 +120,23 @@ def empty_aligned(shape: Sequence[int], dtype: Any) -> np.ndarray:
     raw = np.empty(size + ALIGNMENT, "uint8")
     start = -raw.ctypes.data % ALIGNMENT
     return raw[start : start + size].view(dtype).reshape(tuple(shape))
+
+
+def find_memory_axes(array: np.ndarray) -> tuple[int, ...]:
+    """Axes of an array in the order they lie in memory, outermost first: transposed by them, a view
+    of a contiguous array is contiguous.
+    """
+    strides = array.strides
+    return tuple(sorted(range(array.ndim), key=lambda axis: -strides[axis]))
+
+
+def align_array(array: np.ndarray) -> np.ndarray:
+    """The array itself if compiled code can read it where it lies, else a copy in C order."""
+    if array.flags.c_contiguous and array.ctypes.data % ALIGNMENT == 0:
+        return array
+    copy = empty_aligned(array.shape, array.dtype)
+    copy[...] = array
+    return copy
 
 
 def as_shape(sizes: Iterable[int]) -> tvm_ffi.Shape:

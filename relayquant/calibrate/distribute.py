@@ -5,9 +5,11 @@ was seen.
 from __future__ import annotations
 
 import concurrent.futures as futures
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from relayquant.calibrate.shard import (
 )
 from relayquant.calibrate.store import Shard
 from relayquant.errors import ConfigError, RelayQuantError, WorkerError
-from relayquant.runtime import CompileModule, Executor, as_tensor
+from relayquant.runtime import LoadModule, count_threads
 
 #: a shard is given to a worker so often before the calibration gives up
 ATTEMPTS = 3
@@ -60,18 +62,23 @@ class ShardRunner:
         self,
         split: SegmentedGraph,
         workspace: Workspace,
-        compile_module: CompileModule,
+        load_module: LoadModule,
         pool: futures.Executor | None,
     ) -> None:
         self.workspace = workspace
         functions = split.mod.functions
-        # Workers compile the segments themselves.
+        # Workers load the segments themselves.
         is_here = pool is None and len(functions) > 0
-        self.executor = Executor(compile_module(split.mod)) if is_here else None
+        self.functions = load_module(split.mod) if is_here else None
         self.workers: Workers | None = None
         if pool is not None:
             module = workspace.write_module(tvm.ir.save_json(split.mod)) if functions else None
-            self.workers = Workers(pool, module, compile_module)
+            self.workers = Workers(pool, module, load_module)
+
+    @property
+    def writes_states(self) -> bool:
+        """Whether what was seen of a shard goes to a file: for a checkpoint, or from a worker."""
+        return self.workers is not None or self.workspace.is_kept
 
     def run(
         self,
@@ -89,7 +96,7 @@ class ShardRunner:
             advance: Told how many batches more are done.
         """
         merge = partial(ShardStates.merge, tasks[0])
-        if self.workers is None and not self.workspace.is_kept:
+        if not self.writes_states:
             return reduce(merge, self.run_here(tasks, arguments, advance))
         paths = [self.workspace.states(index, task.shard) for task in tasks]
         missing = [(t, path) for t, path in zip(tasks, paths, strict=True) if not path.exists()]
@@ -113,21 +120,38 @@ class ShardRunner:
         arguments: Mapping[str, Any],
         advance: Callable[[int], object],
     ) -> Iterator[ShardStates]:
-        """Each shard's states."""
-        tensors = {name: as_tensor(array) for name, array in arguments.items()}
-        for task in tasks:
-            yield run_shard(task, self.executor, tensors, lambda: advance(1))
+        """Each shard's states, in order; several at a time, one on each core."""
+        threads = min(count_threads(), len(tasks))
+        if threads < 2:
+            for task in tasks:
+                yield run_shard(task, self.functions, arguments)
+                advance(len(task.shard))
+            return
+        with futures.ThreadPoolExecutor(threads, thread_name_prefix="relayquant") as pool:
+            running: deque[futures.Future[ShardStates]] = deque()
+            waiting = iter(tasks)
+            try:
+                for task in tasks:
+                    # No more than one shard ahead for each thread: states are as large as they are
+                    # many.
+                    for later in islice(waiting, 2 * threads - len(running)):
+                        running.append(pool.submit(run_shard, later, self.functions, arguments))
+                    yield running.popleft().result()
+                    advance(len(task.shard))
+            finally:
+                for future in running:
+                    future.cancel()
 
 
 @dataclass(frozen=True, eq=False)
 class Workers:
-    """The processes of `pool`, which compile the segments in the file `module` once each; None when
+    """The processes of `pool`, which load the segments in the file `module` once each; None when
     there is nothing to compute.
     """
 
     pool: futures.Executor
     module: Path | None
-    compile_module: CompileModule
+    load_module: LoadModule
 
     def run(self, tasks: Sequence[tuple[ShardTask, Path]], arguments: Path) -> Iterator[Shard]:
         """Have each shard's states written to its path; yields each as it is done.
@@ -146,7 +170,7 @@ class Workers:
 
         def submit(remote: RemoteTask, attempt: int) -> None:
             try:
-                future = self.pool.submit(run_shard_remotely, remote, self.compile_module)
+                future = self.pool.submit(run_shard_remotely, remote, self.load_module)
             except RuntimeError as error:  # it is broken, or shut down
                 raise describe_failure(remote.task, attempt, error) from error
             waiting[future] = remote, attempt

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relayquant.calibrate.fit_statistics import round_to_grid
-from relayquant.calibrate.observers import Observer, State, search_ranges
+from relayquant.calibrate.observers import Observer, State, require_arrays, search_ranges
 from relayquant.errors import ConfigError, DataError
 from relayquant.qtypes import QParams, QSpec, ValueInfo, choose_qparams
 
@@ -36,17 +36,87 @@ SEED_ROWS = 64
 
 
 @dataclass(frozen=True, eq=False)
+class SampledRows:
+    """Rows (n, C) float32, filled up with zeros behind their `channels` (n,), and their priorities
+    (n,), float64.
+    """
+
+    values: NDArray[np.float32]
+    channels: NDArray[np.int64]
+    priorities: Float64Array
+
+    @staticmethod
+    def join(parts: Sequence[SampledRows]) -> SampledRows:
+        """All of them. Values of one group may differ in their channels: a concat and its
+        inputs.
+        """
+        if len(parts) == 1:
+            return parts[0]
+        width = max((part.values.shape[1] for part in parts), default=0)
+        values = np.zeros((sum(len(part.values) for part in parts), width), "float32")
+        at = 0
+        for part in parts:
+            count, channels = part.values.shape
+            values[at : at + count, :channels] = part.values
+            at += count
+        empty = np.zeros(0)
+        return SampledRows(
+            values,
+            np.concatenate([empty.astype("int64"), *(part.channels for part in parts)]),
+            np.concatenate([empty, *(part.priorities for part in parts)]),
+        )
+
+    def select(self, index: NDArray[np.int64]) -> SampledRows:
+        """Some of them."""
+        return SampledRows(self.values[index], self.channels[index], self.priorities[index])
+
+    def take(self, limit: int) -> SampledRows:
+        """Those of the `limit` smallest priorities, in their order."""
+        keep = np.argsort(self.priorities, kind="stable")[:limit]
+        return self.select(keep)
+
+
+@dataclass(frozen=True, eq=False)
 class RowState(State):
-    """The range, float64 (), and a random sample of rows (n, C) float32, filled up with zeros
-    behind their `channels` (n,), with their priorities (n,).
+    """The range, float64 (), and a random sample of rows in the parts that it was drawn in.
+
+    The sample is the rows of the smallest priorities. Now and then those that are too many are
+    dropped: all of priority `most` or more, float64 ().
     """
 
     low: Float64Array
     high: Float64Array
-    rows: NDArray[np.float32]
-    channels: NDArray[np.int64]
-    priorities: Float64Array
+    parts: tuple[SampledRows, ...]
+    most: Float64Array
     count: NDArray[np.int64]  #: arrays seen
+
+    @property
+    def drawn(self) -> int:
+        """Rows that are held."""
+        return sum(len(part.priorities) for part in self.parts)
+
+    @property
+    def width(self) -> int:
+        """Most channels of a row."""
+        return max((part.values.shape[1] for part in self.parts), default=0)
+
+    def to_arrays(self) -> dict[str, NDArray[Any]]:
+        rows = SampledRows.join(self.parts)
+        return {
+            "low": self.low,
+            "high": self.high,
+            "rows": rows.values,
+            "channels": rows.channels,
+            "priorities": rows.priorities,
+            "most": self.most,
+            "count": self.count,
+        }
+
+    @classmethod
+    def from_arrays(cls, info: ValueInfo, arrays: Mapping[str, Any]) -> RowState:
+        names = ("low", "high", "rows", "channels", "priorities", "most", "count")
+        low, high, *rows, most, count = require_arrays(cls, info, arrays, names)
+        return cls(info, low, high, (SampledRows(*rows),), most, count)
 
 
 @dataclass(frozen=True)
@@ -84,21 +154,15 @@ class RelativeMSE(Observer[RowState]):
                 "quantized per channel; "
                 "use MinMax() or MSE()."
             )
-        return RowState(
-            info,
-            np.asarray(math.inf),
-            np.asarray(-math.inf),
-            np.zeros((0, 0), "float32"),
-            np.zeros(0, "int64"),
-            np.zeros(0),
-            np.zeros((), "int64"),
-        )
+        end, count = np.asarray(math.inf), np.zeros((), "int64")
+        return RowState(info, end, -end, (), end, count)
 
     def update(self, state: RowState, array: NDArray[Any]) -> RowState:
         array = np.asarray(array)
         if array.size == 0:
             return state
-        low, high = np.asarray(array.min(), "float64"), np.asarray(array.max(), "float64")
+        moved = array.reshape(1, -1) if array.ndim < 2 else np.moveaxis(array, self.axis, -1)
+        low, high = np.asarray(moved.min(), "float64"), np.asarray(moved.max(), "float64")
         if not (np.isfinite(low) and np.isfinite(high)):
             raise DataError(
                 f"Value {state.info.name!r} holds NaN or infinity during calibration. Check that "
@@ -106,77 +170,78 @@ class RelativeMSE(Observer[RowState]):
                 "model gives finite results on these samples, and the preprocessing of the data "
                 "set."
             )
-        moved = array.reshape(1, -1) if array.ndim < 2 else np.moveaxis(array, self.axis, -1)
         count, channels = math.prod(moved.shape[:-1]), moved.shape[-1]
         # The seed is taken from the values: the sample depends on neither the order of the data nor
         # how it was split over processes.
         some = np.linspace(0, count - 1, SEED_ROWS).astype("int64")
-        seed = zlib.crc32(moved[np.unravel_index(some, moved.shape[:-1])].astype("float32"))
+        seed = zlib.crc32(take_rows(moved, some).astype("float32"))
         drawn = np.random.default_rng(seed).random(count)
-        limit = self._limit(channels)
-        # Once the sample is full, only rows that push another one out are looked at.
-        most = state.priorities[limit - 1] if len(state.priorities) >= limit else math.inf
-        keep = np.flatnonzero(drawn < most)
-        if len(keep) > limit:
-            keep = keep[np.argpartition(drawn[keep], limit)[:limit]]
-        if not len(keep):
-            return replace(
-                state,
-                low=np.minimum(state.low, low),
-                high=np.maximum(state.high, high),
-                count=state.count + 1,
+        limit = self._limit(max(channels, state.width))
+        keep = np.flatnonzero(drawn < min(float(state.most), 2 * limit / count))
+        if len(keep) < limit:
+            keep = np.flatnonzero(drawn < state.most)
+        rows = take_rows(moved, keep).astype("float32", copy=False)
+        part = SampledRows(rows, np.full(len(keep), channels), drawn[keep])
+        return self._bound(
+            RowState(
+                state.info,
+                np.minimum(state.low, low),
+                np.maximum(state.high, high),
+                (*state.parts, part) if len(keep) else state.parts,
+                state.most,
+                state.count + 1,
             )
-        keep = keep[np.argsort(drawn[keep], kind="stable")]
-        rows = moved[np.unravel_index(keep, moved.shape[:-1])]
-        seen = RowState(
-            state.info,
-            low,
-            high,
-            rows.astype("float32", copy=False),
-            np.full(len(rows), channels),
-            drawn[keep],
-            np.asarray(1),
         )
-        return self.merge(state, seen)
 
     def merge(self, a: RowState, b: RowState) -> RowState:
-        if not a.count or not b.count:
-            return b if not a.count else a
-        # Values of one group may differ in their channels: a concat and its inputs.
-        width = max(a.rows.shape[1], b.rows.shape[1])
-        priorities = np.concatenate([a.priorities, b.priorities])
-        keep = np.argsort(priorities, kind="stable")[: self._limit(width)]
-        rows = np.zeros((len(priorities), width), "float32")
-        rows[: len(a.rows), : a.rows.shape[1]] = a.rows
-        rows[len(a.rows) :, : b.rows.shape[1]] = b.rows
-        return RowState(
-            a.info,
-            np.minimum(a.low, b.low),
-            np.maximum(a.high, b.high),
-            rows[keep],
-            np.concatenate([a.channels, b.channels])[keep],
-            priorities[keep],
-            a.count + b.count,
+        return self._bound(
+            RowState(
+                a.info,
+                np.minimum(a.low, b.low),
+                np.maximum(a.high, b.high),
+                (*a.parts, *b.parts),
+                np.minimum(a.most, b.most),
+                a.count + b.count,
+            )
         )
+
+    def _bound(self, state: RowState) -> RowState:
+        """The state without rows that are too many, once they are twice as many as there may be."""
+        limit = self._limit(state.width)
+        if state.drawn <= 2 * limit:
+            return state
+        rows = SampledRows.join(state.parts)
+        keep = np.argpartition(rows.priorities, limit)[: limit + 1]
+        most = np.asarray(rows.priorities[keep].max())
+        rows = rows.select(np.sort(keep[rows.priorities[keep] < most]))
+        return replace(state, parts=(rows,), most=np.minimum(state.most, most))
 
     def qparams(self, state: RowState, info: ValueInfo) -> QParams:
         if not state.count:
             raise DataError(
                 f"Value {info.name!r} has seen no data: the calibration data set is empty."
             )
+        rows = SampledRows.join(state.parts).take(self._limit(state.width))
         low, high = search_relative_range(
-            state.rows,
+            rows.values,
             float(state.low),
             float(state.high),
             info.spec,
             self.importance,
-            state.channels,
+            rows.channels,
         )
         return choose_qparams(low, high, info.spec)
 
     def _limit(self, channels: int) -> int:
         """Rows of the sample."""
         return max(self.values // max(channels, 1), 1)
+
+
+def take_rows(array: NDArray, index: NDArray[np.int64]) -> NDArray:
+    """Rows along the last axis, numbered over all others: (n, C)."""
+    if array.flags.c_contiguous:
+        return array.reshape(-1, array.shape[-1])[index]
+    return array[np.unravel_index(index, array.shape[:-1])]
 
 
 def search_relative_range(

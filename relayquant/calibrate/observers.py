@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
@@ -50,13 +50,24 @@ class State:
             DataError: an array is missing.
         """
         names = [f.name for f in fields(cls) if f.name != "info"]
-        missing = [name for name in names if name not in arrays]
-        if missing:
-            raise DataError(
-                f"The saved {cls.__name__} of value {info.name!r} lacks {', '.join(missing)}; "
-                "was it written by another observer?"
-            )
-        return cls(info, **{name: np.asarray(arrays[name]) for name in names})
+        return cls(info, *require_arrays(cls, info, arrays, names))
+
+
+def require_arrays(
+    kind: type, info: ValueInfo, arrays: Mapping[str, Any], names: Sequence[str]
+) -> list[NDArray[Any]]:
+    """The named arrays of a saved state of the class `kind`.
+
+    Raises:
+        DataError: one is missing.
+    """
+    missing = [name for name in names if name not in arrays]
+    if missing:
+        raise DataError(
+            f"The saved {kind.__name__} of value {info.name!r} lacks {', '.join(missing)}; "
+            "was it written by another observer?"
+        )
+    return [np.asarray(arrays[name]) for name in names]
 
 
 StateT = TypeVar("StateT", bound=State)

@@ -50,7 +50,7 @@ from relayquant.plan import GroupPlan
 from relayquant.prepared import FitPoint, GroupStatistics, PreparedModel
 from relayquant.qtypes import QParams, ValueInfo, conform_scale
 from relayquant.rewrite import Graph
-from relayquant.runtime import CompileModule
+from relayquant.runtime import LoadModule, limit_blas
 
 
 class Order(enum.Enum):
@@ -111,7 +111,7 @@ def pick_parameters(
     prepared: PreparedModel,
     dataset: Any,
     *,
-    compile_module: CompileModule,
+    load_module: LoadModule,
     calibration: Any = None,
     order: Order = Order.TOPOLOGICAL,
     callbacks: CallbackList | None = None,
@@ -128,7 +128,7 @@ def pick_parameters(
     Args:
         prepared: The prepared model; not changed.
         dataset: See `open_dataset`. Read once. None where no value of the plan needs data.
-        compile_module: Compiles the segments for this machine.
+        load_module: Makes the segments runnable on this machine.
         calibration: Observer or callable for all activations, instead of the plan's.
         order: See `Order`.
         callbacks: Told of progress and of every choice.
@@ -166,13 +166,13 @@ def pick_parameters(
     single = order is Order.PARALLEL
     stops = [f.point for f in fits.values()] if fit.is_needed else []
     split = split_graph(prepared.graph, plan, single=single, fits=stops)
-    with ExitStack() as stack:
+    with limit_blas(), ExitStack() as stack:
         if checkpoint is None:
             workspace = stack.enter_context(open_temporary(directory))
         else:
             binding = describe_binding(prepared, order.value, override, fit)
             workspace = stack.enter_context(open_checkpoint(checkpoint, binding))
-        shards = ShardRunner(split, workspace, compile_module, pool)
+        shards = ShardRunner(split, workspace, load_module, pool)
         run = _Run(
             prepared,
             split,
@@ -338,8 +338,9 @@ class _Run:
         shards = cut_shards(self.data.batches)
         for name in segment.expired:
             self.values.drop(name, shards)
-        for shard in shards:
-            self.workspace.states(index, shard).unlink(missing_ok=True)
+        if self.shards.writes_states:
+            for shard in shards:
+                self.workspace.states(index, shard).unlink(missing_ok=True)
 
     def choose(
         self,

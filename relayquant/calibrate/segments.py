@@ -109,14 +109,18 @@ def split_graph(
     last_seen = find_last_seen(wanted, targets)
     constants = make_constants(view, wanted, data)
     functions: dict[str, relax.Function] = {}
+    kept: list[list[relax.Var]] = []
+    for i, (needed, _) in enumerate(wanted):
+        observed = set(targets[i])
+        kept.append([var for var in needed if last_seen[var] > i or var in observed])
+    waiting = {*view.func.params, *(var for vars_ in kept for var in vars_)}
     expired: dict[int, list[str]] = {}
     for var, i in last_seen.items():
-        if var in data:
+        if var in data and var in waiting:
             expired.setdefault(i, []).append(var.name)
     segments = []
     for i, (needed, reads) in enumerate(wanted):
-        observed = set(targets[i])
-        keep = [var for var in needed if last_seen[var] > i or var in observed]
+        keep = kept[i]
         inputs, symbols = reads if needed else [], ()
         if needed:
             functions[f"segment_{i}"], symbols = build_function(view, needed, inputs, keep)

@@ -9,8 +9,7 @@ bit.
 from __future__ import annotations
 
 import functools
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,7 @@ from relayquant.calibrate.observers import Observer
 from relayquant.calibrate.segments import Segment
 from relayquant.calibrate.store import Shard, ValueStore
 from relayquant.qtypes import QParams, QSpec, ValueInfo
-from relayquant.runtime import CompileModule, Executor, as_shape, as_tensor, view_tensor
+from relayquant.runtime import FunctionRunner, LoadModule, as_shape, limit_blas
 
 STATES_FORMAT = "relayquant.shard.1"
 ARGUMENTS_FORMAT = "relayquant.arguments.1"
@@ -163,17 +162,15 @@ class ShardStates:
 
 def run_shard(
     task: ShardTask,
-    executor: Executor | None,
+    functions: FunctionRunner | None,
     arguments: Mapping[str, Any],
-    advance: Callable[[], object] = lambda: None,
 ) -> ShardStates:
     """Run a segment on every batch of a shard and observe what it computes.
 
     Args:
         task: What to do.
-        executor: The compiled segments; None when the segment has nothing to compute.
+        functions: The segments; None when there is nothing to compute.
         arguments: Inputs of the segment that are the same for all batches.
-        advance: Called after each batch.
     """
     segment, states = task.segment, ShardStates.start(task)
     groups, fits = dict(states.groups), dict(states.fits)
@@ -181,7 +178,6 @@ def run_shard(
     observed = {name for seen in task.groups.values() for name in seen.points}
     observed |= {seen.source for seen in task.fits.values()}
     needed = {*segment.inputs, *(observed - computed)} - set(arguments)
-    fixed = {name: as_tensor(array) for name, array in arguments.items()}
     with ExitStack() as stack:
         readers = {}
         for name in needed:
@@ -192,11 +188,11 @@ def run_shard(
         }
         for i in range(len(task.shard)):
             values = {name: next(reader) for name, reader in readers.items()}
-            if executor is not None and segment.function:
-                args = [fixed[n] if n in fixed else view_tensor(values[n]) for n in segment.inputs]
+            if functions is not None and segment.function:
+                args = [arguments[n] if n in arguments else values[n] for n in segment.inputs]
                 if segment.symbols:
                     args.append(as_shape(task.symbols[i][name] for name in segment.symbols))
-                results = executor.run(segment.function, args)
+                results = functions.run(segment.function, args)
                 values.update(zip(segment.outputs, results, strict=True))
             for key, seen in task.groups.items():
                 for name in seen.points:
@@ -205,7 +201,6 @@ def run_shard(
                 fits[name] = seen.update(fits[name], values[seen.source], task.shard.start + i)
             for name, writer in writers.items():
                 writer.append(values[name])
-            advance()
     return ShardStates(groups, fits)
 
 
@@ -229,29 +224,17 @@ class RemoteTask:
     states: Path
 
 
-#: One batch at a time in a process: TVM's virtual machine has one stack.
-_RUNNING = threading.Lock()
-
-
-class LockedExecutor(Executor):
-    """An executor that several threads share."""
-
-    def run(self, name: str, args: Any) -> list[np.ndarray]:
-        with _RUNNING:
-            return super().run(name, args)
-
-
-def run_shard_remotely(remote: RemoteTask, compile_module: CompileModule) -> None:
+def run_shard_remotely(remote: RemoteTask, load_module: LoadModule) -> None:
     """`run_shard` from files to a file. Running it again gives the same file."""
-    executor = None
+    functions = None
     if remote.module is not None:
-        with _RUNNING:
-            executor = load_segments(str(remote.module), compile_module)
+        functions = load_segments(str(remote.module), load_module)
     arguments = read_archive(remote.arguments, ARGUMENTS_FORMAT, "part of a calibration").arrays
-    run_shard(remote.task, executor, arguments).save(remote.states)
+    with limit_blas():
+        run_shard(remote.task, functions, arguments).save(remote.states)
 
 
 @functools.lru_cache(maxsize=1)
-def load_segments(path: str, compile_module: CompileModule) -> LockedExecutor:
-    """The compiled segments: a process compiles them once. The path holds a digest of them."""
-    return LockedExecutor(compile_module(tvm.ir.load_json(Path(path).read_text("utf-8"))))
+def load_segments(path: str, load_module: LoadModule) -> FunctionRunner:
+    """The segments: a process loads them once. The path holds a digest of them."""
+    return load_module(tvm.ir.load_json(Path(path).read_text("utf-8")))

@@ -1,31 +1,40 @@
 """Keeps the values of all batches on disk between segments, so that memory does not grow with the
 data.
 
-The data is cut into shards of consecutive batches. A value has one file per shard, a row of .npy
+The data is cut into shards of consecutive batches. A value has one file per shard, a row of
 records; an input of the model, which is written before it is known how many batches there are, has
 one file for all. Files appear whole, under names that any process works out from the value's name.
+They are mapped into memory: what is not looked at is not read, and compiled code reads values where
+they lie.
+
+A record is a line of JSON (dtype, shape in memory order, the axes that are) and the values in
+memory order, each filled up to a multiple of 64 bytes.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import json
 import math
+import mmap
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
 
 import numpy as np
 
 from relayquant.errors import DataError
-from relayquant.runtime import empty_aligned
+from relayquant.runtime import ALIGNMENT, find_memory_axes
 
 #: The data is cut into at most so many shards. Not more than a state of every observer can be
 #: merged for, and enough to keep as many workers busy.
 MOST_SHARDS = 32
+#: no header of a record is longer
+MOST_HEADER_BYTES = 1 << 12
 
 
 @dataclass(frozen=True)
@@ -67,8 +76,14 @@ class ValueWriter:
     def append(self, array: np.ndarray) -> int:
         """Add the next batch; returns where in the file it starts."""
         offset = self._file.tell()
+        axes = find_memory_axes(array)
         # ascontiguousarray would give a scalar one dimension.
-        np.lib.format.write_array(self._file, np.asarray(array, order="C"), allow_pickle=False)
+        memory = np.asarray(array.transpose(axes), order="C")
+        layout = {"dtype": memory.dtype.str, "shape": memory.shape, "axes": axes}
+        header = json.dumps(layout).encode() + b"\n"
+        self._file.write(header + bytes(-len(header) % ALIGNMENT))
+        self._file.write(memory.reshape(-1).view("uint8").data)
+        self._file.write(bytes(-memory.nbytes % ALIGNMENT))
         return offset
 
     def __exit__(
@@ -110,7 +125,8 @@ class ValueStore:
         return ValueWriter(self.path(name, shard))
 
     def read(self, name: str, shard: Shard) -> Iterator[np.ndarray]:
-        """The batches of one shard of a value, in order.
+        """The batches of one shard of a value, in order. Writing into them does not change the
+        file.
 
         Raises:
             DataError: the file is not there or ends early.
@@ -119,10 +135,11 @@ class ValueStore:
         path = self.path(name, None if is_input else shard)
         try:
             with open(path, "rb") as file:
-                if is_input:
-                    file.seek(self.starts[name][shard.index])
-                for _ in range(len(shard)):
-                    yield read_record(file)
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            offset = self.starts[name][shard.index] if is_input else 0
+            for _ in range(len(shard)):
+                array, offset = read_record(mapped, offset)
+                yield array
         except (OSError, ValueError) as error:
             raise DataError(
                 f"Value {name!r} of batches {shard.start}..{shard.stop - 1} cannot be read from "
@@ -136,18 +153,41 @@ class ValueStore:
             self.path(name, shard).unlink(missing_ok=True)
 
 
-def read_record(file: BinaryIO) -> np.ndarray:
-    """The next .npy record of a file; ValueError if there is no whole one."""
-    version = np.lib.format.read_magic(file)
-    if version != (1, 0):
-        raise ValueError(f"a record of version {version}")
-    shape, _, dtype = np.lib.format.read_array_header_1_0(file)
-    count = math.prod(shape)
-    # A damaged header must not ask for more memory than there is data.
-    here, end = file.tell(), file.seek(0, 2)
-    if dtype.hasobject or count * dtype.itemsize > end - here:
+def read_record(mapped: mmap.mmap, offset: int) -> tuple[np.ndarray, int]:
+    """The record at `offset`, in the memory of the file, and where the next one starts; ValueError
+    if there is no whole one.
+    """
+    line = mapped.find(b"\n", offset, offset + MOST_HEADER_BYTES)
+    if line < 0:
         raise ValueError("the file ends early")
-    file.seek(here)
-    array = empty_aligned(shape, dtype)
-    file.readinto(array.reshape(-1).view("uint8"))
-    return array
+    dtype, shape, axes = parse_header(mapped[offset:line])
+    start = round_up(line + 1)
+    count = math.prod(shape)
+    # A damaged header must not ask for more than there is.
+    end = round_up(start + count * dtype.itemsize)
+    if end > len(mapped):
+        raise ValueError("the file ends early")
+    memory = np.frombuffer(mapped, dtype, count, start) if count else np.empty(0, dtype)
+    array = memory.reshape(shape).transpose(axes)
+    return array, end
+
+
+@functools.lru_cache(maxsize=256)
+def parse_header(text: bytes) -> tuple[np.dtype, tuple[int, ...], tuple[int, ...]]:
+    """(dtype, shape in memory order, axes that bring that into logical order); ValueError if it is
+    damaged.
+    """
+    try:
+        header = json.loads(text)
+        dtype = np.dtype(header["dtype"])
+        sizes, order = tuple(map(int, header["shape"])), tuple(map(int, header["axes"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError("a header is damaged") from error
+    if dtype.hasobject or min(sizes, default=0) < 0 or sorted(order) != list(range(len(sizes))):
+        raise ValueError("a header is damaged")
+    return dtype, sizes, tuple(int(axis) for axis in np.argsort(order))
+
+
+def round_up(offset: int) -> int:
+    """The next multiple of 64."""
+    return -(-offset // ALIGNMENT) * ALIGNMENT

@@ -21,6 +21,7 @@ import relayquant as rq
 from relayquant.calibrate.checkpoint import open_checkpoint
 from relayquant.calibrate.runner import pick_parameters
 from relayquant.events import CallbackList
+from relayquant.lower import EagerModule
 
 BATCHES = 40
 
@@ -55,32 +56,18 @@ def stop() -> None:
 
 
 @pytest.fixture(scope="module")
-def compile_once():
-    """Compiles each module once: the tests calibrate the same one again and again."""
-    done = {}
-
-    def compile_module(mod: tvm.IRModule):
-        text = tvm.ir.save_json(mod)
-        if text not in done:
-            done[text] = rq.compile(mod)
-        return done[text]
-
-    return compile_module
-
-
-@pytest.fixture(scope="module")
 def prepared():
     return rq.prepare(model())
 
 
 @pytest.fixture
-def calibrate(prepared, compile_once, tmp_path):
+def calibrate(prepared, tmp_path):
     """Calibrates the model; returns the bytes of what was chosen."""
 
     def run(samples=None, *, of=prepared, listener=None, **options) -> bytes:
         callbacks = CallbackList((listener,)) if listener else None
         result = pick_parameters(
-            of, samples or data(), compile_module=compile_once, callbacks=callbacks, **options
+            of, samples or data(), load_module=EagerModule, callbacks=callbacks, **options
         )
         path = tmp_path / "result"
         result.save(path)
@@ -103,9 +90,9 @@ def test_checkpoint__goes_on_from_wherever_it_was_stopped(calibrate, tmp_path, o
     counter = Stop("none", 0, stop)
     assert calibrate(checkpoint=tmp_path / "whole", listener=counter, **options) == want
     total = counter.seen[-1][2]
-    assert [done for task, done, _ in counter.seen if task == "calibrate"] == list(
-        range(1, total + 1)
-    )
+    steps = [done for task, done, _ in counter.seen if task == "calibrate"]
+    assert steps == sorted(set(steps))
+    assert steps[-1] == total
     path = tmp_path / "checkpoint"
     stops = [("read data", 1)]
     stops += [("calibrate", done) for done in (1, BATCHES, total // 2, total)]
@@ -279,7 +266,7 @@ def test_checkpoint__holds_no_pickle(stopped):
     for path in stopped.rglob("*"):
         if path.is_file() and path.stat().st_size:
             start = path.read_bytes()[:6]
-            assert start.startswith((b"PK", b"\x93NUMPY", b"{")), path
+            assert start.startswith((b"PK", b"{")), path
     assert (
         json.loads((stopped / "checkpoint.json").read_text())["binding"]["order"] == "topological"
     )

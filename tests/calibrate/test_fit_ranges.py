@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from relayquant.calibrate.fit_ranges import (
     FLOOR,
     RelativeMSE,
+    RowState,
+    SampledRows,
     search_relative_range,
     weighted_error,
 )
@@ -66,8 +68,30 @@ def test_relative_mse__memory_is_bounded() -> None:
     for seed in range(20):
         rows = np.random.default_rng(seed).uniform(-1, 1, (300, 8)).astype("float32")
         state = observer.update(state, rows)
-        assert state.rows.shape[0] <= 100
+        assert state.drawn <= 200
     assert state.count == 20
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 60))
+@settings(max_examples=20, deadline=None)
+def test_relative_mse__the_sample_is_that_of_the_smallest_priorities(seed: int, limit: int) -> None:
+    """However the data is split: it is what keeping all rows and sorting them once gives."""
+    rng = np.random.default_rng(seed)
+    arrays = [rng.uniform(-1, 1, (n, 8)).astype("float32") for n in rng.integers(1, 90, 9)]
+    bounded, everything = RelativeMSE(values=8 * limit), RelativeMSE()
+
+    def seen(observer: RelativeMSE, part: list) -> RowState:
+        state = observer.start(INFO)
+        for array in part:
+            state = observer.update(state, array)
+        return state
+
+    whole = SampledRows.join(seen(everything, arrays).parts).take(limit)
+    for cut in (0, 4, 9):
+        state = bounded.merge(seen(bounded, arrays[:cut]), seen(bounded, arrays[cut:]))
+        sample = SampledRows.join(state.parts).take(limit)
+        np.testing.assert_array_equal(sample.priorities, whole.priorities)
+        np.testing.assert_array_equal(sample.values, whole.values)
 
 
 @given(st.integers(0, 2**32 - 1))

@@ -14,7 +14,7 @@ from tvm.relax import op
 import relayquant as rq
 from relayquant.calibrate.fit import BiasCorrection, FitSettings, WeightRounding
 from relayquant.calibrate.runner import pick_parameters
-from relayquant.runtime import Executor
+from relayquant.lower import EagerModule
 
 #: parameters alone: every weight to its nearest level
 NEAREST = FitSettings(rounding=WeightRounding.NEAREST, bias=BiasCorrection.NONE)
@@ -211,14 +211,14 @@ def test_calibrate__every_batch_runs_every_operator_once(monkeypatch):
     calls: list[str] = []
 
     prepared = rq.prepare(mod, effort="fast")
-    run = Executor.run
+    run = EagerModule.run
 
     def counted(self, name, args):
         calls.append(name)
         return run(self, name, args)
 
-    monkeypatch.setattr(Executor, "run", counted)
-    pick_parameters(prepared, draw_batches(mod, 4), compile_module=rq.compile, fit=NEAREST)
+    monkeypatch.setattr(EagerModule, "run", counted)
+    pick_parameters(prepared, draw_batches(mod, 4), load_module=EagerModule, fit=NEAREST)
     segments = set(calls)
     assert len(segments) >= 5
     assert all(calls.count(name) == 4 for name in segments)
@@ -239,7 +239,7 @@ def test_calibrate__memory_does_not_grow_with_the_data(order, tmp_path):
                 yield {"x": rng.standard_normal((1, 4, 32, 32)).astype("float32")}
 
         tracemalloc.start()
-        pick_parameters(prepared, data, compile_module=rq.compile, order=order, directory=tmp_path)
+        pick_parameters(prepared, data, load_module=EagerModule, order=order, directory=tmp_path)
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         return peak
@@ -303,6 +303,6 @@ def test_calibrate__store_is_emptied_even_when_it_fails(tmp_path):
 
     with pytest.raises((OSError, rq.DataError)):
         pick_parameters(
-            rq.prepare(mod, effort="fast"), data, compile_module=rq.compile, directory=tmp_path
+            rq.prepare(mod, effort="fast"), data, load_module=EagerModule, directory=tmp_path
         )
     assert list(tmp_path.iterdir()) == []

@@ -111,9 +111,7 @@ def test_store__a_header_does_not_ask_for_more_than_there_is(tmp_path):
     with store.write("a", ONE) as writer:
         writer.append(np.ones(10, "float32"))
     path = store.path("a", ONE)
-    path.write_bytes(
-        path.read_bytes().replace(b"(10,)", b"(9999999999999,)").replace(b" " * 11, b"", 1)
-    )
+    path.write_bytes(path.read_bytes().replace(b"[10]", b"[99]"))
     with pytest.raises(rq.DataError, match="the file ends early"):
         next(store.read("a", ONE))
 

@@ -1,0 +1,185 @@
+"""Eager, planning: a function as steps; which of them run on kernels."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tvm import relax
+
+from relayquant.lower.eager.kernel_cache import KernelCache, KernelKey
+from relayquant.lower.eager.product import (
+    CONVOLUTIONS,
+    Chain,
+    Convolution,
+    Matmul,
+    Product,
+    take_sum,
+)
+from relayquant.lower.eager.rounding import ROUND, Rounding
+from relayquant.lower.float_layout import (
+    is_float32,
+    list_reads,
+    op_name,
+    read_scalar,
+    same_type,
+    shape_of,
+    static_sizes,
+)
+from relayquant.reference.interpreter import Frame, execute_binding
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One value, computed from others in a frame.
+
+    Attributes:
+        var: The value.
+        reads: What it is computed from.
+        run: Computes and stores it.
+        kernel: What runs on it, where that is known before the data is.
+    """
+
+    var: relax.Var
+    reads: tuple[relax.Var, ...]
+    run: Callable[[Frame], None]
+    kernel: KernelKey | None = None
+
+
+class Planner:
+    """Finds the steps of a function."""
+
+    def __init__(self, func: relax.Function, bindings: Sequence[Any], kernels: KernelCache) -> None:
+        self.bindings, self.kernels = bindings, kernels
+        self.values = {b.var: b.value for b in bindings if not isinstance(b, relax.MatchCast)}
+        self.params = set(func.params)
+        self.users: dict[relax.Var, list[relax.Var]] = {}
+        self.uses: Counter[relax.Var] = Counter()
+        for binding in bindings:
+            for var in list_reads(binding.value):
+                self.uses[var] += 1
+                self.users.setdefault(var, []).append(binding.var)
+        result = func.body.body if isinstance(func.body, relax.SeqExpr) else func.body
+        self.uses.update(relax.analysis.free_vars(result))
+        self.claimed: set[relax.Var] = set()
+
+    def plan(self) -> Iterator[Step]:
+        """The steps in order; one that computes several values stands where the last of them was
+        bound.
+        """
+        found: dict[relax.Var, Step] = {}
+        inner: set[relax.Var] = set()
+        for binding in self.bindings:
+            if binding.var in self.claimed or binding.var not in self.values:
+                continue
+            step = self.plan_product(binding.var) or self.plan_rounding(binding.var)
+            if step is not None:
+                found[step.var] = step
+        inner = self.claimed - set(found)
+        for binding in self.bindings:
+            if binding.var in found:
+                yield found[binding.var]
+            elif binding.var not in inner:
+                yield self.plan_binding(binding)
+
+    def plan_binding(self, binding: Any) -> Step:
+        """One binding, in numpy."""
+        reads = tuple(dict.fromkeys(relax.analysis.free_vars(binding.value)))
+        return Step(binding.var, reads, lambda frame: execute_binding(frame, binding))
+
+    # ---- products ----
+
+    def plan_product(self, root: relax.Var) -> Step | None:
+        """The step of the product bound to `root`; None if it is none, or has no kernel."""
+        call = self.values[root]
+        name = op_name(call)
+        if name not in (*CONVOLUTIONS, "relax.matmul"):
+            return None
+        if not all(is_float32(expr) for expr in (*call.args, root)):
+            return None
+        layout = Matmul.of(call, self.params) if name == "relax.matmul" else Convolution.of(call)
+        if layout is None:
+            return None
+        chain = self.follow(Chain((root,), layout.axis, layout.channels))
+        self.claimed.update(chain.vars)
+        operands = (*call.args, chain.bias, chain.residual)
+        reads = tuple(expr for expr in operands if isinstance(expr, relax.Var))
+        product = Product(layout, chain, call.args[0], call.args[1], self.kernels)
+        return Step(chain.vars[-1], reads, product.run, product.find_kernel())
+
+    def follow(self, chain: Chain) -> Chain:
+        """The chain with the only readers of its values, as far as the kernel computes them."""
+        while chain.high is None:
+            user = self.only_user(chain.vars[-1])
+            longer = None if user is None or user in self.claimed else self.take(chain, user)
+            if user is None or longer is None:
+                break
+            chain = replace(longer, vars=(*chain.vars, user))
+        return chain
+
+    def only_user(self, var: relax.Var) -> relax.Var | None:
+        """The only value that is computed from `var`; None if there are several, or none."""
+        users = self.users.get(var, [])
+        return users[0] if users and self.uses[var] == 1 and users[0] in self.values else None
+
+    def take(self, chain: Chain, user: relax.Var) -> Chain | None:
+        """The chain with what `user` computes; None if the kernel cannot."""
+        call = self.values[user]
+        name, clipped = op_name(call), chain.low is not None
+        if not same_type(user, chain.vars[0]):
+            return None
+        if name == "relax.add" and not clipped:
+            return take_sum(chain, call)
+        if name == "relax.nn.relu" and not clipped:
+            return replace(chain, low=0.0)
+        if name == "relax.clip" and not clipped:
+            low, high = (read_scalar(arg) for arg in call.args[1:3])
+            return None if low is None or high is None else replace(chain, low=low, high=high)
+        return None
+
+    # ---- simulated quantization ----
+
+    def plan_rounding(self, first: relax.Var) -> Step | None:
+        """The step for simulated_quantize, (maximum, minimum,) simulated_dequantize of one tensor.
+
+        None where something else reads the values between, or where channels have scales of their
+        own.
+        """
+        call = self.values[first]
+        if op_name(call) != "relax.qnn.simulated_quantize" or not is_float32(first):
+            return None
+        if str(call.attrs.rounding) != "TONEAREST_EVEN":
+            return None
+        data, *operands = call.args
+        if not all(isinstance(expr, relax.Var) for expr in (data, *operands)):
+            return None
+        if any(static_sizes(shape_of(expr)) not in ([], [1]) for expr in operands):
+            return None
+        bounds: list[relax.Expr] = []
+        vars_ = [first]
+        for name in ("relax.maximum", "relax.minimum", "relax.qnn.simulated_dequantize"):
+            user = self.only_user(vars_[-1])
+            if user is None:
+                return None
+            following = self.values[user]
+            if op_name(following) != name:
+                if name == "relax.qnn.simulated_dequantize" or bounds:
+                    return None
+                continue
+            vars_.append(user)
+            if name == "relax.qnn.simulated_dequantize":
+                same = all(a.same_as(b) for a, b in zip(following.args[1:], operands, strict=True))
+                if not same or not following.args[0].same_as(vars_[-2]):
+                    return None
+                break
+            if not following.args[0].same_as(vars_[-2]) or shape_of(following.args[1]):
+                return None
+            bounds.append(following.args[1])
+        if len(bounds) == 1:
+            return None
+        self.claimed.update(vars_)
+        reads = [expr for expr in (data, *operands, *bounds) if isinstance(expr, relax.Var)]
+        rounding = Rounding(data, tuple(operands), tuple(bounds), vars_[-1], self.kernels)
+        return Step(vars_[-1], tuple(reads), rounding.run, ROUND)
