@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relayquant.calibrate.fit_statistics import round_to_grid
-from relayquant.calibrate.observers import Observer, State, require_arrays, search_ranges
+from relayquant.calibrate.observers import Observer, State, require_arrays
+from relayquant.calibrate.observers.search import search_ranges
 from relayquant.errors import ConfigError, DataError
 from relayquant.qtypes import QParams, QSpec, ValueInfo, choose_qparams
 

@@ -21,9 +21,8 @@ from relayquant.calibrate.observers import (
     MinMax,
     MovingAverageMinMax,
     Percentile,
-    expected_squared_errors,
-    search_kl_range,
 )
+from relayquant.calibrate.observers.search import expected_squared_errors, search_kl_range
 from relayquant.calibrate.parameters import (
     CallableCalibration,
     ValueSamples,

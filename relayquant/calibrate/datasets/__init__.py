@@ -1,0 +1,10 @@
+"""From whatever the user calls a data set to checked batches: dicts of arrays, in input order.
+
+Everything that comes in is untrusted: archives are read without pickle and piece by piece, and each
+batch is checked against the model's inputs before any of it reaches compiled code.
+"""
+
+from relayquant.calibrate.datasets.dataset import Dataset, open_dataset
+from relayquant.calibrate.datasets.item import Batch, InputInfo, convert_item
+
+__all__ = ["Batch", "Dataset", "InputInfo", "convert_item", "open_dataset"]
