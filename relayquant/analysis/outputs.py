@@ -1,7 +1,7 @@
 """outputs: float module, quantized module and a few samples -> how far apart their results are.
 
-Both run in numpy (`relayquant.reference`): nothing is compiled, and the integers are those of
-compiled code, bit for bit.
+Both run step by step: integers in numpy (`relayquant.reference`), so that they are those of
+compiled code bit for bit, float products on the kernels that calibration has compiled already.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import tvm
 
-from relayquant import reference
 from relayquant.analysis.sums import ErrorSums
 from relayquant.ledger import InterfaceValue, find_ledger
+from relayquant.lower import EagerModule
 from relayquant.qtypes import INTEGER_LIMITS
 
 
@@ -53,11 +53,13 @@ def measure_gaps(
         batches: Inputs of the float module by name.
     """
     interface = Interface.of(quantized)
+    first, second = EagerModule(float_mod), EagerModule(quantized)
     sums: list[ErrorSums] = []
     counts: list[tuple[int, int]] = []
     for batch in batches:
-        expected = reference.run(float_mod, dict(batch))
-        got = interface.to_real(reference.run(quantized, interface.to_inputs(batch)))
+        expected = first.run("main", order_inputs(float_mod, batch))
+        inputs = order_inputs(quantized, interface.to_inputs(batch))
+        got = interface.to_real(second.run("main", inputs))
         sums = sums or [ErrorSums()] * len(expected)
         counts = counts or [(0, 0)] * len(expected)
         for i, (x, y) in enumerate(zip(expected, got, strict=True)):
@@ -69,6 +71,11 @@ def measure_gaps(
         OutputGap(s.sqnr if np.isfinite(s.noise) else float("-inf"), *count)
         for s, count in zip(sums, counts, strict=True)
     ]
+
+
+def order_inputs(mod: tvm.IRModule, batch: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+    """Inputs by name in the order of the parameters of main."""
+    return [batch[param.name] for param in mod["main"].params]
 
 
 def count_differing(expected: np.ndarray, got: np.ndarray) -> tuple[int, int]:

@@ -32,7 +32,7 @@ Float64Array = NDArray[np.float64]
 ROWS_PER_COLUMN = (4, 128)
 
 #: columns that are rounded before the rest of a matrix is updated
-BLOCK = 128
+BLOCK = 32
 
 
 class WeightRounding(enum.Enum):
@@ -253,21 +253,22 @@ def round_rows(
 
     scale, low and high are (G, O) or broadcast to it; levels are integers in low..high, float64.
     """
-    rest = rows.copy()
-    levels = np.empty_like(rows)
     columns = rows.shape[2]
+    # Columns first: each is contiguous.
+    rest = np.ascontiguousarray(rows.transpose(2, 0, 1))
+    levels = np.empty_like(rest)
     factor = problem.factor
     for start in range(0, columns, BLOCK):
         stop = min(start + BLOCK, columns)
-        errors = np.empty((*rows.shape[:2], stop - start))
+        errors = np.empty((stop - start, *rest.shape[1:]))
         for k in range(start, stop):
-            value = rest[:, :, k]
-            levels[:, :, k] = np.clip(np.rint(value / scale), low, high)
-            error = (value - levels[:, :, k] * scale) / factor[:, k, k][:, None]
-            rest[:, :, k + 1 : stop] -= error[:, :, None] * factor[:, None, k, k + 1 : stop]
-            errors[:, :, k - start] = error
-        rest[:, :, stop:] -= errors @ factor[:, start:stop, stop:]
-    return levels
+            levels[k] = np.clip(np.rint(rest[k] / scale), low, high)
+            error = (rest[k] - levels[k] * scale) / factor[:, k, k][:, None]
+            rest[k + 1 : stop] -= factor[:, k, k + 1 : stop].T[:, :, None] * error
+            errors[k - start] = error
+        rows_below = factor[:, start:stop, stop:].transpose(0, 2, 1)
+        rest[stop:] -= np.matmul(rows_below, errors.transpose(1, 0, 2)).transpose(1, 0, 2)
+    return np.ascontiguousarray(levels.transpose(1, 2, 0))
 
 
 def improve_levels(
