@@ -104,23 +104,21 @@ class LinearView:
         outputs = self._output_sizes(sizes)
         index = self._draw(moved.shape[0] * math.prod(outputs), count, rng)
         position = np.unravel_index(index, (moved.shape[0], *outputs))
-        windows = np.empty((len(index), math.prod(self.kernel), moved.shape[-1]), "float32")
-        inside = np.ones(windows.shape[:2], "bool")
-        for tap, offset in enumerate(np.ndindex(*self.kernel)):
-            at = [position[0]]
-            for axis, step in enumerate(offset):
-                place, found = self._source(axis, position[1 + axis], step)
-                found &= (place >= 0) & (place < sizes[axis])
-                inside[:, tap] &= found
-                at.append(np.where(found, place, 0))
-            windows[:, tap] = moved[tuple(at)]
+        inside = np.ones((len(index), math.prod(self.kernel)), "bool")
+        at = [position[0][:, None]]
+        for axis, step in enumerate(np.unravel_index(range(inside.shape[1]), self.kernel)):
+            place, found = self._source(axis, position[1 + axis][:, None], step)
+            found = found & (place >= 0) & (place < sizes[axis])
+            inside &= found
+            at.append(np.where(found, place, 0))
+        windows = moved[tuple(at)].astype("float32", copy=False)
         if rounding:
             windows = rounding(windows)
         windows[~inside] = 0
         return self._split_groups(windows)
 
     def _source(
-        self, axis: int, position: NDArray[np.int64], step: int
+        self, axis: int, position: NDArray[np.int64], step: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Where in the data a tap of the outputs at `position` reads, along one spatial axis, and
         whether it reads anything there.

@@ -32,6 +32,13 @@ USUAL = 0.95
 #: worse on most.
 FLOOR = 4.0
 
+#: float32 values of which several copies stay in the second level cache
+CACHED = 1 << 15
+
+#: rows that are drawn of an array, in those that the sample may hold: some more, so that there are
+#: nearly always enough
+SPARE = 1.1
+
 #: rows of an array that the choice of its rows depends on
 SEED_ROWS = 64
 
@@ -135,11 +142,15 @@ class RelativeMSE(Observer[RowState]):
         importance: For each consumer, one weight per channel (as a tuple), in practice the summed
             squares of its weights; () counts all channels alike. Calibration fills it from the
             model.
+        share: Part of all data that one state sees before it is merged with those of the other
+            parts. Of the whole sample it then holds little more than that part; calibration sets
+            it.
     """
 
     values: int = 1 << 18
     axis: int = -1
     importance: tuple[tuple[float, ...], ...] = ()
+    share: float = 1.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.values, int) or self.values < 1:
@@ -177,8 +188,8 @@ class RelativeMSE(Observer[RowState]):
         some = np.linspace(0, count - 1, SEED_ROWS).astype("int64")
         seed = zlib.crc32(take_rows(moved, some).astype("float32"))
         drawn = np.random.default_rng(seed).random(count)
-        limit = self._limit(max(channels, state.width))
-        keep = np.flatnonzero(drawn < min(float(state.most), 2 * limit / count))
+        limit = self._limit(max(channels, state.width), self.share)
+        keep = np.flatnonzero(drawn < min(float(state.most), SPARE * limit / count))
         if len(keep) < limit:
             keep = np.flatnonzero(drawn < state.most)
         rows = take_rows(moved, keep).astype("float32", copy=False)
@@ -191,7 +202,8 @@ class RelativeMSE(Observer[RowState]):
                 (*state.parts, part) if len(keep) else state.parts,
                 state.most,
                 state.count + 1,
-            )
+            ),
+            self.share,
         )
 
     def merge(self, a: RowState, b: RowState) -> RowState:
@@ -206,10 +218,12 @@ class RelativeMSE(Observer[RowState]):
             )
         )
 
-    def _bound(self, state: RowState) -> RowState:
-        """The state without rows that are too many, once they are twice as many as there may be."""
-        limit = self._limit(state.width)
-        if state.drawn <= 2 * limit:
+    def _bound(self, state: RowState, share: float = 1.0) -> RowState:
+        """The state without rows that are too many, once they are half as many again as there may
+        be.
+        """
+        limit = self._limit(state.width, share)
+        if state.drawn <= 1.5 * limit:
             return state
         rows = SampledRows.join(state.parts)
         keep = np.argpartition(rows.priorities, limit)[: limit + 1]
@@ -233,9 +247,17 @@ class RelativeMSE(Observer[RowState]):
         )
         return choose_qparams(low, high, info.spec)
 
-    def _limit(self, channels: int) -> int:
-        """Rows of the sample."""
-        return max(self.values // max(channels, 1), 1)
+    def for_part(self, share: float) -> RelativeMSE:
+        return replace(self, share=share)
+
+    def _limit(self, channels: int, share: float = 1.0) -> int:
+        """Rows of the sample, or of what a part of the data may bring to it.
+
+        Of the rows with the smallest priorities each part has its share, more or less: twice that
+        and a few dozen are hardly ever exceeded.
+        """
+        rows = max(self.values // max(channels, 1), 1)
+        return min(rows, math.ceil(2 * share * rows) + 64)
 
 
 def take_rows(array: NDArray, index: NDArray[np.int64]) -> NDArray:
@@ -302,7 +324,12 @@ def weighted_error(
     values: NDArray[np.float32], weights: NDArray[np.float32], qparams: QParams, spec: QSpec
 ) -> float:
     """Sum of weights * (value - quantized value)^2."""
-    rounded = round_to_grid(values, qparams, spec)
-    rounded -= values
-    rounded *= rounded
-    return float(np.dot(rounded, weights))
+    # Blocks that stay in cache: there are a hundred trials for the same values.
+    total = 0.0
+    for start in range(0, len(values), CACHED):
+        part = values[start : start + CACHED]
+        error = round_to_grid(part, qparams, spec)
+        error -= part
+        error *= error
+        total += float(np.dot(error, weights[start : start + CACHED]))
+    return total

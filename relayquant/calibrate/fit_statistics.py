@@ -154,6 +154,7 @@ def round_to_grid(values: FloatArray, qparams: QParams, spec: QSpec) -> FloatArr
     low, high = (np.float32(limit) - zero_point for limit in spec.limits)
     rounded = values / qparams.scale
     np.rint(rounded, out=rounded)
-    np.clip(rounded, low, high, out=rounded)
+    np.minimum(rounded, high, out=rounded)
+    np.maximum(rounded, low, out=rounded)
     rounded *= qparams.scale
     return rounded

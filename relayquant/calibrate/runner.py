@@ -320,8 +320,11 @@ class _Run:
         the checkpoint says of it.
         """
         pickers = {key: self.find_picker(key) for key in segment.groups}
+        shards = cut_shards(self.data.batches)
         observed = {
-            key: GroupObservation(picker, group.info, group.points)
+            key: GroupObservation(
+                picker.for_part(len(shards[0]) / self.data.batches), group.info, group.points
+            )
             for key, picker in pickers.items()
             if isinstance(picker, Observer)
             for group in [self.plan.group(key)]
@@ -335,7 +338,6 @@ class _Run:
             if self.workspace.is_kept:
                 result.save(path)
             self.adopt(segment, result)
-        shards = cut_shards(self.data.batches)
         for name in segment.expired:
             self.values.drop(name, shards)
         if self.shards.writes_states:

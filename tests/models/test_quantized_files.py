@@ -43,7 +43,10 @@ def test_export__has_our_answers_in_onnxruntime(name, size, request, tmp_path):
     path = rq.export_onnx(reference, tmp_path / "model.onnx")
     theirs = run_session(path, samples, size)
     ours = run_module(rq.lower(reference), samples, size)
-    assert np.isclose(theirs, ours, rtol=1e-5, atol=1e-5).mean() > 0.98
+    # Scales are multiplied in another order there: next to a tie a value may be a step off.
+    off = np.abs(theirs - ours).max(axis=1)
+    assert (off > 1e-5 * np.abs(ours).max()).mean() <= 0.05
+    assert off.max() <= 0.01 * np.abs(ours).max()
 
 
 def quantize_static(model, path, batches: list[np.ndarray], form: str):

@@ -103,6 +103,12 @@ class Observer(NamedSettings, ABC, Generic[StateT]):
             DataError: the state has seen no data.
         """
 
+    def for_part(self, share: float) -> Observer[StateT]:
+        """What sees a part of the data (0 < share <= 1) whose state is merged with those of the
+        other parts: this observer, or one whose states are smaller.
+        """
+        return self
+
     def restore(self, info: ValueInfo, arrays: Mapping[str, Any]) -> StateT:
         """The state that `state.to_arrays()` wrote; DataError if it is of another kind."""
         return type(self.start(info)).from_arrays(info, arrays)

@@ -78,6 +78,8 @@ class Program:
                 step.run(frame)
                 for var in dead:
                     frame.values.pop(var, None)
+            if isinstance(self.result, relax.Var):
+                return flatten_value(frame.values[self.result])
             return flatten_value(evaluate(frame, self.result, "result"))
 
 

@@ -48,6 +48,11 @@ class Step:
     kernel: KernelKey | None = None
 
 
+def gather_tuple(frame: Frame, var: relax.Var, fields: Sequence[relax.Var]) -> None:
+    """Bind a tuple of values."""
+    frame.values[var] = tuple(frame.values[field] for field in fields)
+
+
 class Planner:
     """Finds the steps of a function."""
 
@@ -87,6 +92,11 @@ class Planner:
     def plan_binding(self, binding: Any) -> Step:
         """One binding, in numpy."""
         reads = tuple(dict.fromkeys(relax.analysis.free_vars(binding.value)))
+        if isinstance(binding.value, relax.Tuple) and all(
+            isinstance(part, relax.Var) for part in binding.value.fields
+        ):
+            var, fields = binding.var, tuple(binding.value.fields)
+            return Step(var, reads, lambda frame: gather_tuple(frame, var, fields))
         return Step(binding.var, reads, lambda frame: execute_binding(frame, binding))
 
     # ---- products ----
