@@ -34,7 +34,7 @@ from relayquant.runtime import ALIGNMENT, find_memory_axes
 #: merged for, and enough to keep as many workers busy.
 MOST_SHARDS = 32
 #: no header of a record is longer
-MOST_HEADER_BYTES = 1 << 12
+MOST_HEADER_BYTES = 1 << 10
 
 
 @dataclass(frozen=True)
@@ -135,11 +135,11 @@ class ValueStore:
         path = self.path(name, None if is_input else shard)
         try:
             with open(path, "rb") as file:
-                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-            offset = self.starts[name][shard.index] if is_input else 0
-            for _ in range(len(shard)):
-                array, offset = read_record(mapped, offset)
-                yield array
+                size = os.fstat(file.fileno()).st_size
+                offset = self.starts[name][shard.index] if is_input else 0
+                for _ in range(len(shard)):
+                    array, offset = read_record(file.fileno(), offset, size)
+                    yield array
         except (OSError, ValueError) as error:
             raise DataError(
                 f"Value {name!r} of batches {shard.start}..{shard.stop - 1} cannot be read from "
@@ -153,23 +153,27 @@ class ValueStore:
             self.path(name, shard).unlink(missing_ok=True)
 
 
-def read_record(mapped: mmap.mmap, offset: int) -> tuple[np.ndarray, int]:
-    """The record at `offset`, in the memory of the file, and where the next one starts; ValueError
-    if there is no whole one.
+def read_record(file: int, offset: int, size: int) -> tuple[np.ndarray, int]:
+    """The record at `offset` of an open file of `size` bytes, in the memory of the file, and where
+    the next one starts; ValueError if there is no whole one.
     """
-    line = mapped.find(b"\n", offset, offset + MOST_HEADER_BYTES)
-    if line < 0:
+    line, found, _ = os.pread(file, MOST_HEADER_BYTES, offset).partition(b"\n")
+    if not found:
         raise ValueError("the file ends early")
-    dtype, shape, axes = parse_header(mapped[offset:line])
-    start = round_up(line + 1)
+    dtype, shape, axes = parse_header(line)
+    start = round_up(offset + len(line) + 1)
     count = math.prod(shape)
+    end = start + count * dtype.itemsize
     # A damaged header must not ask for more than there is.
-    end = round_up(start + count * dtype.itemsize)
-    if end > len(mapped):
+    if round_up(end) > size:
         raise ValueError("the file ends early")
-    memory = np.frombuffer(mapped, dtype, count, start) if count else np.empty(0, dtype)
-    array = memory.reshape(shape).transpose(axes)
-    return array, end
+    memory = np.empty(0, dtype)
+    if count:
+        # One batch at a time: what is mapped counts as memory while somebody holds it.
+        page = start - start % mmap.ALLOCATIONGRANULARITY
+        mapped = mmap.mmap(file, end - page, access=mmap.ACCESS_COPY, offset=page)
+        memory = np.frombuffer(mapped, dtype, count, start - page)
+    return memory.reshape(shape).transpose(axes), round_up(end)
 
 
 @functools.lru_cache(maxsize=256)

@@ -8,6 +8,7 @@ TVM for the generic `llvm` target and called, so any module that compiles also r
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -449,6 +450,10 @@ def describe_operator(call: Any) -> str:
     return name
 
 
+#: TVM's builder and its virtual machine have one stack each: one thread at a time.
+_COMPILING = threading.Lock()
+
+
 def compile_call(frame: Frame, call: Any, name: str) -> Any:
     """Compile a function of this single call with TVM for the generic CPU, and run it."""
     params: list[Any] = []
@@ -488,13 +493,14 @@ def compile_call(frame: Frame, call: Any, name: str) -> Any:
         args.append(arg if keep else rebuild(arg, evaluate(frame, arg, name)))
     closed = relax.Call(call.op, args, call.attrs, [close_type(ty) for ty in call.ty_args])
     try:
-        builder = relax.BlockBuilder()
-        with builder.function("main", params):
-            builder.emit_func_output(builder.emit(closed))
-        called = {arg: frame.mod[arg] for arg in args if isinstance(arg, tvm.ir.GlobalVar)}
-        single = tvm.IRModule({**called, tvm.ir.GlobalVar("main"): builder.get()["main"]})
-        machine = compile_module(ModuleKey(single))
-        result = machine["main"](*(tvm.runtime.tensor(np.array(a, order="C")) for a in arrays))
+        with _COMPILING:
+            builder = relax.BlockBuilder()
+            with builder.function("main", params):
+                builder.emit_func_output(builder.emit(closed))
+            called = {arg: frame.mod[arg] for arg in args if isinstance(arg, tvm.ir.GlobalVar)}
+            single = tvm.IRModule({**called, tvm.ir.GlobalVar("main"): builder.get()["main"]})
+            machine = compile_module(ModuleKey(single))
+            result = machine["main"](*(tvm.runtime.tensor(np.array(a, order="C")) for a in arrays))
     except Exception as error:
         raise ModelError(
             f"value {name!r}: {describe_operator(call)} has no numpy form and TVM cannot compile "

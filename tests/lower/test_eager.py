@@ -260,8 +260,16 @@ def test_kernels__one_that_fails_is_tried_again(monkeypatch):
     module.run("main", draw(mod))
 
 
-def test_kernels__several_threads_give_the_same_bits():
-    mod = residual_model()
+def resize_model():
+    """An operator that numpy has no form for: it is compiled alone."""
+    return build_model(
+        lambda e, x: e("y", op.image.resize2d(e.conv("c", x), (9, 9), method="linear")), MAP
+    )
+
+
+@pytest.mark.parametrize("model", [residual_model, resize_model])
+def test_kernels__several_threads_give_the_same_bits(model):
+    mod = model()
     module, x = EagerModule(mod, KernelCache(host_kernels().target)), draw(mod)
     results: list[bytes] = []
     threads = [

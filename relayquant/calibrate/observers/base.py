@@ -63,7 +63,8 @@ StateT = TypeVar("StateT", bound=State)
 class Observer(NamedSettings, ABC, Generic[StateT]):
     """Streams the arrays of one value and picks its quantization parameters.
 
-    Subclasses are frozen dataclasses whose fields are the settings. `merge` is associative, and
+    Subclasses are frozen dataclasses whose fields are the settings; calibration calls them from
+    several threads, each with states of its own. `merge` is associative, and
     commutative unless the class says otherwise; merging the states of two parts of the data equals
     having seen both parts.
     """
