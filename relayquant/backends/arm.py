@@ -1,6 +1,6 @@
 """Arm: int8 activations and int8 weights per channel, as sdot and smmla take them.
 
-int16 activations too, for a model that needs them, without a kernel of their own.
+int16 activations too, for a model that needs them: half as many products per instruction.
 """
 
 from __future__ import annotations

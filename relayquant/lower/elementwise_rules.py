@@ -5,6 +5,7 @@ joins, pools.
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 
 import numpy as np
 from tvm import relax
@@ -15,6 +16,7 @@ from relayquant.lower.kernel_call import (
     KernelContext,
     KernelRule,
     build_for_batch,
+    is_activation,
     is_byte,
     is_default_arithmetic,
     multiplier,
@@ -44,7 +46,6 @@ from relayquant.lower.kernels.elementwise import (
 from relayquant.lower.kernels.epilogue import Epilogue, Output
 from relayquant.lower.kernels.lookup import Lookup, build_lookup
 from relayquant.lower.kernels.pool import (
-    MOST_VALUES,
     AvgPool2d,
     MaxPool2d,
     Mean,
@@ -52,6 +53,7 @@ from relayquant.lower.kernels.pool import (
     build_avg_pool2d,
     build_max_pool2d,
     build_mean,
+    most_values,
 )
 from relayquant.lower.linear_rules import clip_bounds, four, pair
 from relayquant.qtypes import INTEGER_LIMITS
@@ -269,13 +271,13 @@ def make_window(call: Call, shape: tuple[int, ...]) -> Window:
 
 
 def lower_max_pool2d(context: KernelContext, var: relax.Var) -> KernelCall | Skip | None:
-    """nn.max_pool2d of 8-bit NHWC data."""
+    """nn.max_pool2d of integer NHWC data."""
     if context.graph.op_name(var) != "relax.nn.max_pool2d":
         return None
     call = context.call(var)
     shape = split_batch(call.args[0])
-    if not is_byte(call.args[0]) or str(call.attrs.layout) != "NHWC" or shape is None:
-        return Skip("not 8-bit NHWC data")
+    if not is_activation(call.args[0]) or str(call.attrs.layout) != "NHWC" or shape is None:
+        return Skip("not NHWC data of 8 or 16 bits")
     spec = MaxPool2d(make_window(call, shape[1]), tensor_dtype(var))
     func = build_for_batch(lambda: build_max_pool2d(spec, "qnn_max_pool2d"), shape[0], (0, 1))
     return KernelCall((var,), func, (call.args[0],))
@@ -290,8 +292,8 @@ def lower_average(context: KernelContext, var: relax.Var) -> KernelCall | Skip |
     shape, numbers = split_batch(call.args[0]), scalars(*call.args[1:5])
     if shape is None or numbers is None or not is_default_arithmetic(call):
         return Skip("several scales, another arithmetic, or symbolic dimensions")
-    if not is_byte(call.args[0]) or not is_byte(var):
-        return Skip("not 8-bit data")
+    if not is_activation(call.args[0]) or not is_activation(var):
+        return Skip("not data of 8 or 16 bits")
     s_in, z_in, s_out, z_out = numbers
     vars_, out = absorb_clip(
         context, var, Epilogue(Output.REQUANTIZE, tensor_dtype(var), int(z_out))
@@ -303,20 +305,22 @@ def lower_average(context: KernelContext, var: relax.Var) -> KernelCall | Skip |
         if axes != list(range(axes[0], axes[-1] + 1)) or (shape[0] and axes[0] == 0):
             return Skip("the mean is over separate axes, or over a symbolic batch")
         mean, result = Mean(shape[1], axes[0], axes[-1], data, out), split_batch(var)
-        if mean.extents[1] > MOST_VALUES or result is None:
+        if mean.extents[1] > most_values(data.dtype) or result is None:
             return Skip("the mean is over too many values")
         func = build_for_batch(lambda: build_mean(mean, "qnn_average", result[1]), shape[0], (0, 1))
         return KernelCall(vars_, func, (call.args[0],))
     if str(call.attrs.layout) != "NHWC":
         return Skip(f"layout {call.attrs.layout}")
     spec = AvgPool2d(make_window(call, shape[1]), data, out, bool(call.attrs.count_include_pad))
+    if prod(spec.window.kernel) > most_values(data.dtype):
+        return Skip("the window has too many values")
     func = build_for_batch(lambda: build_avg_pool2d(spec, "qnn_average"), shape[0], (0, 1))
     return KernelCall(vars_, func, (call.args[0],))
 
 
 def lower_clip(context: KernelContext, var: relax.Var) -> KernelCall | Skip | None:
-    """clip of 8-bit data that no kernel before it took: a requantize with equal parameters."""
-    if context.graph.op_name(var) != "relax.clip" or not is_byte(var):
+    """clip of data that no kernel before it took: a requantize with equal parameters."""
+    if context.graph.op_name(var) != "relax.clip" or not is_activation(var):
         return None
     call = context.call(var)
     shape = split_batch(call.args[0])

@@ -114,6 +114,11 @@ def is_byte(expr: relax.Expr) -> bool:
     return tensor_dtype(expr) in ("uint8", "int8")
 
 
+def is_activation(expr: relax.Expr) -> bool:
+    """uint8, int8 or int16: what convolutions and dense layers take."""
+    return tensor_dtype(expr) in ("uint8", "int8", "int16")
+
+
 def element_count(shape: Sequence[int]) -> int:
     """Product of the dimensions."""
     return prod(shape)

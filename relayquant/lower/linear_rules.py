@@ -19,6 +19,7 @@ from relayquant.lower.kernel_call import (
     KernelContext,
     KernelRule,
     build_for_batch,
+    is_activation,
     is_byte,
     is_default_arithmetic,
     multiplier,
@@ -149,7 +150,7 @@ def finish_residual(
     """acc -> qnn.add(acc, residual)."""
     call = context.call(user)
     lhs, rhs, lhs_scale, lhs_zero, rhs_scale, rhs_zero, out_scale, out_zero = call.args
-    if not lhs.same_as(var) or not is_byte(rhs) or constant_value(rhs) is not None:
+    if not lhs.same_as(var) or not is_activation(rhs) or constant_value(rhs) is not None:
         return None
     if str(rhs.ty.shape) != str(lhs.ty.shape) or not is_default_arithmetic(call):
         return None
@@ -163,7 +164,7 @@ def finish_residual(
         return None
     r_scale, r_zero, o_scale, o_zero = numbers
     dtype = tensor_dtype(user)
-    if dtype not in ("uint8", "int8"):
+    if dtype not in ("uint8", "int8", "int16"):
         return None
     factor = float(multiplier(r_scale, o_scale))  # pyright: ignore[reportArgumentType]
     residual = Residual(tensor_dtype(rhs), int(r_zero), factor)  # pyright: ignore[reportArgumentType]
@@ -220,7 +221,7 @@ def clip_bounds(context: KernelContext, clip: relax.Var, epilogue: Epilogue) -> 
 
 @dataclass(frozen=True, eq=False)
 class Linear:
-    """A convolution or dense layer as kernels take it: 8-bit data, constant int8 weights."""
+    """A convolution or dense layer as kernels take it: constant int8 weights."""
 
     call: Call
     weight: np.ndarray
@@ -230,7 +231,7 @@ class Linear:
 
     @property
     def dtype(self) -> str:
-        """uint8 or int8."""
+        """uint8, int8 or int16."""
         return tensor_dtype(self.call.args[0])
 
 
@@ -249,7 +250,7 @@ def read_linear(
         return Skip("the weight is no int8 constant")
     if zero_point is None or kernel_zero is None or kernel_zero.any():
         return Skip("a zero point is a variable, or that of the weight is not 0")
-    if not is_byte(call.args[0]):
+    if not is_activation(call.args[0]):
         return Skip(f"the data is {tensor_dtype(call.args[0])}")
     if shape is None:
         return Skip("a dimension other than the batch is symbolic")

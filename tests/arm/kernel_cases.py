@@ -92,6 +92,17 @@ CONVOLUTIONS = {
         2, 7, 6, 19, 19, (5, 5), padding=(2, 2, 2, 2), groups=19, **INT8
     ),
     "depthwise, 6 channels": Conv2d(1, 7, 6, 6, 6, (3, 3), padding=SAME, groups=6, **INT8),
+    "int16, residual": Conv2d(
+        2, 5, 7, 17, 33, (3, 3), (2, 1), (0, 1, 2, 1), (2, 1), in_dtype="int16", in_zero_point=-300,
+        epilogue=Epilogue(dtype="int16", residual=Residual("int16", -400, 0.37)),
+    ),
+    "int16, 1x1 to int8": Conv2d(
+        1, 8, 8, 64, 64, (1, 1), in_dtype="int16", epilogue=Epilogue(dtype="int8", zero_point=5)
+    ),
+    "depthwise of int16": Conv2d(
+        1, 9, 8, 21, 21, (3, 3), (2, 2), SAME, groups=21, in_dtype="int16", in_zero_point=-300,
+        epilogue=Epilogue(dtype="int16", zero_point=99),
+    ),
     "depthwise, 3 channels": Conv2d(1, 7, 6, 3, 3, (3, 3), padding=SAME, groups=3, **INT8),
     "depthwise of uint8, dilation, residual": Conv2d(
         1, 9, 9, 20, 20, (3, 3), padding=(2, 2, 2, 2), dilation=(2, 2), groups=20,

@@ -26,6 +26,7 @@ from relayquant.lower.kernels.epilogue import Epilogue, Output, Residual
 from relayquant.lower.kernels.isa import AVX2, VNNI512
 from relayquant.lower.kernels.narrow import channel_order
 from relayquant.lower.kernels.specs import Conv2d, Dense
+from relayquant.qtypes import INTEGER_LIMITS
 
 RAW = Epilogue(Output.ACCUMULATOR, "int32")
 CASES = {
@@ -72,6 +73,22 @@ CASES = {
     "float output": Conv2d(1, 2, 3, 5, 3, (2, 3), epilogue=Epilogue(Output.DEQUANTIZE, "float32")),
     "int16 output": Conv2d(1, 4, 4, 8, 19, (3, 3), epilogue=Epilogue(dtype="int16", zero_point=99)),
     "int32 output": Conv2d(1, 4, 4, 8, 19, (3, 3), epilogue=Epilogue(dtype="int32")),
+    "int16": Conv2d(
+        1, 8, 8, 16, 32, (3, 3), padding=(1, 1, 1, 1), in_dtype="int16", in_zero_point=-300,
+        epilogue=Epilogue(dtype="int16", zero_point=99),
+    ),
+    "int16, odd channels, strides, dilation, residual": Conv2d(
+        2, 5, 7, 17, 33, (3, 3), (2, 1), (0, 1, 2, 1), (2, 1), in_dtype="int16",
+        epilogue=Epilogue(dtype="int16", low=0, residual=Residual("int16", -400, 0.37)),
+    ),
+    "int16 to uint8, residual int16": Conv2d(
+        1, 5, 7, 3, 64, (1, 1), in_dtype="int16",
+        epilogue=Epilogue(zero_point=7, residual=Residual("int16", 4, 0.01)),
+    ),
+    "int16 to int8, groups": Conv2d(
+        1, 5, 7, 24, 36, (3, 3), (1, 1), (1, 0, 0, 1), groups=6, in_dtype="int16",
+        in_zero_point=2**15 - 1, epilogue=Epilogue(dtype="int8", residual=Residual("int8", 3, 2.0)),
+    ),
 }  # fmt: skip
 
 
@@ -98,16 +115,13 @@ def conv2d_specs(draw):
     groups = draw(st.sampled_from([1, 1, 1, 2, 3]))
     c_in = groups * draw(st.sampled_from([1, 3, 4, 5, 17, 33]))
     c_out = groups * draw(st.sampled_from([1, 3, 5, 16, 17, 33, 64, 100]))
-    in_dtype, out_dtype = (
-        draw(st.sampled_from(["uint8", "int8"])),
-        draw(st.sampled_from(["uint8", "int8"])),
-    )
-    low, high = (0, 255) if out_dtype == "uint8" else (-128, 127)
+    in_dtype, out_dtype, added = (draw(st.sampled_from(["uint8", "int8", "int16"])) for _ in "xyr")
+    low, high = INTEGER_LIMITS[out_dtype]
     bounds = sorted((small(low, high), small(low, high)))
     residual = None
     if draw(st.booleans()):
         factor = draw(st.sampled_from([0.25, -0.7, 1.3]))
-        residual = Residual(draw(st.sampled_from(["uint8", "int8"])), small(0, 127), factor)
+        residual = Residual(added, small(0, 127), factor)
     kernel, dilation = (small(1, 4), small(1, 4)), (small(1, 2), small(1, 2))
     padding = tuple(small(0, 2) for _ in range(4))
     height, width = small(1, 9), small(1, 18)
@@ -115,7 +129,7 @@ def conv2d_specs(draw):
     assume(width + padding[1] + padding[3] > (kernel[1] - 1) * dilation[1])
     return Conv2d(
         small(1, 2), height, width, c_in, c_out, kernel, (small(1, 3), small(1, 3)), padding,
-        dilation, groups, in_dtype, small(*((0, 255) if in_dtype == "uint8" else (-128, 127))),
+        dilation, groups, in_dtype, small(*INTEGER_LIMITS[in_dtype]),
         Epilogue(Output.REQUANTIZE, out_dtype, small(low, high), *bounds, residual),
     )  # fmt: skip
 
@@ -285,7 +299,7 @@ def test_build_conv2d__fetches_large_weights_ahead():
     [
         ({"groups": 3}, "do not divide into 3 groups"),
         ({"kernel": (9, 9)}, "does not fit"),
-        ({"in_dtype": "int16"}, "allowed: uint8, int8"),
+        ({"in_dtype": "int32"}, "allowed: uint8, int8"),
     ],
 )
 def test_conv2d__rejects(arguments, message):

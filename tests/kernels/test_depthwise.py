@@ -39,6 +39,18 @@ CASES = {
         1, 6, 7, 40, (3, 3), (1, 1), SAME, in_zero_point=3,
         epilogue=Epilogue(dtype="int8", zero_point=-20, low=-20, residual=Residual("int8", 4, 0.4)),
     ),
+    "int16": depthwise(
+        1, 8, 8, 16, (3, 3), (1, 1), SAME, in_dtype="int16", in_zero_point=-300,
+        epilogue=Epilogue(dtype="int16", zero_point=99),
+    ),
+    "int16, 33 channels, strides, dilation, residual": depthwise(
+        2, 9, 8, 33, (3, 3), (2, 2), (2, 1, 1, 2), (1, 2), in_dtype="int16", in_zero_point=1000,
+        epilogue=Epilogue(dtype="int16", low=-9, residual=Residual("int16", 4, -0.37)),
+    ),
+    "int16 to int8, 5 channels": depthwise(
+        2, 9, 8, 5, (5, 5), (1, 2), in_dtype="int16", in_zero_point=-(2**15),
+        epilogue=Epilogue(dtype="int8"),
+    ),
     "accumulators": depthwise(
         1, 5, 5, 17, (3, 3), (2, 1), SAME, epilogue=Epilogue(Output.ACCUMULATOR, "int32")
     ),

@@ -81,6 +81,10 @@ def assembly(mcpu: str) -> str:
         build_add(Add((99,), operand, operand, Epilogue(dtype="int8"))),
         build_avg_pool2d(AvgPool2d(Window(1, 4, 4, 20, (2, 2)), operand, Epilogue())),
     ]
+    return compile_assembly(kernels, target)
+
+
+def compile_assembly(kernels: list[tvm.tirx.PrimFunc], target: Target) -> str:
     module = tvm.IRModule({str(f.attrs["global_symbol"]): f for f in kernels})
     return tvm.compile(module, target=target).mod.inspect_source("asm")
 
@@ -94,6 +98,16 @@ def test_assembly__has_only_what_the_target_has(mcpu):
     assert ("%zmm" in text) == (isa in (VNNI512, AVX512BW))
     assert ("%ymm" in text) == (isa is not SSE2)
     assert ("vfmadd" in text) == isa.has_fma
+
+
+@pytest.mark.parametrize("mcpu", EXPECTED)
+def test_assembly__int16_by_pairs(mcpu):
+    isa = EXPECTED[mcpu]
+    spec = Dense(1, 64, 100, "int16", 0, Epilogue(dtype="int16"))
+    text = compile_assembly([build_dense(spec, isa, "wide")], target_of(mcpu))
+    assert MADD.search(text)  # LLVM knows which CPUs are faster with vpmaddwd than with vpdpwssd
+    assert isa in (VNNI512, VNNI256) or "vpdpwssd" not in text
+    assert not re.search(r"\bv?pmulld\b", text)
 
 
 @pytest.mark.parametrize("mcpu", EXPECTED)

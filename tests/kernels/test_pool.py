@@ -12,7 +12,6 @@ from relayquant.lower.kernels.elementwise import Affine
 from relayquant.lower.kernels.epilogue import Epilogue
 from relayquant.lower.kernels.isa import AVX2, AVX512BW, SSE2
 from relayquant.lower.kernels.pool import (
-    MOST_VALUES,
     AvgPool2d,
     MaxPool2d,
     Mean,
@@ -23,7 +22,7 @@ from relayquant.lower.kernels.pool import (
 )
 
 OUT = Epilogue(zero_point=7)
-OUTSIDE = -1000
+OUTSIDE = -(2**20)
 WINDOWS = {
     "3x3/2 padded": Window(2, 7, 8, 20, (3, 3), (2, 2), (1, 1, 1, 1)),
     "ceil mode, 3 channels": Window(1, 7, 8, 3, (3, 2), (2, 1), ceil_mode=True),
@@ -51,7 +50,7 @@ def taps(x, window):
 
 @with_machines
 @with_windows
-@pytest.mark.parametrize("dtype", ["int8", "uint8"])
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16"])
 def test_build_max_pool2d__equals_numpy(isa, case, dtype):
     window = WINDOWS[case]
     x = random_values(np.random.default_rng(0), window.in_shape, dtype)
@@ -62,11 +61,13 @@ def test_build_max_pool2d__equals_numpy(isa, case, dtype):
 
 @with_machines
 @with_windows
-@pytest.mark.parametrize("count_include_pad", [False, True])
-def test_build_avg_pool2d__equals_numpy(isa, case, count_include_pad):
+@pytest.mark.parametrize(
+    ("dtype", "count_include_pad"), [("int8", False), ("int8", True), ("int16", False)]
+)
+def test_build_avg_pool2d__equals_numpy(isa, case, dtype, count_include_pad):
     window = WINDOWS[case]
-    x = random_values(np.random.default_rng(0), window.in_shape, "int8")
-    spec = AvgPool2d(window, Affine("int8", -3, 1.7), OUT, count_include_pad)
+    x = random_values(np.random.default_rng(0), window.in_shape, dtype)
+    spec = AvgPool2d(window, Affine(dtype, -3, 1.7), OUT, count_include_pad)
     func = build_avg_pool2d(spec)
     got = call_kernel(func, runnable_target(isa), [x], window.out_shape, "uint8")
     values = taps(x, window)
@@ -88,21 +89,24 @@ MEANS = {
 
 
 @with_machines
+@pytest.mark.parametrize("dtype", ["int8", "int16"])
 @pytest.mark.parametrize("case", MEANS)
-def test_build_mean__equals_numpy(isa, case):
+def test_build_mean__equals_numpy(isa, case, dtype):
     shape, first, last = MEANS[case]
-    x = random_values(np.random.default_rng(0), shape, "int8")
-    spec = Mean(shape, first, last, Affine("int8", -3, 1.7), OUT)
+    x = random_values(np.random.default_rng(0), shape, dtype)
+    spec = Mean(shape, first, last, Affine(dtype, -3, 0.01), OUT)
     axes = tuple(range(first, last + 1))
     sums = (x.astype("int64") + 3).sum(axis=axes, keepdims=True).astype("float32")
-    factor = F32(1.7) / F32(spec.extents[1])
+    factor = F32(0.01) / F32(spec.extents[1])
     got = call_kernel(build_mean(spec), runnable_target(isa), [x], sums.shape, "uint8")
     np.testing.assert_array_equal(got, store(sums * factor, OUT))
 
 
-def test_build_mean__too_many_values():
-    with pytest.raises(ConfigError, match="allowed: up to"):
-        build_mean(Mean((1, MOST_VALUES + 1), 1, 1, Affine("int8", -3, 1.7), OUT))
+@pytest.mark.parametrize(("dtype", "most"), [("int8", 8_421_504), ("int16", 32_768)])
+def test_build_mean__too_many_values(dtype, most):
+    build_mean(Mean((1, most), 1, 1, Affine(dtype, -3, 1.7), OUT))
+    with pytest.raises(ConfigError, match=f"allowed: up to {most}"):
+        build_mean(Mean((1, most + 1), 1, 1, Affine(dtype, -3, 1.7), OUT))
 
 
 def test_window__does_not_fit():

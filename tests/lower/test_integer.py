@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import tvm
@@ -9,6 +11,7 @@ from tvm import relax
 from tvm.target import Target
 
 import relayquant as rq
+from relayquant.backends.x86 import X86
 from relayquant.lower.integer import call_kernels, lower_integer
 from relayquant.lower.integer_layout import convert_integer_layout
 from relayquant.lower.kernels.select import select_isa
@@ -120,9 +123,20 @@ def attention(builder, x):
     return builder.emit(relax.op.matmul(scores, builder.emit(relax.op.matmul(x, constant(12, 5)))))
 
 
-def quantize_random(mod: tvm.IRModule, shape: tuple) -> tuple[tvm.IRModule, np.ndarray]:
+#: int16 activations, weights as they are by default
+INT16 = rq.QConfigMapping().set_global(
+    replace(
+        X86.default_qconfig,
+        activation=rq.TensorConfig(rq.QSpec("int16", rq.Scheme.SYMMETRIC), rq.MinMax()),
+    )
+)
+
+
+def quantize_random(
+    mod: tvm.IRModule, shape: tuple, mapping: rq.QConfigMapping | None = None
+) -> tuple[tvm.IRModule, np.ndarray]:
     data = RNG.standard_normal((4, *shape)).astype("float32")
-    return rq.quantize(mod, None, list(data)), data[0]
+    return rq.quantize(mod, None, list(data), qconfig_mapping=mapping), data[0]
 
 
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
@@ -147,6 +161,17 @@ def test_lower_integer__leaves_no_integer_operator(body):
     graph = Graph(lower_integer(qmod, resolve_target("llvm -mcpu=cascadelake")))
     left = {graph.op_name(binding.var) for binding in graph.bindings}
     assert not {name for name in left if name.startswith("relax.qnn.")}
+
+
+@pytest.mark.parametrize("body", [residual, depthwise, transposed, pools], ids=lambda f: f.__name__)
+def test_lower_integer__int16_images_equal_numpy(body):
+    qmod, x = quantize_random(build_model(body, NCHW, True), NCHW, INT16)
+    assert "int16" in qmod.script()
+    graph = Graph(lower_integer(qmod, resolve_target("llvm -mcpu=cascadelake")))
+    left = {graph.op_name(binding.var) for binding in graph.bindings}
+    assert not {name for name in left if name.startswith("relax.qnn.")}
+    got = Executor(rq.compile(qmod)).run("main", [x])[0]
+    np.testing.assert_array_equal(got, rq.reference.run(qmod, [x])[0])
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tvm.script.ir_builder import tirx as T
 
-from relayquant.lower.kernels.isa import Buffer, ByteIsa, Expr, Isa, load_word
+from relayquant.lower.kernels.isa import Buffer, Expr, Isa, PackedIsa, load_word
 
 #: int32 lanes of a 128-bit register.
 PART = 4
@@ -90,7 +90,7 @@ class ArmIsa(Isa):
 
 
 @dataclass(frozen=True)
-class SdotIsa(ByteIsa, ArmIsa):
+class SdotIsa(PackedIsa, ArmIsa):
     """sdot: four int8 x int8 products added to an int32 lane, without saturation."""
 
     def load_activations(self, buffer: Buffer, offset: Expr, count: int) -> list[Expr]:
@@ -181,8 +181,8 @@ class SmmlaIsa(SdotIsa):
 class SmlalIsa(ArmIsa):
     """smlal: int16 products added to int32 lanes, one product of a word after the other.
 
-    Activations stay 8 bit in memory and are widened in registers; weights are stored as int16, the
-    lanes of one product after the other.
+    Activations of 8 bits stay so in memory and are widened in registers; weights are stored as
+    int16, the lanes of one product after the other.
     """
 
     def arrange_weights(self, words: NDArray[np.int8]) -> NDArray[Any]:
@@ -192,14 +192,15 @@ class SmlalIsa(ArmIsa):
         operands = []
         for first, size in load_pieces(count):
             start, values = offset + first * self.products, size * self.products
-            wide = T.Cast(f"int16x{values}", buffer.vload([start], f"int8x{values}"))
+            loaded = buffer.vload([start], f"{self.activation}x{values}")
+            wide = T.Cast(f"int16x{values}", loaded)
             for word in range(size):
                 lanes = range(word * self.products, (word + 1) * self.products)
                 operands.append(tuple(repeat(wide, values, lane, self.lanes) for lane in lanes))
         return operands
 
     def as_activation(self, words: Expr) -> Expr:
-        rows = T.reinterpret(f"int8x{self.weight_vector}", words)
+        rows = T.reinterpret(f"{self.activation}x{self.weight_vector}", words)
         rows = split(rows, self.weight_vector, self.products)
         return tuple(T.Cast(f"int16x{self.lanes}", row) for row in rows)
 
@@ -220,7 +221,7 @@ class SmlalIsa(ArmIsa):
             for product in range(self.products)
             for lane in range(self.lanes)
         ]
-        value = T.Shuffle([T.reinterpret(f"int8x{size}", words)], order)
+        value = T.Shuffle([T.reinterpret(f"{self.activation}x{size}", words)], order)
         T.buffer_store(buffer, T.Cast(f"int16x{size}", value), [T.ramp(index * size, 1, size)])
 
     def dot(self, acc: Expr, activation: Expr, weights: Expr) -> Expr:
@@ -236,6 +237,20 @@ class SmlalIsa(ArmIsa):
         return acc
 
 
+NEON_WIDE = SmlalIsa(
+    name="neon int16",
+    features=("neon",),
+    lanes=4,
+    products=2,
+    accumulators=16,
+    dots_in_flight=4,
+    activation="int16",
+    weight_dtype="int16",
+    word_cost=1 / 4,  # a load of 16 bytes
+    dot_cost=2,
+    max_pixels=8,
+    intrinsic="llvm.aarch64.neon.smull.v4i32",
+)
 SDOT = SdotIsa(
     name="sdot",
     features=("neon", "dotprod"),
@@ -249,6 +264,7 @@ SDOT = SdotIsa(
     word_cost=1 / 4,  # a load of 16 bytes
     max_pixels=8,
     intrinsic="llvm.aarch64.neon.sdot.v4i32.v16i8",
+    wide=NEON_WIDE,
 )
 NEON = SmlalIsa(
     name="neon",
@@ -263,6 +279,7 @@ NEON = SmlalIsa(
     dot_cost=4,
     max_pixels=8,
     intrinsic="llvm.aarch64.neon.smull.v4i32",
+    wide=NEON_WIDE,
 )
 SMMLA = SmmlaIsa(
     name="smmla",
@@ -278,6 +295,7 @@ SMMLA = SmmlaIsa(
     word_cost=1,  # half a load of 16 bytes, half a zip
     max_pixels=8,
     intrinsic="llvm.aarch64.neon.smmla.v4i32.v16i8",
+    wide=NEON_WIDE,
     single=SDOT,
 )
 #: For targets that name i8mm and not dotprod; LLVM concludes neither from the other.
@@ -295,6 +313,20 @@ NEON32 = SmlalIsa(
     weight_dtype="int16",
     max_pixels=4,
     intrinsic="llvm.arm.neon.vmulls.v4i32",
+    wide=SmlalIsa(
+        name="neon32 int16",
+        features=("neon",),
+        lanes=4,
+        products=2,
+        registers=16,
+        has_fma=False,
+        accumulators=8,
+        dots_in_flight=4,
+        activation="int16",
+        weight_dtype="int16",
+        max_pixels=4,
+        intrinsic="llvm.arm.neon.vmulls.v4i32",
+    ),
 )
 
 #: Fastest first.

@@ -1,4 +1,4 @@
-"""Convolution and matrix product, uint8/int8 activations times int8 weights, generated as TIR.
+"""Convolution and matrix product, activations of 8 or 16 bits times int8 weights, generated as TIR.
 
     y[n, oy, ox, c] = epilogue(bias[c] + sum x[n, oy*s + kh*d, ox*s + kw*d, i] * w[c, kh, kw, i])
 

@@ -243,9 +243,11 @@ class ConvPlan:
 def choose_plan(spec: Conv2d, isa: Isa) -> ConvPlan:
     """The plan of `spec` that generator and packer follow: of `isa`, where that pays.
 
-    An instruction set for several pixels at once is taken if there are as many, and if it needs
-    fewer instructions than its companion for single pixels.
+    It is of the instruction set for activations of this dtype. One for several pixels at once is
+    taken if there are as many, and if it needs fewer instructions than its companion for single
+    pixels.
     """
+    isa = isa.for_activations(spec.in_dtype)
     single = ConvPlan(spec, isa.for_single_pixels())
     if single.isa is isa:
         return single

@@ -191,6 +191,7 @@ class TransposePlan:
 
 def choose_transpose_plan(spec: Conv2dTranspose, isa: Isa) -> TransposePlan:
     """As `choose_plan`, one instruction set for all phases: they share the packed weights."""
+    isa = isa.for_activations(spec.in_dtype)
     single = TransposePlan(spec, isa.for_single_pixels())
     if single.isa is isa:
         return single

@@ -2,7 +2,7 @@
 
     y[n, oy, ox, c] = epilogue(bias[c] + sum x[n, oy*s + kh*d, ox*s + kw*d, c] * w[c, kh, kw])
 
-A word is `Isa.products` input rows of one column: the bytes of these rows, interleaved channel by
+A word is `Isa.products` input rows of one column: the values of these rows, interleaved channel by
 channel. One dot product is then a column of the filter. The same words serve several output rows
 (their weights are shifted within the words and filled with zeros) and, as the window slides along
 the columns, every kernel column: interleaving is cheap beside the dot products.
@@ -42,6 +42,7 @@ from relayquant.lower.kernels.operands import (
     emit_store,
 )
 from relayquant.lower.kernels.specs import Conv2d, PackedWeights, pack_channels
+from relayquant.qtypes import INTEGER_LIMITS
 
 #: A depthwise multiply-add costs about this many of a dense one.
 RELATIVE_COST = 6
@@ -127,7 +128,7 @@ def pack_depthwise(
     multiplier: NDArray[np.float32] | None,
 ) -> PackedWeights:
     """Constant operands of `build_depthwise`; weight (C, KH, KW, 1)."""
-    isa = isa.for_depthwise(spec.out_channels)
+    isa = isa.for_activations(spec.in_dtype).for_depthwise(spec.out_channels)
     plan = DepthwisePlan(spec, isa)
     channels = plan.vector_starts()[:, None] + np.arange(isa.lanes)
     folded, factors = pack_channels(
@@ -156,7 +157,7 @@ def build_depthwise(
 ) -> PrimFunc:
     """The kernel of `build_conv2d` for depthwise convolutions."""
 
-    isa = isa.for_depthwise(spec.out_channels)
+    isa = isa.for_activations(spec.in_dtype).for_depthwise(spec.out_channels)
 
     def body() -> None:
         plan = DepthwisePlan(spec, isa)
@@ -220,7 +221,8 @@ def emit_row(
     width = min(channels, lanes)
     kept = max(span - stride_w, 0)  # columns the next output shares
     flip = 0 if spec.in_dtype == isa.activation else 128
-    pad_byte = (spec.in_zero_point + plan.shift) % 256
+    unsigned = "uint16" if isa.activation == "int16" else "uint8"
+    padding = (spec.in_zero_point + plan.shift) % (INTEGER_LIMITS[unsigned][1] + 1)
 
     row_starts, inside = [], []
     for i in range(plan.words * isa.products):
@@ -234,9 +236,9 @@ def emit_row(
 
     def load_row(i: int, column: Expr) -> Expr:
         bits = load_vector(operands.data, row_starts[i] + column * channels, lanes)
-        bits = T.reinterpret(vector("uint8", lanes), bits)
+        bits = T.reinterpret(vector(unsigned, lanes), bits)
         if inside[i] is not None:
-            outside = constant("uint8", pad_byte ^ flip, lanes)
+            outside = constant(unsigned, padding ^ flip, lanes)
             bits = T.Select(broadcast(inside[i], lanes), bits, outside)
         return bits
 
@@ -258,7 +260,7 @@ def emit_row(
             with T.Then():
                 fill(lambda i: load_row(i, column), flip)
             with T.Else():
-                fill(lambda i: constant("uint8", pad_byte, lanes), 0)
+                fill(lambda i: constant(unsigned, padding, lanes), 0)
 
     def emit_column(ox: Expr, accs: list[Buffer]) -> None:
         """Accumulators of the output rows at one column; the window then moves on."""

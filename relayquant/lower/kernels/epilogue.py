@@ -43,7 +43,7 @@ class Output(enum.Enum):
 class Residual:
     """A second operand added in real space before rounding: fma(r - zero_point, multiplier, t)."""
 
-    dtype: str  #: uint8 or int8; same shape as the output
+    dtype: str  #: uint8, int8 or int16; same shape as the output
     zero_point: int
     multiplier: float  #: float32(double(s_r) / double(s_out)); negative to subtract
 

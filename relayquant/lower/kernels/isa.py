@@ -15,7 +15,7 @@ these primitives. Another family (see `arm`) is another subclass with its values
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -63,9 +63,9 @@ class Narrowing:
 class Isa(ABC):
     """One instruction set, as the kernel generators see it.
 
-    `activation` is the dtype (uint8 or int8) the dot product takes; activations of the other one
+    `activation` is the dtype the dot product takes. Of uint8 and int8, activations of the other one
     are stored with the top bit flipped, which moves the zero point by 128 (see
-    `zero_point_shift`).
+    `zero_point_shift`). Those of int16 have an instruction set of their own (`for_activations`).
     """
 
     name: str
@@ -85,6 +85,7 @@ class Isa(ABC):
     registers: int = 32  #: vector registers there are
     max_pixels: int = 32  #: pixels a register tile may have, where their words need registers
     has_fma: bool = True  #: whether float32 fma is an instruction (a library call otherwise)
+    wide: Isa | None = None  #: what the same CPUs have for int16 activations; None: this is it
 
     @property
     def weight_vector(self) -> int:
@@ -106,6 +107,10 @@ class Isa(ABC):
         """Packed form: [..., lanes, products] int8 -> [..., weight_vector] weight_dtype."""
         flat = words.reshape(*words.shape[:-2], self.weight_vector)
         return flat.astype(self.weight_dtype)
+
+    def for_activations(self, dtype: str) -> Isa:
+        """The instruction set of this target for activations of `dtype`: uint8, int8 or int16."""
+        return self.wide if dtype == "int16" and self.wide is not None else self
 
     def for_depthwise(self, channels: int) -> Isa:
         """The same with vectors that suit a depthwise convolution of so many channels."""
@@ -133,7 +138,7 @@ class Isa(ABC):
         return [acc]
 
     def load_activation(self, buffer: Buffer, offset: Expr) -> Expr:
-        """Operand: `products` bytes at `offset` of a flat buffer, repeated in all lanes."""
+        """Operand: `products` values at `offset` of a flat buffer, repeated in all lanes."""
         return self.as_activation(load_word(buffer, offset, self.lanes))
 
     def load_activations(self, buffer: Buffer, offset: Expr, count: int) -> list[Expr]:
@@ -156,8 +161,8 @@ class Isa(ABC):
 
     @abstractmethod
     def store_weights(self, buffer: Buffer, index: Expr, words: Expr) -> None:
-        """Write packed weight vector number `index`, from one word of int8 per lane (int32 vector);
-        the counterpart at run time of `arrange_weights`."""
+        """Write packed weight vector number `index`, from one word per lane (int32 vector); the
+        counterpart at run time of `arrange_weights`."""
 
     @abstractmethod
     def dot(self, acc: Expr, activation: Expr, weights: Expr) -> Expr:
@@ -166,29 +171,34 @@ class Isa(ABC):
 
 def load_word(buffer: Buffer, offset: Expr, lanes: int) -> Expr:
     """Four consecutive bytes as one int32, repeated in `lanes` lanes (vpbroadcastd)."""
-    word = buffer.vload([offset], f"{buffer.dtype}x4")
+    count = 4 // np.dtype(buffer.dtype).itemsize
+    word = buffer.vload([offset], f"{buffer.dtype}x{count}")
     return T.broadcast(T.reinterpret("int32", word), lanes)
 
 
 @dataclass(frozen=True)
-class ByteIsa(Isa):
-    """Dot products of bytes: both operands are in registers as they are in memory."""
+class PackedIsa(Isa):
+    """Dot products whose operands are in registers as they are in memory."""
 
     def as_activation(self, words: Expr) -> Expr:
         return T.reinterpret(f"{self.activation}x{self.weight_vector}", words)
 
     def load_weights(self, buffer: Buffer, index: Expr) -> Expr:
-        return buffer.vload([index * self.weight_vector], f"int8x{self.weight_vector}")
+        return buffer.vload(
+            [index * self.weight_vector], f"{self.weight_dtype}x{self.weight_vector}"
+        )
 
     def store_weights(self, buffer: Buffer, index: Expr, words: Expr) -> None:
         size = self.weight_vector
-        value = T.reinterpret(f"int8x{size}", words)
+        value = T.reinterpret(f"{self.weight_dtype}x{size}", words)
         T.buffer_store(buffer, value, [T.ramp(index * size, 1, size)])
 
 
 @dataclass(frozen=True)
-class VnniIsa(ByteIsa):
-    """vpdpbusd: four uint8 x int8 products added to an int32 lane, without saturation."""
+class VnniIsa(PackedIsa):
+    """vpdpbusd: four uint8 x int8 products added to an int32 lane, without saturation; vpdpwssd:
+    two of int16.
+    """
 
     intrinsic: str = ""
 
@@ -243,6 +253,17 @@ class MaddIsa(Isa):
 
 
 @dataclass(frozen=True)
+class PairIsa(PackedIsa):
+    """vpmaddwd for int16 activations: the sum of two products fits, as weights have 8 bits."""
+
+    intrinsic: str = ""
+
+    def dot(self, acc: Expr, activation: Expr, weights: Expr) -> Expr:
+        dtype = f"int32x{self.lanes}"
+        return acc + T.call_llvm_pure_intrin(self.intrinsic, activation, weights, dtype=dtype)
+
+
+@dataclass(frozen=True)
 class PlainIsa(Isa):
     """Ordinary vector TIR: one int32 multiply-add per lane; any LLVM target compiles it."""
 
@@ -253,7 +274,8 @@ class PlainIsa(Isa):
         return words
 
     def interleave(self, rows: list[Expr]) -> Expr:
-        return T.Cast(f"int32x{self.lanes}", rows[0])
+        row = T.reinterpret(f"{self.activation}x{self.lanes}", rows[0])
+        return T.Cast(f"int32x{self.lanes}", row)
 
     def load_weights(self, buffer: Buffer, index: Expr) -> Expr:
         vector = buffer.vload([index * self.weight_vector], f"int8x{self.weight_vector}")
@@ -286,31 +308,49 @@ NARROWING_128 = Narrowing(
     to_uint8="llvm.x86.sse2.packuswb.128",
 )
 
-VNNI512 = VnniIsa(
-    name="vnni512",
+VNNI512_WIDE = VnniIsa(
+    name="vnni512 int16",
     features=("avx512vnni", "avx512bw", "avx512vl"),
     lanes=16,
-    products=4,
+    products=2,
     accumulators=28,
     dots_in_flight=10,
+    activation="int16",
+    weight_dtype="int16",
+    narrowing=NARROWING_512,
+    intrinsic="llvm.x86.avx512.vpdpwssd.512",
+)
+VNNI512 = replace(
+    VNNI512_WIDE,
+    name="vnni512",
+    products=4,
     activation="uint8",
     weight_dtype="int8",
-    narrowing=NARROWING_512,
     intrinsic="llvm.x86.avx512.vpdpbusd.512",
+    wide=VNNI512_WIDE,
 )
-VNNI256 = VnniIsa(
-    name="vnni256",
+VNNI256_WIDE = VnniIsa(
+    name="vnni256 int16",
     features=("avxvnni", "avx2"),
     lanes=8,
-    products=4,
+    products=2,
     registers=16,
     accumulators=12,
     max_blocks=2,
     dots_in_flight=10,
+    activation="int16",
+    weight_dtype="int16",
+    narrowing=NARROWING_256,
+    intrinsic="llvm.x86.avx512.vpdpwssd.256",
+)
+VNNI256 = replace(
+    VNNI256_WIDE,
+    name="vnni256",
+    products=4,
     activation="uint8",
     weight_dtype="int8",
-    narrowing=NARROWING_256,
     intrinsic="llvm.x86.avx512.vpdpbusd.256",
+    wide=VNNI256_WIDE,
 )
 AVX512BW = MaddIsa(
     name="avx512bw",
@@ -323,6 +363,18 @@ AVX512BW = MaddIsa(
     weight_dtype="int16",
     narrowing=NARROWING_512,
     intrinsic="llvm.x86.avx512.pmaddw.d.512",
+    wide=PairIsa(
+        name="avx512bw int16",
+        features=("avx512bw", "avx512vl"),
+        lanes=16,
+        products=2,
+        accumulators=24,
+        dots_in_flight=8,
+        activation="int16",
+        weight_dtype="int16",
+        narrowing=NARROWING_512,
+        intrinsic="llvm.x86.avx512.pmaddw.d.512",
+    ),
 )
 AVX2 = MaddIsa(
     name="avx2",
@@ -336,6 +388,19 @@ AVX2 = MaddIsa(
     weight_dtype="int16",
     narrowing=NARROWING_256,
     intrinsic="llvm.x86.avx2.pmadd.wd",
+    wide=PairIsa(
+        name="avx2 int16",
+        features=("avx2",),
+        lanes=8,
+        products=2,
+        registers=16,
+        accumulators=12,
+        dots_in_flight=8,
+        activation="int16",
+        weight_dtype="int16",
+        narrowing=NARROWING_256,
+        intrinsic="llvm.x86.avx2.pmadd.wd",
+    ),
 )
 SSE2 = MaddIsa(
     name="sse2",
@@ -350,18 +415,33 @@ SSE2 = MaddIsa(
     weight_dtype="int16",
     narrowing=NARROWING_128,
     intrinsic="llvm.x86.sse2.pmadd.wd",
+    wide=PairIsa(
+        name="sse2 int16",
+        features=("sse2",),
+        lanes=4,
+        products=2,
+        registers=16,
+        has_fma=False,
+        accumulators=8,
+        dots_in_flight=8,
+        activation="int16",
+        weight_dtype="int16",
+        narrowing=NARROWING_128,
+        intrinsic="llvm.x86.sse2.pmadd.wd",
+    ),
 )
-PORTABLE = PlainIsa(
-    name="portable",
+PORTABLE_WIDE = PlainIsa(
+    name="portable int16",
     features=(),
     lanes=4,
     products=1,
     has_fma=False,
     accumulators=8,
     dots_in_flight=8,
-    activation="uint8",
+    activation="int16",
     weight_dtype="int8",
 )
+PORTABLE = replace(PORTABLE_WIDE, name="portable", activation="uint8", wide=PORTABLE_WIDE)
 
 #: Fastest first.
 X86_ISAS: tuple[Isa, ...] = (VNNI512, VNNI256, AVX512BW, AVX2, SSE2)

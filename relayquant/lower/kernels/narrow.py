@@ -17,6 +17,8 @@ from relayquant.lower.kernels.epilogue import Epilogue, Output
 from relayquant.lower.kernels.isa import Buffer, Expr, Isa, Narrowing
 from relayquant.qtypes import INTEGER_LIMITS
 
+#: What results and residuals have to be.
+BYTES = ("uint8", "int8")
 #: Accumulator vectors that become one byte vector.
 PACKED = 4
 #: int32 lanes of the 128-bit parts that packs treat separately.
@@ -28,7 +30,8 @@ def can_narrow(isa: Isa, epilogue: Epilogue) -> bool:
     return (
         isa.narrowing is not None
         and epilogue.output is Output.REQUANTIZE
-        and epilogue.dtype in ("uint8", "int8")
+        and epilogue.dtype in BYTES
+        and (epilogue.residual is None or epilogue.residual.dtype in BYTES)
     )
 
 

@@ -1,4 +1,4 @@
-"""Pooling of uint8/int8 NHWC activations: maximum, and average in the default arithmetic.
+"""Pooling of NHWC activations of 8 or 16 bits: maximum, and average in the default arithmetic.
 
 Average: S = int32 sum of (x - z_in) over the window; t = RN(float32(S) * RN(m / float32(count)));
 then rounded and clamped as in `epilogue`. Padded pixels contribute 0 and count only with
@@ -39,8 +39,6 @@ from relayquant.qtypes import INTEGER_LIMITS
 PARALLEL_READS = 1 << 19
 #: Channels summed at once.
 LANES = 16
-#: Values whose zero points have a sum in int32, whatever 8-bit integers they are.
-MOST_VALUES = 1 << 23
 
 
 @dataclass(frozen=True)
@@ -117,6 +115,12 @@ class AvgPool2d:
     data: Affine
     out: Epilogue
     count_include_pad: bool = False
+
+
+def most_values(dtype: str) -> int:
+    """How many values of a dtype surely have a sum in int32, less any zero point."""
+    low, high = INTEGER_LIMITS[dtype]
+    return INTEGER_LIMITS["int32"][1] // (high - low)
 
 
 @dataclass(frozen=True)
@@ -246,8 +250,9 @@ def build_mean(
     if inner > 1:
         window = Window(outer, count, 1, inner, (count, 1))
         return build_avg_pool2d(AvgPool2d(window, spec.data, spec.out), name, spec.shape, out_shape)
-    if count > MOST_VALUES:
-        raise ConfigError(f"Mean: over {count} values; allowed: up to {MOST_VALUES}.")
+    most = most_values(spec.data.dtype)
+    if count > most:
+        raise ConfigError(f"Mean: over {count} values of {spec.data.dtype}; allowed: up to {most}.")
     factor = np.float32(spec.data.multiplier) / np.float32(count)
 
     def body() -> None:

@@ -33,8 +33,10 @@ class Conv2d:
     epilogue: Epilogue = field(default_factory=Epilogue)
 
     def __post_init__(self) -> None:
-        if self.in_dtype not in ("uint8", "int8"):
-            raise ConfigError(f"Conv2d: in_dtype is {self.in_dtype!r}; allowed: uint8, int8.")
+        if self.in_dtype not in ("uint8", "int8", "int16"):
+            raise ConfigError(
+                f"Conv2d: in_dtype is {self.in_dtype!r}; allowed: uint8, int8, int16."
+            )
         if self.in_channels % self.groups or self.out_channels % self.groups:
             raise ConfigError(
                 f"Conv2d: {self.in_channels} input and {self.out_channels} output channels do not "
