@@ -61,7 +61,6 @@ def test_eager__takes_matrix_products():
         assert choose_transpose_plan(spec, EAGER).isa is EAGER, spec
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("cpu", "case"), RUNS)
 def test_kernel__equals_numpy(results, cpu, case):
     np.testing.assert_array_equal(results(cpu)[case], make_case(case).expected)
@@ -71,7 +70,6 @@ def test_emulated_cpus__need_different_kernels():
     assert [select_isa(target_of(cpu)) for cpu in CPUS] == [NEON, SDOT, SMMLA]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("isa", "cpu", "lesser"),
     [(SDOT, "cortex-a76", "cortex-a53"), (EAGER, MATRIX_CPU, "cortex-a76")],

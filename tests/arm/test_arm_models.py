@@ -22,8 +22,6 @@ from relayquant.rewrite import Graph
 from relayquant.rewrite.graph import tensor_dtype
 from relayquant.runtime import Executor
 
-pytestmark = pytest.mark.slow
-
 Quantized = tuple[tvm.IRModule, np.ndarray]
 
 
