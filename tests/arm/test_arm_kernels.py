@@ -54,7 +54,9 @@ def results(emulator: Emulator, tmp_path_factory: pytest.TempPathFactory):
 
 
 def test_eager__takes_matrix_products():
-    convolutions = [spec for spec in CONVOLUTIONS.values() if not spec.is_depthwise]
+    convolutions = [
+        spec for spec in CONVOLUTIONS.values() if not spec.is_depthwise and spec.in_dtype != "int16"
+    ]
     for spec in [*convolutions, *(spec.as_conv2d() for spec in MATRICES.values())]:
         assert (choose_plan(spec, EAGER).isa is EAGER) == (spec.out_size != (1, 1)), spec
     for spec in TRANSPOSED.values():

@@ -79,6 +79,10 @@ def test_real_model__same_answer_as_onnxruntime(name, shared_data):
     assert (actual.argmax(-1) == expected.argmax(-1)).all()
 
 
+#: of batch normalization, as PyTorch names them
+BATCH_NORM_PARTS = ("weight", "bias", "running_mean", "running_var")
+
+
 def test_resnet20__names_and_sources_survive(shared_data):
     mod, _ = load(shared_data("resnet20_cifar10.onnx"))
     before = str(mod)
@@ -89,8 +93,10 @@ def test_resnet20__names_and_sources_survive(shared_data):
     assert names[:3] == ["conv1_c.folded", "bn1_o", "conv1_r"]
     assert names[-1] == "logits"
     sources = json.loads(prepared["main"].attrs["relayquant.sources"])
-    assert sources["conv1_c.folded"] == {"node": "conv1", "op": "Conv"}
-    assert sources["bn1_o"] == {"node": "bn1", "op": "BatchNormalization"}
+    weights = {"constants": ["conv1.weight"]}
+    assert sources["conv1_c.folded"] == {"node": "conv1", "op": "Conv"} | weights
+    weights = {"constants": [f"bn1.{part}" for part in BATCH_NORM_PARTS]}
+    assert sources["bn1_o"] == {"node": "bn1", "op": "BatchNormalization"} | weights
     assert set(names) <= set(sources)
 
 
