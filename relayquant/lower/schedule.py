@@ -473,9 +473,11 @@ class FunctionScheduler:
         """Run outer loops in parallel when there is work for more than one thread.
 
         Loops are fused only until they give enough tasks: each task takes its indices apart again.
+        A symbolic extent counts as 1, as for the kernels: what is known only at run time is the
+        batch, and one sample should not wait for a thread to wake.
         """
         work = facts.volume() * len(list_nodes(facts.value)) // 4
-        chosen, tasks, symbolic = [], 1, False
+        chosen, tasks = [], 1
         for loop in loops:
             if tasks >= PARALLEL_TASKS:
                 break
@@ -483,8 +485,7 @@ class FunctionScheduler:
             if extent != 1 or chosen:  # fused loops are neighbours, so units between them join
                 chosen.append(loop)
                 tasks *= extent or 1
-                symbolic |= extent is None
-        if not chosen or work < PARALLEL_WORK // (8 if symbolic else 1):
+        if not chosen or work < PARALLEL_WORK:
             return
         self.sch.parallel(self.sch.fuse(*chosen) if len(chosen) > 1 else chosen[0])
 

@@ -150,9 +150,9 @@ def test_schedule_functions__symbolic_batch(batch):
 def test_schedule_functions__unit_axes_between_parallel_ones():
     n = tirx.Var("n", "int64")
     mod = make_module(
-        lambda bb, x: relax.op.permute_dims(x, [0, 1, 3, 2]), ((n, 1, 96, 128), "float32")
+        lambda bb, x: relax.op.permute_dims(x, [0, 1, 3, 2]), ((n, 1, 384, 512), "float32")
     )
-    x = rng.standard_normal((2, 1, 96, 128)).astype("float32")
+    x = rng.standard_normal((2, 1, 384, 512)).astype("float32")
     got, _ = run_both(mod, x)
     np.testing.assert_array_equal(got, x.transpose(0, 1, 3, 2))
 
@@ -166,6 +166,16 @@ def test_schedule_functions__vectors_and_threads_appear():
     text = schedule_functions(mod, TARGET)["matmul"].script()
     assert "T.vectorized" in text
     assert "T.parallel" in text
+
+
+@pytest.mark.parametrize(("size", "is_parallel"), [(96, False), (512, True)])
+def test_schedule_functions__symbolic_batch_counts_as_one_sample(size, is_parallel):
+    n = tirx.Var("n", "int64")
+    mod = make_module(lambda bb, x: relax.op.nn.softmax(x), ((n, size, size), "float32"))
+    with TARGET:
+        mod = tvm.transform.Sequential(stages.legalize_passes(TARGET))(mod)
+    text = schedule_functions(mod, TARGET)["softmax"].script()
+    assert ("T.parallel" in text) == is_parallel
 
 
 def test_schedule_with_report__names_what_it_leaves():
