@@ -7,7 +7,6 @@ cross the border, and values whose parameters the user gives, get these as Fixed
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
@@ -31,9 +30,7 @@ from relayquant.errors import ConfigError, suggest_name
 from relayquant.plan import GroupPlan, Plan
 from relayquant.qtypes import INTEGER_LIMITS, Granularity, QParams, QSpec, Scheme
 from relayquant.rewrite import Graph
-
-#: as `relayquant.importers` writes it
-SOURCES_ATTR = "relayquant.sources"
+from relayquant.rewrite.sources import read_sources
 
 
 def has_quantized_values(mod: tvm.IRModule) -> bool:
@@ -73,12 +70,6 @@ def find_known(mod: tvm.IRModule) -> dict[str, QParams]:
     return known
 
 
-def read_sources(mod: tvm.IRModule) -> dict[str, dict[str, Any]]:
-    """Value -> what the importer recorded of the node that made it."""
-    attrs = mod["main"].attrs
-    return json.loads(str(attrs[SOURCES_ATTR])) if attrs and SOURCES_ATTR in attrs else {}
-
-
 def find_constant_groups(sources: Mapping[str, dict[str, Any]], plan: Plan) -> dict[str, str]:
     """Name of a weight in the source model ("layer1.0.conv1.weight") -> key of its group, as far as
     the importer recorded them.
@@ -116,7 +107,7 @@ def fix_parameters(
         ConfigError: `given` names nothing in the model, or has another width or number of
             parameters than the plan.
     """
-    sources = read_sources(mod)
+    sources = read_sources(mod["main"])
     owners = find_constant_groups(sources, plan)
     owners.update({member: group.key for group in plan.groups for member in group.members})
     owners.update({group.key: group.key for group in plan.groups})

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from relayquant.analysis.sums import ErrorSums
-from relayquant.annotate.claim import read_sources
+from relayquant.annotate.claim import read_nodes
 from relayquant.calibrate.datasets import Dataset
 from relayquant.config import QConfig, QConfigMapping, is_below
 from relayquant.effort import Effort, apply_effort
@@ -280,7 +280,7 @@ def add_float_lines(
     another operator, the line counts operators of the type below the name instead.
     """
     graph = Graph(prepared.mod)
-    sources = read_sources(graph)
+    sources = read_nodes(graph)
     for name in names:
         operator = prepared.plan.operator(name)
         others = (

@@ -4,7 +4,6 @@ refusal.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -27,8 +26,7 @@ from relayquant.plan import Support
 from relayquant.qtypes import QSpec, Role
 from relayquant.rewrite import Graph, Match, Skip
 from relayquant.rewrite.graph import call_name, tensor_dtype
-
-SOURCES_ATTR = "relayquant.sources"
+from relayquant.rewrite.sources import read_sources
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +130,7 @@ def claim_operators(
     Goes from the outputs to the inputs, so that the longest pattern ends at the last of its
     operators.
     """
-    sources = read_sources(graph)
+    sources = read_nodes(graph)
     sites = Sites(graph, sources, mapping)
     claimed: set[relax.Var] = set()
     claims = []
@@ -304,10 +302,7 @@ def find_roles(pattern: QuantOp) -> dict[str, bool]:
     return {"has_weight": Role.WEIGHT in roles, "has_bias": Role.BIAS in roles}
 
 
-def read_sources(graph: Graph) -> dict[str, str]:
+def read_nodes(graph: Graph) -> dict[str, str]:
     """Value name -> name of the source model's node, as the importer recorded it."""
-    attrs = graph.func.attrs
-    if attrs is None or SOURCES_ATTR not in attrs:
-        return {}
-    table = json.loads(str(attrs[SOURCES_ATTR]))
+    table = read_sources(graph.func)
     return {value: row["node"] for value, row in table.items() if row.get("node")}

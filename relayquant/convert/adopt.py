@@ -45,9 +45,6 @@ from relayquant.reference import qnn as numpy_qnn
 from relayquant.rewrite import Emitter, Graph, Match, Pattern, Rule, Skip, apply_rules, rewrite_main
 from relayquant.rewrite.graph import call_name, constant_value, tensor_dtype
 
-#: as `relayquant.importers` writes it
-SOURCES_ATTR = "relayquant.sources"
-
 #: operators that move or select values, so that quantize may be done before as well as behind them
 MOVERS = (
     "relax.reshape",

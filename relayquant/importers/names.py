@@ -11,10 +11,7 @@ import tvm
 from tvm import relax
 
 from relayquant.rewrite.editor import Editor
-
-#: Attribute of main: JSON text, value name -> {"node": name of the source node, "op": its
-#: operator, "constants": names of its weights and biases, absent where it has none}.
-SOURCES_ATTR = "relayquant.sources"
+from relayquant.rewrite.sources import SOURCES_ATTR
 
 #: Prefix of the values that an importer named, until `name_values` removes it. The names that a
 #: frontend makes up ("lv1") hold no colon, so that a tensor of the model may be called "lv1" as

@@ -57,9 +57,7 @@ from relayquant.prepare.quantized import (
 from relayquant.prepare.recover import recover_call_tir
 from relayquant.prepare.rule import ALIAS, PROJECTION, CanonicalRule, apply_phase
 from relayquant.rewrite.editor import Editor
-
-#: As `relayquant.importers` writes it: JSON text, value name -> {"node": ..., "op": ...}.
-SOURCES_ATTR = "relayquant.sources"
+from relayquant.rewrite.sources import SOURCES_ATTR
 
 #: Applied at every value, in this order.
 RULES: tuple[CanonicalRule, ...] = (

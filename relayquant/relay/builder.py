@@ -24,9 +24,7 @@ from relayquant.relay.operators import OPERATORS
 from relayquant.relay.operators.base import Emitter, Site, Value, make_const
 from relayquant.rewrite.editor import Editor
 from relayquant.rewrite.graph import tensor_dtype, tensor_shape
-
-#: Attribute of main: JSON text, value name -> {"node": name of the source node, "op": operator}.
-SOURCES_ATTR = "relayquant.sources"
+from relayquant.rewrite.sources import SOURCES_ATTR
 
 #: Deepest nesting of expressions and of inlined functions. Relay's printer nests not at all.
 MAX_DEPTH = 100
