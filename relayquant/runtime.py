@@ -44,13 +44,18 @@ class FunctionRunner(Protocol):
 LoadModule = Callable[[tvm.IRModule], FunctionRunner]
 
 
+def count_cores() -> int:
+    """Cores that this process may use."""
+    has_affinity = hasattr(os, "sched_getaffinity")  # Linux; elsewhere all cores count
+    return (len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count()) or 1
+
+
 def count_threads() -> int:
     """Threads that this process may keep busy: TVM_NUM_THREADS, or the cores it may use."""
     wanted = os.environ.get("TVM_NUM_THREADS", "")
     if wanted.isdigit() and int(wanted) > 0:
         return int(wanted)
-    has_affinity = hasattr(os, "sched_getaffinity")  # Linux; elsewhere all cores count
-    return (len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count()) or 1
+    return count_cores()
 
 
 def limit_blas() -> Any:

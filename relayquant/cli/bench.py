@@ -42,7 +42,7 @@ from relayquant.errors import ConfigError, ModelError
 from relayquant.lower.target import resolve_target
 from relayquant.report import make_console
 from relayquant.report.bench import kernel_table, latency_table, operator_table
-from relayquant.runtime import Executor, as_tensor
+from relayquant.runtime import Executor, as_tensor, count_cores
 
 Batch = Mapping[str, np.ndarray]
 
@@ -89,7 +89,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    threads = len(os.sched_getaffinity(0)) if options.threads is None else options.threads
+    threads = count_cores() if options.threads is None else options.threads
     for name, value in (
         ("--threads", threads),
         ("--batch", options.batch),

@@ -4,7 +4,6 @@ command-line string.
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +12,7 @@ from tvm.target import Target
 from tvm.target.codegen import llvm_get_system_cpu
 
 from relayquant.errors import ConfigError
+from relayquant.runtime import count_cores
 
 #: options of the old command-line strings that hold lists
 _LISTS = ("mattr", "cl-opt", "keys", "libs")
@@ -46,9 +46,7 @@ def resolve_target(target: Any = None) -> Target:
 
 def host_config() -> dict[str, Any]:
     """This machine's CPU as LLVM names it, and the cores this process may use."""
-    has_affinity = hasattr(os, "sched_getaffinity")  # Linux; elsewhere all cores count
-    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count()
-    return {"kind": "llvm", "mcpu": llvm_get_system_cpu(), "num-cores": cores}
+    return {"kind": "llvm", "mcpu": llvm_get_system_cpu(), "num-cores": count_cores()}
 
 
 def parse_target(text: str) -> dict[str, Any]:
