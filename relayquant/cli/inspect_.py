@@ -10,7 +10,7 @@ from typing import Any
 from relayquant.cli.files import load_model
 from relayquant.cli.measure import count_constant_bytes
 from relayquant.ledger import find_ledger
-from relayquant.report import ledger_table, make_console, summary_table
+from relayquant.report import ledger_table, list_findings, make_console, summary_table
 from relayquant.rewrite.graph import Graph
 
 
@@ -26,11 +26,8 @@ def run(options: argparse.Namespace) -> int:
     ledger = find_ledger(mod)
     if ledger is not None:
         console.print(ledger_table(ledger.to_dict()["operators"], title=str(options.model)))
-        for what, choice in ledger.choices.items():
-            console.print(f"{what} ({ledger.effort}): {choice}")
-        for seen in (ledger.guard, ledger.speed):
-            if seen is not None:
-                console.print(str(seen))
+        for line in list_findings(ledger):
+            console.print(line)
     else:
         graph = Graph(mod)
         names = [graph.op_name(binding.var) for binding in graph.bindings]

@@ -11,7 +11,7 @@ import tvm
 import relayquant as rq
 from relayquant.cli.files import MODULE_SUFFIX, load_model, write_whole
 from relayquant.errors import ConfigError, DataError
-from relayquant.report import ProgressReport, ledger_table, make_console
+from relayquant.report import ProgressReport, ledger_table, list_findings, make_console
 
 
 def add_parser(subparsers: Any) -> None:
@@ -75,10 +75,7 @@ def run(options: argparse.Namespace) -> int:
     console = make_console()
     ledger = rq.ledger(qmod)
     console.print(ledger_table(ledger.to_dict()["operators"]))
-    for what, choice in ledger.choices.items():
-        console.print(f"{what} ({ledger.effort}): {choice}")
-    for seen in (ledger.guard, ledger.speed):
-        if seen is not None:
-            console.print(str(seen))
+    for line in list_findings(ledger):
+        console.print(line)
     console.print(f"wrote {output}")
     return 0

@@ -2,12 +2,13 @@
 
 from relayquant.report.compare import compare_table, plot_compare, plot_ranges
 from relayquant.report.progress import ProgressReport
-from relayquant.report.text import ledger_table, make_console, summary_table
+from relayquant.report.text import ledger_table, list_findings, make_console, summary_table
 
 __all__ = [
     "ProgressReport",
     "compare_table",
     "ledger_table",
+    "list_findings",
     "make_console",
     "plot_compare",
     "plot_ranges",

@@ -11,6 +11,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from relayquant.ledger import Ledger
+
 #: Wide enough that no line of a file or a pipe is ever folded.
 PLAIN_WIDTH = 10_000
 
@@ -28,6 +30,12 @@ def make_console(file: TextIO | None = None) -> Console:
     return Console(
         file=file, width=PLAIN_WIDTH, highlight=False, markup=False, emoji=False, color_system=None
     )
+
+
+def list_findings(ledger: Ledger) -> list[str]:
+    """Lines on what calibration worked with, and on what guard and search for speed saw."""
+    lines = [f"{what} ({ledger.effort}): {choice}" for what, choice in ledger.choices.items()]
+    return lines + [str(seen) for seen in (ledger.guard, ledger.speed) if seen is not None]
 
 
 def ledger_table(rows: Sequence[Mapping[str, Any]], title: str = "") -> Group:
