@@ -256,17 +256,24 @@ def fallback(
     if keep_faster:
         stopwatch = Stopwatch.on_this_machine([*next(iter(data)).values()])
         least = min(bound, best.score)
+        accepted: list[float] = []
+
+        def accept(faster: tvm.IRModule) -> bool:
+            found = score_module(faster)
+            if found >= least:
+                accepted.append(found)  # of the last one, which is taken
+            return found >= least
+
         changed, module = keep_faster_float(
             changed,
             module,
             stopwatch,
             dataset,
             calibration=calibration,
-            accept=lambda faster: score_module(faster) >= least,
+            accept=accept,
         )
-        speed = read_ledger(module).speed
-        if speed is not None and speed.reverted:
-            mapping, score = changed.mapping or mapping, score_module(module)
+        if accepted:
+            mapping, score = changed.mapping or mapping, accepted[-1]
     seen = SearchResult(
         score,
         float_score,

@@ -8,6 +8,7 @@ forms are timed kernel by kernel, and a module is changed only when the whole of
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -58,8 +59,12 @@ class Stopwatch:
                 seconds[call.value] = seconds.get(call.value, 0.0) + call.seconds
             return seconds
 
+        @functools.lru_cache(maxsize=2)  # one module is compared with several others
+        def bind(mod: tvm.IRModule) -> Callable[[], object]:
+            return bind_run(mod, inputs)
+
         def time_modules(mods: Sequence[tvm.IRModule]) -> list[float]:
-            runs = {str(i): bind_run(mod, inputs) for i, mod in enumerate(mods)}
+            runs = {str(i): bind(mod) for i, mod in enumerate(mods)}
             return [found.median for found in measure_latency(runs, TURNS).values()]
 
         return Stopwatch(time_values, time_modules)
@@ -107,7 +112,7 @@ def keep_faster_float(
         stopwatch: Measures.
         dataset, calibration: As for `quantize`; used when a new plan has values that were never
             observed.
-        accept: Whether a faster module will do otherwise.
+        accept: Whether a faster module will do otherwise; what it accepted last is returned.
     """
     parts = find_faster_parts(prepared, qmod, stopwatch)
     best = prepared, qmod, SpeedResult(stopwatch.time_modules([qmod])[0])
