@@ -187,7 +187,7 @@ def lower_binary(context: KernelContext, var: relax.Var) -> KernelCall | Skip | 
     if numbers is None or None in shapes or not is_default_arithmetic(call):
         return Skip("several scales, another arithmetic, or symbolic dimensions")
     dtype = tensor_dtype(var)
-    if dtype not in ("uint8", "int8", "int16"):
+    if not is_activation(var):
         return Skip(f"the result is {dtype}")
     (symbolic, shape), (rhs_symbolic, rhs_shape) = shapes  # pyright: ignore[reportGeneralTypeIssues]
     rhs_constant = constant_value(rhs) is not None

@@ -9,9 +9,9 @@ calibration graph whose scales are parameters, are packed by a kernel at run tim
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import tvm
@@ -167,19 +167,9 @@ class FunctionLowering:
 
     def __init__(self, func: relax.Function, kernels: Kernels) -> None:
         self.func, self.kernels = func, kernels
-        self.values: dict[relax.Var, relax.Expr] = {}
-        self.users: dict[relax.Var, list[relax.Var]] = {}
-        self.position: dict[relax.Var, int] = {}
-        uses: Counter[relax.Var] = Counter()
-        for index, binding in enumerate(list_bindings(func)):
-            self.values[binding.var] = binding.value
-            self.position[binding.var] = index
-            for var in list_reads(binding.value):
-                uses[var] += 1
-                self.users.setdefault(var, []).append(binding.var)
-        for var in relax.analysis.all_vars(func.body.body):
-            uses[var] += 1
-        self.uses = uses
+        bindings = list(list_bindings(func))
+        self.values: dict[relax.Var, relax.Expr] = {b.var: b.value for b in bindings}
+        self.readers = Readers(func, bindings)
         self.builder = kernels.builder
         self.symbols: dict[str, tirx.Var] = {}
         #: values that some kernel computes already: a sum of two products belongs to one of them
@@ -235,11 +225,9 @@ class FunctionLowering:
         """Follow the only reader of each value: bias, then residual, then relu or clip."""
         product = Product(root, root, channels)
         while product.high is None:
-            var = product.last
-            users = self.users.get(var, [])
-            if self.uses[var] != 1 or len(users) != 1 or users[0] not in inside:
+            user = self.readers.find_only(product.last)
+            if user is None or user not in inside:
                 break
-            user = users[0]
             longer = None if user in self.claimed else self.take(product, user)
             if longer is None:
                 break
@@ -256,12 +244,8 @@ class FunctionLowering:
         if name == "relax.add" and not clipped:
             other = call.args[1] if call.args[0].same_as(product.last) else call.args[0]
             return take_sum(product, other, len(shape_of(user)))
-        if name == "relax.nn.relu" and not clipped:
-            return replace(product, low=0.0)
-        if name == "relax.clip" and not clipped:
-            low, high = (read_scalar(arg) for arg in call.args[1:3])
-            known = low is not None and high is not None
-            return replace(product, low=low, high=high) if known else None
+        if name in CLAMPS and not clipped:
+            return take_clamp(product, call)
         if name == "relax.maximum" and not clipped:
             low = read_scalar(call.args[1])
             return None if low is None else replace(product, low=low)
@@ -371,6 +355,32 @@ class FunctionLowering:
         return self.symbols.setdefault(str(extent), tirx.Var(name, "int64"))
 
 
+#: Operators that only bound what they get.
+CLAMPS = ("relax.nn.relu", "relax.clip")
+
+
+class Bounded(Protocol):
+    """A frozen dataclass with bounds of its results."""
+
+    @property
+    def low(self) -> float | None: ...
+    @property
+    def high(self) -> float | None: ...
+
+
+BoundedT = TypeVar("BoundedT", bound=Bounded)
+
+
+def take_clamp(product: BoundedT, call: Call) -> BoundedT | None:
+    """`product` with the bounds of one of `CLAMPS`; None if they are not known."""
+    if op_name(call) == "relax.nn.relu":
+        return replace(product, low=0.0)  # pyright: ignore[reportArgumentType]
+    low, high = (read_scalar(arg) for arg in call.args[1:3])
+    if low is None or high is None:
+        return None
+    return replace(product, low=low, high=high)  # pyright: ignore[reportArgumentType]
+
+
 def take_sum(product: Product, other: relax.Expr, rank: int) -> Product | None:
     """`product` plus `other`: a constant bias, or a residual of the same shape."""
     if isinstance(other, GenericConst):
@@ -381,6 +391,26 @@ def take_sum(product: Product, other: relax.Expr, rank: int) -> Product | None:
     if product.residual is None and same_type(other, product.root):
         return replace(product, residual=other)
     return None
+
+
+class Readers:
+    """Which values of a function read which."""
+
+    def __init__(self, func: relax.Function, bindings: Iterable[Any]) -> None:
+        self.users: dict[relax.Var, list[relax.Var]] = {}
+        self.uses: Counter[relax.Var] = Counter()
+        for binding in bindings:
+            for var in list_reads(binding.value):
+                self.uses[var] += 1
+                self.users.setdefault(var, []).append(binding.var)
+        result = func.body.body if isinstance(func.body, relax.SeqExpr) else func.body
+        self.uses.update(relax.analysis.all_vars(result))
+
+    def find_only(self, var: relax.Var) -> relax.Var | None:
+        """The only value that reads `var`, once; None if there are more, or none, or main returns
+        it.
+        """
+        return self.users[var][0] if self.uses[var] == 1 and var in self.users else None
 
 
 def list_bindings(func: relax.Function) -> Iterator[Any]:

@@ -164,7 +164,7 @@ def finish_residual(
         return None
     r_scale, r_zero, o_scale, o_zero = numbers
     dtype = tensor_dtype(user)
-    if dtype not in ("uint8", "int8", "int16"):
+    if not is_activation(user):
         return None
     factor = float(multiplier(r_scale, o_scale))  # pyright: ignore[reportArgumentType]
     residual = Residual(tensor_dtype(rhs), int(r_zero), factor)  # pyright: ignore[reportArgumentType]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,13 +19,14 @@ from relayquant.lower.eager.product import (
 )
 from relayquant.lower.eager.rounding import ROUND, Rounding
 from relayquant.lower.float_layout import (
+    CLAMPS,
+    Readers,
     is_float32,
-    list_reads,
     op_name,
-    read_scalar,
     same_type,
     shape_of,
     static_sizes,
+    take_clamp,
 )
 from relayquant.reference.interpreter import Frame, execute_binding
 
@@ -60,14 +60,7 @@ class Planner:
         self.bindings, self.kernels = bindings, kernels
         self.values = {b.var: b.value for b in bindings if not isinstance(b, relax.MatchCast)}
         self.params = set(func.params)
-        self.users: dict[relax.Var, list[relax.Var]] = {}
-        self.uses: Counter[relax.Var] = Counter()
-        for binding in bindings:
-            for var in list_reads(binding.value):
-                self.uses[var] += 1
-                self.users.setdefault(var, []).append(binding.var)
-        result = func.body.body if isinstance(func.body, relax.SeqExpr) else func.body
-        self.uses.update(relax.analysis.free_vars(result))
+        self.readers = Readers(func, bindings)
         self.claimed: set[relax.Var] = set()
 
     def plan(self) -> Iterator[Step]:
@@ -75,7 +68,6 @@ class Planner:
         bound.
         """
         found: dict[relax.Var, Step] = {}
-        inner: set[relax.Var] = set()
         for binding in self.bindings:
             if binding.var in self.claimed or binding.var not in self.values:
                 continue
@@ -131,8 +123,8 @@ class Planner:
 
     def only_user(self, var: relax.Var) -> relax.Var | None:
         """The only value that is computed from `var`; None if there are several, or none."""
-        users = self.users.get(var, [])
-        return users[0] if users and self.uses[var] == 1 and users[0] in self.values else None
+        user = self.readers.find_only(var)
+        return user if user is not None and user in self.values else None
 
     def take(self, chain: Chain, user: relax.Var) -> Chain | None:
         """The chain with what `user` computes; None if the kernel cannot."""
@@ -142,11 +134,8 @@ class Planner:
             return None
         if name == "relax.add" and not clipped:
             return take_sum(chain, call)
-        if name == "relax.nn.relu" and not clipped:
-            return replace(chain, low=0.0)
-        if name == "relax.clip" and not clipped:
-            low, high = (read_scalar(arg) for arg in call.args[1:3])
-            return None if low is None or high is None else replace(chain, low=low, high=high)
+        if name in CLAMPS and not clipped:
+            return take_clamp(chain, call)
         return None
 
     # ---- simulated quantization ----

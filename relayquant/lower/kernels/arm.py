@@ -266,19 +266,13 @@ SDOT = SdotIsa(
     intrinsic="llvm.aarch64.neon.sdot.v4i32.v16i8",
     wide=NEON_WIDE,
 )
-NEON = SmlalIsa(
+NEON = replace(
+    NEON_WIDE,
     name="neon",
-    features=("neon",),
-    lanes=4,
     products=4,
-    accumulators=16,
-    dots_in_flight=4,
     activation="int8",
-    weight_dtype="int16",
     word_cost=1 / 2,  # a load of 16 bytes, widened to two vectors
     dot_cost=4,
-    max_pixels=8,
-    intrinsic="llvm.aarch64.neon.smull.v4i32",
     wide=NEON_WIDE,
 )
 SMMLA = SmmlaIsa(
@@ -300,34 +294,21 @@ SMMLA = SmmlaIsa(
 )
 #: For targets that name i8mm and not dotprod; LLVM concludes neither from the other.
 SMMLA_NEON = replace(SMMLA, name="smmla+neon", features=("neon", "i8mm"), single=NEON)
-NEON32 = SmlalIsa(
-    name="neon32",
+NEON32_WIDE = SmlalIsa(
+    name="neon32 int16",
     features=("neon",),
     lanes=4,
-    products=4,
+    products=2,
     registers=16,
     has_fma=False,
     accumulators=8,
     dots_in_flight=4,
-    activation="int8",
+    activation="int16",
     weight_dtype="int16",
     max_pixels=4,
     intrinsic="llvm.arm.neon.vmulls.v4i32",
-    wide=SmlalIsa(
-        name="neon32 int16",
-        features=("neon",),
-        lanes=4,
-        products=2,
-        registers=16,
-        has_fma=False,
-        accumulators=8,
-        dots_in_flight=4,
-        activation="int16",
-        weight_dtype="int16",
-        max_pixels=4,
-        intrinsic="llvm.arm.neon.vmulls.v4i32",
-    ),
 )
+NEON32 = replace(NEON32_WIDE, name="neon32", products=4, activation="int8", wide=NEON32_WIDE)
 
 #: Fastest first.
 AARCH64_ISAS: tuple[Isa, ...] = (SMMLA, SMMLA_NEON, SDOT, NEON)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +20,20 @@ from relayquant.lower.kernels.specs import Conv2d
 #: bytes, by the number of blocks.
 PLAIN_STORE = 7.0
 NARROW_STORE = {1: 6.0, 2: 5.5, 4: 4.75}
+
+
+class Plan(Protocol):
+    """What the choice of instructions asks of a plan."""
+
+    @property
+    def isa(self) -> Isa: ...
+    @property
+    def fewest_pixels(self) -> int: ...
+    @property
+    def instructions(self) -> float: ...
+
+
+PlanT = TypeVar("PlanT", bound=Plan)
 
 
 @dataclass(frozen=True)
@@ -185,6 +201,11 @@ class ConvPlan:
         return self.groups * self.panels * self.panel_channels
 
     @cached_property
+    def fewest_pixels(self) -> int:
+        """Pixels of an image."""
+        return prod(self.pixel_grid[1:])
+
+    @cached_property
     def instructions(self) -> float:
         """Estimated vector instructions for all tiles and the copy; 16-byte vectors, as Arm has.
 
@@ -247,13 +268,17 @@ def choose_plan(spec: Conv2d, isa: Isa) -> ConvPlan:
     taken if there are as many, and if it needs fewer instructions than its companion for single
     pixels.
     """
-    isa = isa.for_activations(spec.in_dtype)
-    single = ConvPlan(spec, isa.for_single_pixels())
+    return choose_instructions(lambda isa: ConvPlan(spec, isa), isa.for_activations(spec.in_dtype))
+
+
+def choose_instructions(make: Callable[[Isa], PlanT], isa: Isa) -> PlanT:
+    """The plan of `make` for several pixels at once, or for single ones; see `choose_plan`."""
+    single = make(isa.for_single_pixels())
     if single.isa is isa:
         return single
-    plan = ConvPlan(spec, isa)
-    enough = prod(plan.pixel_grid[1:]) >= isa.pixels
-    return plan if enough and plan.instructions < single.instructions else single
+    plan = make(isa)
+    fits = plan.fewest_pixels >= isa.pixels
+    return plan if fits and plan.instructions < single.instructions else single
 
 
 def pack_panels(plan: ConvPlan, weight: NDArray[np.int8]) -> NDArray[np.integer]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
-from math import gcd, prod
+from math import gcd
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,7 @@ from tvm.tirx import PrimFunc
 
 from relayquant.errors import ConfigError
 from relayquant.lower.kernels.conv import Placement, emit_convolution
-from relayquant.lower.kernels.conv_plan import ConvPlan, pack_panels
+from relayquant.lower.kernels.conv_plan import ConvPlan, choose_instructions, pack_panels
 from relayquant.lower.kernels.emit import PARALLEL_THRESHOLD, build_kernel, ceil_div
 from relayquant.lower.kernels.epilogue import Epilogue
 from relayquant.lower.kernels.isa import Isa
@@ -184,6 +184,11 @@ class TransposePlan:
         return sum(part.weight_size for part in self.parts)
 
     @cached_property
+    def fewest_pixels(self) -> int:
+        """Pixels of an image in the smallest phase."""
+        return min(part.fewest_pixels for part in self.parts)
+
+    @cached_property
     def instructions(self) -> float:
         """See `ConvPlan.instructions`."""
         return sum(part.instructions for part in self.parts)
@@ -192,12 +197,7 @@ class TransposePlan:
 def choose_transpose_plan(spec: Conv2dTranspose, isa: Isa) -> TransposePlan:
     """As `choose_plan`, one instruction set for all phases: they share the packed weights."""
     isa = isa.for_activations(spec.in_dtype)
-    single = TransposePlan(spec, isa.for_single_pixels())
-    if single.isa is isa:
-        return single
-    plan = TransposePlan(spec, isa)
-    enough = all(prod(part.pixel_grid[1:]) >= isa.pixels for part in plan.parts)
-    return plan if enough and plan.instructions < single.instructions else single
+    return choose_instructions(lambda isa: TransposePlan(spec, isa), isa)
 
 
 def pack_conv2d_transpose(

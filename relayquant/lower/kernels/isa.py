@@ -15,7 +15,7 @@ these primitives. Another family (see `arm`) is another subclass with its values
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -289,6 +289,13 @@ class PlainIsa(Isa):
         return acc + activation * weights
 
 
+def on_bytes(wide: PairIsa, name: str) -> MaddIsa:
+    """What the CPUs of `wide` have for bytes: the same instruction on the same registers."""
+    shared = {field.name: getattr(wide, field.name) for field in fields(wide)}
+    changed = {"name": name, "products": 4, "activation": "uint8", "wide": wide}
+    return MaddIsa(**{**shared, **changed})
+
+
 NARROWING_512 = Narrowing(
     to_int32="llvm.x86.avx512.mask.cvtps2dq.512",
     to_int16="llvm.x86.avx512.packssdw.512",
@@ -352,84 +359,48 @@ VNNI256 = replace(
     intrinsic="llvm.x86.avx512.vpdpbusd.256",
     wide=VNNI256_WIDE,
 )
-AVX512BW = MaddIsa(
-    name="avx512bw",
+AVX512BW_WIDE = PairIsa(
+    name="avx512bw int16",
     features=("avx512bw", "avx512vl"),
     lanes=16,
-    products=4,
+    products=2,
     accumulators=24,
     dots_in_flight=8,
-    activation="uint8",
+    activation="int16",
     weight_dtype="int16",
     narrowing=NARROWING_512,
     intrinsic="llvm.x86.avx512.pmaddw.d.512",
-    wide=PairIsa(
-        name="avx512bw int16",
-        features=("avx512bw", "avx512vl"),
-        lanes=16,
-        products=2,
-        accumulators=24,
-        dots_in_flight=8,
-        activation="int16",
-        weight_dtype="int16",
-        narrowing=NARROWING_512,
-        intrinsic="llvm.x86.avx512.pmaddw.d.512",
-    ),
 )
-AVX2 = MaddIsa(
-    name="avx2",
+AVX512BW = on_bytes(AVX512BW_WIDE, "avx512bw")
+AVX2_WIDE = PairIsa(
+    name="avx2 int16",
     features=("avx2",),
     lanes=8,
-    products=4,
+    products=2,
     registers=16,
     accumulators=12,
     dots_in_flight=8,
-    activation="uint8",
+    activation="int16",
     weight_dtype="int16",
     narrowing=NARROWING_256,
     intrinsic="llvm.x86.avx2.pmadd.wd",
-    wide=PairIsa(
-        name="avx2 int16",
-        features=("avx2",),
-        lanes=8,
-        products=2,
-        registers=16,
-        accumulators=12,
-        dots_in_flight=8,
-        activation="int16",
-        weight_dtype="int16",
-        narrowing=NARROWING_256,
-        intrinsic="llvm.x86.avx2.pmadd.wd",
-    ),
 )
-SSE2 = MaddIsa(
-    name="sse2",
+AVX2 = on_bytes(AVX2_WIDE, "avx2")
+SSE2_WIDE = PairIsa(
+    name="sse2 int16",
     features=("sse2",),
     lanes=4,
-    products=4,
+    products=2,
     registers=16,
     has_fma=False,
     accumulators=8,
     dots_in_flight=8,
-    activation="uint8",
+    activation="int16",
     weight_dtype="int16",
     narrowing=NARROWING_128,
     intrinsic="llvm.x86.sse2.pmadd.wd",
-    wide=PairIsa(
-        name="sse2 int16",
-        features=("sse2",),
-        lanes=4,
-        products=2,
-        registers=16,
-        has_fma=False,
-        accumulators=8,
-        dots_in_flight=8,
-        activation="int16",
-        weight_dtype="int16",
-        narrowing=NARROWING_128,
-        intrinsic="llvm.x86.sse2.pmadd.wd",
-    ),
 )
+SSE2 = on_bytes(SSE2_WIDE, "sse2")
 PORTABLE_WIDE = PlainIsa(
     name="portable int16",
     features=(),
