@@ -31,7 +31,7 @@ from relayquant.effort import Effort
 from relayquant.errors import AccuracyWarning, ConfigError, DataWarning
 from relayquant.events import CallbackList
 from relayquant.ledger import GuardResult, Ledger, read_ledger, write_ledger
-from relayquant.pipeline import compile_draft, convert_to_reference, lower
+from relayquant.pipeline import convert_to_reference, lower
 from relayquant.prepared import PreparedModel
 from relayquant.revert import keep_parameters
 from relayquant.rewrite import Graph
@@ -292,7 +292,7 @@ def revert_operators(
     integer module decides; while it falls short, twice as many more go.
     """
     data = open_dataset(list(batches), describe_inputs(prepared.mod))
-    simulation = Simulation(prepared, data, compile_draft)
+    simulation = Simulation(prepared, data)
     mapping = prepared.mapping
     if mapping is None:
         raise ConfigError("The guard needs the QConfigMapping that the model was prepared with.")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import concurrent.futures as futures
 import functools
 import math
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import tvm
@@ -27,6 +29,9 @@ _VIEWED = frozenset(
     [f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)]
     + ["float16", "float32", "float64"]
 )
+
+S = TypeVar("S")
+T = TypeVar("T")
 
 #: compiles a module into something `Executor` can run
 CompileModule = Callable[[tvm.IRModule], Any]
@@ -66,6 +71,27 @@ def limit_blas() -> Any:
     do not depend on the number of cores.
     """
     return find_thread_pools().limit(limits=1, user_api="blas")
+
+
+def map_on_threads(function: Callable[[S], T], items: Iterable[S]) -> Iterator[T]:
+    """`function` of each item, in order, computed on `count_threads()` threads.
+
+    Items are taken from the iterator by the caller's thread, and not many more of them than there
+    are threads wait at any time.
+    """
+    threads = count_threads()
+    with futures.ThreadPoolExecutor(threads, thread_name_prefix="relayquant") as pool:
+        running: deque[futures.Future[T]] = deque()
+        try:
+            for item in items:
+                running.append(pool.submit(function, item))
+                if len(running) > threads:
+                    yield running.popleft().result()
+            while running:
+                yield running.popleft().result()
+        finally:
+            for future in running:
+                future.cancel()
 
 
 @functools.cache

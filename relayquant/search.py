@@ -36,7 +36,6 @@ from relayquant.ledger import SearchResult, read_ledger, write_ledger
 from relayquant.pipeline import (
     calibrate,
     compile,
-    compile_draft,
     convert_to_reference,
     default_mapping,
     lower,
@@ -74,7 +73,7 @@ def sensitivity(
     """
     data = open_dataset(dataset, describe_inputs(prepared.mod))
     return measure_sensitivity(
-        prepared, data, compile_draft, metric, samples=samples, callbacks=CallbackList.of(callbacks)
+        prepared, data, metric, samples=samples, callbacks=CallbackList.of(callbacks)
     )
 
 
@@ -205,7 +204,7 @@ def fallback(
     data = open_dataset(
         dataset if validation is None else validation, describe_inputs(prepared.mod)
     )
-    simulation = Simulation(prepared, data, compile_draft, metric)
+    simulation = Simulation(prepared, data, metric)
     float_score = apply_metric(metric, simulation.expected, simulation.expected)
     bound = float_score - max_drop
     state = open_state(search_state, prepared, max_drop, calibration)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 
 import numpy as np
+import pytest
 import tvm
 from tvm.script import ir as I
 from tvm.script import relax as R
 
-from relayquant.runtime import SPIN_VARIABLE, Executor, as_tensor, stop_spinning
+from relayquant.runtime import SPIN_VARIABLE, Executor, as_tensor, map_on_threads, stop_spinning
 
 
 @I.ir_module
@@ -44,3 +45,23 @@ def test_stop_spinning__unless_the_user_says_otherwise(monkeypatch):
     monkeypatch.setenv(SPIN_VARIABLE, "1000")
     stop_spinning()
     assert os.environ[SPIN_VARIABLE] == "1000"
+
+
+def test_map_on_threads__in_order_and_not_far_ahead(monkeypatch):
+    monkeypatch.setenv("TVM_NUM_THREADS", "3")
+    taken = []
+
+    def items():
+        for item in range(50):
+            taken.append(item)
+            yield item
+
+    for item, result in enumerate(map_on_threads(lambda x: x * x, items())):
+        assert result == item * item
+        assert len(taken) <= item + 1 + 3
+    assert len(taken) == 50
+
+
+def test_map_on_threads__an_error_reaches_the_caller():
+    with pytest.raises(ZeroDivisionError):
+        list(map_on_threads(lambda x: 1 // x, [2, 1, 0, 3]))

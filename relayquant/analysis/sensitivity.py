@@ -1,16 +1,16 @@
 """sensitivity: calibrated model + data -> how much damage quantizing each operator alone does.
 
-The calibration graph is compiled once. Its parameters are variables and dtype code 0 passes values
+The calibration graph runs step by step. Its parameters are variables and dtype code 0 passes values
 through, so one operator is quantized by switching on the parameters of its operands and its result,
-and nothing else.
+and nothing else; and only what is computed from these is computed again.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -21,10 +21,14 @@ from relayquant.config import QConfig, QConfigMapping, is_below
 from relayquant.effort import Effort, apply_effort
 from relayquant.errors import ConfigError, DataError
 from relayquant.events import CallbackList, ProgressEvent
+from relayquant.lower import EagerModule, Recording, Replay
 from relayquant.plan import OperatorPlan
 from relayquant.prepared import PreparedModel
 from relayquant.rewrite import Graph
-from relayquant.runtime import CompileModule, Executor, as_tensor
+from relayquant.runtime import limit_blas, map_on_threads
+
+#: bytes of values of the float model that are kept from one measurement to the next
+KEPT_BYTES = 256e6
 
 #: (outputs of the float model, outputs of the quantized one) -> a number, higher is better. One
 #: array for each output of the model, all samples along axis 0.
@@ -99,7 +103,6 @@ class SensitivityReport:
 def measure_sensitivity(
     prepared: PreparedModel,
     data: Dataset,
-    compile_module: CompileModule,
     metric: Metric | None = None,
     *,
     samples: int = 64,
@@ -107,17 +110,20 @@ def measure_sensitivity(
 ) -> SensitivityReport:
     """Quantize each operator alone, and all together.
 
-    Args: prepared: A calibrated model. data: Inputs. compile_module: Compiles for this machine.
+    Args:
+        prepared: A calibrated model.
+        data: Inputs.
         metric: See `Metric`; None: SQNR of the outputs, 10 log10(signal / noise), of the worst
-        output. samples: Measure on the first batches that hold so many samples. callbacks: Told of
-        each operator as it is done.
+            output.
+        samples: Measure on the first batches that hold so many samples.
+        callbacks: Told of each operator as it is done.
 
     Raises:
         ConfigError: the model is not calibrated, `samples` < 1, or the metric returns no number.
         DataError: the data does not fit the model.
     """
     callbacks = callbacks or CallbackList()
-    simulation = Simulation(prepared, take_samples(data, samples), compile_module, metric)
+    simulation = Simulation(prepared, take_samples(data, samples), metric)
     operators = find_rounding_operators(prepared)
     rows = []
     for done, operator in enumerate(operators, 1):
@@ -168,22 +174,71 @@ def count_samples(batch: Mapping[str, np.ndarray]) -> int:
 
 
 class Simulation:
-    """The compiled calibration graph, and what the float model answers."""
+    """The calibration graph on some data, and what the float model answers.
+
+    Values of the float model are kept, so that a run with other operators quantized begins at
+    these. They take `memory` bytes at most, whatever the data; beyond that, more is computed again.
+    """
 
     def __init__(
         self,
         prepared: PreparedModel,
         data: Dataset,
-        compile_module: CompileModule,
         metric: Metric | None = None,
+        *,
+        memory: float = KEPT_BYTES,
     ) -> None:
         self.prepared, self.data, self.metric = prepared, data, metric
         self.parameters = prepared.require_parameters()
-        self.executor = Executor(compile_module(prepared.graph.mod))
-        # Weights are copied once, not for every run.
-        self.float_args = {k: as_tensor(v) for k, v in prepared.graph.arguments().items()}
         self.samples = sum(count_samples(batch) for batch in data)
-        self.expected = list(self.run(()))
+        first = next(iter(data))
+        share = memory * count_samples(first) / self.samples
+        with limit_blas():
+            self.replay = Replay(
+                EagerModule(prepared.graph.mod).programs["main"],
+                prepared.graph.arguments(),
+                (self.find_changes([op]) for op in find_rounding_operators(prepared)),
+                [*first.values()],
+                share,
+            )
+            self.recordings = list(map_on_threads(self.replay.record, self.read_batches()))
+        self.expected = [recording.results for recording in self.recordings]
+
+    def read_batches(self) -> Iterator[list[np.ndarray]]:
+        """Inputs of each batch, in order; copies, since who yields them may use them again."""
+        for batch in self.data:
+            yield [batch[name].copy() for name in self.prepared.graph.inputs]
+
+    def pair_batches(self) -> Iterator[tuple[Recording, list[np.ndarray]]]:
+        """Each recording with the inputs it was made of.
+
+        Raises:
+            DataError: the data set yields more or fewer batches than it did.
+        """
+        for recording, batch in itertools.zip_longest(self.recordings, self.read_batches()):
+            if recording is None or batch is None:
+                raise DataError(
+                    f"The data set yielded {len(self.recordings)} batches at first, and now "
+                    "another number of them. It must yield the same ones each time it is read."
+                )
+            yield recording, batch
+
+    def find_changes(self, quantized: Collection[OperatorPlan]) -> dict[str, np.ndarray]:
+        """Arguments of the calibration graph that quantize these operators, by name."""
+        keys = {key for operator in quantized for key in find_groups(operator)} & set(
+            self.parameters
+        )
+        names = {operator.name for operator in quantized}
+        graph = self.prepared.graph
+        changed: dict[str, np.ndarray] = {}
+        for key in keys:
+            variables = graph.variables[key]
+            arrays = variables.arrays(self.parameters[key])
+            changed.update((v.name, a) for v, a in zip(variables.vars, arrays, strict=True))
+        for key, value in self.prepared.constants.items():
+            if key.rpartition(":")[0] in names:
+                changed[graph.constants[key].var.name] = value
+        return changed
 
     def run(self, quantized: Collection[OperatorPlan]) -> Iterator[list[np.ndarray]]:
         """Outputs for each batch with these operators quantized, the others in float.
@@ -191,22 +246,14 @@ class Simulation:
         The operators may be those of another plan of the same model; parameters that only it has
         pass through.
         """
-        keys = {key for operator in quantized for key in find_groups(operator)} & set(
-            self.parameters
+        variation = self.replay.vary(self.find_changes(quantized))
+        if variation.inputs:
+            return map_on_threads(
+                lambda pair: self.replay.run(variation, *pair), self.pair_batches()
+            )
+        return map_on_threads(
+            lambda recording: self.replay.run(variation, recording), self.recordings
         )
-        names = {operator.name for operator in quantized}
-        graph = self.prepared.graph
-        changed: dict[str, Any] = {}
-        for key in keys:
-            variables = graph.variables[key]
-            arrays = variables.arrays(self.parameters[key])
-            changed.update((v.name, a) for v, a in zip(variables.vars, arrays, strict=True))
-        for key, value in self.prepared.constants.items():
-            if key.rpartition(":")[0] in names:
-                changed[graph.constants[key].var.name] = as_tensor(value)
-        args = list({**self.float_args, **changed}.values())
-        for batch in self.data:
-            yield self.executor.run("main", [*(batch[name] for name in graph.inputs), *args])
 
     def score(self, quantized: Collection[OperatorPlan]) -> float:
         """SQNR in dB of the worst output, or the metric.
@@ -214,16 +261,19 @@ class Simulation:
         Raises:
             ConfigError: the metric returns no number.
         """
-        if self.metric is not None:
-            return apply_metric(self.metric, self.expected, list(self.run(quantized)))
-        return self.sqnr(quantized)
+        if self.metric is None:
+            return self.sqnr(quantized)
+        with limit_blas():
+            got = list(self.run(quantized))
+        return apply_metric(self.metric, self.expected, got)
 
     def sqnr(self, quantized: Collection[OperatorPlan]) -> float:
         """SQNR in dB of the worst output, whatever the metric."""
         sums: list[ErrorSums] = []
-        for expected, got in zip(self.expected, self.run(quantized), strict=True):
-            sums = sums or [ErrorSums()] * len(expected)
-            sums = [s.update(x, y) for s, x, y in zip(sums, expected, got, strict=True)]
+        with limit_blas():
+            for expected, got in zip(self.expected, self.run(quantized), strict=True):
+                sums = sums or [ErrorSums()] * len(expected)
+                sums = [s.update(x, y) for s, x, y in zip(sums, expected, got, strict=True)]
         return min((s.sqnr for s in sums), default=math.inf)
 
 

@@ -146,6 +146,8 @@ def simulated_quantize(
     data = np.asarray(data)
     codes, s, z = (cycle_parameter(values, data, axis) for values in (dtype, scale, zero_point))
     low, high = (pick_limits(codes, end) for end in (0, 1))
+    if np.isnan(low).all():
+        return data
     with np.errstate(all="ignore"):
         rounded = round_values(np.asarray(data.astype("float32") / s), rounding)
         rounded = np.where(np.isnan(rounded), np.float32(0), rounded)
@@ -159,9 +161,12 @@ def simulated_dequantize(
     """(data - zero_point) * scale in float32; operands as for `simulated_quantize`."""
     data = np.asarray(data)
     codes, s, z = (cycle_parameter(values, data, axis) for values in (dtype, scale, zero_point))
+    passes = np.isnan(pick_limits(codes, 0))
+    if passes.all():
+        return data
     with np.errstate(all="ignore"):
         real = np.asarray((data.astype("float32") - z) * s).astype(data.dtype)
-    return np.where(np.isnan(pick_limits(codes, 0)), data, real)
+    return np.where(passes, data, real)
 
 
 def conv1d(

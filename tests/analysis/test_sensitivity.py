@@ -43,12 +43,12 @@ def data(prepared):
 
 @pytest.fixture(scope="module")
 def simulation(prepared, data):
-    return Simulation(prepared, data, rq.compile)
+    return Simulation(prepared, data)
 
 
 @pytest.fixture(scope="module")
 def report(prepared, data):
-    return measure_sensitivity(prepared, data, rq.compile)
+    return measure_sensitivity(prepared, data)
 
 
 def test_simulation__nothing_quantized_is_the_float_model(prepared, data, simulation):
@@ -96,13 +96,13 @@ def test_sensitivity__finds_the_operator_with_a_bad_range(prepared, data):
         {**parameters, key: bad},
         {k: v for k, v in prepared.constants.items() if k != "deep:weight"},
     )
-    found = measure_sensitivity(broken, data, rq.compile)
+    found = measure_sensitivity(broken, data)
     assert found.rows[0].name == "deep"
     assert found.rows[0].score < found.rows[1].score - 6
 
 
 def test_sensitivity__is_deterministic(prepared, data, report):
-    assert measure_sensitivity(prepared, data, rq.compile) == report
+    assert measure_sensitivity(prepared, data) == report
 
 
 def test_sensitivity__user_metric_gets_whole_outputs(prepared, data):
@@ -112,7 +112,7 @@ def test_sensitivity__user_metric_gets_whole_outputs(prepared, data):
         shapes.append((len(expected), expected[0].shape, got[0].shape))
         return -float(np.abs(expected[0] - got[0]).max())
 
-    found = measure_sensitivity(prepared, data, rq.compile, largest_error, samples=5)
+    found = measure_sensitivity(prepared, data, largest_error, samples=5)
     assert set(shapes) == {(1, (5, 3), (5, 3))}
     assert found.metric == "largest_error"
     assert found.samples == 5
@@ -121,7 +121,7 @@ def test_sensitivity__user_metric_gets_whole_outputs(prepared, data):
 
 def test_sensitivity__metric_without_a_number_is_an_error(prepared, data):
     with pytest.raises(rq.ConfigError, match="returned None"):
-        measure_sensitivity(prepared, data, rq.compile, lambda a, b: None)
+        measure_sensitivity(prepared, data, lambda a, b: None)
 
 
 def test_sensitivity__not_calibrated_is_an_error(data):
@@ -137,7 +137,7 @@ def test_sensitivity__reports_progress(prepared, data):
             events.append((event.task, event.done, event.total))
 
     count = len(find_rounding_operators(prepared))
-    measure_sensitivity(prepared, data, rq.compile, callbacks=CallbackList((Listen(),)))
+    measure_sensitivity(prepared, data, callbacks=CallbackList((Listen(),)))
     assert events == [("sensitivity", done, count) for done in range(1, count + 1)]
 
 
@@ -181,3 +181,35 @@ def test_join_batches__different_shapes_are_an_error():
         join_batches([[np.zeros((1, 3))], [np.zeros((1, 4))]])
     (joined,) = join_batches([[np.zeros((1, 3))], [np.zeros((2, 3))]])
     assert joined.shape == (3, 3)
+
+
+@pytest.mark.parametrize("memory", [0, 20_000])
+def test_simulation__with_little_memory_gives_the_same_numbers(prepared, data, simulation, memory):
+    small = Simulation(prepared, data, memory=memory)
+    for operator in find_rounding_operators(prepared):
+        assert small.score([operator]) == simulation.score([operator])
+
+
+def test_simulation__data_in_one_buffer_that_is_filled_again(prepared, data, simulation):
+    def yield_same_array():
+        buffer = {name: np.empty_like(array) for name, array in next(iter(data)).items()}
+        for batch in data:
+            for name, array in batch.items():
+                buffer[name][...] = array
+            yield buffer
+
+    inputs = describe_inputs(prepared.mod)
+    reused = Simulation(prepared, open_dataset(yield_same_array, inputs))
+    operators = find_rounding_operators(prepared)
+    assert reused.score(operators) == simulation.score(operators)
+
+
+def test_simulation__data_that_ends_earlier_the_next_time_is_an_error(prepared, data):
+    counts = iter([4, 4, 4, 3])  # to count samples, to look at the first, to record, to score
+
+    def yield_fewer():
+        return iter(list(data)[: next(counts)])
+
+    simulation = Simulation(prepared, open_dataset(yield_fewer, data.inputs), memory=0)
+    with pytest.raises(rq.DataError, match="the same ones each time"):
+        simulation.score(find_rounding_operators(prepared))

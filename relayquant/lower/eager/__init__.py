@@ -1,5 +1,5 @@
-"""Float functions run step by step, without compiling them: what calibration needs, which runs each
-function a few hundred times and then never again.
+"""Float functions run step by step, without compiling them: for calibration and analysis, which run
+each function a few hundred times and then never again.
 
 Convolutions and products with weights run on the float kernels, with the bias, residual and clip
 behind them; simulated quantization of whole tensors on one kernel for all shapes; everything else
@@ -9,5 +9,6 @@ kernels want them, channels last: no value is transposed between one convolution
 """
 
 from relayquant.lower.eager.module import EagerModule
+from relayquant.lower.eager.replay import Recording, Replay
 
-__all__ = ["EagerModule"]
+__all__ = ["EagerModule", "Recording", "Replay"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import tvm
 from tvm import relax
 
 from relayquant.lower.eager.kernel_cache import KernelCache, KernelKey, host_kernels
-from relayquant.lower.eager.plan import Planner
+from relayquant.lower.eager.plan import Planner, Step
 from relayquant.lower.float_layout import list_bindings, shape_of, static_sizes
 from relayquant.reference.interpreter import Frame, bind_input, evaluate, flatten_value
 
@@ -48,17 +48,8 @@ class Program:
         self.steps = list(Planner(func, bindings, kernels).plan())
         self.result = func.body.body if isinstance(func.body, relax.SeqExpr) else func.body
         #: (shape, dtype) of each parameter that is a tensor of static shape
-        self.known = [find_static_type(param) for param in func.params]
-        last: dict[relax.Var, int] = {}
-        for i, step in enumerate(self.steps):
-            for var in (*step.reads, step.var):
-                last[var] = i
-        kept = set(relax.analysis.free_vars(self.result))
-        #: values that nothing reads after each step
-        self.dead: list[list[relax.Var]] = [[] for _ in self.steps]
-        for var, i in last.items():
-            if var not in kept:
-                self.dead[i].append(var)
+        self.known = {param: find_static_type(param) for param in func.params}
+        self.dead = find_dead(self.steps, set(relax.analysis.free_vars(self.result)))
 
     def list_kernels(self) -> Iterator[KernelKey]:
         """The kernels that are known to be needed, in the order of the steps."""
@@ -68,19 +59,46 @@ class Program:
 
     def run(self, args: Sequence[Any]) -> list[np.ndarray]:
         frame = Frame(self.mod)
-        for param, known, value in zip(self.func.params, self.known, args, strict=True):
-            if known is not None and known == (value.shape, value.dtype):
-                frame.values[param] = value
-            else:
-                bind_input(frame, param, param.name, param.ty, value)
-        with np.errstate(all="ignore"):
-            for step, dead in zip(self.steps, self.dead, strict=True):
-                step.run(frame)
-                for var in dead:
-                    frame.values.pop(var, None)
-            if isinstance(self.result, relax.Var):
-                return flatten_value(frame.values[self.result])
-            return flatten_value(evaluate(frame, self.result, "result"))
+        for param, value in zip(self.func.params, args, strict=True):
+            self.bind(frame, param, value)
+        run_steps(frame, self.steps, self.dead)
+        return self.find_results(frame)
+
+    def bind(self, frame: Frame, param: relax.Var, value: Any) -> None:
+        """Check an argument, and store it."""
+        known = self.known[param]
+        if known is not None and known == (value.shape, value.dtype):
+            frame.values[param] = value
+        else:
+            bind_input(frame, param, param.name, param.ty, value)
+
+    def find_results(self, frame: Frame) -> list[np.ndarray]:
+        """What the function returns, once its steps have run."""
+        if isinstance(self.result, relax.Var):
+            return flatten_value(frame.values[self.result])
+        return flatten_value(evaluate(frame, self.result, "result"))
+
+
+def find_dead(steps: Sequence[Step], kept: Set[relax.Var]) -> list[list[relax.Var]]:
+    """For each step, the values that none behind it reads; but for those in `kept`."""
+    last: dict[relax.Var, int] = {}
+    for i, step in enumerate(steps):
+        for var in (*step.reads, step.var):
+            last[var] = i
+    dead: list[list[relax.Var]] = [[] for _ in steps]
+    for var, i in last.items():
+        if var not in kept:
+            dead[i].append(var)
+    return dead
+
+
+def run_steps(frame: Frame, steps: Sequence[Step], dead: Sequence[Sequence[relax.Var]]) -> None:
+    """Run steps in order, and drop what is dead behind each."""
+    with np.errstate(all="ignore"):
+        for step, vars_ in zip(steps, dead, strict=True):
+            step.run(frame)
+            for var in vars_:
+                frame.values.pop(var, None)
 
 
 def find_static_type(var: relax.Var) -> tuple[tuple[int, ...], np.dtype] | None:
