@@ -92,6 +92,17 @@ def split_batch(expr: relax.Expr) -> tuple[bool, tuple[int, ...]] | None:
     return is_symbolic, tuple(int(dim) for dim in static)
 
 
+def split_rows(expr: relax.Expr) -> tuple[bool, tuple[int, ...]] | None:
+    """(whether any leading dimension is symbolic, shape with those as 1); None if the last one is
+    symbolic.
+    """
+    shape = tensor_shape(expr)
+    if shape is None or not shape or isinstance(shape[-1], str):
+        return None
+    static = tuple(1 if isinstance(dim, str) else int(dim) for dim in shape)
+    return any(isinstance(dim, str) for dim in shape), static
+
+
 def build_for_batch(
     build: Callable[[], PrimFunc], symbolic: bool, positions: Sequence[int]
 ) -> PrimFunc:

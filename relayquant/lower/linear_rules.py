@@ -25,6 +25,7 @@ from relayquant.lower.kernel_call import (
     multiplier,
     scalar,
     split_batch,
+    split_rows,
     vector,
 )
 from relayquant.lower.kernels.conv import build_conv2d, build_dense, pack_conv2d, pack_dense
@@ -40,6 +41,7 @@ from relayquant.lower.kernels.epilogue import (
     has_small_multipliers,
 )
 from relayquant.lower.kernels.matmul import BatchMatmul, build_batch_matmul
+from relayquant.lower.kernels.rows import build_dense_rows, pack_dense_rows
 from relayquant.lower.kernels.specs import Conv2d, Dense, PackedWeights
 from relayquant.rewrite import Skip
 from relayquant.rewrite.graph import constant_value, tensor_dtype, tensor_shape
@@ -226,8 +228,8 @@ class Linear:
     call: Call
     weight: np.ndarray
     zero_point: int
-    is_symbolic: bool  #: whether the batch is known only at run time; `shape` has 1 for it then
-    shape: tuple[int, ...]
+    is_symbolic: bool  #: whether the batch (dense: the number of rows) is known only at run time
+    shape: tuple[int, ...]  #: with 1 for what is known only at run time
 
     @property
     def dtype(self) -> str:
@@ -236,16 +238,22 @@ class Linear:
 
 
 def read_linear(
-    context: KernelContext, var: relax.Var, layouts: tuple[tuple[str, str], ...] = ()
+    context: KernelContext,
+    var: relax.Var,
+    layouts: tuple[tuple[str, str], ...] = (),
+    split: Callable[[relax.Expr], tuple[bool, tuple[int, ...]] | None] = split_batch,
 ) -> Linear | Skip:
-    """Operands of a linear operator, in one of the (data, weight) layouts; () is any."""
+    """Operands of a linear operator, in one of the (data, weight) layouts; () is any.
+
+    `split` tells which dimensions may be symbolic.
+    """
     call = context.call(var)
     if layouts:
         layout = (str(call.attrs.data_layout), str(call.attrs.kernel_layout))
         if layout not in layouts:
             return Skip(f"layout {'/'.join(layout)}")
     weight, kernel_zero = constant_value(call.args[1]), constant_value(call.args[3])
-    zero_point, shape = scalar(call.args[2]), split_batch(call.args[0])
+    zero_point, shape = scalar(call.args[2]), split(call.args[0])
     if weight is None or weight.dtype != np.int8:
         return Skip("the weight is no int8 constant")
     if zero_point is None or kernel_zero is None or kernel_zero.any():
@@ -253,7 +261,7 @@ def read_linear(
     if not is_activation(call.args[0]):
         return Skip(f"the data is {tensor_dtype(call.args[0])}")
     if shape is None:
-        return Skip("a dimension other than the batch is symbolic")
+        return Skip("a dimension is symbolic that the kernel has to know")
     return Linear(call, weight, int(zero_point), *shape)
 
 
@@ -381,10 +389,10 @@ def order_transposed_weight(weight: np.ndarray, layout: str, groups: int) -> np.
 
 
 def lower_dense(context: KernelContext, var: relax.Var) -> KernelCall | Skip | None:
-    """qnn.dense with constant weights; all leading dimensions are rows."""
+    """qnn.dense with constant weights; all leading dimensions are rows, static or symbolic."""
     if context.graph.op_name(var) != "relax.qnn.dense":
         return None
-    linear = read_linear(context, var)
+    linear = read_linear(context, var, split=split_rows)
     if isinstance(linear, Skip):
         return linear
     units = linear.weight.shape[0]
@@ -397,14 +405,17 @@ def lower_dense(context: KernelContext, var: relax.Var) -> KernelCall | Skip | N
         in_zero_point=linear.zero_point,
         epilogue=tail.epilogue,
     )
-    packed = pack_dense(spec, context.isa, linear.weight, tail.bias, tail.multiplier)
-    out_shape = (*linear.shape[:-1], units)
-    return make_call(
-        linear,
-        tail,
-        packed,
-        lambda: build_dense(spec, context.isa, "qnn_dense", linear.shape, out_shape),
-    )
+    pack = pack_dense_rows if linear.is_symbolic else pack_dense
+    packed = pack(spec, context.isa, linear.weight, tail.bias, tail.multiplier)
+    residual = () if tail.residual is None else (tail.residual,)
+    operands = (linear.call.args[0], *packed.arguments(), *residual)
+    if linear.is_symbolic:
+        leading = [None if isinstance(n, str) else n for n in tensor_shape(operands[0]) or ()][:-1]
+        func = build_dense_rows(spec, context.isa, "qnn_dense", leading)
+    else:
+        out_shape = (*linear.shape[:-1], units)
+        func = build_dense(spec, context.isa, "qnn_dense", linear.shape, out_shape)
+    return KernelCall(tail.vars, func, operands)
 
 
 def lower_batch_matmul(context: KernelContext, var: relax.Var) -> KernelCall | Skip | None:

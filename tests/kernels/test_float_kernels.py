@@ -179,6 +179,22 @@ def test_make_dense__follows_numpy(isa, rows, inner, outputs):
     check(run_kernel(make_dense(spec, isa), x, packed, *operands, out), expected)
 
 
+@pytest.mark.parametrize(("inner", "outputs"), [(20, 72), (300, 20)])
+def test_make_dense__every_number_of_rows_on_one_kernel(inner, outputs):
+    rng = np.random.default_rng(5)
+    spec = FloatDense((tirx.Var("n", "int64"), inner), outputs, FloatEpilogue(residual=True))
+    w = draw(rng, outputs, inner)
+    name = "float_dense"
+    kernel = tvm.compile(tvm.IRModule({name: make_dense(spec, HOST)}), target=TARGET)[name]
+    packed = tvm.runtime.tensor(pack_dense(w, spec, HOST))
+    for rows in [*range(33), 1500]:
+        x, residual = draw(rng, rows, inner), draw(rng, rows, outputs)
+        y = tvm.runtime.tensor(np.full((rows, outputs), np.nan, "float32"))
+        kernel(tvm.runtime.tensor(x), packed, tvm.runtime.tensor(residual), y)
+        if rows:
+            check(y.numpy(), x.astype("float64") @ w.T + residual)
+
+
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize(("rows", "inner", "outputs"), [(1, 4, 2), (17, 5, 33), (16, 8, 64)])

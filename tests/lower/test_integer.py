@@ -155,6 +155,26 @@ def test_lower_integer__attention_equals_numpy(symbolic):
     np.testing.assert_array_equal(got, rq.reference.run(qmod, [x])[0])
 
 
+def test_lower_integer__dense_of_any_batch_and_length():
+    batch, length = tvm.tirx.Var("n", "int64"), tvm.tirx.Var("length", "int64")
+    x = relax.Var("x", relax.TensorType((batch, length, 12), "float32"))
+    builder = relax.BlockBuilder()
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            y = builder.emit(relax.op.matmul(x, constant(12, 24)))
+            y = builder.emit(relax.op.nn.relu(builder.emit(relax.op.add(y, constant(24)))))
+            y = builder.emit_output(builder.normalize(relax.op.matmul(y, constant(24, 12))))
+        builder.emit_func_output(y)
+    qmod, _ = quantize_random(builder.finalize(), (2, 9, 12))
+    graph = Graph(lower_integer(qmod, resolve_target("llvm -mcpu=cascadelake")))
+    assert "relax.qnn.dense" not in {graph.op_name(binding.var) for binding in graph.bindings}
+    executor = Executor(rq.compile(qmod))
+    for shape in [(1, 1, 12), (3, 17, 12), (40, 2, 12)]:
+        data = RNG.standard_normal(shape).astype("float32")
+        got = executor.run("main", [data])[0]
+        np.testing.assert_array_equal(got, rq.reference.run(qmod, [data])[0])
+
+
 @pytest.mark.parametrize("body", IMAGE_MODELS, ids=lambda f: f.__name__)
 def test_lower_integer__leaves_no_integer_operator(body):
     qmod, _ = quantize_random(build_model(body, NCHW, False), NCHW)

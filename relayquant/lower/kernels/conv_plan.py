@@ -72,7 +72,7 @@ def pick_tile(
                 if pixels % isa.pixels:
                     continue
                 dots = pixels * blocks
-                chains = min(ceil_div(isa.dots_in_flight, dots), isa.accumulators // dots, words)
+                chains = count_chains(dots, words, isa)
                 time = max(dots, pixels + blocks, isa.dots_in_flight / chains) + 1
                 # Beside the accumulators: the weights and one word of activations.
                 time += dots * chains + blocks + 1 > isa.registers
@@ -83,6 +83,11 @@ def pick_tile(
                     best = cost, Tile(rows, cols, blocks, chains)
     assert best is not None  # sizes are at least 1, and not less pixels than one accumulator has
     return best[1]
+
+
+def count_chains(dots: int, words: int, isa: Isa) -> int:
+    """Partial sums of each result that hide the latency of `dots` dot products for every word."""
+    return max(min(ceil_div(isa.dots_in_flight, dots), isa.accumulators // dots, words), 1)
 
 
 def merge_groups(spec: Conv2d, isa: Isa) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ from relayquant.lower.kernels.float_tile import (
     emit_tile,
     static,
 )
+from relayquant.lower.kernels.row_loops import choose_heights, loop_over_rows
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,11 @@ class FloatDense:
             known = static(extent)
             total = total * (extent if known is None else known)
         return total
+
+    @property
+    def least_rows(self) -> int:
+        """Rows there are at least: symbolic extents count as 1."""
+        return prod(static(extent) or 1 for extent in self.shape[:-1])
 
     @property
     def out_shape(self) -> tuple[Any, ...]:
@@ -99,7 +106,7 @@ def make_dense(spec: FloatDense, isa: FloatIsa, name: str = "float_dense") -> Pr
             ("y", spec.out_shape),
         )
 
-        def tile(first_row: Expr, rows: int, first_vector: Expr, starts: list[Expr]) -> None:
+        def tile(rows: list[Expr], first_vector: Expr, starts: list[Expr]) -> None:
             blocks = len(starts)
 
             def reduce(step: Callable[[Expr, Callable[[int], Expr]], None]) -> None:
@@ -107,75 +114,91 @@ def make_dense(spec: FloatDense, isa: FloatIsa, name: str = "float_dense") -> Pr
                 with T.serial(inner) as k:
                     step(k, lambda b: base + (k * blocks + b) * isa.lanes)
 
+            targets = [row * outputs for row in rows]
             emit_tile(
                 isa,
-                [(first_row + r) * inner for r in range(rows)],
+                [row * inner for row in rows],
                 blocks,
                 x,
                 weight,
                 reduce,
                 start_with(bias, starts, isa.lanes),
-                finish_into(
-                    y,
-                    residual,
-                    epilogue,
-                    [(first_row + r) * outputs for r in range(rows)],
-                    starts,
-                    isa.lanes,
-                ),
+                finish_into(y, residual, epilogue, targets, starts, isa.lanes),
             )
 
-        emit_gemm_loops(spec.rows, panels, isa, inner, tile)
+        emit_gemm_loops(spec, panels, isa, tile)
 
     return build_kernel(name, body)
 
 
-def emit_gemm_loops(
-    rows: Any,
-    panels: Panels,
-    isa: FloatIsa,
-    inner: int,
-    tile: Callable[[Expr, int, Expr, list[Expr]], None],
-) -> None:
-    """Loops over tiles of rows and panels; tile(first row, rows, first vector, channel starts)."""
-    known = static(rows)
+#: tile(its rows, first vector of the panel, first channels of its vectors)
+GemmTile = Callable[[list[Expr], Expr, list[Expr]], None]
+
+
+def emit_gemm_loops(spec: FloatDense, panels: Panels, isa: FloatIsa, tile: GemmTile) -> None:
+    """Loops over tiles of rows and panels."""
+    known, inner = static(spec.rows), spec.inner
+    if known is None:
+        emit_symbolic_rows(spec, panels, isa, tile)
+        return
     height = choose_rows(known, panels.blocks, isa)
-    width = panels.blocks * panels.lanes
-    macs = max(known or 64, FEWEST_ROWS) * panels.channels * inner
+    macs = max(known, FEWEST_ROWS) * panels.channels * inner
     parallel = macs >= PARALLEL_MACS
 
-    def all_panels(first_row: Expr, count: int) -> None:
+    def all_panels(rows: list[Expr]) -> None:
         if panels.full:
             with T.serial(panels.full) as panel:
-                starts = [panel * width + b * panels.lanes for b in range(panels.blocks)]
-                tile(first_row, count, panel * panels.blocks, starts)
+                tile(rows, panel * panels.blocks, panels.starts_of(panel))
         if panels.tail:
-            tile(first_row, count, panels.full * panels.blocks, list(panels.tail))
+            tile(rows, panels.full * panels.blocks, list(panels.tail))
 
-    def all_rows(emit: Callable[[Expr, int], None], threads: bool) -> None:
-        """Whole tiles, then the rest: moved back if the extent is known, row by row if not."""
-        loop = T.parallel if threads else T.serial
-        if known is not None:
-            with loop(ceil_div(known, height)) as index:
-                first = index * height
-                emit(first if known % height == 0 else T.min(first, known - height), height)
-            return
-        with loop(T.floordiv(rows, height)) as index:
-            emit(index * height, height)
-        with T.serial(T.floormod(rows, height)) as index:
-            emit(rows - 1 - index, 1)
+    def all_rows(emit: Callable[[list[Expr]], None], threads: bool) -> None:
+        """Whole tiles; the last is moved back over its neighbour."""
+        with (T.parallel if threads else T.serial)(ceil_div(known, height)) as index:
+            first = index * height
+            first = first if known % height == 0 else T.min(first, known - height)
+            emit([first + row for row in range(height)])
 
     resident = panels.vectors * panels.lanes * inner * 4 <= RESIDENT_WEIGHTS
-    few_rows = known is not None and known <= 2 * height
-    if (resident and not few_rows) or not panels.full:
+    if (resident and known > 2 * height) or not panels.full:
         all_rows(all_panels, parallel)
         return
     with (T.parallel if parallel else T.serial)(panels.full) as panel:
-        starts = [panel * width + b * panels.lanes for b in range(panels.blocks)]
-        all_rows(lambda row, n: tile(row, n, panel * panels.blocks, starts), False)
+        starts = panels.starts_of(panel)
+        all_rows(lambda rows: tile(rows, panel * panels.blocks, starts), False)
     if panels.tail:
         first = panels.full * panels.blocks
-        all_rows(lambda row, n: tile(row, n, first, list(panels.tail)), False)
+        all_rows(lambda rows: tile(rows, first, list(panels.tail)), False)
+
+
+def emit_symbolic_rows(spec: FloatDense, panels: Panels, isa: FloatIsa, tile: GemmTile) -> None:
+    """The loops of `emit_gemm_loops` for a number of rows that is known only at run time.
+
+    Whether threads share them is decided then, too, except where the least number suffices.
+    """
+    heights = choose_heights(choose_rows(None, panels.blocks, isa))
+
+    def all_tiles(threads: bool) -> None:
+        def whole(_: int, rows: list[Expr], panel: Expr, _index: Expr) -> None:
+            tile(rows, panel * panels.blocks, panels.starts_of(panel))
+
+        def tail(_: int, rows: list[Expr], _panel: Expr, _index: Expr) -> None:
+            tile(rows, panels.full * panels.blocks, list(panels.tail))
+
+        if panels.full:
+            loop_over_rows(spec.rows, heights, panels.full, threads, whole)
+        if panels.tail:
+            loop_over_rows(spec.rows, heights, 1, threads and not panels.full, tail)
+
+    macs_per_row = panels.channels * spec.inner
+    if max(spec.least_rows, FEWEST_ROWS) * macs_per_row >= PARALLEL_MACS:
+        all_tiles(threads=True)
+        return
+    with T.If(spec.rows * macs_per_row >= PARALLEL_MACS):
+        with T.Then():
+            all_tiles(threads=True)
+        with T.Else():
+            all_tiles(threads=False)
 
 
 def start_with(bias: Buffer | None, channels: list[Expr], lanes: int) -> Callable[[int], Expr]:
@@ -233,7 +256,6 @@ def make_batch_matmul(
         count = count * (extent if known is None else known)
     height = choose_rows(rows, panels.blocks, isa)
     tiles = ceil_div(rows, height)
-    width = panels.blocks * panels.lanes
 
     def body() -> None:
         x, weight, y = declare_arguments(
@@ -275,7 +297,7 @@ def make_batch_matmul(
                 first = T.min(first, rows - height)
             if panels.full:
                 with T.serial(panels.full) as panel:
-                    starts = [panel * width + b * panels.lanes for b in range(panels.blocks)]
+                    starts = panels.starts_of(panel)
                     tile(batch, first, starts)
             if panels.tail:
                 tile(batch, first, list(panels.tail))

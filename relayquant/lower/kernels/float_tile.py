@@ -123,6 +123,10 @@ class Panels:
         last = self.channels - self.lanes
         return tuple(min(v * self.lanes, last) for v in range(first, self.vectors))
 
+    def starts_of(self, panel: Expr) -> list[Expr]:
+        """First channel of each vector of a full panel."""
+        return [(panel * self.blocks + block) * self.lanes for block in range(self.blocks)]
+
     def starts(self) -> list[int]:
         """First channel of each vector, in packed order."""
         last = self.channels - self.lanes
