@@ -42,6 +42,7 @@ from relayquant.lower.kernels.pool import (
     build_avg_pool2d,
     build_max_pool2d,
 )
+from relayquant.lower.kernels.rows import build_dense_rows, pack_dense_rows
 from relayquant.lower.kernels.specs import Conv2d, Dense
 
 
@@ -129,9 +130,15 @@ MATRICES = {
     for j in range(3)
     for k, n in [(SIZES[(i + 2 * j) % 6], SIZES[(i + 3 * j + 1) % 6])]
 }
+#: The number of rows known only at run time; every height of tiles, and half of a pair of rows.
+ROWS = {
+    f"dense of any rows {m}x{k}x{n}, {dtype}": Dense(m, k, n, dtype, 7, OUT)
+    for m, k, n, dtype in [(1, 64, 40, "int8"), (13, 40, 33, "int8"), (3, 37, 10, "uint8")]
+}
 MATMULS = {
     "batch_matmul of int8": BatchMatmul(3, 7, 20, 32, "int8", 3, "int8", 0, 1e-3, OUT),
     "batch_matmul, odd sizes": BatchMatmul(2, 5, 33, 17, "int8", -9, "uint8", 100, 1e-3, OUT),
+    "batch_matmul of int8 pairs": BatchMatmul(2, 9, 21, 40, "int8", -9, "int8", 7, 1e-3, OUT),
     "batch_matmul, inner 3": BatchMatmul(1, 1, 5, 3, "uint8", 9, "int8", -100, 1e-3, OUT),
 }
 WINDOWS = {
@@ -186,6 +193,22 @@ def make_dense(spec: Dense) -> Case:
     def build(isa: Isa) -> tuple[PrimFunc, list[np.ndarray]]:
         packed = pack_dense(spec, isa, w, bias, multiplier)
         return build_dense(spec, isa), [x, *packed.arguments()]
+
+    return Case(build, finish(acc, spec.epilogue, multiplier))
+
+
+def make_rows(spec: Dense) -> Case:
+    """As `make_dense`, on the kernel for any number of rows."""
+    rng = np.random.default_rng(3)
+    x = random_values(rng, (spec.rows, spec.in_features), spec.in_dtype)
+    w = random_values(rng, (spec.out_features, spec.in_features), "int8")
+    bias = rng.integers(-999, 999, spec.out_features).astype("int32")
+    multiplier = random_multiplier(rng, w)
+    acc = (x.astype("int64") - spec.in_zero_point) @ w.T.astype("int64") + bias
+
+    def build(isa: Isa) -> tuple[PrimFunc, list[np.ndarray]]:
+        packed = pack_dense_rows(spec, isa, w, bias, multiplier)
+        return build_dense_rows(spec, isa), [x, *packed.arguments()]
 
     return Case(build, finish(acc, spec.epilogue, multiplier))
 
@@ -340,6 +363,7 @@ CASES: dict[str, Callable[[], Case]] = {
     **{name: (lambda s=spec: make_convolution(s)) for name, spec in CONVOLUTIONS.items()},
     **{name: (lambda s=spec: make_transposed(s)) for name, spec in TRANSPOSED.items()},
     **{name: (lambda s=spec: make_dense(s)) for name, spec in DENSE.items()},
+    **{name: (lambda s=spec: make_rows(s)) for name, spec in ROWS.items()},
     **{name: (lambda s=spec: make_matmul(s)) for name, spec in MATMULS.items()},
     **{f"max_pool2d {n}": (lambda w=w: make_max_pool(w)) for n, w in WINDOWS.items()},
     **{f"avg_pool2d {n}": (lambda w=w: make_avg_pool(w)) for n, w in WINDOWS.items()},
@@ -368,5 +392,6 @@ MATRIX_CASES: dict[str, Callable[[], Case]] = {
     **{name: CASES[name] for name, spec in CONVOLUTIONS.items() if not spec.is_depthwise},
     **{name: CASES[name] for name in TRANSPOSED},
     **{name: (lambda s=spec: make_dense(s)) for name, spec in MATRICES.items()},
+    **{name: CASES[name] for name in (*ROWS, *MATMULS)},
     "extreme sums": make_extreme_sums,
 }

@@ -18,7 +18,7 @@ from relayquant.lower.kernels.conv_plan import choose_plan
 from relayquant.lower.kernels.elementwise import Add, Affine, build_add
 from relayquant.lower.kernels.epilogue import Epilogue, Residual
 from relayquant.lower.kernels.isa import PORTABLE
-from relayquant.lower.kernels.matmul import BatchMatmul, build_batch_matmul
+from relayquant.lower.kernels.matmul import BatchMatmul, build_batch_matmul, plan_batch_matmul
 from relayquant.lower.kernels.pool import AvgPool2d, Window, build_avg_pool2d
 from relayquant.lower.kernels.select import select_isa
 from relayquant.lower.kernels.specs import Conv2d
@@ -228,6 +228,22 @@ def test_choose_plan__words_of_eight_must_be_worth_it():
     assert not isinstance(choose_plan(Conv2d(1, 9, 9, 1, 16, (3, 3)), SMMLA).isa, SmmlaIsa)
     assert choose_plan(Conv2d(1, 9, 9, 4, 16, (1, 1), **INT8), SMMLA).isa is SDOT
     assert choose_plan(Conv2d(1, 9, 9, 16, 16, (1, 1), **INT8), SMMLA).isa is SMMLA
+
+
+def test_plan_batch_matmul__matrix_products_where_they_need_fewer_instructions():
+    def chosen(rows: int, cols: int, inner: int) -> bool:
+        spec = BatchMatmul(2, rows, cols, inner, "int8", 3, "int8", 3)
+        return plan_batch_matmul(spec, SMMLA).isa is SMMLA
+
+    assert chosen(197, 197, 64)
+    assert chosen(2, 64, 64)
+    assert not chosen(1, 64, 64)
+    assert not chosen(8, 64, 4)
+    text = compile_kernels(
+        "neoverse-v1", build_batch_matmul(BatchMatmul(2, 8, 16, 64, "int8", 3, "int8", 3), SMMLA)
+    )
+    assert re.search(r"\ssmmla\s", text)
+    assert not re.search(r"\ssdot\s", text)
 
 
 @pytest.mark.parametrize("isa", [SDOT, NEON, NEON32], ids=lambda isa: isa.name)

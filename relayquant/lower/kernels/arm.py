@@ -20,9 +20,8 @@ of 8 pixels x 8 channels, for 16 bytes of each pixel (loads of weights bring two
     smmla   32 dot products, 8 loads of activations, 4 of weights, 8 zips    52 instructions
 
 With one pixel half of its work is lost, and short reductions are rounded up to 8 products instead
-of 4: `conv_plan.choose_plan` counts for each shape. Depthwise convolutions and products of two
-activations stay with sdot. What is counted is instructions; how fast a core executes them was not
-measured.
+of 4: `conv_plan.choose_plan` counts for each shape. Depthwise convolutions stay with sdot. What is
+counted is instructions; how fast a core executes them was not measured.
 
 A pairwise smull, smlal, sadalp would do more products per instruction, but its int16 sums overflow
 when two weights of -128 meet activations of -128.
@@ -134,6 +133,13 @@ class SmmlaIsa(SdotIsa):
     """
 
     single: Isa = field(kw_only=True)
+
+    @property
+    def word_dtype(self) -> str:
+        return "int64"
+
+    def repeat_word(self, word: int) -> Expr:
+        return self.as_activation(T.broadcast(T.int64(word), self.pixels))
 
     def for_depthwise(self, channels: int) -> Isa:
         return self.single.for_depthwise(channels)

@@ -97,6 +97,15 @@ class Isa(ABC):
         """int32 lanes of one accumulator."""
         return self.lanes * self.pixels
 
+    @property
+    def word_dtype(self) -> str:
+        """Integer type that words are handled as; a shorter word fills its low bytes."""
+        return "int32"
+
+    def repeat_word(self, word: int) -> Expr:
+        """Operand of `dot`: the same word, given as bits, for all lanes and pixels."""
+        return self.as_activation(T.broadcast(T.int32(word), self.lanes))
+
     def zero_point_shift(self, dtype: str) -> int:
         """What is added to zero points (and, modulo 256, to values) of activations of `dtype`."""
         if dtype == self.activation:
@@ -161,7 +170,7 @@ class Isa(ABC):
 
     @abstractmethod
     def store_weights(self, buffer: Buffer, index: Expr, words: Expr) -> None:
-        """Write packed weight vector number `index`, from one word per lane (int32 vector); the
+        """Write packed weight vector number `index`, from one word per lane (of `word_dtype`); the
         counterpart at run time of `arrange_weights`."""
 
     @abstractmethod

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx import PrimFunc
 
 from relayquant.errors import ConfigError
 from relayquant.lower.kernels.conv import emit_convolution
-from relayquant.lower.kernels.conv_plan import ConvPlan
+from relayquant.lower.kernels.conv_plan import ConvPlan, choose_instructions
 from relayquant.lower.kernels.emit import (
     PARALLEL_THRESHOLD,
     alloc_vectors,
@@ -77,7 +78,7 @@ def build_batch_matmul(
     """PrimFunc(x, w[, residual], y); shapes (B, M, K), (B, N, K), (B, M, N), or as given."""
 
     def body() -> None:
-        plan = ConvPlan(as_conv2d(spec), isa.for_single_pixels(), weights_per_image=True)
+        plan = plan_batch_matmul(spec, isa)
         added = spec.epilogue.residual
         y_shape = out_shape or (spec.batch, spec.rows, spec.cols)
         x, w, residual, out = declare_arguments(
@@ -98,6 +99,12 @@ def build_batch_matmul(
         emit_convolution(plan, image, operands, threads)
 
     return build_kernel(name, body)
+
+
+def plan_batch_matmul(spec: BatchMatmul, isa: Isa) -> ConvPlan:
+    """The plan of the product; what packs the operand needs less instructions with longer words."""
+    conv = as_conv2d(spec)
+    return choose_instructions(lambda isa: ConvPlan(conv, isa, weights_per_image=True), isa)
 
 
 def as_conv2d(spec: BatchMatmul) -> Conv2d:
@@ -131,33 +138,34 @@ def emit_packed_operand(
         rows = [
             (n * spec.cols + channel) * spec.inner for channel in emit_channels(plan, panel, block)
         ]
-        (total,) = alloc_vectors(1, lanes)
-        store_vector(total, constant("int32", 0, lanes), 0, lanes)
-        ones = isa.as_activation(constant("int32", 0x01010101 if products == 4 else 1, lanes))
+        width = isa.accumulator_lanes
+        (total,) = alloc_vectors(1, width)
+        store_vector(total, constant("int32", 0, width), 0, width)
+        ones = isa.repeat_word(int.from_bytes(bytes([1] * products), "little"))
         first = (n * plan.panels + panel) * plan.panel_vectors
 
         def pack_word(word, count: int) -> None:
             """Word number `word` of all lanes, of which `count` bytes exist."""
+            dtype = isa.word_dtype
             scalars = []
             for row in rows:
                 at = row + word * products
-                if count == 4:
-                    scalars.append(T.reinterpret("int32", w.vload([at], f"{w.dtype}x4")))
+                if count == np.dtype(dtype).itemsize:
+                    scalars.append(T.reinterpret(dtype, w.vload([at], f"{w.dtype}x{count}")))
                     continue
-                value = T.int32(0)
+                value = getattr(T, dtype)(0)
                 for i in range(count):
-                    byte = T.Cast("int32", T.reinterpret("uint8", w.vload([at + i])))
+                    byte = T.Cast(dtype, T.reinterpret("uint8", w.vload([at + i])))
                     value = T.bitwise_or(value, byte << (8 * i))
                 scalars.append(value)
             words = T.Shuffle(scalars, [T.int32(i) for i in range(lanes)])
             if flip:
-                mask = int.from_bytes(bytes([flip] * count), "little")
-                mask -= 2**32 if mask >= 2**31 else 0
-                words = T.bitwise_xor(words, constant("int32", mask, lanes))
+                mask = np.frombuffer(bytes([flip] * count).ljust(8, b"\0"), dtype)[0]
+                words = T.bitwise_xor(words, constant(dtype, int(mask), lanes))
             index = first + word * blocks + block
             isa.store_weights(weight, index, words)
             loaded = isa.load_weights(weight, index)
-            store_vector(total, isa.dot(load_vector(total, 0, lanes), ones, loaded), 0, lanes)
+            store_vector(total, isa.dot(load_vector(total, 0, width), ones, loaded), 0, width)
 
         full, rest = divmod(spec.inner, products)
         if full:
@@ -165,7 +173,8 @@ def emit_packed_operand(
                 pack_word(word, products)
         if rest:
             pack_word(T.int32(full), rest)
-        sums = load_vector(total, 0, lanes) * constant("int32", -x_zero_point, lanes)
+        (own, *_) = isa.split_sums(load_vector(total, 0, width))
+        sums = own * constant("int32", -x_zero_point, lanes)
         sums = sums + constant("int32", spec.inner * x_zero_point * w_zero_point, lanes)
         first = (n * plan.panels + panel) * blocks + block
         store_vector(bias, sums, first * lanes, lanes)
