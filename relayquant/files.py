@@ -17,7 +17,12 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     if not path.parent.is_dir():
         raise FileNotFoundError(f"Cannot write {path}: there is no folder {path.parent}.")
     # The suffix stays: what writes a library looks at it.
-    handle, name = tempfile.mkstemp(suffix=path.suffix, prefix=f".{path.stem}-", dir=path.parent)
+    try:
+        handle, name = tempfile.mkstemp(
+            suffix=path.suffix, prefix=f".{path.stem}-", dir=path.parent
+        )
+    except OSError as error:  # it names the temporary file
+        raise type(error)(error.errno, f"Cannot write {path}: {error.strerror}") from error
     os.close(handle)
     temporary = Path(name)
     try:

@@ -181,6 +181,16 @@ class SearchResult:
     dtype: str = "float32"
     mapping: Mapping[str, Any] | None = None
 
+    def __str__(self) -> str:
+        """One line."""
+        met = "within" if self.is_met else "not within"
+        seen = (
+            f"search: score {self.score:.6g}, float {self.float_score:.6g}, {met} the bound after "
+            f"{self.trials} trials"
+        )
+        names = ", ".join(self.reverted)
+        return f"{seen}; for that, back in {self.dtype}: {names}" if names else seen
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
         return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
@@ -396,6 +406,11 @@ def read_ledger(mod: tvm.IRModule) -> Ledger:
     Raises:
         ModelError: the module has none: it was not made by relayquant.
     """
+    if not isinstance(mod, tvm.IRModule):
+        raise ModelError(
+            f"A {type(mod).__name__} is no quantized module. "
+            "Pass what relayquant.quantize, lower or convert_to_reference returned."
+        )
     ledger = find_ledger(mod)
     if ledger is None:
         raise ModelError(

@@ -509,7 +509,9 @@ def compare(
         DataError: the data does not fit the model.
     """
     canonical = prepare_module(mod, params)
+    read_ledger(quantized)
     data = open_dataset(dataset, describe_inputs(canonical))
+    next(iter(data))  # what is wrong with the data shows before anything is compiled
     return compare_modules(canonical, quantized, data, compile_draft)
 
 

@@ -101,6 +101,14 @@ def quantize(
             "quantize(keep_faster=True) puts operators back to float and runs the model on its "
             "data: strict, input_dtypes, output_dtypes and dataset=None do not go with it."
         )
+    if metric is None:
+        unused = {"budget": budget, "validation": validation, "search_state": search_state}
+        names = [name for name, value in unused.items() if value is not None]
+        if names:
+            raise ConfigError(
+                f"quantize got {', '.join(names)} but no metric: without one nothing is searched. "
+                "Pass metric=, a function (float outputs, quantized outputs) -> number."
+            )
     if metric is not None:
         if input_dtypes or output_dtypes or strict or parameters or checkpoint or executor:
             raise ConfigError(

@@ -132,8 +132,12 @@ def as_tensor(array: Any) -> tvm.runtime.Tensor | tvm_ffi.Shape:
 
 
 def view_tensor(array: np.ndarray) -> Any:
-    """A TVM tensor in the memory of an `empty_aligned` array; a copy of any other array."""
-    if array.size and array.flags.c_contiguous and array.ctypes.data % ALIGNMENT == 0:
+    """A TVM tensor in the memory of an `empty_aligned` array; a copy of any other array, or of one
+    that may not be written.
+    """
+    flags = array.flags
+    is_aligned = array.ctypes.data % ALIGNMENT == 0
+    if array.size and flags.c_contiguous and flags.writeable and is_aligned:
         return tvm.runtime.from_dlpack(array)
     return as_tensor(array)
 

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from relayquant.analysis.sensitivity import (
     Simulation,
     add_float_lines,
     apply_metric,
+    check_metric,
     find_rounding_operators,
     measure_sensitivity,
 )
@@ -71,6 +73,11 @@ def sensitivity(
         ConfigError: the model is not calibrated, or the metric returns no number.
         DataError: the data does not fit the model.
     """
+    if not isinstance(prepared, PreparedModel):
+        raise ConfigError(
+            f"sensitivity got {type(prepared).__name__}; it takes a calibrated model: "
+            "calibrate(prepare(mod, params), dataset)."
+        )
     data = open_dataset(dataset, describe_inputs(prepared.mod))
     return measure_sensitivity(
         prepared, data, metric, samples=samples, callbacks=CallbackList.of(callbacks)
@@ -182,32 +189,29 @@ def fallback(
         callbacks: Told of progress.
 
     Raises:
-        ConfigError: max_drop is negative or budget not positive, the metric returns no number, or
-            `search_state` is that of another search.
+        ConfigError: max_drop is negative or budget not positive, the metric is no function or
+            returns no number, or `search_state` is that of another search.
         ModelError, DataError: as `quantize`; or `search_state` is damaged.
+        OSError: `search_state` cannot be written.
     """
-    if not max_drop >= 0 or (budget is not None and not budget > 0):
-        raise ConfigError(
-            f"fallback(max_drop={max_drop!r}, budget={budget!r}): allowed are max_drop >= 0 "
-            "and budget > 0 seconds, or None."
-        )
+    check_settings(metric, max_drop, budget)
     deadline = math.inf if budget is None else time.monotonic() + budget
     events = CallbackList.of(callbacks)
     level = resolve_effort(effort)
 
-    def calibrated(mapping: QConfigMapping | None) -> PreparedModel:
-        prepared = prepare(mod, params, mapping, backend, dataset=dataset, effort=level)
-        return calibrate(prepared, dataset, calibration=calibration)
+    def prepare_with(mapping: QConfigMapping | None) -> PreparedModel:
+        return prepare(mod, params, mapping, backend, dataset=dataset, effort=level)
 
-    prepared = calibrated(qconfig_mapping)
-    base = qconfig_mapping or default_mapping(prepared.backend, level)
+    prepared = prepare_with(qconfig_mapping)
+    state = open_state(search_state, prepared, max_drop, calibration)
     data = open_dataset(
         dataset if validation is None else validation, describe_inputs(prepared.mod)
     )
+    base = qconfig_mapping or default_mapping(prepared.backend, level)
+    calibrate(prepared, dataset, calibration=calibration, callbacks=events)
     simulation = Simulation(prepared, data, metric)
     float_score = apply_metric(metric, simulation.expected, simulation.expected)
     bound = float_score - max_drop
-    state = open_state(search_state, prepared, max_drop, calibration)
     built: dict[Trial, tuple[PreparedModel, tvm.IRModule]] = {}
     trials: list[Trial] = []
 
@@ -216,7 +220,10 @@ def fallback(
         return add_float_lines(prepared, names, base, wide)
 
     def build(names: Sequence[str], dtype: str) -> tuple[PreparedModel, tvm.IRModule]:
-        changed = calibrated(find_mapping(names, dtype)) if names else prepared
+        changed = prepared
+        if names:
+            changed = prepare_with(find_mapping(names, dtype))
+            calibrate(changed, dataset, calibration=calibration, callbacks=events)
         return changed, lower(convert_to_reference(changed), changed.backend)
 
     def score_module(module: tvm.IRModule) -> float:
@@ -293,6 +300,18 @@ def fallback(
         len(trials),
         best.dtype,
     )
+
+
+def check_settings(metric: Any, max_drop: Any, budget: Any) -> None:
+    """Raise ConfigError where a search cannot work with these."""
+    check_metric(metric)
+    is_number = [isinstance(b, Real) and not isinstance(b, bool) for b in (max_drop, budget)]
+    is_bound = is_number[0] and max_drop >= 0
+    if not is_bound or not (budget is None or (is_number[1] and budget > 0)):
+        raise ConfigError(
+            f"The search got max_drop={max_drop!r} and budget={budget!r}; allowed are "
+            "max_drop >= 0 and budget > 0 seconds, or None."
+        )
 
 
 def search_integers(

@@ -10,7 +10,15 @@ import tvm
 from tvm.script import ir as I
 from tvm.script import relax as R
 
-from relayquant.runtime import SPIN_VARIABLE, Executor, as_tensor, map_on_threads, stop_spinning
+from relayquant.runtime import (
+    SPIN_VARIABLE,
+    Executor,
+    as_tensor,
+    empty_aligned,
+    map_on_threads,
+    stop_spinning,
+    view_tensor,
+)
 
 
 @I.ir_module
@@ -65,3 +73,10 @@ def test_map_on_threads__in_order_and_not_far_ahead(monkeypatch):
 def test_map_on_threads__an_error_reaches_the_caller():
     with pytest.raises(ZeroDivisionError):
         list(map_on_threads(lambda x: 1 // x, [2, 1, 0, 3]))
+
+
+def test_view_tensor__copies_what_may_not_be_written():
+    array = empty_aligned((4,), "float32")
+    array[:] = 1
+    array.flags.writeable = False
+    np.testing.assert_array_equal(view_tensor(array).numpy(), array)

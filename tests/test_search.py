@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,8 +14,9 @@ import relayquant as rq
 from relayquant.analysis.search_state import SearchState, trial_key
 from relayquant.demo import load_digits
 from relayquant.events import CallbackList
-from relayquant.ledger import Ledger
+from relayquant.ledger import Ledger, SearchResult
 from relayquant.plan import OperatorPlan
+from relayquant.report import list_findings
 from relayquant.runtime import Executor
 from relayquant.search import Trial, make_wide, rank_operators, search_integers
 
@@ -93,6 +95,7 @@ def test_search_state__goes_on_where_it_stopped(tmp_path):
     path = tmp_path / "search.json"
     state = SearchState.open(path, "this")
     assert (state.ranking, state.trials, state.best) == ({}, {}, {})
+    assert path.exists(), "that it cannot be written shows before anything is measured"
     state.ranking["a"], state.trials[trial_key(["b", "a"], "int16")] = float("inf"), 0.5
     state.best = {"reverted": ["a"], "mapping": None}
     state.save()
@@ -105,7 +108,9 @@ def test_search_state__goes_on_where_it_stopped(tmp_path):
         SearchState.open(path, "other")
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "other"}', '{"format": 1', "\0"])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"format": "other"}', '{"format": 1', "\0", "[" * 100_000]
+)
 def test_search_state__damaged_file(tmp_path, text):
     path = tmp_path / "search.json"
     path.write_text(text)
@@ -195,8 +200,61 @@ def test_quantize__budget_used_up_gives_the_first_module(digits):
     assert Ledger.from_dict(rq.ledger(qmod).to_dict()) == rq.ledger(qmod)
 
 
-@pytest.mark.parametrize("wrong", [{"max_drop": -1}, {"max_drop": float("nan")}, {"budget": 0}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_drop": -1},
+        {"max_drop": float("nan")},
+        {"max_drop": "1 %"},
+        {"max_drop": None},
+        {"budget": 0},
+        {"budget": -5.0},
+        {"budget": "10"},
+        {"budget": True},
+    ],
+)
 def test_fallback__wrong_settings_are_errors(digits, wrong):
     mod, params, data = digits
     with pytest.raises(rq.ConfigError, match="allowed are max_drop >= 0"):
         rq.fallback(mod, params, data, relative_error, **wrong)
+
+
+def test_fallback__what_is_wrong_shows_before_the_work(digits, tmp_path):
+    mod, params, data = digits
+
+    def fail(info, samples):
+        raise AssertionError("calibration began")
+
+    def search(**settings):
+        return rq.fallback(mod, params, data, **{"metric": relative_error, **settings},
+                           calibration=fail)  # fmt: skip
+
+    with pytest.raises(rq.ConfigError, match="The metric is 'accuracy'; allowed: a function"):
+        search(metric="accuracy")
+    with pytest.raises(FileNotFoundError, match="there is no folder"):
+        search(search_state=tmp_path / "none" / "search.json")
+    with pytest.raises(rq.DataError, match=r"none\.npz"):
+        search(validation=tmp_path / "none.npz")
+    damaged = tmp_path / "damaged.json"
+    damaged.write_text('{"format": 1')
+    with pytest.raises(rq.DataError, match="is damaged"):
+        search(search_state=damaged)
+
+
+def test_ledger__search_in_one_line():
+    found = SearchResult(0.98, 1.0, True, 5, ("a", "b"), "int16")
+    assert str(found) == (
+        "search: score 0.98, float 1, within the bound after 5 trials; for that, back in int16: "
+        "a, b"
+    )
+    assert str(replace(found, is_met=False, reverted=())) == (
+        "search: score 0.98, float 1, not within the bound after 5 trials"
+    )
+    assert str(found) in list_findings(Ledger((), search=found))
+
+
+def test_quantize__search_settings_without_a_metric_are_an_error(digits, tmp_path):
+    mod, params, data = digits
+    path = tmp_path / "s.json"
+    with pytest.raises(rq.ConfigError, match="got budget, search_state but no metric"):
+        rq.quantize(mod, params, data, budget=rq.minutes(1), search_state=path)

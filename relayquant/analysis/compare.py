@@ -22,6 +22,7 @@ from relayquant.analysis.verify import expose_values
 from relayquant.calibrate.segments import build_function, collect_ancestors
 from relayquant.errors import ModelError
 from relayquant.ledger import Ledger, LedgerRow, read_ledger
+from relayquant.lower import EagerModule
 from relayquant.prepare import prepare_module
 from relayquant.qtypes import INTEGER_LIMITS
 from relayquant.rewrite import Graph
@@ -70,6 +71,20 @@ class CompareReport:
         alone = [row for row in self.rows if row.isolated is not None]
         return min(alone, key=lambda row: row.isolated or 0.0, default=None)
 
+    def __str__(self) -> str:
+        """One line for each value, and where it goes wrong."""
+        width = max([len(row.name) for row in self.rows] + [5])
+        lines = [f"{'value':{width}}  SQNR [dB]  alone [dB]  saturated"]
+        for row in self.rows:
+            alone = "" if row.isolated is None else f"{row.isolated:.1f}"
+            saturated = "" if row.saturated is None else f"{row.saturated:.2%}"
+            lines.append(
+                f"{row.name:{width}}  {row.sqnr:9.1f}  {alone:>10}  {saturated:>9}".rstrip()
+            )
+        first = self.first_below()
+        where = "" if first is None else f"; the first below 15 dB is {first.name}"
+        return "\n".join([*lines, f"{len(self.rows)} values, {self.samples} samples{where}"])
+
     def to_csv(self) -> str:
         """Comma-separated text with a header line."""
         text = io.StringIO()
@@ -92,7 +107,7 @@ def compare_modules(
         float_mod: The float module with its parameters bound.
         quantized: What `quantize` made of it; carries the ledger.
         batches: Inputs by name.
-        compile_module: Compiles for this machine.
+        compile_module: Compiles integer modules for this machine; the float one runs step by step.
 
     Raises:
         ModelError: the quantized module has no ledger, or not one value in common with the float
@@ -111,7 +126,7 @@ def compare_modules(
             "another model, or the values were renamed. Pass the module that was quantized."
         )
     names = [row.name for row in rows]
-    float_run = Executor(compile_module(expose_values(prepared, names)))
+    float_run = EagerModule(expose_values(prepared, names))
     quantized_run = Executor(compile_module(expose_values(quantized, names)))
     isolated = IsolatedOperators(graph, ledger, rows, compile_module)
     total = {name: ErrorSums() for name in names}

@@ -36,14 +36,18 @@ class SearchState:
 
     @staticmethod
     def open(path: str | Path | None, fingerprint: str) -> SearchState:
-        """What is in the file, or nothing yet.
+        """What is in the file, or nothing yet; then the file is made.
 
         Raises:
             DataError: the file is no search state, or damaged.
             ConfigError: it is that of another model, data or setting.
+            OSError: it cannot be written.
         """
         state = SearchState(None if path is None else Path(path), fingerprint)
-        if state.path is None or not state.path.exists():
+        if state.path is None:
+            return state
+        if not state.path.exists():
+            state.save()
             return state
         try:
             if state.path.stat().st_size > MAX_SIZE:
@@ -55,7 +59,14 @@ class SearchState:
             state.ranking = {str(k): float(v) for k, v in data["ranking"].items()}
             state.trials = {str(k): float(v) for k, v in data["trials"].items()}
             state.best = dict(data["best"])
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+        ) as error:
             raise DataError(
                 f"{state.path} is no search state, or is damaged ({type(error).__name__}: "
                 f"{error}). Delete it, or name another file."

@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -188,6 +189,8 @@ class Simulation:
         *,
         memory: float = KEPT_BYTES,
     ) -> None:
+        if metric is not None:
+            check_metric(metric)
         self.prepared, self.data, self.metric = prepared, data, metric
         self.parameters = prepared.require_parameters()
         self.samples = sum(count_samples(batch) for batch in data)
@@ -275,6 +278,15 @@ class Simulation:
                 sums = sums or [ErrorSums()] * len(expected)
                 sums = [s.update(x, y) for s, x, y in zip(sums, expected, got, strict=True)]
         return min((s.sqnr for s in sums), default=math.inf)
+
+
+def check_metric(metric: Any) -> None:
+    """Raise ConfigError if it cannot be called."""
+    if not callable(metric):
+        raise ConfigError(
+            f"The metric is {metric!r}; allowed: a function (float outputs, quantized outputs) -> "
+            "number, higher is better."
+        )
 
 
 def apply_metric(

@@ -51,6 +51,17 @@ class VerifyReport:
         """Whether nothing differs."""
         return not self.differences
 
+    def __str__(self) -> str:
+        """One line for each value that differs, and how many were compared."""
+        lines = [
+            f"{found.name} ({found.dtype}): {found.mismatches} of {found.size} elements differ, by "
+            f"up to {found.max_difference:.6g}"
+            for found in self.differences
+        ]
+        return "\n".join(
+            [*lines, f"{len(self.differences)} of {self.compared} values differ from the reference"]
+        )
+
     @property
     def first(self) -> ValueDifference | None:
         """The first value that differs: where to look."""

@@ -33,9 +33,10 @@ def make_console(file: TextIO | None = None) -> Console:
 
 
 def list_findings(ledger: Ledger) -> list[str]:
-    """Lines on what calibration worked with, and on what guard and search for speed saw."""
+    """Lines on what calibration worked with, and on what the guard and the searches saw."""
     lines = [f"{what} ({ledger.effort}): {choice}" for what, choice in ledger.choices.items()]
-    return lines + [str(seen) for seen in (ledger.guard, ledger.speed) if seen is not None]
+    results = (ledger.guard, ledger.search, ledger.speed)
+    return lines + [str(seen) for seen in results if seen is not None]
 
 
 def ledger_table(rows: Sequence[Mapping[str, Any]], title: str = "") -> Group:

@@ -7,9 +7,10 @@ import io
 
 import numpy as np
 import pytest
+import tvm
 
 import relayquant as rq
-from relayquant.analysis.sums import ErrorSums
+from relayquant.analysis.sums import BLOCK, ErrorSums
 from relayquant.demo import load_digits
 
 
@@ -34,6 +35,20 @@ def test_error_sums__are_those_of_the_concatenation():
     assert sums.cosine == pytest.approx(x @ y / np.linalg.norm(x) / np.linalg.norm(y))
     assert sums.largest == np.abs(y - x).max()
     assert sums.mean == pytest.approx(np.abs(y - x).mean())
+
+
+def test_error_sums__of_many_blocks():
+    rng = np.random.default_rng(0)
+    x, y = rng.standard_normal((2, 3, BLOCK + 7)).astype("float32")
+    sums = ErrorSums().update(x, y)
+    a, b = x.astype("float64"), y.astype("float64")
+    assert sums.count == x.size
+    assert sums.signal == pytest.approx((a * a).sum())
+    assert sums.noise == pytest.approx(np.square(b - a).sum())
+    assert sums.dot == pytest.approx((a * b).sum())
+    assert sums.energy == pytest.approx((b * b).sum())
+    assert sums.absolute == pytest.approx(np.abs(b - a).sum())
+    assert sums.largest == np.abs(b - a).max()
 
 
 def test_error_sums__equal_arrays():
@@ -72,9 +87,18 @@ def test_compare__names_the_value_where_it_goes_wrong(digits):
     wrong = rq.quantize(mod, params, data, calibration=clip_one, guard=rq.Guard.OFF)
     report = rq.compare(mod, wrong, data, params)
     assert report.first_below(15).name == "conv2/relu"
+    assert str(report).endswith("; the first below 15 dB is conv2/relu")
     rows = {row.name: row for row in report.rows}
     assert rows["conv2/relu"].saturated > 0.1
     assert rows["conv1/relu"].saturated < 0.01
+
+
+def test_compare__prints_a_line_for_each_value(report):
+    head, *lines, last = str(report).splitlines()
+    assert head.split("  ")[0] == "value"
+    assert [line.split()[0] for line in lines] == [row.name for row in report.rows]
+    assert f"{report.rows[0].sqnr:.1f}" in lines[0]
+    assert last == f"{len(lines)} values, {report.samples} samples"
 
 
 def test_compare__csv_reads_back(report):
@@ -127,3 +151,28 @@ def test_compare__integer_inputs_and_outputs_say_the_same(digits):
     for row, other in zip(report.rows[:-1], plain.rows[:-1], strict=True):
         assert row.sqnr == pytest.approx(other.sqnr, abs=0.1)
         assert row.isolated == pytest.approx(other.isolated, abs=0.1)
+
+
+def test_compare__prepared_model_is_an_error(digits):
+    mod, params, data = digits
+    with pytest.raises(rq.ModelError, match="A PreparedModel is no quantized module"):
+        rq.compare(mod, rq.prepare(mod, params), data, params)
+
+
+def test_compare__no_data_shows_before_anything_is_compiled(digits, monkeypatch):
+    mod, params, data = digits
+    qmod = rq.quantize(mod, params, data, effort="fast")
+
+    def fail(*args, **kwargs):
+        raise AssertionError("something was compiled")
+
+    monkeypatch.setattr(tvm, "compile", fail)
+    with pytest.raises(rq.DataError, match="yields no sample"):
+        rq.compare(mod, qmod, [], params)
+
+
+def test_compare__data_that_may_not_be_written(digits, report):
+    mod, params, data = digits
+    frozen = [np.frombuffer(a.tobytes(), a.dtype).reshape(a.shape) for a in data]
+    found = rq.compare(mod, rq.quantize(mod, params, data), frozen, params)
+    assert found == report

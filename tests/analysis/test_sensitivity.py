@@ -124,6 +124,17 @@ def test_sensitivity__metric_without_a_number_is_an_error(prepared, data):
         measure_sensitivity(prepared, data, lambda a, b: None)
 
 
+def test_sensitivity__metric_that_is_no_function_is_an_error(prepared, data):
+    with pytest.raises(rq.ConfigError, match="The metric is 'accuracy'; allowed: a function"):
+        rq.sensitivity(prepared, data, "accuracy")
+
+
+def test_sensitivity__quantized_module_is_an_error(prepared, data):
+    qmod = rq.lower(rq.convert_to_reference(prepared), prepared.backend)
+    with pytest.raises(rq.ConfigError, match="got IRModule; it takes a calibrated model"):
+        rq.sensitivity(qmod, data)
+
+
 def test_sensitivity__not_calibrated_is_an_error(data):
     with pytest.raises(rq.ConfigError, match="no parameters yet"):
         rq.sensitivity(rq.prepare(residual_model()), data)

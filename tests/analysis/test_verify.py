@@ -61,6 +61,11 @@ def test_verify__names_the_first_value_that_differs(model):
     assert (first.name, first.dtype, first.size) == ("a", "uint8", 4 * 36)
     assert first.mismatches == first.size
     assert first.max_difference >= 1
+    head, *_, last = str(report).splitlines()
+    assert head.startswith("a (uint8): 144 of 144 elements differ, by up to ")
+    assert (
+        last == f"{len(report.differences)} of {report.compared} values differ from the reference"
+    )
     assert "out" in {difference.name for difference in report.differences}
 
 

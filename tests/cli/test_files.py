@@ -102,3 +102,14 @@ def test_write_whole__rights_are_those_of_any_new_file(tmp_path: Path) -> None:
 def test_write_whole__no_folder(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="there is no folder"):
         write_whole(tmp_path / "missing" / "out.json", lambda temporary: None)
+
+
+def test_write_whole__error_names_the_file_and_not_the_temporary_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(**_: object) -> None:
+        raise PermissionError(13, "Permission denied", str(tmp_path / ".x-1234.json"))
+
+    monkeypatch.setattr("tempfile.mkstemp", refuse)
+    with pytest.raises(PermissionError, match=r"Cannot write .*/x\.json: Permission denied$"):
+        write_whole(tmp_path / "x.json", lambda path: path.write_text("new"))
