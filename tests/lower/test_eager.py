@@ -163,6 +163,37 @@ def test_errors__are_those_of_the_reference():
         module.run("main", [np.zeros((1, 4, 5, 6), "float32")])
 
 
+def test_errors__also_behind_calls_that_were_fine():
+    mod = build_model(lambda e, x, y: e("s", op.add(e.conv("a", x), e.conv("b", y))), MAP, MAP)
+    module, (x, y) = EagerModule(mod), draw(mod, 2)
+    for n in (2, 1, 2):
+        want = run(mod, [x[:n], y[:n]])[0]
+        np.testing.assert_allclose(module.run("main", [x[:n], y[:n]])[0], want, atol=1e-4)
+    for wrong in ([x[:, :-1], y[:, :-1]], [x.astype("float64"), y]):
+        with pytest.raises(rq.DataError, match=r"has shape|has dtype"):
+            module.run("main", wrong)
+    with pytest.raises(ValueError, match="zip"):
+        module.run("main", [x])
+
+
+def test_bias_and_scales__other_arrays_count():
+    mod = build_model(
+        lambda e, x, b: e("y", op.add(e.conv("c", x, 4), b)), ("n", 3, 5, 5), (1, 4, 1, 1)
+    )
+    module, (x, b) = EagerModule(mod), draw(mod, 1)
+    for bias in (b, b, b * 2, b):
+        want = run(mod, [x, bias])[0]
+        np.testing.assert_allclose(module.run("main", [x, bias])[0], want, atol=1e-5)
+    rounded, x = EagerModule(rounding_model(1)), np.linspace(-3, 3, 70, dtype="float32")
+    code, zero_point = np.array(1, "int32"), np.array([0], "int32")
+    for scale in (0.5, 0.5, 0.25):
+        s = np.array([scale], "float32")
+        (have,) = rounded.run("main", [x, code, s, zero_point])
+        np.testing.assert_array_equal(have, np.rint(x / s) * s)
+    (have,) = rounded.run("main", [x, np.array(0, "int32"), s, zero_point])
+    np.testing.assert_array_equal(have, x)
+
+
 # --- Simulated quantization ---------------------------------------------------------------------
 
 

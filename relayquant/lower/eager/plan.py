@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from tvm import relax
 
 from relayquant.lower.eager.kernel_cache import KernelCache, KernelKey
+from relayquant.lower.eager.operand import Operand, Variable, is_operand, make_operand
 from relayquant.lower.eager.product import (
     CONVOLUTIONS,
     Chain,
@@ -22,6 +23,7 @@ from relayquant.lower.float_layout import (
     CLAMPS,
     Readers,
     is_float32,
+    list_bindings,
     op_name,
     same_type,
     shape_of,
@@ -54,12 +56,20 @@ def gather_tuple(frame: Frame, var: relax.Var, fields: Sequence[relax.Var]) -> N
 
 
 class Planner:
-    """Finds the steps of a function."""
+    """Finds the steps of a function.
 
-    def __init__(self, func: relax.Function, bindings: Sequence[Any], kernels: KernelCache) -> None:
+    A variable is one object in all steps, in `params` if it is a parameter: a table finds the same
+    object at once, but has to ask TVM whether another one is equal.
+    """
+
+    def __init__(
+        self, params: Sequence[relax.Var], func: relax.Function, kernels: KernelCache
+    ) -> None:
+        bindings = list(list_bindings(func))
         self.bindings, self.kernels = bindings, kernels
+        self.objects = {var: var for var in (*params, *(binding.var for binding in bindings))}
         self.values = {b.var: b.value for b in bindings if not isinstance(b, relax.MatchCast)}
-        self.params = set(func.params)
+        self.params = set(params)
         self.readers = Readers(func, bindings)
         self.claimed: set[relax.Var] = set()
 
@@ -81,15 +91,36 @@ class Planner:
             elif binding.var not in inner:
                 yield self.plan_binding(binding)
 
+    def find_object(self, var: relax.Var) -> relax.Var:
+        """The object that stands for a variable."""
+        return self.objects.setdefault(var, var)
+
+    def operand(self, expr: relax.Expr) -> Operand:
+        """What reads an expression that `is_operand`."""
+        return make_operand(self.find_object(expr) if isinstance(expr, relax.Var) else expr)
+
+    def make_step(
+        self,
+        var: relax.Var,
+        reads: Iterable[relax.Var],
+        run: Callable[[Frame], None],
+        kernel: KernelKey | None = None,
+    ) -> Step:
+        """A step of this function's variables."""
+        return Step(self.find_object(var), tuple(map(self.find_object, reads)), run, kernel)
+
     def plan_binding(self, binding: Any) -> Step:
         """One binding, in numpy."""
-        reads = tuple(dict.fromkeys(relax.analysis.free_vars(binding.value)))
+        reads = dict.fromkeys(relax.analysis.free_vars(binding.value))
         if isinstance(binding.value, relax.Tuple) and all(
             isinstance(part, relax.Var) for part in binding.value.fields
         ):
-            var, fields = binding.var, tuple(binding.value.fields)
-            return Step(var, reads, lambda frame: gather_tuple(frame, var, fields))
-        return Step(binding.var, reads, lambda frame: execute_binding(frame, binding))
+            var, fields = (
+                self.find_object(binding.var),
+                [*map(self.find_object, binding.value.fields)],
+            )
+            return self.make_step(var, reads, lambda frame: gather_tuple(frame, var, fields))
+        return self.make_step(binding.var, reads, lambda frame: execute_binding(frame, binding))
 
     # ---- products ----
 
@@ -101,15 +132,26 @@ class Planner:
             return None
         if not all(is_float32(expr) for expr in (*call.args, root)):
             return None
+        if not all(map(is_operand, call.args)):
+            return None
         layout = Matmul.of(call, self.params) if name == "relax.matmul" else Convolution.of(call)
         if layout is None:
             return None
         chain = self.follow(Chain((root,), layout.axis, layout.channels))
         self.claimed.update(chain.vars)
         operands = (*call.args, chain.bias, chain.residual)
-        reads = tuple(expr for expr in operands if isinstance(expr, relax.Var))
-        product = Product(layout, chain, call.args[0], call.args[1], self.kernels)
-        return Step(chain.vars[-1], reads, product.run, product.find_kernel())
+        reads = [expr for expr in operands if isinstance(expr, relax.Var)]
+        product = Product(
+            layout,
+            chain,
+            self.find_object(chain.vars[-1]),
+            self.operand(call.args[0]),
+            self.operand(call.args[1]),
+            None if chain.bias is None else self.operand(chain.bias),
+            None if chain.residual is None else self.operand(chain.residual),
+            self.kernels,
+        )
+        return self.make_step(chain.vars[-1], reads, product.run, product.find_kernel())
 
     def follow(self, chain: Chain) -> Chain:
         """The chain with the only readers of its values, as far as the kernel computes them."""
@@ -176,9 +218,15 @@ class Planner:
             if not following.args[0].same_as(vars_[-2]) or shape_of(following.args[1]):
                 return None
             bounds.append(following.args[1])
-        if len(bounds) == 1:
+        if len(bounds) == 1 or not all(map(is_operand, bounds)):
             return None
         self.claimed.update(vars_)
         reads = [expr for expr in (data, *operands, *bounds) if isinstance(expr, relax.Var)]
-        rounding = Rounding(data, tuple(operands), tuple(bounds), vars_[-1], self.kernels)
-        return Step(vars_[-1], tuple(reads), rounding.run, ROUND)
+        rounding = Rounding(
+            Variable(self.find_object(data)),
+            [self.operand(expr) for expr in operands],
+            [self.operand(expr) for expr in bounds],
+            self.find_object(vars_[-1]),
+            self.kernels,
+        )
+        return self.make_step(vars_[-1], reads, rounding.run, ROUND)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ from tvm import relax, tirx
 from tvm.ir import Call, GenericConst
 
 from relayquant.lower.eager.kernel_cache import KernelCache, KernelKey
+from relayquant.lower.eager.operand import Operand
 from relayquant.lower.float_layout import (
     FEWEST_CHANNELS,
     expand_padding,
@@ -23,12 +26,14 @@ from relayquant.lower.float_layout import (
 from relayquant.lower.kernels.float_conv import FloatConv2d, make_conv2d, pack_conv2d
 from relayquant.lower.kernels.float_gemm import FloatDense, make_dense, pack_dense
 from relayquant.lower.kernels.float_tile import FloatEpilogue, FloatIsa
-from relayquant.reference.interpreter import Frame, evaluate
+from relayquant.reference.interpreter import Frame
 from relayquant.runtime import align_array, empty_aligned, view_tensor
 
 CONVOLUTIONS = ("relax.nn.conv2d", "relax.nn.conv1d")
 #: Stands for a batch (rows of a product) of any size in the specification of a kernel.
 ANY = 0
+#: Shapes of data that a product is prepared for at a time.
+MOST_SHAPES = 64
 
 
 def make_any_conv2d(spec: FloatConv2d, isa: FloatIsa, name: str) -> tirx.PrimFunc:
@@ -103,6 +108,11 @@ class Convolution:
     weight_axes: tuple[int, ...]
     sizes: tuple[int | None, ...]
     spec: FloatConv2d
+
+    @cached_property
+    def logical_axes(self) -> tuple[int, ...]:
+        """What takes `data_axes` back."""
+        return tuple(int(axis) for axis in np.argsort(self.data_axes))
 
     @staticmethod
     def of(call: Call) -> Convolution | None:
@@ -185,7 +195,7 @@ class Convolution:
 
     def from_kernel(self, array: np.ndarray) -> np.ndarray:
         """The result (N, spatial, C) in its logical layout: a view."""
-        return array.transpose(np.argsort(self.data_axes))
+        return array.transpose(self.logical_axes)
 
 
 @dataclass(frozen=True)
@@ -230,21 +240,45 @@ class Matmul:
         return array
 
 
+@dataclass(frozen=True, eq=False)
+class ProductCall:
+    """How data of one shape meets the kernel: its specification, the shape of the result, and the
+    shapes as which the kernel sees data and result.
+    """
+
+    spec: FloatConv2d | FloatDense
+    key: KernelKey
+    out_shape: tuple[int, ...]
+    data_view: tuple[int, ...]
+    out_view: tuple[int, ...]
+
+
 class Product:
-    """A chain that runs on a kernel; keeps its weight packed."""
+    """A chain that runs on a kernel; keeps its weight packed.
+
+    `bias` and `residual` are None where there is none.
+    """
 
     def __init__(
         self,
         layout: Convolution | Matmul,
         chain: Chain,
-        data: relax.Expr,
-        weight: relax.Expr,
+        result: relax.Var,
+        data: Operand,
+        weight: Operand,
+        bias: Operand | None,
+        residual: Operand | None,
         kernels: KernelCache,
     ) -> None:
         self.layout, self.chain, self.kernels = layout, chain, kernels
-        self.data, self.weight = data, weight
+        self.data, self.weight, self.bias, self.residual = data, weight, bias, residual
+        self.result = result
+        #: how data of each shape is multiplied
+        self.calls: dict[tuple[int, ...], ProductCall] = {}
         #: (weight, specification, packed weight) of the last call
         self.packed: tuple[np.ndarray, FloatConv2d | FloatDense, Any] | None = None
+        #: (bias, tensor of it) of the last call
+        self.known_bias: tuple[np.ndarray, Any] | None = None
 
     def key(self, spec: FloatConv2d | FloatDense) -> KernelKey:
         """The kernel for a specification."""
@@ -258,33 +292,47 @@ class Product:
 
     def run(self, frame: Frame) -> None:
         """Compute the last value of the chain."""
-        x = self.layout.to_kernel(evaluate(frame, self.data, "data"))
-        spec = self.layout.find_spec(x.shape, self.chain.epilogue)
-        assert spec is not None  # all sizes of an array are known
-        y = empty_aligned(self.layout.out_shape(x.shape, spec), "float32")
+        x = self.layout.to_kernel(self.data.read(frame))
+        call = self.calls.get(x.shape)
+        if call is None:
+            if len(self.calls) == MOST_SHAPES:
+                self.calls.clear()
+            call = self.calls[x.shape] = self.plan_call(x.shape)
+        y = empty_aligned(call.out_shape, "float32")
         if y.size and x.size:
-            arrays = [x, y]
-            if isinstance(spec, FloatDense):
-                arrays = [x.reshape(-1, spec.inner), y.reshape(-1, spec.outputs)]
-            elif x.ndim == 3:
-                arrays = [x[:, None], y[:, None]]
-            tensors = [view_tensor(arrays[0]), self.pack(frame, spec)]
-            if self.chain.bias is not None:
-                bias = evaluate(frame, self.chain.bias, "bias").reshape(-1)
-                tensors.append(view_tensor(align_array(bias)))
-            if self.chain.residual is not None:
-                residual = self.layout.to_kernel(evaluate(frame, self.chain.residual, "residual"))
-                tensors.append(view_tensor(residual.reshape(arrays[1].shape)))
-            self.kernels.get(self.key(spec))(*tensors, view_tensor(arrays[1]))
-        frame.values[self.chain.vars[-1]] = self.layout.from_kernel(y)
+            tensors = [view_tensor(x.reshape(call.data_view)), self.pack(frame, call.spec)]
+            if self.bias is not None:
+                tensors.append(self.find_bias(self.bias.read(frame)))
+            if self.residual is not None:
+                residual = self.layout.to_kernel(self.residual.read(frame))
+                tensors.append(view_tensor(residual.reshape(call.out_view)))
+            self.kernels.get(call.key)(*tensors, view_tensor(y.reshape(call.out_view)))
+        frame.values[self.result] = self.layout.from_kernel(y)
+
+    def plan_call(self, sizes: tuple[int, ...]) -> ProductCall:
+        """How data of the shape `sizes` (N, spatial, C) is multiplied."""
+        spec = self.layout.find_spec(sizes, self.chain.epilogue)
+        assert spec is not None  # all sizes of an array are known
+        out = self.layout.out_shape(sizes, spec)
+        views = [sizes, out]
+        if isinstance(spec, FloatDense):
+            views = [(math.prod(sizes[:-1]), spec.inner), (math.prod(out[:-1]), spec.outputs)]
+        elif len(sizes) == 3:
+            views = [(view[0], 1, *view[1:]) for view in views]
+        return ProductCall(spec, self.key(spec), out, *views)
+
+    def find_bias(self, bias: np.ndarray) -> Any:
+        """The bias as a tensor; made once for the same array."""
+        before = self.known_bias
+        if before is not None and before[0] is bias:
+            return before[1]
+        tensor = view_tensor(align_array(bias.reshape(-1)))
+        self.known_bias = bias, tensor  # both at once: other threads read it
+        return tensor
 
     def pack(self, frame: Frame, spec: FloatConv2d | FloatDense) -> Any:
         """The packed weight as a tensor."""
-        before = self.packed
-        if before is not None and isinstance(self.weight, GenericConst):
-            weight = before[0]  # a constant gives a new array each time
-        else:
-            weight = evaluate(frame, self.weight, "weight")
+        before, weight = self.packed, self.weight.read(frame)
         if before is not None and before[0] is weight and before[1] == spec:
             return before[2]
         array = align_array(self.layout.pack(weight, spec, self.kernels.isa))

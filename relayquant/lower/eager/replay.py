@@ -73,7 +73,7 @@ class Replay:
         memory: float,
     ) -> None:
         self.program = program
-        self.params = {param.name: param for param in program.func.params}
+        self.params = {param.name: param for param in program.params}
         self.inputs = [param for name, param in self.params.items() if name not in arguments]
         self.results = frozenset(relax.analysis.free_vars(program.result))
         fixed = {self.params[name] for name in arguments}
