@@ -113,12 +113,17 @@ class CalibrationGraph:
         model.
         """
         values = {}
-        for key, variables in self.variables.items():
-            arrays = variables.arrays((parameters or {}).get(key))
-            values.update((var.name, a) for var, a in zip(variables.vars, arrays, strict=True))
+        for key in self.variables:
+            values.update(self.group_arguments(key, (parameters or {}).get(key)))
         for key, constant in self.constants.items():
             values[constant.var.name] = (constants or {}).get(key, constant.value)
         return values
+
+    def group_arguments(self, key: str, qparams: QParams | None) -> dict[str, np.ndarray]:
+        """Those of `arguments` that belong to one group."""
+        variables = self.variables[key]
+        names = [var.name for var in variables.vars]
+        return dict(zip(names, variables.arrays(qparams), strict=True))
 
 
 @dataclass(frozen=True, eq=False)

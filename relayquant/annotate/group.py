@@ -27,29 +27,43 @@ Node = tuple[relax.Var, QSpec]
 
 
 class Partition:
-    """Disjoint sets of nodes (union-find)."""
+    """Disjoint sets of nodes."""
 
     def __init__(self) -> None:
-        self._parent: dict[Node, Node] = {}
+        #: of each node, in order of appearance, all nodes of its set: one list for all of them
+        self._sets: dict[Node, list[Node]] = {}
+        self._order: dict[Node, int] = {}
 
-    def find(self, node: Node) -> Node:
-        """Representative of the node's set; a new node is a set of its own."""
-        parent = self._parent.setdefault(node, node)
-        if parent == node:
-            return node
-        root = self.find(parent)
-        self._parent[node] = root
-        return root
+    def add(self, node: Node) -> None:
+        """Know a node; a new one is a set of its own."""
+        if node not in self._sets:
+            self._sets[node] = [node]
+            self._order[node] = len(self._order)
+
+    def members(self, node: Node) -> list[Node]:
+        """All nodes of the node's set, in order of appearance."""
+        self.add(node)
+        return sorted(self._sets[node], key=self._order.__getitem__)
+
+    def is_joined(self, a: Node, b: Node) -> bool:
+        """Whether two nodes are in one set."""
+        self.add(a)
+        self.add(b)
+        return self._sets[a] is self._sets[b]
 
     def join(self, a: Node, b: Node) -> None:
         """Make one set of two."""
-        self._parent[self.find(a)] = self.find(b)
+        if self.is_joined(a, b):
+            return
+        small, large = sorted((self._sets[a], self._sets[b]), key=len)
+        large.extend(small)
+        self._sets.update(dict.fromkeys(small, large))
 
     def sets(self) -> list[list[Node]]:
         """All sets, each in order of appearance."""
-        found: dict[Node, list[Node]] = {}
-        for node in list(self._parent):
-            found.setdefault(self.find(node), []).append(node)
+        found: dict[int, list[Node]] = {}
+        for node, members in self._sets.items():
+            found.setdefault(id(members), []).append(node)
         return list(found.values())
 
 
@@ -70,13 +84,14 @@ def build_groups(
     active = [claim for claim in planned if claim.dynamic is None]
     partition = Partition()
     for node in seed_nodes(active, wanted):
-        partition.find(node)
+        partition.add(node)
     spread_sharing(active, partition)
     join_concat_inputs(graph, active, partition)
     add_served_outputs(active, partition)
 
     shared = {claim.root: claim for claim in active if claim.kind is Kind.SHARING}
     by_root = {claim.root: claim for claim in active}
+    consumers = find_consumers(active)
     groups: list[GroupPlan] = []
     key_of: dict[Node, str] = {}
     primary = choose_primary(graph, active, partition)
@@ -101,7 +116,7 @@ def build_groups(
                 info,
                 tuple(var.name for var in members),
                 tuple(var.name for var in points),
-                fixed or find_calibration(members, spec, active, by_root),
+                fixed or find_calibration(members, spec, consumers, by_root),
                 is_fixed=fixed is not None,
                 base=None if is_primary else primary_key(first, primary, partition, graph),
                 clamped=tuple(var.name for var in clamped),
@@ -208,9 +223,9 @@ def join_concat_inputs(graph: Graph, active: Sequence[Claim], partition: Partiti
         node = (claim.root, output_spec(claim))
         for var in claim.inputs():
             part = (var, activation_spec(claim))
-            if part[1] != node[1] or partition.find(part) == partition.find(node):
+            if part[1] != node[1] or partition.is_joined(part, node):
                 continue
-            members = [n for nodes in partition.sets() if part in nodes for n in nodes]
+            members = partition.members(part)
             if find_fixed_calibration(members, by_root) is not None:
                 continue  # the range of a sigmoid is not that of what it is joined with
             alone = all(graph.has_one_user(v) and graph.order[v] >= 0 for v, _ in members)
@@ -235,11 +250,11 @@ def add_served_outputs(active: Sequence[Claim], partition: Partition) -> None:
             continue
         config = _qconfig(claim)
         if config.output is not None:
-            partition.find((claim.root, output_spec(claim)))
+            partition.add((claim.root, output_spec(claim)))
             continue
         direct = replace(config, output=TensorConfig(specs[0], config.activation.calibration))
         if claim.row is not None and claim.row.find_conflict(direct, has_bias=False) is not None:
-            partition.find((claim.root, output_spec(claim)))
+            partition.add((claim.root, output_spec(claim)))
 
 
 def choose_primary(
@@ -260,8 +275,7 @@ def primary_key(
     var: relax.Var, primary: Mapping[relax.Var, QSpec], partition: Partition, graph: Graph
 ) -> str:
     """Key of the group that holds the value in its primary specification."""
-    root = partition.find((var, primary[var]))
-    members = [v for nodes in partition.sets() if root in nodes for v, _ in nodes]
+    members = [member for member, _ in partition.members((var, primary[var]))]
     return min(members, key=graph.order.__getitem__).name
 
 
@@ -335,24 +349,39 @@ def is_moved(
     return True
 
 
+def find_consumers(active: Sequence[Claim]) -> dict[relax.Var, list[tuple[int, Claim]]]:
+    """By value, the operators that compute with it, and their places in `active`."""
+    found: dict[relax.Var, list[tuple[int, Claim]]] = {}
+    for place, claim in enumerate(active):
+        for var in claim.inputs() if claim.kind is not Kind.SHARING else ():
+            found.setdefault(var, []).append((place, claim))
+    return found
+
+
 def find_calibration(
     members: Sequence[relax.Var],
     spec: QSpec,
-    active: Sequence[Claim],
+    consumers: Mapping[relax.Var, Sequence[tuple[int, Claim]]],
     by_root: Mapping[relax.Var, Claim],
 ):
     """Who picks the parameters: the `output` that a member's own QConfig has, as in FX; else the
     first consumer's activation configuration, else the producer's.
+
+    `consumers`: see `find_consumers`.
     """
-    inside = set(members)
     for var in members:
         own = _qconfig(by_root[var]).output if var in by_root else None
         if own is not None and own.spec.stored == spec:
             return own.calibration
-    for claim in active:
-        is_asked = claim.kind is not Kind.SHARING and activation_spec(claim) == spec
-        if is_asked and any(var in inside for var in claim.inputs()):
-            return _qconfig(claim).tensor(Role.ACTIVATION).calibration
+    asking = [
+        (place, claim)
+        for var in members
+        for place, claim in consumers.get(var, ())
+        if activation_spec(claim) == spec
+    ]
+    if asking:
+        _, first = min(asking, key=lambda found: found[0])
+        return _qconfig(first).tensor(Role.ACTIVATION).calibration
     for var in members:
         if var in by_root:
             return _qconfig(by_root[var]).tensor(Role.OUTPUT).calibration

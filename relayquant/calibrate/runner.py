@@ -253,24 +253,20 @@ class _Run:
         self.statistics: dict[str, GroupStatistics] = {}
         self.data = DataRecord(0, {})
         self.done = 0  # batches, of all segments together
+        #: arrays for all variables of the graph; all pass through in float when the order is
+        #: parallel
+        known = () if order is Order.PARALLEL else (parameters, {})
+        self.variables = prepared.graph.arguments(*known)
         self.fixed = self.compute_constants(split.constants)
 
     def compute_constants(self, segment: Segment | None) -> dict[str, Any]:
         """Rounded weights, once for all batches; fitted weights take their places when known."""
         if segment is None or self.split.constants_mod is None:
             return {}
-        variables = self.variable_values()
+        variables = self.variables
         # In numpy: to compile a kernel for each weight's shape would take longer than all the rest.
         results = reference.run(self.split.constants_mod, [variables[n] for n in segment.inputs])
         return dict(zip(segment.outputs, results, strict=True))
-
-    def variable_values(self) -> dict[str, np.ndarray]:
-        """Arrays for all variables of the graph; all pass through in float when the order is
-        parallel.
-        """
-        if self.order is Order.PARALLEL:
-            return self.prepared.graph.arguments()
-        return self.prepared.graph.arguments(self.parameters, self.constants)
 
     def load(self, data: Dataset) -> None:
         """Store the inputs that segments read. The only pass over the user's data.
@@ -379,7 +375,7 @@ class _Run:
             )
             for shard in cut_shards(self.data.batches)
         ]
-        known = {**self.variable_values(), **self.fixed}
+        known = {**self.variables, **self.fixed}
         arguments = {name: known[name] for name in segment.inputs if name in known}
         states = self.shards.run(index, tasks, arguments, self.advance)
         result = CalibrationResult({}, {})
@@ -410,6 +406,12 @@ class _Run:
         self.parameters.update(result.parameters)
         self.constants.update(result.constants)
         self.statistics.update(result.statistics)
+        if self.order is Order.TOPOLOGICAL:
+            graph = self.prepared.graph
+            for key, qparams in result.parameters.items():
+                self.variables.update(graph.group_arguments(key, qparams))
+            for key, array in result.constants.items():
+                self.variables[graph.constants[key].var.name] = array
         for point in segment.fits:
             if point.weight in self.fixed:
                 self.fixed[point.weight] = result.constants[f"{point.operator}:weight"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -61,10 +62,12 @@ class Operand:
         """-1 when unknown."""
         return int(self.ty.ndim)
 
-    @property
+    @cached_property
     def shape(self) -> list[Any] | None:
         """Dimensions, None when unknown."""
-        return list(self.ty.shape) if isinstance(self.ty.shape, relax.ShapeExpr) else None
+        shape = self.ty.shape
+        # A slice: to iterate over an array of TVM checks each index.
+        return shape.values[:] if isinstance(shape, relax.ShapeExpr) else None
 
     def fail(self, what: str, allowed: str, advice: str = "") -> QnnError:
         """The error for this operand; raise it."""
@@ -148,9 +151,10 @@ def make_tensor_type(operand: Operand, dtype: str) -> relax.TensorType:
 
 def is_single(ty: Any) -> bool:
     """Whether a parameter of this type holds one value: shape () or (1,)."""
-    if not isinstance(ty.shape, relax.ShapeExpr):
+    shape = ty.shape
+    if not isinstance(shape, relax.ShapeExpr):
         return ty.ndim == 0
-    return all(isinstance(size, tirx.IntImm) and int(size) == 1 for size in ty.shape)
+    return all(isinstance(size, tirx.IntImm) and int(size) == 1 for size in shape.values[:])
 
 
 def check_parameter(
