@@ -136,8 +136,10 @@ def convolve(
     elif per_group == 1:
         # Depthwise: every input channel serves out_channels / groups consecutive outputs.
         result = np.zeros((*shape, groups, out_channels // groups), x.dtype)
+        products = np.empty_like(result)
         for tap, at in windows:
-            result += x[(slice(None), *at)][..., None] * w[tap].reshape(groups, -1)
+            window = x[(slice(None), *at)][..., None]
+            result += np.multiply(window, w[tap].reshape(groups, -1), out=products)
     else:
         split = (-1, groups, per_group)
         result = np.zeros((groups, int(np.prod(shape)), out_channels // groups), x.dtype)

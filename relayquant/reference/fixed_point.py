@@ -16,6 +16,8 @@ from relayquant.qtypes import INTEGER_LIMITS, Rounding
 Array = np.ndarray[Any, Any]
 
 INT32_MIN, INT32_MAX = INTEGER_LIMITS["int32"]
+#: Integers of a smaller magnitude, and what a 16-bit number is from them, are float32 exactly.
+EXACT_FLOAT32 = 1 << 23
 
 
 def round_values(values: Array, rounding: Rounding) -> Array:
@@ -139,5 +141,9 @@ def finish_rounded(rounded: Array, zero_point: Array, dtype: str) -> Array:
         clamped = np.minimum(
             np.maximum(rounded, (low - shift).astype(kind)), (high - shift).astype(kind)
         )
-    whole = np.where(np.isnan(rounded), 0, clamped).astype("int64")
-    return clip_to_integer(whole + zero, dtype)
+    if clamped.size and np.isnan(clamped.min()):
+        clamped = np.where(np.isnan(clamped), kind.type(0), clamped)
+    if dtype != "int32" and np.abs(zero).max(initial=0) < EXACT_FLOAT32:
+        # Both limits are exact, so that the sum is within the range of the dtype already.
+        return (clamped.astype("int32") + zero.astype("int32")).astype(get_storage_dtype(dtype))
+    return clip_to_integer(clamped.astype("int64") + zero, dtype)

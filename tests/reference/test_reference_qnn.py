@@ -308,6 +308,20 @@ def test_conv2d__many_channels_take_the_tap_by_tap_path():
     np.testing.assert_array_equal(result, expected)
 
 
+@pytest.mark.parametrize(
+    ("inputs", "exact"), [(518, "float32"), (519, "float64"), (40_000, "float64")]
+)
+def test_products__are_exact_up_to_the_largest_sum(inputs, exact):
+    data, weight = np.full((1, inputs), 255, "uint8"), np.full((2, inputs), -127, "int8")
+    weight[1, ::2] = 127
+    assert {a.dtype.name for a in qnn.center_factors(data, weight, 0, 0, 0)} == {exact}
+    expected = [[-127 * 255 * inputs, 127 * 255 * (inputs % 2)]]
+    np.testing.assert_array_equal(qnn.dense(data, weight, 0, 0, 1.0, 1.0), expected)
+    image, kernel = data[:, :, None, None], weight[:, :, None, None]
+    found = qnn.conv2d(image, kernel, 0, 0, 1.0, 1.0)[:, :, 0, 0]
+    np.testing.assert_array_equal(found, expected)
+
+
 @given(seed=SEEDS, z_x=st.integers(0, 255), per_channel=st.booleans())
 def test_dense__equals_product_of_real_values(seed, z_x, per_channel):
     x, w = draw_array(seed, "uint8", (2, 3, 5)), draw_array(seed + 1, "int8", (4, 5))
