@@ -11,7 +11,7 @@ where that falls between two inputs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -86,32 +86,34 @@ class LinearView:
 
     def sample_rows(
         self,
-        data: FloatArray,
+        arrays: Sequence[FloatArray],
         count: int,
         rng: np.random.Generator,
         rounding: Callable[[FloatArray], FloatArray] | None = None,
     ) -> FloatArray:
-        """At most `count` rows of x, drawn without replacement: (groups, n, K) float32.
+        """At most `count` rows of x, drawn without replacement from batches that differ in their
+        first axis only: (groups, n, K) float32.
 
         `rounding` is applied to the values taken; the padding's zeros stay zeros.
         """
         if self.data_axes is None:
-            rows = data.reshape(-1, data.shape[-1])
-            rows = rows[self._draw(rows.shape[0], count, rng)]
+            flat = [array.reshape(-1, array.shape[-1]) for array in arrays]
+            index = self._draw(sum(map(len, flat)), count, rng)
+            rows = gather_rows(flat, index, ())
             return (rounding(rows) if rounding else rows)[None]
-        moved = np.transpose(data, self.data_axes)
-        sizes = moved.shape[1:-1]
+        moved = [np.transpose(array, self.data_axes) for array in arrays]
+        sizes, images = moved[0].shape[1:-1], sum(map(len, moved))
         outputs = self._output_sizes(sizes)
-        index = self._draw(moved.shape[0] * math.prod(outputs), count, rng)
-        position = np.unravel_index(index, (moved.shape[0], *outputs))
+        index = self._draw(images * math.prod(outputs), count, rng)
+        position = np.unravel_index(index, (images, *outputs))
         inside = np.ones((len(index), math.prod(self.kernel)), "bool")
-        at = [position[0][:, None]]
+        at = []
         for axis, step in enumerate(np.unravel_index(range(inside.shape[1]), self.kernel)):
             place, found = self._source(axis, position[1 + axis][:, None], step)
             found = found & (place >= 0) & (place < sizes[axis])
             inside &= found
             at.append(np.where(found, place, 0))
-        windows = moved[tuple(at)].astype("float32", copy=False)
+        windows = gather_rows(moved, position[0], at)
         if rounding:
             windows = rounding(windows)
         windows[~inside] = 0
@@ -161,6 +163,23 @@ class LinearView:
             return windows.reshape(1, n, taps * channels)
         split = windows.reshape(n, taps, self.groups, channels // self.groups)
         return np.ascontiguousarray(split.transpose(2, 0, 1, 3)).reshape(self.groups, n, -1)
+
+
+def gather_rows(
+    arrays: Sequence[NDArray], first: NDArray[np.int64], others: Sequence[NDArray[np.int64]]
+) -> FloatArray:
+    """array[first[:, None], *others], or array[first] without others, of the arrays joined along
+    their first axis, float32; `first` (n,) rises, `others` are (n, m).
+    """
+    starts = np.cumsum([0, *map(len, arrays)])
+    cuts = np.searchsorted(first, starts)
+    found = []
+    for array, start, a, b in zip(arrays, starts, cuts, cuts[1:], strict=False):
+        index = first[a:b] - start
+        at = (index[:, None], *(other[a:b] for other in others)) if others else index
+        found.append(array[at])
+    rows = found[0] if len(found) == 1 else np.concatenate(found)
+    return rows.astype("float32", copy=False)
 
 
 def make_linear_view(match: Match) -> LinearView | None:

@@ -11,6 +11,8 @@ import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -34,6 +36,9 @@ FLOOR = 4.0
 
 #: float32 values of which several copies stay in the second level cache
 CACHED = 1 << 15
+
+#: levels of a quantizer up to which its error is found level by level, not value by value
+MOST_LEVELS = 1 << 12
 
 #: rows that are drawn of an array, in those that the sample may hold: some more, so that there are
 #: nearly always enough
@@ -170,38 +175,41 @@ class RelativeMSE(Observer[RowState]):
         return RowState(info, end, -end, (), end, count)
 
     def update(self, state: RowState, array: NDArray[Any]) -> RowState:
-        array = np.asarray(array)
-        if array.size == 0:
+        return self.update_all(state, [array])
+
+    def update_all(self, state: RowState, arrays: Sequence[NDArray[Any]]) -> RowState:
+        found = [np.asarray(array) for array in arrays]
+        moved = [
+            array.reshape(1, -1) if array.ndim < 2 else np.moveaxis(array, self.axis, -1)
+            for array in found
+            if array.size
+        ]
+        if not moved:
             return state
-        moved = array.reshape(1, -1) if array.ndim < 2 else np.moveaxis(array, self.axis, -1)
-        low, high = np.asarray(moved.min(), "float64"), np.asarray(moved.max(), "float64")
-        if not (np.isfinite(low) and np.isfinite(high)):
+        lows, highs = [[float(end(a)) for a in moved] for end in (np.min, np.max)]
+        if not all(map(math.isfinite, (*lows, *highs))):
             raise DataError(
                 f"Value {state.info.name!r} holds NaN or infinity during calibration. Check that "
                 "the float "
                 "model gives finite results on these samples, and the preprocessing of the data "
                 "set."
             )
-        count, channels = math.prod(moved.shape[:-1]), moved.shape[-1]
-        # The seed is taken from the values: the sample depends on neither the order of the data nor
-        # how it was split over processes.
-        some = np.linspace(0, count - 1, SEED_ROWS).astype("int64")
-        seed = zlib.crc32(take_rows(moved, some).astype("float32"))
-        drawn = np.random.default_rng(seed).random(count)
-        limit = self._limit(max(channels, state.width), self.share)
-        keep = np.flatnonzero(drawn < min(float(state.most), SPARE * limit / count))
-        if len(keep) < limit:
-            keep = np.flatnonzero(drawn < state.most)
-        rows = take_rows(moved, keep).astype("float32", copy=False)
-        part = SampledRows(rows, np.full(len(keep), channels), drawn[keep])
+        limit = self._limit(max(state.width, *(array.shape[-1] for array in moved)), self.share)
+        rows = sum(array.size // array.shape[-1] for array in moved)
+        parts = [
+            part
+            for _, same in groupby(moved, key=lambda array: array.shape[-1])
+            for part in [draw_rows(list(same), float(state.most), limit, rows)]
+            if len(part.priorities)
+        ]
         return self._bound(
             RowState(
                 state.info,
-                np.minimum(state.low, low),
-                np.maximum(state.high, high),
-                (*state.parts, part) if len(keep) else state.parts,
+                np.minimum(state.low, min(lows)),
+                np.maximum(state.high, max(highs)),
+                (*state.parts, *parts),
                 state.most,
-                state.count + 1,
+                state.count + len(moved),
             ),
             self.share,
         )
@@ -260,6 +268,37 @@ class RelativeMSE(Observer[RowState]):
         return min(rows, math.ceil(2 * share * rows) + 64)
 
 
+def draw_rows(arrays: Sequence[NDArray[Any]], most: float, limit: int, total: int) -> SampledRows:
+    """Random rows along the last axis of arrays with as many channels: of the rows that are drawn
+    below `most`, at least those of the `limit` smallest of `total` priorities.
+    """
+    counts = [array.size // array.shape[-1] for array in arrays]
+    # The seed is taken from the values: the sample depends on neither the order of the data nor how
+    # it was split over processes.
+    seed = 0
+    for array, count in zip(arrays, counts, strict=True):
+        seed = zlib.crc32(take_rows(array, spread_rows(count)).astype("float32"), seed)
+    drawn = np.random.default_rng(seed).random(sum(counts))
+    keep = np.flatnonzero(drawn < min(most, SPARE * limit / total))
+    if len(keep) < limit:
+        keep = np.flatnonzero(drawn < most)
+    starts = np.cumsum([0, *counts])
+    cuts = np.searchsorted(keep, starts)
+    rows = [
+        take_rows(array, keep[a:b] - start)
+        for array, start, a, b in zip(arrays, starts, cuts, cuts[1:], strict=False)
+    ]
+    joined = rows[0] if len(rows) == 1 else np.concatenate(rows)
+    channels = np.full(len(keep), joined.shape[1])
+    return SampledRows(joined.astype("float32", copy=False), channels, drawn[keep])
+
+
+@lru_cache(maxsize=64)
+def spread_rows(count: int) -> NDArray[np.int64]:
+    """Up to `SEED_ROWS` of so many rows, evenly spread."""
+    return np.linspace(0, count - 1, SEED_ROWS).astype("int64")
+
+
 def take_rows(array: NDArray, index: NDArray[np.int64]) -> NDArray:
     """Rows along the last axis, numbered over all others: (n, C)."""
     if array.flags.c_contiguous:
@@ -290,12 +329,15 @@ def search_relative_range(
         # Any unit does; this one keeps float32 from overflowing where values are tiny.
         factors[part, :count] = found * unit
     flat, factors = rows.reshape(-1), factors.reshape(-1)
+    is_narrow = spec.limits[1] - spec.limits[0] < MOST_LEVELS
+    sums = RunningSums.of(flat, factors) if is_narrow else None
 
     def errors(lows: Float64Array, highs: Float64Array) -> Float64Array:
-        result = np.empty(lows.shape)
-        for trial, (a, b) in enumerate(zip(lows[:, 0], highs[:, 0], strict=True)):
-            result[trial, 0] = weighted_error(flat, factors, choose_qparams(a, b, spec), spec)
-        return result
+        if sums is not None:
+            return sums.errors(choose_qparams(lows[:, 0], highs[:, 0], spec, 0), spec)[:, None]
+        trials = [choose_qparams(*ends, spec) for ends in zip(lows[:, 0], highs[:, 0], strict=True)]
+        found = [weighted_error(flat, factors, qparams, spec) for qparams in trials]
+        return np.array(found)[:, None]
 
     lows, highs = search_ranges(
         np.array([low]), np.array([high]), spec, errors, floor=2.0**-7, steps=24
@@ -318,6 +360,57 @@ def relative_weights(rows: NDArray[np.float32], importance: Sequence[Float64Arra
         if floor > 0:
             result += weight[None, :] / (size + floor)[:, None]
     return result
+
+
+@dataclass(frozen=True, eq=False)
+class RunningSums:
+    """Weighted values in rising order, float64 (n,), and running sums over them.
+
+    With w the weight of the value x, `sums` (3, n + 1) are those of w, w * x and w * x^2 over the
+    values before each place. The values that one level stands for lie side by side, so the error of
+    a quantizer is found in as many steps as it has levels, however many values there are.
+    """
+
+    values: Float64Array
+    sums: Float64Array
+
+    @staticmethod
+    def of(values: NDArray[np.float32], weights: NDArray[np.float32]) -> RunningSums:
+        """From values and weights (n,), without zeros: these are exact with any parameters."""
+        used = np.flatnonzero(values)
+        order = used[sort_floats(values[used])]
+        x, term = values[order].astype("float64"), weights[order].astype("float64")
+        sums = np.zeros((3, x.size + 1))
+        for row in sums:
+            np.cumsum(term, out=row[1:])
+            term *= x
+        return RunningSums(x, sums)
+
+    def errors(self, qparams: QParams, spec: QSpec) -> Float64Array:
+        """Sum of weights * (value - quantized value)^2 for each of K parameters, (K,)."""
+        low, high = spec.limits
+        scale = qparams.scale[:, None]
+        levels = np.arange(low, high + 1) - qparams.zero_point[:, None]
+        real = (levels.astype("float32") * scale).astype("float64")
+        between = (levels[:, :-1] + 0.5) * scale.astype("float64")
+        at = np.zeros((len(levels), levels.shape[1] + 1), "int64")
+        at[:, 1:-1] = np.searchsorted(self.values, between)
+        at[:, -1] = self.values.size
+        weight, first, second = np.diff(self.sums[:, at], axis=2)
+        return (second + real * (real * weight - 2 * first)).sum(axis=1)
+
+
+def sort_floats(values: NDArray[np.float32]) -> NDArray[np.int64]:
+    """Indices that sort float32 values (n,), n < 2^32; equal ones keep their order.
+
+    The index is a part of the key, which numpy sorts several times as fast as it sorts stably.
+    """
+    bits = values.view("uint32")
+    # Bits of floats are in order, as integers, once those below zero are turned around.
+    ordered = np.where(bits >> 31, ~bits, bits | np.uint32(1 << 31)).astype("uint64")
+    keys = (ordered << np.uint64(32)) | np.arange(values.size, dtype="uint64")
+    keys.sort()
+    return (keys & np.uint64(0xFFFFFFFF)).astype("int64")
 
 
 def weighted_error(

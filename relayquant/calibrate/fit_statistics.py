@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -55,13 +55,16 @@ class InputStatistics:
     def add(
         self,
         view: LinearView,
-        data: NDArray,
+        arrays: Sequence[NDArray],
         rows: int,
         rng: np.random.Generator,
         rounding: Callable[[FloatArray], FloatArray] | None = None,
     ) -> InputStatistics:
-        """With at most `rows` rows of one more batch; `rounding` is applied to the values taken."""
-        x = view.sample_rows(np.asarray(data, "float32"), rows, rng, rounding)
+        """With at most `rows` rows of some more batches, which differ in their first axis only;
+        `rounding` is applied to the values taken.
+        """
+        found = [np.asarray(array, "float32") for array in arrays]
+        x = view.sample_rows(found, rows, rng, rounding)
         result = replace(
             self,
             total=self.total + x.sum(axis=1, dtype="float64"),

@@ -9,9 +9,10 @@ bit.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,9 @@ from relayquant.runtime import FunctionRunner, LoadModule, as_shape, limit_blas
 
 STATES_FORMAT = "relayquant.shard.1"
 ARGUMENTS_FORMAT = "relayquant.arguments.1"
+#: Bytes of a group's values that are observed together, and of an operator's input, of which a few
+#: rows are looked at. The former are still in the second level cache.
+MOST_SEEN_BYTES, MOST_SAMPLED_BYTES = 1 << 20, 1 << 24
 
 
 @dataclass(frozen=True)
@@ -70,10 +74,15 @@ class FitObservation:
             self.view.groups, self.columns, with_gram=self.with_gram, most=self.most
         )
 
-    def update(self, statistics: InputStatistics, array: np.ndarray, batch: int) -> InputStatistics:
-        """With the operator's data in batch number `batch`."""
+    def update_all(
+        self, statistics: InputStatistics, arrays: Sequence[np.ndarray], batch: int
+    ) -> InputStatistics:
+        """With the operator's data in several batches, the first of which is number `batch`."""
         rng = np.random.default_rng((*self.seed, batch))
-        return statistics.add(self.view, array, self.rows, rng, self.round)
+        for _, some in groupby(arrays, key=lambda array: array.shape[1:]):
+            same = list(some)
+            statistics = statistics.add(self.view, same, self.rows * len(same), rng, self.round)
+        return statistics
 
     def round(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
         """What the operator sees of values."""
@@ -174,6 +183,8 @@ def run_shard(
     """
     segment, states = task.segment, ShardStates.start(task)
     groups, fits = dict(states.groups), dict(states.fits)
+    seen_later = {key: WaitingArrays() for key in groups}
+    fitted_later = {name: WaitingArrays() for name in fits}
     computed = set(segment.outputs)
     observed = {name for seen in task.groups.values() for name in seen.points}
     observed |= {seen.source for seen in task.fits.values()}
@@ -194,14 +205,45 @@ def run_shard(
                     args.append(as_shape(task.symbols[i][name] for name in segment.symbols))
                 results = functions.run(segment.function, args)
                 values.update(zip(segment.outputs, results, strict=True))
-            for key, seen in task.groups.items():
-                for name in seen.points:
-                    groups[key] = seen.observer.update(groups[key], values[name])
-            for name, seen in task.fits.items():
-                fits[name] = seen.update(fits[name], values[seen.source], task.shard.start + i)
             for name, writer in writers.items():
                 writer.append(values[name])
+            is_last = i + 1 == len(task.shard)
+            for key, seen in task.groups.items():
+                waiting = seen_later[key]
+                waiting.add([values[name] for name in seen.points], i)
+                if is_last or waiting.bytes >= MOST_SEEN_BYTES:
+                    arrays, _ = waiting.take()
+                    groups[key] = seen.observer.update_all(groups[key], arrays)
+            for name, seen in task.fits.items():
+                waiting = fitted_later[name]
+                waiting.add([values[seen.source]], i)
+                if is_last or waiting.bytes >= MOST_SAMPLED_BYTES:
+                    arrays, first = waiting.take()
+                    fits[name] = seen.update_all(fits[name], arrays, task.shard.start + first)
     return ShardStates(groups, fits)
+
+
+class WaitingArrays:
+    """Arrays that are observed together: to observe one takes longer than to look at its values
+    where these are few.
+    """
+
+    def __init__(self) -> None:
+        self.arrays: list[np.ndarray] = []
+        self.bytes = 0
+        self.first = 0  # batch of the first array
+
+    def add(self, arrays: Sequence[np.ndarray], batch: int) -> None:
+        """The arrays of one batch."""
+        if not self.arrays:
+            self.first = batch
+        self.arrays.extend(arrays)
+        self.bytes += sum(array.nbytes for array in arrays)
+
+    def take(self) -> tuple[list[np.ndarray], int]:
+        """(all arrays, number of the batch of the first); none is left."""
+        taken, self.arrays, self.bytes = self.arrays, [], 0
+        return taken, self.first
 
 
 # --- In another process -------------------------------------------------------------------------

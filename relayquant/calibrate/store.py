@@ -19,8 +19,8 @@ import json
 import math
 import mmap
 import os
-import tempfile
-from collections.abc import Iterator, Mapping
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -67,23 +67,22 @@ class ValueWriter:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-        self._temporary, self._file = Path(name), os.fdopen(handle, "wb")
+        self._temporary = path.parent / f".{path.name}-{secrets.token_hex(8)}"
+        self._file = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        self._offset = 0
 
     def __enter__(self) -> ValueWriter:
         return self
 
     def append(self, array: np.ndarray) -> int:
         """Add the next batch; returns where in the file it starts."""
-        offset = self._file.tell()
+        offset = self._offset
         axes = find_memory_axes(array)
         # ascontiguousarray would give a scalar one dimension.
         memory = np.asarray(array.transpose(axes), order="C")
-        layout = {"dtype": memory.dtype.str, "shape": memory.shape, "axes": axes}
-        header = json.dumps(layout).encode() + b"\n"
-        self._file.write(header + bytes(-len(header) % ALIGNMENT))
-        self._file.write(memory.reshape(-1).view("uint8").data)
-        self._file.write(bytes(-memory.nbytes % ALIGNMENT))
+        header = make_header(memory.dtype.str, memory.shape, axes)
+        content = memory.reshape(-1).view("uint8").data
+        self._offset += write_all(self._file, [header, content, bytes(-memory.nbytes % ALIGNMENT)])
         return offset
 
     def __exit__(
@@ -92,11 +91,28 @@ class ValueWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._file.close()
+        os.close(self._file)
         if error is None:
-            self._temporary.replace(self._path)
+            os.replace(self._temporary, self._path)
         else:
             self._temporary.unlink(missing_ok=True)
+
+
+@functools.lru_cache(maxsize=256)
+def make_header(dtype: str, shape: tuple[int, ...], axes: tuple[int, ...]) -> bytes:
+    """The first line of a record, filled up."""
+    header = json.dumps({"dtype": dtype, "shape": shape, "axes": axes}).encode() + b"\n"
+    return header + bytes(-len(header) % ALIGNMENT)
+
+
+def write_all(file: int, parts: Sequence[bytes | memoryview]) -> int:
+    """Write all of the parts, in one call if the system takes them so; returns how many bytes."""
+    done = os.writev(file, parts)
+    for part in parts:
+        rest, done = memoryview(part)[done:], max(done - len(part), 0)
+        while rest:
+            rest = rest[os.write(file, rest) :]
+    return sum(map(len, parts))
 
 
 @dataclass(frozen=True)

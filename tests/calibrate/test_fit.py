@@ -40,10 +40,10 @@ def make_inputs(rng: np.random.Generator, rows: int, columns: int) -> np.ndarray
 def observe(
     view: LinearView, *batches: np.ndarray, rows: int = 10**6, most: int | None = None
 ) -> InputStatistics:
-    groups, _, columns = view.sample_rows(batches[0], 1, np.random.default_rng(0)).shape
+    groups, _, columns = view.sample_rows(batches[:1], 1, np.random.default_rng(0)).shape
     statistics = InputStatistics.empty(groups, columns, with_gram=True, most=most)
     for batch in batches:
-        statistics = statistics.add(view, batch, rows, np.random.default_rng(0))
+        statistics = statistics.add(view, [batch], rows, np.random.default_rng(0))
     return statistics
 
 

@@ -89,17 +89,17 @@ def test_sample_rows__equal_dense() -> None:
 def check_view(
     view: LinearView, data: np.ndarray, weight: np.ndarray, expected: np.ndarray
 ) -> None:
-    rows = view.sample_rows(data, 10**6, np.random.default_rng(0))
+    rows = view.sample_rows([data], 10**6, np.random.default_rng(0))
     matrix = view.weight_to_rows(weight)
     product = np.einsum("gnk,gok->ngo", rows, matrix).reshape(expected.shape)
     assert np.allclose(product, expected, atol=1e-4)
     # What is applied to the values is not applied to the padding's zeros.
-    halves = view.sample_rows(data, 10**6, np.random.default_rng(0), lambda x: x / 2 + (x == 0))
+    halves = view.sample_rows([data], 10**6, np.random.default_rng(0), lambda x: x / 2 + (x == 0))
     assert np.array_equal(halves, rows / 2)
     assert np.array_equal(view.rows_to_weight(matrix, weight.shape), weight)
-    few = view.sample_rows(data, 3, np.random.default_rng(5))
+    few = view.sample_rows([data], 3, np.random.default_rng(5))
     assert few.shape == (view.groups, min(3, rows.shape[1]), rows.shape[2])
-    again = view.sample_rows(data, 3, np.random.default_rng(5))
+    again = view.sample_rows([data], 3, np.random.default_rng(5))
     assert np.array_equal(few, again)
     everything = {row.tobytes() for row in rows.transpose(1, 0, 2)}
     assert {row.tobytes() for row in few.transpose(1, 0, 2)} <= everything
@@ -129,6 +129,20 @@ def test_sample_rows__equal_conv2d_transpose(name: str, layouts: tuple[str, str]
     )
     view, expected = make_case(call, [var], data, weight)
     check_view(view, data, weight, np.moveaxis(expected, layouts[0].index("C"), -1))
+
+
+def test_sample_rows__of_several_batches_are_those_of_the_joined_batch() -> None:
+    rng = np.random.default_rng(1)
+    parts = [rng.standard_normal((n, 5, 6, 4), "float32") for n in (1, 3, 2)]
+    conv = LinearView((0, 2, 3, 1), (0, 2, 3, 1), (3, 2), (1, 2), ((1, 0), (0, 1)), (1, 1))
+    dense = LinearView(None, (1, 0))
+    for view in (conv, dense):
+        for count in (7, 10**6):
+            apart = view.sample_rows(parts, count, np.random.default_rng(4), np.rint)
+            joined = view.sample_rows(
+                [np.concatenate(parts)], count, np.random.default_rng(4), np.rint
+            )
+            np.testing.assert_array_equal(apart, joined)
 
 
 def test_make_linear_view__declines_a_product_of_two_activations() -> None:

@@ -7,12 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from relayquant.calibrate import fit_ranges
 from relayquant.calibrate.fit_ranges import (
     FLOOR,
     RelativeMSE,
     RowState,
+    RunningSums,
     SampledRows,
     search_relative_range,
+    sort_floats,
     weighted_error,
 )
 from relayquant.calibrate.observers import MinMax
@@ -110,6 +113,73 @@ def test_search_relative_range__never_worse_than_the_full_range(seed: int) -> No
         return weighted_error(rows.reshape(-1), weights, choose_qparams(*range_, SPEC), SPEC)
 
     assert error(found) <= error((low, high)) * (1 + 1e-5)
+
+
+@given(
+    st.integers(0, 2**32 - 1),
+    st.sampled_from(["uint8", "int8", "int4"]),
+    st.floats(-2, 0),
+    st.floats(0.01, 2),
+)
+@settings(max_examples=50, deadline=None)
+def test_running_sums__equal_the_error_value_by_value(
+    seed: int, dtype: str, low: float, high: float
+) -> None:
+    rng, spec = np.random.default_rng(seed), QSpec(dtype)
+    values = rng.choice([0.0, 1e-3, 1.0, 3.0], 400) * rng.standard_normal(400)
+    values, weights = values.astype("float32"), rng.random(400).astype("float32")
+    lows, highs = np.array([low, low / 2, 0.0]), np.array([high, high * 2, high])
+    found = RunningSums.of(values, weights).errors(choose_qparams(lows, highs, spec, 0), spec)
+    for error, ends in zip(found, zip(lows, highs, strict=True), strict=True):
+        expected = weighted_error(values, weights, choose_qparams(*ends, spec), spec)
+        assert error == pytest.approx(expected, rel=1e-4, abs=1e-9)
+
+
+def test_running_sums__of_nothing_but_zeros() -> None:
+    sums = RunningSums.of(np.zeros(9, "float32"), np.ones(9, "float32"))
+    np.testing.assert_array_equal(sums.errors(choose_qparams([-1.0], [1.0], SPEC, 0), SPEC), [0])
+
+
+def test_search_relative_range__wide_and_narrow_specs_agree(monkeypatch) -> None:
+    rows = np.random.default_rng(3).standard_t(2, (90, 8)).astype("float32")
+    ends = float(rows.min()), float(rows.max())
+    narrow = search_relative_range(rows, *ends, SPEC)
+    monkeypatch.setattr(fit_ranges, "MOST_LEVELS", 0)
+    assert search_relative_range(rows, *ends, SPEC) == pytest.approx(narrow, rel=1e-6)
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False), max_size=60))
+def test_sort_floats__rising_and_stable(numbers: list[float]) -> None:
+    values = np.array(numbers, "float32")
+    order = sort_floats(values)
+    # -0.0 stands in front of 0.0.
+    expected = sorted(range(len(values)), key=lambda i: (values[i], not np.signbit(values[i]), i))
+    assert order.tolist() == expected
+
+
+def test_relative_mse__several_arrays_at_once() -> None:
+    rng, observer = np.random.default_rng(2), RelativeMSE(values=400)
+    arrays = [rng.uniform(-1, 1, (n, 8)).astype("float32") for n in (40, 1, 90)]
+    states = [observer.update_all(observer.start(INFO), arrays) for _ in range(2)]
+    samples = [SampledRows.join(state.parts) for state in states]
+    np.testing.assert_array_equal(samples[0].values, samples[1].values)
+    rows = {row.tobytes() for array in arrays for row in array}
+    assert {row.tobytes() for row in samples[0].values} <= rows
+    assert states[0].count == 3
+    assert float(states[0].high) == max(float(array.max()) for array in arrays)
+    for bad in (np.nan, np.inf, -np.inf):
+        with pytest.raises(DataError, match="NaN or infinity"):
+            observer.update_all(observer.start(INFO), [arrays[0], np.full((2, 8), bad), arrays[2]])
+
+
+def test_relative_mse__several_arrays_of_other_widths() -> None:
+    rng = np.random.default_rng(6)
+    arrays = [rng.uniform(-1, 1, (30, c)).astype("float32") for c in (8, 4, 4, 8)]
+    observer = RelativeMSE()
+    state = observer.update_all(observer.start(INFO), arrays)
+    rows = SampledRows.join(state.parts)
+    assert sorted(set(rows.channels.tolist())) == [4, 8]
+    assert len(rows.values) == 120
 
 
 def test_relative_mse__restores_its_state() -> None:

@@ -23,7 +23,7 @@ def gather(observer, arrays):
 
 def add_all(statistics: InputStatistics, batches) -> InputStatistics:
     for i, array in batches:
-        statistics = statistics.add(DENSE, array, 100, np.random.default_rng(i))
+        statistics = statistics.add(DENSE, [array], 100, np.random.default_rng(i))
     return statistics
 
 

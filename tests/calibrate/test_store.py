@@ -4,6 +4,7 @@ it.
 
 from __future__ import annotations
 
+import os
 import pickle
 import tracemalloc
 from dataclasses import replace
@@ -79,6 +80,16 @@ def test_store__a_file_appears_whole_or_not_at_all(tmp_path):
         writer.append(np.ones(10, "float32"))
         assert not store.path("a", ONE).exists()
     assert files(tmp_path) == [store.path("a", ONE)]
+
+
+def test_store__writes_that_the_system_takes_in_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "writev", lambda file, parts: os.write(file, b"".join(parts)[:70]))
+    array = np.arange(50, dtype="float32")
+    store = ValueStore(tmp_path)
+    with store.write("a", ONE) as writer:
+        assert [writer.append(array + i) for i in range(3)] == [0, 320, 640]
+    for i, found in enumerate(store.read("a", ONE)):
+        np.testing.assert_array_equal(found, array + i)
 
 
 def test_store__drop_frees_the_disk(tmp_path):

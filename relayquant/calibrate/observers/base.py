@@ -92,6 +92,14 @@ class Observer(NamedSettings, ABC, Generic[StateT]):
             DataError: the array holds NaN or infinity, or is not numeric; names the value.
         """
 
+    def update_all(self, state: StateT, arrays: Sequence[NDArray[Any]]) -> StateT:
+        """The state after several batches, one after the other. Calibration calls this, with the
+        same batches whoever runs it.
+        """
+        for array in arrays:
+            state = self.update(state, array)
+        return state
+
     @abstractmethod
     def merge(self, a: StateT, b: StateT) -> StateT:
         """The state of the data of both."""
