@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import numpy as np
 import tvm
@@ -30,6 +31,18 @@ def measure_peak(target: Target, seconds: float = 0.2) -> float:
     A multiply-add is two operations. `target` must be one this machine can run. The best of many
     runs within `seconds`, by CPU time, so that a busy machine matters little.
     """
+    call, operations = compile_peak(target)
+    call()
+    best, deadline = float("inf"), time.perf_counter() + seconds
+    while time.perf_counter() < deadline:
+        start = time.thread_time()
+        call()
+        best = min(best, time.thread_time() - start)
+    return operations / best / 1e9
+
+
+def compile_peak(target: Target) -> tuple[Callable[[], None], int]:
+    """What `measure_peak` runs, and the integer operations of one call."""
     isa = select_isa(target)
     registers = min(isa.accumulators, 24) // isa.pixels
     func = build_peak(isa, registers)
@@ -41,14 +54,8 @@ def measure_peak(target: Target, seconds: float = 0.2) -> float:
         np.zeros(registers * isa.accumulator_lanes, "int32"),
     )
     tensors = [tvm.runtime.tensor(array) for array in arrays]
-    kernel(*tensors)
-    best, deadline = float("inf"), time.perf_counter() + seconds
-    while time.perf_counter() < deadline:
-        start = time.thread_time()
-        kernel(*tensors)
-        best = min(best, time.thread_time() - start)
     products = isa.accumulator_lanes * isa.products * registers * ITERATIONS
-    return 2 * products / best / 1e9
+    return lambda: kernel(*tensors), 2 * products
 
 
 def build_peak(isa: Isa, registers: int) -> PrimFunc:

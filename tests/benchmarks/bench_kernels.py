@@ -2,8 +2,9 @@
 
     python tests/benchmarks/bench_kernels.py [word in the name of a layer ...]
 
-One thread, CPU time, best of many: the numbers stand on a shared machine. `compile` is the time of
-`tvm.compile` for the one kernel.
+One thread, CPU time, best of many: the numbers stand on a shared machine. The peak is measured in
+turns with each kernel, because the clock of a core changes by a tenth with what its neighbours do.
+`compile` is the time of `tvm.compile` for the one kernel.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import tvm
 from tvm.target import Target
 from tvm.target.codegen import llvm_get_system_cpu
 
-from relayquant.analysis.peak import measure_peak
+from relayquant.analysis.peak import compile_peak
 from relayquant.lower.kernels.conv import build_conv2d, pack_conv2d
 from relayquant.lower.kernels.epilogue import Epilogue, Residual
 from relayquant.lower.kernels.isa import Isa
@@ -31,10 +32,11 @@ from relayquant.lower.kernels.specs import Conv2d, Dense
 
 def conv(c_in: int, c_out: int, kernel: int, stride: int, size: int, **more) -> Conv2d:
     pad = (kernel // 2,) * 4
+    more.setdefault("epilogue", Epilogue(is_small=True))
     return Conv2d(1, size, size, c_in, c_out, (kernel,) * 2, (stride,) * 2, pad, **more)
 
 
-ADD = Epilogue(residual=Residual("uint8", 3, 0.5))
+ADD = Epilogue(residual=Residual("uint8", 3, 0.5), is_small=True)
 LAYERS: dict[str, Conv2d] = {
     "resnet 7x7/2 3->64 @224": conv(3, 64, 7, 2, 224, in_zero_point=114),
     "resnet 3x3 64->64 @56": conv(64, 64, 3, 1, 56),
@@ -72,17 +74,24 @@ LAYERS: dict[str, Conv2d] = {
 }
 
 
-def seconds_per_call(call: Callable[[], None], budget: float = 0.3) -> float:
-    """Best CPU seconds; with one TVM thread the caller's CPU time is the kernel's."""
-    start = time.thread_time()
-    call()
-    repeat = max(1, int(2e-3 / max(time.thread_time() - start, 1e-6)))
-    best, deadline = float("inf"), time.perf_counter() + budget
-    while time.perf_counter() < deadline:
+def seconds_per_call(calls: list[Callable[[], None]], budget: float = 0.5) -> list[float]:
+    """Best CPU seconds of each; with one TVM thread the caller's CPU time is the kernel's.
+
+    All calls take turns for `budget` seconds.
+    """
+    repeats = []
+    for call in calls:
+        call()
         start = time.thread_time()
-        for _ in range(repeat):
-            call()
-        best = min(best, (time.thread_time() - start) / repeat)
+        call()
+        repeats.append(max(1, int(5e-4 / max(time.thread_time() - start, 1e-6))))
+    best, deadline = [float("inf")] * len(calls), time.perf_counter() + budget
+    while time.perf_counter() < deadline:
+        for i, (call, repeat) in enumerate(zip(calls, repeats, strict=True)):
+            start = time.thread_time()
+            for _ in range(repeat):
+                call()
+            best[i] = min(best[i], (time.thread_time() - start) / repeat)
     return best
 
 
@@ -95,17 +104,16 @@ def compile_call(func, target: Target, arrays) -> tuple[Callable[[], None], floa
     return lambda: kernel(*args), seconds
 
 
-def bench_layer(spec: Conv2d, isa: Isa, target: Target) -> tuple[float, float]:
-    """(GOP/s, compile seconds)."""
+def compile_layer(spec: Conv2d, isa: Isa, target: Target) -> tuple[Callable[[], None], float]:
+    """(the kernel on random operands, compile seconds)."""
     rng = np.random.default_rng(0)
     w = rng.integers(-127, 128, spec.weight_shape).astype("int8")
     m = np.full(spec.out_channels, 1 / (np.sqrt(w[0].size) * 127 * 80), "float32")
     packed = pack_conv2d(spec, isa, w, np.zeros(spec.out_channels, "int32"), m)
     arrays = [rng.integers(0, 128, spec.in_shape).astype(spec.in_dtype), *packed.arguments()]
-    y = np.zeros(spec.out_shape, spec.epilogue.dtype)
-    arrays += [y, y] if spec.epilogue.residual else [y]
-    call, compile_seconds = compile_call(build_conv2d(spec, isa), target, arrays)
-    return 2 * spec.macs / seconds_per_call(call) / 1e9, compile_seconds
+    results = 2 if spec.epilogue.residual else 1
+    arrays += [np.zeros(spec.out_shape, spec.epilogue.dtype) for _ in range(results)]
+    return compile_call(build_conv2d(spec, isa), target, arrays)
 
 
 def main() -> None:
@@ -114,16 +122,17 @@ def main() -> None:
     mcpu = options[0][5:] if options else llvm_get_system_cpu()
     target = Target({"kind": "llvm", "mcpu": mcpu})
     isa = select_isa(target)
-    peak = measure_peak(target, seconds=1.0)
-    print(f"{mcpu}, {isa.name}: peak {peak:.0f} GOP/s per core")
+    peak_call, peak_operations = compile_peak(target)
+    print(f"{mcpu}, {isa.name}")
     for name, spec in LAYERS.items():
         if words and not any(word in name for word in words):
             continue
-        rate, compile_seconds = bench_layer(spec, isa, target)
-        micros = 2 * spec.macs / rate / 1e3
+        call, compile_seconds = compile_layer(spec, isa, target)
+        peak_seconds, seconds = seconds_per_call([peak_call, call])
+        peak, rate = peak_operations / peak_seconds / 1e9, 2 * spec.macs / seconds / 1e9
         print(
-            f"{name:36s} {micros:8.1f} us {rate:6.0f} GOP/s {rate / peak:5.2f} of peak, "
-            f"compile {compile_seconds:.2f} s",
+            f"{name:36s} {seconds * 1e6:8.1f} us {rate:6.0f} of {peak:4.0f} GOP/s = "
+            f"{rate / peak:5.2f} of peak, compile {compile_seconds:.2f} s",
             flush=True,
         )
 
