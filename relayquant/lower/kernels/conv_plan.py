@@ -20,6 +20,11 @@ from relayquant.lower.kernels.specs import Conv2d
 #: bytes, by the number of blocks.
 PLAIN_STORE = 7.0
 NARROW_STORE = {1: 6.0, 2: 5.5, 4: 4.75}
+#: What an accumulator on the stack adds to a word of a loop, as other units than those of the dot
+#: products load and store it; and what it adds in a loop short enough to be unrolled by LLVM, which
+#: then keeps much more on the stack.
+STACK_COST, UNROLLED_STACK_COST = 0.2, 3.0
+UNROLLED_WORDS = 8
 
 
 class Plan(Protocol):
@@ -51,17 +56,23 @@ class Tile:
 
 
 def pick_tile(
-    out_size: tuple[int, int], vectors: int, words: int, isa: Isa, narrow: bool = False
+    out_size: tuple[int, int],
+    vectors: int,
+    words: int,
+    isa: Isa,
+    narrow: bool = False,
+    taps: int = 1,
 ) -> Tile:
     """The tile with the least estimated time for an output of `out_size` x `vectors`.
 
-    `words` is the length of the reduction, `narrow` whether results may leave as packed bytes.
+    The reduction is of `taps` loops over `words`; `narrow`: results may leave as packed bytes.
     Time of one word in units of dot products: as many as there are, but no less than what the
-    loads (one per pixel, one per block) or the latency of the dot product allow; one more where an
+    loads (one per pixel, one per block) or the latency of the dot product allow; more where an
     accumulator goes to the stack. Overlapping tiles count as work: sizes which divide evenly win.
     A tile is of whole accumulators; the output must have at least `isa.pixels` pixels.
     """
     height, width = out_size
+    stack_cost = STACK_COST if words > UNROLLED_WORDS else UNROLLED_STACK_COST
     best: tuple[float, Tile] | None = None
     for blocks in range(1, min(vectors, isa.max_blocks) + 1):
         limit = min(max(isa.accumulators // blocks, 1), isa.max_pixels)
@@ -75,8 +86,8 @@ def pick_tile(
                 chains = count_chains(dots, words, isa)
                 time = max(dots, pixels + blocks, isa.dots_in_flight / chains) + 1
                 # Beside the accumulators: the weights and one word of activations.
-                time += dots * chains + blocks + 1 > isa.registers
-                time = time * words + dots * store
+                time += stack_cost * (dots * chains + blocks + 1 > isa.registers)
+                time = time * words * taps + dots * store
                 tiles = ceil_div(height, rows) * ceil_div(width, cols) * ceil_div(vectors, blocks)
                 cost = tiles * time * (1 + 0.01 * (rows > 1)) - 0.001 * pixels
                 if best is None or cost < best[0]:
@@ -171,9 +182,10 @@ class ConvPlan:
         return pick_tile(
             self.pixel_grid[1:],
             self.vectors,
-            self.taps[0] * self.taps[1] * self.words,
+            self.words,
             self.isa,
             can_narrow(self.isa, self.spec.epilogue),
+            prod(self.taps),
         )
 
     @cached_property
