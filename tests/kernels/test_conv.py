@@ -61,6 +61,9 @@ CASES = {
         1, 5, 13, 12, 80, (3, 1),
         epilogue=Epilogue(zero_point=1, residual=Residual("uint8", 3, 0.6)),
     ),
+    "2 blocks, an odd number of pixels, residual": Conv2d(
+        1, 1, 7, 12, 32, (1, 1), epilogue=Epilogue(residual=Residual("int8", 5, 0.6))
+    ),
     "1 block, pixels left over": Conv2d(
         1, 1, 23, 8, 16, (1, 1), epilogue=Epilogue(high=90, residual=Residual("int8", -3, 0.6))
     ),
@@ -292,6 +295,12 @@ def test_build_conv2d__fetches_large_weights_ahead():
     large, small = (Conv2d(1, 7, 7, c, c, (3, 3)) for c in (128, 16))
     assert "llvm.prefetch" in build_conv2d(large, VNNI512).script()
     assert "llvm.prefetch" not in build_conv2d(small, VNNI512).script()
+
+
+def test_build_conv2d__fetches_residual_and_output_ahead():
+    spec = Conv2d(1, 1, 6, 16, 64, (1, 1), epilogue=Epilogue(residual=Residual("uint8", 5, 0.6)))
+    lines = [x for x in build_conv2d(spec, VNNI512).script().splitlines() if "prefetch" in x]
+    assert len(lines) == 2 * 6  # every pixel is one line of each
 
 
 @pytest.mark.parametrize(

@@ -157,6 +157,7 @@ def emit_convolution(
             tile = (index["n"] * sizes["row"] + index["row"]) * sizes["col"] + index["col"]
             panel = index["group"] * plan.panels + index["panel"]
             ahead = plan_prefetch(plan, placement, panel, tile, tiles)
+        emit_residual_prefetch(plan, operands, at)
         chains = emit_start(plan, operands, at)
         emit_reduction(plan, image, operands, at, chains, ahead)
         emit_results(plan, operands, at, chains)
@@ -198,6 +199,21 @@ def plan_prefetch(
     first = (following * plan.panel_vectors + place.first_weight) * size
     start = T.min(tile * (words * step), plan.panel_vectors * size - words * step)
     return Prefetch(first + start, step)
+
+
+def emit_residual_prefetch(plan: ConvPlan, operands: Operands, at: TilePosition) -> None:
+    """Fetch what a tile adds and overwrites in the end, while its dot products go on.
+
+    The residual was computed some kernels ago, and its pixels are far apart: every line of it would
+    be waited for, and so would those of y that are next to it.
+    """
+    if operands.residual is None:
+        return
+    for buffer, write in ((operands.residual, False), (operands.out, True)):
+        line = CACHE_LINE // np.dtype(buffer.dtype).itemsize
+        for pixel in at.out_pixels:
+            for channel in range(0, min(plan.panel_channels, plan.group_out), line):
+                emit_prefetch(buffer, pixel + at.out_channels[0] + channel, level=1, write=write)
 
 
 def locate_tile(

@@ -135,6 +135,15 @@ def constant(dtype: str, value: float, lanes: int) -> Expr:
     return broadcast(scalar, lanes)
 
 
+def flip_sign_bit(value: Expr, source: str, dtype: str, lanes: int) -> Expr:
+    """A byte vector of dtype `source` as `dtype`: moved by 128 if they differ."""
+    if source == dtype:
+        return value
+    bits = T.reinterpret(vector("uint8", lanes), value)
+    bits = T.bitwise_xor(bits, constant("uint8", 128, lanes))
+    return T.reinterpret(vector(dtype, lanes), bits)
+
+
 def store_vector(buffer: Buffer, value: Expr, offset: Expr, lanes: int, width: int = 0) -> None:
     """Store the first `width` (default: all) of the `lanes` values of a vector.
 
@@ -152,14 +161,16 @@ def store_vector(buffer: Buffer, value: Expr, offset: Expr, lanes: int, width: i
         done += piece
 
 
-def emit_prefetch(buffer: Buffer, offset: Expr, level: int) -> None:
+def emit_prefetch(buffer: Buffer, offset: Expr, level: int, write: bool = False) -> None:
     """Have the cache line of an element fetched into the cache of this level; changes no value.
 
-    An element behind the buffer is harmless: nothing is read.
+    `write`: to be written to. An element behind the buffer is harmless: nothing is read.
     """
-    read, locality, is_data = T.int32(0), T.int32(4 - level), T.int32(1)
+    access, locality, is_data = T.int32(int(write)), T.int32(4 - level), T.int32(1)
     address = T.address_of(buffer[offset])
-    T.evaluate(T.call_llvm_intrin("llvm.prefetch", address, read, locality, is_data, dtype="void"))
+    T.evaluate(
+        T.call_llvm_intrin("llvm.prefetch", address, access, locality, is_data, dtype="void")
+    )
 
 
 def emit_vector_loop(

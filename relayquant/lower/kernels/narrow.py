@@ -12,7 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 from tvm.script.ir_builder import tirx as T
 
-from relayquant.lower.kernels.emit import constant, store_vector, vector
+from relayquant.lower.kernels.emit import (
+    constant,
+    flip_sign_bit,
+    load_vector,
+    store_vector,
+    vector,
+)
 from relayquant.lower.kernels.epilogue import Epilogue, Output
 from relayquant.lower.kernels.isa import Buffer, Expr, Isa, Narrowing
 from relayquant.qtypes import INTEGER_LIMITS
@@ -42,22 +48,54 @@ def channel_order(lanes: int, blocks: int) -> NDArray[np.int64]:
     return part * (PART * blocks) + block * PART + element
 
 
-def emit_narrow_residual(buffer: Buffer, at: Expr, lanes: int, blocks: int, block: int) -> Expr:
-    """Bytes of channels `at` .. of a panel as an int32 vector, in the channel order of `block`.
+def word_order(lanes: int, blocks: int) -> NDArray[np.int64]:
+    """Where the words of some pixels, [pixel][part][block], are in a packed vector."""
+    pixels, parts = PACKED // blocks, lanes // PART
+    packed = np.arange(PACKED * parts).reshape(parts, pixels, blocks)
+    return packed.transpose(1, 0, 2).reshape(-1)
 
-    int8 bytes come as uint8 + 128.
+
+def emit_word_shuffle(words: list[Expr], order: NDArray[np.int64]) -> Expr:
+    """The elements of some float32 vectors, one after the other, in another order.
+
+    The fence keeps LLVM from merging the shuffle with those before or behind it: one of words, and
+    some of bytes within 128-bit parts, take an instruction each; merged they take several.
+    """
+    lanes = order.size
+    shuffled = T.Shuffle(words, [T.int32(int(i)) for i in order])
+    name = f"llvm.arithmetic.fence.v{lanes}f32"
+    return T.call_llvm_pure_intrin(name, shuffled, dtype=vector("float32", lanes))
+
+
+def emit_narrow_residuals(
+    buffer: Buffer, offsets: list[Expr], lanes: int, blocks: int
+) -> list[Expr]:
+    """Bytes of pixels as int32 vectors: the `blocks` vectors of one pixel after the other.
+
+    The reverse of `emit_narrow_store` with the same `offsets`. int8 bytes come as uint8 + 128.
     """
     count = lanes * blocks
-    values = T.reinterpret(vector("uint8", count), buffer.vload([at], vector(buffer.dtype, count)))
-    if buffer.dtype == "int8":
-        values = T.bitwise_xor(values, constant("uint8", 128, count))
+    pixels = [
+        flip_sign_bit(load_vector(buffer, at, count), buffer.dtype, "uint8", count)
+        for at in offsets
+    ]
     if blocks == 1:
-        return T.Cast(vector("int32", lanes), values)
-    zeros = constant("uint8", 0, count)
-    order = []
-    for channel in channel_order(lanes, blocks)[block]:
-        order += [T.int32(int(channel))] + [T.int32(count)] * 3  # a byte, zero-extended
-    return T.reinterpret(vector("int32", lanes), T.Shuffle([values, zeros], order))
+        return [T.Cast(vector("int32", lanes), pixel) for pixel in pixels]
+    packed = pixels[0]
+    if blocks < PACKED:
+        pixels += pixels[:1] * (PACKED // blocks - len(pixels))
+        words = [T.reinterpret(vector("float32", count // 4), pixel) for pixel in pixels]
+        packed = emit_word_shuffle(words, np.argsort(word_order(lanes, blocks)))
+        packed = T.reinterpret(vector("uint8", PACKED * lanes), packed)
+    zeros = constant("uint8", 0, PACKED * lanes)
+    part, element = np.divmod(np.arange(lanes), PART)
+    residuals = []
+    for v in range(len(offsets) * blocks):
+        order = []
+        for byte in (part * PACKED + v) * PART + element:
+            order += [T.int32(int(byte))] + [T.int32(PACKED * lanes)] * 3  # zero-extended
+        residuals.append(T.reinterpret(vector("int32", lanes), T.Shuffle([packed, zeros], order)))
+    return residuals
 
 
 def emit_narrow_store(
@@ -96,19 +134,11 @@ def emit_narrow_store(
     if blocks == PACKED:
         store_vector(buffer, packed, offsets[0], PACKED * lanes)
         return
-    # Bring the words of each pixel together, once; the fence keeps LLVM from doing everything
-    # apart for each pixel, which costs as much as storing the vectors one by one.
-    pixels, parts = PACKED // blocks, lanes // PART
-    order = [
-        T.int32(part * PART + pixel * blocks + block)
-        for pixel in range(pixels)
-        for part in range(parts)
-        for block in range(blocks)
-    ]
-    words = T.Shuffle([T.reinterpret(vector("float32", lanes), packed)], order)
-    name = f"llvm.arithmetic.fence.v{lanes}f32"
-    words = T.call_llvm_pure_intrin(name, words, dtype=vector("float32", lanes))
-    count = parts * blocks
+    # Bring the words of each pixel together, once; storing them one by one costs as much as
+    # four vectors.
+    order = word_order(lanes, blocks)
+    words = emit_word_shuffle([T.reinterpret(vector("float32", lanes), packed)], order)
+    count = order.size * blocks // PACKED
     for pixel, offset in enumerate(offsets):
         own = T.Shuffle([words], [T.int32(pixel * count + i) for i in range(count)])
         own = T.reinterpret(vector(epilogue.dtype, count * 4), own)

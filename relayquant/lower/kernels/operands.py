@@ -13,14 +13,14 @@ from relayquant.lower.kernels.emit import (
     constant,
     declare_arguments,
     emit_vector_loop,
+    flip_sign_bit,
     load_vector,
     loop_over,
     store_vector,
-    vector,
 )
 from relayquant.lower.kernels.epilogue import Epilogue
 from relayquant.lower.kernels.isa import Buffer, Expr, Isa
-from relayquant.lower.kernels.narrow import PACKED, emit_narrow_residual, emit_narrow_store
+from relayquant.lower.kernels.narrow import PACKED, emit_narrow_residuals, emit_narrow_store
 from relayquant.lower.kernels.specs import Conv2d
 
 
@@ -152,13 +152,12 @@ def emit_narrow_vectors(
     pixels in y; the multipliers of a pixel are at `first`.
     """
     lanes, reals = isa.lanes, []
-    for i, acc in enumerate(accs):
-        pixel, block = divmod(i, blocks)
-        residual, moved = None, 0
-        if operands.residual is not None:
-            residual = emit_narrow_residual(operands.residual, targets[pixel], lanes, blocks, block)
-            moved = 128 if operands.residual.dtype == "int8" else 0
-        factor = load_multiplier(operands, first + block * lanes, lanes)
+    residuals, moved = [None] * len(accs), 0
+    if operands.residual is not None:
+        residuals = emit_narrow_residuals(operands.residual, targets, lanes, blocks)
+        moved = 128 if operands.residual.dtype == "int8" else 0
+    for i, (acc, residual) in enumerate(zip(accs, residuals, strict=True)):
+        factor = load_multiplier(operands, first + i % blocks * lanes, lanes)
         reals.append(epilogue.emit_real(acc, factor, residual, lanes, moved))
     reals += reals[:1] * (PACKED - len(reals))
     emit_narrow_store(isa, epilogue, reals, operands.out, targets, blocks)
@@ -179,12 +178,3 @@ def load_partial(buffer: Buffer, offset: Expr, lanes: int, width: int) -> Expr:
         return load_vector(buffer, offset, lanes)
     scalars = [buffer.vload([offset + min(i, width - 1)]) for i in range(lanes)]
     return T.Shuffle(scalars, [T.int32(i) for i in range(lanes)])
-
-
-def flip_sign_bit(value: Expr, source: str, dtype: str, lanes: int) -> Expr:
-    """A byte vector of dtype `source` as `dtype`: moved by 128 if they differ."""
-    if source == dtype:
-        return value
-    bits = T.reinterpret(vector("uint8", lanes), value)
-    bits = T.bitwise_xor(bits, constant("uint8", 128, lanes))
-    return T.reinterpret(vector(dtype, lanes), bits)

@@ -22,6 +22,7 @@ from relayquant.lower.kernels.conv import (
     SMALL_WEIGHT_BYTES,
     Placement,
     emit_reduction,
+    emit_residual_prefetch,
     emit_results,
     emit_start,
     locate_tile,
@@ -41,11 +42,12 @@ from relayquant.lower.kernels.emit import (
     alloc_workspace,
     build_kernel,
     emit_vector_loop,
+    flip_sign_bit,
     load_vector,
     store_vector,
 )
 from relayquant.lower.kernels.isa import Buffer, Expr, Isa
-from relayquant.lower.kernels.operands import Image, Operands, flip_sign_bit
+from relayquant.lower.kernels.operands import Image, Operands
 from relayquant.lower.kernels.row_loops import choose_heights, loop_over_rows
 from relayquant.lower.kernels.specs import Dense, PackedWeights, pack_channels
 
@@ -216,6 +218,7 @@ def emit_tile(
     ahead = None
     if plan.weight_size > SMALL_WEIGHT_BYTES:
         ahead = plan_prefetch(plan, place, panel, index, sharing)
+    emit_residual_prefetch(plan, operands, at)
     chains = emit_start(plan, operands, at)
     emit_reduction(plan, image, operands, at, chains, ahead)
     emit_results(plan, operands, at, chains)
