@@ -5,13 +5,13 @@ Pictures need matplotlib: `pip install relayquant[plot]`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Group
+from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.text import Text
 
 from relayquant.analysis import CompareReport
@@ -21,51 +21,66 @@ from relayquant.analysis.verify import expose_values
 from relayquant.calibrate.datasets import open_dataset
 from relayquant.calibrate.inputs import describe_inputs
 from relayquant.errors import ConfigError, MissingDependencyError
+from relayquant.lower import EagerModule
 from relayquant.ops.find import match_operator, operand_constant
-from relayquant.pipeline import compile
 from relayquant.plan import GroupPlan
 from relayquant.prepared import PreparedModel
 from relayquant.report.text import new_table, stack
 from relayquant.rewrite import Graph
-from relayquant.runtime import Executor
 
 #: below this SQNR a value is marked
 LOW_SQNR = 15.0
+#: columns of a terminal that all columns of a table have room in, beside names of some length
+WIDE = 110
+#: (head, whether it is left out on a narrow terminal, cell) of a table beside the value's name;
+#: what is not known stays empty
+COLUMNS: Sequence[tuple[str, bool, Callable[[CompareRow], str]]] = (
+    ("op", True, lambda row: row.op.removeprefix("nn.")),
+    ("SQNR [dB]", False, lambda row: f"{row.sqnr:.1f}"),
+    ("alone [dB]", False, lambda row: "" if row.isolated is None else f"{row.isolated:.1f}"),
+    ("cosine", True, lambda row: f"{row.cosine:.5f}"),
+    ("max error", False, lambda row: f"{row.max_error:.4g}"),
+    ("mean error", True, lambda row: f"{row.mean_error:.4g}"),
+    ("saturated", False, lambda row: "" if row.saturated is None else f"{row.saturated:.2%}"),
+)
 #: elements of a value that its histogram is made of
 SHOWN_ELEMENTS = 1 << 17
 BINS = 120
 
 
 def compare_table(report: CompareReport, title: str = "") -> Group:
-    """One line for each value in topological order, and where it goes wrong."""
-    table = new_table()
-    table.add_column("value", overflow="fold")
-    table.add_column("op")
-    for head in ("SQNR [dB]", "alone [dB]", "cosine", "max error", "mean error", "saturated"):
-        table.add_column(head, justify="right")
-    for row in report.rows:
-        style = "yellow" if row.sqnr < LOW_SQNR else ""
-        cells = [row.name, row.op.removeprefix("nn."), *number_cells(row)]
-        table.add_row(*(Text(cell, style) for cell in cells))
+    """One line for each value in topological order, and where it goes wrong.
+
+    On a terminal of less than `WIDE` columns without the operators and the columns that say least.
+    """
     lines = [Text(f"{len(report.rows)} values, {report.samples} samples")]
     first, worst = report.first_below(LOW_SQNR), report.worst
     if first is not None:
         lines.append(Text(f"first below {LOW_SQNR:g} dB: {first.name}", "yellow"))
     if worst is not None:
         lines.append(Text(f"most damage alone: {worst.name}, {worst.isolated:.1f} dB"))
-    return stack(title, table, *lines)
+    return stack(title, ValueTable(report.rows), *lines)
 
 
-def number_cells(row: CompareRow) -> list[str]:
-    """The numbers of a row as text; what is not known stays empty."""
-    return [
-        f"{row.sqnr:.1f}",
-        "" if row.isolated is None else f"{row.isolated:.1f}",
-        f"{row.cosine:.5f}",
-        f"{row.max_error:.4g}",
-        f"{row.mean_error:.4g}",
-        "" if row.saturated is None else f"{row.saturated:.2%}",
-    ]
+@dataclass(frozen=True)
+class ValueTable:
+    """The lines of a `compare_table`."""
+
+    rows: Sequence[CompareRow]
+
+    def __rich_console__(self, _console: Console, options: ConsoleOptions) -> RenderResult:
+        is_wide = options.max_width >= WIDE
+        heads = [head for head, is_minor, _ in COLUMNS if is_wide or not is_minor]
+        table = new_table()
+        table.add_column("value", overflow="fold")
+        for head in heads:
+            # As Text: in a string, [dB] would be markup.
+            table.add_column(Text(head), justify="left" if head == "op" else "right", no_wrap=True)
+        for row in self.rows:
+            style = "yellow" if row.sqnr < LOW_SQNR else ""
+            cells = [cell(row) for _, is_minor, cell in COLUMNS if is_wide or not is_minor]
+            table.add_row(*(Text(cell, style) for cell in (row.name, *cells)))
+        yield table
 
 
 def plot_compare(report: CompareReport, path: str | Path) -> None:
@@ -90,7 +105,7 @@ def plot_compare(report: CompareReport, path: str | Path) -> None:
     if alone:
         x, y = zip(*alone, strict=True)
         axes.plot(x, y, "^", markersize=5, label="each operator alone")
-    axes.axhline(LOW_SQNR, linestyle=":", color="gray")
+    axes.axhline(LOW_SQNR, linestyle=":", color="gray", label=f"{LOW_SQNR:g} dB: it goes wrong")
     axes.set_xticks(places, [shorten(row.name) for row in report.rows], rotation=90, fontsize=7)
     axes.set_ylabel("SQNR [dB]")
     axes.legend()
@@ -201,12 +216,12 @@ def collect_values(
     if points:
         inputs = {param.name for param in graph.func.params}
         inner = [name for name in points if name not in inputs]
-        executor = Executor(compile(expose_values(prepared.mod, inner)))
+        module = EagerModule(expose_values(prepared.mod, inner))
         data = open_dataset(dataset, describe_inputs(prepared.mod))
         batches = list(take_samples(data, samples))
         kept = max(SHOWN_ELEMENTS // len(batches), 1)
         for batch in batches:
-            results = dict(zip(inner, executor.run("main", [*batch.values()]), strict=False))
+            results = dict(zip(inner, module.run("main", [*batch.values()]), strict=False))
             for name, key in points.items():
                 flat = {**batch, **results}[name].reshape(-1)
                 found[key].append(flat[:: -(-flat.size // kept)])

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import builtins
 import io
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 import relayquant as rq
 from relayquant import cli
@@ -49,6 +51,20 @@ def test_compare_table__one_line_for_each_value():
     assert ["softmax", "softmax", "inf", "1.00000", "0", "0"] in lines
     assert ["first", "below", "15", "dB:", "conv[1]"] in lines
     assert ["3", "values,", "8", "samples"] in lines
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_compare_table__on_a_terminal(width):
+    row = make_report().rows[1]
+    name = "backbone/stage4/unit_2/conv3"
+    file = io.StringIO()
+    Console(file=file, width=width).print(compare_table(CompareReport((replace(row, name=name),))))
+    head, _, line, *_ = file.getvalue().splitlines()
+    assert line.split()[0] == name, "not folded"
+    assert line.split()[-1] == "25.00%"
+    assert head.split()[-1] == "saturated"
+    assert "SQNR [dB]" in head
+    assert ("cosine" in head, "conv2d" in line) == (width > 80, width > 80)
 
 
 def test_plot_compare__writes_a_picture(tmp_path):
