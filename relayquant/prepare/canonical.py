@@ -37,6 +37,7 @@ from relayquant.prepare.identity import (
     remove_single_concat,
     split_to_slice,
 )
+from relayquant.prepare.moves import bound_indices, stack_to_concat
 from relayquant.prepare.pooling import (
     FLATTENS,
     WHOLE_MAP,
@@ -72,11 +73,13 @@ RULES: tuple[CanonicalRule, ...] = (
             {"relax.shape_of", "relax.shape_to_tensor", "relax.tensor_to_shape", "relax.take"}
         ),
     ),
+    CanonicalRule(bound_indices, frozenset({"relax.take"})),
     CanonicalRule(fold_constants),
     CanonicalRule(name_dialect, frozenset({"relax.quantize", "relax.dequantize"})),
     CanonicalRule(merge_equal, frozenset({QUANTIZE, DEQUANTIZE})),
     CanonicalRule(center_weight, frozenset({DEQUANTIZE})),
     CanonicalRule(move_inside_dequantize, frozenset(MOVES)),
+    CanonicalRule(stack_to_concat, frozenset({"relax.stack"})),
     CanonicalRule(remove_single_concat, frozenset({"relax.concat"})),
     CanonicalRule(remove_no_op, frozenset(SAME_SHAPE)),
     CanonicalRule(flatten_to_reshape, frozenset(FLATTENS)),
