@@ -12,9 +12,16 @@ import tvm.relax.script.parser
 from tvm.relax import script as _script
 
 from relayquant.dialect import qnn
-from relayquant.dialect.operators import OPERATORS, Operator, register_operators
+from relayquant.dialect.operators import (
+    CORRECTED_LAYOUTS,
+    OPERATORS,
+    Operator,
+    correct_layouts,
+    register_operators,
+)
 
 register_operators(OPERATORS)
+correct_layouts(CORRECTED_LAYOUTS)
 
 # `R.qnn.*`: the first module serves the decorators, the second tvm.script.from_source.
 for _module in (_script, tvm.relax.script.parser):

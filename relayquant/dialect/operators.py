@@ -5,7 +5,7 @@ A row says everything TVM is told of an operator; `register_operators` tells it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,8 @@ from relayquant.dialect.legalize import LegalizeFunc
 
 #: Value of TMixedPrecisionPolicy that keeps the operand types.
 _MIXED_PRECISION_NEVER = 2
+#: Level of an attribute that replaces one of TVM's, which have 10.
+_OVER_TVM = 11
 
 
 @dataclass(frozen=True)
@@ -216,6 +218,15 @@ OPERATORS: tuple[Operator, ...] = (
 )
 
 
+#: Operators of TVM whose own layout function gives ConvertLayout a call that fails or computes
+#: something else (TVM 0.27): conv2d_transpose and rms_norm are legalized in one layout only.
+CORRECTED_LAYOUTS: dict[str, Callable[[LayoutFunc], LayoutFunc]] = {
+    "relax.nn.conv2d_transpose": lambda _: layout.infer_layout_untouched,
+    "relax.nn.rms_norm": lambda _: layout.infer_layout_untouched,
+    "relax.nn.layer_norm": layout.limit_to_one_axis,
+}
+
+
 def _legalize_if_known(function: LegalizeFunc) -> LegalizeFunc:
     """Leave the call as it is while a shape is unknown: no loop nest can be written for it."""
 
@@ -223,6 +234,13 @@ def _legalize_if_known(function: LegalizeFunc) -> LegalizeFunc:
         return function(builder, call) if legalize.has_known_shape(call) else call
 
     return legalize_known
+
+
+def correct_layouts(corrections: Mapping[str, Callable[[LayoutFunc], LayoutFunc]]) -> None:
+    """Put layout functions, made from TVM's, in the place of TVM's."""
+    for name, correct in corrections.items():
+        infer = Op.get(name).get_attr("FRelaxInferLayout")
+        register_op_attr(name, "FRelaxInferLayout", correct(infer), level=_OVER_TVM)
 
 
 def register_operators(operators: Sequence[Operator]) -> None:

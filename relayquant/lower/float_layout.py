@@ -47,29 +47,12 @@ FEWEST_CHANNELS = 2
 
 
 def lower_float(mod: IRModule, target: Target) -> IRModule:
-    """Replace float32 conv2d and matmul of every Relax function by calls of packed kernels.
+    """Replace float32 conv2d, in the layout of the kernels, and matmul of every Relax function by
+    calls of packed kernels.
 
     Inputs, outputs and names of the functions stay. Batch extents may be symbolic. Operators with
     other dtypes, with dynamic inner extents, or outside dataflow blocks stay as they are.
     """
-    has_conv = any(
-        op_name(binding.value) == "relax.nn.conv2d"
-        for _, func in mod.functions_items()
-        if isinstance(func, relax.Function)
-        for binding in list_bindings(func)
-    )
-    to_nhwc = [
-        split_clips,
-        relax.transform.ConvertLayout({"relax.nn.conv2d": list(CONV_LAYOUT)}),
-    ]
-    mod = tvm.transform.Sequential(
-        [
-            *(to_nhwc if has_conv else []),
-            relax.transform.Normalize(),
-            relax.transform.FoldConstant(),
-            relax.transform.CanonicalizeBindings(),
-        ]
-    )(mod)
     kernels = Kernels(mod, choose_float_isa(target))
     for gvar, func in list(mod.functions_items()):
         if isinstance(func, relax.Function) and isinstance(func.body, relax.SeqExpr):
@@ -77,44 +60,6 @@ def lower_float(mod: IRModule, target: Target) -> IRModule:
     mod = relax.transform.Normalize()(kernels.builder.get())
     relax.analysis.well_formed(mod)
     return mod
-
-
-@tvm.transform.module_pass(opt_level=0, name="relayquant.SplitClips")
-def split_clips(mod: IRModule, _: tvm.transform.PassContext) -> IRModule:
-    """clip(x, a, b) -> minimum(maximum(x, a), b) on float32.
-
-    ConvertLayout knows no layout for clip and would put a transpose before and behind each.
-    """
-    builder = relax.BlockBuilder(mod)
-    for gvar, func in mod.functions_items():
-        if not isinstance(func, relax.Function) or not isinstance(func.body, relax.SeqExpr):
-            continue
-        blocks = []
-        for block in func.body.blocks:
-            if isinstance(block, relax.DataflowBlock):
-                new: list[relax.Binding] = []
-                for binding in block.bindings:
-                    new.extend(split_clip(binding, builder))
-                block = relax.DataflowBlock(new)
-            blocks.append(block)
-        body = relax.SeqExpr(blocks, func.body.body)
-        new_func = relax.Function(func.params, body, func.ret_ty, func.is_pure, func.attrs)
-        builder.update_func(gvar, new_func)
-    return relax.transform.Normalize()(builder.get())
-
-
-def split_clip(binding: relax.Binding, builder: relax.BlockBuilder) -> list[relax.Binding]:
-    """The bindings that stand for one binding: two for a clip, else itself."""
-    call = binding.value
-    if op_name(call) != "relax.clip" or not is_float32(binding.var):
-        return [binding]
-    low, high = (read_scalar(arg) for arg in call.args[1:3])
-    if low is None or high is None:
-        return [binding]
-    raised = builder.normalize(relax.op.maximum(call.args[0], relax.const(low, "float32")))
-    inner = relax.DataflowVar(f"{binding.var.name}_low", raised.ty)
-    lowered = builder.normalize(relax.op.minimum(inner, relax.const(high, "float32")))
-    return [relax.VarBinding(inner, raised), relax.VarBinding(binding.var, lowered)]
 
 
 class Kernels:

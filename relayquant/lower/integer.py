@@ -17,14 +17,13 @@ from tvm.target import Target
 
 from relayquant.dialect.cost import MACS_ATTR, count_macs
 from relayquant.lower.elementwise_rules import ELEMENTWISE_RULES
-from relayquant.lower.integer_layout import convert_integer_layout
 from relayquant.lower.kernel_call import KernelCall, KernelContext, KernelRule
 from relayquant.lower.kernels.isa import Isa
 from relayquant.lower.kernels.lookup import ByteShuffle
 from relayquant.lower.kernels.select import select_isa, select_shuffle
+from relayquant.lower.layout import is_one_block
 from relayquant.lower.linear_rules import LINEAR_RULES
 from relayquant.lower.shared_kernels import share_kernels
-from relayquant.lower.weight_zero import centre_weights
 from relayquant.rewrite import Emitter, Graph, Skip, rewrite_main
 
 logger = logging.getLogger("relayquant.lower")
@@ -36,29 +35,23 @@ KERNEL_RULES: tuple[KernelRule, ...] = (*LINEAR_RULES, *ELEMENTWISE_RULES)
 
 
 def lower_integer(mod: tvm.IRModule, target: Target) -> tvm.IRModule:
-    """Replace integer operators of main by kernels for the target's instruction set.
+    """Replace integer operators of main, in the layout of the kernels, by kernels for the target's
+    instruction set.
 
     Modules without a Relax function main in one dataflow block, and targets that are no LLVM CPUs,
     are returned as they are.
     """
     if target.kind.name != "llvm" or not has_integer_main(mod):
         return mod
-    mod = convert_integer_layout(centre_weights(mod))
     return call_kernels(mod, select_isa(target), select_shuffle(target))
 
 
 def has_integer_main(mod: tvm.IRModule) -> bool:
     """Whether main is in normal form and holds an operator of the dialect."""
-    names = [gv.name_hint for gv in mod.get_global_vars()]
-    if "main" not in names or not isinstance(mod["main"], relax.Function):
-        return False
-    body = mod["main"].body
-    if not isinstance(body, relax.SeqExpr) or len(body.blocks) != 1:
+    if not is_one_block(mod):
         return False
     graph = Graph(mod)
-    return isinstance(body.blocks[0], relax.DataflowBlock) and any(
-        graph.op_name(binding.var).startswith("relax.qnn.") for binding in graph.bindings
-    )
+    return any(graph.op_name(binding.var).startswith("relax.qnn.") for binding in graph.bindings)
 
 
 def call_kernels(

@@ -9,22 +9,28 @@ from tvm import relax
 from tvm.target import Target
 
 from relayquant.lower.float_layout import lower_float
-from relayquant.lower.integer import lower_integer
+from relayquant.lower.integer import has_integer_main, lower_integer
+from relayquant.lower.layout import convert_layout
 from relayquant.lower.schedule import create_schedule_pass
 from relayquant.lower.vector_math import create_math_pass
+from relayquant.lower.weight_zero import centre_weights
 
 
 def make_pipeline(target: Target) -> tvm.transform.Pass:
     """A relax pipeline for a target: kernels, exact legalization, schedules, TVM's own lowering."""
 
     def run(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
-        mod = lower_float(lower_integer(mod, target), target)
+        if has_integer_main(mod):
+            mod = centre_weights(mod)
+        mod = lower_float(lower_integer(convert_layout(mod), target), target)
         with target:
             return tvm.transform.Sequential(
                 [
+                    # sort, topk and cumulative sums, which have no legalization of their own
+                    relax.backend.DispatchSortScan(),
+                    relax.backend.DispatchSampling(),
                     relax.transform.LegalizeOps(),
                     relax.transform.AnnotateTIROpPattern(),
-                    relax.transform.FoldConstant(),
                     relax.transform.FuseOps(),
                     relax.transform.FuseTIR(),
                     create_schedule_pass(target),

@@ -12,6 +12,7 @@ from tvm.relax.backend.cpu_generic import pipeline as stages
 
 from relayquant.lower import resolve_target
 from relayquant.lower.float_layout import lower_float, op_name
+from relayquant.lower.layout import convert_layout
 from relayquant.lower.schedule import create_schedule_pass
 
 TARGET = resolve_target()
@@ -57,14 +58,14 @@ def check_same(mod: tvm.IRModule, *arrays: np.ndarray) -> tvm.IRModule:
                 *stages.dataflow_lower_passes(TARGET),
                 *stages.finalize_passes(TARGET),
             ]
-            return tvm.transform.Sequential(passes)(lower_float(mod, TARGET))
+            return tvm.transform.Sequential(passes)(lower_float(convert_layout(mod), TARGET))
 
     outputs = []
     for chosen in (pipeline, get_default_pipeline(TARGET)):
         vm = relax.VirtualMachine(tvm.compile(mod, TARGET, relax_pipeline=chosen), tvm.cpu())
         outputs.append(vm["main"](*[tvm.runtime.tensor(a) for a in arrays]).numpy())
     np.testing.assert_allclose(*outputs, rtol=1e-4, atol=1e-4)
-    return lower_float(mod, TARGET)
+    return lower_float(convert_layout(mod), TARGET)
 
 
 def emit_residual_net(rng):
@@ -179,6 +180,6 @@ def test_lower_float__names_and_the_input_module_are_kept():
     rng = np.random.default_rng(8)
     mod = make_module(emit_residual_net(rng), (1, 3, 12, 12))
     before = mod.script()
-    lowered = lower_float(mod, TARGET)
+    lowered = lower_float(convert_layout(mod), TARGET)
     assert mod.script() == before
     assert [p.name for p in lowered["main"].params] == ["x0"]

@@ -13,8 +13,8 @@ from tvm.target import Target
 import relayquant as rq
 from relayquant.backends.x86 import X86
 from relayquant.lower.integer import call_kernels, lower_integer
-from relayquant.lower.integer_layout import convert_integer_layout
 from relayquant.lower.kernels.select import select_isa
+from relayquant.lower.layout import convert_layout
 from relayquant.lower.target import resolve_target
 from relayquant.rewrite import Graph
 from relayquant.runtime import Executor
@@ -178,7 +178,7 @@ def test_lower_integer__dense_of_any_batch_and_length():
 @pytest.mark.parametrize("body", IMAGE_MODELS, ids=lambda f: f.__name__)
 def test_lower_integer__leaves_no_integer_operator(body):
     qmod, _ = quantize_random(build_model(body, NCHW, False), NCHW)
-    graph = Graph(lower_integer(qmod, resolve_target("llvm -mcpu=cascadelake")))
+    graph = Graph(lower_integer(convert_layout(qmod), resolve_target("llvm -mcpu=cascadelake")))
     left = {graph.op_name(binding.var) for binding in graph.bindings}
     assert not {name for name in left if name.startswith("relax.qnn.")}
 
@@ -187,7 +187,7 @@ def test_lower_integer__leaves_no_integer_operator(body):
 def test_lower_integer__int16_images_equal_numpy(body):
     qmod, x = quantize_random(build_model(body, NCHW, True), NCHW, INT16)
     assert "int16" in qmod.script()
-    graph = Graph(lower_integer(qmod, resolve_target("llvm -mcpu=cascadelake")))
+    graph = Graph(lower_integer(convert_layout(qmod), resolve_target("llvm -mcpu=cascadelake")))
     left = {graph.op_name(binding.var) for binding in graph.bindings}
     assert not {name for name in left if name.startswith("relax.qnn.")}
     got = Executor(rq.compile(qmod)).run("main", [x])[0]
@@ -215,7 +215,7 @@ def runs_here(target: str) -> bool:
 
 def test_call_kernels__fuses_bias_residual_and_clamp():
     qmod, _ = quantize_random(build_model(residual, NCHW, False), NCHW)
-    graph = Graph(lower_integer(qmod, resolve_target("llvm -mcpu=cascadelake")))
+    graph = Graph(lower_integer(convert_layout(qmod), resolve_target("llvm -mcpu=cascadelake")))
     kernels = [
         str(call.args[0].name_hint)
         for call in map(graph.call_of, (b.var for b in graph.bindings))
@@ -231,9 +231,9 @@ def test_call_kernels__no_rules_changes_nothing():
     tvm.ir.assert_structural_equal(call_kernels(qmod, select_isa(target), rules=()), qmod)
 
 
-def test_convert_integer_layout__transposes_only_at_the_borders():
+def test_convert_layout__transposes_only_at_the_borders():
     qmod, _ = quantize_random(build_model(residual, NCHW, False), NCHW)
-    graph = Graph(convert_integer_layout(qmod))
+    graph = Graph(convert_layout(qmod))
     names = [graph.op_name(binding.var) for binding in graph.bindings]
     assert names.count("relax.permute_dims") == 2
     layouts = {
@@ -244,8 +244,8 @@ def test_convert_integer_layout__transposes_only_at_the_borders():
     assert layouts == {"NHWC"}
 
 
-def test_convert_integer_layout__channel_pad_needs_no_transpose():
+def test_convert_layout__channel_pad_needs_no_transpose():
     qmod, _ = quantize_random(build_model(padded, NCHW, False), NCHW)
-    graph = Graph(convert_integer_layout(qmod))
+    graph = Graph(convert_layout(qmod))
     names = [graph.op_name(binding.var) for binding in graph.bindings]
     assert names.count("relax.permute_dims") == 2

@@ -1,8 +1,8 @@
-"""QNN module -> the same with NHWC integer regions: transposes only where a region meets the
-interface.
+"""Module -> the same with convolutions, and what lies between them, in the layout of the kernels:
+transposes only where that meets the interface.
 
-ConvertLayout does the work; what it cannot see through (pad, reshape of unit axes, constants) is
-tidied here.
+ConvertLayout does the work; what it cannot see through (clip, pad, reshape of unit axes, constants)
+is tidied here.
 """
 
 from __future__ import annotations
@@ -10,28 +10,98 @@ from __future__ import annotations
 import numpy as np
 import tvm
 from tvm import relax
+from tvm.ir import IRModule
 from tvm.relax.dpl import is_op, wildcard
 
+from relayquant.lower.float_layout import (
+    CONV_LAYOUT,
+    is_float32,
+    list_bindings,
+    op_name,
+    read_scalar,
+)
 from relayquant.rewrite import Emitter, Match, Pattern, Rule, Skip, apply_rules
 from relayquant.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 from relayquant.rewrite.walker import tidy_module
 
 #: layouts the kernels want: data and weight
 KERNEL_LAYOUTS = {
-    "relax.qnn.conv2d": ["NHWC", "OHWI"],
-    "relax.qnn.conv2d_transpose": ["NHWC", "OHWI"],
+    "relax.nn.conv2d": list(CONV_LAYOUT),
+    "relax.qnn.conv2d": list(CONV_LAYOUT),
+    "relax.qnn.conv2d_transpose": list(CONV_LAYOUT),
 }
 
 
-def convert_integer_layout(mod: tvm.IRModule) -> tvm.IRModule:
-    """The module with integer convolutions in NHWC and OHWI, and what lies between them in NHWC
-    too.
+def convert_layout(mod: IRModule) -> IRModule:
+    """The module with convolutions in NHWC and OHWI, and what lies between them in NHWC too.
+
+    Constants are folded here, before there is any kernel: TVM evaluates calls of constants on a
+    plain x86, and a kernel for another instruction set ends the process there.
     """
-    mod = relax.transform.ConvertLayout(KERNEL_LAYOUTS)(mod)
+    functions = [func for _, func in mod.functions_items() if isinstance(func, relax.Function)]
+    bindings = [binding for func in functions for binding in list_bindings(func)]
+    has_conv = any(op_name(binding.value) in KERNEL_LAYOUTS for binding in bindings)
+    to_kernels = [split_clips, relax.transform.ConvertLayout(KERNEL_LAYOUTS)]
     mod = tvm.transform.Sequential(
-        [relax.transform.Normalize(), relax.transform.CanonicalizeBindings()]
+        [
+            *(to_kernels if has_conv else []),
+            relax.transform.Normalize(),
+            relax.transform.FoldConstant(),
+            relax.transform.CanonicalizeBindings(),
+        ]
     )(mod)
+    if not is_one_block(mod):
+        return mod
     return tidy_module(apply_rules(mod, TRANSPOSE_RULES))
+
+
+def is_one_block(mod: IRModule) -> bool:
+    """Whether main is one dataflow block, as rules want it."""
+    names = [gv.name_hint for gv in mod.get_global_vars()]
+    if "main" not in names or not isinstance(mod["main"], relax.Function):
+        return False
+    body = mod["main"].body
+    if not isinstance(body, relax.SeqExpr) or len(body.blocks) != 1:
+        return False
+    return isinstance(body.blocks[0], relax.DataflowBlock)
+
+
+@tvm.transform.module_pass(opt_level=0, name="relayquant.SplitClips")
+def split_clips(mod: IRModule, _: tvm.transform.PassContext) -> IRModule:
+    """clip(x, a, b) -> minimum(maximum(x, a), b) on float32.
+
+    ConvertLayout knows no layout for clip and would put a transpose before and behind each.
+    """
+    builder = relax.BlockBuilder(mod)
+    for gvar, func in mod.functions_items():
+        if not isinstance(func, relax.Function) or not isinstance(func.body, relax.SeqExpr):
+            continue
+        blocks = []
+        for block in func.body.blocks:
+            if isinstance(block, relax.DataflowBlock):
+                new: list[relax.Binding] = []
+                for binding in block.bindings:
+                    new.extend(split_clip(binding, builder))
+                block = relax.DataflowBlock(new)
+            blocks.append(block)
+        body = relax.SeqExpr(blocks, func.body.body)
+        new_func = relax.Function(func.params, body, func.ret_ty, func.is_pure, func.attrs)
+        builder.update_func(gvar, new_func)
+    return relax.transform.Normalize()(builder.get())
+
+
+def split_clip(binding: relax.Binding, builder: relax.BlockBuilder) -> list[relax.Binding]:
+    """The bindings that stand for one binding: two for a clip, else itself."""
+    call = binding.value
+    if op_name(call) != "relax.clip" or not is_float32(binding.var):
+        return [binding]
+    low, high = (read_scalar(arg) for arg in call.args[1:3])
+    if low is None or high is None:
+        return [binding]
+    raised = builder.normalize(relax.op.maximum(call.args[0], relax.const(low, "float32")))
+    inner = relax.DataflowVar(f"{binding.var.name}_low", raised.ty)
+    lowered = builder.normalize(relax.op.minimum(inner, relax.const(high, "float32")))
+    return [relax.VarBinding(inner, raised), relax.VarBinding(binding.var, lowered)]
 
 
 def find_axes(match: Match, expr: relax.Expr) -> list[int]:

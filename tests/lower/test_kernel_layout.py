@@ -1,0 +1,66 @@
+"""Convolutions in the layout of the kernels, with any operator between them: the same numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from float_models import MAP, build_model
+from tvm import relax
+from tvm.relax import op
+
+import relayquant as rq
+from relayquant.runtime import Executor
+
+#: What stands between two convolutions of 4 channels; TVM's ConvertLayout has a form of its own
+#: for each, not always a right one.
+BETWEEN = {
+    "conv2d_transpose": lambda emit, x: op.nn.conv2d_transpose(
+        x, emit.constant(4, 4, 2, 2), strides=2
+    ),
+    "normalization of all axes": lambda emit, x: op.nn.layer_norm(
+        x, emit.constant(4, 6, 6), emit.constant(4, 6, 6), [1, 2, 3]
+    ),
+    "normalization of one axis": lambda emit, x: op.nn.layer_norm(
+        x, emit.constant(6), emit.constant(6), [-1]
+    ),
+    "rms_norm": lambda emit, x: op.nn.rms_norm(x, emit.constant(6), [-1]),
+    "prelu": lambda emit, x: op.nn.prelu(x, emit.constant(4), 1),
+    "stack": lambda emit, x: op.reshape(op.stack([x, x], -1), (1, 4, 6, 12)),
+    "topk": lambda emit, x: op.topk(x, 4, axis=1, ret_type="values"),
+    "sort": lambda emit, x: op.sort(x, 1),
+    "cumsum": lambda emit, x: op.cumsum(x, 1),
+    "take": lambda emit, x: op.take(x, relax.const(np.array([3, -3, 0, 1], "int64")), 1),
+    "ones_like": lambda emit, x: op.ones_like(x),
+    "reflected pad": lambda emit, x: op.nn.pad(x, [0, 0, 0, 0, 2, 1, 1, 3], "reflect"),
+    "broadcast from the right": lambda emit, x: op.multiply(x, op.mean(x, [0])),
+}
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+def test_convert_layout__same_numbers(between):
+    def body(emit, x):
+        middle = emit("middle", BETWEEN[between](emit, emit.conv_bias("first", x)))
+        return emit.conv_bias("last", middle)
+
+    mod = build_model(body, MAP)
+    data = {"x": np.random.default_rng(1).standard_normal(MAP).astype("float32")}
+    (expected,) = rq.reference.run(mod, data)
+    (found,) = Executor(rq.compile(mod)).run("main", [*data.values()])
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3)
+    qmod = rq.quantize(mod, None, [data], effort="fast", guard=rq.Guard.OFF)
+    assert rq.verify(qmod, data).is_equal
+    (integer,) = rq.reference.run(qmod, data)
+    assert np.abs(integer - expected).max() < 0.1 * np.abs(expected).max()
+
+
+def test_convert_layout__kernels_of_constants_are_not_evaluated():
+    """TVM would evaluate them for a plain x86, and LLVM end the process."""
+
+    def body(emit, x):
+        constant = emit("constant", op.nn.relu(emit.constant(*MAP)))
+        return emit("sum", op.add(emit.conv("first", x), emit.conv("last", constant)))
+
+    mod = build_model(body, MAP)
+    data = {"x": np.random.default_rng(1).standard_normal(MAP).astype("float32")}
+    qmod = rq.quantize(mod, None, [data], effort="fast", guard=rq.Guard.OFF)
+    assert rq.verify(qmod, data).is_equal
