@@ -17,7 +17,12 @@ from relayquant.prepare.affine import (
     merge_constant_adds,
 )
 from relayquant.prepare.bind import bind_params
-from relayquant.prepare.clamp import CLAMPS, canonicalize_clamp, prelu_to_leaky_relu
+from relayquant.prepare.clamp import (
+    CLAMPS,
+    canonicalize_clamp,
+    prelu_to_leaky_relu,
+    where_to_prelu,
+)
 from relayquant.prepare.constants import fold_constants, fold_shapes
 from relayquant.prepare.dense import (
     merge_reshapes,
@@ -96,6 +101,7 @@ RULES: tuple[CanonicalRule, ...] = (
     CanonicalRule(move_bias_inside, frozenset({"relax.add"})),
     CanonicalRule(merge_constant_adds, frozenset({"relax.add"})),
     CanonicalRule(canonicalize_clamp, frozenset(CLAMPS)),
+    CanonicalRule(where_to_prelu, frozenset({"relax.where"})),
     CanonicalRule(prelu_to_leaky_relu, frozenset({"relax.nn.prelu"})),
     CanonicalRule(fold_pad, frozenset(WINDOWS)),
 )

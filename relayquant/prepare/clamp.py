@@ -1,15 +1,22 @@
-"""Rules for clamps: relu, clip, maximum and minimum with a constant become one relu or clip; prelu
-with one slope a leaky relu.
+"""Rules for clamps: relu, clip, maximum and minimum with a constant become one relu or clip; a
+prelu that is spelled out becomes one, with one slope a leaky relu.
 """
 
 from __future__ import annotations
 
 import math
 
+import numpy as np
 from tvm import relax
 
 from relayquant.prepare.rule import forward
-from relayquant.prepare.tensors import is_float, same_type, scalar_value
+from relayquant.prepare.tensors import (
+    channel_values,
+    is_float,
+    make_const,
+    same_type,
+    scalar_value,
+)
 from relayquant.rewrite.editor import Editor
 from relayquant.rewrite.graph import constant_value
 
@@ -48,6 +55,34 @@ def canonicalize_clamp(editor: Editor, var: relax.Var) -> bool:
     if not merged:
         return False
     editor.redefine(var, relax.op.clip(data, low, high))
+    return True
+
+
+def where_to_prelu(editor: Editor, var: relax.Var) -> bool:
+    """where(x > 0, x, x * a) -> prelu(x, a), a constant along one axis; or leakyrelu(x, a), a one
+    number. PyTorch decomposes its PReLU so.
+    """
+    condition, data, product = editor.call_of(var).args
+    compared, scaled = editor.call_of(condition), editor.call_of(product)
+    if compared is None or scaled is None or not same_type(data, var):
+        return False
+    names = editor.op_name(condition), editor.op_name(product)
+    if names != ("relax.greater", "relax.multiply"):
+        return False
+    if not compared.args[0].same_as(data) or not scaled.args[0].same_as(data):
+        return False
+    slopes = constant_value(scaled.args[1])
+    if scalar_value(compared.args[1], data) != 0 or slopes is None or slopes.size == 0:
+        return False
+    if slopes.size == 1:
+        editor.redefine(var, relax.op.nn.leakyrelu(data, float(slopes.item())))
+        return True
+    rank = data.ty.ndim
+    axis = rank - slopes.ndim + int(np.argmax(slopes.shape))
+    if channel_values(scaled.args[1], rank, axis, slopes.size) is None:
+        return False
+    flat = make_const(slopes.ravel(), str(slopes.dtype))
+    editor.redefine(var, relax.op.nn.prelu(data, flat, axis))
     return True
 
 

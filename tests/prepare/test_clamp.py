@@ -200,3 +200,67 @@ def test_prelu__leaky_relu_where_all_slopes_are_one(check_prepared, check_same_n
 
     check_prepared(Before, Expected)
     check_same_numbers(Before, np.linspace(-2, 2, 6, dtype="float32").reshape(2, 3))
+
+
+def test_where__a_prelu_spelled_out(check_prepared, check_same_numbers):
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(x: R.Tensor((2, 3), "float32")):
+            with R.dataflow():
+                positive = R.greater(x, R.const(0.0, "float32"))
+                scaled = R.multiply(R.const([[0.25]], "float32"), x)
+                a = R.where(positive, x, scaled)
+                also = R.greater(a, R.const(0.0, "float32"))
+                by_channel = R.multiply(a, SLOPES)
+                y = R.where(also, a, by_channel)
+                R.output(y)
+            return y
+
+    @I.ir_module
+    class Expected:
+        @R.function
+        def main(x: R.Tensor((2, 3), "float32")):
+            with R.dataflow():
+                a = R.nn.leakyrelu(x, alpha=0.25)
+                y = R.nn.prelu(a, SLOPES, axis=1)
+                R.output(y)
+            return y
+
+    check_prepared(Before, Expected)
+    check_same_numbers(Before, np.linspace(-2, 2, 6, dtype="float32").reshape(2, 3))
+
+
+def test_where__another_bound_or_value_is_no_prelu(check_prepared):
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(x: R.Tensor((2, 3), "float32"), z: R.Tensor((2, 3), "float32")):
+            with R.dataflow():
+                above = R.greater(x, R.const(1.0, "float32"))
+                scaled = R.multiply(x, SLOPES)
+                a = R.where(above, x, scaled)
+                positive = R.greater(x, R.const(0.0, "float32"))
+                other = R.multiply(z, SLOPES)
+                b = R.where(positive, x, other)
+                c = R.where(positive, z, scaled)
+                gv = (a, b, c)
+                R.output(gv)
+            return gv
+
+    @I.ir_module
+    class Expected:
+        @R.function
+        def main(x: R.Tensor((2, 3), "float32"), z: R.Tensor((2, 3), "float32")):
+            with R.dataflow():
+                above = R.greater(x, R.const(1.0, "float32"))
+                scaled = R.multiply(x, SLOPES)
+                a = R.where(above, x, scaled)
+                positive = R.greater(x, R.const(0.0, "float32"))
+                other = R.multiply(z, SLOPES)
+                b = R.where(positive, x, other)
+                c = R.where(positive, z, scaled)
+                R.output(a, b, c)
+            return (a, b, c)
+
+    check_prepared(Before, Expected)
