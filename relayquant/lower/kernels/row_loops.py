@@ -19,6 +19,8 @@ CHUNK_ROWS = 48
 
 #: emit(number of the height, rows of the tile, panel, number of the tile among those of its height)
 EmitTile = Callable[[int, list[Expr], Expr, Expr], None]
+#: prepare(first row, number of rows) of a chunk
+PrepareChunk = Callable[[Expr, Expr], None]
 
 
 def choose_heights(full: int, least: int = 1) -> tuple[int, ...]:
@@ -27,20 +29,39 @@ def choose_heights(full: int, least: int = 1) -> tuple[int, ...]:
     return tuple(sorted({full, medium, least}, reverse=True))
 
 
+def count_chunk_rows(heights: Sequence[int]) -> int:
+    """Rows of a chunk: whole tiles of the highest."""
+    return ceil_div(CHUNK_ROWS, heights[0]) * heights[0]
+
+
 def loop_over_rows(
-    rows: Expr, heights: Sequence[int], panels: int, threads: bool, emit: EmitTile
+    rows: Expr,
+    heights: Sequence[int],
+    panels: int,
+    threads: bool,
+    emit: EmitTile,
+    prepare: PrepareChunk | None = None,
 ) -> None:
-    """All tiles of `rows` rows for all panels of weights; `rows` must not be negative."""
-    chunk_rows = ceil_div(CHUNK_ROWS, heights[0]) * heights[0]
-    chunks = T.floordiv(rows + (chunk_rows - 1), chunk_rows)
-    if threads:
+    """All tiles of `rows` rows for all panels of weights; `rows` must not be negative.
+
+    `prepare` comes before the tiles of each chunk of up to `count_chunk_rows` rows.
+    """
+    size = count_chunk_rows(heights)
+    chunks, loop = T.floordiv(rows + (size - 1), size), T.parallel if threads else T.serial
+    if prepare is not None:
+        with loop(chunks) as chunk:
+            first = T.bind(chunk * size)
+            prepare(first, T.bind(T.min(rows - first, size)))
+            with T.serial(panels) as panel:
+                emit_chunk(rows, heights, first, size, panel, emit)
+    elif threads:
         # One loop, which the thread pool splits evenly.
         with T.parallel(chunks * panels) as index:
             chunk, panel = T.floordiv(index, panels), T.floormod(index, panels)
-            emit_chunk(rows, heights, T.bind(chunk * chunk_rows), chunk_rows, T.bind(panel), emit)
+            emit_chunk(rows, heights, T.bind(chunk * size), size, T.bind(panel), emit)
     else:
         with T.grid(chunks, panels) as (chunk, panel):
-            emit_chunk(rows, heights, chunk * chunk_rows, chunk_rows, panel, emit)
+            emit_chunk(rows, heights, chunk * size, size, panel, emit)
 
 
 def emit_chunk(

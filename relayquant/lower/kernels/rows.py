@@ -48,7 +48,7 @@ from relayquant.lower.kernels.emit import (
 )
 from relayquant.lower.kernels.isa import Buffer, Expr, Isa
 from relayquant.lower.kernels.operands import Image, Operands
-from relayquant.lower.kernels.row_loops import choose_heights, loop_over_rows
+from relayquant.lower.kernels.row_loops import choose_heights, count_chunk_rows, loop_over_rows
 from relayquant.lower.kernels.specs import Dense, PackedWeights, pack_channels
 
 #: Rows for which the full tile is chosen: many, and divisible by every height.
@@ -123,10 +123,6 @@ def build_dense_rows(
     def body() -> None:
         plan = plan_rows(spec, isa)
         rows, operands = declare_rows(plan.full, leading)
-        data = operands.data
-        if plan.full.needs_copy:
-            data = emit_prepared_rows(data, plan.full, rows)
-        operands = replace(operands, data=data)
         work = spec.in_features * spec.out_features + STORE_COST * spec.out_features
         with T.If(rows * work >= PARALLEL_THRESHOLD):
             with T.Then():
@@ -173,36 +169,56 @@ def declare_rows(plan: ConvPlan, leading: Sequence[int | None]) -> tuple[Expr, O
     )
 
 
-def emit_prepared_rows(data: Buffer, plan: ConvPlan, rows: Expr) -> Buffer:
-    """Copy of the rows with a vector of slack at the end, in the dtype of the dot product."""
-    width, dtype = plan.spec.in_channels, plan.isa.activation
-    copy = alloc_workspace(rows * width + COPY_BYTES, dtype)
-    with T.serial(rows) as row:
+def emit_prepared_rows(
+    data: Buffer, copy: Buffer, plan: ConvPlan, first: Expr, count: Expr
+) -> None:
+    """Copy `count` rows from `first` on, in the dtype of the dot product."""
+    width = plan.spec.in_channels
+    with T.serial(count) as row:
 
         def move(at: Expr, lanes: int) -> None:
-            value = load_vector(data, row * width + at, lanes)
-            value = flip_sign_bit(value, data.dtype, dtype, lanes)
+            value = load_vector(data, (first + row) * width + at, lanes)
+            value = flip_sign_bit(value, data.dtype, copy.dtype, lanes)
             store_vector(copy, value, row * width + at, lanes)
 
         emit_vector_loop(width, COPY_BYTES, move)
-    return copy
 
 
 def emit_rows(plan: RowsPlan, operands: Operands, rows: Expr, threads: bool) -> None:
-    """All register tiles."""
-    sharing = PREFETCH_SHARING[-len(plan.tiles) :]
+    """All register tiles; from a copy of each chunk where they cannot read the rows in place.
+
+    The copy is of a static size, with a vector of slack at the end. One of all rows would be
+    simpler, but TVM takes seconds to find out that it cannot shrink a buffer of symbolic size.
+    """
+    heights = [tile.spec.width for tile in plan.tiles]
+    sharing, size = PREFETCH_SHARING[-len(plan.tiles) :], count_chunk_rows(heights)
+    copies: list[tuple[Buffer, Expr]] = []  # of the chunk: (copy, first row)
+
+    def prepare(first: Expr, count: Expr) -> None:
+        width = plan.full.spec.in_channels
+        copy = alloc_workspace(size * width + COPY_BYTES, plan.full.isa.activation)
+        emit_prepared_rows(operands.data, copy, plan.full, first, count)
+        copies[:] = [(copy, first)]
 
     def emit(kind: int, members: list[Expr], panel: Expr, index: Expr) -> None:
-        emit_tile(plan.tiles[kind], operands, members, panel, index, sharing[kind])
+        data, first = copies[0] if copies else (operands.data, 0)
+        own = replace(operands, data=data)
+        emit_tile(plan.tiles[kind], own, members, first, panel, index, sharing[kind])
 
-    heights = [tile.spec.width for tile in plan.tiles]
-    loop_over_rows(rows, heights, plan.full.panels, threads, emit)
+    copying = prepare if plan.full.needs_copy else None
+    loop_over_rows(rows, heights, plan.full.panels, threads, emit, copying)
 
 
 def emit_tile(
-    plan: TilePlan, operands: Operands, rows: list[Expr], panel: Expr, index: Expr, sharing: int
+    plan: TilePlan,
+    operands: Operands,
+    rows: list[Expr],
+    first: Expr,
+    panel: Expr,
+    index: Expr,
+    sharing: int,
 ) -> None:
-    """The register tile of one panel for these rows.
+    """The register tile of one panel for these rows; the data begin with row `first`.
 
     It is number `index` of those that work on this panel, and `sharing` of them fetch the next one.
     """
@@ -212,7 +228,7 @@ def emit_tile(
     at = replace(
         locate_tile(plan, image, place, *[T.int64(0)] * 4, panel),
         origin=T.int64(0),
-        pixel_starts=[row * spec.in_channels for row in rows],
+        pixel_starts=[(row - first) * spec.in_channels for row in rows],
         out_pixels=[row * spec.out_channels for row in rows],
     )
     ahead = None
