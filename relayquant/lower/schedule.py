@@ -22,6 +22,7 @@ import tvm
 import tvm_ffi
 from tvm import s_tir, tirx
 from tvm.ir import Call, IRModule, TensorLoad
+from tvm.sym import Analyzer
 from tvm.target import Target
 from tvm.target.codegen import llvm_get_vector_width
 
@@ -196,9 +197,13 @@ class Access:
 
     buffer: tirx.Buffer
     indices: tuple[tirx.Expr, ...]
+    #: position in the flat buffer, where the indices take others apart as behind a reshape
+    offset: tirx.Expr | None = None
 
     def stride(self, var: tirx.Var) -> int | None:
         """Elements between the accesses for `var` and `var + 1`; None if that is not a constant."""
+        if self.offset is not None:
+            return coefficient(self.offset, var)
         total = 0
         step: int | None = 1
         for index, extent in zip(reversed(self.indices), reversed(self.buffer.shape), strict=True):
@@ -255,7 +260,7 @@ def read_block(block: s_tir.SBlock) -> BlockFacts:
     store = stores[0]
     write = Access(store.buffer, tuple(store.indices))
     reads = tuple(
-        Access(load.source, tuple(load.indices))
+        Access(load.source, tuple(load.indices), find_offset(load, block.iter_vars))
         for load in loads
         if not load.source.same_as(store.buffer)
     )
@@ -263,6 +268,27 @@ def read_block(block: s_tir.SBlock) -> BlockFacts:
     spatial = tuple(v for v, k in zip(block.iter_vars, kinds, strict=True) if k == SPATIAL)
     reduced = tuple(v for v, k in zip(block.iter_vars, kinds, strict=True) if k == REDUCED)
     return BlockFacts(spatial, reduced, write, reads, store.value, simple)
+
+
+def find_offset(load: TensorLoad, axes: Sequence[tirx.IterVar]) -> tirx.Expr | None:
+    """Position of a load in its flat buffer, in the simplest form, if its indices divide.
+
+    x[i // 64, i % 64] of 64 columns  ->  i
+
+    None where no index divides, or an extent is symbolic.
+    """
+    divisions = (tirx.FloorDiv, tirx.FloorMod)
+    if not any(isinstance(node, divisions) for index in load.indices for node in list_nodes(index)):
+        return None
+    analyzer = Analyzer()
+    for axis in axes:
+        analyzer.bind(axis.var, axis.dom)
+    offset: tirx.Expr = tirx.IntImm("int64", 0)
+    for index, extent in zip(load.indices, load.source.shape, strict=True):
+        if constant(extent) is None:
+            return None
+        offset = offset * extent + index
+    return analyzer.simplify(offset)
 
 
 SPATIAL, REDUCED = int(tirx.IterVar.DataPar), int(tirx.IterVar.CommReduce)
@@ -633,13 +659,18 @@ class FunctionScheduler:
                 break
             extent *= extents[-fuse] or 1
         width = largest_divisor(extent, lanes)
+        has_rest = width < 4 and extent >= 2 * lanes
+        if has_rest:
+            width = lanes
         if width < 4:
             return False
         loops = list(sch.get_loops(block))
         if len(loops) != len(facts.spatial) + len(facts.reduced):
             return False
         loop = sch.fuse(*loops[-fuse:]) if fuse > 1 else loops[-1]
-        _, lane = sch.split(loop, [None, width])
+        steps, lane = sch.split(loop, [None, width])
+        if has_rest:
+            sch.annotate(steps, "pragma_loop_partition_hint", True)
         partial = sch.rfactor(lane, len(facts.spatial))
         partial_loops = list(sch.get_loops(partial))
         spatial = len(facts.spatial)

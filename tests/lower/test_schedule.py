@@ -147,6 +147,44 @@ def test_schedule_functions__symbolic_batch(batch):
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-6)
 
 
+def scheduled_text(mod: tvm.IRModule) -> str:
+    """All functions behind the generic schedule."""
+    with TARGET:
+        mod = tvm.transform.Sequential(stages.legalize_passes(TARGET))(mod)
+    return schedule_functions(mod, TARGET).script()
+
+
+@pytest.mark.parametrize("length", [33, 197, 509])
+@pytest.mark.parametrize("op", [relax.op.max, relax.op.sum], ids=["max", "sum"])
+def test_schedule_functions__reductions_of_prime_length_are_vectors(op, length):
+    mod = make_module(lambda bb, x: op(x, [-1]), ((5, length), "float32"))
+    x = rng.standard_normal((5, length)).astype("float32") - 9
+    got, expected = run_both(mod, x)
+    np.testing.assert_allclose(got, expected, rtol=1e-5)
+    assert "T.vectorized" in scheduled_text(mod)
+
+
+def test_schedule_functions__loops_behind_a_reshape_are_vectors():
+    def emit(bb, x):
+        return relax.op.reshape(bb.emit(relax.op.tanh(x)), (1, 32, 256))
+
+    mod = make_module(emit, ((1, 128, 64), "float32"))
+    x = rng.standard_normal((1, 128, 64)).astype("float32")
+    got, expected = run_both(mod, x)
+    np.testing.assert_allclose(got, expected, rtol=1e-5)
+    assert "T.vectorized" in scheduled_text(mod)
+
+
+def test_schedule_functions__a_reshape_that_tears_rows_apart_is_exact():
+    def emit(bb, x):
+        turned = bb.emit(relax.op.permute_dims(x, [1, 0]))
+        return relax.op.reshape(bb.emit(relax.op.add(turned, turned)), (40, 24))
+
+    mod = make_module(emit, ((24, 40), "int32"))
+    got, expected = run_both(mod, random_ints((24, 40), "int32"))
+    np.testing.assert_array_equal(got, expected)
+
+
 def test_schedule_functions__unit_axes_between_parallel_ones():
     n = tirx.Var("n", "int64")
     mod = make_module(
