@@ -124,6 +124,8 @@ def check_conv2d(spec: FloatConv2d, isa: FloatIsa, symbolic: bool = False) -> No
         FloatConv2d(2, 12, 9, 6, 6, (5, 5), (2, 2), (0, 1, 2, 1), groups=6),
         FloatConv2d(1, 10, 10, 32, 32, (3, 3), (1, 1), (0, 0, 0, 0), (2, 2), groups=32),
         FloatConv2d(1, 1, 1, 16, 16, (3, 3), (1, 1), (1, 1, 1, 1)),
+        FloatConv2d(2, 40, 1, 24, 40, (5, 1), (2, 3), (2, 0, 1, 0), (2, 1), epilogue=FULL),
+        FloatConv2d(2, 9, 1, 8, 16, (3, 1), (1, 1), (1, 0, 2, 0), groups=2),
     ],
 )
 def test_make_conv2d__follows_numpy(spec, isa):
@@ -141,6 +143,23 @@ def test_make_conv2d__symbolic_batch(groups, kernel):
 def test_make_conv2d__large_weights_are_walked_panel_by_panel():
     spec = FloatConv2d(2, 7, 7, 160, 256, (3, 3), padding=(1, 1, 1, 1), epilogue=FULL)
     check_conv2d(spec, HOST)
+
+
+def test_make_conv2d__large_weights_are_read_once_for_all_pixels():
+    spec = FloatConv2d(1, 600, 1, 64, 768, (6, 1), padding=(1, 0, 3, 0), epilogue=FULL)
+    check_conv2d(spec, HOST)
+
+
+def test_lay_down__only_one_column_without_taps_beside_it():
+    column = FloatConv2d(2, 40, 1, 24, 40, (5, 1), (2, 3), (2, 0, 1, 0), (2, 1))
+    row = FloatConv2d(2, 1, 40, 24, 40, (1, 5), (3, 2), (0, 2, 0, 1), (1, 2))
+    assert column.lay_down() == row
+    for other in (
+        replace(column, kernel=(5, 2), padding=(2, 1, 1, 0)),
+        replace(column, padding=(2, 0, 1, 1)),
+        replace(column, width=2),
+    ):
+        assert other.lay_down() is other
 
 
 @FEW

@@ -10,7 +10,7 @@ The batch may be symbolic; everything else is static. Weights are packed, at com
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -113,6 +113,24 @@ class FloatConv2d:
     def group_out(self) -> int:
         return self.out_channels // self.groups
 
+    def lay_down(self) -> FloatConv2d:
+        """The same convolution with an image of one column, as a conv1d has it, as one row.
+
+        It is the same in memory, and the taps of a row are one run.
+        """
+        if self.width != 1 or self.kernel[1] != 1 or self.padding[1] or self.padding[3]:
+            return self
+        top, _, bottom, _ = self.padding
+        return replace(
+            self,
+            height=1,
+            width=self.height,
+            kernel=self.kernel[::-1],
+            strides=self.strides[::-1],
+            padding=(0, top, 0, bottom),
+            dilation=self.dilation[::-1],
+        )
+
     def as_dense(self) -> FloatDense:
         """The same computation as a dense layer; only where `is_pointwise`."""
         return FloatDense(self.in_shape, self.out_channels, self.epilogue)
@@ -209,7 +227,7 @@ def make_conv2d(spec: FloatConv2d, isa: FloatIsa, name: str = "float_conv2d") ->
         if spec.is_depthwise:
             emit_depthwise(spec, isa, x, weight, bias, residual, y)
         else:
-            emit_conv2d(spec, isa, panels, x, weight, bias, residual, y)
+            emit_conv2d(spec.lay_down(), isa, panels, x, weight, bias, residual, y)
 
     return build_kernel(name, body)
 
@@ -304,7 +322,8 @@ def emit_conv2d(
 
     loop = T.parallel if threads else T.serial
     weights = spec.groups * panels.vectors * vector_size * 4
-    many_pixels = n_rows * n_cols >= 32 or panels.full < 4
+    image_bytes = image_size * 4
+    many_pixels = (n_rows * n_cols >= 32 and image_bytes > RESIDENT_WEIGHTS) or panels.full < 4
     if panels.tail or spec.groups > 1 or weights <= RESIDENT_WEIGHTS or many_pixels:
         per_image = n_rows * n_cols
         with loop(spec.batch * per_image) as index:
