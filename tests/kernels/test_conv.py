@@ -14,9 +14,11 @@ from tvm import relax
 
 from relayquant.errors import ConfigError
 from relayquant.lower.kernels.conv import (
+    PANEL_ORDER,
     Placement,
     build_conv2d,
     build_dense,
+    find_halved_axis,
     pack_conv2d,
     pack_dense,
     plan_prefetch,
@@ -104,6 +106,7 @@ def test_build_conv2d__equals_numpy(isa, case):
 def test_build_conv2d__large_enough_for_threads_and_panel_order():
     for spec in (
         Conv2d(1, 30, 30, 64, 96, (3, 3), padding=(1, 1, 1, 1), in_zero_point=9),
+        Conv2d(1, 1, 112, 512, 128, (1, 1), epilogue=Epilogue(residual=Residual("uint8", 3, 0.6))),
         Conv2d(2, 7, 7, 256, 160, (3, 3), padding=(1, 1, 1, 1), in_dtype="int8"),
     ):
         isa = best_isa()
@@ -289,6 +292,16 @@ def test_plan_prefetch__covers_the_next_panel_and_nothing_else(isa, tiles):
         expected = np.zeros(plan.weight_size, bool)
         expected[following * size :][:size] = True
         np.testing.assert_array_equal(fetched, expected)
+
+
+def test_find_halved_axis__deals_out_pixels_where_weights_are_smaller():
+    def find(height, width, channels):
+        plan = ConvPlan(Conv2d(1, height, width, channels, 256, (3, 3)), VNNI512)
+        return find_halved_axis(plan, PANEL_ORDER, {"n": 1, "row": height - 2, "col": 1})
+
+    assert find(30, 30, 256) == "row"
+    assert find(31, 30, 256) is None  # no axis divides by two
+    assert find(6, 6, 256) is None  # 16 times as many weights as inputs
 
 
 def test_build_conv2d__fetches_large_weights_ahead():

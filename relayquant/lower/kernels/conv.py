@@ -13,7 +13,7 @@ of output channels as accumulators and walks the reduction in words of `Isa.prod
   suits a first convolution of 1 or 3 channels as well as any other. The end of a run meets zero
   weights.
 - Weights that no first-level cache holds are read panel by panel, all pixels for each, while the
-  next panel is fetched.
+  next panel is fetched. Threads take parts of the panels, or of the pixels where weights are few.
 - Padding, a flip of the sign bit, and slack for the last word are one copy into a workspace, made
   only when needed.
 - Small groups are merged until a vector of output channels is filled; the weights between
@@ -38,6 +38,7 @@ from relayquant.lower.kernels.emit import (
     CACHE_LINE,
     PARALLEL_THRESHOLD,
     STORE_COST,
+    WEIGHT_COST,
     alloc_vectors,
     broadcast,
     build_kernel,
@@ -68,6 +69,10 @@ CACHED_WEIGHT_BYTES = 300 * 1024
 #: Tiles that share the fetching of the next panel; with more, its first reading hardly counts.
 PREFETCH_TILES = 64
 
+#: Threads take parts of the pixels up to so many weights for every value of the input: weights come
+#: in order and are fetched ahead, while what another core wrote is waited for.
+WEIGHTS_PER_INPUT = 4
+
 #: Loops over tiles: all panels of weights for each tile of pixels, or all pixels for each panel.
 PIXEL_ORDER = "n row col group panel"
 PANEL_ORDER = "group panel n row col"
@@ -88,7 +93,8 @@ def build_general_conv2d(
             spec, plan.isa, plan.weight_size, plan.channel_size, in_shape, out_shape
         )
         image = Image(operands.data, spec.height, spec.width)
-        threads = spec.macs + STORE_COST * prod(spec.out_shape) >= PARALLEL_THRESHOLD
+        cost = spec.macs + STORE_COST * prod(spec.out_shape) + WEIGHT_COST * plan.weight_size
+        threads = cost >= PARALLEL_THRESHOLD
         if plan.needs_copy:
             image = emit_prepared_image(operands.data, spec, plan.isa)
         emit_convolution(plan, image, operands, threads)
@@ -148,13 +154,18 @@ def emit_convolution(
         "panel": plan.panels,
     }
     order = pick_order(plan)
+    axes, halved = order.split(), find_halved_axis(plan, order, sizes) if threads else None
+    if halved is not None:
+        axes, sizes = ["half", *axes], {**sizes, "half": 2, halved: sizes[halved] // 2}
     tiles = sizes["n"] * sizes["row"] * sizes["col"]
-    with loop_over(tuple(sizes[axis] for axis in order.split()), threads) as indices:
-        index = dict(zip(order.split(), indices, strict=True))
+    with loop_over(tuple(sizes[axis] for axis in axes), threads) as indices:
+        index = dict(zip(axes, indices, strict=True))
+        tile = (index["n"] * sizes["row"] + index["row"]) * sizes["col"] + index["col"]
+        if halved is not None:
+            index[halved] = index[halved] + index.pop("half") * sizes[halved]
         at = locate_tile(plan, image, placement, **index)
         ahead = None
         if order == PANEL_ORDER and tiles <= PREFETCH_TILES:
-            tile = (index["n"] * sizes["row"] + index["row"]) * sizes["col"] + index["col"]
             panel = index["group"] * plan.panels + index["panel"]
             ahead = plan_prefetch(plan, placement, panel, tile, tiles)
         emit_residual_prefetch(plan, operands, at)
@@ -170,6 +181,17 @@ def pick_order(plan: ConvPlan) -> str:
     if prod(plan.spec.in_shape) > LARGE_IMAGE_BYTES and plan.weight_size <= CACHED_WEIGHT_BYTES:
         return PIXEL_ORDER
     return "n group panel row col" if plan.weights_per_image else PANEL_ORDER
+
+
+def find_halved_axis(plan: ConvPlan, order: str, sizes: dict[str, int]) -> str | None:
+    """The axis of pixels to split in two before all else; None: threads take parts of the panels.
+
+    A thread with a part of the pixels finds in its own cache what it wrote of them in the kernel
+    before. One with a part of the panels reads all that others wrote, and less of the weights.
+    """
+    if order != PANEL_ORDER or plan.weight_size > WEIGHTS_PER_INPUT * prod(plan.spec.in_shape):
+        return None
+    return next((axis for axis in ("n", "row", "col") if sizes[axis] % 2 == 0), None)
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,8 @@ CACHE_LINE = 64
 PARALLEL_THRESHOLD = 6_000_000
 #: Multiply-adds that take as long as storing one result.
 STORE_COST = 20
+#: Multiply-adds that take as long as reading one weight that is in no near cache.
+WEIGHT_COST = 8
 #: Below this many bytes a copy stays on one thread.
 PARALLEL_BYTES = 256 * 1024
 
