@@ -13,7 +13,7 @@ from tvm import relax
 from tvm.ir import IRModule
 from tvm.relax.dpl import is_op, wildcard
 
-from relayquant.lower.float_layout import (
+from relayquant.lower.floating import (
     CONV_LAYOUT,
     is_float32,
     list_bindings,

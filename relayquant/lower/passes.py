@@ -8,7 +8,7 @@ import tvm
 from tvm import relax
 from tvm.target import Target
 
-from relayquant.lower.float_layout import lower_float
+from relayquant.lower.floating import lower_float
 from relayquant.lower.integer import has_integer_main, lower_integer
 from relayquant.lower.layout import convert_layout
 from relayquant.lower.schedule import create_schedule_pass

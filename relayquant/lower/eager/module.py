@@ -11,7 +11,7 @@ from tvm import relax
 
 from relayquant.lower.eager.kernel_cache import KernelCache, KernelKey, host_kernels
 from relayquant.lower.eager.plan import Planner, Step
-from relayquant.lower.float_layout import shape_of, static_sizes
+from relayquant.lower.floating import shape_of, static_sizes
 from relayquant.reference.interpreter import Frame, bind_input, evaluate, flatten_value
 
 #: Kinds of arguments that a function remembers.

@@ -19,7 +19,7 @@ from relayquant.lower.eager.product import (
     take_sum,
 )
 from relayquant.lower.eager.rounding import ROUND, Rounding
-from relayquant.lower.float_layout import (
+from relayquant.lower.floating import (
     CLAMPS,
     Readers,
     is_float32,

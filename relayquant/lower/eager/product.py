@@ -14,7 +14,7 @@ from tvm.ir import Call, GenericConst
 
 from relayquant.lower.eager.kernel_cache import KernelCache, KernelKey
 from relayquant.lower.eager.operand import Operand
-from relayquant.lower.float_layout import (
+from relayquant.lower.floating import (
     FEWEST_CHANNELS,
     expand_padding,
     is_float32,

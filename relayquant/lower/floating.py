@@ -1,9 +1,11 @@
-"""Float operators -> calls of float kernels: NHWC between convolutions, weights packed.
+"""lower_float: float operators -> calls of float kernels, weights packed; the counterpart of
+`integer`.
 
-Runs before LegalizeOps on float modules and on calibration graphs. Convolutions and matrix products
-take what follows them (bias, residual, relu or clip) into their kernel; whatever has no kernel is
-left for the generic schedule. Weights that are constants are packed here; others, as those of a
-calibration graph whose scales are parameters, are packed by a kernel at run time.
+Runs before LegalizeOps on float modules, and on what is float in quantized ones. Convolutions, in
+the layout of the kernels already, and matrix products take what follows them (bias, residual, relu
+or clip) into their kernel; whatever has no kernel is left for the generic schedule. Weights that
+are constants are packed here; others, as those of a calibration graph whose scales are parameters,
+are packed by a kernel at run time.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from tvm.relax.backend.cpu_generic import get_default_pipeline
 from tvm.relax.backend.cpu_generic import pipeline as stages
 
 from relayquant.lower import resolve_target
-from relayquant.lower.float_layout import lower_float, op_name
+from relayquant.lower.floating import lower_float, op_name
 from relayquant.lower.layout import convert_layout
 from relayquant.lower.schedule import create_schedule_pass
 
