@@ -20,8 +20,9 @@ from relayquant.dialect.operators import (
     register_operators,
 )
 
-register_operators(OPERATORS)
-correct_layouts(CORRECTED_LAYOUTS)
+# What TVM knows outlives this module, which may be imported again.
+if register_operators(OPERATORS):
+    correct_layouts(CORRECTED_LAYOUTS)
 
 # `R.qnn.*`: the first module serves the decorators, the second tvm.script.from_source.
 for _module in (_script, tvm.relax.script.parser):

@@ -237,18 +237,23 @@ def _legalize_if_known(function: LegalizeFunc) -> LegalizeFunc:
 
 
 def correct_layouts(corrections: Mapping[str, Callable[[LayoutFunc], LayoutFunc]]) -> None:
-    """Put layout functions, made from TVM's, in the place of TVM's."""
+    """Put layout functions, made from TVM's, in the place of TVM's; once in a process."""
     for name, correct in corrections.items():
         infer = Op.get(name).get_attr("FRelaxInferLayout")
         register_op_attr(name, "FRelaxInferLayout", correct(infer), level=_OVER_TVM)
 
 
-def register_operators(operators: Sequence[Operator]) -> None:
-    """Tell TVM of the operators; those it knows already are left as they are."""
+def register_operators(operators: Sequence[Operator]) -> tuple[str, ...]:
+    """Tell TVM of the operators; those it knows already are left as they are.
+
+    Returns the names of those it did not know.
+    """
+    new: list[str] = []
     known = set(Op.list_op_names())
     for operator in operators:
         if operator.full_name in known:
             continue
+        new.append(operator.full_name)
         register_op_attr(operator.full_name, "FInferType", operator.infer)
         register_op_attr(operator.full_name, "FPurity", True)
         register_op_attr(operator.full_name, "TMixedPrecisionPolicy", _MIXED_PRECISION_NEVER)
@@ -259,3 +264,4 @@ def register_operators(operators: Sequence[Operator]) -> None:
         op.set_num_inputs(len(operator.arguments))
         for argument in operator.arguments:
             op.add_argument(argument, "Tensor", "")
+    return tuple(new)
