@@ -19,7 +19,7 @@ from tvm.ir import Call
 from relayquant.plan import Plan
 from relayquant.prepared import CalibrationGraph, FitPoint
 from relayquant.rewrite import Graph
-from relayquant.rewrite.graph import free_vars
+from relayquant.rewrite.graph import free_vars, tensor_shape
 
 
 @dataclass(frozen=True)
@@ -189,13 +189,25 @@ def find_last_seen(
 
 
 def find_data_dependent(view: Graph, inputs: Iterable[str]) -> set[relax.Var]:
-    """Values that change from batch to batch."""
+    """Values that change from batch to batch, or have as many elements as the batch has samples."""
     names = set(inputs)
     data = {param for param in view.func.params if param.name in names}
     for binding in view.bindings:
-        if any(var in data for var in free_vars(binding.value)):
+        reads_data = any(var in data for var in free_vars(binding.value))
+        if reads_data or has_symbols(binding.var) or reads_symbols(binding.value):
             data.add(binding.var)
     return data
+
+
+def has_symbols(expr: relax.Expr) -> bool:
+    """Whether a dimension of a tensor is symbolic."""
+    return any(isinstance(size, str) for size in tensor_shape(expr) or ())
+
+
+def reads_symbols(value: relax.Expr) -> bool:
+    """Whether an operator is told of a symbolic dimension: R.full(R.shape([n, 3]), 0)."""
+    shapes = [arg for arg in getattr(value, "args", ()) if isinstance(arg, relax.ShapeExpr)]
+    return any(not isinstance(dim, tvm.tirx.IntImm) for shape in shapes for dim in shape.values)
 
 
 def collect_ancestors(

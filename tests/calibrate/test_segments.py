@@ -153,3 +153,26 @@ def test_split__keeps_the_loops_that_a_frontend_lowered():
     samples = [np.ones(MAP, "float32")]
     qmod = rq.quantize(builder.finalize(), None, samples, effort="fast")
     assert rq.ledger(qmod).quantized
+
+
+@pytest.mark.parametrize("effort", ["fast", "balanced"])
+def test_split__a_constant_for_every_sample_waits_for_the_batch(effort):
+    """The class token of a transformer, the first state of a recurrent layer: no input changes
+    them, but they are as long as the batch.
+    """
+
+    def body(emit, x):
+        batch = x.ty.shape.values[0]
+        token = emit("token", op.broadcast_to(emit.constant(1, 1, 4), (batch, 1, 4)))
+        state = emit("state", op.full((batch, 6), relax.const(0.5), "float32"))
+        rows = emit.dense("rows", emit("all", op.concat([token, x], 1)), 6)
+        gated = emit.dense("gated", state, 6)
+        return emit("out", op.add(op.mean(rows, [1]), gated))
+
+    mod = build_model(body, ("n", 3, 4))
+    rng = np.random.default_rng(0)
+    samples = [{"x": rng.standard_normal((n, 3, 4)).astype("float32")} for n in (1, 2, 3)]
+    qmod = rq.quantize(mod, None, samples, effort=effort)
+    assert {"rows", "gated"} <= {row.name for row in rq.ledger(qmod).quantized}
+    (got,), (want,) = (rq.reference.run(each, samples[2]) for each in (qmod, mod))
+    assert np.abs(got - want).max() < 0.05 * np.abs(want).max()

@@ -37,7 +37,7 @@ def test_architecture__float_and_integer(name, batch):
     if batch == "symbolic":
         axes, example = ({0: torch.export.Dim("n", min=1, max=64)},), np.repeat(example, 2, 0)
     program = torch.export.export(network, (torch.from_numpy(example),), dynamic_shapes=axes)
-    mod, _ = rq.load(program)
+    mod, _ = rq.import_torch(program)
     expected = [network(torch.from_numpy(sample)).detach().numpy() for sample in samples]
     executor = Executor(rq.compile(mod))
     for sample, want in zip(samples, expected, strict=True):
