@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,10 +121,16 @@ def load(
         today. Parameters of a Relay module for which no value is found stay inputs.
 
     Raises:
-        ModelError: unknown suffix, unreadable file, or something in the model that is not
+        ModelError: no path, unknown suffix, unreadable file, or something in the model that is not
             supported.
         MissingDependencyError: an optional package is needed.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise ModelError(
+            f"load reads a file, and was given a {type(path).__name__}. Give a path. An ONNX model "
+            "in memory goes to import_onnx, a torch.export program to import_torch, and a module "
+            "of TVM needs no loading."
+        )
     suffix = Path(path).suffix.lower()
     found = next((each for each in FORMATS if each.suffix == suffix), None)
     if found is None:

@@ -524,3 +524,8 @@ def test_external_data__of_a_function_must_stay_in_the_folder(tmp_path, monkeypa
     path.write_bytes(model.SerializeToString())
     with pytest.raises(ModelError, match=r"'the constant.value'.*outside of the model's folder"):
         load(path)
+
+
+def test_load__what_is_no_path_is_told_where_to_go():
+    with pytest.raises(ModelError, match=r"was given a ModelProto.*goes to import_onnx"):
+        load(onnx.ModelProto())
