@@ -32,7 +32,7 @@ from tvm.script.ir_builder import tirx as T
 from tvm.tirx import PrimFunc
 
 from relayquant.errors import ConfigError
-from relayquant.lower.kernels.conv_plan import ConvPlan, choose_plan, pack_panels
+from relayquant.lower.kernels.conv_plan import ConvPlan, choose_plan, pack_constants
 from relayquant.lower.kernels.depthwise import build_depthwise, pack_depthwise
 from relayquant.lower.kernels.emit import (
     CACHE_LINE,
@@ -59,7 +59,7 @@ from relayquant.lower.kernels.operands import (
     emit_prepared_image,
     emit_store,
 )
-from relayquant.lower.kernels.specs import Conv2d, Dense, PackedWeights, pack_channels
+from relayquant.lower.kernels.specs import Conv2d, Dense, PackedWeights
 
 #: Packed weights up to this many bytes stay in the first-level cache while pixels pass by.
 SMALL_WEIGHT_BYTES = 20 * 1024
@@ -420,10 +420,7 @@ def pack_general_conv2d(
     multiplier: NDArray[np.float32] | None,
 ) -> PackedWeights:
     """Constant operands of `build_general_conv2d`."""
-    plan = choose_plan(spec, isa)
-    folded, factors = pack_channels(spec, weight, bias, multiplier, plan.shift, plan.all_channels)
-    packed = pack_panels(plan, weight)
-    return PackedWeights(packed, folded, factors)
+    return pack_constants(choose_plan(spec, isa), weight, bias, multiplier)
 
 
 def pack_conv2d(

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from relayquant.lower.kernels.emit import ceil_div
 from relayquant.lower.kernels.isa import Isa
 from relayquant.lower.kernels.narrow import can_narrow, channel_order
-from relayquant.lower.kernels.specs import Conv2d
+from relayquant.lower.kernels.specs import Conv2d, PackedWeights, pack_channels
 
 #: Cost of storing one vector of results, in units of a dot product: alone, or four together as
 #: bytes, by the number of blocks.
@@ -296,6 +296,23 @@ def choose_instructions(make: Callable[[Isa], PlanT], isa: Isa) -> PlanT:
     plan = make(isa)
     fits = plan.fewest_pixels >= isa.pixels
     return plan if fits and plan.instructions < single.instructions else single
+
+
+def pack_constants(
+    plan: ConvPlan,
+    weight: NDArray[np.int8],
+    bias: NDArray[np.int32],
+    multiplier: NDArray[np.float32] | None,
+) -> PackedWeights:
+    """Constant operands of a kernel that follows the plan; OHWI weight, others as `pack_channels`.
+
+    Raises:
+        ConfigError: a shape does not fit, or the multiplier is missing or not wanted.
+    """
+    folded, factors = pack_channels(
+        plan.spec, weight, bias, multiplier, plan.shift, plan.all_channels
+    )
+    return PackedWeights(pack_panels(plan, weight), folded, factors)
 
 
 def pack_panels(plan: ConvPlan, weight: NDArray[np.int8]) -> NDArray[np.integer]:

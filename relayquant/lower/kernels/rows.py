@@ -33,7 +33,7 @@ from relayquant.lower.kernels.conv_plan import (
     Tile,
     choose_instructions,
     count_chains,
-    pack_panels,
+    pack_constants,
 )
 from relayquant.lower.kernels.emit import (
     COPY_BYTES,
@@ -49,7 +49,7 @@ from relayquant.lower.kernels.emit import (
 from relayquant.lower.kernels.isa import Buffer, Expr, Isa
 from relayquant.lower.kernels.operands import Image, Operands
 from relayquant.lower.kernels.row_loops import choose_heights, count_chunk_rows, loop_over_rows
-from relayquant.lower.kernels.specs import Dense, PackedWeights, pack_channels
+from relayquant.lower.kernels.specs import Dense, PackedWeights
 
 #: Rows for which the full tile is chosen: many, and divisible by every height.
 MANY_ROWS = 5040
@@ -103,12 +103,7 @@ def pack_dense_rows(
     Raises:
         ConfigError: a shape does not fit, or the multiplier is missing or not wanted.
     """
-    plan = plan_rows(spec, isa).full
-    weight = weight[:, None, None, :]
-    folded, factors = pack_channels(
-        plan.spec, weight, bias, multiplier, plan.shift, plan.all_channels
-    )
-    return PackedWeights(pack_panels(plan, weight), folded, factors)
+    return pack_constants(plan_rows(spec, isa).full, weight[:, None, None, :], bias, multiplier)
 
 
 def build_dense_rows(
