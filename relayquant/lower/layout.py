@@ -43,12 +43,14 @@ def convert_layout(mod: IRModule) -> IRModule:
     has_conv = any(op_name(binding.value) in KERNEL_LAYOUTS for binding in bindings)
     to_kernels = [split_clips, relax.transform.ConvertLayout(KERNEL_LAYOUTS)]
     mod = tvm.transform.Sequential(
-        [
-            *(to_kernels if has_conv else []),
-            relax.transform.Normalize(),
-            relax.transform.FoldConstant(),
-            relax.transform.CanonicalizeBindings(),
-        ]
+        [*(to_kernels if has_conv else []), relax.transform.Normalize()]
+    )(mod)
+    if has_conv and is_one_block(mod):
+        # In numpy: FoldConstant would compile a kernel for each weight, which takes as long as to
+        # compile all of the module.
+        mod = apply_rules(mod, [TRANSPOSE_OF_CONSTANT])
+    mod = tvm.transform.Sequential(
+        [relax.transform.FoldConstant(), relax.transform.CanonicalizeBindings()]
     )(mod)
     if not is_one_block(mod):
         return mod
@@ -207,8 +209,10 @@ def _reshape_of_reshape() -> Rule:
     return Rule("reshape of reshape", pattern, rewrite)
 
 
+TRANSPOSE_OF_CONSTANT = _transpose_of_constant()
+
 TRANSPOSE_RULES: tuple[Rule, ...] = (
-    _transpose_of_constant(),
+    TRANSPOSE_OF_CONSTANT,
     _transpose_of_transpose(),
     _transpose_of_unit_axes(),
     _pad_of_transpose(),

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import tvm
 from float_models import MAP, build_model
 from tvm import relax
 from tvm.relax import op
 
 import relayquant as rq
+from relayquant.lower.layout import convert_layout
+from relayquant.prepare import prepare_module
+from relayquant.rewrite import Graph
+from relayquant.rewrite.graph import constant_value
 from relayquant.runtime import Executor
 
 #: What stands between two convolutions of 4 channels; TVM's ConvertLayout has a form of its own
@@ -64,3 +69,23 @@ def test_convert_layout__kernels_of_constants_are_not_evaluated():
     data = {"x": np.random.default_rng(1).standard_normal(MAP).astype("float32")}
     qmod = rq.quantize(mod, None, [data], effort="fast", guard=rq.Guard.OFF)
     assert rq.verify(qmod, data).is_equal
+
+
+def test_convert_layout__transposes_weights_without_compiling_anything():
+    """FoldConstant alone would build a kernel for each of them."""
+    names = []
+
+    @tvm.instrument.pass_instrument
+    class Names:
+        def run_before_pass(self, _mod, info):
+            names.append(info.name)
+
+    mod = prepare_module(build_model(lambda emit, x: emit.conv_bias("y", x), MAP), None)
+    with tvm.transform.PassContext(instruments=[Names()]):
+        found = Graph(convert_layout(mod))
+    assert "FoldConstant" in names
+    assert not [name for name in names if name.startswith(("tirx.", "s_tir."))]
+    call = found.call_of(found.vars["y.conv"])
+    assert call.attrs.kernel_layout == "OHWI"
+    before = constant_value(Graph(mod).call_of(Graph(mod).vars["y.conv"]).args[1])
+    np.testing.assert_array_equal(constant_value(call.args[1]), before.transpose(0, 2, 3, 1))
