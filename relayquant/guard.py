@@ -24,7 +24,7 @@ from relayquant.analysis.lint import lint_samples
 from relayquant.analysis.outputs import Interface, OutputGap, measure_gaps
 from relayquant.analysis.sensitivity import Simulation
 from relayquant.analysis.sums import ErrorSums
-from relayquant.calibrate.datasets import open_dataset
+from relayquant.calibrate.datasets import count_samples, open_dataset
 from relayquant.calibrate.inputs import describe_inputs
 from relayquant.dialect.cost import count_macs
 from relayquant.effort import Effort
@@ -152,7 +152,7 @@ def guard_module(
     for finding in lint_samples(prepared.mod, batches):
         warnings.warn(f"Calibration data: {finding}", DataWarning, stacklevel=CALLER)
     gaps = measure_gaps(prepared.mod, qmod, batches)
-    samples = count_batches(batches)
+    samples = sum(map(count_samples, batches))
     seen = summarize(gaps, samples)
     if not settings.is_parted(gaps):
         return write_ledger(qmod, replace(read_ledger(qmod), guard=seen))
@@ -225,16 +225,10 @@ def take_batches(
             found[-1] = {k: np.concatenate([v, part[k]]) for k, v in found[-1].items()}
         else:
             found.append({name: array.copy() for name, array in part.items()})
-        samples += count_batches([part])
+        samples += count_samples(part)
         if samples >= count:
             break
     return found
-
-
-def count_batches(batches: Batches) -> int:
-    """Samples in all batches, along the first axis of the first input."""
-    firsts = [next(iter(batch.values()), np.empty(())) for batch in batches]
-    return sum(len(first) if first.ndim else 1 for first in firsts)
 
 
 def summarize(gaps: Sequence[OutputGap], samples: int) -> GuardResult:

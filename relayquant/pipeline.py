@@ -28,6 +28,7 @@ from relayquant.analysis import (
     measure_accumulators,
     verify_module,
 )
+from relayquant.analysis.load import bind_loader
 from relayquant.annotate import annotate
 from relayquant.backends import resolve_backend
 from relayquant.calibrate.datasets import open_dataset
@@ -375,7 +376,7 @@ def accumulator_report(model: PreparedModel | tvm.IRModule, dataset: Any) -> Acc
         inner = dataclasses.replace(model, inputs=(), outputs=())
         integer = lower(convert_to_reference(inner), model.backend)
     data = open_dataset(dataset, describe_inputs(integer))
-    return measure_accumulators(integer, data, compile_draft)
+    return measure_accumulators(integer, data, bind_loader(data, compile_draft))
 
 
 def convert_to_reference(prepared: PreparedModel) -> tvm.IRModule:
@@ -511,8 +512,8 @@ def compare(
     canonical = prepare_module(mod, params)
     read_ledger(quantized)
     data = open_dataset(dataset, describe_inputs(canonical))
-    next(iter(data))  # what is wrong with the data shows before anything is compiled
-    return compare_modules(canonical, quantized, data, compile_draft)
+    # The first batch is read: what is wrong with the data shows before anything is compiled.
+    return compare_modules(canonical, quantized, data, bind_loader(data, compile_draft))
 
 
 def ledger(mod: tvm.IRModule) -> Ledger:

@@ -13,8 +13,10 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tvm
 
+from relayquant.analysis.load import load_integers
 from relayquant.analysis.search_state import SearchState, make_fingerprint, trial_key
 from relayquant.analysis.sensitivity import (
     Metric,
@@ -27,7 +29,7 @@ from relayquant.analysis.sensitivity import (
     measure_sensitivity,
 )
 from relayquant.annotate import annotate
-from relayquant.calibrate.datasets import Dataset, open_dataset
+from relayquant.calibrate.datasets import open_dataset
 from relayquant.calibrate.inputs import describe_inputs
 from relayquant.calibrate.observers import MinMax
 from relayquant.config import BackendConfig, QConfig, QConfigMapping, TensorConfig
@@ -47,7 +49,7 @@ from relayquant.plan import OperatorPlan
 from relayquant.prepared import PreparedModel
 from relayquant.qtypes import QSpec, Scheme
 from relayquant.revert import describe_mapping
-from relayquant.runtime import Executor
+from relayquant.runtime import limit_blas, map_on_threads
 from relayquant.speed import Stopwatch, keep_faster_float
 
 
@@ -227,7 +229,7 @@ def fallback(
         return changed, lower(convert_to_reference(changed), changed.backend)
 
     def score_module(module: tvm.IRModule) -> float:
-        return apply_metric(metric, simulation.expected, run_all(module, data))
+        return apply_metric(metric, simulation.expected, run_all(simulation, module))
 
     def measure(names: Sequence[str], dtype: str = FLOAT) -> Trial:
         """The integer module with these operators put back, measured; keeps the best so far."""
@@ -448,7 +450,9 @@ def find_remaining(
     return [operator for operator in plan.operators if operator.quantized]
 
 
-def run_all(mod: tvm.IRModule, data: Dataset) -> list[list[Any]]:
-    """Outputs of a module for every batch."""
-    executor = Executor(compile(mod))
-    return [executor.run("main", [*batch.values()]) for batch in data]
+def run_all(simulation: Simulation, mod: tvm.IRModule) -> list[list[np.ndarray]]:
+    """Outputs of an integer module for every batch of the simulation."""
+    runner = load_integers(mod, simulation.samples, compile)
+    with limit_blas():
+        pairs = simulation.pair_batches()
+        return list(map_on_threads(lambda pair: runner.run("main", pair[1]), pairs))

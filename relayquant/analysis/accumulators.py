@@ -23,7 +23,7 @@ from relayquant.prepared import PreparedModel
 from relayquant.qtypes import INTEGER_LIMITS
 from relayquant.rewrite import Graph
 from relayquant.rewrite.graph import constant_value, tensor_dtype
-from relayquant.runtime import CompileModule, Executor
+from relayquant.runtime import LoadModule
 
 #: raised scales leave this much room for the rounding of weights, which changes with them
 MARGIN = 1.01
@@ -128,9 +128,11 @@ class AccumulatorReport:
 def measure_accumulators(
     integer: tvm.IRModule,
     batches: Iterable[Mapping[str, np.ndarray]],
-    compile_module: CompileModule,
+    load_module: LoadModule,
 ) -> AccumulatorReport:
     """The exact sums of every narrow accumulator on data; memory does not grow with the data.
+
+    `load_module` makes the integer module runnable.
 
     Raises:
         ModelError: the module has no ledger, or was changed after `lower`.
@@ -144,7 +146,7 @@ def measure_accumulators(
     axes = {name: find_channel_axis(call) for name, call in calls.items()}
     bounds = {name: find_bounds(graph, sums[name], call) for name, call in calls.items()}
     registers = {row.name: Accumulator.parse(row.accumulator) for row in rows}
-    run = Executor(compile_module(expose_values(integer, [var.name for var in sums.values()])))
+    run = load_module(expose_values(integer, [var.name for var in sums.values()]))
     params = [param.name for param in graph.func.params]
     seen: dict[str, list[np.ndarray]] = {}
     for batch in batches:

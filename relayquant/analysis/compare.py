@@ -19,6 +19,7 @@ import tvm
 from relayquant.analysis.outputs import Interface
 from relayquant.analysis.sums import ErrorSums
 from relayquant.analysis.verify import expose_values
+from relayquant.calibrate.datasets import count_samples
 from relayquant.calibrate.segments import build_function, collect_ancestors
 from relayquant.errors import ModelError
 from relayquant.ledger import Ledger, LedgerRow, read_ledger
@@ -27,7 +28,7 @@ from relayquant.prepare import prepare_module
 from relayquant.qtypes import INTEGER_LIMITS
 from relayquant.rewrite import Graph
 from relayquant.rewrite.graph import free_vars, tensor_dtype
-from relayquant.runtime import CompileModule, Executor
+from relayquant.runtime import LoadModule
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def compare_modules(
     float_mod: tvm.IRModule,
     quantized: tvm.IRModule,
     batches: Iterable[Mapping[str, np.ndarray]],
-    compile_module: CompileModule,
+    load_module: LoadModule,
 ) -> CompareReport:
     """Compare every value of the ledger; memory does not grow with the data.
 
@@ -107,7 +108,7 @@ def compare_modules(
         float_mod: The float module with its parameters bound.
         quantized: What `quantize` made of it; carries the ledger.
         batches: Inputs by name.
-        compile_module: Compiles integer modules for this machine; the float one runs step by step.
+        load_module: Makes integer modules runnable; the float one runs step by step.
 
     Raises:
         ModelError: the quantized module has no ledger, or not one value in common with the float
@@ -127,8 +128,8 @@ def compare_modules(
         )
     names = [row.name for row in rows]
     float_run = EagerModule(expose_values(prepared, names))
-    quantized_run = Executor(compile_module(expose_values(quantized, names)))
-    isolated = IsolatedOperators(graph, ledger, rows, compile_module)
+    quantized_run = load_module(expose_values(quantized, names))
+    isolated = IsolatedOperators(graph, ledger, rows, load_module)
     total = {name: ErrorSums() for name in names}
     alone: dict[str, ErrorSums] = {}
     saturated = dict.fromkeys(names, 0)
@@ -146,7 +147,7 @@ def compare_modules(
             total[row.name] = total[row.name].update(expected[row.name], real)
         for name, value in isolated.run({**batch, **expected}):
             alone[name] = alone.get(name, ErrorSums()).update(expected[name], value)
-        samples += len(args[0])
+        samples += count_samples(batch)
     return CompareReport(
         tuple(
             CompareRow(
@@ -200,7 +201,7 @@ class IsolatedOperators:
         graph: Graph,
         ledger: Ledger,
         rows: Sequence[LedgerRow],
-        compile_module: CompileModule,
+        load_module: LoadModule,
     ) -> None:
         self.rows = {row.name: row for row in ledger.rows}
         self.interface = Interface.of(graph.mod)
@@ -232,13 +233,13 @@ class IsolatedOperators:
                 for name, func in functions.items()
             }
         )
-        self.executor = Executor(compile_module(mod)) if functions else None
+        self.functions = load_module(mod) if functions else None
 
     def run(self, values: Mapping[str, np.ndarray]) -> Iterable[tuple[str, np.ndarray]]:
         """(name, real result) of every operator on the float model's values."""
-        for name, function, inputs in self.calls if self.executor is not None else ():
+        for name, function, inputs in self.calls if self.functions is not None else ():
             args = [self.quantize(arg, values[arg]) for arg in inputs]
-            (result,) = self.executor.run(function, args)  # pyright: ignore[reportOptionalMemberAccess]
+            (result,) = self.functions.run(function, args)  # pyright: ignore[reportOptionalMemberAccess]
             yield name, to_real(result, self.rows[name])
 
     def quantize(self, name: str, value: np.ndarray) -> np.ndarray:

@@ -17,7 +17,7 @@ import numpy as np
 import tvm
 from tvm import relax
 
-from relayquant.calibrate.datasets import Dataset, open_dataset
+from relayquant.calibrate.datasets import Dataset, count_samples, open_dataset
 from relayquant.calibrate.inputs import describe_inputs
 from relayquant.calibrate.segments import build_function, collect_ancestors
 from relayquant.errors import DataError
@@ -148,8 +148,7 @@ def lint(mod: tvm.IRModule, params: Mapping[str, Any] | None, dataset: Any) -> l
     findings, statistics, probe, seen, samples = [], {}, {}, set(), 0
     try:
         for batch in read_batches(open_dataset(dataset, describe_inputs(prepared))):
-            first = next(iter(batch.values()))
-            samples += len(first) if first.ndim else 1
+            samples += count_samples(batch)
             for name, array in batch.items():
                 before = statistics.get(name, InputStatistics())
                 statistics[name] = before.update(array, samples)
@@ -223,8 +222,7 @@ def measure_growth(
     statistics: dict[str, InputStatistics] = {}
     samples = 0
     for batch in open_dataset(dataset, describe_inputs(prepare_module(mod, params))):
-        first = next(iter(batch.values()))
-        samples += len(first) if first.ndim else 1
+        samples += count_samples(batch)
         for name, array in batch.items():
             statistics[name] = statistics.get(name, InputStatistics()).update(array, samples)
     return {

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from relayquant.analysis.sums import ErrorSums
 from relayquant.annotate.claim import read_nodes
-from relayquant.calibrate.datasets import Dataset
+from relayquant.calibrate.datasets import Dataset, count_samples
 from relayquant.config import QConfig, QConfigMapping, is_below
 from relayquant.effort import Effort, apply_effort
 from relayquant.errors import ConfigError, DataError
@@ -166,12 +166,6 @@ def take_samples(data: Dataset, samples: int) -> Dataset:
         if found >= samples:
             break
     return data.head(batches)
-
-
-def count_samples(batch: Mapping[str, np.ndarray]) -> int:
-    """Length of the first input's first axis; 1 if it has none."""
-    first = next(iter(batch.values()), np.empty(()))
-    return len(first) if first.ndim else 1
 
 
 class Simulation:

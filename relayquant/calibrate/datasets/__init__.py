@@ -5,6 +5,6 @@ batch is checked against the model's inputs before any of it reaches compiled co
 """
 
 from relayquant.calibrate.datasets.dataset import Dataset, open_dataset
-from relayquant.calibrate.datasets.item import Batch, InputInfo, convert_item
+from relayquant.calibrate.datasets.item import Batch, InputInfo, convert_item, count_samples
 
-__all__ = ["Batch", "Dataset", "InputInfo", "convert_item", "open_dataset"]
+__all__ = ["Batch", "Dataset", "InputInfo", "convert_item", "count_samples", "open_dataset"]

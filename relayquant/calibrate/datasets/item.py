@@ -31,6 +31,12 @@ class InputInfo:
         return "(" + ", ".join(map(str, self.shape)) + ("," if len(self.shape) == 1 else "") + ")"
 
 
+def count_samples(batch: Mapping[str, NDArray[Any]]) -> int:
+    """Length of the first input's first axis; 1 if it has none."""
+    first = next(iter(batch.values()), np.empty(()))
+    return len(first) if first.ndim else 1
+
+
 def convert_item(item: object, inputs: tuple[InputInfo, ...], index: int) -> Batch:
     """One item of a data set as `{input: array}`; `index` is its number, for messages.
 
