@@ -50,7 +50,9 @@ def _decide(letters: str | None) -> Any:
 
 
 def _decide_untouched(expr: Any) -> Any:
-    """A parameter: no layout but its own; tuples element by element."""
+    """A parameter: no layout but its own; tuples element by element; a shape has none."""
+    if isinstance(expr.ty, relax.ShapeType):
+        return _decide(None)
     if isinstance(expr.ty, relax.TupleType):
         return tvm_ffi.Array([_decide(_initial(_Typed(ty))) for ty in expr.ty.fields])
     return _decide(_initial(expr))
@@ -116,6 +118,19 @@ def limit_to_one_axis(infer: LayoutFunc) -> LayoutFunc:
     def infer_layout(call: Call, desired: Mapping[str, Any], layouts: Mapping[Any, Any]) -> Any:
         several = len(call.attrs.axes) > 1
         return _keep_untouched(call) if several else infer(call, desired, layouts)
+
+    return infer_layout
+
+
+def limit_to_known_layouts(infer: LayoutFunc) -> LayoutFunc:
+    """`infer` for operators that exist in NCHW and NHWC only; any other order, as an image of one
+    row has it that was a sequence in the layout of a conv1d, goes back to the original one.
+    """
+
+    def infer_layout(call: Call, desired: Mapping[str, Any], layouts: Mapping[Any, Any]) -> Any:
+        inferred = infer(call, desired, layouts)
+        is_known = str(inferred.new_attrs.layout) in ("NCHW", "NHWC")
+        return inferred if is_known else _keep_untouched(call)
 
     return infer_layout
 
@@ -235,8 +250,9 @@ def infer_layout_conv(call: Call, desired: Mapping[str, Any], layouts: Mapping[A
                 f"{operator}: layouts {wanted} are not allowed; allowed: [data, kernel], such as "
                 "['NHWC', 'OHWI']; the result has the layout of the data."
             )
-        check_layout(operator, "data layout", wanted[0], "NCHW")
-        check_layout(operator, "kernel layout", wanted[1], "OIHW")
+        spatial = "".join(sorted(set(data_layout) - set("NC")))
+        check_layout(operator, "data layout", wanted[0], f"NC{spatial}")
+        check_layout(operator, "kernel layout", wanted[1], f"OI{spatial}")
         letters = ["".join(_letter(data_layout, each) for each in wanted[0])]
         letters.append("".join(_letter(kernel_layout, each) for each in wanted[1]))
     else:

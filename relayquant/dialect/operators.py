@@ -120,6 +120,7 @@ OPERATORS: tuple[Operator, ...] = (
         _CONV,
         inference.infer_conv1d,
         legalize_linear.legalize_conv,
+        layout.infer_layout_conv,
     ),
     Operator(
         "conv2d",
@@ -219,11 +220,13 @@ OPERATORS: tuple[Operator, ...] = (
 
 
 #: Operators of TVM whose own layout function gives ConvertLayout a call that fails or computes
-#: something else (TVM 0.27): conv2d_transpose and rms_norm are legalized in one layout only.
+#: something else (TVM 0.27): transposed convolutions and rms_norm are legalized in one layout only.
 CORRECTED_LAYOUTS: dict[str, Callable[[LayoutFunc], LayoutFunc]] = {
+    "relax.nn.conv1d_transpose": lambda _: layout.infer_layout_untouched,
     "relax.nn.conv2d_transpose": lambda _: layout.infer_layout_untouched,
     "relax.nn.rms_norm": lambda _: layout.infer_layout_untouched,
     "relax.nn.layer_norm": layout.limit_to_one_axis,
+    "relax.image.resize2d": layout.limit_to_known_layouts,
 }
 
 

@@ -27,6 +27,7 @@ from relayquant.rewrite.walker import tidy_module
 #: layouts the kernels want: data and weight
 KERNEL_LAYOUTS = {
     "relax.nn.conv2d": list(CONV_LAYOUT),
+    "relax.qnn.conv1d": ["NWC", "OWI"],
     "relax.qnn.conv2d": list(CONV_LAYOUT),
     "relax.qnn.conv2d_transpose": list(CONV_LAYOUT),
 }

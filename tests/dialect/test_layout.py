@@ -108,6 +108,25 @@ def test_convert_layout__same_result(graph):
     np.testing.assert_array_equal(run_module(after, [DATA]), run_module(before, [DATA]))
 
 
+def test_convert_layout__conv1d():
+    data = DATA[:, :, 0]
+    kernel = RNG.integers(-9, 10, (5, data.shape[1], 3)).astype("int8")
+
+    def graph(x):
+        acc = qnn.conv1d(x, kernel, 3, 0, 0.1, 0.2, padding=(2, 0))
+        return qnn.requantize(acc, 0.02, 0, 0.4, 3, axis=1, out_dtype=str(data.dtype))
+
+    before = make_module(graph, [type_of(data)])
+    wanted = {"relax.qnn.conv1d": ["NWC", "OWI"]}
+    after = relax.transform.ConvertLayout(wanted)(before)
+    (call,) = get_calls(after, "qnn.conv1d")
+    assert (str(call.attrs.data_layout), str(call.attrs.kernel_layout)) == ("NWC", "OWI")
+    assert get_calls(after, "qnn.requantize")[0].attrs.axis == 2
+    np.testing.assert_array_equal(run_module(after, [data]), run_module(before, [data]))
+    with pytest.raises(QnnError, match="allowed: the letters OIW"):
+        relax.transform.ConvertLayout({"relax.qnn.conv1d": ["NWC", "OHWI"]})(before)
+
+
 def test_convert_layout__axis_follows_and_nothing_is_permuted_back():
     def graph(x):
         q = requantize(convolve(x), axis=-3)

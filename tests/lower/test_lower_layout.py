@@ -10,7 +10,9 @@ from tvm import relax
 from tvm.relax import op
 
 import relayquant as rq
+from relayquant.lower.integer import lower_integer
 from relayquant.lower.layout import convert_layout
+from relayquant.lower.target import resolve_target
 from relayquant.prepare import prepare_module
 from relayquant.rewrite import Graph
 from relayquant.rewrite.graph import constant_value
@@ -41,14 +43,74 @@ BETWEEN = {
 }
 
 
+#: The same between two convolutions of sequences of 4 channels.
+SEQUENCE = (2, 4, 12)
+BETWEEN_1D = {
+    "conv1d_transpose": lambda emit, x: op.nn.conv1d_transpose(
+        x, emit.constant(4, 4, 2), strides=2
+    ),
+    "image of one row": lambda emit, x: op.squeeze(
+        op.image.resize2d(op.expand_dims(x, 2), (1, 24), layout="NCHW", method="nearest_neighbor"),
+        [2],
+    ),
+    "gate": lambda emit, x: op.multiply(
+        op.strided_slice(x, [1], [0], [2]), op.sigmoid(op.strided_slice(x, [1], [2], [4]))
+    ),
+    "normalization of channels": lambda emit, x: op.permute_dims(
+        op.nn.layer_norm(op.permute_dims(x, [0, 2, 1]), emit.constant(4), emit.constant(4), [-1]),
+        [0, 2, 1],
+    ),
+    "normalization of one axis": lambda emit, x: op.nn.layer_norm(
+        x, emit.constant(12), emit.constant(12), [-1]
+    ),
+}
+
+
+def conv1d_bias(emit, name: str, x: relax.Expr) -> relax.Var:
+    """A convolution of sequences, 3 wide, with 4 results and a bias."""
+    weight = emit.constant(4, int(x.ty.shape.values[1]), 3)
+    conv = emit(f"{name}.conv", op.nn.conv1d(x, weight, padding=1))
+    return emit(name, op.add(conv, emit.constant(1, 4, 1)))
+
+
 @pytest.mark.parametrize("between", BETWEEN)
 def test_convert_layout__same_numbers(between):
     def body(emit, x):
         middle = emit("middle", BETWEEN[between](emit, emit.conv_bias("first", x)))
         return emit.conv_bias("last", middle)
 
-    mod = build_model(body, MAP)
-    data = {"x": np.random.default_rng(1).standard_normal(MAP).astype("float32")}
+    check_same_numbers(build_model(body, MAP), MAP)
+
+
+@pytest.mark.parametrize("between", BETWEEN_1D)
+def test_convert_layout__same_numbers_of_sequences(between):
+    def body(emit, x):
+        middle = emit("middle", BETWEEN_1D[between](emit, conv1d_bias(emit, "first", x)))
+        return conv1d_bias(emit, "last", middle)
+
+    check_same_numbers(build_model(body, SEQUENCE), SEQUENCE)
+
+
+def test_convert_layout__sequences_stay_in_the_layout_of_the_kernels():
+    def body(emit, x):
+        first = conv1d_bias(emit, "first", x)
+        second = emit("rectified", op.nn.relu(conv1d_bias(emit, "second", first)))
+        middle = emit("sum", op.add(second, first))
+        return conv1d_bias(emit, "last", middle)
+
+    mod = build_model(body, SEQUENCE)
+    data = {"x": np.random.default_rng(1).standard_normal(SEQUENCE).astype("float32")}
+    qmod = rq.quantize(mod, None, [data], effort="fast", guard=rq.Guard.OFF)
+    lowered = lower_integer(convert_layout(qmod), resolve_target(None))
+    text = str(lowered["main"])
+    assert text.count("R.call_tir(qnn_conv1d") == 3
+    # One of the input, one of the result.
+    assert text.count("R.permute_dims") == 2
+
+
+def check_same_numbers(mod, shape: tuple[int, ...]) -> None:
+    """Compiled, and quantized, `mod` agrees with the reference."""
+    data = {"x": np.random.default_rng(1).standard_normal(shape).astype("float32")}
     (expected,) = rq.reference.run(mod, data)
     (found,) = Executor(rq.compile(mod)).run("main", [*data.values()])
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3)
