@@ -22,7 +22,7 @@ from relayquant.events import Callback, CallbackList
 from relayquant.guard import Guard, GuardSettings, guard_module
 from relayquant.pipeline import quantize_once, run_stage
 from relayquant.qtypes import QParams
-from relayquant.search import fallback
+from relayquant.search import MAX_DROP, fallback
 from relayquant.speed import Stopwatch, keep_faster_float
 
 
@@ -44,7 +44,7 @@ def quantize(
     executor: futures.Executor | None = None,
     guard: Guard | GuardSettings | None = None,
     metric: Metric | None = None,
-    max_drop: float = 0.01,
+    max_drop: float = MAX_DROP,
     budget: float | None = None,
     validation: Any = None,
     search_state: str | Path | None = None,
@@ -102,7 +102,12 @@ def quantize(
             "data: strict, input_dtypes, output_dtypes and dataset=None do not go with it."
         )
     if metric is None:
-        unused = {"budget": budget, "validation": validation, "search_state": search_state}
+        unused = {
+            "max_drop": None if max_drop == MAX_DROP else max_drop,
+            "budget": budget,
+            "validation": validation,
+            "search_state": search_state,
+        }
         names = [name for name, value in unused.items() if value is not None]
         if names:
             raise ConfigError(
@@ -134,10 +139,12 @@ def quantize(
             callbacks=events,
         )
         if not found.is_met:
+            remedy = "Allow a larger max_drop; there is nothing left to put back."
+            if budget is not None:
+                remedy = "A longer budget may help; it goes on from search_state, if one is given."
             warnings.warn(
                 f"The metric is {found.score:.6g} and not within {max_drop:g} of "
-                f"{found.float_score:.6g} with {len(found.reverted)} operators put back. A longer "
-                "budget goes on from search_state, if one is given.",
+                f"{found.float_score:.6g} with {len(found.reverted)} operators put back. {remedy}",
                 AccuracyWarning,
                 stacklevel=2,
             )

@@ -26,7 +26,9 @@ from relayquant.analysis.sensitivity import (
     apply_metric,
     check_metric,
     find_rounding_operators,
+    hash_arrays,
     measure_sensitivity,
+    name_metric,
 )
 from relayquant.annotate import annotate
 from relayquant.calibrate.datasets import open_dataset
@@ -86,6 +88,8 @@ def sensitivity(
     )
 
 
+#: how far the metric may fall by default: a point of an accuracy
+MAX_DROP = 0.01
 #: what an operator is put back to
 FLOAT, WIDE = "float32", "int16"
 
@@ -144,8 +148,14 @@ class Trial:
 
 
 def minutes(count: float) -> float:
-    """Seconds, for `budget=`."""
-    return 60.0 * count
+    """Seconds, for `budget=`.
+
+    Raises:
+        ConfigError: count is no number.
+    """
+    if not isinstance(count, Real) or isinstance(count, bool):
+        raise ConfigError(f"minutes({count!r}): allowed is a number, as in minutes(2.5).")
+    return 60.0 * float(count)
 
 
 def fallback(
@@ -154,7 +164,7 @@ def fallback(
     dataset: Any,
     metric: Metric,
     *,
-    max_drop: float = 0.01,
+    max_drop: float = MAX_DROP,
     budget: float | None = None,
     validation: Any = None,
     backend: BackendConfig | str = "x86",
@@ -184,8 +194,8 @@ def fallback(
             still built and measured. None: no bound.
         validation: Samples that the metric is measured on; `dataset` if None.
         search_state: A JSON file that is written, whole, after every measurement: what was
-            measured, and the best mapping so far. A search that finds it there goes on from it. It
-            knows model and settings, not the metric and the data: those must be the same.
+            measured, and the best mapping so far. A search that finds it there goes on from it, if
+            model, settings and data are the same, and the metric of the float model is.
         keep_faster: As for `quantize`: operators that run faster in float stay so too, as long as
             the metric then is within the bound, or no worse where the bound is not met.
         callbacks: Told of progress.
@@ -209,10 +219,18 @@ def fallback(
     data = open_dataset(
         dataset if validation is None else validation, describe_inputs(prepared.mod)
     )
+    next(iter(data))  # what is wrong with the data shows before anything takes time
     base = qconfig_mapping or default_mapping(prepared.backend, level)
     calibrate(prepared, dataset, calibration=calibration, callbacks=events)
     simulation = Simulation(prepared, data, metric)
-    float_score = apply_metric(metric, simulation.expected, simulation.expected)
+    float_score = score_float(metric, simulation)
+    state.check_basis(
+        {
+            "calibration data": hash_first_batch(dataset, prepared),
+            "validation data": simulation.data_digest,
+            "scores of the float model": f"{float_score:.4g}",
+        }
+    )
     bound = float_score - max_drop
     built: dict[Trial, tuple[PreparedModel, tvm.IRModule]] = {}
     trials: list[Trial] = []
@@ -304,6 +322,29 @@ def fallback(
     )
 
 
+def hash_first_batch(dataset: Any, prepared: PreparedModel) -> str:
+    """A hash of what a data set begins with; "" if there is none."""
+    if dataset is None:
+        return ""
+    return hash_arrays(next(iter(open_dataset(dataset, describe_inputs(prepared.mod)))).values())
+
+
+def score_float(metric: Metric, simulation: Simulation) -> float:
+    """The metric of the float model against itself.
+
+    Raises:
+        ConfigError: it is no finite number, so nothing can be within a bound of it.
+    """
+    score = apply_metric(metric, simulation.expected, simulation.expected)
+    if not math.isfinite(score):
+        raise ConfigError(
+            f"The metric {name_metric(metric)} gives {score} where both outputs are equal, and "
+            "nothing is within max_drop of that. Let it have a largest value: min(decibels, 100) "
+            "for a signal to noise ratio, or minus the relative error."
+        )
+    return score
+
+
 def check_settings(metric: Any, max_drop: Any, budget: Any) -> None:
     """Raise ConfigError where a search cannot work with these."""
     check_metric(metric)
@@ -360,6 +401,7 @@ def open_state(
         "max_drop": max_drop,
         "calibration": getattr(calibration, "__qualname__", repr(calibration)),
         "plan": [(op.name, op.quantized) for op in prepared.plan.operators],
+        "formats": [(group.key, repr(group.info.spec)) for group in prepared.plan.groups],
     }
     return SearchState.open(path, make_fingerprint(prepared.mod, settings))
 

@@ -118,6 +118,47 @@ def test_search_state__damaged_file(tmp_path, text):
         SearchState.open(path, "this")
 
 
+def test_search_state__other_data_or_metric_is_an_error(tmp_path):
+    path = tmp_path / "search.json"
+    state = SearchState.open(path, "this")
+    state.check_basis({"validation data": "a", "scores of the float model": "1"})
+    again = SearchState.open(path, "this")
+    again.check_basis({"validation data": "a", "scores of the float model": "1"})
+    with pytest.raises(rq.ConfigError, match="with other validation data, so its scores"):
+        again.check_basis({"validation data": "b", "scores of the float model": "1"})
+
+
+def test_fallback__goes_on_only_with_the_same_data_and_metric(digits, tmp_path):
+    mod, params, data = digits
+    path = tmp_path / "search.json"
+
+    def search(samples, metric=relative_error, checks=data):
+        settings = {"effort": "fast", "max_drop": 0.5, "search_state": path}
+        return rq.fallback(mod, params, samples, metric, validation=checks, **settings)
+
+    found = search(data)
+    assert search(data).score == found.score
+    with pytest.raises(rq.ConfigError, match="with other validation data"):
+        search(data, checks=[data[0][::-1]])
+    with pytest.raises(rq.ConfigError, match="with other calibration data"):
+        search([data[0][::-1]])
+    with pytest.raises(rq.ConfigError, match="with other scores of the float model"):
+        search(data, lambda expected, got: 1 + relative_error(expected, got))
+
+
+def test_fallback__metric_without_a_largest_value_is_an_error(digits):
+    mod, params, data = digits
+
+    def decibels(expected, got):
+        noise = np.square(expected[0] - got[0]).sum()
+        return math.inf if noise == 0 else 10 * math.log10(np.square(expected[0]).sum() / noise)
+
+    with pytest.raises(
+        rq.ConfigError, match=r"decibels gives inf where .* min\(decibels, 100"
+    ):
+        rq.fallback(mod, params, data, decibels, effort="fast")
+
+
 def test_rank_operators__known_scores_are_not_measured_again():
     operators = [OperatorPlan(name, "relax.matmul", (name,), "dense", True, (("data", "x"),)) for
                  name in "abc"]  # fmt: skip
@@ -164,6 +205,8 @@ def test_make_wide__int16_of_the_backend():
 
 def test_minutes__are_seconds():
     assert rq.minutes(2) == 120.0
+    with pytest.raises(rq.ConfigError, match=r"minutes\('5'\): allowed is a number"):
+        rq.minutes("5")
 
 
 @pytest.mark.parametrize("promise", [{"strict": True}, {"input_dtypes": {"image": "uint8"}}])
@@ -182,7 +225,9 @@ def test_fallback__bound_out_of_reach_gives_all_in_float(digits):
 
 def test_quantize__budget_used_up_gives_the_first_module(digits):
     mod, params, data = digits
-    with pytest.warns(rq.AccuracyWarning, match=r"not within 0\.1 of -?0 with 0 operators"):
+    with pytest.warns(
+        rq.AccuracyWarning, match=r"of 0 with 0 operators .* longer budget"
+    ):
         qmod = rq.quantize(
             mod,
             params,
@@ -258,3 +303,12 @@ def test_quantize__search_settings_without_a_metric_are_an_error(digits, tmp_pat
     path = tmp_path / "s.json"
     with pytest.raises(rq.ConfigError, match="got budget, search_state but no metric"):
         rq.quantize(mod, params, data, budget=rq.minutes(1), search_state=path)
+    with pytest.raises(rq.ConfigError, match="got max_drop but no metric"):
+        rq.quantize(mod, params, data, max_drop=0.02)
+
+
+def test_quantize__bound_that_nothing_meets_asks_for_another_bound(digits):
+    mod, params, data = digits
+    scores = iter([1.0, *[0.5] * 100])
+    with pytest.warns(rq.AccuracyWarning, match="Allow a larger max_drop; there is nothing left"):
+        rq.quantize(mod, params, data, effort="fast", metric=lambda a, b: next(scores))

@@ -8,8 +8,6 @@ quantized.
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -18,6 +16,7 @@ import tvm
 
 from relayquant.analysis.outputs import Interface
 from relayquant.analysis.sums import ErrorSums
+from relayquant.analysis.table import format_csv
 from relayquant.analysis.verify import expose_values
 from relayquant.calibrate.datasets import count_samples
 from relayquant.calibrate.segments import build_function, collect_ancestors
@@ -88,12 +87,7 @@ class CompareReport:
 
     def to_csv(self) -> str:
         """Comma-separated text with a header line."""
-        text = io.StringIO()
-        names = list(CompareRow.__dataclass_fields__)
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(names)
-        writer.writerows([getattr(row, name) for name in names] for row in self.rows)
-        return text.getvalue()
+        return format_csv(CompareRow, self.rows)
 
 
 def compare_modules(

@@ -26,6 +26,7 @@ class SearchState:
     Attributes:
         ranking: Operator -> SQNR in dB when it alone is quantized.
         trials: Name of a trial (see `trial_key`) -> the metric of its integer module.
+        basis: What was measured on, by what it is called; see `check_basis`.
     """
 
     def __init__(self, path: Path | None, fingerprint: str) -> None:
@@ -33,6 +34,7 @@ class SearchState:
         self.ranking: dict[str, float] = {}
         self.trials: dict[str, float] = {}
         self.best: dict[str, Any] = {}
+        self.basis: dict[str, str] = {}
 
     @staticmethod
     def open(path: str | Path | None, fingerprint: str) -> SearchState:
@@ -59,6 +61,7 @@ class SearchState:
             state.ranking = {str(k): float(v) for k, v in data["ranking"].items()}
             state.trials = {str(k): float(v) for k, v in data["trials"].items()}
             state.best = dict(data["best"])
+            state.basis = {str(k): str(v) for k, v in data.get("basis", {}).items()}
         except (
             OSError,
             ValueError,
@@ -78,6 +81,22 @@ class SearchState:
             )
         return state
 
+    def check_basis(self, basis: Mapping[str, str]) -> None:
+        """Note what scores depend on besides the settings: hashes of data by name.
+
+        Raises:
+            ConfigError: the scores in the file are from other ones; names them.
+        """
+        other = [name for name, value in basis.items() if self.basis.get(name, value) != value]
+        if other:
+            raise ConfigError(
+                f"{self.path} is the state of a search with other {' and other '.join(other)}, so "
+                "its scores do not count here. Delete it, or name another file; data must come in "
+                "the same order each time."
+            )
+        self.basis |= basis
+        self.save()
+
     def save(self) -> None:
         """Write the file, whole or not at all; nothing without a path."""
         if self.path is None:
@@ -88,6 +107,7 @@ class SearchState:
             "ranking": self.ranking,
             "trials": self.trials,
             "best": self.best,
+            "basis": self.basis,
         }
         text = json.dumps(data, indent=1)
         write_whole(self.path, lambda path: path.write_text(text, encoding="utf-8"))

@@ -7,15 +7,19 @@ and nothing else; and only what is computed from these is computed again.
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+import reprlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from relayquant.analysis.sums import ErrorSums
+from relayquant.analysis.table import format_csv
 from relayquant.annotate.claim import read_nodes
 from relayquant.calibrate.datasets import Dataset, count_samples
 from relayquant.config import QConfig, QConfigMapping, is_below
@@ -91,6 +95,10 @@ class SensitivityReport:
             base = QConfigMapping().set_global(apply_effort(qconfig, effort) if qconfig else None)
         return add_float_lines(self.prepared, [row.name for row in self.rows[:keep]], base)
 
+    def to_csv(self) -> str:
+        """Comma-separated text with a header line."""
+        return format_csv(SensitivityRow, self.rows)
+
     def __str__(self) -> str:
         width = max([len(row.name) for row in self.rows] + [8])
         lines = [f"{'operator':{width}}  {'op':12}  {self.metric}"]
@@ -131,7 +139,7 @@ def measure_sensitivity(
         score = simulation.score([operator])
         rows.append(SensitivityRow(operator.name, operator.op.removeprefix("relax."), score))
         callbacks.on_progress(ProgressEvent("sensitivity", done, len(operators), unit="operator"))
-    name = "SQNR [dB]" if metric is None else getattr(metric, "__name__", type(metric).__name__)
+    name = "SQNR [dB]" if metric is None else name_metric(metric)
     return SensitivityReport(
         tuple(sorted(rows, key=lambda row: row.score)),  # stable: equal ones stay in order
         simulation.score(operators),
@@ -198,7 +206,9 @@ class Simulation:
                 [*first.values()],
                 share,
             )
-            self.recordings = list(map_on_threads(self.replay.record, self.read_batches()))
+            #: hashes of the inputs of each batch
+            self.digests: list[str] = []
+            self.recordings = list(map_on_threads(self.replay.record, self.note_batches()))
         self.expected = [recording.results for recording in self.recordings]
 
     def read_batches(self) -> Iterator[list[np.ndarray]]:
@@ -206,17 +216,36 @@ class Simulation:
         for batch in self.data:
             yield [batch[name].copy() for name in self.prepared.graph.inputs]
 
+    @property
+    def data_digest(self) -> str:
+        """A hash of all inputs."""
+        return hashlib.blake2b("".join(self.digests).encode(), digest_size=16).hexdigest()
+
+    def note_batches(self) -> Iterator[list[np.ndarray]]:
+        """`read_batches`, which are to be the same ones when they are read again."""
+        for batch in self.read_batches():
+            self.digests.append(hash_arrays(batch))
+            yield batch
+
     def pair_batches(self) -> Iterator[tuple[Recording, list[np.ndarray]]]:
         """Each recording with the inputs it was made of.
 
         Raises:
-            DataError: the data set yields more or fewer batches than it did.
+            DataError: the data set yields other batches than it did, or more, or fewer.
         """
-        for recording, batch in itertools.zip_longest(self.recordings, self.read_batches()):
-            if recording is None or batch is None:
+        known = zip(self.recordings, self.digests, strict=True)
+        for i, (pair, batch) in enumerate(itertools.zip_longest(known, self.read_batches())):
+            if pair is None or batch is None:
                 raise DataError(
                     f"The data set yielded {len(self.recordings)} batches at first, and now "
                     "another number of them. It must yield the same ones each time it is read."
+                )
+            recording, digest = pair
+            if hash_arrays(batch) != digest:
+                raise DataError(
+                    f"Batch {i} of the data set is another one than it was when the data set was "
+                    "read first. It must yield the same ones, in the same order, each time it is "
+                    "read: do not shuffle (shuffle=False), nor draw augmentations at random."
                 )
             yield recording, batch
 
@@ -275,12 +304,29 @@ class Simulation:
 
 
 def check_metric(metric: Any) -> None:
-    """Raise ConfigError if it cannot be called."""
+    """Raise ConfigError if it cannot be called with two arguments."""
+    allowed = (
+        "allowed: a function (float outputs, quantized outputs) -> number, higher is better. For "
+        "labels, let it read them: lambda expected, got: (got[0].argmax(1) == labels).mean()."
+    )
     if not callable(metric):
+        raise ConfigError(f"The metric is {metric!r}; {allowed}")
+    try:
+        signature = inspect.signature(metric)
+    except (TypeError, ValueError):
+        return  # a built-in that does not tell: the call itself will
+    try:
+        signature.bind([], [])
+    except TypeError as error:
         raise ConfigError(
-            f"The metric is {metric!r}; allowed: a function (float outputs, quantized outputs) -> "
-            "number, higher is better."
-        )
+            f"The metric {name_metric(metric)}{signature} cannot be called with two arguments "
+            f"({error}); {allowed}"
+        ) from None
+
+
+def name_metric(metric: Metric) -> str:
+    """What tables and messages call it."""
+    return getattr(metric, "__name__", type(metric).__name__)
 
 
 def apply_metric(
@@ -289,20 +335,39 @@ def apply_metric(
     """The metric of all batches.
 
     Raises:
-        ConfigError: it returns no number.
+        ConfigError: it returns no number, or fails as functions do that expect other arguments.
     """
-    value = metric(join_batches(expected), join_batches(got))
+    first, second = join_batches(expected), join_batches(got)
+    contract = (
+        "It gets two lists with one array for each output of the model, all samples along axis 0, "
+        f"here of shape {', '.join(str(array.shape) for array in first)}."
+    )
+    name = name_metric(metric)
     try:
-        score = float(value)
+        value = metric(first, second)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"The metric {name} failed ({type(error).__name__}: {error}). {contract}"
+        ) from error
+    try:
+        score = float(value) + 0.0  # -0.0 becomes 0.0
     except (TypeError, ValueError):
         score = math.nan
     if math.isnan(score):
-        name = getattr(metric, "__name__", type(metric).__name__)
+        shown = f"an array of shape {value.shape}" if np.ndim(value) else reprlib.repr(value)
         raise ConfigError(
-            f"The metric {name} returned {value!r}; allowed: a number, higher is better. It gets "
-            "two lists with one array for each output of the model, all samples along axis 0."
+            f"The metric {name} returned {shown}; allowed: a number, higher is better. {contract}"
         )
     return score
+
+
+def hash_arrays(arrays: Iterable[np.ndarray]) -> str:
+    """A hash of what is in them, shapes and dtypes included."""
+    digest = hashlib.blake2b(digest_size=16)
+    for array in arrays:
+        digest.update(f"{array.dtype} {array.shape} ".encode())
+        digest.update(np.ascontiguousarray(array))
+    return digest.hexdigest()
 
 
 def join_batches(batches: Sequence[list[np.ndarray]]) -> list[np.ndarray]:

@@ -10,7 +10,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from relayquant.cli import bench, compare, compile_, demo, inspect_, quantize
+from relayquant.cli import bench, compare, compile_, demo, inspect_, lint, quantize, sensitivity
 from relayquant.errors import RelayQuantError
 
 #: Exit code of a mistake in what the user gave, as argparse has it.
@@ -28,7 +28,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--debug", action="store_true", help="show the traceback of an error, not only its message"
     )
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (demo, quantize, compile_, compare, inspect_, bench):
+    for command in (demo, lint, quantize, compile_, compare, sensitivity, inspect_, bench):
         command.add_parser(subparsers)
     return parser
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,16 +10,25 @@ from typing import Any
 import tvm
 
 import relayquant as rq
-from relayquant.errors import ModelError
+from relayquant.errors import ConfigError, ModelError
 from relayquant.files import write_whole
 from relayquant.prepare.bind import bind_params
 from relayquant.relay import is_relay_json
 from relayquant.rewrite.editor import Editor
 
-__all__ = ["MODULE_SUFFIX", "bind_weights", "load_model", "load_module", "write_whole"]
+__all__ = [
+    "MODULE_SUFFIX",
+    "bind_weights",
+    "load_mapping",
+    "load_model",
+    "load_module",
+    "write_whole",
+]
 
 #: A Relax module as `tvm.ir.save_json` wrote it, float or quantized.
 MODULE_SUFFIX = ".json"
+#: bytes; a line for each of 100,000 operators has less
+MAX_MAPPING_SIZE = 1 << 26
 
 
 def load_model(path: Path) -> tuple[tvm.IRModule, Mapping[str, Any] | None]:
@@ -63,6 +73,25 @@ def load_module(path: Path) -> tvm.IRModule:
             "Give a file written by `relayquant quantize`."
         )
     return module
+
+
+def load_mapping(path: Path) -> rq.QConfigMapping:
+    """The configuration in a JSON file, as `QConfigMapping.to_dict` gives it.
+
+    Raises:
+        ConfigError: there is no such file, or it holds something else.
+    """
+    if not path.is_file():
+        raise ConfigError(f"There is no configuration file {path}.")
+    if path.stat().st_size > MAX_MAPPING_SIZE:
+        raise ConfigError(
+            f"{path} is no configuration: it is larger than {MAX_MAPPING_SIZE} bytes."
+        )
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is no JSON ({error}); expected a QConfigMapping.") from error
+    return rq.QConfigMapping.from_dict(data, str(path))
 
 
 def bind_weights(mod: tvm.IRModule, params: Mapping[str, Any] | None) -> tvm.IRModule:

@@ -9,7 +9,7 @@ from typing import Any
 import tvm
 
 import relayquant as rq
-from relayquant.cli.files import MODULE_SUFFIX, load_model, write_whole
+from relayquant.cli.files import MODULE_SUFFIX, load_mapping, load_model, write_whole
 from relayquant.errors import ConfigError, DataError
 from relayquant.report import ProgressReport, ledger_table, list_findings, make_console
 
@@ -27,6 +27,12 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--backend", default="x86", help="whose kernels will run it (default: x86)")
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE.json", help="default: MODEL with .int8.json"
+    )
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE.json",
+        help="a QConfigMapping: which operators are quantized how (see `sensitivity --keep`)",
     )
     parser.add_argument(
         "--strict", action="store_true", help="an operator left in float is an error"
@@ -57,6 +63,7 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"-o {output}: a quantized module is written as {MODULE_SUFFIX}.")
     if not options.data.is_file():
         raise DataError(f"There is no data file {options.data}.")
+    mapping = None if options.config is None else load_mapping(options.config)
     mod, params = load_model(options.model)
     with ProgressReport() as progress:
         qmod = rq.quantize(
@@ -64,6 +71,7 @@ def run(options: argparse.Namespace) -> int:
             params,
             options.data,
             backend=options.backend,
+            qconfig_mapping=mapping,
             effort=options.effort,
             callbacks=(progress,),
             strict=options.strict,

@@ -124,6 +124,48 @@ def test_sensitivity__metric_without_a_number_is_an_error(prepared, data):
         measure_sensitivity(prepared, data, lambda a, b: None)
 
 
+@pytest.mark.parametrize(
+    ("metric", "message"),
+    [
+        (lambda a: 0.0, "cannot be called with two arguments"),
+        (lambda a, b, c: 0.0, "cannot be called with two arguments.*'c'"),
+        (lambda a, b: a[0] - b[0], r"returned an array of shape \(\d+, 3\); allowed: a number"),
+        (lambda a, b: float("nan"), "returned nan"),
+        (lambda a, b: (a.argmax(1) == b.argmax(1)).mean(), "no attribute 'argmax'.*two lists"),
+        (lambda a, b: a[0] + np.zeros(999), r"failed \(ValueError.*of shape \(\d+, 3\)"),
+        (lambda a, b: a[1].mean(), "failed .IndexError"),
+    ],
+)
+def test_sensitivity__wrong_metric_is_explained(prepared, data, metric, message):
+    with pytest.raises(rq.ConfigError, match=message):
+        rq.sensitivity(prepared, data, metric)
+
+
+def test_sensitivity__what_a_metric_raises_on_purpose_is_passed_on(prepared, data):
+    def stop(expected, got):
+        raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        rq.sensitivity(prepared, data, stop)
+
+
+def test_simulation__data_that_is_shuffled_is_an_error(prepared, data):
+    batches, order = list(data), [1]
+    source = open_dataset(lambda: iter(batches[:: order[0]]), describe_inputs(prepared.mod))
+    simulation = Simulation(prepared, source)
+    assert len(list(simulation.pair_batches())) == len(batches)
+    order[0] = -1
+    with pytest.raises(rq.DataError, match=r"Batch 0 .* is another one.*shuffle=False"):
+        list(simulation.pair_batches())
+
+
+def test_sensitivity__csv(report):
+    lines = report.to_csv().splitlines()
+    assert lines[0] == "name,op,score"
+    assert len(lines) == 1 + len(report.rows)
+    assert lines[1].startswith(f"{report.rows[0].name},{report.rows[0].op},")
+
+
 def test_sensitivity__metric_that_is_no_function_is_an_error(prepared, data):
     with pytest.raises(rq.ConfigError, match="The metric is 'accuracy'; allowed: a function"):
         rq.sensitivity(prepared, data, "accuracy")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tvm
 
-from relayquant import cli
+from relayquant import cli, ledger
 from relayquant.demo import load_digits
 
 pytest.importorskip("relayquant.pipeline", reason="the pipeline is not part of this tree")
@@ -71,6 +71,47 @@ def test_compare__outputs_agree(folder: Path, capsys: pytest.CaptureFixture[str]
     assert float(agreement) >= 97.0
     (sqnr,) = re.findall(r"SQNR \[dB\]\s+(\S+)", text)
     assert float(sqnr) > 15.0
+
+
+def test_lint__finds_what_is_wrong_with_the_data(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(folder / "digits.onnx")
+    assert cli.main(["lint", model, "--data", str(folder / "calibration.npz"), "--growth"]) == 0
+    text = capsys.readouterr().out
+    assert "nothing looks wrong" in text
+    assert re.search(r"^range of image: .*100% after \d+$", text, re.MULTILINE)
+    with np.load(folder / "calibration.npz") as data:
+        np.savez(tmp_path / "pixels.npz", image=data["image"] * 255)
+    assert cli.main(["lint", model, "--data", str(tmp_path / "pixels.npz")]) == 1
+    text = capsys.readouterr().out
+    assert re.search(r"^warning\s+scale\s+image\s.*too large", text, re.MULTILINE)
+    assert text.rstrip().endswith("1 warning")
+
+
+def test_sensitivity__its_configuration_is_what_quantize_takes(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [str(folder / "digits.onnx"), "--data", str(folder / "calibration.npz")]
+    patch, table = tmp_path / "patch.json", tmp_path / "rank.csv"
+    rank = ["sensitivity", *given, "--effort", "fast", "--samples", "32"]
+    assert cli.main([*rank, "--csv", str(table), "--keep", "1", "-o", str(patch)]) == 0
+    text = capsys.readouterr().out
+    header, worst, *_ = table.read_text().splitlines()
+    assert header == "name,op,score"
+    name, op, score = worst.split(",")
+    line = rf"^{re.escape(name)}\s+{op.removeprefix('nn.')}\s+{float(score):.4g}\s*$"
+    assert re.search(line, text, re.MULTILINE)
+    output = tmp_path / "patched.json"
+    assert cli.main(["quantize", *given, "--config", str(patch), "-o", str(output)]) == 0
+    floating = ledger(tvm.ir.load_json(output.read_text())).floating
+    assert [row.name for row in floating] == [name]
+
+
+def test_sensitivity__keep_needs_a_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = [str(folder / "digits.onnx"), "--data", str(folder / "calibration.npz")]
+    assert cli.main(["sensitivity", *given, "--keep", "1"]) == 2
+    assert "--keep N and -o FILE.json go together" in capsys.readouterr().err
 
 
 def test_demo__accuracy_size_speed_and_ledger(capsys: pytest.CaptureFixture[str]) -> None:

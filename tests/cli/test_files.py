@@ -10,8 +10,8 @@ import tvm
 from tvm.script import ir as I
 from tvm.script import relax as R
 
-from relayquant.cli.files import bind_weights, load_module, write_whole
-from relayquant.errors import ModelError
+from relayquant.cli.files import bind_weights, load_mapping, load_module, write_whole
+from relayquant.errors import ConfigError, ModelError
 
 
 @I.ir_module
@@ -113,3 +113,24 @@ def test_write_whole__error_names_the_file_and_not_the_temporary_one(
     monkeypatch.setattr("tempfile.mkstemp", refuse)
     with pytest.raises(PermissionError, match=r"Cannot write .*/x\.json: Permission denied$"):
         write_whole(tmp_path / "x.json", lambda path: path.write_text("new"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is no JSON"),
+        ("[" * 100_000, "is no JSON"),
+        ("[]", r"config\.json"),
+        ('{"globl": "float"}', "globl"),
+    ],
+)
+def test_load_mapping__not_a_configuration(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_mapping(path)
+
+
+def test_load_mapping__no_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no configuration file .*missing\.json"):
+        load_mapping(tmp_path / "missing.json")

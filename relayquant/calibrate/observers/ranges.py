@@ -147,6 +147,9 @@ class MovingAverageMinMax(Observer[MovingState]):
 class AverageMax(Observer[SumState]):
     """Means over samples: of each sample's max |x| (symmetric), or of its min and its max (affine).
 
+    NNCF's range estimator with ABS_MAX, or MIN and MAX, of each sample, aggregated by MEAN
+    (https://openvinotoolkit.github.io/nncf/autoapi/nncf/quantization/range_estimator/).
+
     A sample is an entry of axis 0. A weight, a scalar, and a value whose channel axis is 0 count as
     one sample per array. Per tensor or per channel.
     """

@@ -1,0 +1,44 @@
+"""`relayquant lint`: what looks wrong with calibration data, before it is used.
+
+Exit code 1 where something does, other than a mere hint.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import relayquant as rq
+from relayquant.cli.files import load_model
+from relayquant.report import findings_table, make_console
+
+#: Exit code when something looks wrong, as linters have it.
+SUSPICIOUS = 1
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "lint", help="look for mistakes in calibration data", description=__doc__
+    )
+    parser.add_argument("model", type=Path, help="the float model")
+    parser.add_argument("--data", type=Path, required=True, metavar="FILE.npz", help="inputs")
+    parser.add_argument(
+        "--growth",
+        action="store_true",
+        help="also: after how many samples the range of an input stops growing",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    mod, params = load_model(options.model)
+    findings = rq.lint(mod, params, options.data)
+    console = make_console()
+    console.print(findings_table(findings, title=f"{options.data} for {options.model}"))
+    if options.growth:
+        for name, curve in rq.measure_growth(mod, params, options.data).items():
+            steps = ", ".join(f"{share:.0%} after {samples}" for samples, share in curve)
+            console.print(f"range of {name}: {steps}")
+    is_clean = all(finding.severity is rq.Severity.INFO for finding in findings)
+    return 0 if is_clean else SUSPICIOUS

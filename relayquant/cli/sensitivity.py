@@ -1,0 +1,77 @@
+"""`relayquant sensitivity`: which operators lose accuracy, each quantized alone.
+
+With --keep, a configuration that leaves the worst ones in float, for `quantize --config`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import relayquant as rq
+from relayquant.cli.files import load_model, write_whole
+from relayquant.errors import ConfigError
+from relayquant.report import ProgressReport, make_console, sensitivity_table
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "sensitivity", help="rank operators by the accuracy they cost", description=__doc__
+    )
+    parser.add_argument("model", type=Path, help="the float model")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        required=True,
+        metavar="FILE.npz",
+        help="inputs, to calibrate and to measure on",
+    )
+    parser.add_argument("--backend", default="x86", help="whose kernels will run it (default: x86)")
+    parser.add_argument(
+        "--effort",
+        choices=[level.value for level in rq.Effort],
+        default=rq.Effort.BALANCED.value,
+        help="work that goes into accuracy (default: balanced)",
+    )
+    parser.add_argument(
+        "--samples", type=int, default=64, metavar="N", help="samples to measure on (default: 64)"
+    )
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the table as CSV")
+    parser.add_argument(
+        "--keep", type=int, metavar="N", help="write a configuration with N operators in float"
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE.json", help="where --keep writes to"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    if (options.keep is None) != (options.output is None):
+        raise ConfigError("--keep N and -o FILE.json go together: give both, or none of them.")
+    mod, params = load_model(options.model)
+    with ProgressReport() as progress:
+        prepared = rq.prepare(
+            mod,
+            params,
+            None,
+            options.backend,
+            dataset=options.data,
+            effort=options.effort,
+            callbacks=(progress,),
+        )
+        rq.calibrate(prepared, options.data, callbacks=(progress,))
+        report = rq.sensitivity(
+            prepared, options.data, samples=options.samples, callbacks=(progress,)
+        )
+    console = make_console()
+    console.print(sensitivity_table(report, title=str(options.model)))
+    if options.csv is not None:
+        write_whole(options.csv, lambda path: path.write_text(report.to_csv(), encoding="utf-8"))
+    if options.keep is not None:
+        text = json.dumps(report.to_mapping(options.keep).to_dict(), indent=1)
+        write_whole(options.output, lambda path: path.write_text(text, encoding="utf-8"))
+        console.print(f"wrote {options.output}")
+    return 0
