@@ -153,9 +153,7 @@ def test_fallback__metric_without_a_largest_value_is_an_error(digits):
         noise = np.square(expected[0] - got[0]).sum()
         return math.inf if noise == 0 else 10 * math.log10(np.square(expected[0]).sum() / noise)
 
-    with pytest.raises(
-        rq.ConfigError, match=r"decibels gives inf where .* min\(decibels, 100"
-    ):
+    with pytest.raises(rq.ConfigError, match=r"decibels gives inf where .* min\(decibels, 100"):
         rq.fallback(mod, params, data, decibels, effort="fast")
 
 
@@ -225,9 +223,7 @@ def test_fallback__bound_out_of_reach_gives_all_in_float(digits):
 
 def test_quantize__budget_used_up_gives_the_first_module(digits):
     mod, params, data = digits
-    with pytest.warns(
-        rq.AccuracyWarning, match=r"of 0 with 0 operators .* longer budget"
-    ):
+    with pytest.warns(rq.AccuracyWarning, match=r"of 0 with 0 operators .* longer budget"):
         qmod = rq.quantize(
             mod,
             params,
