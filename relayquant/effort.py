@@ -21,7 +21,8 @@ class Effort(enum.Enum):
 
     FAST = "fast"  #: ranges from the extremes, weights rounded to nearest
     BALANCED = "balanced"  #: ranges and weights by what they change in the results; the default
-    #: as BALANCED, with a search of the weights' scales; for few bits or one scale per tensor
+    #: as BALANCED, with a search of the weights' scales, layers of one scale scaled against one
+    #: another; for few bits or one scale per tensor
     BEST = "best"
 
 
@@ -32,10 +33,13 @@ class EffortSettings:
     Attributes:
         activation: Observer of computed values, where neither the user nor the backend names one.
         fit: How weights are rounded and biases corrected.
+        equalizes_layers: Whether layers whose weights have one scale each are scaled against one
+            another first (`relayquant.prepare.cross_layer`).
     """
 
     activation: Observer
     fit: FitSettings
+    equalizes_layers: bool = False
 
 
 EFFORTS: Mapping[Effort, EffortSettings] = {
@@ -48,6 +52,7 @@ EFFORTS: Mapping[Effort, EffortSettings] = {
             sweeps=2,
             samples=32768,
         ),
+        equalizes_layers=True,
     ),
 }
 

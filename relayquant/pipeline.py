@@ -52,6 +52,7 @@ from relayquant.effort import (
     describe_choices,
     resolve_effort,
 )
+from relayquant.equalization import equalize_planned
 from relayquant.errors import ConfigError, ModelError, suggest_name
 from relayquant.events import Callback, CallbackList, StageEvent
 from relayquant.finish import (
@@ -64,6 +65,7 @@ from relayquant.ledger import InterfaceValue, Ledger, find_ledger, read_ledger
 from relayquant.lower import EagerModule, host_config, make_pipeline, resolve_target
 from relayquant.plan import Plan
 from relayquant.prepare import prepare_module
+from relayquant.prepare.cross_layer import read_exponents, scale_layers
 from relayquant.prepare.equalize import equalize_inputs, find_products, measure_channels
 from relayquant.prepared import PreparedModel
 from relayquant.qtypes import INTEGER_LIMITS, QParams
@@ -142,7 +144,8 @@ def prepare(
     """Canonical float module, plan and calibration graph of a model.
 
     With a `dataset` (see `quantize`), inputs whose channels differ much in range are scaled, and
-    the weights they meet inversely: the same function, but one that loses less to 8 bits.
+    the weights they meet inversely: the same function, but one that loses less to 8 bits. With
+    effort "best" so are channels between two layers whose weights have one scale each.
 
     Raises:
         ModelError: the model is not one this package can work with.
@@ -171,6 +174,10 @@ def prepare(
     known = find_known(canonical) if is_quantized else {}
     plan = fix_parameters(canonical, plan, known, parameters)
     report_unserved(plan, strict=strict)
+    if EFFORTS[level].equalizes_layers and dataset is not None:
+        canonical = run_stage(
+            events, "equalize layers", lambda: equalize_planned(canonical, plan, dataset)
+        )
     graph = run_stage(events, "simulate", lambda: build_calibration_graph(canonical, plan, backend))
     check_stage(graph.mod, Stage.SIMULATED, with_integers=is_quantized)
     return PreparedModel(
@@ -305,7 +312,10 @@ def calibrate(
     """
     events = CallbackList.of(callbacks)
     fit = fit or EFFORTS[Effort(prepared.effort)].fit
-    fill(prepared.choices, describe_choices(prepared.plan, calibration, fit))
+    choices = describe_choices(prepared.plan, calibration, fit)
+    if equalized := read_exponents(prepared.mod):
+        choices["equalized"] = f"channels between {len(equalized)} pairs of layers"
+    fill(prepared.choices, choices)
 
     def pick(min_scales: Mapping[str, np.ndarray]) -> None:
         result = pick_parameters(
@@ -509,8 +519,10 @@ def compare(
         ModelError: the quantized module was not made from this float module.
         DataError: the data does not fit the model.
     """
-    canonical = prepare_module(mod, params)
     read_ledger(quantized)
+    canonical, exponents = prepare_module(mod, params), read_exponents(quantized)
+    if read_exponents(canonical) != exponents:  # values are compared in the same units
+        canonical = scale_layers(canonical, exponents)
     data = open_dataset(dataset, describe_inputs(canonical))
     # The first batch is read: what is wrong with the data shows before anything is compiled.
     return compare_modules(canonical, quantized, data, bind_loader(data, compile_draft))

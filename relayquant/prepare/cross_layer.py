@@ -9,13 +9,22 @@ Nagel et al. 2019, "Data-free quantization through weight equalization and bias 
 4.1 (https://arxiv.org/abs/1906.04721): s = sqrt(r1 / r2) makes the ranges r1 of a channel's weights
 in the first layer and r2 in the second equal. It is meant for weights with one scale per tensor.
 
-Measured on a keyword-spotting DS-CNN with such weights, rounded to nearest: agreement with float
-98.1 % without and 98.0 % with it, within chance of one another; hence no level of effort uses it.
+relu6 clips all channels at one value, 6, which would become 6 s. The paper takes relu in its place;
+here the largest value of each channel on data is asked for: a channel that reaches 6 keeps s = 1,
+another one takes no s by which a value that was seen would be clipped. The function is then the
+same on that data.
+
+Measured with one scale per weight and `effort="best"`: the logits of MobileNet 0.75, whose dead
+channels have the largest weights, go from 15.1 to 17.2 dB, and from 94 % to 97 % agreement with
+float (15.9 to 17.6 dB and 93 % to 95 % when calibrated on other images). A DS-CNN without such
+channels would go from 31.3 to 29.6 dB, hence `is_worthwhile`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import tvm
@@ -30,6 +39,14 @@ CONV2D, MATMUL, ADD = "relax.nn.conv2d", "relax.matmul", "relax.add"
 HOMOGENEOUS = frozenset({"relax.nn.relu", "relax.nn.leakyrelu", "relax.nn.max_pool2d"})
 #: passes over all pairs: a layer in the middle of a chain belongs to two of them
 SWEEPS = 20
+#: powers of two that a channel is scaled by at most: one that is always zero would take any factor
+MOST_OCTAVES = 8
+#: dB by which the noise of rounding the weights must fall, the mean of all layers that change
+WORTHWHILE_GAIN = 1.0
+#: first layer of a pair -> log2 of its channels' factors s
+Exponents = Mapping[str, Sequence[int]]
+#: Attribute of main: `Exponents` as JSON text.
+EQUALIZED_ATTR = "relayquant.equalized"
 
 
 @dataclass(frozen=True)
@@ -49,6 +66,8 @@ class LayerPair:
         bias: The sum with the first one's bias, if it has one.
         first_axis: Axis of the first weight that runs over the channels in between.
         second_axis: The same of the second weight.
+        between: Values that the channels' factors change, in order, `first` among them.
+        clips: Those of them that are clipped from above, and at what.
     """
 
     first: relax.Var
@@ -56,6 +75,8 @@ class LayerPair:
     bias: relax.Var | None
     first_axis: int
     second_axis: int
+    between: tuple[relax.Var, ...] = ()
+    clips: Mapping[relax.Var, float] = field(default_factory=dict)
 
 
 def equalize_layers(mod: tvm.IRModule) -> tuple[tvm.IRModule, tuple[Declined, ...]]:
@@ -64,19 +85,58 @@ def equalize_layers(mod: tvm.IRModule) -> tuple[tvm.IRModule, tuple[Declined, ..
 
     Values between the layers of a pair change by their channel's factor, all others stay.
     """
+    _, declined = find_pairs(Graph(mod))
+    return scale_layers(mod, choose_exponents(mod)), declined
+
+
+def choose_exponents(
+    mod: tvm.IRModule,
+    peaks: Mapping[str, np.ndarray] | None = None,
+    layers: Collection[str] | None = None,
+) -> Exponents:
+    """The factors that make the ranges of all pairs of layers alike.
+
+    Args:
+        mod: The prepared module.
+        peaks: The largest value by channel (C,) on data of what `find_clips` names; None: pairs
+            with a clip in between are left alone.
+        layers: First layers of the pairs that are considered; all when None.
+    """
     graph = Graph(mod)
-    pairs, declined = find_pairs(graph)
-    constants = {
-        var: constant_value(graph.values[var].args[1])
-        for pair in pairs
-        for var in (pair.first, pair.second, pair.bias)
-        if var is not None
-    }
-    arrays = {var: array for var, array in constants.items() if array is not None}
+    pairs, _ = find_pairs(graph, with_clips=peaks is not None)
+    pairs = [pair for pair in pairs if layers is None or pair.first.name in layers]
+    arrays = read_constants(graph, pairs)
+    limits = [find_limits(pair, arrays[pair.first], peaks or {}) for pair in pairs]
+    exponents = [np.zeros(len(low)) for low, _ in limits]
     for _ in range(SWEEPS):
-        changed = [scale_pair(pair, arrays) for pair in pairs]
-        if not any(changed):
+        changed = False
+        for pair, (low, high), done in zip(pairs, limits, exponents, strict=True):
+            scales = choose_scales(
+                channel_ranges(arrays[pair.first], pair.first_axis),
+                channel_ranges(arrays[pair.second], pair.second_axis),
+            )
+            step = np.clip(done + np.log2(scales), low, high) - done
+            changed |= bool(step.any())
+            scale_pair(pair, arrays, step)
+            done += step
+        if not changed:
             break
+    return {
+        pair.first.name: done.astype(int).tolist()
+        for pair, done in zip(pairs, exponents, strict=True)
+        if done.any()
+    }
+
+
+def scale_layers(mod: tvm.IRModule, exponents: Exponents) -> tvm.IRModule:
+    """The prepared module with these factors between its layers."""
+    if not exponents:
+        return mod
+    graph = Graph(mod)
+    pairs = [p for p in find_pairs(graph, with_clips=True)[0] if p.first.name in exponents]
+    arrays = read_constants(graph, pairs)
+    for pair in pairs:
+        scale_pair(pair, arrays, np.array(exponents[pair.first.name]))
 
     def visit(emitter: Emitter, binding: relax.VarBinding) -> relax.Expr:
         array = arrays.get(binding.var)
@@ -86,17 +146,97 @@ def equalize_layers(mod: tvm.IRModule) -> tuple[tvm.IRModule, tuple[Declined, ..
         args = [emitter.get(call.args[0]), relax.const(array, "float32")]
         return Call(call.op, args, call.attrs, call.ty_args)
 
-    return (rewrite_main(mod, visit) if pairs else mod), declined
+    return rewrite_main(mod, visit)
 
 
-def find_pairs(graph: Graph) -> tuple[list[LayerPair], tuple[Declined, ...]]:
+def is_worthwhile(before: tvm.IRModule, after: tvm.IRModule) -> bool:
+    """Whether the weights of a prepared module lose clearly less to one scale each after scaling.
+
+    The noise of rounding with one scale is largest^2 / mean square of the weights, up to a factor.
+    Other ranges of channels also cost: activations have one scale for all channels as well.
+    """
+    old, new = (list_weights(mod) for mod in (before, after))
+    gains = [
+        10 * np.log10(estimate_noise(weight) / estimate_noise(new[name]))
+        for name, weight in old.items()
+        if weight.any() and not np.array_equal(weight, new[name])
+    ]
+    return bool(gains) and float(np.mean(gains)) >= WORTHWHILE_GAIN
+
+
+def list_weights(mod: tvm.IRModule) -> dict[str, np.ndarray]:
+    """Weights of all layers by name."""
+    graph = Graph(mod)
+    found = {binding.var.name: weight_of(graph, binding.var) for binding in graph.bindings}
+    return {name: weight for name, weight in found.items() if weight is not None}
+
+
+def estimate_noise(weight: np.ndarray) -> float:
+    """Noise to signal ratio of rounding with one scale, up to a factor; the weight is not 0."""
+    wide = weight.astype("float64")
+    return float(np.abs(wide).max() ** 2 / np.square(wide).mean())
+
+
+def record_exponents(mod: tvm.IRModule, exponents: Exponents) -> tvm.IRModule:
+    """The module with a note of how it was scaled, which later stages hand on."""
+    note = json.dumps({name: list(values) for name, values in exponents.items()})
+    return rewrite_main(mod, lambda e, b: e.get(b.value), attrs={EQUALIZED_ATTR: note})
+
+
+def read_exponents(mod: tvm.IRModule) -> Exponents:
+    """What `record_exponents` noted; empty if it did not."""
+    attrs = mod["main"].attrs
+    if attrs is None or EQUALIZED_ATTR not in attrs:
+        return {}
+    return json.loads(str(attrs[EQUALIZED_ATTR]))
+
+
+def find_clips(mod: tvm.IRModule) -> dict[str, int]:
+    """Values between two layers that are clipped from above -> axis of their channels: what
+    `choose_exponents` wants peaks of.
+    """
+    graph = Graph(mod)
+    pairs, _ = find_pairs(graph, with_clips=True)
+    return {clip.name: channel_axis(graph, pair.first) for pair in pairs for clip in pair.clips}
+
+
+def find_limits(
+    pair: LayerPair, weight: np.ndarray, peaks: Mapping[str, np.ndarray]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Smallest and largest log2 of each channel's factor: no value that was seen may be clipped
+    otherwise.
+    """
+    channels = weight.shape[pair.first_axis]
+    low, high = np.full(channels, -MOST_OCTAVES), np.full(channels, MOST_OCTAVES)
+    for clip, bound in pair.clips.items():
+        peak = peaks[clip.name].astype("float64")
+        lowest = np.ceil(np.log2(np.maximum(peak, np.finfo("float32").tiny) / bound))
+        low = np.maximum(low, np.minimum(lowest, 0))
+        high = np.where(peak < bound, high, 0)
+    return low, high
+
+
+def read_constants(graph: Graph, pairs: list[LayerPair]) -> dict[relax.Var, np.ndarray]:
+    """Weights and biases of the pairs, by the operator that reads them."""
+    constants = {
+        var: constant_value(graph.values[var].args[1])
+        for pair in pairs
+        for var in (pair.first, pair.second, pair.bias)
+        if var is not None
+    }
+    return {var: array for var, array in constants.items() if array is not None}
+
+
+def find_pairs(
+    graph: Graph, *, with_clips: bool = False
+) -> tuple[list[LayerPair], tuple[Declined, ...]]:
     """Pairs of layers in topological order, and values between two layers that are left alone."""
     pairs, declined = [], []
     for binding in graph.bindings:
         axis = output_axis(graph, binding.var)
         if axis is None:
             continue
-        found = follow(graph, binding.var, axis)
+        found = follow(graph, binding.var, axis, with_clips=with_clips)
         if isinstance(found, LayerPair):
             pairs.append(found)
         elif found is not None:
@@ -104,10 +244,14 @@ def find_pairs(graph: Graph) -> tuple[list[LayerPair], tuple[Declined, ...]]:
     return pairs, tuple(declined)
 
 
-def follow(graph: Graph, first: relax.Var, first_axis: int) -> LayerPair | Declined | None:
+def follow(
+    graph: Graph, first: relax.Var, first_axis: int, *, with_clips: bool
+) -> LayerPair | Declined | None:
     """The pair that a layer begins; None where no layer follows it."""
-    at, bias = first, None
+    between, bias = [first], None
+    clips: dict[relax.Var, float] = {}
     while True:
+        at = between[-1]
         if not graph.has_one_user(at):
             return Declined(at.name, "several operators read it, or the model returns it")
         (user,) = graph.users[at]
@@ -116,14 +260,19 @@ def follow(graph: Graph, first: relax.Var, first_axis: int) -> LayerPair | Decli
             axis = input_axis(graph, user)
             if axis is None:
                 return Declined(at.name, f"{user.name} reads it in groups, or has no fixed weight")
-            return LayerPair(first, user, bias, first_axis, axis)
+            return LayerPair(first, user, bias, first_axis, axis, tuple(between), clips)
         if kind == ADD and at is first and is_channel_bias(graph, user, first):
             bias = user
         elif kind == "relax.clip":
-            return Declined(at.name, f"{user.name} clips all channels at one value (relu6)")
+            low, high = (float(arg.value) for arg in call.args[1:3])
+            if low != 0 or high <= 0:
+                return Declined(at.name, f"{user.name} clips all channels at {low:g} and {high:g}")
+            if not with_clips:
+                return Declined(at.name, f"{user.name} clips all channels at one value (relu6)")
+            clips[user] = high
         elif kind not in HOMOGENEOUS:
             return None
-        at = user
+        between.append(user)
 
 
 def weight_of(graph: Graph, var: relax.Var) -> np.ndarray | None:
@@ -165,27 +314,27 @@ def is_channel_bias(graph: Graph, add: relax.Var, layer: relax.Var) -> bool:
     shape = tensor_shape(layer)
     if bias is None or bias.dtype != np.float32 or shape is None:
         return False
-    axis = len(shape) - 1
-    if graph.op_name(layer) == CONV2D:
-        axis = str(graph.values[layer].attrs.data_layout).index("C")
+    axis = channel_axis(graph, layer)
     full = (1,) * (len(shape) - bias.ndim) + bias.shape
     return len(full) == len(shape) and full[axis] == shape[axis] == bias.size
 
 
-def scale_pair(pair: LayerPair, arrays: dict[relax.Var, np.ndarray]) -> bool:
-    """Equalize one pair in `arrays`; whether anything changed."""
+def channel_axis(graph: Graph, layer: relax.Var) -> int:
+    """Axis of the channels in the result of a layer."""
+    if graph.op_name(layer) == CONV2D:
+        return str(graph.values[layer].attrs.data_layout).index("C")
+    return -1
+
+
+def scale_pair(pair: LayerPair, arrays: dict[relax.Var, np.ndarray], exponents: np.ndarray) -> None:
+    """Move factors of two, one per channel, from the first layer of a pair to the second."""
+    scales = np.exp2(exponents).astype("float32")
     first, second = arrays[pair.first], arrays[pair.second]
-    scales = choose_scales(
-        channel_ranges(first, pair.first_axis), channel_ranges(second, pair.second_axis)
-    )
-    if (scales == 1).all():
-        return False
     arrays[pair.first] = first / spread(scales, pair.first_axis, first.ndim)
     arrays[pair.second] = second * spread(scales, pair.second_axis, second.ndim)
     if pair.bias is not None:
         bias = arrays[pair.bias]
         arrays[pair.bias] = bias / scales.reshape(bias.shape)
-    return True
 
 
 def choose_scales(first: np.ndarray, second: np.ndarray) -> np.ndarray:

@@ -9,7 +9,13 @@ from tvm.relax import op
 
 import relayquant as rq
 from relayquant import reference
-from relayquant.prepare.cross_layer import channel_ranges, choose_scales
+from relayquant.prepare.cross_layer import (
+    channel_ranges,
+    choose_exponents,
+    choose_scales,
+    find_clips,
+    scale_layers,
+)
 from relayquant.rewrite import Graph
 from relayquant.rewrite.graph import constant_value
 
@@ -22,7 +28,7 @@ BIAS = RNG.standard_normal((1, 6, 1, 1)).astype("float32")
 X = RNG.standard_normal((2, 3, 8, 8)).astype("float32")
 
 
-def build_chain(last) -> tvm.IRModule:
+def build_chain(last, last_weight: np.ndarray = W3) -> tvm.IRModule:
     """conv + bias -> relu -> depthwise -> `last` -> 1x1 conv."""
     x = relax.Var("x", relax.TensorType(X.shape, "float32"))
     builder = relax.BlockBuilder()
@@ -40,7 +46,7 @@ def build_chain(last) -> tvm.IRModule:
             y = emit(op.nn.relu(y), "relu")
             y = emit(op.nn.conv2d(y, relax.const(W2), groups=6), "depthwise")
             y = emit(last(y), "last")
-            out = builder.emit_output(builder.normalize(op.nn.conv2d(y, relax.const(W3))))
+            out = builder.emit_output(builder.normalize(op.nn.conv2d(y, relax.const(last_weight))))
         builder.emit_func_output(out)
     return builder.finalize()
 
@@ -76,6 +82,38 @@ def test_equalize_layers__relu6_is_declined_with_the_reason() -> None:
     assert "relu6" in reasons["depthwise"]
     np.testing.assert_array_equal(weights_of(equalized)[2], W3)
     np.testing.assert_array_equal(reference.run(mod, [X])[0], reference.run(equalized, [X])[0])
+
+
+def test_choose_exponents__nothing_that_was_seen_is_clipped_otherwise() -> None:
+    uneven = np.float32([100, 100, 100, 100, 100, 0.01]).reshape(1, 6, 1, 1)
+    mod = build_chain(lambda y: op.clip(y, 0, 6), last_weight=W3 * uneven)
+    assert find_clips(mod) == {"last": 1}
+    seen = reference.run_values(mod, {"x": X})["last"].max(axis=(0, 2, 3))
+    peaks = np.float32([6, 5.9, 3.1, 1.5, 0.1, 0])
+    exponents = choose_exponents(mod, {"last": peaks})["depthwise"]
+    assert exponents[0] == 0  # it reaches the bound
+    assert all(6 * 2.0**e >= peak for e, peak in zip(exponents[1:], peaks[1:], strict=True))
+    assert min(exponents) < 0 < max(exponents)
+    exponents = choose_exponents(mod, {"last": seen})
+    assert any(exponents["depthwise"])
+    before, after = (reference.run(m, [X])[0] for m in (mod, scale_layers(mod, exponents)))
+    np.testing.assert_array_equal(before, after)
+
+
+def test_choose_exponents__the_layers_named_and_no_factor_without_bound() -> None:
+    mod = build_chain(op.nn.relu)
+    both = choose_exponents(mod)
+    assert set(both) == {"first", "depthwise"}
+    assert set(choose_exponents(mod, layers=["first"])) == {"first"}
+    tiny = build_chain(op.nn.relu, last_weight=W3 * np.float32(1e-9))
+    assert max(choose_exponents(tiny)["depthwise"]) == 8
+
+
+def test_equalize_layers__a_clip_from_below_is_declined() -> None:
+    mod = build_chain(lambda y: op.clip(y, -1, 1))
+    assert find_clips(mod) == {}
+    declined = {value.name: value.reason for value in rq.equalize_layers(mod)[1]}
+    assert "at -1 and 1" in declined["depthwise"]
 
 
 def test_choose_scales__square_root_of_the_ratio_as_a_power_of_two() -> None:

@@ -1,0 +1,110 @@
+"""effort "best": layers whose weights have one scale each are equalized, and the rest of the flow
+knows of it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tvm
+from tvm import relax
+from tvm.relax import op
+
+import relayquant as rq
+from relayquant.prepare.cross_layer import choose_exponents, estimate_noise, read_exponents
+
+RNG = np.random.default_rng(5)
+SPREAD = np.geomspace(0.004, 2, 8).astype("float32").reshape(8, 1, 1, 1)
+W1 = RNG.standard_normal((8, 3, 3, 3)).astype("float32") * SPREAD
+W2 = RNG.standard_normal((8, 1, 3, 3)).astype("float32") / SPREAD
+W3 = RNG.standard_normal((4, 8, 1, 1)).astype("float32") * SPREAD[::-1].reshape(1, 8, 1, 1)
+DATA = [RNG.standard_normal((1, 3, 8, 8)).astype("float32") / 20 for _ in range(4)]
+PER_TENSOR = rq.QSpec("int8", rq.Scheme.SYMMETRIC, rq.Granularity.PER_TENSOR, quant_min=-127)
+
+
+def build_chain(*weights: np.ndarray) -> tvm.IRModule:
+    """conv -> relu6 -> depthwise -> relu6 -> 1x1 conv, ranges of channels far apart."""
+    first, depthwise, last = (relax.const(w) for w in (weights or (W1, W2, W3)))
+    x = relax.Var("x", relax.TensorType((1, 3, 8, 8), "float32"))
+    builder = relax.BlockBuilder()
+
+    def emit(expr: relax.Expr, name: str) -> relax.Var:
+        value = builder.normalize(expr)
+        var = relax.DataflowVar(name, value.ty)
+        builder.emit_normalized(relax.VarBinding(var, value))
+        return var
+
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            y = emit(op.nn.conv2d(x, first, padding=1), "first")
+            y = emit(op.clip(y, 0, 6), "first_clip")
+            y = emit(op.nn.conv2d(y, depthwise, groups=8), "depthwise")
+            y = emit(op.clip(y, 0, 6), "depthwise_clip")
+            out = builder.emit_output(builder.normalize(op.nn.conv2d(y, last)))
+        builder.emit_func_output(out)
+    return builder.finalize()
+
+
+def make_mapping(activation: rq.TensorConfig | None = None) -> rq.QConfigMapping:
+    """Weights with one scale each."""
+    default = rq.X86.default_qconfig
+    weight = rq.TensorConfig(PER_TENSOR, rq.MinMax())
+    return rq.QConfigMapping().set_global(rq.QConfig(activation or default.activation, weight))
+
+
+def quantize(effort: str = "best", **options) -> tvm.IRModule:
+    return rq.quantize(build_chain(), None, DATA, effort=effort, guard=rq.Guard.OFF, **options)
+
+
+def measure(qmod: tvm.IRModule) -> rq.CompareReport:
+    return rq.compare(build_chain(), qmod, DATA)
+
+
+def test_best__equalizes_layers_of_one_scale_and_says_so() -> None:
+    qmod = quantize(qconfig_mapping=make_mapping())
+    assert rq.ledger(qmod).choices["equalized"] == "channels between 2 pairs of layers"
+    assert set(read_exponents(qmod)) == {"first", "depthwise"}
+    plain = quantize("balanced", qconfig_mapping=make_mapping())
+    assert "equalized" not in rq.ledger(plain).choices
+    assert not read_exponents(plain)
+    # Values between the layers are compared in the units that they have in the integer model.
+    rows, before = measure(qmod).rows, measure(plain).rows
+    assert min(row.sqnr for row in rows) > 30
+    assert rows[-1].sqnr > before[-1].sqnr + 6
+
+
+def test_best__what_is_not_worth_it_is_left_alone() -> None:
+    # One factor for all channels takes nothing from the noise.
+    even = build_chain(W1 / SPREAD, W2 * SPREAD / 64, W3)
+    peaks = dict.fromkeys(("first_clip", "depthwise_clip"), np.full(8, 3, "float32"))
+    assert any(choose_exponents(even, peaks)["first"])
+    prepared = rq.prepare(even, None, make_mapping(), dataset=DATA, effort="best")
+    assert not read_exponents(prepared.mod)
+
+
+def test_estimate_noise__largest_over_mean_square() -> None:
+    assert estimate_noise(np.float32([[3, -4], [0, 5]])) == pytest.approx(25 / 12.5)
+
+
+def test_best__per_channel_is_left_alone() -> None:
+    assert not read_exponents(quantize())
+
+
+def test_best__compare_takes_the_equalized_float_model_too() -> None:
+    prepared = rq.prepare(build_chain(), None, make_mapping(), dataset=DATA, effort="best")
+    assert read_exponents(prepared.mod)
+    rq.calibrate(prepared, DATA)
+    qmod = rq.lower(rq.convert_to_reference(prepared))
+    assert rq.compare(prepared.mod, qmod, DATA).rows == measure(qmod).rows
+
+
+@pytest.mark.parametrize("how", ["parameters", "observer"])
+def test_best__values_with_fixed_parameters_are_not_scaled(how: str) -> None:
+    scale = np.float32(6 / 255)
+    if how == "parameters":
+        given = {"depthwise_clip": rq.QParams(scale, np.int32(0), "uint8")}
+        qmod = quantize(qconfig_mapping=make_mapping(), parameters=given)
+        assert set(read_exponents(qmod)) == {"first"}
+        return
+    fixed = rq.TensorConfig(rq.QSpec("uint8"), rq.Fixed(float(scale), 0))
+    assert not read_exponents(quantize(qconfig_mapping=make_mapping(fixed)))
