@@ -22,7 +22,7 @@ from relayquant.calibrate.observers import (  # noqa: E402
     Observer,
     Percentile,
 )
-from relayquant.calibrate.runner import Order  # noqa: E402
+from relayquant.calibrate.phases import Order  # noqa: E402
 from relayquant.config import (  # noqa: E402
     FLOAT16,
     Accumulator,

@@ -11,6 +11,8 @@ from relayquant.backends.defaults import DEFAULT_OBSERVER
 from relayquant.calibrate.fit import DEFAULT_FIT, BiasCorrection, FitSettings, WeightRounding
 from relayquant.calibrate.fit_ranges import RelativeMSE
 from relayquant.calibrate.observers import MinMax, Observer
+from relayquant.calibrate.parameters import CallableCalibration, resolve_calibration
+from relayquant.calibrate.phases import Order
 from relayquant.config import QConfig
 from relayquant.errors import ConfigError, suggest_name
 from relayquant.plan import Plan
@@ -33,18 +35,22 @@ class EffortSettings:
     Attributes:
         activation: Observer of computed values, where neither the user nor the backend names one.
         fit: How weights are rounded and biases corrected.
+        order: When parameters are picked.
         equalizes_layers: Whether layers whose weights have one scale each are scaled against one
             another first (`relayquant.prepare.cross_layer`).
     """
 
     activation: Observer
     fit: FitSettings
+    order: Order
     equalizes_layers: bool = False
 
 
 EFFORTS: Mapping[Effort, EffortSettings] = {
-    Effort.FAST: EffortSettings(MinMax(), FitSettings(WeightRounding.NEAREST, BiasCorrection.NONE)),
-    Effort.BALANCED: EffortSettings(RelativeMSE(), FitSettings()),
+    Effort.FAST: EffortSettings(
+        MinMax(), FitSettings(WeightRounding.NEAREST, BiasCorrection.NONE), Order.PARALLEL
+    ),
+    Effort.BALANCED: EffortSettings(RelativeMSE(), FitSettings(), Order.PARALLEL),
     Effort.BEST: EffortSettings(
         RelativeMSE(values=1 << 20),
         FitSettings(
@@ -52,6 +58,7 @@ EFFORTS: Mapping[Effort, EffortSettings] = {
             sweeps=2,
             samples=32768,
         ),
+        Order.TOPOLOGICAL,
         equalizes_layers=True,
     ),
 }
@@ -70,6 +77,24 @@ def resolve_effort(effort: Effort | str) -> Effort:
             return level
     names = [level.value for level in Effort]
     raise ConfigError(f"There is no effort {effort!r}. {suggest_name(str(effort), names)}")
+
+
+def choose_order(plan: Plan, calibration: Any, effort: Effort) -> Order:
+    """The level's order of calibration; topological where a callable picks parameters of values:
+    its samples then show the effect of what it picked before.
+
+    Args:
+        plan: Whose groups name what picks their parameters.
+        calibration: What the user passed for all activations; None: as the plan says.
+        effort: The level.
+    """
+    pickers = [
+        group.calibration if calibration is None or group.is_fixed else calibration
+        for group in plan.activations
+    ]
+    if any(isinstance(resolve_calibration(picker), CallableCalibration) for picker in pickers):
+        return Order.TOPOLOGICAL
+    return EFFORTS[effort].order
 
 
 def describe_choices(plan: Plan, calibration: Any, fit: FitSettings) -> dict[str, str]:

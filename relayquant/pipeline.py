@@ -34,7 +34,8 @@ from relayquant.backends import resolve_backend
 from relayquant.calibrate.datasets import open_dataset
 from relayquant.calibrate.fit import FitSettings
 from relayquant.calibrate.inputs import describe_inputs
-from relayquant.calibrate.runner import Order, pick_parameters
+from relayquant.calibrate.phases import Order
+from relayquant.calibrate.runner import pick_parameters
 from relayquant.config import BackendConfig, OverflowBound, QConfigMapping
 from relayquant.convert import (
     build_reference,
@@ -49,6 +50,7 @@ from relayquant.effort import (
     EFFORTS,
     Effort,
     apply_effort,
+    choose_order,
     describe_choices,
     resolve_effort,
 )
@@ -270,7 +272,7 @@ def calibrate(
     dataset: Any,
     *,
     calibration: Any = None,
-    order: Order = Order.TOPOLOGICAL,
+    order: Order | None = None,
     fit: FitSettings | None = None,
     callbacks: Iterable[Callback] | Callback = (),
     checkpoint: str | Path | None = None,
@@ -290,7 +292,8 @@ def calibrate(
         prepared: The prepared model.
         dataset: See `quantize`; read once (and again when scales are raised).
         calibration: Observer or callable for all activations.
-        order: See `Order`.
+        order: See `Order`; as the level of effort says when None, but topological where a callable
+            picks parameters.
         fit: How weights are rounded and biases corrected; as the level of effort says when None.
         callbacks: See `relayquant.events.Callback`.
         checkpoint: A folder. A calibration that was interrupted or killed goes on from there when
@@ -311,7 +314,9 @@ def calibrate(
         WorkerError: workers died, or failed again and again; names the batches.
     """
     events = CallbackList.of(callbacks)
-    fit = fit or EFFORTS[Effort(prepared.effort)].fit
+    effort = Effort(prepared.effort)
+    fit = fit or EFFORTS[effort].fit
+    order = order or choose_order(prepared.plan, calibration, effort)
     choices = describe_choices(prepared.plan, calibration, fit)
     if equalized := read_exponents(prepared.mod):
         choices["equalized"] = f"channels between {len(equalized)} pairs of layers"

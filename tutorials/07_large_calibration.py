@@ -90,7 +90,7 @@ class ShowStart(rq.Callback):
 def stop_and_go_on(folder: Path) -> bytes:
     prepared, checkpoint = prepare(), folder / "checkpoint"
     try:
-        rq.calibrate(prepared, draw_samples, checkpoint=checkpoint, callbacks=CutPower(200))
+        rq.calibrate(prepared, draw_samples, checkpoint=checkpoint, callbacks=CutPower(40))
     except PowerCut as cut:
         print(f"power cut {cut}")
     rq.calibrate(prepared, draw_samples, checkpoint=checkpoint, callbacks=ShowStart())
@@ -120,9 +120,9 @@ def use_processes(folder: Path) -> bytes:
 # Files instead of an executor
 # ----------------------------
 # Where processes cannot talk to each other, each calibrates with its own data and writes a file.
-# With ``order=rq.Order.PARALLEL`` all values are observed in the float model, so that what two
-# processes saw can be put together. (In topological order, the default, each value is seen with
-# everything before it already rounded: more exact, but only one process can decide.)
+# With ``order=rq.Order.PARALLEL``, the default but for ``effort="best"``, all values are observed in
+# the float model, so that what two processes saw can be put together. (In topological order each
+# value is seen with everything before it already rounded, and only one process can decide.)
 
 
 def merge_files(folder: Path) -> None:

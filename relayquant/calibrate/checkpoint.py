@@ -1,4 +1,4 @@
-"""The folder that a calibration works in: values, states of shards, and what each segment chose.
+"""The folder that a calibration works in: values, states of shards, and what each step chose.
 
 Temporary, or named by the user: then it is a checkpoint. Whatever is in it is whole, because every
 file is written beside its place and renamed, so a calibration that was stopped anywhere goes on
@@ -8,9 +8,11 @@ by their digests, and to the data by one digest per batch.
     checkpoint.json                 what it is bound to
     module-<digest>.json            the segments (for workers)
     data.json                       batches: digests, symbolic dimensions, places in the files
+    part.json                       the same of the batches that weights are fitted with
     values/<value>[.<shard>]        see store.py
-    shards/<segment>.<shard>        states of observers
-    segments/<segment>              parameters, constants and statistics that were chosen
+    part/<value>[.<shard>]          the values of those batches
+    shards/<step>.<shard>           states of observers
+    steps/<step>                    parameters, constants and statistics that were chosen
 """
 
 from __future__ import annotations
@@ -32,10 +34,11 @@ from relayquant.calibrate.store import Shard, ValueStore
 from relayquant.errors import ConfigError, DataError
 from relayquant.files import write_whole
 
-FORMAT = "relayquant.checkpoint.1"
+FORMAT = "relayquant.checkpoint.2"
 HEADER = "checkpoint.json"
+DATA, PART = "data.json", "part.json"
 LOCK = "lock"
-FOLDERS = ("values", "shards", "segments")
+FOLDERS = ("values", "part", "shards", "steps")
 #: no JSON file of a checkpoint is larger
 MAX_JSON_BYTES = 1 << 28
 
@@ -70,17 +73,22 @@ class Workspace:
         """Where values go."""
         return ValueStore(self.path / "values")
 
-    def states(self, segment: int, shard: Shard) -> Path:
+    @property
+    def part(self) -> ValueStore:
+        """Where those of a part of the batches go."""
+        return ValueStore(self.path / "part")
+
+    def states(self, step: int, shard: Shard) -> Path:
         """The states of one shard."""
-        return self.path / "shards" / f"{segment}.{shard.index}"
+        return self.path / "shards" / f"{step}.{shard.index}"
 
-    def arguments(self, segment: int) -> Path:
-        """What workers pass to a segment beside values."""
-        return self.path / "shards" / f"{segment}.arguments"
+    def arguments(self, step: int) -> Path:
+        """What workers pass to a step beside values."""
+        return self.path / "shards" / f"{step}.arguments"
 
-    def choices(self, segment: int) -> Path:
-        """What a segment chose."""
-        return self.path / "segments" / str(segment)
+    def choices(self, step: int) -> Path:
+        """What was chosen after a step."""
+        return self.path / "steps" / str(step)
 
     def make_folders(self) -> None:
         """Make the folders, and remove what a killed process left half written."""
@@ -97,9 +105,9 @@ class Workspace:
             write_whole(path, lambda temporary: temporary.write_text(text, "utf-8"))
         return path
 
-    def read_data(self) -> DataRecord | None:
-        """What `write_data` wrote, None before that."""
-        path = self.path / "data.json"
+    def read_data(self, name: str = DATA) -> DataRecord | None:
+        """What `write_data` wrote under that name, None before that."""
+        path = self.path / name
         if not path.exists():
             return None
         found = read_json(path)
@@ -115,10 +123,10 @@ class Workspace:
                 f"{path} is damaged: {error!r}. Delete the checkpoint to begin anew."
             ) from error
 
-    def write_data(self, record: DataRecord) -> None:
-        """Keep what is known of the data."""
+    def write_data(self, record: DataRecord, name: str = DATA) -> None:
+        """Keep what is known of the data, or of a part of it."""
         write_json(
-            self.path / "data.json",
+            self.path / name,
             {
                 "batches": record.batches,
                 "starts": {name: list(starts) for name, starts in record.starts.items()},
@@ -131,9 +139,9 @@ class Workspace:
         """Delete the checkpoint, and its folder unless somebody else's files are in it."""
         for name in self.folders:
             shutil.rmtree(self.path / name, ignore_errors=True)
-        for path in (*self.path.glob("module-*.json"), self.path / "data.json"):
+        for path in self.path.glob("module-*.json"):
             path.unlink(missing_ok=True)
-        for name in (HEADER, LOCK):
+        for name in (DATA, PART, HEADER, LOCK):
             (self.path / name).unlink(missing_ok=True)
         if not any(self.path.iterdir()):
             self.path.rmdir()

@@ -1,4 +1,4 @@
-"""Runs a segment on all shards, in this process or on the workers of an executor, and merges what
+"""Runs a step on all shards, in this process or on the workers of an executor, and merges what
 was seen.
 """
 
@@ -17,7 +17,6 @@ import tvm
 
 from relayquant.archive import Archive, write_archive
 from relayquant.calibrate.checkpoint import Workspace
-from relayquant.calibrate.segments import SegmentedGraph
 from relayquant.calibrate.shard import (
     ARGUMENTS_FORMAT,
     RemoteTask,
@@ -32,6 +31,8 @@ from relayquant.runtime import LoadModule, count_threads
 
 #: a shard is given to a worker so often before the calibration gives up
 ATTEMPTS = 3
+#: values that a message names
+MOST_NAMED = 3
 
 
 def check_executor(executor: Any) -> futures.Executor:
@@ -56,23 +57,23 @@ def check_executor(executor: Any) -> futures.Executor:
 
 
 class ShardRunner:
-    """Runs the shards of a segment, here or on the workers of `pool`, and merges what they saw."""
+    """Runs the shards of a step, here or on the workers of `pool`, and merges what they saw."""
 
     def __init__(
         self,
-        split: SegmentedGraph,
+        segments: tvm.IRModule,
         workspace: Workspace,
         load_module: LoadModule,
         pool: futures.Executor | None,
     ) -> None:
         self.workspace = workspace
-        functions = split.mod.functions
+        functions = segments.functions
         # Workers load the segments themselves.
         is_here = pool is None and len(functions) > 0
-        self.functions = load_module(split.mod) if is_here else None
+        self.functions = load_module(segments) if is_here else None
         self.workers: Workers | None = None
         if pool is not None:
-            module = workspace.write_module(tvm.ir.save_json(split.mod)) if functions else None
+            module = workspace.write_module(tvm.ir.save_json(segments)) if functions else None
             self.workers = Workers(pool, module, load_module)
 
     @property
@@ -87,10 +88,10 @@ class ShardRunner:
         arguments: Mapping[str, Any],
         advance: Callable[[int], object],
     ) -> ShardStates:
-        """What segment `index` saw on all shards, merged in their order.
+        """What step `index` saw on all shards, merged in their order.
 
         Args:
-            index: Of the segment.
+            index: Of the step.
             tasks: One per shard.
             arguments: See `run_shard`.
             advance: Told how many batches more are done.
@@ -160,7 +161,7 @@ class Workers:
 
         Args:
             tasks: With the paths.
-            arguments: File of the segment's arguments.
+            arguments: File of the step's arguments.
 
         Raises:
             WorkerError: it failed too often, or the pool lost its workers; names the batches.
@@ -200,7 +201,10 @@ class Workers:
 def describe_failure(task: ShardTask, attempt: int, error: BaseException) -> WorkerError:
     """The error for a shard that no worker finished."""
     shard = task.shard
-    names = ", ".join(map(repr, task.segment.observed)) or "nothing"
+    observed = dict.fromkeys(name for segment in task.segments for name in segment.observed)
+    names = ", ".join(map(repr, islice(observed, MOST_NAMED))) or "nothing"
+    if len(observed) > MOST_NAMED:
+        names += f" and {len(observed) - MOST_NAMED} values more"
     return WorkerError(
         f"Batches {shard.start}..{shard.stop - 1} (shard {shard.index}) were not calibrated: in "
         f"attempt {attempt} a worker failed with {type(error).__name__}: {error}. It was to "

@@ -40,12 +40,8 @@ CACHED = 1 << 15
 #: levels of a quantizer up to which its error is found level by level, not value by value
 MOST_LEVELS = 1 << 12
 
-#: rows that are drawn of an array, in those that the sample may hold: some more, so that there are
-#: nearly always enough
-SPARE = 1.1
-
-#: rows of an array that the choice of its rows depends on
-SEED_ROWS = 64
+#: values of an array that the choice of its rows depends on, and its rows at least
+SEED_VALUES, SEED_ROWS = 1 << 11, 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,21 +143,22 @@ class RelativeMSE(Observer[RowState]):
         importance: For each consumer, one weight per channel (as a tuple), in practice the summed
             squares of its weights; () counts all channels alike. Calibration fills it from the
             model.
-        share: Part of all data that one state sees before it is merged with those of the other
-            parts. Of the whole sample it then holds little more than that part; calibration sets
-            it.
+        share, arrays: Part of all data that one state sees before it is merged with those of the
+            other parts, and in how many arrays, all of them about as long. Of the whole sample it
+            then draws little more than that part; calibration sets them. 0 arrays: not known.
     """
 
-    values: int = 1 << 18
+    values: int = 1 << 17
     axis: int = -1
     importance: tuple[tuple[float, ...], ...] = ()
     share: float = 1.0
+    arrays: int = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.values, int) or self.values < 1:
             raise ConfigError(
                 f"RelativeMSE.values is {self.values!r}; allowed: an integer >= 1, for instance "
-                "262144."
+                "131072."
             )
 
     def start(self, info: ValueInfo) -> RowState:
@@ -194,7 +191,8 @@ class RelativeMSE(Observer[RowState]):
                 "model gives finite results on these samples, and the preprocessing of the data "
                 "set."
             )
-        limit = self._limit(max(state.width, *(array.shape[-1] for array in moved)), self.share)
+        share = self.share * min(len(moved) / self.arrays, 1.0) if self.arrays else self.share
+        limit = self._limit(max(state.width, *(array.shape[-1] for array in moved)), share)
         rows = sum(array.size // array.shape[-1] for array in moved)
         parts = [
             part
@@ -255,17 +253,19 @@ class RelativeMSE(Observer[RowState]):
         )
         return choose_qparams(low, high, info.spec)
 
-    def for_part(self, share: float) -> RelativeMSE:
-        return replace(self, share=share)
+    def for_part(self, share: float, arrays: int) -> RelativeMSE:
+        return replace(self, share=share, arrays=arrays)
 
     def _limit(self, channels: int, share: float = 1.0) -> int:
         """Rows of the sample, or of what a part of the data may bring to it.
 
-        Of the rows with the smallest priorities each part has its share, more or less: twice that
-        and a few dozen are hardly ever exceeded.
+        Of the rows with the smallest priorities each part has its share, more or less. That is
+        exceeded by a few standard deviations at most; twice as many, because parts may be longer
+        than others.
         """
         rows = max(self.values // max(channels, 1), 1)
-        return min(rows, math.ceil(2 * share * rows) + 64)
+        usual = share * rows
+        return min(rows, math.ceil(2 * usual + 4 * math.sqrt(usual)) + 8)
 
 
 def draw_rows(arrays: Sequence[NDArray[Any]], most: float, limit: int, total: int) -> SampledRows:
@@ -275,13 +275,15 @@ def draw_rows(arrays: Sequence[NDArray[Any]], most: float, limit: int, total: in
     counts = [array.size // array.shape[-1] for array in arrays]
     # The seed is taken from the values: the sample depends on neither the order of the data nor how
     # it was split over processes.
-    seed = 0
+    seed, seen = 0, max(SEED_VALUES // arrays[0].shape[-1], SEED_ROWS)
     for array, count in zip(arrays, counts, strict=True):
-        seed = zlib.crc32(take_rows(array, spread_rows(count)).astype("float32"), seed)
+        seed = zlib.crc32(take_rows(array, spread_rows(count, seen)).astype("float32"), seed)
     drawn = np.random.default_rng(seed).random(sum(counts))
-    keep = np.flatnonzero(drawn < min(most, SPARE * limit / total))
-    if len(keep) < limit:
-        keep = np.flatnonzero(drawn < most)
+    # So many are nearly always enough.
+    keep = np.flatnonzero(drawn < min(most, (limit + 4 * math.sqrt(limit)) / total))
+    if len(keep) < min(limit, len(drawn)):
+        keep = np.sort(np.argpartition(drawn, min(limit, len(drawn)) - 1)[:limit])
+        keep = keep[drawn[keep] < most]
     starts = np.cumsum([0, *counts])
     cuts = np.searchsorted(keep, starts)
     rows = [
@@ -294,9 +296,9 @@ def draw_rows(arrays: Sequence[NDArray[Any]], most: float, limit: int, total: in
 
 
 @lru_cache(maxsize=64)
-def spread_rows(count: int) -> NDArray[np.int64]:
-    """Up to `SEED_ROWS` of so many rows, evenly spread."""
-    return np.linspace(0, count - 1, SEED_ROWS).astype("int64")
+def spread_rows(count: int, wanted: int) -> NDArray[np.int64]:
+    """Up to `wanted` of so many rows, evenly spread."""
+    return np.linspace(0, count - 1, min(wanted, count)).astype("int64")
 
 
 def take_rows(array: NDArray, index: NDArray[np.int64]) -> NDArray:

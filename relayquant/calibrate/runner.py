@@ -1,14 +1,13 @@
 """calibrate: prepared model + data set -> parameters of every group, fitted weights and biases.
 
-In topological order: a group's values are computed with all earlier groups already rounded, so that
-each choice sees the effect of those before it. Segments make this cost one pass over the data; what
-later segments need waits on disk.
+Steps of segments run on all batches, what they compute is observed, and parameters are picked or
+weights fitted; then the next step runs with these (`phases` says what makes up a step). No operator
+runs twice on a batch in one phase: what later steps need waits on disk.
 """
 
 from __future__ import annotations
 
 import concurrent.futures as futures
-import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ import numpy as np
 from relayquant import reference
 from relayquant.calibrate.binding import describe_binding
 from relayquant.calibrate.checkpoint import (
+    PART,
     DataRecord,
     check_same_data,
     digest_batch,
@@ -40,24 +40,25 @@ from relayquant.calibrate.fit_statistics import InputStatistics
 from relayquant.calibrate.inputs import describe_inputs
 from relayquant.calibrate.observers import MinMax, Observer
 from relayquant.calibrate.parameters import CallableCalibration, resolve_calibration
+from relayquant.calibrate.phases import (
+    Order,
+    Phase,
+    choose_batches,
+    count_part,
+    join_segments,
+    plan_phases,
+)
 from relayquant.calibrate.result import CalibrationResult
-from relayquant.calibrate.segments import Segment, SegmentedGraph, split_graph
+from relayquant.calibrate.segments import Segment, SegmentedGraph
 from relayquant.calibrate.shard import FitObservation, GroupObservation, ShardTask
-from relayquant.calibrate.store import ValueStore, cut_shards
+from relayquant.calibrate.store import cut_shards
 from relayquant.events import CallbackList, ParametersEvent, ProgressEvent
 from relayquant.ops.find import match_operator, operand_constant
 from relayquant.plan import GroupPlan
 from relayquant.prepared import FitPoint, GroupStatistics, PreparedModel
 from relayquant.qtypes import QParams, ValueInfo, conform_scale
 from relayquant.rewrite import Graph
-from relayquant.runtime import LoadModule, limit_blas
-
-
-class Order(enum.Enum):
-    """When parameters are picked."""
-
-    TOPOLOGICAL = "topological"  #: one after the other, each sees the rounding of those before it
-    PARALLEL = "parallel"  #: all from one pass of the float model
+from relayquant.runtime import LoadModule, count_threads, limit_blas
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,31 +164,21 @@ def pick_parameters(
             callbacks.on_parameters(ParametersEvent(group.info, parameters[group.key]))
     if data is None or not needs_data:
         return CalibrationResult(parameters, {})
-    single = order is Order.PARALLEL
     stops = [f.point for f in fits.values()] if fit.is_needed else []
-    split = split_graph(prepared.graph, plan, single=single, fits=stops)
+    phases = plan_phases(prepared.graph, plan, order, stops)
     with limit_blas(), ExitStack() as stack:
         if checkpoint is None:
             workspace = stack.enter_context(open_temporary(directory))
         else:
             binding = describe_binding(prepared, order.value, override, fit)
             workspace = stack.enter_context(open_checkpoint(checkpoint, binding))
-        shards = ShardRunner(split, workspace, load_module, pool)
+        shards = ShardRunner(join_segments(phases), workspace, load_module, pool)
         run = _Run(
-            prepared,
-            split,
-            shards,
-            parameters,
-            override,
-            callbacks,
-            order,
-            fits,
-            fit,
-            min_scales or {},
+            prepared, phases, shards, parameters, override, callbacks, fits, fit, min_scales or {}
         )
         run.load(data)
-        for index, segment in enumerate(split.segments):
-            run.segment(index, segment)
+        for phase in phases:
+            run.phase(phase)
     return CalibrationResult(parameters, run.constants, run.statistics)
 
 
@@ -199,6 +190,12 @@ def read_symbols(inputs: Sequence[InputInfo], batch: Mapping[str, np.ndarray]) -
         for dim, size in zip(info.shape, batch[info.name].shape, strict=True)
         if isinstance(dim, str)
     }
+
+
+def find_starts(offsets: Mapping[str, Sequence[int]], count: int) -> dict[str, tuple[int, ...]]:
+    """`ValueStore.starts`, from where each of `count` batches of each input begins."""
+    shards = cut_shards(count)
+    return {name: tuple(at[shard.start] for shard in shards) for name, at in offsets.items()}
 
 
 def pick_weight_parameters(prepared: PreparedModel) -> dict[str, QParams]:
@@ -233,39 +230,40 @@ class _Run:
     def __init__(
         self,
         prepared: PreparedModel,
-        split: SegmentedGraph,
+        phases: Sequence[Phase],
         shards: ShardRunner,
         parameters: dict[str, QParams],
         override: Observer[Any] | CallableCalibration | None,
         callbacks: CallbackList,
-        order: Order,
         fits: Mapping[str, OperatorFit],
         settings: FitSettings,
         min_scales: Mapping[str, np.ndarray],
     ) -> None:
-        self.prepared, self.plan, self.split = prepared, prepared.plan, split
+        self.prepared, self.plan, self.phases = prepared, prepared.plan, phases
         self.shards, self.workspace = shards, shards.workspace
         self.parameters, self.override = parameters, override
-        self.callbacks, self.order = callbacks, order
+        self.callbacks = callbacks
         self.known, self.settings, self.min_scales = fits, settings, min_scales
         self.fits = fits if settings.is_needed else {}
         self.constants: dict[str, np.ndarray] = {}
         self.statistics: dict[str, GroupStatistics] = {}
-        self.data = DataRecord(0, {})
-        self.done = 0  # batches, of all segments together
-        #: arrays for all variables of the graph; all pass through in float when the order is
-        #: parallel
-        known = () if order is Order.PARALLEL else (parameters, {})
-        self.variables = prepared.graph.arguments(*known)
-        self.fixed = self.compute_constants(split.constants)
+        self.data, self.values = DataRecord(0, {}), self.workspace.values
+        #: numbers of the batches that each phase runs on
+        self.chosen: list[tuple[int, ...]] = []
+        self.steps = 0  # that are done
+        self.done = 0  # batches, of all steps together
+        #: arrays for all variables of the graph, and for what depends on them alone
+        self.variables: dict[str, np.ndarray] = {}
+        self.fixed: dict[str, Any] = {}
 
-    def compute_constants(self, segment: Segment | None) -> dict[str, Any]:
+    def compute_constants(self, split: SegmentedGraph) -> dict[str, Any]:
         """Rounded weights, once for all batches; fitted weights take their places when known."""
-        if segment is None or self.split.constants_mod is None:
+        segment = split.constants
+        if segment is None or split.constants_mod is None:
             return {}
         variables = self.variables
         # In numpy: to compile a kernel for each weight's shape would take longer than all the rest.
-        results = reference.run(self.split.constants_mod, [variables[n] for n in segment.inputs])
+        results = reference.run(split.constants_mod, [variables[n] for n in segment.inputs])
         return dict(zip(segment.outputs, results, strict=True))
 
     def load(self, data: Dataset) -> None:
@@ -275,12 +273,15 @@ class _Run:
         """
         before = self.workspace.read_data()
         used = {
-            name for segment in self.split.segments for name in (*segment.inputs, *segment.observed)
+            name
+            for phase in self.phases
+            for segment in phase.split.segments
+            for name in (*segment.inputs, *segment.observed)
         }
         symbols: list[dict[str, int]] = []
         digests: list[str] = []
         offsets: dict[str, list[int]] = {info.name: [] for info in data.inputs if info.name in used}
-        has_symbols = any(segment.symbols for segment in self.split.segments)
+        has_symbols = any(isinstance(dim, str) for info in data.inputs for dim in info.shape)
         count = 0
         with ExitStack() as stack:
             writers = {
@@ -299,43 +300,90 @@ class _Run:
         if before is not None:
             check_same_data(before, digests, self.workspace.path)
             self.data = before
+        else:
+            starts = find_starts(offsets, count)
+            self.data = DataRecord(count, starts, tuple(symbols), tuple(digests))
+            if self.workspace.is_kept:
+                self.workspace.write_data(self.data)
+        self.values = replace(self.workspace.values, starts=self.data.starts)
+        self.chosen = [self.choose_batches(phase, data.inputs) for phase in self.phases]
+
+    def choose_batches(self, phase: Phase, inputs: Sequence[InputInfo]) -> tuple[int, ...]:
+        """Numbers of the batches that a phase runs on."""
+        count = self.data.batches
+        if phase.is_part:
+            stops = [fit.point for fit in self.fits.values()]
+            symbols = self.data.symbols[0] if self.data.symbols else {}
+            values = self.settings.values
+            count = count_part(self.prepared.graph, stops, inputs, symbols, values)
+        return choose_batches(self.data.batches, count)
+
+    def phase(self, phase: Phase) -> None:
+        """Run all steps of a phase."""
+        index = self.phases.index(phase)
+        self.keep_batches(self.chosen[index])
+        known = () if phase.is_float else (self.parameters, self.constants)
+        self.variables = self.prepared.graph.arguments(*known)
+        self.fixed = self.compute_constants(phase.split)
+        for segments in phase.steps:
+            self.step(phase, segments)
+
+    def keep_batches(self, chosen: Sequence[int]) -> None:
+        """Go on with some of the batches: later steps see no others."""
+        if len(chosen) == self.data.batches:
             return
-        shards = cut_shards(count)
-        starts = {name: tuple(at[s.start] for s in shards) for name, at in offsets.items()}
-        self.data = DataRecord(count, starts, tuple(symbols), tuple(digests))
-        if self.workspace.is_kept:
-            self.workspace.write_data(self.data)
+        store, part = self.workspace.part, self.workspace.read_data(PART)
+        if part is None:
+            offsets: dict[str, list[int]] = {}
+            for name in self.data.starts:
+                with store.write_input(name) as writer:
+                    offsets[name] = [writer.append(a) for a in self.read_chosen(name, chosen)]
+            symbols = tuple(self.data.symbols[i] for i in chosen) if self.data.symbols else ()
+            part = DataRecord(len(chosen), find_starts(offsets, len(chosen)), symbols)
+            if self.workspace.is_kept:
+                self.workspace.write_data(part, PART)
+        for name in self.data.starts:
+            self.values.drop(name, ())
+        self.data, self.values = part, replace(store, starts=part.starts)
 
-    @property
-    def values(self) -> ValueStore:
-        """Where the values of the data are."""
-        return replace(self.workspace.values, starts=self.data.starts)
+    def read_chosen(self, name: str, chosen: Sequence[int]) -> Iterator[np.ndarray]:
+        """Some batches of an input, in order."""
+        wanted = set(chosen)
+        for shard in cut_shards(self.data.batches):
+            if wanted.isdisjoint(range(shard.start, shard.stop)):
+                continue
+            for i, array in enumerate(self.values.read(name, shard), shard.start):
+                if i in wanted:
+                    yield array
 
-    def segment(self, index: int, segment: Segment) -> None:
-        """Run one segment on all batches and pick what is picked once it has run; or take over what
+    def step(self, phase: Phase, segments: tuple[Segment, ...]) -> None:
+        """Run one step on all batches and pick what is picked once it has run; or take over what
         the checkpoint says of it.
         """
-        pickers = {key: self.find_picker(key) for key in segment.groups}
+        index, self.steps = self.steps, self.steps + 1
+        pickers = {key: self.find_picker(key) for segment in segments for key in segment.groups}
         shards = cut_shards(self.data.batches)
         observed = {
-            key: GroupObservation(
-                picker.for_part(len(shards[0]) / self.data.batches), group.info, group.points
-            )
+            key: GroupObservation(picker, group.info, group.points)
             for key, picker in pickers.items()
             if isinstance(picker, Observer)
             for group in [self.plan.group(key)]
         }
         path = self.workspace.choices(index)
         if self.workspace.is_kept and path.exists():
-            self.adopt(segment, CalibrationResult.load(path, observed))
-            self.done = (index + 1) * self.data.batches
+            self.adopt(phase, segments, CalibrationResult.load(path, observed))
+            self.done += self.data.batches
         else:
-            result = self.choose(index, segment, pickers, observed)
+            result = self.choose(index, phase, segments, pickers, observed)
             if self.workspace.is_kept:
                 result.save(path)
-            self.adopt(segment, result)
-        for name in segment.expired:
-            self.values.drop(name, shards)
+            self.adopt(phase, segments, result)
+        is_last = phase is self.phases[-1]
+        for segment in segments:
+            for name in segment.expired:
+                # A later phase reads the model's inputs again.
+                if is_last or name not in self.data.starts:
+                    self.values.drop(name, shards)
         if self.shards.writes_states:
             for shard in shards:
                 self.workspace.states(index, shard).unlink(missing_ok=True)
@@ -343,16 +391,18 @@ class _Run:
     def choose(
         self,
         index: int,
-        segment: Segment,
+        phase: Phase,
+        segments: tuple[Segment, ...],
         pickers: Mapping[str, Observer[Any] | CallableCalibration],
         observed: Mapping[str, GroupObservation],
     ) -> CalibrationResult:
-        """Run one segment on all batches, then pick the parameters of its groups and fit its
+        """Run one step on all batches, then pick the parameters of its groups and fit its
         operators.
         """
         later = {
             name
-            for other in self.split.segments[index + 1 :]
+            for step in phase.steps[phase.steps.index(segments) + 1 :]
+            for other in step
             for name in (*other.inputs, *other.observed)
         }
         replay = {
@@ -361,58 +411,74 @@ class _Run:
             if isinstance(picker, CallableCalibration)
             for name in self.plan.group(key).points
         }
-        stored = tuple(name for name in segment.outputs if name in later | replay)
-        fits = {point.operator: self.observe_fit(point) for point in segment.fits}
+        computed = dict.fromkeys(name for segment in segments for name in segment.outputs)
+        stored = tuple(name for name in computed if name in later | replay)
+        fits = {
+            point.operator: self.observe_fit(point)
+            for segment in segments
+            for point in segment.fits
+        }
+        has_symbols = any(segment.symbols for segment in segments)
+        shards = cut_shards(self.data.batches)
+        parts = {key: seen.for_part(shards[0], self.data.batches) for key, seen in observed.items()}
         tasks = [
             ShardTask(
-                segment,
+                segments,
                 shard,
                 self.values,
-                observed,
+                parts,
                 fits,
                 stored,
-                self.data.symbols[shard.start : shard.stop] if segment.symbols else (),
+                self.data.symbols[shard.start : shard.stop] if has_symbols else (),
             )
-            for shard in cut_shards(self.data.batches)
+            for shard in shards
         ]
         known = {**self.variables, **self.fixed}
-        arguments = {name: known[name] for name in segment.inputs if name in known}
+        read = dict.fromkeys(name for segment in segments for name in segment.inputs)
+        arguments = {name: known[name] for name in read if name in known}
         states = self.shards.run(index, tasks, arguments, self.advance)
         result = CalibrationResult({}, {})
+        with futures.ThreadPoolExecutor(count_threads()) as pool:
+            found = {
+                key: pool.submit(picker.qparams, states.groups[key], self.plan.group(key).info)
+                for key, picker in pickers.items()
+                if isinstance(picker, Observer)
+            }
         for key, picker in pickers.items():
             group = self.plan.group(key)
             result.parameters[key] = (
-                picker.qparams(states.groups[key], group.info)
+                found[key].result()
                 if isinstance(picker, Observer)
                 else picker.qparams(self.samples(group))
             )
             if key in self.min_scales:
                 raised = raise_scale(result.parameters[key], group, self.min_scales)
                 result.parameters[key] = raised
-            if self.order is Order.PARALLEL and isinstance(picker, Observer):
+            if phase.is_float and isinstance(picker, Observer):
                 result.statistics[key] = GroupStatistics(picker, states.groups[key])
         for name, statistics in states.fits.items():
             self.fit(self.fits[name], statistics, result)
         return result
 
     def advance(self, batches: int) -> None:
-        """Say that a segment has run on so many batches more."""
+        """Say that a step has run on so many batches more."""
         self.done += batches
-        total = len(self.split.segments) * self.data.batches
+        phases = zip(self.phases, self.chosen, strict=True)
+        total = sum(len(phase.steps) * len(chosen) for phase, chosen in phases)
         self.callbacks.on_progress(ProgressEvent("calibrate", self.done, total))
 
-    def adopt(self, segment: Segment, result: CalibrationResult) -> None:
-        """Later segments run with these parameters, weights and biases."""
+    def adopt(self, phase: Phase, segments: Sequence[Segment], result: CalibrationResult) -> None:
+        """Later steps run with these parameters, weights and biases."""
         self.parameters.update(result.parameters)
         self.constants.update(result.constants)
         self.statistics.update(result.statistics)
-        if self.order is Order.TOPOLOGICAL:
+        if not phase.is_float:
             graph = self.prepared.graph
             for key, qparams in result.parameters.items():
                 self.variables.update(graph.group_arguments(key, qparams))
             for key, array in result.constants.items():
                 self.variables[graph.constants[key].var.name] = array
-        for point in segment.fits:
+        for point in (point for segment in segments for point in segment.fits):
             if point.weight in self.fixed:
                 self.fixed[point.weight] = result.constants[f"{point.operator}:weight"]
         for key, qparams in result.parameters.items():
@@ -442,7 +508,6 @@ class _Run:
         be used.
         """
         fit = self.fits[point.operator]
-        keys = point.roundings if self.order is Order.TOPOLOGICAL else ()
         return FitObservation(
             point.source,
             fit.view,
@@ -451,7 +516,9 @@ class _Run:
             self.settings.rounding is not WeightRounding.NEAREST,
             -(-self.settings.count_rows(fit.columns) // self.data.batches),
             (self.settings.seed, self.prepared.graph.fits.index(point)),
-            tuple((self.parameters[key], self.plan.group(key).info.spec) for key in keys),
+            tuple(
+                (self.parameters[key], self.plan.group(key).info.spec) for key in point.roundings
+            ),
         )
 
     def fit(self, fit: OperatorFit, statistics: InputStatistics, chosen: CalibrationResult) -> None:

@@ -1,5 +1,5 @@
 """Splits the calibration graph into one function per choice, so that each operator runs once a
-batch.
+batch, whether all batches pass one function before the next or each batch passes them all.
 
 main(inputs, variables) -> segment_0(...), segment_1(...), ...: a segment computes what a choice is
 made from (values of a group, or the data of an operator whose weight is fitted) from values that
@@ -16,7 +16,7 @@ import tvm
 from tvm import relax
 from tvm.ir import Call
 
-from relayquant.plan import Plan
+from relayquant.plan import GroupPlan
 from relayquant.prepared import CalibrationGraph, FitPoint
 from relayquant.rewrite import Graph
 from relayquant.rewrite.graph import free_vars, tensor_shape
@@ -75,26 +75,22 @@ class SegmentedGraph:
 
 
 def split_graph(
-    graph: CalibrationGraph, plan: Plan, *, single: bool = False, fits: Sequence[FitPoint] = ()
+    graph: CalibrationGraph,
+    groups: Sequence[GroupPlan],
+    fits: Sequence[FitPoint] = (),
+    *,
+    prefix: str = "segment",
 ) -> SegmentedGraph:
-    """Split main of the calibration graph at the plan's data-dependent groups, in topological
-    order.
+    """Split main of the calibration graph where something is chosen, in topological order.
 
     Args:
-        single: Make one segment that observes all groups at once (parallel calibration).
-        fits: Operators to stop at as well, before they run.
+        groups: Data-dependent groups, in the plan's order, to stop at once their values are there.
+        fits: Operators to stop at before they run.
+        prefix: Of the functions' names.
     """
     view = Graph(graph.mod)
     data = find_data_dependent(view, graph.inputs)
-    stops = order_stops(view, plan, fits)
-    if single and stops:
-        stops = [
-            Stop(
-                tuple(key for stop in stops for key in stop.groups),
-                tuple(fit for stop in stops for fit in stop.fits),
-                tuple(dict.fromkeys(var for stop in stops for var in stop.targets)),
-            )
-        ]
+    stops = order_stops(view, groups, fits)
     targets = [stop.targets for stop in stops]
 
     wanted: list[tuple[list[relax.Var], list[relax.Var]]] = []  # (bindings, values read)
@@ -123,10 +119,10 @@ def split_graph(
         keep = kept[i]
         inputs, symbols = reads if needed else [], ()
         if needed:
-            functions[f"segment_{i}"], symbols = build_function(view, needed, inputs, keep)
+            functions[f"{prefix}_{i}"], symbols = build_function(view, needed, inputs, keep)
         segments.append(
             Segment(
-                f"segment_{i}" if needed else "",
+                f"{prefix}_{i}" if needed else "",
                 stops[i].groups,
                 tuple(var.name for var in inputs),
                 tuple(var.name for var in keep),
@@ -159,13 +155,13 @@ def make_module(functions: Mapping[str, relax.Function], source: tvm.IRModule) -
     return tvm.IRModule({**loops, **made})
 
 
-def order_stops(view: Graph, plan: Plan, fits: Sequence[FitPoint]) -> list[Stop]:
+def order_stops(view: Graph, groups: Sequence[GroupPlan], fits: Sequence[FitPoint]) -> list[Stop]:
     """One stop per group, in the plan's order, and each fit in front of what reads the operator's
     weight.
     """
     by_name = view.vars
     stops: list[tuple[float, Stop]] = []
-    for group in plan.activations:
+    for group in groups:
         targets = tuple(by_name[name] for name in group.points)
         place = max((view.order[var] for var in targets), default=-1)
         stops.append((place, Stop((group.key,), (), targets)))

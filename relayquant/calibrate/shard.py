@@ -1,5 +1,5 @@
-"""One segment on one shard of the data: values and arguments -> what observers saw, and the values
-that later segments read.
+"""One step on one shard of the data: values and arguments -> what observers saw, and the values
+that later steps read.
 
 The unit of work of a calibration: it runs here or in another process, it is what a checkpoint
 keeps, and its results are merged in the order of the shards, always, so that neither changes any
@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,8 @@ ARGUMENTS_FORMAT = "relayquant.arguments.1"
 #: Bytes of a group's values that are observed together, and of an operator's input, of which a few
 #: rows are looked at. The former are still in the second level cache.
 MOST_SEEN_BYTES, MOST_SAMPLED_BYTES = 1 << 20, 1 << 24
+#: Bytes that wait to be observed, of all groups together.
+MOST_WAITING_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,11 @@ class GroupObservation:
     observer: Observer[Any]
     info: ValueInfo
     points: tuple[str, ...]
+
+    def for_part(self, shard: Shard, batches: int) -> GroupObservation:
+        """What sees a shard as long as `shard` of so many batches."""
+        arrays = len(shard) * len(self.points)
+        return replace(self, observer=self.observer.for_part(len(shard) / batches, arrays))
 
 
 @dataclass(frozen=True)
@@ -96,7 +103,7 @@ class ShardTask:
     """What is to be done: plain data, which may travel to another process.
 
     Attributes:
-        segment: The function to run, and in what order it takes its arguments.
+        segments: The functions that each batch passes, one after the other.
         shard: The batches to run it on.
         values: Where values are read and written.
         groups: By key of the group.
@@ -105,7 +112,7 @@ class ShardTask:
         symbols: Of each batch of the shard: its symbolic dimensions; empty when there are none.
     """
 
-    segment: Segment
+    segments: tuple[Segment, ...]
     shard: Shard
     values: ValueStore
     groups: Mapping[str, GroupObservation]
@@ -174,24 +181,19 @@ def run_shard(
     functions: FunctionRunner | None,
     arguments: Mapping[str, Any],
 ) -> ShardStates:
-    """Run a segment on every batch of a shard and observe what it computes.
+    """Run a step on every batch of a shard and observe what it computes.
 
     Args:
         task: What to do.
         functions: The segments; None when there is nothing to compute.
-        arguments: Inputs of the segment that are the same for all batches.
+        arguments: Inputs of the segments that are the same for all batches.
     """
-    segment, states = task.segment, ShardStates.start(task)
-    groups, fits = dict(states.groups), dict(states.fits)
-    seen_later = {key: WaitingArrays() for key in groups}
-    fitted_later = {name: WaitingArrays() for name in fits}
-    computed = set(segment.outputs)
-    observed = {name for seen in task.groups.values() for name in seen.points}
-    observed |= {seen.source for seen in task.fits.values()}
-    needed = {*segment.inputs, *(observed - computed)} - set(arguments)
+    watch = Watch(task)
+    computed = {name for segment in task.segments for name in segment.outputs}
+    read = {name for segment in task.segments for name in (*segment.inputs, *segment.observed)}
     with ExitStack() as stack:
         readers = {}
-        for name in needed:
+        for name in read - computed - set(arguments):
             readers[name] = task.values.read(name, task.shard)
             stack.callback(readers[name].close)
         writers = {
@@ -199,28 +201,76 @@ def run_shard(
         }
         for i in range(len(task.shard)):
             values = {name: next(reader) for name, reader in readers.items()}
-            if functions is not None and segment.function:
-                args = [arguments[n] if n in arguments else values[n] for n in segment.inputs]
-                if segment.symbols:
-                    args.append(as_shape(task.symbols[i][name] for name in segment.symbols))
-                results = functions.run(segment.function, args)
-                values.update(zip(segment.outputs, results, strict=True))
-            for name, writer in writers.items():
-                writer.append(values[name])
-            is_last = i + 1 == len(task.shard)
-            for key, seen in task.groups.items():
-                waiting = seen_later[key]
-                waiting.add([values[name] for name in seen.points], i)
-                if is_last or waiting.bytes >= MOST_SEEN_BYTES:
-                    arrays, _ = waiting.take()
-                    groups[key] = seen.observer.update_all(groups[key], arrays)
-            for name, seen in task.fits.items():
-                waiting = fitted_later[name]
-                waiting.add([values[seen.source]], i)
-                if is_last or waiting.bytes >= MOST_SAMPLED_BYTES:
-                    arrays, first = waiting.take()
-                    fits[name] = seen.update_all(fits[name], arrays, task.shard.start + first)
-    return ShardStates(groups, fits)
+            for segment in task.segments:
+                if functions is not None and segment.function:
+                    args = [arguments[n] if n in arguments else values[n] for n in segment.inputs]
+                    if segment.symbols:
+                        args.append(as_shape(task.symbols[i][name] for name in segment.symbols))
+                    results = functions.run(segment.function, args)
+                    values.update(zip(segment.outputs, results, strict=True))
+                watch.see(segment, values, i)
+                for name in writers.keys() & segment.outputs:
+                    writers[name].append(values[name])
+                # Of a batch that passes many segments, no more is held than one of them needs.
+                for name in segment.expired:
+                    values.pop(name, None)
+    return watch.finish()
+
+
+class Watch:
+    """What observers have seen of the batches so far."""
+
+    def __init__(self, task: ShardTask) -> None:
+        self.task = task
+        states = ShardStates.start(task)
+        self.groups, self.fits = dict(states.groups), dict(states.fits)
+        self.seen_later = {key: WaitingArrays() for key in task.groups}
+        self.fitted_later = {name: WaitingArrays() for name in task.fits}
+        self.waiting_bytes = 0  # of all groups
+
+    def see(self, segment: Segment, values: Mapping[str, np.ndarray], batch: int) -> None:
+        """Observe what one segment computed, or read."""
+        for key in segment.groups:
+            if key in self.task.groups:
+                waiting = self.seen_later[key]
+                before = waiting.bytes
+                waiting.add([values[name] for name in self.task.groups[key].points], batch)
+                self.waiting_bytes += waiting.bytes - before
+                if waiting.bytes >= MOST_SEEN_BYTES:
+                    self.observe(key)
+                if self.waiting_bytes >= MOST_WAITING_BYTES:
+                    self.observe_all()
+        for point in segment.fits:
+            waiting = self.fitted_later[point.operator]
+            waiting.add([values[point.source]], batch)
+            if waiting.bytes >= MOST_SAMPLED_BYTES:
+                self.sample(point.operator)
+
+    def observe(self, key: str) -> None:
+        """Show a group's arrays to its observer."""
+        self.waiting_bytes -= self.seen_later[key].bytes
+        arrays, _ = self.seen_later[key].take()
+        self.groups[key] = self.task.groups[key].observer.update_all(self.groups[key], arrays)
+
+    def observe_all(self) -> None:
+        """Show all arrays that wait to their observers."""
+        for key, waiting in self.seen_later.items():
+            if waiting.arrays:
+                self.observe(key)
+
+    def sample(self, name: str) -> None:
+        """Sample an operator's input."""
+        arrays, first = self.fitted_later[name].take()
+        first += self.task.shard.start
+        self.fits[name] = self.task.fits[name].update_all(self.fits[name], arrays, first)
+
+    def finish(self) -> ShardStates:
+        """What was seen of all batches."""
+        self.observe_all()
+        for name, waiting in self.fitted_later.items():
+            if waiting.arrays:
+                self.sample(name)
+        return ShardStates(self.groups, self.fits)
 
 
 class WaitingArrays:

@@ -77,15 +77,15 @@ def calibrate(prepared, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("order", "calibration"),
+    "options",
     [
-        (rq.Order.TOPOLOGICAL, None),
-        (rq.Order.TOPOLOGICAL, rq.MovingAverageMinMax()),
-        (rq.Order.PARALLEL, rq.MSE()),
+        {"order": rq.Order.TOPOLOGICAL},
+        {"order": rq.Order.TOPOLOGICAL, "calibration": rq.MovingAverageMinMax()},
+        {"order": rq.Order.PARALLEL, "calibration": rq.MSE()},
+        {"order": rq.Order.PARALLEL, "fit": rq.FitSettings(values=1)},
     ],
 )
-def test_checkpoint__goes_on_from_wherever_it_was_stopped(calibrate, tmp_path, order, calibration):
-    options = {"order": order, "calibration": calibration}
+def test_checkpoint__goes_on_from_wherever_it_was_stopped(calibrate, tmp_path, options):
     want = calibrate(**options)
     counter = Stop("none", 0, stop)
     assert calibrate(checkpoint=tmp_path / "whole", listener=counter, **options) == want
@@ -254,7 +254,7 @@ def test_checkpoint__files_of_others_stay(calibrate, stopped):
     assert [path.name for path in stopped.iterdir()] == ["notes.txt"]
 
 
-@pytest.mark.parametrize("name", ["checkpoint.json", "data.json", "segments/0"])
+@pytest.mark.parametrize("name", ["checkpoint.json", "data.json", "steps/0"])
 @pytest.mark.parametrize("text", ["", "[]", '{"a": 1}'])
 def test_checkpoint__damage_is_reported(calibrate, stopped, name, text):
     (stopped / name).write_text(text)

@@ -144,7 +144,8 @@ def test_calibrate__later_values_see_fitted_weights() -> None:
         mapping = weight_config(rq.Granularity.PER_CHANNEL, 3)
         prepared = rq.prepare(build_net(), None, mapping)
         settings = rq.FitSettings(rounding, rq.BiasCorrection.NONE)
-        rq.calibrate(prepared, draw_batches(2), calibration=rq.MinMax(), fit=settings)
+        order = rq.Order.TOPOLOGICAL
+        rq.calibrate(prepared, draw_batches(2), calibration=rq.MinMax(), fit=settings, order=order)
         assert bool(prepared.constants) == (rounding is rq.WeightRounding.OPTIMAL)
         return prepared.parameters["grouped"]
 

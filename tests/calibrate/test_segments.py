@@ -34,10 +34,11 @@ def branched_model():
 
 
 @pytest.mark.parametrize("model", [residual_model, branched_model])
-@pytest.mark.parametrize("single", [False, True])
-def test_split__no_binding_is_in_two_segments(model, single):
+@pytest.mark.parametrize("stops_at_groups", [False, True])
+def test_split__no_binding_is_in_two_segments(model, stops_at_groups):
     prepared = rq.prepare(model())
-    split = split_graph(prepared.graph, prepared.plan, single=single)
+    groups = prepared.plan.activations if stops_at_groups else ()
+    split = split_graph(prepared.graph, groups, prepared.graph.fits)
     functions = [segment.function for segment in split.segments if segment.function]
     bound = [name for function in functions for name in bound_names(split.mod, function)]
     assert len(bound) == len(set(bound))
@@ -56,7 +57,7 @@ def test_split__no_binding_is_in_two_segments(model, single):
 @pytest.mark.parametrize("model", [residual_model, branched_model])
 def test_split__one_segment_for_each_group_in_order(model):
     prepared = rq.prepare(model())
-    split = split_graph(prepared.graph, prepared.plan)
+    split = split_graph(prepared.graph, prepared.plan.activations)
     assert [segment.groups for segment in split.segments] == [
         (group.key,) for group in prepared.plan.activations
     ]
@@ -70,7 +71,7 @@ def test_split__one_segment_for_each_group_in_order(model):
 @pytest.mark.parametrize("model", [residual_model, branched_model])
 def test_split__values_are_there_when_they_are_read_and_expire_afterwards(model):
     prepared = rq.prepare(model())
-    split = split_graph(prepared.graph, prepared.plan)
+    split = split_graph(prepared.graph, prepared.plan.activations)
     variables = {p.name for p in prepared.graph.mod["main"].params}
     known = set(variables)
     if split.constants is not None:
@@ -97,26 +98,16 @@ def test_split__value_that_is_only_looked_at_later_is_kept():
     prepared = rq.prepare(build_model(body, MAP))
     fits = prepared.graph.fits
     assert [fit.operator for fit in fits] == ["a", "out", "b"]
-    split = split_graph(prepared.graph, prepared.plan, fits=fits)
+    split = split_graph(prepared.graph, prepared.plan.activations, fits)
     known = set(prepared.graph.inputs)
     for segment in split.segments:
         known.update(segment.outputs)
         assert {fit.source for fit in segment.fits} <= known
 
 
-def test_split__single_observes_everything_at_once():
-    prepared = rq.prepare(residual_model())
-    split = split_graph(prepared.graph, prepared.plan, single=True)
-    (segment,) = split.segments
-    assert segment.groups == tuple(group.key for group in prepared.plan.activations)
-    assert set(segment.observed) == {
-        name for group in prepared.plan.activations for name in group.points
-    }
-
-
 def test_split__weights_are_rounded_once_outside_of_all_segments():
     prepared = rq.prepare(branched_model())
-    split = split_graph(prepared.graph, prepared.plan)
+    split = split_graph(prepared.graph, prepared.plan.activations)
     names = bound_names(split.constants_mod)
     assert any(name.endswith(":weight.d") for name in names)
     for segment in split.segments:
@@ -126,7 +117,7 @@ def test_split__weights_are_rounded_once_outside_of_all_segments():
 
 def test_split__input_that_is_observed_needs_no_function():
     prepared = rq.prepare(branched_model())
-    first = split_graph(prepared.graph, prepared.plan).segments[0]
+    first = split_graph(prepared.graph, prepared.plan.activations).segments[0]
     assert first.groups == ("x",)
     assert first.function == ""
     assert first.outputs == ()
@@ -135,7 +126,7 @@ def test_split__input_that_is_observed_needs_no_function():
 def test_split__is_well_formed_and_changes_nothing():
     prepared = rq.prepare(branched_model())
     text = prepared.graph.mod.script(show_meta=True)
-    split = split_graph(prepared.graph, prepared.plan)
+    split = split_graph(prepared.graph, prepared.plan.activations)
     relax.analysis.well_formed(split.mod)
     assert isinstance(split.mod, tvm.IRModule)
     assert prepared.graph.mod.script(show_meta=True) == text

@@ -112,9 +112,9 @@ class Observer(NamedSettings, ABC, Generic[StateT]):
             DataError: the state has seen no data.
         """
 
-    def for_part(self, share: float) -> Observer[StateT]:
-        """What sees a part of the data (0 < share <= 1) whose state is merged with those of the
-        other parts: this observer, or one whose states are smaller.
+    def for_part(self, share: float, arrays: int) -> Observer[StateT]:
+        """What sees a part of the data (0 < share <= 1), in so many arrays, whose state is merged
+        with those of the other parts: this observer, or one whose states are smaller.
         """
         return self
 
