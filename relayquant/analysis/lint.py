@@ -256,7 +256,10 @@ def check_range(name: str, dtype: str, found: InputStatistics, samples: int) -> 
         advice = (
             "A constant says nothing about the range of real data: check how the samples are read."
         )
-        return [Finding(Severity.WARNING, "constant", name, what, advice)]
+        if dtype.startswith("float"):
+            return [Finding(Severity.WARNING, "constant", name, what, advice)]
+        advice = "Usual for a mask of full length or one kind of token; else check how it is read."
+        return [Finding(Severity.INFO, "constant", name, what, advice)]
     if not dtype.startswith("float"):
         return []
     findings = []
@@ -310,7 +313,9 @@ def check_scale(name: str, layer: FirstLayer, batches: list[np.ndarray]) -> list
     for array in batches:
         (result,) = run_reference(layer.mod, {name: array[:PROBE_SAMPLES] if is_cut else array})
         results.append(np.moveaxis(result, layer.axis, -1).reshape(-1, layer.bias.size))
-    spread = np.concatenate(results).astype("float64").std(axis=0)
+    with np.errstate(all="ignore"):
+        spread = np.concatenate(results).astype("float64").std(axis=0)
+    spread[~np.isfinite(spread)] = np.inf  # the layer overflowed
     ratio = float(np.median(np.abs(layer.bias) / np.maximum(spread, 1e-12)))
     low, high = (min(a.min() for a in batches), max(a.max() for a in batches))
     where = f"values from {low:.4g} to {high:.4g} make the first layer ({layer.name!r})"

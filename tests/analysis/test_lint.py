@@ -144,6 +144,28 @@ def test_lint__constant_input(digits):
     assert "duplicates" in checks(findings)
 
 
+def test_lint__constant_integers_are_worth_a_hint():
+    """A mask of full length, token types of one sentence: nothing that calibration reads."""
+
+    def body(emit: Chain, ids: relax.Expr) -> relax.Expr:
+        return emit("y", relax.op.take(emit.constant(4, 4), ids, 0))
+
+    mod = build_model(body, (2, 6), dtype="int32")
+    findings = lint(mod, None, [np.full((2, 6), 1, "int32")])
+    hint = findings[checks(findings).index("constant")]
+    assert hint.severity is Severity.INFO
+    assert "mask" in hint.advice
+
+
+def test_lint__values_that_make_the_first_layer_overflow(digits):
+    mod, params, images = digits
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = lint(mod, params, [images * np.float32(2e38)])
+    assert "scale" in checks(found)
+    assert "too large" in found[checks(found).index("scale")].what
+
+
 def test_lint__outliers(digits):
     mod, params, images = digits
     broken = images[:200].copy()

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relayquant.errors import ConfigError, DataError
-from relayquant.qtypes import QParams, ValueInfo
+from relayquant.qtypes import QParams, Role, ValueInfo
 from relayquant.settings import NamedSettings
 
 Float64Array = NDArray[np.float64]
@@ -180,10 +180,16 @@ def reduce_range(
     # NaN propagates through min and max, infinities are extremes: no pass over the data is needed.
     if not (np.isfinite(low).all() and np.isfinite(high).all()):
         nan, infinite = int(np.isnan(array).sum()), int(np.isinf(array).sum())
+        found = f"{nan} NaN and {infinite} infinite of {array.size} elements"
+        if info.role is Role.WEIGHT:
+            raise DataError(
+                f"The constant {info.name!r} of the model holds {found}: no data will help. Check "
+                "the file of the model, and how it was trained or converted (float16 overflow)."
+            )
         raise DataError(
-            f"Value {info.name!r} holds {nan} NaN and {infinite} infinite of {array.size} elements "
-            "during calibration. Check that the float model gives finite results on these samples, "
-            "and the preprocessing of the data set (scaling, division by zero, float16 overflow)."
+            f"Value {info.name!r} holds {found} during calibration. Check that the float model "
+            "gives finite results on these samples, and the preprocessing of the data set "
+            "(scaling, division by zero, float16 overflow)."
         )
     return low, high
 
