@@ -102,8 +102,8 @@ print(ranking)
 # %%
 # Mend it
 # -------
-# The quick way: the worst operator stays in float. On the command line, ``relayquant sensitivity
-# model.onnx --data x.npz --keep 1 -o patch.json``, then ``relayquant quantize --config patch.json``.
+# The quick way: the worst operator stays in float. On the command line: ``relayquant sensitivity
+# model.onnx --data x.npz --keep 1 -o patch.json``, then ``quantize`` with ``--config patch.json``.
 
 patch = ranking.to_mapping(keep=1)
 for rule in patch.rules:

@@ -13,6 +13,7 @@ import tvm
 from tvm.ir.instrument import pass_instrument
 
 from relayquant.dialect.cost import MACS_ATTR
+from relayquant.rewrite.graph import static_size
 from relayquant.runtime import CompileModule, Executor, as_tensor
 
 #: The pass behind which every call of a kernel has its final name and still its value's name.
@@ -192,4 +193,4 @@ def has_symbolic_batch(mod: tvm.IRModule) -> bool:
     """Whether the first dimension of the first input is known only at run time."""
     shape = getattr(mod["main"].params[0].ty, "shape", None)
     dims = getattr(shape, "values", None)
-    return bool(dims) and not isinstance(dims[0], int | tvm.tirx.IntImm)
+    return bool(dims) and static_size(dims[0]) is None

@@ -5,8 +5,9 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
-from tvm import tirx
 from tvm.ir import Call, Op
+
+from relayquant.rewrite.graph import static_size
 
 #: Attribute of a kernel: the multiply-adds of one call, symbolic dimensions counted as 1.
 MACS_ATTR = "relayquant.macs"
@@ -45,4 +46,4 @@ def static_dims(ty: Any) -> list[int]:
     dims = getattr(shape, "values", None)
     if dims is None:
         return [1]
-    return [int(dim) if isinstance(dim, int | tirx.IntImm) else 1 for dim in dims] or [1]
+    return [1 if (size := static_size(dim)) is None else size for dim in dims] or [1]

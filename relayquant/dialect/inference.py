@@ -19,6 +19,7 @@ from tvm.sym import Analyzer
 
 from relayquant.errors import QnnError
 from relayquant.qtypes import INTEGER_LIMITS, Arithmetic, Rounding
+from relayquant.rewrite.graph import static_size
 
 #: TVM's signature of FInferType.
 InferFunc = Callable[[Call, Any], Any]
@@ -154,7 +155,7 @@ def is_single(ty: Any) -> bool:
     shape = ty.shape
     if not isinstance(shape, relax.ShapeExpr):
         return ty.ndim == 0
-    return all(isinstance(size, tirx.IntImm) and int(size) == 1 for size in shape.values[:])
+    return all(static_size(size) == 1 for size in shape.values[:])
 
 
 def check_parameter(
@@ -412,7 +413,7 @@ def _broadcast_dims(
 
 def _show_dimension(size: Any) -> str:
     """A number, or the symbolic expression as it is printed."""
-    return str(int(size)) if isinstance(size, tirx.IntImm) else str(size)
+    return str(size if static_size(size) is None else static_size(size))
 
 
 def _show(shape: Sequence[Any]) -> str:

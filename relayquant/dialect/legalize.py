@@ -18,6 +18,7 @@ from relayquant.dialect import fixed_point
 from relayquant.dialect.inference import SIMULATED_DTYPES, get_constant, operator_name
 from relayquant.dialect.parameters import PrimExpr, Reader, compute_tensor
 from relayquant.qtypes import INTEGER_LIMITS, Arithmetic, Rounding
+from relayquant.rewrite.graph import static_size
 
 #: TVM's signature of FLegalize.
 LegalizeFunc = Callable[[BlockBuilder, Call], Any]
@@ -320,7 +321,7 @@ def _broadcast_index(
 
 
 def _is_one(size: Any) -> bool:
-    return isinstance(size, int | tirx.IntImm) and int(size) == 1
+    return static_size(size) == 1
 
 
 def _make_legalize_sum(sign: int) -> LegalizeFunc:

@@ -24,6 +24,7 @@ from relayquant.dialect.inference import (
 )
 from relayquant.dialect.parameters import PrimExpr, Reader, compute_tensor
 from relayquant.qtypes import Arithmetic, Rounding
+from relayquant.rewrite.graph import static_size
 
 
 def _hint(call: Call) -> str:
@@ -253,7 +254,7 @@ def legalize_mean(builder: BlockBuilder, call: Call) -> Any:
     rounding, arithmetic = Rounding(attrs.rounding), Arithmetic(attrs.compute_dtype)
     dtype, shape, rank = str(call.ty.dtype), list(call.ty.shape), int(data.ty.ndim)
     sizes = [data.ty.shape[axis] for axis in axes]
-    is_fixed = all(isinstance(size, tirx.IntImm) for size in sizes)
+    is_fixed = None not in map(static_size, sizes)
     scales = (in_scale, out_scale)
     count = math.prod(int(size) for size in sizes) if is_fixed else None
     read_multiplier = _add_mean_multiplier(reader, scales, arithmetic, count)

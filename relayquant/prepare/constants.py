@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import tvm
 from tvm import relax
 from tvm.ir import Call
 
 from relayquant.prepare.tensors import make_const
 from relayquant.rewrite.editor import Editor
-from relayquant.rewrite.graph import constant_value, tensor_dtype, tensor_shape
+from relayquant.rewrite.graph import constant_value, static_size, tensor_dtype, tensor_shape
 
 #: A result of more elements than this, and more than its operands hold, stays an operator.
 MAX_GROWTH = 2**20
@@ -132,4 +131,4 @@ def fold_shapes(editor: Editor, var: relax.Var) -> bool:
 def _static_sizes(shape: relax.Expr) -> list[int | None] | None:
     if not isinstance(shape, relax.ShapeExpr):
         return None
-    return [int(dim) if isinstance(dim, tvm.tirx.IntImm) else None for dim in shape.values]
+    return [static_size(dim) for dim in shape.values]

@@ -165,13 +165,18 @@ def tensor_shape(expr: relax.Expr) -> tuple[int | str, ...] | None:
     dims = getattr(ty.shape, "values", None)
     if dims is None:
         return None
+    return tuple(dim_name(dim) if (size := static_size(dim)) is None else size for dim in dims)
+
+
+def static_size(dim: Any) -> int | None:
+    """The integer that a dimension, or another integer expression, is; None if it is symbolic."""
+    return int(dim) if isinstance(dim, int | tvm.tirx.IntImm) else None
+
+
+def dim_name(dim: Any) -> str:
+    """A symbolic dimension as text."""
     # Printed, a dimension called "T" becomes "T_1": T is a name of the script language.
-    return tuple(
-        int(dim)
-        if isinstance(dim, int | tvm.tirx.IntImm)
-        else (dim.name if isinstance(dim, tvm.tirx.Var) else str(dim))
-        for dim in dims
-    )
+    return dim.name if isinstance(dim, tvm.tirx.Var) else str(dim)
 
 
 def tensor_dtype(expr: relax.Expr) -> str:
