@@ -67,7 +67,7 @@ from relayquant.ledger import InterfaceValue, Ledger, find_ledger, read_ledger
 from relayquant.lower import EagerModule, host_config, make_pipeline, resolve_target
 from relayquant.plan import Plan
 from relayquant.prepare import prepare_module
-from relayquant.prepare.cross_layer import read_exponents, scale_layers
+from relayquant.prepare.cross_layer import add_exponents, read_exponents, scale_layers
 from relayquant.prepare.equalize import equalize_inputs, find_products, measure_channels
 from relayquant.prepared import PreparedModel
 from relayquant.qtypes import INTEGER_LIMITS, QParams
@@ -525,9 +525,10 @@ def compare(
         DataError: the data does not fit the model.
     """
     read_ledger(quantized)
-    canonical, exponents = prepare_module(mod, params), read_exponents(quantized)
-    if read_exponents(canonical) != exponents:  # values are compared in the same units
-        canonical = scale_layers(canonical, exponents)
+    canonical = prepare_module(mod, params)
+    # Values are compared in the units that they have in the quantized module.
+    missing = add_exponents(read_exponents(quantized), read_exponents(canonical), sign=-1)
+    canonical = scale_layers(canonical, missing)
     data = open_dataset(dataset, describe_inputs(canonical))
     # The first batch is read: what is wrong with the data shows before anything is compiled.
     return compare_modules(canonical, quantized, data, bind_loader(data, compile_draft))

@@ -31,7 +31,9 @@ PathLike = str | os.PathLike[str]
 
 def save_qparams(parameters: Mapping[str, QParams], path: PathLike) -> Path:
     """Write parameters by value name as JSON, whole or not at all; `load_qparams` reads them back
-    exactly. `prepared.parameters` after `calibrate` is such a mapping.
+    exactly. `prepared.parameters` after `calibrate` is such a mapping. Where effort "best" scaled
+    layers against one another (`prepared.choices["equalized"]`), they belong to `prepared.mod`, and
+    not to the module that it was made from.
 
     Returns:
         The path.

@@ -11,7 +11,13 @@ from tvm import relax
 from tvm.relax import op
 
 import relayquant as rq
-from relayquant.prepare.cross_layer import choose_exponents, estimate_noise, read_exponents
+from relayquant.prepare.cross_layer import (
+    add_exponents,
+    choose_exponents,
+    estimate_noise,
+    read_exponents,
+    record_exponents,
+)
 
 RNG = np.random.default_rng(5)
 SPREAD = np.geomspace(0.004, 2, 8).astype("float32").reshape(8, 1, 1, 1)
@@ -96,6 +102,31 @@ def test_best__compare_takes_the_equalized_float_model_too() -> None:
     rq.calibrate(prepared, DATA)
     qmod = rq.lower(rq.convert_to_reference(prepared))
     assert rq.compare(prepared.mod, qmod, DATA).rows == measure(qmod).rows
+
+
+def test_best__parameters_of_the_equalized_module_fit_it() -> None:
+    prepared = rq.prepare(build_chain(), None, make_mapping(), dataset=DATA, effort="best")
+    rq.calibrate(prepared, DATA)
+    first = rq.lower(rq.convert_to_reference(prepared))
+    given = prepared.parameters
+    again = rq.quantize(
+        prepared.mod,
+        None,
+        DATA,
+        qconfig_mapping=make_mapping(),
+        parameters=given,
+        effort="best",
+        guard=rq.Guard.OFF,
+    )
+    assert read_exponents(again) == read_exponents(prepared.mod)
+    assert measure(again).rows[-1].sqnr == pytest.approx(measure(first).rows[-1].sqnr, abs=3)
+
+
+def test_record_exponents__adds_to_what_was_noted_before() -> None:
+    once = record_exponents(build_chain(), {"first": [1, 0], "last": [2]})
+    twice = record_exponents(once, {"first": [-3, 1], "last": [-2]})
+    assert read_exponents(twice) == {"first": [-2, 1]}
+    assert add_exponents({"first": [1, 2]}, {"first": [1, 0]}, sign=-1) == {"first": [0, 2]}
 
 
 @pytest.mark.parametrize("how", ["parameters", "observer"])

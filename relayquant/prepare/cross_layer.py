@@ -178,9 +178,18 @@ def estimate_noise(weight: np.ndarray) -> float:
 
 
 def record_exponents(mod: tvm.IRModule, exponents: Exponents) -> tvm.IRModule:
-    """The module with a note of how it was scaled, which later stages hand on."""
-    note = json.dumps({name: list(values) for name, values in exponents.items()})
+    """The module with a note of how it was scaled, now and before, which later stages hand on."""
+    note = json.dumps(add_exponents(read_exponents(mod), exponents))
     return rewrite_main(mod, lambda e, b: e.get(b.value), attrs={EQUALIZED_ATTR: note})
+
+
+def add_exponents(first: Exponents, second: Exponents, sign: int = 1) -> dict[str, list[int]]:
+    """first + sign * second by channel; layers whose channels all come to 0 are left out."""
+    total = {name: list(values) for name, values in first.items()}
+    for name, values in second.items():
+        before = total.get(name, [0] * len(values))
+        total[name] = [a + sign * b for a, b in zip(before, values, strict=True)]
+    return {name: values for name, values in total.items() if any(values)}
 
 
 def read_exponents(mod: tvm.IRModule) -> Exponents:
