@@ -120,9 +120,9 @@ def use_processes(folder: Path) -> bytes:
 # Files instead of an executor
 # ----------------------------
 # Where processes cannot talk to each other, each calibrates with its own data and writes a file.
-# With ``order=rq.Order.PARALLEL``, the default but for ``effort="best"``, all values are observed in
-# the float model, so that what two processes saw can be put together. (In topological order each
-# value is seen with everything before it already rounded, and only one process can decide.)
+# With ``order=rq.Order.PARALLEL``, the default but for ``effort="best"``, all values are observed
+# in the float model, so that what two processes saw can be put together. (In topological order
+# each value is seen with everything before it already rounded, and only one process can decide.)
 
 
 def merge_files(folder: Path) -> None:
