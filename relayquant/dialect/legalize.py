@@ -23,6 +23,9 @@ from relayquant.rewrite.graph import static_size
 #: TVM's signature of FLegalize.
 LegalizeFunc = Callable[[BlockBuilder, Call], Any]
 
+#: relax::OpPatternKind::kBroadcast
+_BROADCAST = 1
+
 
 def has_known_shape(call: Call) -> bool:
     """Whether all tensor operands have a (possibly symbolic) shape; no loop nest exists without."""
@@ -223,7 +226,11 @@ def legalize_simulated_dequantize(builder: BlockBuilder, call: Call) -> Any:
 
 
 def legalize_lookup(builder: BlockBuilder, call: Call) -> Any:
-    """table[bit pattern of data as uint8]."""
+    """table[bit pattern of data as uint8].
+
+    TVM takes any read at a computed position for opaque; this one is as good as elementwise for
+    FuseOps, the table being a constant.
+    """
 
     def te_lookup(data: te.Tensor, table: te.Tensor) -> te.Tensor:
         return compute_tensor(
@@ -232,7 +239,12 @@ def legalize_lookup(builder: BlockBuilder, call: Call) -> Any:
             name=_hint(call),
         )
 
-    return builder.call_te(te_lookup, *call.args, primfunc_name_hint=_hint(call))
+    return builder.call_te(
+        te_lookup,
+        *call.args,
+        primfunc_name_hint=_hint(call),
+        primfunc_attrs={"op_pattern": _BROADCAST},
+    )
 
 
 def legalize_leaky_relu(builder: BlockBuilder, call: Call) -> Any:

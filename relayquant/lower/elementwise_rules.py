@@ -4,6 +4,7 @@ joins, pools.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import replace
 from math import prod
 
@@ -16,6 +17,7 @@ from relayquant.lower.kernel_call import (
     KernelContext,
     KernelRule,
     build_for_batch,
+    element_count,
     is_activation,
     is_byte,
     is_default_arithmetic,
@@ -57,9 +59,27 @@ from relayquant.lower.kernels.pool import (
 )
 from relayquant.lower.linear_rules import clip_bounds, four, pair
 from relayquant.qtypes import INTEGER_LIMITS
-from relayquant.rewrite import Skip
-from relayquant.rewrite.graph import constant_value, tensor_dtype
+from relayquant.rewrite import Graph, Skip
+from relayquant.rewrite.graph import constant_value, free_vars, tensor_dtype, tensor_shape
 
+#: Values of a tensor up to which a call costs more than the work: 0.3 us, as much as 256 look-ups
+#: one by one, which is how fused functions do them.
+FEW_VALUES = 256
+#: Operators that FuseOps joins with each other, and with the slices between them.
+FUSED_OPERATORS = frozenset(
+    {
+        "relax.qnn.quantize",
+        "relax.qnn.dequantize",
+        "relax.qnn.requantize",
+        "relax.qnn.add",
+        "relax.qnn.subtract",
+        "relax.qnn.mul",
+        "relax.qnn.leaky_relu",
+        "relax.qnn.lookup",
+        "relax.clip",
+        "relax.strided_slice",
+    }
+)
 #: Channels up to which data are turned while they are quantized.
 IMAGE_CHANNELS = 4
 
@@ -68,6 +88,24 @@ def scalars(*exprs: relax.Expr) -> list[float] | None:
     """Values of constants with one element each; None if any is not."""
     values = [scalar(expr) for expr in exprs]
     return None if None in values else values  # pyright: ignore[reportReturnType]
+
+
+def is_fused(graph: Graph, var: relax.Var, taken: Set[relax.Var] = frozenset()) -> bool:
+    """Whether an operator is better fused with its neighbours by FuseOps than a kernel of its own:
+    a tensor of few values, read or written by another such operator that no kernel has `taken`.
+    """
+    if not has_few_values(graph, var):
+        return False
+    neighbours = {*free_vars(graph.values[var]), *graph.users[var]} - taken
+    return any(has_few_values(graph, neighbour) for neighbour in neighbours)
+
+
+def has_few_values(graph: Graph, var: relax.Var) -> bool:
+    """Whether `var` is computed by one of FUSED_OPERATORS, and has at most FEW_VALUES values."""
+    shape = tensor_shape(var) if graph.op_name(var) in FUSED_OPERATORS else None
+    if shape is None or any(isinstance(dim, str) for dim in shape):
+        return False
+    return element_count([int(dim) for dim in shape]) <= FEW_VALUES
 
 
 def absorb_clip(

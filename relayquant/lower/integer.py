@@ -16,7 +16,7 @@ from tvm import relax
 from tvm.target import Target
 
 from relayquant.dialect.cost import MACS_ATTR, count_macs
-from relayquant.lower.elementwise_rules import ELEMENTWISE_RULES
+from relayquant.lower.elementwise_rules import ELEMENTWISE_RULES, is_fused
 from relayquant.lower.kernel_call import KernelCall, KernelContext, KernelRule
 from relayquant.lower.kernels.isa import Isa
 from relayquant.lower.kernels.lookup import ByteShuffle
@@ -83,6 +83,9 @@ def find_calls(context: KernelContext, rules: Sequence[KernelRule]) -> dict[rela
     for binding in context.graph.bindings:
         var = binding.var
         if var in taken:
+            continue
+        if is_fused(context.graph, var, taken):
+            logger.debug("no kernel for %s: few values, fused with its neighbours", var.name)
             continue
         for rule in rules:
             outcome = rule(context, var)

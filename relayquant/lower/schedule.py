@@ -306,6 +306,19 @@ def list_nodes(expr: tirx.Expr) -> list[tirx.Expr]:
     return nodes
 
 
+def list_loads(expr: tirx.Expr) -> list[TensorLoad]:
+    """All loads of `expr`, those in the indices of others included."""
+    loads: list[TensorLoad] = []
+    tvm_ffi.structural_walk(expr, (TensorLoad, loads.append))
+    return loads
+
+
+def list_position_loads(expr: tirx.Expr) -> list[TensorLoad]:
+    """Loads of `expr` that say where another one reads, as the data of a look-up do."""
+    indices = [index for load in list_loads(expr) for index in load.indices]
+    return [load for index in indices for load in list_loads(index)]
+
+
 def call_name(call: Call) -> str:
     """Operator name without the dialect before it, which differs between TVM releases."""
     return str(getattr(call.op, "name", call.op)).rsplit(".", 1)[-1]
@@ -398,10 +411,18 @@ class FunctionScheduler:
             return False
         if is_copy(facts):
             return True
+        # Arithmetic runs in vectors only where no look-up stands between, and TVM takes very long
+        # for positions that are computed from values at computed positions.
+        if list_position_loads(facts.value):
+            return False
+        is_move = isinstance(facts.value, TensorLoad)
         expensive, size = is_expensive(facts.value), len(list_nodes(facts.value))
         for consumer in consumers:
             reader = self.facts(consumer)
             if not reader.simple:
+                return False
+            positions = list_position_loads(reader.value)
+            if not is_move and any(p.source.same_as(facts.write.buffer) for p in positions):
                 return False
             loads = sum(r.buffer.same_as(facts.write.buffer) for r in reader.reads)
             repeated = reader.volume() > facts.volume() or len(consumers) > 1 or loads > 1

@@ -213,6 +213,58 @@ def runs_here(target: str) -> bool:
     return all(llvm_cpu_has_features(f, resolve_target(None)) for f in isa.features)
 
 
+def cell(units: int):
+    """A recurrent cell: two gates of `units`, cut out of one product, and a residual."""
+
+    def body(builder, x):
+        gates = builder.emit(relax.op.matmul(x, constant(12, 2 * units)))
+        left = builder.emit(relax.op.strided_slice(gates, [1], [0], [units]))
+        right = builder.emit(relax.op.strided_slice(gates, [1], [units], [2 * units]))
+        y = builder.emit(relax.op.tanh(left))
+        y = builder.emit(relax.op.multiply(builder.emit(relax.op.sigmoid(right)), y))
+        y = builder.emit(relax.op.subtract(y, right))
+        return builder.emit(relax.op.matmul(y, constant(units, 3)))
+
+    return body
+
+
+@pytest.mark.parametrize(
+    ("units", "symbolic", "is_fused"),
+    [(32, False, True), (19, False, True), (400, False, False), (32, True, False)],
+)
+def test_lower_integer__fuses_operators_on_few_values(units, symbolic, is_fused):
+    qmod, x = quantize_random(build_model(cell(units), (1, 12), symbolic), (1, 12))
+    target = resolve_target(None)
+    graph = Graph(lower_integer(convert_layout(qmod), target))
+    left = {graph.op_name(binding.var) for binding in graph.bindings}
+    fused = {f"relax.qnn.{name}" for name in ("lookup", "mul", "subtract")}
+    assert left & fused == (fused if is_fused else set())
+    # Quantize, two products, and all between them.
+    functions = [f for f in rq.pipeline(target)(qmod).functions.values() if is_kernel(f)]
+    assert (len(functions) == 4) == is_fused
+    got = Executor(rq.compile(qmod)).run("main", [x])[0]
+    np.testing.assert_array_equal(got, rq.reference.run(qmod, [x])[0])
+
+
+def test_lower_integer__an_operator_between_products_is_a_kernel():
+    """However few its values are: the requantize before it is part of a product."""
+
+    def body(builder, x):
+        y = builder.emit(relax.op.sigmoid(builder.emit(relax.op.matmul(x, constant(12, 24)))))
+        return builder.emit(relax.op.matmul(y, constant(24, 3)))
+
+    qmod, _ = quantize_random(build_model(body, (1, 12), False), (1, 12))
+    graph = Graph(lower_integer(qmod, resolve_target(None)))
+    left = {graph.op_name(binding.var) for binding in graph.bindings}
+    assert not {name for name in left if name.startswith("relax.qnn.")}
+
+
+def is_kernel(func: object) -> bool:
+    """Whether a function of a lowered module is TIR that main calls to compute something."""
+    name = str(func.attrs["global_symbol"]) if isinstance(func, tvm.tirx.PrimFunc) else ""
+    return bool(name) and not name.startswith("shape_func")
+
+
 def test_call_kernels__fuses_bias_residual_and_clamp():
     qmod, _ = quantize_random(build_model(residual, NCHW, False), NCHW)
     graph = Graph(lower_integer(convert_layout(qmod), resolve_target("llvm -mcpu=cascadelake")))

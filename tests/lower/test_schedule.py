@@ -12,6 +12,7 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
+from relayquant.dialect import qnn
 from relayquant.lower import resolve_target
 from relayquant.lower.schedule import (
     FunctionScheduler,
@@ -183,6 +184,26 @@ def test_schedule_functions__a_reshape_that_tears_rows_apart_is_exact():
     mod = make_module(emit, ((24, 40), "int32"))
     got, expected = run_both(mod, random_ints((24, 40), "int32"))
     np.testing.assert_array_equal(got, expected)
+
+
+def test_schedule_functions__arithmetic_between_look_ups_is_vectors():
+    """A chain of look-ups is one function, of loops that do one thing each."""
+    table = rng.permutation(256).astype("uint8")
+
+    def emit(bb, x):
+        for _ in range(3):
+            x = bb.emit(qnn.lookup(bb.emit(qnn.add(x, x, 0.1, 9, 0.2, 3, 0.2, 128)), table))
+        return x
+
+    mod = make_module(emit, ((1, 32), "uint8"))
+    got, expected = run_both(mod, random_ints((1, 32), "uint8"))
+    np.testing.assert_array_equal(got, expected)
+    text = scheduled_text(mod)
+    assert text.count("R.call_tir") == 1
+    assert text.count("T.vectorized") == 3
+    look_ups = [line for line in text.splitlines() if "] = param_" in line]
+    assert len(look_ups) == 3
+    assert not any("nearbyint" in line for line in look_ups)
 
 
 def test_schedule_functions__unit_axes_between_parallel_ones():
