@@ -171,8 +171,9 @@ def test_quantize__keep_faster_measures_and_says_so(with_metric, monkeypatch):
         )
 
     monkeypatch.setattr(Stopwatch, "on_this_machine", staticmethod(on_this_machine))
-    options = {"metric": lambda a, b: -float(np.abs(a[0] - b[0]).max())} if with_metric else {}
-    qmod = rq.quantize(mod, None, data, effort="fast", keep_faster=True, max_drop=9.0, **options)
+    metric = {"metric": lambda a, b: -float(np.abs(a[0] - b[0]).max()), "max_drop": 9.0}
+    options = metric if with_metric else {}
+    qmod = rq.quantize(mod, None, data, effort="fast", keep_faster=True, **options)
     ledger = rq.ledger(qmod)
     assert ledger.speed.reverted == ("h", "y")
     assert (ledger.speed.before, ledger.speed.after) == (3.0, 1.0)

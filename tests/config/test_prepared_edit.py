@@ -117,7 +117,8 @@ def test_merge__two_halves_are_the_whole(observer):
 
 def test_merge__what_does_not_belong_together():
     parallel = rq.calibrate(prepare(rq.MinMax()), DATA[:1], order=rq.Order.PARALLEL, fit=NEAREST)
-    topological = rq.calibrate(prepare(rq.MinMax()), DATA[:1], fit=NEAREST)
+    order = rq.Order.TOPOLOGICAL
+    topological = rq.calibrate(prepare(rq.MinMax()), DATA[:1], order=order, fit=NEAREST)
     assert not topological.statistics
     with pytest.raises(rq.ConfigError, match=r"model 1 has no statistics.*Order.PARALLEL"):
         rq.merge_statistics(parallel, topological)
