@@ -26,11 +26,11 @@ from relayquant.analysis.sensitivity import (
     apply_metric,
     check_metric,
     find_rounding_operators,
-    hash_arrays,
     measure_sensitivity,
     name_metric,
 )
 from relayquant.annotate import annotate
+from relayquant.calibrate.checkpoint import digest_batch
 from relayquant.calibrate.datasets import open_dataset
 from relayquant.calibrate.inputs import describe_inputs
 from relayquant.calibrate.observers import MinMax
@@ -226,7 +226,7 @@ def fallback(
     float_score = score_float(metric, simulation)
     state.check_basis(
         {
-            "calibration data": hash_first_batch(dataset, prepared),
+            "calibration data": digest_first_batch(dataset, prepared),
             "validation data": simulation.data_digest,
             "scores of the float model": f"{float_score:.4g}",
         }
@@ -322,11 +322,11 @@ def fallback(
     )
 
 
-def hash_first_batch(dataset: Any, prepared: PreparedModel) -> str:
-    """A hash of what a data set begins with; "" if there is none."""
+def digest_first_batch(dataset: Any, prepared: PreparedModel) -> str:
+    """A digest of what a data set begins with; "" if there is none."""
     if dataset is None:
         return ""
-    return hash_arrays(next(iter(open_dataset(dataset, describe_inputs(prepared.mod)))).values())
+    return digest_batch(next(iter(open_dataset(dataset, describe_inputs(prepared.mod)))))
 
 
 def score_float(metric: Metric, simulation: Simulation) -> float:

@@ -7,12 +7,11 @@ and nothing else; and only what is computed from these is computed again.
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import itertools
 import math
 import reprlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +20,7 @@ import numpy as np
 from relayquant.analysis.sums import ErrorSums
 from relayquant.analysis.table import format_csv
 from relayquant.annotate.claim import read_nodes
+from relayquant.calibrate.checkpoint import digest_batch, digest_text
 from relayquant.calibrate.datasets import Dataset, count_samples
 from relayquant.config import QConfig, QConfigMapping, is_below
 from relayquant.effort import Effort, apply_effort
@@ -206,7 +206,7 @@ class Simulation:
                 [*first.values()],
                 share,
             )
-            #: hashes of the inputs of each batch
+            #: of the inputs of each batch
             self.digests: list[str] = []
             self.recordings = list(map_on_threads(self.replay.record, self.note_batches()))
         self.expected = [recording.results for recording in self.recordings]
@@ -216,15 +216,19 @@ class Simulation:
         for batch in self.data:
             yield [batch[name].copy() for name in self.prepared.graph.inputs]
 
+    def digest(self, arrays: Sequence[np.ndarray]) -> str:
+        """A digest of the inputs of one batch."""
+        return digest_batch(dict(zip(self.prepared.graph.inputs, arrays, strict=True)))
+
     @property
     def data_digest(self) -> str:
-        """A hash of all inputs."""
-        return hashlib.blake2b("".join(self.digests).encode(), digest_size=16).hexdigest()
+        """A digest of all inputs."""
+        return digest_text("".join(self.digests))
 
     def note_batches(self) -> Iterator[list[np.ndarray]]:
         """`read_batches`, which are to be the same ones when they are read again."""
         for batch in self.read_batches():
-            self.digests.append(hash_arrays(batch))
+            self.digests.append(self.digest(batch))
             yield batch
 
     def pair_batches(self) -> Iterator[tuple[Recording, list[np.ndarray]]]:
@@ -241,7 +245,7 @@ class Simulation:
                     "another number of them. It must yield the same ones each time it is read."
                 )
             recording, digest = pair
-            if hash_arrays(batch) != digest:
+            if self.digest(batch) != digest:
                 raise DataError(
                     f"Batch {i} of the data set is another one than it was when the data set was "
                     "read first. It must yield the same ones, in the same order, each time it is "
@@ -359,15 +363,6 @@ def apply_metric(
             f"The metric {name} returned {shown}; allowed: a number, higher is better. {contract}"
         )
     return score
-
-
-def hash_arrays(arrays: Iterable[np.ndarray]) -> str:
-    """A hash of what is in them, shapes and dtypes included."""
-    digest = hashlib.blake2b(digest_size=16)
-    for array in arrays:
-        digest.update(f"{array.dtype} {array.shape} ".encode())
-        digest.update(np.ascontiguousarray(array))
-    return digest.hexdigest()
 
 
 def join_batches(batches: Sequence[list[np.ndarray]]) -> list[np.ndarray]:
