@@ -31,6 +31,7 @@ import tvm
 from tvm import relax
 from tvm.ir import Call
 
+from relayquant.errors import ModelError
 from relayquant.rewrite import Emitter, Graph, rewrite_main
 from relayquant.rewrite.graph import constant_value, tensor_shape
 
@@ -193,11 +194,22 @@ def add_exponents(first: Exponents, second: Exponents, sign: int = 1) -> dict[st
 
 
 def read_exponents(mod: tvm.IRModule) -> Exponents:
-    """What `record_exponents` noted; empty if it did not."""
+    """What `record_exponents` noted; empty if it did not.
+
+    Raises:
+        ModelError: the note is damaged.
+    """
     attrs = mod["main"].attrs
     if attrs is None or EQUALIZED_ATTR not in attrs:
         return {}
-    return json.loads(str(attrs[EQUALIZED_ATTR]))
+    try:
+        found = json.loads(str(attrs[EQUALIZED_ATTR]))
+        return {str(name): [int(value) for value in values] for name, values in found.items()}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ModelError(
+            f"Attribute {EQUALIZED_ATTR} of main, which says how layers were scaled, is damaged: "
+            f"{error}. Quantize the float model again."
+        ) from error
 
 
 def find_clips(mod: tvm.IRModule) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import tvm
 from tvm import relax
 from tvm.relax import op
@@ -10,10 +11,13 @@ from tvm.relax import op
 import relayquant as rq
 from relayquant import reference
 from relayquant.prepare.cross_layer import (
+    EQUALIZED_ATTR,
     channel_ranges,
     choose_exponents,
     choose_scales,
     find_clips,
+    read_exponents,
+    record_exponents,
     scale_layers,
 )
 from relayquant.rewrite import Graph
@@ -119,3 +123,14 @@ def test_equalize_layers__a_clip_from_below_is_declined() -> None:
 def test_choose_scales__square_root_of_the_ratio_as_a_power_of_two() -> None:
     scales = choose_scales(np.array([16.0, 1.0, 0.0, 3.0, 5.0]), np.array([1.0, 64.0, 2.0, 1.0, 0]))
     np.testing.assert_array_equal(scales, np.float32([4, 0.125, 1, 1, 1]))
+
+
+def test_read_exponents__what_was_recorded_and_a_damaged_note() -> None:
+    mod = build_chain(op.nn.relu)
+    assert read_exponents(mod) == {}
+    mod = record_exponents(mod, {"first": [1, 0, -2, 0, 0, 0]})
+    assert read_exponents(mod) == {"first": [1, 0, -2, 0, 0, 0]}
+    for note in ("{", "[1]", '{"first": 3}', '{"first": ["x"]}'):
+        damaged = tvm.IRModule({"main": mod["main"].with_attr(EQUALIZED_ATTR, note)})
+        with pytest.raises(rq.ModelError, match=r"equalized of main.*is damaged"):
+            read_exponents(damaged)
