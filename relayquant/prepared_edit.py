@@ -19,7 +19,7 @@ from relayquant.annotate import annotate
 from relayquant.archive import Archive, read_archive, write_archive
 from relayquant.backends import resolve_backend
 from relayquant.calibrate.observers import Observer
-from relayquant.calibrate.runner import pick_weight_parameters
+from relayquant.calibrate.weights import pick_weight_parameters
 from relayquant.config import BackendConfig, DTypeConfig, QConfigMapping
 from relayquant.errors import ConfigError, DataError, RelayQuantError
 from relayquant.ledger import InterfaceValue

@@ -19,7 +19,7 @@ from tvm.relax.dpl import CallPattern, TuplePattern
 
 from relayquant.backends import GENERIC
 from relayquant.calibrate.observers import MinMax, Observer
-from relayquant.calibrate.runner import pick_weight_parameters
+from relayquant.calibrate.weights import pick_weight_parameters
 from relayquant.config import BackendConfig, QConfig, QConfigMapping, TensorConfig
 from relayquant.errors import ConfigError, RelayQuantError
 from relayquant.ops import QuantOp

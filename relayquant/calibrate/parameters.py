@@ -29,6 +29,17 @@ class ValueSamples(Protocol):
         ...
 
 
+@dataclass(frozen=True, eq=False)
+class StoredSamples:
+    """The arrays of a group's observed values, read from disk each time they are iterated over."""
+
+    info: ValueInfo
+    read: Callable[[], Iterator[np.ndarray]]
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return self.read()
+
+
 #: A calibration callback: picks the parameters of one value.
 CalibrationFunction: TypeAlias = Callable[[ValueInfo, ValueSamples], QParams]
 

@@ -8,9 +8,9 @@ runs twice on a batch in one phase: what later steps need waits on disk.
 from __future__ import annotations
 
 import concurrent.futures as futures
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +34,15 @@ from relayquant.calibrate.fit import (
     WeightRounding,
     fit_operator,
 )
-from relayquant.calibrate.fit_patches import LinearView, make_linear_view
 from relayquant.calibrate.fit_ranges import RelativeMSE
 from relayquant.calibrate.fit_statistics import InputStatistics
 from relayquant.calibrate.inputs import describe_inputs
 from relayquant.calibrate.observers import MinMax, Observer
-from relayquant.calibrate.parameters import CallableCalibration, resolve_calibration
+from relayquant.calibrate.parameters import (
+    CallableCalibration,
+    StoredSamples,
+    resolve_calibration,
+)
 from relayquant.calibrate.phases import (
     Order,
     Phase,
@@ -52,60 +55,12 @@ from relayquant.calibrate.result import CalibrationResult
 from relayquant.calibrate.segments import Segment, SegmentedGraph
 from relayquant.calibrate.shard import FitObservation, GroupObservation, ShardTask
 from relayquant.calibrate.store import cut_shards
+from relayquant.calibrate.weights import OperatorFit, find_fits, pick_weight_parameters
 from relayquant.events import CallbackList, ParametersEvent, ProgressEvent
-from relayquant.ops.find import match_operator, operand_constant
 from relayquant.plan import GroupPlan
 from relayquant.prepared import FitPoint, GroupStatistics, PreparedModel
-from relayquant.qtypes import QParams, ValueInfo, conform_scale
-from relayquant.rewrite import Graph
+from relayquant.qtypes import QParams, conform_scale
 from relayquant.runtime import LoadModule, count_threads, limit_blas
-
-
-@dataclass(frozen=True, eq=False)
-class StoredSamples:
-    """The arrays of a group's observed values, read from disk each time they are iterated over."""
-
-    info: ValueInfo
-    read: Callable[[], Iterator[np.ndarray]]
-
-    def __iter__(self) -> Iterator[np.ndarray]:
-        return self.read()
-
-
-@dataclass(frozen=True, eq=False)
-class OperatorFit:
-    """An operator to be fitted: where, as what matrices, and its constants in the float model."""
-
-    point: FitPoint
-    view: LinearView
-    weight: np.ndarray
-    bias: np.ndarray | None
-    group: GroupPlan
-
-    @property
-    def columns(self) -> int:
-        """Weights per output."""
-        return self.view.weight_to_rows(self.weight).shape[2]
-
-
-def find_fits(prepared: PreparedModel) -> dict[str, OperatorFit]:
-    """Operators whose weights can be fitted, by name, in topological order."""
-    graph = Graph(prepared.mod)
-    constants = prepared.graph.constants
-    found = {}
-    for point in prepared.graph.fits:
-        operator = prepared.plan.operator(point.operator)
-        view = make_linear_view(match_operator(graph, prepared.backend, operator))
-        if view is not None:
-            bias = constants.get(f"{operator.name}:bias")
-            found[operator.name] = OperatorFit(
-                point,
-                view,
-                constants[f"{operator.name}:weight"].value,
-                bias.value if bias is not None else None,
-                prepared.plan.group(dict(operator.operands)["weight"]),
-            )
-    return found
 
 
 def pick_parameters(
@@ -177,8 +132,8 @@ def pick_parameters(
             prepared, phases, shards, parameters, override, callbacks, fits, fit, min_scales or {}
         )
         run.load(data)
-        for phase in phases:
-            run.phase(phase)
+        for phase, chosen in zip(phases, run.chosen, strict=True):
+            run.phase(phase, chosen)
     return CalibrationResult(parameters, run.constants, run.statistics)
 
 
@@ -196,23 +151,6 @@ def find_starts(offsets: Mapping[str, Sequence[int]], count: int) -> dict[str, t
     """`ValueStore.starts`, from where each of `count` batches of each input begins."""
     shards = cut_shards(count)
     return {name: tuple(at[shard.start] for shard in shards) for name, at in offsets.items()}
-
-
-def pick_weight_parameters(prepared: PreparedModel) -> dict[str, QParams]:
-    """Parameters of constant operands, from the constants themselves."""
-    graph = Graph(prepared.mod)
-    parameters = {}
-    for group in prepared.plan.weights:
-        name, operand = group.constant or ("", "")
-        match = match_operator(graph, prepared.backend, prepared.plan.operator(name))
-        array = operand_constant(match, operand)
-        picker = resolve_calibration(group.calibration)
-        if isinstance(picker, CallableCalibration):
-            samples = StoredSamples(group.info, lambda array=array: iter([array]))
-            parameters[group.key] = picker.qparams(samples)
-        else:
-            parameters[group.key] = picker.observe(group.info, [array])
-    return parameters
 
 
 def raise_scale(
@@ -318,10 +256,9 @@ class _Run:
             count = count_part(self.prepared.graph, stops, inputs, symbols, values)
         return choose_batches(self.data.batches, count)
 
-    def phase(self, phase: Phase) -> None:
-        """Run all steps of a phase."""
-        index = self.phases.index(phase)
-        self.keep_batches(self.chosen[index])
+    def phase(self, phase: Phase, chosen: Sequence[int]) -> None:
+        """Run all steps of a phase on the batches `chosen`."""
+        self.keep_batches(chosen)
         known = () if phase.is_float else (self.parameters, self.constants)
         self.variables = self.prepared.graph.arguments(*known)
         self.fixed = self.compute_constants(phase.split)

@@ -35,7 +35,7 @@ ARGUMENTS_FORMAT = "relayquant.arguments.1"
 #: rows are looked at. The former are still in the second level cache.
 MOST_SEEN_BYTES, MOST_SAMPLED_BYTES = 1 << 20, 1 << 24
 #: Bytes that wait to be observed, of all groups together.
-MOST_WAITING_BYTES = 1 << 24
+MOST_WAITING_BYTES = 1 << 25
 
 
 @dataclass(frozen=True)

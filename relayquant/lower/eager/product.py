@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -242,12 +242,12 @@ class Matmul:
 
 @dataclass(frozen=True, eq=False)
 class ProductCall:
-    """How data of one shape meets the kernel: its specification, the shape of the result, and the
-    shapes as which the kernel sees data and result.
+    """How data of one shape meets the kernel: its specification, the kernel, the shape of the
+    result, and the shapes as which the kernel sees data and result.
     """
 
     spec: FloatConv2d | FloatDense
-    key: KernelKey
+    kernel: Callable[..., None]
     out_shape: tuple[int, ...]
     data_view: tuple[int, ...]
     out_view: tuple[int, ...]
@@ -306,7 +306,7 @@ class Product:
             if self.residual is not None:
                 residual = self.layout.to_kernel(self.residual.read(frame))
                 tensors.append(view_tensor(residual.reshape(call.out_view)))
-            self.kernels.get(call.key)(*tensors, view_tensor(y.reshape(call.out_view)))
+            call.kernel(*tensors, view_tensor(y.reshape(call.out_view)))
         frame.values[self.result] = self.layout.from_kernel(y)
 
     def plan_call(self, sizes: tuple[int, ...]) -> ProductCall:
@@ -319,7 +319,8 @@ class Product:
             views = [(math.prod(sizes[:-1]), spec.inner), (math.prod(out[:-1]), spec.outputs)]
         elif len(sizes) == 3:
             views = [(view[0], 1, *view[1:]) for view in views]
-        return ProductCall(spec, self.key(spec), out, *views)
+        # Looked up once: to find a specification in a table takes as long as a small kernel.
+        return ProductCall(spec, self.kernels.get(self.key(spec)), out, *views)
 
     def find_bias(self, bias: np.ndarray) -> Any:
         """The bias as a tensor; made once for the same array."""
