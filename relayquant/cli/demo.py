@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 import relayquant as rq
+from relayquant.cli.arguments import add_backend
 from relayquant.cli.files import bind_weights
 from relayquant.cli.measure import count_constant_bytes, time_interleaved
 from relayquant.demo import load_digits
@@ -18,7 +19,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "demo", help="quantize and measure the built-in example", description=__doc__
     )
-    parser.add_argument("--backend", default="x86", help="whose kernels will run it (default: x86)")
+    add_backend(parser)
     parser.add_argument(
         "--batch", type=int, default=64, help="digits in one timed run (default: 64)"
     )

@@ -6,10 +6,10 @@ Exit code 1 where something does, other than a mere hint.
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 import relayquant as rq
+from relayquant.cli.arguments import add_data, add_model
 from relayquant.cli.files import load_model
 from relayquant.report import findings_table, make_console
 
@@ -21,8 +21,8 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "lint", help="look for mistakes in calibration data", description=__doc__
     )
-    parser.add_argument("model", type=Path, help="the float model")
-    parser.add_argument("--data", type=Path, required=True, metavar="FILE.npz", help="inputs")
+    add_model(parser)
+    add_data(parser)
     parser.add_argument(
         "--growth",
         action="store_true",

@@ -9,6 +9,7 @@ from typing import Any
 import tvm
 
 import relayquant as rq
+from relayquant.cli.arguments import add_backend, add_data, add_effort, add_model
 from relayquant.cli.files import MODULE_SUFFIX, load_mapping, load_model, write_whole
 from relayquant.errors import ConfigError, DataError
 from relayquant.report import ProgressReport, ledger_table, list_findings, make_console
@@ -16,15 +17,9 @@ from relayquant.report import ProgressReport, ledger_table, list_findings, make_
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("quantize", help="quantize a model file", description=__doc__)
-    parser.add_argument("model", type=Path, help="float model: .onnx, .tflite, or a module's .json")
-    parser.add_argument(
-        "--data",
-        type=Path,
-        required=True,
-        metavar="FILE.npz",
-        help="representative inputs: one array for each input of the model, samples first",
-    )
-    parser.add_argument("--backend", default="x86", help="whose kernels will run it (default: x86)")
+    add_model(parser)
+    add_data(parser)
+    add_backend(parser)
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE.json", help="default: MODEL with .int8.json"
     )
@@ -37,12 +32,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--strict", action="store_true", help="an operator left in float is an error"
     )
-    parser.add_argument(
-        "--effort",
-        choices=[level.value for level in rq.Effort],
-        default=rq.Effort.BALANCED.value,
-        help="work that goes into accuracy (default: balanced)",
-    )
+    add_effort(parser)
     parser.add_argument(
         "--guard",
         choices=[action.value for action in rq.Guard],

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import relayquant as rq
+from relayquant.cli.arguments import add_backend, add_data, add_effort, add_model
 from relayquant.cli.files import load_model, write_whole
 from relayquant.errors import ConfigError
 from relayquant.report import ProgressReport, make_console, sensitivity_table
@@ -20,21 +21,10 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "sensitivity", help="rank operators by the accuracy they cost", description=__doc__
     )
-    parser.add_argument("model", type=Path, help="the float model")
-    parser.add_argument(
-        "--data",
-        type=Path,
-        required=True,
-        metavar="FILE.npz",
-        help="inputs, to calibrate and to measure on",
-    )
-    parser.add_argument("--backend", default="x86", help="whose kernels will run it (default: x86)")
-    parser.add_argument(
-        "--effort",
-        choices=[level.value for level in rq.Effort],
-        default=rq.Effort.BALANCED.value,
-        help="work that goes into accuracy (default: balanced)",
-    )
+    add_model(parser)
+    add_data(parser)
+    add_backend(parser)
+    add_effort(parser)
     parser.add_argument(
         "--samples", type=int, default=64, metavar="N", help="samples to measure on (default: 64)"
     )
