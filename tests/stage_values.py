@@ -22,10 +22,21 @@ class Stages:
     integer: tvm.IRModule
 
 
-def run_stages(mod: tvm.IRModule, dataset: Any, params: Any = None, **options: Any) -> Stages:
-    """prepare, calibrate, convert and lower; `options` as for prepare."""
+def run_stages(
+    mod: tvm.IRModule,
+    dataset: Any,
+    params: Any = None,
+    *,
+    order: rq.Order | None = None,
+    **options: Any,
+) -> Stages:
+    """prepare, calibrate in `order`, convert and lower; `options` as for prepare.
+
+    The simulation does not round biases: at a tie it is a step apart from the integers, and what
+    follows carries that on. Whether there is one depends on the ranges, and so on the order.
+    """
     prepared = rq.prepare(mod, params, **options)
-    rq.calibrate(prepared, dataset)
+    rq.calibrate(prepared, dataset, order=order)
     reference = rq.convert_to_reference(prepared)
     return Stages(prepared, reference, rq.lower(reference, prepared.backend))
 

@@ -224,8 +224,9 @@ def test_backend__whole_model(case):
     backend, qconfig = CASES[case]
     mod = residual_model()
     data = draw_batches(mod, 6)
-    mapping = rq.QConfigMapping().set_global(qconfig)
-    stages = run_stages(mod, data, qconfig_mapping=mapping, backend_config=backend, strict=True)
+    options = {"qconfig_mapping": rq.QConfigMapping().set_global(qconfig), "strict": True}
+    order = rq.Order.TOPOLOGICAL
+    stages = run_stages(mod, data, order=order, backend_config=backend, **options)
     ledger = rq.ledger(stages.integer)
     assert not ledger.floating
     for group in stages.prepared.plan.groups:
@@ -242,8 +243,7 @@ def test_backend__whole_model(case):
         for found in (simulated, reference, integer):
             assert low <= found.min()
             assert found.max() <= high
-        # Not the mean: relu6 behind a sum of coarse weights makes many steps of one at a tie.
-        assert (np.abs(simulated - integer) > 1).mean() <= 0.25, name
+        assert np.abs(simulated - integer).mean() < 0.5, name
         assert np.abs(reference - integer).mean() < 0.5, name
         compared += 1
     assert compared >= 6
