@@ -7,6 +7,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tvm
+from float_models import Chain, build_model
 from tvm import relax
 from tvm.relax import op
 
@@ -31,24 +32,15 @@ PER_TENSOR = rq.QSpec("int8", rq.Scheme.SYMMETRIC, rq.Granularity.PER_TENSOR, qu
 def build_chain(*weights: np.ndarray) -> tvm.IRModule:
     """conv -> relu6 -> depthwise -> relu6 -> 1x1 conv, ranges of channels far apart."""
     first, depthwise, last = (relax.const(w) for w in (weights or (W1, W2, W3)))
-    x = relax.Var("x", relax.TensorType((1, 3, 8, 8), "float32"))
-    builder = relax.BlockBuilder()
 
-    def emit(expr: relax.Expr, name: str) -> relax.Var:
-        value = builder.normalize(expr)
-        var = relax.DataflowVar(name, value.ty)
-        builder.emit_normalized(relax.VarBinding(var, value))
-        return var
+    def body(emit: Chain, x: relax.Expr) -> relax.Expr:
+        y = emit("first", op.nn.conv2d(x, first, padding=1))
+        y = emit("first_clip", op.clip(y, 0, 6))
+        y = emit("depthwise", op.nn.conv2d(y, depthwise, groups=8))
+        y = emit("depthwise_clip", op.clip(y, 0, 6))
+        return emit.builder.normalize(op.nn.conv2d(y, last))
 
-    with builder.function("main", [x]):
-        with builder.dataflow():
-            y = emit(op.nn.conv2d(x, first, padding=1), "first")
-            y = emit(op.clip(y, 0, 6), "first_clip")
-            y = emit(op.nn.conv2d(y, depthwise, groups=8), "depthwise")
-            y = emit(op.clip(y, 0, 6), "depthwise_clip")
-            out = builder.emit_output(builder.normalize(op.nn.conv2d(y, last)))
-        builder.emit_func_output(out)
-    return builder.finalize()
+    return build_model(body, (1, 3, 8, 8))
 
 
 def make_mapping(activation: rq.TensorConfig | None = None) -> rq.QConfigMapping:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tvm
+from float_models import Chain, build_model
 from tvm import relax
 from tvm.relax import op
 
@@ -34,25 +35,16 @@ X = RNG.standard_normal((2, 3, 8, 8)).astype("float32")
 
 def build_chain(last, last_weight: np.ndarray = W3) -> tvm.IRModule:
     """conv + bias -> relu -> depthwise -> `last` -> 1x1 conv."""
-    x = relax.Var("x", relax.TensorType(X.shape, "float32"))
-    builder = relax.BlockBuilder()
 
-    def emit(expr: relax.Expr, name: str) -> relax.Var:
-        value = builder.normalize(expr)
-        var = relax.DataflowVar(name, value.ty)
-        builder.emit_normalized(relax.VarBinding(var, value))
-        return var
+    def body(emit: Chain, x: relax.Expr) -> relax.Expr:
+        y = emit("first", op.nn.conv2d(x, relax.const(W1), padding=1))
+        y = emit("biased", op.add(y, relax.const(BIAS)))
+        y = emit("relu", op.nn.relu(y))
+        y = emit("depthwise", op.nn.conv2d(y, relax.const(W2), groups=6))
+        y = emit("last", last(y))
+        return emit.builder.normalize(op.nn.conv2d(y, relax.const(last_weight)))
 
-    with builder.function("main", [x]):
-        with builder.dataflow():
-            y = emit(op.nn.conv2d(x, relax.const(W1), padding=1), "first")
-            y = emit(op.add(y, relax.const(BIAS)), "biased")
-            y = emit(op.nn.relu(y), "relu")
-            y = emit(op.nn.conv2d(y, relax.const(W2), groups=6), "depthwise")
-            y = emit(last(y), "last")
-            out = builder.emit_output(builder.normalize(op.nn.conv2d(y, relax.const(last_weight))))
-        builder.emit_func_output(out)
-    return builder.finalize()
+    return build_model(body, X.shape)
 
 
 def weights_of(mod: tvm.IRModule) -> list[np.ndarray]:
