@@ -279,9 +279,10 @@ def draw_rows(arrays: Sequence[NDArray[Any]], most: float, limit: int, total: in
     for array, count in zip(arrays, counts, strict=True):
         seed = zlib.crc32(take_rows(array, spread_rows(count, seen)).astype("float32"), seed)
     drawn = np.random.default_rng(seed).random(sum(counts))
-    # So many are nearly always enough.
-    keep = np.flatnonzero(drawn < min(most, (limit + 4 * math.sqrt(limit)) / total))
-    if len(keep) < min(limit, len(drawn)):
+    # So many are nearly always enough; below `most` there are no more.
+    bound = (limit + 4 * math.sqrt(limit)) / total
+    keep = np.flatnonzero(drawn < min(most, bound))
+    if bound < most and len(keep) < min(limit, len(drawn)):
         keep = np.sort(np.argpartition(drawn, min(limit, len(drawn)) - 1)[:limit])
         keep = keep[drawn[keep] < most]
     starts = np.cumsum([0, *counts])

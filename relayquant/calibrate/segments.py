@@ -19,7 +19,7 @@ from tvm.ir import Call
 from relayquant.plan import GroupPlan
 from relayquant.prepared import CalibrationGraph, FitPoint
 from relayquant.rewrite import Graph
-from relayquant.rewrite.graph import free_vars, tensor_shape
+from relayquant.rewrite.graph import free_vars, static_size, tensor_shape
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ def has_symbols(expr: relax.Expr) -> bool:
 def reads_symbols(value: relax.Expr) -> bool:
     """Whether an operator is told of a symbolic dimension: R.full(R.shape([n, 3]), 0)."""
     shapes = [arg for arg in getattr(value, "args", ()) if isinstance(arg, relax.ShapeExpr)]
-    return any(not isinstance(dim, tvm.tirx.IntImm) for shape in shapes for dim in shape.values)
+    return any(static_size(dim) is None for shape in shapes for dim in shape.values)
 
 
 def collect_ancestors(

@@ -90,7 +90,7 @@ def scalars(*exprs: relax.Expr) -> list[float] | None:
     return None if None in values else values  # pyright: ignore[reportReturnType]
 
 
-def is_fused(graph: Graph, var: relax.Var, taken: Set[relax.Var] = frozenset()) -> bool:
+def is_fused(graph: Graph, var: relax.Var, taken: Set[relax.Var]) -> bool:
     """Whether an operator is better fused with its neighbours by FuseOps than a kernel of its own:
     a tensor of few values, read or written by another such operator that no kernel has `taken`.
     """
