@@ -29,7 +29,7 @@ from relayquant.analysis import (
     verify_module,
 )
 from relayquant.analysis.load import bind_loader
-from relayquant.annotate import annotate
+from relayquant.annotate import annotate, review_plan
 from relayquant.backends import resolve_backend
 from relayquant.calibrate.datasets import open_dataset
 from relayquant.calibrate.fit import FitSettings
@@ -65,7 +65,6 @@ from relayquant.finish import (
 )
 from relayquant.ledger import InterfaceValue, Ledger, find_ledger, read_ledger
 from relayquant.lower import EagerModule, host_config, make_pipeline, resolve_target
-from relayquant.plan import Plan
 from relayquant.prepare import prepare_module
 from relayquant.prepare.cross_layer import add_exponents, read_exponents, scale_layers
 from relayquant.prepare.equalize import equalize_inputs, find_products, measure_channels
@@ -151,13 +150,53 @@ def prepare(
 
     Raises:
         ModelError: the model is not one this package can work with.
-        ConfigError: the mapping selects nothing, or with `strict` asks for what the backend cannot
-            do.
+        ConfigError: a line of the mapping selects nothing; or with `strict`: the mapping asks for
+            what the backend cannot do, has a line that decides nothing, or quantizes nothing. These
+            are warnings else.
+    """
+    prepared = prepare_quietly(
+        mod,
+        params,
+        qconfig_mapping,
+        backend_config,
+        dataset=dataset,
+        effort=effort,
+        input_dtypes=input_dtypes,
+        output_dtypes=output_dtypes,
+        parameters=parameters,
+        callbacks=callbacks,
+    )
+    review_plan(
+        prepared.mod,
+        prepared.plan,
+        prepared.mapping or QConfigMapping(),
+        prepared.backend,
+        strict=strict,
+        is_partial=has_quantized_values(prepared.mod),
+    )
+    return prepared
+
+
+def prepare_quietly(
+    mod: tvm.IRModule,
+    params: Mapping[str, Any] | None = None,
+    qconfig_mapping: QConfigMapping | None = None,
+    backend_config: BackendConfig | str = "x86",
+    *,
+    dataset: Any = None,
+    effort: Effort | str = Effort.BALANCED,
+    input_dtypes: Mapping[str, str] | None = None,
+    output_dtypes: Mapping[str, str] | None = None,
+    parameters: Mapping[str, QParams] | None = None,
+    callbacks: Iterable[Callback] | Callback = (),
+) -> PreparedModel:
+    """`prepare` without a word on what the mapping asks for in vain: for mappings that are not the
+    user's own.
     """
     events = CallbackList.of(callbacks)
     backend = resolve_backend(backend_config)
     level = resolve_effort(effort)
-    mapping = qconfig_mapping or default_mapping(backend, level)
+    mapping = default_mapping(backend, level) if qconfig_mapping is None else qconfig_mapping
     canonical = run_stage(events, "prepare", lambda: prepare_module(mod, params))
     is_quantized = has_quantized_values(canonical)
     if is_quantized:
@@ -175,7 +214,6 @@ def prepare(
     plan = run_stage(events, "annotate", lambda: annotate(canonical, backend, mapping, wanted))
     known = find_known(canonical) if is_quantized else {}
     plan = fix_parameters(canonical, plan, known, parameters)
-    report_unserved(plan, strict=strict)
     if EFFORTS[level].equalizes_layers and dataset is not None:
         canonical = run_stage(
             events, "equalize layers", lambda: equalize_planned(canonical, plan, dataset)
@@ -234,37 +272,12 @@ def equalize(canonical: tvm.IRModule, dataset: Any, kept: Collection[str] = ()) 
 
 
 def default_mapping(backend: BackendConfig, effort: Effort) -> QConfigMapping:
-    """Every operator as the backend says, observed as the level of effort says."""
-    qconfig = backend.default_qconfig
-    return QConfigMapping().set_global(apply_effort(qconfig, effort) if qconfig else None)
-
-
-def report_unserved(plan: Plan, *, strict: bool) -> None:
-    """One error (strict) or warning for all operators whose QConfig the backend cannot serve.
-
-    A warning names what was asked for in vain: dtypes the backend does not run, and operators that
-    a line of the mapping selects by type or name. In strict mode any operator that has a QConfig
-    must be quantized; the remedy is None in the mapping for those that are meant to stay in float.
-
-    Raises:
-        ConfigError: strict, and there is such an operator; lists them all.
+    """Every operator as the backend says, observed as the level of effort says; without lines if
+    the backend says nothing.
     """
-    rows = [op for op in plan.operators if (op.is_left_in_float if strict else op.is_unserved)]
-    if not rows:
-        return
-    lines = [
-        f"{op.name} ({op.op.removeprefix('relax.')}, {op.support.value}): {op.reason}"
-        + (f"; {op.advice}" if op.advice else "")
-        for op in rows
-    ]
-    if strict:
-        raise ConfigError(
-            f"{len(rows)} operators cannot be quantized as the QConfigMapping says:\n  "
-            + "\n  ".join(lines)
-            + "\nSet None for those that are meant to stay in float, or pass strict=False."
-        )
-    text = f"{len(rows)} operators stay in float although the QConfigMapping says otherwise:\n  "
-    warnings.warn(text + "\n  ".join(lines), stacklevel=3)
+    qconfig = backend.default_qconfig
+    mapping = QConfigMapping()
+    return mapping if qconfig is None else mapping.set_global(apply_effort(qconfig, effort))
 
 
 def calibrate(

@@ -46,6 +46,7 @@ from relayquant.pipeline import (
     default_mapping,
     lower,
     prepare,
+    prepare_quietly,
 )
 from relayquant.plan import OperatorPlan
 from relayquant.prepared import PreparedModel
@@ -211,16 +212,13 @@ def fallback(
     events = CallbackList.of(callbacks)
     level = resolve_effort(effort)
 
-    def prepare_with(mapping: QConfigMapping | None) -> PreparedModel:
-        return prepare(mod, params, mapping, backend, dataset=dataset, effort=level)
-
-    prepared = prepare_with(qconfig_mapping)
+    prepared = prepare(mod, params, qconfig_mapping, backend, dataset=dataset, effort=level)
     state = open_state(search_state, prepared, max_drop, calibration)
     data = open_dataset(
         dataset if validation is None else validation, describe_inputs(prepared.mod)
     )
     next(iter(data))  # what is wrong with the data shows before anything takes time
-    base = qconfig_mapping or default_mapping(prepared.backend, level)
+    base = prepared.mapping or default_mapping(prepared.backend, level)
     calibrate(prepared, dataset, calibration=calibration, callbacks=events)
     simulation = Simulation(prepared, data, metric)
     float_score = score_float(metric, simulation)
@@ -242,7 +240,8 @@ def fallback(
     def build(names: Sequence[str], dtype: str) -> tuple[PreparedModel, tvm.IRModule]:
         changed = prepared
         if names:
-            changed = prepare_with(find_mapping(names, dtype))
+            found = find_mapping(names, dtype)
+            changed = prepare_quietly(mod, params, found, backend, dataset=dataset, effort=level)
             calibrate(changed, dataset, calibration=calibration, callbacks=events)
         return changed, lower(convert_to_reference(changed), changed.backend)
 

@@ -19,17 +19,22 @@ import numpy as np
 
 from relayquant.analysis.sums import ErrorSums
 from relayquant.analysis.table import format_csv
-from relayquant.annotate.claim import read_nodes
+from relayquant.annotate.claim import find_sites
 from relayquant.calibrate.checkpoint import digest_batch, digest_text
 from relayquant.calibrate.datasets import Dataset, count_samples
-from relayquant.config import QConfig, QConfigMapping, is_below
+from relayquant.config import (
+    MappingRule,
+    QConfig,
+    QConfigMapping,
+    Selector,
+    count_parts,
+)
 from relayquant.effort import Effort, apply_effort
 from relayquant.errors import ConfigError, DataError
 from relayquant.events import CallbackList, ProgressEvent
 from relayquant.lower import EagerModule, Recording, Replay
 from relayquant.plan import OperatorPlan
 from relayquant.prepared import PreparedModel
-from relayquant.rewrite import Graph
 from relayquant.runtime import limit_blas, map_on_threads
 
 #: bytes of values of the float model that are kept from one measurement to the next
@@ -392,29 +397,19 @@ def add_float_lines(
 ) -> QConfigMapping:
     """`mapping` with lines that keep exactly these operators in float, or give them `qconfig`.
 
-    A line by name also speaks of what is below it ("block" of "block.conv"): where that would be
-    another operator, the line counts operators of the type below the name instead.
+    A line by name also speaks of what is below it ("block" of "block.conv"), and a longer name wins
+    over it: where that would matter, the line counts operators of the type below the operator's
+    longest name instead. Lines that decide nothing any more are left out.
     """
-    graph = Graph(prepared.mod)
-    sources = read_nodes(graph)
+    sites = find_sites(prepared.mod, prepared.plan)
     for name in names:
-        operator = prepared.plan.operator(name)
-        others = (
-            other_name
-            for other in prepared.plan.operators
-            if other is not operator
-            for other_name in (*other.values, *other.sources)
-        )
-        if not any(is_below(other, name) for other in others):
-            mapping = mapping.set_module_name(name, qconfig)
-            continue
-        index = 0
-        for binding in graph.bindings:
-            if graph.op_name(binding.var) != operator.op:
-                continue
-            value = binding.var.name
-            if value in operator.values:
-                break
-            index += is_below(value, name) or is_below(sources.get(value, value), name)
-        mapping = mapping.set_module_name_object_type_order(name, operator.op, index, qconfig)
-    return mapping
+        site = sites[name]
+        line = MappingRule(Selector.MODULE_NAME, name, qconfig)
+        added = mapping.set_module_name(name, qconfig)
+        is_alone = not any(line.selects(other) for other in sites.values() if other is not site)
+        if not is_alone or added.find_rule(site) != line:
+            longest = max(site.names, key=count_parts)
+            index = site.find_order(longest) or 0
+            added = mapping.set_module_name_object_type_order(longest, site.op, index, qconfig)
+        mapping = added
+    return mapping.without(mapping.find_idle(sites.values()))

@@ -15,7 +15,7 @@ from dataclasses import replace
 import tvm
 from tvm import relax
 
-from relayquant.annotate.claim import Claim, Sites, claim_operators, read_nodes
+from relayquant.annotate.claim import Claim, Sites, claim_operators
 from relayquant.annotate.group import build_groups
 from relayquant.config import (
     BackendConfig,
@@ -85,7 +85,7 @@ def annotate(
 
 def check_mapping(graph: Graph, claims: Sequence[Claim], mapping: QConfigMapping) -> None:
     """Raise ConfigError for lines that select no operator: names are misspelt or folded away."""
-    sites = Sites(graph, read_nodes(graph), mapping)
+    sites = Sites(graph)
     for rule in mapping.rules:
         if rule.kind is Selector.GLOBAL:
             continue

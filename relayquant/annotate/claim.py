@@ -4,9 +4,11 @@ refusal.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
+import tvm
 from tvm import relax
 
 from relayquant.config import (
@@ -22,7 +24,7 @@ from relayquant.config import (
     Selector,
 )
 from relayquant.ops import Kind, Operand, Output, QuantOp
-from relayquant.plan import Support
+from relayquant.plan import Plan, Support
 from relayquant.qtypes import QSpec, Role
 from relayquant.rewrite import Graph, Match, Skip
 from relayquant.rewrite.graph import call_name, tensor_dtype
@@ -130,8 +132,7 @@ def claim_operators(
     Goes from the outputs to the inputs, so that the longest pattern ends at the last of its
     operators.
     """
-    sources = read_nodes(graph)
-    sites = Sites(graph, sources, mapping)
+    sites = Sites(graph)
     claimed: set[relax.Var] = set()
     claims = []
     for binding in reversed(graph.bindings):
@@ -164,19 +165,19 @@ def choose_float(claim: Claim, backend: BackendConfig) -> Claim:
 class Sites:
     """Operators as the lines of a mapping see them."""
 
-    def __init__(self, graph: Graph, sources: Mapping[str, str], mapping: QConfigMapping) -> None:
-        self.graph, self.sources = graph, sources
-        order = Selector.MODULE_NAME_OBJECT_TYPE_ORDER
-        self.peers: dict[str, tuple[tuple[str, ...], ...]] = {}
-        self.places: dict[relax.Var, int] = {}
-        if not any(rule.kind is order for rule in mapping.rules):
-            return
-        found: dict[str, list[tuple[str, ...]]] = {}
-        for binding in graph.bindings:
-            peers = found.setdefault(graph.op_name(binding.var), [])
-            self.places[binding.var] = len(peers)
-            peers.append(self.names((binding.var,)))
-        self.peers = {op: tuple(peers) for op, peers in found.items()}
+    def __init__(self, graph: Graph) -> None:
+        self.graph, self.sources = graph, read_nodes(graph)
+
+    @cached_property
+    def order(self) -> tuple[dict[str, tuple[tuple[str, ...], ...]], dict[relax.Var, int]]:
+        """(names of all operators by type, place of each value among those of its type)."""
+        peers: dict[str, list[tuple[str, ...]]] = {}
+        places: dict[relax.Var, int] = {}
+        for binding in self.graph.bindings:
+            same = peers.setdefault(self.graph.op_name(binding.var), [])
+            places[binding.var] = len(same)
+            same.append(self.names((binding.var,)))
+        return {op: tuple(same) for op, same in peers.items()}, places
 
     def nodes(self, variables: Sequence[relax.Var]) -> tuple[str, ...]:
         """Names of the source model's nodes that values came from."""
@@ -189,8 +190,20 @@ class Sites:
     def site(self, variables: Sequence[relax.Var], op: str, pattern: str) -> OperatorSite:
         """The operator that binds these values."""
         main = next((v for v in variables if self.graph.op_name(v) == op), variables[-1])
-        place, peers = self.places.get(main, 0), self.peers.get(op, ())
-        return OperatorSite(self.names(variables), op, pattern, place, peers)
+        peers, places = self.order
+        return OperatorSite(
+            self.names(variables), op, pattern, places.get(main, 0), peers.get(op, ())
+        )
+
+
+def find_sites(mod: tvm.IRModule, plan: Plan) -> dict[str, OperatorSite]:
+    """The operators of a module's plan, by name, as the lines of a mapping see them."""
+    graph = Graph(mod)
+    sites = Sites(graph)
+    return {
+        row.name: sites.site([graph.vars[value] for value in row.values], row.op, row.pattern)
+        for row in plan.operators
+    }
 
 
 def _claim(

@@ -22,6 +22,7 @@ from relayquant.config.mapping import (
     OperatorSite,
     QConfigMapping,
     Selector,
+    count_parts,
     is_below,
     is_type,
 )
@@ -54,6 +55,7 @@ __all__ = [
     "QuantPattern",
     "Selector",
     "TensorConfig",
+    "count_parts",
     "is_below",
     "is_type",
     "read_qconfig",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import re
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +18,9 @@ from relayquant.settings import check_keys, check_list
 
 
 class Selector(enum.Enum):
-    """What a line of a QConfigMapping selects by. Later members win over earlier ones, as in FX."""
+    """What a line of a QConfigMapping selects by. Later members win over earlier ones, as in FX;
+    `QConfigMapping` says which of two lines of one kind wins.
+    """
 
     GLOBAL = "global"
     OBJECT_TYPE = "object_type"
@@ -61,6 +64,13 @@ def is_below(name: str, module: str) -> bool:
     """
     module = module.rstrip("./")
     return not module or name == module or name.startswith((module + ".", module + "/"))
+
+
+def count_parts(module: str) -> int:
+    """How deep a name is: 2 for "stage1/conv_a" and "stage1.conv_a", 0 for "", which is the whole
+    model.
+    """
+    return len([part for part in re.split(r"[./]", module) if part])
 
 
 def is_type(op: str, pattern: str, wanted: str) -> bool:
@@ -135,6 +145,14 @@ class MappingRule:
             return is_wanted and site.find_order(self.key) == self.index
         return True
 
+    def rank(self, site: OperatorSite) -> int:
+        """Of two lines of one kind that select an operator, the one of the higher rank decides."""
+        if self.kind is Selector.OBJECT_TYPE:
+            return int(self.key == site.pattern)  # a pattern says more than its operator
+        if self.kind in (Selector.MODULE_NAME, Selector.MODULE_NAME_OBJECT_TYPE_ORDER):
+            return count_parts(self.key)
+        return 0
+
     def to_dict(self) -> dict[str, Any]:
         """{"key": ..., "qconfig": ...}, and "object_type" and "index" where they count."""
         data: dict[str, Any] = {"key": self.key, "qconfig": write_qconfig(self.qconfig)}
@@ -159,10 +177,15 @@ class QConfigMapping:
     float16.
 
     Precedence as in torch.ao.quantization.QConfigMapping: global < object type < name regex < name
-    < name, type and order. Within a kind the line set last wins. Names are those of the values in
-    the prepared model and of the nodes in the source model; `rq.prepare(mod,
-    params).plan.operators` lists them. A line that selects no operator is an error when the model
-    is prepared.
+    < name, type and order. Of several regular expressions that match, the one set first decides; of
+    several names the longest, in whatever order they were set ("stage1/conv_a" before "stage1"); of
+    several types a pattern ("conv2d_relu") before its operator ("conv2d"). Where that leaves a tie,
+    which two names of one fused operator may, the line set last decides.
+
+    Names are those of the values in the prepared model and of the nodes in the source model;
+    `rq.prepare(mod, params).plan.operators` lists them. A line that selects no operator is an error
+    when the model is prepared; one that selects some, but decides none, is a warning (with `strict`
+    an error).
     """
 
     rules: tuple[MappingRule, ...] = ()
@@ -178,11 +201,15 @@ class QConfigMapping:
     def set_module_name_regex(
         self, regex: str, qconfig: QConfig | FloatConfig | None
     ) -> QConfigMapping:
-        """For operators of which a name matches the whole regular expression."""
+        """For operators of which a name matches the whole regular expression. The first that was
+        set and matches decides: set the special one before the general one.
+        """
         return self._add(MappingRule(Selector.MODULE_NAME_REGEX, regex, qconfig))
 
     def set_module_name(self, name: str, qconfig: QConfig | FloatConfig | None) -> QConfigMapping:
-        """For the operator that computes value `name`, and those below it ("name.x", "name/x")."""
+        """For the operator that computes value `name`, and those below it ("name.x", "name/x"), but
+        for those that a longer name selects.
+        """
         return self._add(MappingRule(Selector.MODULE_NAME, name, qconfig))
 
     def set_module_name_object_type_order(
@@ -198,6 +225,11 @@ class QConfigMapping:
         def is_replaced(other: MappingRule) -> bool:
             return replace(other, qconfig=None) == replace(rule, qconfig=None)
 
+        if rule.kind is Selector.MODULE_NAME_REGEX and any(map(is_replaced, self.rules)):
+            # Set again it keeps its place among the regular expressions, as in torch.
+            return replace(
+                self, rules=tuple(rule if is_replaced(other) else other for other in self.rules)
+            )
         # By kind, as they win: two mappings that say the same are equal.
         order = list(Selector)
         rules = [*(r for r in self.rules if not is_replaced(r)), rule]
@@ -206,10 +238,25 @@ class QConfigMapping:
     def find_rule(self, site: OperatorSite) -> MappingRule | None:
         """The line that decides for an operator."""
         for kind in reversed(Selector):
-            for rule in reversed(self.rules):
-                if rule.kind is kind and rule.selects(site):
-                    return rule
+            found = [rule for rule in self.rules if rule.kind is kind and rule.selects(site)]
+            if kind is not Selector.MODULE_NAME_REGEX:
+                found.reverse()
+            if found:
+                return max(found, key=lambda rule: rule.rank(site))  # the first of equal rank
         return None
+
+    def find_idle(self, sites: Iterable[OperatorSite]) -> tuple[MappingRule, ...]:
+        """Lines that decide for none of these operators, since others do. That for all operators
+        is not one of them: it is there for what no other line selects.
+        """
+        deciding = [self.find_rule(site) for site in sites]
+        return tuple(
+            rule for rule in self.rules if rule.kind is not Selector.GLOBAL and rule not in deciding
+        )
+
+    def without(self, rules: Collection[MappingRule]) -> QConfigMapping:
+        """The mapping without some of its lines."""
+        return replace(self, rules=tuple(rule for rule in self.rules if rule not in rules))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON and TOML: {"global": qconfig, "object_type": [{"key": ..., "qconfig":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ from float_models import MAP, build_model
 from tvm.relax import op
 
 import relayquant as rq
+from relayquant.analysis.sensitivity import add_float_lines
 from relayquant.annotate import annotate
 from relayquant.backends import GENERIC, X86
 from relayquant.prepare import prepare_module
@@ -90,6 +92,90 @@ def test_mapping__no_line_selects_the_operator():
 def test_mapping__line_that_selects_nothing(mapping, message):
     with pytest.raises(rq.ConfigError, match=message):
         annotate(two_convs(), X86, mapping)
+
+
+def prepare(mapping, **more):
+    return rq.prepare(two_convs(), None, mapping, **more)
+
+
+@pytest.mark.parametrize(
+    ("mapping", "message"),
+    [
+        (
+            DEFAULT.set_module_name_regex("net.*", None).set_module_name_regex(".*second", CONFIG),
+            "module_name_regex '.*second': module_name_regex 'net.*' decides",
+        ),
+        (
+            DEFAULT.set_object_type("matmul", None).set_module_name("head", CONFIG),
+            "object_type 'matmul': module_name 'head' decides",
+        ),
+        (
+            DEFAULT.set_module_name("net.first", None).set_module_name("net.first.conv", CONFIG),
+            "module_name 'net.first': module_name 'net.first.conv' decides",
+        ),
+    ],
+)
+def test_mapping__a_line_that_decides_nothing_is_reported(mapping, message):
+    with pytest.warns(UserWarning, match="^1 lines of the QConfigMapping decide for no") as seen:
+        prepare(mapping)
+    assert len(seen) == 1
+    assert message in str(seen[0].message)
+    with pytest.raises(rq.ConfigError) as error:
+        prepare(mapping, strict=True)
+    assert message in str(error.value)
+
+
+def test_mapping__what_is_put_back_is_put_back_whatever_the_lines_of_the_user():
+    """Lines of the search and the guard decide, also against a longer name and one that counts."""
+    mapping = (
+        DEFAULT.set_module_name("net.first.conv", CONFIG)
+        .set_module_name_object_type_order("net.second", "conv2d", 0, CONFIG)
+        .set_module_name_object_type_order("net.first.conv", "conv2d", 0, CONFIG)
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # two lines for one operator
+        prepared = prepare(mapping)
+    names = ["net.first", "net.second"]
+    changed = add_float_lines(prepared, names, mapping)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # no line is left that decides nothing
+        plan = prepare(changed, strict=True).plan
+    assert {op.name for op in plan.operators if not op.quantized} == set(names)
+    assert plan.operator("head").quantized
+
+
+def quiet(mapping, **more) -> rq.Plan:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return prepare(mapping, **more).plan
+
+
+NO_DEFAULT = replace(X86, default_qconfig=None)
+
+
+@pytest.mark.parametrize(
+    ("mapping", "backend", "message"),
+    [
+        (None, NO_DEFAULT, "backend 'x86' has no default_qconfig, and no QConfigMapping"),
+        (rq.QConfigMapping(), X86, "no QConfigMapping has a line"),
+        (rq.QConfigMapping().set_object_type("matmul", None), X86, "no line says how the other"),
+        (rq.QConfigMapping().set_object_type("reshape", CONFIG), X86, "none of the 4 operators"),
+    ],
+)
+def test_nothing_quantized__is_one_warning_and_with_strict_an_error(mapping, backend, message):
+    with pytest.warns(UserWarning, match=message) as seen:
+        plan = prepare(mapping, backend_config=backend).plan
+    assert len(seen) == 1
+    assert seen[0].filename == __file__
+    assert not any(op.quantized for op in plan.operators)
+    with pytest.raises(rq.ConfigError, match=message):
+        prepare(mapping, backend_config=backend, strict=True)
+
+
+@pytest.mark.parametrize("qconfig", [None, rq.FLOAT16])
+def test_nothing_quantized__is_no_warning_where_that_is_what_the_mapping_says(qconfig):
+    plan = quiet(rq.QConfigMapping().set_global(qconfig))
+    assert not any(op.quantized for op in plan.operators)
 
 
 def test_mapping__operator_inside_a_pattern_is_named():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 
 import relayquant as rq
@@ -41,12 +42,100 @@ def test_find_rule__later_kinds_win_whatever_the_order_of_the_lines(order):
         assert mapping.find_rule(CONV).qconfig == with_bits(-100 - count + 1)
 
 
-def test_find_rule__of_one_kind_the_last_line_wins():
-    mapping = rq.QConfigMapping().set_object_type("conv2d", None)
-    assert mapping.set_object_type("conv2d_relu", CONFIG).find_rule(CONV).qconfig is CONFIG
-    again = mapping.set_object_type("conv2d_relu", CONFIG).set_object_type("conv2d", None)
-    assert again.find_rule(CONV).qconfig is None
-    assert len(again.rules) == 2
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize(
+    ("general", "special"),
+    [
+        (
+            lambda m, q: m.set_object_type("conv2d", q),
+            lambda m, q: m.set_object_type("conv2d_relu", q),
+        ),
+        (lambda m, q: m.set_module_name("net", q), lambda m, q: m.set_module_name("net.conv", q)),
+        (lambda m, q: m.set_module_name("", q), lambda m, q: m.set_module_name("net/", q)),
+        (
+            lambda m, q: m.set_module_name_object_type_order("", "conv2d", 0, q),
+            lambda m, q: m.set_module_name_object_type_order("net", "conv2d", 0, q),
+        ),
+    ],
+)  # fmt: skip
+def test_find_rule__of_one_kind_the_special_line_wins_in_either_order(general, special, order):
+    mapping = rq.QConfigMapping()
+    for line, qconfig in [(general, None), (special, CONFIG)][::order]:
+        mapping = line(mapping, qconfig)
+    assert len(mapping.rules) == 2
+    assert mapping.find_rule(CONV).qconfig is CONFIG
+
+
+def test_find_rule__the_first_regular_expression_that_matches_wins():
+    special, general = ("net.conv.*", CONFIG), ("net.*", None)
+    for lines, found in [([special, general], CONFIG), ([general, special], None)]:
+        mapping = rq.QConfigMapping()
+        for regex, qconfig in lines:
+            mapping = mapping.set_module_name_regex(regex, qconfig)
+        assert mapping.find_rule(CONV).qconfig is found
+        # As plain data, and set again, they keep their order.
+        assert rq.QConfigMapping.from_dict(mapping.to_dict()) == mapping
+        assert mapping.set_module_name_regex(*lines[0]) == mapping
+
+
+def test_find_rule__spellings_of_one_operator_are_one_line_of_which_the_last_wins():
+    mapping = (
+        rq.QConfigMapping().set_object_type("conv2d", CONFIG).set_object_type("nn.conv2d", None)
+    )
+    assert mapping.find_rule(CONV).qconfig is None
+    assert [rule.key for rule in mapping.find_idle([CONV])] == ["conv2d"]
+
+
+def test_find_rule__is_that_of_torch_on_drawn_mappings():
+    """PyTorch's own functions decide what each operator gets: kinds, names, expressions, order."""
+    torch = pytest.importorskip("torch", reason="the precedence is compared with PyTorch's")
+    from torch.ao.quantization.fx import qconfig_mapping_utils as fx
+
+    rng = np.random.default_rng(0)
+    paths = ["a", "a.b", "a.b.c", "a.d", "e"]
+    types = {"conv2d": torch.nn.Conv2d, "matmul": torch.nn.Linear, "mean": torch.nn.AvgPool2d}
+    # torch's expressions need not match to the end: these say where it is.
+    regexes = [r"a.*$", r"a\.b.*$", r".*[ce]$", r"a\.[bd]$", r"e$"]
+    kinds: set[str] = set()
+    for _ in range(200):
+        ours, theirs = rq.QConfigMapping(), torch.ao.quantization.QConfigMapping()
+        for number in range(rng.integers(1, 9)):
+            spec = replace(CONFIG.weight.spec, quant_min=-100 - number)
+            qconfig = replace(CONFIG, weight=rq.TensorConfig(spec, rq.MinMax()))
+            if rng.random() < 0.2:
+                qconfig = None
+            kind, path = rng.integers(5), str(rng.choice(paths))
+            name, regex = str(rng.choice([*types])), str(rng.choice(regexes))
+            index = int(rng.integers(2))
+            match kind:
+                case 0:
+                    ours, theirs = ours.set_global(qconfig), theirs.set_global(qconfig)
+                case 1:
+                    ours = ours.set_object_type(name, qconfig)
+                    theirs.set_object_type(types[name], qconfig)
+                case 2:
+                    ours = ours.set_module_name_regex(regex, qconfig)
+                    theirs.set_module_name_regex(regex, qconfig)
+                case 3:
+                    ours = ours.set_module_name(path, qconfig)
+                    theirs.set_module_name(path, qconfig)
+                case _:
+                    ours = ours.set_module_name_object_type_order("e", name, index, qconfig)
+                    theirs.set_module_name_object_type_order("e", types[name], index, qconfig)
+        for path in paths:
+            for op, kind in types.items():
+                for place in range(2):
+                    site = OperatorSite((path,), f"relax.nn.{op}", "", place, ((path,),) * 2)
+                    rule = ours.find_rule(site)
+                    want = fx._maybe_adjust_qconfig_for_module_type_or_name(
+                        theirs, kind, path, theirs.global_qconfig
+                    )
+                    want = fx._maybe_adjust_qconfig_for_module_name_object_type_order(
+                        theirs, path, kind, place, want
+                    )
+                    assert (rule.qconfig if rule is not None else None) == want, (ours, site)
+                    kinds.add(rule.kind.value if rule is not None else "")
+    assert len(kinds) == 6
 
 
 @pytest.mark.parametrize(
