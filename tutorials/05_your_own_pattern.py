@@ -11,7 +11,8 @@ callback, and a check that all stages agree. Nothing has to be registered.
 # -----------
 # A pattern of TVM's pattern language with names for its operands. ``realize`` replaces the float
 # operators when all operands are integers. Here every result depends on one of 256 integers: a
-# table holds them all.
+# table holds them all. An operator with attributes that ``realize`` honours needs their names in
+# ``attributes=``: a match with any other attribute away from its default is left in float.
 
 import numpy as np
 import tvm

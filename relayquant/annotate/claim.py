@@ -224,7 +224,7 @@ def _claim(
         rule = mapping.find_rule(sites.site(match.vars, pattern.op, pattern.name))
         qconfig = rule.qconfig if rule is not None else None
         qconfig = backend.adapt_qconfig(qconfig) if isinstance(qconfig, QConfig) else None
-        skip = pattern.check(match)
+        skip = pattern.find_refusal(match)
         if skip is None:
             skip, support = find_refusal(row, pattern, rule, qconfig, backend.name)
             return Claim(

@@ -253,7 +253,7 @@ def explain_float(graph: Graph, backend: BackendConfig, name: str) -> str:
         match = pattern.pattern.match(graph, var)
         if match is None:
             continue
-        skip = pattern.check(match)
+        skip = pattern.find_refusal(match)
         if skip is not None:
             declined = skip.reason
             continue

@@ -23,6 +23,7 @@ from relayquant.convert.qnn_form import read_dequantize, read_qparams
 from relayquant.dialect import qnn
 from relayquant.ledger import Ledger, find_ledger, ledger_attrs
 from relayquant.ops import Quantized
+from relayquant.ops.shape import ATTRIBUTES, check_indices, check_nearest
 from relayquant.qtypes import INTEGER_LIMITS, QParams, Rounding
 from relayquant.reference import qnn as numpy_qnn
 from relayquant.rewrite import (
@@ -33,6 +34,7 @@ from relayquant.rewrite import (
     Rule,
     Skip,
     apply_rules,
+    check_attributes,
     rewrite_main,
 )
 from relayquant.rewrite.graph import tensor_dtype, tensor_shape
@@ -44,11 +46,13 @@ class AffineRule:
 
     `rewrite(call, operand)` gets the float call and its first operand in affine space, in new
     expressions, and returns the result in affine space, or Skip. The result's value may be any
-    integer expression.
+    integer expression. A call with an attribute away from its default that is not one of
+    `attributes` is left in float.
     """
 
     op: str
     rewrite: Callable[[Call, Quantized], Quantized | Skip]
+    attributes: tuple[str, ...] = ()
 
 
 def repeat_call(call: Call, value: relax.Expr) -> relax.Expr:
@@ -70,9 +74,12 @@ def keep_channels(call: Call, operand: Quantized) -> Quantized | Skip:
 
 def keep_nearest(call: Call, operand: Quantized) -> Quantized | Skip:
     """resize(q) to the nearest neighbour, with unchanged parameters."""
-    if str(call.attrs.method) != "nearest_neighbor":
-        return Skip(f"resizing by {call.attrs.method!r} computes new values")
-    return keep_parameters(call, operand)
+    return check_nearest(call) or keep_parameters(call, operand)
+
+
+def keep_taken(call: Call, operand: Quantized) -> Quantized | Skip:
+    """take(q, indices) with unchanged parameters."""
+    return check_indices(call) or keep_parameters(call, operand)
 
 
 def move_axis(find_axis: Callable[[Call, int], int | None]) -> Callable:
@@ -148,26 +155,29 @@ def pad_with_quantized(call: Call, operand: Quantized) -> Quantized | Skip:
 
 
 #: The allow-list: what each operator is in affine space. Everything not listed stops the expansion.
-AFFINE_RULES: tuple[AffineRule, ...] = (
-    AffineRule("relax.nn.relu", relu_to_clip),
-    AffineRule("relax.clip", clip_to_clip),
-    AffineRule("relax.nn.pad", pad_with_quantized),
-    AffineRule("relax.nn.max_pool2d", keep_channels),
-    AffineRule("relax.nn.max_pool1d", keep_channels),
-    AffineRule("relax.reshape", move_axis(axis_after_reshape)),
-    AffineRule("relax.flatten", move_axis(axis_after_reshape)),
-    AffineRule("relax.squeeze", move_axis(axis_after_reshape)),
-    AffineRule("relax.expand_dims", move_axis(axis_after_reshape)),
-    AffineRule("relax.permute_dims", move_axis(axis_after_permute)),
-    AffineRule("relax.strided_slice", keep_parameters),
-    AffineRule("relax.broadcast_to", keep_parameters),
-    AffineRule("relax.take", keep_parameters),
-    AffineRule("relax.gather_elements", keep_parameters),
-    AffineRule("relax.gather_nd", keep_parameters),
-    AffineRule("relax.tile", keep_parameters),
-    AffineRule("relax.image.resize2d", keep_nearest),
-    AffineRule("relax.max", keep_parameters),
-    AffineRule("relax.min", keep_parameters),
+AFFINE_RULES: tuple[AffineRule, ...] = tuple(
+    AffineRule(op, rewrite, ATTRIBUTES.get(op, ()))
+    for op, rewrite in (
+        ("relax.nn.relu", relu_to_clip),
+        ("relax.clip", clip_to_clip),
+        ("relax.nn.pad", pad_with_quantized),
+        ("relax.nn.max_pool2d", keep_channels),
+        ("relax.nn.max_pool1d", keep_channels),
+        ("relax.reshape", move_axis(axis_after_reshape)),
+        ("relax.flatten", move_axis(axis_after_reshape)),
+        ("relax.squeeze", move_axis(axis_after_reshape)),
+        ("relax.expand_dims", move_axis(axis_after_reshape)),
+        ("relax.permute_dims", move_axis(axis_after_permute)),
+        ("relax.strided_slice", keep_parameters),
+        ("relax.broadcast_to", keep_parameters),
+        ("relax.take", keep_taken),
+        ("relax.gather_elements", keep_parameters),
+        ("relax.gather_nd", keep_parameters),
+        ("relax.tile", keep_parameters),
+        ("relax.image.resize2d", keep_nearest),
+        ("relax.max", keep_parameters),
+        ("relax.min", keep_parameters),
+    )
 )
 
 
@@ -221,6 +231,11 @@ def push_dequantize(affine: AffineRule, kept: Set[str] = frozenset()) -> Rule:
         quantized = read_dequantize(match.graph, match.parts["data"])
         if quantized is None:
             return Skip("the operand is not dequantized by constant parameters")
+        skip = check_attributes(
+            [match.graph.values[match.root]], affine.attributes, "the rule of the allow-list"
+        )
+        if skip is not None:
+            return skip
         # The call in terms of the new function: a rule repeats it on other data.
         call = emitter.builder.normalize(emitter.get(match.graph.values[match.root]))
         operand = Quantized(emitter.get(quantized.value), quantized.qparams)

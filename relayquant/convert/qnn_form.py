@@ -144,7 +144,9 @@ def find_dequantized(
         for row in backend.patterns:
             pattern = find_pattern(backend, row.pattern.name)
             match = pattern.pattern.match(graph, binding.var)
-            if match is None or pattern.realize is None or pattern.check(match) is not None:
+            if match is None or pattern.realize is None:
+                continue
+            if pattern.find_refusal(match) is not None:
                 continue
             if pattern.output is Output.OWN and find_output_qparams(graph, match.root) is None:
                 continue

@@ -19,7 +19,7 @@ from relayquant.config import Accumulator, Overflow
 from relayquant.config.accumulator import NATIVE_BITS
 from relayquant.dialect import qnn
 from relayquant.qtypes import INTEGER_LIMITS, QParams, Role
-from relayquant.rewrite import Emitter, Match, Matcher, Skip
+from relayquant.rewrite import Emitter, Match, Matcher, Skip, check_attributes
 
 #: last part of the names of exact sums of products, the one with its bias first
 TOTALS = ("biased", "acc")
@@ -162,6 +162,8 @@ class QuantOp:
         realize: RealizeContext -> float value of the root computed in affine space (usually a
             dequantize), or Skip. None for SHARING operators, which the allow-list handles.
         check: Match -> Skip with a reason when this match cannot be quantized.
+        attributes: Names of the attributes that the row honours, of all its operators. A match in
+            which another one is away from its default is declined.
         accumulator_axis: Match -> axis of the result along which sums of products have scales of
             their own, None for none. None for rows without such sums. The factors are the first
             two operands; callbacks pass the sum with its bias through `context.narrow`.
@@ -183,6 +185,13 @@ class QuantOp:
     check: Callable[[Match], Skip | None] = field(default=lambda match: None)
     accumulator_axis: Callable[[Match], int | None] | None = None
     realize_dynamic: Callable[[DynamicContext], relax.Expr | Skip] | None = None
+    attributes: tuple[str, ...] = ()
+
+    def find_refusal(self, match: Match) -> Skip | None:
+        """Why this match cannot be quantized; None if it can."""
+        calls = [call for var in match.vars if (call := match.graph.call_of(var)) is not None]
+        skip = check_attributes(calls, self.attributes, f"pattern {self.name!r}")
+        return skip if skip is not None else self.check(match)
 
     def operand(self, name: str) -> Operand:
         """Operand by name; KeyError when there is none."""

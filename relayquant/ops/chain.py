@@ -29,6 +29,9 @@ ELEMENTWISE = frozenset(
     )
 )  # fmt: skip
 
+#: attributes of these operators: a chain is evaluated with those it has
+CHAIN_ATTRIBUTES = ("alpha",)
+
 #: one of these alone has a better form than a table: it is merged into the operator before it
 CLAMPS = ("relax.nn.relu", "relax.clip")
 

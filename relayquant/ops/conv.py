@@ -47,6 +47,11 @@ class ConvFamily:
     #: attributes that carry over to the integer operator
     attributes: tuple[str, ...] = ("strides", "padding", "dilation", "groups")
 
+    @property
+    def modelled(self) -> tuple[str, ...]:
+        """All attributes that the rows honour; out_layout is not among them, nor out_dtype."""
+        return (*self.attributes, "data_layout", "kernel_layout")
+
 
 CONV_FAMILIES = (
     ConvFamily("relax.nn.conv2d", "conv2d"),
@@ -197,6 +202,7 @@ def build_conv_ops(family: ConvFamily) -> tuple[QuantOp, ...]:
             QuantOp(
                 family.name + suffix, family.op, pattern, operands, Kind.ANCHOR, Output.OWN,
                 realize_conv_residual, check=check_residual, accumulator_axis=output_axis,
+                attributes=family.modelled,
             )
         )  # fmt: skip
     for suffix, pattern in weighted_patterns(family.op):
@@ -205,6 +211,7 @@ def build_conv_ops(family: ConvFamily) -> tuple[QuantOp, ...]:
             QuantOp(
                 family.name + suffix, family.op, pattern, operands, Kind.ANCHOR,
                 Output.WHEN_WANTED, realize_conv, check=check_conv, accumulator_axis=output_axis,
+                attributes=family.modelled,
             )
         )  # fmt: skip
     return tuple(rows)

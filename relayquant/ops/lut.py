@@ -21,7 +21,7 @@ from relayquant.ops.base import (
     compute_in_one_dtype,
 )
 from relayquant.ops.build import check_float, unary_pattern
-from relayquant.ops.chain import ChainPattern, build_chain_table
+from relayquant.ops.chain import CHAIN_ATTRIBUTES, ChainPattern, build_chain_table
 from relayquant.qtypes import Rounding
 from relayquant.reference.lookup_table import UNARY_FUNCTIONS, build_table
 from relayquant.rewrite import Skip
@@ -102,6 +102,7 @@ CHAIN_OPS: tuple[QuantOp, ...] = (
     QuantOp(
         "elementwise_chain", "relax.elementwise_chain", ChainPattern(), (Operand("data"),),
         Kind.CONNECTOR, Output.OWN, realize_chain, check=check_float,
+        attributes=CHAIN_ATTRIBUTES,
     ),
 )  # fmt: skip
 
@@ -116,5 +117,6 @@ LUT_OPS: tuple[QuantOp, ...] = (
     QuantOp(
         "leaky_relu", "relax.nn.leakyrelu", unary_pattern("relax.nn.leakyrelu"),
         (Operand("data"),), Kind.CONNECTOR, Output.OWN, realize_leaky_relu, check=check_float,
+        attributes=("alpha",),
     ),
 )  # fmt: skip

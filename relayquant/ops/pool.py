@@ -71,13 +71,19 @@ def realize_avg_pool2d(context: RealizeContext) -> relax.Expr | Skip:
     return compute_in_one_dtype(context, [context.operands["data"]], compute)
 
 
+#: out_layout is not among them
+POOL_ATTRIBUTES = (
+    "pool_size", "strides", "padding", "dilation", "ceil_mode", "count_include_pad", "layout",
+)  # fmt: skip
+
 POOL_OPS: tuple[QuantOp, ...] = (
     QuantOp(
         "mean", "relax.mean", unary_pattern("relax.mean"), (Operand("data"),), Kind.FOLLOWER,
-        Output.OWN, realize_mean, check=check_float,
+        Output.OWN, realize_mean, check=check_float, attributes=("axis", "keepdims"),
     ),
     QuantOp(
         "avg_pool2d", "relax.nn.avg_pool2d", unary_pattern("relax.nn.avg_pool2d"),
         (Operand("data"),), Kind.FOLLOWER, Output.OWN, realize_avg_pool2d, check=check_float,
+        attributes=POOL_ATTRIBUTES,
     ),
 )  # fmt: skip

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tvm import relax
+from tvm.ir import Call
 from tvm.relax.dpl import is_op, wildcard
 
 from relayquant.dialect import qnn
@@ -22,6 +23,7 @@ from relayquant.ops.base import (
     compute_in_one_dtype,
 )
 from relayquant.ops.build import check_activation, check_float, first_skip, unary_pattern
+from relayquant.ops.pool import POOL_ATTRIBUTES
 from relayquant.rewrite import Match, Pattern, Skip
 from relayquant.rewrite.graph import tensor_dtype
 
@@ -44,6 +46,29 @@ SHARING = {
     "min": "relax.min",
 }
 
+#: operator -> the attributes that mean the same in affine space; read by the rows and by the
+#: allow-list. A pool's out_layout is not among them, nor a resize's roi, extrapolation_value and
+#: out_dtype; count_include_pad and the cubic ones are without effect on what is served.
+ATTRIBUTES = {
+    "relax.nn.max_pool2d": POOL_ATTRIBUTES,
+    "relax.nn.max_pool1d": POOL_ATTRIBUTES,
+    "relax.permute_dims": ("axes",),
+    "relax.squeeze": ("axis",),
+    "relax.expand_dims": ("axis",),
+    "relax.strided_slice": ("assume_inbound",),
+    "relax.take": ("axis", "mode"),
+    "relax.gather_elements": ("axis",),
+    "relax.gather_nd": ("batch_dims",),
+    "relax.tile": ("repeats",),
+    "relax.max": ("axis", "keepdims"),
+    "relax.min": ("axis", "keepdims"),
+    "relax.nn.pad": ("pad_width", "pad_mode", "pad_value"),
+    "relax.image.resize2d": (
+        "layout", "method", "coordinate_transformation_mode", "rounding_method", "cubic_alpha",
+        "cubic_exclude",
+    ),
+}  # fmt: skip
+
 #: clamp, so that the range of the output is that of the input or less
 CLAMPING = {"relu": "relax.nn.relu", "clip": "relax.clip"}
 
@@ -58,9 +83,28 @@ def check_resize(match: Match) -> Skip | None:
     skip = check_sharing(match)
     if skip is not None:
         return skip
-    method = str(match.call("relax.image.resize2d").attrs.method)
+    return check_nearest(match.call("relax.image.resize2d"))
+
+
+def check_nearest(call: Call) -> Skip | None:
+    """Declines a resize2d whose values are not all values of its input."""
+    method, mode = str(call.attrs.method), str(call.attrs.coordinate_transformation_mode)
     if method != "nearest_neighbor":
         return Skip(f"resizing by {method!r} computes new values, which has no integer form")
+    if mode == "tf_crop_and_resize":
+        return Skip("a crop fills what lies outside of it with a real value")
+    return None
+
+
+def check_take(match: Match) -> Skip | None:
+    """As check_sharing; and the indices."""
+    return first_skip(check_sharing(match), check_indices(match.call("relax.take")))
+
+
+def check_indices(call: Call) -> Skip | None:
+    """Declines a take that gives NaN for indices out of bounds."""
+    if str(call.attrs.mode) == "nan":
+        return Skip("take gives NaN for indices out of bounds, which no integer stands for")
     return None
 
 
@@ -99,24 +143,28 @@ def _concat_pattern() -> Pattern:
     return Pattern(is_op("relax.concat")(data), {"data": data})
 
 
+#: of rows that take more than a moved value as it is
+CHECKS = {"relax.take": check_take}
+
 SHAPE_OPS: tuple[QuantOp, ...] = (
     *(
         QuantOp(
             name, op, unary_pattern(op), (Operand("data"),), Kind.SHARING, Output.SHARED, None,
-            check=check_sharing,
+            check=CHECKS.get(op, check_sharing), attributes=ATTRIBUTES.get(op, ()),
         )
         for name, op in {**SHARING, **CLAMPING}.items()
     ),
     QuantOp(
         "pad", "relax.nn.pad", unary_pattern("relax.nn.pad"), (Operand("data"),), Kind.SHARING,
-        Output.SHARED, None, check=check_sharing,
+        Output.SHARED, None, check=check_sharing, attributes=ATTRIBUTES["relax.nn.pad"],
     ),
     QuantOp(
         "resize_nearest", "relax.image.resize2d", unary_pattern("relax.image.resize2d"),
         (Operand("data"),), Kind.SHARING, Output.SHARED, None, check=check_resize,
+        attributes=ATTRIBUTES["relax.image.resize2d"],
     ),
     QuantOp(
         "concat", "relax.concat", _concat_pattern(), (Operand("data"),), Kind.FOLLOWER, Output.OWN,
-        realize_concat, check=check_concat,
+        realize_concat, check=check_concat, attributes=("axis",),
     ),
 )  # fmt: skip

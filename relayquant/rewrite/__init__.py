@@ -4,6 +4,7 @@ walker, rules.
 Knows Relax and nothing of quantization.
 """
 
+from relayquant.rewrite.attributes import check_attributes
 from relayquant.rewrite.graph import Graph
 from relayquant.rewrite.pattern import Match, Matcher, Pattern
 from relayquant.rewrite.rule import Rule, Skip, apply_rules
@@ -18,5 +19,6 @@ __all__ = [
     "Rule",
     "Skip",
     "apply_rules",
+    "check_attributes",
     "rewrite_main",
 ]

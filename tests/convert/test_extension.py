@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from float_models import MAP, build_model, draw_batches
@@ -103,6 +105,7 @@ def test_rule_of_the_user__carries_integers_through_an_operator():
     flip = QuantOp(
         "flip", "relax.flip", Pattern(is_op("relax.flip")(data), {"data": data}),
         (Operand("data"),), Kind.SHARING, Output.SHARED, None,
+        attributes=("axis",),
     )  # fmt: skip
 
     def rewrite(call, operand):
@@ -115,7 +118,8 @@ def test_rule_of_the_user__carries_integers_through_an_operator():
 
     mod = build_model(body, MAP)
     inputs = draw_batches(mod, 2)
-    backend = rq.X86.with_pattern(flip).with_affine_rule(rq.AffineRule("relax.flip", rewrite))
+    rule = rq.AffineRule("relax.flip", rewrite, attributes=("axis",))
+    backend = rq.X86.with_pattern(flip).with_affine_rule(rule)
     qmod = rq.quantize(mod, None, inputs, backend=backend)
     graph = Graph(qmod)
     assert str(graph.vars["f"].ty.dtype) == "uint8"
@@ -126,4 +130,14 @@ def test_rule_of_the_user__carries_integers_through_an_operator():
     assert row is not None
     assert not row.quantized
     assert "no rule" in row.reason
+    # A rule, or a pattern, that does not name the axis cannot know what it does to the values.
+    unnamed = rq.AffineRule("relax.flip", rewrite)
+    for served in (
+        rq.X86.with_pattern(flip).with_affine_rule(unnamed),
+        rq.X86.with_pattern(replace(flip, attributes=())).with_affine_rule(rule),
+    ):
+        row = rq.ledger(rq.quantize(mod, None, inputs, backend=served)).row("f")
+        assert row is not None
+        assert not row.quantized
+        assert row.reason.startswith("flip has axis=2, which ")
     assert rq.verify(qmod, inputs[0]).is_equal
