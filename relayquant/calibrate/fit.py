@@ -10,6 +10,8 @@ form (Hassibi & Stork 1993; Frantar et al. 2022, GPTQ, https://arxiv.org/abs/221
 from __future__ import annotations
 
 import enum
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,9 +24,10 @@ from relayquant.calibrate.fit_adaround import (
     learn_rounding,
 )
 from relayquant.calibrate.fit_patches import LinearView
-from relayquant.calibrate.fit_statistics import InputStatistics, join_columns, split_columns
+from relayquant.calibrate.fit_statistics import InputStatistics
 from relayquant.errors import ConfigError
 from relayquant.qtypes import QParams, QSpec, conform_scale
+from relayquant.runtime import map_on_threads
 
 Float64Array = NDArray[np.float64]
 
@@ -33,6 +36,9 @@ ROWS_PER_COLUMN = (4, 128)
 
 #: columns that are rounded before the rest of a matrix is updated
 BLOCK = 32
+
+#: weights that are rounded at a time, as float64 in some eight arrays
+MOST_WEIGHTS = 1 << 21
 
 
 class WeightRounding(enum.Enum):
@@ -71,8 +77,8 @@ class FitSettings:
             part is used, evenly spread. What more of it brings is less than chance: MobileNet's
             output has 23.9 dB with 16 samples and 24.0 dB with 200.
         max_columns: Operators with more weights per output are fitted in blocks of that many
-            columns, as if the inputs of different blocks had nothing to do with one another: H is
-            columns x columns.
+            columns, one block on each thread at a time, as if the inputs of different blocks had
+            nothing to do with one another: H is columns x columns.
         adaround: How `WeightRounding.ADAPTIVE` learns.
         seed: Of the choice of positions.
     """
@@ -159,27 +165,37 @@ def fit_operator(
         spec: dtype and limits of the weight.
         settings: See `FitSettings`.
     """
-    rows = view.weight_to_rows(weight.astype("float64"))
-    statistics = statistics.settle()
+    rows = view.weight_to_rows(weight.astype("float32", copy=False))
     scale = view.channels_to_rows(qparams.scale.astype("float64"))
     zero_point = view.channels_to_rows(qparams.zero_point.astype("float64"))
     low, high = spec.limits[0] - zero_point, spec.limits[1] - zero_point
-    if settings.rounding is not WeightRounding.NEAREST and statistics.gram is not None:
-        blocks = statistics.blocks
-        problem = LeastSquares.of(statistics.gram, settings.damping, blocks)
-        split = split_columns(rows, blocks)
-        scale, fitted = search_scales(problem, split, scale, low, high, spec, settings)
-        fitted = join_columns(fitted, blocks, rows.shape[2])
+    if settings.rounding is not WeightRounding.NEAREST and statistics.with_gram:
+        scale, levels = search_scales(statistics, rows, scale, low, high, spec, settings)
     else:
-        fitted = np.clip(np.rint(rows / scale[..., None]), low[..., None], high[..., None])
+        levels = np.empty(rows.shape, "int32")
+        grid = [np.broadcast_to(a, rows.shape[:2])[..., None] for a in (scale, low, high)]
+        for part in cut_outputs(rows.shape):
+            step, least, most = (a[:, part] for a in grid)
+            levels[:, part] = np.clip(np.rint(rows[:, part] / step), least, most)
     new = scale.astype("float32").reshape(qparams.scale.shape)
     qparams = QParams(new, qparams.zero_point, qparams.dtype, qparams.axis)
     # float32 products: exactly what dequantize gives.
-    rounded = fitted.astype("float32") * view.channels_to_rows(new)[..., None]
+    rounded = levels.astype("float32") * view.channels_to_rows(new)[..., None]
     if bias is not None and settings.bias is BiasCorrection.WEIGHT:
-        error = np.einsum("gok,gk->go", rows - rounded, statistics.mean).reshape(-1)
-        bias = correct_bias(bias, error)
+        error = np.empty(rows.shape[:2])
+        for part in cut_outputs(rows.shape):
+            difference = rows[:, part].astype("float64") - rounded[:, part]
+            error[:, part] = np.einsum("gok,gk->go", difference, statistics.mean)
+        bias = correct_bias(bias, error.reshape(-1))
     return FittedWeight(view.rows_to_weight(rounded, weight.shape), qparams, bias)
+
+
+def cut_outputs(shape: tuple[int, ...]) -> Iterator[slice]:
+    """Parts of the outputs of weights (G, O, K) that make up `MOST_WEIGHTS` each."""
+    groups, outputs, columns = shape
+    size = max(MOST_WEIGHTS // (groups * columns), 1)
+    for start in range(0, outputs, size):
+        yield slice(start, start + size)
 
 
 def correct_bias(bias: NDArray, error: NDArray) -> NDArray[np.float32]:
@@ -200,17 +216,14 @@ class LeastSquares:
         hessian: H + damping, permuted, (G, K, K).
         factor: Upper triangular U with U^T U = H^-1, (G, K, K).
         order: Column of the weight at each place, (G, K).
-        blocks: Consecutive ones of G that hold the columns of one group of channels, whose outputs
-            are the sum of theirs.
     """
 
     hessian: Float64Array
     factor: Float64Array
     order: NDArray[np.int64]
-    blocks: int = 1
 
     @staticmethod
-    def of(gram: Float64Array, damping: float, blocks: int = 1) -> LeastSquares:
+    def of(gram: Float64Array, damping: float) -> LeastSquares:
         """From the sum of x x^T, (G, K, K)."""
         diagonal = np.einsum("gkk->gk", gram)
         order = np.argsort(-diagonal, axis=1, kind="stable")
@@ -227,7 +240,7 @@ class LeastSquares:
         reverse = np.linalg.cholesky(hessian[:, ::-1, ::-1])
         inverse = np.stack([dtrtri(matrix, lower=1)[0] for matrix in reverse])
         factor = inverse[:, ::-1, ::-1]
-        return LeastSquares(hessian, factor, order, blocks)
+        return LeastSquares(hessian, factor, order)
 
     def permute(self, rows: Float64Array) -> Float64Array:
         """Columns of (G, O, K) in the order of `order`."""
@@ -238,13 +251,8 @@ class LeastSquares:
         return np.take_along_axis(rows, np.argsort(self.order, axis=1)[:, None, :], axis=2)
 
     def errors(self, difference: Float64Array) -> Float64Array:
-        """d H d^T of each row of (G, O, K), summed over blocks: (G / blocks, O)."""
-        found = np.einsum("gok,gok->go", difference @ self.hessian, difference)
-        return found.reshape(-1, self.blocks, found.shape[1]).sum(axis=1)
-
-    def spread(self, values: Float64Array) -> Float64Array:
-        """One number per output, (G / blocks, O) or (1, 1) for all, for each block: (G, O)."""
-        return values if values.size == 1 else np.repeat(values, self.blocks, axis=0)
+        """d H d^T of each row of (G, O, K): (G, O)."""
+        return np.einsum("gok,gok->go", difference @ self.hessian, difference)
 
 
 def round_rows(
@@ -291,6 +299,8 @@ def improve_levels(
 
     Arguments as for `round_rows`; never increases the error.
     """
+    if not sweeps:
+        return levels
     levels = levels.copy()
     hessian = problem.hessian
     gradient = (rows - levels * scale[..., None]) @ hessian
@@ -309,65 +319,131 @@ def improve_levels(
     return levels
 
 
-def search_tensor_scale(
-    problem: LeastSquares,
-    rows: Float64Array,
-    scale: Float64Array,
-    low: Float64Array,
-    high: Float64Array,
-    factors: tuple[float, ...],
-) -> Float64Array:
-    """The multiple of one scale for all rows (permuted) with the least error of rounding to
-    nearest.
+@dataclass(frozen=True, eq=False)
+class BlockedRows:
+    """Weights (G, O, K) and what they are rounded for, one block of columns after the other.
+
+    What one block takes is bounded, and what all of them have in common is no more than one number
+    for each weight: a wide layer needs little more memory than its weights do.
     """
 
-    def error(factor: float) -> float:
-        trial = (scale * factor)[..., None]
-        levels = np.clip(np.rint(rows / trial), low[..., None], high[..., None])
-        return float(problem.errors(rows - levels * trial).sum())
+    statistics: InputStatistics
+    rows: NDArray[np.float32]
+    low: Float64Array
+    high: Float64Array
+    settings: FitSettings
 
-    return scale * min(factors, key=error)
+    def visit_blocks(self, visit: Callable[[LeastSquares, slice], Float64Array]) -> Float64Array:
+        """The sum over all blocks of what `visit` gives for a block's problem and columns."""
+        blocks = enumerate(self.statistics.cut_columns())
+        if self.statistics.blocks == 1:
+            return sum((visit(self.problem, columns) for _, columns in blocks), np.zeros(()))
+
+        def run(item: tuple[int, slice]) -> Float64Array:
+            number, columns = item
+            return visit(self.make_problem(number), columns)
+
+        return sum(map_on_threads(run, blocks), np.zeros(()))
+
+    @functools.cached_property
+    def problem(self) -> LeastSquares:
+        """That of the only block."""
+        return self.make_problem(0)
+
+    def make_problem(self, block: int) -> LeastSquares:
+        return LeastSquares.of(self.statistics.find_gram(block), self.settings.damping)
+
+    def nearest_error(self, scale: Float64Array) -> float:
+        """Of rounding to nearest with one scale for all weights, (1, 1)."""
+        step, low, high = scale[..., None], self.low[..., None], self.high[..., None]
+
+        def visit(problem: LeastSquares, columns: slice) -> Float64Array:
+            total = np.zeros(())
+            for part in cut_outputs((*self.rows.shape[:2], columns.stop - columns.start)):
+                rows = self.rows[:, part, columns].astype("float64")
+                rows -= np.clip(np.rint(rows / step), low, high) * step
+                total = total + problem.errors(problem.permute(rows)).sum()
+            return total
+
+        return float(self.visit_blocks(visit))
+
+    def round(
+        self, scale: Float64Array, *, with_errors: bool
+    ) -> tuple[NDArray[np.int32], Float64Array]:
+        """(levels, (G, O, K); error of each output, (G, O), or zeros) for scales that broadcast to
+        (G, O).
+        """
+        grid = [np.broadcast_to(a, self.rows.shape[:2]) for a in (scale, self.low, self.high)]
+        levels = np.empty(self.rows.shape, "int32")
+
+        def visit(problem: LeastSquares, columns: slice) -> Float64Array:
+            errors = np.zeros(self.rows.shape[:2])
+            for part in cut_outputs((*self.rows.shape[:2], columns.stop - columns.start)):
+                step, low, high = (a[:, part] for a in grid)
+                rows = problem.permute(self.rows[:, part, columns].astype("float64"))
+                found = self.round_part(problem, rows, step, low, high)
+                if with_errors:
+                    errors[:, part] = problem.errors(rows - found * step[..., None])
+                levels[:, part, columns] = problem.restore(found)
+            return errors
+
+        errors = self.visit_blocks(visit)
+        return levels, errors
+
+    def round_part(
+        self,
+        problem: LeastSquares,
+        rows: Float64Array,
+        scale: Float64Array,
+        low: Float64Array,
+        high: Float64Array,
+    ) -> Float64Array:
+        """Levels of permuted weights, as the settings say."""
+        settings = self.settings
+        if settings.rounding is WeightRounding.ADAPTIVE:
+            adaround = settings.adaround
+            levels = learn_rounding(problem.hessian, rows, scale, low, high, adaround)
+        else:
+            levels = round_rows(problem, rows, scale, low, high)
+        return improve_levels(problem, rows, levels, scale, low, high, settings.sweeps)
 
 
 def search_scales(
-    problem: LeastSquares,
-    rows: Float64Array,
+    statistics: InputStatistics,
+    rows: NDArray[np.float32],
     scale: Float64Array,
     low: Float64Array,
     high: Float64Array,
     spec: QSpec,
     settings: FitSettings,
-) -> tuple[Float64Array, Float64Array]:
+) -> tuple[Float64Array, NDArray[np.int32]]:
     """(scale, levels) with the least error among multiples of `scale`: per output, or in total if
     there is one scale.
 
-    rows: (G, O, K) in the blocks of `problem`; scale, low and high: (G / blocks, O) or (1, 1).
+    rows: (G, O, K); scale, low and high: (G, O) or (1, 1).
     """
-    permuted = problem.permute(rows)
+    blocks = BlockedRows(statistics, rows, low, high, settings)
     per_tensor = scale.size == 1 and rows.shape[0] * rows.shape[1] > 1
-    low, high = problem.spread(low), problem.spread(high)
-    best_error: Float64Array | None = None
-    best_scale, best_levels = scale, permuted
-    if per_tensor:
-        scale = search_tensor_scale(problem, permuted, scale, low, high, settings.tensor_factors)
-    for factor in settings.scale_factors:
+    factors = settings.tensor_factors
+    if per_tensor and len(factors) > 1:
+        scale = scale * min(factors, key=lambda factor: blocks.nearest_error(scale * factor))
+    elif per_tensor:
+        scale = scale * max(factors)
+
+    def attempt(factor: float) -> tuple[Float64Array, NDArray[np.int32], Float64Array]:
         # The scale is float32 in the model; rounding must be done with what will be used.
         trial = np.asarray(conform_scale(scale * factor, spec))
         trial = trial.astype("float32").astype("float64")
-        each = problem.spread(trial)
-        if settings.rounding is WeightRounding.ADAPTIVE:
-            levels = learn_rounding(problem.hessian, permuted, each, low, high, settings.adaround)
-        else:
-            levels = round_rows(problem, permuted, each, low, high)
-        levels = improve_levels(problem, permuted, levels, each, low, high, settings.sweeps)
-        error = problem.errors(permuted - levels * each[..., None])
-        if per_tensor:
-            error = error.sum(keepdims=True)
-        if best_error is None:
-            best_error, best_scale, best_levels = error, trial, levels
-            continue
+        # With one multiple there is nothing to compare: errors take longer than rounding does.
+        levels, error = blocks.round(trial, with_errors=bool(others))
+        return trial, levels, error.sum(keepdims=True) if per_tensor else error
+
+    first, *others = settings.scale_factors
+    best_scale, best_levels, best_error = attempt(first)
+    for factor in others:
+        trial, levels, error = attempt(factor)
         better = error < best_error
         best_error = np.where(better, error, best_error)
         best_scale = np.where(better, trial, best_scale)
-        best_levels = np.where(problem.spread(better)[..., None], levels, best_levels)
-    return best_scale, problem.restore(best_levels)
+        np.copyto(best_levels, levels, where=better[..., None])
+    return best_scale, best_levels

@@ -80,7 +80,8 @@ class LinearView:
 
     def channel_importance(self, weight: NDArray) -> NDArray[np.float64]:
         """Summed squares of the weights that read each channel of the data, (C,)."""
-        squares = np.square(self.weight_to_rows(weight), dtype="float64").sum(axis=1)
+        rows = self.weight_to_rows(weight)
+        squares = np.einsum("gok,gok->gk", rows, rows, dtype="float64")
         taps = math.prod(self.kernel)
         return squares.reshape(self.groups, taps, -1).sum(axis=1).reshape(-1)
 

@@ -102,6 +102,24 @@ class InputStatistics:
             gram += np.matmul(x.transpose(0, 2, 1), x)
         return replace(self, gram=gram, waiting=())
 
+    def cut_columns(self) -> list[slice]:
+        """The columns of each block."""
+        columns = self.total.shape[1]
+        width = -(-columns // self.blocks)
+        return [slice(i, min(i + width, columns)) for i in range(0, columns, width)]
+
+    def find_gram(self, block: int) -> Float64Array:
+        """Sum of x x^T over all sampled rows for the columns of one block, (groups, k, k)."""
+        columns = self.cut_columns()[block]
+        k = columns.stop - columns.start
+        gram = np.zeros((self.total.shape[0], k, k))
+        if self.gram is not None:
+            gram += self.gram[block :: self.blocks, :k, :k]
+        if self.waiting:
+            x = np.concatenate([part[:, :, columns] for part in self.waiting], axis=1)
+            gram += np.matmul(x.transpose(0, 2, 1), x)
+        return gram
+
     def to_arrays(self) -> dict[str, NDArray]:
         """What was seen, as arrays for a file; `restore` reads them back exactly."""
         arrays = {"total": self.total, "rows": np.array(self.rows, "int64")}
@@ -138,15 +156,6 @@ def split_columns(rows: NDArray, blocks: int) -> NDArray:
     filled[:, :, :columns] = rows
     split = filled.reshape(groups, count, blocks, width).transpose(0, 2, 1, 3)
     return np.ascontiguousarray(split).reshape(groups * blocks, count, width)
-
-
-def join_columns(rows: NDArray, blocks: int, columns: int) -> NDArray:
-    """The inverse of `split_columns`: (groups * blocks, n, k) -> (groups, n, columns)."""
-    if blocks == 1:
-        return rows
-    total, count, width = rows.shape
-    joined = rows.reshape(total // blocks, blocks, count, width).transpose(0, 2, 1, 3)
-    return np.ascontiguousarray(joined.reshape(total // blocks, count, -1)[:, :, :columns])
 
 
 def round_to_grid(values: FloatArray, qparams: QParams, spec: QSpec) -> FloatArray:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import tracemalloc
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from relayquant.calibrate import fit
 from relayquant.calibrate.fit import (
     BiasCorrection,
     FitSettings,
@@ -22,6 +24,7 @@ from relayquant.calibrate.fit_patches import LinearView
 from relayquant.calibrate.fit_statistics import InputStatistics
 from relayquant.errors import ConfigError
 from relayquant.qtypes import Granularity, QParams, QSpec, Scheme, choose_qparams
+from relayquant.runtime import limit_blas
 
 DENSE = LinearView(None, (1, 0))
 INT8 = QSpec("int8", Scheme.SYMMETRIC, Granularity.PER_CHANNEL, quant_min=-127)
@@ -256,6 +259,66 @@ def test_fit_operator__blocks_of_columns_stand_for_a_wide_matrix() -> None:
     assert split.settle().gram.shape == (3, 17, 17)
     whole, nearest = error(observe(DENSE, x), settings_), error(split, NEAREST)
     assert whole < error(split, settings_) < 0.8 * nearest
+
+
+@pytest.mark.parametrize("spec", [INT8, INT4_TENSOR], ids=["int8", "int4 tensor"])
+def test_fit_operator__blocks_of_unrelated_columns_give_the_closed_form_of_the_whole(
+    spec: QSpec,
+) -> None:
+    """Where no input of one block has to do with one of another, nothing is lost."""
+    rng = np.random.default_rng(13)
+    x = np.zeros((90, 60), "float32")
+    for i in range(3):
+        part = slice(20 * i, 20 * i + 20)
+        x[30 * i : 30 * i + 30, part] = make_inputs(rng, 30, 20)
+        # One mean of the diagonal: the same damping.
+        x[:, part] /= np.linalg.norm(x[:, part])
+    weight = rng.standard_normal((60, 7)).astype("float32")
+    qparams = weight_qparams(weight, spec)
+    chosen = FitSettings(bias=BiasCorrection.NONE, scale_factors=(1.0, 0.9, 0.8), sweeps=1)
+    whole, split = (
+        fit_operator(DENSE, observe(DENSE, x, most=most), weight, None, qparams, spec, chosen)
+        for most in (None, 20)
+    )
+    assert np.array_equal(whole.weight, split.weight)
+    assert np.array_equal(whole.qparams.scale, split.qparams.scale)
+
+
+@pytest.mark.parametrize("rounding", WeightRounding)
+def test_fit_operator__parts_of_the_outputs_give_what_all_at_once_do(
+    rounding: WeightRounding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(14)
+    x = make_inputs(rng, 90, 40)
+    weight, bias = rng.standard_normal((40, 23)).astype("float32"), np.zeros(23, "float32")
+    qparams, statistics = weight_qparams(weight, INT4), observe(DENSE, x, most=15)
+    chosen = FitSettings(rounding, scale_factors=(1.0, 0.9), sweeps=1)
+    found = []
+    for most in (fit.MOST_WEIGHTS, 100):
+        monkeypatch.setattr(fit, "MOST_WEIGHTS", most)
+        found.append(fit_operator(DENSE, statistics, weight, bias, qparams, INT4, chosen))
+    for name in ("weight", "bias"):
+        assert np.allclose(getattr(found[0], name), getattr(found[1], name), atol=1e-6)
+
+
+@pytest.mark.parametrize("spec", [INT8, INT4_TENSOR], ids=["int8", "int4 tensor"])
+def test_fit_operator__memory_of_a_wide_layer_is_that_of_its_weights(
+    spec: QSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not a dozen float64 copies of them, nor the second moments of all blocks at once."""
+    monkeypatch.setattr(fit, "MOST_WEIGHTS", 1 << 12)
+    monkeypatch.setenv("TVM_NUM_THREADS", "2")
+    rng = np.random.default_rng(15)
+    x = np.maximum(rng.standard_normal((16, 3000), "float32"), 0)
+    weight = rng.standard_normal((3000, 100), "float32")
+    qparams, statistics = weight_qparams(weight, spec), observe(DENSE, x, most=150)
+    bias, chosen = np.zeros(100, "float32"), FitSettings(tensor_factors=(1.0, 0.9))
+    tracemalloc.start()
+    with limit_blas():
+        fit_operator(DENSE, statistics, weight, bias, qparams, spec, chosen)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 6 * weight.nbytes
 
 
 def test_input_statistics__equal_whatever_the_batches() -> None:
