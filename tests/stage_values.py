@@ -11,6 +11,14 @@ import tvm
 
 import relayquant as rq
 from relayquant.reference import run_values
+from relayquant.reference.interpreter import (
+    Frame,
+    bind_input,
+    execute_binding,
+    iterate_bindings,
+    order_inputs,
+    record_value,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,21 +30,10 @@ class Stages:
     integer: tvm.IRModule
 
 
-def run_stages(
-    mod: tvm.IRModule,
-    dataset: Any,
-    params: Any = None,
-    *,
-    order: rq.Order | None = None,
-    **options: Any,
-) -> Stages:
-    """prepare, calibrate in `order`, convert and lower; `options` as for prepare.
-
-    The simulation does not round biases: at a tie it is a step apart from the integers, and what
-    follows carries that on. Whether there is one depends on the ranges, and so on the order.
-    """
+def run_stages(mod: tvm.IRModule, dataset: Any, params: Any = None, **options: Any) -> Stages:
+    """prepare, calibrate, convert and lower; `options` as for prepare."""
     prepared = rq.prepare(mod, params, **options)
-    rq.calibrate(prepared, dataset, order=order)
+    rq.calibrate(prepared, dataset)
     reference = rq.convert_to_reference(prepared)
     return Stages(prepared, reference, rq.lower(reference, prepared.backend))
 
@@ -53,23 +50,45 @@ def run_simulated(
     return run_values(prepared.graph.mod, {**inputs, **arguments})
 
 
+def run_from(
+    mod: tvm.IRModule, inputs: Mapping[str, np.ndarray], given: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """All values of a module whose operators see the values `given` in place of those computed."""
+    frame = Frame(mod)
+    params = mod["main"].params
+    for param, value in zip(params, order_inputs(params, inputs), strict=True):
+        bind_input(frame, param, param.name, param.ty, value)
+    values: dict[str, np.ndarray] = {}
+    for binding in iterate_bindings(mod["main"].body):
+        value = execute_binding(frame, binding)
+        record_value(values, binding.var.name, value)
+        if binding.var.name in given:
+            frame.values[binding.var] = given[binding.var.name].astype(value.dtype)
+    return values
+
+
 def compare_stages(
     stages: Stages, inputs: Mapping[str, np.ndarray]
 ) -> Iterator[tuple[str, np.ndarray, np.ndarray, np.ndarray]]:
-    """(value, simulated, reference, integer) of every rounded value, in units of its scale."""
-    simulated = run_simulated(stages.prepared, inputs)
-    reference = run_values(stages.reference, inputs)
+    """(value, simulated, reference, integer) of every rounded value, in units of its scale.
+
+    Simulation and reference form compute every value from the integers of the integer module, so
+    that each differs by its own rounding alone, one step at a tie. Carried on, such a step is as
+    many steps as the next operator makes of it; and which values are near enough to a tie is up to
+    the order in which this machine's BLAS adds floats.
+    """
     integer = run_values(stages.integer, inputs)
+    found: dict[str, np.ndarray] = {}
     for group in stages.prepared.plan.activations:
-        if group.base is not None:
-            continue
-        for name in (*group.points, *group.clamped):
-            key = f"{name}.q"
-            found = integer.get(key, integer.get(name))
-            if key in simulated and found is not None and found.dtype.kind in "iu":
-                yield (
-                    name,
-                    simulated[key].astype("int64"),
-                    reference[key].astype("int64"),
-                    found.astype("int64"),
-                )
+        for name in (*group.points, *group.clamped) if group.base is None else ():
+            value = integer.get(f"{name}.q", integer.get(name))
+            if value is not None and value.dtype.kind in "iu":
+                found[name] = value
+    given = {f"{name}.q": value for name, value in found.items()}
+    prepared = stages.prepared
+    arguments = prepared.graph.arguments(prepared.parameters, prepared.constants)
+    simulated = run_from(prepared.graph.mod, {**inputs, **arguments}, given)
+    reference = run_from(stages.reference, inputs, given)
+    for name, value in found.items():
+        if (key := f"{name}.q") in simulated:
+            yield name, *(v.astype("int64") for v in (simulated[key], reference[key], value))

@@ -220,13 +220,14 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_backend__whole_model(case):
-    """Simulated, reference and integer values agree to rounding; compiled code to the bit."""
+    """From the same integers simulation, reference form and integer module are a step apart at
+    most, and that seldom; compiled code has the same bits.
+    """
     backend, qconfig = CASES[case]
     mod = residual_model()
     data = draw_batches(mod, 6)
-    options = {"qconfig_mapping": rq.QConfigMapping().set_global(qconfig), "strict": True}
-    order = rq.Order.TOPOLOGICAL
-    stages = run_stages(mod, data, order=order, backend_config=backend, **options)
+    mapping = rq.QConfigMapping().set_global(qconfig)
+    stages = run_stages(mod, data, qconfig_mapping=mapping, backend_config=backend, strict=True)
     ledger = rq.ledger(stages.integer)
     assert not ledger.floating
     for group in stages.prepared.plan.groups:
@@ -243,8 +244,9 @@ def test_backend__whole_model(case):
         for found in (simulated, reference, integer):
             assert low <= found.min()
             assert found.max() <= high
-        assert np.abs(simulated - integer).mean() < 0.5, name
-        assert np.abs(reference - integer).mean() < 0.5, name
+        for found in (simulated, reference):
+            assert np.abs(found - integer).max() <= 1, name
+            assert np.abs(found - integer).mean() < 0.1, name
         compared += 1
     assert compared >= 6
     report = rq.verify(stages.integer, data[0])
