@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from fractions import Fraction
 
@@ -66,15 +65,6 @@ def run_elements(element, arrays, target):
 )
 def test_split_multiplier__known_values(real, mantissa, exponent):
     assert fixed_point.split_multiplier_numpy(real) == (mantissa, exponent)
-
-
-def test_split_multiplier__recorded_table(shared_data):
-    rows = json.loads(shared_data("fixed_point_multiplier_table.json").read_text())
-    assert len(rows) > 50
-    for row in rows:
-        scales = [np.float32(row[k]).astype("float64") for k in ("input_scale", "output_scale")]
-        got = fixed_point.split_multiplier_numpy(scales[0] / scales[1])
-        assert tuple(map(int, got)) == (row["multiplier"], row["shift"])
 
 
 @given(POSITIVE_FLOAT32, POSITIVE_FLOAT32)
@@ -171,6 +161,21 @@ def test_saturate__limits(dtype):
             target,
         )
         np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("zero", [-(2**31), -129, -1, 0, 1, 127, 200, 2**31 - 1])
+def test_saturate__int32_with_every_zero_point(zero):
+    """The sum of value and zero point is beyond int32 by up to its width; python's are exact."""
+    low, high = INTEGER_LIMITS["int32"]
+    values = np.array([-np.inf, -(2.0**31), -5.0, 0, 7, 2**30, 2**31 - 128, np.inf], "float32")
+    zeros = np.full(values.shape, zero, "int32")
+    held = [int(min(max(float(value), low), 2**31 - 128)) for value in values]
+    expected = np.array([min(max(value + zero, low), high) for value in held], "int32")
+    np.testing.assert_array_equal(fixed_point.saturate_numpy(values, zeros, "int32"), expected)
+    got = run_elements(
+        lambda v, z: fixed_point.saturate_tir(v, z, "int32"), [values, zeros], TARGETS[0]
+    )
+    np.testing.assert_array_equal(got, expected)
 
 
 # ---------------------------------------------------------------- fused multiply-add

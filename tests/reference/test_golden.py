@@ -19,10 +19,9 @@ from relayquant import dialect
 from relayquant.errors import QnnError
 from relayquant.qtypes import INTEGER_LIMITS, Arithmetic, QParams, Rounding
 from relayquant.reference import qnn as numpy_qnn
-from relayquant.reference.fixed_point import get_fixed_point_multiplier
 from relayquant.reference.lookup_table import UNARY_FUNCTIONS, build_table
 
-SHARED_DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
+RECORDED = Path(__file__).parents[1] / "data" / "qnn"
 
 #: Operators whose recorded meaning is not ours at all.
 NOT_OURS = {
@@ -220,12 +219,9 @@ def make_table(op: str, attrs: dict[str, Any]) -> np.ndarray:
 @pytest.fixture(scope="module")
 def golden() -> dict[str, list[dict[str, Any]]]:
     """Operator -> cases, each with its arrays under "arrays" and "expected"."""
-    index_path = SHARED_DATA / "qnn_golden_index.json"
-    if not index_path.exists():
-        pytest.skip(f"real data is not here: {index_path}")
-    index = json.loads(index_path.read_text())
+    index = json.loads((RECORDED / "golden_index.json").read_text())
     grouped: dict[str, list[dict[str, Any]]] = {}
-    with np.load(SHARED_DATA / "qnn_golden.npz") as stored:
+    with np.load(RECORDED / "golden.npz") as stored:
         for case in index["cases"]:
             arrays = {name: stored[entry["key"]] for name, entry in case["inputs"].items()}
             case = {**case, "arrays": arrays, "expected": stored[case["output"]["key"]]}
@@ -456,15 +452,6 @@ def test_quantize__saturates_to_int32(golden):
     np.testing.assert_array_equal(result, np.where(x > 0, 2**31 - 128, -(2**31)))
 
 
-def test_fixed_point_multiplier__recorded_table(shared_data):
-    rows = json.loads(shared_data("fixed_point_multiplier_table.json").read_text())
-    assert len(rows) == 72
-    for row in rows:
-        ratio = np.float64(np.float32(row["input_scale"])) / np.float32(row["output_scale"])
-        mantissa, exponent = get_fixed_point_multiplier(ratio)
-        assert (mantissa, exponent) == (row["multiplier"], row["shift"]), row
-
-
 # Literals of TVM's own unit tests ------------------------------------------------------------
 
 RELAY_DEFAULT = {"rounding": Rounding.UPWARD, "compute_dtype": Arithmetic.INT64}
@@ -525,11 +512,9 @@ def read_literal_steps(case: dict[str, Any]) -> list[Step]:
     return steps
 
 
-@pytest.fixture(scope="module")
-def literals() -> list[Case]:
-    path = SHARED_DATA / "qnn_test_literals.json"
-    if not path.exists():
-        pytest.skip(f"real data is not here: {path}")
+@pytest.fixture
+def literals(shared_data) -> list[Case]:
+    path = shared_data("qnn_test_literals.json")
     cases = []
     for number, case in enumerate(json.loads(path.read_text())["cases"]):
         steps = read_literal_steps(case)

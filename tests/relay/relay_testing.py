@@ -1,11 +1,18 @@
-"""Small Relay texts: one expression over given inputs, and what it computes."""
+"""Small Relay texts: one expression over given inputs, and what it computes; and the modules that
+TVM wrote.
+"""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import numpy as np
 import tvm
 
 import relayquant as rq
+
+#: Modules as TVM 0.19 wrote them, with inputs and the outputs of its compiled code.
+WRITTEN_BY_TVM = Path(__file__).parents[1] / "data" / "relay"
 
 
 def type_text(array: np.ndarray) -> str:
@@ -28,3 +35,18 @@ def run_text(body: str, **inputs: np.ndarray) -> list[np.ndarray]:
 def value_names(mod: tvm.IRModule) -> list[str]:
     """Names of the values that main binds, in order."""
     return [binding.var.name for block in mod["main"].body.blocks for binding in block.bindings]
+
+
+def draw_xavier(mod: tvm.IRModule) -> dict[str, np.ndarray]:
+    """The weights that `relay.testing.create_workload` gave the parameters of main, in their order:
+    uniform by Xavier with seed 0, and biases of zero.
+    """
+    rng = np.random.RandomState(0)
+    weights = {}
+    for param in mod["main"].params[1:]:
+        shape = tuple(int(dim) for dim in param.ty.shape.values)
+        weights[param.name] = np.zeros(shape, "float32")
+        if param.name.endswith("weight"):
+            bound = np.sqrt(6 / ((shape[0] + shape[1]) * np.prod(shape[2:])))
+            weights[param.name] = rng.uniform(-bound, bound, shape).astype("float32")
+    return weights

@@ -6,6 +6,7 @@ import re
 
 import numpy as np
 import pytest
+from relay_testing import WRITTEN_BY_TVM
 from tvm import relax
 from tvm.script import ir as I
 from tvm.script import relax as R
@@ -53,8 +54,8 @@ def test_print__is_what_was_parsed():
 
 
 @pytest.mark.parametrize("name", ["mlp", "mobilenet", "resnet18", "resnet8_cifar", "squeezenet"])
-def test_print__as_tvm_printed(name, shared_data):
-    text = shared_data(f"relay/{name}.nometa.relay").read_text()
+def test_print__as_tvm_printed(name):
+    text = (WRITTEN_BY_TVM / f"{name}.nometa.relay").read_text()
     wanted = re.sub(r" */\*.*?\*/", "", METADATA.split(text)[0], flags=re.DOTALL)
     assert print_module(parse_text(text)).strip() == wanted.strip()
 
@@ -281,8 +282,8 @@ def test_float__round_trip(name):
         "transformer2.json",
     ],
 )
-def test_dump__round_trip_is_exact(name, shared_data):
-    path = shared_data(f"relay/{name}")
+def test_dump__round_trip_is_exact(name):
+    path = WRITTEN_BY_TVM / name
     mod, _ = rq.load(path)
     with np.load(path.with_name(name.split(".")[0] + ".io.npz")) as data:
         check_round_trip(mod, {p.name: data[f"in_{p.name}"] for p in mod["main"].params})

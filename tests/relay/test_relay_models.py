@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from relay_testing import WRITTEN_BY_TVM
 
 import relayquant as rq
 from relayquant.relay import from_text
@@ -70,8 +71,8 @@ def test_integer__compiled_as_it_is():
     assert rq.verify(mod, [x]).differences == ()
 
 
-def test_dump__float_model_is_quantized(shared_data):
-    mod, _ = rq.load(shared_data("relay/resnet8_cifar.relay"))
+def test_dump__float_model_is_quantized():
+    mod, _ = rq.load(WRITTEN_BY_TVM / "resnet8_cifar.relay")
     rng = np.random.default_rng(2)
     data = [rng.standard_normal((1, 3, 28, 28)).astype("float32") for _ in range(6)]
     qmod = rq.quantize(mod, None, data, effort="fast")
@@ -83,16 +84,16 @@ def test_dump__float_model_is_quantized(shared_data):
     np.testing.assert_allclose(got, want, atol=0.02)
 
 
-def test_dump__integer_model_is_compiled(shared_data):
-    mod, _ = rq.load(shared_data("relay/qnn_convnet.json"))
-    with np.load(shared_data("relay/qnn_convnet.io.npz")) as data:
+def test_dump__integer_model_is_compiled():
+    mod, _ = rq.load(WRITTEN_BY_TVM / "qnn_convnet.json")
+    with np.load(WRITTEN_BY_TVM / "qnn_convnet.io.npz") as data:
         assert rq.verify(mod, [data["in_input"]]).differences == ()
 
 
-def test_dump__fake_quantized_model_becomes_integer(shared_data):
+def test_dump__fake_quantized_model_becomes_integer():
     """dequantize - float operator - quantize, with the parameters of the file."""
-    mod, _ = rq.load(shared_data("relay/qdq_convnet.json"))
+    mod, _ = rq.load(WRITTEN_BY_TVM / "qdq_convnet.json")
     low = rq.lower(mod)
     assert "R.nn.conv2d" not in low.script()
-    with np.load(shared_data("relay/qdq_convnet.io.npz")) as data:
+    with np.load(WRITTEN_BY_TVM / "qdq_convnet.io.npz") as data:
         np.testing.assert_array_equal(rq.reference.run(low, [data["in_input"]])[0], data["out0"])
