@@ -680,7 +680,10 @@ class FunctionScheduler:
                 break
             extent *= extents[-fuse] or 1
         width = largest_divisor(extent, lanes)
-        has_rest = width < 4 and extent >= 2 * lanes
+        # TVM's LoopPartition, which takes the rest apart, mixes int32 into the positions where a
+        # symbolic extent keeps them int64.
+        is_static = all(constant(axis.dom.extent) is not None for axis in facts.spatial)
+        has_rest = width < 4 and extent >= 2 * lanes and is_static
         if has_rest:
             width = lanes
         if width < 4:

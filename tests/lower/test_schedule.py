@@ -165,6 +165,14 @@ def test_schedule_functions__reductions_of_prime_length_are_vectors(op, length):
     assert "T.vectorized" in scheduled_text(mod)
 
 
+@pytest.mark.parametrize("op", [relax.op.sum, relax.op.nn.softmax], ids=["sum", "softmax"])
+def test_schedule_functions__reductions_of_prime_length_with_symbolic_rows(op):
+    mod = make_module(lambda bb, x: op(x, -1), ((tirx.Var("n", "int64"), 257), "float32"))
+    x = rng.standard_normal((3, 257)).astype("float32")
+    got, expected = run_both(mod, x)
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_schedule_functions__loops_behind_a_reshape_are_vectors():
     def emit(bb, x):
         return relax.op.reshape(bb.emit(relax.op.tanh(x)), (1, 32, 256))
