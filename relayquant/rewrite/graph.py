@@ -69,8 +69,9 @@ class Graph:
 
     @cached_property
     def bound(self) -> dict[relax.Expr, relax.Var]:
-        """Value -> variable bound to it, the inverse of `values`."""
-        return {value: var for var, value in self.values.items() if isinstance(value, Call)}
+        """Call or field of a tuple -> variable bound to it, the inverse of `values`."""
+        operators = (Call, relax.TupleGetItem)
+        return {value: var for var, value in self.values.items() if isinstance(value, operators)}
 
     @cached_property
     def vars(self) -> dict[str, relax.Var]:

@@ -179,3 +179,30 @@ def test_constants__tiny_weights_and_activations_do_not_underflow():
     data = [{"x": np.float32(1e-29) * batch["x"]} for batch in draw_batches(mod, 2)]
     qmod = rq.quantize(mod, None, data)
     assert np.isfinite(rq.reference.run(qmod, data[0])[0]).all()
+
+
+@pytest.mark.parametrize("kind", ["conv2d", "conv2d_transpose", "matmul"])
+def test_reference__operand_is_a_field_of_a_tuple(kind):
+    """An operator with several results right before one with a bias: the second of it is data."""
+
+    def body(emit, x):
+        ones = relax.const(np.ones(4, "float32"))
+        pair = emit("pair", op.nn.batch_norm(x, ones, ones, ones, ones, axis=1))
+        field = emit("field", relax.TupleGetItem(pair, 0))
+        if kind == "conv2d":
+            return emit.conv_bias("out", field)
+        if kind == "matmul":
+            return emit("out", op.add(emit.dense("dot", field, 5), emit.constant(5)))
+        weight = emit.constant(4, 3, 2, 2)
+        product = emit("product", op.nn.conv2d_transpose(field, weight))
+        return emit("out", op.add(product, emit.constant(1, 3, 1, 1)))
+
+    mod = build_model(body, MAP)
+    data = draw_batches(mod, 2)
+    prepared = rq.calibrate(rq.prepare(mod, None), data)
+    (operator,) = (row for row in prepared.plan.operators if row.quantized)
+    assert dict(operator.operands)["data"] == "field"
+    reference = rq.convert_to_reference(prepared)
+    (expected,) = rq.reference.run(mod, data[0])
+    (found,) = rq.reference.run(reference, data[0])
+    assert np.abs(found - expected).max() < 0.05 * np.abs(expected).max()
