@@ -12,17 +12,10 @@ import tvm.relax.script.parser
 from tvm.relax import script as _script
 
 from relayquant.dialect import qnn
-from relayquant.dialect.operators import (
-    CORRECTED_LAYOUTS,
-    OPERATORS,
-    Operator,
-    correct_layouts,
-    register_operators,
-)
+from relayquant.dialect.operators import OPERATORS, Operator, register_operators
 
 # What TVM knows outlives this module, which may be imported again.
-if register_operators(OPERATORS):
-    correct_layouts(CORRECTED_LAYOUTS)
+register_operators(OPERATORS)
 
 # `R.qnn.*`: the first module serves the decorators, the second tvm.script.from_source.
 for _module in (_script, tvm.relax.script.parser):

@@ -100,41 +100,6 @@ def _keep_untouched(call: Call) -> Any:
     return _make_output(inputs, _initial(call), call.attrs)
 
 
-# ---------------------------------------------------------------- operators of TVM
-
-
-def infer_layout_untouched(
-    call: Call, _desired: Mapping[str, Any], _layouts: Mapping[Any, Any]
-) -> Any:
-    """For operators of TVM that exist in their own layout only."""
-    return _keep_untouched(call)
-
-
-def limit_to_one_axis(infer: LayoutFunc) -> LayoutFunc:
-    """`infer` for normalizations over one axis; over several, whose scale and offset have several
-    axes too, which `infer` leaves in their old order, all keep their layout.
-    """
-
-    def infer_layout(call: Call, desired: Mapping[str, Any], layouts: Mapping[Any, Any]) -> Any:
-        several = len(call.attrs.axes) > 1
-        return _keep_untouched(call) if several else infer(call, desired, layouts)
-
-    return infer_layout
-
-
-def limit_to_known_layouts(infer: LayoutFunc) -> LayoutFunc:
-    """`infer` for operators that exist in NCHW and NHWC only; any other order, as an image of one
-    row has it that was a sequence in the layout of a conv1d, goes back to the original one.
-    """
-
-    def infer_layout(call: Call, desired: Mapping[str, Any], layouts: Mapping[Any, Any]) -> Any:
-        inferred = infer(call, desired, layouts)
-        is_known = str(inferred.new_attrs.layout) in ("NCHW", "NHWC")
-        return inferred if is_known else _keep_untouched(call)
-
-    return infer_layout
-
-
 # ---------------------------------------------------------------- elementwise
 
 

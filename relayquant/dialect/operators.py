@@ -5,7 +5,7 @@ A row says everything TVM is told of an operator; `register_operators` tells it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,6 @@ from relayquant.dialect.legalize import LegalizeFunc
 
 #: Value of TMixedPrecisionPolicy that keeps the operand types.
 _MIXED_PRECISION_NEVER = 2
-#: Level of an attribute that replaces one of TVM's, which have 10.
-_OVER_TVM = 11
 
 
 @dataclass(frozen=True)
@@ -219,17 +217,6 @@ OPERATORS: tuple[Operator, ...] = (
 )
 
 
-#: Operators of TVM whose own layout function gives ConvertLayout a call that fails or computes
-#: something else (TVM 0.27): transposed convolutions and rms_norm are legalized in one layout only.
-CORRECTED_LAYOUTS: dict[str, Callable[[LayoutFunc], LayoutFunc]] = {
-    "relax.nn.conv1d_transpose": lambda _: layout.infer_layout_untouched,
-    "relax.nn.conv2d_transpose": lambda _: layout.infer_layout_untouched,
-    "relax.nn.rms_norm": lambda _: layout.infer_layout_untouched,
-    "relax.nn.layer_norm": layout.limit_to_one_axis,
-    "relax.image.resize2d": layout.limit_to_known_layouts,
-}
-
-
 def _legalize_if_known(function: LegalizeFunc) -> LegalizeFunc:
     """Leave the call as it is while a shape is unknown: no loop nest can be written for it."""
 
@@ -239,24 +226,12 @@ def _legalize_if_known(function: LegalizeFunc) -> LegalizeFunc:
     return legalize_known
 
 
-def correct_layouts(corrections: Mapping[str, Callable[[LayoutFunc], LayoutFunc]]) -> None:
-    """Put layout functions, made from TVM's, in the place of TVM's; once in a process."""
-    for name, correct in corrections.items():
-        infer = Op.get(name).get_attr("FRelaxInferLayout")
-        register_op_attr(name, "FRelaxInferLayout", correct(infer), level=_OVER_TVM)
-
-
-def register_operators(operators: Sequence[Operator]) -> tuple[str, ...]:
-    """Tell TVM of the operators; those it knows already are left as they are.
-
-    Returns the names of those it did not know.
-    """
-    new: list[str] = []
+def register_operators(operators: Sequence[Operator]) -> None:
+    """Tell TVM of the operators; those it knows already are left as they are."""
     known = set(Op.list_op_names())
     for operator in operators:
         if operator.full_name in known:
             continue
-        new.append(operator.full_name)
         register_op_attr(operator.full_name, "FInferType", operator.infer)
         register_op_attr(operator.full_name, "FPurity", True)
         register_op_attr(operator.full_name, "TMixedPrecisionPolicy", _MIXED_PRECISION_NEVER)
@@ -267,4 +242,3 @@ def register_operators(operators: Sequence[Operator]) -> tuple[str, ...]:
         op.set_num_inputs(len(operator.arguments))
         for argument in operator.arguments:
             op.add_argument(argument, "Tensor", "")
-    return tuple(new)

@@ -1,8 +1,8 @@
 """Module -> the same with convolutions, and what lies between them, in the layout of the kernels:
 transposes only where that meets the interface.
 
-ConvertLayout does the work; what it cannot see through (clip, pad, reshape of unit axes, constants)
-is tidied here.
+ConvertLayout does the work (`layout_exceptions`: what it would get wrong); what it cannot see
+through (pad, reshape of unit axes, constants) is tidied here.
 """
 
 from __future__ import annotations
@@ -13,13 +13,8 @@ from tvm import relax
 from tvm.ir import IRModule
 from tvm.relax.dpl import is_op, wildcard
 
-from relayquant.lower.floating import (
-    CONV_LAYOUT,
-    is_float32,
-    list_bindings,
-    op_name,
-    read_scalar,
-)
+from relayquant.lower.floating import CONV_LAYOUT, list_bindings, op_name
+from relayquant.lower.layout_exceptions import convert_with_exceptions
 from relayquant.rewrite import Emitter, Match, Pattern, Rule, Skip, apply_rules
 from relayquant.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 from relayquant.rewrite.walker import tidy_module
@@ -42,10 +37,9 @@ def convert_layout(mod: IRModule) -> IRModule:
     functions = [func for _, func in mod.functions_items() if isinstance(func, relax.Function)]
     bindings = [binding for func in functions for binding in list_bindings(func)]
     has_conv = any(op_name(binding.value) in KERNEL_LAYOUTS for binding in bindings)
-    to_kernels = [split_clips, relax.transform.ConvertLayout(KERNEL_LAYOUTS)]
-    mod = tvm.transform.Sequential(
-        [*(to_kernels if has_conv else []), relax.transform.Normalize()]
-    )(mod)
+    if has_conv:
+        mod = convert_with_exceptions(mod, KERNEL_LAYOUTS)
+    mod = relax.transform.Normalize()(mod)
     if has_conv and is_one_block(mod):
         # In numpy: FoldConstant would compile a kernel for each weight, which takes as long as to
         # compile all of the module.
@@ -67,44 +61,6 @@ def is_one_block(mod: IRModule) -> bool:
     if not isinstance(body, relax.SeqExpr) or len(body.blocks) != 1:
         return False
     return isinstance(body.blocks[0], relax.DataflowBlock)
-
-
-@tvm.transform.module_pass(opt_level=0, name="relayquant.SplitClips")
-def split_clips(mod: IRModule, _: tvm.transform.PassContext) -> IRModule:
-    """clip(x, a, b) -> minimum(maximum(x, a), b) on float32.
-
-    ConvertLayout knows no layout for clip and would put a transpose before and behind each.
-    """
-    builder = relax.BlockBuilder(mod)
-    for gvar, func in mod.functions_items():
-        if not isinstance(func, relax.Function) or not isinstance(func.body, relax.SeqExpr):
-            continue
-        blocks = []
-        for block in func.body.blocks:
-            if isinstance(block, relax.DataflowBlock):
-                new: list[relax.Binding] = []
-                for binding in block.bindings:
-                    new.extend(split_clip(binding, builder))
-                block = relax.DataflowBlock(new)
-            blocks.append(block)
-        body = relax.SeqExpr(blocks, func.body.body)
-        new_func = relax.Function(func.params, body, func.ret_ty, func.is_pure, func.attrs)
-        builder.update_func(gvar, new_func)
-    return relax.transform.Normalize()(builder.get())
-
-
-def split_clip(binding: relax.Binding, builder: relax.BlockBuilder) -> list[relax.Binding]:
-    """The bindings that stand for one binding: two for a clip, else itself."""
-    call = binding.value
-    if op_name(call) != "relax.clip" or not is_float32(binding.var):
-        return [binding]
-    low, high = (read_scalar(arg) for arg in call.args[1:3])
-    if low is None or high is None:
-        return [binding]
-    raised = builder.normalize(relax.op.maximum(call.args[0], relax.const(low, "float32")))
-    inner = relax.DataflowVar(f"{binding.var.name}_low", raised.ty)
-    lowered = builder.normalize(relax.op.minimum(inner, relax.const(high, "float32")))
-    return [relax.VarBinding(inner, raised), relax.VarBinding(binding.var, lowered)]
 
 
 def find_axes(match: Match, expr: relax.Expr) -> list[int]:

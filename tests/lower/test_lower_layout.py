@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tvm
-from float_models import MAP, build_model
+from float_models import MAP, build_model, draw_batches
 from tvm import relax
 from tvm.relax import op
 
@@ -36,12 +36,31 @@ BETWEEN = {
     "topk": lambda emit, x: op.topk(x, 4, axis=1, ret_type="values"),
     "sort": lambda emit, x: op.sort(x, 1),
     "cumsum": lambda emit, x: op.cumsum(x, 1),
+    "repeat": lambda emit, x: op.strided_slice(op.repeat(x, 2, 1), [1], [1], [5]),
+    "repeat without an axis": lambda emit, x: op.reshape(op.repeat(x, 2), (1, 4, 12, 6)),
     "take": lambda emit, x: op.take(x, relax.const(np.array([3, -3, 0, 1], "int64")), 1),
     "ones_like": lambda emit, x: op.ones_like(x),
     "reflected pad": lambda emit, x: op.nn.pad(x, [0, 0, 0, 0, 2, 1, 1, 3], "reflect"),
     "broadcast from the right": lambda emit, x: op.multiply(x, op.mean(x, [0])),
 }
 
+
+def scale_at_run_time(emit, x):
+    """x over its largest magnitude: operators on scalars alone, and on a scalar and a map."""
+    most, least = emit("most", op.max(x)), emit("least", op.min(x))
+    span = emit("span", op.subtract(most, least))
+    return emit("scaled", op.divide(x, emit("bounded", op.maximum(span, op.abs(least)))))
+
+
+#: What computes scalars beside a convolution, and takes them back into its map or not.
+SCALARS = {
+    "a scale of the run time": scale_at_run_time,
+    "mean of all": lambda emit, x: op.add(x, op.mean(x)),
+    "a scalar returned": lambda emit, x: op.sqrt(op.variance(x)),
+    "a choice": lambda emit, x: op.where(
+        op.greater(op.max(x), relax.const(0.0, "float32")), x, op.negative(x)
+    ),
+}
 
 #: The same between two convolutions of sequences of 4 channels.
 SEQUENCE = (2, 4, 12)
@@ -106,6 +125,30 @@ def test_convert_layout__sequences_stay_in_the_layout_of_the_kernels():
     assert text.count("R.call_tir(qnn_conv1d") == 3
     # One of the input, one of the result.
     assert text.count("R.permute_dims") == 2
+
+
+@pytest.mark.parametrize("batch", [2, "n"])
+@pytest.mark.parametrize("scalars", SCALARS)
+def test_convert_layout__scalars_beside_a_convolution(scalars, batch):
+    def body(emit, x):
+        return SCALARS[scalars](emit, emit.conv_bias("first", x))
+
+    mod = build_model(body, (batch, *MAP[1:]))
+    (data,) = draw_batches(mod, 1, n=2)
+    (found,) = Executor(rq.compile(mod)).run("main", [*data.values()])
+    (expected,) = Executor(tvm.compile(mod, "llvm")).run("main", [*data.values()])
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_convert_layout__parameters_of_the_run_time_beside_a_convolution():
+    mod = build_model(lambda emit, x: emit.dense("last", emit.conv_bias("first", x), 5), MAP)
+    weight = rq.TensorConfig(rq.QSpec("int8"), rq.MinMax())
+    static = rq.QConfig(rq.TensorConfig(rq.QSpec("uint8"), rq.MinMax()), weight)
+    dynamic = rq.QConfig(rq.TensorConfig(rq.QSpec("uint8", is_dynamic=True)), weight)
+    mapping = rq.QConfigMapping().set_global(static).set_object_type("relax.matmul", dynamic)
+    data = draw_batches(mod, 2)
+    qmod = rq.quantize(mod, None, data, qconfig_mapping=mapping, effort="fast", guard=rq.Guard.OFF)
+    assert rq.verify(qmod, data[0]).is_equal
 
 
 def check_same_numbers(mod, shape: tuple[int, ...]) -> None:

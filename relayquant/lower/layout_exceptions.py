@@ -1,0 +1,153 @@
+"""TVM's ConvertLayout, with the operators that it cannot see through or gets wrong put right: the
+first step of `layout`.
+
+What an operator of TVM is to the pass stands in a registry that the whole process shares, other
+threads and the user's own passes included. So nothing is corrected there: the bindings are
+rewritten before the pass and after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from tvm import relax
+from tvm.ir import Call, IRModule, Op
+
+from relayquant.lower.floating import is_float32, op_name, read_scalar
+
+#: a binding -> those that take its place, in order; the last binds the same variable
+Rewrite = Callable[[relax.Binding], Sequence[relax.Binding]]
+
+CALL_PACKED = "relax.call_pure_packed"
+#: how the names begin under which calls are hidden
+HIDDEN = "relayquant.hidden."
+#: legalized in one layout only, whatever TVM's function of the operator tells the pass
+ONE_LAYOUT = ("relax.nn.conv1d_transpose", "relax.nn.conv2d_transpose", "relax.nn.rms_norm")
+#: layouts in which resize2d has a legalization
+RESIZE_LAYOUTS = ("NCHW", "NHWC")
+
+
+def convert_with_exceptions(mod: IRModule, layouts: Mapping[str, Sequence[str]]) -> IRModule:
+    """`relax.transform.ConvertLayout(layouts)` of a module, with the same results everywhere.
+
+    A call that has to keep its layout is hidden from the pass, which gives operands of what it does
+    not know back their original layout: y = f(x) -> y = call_pure_packed("relayquant.hidden.0", x)
+    -> (after the pass) y = f(x).
+    """
+    hidden: list[Call] = []
+
+    def hide(binding: relax.Binding) -> Sequence[relax.Binding]:
+        call = binding.value
+        if not keeps_layout(call):
+            return split_clip(binding)
+        name = relax.ExternFunc(f"{HIDDEN}{len(hidden)}")
+        hidden.append(call)
+        return [rebind(binding, Call(Op.get(CALL_PACKED), [name, *call.args], None, [call.ty]))]
+
+    def show(binding: relax.Binding) -> Sequence[relax.Binding]:
+        call = binding.value
+        callee = call.args[0] if op_name(call) == CALL_PACKED else None
+        name = callee.global_symbol if isinstance(callee, relax.ExternFunc) else ""
+        if not name.startswith(HIDDEN):
+            return turn_resize(binding)
+        old = hidden[int(name.removeprefix(HIDDEN))]
+        return [rebind(binding, Call(old.op, call.args[1:], old.attrs, old.ty_args))]
+
+    converted = relax.transform.ConvertLayout(dict(layouts))(rewrite_bindings(mod, hide))
+    return rewrite_bindings(converted, show)
+
+
+def keeps_layout(call: relax.Expr) -> bool:
+    """Whether a call has to keep its layout, which ConvertLayout would not see.
+
+    Besides `ONE_LAYOUT`: a normalization over several axes, of whose scale and offset the pass does
+    not turn the axes; repeat without an axis, which flattens; and an operator on scalars alone, in
+    which the pass looks for a dimension.
+    """
+    name = op_name(call)
+    if name in ONE_LAYOUT or (name == "relax.nn.layer_norm" and len(call.attrs.axes) > 1):
+        return True
+    if name == "relax.repeat" and call.attrs.axis is None:
+        return True
+    types = [arg.ty for arg in call.args] if name.startswith("relax.") else []
+    return bool(types) and all(isinstance(ty, relax.TensorType) and ty.ndim == 0 for ty in types)
+
+
+def split_clip(binding: relax.Binding) -> Sequence[relax.Binding]:
+    """clip(x, a, b) -> minimum(maximum(x, a), b) on float32.
+
+    ConvertLayout knows no layout for clip and would put a transpose before and behind each.
+    """
+    call = binding.value
+    if op_name(call) != "relax.clip" or not is_float32(binding.var):
+        return [binding]
+    low, high = (read_scalar(arg) for arg in call.args[1:3])
+    if low is None or high is None:
+        return [binding]
+    name = f"{binding.var.name}_low"
+    raised = bind_inner(name, relax.op.maximum(call.args[0], relax.const(low, "float32")))
+    lowered = relax.op.minimum(raised.var, relax.const(high, "float32"))
+    return [raised, rebind(binding, lowered)]
+
+
+def turn_resize(binding: relax.Binding) -> Sequence[relax.Binding]:
+    """resize2d(x) in another layout, as an image of one row has it that was a sequence ->
+    permute_dims(resize2d(permute_dims(x))) in NHWC.
+    """
+    call = binding.value
+    if op_name(call) != "relax.image.resize2d" or str(call.attrs.layout) in RESIZE_LAYOUTS:
+        return [binding]
+    data, size = call.args[:2]
+    attrs, layout, name = call.attrs, str(call.attrs.layout), binding.var.name
+    turned = bind_inner(
+        f"{name}_nhwc", relax.op.permute_dims(data, [layout.index(axis) for axis in "NHWC"])
+    )
+    resized = bind_inner(
+        f"{name}_resized",
+        relax.op.image.resize2d(
+            turned.var,
+            size,
+            roi=[float(bound) for bound in attrs.roi],
+            layout="NHWC",
+            method=attrs.method,
+            coordinate_transformation_mode=attrs.coordinate_transformation_mode,
+            rounding_method=attrs.rounding_method,
+            cubic_alpha=attrs.cubic_alpha,
+            cubic_exclude=attrs.cubic_exclude,
+            extrapolation_value=attrs.extrapolation_value,
+            out_dtype=attrs.out_dtype,
+        ),
+    )
+    back = relax.op.permute_dims(resized.var, ["NHWC".index(axis) for axis in layout])
+    return [turned, resized, rebind(binding, back)]
+
+
+def rewrite_bindings(mod: IRModule, rewrite: Rewrite) -> IRModule:
+    """The module with every binding in a dataflow block replaced by those that `rewrite` gives."""
+    functions = {}
+    for gvar, func in mod.functions_items():
+        if isinstance(func, relax.Function) and isinstance(func.body, relax.SeqExpr):
+            blocks = [
+                relax.DataflowBlock([new for old in block.bindings for new in rewrite(old)])
+                if isinstance(block, relax.DataflowBlock)
+                else block
+                for block in func.body.blocks
+            ]
+            body = relax.SeqExpr(blocks, func.body.body)
+            func = relax.Function(func.params, body, func.ret_ty, func.is_pure, func.attrs)
+        functions[gvar] = func
+    rewritten = IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
+    return relax.transform.Normalize()(rewritten)
+
+
+def rebind(binding: relax.Binding, value: relax.Expr) -> relax.Binding:
+    """A binding of the same variable, of the same kind, to another value."""
+    if isinstance(binding, relax.MatchCast):
+        return relax.MatchCast(binding.var, value, binding.ty)
+    return relax.VarBinding(binding.var, value)
+
+
+def bind_inner(name: str, value: relax.Expr) -> relax.VarBinding:
+    """A binding of a new variable `name`, whose type is that of `value`."""
+    value = relax.BlockBuilder().normalize(value)
+    return relax.VarBinding(relax.DataflowVar(name, value.ty), value)
