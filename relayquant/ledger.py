@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import tvm
 
+from relayquant.config.accumulator import NATIVE
 from relayquant.errors import ModelError
 from relayquant.plan import Plan
 from relayquant.qtypes import QParams
@@ -28,7 +29,7 @@ class LedgerRow:
         op: Its main operator, without "relax.".
         quantized: Whether it runs on integers.
         pattern: Pattern that took it, "" if none.
-        dtype: Integer dtype of its result ("int32" for an accumulator that is dequantized at once);
+        dtype: Integer dtype of its result (int32 or int64 for a sum that is dequantized at once);
             where it is not quantized that of the float model, which is no float for indices and the
             like, and "" for what is no tensor.
         reason, advice: Why it stayed in float, and what to do; "" when quantized.
@@ -38,8 +39,8 @@ class LedgerRow:
         scheme: "symmetric" or "affine" of its result, "" when it has no parameters.
         rule: The line of the QConfigMapping that decided, "" if none did.
         support: What became of its QConfig (`relayquant.plan.Support`).
-        accumulator: What its sums of products are held in, e.g. "int14 saturate"; "" for the
-            kernels' own int32.
+        accumulator: What its sums of products are held in, e.g. "int14 saturate"; "" for int32
+            that holds them all, "int64" where it would not.
         is_dynamic: Whether its data gets parameters of the run time; its result is float32 then.
     """
 
@@ -59,6 +60,11 @@ class LedgerRow:
     support: str = ""
     accumulator: str = ""
     is_dynamic: bool = False
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether its sums are brought into the range of a register that need not hold them."""
+        return self.accumulator not in ("", NATIVE.description)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -335,6 +341,18 @@ class Ledger:
             and not row.op.startswith("qnn.")
         )
         return replace(self, rows=(*finished, *planned))
+
+    def with_accumulator(self, name: str, accumulator: str) -> Ledger:
+        """A ledger that says what the sums of an operator are held in."""
+
+        def change(row: LedgerRow) -> LedgerRow:
+            if row.name != name:
+                return row
+            # A sum that no integer operator takes is the result.
+            dtype = accumulator if row.dtype == "int32" else row.dtype
+            return replace(row, accumulator=accumulator, dtype=dtype)
+
+        return replace(self, rows=tuple(map(change, self.rows)))
 
     def with_refusal(self, name: str, reason: str, advice: str = "") -> Ledger:
         """A ledger in which the operator stays in float."""

@@ -47,6 +47,13 @@ class Arithmetic(enum.Enum):
     FLOAT64 = "float64"
 
 
+def has_exact_sums(rounding: Rounding, arithmetic: Arithmetic) -> bool:
+    """Whether sums and products are exact, in int64 where int32 does not hold them: with half to
+    even and float arithmetic. What follows TVM v0.19, and fixed point, takes int32.
+    """
+    return rounding is Rounding.TONEAREST_EVEN and arithmetic is not Arithmetic.INT64
+
+
 class Scheme(enum.Enum):
     """Whether the zero point is free."""
 

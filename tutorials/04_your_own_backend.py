@@ -169,7 +169,7 @@ assert np.abs(have - want).max() < 0.05 * np.abs(want).max()
 # %%
 # A narrower accumulator
 # ----------------------
-# Other hardware sums products in fewer than 32 bits. ``"int14"`` saturates, ``"int14 wrap"`` wraps
+# Other hardware sums products in 32 bits or fewer. ``"int14"`` saturates, ``"int14 wrap"`` wraps
 # around; both are emulated exactly, and calibration raises scales until the sums fit.
 
 NARROW = rq.BackendConfig(

@@ -1,6 +1,8 @@
-"""accumulators: integer module + data -> which sums of products do not fit the hardware's register.
+"""accumulators: integer module + data -> how large its sums of products are, and which do not fit
+the hardware's register.
 
-The sums are exact: those of the compiled integer module, before they are brought into range.
+The sums are exact: those of the compiled integer module, int32 where that holds the sums of any
+input and else int64, before they are brought into range.
 """
 
 from __future__ import annotations
@@ -16,13 +18,14 @@ from tvm.ir import Call
 
 from relayquant.analysis.verify import expose_values
 from relayquant.config import Accumulator, OverflowBound
+from relayquant.dialect.sums import PRODUCTS, bound_sums
 from relayquant.errors import ModelError
 from relayquant.ledger import LedgerRow, read_ledger
-from relayquant.ops.base import TOTALS
+from relayquant.ops.find import find_sum
 from relayquant.prepared import PreparedModel
 from relayquant.qtypes import INTEGER_LIMITS
 from relayquant.rewrite import Graph
-from relayquant.rewrite.graph import constant_value, tensor_dtype
+from relayquant.rewrite.graph import constant_value
 from relayquant.runtime import LoadModule
 
 #: raised scales leave this much room for the rounding of weights, which changes with them
@@ -35,7 +38,8 @@ class AccumulatorRow:
 
     Attributes:
         name: Of the operator, as in the ledger.
-        accumulator: What the sums are held in; its `bound` is not known here.
+        accumulator: What the sums are held in, int32 or int64 where the hardware has none of its
+            own; its `bound` is not known here.
         elements: Sums computed, all channels together.
         overflows: How many did not fit.
         lowest, highest: Smallest and largest exact sum seen.
@@ -92,9 +96,7 @@ class AccumulatorRow:
 
 @dataclass(frozen=True)
 class AccumulatorReport:
-    """One row for each operator whose sums are held in a narrow accumulator, in topological
-    order.
-    """
+    """One row for each quantized operator that sums products, in topological order."""
 
     rows: tuple[AccumulatorRow, ...]
 
@@ -122,7 +124,7 @@ class AccumulatorReport:
                 f"{sum(row.overflows)} of {row.elements} sums, worst {row.worst}; any input "
                 f"{min(row.bound_low, default=0)}..{max(row.bound_high, default=0)}"
             )
-        return "\n".join(lines) or "no operator has a narrow accumulator"
+        return "\n".join(lines) or "no quantized operator sums products"
 
 
 def measure_accumulators(
@@ -130,7 +132,7 @@ def measure_accumulators(
     batches: Iterable[Mapping[str, np.ndarray]],
     load_module: LoadModule,
 ) -> AccumulatorReport:
-    """The exact sums of every narrow accumulator on data; memory does not grow with the data.
+    """The exact sums of products on data; memory does not grow with the data.
 
     `load_module` makes the integer module runnable.
 
@@ -138,14 +140,18 @@ def measure_accumulators(
         ModelError: the module has no ledger, or was changed after `lower`.
     """
     graph = Graph(integer)
-    rows = [row for row in read_ledger(integer).quantized if row.accumulator]
-    if not rows:
+    rows = {row.name: row for row in read_ledger(integer).quantized}
+    found = {name: find_row_sum(graph, row) for name, row in rows.items()}
+    sums = {name: pair[0] for name, pair in found.items() if pair is not None}
+    calls = {name: pair[1] for name, pair in found.items() if pair is not None}
+    if not sums:
         return AccumulatorReport(())
-    sums = {row.name: find_sum(graph, row) for row in rows}
-    calls = {name: find_product(graph, var) for name, var in sums.items()}
     axes = {name: find_channel_axis(call) for name, call in calls.items()}
-    bounds = {name: find_bounds(graph, sums[name], call) for name, call in calls.items()}
-    registers = {row.name: Accumulator.parse(row.accumulator) for row in rows}
+    bounds = {
+        name: find_bounds(graph, sums[name], call, rows[name].is_dynamic)
+        for name, call in calls.items()
+    }
+    registers = {name: Accumulator.parse(rows[name].accumulator or "int32") for name in sums}
     run = load_module(expose_values(integer, [var.name for var in sums.values()]))
     params = [param.name for param in graph.func.params]
     seen: dict[str, list[np.ndarray]] = {}
@@ -216,29 +222,33 @@ def merge_counts(first: list[np.ndarray], other: list[np.ndarray]) -> list[np.nd
     ]
 
 
-def find_sum(graph: Graph, row: LedgerRow) -> relax.Var:
-    """The exact sum of an operator, with its bias if it has one, before it is brought into
-    range.
+def find_row_sum(graph: Graph, row: LedgerRow) -> tuple[relax.Var, Call] | None:
+    """The exact sum of an operator and its product, None for one that sums no products.
+
+    Raises:
+        ModelError: it has an accumulator, and the module does not hold the sum.
     """
-    for suffix in TOTALS:
-        var = graph.vars.get(f"{row.name}.{suffix}")
-        if var is not None:
-            return var
-    raise ModelError(
-        f"The module does not hold the accumulator of {row.name!r}, which its ledger calls "
-        f"{row.accumulator}. Pass what relayquant.quantize or lower returned."
-    )
+    var = find_sum(graph, row.name)
+    call = find_product(graph, var) if var is not None else None
+    if var is not None and call is not None:
+        return var, call
+    if row.accumulator:
+        raise ModelError(
+            f"The module does not hold the accumulator of {row.name!r}, which its ledger calls "
+            f"{row.accumulator}. Pass what relayquant.quantize or lower returned."
+        )
+    return None
 
 
-def find_product(graph: Graph, var: relax.Var) -> Call:
-    """The convolution or matrix product that a sum, with or without its bias, comes from."""
+def find_product(graph: Graph, var: relax.Var) -> Call | None:
+    """The convolution or matrix product that a sum comes from, with or without its bias, or what a
+    zero point of the run time adds; None for anything else, which a row of the user's may have.
+    """
     call = graph.call_of(var)
-    if call is not None and graph.op_name(call) == "relax.add":
+    if call is not None and graph.op_name(call) in ("relax.add", "relax.subtract"):
         inner = (graph.call_of(arg) for arg in call.args)
         call = next((c for c in inner if c is not None), None)
-    if call is None or not graph.op_name(call).startswith("relax.qnn."):
-        raise ModelError(f"Value {var.name!r} is no sum of products.")
-    return call
+    return call if call is not None and graph.op_name(call) in PRODUCTS else None
 
 
 def find_channel_axis(call: Call) -> int | None:
@@ -250,28 +260,16 @@ def find_channel_axis(call: Call) -> int | None:
     return str(call.attrs.data_layout).index("C")
 
 
-def find_bounds(graph: Graph, var: relax.Var, call: Call) -> tuple[np.ndarray, np.ndarray]:
-    """(lowest, highest) by channel of every sum and partial sum that any input can make, int64.
-
-    high = sum over k of max(w_k a, w_k b) + max(bias, 0) for data - zero point within a..b, which
-    hold 0; low likewise.
+def find_bounds(
+    graph: Graph, var: relax.Var, call: Call, is_dynamic: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """(lowest, highest) by channel of every sum and partial sum that any input can make, int64, the
+    bias included; the limits of int64 where the length of the sums is not known.
     """
-    data_zero, weight_zero = (
-        np.asarray(constant_value(arg), "int64").reshape(-1) for arg in call.args[2:4]
-    )
-    low, high = (
-        limit - int(data_zero.max()) for limit in INTEGER_LIMITS[tensor_dtype(call.args[0])]
-    )
-    weight = constant_value(call.args[1])
-    if weight is None:
-        ends = INTEGER_LIMITS[tensor_dtype(call.args[1])]
-        factors = [(end - int(weight_zero.max())) * other for end in ends for other in (low, high)]
-        length = int(call.args[0].ty.shape.values[-1])
-        return np.array([length * min(factors)]), np.array([length * max(factors)])
-    rows = split_channels(call, weight.astype("int64"))
-    rows = rows - (weight_zero[:, None] if weight_zero.size == len(rows) else weight_zero[0])
-    ends = (rows * low, rows * high)
-    lowest, highest = np.minimum(*ends).sum(1), np.maximum(*ends).sum(1)
+    bounds = bound_sums(call, is_dynamic=is_dynamic)
+    if bounds is None:
+        return tuple(np.array([limit]) for limit in INTEGER_LIMITS["int64"])  # pyright: ignore[reportReturnType]
+    lowest, highest = bounds
     total = graph.call_of(var)
     for arg in total.args if total is not None and graph.op_name(total) == "relax.add" else ():
         bias = constant_value(arg)
@@ -279,16 +277,3 @@ def find_bounds(graph: Graph, var: relax.Var, call: Call) -> tuple[np.ndarray, n
             values = np.broadcast_to(bias.astype("int64").reshape(-1), lowest.shape)
             lowest, highest = lowest + np.minimum(values, 0), highest + np.maximum(values, 0)
     return lowest, highest
-
-
-def split_channels(call: Call, weight: np.ndarray) -> np.ndarray:
-    """A weight as (output channels, products of one sum)."""
-    if call.op.name == "relax.qnn.dense":
-        return weight
-    axis = str(call.attrs.kernel_layout).index("O")
-    if call.op.name == "relax.qnn.conv2d_transpose":
-        inputs = str(call.attrs.kernel_layout).index("I")
-        weight, groups = np.moveaxis(weight, (inputs, axis), (0, 1)), int(call.attrs.groups)
-        grouped = weight.reshape(groups, -1, *weight.shape[1:])
-        return np.moveaxis(grouped, 2, 1).reshape(groups * weight.shape[1], -1)
-    return np.moveaxis(weight, axis, 0).reshape(weight.shape[axis], -1)

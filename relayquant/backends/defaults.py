@@ -73,8 +73,8 @@ def make_pattern(op: QuantOp, activations: tuple[str, ...]) -> PatternConfig:
 def constrain_data(op: QuantOp, dtype: str) -> DTypeWithConstraints | None:
     """What an operator takes of a dtype of activations; None if nothing.
 
-    A table has one entry for each of 256 inputs. An int32 holds neither a sum of products of two
-    16-bit activations nor, unless both are symmetric, one such product.
+    A table has one entry for each of 256 inputs. Sums of products of two 16-bit activations need
+    64 bits, and so does, unless both are symmetric, one such product: there are no kernels for it.
     """
     is_product = op.op in (MATMUL, "relax.multiply")
     if dtype in BYTES or not (is_product or is_table(op)):

@@ -15,8 +15,11 @@ import numpy as np
 from relayquant.errors import ConfigError
 from relayquant.settings import check_keys, read_enum
 
-#: width of the sums of this package's own kernels
-NATIVE_BITS = 32
+#: width of the sums of this package's own kernels: no sum of products passes it
+NATIVE_BITS = 64
+#: widest register that is emulated
+WIDEST_BITS = 32
+ALLOWED_BITS = f"allowed: 8 to {WIDEST_BITS}, or {NATIVE_BITS}, which is that of the kernels"
 
 
 class Overflow(enum.Enum):
@@ -47,7 +50,8 @@ class Accumulator:
     `OverflowBound.WORST_CASE` guarantees that, for all inputs.
 
     Attributes:
-        bits: 8 to 32; 32 is the register of this package's kernels, which wraps.
+        bits: 8 to 32, or 64, that of this package's kernels: it holds every sum, so that the
+            other two say nothing. Kernels use 32 bits of it where no input can pass them.
         overflow, bound: See the enums.
     """
 
@@ -57,9 +61,9 @@ class Accumulator:
 
     def __post_init__(self) -> None:
         if isinstance(self.bits, bool) or not isinstance(self.bits, int):
-            raise ConfigError(f"Accumulator.bits is {self.bits!r}; allowed: 8 to {NATIVE_BITS}.")
-        if not 8 <= self.bits <= NATIVE_BITS:
-            raise ConfigError(f"Accumulator.bits is {self.bits}; allowed: 8 to {NATIVE_BITS}.")
+            raise ConfigError(f"Accumulator.bits is {self.bits!r}; {ALLOWED_BITS}.")
+        if not (8 <= self.bits <= WIDEST_BITS or self.bits == NATIVE_BITS):
+            raise ConfigError(f"Accumulator.bits is {self.bits}; {ALLOWED_BITS}.")
         for name, kind in (("overflow", Overflow), ("bound", OverflowBound)):
             if not isinstance(getattr(self, name), kind):
                 raise ConfigError(
@@ -79,7 +83,9 @@ class Accumulator:
 
     @property
     def description(self) -> str:
-        """ "int14 saturate"; `parse` reads it."""
+        """ "int14 saturate", "int64" for that of the kernels; `parse` reads it."""
+        if self.is_native:
+            return f"int{self.bits}"
         return f"int{self.bits} {self.overflow.value}"
 
     @staticmethod
@@ -92,8 +98,8 @@ class Accumulator:
         found = re.fullmatch(r"int(\d+)(?: (saturate|wrap))?", text) if isinstance(text, str) else 0
         if not found:
             raise ConfigError(
-                f"{where} is {text!r}; allowed: int8 to int{NATIVE_BITS}, with ' saturate' or "
-                "' wrap' behind it, e.g. 'int14 wrap'."
+                f"{where} is {text!r}; allowed: int8 to int{WIDEST_BITS}, with ' saturate' or "
+                f"' wrap' behind it, e.g. 'int14 wrap', or int{NATIVE_BITS}."
             )
         return Accumulator(int(found[1]), Overflow(found[2] or Overflow.SATURATE.value))
 
@@ -101,6 +107,8 @@ class Accumulator:
         """Exact integer sums as the register holds them, same shape, int64."""
         low, high = self.limits
         sums = sums.astype("int64")
+        if self.is_native:
+            return sums
         if self.overflow is Overflow.SATURATE:
             return np.clip(sums, low, high)
         return (sums - low) % 2**self.bits + low

@@ -126,7 +126,7 @@ class DTypeConfig:
         weight: Constant operands; not asked for where a pattern has none.
         bias: "int32" is in units of data scale x weight scale; another dtype has a grid of its own.
         accumulator: What sums of products are held in, for patterns that have them (convolutions,
-            matrix products): an `Accumulator`, or "int14", "int14 wrap".
+            matrix products): an `Accumulator`, or "int14", "int14 wrap". The default holds all.
         is_dynamic: The input's parameters are computed at run time, from each tensor. Serves
             QConfigs whose activation is dynamic, and no other; `output` and `bias` must be
             "float32" then, and the accumulator the kernels' own, or none is served.

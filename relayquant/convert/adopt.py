@@ -39,7 +39,7 @@ from relayquant.ops import QuantOp
 from relayquant.ops.base import accumulator_qparams
 from relayquant.ops.conv import CONV_FAMILIES
 from relayquant.ops.conv import output_axis as conv_output_axis
-from relayquant.ops.find import find_pattern
+from relayquant.ops.find import find_pattern, find_register
 from relayquant.qtypes import QParams, Rounding
 from relayquant.reference import qnn as numpy_qnn
 from relayquant.rewrite import Emitter, Graph, Match, Pattern, Rule, Skip, apply_rules, rewrite_main
@@ -235,6 +235,7 @@ def add_ledger(
                 if qparams is not None
                 else (),
                 rule="quantized in the source model",
+                accumulator=find_register(final, name),
             )
         )  # fmt: skip
     ledger = Ledger(tuple(rows), backend.name)

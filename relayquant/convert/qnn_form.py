@@ -17,7 +17,7 @@ from relayquant.errors import QnnError
 from relayquant.ledger import Ledger, find_ledger, ledger_attrs
 from relayquant.ops import Output, Quantized, QuantOp, RealizeContext
 from relayquant.ops.base import DynamicContext, RunTimeQuantized
-from relayquant.ops.find import find_pattern
+from relayquant.ops.find import find_pattern, find_register
 from relayquant.qtypes import QParams
 from relayquant.rewrite import Emitter, Graph, Match, Skip, rewrite_main
 from relayquant.rewrite.graph import constant_value
@@ -45,7 +45,7 @@ def realize_qnn(mod: tvm.IRModule, backend: BackendConfig) -> tvm.IRModule:
     accumulators = {
         row.name: Accumulator.parse(row.accumulator)
         for row in (ledger.quantized if ledger is not None else ())
-        if row.accumulator
+        if row.is_narrow
     }
     dynamic = {
         row.name for row in (ledger.quantized if ledger is not None else ()) if row.is_dynamic
@@ -74,11 +74,17 @@ def realize_qnn(mod: tvm.IRModule, backend: BackendConfig) -> tvm.IRModule:
         return emitter.get(binding.value)
 
     result = rewrite_main(mod, visit)
-    if ledger is None or not refused:
+    if ledger is None:
         return result
+    final, found = Graph(result), ledger
     for name, skip in refused:
-        ledger = ledger.with_refusal(name, skip.reason, skip.advice)
-    return rewrite_main(result, lambda e, b: e.get(b.value), attrs=ledger_attrs(ledger))
+        found = found.with_refusal(name, skip.reason, skip.advice)
+    for row in found.quantized:
+        if not row.accumulator and (register := find_register(final, row.name)):
+            found = found.with_accumulator(row.name, register)
+    if found is ledger:
+        return result
+    return rewrite_main(result, lambda e, b: e.get(b.value), attrs=ledger_attrs(found))
 
 
 def join_accumulators(mod: tvm.IRModule, ledger: Ledger) -> tvm.IRModule:
@@ -87,7 +93,7 @@ def join_accumulators(mod: tvm.IRModule, ledger: Ledger) -> tvm.IRModule:
 
     v = dequantize(narrow(quantize(real))) -> v = real
     """
-    narrowed = {value for row in ledger.quantized if row.accumulator for value in row.values}
+    narrowed = {value for row in ledger.quantized if row.is_narrow for value in row.values}
     if not narrowed:
         return mod
     graph = Graph(mod)

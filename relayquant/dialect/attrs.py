@@ -8,7 +8,7 @@ module that holds these types loads only in a process that imported this package
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tvm.ir import Attrs
 from tvm_ffi import Array
@@ -27,6 +27,13 @@ def define_attrs(type_key: str) -> Callable[[AttrsType], AttrsType]:
         if info is not None and info.type_key == type_key:
             return lambda _cls: known  # type: ignore[return-value]
     return py_class(type_key)
+
+
+def replace_attrs(attrs: Any, **changes: Any) -> Any:
+    """A copy of typed attributes with some of them changed."""
+    fields = [field.name for field in type(attrs).__tvm_ffi_type_info__.fields]
+    values = {name: getattr(attrs, name) for name in fields}
+    return type(attrs)(**{**values, **changes})
 
 
 @define_attrs("relayquant.attrs.QuantizeAttrs")

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tvm import tirx
 
-from relayquant.qtypes import INTEGER_LIMITS, Arithmetic, Rounding
+from relayquant.qtypes import INTEGER_LIMITS, Arithmetic, Rounding, has_exact_sums
 
 #: A scalar expression of TIR.
 PrimExpr = Any
@@ -242,6 +242,12 @@ def encode_multiplier_tir(real: PrimExpr, arithmetic: Arithmetic) -> tuple[PrimE
 # ---------------------------------------------------------------- requantize
 
 
+def centre_tir(value: PrimExpr, zero_point: PrimExpr) -> PrimExpr:
+    """value - zero_point of an integer and an int32: int64 if the value is, else int32."""
+    dtype = "int64" if expr_dtype(value) == "int64" else "int32"
+    return value.astype(dtype) - zero_point.astype(dtype)
+
+
 def requantize_numpy(
     value: Any,
     zero_point: Any,
@@ -253,14 +259,16 @@ def requantize_numpy(
 ) -> NDArray[Any]:
     """Integers of one affine space in another, of integer type `dtype`; all shapes broadcast.
 
-    `multiplier` is input scale / output scale as `encode_multiplier_numpy` gives it.
+    `multiplier` is input scale / output scale as `encode_multiplier_numpy` gives it. int64 is taken
+    as int32 but by TONEAREST_EVEN with floats.
 
     TONEAREST_EVEN with floats: q = saturate(rint(float(x - z_in) * m)) + z_out. INT64: the
     fixed-point product of x - z_in, wrapped to int32, plus z_out, clipped. UPWARD and TONEAREST
     with floats add z_out before they round, so that ties depend on it, as in TVM 0.19.
     """
-    value = np.asarray(value).astype("int32")
-    zero_point = np.asarray(zero_point, "int32")
+    value, zero_point = np.asarray(value), np.asarray(zero_point, "int32")
+    if value.dtype != np.int64 or not has_exact_sums(rounding, arithmetic):
+        value = value.astype("int32")
     output_zero_point = np.asarray(output_zero_point, "int32")
     with np.errstate(over="ignore"):
         if arithmetic is Arithmetic.INT64:
@@ -286,14 +294,14 @@ def requantize_tir(
     arithmetic: Arithmetic,
 ) -> PrimExpr:
     """`requantize_numpy` for expressions: an integer value, int32 zero points."""
+    if has_exact_sums(rounding, arithmetic):
+        scaled = centre_tir(value, zero_point).astype(arithmetic.value) * multiplier[0]
+        return saturate_tir(tirx.nearbyint(scaled), output_zero_point, dtype)
     value = value.astype("int32")
     if arithmetic is Arithmetic.INT64:
         scaled = multiply_fixed_point_tir(value - zero_point, *multiplier, rounding)
         return clip_integer_tir(scaled + output_zero_point, dtype)
     kind = arithmetic.value
-    if rounding is Rounding.TONEAREST_EVEN:
-        scaled = (value - zero_point).astype(kind) * multiplier[0]
-        return saturate_tir(tirx.nearbyint(scaled), output_zero_point, dtype)
     scaled = (value.astype(kind) - zero_point.astype(kind)) * multiplier[0]
     # The clamp changes no answer; it stands between product and sum, so that LLVM cannot contract
     # them. (A product in float64 would not do: LLVM may narrow it back to float32.)

@@ -34,6 +34,8 @@ UNARY_OPERANDS = (
 )
 
 _QUANTIZED = ("int8", "uint8", "int16", "uint16", "int32")
+#: dtypes of operands that may be sums of products
+_SUMS = (*_QUANTIZED, "int64")
 _NARROW = ("int8", "uint8", "int16")
 _BYTES = ("int8", "uint8")
 _FLOATS = ("float32", "float16")
@@ -279,7 +281,7 @@ def infer_quantize(call: Call, _builder: Any) -> Any:
 def infer_dequantize(call: Call, _builder: Any) -> Any:
     """Integer data -> out_dtype, same shape."""
     data, scale, zero_point = get_operands(call, ("data", "scale", "zero_point"))
-    data.check_dtype(_QUANTIZED, "Quantize it first.")
+    data.check_dtype(_SUMS, "Quantize it first.")
     check_attribute(data.operator, "out_dtype", call.attrs.out_dtype, _FLOATS)
     _check_channel_pair(data, scale, zero_point, call.attrs.axis, data.dtype, "axis")
     return make_tensor_type(data, call.attrs.out_dtype)
@@ -289,7 +291,7 @@ def infer_requantize(call: Call, _builder: Any) -> Any:
     """Integer data -> out_dtype, same shape."""
     data, scale, zero_point, out_scale, out_zero_point = get_operands(call, UNARY_OPERANDS)
     attrs = call.attrs
-    data.check_dtype((*_QUANTIZED, "int64"), "A float tensor is quantized with qnn.quantize.")
+    data.check_dtype(_SUMS, "A float tensor is quantized with qnn.quantize.")
     check_attribute(data.operator, "out_dtype", attrs.out_dtype, _QUANTIZED)
     check_modes(data.operator, attrs)
     _check_channel_pair(data, scale, zero_point, attrs.axis, data.dtype, "axis")
@@ -427,13 +429,14 @@ def infer_binary(call: Call, _builder: Any) -> Any:
     lhs, rhs, lhs_scale, lhs_zero, rhs_scale, rhs_zero, out_scale, out_zero = operands
     operator, attrs = lhs.operator, call.attrs
     for operand in (lhs, rhs):
-        operand.check_dtype(_QUANTIZED, "Quantize a float operand first.")
+        operand.check_dtype(_SUMS, "Quantize a float operand first.")
     check_attribute(operator, "out_dtype", attrs.out_dtype, ("", *_QUANTIZED))
     check_modes(operator, attrs)
     _check_channel_pair(lhs, lhs_scale, lhs_zero, attrs.lhs_axis, lhs.dtype, "lhs_axis")
     _check_channel_pair(rhs, rhs_scale, rhs_zero, attrs.rhs_axis, rhs.dtype, "rhs_axis")
     out_dtype = attrs.out_dtype or lhs.dtype or "int8"
     check_scale(out_scale)
+    check_attribute(operator, "out_dtype", out_dtype, _QUANTIZED)
     check_zero_point(out_zero, out_dtype)
     shape = broadcast_shapes(operator, lhs, rhs)
     if shape is not None:
@@ -650,7 +653,7 @@ def _get_linear(
     data, weight, *parameters = get_operands(call, names)
     data.check_dtype(_NARROW, "Quantize it to 8 or 16 bits first.")
     weight.check_dtype(_NARROW, "Quantize it to 8 or 16 bits first.")
-    check_attribute(data.operator, "out_dtype", call.attrs.out_dtype, ("int32",))
+    check_attribute(data.operator, "out_dtype", call.attrs.out_dtype, ("int32", "int64"))
     return data, weight, parameters
 
 
@@ -686,7 +689,7 @@ def _check_conv_attributes(
 
 def _make_infer_conv(spatial: str) -> InferFunc:
     def infer_conv(call: Call, _builder: Any) -> Any:
-        """8 or 16 bit data and weight -> int32."""
+        """8 or 16 bit data and weight -> int32 or int64."""
         attrs = call.attrs
         data, weight, parameters = _get_linear(call)
         kernel_letters = "OI" + spatial
@@ -728,7 +731,7 @@ infer_conv2d = _make_infer_conv("HW")
 
 
 def infer_conv2d_transpose(call: Call, _builder: Any) -> Any:
-    """8 or 16 bit data and weight -> int32; the weight's O counts the channels of one group."""
+    """8 or 16 bit data and weight -> int32 or int64; O of the weight counts those of one group."""
     attrs = call.attrs
     data, weight, parameters = _get_linear(call)
     strides, padding, dilation, groups = _check_conv_attributes(call, "HW", "IOHW")
@@ -777,7 +780,7 @@ def infer_conv2d_transpose(call: Call, _builder: Any) -> Any:
 
 
 def infer_dense(call: Call, _builder: Any) -> Any:
-    """data (..., K), weight (N, K) -> int32 (..., N)."""
+    """data (..., K), weight (N, K) -> int32 or int64 (..., N)."""
     data, weight, parameters = _get_linear(call)
     data.check_min_rank(1)
     weight.check_rank(2)
@@ -796,7 +799,7 @@ def infer_dense(call: Call, _builder: Any) -> Any:
 
 
 def infer_batch_matmul(call: Call, _builder: Any) -> Any:
-    """x (..., M, K), y (..., N, K) -> int32 (..., M, N)."""
+    """x (..., M, K), y (..., N, K) -> int32 or int64 (..., M, N)."""
     names = ("x", "y", "x_zero_point", "y_zero_point", "x_scale", "y_scale")
     x, y, parameters = _get_linear(call, names)
     x.check_min_rank(2)

@@ -18,6 +18,7 @@ from tvm import relax
 from tvm.ir import Attrs, Call, make_node
 from tvm.s_tir.data_layout import slayout
 
+from relayquant.dialect.attrs import replace_attrs
 from relayquant.dialect.inference import check_layout, operator_name
 from relayquant.errors import QnnError
 
@@ -75,13 +76,6 @@ def _make_output(inputs: Sequence[Any], output: str | None, attrs: Attrs | None)
     )
 
 
-def _replace(attrs: Any, **changes: Any) -> Any:
-    """A copy of typed attributes with some of them changed."""
-    fields = [field.name for field in type(attrs).__tvm_ffi_type_info__.fields]
-    values = {name: getattr(attrs, name) for name in fields}
-    return type(attrs)(**{**values, **changes})
-
-
 def _move_axis(axis: int, letters: str) -> int:
     """Where dimension `axis` (may be negative) of the untouched tensor is now, non-negative."""
     if not letters:
@@ -112,7 +106,7 @@ def infer_layout_elementwise(
         return _keep_untouched(call)
     attrs = call.attrs
     if attrs is not None and hasattr(attrs, "axis"):
-        attrs = _replace(attrs, axis=_move_axis(int(attrs.axis), letters))
+        attrs = replace_attrs(attrs, axis=_move_axis(int(attrs.axis), letters))
     inputs = [_decide(letters), *map(_decide_untouched, call.args[1:])]
     return _make_output(inputs, letters, attrs)
 
@@ -136,7 +130,7 @@ def infer_layout_binary(call: Call, _desired: Mapping[str, Any], layouts: Mappin
         # A lower rank broadcasts from the right, which another order of dimensions breaks.
         return _keep_untouched(call)
     own = [chosen if text else "" for text in known]
-    attrs = _replace(
+    attrs = replace_attrs(
         call.attrs,
         lhs_axis=_move_axis(int(call.attrs.lhs_axis), own[0]),
         rhs_axis=_move_axis(int(call.attrs.rhs_axis), own[1]),
@@ -157,7 +151,7 @@ def infer_layout_concatenate(
         return _keep_untouched(call)
     initial = _initial(data.fields[0])
     chosen = next((text for text in letters if text != initial), initial) or ""
-    attrs = _replace(call.attrs, axis=_move_axis(int(call.attrs.axis), chosen))
+    attrs = replace_attrs(call.attrs, axis=_move_axis(int(call.attrs.axis), chosen))
     tensors = tvm_ffi.Array([_decide(chosen) for _ in letters])
     return _make_output([tensors, *map(_decide_untouched, call.args[1:])], chosen, attrs)
 
@@ -172,7 +166,7 @@ def infer_layout_avg_pool2d(
     letters = _current(call.args[0], layouts)
     if letters is None or not _is_plain(letters):
         return _keep_untouched(call)
-    attrs = _replace(call.attrs, layout=_reorder(str(call.attrs.layout), letters))
+    attrs = replace_attrs(call.attrs, layout=_reorder(str(call.attrs.layout), letters))
     inputs = [_decide(letters), *map(_decide_untouched, call.args[1:])]
     return _make_output(inputs, letters, attrs)
 
@@ -197,7 +191,7 @@ def infer_layout_mean(call: Call, _desired: Mapping[str, Any], layouts: Mapping[
         kept = [letter for letter in letters if letter not in reduced]
         output = "".join(string.ascii_uppercase[sorted(kept).index(letter)] for letter in kept)
     inputs = [_decide(letters), *map(_decide_untouched, call.args[1:])]
-    return _make_output(inputs, output, _replace(attrs, axes=tvm_ffi.Array(moved)))
+    return _make_output(inputs, output, replace_attrs(attrs, axes=tvm_ffi.Array(moved)))
 
 
 # ---------------------------------------------------------------- convolution
@@ -225,7 +219,7 @@ def infer_layout_conv(call: Call, desired: Mapping[str, Any], layouts: Mapping[A
         if any(text is None or not _is_plain(text) for text in current):
             return _keep_untouched(call)
         letters = [text or "" for text in current]
-    attrs = _replace(
+    attrs = replace_attrs(
         attrs,
         data_layout=_reorder(data_layout, letters[0]),
         kernel_layout=_reorder(kernel_layout, letters[1]),

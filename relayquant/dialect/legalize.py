@@ -17,7 +17,8 @@ from tvm.relax import BlockBuilder
 from relayquant.dialect import fixed_point
 from relayquant.dialect.inference import SIMULATED_DTYPES, get_constant, operator_name
 from relayquant.dialect.parameters import PrimExpr, Reader, compute_tensor
-from relayquant.qtypes import INTEGER_LIMITS, Arithmetic, Rounding
+from relayquant.dialect.sums import choose_product_dtype
+from relayquant.qtypes import INTEGER_LIMITS, Arithmetic, Rounding, has_exact_sums
 from relayquant.rewrite.graph import static_size
 
 #: TVM's signature of FLegalize.
@@ -97,7 +98,7 @@ def legalize_quantize(builder: BlockBuilder, call: Call) -> Any:
 
 
 def legalize_dequantize(builder: BlockBuilder, call: Call) -> Any:
-    """float32(int32(q) - z) * s; float16 is clipped to its finite range first."""
+    """float32(q - z) * s, q in int32 or int64; float16 is clipped to its finite range first."""
     data, scale, zero_point = call.args
     attrs, reader = call.attrs, Reader()
     read_scale, read_zero = reader.add(scale), reader.add(zero_point)
@@ -106,7 +107,7 @@ def legalize_dequantize(builder: BlockBuilder, call: Call) -> Any:
         value: PrimExpr, tensors: Sequence[te.Tensor], index: Sequence[PrimExpr]
     ) -> PrimExpr:
         channel = _channel_of(index, attrs.axis)
-        centred = value.astype("int32") - read_zero(tensors, channel)
+        centred = fixed_point.centre_tir(value, read_zero(tensors, channel))
         real = centred.astype("float32") * read_scale(tensors, channel)
         if attrs.out_dtype == "float32":
             return real
@@ -369,8 +370,8 @@ def _make_legalize_sum(sign: int) -> LegalizeFunc:
             right_zero = read_r_zero(tensors, right_channel)
             out = read_out_zero(tensors, 0)
             if fused:
-                centred = (left.astype("int32") - left_zero).astype("float32")
-                other = (right.astype("int32") - right_zero).astype("float32")
+                centred = fixed_point.centre_tir(left, left_zero).astype("float32")
+                other = fixed_point.centre_tir(right, right_zero).astype("float32")
                 total = fixed_point.fused_multiply_add_tir(
                     other, right_multiplier[0], centred * left_multiplier[0]
                 )
@@ -403,7 +404,11 @@ def _relay_product_ratio(left: Any, right: Any, out: Any) -> Any:
 
 
 def legalize_mul(builder: BlockBuilder, call: Call) -> Any:
-    """(l - z_l) * (r - z_r) in int32, then requantized from scale s_l * s_r."""
+    """(l - z_l) * (r - z_r), then requantized from scale s_l * s_r.
+
+    The product is int32, or int64 where int32 may not hold it and the arithmetic is not TVM
+    v0.19's.
+    """
     l_scale, l_zero, r_scale, r_zero, out_scale, out_zero = call.args[2:]
     reader = Reader()
     rounding, arithmetic = _modes(call)
@@ -416,6 +421,7 @@ def legalize_mul(builder: BlockBuilder, call: Call) -> Any:
     )
     read_l_zero, read_r_zero = reader.add(l_zero), reader.add(r_zero)
     read_out_zero = reader.add(out_zero)
+    kind = choose_product_dtype(call) if has_exact_sums(rounding, arithmetic) else "int32"
 
     def element(
         left: PrimExpr,
@@ -424,9 +430,9 @@ def legalize_mul(builder: BlockBuilder, call: Call) -> Any:
         left_channel: PrimExpr,
         right_channel: PrimExpr,
     ) -> PrimExpr:
-        product = (left.astype("int32") - read_l_zero(tensors, left_channel)) * (
-            right.astype("int32") - read_r_zero(tensors, right_channel)
-        )
+        centred = fixed_point.centre_tir(left, read_l_zero(tensors, left_channel))
+        other = fixed_point.centre_tir(right, read_r_zero(tensors, right_channel))
+        product = centred.astype(kind) * other.astype(kind)
         return fixed_point.requantize_tir(
             product,
             tirx.const(0, "int32"),

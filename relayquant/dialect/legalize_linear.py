@@ -2,7 +2,7 @@
 
 Exact loop nests without a schedule: what a target runs when no kernel of its own serves the call.
 Data and weights are centred (zero point subtracted) in int32 before anything is summed, so that
-padding is zero after centring.
+padding is zero after centring. Sums are int32 or int64, as the operator says.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from relayquant.dialect.inference import (
     resolve_axes,
 )
 from relayquant.dialect.parameters import PrimExpr, Reader, compute_tensor
-from relayquant.qtypes import Arithmetic, Rounding
-from relayquant.rewrite.graph import static_size
+from relayquant.dialect.sums import choose_total_dtype
+from relayquant.qtypes import Arithmetic, Rounding, has_exact_sums
+from relayquant.rewrite.graph import static_size, tensor_dtype
 
 
 def _hint(call: Call) -> str:
@@ -33,6 +34,22 @@ def _hint(call: Call) -> str:
 
 def _zero() -> PrimExpr:
     return tirx.const(0, "int32")
+
+
+def _make_multiply(call: Call) -> Callable[[PrimExpr, PrimExpr], PrimExpr]:
+    """The product of two centred values, int32, in the dtype of the sums of `call`.
+
+    A product with a value of 8 bits fits int32; that of two of 16 bits may not.
+    """
+    dtype = str(call.attrs.out_dtype)
+    is_narrow = any(tensor_dtype(factor) in ("int8", "uint8") for factor in call.args[:2])
+
+    def multiply(left: PrimExpr, right: PrimExpr) -> PrimExpr:
+        if is_narrow:
+            return (left * right).astype(dtype)
+        return left.astype(dtype) * right.astype(dtype)
+
+    return multiply
 
 
 def _subtract(tensor: te.Tensor, zero_point: Callable[..., PrimExpr], name: str) -> te.Tensor:
@@ -80,7 +97,7 @@ def legalize_conv(builder: BlockBuilder, call: Call) -> Any:
     dilation = dict(zip(names, _integers(attrs.dilation), strict=True))
     padding = _integers(attrs.padding)
     groups = int(attrs.groups)
-    shape = list(call.ty.shape)
+    shape, multiply = list(call.ty.shape), _make_multiply(call)
     position = {letter: data_layout.index(letter) for letter in data_layout}
     axes = [position[letter] for letter in names]
 
@@ -110,8 +127,10 @@ def legalize_conv(builder: BlockBuilder, call: Call) -> Any:
                 )
             weight_at = {"O": out, "I": channel, **taps}
             return te.sum(
-                padded(*(at[letter] for letter in data_layout))
-                * weights(*(weight_at[letter] for letter in kernel_layout)),
+                multiply(
+                    padded(*(at[letter] for letter in data_layout)),
+                    weights(*(weight_at[letter] for letter in kernel_layout)),
+                ),
                 axis=[channel, *taps.values()],
             )
 
@@ -130,7 +149,7 @@ def legalize_conv2d_transpose(builder: BlockBuilder, call: Call) -> Any:
     dilation = dict(zip("HW", _integers(attrs.dilation), strict=True))
     before = dict(zip("HW", _integers(attrs.padding)[:2], strict=True))
     groups = int(attrs.groups)
-    shape = list(call.ty.shape)
+    shape, multiply = list(call.ty.shape), _make_multiply(call)
 
     def te_conv_transpose(source: te.Tensor, kernel: te.Tensor, *tensors: te.Tensor) -> te.Tensor:
         size = dict(zip(kernel_layout, kernel.shape, strict=True))
@@ -157,9 +176,9 @@ def legalize_conv2d_transpose(builder: BlockBuilder, call: Call) -> Any:
             weight_at = {"O": tirx.floormod(out, size["O"]), "I": at["C"], **taps}
             value = kernel(*(weight_at[letter] for letter in kernel_layout)).astype("int32")
             value = value - read_kernel_zero(tensors, out)
-            product = centred(*(at[letter] for letter in data_layout)) * value
+            product = multiply(centred(*(at[letter] for letter in data_layout)), value)
             return te.sum(
-                tirx.if_then_else(tirx.all(*hits), product, _zero()),
+                tirx.if_then_else(tirx.all(*hits), product, tirx.const(0, attrs.out_dtype)),
                 axis=[channel, *taps.values()],
             )
 
@@ -178,7 +197,7 @@ def legalize_dense(builder: BlockBuilder, call: Call) -> Any:
     data, weight, input_zero, kernel_zero = call.args[:4]
     reader = Reader()
     read_input_zero, read_kernel_zero = reader.add(input_zero), reader.add(kernel_zero)
-    shape = list(call.ty.shape)
+    shape, multiply = list(call.ty.shape), _make_multiply(call)
 
     def te_dense(source: te.Tensor, kernel: te.Tensor, *tensors: te.Tensor) -> te.Tensor:
         centred = _subtract(source, lambda *i: read_input_zero(tensors, 0), "centred")
@@ -186,7 +205,7 @@ def legalize_dense(builder: BlockBuilder, call: Call) -> Any:
         k = te.reduce_axis((0, kernel.shape[1]), name="k")
         return compute_tensor(
             shape,
-            lambda *i: te.sum(centred(*i[:-1], k) * weights(i[-1], k), axis=k),
+            lambda *i: te.sum(multiply(centred(*i[:-1], k), weights(i[-1], k)), axis=k),
             name=_hint(call),
         )
 
@@ -198,7 +217,7 @@ def legalize_batch_matmul(builder: BlockBuilder, call: Call) -> Any:
     x, y, x_zero, y_zero = call.args[:4]
     reader = Reader()
     read_x_zero, read_y_zero = reader.add(x_zero), reader.add(y_zero)
-    shape = list(call.ty.shape)
+    shape, multiply = list(call.ty.shape), _make_multiply(call)
 
     def te_batch_matmul(left: te.Tensor, right: te.Tensor, *tensors: te.Tensor) -> te.Tensor:
         left_centred = _subtract(left, lambda *i: read_x_zero(tensors, 0), "centred_x")
@@ -215,11 +234,11 @@ def legalize_batch_matmul(builder: BlockBuilder, call: Call) -> Any:
 
         def element(*index: PrimExpr) -> PrimExpr:
             batch, m, n = index[:-2], index[-2], index[-1]
-            return te.sum(
-                left_centred(*batch_of(left, batch), m, k)
-                * right_centred(*batch_of(right, batch), n, k),
-                axis=k,
+            product = multiply(
+                left_centred(*batch_of(left, batch), m, k),
+                right_centred(*batch_of(right, batch), n, k),
             )
+            return te.sum(product, axis=k)
 
         return compute_tensor(shape, element, name=_hint(call))
 
@@ -259,6 +278,9 @@ def legalize_mean(builder: BlockBuilder, call: Call) -> Any:
     count = math.prod(int(size) for size in sizes) if is_fixed else None
     read_multiplier = _add_mean_multiplier(reader, scales, arithmetic, count)
     read_zero, read_out = reader.add(in_zero), reader.add(out_zero)
+    kind = "int32"
+    if has_exact_sums(rounding, arithmetic):
+        kind = choose_total_dtype(tensor_dtype(data), in_zero, count)
 
     def te_mean(source: te.Tensor, *tensors: te.Tensor) -> te.Tensor:
         reduced = [te.reduce_axis((0, source.shape[a]), name=f"r{a}") for a in axes]
@@ -270,7 +292,8 @@ def legalize_mean(builder: BlockBuilder, call: Call) -> Any:
                 is_reduced = axis in axes
                 own = next(kept) if attrs.keepdims or not is_reduced else None
                 full.append(reduced[axes.index(axis)] if is_reduced else own)
-            return te.sum(source(*full).astype("int32") - read_zero(tensors, 0), axis=reduced)
+            centred = source(*full).astype("int32") - read_zero(tensors, 0)
+            return te.sum(centred.astype(kind), axis=reduced)
 
         total = compute_tensor(shape, add_up, name="total")
 
@@ -318,6 +341,9 @@ def legalize_avg_pool2d(builder: BlockBuilder, call: Call) -> Any:
     read_multiplier = _add_mean_multiplier(reader, scales, arithmetic, fixed_count)
     read_zero, read_out = reader.add(in_zero), reader.add(out_zero)
     axes = [layout.index(letter) for letter in "HW"]
+    kind = "int32"
+    if has_exact_sums(rounding, arithmetic):
+        kind = choose_total_dtype(tensor_dtype(data), in_zero, count)
 
     def te_avg_pool2d(source: te.Tensor, *tensors: te.Tensor) -> te.Tensor:
         def enter(*index: PrimExpr) -> PrimExpr:
@@ -344,7 +370,7 @@ def legalize_avg_pool2d(builder: BlockBuilder, call: Call) -> Any:
             at = list(index)
             for axis, letter in zip(axes, "HW", strict=True):
                 at[axis] = index[axis] * strides[letter] + taps[letter] * dilation[letter]
-            return te.sum(padded(*at), axis=list(taps.values()))
+            return te.sum(padded(*at).astype(kind), axis=list(taps.values()))
 
         total = compute_tensor(shape, add_up, name="total")
 

@@ -215,7 +215,7 @@ def dequantize(
     axis: int = -1,
     out_dtype: str = "float32",
 ) -> Call:
-    """int8, uint8, int16, uint16 or int32 -> float32 or float16, same shape.
+    """int8, uint8, int16, uint16, int32 or int64 -> float32 or float16, same shape.
 
     Scale and zero point: () or (C,) along `axis`. A float16 result is clipped to +-65504.
     """
@@ -245,7 +245,8 @@ def requantize(
 ) -> Call:
     """Integers of one affine space in another, same shape; saturates.
 
-    Input parameters: () or (C,) along `axis`. Output parameters: (). int64 data is taken as int32.
+    Input parameters: () or (C,) along `axis`. Output parameters: (). int64 data are
+    taken as int32 but by the default, and TONEAREST_EVEN with FLOAT64.
     """
     name = "requantize"
     parameters = (input_scale, input_zero_point, output_scale, output_zero_point)
@@ -382,7 +383,7 @@ def conv2d(
     kernel_layout: str = "OIHW",
     out_dtype: str = "int32",
 ) -> Call:
-    """conv(data - input_zero_point, weight - kernel_zero_point), int32.
+    """conv(data - input_zero_point, weight - kernel_zero_point), int32 or int64 (`out_dtype`).
 
     data int8, uint8 or int16 in `data_layout`; weight the same in `kernel_layout` (I counts the
     channels of one group). Kernel parameters: () or (O,). Padding is (top, left, bottom, right) and
@@ -422,7 +423,7 @@ def conv2d_transpose(
     kernel_layout: str = "IOHW",
     out_dtype: str = "int32",
 ) -> Call:
-    """Transposed convolution of centred integers, int32; operands as for conv2d.
+    """Transposed convolution of centred integers, int32 or int64; operands as for conv2d.
 
     In `kernel_layout` I counts all input channels and O the output channels of one group. Kernel
     parameters: () or one per output channel of all groups.
@@ -454,7 +455,7 @@ def dense(
     kernel_scale: Parameter,
     out_dtype: str = "int32",
 ) -> Call:
-    """data (..., K) and weight (N, K), each int8, uint8 or int16 -> int32 (..., N).
+    """data (..., K) and weight (N, K), each int8, uint8 or int16 -> int32 or int64 (..., N).
 
     Kernel parameters: () or (N,).
     """
@@ -474,7 +475,7 @@ def batch_matmul(
     y_scale: Parameter,
     out_dtype: str = "int32",
 ) -> Call:
-    """x (..., M, K) and y (..., N, K), each int8, uint8 or int16 -> int32 (..., M, N).
+    """x (..., M, K) and y (..., N, K), each int8, uint8 or int16 -> int32 or int64 (..., M, N).
 
     The leading dimensions broadcast. Parameters: ().
     """
@@ -540,8 +541,8 @@ def add(
 ) -> Call:
     """lhs + rhs, broadcast; out_dtype "" is the dtype of lhs.
 
-    Operands int8, uint8, int16, uint16 or int32; their parameters () or (C,) along lhs_axis and
-    rhs_axis; output parameters (). The default rounds the sum once:
+    Operands int8, uint8, int16, uint16, int32 or int64; their parameters () or (C,) along lhs_axis
+    and rhs_axis; output parameters (). The default rounds the sum once:
     t = fma(float32(r - z_r), m_r, float32(l - z_l) * m_l), then as for requantize. All other modes
     requantize each side to int32 first, as Relay does.
     """
@@ -600,9 +601,10 @@ def mul(
     rounding: Rounding | str = Rounding.TONEAREST_EVEN,
     compute_dtype: Arithmetic | str = Arithmetic.FLOAT32,
 ) -> Call:
-    """lhs * rhs: (l - z_l) * (r - z_r) in int32, requantized with m = s_l * s_r / s_o (in float64).
+    """lhs * rhs: (l - z_l) * (r - z_r), requantized with m = s_l * s_r / s_o (in float64).
 
-    Operands as for add. The int32 product wraps: two int16 operands fit, larger ones may not.
+    Operands as for add. The product is int32, and int64 where the dtypes and zero points of the
+    operands do not rule out that it passes int32; in UPWARD, TONEAREST and INT64 it wraps.
     """
     parameters = (lhs_scale, lhs_zero_point, rhs_scale, rhs_zero_point)
     return _make_binary(
@@ -665,7 +667,7 @@ def avg_pool2d(
 ) -> Call:
     """Average of integer data in `layout`, same dtype; parameters ().
 
-    The default sums x - z_in over the window (pads are real 0) and requantizes the int32 sum with
+    The default sums x - z_in over the window (pads are real 0) and requantizes the exact sum with
     m' = m / float32(count); windows and counts are those of relax.nn.avg_pool2d, also in ceil mode.
     In UPWARD and TONEAREST pads hold 0 in the output's affine space, the division truncates, and
     ceil mode keeps a last window that starts beyond the padding, as in TVM 0.19: use them only to
@@ -705,8 +707,9 @@ def mean(
 ) -> Call:
     """Mean over `axes` (None or empty: all); out_dtype "" is the dtype of data; parameters ().
 
-    The int32 sum of x - z_in is requantized with m' = m / float32(count); in INT64 arithmetic the
-    division is part of the real multiplier.
+    The sum of x - z_in is requantized with m' = m / float32(count); in INT64 arithmetic the
+    division is part of the real multiplier. Sums that pass int32 are int64; in UPWARD, TONEAREST
+    and INT64 they wrap.
     """
     name = "mean"
     parameters = (input_scale, input_zero_point, output_scale, output_zero_point)

@@ -58,7 +58,7 @@ def accumulate(builder: OnnxBuilder, var: relax.Var, scales: tuple[relax.Expr, r
     (user,) = builder.graph.users[var]
     call = builder.graph.call_of(user)
     bias = constant_value(call.args[1]) if call is not None else None
-    if bias is None or builder.graph.op_name(user) != "relax.add" or str(bias.dtype) != "int32":
+    if bias is None or builder.graph.op_name(user) != "relax.add" or bias.dtype.kind != "i":
         return var, []
     data, weight = (constant_value(scale) for scale in scales)
     if data is None or weight is None:
@@ -70,7 +70,7 @@ def accumulate(builder: OnnxBuilder, var: relax.Var, scales: tuple[relax.Expr, r
     affine = Affine(units if units.size > 1 else units.reshape(()), np.zeros(units.shape), 0)
     if units.size == 1:
         affine = Affine(units.reshape(()), np.zeros(()))
-    tensor = builder.constant(bias.reshape(-1), f"{user.name}.bias")
+    tensor = builder.constant(bias.reshape(-1).astype("int32"), f"{user.name}.bias")
     builder.merged.add(user)
     return user, [builder.dequantize(tensor, affine, "int32", name)]
 

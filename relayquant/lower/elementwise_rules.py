@@ -12,6 +12,7 @@ import numpy as np
 from tvm import relax
 from tvm.ir import Call
 
+from relayquant.dialect.sums import choose_product_dtype
 from relayquant.lower.kernel_call import (
     KernelCall,
     KernelContext,
@@ -156,6 +157,8 @@ def lower_dequantize(context: KernelContext, var: relax.Var) -> KernelCall | Ski
     shape, numbers = split_batch(call.args[0]), scalars(*call.args[1:3])
     if shape is None or numbers is None or tensor_dtype(var) != "float32":
         return Skip("not float32 with one constant scale")
+    if tensor_dtype(call.args[0]) == "int64":
+        return Skip("sums of 64 bits")
     spec = Dequantize(shape[1], tensor_dtype(call.args[0]), int(numbers[1]), numbers[0])
     func = build_for_batch(lambda: build_dequantize(spec, "qnn_dequantize"), shape[0], (0, 1))
     return KernelCall((var,), func, (call.args[0],))
@@ -225,8 +228,10 @@ def lower_binary(context: KernelContext, var: relax.Var) -> KernelCall | Skip | 
     if numbers is None or None in shapes or not is_default_arithmetic(call):
         return Skip("several scales, another arithmetic, or symbolic dimensions")
     dtype = tensor_dtype(var)
-    if not is_activation(var):
-        return Skip(f"the result is {dtype}")
+    if not is_activation(var) or "int64" in (tensor_dtype(lhs), tensor_dtype(rhs)):
+        return Skip(f"the result is {dtype}, or an operand a sum of 64 bits")
+    if op == "relax.qnn.mul" and choose_product_dtype(call) != "int32":
+        return Skip("products that int32 may not hold")
     (symbolic, shape), (rhs_symbolic, rhs_shape) = shapes  # pyright: ignore[reportGeneralTypeIssues]
     rhs_constant = constant_value(rhs) is not None
     if constant_value(lhs) is not None or str(lhs.ty.shape) != str(var.ty.shape):

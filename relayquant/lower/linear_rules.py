@@ -260,6 +260,8 @@ def read_linear(
         return Skip("a zero point is a variable, or that of the weight is not 0")
     if not is_activation(call.args[0]):
         return Skip(f"the data is {tensor_dtype(call.args[0])}")
+    if tensor_dtype(var) != "int32":
+        return Skip(f"the sums are {tensor_dtype(var)}")
     if shape is None:
         return Skip("a dimension is symbolic that the kernel has to know")
     return Linear(call, weight, int(zero_point), *shape)
@@ -429,6 +431,8 @@ def lower_batch_matmul(context: KernelContext, var: relax.Var) -> KernelCall | S
         return Skip("shapes or zero points are not constant")
     if not (is_byte(call.args[0]) and is_byte(call.args[1])):
         return Skip("operands are not 8 bit")
+    if tensor_dtype(var) != "int32":
+        return Skip(f"the sums are {tensor_dtype(var)}")
     (symbolic, x_shape), (y_symbolic, y_shape) = x, y
     if x_shape[:-2] != y_shape[:-2] or symbolic != y_symbolic:
         return Skip("batch dimensions are broadcast")

@@ -14,6 +14,7 @@ from relayquant.lower.layout import convert_layout
 from relayquant.lower.schedule import create_schedule_pass
 from relayquant.lower.vector_math import create_math_pass
 from relayquant.lower.weight_zero import centre_weights
+from relayquant.lower.wide_sums import part_wide_sums
 
 
 def make_pipeline(target: Target) -> tvm.transform.Pass:
@@ -21,7 +22,7 @@ def make_pipeline(target: Target) -> tvm.transform.Pass:
 
     def run(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
         if has_integer_main(mod):
-            mod = centre_weights(mod)
+            mod = part_wide_sums(centre_weights(mod))
         mod = lower_float(lower_integer(convert_layout(mod), target), target)
         with target:
             return tvm.transform.Sequential(

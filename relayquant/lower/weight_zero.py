@@ -1,7 +1,8 @@
 """QNN module -> the same with weights whose zero point is 0, as kernels take them.
 
 sum of (x - zx) * (w - zw) is the product with w alone, less zw times the sum of x - zx over the
-window: a product with ones, which has one channel and is cheap. All in int32, exact modulo 2^32.
+window: a product with ones, which has one channel and is cheap. All in the dtype of the sums; int32
+is exact modulo 2^32.
 """
 
 from __future__ import annotations
@@ -85,11 +86,12 @@ def _centre(op: str, layout: Layout) -> Rule:
             ones = ones.take([0], axis)
         product = emitter.emit(multiply(weight.astype("int32") - shift), f"{match.name}.product")
         window = emitter.emit(multiply(ones), f"{match.name}.window")
-        factor = (zero - shift).astype("int32")
+        dtype = str(call.attrs.out_dtype)
+        factor = (zero - shift).astype(dtype)
         if factor.size > 1:
             rank, at = match.root.ty.ndim, layout.result_axis(call)
             factor = factor.reshape([-1 if i == at else 1 for i in range(rank)])
-        excess = relax.op.multiply(window, relax.const(factor, "int32"))
+        excess = relax.op.multiply(window, relax.const(factor, dtype))
         return relax.op.subtract(product, emitter.emit(excess, f"{match.name}.excess"))
 
     return Rule(f"zero point of the weights of {op}", pattern, rewrite)

@@ -16,10 +16,11 @@ from tvm import relax
 from tvm.ir import Call
 
 from relayquant.config import Accumulator, Overflow
-from relayquant.config.accumulator import NATIVE_BITS
 from relayquant.dialect import qnn
+from relayquant.dialect.sums import SUM_DTYPES, choose_accumulator_dtype
 from relayquant.qtypes import INTEGER_LIMITS, QParams, Role
 from relayquant.rewrite import Emitter, Match, Matcher, Skip, check_attributes
+from relayquant.rewrite.graph import constant_value, tensor_dtype
 
 #: last part of the names of exact sums of products, the one with its bias first
 TOTALS = ("biased", "acc")
@@ -113,11 +114,33 @@ class RealizeContext:
         """Bind an intermediate value, named after the operator."""
         return self.emitter.emit(expr, f"{self.match.name}.{suffix}")
 
-    def narrow(self, accumulator: relax.Expr) -> relax.Expr:
-        """The int32 sum of products with its bias, as the hardware's accumulator holds it."""
+    def accumulate(
+        self, product: Callable[[str], relax.Expr], weight: np.ndarray | None = None
+    ) -> relax.Expr:
+        """The sum of products with its bias, as the accumulator holds it: exact, int32 where that
+        holds the sums of any input, else int64.
+
+        Args:
+            product: Dtype of the sums -> the integer operator.
+            weight: Its second factor, where that will be a constant and is none yet.
+        """
+        call, bias = product(SUM_DTYPES[0]), None
+        if "bias" in self.operands:
+            bias = self.operands["bias"].value
+        added = None if bias is None else constant_value(bias)
+        dtype = SUM_DTYPES[-1]
+        if isinstance(call, Call) and (bias is None or added is not None):
+            dtype = choose_accumulator_dtype(call, weight, added)
+        total = self.emit(product(dtype), "acc")
+        if bias is not None:
+            if added is not None:
+                bias = relax.const(added.astype(dtype), dtype)
+            elif dtype != tensor_dtype(bias):
+                bias = self.emit(relax.op.astype(bias, dtype), "bias")
+            total = self.emit(relax.op.add(total, bias), "biased")
         if self.accumulator is None:
-            return accumulator
-        return self.emit(narrow_integer(self.emit, accumulator, self.accumulator), NARROW)
+            return total
+        return self.emit(narrow_integer(self.emit, total, self.accumulator), NARROW)
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,7 +189,8 @@ class QuantOp:
             which another one is away from its default is declined.
         accumulator_axis: Match -> axis of the result along which sums of products have scales of
             their own, None for none. None for rows without such sums. The factors are the first
-            two operands; callbacks pass the sum with its bias through `context.narrow`.
+            two operands; simulate passes the sum with its bias through `context.narrow`,
+            realize makes it by `context.accumulate`.
         realize_dynamic: DynamicContext -> float32 value of the root, for data whose parameters are
             computed at run time; its operands are "data", "weight" and perhaps "bias". None for
             rows without that.
@@ -305,12 +329,18 @@ def find_total(match: Match) -> relax.Var:
 def narrow_integer(
     emit: Callable[[relax.Expr, str], relax.Expr], value: relax.Expr, accumulator: Accumulator
 ) -> relax.Expr:
-    """An exact int32 sum as an accumulator holds it: clipped, or shifted up and down again."""
+    """An exact sum, int32 or int64, as an accumulator holds it: clipped, or shifted up and down
+    again; int32.
+    """
+    dtype = tensor_dtype(value)
     if accumulator.overflow is Overflow.SATURATE:
-        low, high = accumulator.limits
-        return relax.op.clip(value, tvm.tirx.IntImm("int32", low), tvm.tirx.IntImm("int32", high))
-    shift = relax.const(np.array(NATIVE_BITS - accumulator.bits, "int32"))
-    return relax.op.right_shift(emit(relax.op.left_shift(value, shift), SHIFTED), shift)
+        bounds = (tvm.tirx.IntImm(dtype, limit) for limit in accumulator.limits)
+        held = relax.op.clip(value, *bounds)
+    else:
+        width = np.iinfo(dtype).bits - accumulator.bits
+        shift = relax.const(np.array(width, dtype), dtype)
+        held = relax.op.right_shift(emit(relax.op.left_shift(value, shift), SHIFTED), shift)
+    return held if dtype == "int32" else relax.op.astype(emit(held, SHIFTED), "int32")
 
 
 def repeat_activation(context: RealizeContext | DynamicContext, value: relax.Expr) -> relax.Expr:
@@ -328,8 +358,8 @@ ACTIVATIONS = ("relax.nn.relu", "relax.clip")
 
 
 def accumulator_qparams(data: QParams, weight: QParams, axis: int | None) -> QParams:
-    """Parameters of an int32 accumulator: scale = data scale x weight scale (float32), zero point
-    0.
+    """Parameters of an accumulator: scale = data scale x weight scale (float32), zero point 0. They
+    are called int32, and are those of int64 too.
 
     One scale per channel along `axis` of the output if the weight has one per channel.
     """

@@ -90,29 +90,29 @@ def conv_call(match: Match):
 
 
 def realize_accumulator(context: RealizeContext) -> Quantized:
-    """conv(x, w) [+ b] -> the int32 accumulator, scale = data scale x weight scale."""
+    """conv(x, w) [+ b] -> the accumulator, scale = data scale x weight scale."""
     data, weight = context.operands["data"], context.operands["weight"]
     call = conv_call(context.match)
     family = next(f for f in CONV_FAMILIES if f.op == call.op.name)
     attrs = {name: getattr(call.attrs, name) for name in family.attributes}
     attrs = {k: v if isinstance(v, int) else [int(i) for i in v] for k, v in attrs.items()}
-    accumulator = getattr(qnn, family.name)(
-        data.value,
-        weight.value,
-        data.zero_point,
-        weight.zero_point,
-        data.scale,
-        weight.scale,
-        **attrs,
-        data_layout=call.attrs.data_layout,
-        kernel_layout=call.attrs.kernel_layout,
-    )
-    accumulator = context.emit(accumulator, "acc")
-    if "bias" in context.operands:
-        bias = context.operands["bias"].value
-        accumulator = context.emit(relax.op.add(accumulator, bias), "biased")
+
+    def convolve(dtype: str) -> relax.Expr:
+        return getattr(qnn, family.name)(
+            data.value,
+            weight.value,
+            data.zero_point,
+            weight.zero_point,
+            data.scale,
+            weight.scale,
+            **attrs,
+            data_layout=call.attrs.data_layout,
+            kernel_layout=call.attrs.kernel_layout,
+            out_dtype=dtype,
+        )
+
     qparams = accumulator_qparams(data.qparams, weight.qparams, output_axis(context.match))
-    return Quantized(context.narrow(accumulator), qparams)
+    return Quantized(context.accumulate(convolve), qparams)
 
 
 def realize_conv(context: RealizeContext) -> relax.Expr:
@@ -131,7 +131,7 @@ def realize_conv_residual(context: RealizeContext) -> relax.Expr | Skip:
 
 
 def add_residual(context: RealizeContext, accumulator: Quantized) -> Quantized:
-    """qnn.add of an int32 accumulator and the operand `residual`, in the output's parameters."""
+    """qnn.add of an accumulator and the operand `residual`, in the output's parameters."""
     if context.output is None:
         raise ValueError(f"no output parameters for the sum at {context.match.name!r}")
     residual, out = context.operands["residual"], context.output

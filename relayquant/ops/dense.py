@@ -55,16 +55,22 @@ def realize_dense(context: RealizeContext) -> relax.Expr:
     """
     data, weight = context.operands["data"], context.operands["weight"]
     transposed = context.emit(relax.op.permute_dims(weight.value, [1, 0]), "weight")
-    accumulator = qnn.dense(
-        data.value, transposed, data.zero_point, weight.zero_point, data.scale, weight.scale
-    )
-    accumulator = context.emit(accumulator, "acc")
-    if "bias" in context.operands:
-        bias = context.operands["bias"].value
-        accumulator = context.emit(relax.op.add(accumulator, bias), "biased")
+
+    def multiply(dtype: str) -> relax.Expr:
+        return qnn.dense(
+            data.value,
+            transposed,
+            data.zero_point,
+            weight.zero_point,
+            data.scale,
+            weight.scale,
+            out_dtype=dtype,
+        )
+
+    array = constant_value(weight.value)
+    total = context.accumulate(multiply, None if array is None else array.T)
     qparams = accumulator_qparams(data.qparams, weight.qparams, output_axis(context.match))
-    total = Quantized(context.narrow(accumulator), qparams)
-    return repeat_activation(context, total.dequantize())
+    return repeat_activation(context, Quantized(total, qparams).dequantize())
 
 
 def realize_dynamic_dense(context: DynamicContext) -> relax.Expr | Skip:
@@ -78,7 +84,7 @@ def realize_dynamic_dense(context: DynamicContext) -> relax.Expr | Skip:
     if array is None:
         return Skip("the weight is not a constant")
     accumulator = multiply_at_run_time(
-        context.emit, data.value, data.zero_point, array, weight.qparams.zero_point
+        context.emit, data.value, data.zero_point, array, weight.qparams.zero_point, is_exact=True
     )
     accumulator = context.emit(accumulator, "acc")
     units = np.broadcast_to(weight.qparams.scale, array.shape[1:])
@@ -113,12 +119,20 @@ def realize_batch_matmul(context: RealizeContext) -> relax.Expr:
     rank = rhs.value.ty.ndim
     axes = [*range(rank - 2), rank - 1, rank - 2]
     transposed = context.emit(relax.op.permute_dims(rhs.value, axes), "rhs")
-    accumulator = qnn.batch_matmul(
-        lhs.value, transposed, lhs.zero_point, rhs.zero_point, lhs.scale, rhs.scale
-    )
+
+    def multiply(dtype: str) -> relax.Expr:
+        return qnn.batch_matmul(
+            lhs.value,
+            transposed,
+            lhs.zero_point,
+            rhs.zero_point,
+            lhs.scale,
+            rhs.scale,
+            out_dtype=dtype,
+        )
+
     qparams = accumulator_qparams(lhs.qparams, rhs.qparams, None)
-    total = context.narrow(context.emit(accumulator, "acc"))
-    return Quantized(total, qparams).dequantize()
+    return Quantized(context.accumulate(multiply), qparams).dequantize()
 
 
 def check_batch_matmul(match: Match) -> Skip | None:

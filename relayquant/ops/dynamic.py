@@ -15,6 +15,7 @@ import tvm
 from tvm import relax
 
 from relayquant.dialect import qnn
+from relayquant.dialect.sums import SUM_DTYPES, choose_accumulator_dtype
 from relayquant.ops.base import RunTimeQuantized
 from relayquant.qtypes import INTEGER_LIMITS
 from relayquant.reference import qnn as numpy_qnn
@@ -70,19 +71,28 @@ def multiply_at_run_time(
     zero_point: relax.Expr,
     weight: np.ndarray,
     weight_zero: np.ndarray,
+    *,
+    is_exact: bool = False,
 ) -> relax.Expr:
     """int32 sums of (data - zero_point) * (weight - weight_zero), for integers `data` (..., K) and
     a constant weight (K, N); weight_zero is () or (N,), int32.
 
     qnn.dense(data, weight) - zero_point * (sums of the columns of weight - weight_zero): so the
-    kernel has no variable.
+    kernel has no variable. Sums wrap modulo 2^32; with `is_exact` they are int64 where int32 does
+    not hold those of any input.
     """
     units = relax.const(np.ascontiguousarray(weight.T), str(weight.dtype))
-    centred = weight.astype("int32") - weight_zero
-    sums = relax.const(centred.sum(axis=0, dtype="int32"), "int32")
     zero = relax.const(np.asarray(weight_zero, "int32"), "int32")
-    product = emit(qnn.dense(data, units, 0, zero, 1.0, 1.0), "product")
-    return relax.op.subtract(product, emit(relax.op.multiply(zero_point, sums), "correction"))
+    dtype = SUM_DTYPES[0]
+    if is_exact:
+        product = qnn.dense(data, units, 0, zero, 1.0, 1.0)
+        dtype = choose_accumulator_dtype(product, is_dynamic=True)
+    sums = (weight.astype("int64") - weight_zero).sum(axis=0)
+    product = emit(qnn.dense(data, units, 0, zero, 1.0, 1.0, out_dtype=dtype), "product")
+    if dtype != SUM_DTYPES[0]:
+        zero_point = emit(relax.op.astype(zero_point, dtype), "zero_point.wide")
+    excess = relax.op.multiply(zero_point, relax.const(sums.astype(dtype), dtype))
+    return relax.op.subtract(product, emit(excess, "correction"))
 
 
 def convolve_at_run_time(

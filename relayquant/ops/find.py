@@ -5,14 +5,16 @@ operands.
 from __future__ import annotations
 
 import numpy as np
+from tvm import relax
 
 from relayquant.config import BackendConfig
+from relayquant.config.accumulator import NATIVE
 from relayquant.errors import ModelError
-from relayquant.ops.base import QuantOp
+from relayquant.ops.base import TOTALS, QuantOp
 from relayquant.ops.build import source_constant
 from relayquant.plan import OperatorPlan
 from relayquant.rewrite import Graph, Match
-from relayquant.rewrite.graph import constant_value
+from relayquant.rewrite.graph import constant_value, tensor_dtype
 
 
 def find_pattern(backend: BackendConfig, name: str) -> QuantOp:
@@ -53,3 +55,17 @@ def operand_constant(match: Match, operand: str) -> np.ndarray:
     if value is None:
         raise ModelError(f"Operand {operand!r} of operator {match.name!r} is not a constant.")
     return value
+
+
+def find_sum(graph: Graph, name: str) -> relax.Var | None:
+    """The exact sum of products of an operator of an integer module, with its bias if it has one,
+    before it is brought into range; None for an operator without.
+    """
+    found = (graph.vars.get(f"{name}.{suffix}") for suffix in TOTALS)
+    return next((var for var in found if var is not None), None)
+
+
+def find_register(graph: Graph, name: str) -> str:
+    """What `LedgerRow.accumulator` says of an operator whose accumulator is that of the kernels."""
+    total = find_sum(graph, name)
+    return NATIVE.description if total is not None and tensor_dtype(total) == "int64" else ""

@@ -116,13 +116,12 @@ def get_storage_dtype(dtype: str) -> str:
 def get_float_limits(dtype: str, float_dtype: str) -> tuple[float, float]:
     """Smallest and largest `float_dtype` within the integer `dtype`.
 
-    Only int32 in float32 has another upper limit than the integer one: 2^31 - 128, for 2^31 - 1 is
-    no float32.
+    The upper limit is another than the integer one where that is no float: 2^31 - 128 for int32 in
+    float32, and for int64 2^63 - 2^39 in float32 and 2^63 - 1024 in float64.
     """
     low, high = INTEGER_LIMITS[dtype]
-    if dtype == "int32" and float_dtype == "float32":
-        return float(low), float(2**31 - 128)
-    return float(low), float(high)
+    excess = max(high.bit_length() - (24 if float_dtype == "float32" else 53), 0)
+    return float(low), float(high >> excess << excess)
 
 
 def finish_rounded(rounded: Array, zero_point: Array, dtype: str) -> Array:
@@ -130,20 +129,21 @@ def finish_rounded(rounded: Array, zero_point: Array, dtype: str) -> Array:
 
     The clamp comes before the cast, which is undefined outside int32, and the zero point is added
     as an integer, so that no compiler can contract the addition with a multiplication. For int32
-    the clamp is to the limits themselves (`get_float_limits`) and the addition saturates. NaN gives
-    the zero point (real value 0).
+    and int64 the clamp is to the limits themselves (`get_float_limits`) and the addition saturates.
+    NaN gives the zero point (real value 0).
     """
     kind = rounded.dtype
     zero = zero_point.astype("int64")
     low, high = get_float_limits(dtype, kind.name)
-    shift = np.zeros((), "int64") if dtype == "int32" else zero
+    is_wide = dtype in ("int32", "int64")
+    shift = np.zeros((), "int64") if is_wide else zero
     with np.errstate(invalid="ignore"):
         clamped = np.minimum(
             np.maximum(rounded, (low - shift).astype(kind)), (high - shift).astype(kind)
         )
     if clamped.size and np.isnan(clamped.min()):
         clamped = np.where(np.isnan(clamped), kind.type(0), clamped)
-    if dtype != "int32" and np.abs(zero).max(initial=0) < EXACT_FLOAT32:
+    if not is_wide and np.abs(zero).max(initial=0) < EXACT_FLOAT32:
         # Both limits are exact, so that the sum is within the range of the dtype already.
         return (clamped.astype("int32") + zero.astype("int32")).astype(get_storage_dtype(dtype))
     return clip_to_integer(clamped.astype("int64") + zero, dtype)

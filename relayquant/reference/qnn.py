@@ -15,13 +15,14 @@ All raise QnnError when parameters do not fit the data.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from relayquant.errors import QnnError
-from relayquant.qtypes import INTEGER_LIMITS, Arithmetic, Rounding
+from relayquant.qtypes import INTEGER_LIMITS, Arithmetic, Rounding, has_exact_sums
 from relayquant.reference.convolution import (
     Window,
     convolve,
@@ -112,8 +113,8 @@ def requantize(
     (and does not clip an int32 result); FLOAT32 and FLOAT64 add the zero point and then round.
     """
     data = np.asarray(data)
-    if data.dtype == np.int64:
-        data = wrap_int32(data)
+    if data.dtype == np.int64 and not has_exact_sums(rounding, compute_dtype):
+        data = wrap_sums(data, "requantize")
     s_in = align_parameter(input_scale, "float32", data, axis)
     s_out = get_scalar(output_scale, "float32", "output_scale")
     z_out = get_scalar(output_zero_point, "int32", "output_zero_point")
@@ -222,7 +223,8 @@ def conv2d(
     """conv(data - input_zero_point, weight - kernel_zero_point), padded with the zero point.
 
     The result has scale input_scale * kernel_scale and zero point 0; the scales take no part in the
-    arithmetic. Kernel parameters are scalar or per output channel. Accumulators wrap modulo 2^32.
+    arithmetic. Kernel parameters are scalar or per output channel. Sums are those of `out_dtype`,
+    int32 or int64; those that int32 does not hold wrap modulo 2^32, with a warning.
     """
     del input_scale, kernel_scale
     axis = kernel_layout.index("O")
@@ -235,7 +237,7 @@ def conv2d(
         data_layout=data_layout,
         kernel_layout=kernel_layout,
     )
-    return cast_accumulator(result, out_dtype)
+    return cast_accumulator(result, out_dtype, "conv")
 
 
 def conv2d_transpose(
@@ -270,9 +272,13 @@ def conv2d_transpose(
             )
         per_input = np.repeat(zero_points.reshape(groups, per_group), inputs // groups, axis=0)
         zero_points = permute_layout(per_input[..., None, None], "IOHW", kernel_layout)
+    kernel = np.asarray(weight).astype("int64") - zero_points
+    centred = center_data(np.asarray(data), input_zero_point, -1)
+    largest = count_magnitude(centred) * count_magnitude(kernel)
+    kind = choose_exact_dtype(largest * kernel.size)
     result = convolve_transposed(
-        center_float64(data, input_zero_point, None),
-        np.asarray(weight).astype("float64") - zero_points,
+        centred.astype(kind),
+        kernel.astype(kind),
         strides=strides,
         padding=padding,
         output_padding=output_padding,
@@ -281,7 +287,7 @@ def conv2d_transpose(
         data_layout=data_layout,
         kernel_layout=kernel_layout,
     )
-    return cast_accumulator(result, out_dtype)
+    return cast_accumulator(result, out_dtype, "conv2d_transpose")
 
 
 def dense(
@@ -301,7 +307,7 @@ def dense(
         raise QnnError(
             f"qnn.dense: data {x.shape} and weight {w.shape} do not fit; allowed: (..., K), (N, K)."
         )
-    return cast_accumulator(x @ w.T, out_dtype)
+    return cast_accumulator(x @ w.T, out_dtype, "dense")
 
 
 def batch_matmul(
@@ -316,14 +322,17 @@ def batch_matmul(
 ) -> Array:
     """(x - z_x) @ (y - z_y)^T: x (..., M, K), y (..., N, K), out (..., M, N), batches broadcast."""
     del x_scale, y_scale
-    left = center_float64(x, x_zero_point, None)
-    right = center_float64(y, y_zero_point, None)
+    left = center_data(np.asarray(x), get_scalar(x_zero_point, "int32", "x_zero_point"), -1)
+    right = center_data(np.asarray(y), get_scalar(y_zero_point, "int32", "y_zero_point"), -1)
     if left.ndim < 2 or right.ndim < 2 or left.shape[-1] != right.shape[-1]:
         raise QnnError(
             f"qnn.batch_matmul: x {left.shape} and y {right.shape} do not fit; allowed: "
             "(..., M, K) and (..., N, K)."
         )
-    return cast_accumulator(left @ right.swapaxes(-1, -2), out_dtype)
+    largest = count_magnitude(left) * count_magnitude(right) * left.shape[-1]
+    kind = choose_exact_dtype(largest)
+    product = left.astype(kind) @ right.astype(kind).swapaxes(-1, -2)
+    return cast_accumulator(product, out_dtype, "batch_matmul")
 
 
 def add(
@@ -402,14 +411,17 @@ def mul(
     rounding: Rounding = Rounding.TONEAREST_EVEN,
     compute_dtype: Arithmetic = Arithmetic.FLOAT32,
 ) -> Array:
-    """P = (lhs - z_l) * (rhs - z_r) in int32, requantized.
+    """P = (lhs - z_l) * (rhs - z_r), requantized.
 
     TONEAREST_EVEN: the multiplier is double(s_l) * double(s_r) / double(s_o). UPWARD and TONEAREST
-    go through float32(s_l * s_r) as TVM v0.19.
+    go through float32(s_l * s_r) as TVM v0.19. P is exact in the default arithmetic and with
+    FLOAT64, int32 in the others.
     """
     lhs, rhs = np.asarray(lhs), np.asarray(rhs)
     left = center_data(lhs, lhs_zero_point, lhs_axis).astype("int64")
-    product = wrap_int32(np.asarray(left * center_data(rhs, rhs_zero_point, rhs_axis)))
+    product = np.asarray(left * center_data(rhs, rhs_zero_point, rhs_axis))
+    if not has_exact_sums(rounding, compute_dtype):
+        product = wrap_sums(product, "mul")
     s_l = align_parameter(lhs_scale, "float32", lhs, lhs_axis)
     s_r = align_parameter(rhs_scale, "float32", rhs, rhs_axis)
     s_out = get_scalar(output_scale, "float32", "output_scale").astype("float64")
@@ -498,7 +510,9 @@ def avg_pool2d(
     else:
         output = (output_scale, output_zero_point)
         summands = move_to_int32(data, (input_scale, z_in, -1), output, rounding, compute_dtype)
-    total = wrap_int32(np.sum(list(pool_windows(summands.astype("int64"), window, 0)), axis=0))
+    total = np.sum(list(pool_windows(summands.astype("int64"), window, 0)), axis=0)
+    if not has_exact_sums(rounding, compute_dtype):
+        total = wrap_sums(total, "avg_pool2d")
     if rounding is Rounding.TONEAREST_EVEN:
         scales = (input_scale, output_scale, output_zero_point)
         result = average_integer(total, count, scales, data.dtype.name, rounding, compute_dtype)
@@ -521,14 +535,19 @@ def mean(
     rounding: Rounding = Rounding.TONEAREST_EVEN,
     compute_dtype: Arithmetic = Arithmetic.FLOAT32,
 ) -> Array:
-    """Average over `axes` (None or empty: all) in the output's affine space, rounded once."""
+    """Average over `axes` (None or empty: all) in the output's affine space, rounded once.
+
+    The sum is exact in the default arithmetic and with FLOAT64, int32 in the others.
+    """
     data = np.asarray(data)
     centred = center_data(data, get_scalar(input_zero_point, "int32", "input_zero_point"), -1)
     over = tuple(int(axis) % data.ndim for axis in axes) if axes else tuple(range(data.ndim))
-    total = np.sum(centred, axis=over, keepdims=keepdims, dtype="int64")
+    total = np.asarray(np.sum(centred, axis=over, keepdims=keepdims, dtype="int64"))
+    if not has_exact_sums(rounding, compute_dtype):
+        total = wrap_sums(total, "mean")
     count = np.asarray(np.prod([data.shape[axis] for axis in over], dtype="int64"))
     return average_integer(
-        wrap_int32(np.asarray(total)),
+        total,
         count,
         (input_scale, output_scale, output_zero_point),
         out_dtype or data.dtype.name,
@@ -651,46 +670,72 @@ def has_parameters(scale: Any, zero_point: Any, output_scale: Any, output_zero_p
 
 
 def center_data(data: Array, zero_point: Any, axis: int) -> Array:
-    """int32(data) - zero_point in wrapping int32."""
+    """int32(data) - zero_point in wrapping int32; int64 stays what it is."""
     z = align_parameter(zero_point, "int32", data, axis)
+    if data.dtype == np.int64:
+        return np.asarray(data - z)
     if not np.can_cast(data.dtype, "int32"):
         return wrap_int32(np.asarray(data.astype("int64") - z))
     with np.errstate(over="ignore"):
         return np.asarray(data.astype("int32") - z)
 
 
-def center_float64(data: Array, zero_point: Any, axis: int | None) -> Array:
-    """data - zero_point in float64, exact; without an axis the zero point must be one value."""
-    data = np.asarray(data)
-    if axis is None:
-        return data.astype("float64") - get_scalar(zero_point, "int32", "zero point")
-    return data.astype("float64") - align_parameter(zero_point, "int32", data, axis)
+def choose_exact_dtype(largest: int) -> str:
+    """The fastest dtype in which numpy adds integers exactly whose sums, in any order, reach
+    `largest` in magnitude: float32 takes half the time of float64, and int64 many times as long.
+    """
+    if largest < 1 << 24:
+        return "float32"
+    return "float64" if largest < 1 << 53 else "int64"
+
+
+def count_magnitude(values: Array) -> int:
+    """Largest magnitude of integers, 0 where there are none."""
+    return max(int(values.max(initial=0)), -int(values.min(initial=0)))
 
 
 def center_factors(
     data: Array, weight: Array, data_zero_point: Any, weight_zero_point: Any, axis: int
 ) -> tuple[Array, Array]:
-    """`data` and `weight` less their zero points, as floats in which sums of products are exact.
+    """`data` and `weight` less their zero points, of a dtype in which sums of products are exact.
 
-    `axis` of the weight is that of the outputs. float32 where no sum, whatever its order, can reach
-    2^24: it takes half the time; else float64.
+    `axis` of the weight is that of the outputs.
     """
-    data, w = np.asarray(data), center_float64(weight, weight_zero_point, axis)
-    zero = int(get_scalar(data_zero_point, "int32", "zero point"))
-    if data.dtype.itemsize == 1:
-        limits = np.iinfo(data.dtype)
-        largest = max(abs(limits.min - zero), abs(limits.max - zero))
-        sums = np.abs(w).sum(axis=tuple(i for i in range(w.ndim) if i != axis))
-        if largest * sums.max(initial=0) < 1 << 24:
-            return data.astype("float32") - np.float32(zero), w.astype("float32")
-    return center_float64(data, data_zero_point, None), w
+    data, w = np.asarray(data), np.asarray(weight).astype("float64")
+    w -= align_parameter(weight_zero_point, "int32", w, axis)
+    zero = get_scalar(data_zero_point, "int32", "zero point")
+    limits = np.iinfo(data.dtype)
+    largest = max(abs(limits.min - int(zero)), abs(limits.max - int(zero)))
+    sums = np.abs(w).sum(axis=tuple(i for i in range(w.ndim) if i != axis))
+    kind = choose_exact_dtype(largest * int(sums.max(initial=0)))
+    return data.astype(kind) - zero.astype(kind), w.astype(kind, copy=False)
 
 
-def cast_accumulator(values: Array, out_dtype: str) -> Array:
-    """Exact sums of products as integers of `out_dtype`, wrapping."""
+def cast_accumulator(values: Array, out_dtype: str, operator: str) -> Array:
+    """Exact sums of products as integers of `out_dtype`; those that int32 does not hold wrap, with
+    a warning.
+    """
     if values.dtype == np.float32:  # below 2^24
         return values.astype("int32").astype(out_dtype, copy=False)
-    return values.astype("int64").astype(out_dtype)
+    total = values.astype("int64", copy=False)
+    return wrap_sums(total, operator) if out_dtype == "int32" else total.astype(out_dtype)
+
+
+def wrap_sums(sums: Array, operator: str) -> Array:
+    """int64 sums or products modulo 2^32, as int32; a warning says how many did not fit.
+
+    An operator of the default arithmetic never comes here with such sums where this package made
+    the module; one of TVM v0.19, or of ONNX with an int32 result, computes what it does there.
+    """
+    wrapped = wrap_int32(sums)
+    lost = int(np.count_nonzero(wrapped != sums))
+    if lost:
+        warnings.warn(
+            f"qnn.{operator}: {lost} of {sums.size} sums do not fit int32 and wrap modulo 2^32",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    return wrapped
 
 
 def saturate_float(values: Array, dtype: str) -> Array:
@@ -708,7 +753,8 @@ def scale_integer(
 ) -> Array:
     """round(centred * multiplier) + zero_point, saturated; the zero point is added as an integer.
 
-    `centred` int32, `multiplier` float64 broadcastable. For float arithmetic only TONEAREST_EVEN.
+    `centred` int32 or int64 (with INT64: int32), `multiplier` float64 broadcastable. For float
+    arithmetic only TONEAREST_EVEN.
     """
     if compute_dtype is not Arithmetic.INT64:
         real = compute_dtype.value
@@ -780,7 +826,7 @@ def average_integer(
     rounding: Rounding,
     compute_dtype: Arithmetic,
 ) -> Array:
-    """total / count (int32, int64, broadcastable) in the output's affine space, rounded once.
+    """total / count (int64, broadcastable) in the output's affine space, rounded once.
 
     `scales` is (input scale, output scale, output zero point). FLOAT32 divides the float32
     multiplier by float32(count), FLOAT64 the double one; INT64 takes the fixed-point form of the

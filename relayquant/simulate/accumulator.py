@@ -31,7 +31,8 @@ def make_narrow(
     """The function for `SimulateContext.narrow`.
 
     Sums are float32 here: exact up to 2 ** 24, so that those of wider accumulators may be off by
-    their last bits. The integer form is exact.
+    their last bits; and one that int32 does not hold saturates before it wraps. The integer form is
+    exact.
     """
     op = relax.op
     axis = pattern.accumulator_axis(match) if pattern.accumulator_axis is not None else None

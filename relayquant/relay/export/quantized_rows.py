@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from relayquant.dialect.sums import choose_product_dtype, choose_total_dtype
 from relayquant.errors import ModelError
 from relayquant.qtypes import Arithmetic, Rounding
 from relayquant.relay import syntax
@@ -164,8 +165,28 @@ def export_requantize(site: ExportSite) -> syntax.Expr:
 # -- convolutions and products ---------------------------------------------------------------------
 
 
+def check_register(dtype: str) -> str:
+    """`dtype`, that of sums or products.
+
+    Raises:
+        ModelError: int64, for which there is no form in Relay.
+    """
+    if dtype != "int32":
+        raise ModelError(
+            f"its sums or products do not fit int32, and Relay has no form for {dtype}; keep it in "
+            "float, or take activations of 8 bits"
+        )
+    return dtype
+
+
+def sum_dtype(site: ExportSite) -> str:
+    """The dtype of the sums of a convolution or matrix product."""
+    return check_register(str(site.attrs.out_dtype))
+
+
 def export_conv2d(site: ExportSite) -> syntax.Expr:
     kernel, attrs = conv_kernel(site)
+    attrs["out_dtype"] = sum_dtype(site)
     return site.op("qnn.conv2d", site.args[0], kernel, *site.args[2:], **attrs)
 
 
@@ -188,20 +209,21 @@ def export_conv1d(site: ExportSite) -> syntax.Expr:
         groups=int(attrs.groups),
         channels=o,
         kernel_size=(1, kernel),
-        out_dtype=str(attrs.out_dtype),
+        out_dtype=sum_dtype(site),
     )
     return site.reshape(found, shape)
 
 
 def export_conv2d_transpose(site: ExportSite) -> syntax.Expr:
     attrs = conv_attrs(site, str(site.attrs.kernel_layout), site.in_shape(1))
+    attrs["out_dtype"] = sum_dtype(site)
     return site.op("qnn.conv2d_transpose", *site.args, **attrs)
 
 
 def export_dense(site: ExportSite) -> syntax.Expr:
     shape = site.in_dims(0)
     rows = site.args[0] if len(shape) == 2 else site.reshape(site.args[0], (-1, shape[-1]))
-    units, kind = site.in_shape(1)[0], str(site.attrs.out_dtype)
+    units, kind = site.in_shape(1)[0], sum_dtype(site)
     found = site.op("qnn.dense", rows, *site.args[1:], units=units, out_dtype=kind)
     return found if len(shape) == 2 else site.reshape(found, site.out_dims())
 
@@ -218,7 +240,7 @@ def export_batch_matmul(site: ExportSite) -> syntax.Expr:
         "qnn.batch_matmul",
         *operands,
         *site.args[2:],
-        out_dtype=str(site.attrs.out_dtype),
+        out_dtype=sum_dtype(site),
         transpose_b=True,
     )
     return found if len(left) == 3 else site.reshape(found, site.out_dims())
@@ -295,6 +317,7 @@ def multiply_exactly(site: ExportSite) -> syntax.Expr:
     out_scale, zero_point = output(site, 6)
     real = left_scale.astype("float64") * right_scale.astype("float64")
     multiplier = (real / out_scale.astype("float64")).astype("float32")
+    check_register(choose_product_dtype(site.call))
     product = site.op("multiply", left, right)
     return round_off(site, scale_by(site, product, multiplier), zero_point, binary_dtype(site))
 
@@ -354,6 +377,7 @@ def export_mean(site: ExportSite) -> syntax.Expr:
     moved = centre(site, 0, site.array(2).reshape(()))
     total = site.op("sum", moved, axis=axes, keepdims=bool(site.attrs.keepdims))
     count = int(np.prod([known_size(shape[axis]) for axis in axes]))
+    check_register(choose_total_dtype(site.dtype(0), site.call.args[2], count))
     return average(site, total, count, str(site.attrs.out_dtype) or site.dtype(0))
 
 
@@ -368,6 +392,7 @@ def export_avg_pool2d(site: ExportSite) -> syntax.Expr:
     if attrs.ceil_mode or (any(ints(attrs.padding)) and not included):
         raise ModelError("it averages over windows of different sizes")
     layout, window = str(attrs.layout), ints(attrs.pool_size)
+    check_register(choose_total_dtype(site.dtype(0), site.call.args[2], int(np.prod(window))))
     channels = known_size(site.in_dims(0)[layout.index("C")])
     is_last = layout.endswith("C")
     kernel = (*window, channels, 1) if is_last else (channels, 1, *window)
