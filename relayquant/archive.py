@@ -8,16 +8,16 @@ bytes.
 from __future__ import annotations
 
 import json
+import math
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
-from relayquant.errors import DataError
-from relayquant.files import write_whole
+from relayquant.files import decode_json, reading, write_whole
 
 #: entries of a file: one for each array and text, and the header
 MAX_ENTRIES = 200_000
@@ -65,30 +65,83 @@ def read_archive(path: Path, kind: str, what: str) -> Archive:
     Raises:
         DataError: there is no such file, or it is damaged or something else.
     """
-    if not path.is_file():
-        raise DataError(f"There is no file {path}.")
-    size = path.stat().st_size
-    try:
-        with zipfile.ZipFile(path) as archive:
-            entries = archive.infolist()
-            # Stored entries cannot be larger than the file: no archive of a few bytes fills the
-            # memory.
-            is_plain = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
-            total = sum(entry.file_size for entry in entries)
-            if not is_plain or total > size or len(entries) > MAX_ENTRIES:
-                raise DataError(
-                    f"{path} is no {what}: its entries are not as relayquant writes them."
-                )
-            header = json.loads(archive.read(HEADER))
-            if not isinstance(header, dict) or header.get("format") != kind:
-                raise DataError(f"{path} is no {what} of format {kind!r}.")
-            arrays = {}
-            for i, name in enumerate(header["arrays"]):
-                with archive.open(f"{i}.npy") as stream:
-                    arrays[name] = np.lib.format.read_array(stream, allow_pickle=False)
-            texts = {name: archive.read(name).decode() for name in header["texts"]}
-            return Archive(header, arrays, texts)
-    except (zipfile.BadZipFile, EOFError, KeyError, TypeError, ValueError) as error:
-        if isinstance(error, DataError):
-            raise
-        raise DataError(f"{path} is no {what}, or is damaged: {error}.") from error
+    with reading(path, what), zipfile.ZipFile(path) as archive:
+        size = path.stat().st_size
+        entries = archive.infolist()
+        # Stored entries cannot be larger than the file: no archive of a few bytes fills the memory.
+        is_plain = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
+        total = sum(entry.file_size for entry in entries)
+        if not is_plain or total > size or len(entries) > MAX_ENTRIES:
+            raise ValueError("its entries are not as relayquant writes them")
+        header = decode_json(archive.read(HEADER))
+        if not isinstance(header, dict) or header.get("format") != kind:
+            raise ValueError(f"its format is not {kind!r}")
+        names, texts = ([str(name) for name in header[key]] for key in ("arrays", "texts"))
+        return Archive(
+            header,
+            {name: read_array(archive, f"{i}.npy") for i, name in enumerate(names)},
+            {name: archive.read(name).decode() for name in texts},
+        )
+
+
+@dataclass(frozen=True)
+class ArrayHeader:
+    """What an .npy file says before its data."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    fortran_order: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the data."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def read_array_header(stream: IO[bytes]) -> ArrayHeader:
+    """The header of an .npy; the stream then stands at the data.
+
+    Raises:
+        ValueError: it holds Python objects, or what no array is; numpy may raise anything else for
+            a damaged one.
+    """
+    version = np.lib.format.read_magic(stream)
+    if version == (1, 0):
+        shape, fortran_order, dtype = np.lib.format.read_array_header_1_0(stream)
+    elif version == (2, 0):
+        shape, fortran_order, dtype = np.lib.format.read_array_header_2_0(stream)
+    else:
+        raise ValueError(f"unknown .npy version {version}")
+    if dtype.hasobject:
+        raise ValueError(
+            "it holds Python objects, which are not loaded (they could run code); store plain "
+            "numeric arrays"
+        )
+    header = ArrayHeader(shape, dtype, fortran_order)
+    if min(shape, default=0) < 0 or dtype.itemsize == 0:
+        raise ValueError(f"shape {shape} and dtype {dtype} are those of no array")
+    return header
+
+
+def check_array_size(header: ArrayHeader, start: int, size: int) -> None:
+    """ValueError unless the data that `header` tells of, from byte `start` on, fills `size` bytes:
+    asked before memory is.
+    """
+    needed = start + header.nbytes
+    if needed != size:
+        raise ValueError(
+            f"its header says shape {header.shape} and {header.dtype}, which is {needed} bytes, "
+            f"but it has {size}"
+        )
+
+
+def read_array(archive: zipfile.ZipFile, entry: str) -> np.ndarray:
+    """An .npy of an archive; ValueError and others for a damaged one, see `read_array_header`."""
+    with archive.open(entry) as stream:
+        header = read_array_header(stream)
+        check_array_size(header, stream.tell(), archive.getinfo(entry).file_size)
+        data = bytearray(stream.read(header.nbytes))  # writable, as numpy reads them
+    if len(data) != header.nbytes:
+        raise ValueError(f"{entry} ends early")
+    order = "F" if header.fortran_order else "C"
+    return np.frombuffer(data, header.dtype).reshape(header.shape, order=order)

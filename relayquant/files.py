@@ -1,35 +1,169 @@
-"""Writes a file whole or not at all, for every stage that leaves something on disk."""
+"""Files, for every stage that reads or leaves something on disk: written whole or not at all, and
+whatever is wrong with one that is read is an error that names it.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+from relayquant.errors import DataError, MissingDependencyError, RelayQuantError
+
+#: characters of a foreign message that an error of ours repeats
+MESSAGE_LENGTH = 400
+
+
+# --- Writing ------------------------------------------------------------------------------------
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """An OSError inside names `path`: a full disk, a limit on files or a lost right name no file,
+    or a temporary one.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:  # ours, and says all
+            raise
+        reason = os.strerror(error.errno)
+        raise type(error)(error.errno, f"Cannot write {path}: {reason}") from error
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """Call `write` on a temporary file beside `path`, then rename it: no half file ever stays.
 
     Raises:
-        OSError: the folder does not exist or cannot be written.
+        OSError: the folder does not exist or cannot be written, or the disk is full; names `path`.
     """
     if not path.parent.is_dir():
         raise FileNotFoundError(f"Cannot write {path}: there is no folder {path.parent}.")
-    # The suffix stays: what writes a library looks at it.
-    try:
+    with writing(path):
+        # The suffix stays: what writes a library looks at it.
         handle, name = tempfile.mkstemp(
             suffix=path.suffix, prefix=f".{path.stem}-", dir=path.parent
         )
-    except OSError as error:  # it names the temporary file
-        raise type(error)(error.errno, f"Cannot write {path}: {error.strerror}") from error
-    os.close(handle)
-    temporary = Path(name)
+        os.close(handle)
+        temporary = Path(name)
+        try:
+            write(temporary)
+            umask = os.umask(0)
+            os.umask(umask)
+            temporary.chmod(0o666 & ~umask)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def check_writable(path: Path) -> None:
+    """Raises OSError if no file can be written there: to be asked before work that takes long.
+
+    The folder must be there, and `path` must not be a folder itself.
+    """
+    if path.is_dir():
+        raise IsADirectoryError(f"Cannot write {path}: it is a folder.")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"Cannot write {path}: there is no folder {path.parent}.")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise PermissionError(f"Cannot write {path}: the folder {path.parent} is not writable.")
+
+
+# --- Reading ------------------------------------------------------------------------------------
+
+
+@contextmanager
+def reading(
+    path: str | os.PathLike[str],
+    what: str,
+    raises: type[RelayQuantError] = DataError,
+    advice: str = "",
+) -> Iterator[None]:
+    """Whatever goes wrong inside becomes an error of ours that names the file.
+
+    Files are untrusted. What a damaged one makes the parsers of Python, numpy, protobuf or TVM
+    raise is theirs to choose (TokenError, RecursionError, MemoryError, struct.error, ...) and no
+    list of it is complete: all readers of files go through here, so that none needs one.
+
+    Args:
+        path: The file.
+        what: What it should be: "prepared model".
+        raises: Class of the error; an error of ours keeps its own.
+        advice: What to do about it: a sentence.
+    """
     try:
-        write(temporary)
-        umask = os.umask(0)
-        os.umask(umask)
-        temporary.chmod(0o666 & ~umask)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        yield
+    except MissingDependencyError:
+        raise
+    except RelayQuantError as error:
+        if str(path) in str(error):
+            raise
+        raise type(error)(f"{path}: {error}") from error
+    except FileNotFoundError as error:
+        raise raises(f"There is no file {path}.") from error
+    except Exception as error:
+        text = f"{path} is no {what}, or is damaged: {describe(error)}. {advice}"
+        raise raises(text.rstrip()) from error
+
+
+def describe(error: Exception) -> str:
+    """A foreign error on one line, without a full stop."""
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    if isinstance(error, MemoryError):
+        return "it asks for more memory than there is"
+    if isinstance(error, OSError) and error.errno is not None:
+        return os.strerror(error.errno)
+    text = " ".join(str(error).split()).rstrip(".")
+    if isinstance(error, KeyError):
+        text = f"{text} is missing"
+    elif not isinstance(error, ValueError):
+        text = f"{type(error).__name__}: {text}".rstrip(": ")
+    return text if len(text) <= MESSAGE_LENGTH else f"{text[:MESSAGE_LENGTH]}..."
+
+
+def decode_json(text: str | bytes, *, allow_nan: bool = False) -> Any:
+    """The value of a JSON text.
+
+    Args:
+        text: The text; bytes are UTF-8.
+        allow_nan: NaN and infinities, which Python writes and JSON does not have, are numbers.
+
+    Raises:
+        ValueError, RecursionError: it is not well formed, or too deep.
+    """
+    if isinstance(text, bytes):
+        text = text.decode("utf-8")
+    if allow_nan:
+        return json.loads(text)
+    return json.loads(text, parse_constant=refuse_constant, parse_float=parse_finite)
+
+
+def refuse_constant(name: str) -> float:
+    """NaN and infinities are no JSON."""
+    raise ValueError(f"{name} is not allowed")
+
+
+def parse_finite(text: str) -> float:
+    """A number that a float holds: 1e999 is infinity to Python."""
+    value = float(text)
+    if value in (float("inf"), float("-inf")):
+        raise ValueError(f"{text} is too large for a number")
+    return value
+
+
+def read_text(path: Path, max_bytes: int) -> str:
+    """Text of a UTF-8 file, for use inside of `reading`; ValueError if it is larger than
+    `max_bytes`.
+    """
+    if path.is_dir():
+        raise ValueError("it is a folder")
+    with path.open("rb") as file:
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise ValueError(f"it has more than {max_bytes} bytes")
+    return data.decode("utf-8")

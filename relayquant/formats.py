@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
+import onnx
 import tvm
 
 from relayquant.errors import ModelError
+from relayquant.files import reading
 from relayquant.importers import import_onnx, import_tflite, import_torch
 from relayquant.importers.files import DEFAULT_MAX_BYTES, PathLike, check_file
 from relayquant.relay import decode_params, from_json, from_text, is_relay_json
@@ -23,27 +25,34 @@ Imported: TypeAlias = tuple[tvm.IRModule, dict[str, np.ndarray]]
 
 @dataclass(frozen=True)
 class Request:
-    """What `load` was asked for."""
+    """What `load` was asked for; `model` is a path, or an object of the format's."""
 
-    path: Path
+    model: Any
     shapes: Shapes | None
     params: Params | PathLike | None
     max_bytes: int
 
+    @property
+    def path(self) -> Path:
+        return Path(self.model)
+
 
 @dataclass(frozen=True)
 class Format:
-    """A kind of model file: its suffix, what it holds, which arguments of `load` apply."""
+    """A kind of model: the suffix of its files, what it is, which arguments of `load` apply, and
+    whether an object is one in memory.
+    """
 
     suffix: str
     kind: str
     read: Callable[[Request], Imported]
     takes_shapes: bool = False
     takes_params: bool = False
+    is_model: Callable[[object], bool] = lambda model: False
 
 
 def _read_onnx(request: Request) -> Imported:
-    return import_onnx(request.path, shapes=request.shapes, max_bytes=request.max_bytes)
+    return import_onnx(request.model, shapes=request.shapes, max_bytes=request.max_bytes)
 
 
 def _read_tflite(request: Request) -> Imported:
@@ -51,7 +60,7 @@ def _read_tflite(request: Request) -> Imported:
 
 
 def _read_torch(request: Request) -> Imported:
-    return import_torch(request.path, max_bytes=request.max_bytes)
+    return import_torch(request.model, max_bytes=request.max_bytes)
 
 
 def _read_relay_text(request: Request) -> Imported:
@@ -69,11 +78,7 @@ def _read_relay_json(request: Request) -> Imported:
 
 
 def _read_utf8(request: Request) -> str:
-    data = check_file(request.path, request.max_bytes).read_bytes()
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ModelError(f"{str(request.path)!r} is not UTF-8 text: {error}.") from error
+    return check_file(request.path, request.max_bytes).read_bytes().decode("utf-8")
 
 
 def _find_params(request: Request) -> Params | None:
@@ -88,28 +93,38 @@ def _find_params(request: Request) -> Params | None:
     return decode_params(file.read_bytes(), repr(str(file)))
 
 
-#: All kinds of files that can be read.
+def _is_onnx(model: object) -> bool:
+    return isinstance(model, onnx.ModelProto)
+
+
+def _is_torch(model: object) -> bool:
+    """Whether it is a program or a module of PyTorch, which is not imported to see that."""
+    return any(kind.__module__.partition(".")[0] == "torch" for kind in type(model).__mro__)
+
+
+#: All kinds of models that can be read.
 FORMATS: tuple[Format, ...] = (
-    Format(".onnx", "ONNX", _read_onnx, takes_shapes=True),
+    Format(".onnx", "ONNX", _read_onnx, takes_shapes=True, is_model=_is_onnx),
     Format(".tflite", "TensorFlow Lite", _read_tflite),
-    Format(".pt2", "torch.export", _read_torch),
+    Format(".pt2", "torch.export", _read_torch, is_model=_is_torch),
     Format(".relay", "Relay text", _read_relay_text, takes_shapes=True, takes_params=True),
     Format(".json", "Relay JSON", _read_relay_json, takes_shapes=True, takes_params=True),
 )
 
 
 def load(
-    path: PathLike,
+    model: PathLike | onnx.ModelProto | Any,
     *,
     shapes: Shapes | None = None,
     params: Params | PathLike | None = None,
     max_bytes: int = DEFAULT_MAX_BYTES,
 ) -> Imported:
-    """Read a model from a file; the suffix says of which kind it is.
+    """Read a model from a file, whose suffix says of which kind it is, or from memory.
 
     Args:
-        path: A file .onnx, .tflite, .pt2 (written by torch.export.save), or of Relay, as TVM 0.7 to
-            0.19 wrote it: .relay (`mod.astext()`) or .json (`tvm.ir.save_json`).
+        model: An `onnx.ModelProto`, a `torch.export.ExportedProgram`, or the path of a file: .onnx,
+            .tflite, .pt2 (written by torch.export.save), or of Relay, as TVM 0.7 to 0.19 wrote it:
+            .relay (`mod.astext()`) or .json (`tvm.ir.save_json`).
         shapes: Input name -> shape, to fix or rename symbolic dimensions (ONNX, Relay):
             {"x": ("N", 3, 224, 224)}.
         params: Relay only: {name: array} or a file that `save_param_dict` wrote; by default the
@@ -121,32 +136,48 @@ def load(
         today. Parameters of a Relay module for which no value is found stay inputs.
 
     Raises:
-        ModelError: no path, unknown suffix, unreadable file, or something in the model that is not
+        ModelError: no model, unknown suffix, unreadable file, or something in the model that is not
             supported.
         MissingDependencyError: an optional package is needed.
     """
-    if not isinstance(path, str | os.PathLike):
-        raise ModelError(
-            f"load reads a file, and was given a {type(path).__name__}. Give a path. An ONNX model "
-            "in memory goes to import_onnx, a torch.export program to import_torch, and a module "
-            "of TVM needs no loading."
-        )
-    suffix = Path(path).suffix.lower()
-    found = next((each for each in FORMATS if each.suffix == suffix), None)
-    if found is None:
-        kinds = ", ".join(f"{each.suffix} ({each.kind})" for each in FORMATS)
-        raise ModelError(
-            f"Cannot tell from the name of {str(path)!r} what kind of model it is. Readable: "
-            f"{kinds}. "
-            "Any module of a TVM frontend may also be passed to relayquant directly."
-        )
+    is_path = isinstance(model, str | os.PathLike)
+    found = _find_format(Path(model)) if is_path else _find_kind(model)
+    what = f"a {found.suffix} file" if is_path else f"a {type(model).__name__}"
     for name, given, is_taken in (
         ("shapes", shapes, found.takes_shapes),
         ("params", params, found.takes_params),
     ):
         if given is not None and not is_taken:
             raise ModelError(
-                f"{name}= does not apply to a {suffix} file ({found.kind}), which holds its own. "
-                "Leave it out."
+                f"{name}= does not apply to {what} ({found.kind}), which holds its own. Leave it "
+                "out."
             )
-    return found.read(Request(Path(path), shapes, params, max_bytes))
+    request = Request(model, shapes, params, max_bytes)
+    if not is_path:
+        return found.read(request)
+    with reading(model, f"{found.kind} model", ModelError):
+        return found.read(request)
+
+
+def _find_format(path: Path) -> Format:
+    """The format of a file; ModelError if its suffix is that of none."""
+    for each in FORMATS:
+        if each.suffix == path.suffix.lower():
+            return each
+    kinds = ", ".join(f"{each.suffix} ({each.kind})" for each in FORMATS)
+    raise ModelError(
+        f"Cannot tell from the name of {str(path)!r} what kind of model it is. Readable: {kinds}. "
+        "Any module of a TVM frontend may also be passed to relayquant directly."
+    )
+
+
+def _find_kind(model: object) -> Format:
+    """The format of a model in memory; ModelError if there is none for it."""
+    for each in FORMATS:
+        if each.is_model(model):
+            return each
+    raise ModelError(
+        f"load takes the path of a file, an onnx.ModelProto or a torch.export.ExportedProgram, and "
+        f"was given a {type(model).__name__}. A module of TVM needs no loading: pass it to "
+        "relayquant directly."
+    )

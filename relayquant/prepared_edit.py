@@ -21,7 +21,8 @@ from relayquant.backends import resolve_backend
 from relayquant.calibrate.observers import Observer
 from relayquant.calibrate.weights import pick_weight_parameters
 from relayquant.config import BackendConfig, DTypeConfig, QConfigMapping
-from relayquant.errors import ConfigError, DataError, RelayQuantError
+from relayquant.errors import ConfigError, DataError
+from relayquant.files import reading
 from relayquant.ledger import InterfaceValue
 from relayquant.plan import GroupPlan, OperatorPlan, Plan
 from relayquant.prepared import GroupStatistics, PreparedModel
@@ -248,7 +249,7 @@ def load_prepared(
         ConfigError: the backend is another one than the model was prepared for.
     """
     path = Path(path)
-    try:
+    with reading(path, "prepared model", advice="Write it again with save_prepared."):
         archive = read_archive(path, FORMAT, "prepared model")
         header, arrays = archive.header, archive.arrays
         mod = tvm.ir.load_json(archive.texts[MODULE])
@@ -276,14 +277,6 @@ def load_prepared(
             },
             {str(key): str(text) for key, text in header["choices"].items()},
         )
-    except RelayQuantError:
-        raise
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise DataError(
-            f"{path} is no prepared model, or is damaged: {type(error).__name__}: {error}. Write "
-            "it again with "
-            "save_prepared."
-        ) from error
 
 
 def read_statistics(

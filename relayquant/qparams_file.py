@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from relayquant.errors import ConfigError
-from relayquant.files import write_whole
+from relayquant.files import decode_json, read_text, reading, write_whole
 from relayquant.qtypes import QParams, QSpec, Scheme, choose_qparams
 
 FORMAT = "relayquant.qparams"
@@ -69,35 +69,18 @@ def load_qparams(path: PathLike, *, dtype: str = "uint8") -> dict[str, QParams]:
         ConfigError: the file cannot be read, is of no known kind, or a value in it is wrong.
     """
     path = Path(path)
-    where = f"parameters file {str(path)!r}"
-    if not path.is_file():
-        raise ConfigError(f"There is no {where}.")
-    if path.stat().st_size > MAX_BYTES:
-        raise ConfigError(f"The {where} has more than {MAX_BYTES} bytes.")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"The {where} is no text: {error}") from error
-    try:
+    with reading(path, "file of quantization parameters", ConfigError):
+        text = read_text(path, MAX_BYTES)
         if not text.lstrip().startswith("{"):
             return read_ranges(parse_table(text), dtype)
-        data = json.loads(text, parse_constant=refuse_constant)
+        data = decode_json(text)
         for matches, read in READERS:
             if matches(data):
                 return read(data, dtype)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
-        raise ConfigError(
-            f"The {where} is not well formed: {type(error).__name__}: {error}"
-        ) from error
     raise ConfigError(
-        f"The {where} is of no known kind; allowed: what save_qparams writes, calibration tables "
-        "of ONNX Runtime, encodings of AIMET 0.6.1 and 1.0.0."
+        f"{path} is no file of quantization parameters of a known kind; allowed: what save_qparams "
+        "writes, calibration tables of ONNX Runtime, encodings of AIMET 0.6.1 and 1.0.0."
     )
-
-
-def refuse_constant(name: str) -> float:
-    """NaN and infinities are no JSON."""
-    raise ValueError(f"{name} is not allowed")
 
 
 def read_own(data: dict[str, Any], dtype: str) -> dict[str, QParams]:

@@ -107,16 +107,16 @@ def test_aimet__weights(tmp_path, is_new):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "not well formed: JSONDecodeError"),
+        ("{", "is damaged: Expecting property"),
         ('{"format": "relayquant.qparams", "version": 9, "values": {}}', "version 9; known: 1"),
-        ('{"format": "relayquant.qparams", "version": 1}', "KeyError: 'values'"),
+        ('{"format": "relayquant.qparams", "version": 1}', "'values' is missing"),
         (
             '{"format": "relayquant.qparams", "version": 1, "values": {"x": {"scale": -1, '
             '"zero_point": 0, "dtype": "int8", "axis": null}}}',
             "scale must be finite and > 0",
         ),
         ('{"x": [NaN, 1]}', "NaN is not allowed"),
-        ('{"x": [1, 2, 3]}', "no known kind; allowed: what save_qparams writes"),
+        ('{"x": [1, 2, 3]}', "known kind; allowed: what save_qparams writes"),
         ('{"x": [2, 1]}', "low <= high"),
         ("conv1 zero", "line 1 is not"),
         ('{"activation_encodings": {"y": [{"scale": 1, "offset": 0, "bitwidth": 5}]}}', "5 bits"),
@@ -129,8 +129,8 @@ def test_aimet__weights(tmp_path, is_new):
             '"offset": [0]}]}',
             "'w' has 2 scales and 1 offsets",
         ),
-        ("[" * 100000, "not well formed|line 1"),
-        ('{"a":' * 100000, "not well formed: RecursionError"),
+        ("[" * 100000, "line 1"),
+        ('{"a":' * 100000, "nested too deeply"),
     ],
 )
 def test_malformed__clear_error(tmp_path, text, message):
@@ -139,8 +139,8 @@ def test_malformed__clear_error(tmp_path, text, message):
 
 
 def test_missing__named(tmp_path):
-    with pytest.raises(ConfigError, match=r"There is no parameters file .*nothing\.json"):
+    with pytest.raises(ConfigError, match=r"There is no file .*nothing\.json"):
         rq.load_qparams(tmp_path / "nothing.json")
     (tmp_path / "b").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="is no text"):
+    with pytest.raises(ConfigError, match="codec"):
         rq.load_qparams(tmp_path / "b")

@@ -12,8 +12,8 @@ from typing import Any
 
 import tvm
 
-from relayquant.errors import ConfigError, DataError
-from relayquant.files import write_whole
+from relayquant.errors import ConfigError
+from relayquant.files import decode_json, read_text, reading, write_whole
 
 FORMAT = "relayquant.search.1"
 #: bytes; a ranking of 100,000 operators has less
@@ -51,29 +51,16 @@ class SearchState:
         if not state.path.exists():
             state.save()
             return state
-        try:
-            if state.path.stat().st_size > MAX_SIZE:
-                raise ValueError("it is too large")
-            data = json.loads(state.path.read_text(encoding="utf-8"))
+        with reading(state.path, "search state", advice="Delete it, or name another file."):
+            # The SQNR of an operator may be infinite, and is written so.
+            data = decode_json(read_text(state.path, MAX_SIZE), allow_nan=True)
             if data["format"] != FORMAT:
                 raise ValueError(f"its format is {data['format']!r}")
             known = str(data["fingerprint"])
             state.ranking = {str(k): float(v) for k, v in data["ranking"].items()}
             state.trials = {str(k): float(v) for k, v in data["trials"].items()}
             state.best = dict(data["best"])
-            state.basis = {str(k): str(v) for k, v in data.get("basis", {}).items()}
-        except (
-            OSError,
-            ValueError,
-            KeyError,
-            TypeError,
-            AttributeError,
-            RecursionError,
-        ) as error:
-            raise DataError(
-                f"{state.path} is no search state, or is damaged ({type(error).__name__}: "
-                f"{error}). Delete it, or name another file."
-            ) from error
+            state.basis = {str(k): str(v) for k, v in data["basis"].items()}
         if known != fingerprint:
             raise ConfigError(
                 f"{state.path} is the state of a search with another model, backend, effort, "

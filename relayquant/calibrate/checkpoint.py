@@ -30,9 +30,9 @@ from typing import Any
 
 import numpy as np
 
-from relayquant.calibrate.store import Shard, ValueStore
+from relayquant.calibrate.store import BEGIN_ANEW, Shard, ValueStore
 from relayquant.errors import ConfigError, DataError
-from relayquant.files import write_whole
+from relayquant.files import decode_json, read_text, reading, write_whole
 
 FORMAT = "relayquant.checkpoint.2"
 HEADER = "checkpoint.json"
@@ -110,18 +110,14 @@ class Workspace:
         path = self.path / name
         if not path.exists():
             return None
-        found = read_json(path)
-        try:
+        with reading(path, "part of a checkpoint", advice=BEGIN_ANEW):
+            found = read_json(path)
             return DataRecord(
                 int(found["batches"]),
                 {name: tuple(map(int, starts)) for name, starts in found["starts"].items()},
                 tuple(found["symbols"]),
                 tuple(found["digests"]),
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise DataError(
-                f"{path} is damaged: {error!r}. Delete the checkpoint to begin anew."
-            ) from error
 
     def write_data(self, record: DataRecord, name: str = DATA) -> None:
         """Keep what is known of the data, or of a part of it."""
@@ -250,15 +246,11 @@ def check_same_data(record: DataRecord, digests: list[str], path: Path) -> None:
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object; DataError if the file holds something else."""
-    if path.stat().st_size > MAX_JSON_BYTES:
-        raise DataError(f"{path} is larger than any checkpoint's.")
-    try:
-        found = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise DataError(f"{path} is damaged: {error}.") from error
-    if not isinstance(found, dict):
-        raise DataError(f"{path} is damaged: it holds no object.")
-    return found
+    with reading(path, "part of a checkpoint", advice=BEGIN_ANEW):
+        found = decode_json(read_text(path, MAX_JSON_BYTES))
+        if not isinstance(found, dict):
+            raise ValueError("it holds no object")
+        return found
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:

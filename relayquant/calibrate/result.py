@@ -10,7 +10,8 @@ import numpy as np
 
 from relayquant.archive import Archive, read_archive, write_archive
 from relayquant.calibrate.shard import GroupObservation
-from relayquant.errors import DataError
+from relayquant.calibrate.store import BEGIN_ANEW
+from relayquant.files import reading
 from relayquant.prepared import GroupStatistics
 from relayquant.qtypes import QParams
 
@@ -45,10 +46,10 @@ class CalibrationResult:
         Raises:
             DataError: the file is damaged.
         """
-        found = read_archive(path, FORMAT, "part of a calibration")
-        header, arrays = found.header, found.arrays
         statistics = {}
-        try:
+        with reading(path, "part of a calibration", advice=BEGIN_ANEW):
+            found = read_archive(path, FORMAT, "part of a calibration")
+            header, arrays = found.header, found.arrays
             for key in header["statistics"]:
                 seen, prefix = observations[key], f"statistics/{key}/"
                 own = {n.removeprefix(prefix): a for n, a in arrays.items() if n.startswith(prefix)}
@@ -60,5 +61,3 @@ class CalibrationResult:
                 {key: arrays[f"constants/{key}"] for key in header["constants"]},
                 statistics,
             )
-        except (KeyError, TypeError, AttributeError) as error:
-            raise DataError(f"{path} is damaged: {type(error).__name__}: {error}.") from error

@@ -25,7 +25,8 @@ from relayquant.calibrate.fit_patches import LinearView
 from relayquant.calibrate.fit_statistics import InputStatistics, round_to_grid
 from relayquant.calibrate.observers import Observer
 from relayquant.calibrate.segments import Segment
-from relayquant.calibrate.store import Shard, ValueStore
+from relayquant.calibrate.store import BEGIN_ANEW, Shard, ValueStore
+from relayquant.files import reading
 from relayquant.qtypes import QParams, QSpec, ValueInfo
 from relayquant.runtime import FunctionRunner, LoadModule, as_shape, limit_blas
 
@@ -159,21 +160,24 @@ class ShardStates:
     @staticmethod
     def load(path: Path, task: ShardTask) -> ShardStates:
         """What `save` wrote; DataError if it is damaged."""
-        arrays = read_archive(path, STATES_FORMAT, "part of a calibration").arrays
+        with reading(path, "part of a calibration", advice=BEGIN_ANEW):
+            arrays = read_archive(path, STATES_FORMAT, "part of a calibration").arrays
 
-        def select(prefix: str) -> dict[str, np.ndarray]:
-            return {n.removeprefix(prefix): a for n, a in arrays.items() if n.startswith(prefix)}
+            def select(prefix: str) -> dict[str, np.ndarray]:
+                return {
+                    n.removeprefix(prefix): a for n, a in arrays.items() if n.startswith(prefix)
+                }
 
-        return ShardStates(
-            {
-                key: seen.observer.restore(seen.info, select(f"groups/{key}/"))
-                for key, seen in task.groups.items()
-            },
-            {
-                name: seen.start().restore(select(f"fits/{name}/"))
-                for name, seen in task.fits.items()
-            },
-        )
+            return ShardStates(
+                {
+                    key: seen.observer.restore(seen.info, select(f"groups/{key}/"))
+                    for key, seen in task.groups.items()
+                },
+                {
+                    name: seen.start().restore(select(f"fits/{name}/"))
+                    for name, seen in task.fits.items()
+                },
+            )
 
 
 def run_shard(
@@ -329,4 +333,6 @@ def run_shard_remotely(remote: RemoteTask, load_module: LoadModule) -> None:
 @functools.lru_cache(maxsize=1)
 def load_segments(path: str, load_module: LoadModule) -> FunctionRunner:
     """The segments: a process loads them once. The path holds a digest of them."""
-    return load_module(tvm.ir.load_json(Path(path).read_text("utf-8")))
+    with reading(path, "part of a calibration", advice=BEGIN_ANEW):
+        segments = tvm.ir.load_json(Path(path).read_text("utf-8"))
+    return load_module(segments)

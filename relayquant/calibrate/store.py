@@ -33,6 +33,8 @@ from relayquant.runtime import ALIGNMENT, find_memory_axes
 #: The data is cut into at most so many shards. Not more than a state of every observer can be
 #: merged for, and enough to keep as many workers busy.
 MOST_SHARDS = 32
+#: what to do about a checkpoint that is damaged
+BEGIN_ANEW = "Delete the checkpoint to begin anew."
 #: no header of a record is longer
 MOST_HEADER_BYTES = 1 << 10
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import tvm
 
 import relayquant as rq
 from relayquant.errors import ConfigError, ModelError
-from relayquant.files import write_whole
+from relayquant.files import decode_json, read_text, reading, write_whole
 from relayquant.prepare.bind import bind_params
 from relayquant.relay import is_relay_json
 from relayquant.rewrite.editor import Editor
@@ -59,14 +58,8 @@ def load_module(path: Path) -> tvm.IRModule:
     """
     if not path.is_file():
         raise ModelError(f"There is no module file {path}.")
-    try:
+    with reading(path, "module written by `relayquant quantize`", ModelError):
         module = tvm.ir.load_json(path.read_text(encoding="utf-8"))
-    except Exception as error:
-        # TVM raises what its C++ code happens to raise: ValueError, RuntimeError, InternalError.
-        raise ModelError(
-            f"{path} is not a module written by `relayquant quantize`: "
-            f"{str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}"
-        ) from error
     if not isinstance(module, tvm.IRModule):
         raise ModelError(
             f"{path} holds a {type(module).__name__}, not a module. "
@@ -83,15 +76,9 @@ def load_mapping(path: Path) -> rq.QConfigMapping:
     """
     if not path.is_file():
         raise ConfigError(f"There is no configuration file {path}.")
-    if path.stat().st_size > MAX_MAPPING_SIZE:
-        raise ConfigError(
-            f"{path} is no configuration: it is larger than {MAX_MAPPING_SIZE} bytes."
-        )
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is no JSON ({error}); expected a QConfigMapping.") from error
-    return rq.QConfigMapping.from_dict(data, str(path))
+    with reading(path, "configuration (a QConfigMapping as JSON)", ConfigError):
+        data = decode_json(read_text(path, MAX_MAPPING_SIZE))
+        return rq.QConfigMapping.from_dict(data, str(path))
 
 
 def bind_weights(mod: tvm.IRModule, params: Mapping[str, Any] | None) -> tvm.IRModule:

@@ -22,8 +22,10 @@ from tvm import relax
 
 from relayquant import _tvm
 from relayquant.errors import ModelError, suggest_name
+from relayquant.files import reading
 from relayquant.importers.files import DEFAULT_MAX_BYTES, PathLike, check_file
 from relayquant.importers.names import MARK, SourceNode, name_values
+from relayquant.importers.onnx_functions import check_expansion
 from relayquant.importers.onnx_operators import OPERATORS
 from relayquant.importers.onnx_rewrite import rewrite_integer_nodes
 
@@ -68,11 +70,18 @@ def import_onnx(
         converted;
             the message names nodes and operators.
     """
-    model = model_or_path
-    if not isinstance(model, onnx.ModelProto):
-        model = _read_model(model, max_bytes)
+    if isinstance(model_or_path, onnx.ModelProto):
+        return _import_model(model_or_path, shapes, max_bytes)
+    with reading(model_or_path, "ONNX model", ModelError):
+        return _import_model(_read_model(model_or_path, max_bytes), shapes, max_bytes)
+
+
+def _import_model(
+    model: onnx.ModelProto, shapes: Mapping[str, Sequence[int | str]] | None, max_bytes: int
+) -> tuple[tvm.IRModule, dict[str, np.ndarray]]:
     opset = _check_model(model)
     if len(model.functions):
+        check_expansion(model, max_bytes)
         model = onnx.inliner.inline_local_functions(model)
     try:
         nodes, constants = rewrite_integer_nodes(model.graph)
@@ -112,13 +121,8 @@ class _GraphView:
 
 def _read_model(path: PathLike, max_bytes: int) -> onnx.ModelProto:
     path = check_file(path, max_bytes)
-    try:
+    with reading(path, "ONNX model", ModelError):
         model = onnx.load(str(path), load_external_data=False)
-    except Exception as error:
-        raise ModelError(
-            f"{str(path)!r} is not an ONNX model, or is truncated ({type(error).__name__}: "
-            f"{error})."
-        ) from error
     if not model.HasField("graph"):
         raise ModelError(f"{str(path)!r} is not an ONNX model: it holds no graph.")
     external = {

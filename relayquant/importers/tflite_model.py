@@ -5,7 +5,7 @@ names are kept.
 from __future__ import annotations
 
 import functools
-import struct
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from tvm import relax
 
 from relayquant import _tvm
 from relayquant.errors import MissingDependencyError, ModelError
+from relayquant.files import reading
 from relayquant.importers.files import DEFAULT_MAX_BYTES, PathLike, check_file
 from relayquant.importers.names import MARK, SourceNode, name_values
 
@@ -49,25 +50,20 @@ def import_tflite(
         raise MissingDependencyError(
             "Reading a .tflite file needs the package tflite. Run: pip install 'relayquant[tflite]'"
         ) from None
-    path = check_file(path, max_bytes)
+    with reading(path, "TensorFlow Lite model", ModelError):
+        return _import_file(check_file(path, max_bytes), tflite)
+
+
+def _import_file(path: Path, tflite: Any) -> tuple[tvm.IRModule, dict[str, np.ndarray]]:
     data = path.read_bytes()
     if data[4:8] != FILE_IDENTIFIER:
         raise ModelError(f"{str(path)!r} is not a TensorFlow Lite model (no identifier TFL3).")
     frontend = _tvm.load_tflite_frontend()
     sources: dict[str, SourceNode] = {}
-    try:
-        model = tflite.Model.GetRootAs(data, 0)
-        mod = frontend.from_tflite(
-            model, op_converter=functools.partial(_converter_class(frontend), sources=sources)
-        )
-    except ModelError:
-        raise
-    except (struct.error, IndexError) as error:
-        raise ModelError(f"{str(path)!r} is corrupt or truncated: {error}") from error
-    except Exception as error:
-        raise ModelError(
-            f"{str(path)!r} cannot be converted: {' '.join(str(error).split())}"
-        ) from error
+    model = tflite.Model.GetRootAs(data, 0)
+    mod = frontend.from_tflite(
+        model, op_converter=functools.partial(_converter_class(frontend), sources=sources)
+    )
     # The frontend attaches the weights that it has bound already.
     mod["main"] = mod["main"].without_attr("params")
     return name_values(mod, sources), {}

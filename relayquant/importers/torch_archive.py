@@ -17,12 +17,12 @@ import math
 import re
 import warnings
 import zipfile
-import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from relayquant.errors import ModelError
+from relayquant.files import decode_json, reading
 
 #: folder of an archive -> the file in it that says how its tensors are stored
 PAYLOADS = {
@@ -78,24 +78,16 @@ def read_program(path: Path, max_bytes: int) -> Any:
     """
     import torch  # pyright: ignore[reportMissingImports]
 
-    where = repr(str(path))
-    try:
+    with reading(path, "torch.export archive", ModelError):
         with zipfile.ZipFile(path) as archive:
             copy = copy_data(archive, max_bytes)
-    except (zipfile.BadZipFile, zlib.error, OSError, EOFError, RuntimeError) as error:
-        raise ModelError(
-            f"{where} is not a torch.export archive (no zip file), or is truncated or damaged: "
-            f"{error}"
-        ) from error
-    except (ValueError, TypeError, LookupError, AttributeError) as error:
-        raise ModelError(f"{where} cannot be read: {error}.") from error
-    try:
-        with silence_torch():
-            return torch.export.load(copy)
-    except Exception as error:
-        raise ModelError(
-            f"torch.export cannot load {where}: {type(error).__name__}: {error}"
-        ) from error
+        try:
+            with silence_torch():
+                return torch.export.load(copy)
+        except Exception as error:
+            raise ModelError(
+                f"torch.export cannot load it: {type(error).__name__}: {error}"
+            ) from error
 
 
 @contextlib.contextmanager
@@ -173,7 +165,7 @@ def list_records(archive: zipfile.ZipFile, max_bytes: int) -> dict[str, zipfile.
 
 def read_json(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> dict[str, Any]:
     """The JSON object in a record; ValueError if there is something else."""
-    content = json.loads(archive.read(record))
+    content = decode_json(archive.read(record), allow_nan=True)
     if not isinstance(content, dict):
         raise ValueError(f"record {record.filename!r} holds no JSON object")
     return content

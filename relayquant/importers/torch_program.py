@@ -13,6 +13,7 @@ import tvm
 
 from relayquant import _tvm
 from relayquant.errors import MissingDependencyError, ModelError
+from relayquant.files import reading
 from relayquant.importers.files import DEFAULT_MAX_BYTES, check_file
 from relayquant.importers.names import MARK, SourceNode, name_values
 from relayquant.importers.torch_archive import read_program, silence_torch
@@ -50,17 +51,19 @@ def import_torch(
         raise MissingDependencyError(
             "Reading a torch.export program needs PyTorch. Run: pip install 'relayquant[torch]'"
         ) from None
-    program, where = program_or_path, "the exported program"
-    if not isinstance(program, torch.export.ExportedProgram):
-        if isinstance(program, torch.nn.Module):
-            raise ModelError(
-                f"{type(program).__name__} is a module, not an exported program. Pass "
-                "torch.export.export(module.eval(), example_inputs), or use "
-                "relayquant.torch.quantize."
-            )
-        path = check_file(program, max_bytes)
-        where = repr(str(path))
-        program = read_program(path, max_bytes)
+    program = program_or_path
+    if isinstance(program, torch.export.ExportedProgram):
+        return _import_program(program)
+    if isinstance(program, torch.nn.Module):
+        raise ModelError(
+            f"{type(program).__name__} is a module, not an exported program. Pass "
+            "torch.export.export(module.eval(), example_inputs), or use relayquant.torch.quantize."
+        )
+    with reading(program, "torch.export archive", ModelError):
+        return _import_program(read_program(check_file(program, max_bytes), max_bytes))
+
+
+def _import_program(program: Any) -> tuple[tvm.IRModule, dict[str, np.ndarray]]:
     importer = _tvm.load_torch_frontend().ExportedProgramImporter()
     try:
         with silence_torch():
@@ -69,7 +72,7 @@ def import_torch(
         mod = importer.from_exported_program(program, False, True, False, converters)
     except Exception as error:
         raise ModelError(
-            f"Cannot convert {where}: {type(error).__name__}: {error}. Export the model in "
+            f"Cannot convert the program: {type(error).__name__}: {error}. Export the model in "
             "evaluation mode (model.eval()) and without data-dependent control flow."
         ) from error
     return _name_after_modules(mod, importer.env, find_targets(program)), {}

@@ -175,23 +175,26 @@ def test_archive__is_never_loaded_as_a_whole(tmp_path):
 
 def test_archive__objects_are_not_unpickled(tmp_path):
     path = save(tmp_path / "data.npz", image=np.array([{"a": 1}, None], dtype=object))
-    with pytest.raises(DataError, match=r"image.npy holds Python objects"):
+    with pytest.raises(DataError, match=r"image.npy is no array.*holds Python objects"):
         open_dataset(path, IMAGE)
 
 
 def test_archive__damage(tmp_path):
     path = tmp_path / "data.npz"
     path.write_bytes(b"not an archive")
-    with pytest.raises(DataError, match=r"cannot be read as an \.npz"):
+    with pytest.raises(DataError, match=r"is no data set in an \.npz"):
         open_dataset(path, IMAGE)
     header = io.BytesIO()
     np.lib.format.write_array_header_1_0(
         header, {"descr": "<f4", "fortran_order": False, "shape": (2**40, 3, 4)}
     )
     for content, message in (
-        (header.getvalue() + b"\0" * 48, "says shape .* the file is damaged"),
-        (b"rubbish", "no valid header"),
-        (b"", "no valid header"),
+        (
+            header.getvalue() + b"\0" * 48,
+            "data.npz: image.npy is no array.* says shape .* but it has",
+        ),
+        (b"rubbish", "data.npz: image.npy is no array"),
+        (b"", "data.npz: image.npy is no array"),
     ):
         with zipfile.ZipFile(path, "w") as archive:
             archive.writestr("image.npy", content)
@@ -205,7 +208,7 @@ def test_archive__changed_bytes_are_found(tmp_path):
     place = content.find(DATA[3].tobytes())
     content[place] ^= 255
     path.write_bytes(content)
-    with pytest.raises(DataError, match=r"image\.npy is damaged"):
+    with pytest.raises(DataError, match=r"image\.npy is no array, or is damaged: .*CRC"):
         image_batches(path)
 
 

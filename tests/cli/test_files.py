@@ -36,14 +36,14 @@ def test_load_module__reads_what_was_saved(tmp_path: Path) -> None:
 def test_load_module__not_a_module(tmp_path: Path, text: str) -> None:
     path = tmp_path / "model.json"
     path.write_text(text)
-    with pytest.raises(ModelError, match=r"model\.json is not a module"):
+    with pytest.raises(ModelError, match=r"model\.json is no module"):
         load_module(path)
 
 
 def test_load_module__binary_file(tmp_path: Path) -> None:
     path = tmp_path / "model.json"
     path.write_bytes(b"\xff\xfe\x00\x80")
-    with pytest.raises(ModelError, match=r"model\.json is not a module"):
+    with pytest.raises(ModelError, match=r"model\.json is no module"):
         load_module(path)
 
 
@@ -118,8 +118,8 @@ def test_write_whole__error_names_the_file_and_not_the_temporary_one(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "is no JSON"),
-        ("[" * 100_000, "is no JSON"),
+        ("", "is no configuration"),
+        ("[" * 100_000, "is no configuration"),
         ("[]", r"config\.json"),
         ('{"globl": "float"}', "globl"),
     ],

@@ -82,7 +82,7 @@ def test_load__refuses_compressed_and_foreign_entries(tmp_path):
         rq.load_prepared(path)
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("header.json", '{"format": "other"}')
-    with pytest.raises(rq.DataError, match="no prepared model of format"):
+    with pytest.raises(rq.DataError, match="its format is not"):
         rq.load_prepared(path)
 
 

@@ -28,7 +28,7 @@ def test_no_archive__refused(tmp_path):
     pytest.importorskip("torch")
     path = tmp_path / "model.pt2"
     path.write_bytes(b"x" * 100)
-    with pytest.raises(ModelError, match=r"not a torch.export archive"):
+    with pytest.raises(ModelError, match=r"no torch.export archive"):
         import_torch(path)
 
 

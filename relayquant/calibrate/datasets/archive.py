@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import warnings
 import zipfile
-import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -13,13 +14,21 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from relayquant.archive import ArrayHeader, check_array_size, read_array_header
 from relayquant.calibrate.datasets.arrays import Cut, plan_cut
 from relayquant.calibrate.datasets.item import (
     Batch,
     InputInfo,
     check_names,
 )
-from relayquant.errors import DataError
+from relayquant.errors import DataError, DataWarning
+from relayquant.files import reading
+
+#: what np.savez calls an array that it was given no name for
+UNNAMED = "arr_0"
+#: What is held in memory at once, a batch, may be so many times as large as the whole file, and
+#: always this many bytes: zeros compress by a thousand, and a small file must not fill the memory.
+MOST_EXPANSION, LEAST_HELD = 100, 1 << 26
 
 
 @dataclass(frozen=True)
@@ -27,9 +36,7 @@ class _Member:
     """An array inside an .npz, by its header."""
 
     file: str
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    fortran_order: bool
+    header: ArrayHeader
 
 
 def open_archive(
@@ -44,18 +51,28 @@ def open_archive(
         )
     if not path.is_file():
         raise DataError(f"The data set {str(path)!r} is not a file; expected an .npz. {advice}")
-    with _read_archive(path) as archive:
+    with _open_archive(path) as archive:
         files = {f[: -len(".npy")]: f for f in archive.namelist() if f.endswith(".npy")}
         if len(inputs) == 1 and len(files) == 1:
-            files = {inputs[0].name: next(iter(files.values()))}
+            (only,) = files
+            if only not in (inputs[0].name, UNNAMED):
+                warnings.warn(
+                    f"The data set {path} has no array {inputs[0].name!r}; its only array {only!r} "
+                    "is taken for that input.",
+                    DataWarning,
+                    stacklevel=2,
+                )
+            files = {inputs[0].name: files[only]}
         wanted = {info.name for info in inputs}
         check_names(set(files) & wanted, inputs, f"The data set {path}", present=set(files))
         members = {name: _read_header(path, archive, files[name]) for name in sorted(wanted)}
-    shapes = {info.name: members[info.name].shape for info in inputs}
+    shapes = {info.name: members[info.name].header.shape for info in inputs}
     cut = plan_cut(shapes, inputs, batch_size)
+    for member in members.values():
+        _check_memory(path, member, cut)
 
     def open_items() -> Iterator[Batch]:
-        with _read_archive(path) as archive:
+        with _open_archive(path) as archive:
             readers = {i.name: _read_entries(path, archive, members[i.name], cut) for i in inputs}
             for _ in range(cut.batches):
                 yield {name: next(reader) for name, reader in readers.items()}
@@ -63,84 +80,63 @@ def open_archive(
     return cut.batches, open_items
 
 
-def _read_archive(path: Path) -> zipfile.ZipFile:
-    try:
+def _open_archive(path: Path) -> zipfile.ZipFile:
+    with reading(path, "data set in an .npz"):
         return zipfile.ZipFile(path)
-    except (zipfile.BadZipFile, OSError) as error:
-        raise DataError(f"The data set {path} cannot be read as an .npz: {error}.") from None
 
 
-def _parse_header(path: Path, file: str, stream: IO[bytes]) -> _Member:
-    """Reads the header of an .npy; the stream then stands at the data."""
-    try:
-        version = np.lib.format.read_magic(stream)
-        if version == (1, 0):
-            shape, fortran_order, dtype = np.lib.format.read_array_header_1_0(stream)
-        elif version == (2, 0):
-            shape, fortran_order, dtype = np.lib.format.read_array_header_2_0(stream)
-        else:
-            raise DataError(f"The data set {path}: {file} has the unknown .npy version {version}.")
-    except DataError:
-        raise
-    except ValueError as error:
-        raise DataError(f"The data set {path}: {file} has no valid header: {error}.") from None
-    except (OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise DataError(f"The data set {path}: {file} is damaged: {error}.") from None
-    if dtype.hasobject:
-        raise DataError(
-            f"The data set {path}: {file} holds Python objects, which are not loaded (they could "
-            "run code). Store plain numeric arrays."
-        )
-    return _Member(file, shape, dtype, fortran_order)
+@contextmanager
+def _open_member(path: Path, archive: zipfile.ZipFile, file: str) -> Iterator[IO[bytes]]:
+    """An entry to read from; what is wrong with it is a DataError that names both."""
+    with reading(f"{path}: {file}", "array"), archive.open(file) as stream:
+        yield stream
 
 
 def _read_header(path: Path, archive: zipfile.ZipFile, file: str) -> _Member:
     with _open_member(path, archive, file) as stream:
-        member = _parse_header(path, file, stream)
-        header = stream.tell()
-    needed, there = header + math.prod(member.shape) * member.dtype.itemsize, archive.getinfo(file)
-    if min(member.shape, default=0) < 0 or needed != there.file_size:
+        header = read_array_header(stream)
+        check_array_size(header, stream.tell(), archive.getinfo(file).file_size)
+    return _Member(file, header)
+
+
+def _check_memory(path: Path, member: _Member, cut: Cut) -> None:
+    """DataError if what is held at once would fill the memory."""
+    shape, nbytes = member.header.shape, member.header.nbytes
+    held = nbytes
+    if not member.header.fortran_order:
+        held = cut.size * math.prod(shape[1:]) * member.header.dtype.itemsize
+    most = max(MOST_EXPANSION * path.stat().st_size, LEAST_HELD)
+    if held > most:
+        part = "array in Fortran order, read as a whole," if held == nbytes else "batch"
         raise DataError(
-            f"The data set {path}: {file} says shape {member.shape} and {member.dtype}, which is "
-            f"{needed} bytes, but it has {there.file_size}; the file is damaged."
+            f"The data set {path}: a{'n' if held == nbytes else ''} {part} of {member.file}, shape "
+            f"{shape}, takes {held} bytes, more than {MOST_EXPANSION} times the file. If that is "
+            "meant, write it with np.savez, uncompressed, of arrays in C order."
         )
-    return member
-
-
-def _open_member(path: Path, archive: zipfile.ZipFile, file: str) -> IO[bytes]:
-    try:
-        return archive.open(file)
-    except (zipfile.BadZipFile, RuntimeError, NotImplementedError, OSError) as error:
-        # RuntimeError: encrypted; NotImplementedError: unknown compression.
-        raise DataError(f"The data set {path}: {file} cannot be read: {error}.") from None
 
 
 def _read_entries(
     path: Path, archive: zipfile.ZipFile, member: _Member, cut: Cut
 ) -> Iterator[NDArray[Any]]:
     """One array per batch. Holds one batch, or for Fortran order (rare) the whole array."""
+    shape = member.header.shape
     with _open_member(path, archive, member.file) as stream:
-        _parse_header(path, member.file, stream)
-        if member.fortran_order:
-            data = _read_exactly(path, member, stream, math.prod(member.shape))
-            whole, start = data.reshape(member.shape, order="F"), 0
+        read_array_header(stream)
+        if member.header.fortran_order:
+            data = _read_exactly(member, stream, math.prod(shape))
+            whole, start = data.reshape(shape, order="F"), 0
             for size in cut.sizes():
                 yield whole[start] if cut.stacked else whole[start : start + size]
                 start += size
             return
         for size in cut.sizes():
-            count = size * math.prod(member.shape[1:])
-            data = _read_exactly(path, member, stream, count)
-            shape = member.shape[1:] if cut.stacked else (size, *member.shape[1:])
-            yield data.reshape(shape)
+            data = _read_exactly(member, stream, size * math.prod(shape[1:]))
+            yield data.reshape(shape[1:] if cut.stacked else (size, *shape[1:]))
 
 
-def _read_exactly(path: Path, member: _Member, stream: IO[bytes], count: int) -> NDArray[Any]:
-    wanted = count * member.dtype.itemsize
-    try:
-        data = stream.read(wanted)
-    except (zipfile.BadZipFile, zlib.error, OSError, EOFError) as error:
-        raise DataError(f"The data set {path}: {member.file} is damaged: {error}.") from None
+def _read_exactly(member: _Member, stream: IO[bytes], count: int) -> NDArray[Any]:
+    wanted = count * member.header.dtype.itemsize
+    data = stream.read(wanted)
     if len(data) != wanted:
-        raise DataError(f"The data set {path}: {member.file} ends early; the file is damaged.")
-    return np.frombuffer(data, member.dtype, count)
+        raise ValueError("it ends early")
+    return np.frombuffer(data, member.header.dtype, count)
