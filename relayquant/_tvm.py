@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import re
 from importlib import metadata
 from typing import Any
@@ -68,3 +70,29 @@ def load_torch_frontend() -> Any:
     from tvm.relax.frontend.torch import exported_program_translator
 
     return exported_program_translator
+
+
+@functools.cache
+def find_fields(type_key: str) -> dict[str, str]:
+    """Field -> type of what it holds, of an object type and those above it, by TVM's reflection.
+
+    "int", "float", "bool", "DataType" and "Device" are values; anything else is an object.
+
+    Raises:
+        ValueError: there is no such type.
+    """
+    fields: dict[str, str] = {}
+    info = _find_type(type_key)
+    while info is not None:
+        for field in info.fields or ():
+            schema = field.metadata["type_schema"]  # read already, once somebody has asked for it
+            schema = json.loads(schema) if isinstance(schema, str) else schema
+            fields[field.name] = schema["type"]
+        info = info.parent_type_info
+    return fields
+
+
+def _find_type(type_key: str) -> Any:
+    from tvm_ffi import core
+
+    return core._lookup_or_register_type_info_from_type_key(type_key)

@@ -14,6 +14,7 @@ import tvm
 
 from relayquant.config.accumulator import NATIVE
 from relayquant.errors import ModelError
+from relayquant.files import reading
 from relayquant.plan import Plan
 from relayquant.qtypes import QParams
 
@@ -410,12 +411,17 @@ def build_ledger(
 
 
 def find_ledger(mod: tvm.IRModule) -> Ledger | None:
-    """The ledger that a module carries, or None."""
+    """The ledger that a module carries, or None.
+
+    Raises:
+        ModelError: it is damaged.
+    """
     names = [gv.name_hint for gv in mod.get_global_vars()]
     attrs = mod["main"].attrs if "main" in names else None
     if attrs is None or LEDGER_ATTR not in attrs:
         return None
-    return Ledger.from_dict(json.loads(str(attrs[LEDGER_ATTR])))
+    with reading("The module's ledger", "ledger", ModelError):
+        return Ledger.from_dict(json.loads(str(attrs[LEDGER_ATTR])))
 
 
 def read_ledger(mod: tvm.IRModule) -> Ledger:

@@ -24,6 +24,7 @@ from relayquant.config import BackendConfig, DTypeConfig, QConfigMapping
 from relayquant.errors import ConfigError, DataError
 from relayquant.files import reading
 from relayquant.ledger import InterfaceValue
+from relayquant.module_file import parse_module
 from relayquant.plan import GroupPlan, OperatorPlan, Plan
 from relayquant.prepared import GroupStatistics, PreparedModel
 from relayquant.qtypes import QParams, QSpec, Role
@@ -252,7 +253,7 @@ def load_prepared(
     with reading(path, "prepared model", advice="Write it again with save_prepared."):
         archive = read_archive(path, FORMAT, "prepared model")
         header, arrays = archive.header, archive.arrays
-        mod = tvm.ir.load_json(archive.texts[MODULE])
+        mod = parse_module(archive.texts[MODULE])
         plan = Plan.from_dict(header["plan"])
         backend = resolve_backend(header["backend"] if backend_config is None else backend_config)
         if backend.name != header["backend"]:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tvm
 from numpy.typing import NDArray
 
 from relayquant.archive import Archive, read_archive, write_archive
@@ -27,6 +26,7 @@ from relayquant.calibrate.observers import Observer
 from relayquant.calibrate.segments import Segment
 from relayquant.calibrate.store import BEGIN_ANEW, Shard, ValueStore
 from relayquant.files import reading
+from relayquant.module_file import parse_module
 from relayquant.qtypes import QParams, QSpec, ValueInfo
 from relayquant.runtime import FunctionRunner, LoadModule, as_shape, limit_blas
 
@@ -334,5 +334,5 @@ def run_shard_remotely(remote: RemoteTask, load_module: LoadModule) -> None:
 def load_segments(path: str, load_module: LoadModule) -> FunctionRunner:
     """The segments: a process loads them once. The path holds a digest of them."""
     with reading(path, "part of a calibration", advice=BEGIN_ANEW):
-        segments = tvm.ir.load_json(Path(path).read_text("utf-8"))
+        segments = parse_module(Path(path).read_text("utf-8"))
     return load_module(segments)

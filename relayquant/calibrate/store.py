@@ -28,6 +28,7 @@ from types import TracebackType
 import numpy as np
 
 from relayquant.errors import DataError
+from relayquant.files import writing
 from relayquant.runtime import ALIGNMENT, find_memory_axes
 
 #: The data is cut into at most so many shards. Not more than a state of every observer can be
@@ -70,7 +71,8 @@ class ValueWriter:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._temporary = path.parent / f".{path.name}-{secrets.token_hex(8)}"
-        self._file = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with writing(path):
+            self._file = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         self._offset = 0
 
     def __enter__(self) -> ValueWriter:
@@ -84,7 +86,9 @@ class ValueWriter:
         memory = np.asarray(array.transpose(axes), order="C")
         header = make_header(memory.dtype.str, memory.shape, axes)
         content = memory.reshape(-1).view("uint8").data
-        self._offset += write_all(self._file, [header, content, bytes(-memory.nbytes % ALIGNMENT)])
+        with writing(self._path):
+            padding = bytes(-memory.nbytes % ALIGNMENT)
+            self._offset += write_all(self._file, [header, content, padding])
         return offset
 
     def __exit__(

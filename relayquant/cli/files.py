@@ -11,6 +11,8 @@ import tvm
 import relayquant as rq
 from relayquant.errors import ConfigError, ModelError
 from relayquant.files import decode_json, read_text, reading, write_whole
+from relayquant.ledger import find_ledger
+from relayquant.module_file import parse_module
 from relayquant.prepare.bind import bind_params
 from relayquant.relay import is_relay_json
 from relayquant.rewrite.editor import Editor
@@ -59,13 +61,9 @@ def load_module(path: Path) -> tvm.IRModule:
     if not path.is_file():
         raise ModelError(f"There is no module file {path}.")
     with reading(path, "module written by `relayquant quantize`", ModelError):
-        module = tvm.ir.load_json(path.read_text(encoding="utf-8"))
-    if not isinstance(module, tvm.IRModule):
-        raise ModelError(
-            f"{path} holds a {type(module).__name__}, not a module. "
-            "Give a file written by `relayquant quantize`."
-        )
-    return module
+        module = parse_module(path.read_text(encoding="utf-8"))
+        find_ledger(module)  # so that the file is named where it is damaged
+        return module
 
 
 def load_mapping(path: Path) -> rq.QConfigMapping:

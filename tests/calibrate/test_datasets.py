@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relayquant.calibrate.datasets import Dataset, InputInfo, open_dataset
-from relayquant.errors import ConfigError, DataError
+from relayquant.errors import ConfigError, DataError, DataWarning
 
 IMAGE = (InputInfo("image", ("n", 3, 4), "float32"),)
 FIXED = (InputInfo("image", (1, 3, 4), "float32"),)
@@ -200,6 +200,31 @@ def test_archive__damage(tmp_path):
             archive.writestr("image.npy", content)
         with pytest.raises(DataError, match=message):
             open_dataset(path, IMAGE)
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_archive__a_small_file_does_not_fill_the_memory(tmp_path, order):
+    """Zeros compress by a thousand. One after the other they are read, all at once they are not."""
+    path = tmp_path / "data.npz"
+    data = np.zeros((100, 2**18), "float32", order)  # 100 MB
+    np.savez_compressed(path, image=data)
+    del data
+    assert path.stat().st_size < 2**18
+    whole = [InputInfo("image", (100, 2**18), "float32")]
+    with pytest.raises(DataError, match=r"data.npz: .*image.npy.* takes 104857600 bytes"):
+        open_dataset(path, whole)
+    rows = [InputInfo("image", ("n", 2**18), "float32")]
+    if order == "F":
+        with pytest.raises(DataError, match=r"in Fortran order, read as a whole"):
+            open_dataset(path, rows)
+    else:
+        assert next(iter(open_dataset(path, rows)))["image"].nbytes == 2**20
+
+
+def test_archive__says_which_array_it_took(tmp_path):
+    path = save(tmp_path / "data.npz", picture=DATA)
+    with pytest.warns(DataWarning, match="no array 'image'; its only array 'picture' is taken"):
+        open_dataset(path, IMAGE)
 
 
 def test_archive__changed_bytes_are_found(tmp_path):

@@ -6,6 +6,8 @@ The same with 1000 damaged copies of real models was run once; these few keep it
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import onnx
 import pytest
@@ -126,3 +128,60 @@ def test_onnx__absurd_shapes(shape):
     y = b.node("Add", "x", "w")
     with pytest.raises(ModelError, match="'w' has the shape"):
         rq.import_onnx(b.model({"x": ("float32", SHAPE)}, {y: ("float32", None)}))
+
+
+def make_function(name: str, *calls: str) -> onnx.FunctionProto:
+    """A function of the domain "mine" that calls others, one after the other; a Relu if none."""
+    values = ["a", *(f"t{i}" for i in range(len(calls) or 1))]
+    pairs = itertools.pairwise(values)
+    kinds = calls or ("Relu",)
+    nodes = [
+        onnx.helper.make_node(kind, [x], [y], domain="mine" if calls else "")
+        for kind, (x, y) in zip(kinds, pairs, strict=True)
+    ]
+    opsets = [onnx.helper.make_opsetid("", 13), onnx.helper.make_opsetid("mine", 1)]
+    return onnx.helper.make_function("mine", name, ["a"], [values[-1]], nodes, opsets)
+
+
+def call_function(*functions: onnx.FunctionProto) -> onnx.ModelProto:
+    """A model that calls the first function."""
+    b = GraphBuilder()
+    y = b.node("Relu", "x")
+    model = b.model({"x": ("float32", SHAPE)}, {y: ("float32", SHAPE)})
+    node = model.graph.node[0]
+    node.op_type, node.domain = functions[0].name, "mine"
+    model.functions.extend(functions)
+    model.opset_import.append(onnx.helper.make_opsetid("mine", 1))
+    return model
+
+
+def double(count: int) -> list[onnx.FunctionProto]:
+    """Functions that each call the next one twice: 2^count operators."""
+    return [
+        *(make_function(f"f{i}", f"f{i + 1}", f"f{i + 1}") for i in range(count)),
+        make_function(f"f{count}"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("functions", "message"),
+    [
+        ([make_function("f", "f")], "Function 'f' of the model calls itself"),
+        ([make_function("f", "g"), make_function("g", "f")], "calls itself, directly or through"),
+        (double(28), r"Function 'f10' has 262144 operators once .* allowed: 200000"),
+        (
+            [*(make_function(f"f{i}", f"f{i + 1}") for i in range(999)), make_function("f999")],
+            "has 201 levels of calls",
+        ),
+    ],
+    ids=["itself", "each other", "doubled", "deep"],
+)
+def test_onnx__functions_without_bound(functions, message):
+    with pytest.raises(ModelError, match=message):
+        rq.import_onnx(call_function(*functions))
+
+
+def test_onnx__functions_within_bounds():
+    mod, _ = rq.load(call_function(*double(3)))
+    x = np.random.default_rng(0).standard_normal(SHAPE).astype("float32")
+    np.testing.assert_array_equal(rq.reference.run(mod, [x])[0], np.maximum(x, 0))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tvm
 
 import relayquant as rq
 from relayquant.errors import ModelError
@@ -231,6 +232,15 @@ def test_damaged_file__one_clear_error_each(archive, tmp_path):
             refused += 1
     # Padding between records and their dates may be anything.
     assert refused > 80
+
+
+def test_load__takes_a_program(archive):
+    program = torch.export.load(archive)
+    tvm.ir.assert_structural_equal(rq.load(program)[0], rq.load(archive)[0])
+    with pytest.raises(ModelError, match="shapes= does not apply to a ExportedProgram"):
+        rq.load(program, shapes={"x": (1, 3, 8, 8)})
+    with pytest.raises(ModelError, match="is a module, not an exported program"):
+        rq.load(make(ResidualNet))
 
 
 def test_module__told_from_a_program():
