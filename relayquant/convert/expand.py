@@ -89,9 +89,13 @@ def move_axis(find_axis: Callable[[Call, int], int | None]) -> Callable:
         qparams = operand.qparams
         if qparams.is_per_channel and qparams.axis is not None:
             axis = find_axis(call, qparams.axis)
-            if axis is None:
+            if axis is not None:
+                qparams = qparams.with_axis(axis)
+            elif qparams.scale.size == 1:  # one channel: as good as one set for the tensor
+                scale, zero_point = qparams.scale.reshape(()), qparams.zero_point.reshape(())
+                qparams = QParams(scale, zero_point, qparams.dtype)
+            else:
                 return Skip("the channel axis does not survive")
-            qparams = qparams.with_axis(axis)
         return Quantized(repeat_call(call, operand.value), qparams)
 
     return rewrite
@@ -164,7 +168,6 @@ AFFINE_RULES: tuple[AffineRule, ...] = tuple(
         ("relax.nn.max_pool2d", keep_channels),
         ("relax.nn.max_pool1d", keep_channels),
         ("relax.reshape", move_axis(axis_after_reshape)),
-        ("relax.flatten", move_axis(axis_after_reshape)),
         ("relax.squeeze", move_axis(axis_after_reshape)),
         ("relax.expand_dims", move_axis(axis_after_reshape)),
         ("relax.permute_dims", move_axis(axis_after_permute)),

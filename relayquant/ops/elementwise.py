@@ -72,12 +72,12 @@ def build_binary_ops() -> tuple[QuantOp, ...]:
     """A row for each operator, activation, and side of a constant operand; the longest first.
 
     A constant operand takes the weight's configuration (symmetric, per tensor) and no observer sees
-    it.
+    it. It is the second one where that makes no difference: prepare has put it there.
     """
     rows = []
     for suffix, activation in ACTIVATION_SUFFIXES:
         for op, name in BINARY.items():
-            for constant in ("", "lhs", "rhs"):
+            for constant in ("", "lhs", "rhs") if op == "relax.subtract" else ("", "rhs"):
                 operands = tuple(
                     Operand(side, Role.WEIGHT if side == constant else Role.ACTIVATION)
                     for side in ("lhs", "rhs")

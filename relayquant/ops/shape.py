@@ -32,7 +32,6 @@ SHARING = {
     "max_pool2d": "relax.nn.max_pool2d",
     "max_pool1d": "relax.nn.max_pool1d",
     "reshape": "relax.reshape",
-    "flatten": "relax.flatten",
     "permute_dims": "relax.permute_dims",
     "squeeze": "relax.squeeze",
     "expand_dims": "relax.expand_dims",

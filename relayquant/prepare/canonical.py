@@ -27,8 +27,10 @@ from relayquant.prepare.constants import fold_constants, fold_shapes
 from relayquant.prepare.dense import (
     merge_reshapes,
     move_bias_inside,
+    put_weight_second,
     squeeze_weight,
     unflatten_dense,
+    vectors_to_matrices,
 )
 from relayquant.prepare.identity import (
     NEUTRAL,
@@ -52,7 +54,6 @@ from relayquant.prepare.pooling import (
     pool_to_mean,
 )
 from relayquant.prepare.quantized import (
-    DEQUANTIZE,
     MOVES,
     QUANTIZE,
     center_weight,
@@ -62,6 +63,7 @@ from relayquant.prepare.quantized import (
 )
 from relayquant.prepare.recover import recover_call_tir
 from relayquant.prepare.rule import ALIAS, PROJECTION, CanonicalRule, apply_phase
+from relayquant.prepare.tensors import DEQUANTIZE
 from relayquant.rewrite.editor import Editor
 from relayquant.rewrite.sources import SOURCES_ATTR
 
@@ -94,7 +96,9 @@ RULES: tuple[CanonicalRule, ...] = (
         frozenset({"relax.add", "relax.multiply", "relax.maximum", "relax.minimum"}),
     ),
     CanonicalRule(remove_neutral, frozenset(NEUTRAL)),
+    CanonicalRule(vectors_to_matrices, frozenset({"relax.matmul"})),
     CanonicalRule(squeeze_weight, frozenset({"relax.matmul"})),
+    CanonicalRule(put_weight_second, frozenset({"relax.matmul"})),
     CanonicalRule(merge_reshapes, frozenset({"relax.reshape"})),
     CanonicalRule(fold_channel_affine, frozenset({PROJECTION, *ARITHMETIC})),
     CanonicalRule(unflatten_dense, frozenset({"relax.reshape"})),

@@ -9,7 +9,7 @@ from tvm import relax
 from tvm.ir import GenericConst
 
 from relayquant.prepare.rule import forward
-from relayquant.prepare.tensors import same_type
+from relayquant.prepare.tensors import is_constant, same_type
 from relayquant.rewrite.editor import Editor
 from relayquant.rewrite.graph import constant_value, tensor_shape
 
@@ -132,9 +132,9 @@ def split_to_slice(editor: Editor, var: relax.Var) -> bool:
 
 
 def put_constant_second(editor: Editor, var: relax.Var) -> bool:
-    """c + x -> x + c; so for multiply, maximum, minimum."""
+    """c + x -> x + c, c a constant or a dequantized one; so for multiply, maximum, minimum."""
     left, right = editor.call_of(var).args
-    if constant_value(left) is None or constant_value(right) is not None:
+    if not is_constant(editor, left) or is_constant(editor, right):
         return False
     editor.redefine(var, relax.Call(editor.call_of(var).op, [right, left]))
     return True

@@ -13,12 +13,12 @@ from tvm.ir import Call
 
 from relayquant.dialect import qnn
 from relayquant.prepare.dense import LINEAR
-from relayquant.prepare.tensors import make_const
+from relayquant.prepare.tensors import DEQUANTIZE, make_const
 from relayquant.qtypes import INTEGER_LIMITS
 from relayquant.rewrite.editor import Editor
 from relayquant.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 
-QUANTIZE, DEQUANTIZE = "relax.qnn.quantize", "relax.qnn.dequantize"
+QUANTIZE = "relax.qnn.quantize"
 
 #: what only changes the shape of a weight
 MOVES = (

@@ -6,9 +6,11 @@ import numpy as np
 import tvm_ffi
 from tvm import relax
 
+from relayquant.rewrite.editor import Editor
 from relayquant.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 
 FLOATS = ("float16", "float32", "float64")
+DEQUANTIZE = "relax.qnn.dequantize"
 
 
 def make_const(array: np.ndarray, dtype: str) -> relax.Expr:
@@ -29,6 +31,13 @@ def same_type(left: relax.Expr, right: relax.Expr) -> bool:
         and right.ty.shape is not None
         and bool(tvm_ffi.structural_equal(left.ty.shape, right.ty.shape))
     )
+
+
+def is_constant(editor: Editor, expr: relax.Expr) -> bool:
+    """Whether a value is a constant, as it is or dequantized."""
+    if editor.op_name(expr) == DEQUANTIZE:
+        expr = editor.call_of(expr).args[0]
+    return constant_value(expr) is not None
 
 
 def scalar_value(expr: relax.Expr, like: relax.Expr) -> float | None:

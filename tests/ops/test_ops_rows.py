@@ -139,3 +139,43 @@ def test_other_convolutions(name):
     assert np.abs(have - want).max() < 0.03 * np.abs(want).max()
     assert rq.verify(qmod, data[0]).is_equal
     assert isinstance(Graph(qmod).bindings[-1].var, relax.Var)
+
+
+def test_products__whichever_factor_is_constant_or_a_vector():
+    """All of numpy's matmul but stacks of constants."""
+    rng = np.random.default_rng(0)
+
+    def draw(*shape: int) -> np.ndarray:
+        return rng.standard_normal(shape).astype("float32")
+
+    weight, vector, column = draw(5, 4), draw(4), draw(5, 1)
+    products = {
+        "left": lambda x, v: (weight, x),
+        "left_stack": lambda x, v: (weight[None], x),
+        "right": lambda x, v: (v, weight.T),
+        "vector_left": lambda x, v: (vector, x),
+        "vector_right": lambda x, v: (weight, v),
+        "vector_first": lambda x, v: (v, x),
+        "vectors": lambda x, v: (v, vector),
+        "biased": lambda x, v: (weight, x),
+    }
+
+    def body(emit, x, y):
+        def factor(value):
+            return relax.const(value) if isinstance(value, np.ndarray) else value
+
+        values = [
+            emit(name, op.matmul(*map(factor, factors(x, y)))) for name, factors in products.items()
+        ]
+        return relax.Tuple([*values[:-1], emit("sum", op.add(values[-1], relax.const(column)))])
+
+    data = [{"x": draw(2, 4, 6), "y": draw(4)} for _ in range(2)]
+    mod = build_model(body, (2, 4, 6), (4,))
+    qmod = rq.quantize(mod, None, data, effort="fast", guard=rq.Guard.OFF)
+    assert [row.name for row in rq.ledger(qmod).rows if not row.quantized] == []
+    expected = [np.matmul(*factors(*data[0].values())) for factors in products.values()]
+    expected[-1] = expected[-1] + column
+    for name, have, want in zip(products, rq.reference.run(qmod, data[0]), expected, strict=True):
+        assert have.shape == want.shape, name
+        assert np.abs(have - want).max() < 0.03 * np.abs(want).max(), name
+    assert rq.verify(qmod, data[0]).is_equal

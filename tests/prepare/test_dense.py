@@ -230,3 +230,100 @@ def test_repeated_weight__stays_where_it_makes_products():
             return y
 
     assert tuple(prepare_module(Before)["main"].ret_ty.shape.values) == (5, 2, 4)
+
+
+def test_weight_on_the_left__comes_second(check_prepared, check_same_numbers):
+    column = relax.const(RNG.standard_normal((3, 1)).astype("float32"))
+    turned = relax.const(np.ascontiguousarray(W.value.numpy().T))
+    row = relax.const(column.value.numpy().ravel())
+
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(x: R.Tensor(("n", 4, 5), "float32")):
+            with R.dataflow():
+                m = R.matmul(W, x)
+                y = R.add(m, column)
+                R.output(y)
+            return y
+
+    @I.ir_module
+    class Expected:
+        @R.function
+        def main(x: R.Tensor(("n", 4, 5), "float32")):
+            with R.dataflow():
+                data = R.permute_dims(x, axes=[0, 2, 1])
+                m = R.matmul(data, turned)
+                biased = R.add(m, row)
+                y = R.permute_dims(biased, axes=[0, 2, 1])
+                R.output(y)
+            return y
+
+    check_prepared(Before, Expected)
+    check_same_numbers(Before, draw(2, 4, 5))
+
+
+def test_bias_behind_a_transpose__stays_where_it_is_none_per_unit(check_prepared):
+    along = relax.const(RNG.standard_normal(5).astype("float32"))
+
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(x: R.Tensor((2, 5, 3), "float32")):
+            with R.dataflow():
+                m = R.matmul(x, W)
+                turned = R.permute_dims(m, axes=[0, 2, 1])
+                y = R.add(turned, along)
+                R.output(y)
+            return y
+
+    check_prepared(Before, Before)
+
+
+def test_vectors__are_matrices_of_one_column_or_row(check_prepared, check_same_numbers):
+    column = relax.const(B.value.numpy().reshape(4, 1))
+
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(
+            x: R.Tensor((2, 3, 4), "float32"),
+            v: R.Tensor((4,), "float32"),
+            u: R.Tensor((3,), "float32"),
+        ):
+            with R.dataflow():
+                a = R.matmul(x, B)
+                b = R.matmul(x, v)
+                c = R.matmul(u, x)
+                d = R.matmul(v, v)
+                e = R.matmul(u, W)
+                R.output(a, b, c, d, e)
+            return (a, b, c, d, e)
+
+    @I.ir_module
+    class Expected:
+        @R.function
+        def main(
+            x: R.Tensor((2, 3, 4), "float32"),
+            v: R.Tensor((4,), "float32"),
+            u: R.Tensor((3,), "float32"),
+        ):
+            with R.dataflow():
+                ap = R.matmul(x, column)
+                a = R.squeeze(ap, axis=[2])
+                bm = R.expand_dims(v, axis=[1])
+                bp = R.matmul(x, bm)
+                b = R.squeeze(bp, axis=[2])
+                cm = R.expand_dims(u, axis=[0])
+                cp = R.matmul(cm, x)
+                c = R.squeeze(cp, axis=[1])
+                dm = R.expand_dims(v, axis=[0])
+                dn = R.expand_dims(v, axis=[1])
+                dp = R.matmul(dm, dn)
+                d = R.squeeze(dp, axis=[0, 1])
+                e = R.matmul(u, W)
+                R.output(a, b, c, d, e)
+            return (a, b, c, d, e)
+
+    check_prepared(Before, Expected)
+    check_same_numbers(Before, draw(2, 3, 4), draw(4), draw(3))

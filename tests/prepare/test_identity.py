@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from tvm import relax
 from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
@@ -221,5 +222,33 @@ def test_squeeze__axes_from_the_front(check_prepared):
                 y = R.squeeze(x, axis=[1])
                 R.output(y)
             return y
+
+    check_prepared(Before, Expected)
+
+
+def test_dequantized_constant_comes_second(check_prepared):
+    integers = relax.const(np.array([3, -5], "int8"))
+
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(x: R.Tensor((4, 2), "float32")):
+            with R.dataflow():
+                c = R.qnn.dequantize(integers, R.const(0.5, "float32"), R.const(0, "int32"))
+                y = R.multiply(c, x)
+                z = R.subtract(c, x)
+                R.output(y, z)
+            return (y, z)
+
+    @I.ir_module
+    class Expected:
+        @R.function
+        def main(x: R.Tensor((4, 2), "float32")):
+            with R.dataflow():
+                c = R.qnn.dequantize(integers, R.const(0.5, "float32"), R.const(0, "int32"))
+                y = R.multiply(x, c)
+                z = R.subtract(c, x)
+                R.output(y, z)
+            return (y, z)
 
     check_prepared(Before, Expected)
