@@ -62,7 +62,7 @@ class ModelBuilder:
         self.builder = relax.BlockBuilder()
         self.bindings: list[relax.VarBinding] = []
         self.inputs: list[relax.Var] = []
-        self.sources: list[relax.Var] = []
+        self.sources: dict[relax.Var, bool] = {}
 
     def draw(self, *choices: Any) -> Any:
         """One of the choices."""
@@ -80,20 +80,28 @@ class ModelBuilder:
         """A float32 constant of normal values."""
         return relax.const((self.rng.standard_normal(shape) * scale).astype("float32"))
 
-    def activation(self, *shape: int) -> relax.Expr:
-        """A value that is quantized: an input behind a product with a diagonal matrix.
+    def activation(self, *shape: int, positive: bool = False) -> relax.Expr:
+        """A value that is quantized: an input behind a product with a diagonal matrix; with
+        `positive` behind a clip to 0.1..4 as well.
 
         One time in three it is one that was drawn before, so that operands share values and
         parameters.
         """
-        known = [value for value in self.sources if shape_of(value) == shape]
+        known = [
+            value
+            for value, is_positive in self.sources.items()
+            if shape_of(value) == shape and is_positive == positive
+        ]
         if known and self.rng.integers(3) == 0:
             return known[-1]
         x = relax.Var(f"x{len(self.inputs)}", relax.TensorType(shape, "float32"))
         self.inputs.append(x)
         diagonal = np.diag(self.rng.uniform(0.5, 1.5, shape[-1])).astype("float32")
-        self.sources.append(self.emit(relax.op.matmul(x, relax.const(diagonal)), "source"))
-        return self.sources[-1]
+        source = self.emit(relax.op.matmul(x, relax.const(diagonal)), "source")
+        if positive:
+            source = self.emit(relax.op.clip(source, 0.1, 4.0), "source")
+        self.sources[source] = positive
+        return source
 
     def finish(self, result: relax.Expr) -> tvm.IRModule:
         """main(x0, x1, ...), with a product behind `result` that wants it as integers."""
@@ -145,8 +153,8 @@ def check_pattern(
         seed: Of everything drawn.
 
     Raises:
-        PatternMismatch: stages differ, or no drawn model was quantized by the row; says where and
-            how.
+        PatternMismatch: stages differ, the simulate callback computes something else than the
+            float operators, or no drawn model was quantized by the row; says where and how.
         ConfigError: `build` is needed.
     """
     make = build or find_build(row)
@@ -170,7 +178,7 @@ def check_pattern(
             reasons.append(entry.reason if entry else "it is not in the ledger")
             continue
         used += 1
-        for have, want in compare_stages(prepared, reference, integer, name, inputs[0]):
+        for have, want in compare_stages(prepared, reference, integer, name, inputs[0], steps):
             gap = np.abs(have.astype("int64") - want.astype("int64"))
             compared, differing = compared + gap.size, differing + int((gap > 0).sum())
             worst = max(worst, int(gap.max(initial=0)))
@@ -242,11 +250,13 @@ def compare_stages(
     integer: tvm.IRModule,
     name: str,
     inputs: Mapping[str, np.ndarray],
+    steps: int,
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """(integers of a stage, integers of the last stage) of the value `name`."""
     arguments = prepared.graph.arguments(prepared.parameters, prepared.constants)
     simulated = run_values(prepared.graph.mod, {**inputs, **arguments})
     real, last = run_values(reference, inputs), run_values(integer, inputs)
+    compare_reals(simulated[name], real[name], find_step(prepared, name, real[name]), name, steps)
     have = last.get(f"{name}.q", last.get(name))
     if have is None or have.dtype.kind not in "iu":
         # It became one with its operand (a relu whose zero point is the smallest integer): its
@@ -257,6 +267,31 @@ def compare_stages(
         # A value on the grid of its operand is not rounded again: it has no integers of its own.
         if f"{name}.q" in stage:
             yield stage[f"{name}.q"], have
+
+
+def compare_reals(
+    simulated: np.ndarray, real: np.ndarray, step: float, name: str, steps: int
+) -> None:
+    """Raise PatternMismatch if a simulated value is another one than that of the float operators.
+
+    Both before they are rounded: parameters are picked for what was simulated, and would clip what
+    the float operators have besides.
+    """
+    same = simulated == real
+    gap = np.abs(np.where(same, 0, simulated) - np.where(same, 0, real)) / step
+    if not np.all(gap <= steps):
+        raise PatternMismatch(
+            f"The simulate callback gives another value {name!r} than the float operators, on the "
+            f"same operands: {np.nanmax(gap):.3g} steps of its scale apart before it is rounded; "
+            f"allowed: {steps}. Does the callback compute the function of the pattern?"
+        )
+
+
+def find_step(prepared: PreparedModel, name: str, value: np.ndarray) -> float:
+    """Units to compare a real value in: the scale of its integers, or of 8 bits if it has none."""
+    for key in prepared.plan.value_groups.get(name, ()):
+        return float(prepared.parameters[key].scale)
+    return max(float(np.abs(value).max(initial=0)), float(np.finfo("float32").tiny)) / 127
 
 
 def compare_results(
@@ -380,7 +415,10 @@ def read_producer(b: ModelBuilder, expr: Any) -> str:
 
 
 def draw_unary(
-    op: Callable[..., relax.Expr], *shapes: tuple[int, ...], **choices: tuple[Any, ...]
+    op: Callable[..., relax.Expr],
+    *shapes: tuple[int, ...],
+    positive: bool = False,
+    **choices: tuple[Any, ...],
 ) -> Callable[..., relax.Expr]:
     """One operand of one of the shapes, attributes from `choices`; inside a pattern, the operand
     that is there.
@@ -389,7 +427,7 @@ def draw_unary(
     def draw(b: ModelBuilder, args: list[Any]) -> relax.Expr:
         data = args[0]
         if isinstance(data, Role):
-            data = b.activation(*b.draw(*(shapes or ((2, 6), (1, 3, 4)))))
+            data = b.activation(*b.draw(*(shapes or ((2, 6), (1, 3, 4)))), positive=positive)
         return op(data, **{key: b.draw(*values) for key, values in choices.items()})
 
     return draw
@@ -417,6 +455,10 @@ DRAWN: Mapping[str, Callable[[ModelBuilder, list[Any]], relax.Expr]] = {
         )
     },
     **{
+        f"relax.{name}": draw_unary(getattr(R, name), positive=True)
+        for name in ("sqrt", "rsqrt", "log")
+    },
+    **{
         f"relax.nn.{name}": draw_unary(getattr(R.nn, name))
         for name in ("gelu", "gelu_tanh", "silu")
     },
@@ -438,7 +480,6 @@ DRAWN: Mapping[str, Callable[[ModelBuilder, list[Any]], relax.Expr]] = {
     ),
     "relax.nn.max_pool1d": draw_unary(R.nn.max_pool1d, (1, 4, 8), pool_size=(2, 3), strides=(1, 2)),
     "relax.reshape": draw_unary(R.reshape, (2, 6), shape=((3, 4), (1, 2, 6))),
-    "relax.flatten": draw_unary(R.flatten, (2, 6)),
     "relax.permute_dims": draw_unary(R.permute_dims, (1, 3, 4), axes=([0, 2, 1], [1, 0, 2])),
     "relax.squeeze": draw_unary(R.squeeze, (1, 3, 4), axis=([0],)),
     "relax.expand_dims": draw_unary(R.expand_dims, (3, 4), axis=(0, 1)),
