@@ -12,15 +12,19 @@ from tvm import relax
 
 from relayquant.errors import ModelError
 from relayquant.export.onnx_builder import OnnxBuilder
-from relayquant.export.onnx_moves import MOVE_WRITERS
-from relayquant.export.onnx_operators import ELEMENT, FLOAT_WRITERS, Writer
+from relayquant.export.onnx_moves import MOVE_ATTRIBUTES, MOVE_WRITERS
+from relayquant.export.onnx_operators import ELEMENT, FLOAT_ATTRIBUTES, FLOAT_WRITERS, Writer
 from relayquant.export.onnx_qnn import QNN_WRITERS
 from relayquant.files import write_whole
 from relayquant.rewrite import Graph
+from relayquant.rewrite.attributes import find_unmodelled
 from relayquant.rewrite.graph import tensor_dtype, tensor_shape
 
 #: Relax operator -> what writes it
 WRITERS: dict[str, Writer] = {**FLOAT_WRITERS, **MOVE_WRITERS, **QNN_WRITERS}
+
+#: Relax operator -> attributes that its writer writes; writers of the dialect write all
+ATTRIBUTES = {**FLOAT_ATTRIBUTES, **MOVE_ATTRIBUTES}
 
 #: a file of protobuf holds no more
 MAX_BYTES = 2**31 - 1
@@ -117,8 +121,16 @@ def check_operators(graph: Graph) -> None:
         value = binding.value
         if isinstance(value, relax.TupleGetItem):
             missing.setdefault("a part of a tuple", []).append(binding.var.name)
-        elif graph.call_of(binding.var) is not None and graph.op_name(binding.var) not in WRITERS:
-            missing.setdefault(graph.op_name(binding.var), []).append(binding.var.name)
+            continue
+        call, op = graph.call_of(binding.var), graph.op_name(binding.var)
+        if call is None:
+            continue
+        found = None
+        if op in WRITERS and op not in QNN_WRITERS:
+            found = find_unmodelled([call], ATTRIBUTES.get(op, ()))
+        if op not in WRITERS or found is not None:
+            what = op if found is None else f"{op} with {found.name}={found.value!r}"
+            missing.setdefault(what, []).append(binding.var.name)
     if missing:
         lines = [f"{op} ({', '.join(map(repr, at))})" for op, at in missing.items()]
         raise ModelError(

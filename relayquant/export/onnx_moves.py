@@ -4,6 +4,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
 import numpy as np
 from tvm import relax
 from tvm.ir import Call
@@ -87,17 +91,49 @@ def write_slice(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
 
 
 def write_take(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
-    """Gather."""
-    axis = call.attrs.axis
-    indices = call.args[1]
-    if isinstance(indices.ty, relax.TensorType):
-        where = builder.tensor(indices, var.name)
-        if tensor_dtype(indices) not in ("int32", "int64"):
-            where = builder.step("Cast", [where], f"{var.name}.index", to=ELEMENT["int64"])
-    else:
-        where = builder.constant(np.array(int(indices.value), "int64"), f"{var.name}.index")
-    data = builder.tensor(call.args[0], var.name)
-    return builder.emit("Gather", [data, where], var.name, axis=0 if axis is None else int(axis))
+    """Gather, of all elements in order where there is no axis; indices out of bounds are brought
+    there first, as the mode says.
+
+    Raises:
+        ModelError: the mode gives NaN for them, or the length of the axis is symbolic.
+    """
+    axis, mode, data = call.attrs.axis, str(call.attrs.mode), call.args[0]
+    source = builder.tensor(data, var.name)
+    shape = tensor_shape(data) or ()
+    if axis is None and len(shape) != 1:
+        flat = builder.constant(np.array([-1], "int64"), f"{var.name}.flat")
+        source = builder.step("Reshape", [source, flat], f"{var.name}.elements")
+    sizes = shape if axis is None else (shape[int(axis)],)
+    where = write_indices(builder, var, call.args[1], sizes, mode)
+    return builder.emit("Gather", [source, where], var.name, axis=0 if axis is None else int(axis))
+
+
+def write_indices(
+    builder: OnnxBuilder, var: relax.Var, indices: relax.Expr, sizes: Sequence[int | str], mode: str
+) -> str:
+    """The tensor of indices of a take, int64, within an axis of the product of `sizes` elements."""
+    array = constant_value(indices)
+    if not isinstance(indices.ty, relax.TensorType):
+        array = np.array(int(indices.value), "int64")
+    length = None if any(isinstance(size, str) for size in sizes) else math.prod(map(int, sizes))
+    if mode == "nan" or (length is None and mode == "clip"):
+        raise ModelError(
+            f"export_onnx: the indices of {var.name!r} (mode {mode!r}) have no form in ONNX; "
+            "allowed: wrap, or clip along an axis whose length is known."
+        )
+    if array is not None:
+        if length is not None and mode in ("clip", "wrap"):
+            array = array.clip(0, length - 1) if mode == "clip" else array % length
+        return builder.constant(array.astype("int64"), f"{var.name}.index")
+    where = long_indices(builder, indices, var.name)
+    if mode == "clip":
+        for op, bound in (("Max", 0), ("Min", length - 1)):  # pyright: ignore[reportOptionalOperand]
+            limit = builder.constant(np.array(bound, "int64"), f"{var.name}.limit")
+            where = builder.step(op, [where, limit], f"{var.name}.index")
+    elif mode == "wrap" and length is not None:
+        extent = builder.constant(np.array(length, "int64"), f"{var.name}.length")
+        where = builder.step("Mod", [where, extent], f"{var.name}.index")
+    return where
 
 
 def long_indices(builder: OnnxBuilder, expr: relax.Expr, base: str) -> str:
@@ -140,18 +176,32 @@ def write_tile(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
 #: method of R.image.resize2d -> mode of Resize
 RESIZE_MODES = {"nearest_neighbor": "nearest", "linear": "linear"}
 
-#: rounding of R.image.resize2d -> nearest_mode of Resize
+#: rounding of R.image.resize2d -> nearest_mode of Resize; "round" is one of them where no
+#: coordinate lies halfway
 NEAREST_MODES = {
     "round": "round_prefer_ceil",
     **{mode: mode for mode in ("round_prefer_floor", "round_prefer_ceil", "floor", "ceil")},
 }
 
 
+def lies_halfway(before: int, after: int, transformation: str) -> bool:
+    """Whether a coordinate of a resized axis lies halfway between two values of the input.
+
+    The transformations are those of ONNX, operator Resize.
+    """
+    scale = Fraction(before, after)
+    if transformation == "align_corners":
+        scale = Fraction(before - 1, after - 1) if after > 1 else Fraction(0)
+    shift = Fraction(1, 2) if transformation.endswith("half_pixel") else Fraction(0)
+    return any(((at + shift) * scale - shift) % 1 == Fraction(1, 2) for at in range(after))
+
+
 def write_resize(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
     """Resize to a size that is known.
 
     Raises:
-        ModelError: another layout than NCHW, another method, or a symbolic size.
+        ModelError: another layout than NCHW, another method, or a symbolic size; or values halfway
+            between two are rounded to even, which ONNX does not have.
     """
     attrs, shape = call.attrs, tensor_shape(var)
     method, rounding = str(attrs.method), str(attrs.rounding_method)
@@ -167,7 +217,16 @@ def write_resize(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
     given: dict[str, object] = (
         {"nearest_mode": NEAREST_MODES[rounding]} if mode == "nearest" else {}
     )
-    given["coordinate_transformation_mode"] = str(attrs.coordinate_transformation_mode)
+    before = tensor_shape(call.args[0]) or ()
+    transformation = str(attrs.coordinate_transformation_mode)
+    if rounding == "round" and mode == "nearest":
+        pairs = list(zip(before, sizes, strict=True))[2:]
+        if any(isinstance(a, str) or lies_halfway(a, b, transformation) for a, b in pairs):
+            raise ModelError(
+                f"export_onnx: resize {var.name!r} rounds coordinates halfway between two values "
+                "to even, which ONNX does not have; use another rounding_method."
+            )
+    given["coordinate_transformation_mode"] = transformation
     size = builder.constant(np.array(sizes, "int64"), f"{var.name}.size")
     inputs = [builder.tensor(call.args[0], var.name), "", "", size]
     return builder.emit("Resize", inputs, var.name, mode=mode, **given)
@@ -197,3 +256,20 @@ MOVE_WRITERS: dict[str, Writer] = {
     "relax.image.resize2d": write_resize,
     "relax.broadcast_to": write_expand,
 }
+
+#: attributes that the writers of MOVE_WRITERS write; all others have to be at their defaults
+MOVE_ATTRIBUTES: dict[str, tuple[str, ...]] = {
+    "relax.squeeze": ("axis",),
+    "relax.expand_dims": ("axis",),
+    "relax.permute_dims": ("axes",),
+    "relax.concat": ("axis",),
+    "relax.nn.pad": ("pad_width", "pad_mode", "pad_value"),
+    "relax.strided_slice": ("assume_inbound",),
+    "relax.take": ("axis", "mode"),
+    "relax.gather_elements": ("axis",),
+    "relax.gather_nd": ("batch_dims",),
+    "relax.tile": ("repeats",),
+    "relax.image.resize2d": (
+        "layout", "method", "coordinate_transformation_mode", "rounding_method",
+    ),
+}  # fmt: skip

@@ -375,3 +375,24 @@ FLOAT_WRITERS: dict[str, Writer] = {
     "relax.nn.prelu": write_prelu,
     "relax.nn.layer_norm": write_layer_norm,
 }
+
+_CONV = ("strides", "padding", "dilation", "groups", "data_layout", "kernel_layout")
+_POOL = (
+    "pool_size", "strides", "padding", "dilation", "ceil_mode", "count_include_pad", "layout",
+)  # fmt: skip
+_REDUCE = ("axis", "keepdims")
+
+#: attributes that the writers of FLOAT_WRITERS write; all others have to be at their defaults
+FLOAT_ATTRIBUTES: dict[str, tuple[str, ...]] = {
+    "relax.nn.conv1d": _CONV,
+    "relax.nn.conv2d": _CONV,
+    "relax.nn.conv2d_transpose": (*_CONV, "output_padding"),
+    **{f"relax.nn.{name}": _POOL for name in ("max_pool1d", "max_pool2d", "avg_pool2d")},
+    **{f"relax.{name}": _REDUCE for name in ("mean", "max", "min", "sum", "argmax", "argmin")},
+    "relax.astype": ("dtype",),
+    "relax.nn.softmax": ("axis",),
+    "relax.nn.log_softmax": ("axis",),
+    "relax.nn.leakyrelu": ("alpha",),
+    "relax.nn.prelu": ("axis",),
+    "relax.nn.layer_norm": ("axes", "epsilon", "center", "scale"),
+}

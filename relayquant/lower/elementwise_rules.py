@@ -321,6 +321,8 @@ def lower_max_pool2d(context: KernelContext, var: relax.Var) -> KernelCall | Ski
     shape = split_batch(call.args[0])
     if not is_activation(call.args[0]) or str(call.attrs.layout) != "NHWC" or shape is None:
         return Skip("not NHWC data of 8 or 16 bits")
+    if str(call.attrs.out_layout) not in ("", "NHWC"):
+        return Skip(f"the result is in layout {call.attrs.out_layout}")
     spec = MaxPool2d(make_window(call, shape[1]), tensor_dtype(var))
     func = build_for_batch(lambda: build_max_pool2d(spec, "qnn_max_pool2d"), shape[0], (0, 1))
     return KernelCall((var,), func, (call.args[0],))

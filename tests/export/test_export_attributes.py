@@ -1,0 +1,70 @@
+"""Every attribute that an exported operator may have is in the file, or the operator is refused.
+
+Right is what ONNX Runtime computes from the file: it must be what the float module computes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tvm
+from attribute_calls import VARIED, build_models
+from tvm import relax
+
+import relayquant as rq
+from relayquant.prepare import prepare_module
+from relayquant.testing import draw_inputs
+
+runtime = pytest.importorskip("onnxruntime")
+
+#: attributes that ONNX has no form for
+REFUSED = {
+    "out_layout",
+    "out_dtype=float16",
+    "out_dtype=float64",
+    "roi extrapolation_value",
+    "cubic_alpha=1.05",
+    "cubic_exclude=1",
+    "mode=nan",
+    "method=cubic",
+}
+#: and those that are refused for other reasons: repeats of new axes, NHWC, opset 17, ties to even
+REFUSED_OF = {
+    ("relax.tile", "repeats=[2, 1, 2]"),
+    ("relax.image.resize2d", "layout"),
+    ("relax.image.resize2d", "rounding_method=round"),
+    ("relax.nn.avg_pool2d", "dilation=2"),
+    ("relax.nn.avg_pool2d", "ceil_mode=True"),
+}
+
+
+def pick_result(mod: tvm.IRModule, index: int) -> tvm.IRModule:
+    """The module with one of its results."""
+    main = mod["main"]
+    *bindings, last = main.body.blocks[0].bindings
+    result = last.value.fields[index]
+    out = relax.Var("out", result.ty)
+    block = relax.DataflowBlock([*bindings, relax.VarBinding(out, result)])
+    func = relax.Function(main.params, relax.SeqExpr([block], out), out.ty)
+    picked = tvm.IRModule({"main": func.with_attr("global_symbol", "main")})
+    return prepare_module(relax.transform.DeadCodeElimination()(picked))
+
+
+@pytest.mark.parametrize("name", VARIED)
+def test_attributes__are_written_or_refused(name, tmp_path):
+    builder, values, mod, _ = build_models(name)
+    inputs = draw_inputs(builder, 1)[0]
+    expected = rq.reference.run(mod, inputs)
+    refused = set()
+    for index, what in enumerate(values):
+        try:
+            path = rq.export_onnx(pick_result(mod, index), tmp_path / "model.onnx")
+        except rq.ModelError:
+            refused.add(what)
+            continue
+        session = runtime.InferenceSession(str(path))
+        fed = {node.name: inputs[node.name] for node in session.get_inputs()}
+        (have,) = session.run(None, fed)
+        np.testing.assert_allclose(have, expected[index], 1e-4, 1e-4, err_msg=what)
+    wanted = REFUSED & values.keys() | {what for op, what in REFUSED_OF if op == name}
+    assert refused == wanted
