@@ -22,7 +22,11 @@ from relayquant.calibrate.observers import (
     MovingAverageMinMax,
     Percentile,
 )
-from relayquant.calibrate.observers.search import expected_squared_errors, search_kl_range
+from relayquant.calibrate.observers.search import (
+    expected_squared_errors,
+    search_kl_range,
+    sum_squared_errors,
+)
 from relayquant.calibrate.parameters import (
     CallableCalibration,
     ValueSamples,
@@ -593,14 +597,35 @@ def test_mse__weights_on_another_axis_and_affine():
     assert errors[0].sum() < errors[1].sum()
 
 
-def test_mse__large_weight_equals_its_parts():
-    # More columns than one block of the search.
-    weight = np.random.default_rng(0).normal(size=(2, 70_000)).astype("float32")
-    info = replace(WEIGHT, shape=weight.shape)
-    whole = MSE().observe(info, [weight])
-    for row in range(2):
-        alone = MSE().observe(replace(info, shape=(1, 70_000)), [weight[row : row + 1]])
-        assert alone.scale[0] == whole.scale[row]
+def test_average_max__a_channel_axis_of_0_is_no_axis_of_samples():
+    """One sample for each array, and of it one range for each entry of axis 0."""
+    info = replace(PER_CHANNEL, shape=(3, "n"), axis=0)
+    batches = [np.random.default_rng(i).normal(size=(3, 5 + i)).astype("float32") for i in range(4)]
+    tops = [[max(abs(value) for value in row) for row in batch.tolist()] for batch in batches]
+    top = np.array([sum(column) / len(column) for column in zip(*tops, strict=True)])
+    found = AverageMax().observe(info, batches)
+    wanted = choose_qparams(-top, top, info.spec, 0)
+    np.testing.assert_allclose(found.scale, wanted.scale, rtol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(2, 70_000), (70_000, 2), (3, 1 << 15), (1, 1)])
+def test_sum_squared_errors__as_float64_sums_it(shape):
+    """Rows longer and channels more than one block of the sum, one value at a time."""
+    rng = np.random.default_rng(0)
+    rows = rng.normal(size=shape).astype("float32")
+    lows = rows.min(axis=1) * np.array([[1.0], [0.7], [0.3]])
+    highs = rows.max(axis=1) * np.array([[1.0], [0.8], [0.2]])
+    highs = np.maximum(highs, lows + 1e-3)
+    spec = QSpec("int8", Scheme.AFFINE, Granularity.PER_CHANNEL)
+    wanted = np.empty(lows.shape)
+    for trial, (low, high) in enumerate(zip(lows, highs, strict=True)):
+        qparams = choose_qparams(low, high, spec, axis=0)
+        scale = qparams.scale.astype("float64")[:, None]
+        zero = qparams.zero_point.astype("float64")[:, None]
+        q = np.clip(np.rint(rows / scale) + zero, -128, 127)
+        wanted[trial] = ((rows - (q - zero) * scale) ** 2).sum(axis=1)
+    got = sum_squared_errors(rows, lows, highs, spec)
+    np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-9)
 
 
 def test_mse__weight_seen_twice_changes_nothing():

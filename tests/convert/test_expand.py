@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+
 import numpy as np
 import pytest
 import tvm
+from float_models import MAP, build_model, draw_batches
 from tvm import relax
 from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
+import relayquant as rq
 from relayquant.backends import GENERIC, X86
 from relayquant.convert import AffineRule, expand_affine
+from relayquant.convert.expand import axis_after_reshape
 from relayquant.dialect import qnn
 from relayquant.ops import Quantized
 from relayquant.reference import run
 from relayquant.rewrite import Skip
 
+SHAPES = [shape for rank in (1, 2, 3) for shape in itertools.product((1, 2, 3, 6), repeat=rank)]
 PER_CHANNEL = np.array([0.5, 0.25, 2.0], "float32")
 
 
@@ -442,3 +449,37 @@ def test_rule_of_the_user__comes_first():
         expand_affine(Before, backend)["main"], Expected["main"], map_free_vars=True
     )
     assert expand_affine(Before, GENERIC).same_as(Before)
+
+
+@pytest.mark.parametrize("before", SHAPES, ids=str)
+def test_axis_after_reshape__where_numpy_finds_the_channels(before):
+    """The axis along which every element keeps its channel, found with labels; else none."""
+    x = relax.Var("x", relax.TensorType(before, "float32"))
+    for after in (shape for shape in SHAPES if math.prod(shape) == math.prod(before)):
+        call = relax.BlockBuilder().normalize(relax.op.reshape(x, after))
+        for axis, channels in enumerate(before):
+            labels = np.moveaxis(np.zeros(before, int), axis, -1) + np.arange(channels)
+            moved = np.moveaxis(labels, -1, axis).reshape(after)
+            found = axis_after_reshape(call, axis)
+            if found is not None:
+                assert after[found] == channels
+                assert (np.moveaxis(moved, found, -1) == np.arange(channels)).all()
+            elif channels > 1:
+                for at in (at for at, size in enumerate(after) if size == channels):
+                    assert (np.moveaxis(moved, at, -1) != np.arange(channels)).any()
+
+
+def test_quantize_over_relu__not_where_the_plan_keeps_it_in_float():
+    """Computed by the plan's operator in float, whose result is quantized."""
+    mod = build_model(
+        lambda e, x: e.conv("c", e("r", relax.op.nn.relu(e("s", relax.op.nn.softmax(x))))), MAP
+    )
+    data = draw_batches(mod, 2)
+    for kept in (False, True):
+        mapping = rq.QConfigMapping().set_global(X86.default_qconfig)
+        mapping = mapping.set_module_name("r", None) if kept else mapping
+        qmod = rq.quantize(
+            mod, None, data, qconfig_mapping=mapping, effort="fast", guard=rq.Guard.OFF
+        )
+        names = [str(b.value.op.name) for b in qmod["main"].body.blocks[0].bindings]
+        assert ("relax.nn.relu" in names) == kept

@@ -33,6 +33,10 @@ def quantize(x, scale=0.5, zero_point=10, dtype="uint8"):
     return qnn.quantize(x, scalar(scale), scalar(zero_point, "int32"), out_dtype=dtype)
 
 
+def quantize_channels(x, axis=1):
+    return qnn.quantize(x, relax.const(SCALES), relax.const(np.zeros(3, "int32")), axis=axis)
+
+
 def requantize(q, to_scale, to_zero_point, dtype):
     return qnn.requantize(
         q, scalar(0.5), scalar(10, "int32"), scalar(to_scale), scalar(to_zero_point, "int32"),
@@ -191,6 +195,22 @@ def test_quantize_of_dequantize__parameters_that_are_variables_stay():
             return out
 
     check(Module, Module)
+
+
+def test_quantize_of_dequantize__per_channel_output_stays():
+    """requantize has one scale for its output."""
+
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(q: R.Tensor((2, 3), "uint8")):
+            with R.dataflow():
+                d = dequantize(q)
+                out = quantize_channels(d)
+                R.output(out)
+            return out
+
+    check(Before, Before)
 
 
 def test_constants__integer_constants_are_computed():

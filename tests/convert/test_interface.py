@@ -12,6 +12,8 @@ from tvm import relax
 from tvm.relax import op
 
 import relayquant as rq
+from relayquant.convert.interface import has_scale
+from relayquant.qtypes import INTEGER_LIMITS
 from relayquant.reference import qnn as numpy_qnn
 from relayquant.runtime import Executor
 
@@ -69,6 +71,25 @@ def test_interface__no_quantize_is_left_at_the_input():
     qmod = quantize(mod, draw_batches(mod, 2), input_dtypes={"x": "uint8"})
     ops = [b.value.op.name for b in qmod["main"].body.blocks[0].bindings if hasattr(b.value, "op")]
     assert "relax.qnn.quantize" not in ops
+
+
+@pytest.mark.parametrize(
+    "interface", [("uint8", 10), ("int8", -118), ("int8", 0), ("int16", 10)], ids=str
+)
+@pytest.mark.parametrize("scale", [0.5, 0.25, [0.5, 0.25]], ids=str)
+@pytest.mark.parametrize("zero", [10, 11])
+def test_has_scale__the_integers_mean_the_same_numbers(scale, zero, interface):
+    """All integers of one dtype and of the other, in order, stand for equal reals."""
+    axis = 1 if isinstance(scale, list) else None
+    inner = rq.QParams(
+        np.float32(scale), np.int32(zero) + np.zeros_like(scale, "int32"), "uint8", axis
+    )
+    dtype, offset = interface
+    outer = rq.QParams(np.float32(0.5), np.int32(offset), dtype)
+    low, high = INTEGER_LIMITS[dtype]
+    fed = [0.5 * (q - offset) for q in range(low, high + 1)]
+    means_the_same = axis is None and fed == [scale * (q - zero) for q in range(256)]
+    assert has_scale(inner, outer) == means_the_same
 
 
 def test_interface__several_outputs_and_float_readers():

@@ -55,6 +55,17 @@ def test_check_stage(name, stage):
         check_stage(module, stage)
 
 
+@pytest.mark.parametrize("name", MODULES)
+def test_check_stage__with_integers_allows_those_of_the_qnn_form_alone(name):
+    make_call, ty, legal = MODULES[name]
+    module = make_module(make_call, [ty])
+    if Stage.QNN in legal:
+        check_stage(module, Stage.FLOAT, with_integers=True)
+        return
+    with pytest.raises(ModelError, match=rf"qnn\.{name} computes value .* at stage FLOAT"):
+        check_stage(module, Stage.FLOAT, with_integers=True)
+
+
 def test_check_stage__message_names_value_function_and_stages():
     builder = relax.BlockBuilder()
     x = relax.Var("x", INT8)

@@ -482,3 +482,38 @@ def test_wrong_parameters__are_named(call, words):
         QnnError, match=".*".join(words.replace("(", r"\(").replace(")", r"\)").split())
     ):
         call(np.zeros((2, 4), "int8"))
+
+
+def test_dequantize__float16_saturates():
+    """0 times infinity behind it would be no number."""
+    q = np.array([-128, -66, -65, 0, 65, 66, 127], "int8")
+    real = qnn.dequantize(q, 1000.0, 0, out_dtype="float16")
+    largest = float(np.finfo("float16").max)
+    wanted = [max(-largest, min(largest, 1000.0 * int(value))) for value in q]
+    np.testing.assert_array_equal(real, np.array(wanted, "float16"))
+
+
+@pytest.mark.parametrize("rounding", Rounding)
+def test_mul__multiplier_is_rounded_where_its_mode_says(rounding):
+    """int16 x int16 -> int16, near enough to ties that one bit of the multiplier decides some."""
+    a, b = draw_array(0, "int16", (1500,)), draw_array(1, "int16", (1500,))
+    s_a, s_b, s_out = (np.float32(scale) for scale in (0.030935612, 0.047030848, 16.129452))
+    parameters = (s_a, 3, s_b, -7, s_out, 11)
+    compute = Arithmetic.FLOAT32 if rounding is Rounding.TONEAREST_EVEN else Arithmetic.FLOAT64
+    got = qnn.mul(a, b, *parameters, rounding=rounding, compute_dtype=compute)
+    exact = Fraction(float(s_a)) * Fraction(float(s_b))
+    if rounding is Rounding.TONEAREST_EVEN:
+        multiplier = nearest_float32(exact / Fraction(float(s_out)))
+    else:
+        multiplier = nearest_float32(exact) / Fraction(float(s_out))
+    low, high = INTEGER_LIMITS["int16"]
+    for x, y, have in zip(a.tolist(), b.tolist(), got.tolist(), strict=True):
+        product = (x - 3) * (y + 7)
+        if rounding is Rounding.TONEAREST_EVEN:
+            value = round(nearest_float32(nearest_float32(Fraction(product)) * multiplier)) + 11
+        elif rounding is Rounding.UPWARD:
+            value = math.floor(product * multiplier + 11 + Fraction(1, 2))
+        else:
+            real = product * multiplier + 11
+            value = int(math.copysign(math.floor(abs(real) + Fraction(1, 2)), real))
+        assert have == max(low, min(high, value))
