@@ -90,13 +90,18 @@ def choose_accumulator_dtype(
     """The register of the sums of a convolution or matrix product, with a bias of integers in the
     units of the sums; arguments as for `bound_sums`.
     """
-    bounds = bound_sums(call, weight, is_dynamic=is_dynamic)
-    if bounds is None:
-        return SUM_DTYPES[1]
-    if bias is None:
-        return choose_sum_dtype(*bounds)
-    added = bias.reshape(-1).astype("int64")
-    return choose_sum_dtype(bounds[0] + np.minimum(added, 0), bounds[1] + np.maximum(added, 0))
+    added = np.zeros(1, "int64") if bias is None else bias.reshape(-1).astype("int64")
+
+    def choose(bounds: Bounds | None) -> str:
+        if bounds is None:
+            return SUM_DTYPES[1]
+        return choose_sum_dtype(bounds[0] + np.minimum(added, 0), bounds[1] + np.maximum(added, 0))
+
+    # The dtypes tell of most operators, in no time; only where they do not are weights added up.
+    rough = choose(bound_by_dtypes(call, is_dynamic=is_dynamic))
+    if rough == SUM_DTYPES[0]:
+        return rough
+    return choose(bound_sums(call, weight, is_dynamic=is_dynamic))
 
 
 def bound_sums(
@@ -117,11 +122,7 @@ def bound_sums(
     data_zero, weight_zero = (constant_value(arg) for arg in call.args[2:4])
     span = find_span(tensor_dtype(call.args[0]), None if is_dynamic else data_zero)
     if weight is None or weight_zero is None:
-        length = count_products(call)
-        if length is None:
-            return None
-        low, high = multiply_spans(span, find_span(tensor_dtype(call.args[1]), weight_zero))
-        return np.array([length * low]), np.array([length * high])
+        return bound_by_dtypes(call, is_dynamic=is_dynamic)
     rows = split_channels(call, weight)
     zeros = np.broadcast_to(weight_zero.reshape(-1), len(rows)).astype("int64")
     lowest, highest = (np.zeros(len(rows), "int64") for _ in range(2))
@@ -132,6 +133,19 @@ def bound_sums(
         ends = centred * span[0], centred * span[1]
         lowest[block], highest[block] = np.minimum(*ends).sum(1), np.maximum(*ends).sum(1)
     return lowest, highest
+
+
+def bound_by_dtypes(call: Call, *, is_dynamic: bool = False) -> Bounds | None:
+    """What `bound_sums` gives, whatever the integers of both factors are: one entry."""
+    length = count_products(call)
+    if length is None:
+        return None
+    data_zero, weight_zero = (constant_value(arg) for arg in call.args[2:4])
+    low, high = multiply_spans(
+        find_span(tensor_dtype(call.args[0]), None if is_dynamic else data_zero),
+        find_span(tensor_dtype(call.args[1]), weight_zero),
+    )
+    return np.array([length * low]), np.array([length * high])
 
 
 def count_products(call: Call) -> int | None:
