@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -166,3 +167,20 @@ def test_parameters__of_values_inside_an_operator_warn():
 def test_parameters__that_do_not_fit(name, qparams, message):
     with pytest.raises(ConfigError, match=message):
         rq.prepare(float_model(), parameters={name: qparams})
+
+
+@pytest.mark.parametrize(
+    ("zero_point", "scheme"), [(128, rq.Scheme.SYMMETRIC), (120, rq.Scheme.AFFINE)]
+)
+def test_parameters__scheme_is_theirs(zero_point, scheme):
+    """Symmetric only where the configuration says so and the zero point is in the middle."""
+    config = rq.X86.default_qconfig
+    for wanted in rq.Scheme:
+        spec = rq.QSpec("uint8", wanted)
+        mapping = rq.QConfigMapping().set_global(
+            replace(config, activation=replace(config.activation, spec=spec))
+        )
+        given = {"x": rq.QParams(0.0625, zero_point, "uint8")}
+        plan = rq.prepare(float_model(), None, mapping, parameters=given).plan
+        both = scheme if wanted is rq.Scheme.SYMMETRIC else rq.Scheme.AFFINE
+        assert plan.group("x").info.spec.scheme is both

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from float_models import MAP, build_model, draw_batches
+from tvm.relax import op
 
 import relayquant as rq
+from relayquant import guard
 from relayquant.analysis.outputs import OutputGap, count_differing, measure_gaps
 from relayquant.calibrate.datasets import open_dataset
 from relayquant.calibrate.inputs import describe_inputs
@@ -251,3 +255,52 @@ def test_measure_gaps__nan_is_the_largest_gap(digits, broken):
     assert (same.differing, same.samples) == (0, 64)
     (gap,) = measure_gaps(prepared.mod, qmod, data)
     assert gap.sqnr < 10
+
+
+def test_find_first_off__integers_are_compared_by_what_they_stand_for():
+    """Zero points and scales of the ledger: no operator of a good model is off by 15 dB."""
+    mod = build_model(lambda e, x: e.conv("b", e("r", op.nn.relu(e.conv("a", x)))), MAP)
+    data = draw_batches(mod, 2)
+    shifted = [{"x": batch["x"] + 3} for batch in data]
+    prepared = rq.prepare(mod, effort="fast")
+    rq.calibrate(prepared, shifted)
+    qmod = rq.lower(rq.convert_to_reference(prepared), prepared.backend)
+    found = {
+        name: find_first_off(prepared, qmod, shifted, decibels)
+        for name, decibels in (("good", 15.0), ("all", 99.0))
+    }
+    assert found["all"] == "r"
+    values = rq.reference.run_values(prepared.mod, shifted[0])
+    assert found["good"] in values
+    sqnr = {row.name: row.sqnr for row in rq.compare(mod, qmod, shifted).rows}
+    assert found["good"] == min((n for n in sqnr if n in ("r", "b")), key=lambda n: sqnr[n])
+
+
+def test_revert__twice_as_many_more_go_while_the_outputs_part(monkeypatch):
+    """What the simulation named stays among them, wherever it stands in the order."""
+    order = [f"o{i}" for i in range(12)]
+    tried = []
+
+    def keep(prepared, names, dataset, calibration):
+        tried.append(list(names))
+        return SimpleNamespace(backend=None)
+
+    def gaps(mod, module, batches):
+        return [OutputGap(0.0 if len(tried[-1]) < 9 else 60.0)]
+
+    for name, stand_in in {
+        "rank_operators": lambda *_: order,
+        "search_simulated": lambda *_: ["o8"],
+        "keep_parameters": keep,
+        "measure_gaps": gaps,
+        "convert_to_reference": lambda prepared: None,
+        "lower": lambda *_: "module",
+        "Simulation": lambda *_: None,
+        "open_dataset": lambda *_: None,
+        "describe_inputs": lambda *_: None,
+    }.items():
+        monkeypatch.setattr(guard, name, stand_in)
+    prepared = SimpleNamespace(mod=None, mapping=rq.QConfigMapping())
+    found = guard.revert_operators(prepared, None, [], GuardSettings(), None, None)
+    assert tried == [["o8"], ["o0", "o1", "o2", "o8"], [*order[:9]]]
+    assert found[:2] == ("module", tuple(order[:9]))

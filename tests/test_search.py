@@ -18,7 +18,7 @@ from relayquant.ledger import Ledger, SearchResult
 from relayquant.plan import OperatorPlan
 from relayquant.report import list_findings
 from relayquant.runtime import Executor
-from relayquant.search import Trial, make_wide, rank_operators, search_integers
+from relayquant.search import Trial, make_wide, rank_operators, search_integers, search_simulated
 
 BROKEN = "conv2/relu"
 
@@ -308,3 +308,20 @@ def test_quantize__bound_that_nothing_meets_asks_for_another_bound(digits):
     scores = iter([1.0, *[0.5] * 100])
     with pytest.warns(rq.AccuracyWarning, match="Allow a larger max_drop; there is nothing left"):
         rq.quantize(mod, params, data, effort="fast", metric=lambda a, b: next(scores))
+
+
+@pytest.mark.parametrize(
+    "needed", [(), (0,), (3,), (0, 5), (2, 3, 9), (1, 8, 15), tuple(range(16))]
+)
+def test_search_simulated__nothing_is_put_back_that_need_not_be(needed, monkeypatch):
+    """A score that depends on some operators alone: these are found, whatever their places."""
+    order = [f"o{i}" for i in range(16)]
+    wanted = {order[i] for i in needed}
+    monkeypatch.setattr(
+        "relayquant.search.find_remaining", lambda prepared, base, names: set(names)
+    )
+    simulation = SimpleNamespace(prepared=None, score=lambda names: float(wanted <= names))
+    found = search_simulated(simulation, None, order, 1.0, math.inf)
+    assert wanted <= set(found)
+    # The shortest prefix is thinned; its last operator is what made it suffice.
+    assert len(found) == max(len(wanted), 1)

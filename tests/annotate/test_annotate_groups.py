@@ -243,3 +243,32 @@ def test_group__sharing_operator_sees_its_input_as_its_result_is_seen():
     assert dict(plan.operator("t").operands) == {"data": "f"}
     assert plan.group("f").info.spec.dtype == "int8"
     assert plan.group("f").members == ("f", "t")
+
+
+def test_group__concat_does_not_share_with_what_an_operator_reads_too():
+    """Nor with an input of the model, whose range its other readers may ask for."""
+
+    def body(emit, x):
+        a, b = emit.conv("a", x), emit.conv("b", x)
+        joined = emit("joined", op.concat([a, emit("r", op.reshape(b, MAP)), x], axis=1))
+        return relax.Tuple([emit.conv("out", joined), emit.conv("other", b)])
+
+    plan = plan_of(body)
+    members = set(plan.group(plan.value_groups["joined"][0]).members)
+    assert "a" in members
+    assert not members & {"b", "r", "x"}
+
+
+def test_group__first_consumer_picks_the_observer():
+    """In the order of the model, whatever the order of the values that share the parameters."""
+
+    def body(emit, x):
+        a = emit.conv("a", x)
+        r = emit("r", op.reshape(a, MAP))
+        return relax.Tuple([emit.conv("one", r), emit.conv("two", a)])
+
+    config = X86.default_qconfig
+    first = replace(config, activation=TensorConfig(config.activation.spec, rq.Percentile(99.0)))
+    mapping = DEFAULT.set_module_name("one", first)
+    plan = plan_of(body, mapping=mapping)
+    assert plan.group(plan.value_groups["a"][0]).calibration == rq.Percentile(99.0)

@@ -167,3 +167,22 @@ def test_unsupported__all_listed_and_no_file_left(tmp_path):
     with pytest.raises(ModelError, match=r"2 operators.*relax\.cumsum \('cum'\).*relax\.sort"):
         rq.export_onnx(reference, tmp_path / "m.onnx")
     assert not list(tmp_path.iterdir())
+
+
+def test_float_operators__with_their_attributes(tmp_path):
+    """Slopes along an axis that is not the last, and an epsilon that is not the default."""
+
+    def body(emit, x):
+        slopes = relax.const(np.array([-1.5, 0.1, 0.5, 3.0], "float32"))
+        y = emit("p", relax.op.nn.prelu(x, slopes, axis=1))
+        ones = relax.const(np.linspace(0.5, 2, 6, dtype="float32"))
+        return emit("n", relax.op.nn.layer_norm(y, ones, ones, axes=[-1], epsilon=0.75))
+
+    mod = build_model(body, MAP)
+    x = draw_batches(mod, 1)[0]["x"]
+    path = rq.export_onnx(mod, tmp_path / "m.onnx")
+    slopes = np.array([-1.5, 0.1, 0.5, 3.0]).reshape(4, 1, 1)
+    y = np.where(x > 0, x, x * slopes)
+    scale = np.linspace(0.5, 2, 6)
+    y = (y - y.mean(-1, keepdims=True)) / np.sqrt(y.var(-1, keepdims=True) + 0.75) * scale + scale
+    np.testing.assert_allclose(run_file(path, {"x": x})[0], y, rtol=1e-4, atol=1e-5)

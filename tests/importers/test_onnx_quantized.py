@@ -8,7 +8,8 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
 from quantized_models import GraphBuilder, run_onnxruntime
 
 import relayquant as rq
@@ -264,3 +265,32 @@ def test_mixed_dtypes__of_a_concat():
     other = b.round_trip("x", 0.03, np.int8(0))
     y = b.round_trip(b.node("Concat", x, other, axis=1), STEP, np.uint8(90))
     assert operators(check(b.model({"x": ("float32", SHAPE)}, {y: OUT["dtype"]})))["concat"] == 0
+
+
+@pytest.mark.parametrize("dtype", ["UINT4", "INT4", "UINT2", "INT2"])
+@pytest.mark.parametrize("axis", [None, 0, 2])
+def test_quantize_linear__as_the_onnx_reference(dtype, axis):
+    """Narrow dtypes saturate at their own limits; without `axis` the scales go along axis 1."""
+    element = getattr(TensorProto, dtype, None)
+    if element is None:
+        pytest.skip(f"this onnx has no {dtype}")
+    channels = SHAPE[1 if axis is None else axis]
+    attrs = {} if axis is None else {"axis": axis}
+    scale = np.linspace(0.1, 0.4, channels).astype("float32")
+    zero = helper.make_tensor("zero", element, [channels], [1] * channels)
+    graph = helper.make_graph(
+        [
+            helper.make_node("QuantizeLinear", ["x", "scale", "zero"], ["q"], **attrs),
+            helper.make_node("DequantizeLinear", ["q", "scale", "zero"], ["y"], **attrs),
+        ],
+        "narrow",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, SHAPE)],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, SHAPE)],
+        [numpy_helper.from_array(scale, "scale"), zero],
+    )
+    model = helper.make_model(
+        graph, opset_imports=[helper.make_opsetid("", 25 if "2" in dtype else 21)]
+    )
+    (want,) = ReferenceEvaluator(model).run(None, {"x": input_data()})
+    (got,) = rq.reference.run(rq.import_onnx(model)[0], [input_data()])
+    np.testing.assert_array_equal(got, want)

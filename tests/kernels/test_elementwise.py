@@ -238,3 +238,14 @@ def test_exact_fma__model_of_the_tests_rounds_the_exact_sum(a, b, c):
     for neighbour in (np.nextafter(got, F32(np.inf)), np.nextafter(got, F32(-np.inf))):
         other = abs(Fraction(float(neighbour)) - exact)
         assert error < other or (error == other and got.view("int32") % 2 == 0)
+
+
+@with_machines
+def test_build_requantize__int32_saturates_on_both_sides(isa):
+    """Beyond int32 by a factor of four; the largest float32 below 2^31 is 2^31 - 128."""
+    q = np.array(
+        [-(2**30), -(2**29) - 64, -(2**29), -5, 0, 7, 2**29 - 64, 2**29, 2**30] * 5, "int32"
+    )
+    spec = Requantize(q.shape, Affine("int32", 0, 4.0), Epilogue(dtype="int32"))
+    got = call_kernel(build_requantize(spec), runnable_target(isa), [q], q.shape, "int32")
+    assert got.tolist() == [max(-(2**31), min(2**31 - 128, 4 * value)) for value in q.tolist()]

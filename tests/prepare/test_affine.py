@@ -591,3 +591,26 @@ def test_unfit_batch_norm__declined(broken, check_prepared):
         assert ops == ["relax.nn.conv2d", "relax.multiply", "relax.add"]
     else:
         assert ops == ["relax.nn.conv2d", "relax.nn.batch_norm", "item"]
+
+
+@pytest.mark.parametrize("side", ["before", "after"])
+def test_batch_norm_behind_pad__channels_that_are_added_are_no_channels_of_the_conv(
+    side, check_same_numbers
+):
+    widths = [0, 0, 1, 0] if side == "before" else [0, 0, 0, 1]
+    gamma, beta, mean = (const(draw(5)) for _ in range(3))
+    variance = const(np.abs(draw(5)) + 0.1)
+
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(x: R.Tensor((2, 3, 8, 8), "float32")):
+            with R.dataflow():
+                c = R.nn.conv2d(x, W)
+                p = R.nn.pad(c, pad_width=[*widths, 0, 0, 0, 0], pad_value=0.0)
+                n = R.nn.batch_norm(p, gamma, beta, mean, variance, axis=1, training=False)
+                y = n[0]
+                R.output(y)
+            return y
+
+    check_same_numbers(Before, draw(2, 3, 8, 8))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from relay_operator_cases import CASES, DW, J, Q, X, conv, floats, ints
@@ -119,3 +121,45 @@ def test_operator__refused_with_the_reason(text):
     with pytest.raises(ModelError, match="line 3, column") as raised:
         rq.relay.from_text(module_text(text, **inputs))
     assert REFUSED[text] in str(raised.value)
+
+
+@pytest.mark.parametrize("transpose_a", [False, True])
+@pytest.mark.parametrize("transpose_b", [False, True])
+def test_batch_matmul__transposed_operands(transpose_a, transpose_b):
+    rng = np.random.default_rng(0)
+    x = rng.integers(-128, 128, (2, 3, 5)).astype("int8")
+    y = rng.integers(-128, 128, (2, 5, 4)).astype("int8")
+    want = (x.astype("int64") - 3) @ (y.astype("int64") - 1)
+    inputs = {
+        "x": x.transpose(0, 2, 1).copy() if transpose_a else x,
+        "y": y.transpose(0, 2, 1).copy() if transpose_b else y,
+    }
+    (got,) = run_text(
+        'qnn.batch_matmul(%x, %y, 3, 1, 0.1f, 0.2f, out_dtype="int32", '
+        f"transpose_a={transpose_a}, transpose_b={transpose_b})",
+        **inputs,
+    )
+    np.testing.assert_array_equal(got, want)
+
+
+def test_requantize__without_attributes_is_fixed_point_upward():
+    """What the operator says where nothing is written: an int64 product, shifted, rounded up at a
+    tie (computed here with integers)."""
+    x = np.random.default_rng(0).integers(-(2**30), 2**30, 4000).astype("int32")
+    mantissa, exponent = math.frexp(float(np.float64(np.float32(0.3)) / np.float32(12345.0)))
+    multiplier, shift = round(mantissa * 2**31), 31 - exponent
+    want = [
+        min(max(((int(v) * multiplier + (1 << (shift - 1))) >> shift) + 5, -(2**31)), 2**31 - 1)
+        for v in x
+    ]
+    (got,) = run_text('qnn.requantize(%x, 0.3f, 0, 12345f, 5, out_dtype="int32")', x=x)
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize(
+    "padding", ["[-1, 0]", "[0, 0, -1, 0]", "[-1]", "[1, 1, 1]", "[1, 1, 1, 1, 1]"]
+)
+def test_padding__widths_from_zero_for_every_axis_or_side(padding):
+    x, w = np.ones((1, 2, 5, 5), "float32"), np.ones((3, 2, 1, 1), "float32")
+    with pytest.raises(ModelError, match="padding is"):
+        run_text(f"nn.conv2d(%x, %w, padding={padding}, channels=3, kernel_size=[1, 1])", x=x, w=w)
