@@ -9,6 +9,7 @@ from relayquant import reference, relay, torch  # noqa: E402
 from relayquant.analysis import AccumulatorReport  # noqa: E402
 from relayquant.analysis.lint import Finding, Severity, lint, measure_growth  # noqa: E402
 from relayquant.backends import ACCELERATOR, ARM, GENERIC, X86  # noqa: E402
+from relayquant.calibrate.choose_ranges import OutputSQNR  # noqa: E402
 from relayquant.calibrate.fit import BiasCorrection, FitSettings, WeightRounding  # noqa: E402
 from relayquant.calibrate.fit_adaround import AdaRoundSettings  # noqa: E402
 from relayquant.calibrate.fit_ranges import RelativeMSE  # noqa: E402
@@ -138,6 +139,7 @@ __all__ = [
     "ObservationType",
     "Observer",
     "Order",
+    "OutputSQNR",
     "Overflow",
     "OverflowBound",
     "PatternConfig",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from relayquant.backends.defaults import DEFAULT_OBSERVER
+from relayquant.calibrate.choose_ranges import OutputSQNR
 from relayquant.calibrate.fit import DEFAULT_FIT, BiasCorrection, FitSettings, WeightRounding
 from relayquant.calibrate.fit_ranges import RelativeMSE
 from relayquant.calibrate.observers import MinMax, Observer
@@ -50,7 +52,7 @@ EFFORTS: Mapping[Effort, EffortSettings] = {
     Effort.FAST: EffortSettings(
         MinMax(), FitSettings(WeightRounding.NEAREST, BiasCorrection.NONE), Order.PARALLEL
     ),
-    Effort.BALANCED: EffortSettings(RelativeMSE(), FitSettings(), Order.PARALLEL),
+    Effort.BALANCED: EffortSettings(OutputSQNR(), FitSettings(), Order.PARALLEL),
     Effort.BEST: EffortSettings(
         RelativeMSE(values=1 << 20),
         FitSettings(
@@ -129,6 +131,26 @@ def describe_choices(plan: Plan, calibration: Any, fit: FitSettings) -> dict[str
         *settings,
     ]
     return {"activations": ", ".join(sorted(names[False])), "weights": ", ".join(weights)}
+
+
+def describe_observers(
+    plan: Plan, calibration: Any, observers: Mapping[str, str]
+) -> dict[str, str]:
+    """{"ranges": how many values got the range of which observer}, for the ledger; {} where nothing
+    was to choose.
+
+    Args:
+        plan: Whose groups name what picks their parameters.
+        calibration: What the user passed for all activations; None: as the plan says.
+        observers: Group key -> observer that picked its parameters.
+    """
+    pickers = [group.calibration if calibration is None else calibration for group in plan.groups]
+    if not any(isinstance(picker, OutputSQNR) for picker in pickers):
+        return {}
+    counts = Counter(observers.values())
+    return {
+        "ranges": ", ".join(f"{name} of {count} values" for name, count in counts.most_common())
+    }
 
 
 def describe_calibration(calibration: Any) -> str:

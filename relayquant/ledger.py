@@ -43,6 +43,7 @@ class LedgerRow:
         accumulator: What its sums of products are held in, e.g. "int14 saturate"; "" for int32
             that holds them all, "int64" where it would not.
         is_dynamic: Whether its data gets parameters of the run time; its result is float32 then.
+        observer: What picked the parameters of its result, "" when it has none or they were given.
     """
 
     name: str
@@ -61,6 +62,7 @@ class LedgerRow:
     support: str = ""
     accumulator: str = ""
     is_dynamic: bool = False
+    observer: str = ""
 
     @property
     def is_narrow(self) -> bool:
@@ -369,6 +371,7 @@ class Ledger:
                 scheme="",
                 accumulator="",
                 is_dynamic=False,
+                observer="",
             )
             if row.name == name
             else row
@@ -378,9 +381,15 @@ class Ledger:
 
 
 def build_ledger(
-    plan: Plan, parameters: Mapping[str, QParams], backend: str, dtypes: Mapping[str, str]
+    plan: Plan,
+    parameters: Mapping[str, QParams],
+    backend: str,
+    dtypes: Mapping[str, str],
+    observers: Mapping[str, str],
 ) -> Ledger:
-    """The ledger of a plan with its parameters; `dtypes` are those of the float model's values."""
+    """The ledger of a plan with its parameters; `dtypes` are those of the float model's values,
+    `observers` what picked the parameters of its groups.
+    """
     rows = []
     for operator in plan.operators:
         qparams = parameters.get(operator.output) if operator.output else None
@@ -405,6 +414,7 @@ def build_ledger(
                 operator.support.value,
                 operator.accumulator.description if operator.accumulator else "",
                 operator.dynamic is not None,
+                observers.get(operator.output, "") if operator.output else "",
             )
         )
     return Ledger(tuple(rows), backend)

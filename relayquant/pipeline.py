@@ -44,7 +44,6 @@ from relayquant.convert import (
     realize_qnn,
     set_interface,
 )
-from relayquant.convert.interface import iterate_results, result_expr
 from relayquant.dialect.legality import Stage, check_stage
 from relayquant.effort import (
     EFFORTS,
@@ -52,6 +51,7 @@ from relayquant.effort import (
     apply_effort,
     choose_order,
     describe_choices,
+    describe_observers,
     resolve_effort,
 )
 from relayquant.equalization import equalize_planned
@@ -71,7 +71,7 @@ from relayquant.prepare.equalize import equalize_inputs, find_products, measure_
 from relayquant.prepared import PreparedModel
 from relayquant.qtypes import INTEGER_LIMITS, QParams
 from relayquant.rewrite import Graph
-from relayquant.rewrite.graph import call_name, tensor_dtype
+from relayquant.rewrite.graph import call_name, iterate_results, result_expr, tensor_dtype
 from relayquant.runtime import stop_spinning
 from relayquant.simulate import build_calibration_graph
 
@@ -333,7 +333,6 @@ def calibrate(
     choices = describe_choices(prepared.plan, calibration, fit)
     if equalized := read_exponents(prepared.mod):
         choices["equalized"] = f"channels between {len(equalized)} pairs of layers"
-    fill(prepared.choices, choices)
 
     def pick(min_scales: Mapping[str, np.ndarray]) -> None:
         result = pick_parameters(
@@ -352,11 +351,14 @@ def calibrate(
         fill(prepared.parameters, result.parameters)
         fill(prepared.constants, result.constants)
         fill(prepared.statistics, result.statistics)
+        fill(prepared.observers, result.observers)
 
     run_stage(events, "calibrate", lambda: pick({}))
     bounds = {op.accumulator.bound for op in prepared.plan.operators if op.accumulator}
     if bounds - {OverflowBound.NONE}:
         run_stage(events, "fit accumulators", lambda: fit_accumulators(prepared, dataset, pick))
+    choices |= describe_observers(prepared.plan, calibration, prepared.observers)
+    fill(prepared.choices, choices)
     return prepared
 
 

@@ -157,6 +157,8 @@ class PreparedModel:
             picked before, so that the states of two processes do not belong together.
         effort: Level of effort (`relayquant.effort.Effort`), for the ledger.
         choices: What calibration worked with, in words, for the ledger; calibrating fills it.
+        observers: By group key, the name of what picked its parameters, of all activations that
+            were calibrated; calibrating fills it.
     """
 
     mod: tvm.IRModule
@@ -171,6 +173,7 @@ class PreparedModel:
     mapping: QConfigMapping | None = None
     statistics: dict[str, GroupStatistics] = field(default_factory=dict)
     choices: dict[str, str] = field(default_factory=dict)
+    observers: dict[str, str] = field(default_factory=dict)
 
     def require_parameters(self) -> Mapping[str, QParams]:
         """The parameters of all groups.

@@ -62,7 +62,13 @@ def replace_plan(prepared: PreparedModel, plan: Plan) -> PreparedModel:
         if f"{key.rpartition(':')[0]}:" not in stale and plan.has_operator(key.rpartition(":")[0])
     }
     edited = replace(
-        prepared, plan=plan, graph=graph, parameters=parameters, constants=constants, statistics={}
+        prepared,
+        plan=plan,
+        graph=graph,
+        parameters=parameters,
+        constants=constants,
+        statistics={},
+        observers=dict(prepared.observers),
     )
     if prepared.parameters:
         repick(edited, prepared)
@@ -84,6 +90,7 @@ def repick(edited: PreparedModel, prepared: PreparedModel) -> None:
             continue
         if group.key not in edited.parameters:
             edited.parameters[group.key] = seen.observer.qparams(seen.state, group.info)
+            edited.observers[group.key] = seen.observer.name
         edited.statistics[group.key] = seen
 
 
@@ -192,7 +199,13 @@ def merge_statistics(first: PreparedModel, *others: PreparedModel) -> PreparedMo
     for group in needed:
         seen = statistics[group.key]
         parameters[group.key] = seen.observer.qparams(seen.state, group.info)
-    return replace(first, parameters=parameters, constants={}, statistics=statistics)
+    return replace(
+        first,
+        parameters=parameters,
+        constants={},
+        statistics=statistics,
+        observers={group.key: statistics[group.key].observer.name for group in needed},
+    )
 
 
 # --- One file -----------------------------------------------------------------------------------
@@ -223,6 +236,7 @@ def save_prepared(prepared: PreparedModel, path: str | Path) -> None:
         "backend": prepared.backend.name,
         "effort": prepared.effort,
         "choices": prepared.choices,
+        "observers": prepared.observers,
         "plan": prepared.plan.to_dict(),
         "mapping": mapping,
         "inputs": [value.to_dict() for value in prepared.inputs],
@@ -277,6 +291,7 @@ def load_prepared(
                 for key, row in header["statistics"].items()
             },
             {str(key): str(text) for key, text in header["choices"].items()},
+            {str(key): str(name) for key, name in header.get("observers", {}).items()},
         )
 
 

@@ -41,6 +41,7 @@ def keep_parameters(
         if not former:
             return calibrate(changed, dataset, calibration=calibration)
         changed.parameters[group.key] = prepared.parameters[former[0].key]
+        changed.observers[group.key] = prepared.observers.get(former[0].key, "")
     return changed
 
 

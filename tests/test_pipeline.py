@@ -335,7 +335,7 @@ def check_rows(stages: Stages) -> None:
     ("effort", "activations", "weights"),
     [
         ("fast", "MinMax()", "MinMax(), rounding nearest, bias correction none"),
-        ("balanced", "RelativeMSE()", "MinMax(), rounding optimal, bias correction weight"),
+        ("balanced", "OutputSQNR()", "MinMax(), rounding optimal, bias correction weight"),
         ("best", "RelativeMSE(values=1048576)", "sweeps 2, samples 32768"),
     ],
 )

@@ -20,11 +20,14 @@ FORMAT = "relayquant.choices.1"
 
 @dataclass(frozen=True, eq=False)
 class CalibrationResult:
-    """What calibration found: see `PreparedModel.parameters`, `.constants` and `.statistics`."""
+    """What calibration found: see `PreparedModel.parameters`, `.constants`, `.statistics` and
+    `.observers`.
+    """
 
     parameters: dict[str, QParams]
     constants: dict[str, np.ndarray]
     statistics: dict[str, GroupStatistics] = field(default_factory=dict)
+    observers: dict[str, str] = field(default_factory=dict)
 
     def save(self, path: Path) -> None:
         """Write to a file that `load` reads, whole or not at all."""
@@ -36,6 +39,7 @@ class CalibrationResult:
             "parameters": {key: value.to_dict() for key, value in self.parameters.items()},
             "constants": list(self.constants),
             "statistics": list(self.statistics),
+            "observers": self.observers,
         }
         write_archive(path, FORMAT, Archive(header, arrays))
 
@@ -60,4 +64,5 @@ class CalibrationResult:
                 {key: QParams.from_dict(value) for key, value in header["parameters"].items()},
                 {key: arrays[f"constants/{key}"] for key in header["constants"]},
                 statistics,
+                dict(header["observers"]),
             )

@@ -8,6 +8,7 @@ runs twice on a batch in one phase: what later steps need waits on disk.
 from __future__ import annotations
 
 import concurrent.futures as futures
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -16,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from relayquant import reference
 from relayquant.calibrate.binding import describe_binding
 from relayquant.calibrate.checkpoint import (
     PART,
@@ -26,7 +26,14 @@ from relayquant.calibrate.checkpoint import (
     open_checkpoint,
     open_temporary,
 )
-from relayquant.calibrate.datasets import Dataset, InputInfo, open_dataset
+from relayquant.calibrate.choose_ranges import (
+    JUDGED_SAMPLES,
+    RELATIVE,
+    JudgedBatch,
+    OutputJudge,
+    OutputSQNR,
+)
+from relayquant.calibrate.datasets import Dataset, InputInfo, count_samples, open_dataset
 from relayquant.calibrate.distribute import ShardRunner, check_executor
 from relayquant.calibrate.fit import (
     DEFAULT_FIT,
@@ -52,7 +59,7 @@ from relayquant.calibrate.phases import (
     plan_phases,
 )
 from relayquant.calibrate.result import CalibrationResult
-from relayquant.calibrate.segments import Segment, SegmentedGraph
+from relayquant.calibrate.segments import Segment
 from relayquant.calibrate.shard import FitObservation, GroupObservation, ShardTask
 from relayquant.calibrate.store import cut_shards
 from relayquant.calibrate.weights import OperatorFit, find_fits, pick_weight_parameters
@@ -121,6 +128,9 @@ def pick_parameters(
         return CalibrationResult(parameters, {})
     stops = [f.point for f in fits.values()] if fit.is_needed else []
     phases = plan_phases(prepared.graph, plan, order, stops)
+    pickers = [override or resolve_calibration(group.calibration) for group in plan.activations]
+    is_judged = order is Order.PARALLEL and any(isinstance(p, OutputSQNR) for p in pickers)
+    judge = OutputJudge(prepared.graph, load_module) if is_judged else None
     with limit_blas(), ExitStack() as stack:
         if checkpoint is None:
             workspace = stack.enter_context(open_temporary(directory))
@@ -129,12 +139,21 @@ def pick_parameters(
             workspace = stack.enter_context(open_checkpoint(checkpoint, binding))
         shards = ShardRunner(join_segments(phases), workspace, load_module, pool)
         run = _Run(
-            prepared, phases, shards, parameters, override, callbacks, fits, fit, min_scales or {}
+            prepared,
+            phases,
+            shards,
+            parameters,
+            override,
+            callbacks,
+            fits,
+            fit,
+            min_scales or {},
+            judge,
         )
         run.load(data)
         for phase, chosen in zip(phases, run.chosen, strict=True):
             run.phase(phase, chosen)
-    return CalibrationResult(parameters, run.constants, run.statistics)
+    return CalibrationResult(parameters, run.constants, run.statistics, run.observers)
 
 
 def read_symbols(inputs: Sequence[InputInfo], batch: Mapping[str, np.ndarray]) -> dict[str, int]:
@@ -176,6 +195,7 @@ class _Run:
         fits: Mapping[str, OperatorFit],
         settings: FitSettings,
         min_scales: Mapping[str, np.ndarray],
+        judge: OutputJudge | None,
     ) -> None:
         self.prepared, self.plan, self.phases = prepared, prepared.plan, phases
         self.shards, self.workspace = shards, shards.workspace
@@ -185,6 +205,11 @@ class _Run:
         self.fits = fits if settings.is_needed else {}
         self.constants: dict[str, np.ndarray] = {}
         self.statistics: dict[str, GroupStatistics] = {}
+        self.observers: dict[str, str] = {}
+        #: chooses between ranges; None where nothing asks for it
+        self.judge = judge
+        #: whether a batch may be cut to fewer samples
+        self.can_cut = False
         self.data, self.values = DataRecord(0, {}), self.workspace.values
         #: numbers of the batches that each phase runs on
         self.chosen: list[tuple[int, ...]] = []
@@ -193,16 +218,6 @@ class _Run:
         #: arrays for all variables of the graph, and for what depends on them alone
         self.variables: dict[str, np.ndarray] = {}
         self.fixed: dict[str, Any] = {}
-
-    def compute_constants(self, split: SegmentedGraph) -> dict[str, Any]:
-        """Rounded weights, once for all batches; fitted weights take their places when known."""
-        segment = split.constants
-        if segment is None or split.constants_mod is None:
-            return {}
-        variables = self.variables
-        # In numpy: to compile a kernel for each weight's shape would take longer than all the rest.
-        results = reference.run(split.constants_mod, [variables[n] for n in segment.inputs])
-        return dict(zip(segment.outputs, results, strict=True))
 
     def load(self, data: Dataset) -> None:
         """Store the inputs that segments read. The only pass over the user's data.
@@ -216,10 +231,14 @@ class _Run:
             for segment in phase.split.segments
             for name in (*segment.inputs, *segment.observed)
         }
+        used.update(self.judge.inputs if self.judge is not None else ())
         symbols: list[dict[str, int]] = []
         digests: list[str] = []
         offsets: dict[str, list[int]] = {info.name: [] for info in data.inputs if info.name in used}
         has_symbols = any(isinstance(dim, str) for info in data.inputs for dim in info.shape)
+        firsts = {info.shape[0] if info.shape else 1 for info in data.inputs}
+        # One name for the first dimension of all inputs: it is the batch.
+        self.can_cut = len(firsts) == 1 and all(isinstance(first, str) for first in firsts)
         count = 0
         with ExitStack() as stack:
             writers = {
@@ -261,7 +280,8 @@ class _Run:
         self.keep_batches(chosen)
         known = () if phase.is_float else (self.parameters, self.constants)
         self.variables = self.prepared.graph.arguments(*known)
-        self.fixed = self.compute_constants(phase.split)
+        # Fitted weights take their places when known.
+        self.fixed = phase.split.compute_constants(self.variables)
         for segments in phase.steps:
             self.step(phase, segments)
 
@@ -382,20 +402,72 @@ class _Run:
                 if isinstance(picker, Observer)
             }
         for key, picker in pickers.items():
-            group = self.plan.group(key)
             result.parameters[key] = (
                 found[key].result()
                 if isinstance(picker, Observer)
-                else picker.qparams(self.samples(group))
+                else picker.qparams(self.samples(self.plan.group(key)))
             )
+            result.observers[key] = picker.name
+        if phase.is_float and self.judge is not None:
+            self.choose_ranges(self.judge, pickers, states.groups, result)
+        for key, picker in pickers.items():
             if key in self.min_scales:
-                raised = raise_scale(result.parameters[key], group, self.min_scales)
+                raised = raise_scale(result.parameters[key], self.plan.group(key), self.min_scales)
                 result.parameters[key] = raised
             if phase.is_float and isinstance(picker, Observer):
                 result.statistics[key] = GroupStatistics(picker, states.groups[key])
         for name, statistics in states.fits.items():
             self.fit(self.fits[name], statistics, result)
         return result
+
+    def choose_ranges(
+        self,
+        judge: OutputJudge,
+        pickers: Mapping[str, Observer[Any] | CallableCalibration],
+        states: Mapping[str, Any],
+        result: CalibrationResult,
+    ) -> None:
+        """Put other ranges into `result` where the outputs say so."""
+        judged = {key: picker for key, picker in pickers.items() if isinstance(picker, OutputSQNR)}
+        if not judged:
+            return
+        relative = dict(result.parameters)
+
+        def find(key: str, name: str) -> QParams:
+            if name == RELATIVE:
+                return relative[key]
+            return judged[key].find_range(name, states[key], self.plan.group(key).info)
+
+        chosen = judge.choose(relative, judged.keys(), find, self.read_judged(judge))
+        for key, (name, qparams) in chosen.items():
+            result.observers[key], result.parameters[key] = name, qparams
+
+    def read_judged(self, judge: OutputJudge) -> list[JudgedBatch]:
+        """Batches of the inputs with `JUDGED_SAMPLES` samples, evenly spread over the data; of
+        large batches the first samples, where they can be cut.
+        """
+        count, names = self.data.batches, [n for n in judge.inputs if n in self.data.starts]
+        wanted, can_cut = JUDGED_SAMPLES, self.can_cut and not judge.segment.symbols
+        if names and not can_cut:
+            wanted = math.ceil(wanted / max(count_samples(next(self.read_batches(names, (0,)))), 1))
+        if not names:
+            return []
+        numbers = choose_batches(count, wanted)
+        most = math.ceil(JUDGED_SAMPLES / len(numbers))
+        found = []
+        for number, batch in zip(numbers, self.read_batches(names, numbers), strict=True):
+            symbols = self.data.symbols[number] if self.data.symbols else {}
+            if can_cut:
+                batch = {name: array[:most] for name, array in batch.items()}
+            found.append(JudgedBatch(batch, symbols))
+        return found
+
+    def read_batches(
+        self, names: Sequence[str], chosen: Sequence[int]
+    ) -> Iterator[dict[str, np.ndarray]]:
+        """Some batches of some inputs, in order."""
+        for arrays in zip(*(self.read_chosen(name, chosen) for name in names), strict=True):
+            yield dict(zip(names, arrays, strict=True))
 
     def advance(self, batches: int) -> None:
         """Say that a step has run on so many batches more."""
@@ -409,6 +481,7 @@ class _Run:
         self.parameters.update(result.parameters)
         self.constants.update(result.constants)
         self.statistics.update(result.statistics)
+        self.observers.update(result.observers)
         if not phase.is_float:
             graph = self.prepared.graph
             for key, qparams in result.parameters.items():

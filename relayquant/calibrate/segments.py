@@ -9,17 +9,26 @@ once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import tvm
 from tvm import relax
 from tvm.ir import Call
 
+from relayquant import reference
 from relayquant.plan import GroupPlan
 from relayquant.prepared import CalibrationGraph, FitPoint
 from relayquant.rewrite import Graph
-from relayquant.rewrite.graph import free_vars, static_size, tensor_shape
+from relayquant.rewrite.graph import (
+    free_vars,
+    iterate_results,
+    result_expr,
+    static_size,
+    tensor_shape,
+)
 
 
 @dataclass(frozen=True)
@@ -73,12 +82,22 @@ class SegmentedGraph:
     constants_mod: tvm.IRModule | None
     segments: tuple[Segment, ...]
 
+    def compute_constants(self, variables: Mapping[str, np.ndarray]) -> dict[str, Any]:
+        """Rounded weights, once for all batches, from values of all variables of the graph."""
+        segment = self.constants
+        if segment is None or self.constants_mod is None:
+            return {}
+        # In numpy: to compile a kernel for each weight's shape would take longer than all the rest.
+        results = reference.run(self.constants_mod, [variables[n] for n in segment.inputs])
+        return dict(zip(segment.outputs, results, strict=True))
+
 
 def split_graph(
     graph: CalibrationGraph,
     groups: Sequence[GroupPlan],
     fits: Sequence[FitPoint] = (),
     *,
+    results: bool = False,
     prefix: str = "segment",
 ) -> SegmentedGraph:
     """Split main of the calibration graph where something is chosen, in topological order.
@@ -86,11 +105,14 @@ def split_graph(
     Args:
         groups: Data-dependent groups, in the plan's order, to stop at once their values are there.
         fits: Operators to stop at before they run.
+        results: Whether the last segment computes what main returns.
         prefix: Of the functions' names.
     """
     view = Graph(graph.mod)
     data = find_data_dependent(view, graph.inputs)
     stops = order_stops(view, groups, fits)
+    if results:
+        stops.append(Stop((), (), tuple(dict.fromkeys(list_results(view)))))
     targets = [stop.targets for stop in stops]
 
     wanted: list[tuple[list[relax.Var], list[relax.Var]]] = []  # (bindings, values read)
@@ -170,6 +192,15 @@ def order_stops(view: Graph, groups: Sequence[GroupPlan], fits: Sequence[FitPoin
         place = min(view.order[user] for user in view.users[weight]) - 0.5
         stops.append((place, Stop((), (fit,), (by_name[fit.source],))))
     return [stop for _, stop in sorted(stops, key=lambda item: item[0])]
+
+
+def list_results(view: Graph) -> Iterator[relax.Var]:
+    """The tensors that main returns and computes, in order."""
+    for expr in iterate_results(result_expr(view)):
+        if not isinstance(expr, relax.Var) or expr not in view.values:
+            continue
+        if isinstance(expr.ty, relax.TensorType):
+            yield expr
 
 
 def find_last_seen(

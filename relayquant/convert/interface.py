@@ -7,7 +7,7 @@ model's own is an exact shift by 128.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import tvm
@@ -20,6 +20,7 @@ from relayquant.ledger import InterfaceValue, find_ledger, ledger_attrs
 from relayquant.ops import Quantized
 from relayquant.qtypes import INTEGER_LIMITS, QParams
 from relayquant.rewrite import Emitter, Graph, rewrite_main
+from relayquant.rewrite.graph import result_expr
 
 
 def set_interface(mod: tvm.IRModule) -> tvm.IRModule:
@@ -164,19 +165,3 @@ def replace_outputs(
         return convert_all(result_expr(graph))
 
     return rewrite_main(mod, lambda e, b: e.get(b.value), result=result), found
-
-
-def iterate_results(expr: relax.Expr) -> Iterator[relax.Expr]:
-    """What main returns, one by one; nested tuples are taken apart."""
-    if isinstance(expr, relax.Tuple):
-        for field in expr.fields:
-            yield from iterate_results(field)
-    else:
-        yield expr
-
-
-def result_expr(graph: Graph) -> relax.Expr:
-    """What main returns; a bound tuple as the tuple."""
-    body = graph.func.body.body
-    value = graph.values.get(body) if isinstance(body, relax.Var) else None
-    return value if isinstance(value, relax.Tuple) else body

@@ -41,7 +41,9 @@ def build_reference(prepared: PreparedModel) -> tvm.IRModule:
     """
     builder = _ReferenceBuilder(prepared)
     dtypes = {name: tensor_dtype(var) for name, var in builder.graph.vars.items()}
-    ledger = build_ledger(prepared.plan, builder.parameters, prepared.backend.name, dtypes)
+    ledger = build_ledger(
+        prepared.plan, builder.parameters, prepared.backend.name, dtypes, prepared.observers
+    )
     before = find_ledger(prepared.mod)
     if before is not None:  # part of the model came quantized
         ledger = ledger.with_finished(before)

@@ -130,6 +130,22 @@ class Graph:
         return len(self.users[var]) == 1 and var not in self.outputs
 
 
+def iterate_results(expr: relax.Expr) -> Iterator[relax.Expr]:
+    """What main returns, one by one; nested tuples are taken apart."""
+    if isinstance(expr, relax.Tuple):
+        for field in expr.fields:
+            yield from iterate_results(field)
+    else:
+        yield expr
+
+
+def result_expr(graph: Graph) -> relax.Expr:
+    """What main returns; a bound tuple as the tuple."""
+    body = graph.func.body.body
+    value = graph.values.get(body) if isinstance(body, relax.Var) else None
+    return value if isinstance(value, relax.Tuple) else body
+
+
 def call_name(call: Call) -> str:
     """Operator name of a call; the name of the callee for call_tir and functions."""
     if isinstance(call.op, Op):
