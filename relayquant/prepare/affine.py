@@ -20,12 +20,15 @@ from relayquant.prepare.tensors import (
     make_const,
     spatial_axes,
 )
+from relayquant.rewrite.attributes import find_constructor, read_attributes
 from relayquant.rewrite.editor import Editor
 from relayquant.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 
 CONVS = ("relax.nn.conv1d", "relax.nn.conv2d", "relax.nn.conv3d")
 TRANSPOSED = ("relax.nn.conv1d_transpose", "relax.nn.conv2d_transpose", "relax.nn.conv3d_transpose")
 MATMUL = "relax.matmul"
+#: norms that have attributes to leave out what they are multiplied by, and what is added
+NORMS = ("relax.nn.layer_norm", "relax.nn.instance_norm", "relax.nn.group_norm")
 ARITHMETIC = ("relax.add", "relax.subtract", "relax.multiply", "relax.divide")
 
 
@@ -158,6 +161,31 @@ def canonicalize_batch_norm(editor: Editor, var: relax.Var) -> bool:
         f"{editor.names[var]}.scaled",
     )
     editor.redefine(var, relax.op.add(scaled, make_const(shift.reshape(shape), dtype)))
+    return True
+
+
+def fill_norm_factors(editor: Editor, var: relax.Var) -> bool:
+    """layer_norm(x, g, b, center=False) -> layer_norm(x, g, 0), scale=False -> layer_norm(x, 1, b);
+    so for instance_norm and group_norm.
+
+    The code that TVM generates multiplies by g and adds b whatever the two attributes say.
+    """
+    call = editor.call_of(var)
+    make, attributes = find_constructor(call), read_attributes(call)
+    if make is None or (attributes["scale"] and attributes["center"]):
+        return False
+    factors = []
+    for given, name, neutral in zip(call.args[1:], ("scale", "center"), (1, 0), strict=True):
+        shape = tensor_shape(given)
+        if attributes[name]:
+            factors.append(given)
+        elif shape is None or any(isinstance(size, str) for size in shape):
+            return False
+        else:
+            filled = np.full([int(size) for size in shape], neutral)
+            factors.append(make_const(filled, tensor_dtype(given)))
+    attributes |= {"scale": True, "center": True}
+    editor.redefine(var, make(call.args[0], *factors, **attributes))
     return True
 
 

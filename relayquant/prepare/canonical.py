@@ -12,7 +12,9 @@ import tvm
 
 from relayquant.prepare.affine import (
     ARITHMETIC,
+    NORMS,
     canonicalize_batch_norm,
+    fill_norm_factors,
     fold_channel_affine,
     merge_constant_adds,
 )
@@ -104,6 +106,7 @@ RULES: tuple[CanonicalRule, ...] = (
     CanonicalRule(unflatten_dense, frozenset({"relax.reshape"})),
     CanonicalRule(move_bias_inside, frozenset({"relax.add"})),
     CanonicalRule(merge_constant_adds, frozenset({"relax.add"})),
+    CanonicalRule(fill_norm_factors, frozenset(NORMS)),
     CanonicalRule(canonicalize_clamp, frozenset(CLAMPS)),
     CanonicalRule(where_to_prelu, frozenset({"relax.where"})),
     CanonicalRule(prelu_to_leaky_relu, frozenset({"relax.nn.prelu"})),

@@ -11,6 +11,7 @@ from tvm import relax
 from tvm.script import ir as I
 from tvm.script import relax as R
 
+import relayquant as rq
 from relayquant.prepare import prepare_module
 from relayquant.rewrite.graph import call_name
 
@@ -614,3 +615,41 @@ def test_batch_norm_behind_pad__channels_that_are_added_are_no_channels_of_the_c
             return y
 
     check_same_numbers(Before, draw(2, 3, 8, 8))
+
+
+@pytest.mark.parametrize("left_out", ["scale", "center"])
+def test_norm_without_a_factor__compiled_as_torch_has_it(left_out):
+    """TVM's code of these operators applies both factors; here they are not 1 and 0."""
+    functional = pytest.importorskip("torch.nn.functional")
+    torch = pytest.importorskip("torch")
+    x, given = draw(2, 4, 3, 3), {left_out: False}
+    data = relax.Var("x", relax.TensorType(x.shape, "float32"))
+    factors = const(GAMMA), const(BETA)
+    builder = relax.BlockBuilder()
+    with builder.function("main", [data]):
+        with builder.dataflow():
+            norms = [
+                relax.op.nn.layer_norm(data, const(draw(3)), const(draw(3)), [-1], **given),
+                relax.op.nn.instance_norm(data, *factors, 1, [2, 3], **given),
+                relax.op.nn.group_norm(data, *factors, 2, 1, [2, 3], **given),
+            ]
+            out = builder.emit_output(relax.Tuple([builder.emit(norm) for norm in norms]))
+        builder.emit_func_output(out)
+    mod = builder.finalize()
+
+    def keep(weight: relax.Expr, bias: relax.Expr) -> dict:
+        wanted = {"weight": weight, "bias": bias}
+        del wanted["weight" if left_out == "scale" else "bias"]
+        return {name: torch.tensor(value.value.numpy()) for name, value in wanted.items()}
+
+    tensor = torch.tensor(x)
+    expected = [
+        functional.layer_norm(tensor, [3], **keep(*norms[0].args[1:])),
+        functional.instance_norm(tensor, **keep(*factors)),
+        functional.group_norm(tensor, 2, **keep(*factors)),
+    ]
+    machine = relax.VirtualMachine(tvm.compile(prepare_module(mod), "llvm"), tvm.cpu())
+    compiled = [value.numpy() for value in machine["main"](tvm.runtime.tensor(x))]
+    for have, real, want in zip(compiled, rq.reference.run(mod, [x]), expected, strict=True):
+        np.testing.assert_allclose(have, want.numpy(), 1e-4, 1e-5)
+        np.testing.assert_allclose(real, want.numpy(), 1e-4, 1e-5)
