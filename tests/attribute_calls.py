@@ -17,6 +17,7 @@ from tvm.relax.dpl import CallPattern
 
 from relayquant.ops import BUILTIN_OPS, QuantOp
 from relayquant.ops.chain import ELEMENTWISE, ChainPattern
+from relayquant.prepare import prepare_module
 from relayquant.qtypes import Role
 from relayquant.rewrite.attributes import find_constructor, read_attributes
 from relayquant.testing import DRAWN, ModelBuilder, shape_of
@@ -263,6 +264,18 @@ def build_models(name: str) -> tuple[ModelBuilder, dict[str, str], tvm.IRModule,
         return relax.transform.DeadCodeElimination()(mod)
 
     return b, values, *(build(results) for results in ends)
+
+
+def pick_result(mod: tvm.IRModule, index: int) -> tvm.IRModule:
+    """The canonical form of the module with one of its results."""
+    main = mod["main"]
+    *bindings, last = main.body.blocks[0].bindings
+    result = last.value.fields[index]
+    out = relax.Var("out", result.ty)
+    block = relax.DataflowBlock([*bindings, relax.VarBinding(out, result)])
+    func = relax.Function(main.params, relax.SeqExpr([block], out), out.ty)
+    picked = tvm.IRModule({"main": func.with_attr("global_symbol", "main")})
+    return prepare_module(relax.transform.DeadCodeElimination()(picked))
 
 
 def run_tvm(mod: tvm.IRModule, inputs: dict[str, np.ndarray]) -> list[np.ndarray]:

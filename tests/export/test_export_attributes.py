@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import tvm
-from attribute_calls import VARIED, build_models
-from tvm import relax
+from attribute_calls import VARIED, build_models, pick_result
 
 import relayquant as rq
-from relayquant.prepare import prepare_module
 from relayquant.testing import draw_inputs
 
 runtime = pytest.importorskip("onnxruntime")
@@ -36,18 +33,6 @@ REFUSED_OF = {
     ("relax.nn.avg_pool2d", "dilation=2"),
     ("relax.nn.avg_pool2d", "ceil_mode=True"),
 }
-
-
-def pick_result(mod: tvm.IRModule, index: int) -> tvm.IRModule:
-    """The module with one of its results."""
-    main = mod["main"]
-    *bindings, last = main.body.blocks[0].bindings
-    result = last.value.fields[index]
-    out = relax.Var("out", result.ty)
-    block = relax.DataflowBlock([*bindings, relax.VarBinding(out, result)])
-    func = relax.Function(main.params, relax.SeqExpr([block], out), out.ty)
-    picked = tvm.IRModule({"main": func.with_attr("global_symbol", "main")})
-    return prepare_module(relax.transform.DeadCodeElimination()(picked))
 
 
 @pytest.mark.parametrize("name", VARIED)

@@ -15,9 +15,10 @@ from tvm.ir import Call
 from relayquant.errors import ModelError, RelayQuantError
 from relayquant.relay import syntax
 from relayquant.relay.export.base import ExportSite, Statements
-from relayquant.relay.export.float_rows import FLOAT_EXPORTS
+from relayquant.relay.export.float_rows import FLOAT_ATTRIBUTES, FLOAT_EXPORTS
 from relayquant.relay.export.quantized_rows import QUANTIZED_EXPORTS
 from relayquant.relay.printer import print_module
+from relayquant.rewrite.attributes import find_unmodelled
 from relayquant.rewrite.graph import Graph, call_name, constant_value, tensor_dtype, tensor_shape
 
 #: Name of a Relax operator -> how it is written.
@@ -108,6 +109,11 @@ class _Writer:
         row = EXPORTS.get(call_name(value))
         if row is None:
             raise ModelError("the operator has no counterpart")
+        if call_name(value) in FLOAT_EXPORTS:
+            named = FLOAT_ATTRIBUTES.get(call_name(value), ())
+            unwritten = find_unmodelled([value], named)
+            if unwritten is not None:
+                raise ModelError(f"{unwritten}, which is not written")
         roles = [argument.name for argument in getattr(value.op, "arguments", ())]
         args = tuple(
             self.operand(arg, f"{var.name}_{roles[i] if i < len(roles) else i}")

@@ -399,3 +399,38 @@ FLOAT_EXPORTS: Exports = {
     "relax.min": reduction("min"),
     "relax.mean": export_mean,
 }
+
+_CONV = ("strides", "padding", "dilation", "groups", "data_layout", "kernel_layout", "out_dtype")
+_POOL = (
+    "pool_size", "strides", "padding", "dilation", "ceil_mode", "count_include_pad", "layout",
+)  # fmt: skip
+
+#: attributes that the rows of FLOAT_EXPORTS write; all others have to be at their defaults
+FLOAT_ATTRIBUTES: dict[str, tuple[str, ...]] = {
+    **{f"relax.nn.conv{n}d": _CONV for n in (1, 2, 3)},
+    **{f"relax.nn.conv{n}d_transpose": (*_CONV, "output_padding") for n in (1, 2)},
+    **{f"relax.nn.{kind}_pool{n}d": _POOL for kind in ("max", "avg") for n in (1, 2)},
+    **{f"relax.nn.adaptive_avg_pool{n}d": ("output_size", "layout") for n in (1, 2)},
+    **{f"relax.{name}": ("axis", "keepdims") for name in ("sum", "max", "min", "mean")},
+    **{
+        f"relax.{name}": ("axis",)
+        for name in (
+            *("nn.softmax", "nn.log_softmax", "nn.prelu"),
+            *("concat", "stack", "expand_dims", "squeeze"),
+        )
+    },
+    "relax.matmul": ("out_dtype",),
+    "relax.nn.batch_norm": ("axis", "epsilon", "center", "scale", "momentum", "training"),
+    "relax.nn.layer_norm": ("axes", "epsilon", "center", "scale"),
+    "relax.nn.leakyrelu": ("alpha",),
+    "relax.astype": ("dtype",),
+    "relax.permute_dims": ("axes",),
+    "relax.split": ("indices_or_sections", "axis"),
+    "relax.strided_slice": ("assume_inbound",),
+    "relax.nn.pad": ("pad_width", "pad_mode", "pad_value"),
+    "relax.take": ("axis", "mode"),
+    "relax.image.resize2d": (
+        "layout", "method", "coordinate_transformation_mode", "rounding_method", "cubic_alpha",
+        "cubic_exclude",
+    ),
+}  # fmt: skip
