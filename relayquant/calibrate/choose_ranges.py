@@ -25,11 +25,7 @@ from numpy.typing import NDArray
 from tvm import relax
 
 from relayquant.calibrate.datasets import count_samples
-from relayquant.calibrate.fit_ranges import (
-    RelativeMSE,
-    RowState,
-    search_weighted_range,
-)
+from relayquant.calibrate.fit_ranges import RelativeMSE, RowState
 from relayquant.calibrate.segments import split_graph
 from relayquant.prepared import CalibrationGraph
 from relayquant.qtypes import QParams, ValueInfo, choose_qparams
@@ -41,7 +37,7 @@ Float64Array = NDArray[np.float64]
 
 #: The candidates, in the order they are tried. The last clips nothing that calibration saw; no
 #: output may be much worse than with it.
-RELATIVE, MSE, MINMAX = CANDIDATES = ("RelativeMSE", "MSE", "MinMax")
+RELATIVE, MINMAX = CANDIDATES = ("RelativeMSE", "MinMax")
 
 #: samples that the model runs on with the ranges of each candidate, at least
 JUDGED_SAMPLES = 16
@@ -58,9 +54,9 @@ MOST_ROUNDS = 3
 
 @dataclass(frozen=True)
 class OutputSQNR(RelativeMSE):
-    """Of the ranges of `RelativeMSE`, `MSE` and `MinMax` the first with which no output of the
-    model has a smaller ratio of signal to noise than with `MinMax`; where there are several
-    outputs, for the values that reach the same ones.
+    """The range of `RelativeMSE` where no output of the model has a smaller ratio of signal to
+    noise with it than with that of `MinMax`, else the latter; where there are several outputs, for
+    the values that reach the same ones.
 
     Calibration runs the model with the ranges of each, on some of its samples, once the float pass
     (`Order.PARALLEL`) is through. In topological order, and where statistics are merged, there are
@@ -74,14 +70,9 @@ class OutputSQNR(RelativeMSE):
 
     def find_range(self, name: str, state: RowState, info: ValueInfo) -> QParams:
         """Parameters by one of the `CANDIDATES`."""
-        low, high = float(state.low), float(state.high)
         if name == RELATIVE:
             return self.qparams(state, info)
-        if name == MSE:
-            flat = self.take_sample(state).values.reshape(-1)
-            ones = np.ones(flat.size, "float32")
-            low, high = search_weighted_range(flat, ones, low, high, info.spec)
-        return choose_qparams(low, high, info.spec)
+        return choose_qparams(float(state.low), float(state.high), info.spec)
 
 
 @dataclass(frozen=True, eq=False)

@@ -242,7 +242,7 @@ class RelativeMSE(Observer[RowState]):
             raise DataError(
                 f"Value {info.name!r} has seen no data: the calibration data set is empty."
             )
-        rows = self.take_sample(state)
+        rows = SampledRows.join(state.parts).take(self._limit(state.width))
         low, high = search_relative_range(
             rows.values,
             float(state.low),
@@ -252,10 +252,6 @@ class RelativeMSE(Observer[RowState]):
             rows.channels,
         )
         return choose_qparams(low, high, info.spec)
-
-    def take_sample(self, state: RowState) -> SampledRows:
-        """The rows that speak for all that was seen."""
-        return SampledRows.join(state.parts).take(self._limit(state.width))
 
     def for_part(self, share: float, arrays: int) -> RelativeMSE:
         return replace(self, share=share, arrays=arrays)
@@ -335,19 +331,7 @@ def search_relative_range(
         found = relative_weights(rows[part, :count], weights or [np.ones(count)])
         # Any unit does; this one keeps float32 from overflowing where values are tiny.
         factors[part, :count] = found * unit
-    return search_weighted_range(rows.reshape(-1), factors.reshape(-1), low, high, spec)
-
-
-def search_weighted_range(
-    flat: NDArray[np.float32],
-    factors: NDArray[np.float32],
-    low: float,
-    high: float,
-    spec: QSpec,
-) -> tuple[float, float]:
-    """(low, high) within the given range with the least sum of factors * squared errors of values
-    (n,).
-    """
+    flat, factors = rows.reshape(-1), factors.reshape(-1)
     is_narrow = spec.limits[1] - spec.limits[0] < MOST_LEVELS
     sums = RunningSums.of(flat, factors) if is_narrow else None
 
