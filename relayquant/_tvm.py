@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import threading
 from importlib import metadata
 from typing import Any
 
@@ -17,6 +18,11 @@ SUPPORTED = {
         "0.1.15 crashes the process in tvm.ir.save_json and Schedule.tensorize",
     ),
 }
+
+
+#: Held while one of TVM's frontends runs: they note the functions that they build in one list for
+#: the whole process, and of two at once one would fail.
+FRONTEND_LOCK = threading.Lock()
 
 
 def parse_version(text: str) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ from relayquant import reference
 from relayquant.plan import GroupPlan
 from relayquant.prepared import CalibrationGraph, FitPoint
 from relayquant.rewrite import Graph
+from relayquant.rewrite.function import define_function
 from relayquant.rewrite.graph import (
     free_vars,
     iterate_results,
@@ -308,19 +309,19 @@ def build_function(
 
     builder = relax.BlockBuilder()
     params = [new[var] for var in inputs]
-    with builder.function("segment", params):
-        with builder.dataflow():
-            for var in needed:
-                value = builder.normalize(translate(view.values[var]))
-                if var in view.casts:
-                    new[var] = relax.DataflowVar(var.name, var.ty)
-                    builder.emit_normalized(relax.MatchCast(new[var], value, var.ty))
-                    continue
-                new[var] = relax.DataflowVar(var.name, value.ty)
-                builder.emit_normalized(relax.VarBinding(new[var], value))
-            result = builder.emit_output(relax.Tuple([new[var] for var in outputs]))
-        builder.emit_func_output(result)
-    function = builder.get()["segment"]
+
+    def emit() -> relax.Expr:
+        for var in needed:
+            value = builder.normalize(translate(view.values[var]))
+            if var in view.casts:
+                new[var] = relax.DataflowVar(var.name, var.ty)
+                builder.emit_normalized(relax.MatchCast(new[var], value, var.ty))
+                continue
+            new[var] = relax.DataflowVar(var.name, value.ty)
+            builder.emit_normalized(relax.VarBinding(new[var], value))
+        return builder.emit_output(relax.Tuple([new[var] for var in outputs]))
+
+    function = define_function(builder, params, emit, attrs={"global_symbol": "segment"})
     symbols = list(relax.analysis.free_symbolic_vars(function))
     if symbols:
         shape = relax.Var("symbols", relax.ShapeType(symbols))

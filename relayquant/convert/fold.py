@@ -14,6 +14,7 @@ from relayquant.dialect import qnn
 from relayquant.qtypes import INTEGER_LIMITS, Rounding
 from relayquant.reference import run as run_numpy
 from relayquant.rewrite import Emitter, Match, Pattern, Rule, Skip, apply_rules
+from relayquant.rewrite.function import make_main
 from relayquant.rewrite.graph import constant_value, tensor_dtype
 from relayquant.rewrite.walker import tidy_module
 
@@ -83,12 +84,7 @@ def _constant(op: str) -> Rule:
         call = match.graph.values[match.root]
         if not tensor_dtype(match.root).startswith(("int", "uint")):
             return Skip("the result is not integer")
-        builder = relax.BlockBuilder()
-        with builder.function("main", []):
-            with builder.dataflow():
-                result = builder.emit_output(builder.normalize(call))
-            builder.emit_func_output(result)
-        (value,) = run_numpy(builder.finalize(), {})
+        (value,) = run_numpy(make_main([], lambda _: call), {})
         return relax.const(value, tensor_dtype(match.root))
 
     return Rule(f"constant {op}", pattern, rewrite)

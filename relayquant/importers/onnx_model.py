@@ -95,7 +95,7 @@ def _import_model(
     )
     importer = _Importer()
     try:
-        with warnings.catch_warnings():
+        with _tvm.FRONTEND_LOCK, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             mod = importer.from_onnx(graph, opset)
     except Exception as error:

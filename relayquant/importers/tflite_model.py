@@ -61,9 +61,9 @@ def _import_file(path: Path, tflite: Any) -> tuple[tvm.IRModule, dict[str, np.nd
     frontend = _tvm.load_tflite_frontend()
     sources: dict[str, SourceNode] = {}
     model = tflite.Model.GetRootAs(data, 0)
-    mod = frontend.from_tflite(
-        model, op_converter=functools.partial(_converter_class(frontend), sources=sources)
-    )
+    converter = functools.partial(_converter_class(frontend), sources=sources)
+    with _tvm.FRONTEND_LOCK:
+        mod = frontend.from_tflite(model, op_converter=converter)
     # The frontend attaches the weights that it has bound already.
     mod["main"] = mod["main"].without_attr("params")
     return name_values(mod, sources), {}

@@ -69,7 +69,8 @@ def _import_program(program: Any) -> tuple[tvm.IRModule, dict[str, np.ndarray]]:
         with silence_torch():
             program = program.run_decompositions(make_decompositions())
         converters = {**OPERATORS, **make_converters(find_constants(program))}
-        mod = importer.from_exported_program(program, False, True, False, converters)
+        with _tvm.FRONTEND_LOCK:
+            mod = importer.from_exported_program(program, False, True, False, converters)
     except Exception as error:
         raise ModelError(
             f"Cannot convert the program: {type(error).__name__}: {error}. Export the model in "

@@ -17,6 +17,7 @@ from relayquant.qtypes import QParams, Rounding
 from relayquant.reference import run as run_numpy
 from relayquant.reference.lookup_table import build_table
 from relayquant.rewrite import Graph, Match
+from relayquant.rewrite.function import make_main
 from relayquant.rewrite.graph import constant_value, free_vars, tensor_dtype
 
 #: operators whose every element depends on the same element of each operand, and on scalars
@@ -114,7 +115,6 @@ def evaluate_chain(match: Match, values: np.ndarray) -> np.ndarray:
     reference.
     """
     data = relax.Var("x", relax.TensorType(values.shape, "float32"))
-    builder = relax.BlockBuilder()
     new: dict[relax.Var, relax.Expr] = {}
 
     def translate(arg: relax.Expr) -> relax.Expr:
@@ -125,16 +125,15 @@ def evaluate_chain(match: Match, values: np.ndarray) -> np.ndarray:
             return data
         return new[arg] if isinstance(arg, relax.Var) else arg
 
-    with builder.function("main", [data]):
-        with builder.dataflow():
-            for var in match.vars:
-                call = match.graph.values[var]
-                args = [translate(arg) for arg in call.args]
-                new[var] = builder.emit(Call(call.op, args, call.attrs, call.ty_args))
-            result = builder.emit_output(new[match.root])
-        builder.emit_func_output(result)
+    def emit(builder: relax.BlockBuilder) -> relax.Expr:
+        for var in match.vars:
+            call = match.graph.values[var]
+            args = [translate(arg) for arg in call.args]
+            new[var] = builder.emit(Call(call.op, args, call.attrs, call.ty_args))
+        return new[match.root]
+
     with np.errstate(all="ignore"):  # a logarithm of what quantization made negative
-        (outcome,) = run_numpy(builder.finalize(), [values])
+        (outcome,) = run_numpy(make_main([data], emit), [values])
     return outcome
 
 

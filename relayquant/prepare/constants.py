@@ -10,6 +10,7 @@ from tvm.ir import Call
 
 from relayquant.prepare.tensors import make_const
 from relayquant.rewrite.editor import Editor
+from relayquant.rewrite.function import make_main
 from relayquant.rewrite.graph import constant_value, static_size, tensor_dtype, tensor_shape
 
 #: A result of more elements than this, and more than its operands hold, stays an operator.
@@ -74,12 +75,8 @@ def fold_constants(editor: Editor, var: relax.Var) -> bool:
 
 def _run_call(call: Call) -> np.ndarray | None:
     """The value of one call of constants, compiled and run by TVM; None when TVM cannot."""
-    builder = relax.BlockBuilder()
-    with builder.function("main", []):
-        with builder.dataflow():
-            out = builder.emit_output(Call(call.op, call.args, call.attrs, call.ty_args))
-        builder.emit_func_output(out)
-    mod = relax.transform.FoldConstant()(builder.finalize())
+    alone = make_main([], lambda _: Call(call.op, call.args, call.attrs, call.ty_args))
+    mod = relax.transform.FoldConstant()(alone)
     for block in mod["main"].body.blocks:
         for binding in block.bindings:
             array = constant_value(binding.value)

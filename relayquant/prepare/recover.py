@@ -16,6 +16,7 @@ from tvm.sym import Analyzer
 
 from relayquant.prepare.tensors import make_const
 from relayquant.rewrite.editor import Editor
+from relayquant.rewrite.function import make_main
 from relayquant.rewrite.graph import tensor_dtype
 
 #: Emits the loops of an operator for given operands, as a frontend would.
@@ -118,13 +119,8 @@ def _is_same_function(
     args: list[relax.Expr],
     lower: Lower,
 ) -> bool:
-    builder = relax.BlockBuilder()
     params = [relax.Var(f"arg{i}", arg.ty) for i, arg in enumerate(args)]
-    with builder.function("main", params):
-        with builder.dataflow():
-            out = builder.emit_output(lower(builder, params))
-        builder.emit_func_output(out)
-    mod = builder.finalize()
+    mod = make_main(params, lambda builder: lower(builder, params))
     made = [f for f in mod.functions.values() if isinstance(f, tirx.PrimFunc)]
     if len(made) != 1:
         return False

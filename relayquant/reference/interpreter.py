@@ -23,6 +23,7 @@ from relayquant.errors import DataError, ModelError, RelayQuantError, suggest_na
 from relayquant.qtypes import Arithmetic, Rounding
 from relayquant.reference import qnn
 from relayquant.reference.relax_operators import OPERATORS
+from relayquant.rewrite.function import make_main
 
 Array = np.ndarray[Any, Any]
 
@@ -450,7 +451,7 @@ def describe_operator(call: Any) -> str:
     return name
 
 
-#: TVM's builder and its virtual machine have one stack each: one thread at a time.
+#: TVM's virtual machine has one stack: one thread at a time.
 _COMPILING = threading.Lock()
 
 
@@ -494,11 +495,9 @@ def compile_call(frame: Frame, call: Any, name: str) -> Any:
     closed = relax.Call(call.op, args, call.attrs, [close_type(ty) for ty in call.ty_args])
     try:
         with _COMPILING:
-            builder = relax.BlockBuilder()
-            with builder.function("main", params):
-                builder.emit_func_output(builder.emit(closed))
+            main = make_main(params, lambda _: closed)["main"]
             called = {arg: frame.mod[arg] for arg in args if isinstance(arg, tvm.ir.GlobalVar)}
-            single = tvm.IRModule({**called, tvm.ir.GlobalVar("main"): builder.get()["main"]})
+            single = tvm.IRModule({**called, tvm.ir.GlobalVar("main"): main})
             machine = compile_module(ModuleKey(single))
             result = machine["main"](*(tvm.runtime.tensor(np.array(a, order="C")) for a in arrays))
     except Exception as error:

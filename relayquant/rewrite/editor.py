@@ -16,6 +16,7 @@ from tvm import relax
 from tvm.ir import Call, Op
 
 from relayquant.errors import ModelError
+from relayquant.rewrite.function import define_function
 from relayquant.rewrite.graph import free_vars
 
 #: Comes after every helper that was defined for the same value.
@@ -294,22 +295,23 @@ class Editor:
         new.update(zip(self.params, params, strict=True))
         functions = self._called_functions()
         outputs = {var for var in self.outputs() if var in self.values}
-        with builder.function("main", params, attrs={**self.attrs, **(attrs or {})}):
-            with builder.dataflow():
-                for var in self._schedule():
-                    value = builder.normalize(substitute(self.values[var], new))
-                    kind = relax.Var if var in outputs else relax.DataflowVar
-                    cast = self._casts.get(var)
-                    if cast is not None:
-                        bound = kind(self.names[var], cast.ty)
-                        builder.emit_normalized(relax.MatchCast(bound, value, cast.ty))
-                    else:
-                        bound = kind(self.names[var], value.ty)
-                        builder.emit_normalized(relax.VarBinding(bound, value))
-                    new[var] = bound
-                result = self._emit_result(builder, self.result, new)
-            builder.emit_func_output(result)
-        functions["main"] = builder.finalize()["main"].with_attr("global_symbol", "main")
+
+        def emit() -> relax.Expr:
+            for var in self._schedule():
+                value = builder.normalize(substitute(self.values[var], new))
+                kind = relax.Var if var in outputs else relax.DataflowVar
+                cast = self._casts.get(var)
+                if cast is not None:
+                    bound = kind(self.names[var], cast.ty)
+                    builder.emit_normalized(relax.MatchCast(bound, value, cast.ty))
+                else:
+                    bound = kind(self.names[var], value.ty)
+                    builder.emit_normalized(relax.VarBinding(bound, value))
+                new[var] = bound
+            return self._emit_result(builder, self.result, new)
+
+        attrs = {**self.attrs, **(attrs or {}), "global_symbol": "main"}
+        functions["main"] = define_function(builder, params, emit, attrs=attrs)
         mod = tvm.IRModule(functions, attrs=self._mod.attrs)
         relax.analysis.well_formed(mod)
         return mod

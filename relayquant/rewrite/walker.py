@@ -13,6 +13,7 @@ import tvm
 from tvm import relax
 from tvm.ir import Call
 
+from relayquant.rewrite.function import define_function
 from relayquant.rewrite.graph import Graph, free_vars
 
 #: Returns the new value of a binding (bound to the old name), or None to drop the binding.
@@ -112,27 +113,24 @@ def rewrite_main(
     taken = {binding.var.name for binding in graph.bindings}
     taken.update(param.name for param in (params or graph.func.params))
     emitter = Emitter(mod, taken, graph.casts)
-    temporary = "main_rewritten"
     params = list(graph.func.params) if params is None else list(params)
-    with emitter.builder.function(temporary, params, attrs=func_attrs):
-        with emitter.builder.dataflow():
-            if before is not None:
-                before(emitter)
-            for binding in graph.bindings:
-                value = visit(emitter, binding)
-                if value is not None:
-                    emitter.bind(binding.var, value)
-            out = emitter.get(graph.func.body.body)
-            if result is not None:
-                out = result(emitter, out)
-            out = emitter.builder.emit_output(out)
-        emitter.builder.emit_func_output(out)
+
+    def emit() -> relax.Expr:
+        if before is not None:
+            before(emitter)
+        for binding in graph.bindings:
+            value = visit(emitter, binding)
+            if value is not None:
+                emitter.bind(binding.var, value)
+        out = emitter.get(graph.func.body.body)
+        if result is not None:
+            out = result(emitter, out)
+        return emitter.builder.emit_output(out)
+
+    main = define_function(emitter.builder, params, emit, attrs=func_attrs)
     built = emitter.builder.finalize()
-    functions = {
-        gv: func for gv, func in built.functions.items() if gv.name_hint not in ("main", temporary)
-    }
-    main = _name_output(built[temporary]).with_attr("global_symbol", "main")
-    functions["main"] = main
+    functions = {gv: func for gv, func in built.functions.items() if gv.name_hint != "main"}
+    functions["main"] = _name_output(main).with_attr("global_symbol", "main")
     return tidy_module(tvm.IRModule(functions, attrs=mod.attrs))
 
 
