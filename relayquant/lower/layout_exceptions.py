@@ -21,8 +21,11 @@ Rewrite = Callable[[relax.Binding], Sequence[relax.Binding]]
 CALL_PACKED = "relax.call_pure_packed"
 #: how the names begin under which calls are hidden
 HIDDEN = "relayquant.hidden."
-#: legalized in one layout only, whatever TVM's function of the operator tells the pass
-ONE_LAYOUT = ("relax.nn.conv1d_transpose", "relax.nn.conv2d_transpose", "relax.nn.rms_norm")
+#: legalized in one layout only, or the pass fails at their result, a tuple or of another rank
+ONE_LAYOUT = tuple(
+    f"relax.{name}"
+    for name in ("nn.conv1d_transpose", "nn.conv2d_transpose", "nn.rms_norm", "nn.dropout", "stack")
+)
 #: layouts in which resize2d has a legalization
 RESIZE_LAYOUTS = ("NCHW", "NHWC")
 

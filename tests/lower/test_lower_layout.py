@@ -33,6 +33,7 @@ BETWEEN = {
     "rms_norm": lambda emit, x: op.nn.rms_norm(x, emit.constant(6), [-1]),
     "prelu": lambda emit, x: op.nn.prelu(x, emit.constant(4), 1),
     "stack": lambda emit, x: op.reshape(op.stack([x, x], -1), (1, 4, 6, 12)),
+    "dropout": lambda emit, x: relax.TupleGetItem(emit("pair", op.nn.dropout(x)), 0),
     "topk": lambda emit, x: op.topk(x, 4, axis=1, ret_type="values"),
     "sort": lambda emit, x: op.sort(x, 1),
     "cumsum": lambda emit, x: op.cumsum(x, 1),
