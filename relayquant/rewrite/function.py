@@ -38,7 +38,7 @@ def define_function(
         body = builder.normalize(relax.SeqExpr(blocks, result))
     finally:
         builder.end_scope()
-    func = relax.Function(params, body)
+    func: Any = relax.Function(params, body)
     for key, value in (attrs or {}).items():
         func = func.with_attr(key, value)
     return func
