@@ -22,9 +22,15 @@ CALL_PACKED = "relax.call_pure_packed"
 #: how the names begin under which calls are hidden
 HIDDEN = "relayquant.hidden."
 #: legalized in one layout only, or the pass fails at their result, a tuple or of another rank
-ONE_LAYOUT = tuple(
-    f"relax.{name}"
-    for name in ("nn.conv1d_transpose", "nn.conv2d_transpose", "nn.rms_norm", "nn.dropout", "stack")
+ONE_LAYOUT = (
+    "relax.nn.conv1d_transpose",
+    "relax.nn.conv2d_transpose",
+    "relax.nn.conv3d",
+    "relax.nn.conv3d_transpose",
+    "relax.nn.rms_norm",
+    "relax.nn.dropout",
+    "relax.image.resize3d",
+    "relax.stack",
 )
 #: layouts in which resize2d has a legalization
 RESIZE_LAYOUTS = ("NCHW", "NHWC")
