@@ -32,7 +32,7 @@ from relayquant.analysis.load import bind_loader
 from relayquant.annotate import annotate, review_plan
 from relayquant.backends import resolve_backend
 from relayquant.calibrate.datasets import open_dataset
-from relayquant.calibrate.fit import FitSettings
+from relayquant.calibrate.fit import BiasCorrection, FitSettings
 from relayquant.calibrate.inputs import describe_inputs
 from relayquant.calibrate.phases import Order
 from relayquant.calibrate.runner import pick_parameters
@@ -66,6 +66,7 @@ from relayquant.finish import (
 from relayquant.ledger import InterfaceValue, Ledger, find_ledger, read_ledger
 from relayquant.lower import EagerModule, host_config, make_pipeline, resolve_target
 from relayquant.prepare import prepare_module
+from relayquant.prepare.bias import add_biases
 from relayquant.prepare.cross_layer import add_exponents, read_exponents, scale_layers
 from relayquant.prepare.equalize import equalize_inputs, find_products, measure_channels
 from relayquant.prepared import PreparedModel
@@ -145,8 +146,9 @@ def prepare(
     """Canonical float module, plan and calibration graph of a model.
 
     With a `dataset` (see `quantize`), inputs whose channels differ much in range are scaled, and
-    the weights they meet inversely: the same function, but one that loses less to 8 bits. With
-    effort "best" so are channels between two layers whose weights have one scale each.
+    the weights they meet inversely: the same function, but one that loses less to 8 bits. So are,
+    except with effort "fast", channels between two layers; and quantized operators without a bias
+    get one of zeros, which calibration corrects.
 
     Raises:
         ModelError: the model is not one this package can work with.
@@ -218,6 +220,10 @@ def prepare_quietly(
         canonical = run_stage(
             events, "equalize layers", lambda: equalize_planned(canonical, plan, dataset)
         )
+    if EFFORTS[level].fit.bias is not BiasCorrection.NONE:
+        canonical, plan = add_planned_biases(
+            canonical, plan, backend, lambda mod: annotate(mod, backend, mapping, wanted)
+        )
     graph = run_stage(events, "simulate", lambda: build_calibration_graph(canonical, plan, backend))
     check_stage(graph.mod, Stage.SIMULATED, with_integers=is_quantized)
     return PreparedModel(
@@ -230,6 +236,30 @@ def prepare_quietly(
         outputs=outputs,
         mapping=mapping,
     )
+
+
+def add_planned_biases(
+    canonical: tvm.IRModule,
+    plan: Plan,
+    backend: BackendConfig,
+    make_plan: Callable[[tvm.IRModule], Plan],
+) -> tuple[tvm.IRModule, Plan]:
+    """(module, plan) with a bias at every operator whose weights are fitted, for its correction;
+    without it where the backend has no row for an operator with a bias.
+    """
+    fixed = {group.key: group for group in plan.groups if group.is_fixed}
+    before = {operator.name for operator in plan.operators if operator.quantized}
+    skip: set[str] = set()
+    while True:
+        changed = add_biases(canonical, plan, backend, skip)
+        if changed is canonical:
+            return canonical, plan
+        new = make_plan(changed)
+        lost = before - {operator.name for operator in new.operators if operator.quantized}
+        if lost <= skip:
+            groups = tuple(fixed.get(group.key, group) for group in new.groups)
+            return changed, dataclasses.replace(new, groups=groups)
+        skip |= lost
 
 
 def describe_interface(
@@ -331,6 +361,10 @@ def calibrate(
     fit = fit or EFFORTS[effort].fit
     order = order or choose_order(prepared.plan, calibration, effort)
     choices = describe_choices(prepared.plan, calibration, fit)
+    constants = prepared.graph.constants
+    bare = [fit.operator for fit in prepared.graph.fits if f"{fit.operator}:bias" not in constants]
+    if bare and fit.bias is not BiasCorrection.NONE:
+        choices["weights"] += f" (not of {len(bare)} operators that have no bias)"
     if equalized := read_exponents(prepared.mod):
         choices["equalized"] = f"channels between {len(equalized)} pairs of layers"
 

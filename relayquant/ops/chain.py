@@ -13,6 +13,8 @@ import numpy as np
 from tvm import relax
 from tvm.ir import Call
 
+from relayquant.ops.conv import CONV_FAMILIES
+from relayquant.ops.dense import MATMUL
 from relayquant.qtypes import QParams, Rounding
 from relayquant.reference import run as run_numpy
 from relayquant.reference.lookup_table import build_table
@@ -36,6 +38,9 @@ CHAIN_ATTRIBUTES = ("alpha",)
 #: one of these alone has a better form than a table: it is merged into the operator before it
 CLAMPS = ("relax.nn.relu", "relax.clip")
 
+#: what takes the sum with a constant behind it as its bias
+LINEAR = frozenset({MATMUL, *(family.op for family in CONV_FAMILIES)})
+
 #: one of these alone is an operator of the dialect; but a square is best a table
 BINARY = ("relax.add", "relax.subtract", "relax.multiply")
 
@@ -57,7 +62,7 @@ class ChainPattern:
             last = max(pending, key=graph.order.__getitem__)
             if not self._may_enter(graph, last, var, inside):
                 break
-            if best is not None and pending == {last} and graph.op_name(last) in CLAMPS:
+            if best is not None and pending == {last} and is_of_producer(graph, last):
                 # better merged into what computes its operand: the table keeps its resolution
                 break
             inside.add(last)
@@ -102,6 +107,15 @@ class ChainPattern:
         if op in BINARY and call is not None:
             return op == "relax.multiply" and call.args[0].same_as(call.args[1])
         return op in ("relax.divide", "relax.power", "relax.maximum", "relax.minimum")
+
+
+def is_of_producer(graph: Graph, var: relax.Var) -> bool:
+    """Whether `var` belongs to the operator before it: a clamp, or the bias of a product."""
+    if graph.op_name(var) in CLAMPS:
+        return True
+    args = graph.values[var].args
+    is_sum = graph.op_name(var) == "relax.add" and constant_value(args[1]) is not None
+    return is_sum and graph.op_name(args[0]) in LINEAR
 
 
 def is_uniform(expr: relax.Expr) -> bool:

@@ -8,6 +8,7 @@ import numpy as np
 from tvm import relax
 from tvm.ir import GenericConst
 
+from relayquant.prepare.dense import LINEAR
 from relayquant.prepare.rule import forward
 from relayquant.prepare.tensors import is_constant, same_type
 from relayquant.rewrite.editor import Editor
@@ -90,12 +91,17 @@ def _has_positive_strides(call: relax.Expr) -> bool:
 
 
 def remove_neutral(editor: Editor, var: relax.Var) -> bool:
-    """x + 0, x - 0, x * 1, x / 1 -> x, where broadcasting does not change the shape."""
+    """x + 0, x - 0, x * 1, x / 1 -> x, where broadcasting does not change the shape.
+
+    A bias that is 0 in every channel stays: calibration corrects it.
+    """
     call = editor.call_of(var)
     array = constant_value(call.args[1])
     if array is None or not isinstance(call.args[0], relax.Var):
         return False
     if not same_type(call.args[0], var) or not (array == NEUTRAL[editor.op_name(var)]).all():
+        return False
+    if editor.op_name(var) == "relax.add" and array.ndim and editor.op_name(call.args[0]) in LINEAR:
         return False
     return forward(editor, var, call.args[0])
 

@@ -29,6 +29,7 @@ def test_names__accumulators_keep_their_own():
         "r.biased": "int32",
         "r": "uint8",
         "out.acc": "int32",
+        "out.biased": "int32",
         "out": "float32",
     }
 

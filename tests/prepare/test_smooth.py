@@ -14,6 +14,7 @@ from tvm.relax import op
 import relayquant as rq
 from relayquant import reference
 from relayquant.analysis.outputs import measure_gaps
+from relayquant.prepare import prepare_module
 from relayquant.prepare.equalize import ChannelStatistics
 from relayquant.prepare.smooth import (
     absorb,
@@ -82,7 +83,7 @@ def test_smooth__same_bits_and_ranges_that_meet() -> None:
     for batch in draw_batches(MODEL, 2, seed=5):
         before, after = (reference.run(mod, batch)[0] for mod in (MODEL, smoothed))
         np.testing.assert_array_equal(after, before)
-    assert len(Graph(smoothed).bindings) == len(Graph(rq.prepare(MODEL).mod).bindings)
+    assert len(Graph(smoothed).bindings) == len(Graph(prepare_module(MODEL)).bindings)
     assert np.ptp(np.log2(largest(MODEL, "norm1"))) > 5
     for name, weights in (("norm1", ["q.product", "k.product", "v.product"]), ("norm2", ["f1"])):
         rows = np.abs(np.concatenate([weight_of(smoothed, w) for w in weights], 1)).max(1)
@@ -153,7 +154,7 @@ def test_smooth__nothing_to_gain_changes_nothing() -> None:
         return emit("y", op.matmul(norm, weight))
 
     mod = build_model(body, (2, TOKENS, WIDTH))
-    prepared = rq.prepare(mod).mod
+    prepared = prepare_module(mod)
     smoothed, declined = rq.smooth_activations(mod, None, draw_batches(mod, 2))
     tvm.ir.assert_structural_equal(smoothed["main"], prepared["main"], map_free_vars=True)
     assert [value.reason for value in declined] == ["scaling would not make it more exact"]

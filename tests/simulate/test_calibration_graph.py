@@ -133,12 +133,17 @@ def test_graph__second_specification_is_rounded_wherever_the_value_is_moved():
     prepared = rq.prepare(build_model(body, MAP), None, mapping, "generic")
     first, second = prepared.plan.value_groups["t"]
     view = Graph(prepared.graph.mod)
-    data = view.values[view.vars["s"]].args[0]
+
+    def find_data(name: str) -> relax.Expr:
+        product = view.values[view.vars[name]].args[0]
+        return view.values[product].args[0]
+
+    data = find_data("s")
     scale = prepared.graph.variables[second].scale
     assert view.values[data].args[2].name == scale.name
     # It converts what the first specification has rounded.
     source = view.values[view.values[data].args[0]].args[0]
-    assert source.same_as(view.values[view.vars["u"]].args[0])
+    assert source.same_as(find_data("u"))
     assert first != second
 
 
