@@ -24,9 +24,10 @@ class Effort(enum.Enum):
     """Levels of effort."""
 
     FAST = "fast"  #: ranges from the extremes, weights rounded to nearest
-    BALANCED = "balanced"  #: ranges and weights by what they change in the results; the default
-    #: as BALANCED, with a search of the weights' scales, layers of one scale scaled against one
-    #: another; for few bits or one scale per tensor
+    #: ranges and weights by what they change in the results, layers scaled against one another
+    #: where that is worth it; the default
+    BALANCED = "balanced"
+    #: as BALANCED, with a search of the weights' scales; for few bits or one scale per tensor
     BEST = "best"
 
 
@@ -38,8 +39,8 @@ class EffortSettings:
         activation: Observer of computed values, where neither the user nor the backend names one.
         fit: How weights are rounded and biases corrected.
         order: When parameters are picked.
-        equalizes_layers: Whether layers whose weights have one scale each are scaled against one
-            another first (`relayquant.prepare.cross_layer`).
+        equalizes_layers: Whether layers are scaled against one another first, where it is worth
+            it (`relayquant.prepare.cross_layer`, `relayquant.prepare.balance`).
     """
 
     activation: Observer
@@ -52,7 +53,9 @@ EFFORTS: Mapping[Effort, EffortSettings] = {
     Effort.FAST: EffortSettings(
         MinMax(), FitSettings(WeightRounding.NEAREST, BiasCorrection.NONE), Order.PARALLEL
     ),
-    Effort.BALANCED: EffortSettings(OutputSQNR(), FitSettings(), Order.PARALLEL),
+    Effort.BALANCED: EffortSettings(
+        OutputSQNR(), FitSettings(), Order.PARALLEL, equalizes_layers=True
+    ),
     Effort.BEST: EffortSettings(
         RelativeMSE(values=1 << 20),
         FitSettings(

@@ -4,7 +4,7 @@ between annotate and simulate: what a level of effort does of it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,14 +12,21 @@ import tvm
 
 from relayquant.analysis.sensitivity import take_samples
 from relayquant.analysis.verify import expose_values
-from relayquant.calibrate.datasets import open_dataset
+from relayquant.calibrate.datasets import Batch, open_dataset
 from relayquant.calibrate.inputs import describe_inputs
 from relayquant.calibrate.observers import Fixed
+from relayquant.dialect.cost import count_macs
 from relayquant.lower import EagerModule
 from relayquant.plan import Plan
-from relayquant.prepare import cross_layer, prepare_module, smooth
-from relayquant.prepare.cross_layer import Declined
+from relayquant.prepare import balance, cross_layer, prepare_module, smooth
+from relayquant.prepare.cross_layer import Declined, Exponents, LayerPair
+from relayquant.prepare.equalize import measure_channels
 from relayquant.rewrite import Graph
+
+#: batches that tell whether equalizing is worth it, at least and at most, and multiply-adds of the
+#: float model that are spent on them
+SAMPLES = (4, 32)
+SAMPLE_WORK = 2e9
 
 
 def equalize_layers(
@@ -28,7 +35,10 @@ def equalize_layers(
     """The same float function with the channels between its layers scaled (cross-layer
     equalization), to be quantized in place of `mod`; and the values that had to stay, with reasons.
 
-    For weights with one scale per tensor. Per channel there is nothing to gain.
+    The ranges of weights are made alike, which is best for weights with one scale per tensor, and
+    helps weights with a scale per channel where values between the layers, which always have one
+    scale, have channels of very different ranges. `quantize` does what is worth it by itself, by
+    the ranges that values have on data, except with effort "fast".
 
     Raises:
         ModelError: the model is not one this package can work with.
@@ -37,46 +47,115 @@ def equalize_layers(
 
 
 def equalize_planned(canonical: tvm.IRModule, plan: Plan, dataset: Any) -> tvm.IRModule:
-    """The prepared module with those pairs of layers equalized whose weights are to have one scale
-    each, if that is worth it; one float pass over the data, if there are clips between them.
+    """The prepared module with the channels between its layers scaled where that is worth it, for
+    weights with one scale (`cross_layer`) and with a scale per channel (`balance`).
 
-    Parameters that are fixed stay right: values that have such are not scaled.
+    A few samples tell what it is worth; where values between are clipped, and there is something to
+    gain, a float pass over all data tells what the scaled ones reach. Parameters that are fixed
+    stay right: values that have such are not scaled.
     """
-    whole, fixed = set[str](), set[str]()
+    whole, channelwise, fixed = set[str](), set[str](), set[str]()
     for group in plan.groups:
         if group.is_fixed or isinstance(group.calibration, Fixed):
             fixed.update(group.members)
-        elif group.constant is not None and not group.info.spec.is_per_channel:
-            whole.update(plan.operator(group.constant[0]).values)
+        elif group.constant is not None:
+            values = plan.operator(group.constant[0]).values
+            (channelwise if group.info.axis is not None else whole).update(values)
     pairs, _ = cross_layer.find_pairs(Graph(canonical), with_clips=True)
-    pairs = [pair for pair in pairs if {pair.first.name, pair.second.name} <= whole]
     pairs = [pair for pair in pairs if fixed.isdisjoint(var.name for var in pair.between)]
+    balanced = balance_layers(canonical, select_pairs(pairs, channelwise), dataset)
+    return equalize_ranges(balanced, select_pairs(pairs, whole), dataset)
+
+
+def select_pairs(pairs: Sequence[LayerPair], names: Collection[str]) -> list[LayerPair]:
+    """Those whose layers are both named."""
+    return [pair for pair in pairs if pair.first.name in names and pair.second.name in names]
+
+
+def balance_layers(
+    canonical: tvm.IRModule, pairs: Sequence[LayerPair], dataset: Any
+) -> tvm.IRModule:
+    """The prepared module with those of the pairs scaled that lose much to one scale for the values
+    between them; their weights have a scale per channel.
+    """
     if not pairs:
         return canonical
-    clips = {clip.name for pair in pairs for clip in pair.clips}
-    peaks = measure_peaks(canonical, clips, dataset) if clips else {}
+    names = {pair.between[-1].name for pair in pairs}
+    layers = {pair.first.name for pair in pairs}
+    samples = pick_samples(canonical, dataset)
+    statistics = measure_channels(run_values(canonical, names, samples), names)
+    exponents = balance.choose_balanced(canonical, statistics, layers)
+    clipped = [pair for pair in pairs if pair.clips and pair.first.name in exponents]
+    if clipped:
+        peaks = measure_peaks(canonical, clipped, dataset)
+        layers = set(exponents)
+        exponents = balance.choose_balanced(canonical, statistics, layers, peaks)
+    return scale_and_record(canonical, exponents)
+
+
+def equalize_ranges(
+    canonical: tvm.IRModule, pairs: Sequence[LayerPair], dataset: Any
+) -> tvm.IRModule:
+    """The prepared module with those of the pairs equalized, if that is worth it, whose weights
+    have one scale each.
+    """
+    if not pairs:
+        return canonical
+    peaks = measure_peaks(canonical, pairs, dataset)
     layers = {pair.first.name for pair in pairs}
     exponents = cross_layer.choose_exponents(canonical, peaks, layers)
     scaled = cross_layer.scale_layers(canonical, exponents)
     if not cross_layer.is_worthwhile(canonical, scaled):
         return canonical
+    return scale_and_record(canonical, exponents)
+
+
+def scale_and_record(canonical: tvm.IRModule, exponents: Exponents) -> tvm.IRModule:
+    """The prepared module with these factors, and a note of them; itself if there are none."""
+    if not exponents:
+        return canonical
+    scaled = cross_layer.scale_layers(canonical, exponents)
     return cross_layer.record_exponents(scaled, exponents)
 
 
+def pick_samples(canonical: tvm.IRModule, dataset: Any) -> list[Batch]:
+    """A few batches of the data, spread over it where it can be read in any order."""
+    macs = sum(count_macs(binding.value) for binding in Graph(canonical).bindings)
+    least, most = SAMPLES
+    count = int(np.clip(SAMPLE_WORK / max(macs, 1), least, most))
+    return open_dataset(dataset, describe_inputs(canonical)).pick(count)
+
+
 def measure_peaks(
-    canonical: tvm.IRModule, names: Collection[str], dataset: Any
+    canonical: tvm.IRModule, pairs: Sequence[LayerPair], dataset: Any
 ) -> dict[str, np.ndarray]:
-    """Largest value by channel, (C,), of clipped values between two layers."""
-    axes = {n: axis for n, axis in cross_layer.find_clips(canonical).items() if n in names}
-    values = EagerModule(expose_values(canonical, list(axes)))
-    params = [param.name for param in Graph(canonical).func.params]
+    """Largest value by channel, (C,), of clipped values between these layers, over all data; which
+    is not read if there are none.
+    """
+    names = {clip.name for pair in pairs for clip in pair.clips}
     peaks: dict[str, np.ndarray] = {}
-    for batch in open_dataset(dataset, describe_inputs(canonical)):
-        results = values.run("main", [batch[name] for name in params])
-        for (name, axis), array in zip(axes.items(), results, strict=False):
-            peak = np.moveaxis(array, axis, -1).reshape(-1, array.shape[axis]).max(axis=0)
+    if not names:
+        return peaks
+    data = open_dataset(dataset, describe_inputs(canonical))
+    for found in run_values(canonical, names, data):
+        for name, array in found.items():
+            peak = array.reshape(-1, array.shape[-1]).max(axis=0)
             peaks[name] = np.maximum(peaks.get(name, peak), peak)
     return peaks
+
+
+def run_values(
+    canonical: tvm.IRModule, names: Collection[str], batches: Iterable[Batch]
+) -> Iterator[dict[str, np.ndarray]]:
+    """Values between two layers for each batch, channels last."""
+    between = cross_layer.find_between(canonical)
+    axes = {name: axis for name, axis in between.items() if name in names}
+    values = EagerModule(expose_values(canonical, list(axes)))
+    params = [param.name for param in Graph(canonical).func.params]
+    for batch in batches:
+        results = values.run("main", [batch[name] for name in params])
+        found = zip(axes.items(), results, strict=False)
+        yield {name: np.moveaxis(array, axis, -1) for (name, axis), array in found}
 
 
 def smooth_activations(

@@ -1,6 +1,4 @@
-"""effort "best": layers whose weights have one scale each are equalized, and the rest of the flow
-knows of it.
-"""
+"""Layers are scaled against one another where it is worth it; the rest of the flow knows of it."""
 
 from __future__ import annotations
 
@@ -12,12 +10,14 @@ from tvm import relax
 from tvm.relax import op
 
 import relayquant as rq
+from relayquant import reference
 from relayquant.prepare.cross_layer import (
     add_exponents,
     choose_exponents,
     estimate_noise,
     read_exponents,
     record_exponents,
+    scale_layers,
 )
 
 RNG = np.random.default_rng(5)
@@ -62,7 +62,8 @@ def test_best__equalizes_layers_of_one_scale_and_says_so() -> None:
     qmod = quantize(qconfig_mapping=make_mapping())
     assert rq.ledger(qmod).choices["equalized"] == "channels between 2 pairs of layers"
     assert set(read_exponents(qmod)) == {"first", "depthwise"}
-    plain = quantize("balanced", qconfig_mapping=make_mapping())
+    assert read_exponents(quantize("balanced", qconfig_mapping=make_mapping()))
+    plain = quantize("fast", qconfig_mapping=make_mapping())
     assert "equalized" not in rq.ledger(plain).choices
     assert not read_exponents(plain)
     # Values between the layers are compared in the units that they have in the integer model.
@@ -84,8 +85,15 @@ def test_estimate_noise__largest_over_mean_square() -> None:
     assert estimate_noise(np.float32([[3, -4], [0, 5]])) == pytest.approx(25 / 12.5)
 
 
-def test_best__per_channel_is_left_alone() -> None:
-    assert not read_exponents(quantize())
+@pytest.mark.parametrize("effort", ["balanced", "best"])
+def test_quantize__per_channel_is_balanced_too_and_nothing_is_clipped(effort: str) -> None:
+    qmod = quantize(effort)
+    assert read_exponents(qmod)
+    scaled = scale_layers(build_chain(), read_exponents(qmod))
+    for x in DATA:
+        want, got = (reference.run(mod, [x])[0] for mod in (build_chain(), scaled))
+        np.testing.assert_array_equal(got, want)
+    assert measure(qmod).rows[-1].sqnr > measure(quantize("fast")).rows[-1].sqnr + 3
 
 
 def test_best__compare_takes_the_equalized_float_model_too() -> None:

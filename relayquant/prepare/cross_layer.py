@@ -35,9 +35,13 @@ from relayquant.errors import ModelError
 from relayquant.rewrite import Emitter, Graph, rewrite_main
 from relayquant.rewrite.graph import constant_value, tensor_shape
 
-CONV2D, MATMUL, ADD = "relax.nn.conv2d", "relax.matmul", "relax.add"
-#: f(s * x) = s * f(x) for s > 0, channel by channel
-HOMOGENEOUS = frozenset({"relax.nn.relu", "relax.nn.leakyrelu", "relax.nn.max_pool2d"})
+MATMUL, ADD = "relax.matmul", "relax.add"
+TRANSPOSED = frozenset({"relax.nn.conv1d_transpose", "relax.nn.conv2d_transpose"})
+LAYERS = frozenset({MATMUL, "relax.nn.conv1d", "relax.nn.conv2d", *TRANSPOSED})
+#: f(s * x) = s * f(x) for s > 0, channel by channel, at the first operand
+HOMOGENEOUS = frozenset(
+    f"relax.nn.{name}" for name in ("relu", "leakyrelu", "prelu", "max_pool2d", "avg_pool2d")
+)
 #: passes over all pairs: a layer in the middle of a chain belongs to two of them
 SWEEPS = 20
 #: powers of two that a channel is scaled by at most: one that is always zero would take any factor
@@ -58,6 +62,35 @@ class Declined:
     reason: str
 
 
+@dataclass(frozen=True)
+class ChannelReads:
+    """Where the input channels of a layer are in its weight.
+
+    Attributes:
+        inputs: Axis over those of one group.
+        outputs: Axis over the output channels, group by group.
+        groups: Output channels of a group read the input channels of that group alone.
+    """
+
+    inputs: int
+    outputs: int
+    groups: int = 1
+
+    def split(self, weight: np.ndarray) -> np.ndarray:
+        """The weight by channels, (groups, outputs of one, inputs of one, taps)."""
+        matrix = np.moveaxis(weight, (self.outputs, self.inputs), (0, 1))
+        outputs, inputs = matrix.shape[:2]
+        return matrix.reshape(self.groups, outputs // self.groups, inputs, -1)
+
+    def scale(self, weight: np.ndarray, scales: np.ndarray) -> np.ndarray:
+        """The weight with one factor (C,) at each input channel."""
+        matrix = np.moveaxis(weight, (self.outputs, self.inputs), (0, 1))
+        each = scales.reshape(self.groups, 1, -1)
+        each = np.repeat(each, len(matrix) // self.groups, axis=1).reshape(matrix.shape[:2])
+        scaled = matrix * each.reshape(*each.shape, *[1] * (weight.ndim - 2))
+        return np.ascontiguousarray(np.moveaxis(scaled, (0, 1), (self.outputs, self.inputs)))
+
+
 @dataclass(frozen=True, eq=False)
 class LayerPair:
     """Two layers and what is between them.
@@ -66,7 +99,7 @@ class LayerPair:
         first, second: The linear operators.
         bias: The sum with the first one's bias, if it has one.
         first_axis: Axis of the first weight that runs over the channels in between.
-        second_axis: The same of the second weight.
+        reads: How the second weight runs over them.
         between: Values that the channels' factors change, in order, `first` among them.
         clips: Those of them that are clipped from above, and at what.
     """
@@ -75,7 +108,7 @@ class LayerPair:
     second: relax.Var
     bias: relax.Var | None
     first_axis: int
-    second_axis: int
+    reads: ChannelReads
     between: tuple[relax.Var, ...] = ()
     clips: Mapping[relax.Var, float] = field(default_factory=dict)
 
@@ -99,8 +132,8 @@ def choose_exponents(
 
     Args:
         mod: The prepared module.
-        peaks: The largest value by channel (C,) on data of what `find_clips` names; None: pairs
-            with a clip in between are left alone.
+        peaks: The largest value by channel (C,) on data of what is clipped between layers; None:
+            pairs with a clip in between are left alone.
         layers: First layers of the pairs that are considered; all when None.
     """
     graph = Graph(mod)
@@ -114,7 +147,7 @@ def choose_exponents(
         for pair, (low, high), done in zip(pairs, limits, exponents, strict=True):
             scales = choose_scales(
                 channel_ranges(arrays[pair.first], pair.first_axis),
-                channel_ranges(arrays[pair.second], pair.second_axis),
+                np.abs(pair.reads.split(arrays[pair.second])).max(axis=(1, 3)).reshape(-1),
             )
             step = np.clip(done + np.log2(scales), low, high) - done
             changed |= bool(step.any())
@@ -212,13 +245,11 @@ def read_exponents(mod: tvm.IRModule) -> Exponents:
         ) from error
 
 
-def find_clips(mod: tvm.IRModule) -> dict[str, int]:
-    """Values between two layers that are clipped from above -> axis of their channels: what
-    `choose_exponents` wants peaks of.
-    """
+def find_between(mod: tvm.IRModule) -> dict[str, int]:
+    """Values between two layers -> axis of their channels."""
     graph = Graph(mod)
     pairs, _ = find_pairs(graph, with_clips=True)
-    return {clip.name: channel_axis(graph, pair.first) for pair in pairs for clip in pair.clips}
+    return {var.name: channel_axis(graph, pair.first) for pair in pairs for var in pair.between}
 
 
 def find_limits(
@@ -277,11 +308,12 @@ def follow(
             return Declined(at.name, "several operators read it, or the model returns it")
         (user,) = graph.users[at]
         kind, call = graph.op_name(user), graph.values[user]
-        if kind in (CONV2D, MATMUL) and call.args[0].same_as(at):
-            axis = input_axis(graph, user)
-            if axis is None:
-                return Declined(at.name, f"{user.name} reads it in groups, or has no fixed weight")
-            return LayerPair(first, user, bias, first_axis, axis, tuple(between), clips)
+        if kind in LAYERS and call.args[0].same_as(at):
+            reads = find_reads(graph, user)
+            if reads is None:
+                reason = f"{user.name} is transposed in groups, or has no fixed weight"
+                return Declined(at.name, reason)
+            return LayerPair(first, user, bias, first_axis, reads, tuple(between), clips)
         if kind == ADD and at is first and is_channel_bias(graph, user, first):
             bias = user
         elif kind == "relax.clip":
@@ -291,42 +323,41 @@ def follow(
             if not with_clips:
                 return Declined(at.name, f"{user.name} clips all channels at one value (relu6)")
             clips[user] = high
-        elif kind not in HOMOGENEOUS:
+        elif kind not in HOMOGENEOUS or not call.args[0].same_as(at):
             return None
         between.append(user)
 
 
 def weight_of(graph: Graph, var: relax.Var) -> np.ndarray | None:
     """The constant float32 weight of a convolution or matrix product."""
-    if graph.op_name(var) not in (CONV2D, MATMUL):
+    if graph.op_name(var) not in LAYERS:
         return None
     weight = constant_value(graph.values[var].args[1])
-    is_matrix = graph.op_name(var) == CONV2D or (weight is not None and weight.ndim == 2)
+    is_matrix = graph.op_name(var) != MATMUL or (weight is not None and weight.ndim == 2)
     return weight if weight is not None and weight.dtype == np.float32 and is_matrix else None
 
 
 def output_axis(graph: Graph, var: relax.Var) -> int | None:
-    """Axis of a layer's weight that runs over its output channels; None if `var` is no layer."""
+    """Axis of a layer's weight that runs over its output channels; None if `var` is no layer, or
+    no single axis does.
+    """
+    reads = find_reads(graph, var)
+    return None if reads is None else reads.outputs
+
+
+def find_reads(graph: Graph, var: relax.Var) -> ChannelReads | None:
+    """Where the channels of a layer are in its weight; None if `var` is no layer, or one whose
+    weight holds the output channels of one group only (transposed).
+    """
     if weight_of(graph, var) is None:
         return None
-    attrs = graph.values[var].attrs
-    return 1 if graph.op_name(var) == MATMUL else str(attrs.kernel_layout).index("O")
-
-
-def input_axis(graph: Graph, var: relax.Var) -> int | None:
-    """Axis of a layer's weight that runs over its input channels; None where no single one does."""
-    weight = weight_of(graph, var)
-    if weight is None:
-        return None
     if graph.op_name(var) == MATMUL:
-        return 0
+        return ChannelReads(0, 1)
     attrs = graph.values[var].attrs
     kernel, groups = str(attrs.kernel_layout), int(attrs.groups)
-    if groups == 1:
-        return kernel.index("I")
-    shape = dict(zip(kernel, weight.shape, strict=True))
-    # Depthwise: output channel i reads input channel i alone.
-    return kernel.index("O") if shape["I"] == 1 and shape["O"] == groups else None
+    if groups > 1 and graph.op_name(var) in TRANSPOSED:
+        return None
+    return ChannelReads(kernel.index("I"), kernel.index("O"), groups)
 
 
 def is_channel_bias(graph: Graph, add: relax.Var, layer: relax.Var) -> bool:
@@ -342,9 +373,9 @@ def is_channel_bias(graph: Graph, add: relax.Var, layer: relax.Var) -> bool:
 
 def channel_axis(graph: Graph, layer: relax.Var) -> int:
     """Axis of the channels in the result of a layer."""
-    if graph.op_name(layer) == CONV2D:
-        return str(graph.values[layer].attrs.data_layout).index("C")
-    return -1
+    if graph.op_name(layer) == MATMUL:
+        return -1
+    return str(graph.values[layer].attrs.data_layout).index("C")
 
 
 def scale_pair(pair: LayerPair, arrays: dict[relax.Var, np.ndarray], exponents: np.ndarray) -> None:
@@ -352,7 +383,7 @@ def scale_pair(pair: LayerPair, arrays: dict[relax.Var, np.ndarray], exponents: 
     scales = np.exp2(exponents).astype("float32")
     first, second = arrays[pair.first], arrays[pair.second]
     arrays[pair.first] = first / spread(scales, pair.first_axis, first.ndim)
-    arrays[pair.second] = second * spread(scales, pair.second_axis, second.ndim)
+    arrays[pair.second] = pair.reads.scale(second, scales)
     if pair.bias is not None:
         bias = arrays[pair.bias]
         arrays[pair.bias] = bias / scales.reshape(bias.shape)

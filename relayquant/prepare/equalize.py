@@ -33,7 +33,7 @@ STEPS = 127.0
 
 @dataclass(frozen=True, eq=False)
 class ChannelStatistics:
-    """What is known of the channels (last axis) of an input: float64 (C,) each."""
+    """What is known of the channels (last axis) of an input: float64 (C,), or (G, C) in groups."""
 
     largest: np.ndarray  #: largest magnitude
     mean_square: np.ndarray
@@ -100,12 +100,13 @@ def estimate_noise(weight: np.ndarray, statistics: ChannelStatistics) -> float:
 
     The rounding of x has the variance of its step for every channel, and meets all weights of the
     channel; that of the weights has one step per output, and meets the mean square of every
-    channel. `weight`: (C, N).
+    channel. `weight`: (C, N); (G, C, N) where the channels of a group meet its own weights only.
     """
     step = statistics.largest.max() / STEPS
-    steps = np.abs(weight).max(axis=0) / STEPS
+    steps = np.abs(weight).max(axis=-2) / STEPS
     of_data = step**2 * np.square(weight, dtype="float64").sum()
-    of_weights = np.square(steps, dtype="float64").sum() * statistics.mean_square.sum()
+    squares = np.square(steps, dtype="float64").sum(axis=-1)
+    of_weights = (squares * statistics.mean_square.sum(axis=-1)).sum()
     return float(of_data + of_weights)
 
 

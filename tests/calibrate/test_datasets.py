@@ -449,6 +449,27 @@ def test_arrays__model_without_batch():
     assert [b["x"].shape for b in open_dataset(DATA[0], inputs)] == [(3, 4)]
 
 
+def test_pick__spread_where_items_can_be_read_in_any_order():
+    for source in (list(DATA), tuple(DATA), DATA, {"image": DATA}):
+        data = open_dataset(source, IMAGE)
+        every = [next(iter(batch.values())) for batch in data]
+        picked = [next(iter(batch.values())) for batch in data.pick(3)]
+        step = len(every) // 3
+        assert len(picked) == 3
+        for got, want in zip(picked, every[::step], strict=False):
+            np.testing.assert_array_equal(got, want)
+        assert len(data.pick(100)) == len(every)
+    taken = []
+
+    def source():
+        for x in DATA:
+            taken.append(1)
+            yield x
+
+    # A stream is read no further than it has to be.
+    assert len(open_dataset(source, IMAGE).pick(2)) == len(taken) == 2
+
+
 def test_head__limits_and_nests():
     dataset = open_dataset(DATA, IMAGE)
     assert len(list(dataset.head(2))) == 2

@@ -16,7 +16,7 @@ from relayquant.prepare.cross_layer import (
     channel_ranges,
     choose_exponents,
     choose_scales,
-    find_clips,
+    find_between,
     read_exponents,
     record_exponents,
     scale_layers,
@@ -83,7 +83,7 @@ def test_equalize_layers__relu6_is_declined_with_the_reason() -> None:
 def test_choose_exponents__nothing_that_was_seen_is_clipped_otherwise() -> None:
     uneven = np.float32([100, 100, 100, 100, 100, 0.01]).reshape(1, 6, 1, 1)
     mod = build_chain(lambda y: op.clip(y, 0, 6), last_weight=W3 * uneven)
-    assert find_clips(mod) == {"last": 1}
+    assert find_between(mod)["last"] == 1
     seen = reference.run_values(mod, {"x": X})["last"].max(axis=(0, 2, 3))
     peaks = np.float32([6, 5.9, 3.1, 1.5, 0.1, 0])
     exponents = choose_exponents(mod, {"last": peaks})["depthwise"]
@@ -107,7 +107,7 @@ def test_choose_exponents__the_layers_named_and_no_factor_without_bound() -> Non
 
 def test_equalize_layers__a_clip_from_below_is_declined() -> None:
     mod = build_chain(lambda y: op.clip(y, -1, 1))
-    assert find_clips(mod) == {}
+    assert "last" not in find_between(mod)
     declined = {value.name: value.reason for value in rq.equalize_layers(mod)[1]}
     assert "at -1 and 1" in declined["depthwise"]
 

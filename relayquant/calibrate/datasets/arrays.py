@@ -101,16 +101,14 @@ def plan_cut(
 
 def cut_arrays(
     arrays: Mapping[str, NDArray[Any]], inputs: tuple[InputInfo, ...], batch_size: int | None
-) -> tuple[int, Callable[[], Iterator[Batch]]]:
-    """(number of batches, function that yields them from the beginning)."""
+) -> tuple[int, Callable[[int], Batch]]:
+    """(number of batches, function that gives the one of a number)."""
     check_names(set(arrays), inputs, "The data set")
     cut = plan_cut({info.name: arrays[info.name].shape for info in inputs}, inputs, batch_size)
 
-    def open_items() -> Iterator[Batch]:
-        start = 0
-        for size in cut.sizes():
-            part = start if cut.stacked else slice(start, start + size)
-            yield {info.name: arrays[info.name][part] for info in inputs}
-            start += size
+    def read_item(index: int) -> Batch:
+        start = index * cut.size
+        part = index if cut.stacked else slice(start, start + cut.size)
+        return {info.name: arrays[info.name][part] for info in inputs}
 
-    return cut.batches, open_items
+    return cut.batches, read_item

@@ -18,7 +18,7 @@ from relayquant.calibrate.datasets.item import (
     list_names,
     to_array,
 )
-from relayquant.calibrate.datasets.iterable import find_length, open_iterable
+from relayquant.calibrate.datasets.iterable import find_length, is_sequence, open_iterable
 from relayquant.errors import ConfigError, DataError
 
 
@@ -33,12 +33,14 @@ class Dataset:
         inputs: what the batches were checked against.
         length: number of batches, or None when it cannot be known beforehand.
         limit: at most so many batches are yielded.
+        read_item: the raw item of a number, where items can be read in any order.
     """
 
     inputs: tuple[InputInfo, ...]
     length: int | None
     open_items: Callable[[], Iterator[Any]]  #: raw items, from the beginning
     limit: int | None = None
+    read_item: Callable[[int], Any] | None = None
 
     def __iter__(self) -> Iterator[Batch]:
         """Checked batches.
@@ -60,6 +62,16 @@ class Dataset:
                 "representative ones to be good. If it is a function, it must return a fresh "
                 "iterator at every call."
             )
+
+    def pick(self, count: int) -> list[Batch]:
+        """So many batches (fewer if there are fewer), spread evenly where items can be read in any
+        order, else the first.
+        """
+        if self.read_item is None or not self.length:
+            return list(self.head(count))
+        count = min(count, self.length)
+        numbers = [i * self.length // count for i in range(count)]
+        return [convert_item(self.read_item(i), self.inputs, i) for i in numbers]
 
     def head(self, count: int) -> Dataset:
         """The first `count` batches (fewer if there are fewer).
@@ -109,7 +121,7 @@ def open_dataset(
     if isinstance(dataset, (str, os.PathLike)):
         return Dataset(inputs, *open_archive(Path(dataset), inputs, batch_size))
     if isinstance(dataset, Mapping):
-        return Dataset(inputs, *cut_arrays(convert_mapping(dataset), inputs, batch_size))
+        return open_arrays(convert_mapping(dataset), inputs, batch_size)
     if is_array(dataset):
         if len(inputs) != 1:
             raise DataError(
@@ -117,9 +129,18 @@ def open_dataset(
                 f"({list_names(inputs)}); pass a dict of arrays."
             )
         arrays = {inputs[0].name: to_array(dataset, inputs[0].name, "the data set")}
-        return Dataset(inputs, *cut_arrays(arrays, inputs, batch_size))
+        return open_arrays(arrays, inputs, batch_size)
     if batch_size is not None:
         raise ConfigError(
             "batch_size applies to arrays and .npz files; an iterable yields batches as they are."
         )
-    return Dataset(inputs, find_length(dataset), open_iterable(dataset))
+    read_item = dataset.__getitem__ if is_sequence(dataset) else None
+    return Dataset(inputs, find_length(dataset), open_iterable(dataset), read_item=read_item)
+
+
+def open_arrays(
+    arrays: Mapping[str, Any], inputs: tuple[InputInfo, ...], batch_size: int | None
+) -> Dataset:
+    """Arrays with samples along axis 0 as batches."""
+    length, read_item = cut_arrays(arrays, inputs, batch_size)
+    return Dataset(inputs, length, lambda: map(read_item, range(length)), read_item=read_item)

@@ -21,6 +21,14 @@ def find_length(dataset: object) -> int | None:
         return None  # a loader around an iterable without a length
 
 
+def is_sequence(dataset: Any) -> bool:
+    """Whether items can be read by number: lists, tuples, and what has no other way."""
+    if isinstance(dataset, (list, tuple)):
+        return True
+    is_iterable = hasattr(dataset, "__iter__") or isinstance(dataset, type)
+    return not is_iterable and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+
+
 def open_iterable(dataset: Any) -> Callable[[], Iterator[Any]]:
     is_class = isinstance(dataset, type)  # has the methods of its instances, but is a function
     if hasattr(dataset, "__iter__") and not is_class:
