@@ -65,6 +65,7 @@ from relayquant.finish import (
 )
 from relayquant.ledger import InterfaceValue, Ledger, find_ledger, read_ledger
 from relayquant.lower import EagerModule, host_config, make_pipeline, resolve_target
+from relayquant.plan import Plan
 from relayquant.prepare import prepare_module
 from relayquant.prepare.bias import add_biases
 from relayquant.prepare.cross_layer import add_exponents, read_exponents, scale_layers
@@ -222,7 +223,7 @@ def prepare_quietly(
         )
     if EFFORTS[level].fit.bias is not BiasCorrection.NONE:
         canonical, plan = add_planned_biases(
-            canonical, plan, backend, lambda mod: annotate(mod, backend, mapping, wanted)
+            canonical, plan, mapping, lambda mod: annotate(mod, backend, mapping, wanted), backend
         )
     graph = run_stage(events, "simulate", lambda: build_calibration_graph(canonical, plan, backend))
     check_stage(graph.mod, Stage.SIMULATED, with_integers=is_quantized)
@@ -241,21 +242,29 @@ def prepare_quietly(
 def add_planned_biases(
     canonical: tvm.IRModule,
     plan: Plan,
-    backend: BackendConfig,
+    mapping: QConfigMapping,
     make_plan: Callable[[tvm.IRModule], Plan],
+    backend: BackendConfig,
 ) -> tuple[tvm.IRModule, Plan]:
     """(module, plan) with a bias at every operator whose weights are fitted, for its correction;
-    without it where the backend has no row for an operator with a bias.
+    without it where a line of the mapping is for the pattern without a bias, and where the backend
+    has no row for an operator with one.
     """
+    selected = {key for rule in mapping.rules for key in (rule.key, rule.object_type)}
+    skip = {row.name for row in plan.operators if row.pattern and row.pattern in selected}
     fixed = {group.key: group for group in plan.groups if group.is_fixed}
-    before = {operator.name for operator in plan.operators if operator.quantized}
-    skip: set[str] = set()
+
+    def list_quantized(plan: Plan) -> dict[str, str]:
+        return {row.name: row.rule for row in plan.operators if row.quantized}
+
+    before = list_quantized(plan)
     while True:
         changed = add_biases(canonical, plan, backend, skip)
         if changed is canonical:
             return canonical, plan
         new = make_plan(changed)
-        lost = before - {operator.name for operator in new.operators if operator.quantized}
+        after = list_quantized(new)
+        lost = {name for name, rule in before.items() if after.get(name) != rule}
         if lost <= skip:
             groups = tuple(fixed.get(group.key, group) for group in new.groups)
             return changed, dataclasses.replace(new, groups=groups)

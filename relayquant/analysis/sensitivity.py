@@ -408,7 +408,8 @@ def add_float_lines(
         added = mapping.set_module_name(name, qconfig)
         is_alone = not any(line.selects(other) for other in sites.values() if other is not site)
         if not is_alone or added.find_rule(site) != line:
-            longest = max(site.names, key=count_parts)
+            # Of those as long, the one of its result: what is inside may be of our own making.
+            longest = max(reversed(site.names), key=count_parts)
             index = site.find_order(longest) or 0
             added = mapping.set_module_name_object_type_order(longest, site.op, index, qconfig)
         mapping = added

@@ -1,7 +1,7 @@
 """Optional last step of prepare: linear operators without a bias get one, of zeros, so that
 calibration has where to put what rounding the weights changes in the mean.
 
-y = linear(x, w) -> y.unbiased = linear(x, w); y = y.unbiased + 0, one number per output channel:
+y = linear(x, w) -> y_unbiased = linear(x, w); y = y_unbiased + 0, one number per output channel:
 the same function. In integers a bias costs nothing: kernels begin their sums with it. (Zeros that a
 model has itself stay in the canonical form, and a single number becomes one for each channel.)
 """
@@ -48,7 +48,7 @@ def add_biases(
             return value
         bias = relax.const(biases[binding.var], "float32")
         name = binding.var.name
-        product = emitter.emit(value, f"{name}.unbiased")
+        product = emitter.emit(value, f"{name}_unbiased")
         if name in sources:
             sources[product.name] = sources[name]
         return relax.op.add(product, bias)

@@ -11,6 +11,7 @@ from tvm import relax
 
 import relayquant as rq
 from relayquant import reference
+from relayquant.analysis.sensitivity import add_float_lines
 from relayquant.calibrate.fit import BiasCorrection, FitSettings, WeightRounding
 from relayquant.prepare.bias import add_biases
 
@@ -117,6 +118,32 @@ def test_prepare__backend_without_a_row_for_it_keeps_its_integers() -> None:
     assert "linear:bias" not in prepared.graph.constants
 
 
+def test_prepare__line_for_a_pattern_still_decides() -> None:
+    mod, _ = make_model("dense", "none")
+    coarse = replace(rq.X86.default_qconfig, weight=rq.TensorConfig(COARSE, rq.MinMax()))
+    mapping = rq.QConfigMapping().set_global(rq.X86.default_qconfig)
+    prepared = rq.prepare(mod, None, mapping.set_object_type("dense_relu", coarse))
+    assert prepared.plan.group("act:weight").info.spec == COARSE
+
+
+@pytest.mark.parametrize("kind", ["conv2d", "dense"])
+def test_search__mapping_of_a_prepared_module_makes_it_again(kind: str) -> None:
+    """Also where it has to name operators by their place."""
+    shape, _, linear = LINEAR[kind]
+
+    def body(emit: Chain, x: relax.Expr) -> relax.Expr:
+        y = emit("block", linear(emit, x))
+        return emit("out", op.nn.relu(emit("block.sum", op.multiply(y, op.sigmoid(y)))))
+
+    mod = build_model(body, shape)
+    prepared = prepare(mod)
+    mapping = add_float_lines(prepared, ["block"], prepared.mapping)
+    with pytest.warns(UserWarning, match="Nothing is quantized"):
+        again = rq.prepare(mod, None, mapping)
+    assert not again.plan.operator("block").quantized
+    assert mapping == add_float_lines(again, ["block"], prepared.mapping)
+
+
 def test_prepare__added_product_shares_the_source_of_its_sum() -> None:
     mod, _ = make_model("dense", "none")
     note = '{"linear": {"node": "fc/MatMul", "op": "MatMul"}}'
@@ -124,4 +151,4 @@ def test_prepare__added_product_shares_the_source_of_its_sum() -> None:
     prepared = prepare(mod)
     assert {"fc/MatMul"} <= set(prepared.plan.operator("act").sources)
     kept = prepared.mod["main"].attrs["relayquant.sources"]
-    assert '"linear.unbiased": {"node": "fc/MatMul"' in str(kept)
+    assert '"linear_unbiased": {"node": "fc/MatMul"' in str(kept)
