@@ -2,9 +2,9 @@
 whose outputs follow the float model again.
 
 Quantization fails in silence: every stage succeeds, and the answers are wrong. So what was built is
-run, in numpy and on a handful of samples, and compared with the float model. Where it parts, the
-operators that cause it are found on the calibration graph and put back to float; all other
-parameters stay as they were calibrated.
+run, in numpy and on a handful of samples from all over the data, and compared with the float model.
+Where it parts, the operators that cause it are found on the calibration graph and put back to
+float; all other parameters stay as they were calibrated.
 """
 
 from __future__ import annotations
@@ -22,9 +22,15 @@ import tvm
 from relayquant import reference
 from relayquant.analysis.lint import lint_samples
 from relayquant.analysis.outputs import Interface, OutputGap, measure_gaps
-from relayquant.analysis.sensitivity import Simulation
+from relayquant.analysis.sensitivity import Simulation, find_rounding_operators
 from relayquant.analysis.sums import ErrorSums
-from relayquant.calibrate.datasets import count_samples, open_dataset
+from relayquant.calibrate.datasets import (
+    Batch,
+    SpreadSample,
+    count_samples,
+    has_free_batch,
+    open_dataset,
+)
 from relayquant.calibrate.inputs import describe_inputs
 from relayquant.dialect.cost import count_macs
 from relayquant.effort import Effort
@@ -39,6 +45,9 @@ from relayquant.search import rank_operators, search_simulated
 
 #: of a warning: from `guard_module` up to who called `quantize`
 CALLER = 5
+
+#: operators, of those that went back on suspicion, that are tried on integers again
+TAKEN_BACK = 8
 
 Batches = Sequence[Mapping[str, np.ndarray]]
 
@@ -63,14 +72,21 @@ class GuardSettings:
     what is normal: the guard is for models that broke, not for the last points of accuracy; for
     those there is `quantize(..., metric=)`.
 
+    In between there is a warning: more than `doubtful_disagreement` other answers, or, of an output
+    that holds no answers (boxes, a mask, a signal), less than `doubtful_sqnr`, or less than
+    `min_sqnr` on one sample.
+
     Attributes:
         action: See `Guard`; None: WARN with effort "fast", else REVERT.
-        samples: Samples that are compared, at most.
+        samples: Samples that are compared, at most, spread over the data.
         work: Multiply-adds of the float model for all samples together; fewer samples are compared
             when they cost more, at least 2.
         min_sqnr: dB at an output, below which it parts.
         disagreement: Share of samples with another answer, above which an output parts.
         target_sqnr: dB that operators are put back to float for, once outputs parted.
+        doubtful_sqnr, doubtful_disagreement: See above.
+        search_work: Multiply-adds of the float model that finding these operators may take, about;
+            it looks at fewer samples for that, the worst ones, one at least.
     """
 
     action: Guard | None = None
@@ -79,6 +95,9 @@ class GuardSettings:
     min_sqnr: float = 10.0
     disagreement: float = 0.5
     target_sqnr: float = 20.0
+    doubtful_sqnr: float = 15.0
+    doubtful_disagreement: float = 0.1
+    search_work: float = 2e10
 
     def __post_init__(self) -> None:
         if self.action is not None and not isinstance(self.action, Guard):
@@ -89,6 +108,12 @@ class GuardSettings:
             raise ConfigError(
                 f"GuardSettings: samples is {self.samples}, work {self.work} and disagreement "
                 f"{self.disagreement}; allowed: samples >= 1, work > 0, 0 < disagreement <= 1."
+            )
+        if not self.search_work > 0 or not 0 <= self.doubtful_disagreement <= 1:
+            raise ConfigError(
+                f"GuardSettings: search_work is {self.search_work} and doubtful_disagreement "
+                f"{self.doubtful_disagreement}; allowed: search_work > 0, 0 <= "
+                "doubtful_disagreement <= 1."
             )
         if not self.min_sqnr <= self.target_sqnr:
             raise ConfigError(
@@ -122,6 +147,15 @@ class GuardSettings:
         """Whether one of the outputs is too far from the float model's."""
         return any(gap.sqnr < self.min_sqnr or gap.disagreement > self.disagreement for gap in gaps)
 
+    def is_doubtful(self, gaps: Sequence[OutputGap]) -> bool:
+        """Whether one of the outputs is so far from the float model's that users should know."""
+        return any(
+            gap.disagreement > self.doubtful_disagreement
+            if gap.samples
+            else gap.sqnr < self.doubtful_sqnr or gap.worst < self.min_sqnr
+            for gap in gaps
+        )
+
 
 def guard_module(
     prepared: PreparedModel,
@@ -132,6 +166,7 @@ def guard_module(
     calibration: Any = None,
     strict: bool = False,
     callbacks: CallbackList | None = None,
+    sample: SpreadSample | None = None,
 ) -> tvm.IRModule:
     """The integer module, or one with some operators in float; its ledger says what was seen.
 
@@ -141,31 +176,41 @@ def guard_module(
     Args:
         prepared: The calibrated model that `qmod` was made from.
         qmod: Its integer module.
-        dataset: What it was calibrated with; the first few samples are read.
+        dataset: What it was calibrated with; read for samples unless there is a `sample`.
         settings: See `GuardSettings`.
         calibration: As for `quantize`; used when a new plan has values that were never observed.
+        sample: Samples that were kept while the data was read; see `start_sample`.
     """
     action = settings.find_action(prepared.effort)
     if action is Guard.OFF:
         return qmod
-    batches = take_batches(prepared, dataset, settings)
+    batches = take_batches(prepared, dataset, settings) if sample is None else sample.batches()
     for finding in lint_samples(prepared.mod, batches):
         warnings.warn(f"Calibration data: {finding}", DataWarning, stacklevel=CALLER)
     gaps = measure_gaps(prepared.mod, qmod, batches)
     samples = sum(map(count_samples, batches))
     seen = summarize(gaps, samples)
-    if not settings.is_parted(gaps):
-        return write_ledger(qmod, replace(read_ledger(qmod), guard=seen))
-    culprit = find_first_off(prepared, qmod, batches)
-    integers = [value for value in (*prepared.inputs, *prepared.outputs) if value.is_integer]
     what = (
-        f"The integer model does not follow the float model on the first {samples} calibration "
-        f"samples: {describe(seen)}."
+        f"The integer model does not follow the float model on {samples} calibration samples: "
+        f"{describe(seen)}."
     )
     advice = (
         "relayquant.compare shows every value and relayquant.lint whether the data is right; "
         "guard=Guard.OFF silences this."
     )
+    if not settings.is_parted(gaps):
+        if settings.is_doubtful(gaps):
+            culprit = find_first_off(prepared, qmod, pick_worst(prepared, batches, gaps, 1))
+            seen = replace(seen, is_doubtful=True, operator=culprit)
+            warnings.warn(
+                f"{what} The first operator that is off is {culprit!r}. That is more than 8 bits "
+                f"usually cost; effort='best' or quantize(metric=) may help. {advice}",
+                AccuracyWarning,
+                stacklevel=CALLER,
+            )
+        return write_ledger(qmod, replace(read_ledger(qmod), guard=seen))
+    culprit = find_first_off(prepared, qmod, pick_worst(prepared, batches, gaps, 2))
+    integers = [value for value in (*prepared.inputs, *prepared.outputs) if value.is_integer]
     if action is Guard.WARN or strict or integers:
         why = "with effort='fast' or guard=Guard.WARN nothing is done about it"
         if action is Guard.REVERT:
@@ -178,9 +223,15 @@ def guard_module(
         )
         guard = replace(seen, is_parted=True, operator=culprit)
         return write_ledger(qmod, replace(read_ledger(qmod), guard=guard))
-    changed, names, gaps = revert_operators(
-        prepared, dataset, batches, settings, calibration, callbacks or CallbackList()
+    changed, names, gaps, is_arithmetic = revert_operators(
+        prepared, qmod, dataset, batches, gaps, settings, calibration, callbacks or CallbackList()
     )
+    if is_arithmetic:
+        advice = (
+            "In simulation the quantized model follows the float model, so neither ranges nor data "
+            "are the cause but integers, such as sums that do not fit int32: see "
+            "relayquant.accumulator_report. guard=Guard.OFF silences this."
+        )
     guard = replace(
         summarize(gaps, samples),
         is_parted=True,
@@ -204,43 +255,57 @@ def guard_module(
 # --- What is compared -------------------------------------------------------------------------
 
 
-def take_batches(
-    prepared: PreparedModel, dataset: Any, settings: GuardSettings
-) -> list[dict[str, np.ndarray]]:
-    """The first samples; as one batch where the model's batch is symbolic."""
-    inputs = describe_inputs(prepared.mod)
-    graph = Graph(prepared.mod)
-    macs = sum(count_macs(binding.value) for binding in graph.bindings)
-    count = min(settings.samples, max(int(settings.work / max(macs, 1)), 2))
-    firsts = {info.shape[0] if info.shape else 1 for info in inputs}
-    # One name for the first dimension of all inputs: it is the batch.
-    is_cut = len(firsts) == 1 and all(isinstance(first, str) for first in firsts)
-    found: list[dict[str, np.ndarray]] = []
-    samples = 0
-    for batch in open_dataset(dataset, inputs):
-        part = {k: v[: count - samples] if is_cut else v for k, v in batch.items()}
-        shapes = [{k: v.shape[1:] for k, v in rows.items()} for rows in (part, *found[-1:])]
-        if is_cut and found and shapes[0] == shapes[1]:
-            # Numpy takes as long for one sample as for a few.
-            found[-1] = {k: np.concatenate([v, part[k]]) for k, v in found[-1].items()}
-        else:
-            found.append({name: array.copy() for name, array in part.items()})
-        samples += count_samples(part)
-        if samples >= count:
-            break
-    return found
+def start_sample(prepared: PreparedModel, settings: GuardSettings) -> SpreadSample:
+    """What keeps the samples that are compared, from data that is read for something else."""
+    count = min(settings.samples, max(int(settings.work / max(count_all_macs(prepared), 1)), 2))
+    return SpreadSample(tuple(describe_inputs(prepared.mod)), count)
+
+
+def count_all_macs(prepared: PreparedModel) -> int:
+    """Multiply-adds of the float model for one batch; for one sample, if that is symbolic."""
+    return sum(count_macs(binding.value) for binding in Graph(prepared.mod).bindings)
+
+
+def take_batches(prepared: PreparedModel, dataset: Any, settings: GuardSettings) -> list[Batch]:
+    """Samples spread over the data, which is read for that; as one batch where the model's batch
+    is symbolic.
+    """
+    sample = start_sample(prepared, settings)
+    for batch in open_dataset(dataset, describe_inputs(prepared.mod)):
+        sample.note(batch)
+    return sample.batches()
+
+
+def pick_worst(
+    prepared: PreparedModel, batches: Sequence[Batch], gaps: Sequence[OutputGap], count: int
+) -> list[Batch]:
+    """The samples on which an output is worst, in order, each as a batch; whole batches where their
+    size is fixed.
+    """
+    places = [(i, row) for i, batch in enumerate(batches) for row in range(count_samples(batch))]
+    rated = [gap.each for gap in gaps if len(gap.each) == len(places)]
+    scores = np.min(rated, axis=0) if rated else np.zeros(len(places))
+    worst = [places[number] for number in sorted(np.argsort(scores, kind="stable")[:count])]
+    if has_free_batch(describe_inputs(prepared.mod)):
+        return [{k: v[row : row + 1] for k, v in batches[i].items()} for i, row in worst]
+    return [batches[i] for i in dict.fromkeys(i for i, _ in worst)]
 
 
 def summarize(gaps: Sequence[OutputGap], samples: int) -> GuardResult:
     """The worst of all outputs, for the ledger."""
     sqnr = min((gap.sqnr for gap in gaps), default=math.inf)
     worst = max(gaps, key=lambda gap: gap.disagreement, default=OutputGap(math.inf))
-    return GuardResult(samples, float(np.clip(sqnr, -999.0, 999.0)), worst.disagreement)
+    lowest = min((gap.worst for gap in gaps), default=math.inf)
+    sqnr, lowest = (float(np.clip(value, -999.0, 999.0)) for value in (sqnr, lowest))
+    return GuardResult(samples, sqnr, worst.disagreement, worst=lowest)
 
 
 def describe(result: GuardResult) -> str:
     """What was measured, as a part of a sentence."""
-    return f"{result.sqnr:.1f} dB SQNR, {result.disagreement:.0%} of the answers clearly others"
+    worst = "" if result.worst is None else f" (the worst sample {result.worst:.1f} dB)"
+    return (
+        f"{result.sqnr:.1f} dB SQNR{worst}, {result.disagreement:.0%} of the answers clearly others"
+    )
 
 
 def find_first_off(
@@ -250,7 +315,7 @@ def find_first_off(
     interface = Interface.of(qmod)
     rows = {row.name: row for row in read_ledger(qmod).quantized}
     sums: dict[str, ErrorSums] = {}
-    for batch in batches[:2]:
+    for batch in batches:
         expected = reference.run_values(prepared.mod, dict(batch))
         got = reference.run_values(qmod, interface.to_inputs(batch))
         for name in expected:
@@ -274,32 +339,67 @@ def find_first_off(
 
 def revert_operators(
     prepared: PreparedModel,
+    qmod: tvm.IRModule,
     dataset: Any,
-    batches: Batches,
+    batches: Sequence[Batch],
+    gaps: Sequence[OutputGap],
     settings: GuardSettings,
     calibration: Any,
     callbacks: CallbackList,
-) -> tuple[tvm.IRModule, tuple[str, ...], list[OutputGap]]:
-    """(module, operators put back to float, its gaps): as few as bring the outputs back.
+) -> tuple[tvm.IRModule, tuple[str, ...], list[OutputGap], bool]:
+    """(module, operators put back to float, its gaps, whether only integers part): as few as bring
+    the outputs back.
 
-    Few are found on the calibration graph, where an operator is switched by a parameter. The
-    integer module decides; while it falls short, twice as many more go.
+    Few are found on the calibration graph, where an operator is switched by a parameter, on the
+    worst samples. The integer module decides on all of them; while it falls short, twice as many
+    more go, or, where the calibration graph sees nothing wrong, the next one that is off. Of those
+    that went so, as many as can are taken back.
     """
-    data = open_dataset(list(batches), describe_inputs(prepared.mod))
-    simulation = Simulation(prepared, data)
     mapping = prepared.mapping
     if mapping is None:
         raise ConfigError("The guard needs the QConfigMapping that the model was prepared with.")
-    order = rank_operators(simulation, callbacks, math.inf)
-    names = search_simulated(simulation, mapping, order, settings.target_sqnr, math.inf)
-    while True:
+    operators = find_rounding_operators(prepared)
+    # Each operator is switched alone, and what is behind it computed anew: half of the model.
+    each = max(count_all_macs(prepared) * len(operators) / 2, 1)
+    worst = pick_worst(prepared, batches, gaps, max(int(settings.search_work / each), 1))
+    simulation = Simulation(prepared, open_dataset(worst, describe_inputs(prepared.mod)))
+
+    def build(names: Sequence[str]) -> tuple[tvm.IRModule, list[OutputGap]]:
         changed = keep_parameters(prepared, names, dataset, calibration)
         module = lower(convert_to_reference(changed), changed.backend)
-        gaps = measure_gaps(prepared.mod, module, batches)
-        if not settings.is_parted(gaps) or len(names) == len(order):
-            return module, tuple(names), gaps
-        count = min(2 * len(names) + 1, len(order))
-        names = [name for i, name in enumerate(order) if i < count or name in names]
+        return module, measure_gaps(prepared.mod, module, batches)
+
+    order = rank_operators(simulation, callbacks, math.inf)
+    is_arithmetic = simulation.sqnr(operators) >= settings.target_sqnr
+    if is_arithmetic:
+        names = [find_first_off(prepared, qmod, worst)]
+    else:
+        names = search_simulated(simulation, mapping, order, settings.target_sqnr, math.inf)
+    enough = len(names)
+    module, found = build(names)
+    while settings.is_parted(found) and len(names) < len(order):
+        off = find_first_off(prepared, module, worst) if is_arithmetic else ""
+        if off and off not in names:
+            names = [*names, off]
+        else:
+            count = min(2 * len(names) + 1, len(order))
+            names = [name for i, name in enumerate(order) if i < count or name in names]
+        module, found = build(names)
+    if len(names) > enough and not settings.is_parted(found):
+        for name in names[::-1][:TAKEN_BACK]:
+            fewer = [other for other in names if other != name]
+            smaller, gaps = build(fewer)
+            if fewer and not settings.is_parted(gaps) and is_enough(gaps, found, settings):
+                names, module, found = fewer, smaller, gaps
+    return module, tuple(names), found, is_arithmetic
+
+
+def is_enough(
+    gaps: Sequence[OutputGap], reference: Sequence[OutputGap], settings: GuardSettings
+) -> bool:
+    """Whether outputs have the SQNR that operators are put back for, or what more of them give."""
+    least = min(settings.target_sqnr, *(gap.sqnr for gap in reference))
+    return all(gap.sqnr >= least for gap in gaps)
 
 
 def explain_reverted(ledger: Ledger, names: Collection[str], before: GuardResult) -> Ledger:

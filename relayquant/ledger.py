@@ -138,6 +138,9 @@ class GuardResult:
         operator: Where it starts: the first operator whose result is off; "" if they did not part.
         reverted: Operators that were put back to float.
         sqnr_before, disagreement_before: The same numbers before that.
+        worst: SQNR of the worst sample alone, dB, within -999 and 999; None in ledgers of older
+            versions.
+        is_doubtful: Whether the outputs, that did not part, are far enough apart for a warning.
     """
 
     samples: int
@@ -148,16 +151,19 @@ class GuardResult:
     reverted: tuple[str, ...] = ()
     sqnr_before: float | None = None
     disagreement_before: float | None = None
+    worst: float | None = None
+    is_doubtful: bool = False
 
     def __str__(self) -> str:
         """One line."""
+        worst = "" if self.worst is None else f" (the worst sample {self.worst:.1f} dB)"
         seen = (
-            f"guard: outputs on {self.samples} samples: {self.sqnr:.1f} dB SQNR, "
+            f"guard: outputs on {self.samples} samples: {self.sqnr:.1f} dB SQNR{worst}, "
             f"{self.disagreement:.0%} of the answers clearly others"
         )
         if self.reverted:
             return f"{seen}; for that, back in float: {', '.join(self.reverted)}"
-        return f"{seen}; it starts at {self.operator}" if self.is_parted else seen
+        return f"{seen}; it starts at {self.operator}" if self.operator else seen
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""

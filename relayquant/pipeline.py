@@ -99,10 +99,12 @@ def quantize_once(
     strict: bool = False,
     checkpoint: str | Path | None = None,
     executor: futures.Executor | None = None,
+    watch: Callable[[PreparedModel, Any], Any] | None = None,
 ) -> tuple[PreparedModel, tvm.IRModule]:
     """All stages, once: the calibrated model and its integer module.
 
-    Arguments and errors as for `relayquant.quantize`, which looks at the result as well.
+    Arguments and errors as for `relayquant.quantize`, which looks at the result as well. `watch`
+    gives what calibration reads in place of the data set.
     """
     events = CallbackList.of(callbacks)
     prepared = prepare(
@@ -120,7 +122,7 @@ def quantize_once(
     )
     calibrate(
         prepared,
-        dataset,
+        dataset if watch is None else watch(prepared, dataset),
         calibration=calibration,
         callbacks=events,
         checkpoint=checkpoint,

@@ -13,14 +13,15 @@ from typing import Any
 import tvm
 
 from relayquant.analysis.sensitivity import Metric
-from relayquant.calibrate.datasets import open_dataset
+from relayquant.calibrate.datasets import SpreadSample, open_dataset
 from relayquant.calibrate.inputs import describe_inputs
 from relayquant.config import BackendConfig, QConfigMapping
 from relayquant.effort import Effort
 from relayquant.errors import AccuracyWarning, ConfigError
 from relayquant.events import Callback, CallbackList
-from relayquant.guard import Guard, GuardSettings, guard_module
+from relayquant.guard import Guard, GuardSettings, guard_module, start_sample
 from relayquant.pipeline import quantize_once, run_stage
+from relayquant.prepared import PreparedModel
 from relayquant.qtypes import QParams
 from relayquant.search import MAX_DROP, fallback
 from relayquant.speed import Stopwatch, keep_faster_float
@@ -75,9 +76,10 @@ def quantize(
         strict: Raise one error that lists every operator whose QConfig cannot be served, instead of
             keeping them in float.
         checkpoint, executor: See `calibrate`.
-        guard: What happens when the integer model does not follow the float model on the first
+        guard: What happens when the integer model does not follow the float model on some of the
             calibration samples. None: operators that cause it are put back to float, with a
-            warning; with effort "fast" there is only the warning. See `Guard`, `GuardSettings`.
+            warning; with effort "fast", and where it follows but loosely, there is only the
+            warning. See `Guard`, `GuardSettings`.
         metric: `(float outputs, quantized outputs) -> float`, higher is better, over all of
             `validation`: the fewest operators are put back to int16 or float that keep it within
             `max_drop` of what the float model has against itself, with a warning if `budget`
@@ -149,6 +151,14 @@ def quantize(
                 stacklevel=2,
             )
         return found.mod
+    samples: list[SpreadSample] = []
+
+    def watch(prepared: PreparedModel, dataset: Any) -> Any:
+        if dataset is None or settings.find_action(prepared.effort) is Guard.OFF:
+            return dataset
+        samples.append(start_sample(prepared, settings))
+        return samples[0].watch(open_dataset(dataset, describe_inputs(prepared.mod)))
+
     prepared, qmod = quantize_once(
         mod,
         params,
@@ -164,6 +174,7 @@ def quantize(
         strict=strict,
         checkpoint=checkpoint,
         executor=executor,
+        watch=watch,
     )
     if dataset is None:
         return qmod
@@ -186,5 +197,6 @@ def quantize(
             calibration=calibration,
             strict=strict,
             callbacks=events,
+            sample=samples[0] if samples and samples[0].kept else None,
         ),
     )

@@ -8,12 +8,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tvm
 from float_models import MAP, build_model, draw_batches
+from tvm import relax
 from tvm.relax import op
 
 import relayquant as rq
 from relayquant import guard
-from relayquant.analysis.outputs import OutputGap, count_differing, measure_gaps
+from relayquant.analysis.outputs import OutputGap, count_differing, measure_gaps, rate_samples
 from relayquant.calibrate.datasets import open_dataset
 from relayquant.calibrate.inputs import describe_inputs
 from relayquant.demo import load_digits
@@ -22,10 +24,13 @@ from relayquant.guard import (
     GuardSettings,
     find_first_off,
     guard_module,
+    pick_worst,
     take_batches,
 )
 from relayquant.ledger import Ledger
 from relayquant.revert import keep_parameters
+from relayquant.rewrite import rewrite_main
+from relayquant.rewrite.graph import constant_value
 
 BROKEN = "conv2/relu"
 
@@ -163,22 +168,23 @@ def test_keep_parameters__a_value_without_any_is_calibrated(digits, broken):
     assert changed.parameters.keys() == {group.key for group in changed.plan.groups}
 
 
-def test_take_batches__few_samples_of_the_first_batches(broken):
+def test_take_batches__few_samples_spread_over_the_data(broken):
     prepared, _ = broken
-    read = []
 
     def items():
         for i in range(100):
-            read.append(i)
             yield np.full((3, 1, 8, 8), i, "float32")
 
     (batch,) = take_batches(prepared, items, GuardSettings())
     assert batch["image"].shape == (8, 1, 8, 8)
-    assert batch["image"][:, 0, 0, 0].tolist() == [0, 0, 0, 1, 1, 1, 2, 2]
-    assert len(read) <= 4
+    assert np.diff(batch["image"][:, 0, 0, 0]).min() >= 8
     # What is dear is done for two samples.
     (batch,) = take_batches(prepared, items, GuardSettings(work=1))
     assert len(batch["image"]) == 2
+    # One large batch.
+    images = np.arange(400, dtype="float32").repeat(64).reshape(400, 1, 8, 8)
+    (batch,) = take_batches(prepared, [images], GuardSettings())
+    assert batch["image"][:, 0, 0, 0].tolist() == [50 * i for i in range(8)]
 
 
 def test_take_batches__buffer_that_the_reader_uses_again(broken):
@@ -192,6 +198,85 @@ def test_take_batches__buffer_that_the_reader_uses_again(broken):
 
     (batch,) = take_batches(prepared, items, GuardSettings())
     assert batch["image"][:, 0, 0, 0].tolist() == [0, 1, 2, 3]
+
+
+def test_quantize__data_is_read_once_with_the_guard(digits):
+    mod, params, data = digits
+    read = []
+
+    def items():
+        for image in data[0][:20]:
+            read.append(1)
+            yield image[None]
+
+    qmod = rq.quantize(mod, params, items, effort="fast")
+    assert len(read) == 20
+    assert rq.ledger(qmod).guard.samples == 8
+
+
+def test_guard__a_sample_that_is_lost_among_others_is_seen(digits, broken):
+    """Of an output that holds no answers: one bad sample of many is named, none is put back."""
+    prepared, qmod = broken
+    images = [{"image": digits[2][0][:8]}]
+    gaps = measure_gaps(prepared.mod, qmod, images)
+    each = [
+        measure_gaps(prepared.mod, qmod, [{"image": image[None]}])[0].sqnr
+        for image in images[0]["image"]
+    ]
+    np.testing.assert_allclose(gaps[0].each, each, rtol=1e-3)
+    (worst,) = pick_worst(prepared, images, gaps, 1)
+    np.testing.assert_array_equal(worst["image"][0], images[0]["image"][np.argmin(each)])
+    doubtful = GuardSettings().is_doubtful
+    assert doubtful([OutputGap(20.9, each=(30.0, 25.0, 0.9))])
+    assert doubtful([OutputGap(12.3, 2, 8)])
+    assert doubtful([OutputGap(12.3)])
+    assert not doubtful([OutputGap(12.3, 0, 8, each=(5.0, 20.0))])  # the answers stay
+    assert not doubtful([OutputGap(16.0, each=(12.0, 20.0))])
+
+
+def test_rate_samples__silence_is_no_loss():
+    energies = [np.array([[4.0, 4.0], [0.04, 4.0]]), np.array([[0.0], [0.0001]])]
+    rated = rate_samples(energies)
+    np.testing.assert_allclose(rated[:2], [20, 0], atol=1e-9)
+    assert rated[2] > 20
+
+
+def test_guard__warns_in_between(digits, broken):
+    settings = GuardSettings(min_sqnr=-20, disagreement=1, doubtful_disagreement=0)
+    with pytest.warns(rq.AccuracyWarning, match="more than 8 bits usually cost"):
+        qmod = guard_module(*broken, digits[2], settings)
+    seen = rq.ledger(qmod).guard
+    assert (seen.is_parted, seen.is_doubtful, seen.operator) == (False, True, BROKEN)
+    assert Ledger.from_dict(rq.ledger(qmod).to_dict()).guard == seen
+
+
+def test_guard__integers_alone_are_wrong_one_operator_goes_back():
+    """What the simulation does not see: neither data nor ranges are blamed, nor other layers."""
+
+    def body(emit, x):
+        y = emit("hidden", relax.op.nn.relu(emit.dense("hidden.m", x, 12)))
+        y = emit("middle", relax.op.nn.relu(emit.dense("middle.m", y, 12)))
+        return emit.dense("out", y, 4)
+
+    mod = build_model(body, (4, 8))
+    data = draw_batches(mod, 8)
+    prepared = rq.calibrate(rq.prepare(mod, effort="fast"), data)
+    right = rq.lower(rq.convert_to_reference(prepared))
+
+    def damage(emitter, binding):
+        value = emitter.get(binding.value)
+        if binding.var.name != "middle.acc":
+            return value
+        array = constant_value(value.args[1])
+        wrong = relax.const(-array.astype("int8"), "int8")
+        return tvm.ir.Call(value.op, [value.args[0], wrong, *value.args[2:]], value.attrs)
+
+    wrong = rewrite_main(right, damage)
+    with pytest.warns(rq.AccuracyWarning, match="neither ranges nor data") as caught:
+        mended = guard_module(prepared, wrong, data, GuardSettings(Guard.REVERT))
+    assert rq.ledger(mended).guard.reverted == ("middle",)
+    assert "relayquant.lint" not in str(caught[0].message)
+    assert rq.ledger(mended).guard.sqnr > 25
 
 
 def test_count_differing__clear_answers_only():
@@ -295,12 +380,17 @@ def test_revert__twice_as_many_more_go_while_the_outputs_part(monkeypatch):
         "measure_gaps": gaps,
         "convert_to_reference": lambda prepared: None,
         "lower": lambda *_: "module",
-        "Simulation": lambda *_: None,
+        "Simulation": lambda *_: SimpleNamespace(sqnr=lambda operators: 0.0),
+        "find_rounding_operators": lambda *_: [],
+        "count_all_macs": lambda *_: 0,
+        "pick_worst": lambda *_: [],
         "open_dataset": lambda *_: None,
         "describe_inputs": lambda *_: None,
     }.items():
         monkeypatch.setattr(guard, name, stand_in)
     prepared = SimpleNamespace(mod=None, mapping=rq.QConfigMapping())
-    found = guard.revert_operators(prepared, None, [], GuardSettings(), None, None)
-    assert tried == [["o8"], ["o0", "o1", "o2", "o8"], [*order[:9]]]
+    found = guard.revert_operators(prepared, None, None, [], [], GuardSettings(), None, None)
+    assert tried[:3] == [["o8"], ["o0", "o1", "o2", "o8"], [*order[:9]]]
+    # None of those that went so can be spared.
+    assert {len(names) for names in tried[3:]} == {8}
     assert found[:2] == ("module", tuple(order[:9]))

@@ -13,9 +13,13 @@ import numpy as np
 import tvm
 
 from relayquant.analysis.sums import ErrorSums
+from relayquant.calibrate.datasets import count_samples
 from relayquant.ledger import InterfaceValue, find_ledger
 from relayquant.lower import EagerModule
 from relayquant.qtypes import INTEGER_LIMITS
+
+#: of the mean energy of a sample, which those with less are rated by
+SILENCE = 0.01
 
 
 @dataclass(frozen=True)
@@ -27,16 +31,24 @@ class OutputGap:
             quantized module gives NaN or infinity where the float one does not.
         differing: Samples whose answer is clearly another one; see `count_differing`.
         samples: Samples in all; 0 where an output is no answer in this sense.
+        each: Signal to noise ratio of every sample alone, dB, in order; of a batch where axis 0 of
+            the output does not count samples.
     """
 
     sqnr: float
     differing: int = 0
     samples: int = 0
+    each: tuple[float, ...] = ()
 
     @property
     def disagreement(self) -> float:
         """Share of samples with another answer."""
         return self.differing / max(self.samples, 1)
+
+    @property
+    def worst(self) -> float:
+        """dB of the worst sample."""
+        return min(self.each, default=self.sqnr)
 
 
 def measure_gaps(
@@ -56,21 +68,46 @@ def measure_gaps(
     first, second = EagerModule(float_mod), EagerModule(quantized)
     sums: list[ErrorSums] = []
     counts: list[tuple[int, int]] = []
+    energies: list[list[np.ndarray]] = []
     for batch in batches:
         expected = first.run("main", order_inputs(float_mod, batch))
         inputs = order_inputs(quantized, interface.to_inputs(batch))
         got = interface.to_real(second.run("main", inputs))
         sums = sums or [ErrorSums()] * len(expected)
         counts = counts or [(0, 0)] * len(expected)
+        energies = energies or [[] for _ in expected]
         for i, (x, y) in enumerate(zip(expected, got, strict=True)):
             usable = np.isfinite(x)
             sums[i] = sums[i].update(x[usable], y[usable])
             differing, samples = count_differing(x, y)
             counts[i] = counts[i][0] + differing, counts[i][1] + samples
+            energies[i].append(measure_energies(x, y, count_samples(batch)))
     return [
-        OutputGap(s.sqnr if np.isfinite(s.noise) else float("-inf"), *count)
-        for s, count in zip(sums, counts, strict=True)
+        OutputGap(s.sqnr if np.isfinite(s.noise) else float("-inf"), *count, rate_samples(energy))
+        for s, count, energy in zip(sums, counts, energies, strict=True)
     ]
+
+
+def measure_energies(expected: np.ndarray, got: np.ndarray, samples: int) -> np.ndarray:
+    """Signal and noise of each sample, (2, samples) float64; of all of them, (2, 1), where axis 0
+    of the output does not count samples.
+    """
+    rows = samples if expected.ndim and len(expected) == samples else 1
+    x, y = (array.reshape(rows, -1).astype("float64") for array in (expected, got))
+    usable = np.isfinite(x)
+    x, noise = np.where(usable, x, 0), np.where(usable, y - x, 0)
+    return np.stack([np.square(x).sum(axis=1), np.square(noise).sum(axis=1)])
+
+
+def rate_samples(energies: Sequence[np.ndarray]) -> tuple[float, ...]:
+    """dB of each sample. A sample that is nearly silent counts with `SILENCE` of the mean signal:
+    its noise is nobody's loss.
+    """
+    signal, noise = np.concatenate(energies, axis=1)
+    floor = max(SILENCE * signal.mean(), 1e-300)
+    with np.errstate(divide="ignore"):
+        rated = 10 * np.log10(np.maximum(signal, floor) / noise)
+    return tuple(np.where(np.isnan(rated), -np.inf, rated).tolist())
 
 
 def order_inputs(mod: tvm.IRModule, batch: Mapping[str, np.ndarray]) -> list[np.ndarray]:

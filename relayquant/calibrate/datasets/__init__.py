@@ -6,5 +6,15 @@ batch is checked against the model's inputs before any of it reaches compiled co
 
 from relayquant.calibrate.datasets.dataset import Dataset, open_dataset
 from relayquant.calibrate.datasets.item import Batch, InputInfo, convert_item, count_samples
+from relayquant.calibrate.datasets.spread import SpreadSample, has_free_batch
 
-__all__ = ["Batch", "Dataset", "InputInfo", "convert_item", "count_samples", "open_dataset"]
+__all__ = [
+    "Batch",
+    "Dataset",
+    "InputInfo",
+    "SpreadSample",
+    "convert_item",
+    "count_samples",
+    "has_free_batch",
+    "open_dataset",
+]
