@@ -12,7 +12,7 @@ import tvm
 
 from relayquant.analysis.sensitivity import take_samples
 from relayquant.analysis.verify import expose_values
-from relayquant.calibrate.datasets import Batch, open_dataset
+from relayquant.calibrate.datasets import Batch, SpreadSample, count_samples, open_dataset
 from relayquant.calibrate.inputs import describe_inputs
 from relayquant.calibrate.observers import Fixed
 from relayquant.dialect.cost import count_macs
@@ -23,7 +23,7 @@ from relayquant.prepare.cross_layer import Declined, Exponents, LayerPair
 from relayquant.prepare.equalize import measure_channels
 from relayquant.rewrite import Graph
 
-#: batches that tell whether equalizing is worth it, at least and at most, and multiply-adds of the
+#: samples that tell whether equalizing is worth it, at least and at most, and multiply-adds of the
 #: float model that are spent on them
 SAMPLES = (4, 32)
 SAMPLE_WORK = 2e9
@@ -119,11 +119,16 @@ def scale_and_record(canonical: tvm.IRModule, exponents: Exponents) -> tvm.IRMod
 
 
 def pick_samples(canonical: tvm.IRModule, dataset: Any) -> list[Batch]:
-    """A few batches of the data, spread over it where it can be read in any order."""
+    """A few samples of the data, spread over it where it can be read in any order."""
     macs = sum(count_macs(binding.value) for binding in Graph(canonical).bindings)
     least, most = SAMPLES
     count = int(np.clip(SAMPLE_WORK / max(macs, 1), least, most))
-    return open_dataset(dataset, describe_inputs(canonical)).pick(count)
+    data = open_dataset(dataset, describe_inputs(canonical))
+    (first,) = data.pick(1)
+    sample = SpreadSample(data.inputs, count)
+    for batch in data.pick(-(-count // max(count_samples(first), 1))):
+        sample.note(batch)
+    return sample.batches()
 
 
 def measure_peaks(
