@@ -8,7 +8,7 @@ check_versions()
 from relayquant import reference, relay, torch  # noqa: E402
 from relayquant.analysis import AccumulatorReport  # noqa: E402
 from relayquant.analysis.lint import Finding, Severity, lint, measure_growth  # noqa: E402
-from relayquant.backends import ACCELERATOR, ARM, GENERIC, X86  # noqa: E402
+from relayquant.backends import ACCELERATOR, ARM, GENERIC, X86, default_backend  # noqa: E402
 from relayquant.calibrate.choose_ranges import OutputSQNR  # noqa: E402
 from relayquant.calibrate.fit import BiasCorrection, FitSettings, WeightRounding  # noqa: E402
 from relayquant.calibrate.fit_adaround import AdaRoundSettings  # noqa: E402
@@ -169,6 +169,7 @@ __all__ = [
     "compare",
     "compile",
     "convert_to_reference",
+    "default_backend",
     "equalize_layers",
     "export_onnx",
     "fallback",

@@ -48,6 +48,13 @@ class DataWarning(UserWarning):
 tvm_ffi.register_error("QnnError", QnnError)
 
 
+def format_count(number: int, noun: str) -> str:
+    """ "1 operator", "2 operators", "2 batches"."""
+    if number == 1:
+        return f"{number} {noun}"
+    return f"{number} {noun}es" if noun.endswith("ch") else f"{number} {noun}s"
+
+
 def suggest_name(wrong: str, known: Iterable[str]) -> str:
     """A sentence that offers the nearest of `known` to `wrong`, or lists what is known."""
     known = sorted(set(known))

@@ -34,7 +34,7 @@ from relayquant.calibrate.datasets import (
 from relayquant.calibrate.inputs import describe_inputs
 from relayquant.dialect.cost import count_macs
 from relayquant.effort import Effort
-from relayquant.errors import AccuracyWarning, ConfigError, DataWarning
+from relayquant.errors import AccuracyWarning, ConfigError, DataWarning, format_count
 from relayquant.events import CallbackList
 from relayquant.ledger import GuardResult, Ledger, read_ledger, write_ledger
 from relayquant.pipeline import convert_to_reference, lower
@@ -241,7 +241,7 @@ def guard_module(
         disagreement_before=seen.disagreement,
     )
     warnings.warn(
-        f"{what} {len(names)} operators are back in float: {', '.join(names)}. Now: "
+        f"{what} Back in float, {format_count(len(names), 'operator')}: {', '.join(names)}. Now: "
         f"{describe(guard)}. {advice}",
         AccuracyWarning,
         stacklevel=CALLER,

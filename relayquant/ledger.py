@@ -13,7 +13,7 @@ import numpy as np
 import tvm
 
 from relayquant.config.accumulator import NATIVE
-from relayquant.errors import ModelError
+from relayquant.errors import ModelError, format_count
 from relayquant.files import reading
 from relayquant.plan import Plan
 from relayquant.qtypes import QParams
@@ -158,7 +158,8 @@ class GuardResult:
         """One line."""
         worst = "" if self.worst is None else f" (the worst sample {self.worst:.1f} dB)"
         seen = (
-            f"guard: outputs on {self.samples} samples: {self.sqnr:.1f} dB SQNR{worst}, "
+            f"guard: outputs on {format_count(self.samples, 'sample')}: {self.sqnr:.1f} dB "
+            f"SQNR{worst}, "
             f"{self.disagreement:.0%} of the answers clearly others"
         )
         if self.reverted:
@@ -201,7 +202,7 @@ class SearchResult:
         met = "within" if self.is_met else "not within"
         seen = (
             f"search: score {self.score:.6g}, float {self.float_score:.6g}, {met} the bound after "
-            f"{self.trials} trials"
+            f"{format_count(self.trials, 'trial')}"
         )
         names = ", ".join(self.reverted)
         return f"{seen}; for that, back in {self.dtype}: {names}" if names else seen

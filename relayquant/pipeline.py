@@ -88,7 +88,7 @@ def quantize_once(
     params: Mapping[str, Any] | None,
     dataset: Any,
     *,
-    backend: BackendConfig | str = "x86",
+    backend: BackendConfig | str | None = None,
     qconfig_mapping: QConfigMapping | None = None,
     calibration: Any = None,
     effort: Effort | str = Effort.BALANCED,
@@ -136,7 +136,7 @@ def prepare(
     mod: tvm.IRModule,
     params: Mapping[str, Any] | None = None,
     qconfig_mapping: QConfigMapping | None = None,
-    backend_config: BackendConfig | str = "x86",
+    backend_config: BackendConfig | str | None = None,
     *,
     dataset: Any = None,
     effort: Effort | str = Effort.BALANCED,
@@ -186,7 +186,7 @@ def prepare_quietly(
     mod: tvm.IRModule,
     params: Mapping[str, Any] | None = None,
     qconfig_mapping: QConfigMapping | None = None,
-    backend_config: BackendConfig | str = "x86",
+    backend_config: BackendConfig | str | None = None,
     *,
     dataset: Any = None,
     effort: Effort | str = Effort.BALANCED,
@@ -466,7 +466,9 @@ def convert_to_reference(prepared: PreparedModel) -> tvm.IRModule:
     return reference
 
 
-def lower(reference: tvm.IRModule, backend_config: BackendConfig | str = "x86") -> tvm.IRModule:
+def lower(
+    reference: tvm.IRModule, backend_config: BackendConfig | str | None = None
+) -> tvm.IRModule:
     """The integer module of a reference form: realize, expand, fold.
 
     The reference form is what `convert_to_reference` gives, or a model that was quantized elsewhere

@@ -21,7 +21,7 @@ from relayquant.backends import resolve_backend
 from relayquant.calibrate.observers import Observer
 from relayquant.calibrate.weights import pick_weight_parameters
 from relayquant.config import BackendConfig, DTypeConfig, QConfigMapping
-from relayquant.errors import ConfigError, DataError
+from relayquant.errors import ConfigError, DataError, format_count
 from relayquant.files import reading
 from relayquant.ledger import InterfaceValue
 from relayquant.module_file import parse_module
@@ -177,7 +177,8 @@ def merge_statistics(first: PreparedModel, *others: PreparedModel) -> PreparedMo
         missing = [group.key for group in needed if group.key not in model.statistics]
         if missing:
             raise ConfigError(
-                f"merge_statistics: model {i} has no statistics of {len(missing)} values, the "
+                f"merge_statistics: model {i} has no statistics of "
+                f"{format_count(len(missing), 'value')}, the "
                 "first is "
                 f"{missing[0]!r}. Calibrate it with order=Order.PARALLEL and observers: statistics "
                 "of the "

@@ -17,7 +17,7 @@ from relayquant.calibrate.datasets import SpreadSample, open_dataset
 from relayquant.calibrate.inputs import describe_inputs
 from relayquant.config import BackendConfig, QConfigMapping
 from relayquant.effort import Effort
-from relayquant.errors import AccuracyWarning, ConfigError
+from relayquant.errors import AccuracyWarning, ConfigError, format_count
 from relayquant.events import Callback, CallbackList
 from relayquant.guard import Guard, GuardSettings, guard_module, start_sample
 from relayquant.pipeline import quantize_once, run_stage
@@ -32,7 +32,7 @@ def quantize(
     params: Mapping[str, Any] | None,
     dataset: Any,
     *,
-    backend: BackendConfig | str = "x86",
+    backend: BackendConfig | str | None = None,
     qconfig_mapping: QConfigMapping | None = None,
     calibration: Any = None,
     effort: Effort | str = Effort.BALANCED,
@@ -63,7 +63,8 @@ def quantize(
             function that returns an iterator. None where nothing needs data: every quantized
             operator gets the parameters of its data at run time (`QSpec(is_dynamic=True)`). The
             guard has nothing to look at then.
-        backend: "x86", "arm", "generic", or a BackendConfig.
+        backend: "x86", "arm", "generic", or a BackendConfig; None for that of this machine. To run
+            elsewhere, `relayquant.default_backend(target)`.
         qconfig_mapping: Which operator is quantized how; the backend's default for all when None.
         calibration: Observer, or callable `(ValueInfo, samples) -> QParams`, for all activations.
         effort: "fast", "balanced" or "best": how much work calibration does for accuracy; see
@@ -146,7 +147,8 @@ def quantize(
                 remedy = "A longer budget may help; it goes on from search_state, if one is given."
             warnings.warn(
                 f"The metric is {found.score:.6g} and not within {max_drop:g} of "
-                f"{found.float_score:.6g} with {len(found.reverted)} operators put back. {remedy}",
+                f"{found.float_score:.6g} with "
+                f"{format_count(len(found.reverted), 'operator')} put back. {remedy}",
                 AccuracyWarning,
                 stacklevel=2,
             )

@@ -36,7 +36,7 @@ from relayquant.calibrate.inputs import describe_inputs
 from relayquant.calibrate.observers import MinMax
 from relayquant.config import BackendConfig, QConfig, QConfigMapping, TensorConfig
 from relayquant.effort import Effort, resolve_effort
-from relayquant.errors import ConfigError
+from relayquant.errors import ConfigError, format_count
 from relayquant.events import Callback, CallbackList, ProgressEvent
 from relayquant.ledger import SearchResult, read_ledger, write_ledger
 from relayquant.pipeline import (
@@ -126,7 +126,7 @@ class FallbackResult:
         lines = [f"{name} -> {self.dtype}" for name in self.reverted]
         met = "met" if self.is_met else "not met"
         score = f"score {self.score:.6g}, float {self.float_score:.6g}: the bound is {met}"
-        return "\n".join([*lines, f"{score} after {self.trials} trials"])
+        return "\n".join([*lines, f"{score} after {format_count(self.trials, 'trial')}"])
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ def fallback(
     max_drop: float = MAX_DROP,
     budget: float | None = None,
     validation: Any = None,
-    backend: BackendConfig | str = "x86",
+    backend: BackendConfig | str | None = None,
     qconfig_mapping: QConfigMapping | None = None,
     calibration: Any = None,
     effort: Effort | str = Effort.BALANCED,

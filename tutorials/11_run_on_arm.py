@@ -13,7 +13,7 @@ Without a board and without an emulator this tutorial compiles, says what is mis
 # Quantize for Arm
 # ----------------
 # Backends differ in the integers they want: the dot-product instructions of x86 take uint8
-# activations, those of Arm int8. ``default_backend`` knows which backend suits a target.
+# activations, those of Arm int8. ``rq.default_backend`` knows which backend suits a target.
 #
 # The target names the CPU. What it can do follows from the name, and nothing is taken from the PC:
 # a Cortex-A53 gets widening multiplies, a Cortex-A76 the ``sdot`` instruction.
@@ -30,7 +30,6 @@ import tvm
 from tvm import relax, rpc
 
 import relayquant as rq
-from relayquant.backends import default_backend
 from relayquant.demo import load_digits
 from relayquant.runtime import Executor
 
@@ -39,7 +38,7 @@ target = {"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mcpu": CPU}
 
 demo = load_digits()
 mod, params = rq.load(str(demo.model_path))
-backend = default_backend(target)
+backend = rq.default_backend(target)
 qmod = rq.quantize(mod, params, demo.calibration, backend=backend)
 print(f"quantized for the backend {backend.name!r}")
 

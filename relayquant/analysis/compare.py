@@ -20,7 +20,7 @@ from relayquant.analysis.table import format_csv
 from relayquant.analysis.verify import expose_values
 from relayquant.calibrate.datasets import count_samples
 from relayquant.calibrate.segments import build_function, collect_ancestors
-from relayquant.errors import ModelError
+from relayquant.errors import ModelError, format_count
 from relayquant.ledger import Ledger, LedgerRow, read_ledger
 from relayquant.lower import EagerModule
 from relayquant.prepare import prepare_module
@@ -83,7 +83,8 @@ class CompareReport:
             )
         first = self.first_below()
         where = "" if first is None else f"; the first below 15 dB is {first.name}"
-        return "\n".join([*lines, f"{len(self.rows)} values, {self.samples} samples{where}"])
+        counts = f"{format_count(len(self.rows), 'value')}, {format_count(self.samples, 'sample')}"
+        return "\n".join([*lines, f"{counts}{where}"])
 
     def to_csv(self) -> str:
         """Comma-separated text with a header line."""

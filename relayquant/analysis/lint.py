@@ -20,7 +20,7 @@ from tvm import relax
 from relayquant.calibrate.datasets import Dataset, count_samples, open_dataset
 from relayquant.calibrate.inputs import describe_inputs
 from relayquant.calibrate.segments import build_function, collect_ancestors
-from relayquant.errors import DataError
+from relayquant.errors import DataError, format_count
 from relayquant.prepare import prepare_module
 from relayquant.reference import run as run_reference
 from relayquant.rewrite import Graph
@@ -252,7 +252,7 @@ def hash_samples(batch: Mapping[str, np.ndarray]) -> list[bytes]:
 def check_range(name: str, dtype: str, found: InputStatistics, samples: int) -> list[Finding]:
     """Constant inputs, ranges made by a few outliers, ranges that still grow."""
     if found.low == found.high:
-        what = f"every element is {found.low:.6g} in all {samples} samples."
+        what = f"every element is {found.low:.6g} in {format_count(samples, 'sample')}."
         advice = (
             "A constant says nothing about the range of real data: check how the samples are read."
         )
@@ -290,10 +290,10 @@ def check_samples(samples: int, different: int) -> list[Finding]:
     """Too few samples, or many that are the same."""
     findings = []
     if samples < FEW_SAMPLES:
-        what = f"there are only {samples} samples."
+        what = f"there is no more than {format_count(samples, 'sample')}."
         findings.append(Finding(Severity.INFO, "samples", "", what, "Use a few hundred."))
     if samples - different > DUPLICATES * samples:
-        what = f"{samples - different} of {samples} samples are copies of others."
+        what = f"copies of others are {samples - different} of {format_count(samples, 'sample')}."
         advice = "Check that the reader advances, and that its buffer is copied."
         findings.append(Finding(Severity.WARNING, "duplicates", "", what, advice))
     return findings

@@ -14,8 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
+import onnx.version_converter
 
 from relayquant.errors import MissingDependencyError, ModelError
+
+#: first opset with quantization parameters per channel, which its tools need
+QDQ_OPSET = 13
+MAIN_DOMAIN = ("", "ai.onnx")
 
 
 def import_onnxruntime() -> Any:
@@ -60,6 +66,7 @@ def quantize_with_onnxruntime(
     prepared, result = folder / "prepared.onnx", folder / "int8.onnx"
     try:
         with hush_root_logger():
+            source = convert_opset(source, folder)
             # Symbolic shape inference needs sympy and finds nothing for static shapes.
             tools.shape_inference.quant_pre_process(
                 str(source), str(prepared), skip_symbolic_shape=True
@@ -80,6 +87,23 @@ def quantize_with_onnxruntime(
             f"ONNX Runtime cannot quantize {source}: {type(error).__name__}: {error}"
         ) from error
     return result
+
+
+def convert_opset(source: Path, folder: Path) -> Path:
+    """The model, or a copy in `folder` of an opset that has QuantizeLinear per channel."""
+    model = onnx.load(str(source))
+    opset = next((each.version for each in model.opset_import if each.domain in MAIN_DOMAIN), 1)
+    if opset >= QDQ_OPSET:
+        return source
+    converted = folder / "converted.onnx"
+    # Of IR version 3 every weight is an input too, which the converter takes for one.
+    weights = {tensor.name for tensor in model.graph.initializer}
+    inputs = [info for info in model.graph.input if info.name not in weights]
+    del model.graph.input[:]
+    model.graph.input.extend(inputs)
+    model.ir_version = max(model.ir_version, 4)
+    onnx.save(onnx.version_converter.convert_version(model, QDQ_OPSET), str(converted))
+    return converted
 
 
 def create_run(

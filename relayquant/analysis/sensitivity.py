@@ -30,7 +30,7 @@ from relayquant.config import (
     count_parts,
 )
 from relayquant.effort import Effort, apply_effort
-from relayquant.errors import ConfigError, DataError
+from relayquant.errors import ConfigError, DataError, format_count
 from relayquant.events import CallbackList, ProgressEvent
 from relayquant.lower import EagerModule, Recording, Replay
 from relayquant.plan import OperatorPlan
@@ -110,7 +110,10 @@ class SensitivityReport:
         for row in self.rows:
             op = row.op.removeprefix("nn.")
             lines.append(f"{row.name:{width}}  {op:12}  {row.score:.4g}")
-        lines.append(f"all {len(self.rows)} quantized: {self.score:.4g}, {self.samples} samples")
+        lines.append(
+            f"all {len(self.rows)} quantized: {self.score:.4g}, "
+            f"{format_count(self.samples, 'sample')}"
+        )
         return "\n".join(lines)
 
 

@@ -11,7 +11,7 @@ import tvm
 
 from relayquant.annotate.claim import find_sites
 from relayquant.config import BackendConfig, QConfigMapping
-from relayquant.errors import ConfigError
+from relayquant.errors import ConfigError, format_count
 from relayquant.plan import OperatorPlan, Plan, Support
 
 #: reasons that are named where nothing at all is quantized
@@ -60,10 +60,13 @@ def describe_unserved(plan: Plan, *, strict: bool) -> str:
     lines = "\n  ".join(map(describe_row, rows))
     if strict:
         return (
-            f"{len(rows)} operators cannot be quantized as the QConfigMapping says:\n  {lines}\n"
+            f"{format_count(len(rows), 'operator')} cannot be quantized as the QConfigMapping "
+            f"says:\n  {lines}\n"
             "Set None for those that are meant to stay in float, or pass strict=False."
         )
-    head = f"{len(rows)} operators stay in float although the QConfigMapping says otherwise:"
+    verb = "stays" if len(rows) == 1 else "stay"
+    head = f"{format_count(len(rows), 'operator')} {verb} in float although the QConfigMapping "
+    head += "says otherwise:"
     return f"{head}\n  {lines}"
 
 
@@ -116,7 +119,7 @@ def describe_nothing(plan: Plan, mapping: QConfigMapping, backend: BackendConfig
     reasons = list(dict.fromkeys(describe_row(op) for op in rows))
     more = f"\n  and {len(reasons) - MOST_REASONS} more" if len(reasons) > MOST_REASONS else ""
     return (
-        f"Nothing is quantized, for none of the {len(rows)} operators can be:\n  "
+        f"Nothing is quantized; of {format_count(len(rows), 'operator')} none can be:\n  "
         + "\n  ".join(reasons[:MOST_REASONS])
         + more
     )

@@ -16,12 +16,14 @@ from relayquant.lower.target import resolve_target
 BACKENDS: tuple[BackendConfig, ...] = (X86, ARM, GENERIC, ACCELERATOR)
 
 
-def resolve_backend(backend: BackendConfig | str) -> BackendConfig:
-    """A backend by name, or the BackendConfig itself.
+def resolve_backend(backend: BackendConfig | str | None) -> BackendConfig:
+    """A backend by name, or the BackendConfig itself; that of this machine for None.
 
     Raises:
         ConfigError: no backend has this name.
     """
+    if backend is None:
+        return default_backend()
     if isinstance(backend, BackendConfig):
         return backend
     for known in BACKENDS:

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from relayquant.calibrate.store import BEGIN_ANEW, Shard, ValueStore
-from relayquant.errors import ConfigError, DataError
+from relayquant.errors import ConfigError, DataError, format_count
 from relayquant.files import decode_json, read_text, reading, write_whole
 
 FORMAT = "relayquant.checkpoint.2"
@@ -239,7 +239,8 @@ def check_same_data(record: DataRecord, digests: list[str], path: Path) -> None:
             )
     if len(digests) != record.batches:
         raise DataError(
-            f"checkpoint={str(path)!r} was begun with {record.batches} batches, the data set now "
+            f"checkpoint={str(path)!r} was begun with "
+            f"{format_count(record.batches, 'batch')}, the data set now "
             f"has {len(digests)}. Delete the folder to begin anew."
         )
 

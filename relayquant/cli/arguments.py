@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
 
 import relayquant as rq
+from relayquant.backends import resolve_backend
+from relayquant.errors import ConfigError, DataError
+from relayquant.files import check_writable
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +30,11 @@ def add_data(parser: argparse.ArgumentParser) -> None:
 
 def add_backend(parser: argparse.ArgumentParser) -> None:
     """`--backend NAME`."""
-    parser.add_argument("--backend", default="x86", help="whose kernels will run it (default: x86)")
+    parser.add_argument(
+        "--backend",
+        metavar="NAME",
+        help="whose kernels will run it: x86, arm, generic, accelerator (default: this machine's)",
+    )
 
 
 def add_effort(parser: argparse.ArgumentParser) -> None:
@@ -37,3 +45,32 @@ def add_effort(parser: argparse.ArgumentParser) -> None:
         default=rq.Effort.BALANCED.value,
         help="work that goes into accuracy (default: balanced)",
     )
+
+
+def check_options(
+    options: argparse.Namespace,
+    *,
+    counts: Mapping[str, int | None] | None = None,
+    outputs: tuple[Path | None, ...] = (),
+) -> None:
+    """What costs nothing to know, before anything takes time: that the data is there, that there is
+    such a backend, that numbers are 1 or more, and that files can be written.
+
+    Args:
+        options: As parsed; `data` and `backend` are looked at where a command has them.
+        counts: Option -> its value; None where it was not given.
+        outputs: Files that will be written; None where there is none to be.
+
+    Raises:
+        ConfigError, DataError, OSError: one of these is not so.
+    """
+    for name, value in (counts or {}).items():
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} is {value}; allowed: 1 or more.")
+    data = getattr(options, "data", None)
+    if data is not None and not data.is_file():
+        raise DataError(f"There is no data file {data}.")
+    resolve_backend(getattr(options, "backend", None))
+    for path in outputs:
+        if path is not None:
+            check_writable(path)

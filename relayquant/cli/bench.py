@@ -37,8 +37,9 @@ from relayquant.analysis.profile import profile_module
 from relayquant.calibrate.datasets import InputInfo, open_dataset
 from relayquant.calibrate.fit import BiasCorrection, FitSettings, WeightRounding
 from relayquant.calibrate.inputs import describe_inputs
+from relayquant.cli.arguments import add_backend, check_options
 from relayquant.cli.files import bind_weights, load_model, load_module
-from relayquant.errors import ConfigError, ModelError
+from relayquant.errors import ConfigError, ModelError, format_count
 from relayquant.lower.target import resolve_target
 from relayquant.report import make_console
 from relayquant.report.bench import kernel_table, latency_table, operator_table
@@ -75,7 +76,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--quantized", type=Path, metavar="FILE.json", help="use this module as int8"
     )
-    parser.add_argument("--backend", default="x86", help="whose int8 form it is (default: x86)")
+    add_backend(parser)
     parser.add_argument("--threads", type=int, metavar="N", help="default: all cores")
     parser.add_argument("--batch", type=int, default=1, help="samples if the model leaves it open")
     parser.add_argument("--repeat", type=int, default=20, help="turns of each (default: 20)")
@@ -90,14 +91,9 @@ def add_parser(subparsers: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     threads = count_cores() if options.threads is None else options.threads
-    for name, value in (
-        ("--threads", threads),
-        ("--batch", options.batch),
-        ("--repeat", options.repeat),
-        ("--batches", options.batches),
-    ):
-        if value < 1:
-            raise ConfigError(f"{name} is {value}; allowed: 1 or more.")
+    names = ("batch", "repeat", "batches")
+    counts = {"--threads": threads, **{f"--{name}": getattr(options, name) for name in names}}
+    check_options(options, counts=counts)
     if options.operators < 0:
         raise ConfigError(f"--operators is {options.operators}; allowed: 0 or more.")
     rival = None if options.against is None else Rival(options.against)
@@ -137,11 +133,11 @@ def run(options: argparse.Namespace) -> int:
                 contenders[f"onnxruntime {name}"] = create_run(path, batches[0], threads)
         latencies = measure_latency(contenders, options.repeat)
         shapes = ", ".join(f"{name} {array.shape}" for name, array in batches[0].items())
-        title = f"{options.model.name}: {shapes}, {threads} thread{'s' if threads > 1 else ''}"
+        title = f"{options.model.name}: {shapes}, {format_count(threads, 'thread')}"
         console.print(latency_table(latencies, "relayquant int8", title))
         if options.operators:
             peak = measure_peak(resolve_target(None)) * threads
-            console.print(f"integer peak of {threads} cores: {peak:.0f} GOP/s")
+            console.print(f"integer peak of {format_count(threads, 'core')}: {peak:.0f} GOP/s")
             for name, module in modules.items():
                 profile = profile_module(module, inputs, rq.compile)
                 console.print(kernel_table(profile, peak, f"{name}: kinds of kernels"))
@@ -149,7 +145,7 @@ def run(options: argparse.Namespace) -> int:
                 console.print(table)
                 console.print(
                     f"outside of kernels: {profile.outside * 1e6:.0f} us of "
-                    f"{profile.total * 1e6:.0f} us, {profile.machine_calls} calls"
+                    f"{profile.total * 1e6:.0f} us, {format_count(profile.machine_calls, 'call')}"
                 )
     return 0
 
@@ -208,7 +204,9 @@ def draw_input(rng: np.random.Generator, info: InputInfo, batch: int) -> np.ndar
     return rng.integers(0, 2, shape).astype(info.dtype)
 
 
-def quantize_quickly(mod: tvm.IRModule, batches: Sequence[Batch], backend: str) -> tvm.IRModule:
+def quantize_quickly(
+    mod: tvm.IRModule, batches: Sequence[Batch], backend: str | None
+) -> tvm.IRModule:
     """The quantized module, with weights rounded to nearest."""
     prepared = rq.prepare(mod, None, None, backend)
     rq.calibrate(prepared, [dict(batch) for batch in batches], fit=QUICK_FIT)

@@ -11,12 +11,13 @@ import numpy as np
 import relayquant as rq
 from relayquant.calibrate.datasets import open_dataset
 from relayquant.calibrate.inputs import describe_inputs
+from relayquant.cli.arguments import check_options
 from relayquant.cli.files import bind_weights, load_model, load_module
 from relayquant.cli.measure import compare_outputs
 from relayquant.errors import ModelError
 from relayquant.files import write_whole
 from relayquant.report import make_console, summary_table
-from relayquant.report.compare import compare_table, plot_compare
+from relayquant.report.compare import check_picture, compare_table, plot_compare
 from relayquant.runtime import Executor
 
 
@@ -35,6 +36,10 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    outputs = options.csv, options.plot
+    check_options(options, counts={"--batches": options.batches}, outputs=outputs)
+    if options.plot is not None:
+        check_picture(options.plot)
     mod = bind_weights(*load_model(options.model))
     qmod = load_module(options.quantized)
     inputs, quantized_inputs = describe_inputs(mod), describe_inputs(qmod)
@@ -70,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
         if options.values:
             console.print(compare_table(report, title="values"))
         if options.csv is not None:
-            write_whole(options.csv, lambda path: path.write_text(report.to_csv()))
+            write_whole(options.csv, lambda path: path.write_text(report.to_csv(), "utf-8"))
         if options.plot is not None:
             write_whole(options.plot, lambda path: plot_compare(report, path))
     return 0

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import relayquant as rq
+from relayquant.cli.arguments import check_options
 from relayquant.cli.files import bind_weights, load_model, write_whole
 from relayquant.errors import ConfigError
+from relayquant.lower.target import resolve_target
 from relayquant.report import make_console
 
 
@@ -28,8 +30,10 @@ def run(options: argparse.Namespace) -> int:
     output = options.output or options.model.with_suffix(".so")
     if output.suffix not in (".so", ".dylib", ".dll"):
         raise ConfigError(f"-o {output}: a library is written as .so, .dylib or .dll.")
+    check_options(options, outputs=(output,))
+    target = resolve_target(options.target)
     mod = bind_weights(*load_model(options.model))
-    executable = rq.compile(mod, target=options.target)
+    executable = rq.compile(mod, target=target)
     write_whole(output, lambda path: executable.export_library(str(path)))
     make_console().print(f"wrote {output}")
     return 0

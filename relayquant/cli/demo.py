@@ -6,11 +6,10 @@ import argparse
 from typing import Any
 
 import relayquant as rq
-from relayquant.cli.arguments import add_backend
+from relayquant.cli.arguments import add_backend, check_options
 from relayquant.cli.files import bind_weights
 from relayquant.cli.measure import count_constant_bytes, time_interleaved
 from relayquant.demo import load_digits
-from relayquant.errors import ConfigError
 from relayquant.report import ProgressReport, ledger_table, make_console, summary_table
 from relayquant.runtime import Executor
 
@@ -28,9 +27,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    for name, value in (("--batch", options.batch), ("--runs", options.runs)):
-        if value < 1:
-            raise ConfigError(f"{name} is {value}; allowed: 1 or more.")
+    check_options(options, counts={"--batch": options.batch, "--runs": options.runs})
     demo = load_digits()
     mod, params = rq.load(demo.model_path)
     with ProgressReport() as progress:

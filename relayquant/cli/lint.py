@@ -9,7 +9,7 @@ import argparse
 from typing import Any
 
 import relayquant as rq
-from relayquant.cli.arguments import add_data, add_model
+from relayquant.cli.arguments import add_data, add_model, check_options
 from relayquant.cli.files import load_model
 from relayquant.report import findings_table, make_console
 
@@ -32,6 +32,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    check_options(options)
     mod, params = load_model(options.model)
     findings = rq.lint(mod, params, options.data)
     console = make_console()

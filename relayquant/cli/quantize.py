@@ -9,9 +9,9 @@ from typing import Any
 import tvm
 
 import relayquant as rq
-from relayquant.cli.arguments import add_backend, add_data, add_effort, add_model
+from relayquant.cli.arguments import add_backend, add_data, add_effort, add_model, check_options
 from relayquant.cli.files import MODULE_SUFFIX, load_mapping, load_model, write_whole
-from relayquant.errors import ConfigError, DataError
+from relayquant.errors import ConfigError
 from relayquant.report import ProgressReport, ledger_table, list_findings, make_console
 
 
@@ -51,8 +51,7 @@ def run(options: argparse.Namespace) -> int:
     output = options.output or options.model.with_suffix(".int8.json")
     if output.suffix != MODULE_SUFFIX:
         raise ConfigError(f"-o {output}: a quantized module is written as {MODULE_SUFFIX}.")
-    if not options.data.is_file():
-        raise DataError(f"There is no data file {options.data}.")
+    check_options(options, outputs=(output,))
     mapping = None if options.config is None else load_mapping(options.config)
     mod, params = load_model(options.model)
     with ProgressReport() as progress:

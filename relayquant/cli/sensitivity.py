@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import relayquant as rq
-from relayquant.cli.arguments import add_backend, add_data, add_effort, add_model
+from relayquant.cli.arguments import add_backend, add_data, add_effort, add_model, check_options
 from relayquant.cli.files import load_model, write_whole
-from relayquant.errors import ConfigError
+from relayquant.errors import ConfigError, format_count
 from relayquant.report import ProgressReport, make_console, sensitivity_table
 
 
@@ -41,6 +41,8 @@ def add_parser(subparsers: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     if (options.keep is None) != (options.output is None):
         raise ConfigError("--keep N and -o FILE.json go together: give both, or none of them.")
+    counts = {"--samples": options.samples, "--keep": options.keep}
+    check_options(options, counts=counts, outputs=(options.csv, options.output))
     mod, params = load_model(options.model)
     with ProgressReport() as progress:
         prepared = rq.prepare(
@@ -52,6 +54,11 @@ def run(options: argparse.Namespace) -> int:
             effort=options.effort,
             callbacks=(progress,),
         )
+        most = sum(operator.quantized for operator in prepared.plan.operators)
+        if options.keep is not None and options.keep > most:
+            raise ConfigError(
+                f"--keep is {options.keep}; the model has {format_count(most, 'operator')} to rank."
+            )
         rq.calibrate(prepared, options.data, callbacks=(progress,))
         report = rq.sensitivity(
             prepared, options.data, samples=options.samples, callbacks=(progress,)

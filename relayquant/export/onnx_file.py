@@ -10,7 +10,7 @@ import tvm
 from onnx import helper
 from tvm import relax
 
-from relayquant.errors import ModelError
+from relayquant.errors import ModelError, format_count
 from relayquant.export.onnx_builder import OnnxBuilder
 from relayquant.export.onnx_moves import MOVE_ATTRIBUTES, MOVE_WRITERS
 from relayquant.export.onnx_operators import ELEMENT, FLOAT_ATTRIBUTES, FLOAT_WRITERS, Writer
@@ -134,7 +134,8 @@ def check_operators(graph: Graph) -> None:
     if missing:
         lines = [f"{op} ({', '.join(map(repr, at))})" for op, at in missing.items()]
         raise ModelError(
-            f"export_onnx has no ONNX form for {len(missing)} operators: {'; '.join(lines)}. "
+            f"export_onnx has no ONNX form for "
+            f"{format_count(len(missing), 'operator')}: {'; '.join(lines)}. "
             "Export a part of the model without them, or replace them before quantizing."
         )
 

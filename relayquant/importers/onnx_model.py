@@ -21,7 +21,7 @@ from onnx.external_data_helper import ExternalDataInfo, uses_external_data
 from tvm import relax
 
 from relayquant import _tvm
-from relayquant.errors import ModelError, suggest_name
+from relayquant.errors import ModelError, format_count, suggest_name
 from relayquant.files import reading
 from relayquant.importers.files import DEFAULT_MAX_BYTES, PathLike, check_file
 from relayquant.importers.names import MARK, SourceNode, name_values
@@ -354,7 +354,8 @@ class _Importer(_FRONTEND.ONNXGraphImporter):
         if missing:
             lines = [f"{op} (nodes {', '.join(map(repr, at))})" for op, at in missing.items()]
             raise ModelError(
-                f"{len(missing)} operators of the model are not supported: {'; '.join(lines)}. "
+                f"Not supported, "
+                f"{format_count(len(missing), 'operator')} of the model: {'; '.join(lines)}. "
                 "Replace them before the export, or convert the model with a TVM frontend of your "
                 "own."
             )

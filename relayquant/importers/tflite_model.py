@@ -5,6 +5,7 @@ names are kept.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import tvm
 from tvm import relax
 
 from relayquant import _tvm
-from relayquant.errors import MissingDependencyError, ModelError
+from relayquant.errors import MissingDependencyError, ModelError, format_count
 from relayquant.files import reading
 from relayquant.importers.files import DEFAULT_MAX_BYTES, PathLike, check_file
 from relayquant.importers.names import MARK, SourceNode, name_values
@@ -61,12 +62,34 @@ def _import_file(path: Path, tflite: Any) -> tuple[tvm.IRModule, dict[str, np.nd
     frontend = _tvm.load_tflite_frontend()
     sources: dict[str, SourceNode] = {}
     model = tflite.Model.GetRootAs(data, 0)
+    custom = list_custom_operators(model)
+    if custom:
+        raise ModelError(
+            f"Not supported, {format_count(len(custom), 'custom operator')} of the model: "
+            f"{', '.join(custom)}. Replace them before the conversion to TFLite."
+        )
     converter = functools.partial(_converter_class(frontend), sources=sources)
     with _tvm.FRONTEND_LOCK:
         mod = frontend.from_tflite(model, op_converter=converter)
     # The frontend attaches the weights that it has bound already.
     mod["main"] = mod["main"].without_attr("params")
     return name_values(mod, sources), {}
+
+
+def list_custom_operators(model: Any) -> list[str]:
+    """Names of the operators that are none of TFLite's own, with how often each is called."""
+    names: dict[int, str] = {}
+    for index in range(model.OperatorCodesLength()):
+        custom = model.OperatorCodes(index).CustomCode()
+        if custom is not None:
+            names[index] = custom.decode("utf-8", "replace")
+    calls: Counter[str] = Counter()
+    for index in range(model.SubgraphsLength()):
+        subgraph = model.Subgraphs(index)
+        for at in range(subgraph.OperatorsLength()):
+            code = subgraph.Operators(at).OpcodeIndex()
+            calls.update(names[code] for _ in range(code in names))
+    return [f"{name!r} ({format_count(count, 'call')})" for name, count in calls.items()]
 
 
 def _converter_class(frontend: Any) -> type[Any]:

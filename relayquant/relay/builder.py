@@ -17,7 +17,7 @@ import numpy as np
 import tvm
 from tvm import relax
 
-from relayquant.errors import ModelError, RelayQuantError, suggest_name
+from relayquant.errors import ModelError, RelayQuantError, format_count, suggest_name
 from relayquant.relay import syntax
 from relayquant.relay.attributes import complete_attrs
 from relayquant.relay.operators import OPERATORS
@@ -86,7 +86,8 @@ def check_operators(module: syntax.Module) -> None:
             for name, places in sorted(unknown.items())
         ]
         raise ModelError(
-            f"The Relay module uses {len(rows)} operators that are not supported:\n  "
+            f"The Relay module uses what is not supported, "
+            f"{format_count(len(rows), 'operator')}:\n  "
             + "\n  ".join(rows)
             + "\nReplace them before saving the module (relay.transform.SimplifyInference, "
             "DynamicToStatic and CanonicalizeOps do that for many), or ask for them."

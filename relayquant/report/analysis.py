@@ -11,6 +11,7 @@ from rich.text import Text
 
 from relayquant.analysis.lint import Finding, Severity
 from relayquant.analysis.sensitivity import SensitivityReport
+from relayquant.errors import format_count
 from relayquant.report.text import new_table, stack
 
 
@@ -38,5 +39,6 @@ def sensitivity_table(report: SensitivityReport, title: str = "") -> Group:
     for row in report.rows:
         cells = (row.name, row.op.removeprefix("nn."), f"{row.score:.4g}")
         table.add_row(*map(Text, cells))
-    last = f"all {len(report.rows)} quantized: {report.score:.4g}, {report.samples} samples"
+    samples = format_count(report.samples, "sample")
+    last = f"all {len(report.rows)} quantized: {report.score:.4g}, {samples}"
     return stack(title, *([table] if report.rows else []), Text(last))

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from relayquant.analysis.latency import Latency
 from relayquant.analysis.profile import OperatorTime, Profile
+from relayquant.errors import format_count
 from relayquant.report.text import new_table, stack
 
 
@@ -66,7 +67,7 @@ def operator_table(
         table.add_column(head, justify="right")
     for operator in shown:
         add_operator(table, operator, spent, peak)
-    lines = [Text(f"{len(profile.operators)} calls, {spent * 1e6:.0f} us")]
+    lines = [Text(f"{format_count(len(profile.operators), 'call')}, {spent * 1e6:.0f} us")]
     if len(shown) < len(slowest):
         rest = sum(operator.seconds for operator in slowest[len(shown) :])
         lines.append(Text(f"{len(slowest) - len(shown)} more calls: {rest * 1e6:.0f} us"))

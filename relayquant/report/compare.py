@@ -20,7 +20,7 @@ from relayquant.analysis.sensitivity import take_samples
 from relayquant.analysis.verify import expose_values
 from relayquant.calibrate.datasets import open_dataset
 from relayquant.calibrate.inputs import describe_inputs
-from relayquant.errors import ConfigError, MissingDependencyError
+from relayquant.errors import ConfigError, MissingDependencyError, format_count
 from relayquant.lower import EagerModule
 from relayquant.ops.find import match_operator, operand_constant
 from relayquant.plan import GroupPlan
@@ -53,7 +53,9 @@ def compare_table(report: CompareReport, title: str = "") -> Group:
 
     On a terminal of less than `WIDE` columns without the operators and the columns that say least.
     """
-    lines = [Text(f"{len(report.rows)} values, {report.samples} samples")]
+    lines = [
+        Text(f"{format_count(len(report.rows), 'value')}, {format_count(report.samples, 'sample')}")
+    ]
     first, worst = report.first_below(LOW_SQNR), report.worst
     if first is not None:
         lines.append(Text(f"first below {LOW_SQNR:g} dB: {first.name}", "yellow"))
@@ -259,11 +261,21 @@ def save_figure(figure: Any, path: str | Path) -> None:
     Raises:
         ConfigError: the ending is of no kind that matplotlib writes.
     """
-    kinds = figure.canvas.get_supported_filetypes()
+    check_picture(path)
+    figure.savefig(path, dpi=120)
+
+
+def check_picture(path: str | Path) -> None:
+    """Whether a picture can be written under this name: before there is anything to draw.
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+        ConfigError: the ending is of no kind that matplotlib writes.
+    """
+    kinds = new_figure(1, 1).canvas.get_supported_filetypes()
     kind = Path(path).suffix.removeprefix(".").lower()
     if kind not in kinds:
         raise ConfigError(
             f"The picture {str(path)!r} has the ending {kind!r}; allowed: "
             f"{', '.join(sorted(kinds))}."
         )
-    figure.savefig(path, dpi=120)

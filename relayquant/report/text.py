@@ -11,6 +11,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from relayquant.errors import format_count
 from relayquant.ledger import Ledger
 
 #: Wide enough that no line of a file or a pipe is ever folded.
@@ -72,7 +73,9 @@ def ledger_table(rows: Sequence[Mapping[str, Any]], title: str = "") -> Group:
         table.add_row(*(Text(cells[index], style) for _, cells in columns))
     quantized = sum(bool(row.get("quantized")) for row in rows)
     parts = [table] if rows else []
-    return stack(title, *parts, Text(f"{quantized} of {len(rows)} operators quantized"))
+    return stack(
+        title, *parts, Text(f"{quantized} of {format_count(len(rows), 'operator')} quantized")
+    )
 
 
 def summary_table(values: Mapping[str, Any], title: str = "") -> Group:

@@ -4,7 +4,7 @@
 #   tests/arm/setup_arm.sh FOLDER
 #
 # FOLDER/armpy  runs aarch64 Python with TVM's runtime under qemu-user; ARM_CPU names the CPU that is
-#               emulated (cortex-a53, cortex-a76, neoverse-n1, neoverse-v1; "max" when not set)
+#               emulated (cortex-a53, cortex-a72, cortex-a76, neoverse-n1; "max" when not set)
 # FOLDER/armld  links aarch64 objects to shared libraries, for `export_library(fcompile=...)`
 #
 # Nothing is installed and no binfmt handler is registered: packages of Debian 12 are downloaded and

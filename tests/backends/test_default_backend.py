@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
+
 import pytest
+from float_models import MAP, build_model
 from tvm.target import Target
 
-from relayquant.backends import ARM, GENERIC, X86, default_backend
+import relayquant as rq
+from relayquant.backends import ARM, GENERIC, X86, default_backend, resolve_backend
 from relayquant.errors import ConfigError
 from relayquant.lower.kernels.select import select_isa
 
@@ -37,3 +42,24 @@ def test_default_backend__takes_activations_as_the_kernels_do(mcpu):
 def test_default_backend__target_that_tvm_does_not_know():
     with pytest.raises(ConfigError, match="nonsense"):
         default_backend("nonsense -mcpu=x")
+
+
+TARGET = "relayquant.lower.target"
+
+
+@pytest.mark.parametrize(("machine", "backend"), [("x86_64", X86), ("aarch64", ARM)])
+def test_resolve_backend__none_is_that_of_this_machine(monkeypatch, machine, backend):
+    """`prepare`, `quantize` and the command line leave the backend to the machine they run on."""
+    target = {"kind": "llvm", "mtriple": f"{machine}-linux-gnu"}
+    monkeypatch.setattr(importlib.import_module(TARGET), "host_config", lambda: target)
+    assert resolve_backend(None) is backend
+    assert rq.default_backend() is backend
+    mod = build_model(lambda emit, x: emit.conv("a", x), MAP)
+    assert rq.prepare(mod).backend is backend
+
+
+@pytest.mark.parametrize("function", [rq.quantize, rq.prepare, rq.lower, rq.fallback])
+def test_backend__is_left_to_the_machine(function):
+    parameters = inspect.signature(function).parameters
+    (default,) = [parameters[n].default for n in ("backend", "backend_config") if n in parameters]
+    assert default is None

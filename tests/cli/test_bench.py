@@ -7,9 +7,12 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
+from onnx import helper, numpy_helper
 
 from relayquant import cli
+from relayquant.analysis.onnxruntime_baseline import quantize_with_onnxruntime
 from relayquant.demo import load_digits
 
 QUICK = ["--repeat", "1", "--operators", "2", "--threads", "1"]
@@ -101,3 +104,27 @@ def test_bench__model_that_onnxruntime_cannot_quantize(
     assert "some reason" in text
     assert re.search(r"^onnxruntime float\s+[\d.]+", text, re.MULTILINE)
     assert not re.search(r"^onnxruntime int8\s+[\d.]+", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("opset", [7, 11])
+def test_onnxruntime__below_opset_13(opset: int, tmp_path: Path) -> None:
+    """Its tools quantize per channel from opset 13 on: the model is converted first. In models of
+    IR version 3 weights are inputs too.
+    """
+    ort = pytest.importorskip("onnxruntime")
+    weight = np.random.default_rng(0).standard_normal((4, 3, 3, 3)).astype("float32")
+    nodes = [helper.make_node("Conv", ["x", "w"], ["y"]), helper.make_node("Relu", ["y"], ["z"])]
+    info = helper.make_tensor_value_info
+    inputs = [info("x", 1, [1, 3, 8, 8]), info("w", 1, list(weight.shape))]
+    outputs = [info("z", 1, [1, 4, 6, 6])]
+    graph = helper.make_graph(nodes, "g", inputs, outputs, [numpy_helper.from_array(weight, "w")])
+    opsets = [helper.make_opsetid("", opset)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=3 if opset < 9 else 7)
+    onnx.save(model, tmp_path / "model.onnx")
+    x = {"x": np.random.default_rng(1).random((1, 3, 8, 8), "float32")}
+    path = quantize_with_onnxruntime(tmp_path / "model.onnx", [x], tmp_path)
+    assert any(node.op_type == "DequantizeLinear" for node in onnx.load(path).graph.node)
+    want, got = (
+        ort.InferenceSession(str(p)).run(None, x)[0] for p in (tmp_path / "model.onnx", path)
+    )
+    np.testing.assert_allclose(got, want, atol=0.02 * want.max())

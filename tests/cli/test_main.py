@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,9 @@ import pytest
 from relayquant import cli
 from relayquant.errors import ModelError
 
-COMMANDS = ["demo", "quantize", "compile", "compare", "inspect"]
+COMMANDS = ["demo", "lint", "quantize", "compile", "compare", "sensitivity", "inspect", "bench"]
+DATA = ["--data", "data.npz"]
+FILES = ["a.onnx", "b.json", *DATA]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -35,8 +39,21 @@ def test_main__no_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["quantize", "a.onnx", "--data", "a.npz", "-o", "a.so"], "is written as .json"),
         (["compile", "missing.json"], "There is no model file missing.json."),
         (["compile", "missing.json", "-o", "a.txt"], "a library is written as .so"),
-        (["compare", "a.onnx", "b.json", "--data", "c.npz"], "There is no model file a.onnx."),
+        (["compare", *FILES], "There is no model file a.onnx."),
         (["demo", "--runs", "0"], "--runs is 0; allowed: 1 or more."),
+        # What costs nothing to know is said before the model is read.
+        (["compile", "missing.onnx", "-o", "no/a.so"], "there is no folder no."),
+        (["compile", "missing.onnx", "--target", "nonsense"], "does not accept target nonsense"),
+        (["lint", "a.onnx", "--data", "no.npz"], "There is no data file no.npz."),
+        (["compare", "a.onnx", "b.json", "--data", "no.npz"], "There is no data file no.npz."),
+        (["compare", *FILES, "--csv", "no/a.csv"], "there is no folder no."),
+        (["compare", *FILES, "--batches", "0"], "--batches is 0; allowed: 1 or more."),
+        (["quantize", "a.onnx", *DATA, "--backend", "arn"], "Did you mean 'arm'?"),
+        (["sensitivity", "a.onnx", *DATA, "--samples", "0"], "--samples is 0; allowed: 1 or more"),
+        (["sensitivity", "a.onnx", *DATA, "--keep", "0", "-o", "a.json"], "--keep is 0; allowed"),
+        (["bench", "a.onnx", "--backend", "arn"], "Did you mean 'arm'?"),
+        (["nothing"], "invalid choice: 'nothing'"),
+        (["quantize"], "the following arguments are required: model, --data"),
     ],
 )
 def test_main__a_mistake_is_one_line(
@@ -47,17 +64,60 @@ def test_main__a_mistake_is_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert cli.main(arguments) == cli.USER_ERROR
+    Path("data.npz").touch()
+    try:
+        code = cli.main(arguments)
+    except SystemExit as stop:  # argparse ends the process
+        code = stop.code
+    assert code == cli.USER_ERROR
     captured = capsys.readouterr()
     assert captured.out == ""
     (line,) = captured.err.splitlines()
     assert line.startswith("relayquant: error: ")
+    assert "Traceback" not in line
     assert message in line
 
 
-def test_main__debug_shows_where(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "arguments",
+    [["--debug", "inspect", "a"], ["inspect", "--debug", "a"], ["inspect", "a", "--debug"]],
+)
+def test_main__debug_shows_where(arguments: list[str]) -> None:
     with pytest.raises(ModelError, match="There is no model file"):
-        cli.main(["--debug", "inspect", str(tmp_path / "missing.onnx")])
+        cli.main(arguments)
+
+
+def test_main__version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"relayquant {metadata.version('relayquant')}\n"
+
+
+def test_main__a_warning_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def warn(options: object) -> int:
+        warnings.warn("this looks\nwrong", UserWarning, stacklevel=1)
+        return 0
+
+    monkeypatch.setattr("relayquant.cli.inspect_.run", warn)
+    assert cli.main(["inspect", "model.onnx"]) == 0
+    assert capsys.readouterr().err == "relayquant: warning: this looks wrong\n"
+
+
+def test_main__what_nobody_thought_of_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(options: object) -> int:
+        raise KeyError("x")
+
+    monkeypatch.setattr("relayquant.cli.inspect_.run", fail)
+    assert cli.main(["inspect", "model.onnx"]) == cli.INTERNAL_ERROR
+    text = "relayquant: internal error: KeyError: 'x' (--debug shows where)\n"
+    assert capsys.readouterr().err == text
+    with pytest.raises(KeyError):
+        cli.main(["inspect", "model.onnx", "--debug"])
 
 
 def test_main__interrupted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,3 +97,40 @@ def test_tflite_missing__extra_named(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "tflite", None)
     with pytest.raises(MissingDependencyError, match=r"pip install 'relayquant\[tflite\]'"):
         load(tmp_path / "model.tflite")
+
+
+def test_custom_operators__are_named(tmp_path):
+    """A flatbuffer with one operator, called twice, that only its converter knows."""
+    tflite = pytest.importorskip("tflite")
+    flatbuffers = pytest.importorskip("flatbuffers")
+    builder = flatbuffers.Builder(0)
+    name = builder.CreateString("MyAttention")
+    tflite.OperatorCodeStart(builder)
+    tflite.OperatorCodeAddCustomCode(builder, name)
+    tflite.OperatorCodeAddBuiltinCode(builder, tflite.BuiltinOperator.CUSTOM)
+    code = tflite.OperatorCodeEnd(builder)
+    calls = []
+    for _ in range(2):
+        tflite.OperatorStart(builder)
+        tflite.OperatorAddOpcodeIndex(builder, 0)
+        calls.append(tflite.OperatorEnd(builder))
+
+    def make_vector(start, items):
+        start(builder, len(items))
+        for item in reversed(items):
+            builder.PrependUOffsetTRelative(item)
+        return builder.EndVector()
+
+    operators = make_vector(tflite.SubGraphStartOperatorsVector, calls)
+    tflite.SubGraphStart(builder)
+    tflite.SubGraphAddOperators(builder, operators)
+    graphs = make_vector(tflite.ModelStartSubgraphsVector, [tflite.SubGraphEnd(builder)])
+    codes = make_vector(tflite.ModelStartOperatorCodesVector, [code])
+    tflite.ModelStart(builder)
+    tflite.ModelAddOperatorCodes(builder, codes)
+    tflite.ModelAddSubgraphs(builder, graphs)
+    builder.Finish(tflite.ModelEnd(builder), b"TFL3")
+    path = tmp_path / "model.tflite"
+    path.write_bytes(bytes(builder.Output()))
+    with pytest.raises(ModelError, match=r"1 custom operator of .*'MyAttention' \(2 calls"):
+        load(path)

@@ -204,7 +204,7 @@ def test_unsupported__all_listed_with_their_lines():
     with pytest.raises(ModelError) as raised:
         from_text(text)
     message = str(raised.value)
-    assert "2 operators that are not supported" in message
+    assert "what is not supported, 2 operators:" in message
     assert "vision.nms: line 2, column 12, line 4, column 12" in message
     assert "dyn.reshape: line 5, column 7" in message
     assert "vision.other" not in message

@@ -16,7 +16,7 @@ from relayquant.calibrate.datasets.item import (
     list_names,
     to_array,
 )
-from relayquant.errors import ConfigError, DataError
+from relayquant.errors import ConfigError, DataError, format_count
 
 
 def convert_mapping(arrays: Mapping[Any, Any]) -> dict[str, NDArray[Any]]:
@@ -94,7 +94,8 @@ def plan_cut(
         )
     if fixed and count < size:
         raise DataError(
-            f"The data set has {count} samples, fewer than one batch of the model ({size})."
+            f"The data set has "
+            f"{format_count(count, 'sample')}, fewer than one batch of the model ({size})."
         )
     return Cut(count, size, False, not fixed)
 

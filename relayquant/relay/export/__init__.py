@@ -12,7 +12,7 @@ import tvm
 from tvm import relax
 from tvm.ir import Call
 
-from relayquant.errors import ModelError, RelayQuantError
+from relayquant.errors import ModelError, RelayQuantError, format_count
 from relayquant.relay import syntax
 from relayquant.relay.export.base import ExportSite, Statements
 from relayquant.relay.export.float_rows import FLOAT_ATTRIBUTES, FLOAT_EXPORTS
@@ -90,7 +90,7 @@ class _Writer:
                 self.values[var] = syntax.Ref(var.name)
         if self.refused:
             raise ModelError(
-                f"{len(self.refused)} values cannot be written in Relay:\n  "
+                f"{format_count(len(self.refused), 'value')} cannot be written in Relay:\n  "
                 + "\n  ".join(self.refused)
             )
         result = self.operand(self.graph.func.body.body, "output")
