@@ -108,6 +108,21 @@ class InputStatistics:
         width = -(-columns // self.blocks)
         return [slice(i, min(i + width, columns)) for i in range(0, columns, width)]
 
+    @property
+    def overflows(self) -> bool:
+        """Whether second moments pass what float32 holds."""
+        if self.gram is not None and not np.isfinite(self.gram.sum(axis=(1, 2))).all():
+            return True
+        most = float(np.finfo("float32").max)
+        for part in self.waiting:
+            peak = float(np.abs(part).max(initial=0.0))
+            # The bound first: the sums themselves are seldom needed.
+            if peak * peak * part.shape[1] > most:
+                squares = np.square(part, dtype="float64").sum(axis=1)
+                if squares.max(initial=0.0) > most:
+                    return True
+        return False
+
     def find_gram(self, block: int) -> Float64Array:
         """Sum of x x^T over all sampled rows for the columns of one block, (groups, k, k)."""
         columns = self.cut_columns()[block]

@@ -11,7 +11,7 @@ import concurrent.futures as futures
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,7 @@ from relayquant.calibrate.segments import Segment
 from relayquant.calibrate.shard import FitObservation, GroupObservation, ShardTask
 from relayquant.calibrate.store import cut_shards
 from relayquant.calibrate.weights import OperatorFit, find_fits, pick_weight_parameters
+from relayquant.errors import DataError
 from relayquant.events import CallbackList, ParametersEvent, ProgressEvent
 from relayquant.plan import GroupPlan
 from relayquant.prepared import FitPoint, GroupStatistics, PreparedModel
@@ -181,6 +182,28 @@ def raise_scale(
     return QParams(scale, qparams.zero_point, qparams.dtype, qparams.axis)
 
 
+@dataclass(frozen=True, order=True)
+class Largest:
+    """The value of the data set that is farthest from 0, for messages."""
+
+    value: float = 0.0
+    sample: int = 0
+    input: str = ""
+
+    def __str__(self) -> str:
+        return (
+            f"The largest value of the data set is {self.value:g}, in sample {self.sample} of "
+            f"input {self.input!r}"
+        )
+
+
+def find_largest(batch: Mapping[str, np.ndarray], sample: int) -> Largest:
+    """That of one batch, whose number is `sample`."""
+    ends = {name: (array.max(), array.min()) for name, array in batch.items() if array.size}
+    peaks = [Largest(max(abs(float(e)) for e in end), sample, name) for name, end in ends.items()]
+    return max(peaks, default=Largest())
+
+
 class _Run:
     """State of one calibration: what is known of the data, what is picked."""
 
@@ -213,6 +236,7 @@ class _Run:
         self.data, self.values = DataRecord(0, {}), self.workspace.values
         #: numbers of the batches that each phase runs on
         self.chosen: list[tuple[int, ...]] = []
+        self.largest = Largest()
         self.steps = 0  # that are done
         self.done = 0  # batches, of all steps together
         #: arrays for all variables of the graph, and for what depends on them alone
@@ -248,6 +272,7 @@ class _Run:
             for batch in data:
                 if has_symbols:
                     symbols.append(read_symbols(data.inputs, batch))
+                self.largest = max(self.largest, find_largest(batch, count))
                 if self.workspace.is_kept:
                     digests.append(digest_batch(batch))
                 for name, writer in writers.items():
@@ -535,6 +560,11 @@ class _Run:
         """Fit one operator; what comes out goes into `chosen`."""
         key, name = fit.group.key, fit.point.operator
         settings = self.settings
+        if statistics.overflows:
+            raise DataError(
+                f"Operator {name!r} reads values whose squares pass what float32 holds, so that "
+                f"its weight cannot be fitted. {self.largest}; check the preprocessing."
+            )
         if key in self.min_scales:  # the scale is decided, only the rounding is not
             settings = replace(settings, scale_factors=(1.0,), tensor_factors=(1.0,))
         result = fit_operator(

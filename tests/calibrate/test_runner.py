@@ -306,3 +306,14 @@ def test_calibrate__store_is_emptied_even_when_it_fails(tmp_path):
             rq.prepare(mod, effort="fast"), data, load_module=EagerModule, directory=tmp_path
         )
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("order", rq.Order)
+def test_data__whose_squares_overflow_is_named(order):
+    """1e30 is a number in float32 and its square is none: no scale is NaN because of it."""
+    mod = build_model(lambda emit, x: emit.conv("a", x), MAP)
+    data = draw_batches(mod, 6)
+    data[4]["x"][0, 1, 2, 3] = -1e30
+    message = r"Operator 'a' reads values .* is 1e\+30, in sample 4 of input 'x'"
+    with pytest.raises(rq.DataError, match=message):
+        rq.calibrate(rq.prepare(mod), data, order=order)
