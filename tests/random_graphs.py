@@ -12,6 +12,19 @@ from hypothesis import strategies as st
 from tvm import relax
 
 import relayquant as rq
+from relayquant.lower import resolve_target
+from relayquant.lower.kernels.isa import AVX2, SSE2, VNNI512
+from relayquant.lower.kernels.select import has_isa
+
+#: this machine, and those of other CPUs that it can run too
+TARGETS = (
+    None,
+    *(
+        f"llvm -mcpu={cpu}"
+        for cpu, isa in (("x86-64", SSE2), ("haswell", AVX2), ("cascadelake", VNNI512))
+        if has_isa(isa, resolve_target())
+    ),
+)
 
 #: operators that keep a feature map's shape or take it whole; drawn by name
 MAP_OPS = (
@@ -19,6 +32,11 @@ MAP_OPS = (
     "add", "add_relu", "subtract", "multiply", "scale", "shift", "concat", "concat_self", "relu",
     "clip", "max_pool", "avg_pool", "pad", "slice", "transpose_back", "sigmoid", "leaky_relu",
     "residual", "residual_swapped",
+)  # fmt: skip
+#: more of them, with attributes, ranks and dtypes that those above do not draw
+WIDE_OPS = (
+    "conv_any", "conv_any", "conv_transpose", "conv1d", "pool_any", "attention", "softmax", "gelu",
+    "exp", "prelu", "mean_channels", "half", "abs", "concat_three", "divide",
 )  # fmt: skip
 VECTOR_OPS = ("dense", "dense_bias", "dense_relu", "add", "relu", "tanh", "concat", "shared_dense")
 
@@ -48,8 +66,10 @@ class GraphBuilder:
         return var
 
 
-def shape_of(value: relax.Expr) -> tuple[int, ...]:
-    return tuple(int(dim) for dim in value.ty.shape.values)
+def shape_of(value: relax.Expr) -> tuple[int | tvm.tirx.Var, ...]:
+    """Sizes; a symbolic dimension is its variable."""
+    dims = value.ty.shape.values
+    return tuple(dim if isinstance(dim, tvm.tirx.Var) else int(dim) for dim in dims)
 
 
 def apply_map_op(g: GraphBuilder, op: str, x: relax.Var, other: relax.Var | None) -> relax.Var:
@@ -115,6 +135,72 @@ def apply_map_op(g: GraphBuilder, op: str, x: relax.Var, other: relax.Var | None
     return g.emit(relax.op.nn.relu(x), "relu")
 
 
+def apply_wide_op(g: GraphBuilder, op: str, x: relax.Var) -> relax.Var:
+    """One of WIDE_OPS on a feature map NCHW; relu where the map is too small for it."""
+    n, c, h, w = shape_of(x)
+    nn, draw = relax.op.nn, lambda low, high: int(g.rng.integers(low, high + 1))
+    if op == "conv_any":
+        kernel = [draw(1, min(4, h + 1)), draw(1, min(4, w + 1))]
+        groups = int(g.rng.choice([k for k in range(1, c + 1) if c % k == 0]))
+        y = nn.conv2d(
+            x,
+            g.constant(groups * draw(1, 9), c // groups, *kernel),
+            strides=[draw(1, 3), draw(1, 3)],
+            padding=[draw(0, 2), draw(0, 2), draw(1, 2), draw(1, 2)],
+            dilation=[draw(1, 2) if kernel[0] * 2 <= h else 1, 1],
+            groups=groups,
+        )
+        return g.emit(y, "any")
+    if op == "conv_transpose" and h <= 9:
+        strides = [draw(1, 2), draw(1, 2)]
+        weight = g.constant(c, draw(1, 4), 2, 3)
+        y = nn.conv2d_transpose(
+            x, weight, strides=strides, padding=[0, draw(0, 1)], output_padding=[strides[0] - 1, 0]
+        )
+        return g.emit(y, "transposed")
+    if op == "conv1d" and h * w >= 3:
+        rows = g.emit(relax.op.reshape(x, (n, c, h * w)), "rows")
+        y = nn.conv1d(rows, g.constant(c, c, 3), padding=[draw(0, 2), 2], dilation=2, strides=1)
+        y = g.emit(y, "conv1d")
+        return g.emit(relax.op.expand_dims(y, [2]), "map")
+    if op == "pool_any" and min(h, w) >= 3:
+        call = nn.max_pool2d if draw(0, 1) else nn.avg_pool2d
+        more = {} if call is nn.max_pool2d else {"count_include_pad": bool(draw(0, 1))}
+        y = call(
+            x,
+            (draw(2, 3), draw(1, 3)),
+            strides=(draw(1, 3), draw(1, 2)),
+            padding=(0, draw(0, 1), draw(0, 1), 0),
+            ceil_mode=bool(draw(0, 1)),
+            **more,
+        )
+        return g.emit(y, "pool")
+    if op == "attention":
+        rows = g.emit(relax.op.reshape(x, (n, c, h * w)), "rows")
+        turned = g.emit(relax.op.permute_dims(rows, [0, 2, 1]), "turned")
+        y = g.emit(relax.op.matmul(g.emit(relax.op.matmul(rows, turned), "scores"), rows), "mixed")
+        return g.emit(relax.op.reshape(y, (n, c, h, w)), "map")
+    if op == "mean_channels":
+        y = g.emit(relax.op.mean(x, [1], keepdims=True), "mean")
+        return g.emit(relax.op.subtract(x, y), "centred")
+    if op == "half":
+        # An operator that rounds nothing: numpy and LLVM need not round every float16 alike.
+        y = g.emit(relax.op.nn.relu(g.emit(relax.op.astype(x, "float16"), "half")), "relu")
+        return g.emit(relax.op.astype(y, "float32"), "whole")
+    if op == "prelu":
+        return g.emit(nn.prelu(x, g.constant(c), axis=1), "prelu")
+    if op == "softmax":
+        return g.emit(nn.softmax(x, axis=draw(1, 3)), "softmax")
+    if op == "exp":
+        return g.emit(relax.op.exp(g.emit(relax.op.clip(x, -4, 2), "clip")), "exp")
+    if op == "divide":
+        return g.emit(relax.op.divide(x, relax.const(np.float32(g.rng.uniform(0.5, 7)))), "divide")
+    if op == "concat_three" and c <= 4:
+        return g.emit(relax.op.concat([x, g.emit(nn.relu(x), "relu"), x], axis=1), "concat")
+    unary = {"gelu": nn.gelu, "abs": relax.op.abs}.get(op, nn.relu)
+    return g.emit(unary(x), op if op in ("gelu", "abs") else "relu")
+
+
 def apply_vector_op(g: GraphBuilder, op: str, x: relax.Var, other: relax.Var | None) -> relax.Var:
     """One operator on a matrix (batch, features)."""
     _, k = shape_of(x)
@@ -146,10 +232,14 @@ def close_map(g: GraphBuilder, how: str, x: relax.Var) -> relax.Var:
 
 
 @st.composite
-def draw_models(draw: st.DrawFn) -> tvm.IRModule:
-    """A float module main(x) or main(x, y) -> one value or a tuple; maps NCHW of odd sizes."""
+def draw_models(draw: st.DrawFn, *, wide: bool = False, symbolic: bool = False) -> tvm.IRModule:
+    """A float module main(x) or main(x, y) -> one value or a tuple; maps NCHW of odd sizes.
+
+    With `wide` of more operators and up to 40 channels, with `symbolic` for every batch "n".
+    """
     g = GraphBuilder(draw(st.integers(0, 2**16)))
-    n, c = draw(st.integers(1, 2)), draw(st.integers(1, 5))
+    n, c = draw(st.integers(1, 2)), draw(st.integers(1, 40 if wide else 5))
+    n = tvm.tirx.Var("n", "int64") if symbolic else n
     h, w = draw(st.integers(1, 9)), draw(st.integers(1, 9))
     inputs = draw(st.integers(1, 2))
     params = [
@@ -160,6 +250,9 @@ def draw_models(draw: st.DrawFn) -> tvm.IRModule:
             maps, vectors = list(params), []
             for _ in range(draw(st.integers(2, 9))):
                 x = draw(st.sampled_from(maps[-3:]))
+                if wide and draw(st.booleans()):
+                    maps.append(apply_wide_op(g, draw(st.sampled_from(WIDE_OPS)), x))
+                    continue
                 same = [v for v in maps if shape_of(v) == shape_of(x)]
                 maps.append(
                     apply_map_op(g, draw(st.sampled_from(MAP_OPS)), x, draw(st.sampled_from(same)))

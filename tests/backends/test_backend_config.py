@@ -249,8 +249,15 @@ def test_backend__whole_model(case):
             assert np.abs(found - integer).mean() < 0.1, name
         compared += 1
     assert compared >= 6
-    report = rq.verify(stages.integer, data[0])
-    assert report.is_equal, report.first
+    # Backends that plan the same have the same module, which is compiled once.
+    if not any(tvm_ffi.structural_equal(stages.integer["main"], main) for main in VERIFIED):
+        report = rq.verify(stages.integer, data[0])
+        assert report.is_equal, report.first
+        VERIFIED.append(stages.integer["main"])
+
+
+#: integer functions that were compiled and found equal to numpy
+VERIFIED: list[tvm.relax.Function] = []
 
 
 def integer_constants(mod: tvm.IRModule) -> list[np.ndarray]:
