@@ -17,6 +17,8 @@ import tvm_ffi
 from threadpoolctl import ThreadpoolController
 from tvm import relax
 
+from relayquant.errors import ConfigError
+
 #: How long TVM's idle threads spin before they sleep. Its default of 300,000 turns makes two
 #: threads up to 500 times slower than one as soon as another process wants a core, and as few as 30
 #: a hundred times. With 0 they lose nothing, but to wake one takes about 10 microseconds.
@@ -108,6 +110,30 @@ def stop_spinning() -> None:
     os.environ.setdefault(SPIN_VARIABLE, "0")
 
 
+@functools.cache
+def find_first_user() -> tuple[int, int]:
+    """(process, its threads) that first ran compiled kernels. A fork inherits the answer, but not
+    the threads.
+    """
+    return os.getpid(), count_threads()
+
+
+def check_threads() -> None:
+    """Before kernels run: that the threads which TVM deals their parts to exist in this process.
+
+    Raises:
+        ConfigError: they were left behind by a fork; a kernel would wait for them for ever.
+    """
+    process, threads = find_first_user()
+    if process != os.getpid() and threads > 1:
+        raise ConfigError(
+            f"This process is a fork of one (pid {process}) that has run kernels on {threads} "
+            "threads, which a fork does not have: kernels would wait for them for ever. Start "
+            "processes by multiprocessing.get_context('spawn') or 'forkserver', fork before "
+            "anything runs, or set TVM_NUM_THREADS=1."
+        )
+
+
 class Executor:
     """A compiled module on this machine's CPU; functions are called by name."""
 
@@ -117,7 +143,12 @@ class Executor:
         self._running = threading.Lock()  # TVM's virtual machine has one stack
 
     def run(self, name: str, args: Sequence[Any]) -> list[np.ndarray]:
-        """Call a function with arrays (TVM tensors, shapes); returns its results as new arrays."""
+        """Call a function with arrays (TVM tensors, shapes); returns its results as new arrays.
+
+        Raises:
+            ConfigError: the process is a fork of one that has run kernels; see `check_threads`.
+        """
+        check_threads()
         tensors = [as_tensor(arg) for arg in args]
         with self._running:
             return [as_array(out) for out in flatten_result(self.vm[name](*tensors))]

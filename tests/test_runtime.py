@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -80,3 +82,43 @@ def test_view_tensor__copies_what_may_not_be_written():
     array[:] = 1
     array.flags.writeable = False
     np.testing.assert_array_equal(view_tensor(array).numpy(), array)
+
+
+FORK = """
+import os, signal
+import relayquant as rq
+from relayquant.demo import load_digits
+from relayquant.runtime import Executor
+
+demo = load_digits()
+mod, params = rq.load(demo.model_path)
+executor = Executor(rq.compile(mod))
+x = next(iter(demo.calibration))
+if {has_run}:
+    executor.run("main", [x])
+child = os.fork()
+if child:
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+else:
+    signal.alarm(200)  # a kernel that waits for threads which are not there
+    try:
+        executor.run("main", [x])
+        rq.quantize(mod, params, demo.calibration, effort="fast")
+    except rq.ConfigError as error:
+        print(error, flush=True)
+        os._exit(3)
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("threads", "has_run", "code"), [("2", True, 3), ("2", False, 0), ("1", True, 0)]
+)
+def test_fork__error_where_the_threads_were_left_behind(threads, has_run, code):
+    script = FORK.format(has_run=has_run)
+    environment = {**os.environ, "TVM_NUM_THREADS": threads}
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=400
+    )
+    assert run.stdout.splitlines()[-1:] == [str(code)], run.stderr
+    assert ("get_context('spawn')" in run.stdout) == (code == 3)

@@ -13,6 +13,7 @@ from relayquant.lower.eager.kernel_cache import KernelCache, KernelKey, host_ker
 from relayquant.lower.eager.plan import Planner, Step
 from relayquant.lower.floating import shape_of, static_sizes
 from relayquant.reference.interpreter import Frame, bind_input, evaluate, flatten_value
+from relayquant.runtime import check_threads
 
 #: Kinds of arguments that a function remembers.
 MOST_CHECKED = 64
@@ -22,6 +23,7 @@ class EagerModule:
     """The functions of a module, run step by step on this machine."""
 
     def __init__(self, mod: tvm.IRModule, kernels: KernelCache | None = None) -> None:
+        check_threads()
         self.kernels = kernels or host_kernels()
         self.programs = {
             gvar.name_hint: Program(mod, func, self.kernels)
@@ -39,7 +41,9 @@ class EagerModule:
 
         Raises:
             DataError, ModelError: as `relayquant.reference.run`.
+            ConfigError: the process is a fork of one that has run kernels.
         """
+        check_threads()
         return self.programs[name].run(args)
 
 
