@@ -24,11 +24,16 @@ from relayquant.config import (
     Selector,
 )
 from relayquant.ops import Kind, Operand, Output, QuantOp
+from relayquant.ops.callbacks import run_check, run_match
+from relayquant.ops.find import order_rows
 from relayquant.plan import Plan, Support
 from relayquant.qtypes import QSpec, Role
 from relayquant.rewrite import Graph, Match, Skip
 from relayquant.rewrite.graph import call_name, tensor_dtype
 from relayquant.rewrite.sources import read_sources
+
+#: patterns that are named for an operator that none of them matches
+MOST_NAMES = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,20 +134,18 @@ def claim_operators(
 ) -> tuple[Claim, ...]:
     """Every operator of the graph, in topological order, with the first pattern that accepts it.
 
-    Goes from the outputs to the inputs, so that the longest pattern ends at the last of its
-    operators.
+    Each part of the rows (`order_rows`) goes from the outputs to the inputs, so that the longest
+    pattern ends at the last of its operators. What no row takes is claimed alone, with the reason.
     """
-    sites = Sites(graph)
-    claimed: set[relax.Var] = set()
-    claims = []
-    for binding in reversed(graph.bindings):
-        var = binding.var
-        if var in claimed or graph.call_of(var) is None:
-            continue
-        claim = choose_float(_claim(graph, var, backend, mapping, sites, claimed), backend)
-        claimed.update(claim.vars)
-        claims.append(claim)
-    return tuple(reversed(claims))
+    claiming = _Claiming(graph, backend, mapping)
+    for rows in order_rows(backend):
+        for binding in reversed(graph.bindings):
+            claiming.try_rows(binding.var, rows)
+    for binding in graph.bindings:
+        if binding.var not in claiming.owners and graph.call_of(binding.var) is not None:
+            claiming.add(claiming.explain(binding.var))
+    claims = (choose_float(claim, backend) for claim in claiming.claims)
+    return tuple(sorted(claims, key=lambda claim: graph.order[claim.root]))
 
 
 def choose_float(claim: Claim, backend: BackendConfig) -> Claim:
@@ -206,62 +209,111 @@ def find_sites(mod: tvm.IRModule, plan: Plan) -> dict[str, OperatorSite]:
     }
 
 
-def _claim(
-    graph: Graph,
-    var: relax.Var,
-    backend: BackendConfig,
-    mapping: QConfigMapping,
-    sites: Sites,
-    claimed: set[relax.Var],
-) -> Claim:
-    refusal: Claim | None = None
-    for row in backend.patterns:
-        pattern: QuantOp = row.pattern  # pyright: ignore[reportAssignmentType]
-        match = pattern.pattern.match(graph, var)
-        if match is None or any(inner in claimed for inner in match.inner):
-            continue
-        nodes = sites.nodes(match.vars)
-        rule = mapping.find_rule(sites.site(match.vars, pattern.op, pattern.name))
+class _Claiming:
+    """State of one pass over the rows: what is claimed so far."""
+
+    def __init__(self, graph: Graph, backend: BackendConfig, mapping: QConfigMapping) -> None:
+        self.graph, self.backend, self.mapping = graph, backend, mapping
+        self.sites = Sites(graph)
+        self.claims: list[Claim] = []
+        self.owners: dict[relax.Var, Claim] = {}
+        self.matches: dict[str, list[Match]] = {}
+
+    def add(self, claim: Claim) -> None:
+        self.claims.append(claim)
+        self.owners.update(dict.fromkeys(claim.vars, claim))
+
+    def find_rule(
+        self, variables: Sequence[relax.Var], op: str, pattern: str
+    ) -> tuple[MappingRule | None, QConfig | None]:
+        """The line that decides for an operator, and its QConfig as the backend runs it."""
+        rule = self.mapping.find_rule(self.sites.site(variables, op, pattern))
         qconfig = rule.qconfig if rule is not None else None
-        qconfig = backend.adapt_qconfig(qconfig) if isinstance(qconfig, QConfig) else None
-        skip = pattern.find_refusal(match)
-        if skip is None:
-            skip, support = find_refusal(row, pattern, rule, qconfig, backend.name)
-            return Claim(
-                var,
-                match.vars,
-                pattern.op,
-                pattern,
-                match,
-                qconfig,
-                skip,
-                nodes,
-                support,
-                rule,
-                row,
+        return rule, self.backend.adapt_qconfig(qconfig) if isinstance(qconfig, QConfig) else None
+
+    def try_rows(self, var: relax.Var, rows: Sequence[PatternConfig]) -> None:
+        """Let the first of some rows that accepts it claim the operator that ends at a value."""
+        if var in self.owners or self.graph.call_of(var) is None:
+            return
+        for row in rows:
+            pattern: QuantOp = row.pattern  # pyright: ignore[reportAssignmentType]
+            match = run_match(pattern, self.graph, var)
+            if match is None or any(inner in self.owners for inner in match.inner):
+                continue
+            if run_check(pattern, match) is not None:
+                continue
+            rule, qconfig = self.find_rule(match.vars, pattern.op, pattern.name)
+            skip, support = find_refusal(row, pattern, rule, qconfig, self.backend.name)
+            nodes = self.sites.nodes(match.vars)
+            self.add(
+                Claim(
+                    var,
+                    match.vars,
+                    pattern.op,
+                    pattern,
+                    match,
+                    qconfig,
+                    skip,
+                    nodes,
+                    support,
+                    rule,
+                    row,
+                )
             )
-        if refusal is None and graph.op_name(var) == pattern.op:
-            nodes = sites.nodes((var,))
-            support = Support.NOT_ASKED if qconfig is None else Support.FORM_UNSUPPORTED
-            refusal = Claim(
-                var, (var,), pattern.op, pattern, None, None, skip, nodes, support, rule, row
-            )
-    if refusal is not None:
-        return refusal
-    op, nodes = call_name(graph.values[var]), sites.nodes((var,))
-    rule = mapping.find_rule(sites.site((var,), op, ""))
-    dtype = tensor_dtype(var)
-    if dtype and not dtype.startswith("float"):
-        skip, support = Skip(f"its result is {dtype}, not float"), Support.NOT_ASKED
-    else:
-        support = Support.NOT_ASKED
-        if rule is not None and rule.qconfig is not None:
-            support = Support.PATTERN_UNKNOWN
-        skip = Skip(
-            f"backend {backend.name!r} has no pattern for {op}",
-            "add one with backend.with_pattern(...), or leave it in float",
+            return
+
+    def explain(self, var: relax.Var) -> Claim:
+        """The operator of a value that no row took, alone, and why: what a row says that is for it,
+        or who took another part of what this row matches; else that there is no such row.
+        """
+        op, nodes = call_name(self.graph.values[var]), self.sites.nodes((var,))
+        for row in self.backend.patterns:
+            pattern: QuantOp = row.pattern  # pyright: ignore[reportAssignmentType]
+            if pattern.op != op:
+                continue
+            for match in self.find_matches(pattern):
+                if var not in match.vars:
+                    continue
+                rule, qconfig = self.find_rule((var,), op, pattern.name)
+                support = Support.NOT_ASKED if qconfig is None else Support.FORM_UNSUPPORTED
+                skip = run_check(pattern, match) or self.describe_owner(pattern, match)
+                return Claim(
+                    var, (var,), op, pattern, None, None, skip, nodes, support, rule, row
+                )  # fmt: skip
+        rule, _ = self.find_rule((var,), op, "")
+        dtype = tensor_dtype(var)
+        if dtype and not dtype.startswith("float"):
+            skip, support = Skip(f"its result is {dtype}, not float"), Support.NOT_ASKED
+        else:
+            support = Support.NOT_ASKED
+            if rule is not None and rule.qconfig is not None:
+                support = Support.PATTERN_UNKNOWN
+            known = [row.pattern.name for row in self.backend.patterns if row.pattern.op == op]
+            reason = f"backend {self.backend.name!r} has no pattern for {op}"
+            if known:
+                reason = f"no pattern of backend {self.backend.name!r} for {op} looks as here"
+                reason += f": {', '.join(known[:MOST_NAMES])}"
+                reason += " ..." if len(known) > MOST_NAMES else ""
+            skip = Skip(reason, "add one with backend.with_pattern(...), or leave it in float")
+        return Claim(var, (var,), op, None, None, None, skip, nodes, support, rule)
+
+    def find_matches(self, pattern: QuantOp) -> list[Match]:
+        """All matches of a pattern, the last of the graph first."""
+        if pattern.name not in self.matches:
+            found = (run_match(pattern, self.graph, b.var) for b in reversed(self.graph.bindings))
+            self.matches[pattern.name] = [match for match in found if match is not None]
+        return self.matches[pattern.name]
+
+    def describe_owner(self, pattern: QuantOp, match: Match) -> Skip:
+        """Why a match that its row accepts was not claimed: who was first."""
+        taken = next(var for var in match.vars if var in self.owners)
+        owner = self.owners[taken]
+        name = owner.pattern.name if owner.pattern is not None else owner.op
+        return Skip(
+            f"pattern {pattern.name!r} takes it with {taken.name!r}, which pattern {name!r} took "
+            f"for {owner.root.name!r} before",
+            f"take out one of the two: backend.without_pattern({name!r})",
         )
-    return Claim(var, (var,), op, None, None, None, skip, nodes, support, rule)
 
 
 def find_refusal(

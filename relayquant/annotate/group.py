@@ -16,6 +16,7 @@ from tvm import relax
 from relayquant.annotate.claim import Claim
 from relayquant.config import TensorConfig
 from relayquant.ops import Kind
+from relayquant.ops.callbacks import run_axis
 from relayquant.ops.shape import CLAMPING
 from relayquant.plan import GroupPlan
 from relayquant.qtypes import Granularity, QSpec, Role, ValueInfo
@@ -402,7 +403,7 @@ def find_fixed_calibration(nodes: Sequence[Node], by_root: Mapping[relax.Var, Cl
 def weight_group(claim: Claim, name: str, expr: relax.Expr, operand) -> GroupPlan:
     """The group of one constant operand: per channel where the operand has a channel axis."""
     config = _qconfig(claim).tensor(operand.role)
-    axis = operand.axis(claim.match) if operand.axis is not None else None
+    axis = run_axis(claim.pattern, operand, claim.match)
     spec = config.spec.stored
     if axis is None or not spec.is_per_channel:
         spec, axis = replace(spec, granularity=Granularity.PER_TENSOR), None

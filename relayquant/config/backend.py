@@ -73,6 +73,17 @@ class QuantPattern(Protocol):
     def op(self) -> str: ...
 
 
+@runtime_checkable
+class AnyAffineRule(Protocol):
+    """What configuration needs to know of a rule of the allow-list (`relayquant.AffineRule`)."""
+
+    @property
+    def op(self) -> str: ...
+
+    @property
+    def pattern(self) -> QuantPattern: ...
+
+
 @dataclass(frozen=True)
 class PatternConfig:
     """One row of a backend: a pattern, and how the backend can run it.
@@ -82,12 +93,15 @@ class PatternConfig:
         dtypes: Combinations that run; a QConfig must fit one of them.
         observation: Where the result's parameters come from; None: as the operator row says.
         fixed: For OUTPUT_USE_FIXED_QPARAMS, the parameters by dtype and scheme.
+        claims_first: Whether it takes its operators, anywhere in the graph, before rows without
+            this take any; so `BackendConfig.with_pattern` adds a row.
     """
 
     pattern: QuantPattern
     dtypes: tuple[DTypeConfig, ...]
     observation: ObservationType | None = None
     fixed: tuple[FixedOutput, ...] = ()
+    claims_first: bool = False
 
     def find_fixed(self, spec: QSpec) -> Any:
         """The observer of fixed parameters for a result of this spec, None if there is none."""
@@ -142,6 +156,8 @@ class PatternConfig:
             data["observation"] = self.observation.value
         if self.fixed:
             data["fixed"] = [row.to_dict() for row in self.fixed]
+        if self.claims_first:
+            data["claims_first"] = True
         return data
 
     @staticmethod
@@ -166,12 +182,14 @@ class PatternConfig:
             ),
             observation,
             tuple(FixedOutput.from_dict(row, f"{where}.fixed[{i}]") for i, row in enumerate(fixed)),
+            found.get("claims_first", False),
         )
 
 
 @dataclass(frozen=True)
 class BackendConfig:
-    """What a backend can run. The order of `patterns` is priority: the first that matches wins.
+    """What a backend can run. The order of `patterns` is priority: the first that matches a value
+    wins, but none without an anchor takes what one with an anchor wants.
 
     Attributes:
         name: For messages and the ledger.
@@ -186,7 +204,7 @@ class BackendConfig:
 
     name: str
     patterns: tuple[PatternConfig, ...] = ()
-    affine_rules: tuple[Any, ...] = ()
+    affine_rules: tuple[AnyAffineRule, ...] = ()
     default_qconfig: QConfig | None = None
     reduce_range: bool = False
     float_dtypes: tuple[str, ...] = ()
@@ -202,7 +220,10 @@ class BackendConfig:
         """A backend that tries `pattern` before all others; a row it had for a pattern of this name
         is replaced.
 
-        `dtypes` defaults to those of the first pattern the backend has.
+        It is tried at all values of the graph before any row of the backend's own table is, so that
+        none that ends further down takes a part of it. Of several that were added those with
+        anchors come first, then that added last. `dtypes` defaults to those of the first pattern
+        the backend has.
         """
         if dtypes is None:
             if not self.patterns:
@@ -211,7 +232,10 @@ class BackendConfig:
                     "[DTypeConfig(input=..., output=...)]."
                 )
             dtypes = self.patterns[0].dtypes
-        row = PatternConfig(pattern, tuple(dtypes), observation, tuple(fixed))
+        # A pattern of the table that gets other dtypes is as long or short as it was: before longer
+        # ones it would cut the operators that these fuse.
+        is_own = any(row.pattern is pattern and not row.claims_first for row in self.patterns)
+        row = PatternConfig(pattern, tuple(dtypes), observation, tuple(fixed), not is_own)
         others = (other for other in self.patterns if other.pattern.name != pattern.name)
         return replace(self, patterns=(row, *others))
 
@@ -224,9 +248,19 @@ class BackendConfig:
         removed = self.find_pattern(name)
         return replace(self, patterns=tuple(row for row in self.patterns if row is not removed))
 
-    def with_affine_rule(self, rule: Any) -> BackendConfig:
-        """A backend whose allow-list tries `rule` first."""
-        return replace(self, affine_rules=(rule, *self.affine_rules))
+    def with_affine_rule(self, rule: AnyAffineRule) -> BackendConfig:
+        """A backend whose allow-list tries `rule` first.
+
+        Where it has no pattern for the rule's operator, it gets `rule.pattern`, of the lowest
+        priority and with all dtypes that it runs, so that plans quantize the operator.
+        """
+        backend = replace(self, affine_rules=(rule, *self.affine_rules))
+        if any(row.pattern.op == rule.op for row in self.patterns):
+            return backend
+        dtypes = dict.fromkeys(dtypes for row in self.patterns for dtypes in row.dtypes)
+        return replace(
+            backend, patterns=(*self.patterns, PatternConfig(rule.pattern, tuple(dtypes)))
+        )
 
     def find_pattern(self, name: str) -> PatternConfig:
         """The row of a pattern by name.
@@ -295,7 +329,7 @@ class BackendConfig:
     def from_dict(
         data: object,
         patterns: Iterable[QuantPattern],
-        affine_rules: Iterable[Any] = (),
+        affine_rules: Iterable[AnyAffineRule] = (),
         where: str = "BackendConfig",
     ) -> BackendConfig:
         """What `to_dict` wrote. `patterns` are the operator rows it may name
@@ -307,8 +341,9 @@ class BackendConfig:
         """
         names = [f.name for f in fields(BackendConfig)]
         found = check_keys(data, names, where, ("name", "patterns"))
-        known = {pattern.name: pattern for pattern in patterns}
         rules = {rule.op: rule for rule in affine_rules}
+        known = {rule.pattern.name: rule.pattern for rule in rules.values()}
+        known.update({pattern.name: pattern for pattern in patterns})
         for op in check_list(found.get("affine_rules", ()), f"{where}.affine_rules"):
             if op not in rules:
                 raise ConfigError(

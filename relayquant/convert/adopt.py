@@ -37,6 +37,7 @@ from relayquant.dialect import qnn
 from relayquant.ledger import Ledger, LedgerRow, ledger_attrs
 from relayquant.ops import QuantOp
 from relayquant.ops.base import accumulator_qparams
+from relayquant.ops.callbacks import run_check, run_match
 from relayquant.ops.conv import CONV_FAMILIES
 from relayquant.ops.conv import output_axis as conv_output_axis
 from relayquant.ops.find import find_pattern, find_register
@@ -251,10 +252,10 @@ def explain_float(graph: Graph, backend: BackendConfig, name: str) -> str:
     declined = f"backend {backend.name!r} has no pattern for {graph.op_name(var)}"
     for row in backend.patterns:
         pattern = find_pattern(backend, row.pattern.name)
-        match = pattern.pattern.match(graph, var)
+        match = run_match(pattern, graph, var)
         if match is None:
             continue
-        skip = pattern.find_refusal(match)
+        skip = run_check(pattern, match)
         if skip is not None:
             declined = skip.reason
             continue

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import tvm
@@ -21,9 +22,12 @@ from tvm.relax.dpl import is_op, wildcard
 from relayquant.config import BackendConfig
 from relayquant.convert.qnn_form import read_dequantize, read_qparams
 from relayquant.dialect import qnn
+from relayquant.errors import ConfigError
 from relayquant.ledger import Ledger, find_ledger, ledger_attrs
-from relayquant.ops import Quantized
-from relayquant.ops.shape import ATTRIBUTES, check_indices, check_nearest
+from relayquant.ops import Kind, Operand, Output, Quantized, QuantOp
+from relayquant.ops.build import unary_pattern
+from relayquant.ops.callbacks import call_user, describe, describe_tensor, has_shape_of
+from relayquant.ops.shape import ATTRIBUTES, check_indices, check_nearest, check_sharing
 from relayquant.qtypes import INTEGER_LIMITS, QParams, Rounding
 from relayquant.reference import qnn as numpy_qnn
 from relayquant.rewrite import (
@@ -45,14 +49,36 @@ class AffineRule:
     """How an operator looks in affine space.
 
     `rewrite(call, operand)` gets the float call and its first operand in affine space, in new
-    expressions, and returns the result in affine space, or Skip. The result's value may be any
-    integer expression. A call with an attribute away from its default that is not one of
-    `attributes` is left in float.
+    expressions, and returns the result in affine space, or Skip, whose reason the ledger gives. The
+    result's value may be any integer expression of the float result's shape.
+
+    Attributes:
+        op: The Relax operator, e.g. "relax.flip".
+        rewrite: See above.
+        attributes: Names of the attributes that the rule honours. A call in which another one is
+            away from its default is left in float.
+        shares_parameters: Whether the result always has the operand's parameters, as that of an
+            operator which moves or selects values. False: the result is calibrated on its own, and
+            the rule may return what parameters it likes.
     """
 
     op: str
     rewrite: Callable[[Call, Quantized], Quantized | Skip]
     attributes: tuple[str, ...] = ()
+    shares_parameters: bool = True
+
+    @cached_property
+    def pattern(self) -> QuantOp:
+        """The operator row by which a plan quantizes the operator where the backend has no other:
+        `BackendConfig.with_affine_rule` adds it.
+        """
+        kind = Kind.SHARING if self.shares_parameters else Kind.FOLLOWER
+        output = Output.SHARED if self.shares_parameters else Output.OWN
+        return QuantOp(
+            f"{self.op.removeprefix('relax.')} (affine rule)", self.op, unary_pattern(self.op),
+            (Operand("data"),), kind, output, None, check=check_sharing,
+            attributes=self.attributes,
+        )  # fmt: skip
 
 
 def repeat_call(call: Call, value: relax.Expr) -> relax.Expr:
@@ -158,6 +184,9 @@ def pad_with_quantized(call: Call, operand: Quantized) -> Quantized | Skip:
     return Quantized(relax.op.nn.pad(operand.value, width, "constant", value), operand.qparams)
 
 
+#: why a rule cannot be asked: it says nothing of the rule
+NOT_DEQUANTIZED = Skip("the operand is not dequantized by constant parameters")
+
 #: The allow-list: what each operator is in affine space. Everything not listed stops the expansion.
 AFFINE_RULES: tuple[AffineRule, ...] = tuple(
     AffineRule(op, rewrite, ATTRIBUTES.get(op, ()))
@@ -198,11 +227,19 @@ def expand_affine(mod: tvm.IRModule, backend: BackendConfig) -> tvm.IRModule:
         lift_clamp("relax.nn.relu", relu_bounds, kept),
         lift_clamp("relax.clip", clip_bounds, kept),
     ]
-    rules += [push_dequantize(rule, kept) for rule in (*backend.affine_rules, *AFFINE_RULES)]
+    planned = {id(row.pattern) for row in backend.patterns}
+    rules += [
+        push_dequantize(rule, kept, rule.shares_parameters and id(rule.pattern) in planned)
+        for rule in (*backend.affine_rules, *AFFINE_RULES)
+    ]
     declined: dict[str, Skip] = {}
-    expanded = apply_rules(
-        mod, rules, on_skip=lambda rule, match, skip: declined.update({match.name: skip})
-    )
+
+    def on_skip(_rule: Rule, match: Match, skip: Skip) -> None:
+        # Of several rules the first is the user's.
+        if declined.get(match.name, NOT_DEQUANTIZED) is NOT_DEQUANTIZED:
+            declined[match.name] = skip
+
+    expanded = apply_rules(mod, rules, on_skip=on_skip)
     return expanded if ledger is None else record_declined(expanded, ledger, declined)
 
 
@@ -223,8 +260,35 @@ def record_declined(
     return rewrite_main(mod, lambda e, b: e.get(b.value), attrs=ledger_attrs(corrected))
 
 
-def push_dequantize(affine: AffineRule, kept: Set[str] = frozenset()) -> Rule:
-    """op(dequantize(q)) -> dequantize(op'(q)), as a rewrite rule."""
+def has_same_grid(a: QParams, b: QParams) -> bool:
+    """Whether integers of both stand for the same real values; channels may be on another axis."""
+    same = np.array_equal(a.scale, b.scale) and np.array_equal(a.zero_point, b.zero_point)
+    return same and a.dtype == b.dtype
+
+
+def check_affine(emitter: Emitter, outcome: object, root: relax.Var, where: str) -> None:
+    """Raise ConfigError if a rule returned something else than the root in affine space."""
+    is_quantized = isinstance(outcome, Quantized) and isinstance(outcome.qparams, QParams)
+    if not is_quantized or not isinstance(outcome.value, relax.Expr):
+        raise ConfigError(
+            f"{where} returned {describe(outcome)}; allowed: a Skip(reason), or a "
+            "Quantized(expression, QParams)."
+        )
+    value = call_user(where, lambda: emitter.builder.normalize(outcome.value))
+    if not has_shape_of(value, root) or tensor_dtype(value) != outcome.qparams.dtype:
+        raise ConfigError(
+            f"{where} returned {describe_tensor(value)} with parameters of "
+            f"{outcome.qparams.dtype}; allowed: integers of the parameters' dtype and the shape "
+            f"of the float result, {describe_tensor(root)}."
+        )
+
+
+def push_dequantize(
+    affine: AffineRule, kept: Set[str] = frozenset(), is_shared: bool = False
+) -> Rule:
+    """op(dequantize(q)) -> dequantize(op'(q)), as a rewrite rule; `is_shared` says that the plan
+    counts on `affine.shares_parameters`.
+    """
     data = wildcard()
     pattern = Pattern(is_op(affine.op)(data, varg_default_wildcard=True), {"data": data})
 
@@ -233,7 +297,7 @@ def push_dequantize(affine: AffineRule, kept: Set[str] = frozenset()) -> Rule:
             return Skip("kept in float by the plan")
         quantized = read_dequantize(match.graph, match.parts["data"])
         if quantized is None:
-            return Skip("the operand is not dequantized by constant parameters")
+            return NOT_DEQUANTIZED
         skip = check_attributes(
             [match.graph.values[match.root]], affine.attributes, "the rule of the allow-list"
         )
@@ -242,9 +306,17 @@ def push_dequantize(affine: AffineRule, kept: Set[str] = frozenset()) -> Rule:
         # The call in terms of the new function: a rule repeats it on other data.
         call = emitter.builder.normalize(emitter.get(match.graph.values[match.root]))
         operand = Quantized(emitter.get(quantized.value), quantized.qparams)
-        outcome = affine.rewrite(call, operand)
+        where = f"Operator {match.name!r}: affine rule for {affine.op!r}"
+        outcome = call_user(where, lambda: affine.rewrite(call, operand))
         if isinstance(outcome, Skip):
             return outcome
+        check_affine(emitter, outcome, match.root, where)
+        if is_shared and not has_same_grid(outcome.qparams, operand.qparams):
+            raise ConfigError(
+                f"{where} returned other parameters than those of the operand, which the plan "
+                "gives the result. Write AffineRule(..., shares_parameters=False): the result is "
+                "calibrated on its own then."
+            )
         value = emitter.emit(outcome.value, f"{match.name}.int")
         return Quantized(value, outcome.qparams).dequantize()
 

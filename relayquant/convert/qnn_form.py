@@ -13,11 +13,18 @@ from tvm import relax
 from tvm.ir import Call
 
 from relayquant.config import Accumulator, BackendConfig
-from relayquant.errors import QnnError
+from relayquant.errors import ConfigError, QnnError
 from relayquant.ledger import Ledger, find_ledger, ledger_attrs
 from relayquant.ops import Output, Quantized, QuantOp, RealizeContext
 from relayquant.ops.base import DynamicContext, RunTimeQuantized
-from relayquant.ops.find import find_pattern, find_register
+from relayquant.ops.callbacks import (
+    describe_place,
+    run_check,
+    run_match,
+    run_realize,
+    run_realize_dynamic,
+)
+from relayquant.ops.find import find_pattern, find_register, order_rows
 from relayquant.qtypes import QParams
 from relayquant.rewrite import Emitter, Graph, Match, Skip, rewrite_main
 from relayquant.rewrite.graph import constant_value
@@ -65,7 +72,14 @@ def realize_qnn(mod: tvm.IRModule, backend: BackendConfig) -> tvm.IRModule:
         if match.name in dynamic:
             outcome = realize_dynamic_match(graph, emitter, pattern, match)
         else:
-            outcome = realize_match(graph, emitter, pattern, match, accumulators.get(match.name))
+            outcome = realize_match(
+                graph,
+                emitter,
+                pattern,
+                match,
+                accumulators.get(match.name),
+                is_planned=ledger is not None,
+            )
         if not isinstance(outcome, Skip):
             return outcome
         refused.append((match.name, outcome))
@@ -132,7 +146,7 @@ def find_planned(
         if var is None or var not in graph.values:
             continue
         pattern = find_pattern(backend, row.pattern)
-        match = pattern.pattern.match(graph, var)
+        match = run_match(pattern, graph, var)
         if pattern.realize is not None and match is not None:
             yield var, (pattern, match)
 
@@ -144,22 +158,21 @@ def find_dequantized(
     quantized if the pattern needs parameters for it.
     """
     claimed: set[relax.Var] = set()
-    for binding in reversed(graph.bindings):
-        if binding.var in claimed:
-            continue
-        for row in backend.patterns:
-            pattern = find_pattern(backend, row.pattern.name)
-            match = pattern.pattern.match(graph, binding.var)
-            if match is None or pattern.realize is None:
-                continue
-            if pattern.find_refusal(match) is not None:
-                continue
-            if pattern.output is Output.OWN and find_output_qparams(graph, match.root) is None:
-                continue
-            if not isinstance(read_operands(graph, pattern, match), Skip):
-                claimed.update(match.vars)
-                yield binding.var, (pattern, match)
-                break
+    for rows in order_rows(backend):
+        for binding in reversed(graph.bindings):
+            for row in rows if binding.var not in claimed else ():
+                pattern = find_pattern(backend, row.pattern.name)
+                match = run_match(pattern, graph, binding.var)
+                if match is None or not claimed.isdisjoint(match.vars):
+                    continue
+                if pattern.realize is None or run_check(pattern, match) is not None:
+                    continue
+                if pattern.output is Output.OWN and find_output_qparams(graph, match.root) is None:
+                    continue
+                if not isinstance(read_operands(graph, pattern, match), Skip):
+                    claimed.update(match.vars)
+                    yield binding.var, (pattern, match)
+                    break
 
 
 def realize_match(
@@ -168,10 +181,10 @@ def realize_match(
     pattern: QuantOp,
     match: Match,
     accumulator: Accumulator | None = None,
+    *,
+    is_planned: bool = False,
 ) -> relax.Expr | Skip:
     """What the realize callback makes of one match."""
-    if pattern.realize is None:
-        return Skip(f"pattern {pattern.name!r} has no realize callback")
     operands = read_operands(graph, pattern, match)
     if isinstance(operands, Skip):
         return operands
@@ -181,8 +194,11 @@ def realize_match(
     }
     output = find_output_qparams(graph, match.root)
     try:
-        return pattern.realize(RealizeContext(emitter, match, operands, output, accumulator))
+        return run_realize(pattern, RealizeContext(emitter, match, operands, output, accumulator))
     except QnnError as error:
+        if is_planned:
+            where = describe_place(pattern, match.name, "realize")
+            raise ConfigError(f"{where} raised QnnError: {error}") from error
         # Only a model that was quantized elsewhere has dtypes that no plan would mix.
         return Skip(f"its integer form is not allowed: {error}")
 
@@ -191,8 +207,6 @@ def realize_dynamic_match(
     graph: Graph, emitter: Emitter, pattern: QuantOp, match: Match
 ) -> relax.Expr | Skip:
     """What the callback for parameters of the run time makes of one match."""
-    if pattern.realize_dynamic is None:
-        return Skip(f"pattern {pattern.name!r} has no realize_dynamic callback")
     call = graph.call_of(match.parts["data"])
     if call is None or graph.op_name(call) != DEQUANTIZE:
         return Skip("operand data is not dequantized")
@@ -202,7 +216,7 @@ def realize_dynamic_match(
     data = RunTimeQuantized(*(emitter.get(arg) for arg in call.args[:3]))
     weight = Quantized(emitter.get(weight.value), weight.qparams)
     bias = emitter.get(match.parts["bias"]) if "bias" in match.parts else None
-    return pattern.realize_dynamic(DynamicContext(emitter, match, data, weight, bias))
+    return run_realize_dynamic(pattern, DynamicContext(emitter, match, data, weight, bias))
 
 
 def read_operands(graph: Graph, pattern: QuantOp, match: Match) -> dict[str, Quantized] | Skip:

@@ -1,5 +1,5 @@
-"""Finding a planned operator again in a graph whose values kept their names, and its constant
-operands.
+"""In which order rows claim operators; finding a planned operator again in a graph whose values
+kept their names, and its constant operands.
 """
 
 from __future__ import annotations
@@ -7,10 +7,10 @@ from __future__ import annotations
 import numpy as np
 from tvm import relax
 
-from relayquant.config import BackendConfig
+from relayquant.config import BackendConfig, PatternConfig
 from relayquant.config.accumulator import NATIVE
 from relayquant.errors import ModelError
-from relayquant.ops.base import TOTALS, QuantOp
+from relayquant.ops.base import TOTALS, Kind, QuantOp
 from relayquant.ops.build import source_constant
 from relayquant.plan import OperatorPlan
 from relayquant.rewrite import Graph, Match
@@ -24,6 +24,25 @@ def find_pattern(backend: BackendConfig, name: str) -> QuantOp:
         ConfigError: the backend has no such pattern.
     """
     return backend.find_pattern(name).pattern  # pyright: ignore[reportReturnType]
+
+
+def order_rows(backend: BackendConfig) -> list[tuple[PatternConfig, ...]]:
+    """The rows of a backend in the order in which they claim: each part goes over the whole graph,
+    from the outputs to the inputs, before the next; within a part, order is priority at each value.
+
+    First come rows with `claims_first`, one by one, then the backend's own table; of both, anchors
+    before all others, so that an add never takes the bias of a convolution.
+    """
+
+    def is_anchor(row: PatternConfig) -> bool:
+        pattern: QuantOp = row.pattern  # pyright: ignore[reportAssignmentType]
+        return pattern.kind is Kind.ANCHOR
+
+    rows = sorted(backend.patterns, key=lambda row: not is_anchor(row))
+    table = [row for row in rows if not row.claims_first]
+    parts = [(row,) for row in rows if row.claims_first]
+    parts += [tuple(filter(is_anchor, table)), tuple(row for row in table if not is_anchor(row))]
+    return [part for part in parts if part]
 
 
 def match_operator(graph: Graph, backend: BackendConfig, operator: OperatorPlan) -> Match:

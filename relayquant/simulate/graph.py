@@ -17,6 +17,7 @@ from relayquant.config import BackendConfig
 from relayquant.dialect import qnn
 from relayquant.errors import ConfigError
 from relayquant.ops import Kind, SimulateContext
+from relayquant.ops.callbacks import run_simulate
 from relayquant.ops.find import find_pattern, match_operator
 from relayquant.ops.narrow_float import NarrowFloats
 from relayquant.plan import GroupPlan, OperatorPlan, Plan
@@ -240,7 +241,7 @@ class _Simulation:
         if operator.accumulator is not None and pattern.accumulator_axis is not None:
             factors = [self.variables[keys[operand.name]] for operand in pattern.operands[:2]]
             narrow = make_narrow(emitter, match, pattern, factors, operator.accumulator)
-        return pattern.simulate(SimulateContext(emitter, match, operands, narrow))
+        return run_simulate(pattern, SimulateContext(emitter, match, operands, narrow))
 
     def view(self, emitter: Emitter, expr: relax.Expr, key: str | None) -> relax.Expr:
         """A computed operand as its group rounds it; unchanged when it has no group."""

@@ -141,3 +141,64 @@ def test_rule_of_the_user__carries_integers_through_an_operator():
         assert not row.quantized
         assert row.reason.startswith("flip has axis=2, which ")
     assert rq.verify(qmod, inputs[0]).is_equal
+
+
+def flip_model():
+    def body(emit, x):
+        return emit.conv("out", emit("f", op.flip(emit.conv("a", x), 2)))
+
+    return build_model(body, MAP)
+
+
+def test_rule_of_the_user__alone_extends_the_plan():
+    """No pattern is needed: the rule is called, and integers go through the operator."""
+    calls = []
+
+    def rewrite(call, operand):
+        calls.append(operand.qparams)
+        return Quantized(relax.op.flip(operand.value, axis=int(call.attrs.axis)), operand.qparams)
+
+    mod = flip_model()
+    inputs = draw_batches(mod, 2)
+    backend = rq.X86.with_affine_rule(rq.AffineRule("relax.flip", rewrite))
+    qmod = rq.quantize(mod, None, inputs, backend=backend, effort="fast")
+    assert len(calls) == 1
+    graph = Graph(qmod)
+    assert str(graph.vars["f"].ty.dtype) == "uint8"
+    row = rq.ledger(qmod).row("f")
+    assert row is not None
+    assert (row.quantized, row.pattern) == (True, "flip (affine rule)")
+    assert rq.verify(qmod, inputs[0]).is_equal
+    # It lives in plain data, where the rule is named.
+    again = rq.BackendConfig.from_dict(backend.to_dict(), rq.BUILTIN_OPS, backend.affine_rules)
+    assert again == backend
+
+
+def test_rule_of_the_user__a_skip_is_in_the_ledger():
+    def rewrite(call, operand):
+        return Skip("this flip is too large", "flip it before")
+
+    mod = flip_model()
+    backend = rq.X86.with_affine_rule(rq.AffineRule("relax.flip", rewrite))
+    qmod = rq.quantize(mod, None, draw_batches(mod, 2), backend=backend, effort="fast")
+    row = rq.ledger(qmod).row("f")
+    assert row is not None
+    assert (row.quantized, row.reason) == (False, "this flip is too large")
+    assert row.advice == "flip it before"
+
+
+def test_rule_of_the_user__its_skip_wins_over_that_of_a_built_in_rule():
+    """Both decline to resize: the user's rule is asked first, and its reason is the one
+    given."""
+
+    def body(emit, x):
+        return emit.conv("out", emit("m", op.image.resize2d(
+            emit.conv("a", x), (12, 12), layout="NCHW", method="linear")))  # fmt: skip
+
+    rule = rq.AffineRule("relax.image.resize2d", lambda call, operand: Skip("mine"))
+    backend = rq.X86.without_pattern("resize_nearest").with_affine_rule(rule)
+    mod = build_model(body, MAP)
+    qmod = rq.quantize(mod, None, draw_batches(mod, 2), backend=backend, effort="fast")
+    row = rq.ledger(qmod).row("m")
+    assert row is not None
+    assert (row.quantized, row.reason) == (False, "mine")
