@@ -12,6 +12,7 @@ import tvm
 
 from relayquant.analysis.sensitivity import take_samples
 from relayquant.analysis.verify import expose_values
+from relayquant.arguments import check_arguments
 from relayquant.calibrate.datasets import Batch, SpreadSample, count_samples, open_dataset
 from relayquant.calibrate.inputs import describe_inputs
 from relayquant.calibrate.observers import Fixed
@@ -29,6 +30,7 @@ SAMPLES = (4, 32)
 SAMPLE_WORK = 2e9
 
 
+@check_arguments
 def equalize_layers(
     mod: tvm.IRModule, params: Mapping[str, Any] | None = None
 ) -> tuple[tvm.IRModule, tuple[Declined, ...]]:
@@ -163,6 +165,7 @@ def run_values(
         yield {name: np.moveaxis(array, axis, -1) for (name, axis), array in found}
 
 
+@check_arguments
 def smooth_activations(
     mod: tvm.IRModule,
     params: Mapping[str, Any] | None,

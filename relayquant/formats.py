@@ -12,6 +12,7 @@ import numpy as np
 import onnx
 import tvm
 
+from relayquant.arguments import check_arguments
 from relayquant.errors import ModelError
 from relayquant.files import reading
 from relayquant.importers import import_onnx, import_tflite, import_torch
@@ -112,6 +113,7 @@ FORMATS: tuple[Format, ...] = (
 )
 
 
+@check_arguments
 def load(
     model: PathLike | onnx.ModelProto | Any,
     *,

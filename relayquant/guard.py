@@ -24,6 +24,7 @@ from relayquant.analysis.lint import lint_samples
 from relayquant.analysis.outputs import Interface, OutputGap, measure_gaps
 from relayquant.analysis.sensitivity import Simulation, find_rounding_operators
 from relayquant.analysis.sums import ErrorSums
+from relayquant.arguments import check_fields
 from relayquant.calibrate.datasets import (
     Batch,
     SpreadSample,
@@ -60,6 +61,7 @@ class Guard(enum.Enum):
     OFF = "off"  #: nothing is run
 
 
+@check_fields
 @dataclass(frozen=True)
 class GuardSettings:
     """When the guard says that outputs part, and what it does.

@@ -11,7 +11,7 @@ import concurrent.futures as futures
 import dataclasses
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,6 +30,7 @@ from relayquant.analysis import (
 )
 from relayquant.analysis.load import bind_loader
 from relayquant.annotate import annotate, review_plan
+from relayquant.arguments import check_arguments
 from relayquant.backends import resolve_backend
 from relayquant.calibrate.datasets import open_dataset
 from relayquant.calibrate.fit import BiasCorrection, FitSettings
@@ -92,8 +93,8 @@ def quantize_once(
     qconfig_mapping: QConfigMapping | None = None,
     calibration: Any = None,
     effort: Effort | str = Effort.BALANCED,
-    input_dtypes: Mapping[str, str] | None = None,
-    output_dtypes: Mapping[str, str] | None = None,
+    input_dtypes: Mapping[str | int, str] | None = None,
+    output_dtypes: Mapping[str | int, str] | None = None,
     parameters: Mapping[str, QParams] | None = None,
     callbacks: Iterable[Callback] | Callback = (),
     strict: bool = False,
@@ -132,6 +133,7 @@ def quantize_once(
     return prepared, run_stage(events, "lower", lambda: lower(reference, prepared.backend))
 
 
+@check_arguments
 def prepare(
     mod: tvm.IRModule,
     params: Mapping[str, Any] | None = None,
@@ -140,8 +142,8 @@ def prepare(
     *,
     dataset: Any = None,
     effort: Effort | str = Effort.BALANCED,
-    input_dtypes: Mapping[str, str] | None = None,
-    output_dtypes: Mapping[str, str] | None = None,
+    input_dtypes: Mapping[str | int, str] | None = None,
+    output_dtypes: Mapping[str | int, str] | None = None,
     parameters: Mapping[str, QParams] | None = None,
     callbacks: Iterable[Callback] | Callback = (),
     strict: bool = False,
@@ -190,8 +192,8 @@ def prepare_quietly(
     *,
     dataset: Any = None,
     effort: Effort | str = Effort.BALANCED,
-    input_dtypes: Mapping[str, str] | None = None,
-    output_dtypes: Mapping[str, str] | None = None,
+    input_dtypes: Mapping[str | int, str] | None = None,
+    output_dtypes: Mapping[str | int, str] | None = None,
     parameters: Mapping[str, QParams] | None = None,
     callbacks: Iterable[Callback] | Callback = (),
 ) -> PreparedModel:
@@ -274,9 +276,11 @@ def add_planned_biases(
 
 
 def describe_interface(
-    canonical: tvm.IRModule, input_dtypes: Mapping[str, str], output_dtypes: Mapping[str, str]
+    canonical: tvm.IRModule,
+    input_dtypes: Mapping[str | int, str],
+    output_dtypes: Mapping[str | int, str],
 ) -> tuple[tuple[InterfaceValue, ...], tuple[InterfaceValue, ...]]:
-    """(inputs, outputs) of main, with the integer dtypes asked for.
+    """(inputs, outputs) of main, with the integer dtypes asked for, by name or index from 0.
 
     Raises:
         ConfigError: there is no such input or output, or no such integer dtype.
@@ -287,28 +291,46 @@ def describe_interface(
         (expr.name if isinstance(expr, tvm.relax.Var) else f"output {i}", tensor_dtype(expr))
         for i, expr in enumerate(iterate_results(result_expr(graph)))
     ]
-    asked = (("input_dtypes", input_dtypes, inputs), ("output_dtypes", output_dtypes, outputs))
-    for what, dtypes, values in asked:
-        for name, dtype in dtypes.items():
-            known = [known for known, _ in values]
-            if name not in known:
-                raise ConfigError(f"{what} has no {name!r}. {suggest_name(name, known)}")
-            if dtype not in INTEGER_LIMITS:
-                raise ConfigError(f"{what}[{name!r}]: {suggest_name(str(dtype), INTEGER_LIMITS)}")
     return (
-        tuple(InterfaceValue(name, dtype, input_dtypes.get(name, "")) for name, dtype in inputs),
-        tuple(InterfaceValue(name, dtype, output_dtypes.get(name, "")) for name, dtype in outputs),
+        name_dtypes("input_dtypes", input_dtypes, inputs),
+        name_dtypes("output_dtypes", output_dtypes, outputs),
     )
+
+
+def name_dtypes(
+    what: str, dtypes: Mapping[str | int, str], values: Sequence[tuple[str, str]]
+) -> tuple[InterfaceValue, ...]:
+    """All (name, dtype) of an interface, with the integer dtypes asked for by name or index.
+
+    Raises:
+        ConfigError: there is no such value, or no such integer dtype, or one is named twice.
+    """
+    names = [name for name, _ in values]
+    asked: dict[str, str] = {}
+    for key, dtype in dtypes.items():
+        name = key
+        if isinstance(key, int):
+            if not 0 <= key < len(names):
+                raise ConfigError(f"{what} has index {key}; allowed: 0 to {len(names) - 1}.")
+            name = names[key]
+        if name not in names:
+            raise ConfigError(f"{what} has no {name!r}. {suggest_name(name, names)}")
+        if dtype not in INTEGER_LIMITS:
+            raise ConfigError(f"{what}[{key!r}]: {suggest_name(dtype, INTEGER_LIMITS)}")
+        if name in asked:
+            raise ConfigError(f"{what} names {name!r} twice: by name and by index {key!r}.")
+        asked[name] = dtype
+    return tuple(InterfaceValue(name, dtype, asked.get(name, "")) for name, dtype in values)
 
 
 def equalize(canonical: tvm.IRModule, dataset: Any, kept: Collection[str] = ()) -> tvm.IRModule:
     """A prepared module with the channels of its inputs brought to one range, where that is worth
     it; `kept` stay.
     """
+    data = open_dataset(dataset, describe_inputs(canonical))  # what is no data set is told here
     names = {name: users for name, users in find_products(canonical).items() if name not in kept}
     if not names:
         return canonical
-    data = open_dataset(dataset, describe_inputs(canonical))
     return equalize_inputs(canonical, measure_channels(data, names))
 
 
@@ -321,6 +343,7 @@ def default_mapping(backend: BackendConfig, effort: Effort) -> QConfigMapping:
     return mapping if qconfig is None else mapping.set_global(apply_effort(qconfig, effort))
 
 
+@check_arguments
 def calibrate(
     prepared: PreparedModel,
     dataset: Any,
@@ -435,6 +458,7 @@ def fit_accumulators(
         )
 
 
+@check_arguments
 def accumulator_report(model: PreparedModel | tvm.IRModule, dataset: Any) -> AccumulatorReport:
     """Which sums of products do not fit the accumulators that the backend has, by channel.
 
@@ -454,6 +478,7 @@ def accumulator_report(model: PreparedModel | tvm.IRModule, dataset: Any) -> Acc
     return measure_accumulators(integer, data, bind_loader(data, compile_draft))
 
 
+@check_arguments
 def convert_to_reference(prepared: PreparedModel) -> tvm.IRModule:
     """The reference form: dequantize - float operator - quantize. Runs on any target.
 
@@ -466,6 +491,7 @@ def convert_to_reference(prepared: PreparedModel) -> tvm.IRModule:
     return reference
 
 
+@check_arguments
 def lower(
     reference: tvm.IRModule, backend_config: BackendConfig | str | None = None
 ) -> tvm.IRModule:
@@ -500,6 +526,7 @@ def lower_adopted(reference: tvm.IRModule, backend: BackendConfig) -> tvm.IRModu
     return lowered
 
 
+@check_arguments
 def pipeline(target: Any = None) -> tvm.transform.Pass:
     """The relax pipeline for a target, for `tvm.compile(mod, target, relax_pipeline=...)`.
 
@@ -514,6 +541,7 @@ def pipeline(target: Any = None) -> tvm.transform.Pass:
     return tvm.transform.module_pass(run, opt_level=0, name="relayquant.compile")  # pyright: ignore[reportReturnType]
 
 
+@check_arguments
 def compile(mod: tvm.IRModule, target: Any = None) -> Any:
     """A TVM executable of a quantized or float module.
 
@@ -557,6 +585,7 @@ def is_float_model(mod: tvm.IRModule) -> bool:
     return not any(call_name(call).startswith("relax.qnn.") for call in calls)
 
 
+@check_arguments
 def verify(mod: tvm.IRModule, inputs: Any, target: Any = None) -> VerifyReport:
     """Compare the module compiled for `target` (one this machine can run) with the numpy reference.
 
@@ -568,6 +597,7 @@ def verify(mod: tvm.IRModule, inputs: Any, target: Any = None) -> VerifyReport:
     return verify_module(mod, inputs, lambda module: compile(module, target))
 
 
+@check_arguments
 def compare(
     mod: tvm.IRModule,
     quantized: tvm.IRModule,
@@ -596,6 +626,7 @@ def compare(
     return compare_modules(canonical, quantized, data, bind_loader(data, compile_draft))
 
 
+@check_arguments
 def ledger(mod: tvm.IRModule) -> Ledger:
     """What became of every operator of the float model.
 

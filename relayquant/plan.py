@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from relayquant.config import Accumulator
+from relayquant.arguments import check_arguments
+from relayquant.config import Accumulator, check_calibration
 from relayquant.errors import ConfigError, suggest_name
 from relayquant.qtypes import QSpec, Role, ValueInfo
 from relayquant.settings import (
@@ -186,6 +187,7 @@ class Plan:
     #: value name -> keys of its groups, the first is what its consumers see
     value_groups: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
+    @check_arguments
     def replace(self, key: str, *, spec: QSpec | None = None, calibration: Any = None) -> Plan:
         """A plan in which one set of parameters has another spec, or is picked by another observer
         or callable.
@@ -216,6 +218,7 @@ class Plan:
                 group, info=dataclasses.replace(group.info, spec=spec, axis=axis)
             )
         if calibration is not None:
+            check_calibration(calibration, f"Plan.replace({key!r}): calibration")
             group = dataclasses.replace(group, calibration=calibration)
         groups = tuple(group if other.key == key else other for other in self.groups)
         return dataclasses.replace(self, groups=groups)
@@ -278,6 +281,7 @@ class Plan:
         """Value name -> operator that computes it (values inside a match included)."""
         return {value: op for op in self.operators for value in op.values}
 
+    @check_arguments
     def group(self, key: str) -> GroupPlan:
         """Group by key.
 
@@ -290,6 +294,7 @@ class Plan:
             )
         return self._groups[key]
 
+    @check_arguments
     def operator(self, name: str) -> OperatorPlan:
         """Operator by the value it computes.
 

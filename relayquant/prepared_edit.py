@@ -17,6 +17,7 @@ import tvm
 
 from relayquant.annotate import annotate
 from relayquant.archive import Archive, read_archive, write_archive
+from relayquant.arguments import check_arguments
 from relayquant.backends import resolve_backend
 from relayquant.calibrate.observers import Observer
 from relayquant.calibrate.weights import pick_weight_parameters
@@ -38,6 +39,7 @@ MODULE = "module.json"
 # --- Editing ------------------------------------------------------------------------------------
 
 
+@check_arguments
 def replace_plan(prepared: PreparedModel, plan: Plan) -> PreparedModel:
     """The prepared model with an edited plan: `replace_plan(prepared, prepared.plan.replace(key,
     spec=...))`.
@@ -123,6 +125,7 @@ def find_row_conflict(dtypes: DTypeConfig, wanted: list[tuple[str, GroupPlan]]) 
     return None
 
 
+@check_arguments
 def keep_in_float(prepared: PreparedModel, *names: str) -> PreparedModel:
     """The prepared model with operators (values or modules by name) left in float.
 
@@ -150,6 +153,7 @@ def keep_in_float(prepared: PreparedModel, *names: str) -> PreparedModel:
 # --- Merging ------------------------------------------------------------------------------------
 
 
+@check_arguments
 def merge_statistics(first: PreparedModel, *others: PreparedModel) -> PreparedModel:
     """A prepared model with the parameters of what all have seen: data may be calibrated with in
     several processes.
@@ -212,6 +216,7 @@ def merge_statistics(first: PreparedModel, *others: PreparedModel) -> PreparedMo
 # --- One file -----------------------------------------------------------------------------------
 
 
+@check_arguments
 def save_prepared(prepared: PreparedModel, path: str | Path) -> None:
     """Write a prepared model, calibrated or not, to one file, whole or not at all.
 
@@ -250,6 +255,7 @@ def save_prepared(prepared: PreparedModel, path: str | Path) -> None:
     write_archive(Path(path), FORMAT, Archive(header, arrays, texts))
 
 
+@check_arguments
 def load_prepared(
     path: str | Path, backend_config: BackendConfig | str | None = None
 ) -> PreparedModel:

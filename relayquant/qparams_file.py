@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from relayquant.arguments import check_arguments
 from relayquant.errors import ConfigError
 from relayquant.files import decode_json, read_text, reading, write_whole
 from relayquant.qtypes import QParams, QSpec, Scheme, choose_qparams
@@ -29,6 +30,7 @@ BIAS_BITS = 32
 PathLike = str | os.PathLike[str]
 
 
+@check_arguments
 def save_qparams(parameters: Mapping[str, QParams], path: PathLike) -> Path:
     """Write parameters by value name as JSON, whole or not at all; `load_qparams` reads them back
     exactly. `prepared.parameters` after `calibrate` is such a mapping. Where effort "best" scaled
@@ -55,6 +57,7 @@ def save_qparams(parameters: Mapping[str, QParams], path: PathLike) -> Path:
     return path
 
 
+@check_arguments
 def load_qparams(path: PathLike, *, dtype: str = "uint8") -> dict[str, QParams]:
     """Read parameters by value name.
 

@@ -13,6 +13,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from relayquant.arguments import check_arguments, check_fields
 from relayquant.errors import ConfigError
 from relayquant.settings import check_keys, read_enum
 
@@ -77,6 +78,7 @@ class Role(enum.Enum):
     OUTPUT = "output"
 
 
+@check_fields
 @dataclass(frozen=True)
 class QSpec:
     """How a tensor is to be quantized; says nothing of the values of its parameters.
@@ -331,6 +333,7 @@ class QParams:
         )
 
 
+@check_arguments
 def choose_qparams(low: Any, high: Any, spec: QSpec, axis: int | None = None) -> QParams:
     """Parameters that cover the real range [low, high], each shape () or (C,).
 
@@ -342,7 +345,13 @@ def choose_qparams(low: Any, high: Any, spec: QSpec, axis: int | None = None) ->
         ConfigError: low or high is NaN or infinite, or low > high, or the range is too wide for a
             float32 scale, or the zero point does not fit in int32 (affine int64).
     """
-    low, high = np.asarray(low, "float64"), np.asarray(high, "float64")
+    try:
+        low, high = np.asarray(low, "float64"), np.asarray(high, "float64")
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"choose_qparams: low is {low!r} and high {high!r}; allowed: numbers, or arrays of "
+            "them."
+        ) from error
     if not (np.isfinite(low).all() and np.isfinite(high).all() and (low <= high).all()):
         raise ConfigError(f"choose_qparams needs finite low <= high, got low={low}, high={high}.")
     low, high = np.minimum(low, 0.0), np.maximum(high, 0.0)
@@ -391,6 +400,7 @@ def conform_scale(scale: Any, spec: QSpec) -> Any:
     return np.minimum(scale, find_power_of_two(largest))
 
 
+@check_fields
 @dataclass(frozen=True)
 class ValueInfo:
     """What a calibration callback is told of the value it picks parameters for."""

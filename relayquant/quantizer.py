@@ -13,6 +13,7 @@ from typing import Any
 import tvm
 
 from relayquant.analysis.sensitivity import Metric
+from relayquant.arguments import check_arguments
 from relayquant.calibrate.datasets import SpreadSample, open_dataset
 from relayquant.calibrate.inputs import describe_inputs
 from relayquant.config import BackendConfig, QConfigMapping
@@ -27,6 +28,7 @@ from relayquant.search import MAX_DROP, fallback
 from relayquant.speed import Stopwatch, keep_faster_float
 
 
+@check_arguments
 def quantize(
     mod: tvm.IRModule,
     params: Mapping[str, Any] | None,
@@ -36,8 +38,8 @@ def quantize(
     qconfig_mapping: QConfigMapping | None = None,
     calibration: Any = None,
     effort: Effort | str = Effort.BALANCED,
-    input_dtypes: Mapping[str, str] | None = None,
-    output_dtypes: Mapping[str, str] | None = None,
+    input_dtypes: Mapping[str | int, str] | None = None,
+    output_dtypes: Mapping[str | int, str] | None = None,
     parameters: Mapping[str, QParams] | None = None,
     callbacks: Iterable[Callback] | Callback = (),
     strict: bool = False,
@@ -69,9 +71,9 @@ def quantize(
         calibration: Observer, or callable `(ValueInfo, samples) -> QParams`, for all activations.
         effort: "fast", "balanced" or "best": how much work calibration does for accuracy; see
             `Effort`.
-        input_dtypes, output_dtypes: {name: integer dtype} of what main is to take and return as
-            integers, e.g. {"x": "uint8"}. `ledger(qmod).inputs` and `.outputs` hold their scales
-            and zero points.
+        input_dtypes, output_dtypes: {name or index: integer dtype} of what main is to take and
+            return as integers, e.g. {"x": "uint8"} or {0: "uint8"}. `ledger(qmod).inputs` and
+            `.outputs` hold their scales and zero points.
         parameters: {value: QParams} that are not calibrated any more; see `load_qparams`.
         callbacks: See `relayquant.events.Callback`.
         strict: Raise one error that lists every operator whose QConfig cannot be served, instead of

@@ -30,6 +30,7 @@ from relayquant.analysis.sensitivity import (
     name_metric,
 )
 from relayquant.annotate import annotate
+from relayquant.arguments import check_arguments
 from relayquant.calibrate.checkpoint import digest_batch
 from relayquant.calibrate.datasets import open_dataset
 from relayquant.calibrate.inputs import describe_inputs
@@ -56,6 +57,7 @@ from relayquant.runtime import limit_blas, map_on_threads
 from relayquant.speed import Stopwatch, keep_faster_float
 
 
+@check_arguments
 def sensitivity(
     prepared: PreparedModel,
     dataset: Any,
@@ -148,6 +150,7 @@ class Trial:
         return (1, -len(self.names) if self.dtype == FLOAT else 0, -len(self.names))
 
 
+@check_arguments
 def minutes(count: float) -> float:
     """Seconds, for `budget=`.
 
@@ -159,6 +162,7 @@ def minutes(count: float) -> float:
     return 60.0 * float(count)
 
 
+@check_arguments
 def fallback(
     mod: tvm.IRModule,
     params: Mapping[str, Any] | None,

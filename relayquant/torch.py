@@ -12,6 +12,7 @@ from typing import Any
 
 import tvm
 
+from relayquant.arguments import check_arguments
 from relayquant.errors import MissingDependencyError, ModelError
 from relayquant.importers import import_torch as load
 from relayquant.quantizer import quantize as quantize_module
@@ -19,6 +20,7 @@ from relayquant.quantizer import quantize as quantize_module
 __all__ = ["export", "load", "quantize"]
 
 
+@check_arguments
 def quantize(
     module: Any,
     example_inputs: tuple[Any, ...],
@@ -57,6 +59,7 @@ def quantize(
     return quantize_module(mod, params, dataset, **options)
 
 
+@check_arguments
 def export(
     module: Any,
     example_inputs: tuple[Any, ...],

@@ -17,7 +17,17 @@ PACKAGE = "relayquant"
 
 #: From the bottom up. A module may import from its own layer and from those below.
 LAYERS: list[set[str]] = [
-    {"archive", "errors", "files", "module_file", "settings", "qtypes", "events", "_tvm"},
+    {
+        "archive",
+        "arguments",
+        "errors",
+        "files",
+        "module_file",
+        "settings",
+        "qtypes",
+        "events",
+        "_tvm",
+    },
     {"config", "ledger", "plan", "prepared", "qparams_file", "rewrite", "runtime"},
     {"dialect", "reference"},
     {"ops"},

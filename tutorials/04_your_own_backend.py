@@ -175,7 +175,9 @@ assert np.abs(have - want).max() < 0.05 * np.abs(want).max()
 NARROW = rq.BackendConfig(
     "narrow",
     patterns=tuple(
-        rq.PatternConfig(row.pattern, (rq.DTypeConfig("int8", "int8", accumulator="int14"),))
+        rq.PatternConfig(
+            row.pattern, (rq.DTypeConfig(input="int8", output="int8", accumulator="int14"),)
+        )
         for row in rq.ARM.patterns
     ),
     default_qconfig=rq.ARM.default_qconfig,

@@ -17,6 +17,7 @@ import numpy as np
 import tvm
 from tvm import relax
 
+from relayquant.arguments import check_arguments
 from relayquant.calibrate.datasets import Dataset, count_samples, open_dataset
 from relayquant.calibrate.inputs import describe_inputs
 from relayquant.calibrate.segments import build_function, collect_ancestors
@@ -131,6 +132,7 @@ class FirstLayer:
     mod: tvm.IRModule
 
 
+@check_arguments
 def lint(mod: tvm.IRModule, params: Mapping[str, Any] | None, dataset: Any) -> list[Finding]:
     """What looks wrong with calibration data; an empty list if nothing does.
 
@@ -208,6 +210,7 @@ def lint_samples(
     return [finding for finding in findings if finding.severity is not Severity.INFO]
 
 
+@check_arguments
 def measure_growth(
     mod: tvm.IRModule, params: Mapping[str, Any] | None, dataset: Any
 ) -> dict[str, list[tuple[int, float]]]:

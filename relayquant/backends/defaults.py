@@ -56,7 +56,9 @@ def make_pattern(op: QuantOp, activations: tuple[str, ...]) -> PatternConfig:
     )
     if op.realize_dynamic is not None:
         dtypes += tuple(
-            DTypeConfig(data, "float32", weight="int8", bias="float32", is_dynamic=True)
+            DTypeConfig(
+                input=data, output="float32", weight="int8", bias="float32", is_dynamic=True
+            )
             for data in activations
             if data in BYTES
         )

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.linalg.lapack import dtrtri
 
+from relayquant.arguments import check_fields
 from relayquant.calibrate.fit_adaround import (
     DEFAULT_ADAROUND,
     AdaRoundSettings,
@@ -56,6 +57,7 @@ class BiasCorrection(enum.Enum):
     WEIGHT = "weight"  #: the mean error that rounding this operator's weights makes
 
 
+@check_fields
 @dataclass(frozen=True)
 class FitSettings:
     """How weights and biases are fitted.

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from relayquant.arguments import check_fields
 from relayquant.errors import ConfigError
 
 Float64Array = NDArray[np.float64]
@@ -27,6 +28,7 @@ STRETCH = (-0.1, 1.1)
 MOMENTS = (0.9, 0.999)
 
 
+@check_fields
 @dataclass(frozen=True)
 class AdaRoundSettings:
     """How rounding is learned.

@@ -32,6 +32,7 @@ from relayquant.config.qconfig import (
     FloatConfig,
     QConfig,
     TensorConfig,
+    check_calibration,
     read_qconfig,
 )
 
@@ -55,6 +56,7 @@ __all__ = [
     "QuantPattern",
     "Selector",
     "TensorConfig",
+    "check_calibration",
     "count_parts",
     "is_below",
     "is_type",

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from relayquant.arguments import check_fields
 from relayquant.errors import ConfigError
 from relayquant.settings import check_keys, read_enum
 
@@ -39,6 +40,7 @@ class OverflowBound(enum.Enum):
     WORST_CASE = "worst case"
 
 
+@check_fields
 @dataclass(frozen=True)
 class Accumulator:
     """A register of `bits` bits, signed, that holds sum(x * w) + bias in units of data scale x

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol, runtime_checkable
 
+from relayquant.arguments import check_arguments, check_fields
 from relayquant.config.dtypes import DTypeConfig
 from relayquant.config.mapping import is_type
 from relayquant.config.qconfig import QConfig
@@ -32,6 +33,7 @@ class ObservationType(enum.Enum):
     OUTPUT_USE_FIXED_QPARAMS = "output_use_fixed_qparams"
 
 
+@check_fields
 @dataclass(frozen=True)
 class FixedOutput:
     """Fixed parameters of a pattern's result, for one dtype and scheme."""
@@ -84,6 +86,7 @@ class AnyAffineRule(Protocol):
     def pattern(self) -> QuantPattern: ...
 
 
+@check_fields
 @dataclass(frozen=True)
 class PatternConfig:
     """One row of a backend: a pattern, and how the backend can run it.
@@ -186,6 +189,7 @@ class PatternConfig:
         )
 
 
+@check_fields
 @dataclass(frozen=True)
 class BackendConfig:
     """What a backend can run. The order of `patterns` is priority: the first that matches a value
@@ -209,6 +213,20 @@ class BackendConfig:
     reduce_range: bool = False
     float_dtypes: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        if self.default_qconfig is None or not self.patterns:
+            return
+        qconfig = self.adapt_qconfig(self.default_qconfig)
+        conflicts = [
+            row.find_conflict(qconfig, has_weight=False, has_bias=False) for row in self.patterns
+        ]
+        if all(conflicts):
+            raise ConfigError(
+                f"BackendConfig {self.name!r}: none of its patterns can run its default_qconfig: "
+                f"{conflicts[0]}. Change default_qconfig, or the DTypeConfigs of the patterns."
+            )
+
+    @check_arguments
     def with_pattern(
         self,
         pattern: QuantPattern,
@@ -239,6 +257,7 @@ class BackendConfig:
         others = (other for other in self.patterns if other.pattern.name != pattern.name)
         return replace(self, patterns=(row, *others))
 
+    @check_arguments
     def without_pattern(self, name: str) -> BackendConfig:
         """A backend that does not run the pattern.
 
@@ -248,6 +267,7 @@ class BackendConfig:
         removed = self.find_pattern(name)
         return replace(self, patterns=tuple(row for row in self.patterns if row is not removed))
 
+    @check_arguments
     def with_affine_rule(self, rule: AnyAffineRule) -> BackendConfig:
         """A backend whose allow-list tries `rule` first.
 
@@ -262,6 +282,7 @@ class BackendConfig:
             backend, patterns=(*self.patterns, PatternConfig(rule.pattern, tuple(dtypes)))
         )
 
+    @check_arguments
     def find_pattern(self, name: str) -> PatternConfig:
         """The row of a pattern by name.
 
@@ -276,10 +297,12 @@ class BackendConfig:
             f"Backend {self.name!r} has no pattern {name!r}. {suggest_name(name, known)}"
         )
 
+    @check_arguments
     def adapt_qconfig(self, qconfig: QConfig) -> QConfig:
         """A user's QConfig as this backend runs it: one bit less where `reduce_range` says so."""
         return qconfig.with_reduced_range() if self.reduce_range else qconfig
 
+    @check_arguments
     def explain(self, pattern: str | QuantPattern | None = None) -> str:
         """What the backend can run: a text with a line for each pattern and combination of dtypes.
 
@@ -326,6 +349,7 @@ class BackendConfig:
         return data
 
     @staticmethod
+    @check_arguments
     def from_dict(
         data: object,
         patterns: Iterable[QuantPattern],

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+from relayquant.arguments import check_fields
 from relayquant.config.accumulator import NATIVE, Accumulator
 from relayquant.config.qconfig import QConfig
 from relayquant.errors import ConfigError, suggest_name
@@ -15,6 +16,7 @@ from relayquant.qtypes import INTEGER_LIMITS, Granularity, QSpec, Role, Scheme
 from relayquant.settings import check_keys, check_list, read_enum, to_plain
 
 
+@check_fields
 @dataclass(frozen=True)
 class DTypeWithConstraints:
     """What a backend accepts of one tensor. A QSpec fits when it stays within every bound.
@@ -46,6 +48,34 @@ class DTypeWithConstraints:
                 f"{suggest_name(str(self.dtype), allowed)}"
             )
 
+        self.check_bounds()
+
+    def check_bounds(self) -> None:
+        """Raise ConfigError if no QSpec keeps within all bounds."""
+        for name in ("schemes", "granularities"):
+            if getattr(self, name) == ():
+                raise ConfigError(
+                    f"DTypeWithConstraints.{name} is empty: no QSpec fits. Leave it out for all."
+                )
+        if self.dtype not in INTEGER_LIMITS:
+            return
+        limits = INTEGER_LIMITS[self.dtype]
+        low, high = self.quant_min_lower_bound, self.quant_max_upper_bound
+        low, high = (limits[0] if low is None else low), (limits[1] if high is None else high)
+        if max(low, limits[0]) >= min(high, limits[1]):
+            raise ConfigError(
+                f"DTypeWithConstraints: no QSpec of {self.dtype} ({limits[0]}..{limits[1]}) fits "
+                f"quant_min_lower_bound={low}, quant_max_upper_bound={high}."
+            )
+        least, most = self.scale_min_lower_bound, self.scale_max_upper_bound
+        try:
+            QSpec(self.dtype, scale_min=least, scale_max=most, power_of_two=self.power_of_two)
+        except ConfigError as error:
+            raise ConfigError(
+                f"DTypeWithConstraints: no QSpec fits scale_min_lower_bound={least}, "
+                f"scale_max_upper_bound={most}, power_of_two={self.power_of_two}: {error}"
+            ) from error
+
     def find_conflict(self, spec: QSpec, what: str) -> str | None:
         """Why `spec` is refused, or None; `what` names the tensor for the message."""
         if not self.holds(spec):
@@ -61,9 +91,11 @@ class DTypeWithConstraints:
             return f"{what} quant_max {high} is above {self.quant_max_upper_bound}"
         lowest, largest = spec.scale_bounds
         if self.scale_min_lower_bound is not None and lowest < self.scale_min_lower_bound:
-            return f"{what} scale_min {spec.scale_min} is below {self.scale_min_lower_bound}"
+            have = describe_bound("scale_min", spec.scale_min)
+            return f"{what} {have}, the backend runs scale_min >= {self.scale_min_lower_bound}"
         if self.scale_max_upper_bound is not None and largest > self.scale_max_upper_bound:
-            return f"{what} scale_max {spec.scale_max} is above {self.scale_max_upper_bound}"
+            have = describe_bound("scale_max", spec.scale_max)
+            return f"{what} {have}, the backend runs scale_max <= {self.scale_max_upper_bound}"
         if self.power_of_two and not spec.power_of_two:
             return f"{what} scales must be powers of two: QSpec(power_of_two=True)"
         return None
@@ -116,10 +148,16 @@ class DTypeWithConstraints:
         return DTypeWithConstraints(**found)
 
 
-@dataclass(frozen=True)
+def describe_bound(name: str, value: float | None) -> str:
+    """A bound of a QSpec, for messages."""
+    return f"QSpec has no {name}" if value is None else f"{name} is {value}"
+
+
+@check_fields
+@dataclass(frozen=True, kw_only=True)
 class DTypeConfig:
-    """One combination of dtypes a backend can run a pattern with. A dtype by name stands for one
-    without constraints.
+    """One combination of dtypes a backend can run a pattern with, given by keywords. A dtype by
+    name stands for one without constraints. One that no QConfig can fit is refused.
 
     Attributes:
         input, output: Computed operands, and the result.
@@ -129,7 +167,7 @@ class DTypeConfig:
             matrix products): an `Accumulator`, or "int14", "int14 wrap". The default holds all.
         is_dynamic: The input's parameters are computed at run time, from each tensor. Serves
             QConfigs whose activation is dynamic, and no other; `output` and `bias` must be
-            "float32" then, and the accumulator the kernels' own, or none is served.
+            "float32" then, and the accumulator the kernels' own.
     """
 
     input: DTypeWithConstraints | str
@@ -158,6 +196,32 @@ class DTypeConfig:
                 f"DTypeConfig.accumulator is {self.accumulator!r}; allowed: an Accumulator, or a "
                 "text such as 'int14 wrap'."
             )
+        self.check_servable()
+
+    def check_servable(self) -> None:
+        """Raise ConfigError if no QConfig can fit."""
+        if self.is_dynamic is True:
+            conflict = self._find_static_part()
+            data = self.constraints("input")
+            if conflict is None and (
+                Scheme.AFFINE not in data.schemes
+                or Granularity.PER_TENSOR not in data.granularities
+                or data.power_of_two
+                or (data.scale_min_lower_bound, data.scale_max_upper_bound) != (None, None)
+            ):
+                conflict = (
+                    f"input is {data.description}, but parameters of the run time are affine, one "
+                    "set per tensor, with any scale"
+                )
+            if conflict is not None:
+                raise ConfigError(f"DTypeConfig(is_dynamic=True): no QConfig fits: {conflict}.")
+        for name in ("input",) if self.is_dynamic else ("input", "output"):
+            if self.constraints(name).dtype not in INTEGER_LIMITS:
+                raise ConfigError(
+                    f"DTypeConfig.{name} is {self.constraints(name).dtype}: no QConfig fits; "
+                    f"allowed: {', '.join(INTEGER_LIMITS)}. Operators that the backend runs in "
+                    "float need no DTypeConfig; BackendConfig.float_dtypes names narrow ones."
+                )
 
     @property
     def register(self) -> Accumulator:
@@ -202,20 +266,27 @@ class DTypeConfig:
         for name in ("output", "bias"):
             if getattr(qconfig, name) is not None:
                 return f"{name} is configured, but that of a dynamic operator is float32"
-            if self.constraints(name).dtype != "float32":
-                return (
-                    f"the backend's {name} dtype is {self.constraints(name).dtype}, but that of a "
-                    "dynamic operator is float32"
-                )
-        if not self.register.is_native:
-            return (
-                f"the backend's accumulator is {self.register.description}, but that of a dynamic "
-                "operator is the kernels' own"
-            )
         conflict = self.constraints("input").find_conflict(qconfig.activation.spec, "activation")
         if conflict is None and has_weight:
             return self.constraints("weight").find_conflict(qconfig.weight.spec, "weight")
         return conflict
+
+    def _find_static_part(self) -> str | None:
+        """What a row for parameters of the run time says that only static ones can have, or
+        None.
+        """
+        for name in ("output", "bias"):
+            if self.constraints(name).dtype != "float32":
+                return (
+                    f"{name} is {self.constraints(name).dtype}, but that of a dynamic operator is "
+                    f"float32: write {name}='float32'"
+                )
+        if not self.register.is_native:
+            return (
+                f"accumulator is {self.register.description}, but that of a dynamic operator is "
+                "the kernels' own"
+            )
+        return None
 
     @property
     def description(self) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from relayquant.arguments import check_fields, takes_arguments
 from relayquant.errors import ConfigError, suggest_name
 from relayquant.qtypes import QSpec, Role
 from relayquant.settings import NamedSettings, check_keys
@@ -20,6 +21,26 @@ NARROW_FLOATS = ("float16",)
 CONFIG_NAMES = (KEPT_IN_FLOAT, *NARROW_FLOATS)
 
 
+def check_calibration(calibration: object, where: str) -> None:
+    """Raise ConfigError if it is neither an observer nor a callable that can pick parameters."""
+    allowed = "an observer, for instance MinMax(), or a callable (info, samples) -> QParams"
+    if isinstance(calibration, type):
+        raise ConfigError(
+            f"{where} is the class {calibration.__name__}, not an instance: write "
+            f"{calibration.__name__}(). Allowed: {allowed}."
+        )
+    if isinstance(calibration, NamedSettings):
+        return
+    if not callable(calibration):
+        raise ConfigError(f"{where} is {calibration!r}; allowed: {allowed}.")
+    if not takes_arguments(calibration, 2) and not takes_arguments(calibration, 3):
+        raise ConfigError(
+            f"{where} is {getattr(calibration, '__qualname__', calibration)}, which cannot be "
+            f"called with two or three positional arguments; allowed: {allowed}."
+        )
+
+
+@check_fields
 @dataclass(frozen=True)
 class TensorConfig:
     """How one kind of tensor is quantized: `spec`, and the observer (or callable) that picks
@@ -45,6 +66,8 @@ class TensorConfig:
                 "TensorConfig.calibration is missing; give an observer, for instance MinMax(), or "
                 "a callable. Only QSpec(is_dynamic=True) needs none."
             )
+        if self.calibration is not None:
+            check_calibration(self.calibration, "TensorConfig.calibration")
 
     def to_dict(self) -> dict[str, Any]:
         """{"spec": ..., "observer": {"name": class, setting: value, ...}}; no observer where the
@@ -80,6 +103,7 @@ class TensorConfig:
         return TensorConfig(spec, NamedSettings.from_dict(found["observer"], f"{where}.observer"))
 
 
+@check_fields
 @dataclass(frozen=True)
 class QConfig:
     """How one operator is quantized.
@@ -173,6 +197,7 @@ class QConfig:
         )
 
 
+@check_fields
 @dataclass(frozen=True)
 class FloatConfig:
     """An operator is computed in another float dtype, by name: not quantized, but narrower.

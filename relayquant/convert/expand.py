@@ -19,6 +19,7 @@ from tvm import relax
 from tvm.ir import Call
 from tvm.relax.dpl import is_op, wildcard
 
+from relayquant.arguments import check_fields
 from relayquant.config import BackendConfig
 from relayquant.convert.qnn_form import read_dequantize, read_qparams
 from relayquant.dialect import qnn
@@ -44,6 +45,7 @@ from relayquant.rewrite import (
 from relayquant.rewrite.graph import tensor_dtype, tensor_shape
 
 
+@check_fields
 @dataclass(frozen=True, eq=False)
 class AffineRule:
     """How an operator looks in affine space.

@@ -10,6 +10,7 @@ import tvm
 from onnx import helper
 from tvm import relax
 
+from relayquant.arguments import check_arguments
 from relayquant.errors import ModelError, format_count
 from relayquant.export.onnx_builder import OnnxBuilder
 from relayquant.export.onnx_moves import MOVE_ATTRIBUTES, MOVE_WRITERS
@@ -33,6 +34,7 @@ MAX_BYTES = 2**31 - 1
 ACCUMULATORS = ("int32",)
 
 
+@check_arguments
 def export_onnx(mod: tvm.IRModule, path: str | os.PathLike[str]) -> Path:
     """Write a quantized model as ONNX with QuantizeLinear and DequantizeLinear.
 

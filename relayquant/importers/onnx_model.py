@@ -21,6 +21,7 @@ from onnx.external_data_helper import ExternalDataInfo, uses_external_data
 from tvm import relax
 
 from relayquant import _tvm
+from relayquant.arguments import check_arguments
 from relayquant.errors import ModelError, format_count, suggest_name
 from relayquant.files import reading
 from relayquant.importers.files import DEFAULT_MAX_BYTES, PathLike, check_file
@@ -44,6 +45,7 @@ MAX_ELEMENTS = 2**40
 CONTROL_FLOW = ("If", "Loop", "Scan")
 
 
+@check_arguments
 def import_onnx(
     model_or_path: onnx.ModelProto | PathLike,
     shapes: Mapping[str, Sequence[int | str]] | None = None,

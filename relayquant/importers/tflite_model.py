@@ -14,6 +14,7 @@ import tvm
 from tvm import relax
 
 from relayquant import _tvm
+from relayquant.arguments import check_arguments
 from relayquant.errors import MissingDependencyError, ModelError, format_count
 from relayquant.files import reading
 from relayquant.importers.files import DEFAULT_MAX_BYTES, PathLike, check_file
@@ -29,6 +30,7 @@ MOVE_INTEGERS = frozenset(
 )
 
 
+@check_arguments
 def import_tflite(
     path: PathLike, *, max_bytes: int = DEFAULT_MAX_BYTES
 ) -> tuple[tvm.IRModule, dict[str, np.ndarray]]:

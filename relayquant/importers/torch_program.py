@@ -4,6 +4,7 @@ modules.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import tvm
 
 from relayquant import _tvm
+from relayquant.arguments import check_arguments
 from relayquant.errors import MissingDependencyError, ModelError
 from relayquant.files import reading
 from relayquant.importers.files import DEFAULT_MAX_BYTES, check_file
@@ -22,6 +24,7 @@ from relayquant.importers.torch_quantized import make_converters
 from relayquant.rewrite.editor import Editor
 
 
+@check_arguments
 def import_torch(
     program_or_path: Any, *, max_bytes: int = DEFAULT_MAX_BYTES
 ) -> tuple[tvm.IRModule, dict[str, np.ndarray]]:
@@ -58,6 +61,11 @@ def import_torch(
         raise ModelError(
             f"{type(program).__name__} is a module, not an exported program. Pass "
             "torch.export.export(module.eval(), example_inputs), or use relayquant.torch.quantize."
+        )
+    if not isinstance(program, str | os.PathLike):
+        raise ModelError(
+            f"import_torch got a {type(program).__name__}; allowed: a "
+            "torch.export.ExportedProgram, or the path of a file that torch.export.save wrote."
         )
     with reading(program, "torch.export archive", ModelError):
         return _import_program(read_program(check_file(program, max_bytes), max_bytes))

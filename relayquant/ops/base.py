@@ -15,11 +15,13 @@ import tvm
 from tvm import relax
 from tvm.ir import Call
 
+from relayquant.arguments import check_fields
 from relayquant.config import Accumulator, Overflow
 from relayquant.dialect import qnn
 from relayquant.dialect.sums import SUM_DTYPES, choose_accumulator_dtype
+from relayquant.errors import ConfigError, suggest_name
 from relayquant.qtypes import INTEGER_LIMITS, QParams, Role
-from relayquant.rewrite import Emitter, Match, Matcher, Skip, check_attributes
+from relayquant.rewrite import Emitter, Match, Matcher, Pattern, Skip, check_attributes
 from relayquant.rewrite.graph import constant_value, tensor_dtype
 
 #: last part of the names of exact sums of products, the one with its bias first
@@ -49,6 +51,7 @@ class Output(enum.Enum):
     SHARED = "shared"  #: those of the input
 
 
+@check_fields
 @dataclass(frozen=True, eq=False)
 class Operand:
     """A part of the pattern that is quantized; `axis(match)` is its channel axis, None if it has
@@ -171,6 +174,7 @@ class DynamicContext:
         return self.emitter.emit(expr, f"{self.match.name}.{suffix}")
 
 
+@check_fields
 @dataclass(frozen=True, eq=False)
 class QuantOp:
     """One quantizable operator (or fused pattern).
@@ -210,6 +214,15 @@ class QuantOp:
     accumulator_axis: Callable[[Match], int | None] | None = None
     realize_dynamic: Callable[[DynamicContext], relax.Expr | Skip] | None = None
     attributes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        named = set(self.pattern.parts) if isinstance(self.pattern, Pattern) else None
+        missing = [] if named is None else [o.name for o in self.operands if o.name not in named]
+        if missing:
+            raise ConfigError(
+                f"QuantOp {self.name!r}: its pattern names no part {missing[0]!r}, which is one of "
+                f"its operands. {suggest_name(missing[0], named or ())}"
+            )
 
     def find_refusal(self, match: Match) -> Skip | None:
         """Why this match cannot be quantized; None if it can."""

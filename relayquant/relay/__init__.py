@@ -11,6 +11,7 @@ from typing import Any
 
 import tvm
 
+from relayquant.arguments import check_arguments
 from relayquant.relay.builder import build_module
 from relayquant.relay.export import to_text
 from relayquant.relay.json_reader import is_relay_json, parse_json
@@ -29,6 +30,7 @@ __all__ = [
 ]
 
 
+@check_arguments
 def from_text(
     text: str, params: Mapping[str, Any] | None = None, *, shapes: Mapping[str, Any] | None = None
 ) -> tvm.IRModule:
@@ -47,6 +49,7 @@ def from_text(
     return build_module(parse_text(text), params, shapes)
 
 
+@check_arguments
 def from_json(
     text: str, params: Mapping[str, Any] | None = None, *, shapes: Mapping[str, Any] | None = None
 ) -> tvm.IRModule:

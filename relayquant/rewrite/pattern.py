@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from tvm import relax
 from tvm.ir import Call
@@ -56,6 +56,7 @@ class Match:
         return None
 
 
+@runtime_checkable
 class Matcher(Protocol):
     """What finds matches: a `Pattern`, or code that walks the graph where no pattern can say what
     it looks for.

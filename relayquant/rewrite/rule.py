@@ -8,11 +8,13 @@ from dataclasses import dataclass
 import tvm
 from tvm import relax
 
+from relayquant.arguments import check_fields
 from relayquant.rewrite.graph import Graph
 from relayquant.rewrite.pattern import Match, Matcher
 from relayquant.rewrite.walker import Emitter, rewrite_main
 
 
+@check_fields
 @dataclass(frozen=True)
 class Skip:
     """A rule declines: `reason` says why, `advice` what the user may do about it."""

@@ -95,18 +95,36 @@ def refuse(match):
     return rq.Skip("only every second Tuesday", "come again")
 
 
+def relu_row() -> QuantOp:
+    """A row that takes the add and the relu behind the convolution."""
+    value = wildcard()
+    root = is_op("relax.nn.relu")(is_op("relax.add")(value, wildcard()))
+    return QuantOp(
+        "three", "relax.nn.relu", Pattern(root, {"data": value}), (Operand("data"),), Kind.ANCHOR,
+        Output.OWN, lambda context: rq.Skip("no integers here"),
+    )  # fmt: skip
+
+
+def strange_row() -> QuantOp:
+    """A row for the operator that looks otherwise: its operand is a sum."""
+    lhs, rhs, weight = wildcard(), wildcard(), wildcard()
+    root = is_op("relax.nn.conv3d")(is_op("relax.add")(lhs, rhs), weight)
+    pattern = Pattern(root, {"data": lhs, "weight": weight})
+    return weighted_row("bare", "relax.nn.conv3d", pattern=pattern)
+
+
 @pytest.mark.filterwarnings("ignore:Nothing is quantized")
 @pytest.mark.parametrize(
     ("rows", "reason", "advice"),
     [
         ([replace(CONV3D, check=refuse)], "only every second Tuesday", "come again"),
         (
-            [CONV3D, weighted_row("three", "relax.nn.relu", pattern=None)],
+            [CONV3D, relu_row()],
             "'conv3d_add' takes it with 'a', which pattern 'three' took for 'r' before",
             "without_pattern('three')",
         ),
         (
-            [weighted_row("bare", "relax.nn.conv3d", pattern=None)],
+            [strange_row()],
             "no pattern of backend 'x86' for relax.nn.conv3d looks as here: bare",
             "with_pattern",
         ),
@@ -116,12 +134,6 @@ def refuse(match):
 def test_reason__is_the_true_one(rows, reason, advice):
     backend = rq.X86
     for row in rows:
-        if row.pattern is None:  # one of another form: add and relu; or nothing that is there
-            value = wildcard()
-            inner = is_op("relax.add")(value, wildcard())
-            root = is_op("relax.nn.relu")(inner) if row.name == "three" else is_op(row.op)(value)
-            operands, pattern = (Operand("data"),), Pattern(root, {"data": value})
-            row = replace(row, pattern=pattern, operands=operands)
         backend = backend.with_pattern(row)
     row = plan_of(volumes(), backend).operator("c")
     assert not row.quantized

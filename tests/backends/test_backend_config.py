@@ -104,9 +104,13 @@ def spec_for(**changes) -> rq.QSpec:
         ({"quant_min_lower_bound": -127}, spec_for(), "quant_min -128 is below -127"),
         ({"quant_min_lower_bound": -127}, spec_for(quant_min=-127), None),
         ({"quant_max_upper_bound": 7}, spec_for(quant_max=8), "quant_max 8 is above 7"),
-        ({"scale_min_lower_bound": 0.1}, spec_for(), "scale_min None is below 0.1"),
+        ({"scale_min_lower_bound": 0.1}, spec_for(), "has no scale_min, the backend runs"),
         ({"scale_min_lower_bound": 0.1}, spec_for(scale_min=0.1), None),
-        ({"scale_max_upper_bound": 1.0}, spec_for(scale_max=2.0), "scale_max 2.0 is above 1.0"),
+        (
+            {"scale_max_upper_bound": 1.0},
+            spec_for(scale_max=2.0),
+            "scale_max is 2.0, the backend runs scale_max <= 1.0",
+        ),
         ({"power_of_two": True}, spec_for(), "must be powers of two"),
         ({"power_of_two": True}, spec_for(power_of_two=True), None),
     ],
@@ -117,7 +121,7 @@ def test_constraints__each_is_checked(constraints, spec, reason):
 
 
 def test_dtypes__dynamic_serves_no_static_qconfig():
-    row = rq.DTypeConfig("uint8", "uint8", is_dynamic=True)
+    row = rq.DTypeConfig(input="uint8", output="float32", bias="float32", is_dynamic=True)
     assert "static" in row.find_conflict(CONFIG)
     assert row.description.endswith("dynamic")
 
@@ -183,7 +187,10 @@ def weights(low: int, high: int = 7) -> rq.QConfig:
 NARROW_BIAS = replace(
     GENERIC,
     patterns=tuple(
-        replace(row, dtypes=tuple(replace(dtypes, bias="int8") for dtypes in row.dtypes))
+        replace(
+            row,
+            dtypes=tuple(replace(d, bias="int8") for d in row.dtypes if not d.is_dynamic),
+        )
         for row in GENERIC.patterns
     ),
 )

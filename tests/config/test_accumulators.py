@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -198,14 +199,17 @@ def test_plain_data__backend_and_plan():
     assert plan.operator("left").accumulator is None
 
 
+BYTE_DTYPES = partial(rq.DTypeConfig, input="int8", output="int8")
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: rq.Accumulator(7), "bits is 7; allowed: 8 to 32"),
         (lambda: rq.Accumulator(14.0), "bits is 14.0"),
         (lambda: rq.Accumulator(14, "wrap"), "overflow is 'wrap'; allowed: a member of Overflow"),
-        (lambda: rq.DTypeConfig("int8", "int8", accumulator="in14"), "DTypeConfig.accumulator is"),
-        (lambda: rq.DTypeConfig("int8", "int8", accumulator=14), "allowed: an Accumulator"),
+        (lambda: BYTE_DTYPES(accumulator="in14"), "DTypeConfig.accumulator is"),
+        (lambda: BYTE_DTYPES(accumulator=14), "allowed: an Accumulator"),
         (
             lambda: rq.DTypeConfig.from_dict(
                 {"input": "int8", "output": "int8", "accumulator": {"bits": 14, "overflw": "wrap"}}

@@ -109,15 +109,21 @@ def test_find_conflict__names_the_tensor(qconfig, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"output": "uint8"}, "output dtype is uint8, but that of a dynamic operator is float32"),
-        ({"bias": "int32"}, "bias dtype is int32, but that of a dynamic operator is float32"),
+        ({"output": "uint8"}, "output is uint8, but that of a dynamic operator is float32"),
+        ({"bias": "int32"}, "bias is int32, but that of a dynamic operator is float32"),
         ({"accumulator": "int14"}, "accumulator is int14 saturate, but that of a dynamic operator"),
+        ({"input": "float32"}, "DTypeConfig.input is float32: no QConfig fits"),
+        (
+            {"input": rq.DTypeWithConstraints("uint8", schemes=(rq.Scheme.SYMMETRIC,))},
+            "input is uint8 symmetric, but parameters of the run time are affine",
+        ),
     ],
 )
-def test_find_conflict__of_rows_that_cannot_be_dynamic(change, message):
-    row = rq.DTypeConfig("uint8", "float32", bias="float32", is_dynamic=True)
+def test_dtypes__that_no_dynamic_qconfig_can_fit_are_refused(change, message):
+    row = rq.DTypeConfig(input="uint8", output="float32", bias="float32", is_dynamic=True)
     assert row.find_conflict(DYNAMIC) is None
-    assert message in replace(row, **change).find_conflict(DYNAMIC)
+    with pytest.raises(rq.ConfigError, match=message):
+        replace(row, **change)
 
 
 def test_explain__shows_the_dynamic_row():

@@ -160,7 +160,7 @@ def test_rule_of_the_user__alone_extends_the_plan():
 
     mod = flip_model()
     inputs = draw_batches(mod, 2)
-    backend = rq.X86.with_affine_rule(rq.AffineRule("relax.flip", rewrite))
+    backend = rq.X86.with_affine_rule(rq.AffineRule("relax.flip", rewrite, attributes=("axis",)))
     qmod = rq.quantize(mod, None, inputs, backend=backend, effort="fast")
     assert len(calls) == 1
     graph = Graph(qmod)
@@ -179,7 +179,7 @@ def test_rule_of_the_user__a_skip_is_in_the_ledger():
         return Skip("this flip is too large", "flip it before")
 
     mod = flip_model()
-    backend = rq.X86.with_affine_rule(rq.AffineRule("relax.flip", rewrite))
+    backend = rq.X86.with_affine_rule(rq.AffineRule("relax.flip", rewrite, attributes=("axis",)))
     qmod = rq.quantize(mod, None, draw_batches(mod, 2), backend=backend, effort="fast")
     row = rq.ledger(qmod).row("f")
     assert row is not None
@@ -195,7 +195,11 @@ def test_rule_of_the_user__its_skip_wins_over_that_of_a_built_in_rule():
         return emit.conv("out", emit("m", op.image.resize2d(
             emit.conv("a", x), (12, 12), layout="NCHW", method="linear")))  # fmt: skip
 
-    rule = rq.AffineRule("relax.image.resize2d", lambda call, operand: Skip("mine"))
+    rule = rq.AffineRule(
+        "relax.image.resize2d",
+        lambda call, operand: Skip("mine"),
+        attributes=("layout", "method"),
+    )
     backend = rq.X86.without_pattern("resize_nearest").with_affine_rule(rule)
     mod = build_model(body, MAP)
     qmod = rq.quantize(mod, None, draw_batches(mod, 2), backend=backend, effort="fast")

@@ -160,7 +160,9 @@ def test_axis__is_checked(axis, message):
 def run_rule(rewrite, **more):
     """flip, which the backend has no row for, by a rule alone."""
     mod = between("f", lambda a: op.flip(a, 2))
-    return run(rq.X86.with_affine_rule(rq.AffineRule("relax.flip", rewrite, **more)), mod)
+    return run(
+        rq.X86.with_affine_rule(rq.AffineRule("relax.flip", rewrite, ("axis",), **more)), mod
+    )
 
 
 def flip(call, operand):
@@ -210,7 +212,7 @@ def test_rule__may_return_other_parameters_where_it_says_so():
     """Every value of the result is twice the operand's, which the model's float operator is not:
     what counts here is that the plan calibrates it on its own."""
     mod = between("f", lambda a: op.flip(a, 2))
-    rule = rq.AffineRule("relax.flip", double, shares_parameters=False)
+    rule = rq.AffineRule("relax.flip", double, ("axis",), shares_parameters=False)
     plan = rq.prepare(mod, None, None, rq.X86.with_affine_rule(rule)).plan
     assert plan.value_groups["f"] == ("f",)
     assert plan.value_groups["a"] == ("a",)

@@ -12,6 +12,7 @@ import tvm
 from tvm import relax
 from tvm.ir import Call
 
+from relayquant.arguments import check_arguments
 from relayquant.errors import ModelError, RelayQuantError, format_count
 from relayquant.relay import syntax
 from relayquant.relay.export.base import ExportSite, Statements
@@ -25,6 +26,7 @@ from relayquant.rewrite.graph import Graph, call_name, constant_value, tensor_dt
 EXPORTS = {**FLOAT_EXPORTS, **QUANTIZED_EXPORTS}
 
 
+@check_arguments
 def to_text(mod: tvm.IRModule, *, exact: bool = True) -> tuple[str, dict[str, np.ndarray]]:
     """Function main in Relay's text form, and its constants by the names of their parameters.
 

@@ -1,0 +1,204 @@
+"""Arguments of public functions against their annotations: a wrong type is an error that says what
+is allowed, before any work is done.
+
+`check_arguments` decorates functions and methods, `check_fields` dataclasses. Annotations are what
+readers and type checkers see, so that what is documented and what is checked cannot differ.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import enum
+import functools
+import inspect
+import numbers
+import os
+import re
+import reprlib
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+
+from relayquant.errors import ConfigError, ModelError, RelayQuantError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+ClassT = TypeVar("ClassT", bound=type)
+
+#: classes of what stands for a model, by name: this module knows none of them
+MODELS = ("IRModule", "PreparedModel")
+
+
+def check_arguments(function: Callable[P, R]) -> Callable[P, R]:
+    """`function`, which raises before it starts if an argument is not what its annotation says.
+
+    Raises:
+        ModelError: the annotation is a module or a prepared model.
+        ConfigError: any other.
+    """
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        hints = find_hints(function)
+        for name, value in signature.bind(*args, **kwargs).arguments.items():
+            if name not in hints:
+                continue
+            kind = signature.parameters[name].kind
+            values = value if kind is inspect.Parameter.VAR_POSITIONAL else (value,)
+            for one in () if kind is inspect.Parameter.VAR_KEYWORD else values:
+                check_type(one, hints[name], f"{function.__name__}: {name}")
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def check_fields(kind: ClassT) -> ClassT:
+    """A dataclass whose construction raises ConfigError for a field that is not what its annotation
+    says. What its own `__post_init__` refuses, it refuses in its own words.
+    """
+    init = kind.__init__
+
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        if args and all(field.kw_only for field in fields(kind)):
+            names = ", ".join(f"{field.name}=..." for field in fields(kind))
+            raise ConfigError(f"{kind.__name__} takes its settings by name: {names}.")
+        try:
+            init(self, *args, **kwargs)
+        except RelayQuantError:
+            raise
+        except Exception:
+            # Of a field of the wrong type the class's own checks may make anything.
+            check_each(self)
+            raise
+        check_each(self)
+
+    def check_each(self: Any) -> None:
+        hints = find_hints(kind)
+        for field in fields(kind):
+            if hasattr(self, field.name):
+                where = f"{kind.__name__}.{field.name}"
+                check_type(getattr(self, field.name), hints[field.name], where)
+
+    kind.__init__ = checked
+    return kind
+
+
+@functools.cache
+def find_hints(of: Any) -> Mapping[str, Any]:
+    """The annotations of a function or class, evaluated: at the first call, when all modules are
+    loaded.
+    """
+    return typing.get_type_hints(of)
+
+
+def check_type(value: object, hint: Any, where: str) -> None:
+    """Raise ConfigError (ModelError where a model is wanted) if `value` is not of type `hint`.
+
+    Elements of tuples, lists and dicts are checked; those of iterators, which can be read once, are
+    not.
+    """
+    if has_type(value, hint):
+        return
+    raised = ModelError if any(name in describe_type(hint) for name in MODELS) else ConfigError
+    shown = f"the class {value.__name__}" if isinstance(value, type) else describe_value(value)
+    raise raised(f"{where} is {shown}; allowed: {describe_type(hint)}.")
+
+
+def takes_arguments(function: Callable[..., Any], count: int) -> bool:
+    """Whether a function can be called with so many positional arguments."""
+    try:
+        inspect.signature(function).bind(*[None] * count)
+    except TypeError:
+        return False
+    except ValueError:
+        pass  # a built-in that does not tell: the call itself will
+    return True
+
+
+def describe_value(value: object) -> str:
+    """In a message: short, and not more than its type where it has no text of its own."""
+    if type(value).__repr__ is object.__repr__ or callable(value):
+        return f"a {type(value).__name__}"
+    return reprlib.repr(value)
+
+
+def has_type(value: Any, hint: Any) -> bool:
+    """Whether a value is of an annotated type, as far as that can be seen without using it up."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any or hint is object or isinstance(hint, TypeVar):
+        return True
+    if hint is None or hint is type(None):
+        return value is None
+    if origin in (typing.Union, types.UnionType):
+        return any(has_type(value, one) for one in args)
+    if origin is collections.abc.Callable or hint is collections.abc.Callable:
+        return callable(value)
+    if origin is not None:
+        return isinstance(value, origin) and has_elements(value, origin, args)
+    if hint is bool:
+        return isinstance(value, bool | np.bool_)
+    if hint in (int, float):
+        kind = numbers.Integral if hint is int else numbers.Real
+        return isinstance(value, kind) and not isinstance(value, bool | np.bool_)
+    return isinstance(value, hint)
+
+
+def has_elements(value: Any, origin: type, args: tuple[Any, ...]) -> bool:
+    """Whether the elements of a collection are of their types."""
+    if isinstance(value, str | bytes):
+        return False  # one text is no collection of names
+    if issubclass(origin, Mapping):
+        key, item = args or (Any, Any)
+        return all(has_type(k, key) and has_type(v, item) for k, v in value.items())
+    if not args or not isinstance(value, tuple | list | set | frozenset | Mapping):
+        return True
+    if origin is tuple and args[-1] is not ...:
+        return len(value) == len(args) and all(map(has_type, value, args))
+    return all(has_type(item, args[0]) for item in value)
+
+
+#: types in the words of messages
+WORDS = {int: "an integer", float: "a number", bool: "True or False", str: "text"}
+NAMES = {
+    "IRModule": "a tvm.IRModule",
+    "QuantPattern": "an operator row (relayquant.ops.QuantOp)",
+    "AnyAffineRule": "an AffineRule",
+    "Matcher": "a pattern with a method match(graph, var)",
+}
+
+
+def describe_type(hint: Any) -> str:
+    """What an annotation allows: "a QConfigMapping, or None"."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is None or hint is type(None):
+        return "None"
+    if hint in WORDS:
+        return WORDS[hint]
+    if origin in (typing.Union, types.UnionType):
+        words = list(dict.fromkeys(describe_type(one) for one in args))
+        return words[0] if len(words) == 1 else f"{', '.join(words[:-1])}, or {words[-1]}"
+    if origin is collections.abc.Callable or hint is collections.abc.Callable:
+        return "a function"
+    if origin is os.PathLike or hint is os.PathLike:
+        return "a path"
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return f"a dict {{{', '.join(map(describe_type, args[:1]))}: " + (
+            f"{describe_type(args[1])}}}" if len(args) > 1 else "...}"
+        )
+    if isinstance(origin, type) and issubclass(origin, collections.abc.Iterable):
+        items = describe_type(args[0]) if args else "values"
+        return f"a list or tuple of {re.sub('^an? ', '', items)}"
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return f"a member of {hint.__name__} ({', '.join(member.name for member in hint)})"
+    if hint is Any or hint is object:
+        return "a value"
+    name = getattr(origin or hint, "__name__", str(hint)).lstrip("_")
+    if name in NAMES:
+        return NAMES[name]
+    return f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
