@@ -23,6 +23,7 @@ from relayquant.calibrate.observers import (  # noqa: E402
     Observer,
     Percentile,
 )
+from relayquant.calibrate.parameters import CalibrationContext  # noqa: E402
 from relayquant.calibrate.phases import Order  # noqa: E402
 from relayquant.config import (  # noqa: E402
     FLOAT16,
@@ -115,6 +116,7 @@ __all__ = [
     "AverageMax",
     "BackendConfig",
     "BiasCorrection",
+    "CalibrationContext",
     "Callback",
     "ConfigError",
     "DTypeConfig",

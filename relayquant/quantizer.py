@@ -68,7 +68,9 @@ def quantize(
         backend: "x86", "arm", "generic", or a BackendConfig; None for that of this machine. To run
             elsewhere, `relayquant.default_backend(target)`.
         qconfig_mapping: Which operator is quantized how; the backend's default for all when None.
-        calibration: Observer, or callable `(ValueInfo, samples) -> QParams`, for all activations.
+        calibration: Observer, or callable `(ValueInfo, samples) -> QParams`, for all activations;
+            a callable with a third parameter gets a `CalibrationContext`: the calibration graph,
+            and what was picked so far.
         effort: "fast", "balanced" or "best": how much work calibration does for accuracy; see
             `Effort`.
         input_dtypes, output_dtypes: {name or index: integer dtype} of what main is to take and
@@ -152,7 +154,7 @@ def quantize(
                 f"{found.float_score:.6g} with "
                 f"{format_count(len(found.reverted), 'operator')} put back. {remedy}",
                 AccuracyWarning,
-                stacklevel=2,
+                stacklevel=3,
             )
         return found.mod
     samples: list[SpreadSample] = []

@@ -41,7 +41,8 @@ for observer in (rq.MinMax(), rq.Percentile(99.9), rq.MSE(), rq.KLDivergence()):
 # It is called once per value, in topological order, and sees the effect of all earlier choices:
 # what it gets are the values with everything before them already quantized. ``info`` says which
 # value it is and what is wanted; ``samples`` can be iterated over as often as you like and gives
-# one array per batch.
+# one array per batch. With a third parameter, ``context``, it also gets the calibration graph, the
+# parameters picked so far, and ``context.run(inputs)``, which computes every value with these.
 
 
 def cover_three_sigma(info: rq.ValueInfo, samples) -> rq.QParams:

@@ -44,7 +44,7 @@ def review_plan(
     for text in filter(None, texts):
         if strict:
             raise ConfigError(text)
-        warnings.warn(text, stacklevel=3)
+        warnings.warn(text, stacklevel=4)  # behind check_arguments
 
 
 def describe_unserved(plan: Plan, *, strict: bool) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,7 @@ from relayquant.calibrate.fit_statistics import InputStatistics
 from relayquant.calibrate.inputs import describe_inputs
 from relayquant.calibrate.observers import MinMax, Observer
 from relayquant.calibrate.parameters import (
+    CalibrationContext,
     CallableCalibration,
     StoredSamples,
     resolve_calibration,
@@ -65,7 +67,7 @@ from relayquant.calibrate.store import cut_shards
 from relayquant.calibrate.weights import OperatorFit, find_fits, pick_weight_parameters
 from relayquant.errors import DataError
 from relayquant.events import CallbackList, ParametersEvent, ProgressEvent
-from relayquant.plan import GroupPlan
+from relayquant.plan import GroupPlan, Plan
 from relayquant.prepared import FitPoint, GroupStatistics, PreparedModel
 from relayquant.qtypes import QParams, conform_scale
 from relayquant.runtime import LoadModule, count_threads, limit_blas
@@ -114,6 +116,8 @@ def pick_parameters(
     override = resolve_calibration(calibration) if calibration is not None else None
     pool = check_executor(executor) if executor is not None else None
     needs_data = bool(plan.activations)
+    if needs_data and dataset is None:
+        raise DataError(describe_needs(plan))
     data = None
     if needs_data or dataset is not None:
         data = open_dataset(dataset, describe_inputs(prepared.mod))
@@ -155,6 +159,21 @@ def pick_parameters(
         for phase, chosen in zip(phases, run.chosen, strict=True):
             run.phase(phase, chosen)
     return CalibrationResult(parameters, run.constants, run.statistics, run.observers)
+
+
+def describe_needs(plan: Plan) -> str:
+    """A message for a plan without data: which operators have parameters that data decides."""
+    names = {group.key for group in plan.activations}
+    rows = [
+        f"{op.name} ({op.op.removeprefix('relax.')})"
+        for op in plan.operators
+        if op.quantized and names.intersection((*dict(op.operands).values(), op.output))
+    ]
+    return (
+        f"dataset is None, but {len(rows)} operators are quantized with parameters that data "
+        f"decides: {', '.join(rows)}. Pass a dataset, or set for these QSpec(is_dynamic=True), "
+        "which matrix products with constant weights take, or None to keep them in float."
+    )
 
 
 def read_symbols(inputs: Sequence[InputInfo], batch: Mapping[str, np.ndarray]) -> dict[str, int]:
@@ -430,7 +449,7 @@ class _Run:
             result.parameters[key] = (
                 found[key].result()
                 if isinstance(picker, Observer)
-                else picker.qparams(self.samples(self.plan.group(key)))
+                else picker.qparams(self.samples(self.plan.group(key)), self.describe(result))
             )
             result.observers[key] = picker.name
         if phase.is_float and self.judge is not None:
@@ -582,11 +601,24 @@ class _Run:
             chosen.constants[f"{name}:bias"] = result.bias
 
     def samples(self, group: GroupPlan) -> StoredSamples:
-        """All arrays of a group's observed values."""
+        """One array per batch of a group's observed values; of several flat and joined."""
 
         def read() -> Iterator[np.ndarray]:
-            for name in group.points:
-                for shard in cut_shards(self.data.batches):
-                    yield from self.values.read(name, shard)
+            for shard in cut_shards(self.data.batches):
+                readers = [self.values.read(name, shard) for name in group.points]
+                if len(readers) == 1:
+                    yield from readers[0]
+                    continue
+                for arrays in zip(*readers, strict=True):
+                    yield np.concatenate([array.reshape(-1) for array in arrays])
 
         return StoredSamples(group.info, read)
+
+    def describe(self, chosen: CalibrationResult) -> CalibrationContext:
+        """What is picked so far, `chosen` in the running step included, for a callable."""
+        return CalibrationContext(
+            self.plan,
+            self.prepared.graph,
+            MappingProxyType({**self.parameters, **chosen.parameters}),
+            MappingProxyType({**self.constants, **chosen.constants}),
+        )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 
 from relayquant.calibrate.fit_patches import LinearView, make_linear_view
 from relayquant.calibrate.parameters import (
+    CalibrationContext,
     CallableCalibration,
     StoredSamples,
     resolve_calibration,
@@ -66,7 +68,10 @@ def pick_weight_parameters(prepared: PreparedModel) -> dict[str, QParams]:
         picker = resolve_calibration(group.calibration)
         if isinstance(picker, CallableCalibration):
             samples = StoredSamples(group.info, lambda array=array: iter([array]))
-            parameters[group.key] = picker.qparams(samples)
+            context = CalibrationContext(
+                prepared.plan, prepared.graph, MappingProxyType(dict(parameters)), {}
+            )
+            parameters[group.key] = picker.qparams(samples, context)
         else:
             parameters[group.key] = picker.observe(group.info, [array])
     return parameters

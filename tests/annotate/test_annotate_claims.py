@@ -31,7 +31,7 @@ def weighted_row(name: str, of: str, *, add: bool = False, **changes) -> QuantOp
         operands += (Operand("bias", rq.Role.BIAS),)
     row = QuantOp(
         name, of, Pattern(root, parts), operands, Kind.ANCHOR, Output.WHEN_WANTED,
-        lambda context: rq.Skip("no integers here"),
+        lambda context: rq.Skip("no integers here"), attributes=("padding",),
     )  # fmt: skip
     return replace(row, **changes)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import itertools
 from dataclasses import FrozenInstanceError, replace
@@ -697,6 +698,37 @@ def test_callable__wrong_result_names_value_and_callable(result, message):
     assert "'relu_1'" in str(caught.value)
 
 
+def test_callable__that_raises_is_named_with_the_value():
+    def rule(info, samples):
+        return 1 // 0
+
+    with pytest.raises(ConfigError, match=r"rule raised ZeroDivisionError for value 'relu_1': "):
+        resolve_calibration(rule).qparams(Samples(SYMMETRIC, []))
+
+
+@pytest.mark.parametrize(
+    ("function", "wants"),
+    [
+        (lambda info, samples: None, False),
+        (lambda info, samples, third: third, True),
+        (lambda info, samples, context=None: context, True),
+        (lambda info, samples, *, context: context, True),
+        (lambda info, samples, bins=7: bins, False),
+        (lambda *args: args[2] if len(args) > 2 else None, False),
+    ],
+)
+def test_callable__gets_the_context_if_it_takes_a_third_parameter(function, wants):
+    seen = []
+
+    def see(*args, **named):
+        seen.append(function(*args, **named))
+        return choose_qparams(-1, 1, SYMMETRIC.spec)
+
+    see.__signature__ = inspect.signature(function)
+    resolve_calibration(see).qparams(Samples(SYMMETRIC, []), "the context")
+    assert (seen == ["the context"]) == wants
+
+
 def test_resolve_calibration__passes_observers_through():
     for observer in OBSERVERS:
         assert resolve_calibration(observer) is observer
@@ -712,8 +744,8 @@ def test_resolve_calibration__passes_observers_through():
         ("minmax", r"is 'minmax'; allowed: an observer, for instance MinMax\(\)"),
         (None, r"is None; allowed"),
         (QParams(1.0, 0, "int8"), r"write Fixed\(scale, zero_point\)"),
-        (lambda info: None, r"cannot be called with two positional arguments"),
-        (lambda info, samples, more: None, r"cannot be called with two positional arguments"),
+        (lambda info: None, r"cannot be called with two or three positional arguments"),
+        (lambda a, b, c, d: None, r"cannot be called with two or three positional arguments"),
     ],
 )
 def test_resolve_calibration__messages(wrong, message):

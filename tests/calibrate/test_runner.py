@@ -155,9 +155,53 @@ def test_calibrate__callable_sees_every_sample_again_and_again(order):
         return rq.choose_qparams(low, high, info.spec)
 
     prepared = calibrate(mod, data, calibration=pick, order=order)
-    assert seen == {group.key: 3 * len(group.points) for group in prepared.plan.activations}
+    # One array per batch, also where several values share the parameters.
+    assert max(len(group.points) for group in prepared.plan.activations) > 1
+    assert seen == {group.key: 3 for group in prepared.plan.activations}
     expected = calibrate(mod, data, order=order)
     assert prepared.parameters == expected.parameters
+
+
+def test_calibrate__callable_with_a_third_parameter_sees_the_graph_and_what_was_picked():
+    """The context computes what the samples hold, value by value: all is rounded that was picked
+    before, and nothing else."""
+    mod = branched_model()
+    data = draw_batches(mod, 2)
+    picked: list[str] = []
+
+    def pick(info, samples, context):
+        assert [key for key in context.parameters if ":" not in key] == picked
+        assert info.name not in context.parameters
+        points = context.plan.group(info.name).points
+        for batch, have in zip(data, samples, strict=True):
+            values = {**batch, **context.run(batch)}
+            want = np.concatenate([values[name].reshape(-1) for name in points])
+            np.testing.assert_allclose(have.reshape(-1), want, rtol=1e-5, atol=1e-5)
+        picked.append(info.name)
+        qparams = rq.MinMax().observe(info, list(samples))
+        # What is tried changes nothing that was picked.
+        tried = context.run(data[0], {info.name: qparams})
+        assert tried.keys() == context.run(data[0]).keys()
+        with pytest.raises(TypeError):
+            context.parameters[info.name] = qparams
+        return qparams
+
+    prepared = calibrate(mod, data, calibration=pick, order=rq.Order.TOPOLOGICAL)
+    assert sorted(picked) == sorted(group.key for group in prepared.plan.activations)
+    assert prepared.parameters == calibrate(mod, data, order=rq.Order.TOPOLOGICAL).parameters
+
+
+def test_calibrate__without_data_names_the_operators_that_need_it():
+    """Also with strict: the operators, and what can be set for them."""
+    mod = small_model()
+    for strict in (False, True):
+        with pytest.raises(rq.DataError) as error:
+            rq.quantize(mod, None, None, strict=strict)
+        assert (
+            "2 operators are quantized with parameters that data decides: r (nn.conv2d), out"
+            in (str(error.value))
+        )
+        assert "QSpec(is_dynamic=True)" in str(error.value)
 
 
 def test_calibrate__callable_that_picks_something_wrong():

@@ -33,7 +33,12 @@ INTEGERS = rq.QConfig(
 def make_backend(accumulator: rq.Accumulator | str) -> rq.BackendConfig:
     """The backend `generic` with another accumulator."""
     patterns = tuple(
-        replace(row, dtypes=tuple(replace(d, accumulator=accumulator) for d in row.dtypes))
+        replace(
+            row,
+            dtypes=tuple(
+                replace(d, accumulator=accumulator) for d in row.dtypes if not d.is_dynamic
+            ),
+        )
         for row in rq.GENERIC.patterns
     )
     return replace(rq.GENERIC, name="narrow", patterns=patterns)
