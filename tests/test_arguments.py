@@ -106,7 +106,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "save_qparams": (rq.save_qparams, {"parameters": {}, "path": "/no/folder"}),
     "lint": (rq.lint, {**MODEL, "dataset": DATA}),
     "measure_growth": (rq.measure_growth, {**MODEL, "dataset": DATA}),
-    "load": (rq.load, {"path": "never"}),
+    "load": (rq.load, {"model": "never"}),
     "import_tflite": (rq.import_tflite, {"path": "never"}),
     "import_torch": (rq.import_torch, {"program_or_path": "never"}),
     "import_onnx": (rq.import_onnx, {"model_or_path": "never"}),
