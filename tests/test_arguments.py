@@ -96,6 +96,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "minutes": (rq.minutes, {"count": 1}),
     "equalize_layers": (rq.equalize_layers, {"mod": MOD}),
     "smooth_activations": (rq.smooth_activations, {**MODEL, "dataset": DATA}),
+    "default_backend": (rq.default_backend, {}),
     "export_onnx": (rq.export_onnx, {"mod": MOD, "path": "never.onnx"}),
     "keep_in_float": (rq.keep_in_float, {"prepared": PREPARED}),
     "load_prepared": (rq.load_prepared, {"path": "never"}),

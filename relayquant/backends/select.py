@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from relayquant.arguments import check_arguments
 from relayquant.backends.accelerator import ACCELERATOR
 from relayquant.backends.arm import ARM
 from relayquant.backends.generic import GENERIC
@@ -36,6 +37,7 @@ def resolve_backend(backend: BackendConfig | str | None) -> BackendConfig:
     )
 
 
+@check_arguments
 def default_backend(target: Any = None) -> BackendConfig:
     """The backend whose activations the kernels of `target` take as they are.
 
