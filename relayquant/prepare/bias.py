@@ -31,10 +31,13 @@ def add_biases(
 ) -> tvm.IRModule:
     """The prepared module with a bias per channel at every operator that the plan quantizes with a
     constant weight, but those named in `skip`; `mod` itself if all have one. A changed module needs
-    a new plan.
+    a new plan. Where data gets parameters of the run time, a bias is a float operator more, and
+    there may be no data to correct it by: those get none.
     """
     graph = Graph(mod)
-    operators = [op for op in plan.operators if op.quantized and op.name not in skip]
+    operators = [
+        op for op in plan.operators if op.quantized and op.dynamic is None and op.name not in skip
+    ]
     biases: dict[relax.Var, np.ndarray] = {}
     for operator in operators:
         biases.update(find_missing_bias(graph, backend, operator))
