@@ -44,8 +44,8 @@ from relayquant.revert import keep_parameters
 from relayquant.rewrite import Graph
 from relayquant.search import rank_operators, search_simulated
 
-#: of a warning: from `guard_module` up to who called `quantize`
-CALLER = 5
+#: of a warning: from `guard_module` up to who called `quantize`, behind check_arguments
+CALLER = 6
 
 #: operators, of those that went back on suspicion, that are tried on integers again
 TAKEN_BACK = 8

@@ -21,6 +21,7 @@ from relayquant.backends import GENERIC
 from relayquant.calibrate.observers import MinMax, Observer
 from relayquant.calibrate.weights import pick_weight_parameters
 from relayquant.config import BackendConfig, QConfig, QConfigMapping, TensorConfig
+from relayquant.effort import Effort
 from relayquant.errors import ConfigError, RelayQuantError
 from relayquant.ops import QuantOp
 from relayquant.pipeline import convert_to_reference, ledger, lower, prepare, verify
@@ -223,7 +224,8 @@ def prepare_example(
     # Also one of the backend's own rows goes first here: else a longer one may take its operators.
     first, *others = served.patterns
     served = replace(served, patterns=(replace(first, claims_first=True), *others))
-    return prepare(mod, None, mapping, served)
+    # With "fast" nothing is added that the row does not have, as a bias to be corrected.
+    return prepare(mod, None, mapping, served, effort=Effort.FAST)
 
 
 def observe_parameters(prepared: PreparedModel, inputs: list[dict[str, np.ndarray]]) -> None:

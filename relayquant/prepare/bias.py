@@ -78,7 +78,9 @@ def find_missing_bias(
     axis, linear = row.accumulator_axis(match), find_linear(match)
     if "bias" in match.parts or axis is None or linear is None:
         return {}
-    shape = [int(linear.ty.shape.values[axis]), *[1] * (linear.ty.ndim - 1 - axis)]
+    channels, rank = int(linear.ty.shape.values[axis]), linear.ty.ndim
+    # Of the rank of the result, as importers write it: what else broadcasts keeps its layout.
+    shape = [channels if i == axis else 1 for i in range(rank)] if axis < rank - 1 else [channels]
     return {linear: np.zeros(shape, "float32")}
 
 

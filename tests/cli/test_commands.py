@@ -41,7 +41,8 @@ def test_inspect__ledger_of_the_quantized_module(
     text = capsys.readouterr().out
     assert re.search(r"^block1/depthwise\S*\s+nn\.conv2d\s+yes", text, re.MULTILINE)
     assert re.search(r"^\d+ of \d+ operators quantized", text, re.MULTILINE)
-    assert re.search(r"^guard: outputs on 8 samples: [\d.]+ dB SQNR, 0% of", text, re.MULTILINE)
+    guard = r"^guard: outputs on 8 samples: [\d.]+ dB SQNR \(the worst sample [\d.]+ dB\), 0% of"
+    assert re.search(guard, text, re.MULTILINE)
 
 
 def test_inspect__operators_of_the_float_model(
