@@ -27,7 +27,7 @@ def test_save_load__exact(tmp_path_factory, rows):
 
 
 def test_save__refuses_other_values(tmp_path):
-    with pytest.raises(ConfigError, match=r"'x' is a float; allowed: .*QParams"):
+    with pytest.raises(ConfigError, match=r"\{'x': 0\.1\}; allowed: .*QParams"):
         rq.save_qparams({"x": 0.1}, tmp_path / "q.json")
     assert not list(tmp_path.iterdir())
 

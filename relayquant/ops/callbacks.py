@@ -17,6 +17,7 @@ from relayquant.ops.base import (
     RealizeContext,
     SimulateContext,
 )
+from relayquant.qtypes import Role
 from relayquant.rewrite import Emitter, Graph, Match, Skip
 from relayquant.rewrite.graph import tensor_dtype, tensor_shape
 
@@ -62,7 +63,9 @@ def run_axis(row: QuantOp, operand: Operand, match: Match) -> int | None:
     axis = call_user(where, lambda: function(match))
     rank = getattr(match.parts[operand.name].ty, "ndim", -1)
     is_axis = isinstance(axis, int) and not isinstance(axis, bool)
-    if axis is not None and not (is_axis and (rank < 0 or 0 <= axis < rank)):
+    # A bias may have fewer axes than the result, whose axes its row counts.
+    is_counted = rank < 0 or operand.role is Role.BIAS
+    if axis is not None and not (is_axis and (is_counted or 0 <= axis < rank)):
         raise ConfigError(
             f"{where} returned {axis!r}; allowed: an axis of the operand, 0 to {rank - 1}, or None."
         )

@@ -24,7 +24,7 @@ from relayquant.ops.build import check_float, unary_pattern
 from relayquant.ops.chain import CHAIN_ATTRIBUTES, ChainPattern, build_chain_table
 from relayquant.qtypes import Rounding
 from relayquant.reference.lookup_table import UNARY_FUNCTIONS, build_table
-from relayquant.rewrite import Skip
+from relayquant.rewrite import Match, Skip
 
 #: Relax operator -> name of the function in `reference.lut.UNARY_FUNCTIONS`
 UNARY = {
@@ -63,6 +63,14 @@ def realize_lookup(context: RealizeContext) -> relax.Expr | Skip:
     )
     value = context.emit(qnn.lookup(data.value, relax.const(table, str(table.dtype))), "int")
     return Quantized(value, context.output).dequantize()
+
+
+def check_leaky_relu(match: Match) -> Skip | None:
+    """As check_float; and the slope, which qnn.leaky_relu takes from 0 to 1."""
+    alpha = float(match.call("relax.nn.leakyrelu").attrs.alpha)
+    if not 0 <= alpha <= 1:
+        return Skip(f"leaky_relu has alpha={alpha:g}; on integers it is 0 to 1")
+    return check_float(match)
 
 
 def realize_leaky_relu(context: RealizeContext) -> relax.Expr | Skip:
@@ -116,7 +124,7 @@ LUT_OPS: tuple[QuantOp, ...] = (
     ),
     QuantOp(
         "leaky_relu", "relax.nn.leakyrelu", unary_pattern("relax.nn.leakyrelu"),
-        (Operand("data"),), Kind.CONNECTOR, Output.OWN, realize_leaky_relu, check=check_float,
+        (Operand("data"),), Kind.CONNECTOR, Output.OWN, realize_leaky_relu, check=check_leaky_relu,
         attributes=("alpha",),
     ),
 )  # fmt: skip

@@ -167,13 +167,13 @@ def test_sensitivity__csv(report):
 
 
 def test_sensitivity__metric_that_is_no_function_is_an_error(prepared, data):
-    with pytest.raises(rq.ConfigError, match="The metric is 'accuracy'; allowed: a function"):
+    with pytest.raises(rq.ConfigError, match="metric is 'accuracy'; allowed: a function"):
         rq.sensitivity(prepared, data, "accuracy")
 
 
 def test_sensitivity__quantized_module_is_an_error(prepared, data):
     qmod = rq.lower(rq.convert_to_reference(prepared), prepared.backend)
-    with pytest.raises(rq.ConfigError, match="got IRModule; it takes a calibrated model"):
+    with pytest.raises(rq.ModelError, match="allowed: a PreparedModel"):
         rq.sensitivity(qmod, data)
 
 

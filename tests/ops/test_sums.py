@@ -38,7 +38,7 @@ LIMIT = 2**31
 def make_backend(accumulator: rq.Accumulator | str = "int64") -> rq.BackendConfig:
     """All summing rows on all pairs of dtypes."""
     dtypes = tuple(
-        rq.DTypeConfig(data, out, weight, accumulator=accumulator)
+        rq.DTypeConfig(input=data, output=out, weight=weight, accumulator=accumulator)
         for data in DTYPES
         for weight in DTYPES
         for out in DTYPES
