@@ -25,6 +25,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ HEADER = "checkpoint.json"
 DATA, PART = "data.json", "part.json"
 LOCK = "lock"
 FOLDERS = ("values", "part", "shards", "steps")
+#: what `write_whole` calls those files before they are whole
+HALF_WRITTEN = tuple(f".{Path(name).stem}-*.json" for name in (HEADER, DATA, PART, "module"))
 #: no JSON file of a checkpoint is larger
 MAX_JSON_BYTES = 1 << 28
 
@@ -97,6 +100,8 @@ class Workspace:
             folder.mkdir(exist_ok=True)
             for left in folder.glob(".*"):
                 left.unlink()
+        for left in find_half_written(self.path):
+            left.unlink()
 
     def write_module(self, text: str) -> Path:
         """The segments as a file whose name depends on its contents."""
@@ -133,11 +138,14 @@ class Workspace:
 
     def remove(self) -> None:
         """Delete the checkpoint, and its folder unless somebody else's files are in it."""
+        # First what says that values are there: it may be killed anywhere, and is to go on.
+        for name in (DATA, PART):
+            (self.path / name).unlink(missing_ok=True)
         for name in self.folders:
             shutil.rmtree(self.path / name, ignore_errors=True)
         for path in self.path.glob("module-*.json"):
             path.unlink(missing_ok=True)
-        for name in (DATA, PART, HEADER, LOCK):
+        for name in (HEADER, LOCK):
             (self.path / name).unlink(missing_ok=True)
         if not any(self.path.iterdir()):
             self.path.rmdir()
@@ -172,7 +180,7 @@ def open_checkpoint(path: str | Path, binding: Mapping[str, str]) -> Iterator[Wo
         raise ConfigError(f"checkpoint={str(path)!r}: there is no folder {path.parent}.")
     path.mkdir(exist_ok=True)
     header = path / HEADER
-    if not header.exists() and any(entry.name != LOCK for entry in path.iterdir()):
+    if not header.exists() and {*path.iterdir()} - {path / LOCK, *find_half_written(path)}:
         raise ConfigError(
             f"checkpoint={str(path)!r} holds files but no checkpoint; allowed: an empty folder, a "
             "new name, or a checkpoint."
@@ -193,6 +201,11 @@ def open_checkpoint(path: str | Path, binding: Mapping[str, str]) -> Iterator[Wo
         workspace.make_folders()
         yield workspace
         workspace.remove()
+
+
+def find_half_written(path: Path) -> Iterator[Path]:
+    """Files in the folder itself that a killed process left half written: ours, nobody else's."""
+    return chain.from_iterable(map(path.glob, HALF_WRITTEN))
 
 
 def check_binding(path: Path, header: Mapping[str, Any], binding: Mapping[str, str]) -> None:

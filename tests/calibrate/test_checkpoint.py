@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from float_models import MAP, build_model, draw_batches
 from tvm.relax import op
 
 import relayquant as rq
-from relayquant.calibrate.checkpoint import open_checkpoint
+from relayquant.calibrate.checkpoint import FOLDERS, Workspace, open_checkpoint
 from relayquant.calibrate.runner import pick_parameters
 from relayquant.events import CallbackList
 from relayquant.lower import EagerModule
@@ -247,6 +248,49 @@ def test_checkpoint__one_process_at_a_time(tmp_path):
         open_checkpoint(tmp_path / "checkpoint", {}),
     ):
         pass
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "data", "part", "module-0123"])
+def test_checkpoint__what_a_kill_left_half_written_is_no_hindrance(calibrate, tmp_path, name):
+    """A process may die between making the temporary file and renaming it, the first one too."""
+    path = tmp_path / "checkpoint"
+    path.mkdir()
+    (path / f".{name}-k3v9x_0a.json").write_text('{"form')
+    calibrate(checkpoint=path)
+    assert not path.exists()
+
+
+def test_checkpoint__survives_a_kill_in_its_removal(calibrate, tmp_path, monkeypatch):
+    """Stopped before the first deletion, before the second, ...: each time it goes on."""
+    want, path = calibrate(), tmp_path / "checkpoint"
+    removals = 0
+
+    def remove(self: Workspace) -> None:
+        deletions = 0
+
+        def before(act):
+            def wrapped(*args, **options):
+                nonlocal deletions
+                if deletions == removals:
+                    stop()
+                deletions += 1
+                return act(*args, **options)
+
+            return wrapped
+
+        with monkeypatch.context() as patch:
+            patch.setattr(shutil, "rmtree", before(shutil.rmtree))
+            patch.setattr(Path, "unlink", before(Path.unlink))
+            whole_remove(self)
+
+    whole_remove = Workspace.remove
+    monkeypatch.setattr(Workspace, "remove", remove)
+    while path.exists() or not removals:
+        try:
+            assert calibrate(checkpoint=path) == want
+        except Stopped:
+            removals += 1
+    assert removals >= len(FOLDERS) + 3  # data.json, checkpoint.json and lock at least
 
 
 def test_checkpoint__files_of_others_stay(calibrate, stopped):
