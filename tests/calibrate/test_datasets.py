@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relayquant.calibrate.datasets import Dataset, InputInfo, open_dataset
-from relayquant.errors import ConfigError, DataError, DataWarning
+from relayquant.errors import ConfigError, DataError, DataWarning, format_count
 
 IMAGE = (InputInfo("image", ("n", 3, 4), "float32"),)
 FIXED = (InputInfo("image", (1, 3, 4), "float32"),)
@@ -127,7 +127,8 @@ def test_archive_and_array__batch_size(count, size, fixed, fortran):
         path.write_bytes(file.getvalue())
         for source in (path, data, {"x": data}):
             if fixed and count < size:
-                with pytest.raises(DataError, match=rf"{count} samples?, fewer than one batch"):
+                message = f"{format_count(count, 'sample')}, fewer than one batch"
+                with pytest.raises(DataError, match=message):
                     open_dataset(source, inputs)
                 continue
             dataset = open_dataset(source, inputs, batch_size=size)
