@@ -5,6 +5,7 @@ modules.
 from __future__ import annotations
 
 import os
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -48,13 +49,16 @@ def import_torch(
             operator that TVM's frontend does not know.
         MissingDependencyError: torch is not installed.
     """
+    program = program_or_path
+    is_path = isinstance(program, str | os.PathLike)
+    if not is_path and "torch" not in sys.modules:  # then nobody can have made a program
+        raise _describe_wrong_type(program)
     try:
         import torch  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise MissingDependencyError(
             "Reading a torch.export program needs PyTorch. Run: pip install 'relayquant[torch]'"
         ) from None
-    program = program_or_path
     if isinstance(program, torch.export.ExportedProgram):
         return _import_program(program)
     if isinstance(program, torch.nn.Module):
@@ -62,13 +66,17 @@ def import_torch(
             f"{type(program).__name__} is a module, not an exported program. Pass "
             "torch.export.export(module.eval(), example_inputs), or use relayquant.torch.quantize."
         )
-    if not isinstance(program, str | os.PathLike):
-        raise ModelError(
-            f"import_torch got a {type(program).__name__}; allowed: a "
-            "torch.export.ExportedProgram, or the path of a file that torch.export.save wrote."
-        )
+    if not is_path:
+        raise _describe_wrong_type(program)
     with reading(program, "torch.export archive", ModelError):
         return _import_program(read_program(check_file(program, max_bytes), max_bytes))
+
+
+def _describe_wrong_type(program: object) -> ModelError:
+    return ModelError(
+        f"import_torch got a {type(program).__name__}; allowed: a "
+        "torch.export.ExportedProgram, or the path of a file that torch.export.save wrote."
+    )
 
 
 def _import_program(program: Any) -> tuple[tvm.IRModule, dict[str, np.ndarray]]:
