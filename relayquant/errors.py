@@ -29,7 +29,7 @@ class QnnError(RelayQuantError, ValueError):
 
 
 class WorkerError(RelayQuantError, RuntimeError):
-    """Another process that was to do a part of the work died, or failed again and again."""
+    """Another process that was to do a part of the work died, hangs, or failed again and again."""
 
 
 class MissingDependencyError(RelayQuantError, ImportError):

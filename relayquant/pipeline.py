@@ -33,6 +33,7 @@ from relayquant.annotate import annotate, review_plan
 from relayquant.arguments import check_arguments
 from relayquant.backends import resolve_backend
 from relayquant.calibrate.datasets import open_dataset
+from relayquant.calibrate.distribute import WORKER_TIMEOUT
 from relayquant.calibrate.fit import BiasCorrection, FitSettings
 from relayquant.calibrate.inputs import describe_inputs
 from relayquant.calibrate.phases import Order
@@ -354,6 +355,7 @@ def calibrate(
     callbacks: Iterable[Callback] | Callback = (),
     checkpoint: str | Path | None = None,
     executor: futures.Executor | None = None,
+    worker_timeout: float | None = WORKER_TIMEOUT,
 ) -> PreparedModel:
     """Pick the parameters of every quantized value from data; fills `prepared.parameters` and
     returns it.
@@ -382,13 +384,18 @@ def calibrate(
             spawned, `dask.distributed.Client(...).get_executor()`. Its workers run the model on
             shards of the data; they must see the folder, so across machines name a `checkpoint` on
             a file system that they share. Callables pick parameters in this process.
+        worker_timeout: Seconds, a day unless given. When no worker has returned anything for so
+            long, they hang, and that is an error; the processes of a ProcessPoolExecutor, which
+            nobody could leave any more, are killed. None waits for ever. Batches go out in shards,
+            at most 32 in each step: it is to be longer than one shard takes, and than a cluster
+            needs to start.
 
     Raises:
         DataError: the data set is empty or does not fit the model, or is not that of the
             checkpoint.
         ConfigError: `calibration` is no observer or callable, or picked something wrong; or the
             folder belongs to another calibration (the message says what differs).
-        WorkerError: workers died, or failed again and again; names the batches.
+        WorkerError: workers died, hang, or failed again and again; names the batches.
     """
     events = CallbackList.of(callbacks)
     effort = Effort(prepared.effort)
@@ -415,6 +422,7 @@ def calibrate(
             # Rounds after the first begin with what it found: they are no part of the checkpoint.
             checkpoint=None if min_scales else checkpoint,
             executor=executor,
+            worker_timeout=worker_timeout,
         )
         fill(prepared.parameters, result.parameters)
         fill(prepared.constants, result.constants)

@@ -5,8 +5,9 @@ was seen.
 from __future__ import annotations
 
 import concurrent.futures as futures
+import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import islice
@@ -26,12 +27,17 @@ from relayquant.calibrate.shard import (
     run_shard_remotely,
 )
 from relayquant.calibrate.store import Shard
-from relayquant.errors import ConfigError, RelayQuantError, WorkerError
+from relayquant.errors import ConfigError, RelayQuantError, WorkerError, format_count
 from relayquant.runtime import LoadModule, count_threads
 
 #: a shard is given to a worker so often before the calibration gives up
 ATTEMPTS = 3
-#: values that a message names
+#: seconds without a shard from any worker after which they count as hung: a day, which no shard of
+#: a real data set takes
+WORKER_TIMEOUT = 86400.0
+#: seconds in which a pool notices that its processes are dead
+NOTICE_SECONDS = 30
+#: values, or shards, that a message names
 MOST_NAMED = 3
 
 
@@ -56,6 +62,33 @@ def check_executor(executor: Any) -> futures.Executor:
     return executor
 
 
+def check_timeout(seconds: float | None) -> float | None:
+    """`seconds` if workers can be waited for so long; None: for ever.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    if seconds is not None and not 0 < seconds <= threading.TIMEOUT_MAX:
+        raise ConfigError(
+            f"worker_timeout is {seconds!r}; allowed: seconds, more than 0 and at most "
+            f"{threading.TIMEOUT_MAX:.0f}, or None to wait for ever."
+        )
+    return seconds
+
+
+def kill_processes(pool: futures.Executor, waiting: Collection[futures.Future[None]]) -> None:
+    """Kill the processes of a ProcessPoolExecutor: leaving its `with` block waits for them, and for
+    ever for one that hangs. Other executors are left to their owners.
+    """
+    # Not public before Python 3.14, which has kill_workers().
+    processes = list((getattr(pool, "_processes", None) or {}).values())
+    for process in processes:
+        process.kill()
+    if processes:
+        # The pool notices, and fails what waits; it does not bear that it is cancelled before.
+        futures.wait(waiting, NOTICE_SECONDS)
+
+
 class ShardRunner:
     """Runs the shards of a step, here or on the workers of `pool`, and merges what they saw."""
 
@@ -65,6 +98,7 @@ class ShardRunner:
         workspace: Workspace,
         load_module: LoadModule,
         pool: futures.Executor | None,
+        timeout: float | None = WORKER_TIMEOUT,
     ) -> None:
         self.workspace = workspace
         functions = segments.functions
@@ -74,7 +108,7 @@ class ShardRunner:
         self.workers: Workers | None = None
         if pool is not None:
             module = workspace.write_module(tvm.ir.save_json(segments)) if functions else None
-            self.workers = Workers(pool, module, load_module)
+            self.workers = Workers(pool, module, load_module, timeout)
 
     @property
     def writes_states(self) -> bool:
@@ -147,12 +181,13 @@ class ShardRunner:
 @dataclass(frozen=True, eq=False)
 class Workers:
     """The processes of `pool`, which load the segments in the file `module` once each; None when
-    there is nothing to compute.
+    there is nothing to compute. When no shard has come back for `timeout` seconds, they hang.
     """
 
     pool: futures.Executor
     module: Path | None
     load_module: LoadModule
+    timeout: float | None = WORKER_TIMEOUT
 
     def run(self, tasks: Sequence[tuple[ShardTask, Path]], arguments: Path) -> Iterator[Shard]:
         """Have each shard's states written to its path; yields each as it is done.
@@ -164,7 +199,8 @@ class Workers:
             arguments: File of the step's arguments.
 
         Raises:
-            WorkerError: it failed too often, or the pool lost its workers; names the batches.
+            WorkerError: it failed too often, or the pool lost its workers, or they hang; names the
+                batches.
             RelayQuantError: what the task itself raises, for instance DataError.
         """
         waiting: dict[futures.Future[None], tuple[RemoteTask, int]] = {}
@@ -180,7 +216,11 @@ class Workers:
             for task, path in tasks:
                 submit(RemoteTask(task, self.module, arguments, path), 1)
             while waiting:
-                done, _ = futures.wait(waiting, return_when=futures.FIRST_COMPLETED)
+                done, _ = futures.wait(waiting, self.timeout, futures.FIRST_COMPLETED)
+                if not done:
+                    silent = [remote.task for remote, _ in waiting.values()]
+                    kill_processes(self.pool, waiting)
+                    raise describe_silence(silent, self.timeout)
                 for future in done:
                     remote, attempt = waiting.pop(future)
                     try:
@@ -196,6 +236,19 @@ class Workers:
         finally:
             for future in waiting:
                 future.cancel()
+
+
+def describe_silence(tasks: Sequence[ShardTask], timeout: float | None) -> WorkerError:
+    """The error for shards of which none came back."""
+    named = ", ".join(f"{t.shard.start}..{t.shard.stop - 1}" for t in tasks[:MOST_NAMED])
+    if len(tasks) > MOST_NAMED:
+        named += f" and {format_count(len(tasks) - MOST_NAMED, 'shard')} more"
+    return WorkerError(
+        f"Batches {named} were not calibrated: no worker has returned anything for {timeout:.10g} "
+        "seconds, so they hang, or the executor has none. The processes of a ProcessPoolExecutor "
+        "were killed. If a shard does take so long, call calibrate with a longer worker_timeout= "
+        "(None waits for ever); with checkpoint= the next run goes on from here."
+    )
 
 
 def describe_failure(task: ShardTask, attempt: int, error: BaseException) -> WorkerError:

@@ -35,7 +35,12 @@ from relayquant.calibrate.choose_ranges import (
     OutputSQNR,
 )
 from relayquant.calibrate.datasets import Dataset, InputInfo, count_samples, open_dataset
-from relayquant.calibrate.distribute import ShardRunner, check_executor
+from relayquant.calibrate.distribute import (
+    WORKER_TIMEOUT,
+    ShardRunner,
+    check_executor,
+    check_timeout,
+)
 from relayquant.calibrate.fit import (
     DEFAULT_FIT,
     FitSettings,
@@ -86,6 +91,7 @@ def pick_parameters(
     min_scales: Mapping[str, np.ndarray] | None = None,
     checkpoint: str | Path | None = None,
     executor: futures.Executor | None = None,
+    worker_timeout: float | None = WORKER_TIMEOUT,
 ) -> CalibrationResult:
     """Parameters of every group of the plan, and fitted constants.
 
@@ -104,17 +110,19 @@ def pick_parameters(
         min_scales: By group key, scales that those picked are raised to where they are smaller.
         checkpoint: A folder to work in instead, from which a calibration that was stopped goes on.
         executor: Whose workers run the shards of each segment. They must see the folder.
+        worker_timeout: Seconds without a shard from any of them after which they hang.
 
     Raises:
         DataError: the data set is empty or an item is wrong, or not that of the checkpoint.
         ConfigError: `calibration` is neither observer nor callable, or picked something wrong; the
             checkpoint belongs to another calibration; the executor cannot be used.
-        WorkerError: workers died.
+        WorkerError: workers died or hang.
     """
     callbacks = callbacks or CallbackList()
     plan = prepared.plan
     override = resolve_calibration(calibration) if calibration is not None else None
     pool = check_executor(executor) if executor is not None else None
+    timeout = check_timeout(worker_timeout)
     needs_data = bool(plan.activations)
     if needs_data and dataset is None:
         raise DataError(describe_needs(plan))
@@ -142,7 +150,7 @@ def pick_parameters(
         else:
             binding = describe_binding(prepared, order.value, override, fit)
             workspace = stack.enter_context(open_checkpoint(checkpoint, binding))
-        shards = ShardRunner(join_segments(phases), workspace, load_module, pool)
+        shards = ShardRunner(join_segments(phases), workspace, load_module, pool, timeout)
         run = _Run(
             prepared,
             phases,

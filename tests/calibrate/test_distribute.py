@@ -5,6 +5,9 @@ from __future__ import annotations
 import concurrent.futures as futures
 import multiprocessing
 import os
+import signal
+import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -122,6 +125,77 @@ def test_retry__ends(tmp_path):
     executor = Inline(*range(3, 1000))
     with pytest.raises(rq.WorkerError, match=r"in attempt 3 a worker failed with OSError: the nod"):
         calibrated(tmp_path / "there", effort="fast", executor=executor)
+
+
+# --- Workers that hang ----------------------------------------------------------------------------
+
+
+class Silent(futures.Executor):
+    """Nothing that is given to it ever runs: a cluster without workers."""
+
+    def __init__(self, act=lambda: None) -> None:
+        self.act, self.futures = act, []
+
+    def submit(self, fn, /, *args, **kwargs):
+        self.futures.append(futures.Future())
+        if len(self.futures) == 1:
+            self.act()
+        return self.futures[-1]
+
+
+def test_silence__is_an_error_that_names_the_batches(tmp_path):
+    executor, path = Silent(), tmp_path / "checkpoint"
+    with pytest.raises(
+        rq.WorkerError,
+        match=r"Batches 0\.\.1, 2\.\.3, 4\.\.5 and 17 shards more were not calibrated: no worker "
+        r"has returned anything for 0\.1 seconds.*longer worker_timeout=",
+    ):
+        calibrated(
+            tmp_path / "out", effort="fast", executor=executor, checkpoint=path, worker_timeout=0.1
+        )
+    assert all(future.cancelled() for future in executor.futures)
+    want = calibrated(tmp_path / "here", effort="fast")
+    assert calibrated(tmp_path / "out", effort="fast", checkpoint=path) == want
+
+
+@dataclass(frozen=True)
+class Hanging(rq.MinMax):
+    """Does not come back, as far as a test can wait."""
+
+    def update(self, state, array):
+        time.sleep(300)
+        return super().update(state, array)
+
+
+def test_silence__processes_are_killed_so_that_the_pool_can_be_left(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    others = set(multiprocessing.active_children())
+    with futures.ProcessPoolExecutor(1, mp_context=context) as executor:
+        with pytest.raises(rq.WorkerError, match="no worker has returned anything for 1 seconds"):
+            calibrated(tmp_path / "out", executor=executor, calibration=Hanging(), worker_timeout=1)
+        processes = set(multiprocessing.active_children()) - others
+        for process in processes:
+            process.join(60)
+        assert [process for process in processes if process.is_alive()] == []
+
+
+def test_interrupt__leaves_nothing_in_the_executor(tmp_path):
+    """Ctrl-C while workers are waited for."""
+    main = threading.main_thread().ident
+    timer = threading.Timer(0.3, lambda: signal.pthread_kill(main, signal.SIGINT))
+    executor, path = Silent(timer.start), tmp_path / "checkpoint"
+    with pytest.raises(KeyboardInterrupt):
+        calibrated(tmp_path / "out", effort="fast", executor=executor, checkpoint=path)
+    assert all(future.cancelled() for future in executor.futures)
+    want = calibrated(tmp_path / "here", effort="fast")
+    assert calibrated(tmp_path / "out", effort="fast", checkpoint=path) == want
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf")])
+def test_timeout__what_is_none(seconds):
+    prepared = rq.prepare(model(), effort="fast")
+    with pytest.raises(rq.ConfigError, match=r"worker_timeout is .*; allowed: seconds, more than"):
+        rq.calibrate(prepared, data(), executor=Inline(), worker_timeout=seconds)
 
 
 def test_threads__share_one_virtual_machine(tmp_path):
