@@ -258,13 +258,35 @@ def test_group__concat_does_not_share_with_what_an_operator_reads_too():
     assert members == {"x": {"x"}, "y": {"y"}, "b": {"b"}, "a": {"a", "joined"}}
 
 
-def test_group__first_consumer_picks_the_observer():
+@pytest.mark.parametrize("source", ["read once", "read twice", "an output", "input"])
+def test_group__concat_asks_all_values_that_carry_the_parameters(source):
+    """Of a transpose that the concat alone reads, what is transposed decides too."""
+
+    def body(emit, x, y):
+        value = y if source == "input" else emit.conv("value", x)
+        pooled = emit("pooled", op.nn.max_pool2d(value, (3, 3), padding=(1, 1)))
+        moved = emit("moved", op.permute_dims(pooled, [0, 1, 3, 2]))
+        out = emit.conv("out", emit("joined", op.concat([emit.conv("a", x), moved], axis=1)))
+        other = {"read twice": lambda: emit.conv("other", value), "an output": lambda: value}
+        return relax.Tuple([out, other[source]()]) if source in other else out
+
+    plan = plan_of(body, MAP, MAP)
+    sharing = set(plan.group(plan.value_groups["joined"][0]).members)
+    expected = {"a", "joined"}
+    if source == "read once":
+        expected |= {"value", "pooled", "moved"}
+    assert sharing == expected
+
+
+@pytest.mark.parametrize("first_reads", ["a", "r"])
+def test_group__first_consumer_picks_the_observer(first_reads):
     """In the order of the model, whatever the order of the values that share the parameters."""
 
     def body(emit, x):
         a = emit.conv("a", x)
-        r = emit("r", op.reshape(a, MAP))
-        return relax.Tuple([emit.conv("one", r), emit.conv("two", a)])
+        r = emit("r", op.permute_dims(a, [0, 1, 3, 2]))
+        one, two = (a, r) if first_reads == "a" else (r, a)
+        return relax.Tuple([emit.conv("one", one), emit.conv("two", two)])
 
     config = X86.default_qconfig
     first = replace(config, activation=TensorConfig(config.activation.spec, rq.Percentile(99.0)))

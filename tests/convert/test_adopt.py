@@ -38,7 +38,9 @@ def test_quantize_behind_a_reshape__is_lifted_to_the_operator_that_computes(case
         assert adopted == op_names(mod)
 
 
-@pytest.mark.parametrize("bias", [2.0**28, 2.0**28 + 32, -(2.0**28), -(2.0**28) - 32, 1e30])
+@pytest.mark.parametrize(
+    "bias", [2.0**28, 2.0**28 + 32, -(2.0**28), -(2.0**28) - 32, 1e30, np.inf, -np.inf, np.nan]
+)
 def test_bias__too_large_for_its_accumulator_stays_in_float(bias):
     """In units of 0.5 * 0.5, half of int32 is 2^28."""
 

@@ -249,3 +249,18 @@ def test_build_requantize__int32_saturates_on_both_sides(isa):
     spec = Requantize(q.shape, Affine("int32", 0, 4.0), Epilogue(dtype="int32"))
     got = call_kernel(build_requantize(spec), runnable_target(isa), [q], q.shape, "int32")
     assert got.tolist() == [max(-(2**31), min(2**31 - 128, 4 * value)) for value in q.tolist()]
+
+
+@with_machines
+@pytest.mark.parametrize("bounds", [(-1000, 3000), (-(2**30), 2**30), (-6, -5)])
+def test_build_requantize__int32_within_bounds_of_its_own(isa, bounds):
+    """Halves go to even, and what is outside to the bound; python's integers say which."""
+    q = np.array(
+        [-(2**31), -(2**30), -2005, -2000, -11, -1, 0, 3, 5999, 6001, 2**31 - 128], "int32"
+    )
+    spec = Requantize(
+        q.shape, Affine("int32", 0, 0.5), Epilogue(dtype="int32", low=bounds[0], high=bounds[1])
+    )
+    got = call_kernel(build_requantize(spec), runnable_target(isa), [q], q.shape, "int32")
+    exact = [round(Fraction(value, 2)) for value in q.tolist()]
+    assert got.tolist() == [max(bounds[0], min(bounds[1], value)) for value in exact]
