@@ -37,7 +37,7 @@ def write_archive(path: Path, kind: str, contents: Archive) -> None:
     """Write an archive of a `kind`, such as "relayquant.prepared.1", whole or not at all.
 
     Raises:
-        OSError: the folder does not exist or cannot be written.
+        FileError: the folder does not exist or cannot be written.
     """
     names = list(contents.arrays)
     header = {"format": kind, **contents.header, "arrays": names, "texts": list(contents.texts)}

@@ -28,6 +28,23 @@ class QnnError(RelayQuantError, ValueError):
     """A `relax.qnn` operator was given operands or attributes it does not allow."""
 
 
+class FileError(RelayQuantError, OSError):
+    """A file or a folder cannot be written: there is no such folder, a right is missing, the disk
+    is full.
+
+    Attributes:
+        errno: The number of the system's error, as in any OSError; None if the system had none.
+    """
+
+    def __init__(self, message: str, number: int | None = None) -> None:
+        super().__init__(message)
+        self.errno = number
+
+    def __reduce__(self) -> tuple[type[FileError], tuple[object, ...]]:
+        """With the number, which an OSError of one argument forgets."""
+        return type(self), (*self.args, self.errno)
+
+
 class WorkerError(RelayQuantError, RuntimeError):
     """Another process that was to do a part of the work died, hangs, or failed again and again."""
 

@@ -4,15 +4,16 @@ whatever is wrong with one that is read is an error that names it.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from relayquant.errors import DataError, MissingDependencyError, RelayQuantError
+from relayquant.errors import DataError, FileError, MissingDependencyError, RelayQuantError
 
 #: characters of a foreign message that an error of ours repeats
 MESSAGE_LENGTH = 400
@@ -21,35 +22,57 @@ MESSAGE_LENGTH = 400
 # --- Writing ------------------------------------------------------------------------------------
 
 
+#: what to do about an error of the system; about any other, a place that can be written is needed
+REMEDIES = {
+    errno.ENOSPC: "Free space there, or name another place.",
+    errno.EDQUOT: "Free space there, or name another place.",
+    errno.EFBIG: "Raise the limit on the size of files (ulimit -f), or name another place.",
+}
+
+
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """An OSError inside names `path`: a full disk, a limit on files or a lost right name no file,
-    or a temporary one.
+def writing(
+    path: str | os.PathLike[str], remedy: str = "Name a place that can be written."
+) -> Iterator[None]:
+    """An OSError inside becomes a FileError that names `path`: a full disk, a limit on files or a
+    lost right name no file, or a temporary one.
+
+    Whatever makes a file or a folder goes through here.
     """
     try:
         yield
+    except FileError:
+        raise
     except OSError as error:
-        if error.errno is None:  # ours, and says all
-            raise
+        if error.errno is None:  # of no call of the system: a library's own
+            raise FileError(f"Cannot write {path}: {error}") from error
         reason = os.strerror(error.errno)
-        raise type(error)(error.errno, f"Cannot write {path}: {reason}") from error
+        if error.filename is not None and not is_near(error.filename, Path(path)):
+            reason = f"{error.filename}: {reason}"
+        remedy = REMEDIES.get(error.errno, remedy)
+        raise FileError(f"Cannot write {path}: {reason}. {remedy}", error.errno) from error
+
+
+def is_near(name: Any, path: Path) -> bool:
+    """Whether a file is `path` itself, in it if that is a folder, or beside it."""
+    return Path(os.fsdecode(name)).parent in (path.parent, path)
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """Call `write` on a temporary file beside `path`, then rename it: no half file ever stays.
 
+    A device or a pipe, such as /dev/stdout, is written itself: a file must not take its place.
+
     Raises:
-        OSError: the folder does not exist or cannot be written, or the disk is full; names `path`.
+        FileError: the folder does not exist or cannot be written, or the disk is full; names
+            `path`.
     """
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"Cannot write {path}: there is no folder {path.parent}.")
     with writing(path):
-        # The suffix stays: what writes a library looks at it.
-        handle, name = tempfile.mkstemp(
-            suffix=path.suffix, prefix=f".{path.stem}-", dir=path.parent
-        )
-        os.close(handle)
-        temporary = Path(name)
+        check_place(path)
+        if is_stream(path):
+            write(path)
+            return
+        temporary = make_temporary(path)
         try:
             write(temporary)
             umask = os.umask(0)
@@ -61,16 +84,54 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Raises OSError if no file can be written there: to be asked before work that takes long.
+    """Raises FileError if no file can be written there: to be asked before work that takes long.
 
     The folder must be there, and `path` must not be a folder itself.
     """
+    with writing(path):
+        check_place(path)
+        if not is_stream(path):
+            # Only the attempt tells: rights do not bind root, and some file systems take nothing.
+            make_temporary(path).unlink()
+
+
+def check_place(path: Path) -> None:
+    """Raises FileError if `path` is a folder, or in none."""
     if path.is_dir():
-        raise IsADirectoryError(f"Cannot write {path}: it is a folder.")
+        raise FileError(f"Cannot write {path}: it is a folder. Name a file in it.", errno.EISDIR)
     if not path.parent.is_dir():
-        raise FileNotFoundError(f"Cannot write {path}: there is no folder {path.parent}.")
-    if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise PermissionError(f"Cannot write {path}: the folder {path.parent} is not writable.")
+        raise FileError(
+            f"Cannot write {path}: there is no folder {path.parent}. Make it, or name another "
+            "place.",
+            errno.ENOENT,
+        )
+
+
+def is_stream(path: Path) -> bool:
+    """Whether something is there that is neither file nor folder."""
+    return path.exists() and not path.is_file() and not path.is_dir()
+
+
+def make_temporary(path: Path) -> Path:
+    """An empty file beside `path`."""
+    # The suffix stays: what writes a library looks at it.
+    handle, name = tempfile.mkstemp(suffix=path.suffix, prefix=f".{path.stem}-", dir=path.parent)
+    os.close(handle)
+    return Path(name)
+
+
+@contextmanager
+def open_temporary_folder(parent: str | os.PathLike[str] | None = None) -> Iterator[Path]:
+    """A folder, in `parent` or the system's, that is gone when the `with` block ends.
+
+    Raises:
+        FileError: none can be made.
+    """
+    with ExitStack() as stack:
+        with writing(parent or "temporary files", "Set TMPDIR to a folder that can be written."):
+            folder = tempfile.TemporaryDirectory(prefix="relayquant-", dir=parent)
+            path = Path(stack.enter_context(folder)).absolute()
+        yield path
 
 
 # --- Reading ------------------------------------------------------------------------------------

@@ -225,7 +225,7 @@ def save_prepared(prepared: PreparedModel, path: str | Path) -> None:
     they picked is. Equal models give equal bytes.
 
     Raises:
-        OSError: the folder does not exist or cannot be written.
+        FileError: the folder does not exist or cannot be written.
     """
     arrays: dict[str, np.ndarray] = {}
     rows: dict[str, Any] = {}

@@ -209,7 +209,7 @@ def fallback(
         ConfigError: max_drop is negative or budget not positive, the metric is no function or
             returns no number, or `search_state` is that of another search.
         ModelError, DataError: as `quantize`; or `search_state` is damaged.
-        OSError: `search_state` cannot be written.
+        FileError: `search_state` cannot be written.
     """
     check_settings(metric, max_drop, budget)
     deadline = math.inf if budget is None else time.monotonic() + budget

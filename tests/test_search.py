@@ -274,7 +274,7 @@ def test_fallback__what_is_wrong_shows_before_the_work(digits, tmp_path):
 
     with pytest.raises(rq.ConfigError, match="metric is 'accuracy'; allowed: a function"):
         search(metric="accuracy")
-    with pytest.raises(FileNotFoundError, match="there is no folder"):
+    with pytest.raises(rq.FileError, match="there is no folder"):
         search(search_state=tmp_path / "none" / "search.json")
     with pytest.raises(rq.DataError, match=r"none\.npz"):
         search(validation=tmp_path / "none.npz")

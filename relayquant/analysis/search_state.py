@@ -43,7 +43,7 @@ class SearchState:
         Raises:
             DataError: the file is no search state, or damaged.
             ConfigError: it is that of another model, data or setting.
-            OSError: it cannot be written.
+            FileError: it cannot be written.
         """
         state = SearchState(None if path is None else Path(path), fingerprint)
         if state.path is None:

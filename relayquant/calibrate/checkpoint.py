@@ -21,9 +21,8 @@ import fcntl
 import hashlib
 import json
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -33,7 +32,14 @@ import numpy as np
 
 from relayquant.calibrate.store import BEGIN_ANEW, Shard, ValueStore
 from relayquant.errors import ConfigError, DataError, format_count
-from relayquant.files import decode_json, read_text, reading, write_whole
+from relayquant.files import (
+    decode_json,
+    open_temporary_folder,
+    read_text,
+    reading,
+    write_whole,
+    writing,
+)
 
 FORMAT = "relayquant.checkpoint.2"
 HEADER = "checkpoint.json"
@@ -42,6 +48,8 @@ LOCK = "lock"
 FOLDERS = ("values", "part", "shards", "steps")
 #: what `write_whole` calls those files before they are whole
 HALF_WRITTEN = tuple(f".{Path(name).stem}-*.json" for name in (HEADER, DATA, PART, "module"))
+#: what to do about one that cannot be written
+REMEDY = "checkpoint= is to be a folder that can be written, or a new name in one."
 #: no JSON file of a checkpoint is larger
 MAX_JSON_BYTES = 1 << 28
 
@@ -95,13 +103,14 @@ class Workspace:
 
     def make_folders(self) -> None:
         """Make the folders, and remove what a killed process left half written."""
-        for name in self.folders:
-            folder = self.path / name
-            folder.mkdir(exist_ok=True)
-            for left in folder.glob(".*"):
+        with writing(self.path):
+            for name in self.folders:
+                folder = self.path / name
+                folder.mkdir(exist_ok=True)
+                for left in folder.glob(".*"):
+                    left.unlink()
+            for left in find_half_written(self.path):
                 left.unlink()
-        for left in find_half_written(self.path):
-            left.unlink()
 
     def write_module(self, text: str) -> Path:
         """The segments as a file whose name depends on its contents."""
@@ -148,14 +157,16 @@ class Workspace:
         for name in (HEADER, LOCK):
             (self.path / name).unlink(missing_ok=True)
         if not any(self.path.iterdir()):
-            self.path.rmdir()
+            # A mount point, or a folder in one that is not ours to change, stays, empty.
+            with suppress(OSError):
+                self.path.rmdir()
 
 
 @contextmanager
 def open_temporary(directory: str | Path | None) -> Iterator[Workspace]:
     """A folder that is gone when the `with` block ends."""
-    with tempfile.TemporaryDirectory(prefix="relayquant-", dir=directory) as path:
-        workspace = Workspace(Path(path).absolute())
+    with open_temporary_folder(directory) as path:
+        workspace = Workspace(path)
         workspace.make_folders()
         yield workspace
 
@@ -172,35 +183,44 @@ def open_checkpoint(path: str | Path, binding: Mapping[str, str]) -> Iterator[Wo
         ConfigError: the folder is something else, or belongs to another calibration (the message
             says what differs), or another process is at work in it.
         DataError: it is damaged.
+        FileError: it cannot be written.
     """
     path = Path(path).absolute()  # workers may have another working folder
-    if path.exists() and not path.is_dir():
-        raise ConfigError(f"checkpoint={str(path)!r} is a file; allowed: a folder, or a new name.")
-    if not path.parent.is_dir():
-        raise ConfigError(f"checkpoint={str(path)!r}: there is no folder {path.parent}.")
-    path.mkdir(exist_ok=True)
-    header = path / HEADER
-    if not header.exists() and {*path.iterdir()} - {path / LOCK, *find_half_written(path)}:
-        raise ConfigError(
-            f"checkpoint={str(path)!r} holds files but no checkpoint; allowed: an empty folder, a "
-            "new name, or a checkpoint."
-        )
-    with open(path / LOCK, "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"checkpoint={str(path)!r} is in use by another process; give each calibration a "
-                "folder of its own."
-            ) from None
-        if header.exists():
-            check_binding(path, read_json(header), binding)
-        else:
-            write_json(header, {"format": FORMAT, "binding": dict(binding)})
-        workspace = Workspace(path, is_kept=True)
-        workspace.make_folders()
+    with ExitStack() as stack:
+        with writing(path, REMEDY):
+            if path.exists() and not path.is_dir():
+                raise ConfigError(
+                    f"checkpoint={str(path)!r} is a file; allowed: a folder, or a new name."
+                )
+            if not path.parent.is_dir():
+                raise ConfigError(
+                    f"checkpoint={str(path)!r}: there is no folder {path.parent}. {REMEDY}"
+                )
+            path.mkdir(exist_ok=True)
+            header = path / HEADER
+            ours = {path / LOCK, *find_half_written(path)}
+            if not header.exists() and {*path.iterdir()} - ours:
+                raise ConfigError(
+                    f"checkpoint={str(path)!r} holds files but no checkpoint; allowed: an empty "
+                    "folder, a new name, or a checkpoint."
+                )
+            lock = stack.enter_context(open(path / LOCK, "w"))
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(
+                    f"checkpoint={str(path)!r} is in use by another process; give each calibration "
+                    "a folder of its own."
+                ) from None
+            if header.exists():
+                check_binding(path, read_json(header), binding)
+            else:
+                write_json(header, {"format": FORMAT, "binding": dict(binding)})
+            workspace = Workspace(path, is_kept=True)
+            workspace.make_folders()
         yield workspace
-        workspace.remove()
+        with writing(path, REMEDY):
+            workspace.remove()
 
 
 def find_half_written(path: Path) -> Iterator[Path]:

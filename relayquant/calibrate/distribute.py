@@ -27,7 +27,7 @@ from relayquant.calibrate.shard import (
     run_shard_remotely,
 )
 from relayquant.calibrate.store import Shard
-from relayquant.errors import ConfigError, RelayQuantError, WorkerError, format_count
+from relayquant.errors import ConfigError, FileError, RelayQuantError, WorkerError, format_count
 from relayquant.runtime import LoadModule, count_threads
 
 #: a shard is given to a worker so often before the calibration gives up
@@ -225,9 +225,10 @@ class Workers:
                     remote, attempt = waiting.pop(future)
                     try:
                         future.result()
-                    except RelayQuantError:
-                        raise
                     except Exception as error:
+                        # A file system may come back; data or a model stays wrong.
+                        if isinstance(error, RelayQuantError) and not isinstance(error, FileError):
+                            raise
                         if isinstance(error, futures.BrokenExecutor) or attempt >= ATTEMPTS:
                             raise describe_failure(remote.task, attempt, error) from error
                         submit(remote, attempt + 1)

@@ -97,10 +97,11 @@ class ValueWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        os.close(self._file)
-        if error is None:
-            os.replace(self._temporary, self._path)
-        else:
+        with writing(self._path):
+            os.close(self._file)
+            if error is None:
+                os.replace(self._temporary, self._path)
+        if error is not None:
             self._temporary.unlink(missing_ok=True)
 
 

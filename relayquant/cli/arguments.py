@@ -62,7 +62,7 @@ def check_options(
         outputs: Files that will be written; None where there is none to be.
 
     Raises:
-        ConfigError, DataError, OSError: one of these is not so.
+        ConfigError, DataError, FileError: one of these is not so.
     """
     for name, value in (counts or {}).items():
         if value is not None and value < 1:

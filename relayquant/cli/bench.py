@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import enum
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -40,6 +39,7 @@ from relayquant.calibrate.inputs import describe_inputs
 from relayquant.cli.arguments import add_backend, check_options
 from relayquant.cli.files import bind_weights, load_model, load_module
 from relayquant.errors import ConfigError, ModelError, format_count
+from relayquant.files import open_temporary_folder
 from relayquant.lower.target import resolve_target
 from relayquant.report import make_console
 from relayquant.report.bench import kernel_table, latency_table, operator_table
@@ -123,7 +123,7 @@ def run(options: argparse.Namespace) -> int:
             console.print(f"{name}: compiled in {time.perf_counter() - start:.1f} s")
             contenders[name] = bind_run(Executor(executable), inputs)
         if rival is Rival.ONNXRUNTIME:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            folder = stack.enter_context(open_temporary_folder())
             paths = {"float": options.model}
             try:
                 paths["int8"] = quantize_with_onnxruntime(options.model, batches, folder)

@@ -77,5 +77,5 @@ def run(options: argparse.Namespace) -> int:
         if options.csv is not None:
             write_whole(options.csv, lambda path: path.write_text(report.to_csv(), "utf-8"))
         if options.plot is not None:
-            write_whole(options.plot, lambda path: plot_compare(report, path))
+            plot_compare(report, options.plot)
     return 0

@@ -166,7 +166,7 @@ def save_params(params: Mapping[str, np.ndarray], path: str | Path) -> None:
     """Write a `.params` file, whole or not at all.
 
     Raises:
-        ModelError: a dtype has no form in TVM. OSError: the folder cannot be written.
+        ModelError: a dtype has no form in TVM. FileError: the folder cannot be written.
     """
     data = encode_params(params)
     write_whole(Path(path), lambda file: file.write_bytes(data))

@@ -21,6 +21,7 @@ from relayquant.analysis.verify import expose_values
 from relayquant.calibrate.datasets import open_dataset
 from relayquant.calibrate.inputs import describe_inputs
 from relayquant.errors import ConfigError, MissingDependencyError, format_count
+from relayquant.files import write_whole
 from relayquant.lower import EagerModule
 from relayquant.ops.find import match_operator, operand_constant
 from relayquant.plan import GroupPlan
@@ -260,9 +261,10 @@ def save_figure(figure: Any, path: str | Path) -> None:
 
     Raises:
         ConfigError: the ending is of no kind that matplotlib writes.
+        FileError: it cannot be written.
     """
     check_picture(path)
-    figure.savefig(path, dpi=120)
+    write_whole(Path(path), lambda temporary: figure.savefig(temporary, dpi=120))
 
 
 def check_picture(path: str | Path) -> None:
