@@ -26,6 +26,8 @@ from tvm.sym import Analyzer
 from tvm.target import Target
 from tvm.target.codegen import llvm_get_vector_width
 
+from relayquant.lower.vector_math import EXPANSIONS
+
 logger = logging.getLogger("relayquant.lower")
 
 #: Element operations below which waking threads costs more than it gains: about 10 microseconds of
@@ -62,6 +64,11 @@ CHEAP_CALLS = frozenset(
         "bitwise_xor",
     }
 )
+
+#: Calls whose argument stands many times in what they become: here, and in TVM's own rules for LLVM
+#: (tan, atanh; tanh of other dtypes than float32). The variables that hold it do not help: TVM's
+#: LLVM code generation puts their values in their places when it simplifies (`Analyzer::Bind`).
+REPEATING_CALLS = frozenset({*EXPANSIONS, "tirx.tan", "tirx.atanh"})
 
 
 @dataclass(frozen=True)
@@ -333,6 +340,15 @@ def is_expensive(expr: tirx.Expr) -> bool:
     )
 
 
+def list_repeating(expr: tirx.Expr) -> list[Call]:
+    """Calls of `expr` whose argument is written out many times."""
+    return [
+        node
+        for node in list_nodes(expr)
+        if isinstance(node, Call) and str(getattr(node.op, "name", "")) in REPEATING_CALLS
+    ]
+
+
 def list_conditions(expr: tirx.Expr) -> list[tirx.Expr]:
     """Conditions that guard a part of `expr`, as padding does."""
     conditions = []
@@ -417,6 +433,7 @@ class FunctionScheduler:
             return False
         is_move = isinstance(facts.value, TensorLoad)
         expensive, size = is_expensive(facts.value), len(list_nodes(facts.value))
+        repeats = bool(list_repeating(facts.value))
         for consumer in consumers:
             reader = self.facts(consumer)
             if not reader.simple:
@@ -427,6 +444,9 @@ class FunctionScheduler:
             loads = sum(r.buffer.same_as(facts.write.buffer) for r in reader.reads)
             repeated = reader.volume() > facts.volume() or len(consumers) > 1 or loads > 1
             if expensive and repeated:
+                return False
+            arguments = [load for call in list_repeating(reader.value) for load in list_loads(call)]
+            if repeats and any(load.source.same_as(facts.write.buffer) for load in arguments):
                 return False
             if len(list_nodes(reader.value)) + loads * size > INLINE_NODES:
                 return False

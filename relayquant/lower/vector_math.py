@@ -157,12 +157,24 @@ EXPANSIONS: dict[str, Callable[[tirx.Var], Expr]] = {
 }
 
 
+def has_binding(expr: Expr) -> bool:
+    """Whether `expr` binds a variable."""
+    bindings: list[tirx.Let] = []
+    tvm_ffi.structural_walk(expr, (tirx.Let, bindings.append))
+    return bool(bindings)
+
+
 def expand_math(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    """The function with float32 calls of the functions in `EXPANSIONS` written out."""
+    """The function with float32 calls of the functions in `EXPANSIONS` written out.
+
+    A call with another one in its argument stays a call. TVM's LLVM code generation replaces bound
+    variables by their values when it simplifies, some hundred times here, so that chains would
+    grow by that factor at each step; the schedule gives each step a block of its own.
+    """
 
     def expand(call: Call) -> Expr:
         make = EXPANSIONS.get(str(getattr(call.op, "name", "")))
-        if make is None or str(call.ty) != "float32":
+        if make is None or str(call.ty) != "float32" or has_binding(call.args[0]):
             return call
         return bind(call.args[0], make)
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
 import pytest
 import tvm
-from tvm import relax
+import tvm_ffi
+from float_models import build_model
+from tvm import relax, tirx
 from tvm.script import relax as R
+from tvm.script import tirx as T
 
+import relayquant as rq
+from relayquant.lower.schedule import REPEATING_CALLS
 from relayquant.lower.target import resolve_target
-from relayquant.lower.vector_math import create_math_pass
+from relayquant.lower.vector_math import create_math_pass, expand_math
 from relayquant.runtime import Executor
 
 OPERATORS = {"exp": R.exp, "tanh": R.tanh, "erf": R.erf, "sigmoid": R.sigmoid}
@@ -84,3 +90,84 @@ def test_expand_math__not_a_number_and_infinity(name: str, limits: tuple[float, 
 def test_expand_math__masked_softmax_is_exactly_zero() -> None:
     got = run_operator("exp", np.full(16, -np.inf, "float32"))
     assert (got == 0).all()
+
+
+def chain_model(names: tuple[str, ...]) -> tvm.IRModule:
+    def body(emit, x):
+        for i, name in enumerate(names):
+            x = emit(f"v{i}", getattr(relax.op, name)(x))
+        return x
+
+    return build_model(body, (2, 33))
+
+
+def count_nodes(expr: tirx.Expr, values: dict[tirx.Var, int]) -> int:
+    """Nodes of `expr` with variables replaced by their values, as TVM's simplifier does that the
+    LLVM code generation calls; computed from the sizes of the values, without replacing any.
+    """
+    if isinstance(expr, tirx.Var):
+        return values.get(expr, 1)
+    if isinstance(expr, tirx.Let):
+        values[expr.var] = count_nodes(expr.value, values)
+        return count_nodes(expr.body, values)
+    fields = ("a", "b", "condition", "true_value", "false_value", "value")
+    parts = [getattr(expr, field, None) for field in fields]
+    parts += [*getattr(expr, "args", ()), *getattr(expr, "indices", ())]
+    return 1 + sum(count_nodes(part, values) for part in parts if isinstance(part, tirx.Expr))
+
+
+def count_lowered(mod: tvm.IRModule) -> int:
+    """Nodes of all stores of a module as the LLVM code generation gets them."""
+    target = resolve_target(None)
+    passes = [rq.pipeline(target), tirx.transform.BindTarget(target), tirx.transform.LowerIntrin()]
+    stores: list[tirx.BufferStore] = []
+    for func in tvm.transform.Sequential(passes)(mod).functions.values():
+        if isinstance(func, tirx.PrimFunc):
+            tvm_ffi.structural_walk(func.body, (tirx.BufferStore, stores.append))
+    return sum(count_nodes(store.value, {}) for store in stores)
+
+
+def list_chains() -> list[tuple[str, ...]]:
+    """Chains of four: each function with itself, and each pair in turns."""
+    names = sorted(name.removeprefix("tirx.") for name in REPEATING_CALLS)
+    return [(a, b, a, b) for a, b in itertools.product(names, names) if a <= b]
+
+
+@pytest.mark.parametrize("names", list_chains(), ids="-".join)
+def test_expand_math__chains_grow_by_sums(names: tuple[str, ...]) -> None:
+    """Each function of a chain adds what it takes alone. All functions that repeat their argument
+    are here, those of TVM's own rules among them: a new one is found in `REPEATING_CALLS`.
+    """
+    alone = {name: count_lowered(chain_model((name,))) for name in set(names)}
+    for length in range(1, 5):
+        chain = names[:length]
+        assert count_lowered(chain_model(chain)) <= sum(alone[name] for name in chain)
+
+
+@pytest.mark.parametrize("names", list_chains()[::5], ids="-".join)
+def test_expand_math__chains_compute_what_numpy_computes(names: tuple[str, ...]) -> None:
+    mod = chain_model(names)
+    x = np.linspace(-0.3, 0.1, 66, dtype="float32").reshape(2, 33)
+    functions = {
+        "atanh": np.arctanh,
+        "erf": np.vectorize(math.erf),
+        "sigmoid": lambda value: 1 / (1 + np.exp(-value)),
+    }
+    want = x.astype("float64")
+    for name in names:
+        want = functions.get(name, getattr(np, name, None))(want)
+    got = Executor(rq.compile(mod)).run("main", [x])[0]
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
+
+
+def test_expand_math__call_within_a_call_is_left() -> None:
+    """What is nested in one expression of the user's own cannot be parted by the schedule."""
+
+    @T.prim_func
+    def nested(x: T.Buffer((8,), "float32"), y: T.Buffer((8,), "float32")):
+        for i in range(8):
+            y[i] = T.tanh(T.exp(T.erf(x[i])))
+
+    script = expand_math(nested).script()
+    assert "T.tanh(T.exp(T.Let(" in script
+    assert "T.erf(" not in script
