@@ -17,6 +17,7 @@ from relayquant.errors import ModelError
 from relayquant.files import reading
 from relayquant.importers import import_onnx, import_tflite, import_torch
 from relayquant.importers.files import DEFAULT_MAX_BYTES, PathLike, check_file
+from relayquant.importers.onnx_inputs import Inputs
 from relayquant.relay import decode_params, from_json, from_text, is_relay_json
 
 Shapes: TypeAlias = Mapping[str, Sequence[int | str]]
@@ -30,6 +31,7 @@ class Request:
 
     model: Any
     shapes: Shapes | None
+    inputs: Inputs | None
     params: Params | PathLike | None
     max_bytes: int
 
@@ -48,12 +50,15 @@ class Format:
     kind: str
     read: Callable[[Request], Imported]
     takes_shapes: bool = False
+    takes_inputs: bool = False
     takes_params: bool = False
     is_model: Callable[[object], bool] = lambda model: False
 
 
 def _read_onnx(request: Request) -> Imported:
-    return import_onnx(request.model, shapes=request.shapes, max_bytes=request.max_bytes)
+    return import_onnx(
+        request.model, shapes=request.shapes, inputs=request.inputs, max_bytes=request.max_bytes
+    )
 
 
 def _read_tflite(request: Request) -> Imported:
@@ -105,7 +110,7 @@ def _is_torch(model: object) -> bool:
 
 #: All kinds of models that can be read.
 FORMATS: tuple[Format, ...] = (
-    Format(".onnx", "ONNX", _read_onnx, takes_shapes=True, is_model=_is_onnx),
+    Format(".onnx", "ONNX", _read_onnx, takes_shapes=True, takes_inputs=True, is_model=_is_onnx),
     Format(".tflite", "TensorFlow Lite", _read_tflite),
     Format(".pt2", "torch.export", _read_torch, is_model=_is_torch),
     Format(".relay", "Relay text", _read_relay_text, takes_shapes=True, takes_params=True),
@@ -118,6 +123,7 @@ def load(
     model: PathLike | onnx.ModelProto | Any,
     *,
     shapes: Shapes | None = None,
+    inputs: Inputs | None = None,
     params: Params | PathLike | None = None,
     max_bytes: int = DEFAULT_MAX_BYTES,
 ) -> Imported:
@@ -129,6 +135,8 @@ def load(
             .relay (`mod.astext()`) or .json (`tvm.ir.save_json`).
         shapes: Input name -> shape, to fix or rename symbolic dimensions (ONNX, Relay):
             {"x": ("N", 3, 224, 224)}.
+        inputs: Input name -> its value, a number or an array (ONNX): {"sr": 16000}. The input
+            becomes a constant, an If on it the branch that is taken.
         params: Relay only: {name: array} or a file that `save_param_dict` wrote; by default the
             file `model.params` beside `model.relay`, if there is one.
         max_bytes: Refuse larger files, external weights included.
@@ -147,6 +155,7 @@ def load(
     what = f"a {found.suffix} file" if is_path else f"a {type(model).__name__}"
     for name, given, is_taken in (
         ("shapes", shapes, found.takes_shapes),
+        ("inputs", inputs, found.takes_inputs),
         ("params", params, found.takes_params),
     ):
         if given is not None and not is_taken:
@@ -154,7 +163,7 @@ def load(
                 f"{name}= does not apply to {what} ({found.kind}), which holds its own. Leave it "
                 "out."
             )
-    request = Request(model, shapes, params, max_bytes)
+    request = Request(model, shapes, inputs, params, max_bytes)
     if not is_path:
         return found.read(request)
     with reading(model, f"{found.kind} model", ModelError):

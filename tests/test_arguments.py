@@ -58,6 +58,7 @@ WORDS = {
     "str": "text",
     "PathLike": "text",
     "None": "none",
+    "Inputs": "table",
     "Callable": "function class",
     "Metric": "function class",
 }

@@ -6,10 +6,12 @@ converted by `relayquant.importers.onnx_operators`.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,10 @@ from relayquant.errors import ModelError, format_count, suggest_name
 from relayquant.files import reading
 from relayquant.importers.files import DEFAULT_MAX_BYTES, PathLike, check_file
 from relayquant.importers.names import MARK, SourceNode, name_values
-from relayquant.importers.onnx_functions import check_expansion
+from relayquant.importers.onnx_control_flow import CONTROL_FLOW
+from relayquant.importers.onnx_fold import fold_node, settle_sizes
+from relayquant.importers.onnx_functions import MAX_NODES, check_expansion
+from relayquant.importers.onnx_inputs import Inputs, fix_inputs
 from relayquant.importers.onnx_operators import OPERATORS
 from relayquant.importers.onnx_rewrite import rewrite_integer_nodes
 
@@ -41,15 +46,13 @@ DOMAINS = ("", "ai.onnx", "com.microsoft")
 #: Largest input or weight that is taken for meant, in elements.
 MAX_ELEMENTS = 2**40
 
-#: Control flow: nothing behind it can be quantized, and main must be one dataflow block.
-CONTROL_FLOW = ("If", "Loop", "Scan")
-
 
 @check_arguments
 def import_onnx(
     model_or_path: onnx.ModelProto | PathLike,
     shapes: Mapping[str, Sequence[int | str]] | None = None,
     *,
+    inputs: Inputs | None = None,
     max_bytes: int = DEFAULT_MAX_BYTES,
 ) -> tuple[tvm.IRModule, dict[str, np.ndarray]]:
     """Import an ONNX model, weights bound as constants.
@@ -61,7 +64,10 @@ def import_onnx(
 
     Args:
         model_or_path: A ModelProto (not changed) or a file. External data must lie in the file's
-        folder. shapes: Input name -> shape; an int fixes a dimension, a str names a symbolic one.
+            folder.
+        shapes: Input name -> shape; an int fixes a dimension, a str names a symbolic one.
+        inputs: Input name -> its value (a number or an array), which makes it a constant: main has
+            no such parameter, and an If on it becomes the branch that is taken.
         max_bytes: Refuse larger models, external data included.
 
     Returns:
@@ -73,13 +79,17 @@ def import_onnx(
             the message names nodes and operators.
     """
     if isinstance(model_or_path, onnx.ModelProto):
-        return _import_model(model_or_path, shapes, max_bytes)
+        return _import_model(model_or_path, shapes or {}, inputs or {}, max_bytes)
     with reading(model_or_path, "ONNX model", ModelError):
-        return _import_model(_read_model(model_or_path, max_bytes), shapes, max_bytes)
+        model = _read_model(model_or_path, max_bytes)
+        return _import_model(model, shapes or {}, inputs or {}, max_bytes)
 
 
 def _import_model(
-    model: onnx.ModelProto, shapes: Mapping[str, Sequence[int | str]] | None, max_bytes: int
+    model: onnx.ModelProto,
+    shapes: Mapping[str, Sequence[int | str]],
+    inputs: Inputs,
+    max_bytes: int,
 ) -> tuple[tvm.IRModule, dict[str, np.ndarray]]:
     opset = _check_model(model)
     if len(model.functions):
@@ -89,17 +99,18 @@ def _import_model(
         nodes, constants = rewrite_integer_nodes(model.graph)
     except ValueError as error:
         raise ModelError(f"Cannot convert the model: {error}.{_find_fault(model)}") from error
+    fixed = fix_inputs(model.graph, inputs)
     graph = _GraphView(
         nodes,
-        constants,
-        _fix_shapes(model.graph, shapes or {}),
+        [*constants, *fixed],
+        _fix_shapes(model.graph, shapes, inputs),
         model.graph.output,
     )
-    importer = _Importer()
+    importer = _Importer(graph)
     try:
         with _tvm.FRONTEND_LOCK, warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            mod = importer.from_onnx(graph, opset)
+            mod = importer.convert(opset)
     except Exception as error:
         text = str(error) if isinstance(error, ModelError) else f"Cannot convert the model: {error}"
         raise ModelError(f"{text.rstrip('.')}.{_find_fault(model)}") from error
@@ -233,8 +244,8 @@ def _check_sizes(graph: onnx.GraphProto) -> None:
     """Raise ModelError for dimensions below 0, and for inputs that no memory holds."""
     shapes = [(tensor.name, list(tensor.dims)) for tensor in graph.initializer]
     for info in graph.input:
-        dims = info.type.tensor_type.shape.dim
-        shapes.append((info.name, [dim.dim_value for dim in dims if dim.HasField("dim_value")]))
+        sizes = [dim.dim_value for dim in info.type.tensor_type.shape.dim]
+        shapes.append((info.name, [0 if size == -1 else size for size in sizes]))
     for name, sizes in shapes:
         if any(size < 0 for size in sizes):
             raise ModelError(f"Tensor {name!r} has the shape {tuple(sizes)}; no size is below 0.")
@@ -259,12 +270,14 @@ def _find_fault(model: onnx.ModelProto) -> str:
 
 
 def _fix_shapes(
-    graph: onnx.GraphProto, shapes: Mapping[str, Sequence[int | str]]
+    graph: onnx.GraphProto,
+    shapes: Mapping[str, Sequence[int | str]],
+    constants: Iterable[str],
 ) -> list[onnx.ValueInfoProto]:
-    """Copies of the graph's inputs with the wanted shapes; every unnamed dimension gets a name of
-    its own.
+    """Copies of the graph's inputs, `constants` excepted, with the wanted shapes; every unnamed
+    dimension, and one of -1, as PaddlePaddle writes it, gets a name of its own.
     """
-    weights = {tensor.name for tensor in graph.initializer}
+    weights = {*constants, *(tensor.name for tensor in graph.initializer)}
     inputs = [info for info in graph.input if info.name not in weights]
     names = [info.name for info in inputs]
     for name in shapes:
@@ -280,6 +293,9 @@ def _fix_shapes(
         copy = onnx.ValueInfoProto()
         copy.CopyFrom(info)
         shape = copy.type.tensor_type.shape
+        for dim in shape.dim:
+            if dim.dim_value == -1:
+                dim.ClearField("value")
         wanted = shapes.get(info.name)
         if wanted is not None:
             known = copy.type.tensor_type.HasField("shape")
@@ -339,18 +355,40 @@ class _Failed(BaseException):
 
 
 class _Importer(_FRONTEND.ONNXGraphImporter):
-    """TVM's importer, with exact names, one error per model and operators of our own."""
+    """TVM's importer, with exact names, one error per model and operators of our own.
 
-    def __init__(self) -> None:
+    Attributes:
+        sources: Value -> the node that computes it.
+    """
+
+    def __init__(self, graph: _GraphView) -> None:
         super().__init__({}, {}, keep_params_in_input=False, sanitize=False)
         self.sources: dict[str, SourceNode] = {}
+        self._graph = graph
+        self._count = self._depth = 0
+        # What a body computes may get the name of an output of its If, and no other that is taken.
+        self._names: dict[str, str] = {}
+        self._taken = {*(info.name for info in (*graph.input, *graph.initializer))}
+        self._taken.update(
+            name for node in graph.node if node.op_type != "If" for name in node.output
+        )
+
+    def convert(self, opset: int) -> tvm.IRModule:
+        """The module of the graph."""
+        # Where TVM sees an If among the nodes it makes no dataflow block; here none is left.
+        return self.from_onnx(replace(self._graph, node=()), opset)
 
     def _check_for_unsupported_ops(self, graph: _GraphView) -> None:
-        known = set(_FRONTEND._get_convert_map()) | set(OPERATORS) | {"Constant"}
+        self._check_nodes(self._graph.node)
+
+    def _check_nodes(self, nodes: Iterable[onnx.NodeProto]) -> None:
+        """Raise ModelError that names all operators which are not supported; bodies are checked
+        when they are built.
+        """
+        known = {*_FRONTEND._get_convert_map(), *OPERATORS, *CONTROL_FLOW, "Constant"}
         missing: dict[str, list[str]] = {}
-        for node in graph.node:
-            served = node.domain in DOMAINS and node.op_type not in CONTROL_FLOW
-            if not served or node.op_type not in known:
+        for node in nodes:
+            if node.domain not in DOMAINS or node.op_type not in known:
                 name = f"{node.domain}.{node.op_type}" if node.domain else node.op_type
                 missing.setdefault(name, []).append(_node_name(node))
         if missing:
@@ -363,13 +401,22 @@ class _Importer(_FRONTEND.ONNXGraphImporter):
             )
 
     def _construct_nodes(self, graph: _GraphView) -> None:
-        for node in graph.node:
-            single = _GraphView([node], (), (), ())
+        self._construct_all(self._graph.node)
+
+    def _construct_all(self, nodes: Iterable[onnx.NodeProto]) -> None:
+        for node in nodes:
+            self._count += 1
             try:
-                super()._construct_nodes(single)
-                self._name_outputs(node)
+                if self._count > MAX_NODES:
+                    raise ValueError(
+                        "the model has more operators once loops are unrolled than are "
+                        f"supported: {MAX_NODES}"
+                    )
+                self._construct_node(node)
             except (_Failed, Exception) as error:
                 cause = error.cause if isinstance(error, _Failed) else error
+                if isinstance(cause, ModelError):
+                    raise cause from cause.__cause__  # of a node in a body, which it names
                 text = str(cause).strip() or "no further message"
                 if isinstance(cause, KeyError):
                     text = f"tensor {text} is used before any node computes it"
@@ -378,6 +425,47 @@ class _Importer(_FRONTEND.ONNXGraphImporter):
                     "cannot be "
                     f"converted: {text}"
                 ) from cause
+
+    def _construct_node(self, node: onnx.NodeProto) -> None:
+        flow = CONTROL_FLOW.get(node.op_type)
+        operands = {name: self._nodes[name] for name in node.input if name}
+        if flow is not None:
+            inputs = [operands.get(name) for name in node.input]
+            build = functools.partial(self._build_body, node)
+            values = flow(self.bb, inputs, self._parse_attr(node.attribute), build)
+        else:
+            values = fold_node(node, operands, self.opset)
+            if values is None:
+                super()._construct_nodes(_GraphView([node], (), (), ()))
+                self._name_outputs(node)
+                return
+        for name, value in zip(node.output, values, strict=False):
+            self._nodes[name] = value
+
+    def _build_body(
+        self, node: onnx.NodeProto, body: onnx.GraphProto, operands: Sequence[relax.Expr]
+    ) -> list[relax.Expr]:
+        """The outputs of a branch or loop body, which sees the values around it and of which
+        nothing else is seen from there.
+        """
+        self._check_nodes(body.node)
+        outer, outer_names = self._nodes, self._names
+        self._nodes = outer | {
+            info.name: value for info, value in zip(body.input, operands, strict=True)
+        }
+        if node.op_type == "If":  # its outputs are those of the branch
+            given = zip((info.name for info in body.output), node.output, strict=True)
+            self._names = outer_names | {
+                inner: outer_names.get(name, name) for inner, name in given
+            }
+        self._depth += 1
+        try:
+            self._parse_graph_initializers(body)
+            self._construct_all(body.node)
+            return [self._nodes[info.name] for info in body.output]
+        finally:
+            self._nodes, self._names = outer, outer_names
+            self._depth -= 1
 
     def _convert_operator(
         self, op_name: str, inputs: list[relax.Expr], attrs: dict[str, Any], opset: int
@@ -397,13 +485,28 @@ class _Importer(_FRONTEND.ONNXGraphImporter):
         for name in node.output:
             if not name:
                 continue
-            value = self._nodes[name]
-            self.sources[name] = SourceNode(node.name, node.op_type, self._find_constants(node))
+            value = self._nodes[name] = settle_sizes(self._nodes[name])
+            shown = self._choose_name(name)
+            self.sources[shown] = SourceNode(node.name, node.op_type, self._find_constants(node))
             is_tensor = isinstance(value, relax.Expr) and isinstance(value.ty, relax.TensorType)
             if is_tensor and not isinstance(value, tvm.ir.GenericConst):
-                var = relax.DataflowVar(MARK + name, value.ty)
+                var = relax.DataflowVar(MARK + shown, value.ty)
                 self.bb.emit_normalized(relax.VarBinding(var, self.bb.normalize(value)))
                 self._nodes[name] = var
+
+    def _choose_name(self, name: str) -> str:
+        """The name of a value: that of its tensor, with a number behind it where a body is built
+        more than once.
+        """
+        if not self._depth:
+            return name
+        base = shown = self._names.get(name, name)
+        for count in itertools.count(1):
+            if shown not in self._taken:
+                break
+            shown = f"{base}.{count}"
+        self._taken.add(shown)
+        return shown
 
     def _find_constants(self, node: onnx.NodeProto) -> tuple[str, ...]:
         """Names of the constant operands of a node, the highest rank first."""

@@ -18,6 +18,7 @@ from tvm import relax
 from tvm.ir import GenericConst
 
 from relayquant import _tvm
+from relayquant.importers.onnx_activations import find_activation
 from relayquant.importers.onnx_quantized import (
     convert_conv_integer,
     convert_dequantize_linear,
@@ -25,6 +26,7 @@ from relayquant.importers.onnx_quantized import (
     convert_matmul_integer,
     convert_quantize_linear,
 )
+from relayquant.importers.onnx_recurrent import GRU, LSTM, RNN, convert_recurrent
 from relayquant.rewrite.graph import constant_value, tensor_shape
 
 _FRONTEND = _tvm.load_onnx_frontend()
@@ -269,6 +271,45 @@ def convert_conv(
     return _add_bias(bb, value, inputs[2])
 
 
+def convert_fused_conv(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr:
+    """com.microsoft.FusedConv(x, w, b, z) -> activation(Conv(x, w, b) + z).
+
+    ONNX Runtime writes it into models that it has optimized. activation_params are those of the
+    activation, in the order of its own attributes.
+
+    Raises:
+        ValueError: an activation that is not known.
+    """
+    name = attrs.pop("activation", b"").decode()
+    given = [float(value) for value in attrs.pop("activation_params", ())]
+    data, weight, bias, other = (*inputs, None, None)[:4]
+    value = bb.emit(convert_conv(bb, [data, weight, bias], attrs, opset))
+    if other is not None:
+        value = bb.emit(relax.op.add(value, other))
+    if not name:
+        return value
+    if name == "Clip":
+        low, high = (*given, math.inf)[:2] if given else (-math.inf, math.inf)
+        return relax.op.clip(value, low, high)
+    activation = find_activation(name)
+    parameters = activation.choose_parameters({"alpha": given[:1], "beta": given[1:2]})
+    return activation.apply(bb, value, *parameters)
+
+
+def convert_slice(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr | None:
+    """Slice below opset 10, which has its bounds as attributes, as that of later ones."""
+    if opset >= 10:
+        return None
+    starts, ends = attrs["starts"], attrs["ends"]
+    axes = attrs.get("axes", range(len(starts)))
+    bounds = [relax.const(np.array(list(row), "int64"), "int64") for row in (starts, ends, axes)]
+    return _run_frontend("Slice", bb, [inputs[0], *bounds], {}, 10)
+
+
 def convert_conv_transpose(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr:
@@ -366,6 +407,9 @@ OPERATORS: dict[str, Convert] = {
     "DequantizeLinear": convert_dequantize_linear,
     "DynamicQuantizeLinear": convert_dynamic_quantize_linear,
     "Gather": convert_gather,
+    "FusedConv": convert_fused_conv,
+    "GRU": functools.partial(convert_recurrent, GRU),
+    "LSTM": functools.partial(convert_recurrent, LSTM),
     "Max": functools.partial(_fold_pairs, relax.op.maximum),
     "HardSwish": convert_hard_swish,
     "MatMulInteger": convert_matmul_integer,
@@ -373,7 +417,9 @@ OPERATORS: dict[str, Convert] = {
     "Min": functools.partial(_fold_pairs, relax.op.minimum),
     "Pad": convert_pad,
     "QuantizeLinear": convert_quantize_linear,
+    "RNN": functools.partial(convert_recurrent, RNN),
     "Range": limit_range,
+    "Slice": convert_slice,
     "Sum": functools.partial(_fold_pairs, relax.op.add),
     "Tile": convert_tile,
 }

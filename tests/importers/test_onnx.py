@@ -347,7 +347,47 @@ def test_conversion_error__names_node_and_operator(capfd, recwarn):
     assert len(recwarn) == 0
 
 
-def test_control_flow__refused():
+#: activation of FusedConv -> its parameters
+FUSED = {
+    "": [],
+    "Relu": [],
+    "Tanh": [],
+    "Sigmoid": [],
+    "LeakyRelu": [0.2],
+    "Clip": [-0.5, 0.75],
+    "HardSigmoid": [0.3, 0.6],
+}
+
+
+def test_fused_conv__all_activations():
+    """What ONNX Runtime writes into models that it has optimized, with a residual too."""
+    weights = {"w": draw(4, 3, 3, 3), "b": draw(4)}
+    nodes = [
+        helper.make_node(
+            "FusedConv",
+            ["x", "w", "b", "z"] if name in ("Relu", "Clip") else ["x", "w", "b"],
+            [f"y{name}"],
+            domain="com.microsoft",
+            pads=[1, 1, 1, 1],
+            **({"activation": name} if name else {}),
+            **({"activation_params": values} if values else {}),
+        )
+        for name, values in FUSED.items()
+    ]
+    shapes = {"x": [1, 3, 5, 6], "z": [1, 4, 5, 6]}
+    model = make_model(nodes, shapes, [f"y{name}" for name in FUSED], weights)
+    check_against_onnxruntime(model, {name: draw(*shape) for name, shape in shapes.items()})
+
+
+def test_fused_conv__of_an_activation_that_is_not_known():
+    node = helper.make_node(
+        "FusedConv", ["x", "w"], ["y"], "conv", domain="com.microsoft", activation="Swish"
+    )
+    with pytest.raises(ModelError, match=r"'conv'.*'Swish' is not known; allowed: Relu"):
+        import_onnx(make_model([node], {"x": [1, 3, 5, 6]}, weights={"w": draw(4, 3, 1, 1)}))
+
+
+def test_control_flow__of_the_run_time_is_refused():
     branch = helper.make_graph(
         [helper.make_node("Constant", [], ["k"], value_float=1.0)],
         "branch",
@@ -362,7 +402,7 @@ def test_control_flow__refused():
         [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
-    with pytest.raises(ModelError, match=r"If.*'choose'"):
+    with pytest.raises(ModelError, match=r"'choose' \(operator If.*inputs={'c': value}"):
         import_onnx(model)
 
 

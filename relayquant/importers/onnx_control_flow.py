@@ -1,0 +1,163 @@
+"""First stage, ONNX: If, Loop and Scan, whose way is known while the model is read, become the
+operators of the bodies that they run.
+
+What is behind control flow could not be quantized, and `main` is one dataflow block. So an If needs
+a constant condition and a Loop or Scan a constant number of steps: of sizes that the inputs have,
+or of inputs that are fixed (`load(..., inputs={"sr": 16000})`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+from tvm import relax
+
+from relayquant.importers.onnx_fold import find_array
+from relayquant.importers.onnx_steps import (
+    check_steps,
+    find_inputs,
+    find_length,
+    stack_values,
+    take_element,
+)
+
+#: Adds the operators of a body, given values for its inputs; returns its outputs.
+BuildBody = Callable[[onnx.GraphProto, Sequence[relax.Expr]], list[relax.Expr]]
+
+#: Adds what a node does, given the builder, inputs and attributes; returns its outputs.
+ConvertFlow = Callable[
+    [relax.BlockBuilder, Sequence[Any], dict[str, Any], BuildBody], list[relax.Expr]
+]
+
+
+def choose_branch(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], build: BuildBody
+) -> list[relax.Expr]:
+    """If(condition) -> the outputs of the branch that is taken; the other is not looked at.
+
+    Raises:
+        ValueError: the condition is not constant.
+    """
+    condition = read_condition(bb, inputs[0])
+    return build(attrs["then_branch" if condition else "else_branch"], [])
+
+
+def unroll_loop(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], build: BuildBody
+) -> list[relax.Expr]:
+    """Loop(count, condition, values) -> its body as often as it runs: the last values, then what
+    the steps collected, stacked along a new first axis.
+
+    Raises:
+        ValueError: the number of steps is not constant, or more than `MAX_STEPS`; or there is none
+            where results are collected, which then have no known shape.
+    """
+    count, condition, *values = inputs
+    most = None
+    if count is not None:
+        array = find_array(count)
+        if array is None:
+            raise ValueError(f"its number of steps {describe_source(bb, count)}")
+        most = int(array.item())
+    goes_on = condition is None or read_condition(bb, condition)
+    body, steps = attrs["body"], 0
+    carried = len(values)
+    collected: list[list[relax.Expr]] = [[] for _ in body.output[1 + carried :]]
+    while goes_on and (most is None or steps < most):
+        check_steps(steps + 1)
+        state = [relax.const(np.array(steps), "int64"), relax.const(np.array(True), "bool")]
+        condition, *outputs = build(body, [*state, *values])
+        values = outputs[:carried]
+        for items, output in zip(collected, outputs[carried:], strict=True):
+            items.append(output)
+        goes_on, steps = read_condition(bb, condition), steps + 1
+    if collected and not steps:
+        raise ValueError("it takes no step, and what it would collect has no known shape")
+    return [*values, *(stack_values(bb, items, 0) for items in collected)]
+
+
+def unroll_scan(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], build: BuildBody
+) -> list[relax.Expr]:
+    """Scan(states, sequences) -> its body for each element of the sequences: the last states, then
+    what the steps gave, stacked.
+
+    Raises:
+        ValueError: the length of a sequence is not known, is 0, or more than `MAX_STEPS`; or the
+            lengths differ.
+    """
+    body, count = attrs["body"], int(attrs["num_scan_inputs"])
+    values, sequences = list(inputs)[:-count], list(inputs)[-count:]
+    given = len(body.output) - len(values)
+    axes = read_list(attrs, "scan_input_axes", count)
+    backwards = read_list(attrs, "scan_input_directions", count)
+    output_axes = read_list(attrs, "scan_output_axes", given)
+    output_backwards = read_list(attrs, "scan_output_directions", given)
+    lengths = {find_length(bb, data, axis) for data, axis in zip(sequences, axes, strict=True)}
+    if len(lengths) != 1:
+        raise ValueError(f"its sequences have different lengths: {sorted(lengths)}")
+    (length,) = lengths
+    check_steps(length)
+    collected: list[list[relax.Expr]] = [[] for _ in range(given)]
+    for step in range(length):
+        elements = [
+            take_element(bb, data, length - 1 - step if is_reversed else step, axis)
+            for data, axis, is_reversed in zip(sequences, axes, backwards, strict=True)
+        ]
+        outputs = build(body, [*values, *elements])
+        values = outputs[: len(values)]
+        for items, output in zip(collected, outputs[len(values) :], strict=True):
+            items.append(output)
+    stacked = [
+        stack_values(bb, items[::-1] if is_reversed else items, axis)
+        for items, axis, is_reversed in zip(collected, output_axes, output_backwards, strict=True)
+    ]
+    return [*values, *stacked]
+
+
+def read_list(attrs: dict[str, Any], name: str, count: int) -> list[int]:
+    """An attribute with a number for each sequence, 0 by default.
+
+    Raises:
+        ValueError: it has another length.
+    """
+    values = [int(value) for value in attrs.get(name, [0] * count)]
+    if len(values) != count:
+        raise ValueError(f"{name} has {len(values)} numbers for {count} sequences")
+    return values
+
+
+def read_condition(bb: relax.BlockBuilder, condition: relax.Expr) -> bool:
+    """The value of a constant condition.
+
+    Raises:
+        ValueError: it is not constant; says on which inputs of the model it depends.
+    """
+    array = find_array(condition)
+    if array is None:
+        raise ValueError(f"its condition {describe_source(bb, condition)}")
+    return bool(array.item())
+
+
+def describe_source(bb: relax.BlockBuilder, value: relax.Expr) -> str:
+    """What a value that should be constant depends on, and what to do."""
+    names = list(find_inputs(bb, value))
+    if not names:
+        return "depends on sizes that are not known; fix them: shapes={name of an input: (2, 3)}"
+    inputs = ", ".join(map(repr, names))
+    return (
+        f"is computed from {inputs} at run time; supported: constants. Fix an input while loading: "
+        f"inputs={{{names[0]!r}: value}}, or the sizes that it depends on: "
+        f"shapes={{{names[0]!r}: (...)}}"
+    )
+
+
+#: Operator -> what takes its place.
+CONTROL_FLOW: dict[str, ConvertFlow] = {
+    "If": choose_branch,
+    "Loop": unroll_loop,
+    "Scan": unroll_scan,
+}
