@@ -17,7 +17,7 @@ from relayquant.calibrate.datasets import Batch, SpreadSample, count_samples, op
 from relayquant.calibrate.inputs import describe_inputs
 from relayquant.calibrate.observers import Fixed
 from relayquant.dialect.cost import count_macs
-from relayquant.lower import EagerModule
+from relayquant.lower.eager import EagerModule
 from relayquant.plan import Plan
 from relayquant.prepare import balance, cross_layer, prepare_module, smooth
 from relayquant.prepare.cross_layer import Declined, Exponents, LayerPair

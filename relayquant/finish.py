@@ -2,20 +2,19 @@
 it is planned and calibrated around that.
 
 Operators whose operands and results have parameters become integer operators at once. Values that
-cross the border, and values whose parameters the user gives, get these as Fixed calibrations.
+cross the border, and values whose parameters the user gives, get these as fixed calibrations.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import tvm
 
-from relayquant.calibrate.observers import Fixed
 from relayquant.config import BackendConfig
 from relayquant.convert import (
     add_ledger,
@@ -91,9 +90,10 @@ def fix_parameters(
     mod: tvm.IRModule,
     plan: Plan,
     found: Mapping[str, QParams],
-    given: Mapping[str, QParams] | None = None,
+    given: Mapping[str, QParams] | None,
+    fix: Callable[[Any, Any], Any],
 ) -> Plan:
-    """The plan with Fixed calibrations for the groups that have parameters already.
+    """The plan with fixed calibrations for the groups that have parameters already.
 
     Args:
         mod: The canonical module.
@@ -102,6 +102,8 @@ def fix_parameters(
         given: Value, weight or group ("conv1:weight") -> parameters, from the user; they win. One
             warning lists values of the model that the plan does not quantize: files of other tools
             have parameters also for what is inside of a fused operator here.
+        fix: (scale, zero point) -> the calibration that picks just these, `observers.Fixed`: this
+            stage does not know that one.
 
     Raises:
         ConfigError: `given` names nothing in the model, or has another width or number of
@@ -115,7 +117,7 @@ def fix_parameters(
     for name, qparams in found.items():
         group = plan.group(owners[name]) if name in owners else None
         if group is not None and width(group.info.spec.dtype) == width(qparams.dtype):
-            fixed[group.key] = fix_group(group, qparams, name)
+            fixed[group.key] = fix_group(group, qparams, name, fix)
     known = {var.name for var in Graph(mod).order} | set(sources)
     known.update(name for row in sources.values() for name in row.get("constants", ()))
     unused: list[str] = []
@@ -128,7 +130,7 @@ def fix_parameters(
                 f"parameters has {name!r}, which the plan does not quantize. "
                 f"{suggest_name(name, owners)}"
             )
-        fixed[owners[name]] = fix_group(plan.group(owners[name]), qparams, name)
+        fixed[owners[name]] = fix_group(plan.group(owners[name]), qparams, name, fix)
     if unused:
         warnings.warn(
             f"{len(unused)} of the given parameters are not used, since the plan does not quantize "
@@ -145,7 +147,9 @@ def width(dtype: str) -> int:
     return high - low
 
 
-def fix_group(group: GroupPlan, qparams: QParams, name: str) -> GroupPlan:
+def fix_group(
+    group: GroupPlan, qparams: QParams, name: str, fix: Callable[[Any, Any], Any]
+) -> GroupPlan:
     """The group with these parameters, in its own dtype (uint8 is int8 shifted by 128).
 
     Raises:
@@ -163,6 +167,6 @@ def fix_group(group: GroupPlan, qparams: QParams, name: str) -> GroupPlan:
     if not (spec.is_symmetric and is_centred):
         spec = QSpec(spec.dtype, Scheme.AFFINE, spec.granularity)
     scale, zero_point = np.float32(shifted.scale), shifted.zero_point
-    calibration = Fixed(scale.tolist(), zero_point.tolist())
+    calibration = fix(scale.tolist(), zero_point.tolist())
     info = replace(info, spec=spec)
     return replace(group, info=info, calibration=calibration, is_fixed=True)

@@ -36,6 +36,7 @@ from relayquant.calibrate.datasets import open_dataset
 from relayquant.calibrate.distribute import WORKER_TIMEOUT
 from relayquant.calibrate.fit import BiasCorrection, FitSettings
 from relayquant.calibrate.inputs import describe_inputs
+from relayquant.calibrate.observers import Fixed
 from relayquant.calibrate.phases import Order
 from relayquant.calibrate.runner import pick_parameters
 from relayquant.config import BackendConfig, OverflowBound, QConfigMapping
@@ -66,7 +67,9 @@ from relayquant.finish import (
     realize_quantized,
 )
 from relayquant.ledger import InterfaceValue, Ledger, find_ledger, read_ledger
-from relayquant.lower import EagerModule, host_config, make_pipeline, resolve_target
+from relayquant.lower import make_pipeline
+from relayquant.lower.eager import EagerModule
+from relayquant.lower.target import host_config, resolve_target
 from relayquant.plan import Plan
 from relayquant.prepare import prepare_module
 from relayquant.prepare.bias import add_biases
@@ -221,7 +224,7 @@ def prepare_quietly(
     wanted = {value.name for value in outputs if value.is_integer}
     plan = run_stage(events, "annotate", lambda: annotate(canonical, backend, mapping, wanted))
     known = find_known(canonical) if is_quantized else {}
-    plan = fix_parameters(canonical, plan, known, parameters)
+    plan = fix_parameters(canonical, plan, known, parameters, Fixed)
     if EFFORTS[level].equalizes_layers and dataset is not None:
         canonical = run_stage(
             events, "equalize layers", lambda: equalize_planned(canonical, plan, dataset)

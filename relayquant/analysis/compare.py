@@ -22,7 +22,7 @@ from relayquant.calibrate.datasets import count_samples
 from relayquant.calibrate.segments import build_function, collect_ancestors
 from relayquant.errors import ModelError, format_count
 from relayquant.ledger import Ledger, LedgerRow, read_ledger
-from relayquant.lower import EagerModule
+from relayquant.lower.eager import EagerModule
 from relayquant.prepare import prepare_module
 from relayquant.qtypes import INTEGER_LIMITS
 from relayquant.rewrite import Graph

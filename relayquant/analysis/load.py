@@ -12,8 +12,8 @@ from tvm import relax
 
 from relayquant.calibrate.datasets import Dataset, count_samples
 from relayquant.dialect.cost import count_macs
-from relayquant.lower import EagerModule
-from relayquant.lower.floating import list_bindings
+from relayquant.lower.eager import EagerModule
+from relayquant.rewrite.expressions import list_bindings
 from relayquant.runtime import CompileModule, Executor, FunctionRunner, LoadModule
 
 #: Multiply-adds that steps take as long for as it takes to compile one operator. Measured: 5e9 in a

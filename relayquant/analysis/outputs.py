@@ -15,7 +15,7 @@ import tvm
 from relayquant.analysis.sums import ErrorSums
 from relayquant.calibrate.datasets import count_samples
 from relayquant.ledger import InterfaceValue, find_ledger
-from relayquant.lower import EagerModule
+from relayquant.lower.eager import EagerModule
 from relayquant.qtypes import INTEGER_LIMITS
 
 #: of the mean energy of a sample, which those with less are rated by

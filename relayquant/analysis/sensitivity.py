@@ -32,7 +32,7 @@ from relayquant.config import (
 from relayquant.effort import Effort, apply_effort
 from relayquant.errors import ConfigError, DataError, format_count
 from relayquant.events import CallbackList, ProgressEvent
-from relayquant.lower import EagerModule, Recording, Replay
+from relayquant.lower.eager import EagerModule, Recording, Replay
 from relayquant.plan import OperatorPlan
 from relayquant.prepared import PreparedModel
 from relayquant.runtime import limit_blas, map_on_threads

@@ -13,9 +13,10 @@ from tvm import relax
 from tvm.ir import IRModule
 from tvm.relax.dpl import is_op, wildcard
 
-from relayquant.lower.floating import CONV_LAYOUT, list_bindings, op_name
+from relayquant.lower.floating import CONV_LAYOUT
 from relayquant.lower.layout_exceptions import convert_with_exceptions
 from relayquant.rewrite import Emitter, Match, Pattern, Rule, Skip, apply_rules
+from relayquant.rewrite.expressions import list_bindings, op_name
 from relayquant.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 from relayquant.rewrite.walker import tidy_module
 

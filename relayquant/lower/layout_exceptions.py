@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from tvm import relax
 from tvm.ir import Call, IRModule, Op
 
-from relayquant.lower.floating import is_float32, op_name, read_scalar
+from relayquant.rewrite.expressions import is_float32, op_name, read_scalar
 
 #: a binding -> those that take its place, in order; the last binds the same variable
 Rewrite = Callable[[relax.Binding], Sequence[relax.Binding]]

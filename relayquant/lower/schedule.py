@@ -26,6 +26,7 @@ from tvm.sym import Analyzer
 from tvm.target import Target
 from tvm.target.codegen import llvm_get_vector_width
 
+from relayquant.lower.kernels.emit import IS_SCHEDULED
 from relayquant.lower.vector_math import EXPANSIONS
 
 logger = logging.getLogger("relayquant.lower")
@@ -41,7 +42,6 @@ LONGEST_ROW = 1024
 TILE_REGISTERS = {512: 12, 256: 6, 128: 8}
 #: Enough tasks to split evenly over the threads of a machine.
 PARALLEL_TASKS = 64
-IS_SCHEDULED = "tirx.is_scheduled"
 
 #: Calls that cost no more than an arithmetic instruction.
 CHEAP_CALLS = frozenset(

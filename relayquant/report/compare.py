@@ -22,7 +22,7 @@ from relayquant.calibrate.datasets import open_dataset
 from relayquant.calibrate.inputs import describe_inputs
 from relayquant.errors import ConfigError, MissingDependencyError, format_count
 from relayquant.files import write_whole
-from relayquant.lower import EagerModule
+from relayquant.lower.eager import EagerModule
 from relayquant.ops.find import match_operator, operand_constant
 from relayquant.plan import GroupPlan
 from relayquant.prepared import PreparedModel

@@ -10,7 +10,7 @@ import relayquant as rq
 from relayquant.analysis.load import bind_loader, load_integers
 from relayquant.calibrate.datasets import open_dataset
 from relayquant.calibrate.inputs import describe_inputs
-from relayquant.lower import EagerModule
+from relayquant.lower.eager import EagerModule
 from relayquant.pipeline import compile_draft
 from relayquant.runtime import Executor
 

@@ -22,7 +22,7 @@ import relayquant as rq
 from relayquant.calibrate.checkpoint import FOLDERS, Workspace, open_checkpoint
 from relayquant.calibrate.runner import pick_parameters
 from relayquant.events import CallbackList
-from relayquant.lower import EagerModule
+from relayquant.lower.eager import EagerModule
 
 BATCHES = 40
 

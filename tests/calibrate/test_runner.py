@@ -14,7 +14,7 @@ from tvm.relax import op
 import relayquant as rq
 from relayquant.calibrate.fit import BiasCorrection, FitSettings, WeightRounding
 from relayquant.calibrate.runner import pick_parameters
-from relayquant.lower import EagerModule
+from relayquant.lower.eager import EagerModule
 
 #: parameters alone: every weight to its nearest level
 NEAREST = FitSettings(rounding=WeightRounding.NEAREST, bias=BiasCorrection.NONE)

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from tvm import tirx
 from tvm.target import Target
 
-from relayquant.lower import resolve_target
 from relayquant.lower.kernels.float_conv import (
     FloatConv2d,
     make_conv2d,
@@ -34,6 +33,7 @@ from relayquant.lower.kernels.float_tile import (
     Panels,
     choose_float_isa,
 )
+from relayquant.lower.target import resolve_target
 
 TARGET = resolve_target()
 HOST = choose_float_isa(TARGET)

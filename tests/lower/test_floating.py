@@ -10,10 +10,11 @@ from tvm.ir import Call
 from tvm.relax.backend.cpu_generic import get_default_pipeline
 from tvm.relax.backend.cpu_generic import pipeline as stages
 
-from relayquant.lower import resolve_target
-from relayquant.lower.floating import lower_float, op_name
+from relayquant.lower.floating import lower_float
 from relayquant.lower.layout import convert_layout
 from relayquant.lower.schedule import create_schedule_pass
+from relayquant.lower.target import resolve_target
+from relayquant.rewrite.expressions import op_name
 
 TARGET = resolve_target()
 

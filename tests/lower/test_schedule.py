@@ -13,13 +13,13 @@ from tvm.script import relax as R
 from tvm.script import tirx as T
 
 from relayquant.dialect import qnn
-from relayquant.lower import resolve_target
 from relayquant.lower.schedule import (
     FunctionScheduler,
     create_schedule_pass,
     schedule_functions,
     schedule_with_report,
 )
+from relayquant.lower.target import resolve_target
 
 TARGET = resolve_target()
 rng = np.random.default_rng(7)

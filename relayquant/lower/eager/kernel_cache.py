@@ -18,8 +18,8 @@ import tvm_ffi
 from tvm import tirx
 from tvm.target import Target
 
+from relayquant.lower.kernels.emit import IS_SCHEDULED
 from relayquant.lower.kernels.float_tile import FloatIsa, choose_float_isa
-from relayquant.lower.schedule import IS_SCHEDULED
 from relayquant.lower.target import host_config, resolve_target
 from relayquant.runtime import count_threads
 

@@ -11,8 +11,8 @@ from tvm import relax
 
 from relayquant.lower.eager.kernel_cache import KernelCache, KernelKey, host_kernels
 from relayquant.lower.eager.plan import Planner, Step
-from relayquant.lower.floating import shape_of, static_sizes
 from relayquant.reference.interpreter import Frame, bind_input, evaluate, flatten_value
+from relayquant.rewrite.expressions import shape_of, static_sizes
 from relayquant.runtime import check_threads
 
 #: Kinds of arguments that a function remembers.

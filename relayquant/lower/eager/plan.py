@@ -19,7 +19,8 @@ from relayquant.lower.eager.product import (
     take_sum,
 )
 from relayquant.lower.eager.rounding import ROUND, Rounding
-from relayquant.lower.floating import (
+from relayquant.reference.interpreter import Frame, execute_binding
+from relayquant.rewrite.expressions import (
     CLAMPS,
     Readers,
     is_float32,
@@ -30,7 +31,6 @@ from relayquant.lower.floating import (
     static_sizes,
     take_clamp,
 )
-from relayquant.reference.interpreter import Frame, execute_binding
 
 
 @dataclass(frozen=True, eq=False)

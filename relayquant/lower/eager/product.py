@@ -14,8 +14,11 @@ from tvm.ir import Call, GenericConst
 
 from relayquant.lower.eager.kernel_cache import KernelCache, KernelKey
 from relayquant.lower.eager.operand import Operand
-from relayquant.lower.floating import (
-    FEWEST_CHANNELS,
+from relayquant.lower.kernels.float_conv import FloatConv2d, make_conv2d, pack_conv2d
+from relayquant.lower.kernels.float_gemm import FloatDense, make_dense, pack_dense
+from relayquant.lower.kernels.float_tile import FEWEST_CHANNELS, FloatEpilogue, FloatIsa
+from relayquant.reference.interpreter import Frame
+from relayquant.rewrite.expressions import (
     expand_padding,
     is_float32,
     pair,
@@ -23,10 +26,6 @@ from relayquant.lower.floating import (
     shape_of,
     static_sizes,
 )
-from relayquant.lower.kernels.float_conv import FloatConv2d, make_conv2d, pack_conv2d
-from relayquant.lower.kernels.float_gemm import FloatDense, make_dense, pack_dense
-from relayquant.lower.kernels.float_tile import FloatEpilogue, FloatIsa
-from relayquant.reference.interpreter import Frame
 from relayquant.runtime import align_array, empty_aligned, view_tensor
 
 CONVOLUTIONS = ("relax.nn.conv2d", "relax.nn.conv1d")

@@ -18,6 +18,8 @@ from tvm.tirx import PrimFunc
 
 from relayquant.lower.kernels.isa import Buffer, Expr
 
+#: Attribute of a PrimFunc whose loops are final: no schedule is asked for.
+IS_SCHEDULED = "tirx.is_scheduled"
 #: Bytes moved by one copy or fill instruction; LLVM splits it where registers are narrower.
 COPY_BYTES = 64
 

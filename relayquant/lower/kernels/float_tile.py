@@ -27,6 +27,9 @@ from relayquant.lower.kernels.emit import (
     store_vector,
 )
 
+#: Fewest output channels of a product that is worth vectors.
+FEWEST_CHANNELS = 2
+
 #: A TIR expression or buffer; TVM gives them no useful static type.
 Expr = Any
 Buffer = Any
