@@ -182,6 +182,104 @@ def test_checkpoint__survives_kill_and_interrupt(tmp_path):
     assert out.read_bytes() == want.read_bytes()
 
 
+#: Kills children before what they are about to do to the checkpoint's files; prints what became of
+#: each, and of the one that went on.
+MOMENTS = """
+import os, signal, sys
+sys.path.insert(0, {tests!r})
+import relayquant as rq
+from float_models import build_model, draw_batches
+from tvm.relax import op
+
+ACTS = ("open", "os.mkdir", "os.remove", "os.rename", "os.rmdir")
+checkpoint, out, times = sys.argv[1], sys.argv[2], int(sys.argv[3])
+
+def model():
+    return build_model(
+        lambda e, x: e.dense("out", e("r", op.nn.relu(e.dense("a", x, 4))), 3), (2, 8)
+    )
+
+def run(signal_at=None, number=signal.SIGKILL):
+    done = 0
+
+    def watch(act, arguments):
+        nonlocal done
+        if act in ACTS and checkpoint in str(arguments[0]):
+            if done == signal_at:
+                os.kill(os.getpid(), number)
+            done += 1
+
+    sys.addaudithook(watch)
+    prepared = rq.prepare(model())
+    rq.calibrate(prepared, draw_batches(model(), 6), checkpoint=checkpoint)
+    rq.save_prepared(prepared, out)
+    return done
+
+def begin(act):
+    child = os.fork()  # with one thread, so that nothing is left behind
+    if child:
+        return child
+    try:
+        print(act(), end=" ", flush=True)
+        os._exit(0)
+    except rq.ConfigError as error:
+        print(error, end=" ", flush=True)
+        os._exit(3)
+
+def end(child, options=0):
+    status = os.waitpid(child, options)[1]
+    return os.WSTOPSIG(status) if os.WIFSTOPPED(status) else os.waitstatus_to_exitcode(status)
+
+def read_result():
+    with open(out, "rb") as file:
+        found = file.read()
+    os.remove(out)
+    return found
+
+total = run()  # here: what is compiled is compiled for all of them
+whole = read_result()
+print(total, flush=True)
+for i in range(times):
+    killed = end(begin(lambda: run(total * i // times)))
+    had = os.path.exists(out)
+    went_on = end(begin(run))
+    print(killed, had, went_on, read_result() == whole, os.path.exists(checkpoint), flush=True)
+first = begin(lambda: run(total // 2, signal.SIGSTOP))
+stopped = end(first, os.WUNTRACED)
+print(stopped, end(begin(run)), flush=True)
+os.kill(first, signal.SIGCONT)
+print(end(first), read_result() == whole, os.path.exists(checkpoint), flush=True)
+"""
+
+
+def test_checkpoint__killed_at_twenty_moments_and_used_by_two(tmp_path):
+    """From before the folder is made to its removal: whoever goes on ends with the bits of a run
+    that nothing disturbed. Who finds another process at work keeps away, and harms nothing.
+    """
+    script = MOMENTS.format(tests=str(Path(__file__).parent.parent))
+    command = [sys.executable, "-c", script, str(tmp_path / "checkpoint"), str(tmp_path / "out")]
+    done = subprocess.run(
+        [*command, "20"],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={**os.environ, "TVM_NUM_THREADS": "1"},
+    )
+    lines = done.stdout.splitlines()
+    assert len(lines) == 23, done.stderr
+    total = int(lines[0])
+    assert total > 100, "moments are apart"
+    *kills, refused, finished = lines[1:]
+    found = [line.split() for line in kills]
+    for _, *became in found:
+        assert became == [str(-signal.SIGKILL), "False", "0", "True", "False"], kills
+    acts = [int(count) for count, *_ in found]
+    assert acts[-1] < total / 2 < acts[0], "who goes on late has little to do"
+    assert "in use by another process" in refused
+    assert refused.split()[-2:] == [str(signal.SIGSTOP.value), "3"]
+    assert finished.split()[-3:] == ["0", "True", "False"]
+
+
 # --- What does not belong to it -----------------------------------------------------------------
 
 
