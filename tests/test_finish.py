@@ -14,6 +14,7 @@ import pytest
 
 import relayquant as rq
 from relayquant.errors import ConfigError, ModelError
+from relayquant.finish import fix_parameters
 from relayquant.rewrite import Graph
 from relayquant.rewrite.graph import constant_value
 
@@ -184,3 +185,24 @@ def test_parameters__scheme_is_theirs(zero_point, scheme):
         plan = rq.prepare(float_model(), None, mapping, parameters=given).plan
         both = scheme if wanted is rq.Scheme.SYMMETRIC else rq.Scheme.AFFINE
         assert plan.group("x").info.spec.scheme is both
+
+
+@pytest.mark.parametrize(("zero_points", "scheme"), [((0, 0), "SYMMETRIC"), ((0, 3), "AFFINE")])
+def test_parameters__of_channels_are_symmetric_only_together(zero_points, scheme):
+    scales = np.linspace(0.004, 0.01, 4)
+    given = {"one": rq.QParams(scales, np.tile(zero_points, 2), "int8", 0)}
+    plan = rq.prepare(named_model(), parameters=given, effort="fast").plan
+    (fixed,) = [group for group in plan.groups if group.is_fixed]
+    assert fixed.info.spec.scheme is rq.Scheme[scheme]
+    assert fixed.info.spec.granularity is rq.Granularity.PER_CHANNEL
+
+
+def test_fix_parameters__of_the_model_in_another_width_are_left_to_calibration():
+    prepared = rq.prepare(float_model(), backend_config="x86", effort="fast")
+
+    def fix(dtype):
+        found = {"x": rq.QParams(0.1, 0, dtype)}
+        return fix_parameters(prepared.mod, prepared.plan, found)
+
+    assert fix("int16") == prepared.plan
+    assert fix("int8").group("x").is_fixed

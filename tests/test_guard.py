@@ -11,7 +11,6 @@ import pytest
 import tvm
 from float_models import MAP, build_model, draw_batches
 from tvm import relax
-from tvm.relax import op
 
 import relayquant as rq
 from relayquant import guard
@@ -342,55 +341,118 @@ def test_measure_gaps__nan_is_the_largest_gap(digits, broken):
     assert gap.sqnr < 10
 
 
-def test_find_first_off__integers_are_compared_by_what_they_stand_for():
-    """Zero points and scales of the ledger: no operator of a good model is off by 15 dB."""
-    mod = build_model(lambda e, x: e.conv("b", e("r", op.nn.relu(e.conv("a", x)))), MAP)
+def test_find_first_off__zero_points_are_taken_off():
+    """Results around 128: without their zero points each would be off, the first one be named."""
+
+    def body(emit, x):
+        for name in "abc":
+            x = emit.conv(name, x)
+        return x
+
+    mod = build_model(body, MAP)
     data = draw_batches(mod, 2)
-    shifted = [{"x": batch["x"] + 3} for batch in data]
-    prepared = rq.prepare(mod, effort="fast")
-    rq.calibrate(prepared, shifted)
+    prepared = rq.calibrate(rq.prepare(mod, None, None, "x86", effort="fast"), data)
     qmod = rq.lower(rq.convert_to_reference(prepared), prepared.backend)
-    found = {
-        name: find_first_off(prepared, qmod, shifted, decibels)
-        for name, decibels in (("good", 15.0), ("all", 99.0))
-    }
-    assert found["all"] == "r"
-    values = rq.reference.run_values(prepared.mod, shifted[0])
-    assert found["good"] in values
-    sqnr = {row.name: row.sqnr for row in rq.compare(mod, qmod, shifted).rows}
-    assert found["good"] == min((n for n in sqnr if n in ("r", "b")), key=lambda n: sqnr[n])
+    rows = [row for row in rq.ledger(qmod).quantized if row.zero_point]
+    assert all(64 < row.zero_point[0] < 192 for row in rows)
+    sqnr = {row.name: row.sqnr for row in rq.compare(mod, qmod, data).rows if row.name in "abc"}
+    worst = min(sqnr, key=lambda name: sqnr[name])
+    assert worst != "a"
+    assert find_first_off(prepared, qmod, data) == worst
+    assert find_first_off(prepared, qmod, data, decibels=99.0) == "a"
 
 
-def test_revert__twice_as_many_more_go_while_the_outputs_part(monkeypatch):
-    """What the simulation named stays among them, wherever it stands in the order."""
-    order = [f"o{i}" for i in range(12)]
-    tried = []
+#: Operators by their damage, the worst first.
+ORDER = tuple(f"o{i}" for i in range(12))
 
-    def keep(prepared, names, dataset, calibration):
-        tried.append(list(names))
-        return SimpleNamespace(backend=None)
 
-    def gaps(mod, module, batches):
-        return [OutputGap(0.0 if len(tried[-1]) < 9 else 60.0)]
+@pytest.fixture
+def revert(monkeypatch):
+    """`revert_operators` of a model that is nothing but a function: names that are put back -> gap
+    of the outputs. Returns what it returns, and all that was tried.
+    """
 
-    for name, stand_in in {
-        "rank_operators": lambda *_: order,
-        "search_simulated": lambda *_: ["o8"],
-        "keep_parameters": keep,
-        "measure_gaps": gaps,
-        "convert_to_reference": lambda prepared: None,
-        "lower": lambda *_: "module",
-        "Simulation": lambda *_: SimpleNamespace(sqnr=lambda operators: 0.0),
-        "find_rounding_operators": lambda *_: [],
-        "count_all_macs": lambda *_: 0,
-        "pick_worst": lambda *_: [],
-        "open_dataset": lambda *_: None,
-        "describe_inputs": lambda *_: None,
-    }.items():
-        monkeypatch.setattr(guard, name, stand_in)
-    prepared = SimpleNamespace(mod=None, mapping=rq.QConfigMapping())
-    found = guard.revert_operators(prepared, None, None, [], [], GuardSettings(), None, None)
-    assert tried[:3] == [["o8"], ["o0", "o1", "o2", "o8"], [*order[:9]]]
-    # None of those that went so can be spared.
-    assert {len(names) for names in tried[3:]} == {8}
-    assert found[:2] == ("module", tuple(order[:9]))
+    def run(gap, simulated=("o8",), off=()):
+        tried: list[tuple[str, ...]] = []
+        others = iter([*off, *[""] * 20])
+
+        def keep(prepared, names, dataset, calibration):
+            tried.append(tuple(names))
+            return SimpleNamespace(backend=None)
+
+        for name, stand_in in {
+            "rank_operators": lambda *_: list(ORDER),
+            "search_simulated": lambda *_: list(simulated),
+            "find_first_off": lambda *_: next(others),
+            "keep_parameters": keep,
+            "measure_gaps": lambda *_: [gap(set(tried[-1]))],
+            "convert_to_reference": lambda prepared: None,
+            "lower": lambda *_: tried[-1],
+            "Simulation": lambda *_: SimpleNamespace(sqnr=lambda _: 99.0 if off else 0.0),
+            "find_rounding_operators": lambda *_: [],
+            "count_all_macs": lambda *_: 0,
+            "pick_worst": lambda *_: [],
+            "open_dataset": lambda *_: None,
+            "describe_inputs": lambda *_: None,
+        }.items():
+            monkeypatch.setattr(guard, name, stand_in)
+        prepared = SimpleNamespace(mod=None, mapping=rq.QConfigMapping())
+        module, names, gaps, is_arithmetic = guard.revert_operators(
+            prepared, None, None, [], [], GuardSettings(), None, None
+        )
+        # The module and the gaps are those of the names.
+        assert module == names
+        assert gaps == [gap(set(names))]
+        assert is_arithmetic == bool(off)
+        return names, tried
+
+    return run
+
+
+@pytest.mark.parametrize("needed", [1, 9, 12, 99])
+def test_revert__twice_as_many_more_go_while_the_outputs_part(revert, needed):
+    """What the simulation named stays among them, wherever it stands in the order; nothing more is
+    tried where that is enough, and all is tried where nothing is.
+    """
+    names, tried = revert(lambda names: OutputGap(0.0 if len(names) < needed else 60.0))
+    steps = [("o8",), ("o0", "o1", "o2", "o8"), ORDER[:9], ORDER]
+    wanted = next((step for step in steps if len(step) >= needed), ORDER)
+    count = steps.index(wanted) + 1
+    assert tried[:count] == steps[:count]
+    # None of those that went so can be spared, and not all are tried.
+    assert len(tried) - count == {1: 0, 9: guard.TAKEN_BACK, 12: guard.TAKEN_BACK, 99: 0}[needed]
+    assert {len(names) for names in tried[count:]} <= {needed - 1}
+    assert names == wanted
+
+
+@pytest.mark.parametrize(
+    ("whole", "spared", "taken_back"),
+    [
+        (OutputGap(60.0), OutputGap(20.0), True),
+        (OutputGap(60.0), OutputGap(19.0), False),  # the outputs follow, and not as they should
+        (OutputGap(12.0), OutputGap(12.0), True),  # more of them do not reach it either
+        (OutputGap(60.0), OutputGap(30.0, 5, 8), False),  # other answers
+    ],
+)
+def test_revert__what_can_be_spared_is_taken_back(revert, whole, spared, taken_back):
+    """Of o0, o1, o2 and o8, only o1 can be."""
+
+    def gap(names):
+        if not {"o0", "o2", "o8"} <= names:
+            return OutputGap(0.0)
+        return whole if "o1" in names else spared
+
+    names, tried = revert(gap)
+    assert names == tuple(
+        name for name in ("o0", "o1", "o2", "o8") if name != "o1" or not taken_back
+    )
+    removed = [({"o0", "o1", "o2", "o8"} - set(fewer)) - {"o1"} for fewer in tried[2:]]
+    assert removed == [{"o8"}, {"o2"}, set(), {"o0"}], "the least sensitive first"
+
+
+def test_revert__where_integers_are_wrong_the_next_that_is_off_goes_too(revert):
+    names, tried = revert(
+        lambda names: OutputGap(60.0 if {"o3", "o5"} <= names else 0.0), off=("o3", "o5")
+    )
+    assert tried[:2] == [("o3",), ("o3", "o5")]
+    assert names == ("o3", "o5")

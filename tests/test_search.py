@@ -312,18 +312,56 @@ def test_quantize__bound_that_nothing_meets_asks_for_another_bound(digits):
         rq.quantize(mod, params, data, effort="fast", metric=lambda a, b: next(scores))
 
 
+@pytest.fixture
+def simulate(monkeypatch):
+    """`search_simulated` of operators of which the score depends on some alone: returns what it
+    finds, and the prefixes and sets that were measured, one in each second of its clock.
+    """
+
+    def run(count, needed, deadline=math.inf):
+        order, measured = [f"o{i}" for i in range(count)], []
+
+        def score(names):
+            measured.append(names)
+            return float({order[i] for i in needed} <= set(names))
+
+        monkeypatch.setattr("relayquant.search.find_remaining", lambda prepared, base, names: names)
+        clock = SimpleNamespace(monotonic=lambda: float(len(measured)))
+        monkeypatch.setattr("relayquant.search.time", clock)
+        simulation = SimpleNamespace(prepared=None, score=score)
+        found = search_simulated(simulation, None, order, 1.0, deadline)
+        return [int(name[1:]) for name in found], [len(names) for names in measured]
+
+    return run
+
+
 @pytest.mark.parametrize(
     "needed", [(), (0,), (3,), (0, 5), (2, 3, 9), (1, 8, 15), tuple(range(16))]
 )
-def test_search_simulated__nothing_is_put_back_that_need_not_be(needed, monkeypatch):
-    """A score that depends on some operators alone: these are found, whatever their places."""
-    order = [f"o{i}" for i in range(16)]
-    wanted = {order[i] for i in needed}
-    monkeypatch.setattr(
-        "relayquant.search.find_remaining", lambda prepared, base, names: set(names)
-    )
-    simulation = SimpleNamespace(prepared=None, score=lambda names: float(wanted <= names))
-    found = search_simulated(simulation, None, order, 1.0, math.inf)
-    assert wanted <= set(found)
+def test_search_simulated__nothing_is_put_back_that_need_not_be(needed, simulate):
+    """These are found, whatever their places."""
+    found, _ = simulate(16, needed)
     # The shortest prefix is thinned; its last operator is what made it suffice.
-    assert len(found) == max(len(wanted), 1)
+    assert found == list(needed or (0,))
+
+
+def test_search_simulated__few_of_many_are_found_by_doubling_and_halving(simulate):
+    found, measured = simulate(64, (63,))
+    assert found == [63]
+    assert measured[:7] == [1, 2, 4, 8, 16, 32, 63]
+    assert measured[7:] == [32, 1]  # 63 of 64 do not suffice: half of them go, then the rest
+    found, measured = simulate(64, (20,))
+    assert measured[:10] == [1, 2, 4, 8, 16, 32, 24, 20, 22, 21]
+    assert found == [20]
+
+
+def test_search_simulated__ends_at_the_deadline_with_what_it_has(simulate):
+    _, whole = simulate(64, (3, 40))
+    for deadline in range(len(whole) + 3):
+        found, measured = simulate(64, (3, 40), deadline)
+        assert measured == whole[:deadline], "not one more"
+        # Once a prefix sufficed, so does all that is found.
+        assert ({3, 40} <= set(found)) == (63 in measured)
+    assert found == [3, 40]
+    assert simulate(64, (3, 40), 0)[0] == [0]
+    assert simulate(64, (3, 40), 3)[0] == [0, 1, 2, 3], "the nearest that was seen"
