@@ -12,10 +12,12 @@ from typing import Any
 import tvm
 
 from relayquant.arguments import check_arguments
+from relayquant.relay.attributes import Attrs
 from relayquant.relay.builder import build_module
 from relayquant.relay.export import to_text
 from relayquant.relay.json_reader import is_relay_json, parse_json
 from relayquant.relay.operators import OPERATORS
+from relayquant.relay.release import WrittenBy
 from relayquant.relay.tensors import decode_params, encode_params, save_params
 from relayquant.relay.text_reader import parse_text
 
@@ -32,7 +34,11 @@ __all__ = [
 
 @check_arguments
 def from_text(
-    text: str, params: Mapping[str, Any] | None = None, *, shapes: Mapping[str, Any] | None = None
+    text: str,
+    params: Mapping[str, Any] | None = None,
+    *,
+    shapes: Mapping[str, Any] | None = None,
+    release: str | None = None,
 ) -> tvm.IRModule:
     """The Relax module of a Relay module in text form (`mod.astext()`).
 
@@ -41,22 +47,37 @@ def from_text(
     Args:
         params: {name: array} for parameters of main that are to become constants.
         shapes: {parameter: shape}, for dimensions that the text leaves open (`?`).
+        release: The TVM that wrote the text, "0.7" to "0.19"; the text does not say it. It counts
+            where defaults changed and shapes do not tell: for a transposed convolution without
+            kernel_layout and with as many channels before as behind (it is asked for then), and
+            for a batch_matmul of square matrices (None: as 0.9 and later).
 
     Raises:
         ModelError: the text is no Relay (line and column are named), operators are not supported
-            (all of them are), or types do not fit.
+            (all of them are), types do not fit, or `release` is needed.
     """
-    return build_module(parse_text(text), params, shapes)
+    written_by = None if release is None else WrittenBy.parse(release)
+    return build_module(parse_text(text, _list_attributes()), params, shapes, written_by)
 
 
 @check_arguments
 def from_json(
-    text: str, params: Mapping[str, Any] | None = None, *, shapes: Mapping[str, Any] | None = None
+    text: str,
+    params: Mapping[str, Any] | None = None,
+    *,
+    shapes: Mapping[str, Any] | None = None,
+    release: str | None = None,
 ) -> tvm.IRModule:
-    """The same for what `tvm.ir.save_json` of TVM 0.7 to 0.19 wrote; lossless, unlike text.
+    """The same for what `tvm.ir.save_json` of TVM 0.7 to 0.19 wrote; lossless, unlike text. The
+    file says its `release`, if it is not that of a fork.
 
     Raises:
         ModelError: as for `from_text`; the node is named.
     """
-    attributes = {name: row.attrs for name, row in OPERATORS.items()}
-    return build_module(parse_json(text, attributes), params, shapes)
+    module, version = parse_json(text, _list_attributes())
+    written_by = WrittenBy.find(version) if release is None else WrittenBy.parse(release)
+    return build_module(module, params, shapes, written_by)
+
+
+def _list_attributes() -> dict[str, Attrs]:
+    return {name: row.attrs for name, row in OPERATORS.items()}

@@ -25,7 +25,7 @@ class Kind(enum.Enum):
     BOOL = "True or False"
     STRING = "a text"
     DTYPE = "a dtype"
-    INTEGER = "an integer or None"  #: boxed: Integer, IndexExpr
+    INTEGER = "an integer or None"  #: boxed in some release: Integer, IndexExpr
     INTS = "a list of integers or None"
     NESTED = "a list of lists of integers"
     SECTIONS = "an integer or a list of integers"
@@ -133,13 +133,29 @@ def complete_attrs(known: Attrs, written: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
+def _read_boxed(graph: NodeGraph, text: str) -> int | None:
+    """An integer in a node of its own, or in place: `stack.axis` is a node before TVM 0.11 and in
+    place later. Node 0 is null; the first nodes, whose numbers an axis might be, are the module and
+    its types.
+    """
+    number = int(text)
+    if 0 <= number < len(graph):
+        key = graph.key(number)
+        if not key or key in ("IntImm", "runtime.BoxInt", "runtime.BoxBool"):
+            return graph.value(number)
+    return number
+
+
 def read_json_attrs(known: Attrs, graph: NodeGraph, node: int) -> dict[str, Any]:
-    """The attributes in a node, as the text reader would give them.
+    """The attributes in a node, as the text reader would give them; of those that are not known
+    only the text, since they are refused later.
 
     Raises:
         ModelError: the text of an attribute is no number, or its node is missing.
     """
-    values: dict[str, Any] = {}
+    values: dict[str, Any] = {
+        name: graph.attr(node, name) for name in graph.attr_names(node) if name not in known
+    }
     for name, attr in known.items():
         if not graph.has_attr(node, name):
             continue
@@ -147,6 +163,8 @@ def read_json_attrs(known: Attrs, graph: NodeGraph, node: int) -> dict[str, Any]
         try:
             if attr.kind in _IN_PLACE:
                 values[name] = _IN_PLACE[attr.kind](text)
+            elif attr.kind is Kind.INTEGER:
+                values[name] = _read_boxed(graph, text)
             elif attr.kind is Kind.STRING and not text.isdecimal():
                 values[name] = text  # a std::string is in place, a tvm::String is not
             else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections import ChainMap
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -22,6 +22,7 @@ from relayquant.relay import syntax
 from relayquant.relay.attributes import complete_attrs
 from relayquant.relay.operators import OPERATORS
 from relayquant.relay.operators.base import Emitter, Site, Value, make_const
+from relayquant.relay.release import WrittenBy
 from relayquant.rewrite.editor import Editor
 from relayquant.rewrite.graph import tensor_dtype, tensor_shape
 from relayquant.rewrite.sources import SOURCES_ATTR
@@ -48,13 +49,17 @@ class _Closure:
 
 
 def build_module(
-    module: syntax.Module, params: Params | None = None, shapes: Shapes | None = None
+    module: syntax.Module,
+    params: Params | None = None,
+    shapes: Shapes | None = None,
+    release: WrittenBy | None = None,
 ) -> tvm.IRModule:
     """The Relax module of a Relay module; main is one dataflow block.
 
     Args:
         params: Values of parameters of main, which become constants.
         shapes: Parameter name -> shape, for dimensions that the source leaves open (`?`).
+        release: The TVM that wrote it; None if that is not known.
 
     Raises:
         ModelError: operators are not supported (all are listed), names or types are wrong.
@@ -65,7 +70,34 @@ def build_module(
             f"The Relay module has no function @main, only: {', '.join(module.functions)}."
         )
     check_operators(module)
-    return _ModuleBuilder(module, dict(params or {}), dict(shapes or {})).build(main)
+    names = [param.name for param in list_parameters(main)]
+    given = match_names("params", params or {}, names)
+    fixed = match_names("shapes", shapes or {}, names)
+    return _ModuleBuilder(module, given, fixed, release).build(main)
+
+
+def list_parameters(main: syntax.Function) -> list[syntax.Param]:
+    """The parameters of main, and the inputs that no function declares."""
+    free = [s.param for s in main.body.statements if isinstance(s, syntax.FreeVar)]
+    return [*main.params, *free]
+
+
+def match_names(what: str, given: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """What is `given` by the names that the parameters have here. TVM's printer puts a "v" before
+    names that begin with no letter; a params file keeps them as they were: "1x" is %v1x.
+
+    Raises:
+        ModelError: a name is that of no parameter.
+    """
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        printed = name if name in names or name[:1].isalpha() else f"v{name}"
+        if printed not in names or (printed != name and printed in given):
+            raise ModelError(
+                f"{what} has {name!r}, which is no parameter of @main. {suggest_name(name, names)}"
+            )
+        found[printed] = value
+    return found
 
 
 def check_operators(module: syntax.Module) -> None:
@@ -117,32 +149,27 @@ class _ModuleBuilder:
     """Builds main of one module."""
 
     def __init__(
-        self, module: syntax.Module, params: dict[str, Any], shapes: dict[str, Any]
+        self,
+        module: syntax.Module,
+        params: dict[str, Any],
+        shapes: dict[str, Any],
+        release: WrittenBy | None,
     ) -> None:
         self.module = module
         self.params = params
         self.shapes = shapes
+        self.release = release
         self.inputs: list[relax.Var] = []
-        self.names: list[str] = []  #: of all parameters, bound ones included
         self.emitter = Emitter(MAX_VALUES)
         self.depth = 0
         self.running: list[syntax.Function] = []
 
     def build(self, main: syntax.Function) -> tvm.IRModule:
         scope: MutableMapping[str, Any] = ChainMap()
-        free = [s.param for s in main.body.statements if isinstance(s, syntax.FreeVar)]
-        for param in (*main.params, *free):
-            if param.name in self.names:
+        for param in list_parameters(main):
+            if param.name in scope:
                 raise _fail(param.where, f"two parameters are called %{param.name}.")
-            self.names.append(param.name)
             scope[param.name] = self.bind_param(param)
-        for what, given in (("params", self.params), ("shapes", self.shapes)):
-            for name in given:
-                if name not in self.names:
-                    raise ModelError(
-                        f"{what} has {name!r}, which is no parameter of @main. "
-                        f"{suggest_name(name, self.names)}"
-                    )
         value = self.block(main.body, scope, "output")
         if main.result_type is not None:
             self.check_type(value, main.result_type, main.where, "@main returns")
@@ -298,7 +325,8 @@ class _ModuleBuilder:
                     + (f" to {row.max_args}." if row.max_args > row.min_args else ".")
                 )
             attrs = complete_attrs(row.attrs, call.attrs)
-            site = Site(call.op, args, attrs, frozenset(call.attrs), self.emitter, name)
+            written = frozenset(call.attrs)
+            site = Site(call.op, args, attrs, written, self.emitter, name, self.release)
             value = row.convert(site)
             if isinstance(value, relax.Expr) and not isinstance(value, _LEAVES):
                 value = self.emitter.emit(value, name, call.op)

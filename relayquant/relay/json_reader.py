@@ -34,8 +34,8 @@ def is_relay_json(text: str) -> bool:
     return re.match(r'\s*\{\s*"root"\s*:\s*\d', text) is not None
 
 
-def parse_json(text: str, operators: Mapping[str, Attrs]) -> syntax.Module:
-    """The module in a JSON text.
+def parse_json(text: str, operators: Mapping[str, Attrs]) -> tuple[syntax.Module, str]:
+    """The module in a JSON text, and the version of TVM that wrote it ("" if it does not say).
 
     Args:
         operators: Attributes of the known operators; those of others are left out.
@@ -46,7 +46,8 @@ def parse_json(text: str, operators: Mapping[str, Attrs]) -> syntax.Module:
     graph = NodeGraph(text, "The Relay JSON")
     key = graph.key(graph.root)
     if key == "relay.Function":
-        return syntax.Module({"main": _FunctionReader(graph, operators).function(graph.root)})
+        main = _FunctionReader(graph, operators).function(graph.root)
+        return syntax.Module({"main": main}), graph.version
     if key != "IRModule":
         raise ModelError(f"The Relay JSON holds {key or 'null'}, not a module or a function.")
     entries = graph.items(graph.child(graph.root, "functions"))
@@ -55,7 +56,7 @@ def parse_json(text: str, operators: Mapping[str, Attrs]) -> syntax.Module:
         if graph.key(value) != "relay.Function":
             raise graph.fail(value, f"{graph.key(value)} is no Relay function.")
         functions[_global_name(graph, name)] = _FunctionReader(graph, operators).function(value)
-    return syntax.Module(functions)
+    return syntax.Module(functions), graph.version
 
 
 def _global_name(graph: NodeGraph, node: int) -> str:

@@ -44,6 +44,9 @@ class NodeGraph:
         self._nodes: list[Any] = nodes
         self._tensors: list[Any] = tensors
         self._decoded: dict[int, np.ndarray] = {}
+        attrs = document.get("attrs")
+        #: of TVM, "" where the text does not say
+        self.version = str(attrs.get("tvm_version", "")) if isinstance(attrs, dict) else ""
         self.root = self.index(document.get("root"), "root")
 
     def fail(self, index: int, message: str) -> ModelError:
@@ -90,6 +93,11 @@ class NodeGraph:
     def has_attr(self, index: int, name: str) -> bool:
         attrs = self._node(index).get("attrs")
         return isinstance(attrs, dict) and name in attrs
+
+    def attr_names(self, index: int) -> list[str]:
+        """Names of the attributes of a node."""
+        attrs = self._node(index).get("attrs")
+        return list(attrs) if isinstance(attrs, dict) else []
 
     def child(self, index: int, name: str) -> int:
         """Index of the node that an attribute names."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 import functools
 import json
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import lark
@@ -18,7 +20,8 @@ from lark.visitors import Transformer_NonRecursive
 
 from relayquant.errors import ModelError
 from relayquant.relay import syntax
-from relayquant.relay.metadata import Metadata
+from relayquant.relay.attributes import Attrs, read_json_attrs
+from relayquant.relay.metadata import Metadata, NodeGraph
 from relayquant.relay.syntax import Location
 
 #: Heading of the metadata section, which reaches to the end of the text.
@@ -26,6 +29,8 @@ METADATA = re.compile(r"^[ \t]*#\[metadata\]", re.MULTILINE)
 
 #: What can hide a comment sign (a text), begins or ends a comment, or is one line of comment.
 _COMMENT_PARTS = re.compile(r'"(?:[^"\\\n]|\\.)*"|/\*|\*/|//[^\n]*')
+
+NO_OPERATORS: Mapping[str, Attrs] = {}
 
 #: Infix operators of the old syntax.
 INFIX = {"+": "add", "-": "subtract", "*": "multiply", "/": "divide"}
@@ -39,11 +44,15 @@ _SUFFIXES = {"": "", "f": "float32", "f16": "float16", "f32": "float32", "f64": 
 }
 
 
-def parse_text(text: str) -> syntax.Module:
+def parse_text(text: str, operators: Mapping[str, Attrs] = NO_OPERATORS) -> syntax.Module:
     """The module that a Relay text describes.
 
     A text that is one expression (as `astext` of an expression gives) is the body of "main"; if it
     is a function, that is main.
+
+    Args:
+        operators: Attributes of the known operators, for calls whose attributes are an entry of the
+            metadata section.
 
     Raises:
         ModelError: the text is not Relay; with line and column.
@@ -53,7 +62,7 @@ def parse_text(text: str) -> syntax.Module:
     program = remove_comments(text[: heading.start()] if heading else text)
     try:
         tree = _parser().parse(program)
-        return _Builder(Metadata(section)).transform(tree)
+        return _Builder(Metadata(section), operators).transform(tree)
     except UnexpectedInput as error:
         raise ModelError(_describe(error, text)) from error
     except VisitError as error:
@@ -143,18 +152,29 @@ def parse_number(token: Token) -> tuple[int | float, str]:
     return int(body), dtype
 
 
+@dataclass(frozen=True, eq=False)
+class _Attributes(syntax.OpCall):
+    """`meta[relay.attrs.InitOpAttrs][0]`: all attributes of the call whose argument it is, as TVM
+    prints them where an operator does not name their type. Elsewhere it is no known operator.
+    """
+
+    graph: NodeGraph | None = None
+    node: int = 0
+
+
 @v_args(inline=True)
 class _Builder(Transformer_NonRecursive):
     """Makes `relay.syntax` of the parse tree, from the leaves up."""
 
-    def __init__(self, metadata: Metadata) -> None:
+    def __init__(self, metadata: Metadata, operators: Mapping[str, Attrs]) -> None:
         super().__init__()
         self.metadata = metadata
+        self.operators = operators
 
     # -- modules and functions ---------------------------------------------------------------------
 
     def start(self, *parts: Any) -> syntax.Module:
-        parts = tuple(part for part in parts if not isinstance(part, Token))
+        parts = tuple(part for part in parts if part is not None and not isinstance(part, Token))
         if isinstance(parts[0], syntax.Block):
             block = parts[0]
             if isinstance(block.result, syntax.Function) and not block.statements:
@@ -172,6 +192,9 @@ class _Builder(Transformer_NonRecursive):
         return name, function
 
     def type_params(self, *_names: Token) -> None:
+        return None
+
+    def type_definition(self, *_parts: Any) -> None:
         return None
 
     def function(self, *parts: Any) -> syntax.Function:
@@ -225,17 +248,28 @@ class _Builder(Transformer_NonRecursive):
     def literal_bool(self, token: Token) -> syntax.Constant:
         return syntax.Constant(np.array(str(token) == "True"), _location(token))
 
-    def constant(self, reference: tuple[Token, str, int]) -> syntax.Constant:
+    def constant(self, reference: tuple[Token, str, int]) -> syntax.Expr:
         token, key, position = reference
         graph, node = self._lookup(reference)
+        if graph.key(node).startswith("relay.attrs."):
+            where = _location(token)
+            return _Attributes(f"meta[{key}][{position}]", (), {}, where, graph, node)
         if graph.key(node) != "relay.Constant":
             raise _error(token, f"meta[{key}][{position}] is no constant.")
         return syntax.Constant(graph.tensor(node), _location(token))
 
     def call_operator(self, name: Token, *arguments: Any) -> syntax.OpCall:
-        attrs = [part for part in arguments if isinstance(part, tuple)]
-        args = tuple(part for part in arguments if not isinstance(part, tuple))
-        return syntax.OpCall(str(name), args, dict(attrs), _location(name))
+        known = self.operators.get(str(name), {})
+        attrs: dict[str, Any] = {}
+        args: list[Any] = []
+        for part in arguments:
+            if isinstance(part, tuple):
+                attrs[part[0]] = part[1]
+            elif isinstance(part, _Attributes) and part.graph is not None:
+                attrs |= read_json_attrs(known, part.graph, part.node)
+            else:
+                args.append(part)
+        return syntax.OpCall(str(name), tuple(args), attrs, _location(name))
 
     def call_function(self, function: Any, *args: Any) -> syntax.FunctionCall:
         return syntax.FunctionCall(function, args, function.where)
@@ -252,6 +286,14 @@ class _Builder(Transformer_NonRecursive):
 
     def inner_function(self, _fn: Token, function: syntax.Function) -> syntax.Function:
         return function
+
+    def bare_constructor(self, name: Token) -> syntax.OpCall:
+        """Of a data type: there is no operator of this name, as the builder says if it is used."""
+        return syntax.OpCall(f"{name}, which is not called", (), {}, _location(name))
+
+    def match(self, token: Token, subject: Any, *_clauses: Any) -> syntax.OpCall:
+        """Like `bare_constructor`."""
+        return syntax.OpCall("match", (subject,), {}, _location(token))
 
     def branch(self, token: Token, condition: Any, then: Any, otherwise: Any) -> syntax.If:
         return syntax.If(condition, then, otherwise, _location(token))

@@ -746,4 +746,125 @@ QUANTIZED = [
     ),
 ]
 
-CASES = [*LINEAR, *POOL, *ELEMENTWISE, *SHAPE, *REDUCE, *INDEX, *QUANTIZED]
+#: Attributes and dtypes that TVM 0.10 prints beyond those above.
+I64 = ints(-9999, 9999, 20, dtype="int64")
+PADDED = ints(-99, 99, 1, 2, 5, 5)
+HALVES = (slice(0, 3), slice(2, 5))
+
+
+def padded_average(x):
+    """3 x 3 windows in steps of 2 over one value of padding, which does not count."""
+    sums, counts = (
+        sliding_window_view(np.pad(a, [(0, 0), (0, 0), (1, 1), (1, 1)]), (3, 3), (2, 3)).sum(
+            (4, 5)
+        )[:, :, ::2, ::2]
+        for a in (x, np.ones_like(x))
+    )
+    return np.trunc(sums / counts).astype("int32")
+
+
+VARIATIONS = [
+    case(
+        "fixed_point_multiply",
+        "fixed_point_multiply(%x, multiplier=1431655765, shift=-1)",
+        lambda x: np.floor(x * (1431655765 / 2**32) + 0.5).astype("int64"),
+        x=I64,
+    ),
+    case("clip", "clip(%x, a_min=0.5f, a_max=7.6f)", lambda x: np.clip(x, 0, 7), x=I),
+    case(
+        "where", "where(%c, %x, %y)", lambda c, x, y: np.where(c != 0, x, y), c=I, x=M, y=POSITIVE
+    ),
+    unary("negative", lambda x: np.negative(x), ints(0, 255, 9, dtype="uint8")),
+    case("nn.leaky_relu", "nn.leaky_relu(%x)", lambda x: np.maximum(x, 0), x=I),
+    case(
+        "take",
+        'take(%x, %i, batch_dims=1, axis=2, mode="clip")',
+        lambda x, i: np.stack([a.take(b, 1, mode="clip") for a, b in zip(x, i, strict=True)]),
+        x=X,
+        i=ints(-1, 6, 2, 3),
+    ),
+    case(
+        "gather_nd",
+        "gather_nd(%x, %i)",
+        lambda x, i: x[i[0], i[1]],
+        x=M,
+        i=np.array([[0, 2, 1], [3, 0, 1]], "int32"),
+    ),
+    reduce("argmax", "axis=[1, 2]", lambda x: x.reshape(2, 12, 4).argmax(1).astype("int32")),
+    reduce(
+        "argmin",
+        "axis=[0], keepdims=True, select_last_index=True",
+        lambda x: 2 - x[::-1].argmin(0, keepdims=True).astype("int32"),
+        ints(0, 2, 3, 6),
+    ),
+    case(
+        "reshape_like",
+        "reshape_like(%x, %y, lhs_begin=1, lhs_end=3, rhs_begin=0, rhs_end=2)",
+        lambda x, y: x.reshape(2, 6, 2, 4),
+        x=X,
+        y=floats(6, 2),
+    ),
+    case("reshape", "reshape(%x, newshape=[-1, 0], reverse=True)", lambda x: x.reshape(24, 4), x=X),
+    case("split", "%0 = split(%x, indices_or_sections=1); %0.0", lambda x: x, x=M),
+    case(
+        "nn.pad",
+        "nn.pad(%x, pad_width=[[0, 1], [2, 0]], pad_value=-1.5f)",
+        lambda x: np.pad(x, [(0, 1), (2, 0)], constant_values=-1.5),
+        x=M,
+    ),
+    case(
+        "nn.avg_pool2d",
+        "nn.avg_pool2d(%x, pool_size=[3, 3], strides=[2, 2], padding=[1, 1, 1, 1])",
+        padded_average,
+        x=PADDED,
+    ),
+    case(
+        "nn.avg_pool1d",
+        "nn.avg_pool1d(%x, pool_size=[2], strides=[2], ceil_mode=True)",
+        lambda x: np.concatenate(
+            [np.trunc(x[..., :4].reshape(1, 2, 2, 2).sum(-1) / 2).astype("int32"), x[..., 4:]], -1
+        ),
+        x=ints(-99, 99, 1, 2, 5),
+    ),
+    case(
+        "nn.adaptive_avg_pool2d",
+        "nn.adaptive_avg_pool2d(%x, output_size=[1, 2])",
+        lambda x: np.trunc(
+            np.stack([x[..., :3].sum((2, 3)), x[..., 2:].sum((2, 3))], -1)[:, :, None] / 15
+        ).astype("int32"),
+        x=PADDED,
+    ),
+    case(
+        "nn.adaptive_max_pool2d",
+        "nn.adaptive_max_pool2d(%x, output_size=[2])",
+        lambda x: np.array(
+            [[[[c[a, b].max() for b in HALVES] for a in HALVES] for c in x[0]]], "int32"
+        ),
+        x=PADDED,
+    ),
+    case(
+        "image.resize2d",
+        'image.resize2d(%x, size=[4, 2], method="nearest_neighbor", out_dtype="float32")',
+        lambda x: x[:, :, :, [1, 3]].astype("float32"),
+        x=ints(-99, 99, 1, 2, 4, 4),
+    ),
+    case(
+        "image.resize2d",
+        'image.resize2d(%x, size=[8, 4], method="nearest_neighbor",'
+        ' coordinate_transformation_mode="asymmetric", rounding_method="ceil")',
+        lambda x: x.repeat(2, 2),
+        x=X,
+    ),
+    case(
+        "nn.conv2d_transpose",
+        'nn.conv2d_transpose(%x, %w, data_layout="NHWC", kernel_layout="HWOI", channels=2,'
+        " kernel_size=[3, 3])",
+        lambda x, w: transposed_conv(x.transpose(0, 3, 1, 2), w.transpose(3, 2, 0, 1), 1).transpose(
+            0, 2, 3, 1
+        ),
+        x=floats(1, 4, 4, 3),
+        w=floats(3, 3, 2, 3),
+    ),
+]
+
+CASES = [*VARIATIONS, *LINEAR, *POOL, *ELEMENTWISE, *SHAPE, *REDUCE, *INDEX, *QUANTIZED]

@@ -4,10 +4,12 @@ TVM wrote.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import tvm
+from tvm import relax
 
 import relayquant as rq
 
@@ -30,6 +32,13 @@ def module_text(body: str, **inputs: np.ndarray) -> str:
 def run_text(body: str, **inputs: np.ndarray) -> list[np.ndarray]:
     """The results of an expression in numpy."""
     return rq.reference.run(rq.relay.from_text(module_text(body, **inputs)), inputs)
+
+
+def compile_and_run(mod: tvm.IRModule, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+    """The results of compiled code."""
+    machine = relax.VirtualMachine(rq.compile(mod), tvm.cpu())
+    found = machine["main"](*[tvm.runtime.tensor(array) for array in inputs.values()])
+    return [each.numpy() for each in (found if isinstance(found, Sequence) else [found])]
 
 
 def value_names(mod: tvm.IRModule) -> list[str]:

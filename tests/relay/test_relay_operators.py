@@ -6,8 +6,8 @@ import math
 
 import numpy as np
 import pytest
-from relay_operator_cases import CASES, DW, J, Q, X, conv, floats, ints
-from relay_testing import module_text, run_text
+from relay_operator_cases import CASES, DW, VARIATIONS, J, Q, X, conv, floats, ints
+from relay_testing import compile_and_run, module_text, run_text
 
 import relayquant as rq
 from relayquant.errors import ModelError
@@ -26,6 +26,16 @@ def test_operator__computes(name, text, expected, inputs):
     else:
         assert got.dtype == want.dtype
         np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected", "inputs"),
+    [*VARIATIONS, *(each for each in CASES if each.values[0] in ("sinh", "cosh"))],
+)
+def test_operator__compiles(name, text, expected, inputs):
+    """What TVM's compiler of Relax refuses as it is, or computes otherwise."""
+    (got,) = compile_and_run(rq.relay.from_text(module_text(text, **inputs)), inputs)
+    np.testing.assert_allclose(got, expected(**inputs), 2e-5, 2e-5)
 
 
 def test_operators__every_row_has_a_case():

@@ -225,7 +225,7 @@ WRONG = {
     "add(%x, 300i8)": "300 does not fit into int8",
     "if (%x) { %x } else { %x }": "known at run time only",
     "fn (%y: int32) { %y }": "returns a function",
-    "add(%x, concatenate)": "not expected",
+    "add(%x, concatenate)": "concatenate, which is not called: line 3, column 11",
     "exp(" * 200 + "%x" + ")" * 200: "nested deeper than",
     "/* %x": "inside a comment that starts in line 3",
 }

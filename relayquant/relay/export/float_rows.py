@@ -303,10 +303,30 @@ def export_broadcast_to(site: ExportSite) -> syntax.Expr:
     return site.op("broadcast_to", site.args[0], shape=site.shape(site.call))
 
 
+def check_resize_rounding(site: ExportSite) -> None:
+    """Raise where a nearest value is half way between two: "round" goes to even in Relax, away from
+    zero in Relay. An asymmetric resize to a multiple is an integer division in both.
+    """
+    attrs, layout = site.attrs, str(site.attrs.layout)
+    if (str(attrs.method), str(attrs.rounding_method)) != ("nearest_neighbor", "round"):
+        return
+    sizes = [
+        [known_size(dims[layout.index(axis)]) for dims in (site.in_dims(0), site.out_dims())]
+        for axis in "HW"
+    ]
+    is_asymmetric = str(attrs.coordinate_transformation_mode) == "asymmetric"
+    if not is_asymmetric or any(new % old for old, new in sizes):
+        raise ModelError(
+            "rounding_method 'round' goes half to even in Relax and half away from zero in Relay; "
+            "allowed: 'round_prefer_floor', 'round_prefer_ceil', 'floor', 'ceil'"
+        )
+
+
 def export_resize2d(site: ExportSite) -> syntax.Expr:
     attrs = site.attrs
     layout = str(attrs.layout)
     shape = dict(zip(layout, site.out_dims(), strict=True))
+    check_resize_rounding(site)
     return site.op(
         "image.resize2d",
         site.args[0],

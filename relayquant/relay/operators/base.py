@@ -11,6 +11,7 @@ from tvm import relax
 
 from relayquant.errors import ModelError
 from relayquant.relay.attributes import Attr, Kind
+from relayquant.relay.release import WrittenBy
 from relayquant.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 
 #: A tensor or Relax tuple; a tuple of such; (in arguments) a function.
@@ -83,6 +84,7 @@ class Site:
         attrs: All attributes of the row, defaults included.
         written: Names of the attributes that the source writes.
         name: Name that the result will have.
+        release: The TVM that wrote the module; None if that is not known.
     """
 
     op: str
@@ -91,6 +93,21 @@ class Site:
     written: frozenset[str]
     emitter: Emitter
     name: str
+    release: WrittenBy | None
+
+    def is_since(self, release: WrittenBy, what: str) -> bool:
+        """Whether the module was written by `release` or a later one.
+
+        Raises:
+            ModelError: nothing says so; `what` depends on it.
+        """
+        if self.release is None:
+            raise ModelError(
+                f"{what} depends on the release of TVM that wrote it, older than {release} or not, "
+                "and the shapes do not tell. Name it: relayquant.relay.from_text(text, params, "
+                'release="0.12"), or from_json.'
+            )
+        return self.release >= release
 
     def emit(self, value: relax.Expr) -> relax.Var:
         """Bind a helper on the way to the result; it is called `name.1`, `name.2`, ..."""

@@ -71,15 +71,15 @@ def convert_log(base: float) -> Callable[[Site], relax.Expr]:
 
 
 def convert_clip(site: Site) -> relax.Expr:
-    """Bounds beyond an integer dtype are the dtype's own."""
+    """Bounds of integers are truncated; beyond the dtype they are its own."""
     x, low, high = site.tensor(0), site.attrs["a_min"], site.attrs["a_max"]
     if not is_integer(x):
         return op.clip(x, float(low), float(high))
     info = np.iinfo(tensor_dtype(x))
     if not low <= high:
         raise ModelError(f"it clips to [{low}, {high}], which is empty.")
-    low, high = max(math.ceil(max(low, info.min)), info.min), min(high, info.max)
-    return op.clip(x, int(low), math.floor(high))
+    low, high = (math.trunc(min(max(bound, info.min), info.max)) for bound in (low, high))
+    return op.clip(x, low, high)
 
 
 def convert_leaky_relu(site: Site) -> relax.Expr:
@@ -87,8 +87,16 @@ def convert_leaky_relu(site: Site) -> relax.Expr:
     x, alpha = site.tensor(0), site.attrs["alpha"]
     if not is_integer(x):
         return op.nn.leakyrelu(x, alpha)
+    if not math.trunc(alpha):
+        return op.maximum(x, scalar_like(site, 0))
     low = site.emit(op.multiply(x, scalar_like(site, math.trunc(alpha))))
     return op.where(site.emit(op.greater(x, scalar_like(site, 0))), x, low)
+
+
+def convert_negative(site: Site) -> relax.Expr:
+    """0 - x for integers: TVM compiles no negative of an unsigned one."""
+    x = site.tensor(0)
+    return op.subtract(scalar_like(site, 0), x) if is_integer(x) else op.negative(x)
 
 
 def convert_prelu(site: Site) -> relax.Expr:
@@ -122,6 +130,28 @@ def convert_bias_add(site: Site) -> relax.Expr:
     return op.add(x, bias if axis == ndim - 1 else site.reshape(bias, shape))
 
 
+def convert_where(site: Site) -> relax.Expr:
+    """A condition that is a number holds where it is not 0."""
+    condition, x, y = (site.tensor(i) for i in range(3))
+    if tensor_dtype(condition) != "bool":
+        zero = make_scalar(0, tensor_dtype(condition))
+        condition = site.emit(op.not_equal(condition, zero))
+    return op.where(condition, x, y)
+
+
+def convert_hyperbolic(combine: Callable[..., relax.Expr]) -> Callable[[Site], relax.Expr]:
+    """(e^x + e^-x) / 2 is cosh, their difference sinh, as Relay's compiler computes them; that of
+    Relax has no such functions.
+    """
+
+    def convert(site: Site) -> relax.Expr:
+        x = site.tensor(0)
+        rising, falling = site.emit(op.exp(x)), site.emit(op.exp(site.emit(op.negative(x))))
+        return op.multiply(site.emit(combine(rising, falling)), scalar_like(site, 0.5))
+
+    return convert
+
+
 def convert_hardswish(site: Site) -> relax.Expr:
     """x * clip(x + 3, 0, 6) / 6."""
     x = site.tensor(0)
@@ -133,19 +163,23 @@ def convert_fixed_point_multiply(site: Site) -> relax.Expr:
     """x * multiplier / 2^31 * 2^shift in 64 bits, rounded half up, as `fixed_point_multiply` does.
 
     shift > 0: (x << shift) * multiplier + 2^30 >> 31; else x * multiplier + 2^(30 - shift) >>
-    (31 - shift).
+    (31 - shift). The result is an int32, whatever is multiplied: `relay.quantize` with
+    weight_scale="max" multiplies int64.
     """
     x, multiplier, shift = site.tensor(0), site.attrs["multiplier"], site.attrs["shift"]
-    if tensor_dtype(x) != "int32" or not -31 <= shift <= 31 or not 0 <= multiplier < 2**31:
-        raise ModelError("allowed: int32 data, a multiplier below 2^31, a shift within +-31.")
-    wide = site.emit(op.astype(x, "int64"))
+    kind = tensor_dtype(x)
+    is_signed = kind in ("int8", "int16", "int32", "int64")
+    if not is_signed or not -31 <= shift <= 31 or not 0 <= multiplier < 2**31:
+        raise ModelError("allowed: signed integers, a multiplier below 2^31, a shift within +-31.")
+    wide = x if kind == "int64" else site.emit(op.astype(x, "int64"))
     if shift > 0:
         wide = site.emit(op.left_shift(wide, make_scalar(shift, "int64")))
     total = 31 + max(-shift, 0)
     product = site.emit(op.multiply(wide, make_scalar(multiplier, "int64")))
     moved = site.emit(op.add(product, make_const(np.array(1 << (total - 1), "int64"))))
     shifted = site.emit(op.right_shift(moved, make_scalar(total, "int64")))
-    return op.astype(shifted, "int32")
+    narrow = op.astype(shifted, "int32")
+    return narrow if kind == "int32" else op.astype(site.emit(narrow), kind)
 
 
 def convert_l2_normalize(site: Site) -> relax.Expr:
@@ -194,7 +228,6 @@ _SAME_UNARY: dict[str, Callable[[relax.Expr], relax.Expr]] = {
             "bitwise_not",
             "ceil",
             "cos",
-            "cosh",
             "erf",
             "exp",
             "floor",
@@ -203,12 +236,10 @@ _SAME_UNARY: dict[str, Callable[[relax.Expr], relax.Expr]] = {
             "isnan",
             "log",
             "logical_not",
-            "negative",
             "rsqrt",
             "sigmoid",
             "sign",
             "sin",
-            "sinh",
             "sqrt",
             "tan",
             "tanh",
@@ -284,7 +315,10 @@ ELEMENTWISE_OPS: tuple[RelayOp, ...] = (
     RelayOp("nn.bias_add", 2, convert_bias_add, {"axis": integer(1)}),
     RelayOp("cast", 1, convert_cast, {"dtype": dtype(required=True)}),
     RelayOp("cast_like", 2, convert_cast_like),
-    RelayOp("where", 3, lambda site: op.where(*(site.tensor(i) for i in range(3)))),
+    RelayOp("where", 3, convert_where),
+    RelayOp("negative", 1, convert_negative),
+    RelayOp("cosh", 1, convert_hyperbolic(op.add)),
+    RelayOp("sinh", 1, convert_hyperbolic(op.subtract)),
     RelayOp("hardswish", 1, convert_hardswish),
     RelayOp(
         "fixed_point_multiply",

@@ -2,27 +2,71 @@
 
 from __future__ import annotations
 
+from math import prod
+
+import numpy as np
 from tvm import relax
 
 from relayquant.errors import ModelError
-from relayquant.relay.operators.base import RelayOp, Site, boxed, text
+from relayquant.relay.operators.base import (
+    RelayOp,
+    Site,
+    boxed,
+    check_made_up,
+    make_const,
+    make_scalar,
+    text,
+)
+from relayquant.rewrite.graph import tensor_dtype
 
 op = relax.op
 
 
 def convert_take(site: Site) -> relax.Expr:
     data, attrs = site.tensor(0), site.attrs
-    if attrs["batch_dims"]:
-        raise ModelError(f"batch_dims is {attrs['batch_dims']}; allowed: 0.")
     if attrs["mode"] not in ("clip", "fast", "wrap"):
         raise ModelError(f"mode is {attrs['mode']!r}; allowed: clip, fast, wrap.")
     axis = attrs["axis"]
+    if attrs["batch_dims"]:
+        return take_batched(site)
     if axis is None:
         count = 1
         for size in site.shape(data):
             count *= size
         return op.take(site.reshape(data, [count]), site.tensor(1), 0, mode=attrs["mode"])
     return op.take(data, site.tensor(1), site.axis(axis, site.ndim(data)), mode=attrs["mode"])
+
+
+def take_batched(site: Site) -> relax.Expr:
+    """take along an axis behind `batch_dims` axes that data and indices share:
+
+    data (B, P, N, Q), indices (B, I)
+        -> take(data as (B * P * N, Q), (b * P + p) * N + i)  of shape (B, P, I, Q)
+    """
+    data, indices, attrs = site.tensor(0), site.tensor(1), site.attrs
+    shape, index_shape = site.shape(data), site.shape(indices)
+    count = site.axis(attrs["batch_dims"], len(index_shape) + 1)
+    axis = site.axis(attrs["axis"] or 0, len(shape))
+    if axis < count or shape[:count] != index_shape[:count]:
+        raise ModelError(
+            f"batch_dims is {count}; allowed: up to the axis, {axis}, where data and indices have "
+            f"the same sizes; theirs are {list(shape)} and {list(index_shape)}."
+        )
+    batch, before, size = prod(shape[:count]), prod(shape[count:axis]), shape[axis]
+    check_made_up(batch * before)
+    index = site.emit(op.astype(indices, "int64"))
+    last = make_scalar(size if attrs["mode"] == "wrap" else size - 1, "int64")
+    if attrs["mode"] == "wrap":
+        index = site.emit(op.floor_mod(index, last))
+    elif attrs["mode"] == "clip":
+        index = site.emit(op.minimum(index, last))
+        index = site.emit(op.maximum(index, make_scalar(0, "int64")))
+    index = site.reshape(index, [batch, 1, prod(index_shape[count:])])
+    starts = np.arange(batch * before, dtype="int64").reshape(batch, before, 1) * size
+    flat = site.reshape(data, [batch * before * size, *shape[axis + 1 :]])
+    rows = site.emit(op.add(make_const(starts), index))
+    taken = site.emit(op.take(flat, rows, 0, mode="fast"))
+    return site.reshape(taken, [*shape[:axis], *index_shape[count:], *shape[axis + 1 :]])
 
 
 def convert_gather(site: Site) -> relax.Expr:
@@ -32,9 +76,15 @@ def convert_gather(site: Site) -> relax.Expr:
 
 
 def index_last(site: Site, indices: relax.Expr) -> relax.Expr:
-    """Relay keeps the parts of an index along the first axis, Relax along the last."""
+    """Relay keeps the parts of an index along the first axis, Relax along the last, in int64."""
     ndim = site.ndim(indices)
-    return site.permute(indices, [*range(1, ndim), 0])
+    return to_int64(site, site.permute(indices, [*range(1, ndim), 0]))
+
+
+def to_int64(site: Site, indices: relax.Expr) -> relax.Expr:
+    if tensor_dtype(indices) == "int64":
+        return indices
+    return site.emit(op.astype(indices, "int64"))
 
 
 def convert_gather_nd(site: Site) -> relax.Expr:
@@ -52,7 +102,8 @@ def convert_scatter_nd(site: Site) -> relax.Expr:
 def convert_scatter_elements(site: Site) -> relax.Expr:
     data = site.tensor(0)
     axis = site.axis(site.attrs["axis"] or 0, site.ndim(data))
-    return op.scatter_elements(data, site.tensor(1), site.tensor(2), axis, site.attrs["reduction"])
+    indices = to_int64(site, site.tensor(1))
+    return op.scatter_elements(data, indices, site.tensor(2), axis, site.attrs["reduction"])
 
 
 INDEX_OPS: tuple[RelayOp, ...] = (

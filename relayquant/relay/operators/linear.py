@@ -20,6 +20,7 @@ from relayquant.relay.operators.base import (
     integers,
     text,
 )
+from relayquant.relay.release import BATCH_MATMUL_ATTRIBUTES, KERNEL_DEFAULT, KERNEL_LETTERS
 from relayquant.rewrite.graph import tensor_shape
 
 op = relax.op
@@ -167,13 +168,17 @@ def conv(function: Callable[..., relax.Expr], rank: int) -> Callable[[Site], rel
 
 
 def transposed_operands(site: Site, rank: int) -> tuple[relax.Expr, relax.Expr, dict[str, Any]]:
-    """The same for a transposed convolution. Relay's kernel layout "OIHW" meant IOHW before 0.8."""
+    """The same for a transposed convolution."""
     attrs = site.attrs
     data, weight, layout = site.tensor(0), site.tensor(1), attrs["data_layout"]
     check_window(site, rank)
     check_layout("data_layout", layout, "NC" + SPATIAL[rank])
     check_layout("kernel_layout", attrs["kernel_layout"], "OI" + SPATIAL[rank])
     check_out_layout(site, layout)
+    if site.ndim(data) != rank + 2 or site.ndim(weight) != rank + 2:
+        raise ModelError(f"data and weight need {rank + 2} axes each, {layout} and O, I.")
+    kernel_layout = find_transposed_layout(site, data, weight, rank)
+    check_transposed_channels(site, weight, kernel_layout)
     if min(attrs["output_padding"]) < 0:
         raise ModelError(f"attribute output_padding is {attrs['output_padding']}; allowed: from 0.")
     keywords = {
@@ -183,16 +188,81 @@ def transposed_operands(site: Site, rank: int) -> tuple[relax.Expr, relax.Expr, 
         "dilation": list(attrs["dilation"]),
         "groups": attrs["groups"],
         "data_layout": layout,
-        "kernel_layout": attrs["kernel_layout"],
+        "kernel_layout": kernel_layout,
         "out_dtype": attrs["out_dtype"] or None,
     }
     return data, weight, keywords
 
 
+def find_transposed_layout(site: Site, data: relax.Expr, weight: relax.Expr, rank: int) -> str:
+    """The layout of the weight, I being the channels of the data.
+
+    What is written, and what is meant where nothing is, changed between releases (`release.py`),
+    so the shapes decide: only one order of O and I fits them, unless there are as many channels
+    before as behind.
+    """
+    written = site.attrs["kernel_layout"]
+    swapped = written.translate(str.maketrans("OI", "IO"))
+    channels = site.dims(data)[site.attrs["data_layout"].index("C")]
+    out, groups = site.attrs["channels"], site.attrs["groups"]
+
+    def fits(layout: str) -> bool:
+        shape = site.dims(weight)
+        outputs = shape[layout.index("O")]
+        is_all = out is None or not isinstance(outputs, int) or outputs * groups == out
+        return shape[layout.index("I")] == channels and is_all
+
+    if not fits(swapped):
+        return written
+    if not fits(written):
+        return swapped
+    what = "the meaning of its kernel"
+    if "kernel_layout" in site.written:
+        if site.release is None and rank == 2:
+            return written  # as in all releases but 0.7
+        return written if site.is_since(KERNEL_LETTERS[rank], what) else swapped
+    if rank == 1:
+        return "IOW"  # in every release, whatever it called that
+    is_oihw = not site.is_since(KERNEL_DEFAULT, what) and site.is_since(KERNEL_LETTERS[rank], what)
+    return "OIHW" if is_oihw else "IOHW"
+
+
+def check_transposed_channels(site: Site, weight: relax.Expr, layout: str) -> None:
+    """Raise when the attributes contradict the weight, which alone is used."""
+    shape, attrs = site.dims(weight), site.attrs
+    found = shape[layout.index("O")]
+    if isinstance(found, int) and attrs["channels"] not in (None, found * attrs["groups"]):
+        raise ModelError(
+            f"attribute channels is {attrs['channels']}, but the weight has "
+            f"{found * attrs['groups']}."
+        )
+    window = tuple(size for size, axis in zip(shape, layout, strict=True) if axis not in "OI")
+    if attrs["kernel_size"] is not None and window != tuple(attrs["kernel_size"]):
+        raise ModelError(
+            f"attribute kernel_size is {attrs['kernel_size']}, but the weight has {window}."
+        )
+
+
 def transposed(function: Callable[..., relax.Expr], rank: int) -> Callable[[Site], relax.Expr]:
+    """NHWC data and weights of other layouts than IOHW are turned: Relax compiles no others.
+
+    conv2d_transpose(x, w, NHWC, HWIO)
+        ->  permute(conv2d_transpose(permute(x), permute(w), NCHW, IOHW))
+    """
+    data_layout, kernel_layout = "NC" + SPATIAL[rank], "IO" + SPATIAL[rank]
+
     def convert(site: Site) -> relax.Expr:
         data, weight, keywords = transposed_operands(site, rank)
-        return function(data, weight, **keywords)
+        layout = keywords["data_layout"]
+        turned = [
+            site.permute(data, [layout.index(axis) for axis in data_layout]),
+            site.permute(weight, [keywords["kernel_layout"].index(axis) for axis in kernel_layout]),
+        ]
+        keywords |= {"data_layout": data_layout, "kernel_layout": kernel_layout}
+        result = function(*turned, **keywords)
+        if layout == data_layout:
+            return result
+        return site.permute(site.emit(result), [data_layout.index(axis) for axis in layout])
 
     return convert
 
@@ -228,8 +298,8 @@ def convert_matmul(site: Site) -> relax.Expr:
 
 
 def convert_batch_matmul(site: Site) -> relax.Expr:
-    """Before TVM 0.8 there were no attributes and y was transposed: so it is read where none is
-    written and only that fits.
+    """Before TVM 0.9 there were no attributes and y was transposed: where none is written the
+    shapes decide, or else the release; one that is not known is taken for a later one.
     """
     left, right, attrs = site.tensor(0), site.tensor(1), site.attrs
     transposed_right = attrs["transpose_b"] or is_old_batch_matmul(site)
@@ -242,7 +312,9 @@ def is_old_batch_matmul(site: Site) -> bool:
     left, right = site.dims(site.tensor(0)), site.dims(site.tensor(1))
     if {"transpose_a", "transpose_b"} & site.written or min(len(left), len(right)) < 2:
         return False
-    return left[-1] != right[-2] and left[-1] == right[-1]
+    if left[-1] != right[-2] or left[-1] != right[-1]:
+        return left[-1] == right[-1]
+    return site.release is not None and site.release < BATCH_MATMUL_ATTRIBUTES
 
 
 _PRODUCT = {"transpose_a": flag(), "transpose_b": flag(), "out_dtype": dtype()}

@@ -29,6 +29,9 @@ from relayquant.rewrite.graph import tensor_dtype
 
 op = relax.op
 
+#: Most windows along an axis: each is a value of its own.
+MAX_ADAPTIVE = 4096
+
 
 def pool_attrs(rank: int, **more: Any) -> dict[str, Any]:
     return {
@@ -83,51 +86,121 @@ def integer_average(
 ) -> relax.Expr:
     """Average of integers as Relay takes it: the sum of the window, divided and truncated.
 
-    A convolution with ones gives the sum; Relax's own pool changes the dtype.
+    A convolution with ones gives the sum; Relax's own pool changes the dtype. Each window is
+    divided by the values that it covers, with count_include_pad those of the padding too, but not
+    what ceil_mode adds.
     """
-    if rank != 2 or keywords["ceil_mode"]:
-        raise ModelError("pooling of integers is supported in two dimensions, without ceil_mode.")
-    padded = any(keywords["padding"]) and not keywords["count_include_pad"]
-    if padded:
-        raise ModelError("padded pooling of integers is supported with count_include_pad only.")
     layout, kind = keywords["layout"], tensor_dtype(data)
-    channels = site.shape(data)[layout.index("C")]
-    check_made_up(channels * prod(keywords["pool_size"]))
-    ones = make_const(np.ones([channels, 1, *keywords["pool_size"]], kind))
+    shape = site.shape(data)
+    sizes = [shape[layout.index(axis)] for axis in SPATIAL[rank]]
+    windows, strides, dilation = (
+        list(keywords[name]) * (rank if len(keywords[name]) == 1 else 1)
+        for name in ("pool_size", "strides", "dilation")
+    )
+    padding = list(keywords["padding"])
+    padding = padding * (2 * rank // len(padding)) if len(padding) < 2 * rank else padding
+    is_counted = keywords["count_include_pad"]
+    counted = [
+        (-padding[axis] * is_counted, sizes[axis] + padding[rank + axis] * is_counted)
+        for axis in range(rank)
+    ]
+    if keywords["ceil_mode"]:
+        for axis in range(rank):
+            padding[rank + axis] += strides[axis] - 1
+    channels = shape[layout.index("C")]
+    check_made_up(channels * prod(windows))
+    ones = make_const(np.ones([channels, 1, *windows], kind))
     total = site.emit(
-        op.nn.conv2d(
+        (op.nn.conv1d, op.nn.conv2d, op.nn.conv3d)[rank - 1](
             data,
             ones,
-            strides=keywords["strides"],
-            padding=keywords["padding"],
-            dilation=keywords["dilation"],
+            strides=strides,
+            padding=padding,
+            dilation=dilation,
             groups=channels,
             data_layout=layout,
-            kernel_layout="OIHW",
+            kernel_layout="OI" + SPATIAL[rank],
             out_dtype=kind,
         )
     )
-    return op.divide(total, make_scalar(prod(keywords["pool_size"]), kind))
+    counts = np.ones([1] * len(layout), "int64")
+    for axis, letter in enumerate(SPATIAL[rank]):
+        starts = np.arange(site.shape(total)[layout.index(letter)]) * strides[axis] - padding[axis]
+        places = starts[:, None] + np.arange(windows[axis]) * dilation[axis]
+        covered = ((places >= counted[axis][0]) & (places < counted[axis][1])).sum(1)
+        along = [1] * len(layout)
+        along[layout.index(letter)] = -1
+        counts = counts * covered.reshape(along)
+    if counts.min() == counts.max():
+        return op.divide(total, make_scalar(int(counts.max()), kind))
+    return op.divide(total, make_const(np.maximum(counts, 1).astype(kind)))
 
 
 def adaptive_pool(function: Callable[..., relax.Expr], rank: int) -> Callable[[Site], relax.Expr]:
+    """Averages; those of integers are sums, divided and truncated."""
+
     def convert(site: Site) -> relax.Expr:
+        data, size = site.tensor(0), adaptive_size(site, rank)
         layout = site.attrs["layout"]
-        check_layout("layout", layout, "NC" + SPATIAL[rank])
-        check_out_layout(site, layout)
-        size = site.attrs["output_size"] or None
-        if size is not None:
-            check_positive("output_size", size)
-        return function(site.tensor(0), list(size) if size else None, layout)
+        if not is_integer(data):
+            return function(data, list(size) if size else None, layout)
+        total, counts = reduce_adaptively(site, op.sum, rank)
+        return op.divide(total, make_const(counts.astype(tensor_dtype(data))))
 
     return convert
 
 
+def adaptive_size(site: Site, rank: int) -> tuple[int, ...]:
+    """The output size along each spatial axis; () for that of the input.
+
+    Raises:
+        ModelError: the layout or a size is not allowed.
+    """
+    layout, size = site.attrs["layout"], site.attrs["output_size"] or ()
+    check_layout("layout", layout, "NC" + SPATIAL[rank])
+    check_out_layout(site, layout)
+    if size:
+        check_positive("output_size", size)
+        if len(size) not in (1, rank) or max(size) > MAX_ADAPTIVE:
+            raise ModelError(
+                f"output_size is {list(size)}; allowed: {rank} sizes up to {MAX_ADAPTIVE}."
+            )
+    return size * rank if len(size) == 1 else size
+
+
+def reduce_adaptively(
+    site: Site, function: Callable[..., relax.Expr], rank: int
+) -> tuple[relax.Expr, np.ndarray]:
+    """(`function` of each window, how many values each has), one axis after the other:
+    concat(f(x[floor(0 * n / m) : ceil(1 * n / m)]), f(x[floor(1 * n / m) : ...]), ...).
+    """
+    data, layout = site.tensor(0), site.attrs["layout"]
+    counts = np.ones([1] * len(layout), "int64")
+    for letter, wanted in zip(SPATIAL[rank], adaptive_size(site, rank), strict=False):
+        axis = layout.index(letter)
+        size = site.shape(data)[axis]
+        spans = [(i * size // wanted, -(-(i + 1) * size // wanted)) for i in range(wanted)]
+        parts = [
+            site.emit(
+                function(
+                    site.emit(op.strided_slice(data, [axis], [start], [stop])),
+                    [axis],
+                    keepdims=True,
+                )
+            )
+            for start, stop in spans
+        ]
+        data = site.emit(op.concat(parts, axis)) if len(parts) > 1 else parts[0]
+        along = [1] * len(layout)
+        along[axis] = -1
+        counts = counts * np.array([stop - start for start, stop in spans]).reshape(along)
+    return data, counts
+
+
 def adaptive_max_pool(site: Site) -> relax.Expr:
-    """The maximum over all positions; other sizes have no counterpart."""
-    if set(site.attrs["output_size"] or (0,)) != {1}:
-        raise ModelError("adaptive_max_pool2d is supported for output_size 1 only.")
-    return global_max_pool(site)
+    """The maximum over all positions, or of each window."""
+    size = adaptive_size(site, 2)
+    return global_max_pool(site) if set(size) == {1} else reduce_adaptively(site, op.max, 2)[0]
 
 
 def spatial_axes(site: Site) -> list[int]:

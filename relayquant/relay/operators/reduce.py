@@ -89,16 +89,34 @@ def logical_reduction(function: Callable[..., relax.Expr]) -> Callable[[Site], r
 
 
 def arg_reduction(function: Callable[..., relax.Expr]) -> Callable[[Site], relax.Expr]:
-    """int32 in Relay, int64 in Relax."""
+    """int32 in Relay, int64 in Relax. Several axes count as one, the last running fastest; the last
+    of equal values is the first when looked at from behind.
+    """
 
     def convert(site: Site) -> relax.Expr:
-        axes = reduced_axes(site)
-        ndim = site.ndim(site.tensor(0))
-        if len(axes) not in (1, ndim) or site.attrs["select_last_index"]:
-            raise ModelError("allowed: one axis or all, and the first of equal values.")
-        axis = axes[0] if len(axes) == 1 else None
-        index = site.emit(function(site.tensor(0), axis, keepdims=site.attrs["keepdims"]))
-        return op.astype(index, "int32")
+        data, axes, is_last = site.tensor(0), reduced_axes(site), site.attrs["select_last_index"]
+        kept = [axis for axis in range(site.ndim(data)) if axis not in axes]
+        result = None
+        if len(axes) > 1:
+            shape = site.shape(data)
+            is_kept = site.attrs["keepdims"]
+            result = [1 if axis in axes else size for axis, size in enumerate(shape)]
+            result = result if is_kept else [shape[axis] for axis in kept]
+            count = prod(shape[axis] for axis in axes)
+            data = site.permute(data, [*kept, *axes])
+            data = site.reshape(data, [*(shape[axis] for axis in kept), count])
+            axes = [len(kept)]
+        if not axes:
+            raise ModelError("it reduces no axis.")
+        if is_last:
+            data = site.emit(op.flip(data, axes[0]))
+        keepdims = site.attrs["keepdims"] and result is None
+        index = site.emit(function(data, axes[0], keepdims=keepdims))
+        if is_last:
+            last = make_scalar(site.shape(data)[axes[0]] - 1, "int64")
+            index = site.emit(op.subtract(last, index))
+        index = op.astype(index, "int32")
+        return index if result is None else site.reshape(site.emit(index), result)
 
     return convert
 

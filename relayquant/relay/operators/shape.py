@@ -13,6 +13,7 @@ from relayquant.relay.operators.base import (
     OPTIONAL_INTEGERS,
     RelayOp,
     Site,
+    Value,
     boxed,
     check_made_up,
     check_positive,
@@ -25,7 +26,7 @@ from relayquant.relay.operators.base import (
     text,
 )
 from relayquant.relay.operators.linear import check_layout
-from relayquant.rewrite.graph import constant_value, tensor_shape
+from relayquant.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 
 op = relax.op
 
@@ -103,6 +104,11 @@ def split_dim(size: int, first: int, second: int) -> list[int]:
 def convert_reshape(site: Site) -> relax.Expr:
     data = site.tensor(0)
     old, wanted = site.dims(data), site.attrs["newshape"]
+    if site.attrs["reverse"]:  # of TVM 0.7: codes are worked off from the right
+        if min(wanted) < -1:
+            raise ModelError(f"reverse with newshape {list(wanted)} is not supported; allowed: -1.")
+        fixed = resolve_shape(old[::-1], wanted[::-1])[::-1]
+        wanted = tuple(size if isinstance(size, int) else 0 for size in fixed)
     if site.attrs["allowzero"] and 0 in wanted:
         raise ModelError("allowzero with a dimension 0 is not supported.")
     new = resolve_shape(old, wanted)
@@ -124,10 +130,21 @@ def convert_reshape(site: Site) -> relax.Expr:
 
 
 def convert_reshape_like(site: Site) -> relax.Expr:
-    attrs = site.attrs
-    if (attrs["lhs_begin"], attrs["lhs_end"]) != (0, None) or attrs["rhs_begin"] != 0:
-        raise ModelError("reshape_like is supported for whole shapes only.")
-    return site.reshape(site.tensor(0), site.shape(site.tensor(1)))
+    """The axes from lhs_begin to lhs_end become those of the other from rhs_begin to rhs_end."""
+    data, sizes = site.tensor(0), [site.shape(site.tensor(i)) for i in (0, 1)]
+    spans: list[tuple[int, int]] = []
+    for side, shape in zip(("lhs", "rhs"), sizes, strict=True):
+        begin, end = site.attrs[f"{side}_begin"], site.attrs[f"{side}_end"]
+        start = site.axis(begin, len(shape) + 1) if begin >= 0 else site.axis(begin, len(shape))
+        stop = len(shape) if end is None else end if end >= 0 else end + len(shape)
+        if not start <= stop <= len(shape):
+            raise ModelError(f"{side}_begin is {begin} and {side}_end {end}, of {len(shape)} axes.")
+        spans.append((start, stop))
+    (left, right), (first, last) = spans
+    new = [*sizes[0][:left], *sizes[1][first:last], *sizes[0][right:]]
+    if prod(new) != prod(sizes[0]):
+        raise ModelError(f"shape {list(sizes[0])} cannot become {new}.")
+    return site.reshape(data, new)
 
 
 def convert_batch_flatten(site: Site) -> relax.Expr:
@@ -223,10 +240,10 @@ def convert_concatenate(site: Site) -> relax.Expr:
 
 def convert_stack(site: Site) -> relax.Expr:
     parts = site.tensors(0)
-    return op.stack(parts, site.axis(site.attrs["axis"], site.ndim(parts[0]) + 1))
+    return op.stack(parts, site.axis(site.attrs["axis"] or 0, site.ndim(parts[0]) + 1))
 
 
-def convert_split(site: Site) -> relax.Expr:
+def convert_split(site: Site) -> Value:
     data, sections = site.tensor(0), site.attrs["indices_or_sections"]
     axis = site.axis(site.attrs["axis"], site.ndim(data))
     size = site.dims(data)[axis]
@@ -236,9 +253,13 @@ def convert_split(site: Site) -> relax.Expr:
                 f"axis {axis} has {size} entries, which {sections} does not divide; allowed: up to "
                 f"{MAX_SECTIONS} equal parts."
             )
+        if sections == 1:
+            return (data,)  # that of Relax is no tuple then
         return op.split(data, sections, axis)
     if list(sections) != sorted(sections) or min(sections, default=0) < 0:
         raise ModelError(f"indices {list(sections)} must rise.")
+    if not sections:
+        return (data,)
     return op.split(data, list(sections), axis)
 
 
@@ -285,7 +306,7 @@ def convert_pad(site: Site) -> relax.Expr:
     mode = site.attrs["pad_mode"]
     if mode not in PAD_MODES:
         raise ModelError(f"pad_mode is {mode!r}; allowed: {', '.join(PAD_MODES)}.")
-    value = 0.0
+    value = site.attrs["pad_value"]  # of TVM 0.7, where it is no argument
     if mode == "constant" and len(site.args) > 1:
         array = site.constant(1)
         if array.size != 1:
@@ -365,23 +386,56 @@ def convert_slice_like(site: Site) -> relax.Expr:
 
 
 def convert_resize2d(site: Site) -> relax.Expr:
-    attrs = site.attrs
-    check_layout("layout", attrs["layout"], "NCHW")
+    data, attrs = site.tensor(0), site.attrs
+    layout, coordinates = attrs["layout"], attrs["coordinate_transformation_mode"]
+    check_layout("layout", layout, "NCHW")
     check_positive("size", attrs["size"])
-    if attrs["roi"] and any(attrs["roi"]):
-        raise ModelError("a region of interest (roi) is not supported.")
-    return op.image.resize2d(
-        site.tensor(0),
-        list(attrs["size"]),
-        layout=attrs["layout"],
-        method=attrs["method"],
-        coordinate_transformation_mode=attrs["coordinate_transformation_mode"],
-        rounding_method=attrs["rounding_method"],
-        cubic_alpha=attrs["cubic_alpha"],
-        cubic_exclude=attrs["cubic_exclude"],
-        extrapolation_value=attrs["extrapolation_value"],
-        out_dtype=attrs["out_dtype"] or None,
+    size = list(attrs["size"]) * (3 - len(attrs["size"]))
+    if coordinates == "tf_crop_and_resize":
+        raise ModelError(
+            "tf_crop_and_resize, which takes a region of interest (roi), is not supported."
+        )
+
+    wanted, kind = attrs["out_dtype"] or tensor_dtype(data), tensor_dtype(data)
+    if wanted != kind:  # TVM's compiler of Relax does not look at out_dtype
+        if not wanted.startswith("float"):
+            raise ModelError(f"out_dtype is {wanted!r}; allowed: that of the data, or a float.")
+        data = site.emit(op.astype(data, wanted))
+
+    def resize(data: relax.Expr, size: list[int], rounding: str) -> relax.Expr:
+        return op.image.resize2d(
+            data,
+            size,
+            layout=layout,
+            method=attrs["method"],
+            coordinate_transformation_mode=coordinates,
+            rounding_method=rounding,
+            cubic_alpha=attrs["cubic_alpha"],
+            cubic_exclude=attrs["cubic_exclude"],
+            extrapolation_value=attrs["extrapolation_value"],
+        )
+
+    if attrs["method"] != "nearest_neighbor":
+        return resize(data, size, attrs["rounding_method"])
+    old = [site.shape(data)[layout.index(axis)] for axis in "HW"]
+    height, width = (
+        find_rounding(attrs["rounding_method"], coordinates, *sizes)
+        for sizes in zip(old, size, strict=True)
     )
+    if height == width:
+        return resize(data, size, height)
+    return resize(site.emit(resize(data, [size[0], old[1]], height)), size, width)
+
+
+def find_rounding(method: str, coordinates: str, old: int, new: int) -> str:
+    """The rounding that Relay computes along one axis: "round" goes half away from zero, and an
+    asymmetric resize to a multiple is an integer division, whatever the attribute says.
+    """
+    if coordinates == "asymmetric" and new % old == 0:
+        return "floor"
+    if not method:
+        method = "round" if coordinates == "align_corners" else "floor"
+    return "round_prefer_ceil" if method == "round" else method
 
 
 def convert_upsampling(site: Site) -> relax.Expr:
@@ -405,7 +459,7 @@ def convert_upsampling(site: Site) -> relax.Expr:
         layout=layout,
         method=methods[attrs["method"]],
         coordinate_transformation_mode="align_corners" if is_aligned else "asymmetric",
-        rounding_method="round" if is_aligned else "floor",
+        rounding_method="round_prefer_ceil" if is_aligned else "floor",
         cubic_alpha=-0.5,
     )
 
@@ -421,7 +475,7 @@ SHAPE_OPS: tuple[RelayOp, ...] = (
         "reshape",
         1,
         convert_reshape,
-        {"newshape": integers(required=True), "allowzero": integer(0)},
+        {"newshape": integers(required=True), "allowzero": integer(0), "reverse": flag()},
     ),
     RelayOp(
         "reshape_like",
@@ -442,7 +496,7 @@ SHAPE_OPS: tuple[RelayOp, ...] = (
     RelayOp("nn.depth_to_space", 1, convert_depth_to_space, _BLOCK),
     RelayOp("nn.space_to_depth", 1, convert_space_to_depth, _BLOCK),
     RelayOp("concatenate", 1, convert_concatenate, {"axis": integer(0)}),
-    RelayOp("stack", 1, convert_stack, {"axis": integer(0)}),
+    RelayOp("stack", 1, convert_stack, {"axis": boxed(0)}),
     RelayOp(
         "split",
         1,
@@ -461,7 +515,13 @@ SHAPE_OPS: tuple[RelayOp, ...] = (
             "axes": OPTIONAL_INTEGERS,
         },
     ),
-    RelayOp("nn.pad", 1, convert_pad, {"pad_width": _PAIRS, "pad_mode": text("constant")}, 2),
+    RelayOp(
+        "nn.pad",
+        1,
+        convert_pad,
+        {"pad_width": _PAIRS, "pad_mode": text("constant"), "pad_value": real(0.0)},
+        2,
+    ),
     RelayOp(
         "nn.mirror_pad", 1, convert_mirror_pad, {"mode": text("SYMMETRIC"), "pad_width": _PAIRS}
     ),
