@@ -5,6 +5,7 @@ names are kept.
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,13 @@ from relayquant.errors import MissingDependencyError, ModelError, format_count
 from relayquant.files import reading
 from relayquant.importers.files import DEFAULT_MAX_BYTES, PathLike, check_file
 from relayquant.importers.names import MARK, SourceNode, name_values
+from relayquant.rewrite.graph import constant_value
 
 #: Bytes 4 to 8 of every TFLite file.
 FILE_IDENTIFIER = b"TFL3"
+
+#: Largest constant that FILL makes, in elements.
+MAX_FILLED = 2**28
 
 #: Operators that TVM's frontend converts for floats only, and that do on integers what they do on
 #: floats: they move or select values.
@@ -147,6 +152,62 @@ def _converter_class(frontend: Any) -> type[Any]:
                 self.in_float = False
                 self.exp_tab.set_expr(name, integers, force_override=True)
             return self.quantize(self.bb.emit(pooled), result)
+
+        def convert_expand_dims(self, op: Any) -> relax.Expr:
+            """R.expand_dims; TVM calls it with an argument too many."""
+            data, axis = self.get_input_tensors(op)
+            at = int(self.get_tensor_value(axis).item())
+            return relax.op.expand_dims(self.get_tensor_expr(data), at)
+
+        def convert_fill(self, op: Any) -> relax.Expr:
+            """A constant where size and value are known, which TVM looks up among the values of
+            the run time.
+            """
+            sizes, value = self.get_input_tensors(op)
+            if self.has_expr(sizes.tensor_idx):
+                return super().convert_fill(op)
+            shape = [int(size) for size in self.get_tensor_value(sizes)]
+            if self.has_expr(value.tensor_idx):
+                return relax.op.broadcast_to(self.get_tensor_expr(value), shape)
+            if math.prod(shape) > MAX_FILLED:
+                raise ValueError(
+                    f"its result has the shape {shape}; supported: {MAX_FILLED:,} elements"
+                )
+            filled = np.full(shape, self.get_tensor_value(value).item())
+            dtype = self.get_tensor_type_str(value.tensor.Type())
+            return relax.const(filled.astype(dtype), dtype)
+
+        def convert_dequantize(self, op: Any) -> relax.Expr:
+            """float16 -> float32, of a constant a constant, and of one that DENSIFY made; integers
+            -> dequantize, of a constant too. TVM takes float16 for a plain constant always, and
+            integers for a value of the run time.
+            """
+            (data,) = self.get_input_tensors(op)
+            value = self.get_tensor_expr(data)
+            if self.get_tensor_type_str(data.tensor.Type()) != "float16":
+                return self.dequantize(value, data)
+            array = constant_value(value)
+            if array is None:
+                return relax.op.astype(value, "float32")
+            return relax.const(array.astype("float32"), "float32")
+
+        def convert_prelu(self, op: Any) -> relax.Expr:
+            """One slope for each channel -> R.nn.prelu(x, slopes) along its axis, where TVM makes
+            a vector of all values; one slope -> R.nn.leakyrelu; else max(x, 0) + a * min(x, 0).
+            """
+            data, slopes = (self.get_tensor_expr(tensor) for tensor in self.get_input_tensors(op))
+            array = constant_value(slopes)
+            wide = [] if array is None else [at for at, n in enumerate(array.shape[::-1]) if n > 1]
+            if array is not None and not wide:
+                return relax.op.nn.leakyrelu(data, float(array.item()))
+            if array is not None and len(wide) == 1:
+                row = relax.const(array.ravel(), str(array.dtype))
+                return relax.op.nn.prelu(data, row, data.ty.ndim - 1 - wide[0])
+            zero = relax.const(0.0, str(data.ty.dtype))
+            below = self.bb.emit(
+                relax.op.multiply(self.bb.emit(relax.op.minimum(data, zero)), slopes)
+            )
+            return relax.op.add(self.bb.emit(relax.op.nn.relu(data)), below)
 
         def convert_op_to_relax(self) -> None:
             for index in range(self.subgraph.OperatorsLength()):

@@ -25,7 +25,10 @@ ORDER_KEEPING = (
     "relax.nn.batch_flatten",
     "relax.astype",
 )
-SAME_SHAPE = (*ORDER_KEEPING, "relax.strided_slice", "relax.nn.pad", "relax.permute_dims")
+SAME_SHAPE = (
+    *(*ORDER_KEEPING, "relax.split"),
+    *("relax.strided_slice", "relax.nn.pad", "relax.permute_dims"),
+)
 NEUTRAL = {"relax.add": 0, "relax.subtract": 0, "relax.multiply": 1, "relax.divide": 1}
 
 
@@ -61,7 +64,7 @@ def remove_single_concat(editor: Editor, var: relax.Var) -> bool:
 
 def remove_no_op(editor: Editor, var: relax.Var) -> bool:
     """reshape, broadcast_to, squeeze, pad, strided_slice, permute_dims, astype that change neither
-    shape nor order -> x.
+    shape nor order, and split into one -> x.
     """
     call = editor.call_of(var)
     data, name = call.args[0], editor.op_name(var)

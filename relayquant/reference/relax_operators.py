@@ -393,7 +393,9 @@ def concat(args: list[Any], attrs: Any) -> Any:
 
 
 def split(args: list[Any], attrs: Any) -> Any:
-    """Sections of ceil(length / count), the last one shorter, or cut at indices."""
+    """Sections of ceil(length / count), the last one shorter, or cut at indices; a single one is no
+    tuple, as TVM infers it.
+    """
     (data,) = args
     axis, where = int(attrs.axis), attrs.indices_or_sections
     if hasattr(where, "__len__"):
@@ -401,7 +403,7 @@ def split(args: list[Any], attrs: Any) -> Any:
     else:
         step = -(-data.shape[axis] // int(where))
         cuts = [i * step for i in range(1, int(where))]
-    return tuple(np.split(data, cuts, axis=axis))
+    return tuple(np.split(data, cuts, axis=axis)) if cuts else data
 
 
 def strided_slice(args: list[Any], attrs: Any) -> Any:

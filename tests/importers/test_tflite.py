@@ -8,9 +8,11 @@ import sys
 import numpy as np
 import pytest
 import tvm
+from tflite_models import Tensor, write_model
 from tvm import relax
 from tvm.ir import Call
 
+from relayquant import reference
 from relayquant.errors import MissingDependencyError, ModelError
 from relayquant.formats import load
 from relayquant.importers import import_tflite
@@ -134,3 +136,81 @@ def test_custom_operators__are_named(tmp_path):
     path.write_bytes(bytes(builder.Output()))
     with pytest.raises(ModelError, match=r"1 custom operator of .*'MyAttention' \(2 calls"):
         load(path)
+
+
+# -- operators that TVM's frontend does not convert, or not so that they can be quantized ----------
+
+X = np.linspace(-2, 2, 24, dtype="float32").reshape(1, 2, 4, 3)
+
+
+def import_operators(tmp_path, tensors, operators, outputs):
+    tensors = [Tensor("x", X.shape), *tensors]
+    mod, _ = import_tflite(
+        write_model(tmp_path / "model.tflite", tensors, operators, ["x"], outputs)
+    )
+    names = [
+        binding.value.op.name
+        for binding in mod["main"].body.blocks[0].bindings
+        if isinstance(binding.value, Call)
+    ]
+    return names, reference.run(mod, {"x": X})
+
+
+def test_expand_dims_and_fill(tmp_path):
+    tensors = [
+        Tensor("axis", [1], "int32", np.array([-1])),
+        Tensor("sizes", [4], "int32", np.array([1, 2, 4, 3])),
+        Tensor("value", [], "float32", np.array(0.25)),
+        *(Tensor(name, X.shape) for name in ("filled", "larger")),
+        Tensor("y", [*X.shape, 1]),
+    ]
+    operators = [
+        ("FILL", ["sizes", "value"], "filled"),
+        ("MAXIMUM", ["x", "filled"], "larger"),
+        ("EXPAND_DIMS", ["larger", "axis"], "y"),
+    ]
+    names, (y,) = import_operators(tmp_path, tensors, operators, ["y"])
+    assert names == ["relax.maximum", "relax.expand_dims"]
+    np.testing.assert_array_equal(y, np.maximum(X, np.float32(0.25))[..., None])
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_weights__sparse_and_of_half_precision(tmp_path, half, is_sparse):
+    """[[0, 1.5, 0], [0.25, 0, 0], ...], as float16, without its zeros, or both."""
+    dense = np.zeros((4, 3))
+    dense[[0, 1, 3], [1, 0, 2]] = [1.5, 0.25, -2]
+    dtype = "float16" if half else "float32"
+    values, csr = (dense[dense != 0], ([0, 1, 2, 2, 3], [1, 0, 2])) if is_sparse else (dense, None)
+    tensors = [
+        Tensor("stored", dense.shape, dtype, values, csr),
+        Tensor("dense", dense.shape, dtype),
+        Tensor("weight", dense.shape),
+        Tensor("y", X.shape),
+    ]
+    operators = [("DENSIFY", ["stored"], "dense")] if is_sparse else []
+    weight = "dense" if is_sparse else "stored"
+    if half:
+        operators.append(("DEQUANTIZE", [weight], "weight"))
+        weight = "weight"
+    operators.append(("MAXIMUM", ["x", weight], "y"))
+    names, (y,) = import_operators(tmp_path, tensors, operators, ["y"])
+    assert names == ["relax.maximum"]
+    np.testing.assert_array_equal(y, np.maximum(X, dense.astype("float32")))
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ((1, 1, 3), ["relax.nn.prelu"]),
+        ((1, 4, 1), ["relax.nn.prelu"]),
+        ((1, 1, 1), ["relax.nn.leakyrelu"]),
+        ((2, 4, 3), ["relax.minimum", "relax.multiply", "relax.nn.relu", "relax.add"]),
+    ],
+)
+def test_prelu__keeps_its_shape(tmp_path, shape, expected):
+    slopes = np.linspace(-0.5, 1.5, int(np.prod(shape)), dtype="float32").reshape(shape)
+    tensors = [Tensor("a", shape, values=slopes), Tensor("y", X.shape)]
+    names, (y,) = import_operators(tmp_path, tensors, [("PRELU", ["x", "a"], "y")], ["y"])
+    assert names == expected
+    np.testing.assert_allclose(y, np.where(X < 0, X * slopes, X), rtol=1e-6)

@@ -53,7 +53,8 @@ def test_no_ops__removed(check_prepared):
                 b = R.nn.pad(a, pad_width=[0, 0, 0, 0, 0, 0], pad_value=0.0)
                 c = R.strided_slice(b, axes=[1], begin=[0], end=[3], strides=[1])
                 d = R.permute_dims(c, axes=[0, 1, 2])
-                e = R.astype(d, "float32")
+                whole = R.split(d, indices_or_sections=1, axis=1)
+                e = R.astype(whole, "float32")
                 f = R.nn.dropout(e, rate=0.3)
                 g = f[0]
                 h = R.add(g, R.const(0.0, "float32"))

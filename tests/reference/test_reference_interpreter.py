@@ -206,6 +206,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "split_sections": (lambda x: op.split(x, 2, 3), floats(2, 3, 4, 6)),
     "split_uneven": (lambda x: op.split(x, 2, 3), X),
     "split_indices": (lambda x: op.split(x, [1, 3], 2), X),
+    "split_into_one": (lambda x: op.split(x, 1, 3), X),
     "take": (lambda x, i: op.take(x, i, 1), X, np.int64([2, 0, 0])),
     "take_rank_two": (lambda x, i: op.take(x, i, 2), X, np.int32([[2, 0], [1, 3]])),
     "broadcast_to": (lambda x: op.broadcast_to(x, (2, 3, 5)), floats(3, 1)),
