@@ -109,6 +109,9 @@ print("and compiled, the same:", not rq.verify(integer, [x]).differences)
 # is written as float32 arithmetic with the same bits. With ``exact=False`` it is Relay's own
 # ``qnn.requantize``, which patterns of other back ends look for, and ties fall otherwise.
 #
+# ``release`` is the TVM that is to read it, 0.8 to 0.19: a parser refuses attributes that it does
+# not know. Symbolic inputs get their sizes by ``shapes={"image": (1, 3, 16, 16)}``.
+#
 # With the old TVM: ``mod = tvm.relay.parse(text)``, then
 # ``relay.build(mod, target, params=tvm.runtime.load_param_dict(bytes))``.
 
@@ -117,6 +120,6 @@ print(text[: text.index("%4 =")])
 again = rq.relay.from_text(text, constants)
 same = np.array_equal(rq.reference.run(again, [images[0]])[0], got)
 print("read again, the same bits:", same)
-native, _ = rq.relay.to_text(qmod, exact=False)
+native, _ = rq.relay.to_text(qmod, exact=False, release="0.10")
 print("requantize operators of Relay:", native.count("qnn.requantize("))
 print("bytes of params:", len(rq.relay.encode_params(constants)))

@@ -5,6 +5,7 @@ An operator is one row in `float_rows` or `quantized_rows`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ from relayquant.relay import syntax
 from relayquant.relay.export.base import ExportSite, Statements
 from relayquant.relay.export.float_rows import FLOAT_ATTRIBUTES, FLOAT_EXPORTS
 from relayquant.relay.export.quantized_rows import QUANTIZED_EXPORTS
+from relayquant.relay.export.releases import NEWEST, Release, find_release
+from relayquant.relay.export.shapes import fix_shapes
 from relayquant.relay.printer import print_module
 from relayquant.rewrite.attributes import find_unmodelled
 from relayquant.rewrite.graph import Graph, call_name, constant_value, tensor_dtype, tensor_shape
@@ -27,12 +30,18 @@ EXPORTS = {**FLOAT_EXPORTS, **QUANTIZED_EXPORTS}
 
 
 @check_arguments
-def to_text(mod: tvm.IRModule, *, exact: bool = True) -> tuple[str, dict[str, np.ndarray]]:
+def to_text(
+    mod: tvm.IRModule,
+    *,
+    exact: bool = True,
+    release: str = NEWEST,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+) -> tuple[str, dict[str, np.ndarray]]:
     """Function main in Relay's text form, and its constants by the names of their parameters.
 
-    TVM 0.8 to 0.19 reads it with `tvm.relay.parse` (`tvm.parser.fromtext` before 0.14) and builds
-    it with `relay.build(mod, target, params=params)`. Scalars are in the text; there is no metadata
-    section.
+    The TVM of that release reads it with `tvm.relay.parse` (`tvm.parser.fromtext` before 0.14) and
+    builds it with `relay.build(mod, target, params=params)`. Scalars are in the text; there is no
+    metadata section.
 
     Args:
         mod: A float or integer module with one dataflow block in main.
@@ -41,17 +50,23 @@ def to_text(mod: tvm.IRModule, *, exact: bool = True) -> tuple[str, dict[str, np
             `qnn.quantize`, `qnn.requantize` (TONEAREST), `qnn.add`, ... that back ends with
             patterns of their own look for; values halfway between two integers, and the sums of
             `qnn.add`, then differ by one step.
+        release: Of TVM, "0.8" to "0.19": attributes are those that it knows.
+        shapes: {input: shape}, for inputs with symbolic dimensions, which Relay does not build.
 
     Raises:
-        ModelError: operators cannot be written; all are listed.
+        ConfigError: there is no such release, or a shape does not fit.
+        ModelError: operators cannot be written for the release (all are listed), or a dimension is
+            symbolic.
     """
-    graph = Graph(mod)
+    wanted = find_release(release)
+    graph = Graph(fix_shapes(Graph(mod).mod, shapes or {}))
     names = Statements(())
     params: dict[relax.Var, syntax.Param] = {}
     for var in graph.func.params:
         kind = _tensor_type(var)
         params[var] = syntax.Param(names.unique(var.name), kind)
-    writer = _Writer(graph, Statements([param.name for param in params.values()]), exact)
+    out = Statements([param.name for param in params.values()])
+    writer = _Writer(graph, out, exact, wanted)
     writer.values.update({var: syntax.Ref(param.name) for var, param in params.items()})
     block, constants = writer.write()
     weights = tuple(
@@ -73,10 +88,11 @@ def _tensor_type(var: relax.Var) -> syntax.TensorType:
 class _Writer:
     """Writes the values of main in order; what cannot be written is collected."""
 
-    def __init__(self, graph: Graph, out: Statements, exact: bool) -> None:
+    def __init__(self, graph: Graph, out: Statements, exact: bool, release: Release) -> None:
         self.graph = graph
         self.out = out
         self.exact = exact
+        self.release = release
         self.values: dict[relax.Var, Any] = {}
         self.refused: list[str] = []
 
@@ -92,8 +108,8 @@ class _Writer:
                 self.values[var] = syntax.Ref(var.name)
         if self.refused:
             raise ModelError(
-                f"{format_count(len(self.refused), 'value')} cannot be written in Relay:\n  "
-                + "\n  ".join(self.refused)
+                f"{format_count(len(self.refused), 'value')} cannot be written in the Relay of TVM "
+                f"{self.release}:\n  " + "\n  ".join(self.refused)
             )
         result = self.operand(self.graph.func.body.body, "output")
         if isinstance(result, tuple):
@@ -121,7 +137,7 @@ class _Writer:
             self.operand(arg, f"{var.name}_{roles[i] if i < len(roles) else i}")
             for i, arg in enumerate(value.args)
         )
-        return row(ExportSite(value, var.name, args, self.out, self.exact))
+        return row(ExportSite(value, var.name, args, self.out, self.exact, self.release))
 
     def operand(self, value: Any, hint: str) -> Any:
         """An operand in Relay; a tuple as a tuple, what is no tensor (a shape, a bound) as None."""

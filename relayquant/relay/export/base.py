@@ -13,7 +13,7 @@ from tvm.ir import Call
 
 from relayquant.errors import ModelError
 from relayquant.relay import syntax
-from relayquant.relay.operators import OPERATORS
+from relayquant.relay.export.releases import Release, choose_attributes
 from relayquant.relay.printer import has_literal
 from relayquant.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 
@@ -42,6 +42,14 @@ class Statements:
         name = str(len(self.statements))
         self.statements.append(syntax.Bind(name, value))
         return syntax.Ref(name)
+
+    def call_of(self, value: syntax.Expr) -> syntax.OpCall | None:
+        """The call whose result a numbered value is."""
+        if not isinstance(value, syntax.Ref) or not value.name.isdecimal():
+            return None
+        statement = self.statements[int(value.name)]
+        found = statement.value if isinstance(statement, syntax.Bind) else None
+        return found if isinstance(found, syntax.OpCall) else None
 
     def constant(self, array: np.ndarray, hint: str) -> syntax.Expr:
         """A literal, or a parameter called after `hint`; equal constants are one."""
@@ -76,6 +84,7 @@ class ExportSite:
         name: Of the value it computes.
         args: Its operands in Relay; of a tuple, the fields.
         exact: Whether Relay operators that round otherwise are to be avoided.
+        release: Of TVM, which is to read the text.
     """
 
     call: Call
@@ -83,19 +92,19 @@ class ExportSite:
     args: tuple[Any, ...]
     out: Statements
     exact: bool
+    release: Release
 
     @property
     def attrs(self) -> Any:
         return self.call.attrs
 
     def op(self, name: str, *args: syntax.Expr, **attrs: Any) -> syntax.Expr:
-        """A Relay call as a numbered value; attributes that equal the default are left out."""
-        known = OPERATORS[name].attrs
-        written = {
-            key: value
-            for key, value in attrs.items()
-            if known[key].required or value != known[key].default
-        }
+        """A Relay call as a numbered value; attributes that equal the default are left out.
+
+        Raises:
+            ModelError: the release has not the operator, or not what an attribute asks for.
+        """
+        written = choose_attributes(self.release, name, attrs)
         return self.out.bind(syntax.OpCall(name, args, written))
 
     def tuple_of(self, fields: Sequence[syntax.Expr]) -> syntax.Expr:

@@ -45,23 +45,50 @@ def dtype_text(value: Any) -> str:
     return "" if value is None or str(value) in ("", "void") else str(value)
 
 
+#: Layout of the data -> that of the kernel for which Relay has code. Others pass its type checker,
+#: then the build fails.
+KERNEL_LAYOUTS = {
+    "NCW": "OIW",
+    "NWC": "WIO",
+    "NCHW": "OIHW",
+    "NHWC": "HWIO",
+    "NCDHW": "OIDHW",
+    "NDHWC": "DHWIO",
+}
+
+
 def conv_kernel(site: ExportSite) -> tuple[syntax.Expr, dict[str, Any]]:
     """(kernel, attributes) of a convolution.
 
-    Depthwise kernels of NHWC data are HWOI in Relay:
+    Depthwise kernels of NHWC data are HWOI in Relay, C data channels by M results of each:
         HWIO (kh, kw, 1, C * M)  ->  HWOI (kh, kw, C, M)
     """
-    layout, shape = str(site.attrs.kernel_layout), site.in_shape(1)
+    layout = str(site.attrs.kernel_layout)
+    wanted = KERNEL_LAYOUTS.get(str(site.attrs.data_layout), layout)
+    order = tuple(layout.index(axis) for axis in wanted)
+    shape = tuple(site.in_shape(1)[axis] for axis in order)
+    attrs = conv_attrs(site, wanted, shape)
+    kernel = permute_weight(site, order)
     groups = int(site.attrs.groups)
-    if groups > 1 and layout.endswith("IO") and shape[-2] == 1 and shape[-1] % groups == 0:
-        attrs = conv_attrs(site, layout, shape)
-        attrs["kernel_layout"] = layout[:-2] + "OI"
-        moved = (*shape[:-2], groups, shape[-1] // groups)
+    if wanted == "HWIO" and groups > 1 and shape[2] == 1:
+        attrs["kernel_layout"] = "HWOI"
+        moved = (*shape[:2], groups, shape[3] // groups)
         array = constant_value(site.call.args[1])
         if array is not None:
-            return site.constant(array.reshape(moved), "weight"), attrs
-        return site.reshape(site.args[1], moved), attrs
-    return site.args[1], conv_attrs(site, layout, shape)
+            kernel = site.constant(array.transpose(order).reshape(moved), "weight")
+        else:
+            kernel = site.reshape(kernel, moved)
+    return kernel, attrs
+
+
+def permute_weight(site: ExportSite, order: tuple[int, ...]) -> syntax.Expr:
+    """Operand 2 with its axes in another order; a constant stays one."""
+    if order == tuple(range(len(order))):
+        return site.args[1]
+    array = constant_value(site.call.args[1])
+    if array is not None:
+        return site.constant(array.transpose(order), "weight")
+    return site.op("transpose", site.args[1], axes=order)
 
 
 def conv(name: str) -> Export:
@@ -73,13 +100,50 @@ def conv(name: str) -> Export:
     return export
 
 
+def transposed_kernel(site: ExportSite) -> tuple[syntax.Expr, dict[str, Any]]:
+    """(kernel, attributes) of a transposed convolution: IOHW, also for NHWC data, or IOW."""
+    layout = str(site.attrs.kernel_layout)
+    wanted = "IO" + "".join(axis for axis in layout if axis not in "IO")
+    order = tuple(layout.index(axis) for axis in wanted)
+    attrs = conv_attrs(site, wanted, tuple(site.in_shape(1)[axis] for axis in order))
+    return permute_weight(site, order), attrs
+
+
 def transposed_conv(name: str) -> Export:
     def export(site: ExportSite) -> syntax.Expr:
-        attrs = conv_attrs(site, str(site.attrs.kernel_layout), site.in_shape(1))
+        kernel, attrs = transposed_kernel(site)
         attrs["out_dtype"] = attrs["out_dtype"] if attrs["out_dtype"] != "float32" else ""
-        return site.op(name, *site.args[:2], **attrs)
+        return site.op(name, site.args[0], kernel, **attrs)
 
     return export
+
+
+#: operators whose sums get a bias
+PRODUCTS = frozenset(
+    f"{dialect}.{name}"
+    for dialect in ("nn", "qnn")
+    for name in ("conv1d", "conv2d", "conv3d", "conv1d_transpose", "conv2d_transpose", "dense")
+)
+
+
+def export_add(site: ExportSite) -> syntax.Expr:
+    """A bias behind a convolution or nn.dense is nn.bias_add, which patterns of back ends look for:
+
+    add(nn.conv2d(x, w), b (1, C, 1, 1))  ->  nn.bias_add(nn.conv2d(x, w), b (C,), axis=1)
+    """
+    for at in (0, 1):
+        product = site.out.call_of(site.args[at])
+        bias = constant_value(site.call.args[1 - at])
+        if product is None or product.op not in PRODUCTS or bias is None:
+            continue
+        layout = str(product.attrs.get("data_layout", "NCHW"))
+        axis = 1 if product.op.endswith("dense") else layout.index("C")
+        channels = site.in_shape(at)[axis]
+        shape = (1,) * axis + (channels,) + (1,) * (len(site.in_dims(at)) - axis - 1)
+        if bias.size == channels and shape[len(shape) - bias.ndim :] == bias.shape:
+            vector = site.constant(bias.reshape(-1), "bias")
+            return site.op("nn.bias_add", site.args[at], vector, axis=axis)
+    return site.op("add", *site.args)
 
 
 def export_matmul(site: ExportSite) -> syntax.Expr:
@@ -96,7 +160,7 @@ def export_matmul(site: ExportSite) -> syntax.Expr:
         found = site.op("nn.dense", rows, kernel, units=weight.shape[1], out_dtype=kind)
         return found if len(left) == 2 else site.reshape(found, site.out_dims())
     if len(left) == len(right) == 2:
-        return site.op("nn.matmul", *site.args, out_dtype=kind)
+        return site.op("nn.matmul", *site.args, units=known_size(right[1]), out_dtype=kind)
     if len(left) < 3 or left[:-2] != right[:-2]:
         raise ModelError(f"a product of shapes {left} and {right} has no form in Relay")
     operands = [
@@ -300,7 +364,13 @@ def export_take(site: ExportSite) -> syntax.Expr:
 
 
 def export_broadcast_to(site: ExportSite) -> syntax.Expr:
-    return site.op("broadcast_to", site.args[0], shape=site.shape(site.call))
+    """As tile: the shape of broadcast_to cannot be written for TVM before 0.11."""
+    shape = site.shape(site.call)
+    dims = site.in_shape(0)
+    sizes = (1,) * (len(shape) - len(dims)) + dims
+    value = site.args[0] if sizes == dims else site.reshape(site.args[0], sizes)
+    reps = tuple(1 if have == want else want for want, have in zip(shape, sizes, strict=True))
+    return site.op("tile", value, reps=reps)
 
 
 def check_resize_rounding(site: ExportSite) -> None:
@@ -331,6 +401,7 @@ def export_resize2d(site: ExportSite) -> syntax.Expr:
         "image.resize2d",
         site.args[0],
         size=(known_size(shape["H"]), known_size(shape["W"])),
+        roi=(0.0, 0.0, 0.0, 0.0),
         layout=layout,
         method=str(attrs.method),
         coordinate_transformation_mode=str(attrs.coordinate_transformation_mode),
@@ -369,7 +440,7 @@ _SAME = {
         *("nn.relu", "nn.batch_flatten"),
     ),
     2: (
-        *("add", "subtract", "multiply", "divide", "power", "maximum", "minimum"),
+        *("subtract", "multiply", "divide", "power", "maximum", "minimum"),
         *("floor_mod", "floor_divide", "left_shift", "right_shift"),
         *("bitwise_and", "bitwise_or", "bitwise_xor", "logical_and", "logical_or", "logical_xor"),
         *("equal", "not_equal", "less", "less_equal", "greater", "greater_equal"),
@@ -384,6 +455,7 @@ FLOAT_EXPORTS: Exports = {
     "relax.nn.conv3d": conv("nn.conv3d"),
     "relax.nn.conv1d_transpose": transposed_conv("nn.conv1d_transpose"),
     "relax.nn.conv2d_transpose": transposed_conv("nn.conv2d_transpose"),
+    "relax.add": export_add,
     "relax.matmul": export_matmul,
     "relax.nn.max_pool1d": max_pool("nn.max_pool1d"),
     "relax.nn.max_pool2d": max_pool("nn.max_pool2d"),

@@ -4,14 +4,17 @@ Relay has UPWARD and TONEAREST (half away from zero), not the half-to-even of th
 written, an operator that rounds so becomes float32 arithmetic that gives the same bits:
 
     t = float32(x - z_in) * m; t = clip(t, qmin - z_out, qmax - z_out)
-    q = int8(int32((t + 1.5 * 2^23) - 1.5 * 2^23) + z_out)
+    q = int8(int32(t + 1.5 * 2^23) + (z_out - 1.5 * 2^23))
 
-The sum with 1.5 * 2^23 rounds to an integer, half to even, since float32 has 24 bits. Otherwise it
-becomes Relay's own operator, which differs by one step where a value lies halfway.
+The sum with 1.5 * 2^23 rounds to an integer, half to even, since float32 has 24 bits. It is taken
+back from the integer: TVM's simplifier makes `t` of the float32 `(t + c) - c`.
+
+Otherwise it becomes Relay's own operator, which differs by one step where a value lies halfway.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -21,15 +24,28 @@ from relayquant.errors import ModelError
 from relayquant.qtypes import Arithmetic, Rounding
 from relayquant.relay import syntax
 from relayquant.relay.export.base import Export, Exports, ExportSite, ints
-from relayquant.relay.export.float_rows import conv_attrs, conv_kernel, known_size, pool_attrs
+from relayquant.relay.export.float_rows import (
+    conv_kernel,
+    known_size,
+    pool_attrs,
+    transposed_kernel,
+)
+from relayquant.relay.export.releases import has_attribute
 
-#: float32 (1.5 * 2^23): adding and subtracting it rounds |t| < 2^22 to an integer, half to even.
-ROUNDING_MAGIC = 12582912.0
+#: 1.5 * 2^23: adding it in float32 rounds |t| < 2^22 to an integer, half to even.
+ROUNDING_MAGIC = 12582912
 #: Widest bounds of a clip for which that holds.
 MAX_MAGIC = 2**22
 
-#: Exponents of the two multipliers of a sum may differ by this much; the float64 sum is exact then.
-MAX_EXPONENT_GAP = 16
+#: bits in which the range of a result is counted where accumulators need not be added exactly:
+#: a byte in steps of 1/4096, which a float32 holds, with as much room to both sides in an int32
+SUM_BITS = 20
+
+#: dtypes of data that QNN's matrix products take in all releases
+BYTES = ("int8", "uint8")
+
+#: bits of a float64 and a float32
+DOUBLE_BITS, FLOAT_BITS = 53, 24
 
 
 def has_mode(site: ExportSite, rounding: Rounding, arithmetic: Arithmetic) -> bool:
@@ -92,12 +108,30 @@ def round_off(site: ExportSite, real: syntax.Expr, zero_point: int, dtype: str) 
     if max(-low, high) > MAX_MAGIC:
         raise ModelError(f"a result of dtype {dtype} cannot be rounded half to even in Relay")
     clipped = site.op("clip", real, a_min=float(low), a_max=float(high))
-    magic = site.number(ROUNDING_MAGIC, "float32")
-    whole = site.op("subtract", site.op("add", clipped, magic), magic)
-    number = site.op("cast", whole, dtype="int32")
-    if zero_point:
-        number = site.op("add", number, site.number(zero_point, "int32"))
+    shifted = site.op("add", clipped, site.number(ROUNDING_MAGIC, "float32"))
+    whole = site.op("cast", shifted, dtype="int32")
+    number = site.op("add", whole, site.number(zero_point - ROUNDING_MAGIC, "int32"))
     return site.op("cast", number, dtype=dtype)
+
+
+def requantize(
+    site: ExportSite, value: syntax.Expr, given: tuple[syntax.Expr, ...], axis: int, dtype: str
+) -> syntax.Expr:
+    """Relay's own operator, as near to half to even as it comes: `given` are scale and zero point
+    of `value` and of the result.
+    """
+    arithmetic = {"compute_dtype": Arithmetic.FLOAT32.value}
+    if not has_attribute(site.release, "qnn.requantize", "compute_dtype"):
+        arithmetic = {}
+    return site.op(
+        "qnn.requantize",
+        value,
+        *given,
+        axis=axis,
+        rounding=Rounding.TONEAREST.value,
+        **arithmetic,
+        out_dtype=dtype,
+    )
 
 
 def divide_scales(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:
@@ -114,9 +148,14 @@ def output(site: ExportSite, scale: int) -> tuple[np.ndarray, int]:
 
 
 def export_quantize(site: ExportSite) -> syntax.Expr:
+    """Inputs are always rounded half to even: all pixels of an image may lie halfway, and no back
+    end looks for a qnn.quantize that follows no operator.
+    """
     attrs = site.attrs
     rounding, dtype = str(attrs.rounding), str(attrs.out_dtype)
-    if rounding == Rounding.TONEAREST.value or not site.exact:
+    is_input = site.out.call_of(site.args[0]) is None
+    is_near = not site.exact and not is_input and dtype != "uint16"
+    if rounding == Rounding.TONEAREST.value or is_near:
         return site.op("qnn.quantize", *site.args, out_dtype=dtype, axis=int(attrs.axis))
     if rounding != Rounding.TONEAREST_EVEN.value:
         raise ModelError(f"Relay cannot quantize {rounding}")
@@ -135,31 +174,50 @@ def export_quantize(site: ExportSite) -> syntax.Expr:
 
 
 def export_dequantize(site: ExportSite) -> syntax.Expr:
+    """Relay takes no uint16, and gives float32 only before 0.14."""
     attrs = site.attrs
-    return site.op(
-        "qnn.dequantize", *site.args, out_dtype=str(attrs.out_dtype), axis=int(attrs.axis)
+    value = widen(site) if site.dtype(0) == "uint16" else site.args[0]
+    real = site.op(
+        "qnn.dequantize", value, *site.args[1:], out_dtype="float32", axis=int(attrs.axis)
     )
+    kind = str(attrs.out_dtype)
+    if kind == "float32":
+        return real
+    largest = float(np.finfo(kind).max)
+    return site.op("cast", site.op("clip", real, a_min=-largest, a_max=largest), dtype=kind)
+
+
+def widen(site: ExportSite) -> syntax.Expr:
+    """Operand 1, of a narrower dtype, as int32."""
+    return site.op("cast", site.args[0], dtype="int32")
 
 
 def export_requantize(site: ExportSite) -> syntax.Expr:
+    """Relay takes bytes and accumulators."""
     attrs = site.attrs
-    rounding, arithmetic = str(attrs.rounding), str(attrs.compute_dtype)
-    if rounding != Rounding.TONEAREST_EVEN.value or not site.exact:
-        even = rounding == Rounding.TONEAREST_EVEN.value
+    rounding, arithmetic, dtype = (
+        str(each) for each in (attrs.rounding, attrs.compute_dtype, attrs.out_dtype)
+    )
+    axis, is_even = int(attrs.axis), rounding == Rounding.TONEAREST_EVEN.value
+    value = widen(site) if site.dtype(0) in ("int16", "uint16") else site.args[0]
+    if not is_even:
         return site.op(
             "qnn.requantize",
-            *site.args,
-            axis=int(attrs.axis),
-            rounding=Rounding.TONEAREST.value if even else rounding,
+            value,
+            *site.args[1:],
+            axis=axis,
+            rounding=rounding,
             compute_dtype=arithmetic,
-            out_dtype=str(attrs.out_dtype),
+            out_dtype=dtype,
         )
+    if not site.exact and dtype != "uint16":
+        return requantize(site, value, site.args[1:], axis, dtype)
     check_default(site)
     out_scale, out_zero = output(site, 3)
-    ndim, axis = len(site.in_dims(0)), int(attrs.axis)
+    ndim = len(site.in_dims(0))
     multiplier = divide_scales(spread(site.array(1), axis, ndim), out_scale)
     moved = centre(site, 0, spread(site.array(2), axis, ndim))
-    return round_off(site, scale_by(site, moved, multiplier), out_zero, str(attrs.out_dtype))
+    return round_off(site, scale_by(site, moved, multiplier), out_zero, dtype)
 
 
 # -- convolutions and products ---------------------------------------------------------------------
@@ -215,66 +273,118 @@ def export_conv1d(site: ExportSite) -> syntax.Expr:
 
 
 def export_conv2d_transpose(site: ExportSite) -> syntax.Expr:
-    attrs = conv_attrs(site, str(site.attrs.kernel_layout), site.in_shape(1))
+    kernel, attrs = transposed_kernel(site)
     attrs["out_dtype"] = sum_dtype(site)
-    return site.op("qnn.conv2d_transpose", *site.args, **attrs)
+    return site.op("qnn.conv2d_transpose", site.args[0], kernel, *site.args[2:], **attrs)
 
 
 def export_dense(site: ExportSite) -> syntax.Expr:
     shape = site.in_dims(0)
-    rows = site.args[0] if len(shape) == 2 else site.reshape(site.args[0], (-1, shape[-1]))
     units, kind = site.in_shape(1)[0], sum_dtype(site)
-    found = site.op("qnn.dense", rows, *site.args[1:], units=units, out_dtype=kind)
+    name, operands = "qnn.dense", site.args
+    if site.dtype(0) not in BYTES:
+        name, operands = "nn.dense", centred_operands(site)
+    if len(shape) != 2:
+        operands = (site.reshape(operands[0], (-1, shape[-1])), *operands[1:])
+    found = site.op(name, *operands, units=units, out_dtype=kind)
     return found if len(shape) == 2 else site.reshape(found, site.out_dims())
+
+
+def centred_operands(site: ExportSite) -> tuple[syntax.Expr, ...]:
+    """(data - its zero point, weight - its zero points) in int32, for data that QNN's operator does
+    not take.
+    """
+    ndim = len(site.in_dims(1))
+    return centre(site, 0, site.array(2)), centre(site, 1, spread(site.array(3), 0, ndim))
 
 
 def export_batch_matmul(site: ExportSite) -> syntax.Expr:
     left, right = site.in_dims(0), site.in_dims(1)
     if len(left) < 3 or left[:-2] != right[:-2]:
         raise ModelError(f"a product of shapes {left} and {right} has no form in Relay")
+    name, given = "qnn.batch_matmul", site.args
+    if not {site.dtype(0), site.dtype(1)} <= set(BYTES):
+        name, given = "nn.batch_matmul", centred_operands(site)
     operands = [
         arg if len(shape) == 3 else site.reshape(arg, (-1, *shape[-2:]))
-        for arg, shape in zip(site.args[:2], (left, right), strict=True)
+        for arg, shape in zip(given[:2], (left, right), strict=True)
     ]
-    found = site.op(
-        "qnn.batch_matmul",
-        *operands,
-        *site.args[2:],
-        out_dtype=sum_dtype(site),
-        transpose_b=True,
-    )
+    found = site.op(name, *operands, *given[2:], out_dtype=sum_dtype(site), transpose_b=True)
     return found if len(left) == 3 else site.reshape(found, site.out_dims())
 
 
 # -- elementwise -----------------------------------------------------------------------------------
 
 
-def uses_relay_operator(site: ExportSite) -> bool:
-    """Whether Relay's own operator is written: it computes UPWARD in int64, which is what was
-    asked for, or is near enough.
+def is_relay_mode(site: ExportSite) -> bool:
+    """Whether the operator computes as Relay's does: UPWARD in int64.
 
     Raises:
-        ModelError: another mode was asked for, which Relay has not.
+        ModelError: it computes neither so nor as this package does by default.
     """
     if has_mode(site, Rounding.UPWARD, Arithmetic.INT64):
         return True
     check_default(site)
-    return not site.exact
+    return False
 
 
 def binary_dtype(site: ExportSite) -> str:
     return str(site.attrs.out_dtype) or site.dtype(0)
 
 
-def binary(name: str, exactly: Any) -> Export:
+def is_narrow(site: ExportSite) -> bool:
+    """Whether operands and result share one dtype and have one scale each, as Relay's operator has
+    them in all releases.
+    """
+    dtypes = {site.dtype(0), site.dtype(1), binary_dtype(site)}
+    return len(dtypes) == 1 and all(site.array(index).size == 1 for index in (2, 3, 4, 5))
+
+
+def binary(name: str, exactly: Export, nearly: Export | None = None) -> Export:
+    """Relay's operator where it computes what is asked for, or near enough; `nearly` where that has
+    other dtypes or scales than Relay's.
+    """
+
     def export(site: ExportSite) -> syntax.Expr:
         attrs = site.attrs
-        same_dtype = site.dtype(0) == site.dtype(1) == binary_dtype(site)
-        if uses_relay_operator(site) and same_dtype:
+        if is_relay_mode(site):
+            if len({site.dtype(0), site.dtype(1), binary_dtype(site)}) > 1:
+                raise ModelError("its operands and result differ in dtype")
             axes = {"lhs_axis": int(attrs.lhs_axis), "rhs_axis": int(attrs.rhs_axis)}
             return site.op(name, *site.args, **axes)
-        check_default(site)
-        return exactly(site)
+        if not site.exact and is_narrow(site):
+            return site.op(name, *site.args)
+        if site.exact or nearly is None or binary_dtype(site) == "uint16":
+            return exactly(site)
+        return nearly(site)
+
+    return export
+
+
+def sum_nearly(name: str) -> Export:
+    """An accumulator and a byte: Relay's operator in int32, in fractions of the result's step, so
+    that nothing saturates before the sum and one rounding counts.
+
+        qnn.add(acc, byte)  ->  qnn.requantize(qnn.add(qnn.requantize(acc), cast(byte)))
+    """
+
+    def export(site: ExportSite) -> syntax.Expr:
+        operands: list[syntax.Expr] = []
+        given: list[syntax.Expr] = []
+        scale, _ = output(site, 6)
+        steps = 2 ** (SUM_BITS - np.iinfo(binary_dtype(site)).bits)
+        fine = (site.number(scale / np.float32(steps), "float32"), site.number(0, "int32"))
+        for index, axis in enumerate((int(site.attrs.lhs_axis), int(site.attrs.rhs_axis))):
+            value, own = site.args[index], site.args[2 + 2 * index : 4 + 2 * index]
+            if site.dtype(index) != "int32":
+                value = site.op("cast", value, dtype="int32")
+            if site.dtype(index) == "int32" or site.array(2 + 2 * index).size > 1:
+                value = requantize(site, value, (*own, *fine), axis, "int32")
+                own = fine
+            operands.append(value)
+            given += own
+        total = site.op(name, *operands, *given, *fine)
+        return requantize(site, total, (*fine, *site.args[6:8]), -1, binary_dtype(site))
 
     return export
 
@@ -289,19 +399,20 @@ def sides(site: ExportSite) -> list[tuple[syntax.Expr, np.ndarray]]:
     return found
 
 
-def add_exactly(sign: int) -> Any:
-    """t = fma(r, m_r, l * m_l), the fma as a sum in float64, which is exact before the last
-    rounding.
-    """
+def add_exactly(sign: int) -> Export:
+    """t = fma(r, m_r, l * m_l), the fma as a sum in float64."""
 
     def export(site: ExportSite) -> syntax.Expr:
         (left, left_scale), (right, right_scale) = sides(site)
         out_scale, zero_point = output(site, 6)
         first = divide_scales(left_scale, out_scale)
         second = divide_scales(right_scale, out_scale) * np.float32(sign)
-        exponents = [np.frexp(each)[1] for each in (first, second)]
-        if max(e.max() for e in exponents) - min(e.min() for e in exponents) > MAX_EXPONENT_GAP:
-            raise ModelError("the scales of its operands are too far apart to add exactly")
+        info = np.iinfo(binary_dtype(site))
+        limit = max(zero_point - info.min, info.max - zero_point) + 1
+        if not sum_rounds_once(first, second, centred_values(site, 1), limit):
+            raise ModelError(
+                "the scales of its operands are too far apart to add exactly; exact=False adds them"
+            )
         t = site.op("cast", scale_by(site, left, first), dtype="float64")
         factor = site.constant(second.astype("float64"), "multiplier")
         product = site.op("multiply", site.op("cast", right, dtype="float64"), factor)
@@ -309,6 +420,43 @@ def add_exactly(sign: int) -> Any:
         return round_off(site, total, zero_point, binary_dtype(site))
 
     return export
+
+
+def centred_values(site: ExportSite, index: int) -> np.ndarray | None:
+    """All values (q - zero point) of an operand of a sum; None if they are too many."""
+    info, zero_point = np.iinfo(site.dtype(index)), site.array(3 + 2 * index)
+    if info.bits > 16:
+        return None
+    low, high = info.min - int(zero_point.max()), info.max - int(zero_point.min())
+    return np.arange(low, high + 1)
+
+
+def sum_rounds_once(
+    first: np.ndarray, second: np.ndarray, values: np.ndarray | None, limit: int
+) -> bool:
+    """Whether rounding `float32(l * first) + r * second` to float64 and then to float32 gives the
+    integer that rounding it to float32 does, within +-limit, for all integers l and r.
+
+    A summand of at least `least` has no bit below the last of a float64 of that size. A float32
+    below it may be cut off: that matters only where the other summand lies as near to one of the
+    thresholds at which float32 values round to another integer, half a unit of float32 beside the
+    halves.
+
+    Args:
+        values: All values of r; None if they are too many to try.
+    """
+    bits = math.ceil(math.log2(limit))
+    least = 2.0 ** (bits - (DOUBLE_BITS - FLOAT_BITS) - 1)
+    if np.any((np.abs(second) < least) & (second != 0)):
+        return False
+    cut = (np.abs(first) < least) & (first != 0)
+    if not cut.any():
+        return True
+    if values is None:
+        return False
+    products = values * np.unique(second.astype("float64"))[:, None]
+    distance = np.abs(products - np.floor(products) - 0.5)
+    return bool((distance > least + 2.0 ** (bits - FLOAT_BITS)).all())
 
 
 def multiply_exactly(site: ExportSite) -> syntax.Expr:
@@ -326,11 +474,12 @@ def export_concatenate(site: ExportSite) -> syntax.Expr:
     attrs = site.attrs
     parts, scales, zeros = site.args[:3]
     axis = int(attrs.axis)
-    if uses_relay_operator(site):
+    dtype = str(site.call.ty.dtype)
+    dtypes = {str(field.dtype) for field in site.call.args[0].ty.fields}
+    if is_relay_mode(site) or (not site.exact and dtypes == {dtype}):
         packed = [site.tuple_of(each) for each in (parts, scales, zeros)]
         return site.op("qnn.concatenate", *packed, *site.args[3:], axis=axis)
     out_scale, out_zero = output(site, 3)
-    dtype = str(site.call.ty.dtype)
     moved = []
     for part, scale, zero in zip(parts, site.fields(1), site.fields(2), strict=True):
         if (float(scale), int(zero)) == (float(out_scale), out_zero):
@@ -344,7 +493,7 @@ def export_concatenate(site: ExportSite) -> syntax.Expr:
 
 def export_leaky_relu(site: ExportSite) -> syntax.Expr:
     alpha = float(site.attrs.alpha)
-    if uses_relay_operator(site):
+    if is_relay_mode(site):
         return site.op("qnn.leaky_relu", *site.args, alpha=alpha)
     scale, zero_point = site.array(1).reshape(()), site.array(2).reshape(())
     out_scale, out_zero = output(site, 3)
@@ -365,20 +514,47 @@ def export_leaky_relu(site: ExportSite) -> syntax.Expr:
 
 def average(site: ExportSite, total: syntax.Expr, count: int, dtype: str) -> syntax.Expr:
     """A sum of centred integers in the output's space: m' = m / float32(count)."""
-    out_scale, out_zero = output(site, 3)
-    multiplier = divide_scales(site.array(1).reshape(()), out_scale) / np.float32(count)
+    scale, (out_scale, out_zero) = site.array(1).reshape(()), output(site, 3)
+    if not site.exact and dtype != "uint16":
+        mean_scale = site.constant(scale / np.float32(count), "scale")
+        given = (mean_scale, site.number(0, "int32"), *site.args[3:5])
+        return requantize(site, total, given, -1, dtype)
+    multiplier = divide_scales(scale, out_scale) / np.float32(count)
     return round_off(site, scale_by(site, total, multiplier), out_zero, dtype)
+
+
+def keeps_space(site: ExportSite, dtype: str) -> bool:
+    """Whether the result has dtype, scale and zero point of operand 1."""
+    return dtype == site.dtype(0) and all(
+        site.array(index).item() == site.array(index + 2).item() for index in (1, 2)
+    )
+
+
+def pool_integers(site: ExportSite, dtype: str, **attrs: Any) -> syntax.Expr:
+    """cast - nn.avg_pool2d - cast, as TVM's TFLite frontend writes it: truncates."""
+    wide = site.op("cast", site.args[0], dtype="int32")
+    return site.op("cast", site.op("nn.avg_pool2d", wide, **attrs), dtype=dtype)
+
+
+#: axes over which a mean is an average pool -> layout of its data
+POOLED_AXES = {(1, 2): "NHWC", (2, 3): "NCHW"}
 
 
 def export_mean(site: ExportSite) -> syntax.Expr:
     check_default(site)
     shape = site.in_dims(0)
     axes = tuple(axis % len(shape) for axis in ints(site.attrs.axes)) or tuple(range(len(shape)))
+    dtype = str(site.attrs.out_dtype) or site.dtype(0)
+    layout = POOLED_AXES.get(tuple(sorted(axes))) if len(shape) == 4 else None
+    if layout is not None and not site.exact and keeps_space(site, dtype):
+        window = tuple(known_size(shape[layout.index(axis)]) for axis in "HW")
+        found = pool_integers(site, dtype, pool_size=window, layout=layout)
+        return found if site.attrs.keepdims else site.reshape(found, site.out_dims())
     moved = centre(site, 0, site.array(2).reshape(()))
     total = site.op("sum", moved, axis=axes, keepdims=bool(site.attrs.keepdims))
     count = int(np.prod([known_size(shape[axis]) for axis in axes]))
     check_register(choose_total_dtype(site.dtype(0), site.call.args[2], count))
-    return average(site, total, count, str(site.attrs.out_dtype) or site.dtype(0))
+    return average(site, total, count, dtype)
 
 
 def export_avg_pool2d(site: ExportSite) -> syntax.Expr:
@@ -389,7 +565,10 @@ def export_avg_pool2d(site: ExportSite) -> syntax.Expr:
         common = pool_attrs(site)
         return site.op("qnn.avg_pool2d", *site.args, **common, count_include_pad=included)
     check_default(site)
-    if attrs.ceil_mode or (any(ints(attrs.padding)) and not included):
+    pads = any(ints(attrs.padding))
+    if not site.exact and keeps_space(site, site.dtype(0)) and not (pads and included):
+        return pool_integers(site, site.dtype(0), **pool_attrs(site))
+    if attrs.ceil_mode or (pads and not included):
         raise ModelError("it averages over windows of different sizes")
     layout, window = str(attrs.layout), ints(attrs.pool_size)
     check_register(choose_total_dtype(site.dtype(0), site.call.args[2], int(np.prod(window))))
@@ -431,8 +610,8 @@ QUANTIZED_EXPORTS: Exports = {
     "relax.qnn.conv2d_transpose": export_conv2d_transpose,
     "relax.qnn.dense": export_dense,
     "relax.qnn.batch_matmul": export_batch_matmul,
-    "relax.qnn.add": binary("qnn.add", add_exactly(1)),
-    "relax.qnn.subtract": binary("qnn.subtract", add_exactly(-1)),
+    "relax.qnn.add": binary("qnn.add", add_exactly(1), sum_nearly("qnn.add")),
+    "relax.qnn.subtract": binary("qnn.subtract", add_exactly(-1), sum_nearly("qnn.subtract")),
     "relax.qnn.mul": binary("qnn.mul", multiply_exactly),
     "relax.qnn.concatenate": export_concatenate,
     "relax.qnn.leaky_relu": export_leaky_relu,
