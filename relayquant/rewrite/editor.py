@@ -18,6 +18,7 @@ from tvm.ir import Call, Op
 from relayquant.errors import ModelError
 from relayquant.rewrite.function import define_function
 from relayquant.rewrite.graph import free_vars
+from relayquant.rewrite.inline import inline_functions
 
 #: Comes after every helper that was defined for the same value.
 _LAST = 2**62
@@ -26,11 +27,11 @@ _LAST = 2**62
 class Editor:
     """Function `main` of a module as a table of values; the module itself is never changed.
 
-    Accepts several binding blocks (they are merged) and match_cast; refuses control flow and side
-    effects.
+    Accepts several binding blocks (they are merged), match_cast, and calls of other functions of
+    the module (they become part of main); refuses control flow, recursion and side effects.
 
     Raises:
-        ModelError: there is no main, or it has control flow or side effects.
+        ModelError: there is no main, or it has control flow, recursion or side effects.
     """
 
     def __init__(self, mod: tvm.IRModule) -> None:
@@ -41,7 +42,7 @@ class Editor:
                 f"{', '.join(names) or 'none'}). "
                 "Rename the function to quantize to 'main'."
             )
-        func = relax.transform.Normalize()(mod)["main"]
+        func = inline_functions(relax.transform.Normalize()(mod))
         if not func.is_pure:
             raise ModelError(
                 "Function main has side effects (it is not pure), so that its operators cannot be "
@@ -78,10 +79,10 @@ class Editor:
                 "supported. Export the model for one fixed path."
             )
         callee = value.op if isinstance(value, Call) else None
-        if isinstance(callee, tvm.ir.GlobalVar | relax.Var):
+        if isinstance(callee, relax.Var):
             raise ModelError(
-                f"Value {var.name!r} of main calls the function {callee!s}. Inline it first: "
-                "relax.transform.InlinePrivateFunctions()(mod)."
+                f"Value {var.name!r} of main calls {callee.name!r}, a function that is a value of "
+                "main. Make it a function of the module, or write its operators into main."
             )
         if isinstance(binding, relax.MatchCast):
             self._casts[var] = binding

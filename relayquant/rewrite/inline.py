@@ -1,0 +1,139 @@
+"""What main calls becomes part of main, before the editor reads it: later stages see one function.
+
+TVM's own `inline_functions` leaves symbolic dimensions of what it inlines without a definition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import tvm
+import tvm_ffi
+from tvm import relax, tirx
+from tvm.ir import Call, GlobalVar, TupleType
+
+from relayquant.errors import ModelError
+
+#: What stands for the parameters, values and dimensions of one call of a function.
+Substitution = dict[relax.Var, Any]
+Node = TypeVar("Node")
+
+
+def inline_functions(mod: tvm.IRModule) -> relax.Function:
+    """Function main with the bodies of the Relax functions of the module that it calls, private or
+    public, in place of the calls. Values are named after the call that they come from:
+
+        block(x, w): product = matmul(x, w); return relu(product)
+        main(x):     first = block(x, w1); ...
+    ->  main(x):     first.product = matmul(x, w1); first = relu(first.product); ...
+
+    Dimensions that are symbolic in the function are those of the call. The module is not changed.
+
+    Raises:
+        ModelError: a function calls itself, directly or through others; or the caller does not know
+            a dimension that the function has a name for.
+    """
+    main = mod["main"]
+    values = (binding.value for block in main.body.blocks for binding in block.bindings)
+    if not any(find_callee(mod, value) for value in values):
+        return main
+    bindings = list(_copy_bindings(mod, main, {}, ("main",), ""))
+    result = bindings.pop().value
+    body = relax.SeqExpr([relax.DataflowBlock(bindings)], result)
+    return relax.Function(main.params, body, main.ret_ty, bool(main.is_pure), main.attrs)
+
+
+def find_callee(mod: tvm.IRModule, value: relax.Expr) -> GlobalVar | None:
+    """The Relax function of the module that `value` calls, None if it calls none."""
+    callee = value.op if isinstance(value, Call) else None
+    if isinstance(callee, GlobalVar) and isinstance(mod[callee], relax.Function):
+        return callee
+    return None
+
+
+def _copy_bindings(
+    mod: tvm.IRModule,
+    func: relax.Function,
+    new: Substitution,
+    path: tuple[str, ...],
+    prefix: str,
+) -> Iterator[relax.Binding]:
+    """Bindings of `func`, which calls along `path` reached, with `prefix` before their names and
+    those of calls instead of the calls; the last one binds the result.
+    """
+    for block in func.body.blocks:
+        for binding in block.bindings:
+            value, kind = substitute(binding.value, new), substitute(binding.var.ty, new)
+            name = prefix + binding.var.name
+            callee = find_callee(mod, value)
+            if callee is not None:
+                *inner, last = _copy_call(mod, callee, value, path, name)
+                yield from inner
+                value = last.value
+            var = binding.var
+            if prefix:
+                new[var] = type(var)(name, kind)
+                var = new[var]
+            if isinstance(binding, relax.MatchCast):
+                yield relax.MatchCast(var, value, substitute(binding.ty, new))
+            else:
+                yield relax.VarBinding(var, value)
+    result = substitute(func.body.body, new)
+    yield relax.VarBinding(relax.Var(f"{prefix}result", func.ret_ty), result)
+
+
+def _copy_call(
+    mod: tvm.IRModule, callee: GlobalVar, call: Call, path: tuple[str, ...], name: str
+) -> Iterator[relax.Binding]:
+    """Bindings of the function that value `name` of `path[-1]` calls, with what it passes."""
+    inner = callee.name_hint
+    if inner in path:
+        cycle = " -> ".join((*path[path.index(inner) :], inner))
+        raise ModelError(
+            f"Value {name!r} of main calls {inner} within {inner} ({cycle}): how deep this "
+            "recursion goes is not known before the model runs. Unroll it to a fixed depth."
+        )
+    func = mod[callee]
+    new: Substitution = dict(zip(func.params, call.args, strict=True))
+    for param, arg in zip(func.params, call.args, strict=True):
+        for dim, size in match_dimensions(param.ty, arg.ty):
+            if size is None:
+                raise ModelError(
+                    f"Value {name!r} of main calls {inner}, which has dimension {dim.name!r} of "
+                    f"{param.name!r}; what is passed is {arg.ty}. Say its shape by match_cast "
+                    "before the call."
+                )
+            new.setdefault(dim, size)
+    for dim in relax.analysis.defined_symbolic_vars(func):  # what match_cast defines within
+        new.setdefault(dim, tirx.Var(dim.name, dim.ty))
+    return _copy_bindings(mod, func, new, (*path, inner), f"{name}.")
+
+
+def match_dimensions(wanted: Any, given: Any) -> Iterator[tuple[tirx.Var, Any]]:
+    """(symbolic dimension of type `wanted`, its size in type `given` or None if that is not
+    known).
+    """
+    if isinstance(wanted, TupleType):
+        fields = given.fields if isinstance(given, TupleType) else [None] * len(wanted.fields)
+        for pair in zip(wanted.fields, fields, strict=True):
+            yield from match_dimensions(*pair)
+        return
+    dims, sizes = list_dimensions(wanted), list_dimensions(given)
+    for place, dim in enumerate(dims):
+        if isinstance(dim, tirx.Var):
+            yield dim, sizes[place] if place < len(sizes) else None
+
+
+def list_dimensions(kind: Any) -> list[Any]:
+    """Dimensions of the type of a tensor or shape; empty where they are not known."""
+    shape = kind if isinstance(kind, relax.ShapeType) else getattr(kind, "shape", None)
+    return list(getattr(shape, "values", None) or ())
+
+
+def substitute(node: Node, new: Substitution) -> Node:
+    """An expression or a type with variables replaced, those of dimensions as well."""
+    if not new:
+        return node
+    result: Any = tvm_ffi.structural_map(node, (relax.Var, lambda var: new.get(var, var)))
+    return result
