@@ -165,12 +165,14 @@ def apply_wide_op(g: GraphBuilder, op: str, x: relax.Var) -> relax.Var:
         return g.emit(relax.op.expand_dims(y, [2]), "map")
     if op == "pool_any" and min(h, w) >= 3:
         call = nn.max_pool2d if draw(0, 1) else nn.avg_pool2d
+        window = (draw(2, 3), draw(1, 3))
         more = {} if call is nn.max_pool2d else {"count_include_pad": bool(draw(0, 1))}
         y = call(
             x,
-            (draw(2, 3), draw(1, 3)),
+            window,
             strides=(draw(1, 3), draw(1, 2)),
-            padding=(0, draw(0, 1), draw(0, 1), 0),
+            # A window of padding alone has no value: -inf or 0/0, and PyTorch and ONNX refuse it.
+            padding=(0, draw(0, min(1, window[1] - 1)), draw(0, 1), 0),
             ceil_mode=bool(draw(0, 1)),
             **more,
         )
