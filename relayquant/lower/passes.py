@@ -11,6 +11,7 @@ from tvm.target import Target
 from relayquant.lower.floating import lower_float
 from relayquant.lower.integer import has_integer_main, lower_integer
 from relayquant.lower.layout import convert_layout
+from relayquant.lower.run_time_sizes import KEEP_SIZED_CALLS
 from relayquant.lower.schedule import create_schedule_pass
 from relayquant.lower.vector_math import create_math_pass
 from relayquant.lower.weight_zero import centre_weights
@@ -32,6 +33,7 @@ def make_pipeline(target: Target) -> tvm.transform.Pass:
                     relax.backend.DispatchSampling(),
                     relax.transform.LegalizeOps(),
                     relax.transform.AnnotateTIROpPattern(),
+                    KEEP_SIZED_CALLS,
                     relax.transform.FuseOps(),
                     relax.transform.FuseTIR(),
                     create_schedule_pass(target),
