@@ -47,7 +47,9 @@ def name_values(mod: tvm.IRModule, sources: Mapping[str, SourceNode]) -> tvm.IRM
     editor = Editor(mod)
     for var in editor.order():
         # emit_output binds the result to a value of its own: gv = value:y; return gv
-        if not var.name.startswith(MARK) and isinstance(editor.values[var], relax.Var):
+        # A match_cast of a value stays: it defines the sizes that are known at run time only.
+        is_alias = isinstance(editor.values[var], relax.Var) and not editor.is_cast(var)
+        if is_alias and not var.name.startswith(MARK):
             editor.replace(var, editor.values[var])
     exact: dict[relax.Var, str] = {
         var: var.name.removeprefix(MARK) for var in editor.values if var.name.startswith(MARK)

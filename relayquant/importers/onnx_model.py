@@ -28,6 +28,7 @@ from relayquant.errors import ModelError, format_count, suggest_name
 from relayquant.files import reading
 from relayquant.importers.files import DEFAULT_MAX_BYTES, PathLike, check_file
 from relayquant.importers.names import MARK, SourceNode, name_values
+from relayquant.importers.onnx_bodies import Body, find_body, has_body
 from relayquant.importers.onnx_control_flow import CONTROL_FLOW
 from relayquant.importers.onnx_fold import fold_node, settle_sizes
 from relayquant.importers.onnx_functions import MAX_NODES, check_expansion
@@ -42,6 +43,9 @@ MIN_OPSET = 7
 
 #: Operator domains that TVM's frontend serves.
 DOMAINS = ("", "ai.onnx", "com.microsoft")
+
+#: Operators of ONNX that TVM takes for those of another domain.
+EXPANDED = (("", "Attention"),)
 
 #: Largest input or weight that is taken for meant, in elements.
 MAX_ELEMENTS = 2**40
@@ -366,6 +370,7 @@ class _Importer(_FRONTEND.ONNXGraphImporter):
         self.sources: dict[str, SourceNode] = {}
         self._graph = graph
         self._count = self._depth = 0
+        self._is_in_body = False
         # What a body computes may get the name of an output of its If, and no other that is taken.
         self._names: dict[str, str] = {}
         self._taken = {*(info.name for info in (*graph.input, *graph.initializer))}
@@ -388,7 +393,8 @@ class _Importer(_FRONTEND.ONNXGraphImporter):
         known = {*_FRONTEND._get_convert_map(), *OPERATORS, *CONTROL_FLOW, "Constant"}
         missing: dict[str, list[str]] = {}
         for node in nodes:
-            if node.domain not in DOMAINS or node.op_type not in known:
+            is_known = node.domain in DOMAINS and node.op_type in known
+            if not is_known and not has_body(node, self.opset):
                 name = f"{node.domain}.{node.op_type}" if node.domain else node.op_type
                 missing.setdefault(name, []).append(_node_name(node))
         if missing:
@@ -402,6 +408,10 @@ class _Importer(_FRONTEND.ONNXGraphImporter):
 
     def _construct_nodes(self, graph: _GraphView) -> None:
         self._construct_all(self._graph.node)
+        for info in self._graph.output:
+            value = self._nodes.get(info.name)
+            if isinstance(value, relax.Expr) and isinstance(value.ty, relax.ShapeType):
+                self._nodes[info.name] = self.bb.emit(relax.op.shape_to_tensor(value))
 
     def _construct_all(self, nodes: Iterable[onnx.NodeProto]) -> None:
         for node in nodes:
@@ -436,11 +446,40 @@ class _Importer(_FRONTEND.ONNXGraphImporter):
         else:
             values = fold_node(node, operands, self.opset)
             if values is None:
-                super()._construct_nodes(_GraphView([node], (), (), ()))
+                inputs = [operands.get(name) for name in node.input]
+                body = find_body(node, inputs, self.opset) if self._wants_body(node) else None
+                if body is None:
+                    super()._construct_nodes(_GraphView([node], (), (), ()))
+                else:
+                    self._construct_body(node, body)
                 self._name_outputs(node)
                 return
         for name, value in zip(node.output, values, strict=False):
             self._nodes[name] = value
+
+    def _wants_body(self, node: onnx.NodeProto) -> bool:
+        """Whether a node is built from the operators that ONNX defines it by: where TVM has none of
+        that name, or another one.
+        """
+        if node.op_type in OPERATORS:
+            return False
+        is_missing = node.op_type not in _FRONTEND._get_convert_map()
+        return is_missing or (node.domain, node.op_type) in EXPANDED
+
+    def _construct_body(self, node: onnx.NodeProto, body: Body) -> None:
+        """The nodes of a body, whose values have no names of their own."""
+        self._check_nodes(body.nodes)
+        self._count += len(body.nodes)
+        outer, opset, is_in_body = self._nodes, self.opset, self._is_in_body
+        self._nodes = {name: outer[name] for name in node.input if name}
+        self.opset, self._is_in_body = body.opset, True
+        try:
+            for inner in body.nodes:
+                self._construct_node(inner)
+            results = {name: self._nodes[name] for name in node.output if name}
+        finally:
+            self._nodes, self.opset, self._is_in_body = outer, opset, is_in_body
+        self._nodes.update(results)
 
     def _build_body(
         self, node: onnx.NodeProto, body: onnx.GraphProto, operands: Sequence[relax.Expr]
@@ -486,6 +525,10 @@ class _Importer(_FRONTEND.ONNXGraphImporter):
             if not name:
                 continue
             value = self._nodes[name] = settle_sizes(self._nodes[name])
+            if self._is_in_body:
+                if isinstance(value, tvm.ir.Call | relax.TupleGetItem):
+                    self._nodes[name] = self.bb.emit(value)
+                continue
             shown = self._choose_name(name)
             self.sources[shown] = SourceNode(node.name, node.op_type, self._find_constants(node))
             is_tensor = isinstance(value, relax.Expr) and isinstance(value.ty, relax.TensorType)

@@ -1,9 +1,10 @@
 """ONNX operators that are converted here instead of by TVM's frontend, and why.
 
 TVM turns Clip, Pad and auto_pad into `call_tir` of anonymous loops, which no pattern can
-recognize, reduces a stacked copy for Min, Max and Sum, and ignores some attributes. A function
-here takes the block builder, the inputs (constants where known, None where absent), the attributes
-and the opset, and returns the value, or None to leave the node to TVM.
+recognize, reduces a stacked copy for Min, Max and Sum, ignores some attributes, outputs and
+versions, and computes some values that it finds at run time otherwise than ONNX defines; each
+function says which. It takes the block builder, the inputs (constants where known, None where
+absent), the attributes and the opset, and returns the value, or None to leave the node to TVM.
 """
 
 from __future__ import annotations
@@ -19,6 +20,21 @@ from tvm.ir import GenericConst
 
 from relayquant import _tvm
 from relayquant.importers.onnx_activations import find_activation
+from relayquant.importers.onnx_arithmetic import (
+    convert_bit_shift,
+    convert_cosh,
+    convert_dropout,
+    convert_is_inf,
+    convert_mod,
+    convert_pow,
+    convert_sinh,
+)
+from relayquant.importers.onnx_normalization import (
+    convert_batch_normalization,
+    convert_layer_normalization,
+    convert_lp_normalization,
+    convert_rms_normalization,
+)
 from relayquant.importers.onnx_quantized import (
     convert_conv_integer,
     convert_dequantize_linear,
@@ -27,14 +43,31 @@ from relayquant.importers.onnx_quantized import (
     convert_quantize_linear,
 )
 from relayquant.importers.onnx_recurrent import GRU, LSTM, RNN, convert_recurrent
+from relayquant.importers.onnx_reductions import (
+    REDUCTIONS,
+    convert_log_sum_exp,
+    convert_one_hot,
+    convert_reduction,
+    convert_top_k,
+)
+from relayquant.importers.onnx_resize import convert_resize, convert_upsample
+from relayquant.importers.onnx_sizes import (
+    convert_constant_of_shape,
+    convert_expand,
+    convert_reshape,
+    limit_range,
+    slice_at_run_time,
+)
+from relayquant.importers.onnx_vision import (
+    convert_non_max_suppression,
+    convert_roi_align,
+    convert_space_to_depth,
+)
 from relayquant.rewrite.graph import constant_value, tensor_shape
 
 _FRONTEND = _tvm.load_onnx_frontend()
 
 Convert = Callable[[relax.BlockBuilder, Sequence[Any], dict[str, Any], int], "relax.Expr | None"]
-
-#: Largest constant that is computed during the import, in elements.
-MAX_CONSTANT = 2**28
 
 #: R.nn.pad computes its constant in the dtype of the data only for these.
 FLOATS = ("float16", "float32", "float64")
@@ -260,14 +293,23 @@ def _kernel_shape(weight: relax.Expr) -> list[int]:
 def convert_conv(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr:
-    """Conv: auto_pad becomes explicit padding, a constant bias is reshaped at once."""
+    """Conv: auto_pad becomes explicit padding, a constant bias is reshaped at once.
+
+    float16 is summed in float32, where R.nn.conv sums in the dtype of its data.
+    """
     kernel = attrs.get("kernel_shape") or _kernel_shape(inputs[1])
     if "auto_pad" in attrs:
         pads = resolve_auto_pad(attrs, _known_shape(inputs[0], "input")[2:], kernel)
         attrs.pop("auto_pad")
         if pads is not None:
             attrs["pads"] = pads
-    value = _run_frontend("Conv", bb, inputs[:2], attrs, opset)
+    operands = list(inputs[:2])
+    is_half = str(inputs[0].ty.dtype) == "float16"
+    if is_half:
+        operands = [bb.emit(relax.op.astype(operand, "float32")) for operand in operands]
+    value = _run_frontend("Conv", bb, operands, attrs, opset)
+    if is_half:
+        value = bb.emit(relax.op.astype(bb.emit(value), "float16"))
     return _add_bias(bb, value, inputs[2])
 
 
@@ -301,9 +343,11 @@ def convert_fused_conv(
 def convert_slice(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr | None:
-    """Slice below opset 10, which has its bounds as attributes, as that of later ones."""
+    """Slice with bounds of the run time; below opset 10, where they are attributes, as that of
+    later ones.
+    """
     if opset >= 10:
-        return None
+        return slice_at_run_time(bb, inputs, attrs, opset)
     starts, ends = attrs["starts"], attrs["ends"]
     axes = attrs.get("axes", range(len(starts)))
     bounds = [relax.const(np.array(list(row), "int64"), "int64") for row in (starts, ends, axes)]
@@ -371,36 +415,33 @@ def _fold_pairs(
     return op(value, last)
 
 
-def limit_constant_of_shape(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
-) -> None:
-    """ConstantOfShape, which TVM computes at once: refuses what would fill the memory."""
-    shape = constant_value(inputs[0])
-    if shape is not None:
-        _check_constant(math.prod(int(size) for size in shape.ravel()))
-
-
-def limit_range(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
-) -> None:
-    """Range, which TVM computes at once: refuses what would fill the memory."""
-    values = [constant_value(given) for given in inputs]
-    if all(value is not None for value in values):
-        start, limit, step = (float(value.item()) for value in values)
-        _check_constant(math.inf if step == 0 else (limit - start) / step)
-
-
-def _check_constant(size: float) -> None:
-    if size > MAX_CONSTANT:
-        raise ValueError(f"its result has {size:.3g} elements; supported: {MAX_CONSTANT}")
-
-
 #: ONNX operator type -> its conversion here.
 OPERATORS: dict[str, Convert] = {
+    **{name: functools.partial(convert_reduction, name) for name in REDUCTIONS},
     "AveragePool": functools.partial(_convert_pool, "AveragePool"),
     "Celu": convert_celu,
     "Clip": convert_clip,
-    "ConstantOfShape": limit_constant_of_shape,
+    "Cosh": convert_cosh,
+    "Dropout": convert_dropout,
+    "Expand": convert_expand,
+    "IsInf": convert_is_inf,
+    "LayerNormalization": convert_layer_normalization,
+    "LpNormalization": convert_lp_normalization,
+    "Mod": convert_mod,
+    "NonMaxSuppression": convert_non_max_suppression,
+    "Pow": convert_pow,
+    "RMSNormalization": convert_rms_normalization,
+    "ReduceLogSumExp": convert_log_sum_exp,
+    "Reshape": convert_reshape,
+    "Resize": convert_resize,
+    "RoiAlign": convert_roi_align,
+    "Sinh": convert_sinh,
+    "SpaceToDepth": convert_space_to_depth,
+    "TopK": convert_top_k,
+    "Upsample": convert_upsample,
+    "BatchNormalization": convert_batch_normalization,
+    "BitShift": convert_bit_shift,
+    "ConstantOfShape": convert_constant_of_shape,
     "Conv": convert_conv,
     "ConvInteger": convert_conv_integer,
     "ConvTranspose": convert_conv_transpose,
@@ -415,6 +456,7 @@ OPERATORS: dict[str, Convert] = {
     "MatMulInteger": convert_matmul_integer,
     "MaxPool": functools.partial(_convert_pool, "MaxPool"),
     "Min": functools.partial(_fold_pairs, relax.op.minimum),
+    "OneHot": convert_one_hot,
     "Pad": convert_pad,
     "QuantizeLinear": convert_quantize_linear,
     "RNN": functools.partial(convert_recurrent, RNN),

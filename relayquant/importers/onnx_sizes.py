@@ -1,0 +1,220 @@
+"""First stage, ONNX: operators whose result has a size that is an operand.
+
+Sizes that are constants become sizes of the module. Others become symbolic sizes that a match_cast
+reads at run time. Each function is a `Convert` as described in
+`relayquant.importers.onnx_operators`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+from tvm import relax, tirx
+from tvm.ir import GenericConst
+
+from relayquant.rewrite.graph import constant_value, tensor_shape
+
+#: Largest constant that is computed during the import, in elements.
+MAX_CONSTANT = 2**28
+
+
+def read_sizes(value: Any) -> list[Any] | None:
+    """The sizes that an operand lists: integers, or symbolic sizes of the model; None where only
+    the run time knows them.
+    """
+    if isinstance(value, relax.ShapeExpr):
+        return [int(size) if isinstance(size, tirx.IntImm) else size for size in value.values]
+    array = constant_value(value) if isinstance(value, GenericConst) else None
+    return None if array is None else [int(size) for size in array.ravel()]
+
+
+def count_sizes(value: relax.Expr) -> int:
+    """How many sizes a one-dimensional operand lists.
+
+    Raises:
+        ValueError: the model does not say.
+    """
+    shape = tensor_shape(value)
+    if shape is None or len(shape) != 1 or isinstance(shape[0], str):
+        raise ValueError(
+            "the number of its sizes is not known, so that the rank of its result is not"
+        )
+    return int(shape[0])
+
+
+def emit_shape(bb: relax.BlockBuilder, sizes: relax.Expr, count: int) -> relax.ShapeExpr:
+    """Symbolic sizes for an int64 tensor of shape (count,) that is computed at run time.
+
+    shape = R.tensor_to_shape(sizes); R.match_cast(shape, R.Shape([size_0, size_1]))
+    """
+    shape = bb.emit(relax.op.tensor_to_shape(sizes))
+    symbols = [tirx.Var(f"size_{at}", "int64") for at in range(count)]
+    bb.match_cast(shape, relax.ShapeType(symbols))
+    return relax.ShapeExpr(symbols)
+
+
+def emit_sizes(bb: relax.BlockBuilder, value: relax.Expr) -> relax.Expr:
+    """The sizes of a tensor as an int64 tensor."""
+    return bb.emit(relax.op.shape_to_tensor(bb.emit(relax.op.shape_of(value))))
+
+
+def convert_constant_of_shape(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr | None:
+    """ConstantOfShape -> R.full with sizes of the run time; constants are left to TVM.
+
+    Raises:
+        ValueError: the result would fill the memory.
+    """
+    sizes = read_sizes(inputs[0])
+    if sizes is not None:
+        if all(isinstance(size, int) for size in sizes):
+            check_constant(math.prod(sizes))
+        return None
+    value = attrs.get("value")
+    array = np.zeros((), "float32") if value is None else onnx.numpy_helper.to_array(value)
+    shape = emit_shape(bb, inputs[0], count_sizes(inputs[0]))
+    return relax.op.full(shape, relax.const(array.reshape(()), str(array.dtype)))
+
+
+def convert_expand(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr | None:
+    """Expand -> R.broadcast_to, where sizes are constants or of the run time: each is the larger of
+    the two, as both sides of the broadcast may be 1.
+    """
+    data, wanted = inputs
+    have = tensor_shape(data)
+    sizes = read_sizes(wanted)
+    if have is None or isinstance(data, relax.ShapeExpr):
+        return None
+    if sizes is not None:
+        if any(not isinstance(size, int) for size in (*have, *sizes)):
+            return None
+        return relax.op.broadcast_to(data, np.broadcast_shapes(have, tuple(sizes)))
+    count = count_sizes(wanted)
+    rank = max(count, len(have))
+    ones = [relax.const(np.ones(rank - count, "int64"), "int64")] if rank > count else []
+    full = bb.emit(relax.op.concat([*ones, wanted])) if ones else wanted
+    before = [relax.const(np.ones(rank - len(have), "int64"), "int64")] if rank > len(have) else []
+    mine = emit_sizes(bb, data)
+    mine = bb.emit(relax.op.concat([*before, mine])) if before else mine
+    return relax.op.broadcast_to(data, emit_shape(bb, bb.emit(relax.op.maximum(full, mine)), rank))
+
+
+def convert_reshape(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr | None:
+    """Reshape to sizes of the run time; 0 keeps a size (unless allowzero), -1 is what is left.
+
+    Sizes that are constants are left to TVM, except with allowzero.
+    """
+    data, wanted = inputs
+    have = tensor_shape(data)
+    sizes = read_sizes(wanted)
+    allow_zero = bool(attrs.get("allowzero", 0))
+    if have is None or isinstance(data, relax.ShapeExpr):
+        return None
+    if sizes is not None:
+        if not allow_zero or 0 not in sizes:
+            return None
+        return relax.op.reshape(data, relax.ShapeExpr(sizes))
+    count = count_sizes(wanted)
+    zero, one = relax.const(0, "int64"), relax.const(1, "int64")
+    mine = emit_sizes(bb, data)
+    sized = wanted
+    if not allow_zero:
+        kept = mine
+        if count < len(have):
+            kept = bb.emit(relax.op.strided_slice(mine, [0], [0], [count]))
+        elif count > len(have):
+            rest = relax.const(np.zeros(count - len(have), "int64"), "int64")
+            kept = bb.emit(relax.op.concat([mine, rest]))
+        is_kept = bb.emit(relax.op.equal(wanted, zero))
+        sized = bb.emit(relax.op.where(is_kept, kept, wanted))
+    is_left = bb.emit(relax.op.less(sized, zero))
+    given = bb.emit(relax.op.prod(bb.emit(relax.op.where(is_left, one, sized))))
+    left = bb.emit(
+        relax.op.floor_divide(bb.emit(relax.op.prod(mine)), bb.emit(relax.op.maximum(given, one)))
+    )
+    return relax.op.reshape(
+        data, emit_shape(bb, bb.emit(relax.op.where(is_left, left, sized)), count)
+    )
+
+
+def slice_at_run_time(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr | None:
+    """Slice from, to or by values of the run time -> one R.take for each axis, of the indices
+    begin + step * (0 ... count - 1). Constants are left to TVM.
+
+    Raises:
+        ValueError: the axes are not constants, or the number of slices is not known.
+    """
+    data, starts, ends, axes, steps = (*inputs, None, None)[:5]
+    shape = tensor_shape(data)
+    operands = [value for value in (starts, ends, steps) if value is not None]
+    if shape is None or all(read_sizes(value) is not None for value in operands):
+        return None
+    count = count_sizes(starts)
+    taken = list(range(count)) if axes is None else read_sizes(axes)
+    if taken is None:
+        raise ValueError("its axes are computed at run time; supported: constants")
+    zero, one = relax.const(0, "int64"), relax.const(1, "int64")
+    sizes = emit_sizes(bb, data)
+
+    def pick(values: relax.Expr | None, at: int) -> relax.Expr:
+        if values is None:
+            return one
+        item = bb.emit(relax.op.take(values, relax.const(at, "int64"), axis=0))
+        return bb.emit(relax.op.astype(item, "int64"))
+
+    for at, axis in enumerate(axis % len(shape) for axis in taken):
+        size = pick(sizes, axis)
+        step = pick(steps, at)
+        back = bb.emit(relax.op.less(step, zero))
+        # A position counts from the end if it is negative, and is clamped to 0 ... size going
+        # forward, to -1 ... size - 1 going back.
+        shift = bb.emit(relax.op.where(back, one, zero))
+        bounds = []
+        for values in (starts, ends):
+            position = pick(values, at)
+            from_end = bb.emit(relax.op.add(position, size))
+            is_negative = bb.emit(relax.op.less(position, zero))
+            position = bb.emit(relax.op.where(is_negative, from_end, position))
+            low = bb.emit(relax.op.negative(shift))
+            high = bb.emit(relax.op.subtract(size, shift))
+            position = bb.emit(relax.op.maximum(position, low))
+            bounds.append(bb.emit(relax.op.minimum(position, high)))
+        begin, end = bounds
+        # ceil((end - begin) / step) = -floor((begin - end) / step), the divisor made positive
+        sign = bb.emit(relax.op.where(back, relax.const(-1, "int64"), one))
+        span = bb.emit(relax.op.multiply(bb.emit(relax.op.subtract(begin, end)), sign))
+        width = bb.emit(relax.op.multiply(step, sign))
+        steps_back = bb.emit(relax.op.floor_divide(span, width))
+        length = bb.emit(relax.op.maximum(bb.emit(relax.op.negative(steps_back)), zero))
+        (symbol,) = emit_shape(bb, bb.emit(relax.op.reshape(length, [1])), 1).values
+        ramp = bb.emit(relax.op.arange(0, symbol, 1, "int64"))
+        indices = bb.emit(relax.op.add(begin, bb.emit(relax.op.multiply(ramp, step))))
+        data = bb.emit(relax.op.take(data, indices, axis))
+    return data
+
+
+def limit_range(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> None:
+    """Range, which TVM computes at once: refuses what would fill the memory."""
+    values = [constant_value(given) for given in inputs]
+    if all(value is not None for value in values):
+        start, limit, step = (float(value.item()) for value in values)
+        check_constant(math.inf if step == 0 else (limit - start) / step)
+
+
+def check_constant(size: float) -> None:
+    """ValueError if a constant of `size` elements would fill the memory."""
+    if size > MAX_CONSTANT:
+        raise ValueError(f"its result has {size:.3g} elements; supported: {MAX_CONSTANT}")

@@ -1,0 +1,205 @@
+"""Operators of ONNX that are converted here: what becomes of them, and what is said of the rest."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+from test_onnx import draw, make_model, operators_of, run_imported
+
+import relayquant as rq
+from relayquant.errors import ModelError
+from relayquant.importers import import_onnx
+
+RAMP = np.arange(4, dtype="float32").reshape(1, 1, 1, 4)
+
+
+def make_mixed_model(node, inputs, opset, weights=None):
+    """A model of one node with inputs of any dtype: name -> array of that dtype and shape."""
+    infos = [
+        helper.make_tensor_value_info(
+            name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape
+        )
+        for name, array in inputs.items()
+    ]
+    outs = [
+        helper.make_tensor_value_info(name, TensorProto.UNDEFINED, None) for name in node.output
+    ]
+    tensors = [numpy_helper.from_array(array, name) for name, array in (weights or {}).items()]
+    graph = helper.make_graph([node], "test", infos, outs, tensors)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=8)
+
+
+@pytest.mark.parametrize("opset", [7, 9, 10])
+def test_upsample__repeats_each_element(opset):
+    scales = np.array([1, 1, 1, 2], "float32")
+    if opset == 7:
+        node = helper.make_node("Upsample", ["x"], ["y"], scales=scales.tolist())
+        model = make_model([node], {"x": [1, 1, 1, 4]}, opset=7)
+    else:
+        node = helper.make_node("Upsample" if opset == 9 else "Resize", ["x", "s"], ["y"])
+        model = make_model([node], {"x": [1, 1, 1, 4]}, weights={"s": scales}, opset=opset)
+    mod, _ = import_onnx(model)
+    assert operators_of(mod) == ["relax.image.resize2d"]
+    (found,) = run_imported(mod, {"x": RAMP})
+    assert found.ravel().tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_resize__symbolic_sizes_grow_by_integers():
+    node = helper.make_node("Resize", ["x", "", "s"], ["y"], mode="linear")
+    weights = {"s": np.array([1, 1, 2, 3], "float32")}
+    model = make_model([node], {"x": ["N", 2, "H", "W"]}, weights=weights)
+    mod, _ = import_onnx(model)
+    assert operators_of(mod) == ["relax.image.resize2d"]
+    weights = {"s": np.array([1, 1, 2, 1.5], "float32")}
+    model = make_model([node], {"x": ["N", 2, "H", "W"]}, weights=weights)
+    with pytest.raises(ModelError, match=r"axis 2 has the symbolic size H; .* shapes="):
+        import_onnx(model)
+
+
+@pytest.mark.parametrize(
+    ("node", "inputs", "opset", "message"),
+    [
+        (
+            helper.make_node("Resize", ["x", "", "", "s"], ["y"]),
+            {"x": RAMP, "s": np.array([1, 1, 2, 8])},
+            13,
+            "sizes are computed at run time; supported: constants",
+        ),
+        (
+            helper.make_node("ReduceSum", ["x", "axes"], ["y"]),
+            {"x": RAMP, "axes": np.array([1])},
+            13,
+            "axes are computed at run time, so that the shape of its result is not known",
+        ),
+        (
+            helper.make_node("TopK", ["x", "k"], ["y", "at"]),
+            {"x": RAMP, "k": np.array([1])},
+            13,
+            "k is computed at run time; supported: constants",
+        ),
+        (
+            helper.make_node("OneHot", ["x", "n", "v"], ["y"]),
+            {"x": RAMP, "n": np.array(3), "v": np.array([0, 1])},
+            13,
+            "depth is computed at run time; supported: constants",
+        ),
+        (
+            helper.make_node("Slice", ["x", "a", "b", "axes"], ["y"]),
+            {"x": RAMP, **dict.fromkeys(("a", "b", "axes"), np.array([1]))},
+            13,
+            "axes are computed at run time; supported: constants",
+        ),
+        (
+            helper.make_node("RoiAlign", ["x", "r", "b"], ["y"], mode="max"),
+            {"x": RAMP, "r": draw(1, 4), "b": np.array([0])},
+            16,
+            "mode is 'max'; supported: avg",
+        ),
+        (
+            helper.make_node("Dropout", ["x", "r", "t"], ["y"]),
+            {"x": RAMP, "r": np.array(0.5, "float32"), "t": np.array(True)},
+            13,
+            "training_mode is not false; supported: inference",
+        ),
+        (
+            helper.make_node("BatchNormalization", [*"xsbmv"], ["y", "p", "q"]),
+            {"x": RAMP, **dict.fromkeys("sbmv", draw(1))},
+            9,
+            "has the outputs of training; supported: one output",
+        ),
+    ],
+    ids=lambda value: value.op_type if hasattr(value, "op_type") else None,
+)
+def test_refused__says_why(node, inputs, opset, message):
+    with pytest.raises(ModelError, match=rf"(?s)operator {node.op_type}.* {message}"):
+        import_onnx(make_mixed_model(node, inputs, opset))
+
+
+def test_run_time_sizes__are_read():
+    node = helper.make_node("Expand", ["x", "shape"], ["y"])
+    model = make_mixed_model(node, {"x": draw(3, 1), "shape": np.array([1, 2])}, 13)
+    mod, _ = import_onnx(model)
+    data = draw(3, 1)
+    for size in (1, 4):
+        (found,) = run_imported(mod, {"x": data, "shape": np.array([1, size])})
+        np.testing.assert_array_equal(found, np.broadcast_to(data, (3, size)))
+
+
+def test_shape__of_symbolic_size_is_a_tensor():
+    node = helper.make_node("Shape", ["x"], ["y"])
+    mod, _ = import_onnx(make_model([node], {"x": ["N", 3]}))
+    (found,) = run_imported(mod, {"x": draw(5, 3)})
+    assert found.dtype == "int64"
+    assert found.tolist() == [5, 3]
+
+
+def test_body__values_are_named_after_the_output():
+    node = helper.make_node("Swish", ["x"], ["y"], "gate", alpha=0.5)
+    mod, _ = import_onnx(make_model([node], {"x": [2, 3]}, opset=24))
+    names = [binding.var.name for binding in mod["main"].body.blocks[0].bindings]
+    assert names[-1] == "y"
+    assert all(name.startswith("y.") for name in names[:-1])
+
+
+def quantize_node(nodes, shape, weights, opset):
+    model = make_model(nodes, {"x": shape}, weights=weights, opset=opset)
+    mod, _ = import_onnx(model)
+    data = [{"x": draw(*shape)} for _ in range(4)]
+    return rq.quantize(mod, None, data, effort="fast", guard=rq.Guard.OFF), data
+
+
+@pytest.mark.parametrize(
+    ("nodes", "shape", "opset"),
+    [
+        (
+            [
+                helper.make_node("MatMul", ["x", "w"], ["q"]),
+                helper.make_node(
+                    "Attention", ["q", "x", "x"], ["y"], q_num_heads=2, kv_num_heads=2
+                ),
+            ],
+            [1, 4, 8],
+            23,
+        ),
+        (
+            [
+                helper.make_node("MatMul", ["x", "w"], ["q"]),
+                helper.make_node("RMSNormalization", ["q", "scale"], ["y"], axis=0),
+            ],
+            [1, 4, 8],
+            23,
+        ),
+        (
+            [
+                helper.make_node("MatMul", ["x", "w"], ["q"]),
+                helper.make_node("Resize", ["q", "", "scales"], ["y"], mode="cubic"),
+            ],
+            [1, 2, 6, 8],
+            18,
+        ),
+        (
+            [
+                helper.make_node("MatMul", ["x", "w"], ["q"]),
+                helper.make_node("TopK", ["q", "k"], ["y", "at"]),
+            ],
+            [1, 4, 8],
+            18,
+        ),
+    ],
+    ids=["attention", "rms_normalization", "resize", "top_k"],
+)
+def test_quantize__of_what_is_expanded(nodes, shape, opset):
+    weights = {
+        "w": draw(8, 8),
+        "scale": draw(8),
+        "scales": np.array([1, 1, 1.5, 2], "float32"),
+        "k": np.array([3]),
+    }
+    used = {name for node in nodes for name in node.input}
+    qmod, data = quantize_node(
+        nodes, shape, {name: value for name, value in weights.items() if name in used}, opset
+    )
+    rows = {row["op"]: row["quantized"] for row in rq.ledger(qmod).to_dict()["operators"]}
+    assert any(rows.values())
+    assert rq.verify(qmod, data[0]).is_equal
