@@ -279,4 +279,28 @@ FLOAT = {
     "resize2d": lambda x: relax.op.image.resize2d(x, (12, 12)),
     "depthwise": lambda x: relax.op.nn.conv2d(x, relax.const(floats(6, 1, 3, 3)), groups=3),
     "permute": lambda x: relax.op.permute_dims(x),
+    "flatten": lambda x: relax.op.flatten(x),
+    "stack": lambda x: relax.op.stack([x, x], 1),
+    "sum": lambda x: relax.op.sum(x, [1]),
+    "silu": lambda x: relax.op.nn.silu(x),
+    "prelu": lambda x: relax.op.nn.prelu(x, relax.const(floats(3)), 1),
+    "log_softmax": lambda x: relax.op.nn.log_softmax(x, 1),
+    "layer_norm": lambda x: relax.op.nn.layer_norm(
+        x, relax.const(floats(6)), relax.const(floats(6)), -1
+    ),
+    "batch_norm": lambda x: relax.op.nn.batch_norm(
+        x, *(relax.const(abs(floats(3)) + 1) for _ in range(4)), axis=1, training=False
+    ),
+    "conv3d, NDHWC by OIDHW": lambda x: relax.op.nn.conv3d(
+        relax.op.reshape(x, (1, 2, 3, 6, 6)),
+        relax.const(floats(4, 6, 2, 3, 3)),
+        data_layout="NDHWC",
+    ),
+    "conv1d_transpose": lambda x: relax.op.nn.conv1d_transpose(
+        relax.op.reshape(x, (2, 3, 36)), relax.const(floats(3, 4, 3))
+    ),
+    "avg_pool1d": lambda x: relax.op.nn.avg_pool1d(relax.op.reshape(x, (2, 3, 36)), 2, 2),
+    "adaptive_avg_pool1d": lambda x: relax.op.nn.adaptive_avg_pool1d(
+        relax.op.reshape(x, (2, 3, 36)), 4
+    ),
 }

@@ -267,6 +267,7 @@ def export_conv1d(site: ExportSite) -> syntax.Expr:
         groups=int(attrs.groups),
         channels=o,
         kernel_size=(1, kernel),
+        kernel_layout="OIHW",
         out_dtype=sum_dtype(site),
     )
     return site.reshape(found, shape)
