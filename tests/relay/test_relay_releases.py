@@ -136,3 +136,13 @@ def test_attributes__defaults_that_changed_are_written():
     for release in RELEASES:
         attrs = {"kernel_layout": "IOHW", "groups": 1}
         assert choose_attributes(release, "nn.conv2d_transpose", attrs) == {"kernel_layout": "IOHW"}
+
+
+def test_conv1d_transpose__kernel_is_named_as_the_release_names_it():
+    """Before 0.12, OIW was the name of kernels (I, O, W); a real 0.10 refuses IOW for them."""
+    mod = build(FLOAT["conv1d_transpose"], x=X)
+    for release in RELEASES:
+        text, _ = to_text(mod, release=str(release))
+        layout = "OIW" if release.minor < 12 else "IOW"
+        assert f'kernel_layout="{layout}"' in text
+        assert "Tensor[(3, 4, 3), float32]" in text

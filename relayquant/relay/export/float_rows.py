@@ -11,6 +11,7 @@ from tvm import relax
 from relayquant.errors import ModelError
 from relayquant.relay import syntax
 from relayquant.relay.export.base import Export, Exports, ExportSite, ints
+from relayquant.relay.export.releases import IOW_SINCE
 from relayquant.rewrite.graph import constant_value
 
 
@@ -113,6 +114,8 @@ def transposed_conv(name: str) -> Export:
     def export(site: ExportSite) -> syntax.Expr:
         kernel, attrs = transposed_kernel(site)
         attrs["out_dtype"] = attrs["out_dtype"] if attrs["out_dtype"] != "float32" else ""
+        if attrs["kernel_layout"] == "IOW" and site.release < IOW_SINCE:
+            attrs["kernel_layout"] = "OIW"
         return site.op(name, site.args[0], kernel, **attrs)
 
     return export

@@ -70,6 +70,10 @@ ATTRIBUTES_SINCE = {
     },
 }
 
+#: The first release in which the kernel layout of nn.conv1d_transpose is what it says: before, what
+#: is called OIW is IOW.
+IOW_SINCE = Release(12)
+
 #: written even where it equals the default: that of transposed convolutions changed in 0.12
 ALWAYS_WRITTEN = "kernel_layout"
 
