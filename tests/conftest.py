@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from real_relay import VARIABLE, RealRelay
 
 # A change must not fail by what was drawn on that day: `--hypothesis-profile=drawn` draws anew.
 settings.register_profile("fixed", derandomize=True)
@@ -26,3 +28,12 @@ def shared_data():
         return path
 
     return find
+
+
+@pytest.fixture
+def real_relay(tmp_path):
+    """A TVM that still has Relay, in which modules are built and run; skips when missing."""
+    python = os.environ.get(VARIABLE)
+    if not python:
+        pytest.skip(f"no TVM with Relay: {VARIABLE} names the Python of one")
+    return RealRelay(python, tmp_path)
