@@ -353,3 +353,31 @@ def test_ledger__says_what_the_user_picked():
     prepared = rq.prepare(mod)
     rq.calibrate(prepared, draw_batches(mod, 2), calibration=rq.Percentile(99.0))
     assert prepared.choices["activations"] == "Percentile(percentile=99.0)"
+
+
+#: Operators of several results where they have one, which is a tensor and no tuple.
+SINGLE_RESULTS = {
+    "split into one": lambda x: op.split(x, 1, axis=1),
+    "split at no index": lambda x: op.split(x, [], axis=1),
+    "values of topk": lambda x: op.topk(x, 3, ret_type="values"),
+    "indices of topk": lambda x: op.astype(op.topk(x, 3, ret_type="indices"), "float32"),
+    "one of a split": lambda x: op.split(x, [6], axis=1)[0],
+}
+
+
+@pytest.mark.parametrize("make", SINGLE_RESULTS.values(), ids=SINGLE_RESULTS)
+def test_quantize__one_result_of_several(make):
+    """Step by step, compiled and in numpy: each has its own idea of a tuple of one."""
+
+    def body(emit, x):
+        cut = emit(
+            "cut", emit.builder.normalize(make(emit("r", op.nn.relu(emit.dense("a", x, 6)))))
+        )
+        return emit.dense("b", cut, 4)
+
+    mod = build_model(body, (2, 6))
+    data = draw_batches(mod, 4)
+    qmod = rq.quantize(mod, None, data, effort="fast")
+    assert rq.verify(qmod, data[0]).is_equal
+    have = Executor(rq.compile(mod)).run("main", list(data[0].values()))
+    np.testing.assert_allclose(have[0], rq.reference.run(mod, data[0])[0], rtol=1e-5, atol=1e-5)
