@@ -13,6 +13,9 @@ from relayquant.prepare.tensors import make_const
 from relayquant.rewrite.editor import Editor
 from relayquant.rewrite.graph import tensor_dtype, tensor_shape
 
+#: Operators that give a weight the form in which another one reads it.
+LAYOUTS = frozenset({"relax.permute_dims", "relax.reshape", "relax.expand_dims", "relax.astype"})
+
 
 def bind_params(editor: Editor, params: Mapping[str, Any] | None) -> None:
     """Replace parameters of main by constants.
@@ -58,6 +61,32 @@ def bind_params(editor: Editor, params: Mapping[str, Any] | None) -> None:
             editor.bind_param(param, _to_const(param, values[param.name]))
     if "num_input" in editor.attrs:
         editor.attrs["num_input"] = len(editor.params)
+
+
+def describe_weights(editor: Editor, params: Mapping[str, Any] | None) -> dict[str, dict[str, Any]]:
+    """Rows of `relayquant.sources` for the values that read parameters named by the path of a
+    module, before these are bound:
+
+        matmul = matmul(x, permute_dims(block1.fc.weight))  ->  matmul: node "block1.fc"
+
+    so that `set_module_name("block1")` selects what torch and `relax.frontend.nn` call so. What
+    reads no parameter has no row.
+    """
+    first_weight = int(editor.attrs.get("num_input", len(editor.params)))
+    rows: dict[str, dict[str, Any]] = {}
+    for place, param in enumerate(editor.params):
+        path = param.name.rpartition(".")[0]
+        if not path or (place < first_weight and param.name not in (params or {})):
+            continue
+        readers = editor.users(param)
+        while readers:
+            reader = readers.pop()
+            if editor.op_name(reader) in LAYOUTS:
+                readers += editor.users(reader)
+                continue
+            row = {"node": path, "op": editor.op_name(reader), "constants": []}
+            rows.setdefault(editor.names[reader], row)["constants"].append(param.name)
+    return rows
 
 
 def _to_const(param: relax.Var, value: Any) -> relax.Expr:

@@ -18,7 +18,7 @@ from relayquant.prepare.affine import (
     fold_channel_affine,
     merge_constant_adds,
 )
-from relayquant.prepare.bind import bind_params
+from relayquant.prepare.bind import bind_params, describe_weights
 from relayquant.prepare.clamp import (
     CLAMPS,
     canonicalize_clamp,
@@ -138,11 +138,12 @@ def prepare_module(mod: tvm.IRModule, params: Mapping[str, Any] | None = None) -
     editor = Editor(mod)
     sources = json.loads(str(editor.attrs.get(SOURCES_ATTR, "{}")))
     editor.source_names = frozenset(sources)
+    sources = sources or describe_weights(editor, params)
     bind_params(editor, params)
     for rules in PHASES:
         apply_phase(editor, rules)
     editor.prune()
-    if SOURCES_ATTR not in editor.attrs:
+    if not sources:
         return editor.build()
     for name, origin in editor.origins.items():
         # A value that was added shares the source node of the value that it was made for.

@@ -1,0 +1,73 @@
+"""Parameters become constants; the paths of modules in their names select what reads them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tvm.relax.frontend import nn
+
+import relayquant as rq
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        self.fc = nn.Linear(16, 16)
+        self.out = nn.Linear(16, 16, bias=False)
+
+    def forward(self, x):
+        return self.out(nn.op.relu(self.fc(x)))
+
+
+class Network(nn.Module):
+    """Two blocks, and a layer that is used twice."""
+
+    def __init__(self) -> None:
+        self.block1 = Block()
+        self.block2 = Block()
+        self.tied = nn.Linear(16, 16, bias=False)
+
+    def main(self, x):
+        x = nn.op.relu(self.block2(self.block1(x)))
+        return self.tied(nn.op.relu(self.tied(x)))
+
+
+@pytest.fixture(scope="module")
+def network():
+    """(module, its parameters by path, data)."""
+    mod, named = Network().export_tvm({"main": {"x": nn.spec.Tensor([4, 16], "float32")}})
+    rng = np.random.default_rng(2)
+    params = {
+        name: (rng.standard_normal(param.shape) * 0.3).astype("float32") for name, param in named
+    }
+    return mod, params, [rng.standard_normal((4, 16)).astype("float32") for _ in range(8)]
+
+
+def run_network(params: dict[str, np.ndarray], x: np.ndarray) -> np.ndarray:
+    """What `Network` says, in double precision."""
+    p = {name: value.astype("float64") for name, value in params.items()}
+    for block in ("block1", "block2"):
+        hidden = np.maximum(x @ p[f"{block}.fc.weight"].T + p[f"{block}.fc.bias"], 0)
+        x = hidden @ p[f"{block}.out.weight"].T
+    return np.maximum(np.maximum(x, 0) @ p["tied.weight"].T, 0) @ p["tied.weight"].T
+
+
+def test_describe_weights__module_paths_select_layers(network):
+    mod, params, data = network
+    mapping = rq.QConfigMapping().set_global(rq.GENERIC.default_qconfig)
+    mapping = mapping.set_module_name("block1", None)
+    qmod = rq.quantize(mod, params, data, backend="generic", qconfig_mapping=mapping)
+    rows = [row for row in rq.ledger(qmod).to_dict()["operators"] if row["op"] == "matmul"]
+    assert [(row["sources"][0], row["quantized"]) for row in rows] == [
+        ("block1.fc", False),
+        ("block1.out", False),
+        ("block2.fc", True),
+        ("block2.out", True),
+        ("tied", True),
+        ("tied", True),
+    ]
+    want = run_network(params, data[0])
+    np.testing.assert_allclose(
+        rq.reference.run(mod, [data[0], *params.values()])[0], want, 1e-4, 1e-4
+    )
+    error = np.square(rq.reference.run(qmod, [data[0]])[0] - want).sum() / np.square(want).sum()
+    assert error < 1e-2
