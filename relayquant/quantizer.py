@@ -63,8 +63,8 @@ def quantize(
         dataset: Representative inputs, a few hundred samples: anything re-iterable that yields
             dicts {input: array}, tuples in input order, or single arrays; a path to an .npz; or a
             function that returns an iterator. None where nothing needs data: every quantized
-            operator gets the parameters of its data at run time (`QSpec(is_dynamic=True)`). The
-            guard has nothing to look at then.
+            operator gets the parameters of its data at run time (`QSpec(is_dynamic=True)`) or
+            from the user (`Fixed`). The guard has nothing to look at then.
         backend: "x86", "arm", "generic", or a BackendConfig; None for that of this machine. To run
             elsewhere, `relayquant.default_backend(target)`.
         qconfig_mapping: Which operator is quantized how; the backend's default for all when None.

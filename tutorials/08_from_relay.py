@@ -57,6 +57,9 @@ with tempfile.TemporaryDirectory() as folder:
     mod, _ = rq.load(path)
 
 # %%
+# A text does not say which TVM wrote it. Where that counts, for a transposed convolution without
+# ``kernel_layout``, ``rq.relay.from_text(text, params, release="0.10")`` does.
+#
 # What is not supported is said at once, with the lines.
 
 try:
@@ -77,6 +80,49 @@ want = rq.reference.run(mod, [images[0]])[0]
 got = rq.reference.run(qmod, [images[0]])[0]
 print("largest difference to float:", float(abs(got - want).max()))
 print("compiled code equals numpy bit for bit:", not rq.verify(qmod, [images[0]]).differences)
+
+# %%
+# From relay.quantize
+# -------------------
+# What was written for Relay's quantizer changes in two lines. Before:
+#
+# .. code-block:: python
+#
+#     with relay.quantize.qconfig(calibrate_mode="global_scale", global_scale=8.0):
+#         qmod = relay.quantize.quantize(mod, params, dataset)
+#
+# The options are the same, with Relay's defaults; a global scale needs no data.
+
+config = rq.relay.qconfig(calibrate_mode="global_scale", global_scale=8.0)
+ported = rq.quantize(mod, None, images if config.needs_data else None, **config.settings)
+print([row["name"] for row in rq.ledger(ported).to_dict()["operators"] if row["quantized"]])
+
+# %%
+# ========================  ====================================================================
+# option of relay.qconfig   here
+# ========================  ====================================================================
+# nbit_input, dtype_input   ``QSpec`` of activations: int8 or int16, symmetric, up to their bits
+# nbit_weight,              ``QSpec`` of weights: int8, one scale per tensor, 2 to 8 bits
+# dtype_weight
+# nbit_activation,          sums are int32: 32 and "int32", else an error
+# dtype_activation
+# calibrate_mode,           ``Fixed(scale=global_scale / 2 ** (nbit_input - 1))``,
+# global_scale              ``KLDivergence()`` or ``Percentile(99.999)``
+# weight_scale              "max": any scale, "power2": ``QSpec(power_of_two=True)``
+# skip_conv_layers          ``set_module_name_object_type_order("", "nn.conv2d", index, None)``
+# skip_dense_layer          ``set_object_type("nn.dense", None)``
+# debug_enabled_ops         ``set_object_type`` for these alone; the others stay in float
+# rounding,                 no effect: to nearest, ties to even, without a fixed-point product
+# calibrate_chunk_by        no effect: memory does not grow with the data
+# do_simulation             an error: ``rq.convert_to_reference(rq.prepare(...))`` is the model with
+#                           rounding in float
+# round_for_shift           an error if False
+# partition_conversions     an error: ``quantize(..., input_dtypes=, output_dtypes=)``
+# ========================  ====================================================================
+#
+# ``config.mapping`` is an ordinary ``QConfigMapping``, which may be changed. Operators are selected
+# by the names of Relay ("nn.dense", "concatenate") as well as by those of Relax. Without these
+# options, as above, ``rq.quantize`` quantizes more and is more accurate.
 
 # %%
 # A model that is integer already
@@ -112,7 +158,8 @@ print("and compiled, the same:", not rq.verify(integer, [x]).differences)
 # ``release`` is the TVM that is to read it, 0.8 to 0.19: a parser refuses attributes that it does
 # not know. Symbolic inputs get their sizes by ``shapes={"image": (1, 3, 16, 16)}``.
 #
-# With the old TVM: ``mod = tvm.relay.parse(text)``, then
+# With the old TVM: ``mod = tvm.relay.parse(text)``, also called ``tvm.relay.fromtext`` (0.11 and
+# later; up to 0.10 these are ``tvm.parser.parse`` and ``tvm.parser.fromtext``), then
 # ``relay.build(mod, target, params=tvm.runtime.load_param_dict(bytes))``.
 
 text, constants = rq.relay.to_text(qmod)

@@ -9,6 +9,7 @@ when its output is wanted as integers.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -25,6 +26,7 @@ from relayquant.config import (
     Selector,
     is_type,
 )
+from relayquant.config.relay_names import RELAY_NAMES
 from relayquant.errors import ConfigError
 from relayquant.ops import Kind
 from relayquant.plan import OperatorPlan, Plan
@@ -87,7 +89,7 @@ def check_mapping(graph: Graph, claims: Sequence[Claim], mapping: QConfigMapping
     """Raise ConfigError for lines that select no operator: names are misspelt or folded away."""
     sites = Sites(graph)
     for rule in mapping.rules:
-        if rule.kind is Selector.GLOBAL:
+        if rule.kind is Selector.GLOBAL or rule.optional:
             continue
         if not any(rule.selects(find_site(sites, claim)) for claim in claims):
             names = sorted({claim.root.name for claim in claims})
@@ -95,7 +97,7 @@ def check_mapping(graph: Graph, claims: Sequence[Claim], mapping: QConfigMapping
             known = sorted({claim.op for claim in claims}) if by_type else names
             raise ConfigError(
                 f"QConfigMapping: {rule.description} selects no operator of the model. "
-                f"{find_fused(graph, claims, rule)}"
+                f"{find_fused(graph, claims, rule)}{suggest_type(claims, rule)}"
                 f"Known: {', '.join(known[:40])}{' ...' if len(known) > 40 else ''}."
             )
 
@@ -103,6 +105,15 @@ def check_mapping(graph: Graph, claims: Sequence[Claim], mapping: QConfigMapping
 def find_site(sites: Sites, claim: Claim) -> OperatorSite:
     """A claimed operator as the lines of the mapping see it."""
     return sites.site(claim.vars, claim.op, claim.pattern.name if claim.pattern else "")
+
+
+def suggest_type(claims: Sequence[Claim], rule: MappingRule) -> str:
+    """A sentence with the type that a line by type may mean; "" if none is near."""
+    wanted = rule.object_type or (rule.key if rule.kind is Selector.OBJECT_TYPE else "")
+    names = {claim.op.removeprefix("relax.") for claim in claims} | set(RELAY_NAMES)
+    names |= {claim.pattern.name for claim in claims if claim.pattern}
+    near = difflib.get_close_matches(wanted, sorted(names), 1) if wanted not in names else []
+    return f"Did you mean {near[0]!r}? " if near else ""
 
 
 def find_fused(graph: Graph, claims: Sequence[Claim], rule: MappingRule) -> str:

@@ -123,9 +123,12 @@ def pick_parameters(
     override = resolve_calibration(calibration) if calibration is not None else None
     pool = check_executor(executor) if executor is not None else None
     timeout = check_timeout(worker_timeout)
+    pickers = [override or resolve_calibration(group.calibration) for group in plan.activations]
     needs_data = bool(plan.activations)
-    if needs_data and dataset is None:
-        raise DataError(describe_needs(plan))
+    if dataset is None and not all(map(is_data_free, pickers)):
+        raise DataError(describe_needs(plan, pickers))
+    if dataset is None:
+        needs_data = False
     data = None
     if needs_data or dataset is not None:
         data = open_dataset(dataset, describe_inputs(prepared.mod))
@@ -137,11 +140,12 @@ def pick_parameters(
     for group in plan.weights:
         if group.key not in fitted:
             callbacks.on_parameters(ParametersEvent(group.info, parameters[group.key]))
-    if data is None or not needs_data:
+    if data is None:
+        return pick_given(plan, pickers, parameters, callbacks, min_scales or {})
+    if not needs_data:
         return CalibrationResult(parameters, {})
     stops = [f.point for f in fits.values()] if fit.is_needed else []
     phases = plan_phases(prepared.graph, plan, order, stops)
-    pickers = [override or resolve_calibration(group.calibration) for group in plan.activations]
     is_judged = order is Order.PARALLEL and any(isinstance(p, OutputSQNR) for p in pickers)
     judge = OutputJudge(prepared.graph, load_module) if is_judged else None
     with limit_blas(), ExitStack() as stack:
@@ -169,9 +173,36 @@ def pick_parameters(
     return CalibrationResult(parameters, run.constants, run.statistics, run.observers)
 
 
-def describe_needs(plan: Plan) -> str:
+def is_data_free(picker: object) -> bool:
+    """Whether it picks parameters without having seen a value."""
+    return isinstance(picker, Observer) and not picker.needs_data
+
+
+def pick_given(
+    plan: Plan,
+    pickers: Sequence[Any],
+    weights: Mapping[str, QParams],
+    callbacks: CallbackList,
+    min_scales: Mapping[str, np.ndarray],
+) -> CalibrationResult:
+    """The parameters of observers that look at no data, beside those of the weights."""
+    parameters, observers = dict(weights), dict[str, str]()
+    for group, picker in zip(plan.activations, pickers, strict=True):
+        picked = picker.qparams(picker.start(group.info), group.info)
+        if group.key in min_scales:
+            picked = raise_scale(picked, group, min_scales)
+        parameters[group.key], observers[group.key] = picked, picker.name
+        callbacks.on_parameters(ParametersEvent(group.info, picked))
+    return CalibrationResult(parameters, {}, observers=observers)
+
+
+def describe_needs(plan: Plan, pickers: Sequence[object]) -> str:
     """A message for a plan without data: which operators have parameters that data decides."""
-    names = {group.key for group in plan.activations}
+    names = {
+        group.key
+        for group, picker in zip(plan.activations, pickers, strict=True)
+        if not is_data_free(picker)
+    }
     rows = [
         f"{op.name} ({op.op.removeprefix('relax.')})"
         for op in plan.operators
@@ -180,7 +211,8 @@ def describe_needs(plan: Plan) -> str:
     return (
         f"dataset is None, but {len(rows)} operators are quantized with parameters that data "
         f"decides: {', '.join(rows)}. Pass a dataset, or set for these QSpec(is_dynamic=True), "
-        "which matrix products with constant weights take, or None to keep them in float."
+        "which matrix products with constant weights take, the observer Fixed, or None to keep "
+        "them in float."
     )
 
 

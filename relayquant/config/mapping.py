@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from relayquant.config.qconfig import FloatConfig, QConfig, read_qconfig, write_qconfig
+from relayquant.config.relay_names import RELAY_NAMES
 from relayquant.errors import ConfigError
 from relayquant.settings import check_keys, check_list
 
@@ -74,12 +75,14 @@ def count_parts(module: str) -> int:
 
 
 def is_type(op: str, pattern: str, wanted: str) -> bool:
-    """Whether `wanted` names this operator ("relax.nn.conv2d", "nn.conv2d", "conv2d") or this
-    pattern.
+    """Whether `wanted` names this operator ("relax.nn.conv2d", "nn.conv2d", "conv2d", or as Relay
+    does: "nn.dense") or this pattern.
     """
-    return (
-        wanted in (op, op.removeprefix("relax."), op.rsplit(".", 1)[-1]) or wanted == pattern != ""
-    )
+    if wanted in (op, op.removeprefix("relax."), op.rsplit(".", 1)[-1]):
+        return True
+    if wanted == pattern != "":
+        return True
+    return wanted in RELAY_NAMES and RELAY_NAMES[wanted].is_site(op, pattern)
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,7 @@ class MappingRule:
         qconfig: How the selected operators are quantized.
         object_type, index: For MODULE_NAME_OBJECT_TYPE_ORDER, beside the name in `key`: the
             operator, and which of those below the name, counted from 0 in topological order.
+        optional: Whether the line may select no operator, as in a mapping for any model.
     """
 
     kind: Selector
@@ -100,6 +104,7 @@ class MappingRule:
     qconfig: QConfig | FloatConfig | None
     object_type: str = ""
     index: int = 0
+    optional: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.kind, Selector):
@@ -158,15 +163,15 @@ class MappingRule:
         data: dict[str, Any] = {"key": self.key, "qconfig": write_qconfig(self.qconfig)}
         if self.kind is Selector.MODULE_NAME_OBJECT_TYPE_ORDER:
             data |= {"object_type": self.object_type, "index": self.index}
-        return data
+        return {**data, "optional": True} if self.optional else data
 
     @staticmethod
     def from_dict(kind: Selector, data: object, where: str) -> MappingRule:
         """What `to_dict` wrote."""
-        allowed = ["key", "qconfig"]
+        needed = ["key", "qconfig"]
         if kind is Selector.MODULE_NAME_OBJECT_TYPE_ORDER:
-            allowed += ["object_type", "index"]
-        found = dict(check_keys(data, allowed, where, allowed))
+            needed += ["object_type", "index"]
+        found = dict(check_keys(data, [*needed, "optional"], where, needed))
         qconfig = read_qconfig(found.pop("qconfig"), f"{where}.qconfig")
         return MappingRule(kind, found.pop("key"), qconfig, **found)
 
@@ -194,9 +199,13 @@ class QConfigMapping:
         """For every operator that no other line selects."""
         return self._add(MappingRule(Selector.GLOBAL, "", qconfig))
 
-    def set_object_type(self, op: str, qconfig: QConfig | FloatConfig | None) -> QConfigMapping:
-        """For an operator ("relax.nn.conv2d", "nn.conv2d", "conv2d") or a pattern by name."""
-        return self._add(MappingRule(Selector.OBJECT_TYPE, op, qconfig))
+    def set_object_type(
+        self, op: str, qconfig: QConfig | FloatConfig | None, *, optional: bool = False
+    ) -> QConfigMapping:
+        """For an operator ("relax.nn.conv2d", "nn.conv2d", "conv2d"), also by its name in Relay
+        ("nn.dense", "concatenate"), or a pattern by name. With `optional` the model may have none.
+        """
+        return self._add(MappingRule(Selector.OBJECT_TYPE, op, qconfig, optional=optional))
 
     def set_module_name_regex(
         self, regex: str, qconfig: QConfig | FloatConfig | None
@@ -213,17 +222,24 @@ class QConfigMapping:
         return self._add(MappingRule(Selector.MODULE_NAME, name, qconfig))
 
     def set_module_name_object_type_order(
-        self, name: str, op: str, index: int, qconfig: QConfig | FloatConfig | None
+        self,
+        name: str,
+        op: str,
+        index: int,
+        qconfig: QConfig | FloatConfig | None,
+        *,
+        optional: bool = False,
     ) -> QConfigMapping:
         """For the operator of type `op` that is number `index`, from 0, of those below `name` ("":
-        of all).
+        of all). With `optional` there may be fewer.
         """
         kind = Selector.MODULE_NAME_OBJECT_TYPE_ORDER
-        return self._add(MappingRule(kind, name, qconfig, op, index))
+        return self._add(MappingRule(kind, name, qconfig, op, index, optional))
 
     def _add(self, rule: MappingRule) -> QConfigMapping:
         def is_replaced(other: MappingRule) -> bool:
-            return replace(other, qconfig=None) == replace(rule, qconfig=None)
+            same = {"qconfig": None, "optional": False}
+            return replace(other, **same) == replace(rule, **same)
 
         if rule.kind is Selector.MODULE_NAME_REGEX and any(map(is_replaced, self.rules)):
             # Set again it keeps its place among the regular expressions, as in torch.
@@ -247,11 +263,13 @@ class QConfigMapping:
 
     def find_idle(self, sites: Iterable[OperatorSite]) -> tuple[MappingRule, ...]:
         """Lines that decide for none of these operators, since others do. That for all operators
-        is not one of them: it is there for what no other line selects.
+        is not one of them: it is there for what no other line selects; nor are optional ones.
         """
         deciding = [self.find_rule(site) for site in sites]
         return tuple(
-            rule for rule in self.rules if rule.kind is not Selector.GLOBAL and rule not in deciding
+            rule
+            for rule in self.rules
+            if rule.kind is not Selector.GLOBAL and not rule.optional and rule not in deciding
         )
 
     def without(self, rules: Collection[MappingRule]) -> QConfigMapping:

@@ -2,6 +2,7 @@
 
 Reading: text or JSON -> `syntax` -> Relax; the operators are rows in `operators`.
 Writing: Relax -> `syntax` -> text; the operators are rows in `export`.
+Quantizing: the options of `relay.quantize` are those of ours (`qconfig`).
 """
 
 from __future__ import annotations
@@ -17,16 +18,19 @@ from relayquant.relay.builder import build_module
 from relayquant.relay.export import to_text
 from relayquant.relay.json_reader import is_relay_json, parse_json
 from relayquant.relay.operators import OPERATORS
+from relayquant.relay.qconfig import RelayQConfig, qconfig
 from relayquant.relay.release import WrittenBy
 from relayquant.relay.tensors import decode_params, encode_params, save_params
 from relayquant.relay.text_reader import parse_text
 
 __all__ = [
+    "RelayQConfig",
     "decode_params",
     "encode_params",
     "from_json",
     "from_text",
     "is_relay_json",
+    "qconfig",
     "save_params",
     "to_text",
 ]

@@ -1,0 +1,245 @@
+"""Relay's quantizer: the options of `tvm.relay.quantize.qconfig` as a configuration of ours.
+
+The defaults are Relay's. An option that has no counterpart is an error that says what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from relayquant.arguments import check_arguments
+from relayquant.config import QConfig, QConfigMapping, TensorConfig
+from relayquant.errors import ConfigError, suggest_name
+from relayquant.qtypes import QSpec, Scheme
+
+#: What `relay.quantize` has a rule for; all else it leaves in float.
+QUANTIZED_OPERATORS = (
+    "nn.conv1d",
+    "nn.conv2d",
+    "nn.dense",
+    "nn.batch_matmul",
+    "add",
+    "multiply",
+    "concatenate",
+    "nn.relu",
+    "clip",
+    "nn.max_pool1d",
+    "nn.max_pool2d",
+    "nn.avg_pool2d",
+    "nn.batch_flatten",
+    "reshape",
+    "transpose",
+    "strided_slice",
+)
+
+#: bits that integers of a dtype have here
+DTYPE_BITS = {"int8": 8, "int16": 16}
+
+#: calibrate_mode -> our observer as plain data; Relay keeps 99.999 percent of the magnitudes
+OBSERVERS: Mapping[str, Mapping[str, Any]] = {
+    "kl_divergence": {"name": "KLDivergence"},
+    "percentile": {"name": "Percentile", "percentile": 99.999},
+}
+GLOBAL_SCALE = "global_scale"
+
+#: weight_scale -> whether scales are powers of two
+WEIGHT_SCALES = {"power2": True, "max": False}
+
+
+@dataclass(frozen=True)
+class RelayQConfig:
+    """Options of `relay.quantize.qconfig`; made by `qconfig`.
+
+    `rq.quantize(mod, params, dataset, **config.settings)` takes the place of
+
+        with relay.quantize.qconfig(...):
+            relay.quantize.quantize(mod, params, dataset)
+
+    Attributes are named as in Relay. Those that change nothing here: `rounding` (ours rounds to
+    nearest, ties to even, and needs no fixed-point multiplication) and `calibrate_chunk_by` (memory
+    does not grow with the data).
+    """
+
+    nbit_input: int = 8
+    nbit_weight: int = 8
+    nbit_activation: int = 32
+    dtype_input: str = "int8"
+    dtype_weight: str = "int8"
+    dtype_activation: str = "int32"
+    calibrate_mode: str = GLOBAL_SCALE
+    global_scale: float = 8.0
+    weight_scale: str = "power2"
+    skip_dense_layer: bool = True
+    skip_conv_layers: Sequence[int] | None = (0,)
+    do_simulation: bool = False
+    round_for_shift: bool = True
+    debug_enabled_ops: Sequence[str] | None = None
+    rounding: str = "UPWARD"
+    calibrate_chunk_by: int = -1
+    partition_conversions: str = "disabled"
+
+    def __post_init__(self) -> None:
+        for name in ("skip_conv_layers", "debug_enabled_ops"):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, tuple(value))
+        for option, is_allowed, message in _CHECKS:
+            value = getattr(self, option)
+            if not is_allowed(value):
+                raise ConfigError(f"relay.qconfig: {option} is {value!r}; {message}")
+        bits = DTYPE_BITS[self.dtype_input]
+        if self.nbit_input > bits:
+            raise ConfigError(
+                f"relay.qconfig: nbit_input is {self.nbit_input}, but dtype_input "
+                f"{self.dtype_input!r} holds {bits} bits."
+            )
+        for name in self.debug_enabled_ops or ():
+            if name not in QUANTIZED_OPERATORS:
+                raise ConfigError(
+                    f"relay.qconfig: debug_enabled_ops has {name!r}, which relay.quantize does not "
+                    f"quantize. {suggest_name(name, QUANTIZED_OPERATORS)}"
+                )
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether ranges are calibrated; with a global scale the dataset may be None."""
+        return self.calibrate_mode != GLOBAL_SCALE
+
+    @property
+    def qconfig(self) -> QConfig:
+        """Symmetric activations and weights, one scale per tensor.
+
+        Relay's scale is the range over 2^(n - 1), its integers lie within +-(2^(n - 1) - 1). So is
+        a global scale here; what is observed has the range over 2^(n - 1) - 1, so that its largest
+        value is not clipped.
+        """
+        steps = 2 ** (self.nbit_input - 1)
+        observer: Mapping[str, Any] = {"name": "Fixed", "scale": self.global_scale / steps}
+        observer = OBSERVERS.get(self.calibrate_mode, observer)
+        return QConfig(
+            _make_tensor_config(_make_spec(self.dtype_input, self.nbit_input), observer),
+            _make_tensor_config(
+                _make_spec("int8", self.nbit_weight, WEIGHT_SCALES[self.weight_scale]),
+                {"name": "MinMax"},
+            ),
+        )
+
+    @property
+    def mapping(self) -> QConfigMapping:
+        """What `relay.quantize` would quantize; what it has no rule for stays in float."""
+        mapping = QConfigMapping().set_global(None)
+        for name in QUANTIZED_OPERATORS:
+            is_enabled = self.debug_enabled_ops is None or name in self.debug_enabled_ops
+            is_enabled = is_enabled and not (name == "nn.dense" and self.skip_dense_layer)
+            qconfig = self.qconfig if is_enabled else None
+            mapping = mapping.set_object_type(name, qconfig, optional=True)
+        for index in self.skip_conv_layers or ():
+            mapping = mapping.set_module_name_object_type_order(
+                "", "nn.conv2d", index, None, optional=True
+            )
+        return mapping
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Arguments of `quantize`: the mapping; a backend that takes signed activations; and no
+        more work for accuracy than Relay spends.
+        """
+        return {"qconfig_mapping": self.mapping, "backend": "generic", "effort": "fast"}
+
+
+def _make_spec(dtype: str, bits: int, power_of_two: bool = False) -> QSpec:
+    largest = 2 ** (bits - 1) - 1
+    return QSpec(
+        dtype,
+        Scheme.SYMMETRIC,
+        quant_min=-largest,
+        quant_max=largest,
+        power_of_two=power_of_two,
+    )
+
+
+def _make_tensor_config(spec: QSpec, observer: Mapping[str, Any]) -> TensorConfig:
+    return TensorConfig.from_dict({"spec": spec.to_dict(), "observer": dict(observer)})
+
+
+def _is_integer(value: object, low: int, high: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def _is_positive(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return 0 < value < float("inf")
+
+
+def _are_indices(value: Any) -> bool:
+    return value is None or all(_is_integer(each, 0, 2**31) for each in value)
+
+
+_Check = tuple[str, Callable[[Any], bool], str]
+
+#: (option, whether a value is allowed, what is and what to do)
+_CHECKS: tuple[_Check, ...] = (
+    ("dtype_input", DTYPE_BITS.__contains__, "allowed: int8, int16. Relay's integers are signed."),
+    ("nbit_input", lambda value: _is_integer(value, 2, 16), "allowed: 2 to 16."),
+    ("dtype_weight", lambda value: value == "int8", "allowed: int8, also for fewer bits."),
+    ("nbit_weight", lambda value: _is_integer(value, 2, 8), "allowed: 2 to 8."),
+    (
+        "dtype_activation",
+        lambda value: value == "int32",
+        "allowed: int32, the dtype of sums. Activations have dtype_input.",
+    ),
+    (
+        "nbit_activation",
+        lambda value: value == 32,
+        "allowed: 32, sums are not rounded. Activations have nbit_input bits.",
+    ),
+    (
+        "calibrate_mode",
+        (GLOBAL_SCALE, *OBSERVERS).__contains__,
+        f"allowed: {', '.join((GLOBAL_SCALE, *OBSERVERS))}.",
+    ),
+    ("global_scale", _is_positive, "allowed: a number above 0, the largest activation."),
+    ("weight_scale", WEIGHT_SCALES.__contains__, f"allowed: {', '.join(WEIGHT_SCALES)}."),
+    ("skip_dense_layer", lambda value: isinstance(value, bool), "allowed: True, False."),
+    ("skip_conv_layers", _are_indices, "allowed: indices of nn.conv2d, from 0, or None."),
+    (
+        "do_simulation",
+        lambda value: value is False,
+        "there is no simulated module to return; allowed: False. relayquant.convert_to_reference("
+        "relayquant.prepare(...)) is the model with rounding in float.",
+    ),
+    (
+        "round_for_shift",
+        lambda value: value is True,
+        "results are always rounded to nearest; allowed: True.",
+    ),
+    (
+        "rounding",
+        ("UPWARD", "TONEAREST").__contains__,
+        "allowed: UPWARD, TONEAREST (both are to nearest; ties go to even here).",
+    ),
+    ("calibrate_chunk_by", lambda value: _is_integer(value, -1, 2**31), "allowed: -1, or a count."),
+    (
+        "partition_conversions",
+        lambda value: value == "disabled",
+        'the module is not cut into functions; allowed: "disabled". quantize(..., input_dtypes=, '
+        "output_dtypes=) gives a model with integer inputs and outputs.",
+    ),
+)
+
+
+@check_arguments
+def qconfig(**options: Any) -> RelayQConfig:
+    """The options of `relay.quantize.qconfig`, for `quantize(..., **qconfig(...).settings)`.
+
+    Raises:
+        ConfigError: there is no such option (names the nearest), or a value has no counterpart.
+    """
+    known = [field.name for field in fields(RelayQConfig)]
+    for name in options:
+        if name not in known:
+            raise ConfigError(f"relay.qconfig has no option {name!r}. {suggest_name(name, known)}")
+    return RelayQConfig(**options)

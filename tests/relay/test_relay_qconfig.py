@@ -1,0 +1,226 @@
+"""The options of relay.quantize: defaults, what they quantize, and what has no counterpart."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+from old_relay import needs_old_relay, run_old_python
+
+import relayquant as rq
+from relayquant.errors import ConfigError
+from relayquant.relay import RelayQConfig, from_text, qconfig
+
+#: what `tvm.relay.quantize.QConfig` of TVM 0.10 has
+DEFAULTS = {
+    "nbit_input": 8,
+    "nbit_weight": 8,
+    "nbit_activation": 32,
+    "dtype_input": "int8",
+    "dtype_weight": "int8",
+    "dtype_activation": "int32",
+    "calibrate_mode": "global_scale",
+    "global_scale": 8.0,
+    "weight_scale": "power2",
+    "skip_dense_layer": True,
+    "skip_conv_layers": [0],
+    "do_simulation": False,
+    "round_for_shift": True,
+    "debug_enabled_ops": None,
+    "rounding": "UPWARD",
+    "calibrate_chunk_by": -1,
+    "partition_conversions": "disabled",
+}
+
+CNN = """
+def @main(%x: Tensor[(1, 3, 8, 8), float32], %w1: Tensor[(8, 3, 3, 3), float32],
+          %w2: Tensor[(8, 8, 3, 3), float32], %w3: Tensor[(8, 8, 1, 1), float32],
+          %w4: Tensor[(4, 8), float32]) {
+  let %conv1 = nn.conv2d(%x, %w1, padding=[1, 1, 1, 1], channels=8, kernel_size=[3, 3]);
+  let %relu1 = nn.relu(%conv1);
+  let %conv2 = nn.conv2d(%relu1, %w2, padding=[1, 1, 1, 1], channels=8, kernel_size=[3, 3]);
+  let %relu2 = nn.relu(%conv2);
+  let %conv3 = nn.conv2d(%relu2, %w3, channels=8, kernel_size=[1, 1]);
+  let %sum = add(%conv3, %relu2);
+  let %gate = sigmoid(%sum);
+  %0 = nn.global_avg_pool2d(%gate);
+  %1 = nn.batch_flatten(%0);
+  let %fc = nn.dense(%1, %w4, units=4);
+  %fc
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def model():
+    rng = np.random.default_rng(0)
+    shapes = {"w1": (8, 3, 3, 3), "w2": (8, 8, 3, 3), "w3": (8, 8, 1, 1), "w4": (4, 8)}
+    weights = {
+        name: (rng.standard_normal(shape) / np.sqrt(np.prod(shape[1:]))).astype("float32")
+        for name, shape in shapes.items()
+    }
+    data = [rng.standard_normal((1, 3, 8, 8)).astype("float32") for _ in range(4)]
+    return from_text(CNN, weights), data
+
+
+def quantized_names(mod, dataset=None, **options):
+    config = qconfig(**options)
+    qmod = rq.quantize(mod, None, dataset, **config.settings)
+    rows = rq.ledger(qmod).to_dict()["operators"]
+    return qmod, {row["name"] for row in rows if row["quantized"]}
+
+
+def test_defaults__are_those_of_relay():
+    assert asdict(qconfig()) == {**DEFAULTS, "skip_conv_layers": (0,)}
+    assert qconfig() == RelayQConfig()
+
+
+@needs_old_relay
+def test_defaults__as_a_relay_says():
+    script = (
+        "import importlib, json; quantize = importlib.import_module('tvm.relay.quantize.quantize');"
+        "print(json.dumps(quantize.QConfig._node_defaults))"
+    )
+    assert run_old_python(script) == DEFAULTS
+
+
+def test_global_scale__needs_no_data(model):
+    """Relay's parameters: 8 / 2^7, and the first convolution and the dense layer in float."""
+    mod, data = model
+    qmod, names = quantized_names(mod)
+    assert names == {"relu2", "sum"}
+    prepared = rq.prepare(mod, None, qconfig().mapping, rq.GENERIC, effort="fast")
+    rq.calibrate(prepared, None)
+    picked = [prepared.parameters[group.key] for group in prepared.plan.activations]
+    assert picked
+    for each in picked:
+        assert (each.dtype, each.zero_point, each.scale) == ("int8", 0, np.float32(8 / 128))
+    for group in prepared.plan.weights:
+        mantissa, _ = np.frexp(prepared.parameters[group.key].scale)
+        assert mantissa == 0.5
+    want, got = (rq.reference.run(each, [data[0]])[0] for each in (mod, qmod))
+    np.testing.assert_allclose(got, want, atol=0.1)
+
+
+#: options -> what is quantized beyond the second and third convolution, and what is not
+VARIED = {
+    "skip_conv_layers=[]": ({"skip_conv_layers": []}, {"relu1"}, {"fc"}),
+    "skip_conv_layers=None": ({"skip_conv_layers": None}, {"relu1"}, {"fc"}),
+    "skip_conv_layers=[1]": ({"skip_conv_layers": [1]}, {"relu1"}, {"relu2"}),
+    "skip_conv_layers=[7]": ({"skip_conv_layers": [7]}, {"relu1"}, set()),
+    "skip_dense_layer": ({"skip_dense_layer": False}, {"fc"}, {"relu1"}),
+    "debug_enabled_ops": ({"debug_enabled_ops": ["nn.conv2d"]}, {"relu2"}, {"fc", "gate"}),
+    "kl": ({"calibrate_mode": "kl_divergence"}, {"relu2"}, {"gate"}),
+    "percentile": ({"calibrate_mode": "percentile", "weight_scale": "max"}, {"relu2"}, {"gate"}),
+    "int16": ({"dtype_input": "int16", "nbit_input": 16}, {"relu2"}, {"gate"}),
+    "fewer bits": ({"nbit_input": 6, "nbit_weight": 4}, {"relu2"}, {"gate"}),
+}
+
+
+@pytest.mark.parametrize("name", VARIED)
+def test_options__say_what_is_quantized(model, name):
+    options, among, absent = VARIED[name]
+    mod, data = model
+    needs_data = qconfig(**options).needs_data
+    assert needs_data == ("calibrate_mode" in options)
+    _, names = quantized_names(mod, data if needs_data else None, **options)
+    assert among <= names
+    assert not absent & names
+
+
+def test_options__a_model_without_convolutions_or_dense_layers():
+    """Lines of the mapping that select nothing are no error: they are for any model."""
+    text = """def @main(%x: Tensor[(1, 2, 4), float32], %w: Tensor[(3, 2, 1), float32]) {
+      nn.conv1d(%x, %w, channels=3, kernel_size=[1]) }"""
+    _, names = quantized_names(from_text(text, {"w": np.ones((3, 2, 1), "float32")}))
+    assert names == {"output"}
+
+
+def test_bits__are_those_of_the_specs():
+    config = qconfig(nbit_input=6, nbit_weight=4, global_scale=4.0).qconfig
+    assert config.activation.spec.limits == (-31, 31)
+    assert config.activation.calibration == rq.Fixed(scale=4 / 32)
+    assert config.weight.spec.limits == (-7, 7)
+    assert config.weight.spec.power_of_two
+    assert not qconfig(weight_scale="max").qconfig.weight.spec.power_of_two
+
+
+#: option, value, part of the message
+REFUSED = (
+    ("dtype_input", "uint8", "signed"),
+    ("dtype_weight", "int4", "allowed: int8"),
+    ("dtype_activation", "int16", "the dtype of sums"),
+    ("nbit_activation", 16, "sums are not rounded"),
+    ("nbit_input", 16, "holds 8 bits"),
+    ("nbit_input", 1, "2 to 16"),
+    ("nbit_weight", 16, "2 to 8"),
+    ("calibrate_mode", "minmax", "global_scale, kl_divergence, percentile"),
+    ("global_scale", 0.0, "above 0"),
+    ("weight_scale", "mean", "power2, max"),
+    ("skip_dense_layer", None, "True, False"),
+    ("skip_conv_layers", [-1], "from 0"),
+    ("do_simulation", True, "convert_to_reference"),
+    ("round_for_shift", False, "always rounded"),
+    ("debug_enabled_ops", ["nn.conv2"], "Did you mean 'nn.conv2d'"),
+    ("rounding", "DOWNWARD", "UPWARD, TONEAREST"),
+    ("calibrate_chunk_by", 0.5, "a count"),
+    ("partition_conversions", "enabled", "input_dtypes="),
+    ("partition_conversions", "fully_integral", "input_dtypes="),
+    ("nbits", 8, "no option 'nbits'"),
+    ("skip_conv_layer", [0], "Did you mean 'skip_conv_layers'"),
+)
+
+
+@pytest.mark.parametrize(("option", "value", "message"), REFUSED, ids=str)
+def test_options__without_counterpart_are_errors(option, value, message):
+    with pytest.raises(ConfigError, match=option) as raised:
+        qconfig(**{option: value})
+    assert message in str(raised.value)
+
+
+def test_options__every_one_is_refused_somewhere():
+    assert {option for option, _, _ in REFUSED} >= DEFAULTS.keys()
+
+
+# -- names of Relay's operators --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [
+        ("nn.dense", "fc"),
+        ("nn.conv2d", "relu2"),
+        ("sigmoid", "gate"),
+        ("nn.global_avg_pool2d", "0"),
+    ],
+)
+def test_object_type__takes_names_of_relay(model, name, kept):
+    mod, _ = model
+    mapping = rq.QConfigMapping().set_global(rq.X86.default_qconfig).set_object_type(name, None)
+    plan = rq.prepare(mod, None, mapping).plan
+    assert "object_type" in {op.name: op for op in plan.operators}[kept].reason
+
+
+def test_object_type__dense_is_no_batch_matmul():
+    text = """def @main(%x: Tensor[(2, 4, 4), float32], %w: Tensor[(4, 4), float32]) {
+      let %square = nn.batch_matmul(%x, %x, transpose_b=True);
+      let %flat = reshape(%square, newshape=[8, 4]);
+      let %fc = nn.dense(%flat, %w, units=4); %fc }"""
+    mod = from_text(text, {"w": np.eye(4, dtype="float32")})
+    for name, kept in (("nn.dense", "fc"), ("nn.batch_matmul", "square"), ("nn.matmul", "both")):
+        mapping = rq.QConfigMapping().set_global(rq.X86.default_qconfig).set_object_type(name, None)
+        plan = rq.prepare(mod, None, mapping).plan
+        found = {op.name for op in plan.operators if "object_type" in op.reason}
+        assert found & {"fc", "square"} == ({kept} if kept != "both" else {"fc", "square"})
+
+
+def test_object_type__unknown_name_is_an_error_with_a_suggestion(model):
+    mapping = rq.QConfigMapping().set_object_type("nn.dence", None)
+    with pytest.raises(ConfigError, match=r"'nn\.dence' selects no operator.*mean 'nn\.dense'"):
+        rq.prepare(model[0], None, mapping)
+
+
+def test_optional_lines__are_written_and_read():
+    mapping = qconfig().mapping
+    assert rq.QConfigMapping.from_dict(mapping.to_dict()) == mapping
