@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import relayquant as rq
+from relayquant.calibrate.observers import Fixed
 from relayquant.errors import ConfigError, ModelError
 from relayquant.finish import fix_parameters
 from relayquant.rewrite import Graph
@@ -202,7 +203,7 @@ def test_fix_parameters__of_the_model_in_another_width_are_left_to_calibration()
 
     def fix(dtype):
         found = {"x": rq.QParams(0.1, 0, dtype)}
-        return fix_parameters(prepared.mod, prepared.plan, found)
+        return fix_parameters(prepared.mod, prepared.plan, found, None, Fixed)
 
     assert fix("int16") == prepared.plan
     assert fix("int8").group("x").is_fixed
