@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import inspect
+import warnings
 from collections.abc import Iterable
 
 import tvm_ffi
@@ -63,6 +65,20 @@ class DataWarning(UserWarning):
 
 # An exception that crosses a C++ frame of TVM keeps its Python type only when it is registered.
 tvm_ffi.register_error("QnnError", QnnError)
+
+
+def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
+    """A warning that names the line which called this package, however deep it is raised."""
+    package = __name__.partition(".")[0]
+    frame, level = inspect.currentframe(), 0
+    while frame is not None and belongs_to(frame.f_globals.get("__name__", ""), package):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level + 1)
+
+
+def belongs_to(module: str, package: str) -> bool:
+    """Whether a module is a package or in it."""
+    return module == package or module.startswith(f"{package}.")
 
 
 def format_count(number: int, noun: str) -> str:

@@ -7,7 +7,6 @@ cross the border, and values whose parameters the user gives, get these as fixed
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -25,7 +24,7 @@ from relayquant.convert import (
 )
 from relayquant.convert.interface import shift_qparams
 from relayquant.convert.qnn_form import DEQUANTIZE, QUANTIZE, read_dequantize, read_qparams
-from relayquant.errors import ConfigError, suggest_name
+from relayquant.errors import ConfigError, suggest_name, warn_user
 from relayquant.plan import GroupPlan, Plan
 from relayquant.qtypes import INTEGER_LIMITS, Granularity, QParams, QSpec, Scheme
 from relayquant.rewrite import Graph
@@ -132,11 +131,10 @@ def fix_parameters(
             )
         fixed[owners[name]] = fix_group(plan.group(owners[name]), qparams, name, fix)
     if unused:
-        warnings.warn(
+        warn_user(
             f"{len(unused)} of the given parameters are not used, since the plan does not quantize "
             f"these values: {', '.join(map(repr, unused))}. They are in float, or inside of an "
             "operator that is computed as a whole.",
-            stacklevel=3,
         )
     return replace(plan, groups=tuple(fixed.get(group.key, group) for group in plan.groups))
 

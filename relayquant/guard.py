@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import enum
 import math
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,7 +34,7 @@ from relayquant.calibrate.datasets import (
 from relayquant.calibrate.inputs import describe_inputs
 from relayquant.dialect.cost import count_macs
 from relayquant.effort import Effort
-from relayquant.errors import AccuracyWarning, ConfigError, DataWarning, format_count
+from relayquant.errors import AccuracyWarning, ConfigError, DataWarning, format_count, warn_user
 from relayquant.events import CallbackList
 from relayquant.ledger import GuardResult, Ledger, read_ledger, write_ledger
 from relayquant.pipeline import convert_to_reference, lower
@@ -43,9 +42,6 @@ from relayquant.prepared import PreparedModel
 from relayquant.revert import keep_parameters
 from relayquant.rewrite import Graph
 from relayquant.search import rank_operators, search_simulated
-
-#: of a warning: from `guard_module` up to who called `quantize`, behind check_arguments
-CALLER = 6
 
 #: operators, of those that went back on suspicion, that are tried on integers again
 TAKEN_BACK = 8
@@ -188,7 +184,7 @@ def guard_module(
         return qmod
     batches = take_batches(prepared, dataset, settings) if sample is None else sample.batches()
     for finding in lint_samples(prepared.mod, batches):
-        warnings.warn(f"Calibration data: {finding}", DataWarning, stacklevel=CALLER)
+        warn_user(f"Calibration data: {finding}", DataWarning)
     gaps = measure_gaps(prepared.mod, qmod, batches)
     samples = sum(map(count_samples, batches))
     seen = summarize(gaps, samples)
@@ -204,11 +200,10 @@ def guard_module(
         if settings.is_doubtful(gaps):
             culprit = find_first_off(prepared, qmod, pick_worst(prepared, batches, gaps, 1))
             seen = replace(seen, is_doubtful=True, operator=culprit)
-            warnings.warn(
+            warn_user(
                 f"{what} The first operator that is off is {culprit!r}. That is more than 8 bits "
                 f"usually cost; effort='best' or quantize(metric=) may help. {advice}",
                 AccuracyWarning,
-                stacklevel=CALLER,
             )
         return write_ledger(qmod, replace(read_ledger(qmod), guard=seen))
     culprit = find_first_off(prepared, qmod, pick_worst(prepared, batches, gaps, 2))
@@ -218,10 +213,9 @@ def guard_module(
         if action is Guard.REVERT:
             cause = "strict=True" if strict else "input_dtypes or output_dtypes"
             why = f"with {cause} no operator goes back to float"
-        warnings.warn(
+        warn_user(
             f"{what} The first operator that is off is {culprit!r}; {why}. {advice}",
             AccuracyWarning,
-            stacklevel=CALLER,
         )
         guard = replace(seen, is_parted=True, operator=culprit)
         return write_ledger(qmod, replace(read_ledger(qmod), guard=guard))
@@ -242,11 +236,10 @@ def guard_module(
         sqnr_before=seen.sqnr,
         disagreement_before=seen.disagreement,
     )
-    warnings.warn(
+    warn_user(
         f"{what} Back in float, {format_count(len(names), 'operator')}: {', '.join(names)}. Now: "
         f"{describe(guard)}. {advice}",
         AccuracyWarning,
-        stacklevel=CALLER,
     )
     speed = read_ledger(qmod).speed
     ledger = replace(read_ledger(changed), guard=guard, speed=speed)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import concurrent.futures as futures
 import dataclasses
 import time
-import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -58,7 +57,7 @@ from relayquant.effort import (
     resolve_effort,
 )
 from relayquant.equalization import equalize_planned
-from relayquant.errors import ConfigError, ModelError, suggest_name
+from relayquant.errors import ConfigError, ModelError, suggest_name, warn_user
 from relayquant.events import Callback, CallbackList, StageEvent
 from relayquant.finish import (
     find_known,
@@ -461,11 +460,10 @@ def fit_accumulators(
     left = find_min_scales(prepared, accumulator_report(prepared, dataset))
     if left:
         names = ", ".join(repr(key) for key in left)
-        warnings.warn(
+        warn_user(
             f"Sums of products still overflow after calibration, where these are a factor: "
             f"{names}. accumulator_report(prepared, dataset) tells by how much; allow larger "
             "scales or use activations of fewer bits.",
-            stacklevel=2,
         )
 
 

@@ -4,7 +4,6 @@ search that a metric asks for.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping
 from concurrent import futures
 from pathlib import Path
@@ -18,7 +17,7 @@ from relayquant.calibrate.datasets import SpreadSample, open_dataset
 from relayquant.calibrate.inputs import describe_inputs
 from relayquant.config import BackendConfig, QConfigMapping
 from relayquant.effort import Effort
-from relayquant.errors import AccuracyWarning, ConfigError, format_count
+from relayquant.errors import AccuracyWarning, ConfigError, format_count, warn_user
 from relayquant.events import Callback, CallbackList
 from relayquant.guard import Guard, GuardSettings, guard_module, start_sample
 from relayquant.pipeline import quantize_once, run_stage
@@ -149,12 +148,11 @@ def quantize(
             remedy = "Allow a larger max_drop; there is nothing left to put back."
             if budget is not None:
                 remedy = "A longer budget may help; it goes on from search_state, if one is given."
-            warnings.warn(
+            warn_user(
                 f"The metric is {found.score:.6g} and not within {max_drop:g} of "
                 f"{found.float_score:.6g} with "
                 f"{format_count(len(found.reverted), 'operator')} put back. {remedy}",
                 AccuracyWarning,
-                stacklevel=3,
             )
         return found.mod
     samples: list[SpreadSample] = []

@@ -5,13 +5,11 @@ Each kind is one warning, or with `strict` one error, that lists every instance 
 
 from __future__ import annotations
 
-import warnings
-
 import tvm
 
 from relayquant.annotate.claim import find_sites
 from relayquant.config import BackendConfig, QConfigMapping
-from relayquant.errors import ConfigError, format_count
+from relayquant.errors import ConfigError, format_count, warn_user
 from relayquant.plan import OperatorPlan, Plan, Support
 
 #: reasons that are named where nothing at all is quantized
@@ -44,7 +42,7 @@ def review_plan(
     for text in filter(None, texts):
         if strict:
             raise ConfigError(text)
-        warnings.warn(text, stacklevel=4)  # behind check_arguments
+        warn_user(text)
 
 
 def describe_unserved(plan: Plan, *, strict: bool) -> str:

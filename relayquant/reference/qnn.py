@@ -15,13 +15,12 @@ All raise QnnError when parameters do not fit the data.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from relayquant.errors import QnnError
+from relayquant.errors import QnnError, warn_user
 from relayquant.qtypes import INTEGER_LIMITS, Arithmetic, Rounding, has_exact_sums
 from relayquant.reference.convolution import (
     Window,
@@ -730,10 +729,9 @@ def wrap_sums(sums: Array, operator: str) -> Array:
     wrapped = wrap_int32(sums)
     lost = int(np.count_nonzero(wrapped != sums))
     if lost:
-        warnings.warn(
+        warn_user(
             f"qnn.{operator}: {lost} of {sums.size} sums do not fit int32 and wrap modulo 2^32",
             RuntimeWarning,
-            stacklevel=3,
         )
     return wrapped
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from relayquant.calibrate.datasets.item import (
     InputInfo,
     check_names,
 )
-from relayquant.errors import DataError, DataWarning
+from relayquant.errors import DataError, DataWarning, warn_user
 from relayquant.files import reading
 
 #: what np.savez calls an array that it was given no name for
@@ -56,11 +55,10 @@ def open_archive(
         if len(inputs) == 1 and len(files) == 1:
             (only,) = files
             if only not in (inputs[0].name, UNNAMED):
-                warnings.warn(
+                warn_user(
                     f"The data set {path} has no array {inputs[0].name!r}; its only array {only!r} "
                     "is taken for that input.",
                     DataWarning,
-                    stacklevel=2,
                 )
             files = {inputs[0].name: files[only]}
         wanted = {info.name for info in inputs}

@@ -1,0 +1,87 @@
+"""A warning names the line of the user, however deep in the package it is raised."""
+
+from __future__ import annotations
+
+import ast
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+from float_models import build_model, draw_batches
+from tvm.relax import op
+
+import relayquant as rq
+from relayquant.reference.qnn import wrap_sums
+
+PACKAGE = Path(rq.__file__).parent
+
+
+def model():
+    return build_model(
+        lambda e, x: e.dense("out", e("r", op.nn.relu(e.dense("a", x, 4))), 3), (4, 8)
+    )
+
+
+def clip(info, samples):
+    """A range that breaks the outputs."""
+    return rq.choose_qparams(-1e-3, 1e-3, info.spec)
+
+
+def prepare_with_an_idle_line(folder):
+    line = rq.QConfigMapping().set_global(rq.X86.default_qconfig).set_module_name("a", None)
+    rq.prepare(model(), None, line.set_module_name_regex("a", None), "x86")
+
+
+def prepare_with_unused_parameters(folder):
+    rq.prepare(model(), parameters={"a": rq.QParams(0.1, 0, "uint8")}, effort="fast")
+
+
+def calibrate_with_another_name(folder):
+    np.savez(folder / "data.npz", picture=draw_batches(model(), 1)[0]["x"])
+    rq.calibrate(rq.prepare(model(), effort="fast"), folder / "data.npz")
+
+
+def quantize_badly(folder, **options):
+    rq.quantize(model(), None, draw_batches(model(), 2), calibration=clip, **options)
+
+
+def quantize_without_a_good_score(folder):
+    scores = iter([1.0, *[0.5] * 100])
+    options = {"metric": lambda expected, got: next(scores), "budget": 1e-9}
+    rq.quantize(model(), None, draw_batches(model(), 1), effort="fast", **options)
+
+
+#: From all depths: what warns inside of what is called here.
+CALLS = [
+    prepare_with_an_idle_line,
+    prepare_with_unused_parameters,
+    calibrate_with_another_name,
+    lambda folder: quantize_badly(folder, effort="fast"),
+    lambda folder: quantize_badly(folder, guard=rq.Guard.REVERT, effort="fast"),
+    lambda folder: quantize_badly(folder, guard=rq.GuardSettings(min_sqnr=-99), effort="fast"),
+    quantize_without_a_good_score,
+    lambda folder: wrap_sums(np.array([2**40]), "dense"),
+]
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_warning__names_the_file_of_the_caller(call, tmp_path):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call(tmp_path)
+    ours = [w for w in caught if "site-packages" not in w.filename]
+    assert ours
+    assert {w.filename for w in ours} == {__file__}, [str(w.message) for w in ours]
+
+
+def test_sources__warn_through_one_function():
+    """`warn_user` finds the caller; a number of frames is wrong when a decorator comes between."""
+    found = [
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        if "warn(" in path.read_text("utf-8")
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "warn"
+    ]
+    assert found == ["errors.py"]
