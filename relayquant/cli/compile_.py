@@ -10,6 +10,8 @@ import relayquant as rq
 from relayquant.cli.arguments import check_options
 from relayquant.cli.files import bind_weights, load_model, write_whole
 from relayquant.errors import ConfigError
+from relayquant.finish import has_quantized_values
+from relayquant.ledger import find_ledger
 from relayquant.lower.target import resolve_target
 from relayquant.report import make_console
 
@@ -33,6 +35,9 @@ def run(options: argparse.Namespace) -> int:
     check_options(options, outputs=(output,))
     target = resolve_target(options.target)
     mod = bind_weights(*load_model(options.model))
+    if find_ledger(mod) is None and has_quantized_values(mod):
+        # Quantized by another tool, with its own parameters: integers as the target takes them.
+        mod = rq.lower(mod, rq.default_backend(target))
     executable = rq.compile(mod, target=target)
     write_whole(output, lambda path: executable.export_library(str(path)))
     make_console().print(f"wrote {output}")

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import tvm
 
+import relayquant as rq
 from relayquant import cli, ledger
 from relayquant.demo import load_digits
+from relayquant.ledger import find_ledger
 
 pytest.importorskip("relayquant.pipeline", reason="the pipeline is not part of this tree")
 
@@ -125,3 +127,38 @@ def test_demo__accuracy_size_speed_and_ledger(capsys: pytest.CaptureFixture[str]
     assert sizes[1] < 0.4 * sizes[0]
     assert "operators quantized" in text
     assert "times the speed of float" in text
+
+
+@pytest.mark.parametrize(
+    ("target", "backend"),
+    [
+        (None, rq.default_backend().name),
+        ("llvm -mtriple=aarch64-linux-gnu", "arm"),
+        ("llvm -mtriple=x86_64-linux-gnu", "x86"),
+    ],
+)
+def test_compile__a_model_of_another_tool_runs_on_integers_as_the_target_takes_them(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, backend: str
+) -> None:
+    """A module of ours has its integers already, and a float model has none."""
+    qmod = tvm.ir.load_json((folder / "digits.int8.json").read_text())
+    other = rq.export_onnx(qmod, tmp_path / "other.onnx")
+    compiled: list[tvm.IRModule] = []
+
+    class Library:
+        def export_library(self, path: str) -> None:
+            Path(path).write_text("library")
+
+    def take(mod: tvm.IRModule, target: object = None) -> Library:
+        compiled.append(mod)
+        return Library()
+
+    monkeypatch.setattr(rq, "compile", take)
+    options = ["-o", str(tmp_path / "x.so"), *(["--target", target] if target else [])]
+    for model in (other, folder / "digits.int8.json", folder / "digits.onnx"):
+        assert cli.main(["compile", str(model), *options]) == 0
+    ours, same, plain = compiled
+    assert rq.ledger(ours).backend == backend
+    assert rq.ledger(ours).quantized
+    assert rq.ledger(same).backend == rq.default_backend().name
+    assert find_ledger(plain) is None
