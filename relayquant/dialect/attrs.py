@@ -174,6 +174,13 @@ class QMeanAttrs(Attrs):
     compute_dtype: str
 
 
+@define_attrs("relayquant.attrs.QPreluAttrs")
+class QPreluAttrs(Attrs):
+    """Attributes of qnn.prelu; `axis` is that of the slopes."""
+
+    axis: int
+
+
 @define_attrs("relayquant.attrs.QLeakyReluAttrs")
 class QLeakyReluAttrs(Attrs):
     """Attributes of qnn.leaky_relu; `alpha` is the slope of negative values."""

@@ -32,6 +32,7 @@ UNARY_OPERANDS = (
     "output_scale",
     "output_zero_point",
 )
+PRELU_OPERANDS = (*UNARY_OPERANDS, "slopes")
 
 _QUANTIZED = ("int8", "uint8", "int16", "uint16", "int32")
 #: dtypes of operands that may be sums of products
@@ -353,6 +354,21 @@ def infer_leaky_relu(call: Call, _builder: Any) -> Any:
             f"{data.operator}: alpha={call.attrs.alpha} is not allowed; allowed: 0..1. "
             "Use qnn.lookup for another slope."
         )
+    return make_tensor_type(data, data.dtype or "int8")
+
+
+def infer_prelu(call: Call, _builder: Any) -> Any:
+    """Integer data -> the same type."""
+    data, *parameters, slopes = get_operands(call, PRELU_OPERANDS)
+    data.check_dtype(_NARROW)
+    _check_scalar_pairs(parameters, data.dtype)
+    axis = call.attrs.axis
+    channels = data.dimension(data.resolve_axis(axis, "axis"))
+    slopes.check_dtype(("float32",), "Convert it to float32.")
+    check_parameter(slopes, channels, True, f"index of axis {axis} of '{data.name}'")
+    value = get_constant(slopes.expr)
+    if value is not None and not np.isfinite(value).all():
+        raise slopes.fail(f"holds {value[~np.isfinite(value)].flat[0]}", "allowed: finite numbers")
     return make_tensor_type(data, data.dtype or "int8")
 
 

@@ -292,6 +292,37 @@ def legalize_leaky_relu(builder: BlockBuilder, call: Call) -> Any:
     return _compute_elementwise(builder, call, data, reader, element)
 
 
+def legalize_prelu(builder: BlockBuilder, call: Call) -> Any:
+    """Requantize with s_in / s_out, or the channel's slope times that below the input's zero point.
+
+    In float32, half to even: see reference.qnn.prelu.
+    """
+    data, in_scale, in_zero, out_scale, out_zero, slopes = call.args
+    reader, modes = Reader(), (Rounding.TONEAREST_EVEN, Arithmetic.FLOAT32)
+    dtype = str(call.ty.dtype)
+    read_positive = reader.add_multiplier((in_scale, out_scale), _divide, Arithmetic.FLOAT32)
+    read_negative = reader.add_multiplier(
+        (in_scale, slopes, out_scale),
+        lambda s_in, slope, s_out: s_in * slope / s_out,
+        Arithmetic.FLOAT32,
+    )
+    read_in_zero, read_out_zero = reader.add(in_zero), reader.add(out_zero)
+
+    def element(
+        value: PrimExpr, tensors: Sequence[te.Tensor], index: Sequence[PrimExpr]
+    ) -> PrimExpr:
+        zero, out = read_in_zero(tensors, 0), read_out_zero(tensors, 0)
+        value = value.astype("int32")
+        channel = _channel_of(index, call.attrs.axis)
+        pairs = zip(
+            read_negative(tensors, (0, channel, 0)), read_positive(tensors, (0, 0)), strict=True
+        )
+        chosen = tuple(tirx.Select(value < zero, n, p) for n, p in pairs)
+        return fixed_point.requantize_tir(value, zero, chosen, out, dtype, *modes)
+
+    return _compute_elementwise(builder, call, data, reader, element)
+
+
 # ---------------------------------------------------------------- binary
 
 

@@ -13,7 +13,7 @@ from tvm.ir import Call, Op, register_op_attr
 from tvm.relax import BlockBuilder
 
 from relayquant.dialect import attrs, inference, layout, legalize, legalize_linear
-from relayquant.dialect.inference import UNARY_OPERANDS, InferFunc
+from relayquant.dialect.inference import PRELU_OPERANDS, UNARY_OPERANDS, InferFunc
 from relayquant.dialect.layout import LayoutFunc
 from relayquant.dialect.legalize import LegalizeFunc
 
@@ -204,6 +204,14 @@ OPERATORS: tuple[Operator, ...] = (
         UNARY_OPERANDS,
         inference.infer_leaky_relu,
         legalize.legalize_leaky_relu,
+        layout.infer_layout_elementwise,
+    ),
+    Operator(
+        "prelu",
+        attrs.QPreluAttrs,
+        PRELU_OPERANDS,
+        inference.infer_prelu,
+        legalize.legalize_prelu,
         layout.infer_layout_elementwise,
     ),
     Operator(

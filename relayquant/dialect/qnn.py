@@ -53,6 +53,7 @@ __all__ = [
     "lookup",
     "mean",
     "mul",
+    "prelu",
     "quantize",
     "requantize",
     "simulated_dequantize",
@@ -753,6 +754,29 @@ def leaky_relu(
             float(alpha), _rounding_value(rounding, name), _arithmetic_value(compute_dtype, name)
         ),
     )
+
+
+def prelu(
+    data: Operand,
+    input_scale: Parameter,
+    input_zero_point: Parameter,
+    output_scale: Parameter,
+    output_zero_point: Parameter,
+    slopes: Operand,
+    axis: int = 1,
+) -> Call:
+    """x where x >= z_in, else slopes * x, in int8, uint8 or int16, same dtype; parameters ().
+
+    Slopes are float32, () or (C,), one for each index of `axis`. The result is rounded once, half
+    to even, as by `leaky_relu`: the multiplier is m = s_in / s_out or, below z_in,
+    m = s_in * slope / s_out, both computed in float64. Relay has no such operator, hence there is
+    one arithmetic.
+    """
+    name = "prelu"
+    parameters = (input_scale, input_zero_point, output_scale, output_zero_point)
+    operands = [_make_operand(data, name, "data"), *_make_unary_parameters(name, parameters)]
+    operands.append(_make_parameter(slopes, "float32", name, "slopes"))
+    return _make_call(name, operands, _attrs.QPreluAttrs(int(axis)))
 
 
 def lookup(data: Operand, table: Operand) -> Call:

@@ -162,7 +162,7 @@ def write_qnn_binary(op: str, builder: OnnxBuilder, var: relax.Var, call: Call) 
 
 def read_one(builder: OnnxBuilder, var: relax.Var, call: Call) -> tuple[str, Affine]:
     """(real values of the operand, parameters of the result) of an operator on one tensor."""
-    data, scale, zero, out_scale, out_zero = call.args
+    data, scale, zero, out_scale, out_zero = call.args[:5]
     real = builder.real_tensor(data, read_affine(scale, zero, -1, data.ty.ndim), var.name)
     return real, read_affine(out_scale, out_zero, -1, var.ty.ndim)
 
@@ -203,6 +203,18 @@ def write_qnn_leaky_relu(builder: OnnxBuilder, var: relax.Var, call: Call) -> st
     real, out = read_one(builder, var, call)
     name = f"{var.name}.real"
     value = builder.step("LeakyRelu", [real], name, alpha=float(call.attrs.alpha))
+    return builder.quantize(value, out, tensor_dtype(var), var.name)
+
+
+def write_qnn_prelu(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """qnn.prelu: PRelu, whose slopes are broadcast from the right."""
+    real, out = read_one(builder, var, call)
+    slopes = constant_value(call.args[5])
+    if slopes is None:
+        raise ModelError(f"export_onnx: the slopes of {var.name!r} are no constant.")
+    rank, axis = var.ty.ndim, int(call.attrs.axis) % var.ty.ndim
+    shaped = builder.constant(slopes.reshape(-1, *[1] * (rank - axis - 1)), f"{var.name}.slope")
+    value = builder.step("PRelu", [real, shaped], f"{var.name}.real")
     return builder.quantize(value, out, tensor_dtype(var), var.name)
 
 
@@ -248,6 +260,7 @@ QNN_WRITERS: dict[str, Writer] = {
     "relax.qnn.mean": write_qnn_mean,
     "relax.qnn.avg_pool2d": write_qnn_avg_pool,
     "relax.qnn.leaky_relu": write_qnn_leaky_relu,
+    "relax.qnn.prelu": write_qnn_prelu,
     "relax.qnn.concatenate": write_qnn_concatenate,
     "relax.qnn.lookup": write_lookup,
 }

@@ -76,6 +76,7 @@ FUSED_OPERATORS = frozenset(
         "relax.qnn.subtract",
         "relax.qnn.mul",
         "relax.qnn.leaky_relu",
+        "relax.qnn.prelu",
         "relax.qnn.lookup",
         "relax.clip",
         "relax.strided_slice",

@@ -1,13 +1,14 @@
 """Unary functions by table: 256 entries, one for each integer input.
 
 sigmoid(x), or any chain of elementwise operators on x -> dequantize(qnn.lookup(x, table));
-leaky_relu(x) -> dequantize(qnn.leaky_relu(x)).
+leaky_relu(x) -> dequantize(qnn.leaky_relu(x)); prelu(x, a) -> dequantize(qnn.prelu(x, a)).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 from tvm import relax
 
 from relayquant.dialect import qnn
@@ -25,6 +26,11 @@ from relayquant.ops.chain import CHAIN_ATTRIBUTES, ChainPattern, build_chain_tab
 from relayquant.qtypes import Rounding
 from relayquant.reference.lookup_table import UNARY_FUNCTIONS, build_table
 from relayquant.rewrite import Match, Skip
+from relayquant.rewrite.graph import constant_value
+
+PRELU = "relax.nn.prelu"
+#: those that are computed instead of looked up
+SLOPED = ("relax.nn.leakyrelu", PRELU)
 
 #: Relax operator -> name of the function in `reference.lut.UNARY_FUNCTIONS`
 UNARY = {
@@ -93,6 +99,32 @@ def realize_leaky_relu(context: RealizeContext) -> relax.Expr | Skip:
     return compute_in_one_dtype(context, [context.operands["data"]], compute)
 
 
+def check_prelu(match: Match) -> Skip | None:
+    """As check_float; and the slopes, which are constants."""
+    slopes = constant_value(match.call(PRELU).args[1])
+    if slopes is None or not np.isfinite(slopes).all():
+        return Skip("its slopes are computed at run time or not finite")
+    return check_float(match)
+
+
+def realize_prelu(context: RealizeContext) -> relax.Expr | Skip:
+    """dequantize(qnn.prelu(x, slopes)) in the parameters of the result."""
+    if context.output is None:
+        return Skip("the result has no parameters, since no quantized operator consumes it")
+    call = context.match.call(PRELU)
+    slopes, axis = constant_value(call.args[1]), int(call.attrs.axis)
+
+    def compute(operands: Sequence[Quantized], result: Quantized) -> relax.Expr:
+        (data,) = operands
+        return qnn.prelu(
+            *(data.value, data.scale, data.zero_point, result.scale, result.zero_point),
+            slopes=slopes,
+            axis=axis,
+        )
+
+    return compute_in_one_dtype(context, [context.operands["data"]], compute)
+
+
 def realize_chain(context: RealizeContext) -> relax.Expr | Skip:
     """dequantize(qnn.lookup(x, table)), the table computed by evaluating the chain."""
     if context.output is None:
@@ -126,5 +158,9 @@ LUT_OPS: tuple[QuantOp, ...] = (
         "leaky_relu", "relax.nn.leakyrelu", unary_pattern("relax.nn.leakyrelu"),
         (Operand("data"),), Kind.CONNECTOR, Output.OWN, realize_leaky_relu, check=check_leaky_relu,
         attributes=("alpha",),
+    ),
+    QuantOp(
+        "prelu", PRELU, unary_pattern(PRELU), (Operand("data"),), Kind.CONNECTOR, Output.OWN,
+        realize_prelu, check=check_prelu, attributes=("axis",),
     ),
 )  # fmt: skip

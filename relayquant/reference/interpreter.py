@@ -66,6 +66,7 @@ QNN_ATTRIBUTES: dict[str, tuple[str, ...]] = {
     ),
     "mean": ("axes", "keepdims", "out_dtype", *_MODES),
     "leaky_relu": ("alpha", *_MODES),
+    "prelu": ("axis",),
     "lookup": (),
 }
 

@@ -596,6 +596,32 @@ def leaky_relu(
     return clip_to_integer(np.where(data.astype("int64") < z_in, scaled, moved), dtype)
 
 
+def prelu(
+    data: Array,
+    input_scale: Any,
+    input_zero_point: Any,
+    output_scale: Any,
+    output_zero_point: Any,
+    slopes: Any,
+    *,
+    axis: int = 1,
+) -> Array:
+    """x where x >= 0 else slopes * x, in the output's affine space; the dtype of `data`.
+
+    As `leaky_relu` rounding half to even, with a slope for each index of `axis`: the multiplier
+    below the input zero point is double(s_in) * double(slope) / double(s_out).
+    """
+    data = np.asarray(data)
+    s_in = get_scalar(input_scale, "float32", "input_scale").astype("float64")
+    s_out = get_scalar(output_scale, "float32", "output_scale").astype("float64")
+    z_out = get_scalar(output_zero_point, "int32", "output_zero_point")
+    slope = align_parameter(slopes, "float32", data, axis).astype("float64")
+    centred = center_data(data, get_scalar(input_zero_point, "int32", "input_zero_point"), -1)
+    multiplier = np.where(centred < 0, s_in * slope / s_out, s_in / s_out)
+    modes = (Rounding.TONEAREST_EVEN, Arithmetic.FLOAT32)
+    return scale_integer(centred, multiplier, z_out, data.dtype.name, *modes)
+
+
 def lookup(data: Array, table: Array) -> Array:
     """table[bit pattern of data as uint8]: data int8 or uint8, table (256,), result table dtype."""
     data, table = np.asarray(data), np.asarray(table)

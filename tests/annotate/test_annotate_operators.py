@@ -173,6 +173,7 @@ AFTER_CONV = {
     "gelu_tanh": (lambda e, a, b: e("v", op.nn.gelu_tanh(a)), "gelu_tanh"),
     "silu": (lambda e, a, b: e("v", op.nn.silu(a)), "silu"),
     "leaky_relu": (lambda e, a, b: e("v", op.nn.leakyrelu(a, 0.1)), "leaky_relu"),
+    "prelu": (lambda e, a, b: e("v", op.nn.prelu(a, constant(4), 1)), "prelu"),
 }  # fmt: skip
 
 DENSE = {

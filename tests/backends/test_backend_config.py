@@ -12,6 +12,7 @@ import tvm
 import tvm_ffi
 from float_models import MAP, build_model, draw_batches, residual_model
 from stage_values import compare_stages, run_stages
+from tvm import relax
 from tvm.relax import op
 
 import relayquant as rq
@@ -443,11 +444,16 @@ def test_mixed__float_operator_between():
     assert np.abs(want - got).max() < 0.1 * np.abs(want).max()
 
 
+#: of a prelu, for each channel
+SLOPES = np.array([-0.5, 0, 0.3, 1.25], "float32")
+
+
 def same_dtype_model(name: str) -> tvm.IRModule:
     """conv -> an operator whose integer form has one dtype -> conv."""
     operators = {
         "avg_pool2d": lambda x: op.nn.avg_pool2d(x, (2, 2), padding=(1, 1)),
         "leaky_relu": lambda x: op.nn.leakyrelu(x, 0.3),
+        "prelu": lambda x: op.nn.prelu(x, relax.const(SLOPES), 1),
         "concat": lambda x: op.concat([x, x], axis=2),
     }
 
@@ -458,7 +464,7 @@ def same_dtype_model(name: str) -> tvm.IRModule:
     return build_model(body, MAP)
 
 
-@pytest.mark.parametrize("name", ["avg_pool2d", "leaky_relu", "concat"])
+@pytest.mark.parametrize("name", ["avg_pool2d", "leaky_relu", "prelu", "concat"])
 @pytest.mark.parametrize(
     ("source", "result"), [("int8", "int16"), ("int16", "uint8"), ("uint8", "int8")]
 )
@@ -482,6 +488,8 @@ def test_mixed__operators_of_one_dtype_round_once(name, source, result):
     real = (given.astype("float64") - int(before.zero_point)) * float(before.scale)
     if name == "leaky_relu":
         want = np.where(real < 0, np.float32(0.3) * real, real)
+    elif name == "prelu":
+        want = np.where(real < 0, SLOPES[:, None, None] * real, real)
     elif name == "concat":
         want = np.concatenate([real, real], axis=2)
     else:

@@ -139,6 +139,7 @@ SHAPES = {
     "mean_keepdims": (lambda: qnn.mean(X, *ONE, axes=[1], keepdims=True), (2, 1, 8, 8), "int8"),
     "mean_all": (lambda: qnn.mean(X, *ONE, out_dtype="uint8"), (), "uint8"),
     "leaky_relu": (lambda: qnn.leaky_relu(X, *ONE), (2, 3, 8, 8), "int8"),
+    "prelu": (lambda: qnn.prelu(X, *ONE, np.ones(8), axis=-1), (2, 3, 8, 8), "int8"),
     "lookup": (
         lambda: qnn.lookup(X, tensor((256,), "float32")),
         (2, 3, 8, 8),
@@ -539,6 +540,18 @@ MESSAGES = {
     "leaky_relu alpha": (
         lambda: qnn.leaky_relu(A, *ONE, alpha=1.5),
         r"qnn\.leaky_relu: alpha=1\.5 is not allowed; allowed: 0\.\.1\. Use qnn\.lookup",
+    ),
+    "prelu slopes": (
+        lambda: qnn.prelu(A, *ONE, np.ones(4), axis=1),
+        r"qnn\.prelu: operand 'slopes' has length 4; allowed: .*6",
+    ),
+    "prelu axis": (
+        lambda: qnn.prelu(A, *ONE, np.ones(4), axis=2),
+        r"qnn\.prelu: axis=2 is outside operand 'data' of rank 2",
+    ),
+    "prelu not finite": (
+        lambda: qnn.prelu(A, *ONE, np.array([1, np.inf, 0, 0, 0, 0])),
+        r"qnn\.prelu: operand 'slopes' holds inf; allowed: finite numbers",
     ),
     "lookup dtype": (
         lambda: qnn.lookup(tensor((4,), "int16"), tensor((256,))),

@@ -80,6 +80,7 @@ GRAPHS = {
     ),
     "mean_channel": lambda x: qnn.mean(requantize(convolve(x)), 0.1, 3, 0.1, 3, axes=[1]),
     "leaky_relu": lambda x: qnn.leaky_relu(requantize(convolve(x)), 0.1, 3, 0.1, 3, alpha=0.2),
+    "prelu": lambda x: qnn.prelu(requantize(convolve(x)), 0.1, 3, 0.1, 3, SCALES * 100, axis=-3),
     "lookup": lambda x: qnn.lookup(requantize(convolve(x)), np.arange(256).astype("uint8")[::-1]),
 }
 RNG_CONSTANT = RNG.integers(-127, 128, (1, 5, 1, 1)).astype("int8")

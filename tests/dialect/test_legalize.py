@@ -373,6 +373,17 @@ def test_leaky_relu__default(alpha):
     np.testing.assert_array_equal(got, finish(centred * m, -20, "int8"))
 
 
+def test_prelu__slopes_of_channels():
+    """Single constants, arrays and variables; below 0, above 1 and not the last axis."""
+    data, slopes = np.stack([INT8] * 4), np.array([-1.5, 0, 0.1, 2], "float32")
+    parameters = [0.1, 30, 0.07, -20, slopes]
+    got = run_constant_and_variable(lambda d, *p: qnn.prelu(d, *p, axis=0), [data], parameters)
+    centred = (data.astype("int32") - 30).astype("float32")
+    negative = f32(f64(0.1) * slopes.astype("float64") / f64(0.07)).reshape(4, 1, 1, 1, 1)
+    m = np.where(centred < 0, negative, f32(f64(0.1) / f64(0.07)))
+    np.testing.assert_array_equal(got, finish(centred * m, -20, "int8"))
+
+
 def test_leaky_relu__relay_mode():
     modes = {"rounding": Rounding.UPWARD, "compute_dtype": Arithmetic.INT64}
     got = run_constant_and_variable(

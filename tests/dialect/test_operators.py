@@ -91,6 +91,7 @@ EXAMPLES = {
         ),
     ),
     "leaky_relu": ([X], lambda x: qnn.leaky_relu(x, 0.1, 3, 0.2, 4, alpha=0.3, **MODES)),
+    "prelu": ([X], lambda x: qnn.prelu(x, 0.1, 3, 0.2, 4, np.array(0.5), axis=2)),
     "lookup": ([X], lambda x: qnn.lookup(x, np.arange(256).astype("uint8"))),
 }
 

@@ -90,6 +90,7 @@ def test_weights__integers_per_channel_and_int32_biases(tmp_path, backend):
         lambda op, x: op.nn.gelu_tanh(x),
         lambda op, x: op.nn.silu(x),
         lambda op, x: op.nn.leakyrelu(x, 0.1),
+        lambda op, x: op.nn.prelu(x, relax.const(np.linspace(-1, 2, 4, dtype="float32")), 1),
         lambda op, x: op.multiply(x, x),
         lambda op, x: op.nn.pad(x, [0, 0, 0, 0, 1, 1, 2, 2], "constant", 0.0),
         lambda op, x: op.strided_slice(x, [2, 3], [1, 0], [5, 6], [1, 2]),

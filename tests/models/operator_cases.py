@@ -103,10 +103,9 @@ FUNCTIONS = (
     Case("prelu_one_slope", Outcome.QUANTIZED, (node("PRelu", "a w"),), {"w": floats(1, 1, 1)}),
     Case(
         "prelu_channels",
-        Outcome.FLOAT,
+        Outcome.QUANTIZED,
         (node("PRelu", "a w"),),
         {"w": floats(4, 1, 1)},
-        "no pattern for relax.nn.prelu",
     ),
     unary("elu", "Elu"),
     unary("selu", "Selu"),

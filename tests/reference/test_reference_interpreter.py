@@ -349,6 +349,7 @@ def test_qnn_operators__equal_compiled():
         )
         joined = qnn.concatenate([narrow, total], [0.7, 0.9], [3, 5], 0.8, 0, axis=1)
         leaky = qnn.leaky_relu(joined, 0.8, 0, 0.6, 1, 0.3)
+        leaky = qnn.prelu(leaky, 0.6, 1, 0.6, 1, np.linspace(-1, 2, 16), axis=1)
         mean = qnn.mean(leaky, 0.6, 1, 0.3, 0, axes=(2, 3))
         flat = qnn.dense(mean, c(integers(3, 16, dtype="int8")), 0, 1, 0.3, 0.1)
         product = qnn.mul(

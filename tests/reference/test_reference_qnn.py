@@ -446,6 +446,18 @@ def test_leaky_relu__default_is_within_half_a_step(alpha):
     assert np.abs(result - expected).max() <= 0.5 + 1e-4
 
 
+def test_prelu__is_within_half_a_step_of_rationals():
+    x, slopes = np.arange(-128, 128).astype("int8"), [-2.0, 0.0, 0.3, 1.5]
+    result = qnn.prelu(np.stack([x] * 4), 0.1, 5, 0.07, -4, slopes, axis=0)
+    scales = [Fraction(float(np.float32(scale))) for scale in (0.1, 0.07)]
+    for row, slope in zip(result, slopes, strict=True):
+        factor = Fraction(float(np.float32(slope)))
+        for value, got in zip(x.tolist(), row.tolist(), strict=True):
+            real = (value - 5) * scales[0] * (factor if value < 5 else 1)
+            exact = min(max(real / scales[1] - 4, -128), 127)
+            assert abs(exact - got) <= Fraction(1, 2) + Fraction(1, 10**4)
+
+
 def test_concatenate__leaves_equal_parameters_untouched():
     large = np.int32([[2**31 - 1, -(2**31)]])  # a float32 multiply by 1 would change these
     result = qnn.concatenate([large, np.int32([[4]])], [0.5, 1.0], [3, 0], 0.5, 3, axis=1)

@@ -222,6 +222,11 @@ INTEGER = {
         {"x": Q},
         ["where"],
     ),
+    "prelu": (
+        lambda x: qnn.prelu(x, 0.031, 3, 0.02, -4, np.linspace(-1, 2, Q.shape[1]), axis=1),
+        {"x": Q},
+        ["where"],
+    ),
     "mean": (lambda x: qnn.mean(x, 0.031, 3, 0.02, -4, (2, 3)), {"x": Q}, ["sum"]),
     "avg_pool2d": (
         lambda x: qnn.avg_pool2d(x, 0.031, 3, 0.02, -4, 2, 2, 1, 1, count_include_pad=True),

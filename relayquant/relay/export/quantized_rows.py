@@ -496,11 +496,25 @@ def export_leaky_relu(site: ExportSite) -> syntax.Expr:
     alpha = float(site.attrs.alpha)
     if is_relay_mode(site):
         return site.op("qnn.leaky_relu", *site.args, alpha=alpha)
+    return bend_negatives(site, np.array(alpha))
+
+
+def export_prelu(site: ExportSite) -> syntax.Expr:
+    """Relay's own prelu computes in float only."""
+    slopes, rank = site.array(5).astype("float64"), site.call.ty.ndim
+    behind = rank - 1 - int(site.attrs.axis) % rank
+    return bend_negatives(site, slopes.reshape(-1, *[1] * behind) if slopes.ndim else slopes)
+
+
+def bend_negatives(site: ExportSite, slopes: np.ndarray) -> syntax.Expr:
+    """x, or x * slopes where it is below 0, in the affine space of the output; float64 slopes that
+    are broadcast.
+    """
     scale, zero_point = site.array(1).reshape(()), site.array(2).reshape(())
     out_scale, out_zero = output(site, 3)
     moved = centre(site, 0, zero_point)
     steep = divide_scales(scale, out_scale)
-    ratio = scale.astype("float64") * alpha / out_scale.astype("float64")
+    ratio = scale.astype("float64") * slopes / out_scale.astype("float64")
     chosen = site.op(
         "where",
         site.op("less", moved, site.number(0, "int32")),
@@ -616,6 +630,7 @@ QUANTIZED_EXPORTS: Exports = {
     "relax.qnn.mul": binary("qnn.mul", multiply_exactly),
     "relax.qnn.concatenate": export_concatenate,
     "relax.qnn.leaky_relu": export_leaky_relu,
+    "relax.qnn.prelu": export_prelu,
     "relax.qnn.mean": export_mean,
     "relax.qnn.avg_pool2d": export_avg_pool2d,
     "relax.qnn.lookup": export_lookup,
