@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import numpy as np
 import pytest
-from old_relay import needs_old_relay, run_old_python
+from old_relay import needs_old_relay, run_old_code
 
 import relayquant as rq
 from relayquant.errors import ConfigError
@@ -82,7 +82,7 @@ def test_defaults__as_a_relay_says():
         "import importlib, json; quantize = importlib.import_module('tvm.relay.quantize.quantize');"
         "print(json.dumps(quantize.QConfig._node_defaults))"
     )
-    assert run_old_python(script) == DEFAULTS
+    assert run_old_code(script) == DEFAULTS
 
 
 def test_global_scale__needs_no_data(model):
