@@ -45,7 +45,9 @@ def test_network__is_what_every_release_accepts(name, request, shared_data):
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_network__in_a_real_relay(name, request, real_relay):
-    """Exactly written, the bits of our compiled code; otherwise the same answers."""
+    """Exactly written, the bits of our compiled code; otherwise the same answers, but where the two
+    best are nearer to each other than what the ties of some hundred thousand values change.
+    """
     case = request.getfixturevalue(name)
     qmod, argument, shape = quantize_case(case)
     samples = case.samples[:SAMPLES].reshape(-1, *shape)
@@ -63,9 +65,14 @@ def test_network__in_a_real_relay(name, request, real_relay):
         np.testing.assert_array_equal(exactly, want)
     print(name, "exact: differing", (exactly != want).sum(), "of", want.size)
     print(name, "near: differing", (nearly != want).sum(), "largest", abs(nearly - want).max())
+    difference = abs(nearly - want).max()
+    assert difference <= 0.03 * np.ptp(want)
     rows, others = (each.reshape(len(samples), -1) for each in (want, nearly))
-    assert (rows.argmax(1) == others.argmax(1)).all()
-    assert abs(nearly - want).max() <= 0.03 * np.ptp(want)
+    best = np.sort(rows, axis=1)
+    is_clear = best[:, -1] - best[:, -2] > 2 * difference
+    print(name, "near: other answers", (rows.argmax(1) != others.argmax(1)).sum(), is_clear)
+    assert is_clear.any()
+    assert (rows.argmax(1) == others.argmax(1))[is_clear].all()
 
 
 def test_quantized_file__has_the_patterns_of_cmsis_nn(shared_data, real_relay):
