@@ -9,11 +9,8 @@ from relayquant import reference, relay, torch  # noqa: E402
 from relayquant.analysis import AccumulatorReport  # noqa: E402
 from relayquant.analysis.lint import Finding, Severity, lint, measure_growth  # noqa: E402
 from relayquant.backends import ACCELERATOR, ARM, GENERIC, X86, default_backend  # noqa: E402
-from relayquant.calibrate.choose_ranges import OutputSQNR  # noqa: E402
-from relayquant.calibrate.fit import BiasCorrection, FitSettings, WeightRounding  # noqa: E402
-from relayquant.calibrate.fit_adaround import AdaRoundSettings  # noqa: E402
-from relayquant.calibrate.fit_ranges import RelativeMSE  # noqa: E402
-from relayquant.calibrate.observers import (  # noqa: E402
+from relayquant.calibration.choose_ranges import OutputSQNR  # noqa: E402
+from relayquant.calibration.observers import (  # noqa: E402
     MSE,
     AverageMax,
     Fixed,
@@ -23,8 +20,11 @@ from relayquant.calibrate.observers import (  # noqa: E402
     Observer,
     Percentile,
 )
-from relayquant.calibrate.parameters import CalibrationContext  # noqa: E402
-from relayquant.calibrate.phases import Order  # noqa: E402
+from relayquant.calibration.parameters import CalibrationContext  # noqa: E402
+from relayquant.calibration.phases import Order  # noqa: E402
+from relayquant.calibration.weights.adaround import AdaRoundSettings  # noqa: E402
+from relayquant.calibration.weights.fit import BiasCorrection, FitSettings, WeightRounding  # noqa: E402
+from relayquant.calibration.weights.ranges import RelativeMSE  # noqa: E402
 from relayquant.config import (  # noqa: E402
     FLOAT16,
     Accumulator,
@@ -41,9 +41,9 @@ from relayquant.config import (  # noqa: E402
     QConfigMapping,
     TensorConfig,
 )
-from relayquant.convert import AffineRule  # noqa: E402
+from relayquant.conversion import AffineRule  # noqa: E402
 from relayquant.effort import Effort  # noqa: E402
-from relayquant.equalization import equalize_layers, smooth_activations  # noqa: E402
+from relayquant.equalization.layers import equalize_layers, smooth_activations  # noqa: E402
 from relayquant.errors import (  # noqa: E402
     AccuracyWarning,
     ConfigError,
@@ -59,7 +59,6 @@ from relayquant.errors import (  # noqa: E402
 from relayquant.events import Callback  # noqa: E402
 from relayquant.export import export_onnx  # noqa: E402
 from relayquant.formats import load  # noqa: E402
-from relayquant.guard import Guard, GuardSettings  # noqa: E402
 from relayquant.importers import import_onnx, import_tflite, import_torch  # noqa: E402
 from relayquant.ops import BUILTIN_OPS  # noqa: E402
 
@@ -79,14 +78,6 @@ from relayquant.pipeline import (  # noqa: E402
 )
 from relayquant.plan import Plan, Support  # noqa: E402
 from relayquant.prepared import PreparedModel  # noqa: E402
-from relayquant.prepared_edit import (  # noqa: E402
-    keep_in_float,
-    load_prepared,
-    merge_statistics,
-    replace_plan,
-    save_prepared,
-)
-from relayquant.qparams_file import load_qparams, save_qparams  # noqa: E402
 from relayquant.qtypes import (  # noqa: E402
     Granularity,
     QParams,
@@ -98,8 +89,17 @@ from relayquant.qtypes import (  # noqa: E402
     choose_qparams,
 )
 from relayquant.quantizer import quantize  # noqa: E402
+from relayquant.refine.guard import Guard, GuardSettings  # noqa: E402
+from relayquant.refine.prepared_edit import (  # noqa: E402
+    keep_in_float,
+    load_prepared,
+    merge_statistics,
+    replace_plan,
+    save_prepared,
+)
+from relayquant.refine.search import FallbackResult, fallback, minutes, sensitivity  # noqa: E402
 from relayquant.rewrite import Skip  # noqa: E402
-from relayquant.search import FallbackResult, fallback, minutes, sensitivity  # noqa: E402
+from relayquant.storage.qparams_file import load_qparams, save_qparams  # noqa: E402
 
 __all__ = [
     "ACCELERATOR",

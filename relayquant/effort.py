@@ -9,12 +9,17 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from relayquant.backends.defaults import DEFAULT_OBSERVER
-from relayquant.calibrate.choose_ranges import OutputSQNR
-from relayquant.calibrate.fit import DEFAULT_FIT, BiasCorrection, FitSettings, WeightRounding
-from relayquant.calibrate.fit_ranges import RelativeMSE
-from relayquant.calibrate.observers import MinMax, Observer
-from relayquant.calibrate.parameters import CallableCalibration, resolve_calibration
-from relayquant.calibrate.phases import Order
+from relayquant.calibration.choose_ranges import OutputSQNR
+from relayquant.calibration.observers import MinMax, Observer
+from relayquant.calibration.parameters import CallableCalibration, resolve_calibration
+from relayquant.calibration.phases import Order
+from relayquant.calibration.weights.fit import (
+    DEFAULT_FIT,
+    BiasCorrection,
+    FitSettings,
+    WeightRounding,
+)
+from relayquant.calibration.weights.ranges import RelativeMSE
 from relayquant.config import QConfig
 from relayquant.errors import ConfigError, suggest_name
 from relayquant.plan import Plan
@@ -40,7 +45,7 @@ class EffortSettings:
         fit: How weights are rounded and biases corrected.
         order: When parameters are picked.
         equalizes_layers: Whether layers are scaled against one another first, where it is worth
-            it (`relayquant.prepare.cross_layer`, `relayquant.prepare.balance`).
+            it (`relayquant.equalization.cross_layer`, `relayquant.equalization.balance`).
     """
 
     activation: Observer

@@ -14,9 +14,9 @@ import tvm
 
 from relayquant.config.accumulator import NATIVE
 from relayquant.errors import ModelError, format_count
-from relayquant.files import reading
 from relayquant.plan import Plan
 from relayquant.qtypes import QParams
+from relayquant.storage.files import reading
 
 LEDGER_ATTR = "relayquant.ledger"
 

@@ -28,25 +28,33 @@ from relayquant.analysis import (
     verify_module,
 )
 from relayquant.analysis.load import bind_loader
-from relayquant.annotate import annotate, review_plan
+from relayquant.annotation import annotate, review_plan
 from relayquant.arguments import check_arguments
 from relayquant.backends import resolve_backend
-from relayquant.calibrate.datasets import open_dataset
-from relayquant.calibrate.distribute import WORKER_TIMEOUT
-from relayquant.calibrate.fit import BiasCorrection, FitSettings
-from relayquant.calibrate.inputs import describe_inputs
-from relayquant.calibrate.observers import Fixed
-from relayquant.calibrate.phases import Order
-from relayquant.calibrate.runner import pick_parameters
+from relayquant.calibration.distribute import WORKER_TIMEOUT
+from relayquant.calibration.observers import Fixed
+from relayquant.calibration.phases import Order
+from relayquant.calibration.runner import pick_parameters
+from relayquant.calibration.weights.fit import BiasCorrection, FitSettings
+from relayquant.codegen import make_pipeline
 from relayquant.config import BackendConfig, OverflowBound, QConfigMapping
-from relayquant.convert import (
+from relayquant.conversion import (
     build_reference,
     expand_affine,
     fold_qnn,
     realize_qnn,
     set_interface,
 )
+from relayquant.conversion.partial import (
+    find_known,
+    fix_parameters,
+    has_quantized_values,
+    realize_quantized,
+)
+from relayquant.datasets import open_dataset
+from relayquant.datasets.inputs import describe_inputs
 from relayquant.dialect.legality import Stage, check_stage
+from relayquant.eager import EagerModule
 from relayquant.effort import (
     EFFORTS,
     Effort,
@@ -56,30 +64,22 @@ from relayquant.effort import (
     describe_observers,
     resolve_effort,
 )
-from relayquant.equalization import equalize_planned
+from relayquant.equalization.cross_layer import add_exponents, read_exponents, scale_layers
+from relayquant.equalization.equalize import equalize_inputs, find_products, measure_channels
+from relayquant.equalization.layers import equalize_planned
 from relayquant.errors import ConfigError, ModelError, suggest_name, warn_user
 from relayquant.events import Callback, CallbackList, StageEvent
-from relayquant.finish import (
-    find_known,
-    fix_parameters,
-    has_quantized_values,
-    realize_quantized,
-)
+from relayquant.kernels.isa.target import host_config, resolve_target
 from relayquant.ledger import InterfaceValue, Ledger, find_ledger, read_ledger
-from relayquant.lower import make_pipeline
-from relayquant.lower.eager import EagerModule
-from relayquant.lower.target import host_config, resolve_target
 from relayquant.plan import Plan
-from relayquant.prepare import prepare_module
-from relayquant.prepare.bias import add_biases
-from relayquant.prepare.cross_layer import add_exponents, read_exponents, scale_layers
-from relayquant.prepare.equalize import equalize_inputs, find_products, measure_channels
+from relayquant.preparation import prepare_module
+from relayquant.preparation.bias import add_biases
 from relayquant.prepared import PreparedModel
 from relayquant.qtypes import INTEGER_LIMITS, QParams
 from relayquant.rewrite import Graph
 from relayquant.rewrite.graph import call_name, iterate_results, result_expr, tensor_dtype
 from relayquant.runtime import stop_spinning
-from relayquant.simulate import build_calibration_graph
+from relayquant.simulation import build_calibration_graph
 
 T = TypeVar("T")
 

@@ -16,8 +16,7 @@ from typing import Any
 from relayquant.arguments import check_arguments
 from relayquant.config import Accumulator, check_calibration
 from relayquant.errors import ConfigError, suggest_name
-from relayquant.qtypes import QSpec, Role, ValueInfo
-from relayquant.settings import (
+from relayquant.plain_data import (
     NamedSettings,
     check_keys,
     check_list,
@@ -25,6 +24,7 @@ from relayquant.settings import (
     to_plain,
     to_tuple,
 )
+from relayquant.qtypes import QSpec, Role, ValueInfo
 
 
 class Support(enum.Enum):

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from relayquant.arguments import check_arguments, check_fields
 from relayquant.errors import ConfigError
-from relayquant.settings import check_keys, read_enum
+from relayquant.plain_data import check_keys, read_enum
 
 FloatArray = NDArray[np.float32]
 IntArray = NDArray[np.int32]

@@ -13,18 +13,18 @@ import tvm
 
 from relayquant.analysis.sensitivity import Metric
 from relayquant.arguments import check_arguments
-from relayquant.calibrate.datasets import SpreadSample, open_dataset
-from relayquant.calibrate.inputs import describe_inputs
 from relayquant.config import BackendConfig, QConfigMapping
+from relayquant.datasets import SpreadSample, open_dataset
+from relayquant.datasets.inputs import describe_inputs
 from relayquant.effort import Effort
 from relayquant.errors import AccuracyWarning, ConfigError, format_count, warn_user
 from relayquant.events import Callback, CallbackList
-from relayquant.guard import Guard, GuardSettings, guard_module, start_sample
 from relayquant.pipeline import quantize_once, run_stage
 from relayquant.prepared import PreparedModel
 from relayquant.qtypes import QParams
-from relayquant.search import MAX_DROP, fallback
-from relayquant.speed import Stopwatch, keep_faster_float
+from relayquant.refine.guard import Guard, GuardSettings, guard_module, start_sample
+from relayquant.refine.search import MAX_DROP, fallback
+from relayquant.refine.speed import Stopwatch, keep_faster_float
 
 
 @check_arguments

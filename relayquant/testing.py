@@ -18,8 +18,8 @@ from tvm import relax
 from tvm.relax.dpl import CallPattern, TuplePattern
 
 from relayquant.backends import GENERIC
-from relayquant.calibrate.observers import MinMax, Observer
-from relayquant.calibrate.weights import pick_weight_parameters
+from relayquant.calibration.observers import MinMax, Observer
+from relayquant.calibration.weights.pick import pick_weight_parameters
 from relayquant.config import BackendConfig, QConfig, QConfigMapping, TensorConfig
 from relayquant.effort import Effort
 from relayquant.errors import ConfigError, RelayQuantError

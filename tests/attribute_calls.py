@@ -17,7 +17,7 @@ from tvm.relax.dpl import CallPattern
 
 from relayquant.ops import BUILTIN_OPS, QuantOp
 from relayquant.ops.chain import ELEMENTWISE, ChainPattern
-from relayquant.prepare import prepare_module
+from relayquant.preparation import prepare_module
 from relayquant.qtypes import Role
 from relayquant.rewrite.attributes import find_constructor, read_attributes
 from relayquant.testing import DRAWN, ModelBuilder, shape_of

@@ -17,50 +17,30 @@ PACKAGE = "relayquant"
 
 #: From the bottom up. A module may import from its own layer and from those below.
 LAYERS: list[set[str]] = [
-    {
-        "archive",
-        "arguments",
-        "errors",
-        "files",
-        "module_file",
-        "settings",
-        "qtypes",
-        "events",
-        "_tvm",
-    },
-    {"config", "ledger", "plan", "prepared", "qparams_file", "rewrite", "runtime"},
-    {"dialect", "reference"},
-    {"ops"},
+    {"errors", "_tvm"},
+    {"arguments", "events", "plain_data", "qtypes", "runtime", "storage"},
+    {"config", "ledger", "plan", "prepared", "rewrite"},
+    {"dialect", "reference", "kernels"},
+    {"eager", "ops", "datasets"},
     {
         "importers",
-        "prepare",
-        "annotate",
-        "simulate",
-        "calibrate",
-        "convert",
+        "preparation",
+        "annotation",
+        "simulation",
+        "calibration",
+        "conversion",
+        "codegen",
         "export",
-        "lower",
         "relay",
     },
     {"backends", "analysis", "effort", "formats"},
-    {
-        "equalization",
-        "finish",
-        "guard",
-        "pipeline",
-        "prepared_edit",
-        "quantizer",
-        "revert",
-        "search",
-        "speed",
-        "testing",
-        "torch",
-    },
+    {"equalization"},
+    {"pipeline", "refine", "quantizer", "testing", "torch"},
     {"report", "demo"},
     {"cli", "__init__", "__main__"},
 ]
 #: The stages: each is replaceable alone, so none may know another.
-STAGES = LAYERS[4]
+STAGES = LAYERS[5]
 
 #: Names that say nothing of what is inside.
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "manager", "misc"}
@@ -181,6 +161,32 @@ def test_layers__stages_do_not_know_each_other(module: str) -> None:
         if member in STAGES and member_of(name) in STAGES - {member}
     ]
     assert not wrong, f"{module}: " + "; ".join(wrong)
+
+
+@pytest.mark.parametrize(
+    "module", [name for name in sorted(SOURCES) if member_of(name) == "kernels"]
+)
+def test_kernels__know_nothing_of_relax(module):
+    imported = [
+        name
+        for node in ast.walk(TREES[module])
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
+    ]
+    assert not [name for name in imported if "relax" in name.split(".")]
+
+
+def test_names__no_function_is_called_as_a_folder():
+    """Folders are nouns, functions are verbs: `relayquant.x` is the one or the other."""
+    folders = {path.parent.name for path in (ROOT / PACKAGE).glob("*/__init__.py")}
+    public = {
+        alias.asname or alias.name
+        for node in TREES[PACKAGE].body
+        if isinstance(node, ast.ImportFrom) and node.module != PACKAGE
+        for alias in node.names
+    }
+    clashes = sorted(public & folders)
+    assert not clashes, clashes
 
 
 def test_layers__no_cycle_inside_a_layer() -> None:

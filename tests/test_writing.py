@@ -18,9 +18,9 @@ from tvm.relax import op
 
 import relayquant as rq
 from relayquant import cli
-from relayquant.analysis.search_state import SearchState
-from relayquant.files import check_writable, write_whole
+from relayquant.refine.search_state import SearchState
 from relayquant.report import plot_compare, plot_ranges
+from relayquant.storage.files import check_writable, write_whole
 
 PACKAGE = Path(rq.__file__).parent
 

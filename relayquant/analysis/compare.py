@@ -18,12 +18,12 @@ from relayquant.analysis.outputs import Interface
 from relayquant.analysis.sums import ErrorSums
 from relayquant.analysis.table import format_csv
 from relayquant.analysis.verify import expose_values
-from relayquant.calibrate.datasets import count_samples
-from relayquant.calibrate.segments import build_function, collect_ancestors
+from relayquant.calibration.segments import build_function, collect_ancestors
+from relayquant.datasets import count_samples
+from relayquant.eager import EagerModule
 from relayquant.errors import ModelError, format_count
 from relayquant.ledger import Ledger, LedgerRow, read_ledger
-from relayquant.lower.eager import EagerModule
-from relayquant.prepare import prepare_module
+from relayquant.preparation import prepare_module
 from relayquant.qtypes import INTEGER_LIMITS
 from relayquant.rewrite import Graph
 from relayquant.rewrite.graph import free_vars, tensor_dtype

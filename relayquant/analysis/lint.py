@@ -18,11 +18,11 @@ import tvm
 from tvm import relax
 
 from relayquant.arguments import check_arguments
-from relayquant.calibrate.datasets import Dataset, count_samples, open_dataset
-from relayquant.calibrate.inputs import describe_inputs
-from relayquant.calibrate.segments import build_function, collect_ancestors
+from relayquant.calibration.segments import build_function, collect_ancestors
+from relayquant.datasets import Dataset, count_samples, open_dataset
+from relayquant.datasets.inputs import describe_inputs
 from relayquant.errors import DataError, format_count
-from relayquant.prepare import prepare_module
+from relayquant.preparation import prepare_module
 from relayquant.reference import run as run_reference
 from relayquant.rewrite import Graph
 from relayquant.rewrite.graph import constant_value, tensor_dtype, tensor_shape

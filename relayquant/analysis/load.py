@@ -10,9 +10,9 @@ from __future__ import annotations
 import tvm
 from tvm import relax
 
-from relayquant.calibrate.datasets import Dataset, count_samples
+from relayquant.datasets import Dataset, count_samples
 from relayquant.dialect.cost import count_macs
-from relayquant.lower.eager import EagerModule
+from relayquant.eager import EagerModule
 from relayquant.rewrite.expressions import list_bindings
 from relayquant.runtime import CompileModule, Executor, FunctionRunner, LoadModule
 

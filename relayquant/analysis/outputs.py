@@ -13,9 +13,9 @@ import numpy as np
 import tvm
 
 from relayquant.analysis.sums import ErrorSums
-from relayquant.calibrate.datasets import count_samples
+from relayquant.datasets import count_samples
+from relayquant.eager import EagerModule
 from relayquant.ledger import InterfaceValue, find_ledger
-from relayquant.lower.eager import EagerModule
 from relayquant.qtypes import INTEGER_LIMITS
 
 #: of the mean energy of a sample, which those with less are rated by

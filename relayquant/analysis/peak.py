@@ -11,15 +11,15 @@ from tvm.script.ir_builder import tirx as T
 from tvm.target import Target
 from tvm.tirx import PrimFunc
 
-from relayquant.lower.kernels.emit import (
+from relayquant.kernels.emit import (
     alloc_vectors,
     build_kernel,
     declare_arguments,
     load_vector,
     store_vector,
 )
-from relayquant.lower.kernels.isa import Isa
-from relayquant.lower.kernels.select import select_isa
+from relayquant.kernels.isa.base import Isa
+from relayquant.kernels.isa.select import select_isa
 
 #: Dot products per call: long enough that the call itself does not count.
 ITERATIONS = 20_000

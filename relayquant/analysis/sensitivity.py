@@ -19,9 +19,8 @@ import numpy as np
 
 from relayquant.analysis.sums import ErrorSums
 from relayquant.analysis.table import format_csv
-from relayquant.annotate.claim import find_sites
-from relayquant.calibrate.checkpoint import digest_batch, digest_text
-from relayquant.calibrate.datasets import Dataset, count_samples
+from relayquant.annotation.claim import find_sites
+from relayquant.calibration.checkpoint import digest_batch, digest_text
 from relayquant.config import (
     MappingRule,
     QConfig,
@@ -29,10 +28,11 @@ from relayquant.config import (
     Selector,
     count_parts,
 )
+from relayquant.datasets import Dataset, count_samples
+from relayquant.eager import EagerModule, Recording, Replay
 from relayquant.effort import Effort, apply_effort
 from relayquant.errors import ConfigError, DataError, format_count
 from relayquant.events import CallbackList, ProgressEvent
-from relayquant.lower.eager import EagerModule, Recording, Replay
 from relayquant.plan import OperatorPlan
 from relayquant.prepared import PreparedModel
 from relayquant.runtime import limit_blas, map_on_threads

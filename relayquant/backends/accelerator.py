@@ -6,7 +6,7 @@ A model to copy for a backend of your own; its integers run on any CPU.
 
 from __future__ import annotations
 
-from relayquant.calibrate.observers import MSE, Fixed
+from relayquant.calibration.observers import MSE, Fixed
 from relayquant.config import (
     BackendConfig,
     DTypeConfig,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from relayquant.calibrate.observers import Fixed, MinMax
+from relayquant.calibration.observers import Fixed, MinMax
 from relayquant.config import (
     DTypeConfig,
     DTypeWithConstraints,

@@ -11,8 +11,8 @@ from relayquant.backends.generic import GENERIC
 from relayquant.backends.x86 import X86
 from relayquant.config import BackendConfig
 from relayquant.errors import ConfigError, suggest_name
-from relayquant.lower.architecture import Architecture, find_architecture
-from relayquant.lower.target import resolve_target
+from relayquant.kernels.isa.architecture import Architecture, find_architecture
+from relayquant.kernels.isa.target import resolve_target
 
 BACKENDS: tuple[BackendConfig, ...] = (X86, ARM, GENERIC, ACCELERATOR)
 

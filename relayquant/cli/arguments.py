@@ -9,7 +9,7 @@ from pathlib import Path
 import relayquant as rq
 from relayquant.backends import resolve_backend
 from relayquant.errors import ConfigError, DataError
-from relayquant.files import check_writable
+from relayquant.storage.files import check_writable
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:

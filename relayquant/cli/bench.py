@@ -33,17 +33,17 @@ from relayquant.analysis.onnxruntime_baseline import (
 )
 from relayquant.analysis.peak import measure_peak
 from relayquant.analysis.profile import profile_module
-from relayquant.calibrate.datasets import InputInfo, open_dataset
-from relayquant.calibrate.fit import BiasCorrection, FitSettings, WeightRounding
-from relayquant.calibrate.inputs import describe_inputs
+from relayquant.calibration.weights.fit import BiasCorrection, FitSettings, WeightRounding
 from relayquant.cli.arguments import add_backend, check_options
 from relayquant.cli.files import bind_weights, load_model, load_module
+from relayquant.datasets import InputInfo, open_dataset
+from relayquant.datasets.inputs import describe_inputs
 from relayquant.errors import ConfigError, ModelError, format_count
-from relayquant.files import open_temporary_folder
-from relayquant.lower.target import resolve_target
+from relayquant.kernels.isa.target import resolve_target
 from relayquant.report import make_console
 from relayquant.report.bench import kernel_table, latency_table, operator_table
 from relayquant.runtime import Executor, as_tensor, count_cores
+from relayquant.storage.files import open_temporary_folder
 
 Batch = Mapping[str, np.ndarray]
 

@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 
 import relayquant as rq
-from relayquant.calibrate.datasets import open_dataset
-from relayquant.calibrate.inputs import describe_inputs
 from relayquant.cli.arguments import check_options
 from relayquant.cli.files import bind_weights, load_model, load_module
 from relayquant.cli.measure import compare_outputs
+from relayquant.datasets import open_dataset
+from relayquant.datasets.inputs import describe_inputs
 from relayquant.errors import ModelError
-from relayquant.files import write_whole
 from relayquant.report import make_console, summary_table
 from relayquant.report.compare import check_picture, compare_table, plot_compare
 from relayquant.runtime import Executor
+from relayquant.storage.files import write_whole
 
 
 def add_parser(subparsers: Any) -> None:

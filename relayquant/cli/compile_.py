@@ -9,10 +9,10 @@ from typing import Any
 import relayquant as rq
 from relayquant.cli.arguments import check_options
 from relayquant.cli.files import bind_weights, load_model, write_whole
+from relayquant.conversion.partial import has_quantized_values
 from relayquant.errors import ConfigError
-from relayquant.finish import has_quantized_values
+from relayquant.kernels.isa.target import resolve_target
 from relayquant.ledger import find_ledger
-from relayquant.lower.target import resolve_target
 from relayquant.report import make_console
 
 

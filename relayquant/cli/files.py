@@ -10,12 +10,12 @@ import tvm
 
 import relayquant as rq
 from relayquant.errors import ConfigError, ModelError
-from relayquant.files import decode_json, read_text, reading, write_whole
 from relayquant.ledger import find_ledger
-from relayquant.module_file import parse_module
-from relayquant.prepare.bind import bind_params
+from relayquant.preparation.bind import bind_params
 from relayquant.relay import is_relay_json
 from relayquant.rewrite.editor import Editor
+from relayquant.storage.files import decode_json, read_text, reading, write_whole
+from relayquant.storage.module_file import parse_module
 
 __all__ = [
     "MODULE_SUFFIX",

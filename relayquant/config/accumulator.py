@@ -14,7 +14,7 @@ import numpy as np
 
 from relayquant.arguments import check_fields
 from relayquant.errors import ConfigError
-from relayquant.settings import check_keys, read_enum
+from relayquant.plain_data import check_keys, read_enum
 
 #: width of the sums of this package's own kernels: no sum of products passes it
 NATIVE_BITS = 64

@@ -16,8 +16,8 @@ from relayquant.config.dtypes import DTypeConfig
 from relayquant.config.mapping import is_type
 from relayquant.config.qconfig import QConfig
 from relayquant.errors import ConfigError, suggest_name
+from relayquant.plain_data import NamedSettings, check_keys, check_list, read_enum
 from relayquant.qtypes import QSpec, Role, Scheme
-from relayquant.settings import NamedSettings, check_keys, check_list, read_enum
 
 
 class ObservationType(enum.Enum):

@@ -12,8 +12,8 @@ from relayquant.arguments import check_fields
 from relayquant.config.accumulator import NATIVE, Accumulator
 from relayquant.config.qconfig import QConfig
 from relayquant.errors import ConfigError, suggest_name
+from relayquant.plain_data import check_keys, check_list, read_enum, to_plain
 from relayquant.qtypes import INTEGER_LIMITS, Granularity, QSpec, Role, Scheme
-from relayquant.settings import check_keys, check_list, read_enum, to_plain
 
 
 @check_fields

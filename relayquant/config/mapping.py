@@ -15,7 +15,7 @@ from typing import Any
 from relayquant.config.qconfig import FloatConfig, QConfig, read_qconfig, write_qconfig
 from relayquant.config.relay_names import RELAY_NAMES
 from relayquant.errors import ConfigError
-from relayquant.settings import check_keys, check_list
+from relayquant.plain_data import check_keys, check_list
 
 
 class Selector(enum.Enum):

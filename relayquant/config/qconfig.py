@@ -10,8 +10,8 @@ from typing import Any
 
 from relayquant.arguments import check_fields, takes_arguments
 from relayquant.errors import ConfigError, suggest_name
+from relayquant.plain_data import NamedSettings, check_keys
 from relayquant.qtypes import QSpec, Role
-from relayquant.settings import NamedSettings, check_keys
 
 #: what plain data says for None: the operator stays in float
 KEPT_IN_FLOAT = "float"

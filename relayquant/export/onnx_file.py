@@ -16,10 +16,10 @@ from relayquant.export.onnx_builder import OnnxBuilder
 from relayquant.export.onnx_moves import MOVE_ATTRIBUTES, MOVE_WRITERS
 from relayquant.export.onnx_operators import ELEMENT, FLOAT_ATTRIBUTES, FLOAT_WRITERS, Writer
 from relayquant.export.onnx_qnn import QNN_WRITERS
-from relayquant.files import write_whole
 from relayquant.rewrite import Graph
 from relayquant.rewrite.attributes import find_unmodelled
 from relayquant.rewrite.graph import tensor_dtype, tensor_shape
+from relayquant.storage.files import write_whole
 
 #: Relax operator -> what writes it
 WRITERS: dict[str, Writer] = {**FLOAT_WRITERS, **MOVE_WRITERS, **QNN_WRITERS}

@@ -25,7 +25,6 @@ from tvm import relax
 from relayquant import _tvm
 from relayquant.arguments import check_arguments
 from relayquant.errors import ModelError, format_count, suggest_name
-from relayquant.files import reading
 from relayquant.importers.files import DEFAULT_MAX_BYTES, PathLike, check_file
 from relayquant.importers.names import MARK, SourceNode, name_values
 from relayquant.importers.onnx_bodies import Body, find_body, has_body
@@ -35,6 +34,7 @@ from relayquant.importers.onnx_functions import MAX_NODES, check_expansion
 from relayquant.importers.onnx_inputs import Inputs, fix_inputs
 from relayquant.importers.onnx_operators import OPERATORS
 from relayquant.importers.onnx_rewrite import rewrite_integer_nodes
+from relayquant.storage.files import reading
 
 _FRONTEND = _tvm.load_onnx_frontend()
 

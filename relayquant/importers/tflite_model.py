@@ -17,10 +17,10 @@ from tvm import relax
 from relayquant import _tvm
 from relayquant.arguments import check_arguments
 from relayquant.errors import MissingDependencyError, ModelError, format_count
-from relayquant.files import reading
 from relayquant.importers.files import DEFAULT_MAX_BYTES, PathLike, check_file
 from relayquant.importers.names import MARK, SourceNode, name_values
 from relayquant.rewrite.graph import constant_value
+from relayquant.storage.files import reading
 
 #: Bytes 4 to 8 of every TFLite file.
 FILE_IDENTIFIER = b"TFL3"

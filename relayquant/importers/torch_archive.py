@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from relayquant.errors import ModelError
-from relayquant.files import decode_json, reading
+from relayquant.storage.files import decode_json, reading
 
 #: folder of an archive -> the file in it that says how its tensors are stored
 PAYLOADS = {

@@ -16,13 +16,13 @@ import tvm
 from relayquant import _tvm
 from relayquant.arguments import check_arguments
 from relayquant.errors import MissingDependencyError, ModelError
-from relayquant.files import reading
 from relayquant.importers.files import DEFAULT_MAX_BYTES, check_file
 from relayquant.importers.names import MARK, SourceNode, name_values
 from relayquant.importers.torch_archive import read_program, silence_torch
 from relayquant.importers.torch_operators import OPERATORS
 from relayquant.importers.torch_quantized import make_converters
 from relayquant.rewrite.editor import Editor
+from relayquant.storage.files import reading
 
 
 @check_arguments

@@ -1,7 +1,8 @@
 """Operators that move or select values without computing new ones: their output keeps the input's
 parameters.
 
-They have no realize callback: the allow-list (`convert/expand.py`) pushes dequantize through them.
+They have no realize callback: the allow-list (`conversion/expand.py`) pushes dequantize through
+them.
 """
 
 from __future__ import annotations

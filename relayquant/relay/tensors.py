@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from relayquant.errors import ModelError
-from relayquant.files import write_whole
+from relayquant.storage.files import write_whole
 
 PARAMS_MAGIC = 0xF7E58D4F05049CB7
 TENSOR_MAGIC = 0xDD5E40F096B4A13F

@@ -18,16 +18,16 @@ from relayquant.analysis import CompareReport
 from relayquant.analysis.compare import CompareRow
 from relayquant.analysis.sensitivity import take_samples
 from relayquant.analysis.verify import expose_values
-from relayquant.calibrate.datasets import open_dataset
-from relayquant.calibrate.inputs import describe_inputs
+from relayquant.datasets import open_dataset
+from relayquant.datasets.inputs import describe_inputs
+from relayquant.eager import EagerModule
 from relayquant.errors import ConfigError, MissingDependencyError, format_count
-from relayquant.files import write_whole
-from relayquant.lower.eager import EagerModule
 from relayquant.ops.find import match_operator, operand_constant
 from relayquant.plan import GroupPlan
 from relayquant.prepared import PreparedModel
 from relayquant.report.text import new_table, stack
 from relayquant.rewrite import Graph
+from relayquant.storage.files import write_whole
 
 #: below this SQNR a value is marked
 LOW_SQNR = 15.0

@@ -14,7 +14,7 @@ from relayquant.analysis.profile import (
     profile_module,
 )
 from relayquant.demo import load_digits
-from relayquant.prepare.bind import bind_params
+from relayquant.preparation.bind import bind_params
 from relayquant.rewrite.editor import Editor
 
 

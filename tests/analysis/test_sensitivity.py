@@ -18,9 +18,9 @@ from relayquant.analysis.sensitivity import (
     take_samples,
 )
 from relayquant.analysis.sums import ErrorSums
-from relayquant.annotate import annotate
-from relayquant.calibrate.datasets import open_dataset
-from relayquant.calibrate.inputs import describe_inputs
+from relayquant.annotation import annotate
+from relayquant.datasets import open_dataset
+from relayquant.datasets.inputs import describe_inputs
 from relayquant.events import CallbackList
 from relayquant.runtime import Executor
 

@@ -10,13 +10,13 @@ from convolutions import conv2d_accumulators, conv2d_transpose_accumulators
 from exact import F32, centre, exact_fma, finish, random_multiplier, random_values, store
 from tvm.tirx import PrimFunc
 
-from relayquant.lower.kernels.conv import build_conv2d, build_dense, pack_conv2d, pack_dense
-from relayquant.lower.kernels.conv_transpose import (
+from relayquant.kernels.integer.conv import build_conv2d, build_dense, pack_conv2d, pack_dense
+from relayquant.kernels.integer.conv_transpose import (
     Conv2dTranspose,
     build_conv2d_transpose,
     pack_conv2d_transpose,
 )
-from relayquant.lower.kernels.elementwise import (
+from relayquant.kernels.integer.elementwise import (
     Add,
     Affine,
     Concatenate,
@@ -31,19 +31,19 @@ from relayquant.lower.kernels.elementwise import (
     build_quantize,
     build_requantize,
 )
-from relayquant.lower.kernels.epilogue import Epilogue, Output, Residual
-from relayquant.lower.kernels.isa import Isa
-from relayquant.lower.kernels.lookup import TBL, Lookup, build_lookup
-from relayquant.lower.kernels.matmul import BatchMatmul, build_batch_matmul
-from relayquant.lower.kernels.pool import (
+from relayquant.kernels.integer.epilogue import Epilogue, Output, Residual
+from relayquant.kernels.integer.lookup import TBL, Lookup, build_lookup
+from relayquant.kernels.integer.matmul import BatchMatmul, build_batch_matmul
+from relayquant.kernels.integer.pool import (
     AvgPool2d,
     MaxPool2d,
     Window,
     build_avg_pool2d,
     build_max_pool2d,
 )
-from relayquant.lower.kernels.rows import build_dense_rows, pack_dense_rows
-from relayquant.lower.kernels.specs import Conv2d, Dense
+from relayquant.kernels.integer.rows import build_dense_rows, pack_dense_rows
+from relayquant.kernels.integer.specs import Conv2d, Dense
+from relayquant.kernels.isa.base import Isa
 
 
 @dataclass(frozen=True)

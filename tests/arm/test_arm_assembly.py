@@ -11,17 +11,17 @@ import pytest
 import tvm
 from tvm.target import Target
 
-from relayquant.lower.architecture import Architecture, find_architecture
-from relayquant.lower.kernels.arm import NEON, NEON32, SDOT, SMMLA, SMMLA_NEON, SmmlaIsa
-from relayquant.lower.kernels.conv import build_conv2d
-from relayquant.lower.kernels.conv_plan import choose_plan
-from relayquant.lower.kernels.elementwise import Add, Affine, build_add
-from relayquant.lower.kernels.epilogue import Epilogue, Residual
-from relayquant.lower.kernels.isa import PORTABLE
-from relayquant.lower.kernels.matmul import BatchMatmul, build_batch_matmul, plan_batch_matmul
-from relayquant.lower.kernels.pool import AvgPool2d, Window, build_avg_pool2d
-from relayquant.lower.kernels.select import select_isa
-from relayquant.lower.kernels.specs import Conv2d
+from relayquant.kernels.integer.conv import build_conv2d
+from relayquant.kernels.integer.conv_plan import choose_plan
+from relayquant.kernels.integer.elementwise import Add, Affine, build_add
+from relayquant.kernels.integer.epilogue import Epilogue, Residual
+from relayquant.kernels.integer.matmul import BatchMatmul, build_batch_matmul, plan_batch_matmul
+from relayquant.kernels.integer.pool import AvgPool2d, Window, build_avg_pool2d
+from relayquant.kernels.integer.specs import Conv2d
+from relayquant.kernels.isa.architecture import Architecture, find_architecture
+from relayquant.kernels.isa.arm import NEON, NEON32, SDOT, SMMLA, SMMLA_NEON, SmmlaIsa
+from relayquant.kernels.isa.base import PORTABLE
+from relayquant.kernels.isa.select import select_isa
 
 ARM32_TRIPLE = "armv7l-linux-gnueabihf"
 EXPECTED = {

@@ -12,10 +12,10 @@ import tvm
 from emulator import CPUS, MATRIX_CPU, PLAIN_CPUS, Emulator, target_of
 from kernel_cases import CASES, CONVOLUTIONS, MATRICES, MATRIX_CASES, TRANSPOSED, Case
 
-from relayquant.lower.kernels.arm import NEON, SDOT, SMMLA
-from relayquant.lower.kernels.conv_plan import choose_plan
-from relayquant.lower.kernels.conv_transpose import choose_transpose_plan
-from relayquant.lower.kernels.select import select_isa
+from relayquant.kernels.integer.conv_plan import choose_plan
+from relayquant.kernels.integer.conv_transpose import choose_transpose_plan
+from relayquant.kernels.isa.arm import NEON, SDOT, SMMLA
+from relayquant.kernels.isa.select import select_isa
 
 NAMES = {case: f"kernel{i}" for i, case in enumerate([*CASES, *MATRIX_CASES])}
 RUNS = [(cpu, case) for cpu in PLAIN_CPUS for case in CASES]

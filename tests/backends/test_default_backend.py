@@ -12,7 +12,7 @@ from tvm.target import Target
 import relayquant as rq
 from relayquant.backends import ARM, GENERIC, X86, default_backend, resolve_backend
 from relayquant.errors import ConfigError
-from relayquant.lower.kernels.select import select_isa
+from relayquant.kernels.isa.select import select_isa
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_default_backend__target_that_tvm_does_not_know():
         default_backend("nonsense -mcpu=x")
 
 
-TARGET = "relayquant.lower.target"
+TARGET = "relayquant.kernels.isa.target"
 
 
 @pytest.mark.parametrize(("machine", "backend"), [("x86_64", X86), ("aarch64", ARM)])

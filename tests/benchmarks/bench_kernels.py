@@ -23,11 +23,11 @@ from tvm.target import Target
 from tvm.target.codegen import llvm_get_system_cpu
 
 from relayquant.analysis.peak import compile_peak
-from relayquant.lower.kernels.conv import build_conv2d, pack_conv2d
-from relayquant.lower.kernels.epilogue import Epilogue, Residual
-from relayquant.lower.kernels.isa import Isa
-from relayquant.lower.kernels.select import select_isa
-from relayquant.lower.kernels.specs import Conv2d, Dense
+from relayquant.kernels.integer.conv import build_conv2d, pack_conv2d
+from relayquant.kernels.integer.epilogue import Epilogue, Residual
+from relayquant.kernels.integer.specs import Conv2d, Dense
+from relayquant.kernels.isa.base import Isa
+from relayquant.kernels.isa.select import select_isa
 
 
 def conv(c_in: int, c_out: int, kernel: int, stride: int, size: int, **more) -> Conv2d:

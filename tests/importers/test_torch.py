@@ -14,7 +14,7 @@ from tvm.ir import Call
 from relayquant.errors import MissingDependencyError, ModelError
 from relayquant.formats import load
 from relayquant.importers import import_torch
-from relayquant.prepare import prepare_module
+from relayquant.preparation import prepare_module
 from relayquant.rewrite.graph import call_name
 
 

@@ -12,10 +12,10 @@ from exact import (
 )
 from tvm.target import Target
 
-from relayquant.lower.kernels.conv import build_conv2d, pack_conv2d
-from relayquant.lower.kernels.conv_transpose import Conv2dTranspose
-from relayquant.lower.kernels.isa import Isa
-from relayquant.lower.kernels.specs import Conv2d
+from relayquant.kernels.integer.conv import build_conv2d, pack_conv2d
+from relayquant.kernels.integer.conv_transpose import Conv2dTranspose
+from relayquant.kernels.integer.specs import Conv2d
+from relayquant.kernels.isa.base import Isa
 
 
 def conv2d_accumulators(x, w, bias, spec: Conv2d):

@@ -6,7 +6,7 @@ import numpy as np
 import tvm
 from tvm.target import Target
 
-from relayquant.lower.kernels.epilogue import Epilogue, Output
+from relayquant.kernels.integer.epilogue import Epilogue, Output
 
 F32 = np.float32
 

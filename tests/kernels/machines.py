@@ -8,8 +8,8 @@ import pytest
 from tvm.target import Target
 from tvm.target.codegen import llvm_get_system_cpu
 
-from relayquant.lower.kernels.isa import PORTABLE, X86_ISAS, Isa
-from relayquant.lower.kernels.select import has_isa
+from relayquant.kernels.isa.base import PORTABLE, X86_ISAS, Isa
+from relayquant.kernels.isa.select import has_isa
 
 #: A CPU that has the instruction set and no better one.
 REPRESENTATIVE = {

@@ -13,7 +13,7 @@ from machines import best_isa, every_isa, runnable_target
 from tvm import relax
 
 from relayquant.errors import ConfigError
-from relayquant.lower.kernels.conv import (
+from relayquant.kernels.integer.conv import (
     PANEL_ORDER,
     Placement,
     build_conv2d,
@@ -23,11 +23,11 @@ from relayquant.lower.kernels.conv import (
     pack_dense,
     plan_prefetch,
 )
-from relayquant.lower.kernels.conv_plan import ConvPlan, merge_groups, pick_tile
-from relayquant.lower.kernels.epilogue import Epilogue, Output, Residual
-from relayquant.lower.kernels.isa import AVX2, VNNI512
-from relayquant.lower.kernels.narrow import channel_order
-from relayquant.lower.kernels.specs import Conv2d, Dense
+from relayquant.kernels.integer.conv_plan import ConvPlan, merge_groups, pick_tile
+from relayquant.kernels.integer.epilogue import Epilogue, Output, Residual
+from relayquant.kernels.integer.narrow import channel_order
+from relayquant.kernels.integer.specs import Conv2d, Dense
+from relayquant.kernels.isa.base import AVX2, VNNI512
 from relayquant.qtypes import INTEGER_LIMITS
 
 RAW = Epilogue(Output.ACCUMULATOR, "int32")

@@ -9,7 +9,7 @@ from exact import call_kernel, finish, random_multiplier, random_values, random_
 from machines import every_isa, runnable_target
 
 from relayquant.errors import ConfigError
-from relayquant.lower.kernels.conv_transpose import (
+from relayquant.kernels.integer.conv_transpose import (
     Conv2dTranspose,
     build_conv2d_transpose,
     pack_conv2d_transpose,

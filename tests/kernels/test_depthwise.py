@@ -8,10 +8,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from machines import best_isa, every_isa, runnable_target
 
-from relayquant.lower.kernels.depthwise import DepthwisePlan
-from relayquant.lower.kernels.epilogue import Epilogue, Output, Residual
-from relayquant.lower.kernels.isa import PORTABLE, VNNI512
-from relayquant.lower.kernels.specs import Conv2d
+from relayquant.kernels.integer.depthwise import DepthwisePlan
+from relayquant.kernels.integer.epilogue import Epilogue, Output, Residual
+from relayquant.kernels.integer.specs import Conv2d
+from relayquant.kernels.isa.base import PORTABLE, VNNI512
 
 
 def depthwise(batch, height, width, channels, kernel, *geometry, multiplier=1, **more) -> Conv2d:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from machines import runnable_target
 
 from relayquant.errors import ConfigError
-from relayquant.lower.kernels.elementwise import (
+from relayquant.kernels.integer.elementwise import (
     Add,
     Affine,
     Concatenate,
@@ -32,8 +32,8 @@ from relayquant.lower.kernels.elementwise import (
     build_requantize,
     build_scale_channels,
 )
-from relayquant.lower.kernels.epilogue import Epilogue, Output, Residual
-from relayquant.lower.kernels.isa import AVX2, AVX512BW, SSE2
+from relayquant.kernels.integer.epilogue import Epilogue, Output, Residual
+from relayquant.kernels.isa.base import AVX2, AVX512BW, SSE2
 
 OUT = Epilogue(zero_point=7, low=3, high=250)
 SIZES = (1, 5, 16, 37, 1000)

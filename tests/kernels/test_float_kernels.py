@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from tvm import tirx
 from tvm.target import Target
 
-from relayquant.lower.kernels.float_conv import (
+from relayquant.kernels.floating.conv import (
     FloatConv2d,
     make_conv2d,
     make_conv2d_packing,
     pack_conv2d,
     packed_conv2d_size,
 )
-from relayquant.lower.kernels.float_gemm import (
+from relayquant.kernels.floating.gemm import (
     FloatDense,
     FloatMatmul,
     make_batch_matmul,
@@ -27,13 +27,13 @@ from relayquant.lower.kernels.float_gemm import (
     pack_dense,
     packed_dense_size,
 )
-from relayquant.lower.kernels.float_tile import (
+from relayquant.kernels.floating.tile import (
     FloatEpilogue,
     FloatIsa,
     Panels,
     choose_float_isa,
 )
-from relayquant.lower.target import resolve_target
+from relayquant.kernels.isa.target import resolve_target
 
 TARGET = resolve_target()
 HOST = choose_float_isa(TARGET)

@@ -11,11 +11,14 @@ import tvm
 from machines import REPRESENTATIVE, every_isa, target_of
 from tvm.target import Target
 
-from relayquant.lower.kernels.conv import build_conv2d, build_dense
-from relayquant.lower.kernels.conv_transpose import Conv2dTranspose, build_conv2d_transpose
-from relayquant.lower.kernels.elementwise import Add, Affine, Quantize, build_add, build_quantize
-from relayquant.lower.kernels.epilogue import Epilogue, Residual
-from relayquant.lower.kernels.isa import (
+from relayquant.kernels.integer.conv import build_conv2d, build_dense
+from relayquant.kernels.integer.conv_transpose import Conv2dTranspose, build_conv2d_transpose
+from relayquant.kernels.integer.elementwise import Add, Affine, Quantize, build_add, build_quantize
+from relayquant.kernels.integer.epilogue import Epilogue, Residual
+from relayquant.kernels.integer.matmul import BatchMatmul, build_batch_matmul
+from relayquant.kernels.integer.pool import AvgPool2d, Window, build_avg_pool2d
+from relayquant.kernels.integer.specs import Conv2d, Dense
+from relayquant.kernels.isa.base import (
     AVX2,
     AVX512BW,
     PORTABLE,
@@ -23,10 +26,7 @@ from relayquant.lower.kernels.isa import (
     VNNI256,
     VNNI512,
 )
-from relayquant.lower.kernels.matmul import BatchMatmul, build_batch_matmul
-from relayquant.lower.kernels.pool import AvgPool2d, Window, build_avg_pool2d
-from relayquant.lower.kernels.select import select_isa
-from relayquant.lower.kernels.specs import Conv2d, Dense
+from relayquant.kernels.isa.select import select_isa
 
 EXPECTED = {
     "haswell": AVX2,

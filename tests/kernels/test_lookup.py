@@ -14,7 +14,7 @@ from tvm.target import Target
 from tvm.target.codegen import llvm_get_system_cpu
 
 from relayquant.errors import ConfigError
-from relayquant.lower.kernels.lookup import (
+from relayquant.kernels.integer.lookup import (
     PSHUFB_256,
     PSHUFB_512,
     TBL,
@@ -23,7 +23,7 @@ from relayquant.lower.kernels.lookup import (
     Lookup,
     build_lookup,
 )
-from relayquant.lower.kernels.select import has_isa, select_shuffle
+from relayquant.kernels.isa.select import has_isa, select_shuffle
 
 EXPECTED = {
     "x86-64": None,

@@ -8,8 +8,8 @@ from exact import call_kernel, finish, random_values
 from machines import every_isa, runnable_target
 
 from relayquant.errors import ConfigError
-from relayquant.lower.kernels.epilogue import Epilogue, Output
-from relayquant.lower.kernels.matmul import BatchMatmul, build_batch_matmul
+from relayquant.kernels.integer.epilogue import Epilogue, Output
+from relayquant.kernels.integer.matmul import BatchMatmul, build_batch_matmul
 
 CASES = {
     "uint8 x symmetric int8": BatchMatmul(3, 7, 20, 32, "uint8", 3, "int8", 0, 1e-3),

@@ -8,10 +8,9 @@ from exact import F32, call_kernel, random_values, store
 from machines import runnable_target
 
 from relayquant.errors import ConfigError
-from relayquant.lower.kernels.elementwise import Affine
-from relayquant.lower.kernels.epilogue import Epilogue
-from relayquant.lower.kernels.isa import AVX2, AVX512BW, SSE2
-from relayquant.lower.kernels.pool import (
+from relayquant.kernels.integer.elementwise import Affine
+from relayquant.kernels.integer.epilogue import Epilogue
+from relayquant.kernels.integer.pool import (
     AvgPool2d,
     MaxPool2d,
     Mean,
@@ -20,6 +19,7 @@ from relayquant.lower.kernels.pool import (
     build_max_pool2d,
     build_mean,
 )
+from relayquant.kernels.isa.base import AVX2, AVX512BW, SSE2
 
 OUT = Epilogue(zero_point=7)
 OUTSIDE = -(2**20)

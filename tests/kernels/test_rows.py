@@ -12,12 +12,12 @@ import tvm
 from exact import finish, random_multiplier, random_values
 from machines import best_isa, every_isa, runnable_target
 
-from relayquant.lower.kernels.arm import NEON, SDOT, SMMLA
-from relayquant.lower.kernels.conv import SMALL_WEIGHT_BYTES
-from relayquant.lower.kernels.epilogue import Epilogue, Output, Residual
-from relayquant.lower.kernels.isa import Isa
-from relayquant.lower.kernels.rows import build_dense_rows, pack_dense_rows, plan_rows
-from relayquant.lower.kernels.specs import Dense
+from relayquant.kernels.integer.conv import SMALL_WEIGHT_BYTES
+from relayquant.kernels.integer.epilogue import Epilogue, Output, Residual
+from relayquant.kernels.integer.rows import build_dense_rows, pack_dense_rows, plan_rows
+from relayquant.kernels.integer.specs import Dense
+from relayquant.kernels.isa.arm import NEON, SDOT, SMMLA
+from relayquant.kernels.isa.base import Isa
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,9 +18,9 @@ from tvm import relax
 from tvm.relax import op
 
 import relayquant as rq
+from relayquant.codegen.wide_sums import part_wide_sums
 from relayquant.dialect import qnn
 from relayquant.dialect.sums import bound_sums, choose_accumulator_dtype
-from relayquant.lower.wide_sums import part_wide_sums
 from relayquant.ops import BUILTIN_OPS, QuantOp
 from relayquant.qtypes import INTEGER_LIMITS
 from relayquant.rewrite import Graph

@@ -1,1 +1,0 @@
-"""Choosing quantization parameters: observers, data sets, and the runner that drives them."""

@@ -1,0 +1,1 @@
+"""Graph and data -> quantization parameters: observers, and the runner that drives them."""

@@ -1,0 +1,664 @@
+"""calibrate: prepared model + data set -> parameters of every group, fitted weights and biases.
+
+Steps of segments run on all batches, what they compute is observed, and parameters are picked or
+weights fitted; then the next step runs with these (`phases` says what makes up a step). No operator
+runs twice on a batch in one phase: what later steps need waits on disk.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures as futures
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from relayquant.calibration.binding import describe_binding
+from relayquant.calibration.checkpoint import (
+    PART,
+    DataRecord,
+    check_same_data,
+    digest_batch,
+    open_checkpoint,
+    open_temporary,
+)
+from relayquant.calibration.choose_ranges import (
+    JUDGED_SAMPLES,
+    RELATIVE,
+    JudgedBatch,
+    OutputJudge,
+    OutputSQNR,
+)
+from relayquant.calibration.distribute import (
+    WORKER_TIMEOUT,
+    ShardRunner,
+    check_executor,
+    check_timeout,
+)
+from relayquant.calibration.observers import MinMax, Observer
+from relayquant.calibration.parameters import (
+    CalibrationContext,
+    CallableCalibration,
+    StoredSamples,
+    resolve_calibration,
+)
+from relayquant.calibration.phases import (
+    Order,
+    Phase,
+    choose_batches,
+    count_part,
+    join_segments,
+    plan_phases,
+)
+from relayquant.calibration.result import CalibrationResult
+from relayquant.calibration.segments import Segment
+from relayquant.calibration.shard import FitObservation, GroupObservation, ShardTask
+from relayquant.calibration.store import cut_shards
+from relayquant.calibration.weights.fit import (
+    DEFAULT_FIT,
+    FitSettings,
+    WeightRounding,
+    fit_operator,
+)
+from relayquant.calibration.weights.pick import OperatorFit, find_fits, pick_weight_parameters
+from relayquant.calibration.weights.ranges import RelativeMSE
+from relayquant.calibration.weights.statistics import InputStatistics
+from relayquant.datasets import Dataset, InputInfo, count_samples, open_dataset
+from relayquant.datasets.inputs import describe_inputs
+from relayquant.errors import DataError
+from relayquant.events import CallbackList, ParametersEvent, ProgressEvent
+from relayquant.plan import GroupPlan, Plan
+from relayquant.prepared import FitPoint, GroupStatistics, PreparedModel
+from relayquant.qtypes import QParams, conform_scale
+from relayquant.runtime import LoadModule, count_threads, limit_blas
+
+
+def pick_parameters(
+    prepared: PreparedModel,
+    dataset: Any,
+    *,
+    load_module: LoadModule,
+    calibration: Any = None,
+    order: Order = Order.TOPOLOGICAL,
+    callbacks: CallbackList | None = None,
+    directory: str | Path | None = None,
+    fit: FitSettings = DEFAULT_FIT,
+    min_scales: Mapping[str, np.ndarray] | None = None,
+    checkpoint: str | Path | None = None,
+    executor: futures.Executor | None = None,
+    worker_timeout: float | None = WORKER_TIMEOUT,
+) -> CalibrationResult:
+    """Parameters of every group of the plan, and fitted constants.
+
+    The result depends on neither `checkpoint` nor `executor`, bit for bit.
+
+    Args:
+        prepared: The prepared model; not changed.
+        dataset: See `open_dataset`. Read once. None where no value of the plan needs data.
+        load_module: Makes the segments runnable on this machine.
+        calibration: Observer or callable for all activations, instead of the plan's.
+        order: See `Order`.
+        callbacks: Told of progress and of every choice.
+        directory: Where intermediate values wait; the system's temporary directory by default.
+            Needs about (largest activations alive at once) x (number of samples) x 4 bytes.
+        fit: How weights are rounded and biases corrected.
+        min_scales: By group key, scales that those picked are raised to where they are smaller.
+        checkpoint: A folder to work in instead, from which a calibration that was stopped goes on.
+        executor: Whose workers run the shards of each segment. They must see the folder.
+        worker_timeout: Seconds without a shard from any of them after which they hang.
+
+    Raises:
+        DataError: the data set is empty or an item is wrong, or not that of the checkpoint.
+        ConfigError: `calibration` is neither observer nor callable, or picked something wrong; the
+            checkpoint belongs to another calibration; the executor cannot be used.
+        WorkerError: workers died or hang.
+    """
+    callbacks = callbacks or CallbackList()
+    plan = prepared.plan
+    override = resolve_calibration(calibration) if calibration is not None else None
+    pool = check_executor(executor) if executor is not None else None
+    timeout = check_timeout(worker_timeout)
+    pickers = [override or resolve_calibration(group.calibration) for group in plan.activations]
+    needs_data = bool(plan.activations)
+    if dataset is None and not all(map(is_data_free, pickers)):
+        raise DataError(describe_needs(plan, pickers))
+    if dataset is None:
+        needs_data = False
+    data = None
+    if needs_data or dataset is not None:
+        data = open_dataset(dataset, describe_inputs(prepared.mod))
+    parameters = pick_weight_parameters(prepared)
+    for key in (min_scales or {}).keys() & parameters.keys():
+        parameters[key] = raise_scale(parameters[key], plan.group(key), min_scales)
+    fits = find_fits(prepared)
+    fitted = {f.group.key for f in fits.values()} if fit.is_needed and needs_data else set()
+    for group in plan.weights:
+        if group.key not in fitted:
+            callbacks.on_parameters(ParametersEvent(group.info, parameters[group.key]))
+    if data is None:
+        return pick_given(plan, pickers, parameters, callbacks, min_scales or {})
+    if not needs_data:
+        return CalibrationResult(parameters, {})
+    stops = [f.point for f in fits.values()] if fit.is_needed else []
+    phases = plan_phases(prepared.graph, plan, order, stops)
+    is_judged = order is Order.PARALLEL and any(isinstance(p, OutputSQNR) for p in pickers)
+    judge = OutputJudge(prepared.graph, load_module) if is_judged else None
+    with limit_blas(), ExitStack() as stack:
+        if checkpoint is None:
+            workspace = stack.enter_context(open_temporary(directory))
+        else:
+            binding = describe_binding(prepared, order.value, override, fit)
+            workspace = stack.enter_context(open_checkpoint(checkpoint, binding))
+        shards = ShardRunner(join_segments(phases), workspace, load_module, pool, timeout)
+        run = _Run(
+            prepared,
+            phases,
+            shards,
+            parameters,
+            override,
+            callbacks,
+            fits,
+            fit,
+            min_scales or {},
+            judge,
+        )
+        run.load(data)
+        for phase, chosen in zip(phases, run.chosen, strict=True):
+            run.phase(phase, chosen)
+    return CalibrationResult(parameters, run.constants, run.statistics, run.observers)
+
+
+def is_data_free(picker: object) -> bool:
+    """Whether it picks parameters without having seen a value."""
+    return isinstance(picker, Observer) and not picker.needs_data
+
+
+def pick_given(
+    plan: Plan,
+    pickers: Sequence[Any],
+    weights: Mapping[str, QParams],
+    callbacks: CallbackList,
+    min_scales: Mapping[str, np.ndarray],
+) -> CalibrationResult:
+    """The parameters of observers that look at no data, beside those of the weights."""
+    parameters, observers = dict(weights), dict[str, str]()
+    for group, picker in zip(plan.activations, pickers, strict=True):
+        picked = picker.qparams(picker.start(group.info), group.info)
+        if group.key in min_scales:
+            picked = raise_scale(picked, group, min_scales)
+        parameters[group.key], observers[group.key] = picked, picker.name
+        callbacks.on_parameters(ParametersEvent(group.info, picked))
+    return CalibrationResult(parameters, {}, observers=observers)
+
+
+def describe_needs(plan: Plan, pickers: Sequence[object]) -> str:
+    """A message for a plan without data: which operators have parameters that data decides."""
+    names = {
+        group.key
+        for group, picker in zip(plan.activations, pickers, strict=True)
+        if not is_data_free(picker)
+    }
+    rows = [
+        f"{op.name} ({op.op.removeprefix('relax.')})"
+        for op in plan.operators
+        if op.quantized and names.intersection((*dict(op.operands).values(), op.output))
+    ]
+    return (
+        f"dataset is None, but {len(rows)} operators are quantized with parameters that data "
+        f"decides: {', '.join(rows)}. Pass a dataset, or set for these QSpec(is_dynamic=True), "
+        "which matrix products with constant weights take, the observer Fixed, or None to keep "
+        "them in float."
+    )
+
+
+def read_symbols(inputs: Sequence[InputInfo], batch: Mapping[str, np.ndarray]) -> dict[str, int]:
+    """What the symbolic dimensions of the inputs are in one batch."""
+    return {
+        dim: size
+        for info in inputs
+        for dim, size in zip(info.shape, batch[info.name].shape, strict=True)
+        if isinstance(dim, str)
+    }
+
+
+def find_starts(offsets: Mapping[str, Sequence[int]], count: int) -> dict[str, tuple[int, ...]]:
+    """`ValueStore.starts`, from where each of `count` batches of each input begins."""
+    shards = cut_shards(count)
+    return {name: tuple(at[shard.start] for shard in shards) for name, at in offsets.items()}
+
+
+def raise_scale(
+    qparams: QParams, group: GroupPlan, min_scales: Mapping[str, np.ndarray]
+) -> QParams:
+    """Parameters with scales of at least those in `min_scales`, and the same zero points."""
+    scale = np.maximum(qparams.scale, min_scales.get(group.key, 0.0))
+    scale = conform_scale(scale, group.info.spec).astype("float32")
+    return QParams(scale, qparams.zero_point, qparams.dtype, qparams.axis)
+
+
+@dataclass(frozen=True, order=True)
+class Largest:
+    """The value of the data set that is farthest from 0, for messages."""
+
+    value: float = 0.0
+    sample: int = 0
+    input: str = ""
+
+    def __str__(self) -> str:
+        return (
+            f"The largest value of the data set is {self.value:g}, in sample {self.sample} of "
+            f"input {self.input!r}"
+        )
+
+
+def find_largest(batch: Mapping[str, np.ndarray], sample: int) -> Largest:
+    """That of one batch, whose number is `sample`."""
+    ends = {name: (array.max(), array.min()) for name, array in batch.items() if array.size}
+    peaks = [Largest(max(abs(float(e)) for e in end), sample, name) for name, end in ends.items()]
+    return max(peaks, default=Largest())
+
+
+class _Run:
+    """State of one calibration: what is known of the data, what is picked."""
+
+    def __init__(
+        self,
+        prepared: PreparedModel,
+        phases: Sequence[Phase],
+        shards: ShardRunner,
+        parameters: dict[str, QParams],
+        override: Observer[Any] | CallableCalibration | None,
+        callbacks: CallbackList,
+        fits: Mapping[str, OperatorFit],
+        settings: FitSettings,
+        min_scales: Mapping[str, np.ndarray],
+        judge: OutputJudge | None,
+    ) -> None:
+        self.prepared, self.plan, self.phases = prepared, prepared.plan, phases
+        self.shards, self.workspace = shards, shards.workspace
+        self.parameters, self.override = parameters, override
+        self.callbacks = callbacks
+        self.known, self.settings, self.min_scales = fits, settings, min_scales
+        self.fits = fits if settings.is_needed else {}
+        self.constants: dict[str, np.ndarray] = {}
+        self.statistics: dict[str, GroupStatistics] = {}
+        self.observers: dict[str, str] = {}
+        #: chooses between ranges; None where nothing asks for it
+        self.judge = judge
+        #: whether a batch may be cut to fewer samples
+        self.can_cut = False
+        self.data, self.values = DataRecord(0, {}), self.workspace.values
+        #: numbers of the batches that each phase runs on
+        self.chosen: list[tuple[int, ...]] = []
+        self.largest = Largest()
+        self.steps = 0  # that are done
+        self.done = 0  # batches, of all steps together
+        #: arrays for all variables of the graph, and for what depends on them alone
+        self.variables: dict[str, np.ndarray] = {}
+        self.fixed: dict[str, Any] = {}
+
+    def load(self, data: Dataset) -> None:
+        """Store the inputs that segments read. The only pass over the user's data.
+
+        With a checkpoint that has them already, the data is read to see that it is the same.
+        """
+        before = self.workspace.read_data()
+        used = {
+            name
+            for phase in self.phases
+            for segment in phase.split.segments
+            for name in (*segment.inputs, *segment.observed)
+        }
+        used.update(self.judge.inputs if self.judge is not None else ())
+        symbols: list[dict[str, int]] = []
+        digests: list[str] = []
+        offsets: dict[str, list[int]] = {info.name: [] for info in data.inputs if info.name in used}
+        has_symbols = any(isinstance(dim, str) for info in data.inputs for dim in info.shape)
+        firsts = {info.shape[0] if info.shape else 1 for info in data.inputs}
+        # One name for the first dimension of all inputs: it is the batch.
+        self.can_cut = len(firsts) == 1 and all(isinstance(first, str) for first in firsts)
+        count = 0
+        with ExitStack() as stack:
+            writers = {
+                name: stack.enter_context(self.workspace.values.write_input(name))
+                for name in (offsets if before is None else ())
+            }
+            for batch in data:
+                if has_symbols:
+                    symbols.append(read_symbols(data.inputs, batch))
+                self.largest = max(self.largest, find_largest(batch, count))
+                if self.workspace.is_kept:
+                    digests.append(digest_batch(batch))
+                for name, writer in writers.items():
+                    offsets[name].append(writer.append(batch[name]))
+                count += 1
+                self.callbacks.on_progress(ProgressEvent("read data", count, None))
+        if before is not None:
+            check_same_data(before, digests, self.workspace.path)
+            self.data = before
+        else:
+            starts = find_starts(offsets, count)
+            self.data = DataRecord(count, starts, tuple(symbols), tuple(digests))
+            if self.workspace.is_kept:
+                self.workspace.write_data(self.data)
+        self.values = replace(self.workspace.values, starts=self.data.starts)
+        self.chosen = [self.choose_batches(phase, data.inputs) for phase in self.phases]
+
+    def choose_batches(self, phase: Phase, inputs: Sequence[InputInfo]) -> tuple[int, ...]:
+        """Numbers of the batches that a phase runs on."""
+        count = self.data.batches
+        if phase.is_part:
+            stops = [fit.point for fit in self.fits.values()]
+            symbols = self.data.symbols[0] if self.data.symbols else {}
+            values = self.settings.values
+            count = count_part(self.prepared.graph, stops, inputs, symbols, values)
+        return choose_batches(self.data.batches, count)
+
+    def phase(self, phase: Phase, chosen: Sequence[int]) -> None:
+        """Run all steps of a phase on the batches `chosen`."""
+        self.keep_batches(chosen)
+        known = () if phase.is_float else (self.parameters, self.constants)
+        self.variables = self.prepared.graph.arguments(*known)
+        # Fitted weights take their places when known.
+        self.fixed = phase.split.compute_constants(self.variables)
+        for segments in phase.steps:
+            self.step(phase, segments)
+
+    def keep_batches(self, chosen: Sequence[int]) -> None:
+        """Go on with some of the batches: later steps see no others."""
+        if len(chosen) == self.data.batches:
+            return
+        store, part = self.workspace.part, self.workspace.read_data(PART)
+        if part is None:
+            offsets: dict[str, list[int]] = {}
+            for name in self.data.starts:
+                with store.write_input(name) as writer:
+                    offsets[name] = [writer.append(a) for a in self.read_chosen(name, chosen)]
+            symbols = tuple(self.data.symbols[i] for i in chosen) if self.data.symbols else ()
+            part = DataRecord(len(chosen), find_starts(offsets, len(chosen)), symbols)
+            if self.workspace.is_kept:
+                self.workspace.write_data(part, PART)
+        for name in self.data.starts:
+            self.values.drop(name, ())
+        self.data, self.values = part, replace(store, starts=part.starts)
+
+    def read_chosen(self, name: str, chosen: Sequence[int]) -> Iterator[np.ndarray]:
+        """Some batches of an input, in order."""
+        wanted = set(chosen)
+        for shard in cut_shards(self.data.batches):
+            if wanted.isdisjoint(range(shard.start, shard.stop)):
+                continue
+            for i, array in enumerate(self.values.read(name, shard), shard.start):
+                if i in wanted:
+                    yield array
+
+    def step(self, phase: Phase, segments: tuple[Segment, ...]) -> None:
+        """Run one step on all batches and pick what is picked once it has run; or take over what
+        the checkpoint says of it.
+        """
+        index, self.steps = self.steps, self.steps + 1
+        pickers = {key: self.find_picker(key) for segment in segments for key in segment.groups}
+        shards = cut_shards(self.data.batches)
+        observed = {
+            key: GroupObservation(picker, group.info, group.points)
+            for key, picker in pickers.items()
+            if isinstance(picker, Observer)
+            for group in [self.plan.group(key)]
+        }
+        path = self.workspace.choices(index)
+        if self.workspace.is_kept and path.exists():
+            self.adopt(phase, segments, CalibrationResult.load(path, observed))
+            self.done += self.data.batches
+        else:
+            result = self.choose(index, phase, segments, pickers, observed)
+            if self.workspace.is_kept:
+                result.save(path)
+            self.adopt(phase, segments, result)
+        is_last = phase is self.phases[-1]
+        for segment in segments:
+            for name in segment.expired:
+                # A later phase reads the model's inputs again.
+                if is_last or name not in self.data.starts:
+                    self.values.drop(name, shards)
+        if self.shards.writes_states:
+            for shard in shards:
+                self.workspace.states(index, shard).unlink(missing_ok=True)
+
+    def choose(
+        self,
+        index: int,
+        phase: Phase,
+        segments: tuple[Segment, ...],
+        pickers: Mapping[str, Observer[Any] | CallableCalibration],
+        observed: Mapping[str, GroupObservation],
+    ) -> CalibrationResult:
+        """Run one step on all batches, then pick the parameters of its groups and fit its
+        operators.
+        """
+        later = {
+            name
+            for step in phase.steps[phase.steps.index(segments) + 1 :]
+            for other in step
+            for name in (*other.inputs, *other.observed)
+        }
+        replay = {
+            name
+            for key, picker in pickers.items()
+            if isinstance(picker, CallableCalibration)
+            for name in self.plan.group(key).points
+        }
+        computed = dict.fromkeys(name for segment in segments for name in segment.outputs)
+        stored = tuple(name for name in computed if name in later | replay)
+        fits = {
+            point.operator: self.observe_fit(point)
+            for segment in segments
+            for point in segment.fits
+        }
+        has_symbols = any(segment.symbols for segment in segments)
+        shards = cut_shards(self.data.batches)
+        parts = {key: seen.for_part(shards[0], self.data.batches) for key, seen in observed.items()}
+        tasks = [
+            ShardTask(
+                segments,
+                shard,
+                self.values,
+                parts,
+                fits,
+                stored,
+                self.data.symbols[shard.start : shard.stop] if has_symbols else (),
+            )
+            for shard in shards
+        ]
+        known = {**self.variables, **self.fixed}
+        read = dict.fromkeys(name for segment in segments for name in segment.inputs)
+        arguments = {name: known[name] for name in read if name in known}
+        states = self.shards.run(index, tasks, arguments, self.advance)
+        result = CalibrationResult({}, {})
+        with futures.ThreadPoolExecutor(count_threads()) as pool:
+            found = {
+                key: pool.submit(picker.qparams, states.groups[key], self.plan.group(key).info)
+                for key, picker in pickers.items()
+                if isinstance(picker, Observer)
+            }
+        for key, picker in pickers.items():
+            result.parameters[key] = (
+                found[key].result()
+                if isinstance(picker, Observer)
+                else picker.qparams(self.samples(self.plan.group(key)), self.describe(result))
+            )
+            result.observers[key] = picker.name
+        if phase.is_float and self.judge is not None:
+            self.choose_ranges(self.judge, pickers, states.groups, result)
+        for key, picker in pickers.items():
+            if key in self.min_scales:
+                raised = raise_scale(result.parameters[key], self.plan.group(key), self.min_scales)
+                result.parameters[key] = raised
+            if phase.is_float and isinstance(picker, Observer):
+                result.statistics[key] = GroupStatistics(picker, states.groups[key])
+        for name, statistics in states.fits.items():
+            self.fit(self.fits[name], statistics, result)
+        return result
+
+    def choose_ranges(
+        self,
+        judge: OutputJudge,
+        pickers: Mapping[str, Observer[Any] | CallableCalibration],
+        states: Mapping[str, Any],
+        result: CalibrationResult,
+    ) -> None:
+        """Put other ranges into `result` where the outputs say so."""
+        judged = {key: picker for key, picker in pickers.items() if isinstance(picker, OutputSQNR)}
+        if not judged:
+            return
+        relative = dict(result.parameters)
+
+        def find(key: str, name: str) -> QParams:
+            if name == RELATIVE:
+                return relative[key]
+            return judged[key].find_range(name, states[key], self.plan.group(key).info)
+
+        chosen = judge.choose(relative, judged.keys(), find, self.read_judged(judge))
+        for key, (name, qparams) in chosen.items():
+            result.observers[key], result.parameters[key] = name, qparams
+
+    def read_judged(self, judge: OutputJudge) -> list[JudgedBatch]:
+        """Batches of the inputs with `JUDGED_SAMPLES` samples, evenly spread over the data; of
+        large batches the first samples, where they can be cut.
+        """
+        count, names = self.data.batches, [n for n in judge.inputs if n in self.data.starts]
+        wanted, can_cut = JUDGED_SAMPLES, self.can_cut and not judge.segment.symbols
+        if names and not can_cut:
+            wanted = math.ceil(wanted / max(count_samples(next(self.read_batches(names, (0,)))), 1))
+        if not names:
+            return []
+        numbers = choose_batches(count, wanted)
+        most = math.ceil(JUDGED_SAMPLES / len(numbers))
+        found = []
+        for number, batch in zip(numbers, self.read_batches(names, numbers), strict=True):
+            symbols = self.data.symbols[number] if self.data.symbols else {}
+            if can_cut:
+                batch = {name: array[:most] for name, array in batch.items()}
+            found.append(JudgedBatch(batch, symbols))
+        return found
+
+    def read_batches(
+        self, names: Sequence[str], chosen: Sequence[int]
+    ) -> Iterator[dict[str, np.ndarray]]:
+        """Some batches of some inputs, in order."""
+        for arrays in zip(*(self.read_chosen(name, chosen) for name in names), strict=True):
+            yield dict(zip(names, arrays, strict=True))
+
+    def advance(self, batches: int) -> None:
+        """Say that a step has run on so many batches more."""
+        self.done += batches
+        phases = zip(self.phases, self.chosen, strict=True)
+        total = sum(len(phase.steps) * len(chosen) for phase, chosen in phases)
+        self.callbacks.on_progress(ProgressEvent("calibrate", self.done, total))
+
+    def adopt(self, phase: Phase, segments: Sequence[Segment], result: CalibrationResult) -> None:
+        """Later steps run with these parameters, weights and biases."""
+        self.parameters.update(result.parameters)
+        self.constants.update(result.constants)
+        self.statistics.update(result.statistics)
+        self.observers.update(result.observers)
+        if not phase.is_float:
+            graph = self.prepared.graph
+            for key, qparams in result.parameters.items():
+                self.variables.update(graph.group_arguments(key, qparams))
+            for key, array in result.constants.items():
+                self.variables[graph.constants[key].var.name] = array
+        for point in (point for segment in segments for point in segment.fits):
+            if point.weight in self.fixed:
+                self.fixed[point.weight] = result.constants[f"{point.operator}:weight"]
+        for key, qparams in result.parameters.items():
+            self.callbacks.on_parameters(ParametersEvent(self.plan.group(key).info, qparams))
+
+    def find_picker(self, key: str) -> Observer[Any] | CallableCalibration:
+        """Who picks a group's parameters; told of the consumers if it asks for them."""
+        group = self.plan.group(key)
+        override = None if group.is_fixed else self.override
+        picker = override or resolve_calibration(group.calibration)
+        if not isinstance(picker, RelativeMSE) or picker.importance:
+            return picker
+        readers = [
+            fit
+            for name, fit in self.known.items()
+            if dict(self.plan.operator(name).operands).get("data") == key
+        ]
+        if not readers:
+            return MinMax()
+        importance = tuple(
+            tuple(fit.view.channel_importance(fit.weight).tolist()) for fit in readers
+        )
+        return replace(picker, axis=readers[0].view.channel_axis, importance=importance)
+
+    def observe_fit(self, point: FitPoint) -> FitObservation:
+        """What is to be seen of an operator's input; without second moments where they would not
+        be used.
+        """
+        fit = self.fits[point.operator]
+        return FitObservation(
+            point.source,
+            fit.view,
+            fit.columns,
+            self.settings.max_columns,
+            self.settings.rounding is not WeightRounding.NEAREST,
+            -(-self.settings.count_rows(fit.columns) // self.data.batches),
+            (self.settings.seed, self.prepared.graph.fits.index(point)),
+            tuple(
+                (self.parameters[key], self.plan.group(key).info.spec) for key in point.roundings
+            ),
+        )
+
+    def fit(self, fit: OperatorFit, statistics: InputStatistics, chosen: CalibrationResult) -> None:
+        """Fit one operator; what comes out goes into `chosen`."""
+        key, name = fit.group.key, fit.point.operator
+        settings = self.settings
+        if statistics.overflows:
+            raise DataError(
+                f"Operator {name!r} reads values whose squares pass what float32 holds, so that "
+                f"its weight cannot be fitted. {self.largest}; check the preprocessing."
+            )
+        if key in self.min_scales:  # the scale is decided, only the rounding is not
+            settings = replace(settings, scale_factors=(1.0,), tensor_factors=(1.0,))
+        result = fit_operator(
+            fit.view,
+            statistics,
+            fit.weight,
+            fit.bias,
+            self.parameters[key],
+            fit.group.info.spec,
+            settings,
+        )
+        chosen.parameters[key] = result.qparams
+        chosen.constants[f"{name}:weight"] = result.weight
+        if result.bias is not None:
+            chosen.constants[f"{name}:bias"] = result.bias
+
+    def samples(self, group: GroupPlan) -> StoredSamples:
+        """One array per batch of a group's observed values; of several flat and joined."""
+
+        def read() -> Iterator[np.ndarray]:
+            for shard in cut_shards(self.data.batches):
+                readers = [self.values.read(name, shard) for name in group.points]
+                if len(readers) == 1:
+                    yield from readers[0]
+                    continue
+                for arrays in zip(*readers, strict=True):
+                    yield np.concatenate([array.reshape(-1) for array in arrays])
+
+        return StoredSamples(group.info, read)
+
+    def describe(self, chosen: CalibrationResult) -> CalibrationContext:
+        """What is picked so far, `chosen` in the running step included, for a callable."""
+        return CalibrationContext(
+            self.plan,
+            self.prepared.graph,
+            MappingProxyType({**self.parameters, **chosen.parameters}),
+            MappingProxyType({**self.constants, **chosen.constants}),
+        )

@@ -1,0 +1,1 @@
+"""Weights: their parameters, and the choice of their integers."""

@@ -1,0 +1,178 @@
+"""Module -> the same with convolutions, and what lies between them, in the layout of the kernels:
+transposes only where that meets the interface.
+
+ConvertLayout does the work (`layout_exceptions`: what it would get wrong); what it cannot see
+through (pad, reshape of unit axes, constants) is tidied here.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import tvm
+from tvm import relax
+from tvm.ir import IRModule
+from tvm.relax.dpl import is_op, wildcard
+
+from relayquant.codegen.floating import CONV_LAYOUT
+from relayquant.codegen.layout_exceptions import convert_with_exceptions
+from relayquant.rewrite import Emitter, Match, Pattern, Rule, Skip, apply_rules
+from relayquant.rewrite.expressions import list_bindings, op_name
+from relayquant.rewrite.graph import constant_value, tensor_dtype, tensor_shape
+from relayquant.rewrite.walker import tidy_module
+
+#: layouts the kernels want: data and weight
+KERNEL_LAYOUTS = {
+    "relax.nn.conv2d": list(CONV_LAYOUT),
+    "relax.qnn.conv1d": ["NWC", "OWI"],
+    "relax.qnn.conv2d": list(CONV_LAYOUT),
+    "relax.qnn.conv2d_transpose": list(CONV_LAYOUT),
+}
+
+
+def convert_layout(mod: IRModule) -> IRModule:
+    """The module with convolutions in NHWC and OHWI, and what lies between them in NHWC too.
+
+    Constants are folded here, before there is any kernel: TVM evaluates calls of constants on a
+    plain x86, and a kernel for another instruction set ends the process there.
+    """
+    functions = [func for _, func in mod.functions_items() if isinstance(func, relax.Function)]
+    bindings = [binding for func in functions for binding in list_bindings(func)]
+    has_conv = any(op_name(binding.value) in KERNEL_LAYOUTS for binding in bindings)
+    if has_conv:
+        mod = convert_with_exceptions(mod, KERNEL_LAYOUTS)
+    mod = relax.transform.Normalize()(mod)
+    if has_conv and is_one_block(mod):
+        # In numpy: FoldConstant would compile a kernel for each weight, which takes as long as to
+        # compile all of the module.
+        mod = apply_rules(mod, [TRANSPOSE_OF_CONSTANT])
+    mod = tvm.transform.Sequential(
+        [relax.transform.FoldConstant(), relax.transform.CanonicalizeBindings()]
+    )(mod)
+    if not is_one_block(mod):
+        return mod
+    return tidy_module(apply_rules(mod, TRANSPOSE_RULES))
+
+
+def is_one_block(mod: IRModule) -> bool:
+    """Whether main is one dataflow block, as rules want it."""
+    names = [gv.name_hint for gv in mod.get_global_vars()]
+    if "main" not in names or not isinstance(mod["main"], relax.Function):
+        return False
+    body = mod["main"].body
+    if not isinstance(body, relax.SeqExpr) or len(body.blocks) != 1:
+        return False
+    return isinstance(body.blocks[0], relax.DataflowBlock)
+
+
+def find_axes(match: Match, expr: relax.Expr) -> list[int]:
+    """Axes of the permute_dims bound to `expr`, non-negative."""
+    call = match.graph.call_of(expr)
+    if call is None:
+        raise ValueError(f"no permute_dims at {match.name!r}")
+    rank = call.args[0].ty.ndim
+    if call.attrs.axes is None:
+        return list(reversed(range(rank)))
+    return [int(axis) % rank for axis in call.attrs.axes]
+
+
+def _transpose_of_constant() -> Rule:
+    """permute_dims(constant) -> constant."""
+    data = wildcard()
+    pattern = Pattern(is_op("relax.permute_dims")(data), {"data": data})
+
+    def rewrite(emitter: Emitter, match: Match) -> relax.Expr | Skip:
+        value = constant_value(match.parts["data"])
+        if value is None:
+            return Skip("the operand is not a constant")
+        permuted = np.ascontiguousarray(value.transpose(find_axes(match, match.root)))
+        return relax.const(permuted, tensor_dtype(match.root))
+
+    return Rule("transpose of constant", pattern, rewrite)
+
+
+def _transpose_of_transpose() -> Rule:
+    """permute_dims(permute_dims(x)) -> permute_dims(x), or x."""
+    data = wildcard()
+    inner = is_op("relax.permute_dims")(data)
+    pattern = Pattern(is_op("relax.permute_dims")(inner), {"inner": inner})
+
+    def rewrite(emitter: Emitter, match: Match) -> relax.Expr | Skip:
+        outer_axes = find_axes(match, match.root)
+        call = match.graph.call_of(match.parts["inner"])
+        if call is None:
+            return Skip("the operand is not bound")
+        inner_axes = find_axes(match, match.parts["inner"])
+        axes = [inner_axes[axis] for axis in outer_axes]
+        value = emitter.get(call.args[0])
+        if axes == list(range(len(axes))):
+            return value
+        return relax.op.permute_dims(value, axes)
+
+    return Rule("transpose of transpose", pattern, rewrite)
+
+
+def _pad_of_transpose() -> Rule:
+    """pad(permute_dims(x)) -> permute_dims(pad(x)), so that the transpose may meet its inverse."""
+    data = wildcard()
+    inner = is_op("relax.permute_dims")(data)
+    pattern = Pattern(is_op("relax.nn.pad")(inner), {"inner": inner})
+
+    def rewrite(emitter: Emitter, match: Match) -> relax.Expr | Skip:
+        pad, call = match.graph.values[match.root], match.graph.call_of(match.parts["inner"])
+        if call is None:
+            return Skip("the operand is not bound")
+        axes = find_axes(match, match.parts["inner"])
+        widths = [int(width) for width in pad.attrs.pad_width]
+        moved = [0] * len(widths)
+        for position, axis in enumerate(axes):
+            moved[2 * axis : 2 * axis + 2] = widths[2 * position : 2 * position + 2]
+        padded = relax.op.nn.pad(
+            emitter.get(call.args[0]), moved, str(pad.attrs.pad_mode), pad.attrs.pad_value
+        )
+        return relax.op.permute_dims(emitter.emit(padded, f"{match.name}.nhwc"), axes)
+
+    return Rule("pad of transpose", pattern, rewrite)
+
+
+def _transpose_of_unit_axes() -> Rule:
+    """permute_dims(x) that moves only axes of size 1 -> reshape(x), which costs nothing."""
+    data = wildcard()
+    pattern = Pattern(is_op("relax.permute_dims")(data), {"data": data})
+
+    def rewrite(emitter: Emitter, match: Match) -> relax.Expr | Skip:
+        shape = tensor_shape(match.parts["data"])
+        if shape is None:
+            return Skip("the shape is unknown")
+        axes = find_axes(match, match.root)
+        order = [axis for axis in axes if shape[axis] != 1]
+        if order != sorted(order):
+            return Skip("axes longer than 1 change places")
+        return relax.op.reshape(emitter.get(match.parts["data"]), match.root.ty.shape)
+
+    return Rule("transpose of unit axes", pattern, rewrite)
+
+
+def _reshape_of_reshape() -> Rule:
+    """reshape(reshape(x)) -> reshape(x)."""
+    data, inner_shape, shape = wildcard(), wildcard(), wildcard()
+    inner = is_op("relax.reshape")(data, inner_shape)
+    pattern = Pattern(is_op("relax.reshape")(inner, shape), {"inner": inner, "shape": shape})
+
+    def rewrite(emitter: Emitter, match: Match) -> relax.Expr | Skip:
+        call = match.graph.call_of(match.parts["inner"])
+        if call is None:
+            return Skip("the operand is not bound")
+        return relax.op.reshape(emitter.get(call.args[0]), match.root.ty.shape)
+
+    return Rule("reshape of reshape", pattern, rewrite)
+
+
+TRANSPOSE_OF_CONSTANT = _transpose_of_constant()
+
+TRANSPOSE_RULES: tuple[Rule, ...] = (
+    TRANSPOSE_OF_CONSTANT,
+    _transpose_of_transpose(),
+    _transpose_of_unit_axes(),
+    _pad_of_transpose(),
+    _reshape_of_reshape(),
+)

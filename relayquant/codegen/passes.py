@@ -1,0 +1,55 @@
+"""QNN or float module -> scheduled TIR: the relax pipeline that `relayquant.compile` gives to
+`tvm.compile`.
+"""
+
+from __future__ import annotations
+
+import tvm
+from tvm import relax
+from tvm.target import Target
+
+from relayquant.codegen.floating import lower_float
+from relayquant.codegen.integer import has_integer_main, lower_integer
+from relayquant.codegen.layout import convert_layout
+from relayquant.codegen.run_time_sizes import KEEP_SIZED_CALLS
+from relayquant.codegen.schedule.scheduler import create_schedule_pass
+from relayquant.codegen.schedule.vector_math import create_math_pass
+from relayquant.codegen.weight_zero import centre_weights
+from relayquant.codegen.wide_sums import part_wide_sums
+
+
+def make_pipeline(target: Target) -> tvm.transform.Pass:
+    """A relax pipeline for a target: kernels, exact legalization, schedules, TVM's own lowering."""
+
+    def run(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
+        if has_integer_main(mod):
+            mod = part_wide_sums(centre_weights(mod))
+        mod = lower_float(lower_integer(convert_layout(mod), target), target)
+        with target:
+            return tvm.transform.Sequential(
+                [
+                    # sort, topk and cumulative sums, which have no legalization of their own
+                    relax.backend.DispatchSortScan(),
+                    relax.backend.DispatchSampling(),
+                    relax.transform.LegalizeOps(),
+                    relax.transform.AnnotateTIROpPattern(),
+                    KEEP_SIZED_CALLS,
+                    relax.transform.FuseOps(),
+                    relax.transform.FuseTIR(),
+                    create_schedule_pass(target),
+                    create_math_pass(target),
+                    relax.transform.RewriteDataflowReshape(),
+                    relax.transform.ToNonDataflow(),
+                    relax.transform.RemovePurityChecking(),
+                    relax.transform.CallTIRRewrite(),
+                    relax.transform.StaticPlanBlockMemory(),
+                    relax.transform.LowerAllocTensor(),
+                    relax.transform.KillAfterLastUse(),
+                    relax.transform.LowerRuntimeBuiltin(),
+                    relax.transform.ComputePrimValue(),
+                    relax.transform.VMShapeLower(),
+                    relax.transform.AttachGlobalSymbol(),
+                ]
+            )(mod)
+
+    return tvm.transform.module_pass(run, opt_level=0, name="relayquant.codegen")  # pyright: ignore[reportReturnType]

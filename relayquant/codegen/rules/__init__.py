@@ -1,0 +1,1 @@
+"""Operators -> calls of kernels, with what follows in one epilogue."""

@@ -1,0 +1,395 @@
+"""Kernel rules for everything between convolutions: quantize, requantize, add, multiply, tables,
+joins, pools.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import replace
+from math import prod
+
+import numpy as np
+from tvm import relax
+from tvm.ir import Call
+
+from relayquant.codegen.rules.kernel_call import (
+    KernelCall,
+    KernelContext,
+    KernelRule,
+    build_for_batch,
+    element_count,
+    is_activation,
+    is_byte,
+    is_default_arithmetic,
+    multiplier,
+    scalar,
+    split_batch,
+)
+from relayquant.codegen.rules.linear import clip_bounds, four, pair
+from relayquant.dialect.sums import choose_product_dtype
+from relayquant.kernels.integer.elementwise import (
+    Add,
+    Affine,
+    Concatenate,
+    Dequantize,
+    Multiply,
+    Quantize,
+    QuantizeImage,
+    Requantize,
+    ScaleChannels,
+    broadcast_view,
+    build_add,
+    build_concatenate,
+    build_dequantize,
+    build_multiply,
+    build_quantize,
+    build_quantize_image,
+    build_requantize,
+    build_scale_channels,
+)
+from relayquant.kernels.integer.epilogue import Epilogue, Output
+from relayquant.kernels.integer.lookup import Lookup, build_lookup
+from relayquant.kernels.integer.pool import (
+    AvgPool2d,
+    MaxPool2d,
+    Mean,
+    Window,
+    build_avg_pool2d,
+    build_max_pool2d,
+    build_mean,
+    most_values,
+)
+from relayquant.qtypes import INTEGER_LIMITS
+from relayquant.rewrite import Graph, Skip
+from relayquant.rewrite.graph import constant_value, free_vars, tensor_dtype, tensor_shape
+
+#: Values of a tensor up to which a call costs more than the work: 0.3 us, as much as 256 look-ups
+#: one by one, which is how fused functions do them.
+FEW_VALUES = 256
+#: Operators that FuseOps joins with each other, and with the slices between them.
+FUSED_OPERATORS = frozenset(
+    {
+        "relax.qnn.quantize",
+        "relax.qnn.dequantize",
+        "relax.qnn.requantize",
+        "relax.qnn.add",
+        "relax.qnn.subtract",
+        "relax.qnn.mul",
+        "relax.qnn.leaky_relu",
+        "relax.qnn.prelu",
+        "relax.qnn.lookup",
+        "relax.clip",
+        "relax.strided_slice",
+    }
+)
+#: Channels up to which data are turned while they are quantized.
+IMAGE_CHANNELS = 4
+
+
+def scalars(*exprs: relax.Expr) -> list[float] | None:
+    """Values of constants with one element each; None if any is not."""
+    values = [scalar(expr) for expr in exprs]
+    return None if None in values else values  # pyright: ignore[reportReturnType]
+
+
+def is_fused(graph: Graph, var: relax.Var, taken: Set[relax.Var]) -> bool:
+    """Whether an operator is better fused with its neighbours by FuseOps than a kernel of its own:
+    a tensor of few values, read or written by another such operator that no kernel has `taken`.
+    """
+    if not has_few_values(graph, var):
+        return False
+    neighbours = {*free_vars(graph.values[var]), *graph.users[var]} - taken
+    return any(has_few_values(graph, neighbour) for neighbour in neighbours)
+
+
+def has_few_values(graph: Graph, var: relax.Var) -> bool:
+    """Whether `var` is computed by one of FUSED_OPERATORS, and has at most FEW_VALUES values."""
+    shape = tensor_shape(var) if graph.op_name(var) in FUSED_OPERATORS else None
+    if shape is None or any(isinstance(dim, str) for dim in shape):
+        return False
+    return element_count([int(dim) for dim in shape]) <= FEW_VALUES
+
+
+def absorb_clip(
+    context: KernelContext, var: relax.Var, epilogue: Epilogue
+) -> tuple[tuple[relax.Var, ...], Epilogue]:
+    """A clip behind `var` as bounds of the epilogue; (values, epilogue)."""
+    user = context.next(var, "relax.clip")
+    if user is None:
+        return (var,), epilogue
+    low, high = clip_bounds(context, user, epilogue)
+    return (var, user), replace(epilogue, low=low, high=high)
+
+
+def lower_quantize(context: KernelContext, var: relax.Var) -> KernelCall | Skip | None:
+    """qnn.quantize with one scale; and a transpose of images behind it."""
+    if context.graph.op_name(var) != "relax.qnn.quantize":
+        return None
+    call = context.call(var)
+    shape, numbers = split_batch(call.args[0]), scalars(*call.args[1:3])
+    if shape is None or numbers is None or tensor_dtype(call.args[0]) != "float32":
+        return Skip("not float32 with one constant scale")
+    if str(call.attrs.rounding) != "TONEAREST_EVEN" or tensor_dtype(var) == "int32":
+        return Skip("another rounding, or int32")
+    vars_, out = absorb_clip(
+        context, var, Epilogue(Output.REQUANTIZE, tensor_dtype(var), int(numbers[1]))
+    )
+    spec = Quantize(shape[1], numbers[0], out, context.isa.has_fma)
+    turned = context.next(vars_[-1], "relax.permute_dims")
+    # Not with a symbolic batch: MobileNet became 18 % slower, its buffers not being planned.
+    if turned is not None and not shape[0] and is_image_transpose(context.call(turned), shape[1]):
+        func = build_quantize_image(QuantizeImage(spec), "qnn_quantize_image")
+        return KernelCall((*vars_, turned), func, (call.args[0],))
+    func = build_for_batch(lambda: build_quantize(spec, "qnn_quantize"), shape[0], (0, 1))
+    return KernelCall(vars_, func, (call.args[0],))
+
+
+def is_image_transpose(call: Call, shape: tuple[int, ...]) -> bool:
+    """Whether a permute_dims makes NHWC of NCHW data that has not more channels than an image."""
+    axes = [int(axis) % len(shape) for axis in call.attrs.axes or ()]
+    return axes == [0, 2, 3, 1] and shape[1] <= IMAGE_CHANNELS
+
+
+def lower_dequantize(context: KernelContext, var: relax.Var) -> KernelCall | Skip | None:
+    """qnn.dequantize with one scale."""
+    if context.graph.op_name(var) != "relax.qnn.dequantize":
+        return None
+    call = context.call(var)
+    shape, numbers = split_batch(call.args[0]), scalars(*call.args[1:3])
+    if shape is None or numbers is None or tensor_dtype(var) != "float32":
+        return Skip("not float32 with one constant scale")
+    if tensor_dtype(call.args[0]) == "int64":
+        return Skip("sums of 64 bits")
+    spec = Dequantize(shape[1], tensor_dtype(call.args[0]), int(numbers[1]), numbers[0])
+    func = build_for_batch(lambda: build_dequantize(spec, "qnn_dequantize"), shape[0], (0, 1))
+    return KernelCall((var,), func, (call.args[0],))
+
+
+def lower_channel_scales(context: KernelContext, var: relax.Var) -> KernelCall | Skip | None:
+    """qnn.dequantize and qnn.requantize with one scale for each index along an axis."""
+    op = context.graph.op_name(var)
+    if op not in ("relax.qnn.dequantize", "relax.qnn.requantize"):
+        return None
+    call = context.call(var)
+    shape, scale = split_batch(call.args[0]), constant_value(call.args[1])
+    if shape is None or scale is None or scale.ndim != 1:
+        return Skip("symbolic dimensions, or no constant scales along one axis")
+    axis = int(call.attrs.axis) % var.ty.ndim
+    zero_points, dtype = constant_value(call.args[2]), tensor_dtype(call.args[0])
+    if zero_points is None or np.ptp(zero_points) or dtype == "int64" or (shape[0] and not axis):
+        return Skip("several zero points, int64, or a symbolic axis")
+    if op == "relax.qnn.dequantize":
+        if tensor_dtype(var) != "float32":
+            return Skip(f"the result is {tensor_dtype(var)}")
+        if context.graph.users[var]:
+            return Skip("the float operators that read it compute it in their loops")
+        vars_, out = (var,), Epilogue(Output.DEQUANTIZE, "float32")
+        factors = scale.astype("float32")
+    else:
+        numbers = scalars(*call.args[3:5])
+        if numbers is None or not is_default_arithmetic(call) or tensor_dtype(var) == "int32":
+            return Skip("several scales of the result, another arithmetic, or int32")
+        vars_, out = absorb_clip(
+            context, var, Epilogue(Output.REQUANTIZE, tensor_dtype(var), int(numbers[1]))
+        )
+        factors = multiplier(scale, numbers[0])
+    spec = ScaleChannels(shape[1], axis, dtype, int(zero_points.flat[0]), out)
+    func = build_for_batch(lambda: build_scale_channels(spec, "qnn_channels"), shape[0], (0, 2))
+    return KernelCall(vars_, func, (call.args[0], factors))
+
+
+def lower_requantize(context: KernelContext, var: relax.Var) -> KernelCall | Skip | None:
+    """qnn.requantize with one scale on either side."""
+    if context.graph.op_name(var) != "relax.qnn.requantize":
+        return None
+    call = context.call(var)
+    shape, numbers = split_batch(call.args[0]), scalars(*call.args[1:5])
+    if shape is None or numbers is None or not is_default_arithmetic(call):
+        return Skip("several scales, or another arithmetic")
+    dtype = tensor_dtype(var)
+    if dtype == "int32" or tensor_dtype(call.args[0]) == "int64":
+        return Skip(f"{tensor_dtype(call.args[0])} to {dtype}")
+    s_in, z_in, s_out, z_out = numbers
+    vars_, out = absorb_clip(context, var, Epilogue(Output.REQUANTIZE, dtype, int(z_out)))
+    data = Affine(tensor_dtype(call.args[0]), int(z_in), float(multiplier(s_in, s_out)))
+    spec = Requantize(shape[1], data, out)
+    func = build_for_batch(lambda: build_requantize(spec, "qnn_requantize"), shape[0], (0, 1))
+    return KernelCall(vars_, func, (call.args[0],))
+
+
+def lower_binary(context: KernelContext, var: relax.Var) -> KernelCall | Skip | None:
+    """qnn.add, subtract and mul with one scale each; the second operand may be broadcast."""
+    op = context.graph.op_name(var)
+    if op not in ("relax.qnn.add", "relax.qnn.subtract", "relax.qnn.mul"):
+        return None
+    call = context.call(var)
+    lhs, rhs = call.args[:2]
+    numbers = scalars(*call.args[2:8])
+    shapes = [split_batch(expr) for expr in (lhs, rhs)]
+    if numbers is None or None in shapes or not is_default_arithmetic(call):
+        return Skip("several scales, another arithmetic, or symbolic dimensions")
+    dtype = tensor_dtype(var)
+    if not is_activation(var) or "int64" in (tensor_dtype(lhs), tensor_dtype(rhs)):
+        return Skip(f"the result is {dtype}, or an operand a sum of 64 bits")
+    if op == "relax.qnn.mul" and choose_product_dtype(call) != "int32":
+        return Skip("products that int32 may not hold")
+    (symbolic, shape), (rhs_symbolic, rhs_shape) = shapes  # pyright: ignore[reportGeneralTypeIssues]
+    rhs_constant = constant_value(rhs) is not None
+    if constant_value(lhs) is not None or str(lhs.ty.shape) != str(var.ty.shape):
+        return Skip("the first operand is broadcast or a constant")
+    if symbolic and not rhs_constant and not rhs_symbolic:
+        return Skip("the second operand is broadcast over a symbolic batch")
+    if broadcast_view(shape, rhs_shape) is None:
+        return Skip("the second operand is broadcast along separate axes")
+    ls, lz, rs, rz, os, oz = numbers
+    vars_, out = absorb_clip(context, var, Epilogue(Output.REQUANTIZE, dtype, int(oz)))
+    dtypes = tensor_dtype(lhs), tensor_dtype(rhs)
+    positions = (0, 1, 2) if rhs_symbolic else (0, 2)
+    if op == "relax.qnn.mul":
+        factor = float((np.float64(ls) * np.float64(rs) / np.float64(os)).astype("float32"))
+        product = Multiply(shape, dtypes[0], int(lz), dtypes[1], int(rz), factor, out, rhs_shape)
+        func = build_for_batch(lambda: build_multiply(product, "qnn_mul"), symbolic, positions)
+    else:
+        sign = -1.0 if op == "relax.qnn.subtract" else 1.0
+        left = Affine(dtypes[0], int(lz), float(multiplier(ls, os)))
+        right = Affine(dtypes[1], int(rz), sign * float(multiplier(rs, os)))
+        total = Add(shape, left, right, out, rhs_shape)
+        func = build_for_batch(lambda: build_add(total, "qnn_add"), symbolic, positions)
+    return KernelCall(vars_, func, (lhs, rhs))
+
+
+def lower_lookup(context: KernelContext, var: relax.Var) -> KernelCall | Skip | None:
+    """qnn.lookup."""
+    if context.graph.op_name(var) != "relax.qnn.lookup":
+        return None
+    call = context.call(var)
+    shape = split_batch(call.args[0])
+    if shape is None or not is_byte(call.args[0]):
+        return Skip("symbolic dimensions, or data that is not 8 bit")
+    spec = Lookup(shape[1], tensor_dtype(call.args[0]), tensor_dtype(var))
+    func = build_for_batch(
+        lambda: build_lookup(spec, context.shuffle, "qnn_lookup"), shape[0], (0, 2)
+    )
+    return KernelCall((var,), func, (call.args[0], call.args[1]))
+
+
+def lower_concatenate(context: KernelContext, var: relax.Var) -> KernelCall | Skip | None:
+    """qnn.concatenate of a literal tuple."""
+    if context.graph.op_name(var) != "relax.qnn.concatenate":
+        return None
+    call = context.call(var)
+    if not all(isinstance(arg, relax.Tuple) for arg in call.args[:3]):
+        return Skip("the operands are not a literal tuple")
+    parts = list(call.args[0].fields)
+    shapes = [split_batch(part) for part in parts]
+    numbers = scalars(*call.args[1].fields, *call.args[2].fields, *call.args[3:5])
+    if None in shapes or numbers is None or not is_default_arithmetic(call):
+        return Skip("several scales, another arithmetic, or symbolic dimensions")
+    count, out_scale, out_zero = len(parts), numbers[-2], numbers[-1]
+    axis = int(call.attrs.axis) % var.ty.ndim
+    symbolic = {shape[0] for shape in shapes if shape is not None}
+    if symbolic == {True, False} or (symbolic == {True} and axis == 0):
+        return Skip("operands are joined along a symbolic batch")
+    vars_, out = absorb_clip(
+        context, var, Epilogue(Output.REQUANTIZE, tensor_dtype(var), int(out_zero))
+    )
+    data = tuple(
+        Affine(tensor_dtype(part), int(zero), float(multiplier(scale, out_scale)))
+        for part, scale, zero in zip(parts, numbers[:count], numbers[count:-2], strict=True)
+    )
+    spec = Concatenate(tuple(shape[1] for shape in shapes if shape is not None), axis, data, out)
+    func = build_for_batch(
+        lambda: build_concatenate(spec, "qnn_concatenate"), symbolic == {True}, range(count + 1)
+    )
+    return KernelCall(vars_, func, tuple(parts))
+
+
+def make_window(call: Call, shape: tuple[int, ...]) -> Window:
+    """The window of a 2-D pool over NHWC data."""
+    attrs = call.attrs
+    batch, height, width, channels = shape
+    return Window(
+        batch, height, width, channels, pair(attrs.pool_size), pair(attrs.strides),
+        four(attrs.padding), pair(attrs.dilation), bool(attrs.ceil_mode),
+    )  # fmt: skip
+
+
+def lower_max_pool2d(context: KernelContext, var: relax.Var) -> KernelCall | Skip | None:
+    """nn.max_pool2d of integer NHWC data."""
+    if context.graph.op_name(var) != "relax.nn.max_pool2d":
+        return None
+    call = context.call(var)
+    shape = split_batch(call.args[0])
+    if not is_activation(call.args[0]) or str(call.attrs.layout) != "NHWC" or shape is None:
+        return Skip("not NHWC data of 8 or 16 bits")
+    if str(call.attrs.out_layout) not in ("", "NHWC"):
+        return Skip(f"the result is in layout {call.attrs.out_layout}")
+    spec = MaxPool2d(make_window(call, shape[1]), tensor_dtype(var))
+    func = build_for_batch(lambda: build_max_pool2d(spec, "qnn_max_pool2d"), shape[0], (0, 1))
+    return KernelCall((var,), func, (call.args[0],))
+
+
+def lower_average(context: KernelContext, var: relax.Var) -> KernelCall | Skip | None:
+    """qnn.avg_pool2d of NHWC data, and qnn.mean over neighbouring axes."""
+    op = context.graph.op_name(var)
+    if op not in ("relax.qnn.avg_pool2d", "relax.qnn.mean"):
+        return None
+    call = context.call(var)
+    shape, numbers = split_batch(call.args[0]), scalars(*call.args[1:5])
+    if shape is None or numbers is None or not is_default_arithmetic(call):
+        return Skip("several scales, another arithmetic, or symbolic dimensions")
+    if not is_activation(call.args[0]) or not is_activation(var):
+        return Skip("not data of 8 or 16 bits")
+    s_in, z_in, s_out, z_out = numbers
+    vars_, out = absorb_clip(
+        context, var, Epilogue(Output.REQUANTIZE, tensor_dtype(var), int(z_out))
+    )
+    data = Affine(tensor_dtype(call.args[0]), int(z_in), float(multiplier(s_in, s_out)))
+    if op == "relax.qnn.mean":
+        rank = len(shape[1])
+        axes = sorted(int(axis) % rank for axis in call.attrs.axes or range(rank))
+        if axes != list(range(axes[0], axes[-1] + 1)) or (shape[0] and axes[0] == 0):
+            return Skip("the mean is over separate axes, or over a symbolic batch")
+        mean, result = Mean(shape[1], axes[0], axes[-1], data, out), split_batch(var)
+        if mean.extents[1] > most_values(data.dtype) or result is None:
+            return Skip("the mean is over too many values")
+        func = build_for_batch(lambda: build_mean(mean, "qnn_average", result[1]), shape[0], (0, 1))
+        return KernelCall(vars_, func, (call.args[0],))
+    if str(call.attrs.layout) != "NHWC":
+        return Skip(f"layout {call.attrs.layout}")
+    spec = AvgPool2d(make_window(call, shape[1]), data, out, bool(call.attrs.count_include_pad))
+    if prod(spec.window.kernel) > most_values(data.dtype):
+        return Skip("the window has too many values")
+    func = build_for_batch(lambda: build_avg_pool2d(spec, "qnn_average"), shape[0], (0, 1))
+    return KernelCall(vars_, func, (call.args[0],))
+
+
+def lower_clip(context: KernelContext, var: relax.Var) -> KernelCall | Skip | None:
+    """clip of data that no kernel before it took: a requantize with equal parameters."""
+    if context.graph.op_name(var) != "relax.clip" or not is_activation(var):
+        return None
+    call = context.call(var)
+    shape = split_batch(call.args[0])
+    if shape is None:
+        return Skip("symbolic dimensions")
+    dtype = tensor_dtype(var)
+    low, high = (int(arg.value) for arg in call.args[1:3])
+    limits = INTEGER_LIMITS[dtype]
+    out = Epilogue(Output.REQUANTIZE, dtype, 0, max(low, limits[0]), min(high, limits[1]))
+    spec = Requantize(shape[1], Affine(dtype, 0, 1.0), out)
+    func = build_for_batch(lambda: build_requantize(spec, "qnn_clip"), shape[0], (0, 1))
+    return KernelCall((var,), func, (call.args[0],))
+
+
+ELEMENTWISE_RULES: tuple[KernelRule, ...] = (
+    lower_quantize,
+    lower_dequantize,
+    lower_requantize,
+    lower_channel_scales,
+    lower_binary,
+    lower_lookup,
+    lower_concatenate,
+    lower_max_pool2d,
+    lower_average,
+    lower_clip,
+)

@@ -1,0 +1,198 @@
+"""Codegen, behind the generic schedule: exp, tanh, erf and sigmoid as polynomials.
+
+LLVM calls the C library once per element for them, also in vectorized loops; arithmetic stays in
+vectors. Errors against exact values, over all float32: exp 2e-7 relative (results that are no
+normal numbers become 0), sigmoid 2e-7, tanh and erf 5e-7 absolute. NaN gives NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tvm
+import tvm_ffi
+from tvm import tirx
+from tvm.ir import Call, IRModule
+from tvm.target import Target
+
+from relayquant.kernels.isa.base import Expr
+
+#: e^r on -ln(2)/2 .. ln(2)/2 is 1 + r + r^2 * P(r): Cephes, expf.c (Moshier 1989).
+EXP_COEFFICIENTS = (
+    1.9875691500e-4,
+    1.3981999507e-3,
+    8.3334519073e-3,
+    4.1665795894e-2,
+    1.6666665459e-1,
+    5.0000001201e-1,
+)
+#: ln(2) in two parts; the first has so few bits that its product with an exponent is exact.
+LN2_HIGH, LN2_LOW = 0.693359375, -2.12194440e-4
+LOG2_E = 1.44269504088896341
+#: Below, e^x is no normal number; above, it is infinite.
+EXP_LOW, EXP_HIGH = -87.3365447, 89.0
+
+#: tanh(x) is x * P(x^2) / Q(x^2) up to the limit, beyond which it rounds to 1: Eigen, ptanh.
+TANH_LIMIT = 7.90531110763549805
+TANH_NUMERATOR = (
+    -2.76076847742355e-16,
+    2.00018790482477e-13,
+    -8.60467152213735e-11,
+    5.12229709037114e-08,
+    1.48572235717979e-05,
+    6.37261928875436e-04,
+    4.89352455891786e-03,
+)
+TANH_DENOMINATOR = (
+    1.19825839466702e-06,
+    1.18534705686654e-04,
+    2.26843463243900e-03,
+    4.89352518554385e-03,
+)
+
+#: erf(x) is x * P(x^2) / Q(x^2) up to the limit: Eigen, perf.
+ERF_LIMIT = 4.0
+ERF_NUMERATOR = (
+    -2.72614225801306e-10,
+    2.77068142495902e-08,
+    -2.10102402082508e-06,
+    -5.69250639462346e-05,
+    -7.34990630326855e-04,
+    -2.95459980854025e-03,
+    -1.60960333262415e-02,
+)
+ERF_DENOMINATOR = (
+    -1.45660718464996e-05,
+    -2.13374055278905e-04,
+    -1.68282697438203e-03,
+    -7.37332916720468e-03,
+    -1.42647390514189e-02,
+)
+
+
+def number(value: float) -> Expr:
+    return tirx.FloatImm("float32", value)
+
+
+def bind(value: Expr, make: Callable[[tirx.Var], Expr]) -> Expr:
+    """`make(value)` with `value` computed once."""
+    var = tirx.Var("t", str(value.ty))
+    return tirx.Let(var, value, make(var))
+
+
+def horner(x: Expr, coefficients: Sequence[float]) -> Expr:
+    """The polynomial with these coefficients, that of the highest power first."""
+    result = number(coefficients[0])
+    for coefficient in coefficients[1:]:
+        result = result * x + number(coefficient)
+    return result
+
+
+def clamp(x: Expr, low: float, high: float) -> Expr:
+    """x within the bounds; NaN stays, whose comparisons are false (`isnan` is not vectorized)."""
+    return tirx.Select(x < number(low), number(low), tirx.Select(x > number(high), number(high), x))
+
+
+def expand_exp(x: tirx.Var) -> Expr:
+    """2^n * e^r with n = rne(x / ln 2) and r what remains; 2^n in two factors, as n may be 128."""
+
+    def power_of_two(exponent: Expr) -> Expr:
+        bits = tirx.shift_left(exponent + 127, tirx.IntImm("int32", 23))
+        return tirx.reinterpret("float32", bits)
+
+    def scale(n: tirx.Var, mantissa: Expr) -> Expr:
+        half = tirx.shift_right(n, tirx.IntImm("int32", 1))
+        return bind(half, lambda h: mantissa * power_of_two(h) * power_of_two(n - h))
+
+    def from_rounded(rounded: tirx.Var) -> Expr:
+        # NaN comes in here; `rounded` must be free of it, being cast to an integer.
+        bounded = clamp(x, EXP_LOW, EXP_HIGH)
+        rest = bounded - rounded * number(LN2_HIGH) - rounded * number(LN2_LOW)
+        return bind(
+            rest,
+            lambda r: bind(
+                tirx.Cast("int32", rounded),
+                lambda n: scale(n, horner(r, EXP_COEFFICIENTS) * (r * r) + r + number(1)),
+            ),
+        )
+
+    finite = tirx.max(tirx.min(x, number(EXP_HIGH)), number(EXP_LOW))
+    value = bind(tirx.nearbyint(finite * number(LOG2_E)), from_rounded)
+    return tirx.Select(x < number(EXP_LOW), number(0), value)
+
+
+def expand_ratio(
+    x: tirx.Var, limit: float, numerator: Sequence[float], denominator: Sequence[float]
+) -> Expr:
+    """x * P(x^2) / Q(x^2) for x within the limit, its value there beyond; at most 1."""
+    value = bind(
+        clamp(x, -limit, limit),
+        lambda b: bind(b * b, lambda s: b * horner(s, numerator) / horner(s, denominator)),
+    )
+    return bind(value, lambda v: clamp(v, -1, 1))
+
+
+def expand_tanh(x: tirx.Var) -> Expr:
+    return expand_ratio(x, TANH_LIMIT, TANH_NUMERATOR, TANH_DENOMINATOR)
+
+
+def expand_erf(x: tirx.Var) -> Expr:
+    return expand_ratio(x, ERF_LIMIT, ERF_NUMERATOR, ERF_DENOMINATOR)
+
+
+def expand_sigmoid(x: tirx.Var) -> Expr:
+    """1 / (1 + e^-x)."""
+    return bind(
+        number(0) - x,
+        lambda negative: number(1) / (number(1) + expand_exp(negative)),
+    )
+
+
+EXPANSIONS: dict[str, Callable[[tirx.Var], Expr]] = {
+    "tirx.exp": expand_exp,
+    "tirx.tanh": expand_tanh,
+    "tirx.erf": expand_erf,
+    "tirx.sigmoid": expand_sigmoid,
+}
+
+
+def has_binding(expr: Expr) -> bool:
+    """Whether `expr` binds a variable."""
+    bindings: list[tirx.Let] = []
+    tvm_ffi.structural_walk(expr, (tirx.Let, bindings.append))
+    return bool(bindings)
+
+
+def expand_math(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """The function with float32 calls of the functions in `EXPANSIONS` written out.
+
+    A call with another one in its argument stays a call. TVM's LLVM code generation replaces bound
+    variables by their values when it simplifies, some hundred times here, so that chains would
+    grow by that factor at each step; the schedule gives each step a block of its own.
+    """
+
+    def expand(call: Call) -> Expr:
+        make = EXPANSIONS.get(str(getattr(call.op, "name", "")))
+        if make is None or str(call.ty) != "float32" or has_binding(call.args[0]):
+            return call
+        return bind(call.args[0], make)
+
+    return func.with_body(tvm_ffi.structural_map(func.body, (Call, expand)))
+
+
+def create_math_pass(target: Target) -> Any:
+    """`expand_math` of every TIR function, as a pass; other targets than LLVM keep theirs."""
+
+    def run(mod: IRModule, _: tvm.transform.PassContext) -> IRModule:
+        if target.kind.name != "llvm":
+            return mod
+        result = IRModule(
+            dict(mod.functions_items()), attrs=mod.attrs, global_infos=mod.global_infos
+        )
+        for name, func in mod.functions_items():
+            if isinstance(func, tirx.PrimFunc):
+                result.update_func(name, expand_math(func))
+        return result
+
+    return tvm.transform.module_pass(run, opt_level=0, name="relayquant.ExpandMath")

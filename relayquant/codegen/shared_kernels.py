@@ -1,0 +1,131 @@
+"""Kernel calls -> the same with fewer kernels: those that differ in numbers only become one.
+
+    x * 0.25 + 7.0,  x * 0.5 + 3.0    ->    x * c[0] + c[1]  with c an operand
+
+The layers of a network repeat, and so do its kernels, except for scales and zero points. What takes
+time is to compile kernels, not to read a number once per call. Numbers that are the same in all of
+them stay where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+
+import numpy as np
+import tvm_ffi
+from tvm import s_tir, tirx
+from tvm.tirx import PrimFunc
+
+from relayquant.codegen.rules.kernel_call import KernelCall
+from relayquant.kernels.isa.base import Expr
+
+
+@dataclass(frozen=True)
+class Number:
+    """An immediate of a kernel; equal if all its bits are, unlike 0.0 and -0.0."""
+
+    dtype: str
+    bits: bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Skeleton:
+    """A kernel with all numbers set to zero, and the numbers in the order of the code."""
+
+    func: PrimFunc
+    numbers: tuple[Number, ...]
+
+
+def share_kernels(calls: Sequence[KernelCall]) -> list[KernelCall]:
+    """The same calls in the same order, of kernels that read what is different between them."""
+    skeletons = [read_skeleton(call.func) for call in calls]
+    shared = list(calls)
+    for group in group_equal([skeleton.func for skeleton in skeletons]):
+        numbers = [skeletons[i].numbers for i in group]
+        varying = [k for k, column in enumerate(zip(*numbers, strict=True)) if len(set(column)) > 1]
+        if not varying:
+            continue
+        func = take_operands(calls[group[0]].func, numbers[0], varying)
+        for i, own in zip(group, numbers, strict=True):
+            operands = gather_operands([own[k] for k in varying])
+            shared[i] = replace(calls[i], func=func, operands=(*calls[i].operands, *operands))
+    return shared
+
+
+def group_equal(functions: Iterable[PrimFunc]) -> list[list[int]]:
+    """Indices of structurally equal functions, by their first one."""
+    groups: dict[int, list[tuple[PrimFunc, list[int]]]] = {}
+    for i, func in enumerate(functions):
+        same_hash = groups.setdefault(tvm_ffi.structural_hash(func), [])
+        for first, members in same_hash:
+            if tvm_ffi.structural_equal(first, func):
+                members.append(i)
+                break
+        else:
+            same_hash.append((func, [i]))
+    return [members for same_hash in groups.values() for _, members in same_hash]
+
+
+def map_numbers(func: PrimFunc, make: Callable[[Number], Expr | None]) -> PrimFunc:
+    """The function with `make` in place of every number, or the number itself where that is None.
+
+    Numbers are float immediates, and integers in all lanes of a vector. Other integers are sizes,
+    indices and immediates of instructions, which must stay.
+    """
+
+    def map_immediate(node: tirx.FloatImm | tirx.IntImm) -> Expr:
+        dtype = str(node.ty)
+        made = make(Number(dtype, np.array(node.value, dtype).tobytes()))
+        return node if made is None else made
+
+    def map_broadcast(node: tirx.Broadcast) -> Expr:
+        if not isinstance(node.value, tirx.IntImm):
+            return node
+        return tirx.Broadcast(map_immediate(node.value), node.lanes)
+
+    callbacks = [(tirx.FloatImm, map_immediate), (tirx.Broadcast, map_broadcast)]
+    return func.with_body(tvm_ffi.structural_map(func.body, callbacks))
+
+
+def read_skeleton(func: PrimFunc) -> Skeleton:
+    """A kernel taken apart."""
+    numbers: list[Number] = []
+
+    def note(number: Number) -> Expr:
+        numbers.append(number)
+        return tirx.const(0, number.dtype)
+
+    return Skeleton(map_numbers(func, note), tuple(numbers))
+
+
+def take_operands(func: PrimFunc, numbers: Sequence[Number], varying: Sequence[int]) -> PrimFunc:
+    """The function with the numbers at `varying` read from operands before its result, one for each
+    dtype as in `gather_operands`.
+    """
+    slots: dict[int, tuple[str, int]] = {}
+    sizes: dict[str, int] = {}
+    for k in varying:
+        dtype = numbers[k].dtype
+        slots[k] = dtype, sizes.get(dtype, 0)
+        sizes[dtype] = sizes.get(dtype, 0) + 1
+    buffers = {
+        dtype: tirx.decl_buffer((size,), dtype, f"{dtype}_numbers") for dtype, size in sizes.items()
+    }
+    # Read once, before the loops: stores might hide from LLVM that the operands do not change.
+    read = {k: tirx.Var(f"number{k}", numbers[k].dtype) for k in varying}
+    binds = [tirx.Bind(read[k], buffers[dtype].vload([slot])) for k, (dtype, slot) in slots.items()]
+    position = count()
+    body = map_numbers(func, lambda _: read.get(next(position))).body.block.body
+    root = s_tir.SBlock([], [], [], "root", tirx.SeqStmt([*binds, body]))
+    params = [*func.params[:-1], *buffers.values(), func.params[-1]]
+    return PrimFunc(params, s_tir.SBlockRealize([], True, root), func.ret_type, func.attrs)
+
+
+def gather_operands(numbers: Sequence[Number]) -> list[np.ndarray]:
+    """One array for each dtype, in the order in which the dtypes first occur."""
+    values: dict[str, bytes] = {}
+    for number in numbers:
+        values[number.dtype] = values.get(number.dtype, b"") + number.bits
+    return [np.frombuffer(column, dtype) for dtype, column in values.items()]

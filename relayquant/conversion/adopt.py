@@ -1,0 +1,269 @@
+"""Reference form of another tool -> the form that realize understands, and the ledger of what came
+of it.
+
+A model that was read with its own quantize and dequantize operators has no plan. Quantizes are
+lifted to the operators that compute their values, dequantizes pushed down to those that read them,
+and biases brought into the units of their accumulators. Then every operator between them is found
+by its pattern (`qnn_form.find_dequantized`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import tvm
+from tvm import relax
+from tvm.relax.dpl import is_op, wildcard
+
+from relayquant.config import BackendConfig
+from relayquant.conversion.expand import (
+    AFFINE_RULES,
+    clip_bounds,
+    lift_clamp,
+    push_dequantize,
+    relu_bounds,
+    repeat_call,
+)
+from relayquant.conversion.names import name_integers
+from relayquant.conversion.qnn_form import (
+    find_dequantized,
+    find_output_qparams,
+    read_dequantize,
+    read_operands,
+    read_qparams,
+)
+from relayquant.dialect import qnn
+from relayquant.ledger import Ledger, LedgerRow, ledger_attrs
+from relayquant.ops import QuantOp
+from relayquant.ops.base import accumulator_qparams
+from relayquant.ops.callbacks import run_check, run_match
+from relayquant.ops.conv import CONV_FAMILIES
+from relayquant.ops.conv import output_axis as conv_output_axis
+from relayquant.ops.find import find_pattern, find_register
+from relayquant.qtypes import QParams, Rounding
+from relayquant.reference import qnn as numpy_qnn
+from relayquant.rewrite import Emitter, Graph, Match, Pattern, Rule, Skip, apply_rules, rewrite_main
+from relayquant.rewrite.graph import call_name, constant_value, tensor_dtype
+
+#: operators that move or select values, so that quantize may be done before as well as behind them
+MOVERS = (
+    "relax.reshape",
+    "relax.flatten",
+    "relax.squeeze",
+    "relax.expand_dims",
+    "relax.permute_dims",
+    "relax.strided_slice",
+    "relax.nn.max_pool2d",
+    "relax.nn.max_pool1d",
+)
+
+#: largest |bias| in units of its accumulator; leaves the other half of int32 to the products
+BIAS_LIMIT = 2**30
+
+
+def adopt_reference(mod: tvm.IRModule, backend: BackendConfig) -> tvm.IRModule:
+    """A canonical module with quantize and dequantize wherever the source model had them -> one in
+    which they stand next to the operators that compute. Its function is the same.
+    """
+    lifts = [lift_clamp("relax.nn.relu", relu_bounds), lift_clamp("relax.clip", clip_bounds)]
+    lifted = apply_rules(mod, [*lifts, *(lift_mover(op) for op in MOVERS)])
+    pushes = [push_dequantize(rule) for rule in (*backend.affine_rules, *AFFINE_RULES)]
+    pushed = apply_rules(lifted, pushes)
+    return apply_rules(pushed, list(quantize_biases()))
+
+
+def lift_mover(op: str) -> Rule:
+    """quantize(move(x)) -> move(quantize(x)), x computed by an operator and used nowhere else."""
+    data, scale, zero_point = wildcard(), wildcard(), wildcard()
+    moved = is_op(op)(data, varg_default_wildcard=True)
+    pattern = Pattern(is_op("relax.qnn.quantize")(moved, scale, zero_point), {"data": data})
+
+    def rewrite(emitter: Emitter, match: Match) -> relax.Expr | Skip:
+        quantize = match.graph.values[match.root]
+        qparams = read_qparams(quantize, str(quantize.attrs.out_dtype))
+        source = match.parts["data"]
+        if qparams is None or qparams.is_per_channel:
+            return Skip("the parameters are variables, or per channel")
+        if match.graph.call_of(source) is None or not match.graph.has_one_user(source):
+            return Skip("the value is used elsewhere, or is an input")
+        if match.graph.op_name(source) == "relax.qnn.dequantize":
+            return Skip("the value is dequantized: that is pushed down")
+        integers = qnn.quantize(
+            emitter.get(source),
+            relax.const(qparams.scale, "float32"),
+            relax.const(qparams.zero_point, "int32"),
+            out_dtype=qparams.dtype,
+            rounding=Rounding(str(quantize.attrs.rounding)),
+        )
+        call = emitter.get(match.call(op))
+        return repeat_call(call, emitter.emit(integers, f"{match.name}.unmoved"))
+
+    return Rule(f"lift quantize over {op}", pattern, rewrite)
+
+
+def quantize_biases() -> Iterable[Rule]:
+    """linear(dequantize(x), dequantize(w)) + b -> ... + dequantize(b int32), in units of the
+    accumulator.
+
+    b is a float constant, or one that was quantized in other units.
+    """
+    for op in (*(family.op for family in CONV_FAMILIES), "relax.matmul"):
+        data, weight, bias = wildcard(), wildcard(), wildcard()
+        pattern = Pattern(
+            is_op("relax.add")(is_op(op)(data, weight), bias),
+            {"data": data, "weight": weight, "bias": bias},
+        )
+        yield Rule(f"bias of {op}", pattern, quantize_bias)
+
+
+def quantize_bias(emitter: Emitter, match: Match) -> relax.Expr | Skip:
+    """The rewrite of `quantize_biases`."""
+    graph, bias = match.graph, match.parts["bias"]
+    data, weight = (read_dequantize(graph, match.parts[name]) for name in ("data", "weight"))
+    if data is None or weight is None or constant_value(weight.value) is None:
+        return Skip("data or weight is not quantized")
+    quantized = read_dequantize(graph, bias)
+    integers = constant_value(quantized.value) if quantized is not None else None
+    real = constant_value(bias)
+    if quantized is not None and integers is not None:
+        axis = -1 if quantized.qparams.axis is None else quantized.qparams.axis
+        scale, zero_point = quantized.qparams.scale, quantized.qparams.zero_point
+        real = numpy_qnn.dequantize(integers, scale, zero_point, axis=axis)
+    if real is None or str(real.dtype) != "float32":
+        return Skip("the bias is no float32 constant")
+    rank = match.root.ty.ndim
+    axis = rank - 1 if match.find_call("relax.matmul") is not None else conv_output_axis(match)
+    padded = real.reshape((1,) * (rank - real.ndim) + real.shape)
+    if any(size != 1 for at, size in enumerate(padded.shape) if at != axis):
+        return Skip("the added constant is no bias per output channel")
+    units = accumulator_qparams(data.qparams, weight.qparams, axis)
+    if quantized is not None and has_units(quantized.qparams, units, integers):
+        return Skip("the bias has the units of the accumulator")
+    scaled = padded.astype("float64") / units.scale.reshape(units_shape(units, rank))
+    if not np.isfinite(scaled).all() or np.abs(scaled).max(initial=0.0) > BIAS_LIMIT:
+        return Skip("the bias is too large for int32 in units of the accumulator")
+    value = qnn.dequantize(
+        relax.const(np.rint(scaled).astype("int32"), "int32"),
+        relax.const(units.scale, "float32"),
+        relax.const(0, "int32"),
+        axis=axis,
+    )
+    (linear,) = match.inner
+    return relax.op.add(emitter.get(linear), emitter.emit(value, f"{match.name}.bias"))
+
+
+def units_shape(units: QParams, rank: int) -> tuple[int, ...]:
+    """Shape in which one scale per channel broadcasts against a tensor of this rank."""
+    if units.axis is None or not units.is_per_channel:
+        return ()
+    return tuple(-1 if at == units.axis else 1 for at in range(rank))
+
+
+def has_units(have: QParams, units: QParams, integers: np.ndarray | None) -> bool:
+    """Whether an int32 bias counts in units of the accumulator already."""
+    if integers is None or have.dtype != "int32" or have.zero_point.any():
+        return False
+    return have.scale.size in (1, units.scale.size) and np.array_equal(
+        np.broadcast_to(have.scale.ravel(), units.scale.size), units.scale.ravel()
+    )
+
+
+def add_ledger(
+    mod: tvm.IRModule, adopted: tvm.IRModule, canonical: tvm.IRModule, backend: BackendConfig
+) -> tvm.IRModule:
+    """`mod`, the integer module made of `adopted`, with a ledger of every operator of `canonical`
+    and with values named by it.
+    """
+    graph, final = Graph(adopted), Graph(mod)
+    found: dict[str, tuple[QuantOp, Match]] = {}
+    for _, (pattern, match) in find_dequantized(graph, backend):
+        found.update((var.name, (pattern, match)) for var in match.vars)
+    source = Graph(canonical)
+    inner = {
+        var.name
+        for name, (_, match) in found.items()
+        for var in match.inner
+        if var.name in source.vars and name == match.name
+    }
+    rows = []
+    for binding in source.bindings:
+        call, name = source.call_of(binding.var), binding.var.name
+        if call is None or call_name(call).startswith("relax.qnn.") or name in inner:
+            continue
+        op = call_name(call)
+        left = final.vars.get(name)
+        is_float = (
+            left is not None
+            and final.op_name(left) == op
+            and tensor_dtype(left).startswith("float")
+        )
+        pattern, match = found.get(name, (None, None))
+        moves_integers = tensor_dtype(binding.var) in ("int8", "uint8") and any(
+            tensor_dtype(arg) == tensor_dtype(binding.var) for arg in call.args
+        )
+        if is_float or not (moves_integers or tensor_dtype(binding.var).startswith("float")):
+            rows.append(
+                LedgerRow(
+                    name,
+                    op.removeprefix("relax."),
+                    False,
+                    "",
+                    tensor_dtype(binding.var),
+                    explain_float(graph, backend, name),
+                    "pass the module and data to relayquant.quantize to calibrate what is missing",
+                    (name,),
+                )
+            )
+            continue
+        qparams = find_output_qparams(graph, match.root) if match is not None else None
+        rows.append(
+            LedgerRow(
+                name,
+                (pattern.op if pattern is not None else op).removeprefix("relax."),
+                True,
+                pattern.name if pattern is not None else op.split(".")[-1],
+                qparams.dtype
+                if qparams is not None
+                else "int32"
+                if pattern is not None
+                else tensor_dtype(binding.var) * moves_integers,
+                values=tuple(
+                    var.name for var in match.vars if var.name in source.vars
+                ) if match is not None else (name,),
+                scale=tuple(qparams.scale.reshape(-1).tolist()) if qparams is not None else (),
+                zero_point=tuple(qparams.zero_point.reshape(-1).tolist())
+                if qparams is not None
+                else (),
+                rule="quantized in the source model",
+                accumulator=find_register(final, name),
+            )
+        )  # fmt: skip
+    ledger = Ledger(tuple(rows), backend.name)
+    described = rewrite_main(mod, lambda e, b: e.get(b.value), attrs=ledger_attrs(ledger))
+    return name_integers(described)
+
+
+def explain_float(graph: Graph, backend: BackendConfig, name: str) -> str:
+    """Why an operator of an adopted module has no integer form."""
+    var = graph.vars.get(name)
+    if var is None or graph.call_of(var) is None:
+        return "it has no integer form with the parameters of the source model"
+    declined = f"backend {backend.name!r} has no pattern for {graph.op_name(var)}"
+    for row in backend.patterns:
+        pattern = find_pattern(backend, row.pattern.name)
+        match = run_match(pattern, graph, var)
+        if match is None:
+            continue
+        skip = run_check(pattern, match)
+        if skip is not None:
+            declined = skip.reason
+            continue
+        operands = read_operands(graph, pattern, match)
+        if isinstance(operands, Skip):
+            return operands.reason
+        if find_output_qparams(graph, var) is None:
+            return "its result is not quantized in the source model"
+        dtypes = sorted({operand.qparams.dtype for operand in operands.values()})
+        return f"no integer operator takes operands of these dtypes: {', '.join(dtypes)}"
+    return declined

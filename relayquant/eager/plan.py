@@ -1,0 +1,232 @@
+"""Eager, planning: a function as steps; which of them run on kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tvm import relax
+
+from relayquant.eager.kernel_cache import KernelCache, KernelKey
+from relayquant.eager.operand import Operand, Variable, is_operand, make_operand
+from relayquant.eager.product import (
+    CONVOLUTIONS,
+    Chain,
+    Convolution,
+    Matmul,
+    Product,
+    take_sum,
+)
+from relayquant.eager.rounding import ROUND, Rounding
+from relayquant.reference.interpreter import Frame, execute_binding
+from relayquant.rewrite.expressions import (
+    CLAMPS,
+    Readers,
+    is_float32,
+    list_bindings,
+    op_name,
+    same_type,
+    shape_of,
+    static_sizes,
+    take_clamp,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One value, computed from others in a frame.
+
+    Attributes:
+        var: The value.
+        reads: What it is computed from.
+        run: Computes and stores it.
+        kernel: What runs on it, where that is known before the data is.
+    """
+
+    var: relax.Var
+    reads: tuple[relax.Var, ...]
+    run: Callable[[Frame], None]
+    kernel: KernelKey | None = None
+
+
+def gather_tuple(frame: Frame, var: relax.Var, fields: Sequence[relax.Var]) -> None:
+    """Bind a tuple of values."""
+    frame.values[var] = tuple(frame.values[field] for field in fields)
+
+
+class Planner:
+    """Finds the steps of a function.
+
+    A variable is one object in all steps, in `params` if it is a parameter: a table finds the same
+    object at once, but has to ask TVM whether another one is equal.
+    """
+
+    def __init__(
+        self, params: Sequence[relax.Var], func: relax.Function, kernels: KernelCache
+    ) -> None:
+        bindings = list(list_bindings(func))
+        self.bindings, self.kernels = bindings, kernels
+        self.objects = {var: var for var in (*params, *(binding.var for binding in bindings))}
+        self.values = {b.var: b.value for b in bindings if not isinstance(b, relax.MatchCast)}
+        self.params = set(params)
+        self.readers = Readers(func, bindings)
+        self.claimed: set[relax.Var] = set()
+
+    def plan(self) -> Iterator[Step]:
+        """The steps in order; one that computes several values stands where the last of them was
+        bound.
+        """
+        found: dict[relax.Var, Step] = {}
+        for binding in self.bindings:
+            if binding.var in self.claimed or binding.var not in self.values:
+                continue
+            step = self.plan_product(binding.var) or self.plan_rounding(binding.var)
+            if step is not None:
+                found[step.var] = step
+        inner = self.claimed - set(found)
+        for binding in self.bindings:
+            if binding.var in found:
+                yield found[binding.var]
+            elif binding.var not in inner:
+                yield self.plan_binding(binding)
+
+    def find_object(self, var: relax.Var) -> relax.Var:
+        """The object that stands for a variable."""
+        return self.objects.setdefault(var, var)
+
+    def operand(self, expr: relax.Expr) -> Operand:
+        """What reads an expression that `is_operand`."""
+        return make_operand(self.find_object(expr) if isinstance(expr, relax.Var) else expr)
+
+    def make_step(
+        self,
+        var: relax.Var,
+        reads: Iterable[relax.Var],
+        run: Callable[[Frame], None],
+        kernel: KernelKey | None = None,
+    ) -> Step:
+        """A step of this function's variables."""
+        return Step(self.find_object(var), tuple(map(self.find_object, reads)), run, kernel)
+
+    def plan_binding(self, binding: Any) -> Step:
+        """One binding, in numpy."""
+        reads = dict.fromkeys(relax.analysis.free_vars(binding.value))
+        if isinstance(binding.value, relax.Tuple) and all(
+            isinstance(part, relax.Var) for part in binding.value.fields
+        ):
+            var, fields = (
+                self.find_object(binding.var),
+                [*map(self.find_object, binding.value.fields)],
+            )
+            return self.make_step(var, reads, lambda frame: gather_tuple(frame, var, fields))
+        return self.make_step(binding.var, reads, lambda frame: execute_binding(frame, binding))
+
+    # ---- products ----
+
+    def plan_product(self, root: relax.Var) -> Step | None:
+        """The step of the product bound to `root`; None if it is none, or has no kernel."""
+        call = self.values[root]
+        name = op_name(call)
+        if name not in (*CONVOLUTIONS, "relax.matmul"):
+            return None
+        if not all(is_float32(expr) for expr in (*call.args, root)):
+            return None
+        if not all(map(is_operand, call.args)):
+            return None
+        layout = Matmul.of(call, self.params) if name == "relax.matmul" else Convolution.of(call)
+        if layout is None:
+            return None
+        chain = self.follow(Chain((root,), layout.axis, layout.channels))
+        self.claimed.update(chain.vars)
+        operands = (*call.args, chain.bias, chain.residual)
+        reads = [expr for expr in operands if isinstance(expr, relax.Var)]
+        product = Product(
+            layout,
+            chain,
+            self.find_object(chain.vars[-1]),
+            self.operand(call.args[0]),
+            self.operand(call.args[1]),
+            None if chain.bias is None else self.operand(chain.bias),
+            None if chain.residual is None else self.operand(chain.residual),
+            self.kernels,
+        )
+        return self.make_step(chain.vars[-1], reads, product.run, product.find_kernel())
+
+    def follow(self, chain: Chain) -> Chain:
+        """The chain with the only readers of its values, as far as the kernel computes them."""
+        while chain.high is None:
+            user = self.only_user(chain.vars[-1])
+            longer = None if user is None or user in self.claimed else self.take(chain, user)
+            if user is None or longer is None:
+                break
+            chain = replace(longer, vars=(*chain.vars, user))
+        return chain
+
+    def only_user(self, var: relax.Var) -> relax.Var | None:
+        """The only value that is computed from `var`; None if there are several, or none."""
+        user = self.readers.find_only(var)
+        return user if user is not None and user in self.values else None
+
+    def take(self, chain: Chain, user: relax.Var) -> Chain | None:
+        """The chain with what `user` computes; None if the kernel cannot."""
+        call = self.values[user]
+        name, clipped = op_name(call), chain.low is not None
+        if not same_type(user, chain.vars[0]):
+            return None
+        if name == "relax.add" and not clipped:
+            return take_sum(chain, call)
+        if name in CLAMPS and not clipped:
+            return take_clamp(chain, call)
+        return None
+
+    # ---- simulated quantization ----
+
+    def plan_rounding(self, first: relax.Var) -> Step | None:
+        """The step for simulated_quantize, (maximum, minimum,) simulated_dequantize of one tensor.
+
+        None where something else reads the values between, or where channels have scales of their
+        own.
+        """
+        call = self.values[first]
+        if op_name(call) != "relax.qnn.simulated_quantize" or not is_float32(first):
+            return None
+        if str(call.attrs.rounding) != "TONEAREST_EVEN":
+            return None
+        data, *operands = call.args
+        if not all(isinstance(expr, relax.Var) for expr in (data, *operands)):
+            return None
+        if any(static_sizes(shape_of(expr)) not in ([], [1]) for expr in operands):
+            return None
+        bounds: list[relax.Expr] = []
+        vars_ = [first]
+        for name in ("relax.maximum", "relax.minimum", "relax.qnn.simulated_dequantize"):
+            user = self.only_user(vars_[-1])
+            if user is None:
+                return None
+            following = self.values[user]
+            if op_name(following) != name:
+                if name == "relax.qnn.simulated_dequantize" or bounds:
+                    return None
+                continue
+            vars_.append(user)
+            if name == "relax.qnn.simulated_dequantize":
+                same = all(a.same_as(b) for a, b in zip(following.args[1:], operands, strict=True))
+                if not same or not following.args[0].same_as(vars_[-2]):
+                    return None
+                break
+            if not following.args[0].same_as(vars_[-2]) or shape_of(following.args[1]):
+                return None
+            bounds.append(following.args[1])
+        if len(bounds) == 1 or not all(map(is_operand, bounds)):
+            return None
+        self.claimed.update(vars_)
+        reads = [expr for expr in (data, *operands, *bounds) if isinstance(expr, relax.Var)]
+        rounding = Rounding(
+            Variable(self.find_object(data)),
+            [self.operand(expr) for expr in operands],
+            [self.operand(expr) for expr in bounds],
+            self.find_object(vars_[-1]),
+            self.kernels,
+        )
+        return self.make_step(vars_[-1], reads, rounding.run, ROUND)

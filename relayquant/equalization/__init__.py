@@ -1,0 +1,1 @@
+"""Float module -> the same function with channels that are easier to quantize."""

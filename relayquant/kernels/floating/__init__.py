@@ -1,0 +1,1 @@
+"""Kernels on float32, of the same building blocks."""

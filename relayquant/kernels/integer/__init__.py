@@ -1,0 +1,1 @@
+"""Kernels on integers: specification and instruction set -> PrimFunc, packed constants."""

@@ -1,0 +1,346 @@
+"""What generator and packer of a convolution agree on: register tile, panels, weight order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relayquant.kernels.emit import ceil_div
+from relayquant.kernels.integer.narrow import can_narrow, channel_order
+from relayquant.kernels.integer.specs import Conv2d, PackedWeights, pack_channels
+from relayquant.kernels.isa.base import Isa
+
+#: Cost of storing one vector of results, in units of a dot product: alone, or four together as
+#: bytes, by the number of blocks.
+PLAIN_STORE = 7.0
+NARROW_STORE = {1: 6.0, 2: 5.5, 4: 4.75}
+#: What an accumulator on the stack adds to a word of a loop, as other units than those of the dot
+#: products load and store it; and what it adds in a loop short enough to be unrolled by LLVM, which
+#: then keeps much more on the stack.
+STACK_COST, UNROLLED_STACK_COST = 0.2, 3.0
+UNROLLED_WORDS = 8
+
+
+class Plan(Protocol):
+    """What the choice of instructions asks of a plan."""
+
+    @property
+    def isa(self) -> Isa: ...
+    @property
+    def fewest_pixels(self) -> int: ...
+    @property
+    def instructions(self) -> float: ...
+
+
+PlanT = TypeVar("PlanT", bound=Plan)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Register tile: rows x cols pixels by `blocks` vectors of channels, `chains` partial sums."""
+
+    rows: int
+    cols: int
+    blocks: int
+    chains: int = 1
+
+    @property
+    def pixels(self) -> int:
+        return self.rows * self.cols
+
+
+def pick_tile(
+    out_size: tuple[int, int],
+    vectors: int,
+    words: int,
+    isa: Isa,
+    narrow: bool = False,
+    taps: int = 1,
+) -> Tile:
+    """The tile with the least estimated time for an output of `out_size` x `vectors`.
+
+    The reduction is of `taps` loops over `words`; `narrow`: results may leave as packed bytes.
+    Time of one word in units of dot products: as many as there are, but no less than what the
+    loads (one per pixel, one per block) or the latency of the dot product allow; more where an
+    accumulator goes to the stack. Overlapping tiles count as work: sizes which divide evenly win.
+    A tile is of whole accumulators; the output must have at least `isa.pixels` pixels.
+    """
+    height, width = out_size
+    stack_cost = STACK_COST if words > UNROLLED_WORDS else UNROLLED_STACK_COST
+    best: tuple[float, Tile] | None = None
+    for blocks in range(1, min(vectors, isa.max_blocks) + 1):
+        limit = min(max(isa.accumulators // blocks, 1), isa.max_pixels)
+        store = NARROW_STORE.get(blocks, PLAIN_STORE) if narrow else PLAIN_STORE
+        for rows in range(1, min(height, limit) + 1):
+            for cols in range(1, min(width, limit // rows) + 1):
+                pixels = rows * cols
+                if pixels % isa.pixels:
+                    continue
+                dots = pixels * blocks
+                chains = count_chains(dots, words, isa)
+                time = max(dots, pixels + blocks, isa.dots_in_flight / chains) + 1
+                # Beside the accumulators: the weights and one word of activations.
+                time += stack_cost * (dots * chains + blocks + 1 > isa.registers)
+                time = time * words * taps + dots * store
+                tiles = ceil_div(height, rows) * ceil_div(width, cols) * ceil_div(vectors, blocks)
+                cost = tiles * time * (1 + 0.01 * (rows > 1)) - 0.001 * pixels
+                if best is None or cost < best[0]:
+                    best = cost, Tile(rows, cols, blocks, chains)
+    assert best is not None  # sizes are at least 1, and not less pixels than one accumulator has
+    return best[1]
+
+
+def count_chains(dots: int, words: int, isa: Isa) -> int:
+    """Partial sums of each result that hide the latency of `dots` dot products for every word."""
+    return max(min(ceil_div(isa.dots_in_flight, dots), isa.accumulators // dots, words), 1)
+
+
+def merge_groups(spec: Conv2d, isa: Isa) -> int:
+    """How many neighbouring groups to compute as one, with zero weights between them.
+
+    Fewest dot products win: merging lengthens the reduction, and fills the channel vectors.
+    """
+
+    def cost(merged: int) -> tuple[int, int]:
+        vectors = ceil_div(merged * spec.out_channels // spec.groups, isa.lanes)
+        words = ceil_div(merged * spec.in_channels // spec.groups, isa.products)
+        return spec.groups // merged * vectors * words, -merged
+
+    return min((d for d in range(1, spec.groups + 1) if spec.groups % d == 0), key=cost)
+
+
+@dataclass(frozen=True)
+class ConvPlan:
+    """All that generator and packer must agree on for one convolution."""
+
+    spec: Conv2d
+    isa: Isa
+    weights_per_image: bool = False  #: every image has its own weights and bias
+    is_part: bool = False  #: reads and writes through a `Placement`
+
+    @cached_property
+    def is_matrix(self) -> bool:
+        """Pixels are contiguous, as the rows of a matrix: an image is one row of pixels."""
+        spec = self.spec
+        plain = spec.kernel == (1, 1) and spec.strides == (1, 1) and not any(spec.padding)
+        return plain and not self.is_part
+
+    @cached_property
+    def merged(self) -> int:
+        return merge_groups(self.spec, self.isa)
+
+    @cached_property
+    def groups(self) -> int:
+        return self.spec.groups // self.merged
+
+    @cached_property
+    def group_in(self) -> int:
+        return self.spec.in_channels // self.groups
+
+    @cached_property
+    def group_out(self) -> int:
+        return self.spec.out_channels // self.groups
+
+    @cached_property
+    def taps(self) -> tuple[int, int]:
+        """Kernel positions that are loops; a kernel row that is contiguous in memory is one run."""
+        kh, kw = self.spec.kernel
+        contiguous = self.groups == 1 and (self.spec.dilation[1] == 1 or kw == 1)
+        return (kh, 1) if contiguous else (kh, kw)
+
+    @cached_property
+    def run(self) -> int:
+        """Activations of one tap that follow each other in memory."""
+        return self.group_in * self.spec.kernel[1] // self.taps[1]
+
+    @cached_property
+    def words(self) -> int:
+        return ceil_div(self.run, self.isa.products)
+
+    @cached_property
+    def pixel_grid(self) -> tuple[int, int, int]:
+        """(images, rows, cols) of output pixels as the generator walks them."""
+        spec = self.spec
+        if self.is_matrix and self.weights_per_image:
+            return spec.batch, 1, spec.height * spec.width
+        if self.is_matrix:
+            return 1, 1, spec.batch * spec.height * spec.width
+        return spec.batch, *spec.out_size
+
+    @cached_property
+    def vectors(self) -> int:
+        return ceil_div(self.group_out, self.isa.lanes)
+
+    @cached_property
+    def tile(self) -> Tile:
+        return pick_tile(
+            self.pixel_grid[1:],
+            self.vectors,
+            self.words,
+            self.isa,
+            can_narrow(self.isa, self.spec.epilogue),
+            prod(self.taps),
+        )
+
+    @cached_property
+    def is_narrow(self) -> bool:
+        """Whether results leave as packed bytes, four vectors at a time."""
+        fits = self.tile.blocks in (1, 2, 4) and self.group_out >= self.panel_channels
+        return fits and can_narrow(self.isa, self.spec.epilogue)
+
+    @cached_property
+    def panel_channels(self) -> int:
+        return self.tile.blocks * self.isa.lanes
+
+    @cached_property
+    def panels(self) -> int:
+        """Runs of `tile.blocks` vectors of channels per group."""
+        return ceil_div(self.vectors, self.tile.blocks)
+
+    @cached_property
+    def panel_vectors(self) -> int:
+        """Packed weight vectors per panel."""
+        return self.taps[0] * self.taps[1] * self.words * self.tile.blocks
+
+    @cached_property
+    def weight_size(self) -> int:
+        return self.groups * self.panels * self.panel_vectors * self.isa.weight_vector
+
+    @cached_property
+    def channel_size(self) -> int:
+        """Length of bias and multiplier: one vector for every vector of weights."""
+        return self.groups * self.panels * self.panel_channels
+
+    @cached_property
+    def fewest_pixels(self) -> int:
+        """Pixels of an image."""
+        return prod(self.pixel_grid[1:])
+
+    @cached_property
+    def instructions(self) -> float:
+        """Estimated vector instructions for all tiles and the copy; 16-byte vectors, as Arm has.
+
+        Of each word: the dot products, what brings the activations, and loads of weights. Of each
+        tile: taking accumulators of several pixels apart. The copy loads and stores every vector of
+        the input. Everything else is the same for all instruction sets a target can choose from.
+        """
+        tile, isa = self.tile, self.isa
+        _, rows, cols = self.pixel_grid
+        tiles = ceil_div(rows, tile.rows) * ceil_div(cols, tile.cols) * self.pixel_grid[0]
+        sums, words = tile.pixels * tile.blocks, self.taps[0] * self.taps[1] * self.words
+        weights = tile.blocks * isa.weight_vector * np.dtype(isa.weight_dtype).itemsize / 16
+        step = sums * isa.dot_cost + tile.pixels * isa.word_cost + weights
+        apart = sums * (isa.pixels - 1)
+        copied = 2 * prod(self.spec.in_shape) / 16 if self.needs_copy else 0
+        return tiles * self.groups * self.panels * (words * step + apart) + copied
+
+    @cached_property
+    def store_width(self) -> int:
+        return min(self.group_out, self.isa.lanes)
+
+    @cached_property
+    def shift(self) -> int:
+        return self.isa.zero_point_shift(self.spec.in_dtype)
+
+    @cached_property
+    def needs_copy(self) -> bool:
+        """Whether the kernel cannot read its argument in place."""
+        reads_past_the_end = self.run % self.isa.products != 0
+        return any(self.spec.padding) or self.shift != 0 or reads_past_the_end
+
+    @cached_property
+    def channel_map(self) -> NDArray[np.int64]:
+        """[panel, block, lane] -> channel within the group.
+
+        The last panel or vector is moved back and overlaps its neighbour. Only where a group has
+        less channels than a vector has lanes, numbers outside of the group occur.
+        """
+        lanes, blocks = self.isa.lanes, self.tile.blocks
+        if self.is_narrow:
+            starts = np.arange(self.panels) * self.panel_channels
+            starts = np.minimum(starts, self.group_out - self.panel_channels)
+            return starts[:, None, None] + channel_order(lanes, blocks)
+        starts = np.arange(self.panels * blocks) * lanes
+        starts = np.minimum(starts, max(self.group_out - lanes, 0))
+        return starts.reshape(self.panels, blocks, 1) + np.arange(lanes)
+
+    @cached_property
+    def all_channels(self) -> NDArray[np.int64]:
+        """Flat channel numbers in the order of bias and multiplier; -1 where there is none."""
+        first = np.arange(self.groups)[:, None] * self.group_out
+        inside = self.channel_map.reshape(1, -1)
+        return np.where(inside < self.group_out, first + inside, -1).reshape(-1)
+
+
+def choose_plan(spec: Conv2d, isa: Isa) -> ConvPlan:
+    """The plan of `spec` that generator and packer follow: of `isa`, where that pays.
+
+    It is of the instruction set for activations of this dtype. One for several pixels at once is
+    taken if there are as many, and if it needs fewer instructions than its companion for single
+    pixels.
+    """
+    return choose_instructions(lambda isa: ConvPlan(spec, isa), isa.for_activations(spec.in_dtype))
+
+
+def choose_instructions(make: Callable[[Isa], PlanT], isa: Isa) -> PlanT:
+    """The plan of `make` for several pixels at once, or for single ones; see `choose_plan`."""
+    single = make(isa.for_single_pixels())
+    if single.isa is isa:
+        return single
+    plan = make(isa)
+    fits = plan.fewest_pixels >= isa.pixels
+    return plan if fits and plan.instructions < single.instructions else single
+
+
+def pack_constants(
+    plan: ConvPlan,
+    weight: NDArray[np.int8],
+    bias: NDArray[np.int32],
+    multiplier: NDArray[np.float32] | None,
+) -> PackedWeights:
+    """Constant operands of a kernel that follows the plan; OHWI weight, others as `pack_channels`.
+
+    Raises:
+        ConfigError: a shape does not fit, or the multiplier is missing or not wanted.
+    """
+    folded, factors = pack_channels(
+        plan.spec, weight, bias, multiplier, plan.shift, plan.all_channels
+    )
+    return PackedWeights(pack_panels(plan, weight), folded, factors)
+
+
+def pack_panels(plan: ConvPlan, weight: NDArray[np.int8]) -> NDArray[np.integer]:
+    """OHWI weights as the generator reads them: [group][panel][tap][word][block][lane][product]."""
+    spec, isa = plan.spec, plan.isa
+    lanes, (kh, kw) = isa.lanes, spec.kernel
+    merged = expand_groups(weight, spec.groups, plan.merged)
+    by_group = merged.reshape(plan.groups, plan.group_out, kh, kw, plan.group_in)
+    taps = by_group.reshape(plan.groups, plan.group_out, *plan.taps, plan.run)
+    padded = np.zeros(
+        (plan.groups, max(plan.group_out, lanes), *plan.taps, plan.words * isa.products), "int8"
+    )
+    padded[:, : plan.group_out, :, :, : plan.run] = taps
+    # [group, panel, block, lane, tap_h, tap_w, word, product]
+    split = padded[:, plan.channel_map].reshape(
+        plan.groups, plan.panels, plan.tile.blocks, lanes, *plan.taps, plan.words, isa.products
+    )
+    ordered = np.ascontiguousarray(split.transpose(0, 1, 4, 5, 6, 2, 3, 7))
+    return np.ascontiguousarray(isa.arrange_weights(ordered)).reshape(-1)
+
+
+def expand_groups(weight: NDArray[np.int8], groups: int, merged: int) -> NDArray[np.int8]:
+    """[O, KH, KW, I/groups] -> [O, KH, KW, merged * I/groups], zero between merged groups."""
+    if merged == 1:
+        return weight
+    out, kh, kw, group_in = weight.shape
+    group_out = out // groups
+    wide = np.zeros((out, kh, kw, merged, group_in), "int8")
+    member = np.arange(out) // group_out % merged
+    wide[np.arange(out), :, :, member] = weight
+    return wide.reshape(out, kh, kw, merged * group_in)

@@ -1,0 +1,275 @@
+"""Pooling of NHWC activations of 8 or 16 bits: maximum, and average in the default arithmetic.
+
+Average: S = int32 sum of (x - z_in) over the window; t = RN(float32(S) * RN(m / float32(count)));
+then rounded and clamped as in `epilogue`. Padded pixels contribute 0 and count only with
+`count_include_pad`. A mean is an average over a window as large as the image; whatever axes are
+averaged, they are the height of that image.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+from tvm.script.ir_builder import tirx as T
+from tvm.tirx import PrimFunc
+
+from relayquant.errors import ConfigError
+from relayquant.kernels.emit import (
+    COPY_BYTES,
+    alloc_vectors,
+    broadcast,
+    build_kernel,
+    constant,
+    declare_arguments,
+    emit_sum,
+    emit_vector_loop,
+    load_vector,
+    loop_over,
+    store_vector,
+    vector,
+)
+from relayquant.kernels.integer.elementwise import Affine, check_integer_output
+from relayquant.kernels.integer.epilogue import Epilogue
+from relayquant.kernels.isa.base import Expr
+from relayquant.qtypes import INTEGER_LIMITS
+
+#: Elements read from which on the work is split over threads.
+PARALLEL_READS = 1 << 19
+#: Channels summed at once.
+LANES = 16
+
+
+@dataclass(frozen=True)
+class Window:
+    """A pooling window over static NHWC data; `padding` is (top, left, bottom, right)."""
+
+    batch: int
+    height: int
+    width: int
+    channels: int
+    kernel: tuple[int, int]
+    strides: tuple[int, int] = (1, 1)
+    padding: tuple[int, int, int, int] = (0, 0, 0, 0)
+    dilation: tuple[int, int] = (1, 1)
+    ceil_mode: bool = False
+
+    def __post_init__(self) -> None:
+        if min(self.out_size) < 1:
+            raise ConfigError(
+                f"Window: a {self.kernel} window with dilation {self.dilation} does not fit into "
+                f"{self.height}x{self.width} with padding {self.padding}."
+            )
+
+    @property
+    def out_size(self) -> tuple[int, int]:
+        """(OH, OW); with `ceil_mode` a window that starts inside but ends outside counts."""
+        top, left, bottom, right = self.padding
+        sizes = []
+        for axis, size in enumerate((self.height + top + bottom, self.width + left + right)):
+            stride = self.strides[axis]
+            free = size - (self.kernel[axis] - 1) * self.dilation[axis] - 1
+            sizes.append((free + (stride - 1 if self.ceil_mode else 0)) // stride + 1)
+        return sizes[0], sizes[1]
+
+    @property
+    def in_shape(self) -> tuple[int, int, int, int]:
+        return (self.batch, self.height, self.width, self.channels)
+
+    @property
+    def out_shape(self) -> tuple[int, int, int, int]:
+        return (self.batch, *self.out_size, self.channels)
+
+    @property
+    def leaves_image(self) -> bool:
+        """Whether some window reaches a pixel that is not in the data."""
+        if any(self.padding[:2]):
+            return True
+        return any(
+            (out - 1) * s + (k - 1) * d >= size
+            for out, s, k, d, size in zip(
+                self.out_size, self.strides, self.kernel, self.dilation,
+                (self.height, self.width), strict=True,
+            )
+        )  # fmt: skip
+
+    @property
+    def threads(self) -> bool:
+        return prod(self.out_shape) * prod(self.kernel) >= PARALLEL_READS
+
+
+@dataclass(frozen=True)
+class MaxPool2d:
+    """Maximum over the pixels of the window that lie in the data; the affine space is kept."""
+
+    window: Window
+    dtype: str = "uint8"
+
+
+@dataclass(frozen=True)
+class AvgPool2d:
+    """Average, requantized; `data.multiplier` is float32(double(s_in) / double(s_out))."""
+
+    window: Window
+    data: Affine
+    out: Epilogue
+    count_include_pad: bool = False
+
+
+def most_values(dtype: str) -> int:
+    """How many values of a dtype surely have a sum in int32, less any zero point."""
+    low, high = INTEGER_LIMITS[dtype]
+    return INTEGER_LIMITS["int32"][1] // (high - low)
+
+
+@dataclass(frozen=True)
+class Mean:
+    """Mean over neighbouring axes of `shape`, `first` to `last`; else as `AvgPool2d`."""
+
+    shape: tuple[int, ...]
+    first: int
+    last: int
+    data: Affine
+    out: Epilogue
+
+    @property
+    def extents(self) -> tuple[int, int, int]:
+        """(outer, count, inner): elements before, along and behind the axes."""
+        ends = self.first, self.last + 1
+        return (
+            prod(self.shape[: ends[0]]),
+            prod(self.shape[ends[0] : ends[1]]),
+            prod(self.shape[ends[1] :]),
+        )
+
+
+def emit_tap(window: Window, out: Expr, tap: Expr, axis: int) -> tuple[Expr, Expr]:
+    """Coordinate of a tap along an axis, moved into the data, and whether it had to be."""
+    size = (window.height, window.width)[axis]
+    at = out * window.strides[axis] + tap * window.dilation[axis] - window.padding[axis]
+    return T.max(T.min(at, size - 1), 0), T.And(at >= 0, at < size)
+
+
+def build_max_pool2d(spec: MaxPool2d, name: str = "max_pool2d") -> PrimFunc:
+    """PrimFunc(x, y), both NHWC."""
+    window = spec.window
+    (kh, kw), channels = window.kernel, window.channels
+    lowest = INTEGER_LIMITS[spec.dtype][0]
+
+    def body() -> None:
+        data, out = declare_arguments(
+            ("x", window.in_shape, spec.dtype), ("y", window.out_shape, spec.dtype)
+        )
+        with loop_over(window.out_shape[:3], window.threads) as (n, oy, ox):
+
+            def step(channel: Expr, lanes: int) -> None:
+                (best,) = alloc_vectors(1, lanes, spec.dtype)
+                store_vector(best, constant(spec.dtype, lowest, lanes), 0, lanes)
+                with T.grid(kh, kw) as (i, j):
+                    y, y_inside = emit_tap(window, oy, i, 0)
+                    x, x_inside = emit_tap(window, ox, j, 1)
+                    at = ((n * window.height + y) * window.width + x) * channels + channel
+                    value = load_vector(data, at, lanes)
+                    # Without dilation a pixel moved into the data is another pixel of the window.
+                    if window.leaves_image and window.dilation != (1, 1):
+                        inside = broadcast(T.And(y_inside, x_inside), lanes)
+                        value = T.Select(inside, value, constant(spec.dtype, lowest, lanes))
+                    store_vector(best, T.max(load_vector(best, 0, lanes), value), 0, lanes)
+                height, width = window.out_size
+                at = ((n * height + oy) * width + ox) * channels + channel
+                store_vector(out, load_vector(best, 0, lanes), at, lanes)
+
+            emit_vector_loop(channels, COPY_BYTES, step)
+
+    return build_kernel(name, body)
+
+
+def build_avg_pool2d(
+    spec: AvgPool2d,
+    name: str = "avg_pool2d",
+    in_shape: tuple[int, ...] | None = None,
+    out_shape: tuple[int, ...] | None = None,
+) -> PrimFunc:
+    """PrimFunc(x, y), both NHWC, or of the given shapes with as many elements."""
+    check_integer_output("AvgPool2d", spec.out)
+    window = spec.window
+    (kh, kw), channels = window.kernel, window.channels
+
+    def body() -> None:
+        data, out = declare_arguments(
+            ("x", in_shape or window.in_shape, spec.data.dtype),
+            ("y", out_shape or window.out_shape, spec.out.dtype),
+        )
+        with loop_over(window.out_shape[:3], window.threads) as (n, oy, ox):
+            count: Expr = T.int32(kh * kw)
+            if window.leaves_image and not spec.count_include_pad:
+                count = emit_inside_count(window, oy, 0) * emit_inside_count(window, ox, 1)
+            factor = T.float32(spec.data.multiplier) / T.Cast("float32", count)
+
+            def step(channel: Expr, lanes: int) -> None:
+                (total,) = alloc_vectors(1, lanes)
+                store_vector(total, constant("int32", 0, lanes), 0, lanes)
+                with T.grid(kh, kw) as (i, j):
+                    y, y_inside = emit_tap(window, oy, i, 0)
+                    x, x_inside = emit_tap(window, ox, j, 1)
+                    at = ((n * window.height + y) * window.width + x) * channels + channel
+                    value = T.Cast(vector("int32", lanes), load_vector(data, at, lanes))
+                    value = value - constant("int32", spec.data.zero_point, lanes)
+                    if window.leaves_image:
+                        inside = broadcast(T.And(y_inside, x_inside), lanes)
+                        value = T.Select(inside, value, constant("int32", 0, lanes))
+                    store_vector(total, load_vector(total, 0, lanes) + value, 0, lanes)
+                real = T.Cast(vector("float32", lanes), load_vector(total, 0, lanes))
+                value = spec.out.emit_rounded(real * broadcast(factor, lanes), lanes)
+                height, width = window.out_size
+                at = ((n * height + oy) * width + ox) * channels + channel
+                store_vector(out, value, at, lanes)
+
+            emit_vector_loop(channels, LANES, step)
+
+    return build_kernel(name, body)
+
+
+def build_mean(
+    spec: Mean, name: str = "mean", out_shape: tuple[int, ...] | None = None
+) -> PrimFunc:
+    """PrimFunc(x, y); y has the averaged axes with extent 1, or the given shape.
+
+    Raises:
+        ConfigError: `out` stores no integers, or so many values are averaged that their zero points
+            have no int32 sum.
+    """
+    check_integer_output("Mean", spec.out)
+    outer, count, inner = spec.extents
+    out_shape = out_shape or (
+        *spec.shape[: spec.first],
+        *[1] * (spec.last + 1 - spec.first),
+        *spec.shape[spec.last + 1 :],
+    )
+    if inner > 1:
+        window = Window(outer, count, 1, inner, (count, 1))
+        return build_avg_pool2d(AvgPool2d(window, spec.data, spec.out), name, spec.shape, out_shape)
+    most = most_values(spec.data.dtype)
+    if count > most:
+        raise ConfigError(f"Mean: over {count} values of {spec.data.dtype}; allowed: up to {most}.")
+    factor = np.float32(spec.data.multiplier) / np.float32(count)
+
+    def body() -> None:
+        data, out = declare_arguments(
+            ("x", spec.shape, spec.data.dtype), ("y", out_shape, spec.out.dtype)
+        )
+        with loop_over((outer,), outer > 1 and outer * count >= PARALLEL_READS) as (row,):
+            total = emit_sum(data, row * count, count) - T.int32(count * spec.data.zero_point)
+            value = T.Cast("float32", total) * T.float32(float(factor))
+            store_vector(out, spec.out.emit_rounded(value, 1), row, 1)
+
+    return build_kernel(name, body)
+
+
+def emit_inside_count(window: Window, out: Expr, axis: int) -> Expr:
+    """How many taps of the window lie in the data along an axis; at least 1, so that it divides."""
+    count: Expr = T.int32(0)
+    for tap in range(window.kernel[axis]):
+        count = count + T.Cast("int32", emit_tap(window, out, tap, axis)[1])
+    return T.max(count, 1)

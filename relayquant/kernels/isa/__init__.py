@@ -1,0 +1,1 @@
+"""Instruction sets, and which of them a target has."""

@@ -1,0 +1,96 @@
+"""Optional last step of prepare: linear operators without a bias get one, of zeros, so that
+calibration has where to put what rounding the weights changes in the mean.
+
+y = linear(x, w) -> y_unbiased = linear(x, w); y = y_unbiased + 0, one number per output channel:
+the same function. In integers a bias costs nothing: kernels begin their sums with it. (Zeros that a
+model has itself stay in the canonical form, and a single number becomes one for each channel.)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+
+import numpy as np
+import tvm
+from tvm import relax
+
+from relayquant.config import BackendConfig
+from relayquant.ops import Kind
+from relayquant.ops.find import find_pattern, match_operator
+from relayquant.plan import OperatorPlan, Plan
+from relayquant.preparation.dense import LINEAR
+from relayquant.qtypes import Role
+from relayquant.rewrite import Emitter, Graph, Match, rewrite_main
+from relayquant.rewrite.graph import constant_value
+from relayquant.rewrite.sources import SOURCES_ATTR, read_sources
+
+
+def add_biases(
+    mod: tvm.IRModule, plan: Plan, backend: BackendConfig, skip: Collection[str] = ()
+) -> tvm.IRModule:
+    """The prepared module with a bias per channel at every operator that the plan quantizes with a
+    constant weight, but those named in `skip`; `mod` itself if all have one. A changed module needs
+    a new plan. Where data gets parameters of the run time, a bias is a float operator more, and
+    there may be no data to correct it by: those get none.
+    """
+    graph = Graph(mod)
+    operators = [
+        op for op in plan.operators if op.quantized and op.dynamic is None and op.name not in skip
+    ]
+    biases: dict[relax.Var, np.ndarray] = {}
+    for operator in operators:
+        biases.update(find_missing_bias(graph, backend, operator))
+    if not biases:
+        return mod
+    sources = read_sources(graph.func)
+
+    def visit(emitter: Emitter, binding: relax.VarBinding) -> relax.Expr:
+        value = emitter.get(binding.value)
+        if binding.var not in biases:
+            return value
+        bias = relax.const(biases[binding.var], "float32")
+        name = binding.var.name
+        product = emitter.emit(value, f"{name}_unbiased")
+        if name in sources:
+            sources[product.name] = sources[name]
+        return relax.op.add(product, bias)
+
+    rewritten = rewrite_main(mod, visit)
+    if not sources:
+        return rewritten
+    note = {SOURCES_ATTR: json.dumps(sources)}
+    return rewrite_main(rewritten, lambda emitter, binding: emitter.get(binding.value), attrs=note)
+
+
+def find_missing_bias(
+    graph: Graph, backend: BackendConfig, operator: OperatorPlan
+) -> dict[relax.Var, np.ndarray]:
+    """The linear operator -> the bias that it is to have, zeros float32, shaped to broadcast; empty
+    where it has one, or none could be corrected.
+    """
+    row = find_pattern(backend, operator.pattern) if operator.pattern else None
+    if row is None or row.kind is not Kind.ANCHOR or row.accumulator_axis is None:
+        return {}
+    if Role.WEIGHT not in {operand.role for operand in row.operands}:
+        return {}
+    match = match_operator(graph, backend, operator)
+    axis, linear = row.accumulator_axis(match), find_linear(match)
+    if "bias" in match.parts or axis is None or linear is None:
+        return {}
+    channels, rank = int(linear.ty.shape.values[axis]), linear.ty.ndim
+    # Of the rank of the result, as importers write it: what else broadcasts keeps its layout.
+    shape = [channels if i == axis else 1 for i in range(rank)] if axis < rank - 1 else [channels]
+    return {linear: np.zeros(shape, "float32")}
+
+
+def find_linear(match: Match) -> relax.Var | None:
+    """The value that a matched product or convolution with a constant float32 weight computes."""
+    weight = constant_value(match.parts["weight"])
+    if weight is None or weight.dtype != np.float32:
+        return None
+    for var in match.vars:
+        call = match.graph.call_of(var)
+        if call is not None and match.graph.op_name(var) in LINEAR:
+            return var
+    return None

@@ -1,0 +1,161 @@
+"""Rules for pads before windows, pools over the whole map, and flatten."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from tvm import relax
+
+from relayquant.preparation.tensors import spatial_axes
+from relayquant.rewrite.editor import Editor
+from relayquant.rewrite.graph import tensor_dtype, tensor_shape
+
+_CONVS: dict[str, Any] = {
+    "relax.nn.conv1d": relax.op.nn.conv1d,
+    "relax.nn.conv2d": relax.op.nn.conv2d,
+}
+_AVERAGE_POOLS: dict[str, Any] = {
+    "relax.nn.avg_pool1d": relax.op.nn.avg_pool1d,
+    "relax.nn.avg_pool2d": relax.op.nn.avg_pool2d,
+}
+_MAX_POOLS: dict[str, Any] = {
+    "relax.nn.max_pool1d": relax.op.nn.max_pool1d,
+    "relax.nn.max_pool2d": relax.op.nn.max_pool2d,
+}
+WINDOWS = (*_CONVS, *_AVERAGE_POOLS, *_MAX_POOLS)
+ADAPTIVE = ("relax.nn.adaptive_avg_pool1d", "relax.nn.adaptive_avg_pool2d")
+WHOLE_MAP = (*_AVERAGE_POOLS, *ADAPTIVE)
+FLATTENS = ("relax.flatten", "relax.nn.batch_flatten")
+
+
+def fold_pad(editor: Editor, var: relax.Var) -> bool:
+    """conv(pad(x, 0), padding=p) -> conv(x, padding=p + pad); so for an average pool that counts
+    pads, and for a max pool if the pad value is -inf, or 0 on non-negative data.
+
+    The pad touches spatial axes only and nothing else uses it.
+    """
+    call, name = editor.call_of(var), editor.op_name(var)
+    padded = call.args[0]
+    pad = editor.call_of(padded)
+    if pad is None or editor.op_name(padded) != "relax.nn.pad" or not editor.has_one_use(padded):
+        return False
+    attrs = call.attrs
+    layout = attrs.data_layout if name in _CONVS else attrs.layout
+    axes = spatial_axes(layout)
+    if axes is None or pad.attrs.pad_mode != "constant":
+        return False
+    widths = np.array([int(width) for width in pad.attrs.pad_width]).reshape(-1, 2)
+    outside = [at for at in range(len(widths)) if at not in axes]
+    if (widths < 0).any() or widths[outside].any():
+        return False
+    own = np.array([int(pad) for pad in attrs.padding]).reshape(2, -1)
+    total = (own + widths[axes].T).ravel().tolist()
+    value = float(pad.attrs.pad_value)
+    data = pad.args[0]
+    if name in _CONVS:
+        if value != 0:
+            return False
+        editor.redefine(
+            var,
+            _CONVS[name](
+                data,
+                call.args[1],
+                strides=list(attrs.strides),
+                padding=total,
+                dilation=list(attrs.dilation),
+                groups=attrs.groups,
+                data_layout=attrs.data_layout,
+                kernel_layout=attrs.kernel_layout,
+                out_layout=attrs.out_layout,
+                out_dtype=attrs.out_dtype,
+            ),
+        )
+        return True
+    counts = bool(attrs.count_include_pad)
+    if name in _AVERAGE_POOLS:
+        # With padding of its own that it does not count, the pool could not tell the two apart.
+        if value != 0 or attrs.ceil_mode or (own.any() and not counts):
+            return False
+        counts, pool = True, _AVERAGE_POOLS[name]
+    else:
+        pool = _MAX_POOLS[name]
+        if attrs.ceil_mode or not _is_harmless_for_max(editor, data, value, attrs, total):
+            return False
+    editor.redefine(
+        var,
+        pool(
+            data,
+            list(attrs.pool_size),
+            list(attrs.strides),
+            total,
+            list(attrs.dilation),
+            bool(attrs.ceil_mode),
+            counts,
+            attrs.layout,
+            attrs.out_layout,
+        ),
+    )
+    return True
+
+
+def _is_harmless_for_max(
+    editor: Editor, data: relax.Expr, value: float, attrs: Any, padding: list[int]
+) -> bool:
+    """Whether the maximum of every window is the same with -inf in place of the pads."""
+    if value == -math.inf:
+        return True
+    if value != 0 or not _is_non_negative(editor, data):
+        return False
+    # Every window must hold an element of the data, or it gives -inf instead of 0.
+    windows = [
+        (int(size) - 1) * int(dilation) + 1
+        for size, dilation in zip(attrs.pool_size, attrs.dilation, strict=True)
+    ]
+    return all(pad < window for pad, window in zip(padding, windows * 2, strict=True))
+
+
+def _is_non_negative(editor: Editor, expr: relax.Expr) -> bool:
+    if tensor_dtype(expr).startswith("uint"):
+        return True
+    name = editor.op_name(expr)
+    if name in ("relax.nn.relu", "relax.sigmoid", "relax.nn.softmax", "relax.exp", "relax.abs"):
+        return True
+    if name == "relax.clip":
+        low = getattr(editor.call_of(expr).args[1], "value", None)
+        return isinstance(low, int | float) and low >= 0
+    return False
+
+
+def pool_to_mean(editor: Editor, var: relax.Var) -> bool:
+    """adaptive_avg_pool2d(x, 1) and avg_pool2d over the whole map without padding -> mean(x,
+    spatial axes, keepdims).
+    """
+    call = editor.call_of(var)
+    attrs, data = call.attrs, call.args[0]
+    axes = spatial_axes(attrs.layout)
+    shape = tensor_shape(data)
+    if axes is None or shape is None or attrs.out_layout not in ("", attrs.layout):
+        return False
+    if editor.op_name(var) in ADAPTIVE:
+        size = attrs.output_size
+        if size is None or any(int(extent) != 1 for extent in size):
+            return False
+    else:
+        window = [int(extent) for extent in attrs.pool_size]
+        if window != [shape[axis] for axis in axes] or any(int(pad) != 0 for pad in attrs.padding):
+            return False
+        if any(int(dilation) != 1 for dilation in attrs.dilation):
+            return False
+    editor.redefine(var, relax.op.mean(data, axis=axes, keepdims=True))
+    return True
+
+
+def flatten_to_reshape(editor: Editor, var: relax.Var) -> bool:
+    """flatten(x), batch_flatten(x) -> reshape(x, shape of the result)."""
+    shape = var.ty.shape
+    if not isinstance(shape, relax.ShapeExpr):
+        return False
+    editor.redefine(var, relax.op.reshape(editor.call_of(var).args[0], shape))
+    return True

@@ -1,0 +1,1 @@
+"""What is kept in files: archives, modules, parameters, written whole or not at all."""

@@ -1,0 +1,186 @@
+"""Float modules on packed kernels: the same numbers, few transposes, everything fused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tvm
+from tvm import relax, tirx
+from tvm.ir import Call
+from tvm.relax.backend.cpu_generic import get_default_pipeline
+from tvm.relax.backend.cpu_generic import pipeline as stages
+
+from relayquant.codegen.floating import lower_float
+from relayquant.codegen.layout import convert_layout
+from relayquant.codegen.schedule.scheduler import create_schedule_pass
+from relayquant.kernels.isa.target import resolve_target
+from relayquant.rewrite.expressions import op_name
+
+TARGET = resolve_target()
+
+
+def make_module(emit, *shapes: tuple) -> tvm.IRModule:
+    """A module whose `main` takes float32 tensors and returns `emit(builder, *vars)`."""
+    bb = relax.BlockBuilder()
+    args = [relax.Var(f"x{i}", relax.TensorType(s, "float32")) for i, s in enumerate(shapes)]
+    with bb.function("main", args):
+        with bb.dataflow():
+            out = bb.emit_output(emit(bb, *args))
+        bb.emit_func_output(out)
+    return bb.get()
+
+
+def const(rng: np.random.Generator, *shape: int) -> relax.Expr:
+    return relax.const(rng.standard_normal(shape).astype("float32"))
+
+
+def list_operators(mod: tvm.IRModule) -> list[str]:
+    """Operators of main in order; kernels by their names."""
+    names = []
+    for block in mod["main"].body.blocks:
+        for binding in block.bindings:
+            name = op_name(binding.value)
+            if name == "relax.call_tir":
+                name = binding.value.args[0].name_hint.rstrip("0123456789")
+            if isinstance(binding.value, Call):
+                names.append(name)
+    return names
+
+
+def check_same(mod: tvm.IRModule, *arrays: np.ndarray) -> tvm.IRModule:
+    """Compare with TVM's own lowering; returns the lowered module."""
+
+    @tvm.transform.module_pass(opt_level=0)
+    def pipeline(mod, _):
+        with TARGET:
+            passes = [
+                *stages.legalize_passes(TARGET),
+                create_schedule_pass(TARGET),
+                *stages.dataflow_lower_passes(TARGET),
+                *stages.finalize_passes(TARGET),
+            ]
+            return tvm.transform.Sequential(passes)(lower_float(convert_layout(mod), TARGET))
+
+    outputs = []
+    for chosen in (pipeline, get_default_pipeline(TARGET)):
+        vm = relax.VirtualMachine(tvm.compile(mod, TARGET, relax_pipeline=chosen), tvm.cpu())
+        outputs.append(vm["main"](*[tvm.runtime.tensor(a) for a in arrays]).numpy())
+    np.testing.assert_allclose(*outputs, rtol=1e-4, atol=1e-4)
+    return lower_float(convert_layout(mod), TARGET)
+
+
+def emit_residual_net(rng):
+    """conv + bias + relu -> depthwise + clip -> 1x1 + bias + residual + relu -> mean -> dense."""
+    weights = [const(rng, 16, 3, 3, 3), const(rng, 16, 1, 3, 3), const(rng, 16, 16, 1, 1)]
+    biases = [const(rng, 1, 16, 1, 1) for _ in range(2)]
+    dense, offset = const(rng, 16, 10), const(rng, 10)
+
+    def emit(bb, x):
+        y = bb.emit(relax.op.nn.conv2d(x, weights[0], padding=1))
+        first = bb.emit(relax.op.nn.relu(bb.emit(relax.op.add(y, biases[0]))))
+        y = bb.emit(relax.op.nn.conv2d(first, weights[1], padding=1, groups=16))
+        y = bb.emit(relax.op.clip(y, 0, 6))
+        y = bb.emit(relax.op.nn.conv2d(y, weights[2]))
+        y = bb.emit(relax.op.add(bb.emit(relax.op.add(y, biases[1])), first))
+        y = bb.emit(relax.op.mean(bb.emit(relax.op.nn.relu(y)), [2, 3]))
+        return bb.emit(relax.op.add(bb.emit(relax.op.matmul(y, dense)), offset))
+
+    return emit
+
+
+@pytest.mark.parametrize("symbolic", [False, True])
+def test_lower_float__a_network_is_kernels_with_one_transpose(symbolic):
+    rng = np.random.default_rng(1)
+    batch = tirx.Var("n", "int64") if symbolic else 2
+    mod = make_module(emit_residual_net(rng), (batch, 3, 12, 12))
+    lowered = check_same(mod, rng.standard_normal((2, 3, 12, 12)).astype("float32"))
+    assert list_operators(lowered) == [
+        "relax.permute_dims",
+        "float_conv2d",
+        "float_conv2d",
+        "float_conv2d",
+        "relax.mean",
+        "float_dense",
+    ]
+
+
+def test_lower_float__a_sum_of_two_products_belongs_to_one():
+    rng = np.random.default_rng(2)
+    a, b = const(rng, 8, 3, 3, 3), const(rng, 8, 3, 1, 1)
+
+    def emit(bb, x):
+        left = bb.emit(relax.op.nn.conv2d(x, a, padding=1))
+        right = bb.emit(relax.op.nn.conv2d(x, b))
+        return bb.emit(relax.op.nn.relu(bb.emit(relax.op.add(left, right))))
+
+    mod = make_module(emit, (1, 3, 9, 9))
+    lowered = check_same(mod, rng.standard_normal((1, 3, 9, 9)).astype("float32"))
+    assert list_operators(lowered).count("float_conv2d") == 2
+    assert "relax.add" not in list_operators(lowered)
+
+
+def test_lower_float__a_value_read_twice_is_kept():
+    rng = np.random.default_rng(3)
+    w = const(rng, 6, 6)
+
+    def emit(bb, x):
+        y = bb.emit(relax.op.matmul(x, w))
+        return bb.emit(relax.op.add(bb.emit(relax.op.nn.relu(y)), y))
+
+    mod = make_module(emit, (5, 6))
+    lowered = check_same(mod, rng.standard_normal((5, 6)).astype("float32"))
+    assert list_operators(lowered) == ["float_dense", "relax.nn.relu", "relax.add"]
+
+
+def test_lower_float__weights_that_are_no_constants_are_packed_at_run_time():
+    rng = np.random.default_rng(4)
+    shapes = [(2, 4, 8, 8), (12, 4, 3, 3), (12, 7)]
+
+    def emit(bb, x, w, v):
+        scaled = bb.emit(relax.op.permute_dims(w, [0, 1, 3, 2]))
+        y = bb.emit(relax.op.nn.conv2d(x, scaled, padding=1))
+        return bb.emit(relax.op.matmul(bb.emit(relax.op.mean(y, [2, 3])), v))
+
+    arrays = [rng.standard_normal(s).astype("float32") for s in shapes]
+    operators = list_operators(check_same(make_module(emit, *shapes), *arrays))
+    assert "float_conv2d_packing" in operators
+    assert "float_batch_matmul" in operators
+
+
+@pytest.mark.parametrize("batch", [(1,), (2, 3)])
+def test_lower_float__products_of_activations(batch):
+    rng = np.random.default_rng(5)
+    shapes = [(*batch, 9, 8), (*batch, 8, 11)]
+    arrays = [rng.standard_normal(s).astype("float32") for s in shapes]
+    mod = make_module(lambda bb, x, y: bb.emit(relax.op.matmul(x, y)), *shapes)
+    assert list_operators(check_same(mod, *arrays)) == ["float_batch_matmul"]
+
+
+@pytest.mark.parametrize("shapes", [((2, 1, 4, 5), (3, 5, 6)), ((4, 5), (5,)), ((5,), (5, 3))])
+def test_lower_float__what_has_no_kernel_stays(shapes):
+    rng = np.random.default_rng(6)
+    arrays = [rng.standard_normal(s).astype("float32") for s in shapes]
+    mod = make_module(lambda bb, x, y: bb.emit(relax.op.matmul(x, y)), *shapes)
+    assert list_operators(check_same(mod, *arrays)) == ["relax.matmul"]
+
+
+def test_lower_float__equal_products_share_a_kernel():
+    rng = np.random.default_rng(7)
+    weights = [const(rng, 8, 8) for _ in range(3)]
+
+    def emit(bb, x):
+        for w in weights:
+            x = bb.emit(relax.op.nn.relu(bb.emit(relax.op.matmul(x, w))))
+        return x
+
+    lowered = check_same(make_module(emit, (4, 8)), np.ones((4, 8), "float32"))
+    assert len(lowered.functions) == 2
+
+
+def test_lower_float__names_and_the_input_module_are_kept():
+    rng = np.random.default_rng(8)
+    mod = make_module(emit_residual_net(rng), (1, 3, 12, 12))
+    before = mod.script()
+    lowered = lower_float(convert_layout(mod), TARGET)
+    assert mod.script() == before
+    assert [p.name for p in lowered["main"].params] == ["x0"]

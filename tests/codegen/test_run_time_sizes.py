@@ -1,0 +1,41 @@
+"""Fused kernels do not come before the sizes that they need."""
+
+from __future__ import annotations
+
+import numpy as np
+import tvm
+from tvm import relax, tirx
+from tvm.script import relax as R
+
+import relayquant as rq
+from relayquant.codegen.run_time_sizes import list_symbols
+
+
+def test_chain_of_run_time_size__runs():
+    # FuseOps puts exp(start) and the chain that reads it into one kernel, at the place of exp.
+    builder = relax.BlockBuilder()
+    start = relax.Var("start", R.Tensor((), "float32"))
+    count = relax.Var("count", R.Tensor((1,), "int64"))
+    size = tirx.Var("size", "int64")
+    with builder.function("main", [start, count]):
+        with builder.dataflow():
+            first = builder.emit(R.exp(start))
+            shape = builder.emit(R.tensor_to_shape(count))
+            builder.match_cast(shape, relax.ShapeType([size]))
+            ramp = builder.emit(R.astype(builder.emit(R.arange(0, size, 1, "int64")), "float32"))
+            result = builder.emit_output(R.cos(builder.emit(R.multiply(ramp, first))))
+        builder.emit_func_output(result)
+    machine = relax.VirtualMachine(rq.compile(builder.get(), "llvm"), tvm.cpu())
+    arrays = [np.array(0.5, "float32"), np.array([7], "int64")]
+    found = machine["main"](*map(tvm.runtime.tensor, arrays)).numpy()
+    expected = np.cos(np.arange(7, dtype="float32") * np.exp(np.float32(0.5)))
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_list_symbols__of_every_type():
+    size, other = tirx.Var("size", "int64"), tirx.Var("other", "int64")
+    tensor = relax.TensorType([size * 2, tirx.IntImm("int64", 3)], "float32")
+    assert [var.name for var in list_symbols(tensor)] == ["size"]
+    both = relax.TupleType([tensor, relax.ShapeType([other])])
+    assert [var.name for var in list_symbols(both)] == ["size", "other"]
+    assert list_symbols(relax.TensorType(dtype="float32", ndim=2)) == []

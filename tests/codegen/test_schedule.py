@@ -1,0 +1,297 @@
+"""The generic schedule: same integers, same float arithmetic, vectors and threads."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tvm
+from tvm import relax, s_tir, tirx
+from tvm.relax.backend.cpu_generic import get_default_pipeline
+from tvm.relax.backend.cpu_generic import pipeline as stages
+from tvm.script import ir as I
+from tvm.script import relax as R
+from tvm.script import tirx as T
+
+from relayquant.codegen.schedule.scheduler import (
+    FunctionScheduler,
+    create_schedule_pass,
+    schedule_functions,
+    schedule_with_report,
+)
+from relayquant.dialect import qnn
+from relayquant.kernels.isa.target import resolve_target
+
+TARGET = resolve_target()
+rng = np.random.default_rng(7)
+
+
+def build_scheduled(mod: tvm.IRModule) -> tuple[relax.VirtualMachine, list[tuple[str, str]]]:
+    """Compile `mod` with the generic schedule; also returns what was left unscheduled."""
+    skipped: list[tuple[str, str]] = []
+
+    @tvm.transform.module_pass(opt_level=0)
+    def pipeline(mod, _):
+        with TARGET:
+            mod = tvm.transform.Sequential(stages.legalize_passes(TARGET))(mod)
+            mod, report = schedule_with_report(mod, TARGET)
+            skipped.extend(report.skipped)
+            tail = stages.dataflow_lower_passes(TARGET) + stages.finalize_passes(TARGET)
+            return tvm.transform.Sequential(tail)(mod)
+
+    exe = tvm.compile(mod, TARGET, relax_pipeline=pipeline)
+    return relax.VirtualMachine(exe, tvm.cpu()), skipped
+
+
+def run_both(mod: tvm.IRModule, *arrays: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Outputs of `mod` with the generic schedule and with TVM's naive loops."""
+    vm, skipped = build_scheduled(mod)
+    assert not skipped, skipped
+    naive = relax.VirtualMachine(
+        tvm.compile(mod, TARGET, relax_pipeline=get_default_pipeline(TARGET)), tvm.cpu()
+    )
+    tensors = [tvm.runtime.tensor(a) for a in arrays]
+    return vm["main"](*tensors).numpy(), naive["main"](*tensors).numpy()
+
+
+def make_module(emit, *parameters: tuple[tuple, str]) -> tvm.IRModule:
+    """A module whose `main` takes tensors of the given (shape, dtype) and returns `emit(*vars)`."""
+    bb = relax.BlockBuilder()
+    args = [
+        relax.Var(f"x{i}", relax.TensorType(shape, dtype))
+        for i, (shape, dtype) in enumerate(parameters)
+    ]
+    with bb.function("main", args):
+        with bb.dataflow():
+            out = bb.emit_output(emit(bb, *args))
+        bb.emit_func_output(out)
+    return bb.get()
+
+
+def random_ints(shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    info = np.iinfo(dtype)
+    return rng.integers(max(info.min, -1000), min(info.max, 1000) + 1, shape).astype(dtype)
+
+
+@pytest.mark.parametrize("shape", [(1, 3, 5), (4, 16, 31), (2, 64, 48), (1, 1000), (7,), (97, 1)])
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int32"])
+def test_schedule_functions__elementwise_integers_are_the_same(shape, dtype):
+    mod = make_module(lambda bb, a, b: relax.op.maximum(a, b), (shape, dtype), (shape, dtype))
+    got, expected = run_both(mod, random_ints(shape, dtype), random_ints(shape, dtype))
+    np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("m", [1, 7, 97, 64])
+@pytest.mark.parametrize("n", [3, 17, 64, 97, 260])
+def test_schedule_functions__integer_matmul_is_the_same(m, n):
+    k = 37
+    mod = make_module(lambda bb, a, b: relax.op.matmul(a, b), ((m, k), "int32"), ((k, n), "int32"))
+    a, b = random_ints((m, k), "int32"), random_ints((k, n), "int32")
+    got, _ = run_both(mod, a, b)
+    np.testing.assert_array_equal(got, a @ b)
+
+
+@pytest.mark.parametrize("axis", [[0], [1], [2], [1, 2], [0, 1, 2]])
+@pytest.mark.parametrize("shape", [(4, 7, 49), (3, 64, 32), (2, 5, 13)])
+def test_schedule_functions__integer_sums_are_the_same(shape, axis):
+    mod = make_module(lambda bb, a: relax.op.sum(a, axis), (shape, "int32"))
+    a = random_ints(shape, "int32")
+    got, _ = run_both(mod, a)
+    np.testing.assert_array_equal(got, a.sum(tuple(axis)))
+
+
+@pytest.mark.parametrize(
+    ("size", "stride", "padding", "groups"),
+    [(14, 1, 1, 1), (15, 2, 1, 1), (17, 1, 0, 4), (28, 2, 1, 16), (7, 1, 1, 16)],
+)
+def test_schedule_functions__convolution_follows_numpy(size, stride, padding, groups):
+    x_shape, w_shape = (2, 16, size, size), (32, 16 // groups, 3, 3)
+
+    def emit(bb, x, w):
+        y = bb.emit(relax.op.nn.conv2d(x, w, strides=stride, padding=padding, groups=groups))
+        return relax.op.nn.relu(y)
+
+    mod = make_module(emit, (x_shape, "float32"), (w_shape, "float32"))
+    x, w = (rng.standard_normal(s).astype("float32") for s in (x_shape, w_shape))
+    got, expected = run_both(mod, x, w)
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_schedule_functions__a_product_keeps_its_rounding():
+    """x * y + z in two operators is two roundings, whatever the target could contract."""
+    shape = (64, 160)
+
+    def emit(bb, x, y, z):
+        return relax.op.add(bb.emit(relax.op.multiply(x, y)), z)
+
+    mod = make_module(emit, *[(shape, "float32")] * 3)
+    x, y, z = (rng.standard_normal(shape).astype("float32") for _ in range(3))
+    got, _ = run_both(mod, x, y, z)
+    np.testing.assert_array_equal(got, x * y + z)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_schedule_functions__symbolic_batch(batch):
+    n = tirx.Var("n", "int64")
+
+    def emit(bb, x, w, b):
+        y = bb.emit(relax.op.nn.conv2d(x, w, padding=1))
+        y = bb.emit(relax.op.nn.relu(relax.op.add(y, b)))
+        y = bb.emit(relax.op.mean(y, [2, 3]))
+        return relax.op.nn.softmax(y, axis=-1)
+
+    mod = make_module(
+        emit, ((n, 8, 15, 15), "float32"), ((24, 8, 3, 3), "float32"), ((1, 24, 1, 1), "float32")
+    )
+    x = rng.standard_normal((batch, 8, 15, 15)).astype("float32")
+    w = rng.standard_normal((24, 8, 3, 3)).astype("float32")
+    got, expected = run_both(mod, x, w, rng.standard_normal((1, 24, 1, 1)).astype("float32"))
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-6)
+
+
+def scheduled_text(mod: tvm.IRModule) -> str:
+    """All functions behind the generic schedule."""
+    with TARGET:
+        mod = tvm.transform.Sequential(stages.legalize_passes(TARGET))(mod)
+    return schedule_functions(mod, TARGET).script()
+
+
+@pytest.mark.parametrize("length", [33, 197, 509])
+@pytest.mark.parametrize("op", [relax.op.max, relax.op.sum], ids=["max", "sum"])
+def test_schedule_functions__reductions_of_prime_length_are_vectors(op, length):
+    mod = make_module(lambda bb, x: op(x, [-1]), ((5, length), "float32"))
+    x = rng.standard_normal((5, length)).astype("float32") - 9
+    got, expected = run_both(mod, x)
+    np.testing.assert_allclose(got, expected, rtol=1e-5)
+    assert "T.vectorized" in scheduled_text(mod)
+
+
+@pytest.mark.parametrize("op", [relax.op.sum, relax.op.nn.softmax], ids=["sum", "softmax"])
+def test_schedule_functions__reductions_of_prime_length_with_symbolic_rows(op):
+    mod = make_module(lambda bb, x: op(x, -1), ((tirx.Var("n", "int64"), 257), "float32"))
+    x = rng.standard_normal((3, 257)).astype("float32")
+    got, expected = run_both(mod, x)
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_schedule_functions__loops_behind_a_reshape_are_vectors():
+    def emit(bb, x):
+        return relax.op.reshape(bb.emit(relax.op.tanh(x)), (1, 32, 256))
+
+    mod = make_module(emit, ((1, 128, 64), "float32"))
+    x = rng.standard_normal((1, 128, 64)).astype("float32")
+    got, expected = run_both(mod, x)
+    np.testing.assert_allclose(got, expected, rtol=1e-5)
+    assert "T.vectorized" in scheduled_text(mod)
+
+
+def test_schedule_functions__a_reshape_that_tears_rows_apart_is_exact():
+    def emit(bb, x):
+        turned = bb.emit(relax.op.permute_dims(x, [1, 0]))
+        return relax.op.reshape(bb.emit(relax.op.add(turned, turned)), (40, 24))
+
+    mod = make_module(emit, ((24, 40), "int32"))
+    got, expected = run_both(mod, random_ints((24, 40), "int32"))
+    np.testing.assert_array_equal(got, expected)
+
+
+def test_schedule_functions__arithmetic_between_look_ups_is_vectors():
+    """A chain of look-ups is one function, of loops that do one thing each."""
+    table = rng.permutation(256).astype("uint8")
+
+    def emit(bb, x):
+        for _ in range(3):
+            x = bb.emit(qnn.lookup(bb.emit(qnn.add(x, x, 0.1, 9, 0.2, 3, 0.2, 128)), table))
+        return x
+
+    mod = make_module(emit, ((1, 32), "uint8"))
+    got, expected = run_both(mod, random_ints((1, 32), "uint8"))
+    np.testing.assert_array_equal(got, expected)
+    text = scheduled_text(mod)
+    assert text.count("R.call_tir") == 1
+    assert text.count("T.vectorized") == 3
+    look_ups = [line for line in text.splitlines() if "] = param_" in line]
+    assert len(look_ups) == 3
+    assert not any("nearbyint" in line for line in look_ups)
+
+
+def test_schedule_functions__unit_axes_between_parallel_ones():
+    n = tirx.Var("n", "int64")
+    mod = make_module(
+        lambda bb, x: relax.op.permute_dims(x, [0, 1, 3, 2]), ((n, 1, 384, 512), "float32")
+    )
+    x = rng.standard_normal((2, 1, 384, 512)).astype("float32")
+    got, _ = run_both(mod, x)
+    np.testing.assert_array_equal(got, x.transpose(0, 1, 3, 2))
+
+
+def test_schedule_functions__vectors_and_threads_appear():
+    mod = make_module(
+        lambda bb, a, b: relax.op.matmul(a, b), ((256, 64), "float32"), ((64, 256), "float32")
+    )
+    with TARGET:
+        mod = tvm.transform.Sequential(stages.legalize_passes(TARGET))(mod)
+    text = schedule_functions(mod, TARGET)["matmul"].script()
+    assert "T.vectorized" in text
+    assert "T.parallel" in text
+
+
+@pytest.mark.parametrize(("size", "is_parallel"), [(96, False), (512, True)])
+def test_schedule_functions__symbolic_batch_counts_as_one_sample(size, is_parallel):
+    n = tirx.Var("n", "int64")
+    mod = make_module(lambda bb, x: relax.op.nn.softmax(x), ((n, size, size), "float32"))
+    with TARGET:
+        mod = tvm.transform.Sequential(stages.legalize_passes(TARGET))(mod)
+    text = schedule_functions(mod, TARGET)["softmax"].script()
+    assert ("T.parallel" in text) == is_parallel
+
+
+def test_schedule_with_report__names_what_it_leaves():
+    @I.ir_module
+    class Module:
+        @T.prim_func(s_tir=True)
+        def by_hand(x: T.Buffer((4,), "float32"), y: T.Buffer((4,), "float32")):
+            with T.sblock("root"):
+                T.reads()
+                T.writes()
+                for i in range(4):
+                    y[i] = x[i]
+
+        @R.function
+        def main(x: R.Tensor((4,), "float32")) -> R.Tensor((4,), "float32"):
+            cls = Module
+            with R.dataflow():
+                y = R.call_tir(cls.by_hand, (x,), out_ty=R.Tensor((4,), "float32"))
+                R.output(y)
+            return y
+
+    mod, report = schedule_with_report(Module, TARGET)
+    assert report.scheduled == ()
+    assert [name for name, _ in report.skipped] == ["by_hand"]
+    assert "by hand" in report.skipped[0][1]
+    tvm.ir.assert_structural_equal(mod["by_hand"], Module["by_hand"])
+
+
+def test_schedule_with_report__a_primitive_that_fails_leaves_the_function(monkeypatch, caplog):
+    def refuse(*_):
+        raise s_tir.schedule.ScheduleError("ScheduleError: no such loop")
+
+    monkeypatch.setattr(FunctionScheduler, "run", refuse)
+    mod = make_module(lambda bb, a: relax.op.exp(a), ((8,), "float32"))
+    with TARGET:
+        mod = tvm.transform.Sequential(stages.legalize_passes(TARGET))(mod)
+    with caplog.at_level("DEBUG", logger="relayquant.codegen"):
+        result, report = schedule_with_report(mod, TARGET)
+    assert report.skipped == (("tir_exp", "ScheduleError: ScheduleError: no such loop"),)
+    assert "no such loop" in caplog.text
+    tvm.ir.assert_structural_equal(result, mod)
+
+
+def test_create_schedule_pass__scheduled_functions_are_left_alone():
+    mod = make_module(lambda bb, a: relax.op.exp(a), ((64,), "float32"))
+    with TARGET:
+        mod = tvm.transform.Sequential(stages.legalize_passes(TARGET))(mod)
+    once = create_schedule_pass(TARGET)(mod)
+    _, report = schedule_with_report(once, TARGET)
+    assert report.scheduled == ()
+    assert report.skipped == ()
+    tvm.ir.assert_structural_equal(create_schedule_pass(TARGET)(once), once)

@@ -1,0 +1,62 @@
+"""Kernels that differ in numbers only: one function, and the same bits as before."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tvm
+
+from relayquant.codegen.rules.kernel_call import KernelCall
+from relayquant.codegen.shared_kernels import read_skeleton, share_kernels
+from relayquant.kernels.integer.elementwise import Affine, Requantize, build_requantize
+from relayquant.kernels.integer.epilogue import Epilogue
+from relayquant.kernels.isa.target import resolve_target
+
+DATA = np.arange(64).astype("uint8")
+
+
+def call_of(zero_point: int, factor: float, out_zero: int, size: int = 64) -> KernelCall:
+    data = Affine("uint8", zero_point, factor)
+    func = build_requantize(Requantize((size,), data, Epilogue(zero_point=out_zero)))
+    return KernelCall((), func, (DATA[:size],))
+
+
+def run(call: KernelCall) -> np.ndarray:
+    kernel = tvm.compile(tvm.IRModule({"main": call.func}), target=resolve_target(None))[
+        "requantize"
+    ]
+    y = tvm.runtime.tensor(np.zeros(len(call.operands[0]), "uint8"))
+    kernel(*map(tvm.runtime.tensor, call.operands), y)
+    return y.numpy()
+
+
+def test_share_kernels__numbers_become_operands():
+    calls = [call_of(3, 0.5, 7), call_of(4, 0.25, 7), call_of(3, 0.25, 7)]
+    shared = share_kernels(calls)
+    assert len({call.func for call in shared}) == 1
+    # The output's zero point and bounds are the same in all.
+    assert [[list(array) for array in call.operands[1:]] for call in shared] == [
+        [[3], [0.5]],
+        [[4], [0.25]],
+        [[3], [0.25]],
+    ]
+    for before, after in zip(calls, shared, strict=True):
+        np.testing.assert_array_equal(run(after), run(before))
+
+
+@pytest.mark.parametrize(
+    "others",
+    [[call_of(0, 0.5, 7)], [call_of(3, 0.5, 7, 32)], [call_of(3, 0.5, 7)], []],
+    ids=["no subtraction", "another size", "equal", "alone"],
+)
+def test_share_kernels__keeps_what_nothing_shares(others):
+    calls = [call_of(3, 0.5, 7), *others]
+    for before, after in zip(calls, share_kernels(calls), strict=True):
+        assert after is before
+
+
+def test_read_skeleton__tells_zeros_apart():
+    """0.0 and -0.0 are equal as numbers, but not in every result."""
+    positive, negative = (read_skeleton(call_of(3, zero, 7).func) for zero in (0.0, -0.0))
+    tvm.ir.assert_structural_equal(positive.func, negative.func)
+    assert positive.numbers != negative.numbers

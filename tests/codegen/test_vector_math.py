@@ -1,0 +1,173 @@
+"""exp, tanh, erf and sigmoid as polynomials, against double precision."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import tvm
+import tvm_ffi
+from float_models import build_model
+from tvm import relax, tirx
+from tvm.script import relax as R
+from tvm.script import tirx as T
+
+import relayquant as rq
+from relayquant.codegen.schedule.scheduler import REPEATING_CALLS
+from relayquant.codegen.schedule.vector_math import create_math_pass, expand_math
+from relayquant.kernels.isa.target import resolve_target
+from relayquant.runtime import Executor
+
+OPERATORS = {"exp": R.exp, "tanh": R.tanh, "erf": R.erf, "sigmoid": R.sigmoid}
+
+
+def run_operator(name: str, x: np.ndarray) -> np.ndarray:
+    """The operator compiled for this machine with the functions written out."""
+    builder = relax.BlockBuilder()
+    data = relax.Var("x", relax.TensorType(x.shape, "float32"))
+    with builder.function("main", [data]):
+        builder.emit_func_output(builder.emit(OPERATORS[name](data)))
+    target = resolve_target(None)
+    with target:
+        mod = tvm.transform.Sequential([relax.transform.LegalizeOps(), create_math_pass(target)])(
+            builder.get()
+        )
+    assert f"T.{name}(" not in mod.script()
+    return Executor(tvm.compile(mod, target)).run("main", [x])[0]
+
+
+def grid() -> np.ndarray:
+    """Every exponent of float32 with both signs, and a fine grid where the functions change."""
+    fine = np.linspace(-100, 100, 200_001)
+    powers = np.ldexp(np.linspace(1, 2, 9), np.arange(-126, 127)[:, None]).reshape(-1)
+    return np.concatenate([fine, fine / 50, powers, -powers]).astype("float32")
+
+
+def test_expand_math__exp() -> None:
+    x = grid()
+    with np.errstate(over="ignore"):
+        exact = np.exp(x.astype("float64"))
+    got = run_operator("exp", x).astype("float64")
+    largest = float(np.finfo("float32").max)
+    normal = (exact > 1.18e-38) & (exact <= largest)
+    assert np.abs(got[normal] / exact[normal] - 1).max() <= 2e-7
+    assert np.isinf(got[exact > largest * 1.0000001]).all()
+    assert (got[exact < 1.17e-38] == 0).all()
+
+
+@pytest.mark.parametrize("name", ["tanh", "erf"])
+def test_expand_math__bounded_functions(name: str) -> None:
+    x = grid()
+    exact = np.array([getattr(math, name)(float(value)) for value in x])
+    got = run_operator(name, x).astype("float64")
+    assert np.abs(got - exact).max() <= 5e-7
+    assert np.abs(got).max() <= 1
+    small = (np.abs(x) < 1e-3) & (np.abs(x) > 1e-30)
+    assert np.abs(got[small] / exact[small] - 1).max() <= 5e-7
+
+
+def test_expand_math__sigmoid() -> None:
+    x = grid()
+    with np.errstate(over="ignore"):
+        exact = 1 / (1 + np.exp(-x.astype("float64")))
+    got = run_operator("sigmoid", x).astype("float64")
+    assert np.abs(got - exact).max() <= 2e-7
+
+
+@pytest.mark.parametrize(
+    ("name", "limits"),
+    [("exp", (0, np.inf)), ("tanh", (-1, 1)), ("erf", (-1, 1)), ("sigmoid", (0, 1))],
+)
+def test_expand_math__not_a_number_and_infinity(name: str, limits: tuple[float, float]) -> None:
+    x = np.array([-np.inf, np.inf, np.nan] * 6, "float32")
+    got = run_operator(name, x)[:3]
+    np.testing.assert_allclose(got[:2], limits, atol=5e-7)
+    assert np.isnan(got[2])
+
+
+def test_expand_math__masked_softmax_is_exactly_zero() -> None:
+    got = run_operator("exp", np.full(16, -np.inf, "float32"))
+    assert (got == 0).all()
+
+
+def chain_model(names: tuple[str, ...]) -> tvm.IRModule:
+    def body(emit, x):
+        for i, name in enumerate(names):
+            x = emit(f"v{i}", getattr(relax.op, name)(x))
+        return x
+
+    return build_model(body, (2, 33))
+
+
+def count_nodes(expr: tirx.Expr, values: dict[tirx.Var, int]) -> int:
+    """Nodes of `expr` with variables replaced by their values, as TVM's simplifier does that the
+    LLVM code generation calls; computed from the sizes of the values, without replacing any.
+    """
+    if isinstance(expr, tirx.Var):
+        return values.get(expr, 1)
+    if isinstance(expr, tirx.Let):
+        values[expr.var] = count_nodes(expr.value, values)
+        return count_nodes(expr.body, values)
+    fields = ("a", "b", "condition", "true_value", "false_value", "value")
+    parts = [getattr(expr, field, None) for field in fields]
+    parts += [*getattr(expr, "args", ()), *getattr(expr, "indices", ())]
+    return 1 + sum(count_nodes(part, values) for part in parts if isinstance(part, tirx.Expr))
+
+
+def count_lowered(mod: tvm.IRModule) -> int:
+    """Nodes of all stores of a module as the LLVM code generation gets them."""
+    target = resolve_target(None)
+    passes = [rq.pipeline(target), tirx.transform.BindTarget(target), tirx.transform.LowerIntrin()]
+    stores: list[tirx.BufferStore] = []
+    for func in tvm.transform.Sequential(passes)(mod).functions.values():
+        if isinstance(func, tirx.PrimFunc):
+            tvm_ffi.structural_walk(func.body, (tirx.BufferStore, stores.append))
+    return sum(count_nodes(store.value, {}) for store in stores)
+
+
+def list_chains() -> list[tuple[str, ...]]:
+    """Chains of four: each function with itself, and each pair in turns."""
+    names = sorted(name.removeprefix("tirx.") for name in REPEATING_CALLS)
+    return [(a, b, a, b) for a, b in itertools.product(names, names) if a <= b]
+
+
+@pytest.mark.parametrize("names", list_chains(), ids="-".join)
+def test_expand_math__chains_grow_by_sums(names: tuple[str, ...]) -> None:
+    """Each function of a chain adds what it takes alone. All functions that repeat their argument
+    are here, those of TVM's own rules among them: a new one is found in `REPEATING_CALLS`.
+    """
+    alone = {name: count_lowered(chain_model((name,))) for name in set(names)}
+    for length in range(1, 5):
+        chain = names[:length]
+        assert count_lowered(chain_model(chain)) <= sum(alone[name] for name in chain)
+
+
+@pytest.mark.parametrize("names", list_chains()[::5], ids="-".join)
+def test_expand_math__chains_compute_what_numpy_computes(names: tuple[str, ...]) -> None:
+    mod = chain_model(names)
+    x = np.linspace(-0.3, 0.1, 66, dtype="float32").reshape(2, 33)
+    functions = {
+        "atanh": np.arctanh,
+        "erf": np.vectorize(math.erf),
+        "sigmoid": lambda value: 1 / (1 + np.exp(-value)),
+    }
+    want = x.astype("float64")
+    for name in names:
+        want = functions.get(name, getattr(np, name, None))(want)
+    got = Executor(rq.compile(mod)).run("main", [x])[0]
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
+
+
+def test_expand_math__call_within_a_call_is_left() -> None:
+    """What is nested in one expression of the user's own cannot be parted by the schedule."""
+
+    @T.prim_func
+    def nested(x: T.Buffer((8,), "float32"), y: T.Buffer((8,), "float32")):
+        for i in range(8):
+            y[i] = T.tanh(T.exp(T.erf(x[i])))
+
+    script = expand_math(nested).script()
+    assert "T.tanh(T.exp(T.Let(" in script
+    assert "T.erf(" not in script

@@ -1,0 +1,458 @@
+"""guard: silent on what works; finds, names and mends what was broken on purpose."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import tvm
+from float_models import MAP, build_model, draw_batches
+from tvm import relax
+
+import relayquant as rq
+from relayquant.analysis.outputs import OutputGap, count_differing, measure_gaps, rate_samples
+from relayquant.datasets import open_dataset
+from relayquant.datasets.inputs import describe_inputs
+from relayquant.demo import load_digits
+from relayquant.ledger import Ledger
+from relayquant.refine import guard
+from relayquant.refine.guard import (
+    Guard,
+    GuardSettings,
+    find_first_off,
+    guard_module,
+    pick_worst,
+    take_batches,
+)
+from relayquant.refine.revert import keep_parameters
+from relayquant.rewrite import rewrite_main
+from relayquant.rewrite.graph import constant_value
+
+BROKEN = "conv2/relu"
+
+
+@pytest.fixture(scope="module")
+def digits():
+    demo = load_digits()
+    mod, params = rq.load(str(demo.model_path))
+    return mod, params, [np.concatenate(demo.calibration)[:64]]
+
+
+def clip_one(info, samples):
+    """A fiftieth of the range for one value: all above it is lost."""
+    high = max(float(array.max()) for array in samples)
+    low = min(float(array.min()) for array in samples)
+    return rq.choose_qparams(low, high / (50 if info.name == BROKEN else 1), info.spec)
+
+
+@pytest.fixture(scope="module")
+def broken(digits):
+    """(calibrated model, integer module) with one bad range."""
+    mod, params, data = digits
+    prepared = rq.prepare(mod, params, effort="fast")
+    rq.calibrate(prepared, data, calibration=clip_one)
+    return prepared, rq.lower(rq.convert_to_reference(prepared))
+
+
+@pytest.fixture(scope="module")
+def mended(digits):
+    with pytest.warns(rq.AccuracyWarning) as caught:
+        qmod = rq.quantize(*digits, calibration=clip_one, effort="fast", guard=Guard.REVERT)
+    return qmod, caught
+
+
+def test_guard__silent_on_a_good_model(digits):
+    mod, params, data = digits
+    prepared = rq.calibrate(rq.prepare(mod, params, effort="fast"), data)
+    qmod = rq.lower(rq.convert_to_reference(prepared))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        guarded = guard_module(prepared, qmod, data, GuardSettings(Guard.REVERT))
+    seen = rq.ledger(guarded).guard
+    assert seen is not None
+    assert (seen.samples, seen.is_parted, seen.operator, seen.reverted) == (8, False, "", ())
+    assert seen.sqnr > 25
+    assert seen.disagreement == 0
+    assert rq.ledger(guarded).rows == rq.ledger(qmod).rows
+
+
+def test_guard__puts_back_what_breaks_the_outputs(digits, mended):
+    qmod, caught = mended
+    seen = rq.ledger(qmod).guard
+    assert seen.is_parted
+    assert seen.operator == BROKEN
+    assert seen.sqnr_before < 10 < 20 < seen.sqnr
+    assert seen.reverted
+    floating = {row.name: row for row in rq.ledger(qmod).floating}
+    for name in seen.reverted:
+        assert "put back to float by the guard" in floating[name].reason
+        assert "relayquant.lint" in floating[name].advice
+        assert name in str(caught[0].message)
+    assert caught[0].filename == __file__, "the warning points at who called quantize"
+    # The value with the bad range is rounded no more, and what is before it stays.
+    assert {"conv1/relu", "block1/relu"} <= {row.name for row in rq.ledger(qmod).quantized}
+    (gap,) = measure_gaps(rq.prepare(*digits[:2]).mod, qmod, [{"image": digits[2][0]}])
+    assert gap.sqnr > 20
+
+
+def test_guard__keeps_the_parameters_of_the_rest(broken, mended):
+    _, whole = broken
+    rows = {row.name: row for row in rq.ledger(whole).rows}
+    kept = rq.ledger(mended[0]).quantized
+    assert kept
+    for row in kept:
+        if row.scale:
+            assert row.scale == rows[row.name].scale
+
+
+@pytest.mark.parametrize(
+    ("effort", "action"), [("fast", "WARN"), ("balanced", "REVERT"), ("best", "REVERT")]
+)
+def test_guard__action_by_effort(effort, action):
+    assert GuardSettings().find_action(effort) is Guard[action]
+    assert GuardSettings(Guard.OFF).find_action(effort) is Guard.OFF
+
+
+def test_guard__warning_names_the_operator(digits, broken):
+    with pytest.warns(rq.AccuracyWarning, match="first operator that is off is 'conv2/relu'"):
+        qmod = guard_module(*broken, digits[2], GuardSettings())
+    ledger = rq.ledger(qmod)
+    assert not ledger.floating
+    assert (ledger.guard.is_parted, ledger.guard.operator) == (True, BROKEN)
+
+
+def test_guard__off_runs_nothing(broken):
+    def items():
+        raise AssertionError("the data was read")
+
+    prepared, qmod = broken
+    assert guard_module(prepared, qmod, items, GuardSettings(Guard.OFF)) is qmod
+
+
+def test_guard__strict_keeps_all_integers(digits, broken):
+    with pytest.warns(rq.AccuracyWarning, match="with strict=True no operator goes back"):
+        qmod = guard_module(*broken, digits[2], GuardSettings(Guard.REVERT), strict=True)
+    assert not rq.ledger(qmod).floating
+
+
+def test_guard__keeps_integers_that_main_takes(digits, broken):
+    prepared, qmod = broken
+    (value,) = prepared.inputs
+    prepared = replace(prepared, inputs=(replace(value, requested="uint8"),))
+    with pytest.warns(rq.AccuracyWarning, match="with input_dtypes or output_dtypes no operator"):
+        qmod = guard_module(prepared, qmod, digits[2], GuardSettings(Guard.REVERT))
+    assert not rq.ledger(qmod).floating
+
+
+def test_guard__everything_in_float_if_nothing_less_will_do(digits, broken):
+    settings = GuardSettings(Guard.REVERT, min_sqnr=90, target_sqnr=90)
+    with pytest.warns(rq.AccuracyWarning):
+        qmod = guard_module(*broken, digits[2], settings)
+    assert not rq.ledger(qmod).quantized
+
+
+def test_guard__names_the_first_value_that_is_off(digits, broken):
+    prepared, qmod = broken
+    assert find_first_off(prepared, qmod, [{"image": digits[2][0][:4]}]) == BROKEN
+
+
+def test_keep_parameters__a_value_without_any_is_calibrated(digits, broken):
+    prepared, _ = broken
+    known = {k: v for k, v in prepared.parameters.items() if k != "conv1/relu"}
+    bare = replace(prepared, parameters=known)
+    changed = keep_parameters(bare, ["logits"], digits[2], clip_one)
+    assert changed.parameters.keys() == {group.key for group in changed.plan.groups}
+
+
+def test_take_batches__few_samples_spread_over_the_data(broken):
+    prepared, _ = broken
+
+    def items():
+        for i in range(100):
+            yield np.full((3, 1, 8, 8), i, "float32")
+
+    (batch,) = take_batches(prepared, items, GuardSettings())
+    assert batch["image"].shape == (8, 1, 8, 8)
+    assert np.diff(batch["image"][:, 0, 0, 0]).min() >= 8
+    # What is dear is done for two samples.
+    (batch,) = take_batches(prepared, items, GuardSettings(work=1))
+    assert len(batch["image"]) == 2
+    # One large batch.
+    images = np.arange(400, dtype="float32").repeat(64).reshape(400, 1, 8, 8)
+    (batch,) = take_batches(prepared, [images], GuardSettings())
+    assert batch["image"][:, 0, 0, 0].tolist() == [50 * i for i in range(8)]
+
+
+def test_take_batches__buffer_that_the_reader_uses_again(broken):
+    prepared, _ = broken
+
+    def items():
+        buffer = np.zeros((1, 1, 8, 8), "float32")
+        for i in range(4):
+            buffer[:] = i
+            yield buffer
+
+    (batch,) = take_batches(prepared, items, GuardSettings())
+    assert batch["image"][:, 0, 0, 0].tolist() == [0, 1, 2, 3]
+
+
+def test_quantize__data_is_read_once_with_the_guard(digits):
+    mod, params, data = digits
+    read = []
+
+    def items():
+        for image in data[0][:20]:
+            read.append(1)
+            yield image[None]
+
+    qmod = rq.quantize(mod, params, items, effort="fast")
+    assert len(read) == 20
+    assert rq.ledger(qmod).guard.samples == 8
+
+
+def test_guard__a_sample_that_is_lost_among_others_is_seen(digits, broken):
+    """Of an output that holds no answers: one bad sample of many is named, none is put back."""
+    prepared, qmod = broken
+    images = [{"image": digits[2][0][:8]}]
+    gaps = measure_gaps(prepared.mod, qmod, images)
+    each = [
+        measure_gaps(prepared.mod, qmod, [{"image": image[None]}])[0].sqnr
+        for image in images[0]["image"]
+    ]
+    np.testing.assert_allclose(gaps[0].each, each, rtol=1e-3)
+    (worst,) = pick_worst(prepared, images, gaps, 1)
+    np.testing.assert_array_equal(worst["image"][0], images[0]["image"][np.argmin(each)])
+    doubtful = GuardSettings().is_doubtful
+    assert doubtful([OutputGap(20.9, each=(30.0, 25.0, 0.9))])
+    assert doubtful([OutputGap(12.3, 2, 8)])
+    assert doubtful([OutputGap(12.3)])
+    assert not doubtful([OutputGap(12.3, 0, 8, each=(5.0, 20.0))])  # the answers stay
+    assert not doubtful([OutputGap(16.0, each=(12.0, 20.0))])
+
+
+def test_rate_samples__silence_is_no_loss():
+    energies = [np.array([[4.0, 4.0], [0.04, 4.0]]), np.array([[0.0], [0.0001]])]
+    rated = rate_samples(energies)
+    np.testing.assert_allclose(rated[:2], [20, 0], atol=1e-9)
+    assert rated[2] > 20
+
+
+def test_guard__warns_in_between(digits, broken):
+    settings = GuardSettings(min_sqnr=-20, disagreement=1, doubtful_disagreement=0)
+    with pytest.warns(rq.AccuracyWarning, match="more than 8 bits usually cost"):
+        qmod = guard_module(*broken, digits[2], settings)
+    seen = rq.ledger(qmod).guard
+    assert (seen.is_parted, seen.is_doubtful, seen.operator) == (False, True, BROKEN)
+    assert Ledger.from_dict(rq.ledger(qmod).to_dict()).guard == seen
+
+
+def test_guard__integers_alone_are_wrong_one_operator_goes_back():
+    """What the simulation does not see: neither data nor ranges are blamed, nor other layers."""
+
+    def body(emit, x):
+        y = emit("hidden", relax.op.nn.relu(emit.dense("hidden.m", x, 12)))
+        y = emit("middle", relax.op.nn.relu(emit.dense("middle.m", y, 12)))
+        return emit.dense("out", y, 4)
+
+    mod = build_model(body, (4, 8))
+    data = draw_batches(mod, 8)
+    prepared = rq.calibrate(rq.prepare(mod, effort="fast"), data)
+    right = rq.lower(rq.convert_to_reference(prepared))
+
+    def damage(emitter, binding):
+        value = emitter.get(binding.value)
+        if binding.var.name != "middle.acc":
+            return value
+        array = constant_value(value.args[1])
+        wrong = relax.const(-array.astype("int8"), "int8")
+        return tvm.ir.Call(value.op, [value.args[0], wrong, *value.args[2:]], value.attrs)
+
+    wrong = rewrite_main(right, damage)
+    with pytest.warns(rq.AccuracyWarning, match="neither ranges nor data") as caught:
+        mended = guard_module(prepared, wrong, data, GuardSettings(Guard.REVERT))
+    assert rq.ledger(mended).guard.reverted == ("middle",)
+    assert "relayquant.lint" not in str(caught[0].message)
+    assert rq.ledger(mended).guard.sqnr > 25
+
+
+def test_count_differing__clear_answers_only():
+    expected = np.array([[0.0, 1.0, 10.0], [0.0, 9.9, 10.0], [5.0, 0.0, 0.0]])
+    # The first is clearly another, the second a near tie, the third the same.
+    got = np.array([[0.0, 3.0, 2.0], [0.0, 10.0, 9.9], [1.0, 0.0, 0.0]])
+    assert count_differing(expected, got) == (1, 3)
+    assert count_differing(expected[:, :, None, None], got[:, :, None, None]) == (1, 3)
+    assert count_differing(expected + 1e6, got - 3) == (1, 3)
+
+
+def test_count_differing__what_is_no_answer():
+    assert count_differing(np.zeros((4, 1)), np.ones((4, 1))) == (0, 0)
+    assert count_differing(np.zeros((2, 3, 4)), np.ones((2, 3, 4))) == (0, 0)
+    assert count_differing(np.zeros(()), np.ones(())) == (0, 0)
+    assert count_differing(np.array([1, 2, 3]), np.array([1, 2, 4])) == (1, 3)
+    assert count_differing(np.full((2, 3), np.nan), np.zeros((2, 3))) == (0, 0)
+
+
+def test_settings__what_parts():
+    settings = GuardSettings()
+    assert not settings.is_parted([OutputGap(15.0, 4, 8), OutputGap(float("inf"))])
+    assert settings.is_parted([OutputGap(30.0), OutputGap(9.0)])
+    assert settings.is_parted([OutputGap(30.0, 5, 8)])
+    assert settings.is_parted([OutputGap(float("-inf"))])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"samples": 0},
+        {"work": 0},
+        {"disagreement": 0},
+        {"disagreement": float("nan")},
+        {"min_sqnr": 30.0},
+        {"min_sqnr": float("nan")},
+        {"action": "revert"},
+    ],
+)
+def test_settings__wrong_ones_are_errors(wrong):
+    with pytest.raises(rq.ConfigError, match="allowed"):
+        GuardSettings(**wrong)
+
+
+def test_quantize__wrong_guard_is_an_error(digits):
+    with pytest.raises(rq.ConfigError, match="guard is 'off'; allowed: a member of Guard"):
+        rq.quantize(*digits, guard="off")
+
+
+def test_ledger__guard_is_read_back_exactly(mended):
+    ledger = rq.ledger(mended[0])
+    assert ledger.guard is not None
+    assert Ledger.from_dict(ledger.to_dict()) == ledger
+
+
+def test_measure_gaps__nan_is_the_largest_gap(digits, broken):
+    prepared, qmod = broken
+    data = open_dataset(digits[2], describe_inputs(prepared.mod))
+    (same,) = measure_gaps(prepared.mod, prepared.mod, data)
+    assert same.sqnr == float("inf")
+    assert (same.differing, same.samples) == (0, 64)
+    (gap,) = measure_gaps(prepared.mod, qmod, data)
+    assert gap.sqnr < 10
+
+
+def test_find_first_off__zero_points_are_taken_off():
+    """Results around 128: without their zero points each would be off, the first one be named."""
+
+    def body(emit, x):
+        for name in "abc":
+            x = emit.conv(name, x)
+        return x
+
+    mod = build_model(body, MAP)
+    data = draw_batches(mod, 2)
+    prepared = rq.calibrate(rq.prepare(mod, None, None, "x86", effort="fast"), data)
+    qmod = rq.lower(rq.convert_to_reference(prepared), prepared.backend)
+    rows = [row for row in rq.ledger(qmod).quantized if row.zero_point]
+    assert all(64 < row.zero_point[0] < 192 for row in rows)
+    sqnr = {row.name: row.sqnr for row in rq.compare(mod, qmod, data).rows if row.name in "abc"}
+    worst = min(sqnr, key=lambda name: sqnr[name])
+    assert worst != "a"
+    assert find_first_off(prepared, qmod, data) == worst
+    assert find_first_off(prepared, qmod, data, decibels=99.0) == "a"
+
+
+#: Operators by their damage, the worst first.
+ORDER = tuple(f"o{i}" for i in range(12))
+
+
+@pytest.fixture
+def revert(monkeypatch):
+    """`revert_operators` of a model that is nothing but a function: names that are put back -> gap
+    of the outputs. Returns what it returns, and all that was tried.
+    """
+
+    def run(gap, simulated=("o8",), off=()):
+        tried: list[tuple[str, ...]] = []
+        others = iter([*off, *[""] * 20])
+
+        def keep(prepared, names, dataset, calibration):
+            tried.append(tuple(names))
+            return SimpleNamespace(backend=None)
+
+        for name, stand_in in {
+            "rank_operators": lambda *_: list(ORDER),
+            "search_simulated": lambda *_: list(simulated),
+            "find_first_off": lambda *_: next(others),
+            "keep_parameters": keep,
+            "measure_gaps": lambda *_: [gap(set(tried[-1]))],
+            "convert_to_reference": lambda prepared: None,
+            "lower": lambda *_: tried[-1],
+            "Simulation": lambda *_: SimpleNamespace(sqnr=lambda _: 99.0 if off else 0.0),
+            "find_rounding_operators": lambda *_: [],
+            "count_all_macs": lambda *_: 0,
+            "pick_worst": lambda *_: [],
+            "open_dataset": lambda *_: None,
+            "describe_inputs": lambda *_: None,
+        }.items():
+            monkeypatch.setattr(guard, name, stand_in)
+        prepared = SimpleNamespace(mod=None, mapping=rq.QConfigMapping())
+        module, names, gaps, is_arithmetic = guard.revert_operators(
+            prepared, None, None, [], [], GuardSettings(), None, None
+        )
+        # The module and the gaps are those of the names.
+        assert module == names
+        assert gaps == [gap(set(names))]
+        assert is_arithmetic == bool(off)
+        return names, tried
+
+    return run
+
+
+@pytest.mark.parametrize("needed", [1, 9, 12, 99])
+def test_revert__twice_as_many_more_go_while_the_outputs_part(revert, needed):
+    """What the simulation named stays among them, wherever it stands in the order; nothing more is
+    tried where that is enough, and all is tried where nothing is.
+    """
+    names, tried = revert(lambda names: OutputGap(0.0 if len(names) < needed else 60.0))
+    steps = [("o8",), ("o0", "o1", "o2", "o8"), ORDER[:9], ORDER]
+    wanted = next((step for step in steps if len(step) >= needed), ORDER)
+    count = steps.index(wanted) + 1
+    assert tried[:count] == steps[:count]
+    # None of those that went so can be spared, and not all are tried.
+    assert len(tried) - count == {1: 0, 9: guard.TAKEN_BACK, 12: guard.TAKEN_BACK, 99: 0}[needed]
+    assert {len(names) for names in tried[count:]} <= {needed - 1}
+    assert names == wanted
+
+
+@pytest.mark.parametrize(
+    ("whole", "spared", "taken_back"),
+    [
+        (OutputGap(60.0), OutputGap(20.0), True),
+        (OutputGap(60.0), OutputGap(19.0), False),  # the outputs follow, and not as they should
+        (OutputGap(12.0), OutputGap(12.0), True),  # more of them do not reach it either
+        (OutputGap(60.0), OutputGap(30.0, 5, 8), False),  # other answers
+    ],
+)
+def test_revert__what_can_be_spared_is_taken_back(revert, whole, spared, taken_back):
+    """Of o0, o1, o2 and o8, only o1 can be."""
+
+    def gap(names):
+        if not {"o0", "o2", "o8"} <= names:
+            return OutputGap(0.0)
+        return whole if "o1" in names else spared
+
+    names, tried = revert(gap)
+    assert names == tuple(
+        name for name in ("o0", "o1", "o2", "o8") if name != "o1" or not taken_back
+    )
+    removed = [({"o0", "o1", "o2", "o8"} - set(fewer)) - {"o1"} for fewer in tried[2:]]
+    assert removed == [{"o8"}, {"o2"}, set(), {"o0"}], "the least sensitive first"
+
+
+def test_revert__where_integers_are_wrong_the_next_that_is_off_goes_too(revert):
+    names, tried = revert(
+        lambda names: OutputGap(60.0 if {"o3", "o5"} <= names else 0.0), off=("o3", "o5")
+    )
+    assert tried[:2] == [("o3",), ("o3", "o5")]
+    assert names == ("o3", "o5")
