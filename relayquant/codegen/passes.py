@@ -12,6 +12,7 @@ from relayquant.codegen.floating import lower_float
 from relayquant.codegen.integer import has_integer_main, lower_integer
 from relayquant.codegen.layout import convert_layout
 from relayquant.codegen.run_time_sizes import KEEP_SIZED_CALLS
+from relayquant.codegen.schedule.extremes import create_extremes_pass
 from relayquant.codegen.schedule.scheduler import create_schedule_pass
 from relayquant.codegen.schedule.vector_math import create_math_pass
 from relayquant.codegen.weight_zero import centre_weights
@@ -37,6 +38,7 @@ def make_pipeline(target: Target) -> tvm.transform.Pass:
                     relax.transform.FuseOps(),
                     relax.transform.FuseTIR(),
                     create_schedule_pass(target),
+                    create_extremes_pass(),
                     create_math_pass(target),
                     relax.transform.RewriteDataflowReshape(),
                     relax.transform.ToNonDataflow(),

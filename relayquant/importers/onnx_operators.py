@@ -290,27 +290,28 @@ def _kernel_shape(weight: relax.Expr) -> list[int]:
     return [int(size) for size in sizes]
 
 
+def sum_in_float32(
+    op: str, bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr:
+    """The operator as TVM has it; of float16 rounded once, where TVM rounds each partial sum."""
+    if str(inputs[0].ty.dtype) != "float16":
+        return _run_frontend(op, bb, list(inputs), attrs, opset)
+    wide = [each if each is None else bb.emit(relax.op.astype(each, "float32")) for each in inputs]
+    value = bb.emit(_run_frontend(op, bb, wide, attrs, opset))
+    return bb.emit(relax.op.astype(value, "float16"))
+
+
 def convert_conv(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr:
-    """Conv: auto_pad becomes explicit padding, a constant bias is reshaped at once.
-
-    float16 is summed in float32, where R.nn.conv sums in the dtype of its data.
-    """
+    """Conv: auto_pad becomes explicit padding, a constant bias is reshaped at once."""
     kernel = attrs.get("kernel_shape") or _kernel_shape(inputs[1])
     if "auto_pad" in attrs:
         pads = resolve_auto_pad(attrs, _known_shape(inputs[0], "input")[2:], kernel)
         attrs.pop("auto_pad")
         if pads is not None:
             attrs["pads"] = pads
-    operands = list(inputs[:2])
-    is_half = str(inputs[0].ty.dtype) == "float16"
-    if is_half:
-        operands = [bb.emit(relax.op.astype(operand, "float32")) for operand in operands]
-    value = _run_frontend("Conv", bb, operands, attrs, opset)
-    if is_half:
-        value = bb.emit(relax.op.astype(bb.emit(value), "float16"))
-    return _add_bias(bb, value, inputs[2])
+    return _add_bias(bb, sum_in_float32("Conv", bb, inputs[:2], attrs, opset), inputs[2])
 
 
 def convert_fused_conv(
@@ -450,9 +451,11 @@ OPERATORS: dict[str, Convert] = {
     "Gather": convert_gather,
     "FusedConv": convert_fused_conv,
     "GRU": functools.partial(convert_recurrent, GRU),
+    "Gemm": functools.partial(sum_in_float32, "Gemm"),
     "LSTM": functools.partial(convert_recurrent, LSTM),
     "Max": functools.partial(_fold_pairs, relax.op.maximum),
     "HardSwish": convert_hard_swish,
+    "MatMul": functools.partial(sum_in_float32, "MatMul"),
     "MatMulInteger": convert_matmul_integer,
     "MaxPool": functools.partial(_convert_pool, "MaxPool"),
     "Min": functools.partial(_fold_pairs, relax.op.minimum),
@@ -462,6 +465,7 @@ OPERATORS: dict[str, Convert] = {
     "RNN": functools.partial(convert_recurrent, RNN),
     "Range": limit_range,
     "Slice": convert_slice,
+    "Softmax": functools.partial(sum_in_float32, "Softmax"),
     "Sum": functools.partial(_fold_pairs, relax.op.add),
     "Tile": convert_tile,
 }

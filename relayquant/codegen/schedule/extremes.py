@@ -1,0 +1,74 @@
+"""Codegen, behind the generic schedule: maxima and minima of floats begin at infinity.
+
+    y = -3.4028235e+38; y = max(y, x[k])    ->    y = -inf; y = max(y, x[k])
+
+TVM begins at the largest finite number, so that the maximum of nothing but -inf would be finite: a
+row of attention scores that is masked as a whole would not be seen as one. The schedule factors
+only reductions that begin as TVM's do, so it comes first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tvm
+import tvm_ffi
+from tvm import tirx
+from tvm.ir import IRModule
+
+#: What takes the extreme of two values -> what it begins with.
+STARTS = {tirx.Max: float("-inf"), tirx.Min: float("inf")}
+
+
+def find_starts(func: tirx.PrimFunc) -> dict[tirx.Buffer, float]:
+    """Buffers of floats that take extremes -> what these begin with; not those that take both."""
+    found: dict[tirx.Buffer, set[float]] = {}
+
+    def visit(store: tirx.BufferStore) -> None:
+        start = STARTS.get(type(store.value))
+        if start is not None and str(store.buffer.dtype).startswith("float"):
+            found.setdefault(store.buffer, set()).add(start)
+
+    tvm_ffi.structural_walk(func.body, (tirx.BufferStore, visit))
+    return {buffer: starts.pop() for buffer, starts in found.items() if len(starts) == 1}
+
+
+def begin_at_infinity(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """The function whose maxima and minima of floats begin at infinity."""
+    starts = find_starts(func)
+
+    def replace(store: tirx.BufferStore) -> tirx.BufferStore:
+        start = starts.get(store.buffer)
+        if start is None or not is_limit(store.value, store.buffer.dtype, start):
+            return store
+        value: Any = tirx.const(start, str(store.buffer.dtype))
+        if isinstance(store.value, tirx.Broadcast):
+            value = tirx.Broadcast(value, store.value.lanes)
+        return tirx.BufferStore(store.buffer, value, store.indices)
+
+    if not starts:
+        return func
+    return func.with_body(tvm_ffi.structural_map(func.body, (tirx.BufferStore, replace)))
+
+
+def is_limit(value: Any, dtype: Any, start: float) -> bool:
+    """Whether `value` is the finite number that is nearest to `start`, which TVM begins with."""
+    if isinstance(value, tirx.Broadcast):
+        value = value.value
+    limit = tirx.min_value(str(dtype)) if start < 0 else tirx.max_value(str(dtype))
+    return isinstance(value, tirx.FloatImm) and value.value == limit.value
+
+
+def create_extremes_pass() -> Any:
+    """`begin_at_infinity` of every TIR function, as a pass."""
+
+    def run(mod: IRModule, _: tvm.transform.PassContext) -> IRModule:
+        result = IRModule(
+            dict(mod.functions_items()), attrs=mod.attrs, global_infos=mod.global_infos
+        )
+        for name, func in mod.functions_items():
+            if isinstance(func, tirx.PrimFunc):
+                result.update_func(name, begin_at_infinity(func))
+        return result
+
+    return tvm.transform.module_pass(run, opt_level=0, name="relayquant.BeginAtInfinity")
