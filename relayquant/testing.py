@@ -438,6 +438,12 @@ def draw_unary(
     return draw
 
 
+def draw_prelu(b: ModelBuilder, args: list[Any]) -> relax.Expr:
+    """prelu of a tensor with a slope for each index along one of its axes."""
+    shape, axis = b.draw(((2, 6), 1), ((1, 3, 4), 1), ((1, 3, 4), 2))
+    return relax.op.nn.prelu(b.activation(*shape), b.constant(shape[axis]), axis)
+
+
 MAP = (1, 4, 6, 6)
 R = relax.op
 
@@ -468,6 +474,7 @@ DRAWN: Mapping[str, Callable[[ModelBuilder, list[Any]], relax.Expr]] = {
         for name in ("gelu", "gelu_tanh", "silu")
     },
     "relax.nn.leakyrelu": draw_unary(R.nn.leakyrelu, alpha=(0.01, 0.3)),
+    "relax.nn.prelu": draw_prelu,
     "relax.mean": draw_unary(R.mean, MAP, axis=([2, 3], [1], [0, 2]), keepdims=(True,)),
     "relax.nn.avg_pool2d": draw_unary(
         R.nn.avg_pool2d,

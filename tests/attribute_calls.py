@@ -34,6 +34,7 @@ VALUES: dict[str, list[Any]] = {
     "relax.mean.axis": [[1], [-1, 0], None],
     "relax.max.axis": [[1], None],
     "relax.min.axis": [[0], None],
+    "relax.nn.prelu.axis": [0, -2],
     "axes": [[1, 0, 2], [0, -1, 1]],
     "repeats": [[1, 3], [2, 1, 2]],
     "pad_width": [[1, 0, 0, 2]],
@@ -77,6 +78,7 @@ BASES: dict[str, Callable[[ModelBuilder], relax.Expr]] = {
     "relax.nn.avg_pool2d": draw_pool(op.nn.avg_pool2d, 2, strides=2, padding=1),
     "relax.nn.max_pool1d": draw_pool(op.nn.max_pool1d, 1, strides=2),
     "relax.nn.max_pool2d": draw_pool(op.nn.max_pool2d, 2, strides=2),
+    "relax.nn.prelu": lambda b: op.nn.prelu(b.activation(4, 4), b.constant(4)),
     "relax.image.resize2d": draw_resize(),
     "relax.gather_elements": lambda b: op.gather_elements(
         b.activation(4, 4), relax.const(np.arange(16).reshape(4, 4) * 7 % 4, "int64")

@@ -119,6 +119,8 @@ class MappingRule:
             raise ConfigError(f"{where}: {self.key!r} is no text; names are given as text.")
         if isinstance(self.index, bool) or not isinstance(self.index, int) or self.index < 0:
             raise ConfigError(f"{where}: index is {self.index!r}; allowed: an integer >= 0.")
+        if not isinstance(self.optional, bool):
+            raise ConfigError(f"{where}: optional is {self.optional!r}; allowed: True or False.")
         if self.kind is Selector.MODULE_NAME_REGEX:
             try:
                 re.compile(self.key)

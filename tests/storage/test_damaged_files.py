@@ -271,7 +271,7 @@ def test_file__damaged_in_many_ways(sample):
 
 FULL = """
 import resource, sys
-sys.path[:0] = [{tests!r}]
+sys.path[:0] = {tests!r}
 import numpy as np
 import tvm
 import test_damaged_files as t
@@ -306,7 +306,7 @@ for name, write in writers.items():
 
 def test_write__a_full_disk_names_the_file(tmp_path):
     """EFBIG, from a limit on the size of files: what a full disk (ENOSPC) takes the same way."""
-    script = FULL.format(tests=str(Path(__file__).parents[1]))
+    script = FULL.format(tests=[str(Path(__file__).parent), str(Path(__file__).parents[1])])
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     lines = [line.split() for line in done.stdout.splitlines()]
