@@ -5,16 +5,65 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import relayquant as rq
 from relayquant.backends import resolve_backend
 from relayquant.errors import ConfigError, DataError
-from relayquant.storage.files import check_writable
+from relayquant.storage.files import check_writable, decode_json
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
-    """`MODEL`, a float model."""
-    parser.add_argument("model", type=Path, help="float model: .onnx, .tflite, or a module's .json")
+def add_model(
+    parser: argparse.ArgumentParser, text: str = "float model: .onnx, .tflite, or a module's .json"
+) -> None:
+    """`MODEL`, a model file, and what `relayquant.load` is told of its inputs."""
+    parser.add_argument("model", type=Path, help=text)
+    parser.add_argument(
+        "--shape",
+        type=parse_shape,
+        action="append",
+        default=[],
+        metavar="NAME=1,3,224,224",
+        help="fix the sizes of an input, or name one (NAME=N,80); may be repeated",
+    )
+    parser.add_argument(
+        "--input",
+        type=parse_input,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="make an input a constant, a number or a list ([1, 2]); may be repeated",
+    )
+
+
+def split_name(text: str) -> tuple[str, str]:
+    """(name, what is given to it) of NAME=...; names may have an equals sign, values have none."""
+    name, mark, value = text.rpartition("=")
+    if not mark or not name or not value:
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form NAME=...")
+    return name, value
+
+
+def parse_shape(text: str) -> tuple[str, tuple[int | str, ...]]:
+    """(name, shape) of NAME=1,N,224: sizes, and names of symbolic ones."""
+    name, value = split_name(text)
+    sizes = [size.strip() for size in value.split(",")]
+    if not all(size.isidentifier() or (size.isdecimal() and int(size) > 0) for size in sizes):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} gives {name!r} no shape: sizes are integers above 0 or names, between commas"
+        )
+    return name, tuple(int(size) if size.isdecimal() else size for size in sizes)
+
+
+def parse_input(text: str) -> tuple[str, Any]:
+    """(name, value) of NAME=VALUE, the value as JSON."""
+    name, value = split_name(text)
+    try:
+        return name, decode_json(value)
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} gives {name!r} no value: a number, true, false, or a list as [1, 2]"
+        ) from error
 
 
 def add_data(parser: argparse.ArgumentParser) -> None:

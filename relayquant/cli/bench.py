@@ -34,7 +34,7 @@ from relayquant.analysis.onnxruntime_baseline import (
 from relayquant.analysis.peak import measure_peak
 from relayquant.analysis.profile import profile_module
 from relayquant.calibration.weights.fit import BiasCorrection, FitSettings, WeightRounding
-from relayquant.cli.arguments import add_backend, check_options
+from relayquant.cli.arguments import add_backend, add_model, check_options
 from relayquant.cli.files import bind_weights, load_model, load_module
 from relayquant.datasets import InputInfo, open_dataset
 from relayquant.datasets.inputs import describe_inputs
@@ -64,7 +64,7 @@ def add_parser(subparsers: Any) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", type=Path, help="the float model")
+    add_model(parser, "the float model")
     parser.add_argument(
         "--against",
         choices=[rival.value for rival in Rival],
@@ -99,12 +99,14 @@ def run(options: argparse.Namespace) -> int:
     rival = None if options.against is None else Rival(options.against)
     if rival is not None and options.model.suffix != ".onnx":
         raise ConfigError(f"--against {rival.value}: it runs .onnx files, not {options.model}.")
+    if rival is not None and options.input:
+        raise ConfigError(f"--input: {rival.value} runs the file as it is, with all its inputs.")
     if rival is Rival.ONNXRUNTIME:
         import_onnxruntime()  # fails before anything takes time
     console = make_console()
     with ExitStack() as stack:
         stack.enter_context(use_threads(threads))
-        mod = bind_weights(*load_model(options.model))
+        mod = bind_weights(*load_model(options))
         batches = read_batches(options, describe_inputs(mod))
         inputs = [*batches[0].values()]
         if options.data is None:

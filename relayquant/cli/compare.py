@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 import relayquant as rq
-from relayquant.cli.arguments import check_options
+from relayquant.cli.arguments import add_model, check_options
 from relayquant.cli.files import bind_weights, load_model, load_module
 from relayquant.cli.measure import compare_outputs
 from relayquant.datasets import open_dataset
@@ -25,7 +25,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "compare", help="compare a quantized module with its float model", description=__doc__
     )
-    parser.add_argument("model", type=Path, help="the float model")
+    add_model(parser, "the float model")
     parser.add_argument("quantized", type=Path, help="the .json of its quantized module")
     parser.add_argument("--data", type=Path, required=True, metavar="FILE.npz", help="inputs")
     parser.add_argument("--batches", type=int, metavar="N", help="use the first N batches only")
@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
     check_options(options, counts={"--batches": options.batches}, outputs=outputs)
     if options.plot is not None:
         check_picture(options.plot)
-    mod = bind_weights(*load_model(options.model))
+    mod = bind_weights(*load_model(options))
     qmod = load_module(options.quantized)
     inputs, quantized_inputs = describe_inputs(mod), describe_inputs(qmod)
     if [info.name for info in inputs] != [info.name for info in quantized_inputs]:

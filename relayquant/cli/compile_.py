@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import relayquant as rq
-from relayquant.cli.arguments import check_options
+from relayquant.cli.arguments import add_model, check_options
 from relayquant.cli.files import bind_weights, load_model, write_whole
 from relayquant.conversion.partial import has_quantized_values
 from relayquant.errors import ConfigError
@@ -18,7 +18,7 @@ from relayquant.report import make_console
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("compile", help="compile to a library", description=__doc__)
-    parser.add_argument("model", type=Path, help="a module's .json, or a float model")
+    add_model(parser, "a module's .json, or a float model")
     parser.add_argument(
         "--target", help='for instance "llvm -mcpu=cascadelake" (default: this machine)'
     )
@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"-o {output}: a library is written as .so, .dylib or .dll.")
     check_options(options, outputs=(output,))
     target = resolve_target(options.target)
-    mod = bind_weights(*load_model(options.model))
+    mod = bind_weights(*load_model(options))
     if find_ledger(mod) is None and has_quantized_values(mod):
         # Quantized by another tool, with its own parameters: integers as the target takes them.
         mod = rq.lower(mod, rq.default_backend(target))

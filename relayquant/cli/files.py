@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import argparse
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,19 +33,39 @@ MODULE_SUFFIX = ".json"
 MAX_MAPPING_SIZE = 1 << 26
 
 
-def load_model(path: Path) -> tuple[tvm.IRModule, Mapping[str, Any] | None]:
+def load_model(options: argparse.Namespace) -> tuple[tvm.IRModule, Mapping[str, Any] | None]:
     """(module, params) of a model file: a Relax module as JSON, or what `relayquant.load` reads.
 
     A JSON file may also hold a Relay module.
 
+    Args:
+        options: `model`, `shape` and `input`, as `arguments.add_model` adds them.
+
     Raises:
-        ModelError: there is no such file, or it is not a model.
+        ConfigError: an input is named twice.
+        ModelError: there is no such file, it is not a model, or none of its inputs is so named.
     """
+    path = options.model
+    shapes = collect(options.shape, "--shape")
+    inputs = collect(options.input, "--input")
     if not path.is_file():
         raise ModelError(f"There is no model file {path}.")
     if path.suffix == MODULE_SUFFIX and not is_relay_json(_read_head(path)):
+        if shapes or inputs:
+            raise ModelError(
+                f"{path} is a Relax module, whose inputs are what they are. --shape and --input "
+                "are for model files that relayquant.load reads."
+            )
         return load_module(path), None
-    return rq.load(path)
+    return rq.load(path, shapes=shapes, inputs=inputs)
+
+
+def collect(pairs: Sequence[tuple[str, Any]], option: str) -> dict[str, Any] | None:
+    """Name -> value of an option that may be repeated; None if it was not given."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ConfigError(f"{option} is given twice for one input; the names: {', '.join(found)}.")
+    return found or None
 
 
 def _read_head(path: Path) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
+from relayquant.cli.arguments import add_model
 from relayquant.cli.files import load_model
 from relayquant.cli.measure import count_constant_bytes
 from relayquant.ledger import find_ledger
@@ -16,12 +16,12 @@ from relayquant.rewrite.graph import Graph
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("inspect", help="show what is in a model", description=__doc__)
-    parser.add_argument("model", type=Path, help="a module's .json, or a float model")
+    add_model(parser, "a module's .json, or a float model")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    mod, _ = load_model(options.model)
+    mod, _ = load_model(options)
     console = make_console()
     ledger = find_ledger(mod)
     if ledger is not None:

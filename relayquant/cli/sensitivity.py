@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError("--keep N and -o FILE.json go together: give both, or none of them.")
     counts = {"--samples": options.samples, "--keep": options.keep}
     check_options(options, counts=counts, outputs=(options.csv, options.output))
-    mod, params = load_model(options.model)
+    mod, params = load_model(options)
     with ProgressReport() as progress:
         prepared = rq.prepare(
             mod,

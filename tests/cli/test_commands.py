@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 import tvm
 
@@ -162,3 +163,73 @@ def test_compile__a_model_of_another_tool_runs_on_integers_as_the_target_takes_t
     assert rq.ledger(ours).quantized
     assert rq.ledger(same).backend == rq.default_backend().name
     assert find_ledger(plain) is None
+
+
+@pytest.fixture(scope="module")
+def rated(folder: Path) -> Path:
+    """A model of a signal of any length, with a gain that depends on a sampling rate."""
+    make = onnx.helper.make_node
+    branches = {
+        f"{way}_branch": onnx.helper.make_graph(
+            [make("Mul", ["x", gain], [way])], way, [], [onnx.ValueInfoProto(name=way)]
+        )
+        for way, gain in (("then", "low"), ("else", "high"))
+    }
+    nodes = [
+        make("Equal", ["rate", "slow"], ["is_slow"]),
+        make("If", ["is_slow"], ["y"], **branches),
+    ]
+    inputs = [
+        onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["n", "length"]),
+        onnx.helper.make_tensor_value_info("rate", onnx.TensorProto.INT64, []),
+    ]
+    constants = {"slow": np.int64(8000), "low": np.float32(2), "high": np.float32(3)}
+    graph = onnx.helper.make_graph(
+        nodes, "rated", inputs, [onnx.helper.make_tensor_value_info("y", 1, None)],
+        [onnx.numpy_helper.from_array(np.asarray(v), k) for k, v in constants.items()],
+    )  # fmt: skip
+    path = folder / "rated.onnx"
+    opset = [onnx.helper.make_opsetid("", 17)]
+    onnx.save(onnx.helper.make_model(graph, opset_imports=opset, ir_version=8), path)
+    return path
+
+
+@pytest.mark.parametrize(("rate", "gain"), [("8000", 2), ("16000", 3)])
+def test_compile__shape_and_input_of_the_model(rated: Path, rate: str, gain: int) -> None:
+    library = rated.with_suffix(f".{rate}.so")
+    options = ["--shape", "x=2,480", "--input", f"rate={rate}", "-o", str(library)]
+    assert cli.main(["compile", str(rated), *options]) == 0
+    run = tvm.relax.VirtualMachine(tvm.runtime.load_module(str(library)), tvm.cpu())["main"]
+    x = np.linspace(-1, 1, 960, dtype="float32").reshape(2, 480)
+    np.testing.assert_array_equal(run(tvm.runtime.tensor(x)).numpy(), x * np.float32(gain))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--shape", "x"], "'x' is not of the form NAME="),
+        (["--shape", "x=2,0"], "gives 'x' no shape"),
+        (["--input", "rate=fast"], "gives 'rate' no value"),
+        (["--input", "rate=1", "--input", "rate=2"], "--input is given twice"),
+        (["--input", "speed=1"], "names an input 'speed'"),
+        (["--input", "rate=1.5"], "none of int64"),
+        (["--shape", "z=2,480", "--input", "rate=1"], "'z'"),
+    ],
+)
+def test_compile__shape_or_input_that_is_wrong(
+    rated: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = rated.with_name("wrong.so")
+    try:
+        code = cli.main(["compile", str(rated), *options, "-o", str(output)])
+    except SystemExit as error:  # argparse ends so
+        code = error.code
+    assert code
+    assert message in capsys.readouterr().err
+    assert not output.exists()
+
+
+def test_compile__a_module_takes_no_shape(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    module = str(folder / "digits.int8.json")
+    assert cli.main(["compile", module, "--shape", "image=1,8,8"])
+    assert "is a Relax module, whose inputs are what they are" in capsys.readouterr().err
