@@ -96,7 +96,9 @@ def quantize(
 
     Returns:
         A module with the same inputs and outputs that computes on integers. `tvm.compile` takes it
-        as it is; `relayquant.compile` makes it fast. It carries its `ledger`.
+        as it is; `relayquant.compile` makes it fast. It carries its `ledger`. A weight that two
+        operators use is one constant, also when saved, unless its rounding is fitted to the data
+        of each use, which efforts other than "fast" do: then there are two of integers.
 
     Raises:
         ModelError, DataError, ConfigError: the model, the data or the configuration is wrong.

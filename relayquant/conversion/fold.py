@@ -16,14 +16,15 @@ from relayquant.reference import run as run_numpy
 from relayquant.rewrite import Emitter, Match, Pattern, Rule, Skip, apply_rules
 from relayquant.rewrite.function import make_main
 from relayquant.rewrite.graph import constant_value, tensor_dtype
+from relayquant.rewrite.share import share_constants
 from relayquant.rewrite.walker import tidy_module
 
 
 def fold_qnn(mod: tvm.IRModule) -> tvm.IRModule:
-    """The module with dequantize/quantize pairs folded, integer constants computed, and the names
-    of the ledger.
+    """The module with dequantize/quantize pairs folded, integer constants computed, equal constants
+    as one, and the names of the ledger.
     """
-    return name_integers(tidy_module(apply_rules(mod, FOLD_RULES)))
+    return name_integers(share_constants(tidy_module(apply_rules(mod, FOLD_RULES))))
 
 
 def _quantize_of_dequantize() -> Rule:

@@ -67,6 +67,7 @@ from relayquant.preparation.recover import recover_call_tir
 from relayquant.preparation.rule import ALIAS, PROJECTION, CanonicalRule, apply_phase
 from relayquant.preparation.tensors import DEQUANTIZE
 from relayquant.rewrite.editor import Editor
+from relayquant.rewrite.share import share_constants
 from relayquant.rewrite.sources import SOURCES_ATTR
 
 #: Applied at every value, in this order.
@@ -126,7 +127,7 @@ def prepare_module(mod: tvm.IRModule, params: Mapping[str, Any] | None = None) -
 
     The result has one Relax function `main` with one dataflow block in A-normal form. A value that
     equals one of the input keeps its name; attributes survive, `relayquant.sources` extended by
-    the values that were added.
+    the values that were added. Equal constants are one.
 
     Args:
         mod: A module with a Relax function main, without control flow or side effects.
@@ -144,9 +145,9 @@ def prepare_module(mod: tvm.IRModule, params: Mapping[str, Any] | None = None) -
         apply_phase(editor, rules)
     editor.prune()
     if not sources:
-        return editor.build()
+        return share_constants(editor.build())
     for name, origin in editor.origins.items():
         # A value that was added shares the source node of the value that it was made for.
         if origin in sources:
             sources[name] = sources[origin]
-    return editor.build({SOURCES_ATTR: json.dumps(sources)})
+    return share_constants(editor.build({SOURCES_ATTR: json.dumps(sources)}))
