@@ -21,7 +21,7 @@ from relayquant.calibration.weights.fit import (
 )
 from relayquant.calibration.weights.ranges import RelativeMSE
 from relayquant.config import QConfig
-from relayquant.errors import ConfigError, suggest_name
+from relayquant.errors import ConfigError, format_count, suggest_name
 from relayquant.plan import Plan
 
 
@@ -157,7 +157,9 @@ def describe_observers(
         return {}
     counts = Counter(observers.values())
     return {
-        "ranges": ", ".join(f"{name} of {count} values" for name, count in counts.most_common())
+        "ranges": ", ".join(
+            f"{name} of {format_count(count, 'value')}" for name, count in counts.most_common()
+        )
     }
 
 

@@ -81,11 +81,27 @@ def belongs_to(module: str, package: str) -> bool:
     return module == package or module.startswith(f"{package}.")
 
 
+#: Nouns whose plural follows no rule of `form_plural`.
+IRREGULAR_PLURALS = {"axis": "axes", "index": "indices"}
+
+
 def format_count(number: int, noun: str) -> str:
-    """ "1 operator", "2 operators", "2 batches"."""
-    if number == 1:
-        return f"{number} {noun}"
-    return f"{number} {noun}es" if noun.endswith("ch") else f"{number} {noun}s"
+    """ "1 operator", "2 operators", "2 batches", "3 spatial axes", "0 entries"."""
+    return f"{number} {noun if number == 1 else form_plural(noun)}"
+
+
+def form_plural(noun: str) -> str:
+    """The plural of a noun; of several words, such as "zero point", that of the last."""
+    rest, space, last = noun.rpartition(" ")
+    if last in IRREGULAR_PLURALS:
+        plural = IRREGULAR_PLURALS[last]
+    elif last.endswith("y") and last[-2:-1] not in "aeiou":
+        plural = f"{last[:-1]}ies"
+    elif last.endswith(("s", "x", "z", "ch", "sh")):
+        plural = f"{last}es"
+    else:
+        plural = f"{last}s"
+    return f"{rest}{space}{plural}"
 
 
 def suggest_name(wrong: str, known: Iterable[str]) -> str:

@@ -67,7 +67,7 @@ from relayquant.effort import (
 from relayquant.equalization.cross_layer import add_exponents, read_exponents, scale_layers
 from relayquant.equalization.equalize import equalize_inputs, find_products, measure_channels
 from relayquant.equalization.layers import equalize_planned
-from relayquant.errors import ConfigError, ModelError, suggest_name, warn_user
+from relayquant.errors import ConfigError, ModelError, format_count, suggest_name, warn_user
 from relayquant.events import Callback, CallbackList, StageEvent
 from relayquant.kernels.isa.target import host_config, resolve_target
 from relayquant.ledger import InterfaceValue, Ledger, find_ledger, read_ledger
@@ -407,9 +407,9 @@ def calibrate(
     constants = prepared.graph.constants
     bare = [fit.operator for fit in prepared.graph.fits if f"{fit.operator}:bias" not in constants]
     if bare and fit.bias is not BiasCorrection.NONE:
-        choices["weights"] += f" (not of {len(bare)} operators that have no bias)"
+        choices["weights"] += f" (not of {format_count(len(bare), 'operator')} without a bias)"
     if equalized := read_exponents(prepared.mod):
-        choices["equalized"] = f"channels between {len(equalized)} pairs of layers"
+        choices["equalized"] = f"channels between {format_count(len(equalized), 'pair')} of layers"
 
     def pick(min_scales: Mapping[str, np.ndarray]) -> None:
         result = pick_parameters(

@@ -13,7 +13,7 @@ import tvm
 from tvm import relax
 
 from relayquant.config import BackendConfig, QConfigMapping
-from relayquant.errors import ConfigError
+from relayquant.errors import ConfigError, format_count
 from relayquant.ledger import InterfaceValue
 from relayquant.plan import Plan
 from relayquant.qtypes import QParams
@@ -184,8 +184,8 @@ class PreparedModel:
         missing = [group.key for group in self.plan.groups if group.key not in self.parameters]
         if missing:
             raise ConfigError(
-                f"{len(missing)} of {len(self.plan.groups)} values have no parameters yet, the "
-                "first "
-                f"is {missing[0]!r}. Run relayquant.calibrate(prepared, dataset) first."
+                f"{len(missing)} of {format_count(len(self.plan.groups), 'value')} without "
+                f"parameters yet, the first is {missing[0]!r}. Run relayquant.calibrate(prepared, "
+                "dataset) first."
             )
         return self.parameters

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relayquant.arguments import check_arguments, check_fields
-from relayquant.errors import ConfigError
+from relayquant.errors import ConfigError, format_count
 from relayquant.plain_data import check_keys, read_enum
 
 FloatArray = NDArray[np.float32]
@@ -268,8 +268,8 @@ class QParams:
             )
         if scale.ndim == given.ndim == 1 and scale.shape != given.shape:
             raise ConfigError(
-                f"QParams has {scale.size} scales and {given.size} zero points; give one of each "
-                "per channel."
+                f"QParams has {format_count(scale.size, 'scale')} and "
+                f"{format_count(given.size, 'zero point')}; give one of each per channel."
             )
         if given.ndim > scale.ndim:
             scale = np.full(given.shape, scale)  # whatever is per channel has one scale per channel

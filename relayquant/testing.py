@@ -22,7 +22,7 @@ from relayquant.calibration.observers import MinMax, Observer
 from relayquant.calibration.weights.pick import pick_weight_parameters
 from relayquant.config import BackendConfig, QConfig, QConfigMapping, TensorConfig
 from relayquant.effort import Effort
-from relayquant.errors import ConfigError, RelayQuantError
+from relayquant.errors import ConfigError, RelayQuantError, format_count
 from relayquant.ops import QuantOp
 from relayquant.pipeline import convert_to_reference, ledger, lower, prepare, verify
 from relayquant.prepared import PreparedModel
@@ -194,14 +194,14 @@ def check_pattern(
                 )
     if not used:
         raise PatternMismatch(
-            f"Pattern {row.name!r} quantized none of {examples} drawn models: "
+            f"Pattern {row.name!r} quantized none of {format_count(examples, 'drawn model')}: "
             f"{'; '.join(dict.fromkeys(reasons))}."
         )
     fraction = differing / max(compared, 1)
     if worst > steps or fraction > share:
         raise PatternMismatch(
             f"Pattern {row.name!r}: {fraction:.1%} of its integers differ between the stages, by "
-            f"up to {worst} steps; "
+            f"up to {format_count(worst, 'step')}; "
             f"allowed: {share:.1%} by {steps}. Do the simulate and realize callbacks compute the "
             "same function?"
         )

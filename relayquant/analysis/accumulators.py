@@ -19,7 +19,7 @@ from tvm.ir import Call
 from relayquant.analysis.verify import expose_values
 from relayquant.config import Accumulator, OverflowBound
 from relayquant.dialect.sums import PRODUCTS, bound_sums
-from relayquant.errors import ModelError
+from relayquant.errors import ModelError, format_count
 from relayquant.ledger import LedgerRow, read_ledger
 from relayquant.ops.find import find_sum
 from relayquant.prepared import PreparedModel
@@ -119,9 +119,10 @@ class AccumulatorReport:
         for row in self.rows:
             low, high = row.accumulator.limits
             lines.append(
-                f"{row.name}: {row.accumulator.description} ({low}..{high}), "
-                f"{len(row.channels)} of {len(row.overflows)} channels overflow, "
-                f"{sum(row.overflows)} of {row.elements} sums, worst {row.worst}; any input "
+                f"{row.name}: {row.accumulator.description} ({low}..{high}), overflow in "
+                f"{len(row.channels)} of {format_count(len(row.overflows), 'channel')}, "
+                f"{sum(row.overflows)} "
+                f"of {format_count(row.elements, 'sum')}, worst {row.worst}; any input "
                 f"{min(row.bound_low, default=0)}..{max(row.bound_high, default=0)}"
             )
         return "\n".join(lines) or "no quantized operator sums products"

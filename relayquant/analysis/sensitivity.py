@@ -249,8 +249,9 @@ class Simulation:
         for i, (pair, batch) in enumerate(itertools.zip_longest(known, self.read_batches())):
             if pair is None or batch is None:
                 raise DataError(
-                    f"The data set yielded {len(self.recordings)} batches at first, and now "
-                    "another number of them. It must yield the same ones each time it is read."
+                    f"The data set yielded {format_count(len(self.recordings), 'batch')} at "
+                    "first, and now another number of them. It must yield the same ones each "
+                    "time it is read."
                 )
             recording, digest = pair
             if self.digest(batch) != digest:

@@ -13,6 +13,7 @@ import tvm
 from tvm import relax
 from tvm.ir import Call
 
+from relayquant.errors import format_count
 from relayquant.reference import run_values
 from relayquant.reference.interpreter import order_inputs
 from relayquant.rewrite import Graph, rewrite_main
@@ -54,12 +55,16 @@ class VerifyReport:
     def __str__(self) -> str:
         """One line for each value that differs, and how many were compared."""
         lines = [
-            f"{found.name} ({found.dtype}): {found.mismatches} of {found.size} elements differ, by "
-            f"up to {found.max_difference:.6g}"
+            f"{found.name} ({found.dtype}): {found.mismatches} of "
+            f"{format_count(found.size, 'element')} different, by up to {found.max_difference:.6g}"
             for found in self.differences
         ]
         return "\n".join(
-            [*lines, f"{len(self.differences)} of {self.compared} values differ from the reference"]
+            [
+                *lines,
+                f"{len(self.differences)} of {format_count(self.compared, 'value')} different "
+                "from the reference",
+            ]
         )
 
     @property

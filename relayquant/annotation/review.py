@@ -84,8 +84,10 @@ def describe_idle(mod: tvm.IRModule, plan: Plan, mapping: QConfigMapping) -> str
         rows.append(f"{rule.description}: {', '.join(others)} decides")
     if not rows:
         return ""
+    verb = "decides" if len(rows) == 1 else "decide"
     return (
-        f"{len(rows)} lines of the QConfigMapping decide for no operator, since other lines do:"
+        f"{format_count(len(rows), 'line')} of the QConfigMapping {verb} for no operator, since "
+        "other lines do:"
         "\n  " + "\n  ".join(rows) + "\nOf several regular expressions the first that was set and "
         "matches decides, of several names the longest, and names before regular expressions "
         "before types. Set them in another order, or leave these lines out."

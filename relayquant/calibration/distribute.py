@@ -258,7 +258,7 @@ def describe_failure(task: ShardTask, attempt: int, error: BaseException) -> Wor
     observed = dict.fromkeys(name for segment in task.segments for name in segment.observed)
     names = ", ".join(map(repr, islice(observed, MOST_NAMED))) or "nothing"
     if len(observed) > MOST_NAMED:
-        names += f" and {len(observed) - MOST_NAMED} values more"
+        names += f" and {format_count(len(observed) - MOST_NAMED, 'value')} more"
     return WorkerError(
         f"Batches {shard.start}..{shard.stop - 1} (shard {shard.index}) were not calibrated: in "
         f"attempt {attempt} a worker failed with {type(error).__name__}: {error}. It was to "

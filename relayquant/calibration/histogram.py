@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from relayquant.errors import ConfigError, DataError
+from relayquant.errors import ConfigError, DataError, format_count
 
 #: Bins do not get narrower than this; float32 needs exponents down to -149 - log2(bins).
 SMALLEST_EXPONENT = -200
@@ -103,8 +103,8 @@ class Histogram:
         """
         if self.bins != other.bins:
             raise ConfigError(
-                f"Histograms of {self.bins} and {other.bins} bins cannot be merged; "
-                "use the same number of bins in every process."
+                f"Histograms of {self.bins} and {format_count(other.bins, 'bin')} cannot be "
+                "merged; use the same number of bins in every process."
             )
         exponent = max(self.exponent, other.exponent)
         a, b = self._widen(exponent), other._widen(exponent)

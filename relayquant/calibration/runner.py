@@ -70,7 +70,7 @@ from relayquant.calibration.weights.ranges import RelativeMSE
 from relayquant.calibration.weights.statistics import InputStatistics
 from relayquant.datasets import Dataset, InputInfo, count_samples, open_dataset
 from relayquant.datasets.inputs import describe_inputs
-from relayquant.errors import DataError
+from relayquant.errors import DataError, format_count
 from relayquant.events import CallbackList, ParametersEvent, ProgressEvent
 from relayquant.plan import GroupPlan, Plan
 from relayquant.prepared import FitPoint, GroupStatistics, PreparedModel
@@ -209,10 +209,10 @@ def describe_needs(plan: Plan, pickers: Sequence[object]) -> str:
         if op.quantized and names.intersection((*dict(op.operands).values(), op.output))
     ]
     return (
-        f"dataset is None, but {len(rows)} operators are quantized with parameters that data "
-        f"decides: {', '.join(rows)}. Pass a dataset, or set for these QSpec(is_dynamic=True), "
-        "which matrix products with constant weights take, the observer Fixed, or None to keep "
-        "them in float."
+        f"dataset is None, but data decides parameters of {format_count(len(rows), 'operator')}: "
+        f"{', '.join(rows)}. Pass a dataset, or set for these "
+        "QSpec(is_dynamic=True), which matrix products with constant weights take, the observer "
+        "Fixed, or None to keep them in float."
     )
 
 

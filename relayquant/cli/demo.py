@@ -10,6 +10,7 @@ from relayquant.cli.arguments import add_backend, check_options
 from relayquant.cli.files import bind_weights
 from relayquant.cli.measure import count_constant_bytes, time_interleaved
 from relayquant.demo import load_digits
+from relayquant.errors import format_count
 from relayquant.report import ProgressReport, ledger_table, make_console, summary_table
 from relayquant.runtime import Executor
 
@@ -44,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
     for (name, model), median in zip(models.items(), seconds, strict=True):
         right = model.run("main", [demo.images])[0].argmax(1) == demo.labels
         values = {
-            "accuracy": f"{right.mean():.2%} of {len(right)} held-out digits",
+            "accuracy": f"{right.mean():.2%} of {format_count(len(right), 'held-out digit')}",
             "constants": f"{count_constant_bytes(modules[name]) / 1000:.1f} kB",
             "speed": f"{median / len(timed) * 1e6:.2f} microseconds per digit "
             f"(median of {options.runs} interleaved runs)",

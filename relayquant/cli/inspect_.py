@@ -9,6 +9,7 @@ from typing import Any
 from relayquant.cli.arguments import add_model
 from relayquant.cli.files import load_model
 from relayquant.cli.measure import count_constant_bytes
+from relayquant.errors import format_count
 from relayquant.ledger import find_ledger
 from relayquant.report import ledger_table, list_findings, make_console, summary_table
 from relayquant.rewrite.graph import Graph
@@ -34,5 +35,5 @@ def run(options: argparse.Namespace) -> int:
         counts = Counter(name.removeprefix("relax.") for name in names if name)
         title = f"{options.model}: operators"
         console.print(summary_table(dict(counts.most_common()), title=title))
-    console.print(f"constants: {count_constant_bytes(mod)} bytes")
+    console.print(f"constants: {format_count(count_constant_bytes(mod), 'byte')}")
     return 0

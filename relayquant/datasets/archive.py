@@ -19,7 +19,7 @@ from relayquant.datasets.item import (
     InputInfo,
     check_names,
 )
-from relayquant.errors import DataError, DataWarning, warn_user
+from relayquant.errors import DataError, DataWarning, format_count, warn_user
 from relayquant.storage.archive import ArrayHeader, check_array_size, read_array_header
 from relayquant.storage.files import reading
 
@@ -107,9 +107,10 @@ def _check_memory(path: Path, member: _Member, cut: Cut) -> None:
     if held > most:
         part = "array in Fortran order, read as a whole," if held == nbytes else "batch"
         raise DataError(
-            f"The data set {path}: a{'n' if held == nbytes else ''} {part} of {member.file}, shape "
-            f"{shape}, takes {held} bytes, more than {MOST_EXPANSION} times the file. If that is "
-            "meant, write it with np.savez, uncompressed, of arrays in C order."
+            f"The data set {path}: a{'n' if held == nbytes else ''} {part} of {member.file}, "
+            f"shape {shape}, takes {format_count(held, 'byte')}, more than {MOST_EXPANSION} times "
+            "the file. If that is meant, write it with np.savez, uncompressed, of arrays in C "
+            "order."
         )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from relayquant.errors import ConfigError, DataError, suggest_name
+from relayquant.errors import ConfigError, DataError, format_count, suggest_name
 
 Batch = dict[str, NDArray[Any]]
 
@@ -94,8 +94,9 @@ def _fit_shape(array: NDArray[Any], info: InputInfo, where: str) -> NDArray[Any]
                 array = array[None]
             else:
                 raise DataError(
-                    f"{problem}. Axis 0, the batch, is missing: stack {info.shape[0]} samples "
-                    "along a new axis 0, for instance with np.stack."
+                    f"{problem}. Axis 0, the batch, is missing: stack "
+                    f"{format_count(info.shape[0], 'sample')} along a new axis 0, for instance "
+                    "with np.stack."
                 )
         else:
             raise DataError(
@@ -200,8 +201,8 @@ def _check_finite(array: NDArray[Any], info: InputInfo, where: str, dtype: np.dt
         nan = int(np.isnan(array).sum())
         infinite = int(array.size - finite.sum() - nan)
         raise DataError(
-            f"{where}: input {info.name!r} holds {nan} NaN and {infinite} infinite of {array.size} "
-            f"elements in {dtype}; check the preprocessing."
+            f"{where}: input {info.name!r} holds {nan} NaN and {infinite} infinite of "
+            f"{format_count(array.size, 'element')} in {dtype}; check the preprocessing."
         )
 
 

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from relayquant.demo import DATA_FILE, MODEL_FILE
-from relayquant.errors import MissingDependencyError
+from relayquant.errors import MissingDependencyError, format_count
 
 Array = npt.NDArray[Any]
 #: The second result of a layer: gradient of the output -> gradient of the input.
@@ -412,7 +412,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     settings = TrainSettings(seed=options.seed, epochs=options.epochs)
     accuracy = write_demo(options.out, settings)
-    print(f"accuracy on {settings.held_out} held-out digits: {accuracy:.2%}")
+    print(f"accuracy on {format_count(settings.held_out, 'held-out digit')}: {accuracy:.2%}")
     return 0
 
 

@@ -17,7 +17,7 @@ from tvm import relax, tirx
 from tvm.ir import Call, GenericConst
 from tvm.sym import Analyzer
 
-from relayquant.errors import QnnError
+from relayquant.errors import QnnError, form_plural, format_count
 from relayquant.qtypes import INTEGER_LIMITS, Arithmetic, Rounding
 from relayquant.rewrite.graph import static_size
 
@@ -129,7 +129,8 @@ def get_operands(call: Call, names: Sequence[str]) -> list[Operand]:
     operator = operator_name(call)
     if len(call.args) != len(names):
         raise QnnError(
-            f"{operator}: got {len(call.args)} operands; it takes {len(names)}: {', '.join(names)}."
+            f"{operator}: got {format_count(len(call.args), 'operand')}; it takes {len(names)}: "
+            f"{', '.join(names)}."
         )
     operands = []
     for name, argument in zip(names, call.args, strict=True):
@@ -182,7 +183,7 @@ def check_parameter(
     if is_known_different(length, channels):
         raise parameter.fail(
             f"has length {_show_dimension(length)}",
-            f"allowed: a scalar, or {_show_dimension(channels)} values, one per " + dimension_text,
+            f"allowed: a scalar, or {_show_count(channels, 'value')}, one per " + dimension_text,
             "Check the axis, or pass a scalar.",
         )
 
@@ -434,6 +435,12 @@ def _show_dimension(size: Any) -> str:
     return str(size if static_size(size) is None else static_size(size))
 
 
+def _show_count(size: Any, noun: str) -> str:
+    """As `format_count`; of a symbolic size the plural."""
+    known = static_size(size)
+    return f"{size} {form_plural(noun)}" if known is None else format_count(known, noun)
+
+
 def _show(shape: Sequence[Any]) -> str:
     return f"({', '.join(map(_show_dimension, shape))})"
 
@@ -484,15 +491,18 @@ def infer_concatenate(call: Call, _builder: Any) -> Any:
     names = ("data", "input_scales", "input_zero_points", "output_scale", "output_zero_point")
     if len(call.args) != len(names):
         raise QnnError(
-            f"{operator}: got {len(call.args)} operands; it takes {len(names)}: {', '.join(names)}."
+            f"{operator}: got {format_count(len(call.args), 'operand')}; it takes {len(names)}: "
+            f"{', '.join(names)}."
         )
     tensors = _get_tuple(call, 0, "data", "one to join")
     scales = _get_tuple(call, 1, "input_scales", "one scale per tensor")
     zero_points = _get_tuple(call, 2, "input_zero_points", "one zero point per tensor")
     if not tensors or not len(tensors) == len(scales) == len(zero_points):
         raise QnnError(
-            f"{operator}: got {len(tensors)} tensors, {len(scales)} scales and {len(zero_points)} "
-            "zero points; allowed: as many of each, at least one."
+            f"{operator}: got {format_count(len(tensors), 'tensor')}, "
+            f"{format_count(len(scales), 'scale')} and "
+            f"{format_count(len(zero_points), 'zero point')}; allowed: as many of each, at "
+            "least one."
         )
     out_scale, out_zero = (
         Operand(operator, names[i], call.args[i].ty, call.args[i]) for i in (3, 4)
@@ -544,7 +554,8 @@ def _check_integers(
     numbers = [int(v) for v in values]
     if len(numbers) != length or any(v < low for v in numbers):
         raise QnnError(
-            f"{operator}: {name}={numbers} is not allowed; allowed: {length} integers >= {low}."
+            f"{operator}: {name}={numbers} is not allowed; allowed: "
+            f"{format_count(length, 'integer')} >= {low}."
         )
     return numbers
 
@@ -720,13 +731,14 @@ def _make_infer_conv(spatial: str) -> InferFunc:
         per_group = weight.shape[attrs.kernel_layout.index("I")]
         if is_known_different(inputs, per_group * groups):
             raise weight.fail(
-                f"takes {_show_dimension(per_group)} input channels in each of {groups} groups",
-                f"'data' has {_show_dimension(inputs)} channels; allowed: groups * weight channels",
+                f"takes {_show_count(per_group, 'input channel')} in each of "
+                f"{format_count(groups, 'group')}",
+                f"'data' has {_show_count(inputs, 'channel')}; allowed: groups * weight channels",
                 "Check data_layout, kernel_layout and groups.",
             )
         if is_known_different(tirx.floormod(outputs, groups), tirx.IntImm("int64", 0)):
             raise weight.fail(
-                f"has {_show_dimension(outputs)} output channels",
+                f"has {_show_count(outputs, 'output channel')}",
                 f"allowed: a multiple of groups={groups}",
             )
         result = list(data.shape)
@@ -769,13 +781,13 @@ def infer_conv2d_transpose(call: Call, _builder: Any) -> Any:
     weight_inputs = weight.shape[attrs.kernel_layout.index("I")]
     if is_known_different(inputs, weight_inputs):
         raise weight.fail(
-            f"takes {_show_dimension(weight_inputs)} input channels",
+            f"takes {_show_count(weight_inputs, 'input channel')}",
             f"'data' has {_show_dimension(inputs)}; allowed: the same number",
             "Check data_layout and kernel_layout.",
         )
     if is_known_different(tirx.floormod(inputs, groups), tirx.IntImm("int64", 0)):
         raise data.fail(
-            f"has {_show_dimension(inputs)} channels", f"allowed: a multiple of groups={groups}"
+            f"has {_show_count(inputs, 'channel')}", f"allowed: a multiple of groups={groups}"
         )
     result = list(data.shape)
     result[attrs.data_layout.index("C")] = outputs

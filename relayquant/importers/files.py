@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from relayquant.errors import ModelError
+from relayquant.errors import ModelError, format_count
 
 #: Largest model that is read unless the caller allows more: weights included, in bytes.
 DEFAULT_MAX_BYTES = 8 * 2**30
@@ -29,8 +29,8 @@ def check_file(path: PathLike, max_bytes: int, *, extra_bytes: int = 0) -> Path:
         raise ModelError(f"The model file {str(path)!r} is empty.")
     if size > max_bytes:
         raise ModelError(
-            f"The model {str(path)!r} has {size} bytes, more than the limit of {max_bytes}. "
-            "Pass a larger max_bytes if you trust it."
+            f"The model {str(path)!r} has {format_count(size, 'byte')}, more than the limit of "
+            f"{max_bytes}. Pass a larger max_bytes if you trust it."
         )
     if not os.access(path, os.R_OK):
         raise ModelError(f"The model file {str(path)!r} is not readable; check its permissions.")

@@ -15,6 +15,7 @@ import numpy as np
 import onnx
 from tvm import relax
 
+from relayquant.errors import format_count
 from relayquant.importers.onnx_fold import find_array
 from relayquant.importers.onnx_steps import (
     check_steps,
@@ -126,7 +127,10 @@ def read_list(attrs: dict[str, Any], name: str, count: int) -> list[int]:
     """
     values = [int(value) for value in attrs.get(name, [0] * count)]
     if len(values) != count:
-        raise ValueError(f"{name} has {len(values)} numbers for {count} sequences")
+        raise ValueError(
+            f"{name} has {format_count(len(values), 'number')} for "
+            f"{format_count(count, 'sequence')}"
+        )
     return values
 
 

@@ -306,7 +306,7 @@ def _fix_shapes(
             if known and len(shape.dim) != len(wanted):
                 raise ModelError(
                     f"shapes= gives input {info.name!r} the shape {tuple(wanted)}; the model has "
-                    f"{len(shape.dim)} dimensions there."
+                    f"{format_count(len(shape.dim), 'dimension')} there."
                 )
             if not known:
                 for _ in wanted:

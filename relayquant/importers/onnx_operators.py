@@ -19,6 +19,7 @@ from tvm import relax
 from tvm.ir import GenericConst
 
 from relayquant import _tvm
+from relayquant.errors import format_count
 from relayquant.importers.onnx_activations import find_activation
 from relayquant.importers.onnx_arithmetic import (
     convert_bit_shift,
@@ -179,7 +180,10 @@ def convert_pad(
         if len(arrays) > 3 and arrays[3] is not None:
             axes = [int(axis) % len(shape) for axis in arrays[3]]
     if len(pads) != 2 * len(axes):
-        raise ValueError(f"Pad has {len(pads)} pads for {len(axes)} axes; expected {2 * len(axes)}")
+        raise ValueError(
+            f"Pad has {format_count(len(pads), 'pad')} for {format_count(len(axes), 'axis')}; "
+            f"expected {2 * len(axes)}"
+        )
     widths = [[0, 0] for _ in shape]
     for i, axis in enumerate(axes):
         widths[axis] = [int(pads[i]), int(pads[i + len(axes)])]

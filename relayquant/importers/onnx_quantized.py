@@ -15,6 +15,7 @@ import onnx
 from tvm import relax
 
 from relayquant.dialect import qnn
+from relayquant.errors import format_count
 from relayquant.ops.dynamic import (
     convolve_at_run_time,
     multiply_at_run_time,
@@ -110,8 +111,8 @@ def find_axis(data: relax.Expr, scale: relax.Expr, attrs: dict[str, Any]) -> int
     axis = int(attrs.get("axis", 1))
     if scale_rank != 1 or not -rank <= axis < rank:
         raise ValueError(
-            f"scale of {scale_rank} dimensions along axis {axis} of data with {rank}; allowed: one "
-            "number, or a vector along an axis of the data"
+            f"scale of {format_count(scale_rank, 'dimension')} along axis {axis} of data with "
+            f"{rank}; allowed: one number, or a vector along an axis of the data"
         )
     return axis % rank
 
@@ -195,7 +196,7 @@ def convert_conv_integer(
     """
     data, weight, data_zero, weight_zero = (*inputs, None, None)[:4]
     if data.ty.ndim != 4:
-        raise ValueError(f"its data has {data.ty.ndim} dimensions; supported: 4")
+        raise ValueError(f"its data has {format_count(data.ty.ndim, 'dimension')}; supported: 4")
     if attrs.get("auto_pad", b"NOTSET") not in (b"NOTSET", b"VALID"):
         raise ValueError("auto_pad is not supported; give pads")
     form: dict[str, Any] = {

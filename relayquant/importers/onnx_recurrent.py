@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from tvm import relax
 
+from relayquant.errors import format_count
 from relayquant.importers.onnx_activations import find_activation
 from relayquant.importers.onnx_steps import check_steps, find_length, slice_element, take_element
 from relayquant.rewrite.graph import constant_value, tensor_shape
@@ -144,7 +145,8 @@ def read_activations(
     names = names or list(cell.activations) * directions
     if len(names) != len(cell.activations) * directions:
         raise ValueError(
-            f"activations has {len(names)} names; expected: {len(cell.activations) * directions}"
+            f"activations has {format_count(len(names), 'name')}; expected: "
+            f"{len(cell.activations) * directions}"
         )
     given = {key: list(attrs.get(f"activation_{key}", ())) for key in ("alpha", "beta")}
     for at, name in enumerate(names):

@@ -12,6 +12,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+from relayquant.errors import format_count
+
 #: 4-bit and 2-bit tensors, which TVM cannot hold as constants: type -> the type that can
 WIDENED = {
     TensorProto.INT4: np.dtype("int8"),
@@ -96,8 +98,8 @@ def rewrite_integer_nodes(
             rewrite(rewriter, node, attributes(node))
         except (IndexError, KeyError) as error:
             raise ValueError(
-                f"node {node.name!r} (operator {node.op_type}) has {len(node.input)} inputs and "
-                f"lacks {error}"
+                f"node {node.name!r} (operator {node.op_type}) has "
+                f"{format_count(len(node.input), 'input')} and lacks {error}"
             ) from error
     return rewriter.nodes, list(rewriter.constants.values())
 

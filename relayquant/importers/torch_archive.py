@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from relayquant.errors import ModelError
+from relayquant.errors import ModelError, format_count
 from relayquant.storage.files import decode_json, reading
 
 #: folder of an archive -> the file in it that says how its tensors are stored
@@ -156,8 +156,8 @@ def list_records(archive: zipfile.ZipFile, max_bytes: int) -> dict[str, zipfile.
             raise ValueError(f"it has two records {name!r}")
         if size > max_bytes:
             raise ValueError(
-                f"its records take more than the limit of {max_bytes} bytes. "
-                "Pass a larger max_bytes if you trust it"
+                f"its records take more than the limit of {format_count(max_bytes, 'byte')}. Pass "
+                "a larger max_bytes if you trust it"
             )
         records[name] = info
     return records

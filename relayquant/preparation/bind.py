@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from tvm import relax
 
-from relayquant.errors import ModelError, suggest_name
+from relayquant.errors import ModelError, format_count, suggest_name
 from relayquant.preparation.tensors import make_const
 from relayquant.rewrite.editor import Editor
 from relayquant.rewrite.graph import tensor_dtype, tensor_shape
@@ -40,8 +40,10 @@ def bind_params(editor: Editor, params: Mapping[str, Any] | None) -> None:
         attached = values.pop("main")
         if len(attached) != len(weights):
             raise ModelError(
-                f"params['main'] holds {len(attached)} values, main has {len(weights)} parameters "
-                f"behind its {num_input} inputs. Pass what detach_params returned with this module."
+                f"params['main'] holds {format_count(len(attached), 'value')}, main has "
+                f"{format_count(len(weights), 'parameter')} behind its "
+                f"{format_count(num_input, 'input')}. Pass what detach_params returned with this "
+                "module."
             )
     if attached is not None and len(attached) == len(weights):
         values = {**dict(zip((w.name for w in weights), attached, strict=True)), **values}
@@ -53,8 +55,9 @@ def bind_params(editor: Editor, params: Mapping[str, Any] | None) -> None:
     missing = [weight.name for weight in weights if weight.name not in values]
     if missing:
         raise ModelError(
-            f"main has {len(names)} parameters of which {num_input} are inputs; no value was given "
-            f"for {', '.join(map(repr, missing))}. Pass them in params."
+            f"main has {format_count(len(names), 'parameter')} with "
+            f"{format_count(num_input, 'input')}; no value was given for "
+            f"{', '.join(map(repr, missing))}. Pass them in params."
         )
     for param in list(editor.params):
         if param.name in values:

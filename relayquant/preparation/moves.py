@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 from tvm import relax
 
-from relayquant.errors import ModelError
+from relayquant.errors import ModelError, format_count
 from relayquant.preparation.tensors import make_const
 from relayquant.rewrite.editor import Editor
 from relayquant.rewrite.graph import constant_value, tensor_shape
@@ -38,8 +38,8 @@ def bound_indices(editor: Editor, var: relax.Var) -> bool:
     if ((array < -length) | (array >= length)).any():
         raise ModelError(
             f"take at {editor.names[var]!r}: the indices reach from {array.min()} to "
-            f"{array.max()}, but there are {length} elements; allowed: {-length}..{length - 1}. "
-            "The model reads outside of its tensor; export it again."
+            f"{array.max()}, but there are {format_count(length, 'element')}; allowed: "
+            f"{-length}..{length - 1}. The model reads outside of its tensor; export it again."
         )
     inside = make_const(np.where(array < 0, array + length, array), str(array.dtype))
     editor.redefine(var, relax.op.take(data, inside, axis, "clip"))

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from relayquant.errors import QnnError
+from relayquant.errors import QnnError, format_count
 
 Array = np.ndarray[Any, Any]
 
@@ -51,8 +51,8 @@ def split_padding(padding: Sequence[int], rank: int) -> list[tuple[int, int]]:
         values = values * 2
     if len(values) != 2 * rank:
         raise QnnError(
-            f"padding {list(padding)} has {len(values)} numbers; allowed for {rank} spatial "
-            f"axes: 1, {rank} or {2 * rank}."
+            f"padding {list(padding)} has {format_count(len(values), 'number')}; allowed for "
+            f"{format_count(rank, 'spatial axis')}: 1, {rank} or {2 * rank}."
         )
     return list(zip(values[:rank], values[rank:], strict=True))
 
@@ -61,7 +61,9 @@ def expand_per_axis(values: Sequence[int], rank: int) -> list[int]:
     """Strides or dilation of every spatial axis, from 1 or `rank` numbers."""
     numbers = [int(value) for value in values]
     if len(numbers) not in (1, rank):
-        raise QnnError(f"{numbers} has {len(numbers)} numbers; allowed: 1 or {rank}.")
+        raise QnnError(
+            f"{numbers} has {format_count(len(numbers), 'number')}; allowed: 1 or {rank}."
+        )
     return numbers * rank if len(numbers) == 1 else numbers
 
 
@@ -111,9 +113,10 @@ def convolve(
     per_group, out_channels = w.shape[-2:]
     if x.shape[-1] != per_group * groups or out_channels % groups:
         raise QnnError(
-            f"convolution of {x.shape[-1]} channels in {groups} groups with a kernel of "
-            f"{per_group} input and {out_channels} output channels: input channels must be "
-            "groups * kernel input channels, output channels a multiple of groups."
+            f"convolution of {format_count(x.shape[-1], 'channel')} in "
+            f"{format_count(groups, 'group')} with a kernel of {per_group} input and "
+            f"{format_count(out_channels, 'output channel')}: input channels must be groups * "
+            "kernel input channels, output channels a multiple of groups."
         )
     x = np.pad(x, [(0, 0), *pads, (0, 0)])
     taps = w.shape[:rank]
@@ -181,8 +184,10 @@ def convolve_transposed(
     channels, per_group = w.shape[-2:]
     if x.shape[-1] != channels or channels % groups:
         raise QnnError(
-            f"transposed convolution of {x.shape[-1]} channels in {groups} groups with a kernel of "
-            f"{channels} input channels: these must be equal and a multiple of groups."
+            f"transposed convolution of {format_count(x.shape[-1], 'channel')} in "
+            f"{format_count(groups, 'group')} with a kernel of "
+            f"{format_count(channels, 'input channel')}: these must be equal and a multiple of "
+            "groups."
         )
     taps, sizes = w.shape[:rank], x.shape[1:-1]
     full = [

@@ -19,7 +19,7 @@ import tvm
 import tvm_ffi
 from tvm import relax
 
-from relayquant.errors import DataError, ModelError, RelayQuantError, suggest_name
+from relayquant.errors import DataError, ModelError, RelayQuantError, format_count, suggest_name
 from relayquant.qtypes import Arithmetic, Rounding
 from relayquant.reference import qnn
 from relayquant.reference.relax_operators import OPERATORS
@@ -138,7 +138,10 @@ def order_inputs(params: Sequence[Any], inputs: Any) -> list[Any]:
     if not isinstance(inputs, (tuple, list)):
         inputs = (inputs,)
     if len(inputs) != len(names):
-        raise DataError(f"{len(inputs)} inputs were given for {len(names)} parameters: {names}.")
+        raise DataError(
+            f"got {format_count(len(inputs), 'input')} for "
+            f"{format_count(len(names), 'parameter')}: {names}."
+        )
     return list(inputs)
 
 
@@ -156,7 +159,9 @@ def check_input(frame: Frame, name: str, ty: Any, value: Any) -> Any:
     """`value` as the interpreter holds it, if it is of type `ty`."""
     if isinstance(ty, tvm.ir.TupleType):
         if not isinstance(value, (tuple, list)) or len(value) != len(ty.fields):
-            raise DataError(f"input {name!r} must be a tuple of {len(ty.fields)} values.")
+            raise DataError(
+                f"input {name!r} must be a tuple of {format_count(len(ty.fields), 'value')}."
+            )
         return tuple(
             check_input(frame, f"{name}.{i}", part, element)
             for i, (part, element) in enumerate(zip(ty.fields, value, strict=True))
@@ -178,7 +183,9 @@ def check_input(frame: Frame, name: str, ty: Any, value: Any) -> Any:
     if ty.shape is not None and isinstance(ty.shape, relax.ShapeExpr):
         match_shape(frame, name, ty.shape.values, array.shape)
     elif ty.ndim not in (-1, array.ndim):
-        raise DataError(f"input {name!r} has shape {array.shape}; allowed: {ty.ndim} axes.")
+        raise DataError(
+            f"input {name!r} has shape {array.shape}; allowed: {format_count(ty.ndim, 'axis')}."
+        )
     return array
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from relayquant.errors import QnnError, warn_user
+from relayquant.errors import QnnError, format_count, warn_user
 from relayquant.qtypes import INTEGER_LIMITS, Arithmetic, Rounding, has_exact_sums
 from relayquant.reference.convolution import (
     Window,
@@ -451,8 +451,10 @@ def concatenate(
     """Tensors of one dtype along `axis`, requantized where parameters differ from the output's."""
     if not len(data) == len(input_scales) == len(input_zero_points) or not data:
         raise QnnError(
-            f"qnn.concatenate: {len(data)} tensors, {len(input_scales)} scales and "
-            f"{len(input_zero_points)} zero points; allowed: the same number, at least one."
+            f"qnn.concatenate: {format_count(len(data), 'tensor')}, "
+            f"{format_count(len(input_scales), 'scale')} and "
+            f"{format_count(len(input_zero_points), 'zero point')}; allowed: the same number, at "
+            "least one."
         )
     parts = []
     for part, scale, zero_point in zip(data, input_scales, input_zero_points, strict=True):
@@ -756,7 +758,8 @@ def wrap_sums(sums: Array, operator: str) -> Array:
     lost = int(np.count_nonzero(wrapped != sums))
     if lost:
         warn_user(
-            f"qnn.{operator}: {lost} of {sums.size} sums do not fit int32 and wrap modulo 2^32",
+            f"qnn.{operator}: int32 cannot hold {lost} of {format_count(sums.size, 'sum')}, "
+            "and wraps modulo 2^32",
             RuntimeWarning,
         )
     return wrapped

@@ -189,8 +189,8 @@ def guard_module(
     samples = sum(map(count_samples, batches))
     seen = summarize(gaps, samples)
     what = (
-        f"The integer model does not follow the float model on {samples} calibration samples: "
-        f"{describe(seen)}."
+        "The integer model does not follow the float model on "
+        f"{format_count(samples, 'calibration sample')}: {describe(seen)}."
     )
     advice = (
         "relayquant.compare shows every value and relayquant.lint whether the data is right; "

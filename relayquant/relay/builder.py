@@ -321,7 +321,7 @@ class _ModuleBuilder:
         try:
             if not row.min_args <= len(args) <= row.max_args:
                 raise ModelError(
-                    f"it has {len(args)} arguments; allowed: {row.min_args}"
+                    f"it has {format_count(len(args), 'argument')}; allowed: {row.min_args}"
                     + (f" to {row.max_args}." if row.max_args > row.min_args else ".")
                 )
             attrs = complete_attrs(row.attrs, call.attrs)
@@ -350,7 +350,8 @@ class _ModuleBuilder:
         if len(call.args) != len(function.params):
             raise _fail(
                 call.where,
-                f"{len(call.args)} arguments are given to a function of {len(function.params)}.",
+                f"a function of {len(function.params)} is given "
+                f"{format_count(len(call.args), 'argument')}.",
             )
         inner = _inner(closure.scope)
         for i, (param, arg) in enumerate(zip(function.params, call.args, strict=True)):

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from relayquant.errors import ModelError
+from relayquant.errors import ModelError, format_count
 from relayquant.relay.tensors import decode_tensor
 
 #: Deepest nesting of arrays inside an attribute; those of Relay end at 2.
@@ -62,7 +62,7 @@ class NodeGraph:
         if not 0 <= index < len(self._nodes):
             raise ModelError(
                 f"{self.what}: {part} is {value!r}; allowed: the index of one of "
-                f"{len(self._nodes)} nodes."
+                f"{format_count(len(self._nodes), 'node')}."
             )
         return index
 
@@ -206,7 +206,7 @@ class Metadata:
         nodes = graph.items(entries[key])
         if not 0 <= position < len(nodes):
             raise ModelError(
-                f"The metadata section has {len(nodes)} entries for {key!r}, none of them "
-                f"{position}."
+                f"The metadata section has {format_count(len(nodes), 'entry')} for {key!r}, none "
+                f"of them {position}."
             )
         return graph, nodes[position]

@@ -11,7 +11,7 @@ from typing import Any
 
 from relayquant.arguments import check_arguments
 from relayquant.config import QConfig, QConfigMapping, TensorConfig
-from relayquant.errors import ConfigError, suggest_name
+from relayquant.errors import ConfigError, format_count, suggest_name
 from relayquant.qtypes import QSpec, Scheme
 
 #: What `relay.quantize` has a rule for; all else it leaves in float.
@@ -93,7 +93,7 @@ class RelayQConfig:
         if self.nbit_input > bits:
             raise ConfigError(
                 f"relay.qconfig: nbit_input is {self.nbit_input}, but dtype_input "
-                f"{self.dtype_input!r} holds {bits} bits."
+                f"{self.dtype_input!r} holds {format_count(bits, 'bit')}."
             )
         for name in self.debug_enabled_ops or ():
             if name not in QUANTIZED_OPERATORS:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from relayquant.errors import ModelError
+from relayquant.errors import ModelError, format_count
 from relayquant.storage.files import write_whole
 
 PARAMS_MAGIC = 0xF7E58D4F05049CB7
@@ -50,8 +50,8 @@ class _Cursor:
         left = len(self.data) - self.at
         if size < 0 or size > left:
             raise ModelError(
-                f"{self.what} is truncated or corrupt: {part} at byte {self.at} needs {size} "
-                f"bytes, {left} are left."
+                f"{self.what} is truncated or corrupt: {part} at byte {self.at} needs "
+                f"{format_count(size, 'byte')}, {left} are left."
             )
         self.at += size
         return self.data[self.at - size : self.at]
@@ -76,20 +76,21 @@ class _Cursor:
         if dtype is None or lanes != 1:
             known = ", ".join(sorted(DTYPE_CODES))
             raise ModelError(
-                f"{self.what}: tensor {name} has type code {code}, {bits} bits, {lanes} lanes; "
-                f"supported: {known}."
+                f"{self.what}: tensor {name} has type code {code}, {format_count(bits, 'bit')}, "
+                f"{format_count(lanes, 'lane')}; supported: {known}."
             )
         if not 0 <= ndim <= MAX_RANK:
             raise ModelError(
-                f"{self.what}: tensor {name} has {ndim} axes; allowed: 0 to {MAX_RANK}."
+                f"{self.what}: tensor {name} has {format_count(ndim, 'axis')}; allowed: 0 to "
+                f"{MAX_RANK}."
             )
         shape = self.numbers(f"{ndim}q", f"shape of tensor {name}")
         (size,) = self.numbers("q", f"size of tensor {name}")
         wanted = math.prod(shape) * np.dtype(dtype).itemsize
         if min(shape, default=0) < 0 or size != wanted:
             raise ModelError(
-                f"{self.what}: tensor {name} of shape {shape} and dtype {dtype} has {size} bytes "
-                f"of data instead of {wanted}."
+                f"{self.what}: tensor {name} of shape {shape} and dtype {dtype} has "
+                f"{format_count(size, 'byte')} of data instead of {wanted}."
             )
         return np.frombuffer(self.take(size, f"data of tensor {name}"), dtype).reshape(shape).copy()
 
@@ -103,7 +104,9 @@ def decode_tensor(data: bytes, what: str) -> np.ndarray:
     cursor = _Cursor(data, what)
     tensor = cursor.tensor("0")
     if cursor.at != len(data):
-        raise ModelError(f"{what} has {len(data) - cursor.at} bytes behind its tensor.")
+        raise ModelError(
+            f"{what} has {format_count(len(data) - cursor.at, 'byte')} behind its tensor."
+        )
     return tensor
 
 
@@ -142,12 +145,14 @@ def decode_params(data: bytes, what: str = "The params") -> dict[str, np.ndarray
     (tensors,) = cursor.numbers("Q", "the number of tensors")
     if tensors != count or len(set(names)) != count:
         raise ModelError(
-            f"{what} has {count} names, {len(set(names))} of them distinct, and {tensors} tensors; "
-            "each tensor needs a name of its own."
+            f"{what} has {format_count(count, 'name')}, {len(set(names))} of them distinct, and "
+            f"{format_count(tensors, 'tensor')}; each tensor needs a name of its own."
         )
     params = {name: cursor.tensor(repr(name)) for name in names}
     if cursor.at != len(data):
-        raise ModelError(f"{what} has {len(data) - cursor.at} bytes behind its last tensor.")
+        raise ModelError(
+            f"{what} has {format_count(len(data) - cursor.at, 'byte')} behind its last tensor."
+        )
     return params
 
 

@@ -70,7 +70,9 @@ def operator_table(
     lines = [Text(f"{format_count(len(profile.operators), 'call')}, {spent * 1e6:.0f} us")]
     if len(shown) < len(slowest):
         rest = sum(operator.seconds for operator in slowest[len(shown) :])
-        lines.append(Text(f"{len(slowest) - len(shown)} more calls: {rest * 1e6:.0f} us"))
+        lines.append(
+            Text(f"{format_count(len(slowest) - len(shown), 'more call')}: {rest * 1e6:.0f} us")
+        )
     return stack(title, table, *lines)
 
 

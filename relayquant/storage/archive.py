@@ -17,6 +17,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from relayquant.errors import format_count
 from relayquant.storage.files import decode_json, reading, write_whole
 
 #: entries of a file: one for each array and text, and the header
@@ -130,8 +131,8 @@ def check_array_size(header: ArrayHeader, start: int, size: int) -> None:
     needed = start + header.nbytes
     if needed != size:
         raise ValueError(
-            f"its header says shape {header.shape} and {header.dtype}, which is {needed} bytes, "
-            f"but it has {size}"
+            f"its header says shape {header.shape} and {header.dtype}, which is "
+            f"{format_count(needed, 'byte')}, but it has {size}"
         )
 
 

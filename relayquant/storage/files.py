@@ -13,7 +13,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from relayquant.errors import DataError, FileError, MissingDependencyError, RelayQuantError
+from relayquant.errors import (
+    DataError,
+    FileError,
+    MissingDependencyError,
+    RelayQuantError,
+    format_count,
+)
 
 #: characters of a foreign message that an error of ours repeats
 MESSAGE_LENGTH = 400
@@ -226,5 +232,5 @@ def read_text(path: Path, max_bytes: int) -> str:
     with path.open("rb") as file:
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
-        raise ValueError(f"it has more than {max_bytes} bytes")
+        raise ValueError(f"it has more than {format_count(max_bytes, 'byte')}")
     return data.decode("utf-8")

@@ -15,6 +15,7 @@ from typing import Any
 import tvm
 
 from relayquant import _tvm
+from relayquant.errors import format_count
 from relayquant.storage.files import decode_json
 
 #: Containers: their data is a list of references.
@@ -46,7 +47,9 @@ def check_graph(document: Any) -> None:
         raise ValueError("it has no list of nodes")
     kinds = [str(node.get("type")) for node in nodes]
     if not is_index(document["root_index"], len(nodes)):
-        raise ValueError(f"its root is {document['root_index']!r} of {len(nodes)} nodes")
+        raise ValueError(
+            f"its root is {document['root_index']!r} of {format_count(len(nodes), 'node')}"
+        )
     for at, node in enumerate(nodes):
         try:
             check_node(kinds[at], node.get("data"), kinds, at)

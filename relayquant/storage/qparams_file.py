@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from relayquant.arguments import check_arguments
-from relayquant.errors import ConfigError
+from relayquant.errors import ConfigError, format_count
 from relayquant.qtypes import QParams, QSpec, Scheme, choose_qparams
 from relayquant.storage.files import decode_json, read_text, reading, write_whole
 
@@ -131,7 +131,7 @@ def read_number(value: Any) -> float:
         value = value["data"]
     array = np.asarray(value, "float64")
     if array.size != 1:
-        raise ValueError(f"{array.size} numbers where a range has one end")
+        raise ValueError(f"{format_count(array.size, 'number')} where a range has one end")
     return float(array.reshape(()))
 
 
@@ -143,9 +143,11 @@ def read_aimet(data: dict[str, Any], dtype: str) -> dict[str, QParams]:
     for name, row in list_aimet(data["activation_encodings"]):
         bits, scale, offset = read_encoding(name, row)
         if bits not in (8, 16):
-            raise ValueError(f"{name!r} has {bits} bits; allowed: 8 and 16")
+            raise ValueError(f"{name!r} has {format_count(bits, 'bit')}; allowed: 8 and 16")
         if scale.size != 1:
-            raise ValueError(f"{name!r} has {scale.size} scales; an activation has one")
+            raise ValueError(
+                f"{name!r} has {format_count(scale.size, 'scale')}; an activation has one"
+            )
         zero_point: Any = -offset[0]
         found[name] = QParams(np.float32(scale[0]), zero_point, f"uint{bits}")  # pyright: ignore[reportArgumentType]
     for name, row in list_aimet(data.get("param_encodings", [])):
@@ -153,7 +155,7 @@ def read_aimet(data: dict[str, Any], dtype: str) -> dict[str, QParams]:
         if bits == BIAS_BITS:
             continue
         if bits != 8:
-            raise ValueError(f"{name!r} has {bits} bits; allowed for a weight: 8")
+            raise ValueError(f"{name!r} has {format_count(bits, 'bit')}; allowed for a weight: 8")
         # A symmetric grid that leaves out its lowest integer has offset -127: the same values.
         is_symmetric = str(row.get("is_sym", row.get("is_symmetric", False))).lower() == "true"
         zero_point = np.zeros_like(offset) if is_symmetric else -offset - 128
@@ -198,7 +200,10 @@ def read_encoding(name: str, row: dict[str, Any]) -> tuple[int, np.ndarray, np.n
         raise ValueError(f"{name!r} is encoded {kind}; allowed: PER_TENSOR, PER_CHANNEL")
     scale, offset = (np.asarray(row[key], "float64").reshape(-1) for key in ("scale", "offset"))
     if not scale.size or scale.size != offset.size:
-        raise ValueError(f"{name!r} has {scale.size} scales and {offset.size} offsets")
+        raise ValueError(
+            f"{name!r} has {format_count(scale.size, 'scale')} and "
+            f"{format_count(offset.size, 'offset')}"
+        )
     return int(row.get("bw", row.get("bitwidth", 8))), scale, offset
 
 

@@ -62,9 +62,10 @@ def test_verify__names_the_first_value_that_differs(model):
     assert first.mismatches == first.size
     assert first.max_difference >= 1
     head, *_, last = str(report).splitlines()
-    assert head.startswith("a (uint8): 144 of 144 elements differ, by up to ")
+    assert head.startswith("a (uint8): 144 of 144 elements different, by up to ")
     assert (
-        last == f"{len(report.differences)} of {report.compared} values differ from the reference"
+        last
+        == f"{len(report.differences)} of {report.compared} values different from the reference"
     )
     assert "out" in {difference.name for difference in report.differences}
 
@@ -94,7 +95,7 @@ def test_verify__inputs_that_do_not_fit(model):
     qmod, inputs = model
     with pytest.raises(rq.DataError, match="input 'y' is no parameter"):
         rq.verify(qmod, {"y": inputs["x"]})
-    with pytest.raises(rq.DataError, match="2 inputs were given for 1"):
+    with pytest.raises(rq.DataError, match="got 2 inputs for 1"):
         rq.verify(qmod, [inputs["x"], inputs["x"]])
     with pytest.raises(rq.DataError, match="has shape"):
         rq.verify(qmod, inputs["x"][:, :2])

@@ -116,7 +116,7 @@ def prepare(mapping, **more):
     ],
 )
 def test_mapping__a_line_that_decides_nothing_is_reported(mapping, message):
-    with pytest.warns(UserWarning, match="^1 lines of the QConfigMapping decide for no") as seen:
+    with pytest.warns(UserWarning, match="^1 line of the QConfigMapping decides for no") as seen:
         prepare(mapping)
     assert len(seen) == 1
     assert message in str(seen[0].message)

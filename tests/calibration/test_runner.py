@@ -99,7 +99,7 @@ def test_calibrate__fills_the_prepared_model_and_nothing_else():
     prepared = rq.prepare(mod, effort="fast")
     float_text = prepared.mod.script(show_meta=True)
     graph_text = prepared.graph.mod.script(show_meta=True)
-    with pytest.raises(rq.ConfigError, match="have no parameters yet, the first is 'r:weight'"):
+    with pytest.raises(rq.ConfigError, match="without parameters yet, the first is 'r:weight'"):
         rq.convert_to_reference(prepared)
     assert rq.calibrate(prepared, draw_batches(mod, 2)) is prepared
     assert set(prepared.parameters) == {group.key for group in prepared.plan.groups}
@@ -197,10 +197,7 @@ def test_calibrate__without_data_names_the_operators_that_need_it():
     for strict in (False, True):
         with pytest.raises(rq.DataError) as error:
             rq.quantize(mod, None, None, strict=strict)
-        assert (
-            "2 operators are quantized with parameters that data decides: r (nn.conv2d), out"
-            in (str(error.value))
-        )
+        assert "data decides parameters of 2 operators: r (nn.conv2d), out" in (str(error.value))
         assert "QSpec(is_dynamic=True)" in str(error.value)
 
 

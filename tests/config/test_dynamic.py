@@ -245,7 +245,7 @@ def test_quantize__needs_no_data_and_compiled_equals_numpy(backend, qconfig):
 
 
 def test_quantize__a_static_model_needs_data():
-    message = "3 operators are quantized with parameters that data decides: a "
+    message = "data decides parameters of 3 operators: a "
     with pytest.raises(rq.DataError, match=message):
         rq.quantize(chain_model(), None, None)
 

@@ -305,13 +305,13 @@ MESSAGES = {
         lambda: Call(
             Op.get("relax.qnn.quantize"), [F], QuantizeAttrs(-1, "int8", "TONEAREST_EVEN")
         ),
-        r"qnn\.quantize: got 1 operands; it takes 3: data, scale, zero_point",
+        r"qnn\.quantize: got 1 operand; it takes 3: data, scale, zero_point",
     ),
     "number of operands of concatenate": (
         lambda: Call(
             Op.get("relax.qnn.concatenate"), [A], qnn.concatenate([A], [1], [0], 1, 0).attrs
         ),
-        r"qnn\.concatenate: got 1 operands; it takes 5",
+        r"qnn\.concatenate: got 1 operand; it takes 5",
     ),
     "rounding of a built call": (
         lambda: Call(
@@ -359,7 +359,7 @@ MESSAGES = {
     ),
     "conv channels": (
         lambda: qnn.conv2d(X, tensor((5, 2, 3, 3)), 0, 0, 1.0, 1.0),
-        r"operand 'weight' takes 2 input channels in each of 1 groups; 'data' has 3 channels; "
+        r"operand 'weight' takes 2 input channels in each of 1 group; 'data' has 3 channels; "
         r".*Check data_layout, kernel_layout and groups",
     ),
     "conv groups": (
@@ -473,7 +473,7 @@ MESSAGES = {
     ),
     "concatenate count": (
         lambda: qnn.concatenate([A, A], [1.0], [0, 0], 1.0, 0),
-        r"qnn\.concatenate: got 2 tensors, 1 scales and 2 zero points; allowed: as many of each",
+        r"qnn\.concatenate: got 2 tensors, 1 scale and 2 zero points; allowed: as many of each",
     ),
     "concatenate dtype": (
         lambda: qnn.concatenate([A, tensor((4, 6), "uint8")], [1.0] * 2, [0] * 2, 1.0, 0),

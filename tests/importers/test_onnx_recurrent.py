@@ -200,7 +200,7 @@ def test_recurrent__one_constant_for_all_steps():
     ("settings", "message"),
     [
         ({"activations": ["Tanh", "Tanh", "Swish"]}, "activation 'Swish' is not known; allowed"),
-        ({"activations": ["Tanh"]}, "activations has 1 names; expected: 3"),
+        ({"activations": ["Tanh"]}, "activations has 1 name; expected: 3"),
         ({"activations": ["Tanh", "Tanh", "Affine"]}, "'Affine' has no alpha"),
         ({"direction": "up"}, "direction is 'up'; allowed: forward, reverse, bidirectional"),
         ({"steps": 5000}, "more than 4096 steps"),

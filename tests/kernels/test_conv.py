@@ -319,7 +319,7 @@ def test_build_conv2d__fetches_residual_and_output_ahead():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"groups": 3}, "do not divide into 3 groups"),
+        ({"groups": 3}, "cannot divide into 3 groups"),
         ({"kernel": (9, 9)}, "does not fit"),
         ({"in_dtype": "int32"}, "allowed: uint8, int8"),
     ],

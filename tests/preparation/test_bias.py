@@ -105,7 +105,7 @@ def test_prepare__fast_adds_nothing_and_the_ledger_says_what_was_not_corrected()
     prepared = prepare(mod, effort="fast")
     assert not any(key.endswith(":bias") for key in prepared.graph.constants)
     rq.calibrate(prepared, draw_batches(mod, 2), fit=FitSettings())
-    assert "not of 1 operators that have no bias" in prepared.choices["weights"]
+    assert "not of 1 operator without a bias" in prepared.choices["weights"]
     prepared = rq.calibrate(prepare(mod), draw_batches(mod, 2))
     assert prepared.choices["weights"].endswith("bias correction weight")
 

@@ -261,5 +261,5 @@ def test_prepare_module__params_as_detach_params_gives_them():
     assert set(params) == {"main"}
     prepared = prepare_module(mod, params)
     assert [param.name for param in prepared["main"].params] == ["x"]
-    with pytest.raises(ModelError, match="holds 2 values, main has 1 parameters"):
+    with pytest.raises(ModelError, match="holds 2 values, main has 1 parameter"):
         prepare_module(mod, {"main": [*params["main"], *params["main"]]})

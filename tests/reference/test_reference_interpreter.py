@@ -472,7 +472,7 @@ def test_run__frees_values_after_their_last_use(monkeypatch):
     [
         ({"x": floats(2, 3)}, "'y'.*missing"),
         ({"x": floats(2, 3), "y": floats(2, 1), "z": floats(1)}, "'z' is no parameter"),
-        ((floats(2, 3),), "1 inputs were given for 2 parameters"),
+        ((floats(2, 3),), "got 1 input for 2 parameters"),
         ((floats(2, 3).astype("float64"), floats(2, 1)), "'x' has dtype float64.*float32"),
         ((floats(2, 4), floats(2, 1)), r"'x' has shape \(2, 4\); allowed: \(n, 3\)"),
         ((floats(2, 3), floats(5, 1)), r"'y' has shape \(5, 1\).*n = 2"),

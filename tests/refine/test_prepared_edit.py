@@ -144,7 +144,7 @@ def test_replace__another_observer_asks_for_data():
     prepared = rq.calibrate(prepare(rq.MinMax()), DATA)
     plan = prepared.plan.replace("deep", calibration=rq.Fixed(low=0.0, high=3.0))
     edited = rq.replace_plan(prepared, plan)
-    with pytest.raises(rq.ConfigError, match=r"1 of .* values have no parameters yet.*'deep'"):
+    with pytest.raises(rq.ConfigError, match=r"1 of .* values without parameters yet.*'deep'"):
         convert(edited)
     rq.calibrate(edited, DATA)
     np.testing.assert_allclose(edited.parameters["deep"].scale, 3 / 255, rtol=1e-6)

@@ -94,7 +94,7 @@ REFUSED = {
     "nn.conv2d(%x, %w, channels=9)": "channels is 9, but the weight has 5",
     "nn.conv2d(%x, %w, stride=[1, 1])": "no attribute 'stride'. Did you mean 'strides'",
     "nn.conv2d(%x, %w, strides=2f)": "strides is 2.0; allowed: a list of integers",
-    "nn.conv2d(%x)": "it has 1 arguments; allowed: 2",
+    "nn.conv2d(%x)": "it has 1 argument; allowed: 2",
     "clip(%x)": "attribute 'a_min' is missing",
     "reshape(%x, newshape=[7, -1])": "cannot become",
     "transpose(%x, axes=[0, 0, 1, 2])": "no permutation",

@@ -220,7 +220,7 @@ WRONG = {
     "%x(%x)": "which is no function",
     "let %y: Tensor[(2), float32] = %x; %y": "line 3, column 7: %y is Tensor[(1, 3), float32]",
     "%0 = fn (%y: int32) { %y }; %0(%x)": "is Tensor[(1, 3), float32], declared is int32",
-    "%0 = fn (%y) { %y }; %0(%x, %x)": "2 arguments are given to a function of 1",
+    "%0 = fn (%y) { %y }; %0(%x, %x)": "a function of 1 is given 2 arguments",
     "add(%x, 7i9)": "unknown suffix",
     "add(%x, 300i8)": "300 does not fit into int8",
     "if (%x) { %x } else { %x }": "known at run time only",

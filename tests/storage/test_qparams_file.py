@@ -127,7 +127,7 @@ def test_aimet__weights(tmp_path, is_new):
         (
             '{"activation_encodings": [], "param_encodings": [{"name": "w", "scale": [1, 2], '
             '"offset": [0]}]}',
-            "'w' has 2 scales and 1 offsets",
+            "'w' has 2 scales and 1 offset",
         ),
         ("[" * 100000, "line 1"),
         ('{"a":' * 100000, "nested too deeply"),

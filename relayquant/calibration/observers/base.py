@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from relayquant.errors import ConfigError, DataError
+from relayquant.errors import ConfigError, DataError, format_count
 from relayquant.plain_data import NamedSettings
 from relayquant.qtypes import QParams, Role, ValueInfo
 
@@ -180,7 +180,7 @@ def reduce_range(
     # NaN propagates through min and max, infinities are extremes: no pass over the data is needed.
     if not (np.isfinite(low).all() and np.isfinite(high).all()):
         nan, infinite = int(np.isnan(array).sum()), int(np.isinf(array).sum())
-        found = f"{nan} NaN and {infinite} infinite of {array.size} elements"
+        found = f"{nan} NaN and {infinite} infinite of {format_count(array.size, 'element')}"
         if info.role is Role.WEIGHT:
             raise DataError(
                 f"The constant {info.name!r} of the model holds {found}: no data will help. Check "

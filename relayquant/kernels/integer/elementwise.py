@@ -14,7 +14,7 @@ import numpy as np
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx import PrimFunc
 
-from relayquant.errors import ConfigError
+from relayquant.errors import ConfigError, format_count
 from relayquant.kernels.emit import (
     CACHE_LINE,
     COPY_BYTES,
@@ -160,8 +160,9 @@ class Concatenate:
         rest = {shape[: self.axis] + shape[self.axis + 1 :] for shape in self.shapes}
         if len(self.shapes) != len(self.data) or len(rest) != 1 or self.axis < 0:
             raise ConfigError(
-                f"Concatenate: {len(self.data)} operands of shapes {self.shapes} do not join along "
-                f"axis {self.axis}; they must agree in all other dimensions, and axis must be >= 0."
+                f"Concatenate: {format_count(len(self.data), 'operand')} of shapes {self.shapes} "
+                f"do not join along axis {self.axis}; they must agree in all other dimensions, "
+                "and axis must be >= 0."
             )
 
     @property

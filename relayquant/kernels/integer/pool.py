@@ -15,7 +15,7 @@ import numpy as np
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx import PrimFunc
 
-from relayquant.errors import ConfigError
+from relayquant.errors import ConfigError, format_count
 from relayquant.kernels.emit import (
     COPY_BYTES,
     alloc_vectors,
@@ -252,7 +252,10 @@ def build_mean(
         return build_avg_pool2d(AvgPool2d(window, spec.data, spec.out), name, spec.shape, out_shape)
     most = most_values(spec.data.dtype)
     if count > most:
-        raise ConfigError(f"Mean: over {count} values of {spec.data.dtype}; allowed: up to {most}.")
+        raise ConfigError(
+            f"Mean: over {format_count(count, 'value')} of {spec.data.dtype}; allowed: up to "
+            f"{most}."
+        )
     factor = np.float32(spec.data.multiplier) / np.float32(count)
 
     def body() -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from relayquant.errors import ConfigError
+from relayquant.errors import ConfigError, format_count
 from relayquant.kernels.integer.epilogue import Epilogue, has_small_multipliers
 
 
@@ -39,8 +39,9 @@ class Conv2d:
             )
         if self.in_channels % self.groups or self.out_channels % self.groups:
             raise ConfigError(
-                f"Conv2d: {self.in_channels} input and {self.out_channels} output channels do not "
-                f"divide into {self.groups} groups."
+                f"Conv2d: {self.in_channels} input and "
+                f"{format_count(self.out_channels, 'output channel')} cannot divide into "
+                f"{format_count(self.groups, 'group')}."
             )
         if min(self.out_size) < 1:
             raise ConfigError(

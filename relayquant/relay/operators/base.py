@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from tvm import relax
 
-from relayquant.errors import ModelError
+from relayquant.errors import ModelError, format_count
 from relayquant.relay.attributes import Attr, Kind
 from relayquant.relay.release import WrittenBy
 from relayquant.rewrite.graph import constant_value, tensor_dtype, tensor_shape
@@ -46,7 +46,9 @@ class Emitter:
         """
         self._left -= 1
         if self._left < 0:
-            raise ModelError(f"inlining its functions makes more than {self._limit} values.")
+            raise ModelError(
+                f"inlining its functions makes more than {format_count(self._limit, 'value')}."
+            )
 
     def emit(self, value: relax.Expr, name: str, op: str, *, is_helper: bool = False) -> relax.Var:
         """A variable bound to `value`, called `name` ("x.1", "x.2", ... if that is taken).
@@ -176,7 +178,9 @@ class Site:
             ModelError: there is no such axis.
         """
         if not -ndim <= value < ndim:
-            raise ModelError(f"axis {value} does not exist in a tensor of {ndim} axes.")
+            raise ModelError(
+                f"axis {value} does not exist in a tensor of {format_count(ndim, 'axis')}."
+            )
         return value % ndim
 
     def constant(self, index: int) -> np.ndarray:

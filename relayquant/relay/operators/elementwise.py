@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 from tvm import relax
 
-from relayquant.errors import ModelError
+from relayquant.errors import ModelError, format_count
 from relayquant.relay.operators.base import (
     IGNORED,
     RelayOp,
@@ -126,7 +126,9 @@ def convert_bias_add(site: Site) -> relax.Expr:
     shape = [1] * ndim
     shape[axis] = channels
     if site.dims(x)[axis] != channels:
-        raise ModelError(f"the bias has {channels} values, axis {axis} {site.dims(x)[axis]}.")
+        raise ModelError(
+            f"the bias has {format_count(channels, 'value')}, axis {axis} {site.dims(x)[axis]}."
+        )
     return op.add(x, bias if axis == ndim - 1 else site.reshape(bias, shape))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from tvm import relax
 
-from relayquant.errors import ModelError
+from relayquant.errors import ModelError, format_count
 from relayquant.relay.operators.base import (
     OPTIONAL_INTEGERS,
     RelayOp,
@@ -56,7 +56,9 @@ def check_window(site: Site, rank: int) -> None:
     for name in ("strides", "dilation"):
         check_positive(name, attrs[name])
         if len(attrs[name]) not in (1, rank):
-            raise ModelError(f"attribute {name} has {len(attrs[name])} values; allowed: {rank}.")
+            raise ModelError(
+                f"attribute {name} has {format_count(len(attrs[name]), 'value')}; allowed: {rank}."
+            )
     check_padding(attrs["padding"], rank)
     if "groups" in attrs:
         check_positive("groups", (attrs["groups"],))
@@ -107,7 +109,9 @@ def ungroup_weight(
     shape = tensor_shape(weight)
     channels = site.dims(data)[data_layout.index("C")]
     if shape is None or len(shape) != len(layout):
-        raise ModelError(f"the weight has shape {shape}; allowed: {len(layout)} axes, {layout}.")
+        raise ModelError(
+            f"the weight has shape {shape}; allowed: {format_count(len(layout), 'axis')}, {layout}."
+        )
     out_axis, in_axis = layout.index("O"), layout.index("I")
     depthwise = groups > 1 and groups == channels == shape[out_axis]
     if not depthwise or in_axis != out_axis + 1:
@@ -142,7 +146,9 @@ def conv_operands(site: Site, rank: int) -> tuple[relax.Expr, relax.Expr, dict[s
     check_layout("kernel_layout", attrs["kernel_layout"], "OI" + SPATIAL[rank])
     check_out_layout(site, layout)
     if site.ndim(data) != rank + 2:
-        raise ModelError(f"the data has {site.ndim(data)} axes; allowed: {rank + 2}, {layout}.")
+        raise ModelError(
+            f"the data has {format_count(site.ndim(data), 'axis')}; allowed: {rank + 2}, {layout}."
+        )
     weight, kernel_layout = ungroup_weight(
         site, weight, attrs["kernel_layout"], attrs["groups"], data, layout
     )
@@ -176,7 +182,9 @@ def transposed_operands(site: Site, rank: int) -> tuple[relax.Expr, relax.Expr, 
     check_layout("kernel_layout", attrs["kernel_layout"], "OI" + SPATIAL[rank])
     check_out_layout(site, layout)
     if site.ndim(data) != rank + 2 or site.ndim(weight) != rank + 2:
-        raise ModelError(f"data and weight need {rank + 2} axes each, {layout} and O, I.")
+        raise ModelError(
+            f"data and weight need {format_count(rank + 2, 'axis')} each, {layout} and O, I."
+        )
     kernel_layout = find_transposed_layout(site, data, weight, rank)
     check_transposed_channels(site, weight, kernel_layout)
     if min(attrs["output_padding"]) < 0:
@@ -271,7 +279,7 @@ def swap_last(site: Site, expr: relax.Expr) -> relax.Expr:
     """`expr` with its last two axes swapped."""
     ndim = site.ndim(expr)
     if ndim < 2:
-        raise ModelError(f"an operand has {ndim} axes; allowed: at least 2.")
+        raise ModelError(f"an operand has {format_count(ndim, 'axis')}; allowed: at least 2.")
     return site.permute(expr, [*range(ndim - 2), ndim - 1, ndim - 2])
 
 
@@ -285,7 +293,7 @@ def convert_dense(site: Site) -> relax.Expr:
 def check_units(site: Site, weight: relax.Expr) -> None:
     shape, units = site.dims(weight), site.attrs["units"]
     if len(shape) != 2:
-        raise ModelError(f"the weight has {len(shape)} axes; allowed: 2.")
+        raise ModelError(f"the weight has {format_count(len(shape), 'axis')}; allowed: 2.")
     if units is not None and shape[0] != units:
         raise ModelError(f"attribute units is {units}, but the weight has {shape[0]}.")
 

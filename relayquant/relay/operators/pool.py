@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from tvm import relax
 
-from relayquant.errors import ModelError
+from relayquant.errors import ModelError, format_count
 from relayquant.relay.operators.base import (
     RelayOp,
     Site,
@@ -52,7 +52,9 @@ def pool_keywords(site: Site, rank: int) -> dict[str, Any]:
     for name in ("pool_size", "strides", "dilation"):
         check_positive(name, attrs[name] or ())
         if len(attrs[name]) not in (1, rank):
-            raise ModelError(f"attribute {name} has {len(attrs[name])} values; allowed: {rank}.")
+            raise ModelError(
+                f"attribute {name} has {format_count(len(attrs[name]), 'value')}; allowed: {rank}."
+            )
     check_padding(attrs["padding"], rank)
     check_layout("layout", attrs["layout"], "NC" + SPATIAL[rank])
     check_out_layout(site, attrs["layout"])
@@ -163,7 +165,8 @@ def adaptive_size(site: Site, rank: int) -> tuple[int, ...]:
         check_positive("output_size", size)
         if len(size) not in (1, rank) or max(size) > MAX_ADAPTIVE:
             raise ModelError(
-                f"output_size is {list(size)}; allowed: {rank} sizes up to {MAX_ADAPTIVE}."
+                f"output_size is {list(size)}; allowed: {format_count(rank, 'size')} up to "
+                f"{MAX_ADAPTIVE}."
             )
     return size * rank if len(size) == 1 else size
 

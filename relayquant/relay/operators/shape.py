@@ -7,7 +7,7 @@ from math import prod
 import numpy as np
 from tvm import relax
 
-from relayquant.errors import ModelError
+from relayquant.errors import ModelError, format_count
 from relayquant.relay.attributes import Attr, Kind
 from relayquant.relay.operators.base import (
     OPTIONAL_INTEGERS,
@@ -138,7 +138,10 @@ def convert_reshape_like(site: Site) -> relax.Expr:
         start = site.axis(begin, len(shape) + 1) if begin >= 0 else site.axis(begin, len(shape))
         stop = len(shape) if end is None else end if end >= 0 else end + len(shape)
         if not start <= stop <= len(shape):
-            raise ModelError(f"{side}_begin is {begin} and {side}_end {end}, of {len(shape)} axes.")
+            raise ModelError(
+                f"{side}_begin is {begin} and {side}_end {end}, of "
+                f"{format_count(len(shape), 'axis')}."
+            )
         spans.append((start, stop))
     (left, right), (first, last) = spans
     new = [*sizes[0][:left], *sizes[1][first:last], *sizes[0][right:]]
@@ -173,7 +176,9 @@ def convert_transpose(site: Site) -> relax.Expr:
     ndim = site.ndim(data)
     order = list(reversed(range(ndim))) if not axes else [site.axis(axis, ndim) for axis in axes]
     if sorted(order) != list(range(ndim)):
-        raise ModelError(f"axes {list(axes or ())} are no permutation of {ndim} axes.")
+        raise ModelError(
+            f"axes {list(axes or ())} are no permutation of {format_count(ndim, 'axis')}."
+        )
     return site.permute(data, order)
 
 
@@ -192,7 +197,9 @@ def convert_depth_to_space(site: Site) -> relax.Expr:
     check_block(layout, attrs["mode"])
     n, c, h, w = (site.shape(data)[layout.index(axis)] for axis in "NCHW")
     if c % (block * block):
-        raise ModelError(f"{c} channels cannot be split into blocks of {block} x {block}.")
+        raise ModelError(
+            f"{format_count(c, 'channel')} cannot be split into blocks of {block} x {block}."
+        )
     c //= block * block
     is_crd = attrs["mode"] == "CRD"
     if layout == "NCHW":
@@ -250,8 +257,8 @@ def convert_split(site: Site) -> Value:
     if isinstance(sections, int):
         if not 1 <= sections <= MAX_SECTIONS or (isinstance(size, int) and size % sections):
             raise ModelError(
-                f"axis {axis} has {size} entries, which {sections} does not divide; allowed: up to "
-                f"{MAX_SECTIONS} equal parts."
+                f"axis {axis} has {format_count(size, 'entry')}, which {sections} does not "
+                f"divide; allowed: up to {MAX_SECTIONS} equal parts."
             )
         if sections == 1:
             return (data,)  # that of Relax is no tuple then
@@ -302,7 +309,10 @@ def convert_pad(site: Site) -> relax.Expr:
     data, widths = site.tensor(0), site.attrs["pad_width"]
     ndim = site.ndim(data)
     if len(widths) != ndim or any(len(pair) != 2 or min(pair) < 0 for pair in widths):
-        raise ModelError(f"pad_width is {widths}; allowed: a pair from 0 for each of {ndim} axes.")
+        raise ModelError(
+            f"pad_width is {widths}; allowed: a pair from 0 for each of "
+            f"{format_count(ndim, 'axis')}."
+        )
     mode = site.attrs["pad_mode"]
     if mode not in PAD_MODES:
         raise ModelError(f"pad_mode is {mode!r}; allowed: {', '.join(PAD_MODES)}.")
@@ -339,7 +349,9 @@ def convert_mirror_pad(site: Site) -> relax.Expr:
     for axis, pair in enumerate(widths):
         most = shape[axis] - (mode == "REFLECT")
         if len(pair) != 2 or not 0 <= min(pair) <= max(pair) <= most:
-            raise ModelError(f"pad_width {pair} does not fit an axis of {shape[axis]} entries.")
+            raise ModelError(
+                f"pad_width {pair} does not fit an axis of {format_count(shape[axis], 'entry')}."
+            )
         if any(pair):
             check_made_up(3 * shape[axis])
             name = "reflect" if mode == "REFLECT" else "symmetric"

@@ -1,0 +1,124 @@
+"""Everything said to a user that counts: "1 operator" and "2 operators"."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+import relayquant
+from relayquant.errors import format_count
+
+PACKAGE = Path(relayquant.__file__).parent
+
+#: What may follow a value and ends in s without being a plural.
+NO_NOUNS = (
+    "as has is its this was others belongs clips computes decides depends differs does ends gives "
+    "holds lacks leaves looks names needs picks pools quantizes reads repeats rounds runs says "
+    "selects starts stores takes wants"
+)
+
+#: (file, value, plural) -> why the value is never one there, or no count at all.
+NEVER_ONE = {
+    ("analysis/lint.py", "samples", "samples"): "FEW_SAMPLES at least",
+    ("config/dtypes.py", "what", "scales"): "a description",
+    ("datasets/dataset.py", "len(inputs)", "inputs"): "of one input any array will do",
+    ("datasets/item.py", "len(inputs)", "inputs"): "of one input any array will do",
+    ("export/onnx_file.py", "size", "bytes"): "more than MAX_BYTES",
+    ("qtypes.py", "source", "parameters"): "who picked them",
+    ("runtime.py", "threads", "threads"): "one thread survives a fork",
+}
+
+
+def find_plurals(source: str) -> Iterator[tuple[str, str]]:
+    """(value, plural) of each f-string where a value that may be a count stands before a plural, or
+    before one other word and a plural.
+
+    No count are values with a format of their own (a measure), those in quotes or from repr, those
+    of upper case (a limit of ours, more than one), products with a number, and enum values.
+    """
+    for node in ast.walk(ast.parse(source)):
+        parts = node.values if isinstance(node, ast.JoinedStr) else []
+        for value, text in pairwise(parts):
+            if not isinstance(value, ast.FormattedValue) or not isinstance(text, ast.Constant):
+                continue
+            found = re.match(r" (?:([a-z-]+) )?([a-z]{2,}s)\b(?!')", str(text.value))
+            if not found or set(NO_NOUNS.split()) & set(found.groups()) or not may_be_count(value):
+                continue
+            if found[1] not in {"and", "with", "of", "along", "leave"}:
+                yield ast.unparse(value.value), found[2]
+
+
+def may_be_count(value: ast.FormattedValue) -> bool:
+    match value.value:
+        case ast.Name(name) if name.isupper():
+            return False
+        case ast.BinOp(ast.Constant(), ast.Mult()):
+            return False
+        case ast.Attribute(attr="value" | "name" | "dtype"):
+            return False
+        case ast.Call(ast.Name("format_count" | "_show_count")):
+            return False
+    return value.conversion == -1 and value.format_spec is None
+
+
+def test_messages__what_is_counted_has_its_number():
+    """In every f-string: a plural behind a value is written by `format_count`."""
+    found = {
+        (path.relative_to(PACKAGE).as_posix(), *plural)
+        for path in PACKAGE.rglob("*.py")
+        for plural in find_plurals(path.read_text())
+    }
+    assert sorted(found - set(NEVER_ONE)) == [], "write these with errors.format_count"
+    assert sorted(set(NEVER_ONE) - found) == [], "these are gone"
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("f'{len(rows)} operators'", [("len(rows)", "operators")]),
+        ("f'of {count} ' 'zero points;'", [("count", "points")]),
+        ("f'{ndim} axes' f'{x.size} sums'", [("ndim", "axes"), ("x.size", "sums")]),
+        ("f'{backend} runs on'", []),
+        ("f'{name!r} values'", []),
+        ("f'{ratio:.3g} times'", []),
+        ("f'{LIMIT} bytes, {2 * rank} numbers'", []),
+    ],
+)
+def test_find_plurals(source, found):
+    assert list(find_plurals(source)) == found
+
+
+def test_messages__a_verb_agrees_with_its_count():
+    """No message goes on with a verb of the plural: "1 operator are"."""
+    wrong = re.compile(r" (are|were|have|do|differ|decide|overflow|that have)\b")
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            parts = node.values if isinstance(node, ast.JoinedStr) else []
+            for value, text in pairwise(parts):
+                if isinstance(value, ast.FormattedValue) and isinstance(text, ast.Constant):
+                    is_count = ast.unparse(value.value).startswith("format_count(")
+                    assert not (is_count and wrong.match(str(text.value))), f"{path}:{value.lineno}"
+
+
+@pytest.mark.parametrize(
+    ("noun", "plural"),
+    [
+        ("operator", "operators"),
+        ("batch", "batches"),
+        ("axis", "axes"),
+        ("spatial axis", "spatial axes"),
+        ("entry", "entries"),
+        ("array", "arrays"),
+        ("index", "indices"),
+        ("zero point", "zero points"),
+        ("box", "boxes"),
+    ],
+)
+def test_format_count(noun, plural):
+    counts = [format_count(number, noun) for number in (0, 1, 2)]
+    assert counts == [f"0 {plural}", f"1 {noun}", f"2 {plural}"]
