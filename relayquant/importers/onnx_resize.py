@@ -124,9 +124,21 @@ def convert_resize(
             Axis(one.at, one.size, one.result, one.scale, (bounds[k], bounds[half + k]))
             for k, one in enumerate(found)
         ]
+    return emit_resize(bb, data, found, sampling)
+
+
+def emit_resize(
+    bb: relax.BlockBuilder, data: relax.Expr, axes: Sequence[Axis], sampling: Sampling
+) -> relax.Expr:
+    """R.image.resize2d where it computes just this, R.take and R.matmul along each axis otherwise.
+
+    Raises:
+        ValueError: the data are integers that would be interpolated.
+    """
+    shape = list(data.ty.shape.values)
     changed = [
         axis
-        for axis in found
+        for axis in axes
         if axis.size != axis.result or axis.roi != (0.0, 1.0) or axis.scale != 1.0
     ]
     if not changed:

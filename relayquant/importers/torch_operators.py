@@ -5,10 +5,15 @@ A conversion takes a node of the program and the importer of TVM's frontend, and
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from tvm import relax
+
+from relayquant.importers.onnx_resize import Axis, Sampling, emit_resize
+from relayquant.rewrite.graph import tensor_shape
 
 #: node of the program, importer of TVM's frontend -> value
 Convert = Callable[[Any, Any], relax.Expr]
@@ -69,6 +74,129 @@ def convert_adaptive_max_pool(node: Any, importer: Any) -> relax.Expr:
     return relax.Tuple([value])
 
 
+def convert_upsample(node: Any, importer: Any) -> relax.Expr:
+    """upsample_{nearest, bilinear, bicubic}2d(x, size or scales) -> what Resize of ONNX becomes.
+
+    Coordinates are computed with a scale that is given, not with that of the rounded size. An
+    antialiased kernel ends at the border, and its cubic has a = -0.5, -0.75 without.
+
+    Raises:
+        ValueError: the size is symbolic; corners are aligned with antialias.
+    """
+    mode, is_antialiased = UPSAMPLES[str(node.target).removeprefix("aten.")]
+    names = [argument.name for argument in node.target._schema.arguments]
+    operand, sizes = read_arguments(node, names[0], "output_size")
+    if "scale_factors" in names:
+        (factors,) = read_arguments(node, "scale_factors")
+    else:
+        factors = read_arguments(node, "scales_h", "scales_w")
+    aligned = "align_corners" in names and read_arguments(node, "align_corners")[0]
+    if aligned and is_antialiased:
+        raise ValueError(f"{node.name} has antialias and align_corners; supported: one of them")
+    data = importer.env[operand]
+    axes = []
+    for k, size in enumerate((tensor_shape(data) or ())[2:]):
+        if not isinstance(size, int) or (sizes and not isinstance(sizes[k], int)):
+            raise ValueError(f"{node.name} has a symbolic size; supported: fixed height and width")
+        factor = factors[k] if factors else None
+        result = int(sizes[k]) if sizes else math.floor(size * factor)
+        scale = float(factor) if factor and not aligned else result / size
+        axes.append(Axis(k + 2, size, result, scale))
+    sampling = Sampling(
+        mode,
+        "align_corners" if aligned else "asymmetric" if mode == "nearest" else "half_pixel",
+        "floor",
+        -0.5 if is_antialiased else -0.75,
+        is_antialiased,
+        antialias=is_antialiased,
+    )
+    return importer.block_builder.normalize(
+        emit_resize(importer.block_builder, data, axes, sampling)
+    )
+
+
+def convert_grid_sample(node: Any, importer: Any) -> relax.Expr:
+    """grid_sampler_2d(x, grid [n, height, width, 2]) -> R.image.grid_sample, whose grid has the
+    coordinates on axis 1.
+    """
+    operand, grid, *options = read_arguments(
+        node, "input", "grid", "interpolation_mode", "padding_mode", "align_corners"
+    )
+    emit = importer.block_builder.emit
+    moved = emit(relax.op.permute_dims(importer.env[grid], [0, 3, 1, 2]))
+    method, padding, aligned = options
+    return emit(
+        relax.op.image.grid_sample(
+            importer.env[operand],
+            moved,
+            method=("bilinear", "nearest", "bicubic")[method],
+            layout="NCHW",
+            padding_mode=("zeros", "border", "reflection")[padding],
+            align_corners=bool(aligned),
+        )
+    )
+
+
+def convert_group_norm(node: Any, importer: Any) -> relax.Expr:
+    """native_group_norm(x, weight, bias) -> R.nn.group_norm; none are ones and zeros."""
+    operand, weight, bias, channels, groups, eps = read_arguments(
+        node, "input", "weight", "bias", "C", "group", "eps"
+    )
+    data = importer.env[operand]
+    dtype, count = str(data.ty.dtype), int(channels)
+    gamma = relax.const(np.ones(count, dtype)) if weight is None else importer.env[weight]
+    beta = relax.const(np.zeros(count, dtype)) if bias is None else importer.env[bias]
+    axes = list(range(2, len(data.ty.shape)))
+    value = relax.op.nn.group_norm(data, gamma, beta, int(groups), 1, axes, float(eps))
+    return importer.block_builder.emit(value)
+
+
+def convert_cumsum(node: Any, importer: Any) -> relax.Expr:
+    """cumsum(x, dim, dtype) -> R.cumsum in the result's dtype: integers are summed as int64."""
+    operand, dim = read_arguments(node, "self", "dim")
+    data, emit = importer.env[operand], importer.block_builder.emit
+    dtype = str(node.meta["val"].dtype).removeprefix("torch.")
+    if dtype != str(data.ty.dtype):
+        data = emit(relax.op.astype(data, dtype))
+    return emit(relax.op.cumsum(data, int(dim)))
+
+
+def convert_avg_pool(node: Any, importer: Any) -> relax.Expr:
+    """avg_pool2d as TVM's frontend has it, which takes no notice of a divisor of its own.
+
+    Raises:
+        ValueError: a divisor_override.
+    """
+    (divisor,) = read_arguments(node, "divisor_override")
+    if divisor is not None:
+        raise ValueError(f"{node.name} has divisor_override {divisor}; supported: None")
+    return importer._avg_pool2d(node)
+
+
+def convert_index(node: Any, importer: Any) -> relax.Expr:
+    """x[i], x[:, i], x[i, j] as TVM's frontend has them, whose axes go wrong with i apart from j.
+
+    Raises:
+        ValueError: an axis that is taken as a whole lies between two that are indexed.
+    """
+    (indices,) = read_arguments(node, "indices")
+    given = [at for at, index in enumerate(indices) if index is not None]
+    if given[-1] - given[0] >= len(given):
+        raise ValueError(
+            f"{node.name} indexes axes {given}, apart from each other; supported: neighbours"
+        )
+    return importer._index_tensor(node)
+
+
+#: operator of PyTorch -> (mode of Resize, antialias)
+UPSAMPLES = {
+    "upsample_nearest2d.vec": ("nearest", False),
+    "upsample_bilinear2d.vec": ("linear", False),
+    "upsample_bicubic2d.vec": ("cubic", False),
+    "_upsample_bilinear2d_aa.default": ("linear", True),
+    "_upsample_bicubic2d_aa.default": ("cubic", True),
+}
+
 #: name of an operator, as TVM's frontend calls it -> its conversion
 OPERATORS: dict[str, Convert] = {
     "amax.default": convert_extreme,
@@ -77,4 +205,10 @@ OPERATORS: dict[str, Convert] = {
     "min.dim": convert_extreme_of_axis,
     "elu.default": convert_elu,
     "adaptive_max_pool2d.default": convert_adaptive_max_pool,
+    "grid_sampler_2d.default": convert_grid_sample,
+    "native_group_norm.default": convert_group_norm,
+    "cumsum.default": convert_cumsum,
+    "avg_pool2d.default": convert_avg_pool,
+    "index.Tensor": convert_index,
+    **dict.fromkeys(UPSAMPLES, convert_upsample),
 }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import tvm
+from tvm import relax
 
 import relayquant as rq
 from relayquant.errors import ModelError
@@ -50,3 +52,55 @@ def test_operator__computes_what_torch_computes(name):
 def test_adaptive_max_pool__of_another_size_refused():
     with pytest.raises(ModelError, match=r"pools to \[2, 2\]; supported: \[1, 1\]"):
         load(lambda x: functional.adaptive_max_pool2d(x, 2), torch.zeros(1, 2, 4, 4))
+
+
+def resize(**kwargs):
+    return lambda x: functional.interpolate(x, **kwargs)
+
+
+def sample(*args):
+    grid = torch.from_numpy(np.random.default_rng(1).uniform(-1.5, 1.5, (2, 3, 7, 2)))
+    return lambda x: functional.grid_sample(x, grid.float(), *args)
+
+
+#: Compiled, as the reference has no images: what TVM's frontend got wrong, or could not.
+COMPILED = {
+    "nearest_up": resize(scale_factor=1.7),
+    "nearest_down": resize(scale_factor=0.6),
+    "nearest_size": resize(size=(7, 13)),
+    "bilinear_scale": resize(scale_factor=1.7, mode="bilinear"),
+    "bilinear_corners": resize(scale_factor=1.7, mode="bilinear", align_corners=True),
+    "bilinear_antialias": resize(size=(3, 2), mode="bilinear", antialias=True),
+    "bicubic_scale": resize(scale_factor=0.6, mode="bicubic"),
+    "bicubic_antialias": resize(size=(3, 2), mode="bicubic", antialias=True),
+    "grid_bilinear": sample("bilinear", "zeros", False),
+    "grid_nearest": sample("nearest", "border", False),
+    "grid_reflection": sample("bilinear", "reflection", True),
+    "group_norm": lambda x: functional.group_norm(x, 2),
+    "cumsum_of_bool": lambda x: (x > 0).cumsum(1),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_operator__compiled_computes_what_torch_computes(name):
+    x = torch.from_numpy(np.random.default_rng(0).normal(0, 3, (2, 4, 5, 6)).astype("float32"))
+    machine = relax.VirtualMachine(rq.compile(load(COMPILED[name], x)), tvm.cpu())
+    got, expected = machine["main"](tvm.runtime.tensor(x.numpy())).numpy(), COMPILED[name](x)
+    assert got.dtype == expected.numpy().dtype
+    np.testing.assert_allclose(got, expected.numpy(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda x: functional.avg_pool2d(x, 2, divisor_override=3), "has divisor_override 3"),
+        (lambda x: x[x.new_zeros(2).long(), :, x.new_zeros(2).long()], r"indexes axes \[0, 2\]"),
+        (
+            resize(size=(3, 2), mode="bilinear", antialias=True, align_corners=True),
+            "has antialias and align_corners",
+        ),
+    ],
+)
+def test_operator__that_would_be_wrong_refused(function, message):
+    with pytest.raises(ModelError, match=message):
+        load(function, torch.zeros(2, 4, 5, 6))
