@@ -99,7 +99,7 @@ def convert_upsample(node: Any, importer: Any) -> relax.Expr:
         if not isinstance(size, int) or (sizes and not isinstance(sizes[k], int)):
             raise ValueError(f"{node.name} has a symbolic size; supported: fixed height and width")
         factor = factors[k] if factors else None
-        result = int(sizes[k]) if sizes else math.floor(size * factor)
+        result = int(sizes[k]) if sizes else math.floor(size * float(factor or 1.0))
         scale = float(factor) if factor and not aligned else result / size
         axes.append(Axis(k + 2, size, result, scale))
     sampling = Sampling(
