@@ -13,7 +13,7 @@ import numpy as np
 from tvm import relax
 
 from relayquant.importers.onnx_resize import Axis, Sampling, emit_resize
-from relayquant.rewrite.graph import tensor_shape
+from relayquant.rewrite.graph import static_size, tensor_shape
 
 #: node of the program, importer of TVM's frontend -> value
 Convert = Callable[[Any, Any], relax.Expr]
@@ -174,18 +174,77 @@ def convert_avg_pool(node: Any, importer: Any) -> relax.Expr:
 
 
 def convert_index(node: Any, importer: Any) -> relax.Expr:
-    """x[i], x[:, i], x[i, j] as TVM's frontend has them, whose axes go wrong with i apart from j.
+    """x[i], x[:, i, j], x[i, :, j] -> R.take or R.index_tensor on the indexed axes, moved in front
+    and, where they are neighbours, back. Negative indices count from the end.
 
     Raises:
-        ValueError: an axis that is taken as a whole lies between two that are indexed.
+        ValueError: an index is a mask.
     """
-    (indices,) = read_arguments(node, "indices")
-    given = [at for at, index in enumerate(indices) if index is not None]
-    if given[-1] - given[0] >= len(given):
-        raise ValueError(
-            f"{node.name} indexes axes {given}, apart from each other; supported: neighbours"
-        )
-    return importer._index_tensor(node)
+    operand, indices = read_arguments(node, "self", "indices")
+    data, emit = importer.env[operand], importer.block_builder.emit
+    axes = [axis for axis, index in enumerate(indices) if index is not None]
+    given = [importer.env[indices[axis]] for axis in axes]
+    if any(str(index.ty.dtype) == "bool" for index in given):
+        raise ValueError(f"{node.name} selects by a mask, so that its size depends on the data")
+    if len(given) == 1:
+        return emit(relax.op.take(data, given[0], axis=axes[0]))
+    given = [
+        count_from_start(emit, index, data.ty.shape.values[axis])
+        for axis, index in zip(axes, given, strict=True)
+    ]
+    rank, first = data.ty.ndim, axes[0]
+    rest = [axis for axis in range(rank) if axis not in axes]
+    moved = data if rest == [*range(len(axes), rank)] else permute(emit, data, [*axes, *rest])
+    value = emit(relax.op.index_tensor(moved, given))
+    if first == 0 or axes != [*range(first, first + len(axes))]:
+        return value
+    points = value.ty.ndim - len(rest)  # axes of the indices together
+    order = [*range(points, points + first), *range(points), *range(points + first, value.ty.ndim)]
+    return permute(emit, value, order)
+
+
+def permute(emit: Callable[[relax.Expr], relax.Var], data: relax.Expr, order: list[int]):
+    return emit(relax.op.permute_dims(data, order))
+
+
+def count_from_start(
+    emit: Callable[[relax.Expr], relax.Var], index: relax.Expr, size: Any
+) -> relax.Expr:
+    """An index, plus the size of its axis where it is negative.
+
+    Raises:
+        ValueError: the size is symbolic.
+    """
+    dtype, count = str(index.ty.dtype), static_size(size)
+    if count is None:
+        raise ValueError(f"an axis of size {size} has an index of several; supported: fixed sizes")
+    shifted = emit(relax.op.add(index, relax.const(count, dtype)))
+    return emit(relax.op.where(emit(relax.op.less(index, relax.const(0, dtype))), shifted, index))
+
+
+def convert_max_pool(node: Any, importer: Any) -> relax.Expr:
+    """max_poolNd_with_indices as TVM's frontend has it, whose indices are zeros.
+
+    Raises:
+        ValueError: the indices are used.
+    """
+    if any(user.args[1] == 1 and user.users for user in node.users):
+        raise ValueError(f"{node.name} is asked for indices; supported: the maxima alone")
+    name = str(node.target).removeprefix("aten.").partition(".")[0]
+    return getattr(importer, f"_{name}")(node)
+
+
+def convert_clamp(node: Any, importer: Any) -> relax.Expr:
+    """clamp(x, low, high) -> R.clip; of integers R.maximum or R.minimum where one bound is missing,
+    which TVM's frontend makes an infinity.
+    """
+    operand, low, high = read_arguments(node, "self", "min", "max")
+    data, emit = importer.env[operand], importer.block_builder.emit
+    dtype = str(data.ty.dtype)
+    if "int" not in dtype or (low is not None and high is not None):
+        return importer._clamp(node)
+    bound = relax.const(int(low if high is None else high), dtype)
+    return emit((relax.op.minimum if low is None else relax.op.maximum)(data, bound))
 
 
 #: operator of PyTorch -> (mode of Resize, antialias)
@@ -210,5 +269,7 @@ OPERATORS: dict[str, Convert] = {
     "cumsum.default": convert_cumsum,
     "avg_pool2d.default": convert_avg_pool,
     "index.Tensor": convert_index,
+    **{f"max_pool{rank}d_with_indices.default": convert_max_pool for rank in (1, 2, 3)},
+    "clamp.default": convert_clamp,
     **dict.fromkeys(UPSAMPLES, convert_upsample),
 }

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 import tvm
+from tvm import relax
+from tvm.ir import Call
 
 from relayquant import _tvm
 from relayquant.arguments import check_arguments
@@ -22,6 +24,7 @@ from relayquant.importers.torch_archive import read_program, silence_torch
 from relayquant.importers.torch_operators import OPERATORS
 from relayquant.importers.torch_quantized import make_converters
 from relayquant.rewrite.editor import Editor
+from relayquant.rewrite.graph import call_name
 from relayquant.storage.files import reading
 
 
@@ -167,6 +170,7 @@ def _name_after_modules(
     sizes = Counter(_module_path(node) for node in nodes.values())
     leaves = _leaf_modules(nodes.values())
     editor = Editor(mod)
+    drop_nothing(editor)
     sources: dict[str, SourceNode] = {}
     for var in editor.order():
         node = nodes.get(var.name)
@@ -183,6 +187,19 @@ def _name_after_modules(
         )
         editor.names[var] = MARK + name
     return name_values(editor.build(), sources)
+
+
+def drop_nothing(editor: Editor) -> None:
+    """Results that are None, such as the weights of attention that nobody asked for, go."""
+
+    def is_nothing(value: relax.Expr) -> bool:
+        call = editor.values.get(value) if isinstance(value, relax.Var) else value
+        return isinstance(call, Call) and call_name(call) == "relax.null_value"
+
+    if isinstance(editor.result, relax.Tuple):
+        kept = [field for field in editor.result.fields if not is_nothing(field)]
+        if kept and len(kept) < len(editor.result.fields):
+            editor.result = kept[0] if len(kept) == 1 else relax.Tuple(kept)
 
 
 def _module_path(node: Any) -> str:
