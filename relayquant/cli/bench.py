@@ -106,7 +106,7 @@ def run(options: argparse.Namespace) -> int:
     console = make_console()
     with ExitStack() as stack:
         stack.enter_context(use_threads(threads))
-        mod = bind_weights(*load_model(options))
+        mod = bind_weights(*load_model(options.model, options.shape, options.input))
         batches = read_batches(options, describe_inputs(mod))
         inputs = [*batches[0].values()]
         if options.data is None:

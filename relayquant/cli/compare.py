@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
     check_options(options, counts={"--batches": options.batches}, outputs=outputs)
     if options.plot is not None:
         check_picture(options.plot)
-    mod = bind_weights(*load_model(options))
+    mod = bind_weights(*load_model(options.model, options.shape, options.input))
     qmod = load_module(options.quantized)
     inputs, quantized_inputs = describe_inputs(mod), describe_inputs(qmod)
     if [info.name for info in inputs] != [info.name for info in quantized_inputs]:

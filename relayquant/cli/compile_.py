@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"-o {output}: a library is written as .so, .dylib or .dll.")
     check_options(options, outputs=(output,))
     target = resolve_target(options.target)
-    mod = bind_weights(*load_model(options))
+    mod = bind_weights(*load_model(options.model, options.shape, options.input))
     if find_ledger(mod) is None and has_quantized_values(mod):
         # Quantized by another tool, with its own parameters: integers as the target takes them.
         mod = rq.lower(mod, rq.default_backend(target))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,21 +32,26 @@ MODULE_SUFFIX = ".json"
 MAX_MAPPING_SIZE = 1 << 26
 
 
-def load_model(options: argparse.Namespace) -> tuple[tvm.IRModule, Mapping[str, Any] | None]:
+def load_model(
+    path: Path,
+    shape: Sequence[tuple[str, Any]] = (),
+    value: Sequence[tuple[str, Any]] = (),
+) -> tuple[tvm.IRModule, Mapping[str, Any] | None]:
     """(module, params) of a model file: a Relax module as JSON, or what `relayquant.load` reads.
 
     A JSON file may also hold a Relay module.
 
     Args:
-        options: `model`, `shape` and `input`, as `arguments.add_model` adds them.
+        path: The file.
+        shape: (input, its shape) of each `--shape`.
+        value: (input, what it always is) of each `--input`.
 
     Raises:
         ConfigError: an input is named twice.
         ModelError: there is no such file, it is not a model, or none of its inputs is so named.
     """
-    path = options.model
-    shapes = collect(options.shape, "--shape")
-    inputs = collect(options.input, "--input")
+    shapes = collect(shape, "--shape")
+    inputs = collect(value, "--input")
     if not path.is_file():
         raise ModelError(f"There is no model file {path}.")
     if path.suffix == MODULE_SUFFIX and not is_relay_json(_read_head(path)):

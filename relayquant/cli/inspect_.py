@@ -22,7 +22,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    mod, _ = load_model(options)
+    mod, _ = load_model(options.model, options.shape, options.input)
     console = make_console()
     ledger = find_ledger(mod)
     if ledger is not None:

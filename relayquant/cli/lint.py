@@ -33,7 +33,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     check_options(options)
-    mod, params = load_model(options)
+    mod, params = load_model(options.model, options.shape, options.input)
     findings = rq.lint(mod, params, options.data)
     console = make_console()
     console.print(findings_table(findings, title=f"{options.data} for {options.model}"))

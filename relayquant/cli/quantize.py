@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"-o {output}: a quantized module is written as {MODULE_SUFFIX}.")
     check_options(options, outputs=(output,))
     mapping = None if options.config is None else load_mapping(options.config)
-    mod, params = load_model(options)
+    mod, params = load_model(options.model, options.shape, options.input)
     with ProgressReport() as progress:
         qmod = rq.quantize(
             mod,

@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError("--keep N and -o FILE.json go together: give both, or none of them.")
     counts = {"--samples": options.samples, "--keep": options.keep}
     check_options(options, counts=counts, outputs=(options.csv, options.output))
-    mod, params = load_model(options)
+    mod, params = load_model(options.model, options.shape, options.input)
     with ProgressReport() as progress:
         prepared = rq.prepare(
             mod,
