@@ -313,7 +313,7 @@ class FunctionLowering:
         """An int, or for a symbolic extent the variable that stands for it in kernels."""
         if isinstance(extent, tirx.IntImm):
             return int(extent)
-        name = f"n{abs(hash(str(extent))) % 1000}" if not isinstance(extent, tirx.Var) else "n"
+        name = "n" if isinstance(extent, tirx.Var) else f"n{len(self.symbols)}"
         return self.symbols.setdefault(str(extent), tirx.Var(name, "int64"))
 
 
