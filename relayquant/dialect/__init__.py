@@ -12,7 +12,8 @@ import tvm.relax.script.parser
 from tvm.relax import script as _script
 
 from relayquant.dialect import qnn
-from relayquant.dialect.operators import OPERATORS, Operator, register_operators
+from relayquant.dialect.operator import Operator, register_operators
+from relayquant.dialect.qnn import OPERATORS
 
 # What TVM knows outlives this module, which may be imported again.
 register_operators(OPERATORS)

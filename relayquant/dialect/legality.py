@@ -13,7 +13,7 @@ import tvm
 from tvm import relax
 from tvm.ir import Call, Op
 
-from relayquant.dialect.operators import OPERATORS
+from relayquant.dialect.qnn import OPERATORS
 from relayquant.errors import ModelError
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from tvm import relax, te, tirx
 
 from relayquant.dialect import fixed_point
-from relayquant.dialect.inference import get_constant, is_single
+from relayquant.dialect.operands import get_constant, is_single
 from relayquant.qtypes import Arithmetic
 
 PrimExpr = Any

@@ -10,13 +10,10 @@ from tvm.ir import Call, Op
 
 import relayquant.dialect  # noqa: F401
 from relayquant.dialect import qnn
-from relayquant.dialect.attrs import (
-    QAvgPool2DAttrs,
-    QConv2DAttrs,
-    QMatmulAttrs,
-    QuantizeAttrs,
-    RequantizeAttrs,
-)
+from relayquant.dialect.qnn.convolution import QConv2DAttrs
+from relayquant.dialect.qnn.product import QMatmulAttrs
+from relayquant.dialect.qnn.quantization import QuantizeAttrs, RequantizeAttrs
+from relayquant.dialect.qnn.reduction import QAvgPool2DAttrs
 from relayquant.errors import QnnError
 
 

@@ -1,0 +1,138 @@
+"""Dialect: from the arguments of a constructor to a call, with messages for those it rejects."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tvm_ffi
+from tvm import relax
+from tvm.ir import Attrs, Call, Op
+
+from relayquant.errors import QnnError
+from relayquant.qtypes import Arithmetic, Rounding
+
+#: Tensor operand: an expression, or an array that becomes a constant.
+Operand = Any
+
+#: Scale or zero point: an expression, a number or an array.
+Parameter = Any
+
+
+def _is_expr(value: Any) -> bool:
+    return isinstance(value, relax.Expr)
+
+
+def make_operand(value: Operand, operator: str, name: str) -> relax.Expr:
+    if _is_expr(value):
+        return value
+    if isinstance(value, np.ndarray):
+        return relax.const(value, value.dtype.name)
+    raise QnnError(
+        f"qnn.{operator}: operand '{name}' is a {type(value).__name__}; "
+        "allowed: a relax expression or a numpy array."
+    )
+
+
+def make_parameter(value: Parameter, dtype: str, operator: str, name: str) -> relax.Expr:
+    """A constant of `dtype` from a number or an array; expressions pass."""
+    if _is_expr(value):
+        return value
+    try:
+        array = np.asarray(value)
+        converted = array.astype(dtype)
+    except (TypeError, ValueError) as error:
+        raise QnnError(
+            f"qnn.{operator}: operand '{name}' is a {type(value).__name__}; "
+            "allowed: a relax expression, a number or an array."
+        ) from error
+    if dtype == "int32" and not np.array_equal(converted, array):
+        raise QnnError(
+            f"qnn.{operator}: operand '{name}' is {value}; allowed: integers that fit into int32."
+        )
+    return relax.const(converted, dtype)
+
+
+def make_scale(value: Parameter, operator: str, name: str = "scale") -> relax.Expr:
+    return make_parameter(value, "float32", operator, name)
+
+
+def make_zero_point(value: Parameter, operator: str, name: str = "zero_point") -> relax.Expr:
+    return make_parameter(value, "int32", operator, name)
+
+
+def make_unary_parameters(operator: str, values: Sequence[Parameter]) -> list[relax.Expr]:
+    """(input scale, input zero point, output scale, output zero point)."""
+    return [
+        make_scale(values[0], operator, "input_scale"),
+        make_zero_point(values[1], operator, "input_zero_point"),
+        make_scale(values[2], operator, "output_scale"),
+        make_zero_point(values[3], operator, "output_zero_point"),
+    ]
+
+
+def make_tuple(value: Any, make: Any, operator: str, name: str) -> relax.Expr:
+    """A tuple expression from a sequence of operands; expressions pass."""
+    if _is_expr(value):
+        return value
+    if not isinstance(value, list | tuple | tvm_ffi.Array | np.ndarray):
+        raise QnnError(
+            f"qnn.{operator}: operand '{name}' is a {type(value).__name__}; "
+            "allowed: a list or tuple, or a relax expression of tuple type."
+        )
+    return relax.Tuple([make(v, operator, f"{name}[{i}]") for i, v in enumerate(value)])
+
+
+def rounding_value(rounding: Rounding | str, operator: str) -> str:
+    """`.value` of the mode; a printed module holds it as a string already."""
+    allowed = [mode.value for mode in Rounding]
+    value = rounding.value if isinstance(rounding, Rounding) else rounding
+    if value not in allowed:
+        raise QnnError(
+            f"qnn.{operator}: rounding={rounding!r} is not allowed; allowed: qtypes.Rounding, "
+            f"one of {', '.join(allowed)}."
+        )
+    return value
+
+
+def arithmetic_value(arithmetic: Arithmetic | str, operator: str) -> str:
+    allowed = [mode.value for mode in Arithmetic]
+    value = arithmetic.value if isinstance(arithmetic, Arithmetic) else arithmetic
+    if value not in allowed:
+        raise QnnError(
+            f"qnn.{operator}: compute_dtype={arithmetic!r} is not allowed; allowed: "
+            f"qtypes.Arithmetic, one of {', '.join(allowed)}."
+        )
+    return value
+
+
+def make_integers(
+    value: int | Sequence[int], length: int, operator: str, name: str
+) -> tvm_ffi.Array:
+    """`length` integers; a single number serves for all."""
+    numbers = [value] * length if isinstance(value, int | np.integer) else list(value)
+    if len(numbers) != length:
+        raise QnnError(
+            f"qnn.{operator}: {name}={numbers} is not allowed; allowed: one integer or {length}."
+        )
+    return tvm_ffi.Array([int(v) for v in numbers])
+
+
+def make_padding(value: int | Sequence[int], rank: int, operator: str) -> tvm_ffi.Array:
+    """All widths before, then all after; one number, or one per axis, is used on both sides."""
+    numbers = [value] * (2 * rank) if isinstance(value, int | np.integer) else list(value)
+    if len(numbers) == 1:
+        numbers = numbers * (2 * rank)
+    elif len(numbers) == rank:
+        numbers = numbers * 2
+    if len(numbers) != 2 * rank:
+        raise QnnError(
+            f"qnn.{operator}: padding={numbers} is not allowed; allowed: 1, {rank} or {2 * rank} "
+            "integers."
+        )
+    return tvm_ffi.Array([int(v) for v in numbers])
+
+
+def make_call(operator: str, operands: Sequence[relax.Expr], attrs: Attrs | None) -> Call:
+    return Call(Op.get(f"relax.qnn.{operator}"), list(operands), attrs)

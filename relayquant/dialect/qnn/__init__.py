@@ -1,0 +1,83 @@
+"""Dialect: the `relax.qnn` operators, one family in each file; here as `R.qnn.*` in TVMScript.
+
+An operator is one row: adding one means a row beside its functions, in the file of its family,
+and its name here.
+
+Words: an operator works in *affine space*, on integers q with real = scale * (q - zero_point). A
+*parameter* (scale: float32, zero point: int32) is a relax expression, constant or variable, or a
+Python or numpy number or array, which becomes a constant; its shape is () or, where an operator
+allows it, (C,) with one entry per channel along `axis`. Data operands are relax expressions or
+numpy arrays. All constructors raise QnnError, at once for their own arguments, else when the type
+of the call is inferred (`BlockBuilder.normalize`).
+
+Rounding TONEAREST_EVEN with arithmetic FLOAT32 is the default and gives the same bits on every
+target:
+
+- the multiplier m is float32(double(s_in) / double(s_out)), per channel where s_in is;
+- requantize: t = float32(x - z_in) * m; q = int(clamp(rint(t), qmin - z_out, qmax - z_out)) +
+z_out;
+- quantize: the same with t = x / s, a true division; NaN becomes z;
+- dequantize: float32(q - z) * s.
+
+UPWARD and TONEAREST mean what they meant in TVM 0.19. TONEAREST_EVEN with INT64 is the 64-bit fixed
+point product with ties to even, with FLOAT64 the default formula in float64.
+"""
+
+from __future__ import annotations
+
+from relayquant.dialect.operator import Operator
+from relayquant.dialect.qnn import (
+    arithmetic,
+    concatenation,
+    convolution,
+    product,
+    quantization,
+    reduction,
+    simulation,
+    slope,
+    table,
+)
+from relayquant.dialect.qnn.arithmetic import add, mul, subtract
+from relayquant.dialect.qnn.concatenation import concatenate
+from relayquant.dialect.qnn.convolution import conv1d, conv2d, conv2d_transpose
+from relayquant.dialect.qnn.product import batch_matmul, dense
+from relayquant.dialect.qnn.quantization import dequantize, quantize, requantize
+from relayquant.dialect.qnn.reduction import avg_pool2d, mean
+from relayquant.dialect.qnn.simulation import simulated_dequantize, simulated_quantize
+from relayquant.dialect.qnn.slope import leaky_relu, prelu
+from relayquant.dialect.qnn.table import lookup
+
+#: in the order of the data flow
+OPERATORS: tuple[Operator, ...] = (
+    *quantization.OPERATORS,
+    *simulation.OPERATORS,
+    *convolution.OPERATORS,
+    *product.OPERATORS,
+    *arithmetic.OPERATORS,
+    *concatenation.OPERATORS,
+    *reduction.OPERATORS,
+    *slope.OPERATORS,
+    *table.OPERATORS,
+)
+
+__all__ = [
+    "add",
+    "avg_pool2d",
+    "batch_matmul",
+    "concatenate",
+    "conv1d",
+    "conv2d",
+    "conv2d_transpose",
+    "dense",
+    "dequantize",
+    "leaky_relu",
+    "lookup",
+    "mean",
+    "mul",
+    "prelu",
+    "quantize",
+    "requantize",
+    "simulated_dequantize",
+    "simulated_quantize",
+    "subtract",
+]
