@@ -16,6 +16,7 @@ from relayquant.config.accumulator import NATIVE
 from relayquant.errors import ModelError, format_count
 from relayquant.plan import Plan
 from relayquant.qtypes import QParams
+from relayquant.rewrite.entry import find_entry
 from relayquant.storage.files import reading
 
 LEDGER_ATTR = "relayquant.ledger"
@@ -433,8 +434,8 @@ def find_ledger(mod: tvm.IRModule) -> Ledger | None:
     Raises:
         ModelError: it is damaged.
     """
-    names = [gv.name_hint for gv in mod.get_global_vars()]
-    attrs = mod["main"].attrs if "main" in names else None
+    entry = find_entry(mod)
+    attrs = None if entry is None else mod[entry].attrs
     if attrs is None or LEDGER_ATTR not in attrs:
         return None
     with reading("The module's ledger", "ledger", ModelError):

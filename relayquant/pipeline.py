@@ -77,6 +77,7 @@ from relayquant.preparation.bias import add_biases
 from relayquant.prepared import PreparedModel
 from relayquant.qtypes import INTEGER_LIMITS, QParams
 from relayquant.rewrite import Graph
+from relayquant.rewrite.entry import MAIN, find_entry, name_main, rename_function
 from relayquant.rewrite.graph import call_name, iterate_results, result_expr, tensor_dtype
 from relayquant.runtime import stop_spinning
 from relayquant.simulation import build_calibration_graph
@@ -540,12 +541,17 @@ def pipeline(target: Any = None) -> tvm.transform.Pass:
     """The relax pipeline for a target, for `tvm.compile(mod, target, relax_pipeline=...)`.
 
     A float model is brought into canonical form first (batch norms folded); a quantized one is
-    already.
+    already. The model keeps its name: what was `forward` is called so in the executable.
     """
     lowering = make_pipeline(resolve_target(target))
 
     def run(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
-        return lowering(prepare_module(mod) if is_float_model(mod) else mod)
+        entry = find_entry(mod)
+        if entry is None:
+            return lowering(mod)
+        named = name_main(mod)
+        lowered = lowering(prepare_unbound(named) if is_float_model(named) else named)
+        return lowered if entry == MAIN else rename_function(lowered, MAIN, entry)
 
     return tvm.transform.module_pass(run, opt_level=0, name="relayquant.compile")  # pyright: ignore[reportReturnType]
 
@@ -574,6 +580,17 @@ def compile_draft(mod: tvm.IRModule) -> Any:
     kernels, whose registers and vectors are laid out before LLVM sees them, as fast.
     """
     return compile(mod, {**host_config(), "opt-level": 1})
+
+
+def prepare_unbound(mod: tvm.IRModule) -> tvm.IRModule:
+    """`prepare_module`, in which weights that a frontend left parameters, without values, are
+    inputs.
+    """
+    main = mod[MAIN]
+    if "num_input" in (main.attrs or {}) and "params" not in main.attrs:
+        bare = main.without_attr("num_input")
+        mod = tvm.IRModule({**mod.functions, mod.get_global_var(MAIN): bare}, attrs=mod.attrs)
+    return prepare_module(mod)
 
 
 def is_float_model(mod: tvm.IRModule) -> bool:
@@ -626,7 +643,7 @@ def compare(
         DataError: the data does not fit the model.
     """
     read_ledger(quantized)
-    canonical = prepare_module(mod, params)
+    canonical, quantized = prepare_module(mod, params), name_main(quantized)
     # Values are compared in the units that they have in the quantized module.
     missing = add_exponents(read_exponents(quantized), read_exponents(canonical), sign=-1)
     canonical = scale_layers(canonical, missing)

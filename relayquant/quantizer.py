@@ -56,8 +56,9 @@ def quantize(
     part.
 
     Args:
-        mod: Module with a Relax function main, float32. What has quantization parameters already
-            (quantize and dequantize operators) keeps them.
+        mod: Module with a Relax function main, float32; the only function, or the only public one,
+            may have another name and is main in what is returned. What has quantization parameters
+            already (quantize and dequantize operators) keeps them.
         params: {name: array}, or None when they are bound already.
         dataset: Representative inputs, a few hundred samples: anything re-iterable that yields
             dicts {input: array}, tuples in input order, or single arrays; a path to an .npz; or a

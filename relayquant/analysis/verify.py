@@ -95,6 +95,7 @@ def verify_module(
         DataError: the inputs do not fit the module.
     """
     graph = Graph(mod)
+    mod = graph.mod  # in which the model is called main
     args = order_inputs(graph.func.params, inputs)
     given = {p.name: np.asarray(a) for p, a in zip(graph.func.params, args, strict=True)}
     expected = {**given, **run_values(mod, given)}

@@ -42,6 +42,7 @@ from relayquant.errors import ConfigError, ModelError, format_count
 from relayquant.kernels.isa.target import resolve_target
 from relayquant.report import make_console
 from relayquant.report.bench import kernel_table, latency_table, operator_table
+from relayquant.rewrite.entry import name_main
 from relayquant.runtime import Executor, as_tensor, count_cores
 from relayquant.storage.files import open_temporary_folder
 
@@ -116,7 +117,7 @@ def run(options: argparse.Namespace) -> int:
             qmod = quantize_quickly(mod, batches, options.backend)
             console.print(f"quantized in {time.perf_counter() - start:.1f} s")
         else:
-            qmod = load_module(options.quantized)
+            qmod = name_main(load_module(options.quantized))
         modules = {"relayquant int8": qmod, "relayquant float": mod}
         contenders: dict[str, Callable[[], object]] = {}
         for name, module in modules.items():

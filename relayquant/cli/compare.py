@@ -17,6 +17,7 @@ from relayquant.datasets.inputs import describe_inputs
 from relayquant.errors import ModelError
 from relayquant.report import make_console, summary_table
 from relayquant.report.compare import check_picture, compare_table, plot_compare
+from relayquant.rewrite.entry import name_main
 from relayquant.runtime import Executor
 from relayquant.storage.files import write_whole
 
@@ -41,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
     if options.plot is not None:
         check_picture(options.plot)
     mod = bind_weights(*load_model(options.model, options.shape, options.input))
-    qmod = load_module(options.quantized)
+    qmod = name_main(load_module(options.quantized))
     inputs, quantized_inputs = describe_inputs(mod), describe_inputs(qmod)
     if [info.name for info in inputs] != [info.name for info in quantized_inputs]:
         raise ModelError(

@@ -21,7 +21,7 @@ def bind_params(editor: Editor, params: Mapping[str, Any] | None) -> None:
     """Replace parameters of main by constants.
 
     Args:
-        params: Parameter name -> numpy array or TVM tensor, or {"main": [values in order]} as
+        params: Parameter name -> numpy array or TVM tensor, or {function: [values in order]} as
             `tvm.relax.frontend.detach_params` gives. A module that a TVM frontend made with
             parameters kept as inputs has attribute `num_input` (how many are real inputs) and
             perhaps `params` (the values of the others).
@@ -36,11 +36,12 @@ def bind_params(editor: Editor, params: Mapping[str, Any] | None) -> None:
     num_input = int(editor.attrs.get("num_input", len(names)))
     weights = editor.params[num_input:]
     attached = editor.attrs.pop("params", None)
-    if set(values) == {"main"} and "main" not in names:
-        attached = values.pop("main")
+    function = next(iter(values), None)
+    if len(values) == 1 and function in ("main", editor.entry) and function not in names:
+        attached = values.pop(function)
         if len(attached) != len(weights):
             raise ModelError(
-                f"params['main'] holds {format_count(len(attached), 'value')}, main has "
+                f"params[{function!r}] holds {format_count(len(attached), 'value')}, main has "
                 f"{format_count(len(weights), 'parameter')} behind its "
                 f"{format_count(num_input, 'input')}. Pass what detach_params returned with this "
                 "module."

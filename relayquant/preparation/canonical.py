@@ -130,11 +130,12 @@ def prepare_module(mod: tvm.IRModule, params: Mapping[str, Any] | None = None) -
     the values that were added. Equal constants are one.
 
     Args:
-        mod: A module with a Relax function main, without control flow or side effects.
+        mod: A module with a Relax function main (see `name_main`), without control flow or side
+            effects.
         params: Values to bind, by parameter name; None when they are bound already.
 
     Raises:
-        ModelError: no main, control flow, or params that do not fit.
+        ModelError: no function that is the model, control flow, or params that do not fit.
     """
     editor = Editor(mod)
     sources = json.loads(str(editor.attrs.get(SOURCES_ATTR, "{}")))

@@ -23,6 +23,7 @@ from relayquant.errors import DataError, ModelError, RelayQuantError, format_cou
 from relayquant.qtypes import Arithmetic, Rounding
 from relayquant.reference import qnn
 from relayquant.reference.relax_operators import OPERATORS
+from relayquant.rewrite.entry import name_main
 from relayquant.rewrite.function import make_main
 
 Array = np.ndarray[Any, Any]
@@ -72,7 +73,8 @@ QNN_ATTRIBUTES: dict[str, tuple[str, ...]] = {
 
 
 def run(mod: tvm.IRModule, inputs: Any) -> list[Array]:
-    """Outputs of function `main`, a tuple as several arrays.
+    """Outputs of function `main`, a tuple as several arrays; of the only one if it is called
+    otherwise.
 
     Args:
         mod: any Relax module; parameters of `main` are its inputs.
@@ -80,7 +82,8 @@ def run(mod: tvm.IRModule, inputs: Any) -> list[Array]:
 
     Raises:
         DataError: inputs do not fit the parameters in number, name, dtype or shape.
-        ModelError: the module has no `main`, or holds something that cannot be executed.
+        ModelError: the module has no function that is the model, or holds something that cannot be
+            executed.
     """
     return flatten_value(execute_main(mod, inputs, None))
 
@@ -97,28 +100,13 @@ def run_values(mod: tvm.IRModule, inputs: Any) -> dict[str, Array]:
 
 def execute_main(mod: tvm.IRModule, inputs: Any, record: dict[str, Array] | None) -> Any:
     """The value of `main`; bound values go into `record` if there is one."""
-    main = mod.functions.get(get_global_var(mod, "main")) if has_main(mod) else None
-    if not isinstance(main, relax.Function):
-        names = [g.name_hint for g, f in mod.functions.items() if isinstance(f, relax.Function)]
-        raise ModelError(
-            f"the module has no Relax function 'main'; its Relax functions: {names}. "
-            "Rename the entry function to main."
-        )
+    mod = name_main(mod)
+    main = mod["main"]
     frame = Frame(mod)
     for param, value in zip(main.params, order_inputs(main.params, inputs), strict=True):
         bind_input(frame, param, param.name, param.ty, value)
     with np.errstate(all="ignore"):
         return execute_function(frame, main, record)
-
-
-def has_main(mod: tvm.IRModule) -> bool:
-    """Whether the module has a global function named main."""
-    return any(g.name_hint == "main" for g in mod.get_global_vars())
-
-
-def get_global_var(mod: tvm.IRModule, name: str) -> Any:
-    """The global variable of a name the module has."""
-    return next(g for g in mod.get_global_vars() if g.name_hint == name)
 
 
 # Inputs ----------------------------------------------------------------------------------------

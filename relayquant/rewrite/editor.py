@@ -16,6 +16,7 @@ from tvm import relax
 from tvm.ir import Call, Op
 
 from relayquant.errors import ModelError
+from relayquant.rewrite.entry import find_entry, name_main
 from relayquant.rewrite.function import define_function
 from relayquant.rewrite.graph import free_vars
 from relayquant.rewrite.inline import inline_functions
@@ -28,20 +29,17 @@ class Editor:
     """Function `main` of a module as a table of values; the module itself is never changed.
 
     Accepts several binding blocks (they are merged), match_cast, and calls of other functions of
-    the module (they become part of main); refuses control flow, recursion and side effects.
+    the module (they become part of main); refuses control flow, recursion and side effects. A model
+    of another name is main here (see `name_main`).
 
     Raises:
-        ModelError: there is no main, or it has control flow, recursion or side effects.
+        ModelError: there is no one function that is the model, or it has control flow, recursion or
+            side effects.
     """
 
     def __init__(self, mod: tvm.IRModule) -> None:
-        names = [gv.name_hint for gv in mod.get_global_vars()]
-        if "main" not in names or not isinstance(mod["main"], relax.Function):
-            raise ModelError(
-                "The module has no Relax function 'main' (functions: "
-                f"{', '.join(names) or 'none'}). "
-                "Rename the function to quantize to 'main'."
-            )
+        self.entry = find_entry(mod)  #: what the module calls its model
+        mod = name_main(mod)
         func = inline_functions(relax.transform.Normalize()(mod))
         if not func.is_pure:
             raise ModelError(

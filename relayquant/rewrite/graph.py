@@ -13,26 +13,23 @@ from tvm import relax
 from tvm.ir import Call, GenericConst, Op
 
 from relayquant.errors import ModelError
+from relayquant.rewrite.entry import name_main
 
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """Function `main` of a module in A-normal form with one dataflow block.
+    """Function `main` of a module in A-normal form with one dataflow block; a model of another name
+    is main here (see `name_main`).
 
     Raises:
-        ModelError: there is no main, or it has control flow or more than one block.
+        ModelError: there is no one function that is the model, or it has control flow or more than
+            one block.
     """
 
     mod: tvm.IRModule
 
     def __post_init__(self) -> None:
-        names = [gv.name_hint for gv in self.mod.get_global_vars()]
-        if "main" not in names or not isinstance(self.mod["main"], relax.Function):
-            raise ModelError(
-                "The module has no Relax function 'main' (functions: "
-                f"{', '.join(names) or 'none'}). "
-                "Rename the function to quantize to 'main'."
-            )
+        object.__setattr__(self, "mod", name_main(self.mod))
         body = self.mod["main"].body
         if not isinstance(body, relax.SeqExpr) or len(body.blocks) > 1:
             raise ModelError(

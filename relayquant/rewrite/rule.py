@@ -68,9 +68,9 @@ def apply_rules(
                 return outcome
             return emitter.get(binding.value)
 
-        rewritten = rewrite_main(mod, visit)
+        rewritten = rewrite_main(graph.mod, visit)
         if not fired:
-            return mod
+            return graph.mod
         mod = rewritten
     raise RuntimeError(
         f"Rewrite rules did not settle after {max_rounds} rounds; last fired: "

@@ -104,6 +104,7 @@ def rewrite_main(
         attrs: Function attributes to add or replace; a value None removes one.
     """
     graph = Graph(mod)
+    mod = graph.mod  # in which the model is called main
     func_attrs = dict(graph.func.attrs.items()) if graph.func.attrs else {}
     func_attrs.pop("global_symbol", None)
     for key, value in (attrs or {}).items():

@@ -484,9 +484,10 @@ def test_run__wrong_inputs_are_named(inputs, words):
         run(Symbolic, inputs)
 
 
-def test_run__needs_main():
-    mod = tvm.IRModule({"other": build(op.negative, floats(3))["main"]})
-    with pytest.raises(ModelError, match=r"no Relax function 'main'.*other"):
+def test_run__needs_one_function():
+    main = build(op.negative, floats(3))["main"]
+    mod = tvm.IRModule({"other": main, "another": main})
+    with pytest.raises(ModelError, match=r"no Relax function 'main'.*another, other"):
         run(mod, floats(3))
 
 
