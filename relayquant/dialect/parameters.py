@@ -83,7 +83,7 @@ class Reader:
             known = [np.asarray(value, "float64") for value in values]
             with np.errstate(over="ignore", under="ignore"):
                 ratio = real(*known)
-            arrays = divide_multiplier_numpy(ratio, arithmetic, divisor)
+            arrays = divide_multiplier(ratio, arithmetic, divisor)
             reads = [self.add_array(array) for array in arrays]
             position = next((i for i, value in enumerate(known) if value.ndim), 0)
             return lambda tensors, channels: tuple(
@@ -128,7 +128,7 @@ class Reader:
         return read_integer
 
 
-def divide_multiplier_numpy(
+def divide_multiplier(
     real: Any, arithmetic: Arithmetic, divisor: int | None
 ) -> tuple[np.ndarray, ...]:
     """Multiplier / divisor (a count of summed elements), encoded; None divides by nothing.
@@ -136,17 +136,17 @@ def divide_multiplier_numpy(
     A float multiplier is divided after it was rounded, a fixed-point one before.
     """
     if divisor is None:
-        return fixed_point.encode_multiplier_numpy(real, arithmetic)
+        return fixed_point.encode_multiplier(real, arithmetic)
     if arithmetic is Arithmetic.INT64:
-        return fixed_point.encode_multiplier_numpy(np.asarray(real) / float(divisor), arithmetic)
-    (multiplier,) = fixed_point.encode_multiplier_numpy(real, arithmetic)
+        return fixed_point.encode_multiplier(np.asarray(real) / float(divisor), arithmetic)
+    (multiplier,) = fixed_point.encode_multiplier(real, arithmetic)
     return (np.asarray(multiplier / multiplier.dtype.type(divisor)),)
 
 
 def divide_multiplier_tir(
     real: PrimExpr, arithmetic: Arithmetic, divisor: int | None
 ) -> tuple[PrimExpr, ...]:
-    """`divide_multiplier_numpy` for a float64 expression."""
+    """`divide_multiplier` for a float64 expression."""
     if divisor is None:
         return fixed_point.encode_multiplier_tir(real, arithmetic)
     if arithmetic is Arithmetic.INT64:

@@ -13,8 +13,9 @@ from qnn_testing import (
 )
 from tvm import relax, tirx
 
-from relayquant.dialect import fixed_point, qnn
+from relayquant.dialect import qnn
 from relayquant.qtypes import INTEGER_LIMITS, Arithmetic, Rounding
+from relayquant.reference.fixed_point import fma_float32
 
 RNG = np.random.default_rng(0)
 SCALES = np.array([0.1, 0.25, 0.03], "float32")
@@ -266,7 +267,7 @@ def test_add_subtract__round_once(sign):
     m_l, m_r = (along(f32(f64(s) / f64(0.3)), 1) for s in (SCALES, SCALES[::-1]))
     left = lhs.astype("float32") * m_l
     right = (rhs.astype("int32") - along(ZEROS, 1)).astype("float32")
-    t = fixed_point.fused_multiply_add_numpy(right, sign * m_r, left)
+    t = fma_float32(right, sign * m_r, left)
     np.testing.assert_array_equal(got, finish(t, 11, "int16"))
 
 

@@ -104,8 +104,19 @@ def test_get_fixed_point_multiplier__is_nearest(real):
     assert abs(int(mantissa) * step - Fraction(real)) <= step / 2
 
 
-def test_get_fixed_point_multiplier__zero():
-    assert get_fixed_point_multiplier(0.0) == (0, 0)
+@pytest.mark.parametrize(
+    ("real", "mantissa", "exponent"),
+    [
+        (0.0, 0, 0),
+        (1 / 16, 2**30, -3),
+        (1 / 3, 1431655765, -1),
+        (3.0, 1610612736, 2),
+        (1.0, 2**30, 1),
+        (1 - 2.0**-40, 2**30, 1),
+    ],
+)
+def test_get_fixed_point_multiplier__known_values(real, mantissa, exponent):
+    assert get_fixed_point_multiplier(real) == (mantissa, exponent)
 
 
 @given(

@@ -239,7 +239,7 @@ def legalize_dequantize(builder: BlockBuilder, call: Call) -> Any:
 
 
 def legalize_requantize(builder: BlockBuilder, call: Call) -> Any:
-    """See fixed_point.requantize_numpy."""
+    """See fixed_point.requantize_tir."""
     data, in_scale, in_zero, out_scale, out_zero = call.args
     attrs, reader = call.attrs, Reader()
     rounding, arithmetic = read_modes(call)

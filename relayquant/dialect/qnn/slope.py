@@ -38,6 +38,7 @@ from relayquant.dialect.operator import Operator
 from relayquant.dialect.parameters import PrimExpr, Reader
 from relayquant.errors import QnnError
 from relayquant.qtypes import Arithmetic, Rounding
+from relayquant.reference.fixed_point import get_fixed_point_multiplier
 
 
 @define_attrs("relayquant.attrs.QLeakyReluAttrs")
@@ -165,7 +166,7 @@ def legalize_leaky_relu(builder: BlockBuilder, call: Call) -> Any:
     )
     read_in_zero, read_out_zero = reader.add(in_zero), reader.add(out_zero)
     slopes = [
-        [tirx.const(int(v), "int32") for v in fixed_point.split_multiplier_numpy(slope)]
+        [tirx.const(int(v), "int32") for v in get_fixed_point_multiplier(slope)]
         for slope in (alpha, 1.0 - alpha)
     ]
 
