@@ -199,8 +199,8 @@ ACTS = {
     *("mkdir", "mkstemp", "rename", "savefig", "savez", "savez_compressed", "write_bytes"),
     "write_text",
 }
-#: The one that may, and the script that made the built-in example.
-FREE = {"storage/files.py", "demo/train.py"}
+#: The one that may.
+FREE = {"storage/files.py"}
 
 
 def find_bare_writes(tree: ast.AST, is_guarded: bool = False) -> list[int]:

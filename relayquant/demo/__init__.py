@@ -1,6 +1,6 @@
 """Beside the data flow: the built-in example, a small float model and digits to try everything on.
 
-`relayquant.demo.train` made both files; `load_digits` needs neither it nor the internet.
+Both files are part of the package; `tools/train_digits.py` trains such a model.
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ def load_digits(batch: int = 16) -> DemoData:
     for path in (model_path, data_path):
         if not path.is_file():
             raise DataError(
-                f"The built-in example is incomplete: {path} is missing. Reinstall relayquant, or "
-                "write the file again with: python -m relayquant.demo.train"
+                f"The built-in example is incomplete: {path} is missing. Reinstall relayquant."
             )
     with np.load(data_path) as data:
         calibration = scale_pixels(data["calibration"])
