@@ -125,7 +125,7 @@ def quantize_once(
         callbacks=events,
         strict=strict,
     )
-    calibrate(
+    calibrated = calibrate(
         prepared,
         dataset if watch is None else watch(prepared, dataset),
         calibration=calibration,
@@ -133,8 +133,8 @@ def quantize_once(
         checkpoint=checkpoint,
         executor=executor,
     )
-    reference = run_stage(events, "convert", lambda: convert_to_reference(prepared))
-    return prepared, run_stage(events, "lower", lambda: lower(reference, prepared.backend))
+    reference = run_stage(events, "convert", lambda: convert_to_reference(calibrated))
+    return calibrated, run_stage(events, "lower", lambda: lower(reference, prepared.backend))
 
 
 @check_arguments
@@ -360,8 +360,7 @@ def calibrate(
     executor: futures.Executor | None = None,
     worker_timeout: float | None = WORKER_TIMEOUT,
 ) -> PreparedModel:
-    """Pick the parameters of every quantized value from data; fills `prepared.parameters` and
-    returns it.
+    """The prepared model with the parameters of every quantized value, picked from data.
 
     Where the backend's accumulators are narrow, the scales of weights (of the second factor of a
     product of two activations) are raised until the sums fit, as `Accumulator.bound` says, and
@@ -371,7 +370,7 @@ def calibrate(
     bit for bit, as long as all processors are of one kind.
 
     Args:
-        prepared: The prepared model.
+        prepared: The prepared model; not changed. Parameters that it has already do not count.
         dataset: See `quantize`; read once (and again when scales are raised).
         calibration: Observer or callable for all activations.
         order: See `Order`; as the level of effort says when None, but topological where a callable
@@ -412,7 +411,7 @@ def calibrate(
     if equalized := read_exponents(prepared.mod):
         choices["equalized"] = f"channels between {format_count(len(equalized), 'pair')} of layers"
 
-    def pick(min_scales: Mapping[str, np.ndarray]) -> None:
+    def pick(min_scales: Mapping[str, np.ndarray]) -> PreparedModel:
         result = pick_parameters(
             prepared,
             dataset,
@@ -427,38 +426,38 @@ def calibrate(
             executor=executor,
             worker_timeout=worker_timeout,
         )
-        fill(prepared.parameters, result.parameters)
-        fill(prepared.constants, result.constants)
-        fill(prepared.statistics, result.statistics)
-        fill(prepared.observers, result.observers)
+        return dataclasses.replace(
+            prepared,
+            parameters=result.parameters,
+            constants=result.constants,
+            statistics=result.statistics,
+            observers=result.observers,
+        )
 
-    run_stage(events, "calibrate", lambda: pick({}))
+    calibrated = run_stage(events, "calibrate", lambda: pick({}))
     bounds = {op.accumulator.bound for op in prepared.plan.operators if op.accumulator}
     if bounds - {OverflowBound.NONE}:
-        run_stage(events, "fit accumulators", lambda: fit_accumulators(prepared, dataset, pick))
-    choices |= describe_observers(prepared.plan, calibration, prepared.observers)
-    fill(prepared.choices, choices)
-    return prepared
-
-
-def fill(target: dict[str, T], source: Mapping[str, T]) -> None:
-    """Make `target`, which others hold, equal to `source`."""
-    target.clear()
-    target.update(source)
+        calibrated = run_stage(
+            events, "fit accumulators", lambda: fit_accumulators(calibrated, dataset, pick)
+        )
+    choices |= describe_observers(prepared.plan, calibration, calibrated.observers)
+    return dataclasses.replace(calibrated, choices=choices)
 
 
 def fit_accumulators(
-    prepared: PreparedModel, dataset: Any, pick: Callable[[Mapping[str, np.ndarray]], None]
-) -> None:
+    calibrated: PreparedModel,
+    dataset: Any,
+    pick: Callable[[Mapping[str, np.ndarray]], PreparedModel],
+) -> PreparedModel:
     """Raise scales and calibrate again (`pick`) until the sums fit; warn of those that do not."""
     min_scales: dict[str, np.ndarray] = {}
     for _ in range(ACCUMULATOR_ROUNDS):
-        wanted = find_min_scales(prepared, accumulator_report(prepared, dataset))
+        wanted = find_min_scales(calibrated, accumulator_report(calibrated, dataset))
         if not wanted:
-            return
+            return calibrated
         min_scales |= wanted
-        pick(min_scales)
-    left = find_min_scales(prepared, accumulator_report(prepared, dataset))
+        calibrated = pick(min_scales)
+    left = find_min_scales(calibrated, accumulator_report(calibrated, dataset))
     if left:
         names = ", ".join(repr(key) for key in left)
         warn_user(
@@ -466,6 +465,7 @@ def fit_accumulators(
             f"{names}. accumulator_report(prepared, dataset) tells by how much; allow larger "
             "scales or use activations of fewer bits.",
         )
+    return calibrated
 
 
 @check_arguments

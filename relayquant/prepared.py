@@ -138,15 +138,14 @@ class GroupStatistics:
 
 @dataclass(frozen=True, eq=False)
 class PreparedModel:
-    """What `prepare` gives and `calibrate` fills.
+    """What `prepare` gives, and `calibrate` once more with parameters.
 
     Attributes:
         mod: The prepared float module.
         plan: What is quantized and how.
         graph: The calibration graph.
         backend: The backend the plan was made for.
-        parameters: Group key -> parameters. With `constants` the one thing that changes: as with
-            the observers of a prepared model in FX, calibrating fills it in place.
+        parameters: Group key -> parameters; empty before calibration.
         constants: "<operator>:weight" -> weight that stands on the grid of its parameters, float32
             in the weight's layout, and "<operator>:bias" -> corrected bias; where calibration
             changed them.
@@ -156,24 +155,24 @@ class PreparedModel:
             after any other: in topological order what is seen of a value depends on the parameters
             picked before, so that the states of two processes do not belong together.
         effort: Level of effort (`relayquant.effort.Effort`), for the ledger.
-        choices: What calibration worked with, in words, for the ledger; calibrating fills it.
+        choices: What calibration worked with, in words, for the ledger.
         observers: By group key, the name of what picked its parameters, of all activations that
-            were calibrated; calibrating fills it.
+            were calibrated.
     """
 
     mod: tvm.IRModule
     plan: Plan
     graph: CalibrationGraph
     backend: BackendConfig
-    parameters: dict[str, QParams] = field(default_factory=dict)
-    constants: dict[str, np.ndarray] = field(default_factory=dict)
+    parameters: Mapping[str, QParams] = field(default_factory=dict)
+    constants: Mapping[str, np.ndarray] = field(default_factory=dict)
     effort: str = "balanced"
     inputs: tuple[InterfaceValue, ...] = ()
     outputs: tuple[InterfaceValue, ...] = ()
     mapping: QConfigMapping | None = None
-    statistics: dict[str, GroupStatistics] = field(default_factory=dict)
-    choices: dict[str, str] = field(default_factory=dict)
-    observers: dict[str, str] = field(default_factory=dict)
+    statistics: Mapping[str, GroupStatistics] = field(default_factory=dict)
+    choices: Mapping[str, str] = field(default_factory=dict)
+    observers: Mapping[str, str] = field(default_factory=dict)
 
     def require_parameters(self) -> Mapping[str, QParams]:
         """The parameters of all groups.
@@ -186,6 +185,6 @@ class PreparedModel:
             raise ConfigError(
                 f"{len(missing)} of {format_count(len(self.plan.groups), 'value')} without "
                 f"parameters yet, the first is {missing[0]!r}. Run relayquant.calibrate(prepared, "
-                "dataset) first."
+                "dataset) first and pass on what it returns."
             )
         return self.parameters

@@ -171,7 +171,7 @@ def check_pattern(
             reasons.append(operator.reason or operator.pattern if operator else "it was rewritten")
             continue
         inputs = draw_inputs(builder, 3)
-        observe_parameters(prepared, inputs)
+        prepared = observe_parameters(prepared, inputs)
         reference = convert_to_reference(prepared)
         integer = lower(reference, prepared.backend)
         entry = ledger(integer).row(name)
@@ -228,9 +228,11 @@ def prepare_example(
     return prepare(mod, None, mapping, served, effort=Effort.FAST)
 
 
-def observe_parameters(prepared: PreparedModel, inputs: list[dict[str, np.ndarray]]) -> None:
-    """Parameters from the ranges of the float values, in numpy: nothing is compiled."""
-    prepared.parameters.update(pick_weight_parameters(prepared))
+def observe_parameters(
+    prepared: PreparedModel, inputs: list[dict[str, np.ndarray]]
+) -> PreparedModel:
+    """With parameters from the ranges of the float values, in numpy: nothing is compiled."""
+    parameters = dict(pick_weight_parameters(prepared))
     arguments = prepared.graph.arguments()
     batches = [
         {**batch, **run_values(prepared.graph.mod, {**batch, **arguments})} for batch in inputs
@@ -238,7 +240,8 @@ def observe_parameters(prepared: PreparedModel, inputs: list[dict[str, np.ndarra
     for group in prepared.plan.activations:
         seen = [batch[name] for batch in batches for name in group.points]
         observer = group.calibration if isinstance(group.calibration, Observer) else MinMax()
-        prepared.parameters[group.key] = observer.observe(group.info, seen)
+        parameters[group.key] = observer.observe(group.info, seen)
+    return replace(prepared, parameters=parameters)
 
 
 def draw_inputs(builder: ModelBuilder, count: int) -> list[dict[str, np.ndarray]]:

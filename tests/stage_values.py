@@ -33,7 +33,7 @@ class Stages:
 def run_stages(mod: tvm.IRModule, dataset: Any, params: Any = None, **options: Any) -> Stages:
     """prepare, calibrate, convert and lower; `options` as for prepare."""
     prepared = rq.prepare(mod, params, **options)
-    rq.calibrate(prepared, dataset)
+    prepared = rq.calibrate(prepared, dataset)
     reference = rq.convert_to_reference(prepared)
     return Stages(prepared, reference, rq.lower(reference, prepared.backend))
 

@@ -32,7 +32,7 @@ def test_drawn_model__every_target(symbolic, draw):
 def check_model(mod, backend: str, targets) -> None:
     data = draw_batches(mod, 3, n=3)
     prepared = rq.prepare(mod, None, None, backend)
-    observe_parameters(prepared, data)
+    prepared = observe_parameters(prepared, data)
     qmod = rq.lower(rq.convert_to_reference(prepared), prepared.backend)
     for got, want in zip(
         rq.reference.run(qmod, data[0]), rq.reference.run(mod, data[0]), strict=True

@@ -198,7 +198,7 @@ def test_steps__equal_quantize():
     mod = residual_model()
     data = draw_batches(mod, 2)
     prepared = rq.prepare(mod)
-    rq.calibrate(prepared, data)
+    prepared = rq.calibrate(prepared, data)
     steps = rq.lower(rq.convert_to_reference(prepared), "x86")
     whole = rq.quantize(mod, None, data, guard=rq.Guard.OFF)
     tvm.ir.assert_structural_equal(steps["main"], whole["main"], map_free_vars=True)
@@ -293,9 +293,9 @@ def check_random_model(mod, backend, mapping, number: int) -> None:
         warnings.simplefilter("ignore")  # drawn configurations ask for what a backend cannot do
         prepared = rq.prepare(mod, None, mapping, backend)
     if number % 20 == 10:
-        rq.calibrate(prepared, data)
+        prepared = rq.calibrate(prepared, data)
     else:
-        observe_parameters(prepared, data)
+        prepared = observe_parameters(prepared, data)
     reference = rq.convert_to_reference(prepared)
     stages = Stages(prepared, reference, rq.lower(reference, prepared.backend))
     check_rows(stages)
@@ -351,7 +351,7 @@ def test_ledger__says_what_the_effort_picked(effort, activations, weights):
 def test_ledger__says_what_the_user_picked():
     mod = build_model(lambda emit, x: emit.dense("y", x, 3), (4, 5))
     prepared = rq.prepare(mod)
-    rq.calibrate(prepared, draw_batches(mod, 2), calibration=rq.Percentile(99.0))
+    prepared = rq.calibrate(prepared, draw_batches(mod, 2), calibration=rq.Percentile(99.0))
     assert prepared.choices["activations"] == "Percentile(percentile=99.0)"
 
 

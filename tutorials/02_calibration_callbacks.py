@@ -104,7 +104,7 @@ rq.quantize(mod, params, demo.calibration, callbacks=PrintChoices())
 
 prepared = rq.prepare(mod, params)
 print(f"{len(prepared.plan.operators)} operators, {len(prepared.plan.groups)} sets of parameters")
-rq.calibrate(prepared, demo.calibration)
+prepared = rq.calibrate(prepared, demo.calibration)
 reference = rq.convert_to_reference(prepared)
 qmod = rq.lower(reference)
 print(f"in steps       {sqnr(qmod):5.1f} dB")

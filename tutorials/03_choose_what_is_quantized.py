@@ -104,9 +104,10 @@ print(f"gives {result.dtype}, real = {result.scale[0]:.4g} * (integer - {result.
 with tempfile.TemporaryDirectory() as folder:
     path = Path(folder) / "digits.prepared"
     rq.save_prepared(prepared, path)
-    parts = [rq.load_prepared(path), rq.load_prepared(path)]
-    for part, share in zip(parts, (data[:2], data[2:]), strict=True):
-        rq.calibrate(part, share, order=rq.Order.PARALLEL)
+    parts = [
+        rq.calibrate(rq.load_prepared(path), share, order=rq.Order.PARALLEL)
+        for share in (data[:2], data[2:])
+    ]
 merged = rq.merge_statistics(*parts)
 
 # %%

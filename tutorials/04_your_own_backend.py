@@ -147,7 +147,7 @@ data = [
 # ------------------------------------
 
 prepared = rq.prepare(mod, None, None, NPU, strict=True, output_dtypes={"mixed": "int8"})
-rq.calibrate(prepared, data)
+prepared = rq.calibrate(prepared, data)
 reference = rq.convert_to_reference(prepared)
 npu_mod = rq.lower(reference, NPU)
 print(rq.ledger(npu_mod))

@@ -95,7 +95,7 @@ print(f"it starts at {first.name}: {first.saturated:.0%} of its elements are cut
 # value between them, so a bad value shows at the operator that makes it and at those that read it.
 
 prepared = rq.prepare(mod, params)
-rq.calibrate(prepared, demo.calibration, calibration=pick_range)
+prepared = rq.calibrate(prepared, demo.calibration, calibration=pick_range)
 ranking = rq.sensitivity(prepared, demo.calibration)
 print(ranking)
 

@@ -93,7 +93,7 @@ def stop_and_go_on(folder: Path) -> bytes:
         rq.calibrate(prepared, draw_samples, checkpoint=checkpoint, callbacks=CutPower(40))
     except PowerCut as cut:
         print(f"power cut {cut}")
-    rq.calibrate(prepared, draw_samples, checkpoint=checkpoint, callbacks=ShowStart())
+    prepared = rq.calibrate(prepared, draw_samples, checkpoint=checkpoint, callbacks=ShowStart())
     return save(prepared, folder / "resumed")
 
 
@@ -112,7 +112,7 @@ def use_processes(folder: Path) -> bytes:
     context = multiprocessing.get_context("spawn")
     prepared = prepare()
     with concurrent.futures.ProcessPoolExecutor(2, mp_context=context) as executor:
-        rq.calibrate(prepared, draw_samples, executor=executor)
+        prepared = rq.calibrate(prepared, draw_samples, executor=executor)
     return save(prepared, folder / "parallel")
 
 
@@ -130,7 +130,7 @@ def merge_files(folder: Path) -> None:
     parts = []
     for i, part in enumerate((batches[:40], batches[40:])):
         prepared = prepare()
-        rq.calibrate(prepared, part, order=rq.Order.PARALLEL)
+        prepared = rq.calibrate(prepared, part, order=rq.Order.PARALLEL)
         save(prepared, folder / f"part{i}")
         parts.append(rq.load_prepared(folder / f"part{i}"))
     merged = rq.merge_statistics(*parts)

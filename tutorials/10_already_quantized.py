@@ -27,7 +27,7 @@ mod, params = rq.load(demo.model_path)
 folder = Path(tempfile.mkdtemp())
 
 prepared = rq.prepare(mod, params, effort="fast")
-rq.calibrate(prepared, demo.calibration)
+prepared = rq.calibrate(prepared, demo.calibration)
 reference = rq.convert_to_reference(prepared)
 path = rq.export_onnx(reference, folder / "digits.int8.onnx")
 print(f"{path.name}: {path.stat().st_size} bytes, float: {demo.model_path.stat().st_size}")
@@ -60,7 +60,7 @@ first = next(row.name for row in rq.ledger(own).rows if row.op == "nn.conv2d")
 qconfig = rq.X86.default_qconfig
 mapping = rq.QConfigMapping().set_global(qconfig).set_module_name(first, None)
 partial = rq.prepare(mod, params, mapping, effort="fast")
-rq.calibrate(partial, demo.calibration)
+partial = rq.calibrate(partial, demo.calibration)
 path = rq.export_onnx(rq.convert_to_reference(partial), folder / "digits.partial.onnx")
 
 half, _ = rq.load(path)
@@ -87,5 +87,5 @@ for name, module in (("partial", rq.lower(half)), ("finished", finished)):
 image = {name: q for name, q in prepared.parameters.items() if name == "image"}
 file = rq.save_qparams(image, folder / "parameters.json")
 again = rq.prepare(mod, params, parameters=rq.load_qparams(file), effort="fast")
-rq.calibrate(again, demo.calibration)
+again = rq.calibrate(again, demo.calibration)
 print("kept:", again.parameters["image"] == prepared.parameters["image"])

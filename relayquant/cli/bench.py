@@ -212,7 +212,7 @@ def quantize_quickly(
 ) -> tvm.IRModule:
     """The quantized module, with weights rounded to nearest."""
     prepared = rq.prepare(mod, None, None, backend)
-    rq.calibrate(prepared, [dict(batch) for batch in batches], fit=QUICK_FIT)
+    prepared = rq.calibrate(prepared, [dict(batch) for batch in batches], fit=QUICK_FIT)
     return rq.lower(rq.convert_to_reference(prepared), prepared.backend)
 
 

@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
             raise ConfigError(
                 f"--keep is {options.keep}; the model has {format_count(most, 'operator')} to rank."
             )
-        rq.calibrate(prepared, options.data, callbacks=(progress,))
+        prepared = rq.calibrate(prepared, options.data, callbacks=(progress,))
         report = rq.sensitivity(
             prepared, options.data, samples=options.samples, callbacks=(progress,)
         )

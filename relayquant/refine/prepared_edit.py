@@ -1,7 +1,7 @@
 """Between the stages: a prepared model is edited, saved to one file, loaded in another process, and
 merged.
 
-What `prepare` gives and `calibrate` fills may wait, travel and be put together before
+What `prepare` and `calibrate` give may wait, travel and be put together before
 `convert_to_reference`.
 """
 
@@ -64,36 +64,31 @@ def replace_plan(prepared: PreparedModel, plan: Plan) -> PreparedModel:
         if f"{key.rpartition(':')[0]}:" not in stale and plan.has_operator(key.rpartition(":")[0])
     }
     edited = replace(
-        prepared,
-        plan=plan,
-        graph=graph,
-        parameters=parameters,
-        constants=constants,
-        statistics={},
-        observers=dict(prepared.observers),
+        prepared, plan=plan, graph=graph, parameters=parameters, constants=constants, statistics={}
     )
-    if prepared.parameters:
-        repick(edited, prepared)
-    return edited
+    return repick(edited, prepared) if prepared.parameters else edited
 
 
-def repick(edited: PreparedModel, prepared: PreparedModel) -> None:
-    """Fill in the parameters that need no data."""
+def repick(edited: PreparedModel, prepared: PreparedModel) -> PreparedModel:
+    """With the parameters that need no data."""
     # The observer of a group need not be the plan's: the caller of `calibrate` may have named one.
     # What it saw stands as long as the plan's is the same.
     calibrations = {group.key: group.calibration for group in prepared.plan.groups}
     weights = pick_weight_parameters(edited)
+    parameters, observers = dict(edited.parameters), dict(edited.observers)
+    statistics: dict[str, GroupStatistics] = {}
     for group in edited.plan.groups:
         if group.constant is not None:
-            edited.parameters.setdefault(group.key, weights[group.key])
+            parameters.setdefault(group.key, weights[group.key])
             continue
         seen = prepared.statistics.get(group.key)
         if seen is None or calibrations[group.key] != group.calibration:
             continue
-        if group.key not in edited.parameters:
-            edited.parameters[group.key] = seen.observer.qparams(seen.state, group.info)
-            edited.observers[group.key] = seen.observer.name
-        edited.statistics[group.key] = seen
+        if group.key not in parameters:
+            parameters[group.key] = seen.observer.qparams(seen.state, group.info)
+            observers[group.key] = seen.observer.name
+        statistics[group.key] = seen
+    return replace(edited, parameters=parameters, observers=observers, statistics=statistics)
 
 
 def check_operator(

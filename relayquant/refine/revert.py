@@ -29,8 +29,9 @@ def keep_parameters(
     wanted = {value.name for value in prepared.outputs if value.is_integer}
     plan = annotate(prepared.mod, prepared.backend, mapping, wanted)
     changed = replace(replace_plan(prepared, plan), mapping=mapping)
+    parameters, observers = dict(changed.parameters), dict(changed.observers)
     for group in plan.activations:
-        if group.key in changed.parameters:
+        if group.key in parameters:
             continue
         former = [
             old
@@ -40,9 +41,9 @@ def keep_parameters(
         ]
         if not former:
             return calibrate(changed, dataset, calibration=calibration)
-        changed.parameters[group.key] = prepared.parameters[former[0].key]
-        changed.observers[group.key] = prepared.observers.get(former[0].key, "")
-    return changed
+        parameters[group.key] = prepared.parameters[former[0].key]
+        observers[group.key] = prepared.observers.get(former[0].key, "")
+    return replace(changed, parameters=parameters, observers=observers)
 
 
 def describe_mapping(mapping: QConfigMapping) -> dict[str, Any] | None:

@@ -223,7 +223,7 @@ def fallback(
     )
     next(iter(data))  # what is wrong with the data shows before anything takes time
     base = prepared.mapping or default_mapping(prepared.backend, level)
-    calibrate(prepared, dataset, calibration=calibration, callbacks=events)
+    prepared = calibrate(prepared, dataset, calibration=calibration, callbacks=events)
     simulation = Simulation(prepared, data, metric)
     float_score = score_float(metric, simulation)
     state.check_basis(
@@ -246,7 +246,7 @@ def fallback(
         if names:
             found = find_mapping(names, dtype)
             changed = prepare_quietly(mod, params, found, backend, dataset=dataset, effort=level)
-            calibrate(changed, dataset, calibration=calibration, callbacks=events)
+            changed = calibrate(changed, dataset, calibration=calibration, callbacks=events)
         return changed, lower(convert_to_reference(changed), changed.backend)
 
     def score_module(module: tvm.IRModule) -> float:

@@ -297,7 +297,7 @@ def test_backend__own_bias_is_on_its_grid():
     prepared = rq.prepare(mod, None, mapping, backend)
     key = "stem:bias"
     assert prepared.plan.group(key).info.role is rq.Role.BIAS
-    rq.calibrate(prepared, draw_batches(mod, 3))
+    prepared = rq.calibrate(prepared, draw_batches(mod, 3))
     reference = rq.convert_to_reference(prepared)
     bias = rq.reference.interpreter.run_values(reference, draw_batches(mod, 1)[0])["stem.bias"]
     steps = bias.reshape(-1) / prepared.parameters[key].scale.reshape(-1)
@@ -346,7 +346,7 @@ def test_observation__fixed_parameters_whatever_the_data():
     data = draw_batches(mod, 3)
     prepared = rq.prepare(mod, None, None, ACCELERATOR, strict=True)
     assert prepared.plan.group("gate").is_fixed
-    rq.calibrate(prepared, data, calibration=rq.MinMax())
+    prepared = rq.calibrate(prepared, data, calibration=rq.MinMax())
     assert float(prepared.parameters["gate"].scale) == 1 / 128
     qmod = rq.lower(rq.convert_to_reference(prepared), ACCELERATOR)
     assert rq.verify(qmod, data[0]).is_equal
@@ -479,7 +479,7 @@ def test_mixed__operators_of_one_dtype_round_once(name, source, result):
         .set_module_name("it", replace(with_activation(rq.QSpec(source)), output=own))
     )
     prepared = rq.prepare(mod, None, mapping, GENERIC, strict=True)
-    observe_parameters(prepared, data)
+    prepared = observe_parameters(prepared, data)
     integer = rq.lower(rq.convert_to_reference(prepared), GENERIC)
     values = run_values(integer, data[0])
     given, out = values["before"], values["it"]
@@ -515,7 +515,7 @@ def test_int4__is_stored_in_int8_within_its_range():
     data["weight"]["spec"] |= {"dtype": "int4", "quant_min": -8, "quant_max": 7}
     mapping = rq.QConfigMapping.from_dict({"global": data})
     prepared = rq.prepare(mod, None, mapping, X86, strict=True)
-    observe_parameters(prepared, draw_batches(mod, 1))
+    prepared = observe_parameters(prepared, draw_batches(mod, 1))
     assert {group.info.spec.dtype for group in prepared.plan.weights} == {"int8"}
     integer = rq.lower(rq.convert_to_reference(prepared), X86)
     graph = Graph(integer)
@@ -537,7 +537,7 @@ def test_tiny_scales__of_two_activations_do_not_underflow():
     mod = build_model(lambda e, x, y: e("out", op.matmul(x, y)), (2, 3, 4), (2, 4, 3))
     inputs = {"x": np.full((2, 3, 4), 1e-33, "f4"), "y": np.full((2, 4, 3), 1e-33, "f4")}
     prepared = rq.prepare(mod, None, None, X86)
-    observe_parameters(prepared, [inputs])
+    prepared = observe_parameters(prepared, [inputs])
     integer = rq.lower(rq.convert_to_reference(prepared), X86)
     assert np.abs(rq.reference.run(integer, inputs)[0]).max() < 1e-30
 

@@ -153,7 +153,7 @@ for stop in (*stops, None):
         listeners = (Stop(task, int(done), lambda: os.kill(os.getpid(), int(number))),)
     try:
         prepared = rq.prepare(model())
-        rq.calibrate(prepared, data(), checkpoint=checkpoint, callbacks=listeners)
+        prepared = rq.calibrate(prepared, data(), checkpoint=checkpoint, callbacks=listeners)
         rq.save_prepared(prepared, out)
     except KeyboardInterrupt:
         os._exit(3)
@@ -211,7 +211,7 @@ def run(signal_at=None, number=signal.SIGKILL):
 
     sys.addaudithook(watch)
     prepared = rq.prepare(model())
-    rq.calibrate(prepared, draw_batches(model(), 6), checkpoint=checkpoint)
+    prepared = rq.calibrate(prepared, draw_batches(model(), 6), checkpoint=checkpoint)
     rq.save_prepared(prepared, out)
     return done
 

@@ -178,9 +178,9 @@ def test_quantize__rare_outputs_are_not_worse_than_with_minmax_and_the_ledger_sa
 
 def test_calibrate__an_observer_that_the_user_names_is_taken_as_it_is():
     prepared = rq.prepare(two_heads())
-    rq.calibrate(prepared, draw_rare(16), calibration=rq.Percentile(99.0))
+    prepared = rq.calibrate(prepared, draw_rare(16), calibration=rq.Percentile(99.0))
     assert set(prepared.observers.values()) == {"Percentile"}
-    rq.calibrate(prepared, draw_rare(16), order=rq.Order.TOPOLOGICAL)
+    prepared = rq.calibrate(prepared, draw_rare(16), order=rq.Order.TOPOLOGICAL)
     assert set(prepared.observers.values()) <= {RELATIVE, MINMAX}
     assert prepared.observers["a"] == RELATIVE  # in this order there are no outputs to look at
 

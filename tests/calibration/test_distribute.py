@@ -41,7 +41,7 @@ def pool():
 def calibrated(path: Path, **options) -> bytes:
     """The file of a calibrated model."""
     prepared = rq.prepare(model(), effort=options.pop("effort", "balanced"))
-    rq.calibrate(prepared, data(), **options)
+    prepared = rq.calibrate(prepared, data(), **options)
     rq.save_prepared(prepared, path)
     return path.read_bytes()
 

@@ -145,7 +145,9 @@ def test_calibrate__later_values_see_fitted_weights() -> None:
         prepared = rq.prepare(build_net(), None, mapping)
         settings = rq.FitSettings(rounding, rq.BiasCorrection.NONE)
         order = rq.Order.TOPOLOGICAL
-        rq.calibrate(prepared, draw_batches(2), calibration=rq.MinMax(), fit=settings, order=order)
+        prepared = rq.calibrate(
+            prepared, draw_batches(2), calibration=rq.MinMax(), fit=settings, order=order
+        )
         assert bool(prepared.constants) == (rounding is rq.WeightRounding.OPTIMAL)
         return prepared.parameters["grouped"]
 

@@ -99,7 +99,7 @@ def test_parallel__weights_are_fitted_on_a_part_with_all_ranges_known():
     ranges = {g.key: whole.parameters[g.key] for g in whole.plan.activations}
     part = [data[i] for i in choose_batches(80, FEWEST_SAMPLES)]
     alone = rq.prepare(mod, parameters=ranges)
-    rq.calibrate(alone, part, order=rq.Order.TOPOLOGICAL)
+    alone = rq.calibrate(alone, part, order=rq.Order.TOPOLOGICAL)
     assert whole.parameters == alone.parameters
     assert whole.constants.keys() == alone.constants.keys()
     for key, array in whole.constants.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from concurrent import futures
 
 import numpy as np
 import pytest
@@ -94,26 +95,47 @@ def test_parallel__equals_statistics_of_the_float_model(model):
         np.testing.assert_array_equal(have.zero_point, expected.zero_point)
 
 
-def test_calibrate__fills_the_prepared_model_and_nothing_else():
+def test_calibrate__gives_a_new_model_and_leaves_its_own_as_it_is():
     mod = small_model()
     prepared = rq.prepare(mod, effort="fast")
     float_text = prepared.mod.script(show_meta=True)
     graph_text = prepared.graph.mod.script(show_meta=True)
     with pytest.raises(rq.ConfigError, match="without parameters yet, the first is 'r:weight'"):
         rq.convert_to_reference(prepared)
-    assert rq.calibrate(prepared, draw_batches(mod, 2)) is prepared
-    assert set(prepared.parameters) == {group.key for group in prepared.plan.groups}
+    calibrated = rq.calibrate(prepared, draw_batches(mod, 2))
+    assert set(calibrated.parameters) == {group.key for group in prepared.plan.groups}
+    filled = ("parameters", "statistics", "choices", "observers")
+    assert all(getattr(calibrated, name) and not getattr(prepared, name) for name in filled)
+    assert calibrated.plan is prepared.plan
     assert prepared.mod.script(show_meta=True) == float_text
     assert prepared.graph.mod.script(show_meta=True) == graph_text
 
 
 def test_calibrate__again_replaces_what_was_picked():
     mod = small_model()
-    prepared = rq.calibrate(rq.prepare(mod, effort="fast"), draw_batches(mod, 2))
-    first = dict(prepared.parameters)
+    first = rq.calibrate(rq.prepare(mod, effort="fast"), draw_batches(mod, 2))
+    scale = first.parameters["x"].scale
     larger = [{"x": 10 * batch["x"]} for batch in draw_batches(mod, 2)]
-    rq.calibrate(prepared, larger)
-    assert prepared.parameters["x"].scale == pytest.approx(10 * first["x"].scale, rel=1e-5)
+    again = rq.calibrate(first, larger)
+    assert again.parameters["x"].scale == pytest.approx(10 * scale, rel=1e-5)
+    assert first.parameters["x"].scale == scale
+
+
+def test_calibrate__two_threads_one_prepared_model(tmp_path):
+    """Each gets what it would get alone, bit for bit: nothing of it is shared but what is read."""
+    mod = small_model()
+    prepared = rq.prepare(mod)
+    shares = [draw_batches(mod, 4, seed=seed) for seed in range(4)]
+
+    def calibrate_share(number):
+        rq.save_prepared(rq.calibrate(prepared, shares[number]), tmp_path / f"{number}")
+        return (tmp_path / f"{number}").read_bytes()
+
+    alone = [calibrate_share(number) for number in range(4)]
+    assert len(set(alone)) == 4
+    with futures.ThreadPoolExecutor(4) as pool:
+        for _ in range(3):
+            assert list(pool.map(calibrate_share, range(4))) == alone
 
 
 @pytest.mark.parametrize("order", list(rq.Order))
@@ -307,7 +329,7 @@ def test_calibrate__progress_and_choices_are_reported():
             picked.append(event.info.name)
 
     prepared = rq.prepare(mod, callbacks=Listener())
-    rq.calibrate(prepared, draw_batches(mod, 2), callbacks=Listener())
+    prepared = rq.calibrate(prepared, draw_batches(mod, 2), callbacks=Listener())
     assert stages == ["prepare", "annotate", "simulate", "calibrate"]
     assert [p for p in progress if p[0] == "read data"] == [
         ("read data", 1, None), ("read data", 2, None),

@@ -104,7 +104,7 @@ def test_accumulator__every_form_is_exact(kind, seed, k, bits, overflow):
     backend = make_backend(accumulator)
     mapping = rq.QConfigMapping().set_global(INTEGERS)
     prepared = rq.prepare(mod, None, mapping, backend, strict=True)
-    observe_parameters(prepared, [inputs])
+    prepared = observe_parameters(prepared, [inputs])
     reference = rq.convert_to_reference(prepared)
     arguments = prepared.graph.arguments(prepared.parameters)
     simulated = run_values(prepared.graph.mod, {**inputs, **arguments})["out"]
@@ -125,7 +125,7 @@ def test_accumulator__compiled_code_equals_numpy():
     mod = residual_model()
     data = draw_batches(mod, 2)
     prepared = rq.prepare(mod, None, None, backend, strict=True)
-    observe_parameters(prepared, data)
+    prepared = observe_parameters(prepared, data)
     qmod = rq.lower(rq.convert_to_reference(prepared), backend)
     rows = {row.name: row.accumulator for row in rq.ledger(qmod).rows}
     expected = rq.Accumulator.parse(text).description
@@ -142,7 +142,7 @@ def test_report__counts_and_bounds():
     backend = make_backend(rq.Accumulator(14, bound=rq.OverflowBound.NONE))
     mapping = rq.QConfigMapping().set_global(INTEGERS)
     prepared = rq.prepare(mod, None, mapping, backend)
-    rq.calibrate(prepared, [inputs])
+    prepared = rq.calibrate(prepared, [inputs])
     (row,) = rq.accumulator_report(prepared, [inputs, inputs]).rows
     flat = sums.reshape(-1, 3)
     outside = (flat < -8192) | (flat > 8191)
@@ -170,7 +170,7 @@ def test_calibrate__raises_scales_until_sums_fit(bound):
     prepared = rq.prepare(mod, None, None, make_backend(rq.Accumulator(14, bound=bound)))
     plain = rq.prepare(mod, None, None, "generic")
     before = rq.calibrate(plain, data, order=rq.Order.PARALLEL).parameters
-    rq.calibrate(prepared, data, order=rq.Order.PARALLEL)
+    prepared = rq.calibrate(prepared, data, order=rq.Order.PARALLEL)
     report = rq.accumulator_report(prepared, data)
     assert not report.overflowing
     assert (report.row("conv").excess(bound) <= 1).all()

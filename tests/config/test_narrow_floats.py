@@ -46,7 +46,7 @@ def make_mapping():
 
 def run_island(data):
     prepared = rq.prepare(island_model(), None, make_mapping(), rq.GENERIC, strict=True)
-    observe_parameters(prepared, data)
+    prepared = observe_parameters(prepared, data)
     return prepared, rq.lower(rq.convert_to_reference(prepared), rq.GENERIC)
 
 

@@ -115,7 +115,7 @@ def test_parameters__of_the_user_are_not_calibrated():
     mod = float_model()
     given = {"x": rq.QParams(0.0625, -5, "int8")}
     prepared = rq.prepare(mod, parameters=given, effort="fast")
-    rq.calibrate(prepared, batches())
+    prepared = rq.calibrate(prepared, batches())
     assert prepared.parameters["x"] == rq.QParams(0.0625, 123, "uint8")
 
 
@@ -137,7 +137,7 @@ def test_parameters__of_weights_by_their_names():
         "three": rq.QParams(scales, np.zeros(5), "int8", 0),
     }
     prepared = rq.prepare(named_model(), parameters=given, effort="fast")
-    rq.calibrate(prepared, batches())
+    prepared = rq.calibrate(prepared, batches())
     weights = [group for group in prepared.plan.groups if group.constant is not None]
     found = [prepared.parameters[group.key] for group in weights if group.info.axis != 0]
     assert [(q.scale.tolist(), q.axis) for q in found] == [

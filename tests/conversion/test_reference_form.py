@@ -86,7 +86,7 @@ class Reference:
 
 def test_reference__dequantize_float_operator_quantize():
     prepared = rq.prepare(Float)
-    rq.calibrate(
+    prepared = rq.calibrate(
         prepared,
         draw_batches(Float, 1),
         calibration=rq.Fixed(SCALE, ZERO_POINT),

@@ -106,7 +106,8 @@ def test_no_stage_changes_its_input():
     prepared = rq.prepare(mod)
     canonical, graph = prepared.mod, prepared.graph.mod
     texts = [canonical.script(show_meta=True), graph.script(show_meta=True)]
-    rq.calibrate(prepared, data)
+    given, prepared = prepared, rq.calibrate(prepared, data)
+    assert not given.parameters
     parameters = dict(prepared.parameters)
     reference = rq.convert_to_reference(prepared)
     text = reference.script(show_meta=True)

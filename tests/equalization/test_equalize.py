@@ -88,7 +88,7 @@ def test_quantize__equalizes():
     expected = batches[-1] @ W
 
     def find_error(prepared: rq.PreparedModel) -> float:
-        rq.calibrate(prepared, batches)
+        prepared = rq.calibrate(prepared, batches)
         qmod = rq.lower(rq.convert_to_reference(prepared))
         return float(np.square(rq.reference.run(qmod, [batches[-1]])[0] - expected).mean())
 

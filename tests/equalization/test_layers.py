@@ -99,14 +99,14 @@ def test_quantize__per_channel_is_balanced_too_and_nothing_is_clipped(effort: st
 def test_best__compare_takes_the_equalized_float_model_too() -> None:
     prepared = rq.prepare(build_chain(), None, make_mapping(), dataset=DATA, effort="best")
     assert read_exponents(prepared.mod)
-    rq.calibrate(prepared, DATA)
+    prepared = rq.calibrate(prepared, DATA)
     qmod = rq.lower(rq.convert_to_reference(prepared))
     assert rq.compare(prepared.mod, qmod, DATA).rows == measure(qmod).rows
 
 
 def test_best__parameters_of_the_equalized_module_fit_it() -> None:
     prepared = rq.prepare(build_chain(), None, make_mapping(), dataset=DATA, effort="best")
-    rq.calibrate(prepared, DATA)
+    prepared = rq.calibrate(prepared, DATA)
     first = rq.lower(rq.convert_to_reference(prepared))
     given = prepared.parameters
     again = rq.quantize(

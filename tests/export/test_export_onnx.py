@@ -29,7 +29,7 @@ def quantize_steps(mod: tvm.IRModule, backend="x86", **settings):
     """(reference form, integer module, one batch)."""
     batches = draw_batches(mod, 4, n=2)
     prepared = rq.prepare(mod, None, None, backend, effort="fast", **settings)
-    rq.calibrate(prepared, batches)
+    prepared = rq.calibrate(prepared, batches)
     reference = rq.convert_to_reference(prepared)
     return reference, rq.lower(reference, prepared.backend), batches[0]
 
@@ -130,7 +130,7 @@ def test_int16__has_opset_21(tmp_path):
         rq.QConfig(activation=spec, weight=rq.GENERIC.default_qconfig.weight)
     )
     prepared = rq.prepare(mod, None, mapping, "generic")
-    rq.calibrate(prepared, draw_batches(mod, 4))
+    prepared = rq.calibrate(prepared, draw_batches(mod, 4))
     reference = rq.convert_to_reference(prepared)
     path = rq.export_onnx(reference, tmp_path / "m.onnx")
     assert onnx.load(str(path)).opset_import[0].version == 21

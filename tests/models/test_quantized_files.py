@@ -38,7 +38,7 @@ def test_export__has_our_answers_in_onnxruntime(name, size, request, tmp_path):
     samples = case.samples[:200]
     mod, params = rq.load(case.model)
     prepared = rq.prepare(mod, params, effort="fast")
-    rq.calibrate(prepared, case.calibration[:10])
+    prepared = rq.calibrate(prepared, case.calibration[:10])
     reference = rq.convert_to_reference(prepared)
     path = rq.export_onnx(reference, tmp_path / "model.onnx")
     theirs = run_session(path, samples, size)

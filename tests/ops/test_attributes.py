@@ -33,7 +33,7 @@ def find_wrong(name: str, backend: rq.BackendConfig = GENERIC) -> dict[str, str]
     b, values, mod, usual = build_models(name)
     inputs = draw_inputs(b, 2)
     prepared = rq.prepare(mod, None, None, backend)
-    observe_parameters(prepared, inputs)
+    prepared = observe_parameters(prepared, inputs)
     integer = rq.lower(rq.convert_to_reference(prepared), backend)
     wrong = {}
     results = zip(

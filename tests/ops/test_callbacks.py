@@ -54,16 +54,17 @@ def realize(context):
 def run(backend, mod=MOD):
     """All stages without compiling: parameters are made up."""
     prepared = rq.prepare(mod, None, None, backend)
+    parameters = {}
     for group in prepared.plan.groups:
         info = group.info
         size = () if info.axis is None else (info.shape[info.axis],)
-        prepared.parameters[group.key] = QParams(
+        parameters[group.key] = QParams(
             np.full(size, 0.1, "float32"),
             np.full(size, group.info.spec.symmetric_zero_point, "int32"),
             info.spec.dtype,
             info.axis,
         )
-    return rq.lower(rq.convert_to_reference(prepared), backend)
+    return rq.lower(rq.convert_to_reference(replace(prepared, parameters=parameters)), backend)
 
 
 def fail(*args):

@@ -128,7 +128,7 @@ def quantize_fixed(mod: tvm.IRModule, config: rq.QConfig, backend: rq.BackendCon
     """The integer module by parameters that are given."""
     mapping = rq.QConfigMapping().set_global(config)
     prepared = rq.prepare(mod, None, mapping, backend, strict=True)
-    observe_parameters(prepared, [inputs])
+    prepared = observe_parameters(prepared, [inputs])
     return rq.lower(rq.convert_to_reference(prepared), backend)
 
 

@@ -90,7 +90,7 @@ def test_calibrate__the_mean_error_of_rounded_weights_is_taken_back(bias: str) -
     errors = {}
     for correction in BiasCorrection:
         prepared = prepare(mod)
-        rq.calibrate(prepared, data, fit=FitSettings(WeightRounding.NEAREST, correction))
+        prepared = rq.calibrate(prepared, data, fit=FitSettings(WeightRounding.NEAREST, correction))
         qmod = rq.convert_to_reference(prepared)
         # Of the sums before the sigmoid, in float64 and not by our own kernels.
         name = prepared.graph.fits[0].operator
@@ -104,7 +104,7 @@ def test_prepare__fast_adds_nothing_and_the_ledger_says_what_was_not_corrected()
     mod, _ = make_model("dense", "none")
     prepared = prepare(mod, effort="fast")
     assert not any(key.endswith(":bias") for key in prepared.graph.constants)
-    rq.calibrate(prepared, draw_batches(mod, 2), fit=FitSettings())
+    prepared = rq.calibrate(prepared, draw_batches(mod, 2), fit=FitSettings())
     assert "not of 1 operator without a bias" in prepared.choices["weights"]
     prepared = rq.calibrate(prepare(mod), draw_batches(mod, 2))
     assert prepared.choices["weights"].endswith("bias correction weight")

@@ -53,7 +53,7 @@ def broken(digits):
     """(calibrated model, integer module) with one bad range."""
     mod, params, data = digits
     prepared = rq.prepare(mod, params, effort="fast")
-    rq.calibrate(prepared, data, calibration=clip_one)
+    prepared = rq.calibrate(prepared, data, calibration=clip_one)
     return prepared, rq.lower(rq.convert_to_reference(prepared))
 
 

@@ -146,7 +146,7 @@ def test_replace__another_observer_asks_for_data():
     edited = rq.replace_plan(prepared, plan)
     with pytest.raises(rq.ConfigError, match=r"1 of .* values without parameters yet.*'deep'"):
         convert(edited)
-    rq.calibrate(edited, DATA)
+    edited = rq.calibrate(edited, DATA)
     np.testing.assert_allclose(edited.parameters["deep"].scale, 3 / 255, rtol=1e-6)
 
 
@@ -179,7 +179,7 @@ def test_keep_in_float__the_rest_keeps_its_parameters():
     edited = rq.keep_in_float(prepared, "two")
     assert not edited.plan.operator("two").quantized
     assert edited.parameters["stem"] == prepared.parameters["stem"]
-    rq.calibrate(edited, DATA)
+    edited = rq.calibrate(edited, DATA)
     qmod = convert(edited)
     assert "module_name 'two'" in rq.ledger(qmod).row("two").reason
     assert rq.verify(qmod, DATA[0]).is_equal

@@ -91,7 +91,7 @@ def test_fallback__puts_back_what_is_broken(digits, tmp_path):
     assert ledger.search.mapping == state["best"]["mapping"]
     assert rq.QConfigMapping.from_dict(state["best"]["mapping"]) == mapping
     prepared = rq.prepare(mod, params, mapping, dataset=data, effort="fast")
-    rq.calibrate(prepared, data, calibration=clip_one)
+    prepared = rq.calibrate(prepared, data, calibration=clip_one)
     again = rq.lower(rq.convert_to_reference(prepared))
     for one, other in zip(rq.reference.run(again, data), rq.reference.run(qmod, data), strict=True):
         np.testing.assert_array_equal(one, other)

@@ -30,7 +30,7 @@ def calibrated():
     demo = load_digits()
     data = [np.concatenate(demo.calibration)[:32]]
     prepared = rq.prepare(*rq.load(str(demo.model_path)), effort="fast", dataset=data)
-    rq.calibrate(prepared, data)
+    prepared = rq.calibrate(prepared, data)
     return prepared, rq.lower(rq.convert_to_reference(prepared)), data
 
 

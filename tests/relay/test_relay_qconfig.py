@@ -91,7 +91,7 @@ def test_global_scale__needs_no_data(model):
     qmod, names = quantized_names(mod)
     assert names == {"relu2", "sum"}
     prepared = rq.prepare(mod, None, qconfig().mapping, rq.GENERIC, effort="fast")
-    rq.calibrate(prepared, None)
+    prepared = rq.calibrate(prepared, None)
     picked = [prepared.parameters[group.key] for group in prepared.plan.activations]
     assert picked
     for each in picked:

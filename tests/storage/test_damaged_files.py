@@ -77,7 +77,7 @@ def write(name: str, text: str | bytes) -> Callable[[Path], Path]:
 
 def make_prepared(folder: Path) -> Path:
     prepared = rq.prepare(model(), effort="fast")
-    rq.calibrate(prepared, draw_batches(model(), 3), order=rq.Order.PARALLEL)
+    prepared = rq.calibrate(prepared, draw_batches(model(), 3), order=rq.Order.PARALLEL)
     rq.save_prepared(prepared, folder / "model.prepared")
     return folder / "model.prepared"
 
