@@ -134,6 +134,25 @@ def _pad_of_transpose() -> Rule:
     return Rule("pad of transpose", pattern, rewrite)
 
 
+def _clip_of_transpose() -> Rule:
+    """clip(permute_dims(x)) -> permute_dims(clip(x)): ConvertLayout knows no layout for clip, and
+    behind a transpose a clip of integers would be no part of the kernel before it.
+    """
+    data = wildcard()
+    inner = is_op("relax.permute_dims")(data)
+    pattern = Pattern(is_op("relax.clip")(inner, wildcard(), wildcard()), {"inner": inner})
+
+    def rewrite(emitter: Emitter, match: Match) -> relax.Expr | Skip:
+        clip, call = match.graph.values[match.root], match.graph.call_of(match.parts["inner"])
+        if call is None:
+            return Skip("the operand is not bound")
+        clipped = relax.op.clip(emitter.get(call.args[0]), *clip.args[1:])
+        axes = find_axes(match, match.parts["inner"])
+        return relax.op.permute_dims(emitter.emit(clipped, f"{match.name}.nhwc"), axes)
+
+    return Rule("clip of transpose", pattern, rewrite)
+
+
 def _transpose_of_unit_axes() -> Rule:
     """permute_dims(x) that moves only axes of size 1 -> reshape(x), which costs nothing."""
     data = wildcard()
@@ -174,5 +193,6 @@ TRANSPOSE_RULES: tuple[Rule, ...] = (
     _transpose_of_transpose(),
     _transpose_of_unit_axes(),
     _pad_of_transpose(),
+    _clip_of_transpose(),
     _reshape_of_reshape(),
 )
