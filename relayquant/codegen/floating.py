@@ -10,7 +10,7 @@ are packed by a kernel at run time.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from tvm import relax, tirx
 from tvm.ir import Call, GenericConst, IRModule, Op
 from tvm.target import Target
 
+from relayquant.codegen.rules.kernel_call import vector
 from relayquant.dialect.cost import MACS_ATTR, count_macs
 from relayquant.kernels.emit import IS_SCHEDULED
 from relayquant.kernels.floating.conv import (
@@ -42,25 +43,23 @@ from relayquant.kernels.floating.tile import (
     choose_float_isa,
 )
 from relayquant.rewrite.expressions import (
-    CLAMPS,
-    Readers,
+    FunctionGraph,
     expand_padding,
     is_float32,
-    list_bindings,
     op_name,
     pair,
-    read_scalar,
     same_extents,
-    same_type,
     shape_of,
     static_sizes,
-    take_clamp,
 )
+from relayquant.rewrite.tail import Tail, float_takes, follow_tail
 
 #: Layout of data and weights that the convolution kernels take.
 CONV_LAYOUT = ("NHWC", "OHWI")
-#: relax.op.OpPatternKind.kOpaque
+#: relax::OpPatternKind::kOpaque: FuseOps must not put anything into a finished kernel
 OPAQUE = 8
+#: Kernels get a bias as an array, one number per channel, so that it has to be known.
+TAKES = float_takes(GenericConst)
 
 
 def lower_float(mod: IRModule, target: Target) -> IRModule:
@@ -106,22 +105,9 @@ MAKERS: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True)
-class Product:
-    """A convolution or matrix product and what its kernel takes over, found so far."""
-
-    root: relax.Var
-    last: relax.Var
-    channels: int
-    bias: np.ndarray | None = None
-    residual: relax.Expr | None = None
-    low: float | None = None
-    high: float | None = None
-    absorbed: tuple[relax.Var, ...] = ()
-
-    @property
-    def epilogue(self) -> FloatEpilogue:
-        return FloatEpilogue(self.bias is not None, self.residual is not None, self.low, self.high)
+def make_epilogue(tail: Tail) -> FloatEpilogue:
+    """What the kernel of a product does with its sums."""
+    return FloatEpilogue(tail.bias is not None, tail.residual is not None, tail.low, tail.high)
 
 
 class FunctionLowering:
@@ -129,9 +115,7 @@ class FunctionLowering:
 
     def __init__(self, func: relax.Function, kernels: Kernels) -> None:
         self.func, self.kernels = func, kernels
-        bindings = list(list_bindings(func))
-        self.values: dict[relax.Var, relax.Expr] = {b.var: b.value for b in bindings}
-        self.readers = Readers(func, bindings)
+        self.graph = FunctionGraph(func)
         self.builder = kernels.builder
         self.symbols: dict[str, tirx.Var] = {}
         #: values that some kernel computes already: a sum of two products belongs to one of them
@@ -157,15 +141,15 @@ class FunctionLowering:
             lowered = self.lower_product(binding.var, inside)
             if lowered is None:
                 continue
-            product, new = lowered
-            replaced[product.last] = new
-            dropped.update(v for v in [product.root, *product.absorbed] if v is not product.last)
+            tail, new = lowered
+            replaced[tail.last] = new
+            dropped.update(tail.vars[:-1])
         result: list[relax.Binding] = []
         for binding in bindings:
             new = replaced.get(binding.var)
             if new is not None:
                 result.extend(new)
-            elif not any(binding.var.same_as(var) for var in dropped):
+            elif binding.var not in dropped:
                 result.append(binding)
         return result
 
@@ -173,54 +157,32 @@ class FunctionLowering:
 
     def lower_product(
         self, root: relax.Var, inside: set[relax.Var]
-    ) -> tuple[Product, list[relax.Binding]] | None:
+    ) -> tuple[Tail, list[relax.Binding]] | None:
         """The kernel call for the product bound to `root`; None if it is none, or has no kernel."""
-        call = self.values[root]
-        name = op_name(call)
-        if name == "relax.nn.conv2d":
+        call = self.graph.call_of(root)
+        name = op_name(call) if call is not None else ""
+        if call is not None and name == "relax.nn.conv2d":
             return self.lower_conv2d(root, call, inside)
-        if name == "relax.matmul":
+        if call is not None and name == "relax.matmul":
             return self.lower_matmul(root, call, inside)
         return None
 
-    def absorb(self, root: relax.Var, channels: int, inside: set[relax.Var]) -> Product:
-        """Follow the only reader of each value: bias, then residual, then relu or clip."""
-        product = Product(root, root, channels)
-        while product.high is None:
-            user = self.readers.find_only(product.last)
-            if user is None or user not in inside:
-                break
-            longer = None if user in self.claimed else self.take(product, user)
-            if longer is None:
-                break
-            self.claimed.add(user)
-            product = replace(longer, last=user, absorbed=(*product.absorbed, user))
-        return product
-
-    def take(self, product: Product, user: relax.Var) -> Product | None:
-        """`product` with what `user` computes; None if the kernel cannot compute it."""
-        call = self.values[user]
-        name, clipped = op_name(call), product.low is not None
-        if not same_type(user, product.root):
-            return None
-        if name == "relax.add" and not clipped:
-            other = call.args[1] if call.args[0].same_as(product.last) else call.args[0]
-            return take_sum(product, other, len(shape_of(user)))
-        if name in CLAMPS and not clipped:
-            return take_clamp(product, call)
-        if name == "relax.maximum" and not clipped:
-            low = read_scalar(call.args[1])
-            return None if low is None else replace(product, low=low)
-        if name == "relax.minimum":
-            high = read_scalar(call.args[1])
-            return None if high is None else replace(product, high=high)
-        return None
+    def follow(self, root: relax.Var, channels: int, inside: set[relax.Var]) -> Tail:
+        """The product and what its kernel takes over."""
+        tail = follow_tail(
+            self.graph,
+            Tail((root,), root.ty.ndim - 1, channels),
+            TAKES,
+            is_free=lambda user: user in inside and user not in self.claimed,
+        )
+        self.claimed.update(tail.vars)
+        return tail
 
     # ---- kernels ---------------------------------------------------------------------------------
 
     def lower_conv2d(
         self, root: relax.Var, call: Call, inside: set[relax.Var]
-    ) -> tuple[Product, list[relax.Binding]] | None:
+    ) -> tuple[Tail, list[relax.Binding]] | None:
         data, weight = call.args
         attrs = call.attrs
         layouts = attrs.data_layout, attrs.kernel_layout, attrs.out_layout or attrs.data_layout
@@ -249,8 +211,8 @@ class FunctionLowering:
             return None
         if min(spec.padding) < 0:
             return None
-        product = self.absorb(root, outputs, inside)
-        spec = replace(spec, epilogue=product.epilogue)
+        tail = self.follow(root, outputs, inside)
+        spec = replace(spec, epilogue=make_epilogue(tail))
         isa = self.kernels.isa
         before: list[relax.Binding] = []
         if isinstance(weight, GenericConst):
@@ -262,11 +224,11 @@ class FunctionLowering:
             packed = relax.DataflowVar(f"{root.name}_packed", ty)
             before.append(self.bind(packed, packing, [weight]))
         kernel_var = self.kernels.get("float_conv2d", spec, count_macs(call))
-        return product, [*before, self.bind_product(product, kernel_var, data, packed)]
+        return tail, [*before, self.bind_product(tail, kernel_var, data, packed)]
 
     def lower_matmul(
         self, root: relax.Var, call: Call, inside: set[relax.Var]
-    ) -> tuple[Product, list[relax.Binding]] | None:
+    ) -> tuple[Tail, list[relax.Binding]] | None:
         data, weight = call.args
         if not all(is_float32(e) for e in (data, weight, root)):
             return None
@@ -276,11 +238,11 @@ class FunctionLowering:
             return None
         leading = tuple(self.symbol(extent) for extent in shape[:-1])
         if len(other) == 2 and isinstance(weight, GenericConst):
-            product = self.absorb(root, inner[2], inside)
-            spec = FloatDense((*leading, inner[0]), inner[2], product.epilogue)
+            tail = self.follow(root, inner[2], inside)
+            spec = FloatDense((*leading, inner[0]), inner[2], make_epilogue(tail))
             packed = relax.const(pack_dense(weight.value.numpy().T, spec, self.kernels.isa))
             kernel = self.kernels.get("float_dense", spec, count_macs(call))
-            return product, [self.bind_product(product, kernel, data, packed)]
+            return tail, [self.bind_product(tail, kernel, data, packed)]
         rows = leading[-1]
         shared = len(other) == 2
         if not isinstance(rows, int):
@@ -288,19 +250,18 @@ class FunctionLowering:
         if not shared and not same_extents(shape[:-2], other[:-2]):
             return None
         matmul = FloatMatmul(leading[:-1], rows, inner[0], inner[2], shared)
-        product = Product(root, root, inner[2])
         kernel = self.kernels.get("float_batch_matmul", matmul, count_macs(call))
-        return product, [self.bind(root, kernel, [data, weight])]
+        return Tail((root,), len(shape) - 1, inner[2]), [self.bind(root, kernel, [data, weight])]
 
     def bind_product(
-        self, product: Product, kernel: tvm.ir.GlobalVar, data: relax.Expr, packed: relax.Expr
+        self, tail: Tail, kernel: tvm.ir.GlobalVar, data: relax.Expr, packed: relax.Expr
     ) -> relax.Binding:
         args = [data, packed]
-        if product.bias is not None:
-            args.append(relax.const(product.bias))
-        if product.residual is not None:
-            args.append(product.residual)
-        return self.bind(product.last, kernel, args)
+        if tail.bias is not None:
+            args.append(relax.const(np.ascontiguousarray(vector(tail.bias, tail.channels))))
+        if tail.residual is not None:
+            args.append(tail.residual)
+        return self.bind(tail.last, kernel, args)
 
     def bind(
         self, var: relax.Var, kernel: tvm.ir.GlobalVar, args: list[relax.Expr]
@@ -315,25 +276,3 @@ class FunctionLowering:
             return int(extent)
         name = "n" if isinstance(extent, tirx.Var) else f"n{len(self.symbols)}"
         return self.symbols.setdefault(str(extent), tirx.Var(name, "int64"))
-
-
-def take_sum(product: Product, other: relax.Expr, rank: int) -> Product | None:
-    """`product` plus `other`: a constant bias, or a residual of the same shape."""
-    if isinstance(other, GenericConst):
-        bias = read_bias(other, product.channels, rank)
-        if bias is None or product.bias is not None or product.residual is not None:
-            return None
-        return replace(product, bias=bias)
-    if product.residual is None and same_type(other, product.root):
-        return replace(product, residual=other)
-    return None
-
-
-def read_bias(value: GenericConst, channels: int, rank: int) -> np.ndarray | None:
-    """A constant that adds one number per channel of the last axis, as (channels,)."""
-    array = value.value.numpy()
-    if array.ndim > rank or array.size not in (1, channels) or array.dtype != np.float32:
-        return None
-    if array.size == channels and array.ndim and array.shape[-1] != channels:
-        return None
-    return np.ascontiguousarray(np.broadcast_to(array.reshape(-1), (channels,)))

@@ -15,6 +15,7 @@ import tvm
 from tvm import relax
 from tvm.target import Target
 
+from relayquant.codegen.floating import OPAQUE
 from relayquant.codegen.layout import is_one_block
 from relayquant.codegen.rules.elementwise import ELEMENTWISE_RULES, is_fused
 from relayquant.codegen.rules.kernel_call import KernelCall, KernelContext, KernelRule
@@ -27,9 +28,6 @@ from relayquant.kernels.isa.select import select_isa, select_shuffle
 from relayquant.rewrite import Emitter, Graph, Skip, rewrite_main
 
 logger = logging.getLogger("relayquant.codegen")
-
-#: relax::OpPatternKind::kOpaque: FuseOps must not put anything into a finished kernel
-OPAQUE = 8
 
 KERNEL_RULES: tuple[KernelRule, ...] = (*LINEAR_RULES, *ELEMENTWISE_RULES)
 

@@ -11,7 +11,8 @@ import tvm
 from tvm import relax, tirx
 from tvm.ir import Call
 
-from relayquant.codegen.floating import OPAQUE, list_bindings
+from relayquant.codegen.floating import OPAQUE
+from relayquant.rewrite.expressions import list_bindings
 
 
 def keep_sized_calls(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:

@@ -3,34 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from tvm import relax
+from tvm.ir import GenericConst
 
 from relayquant.eager.kernel_cache import KernelCache, KernelKey
 from relayquant.eager.operand import Operand, Variable, is_operand, make_operand
 from relayquant.eager.product import (
     CONVOLUTIONS,
-    Chain,
     Convolution,
     Matmul,
     Product,
-    take_sum,
 )
 from relayquant.eager.rounding import ROUND, Rounding
 from relayquant.reference.interpreter import Frame, execute_binding
 from relayquant.rewrite.expressions import (
-    CLAMPS,
-    Readers,
+    FunctionGraph,
     is_float32,
-    list_bindings,
     op_name,
-    same_type,
     shape_of,
     static_sizes,
-    take_clamp,
 )
+from relayquant.rewrite.tail import Tail, float_takes, follow_tail
+
+#: A bias may be a value too: of a calibration graph, say, whose biases are parameters.
+TAKES = float_takes(GenericConst, relax.Var)
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,12 +64,11 @@ class Planner:
     def __init__(
         self, params: Sequence[relax.Var], func: relax.Function, kernels: KernelCache
     ) -> None:
-        bindings = list(list_bindings(func))
-        self.bindings, self.kernels = bindings, kernels
-        self.objects = {var: var for var in (*params, *(binding.var for binding in bindings))}
-        self.values = {b.var: b.value for b in bindings if not isinstance(b, relax.MatchCast)}
+        self.graph, self.kernels = FunctionGraph(func), kernels
+        self.bindings, self.values = self.graph.bindings, self.graph.values
+        bound = (binding.var for binding in self.bindings)
+        self.objects = {var: var for var in (*params, *bound)}
         self.params = set(params)
-        self.readers = Readers(func, bindings)
         self.claimed: set[relax.Var] = set()
 
     def plan(self) -> Iterator[Step]:
@@ -137,48 +135,27 @@ class Planner:
         layout = Matmul.of(call, self.params) if name == "relax.matmul" else Convolution.of(call)
         if layout is None:
             return None
-        chain = self.follow(Chain((root,), layout.axis, layout.channels))
-        self.claimed.update(chain.vars)
-        operands = (*call.args, chain.bias, chain.residual)
+        tail = follow_tail(
+            self.graph, Tail((root,), layout.axis, layout.channels), TAKES, is_free=self.is_free
+        )
+        self.claimed.update(tail.vars)
+        operands = (*call.args, tail.bias, tail.residual)
         reads = [expr for expr in operands if isinstance(expr, relax.Var)]
         product = Product(
             layout,
-            chain,
-            self.find_object(chain.vars[-1]),
+            tail,
+            self.find_object(tail.last),
             self.operand(call.args[0]),
             self.operand(call.args[1]),
-            None if chain.bias is None else self.operand(chain.bias),
-            None if chain.residual is None else self.operand(chain.residual),
+            None if tail.bias is None else self.operand(tail.bias),
+            None if tail.residual is None else self.operand(tail.residual),
             self.kernels,
         )
-        return self.make_step(chain.vars[-1], reads, product.run, product.find_kernel())
+        return self.make_step(tail.last, reads, product.run, product.find_kernel())
 
-    def follow(self, chain: Chain) -> Chain:
-        """The chain with the only readers of its values, as far as the kernel computes them."""
-        while chain.high is None:
-            user = self.only_user(chain.vars[-1])
-            longer = None if user is None or user in self.claimed else self.take(chain, user)
-            if user is None or longer is None:
-                break
-            chain = replace(longer, vars=(*chain.vars, user))
-        return chain
-
-    def only_user(self, var: relax.Var) -> relax.Var | None:
-        """The only value that is computed from `var`; None if there are several, or none."""
-        user = self.readers.find_only(var)
-        return user if user is not None and user in self.values else None
-
-    def take(self, chain: Chain, user: relax.Var) -> Chain | None:
-        """The chain with what `user` computes; None if the kernel cannot."""
-        call = self.values[user]
-        name, clipped = op_name(call), chain.low is not None
-        if not same_type(user, chain.vars[0]):
-            return None
-        if name == "relax.add" and not clipped:
-            return take_sum(chain, call)
-        if name in CLAMPS and not clipped:
-            return take_clamp(chain, call)
-        return None
+    def is_free(self, var: relax.Var) -> bool:
+        """Whether no step found so far computes `var`."""
+        return var not in self.claimed
 
     # ---- simulated quantization ----
 
@@ -201,10 +178,10 @@ class Planner:
         bounds: list[relax.Expr] = []
         vars_ = [first]
         for name in ("relax.maximum", "relax.minimum", "relax.qnn.simulated_dequantize"):
-            user = self.only_user(vars_[-1])
-            if user is None:
+            user = self.graph.only_user(vars_[-1])
+            following = None if user is None else self.graph.call_of(user)
+            if user is None or following is None:
                 return None
-            following = self.values[user]
             if op_name(following) != name:
                 if name == "relax.qnn.simulated_dequantize" or bounds:
                     return None

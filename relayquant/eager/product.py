@@ -18,14 +18,8 @@ from relayquant.kernels.floating.conv import FloatConv2d, make_conv2d, pack_conv
 from relayquant.kernels.floating.gemm import FloatDense, make_dense, pack_dense
 from relayquant.kernels.floating.tile import FEWEST_CHANNELS, FloatEpilogue, FloatIsa
 from relayquant.reference.interpreter import Frame
-from relayquant.rewrite.expressions import (
-    expand_padding,
-    is_float32,
-    pair,
-    same_type,
-    shape_of,
-    static_sizes,
-)
+from relayquant.rewrite.expressions import expand_padding, pair, shape_of, static_sizes
+from relayquant.rewrite.tail import Tail
 from relayquant.runtime import align_array, empty_aligned, view_tensor
 
 CONVOLUTIONS = ("relax.nn.conv2d", "relax.nn.conv1d")
@@ -53,40 +47,6 @@ def for_any_batch(spec: FloatConv2d) -> FloatConv2d:
 def for_any_rows(spec: FloatDense) -> FloatDense:
     """The product (rows, K) with symbolic rows."""
     return replace(spec, shape=(tirx.Var("rows", "int64"), spec.inner))
-
-
-@dataclass(frozen=True)
-class Chain:
-    """A product and the operators behind it that its kernel computes too."""
-
-    vars: tuple[relax.Var, ...]
-    axis: int  #: of the channels in the result
-    channels: int
-    bias: relax.Expr | None = None
-    residual: relax.Expr | None = None
-    low: float | None = None
-    high: float | None = None
-
-    @property
-    def epilogue(self) -> FloatEpilogue:
-        return FloatEpilogue(self.bias is not None, self.residual is not None, self.low, self.high)
-
-
-def take_sum(chain: Chain, call: Call) -> Chain | None:
-    """The chain plus the other operand of an addition: a bias, or a residual of the same shape."""
-    other = call.args[1] if call.args[0].same_as(chain.vars[-1]) else call.args[0]
-    if other.same_as(chain.vars[-1]) or not isinstance(other, relax.Var | GenericConst):
-        return None
-    rank = len(shape_of(chain.vars[0]))
-    sizes = static_sizes(shape_of(other)) if isinstance(other.ty, relax.TensorType) else None
-    if sizes is not None and len(sizes) <= rank and is_float32(other):
-        padded = [1] * (rank - len(sizes)) + sizes
-        wanted = [chain.channels if axis == chain.axis else 1 for axis in range(rank)]
-        if padded == wanted and chain.bias is None and chain.residual is None:
-            return replace(chain, bias=other)
-    if chain.residual is None and same_type(other, chain.vars[0]):
-        return replace(chain, residual=other)
-    return None
 
 
 @dataclass(frozen=True)
@@ -253,7 +213,7 @@ class ProductCall:
 
 
 class Product:
-    """A chain that runs on a kernel; keeps its weight packed.
+    """A product and its tail, run on a kernel; keeps its weight packed.
 
     `bias` and `residual` are None where there is none.
     """
@@ -261,7 +221,7 @@ class Product:
     def __init__(
         self,
         layout: Convolution | Matmul,
-        chain: Chain,
+        tail: Tail,
         result: relax.Var,
         data: Operand,
         weight: Operand,
@@ -269,9 +229,12 @@ class Product:
         residual: Operand | None,
         kernels: KernelCache,
     ) -> None:
-        self.layout, self.chain, self.kernels = layout, chain, kernels
+        self.layout, self.tail, self.kernels = layout, tail, kernels
         self.data, self.weight, self.bias, self.residual = data, weight, bias, residual
         self.result = result
+        self.epilogue = FloatEpilogue(
+            tail.bias is not None, tail.residual is not None, tail.low, tail.high
+        )
         #: how data of each shape is multiplied
         self.calls: dict[tuple[int, ...], ProductCall] = {}
         #: (weight, specification, packed weight) of the last call
@@ -286,11 +249,11 @@ class Product:
 
     def find_kernel(self) -> KernelKey | None:
         """The kernel, if it does not depend on the data."""
-        spec = self.layout.find_spec(self.layout.sizes, self.chain.epilogue)
+        spec = self.layout.find_spec(self.layout.sizes, self.epilogue)
         return None if spec is None else self.key(spec)
 
     def run(self, frame: Frame) -> None:
-        """Compute the last value of the chain."""
+        """Compute the last value of the tail."""
         x = self.layout.to_kernel(self.data.read(frame))
         call = self.calls.get(x.shape)
         if call is None:
@@ -310,7 +273,7 @@ class Product:
 
     def plan_call(self, sizes: tuple[int, ...]) -> ProductCall:
         """How data of the shape `sizes` (N, spatial, C) is multiplied."""
-        spec = self.layout.find_spec(sizes, self.chain.epilogue)
+        spec = self.layout.find_spec(sizes, self.epilogue)
         assert spec is not None  # all sizes of an array are known
         out = self.layout.out_shape(sizes, spec)
         views = [sizes, out]
@@ -326,7 +289,8 @@ class Product:
         before = self.known_bias
         if before is not None and before[0] is bias:
             return before[1]
-        tensor = view_tensor(align_array(bias.reshape(-1)))
+        values = np.broadcast_to(bias.reshape(-1), (self.layout.channels,))
+        tensor = view_tensor(align_array(values))
         self.known_bias = bias, tensor  # both at once: other threads read it
         return tensor
 

@@ -6,58 +6,42 @@ For functions of any form. `graph.Graph` is the view of a main in one dataflow b
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from collections.abc import Iterator
+from typing import Any
 
 import tvm_ffi
 from tvm import relax, tirx
 from tvm.ir import Call, GenericConst, Op
 
-#: Operators that only bound what they get.
-CLAMPS = ("relax.nn.relu", "relax.clip")
 
+class FunctionGraph:
+    """As `graph.Graph`, for a function of any form: what computes a value, and who reads it."""
 
-class Bounded(Protocol):
-    """A frozen dataclass with bounds of its results."""
-
-    @property
-    def low(self) -> float | None: ...
-    @property
-    def high(self) -> float | None: ...
-
-
-BoundedT = TypeVar("BoundedT", bound=Bounded)
-
-
-def take_clamp(product: BoundedT, call: Call) -> BoundedT | None:
-    """`product` with the bounds of one of `CLAMPS`; None if they are not known."""
-    if op_name(call) == "relax.nn.relu":
-        return replace(product, low=0.0)  # pyright: ignore[reportArgumentType]
-    low, high = (read_scalar(arg) for arg in call.args[1:3])
-    if low is None or high is None:
-        return None
-    return replace(product, low=low, high=high)  # pyright: ignore[reportArgumentType]
-
-
-class Readers:
-    """Which values of a function read which."""
-
-    def __init__(self, func: relax.Function, bindings: Iterable[Any]) -> None:
-        self.users: dict[relax.Var, list[relax.Var]] = {}
-        self.uses: Counter[relax.Var] = Counter()
-        for binding in bindings:
+    def __init__(self, func: relax.Function) -> None:
+        self.bindings = list(list_bindings(func))
+        #: Bound variable -> its value, but for those of match_cast
+        self.values: dict[relax.Var, relax.Expr] = {
+            b.var: b.value for b in self.bindings if not isinstance(b, relax.MatchCast)
+        }
+        self._users: dict[relax.Var, list[relax.Var]] = {}
+        self._uses: Counter[relax.Var] = Counter()
+        for binding in self.bindings:
             for var in list_reads(binding.value):
-                self.uses[var] += 1
-                self.users.setdefault(var, []).append(binding.var)
+                self._uses[var] += 1
+                self._users.setdefault(var, []).append(binding.var)
         result = func.body.body if isinstance(func.body, relax.SeqExpr) else func.body
-        self.uses.update(relax.analysis.all_vars(result))
+        self._uses.update(relax.analysis.all_vars(result))
 
-    def find_only(self, var: relax.Var) -> relax.Var | None:
-        """The only value that reads `var`, once; None if there are more, or none, or main returns
-        it.
+    def call_of(self, expr: relax.Var) -> Call | None:
+        """The call that computes a value."""
+        value = self.values.get(expr)
+        return value if isinstance(value, Call) else None
+
+    def only_user(self, var: relax.Var) -> relax.Var | None:
+        """The only value that reads `var`, once; None if there are more, or none, or the function
+        returns it.
         """
-        return self.users[var][0] if self.uses[var] == 1 and var in self.users else None
+        return self._users[var][0] if self._uses[var] == 1 and var in self._users else None
 
 
 def list_bindings(func: relax.Function) -> Iterator[Any]:

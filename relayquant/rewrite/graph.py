@@ -126,6 +126,10 @@ class Graph:
         """Whether exactly one binding reads `var` and the function does not return it."""
         return len(self.users[var]) == 1 and var not in self.outputs
 
+    def only_user(self, var: relax.Var) -> relax.Var | None:
+        """The only variable whose binding reads `var`, if the function does not return `var`."""
+        return self.users[var][0] if self.has_one_user(var) else None
+
 
 def iterate_results(expr: relax.Expr) -> Iterator[relax.Expr]:
     """What main returns, one by one; nested tuples are taken apart."""

@@ -89,7 +89,7 @@ def test_dense__equals_the_reference(shape):
         lambda e, x: e("y", op.nn.relu(e("s", op.add(e.dense("m", x, 5), e.constant(5))))), shape
     )
     (product,) = steps_of(check(mod, *draw(mod, 4)), Product)
-    assert [var.name for var in product.chain.vars] == ["m", "s", "y"]
+    assert [var.name for var in product.tail.vars] == ["m", "s", "y"]
 
 
 def test_product_of_two_values__is_left_to_numpy():
@@ -107,7 +107,7 @@ def test_chain__takes_bias_residual_and_clip():
 
     mod = build_model(body, ("n", 4, 6, 6))
     products = steps_of(check(mod, *draw(mod, 2)), Product)
-    assert [[v.name for v in p.chain.vars] for p in products] == [
+    assert [[v.name for v in p.tail.vars] for p in products] == [
         ["stem"], ["b.conv", "b", "sum", "clip"],
     ]  # fmt: skip
 
@@ -120,13 +120,13 @@ def test_chain__stops_at_values_that_others_read():
 
     mod = build_model(body, MAP)
     (product,) = steps_of(check(mod, *draw(mod)), Product)
-    assert [var.name for var in product.chain.vars] == ["a.conv", "a"]
+    assert [var.name for var in product.tail.vars] == ["a.conv", "a"]
 
 
 def test_chain__a_sum_of_two_products_belongs_to_one():
     mod = build_model(lambda e, x: e("s", op.add(e.conv("a", x), e.conv("b", x))), MAP)
     products = steps_of(check(mod, *draw(mod)), Product)
-    assert sorted(len(p.chain.vars) for p in products) == [1, 2]
+    assert sorted(len(p.tail.vars) for p in products) == [1, 2]
 
 
 def test_whole_model__equals_the_reference():

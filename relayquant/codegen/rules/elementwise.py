@@ -5,7 +5,6 @@ joins, pools.
 from __future__ import annotations
 
 from collections.abc import Set
-from dataclasses import replace
 from math import prod
 
 import numpy as np
@@ -25,7 +24,7 @@ from relayquant.codegen.rules.kernel_call import (
     scalar,
     split_batch,
 )
-from relayquant.codegen.rules.linear import clip_bounds, four, pair
+from relayquant.codegen.rules.tail import absorb_clip
 from relayquant.dialect.sums import choose_product_dtype
 from relayquant.kernels.integer.elementwise import (
     Add,
@@ -61,6 +60,7 @@ from relayquant.kernels.integer.pool import (
 )
 from relayquant.qtypes import INTEGER_LIMITS
 from relayquant.rewrite import Graph, Skip
+from relayquant.rewrite.expressions import expand_padding, pair
 from relayquant.rewrite.graph import constant_value, free_vars, tensor_dtype, tensor_shape
 
 #: Values of a tensor up to which a call costs more than the work: 0.3 us, as much as 256 look-ups
@@ -108,17 +108,6 @@ def has_few_values(graph: Graph, var: relax.Var) -> bool:
     if shape is None or any(isinstance(dim, str) for dim in shape):
         return False
     return element_count([int(dim) for dim in shape]) <= FEW_VALUES
-
-
-def absorb_clip(
-    context: KernelContext, var: relax.Var, epilogue: Epilogue
-) -> tuple[tuple[relax.Var, ...], Epilogue]:
-    """A clip behind `var` as bounds of the epilogue; (values, epilogue)."""
-    user = context.next(var, "relax.clip")
-    if user is None:
-        return (var,), epilogue
-    low, high = clip_bounds(context, user, epilogue)
-    return (var, user), replace(epilogue, low=low, high=high)
 
 
 def lower_quantize(context: KernelContext, var: relax.Var) -> KernelCall | Skip | None:
@@ -310,7 +299,7 @@ def make_window(call: Call, shape: tuple[int, ...]) -> Window:
     batch, height, width, channels = shape
     return Window(
         batch, height, width, channels, pair(attrs.pool_size), pair(attrs.strides),
-        four(attrs.padding), pair(attrs.dilation), bool(attrs.ceil_mode),
+        expand_padding(attrs.padding), pair(attrs.dilation), bool(attrs.ceil_mode),
     )  # fmt: skip
 
 

@@ -46,10 +46,8 @@ class KernelContext:
 
     def next(self, var: relax.Var, *ops: str) -> relax.Var | None:
         """The only reader of `var` if it is one of these operators."""
-        if not self.graph.has_one_user(var):
-            return None
-        (user,) = self.graph.users[var]
-        return user if self.graph.op_name(user) in ops else None
+        user = self.graph.only_user(var)
+        return user if user is not None and self.graph.op_name(user) in ops else None
 
     def call(self, var: relax.Var) -> Call:
         """The call that computes `var`."""

@@ -1,12 +1,9 @@
-"""Kernel rules for convolutions and matrix products, with what follows them in one epilogue.
-
-conv -> + bias -> requantize | qnn.add of a residual | dequantize -> clip becomes one kernel.
-"""
+"""Kernel rules for convolutions and matrix products, with what follows them in one epilogue."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 
 import numpy as np
@@ -21,204 +18,23 @@ from relayquant.codegen.rules.kernel_call import (
     build_for_batch,
     is_activation,
     is_byte,
-    is_default_arithmetic,
-    multiplier,
     scalar,
     split_batch,
     split_rows,
-    vector,
 )
+from relayquant.codegen.rules.tail import UNBIASED_TAKES, IntegerTail, follow_product
 from relayquant.kernels.integer.conv import build_conv2d, build_dense, pack_conv2d, pack_dense
 from relayquant.kernels.integer.conv_transpose import (
     Conv2dTranspose,
     build_conv2d_transpose,
     pack_conv2d_transpose,
 )
-from relayquant.kernels.integer.epilogue import (
-    Epilogue,
-    Output,
-    Residual,
-    has_small_multipliers,
-)
 from relayquant.kernels.integer.matmul import BatchMatmul, build_batch_matmul
 from relayquant.kernels.integer.rows import build_dense_rows, pack_dense_rows
 from relayquant.kernels.integer.specs import Conv2d, Dense, PackedWeights
 from relayquant.rewrite import Skip
+from relayquant.rewrite.expressions import expand_padding, pair
 from relayquant.rewrite.graph import constant_value, tensor_dtype, tensor_shape
-
-
-@dataclass(frozen=True, eq=False)
-class Tail:
-    """What follows a linear operator inside its kernel.
-
-    Attributes:
-        vars: Values inside, the last is the result of the kernel.
-        epilogue: How accumulators are stored.
-        bias: int32, one per channel.
-        multiplier: float32, one per channel or one for all; None for accumulators.
-        residual: Second operand of the addition, None without one.
-    """
-
-    vars: tuple[relax.Var, ...]
-    epilogue: Epilogue
-    bias: np.ndarray
-    multiplier: np.ndarray | None = None
-    residual: relax.Expr | None = None
-
-
-def follow_tail(context: KernelContext, var: relax.Var, channels: int) -> Tail:
-    """The longest chain behind an accumulator that one kernel can compute; channels are its last
-    axis.
-    """
-    tail = Tail((var,), Epilogue(Output.ACCUMULATOR, "int32"), np.zeros(channels, "int32"))
-    user = context.next(var, "relax.add")
-    if user is not None:
-        bias = find_bias(context, var, user, channels)
-        if bias is not None:
-            tail = replace(tail, vars=(var, user), bias=bias)
-            var = user
-    user = context.next(var, "relax.qnn.requantize", "relax.qnn.dequantize", "relax.qnn.add")
-    if user is None:
-        return tail
-    finish = FINISHERS[context.graph.op_name(user)]
-    finished = finish(context, tail, var, user, channels)
-    return tail if finished is None else follow_clip(context, mark_small(finished))
-
-
-def mark_small(tail: Tail) -> Tail:
-    """The tail with `Epilogue.is_small` set if it holds."""
-    epilogue = tail.epilogue
-    if epilogue.output is not Output.REQUANTIZE or tail.multiplier is None:
-        return tail
-    is_small = has_small_multipliers(tail.multiplier, epilogue.residual)
-    return replace(tail, epilogue=replace(epilogue, is_small=is_small))
-
-
-def find_bias(
-    context: KernelContext, var: relax.Var, user: relax.Var, channels: int
-) -> np.ndarray | None:
-    """The constant that `user` adds to `var`, if there is one value per channel (the last axis) or
-    one.
-    """
-    call = context.call(user)
-    other = call.args[1] if call.args[0].same_as(var) else call.args[0]
-    value = constant_value(other)
-    shape = tensor_shape(other)
-    if value is None or shape is None or any(dim != 1 for dim in shape[:-1]):
-        return None
-    return vector(other, channels)
-
-
-def finish_requantize(
-    context: KernelContext, tail: Tail, var: relax.Var, user: relax.Var, channels: int
-) -> Tail | None:
-    """acc -> requantize(acc)."""
-    call = context.call(user)
-    scale, out_scale, out_zero = vector(call.args[1], channels), *map(scalar, call.args[3:5])
-    if not is_plain_accumulator(call.args[2], call, scale, last_axis(var)):
-        return None
-    if out_scale is None or out_zero is None or not is_default_arithmetic(call):
-        return None
-    dtype = str(call.attrs.out_dtype)
-    if dtype == "int32":
-        return None
-    epilogue = Epilogue(Output.REQUANTIZE, dtype, int(out_zero))
-    return replace(
-        tail,
-        vars=(*tail.vars, user),
-        epilogue=epilogue,
-        multiplier=multiplier(scale, out_scale),
-    )
-
-
-def finish_dequantize(
-    context: KernelContext, tail: Tail, var: relax.Var, user: relax.Var, channels: int
-) -> Tail | None:
-    """acc -> dequantize(acc)."""
-    call = context.call(user)
-    scale = vector(call.args[1], channels)
-    if not is_plain_accumulator(call.args[2], call, scale, last_axis(var)):
-        return None
-    if str(call.attrs.out_dtype) != "float32":
-        return None
-    epilogue = Epilogue(Output.DEQUANTIZE, "float32")
-    factor = np.asarray(scale, "float32")
-    return replace(tail, vars=(*tail.vars, user), epilogue=epilogue, multiplier=factor)
-
-
-def finish_residual(
-    context: KernelContext, tail: Tail, var: relax.Var, user: relax.Var, channels: int
-) -> Tail | None:
-    """acc -> qnn.add(acc, residual)."""
-    call = context.call(user)
-    lhs, rhs, lhs_scale, lhs_zero, rhs_scale, rhs_zero, out_scale, out_zero = call.args
-    if not lhs.same_as(var) or not is_activation(rhs) or constant_value(rhs) is not None:
-        return None
-    if str(rhs.ty.shape) != str(lhs.ty.shape) or not is_default_arithmetic(call):
-        return None
-    scale = vector(lhs_scale, channels)
-    numbers = [scalar(expr) for expr in (rhs_scale, rhs_zero, out_scale, out_zero)]
-    zero = constant_value(lhs_zero)
-    axis = int(call.attrs.lhs_axis) % lhs.ty.ndim
-    if scale is None or None in numbers or zero is None or zero.any():
-        return None
-    if constant_value(lhs_scale).size != 1 and axis != last_axis(var):  # pyright: ignore[reportOptionalMemberAccess]
-        return None
-    r_scale, r_zero, o_scale, o_zero = numbers
-    dtype = tensor_dtype(user)
-    if not is_activation(user):
-        return None
-    factor = float(multiplier(r_scale, o_scale))  # pyright: ignore[reportArgumentType]
-    residual = Residual(tensor_dtype(rhs), int(r_zero), factor)  # pyright: ignore[reportArgumentType]
-    return replace(
-        tail,
-        vars=(*tail.vars, user),
-        epilogue=Epilogue(Output.REQUANTIZE, dtype, int(o_zero), residual=residual),  # pyright: ignore[reportArgumentType]
-        multiplier=multiplier(scale, o_scale),  # pyright: ignore[reportArgumentType]
-        residual=rhs,
-    )
-
-
-FINISHERS = {
-    "relax.qnn.requantize": finish_requantize,
-    "relax.qnn.dequantize": finish_dequantize,
-    "relax.qnn.add": finish_residual,
-}
-
-
-def is_plain_accumulator(
-    zero_point: relax.Expr, call: Call, scale: np.ndarray | None, axis: int
-) -> bool:
-    """Constant scale along the last axis (or one for all), zero point 0."""
-    zero = constant_value(zero_point)
-    if scale is None or zero is None or zero.any():
-        return False
-    is_vector = constant_value(call.args[1]).size != 1  # pyright: ignore[reportOptionalMemberAccess]
-    return not is_vector or int(call.attrs.axis) % call.args[0].ty.ndim == axis
-
-
-def last_axis(var: relax.Var) -> int:
-    return var.ty.ndim - 1
-
-
-def follow_clip(context: KernelContext, tail: Tail) -> Tail:
-    """Merge a clip of the integer result into the bounds of the epilogue."""
-    user = context.next(tail.vars[-1], "relax.clip")
-    if user is None or tail.epilogue.output is not Output.REQUANTIZE:
-        return tail
-    bounds = clip_bounds(context, user, tail.epilogue)
-    return replace(
-        tail,
-        vars=(*tail.vars, user),
-        epilogue=replace(tail.epilogue, low=bounds[0], high=bounds[1]),
-    )
-
-
-def clip_bounds(context: KernelContext, clip: relax.Var, epilogue: Epilogue) -> tuple[int, int]:
-    """Bounds of a clip, within those that the epilogue has already."""
-    low, high = (int(arg.value) for arg in context.call(clip).args[1:3])
-    known_low, known_high = epilogue.bounds
-    return max(low, known_low), min(high, known_high)
 
 
 @dataclass(frozen=True, eq=False)
@@ -268,13 +84,12 @@ def read_linear(
 
 
 def make_call(
-    linear: Linear, tail: Tail, packed: PackedWeights, build: Callable[[], PrimFunc]
+    linear: Linear, tail: IntegerTail, packed: PackedWeights, build: Callable[[], PrimFunc]
 ) -> KernelCall:
     """The kernel call of a linear operator: data, packed constants, residual."""
-    residual = () if tail.residual is None else (tail.residual,)
-    operands = (linear.call.args[0], *packed.arguments(), *residual)
+    operands = (linear.call.args[0], *packed.arguments(), *tail.residuals)
     # With a batch: the data, the residual and the result; constants have none.
-    batched = [0, *range(len(operands) - len(residual), len(operands) + 1)]
+    batched = [0, *range(len(operands) - len(tail.residuals), len(operands) + 1)]
     return KernelCall(tail.vars, build_for_batch(build, linear.is_symbolic, batched), operands)
 
 
@@ -286,7 +101,7 @@ def lower_conv2d(context: KernelContext, var: relax.Var) -> KernelCall | Skip | 
     if isinstance(linear, Skip):
         return linear
     attrs, weight = linear.call.attrs, linear.weight
-    tail = follow_tail(context, var, weight.shape[0])
+    tail = follow_product(context, var, weight.shape[0])
     batch, height, width, channels = linear.shape
     spec = Conv2d(
         batch=batch,
@@ -296,14 +111,14 @@ def lower_conv2d(context: KernelContext, var: relax.Var) -> KernelCall | Skip | 
         out_channels=weight.shape[0],
         kernel=(weight.shape[1], weight.shape[2]),
         strides=pair(attrs.strides),
-        padding=four(attrs.padding),
+        padding=expand_padding(attrs.padding),
         dilation=pair(attrs.dilation),
         groups=int(attrs.groups),
         in_dtype=linear.dtype,
         in_zero_point=linear.zero_point,
         epilogue=tail.epilogue,
     )
-    packed = pack_conv2d(spec, context.isa, weight, tail.bias, tail.multiplier)
+    packed = pack_conv2d(spec, context.isa, weight, tail.offsets, tail.multiplier)
     return make_call(linear, tail, packed, lambda: build_conv2d(spec, context.isa, "qnn_conv2d"))
 
 
@@ -315,7 +130,7 @@ def lower_conv1d(context: KernelContext, var: relax.Var) -> KernelCall | Skip | 
     if isinstance(linear, Skip):
         return linear
     attrs, weight = linear.call.attrs, linear.weight
-    tail = follow_tail(context, var, weight.shape[0])
+    tail = follow_product(context, var, weight.shape[0])
     batch, width, channels = linear.shape
     left, right = pair(attrs.padding)
     spec = Conv2d(
@@ -333,7 +148,7 @@ def lower_conv1d(context: KernelContext, var: relax.Var) -> KernelCall | Skip | 
         in_zero_point=linear.zero_point,
         epilogue=tail.epilogue,
     )
-    packed = pack_conv2d(spec, context.isa, weight[:, None], tail.bias, tail.multiplier)
+    packed = pack_conv2d(spec, context.isa, weight[:, None], tail.offsets, tail.multiplier)
     out_shape = (batch, spec.out_size[1], spec.out_channels)
     return make_call(
         linear,
@@ -353,7 +168,7 @@ def lower_conv2d_transpose(context: KernelContext, var: relax.Var) -> KernelCall
         return linear
     attrs = linear.call.attrs
     weight = order_transposed_weight(linear.weight, str(attrs.kernel_layout), int(attrs.groups))
-    tail = follow_tail(context, var, weight.shape[0])
+    tail = follow_product(context, var, weight.shape[0])
     batch, height, width, channels = linear.shape
     spec = Conv2dTranspose(
         batch=batch,
@@ -363,7 +178,7 @@ def lower_conv2d_transpose(context: KernelContext, var: relax.Var) -> KernelCall
         out_channels=weight.shape[0],
         kernel=(weight.shape[1], weight.shape[2]),
         strides=pair(attrs.strides),
-        padding=four(attrs.padding),
+        padding=expand_padding(attrs.padding),
         output_padding=pair(attrs.output_padding),
         dilation=pair(attrs.dilation),
         groups=int(attrs.groups),
@@ -371,7 +186,7 @@ def lower_conv2d_transpose(context: KernelContext, var: relax.Var) -> KernelCall
         in_zero_point=linear.zero_point,
         epilogue=tail.epilogue,
     )
-    packed = pack_conv2d_transpose(spec, context.isa, weight, tail.bias, tail.multiplier)
+    packed = pack_conv2d_transpose(spec, context.isa, weight, tail.offsets, tail.multiplier)
     return make_call(
         linear,
         tail,
@@ -398,7 +213,7 @@ def lower_dense(context: KernelContext, var: relax.Var) -> KernelCall | Skip | N
     if isinstance(linear, Skip):
         return linear
     units = linear.weight.shape[0]
-    tail = follow_tail(context, var, units)
+    tail = follow_product(context, var, units)
     spec = Dense(
         rows=prod(linear.shape[:-1]),
         in_features=linear.shape[-1],
@@ -408,9 +223,8 @@ def lower_dense(context: KernelContext, var: relax.Var) -> KernelCall | Skip | N
         epilogue=tail.epilogue,
     )
     pack = pack_dense_rows if linear.is_symbolic else pack_dense
-    packed = pack(spec, context.isa, linear.weight, tail.bias, tail.multiplier)
-    residual = () if tail.residual is None else (tail.residual,)
-    operands = (linear.call.args[0], *packed.arguments(), *residual)
+    packed = pack(spec, context.isa, linear.weight, tail.offsets, tail.multiplier)
+    operands = (linear.call.args[0], *packed.arguments(), *tail.residuals)
     if linear.is_symbolic:
         leading = [None if isinstance(n, str) else n for n in tensor_shape(operands[0]) or ()][:-1]
         func = build_dense_rows(spec, context.isa, "qnn_dense", leading)
@@ -438,9 +252,7 @@ def lower_batch_matmul(context: KernelContext, var: relax.Var) -> KernelCall | S
         return Skip("batch dimensions are broadcast")
     if symbolic and len(x_shape) < 3:
         return Skip("the number of rows is symbolic")
-    tail = follow_tail(context, var, 1)
-    if tail.bias.any() or (tail.multiplier is not None and tail.multiplier.size != 1):
-        return Skip("a bias or one scale per channel")
+    tail = follow_product(context, var, 1, takes=UNBIASED_TAKES)
     spec = BatchMatmul(
         batch=prod(x_shape[:-2]),
         rows=x_shape[-2],
@@ -454,31 +266,14 @@ def lower_batch_matmul(context: KernelContext, var: relax.Var) -> KernelCall | S
         epilogue=tail.epilogue,
     )
     out_shape = (*x_shape[:-1], y_shape[-2])
-    residual = () if tail.residual is None else (tail.residual,)
     func = build_for_batch(
         lambda: build_batch_matmul(
             spec, context.isa, "qnn_batch_matmul", x_shape, y_shape, out_shape
         ),
         symbolic,
-        range(3 + len(residual)),
+        range(3 + len(tail.residuals)),
     )
-    return KernelCall(tail.vars, func, (call.args[0], call.args[1], *residual))
-
-
-def pair(values) -> tuple[int, int]:
-    """Two integers of an attribute; one counts for both."""
-    numbers = [int(value) for value in values]
-    return (numbers[0], numbers[-1])
-
-
-def four(values) -> tuple[int, int, int, int]:
-    """(top, left, bottom, right) of a padding attribute with one, two or four values."""
-    numbers = [int(value) for value in values]
-    if len(numbers) == 1:
-        numbers = numbers * 4
-    if len(numbers) == 2:
-        numbers = numbers * 2
-    return (numbers[0], numbers[1], numbers[2], numbers[3])
+    return KernelCall(tail.vars, func, (call.args[0], call.args[1], *tail.residuals))
 
 
 LINEAR_RULES: tuple[KernelRule, ...] = (
