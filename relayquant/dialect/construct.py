@@ -10,6 +10,7 @@ import tvm_ffi
 from tvm import relax
 from tvm.ir import Attrs, Call, Op
 
+from relayquant.dialect.operands import Argument
 from relayquant.errors import QnnError
 from relayquant.qtypes import Arithmetic, Rounding
 
@@ -24,7 +25,7 @@ def _is_expr(value: Any) -> bool:
     return isinstance(value, relax.Expr)
 
 
-def make_operand(value: Operand, operator: str, name: str) -> relax.Expr:
+def make_data(value: Operand, operator: str, name: str) -> relax.Expr:
     if _is_expr(value):
         return value
     if isinstance(value, np.ndarray):
@@ -54,34 +55,21 @@ def make_parameter(value: Parameter, dtype: str, operator: str, name: str) -> re
     return relax.const(converted, dtype)
 
 
-def make_scale(value: Parameter, operator: str, name: str = "scale") -> relax.Expr:
-    return make_parameter(value, "float32", operator, name)
-
-
-def make_zero_point(value: Parameter, operator: str, name: str = "zero_point") -> relax.Expr:
-    return make_parameter(value, "int32", operator, name)
-
-
-def make_unary_parameters(operator: str, values: Sequence[Parameter]) -> list[relax.Expr]:
-    """(input scale, input zero point, output scale, output zero point)."""
-    return [
-        make_scale(values[0], operator, "input_scale"),
-        make_zero_point(values[1], operator, "input_zero_point"),
-        make_scale(values[2], operator, "output_scale"),
-        make_zero_point(values[3], operator, "output_zero_point"),
-    ]
-
-
-def make_tuple(value: Any, make: Any, operator: str, name: str) -> relax.Expr:
-    """A tuple expression from a sequence of operands; expressions pass."""
+def make_operand(operator: str, argument: Argument, value: Any) -> relax.Expr:
+    """The expression for one operand: a tuple's from a sequence; expressions pass."""
+    if not argument.is_tuple:
+        if argument.dtype:
+            return make_parameter(value, argument.dtype, operator, argument.name)
+        return make_data(value, operator, argument.name)
     if _is_expr(value):
         return value
     if not isinstance(value, list | tuple | tvm_ffi.Array | np.ndarray):
         raise QnnError(
-            f"qnn.{operator}: operand '{name}' is a {type(value).__name__}; "
+            f"qnn.{operator}: operand '{argument.name}' is a {type(value).__name__}; "
             "allowed: a list or tuple, or a relax expression of tuple type."
         )
-    return relax.Tuple([make(v, operator, f"{name}[{i}]") for i, v in enumerate(value)])
+    fields = (Argument(f"{argument.name}[{i}]", argument.dtype) for i in range(len(value)))
+    return relax.Tuple([make_operand(operator, *pair) for pair in zip(fields, value, strict=True)])
 
 
 def rounding_value(rounding: Rounding | str, operator: str) -> str:
@@ -134,5 +122,10 @@ def make_padding(value: int | Sequence[int], rank: int, operator: str) -> tvm_ff
     return tvm_ffi.Array([int(v) for v in numbers])
 
 
-def make_call(operator: str, operands: Sequence[relax.Expr], attrs: Attrs | None) -> Call:
-    return Call(Op.get(f"relax.qnn.{operator}"), list(operands), attrs)
+def make_call(
+    operator: str, arguments: Sequence[Argument], values: Sequence[Any], attrs: Attrs | None
+) -> Call:
+    """A call of `relax.qnn.<operator>`; `values` in the order of its declared operands."""
+    pairs = zip(arguments, values, strict=True)
+    operands = [make_operand(operator, argument, value) for argument, value in pairs]
+    return Call(Op.get(f"relax.qnn.{operator}"), operands, attrs)

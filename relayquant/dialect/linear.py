@@ -5,49 +5,37 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tvm import relax, te
+from tvm import te
 from tvm.ir import Call
 
-from relayquant.dialect.construct import make_operand, make_scale, make_zero_point
 from relayquant.dialect.operands import (
     NARROW,
+    Argument,
     CheckedOperand,
     check_attribute,
     check_scale,
     check_zero_point,
     get_operands,
+    scale_argument,
+    zero_point_argument,
 )
 from relayquant.dialect.parameters import PrimExpr, compute_tensor
 from relayquant.rewrite.graph import tensor_dtype
 
 LINEAR_OPERANDS = (
-    "data",
-    "weight",
-    "input_zero_point",
-    "kernel_zero_point",
-    "input_scale",
-    "kernel_scale",
+    Argument("data"),
+    Argument("weight"),
+    zero_point_argument("input_zero_point"),
+    zero_point_argument("kernel_zero_point"),
+    scale_argument("input_scale"),
+    scale_argument("kernel_scale"),
 )
 
 
-def make_linear_operands(
-    operator: str, names: Sequence[str], values: Sequence[Any]
-) -> list[relax.Expr]:
-    """(data, weight, zero point, zero point, scale, scale)."""
-    return [
-        make_operand(values[0], operator, names[0]),
-        make_operand(values[1], operator, names[1]),
-        make_zero_point(values[2], operator, names[2]),
-        make_zero_point(values[3], operator, names[3]),
-        make_scale(values[4], operator, names[4]),
-        make_scale(values[5], operator, names[5]),
-    ]
-
-
 def get_linear(
-    call: Call, names: Sequence[str] = LINEAR_OPERANDS
+    call: Call, arguments: Sequence[Argument] = LINEAR_OPERANDS
 ) -> tuple[CheckedOperand, CheckedOperand, list[CheckedOperand]]:
-    data, weight, *parameters = get_operands(call, names)
+    data, weight, *parameters = get_operands(call, arguments)
     data.check_dtype(NARROW, "Quantize it to 8 or 16 bits first.")
     weight.check_dtype(NARROW, "Quantize it to 8 or 16 bits first.")
     check_attribute(data.operator, "out_dtype", call.attrs.out_dtype, ("int32", "int64"))

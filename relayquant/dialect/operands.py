@@ -20,14 +20,33 @@ from relayquant.errors import QnnError, form_plural, format_count
 from relayquant.qtypes import INTEGER_LIMITS, Arithmetic, Rounding
 from relayquant.rewrite.graph import static_size
 
+
+@dataclass(frozen=True)
+class Argument:
+    """One operand as it is declared: a tensor, or a parameter of a fixed `dtype`."""
+
+    name: str
+    dtype: str = ""  #: "": a tensor, whose dtypes the inference of types checks
+    is_tuple: bool = False
+
+
+def scale_argument(name: str = "scale", *, is_tuple: bool = False) -> Argument:
+    """A scale: float32."""
+    return Argument(name, "float32", is_tuple)
+
+
+def zero_point_argument(name: str = "zero_point", *, is_tuple: bool = False) -> Argument:
+    """A zero point: int32."""
+    return Argument(name, "int32", is_tuple)
+
+
+def affine_arguments(prefix: str) -> tuple[Argument, Argument]:
+    """(scale, zero point) of one operand or of the result."""
+    return scale_argument(f"{prefix}_scale"), zero_point_argument(f"{prefix}_zero_point")
+
+
 #: Operands of requantize and of what works like it on one tensor.
-UNARY_OPERANDS = (
-    "data",
-    "input_scale",
-    "input_zero_point",
-    "output_scale",
-    "output_zero_point",
-)
+UNARY_OPERANDS = (Argument("data"), *affine_arguments("input"), *affine_arguments("output"))
 
 QUANTIZED = ("int8", "uint8", "int16", "uint16", "int32")
 
@@ -123,16 +142,21 @@ def is_known_different(left: Any, right: Any) -> bool:
     return isinstance(difference, tirx.IntImm) and int(difference) != 0
 
 
-def get_operands(call: Call, names: Sequence[str]) -> list[CheckedOperand]:
-    """The operands of `call` as tensors; raises when their number or kind is wrong."""
-    operator = operator_name(call)
-    if len(call.args) != len(names):
+def check_count(call: Call, arguments: Sequence[Argument]) -> None:
+    """Raise unless `call` has as many operands as are declared."""
+    if len(call.args) != len(arguments):
         raise QnnError(
-            f"{operator}: got {format_count(len(call.args), 'operand')}; it takes {len(names)}: "
-            f"{', '.join(names)}."
+            f"{operator_name(call)}: got {format_count(len(call.args), 'operand')}; it takes "
+            f"{len(arguments)}: {', '.join(argument.name for argument in arguments)}."
         )
+
+
+def get_operands(call: Call, arguments: Sequence[Argument]) -> list[CheckedOperand]:
+    """The operands of `call` as tensors; raises when their number or kind is wrong."""
+    check_count(call, arguments)
+    operator = operator_name(call)
     operands = []
-    for name, argument in zip(names, call.args, strict=True):
+    for name, argument in zip((each.name for each in arguments), call.args, strict=True):
         ty = argument.ty
         if not isinstance(ty, relax.TensorType):
             raise QnnError(

@@ -10,6 +10,7 @@ from tvm.ir import Call, Op, register_op_attr
 from tvm.relax import BlockBuilder
 
 from relayquant.dialect.loops import has_known_shape
+from relayquant.dialect.operands import Argument
 
 #: TVM's signature of FInferType.
 InferFunc = Callable[[Call, Any], Any]
@@ -32,7 +33,7 @@ class Operator:
 
     name: str
     attrs: type | None
-    arguments: tuple[str, ...]
+    arguments: tuple[Argument, ...]
     infer: InferFunc
     legalize: LegalizeFunc
     layout: LayoutFunc | None = None  #: None: operands go back to their original layout
@@ -67,4 +68,4 @@ def register_operators(operators: Sequence[Operator]) -> None:
         op = Op.get(operator.full_name)
         op.set_num_inputs(len(operator.arguments))
         for argument in operator.arguments:
-            op.add_argument(argument, "Tensor", "")
+            op.add_argument(argument.name, "Tensor", "")

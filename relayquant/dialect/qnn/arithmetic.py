@@ -16,9 +16,6 @@ from relayquant.dialect.construct import (
     Parameter,
     arithmetic_value,
     make_call,
-    make_operand,
-    make_scale,
-    make_zero_point,
     rounding_value,
 )
 from relayquant.dialect.layout import (
@@ -35,7 +32,9 @@ from relayquant.dialect.loops import channel_of, divide, name_hint, read_modes
 from relayquant.dialect.operands import (
     QUANTIZED,
     SUMS,
+    Argument,
     CheckedOperand,
+    affine_arguments,
     broadcast_dims,
     check_attribute,
     check_channel_pair,
@@ -51,14 +50,11 @@ from relayquant.qtypes import Arithmetic, Rounding, has_exact_sums
 from relayquant.rewrite.graph import static_size
 
 BINARY_OPERANDS = (
-    "lhs",
-    "rhs",
-    "lhs_scale",
-    "lhs_zero_point",
-    "rhs_scale",
-    "rhs_zero_point",
-    "output_scale",
-    "output_zero_point",
+    Argument("lhs"),
+    Argument("rhs"),
+    *affine_arguments("lhs"),
+    *affine_arguments("rhs"),
+    *affine_arguments("output"),
 )
 
 
@@ -84,21 +80,10 @@ def _make_binary(
     out_dtype: str,
     modes: tuple[Rounding | str, Arithmetic | str],
 ) -> Call:
-    lhs_scale, lhs_zero_point, rhs_scale, rhs_zero_point, output_scale, output_zero_point = (
-        parameters
-    )
     return make_call(
         name,
-        [
-            make_operand(operands[0], name, "lhs"),
-            make_operand(operands[1], name, "rhs"),
-            make_scale(lhs_scale, name, "lhs_scale"),
-            make_zero_point(lhs_zero_point, name, "lhs_zero_point"),
-            make_scale(rhs_scale, name, "rhs_scale"),
-            make_zero_point(rhs_zero_point, name, "rhs_zero_point"),
-            make_scale(output_scale, name, "output_scale"),
-            make_zero_point(output_zero_point, name, "output_zero_point"),
-        ],
+        BINARY_OPERANDS,
+        (*operands, *parameters),
         QBinaryAttrs(
             int(axes[0]),
             int(axes[1]),
@@ -217,8 +202,7 @@ def broadcast_shapes(
 
 def infer_binary(call: Call, _builder: Any) -> Any:
     """Integer lhs and rhs, broadcast -> out_dtype."""
-    names = ("lhs", "rhs", "lhs_scale", "lhs_zero_point", "rhs_scale", "rhs_zero_point")
-    operands = get_operands(call, (*names, "output_scale", "output_zero_point"))
+    operands = get_operands(call, BINARY_OPERANDS)
     lhs, rhs, lhs_scale, lhs_zero, rhs_scale, rhs_zero, out_scale, out_zero = operands
     operator, attrs = lhs.operator, call.attrs
     for operand in (lhs, rhs):

@@ -19,10 +19,6 @@ from relayquant.dialect.construct import (
     Parameter,
     arithmetic_value,
     make_call,
-    make_operand,
-    make_scale,
-    make_tuple,
-    make_zero_point,
     rounding_value,
 )
 from relayquant.dialect.layout import (
@@ -38,14 +34,19 @@ from relayquant.dialect.layout import (
 from relayquant.dialect.loops import divide, name_hint, read_modes
 from relayquant.dialect.operands import (
     QUANTIZED,
+    Argument,
     CheckedOperand,
+    affine_arguments,
+    check_count,
     check_modes,
     check_scale,
     check_zero_point,
     get_constant,
     is_known_different,
     operator_name,
+    scale_argument,
     show_shape,
+    zero_point_argument,
 )
 from relayquant.dialect.operator import Operator
 from relayquant.dialect.parameters import Reader, compute_tensor
@@ -53,11 +54,10 @@ from relayquant.errors import QnnError, format_count
 from relayquant.qtypes import Arithmetic, Rounding
 
 CONCATENATE_OPERANDS = (
-    "data",
-    "input_scales",
-    "input_zero_points",
-    "output_scale",
-    "output_zero_point",
+    Argument("data", is_tuple=True),
+    scale_argument("input_scales", is_tuple=True),
+    zero_point_argument("input_zero_points", is_tuple=True),
+    *affine_arguments("output"),
 )
 
 
@@ -91,13 +91,8 @@ def concatenate(
     name = "concatenate"
     return make_call(
         name,
-        [
-            make_tuple(data, make_operand, name, "data"),
-            make_tuple(input_scales, make_scale, name, "input_scales"),
-            make_tuple(input_zero_points, make_zero_point, name, "input_zero_points"),
-            make_scale(output_scale, name, "output_scale"),
-            make_zero_point(output_zero_point, name, "output_zero_point"),
-        ],
+        CONCATENATE_OPERANDS,
+        (data, input_scales, input_zero_points, output_scale, output_zero_point),
         QConcatenateAttrs(
             int(axis), rounding_value(rounding, name), arithmetic_value(compute_dtype, name)
         ),
@@ -127,12 +122,7 @@ def _get_tuple(call: Call, position: int, name: str, each: str) -> list[CheckedO
 def infer_concatenate(call: Call, _builder: Any) -> Any:
     """Tuple of tensors of one integer dtype -> the same dtype, joined along axis."""
     operator, attrs = operator_name(call), call.attrs
-    names = ("data", "input_scales", "input_zero_points", "output_scale", "output_zero_point")
-    if len(call.args) != len(names):
-        raise QnnError(
-            f"{operator}: got {format_count(len(call.args), 'operand')}; it takes {len(names)}: "
-            f"{', '.join(names)}."
-        )
+    check_count(call, CONCATENATE_OPERANDS)
     tensors = _get_tuple(call, 0, "data", "one to join")
     scales = _get_tuple(call, 1, "input_scales", "one scale per tensor")
     zero_points = _get_tuple(call, 2, "input_zero_points", "one zero point per tensor")
@@ -144,7 +134,8 @@ def infer_concatenate(call: Call, _builder: Any) -> Any:
             "least one."
         )
     out_scale, out_zero = (
-        CheckedOperand(operator, names[i], call.args[i].ty, call.args[i]) for i in (3, 4)
+        CheckedOperand(operator, argument.name, given.ty, given)
+        for argument, given in zip(CONCATENATE_OPERANDS[3:], call.args[3:], strict=True)
     )
     check_modes(operator, attrs)
     first = tensors[0]

@@ -28,7 +28,6 @@ from relayquant.dialect.linear import (
     LINEAR_OPERANDS,
     check_linear_parameters,
     get_linear,
-    make_linear_operands,
     make_multiply,
     subtract_zero_point,
 )
@@ -114,7 +113,8 @@ def conv1d(
     values = (data, weight, input_zero_point, kernel_zero_point, input_scale, kernel_scale)
     return make_call(
         name,
-        make_linear_operands(name, LINEAR_OPERANDS, values),
+        LINEAR_OPERANDS,
+        values,
         QConv1DAttrs(
             make_integers(strides, 1, name, "strides"),
             make_padding(padding, 1, name),
@@ -153,7 +153,8 @@ def conv2d(
     values = (data, weight, input_zero_point, kernel_zero_point, input_scale, kernel_scale)
     return make_call(
         name,
-        make_linear_operands(name, LINEAR_OPERANDS, values),
+        LINEAR_OPERANDS,
+        values,
         QConv2DAttrs(
             make_integers(strides, 2, name, "strides"),
             make_padding(padding, 2, name),
@@ -191,7 +192,8 @@ def conv2d_transpose(
     values = (data, weight, input_zero_point, kernel_zero_point, input_scale, kernel_scale)
     return make_call(
         name,
-        make_linear_operands(name, LINEAR_OPERANDS, values),
+        LINEAR_OPERANDS,
+        values,
         QConv2DTransposeAttrs(
             make_integers(strides, 2, name, "strides"),
             make_padding(padding, 2, name),

@@ -15,21 +15,30 @@ from relayquant.dialect.linear import (
     LINEAR_OPERANDS,
     check_linear_parameters,
     get_linear,
-    make_linear_operands,
     make_multiply,
     subtract_zero_point,
 )
 from relayquant.dialect.loops import name_hint
 from relayquant.dialect.operands import (
+    Argument,
     broadcast_dims,
     is_known_different,
+    scale_argument,
     show_dimension,
     show_shape,
+    zero_point_argument,
 )
 from relayquant.dialect.operator import Operator
 from relayquant.dialect.parameters import PrimExpr, Reader, compute_tensor
 
-BATCH_MATMUL_OPERANDS = ("x", "y", "x_zero_point", "y_zero_point", "x_scale", "y_scale")
+BATCH_MATMUL_OPERANDS = (
+    Argument("x"),
+    Argument("y"),
+    zero_point_argument("x_zero_point"),
+    zero_point_argument("y_zero_point"),
+    scale_argument("x_scale"),
+    scale_argument("y_scale"),
+)
 
 
 @define_attrs("relayquant.attrs.QMatmulAttrs")
@@ -55,11 +64,8 @@ def dense(
 
     Kernel parameters: () or (N,).
     """
-    name = "dense"
     values = (data, weight, input_zero_point, kernel_zero_point, input_scale, kernel_scale)
-    return make_call(
-        name, make_linear_operands(name, LINEAR_OPERANDS, values), QMatmulAttrs(out_dtype)
-    )
+    return make_call("dense", LINEAR_OPERANDS, values, QMatmulAttrs(out_dtype))
 
 
 def batch_matmul(
@@ -75,10 +81,8 @@ def batch_matmul(
 
     The leading dimensions broadcast. Parameters: ().
     """
-    name = "batch_matmul"
-    names = ("x", "y", "x_zero_point", "y_zero_point", "x_scale", "y_scale")
     values = (x, y, x_zero_point, y_zero_point, x_scale, y_scale)
-    return make_call(name, make_linear_operands(name, names, values), QMatmulAttrs(out_dtype))
+    return make_call("batch_matmul", BATCH_MATMUL_OPERANDS, values, QMatmulAttrs(out_dtype))
 
 
 # ---------------------------------------------------------------- types
@@ -105,8 +109,7 @@ def infer_dense(call: Call, _builder: Any) -> Any:
 
 def infer_batch_matmul(call: Call, _builder: Any) -> Any:
     """x (..., M, K), y (..., N, K) -> int32 or int64 (..., M, N)."""
-    names = ("x", "y", "x_zero_point", "y_zero_point", "x_scale", "y_scale")
-    x, y, parameters = get_linear(call, names)
+    x, y, parameters = get_linear(call, BATCH_MATMUL_OPERANDS)
     x.check_min_rank(2)
     y.check_min_rank(2)
     check_linear_parameters(x, y, parameters, None, False)

@@ -16,10 +16,6 @@ from relayquant.dialect.construct import (
     Parameter,
     arithmetic_value,
     make_call,
-    make_operand,
-    make_scale,
-    make_unary_parameters,
-    make_zero_point,
     rounding_value,
 )
 from relayquant.dialect.layout import infer_layout_elementwise
@@ -29,6 +25,7 @@ from relayquant.dialect.operands import (
     QUANTIZED,
     SUMS,
     UNARY_OPERANDS,
+    Argument,
     check_attribute,
     check_channel_pair,
     check_modes,
@@ -36,12 +33,14 @@ from relayquant.dialect.operands import (
     check_zero_point,
     get_operands,
     make_tensor_type,
+    scale_argument,
+    zero_point_argument,
 )
 from relayquant.dialect.operator import Operator
 from relayquant.dialect.parameters import PrimExpr, Reader
 from relayquant.qtypes import Arithmetic, Rounding
 
-QUANTIZE_OPERANDS = ("data", "scale", "zero_point")
+QUANTIZE_OPERANDS = (Argument("data"), scale_argument(), zero_point_argument())
 
 
 @define_attrs("relayquant.attrs.QuantizeAttrs")
@@ -90,11 +89,8 @@ def quantize(
     name = "quantize"
     return make_call(
         name,
-        [
-            make_operand(data, name, "data"),
-            make_scale(scale, name),
-            make_zero_point(zero_point, name),
-        ],
+        QUANTIZE_OPERANDS,
+        (data, scale, zero_point),
         QuantizeAttrs(int(axis), out_dtype, rounding_value(rounding, name)),
     )
 
@@ -113,11 +109,8 @@ def dequantize(
     name = "dequantize"
     return make_call(
         name,
-        [
-            make_operand(data, name, "data"),
-            make_scale(scale, name),
-            make_zero_point(zero_point, name),
-        ],
+        QUANTIZE_OPERANDS,
+        (data, scale, zero_point),
         DequantizeAttrs(int(axis), out_dtype),
     )
 
@@ -140,10 +133,10 @@ def requantize(
     taken as int32 but by the default, and TONEAREST_EVEN with FLOAT64.
     """
     name = "requantize"
-    parameters = (input_scale, input_zero_point, output_scale, output_zero_point)
     return make_call(
         name,
-        [make_operand(data, name, "data"), *make_unary_parameters(name, parameters)],
+        UNARY_OPERANDS,
+        (data, input_scale, input_zero_point, output_scale, output_zero_point),
         RequantizeAttrs(
             int(axis),
             out_dtype,
@@ -158,7 +151,7 @@ def requantize(
 
 def infer_quantize(call: Call, _builder: Any) -> Any:
     """float data -> out_dtype, same shape."""
-    data, scale, zero_point = get_operands(call, ("data", "scale", "zero_point"))
+    data, scale, zero_point = get_operands(call, QUANTIZE_OPERANDS)
     operator, attrs = data.operator, call.attrs
     data.check_dtype(FLOATS, "An integer tensor changes its parameters through qnn.requantize.")
     check_attribute(operator, "out_dtype", attrs.out_dtype, QUANTIZED)
@@ -169,7 +162,7 @@ def infer_quantize(call: Call, _builder: Any) -> Any:
 
 def infer_dequantize(call: Call, _builder: Any) -> Any:
     """Integer data -> out_dtype, same shape."""
-    data, scale, zero_point = get_operands(call, ("data", "scale", "zero_point"))
+    data, scale, zero_point = get_operands(call, QUANTIZE_OPERANDS)
     data.check_dtype(SUMS, "Quantize it first.")
     check_attribute(data.operator, "out_dtype", call.attrs.out_dtype, FLOATS)
     check_channel_pair(data, scale, zero_point, call.attrs.axis, data.dtype, "axis")

@@ -22,9 +22,7 @@ from relayquant.dialect.construct import (
     arithmetic_value,
     make_call,
     make_integers,
-    make_operand,
     make_padding,
-    make_unary_parameters,
     rounding_value,
 )
 from relayquant.dialect.layout import (
@@ -112,10 +110,10 @@ def avg_pool2d(
     reproduce it.
     """
     name = "avg_pool2d"
-    parameters = (input_scale, input_zero_point, output_scale, output_zero_point)
     return make_call(
         name,
-        [make_operand(data, name, "data"), *make_unary_parameters(name, parameters)],
+        UNARY_OPERANDS,
+        (data, input_scale, input_zero_point, output_scale, output_zero_point),
         QAvgPool2DAttrs(
             make_integers(pool_size, 2, name, "pool_size"),
             make_integers(strides, 2, name, "strides"),
@@ -150,11 +148,11 @@ def mean(
     and INT64 they wrap.
     """
     name = "mean"
-    parameters = (input_scale, input_zero_point, output_scale, output_zero_point)
     listed = [axes] if isinstance(axes, int) else list(axes or ())
     return make_call(
         name,
-        [make_operand(data, name, "data"), *make_unary_parameters(name, parameters)],
+        UNARY_OPERANDS,
+        (data, input_scale, input_zero_point, output_scale, output_zero_point),
         QMeanAttrs(
             tvm_ffi.Array([int(axis) for axis in listed]),
             bool(keepdims),

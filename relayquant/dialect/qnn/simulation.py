@@ -16,27 +16,31 @@ from relayquant.dialect.construct import (
     Operand,
     Parameter,
     make_call,
-    make_operand,
-    make_parameter,
-    make_scale,
-    make_zero_point,
     rounding_value,
 )
 from relayquant.dialect.layout import infer_layout_elementwise
 from relayquant.dialect.loops import channel_of, name_hint
 from relayquant.dialect.operands import (
     FLOATS,
+    Argument,
     check_modes,
     get_constant,
     get_operands,
     make_tensor_type,
     operator_name,
+    scale_argument,
+    zero_point_argument,
 )
 from relayquant.dialect.operator import Operator
 from relayquant.dialect.parameters import PrimExpr, compute_tensor
 from relayquant.qtypes import INTEGER_LIMITS, Rounding
 
-SIMULATED_OPERANDS = ("data", "dtype", "scale", "zero_point")
+SIMULATED_OPERANDS = (
+    Argument("data"),
+    Argument("dtype", "int32"),
+    scale_argument(),
+    zero_point_argument(),
+)
 
 
 @define_attrs("relayquant.attrs.SimulatedQuantizeAttrs")
@@ -91,12 +95,8 @@ def simulated_quantize(
     name = "simulated_quantize"
     return make_call(
         name,
-        [
-            make_operand(data, name, "data"),
-            make_parameter(dtype, "int32", name, "dtype"),
-            make_scale(scale, name),
-            make_zero_point(zero_point, name),
-        ],
+        SIMULATED_OPERANDS,
+        (data, dtype, scale, zero_point),
         SimulatedQuantizeAttrs(int(axis), rounding_value(rounding, name)),
     )
 
@@ -108,12 +108,8 @@ def simulated_dequantize(
     name = "simulated_dequantize"
     return make_call(
         name,
-        [
-            make_operand(data, name, "data"),
-            make_parameter(dtype, "int32", name, "dtype"),
-            make_scale(scale, name),
-            make_zero_point(zero_point, name),
-        ],
+        SIMULATED_OPERANDS,
+        (data, dtype, scale, zero_point),
         SimulatedDequantizeAttrs(int(axis)),
     )
 
@@ -122,7 +118,7 @@ def simulated_dequantize(
 
 
 def _infer_simulated(call: Call) -> Any:
-    data, dtype, scale, zero_point = get_operands(call, ("data", "dtype", "scale", "zero_point"))
+    data, dtype, scale, zero_point = get_operands(call, SIMULATED_OPERANDS)
     data.check_dtype(FLOATS, "Simulated quantization keeps float tensors.")
     data.resolve_axis(call.attrs.axis)
     dtype.check_dtype(("int32",), "Its values are the codes listed for qnn.simulated_quantize.")

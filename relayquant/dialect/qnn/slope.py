@@ -17,9 +17,6 @@ from relayquant.dialect.construct import (
     Parameter,
     arithmetic_value,
     make_call,
-    make_operand,
-    make_parameter,
-    make_unary_parameters,
     rounding_value,
 )
 from relayquant.dialect.layout import infer_layout_elementwise
@@ -27,6 +24,7 @@ from relayquant.dialect.loops import channel_of, compute_elementwise, divide, re
 from relayquant.dialect.operands import (
     NARROW,
     UNARY_OPERANDS,
+    Argument,
     check_modes,
     check_parameter,
     check_scalar_pairs,
@@ -57,7 +55,7 @@ class QPreluAttrs(Attrs):
     axis: int
 
 
-PRELU_OPERANDS = (*UNARY_OPERANDS, "slopes")
+PRELU_OPERANDS = (*UNARY_OPERANDS, Argument("slopes", "float32"))
 
 
 # ---------------------------------------------------------------- constructors
@@ -81,10 +79,10 @@ def leaky_relu(
     does.
     """
     name = "leaky_relu"
-    parameters = (input_scale, input_zero_point, output_scale, output_zero_point)
     return make_call(
         name,
-        [make_operand(data, name, "data"), *make_unary_parameters(name, parameters)],
+        UNARY_OPERANDS,
+        (data, input_scale, input_zero_point, output_scale, output_zero_point),
         QLeakyReluAttrs(
             float(alpha), rounding_value(rounding, name), arithmetic_value(compute_dtype, name)
         ),
@@ -107,11 +105,12 @@ def prelu(
     m = s_in * slope / s_out, both computed in float64. Relay has no such operator, hence there is
     one arithmetic.
     """
-    name = "prelu"
-    parameters = (input_scale, input_zero_point, output_scale, output_zero_point)
-    operands = [make_operand(data, name, "data"), *make_unary_parameters(name, parameters)]
-    operands.append(make_parameter(slopes, "float32", name, "slopes"))
-    return make_call(name, operands, QPreluAttrs(int(axis)))
+    return make_call(
+        "prelu",
+        PRELU_OPERANDS,
+        (data, input_scale, input_zero_point, output_scale, output_zero_point, slopes),
+        QPreluAttrs(int(axis)),
+    )
 
 
 # ---------------------------------------------------------------- types

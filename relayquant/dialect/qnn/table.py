@@ -8,11 +8,12 @@ from tvm import te, tirx
 from tvm.ir import Call
 from tvm.relax import BlockBuilder
 
-from relayquant.dialect.construct import Operand, make_call, make_operand
+from relayquant.dialect.construct import Operand, make_call
 from relayquant.dialect.layout import infer_layout_elementwise
 from relayquant.dialect.loops import name_hint
 from relayquant.dialect.operands import (
     BYTES,
+    Argument,
     get_operands,
     is_known_different,
     make_tensor_type,
@@ -23,6 +24,8 @@ from relayquant.dialect.parameters import compute_tensor
 
 #: relax::OpPatternKind::kBroadcast
 _BROADCAST = 1
+
+LOOKUP_OPERANDS = (Argument("data"), Argument("table"))
 
 
 # ---------------------------------------------------------------- constructor
@@ -36,7 +39,8 @@ def lookup(data: Operand, table: Operand) -> Call:
     name = "lookup"
     return make_call(
         name,
-        [make_operand(data, name, "data"), make_operand(table, name, "table")],
+        LOOKUP_OPERANDS,
+        (data, table),
         None,
     )
 
@@ -46,7 +50,7 @@ def lookup(data: Operand, table: Operand) -> Call:
 
 def infer_lookup(call: Call, _builder: Any) -> Any:
     """Integer data (8 bit) and a table of 256 -> dtype of the table, shape of data."""
-    data, table = get_operands(call, ("data", "table"))
+    data, table = get_operands(call, LOOKUP_OPERANDS)
     data.check_dtype(BYTES, "A table is indexed by 8 bits.")
     table.check_rank(1)
     if is_known_different(table.dimension(0), tirx.IntImm("int64", 256)):
@@ -86,7 +90,7 @@ OPERATORS: tuple[Operator, ...] = (
     Operator(
         "lookup",
         None,
-        ("data", "table"),
+        LOOKUP_OPERANDS,
         infer_lookup,
         legalize_lookup,
         infer_layout_elementwise,
