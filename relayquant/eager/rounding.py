@@ -12,8 +12,8 @@ from tvm import relax
 from relayquant.eager.kernel_cache import KernelCache, KernelKey
 from relayquant.eager.operand import Operand, Variable
 from relayquant.kernels.floating.round import FloatRound, make_round
+from relayquant.reference.affine import SIMULATED_RANGES
 from relayquant.reference.interpreter import Frame
-from relayquant.reference.qnn import SIMULATED_RANGES
 from relayquant.runtime import align_array, empty_aligned, find_memory_axes, view_tensor
 
 ROUND = KernelKey(make_round, FloatRound())

@@ -23,53 +23,11 @@ from relayquant.errors import DataError, ModelError, RelayQuantError, format_cou
 from relayquant.qtypes import Arithmetic, Rounding
 from relayquant.reference import qnn
 from relayquant.reference.relax_operators import OPERATORS
+from relayquant.rewrite.attributes import read_attributes
 from relayquant.rewrite.entry import name_main
 from relayquant.rewrite.function import make_main
 
 Array = np.ndarray[Any, Any]
-
-_CONVOLUTION = (
-    "strides",
-    "padding",
-    "dilation",
-    "groups",
-    "data_layout",
-    "kernel_layout",
-    "out_dtype",
-)
-_MODES = ("rounding", "compute_dtype")
-
-#: Operator of `relax.qnn` -> names of its attributes, which are keywords of `reference.qnn`.
-QNN_ATTRIBUTES: dict[str, tuple[str, ...]] = {
-    "quantize": ("axis", "out_dtype", "rounding"),
-    "dequantize": ("axis", "out_dtype"),
-    "requantize": ("axis", "out_dtype", *_MODES),
-    "simulated_quantize": ("axis", "rounding"),
-    "simulated_dequantize": ("axis",),
-    "conv1d": _CONVOLUTION,
-    "conv2d": _CONVOLUTION,
-    "conv2d_transpose": (*_CONVOLUTION, "output_padding"),
-    "dense": ("out_dtype",),
-    "batch_matmul": ("out_dtype",),
-    "add": ("lhs_axis", "rhs_axis", "out_dtype", *_MODES),
-    "subtract": ("lhs_axis", "rhs_axis", "out_dtype", *_MODES),
-    "mul": ("lhs_axis", "rhs_axis", "out_dtype", *_MODES),
-    "concatenate": ("axis", *_MODES),
-    "avg_pool2d": (
-        "pool_size",
-        "strides",
-        "dilation",
-        "padding",
-        "ceil_mode",
-        "count_include_pad",
-        "layout",
-        *_MODES,
-    ),
-    "mean": ("axes", "keepdims", "out_dtype", *_MODES),
-    "leaky_relu": ("alpha", *_MODES),
-    "prelu": ("axis",),
-    "lookup": (),
-}
 
 
 def run(mod: tvm.IRModule, inputs: Any) -> list[Array]:
@@ -358,7 +316,7 @@ def evaluate_call(frame: Frame, call: Any, name: str) -> Any:
         result: Any = NotImplemented
         if operator.startswith("qnn."):
             args = [evaluate(frame, arg, name) for arg in call.args]
-            return evaluate_qnn(operator.removeprefix("qnn."), args, call.attrs, name)
+            return evaluate_qnn(operator.removeprefix("qnn."), args, call, name)
         if operator in OPERATORS:
             args = [evaluate(frame, arg, name) for arg in call.args]
             try:
@@ -381,29 +339,24 @@ def call_function(inner: Frame, callee: Any, call: Any, frame: Frame, name: str)
     return execute_function(inner, callee, None)
 
 
-def evaluate_qnn(operator: str, args: list[Any], attrs: Any, name: str) -> Any:
+def evaluate_qnn(operator: str, args: list[Any], call: Any, name: str) -> Any:
     """An operator of `relax.qnn` by its function in `reference.qnn`."""
-    if operator not in QNN_ATTRIBUTES:
+    if operator not in qnn.OPERATORS:
         raise ModelError(
             f"value {name!r}: relax.qnn.{operator} has no numpy form. "
-            f"{suggest_name(operator, QNN_ATTRIBUTES)}"
+            f"{suggest_name(operator, qnn.OPERATORS)}"
         )
-    keywords = {key: read_attribute(key, getattr(attrs, key)) for key in QNN_ATTRIBUTES[operator]}
+    keywords = {key: read_mode(key, value) for key, value in read_attributes(call).items()}
     try:
-        return getattr(qnn, operator)(*args, **keywords)
+        return qnn.OPERATORS[operator](*args, **keywords)
     except RelayQuantError as error:
         raise ModelError(f"value {name!r}, operator relax.qnn.{operator}: {error}") from error
 
 
-def read_attribute(key: str, value: Any) -> Any:
-    """An attribute of a qnn operator as its numpy function takes it."""
-    if key == "rounding":
-        return Rounding(str(value))
-    if key == "compute_dtype":
-        return Arithmetic(str(value))
-    if isinstance(value, (str, bool, int, float)):
-        return value
-    return tuple(int(element) for element in value)
+def read_mode(key: str, value: Any) -> Any:
+    """An attribute of a qnn operator as its numpy function takes it: a mode as its enum."""
+    mode = {"rounding": Rounding, "compute_dtype": Arithmetic}.get(key)
+    return mode(value) if mode else value
 
 
 def conform_value(frame: Frame, ty: Any, value: Any, name: str, call: Any) -> Any:

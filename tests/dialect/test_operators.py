@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
 import subprocess
 import sys
 
@@ -20,6 +21,7 @@ from tvm.script import relax as R
 import relayquant.dialect
 from relayquant.dialect import OPERATORS, qnn, register_operators
 from relayquant.qtypes import Arithmetic, Rounding
+from relayquant.reference import qnn as numpy_qnn
 
 MODES = {"rounding": Rounding.UPWARD, "compute_dtype": Arithmetic.INT64}
 X = ((2, 3, 6, 6), "int8")
@@ -106,6 +108,10 @@ def get_call(module):
     return binding.value
 
 
+def list_fields(attrs):
+    return [] if attrs in (None, type(None)) else attrs.__tvm_ffi_type_info__.fields
+
+
 def test_examples__every_operator_has_one():
     assert list(EXAMPLES) == [operator.name for operator in OPERATORS]
     assert sorted(EXAMPLES) == sorted(qnn.__all__)
@@ -116,7 +122,9 @@ def test_operator__registered(operator):
     op = Op.get(operator.full_name)
     assert op.get_attr("FPurity")
     assert op.get_attr("TMixedPrecisionPolicy") == 2
-    assert [argument.name for argument in op.arguments] == list(operator.arguments)
+    assert [argument.name for argument in op.arguments] == [
+        each.name for each in operator.arguments
+    ]
     assert getattr(R.qnn, operator.name) is getattr(qnn, operator.name)
     module = make_example(operator.name)
     assert module["main"].is_pure
@@ -124,6 +132,21 @@ def test_operator__registered(operator):
     assert call.op.name == operator.full_name
     assert len(call.args) == len(operator.arguments)
     assert operator.attrs is None or isinstance(call.attrs, operator.attrs)
+
+
+@pytest.mark.parametrize("operator", OPERATORS, ids=lambda o: o.name)
+def test_operator__constructor_and_numpy_meaning_take_what_is_declared(operator):
+    """Operands first, by their declared names, then the attributes; all others have defaults."""
+    operands = [argument.name for argument in operator.arguments]
+    fields = [field.name for field in list_fields(operator.attrs)]
+    for function in (getattr(qnn, operator.name), numpy_qnn.OPERATORS[operator.name]):
+        parameters = inspect.signature(function).parameters
+        assert list(parameters)[: len(operands)] == operands
+        assert sorted(list(parameters)[len(operands) :]) == sorted(fields)
+
+
+def test_operators__each_has_a_numpy_meaning_and_no_other():
+    assert set(numpy_qnn.OPERATORS) == {operator.name for operator in OPERATORS}
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -141,7 +164,7 @@ def test_operator__json(name):
     loaded = tvm.ir.load_json(tvm.ir.save_json(module))
     assert tvm_ffi.structural_equal(module, loaded)
     call = get_call(loaded)
-    for field in [] if call.attrs is None else type(call.attrs).__tvm_ffi_type_info__.fields:
+    for field in list_fields(type(call.attrs)):
         expected = getattr(get_call(module).attrs, field.name)
         assert tvm_ffi.structural_equal(getattr(call.attrs, field.name), expected)
 
