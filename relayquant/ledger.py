@@ -6,14 +6,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import tvm
 
 from relayquant.config.accumulator import NATIVE
-from relayquant.errors import ModelError, format_count
+from relayquant.errors import ConfigError, ModelError, format_count
+from relayquant.plain_data import PlainFields
 from relayquant.plan import Plan
 from relayquant.qtypes import QParams
 from relayquant.rewrite.entry import find_entry
@@ -23,7 +24,7 @@ LEDGER_ATTR = "relayquant.ledger"
 
 
 @dataclass(frozen=True)
-class LedgerRow:
+class LedgerRow(PlainFields):
     """One operator: what was done to it, or why not and what to do about it.
 
     Attributes:
@@ -70,17 +71,9 @@ class LedgerRow:
         """Whether its sums are brought into the range of a register that need not hold them."""
         return self.accumulator not in ("", NATIVE.description)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
-
-    @staticmethod
-    def from_dict(data: Mapping[str, Any]) -> LedgerRow:
-        return LedgerRow(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})
-
 
 @dataclass(frozen=True)
-class InterfaceValue:
+class InterfaceValue(PlainFields):
     """An input or output of main.
 
     Attributes:
@@ -116,19 +109,9 @@ class InterfaceValue:
         scale, zero_point = (float(qparams.scale),), (int(qparams.zero_point),)
         return replace(self, dtype=qparams.dtype, scale=scale, zero_point=zero_point)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
-
-    @staticmethod
-    def from_dict(data: Mapping[str, Any]) -> InterfaceValue:
-        return InterfaceValue(
-            **{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
-        )
-
 
 @dataclass(frozen=True)
-class GuardResult:
+class GuardResult(PlainFields):
     """What the guard saw when it ran the integer model beside the float model.
 
     Attributes:
@@ -167,17 +150,9 @@ class GuardResult:
             return f"{seen}; for that, back in float: {', '.join(self.reverted)}"
         return f"{seen}; it starts at {self.operator}" if self.operator else seen
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
-
-    @staticmethod
-    def from_dict(data: Mapping[str, Any]) -> GuardResult:
-        return GuardResult(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})
-
 
 @dataclass(frozen=True)
-class SearchResult:
+class SearchResult(PlainFields):
     """What the search for the fewest operators to put back found.
 
     Attributes:
@@ -208,17 +183,9 @@ class SearchResult:
         names = ", ".join(self.reverted)
         return f"{seen}; for that, back in {self.dtype}: {names}" if names else seen
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
-
-    @staticmethod
-    def from_dict(data: Mapping[str, Any]) -> SearchResult:
-        return SearchResult(**{**data, "reverted": tuple(data["reverted"])})
-
 
 @dataclass(frozen=True)
-class SpeedResult:
+class SpeedResult(PlainFields):
     """What keeping operators in float that are faster so has brought on one machine.
 
     Attributes:
@@ -248,23 +215,15 @@ class SpeedResult:
             f"for that, in float: {', '.join(self.reverted)}"
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
-
-    @staticmethod
-    def from_dict(data: Mapping[str, Any]) -> SpeedResult:
-        return SpeedResult(**{**data, "reverted": tuple(data["reverted"])})
-
 
 @dataclass(frozen=True)
-class Ledger:
+class Ledger(PlainFields):
     """Rows in topological order, the backend they were made for, the effort of calibration and what
     it worked with ("activations", "weights"; in words), and what the guard, the search for a metric
     and that for speed saw (None when they did not run).
     """
 
-    rows: tuple[LedgerRow, ...]
+    rows: tuple[LedgerRow, ...] = field(metadata={"key": "operators"})
     backend: str = ""
     effort: str = ""
     inputs: tuple[InterfaceValue, ...] = ()
@@ -279,37 +238,9 @@ class Ledger:
         "outputs": values, "guard": result or None, "search": ..., "speed": ...}, all as
         dicts.
         """
-        return {
-            "backend": self.backend,
-            "effort": self.effort,
-            "choices": dict(self.choices),
-            "operators": [row.to_dict() for row in self.rows],
-            "inputs": [value.to_dict() for value in self.inputs],
-            "outputs": [value.to_dict() for value in self.outputs],
-            "guard": self.guard.to_dict() if self.guard is not None else None,
-            "search": self.search.to_dict() if self.search is not None else None,
-            "speed": self.speed.to_dict() if self.speed is not None else None,
-        }
-
-    @staticmethod
-    def from_dict(data: Mapping[str, Any]) -> Ledger:
-        rows = tuple(LedgerRow.from_dict(row) for row in data["operators"])
-        inputs, outputs = (
-            tuple(InterfaceValue.from_dict(value) for value in data.get(key, ()))
-            for key in ("inputs", "outputs")
-        )
-        guard, search, speed = (data.get(key) for key in ("guard", "search", "speed"))
-        return Ledger(
-            rows,
-            data.get("backend", ""),
-            data.get("effort", ""),
-            inputs,
-            outputs,
-            GuardResult.from_dict(guard) if guard is not None else None,
-            SearchResult.from_dict(search) if search is not None else None,
-            SpeedResult.from_dict(speed) if speed is not None else None,
-            dict(data.get("choices", {})),
-        )
+        data = super().to_dict()
+        first = {key: data[key] for key in ("backend", "effort", "choices")}
+        return first | {"operators": data["operators"]} | data
 
     def __str__(self) -> str:
         """One line for each operator; `relayquant.report.ledger_table` makes a table of it."""
@@ -439,7 +370,10 @@ def find_ledger(mod: tvm.IRModule) -> Ledger | None:
     if attrs is None or LEDGER_ATTR not in attrs:
         return None
     with reading("The module's ledger", "ledger", ModelError):
-        return Ledger.from_dict(json.loads(str(attrs[LEDGER_ATTR])))
+        try:
+            return Ledger.from_dict(json.loads(str(attrs[LEDGER_ATTR])))
+        except ConfigError as error:
+            raise ModelError(str(error)) from error
 
 
 def read_ledger(mod: tvm.IRModule) -> Ledger:

@@ -16,15 +16,11 @@ from typing import Any
 from relayquant.arguments import check_arguments
 from relayquant.config import Accumulator, check_calibration
 from relayquant.errors import ConfigError, suggest_name
-from relayquant.plain_data import (
-    NamedSettings,
-    check_keys,
-    check_list,
-    read_enum,
-    to_plain,
-    to_tuple,
-)
-from relayquant.qtypes import QSpec, Role, ValueInfo
+from relayquant.plain_data import NamedSettings, PlainFields, check_keys, read_fields
+from relayquant.qtypes import QSpec, ValueInfo
+
+#: what plain data of a group says behind the fields of its `info`
+GROUP_KEYS = ("members", "points", "clamped", "constant", "base", "is_fixed", "calibration")
 
 
 class Support(enum.Enum):
@@ -38,7 +34,7 @@ class Support(enum.Enum):
 
 
 @dataclass(frozen=True)
-class GroupPlan:
+class GroupPlan(PlainFields):
     """One set of quantization parameters, and the values that carry it.
 
     Attributes:
@@ -70,61 +66,34 @@ class GroupPlan:
         return self.info.name
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data; a callable that picks parameters is left out, an observer is not."""
-        info = self.info
-        calibration = None
-        if isinstance(self.calibration, NamedSettings):
-            calibration = self.calibration.to_dict()
-        return {
-            "name": info.name,
-            "role": info.role.value,
-            "spec": info.spec.to_dict(),
-            "shape": list(info.shape),
-            "axis": info.axis,
-            "consumers": list(info.consumers),
-            "members": list(self.members),
-            "points": list(self.points),
-            "clamped": list(self.clamped),
-            "constant": list(self.constant) if self.constant else None,
-            "base": self.base,
-            "is_fixed": self.is_fixed,
-            "calibration": calibration,
-        }
+        """Plain data, the fields of `info` among the others; a callable that picks parameters is
+        left out, an observer is not.
+        """
+        is_plain = isinstance(self.calibration, NamedSettings)
+        data = super().to_dict()
+        data["calibration"] = self.calibration.to_dict() if is_plain else None
+        return {**data.pop("info"), **{key: data[key] for key in GROUP_KEYS}}
 
-    @staticmethod
-    def from_dict(data: object, where: str = "GroupPlan") -> GroupPlan:
+    @classmethod
+    def from_dict(cls, data: object, where: str = "") -> GroupPlan:
         """What `to_dict` wrote; `calibration` is None where it was a callable.
 
         Raises:
             ConfigError: a key is wrong or missing, or a value is not allowed.
         """
-        names = ("name", "role", "spec", "shape", "axis", "consumers", "members", "points")
-        names = (*names, "clamped", "constant", "base", "is_fixed", "calibration")
-        found = check_keys(data, names, where, names)
-        calibration = found["calibration"]
-        if calibration is not None:
-            calibration = NamedSettings.from_dict(calibration, f"{where}.calibration")
-        return GroupPlan(
-            ValueInfo(
-                found["name"],
-                read_enum(Role, found["role"], f"{where}.role"),
-                QSpec.from_dict(found["spec"], f"{where}.spec"),
-                to_tuple(found["shape"]),
-                found["axis"],
-                to_tuple(found["consumers"]),
-            ),
-            to_tuple(found["members"]),
-            to_tuple(found["points"]),
-            calibration,
-            to_tuple(found["constant"]),
-            found["base"],
-            to_tuple(found["clamped"]),
-            found["is_fixed"],
-        )
+        where = where or cls.__name__
+        info_keys = [f.name for f in dataclasses.fields(ValueInfo)]
+        names = (*info_keys, *GROUP_KEYS)
+        found = dict(check_keys(data, names, where, names))
+        info = read_fields(ValueInfo, {key: found.pop(key) for key in info_keys}, where)
+        if found["calibration"] is not None:
+            seen = NamedSettings.from_dict(found["calibration"], f"{where}.calibration")
+            found["calibration"] = seen
+        return read_fields(GroupPlan, {**found, "info": info}, where)
 
 
 @dataclass(frozen=True)
-class OperatorPlan:
+class OperatorPlan(PlainFields):
     """What happens to one operator (or fused pattern) of the prepared float graph.
 
     Attributes:
@@ -179,7 +148,7 @@ class OperatorPlan:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(PlainFields):
     """All operators and all groups, both in topological order."""
 
     operators: tuple[OperatorPlan, ...]
@@ -223,50 +192,14 @@ class Plan:
         groups = tuple(group if other.key == key else other for other in self.groups)
         return dataclasses.replace(self, groups=groups)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return {
-            "operators": [
-                {f.name: to_plain(getattr(op, f.name)) for f in dataclasses.fields(op)}
-                | {"accumulator": op.accumulator.to_dict() if op.accumulator else None}
-                | {"dynamic": op.dynamic.to_dict() if op.dynamic else None}
-                for op in self.operators
-            ],
-            "groups": [group.to_dict() for group in self.groups],
-            "value_groups": {name: list(keys) for name, keys in self.value_groups.items()},
-        }
-
-    @staticmethod
-    def from_dict(data: object, where: str = "Plan") -> Plan:
+    @classmethod
+    def from_dict(cls, data: object, where: str = "") -> Plan:
         """What `to_dict` wrote.
 
         Raises:
             ConfigError: a key is wrong or missing, or a value is not allowed.
         """
-        names = ("operators", "groups", "value_groups")
-        found = check_keys(data, names, where, names)
-        columns = [f.name for f in dataclasses.fields(OperatorPlan)]
-        operators = []
-        for i, row in enumerate(check_list(found["operators"], f"{where}.operators")):
-            row = check_keys(row, columns, f"{where}.operators[{i}]", ("name", "op", "values"))
-            values = {key: to_tuple(value) for key, value in row.items()}
-            if "support" in values:
-                values["support"] = read_enum(Support, values["support"], f"{where}.support")
-            if values.get("accumulator") is not None:
-                values["accumulator"] = Accumulator.from_dict(
-                    row["accumulator"], f"{where}.operators[{i}].accumulator"
-                )
-            if values.get("dynamic") is not None:
-                values["dynamic"] = QSpec.from_dict(
-                    row["dynamic"], f"{where}.operators[{i}].dynamic"
-                )
-            operators.append(OperatorPlan(**values))
-        groups = check_list(found["groups"], f"{where}.groups")
-        return Plan(
-            tuple(operators),
-            tuple(GroupPlan.from_dict(g, f"{where}.groups[{i}]") for i, g in enumerate(groups)),
-            {name: to_tuple(keys) for name, keys in found["value_groups"].items()},
-        )
+        return read_fields(cls, data, where or cls.__name__, ("value_groups",))
 
     @cached_property
     def _groups(self) -> dict[str, GroupPlan]:

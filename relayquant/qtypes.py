@@ -7,7 +7,7 @@ with `real = scale * (q - zero_point)`.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from relayquant.arguments import check_arguments, check_fields
 from relayquant.errors import ConfigError, format_count
-from relayquant.plain_data import check_keys, read_enum
+from relayquant.plain_data import PlainFields, PlainSettings
 
 FloatArray = NDArray[np.float32]
 IntArray = NDArray[np.int32]
@@ -80,7 +80,7 @@ class Role(enum.Enum):
 
 @check_fields
 @dataclass(frozen=True)
-class QSpec:
+class QSpec(PlainSettings):
     """How a tensor is to be quantized; says nothing of the values of its parameters.
 
     Attributes:
@@ -189,35 +189,11 @@ class QSpec:
         return replace(self, quant_min=low // 2, quant_max=high // 2)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON and TOML; settings that are None are left out, and
-        `is_dynamic` where it is False."""
-        data = {
-            "dtype": self.dtype,
-            "scheme": self.scheme.value,
-            "granularity": self.granularity.value,
-            "quant_min": self.quant_min,
-            "quant_max": self.quant_max,
-            "power_of_two": self.power_of_two,
-            "scale_min": self.scale_min,
-            "scale_max": self.scale_max,
-            "is_dynamic": self.is_dynamic or None,
-        }
-        return {key: value for key, value in data.items() if value is not None}
-
-    @staticmethod
-    def from_dict(data: object, where: str = "QSpec") -> QSpec:
-        """What `to_dict` wrote; settings may be left out.
-
-        Raises:
-            ConfigError: an unknown key (names the nearest) or a value that is not allowed.
+        """Plain data for JSON and TOML; settings that are None are left out, and `is_dynamic` where
+        it is False.
         """
-        found = dict(check_keys(data, [f.name for f in fields(QSpec)], where))
-        if "scheme" in found:
-            found["scheme"] = read_enum(Scheme, found["scheme"], f"{where}.scheme")
-        if "granularity" in found:
-            kind = found["granularity"]
-            found["granularity"] = read_enum(Granularity, kind, f"{where}.granularity")
-        return QSpec(**found)
+        data = super().to_dict()
+        return data if self.is_dynamic else {k: v for k, v in data.items() if k != "is_dynamic"}
 
     @property
     def limits(self) -> tuple[int, int]:
@@ -242,7 +218,7 @@ class QSpec:
 
 
 @dataclass(frozen=True, eq=False)
-class QParams:
+class QParams(PlainFields):
     """Quantization parameters: scale float32 > 0 and zero point int32, each shape () or (C,).
 
     The scale is per channel whenever the zero point is; the zero point alone may be ().
@@ -314,24 +290,6 @@ class QParams:
         """The same parameters along another axis of the tensor."""
         return replace(self, axis=axis)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; `QParams.from_dict` reads it back exactly."""
-        return {
-            "scale": self.scale.astype("float64").tolist(),
-            "zero_point": self.zero_point.tolist(),
-            "dtype": self.dtype,
-            "axis": self.axis,
-        }
-
-    @staticmethod
-    def from_dict(data: dict[str, Any]) -> QParams:
-        return QParams(
-            np.asarray(data["scale"], "float32"),
-            np.asarray(data["zero_point"], "int32"),
-            data["dtype"],
-            data["axis"],
-        )
-
 
 @check_arguments
 def choose_qparams(low: Any, high: Any, spec: QSpec, axis: int | None = None) -> QParams:
@@ -402,7 +360,7 @@ def conform_scale(scale: Any, spec: QSpec) -> Any:
 
 @check_fields
 @dataclass(frozen=True)
-class ValueInfo:
+class ValueInfo(PlainFields):
     """What a calibration callback is told of the value it picks parameters for."""
 
     name: str  #: stable name of the value, or "<operator>:weight" for a constant operand

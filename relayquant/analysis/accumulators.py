@@ -8,7 +8,7 @@ input and else int64, before they are brought into range.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from relayquant.dialect.sums import PRODUCTS, bound_sums
 from relayquant.errors import ModelError, format_count
 from relayquant.ledger import LedgerRow, read_ledger
 from relayquant.ops.find import find_sum
+from relayquant.plain_data import PlainFields
 from relayquant.prepared import PreparedModel
 from relayquant.qtypes import INTEGER_LIMITS
 from relayquant.rewrite import Graph
@@ -33,7 +34,7 @@ MARGIN = 1.01
 
 
 @dataclass(frozen=True)
-class AccumulatorRow:
+class AccumulatorRow(PlainFields):
     """The sums of one operator, by output channel (one entry where all share a scale).
 
     Attributes:
@@ -80,25 +81,15 @@ class AccumulatorRow:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        return {
-            "name": self.name,
-            "accumulator": self.accumulator.description,
-            "elements": self.elements,
-            "channels": list(self.channels),
-            "overflows": list(self.overflows),
-            "worst": self.worst,
-            "lowest": list(self.lowest),
-            "highest": list(self.highest),
-            "bound_low": list(self.bound_low),
-            "bound_high": list(self.bound_high),
-        }
+        derived = {"channels": list(self.channels), "worst": self.worst}
+        return super().to_dict() | {"accumulator": self.accumulator.description} | derived
 
 
 @dataclass(frozen=True)
-class AccumulatorReport:
+class AccumulatorReport(PlainFields):
     """One row for each quantized operator that sums products, in topological order."""
 
-    rows: tuple[AccumulatorRow, ...]
+    rows: tuple[AccumulatorRow, ...] = field(metadata={"key": "operators"})
 
     @property
     def overflowing(self) -> tuple[AccumulatorRow, ...]:
@@ -108,10 +99,6 @@ class AccumulatorReport:
     def row(self, name: str) -> AccumulatorRow | None:
         """The row of an operator, None if it has none."""
         return next((row for row in self.rows if row.name == name), None)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return {"operators": [row.to_dict() for row in self.rows]}
 
     def __str__(self) -> str:
         """One line for each operator."""

@@ -8,13 +8,12 @@ from __future__ import annotations
 import enum
 import re
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from relayquant.arguments import check_fields
 from relayquant.errors import ConfigError
-from relayquant.plain_data import check_keys, read_enum
+from relayquant.plain_data import PlainSettings, read_fields
 
 #: width of the sums of this package's own kernels: no sum of products passes it
 NATIVE_BITS = 64
@@ -42,7 +41,7 @@ class OverflowBound(enum.Enum):
 
 @check_fields
 @dataclass(frozen=True)
-class Accumulator:
+class Accumulator(PlainSettings):
     """A register of `bits` bits, signed, that holds sum(x * w) + bias in units of data scale x
     weight scale.
 
@@ -115,20 +114,13 @@ class Accumulator:
             return np.clip(sums, low, high)
         return (sums - low) % 2**self.bits + low
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON and TOML."""
-        return {"bits": self.bits, "overflow": self.overflow.value, "bound": self.bound.value}
-
-    @staticmethod
-    def from_dict(data: object, where: str = "Accumulator") -> Accumulator:
+    @classmethod
+    def from_dict(cls, data: object, where: str = "") -> Accumulator:
         """What `to_dict` wrote, or a text for `parse`."""
+        where = where or cls.__name__
         if isinstance(data, str):
             return Accumulator.parse(data, where)
-        found = dict(check_keys(data, ("bits", "overflow", "bound"), where, ("bits",)))
-        for key, kind in (("overflow", Overflow), ("bound", OverflowBound)):
-            if key in found:
-                found[key] = read_enum(kind, found[key], f"{where}.{key}")
-        return Accumulator(**found)
+        return read_fields(Accumulator, data, where, ("bits",))
 
 
 #: what the kernels of this package sum in

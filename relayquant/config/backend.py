@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol, runtime_checkable
 
 from relayquant.arguments import check_arguments, check_fields
@@ -16,7 +16,14 @@ from relayquant.config.dtypes import DTypeConfig
 from relayquant.config.mapping import is_type
 from relayquant.config.qconfig import QConfig
 from relayquant.errors import ConfigError, suggest_name
-from relayquant.plain_data import NamedSettings, check_keys, check_list, read_enum
+from relayquant.plain_data import (
+    NamedSettings,
+    PlainSettings,
+    check_keys,
+    check_list,
+    read_fields,
+    to_plain,
+)
 from relayquant.qtypes import QSpec, Role, Scheme
 
 
@@ -35,33 +42,13 @@ class ObservationType(enum.Enum):
 
 @check_fields
 @dataclass(frozen=True)
-class FixedOutput:
+class FixedOutput(PlainSettings):
     """Fixed parameters of a pattern's result, for one dtype and scheme."""
 
     dtype: str
     scheme: Scheme
-    calibration: (
-        NamedSettings  #: an observer that looks at no data, e.g. `Fixed(scale, zero_point)`
-    )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
-        return {
-            "dtype": self.dtype,
-            "scheme": self.scheme.value,
-            "observer": self.calibration.to_dict(),
-        }
-
-    @staticmethod
-    def from_dict(data: object, where: str = "FixedOutput") -> FixedOutput:
-        """What `to_dict` wrote."""
-        names = ("dtype", "scheme", "observer")
-        found = check_keys(data, names, where, names)
-        return FixedOutput(
-            found["dtype"],
-            read_enum(Scheme, found["scheme"], f"{where}.scheme"),
-            NamedSettings.from_dict(found["observer"], f"{where}.observer"),
-        )
+    #: an observer that looks at no data, e.g. `Fixed(scale, zero_point)`
+    calibration: NamedSettings = field(metadata={"key": "observer"})
 
 
 @runtime_checkable
@@ -151,17 +138,9 @@ class PatternConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data; the pattern by name."""
-        data: dict[str, Any] = {
-            "pattern": self.pattern.name,
-            "dtypes": [row.to_dict() for row in self.dtypes],
-        }
-        if self.observation is not None:
-            data["observation"] = self.observation.value
-        if self.fixed:
-            data["fixed"] = [row.to_dict() for row in self.fixed]
-        if self.claims_first:
-            data["claims_first"] = True
-        return data
+        rest = {f.name: to_plain(getattr(self, f.name)) for f in fields(self)[2:]}
+        data = {"pattern": self.pattern.name, "dtypes": to_plain(self.dtypes)}
+        return data | {key: value for key, value in rest.items() if value}
 
     @staticmethod
     def from_dict(
@@ -173,20 +152,7 @@ class PatternConfig:
         name = found["pattern"]
         if name not in patterns:
             raise ConfigError(f"{where}.pattern is {name!r}. {suggest_name(str(name), patterns)}")
-        observation = found.get("observation")
-        if observation is not None:
-            observation = read_enum(ObservationType, observation, f"{where}.observation")
-        dtypes = check_list(found["dtypes"], f"{where}.dtypes")
-        fixed = check_list(found.get("fixed", ()), f"{where}.fixed")
-        return PatternConfig(
-            patterns[name],
-            tuple(
-                DTypeConfig.from_dict(row, f"{where}.dtypes[{i}]") for i, row in enumerate(dtypes)
-            ),
-            observation,
-            tuple(FixedOutput.from_dict(row, f"{where}.fixed[{i}]") for i, row in enumerate(fixed)),
-            found.get("claims_first", False),
-        )
+        return read_fields(PatternConfig, {**found, "pattern": patterns[name]}, where)
 
 
 @check_fields
@@ -376,15 +342,11 @@ class BackendConfig:
                     f"{suggest_name(str(op), rules)}"
                 )
         rows = check_list(found["patterns"], f"{where}.patterns")
-        qconfig = found.get("default_qconfig")
-        return BackendConfig(
-            found["name"],
-            tuple(
+        by_name = {
+            "patterns": tuple(
                 PatternConfig.from_dict(row, known, f"{where}.patterns[{i}]")
                 for i, row in enumerate(rows)
             ),
-            tuple(rules[op] for op in found.get("affine_rules", ())),
-            None if qconfig is None else QConfig.from_dict(qconfig, f"{where}.default_qconfig"),
-            found.get("reduce_range", False),
-            tuple(check_list(found.get("float_dtypes", ()), f"{where}.float_dtypes")),
-        )
+            "affine_rules": tuple(rules[op] for op in found.get("affine_rules", ())),
+        }
+        return read_fields(BackendConfig, {**found, **by_name}, where)

@@ -5,20 +5,20 @@ Read by annotate, which asks whether a QConfig can be served.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from relayquant.arguments import check_fields
 from relayquant.config.accumulator import NATIVE, Accumulator
 from relayquant.config.qconfig import QConfig
 from relayquant.errors import ConfigError, suggest_name
-from relayquant.plain_data import check_keys, check_list, read_enum, to_plain
+from relayquant.plain_data import PlainSettings, read_fields
 from relayquant.qtypes import INTEGER_LIMITS, Granularity, QSpec, Role, Scheme
 
 
 @check_fields
 @dataclass(frozen=True)
-class DTypeWithConstraints:
+class DTypeWithConstraints(PlainSettings):
     """What a backend accepts of one tensor. A QSpec fits when it stays within every bound.
 
     Attributes:
@@ -129,23 +129,12 @@ class DTypeWithConstraints:
             words.append("scale " + "..".join("" if s is None else f"{s:g}" for s in scales))
         return " ".join(words)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data; what is None is left out."""
-        values = {f.name: to_plain(getattr(self, f.name)) for f in fields(self)}
-        return {key: value for key, value in values.items() if value is not None}
-
-    @staticmethod
-    def from_dict(data: object, where: str = "DTypeWithConstraints") -> DTypeWithConstraints:
+    @classmethod
+    def from_dict(cls, data: object, where: str = "") -> DTypeWithConstraints:
         """What `to_dict` wrote, or a dtype by name."""
         if isinstance(data, str):
             return DTypeWithConstraints(data)
-        names = [f.name for f in fields(DTypeWithConstraints)]
-        found = dict(check_keys(data, names, where, ("dtype",)))
-        for key, kind in (("schemes", Scheme), ("granularities", Granularity)):
-            if key in found:
-                rows = check_list(found[key], f"{where}.{key}")
-                found[key] = tuple(read_enum(kind, row, f"{where}.{key}") for row in rows)
-        return DTypeWithConstraints(**found)
+        return read_fields(cls, data, where or cls.__name__)
 
 
 def describe_bound(name: str, value: float | None) -> str:
@@ -155,7 +144,7 @@ def describe_bound(name: str, value: float | None) -> str:
 
 @check_fields
 @dataclass(frozen=True, kw_only=True)
-class DTypeConfig:
+class DTypeConfig(PlainSettings):
     """One combination of dtypes a backend can run a pattern with, given by keywords. A dtype by
     name stands for one without constraints. One that no QConfig can fit is refused.
 
@@ -310,18 +299,3 @@ class DTypeConfig:
         if self.register != NATIVE:
             data["accumulator"] = self.register.to_dict()
         return {**data, "is_dynamic": self.is_dynamic}
-
-    @staticmethod
-    def from_dict(data: object, where: str = "DTypeConfig") -> DTypeConfig:
-        """What `to_dict` wrote."""
-        names = [f.name for f in fields(DTypeConfig)]
-        found = dict(check_keys(data, names, where, ("input", "output")))
-        is_dynamic = found.pop("is_dynamic", False)
-        accumulator = Accumulator.from_dict(
-            found.pop("accumulator", NATIVE.description), f"{where}.accumulator"
-        )
-        tensors = {
-            key: DTypeWithConstraints.from_dict(value, f"{where}.{key}")
-            for key, value in found.items()
-        }
-        return DTypeConfig(**tensors, is_dynamic=is_dynamic, accumulator=accumulator)

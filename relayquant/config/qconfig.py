@@ -5,12 +5,12 @@ The user's choice, read by annotate.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from relayquant.arguments import check_fields, takes_arguments
 from relayquant.errors import ConfigError, suggest_name
-from relayquant.plain_data import NamedSettings, check_keys
+from relayquant.plain_data import NamedSettings, PlainSettings, check_keys
 from relayquant.qtypes import QSpec, Role
 
 #: what plain data says for None: the operator stays in float
@@ -43,7 +43,7 @@ def check_calibration(calibration: object, where: str) -> None:
 
 @check_fields
 @dataclass(frozen=True)
-class TensorConfig:
+class TensorConfig(PlainSettings):
     """How one kind of tensor is quantized: `spec`, and the observer (or callable) that picks
     parameters.
 
@@ -88,14 +88,15 @@ class TensorConfig:
             )
         return {"spec": self.spec.to_dict(), "observer": self.calibration.to_dict()}
 
-    @staticmethod
-    def from_dict(data: object, where: str = "TensorConfig") -> TensorConfig:
+    @classmethod
+    def from_dict(cls, data: object, where: str = "") -> TensorConfig:
         """What `to_dict` wrote.
 
         Raises:
             ConfigError: an unknown key, observer or setting (names the nearest), or a value not
                 allowed.
         """
+        where = where or cls.__name__
         found = check_keys(data, ("spec", "observer"), where, ("spec",))
         spec = QSpec.from_dict(found["spec"], f"{where}.spec")
         if spec.is_dynamic and "observer" not in found:
@@ -106,7 +107,7 @@ class TensorConfig:
 
 @check_fields
 @dataclass(frozen=True)
-class QConfig:
+class QConfig(PlainSettings):
     """How one operator is quantized.
 
     Attributes:
@@ -178,24 +179,6 @@ class QConfig:
 
         output = reduce(self.output) if self.output is not None else None
         return replace(self, activation=reduce(self.activation), output=output)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON and TOML; what is None is left out."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {key: value.to_dict() for key, value in values.items() if value is not None}
-
-    @staticmethod
-    def from_dict(data: object, where: str = "QConfig") -> QConfig:
-        """What `to_dict` wrote.
-
-        Raises:
-            ConfigError: an unknown key (names the nearest), a missing one, or a value not allowed.
-        """
-        names = [f.name for f in fields(QConfig)]
-        found = check_keys(data, names, where, ("activation", "weight"))
-        return QConfig(
-            **{key: TensorConfig.from_dict(value, f"{where}.{key}") for key, value in found.items()}
-        )
 
 
 @check_fields
