@@ -284,3 +284,56 @@ def test_module__has_a_docstring(module: str) -> None:
 def test_module__has_a_telling_name(module: str) -> None:
     vague = VAGUE_NAMES.intersection(module.split("."))
     assert not vague, f"{module}: {vague} says nothing of what is inside"
+
+
+def defined_functions(tree: ast.AST) -> dict[str, list[ast.FunctionDef]]:
+    """Functions of a module by name, inner ones included."""
+    found: dict[str, list[ast.FunctionDef]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            found.setdefault(node.name, []).append(node)
+    return found
+
+
+def rule_functions(module: str) -> Iterator[ast.FunctionDef]:
+    """What the rules that a module makes call: `make_rule(f, ...)` and `Rule(name, pattern, f)`;
+    functions of this module, or else imported ones.
+    """
+    imported = [TREES[name] for _, name in imported_modules(module, TREES[module])]
+    for node in ast.walk(TREES[module]):
+        called = dotted_name(node.func) if isinstance(node, ast.Call) else ""
+        if called not in ("make_rule", "Rule") or not isinstance(node, ast.Call):
+            continue
+        name = dotted_name(node.args[0 if called == "make_rule" else 2])
+        sources = (defined_functions(tree).get(name, []) for tree in (TREES[module], *imported))
+        yield from next(filter(None, sources), [])
+
+
+RULE_MODULES = {module: list(rule_functions(module)) for module in SOURCES}
+
+
+def test_rules__are_found() -> None:
+    assert sum(map(len, RULE_MODULES.values())) > 50
+
+
+@pytest.mark.parametrize("module", [name for name, rules in RULE_MODULES.items() if rules])
+def test_rules__decline_with_a_reason(module: str) -> None:
+    """A rule returns a new value or a Skip: no None and no False, which say nothing."""
+    for function in RULE_MODULES[module]:
+        where = f"{module}: {function.name}"
+        returned = ast.unparse(function.returns) if function.returns else ""
+        assert "Skip" in returned, f"{where} returns {returned or 'what it does not say'}"
+        assert "None" not in returned.split(" | "), f"{where} declines without a reason"
+        inner = {
+            id(node)
+            for child in ast.walk(function)
+            if isinstance(child, ast.FunctionDef | ast.Lambda) and child is not function
+            for node in ast.walk(child)
+        }
+        for node in ast.walk(function):
+            if isinstance(node, ast.Return) and id(node) not in inner:
+                value = node.value
+                bare = value is None or (
+                    isinstance(value, ast.Constant) and value.value in (None, False, True)
+                )
+                assert not bare, f"{where} line {node.lineno}: returns no value and no reason"

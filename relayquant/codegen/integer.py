@@ -25,7 +25,8 @@ from relayquant.dialect.cost import MACS_ATTR, count_macs
 from relayquant.kernels.integer.lookup import ByteShuffle
 from relayquant.kernels.isa.base import Isa
 from relayquant.kernels.isa.select import select_isa, select_shuffle
-from relayquant.rewrite import Emitter, Graph, Skip, rewrite_main
+from relayquant.rewrite import Emitter, Graph, rewrite_main
+from relayquant.rewrite.rule import OnSkip, fire_first, log_skip, select_rules
 
 logger = logging.getLogger("relayquant.codegen")
 
@@ -57,10 +58,13 @@ def call_kernels(
     isa: Isa,
     shuffle: ByteShuffle | None = None,
     rules: Sequence[KernelRule] = KERNEL_RULES,
+    on_skip: OnSkip = log_skip,
 ) -> tvm.IRModule:
-    """The module with every chain that a rule takes computed by one `call_tir`."""
+    """The module with every chain that a rule takes computed by one `call_tir`; `on_skip` hears why
+    the others are not.
+    """
     graph = Graph(mod)
-    calls = find_calls(KernelContext(graph, isa, shuffle), rules)
+    calls = find_calls(KernelContext(graph, isa, shuffle), rules, on_skip)
     inner = {var for call in calls.values() for var in call.vars[:-1]}
 
     def visit(emitter: Emitter, binding: relax.VarBinding) -> relax.Expr | None:
@@ -74,7 +78,9 @@ def call_kernels(
     return rewrite_main(mod, visit)
 
 
-def find_calls(context: KernelContext, rules: Sequence[KernelRule]) -> dict[relax.Var, KernelCall]:
+def find_calls(
+    context: KernelContext, rules: Sequence[KernelRule], on_skip: OnSkip = log_skip
+) -> dict[relax.Var, KernelCall]:
     """Result variable -> kernel call, each value in at most one."""
     calls: list[KernelCall] = []
     taken: set[relax.Var] = set()
@@ -85,14 +91,11 @@ def find_calls(context: KernelContext, rules: Sequence[KernelRule]) -> dict[rela
         if is_fused(context.graph, var, taken):
             logger.debug("no kernel for %s: few values, fused with its neighbours", var.name)
             continue
-        for rule in rules:
-            outcome = rule(context, var)
-            if isinstance(outcome, KernelCall):
-                calls.append(outcome)
-                taken.update(outcome.vars)
-                break
-            if isinstance(outcome, Skip):
-                logger.debug("no kernel for %s: %s", var.name, outcome.reason)
+        tried = ((rule, var) for rule in select_rules(rules, context.graph.op_name(var)))
+        found = fire_first(tried, context, var.name, on_skip)
+        if found is not None:
+            calls.append(found[1])
+            taken.update(found[1].vars)
     # Only products take long to compile; the others are faster where LLVM knows the numbers.
     products = [call for call in calls if count_call_macs(context.graph, call)]
     shared = zip(products, share_kernels(products), strict=True)

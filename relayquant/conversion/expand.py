@@ -236,10 +236,10 @@ def expand_affine(mod: tvm.IRModule, backend: BackendConfig) -> tvm.IRModule:
     ]
     declined: dict[str, Skip] = {}
 
-    def on_skip(_rule: Rule, match: Match, skip: Skip) -> None:
+    def on_skip(_rule: Rule, name: str, skip: Skip) -> None:
         # Of several rules the first is the user's.
-        if declined.get(match.name, NOT_DEQUANTIZED) is NOT_DEQUANTIZED:
-            declined[match.name] = skip
+        if declined.get(name, NOT_DEQUANTIZED) is NOT_DEQUANTIZED:
+            declined[name] = skip
 
     expanded = apply_rules(mod, rules, on_skip=on_skip)
     return expanded if ledger is None else record_declined(expanded, ledger, declined)

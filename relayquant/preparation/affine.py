@@ -23,6 +23,7 @@ from relayquant.preparation.tensors import (
 from relayquant.rewrite.attributes import find_constructor, read_attributes
 from relayquant.rewrite.editor import Editor
 from relayquant.rewrite.graph import constant_value, tensor_dtype, tensor_shape
+from relayquant.rewrite.rule import Skip, decline
 
 CONVS = ("relax.nn.conv1d", "relax.nn.conv2d", "relax.nn.conv3d")
 TRANSPOSED = ("relax.nn.conv1d_transpose", "relax.nn.conv2d_transpose", "relax.nn.conv3d_transpose")
@@ -57,7 +58,7 @@ class Product:
         return self.bias_var is None and self.pad_var is None
 
 
-def fold_channel_affine(editor: Editor, var: relax.Var) -> bool:
+def fold_channel_affine(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
     """batch_norm(pad?(conv(x, w) + b?)) -> pad?(conv(x, w * s) + b * s) + t, and so for every
     per-channel affine operator behind a conv or matmul: multiply, divide, subtract, add, in either
     operand order.
@@ -68,11 +69,11 @@ def fold_channel_affine(editor: Editor, var: relax.Var) -> bool:
     """
     found = _find_product(editor, var)
     if found is None:
-        return False
+        return decline("no affine of each channel behind a product of constant weights")
     product, affine = found
     weight_dtype = tensor_dtype(product.call.args[1])
     if tensor_dtype(var) != weight_dtype or weight_dtype not in FLOATS:
-        return False
+        return decline("the dtypes of weight and result differ, or are no floats")
     bias = None
     if product.bias_var is not None:
         bias_call = editor.call_of(product.bias_var)
@@ -88,18 +89,17 @@ def _fold_shift(
     product: Product,
     affine: ChannelAffine,
     bias: np.ndarray | None,
-) -> bool:
+) -> relax.Expr | Skip:
     """conv + b + t -> conv + (b + t); conv + t in canonical form: constant second, shape [1, C, 1,
     1] or (N,).
     """
     if product.pad_var is not None:
-        return False
+        return decline("a pad is between")
     total = affine.shift if bias is None else bias + affine.shift
     constant = _bias_const(total, product, tensor_dtype(var))
     if product.bias_var is None and _is_add_of(editor, var, product.var, constant):
-        return False
-    editor.redefine(var, relax.op.add(product.var, constant))
-    return True
+        return decline("it is canonical")
+    return relax.op.add(product.var, constant)
 
 
 def _fold_scale(
@@ -108,11 +108,11 @@ def _fold_scale(
     product: Product,
     affine: ChannelAffine,
     bias: np.ndarray | None,
-) -> bool:
+) -> relax.Expr | Skip:
     dtype = tensor_dtype(var)
     weight = _scale_weight(product, affine.scale)
-    if weight is None or not _fits(weight, dtype):
-        return False
+    if not _fits(weight, dtype):
+        return decline("the scaled weights are infinite")
     shift = affine.shift
     if bias is not None:
         bias = bias * affine.scale
@@ -137,34 +137,32 @@ def _fold_scale(
     for anchor, make in pending[:-1]:
         # None of these values equals one of the source model, so that none may keep its name.
         data = editor.define(anchor, make(data), f"{editor.names[anchor]}.folded", origin=anchor)
-    editor.redefine(var, pending[-1][1](data))
-    return True
+    return pending[-1][1](data)
 
 
-def canonicalize_batch_norm(editor: Editor, var: relax.Var) -> bool:
+def canonicalize_batch_norm(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
     """batch_norm(x) that nothing before can take -> x * s + t, with constants of shape [1, C, 1,
     1].
     """
     norm = _read_batch_norm(editor, var)
     if norm is None:
-        return False
+        return decline("no batch norm of constant statistics, whose other results nothing reads")
     call, axis, scale, shift = norm
     data = call.args[0]
     dtype = tensor_dtype(var)
     shape = [1] * data.ty.ndim
     shape[axis] = scale.size
     if not (_fits(scale, dtype) and _fits(shift, dtype)):
-        return False
+        return decline("a factor is infinite")
     scaled = editor.define(
         var,
         relax.op.multiply(data, make_const(scale.reshape(shape), dtype)),
         f"{editor.names[var]}.scaled",
     )
-    editor.redefine(var, relax.op.add(scaled, make_const(shift.reshape(shape), dtype)))
-    return True
+    return relax.op.add(scaled, make_const(shift.reshape(shape), dtype))
 
 
-def fill_norm_factors(editor: Editor, var: relax.Var) -> bool:
+def fill_norm_factors(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
     """layer_norm(x, g, b, center=False) -> layer_norm(x, g, 0), scale=False -> layer_norm(x, 1, b);
     so for instance_norm and group_norm.
 
@@ -173,44 +171,40 @@ def fill_norm_factors(editor: Editor, var: relax.Var) -> bool:
     call = editor.call_of(var)
     make, attributes = find_constructor(call), read_attributes(call)
     if make is None or (attributes["scale"] and attributes["center"]):
-        return False
+        return decline("it multiplies and adds")
     factors = []
     for given, name, neutral in zip(call.args[1:], ("scale", "center"), (1, 0), strict=True):
         shape = tensor_shape(given)
         if attributes[name]:
             factors.append(given)
         elif shape is None or any(isinstance(size, str) for size in shape):
-            return False
+            return decline("the shape of a factor is symbolic")
         else:
             filled = np.full([int(size) for size in shape], neutral)
             factors.append(make_const(filled, tensor_dtype(given)))
     attributes |= {"scale": True, "center": True}
-    editor.redefine(var, make(call.args[0], *factors, **attributes))
-    return True
+    return make(call.args[0], *factors, **attributes)
 
 
-def merge_constant_adds(editor: Editor, var: relax.Var) -> bool:
+def merge_constant_adds(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
     """(x + c1) + c2 -> x + (c1 + c2), x + c1 used nowhere else, and the sum no larger than c1 or
     c2.
     """
     call = editor.call_of(var)
     inner = editor.call_of(call.args[0])
     if inner is None or editor.op_name(call.args[0]) != "relax.add":
-        return False
+        return decline("no sum before it")
     first, second = constant_value(inner.args[1]), constant_value(call.args[1])
     if first is None or second is None or not editor.has_one_use(call.args[0]):
-        return False
-    if first.dtype != second.dtype:
-        return False
+        return decline("an operand is no constant, or others read the sum before it")
     wide = "float64" if first.dtype.kind == "f" else str(first.dtype)
     try:
         total = first.astype(wide) + second.astype(wide)
     except ValueError:
-        return False
+        return decline("the constants do not broadcast to one another")
     if total.size > max(first.size, second.size):
-        return False
-    editor.redefine(var, relax.op.add(inner.args[0], make_const(total, str(first.dtype))))
-    return True
+        return decline("the sum of the constants is larger than both")
+    return relax.op.add(inner.args[0], make_const(total, str(first.dtype)))
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -379,7 +373,7 @@ def _fits(values: np.ndarray, dtype: str) -> bool:
 # -- writing ---------------------------------------------------------------------------------------
 
 
-def _scale_weight(product: Product, scale: np.ndarray) -> np.ndarray | None:
+def _scale_weight(product: Product, scale: np.ndarray) -> np.ndarray:
     """float64 weight times scale along its output channels."""
     weight = constant_value(product.call.args[1]).astype("float64")
     name = product.call.op.name

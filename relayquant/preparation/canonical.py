@@ -67,62 +67,63 @@ from relayquant.preparation.recover import recover_call_tir
 from relayquant.preparation.rule import ALIAS, PROJECTION, CanonicalRule, apply_phase
 from relayquant.preparation.tensors import DEQUANTIZE
 from relayquant.rewrite.editor import Editor
+from relayquant.rewrite.rule import OnSkip, log_skip, make_rule
 from relayquant.rewrite.share import share_constants
 from relayquant.rewrite.sources import SOURCES_ATTR
 
 #: Applied at every value, in this order.
 RULES: tuple[CanonicalRule, ...] = (
-    CanonicalRule(remove_alias, frozenset({ALIAS})),
-    CanonicalRule(project_tuple, frozenset({PROJECTION})),
-    CanonicalRule(split_to_slice, frozenset({PROJECTION})),
-    CanonicalRule(count_axes_from_front, frozenset({"relax.squeeze"})),
-    CanonicalRule(recover_call_tir, frozenset({"relax.call_tir"})),
-    CanonicalRule(
+    make_rule(remove_alias, ALIAS),
+    make_rule(project_tuple, PROJECTION),
+    make_rule(split_to_slice, PROJECTION),
+    make_rule(count_axes_from_front, "relax.squeeze"),
+    make_rule(recover_call_tir, "relax.call_tir"),
+    make_rule(
         fold_shapes,
-        frozenset(
-            {"relax.shape_of", "relax.shape_to_tensor", "relax.tensor_to_shape", "relax.take"}
-        ),
+        "relax.shape_of",
+        "relax.shape_to_tensor",
+        "relax.tensor_to_shape",
+        "relax.take",
     ),
-    CanonicalRule(bound_indices, frozenset({"relax.take"})),
-    CanonicalRule(fold_constants),
-    CanonicalRule(name_dialect, frozenset({"relax.quantize", "relax.dequantize"})),
-    CanonicalRule(merge_equal, frozenset({QUANTIZE, DEQUANTIZE})),
-    CanonicalRule(center_weight, frozenset({DEQUANTIZE})),
-    CanonicalRule(move_inside_dequantize, frozenset(MOVES)),
-    CanonicalRule(stack_to_concat, frozenset({"relax.stack"})),
-    CanonicalRule(remove_single_concat, frozenset({"relax.concat"})),
-    CanonicalRule(remove_no_op, frozenset(SAME_SHAPE)),
-    CanonicalRule(flatten_to_reshape, frozenset(FLATTENS)),
-    CanonicalRule(pool_to_mean, frozenset(WHOLE_MAP)),
-    CanonicalRule(
-        put_constant_second,
-        frozenset({"relax.add", "relax.multiply", "relax.maximum", "relax.minimum"}),
-    ),
-    CanonicalRule(remove_neutral, frozenset(NEUTRAL)),
-    CanonicalRule(vectors_to_matrices, frozenset({"relax.matmul"})),
-    CanonicalRule(squeeze_weight, frozenset({"relax.matmul"})),
-    CanonicalRule(put_weight_second, frozenset({"relax.matmul"})),
-    CanonicalRule(merge_reshapes, frozenset({"relax.reshape"})),
-    CanonicalRule(fold_channel_affine, frozenset({PROJECTION, *ARITHMETIC})),
-    CanonicalRule(unflatten_dense, frozenset({"relax.reshape"})),
-    CanonicalRule(move_bias_inside, frozenset({"relax.add"})),
-    CanonicalRule(merge_constant_adds, frozenset({"relax.add"})),
-    CanonicalRule(fill_norm_factors, frozenset(NORMS)),
-    CanonicalRule(canonicalize_clamp, frozenset(CLAMPS)),
-    CanonicalRule(where_to_prelu, frozenset({"relax.where"})),
-    CanonicalRule(prelu_to_leaky_relu, frozenset({"relax.nn.prelu"})),
-    CanonicalRule(fold_pad, frozenset(WINDOWS)),
+    make_rule(bound_indices, "relax.take"),
+    make_rule(fold_constants),
+    make_rule(name_dialect, "relax.quantize", "relax.dequantize"),
+    make_rule(merge_equal, QUANTIZE, DEQUANTIZE),
+    make_rule(center_weight, DEQUANTIZE),
+    make_rule(move_inside_dequantize, *MOVES),
+    make_rule(stack_to_concat, "relax.stack"),
+    make_rule(remove_single_concat, "relax.concat"),
+    make_rule(remove_no_op, *SAME_SHAPE),
+    make_rule(flatten_to_reshape, *FLATTENS),
+    make_rule(pool_to_mean, *WHOLE_MAP),
+    make_rule(put_constant_second, "relax.add", "relax.multiply", "relax.maximum", "relax.minimum"),
+    make_rule(remove_neutral, *NEUTRAL),
+    make_rule(vectors_to_matrices, "relax.matmul"),
+    make_rule(squeeze_weight, "relax.matmul"),
+    make_rule(put_weight_second, "relax.matmul"),
+    make_rule(merge_reshapes, "relax.reshape"),
+    make_rule(fold_channel_affine, PROJECTION, *ARITHMETIC),
+    make_rule(unflatten_dense, "relax.reshape"),
+    make_rule(move_bias_inside, "relax.add"),
+    make_rule(merge_constant_adds, "relax.add"),
+    make_rule(fill_norm_factors, *NORMS),
+    make_rule(canonicalize_clamp, *CLAMPS),
+    make_rule(where_to_prelu, "relax.where"),
+    make_rule(prelu_to_leaky_relu, "relax.nn.prelu"),
+    make_rule(fold_pad, *WINDOWS),
 )
 
 #: What a phase leaves is what the next starts from: a batch norm is taken apart only where nothing
 #: could take it.
 PHASES: tuple[tuple[CanonicalRule, ...], ...] = (
     RULES,
-    (CanonicalRule(canonicalize_batch_norm, frozenset({PROJECTION})), *RULES),
+    (make_rule(canonicalize_batch_norm, PROJECTION), *RULES),
 )
 
 
-def prepare_module(mod: tvm.IRModule, params: Mapping[str, Any] | None = None) -> tvm.IRModule:
+def prepare_module(
+    mod: tvm.IRModule, params: Mapping[str, Any] | None = None, *, on_skip: OnSkip = log_skip
+) -> tvm.IRModule:
     """The canonical form of a float module; the input is not changed.
 
     The result has one Relax function `main` with one dataflow block in A-normal form. A value that
@@ -133,6 +134,7 @@ def prepare_module(mod: tvm.IRModule, params: Mapping[str, Any] | None = None) -
         mod: A module with a Relax function main (see `name_main`), without control flow or side
             effects.
         params: Values to bind, by parameter name; None when they are bound already.
+        on_skip: Hears which rule declined where, and why.
 
     Raises:
         ModelError: no function that is the model, control flow, or params that do not fit.
@@ -143,7 +145,7 @@ def prepare_module(mod: tvm.IRModule, params: Mapping[str, Any] | None = None) -
     sources = sources or describe_weights(editor, params)
     bind_params(editor, params)
     for rules in PHASES:
-        apply_phase(editor, rules)
+        apply_phase(editor, rules, on_skip=on_skip)
     editor.prune()
     if not sources:
         return share_constants(editor.build())

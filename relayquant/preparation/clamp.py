@@ -9,7 +9,6 @@ import math
 import numpy as np
 from tvm import relax
 
-from relayquant.preparation.rule import forward
 from relayquant.preparation.tensors import (
     channel_values,
     is_float,
@@ -19,11 +18,12 @@ from relayquant.preparation.tensors import (
 )
 from relayquant.rewrite.editor import Editor
 from relayquant.rewrite.graph import constant_value
+from relayquant.rewrite.rule import Skip, decline
 
 CLAMPS = ("relax.nn.relu", "relax.clip", "relax.maximum", "relax.minimum")
 
 
-def canonicalize_clamp(editor: Editor, var: relax.Var) -> bool:
+def canonicalize_clamp(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
     """maximum(x, 0) -> relu(x); minimum(maximum(x, lo), hi), minimum(relu(x), hi), relu(clip(x,
     lo, hi)), ... -> one clip(x, lo, hi), or relu(x) where that is [0, inf); clip(x, -inf, inf) ->
     x.
@@ -33,7 +33,7 @@ def canonicalize_clamp(editor: Editor, var: relax.Var) -> bool:
     """
     outer = _read_clamp(editor, var)
     if outer is None:
-        return False
+        return decline("no clamp of floats by numbers")
     data, low, high = outer
     merged = False
     while isinstance(data, relax.Var) and editor.has_one_use(data):
@@ -45,55 +45,50 @@ def canonicalize_clamp(editor: Editor, var: relax.Var) -> bool:
         data, low, high = inner[0], _clamp(inner[1], low, high), _clamp(inner[2], low, high)
         merged = True
     if low == -math.inf and high == math.inf:
-        return forward(editor, var, data)
+        return data
     name = editor.op_name(var)
     if low == 0 and high == math.inf:
         if name == "relax.nn.relu" and not merged:
-            return False
-        editor.redefine(var, relax.op.nn.relu(data))
-        return True
+            return decline("it is canonical")
+        return relax.op.nn.relu(data)
     if not merged:
-        return False
-    editor.redefine(var, relax.op.clip(data, low, high))
-    return True
+        return decline("it clamps no clamp")
+    return relax.op.clip(data, low, high)
 
 
-def where_to_prelu(editor: Editor, var: relax.Var) -> bool:
+def where_to_prelu(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
     """where(x > 0, x, x * a) -> prelu(x, a), a constant along one axis; or leakyrelu(x, a), a one
     number. PyTorch decomposes its PReLU so.
     """
     condition, data, product = editor.call_of(var).args
     compared, scaled = editor.call_of(condition), editor.call_of(product)
     if compared is None or scaled is None or not same_type(data, var):
-        return False
+        return decline("no comparison and product of the data")
     names = editor.op_name(condition), editor.op_name(product)
     if names != ("relax.greater", "relax.multiply"):
-        return False
+        return decline("no comparison and product of the data")
     if not compared.args[0].same_as(data) or not scaled.args[0].same_as(data):
-        return False
+        return decline("no comparison and product of the data")
     slopes = constant_value(scaled.args[1])
     if scalar_value(compared.args[1], data) != 0 or slopes is None or slopes.size == 0:
-        return False
+        return decline("the data is not compared with 0, or the slopes are no constants")
     if slopes.size == 1:
-        editor.redefine(var, relax.op.nn.leakyrelu(data, float(slopes.item())))
-        return True
+        return relax.op.nn.leakyrelu(data, float(slopes.item()))
     rank = data.ty.ndim
     axis = rank - slopes.ndim + int(np.argmax(slopes.shape))
     if channel_values(scaled.args[1], rank, axis, slopes.size) is None:
-        return False
+        return decline("the slopes are not along one axis")
     flat = make_const(slopes.ravel(), str(slopes.dtype))
-    editor.redefine(var, relax.op.nn.prelu(data, flat, axis))
-    return True
+    return relax.op.nn.prelu(data, flat, axis)
 
 
-def prelu_to_leaky_relu(editor: Editor, var: relax.Var) -> bool:
+def prelu_to_leaky_relu(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
     """prelu(x, a) -> leakyrelu(x, a), all slopes the same."""
     data, slopes = editor.call_of(var).args
     array = constant_value(slopes)
     if array is None or array.size == 0 or (array != array.flat[0]).any():
-        return False
-    editor.redefine(var, relax.op.nn.leakyrelu(data, float(array.flat[0])))
-    return True
+        return decline("the slopes differ, or are no constants")
+    return relax.op.nn.leakyrelu(data, float(array.flat[0]))
 
 
 def _clamp(value: float, low: float, high: float) -> float:

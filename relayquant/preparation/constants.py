@@ -12,6 +12,7 @@ from relayquant.preparation.tensors import make_const
 from relayquant.rewrite.editor import Editor
 from relayquant.rewrite.function import make_main
 from relayquant.rewrite.graph import constant_value, static_size, tensor_dtype, tensor_shape
+from relayquant.rewrite.rule import Skip, decline
 
 #: A result of more elements than this, and more than its operands hold, stays an operator.
 MAX_GROWTH = 2**20
@@ -25,29 +26,32 @@ NUMPY: dict[str, Callable[..., np.ndarray]] = {
 #: Elements in the same order under another shape.
 RESHAPES = ("relax.reshape", "relax.expand_dims", "relax.squeeze", "relax.flatten")
 
+#: Operators of shapes, and what picks a size.
+SHAPES = ("relax.shape_of", "relax.shape_to_tensor", "relax.tensor_to_shape", "relax.take")
+
 #: Prefixes of operators that are not folded: a quantized weight must stay quantized.
 KEPT = ("relax.qnn.", "relax.quantize", "relax.dequantize", "relax.call_", "relax.random")
 
 
-def fold_constants(editor: Editor, var: relax.Var) -> bool:
+def fold_constants(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
     """f(constants) -> constant. `quantize`, `dequantize` and `qnn` operators are never folded."""
     call = editor.call_of(var)
     name = editor.op_name(var)
     shape = tensor_shape(var)
     if not name or name.startswith(KEPT) or shape is None or any(isinstance(d, str) for d in shape):
-        return False
+        return decline("an operator that is kept, or of a symbolic shape")
     arrays = []
     for arg in call.args:
         fields = arg.fields if isinstance(arg, relax.Tuple) else [arg]
         for field in fields:
             if isinstance(field, relax.Var):
-                return False
+                return decline("an operand is computed")
             array = constant_value(field)
             if array is not None:
                 arrays.append(array)
     size = int(np.prod(shape, dtype="int64"))
     if size > MAX_GROWTH and size > sum(array.size for array in arrays):
-        return False
+        return decline("the constant would be large")
     dtype = tensor_dtype(var)
     if name in RESHAPES:
         result = arrays[0].reshape(shape)
@@ -64,13 +68,8 @@ def fold_constants(editor: Editor, var: relax.Var) -> bool:
     else:
         result = _run_call(call)
     if result is None or result.shape != shape or str(result.dtype) != dtype:
-        return False
-    constant = make_const(result, dtype)
-    if editor.is_output(var):
-        # A result of main keeps its name, and its value is no operator any more.
-        return editor.alias(var, constant)
-    editor.replace(var, constant)
-    return True
+        return decline("TVM does not compute it")
+    return make_const(result, dtype)
 
 
 def _run_call(call: Call) -> np.ndarray | None:
@@ -85,44 +84,38 @@ def _run_call(call: Call) -> np.ndarray | None:
     return constant_value(mod["main"].body.body)
 
 
-def fold_shapes(editor: Editor, var: relax.Var) -> bool:
+def fold_shapes(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
     """shape_of(x) -> R.shape([...]); shape_to_tensor of static dimensions -> constant;
     tensor_to_shape(constant) -> R.shape; take(shape_to_tensor(R.shape([n, 3])), 1) -> 3."""
     call, name = editor.call_of(var), editor.op_name(var)
     operand = call.args[0]
     if name == "relax.shape_of":
         shape = operand.ty.shape
-        if not isinstance(shape, relax.ShapeExpr):
-            return False
-        editor.replace(var, shape)
-        return True
+        return shape if isinstance(shape, relax.ShapeExpr) else decline("the shape is unknown")
     if name == "relax.tensor_to_shape":
         array = constant_value(operand)
         if array is None or array.ndim != 1:
-            return False
-        editor.replace(var, relax.ShapeExpr([int(size) for size in array]))
-        return True
+            return decline("the sizes are computed")
+        return relax.ShapeExpr([int(size) for size in array])
     if name == "relax.shape_to_tensor":
         sizes = _static_sizes(operand)
         if sizes is None or any(size is None for size in sizes):
-            return False
-        editor.replace(var, make_const(np.array(sizes), "int64"))
-        return True
+            return decline("a size is symbolic")
+        return make_const(np.array(sizes), "int64")
     inner = editor.call_of(operand)
     if inner is None or editor.op_name(operand) != "relax.shape_to_tensor":
-        return False
+        return decline("no sizes of a shape are taken")
     sizes, indices = _static_sizes(inner.args[0]), constant_value(call.args[1])
     if (
         sizes is None
         or indices is None
         or ((indices < -len(sizes)) | (indices >= len(sizes))).any()
     ):
-        return False
+        return decline("the sizes or the indices are unknown")
     picked = [sizes[int(at)] for at in indices.ravel()]
     if any(size is None for size in picked) or editor.is_output(var):
-        return False
-    editor.replace(var, make_const(np.array(picked).reshape(indices.shape), "int64"))
-    return True
+        return decline("a size is symbolic, or main returns it")
+    return make_const(np.array(picked).reshape(indices.shape), "int64")
 
 
 def _static_sizes(shape: relax.Expr) -> list[int | None] | None:

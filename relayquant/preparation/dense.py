@@ -5,12 +5,13 @@ it; vectors are matrices; a bias is beside its product.
 from __future__ import annotations
 
 import numpy as np
-import tvm_ffi
 from tvm import relax
 
 from relayquant.preparation.tensors import is_constant, make_const
 from relayquant.rewrite.editor import Editor
+from relayquant.rewrite.expressions import same_extents
 from relayquant.rewrite.graph import constant_value, tensor_shape
+from relayquant.rewrite.rule import Skip, decline
 
 MATMUL = "relax.matmul"
 
@@ -24,7 +25,7 @@ LINEAR = (
 )
 
 
-def vectors_to_matrices(editor: Editor, var: relax.Var) -> bool:
+def vectors_to_matrices(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
     """matmul(x, v (K,)) -> squeeze(matmul(x, v (K, 1))), matmul(v (K,), x) -> squeeze(matmul(
     v (1, K), x)).
 
@@ -35,7 +36,7 @@ def vectors_to_matrices(editor: Editor, var: relax.Var) -> bool:
     ranks = left.ty.ndim, right.ty.ndim
     is_dense = ranks[1] == 2 and is_constant(editor, right) and not is_constant(editor, left)
     if 1 not in ranks or min(ranks) < 1 or is_dense:
-        return False
+        return decline("no vector is multiplied by a matrix")
 
     def widen(vector: relax.Expr, axis: int) -> relax.Expr:
         if vector.ty.ndim > 1:
@@ -48,20 +49,19 @@ def vectors_to_matrices(editor: Editor, var: relax.Var) -> bool:
     matrix = editor.define(var, product, f"{editor.names[var]}.product")
     rank = max(*ranks, 2)
     axes = [axis for axis, size in zip((rank - 2, rank - 1), ranks, strict=True) if size == 1]
-    editor.redefine(var, relax.op.squeeze(matrix, axes))
-    return True
+    return relax.op.squeeze(matrix, axes)
 
 
-def put_weight_second(editor: Editor, var: relax.Var) -> bool:
+def put_weight_second(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
     """matmul(w, x) -> permute_dims(matmul(permute_dims(x), permute_dims(w))), the last two axes of
     each turned; w a constant (M, K), x computed (..., K, N).
     """
     call = editor.call_of(var)
     weight, data = call.args
     if not is_constant(editor, weight) or is_constant(editor, data):
-        return False
+        return decline("not a constant times a value")
     if weight.ty.ndim != 2 or data.ty.ndim < 2:
-        return False
+        return decline("a factor is no matrix")
     rank = data.ty.ndim
     order = [*range(rank - 2), rank - 1, rank - 2]
     name = editor.names[var]
@@ -69,11 +69,10 @@ def put_weight_second(editor: Editor, var: relax.Var) -> bool:
     second = editor.define(var, relax.op.permute_dims(weight, [1, 0]), f"{name}.weight")
     product = relax.op.matmul(turned, second, call.attrs.out_dtype)
     product = editor.define(var, product, f"{name}.product")
-    editor.redefine(var, relax.op.permute_dims(product, order))
-    return True
+    return relax.op.permute_dims(product, order)
 
 
-def squeeze_weight(editor: Editor, var: relax.Var) -> bool:
+def squeeze_weight(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
     """matmul(x, w[..., K, N]) -> matmul(x, w[K, N]), x of at least as many dimensions and all
     matrices of w the same; matmul(w[..., M, K], x) alike.
 
@@ -94,12 +93,11 @@ def squeeze_weight(editor: Editor, var: relax.Var) -> bool:
             continue  # the weight decides how many products there are
         squeezed = relax.const(matrices[0], str(weight.dtype))
         factors = (data, squeezed) if at else (squeezed, data)
-        editor.redefine(var, relax.op.matmul(*factors, call.attrs.out_dtype))
-        return True
-    return False
+        return relax.op.matmul(*factors, call.attrs.out_dtype)
+    return decline("no constant repeats one matrix for each product")
 
 
-def unflatten_dense(editor: Editor, var: relax.Var) -> bool:
+def unflatten_dense(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
     """reshape(matmul(reshape(x, (M, K)), w) + b?, (..., N)) -> matmul(x, w) + b?, x (..., K), as
     torch writes a linear layer.
 
@@ -112,34 +110,32 @@ def unflatten_dense(editor: Editor, var: relax.Var) -> bool:
         bias, result = call.args[1], call.args[0]
         array = constant_value(bias)
         if array is None or array.ndim != 1 or not editor.has_one_use(bias_var):
-            return False
+            return decline("no constant bias, or others read the biased product")
     if editor.op_name(result) != "relax.matmul" or not editor.has_one_use(result):
-        return False
+        return decline("no product before it, or others read it")
     matmul = editor.call_of(result)
     flat, weight = matmul.args
     array = constant_value(weight)
     if editor.op_name(flat) != "relax.reshape" or array is None or array.ndim != 2:
-        return False
+        return decline("the data is not flattened, or the weight no constant matrix")
     data = editor.call_of(flat).args[0]
     shapes = [expr.ty.shape for expr in (data, flat, var)]
     if not all(isinstance(shape, relax.ShapeExpr) and len(shape.values) for shape in shapes):
-        return False
+        return decline("a shape is unknown")
     before, rows, after = (list(shape.values) for shape in shapes)
     # The rows of the flat matrix are those of x, in the same order, when they are as long.
     if len(rows) != 2 or len(before) != len(after):
-        return False
-    if not _same(before[-1:], rows[-1:]) or not _same(before[:-1], after[:-1]):
-        return False
+        return decline("the result has other dimensions than the data")
+    if not same_extents(before[-1:], rows[-1:]) or not same_extents(before[:-1], after[:-1]):
+        return decline("the rows are not those of the data")
     product = relax.op.matmul(data, weight, matmul.attrs.out_dtype)
     if bias is None:
-        editor.redefine(var, product)
-        return True
+        return product
     name = f"{editor.names[result]}.unflattened"
-    editor.redefine(var, relax.op.add(editor.define(var, product, name, origin=result), bias))
-    return True
+    return relax.op.add(editor.define(var, product, name, origin=result), bias)
 
 
-def move_bias_inside(editor: Editor, var: relax.Var) -> bool:
+def move_bias_inside(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
     """squeeze(conv(x, w)) + b -> squeeze(conv(x, w) + b'), permute_dims(matmul(x, w)) + b ->
     permute_dims(matmul(x, w) + b'), where the two operators have no other use.
 
@@ -150,19 +146,19 @@ def move_bias_inside(editor: Editor, var: relax.Var) -> bool:
     moved, bias = editor.call_of(var).args
     array, op = constant_value(bias), editor.op_name(moved)
     if op not in ("relax.squeeze", "relax.permute_dims") or array is None:
-        return False
+        return decline("no constant is added behind a squeeze or a transpose")
     call = editor.call_of(moved)
     linear, rank = call.args[0], call.args[0].ty.ndim
     if editor.op_name(linear) not in LINEAR:
-        return False
+        return decline("no product before it")
     if not (editor.has_one_use(linear) and editor.has_one_use(moved)):
-        return False
+        return decline("others read a value between")
     if array.ndim > moved.ty.ndim:
-        return False
+        return decline("the constant has more dimensions")
     padded = array.reshape((1,) * (moved.ty.ndim - array.ndim) + array.shape)
     if op == "relax.squeeze":
         if call.attrs.axis is None:
-            return False
+            return decline("the squeezed axes are not named")
         axes = sorted(int(axis) % rank for axis in call.attrs.axis)
         back = np.expand_dims(padded, tuple(axes))
     else:
@@ -171,26 +167,20 @@ def move_bias_inside(editor: Editor, var: relax.Var) -> bool:
         back = np.transpose(padded, np.argsort(axes))
         units = rank - 1 if editor.op_name(linear) == MATMUL else 1
         if any(size != 1 for axis, size in enumerate(back.shape) if axis != units):
-            return False
+            return decline("the constant is not one number per unit")
     name = f"{editor.names[moved]}.biased"
     biased = relax.op.add(linear, make_const(back, str(array.dtype)))
     inner = editor.define(var, biased, name, origin=var)
     make = relax.op.squeeze if op == "relax.squeeze" else relax.op.permute_dims
-    editor.redefine(var, make(inner, axes))
-    return True
+    return make(inner, axes)
 
 
-def _same(left: list[relax.Expr], right: list[relax.Expr]) -> bool:
-    return all(tvm_ffi.structural_equal(a, b) for a, b in zip(left, right, strict=True))
-
-
-def merge_reshapes(editor: Editor, var: relax.Var) -> bool:
+def merge_reshapes(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
     """reshape(reshape(x, s), t) -> reshape(x, t), the inner one used nowhere else."""
     inner = editor.call_of(var).args[0]
     shape = var.ty.shape
     if editor.op_name(inner) != "relax.reshape" or not editor.has_one_use(inner):
-        return False
+        return decline("no reshape before it, or others read it")
     if not isinstance(shape, relax.ShapeExpr):
-        return False
-    editor.redefine(var, relax.op.reshape(editor.call_of(inner).args[0], shape))
-    return True
+        return decline("the shape is unknown")
+    return relax.op.reshape(editor.call_of(inner).args[0], shape)

@@ -11,9 +11,10 @@ from relayquant.errors import ModelError, format_count
 from relayquant.preparation.tensors import make_const
 from relayquant.rewrite.editor import Editor
 from relayquant.rewrite.graph import constant_value, tensor_shape
+from relayquant.rewrite.rule import Skip, decline
 
 
-def bound_indices(editor: Editor, var: relax.Var) -> bool:
+def bound_indices(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
     """take(x, i, mode="fast") -> take(x, i, mode="wrap"), which counts negative indices from the
     end and stays inside of x; where i is a constant, its negative entries are replaced by what they
     stand for.
@@ -26,14 +27,13 @@ def bound_indices(editor: Editor, var: relax.Var) -> bool:
     """
     call = editor.call_of(var)
     if str(call.attrs.mode) != "fast":
-        return False
+        return decline("the indices are bounded")
     data, indices = call.args
     axis = None if call.attrs.axis is None else int(call.attrs.axis)
     array, shape = constant_value(indices), tensor_shape(data)
     sizes = shape if axis is None or shape is None else (shape[axis],)
     if array is None or sizes is None or any(isinstance(size, str) for size in sizes):
-        editor.redefine(var, relax.op.take(data, indices, axis, "wrap"))
-        return True
+        return relax.op.take(data, indices, axis, "wrap")
     length = int(np.prod(sizes, dtype="int64"))
     if ((array < -length) | (array >= length)).any():
         raise ModelError(
@@ -42,11 +42,10 @@ def bound_indices(editor: Editor, var: relax.Var) -> bool:
             f"{-length}..{length - 1}. The model reads outside of its tensor; export it again."
         )
     inside = make_const(np.where(array < 0, array + length, array), str(array.dtype))
-    editor.redefine(var, relax.op.take(data, inside, axis, "clip"))
-    return True
+    return relax.op.take(data, inside, axis, "clip")
 
 
-def stack_to_concat(editor: Editor, var: relax.Var) -> bool:
+def stack_to_concat(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
     """stack((a, b), axis) -> concat((expand_dims(a, axis), expand_dims(b, axis)), axis).
 
     Concat is what backends have a pattern for, and TVM's ConvertLayout reads a negative axis of
@@ -55,11 +54,10 @@ def stack_to_concat(editor: Editor, var: relax.Var) -> bool:
     call = editor.call_of(var)
     fields = call.args[0]
     if not isinstance(fields, relax.Tuple):
-        return False
+        return decline("the operands are no literal tuple")
     axis = int(call.attrs.axis) % var.ty.ndim
     parts = [
         editor.define(var, relax.op.expand_dims(field, axis), f"{editor.names[var]}.{i}")
         for i, field in enumerate(fields.fields)
     ]
-    editor.redefine(var, relax.op.concat(parts, axis))
-    return True
+    return relax.op.concat(parts, axis)

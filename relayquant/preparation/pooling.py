@@ -11,6 +11,7 @@ from tvm import relax
 from relayquant.preparation.tensors import spatial_axes
 from relayquant.rewrite.editor import Editor
 from relayquant.rewrite.graph import tensor_dtype, tensor_shape
+from relayquant.rewrite.rule import Skip, decline
 
 _CONVS: dict[str, Any] = {
     "relax.nn.conv1d": relax.op.nn.conv1d,
@@ -30,7 +31,7 @@ WHOLE_MAP = (*_AVERAGE_POOLS, *ADAPTIVE)
 FLATTENS = ("relax.flatten", "relax.nn.batch_flatten")
 
 
-def fold_pad(editor: Editor, var: relax.Var) -> bool:
+def fold_pad(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
     """conv(pad(x, 0), padding=p) -> conv(x, padding=p + pad); so for an average pool that counts
     pads, and for a max pool if the pad value is -inf, or 0 on non-negative data.
 
@@ -40,64 +41,56 @@ def fold_pad(editor: Editor, var: relax.Var) -> bool:
     padded = call.args[0]
     pad = editor.call_of(padded)
     if pad is None or editor.op_name(padded) != "relax.nn.pad" or not editor.has_one_use(padded):
-        return False
+        return decline("no pad before it, or others read it")
     attrs = call.attrs
     layout = attrs.data_layout if name in _CONVS else attrs.layout
     axes = spatial_axes(layout)
     if axes is None or pad.attrs.pad_mode != "constant":
-        return False
+        return decline("a packed layout, or pads that are no constant")
     widths = np.array([int(width) for width in pad.attrs.pad_width]).reshape(-1, 2)
     outside = [at for at in range(len(widths)) if at not in axes]
     if (widths < 0).any() or widths[outside].any():
-        return False
+        return decline("the pad cuts, or touches other axes than the windows")
     own = np.array([int(pad) for pad in attrs.padding]).reshape(2, -1)
     total = (own + widths[axes].T).ravel().tolist()
     value = float(pad.attrs.pad_value)
     data = pad.args[0]
     if name in _CONVS:
         if value != 0:
-            return False
-        editor.redefine(
-            var,
-            _CONVS[name](
-                data,
-                call.args[1],
-                strides=list(attrs.strides),
-                padding=total,
-                dilation=list(attrs.dilation),
-                groups=attrs.groups,
-                data_layout=attrs.data_layout,
-                kernel_layout=attrs.kernel_layout,
-                out_layout=attrs.out_layout,
-                out_dtype=attrs.out_dtype,
-            ),
+            return decline("the pads are not 0")
+        return _CONVS[name](
+            data,
+            call.args[1],
+            strides=list(attrs.strides),
+            padding=total,
+            dilation=list(attrs.dilation),
+            groups=attrs.groups,
+            data_layout=attrs.data_layout,
+            kernel_layout=attrs.kernel_layout,
+            out_layout=attrs.out_layout,
+            out_dtype=attrs.out_dtype,
         )
-        return True
     counts = bool(attrs.count_include_pad)
     if name in _AVERAGE_POOLS:
         # With padding of its own that it does not count, the pool could not tell the two apart.
         if value != 0 or attrs.ceil_mode or (own.any() and not counts):
-            return False
+            return decline("the pool counts these pads otherwise than its own")
         counts, pool = True, _AVERAGE_POOLS[name]
     else:
         pool = _MAX_POOLS[name]
         if attrs.ceil_mode or not _is_harmless_for_max(editor, data, value, attrs, total):
-            return False
-    editor.redefine(
-        var,
-        pool(
-            data,
-            list(attrs.pool_size),
-            list(attrs.strides),
-            total,
-            list(attrs.dilation),
-            bool(attrs.ceil_mode),
-            counts,
-            attrs.layout,
-            attrs.out_layout,
-        ),
+            return decline("the pads may be the largest of a window")
+    return pool(
+        data,
+        list(attrs.pool_size),
+        list(attrs.strides),
+        total,
+        list(attrs.dilation),
+        bool(attrs.ceil_mode),
+        counts,
+        attrs.layout,
+        attrs.out_layout,
     )
-    return True
 
 
 def _is_harmless_for_max(
@@ -128,7 +121,7 @@ def _is_non_negative(editor: Editor, expr: relax.Expr) -> bool:
     return False
 
 
-def pool_to_mean(editor: Editor, var: relax.Var) -> bool:
+def pool_to_mean(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
     """adaptive_avg_pool2d(x, 1) and avg_pool2d over the whole map without padding -> mean(x,
     spatial axes, keepdims).
     """
@@ -137,25 +130,23 @@ def pool_to_mean(editor: Editor, var: relax.Var) -> bool:
     axes = spatial_axes(attrs.layout)
     shape = tensor_shape(data)
     if axes is None or shape is None or attrs.out_layout not in ("", attrs.layout):
-        return False
+        return decline("a packed layout, or an unknown shape")
     if editor.op_name(var) in ADAPTIVE:
         size = attrs.output_size
         if size is None or any(int(extent) != 1 for extent in size):
-            return False
+            return decline("the result has several values per channel")
     else:
         window = [int(extent) for extent in attrs.pool_size]
         if window != [shape[axis] for axis in axes] or any(int(pad) != 0 for pad in attrs.padding):
-            return False
+            return decline("the window is not the whole map")
         if any(int(dilation) != 1 for dilation in attrs.dilation):
-            return False
-    editor.redefine(var, relax.op.mean(data, axis=axes, keepdims=True))
-    return True
+            return decline("the window has holes")
+    return relax.op.mean(data, axis=axes, keepdims=True)
 
 
-def flatten_to_reshape(editor: Editor, var: relax.Var) -> bool:
+def flatten_to_reshape(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
     """flatten(x), batch_flatten(x) -> reshape(x, shape of the result)."""
     shape = var.ty.shape
     if not isinstance(shape, relax.ShapeExpr):
-        return False
-    editor.redefine(var, relax.op.reshape(editor.call_of(var).args[0], shape))
-    return True
+        return decline("the shape is unknown")
+    return relax.op.reshape(editor.call_of(var).args[0], shape)

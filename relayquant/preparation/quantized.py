@@ -17,6 +17,7 @@ from relayquant.preparation.tensors import DEQUANTIZE, make_const
 from relayquant.qtypes import INTEGER_LIMITS
 from relayquant.rewrite.editor import Editor
 from relayquant.rewrite.graph import constant_value, tensor_dtype, tensor_shape
+from relayquant.rewrite.rule import Skip, decline
 
 QUANTIZE = "relax.qnn.quantize"
 
@@ -30,21 +31,20 @@ MOVES = (
 )
 
 
-def merge_equal(editor: Editor, var: relax.Var) -> bool:
+def merge_equal(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
     """a = quantize(x, s, z); b = quantize(x, s, z) -> a for both; dequantize alike."""
     call = editor.call_of(var)
     if editor.is_output(var) or not isinstance(call.args[0], relax.Var):
-        return False
+        return decline("main returns it, or it is that of a constant")
     users = editor.users(call.args[0])
     for other in sorted(users, key=editor.order().index):
         if other.same_as(var):
-            return False
+            break
         if editor.op_name(other) == editor.op_name(var) and _has_equal_parameters(
             editor.call_of(other), call
         ):
-            editor.replace(var, other)
-            return True
-    return False
+            return other
+    return decline("none before it has equal parameters")
 
 
 def _has_equal_parameters(left: Call, right: Call) -> bool:
@@ -60,7 +60,7 @@ def _has_equal_parameters(left: Call, right: Call) -> bool:
     return True
 
 
-def move_inside_dequantize(editor: Editor, var: relax.Var) -> bool:
+def move_inside_dequantize(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
     """permute_dims(dequantize(w)) -> dequantize(permuted w), w a constant; reshapes alike.
 
     The channels of w keep an axis of their own, or the rule declines.
@@ -68,10 +68,10 @@ def move_inside_dequantize(editor: Editor, var: relax.Var) -> bool:
     call = editor.call_of(var)
     inner = editor.call_of(call.args[0])
     if inner is None or editor.op_name(call.args[0]) != DEQUANTIZE or editor.is_output(var):
-        return False
+        return decline("no dequantize before it, or main returns it")
     array, shape = constant_value(inner.args[0]), tensor_shape(var)
     if array is None or shape is None or any(isinstance(size, str) for size in shape):
-        return False
+        return decline("no constant is dequantized")
     axis = int(inner.attrs.axis) % max(array.ndim, 1)
     if editor.op_name(var) == "relax.permute_dims":
         axes = call.attrs.axes
@@ -82,10 +82,9 @@ def move_inside_dequantize(editor: Editor, var: relax.Var) -> bool:
         moved = array.reshape(shape)
         new_axis = _find_axis(array.shape, shape, axis)
     if any(expr.ty.ndim for expr in inner.args[1:]) and new_axis is None:
-        return False
+        return decline("the channels lose their axis")
     integers = make_const(moved, str(array.dtype))
-    editor.redefine(var, qnn.dequantize(integers, *inner.args[1:], axis=new_axis or 0))
-    return True
+    return qnn.dequantize(integers, *inner.args[1:], axis=new_axis or 0)
 
 
 def _find_axis(before: Sequence[int], after: Sequence[int], axis: int) -> int | None:
@@ -96,34 +95,30 @@ def _find_axis(before: Sequence[int], after: Sequence[int], axis: int) -> int | 
     return None
 
 
-def center_weight(editor: Editor, var: relax.Var) -> bool:
+def center_weight(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
     """dequantize(w uint8, s, z) -> dequantize(w - 128 int8, s, z - 128), w a constant that only
     products read: kernels take signed weights.
     """
     call = editor.call_of(var)
     array, zero_point = constant_value(call.args[0]), constant_value(call.args[2])
     if array is None or zero_point is None or array.dtype != np.uint8:
-        return False
+        return decline("no constant of uint8 is dequantized")
     users = editor.users(var)
     if not users or any(
         editor.op_name(user) not in LINEAR or not editor.call_of(user).args[1].same_as(var)
         for user in users
     ):
-        return False
+        return decline("it is not the weight of products alone")
     centred = (array.astype("int16") - 128).astype("int8")
-    editor.redefine(
-        var,
-        qnn.dequantize(
-            make_const(centred, "int8"),
-            call.args[1],
-            make_const(zero_point - 128, "int32"),
-            axis=int(call.attrs.axis),
-        ),
+    return qnn.dequantize(
+        make_const(centred, "int8"),
+        call.args[1],
+        make_const(zero_point - 128, "int32"),
+        axis=int(call.attrs.axis),
     )
-    return True
 
 
-def name_dialect(editor: Editor, var: relax.Var) -> bool:
+def name_dialect(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
     """R.quantize, R.dequantize, as TVM's frontends write them -> R.qnn.quantize, R.qnn.dequantize.
 
     Zero points of any integer type become int32. 8-bit floats, and float16, are left.
@@ -135,15 +130,12 @@ def name_dialect(editor: Editor, var: relax.Var) -> bool:
     real, integer = dtypes if is_quantize else reversed(dtypes)
     zero = constant_value(zero_point)
     if real != "float32" or integer not in INTEGER_LIMITS or tensor_dtype(scale) != "float32":
-        return False
+        return decline("the dialect has not these dtypes")
     if zero is not None:
         zero_point = make_const(zero.astype("int32"), "int32")
     elif tensor_dtype(zero_point) != "int32":
-        return False
+        return decline("the zero point is computed, and not int32")
     axis = int(call.attrs.axis)
     if is_quantize:
-        new = qnn.quantize(data, scale, zero_point, axis=axis, out_dtype=integer)
-    else:
-        new = qnn.dequantize(data, scale, zero_point, axis=axis)
-    editor.redefine(var, new)
-    return True
+        return qnn.quantize(data, scale, zero_point, axis=axis, out_dtype=integer)
+    return qnn.dequantize(data, scale, zero_point, axis=axis)

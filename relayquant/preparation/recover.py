@@ -18,12 +18,13 @@ from relayquant.preparation.tensors import make_const
 from relayquant.rewrite.editor import Editor
 from relayquant.rewrite.function import make_main
 from relayquant.rewrite.graph import tensor_dtype
+from relayquant.rewrite.rule import Skip, decline
 
 #: Emits the loops of an operator for given operands, as a frontend would.
 Lower = Callable[[relax.BlockBuilder, list[relax.Var]], Any]
 
 
-def recover_call_tir(editor: Editor, var: relax.Var) -> bool:
+def recover_call_tir(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
     """call_tir of topi.maximum, topi.minimum, topi.nn.pad -> maximum, minimum, nn.pad.
 
     The loops say which operator they might be and with which constants; it is accepted only when
@@ -34,18 +35,17 @@ def recover_call_tir(editor: Editor, var: relax.Var) -> bool:
     func = editor.function(call.args[0])
     operands = call.args[1]
     if not isinstance(func, tirx.PrimFunc) or not isinstance(operands, relax.Tuple):
-        return False
+        return decline("no loops of a literal tuple of operands")
     args = list(operands.fields)
     if len(call.args) != 2 or not args:
-        return False
+        return decline("it has no operands, or other arguments")
     guess = _guess(func, args, var)
     if guess is None:
-        return False
+        return decline("the loops store no maximum, minimum or pad")
     lower, value = guess
     if not _is_same_function(func, args, lower):
-        return False
-    editor.redefine(var, value)
-    return True
+        return decline("the loops are not those of the operator that they look like")
+    return value
 
 
 def _guess(

@@ -1,34 +1,21 @@
-"""What a canonicalization rule is, and the loop that applies a list of them."""
+"""Canonicalization: what a rule may be tried at, and the loop that applies a list of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from tvm import relax
-from tvm.ir import Call, Op
+from tvm.ir import Call, GenericConst, Op
 
 from relayquant.rewrite.editor import Editor
+from relayquant.rewrite.rule import OnSkip, Rule, fire_first, log_skip, select_rules
 
 #: Kinds of values that are no operator call.
 ALIAS, PROJECTION, CAST = "alias", "projection", "match_cast"
 
-
-@dataclass(frozen=True)
-class CanonicalRule:
-    """One local rewrite, `before -> after` in the docstring of `edit`.
-
-    `edit(editor, var)` is called for values of the kinds in `kinds` (operator names, or ALIAS,
-    PROJECTION; empty for every operator), and returns whether it changed anything. A rule that
-    declines must leave all as it was.
-    """
-
-    edit: Callable[[Editor, relax.Var], bool]
-    kinds: frozenset[str] = frozenset()
-
-    @property
-    def name(self) -> str:
-        return self.edit.__name__
+#: `rewrite(editor, var)` returns the value of `var` in canonical form, and may define others that
+#: it is computed from.
+CanonicalRule = Rule[Editor, relax.Var, relax.Expr]
 
 
 def kind_of(editor: Editor, var: relax.Var) -> str:
@@ -43,7 +30,13 @@ def kind_of(editor: Editor, var: relax.Var) -> str:
     return ALIAS if isinstance(value, relax.Var) else ""
 
 
-def apply_phase(editor: Editor, rules: Sequence[CanonicalRule], *, max_edits: int = 100) -> None:
+def apply_phase(
+    editor: Editor,
+    rules: Sequence[CanonicalRule],
+    *,
+    max_edits: int = 100,
+    on_skip: OnSkip = log_skip,
+) -> None:
     """Apply rules in topological order until none fires; the first of `rules` that fires at a
     value wins.
 
@@ -51,15 +44,22 @@ def apply_phase(editor: Editor, rules: Sequence[CanonicalRule], *, max_edits: in
         RuntimeError: a value was edited `max_edits` times in a row, so that two rules undo one
         another.
     """
+    of_kind: dict[str, list[CanonicalRule]] = {}
     changed = True
     while changed:
         changed = False
         for var in editor.order():
             fired: list[str] = []
             while var in editor.values:
-                rule = _fire(editor, var, rules)
-                if rule is None:
+                kind = kind_of(editor, var)
+                if kind not in of_kind:
+                    of_kind[kind] = select_rules(rules, kind)
+                tried = ((rule, var) for rule in of_kind[kind])
+                found = fire_first(tried, editor, editor.names[var], on_skip)
+                if found is None:
                     break
+                rule, value = found
+                put(editor, var, value)
                 changed = True
                 fired.append(rule.name)
                 if len(fired) > max_edits:
@@ -69,20 +69,18 @@ def apply_phase(editor: Editor, rules: Sequence[CanonicalRule], *, max_edits: in
                     )
 
 
-def _fire(editor: Editor, var: relax.Var, rules: Sequence[CanonicalRule]) -> CanonicalRule | None:
-    kind = kind_of(editor, var)
-    for rule in rules:
-        if rule.kinds and kind not in rule.kinds:
-            continue
-        if not rule.kinds and not kind.startswith("relax."):
-            continue
-        if rule.edit(editor, var):
-            return rule
-    return None
+def put(editor: Editor, var: relax.Var, value: relax.Expr) -> None:
+    """Let `value`, that equals it, be the value of `var`."""
+    if isinstance(value, relax.Var | GenericConst):
+        forward(editor, var, value)
+    elif isinstance(value, relax.ShapeExpr):
+        editor.replace(var, value)
+    else:
+        editor.redefine(var, value)
 
 
-def forward(editor: Editor, var: relax.Var, by: relax.Expr) -> bool:
-    """Let the equal `by` stand for `var`; a name that main returns stays. Always changes something.
+def forward(editor: Editor, var: relax.Var, by: relax.Expr) -> None:
+    """Let the equal `by` stand for `var`; a name that main returns stays.
 
     y = identity(x), y returned and x not: x takes the name y, unless only x is a name of the
     source model (a block builder's gv = x names nothing).
@@ -90,13 +88,12 @@ def forward(editor: Editor, var: relax.Var, by: relax.Expr) -> bool:
     """
     if not editor.is_output(var):
         editor.replace(var, by)
-        return True
-    if isinstance(by, relax.Var) and by in editor.values and not editor.is_output(by):
+    elif isinstance(by, relax.Var) and by in editor.values and not editor.is_output(by):
         name, source = editor.names[var], editor.names[by]
         is_alias = kind_of(editor, var) == ALIAS
         editor.replace(var, by)
         if name in editor.source_names or (source not in editor.source_names and not is_alias):
             editor.names[by] = name
             editor.origins[name] = source
-        return True
-    return editor.alias(var, by)
+    else:
+        editor.alias(var, by)

@@ -208,14 +208,13 @@ class Editor:
             self._count(user, value, 1)
         self.result = substitute(self.result, swapped)
 
-    def alias(self, var: relax.Var, by: relax.Expr) -> bool:
-        """Bind `var` to a variable or constant that equals it, keeping its name. Returns True."""
+    def alias(self, var: relax.Var, by: relax.Expr) -> None:
+        """Bind `var` to a variable or constant that equals it, keeping its name."""
         old = self.values[var]
         self.values[var] = by
         self._count(var, by, 1)
         self._count(var, old, -1)
         self._drop_dead(old)
-        return True
 
     def bind_param(self, param: relax.Var, value: relax.Expr) -> None:
         """Replace a parameter of main by a constant."""

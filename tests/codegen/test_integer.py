@@ -283,6 +283,17 @@ def test_call_kernels__no_rules_changes_nothing():
     tvm.ir.assert_structural_equal(call_kernels(qmod, select_isa(target), rules=()), qmod)
 
 
+def test_call_kernels__says_why_there_is_no_kernel():
+    qmod, _ = quantize_random(build_model(conv_bias_relu, NCHW, False), NCHW)
+    heard = {}
+    call_kernels(
+        qmod,  # in the layout of the model still
+        select_isa(resolve_target("llvm -mcpu=cascadelake")),
+        on_skip=lambda rule, name, skip: heard.setdefault(rule.name, skip.reason),
+    )
+    assert heard["lower_conv2d"] == "layout NCHW/OIHW"
+
+
 def test_convert_layout__transposes_only_at_the_borders():
     qmod, _ = quantize_random(build_model(residual, NCHW, False), NCHW)
     graph = Graph(convert_layout(qmod))

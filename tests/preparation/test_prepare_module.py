@@ -242,7 +242,32 @@ def test_rules__documented_and_listed_once():
     for phase in PHASES:
         assert len({rule.name for rule in phase}) == len(phase)
         for rule in phase:
-            assert "->" in rule.edit.__doc__, rule.name
+            assert "->" in rule.rewrite.__doc__, rule.name
+
+
+def test_prepare_module__says_why_a_rule_did_not_fire():
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(x: R.Tensor((1, 2, 4, 4), "float32"), w: R.Tensor((3, 2, 1, 1), "float32")):
+            with R.dataflow():
+                padded = R.nn.pad(x, [0, 0, 0, 0, 1, 1, 1, 1], "constant", 0.5)
+                conv = R.nn.conv2d(padded, w)
+                scaled = R.multiply(conv, R.const(2.0, "float32"))
+                out = R.nn.relu(scaled)
+                R.output(out)
+            return out
+
+    heard = []
+    prepare_module(Before, on_skip=lambda rule, name, skip: heard.append((rule.name, name, skip)))
+    trace = {f"{rule} at {name}: {skip.reason}" for rule, name, skip in heard}
+    print(*sorted(trace), sep="\n")
+    assert "fold_pad at conv: the pads are not 0" in trace
+    assert "canonicalize_clamp at out: it is canonical" in trace
+    assert (
+        "fold_channel_affine at scaled: no affine of each channel behind a product of constant "
+        "weights"
+    ) in trace
 
 
 def test_prepare_module__params_as_detach_params_gives_them():

@@ -10,6 +10,7 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 
 from relayquant.rewrite import Pattern, Rule, Skip, apply_rules
+from relayquant.rewrite.rule import decline, make_rule, select_rules
 
 
 @I.ir_module
@@ -60,10 +61,36 @@ def test_apply_rules__a_rule_that_declines_leaves_it_to_the_next_and_says_why():
         replace_rule("rest", "relax.nn.relu", relax.op.exp),
     ]
     new = apply_rules(
-        Chain, rules, on_skip=lambda rule, match, skip: heard.append((rule.name, match.name, skip))
+        Chain, rules, on_skip=lambda rule, name, skip: heard.append((rule.name, name, skip))
     )
     assert operators(new) == ["relax.exp", "relax.sigmoid", "relax.tanh"]
     assert heard == [("only out", "a", Skip("not at out", "look elsewhere"))]
+
+
+def test_apply_rules__what_declined_is_logged(caplog):
+    rules = [replace_rule("only out", "relax.nn.relu", relax.op.tanh, only="out")]
+    with caplog.at_level("DEBUG", logger="relayquant.rewrite"):
+        apply_rules(Chain, rules)
+    assert "only out declines at a: not at out" in caplog.text
+
+
+def test_select_rules__of_the_kind_or_of_all_operators():
+    def anywhere(context, var):
+        return Skip("no")
+
+    def at_relu(context, var):
+        return Skip("no")
+
+    rules = [make_rule(anywhere), make_rule(at_relu, "relax.nn.relu", "alias")]
+    assert [rule.name for rule in select_rules(rules, "relax.nn.relu")] == ["anywhere", "at_relu"]
+    assert [rule.name for rule in select_rules(rules, "relax.exp")] == ["anywhere"]
+    assert [rule.name for rule in select_rules(rules, "alias")] == ["at_relu"]
+    assert select_rules(rules, "") == []
+
+
+def test_decline__is_a_skip_of_that_reason_made_once():
+    assert decline("no") == Skip("no")
+    assert decline("no") is decline("no")
 
 
 def test_apply_rules__repeats_until_nothing_fires():

@@ -62,6 +62,7 @@ from relayquant.qtypes import INTEGER_LIMITS
 from relayquant.rewrite import Graph, Skip
 from relayquant.rewrite.expressions import expand_padding, pair
 from relayquant.rewrite.graph import constant_value, free_vars, tensor_dtype, tensor_shape
+from relayquant.rewrite.rule import make_rule
 
 #: Values of a tensor up to which a call costs more than the work: 0.3 us, as much as 256 look-ups
 #: one by one, which is how fused functions do them.
@@ -110,10 +111,8 @@ def has_few_values(graph: Graph, var: relax.Var) -> bool:
     return element_count([int(dim) for dim in shape]) <= FEW_VALUES
 
 
-def lower_quantize(context: KernelContext, var: relax.Var) -> KernelCall | Skip | None:
+def lower_quantize(context: KernelContext, var: relax.Var) -> KernelCall | Skip:
     """qnn.quantize with one scale; and a transpose of images behind it."""
-    if context.graph.op_name(var) != "relax.qnn.quantize":
-        return None
     call = context.call(var)
     shape, numbers = split_batch(call.args[0]), scalars(*call.args[1:3])
     if shape is None or numbers is None or tensor_dtype(call.args[0]) != "float32":
@@ -139,10 +138,8 @@ def is_image_transpose(call: Call, shape: tuple[int, ...]) -> bool:
     return axes == [0, 2, 3, 1] and shape[1] <= IMAGE_CHANNELS
 
 
-def lower_dequantize(context: KernelContext, var: relax.Var) -> KernelCall | Skip | None:
+def lower_dequantize(context: KernelContext, var: relax.Var) -> KernelCall | Skip:
     """qnn.dequantize with one scale."""
-    if context.graph.op_name(var) != "relax.qnn.dequantize":
-        return None
     call = context.call(var)
     shape, numbers = split_batch(call.args[0]), scalars(*call.args[1:3])
     if shape is None or numbers is None or tensor_dtype(var) != "float32":
@@ -154,11 +151,9 @@ def lower_dequantize(context: KernelContext, var: relax.Var) -> KernelCall | Ski
     return KernelCall((var,), func, (call.args[0],))
 
 
-def lower_channel_scales(context: KernelContext, var: relax.Var) -> KernelCall | Skip | None:
+def lower_channel_scales(context: KernelContext, var: relax.Var) -> KernelCall | Skip:
     """qnn.dequantize and qnn.requantize with one scale for each index along an axis."""
     op = context.graph.op_name(var)
-    if op not in ("relax.qnn.dequantize", "relax.qnn.requantize"):
-        return None
     call = context.call(var)
     shape, scale = split_batch(call.args[0]), constant_value(call.args[1])
     if shape is None or scale is None or scale.ndim != 1:
@@ -187,10 +182,8 @@ def lower_channel_scales(context: KernelContext, var: relax.Var) -> KernelCall |
     return KernelCall(vars_, func, (call.args[0], factors))
 
 
-def lower_requantize(context: KernelContext, var: relax.Var) -> KernelCall | Skip | None:
+def lower_requantize(context: KernelContext, var: relax.Var) -> KernelCall | Skip:
     """qnn.requantize with one scale on either side."""
-    if context.graph.op_name(var) != "relax.qnn.requantize":
-        return None
     call = context.call(var)
     shape, numbers = split_batch(call.args[0]), scalars(*call.args[1:5])
     if shape is None or numbers is None or not is_default_arithmetic(call):
@@ -206,11 +199,9 @@ def lower_requantize(context: KernelContext, var: relax.Var) -> KernelCall | Ski
     return KernelCall(vars_, func, (call.args[0],))
 
 
-def lower_binary(context: KernelContext, var: relax.Var) -> KernelCall | Skip | None:
+def lower_binary(context: KernelContext, var: relax.Var) -> KernelCall | Skip:
     """qnn.add, subtract and mul with one scale each; the second operand may be broadcast."""
     op = context.graph.op_name(var)
-    if op not in ("relax.qnn.add", "relax.qnn.subtract", "relax.qnn.mul"):
-        return None
     call = context.call(var)
     lhs, rhs = call.args[:2]
     numbers = scalars(*call.args[2:8])
@@ -247,10 +238,8 @@ def lower_binary(context: KernelContext, var: relax.Var) -> KernelCall | Skip | 
     return KernelCall(vars_, func, (lhs, rhs))
 
 
-def lower_lookup(context: KernelContext, var: relax.Var) -> KernelCall | Skip | None:
+def lower_lookup(context: KernelContext, var: relax.Var) -> KernelCall | Skip:
     """qnn.lookup."""
-    if context.graph.op_name(var) != "relax.qnn.lookup":
-        return None
     call = context.call(var)
     shape = split_batch(call.args[0])
     if shape is None or not is_byte(call.args[0]):
@@ -262,10 +251,8 @@ def lower_lookup(context: KernelContext, var: relax.Var) -> KernelCall | Skip | 
     return KernelCall((var,), func, (call.args[0], call.args[1]))
 
 
-def lower_concatenate(context: KernelContext, var: relax.Var) -> KernelCall | Skip | None:
+def lower_concatenate(context: KernelContext, var: relax.Var) -> KernelCall | Skip:
     """qnn.concatenate of a literal tuple."""
-    if context.graph.op_name(var) != "relax.qnn.concatenate":
-        return None
     call = context.call(var)
     if not all(isinstance(arg, relax.Tuple) for arg in call.args[:3]):
         return Skip("the operands are not a literal tuple")
@@ -303,10 +290,8 @@ def make_window(call: Call, shape: tuple[int, ...]) -> Window:
     )  # fmt: skip
 
 
-def lower_max_pool2d(context: KernelContext, var: relax.Var) -> KernelCall | Skip | None:
+def lower_max_pool2d(context: KernelContext, var: relax.Var) -> KernelCall | Skip:
     """nn.max_pool2d of integer NHWC data."""
-    if context.graph.op_name(var) != "relax.nn.max_pool2d":
-        return None
     call = context.call(var)
     shape = split_batch(call.args[0])
     if not is_activation(call.args[0]) or str(call.attrs.layout) != "NHWC" or shape is None:
@@ -318,11 +303,9 @@ def lower_max_pool2d(context: KernelContext, var: relax.Var) -> KernelCall | Ski
     return KernelCall((var,), func, (call.args[0],))
 
 
-def lower_average(context: KernelContext, var: relax.Var) -> KernelCall | Skip | None:
+def lower_average(context: KernelContext, var: relax.Var) -> KernelCall | Skip:
     """qnn.avg_pool2d of NHWC data, and qnn.mean over neighbouring axes."""
     op = context.graph.op_name(var)
-    if op not in ("relax.qnn.avg_pool2d", "relax.qnn.mean"):
-        return None
     call = context.call(var)
     shape, numbers = split_batch(call.args[0]), scalars(*call.args[1:5])
     if shape is None or numbers is None or not is_default_arithmetic(call):
@@ -353,14 +336,12 @@ def lower_average(context: KernelContext, var: relax.Var) -> KernelCall | Skip |
     return KernelCall(vars_, func, (call.args[0],))
 
 
-def lower_clip(context: KernelContext, var: relax.Var) -> KernelCall | Skip | None:
+def lower_clip(context: KernelContext, var: relax.Var) -> KernelCall | Skip:
     """clip of data that no kernel before it took: a requantize with equal parameters."""
-    if context.graph.op_name(var) != "relax.clip" or not is_activation(var):
-        return None
     call = context.call(var)
     shape = split_batch(call.args[0])
-    if shape is None:
-        return Skip("symbolic dimensions")
+    if shape is None or not is_activation(var):
+        return Skip("symbolic dimensions, or not data of 8 or 16 bits")
     dtype = tensor_dtype(var)
     low, high = (int(arg.value) for arg in call.args[1:3])
     limits = INTEGER_LIMITS[dtype]
@@ -371,14 +352,14 @@ def lower_clip(context: KernelContext, var: relax.Var) -> KernelCall | Skip | No
 
 
 ELEMENTWISE_RULES: tuple[KernelRule, ...] = (
-    lower_quantize,
-    lower_dequantize,
-    lower_requantize,
-    lower_channel_scales,
-    lower_binary,
-    lower_lookup,
-    lower_concatenate,
-    lower_max_pool2d,
-    lower_average,
-    lower_clip,
+    make_rule(lower_quantize, "relax.qnn.quantize"),
+    make_rule(lower_dequantize, "relax.qnn.dequantize"),
+    make_rule(lower_requantize, "relax.qnn.requantize"),
+    make_rule(lower_channel_scales, "relax.qnn.dequantize", "relax.qnn.requantize"),
+    make_rule(lower_binary, "relax.qnn.add", "relax.qnn.subtract", "relax.qnn.mul"),
+    make_rule(lower_lookup, "relax.qnn.lookup"),
+    make_rule(lower_concatenate, "relax.qnn.concatenate"),
+    make_rule(lower_max_pool2d, "relax.nn.max_pool2d"),
+    make_rule(lower_average, "relax.qnn.avg_pool2d", "relax.qnn.mean"),
+    make_rule(lower_clip, "relax.clip"),
 )

@@ -16,7 +16,7 @@ from tvm.tirx import PrimFunc
 from relayquant.kernels.emit import repeat_over_batch
 from relayquant.kernels.integer.lookup import ByteShuffle
 from relayquant.kernels.isa.base import Isa
-from relayquant.rewrite import Graph, Skip
+from relayquant.rewrite import Graph, Rule
 from relayquant.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 
 #: An operand of a kernel: a value of the graph, or a constant made for the kernel.
@@ -30,10 +30,6 @@ class KernelCall:
     vars: tuple[relax.Var, ...]
     func: PrimFunc
     operands: tuple[KernelOperand, ...]
-
-
-#: Tries to start a kernel at a value; None when the value is not its business.
-KernelRule = Callable[["KernelContext", relax.Var], "KernelCall | Skip | None"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +51,10 @@ class KernelContext:
         if call is None:
             raise ValueError(f"{var.name!r} is not computed by an operator")
         return call
+
+
+#: `rewrite(context, var)` returns the kernel that starts at the value `var`.
+KernelRule = Rule[KernelContext, relax.Var, KernelCall]
 
 
 def scalar(expr: relax.Expr) -> float | None:

@@ -35,6 +35,7 @@ from relayquant.kernels.integer.specs import Conv2d, Dense, PackedWeights
 from relayquant.rewrite import Skip
 from relayquant.rewrite.expressions import expand_padding, pair
 from relayquant.rewrite.graph import constant_value, tensor_dtype, tensor_shape
+from relayquant.rewrite.rule import make_rule
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,10 +94,8 @@ def make_call(
     return KernelCall(tail.vars, build_for_batch(build, linear.is_symbolic, batched), operands)
 
 
-def lower_conv2d(context: KernelContext, var: relax.Var) -> KernelCall | Skip | None:
+def lower_conv2d(context: KernelContext, var: relax.Var) -> KernelCall | Skip:
     """qnn.conv2d in NHWC with constant OHWI weights."""
-    if context.graph.op_name(var) != "relax.qnn.conv2d":
-        return None
     linear = read_linear(context, var, (("NHWC", "OHWI"),))
     if isinstance(linear, Skip):
         return linear
@@ -122,10 +121,8 @@ def lower_conv2d(context: KernelContext, var: relax.Var) -> KernelCall | Skip | 
     return make_call(linear, tail, packed, lambda: build_conv2d(spec, context.isa, "qnn_conv2d"))
 
 
-def lower_conv1d(context: KernelContext, var: relax.Var) -> KernelCall | Skip | None:
+def lower_conv1d(context: KernelContext, var: relax.Var) -> KernelCall | Skip:
     """qnn.conv1d in NWC with OWI weights, as a convolution of height 1."""
-    if context.graph.op_name(var) != "relax.qnn.conv1d":
-        return None
     linear = read_linear(context, var, (("NWC", "OWI"),))
     if isinstance(linear, Skip):
         return linear
@@ -158,10 +155,8 @@ def lower_conv1d(context: KernelContext, var: relax.Var) -> KernelCall | Skip | 
     )
 
 
-def lower_conv2d_transpose(context: KernelContext, var: relax.Var) -> KernelCall | Skip | None:
+def lower_conv2d_transpose(context: KernelContext, var: relax.Var) -> KernelCall | Skip:
     """qnn.conv2d_transpose in NHWC with constant weights."""
-    if context.graph.op_name(var) != "relax.qnn.conv2d_transpose":
-        return None
     layouts = tuple(("NHWC", kernel) for kernel in ("OHWI", "IHWO", "IOHW", "HWIO", "HWOI"))
     linear = read_linear(context, var, layouts)
     if isinstance(linear, Skip):
@@ -205,10 +200,8 @@ def order_transposed_weight(weight: np.ndarray, layout: str, groups: int) -> np.
     )
 
 
-def lower_dense(context: KernelContext, var: relax.Var) -> KernelCall | Skip | None:
+def lower_dense(context: KernelContext, var: relax.Var) -> KernelCall | Skip:
     """qnn.dense with constant weights; all leading dimensions are rows, static or symbolic."""
-    if context.graph.op_name(var) != "relax.qnn.dense":
-        return None
     linear = read_linear(context, var, split=split_rows)
     if isinstance(linear, Skip):
         return linear
@@ -234,10 +227,8 @@ def lower_dense(context: KernelContext, var: relax.Var) -> KernelCall | Skip | N
     return KernelCall(tail.vars, func, operands)
 
 
-def lower_batch_matmul(context: KernelContext, var: relax.Var) -> KernelCall | Skip | None:
+def lower_batch_matmul(context: KernelContext, var: relax.Var) -> KernelCall | Skip:
     """qnn.batch_matmul of two computed operands with equal batch dimensions."""
-    if context.graph.op_name(var) != "relax.qnn.batch_matmul":
-        return None
     call = context.call(var)
     x, y = split_batch(call.args[0]), split_batch(call.args[1])
     zeros = [scalar(arg) for arg in call.args[2:4]]
@@ -277,9 +268,9 @@ def lower_batch_matmul(context: KernelContext, var: relax.Var) -> KernelCall | S
 
 
 LINEAR_RULES: tuple[KernelRule, ...] = (
-    lower_conv2d,
-    lower_conv1d,
-    lower_conv2d_transpose,
-    lower_dense,
-    lower_batch_matmul,
+    make_rule(lower_conv2d, "relax.qnn.conv2d"),
+    make_rule(lower_conv1d, "relax.qnn.conv1d"),
+    make_rule(lower_conv2d_transpose, "relax.qnn.conv2d_transpose"),
+    make_rule(lower_dense, "relax.qnn.dense"),
+    make_rule(lower_batch_matmul, "relax.qnn.batch_matmul"),
 )
