@@ -122,6 +122,29 @@ def test_write__a_device_takes_what_it_takes(prepared, tmp_path):
     check_writable(Path("/dev/null"))
 
 
+def test_write__through_a_link(tmp_path):
+    """A link stays, and what it leads to is written: of a link to a link, and of one to nothing."""
+    (tmp_path / "there").mkdir()
+    target, link, other = (tmp_path / name for name in ("there/a.json", "b.json", "c.json"))
+    link.symlink_to("there/a.json")
+    other.symlink_to(link)
+    for text in ("first", "second"):
+        check_writable(other)
+        write_whole(other, lambda temporary, text=text: temporary.write_text(text))
+        assert link.is_symlink()
+        assert other.is_symlink()
+        assert not target.is_symlink()
+        assert target.read_text() == text
+        assert sorted(path.name for path in tmp_path.rglob("*")) == [
+            *("a.json", "b.json", "c.json", "there")
+        ]
+    target.unlink()
+    target.parent.rmdir()
+    for act in (check_writable, lambda path: write_whole(path, Path.touch)):
+        with pytest.raises(rq.FileError, match=rf"a\.json: there is no folder {target.parent}\."):
+            act(link)
+
+
 def test_write__the_file_that_is_missing_is_named(tmp_path):
     """What a library needs for it: a compiler, a folder for its temporary files."""
 

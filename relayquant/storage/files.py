@@ -67,7 +67,8 @@ def is_near(name: Any, path: Path) -> bool:
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """Call `write` on a temporary file beside `path`, then rename it: no half file ever stays.
 
-    A device or a pipe, such as /dev/stdout, is written itself: a file must not take its place.
+    A device or a pipe, such as /dev/stdout, is written itself: a file must not take its place. So
+    it is with a symbolic link, which stays: the file that it leads to is replaced.
 
     Raises:
         FileError: the folder does not exist or cannot be written, or the disk is full; names
@@ -78,13 +79,14 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
         if is_stream(path):
             write(path)
             return
-        temporary = make_temporary(path)
+        target = follow_link(path)
+        temporary = make_temporary(target)
         try:
             write(temporary)
             umask = os.umask(0)
             os.umask(umask)
             temporary.chmod(0o666 & ~umask)
-            temporary.replace(path)
+            temporary.replace(target)
         finally:
             temporary.unlink(missing_ok=True)
 
@@ -98,7 +100,7 @@ def check_writable(path: Path) -> None:
         check_place(path)
         if not is_stream(path):
             # Only the attempt tells: rights do not bind root, and some file systems take nothing.
-            make_temporary(path).unlink()
+            make_temporary(follow_link(path)).unlink()
 
 
 def check_place(path: Path) -> None:
@@ -111,6 +113,19 @@ def check_place(path: Path) -> None:
             "place.",
             errno.ENOENT,
         )
+
+
+def follow_link(path: Path) -> Path:
+    """Where a symbolic link leads, also to no file yet; any other path as it is.
+
+    Raises:
+        FileError: it leads into no folder.
+    """
+    if not path.is_symlink():
+        return path
+    target = Path(os.path.realpath(path))
+    check_place(target)
+    return target
 
 
 def is_stream(path: Path) -> bool:
