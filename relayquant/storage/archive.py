@@ -141,8 +141,5 @@ def read_array(archive: zipfile.ZipFile, entry: str) -> np.ndarray:
     with archive.open(entry) as stream:
         header = read_array_header(stream)
         check_array_size(header, stream.tell(), archive.getinfo(entry).file_size)
-        data = bytearray(stream.read(header.nbytes))  # writable, as numpy reads them
-    if len(data) != header.nbytes:
-        raise ValueError(f"{entry} ends early")
-    order = "F" if header.fortran_order else "C"
-    return np.frombuffer(data, header.dtype).reshape(header.shape, order=order)
+        stream.seek(0)
+        return np.lib.format.read_array(stream, allow_pickle=False)
