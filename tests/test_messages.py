@@ -38,8 +38,9 @@ def find_plurals(source: str) -> Iterator[tuple[str, str]]:
     """(value, plural) of each f-string where a value that may be a count stands before a plural, or
     before one other word and a plural.
 
-    No count are values with a format of their own (a measure), those in quotes or from repr, those
-    of upper case (a limit of ours, more than one), products with a number, and enum values.
+    No count are values with a format of their own (a measure) but that of an integer, those in
+    quotes or from repr, those of upper case (a limit of ours, more than one), products with a
+    number, and enum values.
     """
     for node in ast.walk(ast.parse(source)):
         parts = node.values if isinstance(node, ast.JoinedStr) else []
@@ -63,7 +64,8 @@ def may_be_count(value: ast.FormattedValue) -> bool:
             return False
         case ast.Call(ast.Name("format_count" | "_show_count")):
             return False
-    return value.conversion == -1 and value.format_spec is None
+    style = "" if value.format_spec is None else ast.unparse(value.format_spec)[2:-1]
+    return value.conversion == -1 and re.fullmatch(r"[<>^]?\d*[,_]?[dn]?", style) is not None
 
 
 def test_messages__what_is_counted_has_its_number():
@@ -86,6 +88,8 @@ def test_messages__what_is_counted_has_its_number():
         ("f'{backend} runs on'", []),
         ("f'{name!r} values'", []),
         ("f'{ratio:.3g} times'", []),
+        ("f'{count:,} bytes'", [("count", "bytes")]),
+        ("f'{count:4d} sums'", [("count", "sums")]),
         ("f'{LIMIT} bytes, {2 * rank} numbers'", []),
     ],
 )
