@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from relayquant.pipeline import convert_to_reference, ledger, lower, prepare, ve
 from relayquant.prepared import PreparedModel
 from relayquant.qtypes import QSpec, Role
 from relayquant.reference import run_values
+from relayquant.reference.unary import RELAX_UNARY
 from relayquant.rewrite import Pattern
 
 
@@ -462,19 +464,9 @@ DRAWN: Mapping[str, Callable[[ModelBuilder, list[Any]], relax.Expr]] = {
     "relax.nn.relu": draw_unary(R.nn.relu),
     "relax.clip": draw_unary(R.clip, min=(0.0, -0.5), max=(0.7, 6.0)),
     **{
-        f"relax.{name}": draw_unary(getattr(R, name))
-        for name in (
-            *("sigmoid", "tanh", "exp", "erf", "sin", "cos", "atan"),
-            *("abs", "negative", "sign", "floor", "ceil", "round"),
-        )
-    },
-    **{
-        f"relax.{name}": draw_unary(getattr(R, name), positive=True)
-        for name in ("sqrt", "rsqrt", "log")
-    },
-    **{
-        f"relax.nn.{name}": draw_unary(getattr(R.nn, name))
-        for name in ("gelu", "gelu_tanh", "silu")
+        op: draw_unary(attrgetter(row.relax)(R), positive=row.low is not None)
+        for op, row in RELAX_UNARY.items()
+        if row.is_table
     },
     "relax.nn.leakyrelu": draw_unary(R.nn.leakyrelu, alpha=(0.01, 0.3)),
     "relax.nn.prelu": draw_prelu,

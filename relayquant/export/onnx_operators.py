@@ -17,6 +17,7 @@ from tvm.ir import Call
 from relayquant.errors import ModelError
 from relayquant.export.onnx_builder import Affine, OnnxBuilder, read_affine
 from relayquant.qtypes import INTEGER_LIMITS
+from relayquant.reference.unary import RELAX_UNARY, evaluate_formula
 from relayquant.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 
 Writer = Callable[[OnnxBuilder, relax.Var, Call], str]
@@ -310,50 +311,35 @@ def write_layer_norm(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
     return builder.emit("LayerNormalization", inputs, var.name, axis=axes[0], epsilon=epsilon)
 
 
-def write_steps(formula: str, builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
-    """A formula in x in postfix form: "x Sqrt Reciprocal"; numbers are float32 constants."""
-    stack: list[str] = []
-    words = formula.split()
-    data = builder.tensor(call.args[0], var.name)
-    for at, word in enumerate(words):
-        if word == "x":
-            stack.append(data)
-        elif not word[0].isupper():
-            value = np.float32(float(word))
-            stack.append(builder.constant(value, f"{var.name}.number"))
-        else:
-            inputs = [stack.pop() for _ in range(2 if word in ("Mul", "Add", "Div") else 1)][::-1]
-            name = var.name if at == len(words) - 1 else builder.unique_name(f"{var.name}.step")
-            stack.append(builder.emit(word, inputs, name))
-    return stack.pop()
+def write_formula(formula: str, builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """The operators of a formula; its numbers are float32 constants."""
+
+    def apply(word: str, operands: list[str], is_last: bool) -> str:
+        name = var.name if is_last else builder.unique_name(f"{var.name}.step")
+        return builder.emit(PLAIN[f"relax.{word}"], operands, name)
+
+    def number(value: float) -> str:
+        return builder.constant(np.float32(value), f"{var.name}.number")
+
+    return evaluate_formula(formula, builder.tensor(call.args[0], var.name), apply, number)
 
 
-#: Relax operator without "relax." -> ONNX operator of the same operands
-SAME = {
-    "add": "Add", "subtract": "Sub", "multiply": "Mul", "divide": "Div", "power": "Pow",
-    "maximum": "Max", "minimum": "Min", "nn.relu": "Relu", "sigmoid": "Sigmoid", "tanh": "Tanh",
-    "exp": "Exp", "sqrt": "Sqrt", "log": "Log", "erf": "Erf", "abs": "Abs", "negative": "Neg",
-    "floor": "Floor", "ceil": "Ceil", "where": "Where", "equal": "Equal", "less": "Less",
-    "greater": "Greater", "sin": "Sin", "cos": "Cos", "atan": "Atan", "sign": "Sign",
-    "round": "Round",
+#: Relax operator -> ONNX operator of the same operands
+PLAIN = {
+    "relax.add": "Add", "relax.subtract": "Sub", "relax.multiply": "Mul", "relax.divide": "Div",
+    "relax.power": "Pow", "relax.maximum": "Max", "relax.minimum": "Min", "relax.where": "Where",
+    "relax.equal": "Equal", "relax.less": "Less", "relax.greater": "Greater",
+    **{op: row.onnx for op, row in RELAX_UNARY.items() if row.onnx},
 }  # fmt: skip
-
-#: sqrt(2/pi) * (x + 0.044715 x^3), see Hendrycks and Gimpel 2016, https://arxiv.org/abs/1606.08415
-_GELU_TANH = "x x Mul x Mul 0.044715 Mul x Add 0.7978845608028654 Mul Tanh 1 Add x Mul 0.5 Mul"
-
-#: Relax operator -> its formula in x
-FORMULAS = {
-    "square": "x x Mul",
-    "rsqrt": "x Sqrt Reciprocal",
-    "nn.silu": "x Sigmoid x Mul",
-    "nn.gelu": "x 1.4142135623730951 Div Erf 1 Add x Mul 0.5 Mul",
-    "nn.gelu_tanh": _GELU_TANH,
-}
 
 #: operators that compute
 FLOAT_WRITERS: dict[str, Writer] = {
-    **{f"relax.{name}": functools.partial(write_plain, op) for name, op in SAME.items()},
-    **{f"relax.{name}": functools.partial(write_steps, text) for name, text in FORMULAS.items()},
+    **{name: functools.partial(write_plain, op) for name, op in PLAIN.items()},
+    **{
+        op: functools.partial(write_formula, row.formula)
+        for op, row in RELAX_UNARY.items()
+        if row.formula
+    },
     "relax.nn.conv1d": functools.partial(write_conv, "Conv"),
     "relax.nn.conv2d": functools.partial(write_conv, "Conv"),
     "relax.nn.conv2d_transpose": functools.partial(write_conv, "ConvTranspose"),

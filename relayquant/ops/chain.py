@@ -18,25 +18,26 @@ from relayquant.ops.dense import MATMUL
 from relayquant.qtypes import QParams, Rounding
 from relayquant.reference import run as run_numpy
 from relayquant.reference.lookup_table import build_table
+from relayquant.reference.unary import RELAX_UNARY
 from relayquant.rewrite import Graph, Match
 from relayquant.rewrite.function import make_main
 from relayquant.rewrite.graph import constant_value, free_vars, tensor_dtype
 
-#: operators whose every element depends on the same element of each operand, and on scalars
-ELEMENTWISE = frozenset(
-    f"relax.{name}"
-    for name in (
-        "add", "subtract", "multiply", "divide", "power", "maximum", "minimum", "negative", "abs",
-        "square", "sqrt", "rsqrt", "exp", "log", "erf", "tanh", "sigmoid", "clip", "nn.relu",
-        "nn.leakyrelu", "nn.gelu", "nn.gelu_tanh", "nn.silu",
-    )
-)  # fmt: skip
-
-#: attributes of these operators: a chain is evaluated with those it has
-CHAIN_ATTRIBUTES = ("alpha",)
-
 #: one of these alone has a better form than a table: it is merged into the operator before it
 CLAMPS = ("relax.nn.relu", "relax.clip")
+
+TABLES = {op: row for op, row in RELAX_UNARY.items() if row.is_table}
+
+#: operators whose every element depends on the same element of each operand, and on scalars
+ELEMENTWISE = frozenset(
+    {
+        *(f"relax.{name}" for name in ("add", "subtract", "multiply", "divide", "power")),
+        *("relax.maximum", "relax.minimum", "relax.nn.leakyrelu", *CLAMPS, *TABLES),
+    }
+)
+
+#: attributes of these operators: a chain is evaluated with those it has
+CHAIN_ATTRIBUTES = ("alpha", *(name for row in TABLES.values() for name in row.attributes))
 
 #: what takes the sum with a constant behind it as its bias
 LINEAR = frozenset({MATMUL, *(family.op for family in CONV_FAMILIES)})

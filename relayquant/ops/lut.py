@@ -6,6 +6,7 @@ leaky_relu(x) -> dequantize(qnn.leaky_relu(x)); prelu(x, a) -> dequantize(qnn.pr
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -24,36 +25,15 @@ from relayquant.ops.base import (
 from relayquant.ops.build import check_float, unary_pattern
 from relayquant.ops.chain import CHAIN_ATTRIBUTES, ChainPattern, build_chain_table
 from relayquant.qtypes import Rounding
-from relayquant.reference.lookup_table import UNARY_FUNCTIONS, build_table
+from relayquant.reference.lookup_table import build_table
+from relayquant.reference.unary import RELAX_UNARY
 from relayquant.rewrite import Match, Skip
+from relayquant.rewrite.attributes import read_attributes
 from relayquant.rewrite.graph import constant_value
 
 PRELU = "relax.nn.prelu"
 #: those that are computed instead of looked up
 SLOPED = ("relax.nn.leakyrelu", PRELU)
-
-#: Relax operator -> name of the function in `reference.lut.UNARY_FUNCTIONS`
-UNARY = {
-    "relax.sigmoid": "sigmoid",
-    "relax.tanh": "tanh",
-    "relax.exp": "exp",
-    "relax.sqrt": "sqrt",
-    "relax.rsqrt": "rsqrt",
-    "relax.erf": "erf",
-    "relax.log": "log",
-    "relax.abs": "abs",
-    "relax.negative": "negative",
-    "relax.sign": "sign",
-    "relax.floor": "floor",
-    "relax.ceil": "ceil",
-    "relax.round": "round",
-    "relax.sin": "sin",
-    "relax.cos": "cos",
-    "relax.atan": "atan",
-    "relax.nn.gelu": "gelu",
-    "relax.nn.gelu_tanh": "gelu_tanh",
-    "relax.nn.silu": "silu",
-}
 
 
 def realize_lookup(context: RealizeContext) -> relax.Expr | Skip:
@@ -63,10 +43,10 @@ def realize_lookup(context: RealizeContext) -> relax.Expr | Skip:
     data = context.operands["data"]
     if data.qparams.dtype not in ("int8", "uint8"):
         return Skip(f"a table needs 8-bit data, the input is {data.qparams.dtype}")
-    name = next(UNARY[op] for op in UNARY if context.match.find_call(op) is not None)
-    table = build_table(
-        UNARY_FUNCTIONS[name], data.qparams, context.output, Rounding.TONEAREST_EVEN
-    )
+    call = context.match.graph.values[context.match.root]
+    attributes = read_attributes(call)
+    function = functools.partial(RELAX_UNARY[call.op.name].tabulate, **attributes)
+    table = build_table(function, data.qparams, context.output, Rounding.TONEAREST_EVEN)
     value = context.emit(qnn.lookup(data.value, relax.const(table, str(table.dtype))), "int")
     return Quantized(value, context.output).dequantize()
 
@@ -149,10 +129,11 @@ CHAIN_OPS: tuple[QuantOp, ...] = (
 LUT_OPS: tuple[QuantOp, ...] = (
     *(
         QuantOp(
-            name, op, unary_pattern(op), (Operand("data"),), Kind.CONNECTOR, Output.OWN,
-            realize_lookup, check=check_float,
+            row.name, op, unary_pattern(op), (Operand("data"),), Kind.CONNECTOR, Output.OWN,
+            realize_lookup, check=check_float, attributes=row.attributes,
         )
-        for op, name in UNARY.items()
+        for op, row in RELAX_UNARY.items()
+        if row.is_table
     ),
     QuantOp(
         "leaky_relu", "relax.nn.leakyrelu", unary_pattern("relax.nn.leakyrelu"),

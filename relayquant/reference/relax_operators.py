@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from scipy import special
 
 from relayquant.errors import DataError
 from relayquant.reference.convolution import (
@@ -25,6 +24,7 @@ from relayquant.reference.convolution import (
     permute_layout,
     pool_windows,
 )
+from relayquant.reference.unary import RELAX_UNARY
 
 Array = np.ndarray[Any, Any]
 OperatorFunction = Callable[[list[Any], Any], Any]
@@ -83,33 +83,11 @@ def clip(args: list[Any], attrs: Any) -> Any:
     return np.minimum(np.maximum(data, data.dtype.type(low)), data.dtype.type(high))
 
 
-def gelu(args: list[Any], attrs: Any) -> Any:
-    (x,) = args
-    return x * (0.5 + 0.5 * special.erf(x * x.dtype.type(0.5**0.5)))
-
-
-def gelu_tanh(args: list[Any], attrs: Any) -> Any:
-    (x,) = args
-    return 0.5 * x * (1 + np.tanh(x.dtype.type((2 / np.pi) ** 0.5) * (x + 0.044715 * x * x * x)))
-
-
-def selu(args: list[Any], attrs: Any) -> Any:
-    (x,) = args
-    negative = 1.6732632423543772 * np.expm1(np.minimum(x, 0))
-    return 1.0507009873554805 * np.where(x > 0, x, negative)
-
-
 def prelu(args: list[Any], attrs: Any) -> Any:
     data, slope = args
     shape = [1] * data.ndim
     shape[int(attrs.axis)] = -1
     return np.where(data > 0, data, data * slope.reshape(shape))
-
-
-def softplus(args: list[Any], attrs: Any) -> Any:
-    (x,) = args
-    scaled = x * attrs.beta
-    return np.where(scaled > attrs.threshold, x, np.logaddexp(0, scaled) / attrs.beta)
 
 
 def softmax(args: list[Any], attrs: Any) -> Any:
@@ -570,66 +548,36 @@ def plain(function: Callable[..., Any]) -> OperatorFunction:
 
 #: Name of the operator without "relax." -> its numpy form.
 OPERATORS: dict[str, OperatorFunction] = {
+    **{row.relax: row.evaluate for row in RELAX_UNARY.values()},
     # arithmetic
-    "abs": plain(np.abs),
-    "acos": plain(np.arccos),
-    "acosh": plain(np.arccosh),
     "add": plain(np.add),
-    "asin": plain(np.arcsin),
-    "asinh": plain(np.arcsinh),
-    "atan": plain(np.arctan),
     "atan2": plain(np.arctan2),
-    "atanh": plain(np.arctanh),
     "bitwise_and": plain(np.bitwise_and),
-    "bitwise_not": plain(np.bitwise_not),
     "bitwise_or": plain(np.bitwise_or),
     "bitwise_xor": plain(np.bitwise_xor),
-    "ceil": plain(np.ceil),
     "clip": clip,
-    "cos": plain(np.cos),
-    "cosh": plain(np.cosh),
     "divide": divide,
     "equal": plain(np.equal),
-    "erf": plain(special.erf),
     "ewise_fma": plain(lambda x, y, z: x * y + z),
-    "exp": plain(np.exp),
-    "floor": plain(np.floor),
     "floor_divide": plain(np.floor_divide),
     "floor_mod": plain(np.mod),
     "greater": plain(np.greater),
     "greater_equal": plain(np.greater_equal),
-    "isfinite": plain(np.isfinite),
-    "isinf": plain(np.isinf),
-    "isnan": plain(np.isnan),
     "left_shift": plain(np.left_shift),
     "less": plain(np.less),
     "less_equal": plain(np.less_equal),
-    "log": plain(np.log),
     "log_add_exp": plain(np.logaddexp),
     "logical_and": plain(np.logical_and),
-    "logical_not": plain(np.logical_not),
     "logical_or": plain(np.logical_or),
     "logical_xor": plain(np.logical_xor),
     "maximum": plain(np.maximum),
     "minimum": plain(np.minimum),
     "mod": truncated_mod,
     "multiply": plain(np.multiply),
-    "negative": plain(np.negative),
     "not_equal": plain(np.not_equal),
     "power": plain(np.power),
     "right_shift": plain(np.right_shift),
-    "round": plain(np.rint),
-    "rsqrt": plain(lambda x: 1 / np.sqrt(x)),
-    "sigmoid": plain(special.expit),
-    "sign": plain(np.sign),
-    "sin": plain(np.sin),
-    "sinh": plain(np.sinh),
-    "sqrt": plain(np.sqrt),
-    "square": plain(np.square),
     "subtract": plain(np.subtract),
-    "tan": plain(np.tan),
-    "tanh": plain(np.tanh),
-    "trunc": plain(np.trunc),
     "where": plain(np.where),
     # neural network
     "dequantize": dequantize,
@@ -649,8 +597,6 @@ OPERATORS: dict[str, OperatorFunction] = {
     "nn.conv2d_transpose": transposed_convolution,
     "nn.conv3d": convolution,
     "nn.dropout": plain(lambda x: (x, np.ones_like(x))),
-    "nn.gelu": gelu,
-    "nn.gelu_tanh": gelu_tanh,
     "nn.group_norm": group_norm,
     "nn.instance_norm": instance_norm,
     "nn.layer_norm": layer_norm,
@@ -662,12 +608,8 @@ OPERATORS: dict[str, OperatorFunction] = {
     "nn.pad": pad,
     "nn.pixel_shuffle": pixel_shuffle,
     "nn.prelu": prelu,
-    "nn.relu": plain(lambda x: np.maximum(x, x.dtype.type(0))),
     "nn.rms_norm": rms_norm,
-    "nn.selu": selu,
-    "nn.silu": plain(lambda x: x * special.expit(x)),
     "nn.softmax": softmax,
-    "nn.softplus": softplus,
     "matmul": matmul,
     # reductions
     "argmax": arg_reduction(np.argmax),

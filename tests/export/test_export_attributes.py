@@ -25,13 +25,16 @@ REFUSED = {
     "mode=nan",
     "method=cubic",
 }
-#: and those that are refused for other reasons: repeats of new axes, NHWC, opset 17, ties to even
+#: and those that are refused for other reasons: repeats of new axes, NHWC, opset 17, ties to even,
+#: ONNX's softplus without attributes
 REFUSED_OF = {
     ("relax.tile", "repeats=[2, 1, 2]"),
     ("relax.image.resize2d", "layout"),
     ("relax.image.resize2d", "rounding_method=round"),
     ("relax.nn.avg_pool2d", "dilation=2"),
     ("relax.nn.avg_pool2d", "ceil_mode=True"),
+    ("relax.nn.softplus", "beta=-0.7"),
+    ("relax.nn.softplus", "threshold=-19.7"),
 }
 
 

@@ -20,7 +20,7 @@ from relayquant.ops import Quantized, QuantOp
 from relayquant.ops.build import unary_pattern
 from relayquant.ops.lut import LUT_OPS
 from relayquant.plan import Support
-from relayquant.reference.lookup_table import UNARY_FUNCTIONS, build_table
+from relayquant.reference import UNARY_FUNCTIONS, build_table
 from relayquant.rewrite.attributes import find_unmodelled
 from relayquant.testing import ModelBuilder, draw_inputs, observe_parameters
 

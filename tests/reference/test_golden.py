@@ -18,8 +18,8 @@ from tvm import relax
 from relayquant import dialect
 from relayquant.errors import QnnError
 from relayquant.qtypes import INTEGER_LIMITS, Arithmetic, QParams, Rounding
+from relayquant.reference import UNARY_FUNCTIONS, build_table
 from relayquant.reference import qnn as numpy_qnn
-from relayquant.reference.lookup_table import UNARY_FUNCTIONS, build_table
 
 RECORDED = Path(__file__).parents[1] / "data" / "qnn"
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 
 import numpy as np
 from tvm import relax
 
 from relayquant.dialect import qnn
+from relayquant.reference.unary import RELAX_UNARY
 from relayquant.rewrite.editor import Editor
 
 rng = np.random.default_rng(3)
@@ -245,13 +247,17 @@ INTEGER = {
 
 X = floats(2, 3, 6, 6)
 FLOAT = {
+    **{
+        row.name: attrgetter(row.relax)(relax.op)
+        for row in RELAX_UNARY.values()
+        if (row.relay or row.formula) and row.name not in ("bitwise_not", "logical_not")
+    },
     "matmul, three axes": lambda x: relax.op.matmul(x, relax.const(floats(6, 5))),
     "matmul, computed": lambda x: relax.op.matmul(x, x),
     "strided_slice": lambda x: relax.op.strided_slice(x, [2], [-4], [9], [2]),
     "split": lambda x: relax.op.split(x, 3, 1),
     "expand_dims": lambda x: relax.op.expand_dims(x, [0, 3]),
     "softmax": lambda x: relax.op.nn.softmax(x, 1),
-    "gelu": lambda x: relax.op.nn.gelu(x),
     "leakyrelu": lambda x: relax.op.nn.leakyrelu(x, 0.1),
     "clip": lambda x: relax.op.clip(x, -0.3, 0.6),
     "mean": lambda x: relax.op.mean(x, [2, 3], keepdims=True),
@@ -287,7 +293,6 @@ FLOAT = {
     "flatten": lambda x: relax.op.flatten(x),
     "stack": lambda x: relax.op.stack([x, x], 1),
     "sum": lambda x: relax.op.sum(x, [1]),
-    "silu": lambda x: relax.op.nn.silu(x),
     "prelu": lambda x: relax.op.nn.prelu(x, relax.const(floats(3)), 1),
     "log_softmax": lambda x: relax.op.nn.log_softmax(x, 1),
     "layer_norm": lambda x: relax.op.nn.layer_norm(

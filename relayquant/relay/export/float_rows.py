@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 from tvm import relax
 
 from relayquant.errors import ModelError
+from relayquant.reference.unary import RELAX_UNARY, Unary, evaluate_formula
 from relayquant.relay import syntax
 from relayquant.relay.export.base import Export, Exports, ExportSite, ints
 from relayquant.relay.export.releases import IOW_SINCE
@@ -267,16 +267,18 @@ def export_cast(site: ExportSite) -> syntax.Expr:
     return site.op("cast", site.args[0], dtype=str(site.attrs.dtype))
 
 
-def export_gelu(site: ExportSite) -> syntax.Expr:
-    """0.5 * x * (1 + erf(x / sqrt(2)))."""
-    x, kind = site.args[0], site.dtype(0)
-    inner = site.op("erf", site.op("multiply", x, site.number(math.sqrt(0.5), kind)))
-    half = site.op("multiply", x, site.number(0.5, kind))
-    return site.op("multiply", half, site.op("add", inner, site.number(1, kind)))
+def unary(row: Unary) -> Export:
+    """Relay's operator of the same meaning, or a formula."""
 
+    def export(site: ExportSite) -> syntax.Expr:
+        return evaluate_formula(
+            row.formula,
+            site.args[0],
+            lambda word, operands, _: site.op(word, *operands),
+            lambda value: site.number(value, site.dtype(0)),
+        )
 
-def export_silu(site: ExportSite) -> syntax.Expr:
-    return site.op("multiply", site.args[0], site.op("sigmoid", site.args[0]))
+    return same(row.relay) if row.relay else export
 
 
 # -- shapes ----------------------------------------------------------------------------------------
@@ -437,11 +439,7 @@ def export_mean(site: ExportSite) -> syntax.Expr:
 
 #: Operators whose name, operands and meaning are the same in both.
 _SAME = {
-    1: (
-        *("abs", "ceil", "cos", "erf", "exp", "floor", "isnan", "log", "logical_not", "negative"),
-        *("rsqrt", "sigmoid", "sign", "sin", "sqrt", "tan", "tanh", "trunc", "bitwise_not"),
-        *("nn.relu", "nn.batch_flatten"),
-    ),
+    1: ("nn.batch_flatten",),
     2: (
         *("subtract", "multiply", "divide", "power", "maximum", "minimum"),
         *("floor_mod", "floor_divide", "left_shift", "right_shift"),
@@ -453,6 +451,8 @@ _SAME = {
 
 FLOAT_EXPORTS: Exports = {
     **{f"relax.{name}": same(name, count) for count, names in _SAME.items() for name in names},
+    **{op: unary(row) for op, row in RELAX_UNARY.items() if row.relay or row.formula},
+    "relax.negative": same("negative"),
     "relax.nn.conv1d": conv("nn.conv1d"),
     "relax.nn.conv2d": conv("nn.conv2d"),
     "relax.nn.conv3d": conv("nn.conv3d"),
@@ -474,8 +474,6 @@ FLOAT_EXPORTS: Exports = {
     "relax.nn.leakyrelu": export_leaky_relu,
     "relax.nn.prelu": export_prelu,
     "relax.astype": export_cast,
-    "relax.nn.gelu": export_gelu,
-    "relax.nn.silu": export_silu,
     "relax.reshape": export_reshape,
     "relax.flatten": export_reshape,
     "relax.expand_dims": export_reshape,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from operator import attrgetter
 
 import numpy as np
 from tvm import relax
 
 from relayquant.errors import ModelError, format_count
+from relayquant.reference.unary import RELAX_UNARY
 from relayquant.relay.operators.base import (
     IGNORED,
     RelayOp,
@@ -217,41 +219,10 @@ def convert_lrn(site: Site) -> relax.Expr:
 
 
 _SAME_UNARY: dict[str, Callable[[relax.Expr], relax.Expr]] = {
-    **{
-        name: getattr(op, name)
-        for name in [
-            "abs",
-            "acos",
-            "acosh",
-            "asin",
-            "asinh",
-            "atan",
-            "atanh",
-            "bitwise_not",
-            "ceil",
-            "cos",
-            "erf",
-            "exp",
-            "floor",
-            "isfinite",
-            "isinf",
-            "isnan",
-            "log",
-            "logical_not",
-            "rsqrt",
-            "sigmoid",
-            "sign",
-            "sin",
-            "sqrt",
-            "tan",
-            "tanh",
-            "trunc",
-        ]
-    },
+    **{row.relay: attrgetter(row.relax)(op) for row in RELAX_UNARY.values() if row.relay},
     "fast_erf": op.erf,
     "fast_exp": op.exp,
     "fast_tanh": op.tanh,
-    "nn.relu": op.nn.relu,
 }
 
 _SAME_BINARY: dict[str, Callable[..., relax.Expr]] = {

@@ -9,6 +9,7 @@ point, which was TVM's choice for a plain "llvm" target.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,8 @@ from tvm import relax
 from relayquant.dialect import qnn
 from relayquant.errors import ModelError
 from relayquant.qtypes import Arithmetic, QParams, Rounding
-from relayquant.reference import UNARY_FUNCTIONS, build_table
+from relayquant.reference import UNARY, Unary, build_table
 from relayquant.reference import qnn as reference
-from relayquant.reference.lookup_table import UnaryFunction, through_double
 from relayquant.relay.operators.base import (
     RelayOp,
     Site,
@@ -185,29 +185,16 @@ def convert_avg_pool2d(site: Site) -> relax.Expr:
     )
 
 
-def saturate_nan(function: UnaryFunction) -> UnaryFunction:
-    """NaN -> inf: Relay quantizes the root or logarithm of a negative number to the largest
-    integer.
+def table(row: Unary) -> Callable[[Site], relax.Expr]:
+    """A function of one 8-bit value as a table of 256 entries, as Relay computes it.
+
+    NaN -> inf: Relay quantizes the root or logarithm of a negative number to the largest integer;
+    our tables take such a number as 0.
     """
 
-    def evaluate(x: np.ndarray) -> np.ndarray:
-        y = function(x)
+    def function(x: np.ndarray) -> np.ndarray:
+        y = replace(row, low=None).tabulate(x)
         return np.where(np.isnan(y), np.float32(np.inf), y)
-
-    return evaluate
-
-
-#: Functions that ours define for negative arguments as well, but Relay's do not.
-PARTIAL_FUNCTIONS: dict[str, UnaryFunction] = {
-    "log": saturate_nan(through_double(np.log)),
-    "sqrt": saturate_nan(through_double(np.sqrt)),
-    "rsqrt": saturate_nan(through_double(lambda x: 1 / np.sqrt(x))),
-}
-
-
-def table(name: str) -> Callable[[Site], relax.Expr]:
-    """A function of one 8-bit value as a table of 256 entries, as Relay computes it."""
-    function = PARTIAL_FUNCTIONS.get(name) or UNARY_FUNCTIONS[name]
 
     def convert(site: Site) -> relax.Expr:
         data = site.tensor(0)
@@ -308,8 +295,5 @@ QUANTIZED_OPS: tuple[RelayOp, ...] = (
     RelayOp("qnn.leaky_relu", 5, convert_leaky_relu, {"alpha": real(0.25)}),
     RelayOp("qnn.avg_pool2d", 5, convert_avg_pool2d, pool_attrs(2, count_include_pad=flag())),
     RelayOp("qnn.softmax", 5, convert_softmax, {"axis": integer(-1)}),
-    *(
-        RelayOp(f"qnn.{name}", 5, table(name))
-        for name in ("abs", "erf", "exp", "hardswish", "log", "rsqrt", "sigmoid", "sqrt", "tanh")
-    ),
+    *(RelayOp(f"qnn.{row.name}", 5, table(row)) for row in UNARY if row.is_in_relay_qnn),
 )
