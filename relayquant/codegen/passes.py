@@ -13,7 +13,7 @@ from relayquant.codegen.integer import has_integer_main, lower_integer
 from relayquant.codegen.layout import convert_layout
 from relayquant.codegen.run_time_sizes import KEEP_SIZED_CALLS
 from relayquant.codegen.schedule.extremes import create_extremes_pass
-from relayquant.codegen.schedule.scheduler import create_schedule_pass
+from relayquant.codegen.schedule.schedule_pass import create_schedule_pass
 from relayquant.codegen.schedule.vector_math import create_math_pass
 from relayquant.codegen.weight_zero import centre_weights
 from relayquant.codegen.wide_sums import part_wide_sums

@@ -12,7 +12,7 @@ from tvm.relax.backend.cpu_generic import pipeline as stages
 
 from relayquant.codegen.floating import lower_float
 from relayquant.codegen.layout import convert_layout
-from relayquant.codegen.schedule.scheduler import create_schedule_pass
+from relayquant.codegen.schedule.schedule_pass import create_schedule_pass
 from relayquant.kernels.isa.target import resolve_target
 from relayquant.rewrite.expressions import op_name
 

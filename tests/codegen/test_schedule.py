@@ -12,12 +12,12 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
-from relayquant.codegen.schedule.scheduler import (
-    FunctionScheduler,
+from relayquant.codegen.schedule.schedule_pass import (
     create_schedule_pass,
     schedule_functions,
     schedule_with_report,
 )
+from relayquant.codegen.schedule.scheduler import FunctionScheduler
 from relayquant.dialect import qnn
 from relayquant.kernels.isa.target import resolve_target
 

@@ -15,7 +15,7 @@ from tvm.script import relax as R
 from tvm.script import tirx as T
 
 import relayquant as rq
-from relayquant.codegen.schedule.scheduler import REPEATING_CALLS
+from relayquant.codegen.schedule.facts import REPEATING_CALLS
 from relayquant.codegen.schedule.vector_math import create_math_pass, expand_math
 from relayquant.kernels.isa.target import resolve_target
 from relayquant.runtime import Executor

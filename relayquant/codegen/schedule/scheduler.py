@@ -1,35 +1,38 @@
-"""Codegen, last step on TIR: a generic CPU schedule for what has no special kernel.
-
-TVM's default pipeline leaves fused functions as serial scalar loop nests. Here each of them is
-inlined, tiled, vectorized and made parallel by rules that look only at loops and accesses, without
-any tuning.
-
-What a schedule may change: float reductions are reassociated and contracted. What it may not
-change: integer results, and the rounding of float arithmetic between two operators. LLVM contracts
-a product and a sum that meet in one expression to a fused multiply-add, so a product that is
-inlined into its consumer is fenced (`llvm.arithmetic.fence`) and keeps its own rounding.
+"""The generic schedule of one function: inlined, tiled, vectorized and made parallel, by rules that
+look only at loops and accesses.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
-import tvm
 import tvm_ffi
 from tvm import s_tir, tirx
-from tvm.ir import Call, IRModule, TensorLoad
-from tvm.sym import Analyzer
+from tvm.ir import TensorLoad
 from tvm.target import Target
 from tvm.target.codegen import llvm_get_vector_width
 
-from relayquant.codegen.schedule.vector_math import EXPANSIONS
-from relayquant.kernels.emit import IS_SCHEDULED
-
-logger = logging.getLogger("relayquant.codegen")
+from relayquant.codegen.schedule.facts import (
+    SPATIAL,
+    BlockFacts,
+    Unschedulable,
+    constant,
+    is_contiguous,
+    is_copy,
+    is_expensive,
+    is_identity,
+    largest_divisor,
+    list_conditions,
+    list_loads,
+    list_nodes,
+    list_position_loads,
+    list_repeating,
+    mentions,
+    pick_width,
+    read_block,
+    tirx_bits,
+)
 
 #: Element operations below which waking threads costs more than it gains: about 10 microseconds of
 #: them, in vectors.
@@ -42,333 +45,6 @@ LONGEST_ROW = 1024
 TILE_REGISTERS = {512: 12, 256: 6, 128: 8}
 #: Enough tasks to split evenly over the threads of a machine.
 PARALLEL_TASKS = 64
-
-#: Calls that cost no more than an arithmetic instruction.
-CHEAP_CALLS = frozenset(
-    {
-        "if_then_else",
-        "likely",
-        "fabs",
-        "floor",
-        "ceil",
-        "nearbyint",
-        "round",
-        "trunc",
-        "reinterpret",
-        "call_llvm_pure_intrin",
-        "call_llvm_intrin",
-        "shift_left",
-        "shift_right",
-        "bitwise_and",
-        "bitwise_or",
-        "bitwise_xor",
-    }
-)
-
-#: Calls whose argument stands many times in what they become: here, and in TVM's own rules for LLVM
-#: (tan, atanh; tanh of other dtypes than float32). The variables that hold it do not help: TVM's
-#: LLVM code generation puts their values in their places when it simplifies (`Analyzer::Bind`).
-REPEATING_CALLS = frozenset({*EXPANSIONS, "tirx.tan", "tirx.atanh"})
-
-
-@dataclass(frozen=True)
-class ScheduleReport:
-    """What `schedule_with_report` did: function names, and for the ones left alone the reason."""
-
-    scheduled: tuple[str, ...]
-    skipped: tuple[tuple[str, str], ...]
-
-
-class Unschedulable(Exception):
-    """This function is not of the form the rules handle; it stays as it is."""
-
-
-def schedule_with_report(mod: IRModule, target: Target) -> tuple[IRModule, ScheduleReport]:
-    """Schedule every TIR function of `mod` that nobody scheduled, and say which ones were not.
-
-    Works on static and symbolic shapes. A function is left as it is when it carries the attribute
-    `tirx.is_scheduled`, has no blocks to schedule (a kernel written by hand), or when a scheduling
-    primitive rejects it; the last is logged to `relayquant.codegen` at level debug.
-    """
-    scheduled: list[str] = []
-    skipped: list[tuple[str, str]] = []
-    functions = {}
-    for name, func in mod.functions_items():
-        if not isinstance(func, tirx.PrimFunc) or (func.attrs and func.attrs.get(IS_SCHEDULED)):
-            continue
-        hint = name.name_hint
-        try:
-            functions[name] = schedule_function(func, target)
-            scheduled.append(hint)
-        except Unschedulable as reason:
-            skipped.append((hint, str(reason)))
-        except RuntimeError as error:
-            # A primitive raises on loops it cannot transform; the unscheduled form is correct.
-            message = str(error).strip().splitlines() or [type(error).__name__]
-            skipped.append((hint, f"{type(error).__name__}: {message[-1]}"))
-    for hint, reason in skipped:
-        logger.debug("left unscheduled: %s: %s", hint, reason)
-    result = IRModule(dict(mod.functions_items()), attrs=mod.attrs, global_infos=mod.global_infos)
-    for name, func in functions.items():
-        result.update_func(name, func)
-    return result, ScheduleReport(tuple(scheduled), tuple(skipped))
-
-
-def schedule_functions(mod: IRModule, target: Target) -> IRModule:
-    """`schedule_with_report` without the report."""
-    return schedule_with_report(mod, target)[0]
-
-
-def create_schedule_pass(target: Target) -> Any:
-    """`schedule_functions` as a module pass; it belongs behind FuseTIR."""
-
-    def schedule(mod: IRModule, _: tvm.transform.PassContext) -> IRModule:
-        return schedule_functions(mod, target)
-
-    return tvm.transform.module_pass(schedule, opt_level=0, name="relayquant.ScheduleFunctions")
-
-
-def schedule_function(func: tirx.PrimFunc, target: Target) -> tirx.PrimFunc:
-    """Scheduled form of one function.
-
-    Raises Unschedulable where there is nothing to schedule, and TVM's ScheduleError where a
-    primitive rejects the loops.
-    """
-    if not isinstance(func.body, s_tir.SBlockRealize):
-        raise Unschedulable("has no root block")
-    if target.kind.name == "llvm":
-        func = fence_products(func)
-    schedule = s_tir.Schedule(
-        IRModule({"main": func}), debug_mask="none", error_render_level="fast", seed=1
-    )
-    FunctionScheduler(schedule, target).run()
-    return schedule.mod["main"].with_attr(IS_SCHEDULED, True)
-
-
-def fence_products(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    """Keep the rounding of float products that one block hands to another through a buffer.
-
-    Products that reach the function's output are left alone: nothing can be contracted with them.
-    """
-
-    def fence(store: tirx.BufferStore) -> tirx.BufferStore:
-        value = store.value
-        if not isinstance(value, tirx.Mul) or not is_float(store.buffer.dtype):
-            return store
-        if any(store.buffer.same_as(param) for param in func.params):
-            return store
-        dtype = str(store.buffer.dtype)
-        fenced = tirx.call_llvm_pure_intrin(dtype, "llvm.arithmetic.fence", value)
-        return tirx.BufferStore(store.buffer, fenced, store.indices)
-
-    return func.with_body(tvm_ffi.structural_map(func.body, (tirx.BufferStore, fence)))
-
-
-def is_float(dtype: object) -> bool:
-    """Whether a TVM dtype is a floating point type of any width."""
-    return "float" in str(dtype)
-
-
-def constant(value: object) -> int | None:
-    """The integer a TVM expression stands for, None if it is symbolic."""
-    return int(value) if isinstance(value, int | tirx.IntImm) else None
-
-
-def coefficient(expr: tirx.Expr, var: tirx.Var) -> int | None:
-    """Factor of `var` in an index expression: 0 if absent, None if the index is not linear."""
-    if isinstance(expr, tirx.IntImm):
-        return 0
-    if isinstance(expr, tirx.Var):
-        return int(expr.same_as(var))
-    if isinstance(expr, tirx.Add | tirx.Sub):
-        a, b = coefficient(expr.a, var), coefficient(expr.b, var)
-        if a is None or b is None:
-            return None
-        return a + b if isinstance(expr, tirx.Add) else a - b
-    if isinstance(expr, tirx.Mul):
-        for factor, other in ((expr.a, expr.b), (expr.b, expr.a)):
-            if isinstance(factor, tirx.IntImm):
-                inner = coefficient(other, var)
-                return None if inner is None else inner * int(factor)
-    return None if mentions(expr, var) else 0
-
-
-def mentions(expr: tirx.Expr, var: tirx.Var) -> bool:
-    """Whether `var` occurs anywhere below `expr`."""
-    return any(isinstance(node, tirx.Var) and node.same_as(var) for node in list_nodes(expr))
-
-
-@dataclass(frozen=True)
-class Access:
-    """One element access of a block: a buffer and indices in the block's axes."""
-
-    buffer: tirx.Buffer
-    indices: tuple[tirx.Expr, ...]
-    #: position in the flat buffer, where the indices take others apart as behind a reshape
-    offset: tirx.Expr | None = None
-
-    def stride(self, var: tirx.Var) -> int | None:
-        """Elements between the accesses for `var` and `var + 1`; None if that is not a constant."""
-        if self.offset is not None:
-            return coefficient(self.offset, var)
-        total = 0
-        step: int | None = 1
-        for index, extent in zip(reversed(self.indices), reversed(self.buffer.shape), strict=True):
-            factor = coefficient(index, var)
-            if factor is None:
-                return None
-            if factor:
-                if step is None:
-                    return None
-                total += factor * step
-            size = constant(extent)
-            step = None if step is None or size is None else step * size
-        return total
-
-
-@dataclass(frozen=True)
-class BlockFacts:
-    """What the rules need to know of one block."""
-
-    spatial: tuple[tirx.IterVar, ...]
-    reduced: tuple[tirx.IterVar, ...]
-    write: Access
-    reads: tuple[Access, ...]
-    value: tirx.Expr
-    #: the body is one store: anything else (a scan, an if, an extern call) is left serial
-    simple: bool
-
-    @property
-    def dtype_bits(self) -> int:
-        return max(tirx_bits(access.buffer.dtype) for access in (self.write, *self.reads))
-
-    def volume(self) -> int:
-        """Iterations of the block, symbolic extents counted as 1."""
-        return math.prod(constant(v.dom.extent) or 1 for v in (*self.spatial, *self.reduced))
-
-
-def tirx_bits(dtype: object) -> int:
-    """Bits of one element."""
-    return max(8, int(tvm_ffi.dtype(str(dtype)).bits))
-
-
-def read_block(block: s_tir.SBlock) -> BlockFacts:
-    """Gather the facts of a block; Unschedulable if it has no store the rules understand."""
-    stores: list[tirx.BufferStore] = []
-    loads: list[TensorLoad] = []
-    tvm_ffi.structural_walk(
-        block.body, [(tirx.BufferStore, stores.append), (TensorLoad, loads.append)]
-    )
-    if not stores:
-        raise Unschedulable(f"block {block.name_hint} stores nothing")
-    kinds = [int(v.iter_type) for v in block.iter_vars]
-    if any(kind not in (SPATIAL, REDUCED) for kind in kinds):
-        raise Unschedulable(f"block {block.name_hint} has an opaque or scan axis")
-    store = stores[0]
-    write = Access(store.buffer, tuple(store.indices))
-    reads = tuple(
-        Access(load.source, tuple(load.indices), find_offset(load, block.iter_vars))
-        for load in loads
-        if not load.source.same_as(store.buffer)
-    )
-    simple = len(stores) == 1 and isinstance(block.body, tirx.BufferStore)
-    spatial = tuple(v for v, k in zip(block.iter_vars, kinds, strict=True) if k == SPATIAL)
-    reduced = tuple(v for v, k in zip(block.iter_vars, kinds, strict=True) if k == REDUCED)
-    return BlockFacts(spatial, reduced, write, reads, store.value, simple)
-
-
-def find_offset(load: TensorLoad, axes: Sequence[tirx.IterVar]) -> tirx.Expr | None:
-    """Position of a load in its flat buffer, in the simplest form, if its indices divide.
-
-    x[i // 64, i % 64] of 64 columns  ->  i
-
-    None where no index divides, or an extent is symbolic.
-    """
-    divisions = (tirx.FloorDiv, tirx.FloorMod)
-    if not any(isinstance(node, divisions) for index in load.indices for node in list_nodes(index)):
-        return None
-    analyzer = Analyzer()
-    for axis in axes:
-        analyzer.bind(axis.var, axis.dom)
-    offset: tirx.Expr = tirx.IntImm("int64", 0)
-    for index, extent in zip(load.indices, load.source.shape, strict=True):
-        if constant(extent) is None:
-            return None
-        offset = offset * extent + index
-    return analyzer.simplify(offset)
-
-
-SPATIAL, REDUCED = int(tirx.IterVar.DataPar), int(tirx.IterVar.CommReduce)
-
-
-def list_nodes(expr: tirx.Expr) -> list[tirx.Expr]:
-    """All subexpressions of `expr`, itself included."""
-    nodes: list[tirx.Expr] = []
-
-    def collect(node: object) -> None:
-        if isinstance(node, tirx.Expr):
-            nodes.append(node)
-
-    tvm_ffi.structural_walk(expr, (Any, collect))
-    return nodes
-
-
-def list_loads(expr: tirx.Expr) -> list[TensorLoad]:
-    """All loads of `expr`, those in the indices of others included."""
-    loads: list[TensorLoad] = []
-    tvm_ffi.structural_walk(expr, (TensorLoad, loads.append))
-    return loads
-
-
-def list_position_loads(expr: tirx.Expr) -> list[TensorLoad]:
-    """Loads of `expr` that say where another one reads, as the data of a look-up do."""
-    indices = [index for load in list_loads(expr) for index in load.indices]
-    return [load for index in indices for load in list_loads(index)]
-
-
-def call_name(call: Call) -> str:
-    """Operator name without the dialect before it, which differs between TVM releases."""
-    return str(getattr(call.op, "name", call.op)).rsplit(".", 1)[-1]
-
-
-def is_expensive(expr: tirx.Expr) -> bool:
-    """Whether computing `expr` twice costs more than storing it: a division or a math function."""
-    return any(
-        isinstance(node, tirx.Div)
-        or (isinstance(node, Call) and call_name(node) not in CHEAP_CALLS)
-        for node in list_nodes(expr)
-    )
-
-
-def list_repeating(expr: tirx.Expr) -> list[Call]:
-    """Calls of `expr` whose argument is written out many times."""
-    return [
-        node
-        for node in list_nodes(expr)
-        if isinstance(node, Call) and str(getattr(node.op, "name", "")) in REPEATING_CALLS
-    ]
-
-
-def list_conditions(expr: tirx.Expr) -> list[tirx.Expr]:
-    """Conditions that guard a part of `expr`, as padding does."""
-    conditions = []
-    for node in list_nodes(expr):
-        if isinstance(node, tirx.Select):
-            conditions.append(node.condition)
-        elif isinstance(node, Call) and call_name(node) == "if_then_else":
-            conditions.append(node.args[0])
-    return conditions
-
-
-def pick_width(extent: int, lanes: int, least: int = 2) -> int:
-    """Elements of one vector along an axis: a divisor of at least half a register, 0 if none is."""
-    width = largest_divisor(extent, lanes)
-    return width if width == extent or width >= max(lanes // 2, least) else 0
-
-
-def largest_divisor(extent: int, limit: int) -> int:
-    """Largest divisor of `extent` that is at most `limit`."""
-    return next(d for d in range(min(extent, limit), 0, -1) if extent % d == 0)
 
 
 class FunctionScheduler:
@@ -722,42 +398,6 @@ class FunctionScheduler:
         self.parallelize(partial_loops[:spatial], facts)
         sch.decompose_reduction(partial, partial_loops[spatial])
         return True
-
-
-def is_identity(facts: BlockFacts) -> bool:
-    """Whether the block writes each element at the position of its spatial axes."""
-    return len(facts.write.indices) == len(facts.spatial) and all(
-        index.same_as(axis.var)
-        for index, axis in zip(facts.write.indices, facts.spatial, strict=True)
-    )
-
-
-def is_copy(facts: BlockFacts) -> bool:
-    """Whether the block copies a buffer as it is, like padding by nothing."""
-    value = facts.value
-    return (
-        isinstance(value, TensorLoad)
-        and all(
-            index.same_as(axis.var)
-            for index, axis in zip(value.indices, facts.spatial, strict=False)
-        )
-        and len(value.indices) == len(facts.spatial)
-    )
-
-
-def is_contiguous(access: Access, axes: Sequence[tirx.IterVar]) -> bool:
-    """Whether `axes` together walk `access` element by element, or do not move it at all."""
-    if not any(mentions(index, axis.var) for index in access.indices for axis in axes):
-        return True
-    if len(access.indices) < len(axes):
-        return False
-    tail = access.indices[-len(axes) :]
-    shape = access.buffer.shape[-len(axes) :]
-    heads = access.indices[: -len(axes)]
-    return not any(mentions(index, axis.var) for index in heads for axis in axes) and all(
-        index.same_as(axis.var) and constant(size) == constant(axis.dom.extent)
-        for index, size, axis in zip(tail, shape, axes, strict=True)
-    )
 
 
 def leading_spatial(schedule: s_tir.Schedule, block: s_tir.schedule.SBlockRV) -> int:

@@ -1,0 +1,118 @@
+"""Codegen, last step on TIR: a generic CPU schedule for what has no special kernel.
+
+TVM's default pipeline leaves fused functions as serial scalar loop nests. Here each of them is
+inlined, tiled, vectorized and made parallel by rules that look only at loops and accesses, without
+any tuning.
+
+What a schedule may change: float reductions are reassociated and contracted. What it may not
+change: integer results, and the rounding of float arithmetic between two operators. LLVM contracts
+a product and a sum that meet in one expression to a fused multiply-add, so a product that is
+inlined into its consumer is fenced (`llvm.arithmetic.fence`) and keeps its own rounding.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import tvm
+import tvm_ffi
+from tvm import s_tir, tirx
+from tvm.ir import IRModule
+from tvm.target import Target
+
+from relayquant.codegen.schedule.facts import Unschedulable, is_float
+from relayquant.codegen.schedule.scheduler import FunctionScheduler
+from relayquant.kernels.emit import IS_SCHEDULED
+
+logger = logging.getLogger("relayquant.codegen")
+
+
+@dataclass(frozen=True)
+class ScheduleReport:
+    """What `schedule_with_report` did: function names, and for the ones left alone the reason."""
+
+    scheduled: tuple[str, ...]
+    skipped: tuple[tuple[str, str], ...]
+
+
+def schedule_with_report(mod: IRModule, target: Target) -> tuple[IRModule, ScheduleReport]:
+    """Schedule every TIR function of `mod` that nobody scheduled, and say which ones were not.
+
+    Works on static and symbolic shapes. A function is left as it is when it carries the attribute
+    `tirx.is_scheduled`, has no blocks to schedule (a kernel written by hand), or when a scheduling
+    primitive rejects it; the last is logged to `relayquant.codegen` at level debug.
+    """
+    scheduled: list[str] = []
+    skipped: list[tuple[str, str]] = []
+    functions = {}
+    for name, func in mod.functions_items():
+        if not isinstance(func, tirx.PrimFunc) or (func.attrs and func.attrs.get(IS_SCHEDULED)):
+            continue
+        hint = name.name_hint
+        try:
+            functions[name] = schedule_function(func, target)
+            scheduled.append(hint)
+        except Unschedulable as reason:
+            skipped.append((hint, str(reason)))
+        except RuntimeError as error:
+            # A primitive raises on loops it cannot transform; the unscheduled form is correct.
+            message = str(error).strip().splitlines() or [type(error).__name__]
+            skipped.append((hint, f"{type(error).__name__}: {message[-1]}"))
+    for hint, reason in skipped:
+        logger.debug("left unscheduled: %s: %s", hint, reason)
+    result = IRModule(dict(mod.functions_items()), attrs=mod.attrs, global_infos=mod.global_infos)
+    for name, func in functions.items():
+        result.update_func(name, func)
+    return result, ScheduleReport(tuple(scheduled), tuple(skipped))
+
+
+def schedule_functions(mod: IRModule, target: Target) -> IRModule:
+    """`schedule_with_report` without the report."""
+    return schedule_with_report(mod, target)[0]
+
+
+def create_schedule_pass(target: Target) -> Any:
+    """`schedule_functions` as a module pass; it belongs behind FuseTIR."""
+
+    def schedule(mod: IRModule, _: tvm.transform.PassContext) -> IRModule:
+        return schedule_functions(mod, target)
+
+    return tvm.transform.module_pass(schedule, opt_level=0, name="relayquant.ScheduleFunctions")
+
+
+def schedule_function(func: tirx.PrimFunc, target: Target) -> tirx.PrimFunc:
+    """Scheduled form of one function.
+
+    Raises Unschedulable where there is nothing to schedule, and TVM's ScheduleError where a
+    primitive rejects the loops.
+    """
+    if not isinstance(func.body, s_tir.SBlockRealize):
+        raise Unschedulable("has no root block")
+    if target.kind.name == "llvm":
+        func = fence_products(func)
+    schedule = s_tir.Schedule(
+        IRModule({"main": func}), debug_mask="none", error_render_level="fast", seed=1
+    )
+    FunctionScheduler(schedule, target).run()
+    return schedule.mod["main"].with_attr(IS_SCHEDULED, True)
+
+
+def fence_products(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """Keep the rounding of float products that one block hands to another through a buffer.
+
+    Products that reach the function's output are left alone: nothing can be contracted with them.
+    """
+
+    def fence(store: tirx.BufferStore) -> tirx.BufferStore:
+        value = store.value
+        if not isinstance(value, tirx.Mul) or not is_float(store.buffer.dtype):
+            return store
+        if any(store.buffer.same_as(param) for param in func.params):
+            return store
+        dtype = str(store.buffer.dtype)
+        fenced = tirx.call_llvm_pure_intrin(dtype, "llvm.arithmetic.fence", value)
+        return tirx.BufferStore(store.buffer, fenced, store.indices)
+
+    return func.with_body(tvm_ffi.structural_map(func.body, (tirx.BufferStore, fence)))
