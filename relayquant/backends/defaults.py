@@ -13,7 +13,7 @@ from relayquant.config import (
 )
 from relayquant.ops import BUILTIN_OPS, QuantOp
 from relayquant.ops.dense import MATMUL
-from relayquant.ops.lut import CHAIN_OPS, LUT_OPS, SLOPED
+from relayquant.ops.lut import CHAIN_OPS, TABLE_OPS
 from relayquant.qtypes import INTEGER_LIMITS, Granularity, QSpec, Role, Scheme
 
 #: stands where the backend leaves the choice to the level of effort (`relayquant.effort`)
@@ -90,7 +90,7 @@ def constrain_data(op: QuantOp, dtype: str) -> DTypeWithConstraints | None:
 
 def is_table(op: QuantOp) -> bool:
     """Whether an operator runs as a table of its results."""
-    return op in (*CHAIN_OPS, *LUT_OPS) and op.op not in SLOPED
+    return op in (*CHAIN_OPS, *TABLE_OPS)
 
 
 def make_fixed(low: float, dtype: str, scheme: Scheme) -> FixedOutput:

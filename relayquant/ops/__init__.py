@@ -14,13 +14,13 @@ from relayquant.ops.base import (
 from relayquant.ops.conv import CONV_OPS
 from relayquant.ops.dense import DENSE_OPS
 from relayquant.ops.elementwise import BINARY_OPS
-from relayquant.ops.lut import CHAIN_OPS, LUT_OPS
+from relayquant.ops.lut import CHAIN_OPS, SLOPE_OPS, TABLE_OPS
 from relayquant.ops.pool import POOL_OPS
 from relayquant.ops.shape import SHAPE_OPS
 
 #: every built-in pattern
 BUILTIN_OPS: tuple[QuantOp, ...] = (
-    *CONV_OPS, *DENSE_OPS, *CHAIN_OPS, *BINARY_OPS, *POOL_OPS, *LUT_OPS, *SHAPE_OPS,
+    *CONV_OPS, *DENSE_OPS, *CHAIN_OPS, *BINARY_OPS, *POOL_OPS, *TABLE_OPS, *SLOPE_OPS, *SHAPE_OPS,
 )  # fmt: skip
 
 __all__ = [

@@ -32,8 +32,6 @@ from relayquant.rewrite.attributes import read_attributes
 from relayquant.rewrite.graph import constant_value
 
 PRELU = "relax.nn.prelu"
-#: those that are computed instead of looked up
-SLOPED = ("relax.nn.leakyrelu", PRELU)
 
 
 def realize_lookup(context: RealizeContext) -> relax.Expr | Skip:
@@ -126,15 +124,17 @@ CHAIN_OPS: tuple[QuantOp, ...] = (
     ),
 )  # fmt: skip
 
-LUT_OPS: tuple[QuantOp, ...] = (
-    *(
-        QuantOp(
-            row.name, op, unary_pattern(op), (Operand("data"),), Kind.CONNECTOR, Output.OWN,
-            realize_lookup, check=check_float, attributes=row.attributes,
-        )
-        for op, row in RELAX_UNARY.items()
-        if row.is_table
-    ),
+TABLE_OPS: tuple[QuantOp, ...] = tuple(
+    QuantOp(
+        row.name, op, unary_pattern(op), (Operand("data"),), Kind.CONNECTOR, Output.OWN,
+        realize_lookup, check=check_float, attributes=row.attributes,
+    )
+    for op, row in RELAX_UNARY.items()
+    if row.is_table
+)  # fmt: skip
+
+#: those that are computed instead of looked up
+SLOPE_OPS: tuple[QuantOp, ...] = (
     QuantOp(
         "leaky_relu", "relax.nn.leakyrelu", unary_pattern("relax.nn.leakyrelu"),
         (Operand("data"),), Kind.CONNECTOR, Output.OWN, realize_leaky_relu, check=check_leaky_relu,

@@ -111,6 +111,7 @@ FUNCTIONS = (
     unary("selu", "Selu"),
     unary("celu", "Celu", alpha=0.7),
     unary("softplus", "Softplus"),
+    unary("mish", "Mish"),
     unary("exp", "Exp"),
     Case("sqrt", Outcome.QUANTIZED, (node("Relu", "a", "p"), node("Sqrt", "p"))),
     Case("log", Outcome.QUANTIZED, (node("Sigmoid", "a", "p"), node("Log", "p"))),

@@ -18,7 +18,7 @@ from relayquant.backends import GENERIC
 from relayquant.dialect import qnn
 from relayquant.ops import Quantized, QuantOp
 from relayquant.ops.build import unary_pattern
-from relayquant.ops.lut import LUT_OPS
+from relayquant.ops.lut import TABLE_OPS
 from relayquant.plan import Support
 from relayquant.reference import UNARY_FUNCTIONS, build_table
 from relayquant.rewrite.attributes import find_unmodelled
@@ -69,7 +69,7 @@ def softplus_row(*attributes: str) -> QuantOp:
         value = context.emit(qnn.lookup(data.value, relax.const(table, str(table.dtype))), "int")
         return Quantized(value, out).dequantize()
 
-    gelu = next(row for row in LUT_OPS if row.name == "gelu")
+    gelu = next(row for row in TABLE_OPS if row.name == "gelu")
     name = "relax.nn.softplus"
     return replace(
         gelu, name="softplus", op=name, pattern=unary_pattern(name), realize=realize,
