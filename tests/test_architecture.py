@@ -361,7 +361,7 @@ def rule_functions(module: str) -> Iterator[ast.FunctionDef]:
         called = dotted_name(node.func) if isinstance(node, ast.Call) else ""
         if called not in ("make_rule", "Rule") or not isinstance(node, ast.Call):
             continue
-        name = dotted_name(node.args[0 if called == "make_rule" else 2])
+        name = dotted_name(node.args[0 if called == "make_rule" else 2]).split(".")[-1]
         sources = (defined_functions(tree).get(name, []) for tree in (TREES[module], *imported))
         yield from next(filter(None, sources), [])
 

@@ -52,6 +52,16 @@ from relayquant.rewrite.expressions import (
     shape_of,
     static_sizes,
 )
+from relayquant.rewrite.rule import (
+    OnSkip,
+    Rule,
+    Skip,
+    decline,
+    fire_first,
+    log_skip,
+    make_rule,
+    select_rules,
+)
 from relayquant.rewrite.tail import Tail, float_takes, follow_tail
 
 #: Layout of data and weights that the convolution kernels take.
@@ -62,17 +72,22 @@ OPAQUE = 8
 TAKES = float_takes(GenericConst)
 
 
-def lower_float(mod: IRModule, target: Target) -> IRModule:
+#: A product with its tail, and the bindings that compute it.
+Lowered = tuple[Tail, list[relax.Binding]]
+
+
+def lower_float(mod: IRModule, target: Target, on_skip: OnSkip = log_skip) -> IRModule:
     """Replace float32 conv2d, in the layout of the kernels, and matmul of every Relax function by
     calls of packed kernels.
 
     Inputs, outputs and names of the functions stay. Batch extents may be symbolic. Operators with
-    other dtypes, with dynamic inner extents, or outside dataflow blocks stay as they are.
+    other dtypes, with dynamic inner extents, or outside dataflow blocks stay as they are; `on_skip`
+    hears why.
     """
     kernels = Kernels(mod, choose_float_isa(target))
     for gvar, func in list(mod.functions_items()):
         if isinstance(func, relax.Function) and isinstance(func.body, relax.SeqExpr):
-            kernels.builder.update_func(gvar, FunctionLowering(func, kernels).run())
+            kernels.builder.update_func(gvar, FunctionLowering(func, kernels, on_skip).run())
     mod = relax.transform.Normalize()(kernels.builder.get())
     relax.analysis.well_formed(mod)
     return mod
@@ -113,13 +128,15 @@ def make_epilogue(tail: Tail) -> FloatEpilogue:
 class FunctionLowering:
     """Rewrites the dataflow blocks of one function."""
 
-    def __init__(self, func: relax.Function, kernels: Kernels) -> None:
-        self.func, self.kernels = func, kernels
+    def __init__(self, func: relax.Function, kernels: Kernels, on_skip: OnSkip) -> None:
+        self.func, self.kernels, self.on_skip = func, kernels, on_skip
         self.graph = FunctionGraph(func)
         self.builder = kernels.builder
         self.symbols: dict[str, tirx.Var] = {}
         #: values that some kernel computes already: a sum of two products belongs to one of them
         self.claimed: set[relax.Var] = set()
+        #: values of the block that is rewritten
+        self.inside: set[relax.Var] = set()
 
     def run(self) -> relax.Function:
         """The function with its products replaced."""
@@ -134,14 +151,17 @@ class FunctionLowering:
 
     def rewrite(self, bindings: list[relax.Binding]) -> list[relax.Binding]:
         """Bindings of one block; a kernel call stands where the last absorbed value stood."""
-        inside = {binding.var for binding in bindings}
+        self.inside = {binding.var for binding in bindings}
         replaced: dict[relax.Var, list[relax.Binding]] = {}
         dropped: set[relax.Var] = set()
         for binding in bindings:
-            lowered = self.lower_product(binding.var, inside)
-            if lowered is None:
+            call = self.graph.call_of(binding.var)
+            rules = select_rules(FLOAT_RULES, op_name(call) if call is not None else "")
+            tried = ((rule, binding.var) for rule in rules)
+            found = fire_first(tried, self, binding.var.name, self.on_skip)
+            if found is None:
                 continue
-            tail, new = lowered
+            tail, new = found[1]
             replaced[tail.last] = new
             dropped.update(tail.vars[:-1])
         result: list[relax.Binding] = []
@@ -153,47 +173,31 @@ class FunctionLowering:
                 result.append(binding)
         return result
 
-    # ---- finding ---------------------------------------------------------------------------------
-
-    def lower_product(
-        self, root: relax.Var, inside: set[relax.Var]
-    ) -> tuple[Tail, list[relax.Binding]] | None:
-        """The kernel call for the product bound to `root`; None if it is none, or has no kernel."""
-        call = self.graph.call_of(root)
-        name = op_name(call) if call is not None else ""
-        if call is not None and name == "relax.nn.conv2d":
-            return self.lower_conv2d(root, call, inside)
-        if call is not None and name == "relax.matmul":
-            return self.lower_matmul(root, call, inside)
-        return None
-
-    def follow(self, root: relax.Var, channels: int, inside: set[relax.Var]) -> Tail:
+    def follow(self, root: relax.Var, channels: int) -> Tail:
         """The product and what its kernel takes over."""
         tail = follow_tail(
             self.graph,
             Tail((root,), root.ty.ndim - 1, channels),
             TAKES,
-            is_free=lambda user: user in inside and user not in self.claimed,
+            is_free=lambda user: user in self.inside and user not in self.claimed,
         )
         self.claimed.update(tail.vars)
         return tail
 
-    # ---- kernels ---------------------------------------------------------------------------------
-
-    def lower_conv2d(
-        self, root: relax.Var, call: Call, inside: set[relax.Var]
-    ) -> tuple[Tail, list[relax.Binding]] | None:
+    def lower_conv2d(self, root: relax.Var) -> Lowered | Skip:
+        """nn.conv2d in the layout of the kernels."""
+        call = self.graph.values[root]
         data, weight = call.args
         attrs = call.attrs
         layouts = attrs.data_layout, attrs.kernel_layout, attrs.out_layout or attrs.data_layout
         if layouts != (*CONV_LAYOUT, CONV_LAYOUT[0]):
-            return None
+            return Skip(f"layout {'/'.join(layouts)}")
         if not all(is_float32(e) for e in (data, weight, root)):
-            return None
+            return decline("not float32 of known rank")
         shape, kernel = shape_of(data), shape_of(weight)
         sizes = static_sizes([*shape[1:], *kernel])
         if sizes is None:
-            return None
+            return decline("a size other than the batch is symbolic")
         height, width, channels, outputs, kh, kw, _ = sizes
         spec = FloatConv2d(
             self.symbol(shape[0]),
@@ -208,10 +212,10 @@ class FunctionLowering:
             int(attrs.groups),
         )
         if min(spec.group_out, outputs) < FEWEST_CHANNELS and not spec.is_depthwise:
-            return None
+            return decline("too few channels")
         if min(spec.padding) < 0:
-            return None
-        tail = self.follow(root, outputs, inside)
+            return decline("the padding is negative")
+        tail = self.follow(root, outputs)
         spec = replace(spec, epilogue=make_epilogue(tail))
         isa = self.kernels.isa
         before: list[relax.Binding] = []
@@ -226,19 +230,19 @@ class FunctionLowering:
         kernel_var = self.kernels.get("float_conv2d", spec, count_macs(call))
         return tail, [*before, self.bind_product(tail, kernel_var, data, packed)]
 
-    def lower_matmul(
-        self, root: relax.Var, call: Call, inside: set[relax.Var]
-    ) -> tuple[Tail, list[relax.Binding]] | None:
+    def lower_matmul(self, root: relax.Var) -> Lowered | Skip:
+        """matmul by constants, and of two values."""
+        call = self.graph.values[root]
         data, weight = call.args
         if not all(is_float32(e) for e in (data, weight, root)):
-            return None
+            return decline("not float32 of known rank")
         shape, other = shape_of(data), shape_of(weight)
         inner = static_sizes([shape[-1], *other[-2:]])
         if len(shape) < 2 or len(other) < 2 or inner is None or inner[2] < FEWEST_CHANNELS:
-            return None
+            return decline("vectors, symbolic sizes, or too few channels")
         leading = tuple(self.symbol(extent) for extent in shape[:-1])
         if len(other) == 2 and isinstance(weight, GenericConst):
-            tail = self.follow(root, inner[2], inside)
+            tail = self.follow(root, inner[2])
             spec = FloatDense((*leading, inner[0]), inner[2], make_epilogue(tail))
             packed = relax.const(pack_dense(weight.value.numpy().T, spec, self.kernels.isa))
             kernel = self.kernels.get("float_dense", spec, count_macs(call))
@@ -246,9 +250,9 @@ class FunctionLowering:
         rows = leading[-1]
         shared = len(other) == 2
         if not isinstance(rows, int):
-            return None
+            return decline("the number of rows is symbolic")
         if not shared and not same_extents(shape[:-2], other[:-2]):
-            return None
+            return decline("batch dimensions are broadcast")
         matmul = FloatMatmul(leading[:-1], rows, inner[0], inner[2], shared)
         kernel = self.kernels.get("float_batch_matmul", matmul, count_macs(call))
         return Tail((root,), len(shape) - 1, inner[2]), [self.bind(root, kernel, [data, weight])]
@@ -276,3 +280,9 @@ class FunctionLowering:
             return int(extent)
         name = "n" if isinstance(extent, tirx.Var) else f"n{len(self.symbols)}"
         return self.symbols.setdefault(str(extent), tirx.Var(name, "int64"))
+
+
+FLOAT_RULES: tuple[Rule[FunctionLowering, relax.Var, Lowered], ...] = (
+    make_rule(FunctionLowering.lower_conv2d, "relax.nn.conv2d"),
+    make_rule(FunctionLowering.lower_matmul, "relax.matmul"),
+)

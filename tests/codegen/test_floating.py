@@ -156,12 +156,22 @@ def test_lower_float__products_of_activations(batch):
     assert list_operators(check_same(mod, *arrays)) == ["float_batch_matmul"]
 
 
-@pytest.mark.parametrize("shapes", [((2, 1, 4, 5), (3, 5, 6)), ((4, 5), (5,)), ((5,), (5, 3))])
-def test_lower_float__what_has_no_kernel_stays(shapes):
+@pytest.mark.parametrize(
+    ("shapes", "why"),
+    [
+        (((2, 1, 4, 5), (3, 5, 6)), "batch dimensions are broadcast"),
+        (((4, 5), (5,)), "vectors, symbolic sizes, or too few channels"),
+        (((5,), (5, 3)), "vectors, symbolic sizes, or too few channels"),
+    ],
+)
+def test_lower_float__what_has_no_kernel_stays(shapes, why):
     rng = np.random.default_rng(6)
     arrays = [rng.standard_normal(s).astype("float32") for s in shapes]
     mod = make_module(lambda bb, x, y: bb.emit(relax.op.matmul(x, y)), *shapes)
     assert list_operators(check_same(mod, *arrays)) == ["relax.matmul"]
+    heard = []
+    lower_float(mod, TARGET, lambda rule, name, skip: heard.append((rule.name, skip.reason)))
+    assert heard == [("lower_matmul", why)]
 
 
 def test_lower_float__equal_products_share_a_kernel():
