@@ -18,12 +18,12 @@ from relayquant.kernels.integer.conv_transpose import (
 )
 from relayquant.kernels.integer.elementwise import (
     Add,
-    Affine,
     Concatenate,
     Dequantize,
     Multiply,
     Quantize,
     Requantize,
+    Space,
     build_add,
     build_concatenate,
     build_dequantize,
@@ -31,13 +31,13 @@ from relayquant.kernels.integer.elementwise import (
     build_quantize,
     build_requantize,
 )
-from relayquant.kernels.integer.epilogue import Epilogue, Output, Residual
+from relayquant.kernels.integer.epilogue import Epilogue, Residual, Store
 from relayquant.kernels.integer.lookup import TBL, Lookup, build_lookup
 from relayquant.kernels.integer.matmul import BatchMatmul, build_batch_matmul
 from relayquant.kernels.integer.pool import (
     AvgPool2d,
     MaxPool2d,
-    Window,
+    PoolWindow,
     build_avg_pool2d,
     build_max_pool2d,
 )
@@ -83,8 +83,8 @@ CONVOLUTIONS = {
         in_zero_point=-100, epilogue=Epilogue(dtype="int8", zero_point=7, low=-20, high=100),
     ),
     "conv1d": Conv2d(2, 1, 30, 20, 12, (1, 5), (1, 2), (0, 2, 0, 1), **INT8),
-    "float output": Conv2d(1, 2, 3, 5, 3, (2, 3), epilogue=Epilogue(Output.DEQUANTIZE, "float32")),
-    "accumulators": Conv2d(1, 2, 3, 64, 48, (2, 3), epilogue=Epilogue(Output.ACCUMULATOR, "int32")),
+    "float output": Conv2d(1, 2, 3, 5, 3, (2, 3), epilogue=Epilogue(Store.DEQUANTIZE, "float32")),
+    "accumulators": Conv2d(1, 2, 3, 64, 48, (2, 3), epilogue=Epilogue(Store.ACCUMULATOR, "int32")),
     "int16 output": Conv2d(1, 4, 4, 8, 19, (3, 3), epilogue=Epilogue(dtype="int16", zero_point=99)),
     "int32 output": Conv2d(1, 4, 4, 8, 19, (3, 3), epilogue=Epilogue(dtype="int32")),
     "depthwise": Conv2d(1, 9, 9, 32, 32, (3, 3), padding=SAME, groups=32, **INT8),
@@ -142,9 +142,9 @@ MATMULS = {
     "batch_matmul, inner 3": BatchMatmul(1, 1, 5, 3, "uint8", 9, "int8", -100, 1e-3, OUT),
 }
 WINDOWS = {
-    "3x3/2 padded": Window(2, 7, 8, 20, (3, 3), (2, 2), SAME),
-    "3 channels": Window(1, 7, 8, 3, (3, 2), (2, 1), ceil_mode=True),
-    "global": Window(1, 7, 7, 64, (7, 7)),
+    "3x3/2 padded": PoolWindow(2, 7, 8, 20, (3, 3), (2, 2), SAME),
+    "3 channels": PoolWindow(1, 7, 8, 3, (3, 2), (2, 1), ceil_mode=True),
+    "global": PoolWindow(1, 7, 7, 64, (7, 7)),
 }
 
 
@@ -224,7 +224,7 @@ def make_matmul(spec: BatchMatmul) -> Case:
 
 def make_extreme_sums() -> Case:
     """-128 * -128 in every product: too much for sums of two in int16; and int32 wraps."""
-    spec = Dense(2, 8, 8, "int8", 0, Epilogue(Output.ACCUMULATOR, "int32"))
+    spec = Dense(2, 8, 8, "int8", 0, Epilogue(Store.ACCUMULATOR, "int32"))
     x, w = np.full((2, 8), -128, "int8"), np.full((8, 8), -128, "int8")
     bias = np.array([2**31 - 1, -(2**31), 0, 1, 2, 3, 4, 2**31 - 8 * 128 * 128], "int32")
     total = np.tile(bias.astype("int64") + 8 * 128 * 128, (2, 1))
@@ -261,7 +261,7 @@ def make_residual_pairs() -> Case:
     return Case(build, finish(acc, out, factor, residual))
 
 
-def make_addition(lhs: Affine, rhs: Affine) -> Case:
+def make_addition(lhs: Space, rhs: Space) -> Case:
     a, b = all_pairs()
     first, second = centre(a, lhs.zero_point), centre(b, rhs.zero_point)
     real = exact_fma(second, F32(rhs.multiplier), first * F32(lhs.multiplier))
@@ -302,7 +302,7 @@ def make_requantization(dtype: str, out: Epilogue) -> Case:
     x = np.random.default_rng(4).integers(low, high, 999).astype(dtype)
     x[:2] = limits.min, limits.max
     factor = 140 / high
-    spec = Requantize(x.shape, Affine(dtype, 11 if dtype != "int32" else 0, factor), out)
+    spec = Requantize(x.shape, Space(dtype, 11 if dtype != "int32" else 0, factor), out)
     return Case(
         lambda _: (build_requantize(spec), [x]),
         store(centre(x, spec.data.zero_point) * F32(factor), out),
@@ -321,13 +321,13 @@ def make_concatenation() -> Case:
     rng = np.random.default_rng(6)
     a, b = random_values(rng, (3, 4, 5), "int8"), random_values(rng, (3, 4, 33), "int8")
     spec = Concatenate(
-        (a.shape, b.shape), 2, (Affine("int8", -3, 0.37), Affine("int8", OUT.zero_point, 1)), OUT
+        (a.shape, b.shape), 2, (Space("int8", -3, 0.37), Space("int8", OUT.zero_point, 1)), OUT
     )
     expected = np.concatenate([store(centre(a, -3) * F32(0.37), OUT), b], 2)
     return Case(lambda _: (build_concatenate(spec), [a, b]), expected)
 
 
-def pooled_values(x: np.ndarray, window: Window) -> tuple[np.ndarray, np.ndarray]:
+def pooled_values(x: np.ndarray, window: PoolWindow) -> tuple[np.ndarray, np.ndarray]:
     """Values under each tap as (taps, N, OH, OW, C) int64, and whether they lie in the data."""
     top, left = window.padding[:2]
     (oh, ow), (sh, sw) = window.out_size, window.strides
@@ -343,19 +343,19 @@ def pooled_values(x: np.ndarray, window: Window) -> tuple[np.ndarray, np.ndarray
     return windows(padded), windows(inside)
 
 
-def make_max_pool(window: Window) -> Case:
+def make_max_pool(window: PoolWindow) -> Case:
     x = random_values(np.random.default_rng(7), window.in_shape, "int8")
     values, inside = pooled_values(x, window)
     expected = np.where(inside, values, -1000).max(axis=0).astype("int8")
     return Case(lambda _: (build_max_pool2d(MaxPool2d(window, "int8")), [x]), expected)
 
 
-def make_avg_pool(window: Window) -> Case:
+def make_avg_pool(window: PoolWindow) -> Case:
     x = random_values(np.random.default_rng(8), window.in_shape, "int8")
     values, inside = pooled_values(x, window)
     sums = np.where(inside, values + 3, 0).sum(axis=0).astype("float32")
     factor = F32(1.7) / inside.sum(axis=0).astype("float32")
-    spec = AvgPool2d(window, Affine("int8", -3, 1.7), OUT)
+    spec = AvgPool2d(window, Space("int8", -3, 1.7), OUT)
     return Case(lambda _: (build_avg_pool2d(spec), [x]), store(sums * factor, OUT))
 
 
@@ -369,9 +369,9 @@ CASES: dict[str, Callable[[], Case]] = {
     **{f"avg_pool2d {n}": (lambda w=w: make_avg_pool(w)) for n, w in WINDOWS.items()},
     "extreme sums": make_extreme_sums,
     "residual, every pair": make_residual_pairs,
-    "add, every pair": lambda: make_addition(Affine("int8", -3, 2 / 3), Affine("int8", 13, 1 / 6)),
+    "add, every pair": lambda: make_addition(Space("int8", -3, 2 / 3), Space("int8", 13, 1 / 6)),
     "subtract, every pair": lambda: make_addition(
-        Affine("int8", -3, 0.37), Affine("int8", 13, -0.77)
+        Space("int8", -3, 0.37), Space("int8", 13, -0.77)
     ),
     "multiply, every pair": make_multiplication,
     "quantize to int8": lambda: make_quantization("int8"),

@@ -13,10 +13,10 @@ from tvm.target import Target
 
 from relayquant.kernels.integer.conv import build_conv2d
 from relayquant.kernels.integer.conv_plan import choose_plan
-from relayquant.kernels.integer.elementwise import Add, Affine, build_add
+from relayquant.kernels.integer.elementwise import Add, Space, build_add
 from relayquant.kernels.integer.epilogue import Epilogue, Residual
 from relayquant.kernels.integer.matmul import BatchMatmul, build_batch_matmul, plan_batch_matmul
-from relayquant.kernels.integer.pool import AvgPool2d, Window, build_avg_pool2d
+from relayquant.kernels.integer.pool import AvgPool2d, PoolWindow, build_avg_pool2d
 from relayquant.kernels.integer.specs import Conv2d
 from relayquant.kernels.isa.architecture import Architecture, find_architecture
 from relayquant.kernels.isa.arm import NEON, NEON32, SDOT, SMMLA, SMMLA_NEON, SmmlaIsa
@@ -53,7 +53,7 @@ def compile_kernels(cpu: str, *kernels) -> str:
 @functools.cache
 def assembly(cpu: str) -> str:
     """One kernel of every kind."""
-    isa, operand = select_isa(target_of(cpu)), Affine("int8", 1, 0.5)
+    isa, operand = select_isa(target_of(cpu)), Space("int8", 1, 0.5)
     added = Epilogue(dtype="int8", residual=Residual("int8", 3, 0.5))
     return compile_kernels(
         cpu,
@@ -62,7 +62,7 @@ def assembly(cpu: str) -> str:
         build_conv2d(Conv2d(1, 8, 8, 32, 32, (3, 3), groups=32, **INT8), isa, "depthwise"),
         build_batch_matmul(BatchMatmul(2, 4, 20, 16, "int8", 3, "int8", 3), isa, "matmul"),
         build_add(Add((99,), operand, operand, Epilogue(dtype="int8"))),
-        build_avg_pool2d(AvgPool2d(Window(1, 4, 4, 20, (2, 2)), operand, Epilogue())),
+        build_avg_pool2d(AvgPool2d(PoolWindow(1, 4, 4, 20, (2, 2)), operand, Epilogue())),
     )
 
 

@@ -8,7 +8,7 @@ import tvm
 
 from relayquant.codegen.rules.kernel_call import KernelCall
 from relayquant.codegen.shared_kernels import read_skeleton, share_kernels
-from relayquant.kernels.integer.elementwise import Affine, Requantize, build_requantize
+from relayquant.kernels.integer.elementwise import Requantize, Space, build_requantize
 from relayquant.kernels.integer.epilogue import Epilogue
 from relayquant.kernels.isa.target import resolve_target
 
@@ -16,7 +16,7 @@ DATA = np.arange(64).astype("uint8")
 
 
 def call_of(zero_point: int, factor: float, out_zero: int, size: int = 64) -> KernelCall:
-    data = Affine("uint8", zero_point, factor)
+    data = Space("uint8", zero_point, factor)
     func = build_requantize(Requantize((size,), data, Epilogue(zero_point=out_zero)))
     return KernelCall((), func, (DATA[:size],))
 

@@ -6,7 +6,7 @@ import numpy as np
 import tvm
 from tvm.target import Target
 
-from relayquant.kernels.integer.epilogue import Epilogue, Output
+from relayquant.kernels.integer.epilogue import Epilogue, Store
 
 F32 = np.float32
 
@@ -41,10 +41,10 @@ def store(value, out: Epilogue):
 def finish(acc, epilogue: Epilogue, multiplier=None, residual=None):
     """The epilogue in numpy; acc int64 (..., C), wrapped to int32 as the kernels wrap it."""
     acc = acc.astype("int64").astype("uint32").view("int32")
-    if epilogue.output is Output.ACCUMULATOR:
+    if epilogue.output is Store.ACCUMULATOR:
         return acc
     value = acc.astype("float32") * np.asarray(multiplier, "float32")
-    if epilogue.output is Output.DEQUANTIZE:
+    if epilogue.output is Store.DEQUANTIZE:
         return value
     if epilogue.residual is not None:
         r = (residual.astype("int32") - epilogue.residual.zero_point).astype("float32")

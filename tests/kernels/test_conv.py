@@ -24,13 +24,13 @@ from relayquant.kernels.integer.conv import (
     plan_prefetch,
 )
 from relayquant.kernels.integer.conv_plan import ConvPlan, merge_groups, pick_tile
-from relayquant.kernels.integer.epilogue import Epilogue, Output, Residual
+from relayquant.kernels.integer.epilogue import Epilogue, Residual, Store
 from relayquant.kernels.integer.narrow import channel_order
 from relayquant.kernels.integer.specs import Conv2d, Dense
 from relayquant.kernels.isa.base import AVX2, VNNI512
 from relayquant.qtypes import INTEGER_LIMITS
 
-RAW = Epilogue(Output.ACCUMULATOR, "int32")
+RAW = Epilogue(Store.ACCUMULATOR, "int32")
 CASES = {
     "3x3": Conv2d(1, 8, 8, 16, 32, (3, 3), padding=(1, 1, 1, 1), in_zero_point=3),
     "odd channels, strides, asymmetric padding, batch 2, residual": Conv2d(
@@ -75,7 +75,7 @@ CASES = {
     "small multipliers, clip": Conv2d(
         1, 3, 7, 20, 64, (1, 1), epilogue=Epilogue(zero_point=3, high=200, is_small=True)
     ),
-    "float output": Conv2d(1, 2, 3, 5, 3, (2, 3), epilogue=Epilogue(Output.DEQUANTIZE, "float32")),
+    "float output": Conv2d(1, 2, 3, 5, 3, (2, 3), epilogue=Epilogue(Store.DEQUANTIZE, "float32")),
     "int16 output": Conv2d(1, 4, 4, 8, 19, (3, 3), epilogue=Epilogue(dtype="int16", zero_point=99)),
     "int32 output": Conv2d(1, 4, 4, 8, 19, (3, 3), epilogue=Epilogue(dtype="int32")),
     "int16": Conv2d(
@@ -136,7 +136,7 @@ def conv2d_specs(draw):
     return Conv2d(
         small(1, 2), height, width, c_in, c_out, kernel, (small(1, 3), small(1, 3)), padding,
         dilation, groups, in_dtype, small(*INTEGER_LIMITS[in_dtype]),
-        Epilogue(Output.REQUANTIZE, out_dtype, small(low, high), *bounds, residual),
+        Epilogue(Store.REQUANTIZE, out_dtype, small(low, high), *bounds, residual),
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from machines import best_isa, every_isa, runnable_target
 
 from relayquant.kernels.integer.depthwise import DepthwisePlan
-from relayquant.kernels.integer.epilogue import Epilogue, Output, Residual
+from relayquant.kernels.integer.epilogue import Epilogue, Residual, Store
 from relayquant.kernels.integer.specs import Conv2d
 from relayquant.kernels.isa.base import PORTABLE, VNNI512
 
@@ -52,7 +52,7 @@ CASES = {
         epilogue=Epilogue(dtype="int8"),
     ),
     "accumulators": depthwise(
-        1, 5, 5, 17, (3, 3), (2, 1), SAME, epilogue=Epilogue(Output.ACCUMULATOR, "int32")
+        1, 5, 5, 17, (3, 3), (2, 1), SAME, epilogue=Epilogue(Store.ACCUMULATOR, "int32")
     ),
 }  # fmt: skip
 

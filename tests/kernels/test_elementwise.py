@@ -14,7 +14,6 @@ from machines import runnable_target
 from relayquant.errors import ConfigError
 from relayquant.kernels.integer.elementwise import (
     Add,
-    Affine,
     Concatenate,
     Dequantize,
     Multiply,
@@ -22,6 +21,7 @@ from relayquant.kernels.integer.elementwise import (
     QuantizeImage,
     Requantize,
     ScaleChannels,
+    Space,
     broadcast_view,
     build_add,
     build_concatenate,
@@ -32,7 +32,7 @@ from relayquant.kernels.integer.elementwise import (
     build_requantize,
     build_scale_channels,
 )
-from relayquant.kernels.integer.epilogue import Epilogue, Output, Residual
+from relayquant.kernels.integer.epilogue import Epilogue, Residual, Store
 from relayquant.kernels.isa.base import AVX2, AVX512BW, SSE2
 
 OUT = Epilogue(zero_point=7, low=3, high=250)
@@ -90,7 +90,7 @@ def test_build_quantize__reciprocal_decides_ties_as_a_division(scale, dtype):
 @pytest.mark.parametrize("axis", [0, 1, 2])
 @pytest.mark.parametrize("dtype", ["int8", "int32"])
 @pytest.mark.parametrize(
-    "out", [OUT, Epilogue(Output.DEQUANTIZE, "float32")], ids=["requantize", "dequantize"]
+    "out", [OUT, Epilogue(Store.DEQUANTIZE, "float32")], ids=["requantize", "dequantize"]
 )
 def test_build_scale_channels__equals_numpy(isa, axis, dtype, out):
     rng, shape = np.random.default_rng(0), (3, 37, 5)
@@ -101,7 +101,7 @@ def test_build_scale_channels__equals_numpy(isa, axis, dtype, out):
     got = call_kernel(func, runnable_target(isa), [x, factors], shape, out.dtype)
     along = factors.reshape([-1 if i == axis else 1 for i in range(3)])
     real = centre(x, -3) * along
-    is_float = out.output is Output.DEQUANTIZE
+    is_float = out.output is Store.DEQUANTIZE
     np.testing.assert_array_equal(got, real if is_float else store(real, out))
 
 
@@ -119,7 +119,7 @@ def test_build_dequantize__equals_numpy(isa, size):
 def test_build_requantize__equals_numpy(isa, dtype):
     limit = min(np.iinfo(dtype).max, 10**6)
     q = np.random.default_rng(0).integers(0, limit, 333).astype(dtype)
-    spec = Requantize(q.shape, Affine(dtype, 11, 100 / limit), OUT)
+    spec = Requantize(q.shape, Space(dtype, 11, 100 / limit), OUT)
     got = call_kernel(build_requantize(spec), runnable_target(isa), [q], q.shape, "uint8")
     np.testing.assert_array_equal(got, store(centre(q, 11) * F32(100 / limit), OUT))
 
@@ -129,7 +129,7 @@ def test_build_requantize__equals_numpy(isa, dtype):
 def test_build_add__rounds_once(isa, size):
     rng = np.random.default_rng(0)
     a, b = random_values(rng, (size,), "int8"), random_values(rng, (size,), "uint8")
-    spec = Add((size,), Affine("int8", -3, 0.37), Affine("uint8", 13, -0.77), OUT)
+    spec = Add((size,), Space("int8", -3, 0.37), Space("uint8", 13, -0.77), OUT)
     got = call_kernel(build_add(spec), runnable_target(isa), [a, b], (size,), "uint8")
     expected = exact_fma(centre(b, 13), F32(-0.77), centre(a, -3) * F32(0.37))
     np.testing.assert_array_equal(got, store(expected, OUT))
@@ -148,7 +148,7 @@ def test_build_add__every_pair_at_factors_where_two_roundings_differ(isa):
     first, second = centre(a, -3) * F32(2 / 3), centre(b, 13)
     expected = store(exact_fma(second, F32(1 / 6), first), out)
     assert (expected != store(second * F32(1 / 6) + first, out)).any()
-    func = build_add(Add(a.shape, Affine("int8", -3, 2 / 3), Affine("uint8", 13, 1 / 6), out))
+    func = build_add(Add(a.shape, Space("int8", -3, 2 / 3), Space("uint8", 13, 1 / 6), out))
     got = call_kernel(func, runnable_target(isa), [a, b], a.shape, "uint8")
     np.testing.assert_array_equal(got, expected)
 
@@ -182,7 +182,7 @@ def test_broadcast_view__folds_neighbouring_axes():
 
 
 def test_build_add__broadcast_apart():
-    spec = Add((2, 3, 4), Affine("int8", 0, 1), Affine("int8", 0, 1), OUT, (2, 7, 4))
+    spec = Add((2, 3, 4), Space("int8", 0, 1), Space("int8", 0, 1), OUT, (2, 7, 4))
     with pytest.raises(ConfigError, match="is not broadcast"):
         build_add(spec)
 
@@ -194,7 +194,7 @@ def test_build_concatenate__requantizes_and_copies(isa, axis):
     shapes = [[3, 4, 5], [3, 4, 5]]
     shapes[0][axis], shapes[1][axis] = 2, 70
     a, b = random_values(rng, shapes[0], "int8"), random_values(rng, shapes[1], "uint8")
-    data = (Affine("int8", -3, 0.37), Affine("uint8", 7, 1))
+    data = (Space("int8", -3, 0.37), Space("uint8", 7, 1))
     spec = Concatenate(tuple(map(tuple, shapes)), axis, data, out)
     func = build_concatenate(spec)
     got = call_kernel(func, runnable_target(isa), [a, b], spec.out_shape, "uint8")
@@ -203,7 +203,7 @@ def test_build_concatenate__requantizes_and_copies(isa, axis):
 
 
 def test_concatenate__shapes_do_not_join():
-    data = (Affine("int8", 0, 1), Affine("int8", 0, 1))
+    data = (Space("int8", 0, 1), Space("int8", 0, 1))
     with pytest.raises(ConfigError, match="agree in all other dimensions"):
         Concatenate(((2, 3), (4, 5)), 1, data, OUT)
 
@@ -216,8 +216,8 @@ def test_concatenate__shapes_do_not_join():
         {"low": 9, "high": 8},
         {"zero_point": 256},
         {"dtype": "int32", "zero_point": 1},
-        {"output": Output.ACCUMULATOR, "dtype": "int32", "low": 0},
-        {"output": Output.DEQUANTIZE, "dtype": "float32", "residual": Residual("uint8", 0, 1.0)},
+        {"output": Store.ACCUMULATOR, "dtype": "int32", "low": 0},
+        {"output": Store.DEQUANTIZE, "dtype": "float32", "residual": Residual("uint8", 0, 1.0)},
     ],
 )
 def test_epilogue__rejects(arguments):
@@ -246,7 +246,7 @@ def test_build_requantize__int32_saturates_on_both_sides(isa):
     q = np.array(
         [-(2**30), -(2**29) - 64, -(2**29), -5, 0, 7, 2**29 - 64, 2**29, 2**30] * 5, "int32"
     )
-    spec = Requantize(q.shape, Affine("int32", 0, 4.0), Epilogue(dtype="int32"))
+    spec = Requantize(q.shape, Space("int32", 0, 4.0), Epilogue(dtype="int32"))
     got = call_kernel(build_requantize(spec), runnable_target(isa), [q], q.shape, "int32")
     assert got.tolist() == [max(-(2**31), min(2**31 - 128, 4 * value)) for value in q.tolist()]
 
@@ -259,7 +259,7 @@ def test_build_requantize__int32_within_bounds_of_its_own(isa, bounds):
         [-(2**31), -(2**30), -2005, -2000, -11, -1, 0, 3, 5999, 6001, 2**31 - 128], "int32"
     )
     spec = Requantize(
-        q.shape, Affine("int32", 0, 0.5), Epilogue(dtype="int32", low=bounds[0], high=bounds[1])
+        q.shape, Space("int32", 0, 0.5), Epilogue(dtype="int32", low=bounds[0], high=bounds[1])
     )
     got = call_kernel(build_requantize(spec), runnable_target(isa), [q], q.shape, "int32")
     exact = [round(Fraction(value, 2)) for value in q.tolist()]

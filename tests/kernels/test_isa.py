@@ -13,10 +13,10 @@ from tvm.target import Target
 
 from relayquant.kernels.integer.conv import build_conv2d, build_dense
 from relayquant.kernels.integer.conv_transpose import Conv2dTranspose, build_conv2d_transpose
-from relayquant.kernels.integer.elementwise import Add, Affine, Quantize, build_add, build_quantize
+from relayquant.kernels.integer.elementwise import Add, Quantize, Space, build_add, build_quantize
 from relayquant.kernels.integer.epilogue import Epilogue, Residual
 from relayquant.kernels.integer.matmul import BatchMatmul, build_batch_matmul
-from relayquant.kernels.integer.pool import AvgPool2d, Window, build_avg_pool2d
+from relayquant.kernels.integer.pool import AvgPool2d, PoolWindow, build_avg_pool2d
 from relayquant.kernels.integer.specs import Conv2d, Dense
 from relayquant.kernels.isa.base import (
     AVX2,
@@ -69,7 +69,7 @@ def assembly(mcpu: str) -> str:
     target = target_of(mcpu)
     isa = select_isa(target)
     epilogue = Epilogue(residual=Residual("uint8", 3, 0.5))
-    same, operand = (1, 1, 1, 1), Affine("int8", 1, 0.5)
+    same, operand = (1, 1, 1, 1), Space("int8", 1, 0.5)
     kernels = [
         build_conv2d(Conv2d(1, 8, 8, 16, 32, (3, 3), padding=same, epilogue=epilogue), isa, "conv"),
         build_conv2d(Conv2d(1, 9, 9, 3, 17, (3, 3), (2, 2), same), isa, "first"),
@@ -79,7 +79,7 @@ def assembly(mcpu: str) -> str:
         build_dense(Dense(1, 2048, 100), isa, "dense"),
         build_quantize(Quantize((99,), 0.1, Epilogue(), isa.has_fma)),
         build_add(Add((99,), operand, operand, Epilogue(dtype="int8"))),
-        build_avg_pool2d(AvgPool2d(Window(1, 4, 4, 20, (2, 2)), operand, Epilogue())),
+        build_avg_pool2d(AvgPool2d(PoolWindow(1, 4, 4, 20, (2, 2)), operand, Epilogue())),
     ]
     return compile_assembly(kernels, target)
 

@@ -8,17 +8,17 @@ from exact import call_kernel, finish, random_values
 from machines import every_isa, runnable_target
 
 from relayquant.errors import ConfigError
-from relayquant.kernels.integer.epilogue import Epilogue, Output
+from relayquant.kernels.integer.epilogue import Epilogue, Store
 from relayquant.kernels.integer.matmul import BatchMatmul, build_batch_matmul
 
 CASES = {
     "uint8 x symmetric int8": BatchMatmul(3, 7, 20, 32, "uint8", 3, "int8", 0, 1e-3),
     "int8 x uint8, odd sizes": BatchMatmul(2, 5, 33, 17, "int8", -9, "uint8", 100, 1e-3),
     "inner 3, float output": BatchMatmul(
-        1, 1, 5, 3, "uint8", 9, "int8", -100, 1e-3, Epilogue(Output.DEQUANTIZE, "float32")
+        1, 1, 5, 3, "uint8", 9, "int8", -100, 1e-3, Epilogue(Store.DEQUANTIZE, "float32")
     ),
     "accumulators": BatchMatmul(
-        2, 30, 100, 64, "int8", 9, "int8", -100, 1, Epilogue(Output.ACCUMULATOR, "int32")
+        2, 30, 100, 64, "int8", 9, "int8", -100, 1, Epilogue(Store.ACCUMULATOR, "int32")
     ),
     "uint8 x uint8": BatchMatmul(2, 16, 16, 64, "uint8", 128, "uint8", 128, 1e-3),
     "with threads": BatchMatmul(4, 128, 128, 64, "uint8", 130, "uint8", 128, 1e-3),

@@ -8,13 +8,13 @@ from exact import F32, call_kernel, random_values, store
 from machines import runnable_target
 
 from relayquant.errors import ConfigError
-from relayquant.kernels.integer.elementwise import Affine
+from relayquant.kernels.integer.elementwise import Space
 from relayquant.kernels.integer.epilogue import Epilogue
 from relayquant.kernels.integer.pool import (
     AvgPool2d,
     MaxPool2d,
     Mean,
-    Window,
+    PoolWindow,
     build_avg_pool2d,
     build_max_pool2d,
     build_mean,
@@ -24,11 +24,11 @@ from relayquant.kernels.isa.base import AVX2, AVX512BW, SSE2
 OUT = Epilogue(zero_point=7)
 OUTSIDE = -(2**20)
 WINDOWS = {
-    "3x3/2 padded": Window(2, 7, 8, 20, (3, 3), (2, 2), (1, 1, 1, 1)),
-    "ceil mode, 3 channels": Window(1, 7, 8, 3, (3, 2), (2, 1), ceil_mode=True),
-    "global": Window(1, 7, 7, 64, (7, 7)),
-    "dilation, asymmetric padding": Window(1, 9, 9, 33, (3, 3), (1, 1), (1, 2, 1, 0), (2, 2)),
-    "with threads": Window(1, 40, 40, 48, (3, 3), (1, 1), (1, 1, 1, 1)),
+    "3x3/2 padded": PoolWindow(2, 7, 8, 20, (3, 3), (2, 2), (1, 1, 1, 1)),
+    "ceil mode, 3 channels": PoolWindow(1, 7, 8, 3, (3, 2), (2, 1), ceil_mode=True),
+    "global": PoolWindow(1, 7, 7, 64, (7, 7)),
+    "dilation, asymmetric padding": PoolWindow(1, 9, 9, 33, (3, 3), (1, 1), (1, 2, 1, 0), (2, 2)),
+    "with threads": PoolWindow(1, 40, 40, 48, (3, 3), (1, 1), (1, 1, 1, 1)),
 }
 with_machines = pytest.mark.parametrize("isa", [SSE2, AVX2, AVX512BW], ids=lambda isa: isa.name)
 with_windows = pytest.mark.parametrize("case", WINDOWS)
@@ -67,7 +67,7 @@ def test_build_max_pool2d__equals_numpy(isa, case, dtype):
 def test_build_avg_pool2d__equals_numpy(isa, case, dtype, count_include_pad):
     window = WINDOWS[case]
     x = random_values(np.random.default_rng(0), window.in_shape, dtype)
-    spec = AvgPool2d(window, Affine(dtype, -3, 1.7), OUT, count_include_pad)
+    spec = AvgPool2d(window, Space(dtype, -3, 1.7), OUT, count_include_pad)
     func = build_avg_pool2d(spec)
     got = call_kernel(func, runnable_target(isa), [x], window.out_shape, "uint8")
     values = taps(x, window)
@@ -94,7 +94,7 @@ MEANS = {
 def test_build_mean__equals_numpy(isa, case, dtype):
     shape, first, last = MEANS[case]
     x = random_values(np.random.default_rng(0), shape, dtype)
-    spec = Mean(shape, first, last, Affine(dtype, -3, 0.01), OUT)
+    spec = Mean(shape, first, last, Space(dtype, -3, 0.01), OUT)
     axes = tuple(range(first, last + 1))
     sums = (x.astype("int64") + 3).sum(axis=axes, keepdims=True).astype("float32")
     factor = F32(0.01) / F32(spec.extents[1])
@@ -104,11 +104,11 @@ def test_build_mean__equals_numpy(isa, case, dtype):
 
 @pytest.mark.parametrize(("dtype", "most"), [("int8", 8_421_504), ("int16", 32_768)])
 def test_build_mean__too_many_values(dtype, most):
-    build_mean(Mean((1, most), 1, 1, Affine(dtype, -3, 1.7), OUT))
+    build_mean(Mean((1, most), 1, 1, Space(dtype, -3, 1.7), OUT))
     with pytest.raises(ConfigError, match=f"allowed: up to {most}"):
-        build_mean(Mean((1, most + 1), 1, 1, Affine(dtype, -3, 1.7), OUT))
+        build_mean(Mean((1, most + 1), 1, 1, Space(dtype, -3, 1.7), OUT))
 
 
 def test_window__does_not_fit():
     with pytest.raises(ConfigError, match="does not fit"):
-        Window(1, 2, 2, 4, (3, 3))
+        PoolWindow(1, 2, 2, 4, (3, 3))

@@ -13,7 +13,7 @@ from exact import finish, random_multiplier, random_values
 from machines import best_isa, every_isa, runnable_target
 
 from relayquant.kernels.integer.conv import SMALL_WEIGHT_BYTES
-from relayquant.kernels.integer.epilogue import Epilogue, Output, Residual
+from relayquant.kernels.integer.epilogue import Epilogue, Residual, Store
 from relayquant.kernels.integer.rows import build_dense_rows, pack_dense_rows, plan_rows
 from relayquant.kernels.integer.specs import Dense
 from relayquant.kernels.isa.arm import NEON, SDOT, SMMLA
@@ -66,8 +66,8 @@ def test_build_dense_rows__every_number_of_rows(isa):
 OTHERS = {
     "copied: int8, odd sizes": Dense(0, 37, 10, "int8", -7, Epilogue(dtype="int8", zero_point=3)),
     "int16": Dense(0, 33, 40, "int16", 300, Epilogue(dtype="int16")),
-    "accumulators": Dense(0, 16, 1, epilogue=Epilogue(Output.ACCUMULATOR, "int32")),
-    "panel by panel": Dense(0, 512, 130, epilogue=Epilogue(Output.DEQUANTIZE, "float32")),
+    "accumulators": Dense(0, 16, 1, epilogue=Epilogue(Store.ACCUMULATOR, "int32")),
+    "panel by panel": Dense(0, 512, 130, epilogue=Epilogue(Store.DEQUANTIZE, "float32")),
 }
 
 

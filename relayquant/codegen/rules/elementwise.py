@@ -28,7 +28,6 @@ from relayquant.codegen.rules.tail import absorb_clip
 from relayquant.dialect.sums import choose_product_dtype
 from relayquant.kernels.integer.elementwise import (
     Add,
-    Affine,
     Concatenate,
     Dequantize,
     Multiply,
@@ -36,6 +35,7 @@ from relayquant.kernels.integer.elementwise import (
     QuantizeImage,
     Requantize,
     ScaleChannels,
+    Space,
     broadcast_view,
     build_add,
     build_concatenate,
@@ -46,13 +46,13 @@ from relayquant.kernels.integer.elementwise import (
     build_requantize,
     build_scale_channels,
 )
-from relayquant.kernels.integer.epilogue import Epilogue, Output
+from relayquant.kernels.integer.epilogue import Epilogue, Store
 from relayquant.kernels.integer.lookup import Lookup, build_lookup
 from relayquant.kernels.integer.pool import (
     AvgPool2d,
     MaxPool2d,
     Mean,
-    Window,
+    PoolWindow,
     build_avg_pool2d,
     build_max_pool2d,
     build_mean,
@@ -120,7 +120,7 @@ def lower_quantize(context: KernelContext, var: relax.Var) -> KernelCall | Skip:
     if str(call.attrs.rounding) != "TONEAREST_EVEN" or tensor_dtype(var) == "int32":
         return Skip("another rounding, or int32")
     vars_, out = absorb_clip(
-        context, var, Epilogue(Output.REQUANTIZE, tensor_dtype(var), int(numbers[1]))
+        context, var, Epilogue(Store.REQUANTIZE, tensor_dtype(var), int(numbers[1]))
     )
     spec = Quantize(shape[1], numbers[0], out, context.isa.has_fma)
     turned = context.next(vars_[-1], "relax.permute_dims")
@@ -167,14 +167,14 @@ def lower_channel_scales(context: KernelContext, var: relax.Var) -> KernelCall |
             return Skip(f"the result is {tensor_dtype(var)}")
         if context.graph.users[var]:
             return Skip("the float operators that read it compute it in their loops")
-        vars_, out = (var,), Epilogue(Output.DEQUANTIZE, "float32")
+        vars_, out = (var,), Epilogue(Store.DEQUANTIZE, "float32")
         factors = scale.astype("float32")
     else:
         numbers = scalars(*call.args[3:5])
         if numbers is None or not is_default_arithmetic(call) or tensor_dtype(var) == "int32":
             return Skip("several scales of the result, another arithmetic, or int32")
         vars_, out = absorb_clip(
-            context, var, Epilogue(Output.REQUANTIZE, tensor_dtype(var), int(numbers[1]))
+            context, var, Epilogue(Store.REQUANTIZE, tensor_dtype(var), int(numbers[1]))
         )
         factors = multiplier(scale, numbers[0])
     spec = ScaleChannels(shape[1], axis, dtype, int(zero_points.flat[0]), out)
@@ -192,8 +192,8 @@ def lower_requantize(context: KernelContext, var: relax.Var) -> KernelCall | Ski
     if dtype == "int32" or tensor_dtype(call.args[0]) == "int64":
         return Skip(f"{tensor_dtype(call.args[0])} to {dtype}")
     s_in, z_in, s_out, z_out = numbers
-    vars_, out = absorb_clip(context, var, Epilogue(Output.REQUANTIZE, dtype, int(z_out)))
-    data = Affine(tensor_dtype(call.args[0]), int(z_in), float(multiplier(s_in, s_out)))
+    vars_, out = absorb_clip(context, var, Epilogue(Store.REQUANTIZE, dtype, int(z_out)))
+    data = Space(tensor_dtype(call.args[0]), int(z_in), float(multiplier(s_in, s_out)))
     spec = Requantize(shape[1], data, out)
     func = build_for_batch(lambda: build_requantize(spec, "qnn_requantize"), shape[0], (0, 1))
     return KernelCall(vars_, func, (call.args[0],))
@@ -222,7 +222,7 @@ def lower_binary(context: KernelContext, var: relax.Var) -> KernelCall | Skip:
     if broadcast_view(shape, rhs_shape) is None:
         return Skip("the second operand is broadcast along separate axes")
     ls, lz, rs, rz, os, oz = numbers
-    vars_, out = absorb_clip(context, var, Epilogue(Output.REQUANTIZE, dtype, int(oz)))
+    vars_, out = absorb_clip(context, var, Epilogue(Store.REQUANTIZE, dtype, int(oz)))
     dtypes = tensor_dtype(lhs), tensor_dtype(rhs)
     positions = (0, 1, 2) if rhs_symbolic else (0, 2)
     if op == "relax.qnn.mul":
@@ -231,8 +231,8 @@ def lower_binary(context: KernelContext, var: relax.Var) -> KernelCall | Skip:
         func = build_for_batch(lambda: build_multiply(product, "qnn_mul"), symbolic, positions)
     else:
         sign = -1.0 if op == "relax.qnn.subtract" else 1.0
-        left = Affine(dtypes[0], int(lz), float(multiplier(ls, os)))
-        right = Affine(dtypes[1], int(rz), sign * float(multiplier(rs, os)))
+        left = Space(dtypes[0], int(lz), float(multiplier(ls, os)))
+        right = Space(dtypes[1], int(rz), sign * float(multiplier(rs, os)))
         total = Add(shape, left, right, out, rhs_shape)
         func = build_for_batch(lambda: build_add(total, "qnn_add"), symbolic, positions)
     return KernelCall(vars_, func, (lhs, rhs))
@@ -267,10 +267,10 @@ def lower_concatenate(context: KernelContext, var: relax.Var) -> KernelCall | Sk
     if symbolic == {True, False} or (symbolic == {True} and axis == 0):
         return Skip("operands are joined along a symbolic batch")
     vars_, out = absorb_clip(
-        context, var, Epilogue(Output.REQUANTIZE, tensor_dtype(var), int(out_zero))
+        context, var, Epilogue(Store.REQUANTIZE, tensor_dtype(var), int(out_zero))
     )
     data = tuple(
-        Affine(tensor_dtype(part), int(zero), float(multiplier(scale, out_scale)))
+        Space(tensor_dtype(part), int(zero), float(multiplier(scale, out_scale)))
         for part, scale, zero in zip(parts, numbers[:count], numbers[count:-2], strict=True)
     )
     spec = Concatenate(tuple(shape[1] for shape in shapes if shape is not None), axis, data, out)
@@ -280,11 +280,11 @@ def lower_concatenate(context: KernelContext, var: relax.Var) -> KernelCall | Sk
     return KernelCall(vars_, func, tuple(parts))
 
 
-def make_window(call: Call, shape: tuple[int, ...]) -> Window:
+def make_window(call: Call, shape: tuple[int, ...]) -> PoolWindow:
     """The window of a 2-D pool over NHWC data."""
     attrs = call.attrs
     batch, height, width, channels = shape
-    return Window(
+    return PoolWindow(
         batch, height, width, channels, pair(attrs.pool_size), pair(attrs.strides),
         expand_padding(attrs.padding), pair(attrs.dilation), bool(attrs.ceil_mode),
     )  # fmt: skip
@@ -314,9 +314,9 @@ def lower_average(context: KernelContext, var: relax.Var) -> KernelCall | Skip:
         return Skip("not data of 8 or 16 bits")
     s_in, z_in, s_out, z_out = numbers
     vars_, out = absorb_clip(
-        context, var, Epilogue(Output.REQUANTIZE, tensor_dtype(var), int(z_out))
+        context, var, Epilogue(Store.REQUANTIZE, tensor_dtype(var), int(z_out))
     )
-    data = Affine(tensor_dtype(call.args[0]), int(z_in), float(multiplier(s_in, s_out)))
+    data = Space(tensor_dtype(call.args[0]), int(z_in), float(multiplier(s_in, s_out)))
     if op == "relax.qnn.mean":
         rank = len(shape[1])
         axes = sorted(int(axis) % rank for axis in call.attrs.axes or range(rank))
@@ -345,8 +345,8 @@ def lower_clip(context: KernelContext, var: relax.Var) -> KernelCall | Skip:
     dtype = tensor_dtype(var)
     low, high = (int(arg.value) for arg in call.args[1:3])
     limits = INTEGER_LIMITS[dtype]
-    out = Epilogue(Output.REQUANTIZE, dtype, 0, max(low, limits[0]), min(high, limits[1]))
-    spec = Requantize(shape[1], Affine(dtype, 0, 1.0), out)
+    out = Epilogue(Store.REQUANTIZE, dtype, 0, max(low, limits[0]), min(high, limits[1]))
+    spec = Requantize(shape[1], Space(dtype, 0, 1.0), out)
     func = build_for_batch(lambda: build_requantize(spec, "qnn_clip"), shape[0], (0, 1))
     return KernelCall((var,), func, (call.args[0],))
 

@@ -22,15 +22,15 @@ from relayquant.codegen.rules.kernel_call import (
 )
 from relayquant.kernels.integer.epilogue import (
     Epilogue,
-    Output,
     Residual,
+    Store,
     has_small_multipliers,
 )
 from relayquant.rewrite import Skip
 from relayquant.rewrite.graph import constant_value, tensor_dtype
 from relayquant.rewrite.tail import Tail, Take, follow_tail, take_clip
 
-SUMS = Epilogue(Output.ACCUMULATOR, "int32")
+SUMS = Epilogue(Store.ACCUMULATOR, "int32")
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +48,7 @@ class IntegerTail(Tail):
     @property
     def is_sums(self) -> bool:
         """Whether nothing has been made of the sums yet."""
-        return self.epilogue.output is Output.ACCUMULATOR
+        return self.epilogue.output is Store.ACCUMULATOR
 
     @property
     def offsets(self) -> np.ndarray:
@@ -66,7 +66,7 @@ class IntegerTail(Tail):
         holds.
         """
         epilogue = self.epilogue
-        if epilogue.output is not Output.REQUANTIZE:
+        if epilogue.output is not Store.REQUANTIZE:
             return self
         if self.low is not None and self.high is not None:
             low, high = epilogue.bounds
@@ -100,7 +100,7 @@ def take_requantize(tail: IntegerTail, call: Call) -> IntegerTail | Skip:
         return Skip("several scales of the result, or another arithmetic")
     if dtype == "int32":
         return Skip("the result is int32")
-    epilogue = Epilogue(Output.REQUANTIZE, dtype, int(out_zero))
+    epilogue = Epilogue(Store.REQUANTIZE, dtype, int(out_zero))
     return replace(tail, epilogue=epilogue, multiplier=multiplier(scale, out_scale))
 
 
@@ -111,7 +111,7 @@ def take_dequantize(tail: IntegerTail, call: Call) -> IntegerTail | Skip:
         return scale
     if str(call.attrs.out_dtype) != "float32":
         return Skip(f"the result is {call.attrs.out_dtype}")
-    epilogue = Epilogue(Output.DEQUANTIZE, "float32")
+    epilogue = Epilogue(Store.DEQUANTIZE, "float32")
     return replace(tail, epilogue=epilogue, multiplier=np.asarray(scale, "float32"))
 
 
@@ -134,7 +134,7 @@ def take_residual(tail: IntegerTail, call: Call) -> IntegerTail | Skip:
     residual = Residual(tensor_dtype(rhs), int(r_zero), factor)  # pyright: ignore[reportArgumentType]
     return replace(
         tail,
-        epilogue=Epilogue(Output.REQUANTIZE, dtype, int(o_zero), residual=residual),  # pyright: ignore[reportArgumentType]
+        epilogue=Epilogue(Store.REQUANTIZE, dtype, int(o_zero), residual=residual),  # pyright: ignore[reportArgumentType]
         multiplier=multiplier(scale, o_scale),  # pyright: ignore[reportArgumentType]
         residual=rhs,
     )
@@ -157,7 +157,7 @@ def read_scale(
 
 def take_integer_clip(tail: IntegerTail, call: Call) -> IntegerTail | Skip:
     """clip(requantized sums)."""
-    if tail.epilogue.output is not Output.REQUANTIZE:
+    if tail.epilogue.output is not Store.REQUANTIZE:
         return Skip("no integers of the result are clipped")
     return take_clip(tail, call)
 

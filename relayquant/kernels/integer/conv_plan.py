@@ -27,7 +27,7 @@ STACK_COST, UNROLLED_STACK_COST = 0.2, 3.0
 UNROLLED_WORDS = 8
 
 
-class Plan(Protocol):
+class RankedPlan(Protocol):
     """What the choice of instructions asks of a plan."""
 
     @property
@@ -38,7 +38,7 @@ class Plan(Protocol):
     def instructions(self) -> float: ...
 
 
-PlanT = TypeVar("PlanT", bound=Plan)
+PlanT = TypeVar("PlanT", bound=RankedPlan)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from relayquant.kernels.emit import (
     store_vector,
     vector,
 )
-from relayquant.kernels.integer.epilogue import Epilogue, Output, emit_fma, emit_round
+from relayquant.kernels.integer.epilogue import Epilogue, Store, emit_fma, emit_round
 from relayquant.kernels.isa.base import Buffer, Expr
 
 #: Elements per vector; LLVM splits it into registers.
@@ -42,14 +42,14 @@ PARALLEL_ELEMENTS = 1 << 17
 
 
 def check_integer_output(operator: str, out: Epilogue) -> None:
-    if out.output is not Output.REQUANTIZE or out.residual is not None:
+    if out.output is not Store.REQUANTIZE or out.residual is not None:
         raise ConfigError(
             f"{operator}: `out` must store requantized integers without a residual, got {out}."
         )
 
 
 @dataclass(frozen=True)
-class Affine:
+class Space:
     """An integer operand, and the factor with which it enters the result.
 
     `multiplier` is float32(double(scale) / double(output scale)).
@@ -108,7 +108,7 @@ class Requantize:
     """integer -> integer of another affine space."""
 
     shape: tuple[int, ...]
-    data: Affine
+    data: Space
     out: Epilogue
 
 
@@ -120,8 +120,8 @@ class Add:
     """
 
     shape: tuple[int, ...]  #: of lhs and the output
-    lhs: Affine
-    rhs: Affine
+    lhs: Space
+    rhs: Space
     out: Epilogue
     rhs_shape: tuple[int, ...] | None = None  #: None: like lhs; else see `broadcast_view`
 
@@ -152,7 +152,7 @@ class Concatenate:
 
     shapes: tuple[tuple[int, ...], ...]  #: of every operand
     axis: int
-    data: tuple[Affine, ...]
+    data: tuple[Space, ...]
     out: Epilogue
 
     def __post_init__(self) -> None:
@@ -197,7 +197,7 @@ def emit_centred(value: Expr, zero_point: int, lanes: int) -> Expr:
     return value - constant("int32", zero_point, lanes) if zero_point else value
 
 
-def emit_scaled(value: Expr, operand: Affine, lanes: int) -> Expr:
+def emit_scaled(value: Expr, operand: Space, lanes: int) -> Expr:
     """RN(float32(value - zero_point) * multiplier)."""
     real = T.Cast(vector("float32", lanes), emit_centred(value, operand.zero_point, lanes))
     return real * constant("float32", operand.multiplier, lanes)
@@ -307,7 +307,7 @@ def build_quantize_image(spec: QuantizeImage, name: str = "quantize_image") -> P
 
 def build_dequantize(spec: Dequantize, name: str = "dequantize") -> PrimFunc:
     """PrimFunc(x, y float32)."""
-    operand = Affine(spec.dtype, spec.zero_point, spec.scale)
+    operand = Space(spec.dtype, spec.zero_point, spec.scale)
     return build_unary(
         name, spec.shape, spec.dtype, "float32", lambda x, n: emit_scaled(x, operand, n)
     )
@@ -422,7 +422,7 @@ def build_add(spec: Add, name: str = "add") -> PrimFunc:
 def build_multiply(spec: Multiply, name: str = "multiply") -> PrimFunc:
     """PrimFunc(lhs, rhs, y)."""
     check_integer_output("Multiply", spec.out)
-    scaling = Affine("int32", 0, spec.multiplier)
+    scaling = Space("int32", 0, spec.multiplier)
 
     def compute(lhs: Expr, rhs: Expr, lanes: int) -> Expr:
         product = emit_centred(lhs, spec.lhs_zero_point, lanes) * emit_centred(
@@ -458,7 +458,7 @@ def build_concatenate(spec: Concatenate, name: str = "concatenate") -> PrimFunc:
 
 def emit_requantized_run(
     buffer: Buffer,
-    data: Affine,
+    data: Space,
     start: Expr,
     out: Buffer,
     epilogue: Epilogue,

@@ -31,7 +31,7 @@ ROUNDING_MAGIC = 12582912.0
 ROUNDING_MAGIC_BITS = 0x4B400000
 
 
-class Output(enum.Enum):
+class Store(enum.Enum):
     """What is stored."""
 
     REQUANTIZE = "requantize"  #: integers of another affine space
@@ -57,7 +57,7 @@ class Epilogue:
     before it is clamped.
     """
 
-    output: Output = Output.REQUANTIZE
+    output: Store = Store.REQUANTIZE
     dtype: str = "uint8"
     zero_point: int = 0
     low: int | None = None
@@ -67,20 +67,20 @@ class Epilogue:
 
     def __post_init__(self) -> None:
         allowed = {
-            Output.REQUANTIZE: ("uint8", "int8", "int16", "uint16", "int32"),
-            Output.DEQUANTIZE: ("float32",),
-            Output.ACCUMULATOR: ("int32",),
+            Store.REQUANTIZE: ("uint8", "int8", "int16", "uint16", "int32"),
+            Store.DEQUANTIZE: ("float32",),
+            Store.ACCUMULATOR: ("int32",),
         }[self.output]
         if self.dtype not in allowed:
             raise ConfigError(
                 f"Epilogue: a kernel that stores {self.output.value} values cannot store "
                 f"{self.dtype!r}; allowed: {', '.join(allowed)}."
             )
-        if self.output is not Output.REQUANTIZE:
+        if self.output is not Store.REQUANTIZE:
             if self.residual or self.zero_point or self.low is not None or self.high is not None:
                 raise ConfigError(
                     f"Epilogue: {self.output.value} takes no residual, zero point or bounds; "
-                    "use Output.REQUANTIZE."
+                    "use Store.REQUANTIZE."
                 )
             return
         low, high = self.bounds
@@ -109,16 +109,16 @@ class Epilogue:
     @property
     def has_multiplier(self) -> bool:
         """Whether the kernel takes a float32 multiplier per channel."""
-        return self.output is not Output.ACCUMULATOR
+        return self.output is not Store.ACCUMULATOR
 
     def emit(self, acc: Expr, multiplier: Expr | None, residual: Expr | None, lanes: int) -> Expr:
         """Expression of the stored vector, from an int32 vector (and the vectors it combines)."""
-        if self.output is Output.ACCUMULATOR:
+        if self.output is Store.ACCUMULATOR:
             return acc
         if residual is not None:
             residual = T.Cast(vector("int32", lanes), residual)
         value = self.emit_real(acc, multiplier, residual, lanes)
-        if self.output is Output.DEQUANTIZE:
+        if self.output is Store.DEQUANTIZE:
             return value
         return self.emit_rounded(value, lanes)
 

@@ -19,7 +19,7 @@ from relayquant.kernels.emit import (
     store_vector,
     vector,
 )
-from relayquant.kernels.integer.epilogue import Epilogue, Output
+from relayquant.kernels.integer.epilogue import Epilogue, Store
 from relayquant.kernels.isa.base import Buffer, Expr, Isa, Narrowing
 from relayquant.qtypes import INTEGER_LIMITS
 
@@ -35,7 +35,7 @@ def can_narrow(isa: Isa, epilogue: Epilogue) -> bool:
     """Whether results of this epilogue can be stored by `emit_narrow_store`."""
     return (
         isa.narrowing is not None
-        and epilogue.output is Output.REQUANTIZE
+        and epilogue.output is Store.REQUANTIZE
         and epilogue.dtype in BYTES
         and (epilogue.residual is None or epilogue.residual.dtype in BYTES)
     )

@@ -30,7 +30,7 @@ from relayquant.kernels.emit import (
     store_vector,
     vector,
 )
-from relayquant.kernels.integer.elementwise import Affine, check_integer_output
+from relayquant.kernels.integer.elementwise import Space, check_integer_output
 from relayquant.kernels.integer.epilogue import Epilogue
 from relayquant.kernels.isa.base import Expr
 from relayquant.qtypes import INTEGER_LIMITS
@@ -42,7 +42,7 @@ LANES = 16
 
 
 @dataclass(frozen=True)
-class Window:
+class PoolWindow:
     """A pooling window over static NHWC data; `padding` is (top, left, bottom, right)."""
 
     batch: int
@@ -58,8 +58,8 @@ class Window:
     def __post_init__(self) -> None:
         if min(self.out_size) < 1:
             raise ConfigError(
-                f"Window: a {self.kernel} window with dilation {self.dilation} does not fit into "
-                f"{self.height}x{self.width} with padding {self.padding}."
+                f"PoolWindow: a {self.kernel} window with dilation {self.dilation} does not fit "
+                f"into {self.height}x{self.width} with padding {self.padding}."
             )
 
     @property
@@ -103,7 +103,7 @@ class Window:
 class MaxPool2d:
     """Maximum over the pixels of the window that lie in the data; the affine space is kept."""
 
-    window: Window
+    window: PoolWindow
     dtype: str = "uint8"
 
 
@@ -111,8 +111,8 @@ class MaxPool2d:
 class AvgPool2d:
     """Average, requantized; `data.multiplier` is float32(double(s_in) / double(s_out))."""
 
-    window: Window
-    data: Affine
+    window: PoolWindow
+    data: Space
     out: Epilogue
     count_include_pad: bool = False
 
@@ -130,7 +130,7 @@ class Mean:
     shape: tuple[int, ...]
     first: int
     last: int
-    data: Affine
+    data: Space
     out: Epilogue
 
     @property
@@ -144,7 +144,7 @@ class Mean:
         )
 
 
-def emit_tap(window: Window, out: Expr, tap: Expr, axis: int) -> tuple[Expr, Expr]:
+def emit_tap(window: PoolWindow, out: Expr, tap: Expr, axis: int) -> tuple[Expr, Expr]:
     """Coordinate of a tap along an axis, moved into the data, and whether it had to be."""
     size = (window.height, window.width)[axis]
     at = out * window.strides[axis] + tap * window.dilation[axis] - window.padding[axis]
@@ -248,7 +248,7 @@ def build_mean(
         *spec.shape[spec.last + 1 :],
     )
     if inner > 1:
-        window = Window(outer, count, 1, inner, (count, 1))
+        window = PoolWindow(outer, count, 1, inner, (count, 1))
         return build_avg_pool2d(AvgPool2d(window, spec.data, spec.out), name, spec.shape, out_shape)
     most = most_values(spec.data.dtype)
     if count > most:
@@ -270,7 +270,7 @@ def build_mean(
     return build_kernel(name, body)
 
 
-def emit_inside_count(window: Window, out: Expr, axis: int) -> Expr:
+def emit_inside_count(window: PoolWindow, out: Expr, axis: int) -> Expr:
     """How many taps of the window lie in the data along an axis; at least 1, so that it divides."""
     count: Expr = T.int32(0)
     for tap in range(window.kernel[axis]):
