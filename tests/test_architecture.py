@@ -210,6 +210,18 @@ def test_layers__no_cycle_inside_a_layer() -> None:
         pytest.fail(f"these import each other in a circle: {' -> '.join(error.args[1])}")
 
 
+def test_classes__one_meaning_for_a_name() -> None:
+    """No class is called as another of the package, also inside of functions: who reads a name need
+    not ask which one.
+    """
+    places: dict[str, list[str]] = {}
+    for module, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(f"{module} line {node.lineno}")
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
 @each_module
 def test_dataclasses__frozen(module: str) -> None:
     for node in ast.walk(TREES[module]):

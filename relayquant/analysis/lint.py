@@ -80,7 +80,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class InputStatistics:
+class InputSummary:
     """What is kept of one input while the data streams by; its size is bounded.
 
     Attributes:
@@ -96,7 +96,7 @@ class InputStatistics:
     magnitudes: np.ndarray = field(default_factory=lambda: np.empty(0, "float32"))
     stride: int = 1
 
-    def update(self, array: np.ndarray, samples: int) -> InputStatistics:
+    def update(self, array: np.ndarray, samples: int) -> InputSummary:
         """With one more batch, after which there are `samples`."""
         low, high = min(self.low, float(array.min())), max(self.high, float(array.max()))
         widths = self.widths
@@ -106,7 +106,7 @@ class InputStatistics:
         magnitudes, stride = np.concatenate([self.magnitudes, flat[flat > 0]]), self.stride
         while magnitudes.size > KEPT_ELEMENTS:
             magnitudes, stride = magnitudes[::2], stride * 2
-        return InputStatistics(low, high, widths, magnitudes, stride)
+        return InputSummary(low, high, widths, magnitudes, stride)
 
     def width_after(self, samples: int) -> float:
         """high - low of the first samples."""
@@ -152,7 +152,7 @@ def lint(mod: tvm.IRModule, params: Mapping[str, Any] | None, dataset: Any) -> l
         for batch in read_batches(open_dataset(dataset, describe_inputs(prepared))):
             samples += count_samples(batch)
             for name, array in batch.items():
-                before = statistics.get(name, InputStatistics())
+                before = statistics.get(name, InputSummary())
                 statistics[name] = before.update(array, samples)
             if sum(len(arrays[0]) for arrays in probe.values()) < PROBE_SAMPLES * len(batch):
                 for name, array in batch.items():
@@ -187,7 +187,7 @@ def lint_samples(
         prepared: A prepared module.
         batches: Inputs by name, without NaN.
     """
-    statistics: dict[str, InputStatistics] = {}
+    statistics: dict[str, InputSummary] = {}
     seen: set[bytes] = set()
     samples = 0
     for batch in batches:
@@ -195,7 +195,7 @@ def lint_samples(
         samples, seen = samples + len(hashes), seen | set(hashes)
         for name, array in batch.items():
             if array.dtype.kind == "f" and array.size:
-                before = statistics.get(name, InputStatistics())
+                before = statistics.get(name, InputSummary())
                 statistics[name] = before.update(array.astype("float32"), samples)
     findings = []
     layers = find_first_layers(prepared)
@@ -222,12 +222,12 @@ def measure_growth(
         ModelError: the model cannot be read.
         DataError: the data does not fit it.
     """
-    statistics: dict[str, InputStatistics] = {}
+    statistics: dict[str, InputSummary] = {}
     samples = 0
     for batch in open_dataset(dataset, describe_inputs(prepare_module(mod, params))):
         samples += count_samples(batch)
         for name, array in batch.items():
-            statistics[name] = statistics.get(name, InputStatistics()).update(array, samples)
+            statistics[name] = statistics.get(name, InputSummary()).update(array, samples)
     return {
         name: [(count, width / max(found.high - found.low, 1e-30)) for count, width in found.widths]
         for name, found in statistics.items()
@@ -252,7 +252,7 @@ def hash_samples(batch: Mapping[str, np.ndarray]) -> list[bytes]:
     return hashes
 
 
-def check_range(name: str, dtype: str, found: InputStatistics, samples: int) -> list[Finding]:
+def check_range(name: str, dtype: str, found: InputSummary, samples: int) -> list[Finding]:
     """Constant inputs, ranges made by a few outliers, ranges that still grow."""
     if found.low == found.high:
         what = f"every element is {found.low:.6g} in {format_count(samples, 'sample')}."

@@ -53,7 +53,7 @@ def quantize_with_onnxruntime(
     ort = import_onnxruntime()
     tools = ort.quantization
 
-    class Reader(tools.CalibrationDataReader):
+    class SampleReader(tools.CalibrationDataReader):
         """Hands the batches over one by one."""
 
         def __init__(self) -> None:
@@ -74,7 +74,7 @@ def quantize_with_onnxruntime(
             tools.quantize_static(
                 str(prepared),
                 str(result),
-                Reader(),
+                SampleReader(),
                 quant_format=tools.QuantFormat.QDQ,
                 activation_type=tools.QuantType.QUInt8,
                 weight_type=tools.QuantType.QInt8,

@@ -28,7 +28,7 @@ class Variable:
 
 
 @dataclass(frozen=True, eq=False)
-class Constant:
+class ConstantOperand:
     """A value that is the same in every call."""
 
     array: np.ndarray
@@ -38,7 +38,7 @@ class Constant:
         return self.array
 
 
-Operand: TypeAlias = Variable | Constant
+Operand: TypeAlias = Variable | ConstantOperand
 
 
 def is_operand(expr: relax.Expr) -> bool:
@@ -48,4 +48,4 @@ def is_operand(expr: relax.Expr) -> bool:
 
 def make_operand(expr: relax.Expr) -> Operand:
     """What reads an expression that `is_operand`."""
-    return Constant(expr.value.numpy()) if isinstance(expr, GenericConst) else Variable(expr)
+    return ConstantOperand(expr.value.numpy()) if isinstance(expr, GenericConst) else Variable(expr)

@@ -15,9 +15,9 @@ from relayquant.eager.product import (
     CONVOLUTIONS,
     Convolution,
     Matmul,
-    Product,
+    ProductStep,
 )
-from relayquant.eager.rounding import ROUND, Rounding
+from relayquant.eager.rounding import ROUND, RoundingStep
 from relayquant.reference.interpreter import Frame, execute_binding
 from relayquant.rewrite.expressions import (
     FunctionGraph,
@@ -141,7 +141,7 @@ class Planner:
         self.claimed.update(tail.vars)
         operands = (*call.args, tail.bias, tail.residual)
         reads = [expr for expr in operands if isinstance(expr, relax.Var)]
-        product = Product(
+        product = ProductStep(
             layout,
             tail,
             self.find_object(tail.last),
@@ -199,7 +199,7 @@ class Planner:
             return None
         self.claimed.update(vars_)
         reads = [expr for expr in (data, *operands, *bounds) if isinstance(expr, relax.Var)]
-        rounding = Rounding(
+        rounding = RoundingStep(
             Variable(self.find_object(data)),
             [self.operand(expr) for expr in operands],
             [self.operand(expr) for expr in bounds],

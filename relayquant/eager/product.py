@@ -212,7 +212,7 @@ class ProductCall:
     out_view: tuple[int, ...]
 
 
-class Product:
+class ProductStep:
     """A product and its tail, run on a kernel; keeps its weight packed.
 
     `bias` and `residual` are None where there is none.

@@ -19,7 +19,7 @@ from relayquant.runtime import align_array, empty_aligned, find_memory_axes, vie
 ROUND = KernelKey(make_round, FloatRound())
 
 
-class Rounding:
+class RoundingStep:
     """Simulated quantization of a tensor with one scale; passes it through for code 0.
 
     `operands` are code, scale and zero point, `bounds` none or a lower and an upper one.
@@ -66,7 +66,7 @@ class Rounding:
 
 
 def make_parameters(code: Any, scale: Any, zero_point: Any, *bounds: Any) -> Any:
-    """See `Rounding.find_parameters`."""
+    """See `RoundingStep.find_parameters`."""
     limits = SIMULATED_RANGES.get(int(code.reshape(())))
     if limits is None:
         return None

@@ -60,7 +60,7 @@ class Edit:
 
 
 @dataclass(frozen=True, eq=False)
-class Site:
+class SmoothingSite:
     """Two factors of matrix products, to be scaled against each other by channel.
 
     Attributes:
@@ -182,7 +182,7 @@ def read_constant(graph: Graph, edit: Edit) -> np.ndarray:
 
 
 def measure_sites(
-    mod: tvm.IRModule, sites: Iterable[Site], batches: Iterable[Mapping[str, np.ndarray]]
+    mod: tvm.IRModule, sites: Iterable[SmoothingSite], batches: Iterable[Mapping[str, np.ndarray]]
 ) -> dict[relax.Var, ChannelStatistics]:
     """Statistics by channel of the activations of all sites."""
     channels: dict[relax.Var, Channels] = {}
@@ -210,7 +210,7 @@ def measure_sites(
 # --- What is scaled ---------------------------------------------------------------------------
 
 
-def find_sites(graph: Graph) -> tuple[list[Site], list[Declined]]:
+def find_sites(graph: Graph) -> tuple[list[SmoothingSite], list[Declined]]:
     """Activations that matrix products read and whose channels can be scaled, in topological order,
     and those whose cannot.
 
@@ -220,14 +220,14 @@ def find_sites(graph: Graph) -> tuple[list[Site], list[Declined]]:
     for binding in graph.bindings:
         found = (find_weighted_site(graph, binding.var), find_product_site(graph, binding.var))
         for site in found:
-            if isinstance(site, Site):
+            if isinstance(site, SmoothingSite):
                 sites.append(site)
             elif site is not None:
                 declined.append(site)
     return sites, declined
 
 
-def find_weighted_site(graph: Graph, left: relax.Var) -> Site | Declined | None:
+def find_weighted_site(graph: Graph, left: relax.Var) -> SmoothingSite | Declined | None:
     """`left` and the constant weights of all that reads it; None if no product with one does."""
     readers = graph.users[left]
     products = [user for user in readers if is_weighted_product(graph, user, left)]
@@ -247,10 +247,12 @@ def find_weighted_site(graph: Graph, left: relax.Var) -> Site | Declined | None:
     if isinstance(edits, Declined):
         return edits
     rows = np.arange(channels.size).reshape(-1, 1)
-    return Site(left, channels, edits, tuple(Edit(product, 1, rows) for product in products))
+    return SmoothingSite(
+        left, channels, edits, tuple(Edit(product, 1, rows) for product in products)
+    )
 
 
-def find_product_site(graph: Graph, product: relax.Var) -> Site | Declined | None:
+def find_product_site(graph: Graph, product: relax.Var) -> SmoothingSite | Declined | None:
     """The two activations that `product` multiplies; None if it is no such product."""
     call = graph.call_of(product)
     if call is None or graph.op_name(product) != MATMUL:
@@ -279,7 +281,7 @@ def find_product_site(graph: Graph, product: relax.Var) -> Site | Declined | Non
         if isinstance(found, Declined):
             return found
         edits.append(found)
-    return Site(left, channels[0], edits[0], edits[1], right, channels[1])
+    return SmoothingSite(left, channels[0], edits[0], edits[1], right, channels[1])
 
 
 def is_weighted_product(graph: Graph, user: relax.Var, left: relax.Var) -> bool:

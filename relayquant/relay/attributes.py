@@ -15,7 +15,7 @@ from relayquant.relay.metadata import NodeGraph
 MAX_INTEGER = 2**63 - 1
 
 
-class Kind(enum.Enum):
+class AttributeKind(enum.Enum):
     """What an attribute holds. A JSON file has the numbers of INT, FLOAT and BOOL and the text of
     DTYPE in place, all else in nodes of their own.
     """
@@ -37,7 +37,7 @@ class Kind(enum.Enum):
 class Attr:
     """Kind and default of an attribute. `required` ones have no default in Relay."""
 
-    kind: Kind
+    kind: AttributeKind
     default: Any = None
     required: bool = False
 
@@ -85,26 +85,30 @@ def _optional(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda value: None if value is None else convert(value)
 
 
-_CHECKS: Mapping[Kind, Callable[[Any], Any]] = {
-    Kind.INT: _to_int,
-    Kind.FLOAT: _to_float,
-    Kind.BOOL: _to_bool,
-    Kind.STRING: _to_text,
-    Kind.DTYPE: _to_dtype,
-    Kind.INTEGER: _optional(_to_int),
-    Kind.INTS: _optional(lambda value: (value,) if isinstance(value, int) else _to_ints(value)),
-    Kind.NESTED: lambda value: tuple(_to_ints(item) for item in value),
-    Kind.SECTIONS: lambda value: _to_ints(value) if isinstance(value, tuple) else _to_int(value),
-    Kind.ANY: lambda value: value,
-    Kind.FLOATS: _optional(lambda value: tuple(_to_float(item) for item in value)),
+_CHECKS: Mapping[AttributeKind, Callable[[Any], Any]] = {
+    AttributeKind.INT: _to_int,
+    AttributeKind.FLOAT: _to_float,
+    AttributeKind.BOOL: _to_bool,
+    AttributeKind.STRING: _to_text,
+    AttributeKind.DTYPE: _to_dtype,
+    AttributeKind.INTEGER: _optional(_to_int),
+    AttributeKind.INTS: _optional(
+        lambda value: (value,) if isinstance(value, int) else _to_ints(value)
+    ),
+    AttributeKind.NESTED: lambda value: tuple(_to_ints(item) for item in value),
+    AttributeKind.SECTIONS: lambda value: (
+        _to_ints(value) if isinstance(value, tuple) else _to_int(value)
+    ),
+    AttributeKind.ANY: lambda value: value,
+    AttributeKind.FLOATS: _optional(lambda value: tuple(_to_float(item) for item in value)),
 }
 
 #: How the text of an attribute in place is read.
-_IN_PLACE: Mapping[Kind, Callable[[str], Any]] = {
-    Kind.INT: int,
-    Kind.FLOAT: float,
-    Kind.BOOL: int,
-    Kind.DTYPE: str,
+_IN_PLACE: Mapping[AttributeKind, Callable[[str], Any]] = {
+    AttributeKind.INT: int,
+    AttributeKind.FLOAT: float,
+    AttributeKind.BOOL: int,
+    AttributeKind.DTYPE: str,
 }
 
 
@@ -163,9 +167,9 @@ def read_json_attrs(known: Attrs, graph: NodeGraph, node: int) -> dict[str, Any]
         try:
             if attr.kind in _IN_PLACE:
                 values[name] = _IN_PLACE[attr.kind](text)
-            elif attr.kind is Kind.INTEGER:
+            elif attr.kind is AttributeKind.INTEGER:
                 values[name] = _read_boxed(graph, text)
-            elif attr.kind is Kind.STRING and not text.isdecimal():
+            elif attr.kind is AttributeKind.STRING and not text.isdecimal():
                 values[name] = text  # a std::string is in place, a tvm::String is not
             else:
                 values[name] = graph.value(graph.child(node, name))

@@ -21,7 +21,7 @@ from relayquant.errors import ModelError, RelayQuantError, format_count, suggest
 from relayquant.relay import syntax
 from relayquant.relay.attributes import complete_attrs
 from relayquant.relay.operators import OPERATORS
-from relayquant.relay.operators.base import Emitter, Site, Value, make_const
+from relayquant.relay.operators.base import RelayEmitter, Site, Value, make_const
 from relayquant.relay.release import WrittenBy
 from relayquant.rewrite.editor import Editor
 from relayquant.rewrite.graph import tensor_dtype, tensor_shape
@@ -160,7 +160,7 @@ class _ModuleBuilder:
         self.shapes = shapes
         self.release = release
         self.inputs: list[relax.Var] = []
-        self.emitter = Emitter(MAX_VALUES)
+        self.emitter = RelayEmitter(MAX_VALUES)
         self.depth = 0
         self.running: list[syntax.Function] = []
 

@@ -16,7 +16,7 @@ from relayquant.codegen.rules.kernel_call import KernelContext
 from relayquant.codegen.rules.tail import UNBIASED_TAKES, follow_product
 from relayquant.dialect import qnn
 from relayquant.eager import EagerModule
-from relayquant.eager.product import Product
+from relayquant.eager.product import ProductStep
 from relayquant.kernels.isa.select import select_isa
 from relayquant.kernels.isa.target import resolve_target
 from relayquant.rewrite import Graph
@@ -54,7 +54,7 @@ def take_float(mod: tvm.IRModule) -> Taken:
 def take_eager(mod: tvm.IRModule) -> Taken:
     steps = EagerModule(mod).programs["main"].steps
     owners = [getattr(step.run, "__self__", None) for step in steps]
-    tails = [owner.tail for owner in owners if isinstance(owner, Product)]
+    tails = [owner.tail for owner in owners if isinstance(owner, ProductStep)]
     return summarize(FunctionGraph(mod["main"]), tails)
 
 

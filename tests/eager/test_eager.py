@@ -17,8 +17,8 @@ import relayquant as rq
 from relayquant.dialect import qnn as ir
 from relayquant.eager import EagerModule, kernel_cache
 from relayquant.eager.kernel_cache import KernelCache, host_kernels
-from relayquant.eager.product import Product
-from relayquant.eager.rounding import Rounding
+from relayquant.eager.product import ProductStep
+from relayquant.eager.rounding import RoundingStep
 from relayquant.reference import qnn, run
 from relayquant.runtime import find_memory_axes
 
@@ -80,7 +80,7 @@ def test_conv1d__is_a_conv2d_of_one_row(layout, attrs):
         ),
         shape,
     )
-    assert len(steps_of(check(mod, *draw(mod, 2)), Product)) == 1
+    assert len(steps_of(check(mod, *draw(mod, 2)), ProductStep)) == 1
 
 
 @pytest.mark.parametrize("shape", [("n", 8), ("n", 5, 8), (3, 8)])
@@ -88,7 +88,7 @@ def test_dense__equals_the_reference(shape):
     mod = build_model(
         lambda e, x: e("y", op.nn.relu(e("s", op.add(e.dense("m", x, 5), e.constant(5))))), shape
     )
-    (product,) = steps_of(check(mod, *draw(mod, 4)), Product)
+    (product,) = steps_of(check(mod, *draw(mod, 4)), ProductStep)
     assert [var.name for var in product.tail.vars] == ["m", "s", "y"]
 
 
@@ -96,7 +96,7 @@ def test_product_of_two_values__is_left_to_numpy():
     mod = build_model(
         lambda e, x, y: e("y", op.matmul(e("a", op.nn.relu(x)), y)), (2, 3, 4), (2, 4, 5)
     )
-    assert steps_of(check(mod, *draw(mod)), Product) == []
+    assert steps_of(check(mod, *draw(mod)), ProductStep) == []
 
 
 def test_chain__takes_bias_residual_and_clip():
@@ -106,7 +106,7 @@ def test_chain__takes_bias_residual_and_clip():
         return emit("clip", op.clip(both, -0.5, 0.75))
 
     mod = build_model(body, ("n", 4, 6, 6))
-    products = steps_of(check(mod, *draw(mod, 2)), Product)
+    products = steps_of(check(mod, *draw(mod, 2)), ProductStep)
     assert [[v.name for v in p.tail.vars] for p in products] == [
         ["stem"], ["b.conv", "b", "sum", "clip"],
     ]  # fmt: skip
@@ -119,13 +119,13 @@ def test_chain__stops_at_values_that_others_read():
         return relax.Tuple([b, a])
 
     mod = build_model(body, MAP)
-    (product,) = steps_of(check(mod, *draw(mod)), Product)
+    (product,) = steps_of(check(mod, *draw(mod)), ProductStep)
     assert [var.name for var in product.tail.vars] == ["a.conv", "a"]
 
 
 def test_chain__a_sum_of_two_products_belongs_to_one():
     mod = build_model(lambda e, x: e("s", op.add(e.conv("a", x), e.conv("b", x))), MAP)
-    products = steps_of(check(mod, *draw(mod)), Product)
+    products = steps_of(check(mod, *draw(mod)), ProductStep)
     assert sorted(len(p.tail.vars) for p in products) == [1, 2]
 
 
@@ -147,7 +147,7 @@ def test_values__lie_channels_last_and_are_not_copied():
 def test_weight__the_same_array_is_packed_once(monkeypatch):
     mod = build_model(lambda e, x, w: e("y", op.nn.conv2d(x, w)), (1, 4, 5, 5), (8, 4, 3, 3))
     module, (x, w) = EagerModule(mod), draw(mod)
-    (product,) = steps_of(module, Product)
+    (product,) = steps_of(module, ProductStep)
     packed = []
     for weight in (w, w, w * 2):
         (y,) = module.run("main", [x, weight])
@@ -215,7 +215,7 @@ def rounding_model(rank: int) -> tvm.IRModule:
 @pytest.fixture(scope="module")
 def rounded() -> EagerModule:
     module = EagerModule(rounding_model(1))
-    assert len(steps_of(module, Rounding)) == 1
+    assert len(steps_of(module, RoundingStep)) == 1
     return module
 
 
@@ -244,7 +244,7 @@ def test_rounding__halves_go_to_even_and_strided_arrays_keep_their_memory():
 def test_rounding__of_channels_is_left_to_numpy():
     prepared = rq.prepare(residual_model())
     module = EagerModule(prepared.graph.mod)
-    rounded = [rounding.data.name for rounding in steps_of(module, Rounding)]
+    rounded = [rounding.data.name for rounding in steps_of(module, RoundingStep)]
     assert {name for group in prepared.plan.activations for name in group.points} <= set(rounded)
     assert not any(":weight" in name for name in rounded)
     args = prepared.graph.arguments()

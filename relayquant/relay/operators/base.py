@@ -10,7 +10,7 @@ import numpy as np
 from tvm import relax
 
 from relayquant.errors import ModelError, format_count
-from relayquant.relay.attributes import Attr, Kind
+from relayquant.relay.attributes import Attr, AttributeKind
 from relayquant.relay.release import WrittenBy
 from relayquant.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 
@@ -18,7 +18,7 @@ from relayquant.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 Value: TypeAlias = Any
 
 
-class Emitter:
+class RelayEmitter:
     """Binds values in the function under construction; every name is used once.
 
     Args:
@@ -93,7 +93,7 @@ class Site:
     args: tuple[Value, ...]
     attrs: Mapping[str, Any]
     written: frozenset[str]
-    emitter: Emitter
+    emitter: RelayEmitter
     name: str
     release: WrittenBy | None
 
@@ -276,36 +276,36 @@ def check_positive(name: str, values: Sequence[int]) -> None:
 
 def integer(default: int | None = None) -> Attr:
     """A number in place; without a default it is required."""
-    return Attr(Kind.INT, default, default is None)
+    return Attr(AttributeKind.INT, default, default is None)
 
 
 def real(default: float | None = None) -> Attr:
-    return Attr(Kind.FLOAT, default, default is None)
+    return Attr(AttributeKind.FLOAT, default, default is None)
 
 
 def flag(default: bool = False) -> Attr:
-    return Attr(Kind.BOOL, default)
+    return Attr(AttributeKind.BOOL, default)
 
 
 def text(default: str | None = None) -> Attr:
-    return Attr(Kind.STRING, default, default is None)
+    return Attr(AttributeKind.STRING, default, default is None)
 
 
 def dtype(required: bool = False) -> Attr:
     """A dtype; "" where Relay leaves it to the operands."""
-    return Attr(Kind.DTYPE, "", required)
+    return Attr(AttributeKind.DTYPE, "", required)
 
 
 def boxed(default: int | None = None) -> Attr:
     """An integer that may be missing."""
-    return Attr(Kind.INTEGER, default)
+    return Attr(AttributeKind.INTEGER, default)
 
 
 def integers(*default: int, required: bool = False) -> Attr:
-    return Attr(Kind.INTS, default, required)
+    return Attr(AttributeKind.INTS, default, required)
 
 
-OPTIONAL_INTEGERS = Attr(Kind.INTS, None)
+OPTIONAL_INTEGERS = Attr(AttributeKind.INTS, None)
 
 #: Of an attribute whose value plays no part.
-IGNORED = Attr(Kind.ANY)
+IGNORED = Attr(AttributeKind.ANY)

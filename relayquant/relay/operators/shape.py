@@ -8,7 +8,7 @@ import numpy as np
 from tvm import relax
 
 from relayquant.errors import ModelError, format_count
-from relayquant.relay.attributes import Attr, Kind
+from relayquant.relay.attributes import Attr, AttributeKind
 from relayquant.relay.operators.base import (
     OPTIONAL_INTEGERS,
     RelayOp,
@@ -480,7 +480,7 @@ def convert_upsampling(site: Site) -> relax.Expr:
 PAD_MODES = {"constant": "constant", "reflect": "reflect", "edge": "edge"}
 
 _BLOCK = {"block_size": integer(1), "layout": text("NCHW"), "mode": text("DCR")}
-_PAIRS = Attr(Kind.NESTED, required=True)
+_PAIRS = Attr(AttributeKind.NESTED, required=True)
 
 SHAPE_OPS: tuple[RelayOp, ...] = (
     RelayOp(
@@ -513,7 +513,7 @@ SHAPE_OPS: tuple[RelayOp, ...] = (
         "split",
         1,
         convert_split,
-        {"indices_or_sections": Attr(Kind.SECTIONS, required=True), "axis": integer(0)},
+        {"indices_or_sections": Attr(AttributeKind.SECTIONS, required=True), "axis": integer(0)},
     ),
     RelayOp(
         "strided_slice",
@@ -554,7 +554,7 @@ SHAPE_OPS: tuple[RelayOp, ...] = (
         convert_resize2d,
         {
             "size": integers(required=True),
-            "roi": Attr(Kind.FLOATS),
+            "roi": Attr(AttributeKind.FLOATS),
             "layout": text("NCHW"),
             "method": text("linear"),
             "coordinate_transformation_mode": text("half_pixel"),
