@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 from tvm import relax
 
+from relayquant.importers.refusal import Refusal
+
 #: Adds the activation of a value, given alpha and beta.
 Apply = Callable[[relax.BlockBuilder, relax.Expr, float, float], relax.Expr]
 
@@ -33,13 +35,13 @@ class Activation:
         """(alpha, beta), taken from the front of the lists that are given; 0 where it has none.
 
         Raises:
-            ValueError: it lacks a parameter.
+            Refusal: it lacks a parameter.
         """
         values = {"alpha": 0.0, "beta": 0.0}
         for key, default in self.parameters.items():
             value = given[key].pop(0) if given[key] else default
             if value is None:
-                raise ValueError(
+                raise Refusal(
                     f"activation {self.name!r} has no {key}, for which runtimes take different "
                     "values; give it"
                 )
@@ -53,7 +55,7 @@ def find_activation(name: str) -> Activation:
         if activation.name.lower() == name.lower():
             return activation
     known = ", ".join(activation.name for activation in ACTIVATIONS)
-    raise ValueError(f"activation {name!r} is not known; allowed: {known}")
+    raise Refusal(f"activation {name!r} is not known; allowed: {known}")
 
 
 def scalar(value: float, like: relax.Expr) -> relax.Expr:
@@ -86,10 +88,16 @@ def thresholded_relu(
     return bb.emit(relax.op.where(above, x, scalar(0.0, x)))
 
 
-def elu(bb: relax.BlockBuilder, x: relax.Expr, alpha: float, beta: float) -> relax.Expr:
-    """max(x, 0) + alpha * (exp(min(x, 0)) - 1)"""
-    below = bb.emit(relax.op.exp(bb.emit(relax.op.minimum(x, scalar(0.0, x)))))
-    curve = bb.emit(relax.op.subtract(below, scalar(1.0, x)))
+def emit_elu(
+    bb: relax.BlockBuilder, x: relax.Expr, alpha: float, input_scale: float = 1.0
+) -> relax.Expr:
+    """max(x, 0) + alpha * (exp(input_scale * min(x, 0)) - 1), which does not overflow: Elu; with
+    input_scale 1 / alpha Celu.
+    """
+    below = bb.emit(relax.op.minimum(x, scalar(0.0, x)))
+    if input_scale != 1.0:
+        below = bb.emit(relax.op.multiply(below, scalar(input_scale, x)))
+    curve = bb.emit(relax.op.subtract(bb.emit(relax.op.exp(below)), scalar(1.0, x)))
     scaled = bb.emit(relax.op.multiply(curve, scalar(alpha, x)))
     return bb.emit(relax.op.add(bb.emit(relax.op.nn.relu(x)), scaled))
 
@@ -120,7 +128,7 @@ ACTIVATIONS: tuple[Activation, ...] = (
     Activation("ThresholdedRelu", thresholded_relu, {"alpha": None}),
     Activation("ScaledTanh", scaled_tanh, {"alpha": None, "beta": None}),
     Activation("HardSigmoid", hard_sigmoid, {"alpha": 0.2, "beta": 0.5}),
-    Activation("Elu", elu, {"alpha": 1.0}),
+    Activation("Elu", lambda bb, x, alpha, beta: emit_elu(bb, x, alpha), {"alpha": 1.0}),
     Activation("Softsign", softsign),
     Activation("Softplus", softplus),
 )

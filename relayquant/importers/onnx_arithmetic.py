@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from tvm import relax
 
+from relayquant.importers.refusal import Refusal
 from relayquant.rewrite.graph import constant_value, tensor_shape
 
 #: Unsigned integers have no sign to keep, so that a shift by their width leaves nothing.
@@ -125,7 +126,8 @@ def convert_pow(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr | None:
     """Pow of mixed dtypes, whose result has the dtype of the base; of integers by squaring, which
-    is exact and wraps as numpy does, where R.power takes floats alone.
+    is exact and wraps as numpy does, where R.power takes floats alone; negative powers of integers
+    are cut off, as ONNX Runtime has them.
     """
     base, exponent = inputs
     kinds = dtype_of(base), dtype_of(exponent)
@@ -139,16 +141,27 @@ def convert_pow(
         wide = [bb.emit(relax.op.astype(value, "float64")) for value in (base, exponent)]
         return relax.op.astype(bb.emit(relax.op.power(*wide)), kinds[0])
     array = constant_value(exponent)
-    bits = np.iinfo(kinds[1]).bits if array is None else int(np.max(array, initial=0)).bit_length()
+    width = np.iinfo(kinds[1]).bits - (kinds[1] not in UNSIGNED)
+    known = array is not None and (array >= 0).all()
+    bits = int(np.max(array, initial=0)).bit_length() if known else width
     one = relax.const(1, kinds[0])
     result: relax.Expr = bb.emit(
         relax.op.add(relax.op.multiply(base, relax.const(0, kinds[0])), one)
     )
+    power = base
     for at in range(bits):
-        factor = _select_bit(bb, exponent, at, base, one)
+        factor = _select_bit(bb, exponent, at, power, one)
         result = bb.emit(relax.op.multiply(result, factor))
-        base = bb.emit(relax.op.multiply(base, base))
-    return result
+        power = bb.emit(relax.op.multiply(power, power)) if at + 1 < bits else power
+    if known or kinds[1] in UNSIGNED:
+        return result
+    # 1 / x^n is cut off to 0 but for 1 and -1, whose powers do not depend on the higher bits.
+    zero = relax.const(0, kinds[0])
+    is_fraction = bb.emit(relax.op.less(exponent, relax.const(0, kinds[1])))
+    for unit in (1,) if kinds[0] in UNSIGNED else (1, -1):
+        is_other = bb.emit(relax.op.not_equal(base, relax.const(unit, kinds[0])))
+        is_fraction = bb.emit(relax.op.logical_and(is_fraction, is_other))
+    return relax.op.where(is_fraction, zero, result)
 
 
 def _select_bit(
@@ -166,7 +179,7 @@ def convert_dropout(
     """Dropout in inference -> its input, and a mask that keeps everything.
 
     Raises:
-        ValueError: it is in training mode, or only the run time knows.
+        Refusal: it is in training mode, or only the run time knows.
     """
     data = inputs[0]
     ratio, mode = (*inputs[1:], None, None)[:2]
@@ -175,12 +188,12 @@ def convert_dropout(
         share = None if ratio is None else constant_value(ratio)
         drops_none = share is not None and share.item() == 0.0
         if not drops_none and (is_training is None or is_training.item()):
-            raise ValueError("training_mode is not false; supported: inference")
+            raise Refusal("training_mode is not false; supported: inference")
     if attrs["tvm_custom"]["num_outputs"] == 1:
         return data
     shape = tensor_shape(data)
     if shape is None:
-        raise ValueError("the shape of its input is not known, so that of its mask is not")
+        raise Refusal("the shape of its input is not known, so that of its mask is not")
     dtype = "bool" if opset >= 10 else dtype_of(data)
     ones = relax.op.full(data.ty.shape, relax.const(True if dtype == "bool" else 1.0, dtype))
     return relax.Tuple([data, bb.emit(ones)])

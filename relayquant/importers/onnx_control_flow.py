@@ -19,11 +19,11 @@ from relayquant.errors import format_count
 from relayquant.importers.onnx_fold import find_array
 from relayquant.importers.onnx_steps import (
     check_steps,
-    find_inputs,
     find_length,
     stack_values,
     take_element,
 )
+from relayquant.importers.refusal import Refusal, find_inputs
 
 #: Adds the operators of a body, given values for its inputs; returns its outputs.
 BuildBody = Callable[[onnx.GraphProto, Sequence[relax.Expr]], list[relax.Expr]]
@@ -40,7 +40,7 @@ def choose_branch(
     """If(condition) -> the outputs of the branch that is taken; the other is not looked at.
 
     Raises:
-        ValueError: the condition is not constant.
+        Refusal: the condition is not constant.
     """
     condition = read_condition(bb, inputs[0])
     return build(attrs["then_branch" if condition else "else_branch"], [])
@@ -53,7 +53,7 @@ def unroll_loop(
     the steps collected, stacked along a new first axis.
 
     Raises:
-        ValueError: the number of steps is not constant, or more than `MAX_STEPS`; or there is none
+        Refusal: the number of steps is not constant, or more than `MAX_STEPS`; or there is none
             where results are collected, which then have no known shape.
     """
     count, condition, *values = inputs
@@ -61,7 +61,7 @@ def unroll_loop(
     if count is not None:
         array = find_array(count)
         if array is None:
-            raise ValueError(f"its number of steps {describe_source(bb, count)}")
+            raise refuse_source(bb, "number of steps", count)
         most = int(array.item())
     goes_on = condition is None or read_condition(bb, condition)
     body, steps = attrs["body"], 0
@@ -76,7 +76,7 @@ def unroll_loop(
             items.append(output)
         goes_on, steps = read_condition(bb, condition), steps + 1
     if collected and not steps:
-        raise ValueError("it takes no step, and what it would collect has no known shape")
+        raise Refusal("it takes no step, and what it would collect has no known shape")
     return [*values, *(stack_values(bb, items, 0) for items in collected)]
 
 
@@ -87,10 +87,16 @@ def unroll_scan(
     what the steps gave, stacked.
 
     Raises:
-        ValueError: the length of a sequence is not known, is 0, or more than `MAX_STEPS`; or the
+        Refusal: the length of a sequence is not known, is 0, or more than `MAX_STEPS`; or the
             lengths differ.
     """
     body, count = attrs["body"], int(attrs["num_scan_inputs"])
+    if len(body.input) != len(inputs):
+        raise Refusal(
+            f"its body has {format_count(len(body.input), 'input')} for "
+            f"{format_count(len(inputs), 'operand')}; supported: as many, as from opset 9 on",
+            "Convert the model: onnx.version_converter.convert_version(model, 13)",
+        )
     values, sequences = list(inputs)[:-count], list(inputs)[-count:]
     given = len(body.output) - len(values)
     axes = read_list(attrs, "scan_input_axes", count)
@@ -99,7 +105,7 @@ def unroll_scan(
     output_backwards = read_list(attrs, "scan_output_directions", given)
     lengths = {find_length(bb, data, axis) for data, axis in zip(sequences, axes, strict=True)}
     if len(lengths) != 1:
-        raise ValueError(f"its sequences have different lengths: {sorted(lengths)}")
+        raise Refusal(f"its sequences have different lengths: {sorted(lengths)}")
     (length,) = lengths
     check_steps(length)
     collected: list[list[relax.Expr]] = [[] for _ in range(given)]
@@ -123,11 +129,11 @@ def read_list(attrs: dict[str, Any], name: str, count: int) -> list[int]:
     """An attribute with a number for each sequence, 0 by default.
 
     Raises:
-        ValueError: it has another length.
+        Refusal: it has another length.
     """
     values = [int(value) for value in attrs.get(name, [0] * count)]
     if len(values) != count:
-        raise ValueError(
+        raise Refusal(
             f"{name} has {format_count(len(values), 'number')} for "
             f"{format_count(count, 'sequence')}"
         )
@@ -138,24 +144,27 @@ def read_condition(bb: relax.BlockBuilder, condition: relax.Expr) -> bool:
     """The value of a constant condition.
 
     Raises:
-        ValueError: it is not constant; says on which inputs of the model it depends.
+        Refusal: it is not constant; says on which inputs of the model it depends.
     """
     array = find_array(condition)
     if array is None:
-        raise ValueError(f"its condition {describe_source(bb, condition)}")
+        raise refuse_source(bb, "condition", condition)
     return bool(array.item())
 
 
-def describe_source(bb: relax.BlockBuilder, value: relax.Expr) -> str:
-    """What a value that should be constant depends on, and what to do."""
-    names = list(find_inputs(bb, value))
+def refuse_source(bb: relax.BlockBuilder, what: str, value: relax.Expr) -> Refusal:
+    """Of what should be constant: what it depends on, and what to do."""
+    names = list(find_inputs(value, bb.lookup_binding))
     if not names:
-        return "depends on sizes that are not known; fix them: shapes={name of an input: (2, 3)}"
+        return Refusal(
+            f"its {what} depends on sizes that are not known; supported: constants",
+            "Fix them while loading: shapes={name of an input: (2, 3)}",
+        )
     inputs = ", ".join(map(repr, names))
-    return (
-        f"is computed from {inputs} at run time; supported: constants. Fix an input while loading: "
-        f"inputs={{{names[0]!r}: value}}, or the sizes that it depends on: "
-        f"shapes={{{names[0]!r}: (...)}}"
+    return Refusal(
+        f"its {what} is computed from {inputs} at run time; supported: constants",
+        f"Fix an input while loading: inputs={{{names[0]!r}: value}}, or the sizes that it depends "
+        f"on: shapes={{{names[0]!r}: (...)}}",
     )
 
 

@@ -17,6 +17,7 @@ from onnx import helper
 from onnx.reference import ReferenceEvaluator
 from tvm import relax, tirx
 
+from relayquant.importers.refusal import Refusal
 from relayquant.rewrite.graph import constant_value, static_size
 
 #: Largest operand and largest result of what is computed here, in elements: sizes, indices and
@@ -121,15 +122,13 @@ def fold_constant(node: onnx.NodeProto, opset: int) -> list[relax.Expr] | None:
     """A Constant that has numbers as its attribute; None for a tensor, which TVM's frontend reads.
 
     Raises:
-        ValueError: it is none of numbers.
+        Refusal: it is none of numbers.
     """
     (name,) = [attribute.name for attribute in node.attribute] or [""]
     if name == "value":
         return None
     if name not in ("value_int", "value_ints", "value_float", "value_floats"):
-        raise ValueError(
-            f"its attribute is {name!r}; supported: value, value_int(s), value_float(s)"
-        )
+        raise Refusal(f"its attribute is {name!r}; supported: value, value_int(s), value_float(s)")
     (array,) = evaluate(node, {}, opset)
     return [relax.const(array, str(array.dtype))]
 

@@ -32,8 +32,9 @@ from relayquant.importers.onnx_control_flow import CONTROL_FLOW
 from relayquant.importers.onnx_fold import fold_node, settle_sizes
 from relayquant.importers.onnx_functions import MAX_NODES, check_expansion
 from relayquant.importers.onnx_inputs import Inputs, fix_inputs
-from relayquant.importers.onnx_operators import OPERATORS
+from relayquant.importers.onnx_operators import FOREIGN, OPERATORS
 from relayquant.importers.onnx_rewrite import rewrite_integer_nodes
+from relayquant.importers.refusal import Refusal, describe_failure
 from relayquant.storage.files import reading
 
 _FRONTEND = _tvm.load_onnx_frontend()
@@ -41,8 +42,9 @@ _FRONTEND = _tvm.load_onnx_frontend()
 #: Broadcasting works as in numpy from here on; older models carry axis attributes that TVM ignores.
 MIN_OPSET = 7
 
-#: Operator domains that TVM's frontend serves.
-DOMAINS = ("", "ai.onnx", "com.microsoft")
+#: Names of the domain of ONNX's own operators. Those of others are known as `FOREIGN` ones alone:
+#: an operator of another domain is another one, whatever its name.
+STANDARD = ("", "ai.onnx")
 
 #: Operators of ONNX that TVM takes for those of another domain.
 EXPANDED = (("", "Attention"),)
@@ -371,6 +373,7 @@ class _Importer(_FRONTEND.ONNXGraphImporter):
         self._graph = graph
         self._count = self._depth = 0
         self._is_in_body = False
+        self._domain = ""  # of the node that is being converted
         # What a body computes may get the name of an output of its If, and no other that is taken.
         self._names: dict[str, str] = {}
         self._taken = {*(info.name for info in (*graph.input, *graph.initializer))}
@@ -390,11 +393,11 @@ class _Importer(_FRONTEND.ONNXGraphImporter):
         """Raise ModelError that names all operators which are not supported; bodies are checked
         when they are built.
         """
-        known = {*_FRONTEND._get_convert_map(), *OPERATORS, *CONTROL_FLOW, "Constant"}
+        standard = {*_FRONTEND._get_convert_map(), *OPERATORS, *CONTROL_FLOW, "Constant"}
         missing: dict[str, list[str]] = {}
         for node in nodes:
-            is_known = node.domain in DOMAINS and node.op_type in known
-            if not is_known and not has_body(node, self.opset):
+            known = standard if node.domain in STANDARD else FOREIGN.get(node.domain, {})
+            if node.op_type not in known and not has_body(node, self.opset):
                 name = f"{node.domain}.{node.op_type}" if node.domain else node.op_type
                 missing.setdefault(name, []).append(_node_name(node))
         if missing:
@@ -418,26 +421,33 @@ class _Importer(_FRONTEND.ONNXGraphImporter):
             self._count += 1
             try:
                 if self._count > MAX_NODES:
-                    raise ValueError(
-                        "the model has more operators once loops are unrolled than are "
-                        f"supported: {MAX_NODES}"
+                    raise Refusal(
+                        "the model has more operators once loops are unrolled than are supported: "
+                        f"{MAX_NODES}",
+                        "Loops of fewer steps have fewer",
                     )
                 self._construct_node(node)
             except (_Failed, Exception) as error:
                 cause = error.cause if isinstance(error, _Failed) else error
                 if isinstance(cause, ModelError):
                     raise cause from cause.__cause__  # of a node in a body, which it names
-                text = str(cause).strip() or "no further message"
-                if isinstance(cause, KeyError):
-                    text = f"tensor {text} is used before any node computes it"
                 raise ModelError(
                     f"Node {_node_name(node)!r} (operator {node.op_type}, opset {self.opset}) "
-                    "cannot be "
-                    f"converted: {text}"
+                    f"cannot be converted: {self._describe_failure(node, cause)}"
                 ) from cause
 
+    def _describe_failure(self, node: onnx.NodeProto, cause: BaseException) -> str:
+        missing = next((name for name in node.input if name and name not in self._nodes), "")
+        if missing:
+            return (
+                f"tensor {missing!r} is used before any node computes it; supported: nodes in the "
+                "order of the values they read. Sort them"
+            )
+        operands = {name: self._nodes[name] for name in node.input if name}
+        return describe_failure(cause, operands, self.bb.lookup_binding)
+
     def _construct_node(self, node: onnx.NodeProto) -> None:
-        flow = CONTROL_FLOW.get(node.op_type)
+        flow = CONTROL_FLOW.get(node.op_type) if node.domain in STANDARD else None
         operands = {name: self._nodes[name] for name in node.input if name}
         if flow is not None:
             inputs = [operands.get(name) for name in node.input]
@@ -449,6 +459,7 @@ class _Importer(_FRONTEND.ONNXGraphImporter):
                 inputs = [operands.get(name) for name in node.input]
                 body = find_body(node, inputs, self.opset) if self._wants_body(node) else None
                 if body is None:
+                    self._domain = node.domain
                     super()._construct_nodes(_GraphView([node], (), (), ()))
                 else:
                     self._construct_body(node, body)
@@ -461,7 +472,7 @@ class _Importer(_FRONTEND.ONNXGraphImporter):
         """Whether a node is built from the operators that ONNX defines it by: where TVM has none of
         that name, or another one.
         """
-        if node.op_type in OPERATORS:
+        if node.domain not in STANDARD or node.op_type in OPERATORS:
             return False
         is_missing = node.op_type not in _FRONTEND._get_convert_map()
         return is_missing or (node.domain, node.op_type) in EXPANDED
@@ -510,7 +521,8 @@ class _Importer(_FRONTEND.ONNXGraphImporter):
         self, op_name: str, inputs: list[relax.Expr], attrs: dict[str, Any], opset: int
     ) -> relax.Expr:
         try:
-            convert = OPERATORS.get(op_name)
+            own = OPERATORS if self._domain in STANDARD else FOREIGN[self._domain]
+            convert = own.get(op_name)
             if convert is not None:
                 converted = convert(self.bb, inputs, attrs, opset)
                 if converted is not None:

@@ -13,6 +13,7 @@ from typing import Any
 from tvm import relax
 
 from relayquant import _tvm
+from relayquant.importers.refusal import Refusal
 from relayquant.rewrite.graph import tensor_shape
 
 #: stash_type of ONNX: the statistics are float32.
@@ -66,7 +67,7 @@ def _normalized_axes(data: relax.Expr, attrs: dict[str, Any]) -> list[int]:
     """Those from attribute axis to the last."""
     shape = tensor_shape(data)
     if shape is None:
-        raise ValueError("the rank of its input is not known")
+        raise Refusal("the rank of its input is not known")
     return list(range(int(attrs.get("axis", -1)) % len(shape), len(shape)))
 
 
@@ -109,7 +110,7 @@ def convert_lp_normalization(
     (data,) = inputs
     axis, order = int(attrs.get("axis", -1)), int(attrs.get("p", 2))
     if order not in (1, 2):
-        raise ValueError(f"p is {order}; allowed: 1, 2")
+        raise Refusal(f"p is {order}; allowed: 1, 2")
     size = bb.emit(relax.op.abs(data) if order == 1 else relax.op.multiply(data, data))
     norm = bb.emit(relax.op.sum(size, [axis], keepdims=True))
     if order == 2:
@@ -127,11 +128,11 @@ def convert_batch_normalization(
     that of the running statistics.
 
     Raises:
-        ValueError: a training form of before opset 14.
+        Refusal: a training form of before opset 14.
     """
     if not attrs.get("training_mode", 0):
         if opset < 14 and attrs["tvm_custom"]["num_outputs"] > 1:
-            raise ValueError("it has the outputs of training; supported: one output")
+            raise Refusal("it has the outputs of training; supported: one output")
         return None
     training = {**attrs, "momentum": 1.0 - float(attrs.get("momentum", 0.9))}
     return _tvm.load_onnx_frontend().BatchNormalization._impl_v15(bb, inputs, training, [{}, {}])

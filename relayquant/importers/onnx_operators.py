@@ -15,12 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import onnx
 from tvm import relax
 from tvm.ir import GenericConst
 
 from relayquant import _tvm
 from relayquant.errors import format_count
-from relayquant.importers.onnx_activations import find_activation
+from relayquant.importers.onnx_activations import emit_elu, find_activation
 from relayquant.importers.onnx_arithmetic import (
     convert_bit_shift,
     convert_cosh,
@@ -56,7 +57,10 @@ from relayquant.importers.onnx_sizes import (
     convert_constant_of_shape,
     convert_expand,
     convert_reshape,
+    convert_split,
     limit_range,
+    pad_at_run_time,
+    read_sizes,
     slice_at_run_time,
 )
 from relayquant.importers.onnx_vision import (
@@ -64,6 +68,7 @@ from relayquant.importers.onnx_vision import (
     convert_roi_align,
     convert_space_to_depth,
 )
+from relayquant.importers.refusal import NotConstant, Refusal
 from relayquant.rewrite.graph import constant_value, tensor_shape
 
 _FRONTEND = _tvm.load_onnx_frontend()
@@ -117,19 +122,19 @@ PAD_MODES = {
 }
 
 
+def convert_elu(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr:
+    """Elu -> max(x, 0) + min(alpha * (exp(x) - 1), 0), which TVM has for float32 alone."""
+    return emit_elu(bb, inputs[0], float(attrs.get("alpha", 1.0)))
+
+
 def convert_celu(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr:
     """Celu -> max(x, 0) + min(alpha * (exp(x / alpha) - 1), 0), which TVM does not have."""
-    (data,) = inputs
-    dtype = str(data.ty.dtype)
-    alpha, one, zero = (
-        relax.const(value, dtype) for value in (float(attrs.get("alpha", 1.0)), 1.0, 0.0)
-    )
-    grown = bb.emit(relax.op.exp(bb.emit(relax.op.divide(data, alpha))))
-    curve = bb.emit(relax.op.multiply(bb.emit(relax.op.subtract(grown, one)), alpha))
-    below = bb.emit(relax.op.minimum(curve, zero))
-    return relax.op.add(bb.emit(relax.op.nn.relu(data)), below)
+    alpha = float(attrs.get("alpha", 1.0))
+    return emit_elu(bb, inputs[0], alpha, 1.0 / alpha)
 
 
 def convert_hard_swish(
@@ -156,14 +161,14 @@ def convert_pad(
 ) -> relax.Expr | None:
     """Pad -> R.nn.pad; negative pads crop first: R.strided_slice.
 
-    Integer data and pads that are computed at run time are left to TVM.
+    Integer data is left to TVM, unless its pads are computed at run time.
     """
     mode = PAD_MODES.get(attrs.get("mode", b"constant"))
     if mode is None:
         return None
     data = inputs[0]
     shape = tensor_shape(data)
-    if shape is None or str(data.ty.dtype) not in FLOATS:
+    if shape is None:
         return None
     fill = 0.0
     axes = list(range(len(shape)))
@@ -173,14 +178,16 @@ def convert_pad(
         arrays = [None if given is None else constant_value(given) for given in inputs]
         pairs = list(zip(arrays, inputs, strict=True))[1:]
         if any(array is None and given is not None for array, given in pairs):
-            return None
+            return pad_at_run_time(bb, inputs, attrs.get("mode", b"constant"))
         pads = arrays[1].tolist()
         if len(arrays) > 2 and arrays[2] is not None:
             fill = float(arrays[2].item())
         if len(arrays) > 3 and arrays[3] is not None:
             axes = [int(axis) % len(shape) for axis in arrays[3]]
+    if str(data.ty.dtype) not in FLOATS:
+        return None
     if len(pads) != 2 * len(axes):
-        raise ValueError(
+        raise Refusal(
             f"Pad has {format_count(len(pads), 'pad')} for {format_count(len(axes), 'axis')}; "
             f"expected {2 * len(axes)}"
         )
@@ -214,7 +221,7 @@ def convert_gather(
         if (indices < 0).any():
             return None
     elif ((indices < -size) | (indices >= size)).any():
-        raise ValueError(f"indices {indices.tolist()} leave axis {axis} of size {size}")
+        raise Refusal(f"indices {indices.tolist()} leave axis {axis} of size {size}")
     else:
         indices = np.where(indices < 0, indices + size, indices)
     return relax.op.take(data, relax.const(indices.astype("int64"), "int64"), axis)
@@ -237,7 +244,7 @@ def resolve_auto_pad(
     if mode == "VALID":
         return [0] * (2 * len(kernel))
     if mode not in ("SAME_UPPER", "SAME_LOWER"):
-        raise ValueError(f"auto_pad is {mode!r}; allowed: NOTSET, VALID, SAME_UPPER, SAME_LOWER")
+        raise Refusal(f"auto_pad is {mode!r}; allowed: NOTSET, VALID, SAME_UPPER, SAME_LOWER")
     strides = attrs.get("strides", [1] * len(kernel))
     dilations = attrs.get("dilations", [1] * len(kernel))
     begins, ends = [], []
@@ -245,7 +252,7 @@ def resolve_auto_pad(
         window = (extent - 1) * dilation + 1
         if isinstance(size, str):
             if stride != 1:
-                raise ValueError(
+                raise Refusal(
                     f"auto_pad={mode} with stride {stride} over the symbolic dimension {size!r} "
                     "has no "
                     "fixed padding; fix that dimension with shapes="
@@ -283,14 +290,14 @@ def _add_bias(bb: relax.BlockBuilder, value: relax.Expr, bias: relax.Expr | None
 def _known_shape(operand: relax.Expr, what: str) -> tuple[int | str, ...]:
     shape = tensor_shape(operand)
     if shape is None:
-        raise ValueError(f"the shape of its {what} is not known")
+        raise Refusal(f"the shape of its {what} is not known")
     return shape
 
 
 def _kernel_shape(weight: relax.Expr) -> list[int]:
     sizes = _known_shape(weight, "weight")[2:]
     if any(isinstance(size, str) for size in sizes):
-        raise ValueError(f"its kernel has a symbolic size {sizes}")
+        raise Refusal(f"its kernel has a symbolic size {sizes}")
     return [int(size) for size in sizes]
 
 
@@ -327,7 +334,7 @@ def convert_fused_conv(
     activation, in the order of its own attributes.
 
     Raises:
-        ValueError: an activation that is not known.
+        Refusal: an activation that is not known.
     """
     name = attrs.pop("activation", b"").decode()
     given = [float(value) for value in attrs.pop("activation_params", ())]
@@ -378,7 +385,7 @@ def convert_conv_transpose(
             zip(sizes, attrs.pop("output_shape")[-rank:], strict=True)
         ):
             if isinstance(size, str):
-                raise ValueError(f"output_shape over the symbolic dimension {size!r}")
+                raise Refusal(f"output_shape over the symbolic dimension {size!r}")
             full = strides[i] * (size - 1) + extra[i] + (kernel[i] - 1) * dilations[i] + 1
             total = full - wanted
             if total < 0:
@@ -403,6 +410,56 @@ def _convert_pool(
     return _run_frontend(name, bb, inputs, attrs, opset)
 
 
+def convert_max_pool(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr:
+    """MaxPool; its second output, the places of the maxima, TVM does not have.
+
+    Raises:
+        Refusal: the places are asked for.
+    """
+    if attrs["tvm_custom"]["num_outputs"] > 1:
+        raise Refusal("its second output, the indices, is used; supported: the maxima alone")
+    return _convert_pool("MaxPool", bb, inputs, attrs, opset)
+
+
+def require_constant(
+    what: str,
+    at: int,
+    bb: relax.BlockBuilder,
+    inputs: Sequence[Any],
+    attrs: dict[str, Any],
+    opset: int,
+) -> None:
+    """The operator as TVM has it, with operand `at` a constant.
+
+    Raises:
+        NotConstant: it is none.
+    """
+    operand = inputs[at] if at < len(inputs) else None
+    if operand is not None and read_sizes(operand) is None:
+        raise NotConstant(what)
+
+
+def convert_eye_like(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr:
+    """EyeLike -> R.eye_like of data that has the dtype wanted, which TVM has only of its own."""
+    wanted = attrs.get("dtype")
+    dtype = str(inputs[0].ty.dtype)
+    if wanted is not None:
+        dtype = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(wanted)).name
+    like = bb.emit(relax.op.astype(inputs[0], dtype))
+    return relax.op.eye_like(like, int(attrs.get("k", 0)), dtype)
+
+
+def convert_optional_has_element(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr | None:
+    """OptionalHasElement without an input, which is optional itself -> False."""
+    return None if len(inputs) else relax.const(False, "bool")
+
+
 def _fold_pairs(
     op: Callable[[relax.Expr, relax.Expr], relax.Expr],
     bb: relax.BlockBuilder,
@@ -420,6 +477,22 @@ def _fold_pairs(
     return op(value, last)
 
 
+#: Operators of other domains that are known, by domain and type -> their conversion here, None
+#: where TVM has them.
+FOREIGN: dict[str, dict[str, Convert | None]] = {
+    "com.microsoft": {
+        "FusedConv": convert_fused_conv,
+        "DequantizeLinear": convert_dequantize_linear,
+        "QuantizeLinear": convert_quantize_linear,
+        **dict.fromkeys(
+            (
+                *("Attention", "BiasGelu", "EmbedLayerNormalization", "FastGelu", "Gelu"),
+                *("MatMulInteger16", "SkipLayerNormalization"),
+            )
+        ),
+    }
+}
+
 #: ONNX operator type -> its conversion here.
 OPERATORS: dict[str, Convert] = {
     **{name: functools.partial(convert_reduction, name) for name in REDUCTIONS},
@@ -427,6 +500,12 @@ OPERATORS: dict[str, Convert] = {
     "Celu": convert_celu,
     "Clip": convert_clip,
     "Cosh": convert_cosh,
+    "Elu": convert_elu,
+    "CumSum": functools.partial(require_constant, "axis", 1),
+    "AffineGrid": functools.partial(require_constant, "size", 1),
+    "EyeLike": convert_eye_like,
+    "MaxUnpool": functools.partial(require_constant, "output shape", 2),
+    "OptionalHasElement": convert_optional_has_element,
     "Dropout": convert_dropout,
     "Expand": convert_expand,
     "IsInf": convert_is_inf,
@@ -453,7 +532,6 @@ OPERATORS: dict[str, Convert] = {
     "DequantizeLinear": convert_dequantize_linear,
     "DynamicQuantizeLinear": convert_dynamic_quantize_linear,
     "Gather": convert_gather,
-    "FusedConv": convert_fused_conv,
     "GRU": functools.partial(convert_recurrent, GRU),
     "Gemm": functools.partial(sum_in_float32, "Gemm"),
     "LSTM": functools.partial(convert_recurrent, LSTM),
@@ -461,7 +539,7 @@ OPERATORS: dict[str, Convert] = {
     "HardSwish": convert_hard_swish,
     "MatMul": functools.partial(sum_in_float32, "MatMul"),
     "MatMulInteger": convert_matmul_integer,
-    "MaxPool": functools.partial(_convert_pool, "MaxPool"),
+    "MaxPool": convert_max_pool,
     "Min": functools.partial(_fold_pairs, relax.op.minimum),
     "OneHot": convert_one_hot,
     "Pad": convert_pad,
@@ -469,6 +547,7 @@ OPERATORS: dict[str, Convert] = {
     "RNN": functools.partial(convert_recurrent, RNN),
     "Range": limit_range,
     "Slice": convert_slice,
+    "Split": convert_split,
     "Softmax": functools.partial(sum_in_float32, "Softmax"),
     "Sum": functools.partial(_fold_pairs, relax.op.add),
     "Tile": convert_tile,

@@ -16,6 +16,7 @@ from tvm import relax
 
 from relayquant.dialect import qnn
 from relayquant.errors import format_count
+from relayquant.importers.refusal import Refusal
 from relayquant.ops.dynamic import (
     convolve_at_run_time,
     multiply_at_run_time,
@@ -42,7 +43,7 @@ def convert_quantize_linear(
     4-bit results are held in 8 bits and clipped to their range.
 
     Raises:
-        ValueError: blocks, 8-bit floats, or another type of data than float32.
+        Refusal: blocks, 8-bit floats, or another type of data than float32.
     """
     data, scale, zero_point = (*inputs, None)[:3]
     dtype = _output_dtype(attrs, zero_point)
@@ -67,24 +68,24 @@ def convert_dequantize_linear(
     Constants of less than 8 bits are widened before (`onnx_rewrite`).
 
     Raises:
-        ValueError: blocks, 8-bit floats, or a result other than float32.
+        Refusal: blocks, 8-bit floats, or a result other than float32.
     """
     data, scale, zero_point = (*inputs, None)[:3]
     _check_form(attrs, tensor_dtype(data))
     if tensor_dtype(scale) not in ("float32", ""):
-        raise ValueError(f"its scale is {tensor_dtype(scale)}; supported: float32")
+        raise Refusal(f"its scale is {tensor_dtype(scale)}; supported: float32")
     axis = find_axis(data, scale, attrs)
     return qnn.dequantize(data, read_scale(scale), read_zero_point(zero_point), axis=axis)
 
 
 def _check_form(attrs: dict[str, Any], dtype: str, data: relax.Expr | None = None) -> None:
     if attrs.get("block_size", 0):
-        raise ValueError("blocked quantization (block_size) is not supported; use one axis")
+        raise Refusal("blocked quantization (block_size) is not supported; use one axis")
     if dtype not in INTEGER_LIMITS and dtype not in NARROW:
         known = ", ".join((*INTEGER_LIMITS, *NARROW))
-        raise ValueError(f"quantization to {dtype} is not supported; supported: {known}")
+        raise Refusal(f"quantization to {dtype} is not supported; supported: {known}")
     if data is not None and tensor_dtype(data) not in ("float32", *INTEGER_LIMITS, *NARROW):
-        raise ValueError(f"its data is {tensor_dtype(data)}; supported: float32")
+        raise Refusal(f"its data is {tensor_dtype(data)}; supported: float32")
 
 
 def _output_dtype(attrs: dict[str, Any], zero_point: relax.Expr | None) -> str:
@@ -95,14 +96,14 @@ def _output_dtype(attrs: dict[str, Any], zero_point: relax.Expr | None) -> str:
     try:
         return onnx.TensorProto.DataType.Name(wanted).lower()
     except ValueError:
-        raise ValueError(f"output_dtype={wanted} is no type of ONNX") from None
+        raise Refusal(f"output_dtype={wanted} is no type of ONNX") from None
 
 
 def find_axis(data: relax.Expr, scale: relax.Expr, attrs: dict[str, Any]) -> int:
     """The channel axis; -1 where there is one scale for all.
 
     Raises:
-        ValueError: the scale is no number and no vector, or the data has no such axis.
+        Refusal: the scale is no number and no vector, or the data has no such axis.
     """
     rank, scale_rank = data.ty.ndim, scale.ty.ndim
     shape = getattr(scale.ty.shape, "values", None)
@@ -110,7 +111,7 @@ def find_axis(data: relax.Expr, scale: relax.Expr, attrs: dict[str, Any]) -> int
         return -1
     axis = int(attrs.get("axis", 1))
     if scale_rank != 1 or not -rank <= axis < rank:
-        raise ValueError(
+        raise Refusal(
             f"scale of {format_count(scale_rank, 'dimension')} along axis {axis} of data with "
             f"{rank}; allowed: one number, or a vector along an axis of the data"
         )
@@ -121,14 +122,14 @@ def read_scale(scale: relax.Expr) -> relax.Expr:
     """The scale as the dialect takes it: a vector of one element becomes a number.
 
     Raises:
-        ValueError: a scale is not finite and positive.
+        Refusal: a scale is not finite and positive.
     """
     array = constant_value(scale)
     if array is None:
         return scale
     array = array.astype("float32")
     if not (np.isfinite(array).all() and (array > 0).all()):
-        raise ValueError(f"its scale is {array.ravel()[:4]}; allowed: finite numbers above 0")
+        raise Refusal(f"its scale is {array.ravel()[:4]}; allowed: finite numbers above 0")
     return relax.const(array.reshape(()) if array.size == 1 else array, "float32")
 
 
@@ -168,12 +169,12 @@ def convert_matmul_integer(
     kernel has no variable. Else R.qnn.batch_matmul.
 
     Raises:
-        ValueError: a zero point for each row of x.
+        Refusal: a zero point for each row of x.
     """
     data, weight, data_zero, weight_zero = (*inputs, None, None)[:4]
     data_zero, weight_zero = (bb.normalize(read_zero_point(z)) for z in (data_zero, weight_zero))
     if data_zero.ty.ndim:
-        raise ValueError("it has one zero point for each row of its first operand; supported: one")
+        raise Refusal("it has one zero point for each row of its first operand; supported: one")
     array, zero = constant_value(weight), constant_value(weight_zero)
     if array is None or zero is None or array.ndim != 2:
         axes = [*range(weight.ty.ndim - 2), weight.ty.ndim - 1, weight.ty.ndim - 2]
@@ -192,13 +193,13 @@ def convert_conv_integer(
     Where x_zero is computed at run time and w is not, it is taken out of the product.
 
     Raises:
-        ValueError: not a 2-D convolution, or auto_pad.
+        Refusal: not a 2-D convolution, or auto_pad.
     """
     data, weight, data_zero, weight_zero = (*inputs, None, None)[:4]
     if data.ty.ndim != 4:
-        raise ValueError(f"its data has {format_count(data.ty.ndim, 'dimension')}; supported: 4")
+        raise Refusal(f"its data has {format_count(data.ty.ndim, 'dimension')}; supported: 4")
     if attrs.get("auto_pad", b"NOTSET") not in (b"NOTSET", b"VALID"):
-        raise ValueError("auto_pad is not supported; give pads")
+        raise Refusal("auto_pad is not supported; give pads")
     form: dict[str, Any] = {
         "strides": list(attrs.get("strides", [1, 1])),
         "padding": list(attrs.get("pads", [0, 0, 0, 0])),

@@ -20,6 +20,7 @@ from tvm import relax
 from relayquant.errors import format_count
 from relayquant.importers.onnx_activations import find_activation
 from relayquant.importers.onnx_steps import check_steps, find_length, slice_element, take_element
+from relayquant.importers.refusal import Refusal
 from relayquant.rewrite.graph import constant_value, tensor_shape
 
 #: An activation with its parameters, behind the clip.
@@ -74,7 +75,7 @@ def convert_recurrent(
     """LSTM, GRU or RNN -> (Y, last hidden state, last cell), as ONNX defines them.
 
     Raises:
-        ValueError: the number of steps is not known; a shape or an attribute is not what the
+        Refusal: the number of steps is not known; a shape or an attribute is not what the
             operator has.
     """
     data, weight, recurrence, bias, lengths, *states = (*inputs, *[None] * 8)[:8]
@@ -124,12 +125,12 @@ def read_directions(attrs: dict[str, Any]) -> tuple[bool, ...]:
     """Of each direction, whether it goes backwards.
 
     Raises:
-        ValueError: there is no such direction.
+        Refusal: there is no such direction.
     """
     name = attrs.get("direction", b"forward").decode()
     known = {"forward": (False,), "reverse": (True,), "bidirectional": (False, True)}
     if name not in known:
-        raise ValueError(f"direction is {name!r}; allowed: {', '.join(known)}")
+        raise Refusal(f"direction is {name!r}; allowed: {', '.join(known)}")
     return known[name]
 
 
@@ -139,12 +140,12 @@ def read_activations(
     """The activations of all directions; alpha and beta go to those that take one, in order.
 
     Raises:
-        ValueError: an unknown activation, or not as many as the directions have.
+        Refusal: an unknown activation, or not as many as the directions have.
     """
     names = [name.decode() for name in attrs.get("activations", ())]
     names = names or list(cell.activations) * directions
     if len(names) != len(cell.activations) * directions:
-        raise ValueError(
+        raise Refusal(
             f"activations has {format_count(len(names), 'name')}; expected: "
             f"{len(cell.activations) * directions}"
         )
@@ -182,16 +183,16 @@ def check_shapes(
     """The number of hidden units.
 
     Raises:
-        ValueError: the shapes of the weights are not known, or do not fit to one another.
+        Refusal: the shapes of the weights are not known, or do not fit to one another.
     """
     shapes = [tensor_shape(operand) for operand in (data, weight, recurrence)]
     hidden = shapes[2][-1] if shapes[2] else None
     if not isinstance(hidden, int) or shapes[0] is None or len(shapes[0]) != 3:
-        raise ValueError(f"X, W and R have the shapes {shapes}; expected: 3 dimensions, known")
+        raise Refusal(f"X, W and R have the shapes {shapes}; expected: 3 dimensions, known")
     rows = cell.gates * hidden
     wanted = [(directions, rows, shapes[0][2]), (directions, rows, hidden)]
     if shapes[1:] != wanted or int(attrs.get("hidden_size", hidden)) != hidden:
-        raise ValueError(
+        raise Refusal(
             f"W and R have the shapes {shapes[1]} and {shapes[2]} with hidden_size "
             f"{attrs.get('hidden_size', hidden)}; expected: {wanted[0]} and {wanted[1]}"
         )

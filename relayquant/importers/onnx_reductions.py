@@ -13,6 +13,7 @@ import numpy as np
 from tvm import relax
 
 from relayquant.importers.onnx_sizes import read_sizes
+from relayquant.importers.refusal import NotConstant, Refusal
 from relayquant.rewrite.graph import constant_value, tensor_shape
 
 #: (data, axes, keepdims) -> value
@@ -53,7 +54,7 @@ def convert_reduction(
     """Reduce* with axes as an attribute, or as an input in later versions.
 
     Raises:
-        ValueError: the axes are computed at run time, so that the shape of the result is not known.
+        Refusal: the axes are computed at run time, so that the shape of the result is not known.
     """
     reduction = REDUCTIONS[name]
     data = inputs[0]
@@ -94,10 +95,7 @@ def read_axes(inputs: Sequence[Any], attrs: dict[str, Any]) -> list[int] | None:
         found = read_sizes(inputs[1])
         if found is None:
             if tensor_shape(inputs[1]) != (0,):
-                raise ValueError(
-                    "its axes are computed at run time, so that the shape of its result is not "
-                    "known; supported: constants"
-                )
+                raise NotConstant("axes")
             found = []
     else:
         found = list(attrs.get("axes", ()))
@@ -112,12 +110,12 @@ def convert_top_k(
     """TopK -> R.topk; what need not be sorted may be.
 
     Raises:
-        ValueError: k is computed at run time.
+        Refusal: k is computed at run time.
     """
     data = inputs[0]
     count = attrs["k"] if opset < 10 else constant_value(inputs[1])
     if count is None:
-        raise ValueError("its k is computed at run time; supported: constants")
+        raise NotConstant("k")
     return relax.op.topk(
         data,
         int(np.asarray(count).item()),
@@ -137,14 +135,14 @@ def convert_one_hot(
     and wants the two values as constants.
 
     Raises:
-        ValueError: the depth is computed at run time.
+        Refusal: the depth is computed at run time.
     """
     indices, depth, values = inputs
     array, shape = constant_value(depth), tensor_shape(indices)
     if array is None:
-        raise ValueError("its depth is computed at run time; supported: constants")
+        raise NotConstant("depth")
     if shape is None:
-        raise ValueError("the rank of its indices is not known")
+        raise Refusal("the rank of its indices is not known")
     count, rank = int(array.item()), len(shape) + 1
     axis = int(attrs.get("axis", -1)) % rank
     whole = bb.emit(relax.op.astype(indices, "int64"))

@@ -17,6 +17,7 @@ import numpy as np
 from tvm import relax, tirx
 
 from relayquant.importers.onnx_sizes import read_sizes
+from relayquant.importers.refusal import NotConstant, Refusal
 from relayquant.rewrite.graph import constant_value
 
 #: Coordinate modes that R.image.resize2d has, where the size is exactly the scale times the size.
@@ -84,7 +85,7 @@ def convert_resize(
     Opset 10 has neither roi nor sizes, and is asymmetric and `SIMPLE`.
 
     Raises:
-        ValueError: its sizes are computed at run time, an axis that is not a multiple has a
+        Refusal: its sizes are computed at run time, an axis that is not a multiple has a
             symbolic size, or the data are integers that would be interpolated.
     """
     data = inputs[0]
@@ -109,7 +110,7 @@ def convert_resize(
     if factors is None or not len(factors):
         wanted = read_sizes(sizes) if sizes is not None else None
         if wanted is None:
-            raise ValueError("its sizes are computed at run time; supported: constants")
+            raise NotConstant("sizes")
         found = _axes_of_sizes(
             shape, axes, wanted, _text(attrs, "keep_aspect_ratio_policy", "stretch")
         )
@@ -133,7 +134,7 @@ def emit_resize(
     """R.image.resize2d where it computes just this, R.take and R.matmul along each axis otherwise.
 
     Raises:
-        ValueError: the data are integers that would be interpolated.
+        Refusal: the data are integers that would be interpolated.
     """
     shape = list(data.ty.shape.values)
     changed = [
@@ -153,13 +154,13 @@ def read_floats(value: Any, what: str) -> np.ndarray:
     """A constant operand of floats.
 
     Raises:
-        ValueError: it is computed at run time.
+        Refusal: it is computed at run time.
     """
     if value is None:
         return np.zeros(0)
     array = constant_value(value)
     if array is None:
-        raise ValueError(f"its {what} are computed at run time; supported: constants")
+        raise NotConstant(what)
     return array.astype("float64").ravel()
 
 
@@ -178,7 +179,7 @@ def _axes_of_sizes(shape: list[Any], axes: list[int], wanted: list[Any], policy:
             for at, size, result, scale in zip(axes, sizes, wanted, scales, strict=True)
         ]
     if policy not in ("not_larger", "not_smaller"):
-        raise ValueError(
+        raise Refusal(
             f"keep_aspect_ratio_policy is {policy!r}; allowed: stretch, not_larger, not_smaller"
         )
     scale = min(scales) if policy == "not_larger" else max(scales)
@@ -212,7 +213,7 @@ def _axes_of_scales(
 
 def _fixed(shape: list[Any], at: int) -> int:
     if not isinstance(shape[at], int):
-        raise ValueError(
+        raise Refusal(
             f"axis {at} has the symbolic size {shape[at]}; fix that dimension with shapes="
         )
     return shape[at]
@@ -256,7 +257,7 @@ def resize_axes(
     """One axis after the other."""
     dtype = str(data.ty.dtype)
     if sampling.mode != "nearest" and not dtype.startswith("float"):
-        raise ValueError(f"mode {sampling.mode!r} of {dtype} data; supported: floats")
+        raise Refusal(f"mode {sampling.mode!r} of {dtype} data; supported: floats")
     rank = len(data.ty.shape)
     for axis in axes:
         coordinates, outside = find_coordinates(axis, sampling.coordinates)
@@ -318,7 +319,7 @@ def find_coordinates(axis: Axis, mode: str) -> tuple[np.ndarray, np.ndarray]:
     if mode == "half_pixel_symmetric":
         return half + axis.size / 2 * (1 - axis.result / exact), outside
     allowed = (*RESIZE2D_MODES, "half_pixel_symmetric", "tf_crop_and_resize")
-    raise ValueError(f"coordinate_transformation_mode is {mode!r}; allowed: {', '.join(allowed)}")
+    raise Refusal(f"coordinate_transformation_mode is {mode!r}; allowed: {', '.join(allowed)}")
 
 
 def find_weights(axis: Axis, coordinates: np.ndarray, sampling: Sampling) -> np.ndarray:
@@ -328,7 +329,7 @@ def find_weights(axis: Axis, coordinates: np.ndarray, sampling: Sampling) -> np.
     exclude_outside. With antialias a shrinking axis stretches the kernel by 1 / scale.
     """
     if sampling.mode not in ("linear", "cubic"):
-        raise ValueError(f"mode is {sampling.mode!r}; allowed: nearest, linear, cubic")
+        raise Refusal(f"mode is {sampling.mode!r}; allowed: nearest, linear, cubic")
     reach = 1.0 if sampling.mode == "linear" else 2.0
     scale = min(axis.scale, 1.0) if sampling.antialias else 1.0
     first = np.floor(coordinates - reach / scale).astype("int64")

@@ -16,6 +16,7 @@ import onnx
 from tvm import relax, tirx
 from tvm.ir import GenericConst
 
+from relayquant.importers.refusal import NotConstant, Refusal
 from relayquant.rewrite.graph import constant_value, tensor_shape
 
 #: Largest constant that is computed during the import, in elements.
@@ -36,13 +37,11 @@ def count_sizes(value: relax.Expr) -> int:
     """How many sizes a one-dimensional operand lists.
 
     Raises:
-        ValueError: the model does not say.
+        Refusal: the model does not say.
     """
     shape = tensor_shape(value)
     if shape is None or len(shape) != 1 or isinstance(shape[0], str):
-        raise ValueError(
-            "the number of its sizes is not known, so that the rank of its result is not"
-        )
+        raise Refusal("the number of its sizes is not known, so that the rank of its result is not")
     return int(shape[0])
 
 
@@ -68,7 +67,7 @@ def convert_constant_of_shape(
     """ConstantOfShape -> R.full with sizes of the run time; constants are left to TVM.
 
     Raises:
-        ValueError: the result would fill the memory.
+        Refusal: the result would fill the memory.
     """
     sizes = read_sizes(inputs[0])
     if sizes is not None:
@@ -153,7 +152,7 @@ def slice_at_run_time(
     begin + step * (0 ... count - 1). Constants are left to TVM.
 
     Raises:
-        ValueError: the axes are not constants, or the number of slices is not known.
+        Refusal: the axes are not constants, or the number of slices is not known.
     """
     data, starts, ends, axes, steps = (*inputs, None, None)[:5]
     shape = tensor_shape(data)
@@ -163,7 +162,7 @@ def slice_at_run_time(
     count = count_sizes(starts)
     taken = list(range(count)) if axes is None else read_sizes(axes)
     if taken is None:
-        raise ValueError("its axes are computed at run time; supported: constants")
+        raise NotConstant("axes")
     zero, one = relax.const(0, "int64"), relax.const(1, "int64")
     sizes = emit_sizes(bb, data)
 
@@ -204,6 +203,76 @@ def slice_at_run_time(
     return data
 
 
+def convert_split(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr | None:
+    """Split into parts whose sizes the run time knows -> one R.take for each part, of the indices
+    begin + (0 ... size - 1). Constants are left to TVM.
+    """
+    data, parts = (*inputs, None)[:2]
+    if parts is None or read_sizes(parts) is not None:
+        return None
+    count = count_sizes(parts)
+    ends = bb.emit(relax.op.cumsum(parts, 0))
+    begins = bb.emit(relax.op.subtract(ends, parts))
+    taken = []
+    for at, size in enumerate(emit_shape(bb, parts, count).values):
+        begin = bb.emit(relax.op.take(begins, relax.const(at, "int64"), axis=0))
+        ramp = bb.emit(relax.op.arange(0, size, 1, "int64"))
+        indices = bb.emit(relax.op.add(ramp, begin))
+        taken.append(bb.emit(relax.op.take(data, indices, int(attrs.get("axis", 0)))))
+    return relax.Tuple(taken) if count > 1 else taken[0]
+
+
+def pad_at_run_time(bb: relax.BlockBuilder, inputs: Sequence[Any], mode: bytes) -> relax.Expr:
+    """Pad by counts of the run time -> one R.take for each axis, of the indices
+    -before ... size + after - 1, which the mode brings into the data; beyond it a constant pad has
+    the fill. Negative counts crop.
+
+    Raises:
+        Refusal: the axes are not constants, or their number is not known.
+    """
+    data, pads, fill, axes = (*inputs, None, None)[:4]
+    rank = data.ty.ndim
+    padded = [*range(rank)] if axes is None else read_sizes(axes)
+    if padded is None:
+        raise NotConstant("axes")
+    zero, one = relax.const(0, "int64"), relax.const(1, "int64")
+    sizes = emit_sizes(bb, data)
+    if mode == b"constant" and fill is None:
+        fill = relax.const(np.zeros((), data.ty.dtype.dtype), data.ty.dtype.dtype)
+    elif fill is not None:
+        fill = bb.emit(relax.op.reshape(fill, relax.ShapeExpr([])))
+
+    def pick(values: relax.Expr, at: int) -> relax.Expr:
+        return bb.emit(relax.op.take(values, relax.const(at, "int64"), axis=0))
+
+    for at, axis in enumerate(axis % rank for axis in padded):
+        size, before, after = pick(sizes, axis), pick(pads, at), pick(pads, at + len(padded))
+        length = bb.emit(relax.op.add(size, bb.emit(relax.op.add(before, after))))
+        (symbol,) = emit_shape(bb, bb.emit(relax.op.reshape(length, [1])), 1).values
+        ramp = bb.emit(relax.op.arange(0, symbol, 1, "int64"))
+        place = bb.emit(relax.op.subtract(ramp, before))
+        last = bb.emit(relax.op.subtract(size, one))
+        if mode == b"wrap":
+            inside = bb.emit(relax.op.floor_mod(place, size))
+        elif mode == b"reflect":
+            # there and back again: 0 1 2 1 0 1 2 ..., of period 2 (size - 1)
+            period = bb.emit(relax.op.maximum(bb.emit(relax.op.add(last, last)), one))
+            rest = bb.emit(relax.op.floor_mod(place, period))
+            inside = bb.emit(relax.op.minimum(rest, bb.emit(relax.op.subtract(period, rest))))
+            inside = bb.emit(relax.op.minimum(inside, last))
+        else:
+            inside = bb.emit(relax.op.minimum(bb.emit(relax.op.maximum(place, zero)), last))
+        data = bb.emit(relax.op.take(data, inside, axis))
+        if mode == b"constant":
+            is_data = bb.emit(relax.op.equal(place, inside))
+            others = [other for other in range(rank) if other != axis]
+            is_data = bb.emit(relax.op.expand_dims(is_data, others)) if others else is_data
+            data = bb.emit(relax.op.where(is_data, data, fill))
+    return data
+
+
 def limit_range(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> None:
@@ -217,4 +286,4 @@ def limit_range(
 def check_constant(size: float) -> None:
     """ValueError if a constant of `size` elements would fill the memory."""
     if size > MAX_CONSTANT:
-        raise ValueError(f"its result has {size:.3g} elements; supported: {MAX_CONSTANT}")
+        raise Refusal(f"its result has {size:.3g} elements; supported: {MAX_CONSTANT}")

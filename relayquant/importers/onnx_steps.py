@@ -4,13 +4,14 @@ gave.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from tvm import relax
 
 from relayquant.importers.onnx_fold import find_array
-from relayquant.rewrite.graph import constant_value, free_vars, tensor_shape
+from relayquant.importers.refusal import Refusal, find_inputs
+from relayquant.rewrite.graph import constant_value, tensor_shape
 
 #: Most steps that one operator is unrolled to.
 MAX_STEPS = 4096
@@ -19,22 +20,7 @@ MAX_STEPS = 4096
 def check_steps(count: int) -> None:
     """Raise ValueError for more steps than are unrolled."""
     if count > MAX_STEPS:
-        raise ValueError(f"it takes more than {MAX_STEPS} steps; supported: {MAX_STEPS}")
-
-
-def find_inputs(bb: relax.BlockBuilder, value: relax.Expr) -> Iterator[str]:
-    """Names of the parameters of main that a value is computed from, each once."""
-    waiting, seen = list(free_vars(value)), set()
-    while waiting:
-        var = waiting.pop()
-        if var in seen:
-            continue
-        seen.add(var)
-        source = bb.lookup_binding(var)
-        if source is None:
-            yield var.name
-        else:
-            waiting.extend(free_vars(source))
+        raise Refusal(f"it takes more than {MAX_STEPS} steps; supported: {MAX_STEPS}")
 
 
 def find_length(bb: relax.BlockBuilder, data: relax.Expr, axis: int) -> int:
@@ -42,12 +28,13 @@ def find_length(bb: relax.BlockBuilder, data: relax.Expr, axis: int) -> int:
     shape = tensor_shape(data)
     size = None if shape is None or not -len(shape) <= axis < len(shape) else shape[axis]
     if not isinstance(size, int):
-        raise ValueError(
-            f"the length of its sequence is {size or 'not known'}; fix it while loading: "
-            f"shapes={{{next(find_inputs(bb, data), 'name of the input')!r}: (...)}}"
+        name = next(find_inputs(data, bb.lookup_binding), "name of the input")
+        raise Refusal(
+            f"the length of its sequence is {size or 'not known'}; supported: known lengths",
+            f"Fix it while loading: shapes={{{name!r}: (...)}}",
         )
     if size < 1:
-        raise ValueError("its sequence is empty")
+        raise Refusal("its sequence is empty")
     return size
 
 

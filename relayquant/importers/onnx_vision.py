@@ -12,6 +12,7 @@ import numpy as np
 from tvm import relax
 
 from relayquant.importers.onnx_sizes import emit_shape
+from relayquant.importers.refusal import Refusal
 from relayquant.rewrite.graph import constant_value
 
 
@@ -23,7 +24,7 @@ def convert_space_to_depth(
     if mode == b"DCR":
         return None
     if mode != b"CRD":
-        raise ValueError(f"mode is {mode.decode()!r}; allowed: DCR, CRD")
+        raise Refusal(f"mode is {mode.decode()!r}; allowed: DCR, CRD")
     (data,) = inputs
     block = int(attrs["blocksize"])
     batch, channels, height, width = data.ty.shape.values
@@ -39,12 +40,12 @@ def convert_roi_align(
     """RoiAlign with averages is left to TVM.
 
     Raises:
-        ValueError: mode is max: ONNX takes the largest of the weighted neighbours of a sample, TVM
+        Refusal: mode is max: ONNX takes the largest of the weighted neighbours of a sample, TVM
             of the interpolated samples.
     """
     mode = attrs.get("mode", b"avg")
     if mode != b"avg":
-        raise ValueError(f"mode is {mode.decode()!r}; supported: avg")
+        raise Refusal(f"mode is {mode.decode()!r}; supported: avg")
 
 
 def convert_non_max_suppression(
@@ -54,7 +55,7 @@ def convert_non_max_suppression(
     are the selected boxes.
 
     Raises:
-        ValueError: a limit is computed at run time.
+        Refusal: a limit is computed at run time.
     """
     boxes, scores, most, overlap, least = (*inputs, None, None, None)[:5]
     limits = []
@@ -65,7 +66,7 @@ def convert_non_max_suppression(
     ):
         value = default if operand is None else constant_value(operand)
         if value is None:
-            raise ValueError(f"its {name} is computed at run time; supported: constants")
+            raise Refusal(f"its {name} is computed at run time; supported: constants")
         limits.append(np.asarray(value).item())
     if attrs.get("center_point_box", 0):
         center = bb.emit(relax.op.strided_slice(boxes, [2], [0], [2]))

@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 from tvm import relax
 
+from relayquant.importers.onnx_activations import emit_elu, scalar
 from relayquant.importers.onnx_resize import Axis, Sampling, emit_resize
+from relayquant.importers.refusal import Refusal
 from relayquant.rewrite.graph import static_size, tensor_shape
 
 #: node of the program, importer of TVM's frontend -> value
@@ -46,29 +48,24 @@ def convert_extreme_of_axis(node: Any, importer: Any) -> relax.Expr:
 
 
 def convert_elu(node: Any, importer: Any) -> relax.Expr:
-    """elu(x, alpha, scale, input_scale) -> scale * (max(x, 0) + min(alpha * (exp(input_scale * x) -
-    1), 0)); selu and celu are written so, and TVM knows alpha only.
+    """elu(x, alpha, scale, input_scale) -> scale * (max(x, 0) + alpha * (exp(input_scale *
+    min(x, 0)) - 1)); selu and celu are written so, and TVM knows alpha only.
     """
     operand, *factors = read_arguments(node, "self", "alpha", "scale", "input_scale")
-    data, emit = importer.env[operand], importer.block_builder.emit
-    dtype = str(data.ty.dtype)
-    alpha, scale, input_scale = (relax.const(float(factor), dtype) for factor in factors)
-    grown = emit(relax.op.exp(emit(relax.op.multiply(data, input_scale))))
-    curve = emit(relax.op.multiply(emit(grown - relax.const(1.0, dtype)), alpha))
-    below = emit(relax.op.minimum(curve, relax.const(0.0, dtype)))
-    total = emit(relax.op.add(emit(relax.op.nn.relu(data)), below))
-    return emit(relax.op.multiply(total, scale))
+    alpha, scale, input_scale = map(float, factors)
+    total = emit_elu(importer.block_builder, importer.env[operand], alpha, input_scale)
+    return importer.block_builder.emit(relax.op.multiply(total, scalar(scale, total)))
 
 
 def convert_adaptive_max_pool(node: Any, importer: Any) -> relax.Expr:
     """adaptive_max_pool2d(x, 1) -> (R.max over height and width, nothing).
 
     Raises:
-        ValueError: another size of the result.
+        Refusal: another size of the result.
     """
     operand, sizes = read_arguments(node, "self", "output_size")
     if list(sizes) != [1, 1]:
-        raise ValueError(f"{node.name} pools to {list(sizes)}; supported: [1, 1]")
+        raise Refusal(f"{node.name} pools to {list(sizes)}; supported: [1, 1]")
     data = importer.env[operand]
     value = importer.block_builder.emit(relax.op.max(data, [-2, -1], keepdims=True))
     return relax.Tuple([value])
@@ -81,7 +78,7 @@ def convert_upsample(node: Any, importer: Any) -> relax.Expr:
     antialiased kernel ends at the border, and its cubic has a = -0.5, -0.75 without.
 
     Raises:
-        ValueError: the size is symbolic; corners are aligned with antialias.
+        Refusal: the size is symbolic; corners are aligned with antialias.
     """
     mode, is_antialiased = UPSAMPLES[str(node.target).removeprefix("aten.")]
     names = [argument.name for argument in node.target._schema.arguments]
@@ -92,12 +89,12 @@ def convert_upsample(node: Any, importer: Any) -> relax.Expr:
         factors = read_arguments(node, "scales_h", "scales_w")
     aligned = "align_corners" in names and read_arguments(node, "align_corners")[0]
     if aligned and is_antialiased:
-        raise ValueError(f"{node.name} has antialias and align_corners; supported: one of them")
+        raise Refusal(f"{node.name} has antialias and align_corners; supported: one of them")
     data = importer.env[operand]
     axes = []
     for k, size in enumerate((tensor_shape(data) or ())[2:]):
         if not isinstance(size, int) or (sizes and not isinstance(sizes[k], int)):
-            raise ValueError(f"{node.name} has a symbolic size; supported: fixed height and width")
+            raise Refusal(f"{node.name} has a symbolic size; supported: fixed height and width")
         factor = factors[k] if factors else None
         result = int(sizes[k]) if sizes else math.floor(size * float(factor or 1.0))
         scale = float(factor) if factor and not aligned else result / size
@@ -165,11 +162,11 @@ def convert_avg_pool(node: Any, importer: Any) -> relax.Expr:
     """avg_pool2d as TVM's frontend has it, which takes no notice of a divisor of its own.
 
     Raises:
-        ValueError: a divisor_override.
+        Refusal: a divisor_override.
     """
     (divisor,) = read_arguments(node, "divisor_override")
     if divisor is not None:
-        raise ValueError(f"{node.name} has divisor_override {divisor}; supported: None")
+        raise Refusal(f"{node.name} has divisor_override {divisor}; supported: None")
     return importer._avg_pool2d(node)
 
 
@@ -178,14 +175,14 @@ def convert_index(node: Any, importer: Any) -> relax.Expr:
     and, where they are neighbours, back. Negative indices count from the end.
 
     Raises:
-        ValueError: an index is a mask.
+        Refusal: an index is a mask.
     """
     operand, indices = read_arguments(node, "self", "indices")
     data, emit = importer.env[operand], importer.block_builder.emit
     axes = [axis for axis, index in enumerate(indices) if index is not None]
     given = [importer.env[indices[axis]] for axis in axes]
     if any(str(index.ty.dtype) == "bool" for index in given):
-        raise ValueError(f"{node.name} selects by a mask, so that its size depends on the data")
+        raise Refusal(f"{node.name} selects by a mask, so that its size depends on the data")
     if len(given) == 1:
         return emit(relax.op.take(data, given[0], axis=axes[0]))
     given = [
@@ -213,11 +210,11 @@ def count_from_start(
     """An index, plus the size of its axis where it is negative.
 
     Raises:
-        ValueError: the size is symbolic.
+        Refusal: the size is symbolic.
     """
     dtype, count = str(index.ty.dtype), static_size(size)
     if count is None:
-        raise ValueError(f"an axis of size {size} has an index of several; supported: fixed sizes")
+        raise Refusal(f"an axis of size {size} has an index of several; supported: fixed sizes")
     shifted = emit(relax.op.add(index, relax.const(count, dtype)))
     return emit(relax.op.where(emit(relax.op.less(index, relax.const(0, dtype))), shifted, index))
 
@@ -226,10 +223,10 @@ def convert_max_pool(node: Any, importer: Any) -> relax.Expr:
     """max_poolNd_with_indices as TVM's frontend has it, whose indices are zeros.
 
     Raises:
-        ValueError: the indices are used.
+        Refusal: the indices are used.
     """
     if any(user.args[1] == 1 and user.users for user in node.users):
-        raise ValueError(f"{node.name} is asked for indices; supported: the maxima alone")
+        raise Refusal(f"{node.name} is asked for indices; supported: the maxima alone")
     name = str(node.target).removeprefix("aten.").partition(".")[0]
     return getattr(importer, f"_{name}")(node)
 

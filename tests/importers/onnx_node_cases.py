@@ -123,10 +123,10 @@ def find_difference(have, want, rtol: float, atol: float) -> str:
 
 
 def shorten(reason: str) -> str:
-    """What the list holds of a reason: without the names of nodes."""
+    """What the list holds of a reason: without the names of nodes, and without what to do."""
     _, found, rest = reason.partition(" cannot be converted: ")
-    text = rest if found else reason
-    return " ".join(text.split())[:REASON].strip()
+    text = " ".join((rest if found else reason).split())
+    return text.partition(". ")[0][:REASON].strip()
 
 
 def operator_of(case) -> str:

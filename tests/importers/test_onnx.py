@@ -337,11 +337,11 @@ def test_unsupported__all_named_and_nothing_printed(capfd, recwarn):
 def test_conversion_error__names_node_and_operator(capfd, recwarn):
     nodes = [
         helper.make_node("Relu", ["x"], ["a"], "fine"),
-        helper.make_node("Pad", ["a", "pads"], ["y"], "dynamic pad"),
+        helper.make_node("CumSum", ["a", "axis"], ["y"], "which axis"),
     ]
     model = make_model(nodes, {"x": [2, 3]})
-    model.graph.input.append(helper.make_tensor_value_info("pads", TensorProto.INT64, [4]))
-    with pytest.raises(ModelError, match=r"'dynamic pad'.*operator Pad.*Dynamic pads"):
+    model.graph.input.append(helper.make_tensor_value_info("axis", TensorProto.INT64, []))
+    with pytest.raises(ModelError, match=r"'which axis'.*operator CumSum.*axis is computed at run"):
         import_onnx(model)
     assert capfd.readouterr() == ("", "")
     assert len(recwarn) == 0

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
+from fractions import Fraction
+from pathlib import Path
+
 import numpy as np
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 from test_onnx import draw, make_model, operators_of, run_imported
 
 import relayquant as rq
+from relayquant import importers
 from relayquant.errors import ModelError
 from relayquant.importers import import_onnx
+from relayquant.importers.onnx_operators import OPERATORS
 
 RAMP = np.arange(4, dtype="float32").reshape(1, 1, 1, 4)
 
@@ -70,7 +76,7 @@ def test_resize__symbolic_sizes_grow_by_integers():
             helper.make_node("ReduceSum", ["x", "axes"], ["y"]),
             {"x": RAMP, "axes": np.array([1])},
             13,
-            "axes are computed at run time, so that the shape of its result is not known",
+            "axes are computed at run time; supported: constants.* inputs={'axes': value}",
         ),
         (
             helper.make_node("TopK", ["x", "k"], ["y", "at"]),
@@ -114,6 +120,99 @@ def test_resize__symbolic_sizes_grow_by_integers():
 def test_refused__says_why(node, inputs, opset, message):
     with pytest.raises(ModelError, match=rf"(?s)operator {node.op_type}.* {message}"):
         import_onnx(make_mixed_model(node, inputs, opset))
+
+
+@pytest.mark.parametrize(
+    "error", [KeyError("k"), IndexError(), AttributeError("'Var' has no 'value'")]
+)
+def test_refused__whatever_a_conversion_raises(error, monkeypatch):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setitem(OPERATORS, "Tile", fail)
+    node = helper.make_node("Tile", ["x", "n"], ["y"])
+    model = make_mixed_model(node, {"x": RAMP, "n": np.array([1, 1, 1, 2])}, 13)
+    with pytest.raises(ModelError) as raised:
+        import_onnx(model)
+    text = str(raised.value)
+    assert "Node 'y' (operator Tile, opset 13)" in text
+    assert "'x' (float32 of shape (1, 1, 1, 4), at run time)" in text
+    assert "supported: constants behind the first operand" in text
+    assert type(error).__name__ in text
+    assert "inputs={'n': value}" in text
+
+
+def test_conversions__raise_refusals_alone():
+    folder = Path(importers.__file__).parent
+    for path in folder.glob("onnx_*.py"):
+        if path.stem == "onnx_rewrite":  # before there are nodes to name: it names them itself
+            continue
+        raised = re.findall(r"raise (\w+)", path.read_text())
+        assert set(raised) <= {
+            "Refusal",
+            "NotConstant",
+            "ModelError",
+            "_Failed",
+            "refuse_source",
+            "cause",
+        }, path
+
+
+@pytest.mark.parametrize("domain", ["com.microsoft", "my.own"])
+@pytest.mark.parametrize("name", ["Pad", "Relu", "Split", "If"])
+def test_foreign_operator__is_none_of_onnx(domain, name):
+    node = helper.make_node(name, ["x"], ["y"], domain=domain)
+    model = make_mixed_model(node, {"x": RAMP}, 13)
+    model.opset_import.append(helper.make_opsetid(domain, 1))
+    with pytest.raises(ModelError, match=rf"Not supported, 1 operator .*{domain}.{name}"):
+        import_onnx(model)
+
+
+@pytest.mark.parametrize("mode", ["constant", "edge", "reflect", "wrap"])
+@pytest.mark.parametrize("dtype", ["float32", "int32"])
+def test_pad__of_the_run_time(mode, dtype):
+    x = (draw(2, 5, 4) * 10).astype(dtype)
+    pads = np.array([0, 2, -1, 1, 3, 2])
+    operands = {"x": x, "p": pads}
+    if mode == "constant":
+        operands["fill"] = np.array(7, dtype)
+    node = helper.make_node("Pad", [*operands], ["y"], mode=mode)
+    mod, _ = import_onnx(make_mixed_model(node, operands, 19))
+    for shift in (0, 1):
+        operands["p"] = pads - shift * np.array([0, 1, 1, 0, 0, 2])
+        widths = np.maximum(operands["p"], 0).reshape(2, 3).T
+        cropped = x[:, :, max(0, -operands["p"][2]) :]
+        want = np.pad(
+            cropped, widths, mode, **({"constant_values": 7} if mode == "constant" else {})
+        )
+        if mode == "wrap":  # of what is not cropped
+            want = np.pad(x, widths, mode)[:, :, max(0, -operands["p"][2]) :]
+        (found,) = run_imported(mod, operands)
+        np.testing.assert_array_equal(found, want)
+
+
+def test_split__of_the_run_time():
+    x = draw(3, 7)
+    node = helper.make_node("Split", ["x", "n"], ["a", "b", "c"], axis=1)
+    mod, _ = import_onnx(make_mixed_model(node, {"x": x, "n": np.array([1, 1, 1])}, 13))
+    for sizes in ([2, 4, 1], [0, 7, 0]):
+        found = run_imported(mod, {"x": x, "n": np.array(sizes)})
+        for have, want in zip(found, np.split(x, np.cumsum(sizes)[:-1], 1), strict=True):
+            np.testing.assert_array_equal(have, want)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+@pytest.mark.parametrize("is_constant", [False, True])
+def test_pow__of_integers(dtype, is_constant):
+    base = np.array([-3, -2, -1, 1, 2, 7], dtype)
+    exponent = np.array([3, -1, -3, -2, 9, 0], dtype)
+    node = helper.make_node("Pow", ["x", "n"], ["y"])
+    weights = {"n": exponent} if is_constant else {}
+    operands = {"x": base, **({} if is_constant else {"n": exponent})}
+    mod, _ = import_onnx(make_mixed_model(node, operands, 13, weights))
+    (found,) = run_imported(mod, operands)
+    want = [int(Fraction(int(b)) ** int(e)) for b, e in zip(base, exponent, strict=True)]
+    assert found.tolist() == want
 
 
 def test_run_time_sizes__are_read():
