@@ -80,7 +80,7 @@ def convert_dequantize_linear(
 
 def _check_form(attrs: dict[str, Any], dtype: str, data: relax.Expr | None = None) -> None:
     if attrs.get("block_size", 0):
-        raise Refusal("blocked quantization (block_size) is not supported; use one axis")
+        raise Refusal("its quantization is blocked (block_size); supported: one axis")
     if dtype not in INTEGER_LIMITS and dtype not in NARROW:
         known = ", ".join((*INTEGER_LIMITS, *NARROW))
         raise Refusal(f"quantization to {dtype} is not supported; supported: {known}")

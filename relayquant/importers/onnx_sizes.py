@@ -232,7 +232,8 @@ def pad_at_run_time(bb: relax.BlockBuilder, inputs: Sequence[Any], mode: bytes) 
     Raises:
         Refusal: the axes are not constants, or their number is not known.
     """
-    data, pads, fill, axes = (*inputs, None, None)[:4]
+    operands: list[Any] = [*inputs, None, None]
+    data, pads, fill, axes = operands[:4]
     rank = data.ty.ndim
     padded = [*range(rank)] if axes is None else read_sizes(axes)
     if padded is None:
