@@ -21,6 +21,7 @@ from tvm.ir import GenericConst
 
 from relayquant import _tvm
 from relayquant.errors import format_count
+from relayquant.importers.indices import count_from_start, scatter_elements
 from relayquant.importers.onnx_activations import emit_elu, find_activation
 from relayquant.importers.onnx_arithmetic import (
     convert_bit_shift,
@@ -423,6 +424,26 @@ def convert_max_pool(
     return _convert_pool("MaxPool", bb, inputs, attrs, opset)
 
 
+def convert_scatter_elements(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr | None:
+    """ScatterElements of fewer indices than the data has elements along another axis, which TVM
+    puts elsewhere. Symbolic sizes, and as many indices, are left to TVM.
+    """
+    data, index, updates = inputs
+    sizes, shape = tensor_shape(data), tensor_shape(index)
+    if sizes is None or shape is None or any(isinstance(n, str) for n in (*sizes, *shape)):
+        return None
+    axis = int(attrs.get("axis", 0)) % len(sizes)
+    if all(a == b for at, (a, b) in enumerate(zip(sizes, shape, strict=True)) if at != axis):
+        return None
+    kind = attrs.get("reduction", b"none").decode()
+    index = count_from_start(bb, index, sizes[axis])
+    known = [int(n) for n in shape]
+    reduction = "update" if kind == "none" else kind
+    return scatter_elements(bb, data, index, known, updates, axis, reduction)
+
+
 def require_constant(
     what: str,
     at: int,
@@ -546,6 +567,7 @@ OPERATORS: dict[str, Convert] = {
     "QuantizeLinear": convert_quantize_linear,
     "RNN": functools.partial(convert_recurrent, RNN),
     "Range": limit_range,
+    "ScatterElements": convert_scatter_elements,
     "Slice": convert_slice,
     "Split": convert_split,
     "Softmax": functools.partial(sum_in_float32, "Softmax"),

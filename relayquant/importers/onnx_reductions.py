@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from tvm import relax
 
+from relayquant.importers.indices import count_from_start
 from relayquant.importers.onnx_sizes import read_sizes
 from relayquant.importers.refusal import NotConstant, Refusal
 from relayquant.rewrite.graph import constant_value, tensor_shape
@@ -146,9 +147,7 @@ def convert_one_hot(
     count, rank = int(array.item()), len(shape) + 1
     axis = int(attrs.get("axis", -1)) % rank
     whole = bb.emit(relax.op.astype(indices, "int64"))
-    is_negative = bb.emit(relax.op.less(whole, relax.const(0, "int64")))
-    from_end = bb.emit(relax.op.add(whole, relax.const(count, "int64")))
-    whole = bb.emit(relax.op.where(is_negative, from_end, whole))
+    whole = count_from_start(bb, whole, count)
     form = [count if at == axis else 1 for at in range(rank)]
     ramp = relax.const(np.arange(count, dtype="int64").reshape(form), "int64")
     is_hot = bb.emit(relax.op.equal(bb.emit(relax.op.expand_dims(whole, axis)), ramp))

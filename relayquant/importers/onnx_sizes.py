@@ -16,6 +16,7 @@ import onnx
 from tvm import relax, tirx
 from tvm.ir import GenericConst
 
+from relayquant.importers.indices import count_from_start
 from relayquant.importers.refusal import NotConstant, Refusal
 from relayquant.rewrite.graph import constant_value, tensor_shape
 
@@ -181,10 +182,7 @@ def slice_at_run_time(
         shift = bb.emit(relax.op.where(back, one, zero))
         bounds = []
         for values in (starts, ends):
-            position = pick(values, at)
-            from_end = bb.emit(relax.op.add(position, size))
-            is_negative = bb.emit(relax.op.less(position, zero))
-            position = bb.emit(relax.op.where(is_negative, from_end, position))
+            position = count_from_start(bb, pick(values, at), size)
             low = bb.emit(relax.op.negative(shift))
             high = bb.emit(relax.op.subtract(size, shift))
             position = bb.emit(relax.op.maximum(position, low))

@@ -42,28 +42,36 @@ Operands = Mapping[str, "relax.Expr | None"]
 FindValue = Callable[[relax.Var], "relax.Expr | None"]
 
 
-def describe_failure(error: BaseException, operands: Operands, find_value: FindValue) -> str:
+def describe_failure(
+    error: BaseException, operands: Operands, find_value: FindValue | None = None
+) -> str:
     """Why a node is not converted, what is supported, and what to do, without the last full stop.
 
     Args:
         error: What the conversion raised.
         operands: Of the node. The first is data; others that are no constants may be the reason.
-        find_value: What values of the model are computed from.
+        find_value: What values of the model are computed from; None where no input can be fixed.
     """
     text = " ".join(str(error).split()).rstrip(".") or "no further message"
-    late = [value for value in list(operands.values())[1:] if is_late(value)]
+    late = [value for value in list(operands.values())[1:] if find_value and is_late(value)]
     if isinstance(error, Refusal):
         fault = text
         late = late if isinstance(error, NotConstant) else []
         if error.remedy:
             return f"{fault}. {error.remedy}"
     else:
-        given = ", ".join(f"{name!r} ({describe(value)})" for name, value in operands.items())
+        given = ", ".join(
+            f"{name!r} ({describe(value)}"
+            f"{', at run time' if any(value is each for each in late) else ''})"
+            for name, value in operands.items()
+        )
         allowed = "constants behind the first operand, and " if late else ""
         fault = (
             f"it has the operands {given or 'none'}; supported: {allowed}what TVM's frontend "
             f"takes, which says: {type(error).__name__}: {text}"
         )
+    if not late or find_value is None:
+        return f"{fault}. {OTHERWISE}"
     inputs = dict.fromkeys(name for value in late for name in find_inputs(value, find_value))
     if not inputs:
         return f"{fault}. {OTHERWISE}"
@@ -80,12 +88,12 @@ def is_late(value: relax.Expr | None) -> bool:
 
 
 def describe(value: relax.Expr | None) -> str:
-    """An operand as a reader of the file knows it: "float32 of shape (1, 3), at run time"."""
+    """An operand as a reader of the file knows it: "float32 of shape (1, 3)"."""
     if not isinstance(value, relax.Expr) or not isinstance(value.ty, relax.TensorType):
         return "sizes" if value is not None else "none"
     shape = tensor_shape(value)
     sizes = "of unknown shape" if shape is None else f"of shape ({', '.join(map(str, shape))})"
-    return f"{tensor_dtype(value)} {sizes}, {'at run time' if is_late(value) else 'constant'}"
+    return f"{tensor_dtype(value)} {sizes}"
 
 
 def find_inputs(value: relax.Expr, find_value: FindValue) -> Iterator[str]:

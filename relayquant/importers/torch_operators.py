@@ -15,19 +15,17 @@ from tvm import relax
 from relayquant.importers.onnx_activations import emit_elu, scalar
 from relayquant.importers.onnx_resize import Axis, Sampling, emit_resize
 from relayquant.importers.refusal import Refusal
-from relayquant.rewrite.graph import static_size, tensor_shape
+from relayquant.importers.torch_arguments import read_arguments
+from relayquant.importers.torch_indexing import convert_index, convert_index_put, convert_scatter
+from relayquant.importers.torch_pooling import (
+    convert_adaptive_max_pool,
+    convert_embedding_bag,
+    refuse_indices,
+)
+from relayquant.rewrite.graph import tensor_shape
 
 #: node of the program, importer of TVM's frontend -> value
 Convert = Callable[[Any, Any], relax.Expr]
-
-
-def read_arguments(node: Any, *names: str) -> list[Any]:
-    """The arguments of an operator by the names that its schema has, with its defaults."""
-    schema = node.target._schema.arguments
-    given = {argument.name: argument.default_value for argument in schema}
-    given.update(zip(given, node.args, strict=False))
-    given.update(node.kwargs)
-    return [given[name] for name in names]
 
 
 def convert_extreme(node: Any, importer: Any) -> relax.Expr:
@@ -55,20 +53,6 @@ def convert_elu(node: Any, importer: Any) -> relax.Expr:
     alpha, scale, input_scale = map(float, factors)
     total = emit_elu(importer.block_builder, importer.env[operand], alpha, input_scale)
     return importer.block_builder.emit(relax.op.multiply(total, scalar(scale, total)))
-
-
-def convert_adaptive_max_pool(node: Any, importer: Any) -> relax.Expr:
-    """adaptive_max_pool2d(x, 1) -> (R.max over height and width, nothing).
-
-    Raises:
-        Refusal: another size of the result.
-    """
-    operand, sizes = read_arguments(node, "self", "output_size")
-    if list(sizes) != [1, 1]:
-        raise Refusal(f"{node.name} pools to {list(sizes)}; supported: [1, 1]")
-    data = importer.env[operand]
-    value = importer.block_builder.emit(relax.op.max(data, [-2, -1], keepdims=True))
-    return relax.Tuple([value])
 
 
 def convert_upsample(node: Any, importer: Any) -> relax.Expr:
@@ -170,63 +154,13 @@ def convert_avg_pool(node: Any, importer: Any) -> relax.Expr:
     return importer._avg_pool2d(node)
 
 
-def convert_index(node: Any, importer: Any) -> relax.Expr:
-    """x[i], x[:, i, j], x[i, :, j] -> R.take or R.index_tensor on the indexed axes, moved in front
-    and, where they are neighbours, back. Negative indices count from the end.
-
-    Raises:
-        Refusal: an index is a mask.
-    """
-    operand, indices = read_arguments(node, "self", "indices")
-    data, emit = importer.env[operand], importer.block_builder.emit
-    axes = [axis for axis, index in enumerate(indices) if index is not None]
-    given = [importer.env[indices[axis]] for axis in axes]
-    if any(str(index.ty.dtype) == "bool" for index in given):
-        raise Refusal(f"{node.name} selects by a mask, so that its size depends on the data")
-    if len(given) == 1:
-        return emit(relax.op.take(data, given[0], axis=axes[0]))
-    given = [
-        count_from_start(emit, index, data.ty.shape.values[axis])
-        for axis, index in zip(axes, given, strict=True)
-    ]
-    rank, first = data.ty.ndim, axes[0]
-    rest = [axis for axis in range(rank) if axis not in axes]
-    moved = data if rest == [*range(len(axes), rank)] else permute(emit, data, [*axes, *rest])
-    value = emit(relax.op.index_tensor(moved, given))
-    if first == 0 or axes != [*range(first, first + len(axes))]:
-        return value
-    points = value.ty.ndim - len(rest)  # axes of the indices together
-    order = [*range(points, points + first), *range(points), *range(points + first, value.ty.ndim)]
-    return permute(emit, value, order)
-
-
-def permute(emit: Callable[[relax.Expr], relax.Var], data: relax.Expr, order: list[int]):
-    return emit(relax.op.permute_dims(data, order))
-
-
-def count_from_start(
-    emit: Callable[[relax.Expr], relax.Var], index: relax.Expr, size: Any
-) -> relax.Expr:
-    """An index, plus the size of its axis where it is negative.
-
-    Raises:
-        Refusal: the size is symbolic.
-    """
-    dtype, count = str(index.ty.dtype), static_size(size)
-    if count is None:
-        raise Refusal(f"an axis of size {size} has an index of several; supported: fixed sizes")
-    shifted = emit(relax.op.add(index, relax.const(count, dtype)))
-    return emit(relax.op.where(emit(relax.op.less(index, relax.const(0, dtype))), shifted, index))
-
-
 def convert_max_pool(node: Any, importer: Any) -> relax.Expr:
     """max_poolNd_with_indices as TVM's frontend has it, whose indices are zeros.
 
     Raises:
         Refusal: the indices are used.
     """
-    if any(user.args[1] == 1 and user.users for user in node.users):
-        raise Refusal(f"{node.name} is asked for indices; supported: the maxima alone")
+    refuse_indices(node)
     name = str(node.target).removeprefix("aten.").partition(".")[0]
     return getattr(importer, f"_{name}")(node)
 
@@ -261,11 +195,18 @@ OPERATORS: dict[str, Convert] = {
     "min.dim": convert_extreme_of_axis,
     "elu.default": convert_elu,
     "adaptive_max_pool2d.default": convert_adaptive_max_pool,
+    "adaptive_max_pool3d.default": convert_adaptive_max_pool,
+    "_embedding_bag_forward_only.default": convert_embedding_bag,
+    "_embedding_bag.default": convert_embedding_bag,
     "grid_sampler_2d.default": convert_grid_sample,
     "native_group_norm.default": convert_group_norm,
     "cumsum.default": convert_cumsum,
     "avg_pool2d.default": convert_avg_pool,
     "index.Tensor": convert_index,
+    "index_put.default": convert_index_put,
+    "scatter.src": convert_scatter,
+    "scatter_add.default": convert_scatter,
+    "scatter_reduce.two": convert_scatter,
     **{f"max_pool{rank}d_with_indices.default": convert_max_pool for rank in (1, 2, 3)},
     "clamp.default": convert_clamp,
     **dict.fromkeys(UPSAMPLES, convert_upsample),

@@ -4,10 +4,11 @@ modules.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,10 @@ from tvm.ir import Call
 
 from relayquant import _tvm
 from relayquant.arguments import check_arguments
-from relayquant.errors import MissingDependencyError, ModelError
+from relayquant.errors import MissingDependencyError, ModelError, format_count
 from relayquant.importers.files import DEFAULT_MAX_BYTES, check_file
 from relayquant.importers.names import MARK, SourceNode, name_values
+from relayquant.importers.refusal import describe_failure
 from relayquant.importers.torch_archive import read_program, silence_torch
 from relayquant.importers.torch_operators import OPERATORS
 from relayquant.importers.torch_quantized import make_converters
@@ -83,19 +85,61 @@ def _describe_wrong_type(program: object) -> ModelError:
 
 
 def _import_program(program: Any) -> tuple[tvm.IRModule, dict[str, np.ndarray]]:
-    importer = _tvm.load_torch_frontend().ExportedProgramImporter()
+    importer = make_importer()
     try:
         with silence_torch():
             program = program.run_decompositions(make_decompositions())
         converters = {**OPERATORS, **make_converters(find_constants(program))}
         with _tvm.FRONTEND_LOCK:
             mod = importer.from_exported_program(program, False, True, False, converters)
+    except ModelError:
+        raise
     except Exception as error:
         raise ModelError(
             f"Cannot convert the program: {type(error).__name__}: {error}. Export the model in "
             "evaluation mode (model.eval()) and without data-dependent control flow."
         ) from error
     return _name_after_modules(mod, importer.env, find_targets(program)), {}
+
+
+def make_importer() -> Any:
+    """TVM's importer, whose errors name the node, what is supported and what to do."""
+
+    class Importer(_tvm.load_torch_frontend().ExportedProgramImporter):
+        def _check_unsupported_func_type(self, nodes: Any) -> None:
+            missing: dict[str, list[str]] = {}
+            for node in nodes:
+                if node.op == "call_function" and node.target.__name__ not in self.convert_map:
+                    missing.setdefault(str(node.target), []).append(node.name)
+            if missing:
+                lines = [f"{op} (nodes {', '.join(map(repr, at))})" for op, at in missing.items()]
+                raise ModelError(
+                    f"Not supported, {format_count(len(missing), 'operator')} of the model: "
+                    f"{'; '.join(lines)}. Write them with other operators before the export."
+                )
+            for name, convert in self.convert_map.items():
+                self.convert_map[name] = functools.partial(convert_node, self, convert)
+
+    return Importer()
+
+
+def convert_node(importer: Any, convert: Callable[..., Any], node: Any, *more: Any) -> Any:
+    """What a conversion gives for a node.
+
+    Raises:
+        ModelError: it gives nothing; names the node and its module.
+    """
+    try:
+        return convert(node, *more)
+    except ModelError:
+        raise  # of a node in a branch
+    except Exception as error:
+        path = _module_path(node)
+        operands = {each.name: importer.env.get(each) for each in node.all_input_nodes}
+        raise ModelError(
+            f"Node {node.name!r} (operator {node.target}{f', module {path!r}' if path else ''}) "
+            f"cannot be converted: {describe_failure(error, operands)}."
+        ) from error
 
 
 def make_decompositions() -> Any:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
 from test_onnx import draw, make_model, operators_of, run_imported
 
 import relayquant as rq
@@ -136,7 +137,7 @@ def test_refused__whatever_a_conversion_raises(error, monkeypatch):
         import_onnx(model)
     text = str(raised.value)
     assert "Node 'y' (operator Tile, opset 13)" in text
-    assert "'x' (float32 of shape (1, 1, 1, 4), at run time)" in text
+    assert "'x' (float32 of shape (1, 1, 1, 4)), 'n' (int64 of shape (4), at run time)" in text
     assert "supported: constants behind the first operand" in text
     assert type(error).__name__ in text
     assert "inputs={'n': value}" in text
@@ -189,6 +190,21 @@ def test_pad__of_the_run_time(mode, dtype):
             want = np.pad(x, widths, mode)[:, :, max(0, -operands["p"][2]) :]
         (found,) = run_imported(mod, operands)
         np.testing.assert_array_equal(found, want)
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+@pytest.mark.parametrize("reduction", ["none", "add", "mul", "max", "min"])
+def test_scatter_elements__of_some_rows(axis, reduction):
+    x, rng = draw(3, 4, 5), np.random.default_rng(1)
+    shape = np.array([2, 3, 2])
+    index = np.argsort(rng.random(shape), axis) - 1
+    attrs = {} if reduction == "none" else {"reduction": reduction}
+    node = helper.make_node("ScatterElements", ["x", "i", "u"], ["y"], axis=axis, **attrs)
+    operands = {"x": x, "i": index, "u": draw(*shape)}
+    model = make_mixed_model(node, operands, 18)
+    (found,) = run_imported(import_onnx(model)[0], operands)
+    (want,) = ReferenceEvaluator(model).run(None, operands)
+    np.testing.assert_allclose(found, want, rtol=1e-6)
 
 
 def test_split__of_the_run_time():

@@ -240,7 +240,7 @@ def test_lower__refuses_a_float_model():
 @pytest.mark.parametrize(
     ("attrs", "scale", "dtype", "message"),
     [
-        ({"block_size": 2}, np.full((2, 2, 9, 9), 0.1, "float32"), "uint8", "quantization is blocked"),
+        ({"block_size": 2}, np.full((2, 2, 9, 9), 0.1, "float32"), "uint8", "is blocked"),
         ({}, np.float32(-0.1), "uint8", r"scale is \[-0\.1\].*above 0"),
         ({}, np.float32(np.nan), "uint8", "finite numbers above 0"),
         ({"axis": 7}, np.full(4, 0.1, "float32"), "uint8", "along axis 7"),

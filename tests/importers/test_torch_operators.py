@@ -49,11 +49,6 @@ def test_operator__computes_what_torch_computes(name):
     np.testing.assert_allclose(got, function(x).numpy(), rtol=1e-5, atol=1e-5)
 
 
-def test_adaptive_max_pool__of_another_size_refused():
-    with pytest.raises(ModelError, match=r"pools to \[2, 2\]; supported: \[1, 1\]"):
-        load(lambda x: functional.adaptive_max_pool2d(x, 2), torch.zeros(1, 2, 4, 4))
-
-
 def resize(**kwargs):
     return lambda x: functional.interpolate(x, **kwargs)
 
@@ -86,19 +81,100 @@ COMPILED = {
     "index_apart": lambda x: x[I, :, J],
     "index_table": lambda x: x[:, J[:, None], I],
     "index_computed": lambda x: x[:, (x[0, :3, 0, 0] > 0).long() - 2, I],
+    "masked": lambda x: torch.ops.aten.index_put(x, [x > 0], torch.tensor(2.0)),
+    "masked_rows": lambda x: torch.ops.aten.index_put(x, [x[:, :, 0, 0] > 0], torch.tensor(2.0)),
     "linear": lambda x: functional.interpolate(x[0], scale_factor=2, mode="linear"),
     "clamp_of_integers": lambda x: x.int().clamp(max=2),
     "max_pool": lambda x: functional.max_pool2d(x, 2, return_indices=True)[0],
 }
 
 
-@pytest.mark.parametrize("name", COMPILED)
-def test_operator__compiled_computes_what_torch_computes(name):
-    x = torch.from_numpy(np.random.default_rng(0).normal(0, 3, (2, 4, 5, 6)).astype("float32"))
-    machine = relax.VirtualMachine(rq.compile(load(COMPILED[name], x)), tvm.cpu())
-    got, expected = machine["main"](tvm.runtime.tensor(x.numpy())).numpy(), COMPILED[name](x)
+def assert_compiled_equals(function, x):
+    machine = relax.VirtualMachine(rq.compile(load(function, x)), tvm.cpu())
+    got, expected = machine["main"](tvm.runtime.tensor(x.numpy())).numpy(), function(x)
     assert got.dtype == expected.numpy().dtype
     np.testing.assert_allclose(got, expected.numpy(), rtol=1e-4, atol=1e-4)
+
+
+def draw_map():
+    return torch.from_numpy(np.random.default_rng(0).normal(0, 3, (2, 4, 5, 6)).astype("float32"))
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_operator__compiled_computes_what_torch_computes(name):
+    assert_compiled_equals(COMPILED[name], draw_map())
+
+
+def draw_adaptive_max_pool(rng):
+    rank = int(rng.integers(1, 4))
+    sizes = rng.integers(1, 6, rank).tolist()
+    pool = getattr(functional, f"adaptive_max_pool{rank}d")
+    return lambda x: pool(x[0] if rank == 1 else x[None] if rank == 3 else x, sizes)
+
+
+def draw_unfold(rng):
+    pairs = {
+        name: tuple(rng.integers(low, 3, 2).tolist())
+        for name, low in (("kernel_size", 1), ("dilation", 1), ("padding", 0), ("stride", 1))
+    }
+    return lambda x: functional.unfold(x, **pairs)
+
+
+def draw_embedding_bag(rng):
+    table = torch.from_numpy(rng.normal(size=(7, 3)).astype("float32"))
+    places = torch.from_numpy(rng.integers(0, 7, 9))
+    mode = str(rng.choice(["sum", "mean"]))
+    factors = torch.rand(9) if mode == "sum" and rng.integers(2) else None
+    has_last = bool(rng.integers(2))
+    offsets = torch.tensor([0, *sorted(rng.integers(0, 10, 3).tolist()), *[9] * has_last])
+    return lambda x: functional.embedding_bag(
+        places + (x.flatten()[:9] > 99).long(),
+        table,
+        offsets,
+        mode=mode,
+        per_sample_weights=factors,
+        include_last_offset=has_last,
+    )
+
+
+def draw_index_put(rng):
+    """Into points of some axes, each once unless they are added: the order is open."""
+    axes = sorted(rng.choice(4, int(rng.integers(1, 4)), replace=False).tolist())
+    sizes = [(2, 4, 5, 6)[axis] for axis in axes]
+    adds = bool(rng.integers(2))
+    flat = rng.choice(np.prod(sizes), 6 if adds else 2, replace=adds)
+    points = [torch.from_numpy(part) for part in np.unravel_index(flat, sizes)]
+    points[0] = points[0] - sizes[0]
+    where = [None] * 4
+    for axis, point in zip(axes, points, strict=True):
+        where[axis] = point
+    key = tuple(slice(None) if each is None else each for each in where)
+    return lambda x: torch.ops.aten.index_put(x, where, x[key] * 2 + 1, adds)
+
+
+def draw_scatter(rng):
+    dim = int(rng.integers(0, 4))
+    shape = rng.integers(1, np.array([2, 4, 5, 6]) + 1)
+    shape[dim] = 7  # more than there are places: some are met twice
+    places = torch.from_numpy(rng.integers(0, (2, 4, 5, 6)[dim], shape))
+    source = torch.from_numpy(rng.normal(size=shape + rng.integers(0, 2, 4)).astype("float32"))
+    kind = str(rng.choice(["sum", "prod", "mean", "amax", "amin", "add", "last"]))
+    if kind == "last":
+        places = torch.argsort(torch.rand(2, 4, 5, 6), dim)
+        return lambda x: x.scatter(dim, places[:1, :3, :, :4], x[:1, :3, :, :4] + 1)
+    if kind == "add":
+        return lambda x: x.scatter_add(dim - 4, places, source)
+    return lambda x: x.scatter_reduce(dim, places, source, kind)
+
+
+DRAWN = (draw_adaptive_max_pool, draw_unfold, draw_embedding_bag, draw_index_put, draw_scatter)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("draw", DRAWN, ids=lambda draw: draw.__name__)
+def test_operator__with_drawn_attributes(draw, seed):
+    torch.manual_seed(seed)
+    assert_compiled_equals(draw(np.random.default_rng(seed)), draw_map())
 
 
 @pytest.mark.parametrize(
@@ -109,6 +185,26 @@ def test_operator__compiled_computes_what_torch_computes(name):
         (
             resize(size=(3, 2), mode="bilinear", antialias=True, align_corners=True),
             "has antialias and align_corners",
+        ),
+        (
+            lambda x: functional.adaptive_max_pool2d(x, 2, return_indices=True),
+            r"Node '\w+' \(operator aten.adaptive_max_pool2d.default\).* indices; supported: .*Wri",
+        ),
+        (
+            lambda x: x.scatter_reduce(1, x.long() * 0, x, "sum", include_self=False),
+            "include_self is False; supported: True",
+        ),
+        (
+            lambda x: functional.embedding_bag((x[0, 0] > 0).long(), x[0, 0], mode="max"),
+            "mode is 'max'; supported: sum, mean",
+        ),
+        (
+            lambda x: functional.conv_transpose3d(x[None], x.new_zeros(2, 3, 2, 2, 2)),
+            r"operator aten.convolution.default\) .*supported: what TVM's .*\. Write this part",
+        ),
+        (
+            lambda x: x.logcumsumexp(1) + x.mode(1, keepdim=True)[0],
+            r"Not supported, 2 operators of the model: aten.logcumsumexp.default \(nodes .*Write",
         ),
     ],
 )
