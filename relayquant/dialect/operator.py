@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tvm import relax
 from tvm.ir import Call, Op, register_op_attr
 from tvm.relax import BlockBuilder
 
@@ -37,6 +38,9 @@ class Operator:
     infer: InferFunc
     legalize: LegalizeFunc
     layout: LayoutFunc | None = None  #: None: operands go back to their original layout
+    #: float_form(call, data): the call of Relax on real `data` that this one is in affine space;
+    #: of operators on one tensor with UNARY_OPERANDS first
+    float_form: Callable[[Call, relax.Expr], relax.Expr] | None = None
 
     @property
     def full_name(self) -> str:

@@ -7,19 +7,21 @@ only one of its real values: qnn.conv2d(x, w) -> Conv(DequantizeLinear(x), Dequa
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import numpy as np
 from tvm import relax
 from tvm.ir import Call
 
+from relayquant.dialect import OPERATORS
 from relayquant.errors import ModelError
 from relayquant.export.onnx_builder import Affine, OnnxBuilder, read_affine
 from relayquant.export.onnx_operators import (
+    FLOAT_WRITERS,
     Writer,
     conv_attributes,
     in_channels_first,
     integers,
-    window_pads,
 )
 from relayquant.rewrite.graph import constant_value, tensor_dtype
 
@@ -160,62 +162,27 @@ def write_qnn_binary(op: str, builder: OnnxBuilder, var: relax.Var, call: Call) 
     return builder.quantize(real, out, tensor_dtype(var), var.name)
 
 
-def read_one(builder: OnnxBuilder, var: relax.Var, call: Call) -> tuple[str, Affine]:
-    """(real values of the operand, parameters of the result) of an operator on one tensor."""
+def write_float_form(
+    form: Callable[[Call, relax.Expr], relax.Expr],
+    builder: OnnxBuilder,
+    var: relax.Var,
+    call: Call,
+) -> str:
+    """An operator on one tensor by its form on real values: what is written of that, between
+    DequantizeLinear and QuantizeLinear.
+    """
     data, scale, zero, out_scale, out_zero = call.args[:5]
-    real = builder.real_tensor(data, read_affine(scale, zero, -1, data.ty.ndim), var.name)
-    return real, read_affine(out_scale, out_zero, -1, var.ty.ndim)
-
-
-def write_qnn_mean(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
-    """qnn.mean."""
-    real, out = read_one(builder, var, call)
-    axes, keep = integers(call.attrs.axes), int(call.attrs.keepdims)
-    if builder.opset < 18:
-        mean = builder.step("ReduceMean", [real], f"{var.name}.real", axes=axes, keepdims=keep)
-    else:
-        given = builder.constant(np.array(axes, "int64"), f"{var.name}.axes")
-        mean = builder.step("ReduceMean", [real, given], f"{var.name}.real", keepdims=keep)
-    return builder.quantize(mean, out, tensor_dtype(var), var.name)
-
-
-def write_qnn_avg_pool(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
-    """qnn.avg_pool2d, channels first."""
-    attrs = call.attrs
-    if str(attrs.layout) != "NCHW" or any(size != 1 for size in integers(attrs.dilation)):
-        raise ModelError(f"export_onnx: {var.name!r} is no plain NCHW pool.")
-    real, out = read_one(builder, var, call)
-    pooled = builder.step(
-        "AveragePool",
-        [real],
-        f"{var.name}.real",
-        kernel_shape=integers(attrs.pool_size),
-        strides=integers(attrs.strides),
-        pads=window_pads(attrs.padding, 2),
-        ceil_mode=int(attrs.ceil_mode),
-        count_include_pad=int(attrs.count_include_pad),
+    source = relax.Var(f"{var.name}.data", relax.TensorType(data.ty.shape, "float32"))
+    builder.real[source] = builder.real_tensor(
+        data, read_affine(scale, zero, -1, data.ty.ndim), var.name
     )
-    return builder.quantize(pooled, out, tensor_dtype(var), var.name)
-
-
-def write_qnn_leaky_relu(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
-    """qnn.leaky_relu."""
-    real, out = read_one(builder, var, call)
-    name = f"{var.name}.real"
-    value = builder.step("LeakyRelu", [real], name, alpha=float(call.attrs.alpha))
-    return builder.quantize(value, out, tensor_dtype(var), var.name)
-
-
-def write_qnn_prelu(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
-    """qnn.prelu: PRelu, whose slopes are broadcast from the right."""
-    real, out = read_one(builder, var, call)
-    slopes = constant_value(call.args[5])
-    if slopes is None:
-        raise ModelError(f"export_onnx: the slopes of {var.name!r} are no constant.")
-    rank, axis = var.ty.ndim, int(call.attrs.axis) % var.ty.ndim
-    shaped = builder.constant(slopes.reshape(-1, *[1] * (rank - axis - 1)), f"{var.name}.slope")
-    value = builder.step("PRelu", [real, shaped], f"{var.name}.real")
-    return builder.quantize(value, out, tensor_dtype(var), var.name)
+    result = relax.Var(
+        builder.unique_name(f"{var.name}.real"), relax.TensorType(var.ty.shape, "float32")
+    )
+    value = form(call, source)
+    real = FLOAT_WRITERS[value.op.name](builder, result, value)
+    out = read_affine(out_scale, out_zero, -1, var.ty.ndim)
+    return builder.quantize(real, out, tensor_dtype(var), var.name)
 
 
 def write_qnn_concatenate(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
@@ -246,6 +213,11 @@ def write_lookup(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
 
 
 QNN_WRITERS: dict[str, Writer] = {
+    **{
+        operator.full_name: functools.partial(write_float_form, operator.float_form)
+        for operator in OPERATORS
+        if operator.float_form is not None
+    },
     "relax.qnn.quantize": write_quantize,
     "relax.qnn.dequantize": write_dequantize,
     "relax.qnn.requantize": write_requantize,
@@ -257,10 +229,6 @@ QNN_WRITERS: dict[str, Writer] = {
     "relax.qnn.add": functools.partial(write_qnn_binary, "Add"),
     "relax.qnn.subtract": functools.partial(write_qnn_binary, "Sub"),
     "relax.qnn.mul": functools.partial(write_qnn_binary, "Mul"),
-    "relax.qnn.mean": write_qnn_mean,
-    "relax.qnn.avg_pool2d": write_qnn_avg_pool,
-    "relax.qnn.leaky_relu": write_qnn_leaky_relu,
-    "relax.qnn.prelu": write_qnn_prelu,
     "relax.qnn.concatenate": write_qnn_concatenate,
     "relax.qnn.lookup": write_lookup,
 }

@@ -439,6 +439,14 @@ def infer_layout_mean(call: Call, _desired: Mapping[str, Any], layouts: Mapping[
     return make_output(inputs, output, replace_attrs(attrs, axes=tvm_ffi.Array(moved)))
 
 
+def make_float_avg_pool2d(call: Call, data: relax.Expr) -> relax.Expr:
+    """The pool on real data; its attributes have the same names."""
+    names = ("pool_size", "strides", "padding", "dilation")
+    sizes = {name: to_integers(getattr(call.attrs, name)) for name in names}
+    flags = {name: bool(getattr(call.attrs, name)) for name in ("ceil_mode", "count_include_pad")}
+    return relax.op.nn.avg_pool2d(data, **sizes, **flags, layout=str(call.attrs.layout))
+
+
 OPERATORS: tuple[Operator, ...] = (
     Operator(
         "avg_pool2d",
@@ -447,6 +455,7 @@ OPERATORS: tuple[Operator, ...] = (
         infer_avg_pool2d,
         legalize_avg_pool2d,
         infer_layout_avg_pool2d,
+        make_float_avg_pool2d,
     ),
     Operator(
         "mean",
@@ -455,5 +464,6 @@ OPERATORS: tuple[Operator, ...] = (
         infer_mean,
         legalize_mean,
         infer_layout_mean,
+        lambda call, data: relax.op.mean(data, list(call.attrs.axes) or None, call.attrs.keepdims),
     ),
 )

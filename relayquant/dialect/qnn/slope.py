@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from tvm import te, tirx
+from tvm import relax, te, tirx
 from tvm.ir import Attrs, Call
 from tvm.relax import BlockBuilder
 
@@ -231,6 +231,7 @@ OPERATORS: tuple[Operator, ...] = (
         infer_leaky_relu,
         legalize_leaky_relu,
         infer_layout_elementwise,
+        lambda call, data: relax.op.nn.leakyrelu(data, call.attrs.alpha),
     ),
     Operator(
         "prelu",
@@ -239,5 +240,6 @@ OPERATORS: tuple[Operator, ...] = (
         infer_prelu,
         legalize_prelu,
         infer_layout_elementwise,
+        lambda call, data: relax.op.nn.prelu(data, call.args[5], call.attrs.axis),
     ),
 )
