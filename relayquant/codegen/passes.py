@@ -15,6 +15,7 @@ from relayquant.codegen.run_time_sizes import KEEP_SIZED_CALLS
 from relayquant.codegen.schedule.extremes import create_extremes_pass
 from relayquant.codegen.schedule.schedule_pass import create_schedule_pass
 from relayquant.codegen.schedule.vector_math import create_math_pass
+from relayquant.codegen.threads import add_pool
 from relayquant.codegen.weight_zero import centre_weights
 from relayquant.codegen.wide_sums import part_wide_sums
 
@@ -27,7 +28,7 @@ def make_pipeline(target: Target) -> tvm.transform.Pass:
             mod = part_wide_sums(centre_weights(mod))
         mod = lower_float(lower_integer(convert_layout(mod), target), target)
         with target:
-            return tvm.transform.Sequential(
+            lowered = tvm.transform.Sequential(
                 [
                     # sort, topk and cumulative sums, which have no legalization of their own
                     relax.backend.DispatchSortScan(),
@@ -53,5 +54,6 @@ def make_pipeline(target: Target) -> tvm.transform.Pass:
                     relax.transform.AttachGlobalSymbol(),
                 ]
             )(mod)
+        return add_pool(lowered, target)
 
     return tvm.transform.module_pass(run, opt_level=0, name="relayquant.codegen")  # pyright: ignore[reportReturnType]

@@ -1,0 +1,462 @@
+; The pool of threads that compiled libraries bring along: the bodies of the functions that pool.py
+; declares, in LLVM's language because TIR has no atomic operations.
+;
+; A launch has as many parts as the pool has threads. The caller computes part 0; each worker looks
+; at a slot of its own, claims the part of that number and, when done, what nobody has begun. So does
+; the caller: it waits only for parts under way, never for a worker that does not get a processor,
+; and needs no worker at all (after a fork there is none).
+;
+; A slot holds 2 * launch while its part is free and 2 * launch + 1 once it is claimed, by one
+; compare-and-exchange. Who claimed a part of launch n may read @task: launch n is not over before
+; the part is counted off in @left, and only then may there be another launch.
+;
+; A worker that loses its processor in the middle of a part, because another process wants it, costs
+; the caller a slice of the scheduler's, milliseconds. After such a stall the next {least_alone} launches go
+; without workers, twice as many after each further one that follows soon, {most_alone} at most.
+;
+; Between the kernels of one run workers stay awake: the next launch is microseconds away. After
+; {worker_turns} turns without one they sleep. The counts of sleepers and of waiting callers are changed
+; before, and the slots and @left read after, both sequentially consistent, as the other side does it
+; the other way round: none sleeps through its call.
+
+%environment = type {{ ptr, i32 }}
+
+@lock = internal global i32 0, align 64           ; 1: a caller has the pool
+@threads = internal global i32 0                  ; callers and workers; 0: not started
+@process = internal global i32 0                  ; that started the workers
+@launch = internal global i64 0                   ; number of the last launch
+@function = internal global ptr null              ; of the launch: int (int part, environment*, data*)
+@data = internal global ptr null
+@environment = internal global %environment zeroinitializer
+@left = internal global i32 0, align 64           ; parts of the launch that nobody has finished
+@waiting = internal global i32 0                  ; 1: the caller sleeps on @finished
+@sleepers = internal global i32 0, align 64       ; workers that sleep, or are about to, on @wake
+@alone = internal global i32 0                    ; launches to come that go without workers
+@penalty = internal global i32 {least_alone}      ; what @alone was set to last
+@stalled_launch = internal global i64 0
+@stopping = internal global i32 0
+@wake = internal global [8 x i64] zeroinitializer, align 64       ; sem_t
+@finished = internal global [8 x i64] zeroinitializer, align 64   ; sem_t
+@handles = internal global [{most} x i64] zeroinitializer         ; pthread_t
+@slots = internal global [{most} x [8 x i64]] zeroinitializer, align 64
+@variable = private constant [16 x i8] c"TVM_NUM_THREADS\00"
+@smt_file = private constant [35 x i8] c"/sys/devices/system/cpu/smt/active\00"
+@read_mode = private constant [2 x i8] c"r\00"
+; What TVM's code calls for every parallel loop. Its runtime stores its own function there when it
+; loads the code.
+@__TVMBackendParallelLaunch = external global ptr
+@llvm.global_dtors = appending global [1 x {{ i32, ptr, ptr }}]
+    [{{ i32, ptr, ptr }} {{ i32 65535, ptr @relayquant_stop, ptr null }}]
+
+declare i32 @relayquant_launch(ptr, ptr, i32)
+declare i32 @relayquant_work(i64)
+declare i32 @relayquant_stop()
+declare i32 @pthread_create(ptr, ptr, ptr, ptr)
+declare i32 @pthread_join(i64, ptr)
+declare i32 @sem_init(ptr, i32, i32)
+declare i32 @sem_post(ptr)
+declare i32 @sem_wait(ptr)
+declare i32 @getpid()
+declare ptr @getenv(ptr)
+declare i32 @atoi(ptr)
+declare i32 @sched_getaffinity(i32, i64, ptr)
+declare ptr @fopen(ptr, ptr)
+declare i32 @fgetc(ptr)
+declare i32 @fclose(ptr)
+declare i64 @llvm.ctpop.i64(i64)
+declare i32 @clock_gettime(i32, ptr)
+declare i32 @llvm.umin.i32(i32, i32)
+{declare_pause}
+
+; At the start of a kernel: its parallel loops are launched here.
+define i32 @pool_attach() {{
+  store ptr @relayquant_launch, ptr @__TVMBackendParallelLaunch
+  ret i32 0
+}}
+
+; What a caller finds: 0 no pool for it, because it wants a number of parts of its own, another
+; caller has the pool, there is one thread, or there was a stall; 1 it has the pool; 2 it has, and is
+; to start it.
+define i32 @pool_take(i32 %wanted) {{
+entry:
+  %threads = load atomic i32, ptr @threads acquire, align 4
+  %alone = icmp eq i32 %threads, 1
+  %own = icmp ne i32 %wanted, 0
+  %without = or i1 %alone, %own
+  br i1 %without, label %none, label %try
+try:
+  %attempt = cmpxchg ptr @lock, i32 0, i32 1 acquire monotonic
+  %mine = extractvalue {{ i32, i1 }} %attempt, 1
+  br i1 %mine, label %taken, label %none
+taken:
+  %alone_left = load i32, ptr @alone
+  %calm = icmp eq i32 %alone_left, 0
+  br i1 %calm, label %use, label %rest
+rest:                                             ; too soon after a stall
+  %fewer = sub i32 %alone_left, 1
+  store i32 %fewer, ptr @alone
+  store atomic i32 0, ptr @lock release, align 4
+  br label %none
+use:
+  %now = load atomic i32, ptr @threads monotonic, align 4
+  %new = icmp eq i32 %now, 0
+  %state = select i1 %new, i32 2, i32 1
+  ret i32 %state
+none:
+  ret i32 0
+}}
+
+; Threads of a pool: what TVM_NUM_THREADS says, or as many as the process may use cores. Of those
+; that share a core (SMT) one half counts: kernels keep a core's units busy from one thread.
+define i32 @pool_count_threads() {{
+entry:
+  %mask = alloca [16 x i64]
+  %text = call ptr @getenv(ptr @variable)
+  %unset = icmp eq ptr %text, null
+  br i1 %unset, label %ask, label %read
+read:
+  %number = call i32 @atoi(ptr %text)
+  %valid = icmp sgt i32 %number, 0
+  br i1 %valid, label %given, label %ask
+given:
+  ret i32 %number
+ask:
+  %error = call i32 @sched_getaffinity(i32 0, i64 128, ptr %mask)
+  %known = icmp eq i32 %error, 0
+  br i1 %known, label %next, label %one
+one:
+  ret i32 1
+next:
+  %word = phi i64 [ 0, %ask ], [ %following, %next ]
+  %count = phi i64 [ 0, %ask ], [ %sum, %next ]
+  %address = getelementptr i64, ptr %mask, i64 %word
+  %bits = load i64, ptr %address
+  %ones = call i64 @llvm.ctpop.i64(i64 %bits)
+  %sum = add i64 %count, %ones
+  %following = add i64 %word, 1
+  %more = icmp slt i64 %following, 16
+  br i1 %more, label %next, label %counted
+counted:
+  %cores = trunc i64 %sum to i32
+  %file = call ptr @fopen(ptr @smt_file, ptr @read_mode)
+  %absent = icmp eq ptr %file, null
+  br i1 %absent, label %all, label %look
+look:
+  %character = call i32 @fgetc(ptr %file)
+  call i32 @fclose(ptr %file)
+  %shared = icmp eq i32 %character, 49            ; "1"
+  br i1 %shared, label %half, label %all
+half:
+  %up = add i32 %cores, 1
+  %halved = lshr i32 %up, 1
+  ret i32 %halved
+all:
+  ret i32 %cores
+}}
+
+define i32 @pool_start() {{
+entry:
+  %wanted = call i32 @pool_count_threads()
+  %few = icmp slt i32 %wanted, {most}
+  %capped = select i1 %few, i32 %wanted, i32 {most}
+  %some = icmp sgt i32 %capped, 1
+  %threads = select i1 %some, i32 %capped, i32 1
+  store atomic i32 %threads, ptr @threads release, align 4
+  %process = call i32 @getpid()
+  store i32 %process, ptr @process
+  call i32 @sem_init(ptr @wake, i32 0, i32 0)
+  call i32 @sem_init(ptr @finished, i32 0, i32 0)
+  br label %next
+next:
+  %worker = phi i32 [ 1, %entry ], [ %following, %start ]
+  %more = icmp slt i32 %worker, %threads
+  br i1 %more, label %start, label %end
+start:
+  %index = zext i32 %worker to i64
+  %handle = getelementptr i64, ptr @handles, i64 %index
+  %argument = inttoptr i64 %index to ptr
+  %error = call i32 @pthread_create(ptr %handle, ptr null, ptr @relayquant_work, ptr %argument)
+  %following = add i32 %worker, 1
+  %fine = icmp eq i32 %error, 0
+  br i1 %fine, label %next, label %fewer
+fewer:                                            ; the system has no more threads for us
+  store atomic i32 %worker, ptr @threads release, align 4
+  br label %end
+end:
+  ret i32 0
+}}
+
+; All of a launch on the caller's thread.
+define i32 @pool_run_alone(ptr %function, ptr %data, i32 %wanted) {{
+entry:
+  %environment = alloca %environment
+  %any = icmp eq i32 %wanted, 0
+  %parts = select i1 %any, i32 1, i32 %wanted
+  store ptr null, ptr %environment
+  %field = getelementptr %environment, ptr %environment, i32 0, i32 1
+  store i32 %parts, ptr %field
+  br label %next
+next:
+  %part = phi i32 [ 0, %entry ], [ %following, %next ]
+  %error = call i32 %function(i32 %part, ptr %environment, ptr %data)
+  %following = add i32 %part, 1
+  %more = icmp slt i32 %following, %parts
+  br i1 %more, label %next, label %end
+end:
+  ret i32 0
+}}
+
+; Publish a launch, for a caller that has the pool; its number is the result.
+define i64 @pool_publish(ptr %function, ptr %data) {{
+entry:
+  %threads = load i32, ptr @threads
+  store ptr %function, ptr @function
+  store ptr %data, ptr @data
+  store i32 %threads, ptr getelementptr (%environment, ptr @environment, i32 0, i32 1)
+  store i32 %threads, ptr @left
+  %last = load i64, ptr @launch
+  %launch = add i64 %last, 1
+  store i64 %launch, ptr @launch
+  %free = shl i64 %launch, 1
+  br label %next
+next:
+  %part = phi i32 [ 1, %entry ], [ %following, %open ]
+  %more = icmp slt i32 %part, %threads
+  br i1 %more, label %open, label %call
+open:
+  %index = zext i32 %part to i64
+  %slot = getelementptr [8 x i64], ptr @slots, i64 %index
+  store atomic i64 %free, ptr %slot release, align 8
+  %following = add i32 %part, 1
+  br label %next
+call:
+  fence seq_cst
+  %asleep = load atomic i32, ptr @sleepers seq_cst, align 4
+  %none = icmp eq i32 %asleep, 0
+  br i1 %none, label %end, label %rouse
+rouse:
+  %count = atomicrmw xchg ptr @sleepers, i32 0 seq_cst
+  br label %check
+check:
+  %done = phi i32 [ 0, %rouse ], [ %posted, %post ]
+  %others = icmp slt i32 %done, %count
+  br i1 %others, label %post, label %end
+post:
+  call i32 @sem_post(ptr @wake)
+  %posted = add i32 %done, 1
+  br label %check
+end:
+  ret i64 %launch
+}}
+
+; Claim and compute parts of a launch, from part %first on round all of them; how many.
+define i32 @pool_compute(i64 %launch, i32 %first) {{
+entry:
+  %free = shl i64 %launch, 1
+  %claimed = or i64 %free, 1
+  %threads = load atomic i32, ptr @threads monotonic, align 4
+  br label %next
+next:
+  %steps = phi i32 [ 0, %entry ], [ %step, %after ]
+  %part = phi i32 [ %first, %entry ], [ %following, %after ]
+  %count = phi i32 [ 0, %entry ], [ %counted, %after ]
+  %index = zext i32 %part to i64
+  %slot = getelementptr [8 x i64], ptr @slots, i64 %index
+  %attempt = cmpxchg ptr %slot, i64 %free, i64 %claimed acq_rel monotonic
+  %mine = extractvalue {{ i64, i1 }} %attempt, 1
+  br i1 %mine, label %compute, label %after
+compute:
+  %function = load ptr, ptr @function
+  %data = load ptr, ptr @data
+  %error = call i32 %function(i32 %part, ptr @environment, ptr %data)
+  %more = add i32 %count, 1
+  br label %after
+after:
+  %counted = phi i32 [ %count, %next ], [ %more, %compute ]
+  %step = add i32 %steps, 1
+  %up = add i32 %part, 1
+  %past = icmp sge i32 %up, %threads
+  %following = select i1 %past, i32 1, i32 %up    ; part 0 is the caller's
+  %again = icmp slt i32 %step, %threads
+  br i1 %again, label %next, label %end
+end:
+  ret i32 %counted
+}}
+
+; The caller: part 0, what is free, and the wait for the rest.
+define i32 @pool_finish(i64 %launch) {{
+entry:
+  %function = load ptr, ptr @function
+  %data = load ptr, ptr @data
+  %error = call i32 %function(i32 0, ptr @environment, ptr %data)
+  %others = call i32 @pool_compute(i64 %launch, i32 1)
+  %computed = add i32 %others, 1
+  %before = atomicrmw sub ptr @left, i32 %computed seq_cst
+  br label %look
+look:
+  %turn = phi i32 [ 0, %entry ], [ %turned, %pause ]
+  %left = load atomic i32, ptr @left acquire, align 4
+  %over = icmp eq i32 %left, 0
+  br i1 %over, label %end, label %patient
+patient:
+  %turned = add i32 %turn, 1
+  %long = icmp sgt i32 %turned, {caller_turns}
+  br i1 %long, label %sleep, label %pause
+pause:
+  {pause}
+  br label %look
+sleep:
+  %start = call i64 @pool_read_clock()
+  br label %announce
+announce:
+  store atomic i32 1, ptr @waiting seq_cst, align 4
+  %still = load atomic i32, ptr @left seq_cst, align 4
+  %now = icmp eq i32 %still, 0
+  br i1 %now, label %awake, label %wait
+wait:
+  call i32 @sem_wait(ptr @finished)               ; may be for an earlier launch: look again
+  br label %announce
+awake:
+  store atomic i32 0, ptr @waiting seq_cst, align 4
+  %stop = call i64 @pool_read_clock()
+  %slept = sub i64 %stop, %start
+  %stalled = icmp sgt i64 %slept, {stall}
+  br i1 %stalled, label %resign, label %end
+resign:
+  %last = load i64, ptr @stalled_launch
+  %since = sub i64 %launch, %last
+  %again = icmp slt i64 %since, {lull}
+  %former = load i32, ptr @penalty
+  %double = shl i32 %former, 1
+  %capped = call i32 @llvm.umin.i32(i32 %double, i32 {most_alone})
+  %penalty = select i1 %again, i32 %capped, i32 {least_alone}
+  store i32 %penalty, ptr @penalty
+  store i32 %penalty, ptr @alone
+  store i64 %launch, ptr @stalled_launch
+  br label %end
+end:
+  store atomic i32 0, ptr @lock release, align 4
+  ret i32 0
+}}
+
+; Nanoseconds.
+define i64 @pool_read_clock() {{
+  %time = alloca {{ i64, i64 }}
+  call i32 @clock_gettime(i32 1, ptr %time)
+  %seconds = load i64, ptr %time
+  %field = getelementptr {{ i64, i64 }}, ptr %time, i32 0, i32 1
+  %nanoseconds = load i64, ptr %field
+  %whole = mul i64 %seconds, 1000000000
+  %sum = add i64 %whole, %nanoseconds
+  ret i64 %sum
+}}
+
+; A launch, for a caller that has the pool.
+define i32 @pool_run(ptr %function, ptr %data) {{
+  %launch = call i64 @pool_publish(ptr %function, ptr %data)
+  call i32 @pool_finish(i64 %launch)
+  ret i32 0
+}}
+
+; A worker, until the library is unloaded.
+define i32 @pool_work(i64 %index) {{
+entry:
+  %worker = trunc i64 %index to i32
+  %slot = getelementptr [8 x i64], ptr @slots, i64 %index
+  br label %fresh
+fresh:
+  %seen = phi i64 [ 0, %entry ], [ %value, %done ], [ %value, %last ]
+  br label %look
+look:
+  %turn = phi i32 [ 0, %fresh ], [ %turned, %pause ], [ 0, %wait ], [ 0, %asleep ]
+  %value = load atomic i64, ptr %slot acquire, align 8
+  %low = and i64 %value, 1
+  %open = icmp eq i64 %low, 0
+  %unknown = icmp ne i64 %value, %seen
+  %work = and i1 %open, %unknown
+  br i1 %work, label %compute, label %idle
+compute:
+  %launch = lshr i64 %value, 1
+  %count = call i32 @pool_compute(i64 %launch, i32 %worker)
+  %nothing = icmp eq i32 %count, 0
+  br i1 %nothing, label %done, label %count_off
+count_off:
+  %before = atomicrmw sub ptr @left, i32 %count seq_cst
+  %final = icmp eq i32 %before, %count
+  br i1 %final, label %last, label %done
+last:
+  %caller = atomicrmw xchg ptr @waiting, i32 0 seq_cst
+  %waits = icmp ne i32 %caller, 0
+  br i1 %waits, label %tell, label %fresh
+tell:
+  call i32 @sem_post(ptr @finished)
+  br label %done
+done:
+  br label %fresh
+idle:
+  %turned = add i32 %turn, 1
+  %long = icmp sgt i32 %turned, {worker_turns}
+  br i1 %long, label %sleep, label %pause
+pause:
+  {pause}
+  br label %look
+sleep:
+  %others = atomicrmw add ptr @sleepers, i32 1 seq_cst
+  %again = load atomic i64, ptr %slot seq_cst, align 8
+  %same = icmp eq i64 %again, %value
+  br i1 %same, label %wait, label %retract
+retract:                                          ; a launch since: no sleep, unless we were counted
+  %asleep_now = load atomic i32, ptr @sleepers seq_cst, align 4
+  %counted = icmp eq i32 %asleep_now, 0
+  br i1 %counted, label %wait, label %leave
+leave:
+  %fewer = sub i32 %asleep_now, 1
+  %left_over = cmpxchg ptr @sleepers, i32 %asleep_now, i32 %fewer seq_cst seq_cst
+  %left_ok = extractvalue {{ i32, i1 }} %left_over, 1
+  br i1 %left_ok, label %asleep, label %retract
+wait:
+  %interrupted = call i32 @sem_wait(ptr @wake)
+  %stop = load atomic i32, ptr @stopping acquire, align 4
+  %end_now = icmp ne i32 %stop, 0
+  br i1 %end_now, label %end, label %look
+asleep:
+  br label %look
+end:
+  ret i32 0
+}}
+
+; When the library is unloaded or the process ends. Workers of another process (this one is a fork
+; of it) are not here.
+define i32 @pool_stop() {{
+entry:
+  %threads = load i32, ptr @threads
+  %process = load i32, ptr @process
+  %here = call i32 @getpid()
+  %same = icmp eq i32 %process, %here
+  %some = icmp sgt i32 %threads, 1
+  %stop = and i1 %same, %some
+  br i1 %stop, label %tell, label %end
+tell:
+  store atomic i32 1, ptr @stopping seq_cst, align 4
+  br label %post
+post:
+  %posted = phi i32 [ 1, %tell ], [ %more, %post ]
+  call i32 @sem_post(ptr @wake)
+  %more = add i32 %posted, 1
+  %posting = icmp slt i32 %more, %threads
+  br i1 %posting, label %post, label %join
+join:
+  %joined = phi i32 [ 1, %post ], [ %next, %join ]
+  %index = zext i32 %joined to i64
+  %address = getelementptr i64, ptr @handles, i64 %index
+  %handle = load i64, ptr %address
+  call i32 @pthread_join(i64 %handle, ptr null)
+  %next = add i32 %joined, 1
+  %joining = icmp slt i32 %next, %threads
+  br i1 %joining, label %join, label %gone
+gone:
+  store i32 1, ptr @threads
+  br label %end
+end:
+  ret i32 0
+}}

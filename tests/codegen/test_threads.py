@@ -1,0 +1,219 @@
+"""The pool of threads that compiled modules bring along: what runs on it, and what may go wrong
+around it.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+import tvm
+from tvm.script import tirx as T
+
+from relayquant.codegen.threads import add_pool
+from relayquant.codegen.threads.pool import MOST_THREADS, PAUSES, format_source
+from relayquant.kernels.isa.target import resolve_target
+
+ROWS, COLUMNS = 48, 64
+
+
+@T.prim_func
+def count_visits(visits: T.Buffer((ROWS, COLUMNS), "int32")):
+    """Adds 1 to every element: a part computed twice, or not at all, shows."""
+    T.func_attr({"global_symbol": "count_visits", "tirx.noalias": True})
+    for i in T.parallel(ROWS):
+        for j in range(COLUMNS):
+            visits[i, j] = visits[i, j] + 1
+
+
+@T.prim_func
+def count_serially(visits: T.Buffer((ROWS, COLUMNS), "int32")):
+    """Without a parallel loop."""
+    T.func_attr({"global_symbol": "count_visits"})
+    for i, j in T.grid(ROWS, COLUMNS):
+        visits[i, j] = visits[i, j] + 1
+
+
+def add_host_pool(func) -> tvm.IRModule:
+    return add_pool(tvm.IRModule({"count_visits": func}), resolve_target(None))
+
+
+@pytest.fixture
+def make_counter(monkeypatch):
+    """`count_visits` with a pool of so many threads, compiled in memory."""
+
+    def make(threads: int):
+        monkeypatch.setenv("TVM_NUM_THREADS", str(threads))  # read when the pool starts
+        return tvm.compile(add_host_pool(count_visits), resolve_target(None))["count_visits"]
+
+    return make
+
+
+def new_visits() -> tvm.runtime.Tensor:
+    return tvm.runtime.tensor(np.zeros((ROWS, COLUMNS), "int32"))
+
+
+def count_threads() -> int:
+    """Of this process, those of all libraries."""
+    return len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 16, 300])
+def test_pool__every_part_once(make_counter, threads):
+    count, visits, before = make_counter(threads), new_visits(), count_threads()
+    for run in range(200):
+        count(visits)
+        if run % 50 == 0:
+            time.sleep(0.002)  # the workers fall asleep
+    np.testing.assert_array_equal(visits.numpy(), 200)
+    assert count_threads() - before == min(threads, MOST_THREADS) - 1
+
+
+def test_pool__two_callers_at_once(make_counter):
+    count, all_visits = make_counter(3), [new_visits() for _ in range(4)]
+
+    def work(visits) -> None:
+        for _ in range(300):
+            count(visits)
+
+    callers = [threading.Thread(target=work, args=(visits,)) for visits in all_visits]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    for visits in all_visits:
+        np.testing.assert_array_equal(visits.numpy(), 300)
+
+
+def test_pool__beside_busy_processes(make_counter):
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3)]
+    try:
+        count, visits = make_counter(4), new_visits()
+        for _ in range(500):
+            count(visits)
+        np.testing.assert_array_equal(visits.numpy(), 500)
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+
+
+def test_pool__threads_end_with_the_module(make_counter):
+    before = count_threads()
+    for _ in range(3):
+        count, visits = make_counter(3), new_visits()
+        count(visits)
+        np.testing.assert_array_equal(visits.numpy(), 1)
+        assert count_threads() == before + 2
+        del count
+        gc.collect()
+        assert count_threads() == before
+
+
+FORK = """
+import os, sys
+import numpy as np, tvm
+count = tvm.runtime.load_module(sys.argv[1])["count_visits"]
+visits = tvm.runtime.tensor(np.zeros((48, 64), "int32"))
+count(visits)
+child = os.fork()
+count(visits)
+count(visits)
+assert (visits.numpy() == 3).all()
+if child == 0:
+    sys.exit(0)  # by the way that unloads libraries
+_, status = os.waitpid(child, 0)
+assert status == 0, status
+print("parent ends too")
+"""
+
+
+def test_pool__fork(tmp_path):
+    """The child has no workers, and does without; it ends, and so does its parent."""
+    library = str(tmp_path / "count.so")
+    tvm.compile(add_host_pool(count_visits), resolve_target(None)).export_library(library)
+    result = subprocess.run(
+        [sys.executable, "-c", FORK, library],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "TVM_NUM_THREADS": "3"},
+    )
+    assert result.stdout.split() == ["parent", "ends", "too"], result.stderr
+
+
+def test_pool__kernel_is_the_same_code():
+    """What stands beside a kernel leaves it alone: TVM takes `noalias` from a module as a whole."""
+    target = resolve_target(None)
+    alone = tvm.compile(tvm.IRModule({"count_visits": count_visits}), target)
+    beside = tvm.compile(add_host_pool(count_visits), target)
+
+    def count_distinct(module) -> list[int]:
+        """Pointers of the kernel's functions that LLVM may take to be distinct."""
+        lines = module.mod.inspect_source("ll").splitlines()
+        return [x.count("noalias") for x in lines if re.match("define.* @[a-z_]*count_", x)]
+
+    assert count_distinct(alone) == count_distinct(beside)
+    assert sum(count_distinct(beside)) > 0
+
+
+def test_pool__loops_are_launched_there():
+    """Not by what TVM's runtime stores in the pointer when it loads the code."""
+    text = tvm.compile(add_host_pool(count_visits), resolve_target(None)).mod.inspect_source("ll")
+    launches = re.findall(r"call i32 (\S+)\(ptr \S+ @__tvm_parallel_lambda", text)
+    assert launches == ["@relayquant_launch"]
+
+
+@pytest.mark.parametrize(
+    ("target", "waits"),
+    [
+        ("llvm -mtriple=x86_64-linux-gnu", "pause"),
+        ("llvm -mtriple=aarch64-linux-gnu", "isb"),
+        ("llvm -mtriple=aarch64-linux-gnu -mcpu=neoverse-n1", "isb"),
+    ],
+)
+def test_pool__code_for(target, waits):
+    resolved = resolve_target(target)
+    mod = add_pool(tvm.IRModule({"count_visits": count_visits}), resolved)
+    assembly = tvm.compile(mod, resolved).mod.inspect_source("asm")
+    assert re.search(rf"^\s*{waits}\b", assembly, re.MULTILINE)
+    # Nothing of the pool is called: what is not inlined has no body.
+    assert not re.search(r"\b(call|bl)\w*\s+_?pool_", assembly)
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "llvm -mtriple=aarch64-apple-darwin",
+        "llvm -mtriple=x86_64-pc-windows-msvc",
+        "llvm -mtriple=armv7a-linux-gnueabihf",
+        "llvm -mtriple=riscv64-linux-gnu",
+    ],
+)
+def test_pool__not_for(target):
+    mod = tvm.IRModule({"count_visits": count_visits})
+    assert add_pool(mod, resolve_target(target)).same_as(mod)
+
+
+def test_pool__not_without_parallel_loops():
+    assert [gv.name_hint for gv in add_host_pool(count_serially).get_global_vars()] == [
+        "count_visits"
+    ]
+
+
+def test_pool__not_for_static_linking():
+    mod = tvm.IRModule({"count_visits": count_visits}).with_attr("system_lib_prefix", "a_")
+    assert add_pool(mod, resolve_target(None)).same_as(mod)
+
+
+def test_source__has_all_numbers():
+    for pause in PAUSES.values():
+        assert "{most" not in format_source(*pause)
