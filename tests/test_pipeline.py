@@ -381,3 +381,30 @@ def test_quantize__one_result_of_several(make):
     assert rq.verify(qmod, data[0]).is_equal
     have = Executor(rq.compile(mod)).run("main", list(data[0].values()))
     np.testing.assert_allclose(have[0], rq.reference.run(mod, data[0])[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("attrs", "is_quantized"),
+    [
+        ({"padding": (1, 1, 1, 1)}, True),
+        ({"padding": (2, 0, 0, 0)}, False),
+        ({"padding": (0, 0, 0, 3)}, False),
+        ({"padding": (2, 2, 2, 2), "dilation": (2, 2)}, True),
+        ({"padding": (0, 0, 1, 1), "strides": (2, 2), "ceil_mode": True}, False),
+        ({"padding": (0, 0, 0, 0), "strides": (2, 2), "ceil_mode": True}, True),
+    ],
+)
+def test_quantize__max_pool_of_padding_alone_stays_float(attrs, is_quantized):
+    """Its maximum is -inf, as the float model has it."""
+    mod = build_model(
+        lambda emit, x: emit("pool", op.nn.max_pool2d(emit.conv("conv", x), (2, 2), **attrs)),
+        (1, 4, 7, 7),
+    )
+    data = draw_batches(mod, 2)
+    qmod = rq.quantize(mod, None, data, effort="fast", guard=rq.Guard.OFF)
+    (row,) = [row for row in rq.ledger(qmod).rows if row.name == "pool"]
+    assert row.quantized == is_quantized
+    assert is_quantized or "padding alone" in row.reason
+    (have,), (want,) = (rq.reference.run(each, data[0]) for each in (qmod, mod))
+    np.testing.assert_array_equal(np.isinf(have), np.isinf(want))
+    np.testing.assert_allclose(have, want, atol=0.1)

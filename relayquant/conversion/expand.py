@@ -28,7 +28,13 @@ from relayquant.ledger import Ledger, find_ledger, ledger_attrs
 from relayquant.ops import Kind, Operand, Output, Quantized, QuantOp
 from relayquant.ops.build import unary_pattern
 from relayquant.ops.callbacks import call_user, describe, describe_tensor, has_shape_of
-from relayquant.ops.shape import ATTRIBUTES, check_indices, check_nearest, check_sharing
+from relayquant.ops.shape import (
+    ATTRIBUTES,
+    check_indices,
+    check_nearest,
+    check_sharing,
+    check_windows,
+)
 from relayquant.qtypes import INTEGER_LIMITS, QParams, Rounding
 from relayquant.reference import qnn as numpy_qnn
 from relayquant.rewrite import (
@@ -103,6 +109,11 @@ def keep_channels(call: Call, operand: Quantized) -> Quantized | Skip:
 def keep_nearest(call: Call, operand: Quantized) -> Quantized | Skip:
     """resize(q) to the nearest neighbour, with unchanged parameters."""
     return check_nearest(call) or keep_parameters(call, operand)
+
+
+def keep_pooled(call: Call, operand: Quantized) -> Quantized | Skip:
+    """max_pool(q) with unchanged parameters, which may be those of channels."""
+    return check_windows(call) or keep_channels(call, operand)
 
 
 def keep_taken(call: Call, operand: Quantized) -> Quantized | Skip:
@@ -196,8 +207,8 @@ AFFINE_RULES: tuple[AffineRule, ...] = tuple(
         ("relax.nn.relu", relu_to_clip),
         ("relax.clip", clip_to_clip),
         ("relax.nn.pad", pad_with_quantized),
-        ("relax.nn.max_pool2d", keep_channels),
-        ("relax.nn.max_pool1d", keep_channels),
+        ("relax.nn.max_pool2d", keep_pooled),
+        ("relax.nn.max_pool1d", keep_pooled),
         ("relax.reshape", move_axis(axis_after_reshape)),
         ("relax.squeeze", move_axis(axis_after_reshape)),
         ("relax.expand_dims", move_axis(axis_after_reshape)),

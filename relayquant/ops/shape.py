@@ -108,6 +108,27 @@ def check_indices(call: Call) -> Skip | None:
     return None
 
 
+def check_max_pool(match: Match) -> Skip | None:
+    """As check_sharing; and the windows."""
+    root = match.graph.call_of(match.root)
+    return first_skip(check_sharing(match), None if root is None else check_windows(root))
+
+
+def check_windows(call: Call) -> Skip | None:
+    """Declines a maximum pool of which a window may lie in the padding as a whole: of nothing but
+    padding the maximum is -inf.
+    """
+    attrs = call.attrs
+    padding = [int(pad) for pad in attrs.padding]
+    rank = len(attrs.pool_size)
+    for at in range(rank):
+        window = (int(attrs.pool_size[at]) - 1) * int(attrs.dilation[at]) + 1
+        beyond = int(attrs.strides[at]) - 1 if attrs.ceil_mode else 0
+        if max(padding[at], padding[at + rank] + beyond) >= window:
+            return Skip("a window may hold padding alone, whose maximum, -inf, no integer is")
+    return None
+
+
 def check_concat(match: Match) -> Skip | None:
     """A literal tuple of float32 tensors."""
     if not isinstance(match.parts["data"], relax.Tuple):
@@ -144,7 +165,11 @@ def _concat_pattern() -> Pattern:
 
 
 #: of rows that take more than a moved value as it is
-CHECKS = {"relax.take": check_take}
+CHECKS = {
+    "relax.take": check_take,
+    "relax.nn.max_pool1d": check_max_pool,
+    "relax.nn.max_pool2d": check_max_pool,
+}
 
 SHAPE_OPS: tuple[QuantOp, ...] = (
     *(
