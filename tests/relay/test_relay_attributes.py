@@ -22,6 +22,8 @@ REFUSED = {
 UNWRITTEN = ("relax.gather_elements", "relax.gather_nd", "relax.tile")
 REFUSED_OF = {
     "relax.image.resize2d": {"out_dtype=float16", "out_dtype=float64", "rounding_method=round"},
+    # Relay has none: it is written as a formula, that of the default values.
+    "relax.nn.softplus": {"beta=-0.7", "threshold=-19.7"},
 }
 
 
