@@ -5,7 +5,7 @@ from relayquant._tvm import check_versions
 check_versions()
 
 # What follows imports TVM, so it must come after the check of its version.
-from relayquant import reference, relay, torch  # noqa: E402
+from relayquant import extend, reference, relay, torch  # noqa: E402
 from relayquant.analysis import AccumulatorReport  # noqa: E402
 from relayquant.analysis.lint import Finding, Severity, lint, measure_growth  # noqa: E402
 from relayquant.backends import ACCELERATOR, ARM, GENERIC, X86, default_backend  # noqa: E402
@@ -25,6 +25,7 @@ from relayquant.calibration.phases import Order  # noqa: E402
 from relayquant.calibration.weights.adaround import AdaRoundSettings  # noqa: E402
 from relayquant.calibration.weights.fit import BiasCorrection, FitSettings, WeightRounding  # noqa: E402
 from relayquant.calibration.weights.ranges import RelativeMSE  # noqa: E402
+from relayquant.compilation import compile, pipeline  # noqa: E402
 from relayquant.config import (  # noqa: E402
     FLOAT16,
     Accumulator,
@@ -56,26 +57,18 @@ from relayquant.errors import (  # noqa: E402
     RelayQuantError,
     WorkerError,
 )
+from relayquant.evaluation import (  # noqa: E402
+    accumulator_report,
+    compare,
+    ledger,
+    sensitivity,
+    verify,
+)
 from relayquant.events import Callback  # noqa: E402
 from relayquant.export import export_onnx  # noqa: E402
 from relayquant.formats import load  # noqa: E402
 from relayquant.importers import import_onnx, import_tflite, import_torch  # noqa: E402
 from relayquant.ops import BUILTIN_OPS  # noqa: E402
-
-# Some functions are named as the stages they run, whose packages are loaded by now: the functions
-# win.
-from relayquant.pipeline import (  # noqa: E402
-    accumulator_report,
-    calibrate,
-    compare,
-    compile,
-    convert_to_reference,
-    ledger,
-    lower,
-    pipeline,
-    prepare,
-    verify,
-)
 from relayquant.plan import Plan, Support  # noqa: E402
 from relayquant.prepared import PreparedModel  # noqa: E402
 from relayquant.qtypes import (  # noqa: E402
@@ -89,16 +82,20 @@ from relayquant.qtypes import (  # noqa: E402
     choose_qparams,
 )
 from relayquant.quantizer import quantize  # noqa: E402
-from relayquant.refine.guard import Guard, GuardSettings  # noqa: E402
 from relayquant.refine.prepared_edit import (  # noqa: E402
-    keep_in_float,
     load_prepared,
     merge_statistics,
-    replace_plan,
     save_prepared,
 )
-from relayquant.refine.search import FallbackResult, fallback, minutes, sensitivity  # noqa: E402
 from relayquant.rewrite import Skip  # noqa: E402
+from relayquant.runtime import Executor  # noqa: E402
+from relayquant.settings import Guard, GuardSettings  # noqa: E402
+from relayquant.steps import (  # noqa: E402
+    calibrate,
+    convert_to_reference,
+    lower,
+    prepare,
+)
 from relayquant.storage.qparams_file import load_qparams, save_qparams  # noqa: E402
 
 __all__ = [
@@ -125,7 +122,7 @@ __all__ = [
     "DataError",
     "DataWarning",
     "Effort",
-    "FallbackResult",
+    "Executor",
     "FileError",
     "Finding",
     "FitSettings",
@@ -176,11 +173,10 @@ __all__ = [
     "default_backend",
     "equalize_layers",
     "export_onnx",
-    "fallback",
+    "extend",
     "import_onnx",
     "import_tflite",
     "import_torch",
-    "keep_in_float",
     "ledger",
     "lint",
     "load",
@@ -189,13 +185,11 @@ __all__ = [
     "lower",
     "measure_growth",
     "merge_statistics",
-    "minutes",
     "pipeline",
     "prepare",
     "quantize",
     "reference",
     "relay",
-    "replace_plan",
     "save_prepared",
     "save_qparams",
     "sensitivity",

@@ -167,7 +167,7 @@ def has_elements(value: Any, origin: type, args: tuple[Any, ...]) -> bool:
 WORDS = {int: "an integer", float: "a number", bool: "True or False", str: "text"}
 NAMES = {
     "IRModule": "a tvm.IRModule",
-    "QuantPattern": "an operator row (relayquant.ops.QuantOp)",
+    "QuantPattern": "an operator row (relayquant.extend.QuantOp)",
     "AnyAffineRule": "an AffineRule",
     "Matcher": "a pattern with a method match(graph, var)",
 }

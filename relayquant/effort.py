@@ -20,9 +20,10 @@ from relayquant.calibration.weights.fit import (
     WeightRounding,
 )
 from relayquant.calibration.weights.ranges import RelativeMSE
-from relayquant.config import QConfig
+from relayquant.config import BackendConfig, QConfig, QConfigMapping
 from relayquant.errors import ConfigError, format_count, suggest_name
 from relayquant.plan import Plan
+from relayquant.prepared import PreparedModel
 
 
 class Effort(enum.Enum):
@@ -107,12 +108,12 @@ def choose_order(plan: Plan, calibration: Any, effort: Effort) -> Order:
     return EFFORTS[effort].order
 
 
-def describe_choices(plan: Plan, calibration: Any, fit: FitSettings) -> dict[str, str]:
+def describe_choices(prepared: PreparedModel, calibration: Any, fit: FitSettings) -> dict[str, str]:
     """What calibration works with, in words, for the ledger: {"activations": observers, "weights":
     observers, rounding and bias correction}.
 
     Args:
-        plan: Whose groups name what picks their parameters.
+        prepared: The model; the groups of its plan name what picks their parameters.
         calibration: What the user passed for all activations; None: as the plan says.
         fit: How weights are fitted.
     """
@@ -123,7 +124,7 @@ def describe_choices(plan: Plan, calibration: Any, fit: FitSettings) -> dict[str
                 if calibration is None or group.constant or group.is_fixed
                 else calibration
             )
-            for group in plan.groups
+            for group in prepared.plan.groups
             if (group.constant is not None) is is_weight
         }
         for is_weight in (False, True)
@@ -138,7 +139,12 @@ def describe_choices(plan: Plan, calibration: Any, fit: FitSettings) -> dict[str
         f"bias correction {fit.bias.value}",
         *settings,
     ]
-    return {"activations": ", ".join(sorted(names[False])), "weights": ", ".join(weights)}
+    described = ", ".join(weights)
+    graph = prepared.graph
+    bare = [point for point in graph.fits if f"{point.operator}:bias" not in graph.constants]
+    if bare and fit.bias is not BiasCorrection.NONE:
+        described += f" (not of {format_count(len(bare), 'operator')} without a bias)"
+    return {"activations": ", ".join(sorted(names[False])), "weights": described}
 
 
 def describe_observers(
@@ -184,3 +190,12 @@ def apply_effort(qconfig: QConfig, effort: Effort) -> QConfig:
         if (config := getattr(qconfig, name)) is not None and config.calibration is DEFAULT_OBSERVER
     }
     return replace(qconfig, **changed)
+
+
+def default_mapping(backend: BackendConfig, effort: Effort) -> QConfigMapping:
+    """Every operator as the backend says, observed as the level of effort says; without lines if
+    the backend says nothing.
+    """
+    qconfig = backend.default_qconfig
+    mapping = QConfigMapping()
+    return mapping if qconfig is None else mapping.set_global(apply_effort(qconfig, effort))

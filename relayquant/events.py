@@ -6,10 +6,15 @@ themselves.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
 
 from relayquant.qtypes import QParams, ValueInfo
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -81,3 +86,11 @@ class CallbackList(Callback):
     def on_parameters(self, event: ParametersEvent) -> None:
         for callback in self.callbacks:
             callback.on_parameters(event)
+
+    def run_stage(self, name: str, stage: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """What a stage gives, run between its two events."""
+        self.on_stage_start(StageEvent(name))
+        start = time.perf_counter()
+        result = stage(*args, **kwargs)
+        self.on_stage_end(StageEvent(name, time.perf_counter() - start))
+        return result

@@ -4,53 +4,29 @@ search that a metric asks for.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from concurrent import futures
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import tvm
 
 from relayquant.analysis.sensitivity import Metric
-from relayquant.arguments import check_arguments
-from relayquant.config import BackendConfig, QConfigMapping
 from relayquant.datasets import SpreadSample, open_dataset
 from relayquant.datasets.inputs import describe_inputs
-from relayquant.effort import Effort
 from relayquant.errors import AccuracyWarning, ConfigError, format_count, warn_user
-from relayquant.events import Callback, CallbackList
-from relayquant.pipeline import quantize_once, run_stage
+from relayquant.pipeline import quantize_once
 from relayquant.prepared import PreparedModel
-from relayquant.qtypes import QParams
-from relayquant.refine.guard import Guard, GuardSettings, guard_module, start_sample
-from relayquant.refine.search import MAX_DROP, fallback
+from relayquant.refine.guard import guard_module, start_sample
+from relayquant.refine.search import search_operators
 from relayquant.refine.speed import Stopwatch, keep_faster_float
+from relayquant.settings import Guard, QuantizeSettings, takes_settings
 
 
-@check_arguments
+@takes_settings(QuantizeSettings)
 def quantize(
     mod: tvm.IRModule,
     params: Mapping[str, Any] | None,
     dataset: Any,
-    *,
-    backend: BackendConfig | str | None = None,
-    qconfig_mapping: QConfigMapping | None = None,
-    calibration: Any = None,
-    effort: Effort | str = Effort.BALANCED,
-    input_dtypes: Mapping[str | int, str] | None = None,
-    output_dtypes: Mapping[str | int, str] | None = None,
-    parameters: Mapping[str, QParams] | None = None,
-    callbacks: Iterable[Callback] | Callback = (),
-    strict: bool = False,
-    checkpoint: str | Path | None = None,
-    executor: futures.Executor | None = None,
-    guard: Guard | GuardSettings | None = None,
-    metric: Metric | None = None,
-    max_drop: float = MAX_DROP,
-    budget: float | None = None,
-    validation: Any = None,
-    search_state: str | Path | None = None,
-    keep_faster: bool = False,
+    settings: QuantizeSettings,
 ) -> tvm.IRModule:
     """Quantize a float model after training, or what is still float of one that is quantized in
     part.
@@ -85,14 +61,24 @@ def quantize(
             calibration samples. None: operators that cause it are put back to float, with a
             warning; with effort "fast", and where it follows but loosely, there is only the
             warning. See `Guard`, `GuardSettings`.
-        metric: `(float outputs, quantized outputs) -> float`, higher is better, over all of
-            `validation`: the fewest operators are put back to int16 or float that keep it within
-            `max_drop` of what the float model has against itself, with a warning if `budget`
-            seconds (`relayquant.minutes`) do not suffice. It takes the place of the guard. See
-            `relayquant.fallback`, also for `validation` and `search_state`;
-            `ledger(qmod).search.mapping` makes the module again.
+        metric: `(float outputs, quantized outputs) -> float`, higher is better; lists with one
+            array for each output of the model, samples along axis 0 in the order of `validation`.
+            For an accuracy, close over the labels:
+            `lambda expected, got: (got[0].argmax(1) == labels).mean()`. The fewest operators are
+            put back to int16 or float that keep it within `max_drop` of what the float model has
+            against itself. It takes the place of the guard; `ledger(qmod).search` says what was
+            found, and its `mapping` makes the module again.
+        max_drop: How far the metric may be below that of the float model against itself.
+        budget: Seconds after which no further trial of the search begins; what it has found by
+            then is still built and measured, with a warning if the bound is not met. None: no
+            bound.
+        validation: Samples that the metric is measured on; `dataset` if None.
+        search_state: A JSON file that is written, whole, after every measurement: what was
+            measured, and the best mapping so far. A search that finds it there goes on from it, if
+            model, settings and data are the same, and the metric of the float model is.
         keep_faster: Time the kernels of both models on this machine, on the first batch, and keep
-            operators in float that are faster so; only if the whole model is. What was measured is
+            operators in float that are faster so; only if the whole model is, and with a metric
+            only as long as that is within the bound, or no worse. What was measured is
             in `ledger(qmod).speed`, with the mapping that makes the module again anywhere.
 
     Returns:
@@ -104,106 +90,60 @@ def quantize(
     Raises:
         ModelError, DataError, ConfigError: the model, the data or the configuration is wrong.
     """
-    events, settings = CallbackList.of(callbacks), GuardSettings.of(guard)
-    if keep_faster and (input_dtypes or output_dtypes or strict or dataset is None):
+    if settings.keep_faster and dataset is None:
         raise ConfigError(
-            "quantize(keep_faster=True) puts operators back to float and runs the model on its "
-            "data: strict, input_dtypes, output_dtypes and dataset=None do not go with it."
+            "quantize(keep_faster=True) runs the model on its data: dataset=None does not go with "
+            "it."
         )
-    if metric is None:
-        unused = {
-            "max_drop": None if max_drop == MAX_DROP else max_drop,
-            "budget": budget,
-            "validation": validation,
-            "search_state": search_state,
-        }
-        names = [name for name, value in unused.items() if value is not None]
-        if names:
-            raise ConfigError(
-                f"quantize got {', '.join(names)} but no metric: without one nothing is searched. "
-                "Pass metric=, a function (float outputs, quantized outputs) -> number."
-            )
-    if metric is not None:
-        if input_dtypes or output_dtypes or strict or parameters or checkpoint or executor:
-            raise ConfigError(
-                "quantize(metric=) quantizes several times and may put any operator back to float: "
-                "strict, input_dtypes, output_dtypes, parameters, checkpoint and executor do not "
-                "apply. Search without them, then quantize with "
-                "qconfig_mapping=QConfigMapping.from_dict(ledger(qmod).search.mapping) and them."
-            )
-        found = fallback(
-            mod,
-            params,
-            dataset,
-            metric,
-            max_drop=max_drop,
-            budget=budget,
-            validation=validation,
-            backend=backend,
-            qconfig_mapping=qconfig_mapping,
-            calibration=calibration,
-            effort=effort,
-            search_state=search_state,
-            keep_faster=keep_faster,
-            callbacks=events,
-        )
-        if not found.is_met:
-            remedy = "Allow a larger max_drop; there is nothing left to put back."
-            if budget is not None:
-                remedy = "A longer budget may help; it goes on from search_state, if one is given."
-            warn_user(
-                f"The metric is {found.score:.6g} and not within {max_drop:g} of "
-                f"{found.float_score:.6g} with "
-                f"{format_count(len(found.reverted), 'operator')} put back. {remedy}",
-                AccuracyWarning,
-            )
-        return found.mod
+    if settings.metric is not None:
+        return quantize_within(mod, params, dataset, settings.metric, settings)
+    run, guarding = settings.events.run_stage, settings.guarding
     samples: list[SpreadSample] = []
 
     def watch(prepared: PreparedModel, dataset: Any) -> Any:
-        if dataset is None or settings.find_action(prepared.effort) is Guard.OFF:
+        if dataset is None or guarding.find_action(prepared.effort) is Guard.OFF:
             return dataset
-        samples.append(start_sample(prepared, settings))
+        samples.append(start_sample(prepared, guarding))
         return samples[0].watch(open_dataset(dataset, describe_inputs(prepared.mod)))
 
-    prepared, qmod = quantize_once(
-        mod,
-        params,
-        dataset,
-        backend=backend,
-        qconfig_mapping=qconfig_mapping,
-        calibration=calibration,
-        effort=effort,
-        input_dtypes=input_dtypes,
-        output_dtypes=output_dtypes,
-        parameters=parameters,
-        callbacks=events,
-        strict=strict,
-        checkpoint=checkpoint,
-        executor=executor,
-        watch=watch,
-    )
+    prepared, qmod = quantize_once(mod, params, dataset, settings, watch)
     if dataset is None:
         return qmod
-    if keep_faster:
+    if settings.keep_faster:
         batch = next(iter(open_dataset(dataset, describe_inputs(prepared.mod))))
         stopwatch = Stopwatch.on_this_machine([*batch.values()])
-        prepared, qmod = run_stage(
-            events,
+        prepared, qmod = run(
             "keep faster",
-            lambda: keep_faster_float(prepared, qmod, stopwatch, dataset, calibration=calibration),
-        )
-    return run_stage(
-        events,
-        "guard",
-        lambda: guard_module(
+            keep_faster_float,
             prepared,
             qmod,
+            stopwatch,
             dataset,
-            settings,
-            calibration=calibration,
-            strict=strict,
-            callbacks=events,
-            sample=samples[0] if samples and samples[0].kept else None,
-        ),
-    )
+            calibration=settings.calibration,
+        )
+    sample = samples[0] if samples and samples[0].kept else None
+    return run("guard", guard_module, prepared, qmod, dataset, settings, sample)
+
+
+def quantize_within(
+    mod: tvm.IRModule,
+    params: Mapping[str, Any] | None,
+    dataset: Any,
+    metric: Metric,
+    settings: QuantizeSettings,
+) -> tvm.IRModule:
+    """The module with the fewest operators put back that keep the metric within its bound; warns
+    where none does.
+    """
+    found = search_operators(mod, params, dataset, metric, settings)
+    if not found.is_met:
+        remedy = "Allow a larger max_drop; there is nothing left to put back."
+        if settings.budget is not None:
+            remedy = "A longer budget may help; it goes on from search_state, if one is given."
+        warn_user(
+            f"The metric is {found.score:.6g} and not within {settings.max_drop:g} of "
+            f"{found.float_score:.6g} with "
+            f"{format_count(len(found.reverted), 'operator')} put back. {remedy}",
+            AccuracyWarning,
+        )
+    return found.mod

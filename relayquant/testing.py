@@ -24,13 +24,14 @@ from relayquant.calibration.weights.pick import pick_weight_parameters
 from relayquant.config import BackendConfig, QConfig, QConfigMapping, TensorConfig
 from relayquant.effort import Effort
 from relayquant.errors import ConfigError, RelayQuantError, format_count
+from relayquant.evaluation import ledger, verify
 from relayquant.ops import QuantOp
-from relayquant.pipeline import convert_to_reference, ledger, lower, prepare, verify
 from relayquant.prepared import PreparedModel
 from relayquant.qtypes import QSpec, Role
 from relayquant.reference import run_values
 from relayquant.reference.unary import RELAX_UNARY
 from relayquant.rewrite import Pattern
+from relayquant.steps import convert_to_reference, lower, prepare
 
 
 class PatternMismatch(RelayQuantError, AssertionError):

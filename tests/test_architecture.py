@@ -35,8 +35,12 @@ LAYERS: list[set[str]] = [
     },
     {"backends", "analysis", "effort", "formats"},
     {"equalization"},
-    {"pipeline", "refine", "quantizer", "testing", "torch"},
-    {"report", "demo"},
+    {"settings", "compilation"},
+    {"pipeline"},
+    {"steps", "evaluation", "refine"},
+    {"quantizer", "testing"},
+    {"torch"},
+    {"report", "demo", "extend"},
     {"cli", "__init__", "__main__"},
 ]
 #: The stages: each is replaceable alone, so none may know another.
@@ -65,6 +69,7 @@ CALLS_AT_IMPORT: dict[str, set[str]] = {
     "relayquant": {"check_versions"},
     "relayquant.errors": {"tvm_ffi.register_error"},
 }
+IMPORTS = (ast.Import, ast.ImportFrom)
 #: Fills TVM's registry of operators, which has no other way to be filled.
 REGISTERS_OPERATORS = "relayquant.dialect"
 
@@ -196,6 +201,30 @@ def test_names__no_function_is_called_as_a_folder():
     }
     clashes = sorted(public & folders)
     assert not clashes, clashes
+
+
+def test_pipeline__is_one_page_of_functions():
+    """The stages in order, and what they decide; arguments, signatures and their documentation are
+    in `settings`, `steps` and `quantizer`.
+    """
+    lines = SOURCES["relayquant.pipeline"].read_text("utf-8").splitlines()
+    body = [node for node in TREES["relayquant.pipeline"].body if not isinstance(node, IMPORTS)]
+    assert all(isinstance(node, ast.Expr | ast.FunctionDef) for node in body)
+    assert len(lines) - body[1].lineno < 200
+    arguments = [len(node.args.args) for node in body if isinstance(node, ast.FunctionDef)]
+    assert max(arguments) <= 6
+
+
+def test_settings__are_declared_once():
+    """No function of the flow or above it lists a dozen of them by hand."""
+    long = {
+        f"{module}:{node.name}"
+        for module, tree in TREES.items()
+        if layer_of(member_of(module)) >= layer_of("settings")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and len([*node.args.args, *node.args.kwonlyargs]) > 12
+    }
+    assert not long
 
 
 def test_layers__no_cycle_inside_a_layer() -> None:

@@ -52,7 +52,10 @@ def read_file(path: Path) -> bytes:
 #: and what of its result has to be the same whatever the name
 ENTRIES: dict[Callable[..., Any], Callable[[Any, Any, Path], Any]] = {
     rq.prepare: lambda mod, qmod, _: rq.prepare(mod).mod.script(),
-    rq.quantize: lambda mod, qmod, _: rq.quantize(mod, None, DATA, effort="fast").script(),
+    rq.quantize: lambda mod, qmod, _: [
+        rq.quantize(mod, None, DATA, effort="fast", metric=metric).script()
+        for metric in (None, score)
+    ],
     rq.compile: lambda mod, qmod, _: [type(rq.compile(m)) for m in (mod, qmod)],
     rq.lower: lambda mod, qmod, _: rq.lower(
         REFERENCE if find_entry(mod) == "main" else rename_function(REFERENCE, "main", "forward"),
@@ -63,9 +66,6 @@ ENTRIES: dict[Callable[..., Any], Callable[[Any, Any, Path], Any]] = {
     rq.ledger: lambda mod, qmod, _: rq.ledger(qmod).to_dict(),
     rq.lint: lambda mod, qmod, _: rq.lint(mod, None, DATA),
     rq.measure_growth: lambda mod, qmod, _: rq.measure_growth(mod, None, DATA),
-    rq.fallback: lambda mod, qmod, _: rq.fallback(
-        mod, None, DATA, score, effort="fast"
-    ).mod.script(),
     rq.accumulator_report: lambda mod, qmod, _: rq.accumulator_report(qmod, DATA).rows,
     rq.equalize_layers: lambda mod, qmod, _: rq.equalize_layers(mod)[0].script(),
     rq.smooth_activations: lambda mod, qmod, _: rq.smooth_activations(mod, None, DATA)[0].script(),

@@ -22,7 +22,6 @@ import tvm
 
 import relayquant as rq
 from relayquant.demo import load_digits
-from relayquant.runtime import Executor
 
 demo = load_digits()
 mod, params = rq.load(str(demo.model_path))
@@ -53,11 +52,11 @@ for row in rq.ledger(qmod).rows:
 # ``compile`` gives a TVM executable for this machine; pass ``target="llvm -mcpu=cascadelake"`` or
 # another target for a different one. The module has the inputs and outputs of the float model.
 
-float_model = Executor(rq.compile(mod))
-int8_model = Executor(rq.compile(qmod))
+float_model = rq.Executor(rq.compile(mod))
+int8_model = rq.Executor(rq.compile(qmod))
 
 
-def accuracy(model: Executor) -> float:
+def accuracy(model: rq.Executor) -> float:
     """Share of held-out digits that are recognized."""
     (logits,) = model.run("main", [demo.images])
     return float((logits.argmax(1) == demo.labels).mean())

@@ -18,16 +18,15 @@ import numpy as np
 
 import relayquant as rq
 from relayquant.demo import load_digits
-from relayquant.runtime import Executor
 
 demo = load_digits()
 mod, params = rq.load(str(demo.model_path))
-(expected,) = Executor(rq.compile(mod)).run("main", [demo.images])
+(expected,) = rq.Executor(rq.compile(mod)).run("main", [demo.images])
 
 
 def sqnr(qmod) -> float:
     """Signal to quantization noise at the outputs, in dB."""
-    (got,) = Executor(rq.compile(qmod)).run("main", [demo.images])
+    (got,) = rq.Executor(rq.compile(qmod)).run("main", [demo.images])
     return float(10 * np.log10((expected**2).sum() / ((got - expected) ** 2).sum()))
 
 

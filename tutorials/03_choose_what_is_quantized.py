@@ -111,16 +111,19 @@ with tempfile.TemporaryDirectory() as folder:
 merged = rq.merge_statistics(*parts)
 
 # %%
-# Editing the plan
-# ----------------
-# Between calibration and conversion one value can be given another spec, and an operator kept in
-# float; what is not concerned keeps its parameters.
+# One value in another format
+# --------------------------
+# A line of the mapping is the one way to say that an operator is quantized otherwise, or not at
+# all, whether a person writes it or a search found it.
 
 key = "conv2/relu"
-edited = rq.replace_plan(merged, merged.plan.replace(key, spec=rq.QSpec("int16")))
-qmod = rq.lower(rq.convert_to_reference(edited), edited.backend)
+wide = rq.TensorConfig(rq.QSpec("int16", rq.Scheme.SYMMETRIC), rq.MinMax())
+line = mapping.set_module_name(key, rq.QConfig(activation=wide, weight=default.weight))
+changed = rq.calibrate(rq.prepare(mod, params, line, "generic"), data)
+qmod = rq.lower(changed)
 images = demo.images[:64]
 want = rq.reference.run(merged.mod, [images])[0]
 have = rq.reference.run(qmod, [images])[0]
-print(f"value {key}: {edited.parameters[key].dtype}")
+reads = dict(changed.plan.operator(key).operands)["data"]
+print(f"{key} reads {changed.plan.group(reads).info.spec.dtype}")
 print(f"same digits as float: {np.mean(want.argmax(1) == have.argmax(1)):.1%}")

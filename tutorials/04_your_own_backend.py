@@ -21,9 +21,7 @@ from tvm import relax
 from tvm.relax.dpl import is_op, wildcard
 
 import relayquant as rq
-from relayquant.ops import Kind, Operand, Output, Quantized, QuantOp
-from relayquant.rewrite import Pattern
-from relayquant.runtime import Executor
+from relayquant.extend import Kind, Operand, Pattern, Quantized, QuantOp, Skip
 
 
 def npu_batch_matmul(a, b, scale, softmax):
@@ -61,7 +59,7 @@ def lower_batch_matmul(context):
     """matmul [+ softmax] of dequantized values -> a call of the hardware, dequantized."""
     lhs, rhs, out = context.operands["lhs"], context.operands["rhs"], context.output
     if out is None:
-        return rq.Skip("the hardware returns int8, and nothing wants integers here")
+        return Skip("the hardware returns int8, and nothing wants integers here")
     softmax = context.match.find_call("relax.nn.softmax") is not None
     scale = np.array([lhs.qparams.scale * rhs.qparams.scale, out.scale], "float32")
     shape = context.match.root.ty.shape
@@ -84,9 +82,8 @@ def npu_pattern(softmax):
         "relax.matmul",
         Pattern(root, {"lhs": lhs, "rhs": rhs}),
         (Operand("lhs"), Operand("rhs")),
-        Kind.ANCHOR,
-        Output.OWN,
-        lower_batch_matmul,
+        kind=Kind.ANCHOR,
+        realize=lower_batch_matmul,
     )
 
 
@@ -149,7 +146,7 @@ data = [
 prepared = rq.prepare(mod, None, None, NPU, strict=True, output_dtypes={"mixed": "int8"})
 prepared = rq.calibrate(prepared, data)
 reference = rq.convert_to_reference(prepared)
-npu_mod = rq.lower(reference, NPU)
+npu_mod = rq.lower(prepared)
 print(rq.ledger(npu_mod))
 print(npu_mod["main"].script(show_meta=False).split("@R.function")[-1])
 
@@ -158,7 +155,7 @@ print(npu_mod["main"].script(show_meta=False).split("@R.function")[-1])
 # ----------------------------
 # The reference model, which knows nothing of the hardware, predicts what it computes.
 
-(have,) = Executor(rq.compile(npu_mod)).run("main", list(data[0].values()))
+(have,) = rq.Executor(rq.compile(npu_mod)).run("main", list(data[0].values()))
 have = have.astype("float32") * np.float32(rq.ledger(npu_mod).outputs[0].scale[0])
 (want,) = rq.reference.run(mod, data[0])
 (predicted,) = rq.reference.run(reference, data[0])

@@ -20,11 +20,17 @@ from tvm import relax
 from tvm.relax.dpl import is_op, wildcard
 
 import relayquant as rq
-from relayquant.dialect import qnn
-from relayquant.ops import Kind, Operand, Output, Quantized, QuantOp
-from relayquant.reference.lookup_table import build_table
-from relayquant.rewrite import Pattern
-from relayquant.testing import PatternMismatch, check_pattern
+from relayquant.extend import (
+    Operand,
+    Pattern,
+    PatternMismatch,
+    Quantized,
+    QuantOp,
+    Skip,
+    build_table,
+    check_pattern,
+    qnn,
+)
 
 data = wildcard()
 swell = is_op("relax.add")(is_op("relax.multiply")(data, data), data)
@@ -34,7 +40,7 @@ def make_row(function):
     def realize(context):
         """swell(dequantize(x)) -> dequantize(lookup(x, table))."""
         if context.output is None:
-            return rq.Skip("no quantized operator reads the result")
+            return Skip("no quantized operator reads the result")
         operand = context.operands["data"]
         table = build_table(function, operand.qparams, context.output)
         value = qnn.lookup(operand.value, relax.const(table, str(table.dtype)))
@@ -45,8 +51,6 @@ def make_row(function):
         op="relax.add",
         pattern=Pattern(swell, {"data": data}),
         operands=(Operand("data"),),
-        kind=Kind.CONNECTOR,
-        output=Output.OWN,
         realize=realize,
     )
 

@@ -20,7 +20,6 @@ import numpy as np
 import relayquant as rq
 from relayquant.demo import load_digits
 from relayquant.report import compare_table, make_console
-from relayquant.runtime import Executor
 
 demo = load_digits()
 mod, params = rq.load(str(demo.model_path))
@@ -47,11 +46,11 @@ def pick_range(info: rq.ValueInfo, samples) -> rq.QParams:
 
 def relative_error(mod_) -> float:
     """Error of the logits, relative to their size."""
-    (got,) = Executor(rq.compile(mod_)).run("main", [demo.images])
+    (got,) = rq.Executor(rq.compile(mod_)).run("main", [demo.images])
     return float(np.linalg.norm(got - logits) / np.linalg.norm(logits))
 
 
-(logits,) = Executor(rq.compile(mod)).run("main", [demo.images])
+(logits,) = rq.Executor(rq.compile(mod)).run("main", [demo.images])
 
 # %%
 # ``rq.quantize`` looks at what it made: it runs the integer model beside the float model on a few
@@ -138,7 +137,7 @@ found = rq.ledger(
         demo.calibration,
         metric=minus_error,
         max_drop=0.05,
-        budget=rq.minutes(1),
+        budget=60,
         search_state="search.json",
         calibration=pick_range,
         effort="fast",
@@ -148,7 +147,7 @@ print(f"{found.reverted} in {found.dtype}: score {found.score:.4f} after {found.
 
 # %%
 # The configuration that was found is plain data, to print, save and use again with
-# ``qconfig_mapping=``; ``rq.fallback`` is the same search and returns it as an object.
+# ``qconfig_mapping=``.
 
 patch = rq.QConfigMapping.from_dict(found.mapping)
 print([rule.description for rule in patch.rules])

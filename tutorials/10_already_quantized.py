@@ -20,7 +20,6 @@ import numpy as np
 
 import relayquant as rq
 from relayquant.demo import load_digits
-from relayquant.runtime import Executor
 
 demo = load_digits()
 mod, params = rq.load(demo.model_path)
@@ -45,7 +44,7 @@ print(rq.ledger(qmod))
 
 
 def run(module, images=demo.images[:50]) -> np.ndarray:
-    return Executor(rq.compile(module)).run("main", [images])[0]
+    return rq.Executor(rq.compile(module)).run("main", [images])[0]
 
 
 own = rq.lower(reference)

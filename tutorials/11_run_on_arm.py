@@ -31,7 +31,6 @@ from tvm import relax, rpc
 
 import relayquant as rq
 from relayquant.demo import load_digits
-from relayquant.runtime import Executor
 
 CPU = "cortex-a76"
 target = {"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mcpu": CPU}
@@ -136,7 +135,7 @@ def connect_to_arm():
 # wherever the model runs.
 
 images = demo.images[:64]
-here = Executor(rq.compile(qmod)).run("main", [images])[0]
+here = rq.Executor(rq.compile(qmod)).run("main", [images])[0]
 with connect_to_arm() as session:
     if session is None or not library.exists():
         print(

@@ -3,7 +3,7 @@
 from relayquant.analysis.accumulators import (
     AccumulatorReport,
     AccumulatorRow,
-    find_min_scales,
+    fit_scales,
     measure_accumulators,
 )
 from relayquant.analysis.compare import CompareReport, CompareRow, compare_modules
@@ -17,7 +17,7 @@ __all__ = [
     "ValueDifference",
     "VerifyReport",
     "compare_modules",
-    "find_min_scales",
+    "fit_scales",
     "measure_accumulators",
     "verify_module",
 ]

@@ -7,7 +7,7 @@ input and else int64, before they are brought into range.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from tvm.ir import Call
 from relayquant.analysis.verify import expose_values
 from relayquant.config import Accumulator, OverflowBound
 from relayquant.dialect.sums import PRODUCTS, bound_sums
-from relayquant.errors import ModelError, format_count
+from relayquant.errors import ModelError, format_count, warn_user
 from relayquant.ledger import LedgerRow, read_ledger
 from relayquant.ops.find import find_sum
 from relayquant.plain_data import PlainFields
@@ -31,6 +31,8 @@ from relayquant.runtime import LoadModule
 
 #: raised scales leave this much room for the rounding of weights, which changes with them
 MARGIN = 1.01
+#: times that calibration is repeated to make sums fit; each round of scales changes the rounding
+ROUNDS = 4
 
 
 @dataclass(frozen=True)
@@ -186,6 +188,36 @@ def find_min_scales(prepared: PreparedModel, report: AccumulatorReport) -> dict[
         factor = np.where(excess > 1, excess * MARGIN, 1.0)
         found[key] = scale * (factor if scale.shape == factor.shape else factor.max())
     return found
+
+
+def fit_scales(
+    calibrated: PreparedModel,
+    measure: Callable[[PreparedModel], AccumulatorReport],
+    pick: Callable[[Mapping[str, np.ndarray]], PreparedModel],
+) -> PreparedModel:
+    """Raise scales and calibrate again until the sums fit; warn of those that do not.
+
+    Args:
+        calibrated: The calibrated model.
+        measure: Calibrated model -> its sums on the data.
+        pick: Scales to be raised to, by group key -> the model calibrated with them.
+    """
+    min_scales: dict[str, np.ndarray] = {}
+    for _ in range(ROUNDS):
+        wanted = find_min_scales(calibrated, measure(calibrated))
+        if not wanted:
+            return calibrated
+        min_scales |= wanted
+        calibrated = pick(min_scales)
+    left = find_min_scales(calibrated, measure(calibrated))
+    if left:
+        names = ", ".join(repr(key) for key in left)
+        warn_user(
+            f"Sums of products still overflow after calibration, where these are a factor: "
+            f"{names}. accumulator_report(prepared, dataset) tells by how much; allow larger "
+            "scales or use activations of fewer bits.",
+        )
+    return calibrated
 
 
 def count_overflows(

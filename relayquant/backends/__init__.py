@@ -3,7 +3,16 @@
 from relayquant.backends.accelerator import ACCELERATOR
 from relayquant.backends.arm import ARM
 from relayquant.backends.generic import GENERIC
-from relayquant.backends.select import BACKENDS, default_backend, resolve_backend
+from relayquant.backends.select import BACKENDS, default_backend, find_backend, resolve_backend
 from relayquant.backends.x86 import X86
 
-__all__ = ["ACCELERATOR", "ARM", "BACKENDS", "GENERIC", "X86", "default_backend", "resolve_backend"]
+__all__ = [
+    "ACCELERATOR",
+    "ARM",
+    "BACKENDS",
+    "GENERIC",
+    "X86",
+    "default_backend",
+    "find_backend",
+    "resolve_backend",
+]

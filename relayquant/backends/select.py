@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import tvm
+
 from relayquant.arguments import check_arguments
 from relayquant.backends.accelerator import ACCELERATOR
 from relayquant.backends.arm import ARM
@@ -13,6 +15,7 @@ from relayquant.config import BackendConfig
 from relayquant.errors import ConfigError, suggest_name
 from relayquant.kernels.isa.architecture import Architecture, find_architecture
 from relayquant.kernels.isa.target import resolve_target
+from relayquant.ledger import find_ledger
 
 BACKENDS: tuple[BackendConfig, ...] = (X86, ARM, GENERIC, ACCELERATOR)
 
@@ -34,6 +37,25 @@ def resolve_backend(backend: BackendConfig | str | None) -> BackendConfig:
     raise ConfigError(
         f"There is no backend {backend!r}. {suggest_name(str(backend), names)} "
         "Or pass a BackendConfig of your own."
+    )
+
+
+def find_backend(mod: tvm.IRModule, backend: BackendConfig | str | None) -> BackendConfig:
+    """The backend that a module was prepared for, by its ledger, unless one is given; that of this
+    machine where it has no ledger.
+
+    Raises:
+        ConfigError: no backend of that name is built in.
+    """
+    ledger = find_ledger(mod)
+    if backend is not None or ledger is None:
+        return resolve_backend(backend)
+    for known in BACKENDS:
+        if known.name == ledger.backend:
+            return known
+    raise ConfigError(
+        f"The module was prepared for backend {ledger.backend!r}, whose patterns it does not hold. "
+        "Pass the BackendConfig as well, or lower what calibrate returned: that holds it."
     )
 
 

@@ -1,4 +1,5 @@
-"""Last step of lower: main takes and returns integers where the user asked for them.
+"""What main takes and returns: described before a plan is made; and as the last step of lower,
+integers where the user asked for them.
 
 main(x: float32) { x.q = quantize(x) ... } -> main(x: uint8) { ... }, and out = dequantize(q);
 return out -> return q. Parameters stay those that calibration picked; another 8-bit dtype than the
@@ -7,7 +8,7 @@ model's own is an exact shift by 128.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import tvm
@@ -15,12 +16,60 @@ from tvm import relax
 
 from relayquant.conversion.qnn_form import QUANTIZE, read_dequantize, read_qparams
 from relayquant.dialect import qnn
-from relayquant.errors import ConfigError
+from relayquant.errors import ConfigError, suggest_name
 from relayquant.ledger import InterfaceValue, find_ledger, ledger_attrs
 from relayquant.ops import Quantized
 from relayquant.qtypes import INTEGER_LIMITS, QParams
 from relayquant.rewrite import Emitter, Graph, rewrite_main
-from relayquant.rewrite.graph import result_expr
+from relayquant.rewrite.graph import iterate_results, result_expr, tensor_dtype
+
+
+def describe_interface(
+    canonical: tvm.IRModule,
+    input_dtypes: Mapping[str | int, str],
+    output_dtypes: Mapping[str | int, str],
+) -> tuple[tuple[InterfaceValue, ...], tuple[InterfaceValue, ...]]:
+    """(inputs, outputs) of main, with the integer dtypes asked for, by name or index from 0.
+
+    Raises:
+        ConfigError: there is no such input or output, or no such integer dtype.
+    """
+    graph = Graph(canonical)
+    inputs = [(param.name, tensor_dtype(param)) for param in graph.func.params]
+    outputs = [
+        (expr.name if isinstance(expr, tvm.relax.Var) else f"output {i}", tensor_dtype(expr))
+        for i, expr in enumerate(iterate_results(result_expr(graph)))
+    ]
+    return (
+        name_dtypes("input_dtypes", input_dtypes, inputs),
+        name_dtypes("output_dtypes", output_dtypes, outputs),
+    )
+
+
+def name_dtypes(
+    what: str, dtypes: Mapping[str | int, str], values: Sequence[tuple[str, str]]
+) -> tuple[InterfaceValue, ...]:
+    """All (name, dtype) of an interface, with the integer dtypes asked for by name or index.
+
+    Raises:
+        ConfigError: there is no such value, or no such integer dtype, or one is named twice.
+    """
+    names = [name for name, _ in values]
+    asked: dict[str, str] = {}
+    for key, dtype in dtypes.items():
+        name = key
+        if isinstance(key, int):
+            if not 0 <= key < len(names):
+                raise ConfigError(f"{what} has index {key}; allowed: 0 to {len(names) - 1}.")
+            name = names[key]
+        if name not in names:
+            raise ConfigError(f"{what} has no {name!r}. {suggest_name(name, names)}")
+        if dtype not in INTEGER_LIMITS:
+            raise ConfigError(f"{what}[{key!r}]: {suggest_name(dtype, INTEGER_LIMITS)}")
+        if name in asked:
+            raise ConfigError(f"{what} names {name!r} twice: by name and by index {key!r}.")
+        asked[name] = dtype
+    return tuple(InterfaceValue(name, dtype, asked.get(name, "")) for name, dtype in values)
 
 
 def set_interface(mod: tvm.IRModule) -> tvm.IRModule:

@@ -15,13 +15,16 @@ data.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import tvm
 from tvm import relax
 
+from relayquant.datasets import open_dataset
+from relayquant.datasets.inputs import describe_inputs
 from relayquant.rewrite import Emitter, Graph, rewrite_main
 from relayquant.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 
@@ -117,6 +120,15 @@ def is_worthwhile(weights: Iterable[np.ndarray], statistics: ChannelStatistics) 
     before = sum(estimate_noise(weight, statistics) for weight in weights)
     after = sum(estimate_noise(weight * scales[:, None], scaled) for weight in weights)
     return before > WORTHWHILE_GAIN * after
+
+
+def equalize(canonical: tvm.IRModule, dataset: Any, kept: Collection[str] = ()) -> tvm.IRModule:
+    """A prepared module with the channels of its inputs brought to one range, where that is worth
+    it; `kept` stay.
+    """
+    data = open_dataset(dataset, describe_inputs(canonical))  # what is no data set is told here
+    names = {name: users for name, users in find_products(canonical).items() if name not in kept}
+    return equalize_inputs(canonical, measure_channels(data, names)) if names else canonical
 
 
 def equalize_inputs(mod: tvm.IRModule, statistics: Mapping[str, ChannelStatistics]) -> tvm.IRModule:

@@ -204,9 +204,9 @@ class QuantOp:
     op: str
     pattern: Matcher
     operands: tuple[Operand, ...]
-    kind: Kind
-    output: Output
-    realize: Callable[[RealizeContext], relax.Expr | Skip] | None
+    kind: Kind = Kind.FOLLOWER
+    output: Output = Output.OWN
+    realize: Callable[[RealizeContext], relax.Expr | Skip] | None = None
     simulate: Callable[[SimulateContext], relax.Expr] = field(
         default=lambda context: repeat_match(context)
     )

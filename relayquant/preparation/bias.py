@@ -9,13 +9,14 @@ model has itself stay in the canonical form, and a single number becomes one for
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from dataclasses import replace
 
 import numpy as np
 import tvm
 from tvm import relax
 
-from relayquant.config import BackendConfig
+from relayquant.config import BackendConfig, QConfigMapping
 from relayquant.ops import Kind
 from relayquant.ops.find import find_pattern, match_operator
 from relayquant.plan import OperatorPlan, Plan
@@ -24,6 +25,38 @@ from relayquant.qtypes import Role
 from relayquant.rewrite import Emitter, Graph, Match, rewrite_main
 from relayquant.rewrite.graph import constant_value
 from relayquant.rewrite.sources import SOURCES_ATTR, read_sources
+
+
+def add_planned_biases(
+    canonical: tvm.IRModule,
+    plan: Plan,
+    mapping: QConfigMapping,
+    backend: BackendConfig,
+    make_plan: Callable[[tvm.IRModule], Plan],
+) -> tuple[tvm.IRModule, Plan]:
+    """(module, plan) with a bias at every operator whose weights are fitted, for its correction;
+    without it where a line of the mapping is for the pattern without a bias, and where the backend
+    has no row for an operator with one.
+    """
+    selected = {key for rule in mapping.rules for key in (rule.key, rule.object_type)}
+    skip = {row.name for row in plan.operators if row.pattern and row.pattern in selected}
+    fixed = {group.key: group for group in plan.groups if group.is_fixed}
+
+    def list_quantized(plan: Plan) -> dict[str, str]:
+        return {row.name: row.rule for row in plan.operators if row.quantized}
+
+    before = list_quantized(plan)
+    while True:
+        changed = add_biases(canonical, plan, backend, skip)
+        if changed is canonical:
+            return canonical, plan
+        new = make_plan(changed)
+        after = list_quantized(new)
+        lost = {name for name, rule in before.items() if after.get(name) != rule}
+        if lost <= skip:
+            groups = tuple(fixed.get(group.key, group) for group in new.groups)
+            return changed, replace(new, groups=groups)
+        skip |= lost
 
 
 def add_biases(

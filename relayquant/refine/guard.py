@@ -9,10 +9,9 @@ float; all other parameters stay as they were calibrated.
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,6 @@ from relayquant.analysis.lint import lint_samples
 from relayquant.analysis.outputs import Interface, OutputGap, measure_gaps
 from relayquant.analysis.sensitivity import Simulation, find_rounding_operators
 from relayquant.analysis.sums import ErrorSums
-from relayquant.arguments import check_fields
 from relayquant.datasets import (
     Batch,
     SpreadSample,
@@ -33,15 +31,14 @@ from relayquant.datasets import (
 )
 from relayquant.datasets.inputs import describe_inputs
 from relayquant.dialect.cost import count_macs
-from relayquant.effort import Effort
 from relayquant.errors import AccuracyWarning, ConfigError, DataWarning, format_count, warn_user
-from relayquant.events import CallbackList
 from relayquant.ledger import GuardResult, Ledger, read_ledger, write_ledger
-from relayquant.pipeline import convert_to_reference, lower
+from relayquant.pipeline import lower_prepared
 from relayquant.prepared import PreparedModel
 from relayquant.refine.revert import keep_parameters
 from relayquant.refine.search import rank_operators, search_simulated
 from relayquant.rewrite import Graph
+from relayquant.settings import Guard, GuardSettings, QuantizeSettings
 
 #: operators, of those that went back on suspicion, that are tried on integers again
 TAKEN_BACK = 8
@@ -49,121 +46,11 @@ TAKEN_BACK = 8
 Batches = Sequence[Mapping[str, np.ndarray]]
 
 
-class Guard(enum.Enum):
-    """What happens when the outputs of float and integer model part."""
-
-    REVERT = "revert"  #: operators that cause it go back to float, with a warning
-    WARN = "warn"  #: a warning names the first operator that is off
-    OFF = "off"  #: nothing is run
-
-
-@check_fields
-@dataclass(frozen=True)
-class GuardSettings:
-    """When the guard says that outputs part, and what it does.
-
-    Outputs part when the SQNR of one of them is below `min_sqnr`, or when more than `disagreement`
-    of the samples get clearly another answer (`relayquant.analysis.outputs.count_differing`). What
-    8 bits can give is 25 to 45 dB at the outputs of networks that quantize well; the worst one that
-    still keeps most answers (MobileNet, ranges from the extremes, 97 % equal) has 15 dB. At 10 dB
-    the error holds a tenth of the output's energy, and answers differ. Both bounds are far from
-    what is normal: the guard is for models that broke, not for the last points of accuracy; for
-    those there is `quantize(..., metric=)`.
-
-    In between there is a warning: more than `doubtful_disagreement` other answers, or, of an output
-    that holds no answers (boxes, a mask, a signal), less than `doubtful_sqnr`, or less than
-    `min_sqnr` on one sample.
-
-    Attributes:
-        action: See `Guard`; None: WARN with effort "fast", else REVERT.
-        samples: Samples that are compared, at most, spread over the data.
-        work: Multiply-adds of the float model for all samples together; fewer samples are compared
-            when they cost more, at least 2.
-        min_sqnr: dB at an output, below which it parts.
-        disagreement: Share of samples with another answer, above which an output parts.
-        target_sqnr: dB that operators are put back to float for, once outputs parted.
-        doubtful_sqnr, doubtful_disagreement: See above.
-        search_work: Multiply-adds of the float model that finding these operators may take, about;
-            it looks at fewer samples for that, the worst ones, one at least.
-    """
-
-    action: Guard | None = None
-    samples: int = 8
-    work: float = 1.5e9
-    min_sqnr: float = 10.0
-    disagreement: float = 0.5
-    target_sqnr: float = 20.0
-    doubtful_sqnr: float = 15.0
-    doubtful_disagreement: float = 0.1
-    search_work: float = 2e10
-
-    def __post_init__(self) -> None:
-        if self.action is not None and not isinstance(self.action, Guard):
-            raise ConfigError(
-                f"GuardSettings.action is {self.action!r}; allowed: a member of Guard, or None."
-            )
-        if self.samples < 1 or not self.work > 0 or not 0 < self.disagreement <= 1:
-            raise ConfigError(
-                f"GuardSettings: samples is {self.samples}, work {self.work} and disagreement "
-                f"{self.disagreement}; allowed: samples >= 1, work > 0, 0 < disagreement <= 1."
-            )
-        if not self.search_work > 0 or not 0 <= self.doubtful_disagreement <= 1:
-            raise ConfigError(
-                f"GuardSettings: search_work is {self.search_work} and doubtful_disagreement "
-                f"{self.doubtful_disagreement}; allowed: search_work > 0, 0 <= "
-                "doubtful_disagreement <= 1."
-            )
-        if not self.min_sqnr <= self.target_sqnr:
-            raise ConfigError(
-                f"GuardSettings: min_sqnr is {self.min_sqnr} and target_sqnr {self.target_sqnr}; "
-                "allowed: min_sqnr <= target_sqnr."
-            )
-
-    @staticmethod
-    def of(guard: Guard | GuardSettings | None) -> GuardSettings:
-        """Settings from what `quantize` takes.
-
-        Raises:
-            ConfigError: it is something else.
-        """
-        if isinstance(guard, GuardSettings):
-            return guard
-        if guard is None or isinstance(guard, Guard):
-            return GuardSettings(guard)
-        raise ConfigError(
-            f"guard is {guard!r}; allowed: a member of Guard ({', '.join(g.name for g in Guard)}), "
-            "a GuardSettings, or None."
-        )
-
-    def find_action(self, effort: str) -> Guard:
-        """What to do at a level of effort."""
-        if self.action is not None:
-            return self.action
-        return Guard.WARN if effort == Effort.FAST.value else Guard.REVERT
-
-    def is_parted(self, gaps: Sequence[OutputGap]) -> bool:
-        """Whether one of the outputs is too far from the float model's."""
-        return any(gap.sqnr < self.min_sqnr or gap.disagreement > self.disagreement for gap in gaps)
-
-    def is_doubtful(self, gaps: Sequence[OutputGap]) -> bool:
-        """Whether one of the outputs is so far from the float model's that users should know."""
-        return any(
-            gap.disagreement > self.doubtful_disagreement
-            if gap.samples
-            else gap.sqnr < self.doubtful_sqnr or gap.worst < self.min_sqnr
-            for gap in gaps
-        )
-
-
 def guard_module(
     prepared: PreparedModel,
     qmod: tvm.IRModule,
     dataset: Any,
-    settings: GuardSettings,
-    *,
-    calibration: Any = None,
-    strict: bool = False,
-    callbacks: CallbackList | None = None,
+    settings: QuantizeSettings,
     sample: SpreadSample | None = None,
 ) -> tvm.IRModule:
     """The integer module, or one with some operators in float; its ledger says what was seen.
@@ -175,14 +62,15 @@ def guard_module(
         prepared: The calibrated model that `qmod` was made from.
         qmod: Its integer module.
         dataset: What it was calibrated with; read for samples unless there is a `sample`.
-        settings: See `GuardSettings`.
-        calibration: As for `quantize`; used when a new plan has values that were never observed.
+        settings: Those that it was quantized with; `calibration` is used when a new plan has
+            values that were never observed.
         sample: Samples that were kept while the data was read; see `start_sample`.
     """
-    action = settings.find_action(prepared.effort)
+    guarding, strict = settings.guarding, settings.strict
+    action = guarding.find_action(prepared.effort)
     if action is Guard.OFF:
         return qmod
-    batches = take_batches(prepared, dataset, settings) if sample is None else sample.batches()
+    batches = take_batches(prepared, dataset, guarding) if sample is None else sample.batches()
     for finding in lint_samples(prepared.mod, batches):
         warn_user(f"Calibration data: {finding}", DataWarning)
     gaps = measure_gaps(prepared.mod, qmod, batches)
@@ -196,8 +84,8 @@ def guard_module(
         "relayquant.compare shows every value and relayquant.lint whether the data is right; "
         "guard=Guard.OFF silences this."
     )
-    if not settings.is_parted(gaps):
-        if settings.is_doubtful(gaps):
+    if not guarding.is_parted(gaps):
+        if guarding.is_doubtful(gaps):
             culprit = find_first_off(prepared, qmod, pick_worst(prepared, batches, gaps, 1))
             seen = replace(seen, is_doubtful=True, operator=culprit)
             warn_user(
@@ -220,7 +108,7 @@ def guard_module(
         guard = replace(seen, is_parted=True, operator=culprit)
         return write_ledger(qmod, replace(read_ledger(qmod), guard=guard))
     changed, names, gaps, is_arithmetic = revert_operators(
-        prepared, qmod, dataset, batches, gaps, settings, calibration, callbacks or CallbackList()
+        prepared, qmod, dataset, batches, gaps, settings
     )
     if is_arithmetic:
         advice = (
@@ -338,9 +226,7 @@ def revert_operators(
     dataset: Any,
     batches: Sequence[Batch],
     gaps: Sequence[OutputGap],
-    settings: GuardSettings,
-    calibration: Any,
-    callbacks: CallbackList,
+    settings: QuantizeSettings,
 ) -> tuple[tvm.IRModule, tuple[str, ...], list[OutputGap], bool]:
     """(module, operators put back to float, its gaps, whether only integers part): as few as bring
     the outputs back.
@@ -350,29 +236,29 @@ def revert_operators(
     more go, or, where the calibration graph sees nothing wrong, the next one that is off. Of those
     that went so, as many as can are taken back.
     """
-    mapping = prepared.mapping
+    mapping, guarding = prepared.mapping, settings.guarding
     if mapping is None:
         raise ConfigError("The guard needs the QConfigMapping that the model was prepared with.")
     operators = find_rounding_operators(prepared)
     # Each operator is switched alone, and what is behind it computed anew: half of the model.
     each = max(count_all_macs(prepared) * len(operators) / 2, 1)
-    worst = pick_worst(prepared, batches, gaps, max(int(settings.search_work / each), 1))
+    worst = pick_worst(prepared, batches, gaps, max(int(guarding.search_work / each), 1))
     simulation = Simulation(prepared, open_dataset(worst, describe_inputs(prepared.mod)))
 
     def build(names: Sequence[str]) -> tuple[tvm.IRModule, list[OutputGap]]:
-        changed = keep_parameters(prepared, names, dataset, calibration)
-        module = lower(convert_to_reference(changed), changed.backend)
+        changed = keep_parameters(prepared, names, dataset, settings.calibration)
+        module = lower_prepared(changed)
         return module, measure_gaps(prepared.mod, module, batches)
 
-    order = rank_operators(simulation, callbacks, math.inf)
-    is_arithmetic = simulation.sqnr(operators) >= settings.target_sqnr
+    order = rank_operators(simulation, settings.events, math.inf)
+    is_arithmetic = simulation.sqnr(operators) >= guarding.target_sqnr
     if is_arithmetic:
         names = [find_first_off(prepared, qmod, worst)]
     else:
-        names = search_simulated(simulation, mapping, order, settings.target_sqnr, math.inf)
+        names = search_simulated(simulation, mapping, order, guarding.target_sqnr, math.inf)
     enough = len(names)
     module, found = build(names)
-    while settings.is_parted(found) and len(names) < len(order):
+    while guarding.is_parted(found) and len(names) < len(order):
         off = find_first_off(prepared, module, worst) if is_arithmetic else ""
         if off and off not in names:
             names = [*names, off]
@@ -380,11 +266,11 @@ def revert_operators(
             count = min(2 * len(names) + 1, len(order))
             names = [name for i, name in enumerate(order) if i < count or name in names]
         module, found = build(names)
-    if len(names) > enough and not settings.is_parted(found):
+    if len(names) > enough and not guarding.is_parted(found):
         for name in names[::-1][:TAKEN_BACK]:
             fewer = [other for other in names if other != name]
             smaller, gaps = build(fewer)
-            if fewer and not settings.is_parted(gaps) and is_enough(gaps, found, settings):
+            if fewer and not guarding.is_parted(gaps) and is_enough(gaps, found, guarding):
                 names, module, found = fewer, smaller, gaps
     return module, tuple(names), found, is_arithmetic
 

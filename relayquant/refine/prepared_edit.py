@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import tvm
 
-from relayquant.annotation import annotate
 from relayquant.arguments import check_arguments
 from relayquant.backends import resolve_backend
 from relayquant.calibration.observers import Observer
@@ -26,7 +25,7 @@ from relayquant.ledger import InterfaceValue
 from relayquant.plain_data import NamedSettings
 from relayquant.plan import GroupPlan, OperatorPlan, Plan
 from relayquant.prepared import GroupStatistics, PreparedModel
-from relayquant.qtypes import QParams, QSpec, Role
+from relayquant.qtypes import QParams, Role
 from relayquant.simulation import build_calibration_graph
 from relayquant.storage.archive import Archive, read_archive, write_archive
 from relayquant.storage.files import reading
@@ -39,7 +38,6 @@ MODULE = "module.json"
 # --- Editing ------------------------------------------------------------------------------------
 
 
-@check_arguments
 def replace_plan(prepared: PreparedModel, plan: Plan) -> PreparedModel:
     """The prepared model with an edited plan: `replace_plan(prepared, prepared.plan.replace(key,
     spec=...))`.
@@ -118,31 +116,6 @@ def find_row_conflict(dtypes: DTypeConfig, wanted: list[tuple[str, GroupPlan]]) 
         if conflict is not None:
             return conflict
     return None
-
-
-@check_arguments
-def keep_in_float(prepared: PreparedModel, *names: str) -> PreparedModel:
-    """The prepared model with operators (values or modules by name) left in float.
-
-    The plan is made anew from the same configuration; parameters of groups that are as before are
-    kept.
-
-    Raises:
-        ConfigError: a name selects no operator; or the model was loaded from a file and its
-            configuration held a callable, which a file cannot.
-    """
-    if prepared.mapping is None:
-        raise ConfigError(
-            "keep_in_float: the configuration of this model is not known, since it held a callable "
-            "when the model "
-            "was saved. Prepare the model again with set_module_name(name, None)."
-        )
-    mapping = prepared.mapping
-    for name in names:
-        mapping = mapping.set_module_name(name, None)
-    wanted = {value.name for value in prepared.outputs if value.is_integer}
-    plan = annotate(prepared.mod, prepared.backend, mapping, wanted)
-    return replace(replace_plan(prepared, plan), mapping=mapping)
 
 
 # --- Merging ------------------------------------------------------------------------------------
@@ -306,10 +279,3 @@ def read_statistics(
         raise DataError(f"What observed value {group.key!r} is no observer.")
     found = {name: arrays[f"statistics/{group.key}/{name}"] for name in row["arrays"]}
     return GroupStatistics(observer, observer.restore(group.info, found))
-
-
-def replace_group(
-    prepared: PreparedModel, key: str, *, spec: QSpec | None = None, calibration: Any = None
-) -> PreparedModel:
-    """`replace_plan` with one group changed; see `Plan.replace`."""
-    return replace_plan(prepared, prepared.plan.replace(key, spec=spec, calibration=calibration))

@@ -10,9 +10,10 @@ from relayquant.analysis.sensitivity import add_float_lines
 from relayquant.annotation import annotate
 from relayquant.config import QConfigMapping
 from relayquant.errors import ConfigError
-from relayquant.pipeline import calibrate
+from relayquant.pipeline import calibrate_model
 from relayquant.prepared import PreparedModel
 from relayquant.refine.prepared_edit import replace_plan
+from relayquant.settings import CalibrateSettings
 
 
 def keep_parameters(
@@ -40,7 +41,7 @@ def keep_parameters(
             if old.key in prepared.parameters
         ]
         if not former:
-            return calibrate(changed, dataset, calibration=calibration)
+            return calibrate_model(changed, dataset, CalibrateSettings(calibration=calibration))
         parameters[group.key] = prepared.parameters[former[0].key]
         observers[group.key] = prepared.observers.get(former[0].key, "")
     return replace(changed, parameters=parameters, observers=observers)

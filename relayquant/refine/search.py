@@ -1,16 +1,13 @@
-"""Beside the data flow: which operators hurt accuracy, and the fewest to keep in float.
-
-Uses the stages of `pipeline` as a user would.
+"""In place of one run of the data flow, if a metric is given: model, data and metric -> the module
+with the fewest operators in float or int16 that keeps the metric within its bound.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from numbers import Real
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,211 +16,73 @@ import tvm
 from relayquant.analysis.load import load_integers
 from relayquant.analysis.sensitivity import (
     Metric,
-    SensitivityReport,
     Simulation,
     add_float_lines,
     apply_metric,
-    check_metric,
     find_rounding_operators,
-    measure_sensitivity,
     name_metric,
 )
 from relayquant.annotation import annotate
-from relayquant.arguments import check_arguments
+from relayquant.backends import resolve_backend
 from relayquant.calibration.checkpoint import digest_batch
 from relayquant.calibration.observers import MinMax
-from relayquant.config import BackendConfig, QConfig, QConfigMapping, TensorConfig
+from relayquant.compilation import compile
+from relayquant.config import QConfig, QConfigMapping, TensorConfig
 from relayquant.datasets import open_dataset
 from relayquant.datasets.inputs import describe_inputs
-from relayquant.effort import Effort, resolve_effort
-from relayquant.errors import ConfigError, format_count
-from relayquant.events import Callback, CallbackList, ProgressEvent
+from relayquant.effort import default_mapping
+from relayquant.errors import ConfigError
+from relayquant.events import CallbackList, ProgressEvent
 from relayquant.ledger import SearchResult, read_ledger, write_ledger
-from relayquant.pipeline import (
-    calibrate,
-    compile,
-    convert_to_reference,
-    default_mapping,
-    lower,
-    prepare,
-    prepare_quietly,
-)
+from relayquant.pipeline import calibrate_model, lower_prepared, prepare_model, review_prepared
 from relayquant.plan import OperatorPlan
 from relayquant.prepared import PreparedModel
 from relayquant.qtypes import QSpec, Scheme
 from relayquant.refine.revert import describe_mapping
+from relayquant.refine.search_result import FLOAT, WIDE, SearchOutcome, Trial, describe_best
 from relayquant.refine.search_state import SearchState, make_fingerprint, trial_key
 from relayquant.refine.speed import Stopwatch, keep_faster_float
 from relayquant.runtime import limit_blas, map_on_threads
+from relayquant.settings import QuantizeSettings
 
 
-@check_arguments
-def sensitivity(
-    prepared: PreparedModel,
-    dataset: Any,
-    metric: Metric | None = None,
-    *,
-    samples: int = 64,
-    callbacks: Iterable[Callback] | Callback = (),
-) -> SensitivityReport:
-    """Rank operators by the damage that quantizing each alone does.
-
-    Args: prepared: A calibrated model, as `relayquant.calibrate` returned it. dataset: As for
-        `quantize`. metric: `(float outputs, quantized outputs) -> float`, higher is better; both
-        are lists with one array for
-            each output of the model, samples along axis 0. None: SQNR of the worst output in dB.
-        samples: Measure on the first batches that hold so many samples; time grows with samples x
-        operators.
-        callbacks: Told of progress.
-
-    Raises:
-        ConfigError: the model is not calibrated, or the metric returns no number.
-        DataError: the data does not fit the model.
-    """
-    if not isinstance(prepared, PreparedModel):
-        raise ConfigError(
-            f"sensitivity got {type(prepared).__name__}; it takes a calibrated model: "
-            "calibrate(prepare(mod, params), dataset)."
-        )
-    data = open_dataset(dataset, describe_inputs(prepared.mod))
-    return measure_sensitivity(
-        prepared, data, metric, samples=samples, callbacks=CallbackList.of(callbacks)
-    )
-
-
-#: how far the metric may fall by default: a point of an accuracy
-MAX_DROP = 0.01
-#: what an operator is put back to
-FLOAT, WIDE = "float32", "int16"
-
-
-@dataclass(frozen=True)
-class FallbackResult:
-    """What `fallback` found. Unpacks as `qmod, mapping`.
-
-    Attributes:
-        mod: The quantized module.
-        mapping: The QConfigMapping that makes it, for `quantize(..., qconfig_mapping=...)`.
-        reverted: Names of the operators that were put back, the most sensitive first.
-        dtype: What they were put back to: "float32", or "int16" where that was enough.
-        score: The metric of `mod`.
-        float_score: The metric of the float model against itself.
-        is_met: Whether score >= float_score - max_drop.
-        trials: How many modules were built and measured.
-    """
-
-    mod: tvm.IRModule = field(repr=False)
-    mapping: QConfigMapping = field(repr=False)
-    reverted: tuple[str, ...]
-    score: float
-    float_score: float
-    is_met: bool
-    trials: int
-    dtype: str = FLOAT
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter((self.mod, self.mapping))
-
-    def __str__(self) -> str:
-        lines = [f"{name} -> {self.dtype}" for name in self.reverted]
-        met = "met" if self.is_met else "not met"
-        score = f"score {self.score:.6g}, float {self.float_score:.6g}: the bound is {met}"
-        return "\n".join([*lines, f"{score} after {format_count(self.trials, 'trial')}"])
-
-
-@dataclass(frozen=True)
-class Trial:
-    """One choice of operators that are put back, and the metric of its integer module."""
-
-    names: tuple[str, ...]
-    dtype: str
-    score: float
-    is_met: bool
-
-    @property
-    def rank(self) -> tuple[float, ...]:
-        """Higher is better: within the bound with few operators in float, or put back at all; else
-        near it.
-        """
-        if not self.is_met:
-            return (0, self.score)
-        return (1, -len(self.names) if self.dtype == FLOAT else 0, -len(self.names))
-
-
-@check_arguments
-def minutes(count: float) -> float:
-    """Seconds, for `budget=`.
-
-    Raises:
-        ConfigError: count is no number.
-    """
-    if not isinstance(count, Real) or isinstance(count, bool):
-        raise ConfigError(f"minutes({count!r}): allowed is a number, as in minutes(2.5).")
-    return 60.0 * float(count)
-
-
-@check_arguments
-def fallback(
+def search_operators(
     mod: tvm.IRModule,
     params: Mapping[str, Any] | None,
     dataset: Any,
     metric: Metric,
-    *,
-    max_drop: float = MAX_DROP,
-    budget: float | None = None,
-    validation: Any = None,
-    backend: BackendConfig | str | None = None,
-    qconfig_mapping: QConfigMapping | None = None,
-    calibration: Any = None,
-    effort: Effort | str = Effort.BALANCED,
-    search_state: str | Path | None = None,
-    keep_faster: bool = False,
-    callbacks: Iterable[Callback] | Callback = (),
-) -> FallbackResult:
+    settings: QuantizeSettings,
+) -> SearchOutcome:
     """Quantize, and put the fewest operators back that bring accuracy back.
 
-    Operators are ranked by `sensitivity`. The shortest prefix of that order that is good enough is
+    Operators are ranked by sensitivity. The shortest prefix of that order that is good enough is
     found on the calibration graph, whose operators are switched without compiling anything, and
     thinned out there. Then the integer module is built and measured, with more operators in float
     if it falls short of the simulation, and with fewer as long as the bound is met. Last, the
     operators are tried in int16, where the backend runs all of them so.
 
     Args:
-        mod, params, dataset, backend, qconfig_mapping, calibration, effort: As for `quantize`.
-        metric: `(float outputs, quantized outputs) -> float`, higher is better; lists with one
-            array for each output of the model, samples along axis 0 in the order of `validation`.
-            For an accuracy, close over the labels:
-            `lambda expected, got: (got[0].argmax(1) == labels).mean()`.
-        max_drop: How far the metric may be below that of the float model against itself.
-        budget: Seconds after which no further trial begins; what the search has found by then is
-            still built and measured. None: no bound.
-        validation: Samples that the metric is measured on; `dataset` if None.
-        search_state: A JSON file that is written, whole, after every measurement: what was
-            measured, and the best mapping so far. A search that finds it there goes on from it, if
-            model, settings and data are the same, and the metric of the float model is.
-        keep_faster: As for `quantize`: operators that run faster in float stay so too, as long as
-            the metric then is within the bound, or no worse where the bound is not met.
-        callbacks: Told of progress.
+        mod, params, dataset: As for `quantize`.
+        metric: See `quantize`.
+        settings: Bound and budget of the search, and those of each quantization.
 
     Raises:
-        ConfigError: max_drop is negative or budget not positive, the metric is no function or
-            returns no number, or `search_state` is that of another search.
+        ConfigError: the metric returns no number, or `search_state` is that of another search.
         ModelError, DataError: as `quantize`; or `search_state` is damaged.
         FileError: `search_state` cannot be written.
     """
-    check_settings(metric, max_drop, budget)
-    deadline = math.inf if budget is None else time.monotonic() + budget
-    events = CallbackList.of(callbacks)
-    level = resolve_effort(effort)
-
-    prepared = prepare(mod, params, qconfig_mapping, backend, dataset=dataset, effort=level)
-    state = open_state(search_state, prepared, max_drop, calibration)
+    validation, events = settings.validation, settings.events
+    deadline = math.inf if settings.budget is None else time.monotonic() + settings.budget
+    backend = resolve_backend(settings.backend)
+    prepared = prepare_model(mod, params, dataset, settings.qconfig_mapping, backend, settings)
+    review_prepared(prepared, settings.strict)
+    state = open_state(prepared, settings)
     data = open_dataset(
         dataset if validation is None else validation, describe_inputs(prepared.mod)
     )
     next(iter(data))  # what is wrong with the data shows before anything takes time
-    base = prepared.mapping or default_mapping(prepared.backend, level)
-    prepared = calibrate(prepared, dataset, calibration=calibration, callbacks=events)
+    base = prepared.mapping or default_mapping(prepared.backend, settings.level)
+    prepared = calibrate_model(prepared, dataset, settings.calibrating)
     simulation = Simulation(prepared, data, metric)
     float_score = score_float(metric, simulation)
     state.check_basis(
@@ -233,7 +92,7 @@ def fallback(
             "scores of the float model": f"{float_score:.4g}",
         }
     )
-    bound = float_score - max_drop
+    bound = float_score - settings.max_drop
     built: dict[Trial, tuple[PreparedModel, tvm.IRModule]] = {}
     trials: list[Trial] = []
 
@@ -245,9 +104,9 @@ def fallback(
         changed = prepared
         if names:
             found = find_mapping(names, dtype)
-            changed = prepare_quietly(mod, params, found, backend, dataset=dataset, effort=level)
-            changed = calibrate(changed, dataset, calibration=calibration, callbacks=events)
-        return changed, lower(convert_to_reference(changed), changed.backend)
+            changed = prepare_model(mod, params, dataset, found, backend, settings)
+            changed = calibrate_model(changed, dataset, settings.calibrating)
+        return changed, lower_prepared(changed)
 
     def score_module(module: tvm.IRModule) -> float:
         return apply_metric(metric, simulation.expected, run_all(simulation, module))
@@ -268,7 +127,7 @@ def fallback(
                 built[found] = pair
             state.best = describe_best(found, find_mapping(names, dtype))
         state.save()
-        events.on_progress(ProgressEvent("fallback", len(trials), None, unit="module"))
+        events.on_progress(ProgressEvent("search", len(trials), None, unit="module"))
         return found
 
     if not measure(()).is_met and time.monotonic() < deadline:
@@ -282,7 +141,7 @@ def fallback(
     best = max(trials, key=lambda trial: trial.rank)
     changed, module = built[best] if best in built else build(best.names, best.dtype)
     mapping, score = find_mapping(best.names, best.dtype), best.score
-    if keep_faster:
+    if settings.keep_faster:
         stopwatch = Stopwatch.on_this_machine([*next(iter(data)).values()])
         least = min(bound, best.score)
         accepted: list[float] = []
@@ -298,7 +157,7 @@ def fallback(
             module,
             stopwatch,
             dataset,
-            calibration=calibration,
+            calibration=settings.calibration,
             accept=accept,
         )
         if accepted:
@@ -313,7 +172,7 @@ def fallback(
         describe_mapping(mapping),
     )
     module = write_ledger(module, replace(read_ledger(module), search=seen))
-    return FallbackResult(
+    return SearchOutcome(
         module,
         mapping,
         best.names,
@@ -348,18 +207,6 @@ def score_float(metric: Metric, simulation: Simulation) -> float:
     return score
 
 
-def check_settings(metric: Any, max_drop: Any, budget: Any) -> None:
-    """Raise ConfigError where a search cannot work with these."""
-    check_metric(metric)
-    is_number = [isinstance(b, Real) and not isinstance(b, bool) for b in (max_drop, budget)]
-    is_bound = is_number[0] and max_drop >= 0
-    if not is_bound or not (budget is None or (is_number[1] and budget > 0)):
-        raise ConfigError(
-            f"The search got max_drop={max_drop!r} and budget={budget!r}; allowed are "
-            "max_drop >= 0 and budget > 0 seconds, or None."
-        )
-
-
 def search_integers(
     measure: Callable[[Sequence[str]], Trial],
     order: Sequence[str],
@@ -392,34 +239,20 @@ def make_wide(prepared: PreparedModel) -> QConfig | None:
     return replace(qconfig, activation=wide, output=None)
 
 
-def open_state(
-    path: str | Path | None, prepared: PreparedModel, max_drop: float, calibration: Any
-) -> SearchState:
+def open_state(prepared: PreparedModel, settings: QuantizeSettings) -> SearchState:
     """The state of this search; an empty one without a path."""
-    if path is None:
+    if settings.search_state is None:
         return SearchState(None, "")
-    settings = {
+    calibration = settings.calibration
+    basis = {
         "backend": prepared.backend.name,
         "effort": prepared.effort,
-        "max_drop": max_drop,
+        "max_drop": settings.max_drop,
         "calibration": getattr(calibration, "__qualname__", repr(calibration)),
         "plan": [(op.name, op.quantized) for op in prepared.plan.operators],
         "formats": [(group.key, repr(group.info.spec)) for group in prepared.plan.groups],
     }
-    return SearchState.open(path, make_fingerprint(prepared.mod, settings))
-
-
-def describe_best(trial: Trial, mapping: QConfigMapping) -> dict[str, Any]:
-    """The best trial for the file: what `QConfigMapping.from_dict` reads is under "mapping"; None
-    where the mapping holds a callable.
-    """
-    return {
-        "reverted": list(trial.names),
-        "dtype": trial.dtype,
-        "score": trial.score,
-        "is_met": trial.is_met,
-        "mapping": describe_mapping(mapping),
-    }
+    return SearchState.open(settings.search_state, make_fingerprint(prepared.mod, basis))
 
 
 def search_simulated(

@@ -18,8 +18,9 @@ import tvm
 
 from relayquant.analysis.latency import measure_latency
 from relayquant.analysis.profile import profile_module
+from relayquant.compilation import compile
 from relayquant.ledger import SpeedResult, read_ledger, write_ledger
-from relayquant.pipeline import compile, convert_to_reference, lower
+from relayquant.pipeline import lower_prepared
 from relayquant.plan import Plan
 from relayquant.prepared import PreparedModel
 from relayquant.refine.revert import describe_mapping, keep_parameters
@@ -122,7 +123,7 @@ def keep_faster_float(
             break
         names = tuple(name for part in parts[:count] for name in part.operators)
         changed = keep_parameters(prepared, names, dataset, calibration)
-        module = lower(convert_to_reference(changed), changed.backend)
+        module = lower_prepared(changed)
         before, now = stopwatch.time_modules([qmod, module])
         faster_than_best = now / before < min(1 - LEAST_GAIN, best[2].ratio)
         if faster_than_best and accept(module):

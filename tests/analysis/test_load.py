@@ -8,10 +8,10 @@ from float_models import MAP, build_model
 
 import relayquant as rq
 from relayquant.analysis.load import bind_loader, load_integers
+from relayquant.compilation import compile_draft
 from relayquant.datasets import open_dataset
 from relayquant.datasets.inputs import describe_inputs
 from relayquant.eager import EagerModule
-from relayquant.pipeline import compile_draft
 from relayquant.runtime import Executor
 
 

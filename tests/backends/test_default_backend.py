@@ -58,7 +58,7 @@ def test_resolve_backend__none_is_that_of_this_machine(monkeypatch, machine, bac
     assert rq.prepare(mod).backend is backend
 
 
-@pytest.mark.parametrize("function", [rq.quantize, rq.prepare, rq.lower, rq.fallback])
+@pytest.mark.parametrize("function", [rq.quantize, rq.prepare, rq.lower])
 def test_backend__is_left_to_the_machine(function):
     parameters = inspect.signature(function).parameters
     (default,) = [parameters[n].default for n in ("backend", "backend_config") if n in parameters]

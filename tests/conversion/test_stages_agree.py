@@ -129,6 +129,24 @@ def test_reference_of_another_backend__says_so():
         rq.lower(reference, empty)
 
 
+def test_lower__a_prepared_model_knows_its_backend():
+    mod = residual_model()
+    given = {}
+    for backend in (rq.ARM, replace(rq.GENERIC, name="mine")):
+        prepared = rq.calibrate(rq.prepare(mod, None, None, backend), draw_batches(mod, 1))
+        reference, want = rq.convert_to_reference(prepared), rq.lower(prepared)
+        assert rq.ledger(want).backend == backend.name
+        again = rq.lower(reference, backend)
+        tvm.ir.assert_structural_equal(again, want, map_free_vars=True)
+        given[backend.name] = reference
+        with pytest.raises(rq.ConfigError, match=f"prepared for backend '{backend.name}' and runs"):
+            rq.lower(prepared, "x86")
+    # A reference form has the name of its backend: of this machine's nothing is asked.
+    assert rq.ledger(rq.lower(given["arm"])).backend == "arm"
+    with pytest.raises(rq.ConfigError, match=r"backend 'mine', whose patterns.*calibrate returned"):
+        rq.lower(given["mine"])
+
+
 def test_ledger__says_what_could_not_be_expanded():
     """A slice of an accumulator with one scale per channel stays float, and the ledger knows."""
 

@@ -8,9 +8,9 @@ import pytest
 from operator_cases import FAMILIES, SHAPE, Case, Outcome, build_model
 
 import relayquant as rq
+from relayquant.compilation import compile_draft
 from relayquant.ledger import LedgerRow
 from relayquant.ops import BUILTIN_OPS, Kind
-from relayquant.pipeline import compile_draft
 from relayquant.runtime import Executor
 
 SHARING = {op.name for op in BUILTIN_OPS if op.kind is Kind.SHARING}

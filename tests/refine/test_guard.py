@@ -20,8 +20,6 @@ from relayquant.demo import load_digits
 from relayquant.ledger import Ledger
 from relayquant.refine import guard
 from relayquant.refine.guard import (
-    Guard,
-    GuardSettings,
     find_first_off,
     guard_module,
     pick_worst,
@@ -30,6 +28,7 @@ from relayquant.refine.guard import (
 from relayquant.refine.revert import keep_parameters
 from relayquant.rewrite import rewrite_main
 from relayquant.rewrite.graph import constant_value
+from relayquant.settings import Guard, GuardSettings, QuantizeSettings
 
 BROKEN = "conv2/relu"
 
@@ -70,7 +69,7 @@ def test_guard__silent_on_a_good_model(digits):
     qmod = rq.lower(rq.convert_to_reference(prepared))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        guarded = guard_module(prepared, qmod, data, GuardSettings(Guard.REVERT))
+        guarded = guard_module(prepared, qmod, data, QuantizeSettings(guard=Guard.REVERT))
     seen = rq.ledger(guarded).guard
     assert seen is not None
     assert (seen.samples, seen.is_parted, seen.operator, seen.reverted) == (8, False, "", ())
@@ -118,7 +117,7 @@ def test_guard__action_by_effort(effort, action):
 
 def test_guard__warning_names_the_operator(digits, broken):
     with pytest.warns(rq.AccuracyWarning, match="first operator that is off is 'conv2/relu'"):
-        qmod = guard_module(*broken, digits[2], GuardSettings())
+        qmod = guard_module(*broken, digits[2], QuantizeSettings(guard=None))
     ledger = rq.ledger(qmod)
     assert not ledger.floating
     assert (ledger.guard.is_parted, ledger.guard.operator) == (True, BROKEN)
@@ -129,12 +128,12 @@ def test_guard__off_runs_nothing(broken):
         raise AssertionError("the data was read")
 
     prepared, qmod = broken
-    assert guard_module(prepared, qmod, items, GuardSettings(Guard.OFF)) is qmod
+    assert guard_module(prepared, qmod, items, QuantizeSettings(guard=Guard.OFF)) is qmod
 
 
 def test_guard__strict_keeps_all_integers(digits, broken):
     with pytest.warns(rq.AccuracyWarning, match="with strict=True no operator goes back"):
-        qmod = guard_module(*broken, digits[2], GuardSettings(Guard.REVERT), strict=True)
+        qmod = guard_module(*broken, digits[2], QuantizeSettings(guard=Guard.REVERT, strict=True))
     assert not rq.ledger(qmod).floating
 
 
@@ -143,14 +142,14 @@ def test_guard__keeps_integers_that_main_takes(digits, broken):
     (value,) = prepared.inputs
     prepared = replace(prepared, inputs=(replace(value, requested="uint8"),))
     with pytest.warns(rq.AccuracyWarning, match="with input_dtypes or output_dtypes no operator"):
-        qmod = guard_module(prepared, qmod, digits[2], GuardSettings(Guard.REVERT))
+        qmod = guard_module(prepared, qmod, digits[2], QuantizeSettings(guard=Guard.REVERT))
     assert not rq.ledger(qmod).floating
 
 
 def test_guard__everything_in_float_if_nothing_less_will_do(digits, broken):
     settings = GuardSettings(Guard.REVERT, min_sqnr=90, target_sqnr=90)
     with pytest.warns(rq.AccuracyWarning):
-        qmod = guard_module(*broken, digits[2], settings)
+        qmod = guard_module(*broken, digits[2], QuantizeSettings(guard=settings))
     assert not rq.ledger(qmod).quantized
 
 
@@ -243,7 +242,7 @@ def test_rate_samples__silence_is_no_loss():
 def test_guard__warns_in_between(digits, broken):
     settings = GuardSettings(min_sqnr=-20, disagreement=1, doubtful_disagreement=0)
     with pytest.warns(rq.AccuracyWarning, match="more than 8 bits usually cost"):
-        qmod = guard_module(*broken, digits[2], settings)
+        qmod = guard_module(*broken, digits[2], QuantizeSettings(guard=settings))
     seen = rq.ledger(qmod).guard
     assert (seen.is_parted, seen.is_doubtful, seen.operator) == (False, True, BROKEN)
     assert Ledger.from_dict(rq.ledger(qmod).to_dict()).guard == seen
@@ -272,7 +271,7 @@ def test_guard__integers_alone_are_wrong_one_operator_goes_back():
 
     wrong = rewrite_main(right, damage)
     with pytest.warns(rq.AccuracyWarning, match="neither ranges nor data") as caught:
-        mended = guard_module(prepared, wrong, data, GuardSettings(Guard.REVERT))
+        mended = guard_module(prepared, wrong, data, QuantizeSettings(guard=Guard.REVERT))
     assert rq.ledger(mended).guard.reverted == ("middle",)
     assert "relayquant.lint" not in str(caught[0].message)
     assert rq.ledger(mended).guard.sqnr > 25
@@ -386,8 +385,7 @@ def revert(monkeypatch):
             "find_first_off": lambda *_: next(others),
             "keep_parameters": keep,
             "measure_gaps": lambda *_: [gap(set(tried[-1]))],
-            "convert_to_reference": lambda prepared: None,
-            "lower": lambda *_: tried[-1],
+            "lower_prepared": lambda prepared: tried[-1],
             "Simulation": lambda *_: SimpleNamespace(sqnr=lambda _: 99.0 if off else 0.0),
             "find_rounding_operators": lambda *_: [],
             "count_all_macs": lambda *_: 0,

@@ -16,6 +16,8 @@ from float_models import draw_batches, residual_model
 
 import relayquant as rq
 from relayquant.calibration.weights.fit import BiasCorrection, FitSettings, WeightRounding
+from relayquant.refine.prepared_edit import replace_plan
+from relayquant.refine.revert import keep_parameters
 
 DATA = draw_batches(residual_model(), 6)
 NEAREST = FitSettings(WeightRounding.NEAREST, BiasCorrection.NONE)
@@ -130,7 +132,7 @@ def test_merge__what_does_not_belong_together():
 def test_replace__another_spec_keeps_the_rest(observer):
     prepared = rq.calibrate(prepare(observer), DATA, order=rq.Order.PARALLEL)
     wide = rq.QSpec("int16")
-    edited = rq.replace_plan(prepared, prepared.plan.replace("deep", spec=wide))
+    edited = replace_plan(prepared, prepared.plan.replace("deep", spec=wide))
     assert edited.parameters["deep"].dtype == "int16"
     assert prepared.parameters["deep"].dtype == "uint8"
     same = [k for k in prepared.parameters if k != "deep"]
@@ -143,7 +145,7 @@ def test_replace__another_spec_keeps_the_rest(observer):
 def test_replace__another_observer_asks_for_data():
     prepared = rq.calibrate(prepare(rq.MinMax()), DATA)
     plan = prepared.plan.replace("deep", calibration=rq.Fixed(low=0.0, high=3.0))
-    edited = rq.replace_plan(prepared, plan)
+    edited = replace_plan(prepared, plan)
     with pytest.raises(rq.ConfigError, match=r"1 of .* values without parameters yet.*'deep'"):
         convert(edited)
     edited = rq.calibrate(edited, DATA)
@@ -154,7 +156,7 @@ def test_replace__weights_are_picked_at_once():
     prepared = rq.calibrate(prepare(rq.MinMax()), DATA)
     spec = prepared.plan.group("stem:weight").info.spec
     four = replace(spec, quant_min=-7, quant_max=7)
-    edited = rq.replace_plan(prepared, prepared.plan.replace("stem:weight", spec=four))
+    edited = replace_plan(prepared, prepared.plan.replace("stem:weight", spec=four))
     assert "stem:weight" not in edited.constants
     assert "one:weight" in edited.constants
     assert rq.verify(convert(edited), DATA[0]).is_equal
@@ -171,17 +173,15 @@ def test_replace__weights_are_picked_at_once():
 def test_replace__what_is_not_possible(key, spec, message):
     prepared = prepare()
     with pytest.raises(rq.ConfigError, match=message):
-        rq.replace_plan(prepared, prepared.plan.replace(key, spec=spec))
+        replace_plan(prepared, prepared.plan.replace(key, spec=spec))
 
 
-def test_keep_in_float__the_rest_keeps_its_parameters():
+def test_keep_parameters__the_rest_keeps_its_parameters():
     prepared = rq.calibrate(prepare(rq.MinMax()), DATA, order=rq.Order.PARALLEL)
-    edited = rq.keep_in_float(prepared, "two")
+    edited = keep_parameters(prepared, ["two"], DATA, None)
     assert not edited.plan.operator("two").quantized
+    assert prepared.plan.operator("two").quantized
     assert edited.parameters["stem"] == prepared.parameters["stem"]
-    edited = rq.calibrate(edited, DATA)
     qmod = convert(edited)
     assert "module_name 'two'" in rq.ledger(qmod).row("two").reason
     assert rq.verify(qmod, DATA[0]).is_equal
-    with pytest.raises(rq.ConfigError, match="selects no operator"):
-        rq.keep_in_float(prepared, "tow")

@@ -42,9 +42,10 @@ def search(path, kill_at=None):
             os.kill(os.getpid(), signal.SIGKILL)
         return -float(np.linalg.norm(expected[0] - got[0]) / np.linalg.norm(expected[0]))
 
-    found = rq.fallback(mod, None, data, metric, effort="fast", max_drop=0.1,
-                        calibration=clip_two, search_state=path)
-    return {{"mapping": found.mapping.to_dict(), "score": found.score, "calls": calls}}
+    qmod = rq.quantize(mod, None, data, metric=metric, effort="fast", max_drop=0.1,
+                       calibration=clip_two, search_state=path)
+    found = rq.ledger(qmod).search
+    return {{"mapping": found.mapping, "score": found.score, "calls": calls}}
 
 broken, whole = sys.argv[1:]
 for path, kill_at in ((broken, 6), (broken, None), (whole, None)):

@@ -1,0 +1,93 @@
+"""Quantized or float module and a target -> a TVM executable: what the pipeline itself runs on this
+machine, and what users deploy.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tvm
+from tvm.ir import Call
+
+from relayquant.arguments import check_arguments
+from relayquant.codegen import make_pipeline
+from relayquant.kernels.isa.target import host_config, resolve_target
+from relayquant.preparation import prepare_module
+from relayquant.rewrite.entry import MAIN, find_entry, name_main, rename_function
+from relayquant.rewrite.graph import call_name
+from relayquant.runtime import stop_spinning
+
+
+@check_arguments
+def pipeline(target: Any = None) -> tvm.transform.Pass:
+    """The relax pipeline for a target, for `tvm.compile(mod, target, relax_pipeline=...)`.
+
+    A float model is brought into canonical form first (batch norms folded); a quantized one is
+    already. The model keeps its name: what was `forward` is called so in the executable.
+    """
+    lowering = make_pipeline(resolve_target(target))
+
+    def run(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
+        entry = find_entry(mod)
+        if entry is None:
+            return lowering(mod)
+        named = name_main(mod)
+        lowered = lowering(prepare_unbound(named) if is_float_model(named) else named)
+        return lowered if entry == MAIN else rename_function(lowered, MAIN, entry)
+
+    return tvm.transform.module_pass(run, opt_level=0, name="relayquant.compile")  # pyright: ignore[reportReturnType]
+
+
+@check_arguments
+def compile(mod: tvm.IRModule, target: Any = None) -> Any:
+    """A TVM executable of a quantized or float module.
+
+    Args:
+        mod: The module; it is not changed.
+        target: None for this machine, a `tvm.target.Target`, a dict, or a string such as
+            "llvm -mcpu=cascadelake".
+
+    Raises:
+        ConfigError: TVM does not know the target.
+    """
+    stop_spinning()
+    resolved = resolve_target(target)
+    return tvm.compile(mod, resolved, relax_pipeline=pipeline(resolved))
+
+
+def compile_draft(mod: tvm.IRModule) -> Any:
+    """An executable for this machine that is run a few hundred times and thrown away.
+
+    LLVM at level 1: on the calibration graph of MobileNet a third less time to compile, and the
+    kernels, whose registers and vectors are laid out before LLVM sees them, as fast.
+    """
+    return compile(mod, {**host_config(), "opt-level": 1})
+
+
+def prepare_unbound(mod: tvm.IRModule) -> tvm.IRModule:
+    """`prepare_module`, in which weights that a frontend left parameters, without values, are
+    inputs.
+    """
+    main = mod[MAIN]
+    if "num_input" in (main.attrs or {}) and "params" not in main.attrs:
+        bare = main.without_attr("num_input")
+        mod = tvm.IRModule({**mod.functions, mod.get_global_var(MAIN): bare}, attrs=mod.attrs)
+    return prepare_module(mod)
+
+
+def is_float_model(mod: tvm.IRModule) -> bool:
+    """Whether a module is one that `prepare_module` takes: main in dataflow form, no integer
+    operators.
+    """
+    relax_functions = {
+        gv.name_hint: func
+        for gv, func in mod.functions_items()
+        if isinstance(func, tvm.relax.Function)
+    }
+    if list(relax_functions) != ["main"]:
+        return False
+    blocks = relax_functions["main"].body.blocks
+    if not all(isinstance(block, tvm.relax.DataflowBlock) for block in blocks):
+        return False
+    calls = [b.value for block in blocks for b in block.bindings if isinstance(b.value, Call)]
+    return not any(call_name(call).startswith("relax.qnn.") for call in calls)

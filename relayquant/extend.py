@@ -1,0 +1,46 @@
+"""For authors of operator rows, backends and observers: all that their code names, from one import.
+
+A row needs a name, the operator, a pattern with its operands, and a `realize`; a backend takes it
+by `BackendConfig.with_pattern`. An observer is a class between `Observer` and `State`. Nothing is
+registered. `check_pattern` tells whether a row means the same at every stage.
+"""
+
+from relayquant.calibration.observers import Observer, State
+from relayquant.conversion import AffineRule
+from relayquant.dialect import qnn
+from relayquant.ops import (
+    Kind,
+    Operand,
+    Output,
+    Quantized,
+    QuantOp,
+    RealizeContext,
+    SimulateContext,
+)
+from relayquant.qtypes import Role
+from relayquant.reference.lookup_table import build_table
+from relayquant.rewrite import Match, Pattern, Skip
+from relayquant.testing import ModelBuilder, PatternMismatch, PatternReport, check_pattern
+
+__all__ = [
+    "AffineRule",
+    "Kind",
+    "Match",
+    "ModelBuilder",
+    "Observer",
+    "Operand",
+    "Output",
+    "Pattern",
+    "PatternMismatch",
+    "PatternReport",
+    "QuantOp",
+    "Quantized",
+    "RealizeContext",
+    "Role",
+    "SimulateContext",
+    "Skip",
+    "State",
+    "build_table",
+    "check_pattern",
+    "qnn",
+]
