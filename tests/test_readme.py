@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import relayquant as rq
+
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -42,3 +44,29 @@ def test_readme__example_runs(
     exec(compile(example, "README.md", "exec"), {})
     assert (tmp_path / "digits.so").stat().st_size > 0
     assert "conv1" in capsys.readouterr().out
+
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages__links_lead_somewhere(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)#]+)\)", page.read_text("utf-8"))
+    local = [target for target in targets if "://" not in target]
+    assert local or page.name not in ("README.md", "using.md", "accuracy.md")
+    assert [target for target in local if not (page.parent / target).exists()] == []
+
+
+def test_pages__each_is_reached_from_the_readme() -> None:
+    assert [page.name for page in PAGES[1:] if f"docs/{page.name}" not in README] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages__name_what_is_public(page: Path) -> None:
+    """`rq.name` in a page is a public name, or of a public module."""
+    names = set(re.findall(r"\brq\.(\w+)", page.read_text("utf-8")))
+    assert names <= set(rq.__all__)
+
+
+def test_readme__is_one_screen() -> None:
+    assert len(README.splitlines()) <= 90
