@@ -396,7 +396,7 @@ def revert(monkeypatch):
             monkeypatch.setattr(guard, name, stand_in)
         prepared = SimpleNamespace(mod=None, mapping=rq.QConfigMapping())
         module, names, gaps, is_arithmetic = guard.revert_operators(
-            prepared, None, None, [], [], GuardSettings(), None, None
+            prepared, None, None, [], [], QuantizeSettings()
         )
         # The module and the gaps are those of the names.
         assert module == names
