@@ -28,6 +28,10 @@ KERNEL_LAYOUTS = {
     "relax.qnn.conv2d_transpose": list(CONV_LAYOUT),
 }
 
+#: operators for which FoldConstant, whether it folds them or not, leaves calls behind of kernels that
+#: the module does not have
+UNFOLDED = frozenset({"relax.dynamic_strided_slice"})
+
 
 def convert_layout(mod: IRModule) -> IRModule:
     """The module with convolutions in NHWC and OHWI, and what lies between them in NHWC too.
@@ -45,9 +49,9 @@ def convert_layout(mod: IRModule) -> IRModule:
         # In numpy: FoldConstant would compile a kernel for each weight, which takes as long as to
         # compile all of the module.
         mod = apply_rules(mod, [TRANSPOSE_OF_CONSTANT])
-    mod = tvm.transform.Sequential(
-        [relax.transform.FoldConstant(), relax.transform.CanonicalizeBindings()]
-    )(mod)
+    if not any(op_name(binding.value) in UNFOLDED for binding in bindings):
+        mod = relax.transform.FoldConstant()(mod)
+    mod = relax.transform.CanonicalizeBindings()(mod)
     if not is_one_block(mod):
         return mod
     return tidy_module(apply_rules(mod, TRANSPOSE_RULES))
