@@ -52,7 +52,8 @@ def build_rows():
     """Name -> a small module; together they have all operators that are written."""
     found = {name: build(make, **inputs) for name, (make, inputs, _) in INTEGER.items()}
     found |= {f"float {name}": build(make, x=X) for name, make in FLOAT.items()}
-    for count, names in _SAME.items():
+    others = {1: ("negative", "bitwise_not", "logical_not")}  # whose models take more than X
+    for count, names in (*_SAME.items(), *others.items()):
         for name in (*names, "add") if count == 2 else names:
             if hasattr(relax.op.nn if "." in name else relax.op, name.split(".")[-1]):
                 found[f"same {name}"] = build(make_same(name, count), x=X)
