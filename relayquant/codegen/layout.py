@@ -28,8 +28,8 @@ KERNEL_LAYOUTS = {
     "relax.qnn.conv2d_transpose": list(CONV_LAYOUT),
 }
 
-#: operators for which FoldConstant, whether it folds them or not, leaves calls behind of kernels that
-#: the module does not have
+#: operators for which FoldConstant, whether it folds them or not, leaves calls behind of kernels
+#: that the module does not have
 UNFOLDED = frozenset({"relax.dynamic_strided_slice"})
 
 
