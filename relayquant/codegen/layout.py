@@ -8,7 +8,6 @@ through (pad, reshape of unit axes, constants) is tidied here.
 from __future__ import annotations
 
 import numpy as np
-import tvm
 from tvm import relax
 from tvm.ir import IRModule
 from tvm.relax.dpl import is_op, wildcard
