@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from typing import Any
 
@@ -74,25 +75,25 @@ def make_operand(operator: str, argument: Argument, value: Any) -> relax.Expr:
 
 def rounding_value(rounding: Rounding | str, operator: str) -> str:
     """`.value` of the mode; a printed module holds it as a string already."""
-    allowed = [mode.value for mode in Rounding]
-    value = rounding.value if isinstance(rounding, Rounding) else rounding
-    if value not in allowed:
-        raise QnnError(
-            f"qnn.{operator}: rounding={rounding!r} is not allowed; allowed: qtypes.Rounding, "
-            f"one of {', '.join(allowed)}."
-        )
-    return value
+    return _mode_value(Rounding, rounding, operator, "rounding")
 
 
 def arithmetic_value(arithmetic: Arithmetic | str, operator: str) -> str:
-    allowed = [mode.value for mode in Arithmetic]
-    value = arithmetic.value if isinstance(arithmetic, Arithmetic) else arithmetic
+    """As `rounding_value`."""
+    return _mode_value(Arithmetic, arithmetic, operator, "compute_dtype")
+
+
+def _mode_value(
+    kind: type[Rounding] | type[Arithmetic], mode: enum.Enum | str, operator: str, name: str
+) -> str:
+    allowed = [member.value for member in kind]
+    value = mode.value if isinstance(mode, kind) else mode
     if value not in allowed:
         raise QnnError(
-            f"qnn.{operator}: compute_dtype={arithmetic!r} is not allowed; allowed: "
-            f"qtypes.Arithmetic, one of {', '.join(allowed)}."
+            f"qnn.{operator}: {name}={mode!r} is not allowed; allowed: qtypes.{kind.__name__}, "
+            f"one of {', '.join(allowed)}."
         )
-    return value
+    return str(value)
 
 
 def make_integers(

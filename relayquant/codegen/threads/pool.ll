@@ -7,8 +7,8 @@
 ; and needs no worker at all (after a fork there is none).
 ;
 ; A slot holds 2 * launch while its part is free and 2 * launch + 1 once it is claimed, by one
-; compare-and-exchange. Who claimed a part of launch n may read @task: launch n is not over before
-; the part is counted off in @left, and only then may there be another launch.
+; compare-and-exchange. Who claimed a part of launch n may read @function, @data and @environment:
+; launch n is not over before the part is counted off in @left, and only then may another one begin.
 ;
 ; A worker that loses its processor in the middle of a part, because another process wants it, costs
 ; the caller a slice of the scheduler's, milliseconds. After such a stall the next {least_alone} launches go

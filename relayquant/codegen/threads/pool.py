@@ -18,7 +18,8 @@ import tvm_ffi
 from tvm import s_tir, tirx
 from tvm.ir import PrimType, StringImm, make_node
 from tvm.target import Target
-from tvm.target.codegen import llvm_get_system_triple
+
+from relayquant.kernels.isa.architecture import read_triple
 
 #: threads of a pool at most
 MOST_THREADS = 256
@@ -97,7 +98,7 @@ def add_pool(mod: tvm.IRModule, target: Target) -> tvm.IRModule:
     """
     if target.kind.name != "llvm" or "system_lib_prefix" in (mod.attrs or {}):
         return mod
-    architecture, *system = str(target.attrs.get("mtriple") or llvm_get_system_triple()).split("-")
+    architecture, *system = read_triple(target).split("-")
     kernels = {gv: func for gv, func in mod.functions_items() if has_parallel_loop(func)}
     if architecture not in PAUSES or "linux" not in system or not kernels:
         return mod

@@ -17,12 +17,16 @@ class Architecture(enum.Enum):
     OTHER = "other"  #: whatever else TVM compiles for
 
 
+def read_triple(target: Target) -> str:
+    """Architecture, maker and system, of a target without a triple those of this machine."""
+    return str(target.attrs.get("mtriple") or llvm_get_system_triple())
+
+
 def find_architecture(target: Target) -> Architecture:
     """The family of `target`; of a target without a triple, that of the machine that compiles."""
     if target.kind.name != "llvm":
         return Architecture.OTHER
-    triple = str(target.attrs.get("mtriple") or llvm_get_system_triple())
-    name = triple.split("-")[0].lower()
+    name = read_triple(target).split("-")[0].lower()
     if name in ("x86_64", "amd64", "x86") or (name[:1] == "i" and name[2:] == "86"):
         return Architecture.X86
     if name.startswith(("aarch64", "arm64")):

@@ -13,13 +13,12 @@ from tvm.target.codegen import (
     llvm_get_cpu_archlist,
     llvm_get_cpu_features,
     llvm_get_system_cpu,
-    llvm_get_system_triple,
     llvm_get_targets,
     llvm_is_valid_cpu,
 )
 
 from relayquant.errors import ConfigError, suggest_name
-from relayquant.kernels.isa.architecture import Architecture, find_architecture
+from relayquant.kernels.isa.architecture import Architecture, find_architecture, read_triple
 from relayquant.runtime import count_cores
 
 #: options of the old command-line strings that hold lists
@@ -75,7 +74,7 @@ def check_target(target: Target, text: str) -> None:
     if target.kind.name != "llvm":
         return
     attrs = target.attrs
-    triple = str(attrs.get("mtriple") or llvm_get_system_triple())
+    triple = read_triple(target)
     name, known = triple.split("-")[0].lower(), [str(known) for known in llvm_get_targets()]
     if find_architecture(target) is Architecture.OTHER and name not in known:
         raise ConfigError(
