@@ -13,7 +13,7 @@ import numpy as np
 from tvm import relax
 
 from relayquant.importers.indices import count_from_start
-from relayquant.importers.onnx_sizes import read_sizes
+from relayquant.importers.onnx_sizes import emit_item, read_sizes
 from relayquant.importers.refusal import NotConstant, Refusal
 from relayquant.rewrite.graph import constant_value, tensor_shape
 
@@ -151,5 +151,5 @@ def convert_one_hot(
     form = [count if at == axis else 1 for at in range(rank)]
     ramp = relax.const(np.arange(count, dtype="int64").reshape(form), "int64")
     is_hot = bb.emit(relax.op.equal(bb.emit(relax.op.expand_dims(whole, axis)), ramp))
-    off, on = (bb.emit(relax.op.take(values, relax.const(at, "int64"), axis=0)) for at in (0, 1))
+    off, on = (emit_item(bb, values, at) for at in (0, 1))
     return relax.op.where(is_hot, on, off)

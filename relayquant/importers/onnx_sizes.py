@@ -46,6 +46,11 @@ def count_sizes(value: relax.Expr) -> int:
     return int(shape[0])
 
 
+def emit_item(bb: relax.BlockBuilder, values: relax.Expr, at: int) -> relax.Expr:
+    """values[at], of a vector."""
+    return bb.emit(relax.op.take(values, relax.const(at, "int64"), axis=0))
+
+
 def emit_shape(bb: relax.BlockBuilder, sizes: relax.Expr, count: int) -> relax.ShapeExpr:
     """Symbolic sizes for an int64 tensor of shape (count,) that is computed at run time.
 
@@ -170,8 +175,7 @@ def slice_at_run_time(
     def pick(values: relax.Expr | None, at: int) -> relax.Expr:
         if values is None:
             return one
-        item = bb.emit(relax.op.take(values, relax.const(at, "int64"), axis=0))
-        return bb.emit(relax.op.astype(item, "int64"))
+        return bb.emit(relax.op.astype(emit_item(bb, values, at), "int64"))
 
     for at, axis in enumerate(axis % len(shape) for axis in taken):
         size = pick(sizes, axis)
@@ -215,7 +219,7 @@ def convert_split(
     begins = bb.emit(relax.op.subtract(ends, parts))
     taken = []
     for at, size in enumerate(emit_shape(bb, parts, count).values):
-        begin = bb.emit(relax.op.take(begins, relax.const(at, "int64"), axis=0))
+        begin = emit_item(bb, begins, at)
         ramp = bb.emit(relax.op.arange(0, size, 1, "int64"))
         indices = bb.emit(relax.op.add(ramp, begin))
         taken.append(bb.emit(relax.op.take(data, indices, int(attrs.get("axis", 0)))))
@@ -243,11 +247,9 @@ def pad_at_run_time(bb: relax.BlockBuilder, inputs: Sequence[Any], mode: bytes) 
     elif fill is not None:
         fill = bb.emit(relax.op.reshape(fill, relax.ShapeExpr([])))
 
-    def pick(values: relax.Expr, at: int) -> relax.Expr:
-        return bb.emit(relax.op.take(values, relax.const(at, "int64"), axis=0))
-
     for at, axis in enumerate(axis % rank for axis in padded):
-        size, before, after = pick(sizes, axis), pick(pads, at), pick(pads, at + len(padded))
+        size, before = emit_item(bb, sizes, axis), emit_item(bb, pads, at)
+        after = emit_item(bb, pads, at + len(padded))
         length = bb.emit(relax.op.add(size, bb.emit(relax.op.add(before, after))))
         (symbol,) = emit_shape(bb, bb.emit(relax.op.reshape(length, [1])), 1).values
         ramp = bb.emit(relax.op.arange(0, symbol, 1, "int64"))
