@@ -17,8 +17,6 @@ from relayquant.errors import MissingDependencyError, ModelError
 from relayquant.importers import import_torch as load
 from relayquant.quantizer import quantize as quantize_module
 
-__all__ = ["export", "load", "quantize"]
-
 
 @check_arguments
 def quantize(
