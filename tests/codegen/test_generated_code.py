@@ -1,0 +1,193 @@
+"""What LLVM makes of the integer kernels, read from their assembly, for CPUs that need not be here.
+
+For every target and layer: accesses to the stack, moves between registers and loads, per product
+instruction, in the innermost loops. The sums of a tile are in registers only as long as LLVM finds
+it so; nothing but these counts shows on every machine that it does.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import pytest
+import tvm
+from tvm.target import Target
+
+from relayquant.kernels.integer.conv import build_conv2d
+from relayquant.kernels.integer.epilogue import Epilogue, Residual
+from relayquant.kernels.integer.specs import Conv2d, Dense
+from relayquant.kernels.isa.architecture import Architecture, find_architecture
+from relayquant.kernels.isa.select import select_isa
+from relayquant.kernels.isa.target import resolve_target
+
+
+@dataclass(frozen=True)
+class Syntax:
+    """How the assembly of an architecture is read, one pattern for a kind of line."""
+
+    label: re.Pattern[str]
+    jump: re.Pattern[str]  #: group 1: where to
+    product: re.Pattern[str]  #: multiplies and adds activations and weights
+    stack: re.Pattern[str]  #: a vector goes to the stack or comes from it
+    move: re.Pattern[str]  #: from vector register to vector register
+    load: re.Pattern[str]  #: a vector comes from memory, alone or as an operand
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The most there may be of each for one product instruction."""
+
+    stack: float
+    moves: float
+    loads: float
+
+
+SYNTAX = {
+    Architecture.X86: Syntax(
+        label=re.compile(r"(\.L\w+):"),
+        jump=re.compile(r"\s+j\w+\s+(\.L\w+)"),
+        product=re.compile(r"\s+(?:\{vex\}\s+)?v?(?:pdpbusd|pdpwssd|pmaddwd|pmaddubsw)\s"),
+        # Nothing has a frame pointer: %rbp is a register like others.
+        stack=re.compile(r"\s+(?!prefetch).*\(%rsp\b.*%[xyz]mm|\s+.*%[xyz]mm\d+, .*\(%rsp\b"),
+        move=re.compile(r"\s+v?mov(?:ap[sd]|up[sd]|dq[au]\d*)\s+%([xyz])mm\d+, %\1mm\d+\s*$"),
+        load=re.compile(
+            r"\s+(?!prefetch)[^#]*\(%r(?!sp\b)\w+[^)]*\)(?:\{\w+\})?, .*%[xyz]mm\d+\s*$"
+        ),
+    ),
+}
+
+#: name -> target. A CPU is represented by those with the same instructions and another timing.
+TARGETS: dict[str, dict[str, str]] = {
+    mcpu: {"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": mcpu}
+    for mcpu in (
+        "x86-64",
+        "x86-64-v2",
+        "x86-64-v3",
+        "x86-64-v4",
+        "haswell",
+        "alderlake",
+        "arrowlake",
+        "znver1",
+        "znver2",
+        "znver3",
+        "znver4",
+        "znver5",
+        "skylake-avx512",
+        "cascadelake",
+        "cooperlake",
+        "icelake-server",
+        "sapphirerapids",
+        "graniterapids",
+    )
+}
+
+SMALL, SAME = Epilogue(is_small=True), (1, 1, 1, 1)
+ADDED = Epilogue(residual=Residual("uint8", 3, 0.5), is_small=True)
+LAYERS: dict[str, Conv2d] = {
+    "3x3": Conv2d(1, 14, 14, 256, 256, (3, 3), padding=SAME, epilogue=SMALL),
+    "1x1": Conv2d(1, 14, 14, 384, 64, (1, 1), epilogue=SMALL),
+    "1x1, added": Conv2d(1, 56, 56, 64, 256, (1, 1), epilogue=ADDED),
+    "1x1, short": Conv2d(1, 112, 112, 16, 96, (1, 1), epilogue=SMALL),
+    "first": Conv2d(1, 224, 224, 3, 64, (7, 7), (2, 2), (3, 3, 3, 3), epilogue=SMALL),
+    "rows": Dense(128, 768, 3072, epilogue=SMALL).as_conv2d(),
+    "one row": Dense(1, 2048, 1000, epilogue=SMALL).as_conv2d(),
+    "depthwise": Conv2d(1, 14, 14, 384, 384, (3, 3), padding=SAME, groups=384, epilogue=SMALL),
+}
+
+#: name of the instruction set -> bound of a layer that is not in `EXCEPTIONS`.
+BOUNDS = {
+    "vnni512": Bound(stack=0.05, moves=0.05, loads=0.65),
+    "vnni256": Bound(stack=0.05, moves=0.05, loads=0.75),
+    "avx512bw": Bound(stack=0.17, moves=0.11, loads=0.4),
+    "avx2": Bound(stack=0.45, moves=0.3, loads=0.65),
+    "sse2": Bound(stack=0.65, moves=0.65, loads=0.85),
+}
+#: The tile of "1x1" has 28 sums: with four weights and a word that is one more than there are
+#: registers. Every product of "one row" has weights of its own. Depthwise products have an operand
+#: made of four rows, and short reductions are unrolled together with the rest of their tile.
+EXCEPTIONS = {
+    ("vnni512", "1x1"): Bound(0.08, 0.05, 0.4),
+    ("vnni512", "1x1, short"): Bound(0.13, 0.25, 0.65),
+    ("vnni512", "one row"): Bound(0.05, 0.05, 1.3),
+    ("vnni512", "depthwise"): Bound(0.05, 0.45, 0.6),
+    ("vnni256", "1x1, short"): Bound(0.05, 0.25, 0.75),
+    ("vnni256", "first"): Bound(0.37, 0.05, 0.55),
+    ("vnni256", "one row"): Bound(0.05, 0.05, 1.55),
+    ("vnni256", "depthwise"): Bound(0.65, 0.45, 0.8),
+    ("avx512bw", "one row"): Bound(0.05, 0.05, 1.2),
+    ("avx2", "1x1, added"): Bound(0.75, 0.1, 0.5),
+    ("avx2", "1x1, short"): Bound(0.8, 0.05, 0.8),
+    ("avx2", "rows"): Bound(0.6, 0.3, 0.45),
+    ("avx2", "one row"): Bound(0.05, 0.05, 1.2),
+    ("avx2", "depthwise"): Bound(1.3, 0.15, 0.55),
+    ("sse2", "one row"): Bound(0.05, 0.3, 1.2),
+    ("sse2", "depthwise"): Bound(1.1, 1.5, 0.55),
+}
+
+
+def find_innermost_loops(text: str, syntax: Syntax) -> list[list[str]]:
+    """Lines from a label to a jump back to it, without a smaller such range inside."""
+    lines, labels, loops = text.splitlines(), {}, []
+    for number, line in enumerate(lines):
+        if match := syntax.label.match(line):
+            labels[match.group(1)] = number
+        elif (match := syntax.jump.match(line)) and match.group(1) in labels:
+            loops.append((labels[match.group(1)], number))
+    inner = [
+        (first, last)
+        for first, last in loops
+        if not any(first <= a and b <= last for a, b in loops if (a, b) != (first, last))
+    ]
+    return [lines[first : last + 1] for first, last in inner]
+
+
+def count_per_product(text: str, syntax: Syntax) -> Bound:
+    """Of all innermost loops with products; there is at least one."""
+    loops = find_innermost_loops(text, syntax)
+    lines = [line for lines in loops if any(map(syntax.product.match, lines)) for line in lines]
+    products = sum(bool(syntax.product.match(line)) for line in lines)
+    assert products, "no innermost loop with products"
+
+    def per_product(pattern: re.Pattern[str]) -> float:
+        return sum(bool(pattern.match(line)) for line in lines) / products
+
+    return Bound(per_product(syntax.stack), per_product(syntax.move), per_product(syntax.load))
+
+
+def compile_layer(spec: Conv2d, target: Target) -> str:
+    func = build_conv2d(spec, select_isa(target), "layer")
+    return tvm.compile(tvm.IRModule({"layer": func}), target=target).mod.inspect_source("asm")
+
+
+LOOP = """
+.L1:
+	vmovups	(%rdi), %zmm0
+.L2:
+	vpdpbusd	(%rdi){1to16}, %zmm1, %zmm2
+	vpdpbusd	%zmm0, %zmm1, %zmm2
+	vmovdqu64	%zmm2, 64(%rsp)
+	vpaddd	64(%rsp), %zmm2, %zmm2
+	vmovdqa64	%zmm2, %zmm3
+	prefetcht0	(%rdi)
+	vmovups	%zmm2, (%rdi)
+	jne	.L2
+	jne	.L1
+"""
+
+
+def test_count_per_product__reads_the_innermost_loop():
+    assert count_per_product(LOOP, SYNTAX[Architecture.X86]) == Bound(1.0, 0.5, 0.5)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("name", TARGETS)
+def test_innermost_loops__are_products(name, layer):
+    target = resolve_target(TARGETS[name])
+    isa = select_isa(target).name
+    bound = EXCEPTIONS.get((isa, layer), BOUNDS[isa])
+    syntax = SYNTAX[find_architecture(target)]
+    found = count_per_product(compile_layer(LAYERS[layer], target), syntax)
+    assert found.stack <= bound.stack
+    assert found.moves <= bound.moves
+    assert found.loads <= bound.loads
