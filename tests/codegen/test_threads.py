@@ -41,6 +41,16 @@ def count_serially(visits: T.Buffer((ROWS, COLUMNS), "int32")):
         visits[i, j] = visits[i, j] + 1
 
 
+@T.prim_func
+def count_until(visits: T.Buffer((ROWS, COLUMNS), "int32")):
+    """Fails at rows whose first element is negative."""
+    T.func_attr({"global_symbol": "count_visits", "tirx.noalias": True})
+    for i in T.parallel(ROWS):
+        assert visits[i, 0] >= 0, "negative"
+        for j in range(COLUMNS):
+            visits[i, j] = visits[i, j] + 1
+
+
 def add_host_pool(func) -> tvm.IRModule:
     return add_pool(tvm.IRModule({"count_visits": func}), resolve_target(None))
 
@@ -74,6 +84,21 @@ def test_pool__every_part_once(make_counter, threads):
             time.sleep(0.002)  # the workers fall asleep
     np.testing.assert_array_equal(visits.numpy(), 200)
     assert count_threads() - before == min(threads, MOST_THREADS) - 1
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize("row", [0, ROWS // 2, ROWS - 1])
+def test_pool__part_that_fails(monkeypatch, threads, row):
+    monkeypatch.setenv("TVM_NUM_THREADS", str(threads))
+    count = tvm.compile(add_host_pool(count_until), resolve_target(None))["count_visits"]
+    bad = np.zeros((ROWS, COLUMNS), "int32")
+    bad[row, 0] = -1
+    good = new_visits()
+    for run in range(1, 100):
+        with pytest.raises(RuntimeError, match="A part of a kernel's loop failed"):
+            count(tvm.runtime.tensor(bad))
+        count(good)  # the failure is that run's alone
+        np.testing.assert_array_equal(good.numpy(), run)
 
 
 def test_pool__two_callers_at_once(make_counter):

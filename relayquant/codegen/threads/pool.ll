@@ -29,6 +29,7 @@
 @data = internal global ptr null
 @environment = internal global %environment zeroinitializer
 @left = internal global i32 0, align 64           ; parts of the launch that nobody has finished
+@failed = internal global i32 0                   ; what a part of the launch returned that failed
 @waiting = internal global i32 0                  ; 1: the caller sleeps on @finished
 @sleepers = internal global i32 0, align 64       ; workers that sleep, or are about to, on @wake
 @alone = internal global i32 0                    ; launches to come that go without workers
@@ -186,7 +187,7 @@ end:
   ret i32 0
 }}
 
-; All of a launch on the caller's thread.
+; All of a launch on the caller's thread, up to a part that fails.
 define i32 @pool_run_alone(ptr %function, ptr %data, i32 %wanted) {{
 entry:
   %environment = alloca %environment
@@ -199,11 +200,13 @@ entry:
 next:
   %part = phi i32 [ 0, %entry ], [ %following, %next ]
   %error = call i32 %function(i32 %part, ptr %environment, ptr %data)
+  %fine = icmp eq i32 %error, 0
   %following = add i32 %part, 1
   %more = icmp slt i32 %following, %parts
-  br i1 %more, label %next, label %end
+  %on = and i1 %fine, %more
+  br i1 %on, label %next, label %end
 end:
-  ret i32 0
+  ret i32 %error
 }}
 
 ; Publish a launch, for a caller that has the pool; its number is the result.
@@ -270,9 +273,13 @@ compute:
   %data = load ptr, ptr @data
   %error = call i32 %function(i32 %part, ptr @environment, ptr %data)
   %more = add i32 %count, 1
+  %fine = icmp eq i32 %error, 0
+  br i1 %fine, label %after, label %fail
+fail:
+  store atomic i32 %error, ptr @failed monotonic, align 4
   br label %after
 after:
-  %counted = phi i32 [ %count, %next ], [ %more, %compute ]
+  %counted = phi i32 [ %count, %next ], [ %more, %compute ], [ %more, %fail ]
   %step = add i32 %steps, 1
   %up = add i32 %part, 1
   %past = icmp sge i32 %up, %threads
@@ -283,7 +290,7 @@ end:
   ret i32 %counted
 }}
 
-; The caller: part 0, what is free, and the wait for the rest.
+; The caller: part 0, what is free, and the wait for the rest. 0, or what a part that failed returned.
 define i32 @pool_finish(i64 %launch) {{
 entry:
   %function = load ptr, ptr @function
@@ -335,8 +342,16 @@ resign:
   store i64 %launch, ptr @stalled_launch
   br label %end
 end:
+  %failed = load atomic i32, ptr @failed monotonic, align 4
+  %fine = icmp eq i32 %failed, 0
+  br i1 %fine, label %release, label %forget
+forget:
+  store atomic i32 0, ptr @failed monotonic, align 4
+  br label %release
+release:
   store atomic i32 0, ptr @lock release, align 4
-  ret i32 0
+  %either = select i1 %fine, i32 %error, i32 %failed
+  ret i32 %either
 }}
 
 ; Nanoseconds.
@@ -354,8 +369,8 @@ define i64 @pool_read_clock() {{
 ; A launch, for a caller that has the pool.
 define i32 @pool_run(ptr %function, ptr %data) {{
   %launch = call i64 @pool_publish(ptr %function, ptr %data)
-  call i32 @pool_finish(i64 %launch)
-  ret i32 0
+  %error = call i32 @pool_finish(i64 %launch)
+  ret i32 %error
 }}
 
 ; A worker, until the library is unloaded.

@@ -34,6 +34,12 @@ LULL = 256
 #: launches without workers after a stall, least and most
 LEAST_ALONE, MOST_ALONE = 64, 8192
 
+#: what a run says of which a part failed
+FAILED = (
+    "A part of a kernel's loop failed on its thread: most likely there was no memory for what it "
+    "computes with, or an assertion in the kernel did not hold. Outputs of this run are incomplete."
+)
+
 #: architecture -> name and arguments of the intrinsic by which a thread that waits for another one
 #: leaves the core alone for a while
 PAUSES = {
@@ -56,13 +62,24 @@ def make_launch(source: str) -> tirx.PrimFunc:
             tirx.Bind(state, tirx.call_extern("int32", "pool_take", wanted)),
             tirx.IfThenElse(
                 tirx.EQ(state, 0),
-                call_pool("run_alone", function, data, wanted),
-                tirx.SeqStmt([start, call_pool("run", function, data)]),
+                check_parts("run_alone", function, data, wanted),
+                tirx.SeqStmt([start, check_parts("run", function, data)]),
             ),
         ]
     )
     imported = tirx.AttrStmt(0, "pragma_import_llvm", StringImm(source), body)
     return make_function("relayquant_launch", [function, data, wanted], imported)
+
+
+def check_parts(name: str, *args: tirx.Var) -> tirx.Stmt:
+    """A call that runs the parts of a loop, which fails if one of them does.
+
+    What a part says of it stays with the thread that ran it.
+    """
+    result = tirx.Var("result", "int32")
+    call = tirx.call_extern("int32", f"pool_{name}", *args)
+    check = tirx.AssertStmt(tirx.EQ(result, 0), StringImm("RuntimeError"), [StringImm(FAILED)])
+    return tirx.SeqStmt([tirx.Bind(result, call), check])
 
 
 def make_work() -> tirx.PrimFunc:
