@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
+from relayquant.analysis.engine_process import time_turn
 
 #: Seconds before each turn, so that the thread pool of the contender before has stopped spinning.
 PAUSE = 0.01
@@ -31,35 +33,39 @@ class Latency:
     runs: int
 
 
+#: of one timed run: seconds that passed, and CPU seconds of its process
+Timing = tuple[float, float]
+
+
 def measure_latency(
     contenders: Mapping[str, Callable[[], object]], rounds: int
 ) -> dict[str, Latency]:
-    """Time each contender in `rounds` turns.
-
-    The contenders take turns, so that a busy moment of the machine meets all of them. A turn is a
-    pause, one run that is not timed (it fills the caches and wakes the threads), and as many timed
-    runs as fit into `TURN`, at least one.
-
-    Args:
-        contenders: Name -> function that does one run.
-        rounds: Turns of each, >= 1.
-    """
-    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
+    """Time functions of this process that do one run each; see `measure_turns`."""
     for run in contenders.values():
         run()  # the first run allocates
+
+    def bind_turn(run: Callable[[], object]) -> Callable[[], list[Timing]]:
+        return lambda: time_turn(run, TURN)
+
+    return measure_turns({name: bind_turn(run) for name, run in contenders.items()}, rounds)
+
+
+def measure_turns(
+    contenders: Mapping[str, Callable[[], Sequence[Timing]]], rounds: int
+) -> dict[str, Latency]:
+    """Let contenders take `rounds` >= 1 turns, so that a busy moment meets all: name -> times.
+
+    Args:
+        contenders: Name -> function that takes one turn, here or in another process.
+        rounds: Turns of each.
+    """
+    timings: dict[str, list[Timing]] = {name: [] for name in contenders}
     for _ in range(rounds):
-        for name, run in contenders.items():
+        for name, take_turn in contenders.items():
             time.sleep(PAUSE)
-            run()
-            spent = 0.0
-            while spent < TURN:
-                start, cpu = time.perf_counter(), time.process_time()
-                run()
-                elapsed = time.perf_counter() - start
-                seconds[name].append((elapsed, time.process_time() - cpu))
-                spent += elapsed
+            timings[name] += take_turn()
     latencies = {}
-    for name, times in seconds.items():
+    for name, times in timings.items():
         passed, cpu = np.array(times).T
         latencies[name] = Latency(
             float(passed.min()), float(np.median(passed)), float(np.median(cpu)), len(times)

@@ -1,4 +1,4 @@
-"""Analysis: the same model run by ONNX Runtime, float and int8, to compare speed with.
+"""Analysis: what ONNX Runtime makes of a float model, for `engines` to compare speed with.
 
 The int8 model is what ONNX Runtime's own static quantization makes of the float one, with the
 settings its documentation recommends for x86: QDQ, uint8 activations, int8 weights per channel,
@@ -8,7 +8,7 @@ MinMax, after its shape inference and graph optimization.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -104,34 +104,6 @@ def convert_opset(source: Path, folder: Path) -> Path:
     model.ir_version = max(model.ir_version, 4)
     onnx.save(onnx.version_converter.convert_version(model, QDQ_OPSET), str(converted))
     return converted
-
-
-def create_run(
-    path: Path, inputs: Mapping[str, np.ndarray], threads: int
-) -> Callable[[], list[np.ndarray]]:
-    """A function that runs the model once on `inputs`.
-
-    Threads spin while a run lasts and stop when it ends, so that they take no time from what is
-    measured next.
-
-    Raises:
-        MissingDependencyError: onnxruntime is not installed.
-        ModelError: onnxruntime cannot load the model.
-    """
-    ort = import_onnxruntime()
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.inter_op_num_threads = 1
-    options.log_severity_level = 3  # errors
-    options.add_session_config_entry("session.force_spinning_stop", "1")
-    try:
-        session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    except Exception as error:
-        raise ModelError(
-            f"ONNX Runtime cannot load {path}: {type(error).__name__}: {error}"
-        ) from error
-    feed = dict(inputs)
-    return lambda: session.run(None, feed)
 
 
 @contextmanager

@@ -1,17 +1,18 @@
 """`relayquant bench`: how fast a model runs as float and as int8, and where the time goes.
 
 Latency is that of one run on one batch, without the copies in and out. The contenders take turns
-on the same inputs in one process; a ratio above 1 means slower than the first line.
+on the same inputs; a ratio above 1 means slower than the first line.
 
-Threads: TVM and ONNX Runtime both get --threads. Those of a compiled module spin for some 20
-microseconds after a kernel, those of ONNX Runtime during a run. Each turn begins with a pause, so
-that no contender's threads run into the next one's time.
+--against times other engines too: the float model, the int8 model of their own quantizer (ONNX
+Runtime's; NNCF's for OpenVINO, where it is installed), and our int8 model as QDQ. Each contender
+then has a process of its own. All engines get --threads: those of a compiled module spin for some
+20 microseconds after a kernel, those of ONNX Runtime during a run, OpenVINO's as they come (with
+the hint for latency).
 """
 
 from __future__ import annotations
 
 import argparse
-import enum
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,21 +25,18 @@ import numpy as np
 import tvm
 
 import relayquant as rq
+from relayquant.analysis.engines import Contender, Engine, measure_engines
 from relayquant.analysis.latency import measure_latency
-from relayquant.analysis.onnxruntime_baseline import (
-    create_run,
-    import_onnxruntime,
-    quantize_with_onnxruntime,
-)
 from relayquant.analysis.peak import measure_peak
 from relayquant.analysis.profile import profile_module
+from relayquant.analysis.rivals import RIVALS, list_versions, prepare_rivals
 from relayquant.calibration.weights.fit import BiasCorrection, FitSettings, WeightRounding
 from relayquant.cli.arguments import add_backend, add_model, check_options
 from relayquant.cli.files import bind_weights, load_model, load_module
 from relayquant.datasets import InputInfo, open_dataset
 from relayquant.datasets.inputs import describe_inputs
 from relayquant.errors import ConfigError, ModelError, format_count
-from relayquant.kernels.isa.target import resolve_target
+from relayquant.kernels.isa.target import name_cpu, resolve_target
 from relayquant.report import make_console
 from relayquant.report.bench import kernel_table, latency_table, operator_table
 from relayquant.rewrite.entry import name_main
@@ -51,12 +49,6 @@ Batch = Mapping[str, np.ndarray]
 QUICK_FIT = FitSettings(rounding=WeightRounding.NEAREST, bias=BiasCorrection.NONE)
 
 
-class Rival(enum.Enum):
-    """Whom to compare with."""
-
-    ONNXRUNTIME = "onnxruntime"
-
-
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "bench",
@@ -67,8 +59,10 @@ def add_parser(subparsers: Any) -> None:
     add_model(parser, "the float model")
     parser.add_argument(
         "--against",
-        choices=[rival.value for rival in Rival],
-        help="time this too, float and int8 (MODEL must be .onnx)",
+        action="append",
+        choices=[*RIVALS],
+        default=[],
+        help="time this too, float and int8 (MODEL must be .onnx); may be repeated",
     )
     parser.add_argument(
         "--data", type=Path, metavar="FILE.npz", help="inputs to calibrate and run on"
@@ -96,13 +90,14 @@ def run(options: argparse.Namespace) -> int:
     check_options(options, counts=counts)
     if options.operators < 0:
         raise ConfigError(f"--operators is {options.operators}; allowed: 0 or more.")
-    rival = None if options.against is None else Rival(options.against)
-    if rival is not None and options.model.suffix != ".onnx":
-        raise ConfigError(f"--against {rival.value}: it runs .onnx files, not {options.model}.")
-    if rival is not None and options.input:
-        raise ConfigError(f"--input: {rival.value} runs the file as it is, with all its inputs.")
-    if rival is Rival.ONNXRUNTIME:
-        import_onnxruntime()  # fails before anything takes time
+    rivals = [RIVALS[name] for name in dict.fromkeys(options.against)]
+    names = " and ".join(rival.engine.value for rival in rivals)
+    if rivals and options.model.suffix != ".onnx":
+        raise ConfigError(f"--against {names}: .onnx files are compared, not {options.model}.")
+    if rivals and options.input:
+        raise ConfigError(f"--input: {names} would run the file as it is, with all its inputs.")
+    for rival in rivals:
+        rival.check()  # fails before anything takes time
     console = make_console()
     with ExitStack() as stack:
         stack.enter_context(use_threads(threads))
@@ -118,22 +113,27 @@ def run(options: argparse.Namespace) -> int:
         else:
             qmod = name_main(load_module(options.quantized))
         modules = {"relayquant int8": qmod, "relayquant float": mod}
-        contenders: dict[str, Callable[[], object]] = {}
+        executables = {}
         for name, module in modules.items():
             start = time.perf_counter()
-            executable = rq.compile(module)
+            executables[name] = rq.compile(module)
             console.print(f"{name}: compiled in {time.perf_counter() - start:.1f} s")
-            contenders[name] = bind_run(Executor(executable), inputs)
-        if rival is Rival.ONNXRUNTIME:
+        if rivals:
             folder = stack.enter_context(open_temporary_folder())
-            paths = {"float": options.model}
-            try:
-                paths["int8"] = quantize_with_onnxruntime(options.model, batches, folder)
-            except ModelError as error:
-                console.print(f"onnxruntime int8 is left out: {error}")
-            for name, path in paths.items():
-                contenders[f"onnxruntime {name}"] = create_run(path, batches[0], threads)
-        latencies = measure_latency(contenders, options.repeat)
+            rivalry = prepare_rivals(rivals, options.model, qmod, batches, folder)
+            contenders = {**export_own(executables, folder), **rivalry.contenders}
+            comparison = measure_engines(
+                contenders, batches[0], threads=threads, rounds=options.repeat
+            )
+            for name, reason in {**rivalry.failures, **comparison.failures}.items():
+                console.print(f"{name} is left out: {reason}")
+            latencies = comparison.latencies
+            if "relayquant int8" not in latencies:
+                raise ModelError(f"relayquant int8: {comparison.failures['relayquant int8']}")
+        else:
+            runs = {name: bind_run(Executor(each), inputs) for name, each in executables.items()}
+            latencies = measure_latency(runs, options.repeat)
+        console.print(f"{name_cpu()}; {', '.join(list_versions(rivals))}")
         shapes = ", ".join(f"{name} {array.shape}" for name, array in batches[0].items())
         title = f"{options.model.name}: {shapes}, {format_count(threads, 'thread')}"
         console.print(latency_table(latencies, "relayquant int8", title))
@@ -150,6 +150,16 @@ def run(options: argparse.Namespace) -> int:
                     f"{profile.total * 1e6:.0f} us, {format_count(profile.machine_calls, 'call')}"
                 )
     return 0
+
+
+def export_own(executables: Mapping[str, Any], folder: Path) -> dict[str, Contender]:
+    """Executables as libraries in `folder`, which other processes can load."""
+    contenders = {}
+    for number, (name, executable) in enumerate(executables.items()):
+        path = folder / f"own{number}.so"
+        executable.export_library(str(path))
+        contenders[name] = Contender(Engine.RELAYQUANT, path)
+    return contenders
 
 
 @contextmanager

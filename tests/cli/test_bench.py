@@ -12,7 +12,12 @@ import pytest
 from onnx import helper, numpy_helper
 
 from relayquant import cli
+from relayquant.analysis.engines import Comparison
+from relayquant.analysis.latency import Latency
 from relayquant.analysis.onnxruntime_baseline import quantize_with_onnxruntime
+from relayquant.analysis.openvino_baseline import has_nncf
+from relayquant.analysis.rivals import RIVALS
+from relayquant.cli import bench
 from relayquant.demo import load_digits
 
 QUICK = ["--repeat", "1", "--operators", "2", "--threads", "1"]
@@ -46,23 +51,43 @@ def test_bench__against_onnxruntime(folder: Path, capsys: pytest.CaptureFixture[
     text = capsys.readouterr().out
     assert "random" not in text
     assert "(5, 1, 8, 8)" in text
-    rows = re.findall(r"^(\w+ (?:int8|float))\s+([\d.]+)", text, re.MULTILINE)
-    assert [name for name, _ in rows] == [
-        "relayquant int8",
-        "relayquant float",
-        "onnxruntime float",
-        "onnxruntime int8",
-    ]
-    assert all(float(best) > 0 for _, best in rows)
+    own = ["relayquant int8", "relayquant float"]
+    engine = ["onnxruntime float", "onnxruntime int8", "onnxruntime int8, our QDQ"]
+    assert read_rows(text) == own + engine
+    assert re.search(r"^.+; relayquant \S+, onnxruntime \d", text, re.MULTILINE)  # the CPU
 
 
-def test_bench__onnxruntime_is_missing(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_bench__against_openvino_and_onnxruntime(
+    folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    arguments = ["bench", str(folder / "digits.onnx"), "--against", "onnxruntime", *QUICK]
-    assert cli.main(arguments) == 2
-    assert "pip install 'relayquant[onnxruntime]'" in capsys.readouterr().err
+    pytest.importorskip("openvino")
+    pytest.importorskip("onnxruntime")
+    peers = ["--against", "openvino", "--against", "onnxruntime", "--against", "openvino"]
+    arguments = ["--data", str(folder / "digits.npz"), "--batch", "5", *peers]
+    assert cli.main(["bench", str(folder / "digits.onnx"), *arguments, *QUICK]) == 0
+    text = capsys.readouterr().out
+    rows = read_rows(text)
+    assert {"openvino float", "openvino int8, our QDQ", "onnxruntime int8"} <= set(rows)
+    assert len(rows) == len(set(rows))
+    assert ("openvino int8, NNCF" in rows) == has_nncf()
+    assert "left out" not in text
+    assert re.search(r"openvino \d", text)
+
+
+def read_rows(text: str) -> list[str]:
+    """Names of the rows of the table of latencies, whose best times are above 0."""
+    rows = re.findall(r"^(\w+ (?:int8|float)(?:, [\w ]*\w)?)\s+([\d.]+)", text, re.MULTILINE)
+    assert all(float(best) > 0 for _, best in rows)
+    return [name for name, _ in rows]
+
+
+@pytest.mark.parametrize("peer", RIVALS)
+def test_bench__peer_is_missing(
+    peer: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, peer, None)
+    assert cli.main(["bench", str(folder / "digits.onnx"), "--against", peer, *QUICK]) == 2
+    assert f"pip install 'relayquant[{peer}]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -96,14 +121,19 @@ def test_bench__model_that_onnxruntime_cannot_quantize(
     def fail(*_args: object, **_options: object) -> None:
         raise ValueError("some reason")
 
+    def measure(contenders: dict, *_args: object, **_options: object) -> Comparison:
+        return Comparison(dict.fromkeys(contenders, Latency(1e-3, 2e-3, 2e-3, 1)), {})
+
     monkeypatch.setattr(quantization, "quantize_static", fail)
+    monkeypatch.setattr(bench, "measure_engines", measure)  # what it does is tested elsewhere
     arguments = ["bench", str(folder / "digits.onnx"), "--against", "onnxruntime", *QUICK]
     assert cli.main(arguments) == 0
     text = capsys.readouterr().out
     assert "onnxruntime int8 is left out" in text
     assert "some reason" in text
-    assert re.search(r"^onnxruntime float\s+[\d.]+", text, re.MULTILINE)
-    assert not re.search(r"^onnxruntime int8\s+[\d.]+", text, re.MULTILINE)
+    rows = read_rows(text)
+    assert "onnxruntime float" in rows
+    assert "onnxruntime int8" not in rows
 
 
 @pytest.mark.parametrize("opset", [7, 11])

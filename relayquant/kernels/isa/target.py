@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from tvm.target import Target
@@ -112,6 +113,18 @@ def neutralize_timing(target: Target) -> Target:
 def host_config() -> dict[str, Any]:
     """This machine's CPU as LLVM names it, and the cores this process may use."""
     return {"kind": "llvm", "mcpu": llvm_get_system_cpu(), "num-cores": count_cores()}
+
+
+def name_cpu() -> str:
+    """This machine's CPU for a reader: what its maker calls it, and LLVM's name in brackets."""
+    llvm = llvm_get_system_cpu()
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:  # not Linux
+        return llvm
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    model = next(models, "")  # Arm's kernel gives numbers only
+    return f"{model} ({llvm})" if model else llvm
 
 
 def parse_target(text: str) -> dict[str, Any]:

@@ -1,0 +1,121 @@
+"""Analysis: one engine with one model in a process of its own, which `engines` starts and talks to.
+
+Run as a script, so that such a process has loaded its engine and nothing else: no TVM beside ONNX
+Runtime. One line of JSON each way, on stdin and stdout:
+
+    {"engine", "path", "inputs", "threads"}    ->  {"ready": true} or {"error": "..."}
+    {"turn": seconds}                          ->  [[seconds passed, seconds of CPU], ...]
+
+What an engine prints goes to stderr. The process ends when stdin does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+if __name__ == "__main__":
+    # The folder of a script comes first, and the one here has modules named as those of Python.
+    del sys.path[0]
+
+import numpy as np
+
+Run = Callable[[], object]
+
+
+def load_relayquant(path: str, inputs: Mapping[str, np.ndarray], threads: int) -> Run:
+    """A run of a library that `export_library` wrote; `threads` are in the environment."""
+    import tvm
+
+    from relayquant.runtime import Executor, as_tensor
+
+    executor = Executor(tvm.runtime.load_module(path))
+    tensors = [as_tensor(array) for array in inputs.values()]
+    main = executor.vm["main"]
+    return lambda: main(*tensors)
+
+
+def load_onnxruntime(path: str, inputs: Mapping[str, np.ndarray], threads: int) -> Run:
+    """A run of an ONNX file. Threads spin while a run lasts and stop when it ends, so that they
+    take no time from what is measured next.
+    """
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3  # errors
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    feed = dict(inputs)
+    return lambda: session.run(None, feed)
+
+
+def load_openvino(path: str, inputs: Mapping[str, np.ndarray], threads: int) -> Run:
+    """A run of an ONNX file or OpenVINO's own, compiled for the shapes of the inputs and for the
+    shortest time of one run.
+    """
+    import openvino as ov  # pyright: ignore[reportMissingImports]
+
+    core = ov.Core()
+    model = core.read_model(path)
+    if model.is_dynamic():
+        model.reshape({name: list(array.shape) for name, array in inputs.items()})
+    settings = {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY"}
+    request = core.compile_model(model, "CPU", settings).create_infer_request()
+    for name, array in inputs.items():
+        request.set_tensor(name, ov.Tensor(np.ascontiguousarray(array)))
+    return request.infer
+
+
+#: name of an engine -> what makes a run of (path, inputs, threads)
+LOADERS: dict[str, Callable[[str, Mapping[str, np.ndarray], int], Run]] = {
+    "relayquant": load_relayquant,
+    "onnxruntime": load_onnxruntime,
+    "openvino": load_openvino,
+}
+
+
+def time_turn(run: Run, seconds: float) -> list[tuple[float, float]]:
+    """One turn: a run that is not timed (it fills the caches and wakes the threads), and as many
+    timed ones as fit into `seconds`, at least one: (seconds that passed, seconds of CPU) of each.
+    """
+    run()
+    timings, spent = [], 0.0
+    while not timings or spent < seconds:
+        start, cpu = time.perf_counter(), time.process_time()
+        run()
+        elapsed = time.perf_counter() - start
+        timings.append((elapsed, time.process_time() - cpu))
+        spent += elapsed
+    return timings
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def answer(value: Any) -> None:
+        print(json.dumps(value), file=answers, flush=True)
+
+    given = json.loads(sys.stdin.readline())
+    try:
+        with np.load(given["inputs"]) as arrays:
+            inputs = {name: arrays[name] for name in arrays.files}
+        run = LOADERS[given["engine"]](given["path"], inputs, given["threads"])
+        run()  # the first run allocates
+    except Exception as error:
+        # What an engine raises is its own affair; the other side makes an error of ours of it.
+        answer({"error": f"{type(error).__name__}: {error}"})
+        return
+    answer({"ready": True})
+    for line in sys.stdin:
+        answer(time_turn(run, json.loads(line)["turn"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""Analysis: the same model run by several engines, each in a process of its own, to compare speed.
+
+Engines of one process get in each other's way: their threads, which wait for work by spinning, and
+their allocators. Here each has its process, and they take turns, so that a busy moment of the
+machine meets all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+import numpy as np
+
+from relayquant.analysis.latency import TURN, Latency, Timing, measure_turns
+from relayquant.errors import ModelError
+from relayquant.storage.files import open_temporary_folder
+
+SCRIPT = Path(__file__).with_name("engine_process.py")
+#: characters of what a process wrote to stderr that a message repeats
+TAIL = 500
+
+
+class Engine(Enum):
+    """What runs a model; its value is the name of the package."""
+
+    RELAYQUANT = "relayquant"
+    ONNXRUNTIME = "onnxruntime"
+    OPENVINO = "openvino"
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A model as one engine takes it: a library that `export_library` wrote, an ONNX file, or one
+    of OpenVINO.
+    """
+
+    engine: Engine
+    path: Path
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Times of those that ran, and why others did not.
+
+    Attributes:
+        latencies: Name -> times.
+        failures: Name -> the engine's own words.
+    """
+
+    latencies: Mapping[str, Latency]
+    failures: Mapping[str, str]
+
+
+class EngineProcess:
+    """A process in which an engine has loaded one model; ends with the `with` block."""
+
+    def __init__(self, contender: Contender, inputs: Path, threads: int) -> None:
+        self.contender = contender
+        self.stderr: IO[str] = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
+        self.process = subprocess.Popen(
+            [sys.executable, str(SCRIPT)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.stderr,
+            text=True,
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+                "TVM_NUM_THREADS": str(threads),
+            },
+        )
+        self.send(
+            {
+                "engine": contender.engine.value,
+                "path": str(contender.path),
+                "inputs": str(inputs),
+                "threads": threads,
+            }
+        )
+
+    def __enter__(self) -> EngineProcess:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.process.kill()
+        self.process.communicate()
+        self.stderr.close()
+
+    def wait_ready(self) -> None:
+        """Return when the model has run once.
+
+        Raises:
+            ModelError: the engine cannot load or run it.
+        """
+        answer = self.receive()
+        if "error" in answer:
+            raise ModelError(f"{self.contender.path.name}: {answer['error']}")
+
+    def take_turn(self) -> Sequence[Timing]:
+        """Timed runs of one turn; see `latency.measure_turns`."""
+        self.send({"turn": TURN})
+        return [(passed, cpu) for passed, cpu in self.receive()]
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        pipe = self.process.stdin
+        assert pipe is not None
+        try:
+            pipe.write(json.dumps(message) + "\n")
+            pipe.flush()
+        except BrokenPipeError:
+            pass  # it has ended: `receive` says how
+
+    def receive(self) -> Any:
+        """The next answer.
+
+        Raises:
+            ModelError: the process has ended.
+        """
+        pipe = self.process.stdout
+        assert pipe is not None
+        line = pipe.readline()
+        if not line:
+            code = self.process.wait()
+            self.stderr.seek(0)
+            words = self.stderr.read()[-TAIL:].strip()
+            raise ModelError(
+                f"{self.contender.path.name}: the process of {self.contender.engine.value} ended "
+                f"with code {code}: {words}"
+            )
+        return json.loads(line)
+
+
+def measure_engines(
+    contenders: Mapping[str, Contender],
+    inputs: Mapping[str, np.ndarray],
+    *,
+    threads: int,
+    rounds: int,
+) -> Comparison:
+    """Time each contender in a process of its own, in `rounds` turns.
+
+    Args:
+        contenders: Name -> model and engine.
+        inputs: Input -> array, in the order of the model's inputs.
+        threads: What each engine is told to use.
+        rounds: Turns of each, >= 1.
+
+    Raises:
+        ModelError: an engine ended while it was timed. One that cannot load its model is among the
+            failures.
+    """
+    failures: dict[str, str] = {}
+    with ExitStack() as stack:
+        file = stack.enter_context(open_temporary_folder()) / "inputs.npz"
+        np.savez(file, **inputs)
+        started = {
+            name: stack.enter_context(EngineProcess(contender, file, threads))
+            for name, contender in contenders.items()
+        }
+        for name, process in started.items():
+            try:
+                process.wait_ready()
+            except ModelError as error:
+                failures[name] = str(error)
+        ready = {name: each for name, each in started.items() if name not in failures}
+        turns = {name: process.take_turn for name, process in ready.items()}
+        return Comparison(measure_turns(turns, rounds), failures)

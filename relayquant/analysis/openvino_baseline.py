@@ -1,0 +1,78 @@
+"""Analysis: what NNCF, OpenVINO's quantizer, makes of a float model, for `engines` to compare speed
+with.
+
+The int8 model is that of its defaults, the "performance" preset for CPUs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import logging
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from relayquant.errors import MissingDependencyError, ModelError
+
+
+def import_openvino() -> Any:
+    """The package.
+
+    Raises:
+        MissingDependencyError: it is not installed.
+    """
+    try:
+        import openvino  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise MissingDependencyError(
+            "Comparing with OpenVINO needs the package openvino. "
+            "Run: pip install 'relayquant[openvino]'"
+        ) from error
+    return openvino
+
+
+def has_nncf() -> bool:
+    """Whether NNCF can be asked for a model."""
+    return importlib.util.find_spec("nncf") is not None
+
+
+def quantize_with_nncf(
+    source: Path, batches: Iterable[Mapping[str, np.ndarray]], folder: Path
+) -> Path:
+    """Path of NNCF's int8 model of an ONNX file, in OpenVINO's form, written into `folder`.
+
+    Raises:
+        MissingDependencyError: openvino or nncf is not installed.
+        ModelError: they cannot read or quantize the model.
+    """
+    ov = import_openvino()
+    # It shows its progress on stdout, and speaks on a logger of its own.
+    with contextlib.redirect_stdout(io.StringIO()):
+        try:
+            import nncf  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise MissingDependencyError(
+                "The int8 model of OpenVINO's own quantizer needs the package nncf. "
+                "Run: pip install nncf"
+            ) from error
+        nncf.set_log_level(logging.ERROR)
+        samples = [dict(batch) for batch in batches]
+        try:
+            model = ov.Core().read_model(source)
+            if model.is_dynamic():
+                model.reshape({name: list(array.shape) for name, array in samples[0].items()})
+            quantized = nncf.quantize(
+                model, nncf.Dataset(samples), subset_size=max(1, len(samples))
+            )
+            result = folder / "nncf.xml"
+            ov.save_model(quantized, result, compress_to_fp16=False)
+        except Exception as error:
+            # Its C++ and Python parts raise a dozen unrelated classes.
+            raise ModelError(
+                f"NNCF cannot quantize {source}: {type(error).__name__}: {error}"
+            ) from error
+    return result

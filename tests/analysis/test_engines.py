@@ -1,0 +1,87 @@
+"""Engines in processes of their own: what they answer, and how they fail."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from relayquant.analysis import openvino_baseline
+from relayquant.analysis.engines import Contender, Engine, EngineProcess, measure_engines
+from relayquant.analysis.rivals import RIVALS, list_versions, prepare_rivals
+from relayquant.compilation import compile as compile_module
+from relayquant.demo import load_digits
+from relayquant.errors import MissingDependencyError, ModelError
+from relayquant.formats import load
+
+INPUTS = {"image": np.random.default_rng(0).normal(size=(1, 1, 8, 8)).astype("float32")}
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The example, float, as a library."""
+    path = tmp_path_factory.mktemp("library") / "digits.so"
+    mod, _ = load(load_digits().model_path)
+    compile_module(mod).export_library(str(path))
+    return path
+
+
+def test_measure_engines__one_process_each(library):
+    pytest.importorskip("onnxruntime")
+    contenders = {
+        "ours": Contender(Engine.RELAYQUANT, library),
+        "ort": Contender(Engine.ONNXRUNTIME, load_digits().model_path),
+        "damaged": Contender(Engine.ONNXRUNTIME, library),
+    }
+    found = measure_engines(contenders, INPUTS, threads=1, rounds=2)
+    assert list(found.latencies) == ["ours", "ort"]
+    for row in found.latencies.values():
+        assert 0 < row.best <= row.median
+        assert row.runs >= 2
+    assert list(found.failures) == ["damaged"]
+    assert "digits.so: " in found.failures["damaged"]
+
+
+def test_engine_process__ends_while_it_is_timed(library, tmp_path):
+    """Whatever ends it, the message has its code; the block leaves no process behind."""
+    inputs = tmp_path / "inputs.npz"
+    np.savez(inputs, **INPUTS)
+    with EngineProcess(Contender(Engine.RELAYQUANT, library), inputs, 1) as process:
+        process.wait_ready()
+        process.process.kill()
+        with pytest.raises(ModelError, match=r"process of relayquant ended with code -9"):
+            process.take_turn()
+    assert process.process.returncode == -9
+
+
+@pytest.mark.parametrize("name", RIVALS)
+def test_rivals__missing_package_names_its_extra(name, monkeypatch):
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(MissingDependencyError, match=rf"pip install 'relayquant\[{name}\]'"):
+        RIVALS[name].check()
+
+
+def test_quantize_with_nncf__missing(monkeypatch, tmp_path):
+    monkeypatch.setattr(openvino_baseline, "import_openvino", lambda: None)
+    monkeypatch.setitem(sys.modules, "nncf", None)
+    with pytest.raises(MissingDependencyError, match="pip install nncf"):
+        openvino_baseline.quantize_with_nncf(Path("model.onnx"), [INPUTS], tmp_path)
+
+
+def test_list_versions__of_what_is_there():
+    found = list_versions(list(RIVALS.values()))
+    assert found[0].startswith("relayquant ")
+    assert len({line.split()[0] for line in found}) == len(found)
+
+
+def test_prepare_rivals__a_quantizer_that_fails_is_named(tmp_path):
+    pytest.importorskip("onnxruntime")
+    (tmp_path / "broken.onnx").write_bytes(b"no model")
+    mod, _ = load(load_digits().model_path)
+    rivals = [RIVALS["onnxruntime"]]
+    found = prepare_rivals(rivals, tmp_path / "broken.onnx", mod, [INPUTS], tmp_path)
+    assert "ONNX Runtime cannot quantize" in found.failures["onnxruntime int8"]
+    assert found.contenders["onnxruntime float"].path == tmp_path / "broken.onnx"
+    assert "onnxruntime int8" not in found.contenders
