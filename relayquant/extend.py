@@ -20,7 +20,8 @@ from relayquant.ops import (
 from relayquant.qtypes import Role
 from relayquant.reference.lookup_table import build_table
 from relayquant.rewrite import Match, Pattern, Skip
-from relayquant.testing import ModelBuilder, PatternMismatch, PatternReport, check_pattern
+from relayquant.testing.check import PatternMismatch, PatternReport, check_pattern
+from relayquant.testing.draw import ModelBuilder
 
 __all__ = [
     "AffineRule",

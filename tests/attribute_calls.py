@@ -20,7 +20,7 @@ from relayquant.ops.chain import ELEMENTWISE, ChainPattern
 from relayquant.preparation import prepare_module
 from relayquant.qtypes import Role
 from relayquant.rewrite.attributes import find_constructor, read_attributes
-from relayquant.testing import DRAWN, ModelBuilder, shape_of
+from relayquant.testing.draw import DRAWN, ModelBuilder, shape_of
 
 #: attribute -> values away from its default, of all operators or of one. What is not here is drawn
 #: by its type, and what has other operands too is in CALLS.

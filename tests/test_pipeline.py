@@ -22,7 +22,7 @@ from relayquant.dialect.legality import Stage, check_stage
 from relayquant.rewrite import Graph
 from relayquant.rewrite.graph import tensor_dtype
 from relayquant.runtime import Executor
-from relayquant.testing import observe_parameters
+from relayquant.testing.check import observe_parameters
 
 
 def float_operators(mod: tvm.IRModule) -> list[str]:

@@ -22,7 +22,7 @@ from relayquant.plan import Support
 from relayquant.reference import run_values
 from relayquant.rewrite import Graph
 from relayquant.rewrite.graph import constant_value
-from relayquant.testing import observe_parameters
+from relayquant.testing.check import observe_parameters
 
 CONFIG = GENERIC.default_qconfig
 

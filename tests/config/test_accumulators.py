@@ -20,7 +20,7 @@ from tvm.relax import op
 import relayquant as rq
 from relayquant.ops import BUILTIN_OPS
 from relayquant.reference import run_values
-from relayquant.testing import observe_parameters
+from relayquant.testing.check import observe_parameters
 
 UNIT = rq.Fixed(scale=1.0, zero_point=0)
 #: real values are the integers themselves

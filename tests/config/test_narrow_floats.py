@@ -17,7 +17,7 @@ from relayquant.reference import run_values
 from relayquant.rewrite import Graph
 from relayquant.rewrite.graph import tensor_dtype
 from relayquant.runtime import Executor
-from relayquant.testing import observe_parameters
+from relayquant.testing.check import observe_parameters
 
 DEFAULT = rq.QConfigMapping().set_global(rq.GENERIC.default_qconfig)
 ISLAND = ("mid", "soft", "pool")

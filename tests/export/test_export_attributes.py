@@ -10,7 +10,7 @@ import pytest
 from attribute_calls import VARIED, build_models, pick_result
 
 import relayquant as rq
-from relayquant.testing import draw_inputs
+from relayquant.testing.draw import draw_inputs
 
 runtime = pytest.importorskip("onnxruntime")
 

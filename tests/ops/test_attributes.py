@@ -22,7 +22,8 @@ from relayquant.ops.lut import TABLE_OPS
 from relayquant.plan import Support
 from relayquant.reference import UNARY_FUNCTIONS, build_table
 from relayquant.rewrite.attributes import find_unmodelled
-from relayquant.testing import ModelBuilder, draw_inputs, observe_parameters
+from relayquant.testing.check import observe_parameters
+from relayquant.testing.draw import ModelBuilder, draw_inputs
 
 #: noise / signal of one operator in 8 bits, behind a product in 8 bits; those here have 0.0003
 MOST_NOISE = 0.001

@@ -24,7 +24,7 @@ from relayquant.dialect.sums import bound_sums, choose_accumulator_dtype
 from relayquant.ops import BUILTIN_OPS, QuantOp
 from relayquant.qtypes import INTEGER_LIMITS
 from relayquant.rewrite import Graph
-from relayquant.testing import observe_parameters
+from relayquant.testing.check import observe_parameters
 
 SUMMING = {row.name: row for row in BUILTIN_OPS if row.accumulator_axis is not None}
 #: one row of each operator, on which all pairs of dtypes are tried

@@ -14,7 +14,7 @@ import relayquant as rq
 from relayquant.dialect import qnn
 from relayquant.ops import BUILTIN_OPS, Kind, Operand, Output, Quantized, QuantOp
 from relayquant.rewrite import Pattern
-from relayquant.testing import PatternMismatch, check_pattern
+from relayquant.testing.check import PatternMismatch, check_pattern
 
 #: one row of each operator is compiled as well
 COMPILED = {row.op: row.name for row in reversed(BUILTIN_OPS)}
