@@ -14,9 +14,9 @@ from relayquant import reference
 from relayquant.arguments import takes_arguments
 from relayquant.calibration.observers import AnyObserver, Observer
 from relayquant.errors import ConfigError, RelayQuantError
-from relayquant.plan import Plan
+from relayquant.plan import GroupPlan, Plan
 from relayquant.prepared import CalibrationGraph
-from relayquant.qtypes import QParams, ValueInfo, check_qparams
+from relayquant.qtypes import QParams, ValueInfo, check_qparams, conform_scale
 
 
 @runtime_checkable
@@ -166,3 +166,12 @@ def resolve_calibration(calibration: object) -> AnyObserver | CallableCalibratio
             f"allowed: {allowed}."
         )
     return result
+
+
+def raise_scale(
+    qparams: QParams, group: GroupPlan, min_scales: Mapping[str, np.ndarray]
+) -> QParams:
+    """Parameters with scales of at least those in `min_scales`, and the same zero points."""
+    scale = np.maximum(qparams.scale, min_scales.get(group.key, 0.0))
+    scale = conform_scale(scale, group.info.spec).astype("float32")
+    return QParams(scale, qparams.zero_point, qparams.dtype, qparams.axis)

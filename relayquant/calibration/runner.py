@@ -8,10 +8,9 @@ runs twice on a batch in one phase: what later steps need waits on disk.
 from __future__ import annotations
 
 import concurrent.futures as futures
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -19,32 +18,21 @@ from typing import Any
 import numpy as np
 
 from relayquant.calibration.binding import describe_binding
-from relayquant.calibration.checkpoint import (
-    PART,
-    DataRecord,
-    check_same_data,
-    digest_batch,
-    open_checkpoint,
-    open_temporary,
-)
-from relayquant.calibration.choose_ranges import (
-    JUDGED_SAMPLES,
-    RELATIVE,
-    JudgedBatch,
-    OutputJudge,
-    OutputSQNR,
-)
+from relayquant.calibration.checkpoint import open_checkpoint, open_temporary
+from relayquant.calibration.choose_ranges import RELATIVE, OutputJudge, OutputSQNR
+from relayquant.calibration.data import StoredData
 from relayquant.calibration.distribute import (
     WORKER_TIMEOUT,
     ShardRunner,
     check_executor,
     check_timeout,
 )
+from relayquant.calibration.given import describe_needs, is_data_free, pick_given
 from relayquant.calibration.observers import MinMax, Observer
 from relayquant.calibration.parameters import (
     CalibrationContext,
     CallableCalibration,
-    StoredSamples,
+    raise_scale,
     resolve_calibration,
 )
 from relayquant.calibration.phases import (
@@ -58,7 +46,6 @@ from relayquant.calibration.phases import (
 from relayquant.calibration.result import CalibrationResult
 from relayquant.calibration.segments import Segment
 from relayquant.calibration.shard import FitObservation, GroupObservation, ShardTask
-from relayquant.calibration.store import cut_shards
 from relayquant.calibration.weights.fit import (
     DEFAULT_FIT,
     FitSettings,
@@ -68,13 +55,12 @@ from relayquant.calibration.weights.fit import (
 from relayquant.calibration.weights.pick import OperatorFit, find_fits, pick_weight_parameters
 from relayquant.calibration.weights.ranges import RelativeMSE
 from relayquant.calibration.weights.statistics import InputStatistics
-from relayquant.datasets import Dataset, InputInfo, count_samples, open_dataset
+from relayquant.datasets import Dataset, open_dataset
 from relayquant.datasets.inputs import describe_inputs
-from relayquant.errors import DataError, format_count
+from relayquant.errors import DataError
 from relayquant.events import CallbackList, ParametersEvent, ProgressEvent
-from relayquant.plan import GroupPlan, Plan
 from relayquant.prepared import FitPoint, GroupStatistics, PreparedModel
-from relayquant.qtypes import QParams, conform_scale
+from relayquant.qtypes import QParams
 from relayquant.runtime import LoadModule, count_threads, limit_blas
 
 
@@ -173,96 +159,6 @@ def pick_parameters(
     return CalibrationResult(parameters, run.constants, run.statistics, run.observers)
 
 
-def is_data_free(picker: object) -> bool:
-    """Whether it picks parameters without having seen a value."""
-    return isinstance(picker, Observer) and not picker.needs_data
-
-
-def pick_given(
-    plan: Plan,
-    pickers: Sequence[Any],
-    weights: Mapping[str, QParams],
-    callbacks: CallbackList,
-    min_scales: Mapping[str, np.ndarray],
-) -> CalibrationResult:
-    """The parameters of observers that look at no data, beside those of the weights."""
-    parameters, observers = dict(weights), dict[str, str]()
-    for group, picker in zip(plan.activations, pickers, strict=True):
-        picked = picker.qparams(picker.start(group.info), group.info)
-        if group.key in min_scales:
-            picked = raise_scale(picked, group, min_scales)
-        parameters[group.key], observers[group.key] = picked, picker.name
-        callbacks.on_parameters(ParametersEvent(group.info, picked))
-    return CalibrationResult(parameters, {}, observers=observers)
-
-
-def describe_needs(plan: Plan, pickers: Sequence[object]) -> str:
-    """A message for a plan without data: which operators have parameters that data decides."""
-    names = {
-        group.key
-        for group, picker in zip(plan.activations, pickers, strict=True)
-        if not is_data_free(picker)
-    }
-    rows = [
-        f"{op.name} ({op.op.removeprefix('relax.')})"
-        for op in plan.operators
-        if op.quantized and names.intersection((*dict(op.operands).values(), op.output))
-    ]
-    return (
-        f"dataset is None, but data decides parameters of {format_count(len(rows), 'operator')}: "
-        f"{', '.join(rows)}. Pass a dataset, or set for these "
-        "QSpec(is_dynamic=True), which matrix products with constant weights take, the observer "
-        "Fixed, or None to keep them in float."
-    )
-
-
-def read_symbols(inputs: Sequence[InputInfo], batch: Mapping[str, np.ndarray]) -> dict[str, int]:
-    """What the symbolic dimensions of the inputs are in one batch."""
-    return {
-        dim: size
-        for info in inputs
-        for dim, size in zip(info.shape, batch[info.name].shape, strict=True)
-        if isinstance(dim, str)
-    }
-
-
-def find_starts(offsets: Mapping[str, Sequence[int]], count: int) -> dict[str, tuple[int, ...]]:
-    """`ValueStore.starts`, from where each of `count` batches of each input begins."""
-    shards = cut_shards(count)
-    return {name: tuple(at[shard.start] for shard in shards) for name, at in offsets.items()}
-
-
-def raise_scale(
-    qparams: QParams, group: GroupPlan, min_scales: Mapping[str, np.ndarray]
-) -> QParams:
-    """Parameters with scales of at least those in `min_scales`, and the same zero points."""
-    scale = np.maximum(qparams.scale, min_scales.get(group.key, 0.0))
-    scale = conform_scale(scale, group.info.spec).astype("float32")
-    return QParams(scale, qparams.zero_point, qparams.dtype, qparams.axis)
-
-
-@dataclass(frozen=True, order=True)
-class Largest:
-    """The value of the data set that is farthest from 0, for messages."""
-
-    value: float = 0.0
-    sample: int = 0
-    input: str = ""
-
-    def __str__(self) -> str:
-        return (
-            f"The largest value of the data set is {self.value:g}, in sample {self.sample} of "
-            f"input {self.input!r}"
-        )
-
-
-def find_largest(batch: Mapping[str, np.ndarray], sample: int) -> Largest:
-    """That of one batch, whose number is `sample`."""
-    ends = {name: (array.max(), array.min()) for name, array in batch.items() if array.size}
-    peaks = [Largest(max(abs(float(e)) for e in end), sample, name) for name, end in ends.items()]
-    return max(peaks, default=Largest())
-
-
 class _Run:
     """State of one calibration: what is known of the data, what is picked."""
 
@@ -290,12 +186,9 @@ class _Run:
         self.observers: dict[str, str] = {}
         #: chooses between ranges; None where nothing asks for it
         self.judge = judge
-        #: whether a batch may be cut to fewer samples
-        self.can_cut = False
-        self.data, self.values = DataRecord(0, {}), self.workspace.values
+        self.data = StoredData(shards.workspace)
         #: numbers of the batches that each phase runs on
         self.chosen: list[tuple[int, ...]] = []
-        self.largest = Largest()
         self.steps = 0  # that are done
         self.done = 0  # batches, of all steps together
         #: arrays for all variables of the graph, and for what depends on them alone
@@ -303,11 +196,7 @@ class _Run:
         self.fixed: dict[str, Any] = {}
 
     def load(self, data: Dataset) -> None:
-        """Store the inputs that segments read. The only pass over the user's data.
-
-        With a checkpoint that has them already, the data is read to see that it is the same.
-        """
-        before = self.workspace.read_data()
+        """Store the inputs that segments read."""
         used = {
             name
             for phase in self.phases
@@ -315,53 +204,22 @@ class _Run:
             for name in (*segment.inputs, *segment.observed)
         }
         used.update(self.judge.inputs if self.judge is not None else ())
-        symbols: list[dict[str, int]] = []
-        digests: list[str] = []
-        offsets: dict[str, list[int]] = {info.name: [] for info in data.inputs if info.name in used}
-        has_symbols = any(isinstance(dim, str) for info in data.inputs for dim in info.shape)
-        firsts = {info.shape[0] if info.shape else 1 for info in data.inputs}
-        # One name for the first dimension of all inputs: it is the batch.
-        self.can_cut = len(firsts) == 1 and all(isinstance(first, str) for first in firsts)
-        count = 0
-        with ExitStack() as stack:
-            writers = {
-                name: stack.enter_context(self.workspace.values.write_input(name))
-                for name in (offsets if before is None else ())
-            }
-            for batch in data:
-                if has_symbols:
-                    symbols.append(read_symbols(data.inputs, batch))
-                self.largest = max(self.largest, find_largest(batch, count))
-                if self.workspace.is_kept:
-                    digests.append(digest_batch(batch))
-                for name, writer in writers.items():
-                    offsets[name].append(writer.append(batch[name]))
-                count += 1
-                self.callbacks.on_progress(ProgressEvent("read data", count, None))
-        if before is not None:
-            check_same_data(before, digests, self.workspace.path)
-            self.data = before
-        else:
-            starts = find_starts(offsets, count)
-            self.data = DataRecord(count, starts, tuple(symbols), tuple(digests))
-            if self.workspace.is_kept:
-                self.workspace.write_data(self.data)
-        self.values = replace(self.workspace.values, starts=self.data.starts)
-        self.chosen = [self.choose_batches(phase, data.inputs) for phase in self.phases]
+        self.data.load(data, used, self.callbacks)
+        self.chosen = [self.choose_batches(phase) for phase in self.phases]
 
-    def choose_batches(self, phase: Phase, inputs: Sequence[InputInfo]) -> tuple[int, ...]:
+    def choose_batches(self, phase: Phase) -> tuple[int, ...]:
         """Numbers of the batches that a phase runs on."""
-        count = self.data.batches
+        count = self.data.count
         if phase.is_part:
             stops = [fit.point for fit in self.fits.values()]
-            symbols = self.data.symbols[0] if self.data.symbols else {}
+            symbols = self.data.record.symbols[0] if self.data.record.symbols else {}
             values = self.settings.values
-            count = count_part(self.prepared.graph, stops, inputs, symbols, values)
-        return choose_batches(self.data.batches, count)
+            count = count_part(self.prepared.graph, stops, self.data.inputs, symbols, values)
+        return choose_batches(self.data.count, count)
 
     def phase(self, phase: Phase, chosen: Sequence[int]) -> None:
         """Run all steps of a phase on the batches `chosen`."""
-        self.keep_batches(chosen)
+        self.data.keep(chosen)
         known = () if phase.is_float else (self.parameters, self.constants)
         self.variables = self.prepared.graph.arguments(*known)
         # Fitted weights take their places when known.
@@ -369,41 +227,13 @@ class _Run:
         for segments in phase.steps:
             self.step(phase, segments)
 
-    def keep_batches(self, chosen: Sequence[int]) -> None:
-        """Go on with some of the batches: later steps see no others."""
-        if len(chosen) == self.data.batches:
-            return
-        store, part = self.workspace.part, self.workspace.read_data(PART)
-        if part is None:
-            offsets: dict[str, list[int]] = {}
-            for name in self.data.starts:
-                with store.write_input(name) as writer:
-                    offsets[name] = [writer.append(a) for a in self.read_chosen(name, chosen)]
-            symbols = tuple(self.data.symbols[i] for i in chosen) if self.data.symbols else ()
-            part = DataRecord(len(chosen), find_starts(offsets, len(chosen)), symbols)
-            if self.workspace.is_kept:
-                self.workspace.write_data(part, PART)
-        for name in self.data.starts:
-            self.values.drop(name, ())
-        self.data, self.values = part, replace(store, starts=part.starts)
-
-    def read_chosen(self, name: str, chosen: Sequence[int]) -> Iterator[np.ndarray]:
-        """Some batches of an input, in order."""
-        wanted = set(chosen)
-        for shard in cut_shards(self.data.batches):
-            if wanted.isdisjoint(range(shard.start, shard.stop)):
-                continue
-            for i, array in enumerate(self.values.read(name, shard), shard.start):
-                if i in wanted:
-                    yield array
-
     def step(self, phase: Phase, segments: tuple[Segment, ...]) -> None:
         """Run one step on all batches and pick what is picked once it has run; or take over what
         the checkpoint says of it.
         """
         index, self.steps = self.steps, self.steps + 1
         pickers = {key: self.find_picker(key) for segment in segments for key in segment.groups}
-        shards = cut_shards(self.data.batches)
+        shards = self.data.shards
         observed = {
             key: GroupObservation(picker, group.info, group.points)
             for key, picker in pickers.items()
@@ -413,7 +243,7 @@ class _Run:
         path = self.workspace.choices(index)
         if self.workspace.is_kept and path.exists():
             self.adopt(phase, segments, CalibrationResult.load(path, observed))
-            self.done += self.data.batches
+            self.done += self.data.count
         else:
             result = self.choose(index, phase, segments, pickers, observed)
             if self.workspace.is_kept:
@@ -423,8 +253,8 @@ class _Run:
         for segment in segments:
             for name in segment.expired:
                 # A later phase reads the model's inputs again.
-                if is_last or name not in self.data.starts:
-                    self.values.drop(name, shards)
+                if is_last or name not in self.data.record.starts:
+                    self.data.values.drop(name, shards)
         if self.shards.writes_states:
             for shard in shards:
                 self.workspace.states(index, shard).unlink(missing_ok=True)
@@ -460,17 +290,17 @@ class _Run:
             for point in segment.fits
         }
         has_symbols = any(segment.symbols for segment in segments)
-        shards = cut_shards(self.data.batches)
-        parts = {key: seen.for_part(shards[0], self.data.batches) for key, seen in observed.items()}
+        shards = self.data.shards
+        parts = {key: seen.for_part(shards[0], self.data.count) for key, seen in observed.items()}
         tasks = [
             ShardTask(
                 segments,
                 shard,
-                self.values,
+                self.data.values,
                 parts,
                 fits,
                 stored,
-                self.data.symbols[shard.start : shard.stop] if has_symbols else (),
+                self.data.record.symbols[shard.start : shard.stop] if has_symbols else (),
             )
             for shard in shards
         ]
@@ -489,7 +319,7 @@ class _Run:
             result.parameters[key] = (
                 found[key].result()
                 if isinstance(picker, Observer)
-                else picker.qparams(self.samples(self.plan.group(key)), self.describe(result))
+                else picker.qparams(self.data.samples(self.plan.group(key)), self.describe(result))
             )
             result.observers[key] = picker.name
         if phase.is_float and self.judge is not None:
@@ -522,36 +352,9 @@ class _Run:
                 return relative[key]
             return judged[key].find_range(name, states[key], self.plan.group(key).info)
 
-        chosen = judge.choose(relative, judged.keys(), find, self.read_judged(judge))
+        chosen = judge.choose(relative, judged.keys(), find, self.data.read_judged(judge))
         for key, (name, qparams) in chosen.items():
             result.observers[key], result.parameters[key] = name, qparams
-
-    def read_judged(self, judge: OutputJudge) -> list[JudgedBatch]:
-        """Batches of the inputs with `JUDGED_SAMPLES` samples, evenly spread over the data; of
-        large batches the first samples, where they can be cut.
-        """
-        count, names = self.data.batches, [n for n in judge.inputs if n in self.data.starts]
-        wanted, can_cut = JUDGED_SAMPLES, self.can_cut and not judge.segment.symbols
-        if names and not can_cut:
-            wanted = math.ceil(wanted / max(count_samples(next(self.read_batches(names, (0,)))), 1))
-        if not names:
-            return []
-        numbers = choose_batches(count, wanted)
-        most = math.ceil(JUDGED_SAMPLES / len(numbers))
-        found = []
-        for number, batch in zip(numbers, self.read_batches(names, numbers), strict=True):
-            symbols = self.data.symbols[number] if self.data.symbols else {}
-            if can_cut:
-                batch = {name: array[:most] for name, array in batch.items()}
-            found.append(JudgedBatch(batch, symbols))
-        return found
-
-    def read_batches(
-        self, names: Sequence[str], chosen: Sequence[int]
-    ) -> Iterator[dict[str, np.ndarray]]:
-        """Some batches of some inputs, in order."""
-        for arrays in zip(*(self.read_chosen(name, chosen) for name in names), strict=True):
-            yield dict(zip(names, arrays, strict=True))
 
     def advance(self, batches: int) -> None:
         """Say that a step has run on so many batches more."""
@@ -608,7 +411,7 @@ class _Run:
             fit.columns,
             self.settings.max_columns,
             self.settings.rounding is not WeightRounding.NEAREST,
-            -(-self.settings.count_rows(fit.columns) // self.data.batches),
+            -(-self.settings.count_rows(fit.columns) // self.data.count),
             (self.settings.seed, self.prepared.graph.fits.index(point)),
             tuple(
                 (self.parameters[key], self.plan.group(key).info.spec) for key in point.roundings
@@ -622,7 +425,7 @@ class _Run:
         if statistics.overflows:
             raise DataError(
                 f"Operator {name!r} reads values whose squares pass what float32 holds, so that "
-                f"its weight cannot be fitted. {self.largest}; check the preprocessing."
+                f"its weight cannot be fitted. {self.data.largest}; check the preprocessing."
             )
         if key in self.min_scales:  # the scale is decided, only the rounding is not
             settings = replace(settings, scale_factors=(1.0,), tensor_factors=(1.0,))
@@ -639,20 +442,6 @@ class _Run:
         chosen.constants[f"{name}:weight"] = result.weight
         if result.bias is not None:
             chosen.constants[f"{name}:bias"] = result.bias
-
-    def samples(self, group: GroupPlan) -> StoredSamples:
-        """One array per batch of a group's observed values; of several flat and joined."""
-
-        def read() -> Iterator[np.ndarray]:
-            for shard in cut_shards(self.data.batches):
-                readers = [self.values.read(name, shard) for name in group.points]
-                if len(readers) == 1:
-                    yield from readers[0]
-                    continue
-                for arrays in zip(*readers, strict=True):
-                    yield np.concatenate([array.reshape(-1) for array in arrays])
-
-        return StoredSamples(group.info, read)
 
     def describe(self, chosen: CalibrationResult) -> CalibrationContext:
         """What is picked so far, `chosen` in the running step included, for a callable."""
