@@ -1,0 +1,16 @@
+"""Numpy forms of the usual Relax operators, as rows of one table for the interpreter."""
+
+from __future__ import annotations
+
+from relayquant.reference.relax import neural, tensors
+from relayquant.reference.relax.attributes import OperatorFunction
+from relayquant.reference.unary import RELAX_UNARY
+
+#: Name of the operator without "relax." -> its numpy form.
+OPERATORS: dict[str, OperatorFunction] = {
+    **{row.relax: row.evaluate for row in RELAX_UNARY.values()},
+    **tensors.OPERATORS,
+    **neural.OPERATORS,
+}
+
+__all__ = ["OPERATORS"]
