@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import tvm_ffi
@@ -20,6 +20,8 @@ Operand = Any
 
 #: Scale or zero point: an expression, a number or an array.
 Parameter = Any
+
+Function = TypeVar("Function", bound=Callable[..., Call])
 
 
 def _is_expr(value: Any) -> bool:
@@ -130,3 +132,10 @@ def make_call(
     pairs = zip(arguments, values, strict=True)
     operands = [make_operand(operator, argument, value) for argument, value in pairs]
     return Call(Op.get(f"relax.qnn.{operator}"), operands, attrs)
+
+
+def describe_constructor(construct: Function, name: str, meaning: str) -> Function:
+    """A constructor that several operators share, as if written for the one called `name`."""
+    construct.__name__ = construct.__qualname__ = name
+    construct.__doc__ = meaning
+    return construct

@@ -1,7 +1,7 @@
 """Dialect: the `relax.qnn` operators, one family in each file; here as `R.qnn.*` in TVMScript.
 
-An operator is one row: adding one means a row beside its functions, in the file of its family,
-and its name here.
+An operator is one row beside its functions, in the file of its family, which names its constructor
+in `__all__`.
 
 Words: an operator works in *affine space*, on integers q with real = scale * (q - zero_point). A
 *parameter* (scale: float32, zero point: int32) is a relax expression, constant or variable, or a
@@ -37,15 +37,15 @@ from relayquant.dialect.qnn import (
     slope,
     table,
 )
-from relayquant.dialect.qnn.arithmetic import add, mul, subtract
-from relayquant.dialect.qnn.concatenation import concatenate
-from relayquant.dialect.qnn.convolution import conv1d, conv2d, conv2d_transpose
-from relayquant.dialect.qnn.product import batch_matmul, dense
-from relayquant.dialect.qnn.quantization import dequantize, quantize, requantize
-from relayquant.dialect.qnn.reduction import avg_pool2d, mean
-from relayquant.dialect.qnn.simulation import simulated_dequantize, simulated_quantize
-from relayquant.dialect.qnn.slope import leaky_relu, prelu
-from relayquant.dialect.qnn.table import lookup
+from relayquant.dialect.qnn.arithmetic import *
+from relayquant.dialect.qnn.concatenation import *
+from relayquant.dialect.qnn.convolution import *
+from relayquant.dialect.qnn.product import *
+from relayquant.dialect.qnn.quantization import *
+from relayquant.dialect.qnn.reduction import *
+from relayquant.dialect.qnn.simulation import *
+from relayquant.dialect.qnn.slope import *
+from relayquant.dialect.qnn.table import *
 
 #: in the order of the data flow
 OPERATORS: tuple[Operator, ...] = (
@@ -59,25 +59,3 @@ OPERATORS: tuple[Operator, ...] = (
     *slope.OPERATORS,
     *table.OPERATORS,
 )
-
-__all__ = [
-    "add",
-    "avg_pool2d",
-    "batch_matmul",
-    "concatenate",
-    "conv1d",
-    "conv2d",
-    "conv2d_transpose",
-    "dense",
-    "dequantize",
-    "leaky_relu",
-    "lookup",
-    "mean",
-    "mul",
-    "prelu",
-    "quantize",
-    "requantize",
-    "simulated_dequantize",
-    "simulated_quantize",
-    "subtract",
-]

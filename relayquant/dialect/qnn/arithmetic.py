@@ -15,6 +15,7 @@ from relayquant.dialect.construct import (
     Operand,
     Parameter,
     arithmetic_value,
+    describe_constructor,
     make_call,
     rounding_value,
 )
@@ -49,6 +50,8 @@ from relayquant.dialect.sums import choose_product_dtype
 from relayquant.qtypes import Arithmetic, Rounding, has_exact_sums
 from relayquant.rewrite.graph import static_size
 
+__all__ = ["add", "mul", "subtract"]
+
 BINARY_OPERANDS = (
     Argument("lhs"),
     Argument("rhs"),
@@ -72,120 +75,63 @@ class QBinaryAttrs(Attrs):
 # ---------------------------------------------------------------- constructors
 
 
-def _make_binary(
-    name: str,
-    operands: tuple[Operand, Operand],
-    parameters: Sequence[Parameter],
-    axes: tuple[int, int],
-    out_dtype: str,
-    modes: tuple[Rounding | str, Arithmetic | str],
-) -> Call:
-    return make_call(
-        name,
-        BINARY_OPERANDS,
-        (*operands, *parameters),
-        QBinaryAttrs(
-            int(axes[0]),
-            int(axes[1]),
-            out_dtype,
-            rounding_value(modes[0], name),
-            arithmetic_value(modes[1], name),
-        ),
-    )
+def _define_binary(name: str, meaning: str):  # its type is that of `construct`
+    """The constructor of an operator on two affine tensors."""
+
+    def construct(
+        lhs: Operand,
+        rhs: Operand,
+        lhs_scale: Parameter,
+        lhs_zero_point: Parameter,
+        rhs_scale: Parameter,
+        rhs_zero_point: Parameter,
+        output_scale: Parameter,
+        output_zero_point: Parameter,
+        lhs_axis: int = -1,
+        rhs_axis: int = -1,
+        out_dtype: str = "",
+        *,
+        rounding: Rounding | str = Rounding.TONEAREST_EVEN,
+        compute_dtype: Arithmetic | str = Arithmetic.FLOAT32,
+    ) -> Call:
+        parameters = (lhs_scale, lhs_zero_point, rhs_scale, rhs_zero_point)
+        return make_call(
+            name,
+            BINARY_OPERANDS,
+            (lhs, rhs, *parameters, output_scale, output_zero_point),
+            QBinaryAttrs(
+                int(lhs_axis),
+                int(rhs_axis),
+                out_dtype,
+                rounding_value(rounding, name),
+                arithmetic_value(compute_dtype, name),
+            ),
+        )
+
+    return describe_constructor(construct, name, meaning)
 
 
-def add(
-    lhs: Operand,
-    rhs: Operand,
-    lhs_scale: Parameter,
-    lhs_zero_point: Parameter,
-    rhs_scale: Parameter,
-    rhs_zero_point: Parameter,
-    output_scale: Parameter,
-    output_zero_point: Parameter,
-    lhs_axis: int = -1,
-    rhs_axis: int = -1,
-    out_dtype: str = "",
-    *,
-    rounding: Rounding | str = Rounding.TONEAREST_EVEN,
-    compute_dtype: Arithmetic | str = Arithmetic.FLOAT32,
-) -> Call:
+add = _define_binary(
+    "add",
     """lhs + rhs, broadcast; out_dtype "" is the dtype of lhs.
 
     Operands int8, uint8, int16, uint16, int32 or int64; their parameters () or (C,) along lhs_axis
     and rhs_axis; output parameters (). The default rounds the sum once:
     t = fma(float32(r - z_r), m_r, float32(l - z_l) * m_l), then as for requantize. All other modes
     requantize each side to int32 first, as Relay does.
-    """
-    parameters = (lhs_scale, lhs_zero_point, rhs_scale, rhs_zero_point)
-    return _make_binary(
-        "add",
-        (lhs, rhs),
-        (*parameters, output_scale, output_zero_point),
-        (lhs_axis, rhs_axis),
-        out_dtype,
-        (rounding, compute_dtype),
-    )
+    """,
+)
 
+subtract = _define_binary("subtract", """lhs - rhs; the rest as for add, with -m_r.""")
 
-def subtract(
-    lhs: Operand,
-    rhs: Operand,
-    lhs_scale: Parameter,
-    lhs_zero_point: Parameter,
-    rhs_scale: Parameter,
-    rhs_zero_point: Parameter,
-    output_scale: Parameter,
-    output_zero_point: Parameter,
-    lhs_axis: int = -1,
-    rhs_axis: int = -1,
-    out_dtype: str = "",
-    *,
-    rounding: Rounding | str = Rounding.TONEAREST_EVEN,
-    compute_dtype: Arithmetic | str = Arithmetic.FLOAT32,
-) -> Call:
-    """lhs - rhs; the rest as for add, with -m_r."""
-    parameters = (lhs_scale, lhs_zero_point, rhs_scale, rhs_zero_point)
-    return _make_binary(
-        "subtract",
-        (lhs, rhs),
-        (*parameters, output_scale, output_zero_point),
-        (lhs_axis, rhs_axis),
-        out_dtype,
-        (rounding, compute_dtype),
-    )
-
-
-def mul(
-    lhs: Operand,
-    rhs: Operand,
-    lhs_scale: Parameter,
-    lhs_zero_point: Parameter,
-    rhs_scale: Parameter,
-    rhs_zero_point: Parameter,
-    output_scale: Parameter,
-    output_zero_point: Parameter,
-    lhs_axis: int = -1,
-    rhs_axis: int = -1,
-    out_dtype: str = "",
-    *,
-    rounding: Rounding | str = Rounding.TONEAREST_EVEN,
-    compute_dtype: Arithmetic | str = Arithmetic.FLOAT32,
-) -> Call:
+mul = _define_binary(
+    "mul",
     """lhs * rhs: (l - z_l) * (r - z_r), requantized with m = s_l * s_r / s_o (in float64).
 
     Operands as for add. The product is int32, and int64 where the dtypes and zero points of the
     operands do not rule out that it passes int32; in UPWARD, TONEAREST and INT64 it wraps.
-    """
-    parameters = (lhs_scale, lhs_zero_point, rhs_scale, rhs_zero_point)
-    return _make_binary(
-        "mul",
-        (lhs, rhs),
-        (*parameters, output_scale, output_zero_point),
-        (lhs_axis, rhs_axis),
-        out_dtype,
-        (rounding, compute_dtype),
-    )
+    """,
+)
 
 
 # ---------------------------------------------------------------- types

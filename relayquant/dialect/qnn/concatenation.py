@@ -53,6 +53,8 @@ from relayquant.dialect.parameters import Reader, compute_tensor
 from relayquant.errors import QnnError, format_count
 from relayquant.qtypes import Arithmetic, Rounding
 
+__all__ = ["concatenate"]
+
 CONCATENATE_OPERANDS = (
     Argument("data", is_tuple=True),
     scale_argument("input_scales", is_tuple=True),

@@ -14,7 +14,14 @@ from tvm_ffi import Array
 
 from relayquant.dialect import fixed_point
 from relayquant.dialect.attrs import define_attrs, replace_attrs
-from relayquant.dialect.construct import Operand, Parameter, make_call, make_integers, make_padding
+from relayquant.dialect.construct import (
+    Operand,
+    Parameter,
+    describe_constructor,
+    make_call,
+    make_integers,
+    make_padding,
+)
 from relayquant.dialect.layout import (
     current_letters,
     decide,
@@ -45,6 +52,8 @@ from relayquant.dialect.operands import (
 from relayquant.dialect.operator import InferFunc, Operator
 from relayquant.dialect.parameters import PrimExpr, Reader, compute_tensor
 from relayquant.errors import QnnError, format_count
+
+__all__ = ["conv1d", "conv2d", "conv2d_transpose"]
 
 
 @define_attrs("relayquant.attrs.QConv1DAttrs")
@@ -93,78 +102,60 @@ class QConv2DTransposeAttrs(Attrs):
 # ---------------------------------------------------------------- constructors
 
 
-def conv1d(
-    data: Operand,
-    weight: Operand,
-    input_zero_point: Parameter,
-    kernel_zero_point: Parameter,
-    input_scale: Parameter,
-    kernel_scale: Parameter,
-    strides: int | Sequence[int] = 1,
-    padding: int | Sequence[int] = 0,
-    dilation: int | Sequence[int] = 1,
-    groups: int = 1,
-    data_layout: str = "NCW",
-    kernel_layout: str = "OIW",
-    out_dtype: str = "int32",
-) -> Call:
-    """As conv2d, along one axis; padding is (left, right)."""
-    name = "conv1d"
-    values = (data, weight, input_zero_point, kernel_zero_point, input_scale, kernel_scale)
-    return make_call(
-        name,
-        LINEAR_OPERANDS,
-        values,
-        QConv1DAttrs(
-            make_integers(strides, 1, name, "strides"),
-            make_padding(padding, 1, name),
-            make_integers(dilation, 1, name, "dilation"),
-            int(groups),
-            data_layout,
-            kernel_layout,
-            out_dtype,
-        ),
-    )
+def _define_convolution(name: str, attrs: type, spatial: str, meaning: str):
+    """The constructor of a convolution over axes that are called by these letters."""
+    rank = len(spatial)
+
+    def construct(
+        data: Operand,
+        weight: Operand,
+        input_zero_point: Parameter,
+        kernel_zero_point: Parameter,
+        input_scale: Parameter,
+        kernel_scale: Parameter,
+        strides: int | Sequence[int] = 1,
+        padding: int | Sequence[int] = 0,
+        dilation: int | Sequence[int] = 1,
+        groups: int = 1,
+        data_layout: str = "NC" + spatial,
+        kernel_layout: str = "OI" + spatial,
+        out_dtype: str = "int32",
+    ) -> Call:
+        values = (data, weight, input_zero_point, kernel_zero_point, input_scale, kernel_scale)
+        return make_call(
+            name,
+            LINEAR_OPERANDS,
+            values,
+            attrs(
+                make_integers(strides, rank, name, "strides"),
+                make_padding(padding, rank, name),
+                make_integers(dilation, rank, name, "dilation"),
+                int(groups),
+                data_layout,
+                kernel_layout,
+                out_dtype,
+            ),
+        )
+
+    return describe_constructor(construct, name, meaning)
 
 
-def conv2d(
-    data: Operand,
-    weight: Operand,
-    input_zero_point: Parameter,
-    kernel_zero_point: Parameter,
-    input_scale: Parameter,
-    kernel_scale: Parameter,
-    strides: int | Sequence[int] = 1,
-    padding: int | Sequence[int] = 0,
-    dilation: int | Sequence[int] = 1,
-    groups: int = 1,
-    data_layout: str = "NCHW",
-    kernel_layout: str = "OIHW",
-    out_dtype: str = "int32",
-) -> Call:
+conv1d = _define_convolution(
+    "conv1d", QConv1DAttrs, "W", """As conv2d, along one axis; padding is (left, right)."""
+)
+
+conv2d = _define_convolution(
+    "conv2d",
+    QConv2DAttrs,
+    "HW",
     """conv(data - input_zero_point, weight - kernel_zero_point), int32 or int64 (`out_dtype`).
 
     data int8, uint8 or int16 in `data_layout`; weight the same in `kernel_layout` (I counts the
     channels of one group). Kernel parameters: () or (O,). Padding is (top, left, bottom, right) and
     stands for real 0. The result has scale input_scale * kernel_scale and zero point 0; the
     scales do not enter the computation.
-    """
-    name = "conv2d"
-    values = (data, weight, input_zero_point, kernel_zero_point, input_scale, kernel_scale)
-    return make_call(
-        name,
-        LINEAR_OPERANDS,
-        values,
-        QConv2DAttrs(
-            make_integers(strides, 2, name, "strides"),
-            make_padding(padding, 2, name),
-            make_integers(dilation, 2, name, "dilation"),
-            int(groups),
-            data_layout,
-            kernel_layout,
-            out_dtype,
-        ),
-    )
+    """,
+)
 
 
 def conv2d_transpose(

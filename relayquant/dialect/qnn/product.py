@@ -31,6 +31,8 @@ from relayquant.dialect.operands import (
 from relayquant.dialect.operator import Operator
 from relayquant.dialect.parameters import PrimExpr, Reader, compute_tensor
 
+__all__ = ["batch_matmul", "dense"]
+
 BATCH_MATMUL_OPERANDS = (
     Argument("x"),
     Argument("y"),

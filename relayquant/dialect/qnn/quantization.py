@@ -40,6 +40,8 @@ from relayquant.dialect.operator import Operator
 from relayquant.dialect.parameters import PrimExpr, Reader
 from relayquant.qtypes import Arithmetic, Rounding
 
+__all__ = ["dequantize", "quantize", "requantize"]
+
 QUANTIZE_OPERANDS = (Argument("data"), scale_argument(), zero_point_argument())
 
 

@@ -54,6 +54,8 @@ from relayquant.errors import QnnError
 from relayquant.qtypes import Arithmetic, Rounding, has_exact_sums
 from relayquant.rewrite.graph import static_size, tensor_dtype
 
+__all__ = ["avg_pool2d", "mean"]
+
 
 @define_attrs("relayquant.attrs.QAvgPool2DAttrs")
 class QAvgPool2DAttrs(Attrs):

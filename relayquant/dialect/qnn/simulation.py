@@ -35,6 +35,8 @@ from relayquant.dialect.operator import Operator
 from relayquant.dialect.parameters import PrimExpr, compute_tensor
 from relayquant.qtypes import INTEGER_LIMITS, Rounding
 
+__all__ = ["simulated_dequantize", "simulated_quantize"]
+
 SIMULATED_OPERANDS = (
     Argument("data"),
     Argument("dtype", "int32"),

@@ -38,6 +38,8 @@ from relayquant.errors import QnnError
 from relayquant.qtypes import Arithmetic, Rounding
 from relayquant.reference.fixed_point import get_fixed_point_multiplier
 
+__all__ = ["leaky_relu", "prelu"]
+
 
 @define_attrs("relayquant.attrs.QLeakyReluAttrs")
 class QLeakyReluAttrs(Attrs):

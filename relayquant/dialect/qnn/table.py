@@ -22,6 +22,8 @@ from relayquant.dialect.operands import (
 from relayquant.dialect.operator import Operator
 from relayquant.dialect.parameters import compute_tensor
 
+__all__ = ["lookup"]
+
 #: relax::OpPatternKind::kBroadcast
 _BROADCAST = 1
 
