@@ -19,7 +19,7 @@ from tvm.script import tirx as T
 from relayquant.dialect import qnn
 from relayquant.errors import DataError, ModelError
 from relayquant.qtypes import Arithmetic, Rounding
-from relayquant.reference import interpreter, run, run_values
+from relayquant.reference import interpreter, single_call, run, run_values
 
 op = relax.op
 TARGET = tvm.target.Target({"kind": "llvm"})
@@ -42,7 +42,7 @@ def execute(mod: tvm.IRModule, *arrays: np.ndarray) -> list[np.ndarray]:
     """Outputs of the compiled module."""
     machine = relax.VirtualMachine(tvm.compile(mod, TARGET), tvm.cpu())
     result = machine["main"](*(tvm.runtime.tensor(np.array(a, order="C")) for a in arrays))
-    return interpreter.flatten_value(interpreter.to_numpy(result))
+    return interpreter.flatten_value(single_call.to_numpy(result))
 
 
 def check(make: Any, *arrays: np.ndarray, rtol: float = 2e-5, atol: float = 2e-6) -> None:

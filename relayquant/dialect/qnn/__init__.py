@@ -48,14 +48,16 @@ from relayquant.dialect.qnn.slope import *
 from relayquant.dialect.qnn.table import *
 
 #: in the order of the data flow
-OPERATORS: tuple[Operator, ...] = (
-    *quantization.OPERATORS,
-    *simulation.OPERATORS,
-    *convolution.OPERATORS,
-    *product.OPERATORS,
-    *arithmetic.OPERATORS,
-    *concatenation.OPERATORS,
-    *reduction.OPERATORS,
-    *slope.OPERATORS,
-    *table.OPERATORS,
+FAMILIES = (
+    quantization,
+    simulation,
+    convolution,
+    product,
+    arithmetic,
+    concatenation,
+    reduction,
+    slope,
+    table,
 )
+
+OPERATORS: tuple[Operator, ...] = tuple(row for family in FAMILIES for row in family.OPERATORS)
