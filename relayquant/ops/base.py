@@ -224,6 +224,12 @@ class QuantOp:
                 f"its operands. {suggest_name(missing[0], named or ())}"
             )
 
+        if self.realize is None and self.kind is not Kind.SHARING:
+            raise ConfigError(
+                f"QuantOp {self.name!r}: realize=None is for Kind.SHARING, whose operators move "
+                f"integers as they are; one of {self.kind} needs a function of RealizeContext."
+            )
+
     def find_refusal(self, match: Match) -> Skip | None:
         """Why this match cannot be quantized; None if it can."""
         calls = [call for var in match.vars if (call := match.graph.call_of(var)) is not None]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from float_models import MAP, build_model
@@ -10,6 +12,7 @@ from tvm.relax import op
 
 import relayquant as rq
 from relayquant.backends import ARM, GENERIC, X86
+from relayquant.errors import ConfigError
 from relayquant.ops import BUILTIN_OPS, Kind, Output
 from relayquant.ops.base import accumulator_qparams
 from relayquant.ops.find import find_pattern, match_operator, operand_constant
@@ -179,3 +182,9 @@ def test_products__whichever_factor_is_constant_or_a_vector():
         assert have.shape == want.shape, name
         assert np.abs(have - want).max() < 0.03 * np.abs(want).max(), name
     assert rq.verify(qmod, data[0]).is_equal
+
+
+def test_row__needs_realize_unless_it_shares():
+    row = next(row for row in BUILTIN_OPS if row.kind is Kind.CONNECTOR)
+    with pytest.raises(ConfigError, match=r"realize=None is for Kind.SHARING.*RealizeContext"):
+        dataclasses.replace(row, realize=None)
