@@ -41,6 +41,8 @@ class Operator:
     #: float_form(call, data): the call of Relax on real `data` that this one is in affine space;
     #: of operators on one tensor with UNARY_OPERANDS first
     float_form: Callable[[Call, relax.Expr], relax.Expr] | None = None
+    #: whether an element of the result depends on the elements of the data at its place alone
+    is_elementwise: bool = False
 
     @property
     def full_name(self) -> str:

@@ -14,7 +14,9 @@ from float_models import MAP, build_model, draw_batches, residual_model
 from tvm import relax
 
 import relayquant as rq
+from relayquant.dialect.legality import LEGAL_STAGES, Stage
 from relayquant.errors import ModelError
+from relayquant.export.onnx_file import WRITERS
 from relayquant.rewrite import Graph
 from relayquant.rewrite.graph import constant_value
 
@@ -54,6 +56,12 @@ def check(mod: tvm.IRModule, path, *, backend="x86", steps: float = 2.0):
         for one, two in zip(got, expected, strict=True):
             np.testing.assert_allclose(one, two, atol=steps * output_step(qmod), rtol=1e-4)
     return model
+
+
+def test_operators__each_has_a_writer():
+    """All that a quantized module may hold."""
+    integer = {name for name, stages in LEGAL_STAGES.items() if Stage.QNN in stages}
+    assert integer <= set(WRITERS)
 
 
 def test_residual__every_kind_of_operator(tmp_path):

@@ -16,9 +16,11 @@ from tvm.script import relax as R
 
 import relayquant as rq
 from relayquant.dialect import qnn
+from relayquant.dialect.legality import LEGAL_STAGES, Stage
 from relayquant.errors import ConfigError, ModelError
 from relayquant.relay import from_text, to_text
-from relayquant.relay.export.quantized_rows import sum_rounds_once
+from relayquant.relay.export import EXPORTS
+from relayquant.relay.export.quantized_rows import export_as_table, sum_rounds_once
 from relayquant.relay.operators import OPERATORS
 from relayquant.relay.printer import has_literal, print_module
 from relayquant.relay.text_reader import METADATA, parse_text
@@ -91,6 +93,42 @@ def test_integer__read_again_and_compiled_is_exact():
     got = Executor(rq.compile(from_text(text, params))).run("main", list(inputs.values()))
     for value, expected in zip(got, rq.reference.run(mod, inputs), strict=True):
         np.testing.assert_array_equal(value, expected)
+
+
+@pytest.mark.parametrize("data", [Q, Q.view("uint8")], ids=["int8", "uint8"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: qnn.leaky_relu(x, 0.031, 3, 0.02, 4, 0.3),
+        lambda x: qnn.leaky_relu(x, 0.031, 3, 0.02, 4, 0.0),
+        lambda x: qnn.prelu(x, 0.031, 3, 0.02, 4, np.array(-1.5), axis=1),
+    ],
+)
+def test_integer__an_operator_without_a_row_is_a_table(make, data, monkeypatch):
+    """Of bytes, with one parameter for all: what the next such operator is written as."""
+    for name in ("leaky_relu", "prelu"):
+        monkeypatch.setitem(EXPORTS, f"relax.qnn.{name}", export_as_table)
+    text = check_round_trip(build(make, x=data), {"x": data})
+    assert "take(" in text
+
+
+@pytest.mark.parametrize(
+    ("make", "data", "message"),
+    [
+        (lambda x: qnn.prelu(x, 0.1, 3, 0.2, 4, np.arange(3.0), 1), Q, "differ between channels"),
+        (lambda x: qnn.prelu(x, 0.1, 3, 0.2, 4, 0.5), Q.astype("int16"), "needs 8-bit data"),
+    ],
+)
+def test_integer__no_table(make, data, message, monkeypatch):
+    monkeypatch.setitem(EXPORTS, "relax.qnn.prelu", export_as_table)
+    with pytest.raises(ModelError, match=message):
+        to_text(build(make, x=data))
+
+
+def test_operators__each_is_written():
+    """All that a quantized module may hold."""
+    integer = {name for name, stages in LEGAL_STAGES.items() if Stage.QNN in stages}
+    assert integer <= set(EXPORTS)
 
 
 @pytest.mark.parametrize("release", ["0.8", "0.19"])

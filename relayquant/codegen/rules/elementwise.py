@@ -25,6 +25,7 @@ from relayquant.codegen.rules.kernel_call import (
     split_batch,
 )
 from relayquant.codegen.rules.tail import absorb_clip
+from relayquant.dialect import OPERATORS
 from relayquant.dialect.sums import choose_product_dtype
 from relayquant.kernels.integer.elementwise import (
     Add,
@@ -69,19 +70,7 @@ from relayquant.rewrite.rule import make_rule
 FEW_VALUES = 256
 #: Operators that FuseOps joins with each other, and with the slices between them.
 FUSED_OPERATORS = frozenset(
-    {
-        "relax.qnn.quantize",
-        "relax.qnn.dequantize",
-        "relax.qnn.requantize",
-        "relax.qnn.add",
-        "relax.qnn.subtract",
-        "relax.qnn.mul",
-        "relax.qnn.leaky_relu",
-        "relax.qnn.prelu",
-        "relax.qnn.lookup",
-        "relax.clip",
-        "relax.strided_slice",
-    }
+    {"relax.clip", "relax.strided_slice", *(op.full_name for op in OPERATORS if op.is_elementwise)}
 )
 #: Channels up to which data are turned while they are quantized.
 IMAGE_CHANNELS = 4

@@ -364,6 +364,7 @@ OPERATORS: tuple[Operator, ...] = (
         infer_binary,
         legalize_add,
         infer_layout_binary,
+        is_elementwise=True,
     ),
     Operator(
         "subtract",
@@ -372,6 +373,7 @@ OPERATORS: tuple[Operator, ...] = (
         infer_binary,
         legalize_subtract,
         infer_layout_binary,
+        is_elementwise=True,
     ),
     Operator(
         "mul",
@@ -380,5 +382,6 @@ OPERATORS: tuple[Operator, ...] = (
         infer_binary,
         legalize_mul,
         infer_layout_binary,
+        is_elementwise=True,
     ),
 )

@@ -266,6 +266,7 @@ OPERATORS: tuple[Operator, ...] = (
         infer_quantize,
         legalize_quantize,
         infer_layout_elementwise,
+        is_elementwise=True,
     ),
     Operator(
         "dequantize",
@@ -274,6 +275,7 @@ OPERATORS: tuple[Operator, ...] = (
         infer_dequantize,
         legalize_dequantize,
         infer_layout_elementwise,
+        is_elementwise=True,
     ),
     Operator(
         "requantize",
@@ -282,5 +284,6 @@ OPERATORS: tuple[Operator, ...] = (
         infer_requantize,
         legalize_requantize,
         infer_layout_elementwise,
+        is_elementwise=True,
     ),
 )

@@ -234,6 +234,7 @@ OPERATORS: tuple[Operator, ...] = (
         legalize_leaky_relu,
         infer_layout_elementwise,
         lambda call, data: relax.op.nn.leakyrelu(data, call.attrs.alpha),
+        is_elementwise=True,
     ),
     Operator(
         "prelu",
@@ -243,5 +244,6 @@ OPERATORS: tuple[Operator, ...] = (
         legalize_prelu,
         infer_layout_elementwise,
         lambda call, data: relax.op.nn.prelu(data, call.args[5], call.attrs.axis),
+        is_elementwise=True,
     ),
 )

@@ -96,5 +96,6 @@ OPERATORS: tuple[Operator, ...] = (
         infer_lookup,
         legalize_lookup,
         infer_layout_elementwise,
+        is_elementwise=True,
     ),
 )

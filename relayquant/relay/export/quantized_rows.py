@@ -19,9 +19,11 @@ from typing import Any
 
 import numpy as np
 
+from relayquant.dialect import OPERATORS
 from relayquant.dialect.sums import choose_product_dtype, choose_total_dtype
 from relayquant.errors import ModelError
 from relayquant.qtypes import Arithmetic, Rounding
+from relayquant.reference.interpreter import evaluate_qnn
 from relayquant.relay import syntax
 from relayquant.relay.export.base import Export, Exports, ExportSite, ints
 from relayquant.relay.export.float_rows import (
@@ -609,14 +611,38 @@ def export_avg_pool2d(site: ExportSite) -> syntax.Expr:
 
 
 def export_lookup(site: ExportSite) -> syntax.Expr:
+    return look_up(site, site.args[1])
+
+
+def export_as_table(site: ExportSite) -> syntax.Expr:
+    """An operator on the elements of one tensor of bytes that has no row: its results for all of
+    them.
+    """
+    dtype, name = site.dtype(0), site.call.op.name.removeprefix("relax.qnn.")
+    if dtype not in BYTES:
+        raise ModelError(f"a table needs 8-bit data, the input is {dtype}")
+    parameters = [site.array(index) for index in range(1, len(site.call.args))]
+    if any(parameter.size != 1 for parameter in parameters):
+        raise ModelError("its parameters differ between channels; a table has one for all")
+    patterns = np.arange(256, dtype="uint8").view(dtype)
+    results = evaluate_qnn(name, [patterns, *parameters], site.call, site.name)
+    return look_up(site, site.constant(results, "table"))
+
+
+def look_up(site: ExportSite, table: syntax.Expr) -> syntax.Expr:
     """take(table, x & 255): the entry of a bit pattern."""
     index = site.op("cast", site.args[0], dtype="int32")
     if site.dtype(0) == "int8":
         index = site.op("bitwise_and", index, site.number(255, "int32"))
-    return site.op("take", site.args[1], index, axis=0, mode="fast")
+    return site.op("take", table, index, axis=0, mode="fast")
 
 
 QUANTIZED_EXPORTS: Exports = {
+    **{
+        operator.full_name: export_as_table
+        for operator in OPERATORS
+        if operator.is_elementwise and operator.float_form is not None
+    },
     "relax.qnn.quantize": export_quantize,
     "relax.qnn.dequantize": export_dequantize,
     "relax.qnn.requantize": export_requantize,
