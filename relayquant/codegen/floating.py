@@ -180,6 +180,7 @@ class FunctionLowering:
             Tail((root,), root.ty.ndim - 1, channels),
             TAKES,
             is_free=lambda user: user in self.inside and user not in self.claimed,
+            on_skip=self.on_skip,
         )
         self.claimed.update(tail.vars)
         return tail

@@ -61,10 +61,10 @@ def call_kernels(
     on_skip: OnSkip = log_skip,
 ) -> tvm.IRModule:
     """The module with every chain that a rule takes computed by one `call_tir`; `on_skip` hears why
-    the others are not.
+    the others are not, and where a chain ends.
     """
     graph = Graph(mod)
-    calls = find_calls(KernelContext(graph, isa, shuffle), rules, on_skip)
+    calls = find_calls(KernelContext(graph, isa, shuffle, on_skip), rules)
     inner = {var for call in calls.values() for var in call.vars[:-1]}
 
     def visit(emitter: Emitter, binding: relax.VarBinding) -> relax.Expr | None:
@@ -78,9 +78,7 @@ def call_kernels(
     return rewrite_main(mod, visit)
 
 
-def find_calls(
-    context: KernelContext, rules: Sequence[KernelRule], on_skip: OnSkip = log_skip
-) -> dict[relax.Var, KernelCall]:
+def find_calls(context: KernelContext, rules: Sequence[KernelRule]) -> dict[relax.Var, KernelCall]:
     """Result variable -> kernel call, each value in at most one."""
     calls: list[KernelCall] = []
     taken: set[relax.Var] = set()
@@ -92,7 +90,7 @@ def find_calls(
             logger.debug("no kernel for %s: few values, fused with its neighbours", var.name)
             continue
         tried = ((rule, var) for rule in select_rules(rules, context.graph.op_name(var)))
-        found = fire_first(tried, context, var.name, on_skip)
+        found = fire_first(tried, context, var.name, context.on_skip)
         if found is not None:
             calls.append(found[1])
             taken.update(found[1].vars)

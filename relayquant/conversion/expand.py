@@ -247,7 +247,7 @@ def expand_affine(mod: tvm.IRModule, backend: BackendConfig) -> tvm.IRModule:
     ]
     declined: dict[str, Skip] = {}
 
-    def on_skip(_rule: Rule, name: str, skip: Skip) -> None:
+    def on_skip(_rule: str, name: str, skip: Skip) -> None:
         # Of several rules the first is the user's.
         if declined.get(name, NOT_DEQUANTIZED) is NOT_DEQUANTIZED:
             declined[name] = skip

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tvm import relax
-from tvm.ir import GenericConst
+from tvm.ir import Call, GenericConst
 
 from relayquant.eager.kernel_cache import KernelCache, KernelKey
 from relayquant.eager.operand import Operand, Variable, is_operand, make_operand
@@ -25,6 +25,16 @@ from relayquant.rewrite.expressions import (
     op_name,
     shape_of,
     static_sizes,
+)
+from relayquant.rewrite.rule import (
+    OnSkip,
+    Rule,
+    Skip,
+    decline,
+    fire_first,
+    log_skip,
+    make_rule,
+    select_rules,
 )
 from relayquant.rewrite.tail import Tail, float_takes, follow_tail
 
@@ -57,14 +67,19 @@ def gather_tuple(frame: Frame, var: relax.Var, fields: Sequence[relax.Var]) -> N
 class Planner:
     """Finds the steps of a function.
 
-    A variable is one object in all steps, in `params` if it is a parameter: a table finds the same
+    `on_skip` hears why a product or a rounding runs in numpy, and where a kernel ends. A variable
+    is one object in all steps, in `params` if it is a parameter: a table finds the same
     object at once, but has to ask TVM whether another one is equal.
     """
 
     def __init__(
-        self, params: Sequence[relax.Var], func: relax.Function, kernels: KernelCache
+        self,
+        params: Sequence[relax.Var],
+        func: relax.Function,
+        kernels: KernelCache,
+        on_skip: OnSkip = log_skip,
     ) -> None:
-        self.graph, self.kernels = FunctionGraph(func), kernels
+        self.graph, self.kernels, self.on_skip = FunctionGraph(func), kernels, on_skip
         self.bindings, self.values = self.graph.bindings, self.graph.values
         bound = (binding.var for binding in self.bindings)
         self.objects = {var: var for var in (*params, *bound)}
@@ -79,9 +94,11 @@ class Planner:
         for binding in self.bindings:
             if binding.var in self.claimed or binding.var not in self.values:
                 continue
-            step = self.plan_product(binding.var) or self.plan_rounding(binding.var)
-            if step is not None:
-                found[step.var] = step
+            rules = select_rules(EAGER_RULES, op_name(self.values[binding.var]))
+            tried = ((rule, binding.var) for rule in rules)
+            fired = fire_first(tried, self, binding.var.name, self.on_skip)
+            if fired is not None:
+                found[fired[1].var] = fired[1]
         inner = self.claimed - set(found)
         for binding in self.bindings:
             if binding.var in found:
@@ -122,22 +139,28 @@ class Planner:
 
     # ---- products ----
 
-    def plan_product(self, root: relax.Var) -> Step | None:
-        """The step of the product bound to `root`; None if it is none, or has no kernel."""
+    def plan_convolution(self, root: relax.Var) -> Step | Skip:
+        """The step of the convolution bound to `root` and what follows it."""
+        return self.plan_product(root, Convolution.of)
+
+    def plan_matmul(self, root: relax.Var) -> Step | Skip:
+        """The step of the product bound to `root` and what follows it."""
+        return self.plan_product(root, lambda call: Matmul.of(call, self.params))
+
+    def plan_product(
+        self, root: relax.Var, lay_out: Callable[[Call], Convolution | Matmul | Skip]
+    ) -> Step | Skip:
+        """The step of a product that a kernel takes in the layout that `lay_out` finds."""
         call = self.values[root]
-        name = op_name(call)
-        if name not in (*CONVOLUTIONS, "relax.matmul"):
-            return None
         if not all(is_float32(expr) for expr in (*call.args, root)):
-            return None
+            return decline("not float32 of known rank")
         if not all(map(is_operand, call.args)):
-            return None
-        layout = Matmul.of(call, self.params) if name == "relax.matmul" else Convolution.of(call)
-        if layout is None:
-            return None
-        tail = follow_tail(
-            self.graph, Tail((root,), layout.axis, layout.channels), TAKES, is_free=self.is_free
-        )
+            return decline("an operand is neither a variable nor a constant")
+        layout = lay_out(call)
+        if isinstance(layout, Skip):
+            return layout
+        start = Tail((root,), layout.axis, layout.channels)
+        tail = follow_tail(self.graph, start, TAKES, is_free=self.is_free, on_skip=self.on_skip)
         self.claimed.update(tail.vars)
         operands = (*call.args, tail.bias, tail.residual)
         reads = [expr for expr in operands if isinstance(expr, relax.Var)]
@@ -159,44 +182,42 @@ class Planner:
 
     # ---- simulated quantization ----
 
-    def plan_rounding(self, first: relax.Var) -> Step | None:
-        """The step for simulated_quantize, (maximum, minimum,) simulated_dequantize of one tensor.
-
-        None where something else reads the values between, or where channels have scales of their
-        own.
+    def plan_rounding(self, first: relax.Var) -> Step | Skip:
+        """The step for simulated_quantize, (maximum, minimum,) simulated_dequantize of one
+        tensor.
         """
         call = self.values[first]
-        if op_name(call) != "relax.qnn.simulated_quantize" or not is_float32(first):
-            return None
+        if not is_float32(first):
+            return decline("not float32 of known rank")
         if str(call.attrs.rounding) != "TONEAREST_EVEN":
-            return None
+            return decline("another rounding")
         data, *operands = call.args
         if not all(isinstance(expr, relax.Var) for expr in (data, *operands)):
-            return None
+            return decline("an operand is no variable")
         if any(static_sizes(shape_of(expr)) not in ([], [1]) for expr in operands):
-            return None
+            return decline("channels have scales of their own")
         bounds: list[relax.Expr] = []
         vars_ = [first]
         for name in ("relax.maximum", "relax.minimum", "relax.qnn.simulated_dequantize"):
             user = self.graph.only_user(vars_[-1])
             following = None if user is None else self.graph.call_of(user)
             if user is None or following is None:
-                return None
+                return decline("something else reads the integers")
             if op_name(following) != name:
                 if name == "relax.qnn.simulated_dequantize" or bounds:
-                    return None
+                    return decline("the integers are not dequantized, with two bounds or none")
                 continue
             vars_.append(user)
             if name == "relax.qnn.simulated_dequantize":
                 same = all(a.same_as(b) for a, b in zip(following.args[1:], operands, strict=True))
                 if not same or not following.args[0].same_as(vars_[-2]):
-                    return None
+                    return decline("dequantized with other parameters")
                 break
             if not following.args[0].same_as(vars_[-2]) or shape_of(following.args[1]):
-                return None
+                return decline("a bound is no scalar")
             bounds.append(following.args[1])
         if len(bounds) == 1 or not all(map(is_operand, bounds)):
-            return None
+            return decline("there is one bound, or a bound is neither a variable nor a constant")
         self.claimed.update(vars_)
         reads = [expr for expr in (data, *operands, *bounds) if isinstance(expr, relax.Var)]
         rounding = RoundingStep(
@@ -207,3 +228,10 @@ class Planner:
             self.kernels,
         )
         return self.make_step(vars_[-1], reads, rounding.run, ROUND)
+
+
+EAGER_RULES: tuple[Rule[Planner, relax.Var, Step], ...] = (
+    make_rule(Planner.plan_convolution, *CONVOLUTIONS),
+    make_rule(Planner.plan_matmul, "relax.matmul"),
+    make_rule(Planner.plan_rounding, "relax.qnn.simulated_quantize"),
+)

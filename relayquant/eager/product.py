@@ -19,6 +19,7 @@ from relayquant.kernels.floating.gemm import FloatDense, make_dense, pack_dense
 from relayquant.kernels.floating.tile import FEWEST_CHANNELS, FloatEpilogue, FloatIsa
 from relayquant.reference.interpreter import Frame
 from relayquant.rewrite.expressions import expand_padding, pair, shape_of, static_sizes
+from relayquant.rewrite.rule import Skip, decline
 from relayquant.rewrite.tail import Tail
 from relayquant.runtime import align_array, empty_aligned, view_tensor
 
@@ -74,23 +75,23 @@ class Convolution:
         return tuple(int(axis) for axis in np.argsort(self.data_axes))
 
     @staticmethod
-    def of(call: Call) -> Convolution | None:
-        """None if there is no kernel."""
+    def of(call: Call) -> Convolution | Skip:
+        """How a call becomes one, or why there is no kernel."""
         attrs = call.attrs
         data, kernel = str(attrs.data_layout), str(attrs.kernel_layout)
         spatial = "HW" if len(data) == 4 else "W"
         if str(attrs.out_layout or data) != data or sorted(data) != sorted(f"N{spatial}C"):
-            return None
+            return Skip(f"layout {data} to {attrs.out_layout}")
         if sorted(kernel) != sorted(f"O{spatial}I"):
-            return None
+            return Skip(f"layout {kernel} of the weight")
         shape = static_sizes(shape_of(call.args[1]))
         if shape is None:
-            return None
+            return decline("a size of the weight is symbolic")
         weight = dict(zip(kernel, shape, strict=True))
         extents = dict(zip(data, shape_of(call.args[0]), strict=True))
         inputs = static_sizes([extents["C"]])
         if inputs is None:
-            return None
+            return decline("the number of channels is symbolic")
         strides, dilation = pair(attrs.strides), pair(attrs.dilation)
         padding = expand_padding(attrs.padding)
         taps = (weight.get("H", 1), weight["W"])
@@ -104,7 +105,7 @@ class Convolution:
         )
         few = min(spec.group_out, spec.out_channels) < FEWEST_CHANNELS
         if (few and not spec.is_depthwise) or min(padding) < 0:
-            return None
+            return decline("too few channels, or the padding is negative")
         letters = f"N{spatial}C"
         known = [static_sizes([extents[letter]]) for letter in letters]
         return Convolution(
@@ -167,15 +168,15 @@ class Matmul:
     sizes: tuple[int | None, ...] = ()
 
     @staticmethod
-    def of(call: Call, params: set[relax.Var]) -> Matmul | None:
-        """None if there is no kernel; for weights that are computed numpy is faster."""
+    def of(call: Call, params: set[relax.Var]) -> Matmul | Skip:
+        """The product of a call, or why there is no kernel."""
         data, weight = call.args
         if not (isinstance(weight, GenericConst) or weight in params):
-            return None
+            return decline("the weight is computed, for which numpy is faster")
         sizes = static_sizes(shape_of(weight))
         rank = len(shape_of(data))
         if rank < 2 or sizes is None or len(sizes) != 2 or sizes[1] < FEWEST_CHANNELS:
-            return None
+            return decline("vectors, several matrices, symbolic sizes, or too few channels")
         return Matmul(rank - 1, sizes[1], sizes[0])
 
     def find_spec(self, sizes: Sequence[int | None], epilogue: FloatEpilogue) -> FloatDense:

@@ -8,7 +8,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import tvm
 from tvm import relax
@@ -58,13 +58,13 @@ class Rule(Generic[ContextT, PlaceT, ResultT]):
     rewrite: Callable[[ContextT, PlaceT], ResultT | Skip]
 
 
-#: Hears of a rule that declined: the rule, the name of the value, and why.
-OnSkip = Callable[[Rule[Any, Any, Any], str, Skip], None]
+#: Hears of a rule that declined: its name, the name of the value, and why.
+OnSkip = Callable[[str, str, Skip], None]
 
 
-def log_skip(rule: Rule[Any, Any, Any], name: str, skip: Skip) -> None:
+def log_skip(rule: str, name: str, skip: Skip) -> None:
     """Log what declined, for the logger "relayquant.rewrite" at level DEBUG."""
-    logger.debug("%s declines at %s: %s", rule.name, name, skip.reason)
+    logger.debug("%s declines at %s: %s", rule, name, skip.reason)
 
 
 def make_rule(
@@ -97,7 +97,7 @@ def fire_first(
         outcome = rule.rewrite(context, place)
         if not isinstance(outcome, Skip):
             return rule, outcome
-        on_skip(rule, name, outcome)
+        on_skip(rule.name, name, outcome)
     return None
 
 

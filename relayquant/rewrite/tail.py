@@ -20,7 +20,7 @@ from relayquant.rewrite.expressions import (
     shape_of,
 )
 from relayquant.rewrite.graph import tensor_shape
-from relayquant.rewrite.rule import Skip
+from relayquant.rewrite.rule import OnSkip, Skip, log_skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +92,7 @@ def follow_tail(
     takes: Mapping[str, Take[TailT]],
     *,
     is_free: Callable[[relax.Var], bool] = lambda _: True,
-    on_skip: Callable[[relax.Var, Skip], None] | None = None,
+    on_skip: OnSkip = log_skip,
 ) -> TailT:
     """The longest tail: the only reader of the last value, as long as there is one, it `is_free`,
     its operator is in `takes`, and takes it.
@@ -115,8 +115,7 @@ def follow_tail(
     while (user := graph.only_user(tail.last)) is not None:
         longer = take(user)
         if isinstance(longer, Skip):
-            if on_skip is not None:
-                on_skip(user, longer)
+            on_skip(follow_tail.__name__, user.name, longer)
             break
         tail = replace(longer, vars=(*tail.vars, user))
     return tail

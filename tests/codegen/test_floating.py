@@ -170,7 +170,7 @@ def test_lower_float__what_has_no_kernel_stays(shapes, why):
     mod = make_module(lambda bb, x, y: bb.emit(relax.op.matmul(x, y)), *shapes)
     assert list_operators(check_same(mod, *arrays)) == ["relax.matmul"]
     heard = []
-    lower_float(mod, TARGET, lambda rule, name, skip: heard.append((rule.name, skip.reason)))
+    lower_float(mod, TARGET, lambda rule, name, skip: heard.append((rule, skip.reason)))
     assert heard == [("lower_matmul", why)]
 
 

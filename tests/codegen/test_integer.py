@@ -289,9 +289,23 @@ def test_call_kernels__says_why_there_is_no_kernel():
     call_kernels(
         qmod,  # in the layout of the model still
         select_isa(resolve_target("llvm -mcpu=cascadelake")),
-        on_skip=lambda rule, name, skip: heard.setdefault(rule.name, skip.reason),
+        on_skip=lambda rule, name, skip: heard.setdefault(rule, skip.reason),
     )
     assert heard["lower_conv2d"] == "layout NCHW/OIHW"
+
+
+def test_call_kernels__says_where_a_kernel_ends():
+    qmod, _ = quantize_random(build_model(conv_bias_relu, NCHW, False), NCHW)
+    heard = []
+    call_kernels(
+        convert_layout(qmod),
+        select_isa(resolve_target("llvm -mcpu=cascadelake")),
+        on_skip=lambda rule, name, skip: heard.append((rule, skip.reason)),
+    )
+    assert ("follow_tail", "no part of a kernel is relax.qnn.dequantize") in heard or (
+        "follow_tail",
+        "no part of a kernel is relax.permute_dims",
+    ) in heard, heard
 
 
 def test_convert_layout__transposes_only_at_the_borders():

@@ -17,6 +17,7 @@ import relayquant as rq
 from relayquant.dialect import qnn as ir
 from relayquant.eager import EagerModule, kernel_cache
 from relayquant.eager.kernel_cache import KernelCache, host_kernels
+from relayquant.eager.plan import Planner
 from relayquant.eager.product import ProductStep
 from relayquant.eager.rounding import RoundingStep
 from relayquant.reference import qnn, run
@@ -97,6 +98,55 @@ def test_product_of_two_values__is_left_to_numpy():
         lambda e, x, y: e("y", op.matmul(e("a", op.nn.relu(x)), y)), (2, 3, 4), (2, 4, 5)
     )
     assert steps_of(check(mod, *draw(mod)), ProductStep) == []
+
+
+def heard_of(mod: tvm.IRModule) -> dict[str, set[str]]:
+    """Rule -> why it declined, over the values of main."""
+    heard: dict[str, set[str]] = {}
+    main = mod["main"]
+    planner = Planner(
+        list(main.params),
+        main,
+        host_kernels(),
+        lambda rule, _, skip: heard.setdefault(rule, set()).add(skip.reason),
+    )
+    list(planner.plan())
+    return heard
+
+
+@pytest.mark.parametrize(
+    ("build", "rule", "reason"),
+    [
+        (
+            lambda e, x: e("y", op.nn.conv2d(x, e.constant(2, 3, 3, 3), groups=2)),
+            "plan_convolution",
+            "too few channels, or the padding is negative",
+        ),
+        (
+            lambda e, x: e("y", op.nn.conv2d(x, e("w", op.exp(e.constant(8, 6, 3, 3))))),
+            "plan_convolution",
+            None,
+        ),
+        (
+            lambda e, x: e("y", op.matmul(x, e("w", op.exp(e.constant(6, 8))))),
+            "plan_matmul",
+            "the weight is computed, for which numpy is faster",
+        ),
+        (
+            lambda e, x: e("z", op.exp(e("y", op.matmul(x, e.constant(6, 32))))),
+            "follow_tail",
+            "no part of a kernel is relax.exp",
+        ),
+        (
+            lambda e, x: e("y", ir.simulated_quantize(x, 1, 0.1, 3)),
+            "plan_rounding",
+            "an operand is no variable",
+        ),
+    ],
+)  # fmt: skip
+def test_plan__says_why_numpy_computes_it(build, rule, reason):
+    heard = heard_of(build_model(build, (2, 6, 6, 6)))
+    assert heard.get(rule) == ({reason} if reason else None)
 
 
 def test_chain__takes_bias_residual_and_clip():

@@ -259,7 +259,7 @@ def test_prepare_module__says_why_a_rule_did_not_fire():
             return out
 
     heard = []
-    prepare_module(Before, on_skip=lambda rule, name, skip: heard.append((rule.name, name, skip)))
+    prepare_module(Before, on_skip=lambda rule, name, skip: heard.append((rule, name, skip)))
     trace = {f"{rule} at {name}: {skip.reason}" for rule, name, skip in heard}
     print(*sorted(trace), sep="\n")
     assert "fold_pad at conv: the pads are not 0" in trace

@@ -61,7 +61,7 @@ def test_apply_rules__a_rule_that_declines_leaves_it_to_the_next_and_says_why():
         replace_rule("rest", "relax.nn.relu", relax.op.exp),
     ]
     new = apply_rules(
-        Chain, rules, on_skip=lambda rule, name, skip: heard.append((rule.name, name, skip))
+        Chain, rules, on_skip=lambda rule, name, skip: heard.append((rule, name, skip))
     )
     assert operators(new) == ["relax.exp", "relax.sigmoid", "relax.tanh"]
     assert heard == [("only out", "a", Skip("not at out", "look elsewhere"))]

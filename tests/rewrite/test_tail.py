@@ -25,8 +25,8 @@ def follow(mod: tvm.IRModule, takes=TAKES, view=FunctionGraph, **options) -> tup
     (root,) = [binding.var for binding in graph.bindings if binding.var.name == "product"]
     reasons = [""]
 
-    def on_skip(user: relax.Var, skip: Skip) -> None:
-        reasons.append(f"{user.name}: {skip.reason}")
+    def on_skip(_: str, name: str, skip: Skip) -> None:
+        reasons.append(f"{name}: {skip.reason}")
 
     tail = Tail((root,), root.ty.ndim - 1, int(root.ty.shape.values[-1]))
     return follow_tail(graph, tail, takes, on_skip=on_skip, **options), reasons[-1]

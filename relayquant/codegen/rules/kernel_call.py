@@ -18,6 +18,7 @@ from relayquant.kernels.integer.lookup import ByteShuffle
 from relayquant.kernels.isa.base import Isa
 from relayquant.rewrite import Graph, Rule
 from relayquant.rewrite.graph import constant_value, tensor_dtype, tensor_shape
+from relayquant.rewrite.rule import OnSkip, log_skip
 
 #: An operand of a kernel: a value of the graph, or a constant made for the kernel.
 KernelOperand = relax.Expr | np.ndarray
@@ -39,6 +40,7 @@ class KernelContext:
     graph: Graph
     isa: Isa
     shuffle: ByteShuffle | None = None  #: how bytes are looked up, where there is a way
+    on_skip: OnSkip = log_skip  #: hears why a rule declines, or where a kernel ends
 
     def next(self, var: relax.Var, *ops: str) -> relax.Var | None:
         """The only reader of `var` if it is one of these operators."""

@@ -183,7 +183,7 @@ def follow_product(
     where all have one scale.
     """
     tail = IntegerTail((var,), var.ty.ndim - 1, channels)
-    return follow_tail(context.graph, tail, takes).bounded()
+    return follow_tail(context.graph, tail, takes, on_skip=context.on_skip).bounded()
 
 
 def absorb_clip(
@@ -191,5 +191,5 @@ def absorb_clip(
 ) -> tuple[tuple[relax.Var, ...], Epilogue]:
     """A clip behind `var` as bounds of the epilogue; (values, epilogue)."""
     tail = IntegerTail((var,), var.ty.ndim - 1, 1, epilogue=epilogue)
-    tail = follow_tail(context.graph, tail, CLIP_TAKES).bounded()
+    tail = follow_tail(context.graph, tail, CLIP_TAKES, on_skip=context.on_skip).bounded()
     return tail.vars, tail.epilogue
