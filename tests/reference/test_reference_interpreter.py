@@ -19,7 +19,7 @@ from tvm.script import tirx as T
 from relayquant.dialect import qnn
 from relayquant.errors import DataError, ModelError
 from relayquant.qtypes import Arithmetic, Rounding
-from relayquant.reference import interpreter, single_call, run, run_values
+from relayquant.reference import interpreter, run, run_values, single_call
 
 op = relax.op
 TARGET = tvm.target.Target({"kind": "llvm"})
