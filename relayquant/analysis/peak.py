@@ -1,4 +1,9 @@
-"""Analysis: what this machine can do at most, the measure of how good a kernel is."""
+"""Analysis: what this machine can do at most, the measure of how good a kernel is.
+
+LLVM must not see that the products repeat: it would compute them once, before the loop, and leave
+additions. Where the product is an instruction of its own every sum has another word of activations,
+and the weights come from memory, elsewhere with each iteration: one load for all the sums.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +26,8 @@ from relayquant.kernels.emit import (
 from relayquant.kernels.isa.base import Isa
 from relayquant.kernels.isa.select import select_isa
 
+#: Vectors of weights that are read in turns: they stay in the first-level cache.
+WEIGHTS = 8
 #: Dot products per call: long enough that the call itself does not count.
 ITERATIONS = 20_000
 
@@ -43,38 +50,48 @@ def measure_peak(target: Target, seconds: float = 0.2) -> float:
 
 def compile_peak(target: Target) -> tuple[Callable[[], None], int]:
     """What `measure_peak` runs, and the integer operations of one call."""
-    isa = select_isa(target)
-    registers = min(isa.accumulators, 24) // isa.pixels
-    func = build_peak(isa, registers)
+    isa = select_isa(target).for_convolution("uint8")
+    sums = count_sums(isa)
+    func = build_peak(isa, sums)
     name = str(func.attrs["global_symbol"])
     kernel = tvm.compile(tvm.IRModule({name: func}), target=target)[name]
     arrays = (
-        np.ones(64, isa.activation),
-        np.ones(isa.weight_vector, isa.weight_dtype),
-        np.zeros(registers * isa.accumulator_lanes, "int32"),
+        np.ones(isa.products * sums, isa.activation),
+        np.ones(WEIGHTS * isa.weight_vector, isa.weight_dtype),
+        np.zeros(sums * isa.accumulator_lanes, "int32"),
     )
     tensors = [tvm.runtime.tensor(array) for array in arrays]
-    products = isa.accumulator_lanes * isa.products * registers * ITERATIONS
+    products = isa.accumulator_lanes * isa.products * sums * ITERATIONS
     return lambda: kernel(*tensors), 2 * products
 
 
-def build_peak(isa: Isa, registers: int) -> PrimFunc:
-    """PrimFunc(x, w, y): `registers` independent sums of dot products, `ITERATIONS` each."""
+def count_sums(isa: Isa) -> int:
+    """Independent sums that fit the registers, with an operand for each unless they can share it.
+
+    Sums of fused products need many to hide the latency; others wait for an addition only.
+    """
+    return min(isa.accumulators, 24) // isa.pixels if isa.is_fused else isa.registers // 4
+
+
+def build_peak(isa: Isa, count: int) -> PrimFunc:
+    """PrimFunc(x, w, y): `count` independent sums of dot products, `ITERATIONS` each."""
 
     def body() -> None:
         lanes = isa.accumulator_lanes
         x, w, y = declare_arguments(
-            ("x", (64,), isa.activation),
-            ("w", (isa.weight_vector,), isa.weight_dtype),
-            ("y", (registers * lanes,), "int32"),
+            ("x", (isa.products * count,), isa.activation),
+            ("w", (WEIGHTS * isa.weight_vector,), isa.weight_dtype),
+            ("y", (count * lanes,), "int32"),
         )
-        sums = alloc_vectors(registers, lanes)
+        sums = alloc_vectors(count, lanes)
         for i, total in enumerate(sums):
             store_vector(total, load_vector(y, i * lanes, lanes), 0, lanes)
-        with T.serial(ITERATIONS):
-            for total in sums:
-                operand = isa.join_words([isa.load_activation(x, 0)] * isa.pixels)
-                value = isa.dot(load_vector(total, 0, lanes), operand, isa.load_weights(w, 0))
+        with T.serial(ITERATIONS) as i:
+            weights = isa.load_weights(w, 0 if isa.is_fused else T.floormod(i, WEIGHTS))
+            for number, total in enumerate(sums):
+                word = isa.load_activation(x, 0 if isa.is_fused else number * isa.products)
+                operand = isa.join_words([word] * isa.pixels)
+                value = isa.dot(load_vector(total, 0, lanes), operand, weights)
                 store_vector(total, value, 0, lanes)
         for i, total in enumerate(sums):
             store_vector(y, load_vector(total, 0, lanes), i * lanes, lanes)

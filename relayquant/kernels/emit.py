@@ -148,6 +148,16 @@ def flip_sign_bit(value: Expr, source: str, dtype: str, lanes: int) -> Expr:
     return T.reinterpret(vector(dtype, lanes), bits)
 
 
+def convert_activation(value: Expr, source: str, dtype: str, lanes: int) -> Expr:
+    """Stored activations of dtype `source` as the dot product of `dtype` takes them.
+
+    Bytes keep their values in int16; those of the other byte dtype are moved by 128.
+    """
+    if dtype == "int16":
+        return T.Cast(vector(dtype, lanes), value)
+    return flip_sign_bit(value, source, dtype, lanes)
+
+
 def store_vector(buffer: Buffer, value: Expr, offset: Expr, lanes: int, width: int = 0) -> None:
     """Store the first `width` (default: all) of the `lanes` values of a vector.
 

@@ -252,7 +252,8 @@ class ConvPlan:
     def needs_copy(self) -> bool:
         """Whether the kernel cannot read its argument in place."""
         reads_past_the_end = self.run % self.isa.products != 0
-        return any(self.spec.padding) or self.shift != 0 or reads_past_the_end
+        converts = self.spec.in_dtype != self.isa.activation
+        return any(self.spec.padding) or converts or reads_past_the_end
 
     @cached_property
     def channel_map(self) -> NDArray[np.int64]:
@@ -285,7 +286,7 @@ def choose_plan(spec: Conv2d, isa: Isa) -> ConvPlan:
     taken if there are as many, and if it needs fewer instructions than its companion for single
     pixels.
     """
-    return choose_instructions(lambda isa: ConvPlan(spec, isa), isa.for_activations(spec.in_dtype))
+    return choose_instructions(lambda isa: ConvPlan(spec, isa), isa.for_convolution(spec.in_dtype))
 
 
 def choose_instructions(make: Callable[[Isa], PlanT], isa: Isa) -> PlanT:

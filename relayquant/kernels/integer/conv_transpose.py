@@ -196,7 +196,7 @@ class TransposePlan:
 
 def choose_transpose_plan(spec: Conv2dTranspose, isa: Isa) -> TransposePlan:
     """As `choose_plan`, one instruction set for all phases: they share the packed weights."""
-    isa = isa.for_activations(spec.in_dtype)
+    isa = isa.for_convolution(spec.in_dtype)
     return choose_instructions(lambda isa: TransposePlan(spec, isa), isa)
 
 

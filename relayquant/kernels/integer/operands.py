@@ -11,9 +11,9 @@ from relayquant.kernels.emit import (
     PARALLEL_BYTES,
     alloc_workspace,
     constant,
+    convert_activation,
     declare_arguments,
     emit_vector_loop,
-    flip_sign_bit,
     load_vector,
     loop_over,
     store_vector,
@@ -76,8 +76,8 @@ def declare_operands(
 def emit_prepared_image(data: Buffer, spec: Conv2d, isa: Isa) -> Image:
     """Copy of NHWC `data` in a workspace, as the dot product wants it.
 
-    Padded with the zero point; if `data` is not of the dtype of the dot product, the top bit of
-    every byte is flipped. A vector of slack at the end may be read.
+    Padded with the zero point; if `data` is not of the dtype of the dot product, its bytes become
+    int16, or the top bit of each is flipped. A vector of slack at the end may be read.
     """
     batch, height, width, channels = spec.in_shape
     top, left, bottom, right = spec.padding
@@ -97,7 +97,8 @@ def emit_prepared_image(data: Buffer, spec: Conv2d, isa: Isa) -> Image:
     def copy(start: Expr, source: Expr, count: int) -> None:
         def move(at: Expr, lanes: int) -> None:
             value = load_vector(data, source + at, lanes)
-            store_vector(image, flip_sign_bit(value, data.dtype, dtype, lanes), start + at, lanes)
+            value = convert_activation(value, data.dtype, dtype, lanes)
+            store_vector(image, value, start + at, lanes)
 
         emit_vector_loop(count, COPY_BYTES, move)
 

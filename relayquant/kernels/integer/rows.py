@@ -24,8 +24,8 @@ from relayquant.kernels.emit import (
     STORE_COST,
     alloc_workspace,
     build_kernel,
+    convert_activation,
     emit_vector_loop,
-    flip_sign_bit,
     load_vector,
     store_vector,
 )
@@ -83,7 +83,7 @@ class RowsPlan:
 def plan_rows(spec: Dense, isa: Isa) -> RowsPlan:
     """The plan that generator and packer follow; `spec.rows` does not matter."""
     many = replace(spec, rows=MANY_ROWS).as_conv2d()
-    plan = choose_instructions(lambda isa: ConvPlan(many, isa), isa.for_activations(spec.in_dtype))
+    plan = choose_instructions(lambda isa: ConvPlan(many, isa), isa.for_convolution(spec.in_dtype))
     tiles = (
         TilePlan(replace(many, width=height), plan.isa, blocks=plan.tile.blocks)
         for height in choose_heights(plan.tile.cols, plan.isa.pixels)
@@ -173,7 +173,7 @@ def emit_prepared_rows(
 
         def move(at: Expr, lanes: int) -> None:
             value = load_vector(data, (first + row) * width + at, lanes)
-            value = flip_sign_bit(value, data.dtype, copy.dtype, lanes)
+            value = convert_activation(value, data.dtype, copy.dtype, lanes)
             store_vector(copy, value, row * width + at, lanes)
 
         emit_vector_loop(width, COPY_BYTES, move)

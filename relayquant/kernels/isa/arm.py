@@ -92,6 +92,10 @@ class ArmIsa(Isa):
 class SdotIsa(PackedIsa, ArmIsa):
     """sdot: four int8 x int8 products added to an int32 lane, without saturation."""
 
+    @property
+    def is_fused(self) -> bool:
+        return True
+
     def load_activations(self, buffer: Buffer, offset: Expr, count: int) -> list[Expr]:
         operands = []
         for first, size in load_pieces(count):

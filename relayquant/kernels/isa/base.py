@@ -88,6 +88,11 @@ class Isa(ABC):
     wide: Isa | None = None  #: what the same CPUs have for int16 activations; None: this is it
 
     @property
+    def is_fused(self) -> bool:
+        """Whether the instruction that multiplies also adds to the sums."""
+        return False
+
+    @property
     def weight_vector(self) -> int:
         """Elements of packed weights for one accumulator vector and one word."""
         return self.lanes * self.products
@@ -108,7 +113,7 @@ class Isa(ABC):
 
     def zero_point_shift(self, dtype: str) -> int:
         """What is added to zero points (and, modulo 256, to values) of activations of `dtype`."""
-        if dtype == self.activation:
+        if self.activation in (dtype, "int16"):
             return 0
         return 128 if dtype == "int8" else -128
 
@@ -120,6 +125,13 @@ class Isa(ABC):
     def for_activations(self, dtype: str) -> Isa:
         """The instruction set of this target for activations of `dtype`: uint8, int8 or int16."""
         return self.wide if dtype == "int16" and self.wide is not None else self
+
+    def for_convolution(self, dtype: str) -> Isa:
+        """As `for_activations`, for sums that read every activation many times.
+
+        It may be one for int16: bytes are then widened once, by the copy that pads them.
+        """
+        return self.for_activations(dtype)
 
     def for_depthwise(self, channels: int) -> Isa:
         """The same with vectors that suit a depthwise convolution of so many channels."""
@@ -211,6 +223,10 @@ class VnniIsa(PackedIsa):
 
     intrinsic: str = ""
 
+    @property
+    def is_fused(self) -> bool:
+        return True
+
     def dot(self, acc: Expr, activation: Expr, weights: Expr) -> Expr:
         dtype = f"int32x{self.lanes}"
         return T.call_llvm_pure_intrin(self.intrinsic, acc, activation, weights, dtype=dtype)
@@ -223,9 +239,15 @@ class MaddIsa(Isa):
     The word is spread first and split in registers: even bytes by a mask, odd bytes by a shift. So
     activations stay 8 bit in memory; the weights are stored as int16, even then odd. vpmaddubsw
     needs no widening, but saturates its int16 sums and would give wrong results.
+
+    Two instructions and a register for every word are too many where 16 registers hold the sums:
+    convolutions read a copy that is int16 already (`for_convolution`).
     """
 
     intrinsic: str = ""
+
+    def for_convolution(self, dtype: str) -> Isa:
+        return self.wide or self
 
     def arrange_weights(self, words: NDArray[np.int8]) -> NDArray[Any]:
         halves = np.stack([words[..., 0::2], words[..., 1::2]], axis=-3)
@@ -388,6 +410,7 @@ AVX2_WIDE = PairIsa(
     products=2,
     registers=16,
     accumulators=12,
+    max_blocks=2,
     dots_in_flight=8,
     activation="int16",
     weight_dtype="int16",
@@ -403,6 +426,7 @@ SSE2_WIDE = PairIsa(
     registers=16,
     has_fma=False,
     accumulators=8,
+    max_blocks=2,
     dots_in_flight=8,
     activation="int16",
     weight_dtype="int16",

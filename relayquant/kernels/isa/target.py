@@ -26,10 +26,10 @@ from relayquant.runtime import count_cores
 _LISTS = ("mattr", "cl-opt", "keys", "libs")
 _NUMBERS = ("num-cores", "opt-level", "vector-width")
 
-#: CPU for whose timing LLVM unrolls the loop over a reduction by two and then has no registers for
-#: the sums -> one with neutral timing, which gets the features of the first besides its own. On a
-#: Zen 4, layers with large tiles take half the time so.
-NEUTRAL_TIMING = {"znver4": "x86-64-v4", "znver5": "x86-64-v4"}
+#: CPU for whose timing LLVM unrolls the loop over a reduction and then has no registers for the
+#: sums -> one with neutral timing, which gets the features of the first besides its own. On a Zen
+#: 4, layers with large tiles take half the time so.
+NEUTRAL_TIMING = {"znver3": "x86-64-v3", "znver4": "x86-64-v4", "znver5": "x86-64-v4"}
 
 
 def resolve_target(target: Any = None) -> Target:
