@@ -87,6 +87,14 @@ from relayquant.refine.prepared_edit import (  # noqa: E402
     merge_statistics,
     save_prepared,
 )
+from relayquant.report import (  # noqa: E402
+    Report,
+    make_report,
+    plot_error_by_depth,
+    plot_latency,
+    plot_ranges,
+    plot_sensitivity,
+)
 from relayquant.rewrite import Skip  # noqa: E402
 from relayquant.runtime import Executor  # noqa: E402
 from relayquant.settings import Guard, GuardSettings  # noqa: E402
@@ -154,6 +162,7 @@ __all__ = [
     "QnnError",
     "RelativeMSE",
     "RelayQuantError",
+    "Report",
     "Role",
     "Rounding",
     "Scheme",
@@ -183,9 +192,14 @@ __all__ = [
     "load_prepared",
     "load_qparams",
     "lower",
+    "make_report",
     "measure_growth",
     "merge_statistics",
     "pipeline",
+    "plot_error_by_depth",
+    "plot_latency",
+    "plot_ranges",
+    "plot_sensitivity",
     "prepare",
     "quantize",
     "reference",

@@ -73,14 +73,25 @@ def compare(
         ModelError: the quantized module was not made from this float module.
         DataError: the data does not fit the model.
     """
-    read_ledger(quantized)
-    canonical, quantized = prepare_module(mod, params), name_main(quantized)
-    # Values are compared in the units that they have in the quantized module.
-    missing = add_exponents(read_exponents(quantized), read_exponents(canonical), sign=-1)
-    canonical = scale_layers(canonical, missing)
+    canonical, quantized = align_modules(mod, quantized, params)
     data = open_dataset(dataset, describe_inputs(canonical))
     # The first batch is read: what is wrong with the data shows before anything is compiled.
     return compare_modules(canonical, quantized, data, bind_loader(data, compile_draft))
+
+
+def align_modules(
+    mod: tvm.IRModule, quantized: tvm.IRModule, params: Mapping[str, Any] | None
+) -> tuple[tvm.IRModule, tvm.IRModule]:
+    """The canonical float module with its values in the units that they have in the quantized one,
+    and that, its function called main.
+
+    Raises:
+        ModelError: the quantized module has no ledger.
+    """
+    read_ledger(quantized)
+    canonical, quantized = prepare_module(mod, params), name_main(quantized)
+    missing = add_exponents(read_exponents(quantized), read_exponents(canonical), sign=-1)
+    return scale_layers(canonical, missing), quantized
 
 
 @check_arguments

@@ -19,6 +19,7 @@ from relayquant.plan import Plan
 from relayquant.qtypes import QParams
 from relayquant.rewrite.entry import find_entry
 from relayquant.storage.files import reading
+from relayquant.tables import format_html
 
 LEDGER_ATTR = "relayquant.ledger"
 
@@ -253,6 +254,21 @@ class Ledger(PlainFields):
                 f"{row.name}: {row.op} -> {how}" + (f"; {row.advice}" if row.advice else "")
             )
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        """The table in a notebook."""
+        columns = {
+            "operator": [row.name for row in self.rows],
+            "op": [row.op for row in self.rows],
+            "quantized": [row.quantized for row in self.rows],
+            "dtype": [row.dtype for row in self.rows],
+            "reason": [row.reason for row in self.rows],
+            "what to do": [row.advice for row in self.rows],
+        }
+        count = format_count(len(self.rows), "operator")
+        results = (self.guard, self.search, self.speed)
+        lines = [str(seen) for seen in results if seen is not None]
+        return format_html(columns, f"{len(self.quantized)} of {count} quantized", lines)
 
     def row(self, name: str) -> LedgerRow | None:
         """The row of the operator that computes value `name`, also inside of a pattern."""

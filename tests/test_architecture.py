@@ -18,7 +18,7 @@ PACKAGE = "relayquant"
 #: From the bottom up. A module may import from its own layer and from those below.
 LAYERS: list[set[str]] = [
     {"errors", "_tvm"},
-    {"arguments", "events", "plain_data", "qtypes", "runtime", "storage"},
+    {"arguments", "events", "plain_data", "qtypes", "runtime", "storage", "tables"},
     {"config", "ledger", "plan", "prepared", "rewrite"},
     {"dialect", "reference", "kernels"},
     {"eager", "ops", "datasets"},

@@ -19,7 +19,7 @@ from tvm.relax import op
 import relayquant as rq
 from relayquant import cli
 from relayquant.refine.search_state import SearchState
-from relayquant.report import plot_compare, plot_ranges
+from relayquant.report import plot_error_by_depth, plot_ranges
 from relayquant.storage.files import check_writable, write_whole
 
 PACKAGE = Path(rq.__file__).parent
@@ -41,7 +41,7 @@ def qmod(prepared):
 
 def write_plot(prepared, qmod, path: Path) -> None:
     pytest.importorskip("matplotlib")
-    plot_compare(rq.compare(model(), qmod, draw_batches(model(), 1)), path)
+    plot_error_by_depth(rq.compare(model(), qmod, draw_batches(model(), 1)), path)
 
 
 def write_histograms(prepared, qmod, path: Path) -> None:

@@ -86,7 +86,8 @@ print(f"it starts at {first.name}: {first.saturated:.0%} of its elements are cut
 
 # %%
 # ``relayquant compare model.onnx model.json --data x.npz --values --plot sqnr.png`` prints and
-# draws the same; ``relayquant.report.plot_ranges`` draws histograms with the range that was chosen.
+# draws the same; ``rq.plot_ranges`` draws histograms with the range that was chosen, and
+# ``rq.make_report(mod, bad, demo.calibration, params).save("report.html")`` puts all on one page.
 #
 # Which operators matter?
 # -----------------------

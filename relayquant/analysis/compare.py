@@ -8,15 +8,14 @@ quantized.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import tvm
 
-from relayquant.analysis.outputs import Interface
+from relayquant.analysis.outputs import GapSums, Interface, OutputGap
 from relayquant.analysis.sums import ErrorSums
-from relayquant.analysis.table import format_csv
 from relayquant.analysis.verify import expose_values
 from relayquant.calibration.segments import build_function, collect_ancestors
 from relayquant.datasets import count_samples
@@ -28,6 +27,10 @@ from relayquant.qtypes import INTEGER_LIMITS
 from relayquant.rewrite import Graph
 from relayquant.rewrite.graph import free_vars, tensor_dtype
 from relayquant.runtime import LoadModule
+from relayquant.tables import format_csv, format_html
+
+#: (row, array of the float model, the integer model's in the same units), once for each batch
+Watch = Callable[[LedgerRow, np.ndarray, np.ndarray], None]
 
 
 @dataclass(frozen=True)
@@ -56,10 +59,17 @@ class CompareRow:
 
 @dataclass(frozen=True)
 class CompareReport:
-    """All values that both modules have, in topological order."""
+    """All values that both modules have, in topological order.
+
+    Attributes:
+        rows: The values.
+        samples: How many both ran on.
+        outputs: The gap of each output of main.
+    """
 
     rows: tuple[CompareRow, ...]
     samples: int = field(default=0)
+    outputs: tuple[OutputGap, ...] = ()
 
     def first_below(self, decibels: float = 15.0) -> CompareRow | None:
         """The first value whose accumulated SQNR is below: where it goes wrong."""
@@ -90,12 +100,27 @@ class CompareReport:
         """Comma-separated text with a header line."""
         return format_csv(CompareRow, self.rows)
 
+    def _repr_html_(self) -> str:
+        """The table in a notebook."""
+        columns = {
+            "value": [row.name for row in self.rows],
+            "op": [row.op for row in self.rows],
+            "SQNR [dB]": [row.sqnr for row in self.rows],
+            "alone [dB]": [row.isolated for row in self.rows],
+            "max error": [row.max_error for row in self.rows],
+            "saturated": [row.saturated for row in self.rows],
+        }
+        first = self.first_below()
+        lines = [] if first is None else [f"The first below 15 dB is {first.name}."]
+        return format_html(columns, format_count(self.samples, "sample"), lines)
+
 
 def compare_modules(
     float_mod: tvm.IRModule,
     quantized: tvm.IRModule,
     batches: Iterable[Mapping[str, np.ndarray]],
     load_module: LoadModule,
+    watch: Watch | None = None,
 ) -> CompareReport:
     """Compare every value of the ledger; memory does not grow with the data.
 
@@ -104,6 +129,7 @@ def compare_modules(
         quantized: What `quantize` made of it; carries the ledger.
         batches: Inputs by name.
         load_module: Makes integer modules runnable; the float one runs step by step.
+        watch: Shown every value of every batch.
 
     Raises:
         ModelError: the quantized module has no ledger, or not one value in common with the float
@@ -128,18 +154,23 @@ def compare_modules(
     total = {name: ErrorSums() for name in names}
     alone: dict[str, ErrorSums] = {}
     saturated = dict.fromkeys(names, 0)
-    samples = 0
+    samples, gaps = 0, GapSums()
     params = [param.name for param in graph.func.params]
     interface = Interface.of(quantized)
     for batch in batches:
         args = [batch[name] for name in params]
         integers = [interface.to_input(name, batch[name]) for name in params]
-        expected = dict(zip(names, float_run.run("main", args), strict=False))
-        got = dict(zip(names, quantized_run.run("main", integers), strict=False))
+        floats, results = float_run.run("main", args), quantized_run.run("main", integers)
+        ends = floats[len(names) :], interface.to_real(results[len(names) :])
+        gaps.update(*ends, count_samples(batch))
+        expected = dict(zip(names, floats, strict=False))
+        got = dict(zip(names, results, strict=False))
         for row in rows:
             saturated[row.name] += count_saturated(expected[row.name], row)
             real = to_real(got[row.name], row)
             total[row.name] = total[row.name].update(expected[row.name], real)
+            if watch is not None:
+                watch(row, expected[row.name], real)
         for name, value in isolated.run({**batch, **expected}):
             alone[name] = alone.get(name, ErrorSums()).update(expected[name], value)
         samples += count_samples(batch)
@@ -161,6 +192,7 @@ def compare_modules(
             for row in rows
         ),
         samples,
+        tuple(gaps.gaps),
     )
 
 

@@ -66,26 +66,46 @@ def measure_gaps(
     """
     interface = Interface.of(quantized)
     first, second = EagerModule(float_mod), EagerModule(quantized)
-    sums: list[ErrorSums] = []
-    counts: list[tuple[int, int]] = []
-    energies: list[list[np.ndarray]] = []
+    sums = GapSums()
     for batch in batches:
         expected = first.run("main", order_inputs(float_mod, batch))
         inputs = order_inputs(quantized, interface.to_inputs(batch))
         got = interface.to_real(second.run("main", inputs))
-        sums = sums or [ErrorSums()] * len(expected)
-        counts = counts or [(0, 0)] * len(expected)
-        energies = energies or [[] for _ in expected]
+        sums.update(expected, got, count_samples(batch))
+    return sums.gaps
+
+
+class GapSums:
+    """The gaps of all outputs, summed up over batches."""
+
+    def __init__(self) -> None:
+        self.sums: list[ErrorSums] = []
+        self.counts: list[tuple[int, int]] = []
+        self.energies: list[list[np.ndarray]] = []
+
+    def update(
+        self, expected: Sequence[np.ndarray], got: Sequence[np.ndarray], samples: int
+    ) -> None:
+        """With one more batch of so many samples: outputs of both modules in real units."""
+        self.sums = self.sums or [ErrorSums()] * len(expected)
+        self.counts = self.counts or [(0, 0)] * len(expected)
+        self.energies = self.energies or [[] for _ in expected]
         for i, (x, y) in enumerate(zip(expected, got, strict=True)):
             usable = np.isfinite(x)
-            sums[i] = sums[i].update(x[usable], y[usable])
-            differing, samples = count_differing(x, y)
-            counts[i] = counts[i][0] + differing, counts[i][1] + samples
-            energies[i].append(measure_energies(x, y, count_samples(batch)))
-    return [
-        OutputGap(s.sqnr if np.isfinite(s.noise) else float("-inf"), *count, rate_samples(energy))
-        for s, count, energy in zip(sums, counts, energies, strict=True)
-    ]
+            self.sums[i] = self.sums[i].update(x[usable], y[usable])
+            differing, answers = count_differing(x, y)
+            self.counts[i] = self.counts[i][0] + differing, self.counts[i][1] + answers
+            self.energies[i].append(measure_energies(x, y, samples))
+
+    @property
+    def gaps(self) -> list[OutputGap]:
+        """The gap of every output, in order."""
+        return [
+            OutputGap(
+                s.sqnr if np.isfinite(s.noise) else float("-inf"), *count, rate_samples(energy)
+            )
+            for s, count, energy in zip(self.sums, self.counts, self.energies, strict=True)
+        ]
 
 
 def measure_energies(expected: np.ndarray, got: np.ndarray, samples: int) -> np.ndarray:

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from relayquant.analysis.sums import ErrorSums
-from relayquant.analysis.table import format_csv
 from relayquant.annotation.claim import find_sites
 from relayquant.calibration.checkpoint import digest_batch, digest_text
 from relayquant.config import (
@@ -36,6 +35,7 @@ from relayquant.events import CallbackList, ProgressEvent
 from relayquant.plan import OperatorPlan
 from relayquant.prepared import PreparedModel
 from relayquant.runtime import limit_blas, map_on_threads
+from relayquant.tables import format_csv, format_html
 
 #: bytes of values of the float model that are kept from one measurement to the next
 KEPT_BYTES = 256e6
@@ -103,6 +103,17 @@ class SensitivityReport:
     def to_csv(self) -> str:
         """Comma-separated text with a header line."""
         return format_csv(SensitivityRow, self.rows)
+
+    def _repr_html_(self) -> str:
+        """The table in a notebook."""
+        columns = {
+            "operator": [row.name for row in self.rows],
+            "op": [row.op for row in self.rows],
+            self.metric: [row.score for row in self.rows],
+        }
+        samples = format_count(self.samples, "sample")
+        last = f"All {len(self.rows)} quantized: {self.score:.4g}, {samples}."
+        return format_html(columns, "each quantized alone", [last])
 
     def __str__(self) -> str:
         width = max([len(row.name) for row in self.rows] + [8])

@@ -16,7 +16,8 @@ from relayquant.datasets import open_dataset
 from relayquant.datasets.inputs import describe_inputs
 from relayquant.errors import ModelError
 from relayquant.report import make_console, summary_table
-from relayquant.report.compare import check_picture, compare_table, plot_compare
+from relayquant.report.compare import compare_table
+from relayquant.report.pictures import check_picture, plot_error_by_depth
 from relayquant.rewrite.entry import name_main
 from relayquant.runtime import Executor
 from relayquant.storage.files import write_whole
@@ -78,5 +79,5 @@ def run(options: argparse.Namespace) -> int:
         if options.csv is not None:
             write_whole(options.csv, lambda path: path.write_text(report.to_csv(), "utf-8"))
         if options.plot is not None:
-            plot_compare(report, options.plot)
+            plot_error_by_depth(report, options.plot)
     return 0

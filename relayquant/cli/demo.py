@@ -6,9 +6,10 @@ import argparse
 from typing import Any
 
 import relayquant as rq
+from relayquant.analysis.size import count_constant_bytes
 from relayquant.cli.arguments import add_backend, check_options
 from relayquant.cli.files import bind_weights
-from relayquant.cli.measure import count_constant_bytes, time_interleaved
+from relayquant.cli.measure import time_interleaved
 from relayquant.demo import load_digits
 from relayquant.errors import format_count
 from relayquant.report import ProgressReport, ledger_table, make_console, summary_table

@@ -6,9 +6,9 @@ import argparse
 from collections import Counter
 from typing import Any
 
+from relayquant.analysis.size import count_constant_bytes
 from relayquant.cli.arguments import add_model
 from relayquant.cli.files import load_model
-from relayquant.cli.measure import count_constant_bytes
 from relayquant.errors import format_count
 from relayquant.ledger import find_ledger
 from relayquant.report import ledger_table, list_findings, make_console, summary_table

@@ -8,12 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import tvm
 from numpy.typing import NDArray
-from tvm import relax
 
 from relayquant.errors import ModelError
-from relayquant.rewrite.graph import Graph, constant_value
 from relayquant.runtime import Executor, as_tensor
 
 
@@ -51,22 +48,6 @@ def compare_outputs(
             top1 = float((a.argmax(-1) == b.argmax(-1)).mean())
         rows.append(OutputAgreement(float(np.abs(a - b).max(initial=0.0)), sqnr, top1))
     return rows
-
-
-def count_constant_bytes(mod: tvm.IRModule) -> int:
-    """Bytes of all constants of function main: weights, biases, and quantization parameters.
-
-    A constant that several operators read counts once.
-    """
-    sizes: dict[Any, int] = {}
-
-    def visit(expr: Any) -> None:
-        value = constant_value(expr)
-        if value is not None:
-            sizes[expr] = value.nbytes
-
-    relax.analysis.post_order_visit(Graph(mod).func, visit)
-    return sum(sizes.values())
 
 
 def time_interleaved(

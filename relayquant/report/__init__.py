@@ -1,19 +1,32 @@
-"""After the data flow: results for people. Tables as text, and progress of what takes long."""
+"""After the data flow: results for people. Tables as text, pictures, pages, and progress of what
+takes long.
+"""
 
 from relayquant.report.analysis import findings_table, sensitivity_table
-from relayquant.report.compare import compare_table, plot_compare, plot_ranges
+from relayquant.report.build import Report, make_report
+from relayquant.report.compare import compare_table
+from relayquant.report.pictures import (
+    plot_error_by_depth,
+    plot_latency,
+    plot_ranges,
+    plot_sensitivity,
+)
 from relayquant.report.progress import ProgressReport
 from relayquant.report.text import ledger_table, list_findings, make_console, summary_table
 
 __all__ = [
     "ProgressReport",
+    "Report",
     "compare_table",
     "findings_table",
     "ledger_table",
     "list_findings",
     "make_console",
-    "plot_compare",
+    "make_report",
+    "plot_error_by_depth",
+    "plot_latency",
     "plot_ranges",
+    "plot_sensitivity",
     "sensitivity_table",
     "summary_table",
 ]

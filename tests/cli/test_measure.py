@@ -9,11 +9,8 @@ from tvm import relax
 from tvm.script import ir as I
 from tvm.script import relax as R
 
-from relayquant.cli.measure import (
-    compare_outputs,
-    count_constant_bytes,
-    time_interleaved,
-)
+from relayquant.analysis.size import count_constant_bytes
+from relayquant.cli.measure import compare_outputs, time_interleaved
 from relayquant.errors import ModelError
 from relayquant.runtime import Executor
 

@@ -13,9 +13,18 @@ from rich.console import Console
 import relayquant as rq
 from relayquant import cli
 from relayquant.analysis import CompareReport, CompareRow
+from relayquant.analysis.latency import Latency
+from relayquant.analysis.sensitivity import SensitivityReport, SensitivityRow
 from relayquant.demo import load_digits
-from relayquant.report import compare_table, make_console, plot_compare, plot_ranges
-from relayquant.report.compare import collect_ranges
+from relayquant.report import (
+    compare_table,
+    make_console,
+    plot_error_by_depth,
+    plot_latency,
+    plot_ranges,
+    plot_sensitivity,
+)
+from relayquant.report.pictures import collect_ranges
 
 PNG = b"\x89PNG\r\n"
 
@@ -67,23 +76,23 @@ def test_compare_table__on_a_terminal(width):
     assert ("cosine" in head, "conv2d" in line) == (width > 80, width > 80)
 
 
-def test_plot_compare__writes_a_picture(tmp_path):
+def test_plot_error_by_depth__writes_a_picture(tmp_path):
     pytest.importorskip("matplotlib")
-    plot_compare(make_report(), tmp_path / "sqnr.png")
+    plot_error_by_depth(make_report(), tmp_path / "sqnr.png")
     assert (tmp_path / "sqnr.png").read_bytes().startswith(PNG)
-    plot_compare(make_report(), tmp_path / "sqnr.svg")
+    plot_error_by_depth(make_report(), tmp_path / "sqnr.svg")
     assert "<svg" in (tmp_path / "sqnr.svg").read_text()
 
 
-def test_plot_compare__unknown_ending_and_empty_report_are_errors(tmp_path):
+def test_plot_error_by_depth__unknown_ending_and_empty_report_are_errors(tmp_path):
     pytest.importorskip("matplotlib")
     with pytest.raises(rq.ConfigError, match=r"allowed: .*png"):
-        plot_compare(make_report(), tmp_path / "sqnr.doc")
+        plot_error_by_depth(make_report(), tmp_path / "sqnr.doc")
     with pytest.raises(rq.ConfigError, match="nothing to draw"):
-        plot_compare(CompareReport(()), tmp_path / "sqnr.png")
+        plot_error_by_depth(CompareReport(()), tmp_path / "sqnr.png")
 
 
-def test_plot_compare__without_matplotlib_says_what_to_install(tmp_path, monkeypatch):
+def test_plot_error_by_depth__without_matplotlib_says_what_to_install(tmp_path, monkeypatch):
     real = builtins.__import__
 
     def refuse(name, *args, **kwargs):
@@ -93,7 +102,7 @@ def test_plot_compare__without_matplotlib_says_what_to_install(tmp_path, monkeyp
 
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(rq.MissingDependencyError, match=r"relayquant\[plot\]"):
-        plot_compare(make_report(), tmp_path / "sqnr.png")
+        plot_error_by_depth(make_report(), tmp_path / "sqnr.png")
 
 
 def test_collect_ranges__what_calibration_chose(prepared):
@@ -146,3 +155,18 @@ def test_command_compare__values_csv_and_picture(tmp_path, capsys):
     assert (tmp_path / "v.png").read_bytes().startswith(PNG)
     assert cli.main(["compare", model, module, *data, "--plot", str(tmp_path / "v.doc")]) == 2
     assert not (tmp_path / "v.doc").exists()
+
+
+def test_plots__names_are_no_mathematics(tmp_path):
+    """What is between dollar signs is a formula to matplotlib, which fails where it is none."""
+    pytest.importorskip("matplotlib")
+    name = "$\\frac{1}$"
+    rows = (replace(make_report().rows[0], name=name), make_report().rows[1])
+    plot_error_by_depth(CompareReport(rows), tmp_path / "depth.svg")
+    ranking = SensitivityReport((SensitivityRow(name, "nn.conv2d", 3.0),), 2.0, "dB", 4, None)
+    plot_sensitivity(ranking, tmp_path / "rank.svg")
+    plot_latency({name: Latency(1e-3, 2e-3, 1e-3, 4)}, tmp_path / "time.svg")
+    for path in tmp_path.iterdir():
+        assert name in path.read_text()
+    with pytest.raises(rq.ConfigError, match="rows is 0"):
+        plot_sensitivity(ranking, rows=0)

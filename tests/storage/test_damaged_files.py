@@ -24,6 +24,7 @@ from float_models import MAP, build_model, draw_batches
 from tvm.relax import op
 
 import relayquant as rq
+from relayquant.analysis.size import count_constant_bytes
 from relayquant.calibration.checkpoint import FORMAT as CHECKPOINT
 from relayquant.calibration.checkpoint import DataRecord, Workspace, check_binding, read_json
 from relayquant.calibration.observers import MinMax
@@ -31,7 +32,6 @@ from relayquant.calibration.result import CalibrationResult
 from relayquant.calibration.shard import GroupObservation, ShardStates, ShardTask
 from relayquant.calibration.store import Shard, ValueStore
 from relayquant.cli.files import load_mapping, load_module
-from relayquant.cli.measure import count_constant_bytes
 from relayquant.datasets import InputInfo, open_dataset
 from relayquant.errors import RelayQuantError
 from relayquant.ledger import find_ledger

@@ -1,0 +1,53 @@
+"""One report for all tests: a network whose names are those of an attacker."""
+
+from __future__ import annotations
+
+import pytest
+from float_models import build_model, draw_batches
+from tvm.relax import op
+
+import relayquant as rq
+
+#: Names of values: what would be a script, an event, an end of the data, or mathematics.
+HOSTILE = (
+    "</script><script>document.title='taken'</script>",
+    "<img src=x onerror=\"document.title='taken'\">",
+    "$\\frac{1}$ 'quoted' & \"double\"",
+)
+IMAGES = (1, 3, 8, 8)
+
+
+@pytest.fixture(scope="session")
+def hostile():
+    """(float module, batches)."""
+
+    def body(emit, x):
+        first = emit(HOSTILE[0], op.nn.relu(emit.conv_bias("a", x)))
+        second = emit(HOSTILE[1], op.nn.relu(emit.conv_bias("b", first)))
+        third = emit("sum", op.add(second, first))
+        return emit(HOSTILE[2], op.cumsum(third, axis=1))
+
+    mod = build_model(body, IMAGES)
+    return mod, draw_batches(mod, 4)
+
+
+@pytest.fixture(scope="session")
+def report(hostile):
+    """All sections: times, a metric, and a second configuration."""
+    for package in ("jinja2", "grandalf", "matplotlib"):
+        pytest.importorskip(package)
+    mod, batches = hostile
+    qmod = rq.quantize(mod, None, batches, effort="fast", guard=rq.Guard.OFF)
+    first = rq.ledger(qmod).quantized[0].name
+    mapping = rq.QConfigMapping().set_global(rq.X86.default_qconfig).set_module_name(first, None)
+    other = rq.quantize(
+        mod, None, batches, backend="x86", qconfig_mapping=mapping, effort="fast",
+        guard=rq.Guard.OFF,
+    )  # fmt: skip
+
+    def closeness(expected, got):
+        return -float(abs(expected[0] - got[0]).max())
+
+    return rq.make_report(
+        mod, qmod, batches, metric=closeness, latency=True, other=other, title="<b>hostile"
+    )
