@@ -1,9 +1,20 @@
-"""PyTorch modules in, integer modules out; PyTorch is an extra.
+"""PyTorch modules in, integer modules out; training with quantization. PyTorch is an extra.
 
-In front of the data flow. PyTorch is imported when a function of this package is called.
+Around the data flow. PyTorch is imported when a function of this package is called.
 """
 
 from relayquant.importers import import_torch as load
 from relayquant.torch.exported import export, quantize
+from relayquant.torch.ranges import BatchNorm, Ranges
+from relayquant.torch.training import convert, from_module, prepare_qat
 
-__all__ = ["export", "load", "quantize"]
+__all__ = [
+    "BatchNorm",
+    "Ranges",
+    "convert",
+    "export",
+    "from_module",
+    "load",
+    "prepare_qat",
+    "quantize",
+]

@@ -1,0 +1,156 @@
+"""Batch norms of a float module that its preparation folds: which operator each became part of, so
+that training may take it apart again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tvm
+from tvm import relax
+from tvm.ir import GenericConst
+
+from relayquant.ops.find import find_pattern, match_operator
+from relayquant.plan import OperatorPlan
+from relayquant.preparation.bind import LAYOUTS, bind_params
+from relayquant.prepared import PreparedModel
+from relayquant.rewrite import Graph, Skip
+from relayquant.rewrite.attributes import read_attributes
+from relayquant.rewrite.editor import Editor
+
+BATCH_NORM = "relax.nn.batch_norm"
+#: what may stand between a product and its batch norm
+BIAS_ADD = "relax.add"
+#: how far folded numbers may be from those expected, of the largest
+TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True, eq=False)
+class Normalization:
+    """A batch norm of the float module, float32 (channels,) each.
+
+    Attributes:
+        name: The value that it computes.
+        gamma, beta, mean, variance: Its factors and running statistics; the mean is that of the
+            product without a bias.
+        epsilon, momentum: Its attributes; the momentum is the share of a new batch.
+    """
+
+    name: str
+    gamma: np.ndarray
+    beta: np.ndarray
+    mean: np.ndarray
+    variance: np.ndarray
+    epsilon: float
+    momentum: float
+
+    @property
+    def factor(self) -> np.ndarray:
+        """What weights are multiplied by when the running statistics are folded into them."""
+        return self.gamma / np.sqrt(self.variance + np.float32(self.epsilon))
+
+    @property
+    def shift(self) -> np.ndarray:
+        """The bias that folding leaves."""
+        return self.beta - self.mean * self.factor
+
+
+@dataclass(frozen=True, eq=False)
+class FoldedNorm:
+    """A batch norm that is part of a quantized operator.
+
+    Attributes:
+        norm: The batch norm.
+        product: Value of the calibration graph that is the sum of products, without its bias.
+        axis: Channel axis of that value.
+        weight, bias: Keys of the operator's constants in the calibration graph.
+        weight_axis: Axis of the output channels in the weight.
+    """
+
+    norm: Normalization
+    product: str
+    axis: int
+    weight: str
+    bias: str
+    weight_axis: int
+
+
+def find_norms(
+    mod: tvm.IRModule, params: Mapping[str, Any] | None
+) -> Iterator[Normalization | tuple[str, str]]:
+    """The batch norms of a float module; (value, reason) for those that nothing can be made of."""
+    editor = Editor(mod)
+    bind_params(editor, params)
+    graph = Graph(editor.build())
+    for binding in graph.bindings:
+        value = binding.value
+        if not isinstance(value, relax.TupleGetItem) or value.index != 0:
+            continue
+        call = graph.call_of(value.tuple_value)
+        if call is None or call.op.name != BATCH_NORM:
+            continue
+        yield read_norm(graph, call, binding.var.name)
+
+
+def read_norm(graph: Graph, call: relax.Call, name: str) -> Normalization | tuple[str, str]:
+    """One batch norm; the bias of a convolution in front of it moves into its mean."""
+    attrs = read_attributes(call)
+    factors = [read_constant(graph, arg) for arg in call.args[1:]]
+    if any(array is None for array in factors):
+        return name, "its factors or statistics are not constant"
+    gamma, beta, mean, variance = (np.asarray(a, "float32") for a in factors)
+    gamma = gamma if attrs["scale"] else np.ones_like(gamma)
+    beta = beta if attrs["center"] else np.zeros_like(beta)
+    source = graph.call_of(call.args[0])
+    if source is not None and source.op.name == BIAS_ADD:
+        biases = [array for arg in source.args if (array := read_constant(graph, arg)) is not None]
+        if len(biases) != 1 or biases[0].size not in (1, mean.size):
+            return name, "no convolution or matrix product of a constant weight is before it"
+        mean = mean - biases[0].reshape(-1)
+    if np.abs(gamma).min(initial=np.inf) < 1e-8:
+        return name, "a factor of it is zero, so that its weight has no scale"
+    return Normalization(
+        name, gamma, beta, mean, variance, float(attrs["epsilon"]), float(attrs["momentum"])
+    )
+
+
+def read_constant(graph: Graph, expr: relax.Expr) -> np.ndarray | None:
+    """The array of a constant; of one value per channel in whatever shape."""
+    while (call := graph.call_of(expr)) is not None and call.op.name in LAYOUTS:
+        expr = call.args[0]
+    return expr.value.numpy() if isinstance(expr, GenericConst) else None
+
+
+def find_folded(prepared: PreparedModel, norm: Normalization) -> FoldedNorm | Skip:
+    """The operator of a prepared model that a batch norm was folded into."""
+    for operator in prepared.plan.operators:
+        if norm.name in operator.values and operator.quantized and operator.pattern:
+            return match_norm(prepared, norm, operator)
+    return Skip("it is no part of a quantized operator")
+
+
+def match_norm(
+    prepared: PreparedModel, norm: Normalization, operator: OperatorPlan
+) -> FoldedNorm | Skip:
+    """`norm` as part of `operator`, if that is what its constants say."""
+    weight, bias = f"{operator.name}:weight", f"{operator.name}:bias"
+    constants = prepared.graph.constants
+    if weight not in constants or bias not in constants:
+        return Skip("the operator has no constant weight and bias")
+    pattern = find_pattern(prepared.backend, operator.pattern)
+    match = match_operator(Graph(prepared.mod), prepared.backend, operator)
+    axis_of, result_axis = pattern.operand("weight").axis, pattern.accumulator_axis
+    weight_axis = None if axis_of is None else axis_of(match)
+    axis = None if result_axis is None else result_axis(match)
+    if weight_axis is None or axis is None:
+        return Skip("the weight has no axis of its output channels")
+    expected, folded = norm.shift, constants[bias].value.reshape(-1)
+    is_same = folded.shape == expected.shape and np.allclose(
+        folded, expected, rtol=TOLERANCE, atol=TOLERANCE * max(np.abs(expected).max(), 1e-6)
+    )
+    if not is_same:
+        return Skip("more than it was folded into the operator")
+    return FoldedNorm(norm, operator.values[0], axis, weight, bias, weight_axis)

@@ -1,0 +1,327 @@
+"""A Relax function as steps of torch operators: the float or calibration graph that trains.
+
+Holds no tensor that trains: `TorchProgram.run` is told the values of parameters, and what rounds,
+so that one program serves a module, its copies, and all their states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import tvm
+from tvm import relax
+from tvm.ir import Call, GenericConst
+
+from relayquant.errors import DataError, ModelError, format_count
+from relayquant.prepared import CalibrationGraph
+from relayquant.reference.interpreter import Frame, match_shape
+from relayquant.reference.single_call import get_tensor_dtype
+from relayquant.rewrite.attributes import read_attributes
+from relayquant.rewrite.expressions import FunctionGraph, op_name
+from relayquant.torch.operators import TORCH_OPERATORS
+
+#: (key of a group, channel axis, value) -> the value as the group rounds it
+Rounding = Callable[[str, int, torch.Tensor], torch.Tensor]
+#: value -> what takes its place, and parameters that change for what comes behind, by name
+Visitor = Callable[[torch.Tensor], tuple[torch.Tensor, Mapping[str, Any]]]
+#: A float32 constant that trains: (value that reads it, number of the argument)
+ConstantPlace = tuple[str, int]
+
+#: Operators of whose constant arguments those that are float32 tensors train; the rest are numbers
+#: that say what the operator is.
+WEIGHTED = (
+    "relax.add",
+    "relax.matmul",
+    "relax.multiply",
+    "relax.nn.conv1d",
+    "relax.nn.conv1d_transpose",
+    "relax.nn.conv2d",
+    "relax.nn.conv2d_transpose",
+    "relax.nn.conv3d",
+    "relax.nn.group_norm",
+    "relax.nn.instance_norm",
+    "relax.nn.layer_norm",
+    "relax.nn.prelu",
+    "relax.nn.rms_norm",
+    "relax.take",
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Values:
+    """The state of one run: what every variable holds, and what the run was told."""
+
+    frame: Frame
+    constants: Mapping[GenericConst, torch.Tensor]
+    slots: dict[relax.Var, Any]
+    round_value: Rounding
+
+
+Reader = Callable[[Values], Any]
+
+
+@dataclass(frozen=True, eq=False)
+class TorchStep:
+    """One value of the function, what computes it, and which values nothing reads behind it."""
+
+    var: relax.Var
+    compute: Reader
+    reads: tuple[relax.Var, ...]
+    dead: tuple[relax.Var, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class TorchProgram:
+    """Function `main` of a calibration graph.
+
+    Attributes:
+        graph: The calibration graph.
+        steps: In order.
+        result: Reads what the function returns.
+        constants: Those of the function, as they were.
+        trained: float32 constants that train, by the first place that reads each.
+    """
+
+    graph: CalibrationGraph
+    steps: tuple[TorchStep, ...]
+    result: Reader
+    constants: Mapping[GenericConst, torch.Tensor]
+    trained: Mapping[ConstantPlace, GenericConst]
+    inputs: tuple[relax.Var, ...] = ()
+    by_name: Mapping[str, relax.Var] = field(default_factory=dict)
+
+    def __deepcopy__(self, memo: Any) -> TorchProgram:
+        """Itself: nothing of it changes."""
+        return self
+
+    def run(
+        self,
+        inputs: Sequence[torch.Tensor],
+        parameters: Mapping[str, torch.Tensor],
+        constants: Mapping[GenericConst, torch.Tensor],
+        round_value: Rounding,
+        visit: Mapping[str, Visitor],
+    ) -> Any:
+        """What the function returns: a tensor, or a tuple.
+
+        Args:
+            inputs: Of the model, in order.
+            parameters: Weights and biases by the name of their parameter of main.
+            constants: Those in `trained` as they are now.
+            round_value: What rounds the values of a group.
+            visit: What is done with values, by name.
+
+        Raises:
+            DataError: the inputs do not fit the function.
+        """
+        values = Values(Frame(self.graph.mod), {**self.constants, **constants}, {}, round_value)
+        self.bind_inputs(values, inputs)
+        for name, value in parameters.items():
+            values.slots[self.by_name[name]] = value
+        for step in self.steps:
+            value = step.compute(values)
+            if step.var.name in visit:
+                value, changed = visit[step.var.name](value)
+                values.slots.update((self.by_name[name], new) for name, new in changed.items())
+            values.slots[step.var] = value
+            for var in step.dead:
+                values.slots.pop(var, None)
+        return self.result(values)
+
+    def bind_inputs(self, values: Values, inputs: Sequence[torch.Tensor]) -> None:
+        """Check the inputs, bind their sizes, and store them."""
+        names = [var.name for var in self.inputs]
+        if len(inputs) != len(names):
+            raise DataError(
+                f"The module takes {format_count(len(names), 'input')} ({', '.join(names)}), got "
+                f"{len(inputs)}."
+            )
+        for var, value in zip(self.inputs, inputs, strict=True):
+            if not isinstance(value, torch.Tensor):
+                raise DataError(
+                    f"Input {var.name!r} is a {type(value).__name__}; allowed: a torch.Tensor."
+                )
+            if isinstance(var.ty.shape, relax.ShapeExpr):
+                match_shape(values.frame, var.name, var.ty.shape.values, tuple(value.shape))
+            dtype = getattr(torch, get_tensor_dtype(var.ty))
+            if value.dtype != dtype and value.is_floating_point() != dtype.is_floating_point:
+                raise DataError(f"Input {var.name!r} is {value.dtype}; the model takes {dtype}.")
+            values.slots[var] = value.to(dtype)
+
+
+def build_program(graph: CalibrationGraph) -> TorchProgram:
+    """The steps of a calibration graph.
+
+    Raises:
+        ModelError: operators have no torch form; names all of them.
+    """
+    return _ProgramBuilder(graph).build()
+
+
+class _ProgramBuilder:
+    """State of one build."""
+
+    def __init__(self, graph: CalibrationGraph) -> None:
+        self.graph, self.main = graph, graph.mod["main"]
+        self.view = FunctionGraph(self.main)
+        self.keys = {v.dtype: key for key, v in graph.variables.items()}
+        self.constants: dict[GenericConst, torch.Tensor] = {}
+        self.trained: dict[ConstantPlace, GenericConst] = {}
+        self.places: dict[GenericConst, ConstantPlace] = {}
+        self.missing: dict[str, str] = {}
+
+    def build(self) -> TorchProgram:
+        steps = [step for binding in self.view.bindings if (step := self.make_step(binding))]
+        if self.missing:
+            listed = ", ".join(f"{op} ({name!r})" for op, name in sorted(self.missing.items()))
+            raise ModelError(
+                f"{format_count(len(self.missing), 'operator')} of the model cannot be trained: "
+                f"{listed}. Allowed are the operators of relayquant.torch.operators."
+            )
+        body = self.main.body
+        result = body.body if isinstance(body, relax.SeqExpr) else body
+        kept = {*self.main.params, *relax.analysis.free_vars(result)}
+        last: dict[relax.Var, int] = {}
+        for i, step in enumerate(steps):
+            last.update(dict.fromkeys((step.var, *step.reads), i))
+        dead: list[list[relax.Var]] = [[] for _ in steps]
+        for var, i in last.items():
+            if var not in kept:
+                dead[i].append(var)
+        done = tuple(
+            TorchStep(s.var, s.compute, s.reads, tuple(d)) for s, d in zip(steps, dead, strict=True)
+        )
+        by_name = {var.name: var for var in self.main.params}
+        return TorchProgram(
+            self.graph,
+            done,
+            self.read(result),
+            self.constants,
+            self.trained,
+            tuple(by_name[name] for name in self.graph.inputs),
+            by_name,
+        )
+
+    def make_step(self, binding: Any) -> TorchStep | None:
+        """The step of a binding; None for those within a rounding."""
+        var = binding.var
+        if isinstance(binding, relax.MatchCast):
+            compute = self.match_cast(binding)
+        elif not isinstance(binding.value, Call):
+            compute = self.read(binding.value)
+        else:
+            name = op_name(binding.value)
+            if self.is_rounding(var):
+                return None
+            if name == "relax.qnn.simulated_dequantize":
+                return self.make_rounding(var, binding.value)
+            compute = self.make_call(binding.value, name, var)
+        return TorchStep(var, compute, tuple(relax.analysis.free_vars(binding.value)))
+
+    def is_rounding(self, var: relax.Var) -> bool:
+        """Whether a value is part of a rounding that ends in a simulated_dequantize."""
+        name = op_name(self.view.values[var])
+        if name == "relax.qnn.simulated_quantize":
+            return True
+        if name not in ("relax.maximum", "relax.minimum"):
+            return False
+        first = self.view.values[var].args[0]
+        return (
+            isinstance(first, relax.Var) and first in self.view.values and self.is_rounding(first)
+        )
+
+    def make_rounding(self, var: relax.Var, call: Call) -> TorchStep:
+        """simulated_quantize - (maximum - minimum) - simulated_dequantize as one step."""
+        key, axis = self.keys[call.args[1]], int(call.attrs.axis)
+        source = call.args[0]
+        while op_name(self.view.values[source]) != "relax.qnn.simulated_quantize":
+            source = self.view.values[source].args[0]
+        data = self.view.values[source].args[0]
+        read = self.read(data)
+
+        def compute(values: Values) -> torch.Tensor:
+            return values.round_value(key, axis, read(values))
+
+        return TorchStep(var, compute, tuple(relax.analysis.free_vars(data)))
+
+    def make_call(self, call: Call, name: str, var: relax.Var) -> Reader:
+        """What computes a call of an operator."""
+        function = TORCH_OPERATORS.get(name.removeprefix("relax."))
+        if function is None:
+            self.missing.setdefault(name.removeprefix("relax.") or str(call.op), var.name)
+            return lambda values: None
+        if name in WEIGHTED:
+            for i, arg in enumerate(call.args):
+                self.note_trained(arg, (var.name, i))
+        attrs = SimpleNamespace(**read_attributes(call))
+        readers = [self.read(arg) for arg in call.args]
+        conform = make_conform(var.ty)
+
+        def compute(values: Values) -> Any:
+            return conform(function([read(values) for read in readers], attrs))
+
+        return compute
+
+    def note_trained(self, expr: relax.Expr, place: ConstantPlace) -> None:
+        """A float32 constant that is more than a number trains; once, if several read it."""
+        if not isinstance(expr, GenericConst) or expr in self.places:
+            return
+        array = expr.value.numpy()
+        if array.dtype == np.float32 and array.size > 1:
+            self.places[expr] = place
+            self.trained[place] = expr
+
+    def match_cast(self, binding: relax.MatchCast) -> Reader:
+        """Binds the sizes of a value."""
+        read, shape = self.read(binding.value), getattr(binding.ty, "shape", None)
+        name = binding.var.name
+
+        def compute(values: Values) -> Any:
+            value = read(values)
+            if isinstance(shape, relax.ShapeExpr):
+                match_shape(values.frame, name, shape.values, tuple(value.shape))
+            return value
+
+        return compute
+
+    def read(self, expr: relax.Expr) -> Reader:
+        """What reads an expression that computes nothing."""
+        if isinstance(expr, relax.Var):
+            return lambda values: values.slots[expr]
+        if isinstance(expr, GenericConst):
+            # A copy: what TVM holds is not to be written.
+            self.constants.setdefault(expr, torch.from_numpy(np.array(expr.value.numpy())))
+            return lambda values: values.constants[expr]
+        if isinstance(expr, relax.Tuple):
+            fields = [self.read(part) for part in expr.fields]
+            return lambda values: tuple(part(values) for part in fields)
+        if isinstance(expr, relax.TupleGetItem):
+            source, index = self.read(expr.tuple_value), expr.index
+            return lambda values: source(values)[index]
+        if isinstance(expr, relax.ShapeExpr):
+            return self.read_sizes(expr.values)
+        if isinstance(expr.ty, tvm.ir.PrimType):
+            (sizes,) = (self.read_sizes([expr]),)
+            return lambda values: sizes(values)[0]
+        raise ModelError(f"A {type(expr).__name__} has no torch form: {expr}.")
+
+    def read_sizes(self, dims: Sequence[Any]) -> Reader:
+        """Numbers, known or of the run."""
+        known = Frame(self.graph.mod)
+        sizes = tuple(known.evaluate_number(dim) for dim in dims)
+        if None not in sizes:
+            return lambda values: sizes
+        return lambda values: tuple(values.frame.evaluate_number(dim) for dim in dims)
+
+
+def make_conform(ty: Any) -> Callable[[Any], Any]:
+    """A value in the dtype that TVM infers."""
+    if not isinstance(ty, relax.TensorType) or not get_tensor_dtype(ty):
+        return lambda value: value
+    dtype = getattr(torch, get_tensor_dtype(ty))
+    return lambda value: value if value.dtype == dtype else value.to(dtype)

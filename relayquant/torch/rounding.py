@@ -1,0 +1,196 @@
+"""Fake quantization that trains: values are rounded as the integer module rounds them, gradients
+pass straight through, and scales may learn.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from relayquant.calibration.observers import Fixed
+from relayquant.errors import ModelError
+from relayquant.plan import GroupPlan
+from relayquant.qtypes import QParams, QSpec, check_qparams, choose_qparams, conform_scale
+from relayquant.torch.ranges import Ranges
+
+#: share of a batch's extremes in a moving average of them, as in PyTorch's observers
+MOMENTUM = 0.01
+
+
+class RoundTrip(torch.autograd.Function):
+    """dequantize(quantize(x)) with straight-through gradients.
+
+    forward: (clip(round_half_even(x / s) + z) - z) * s
+    backward: for x, 1 where the rounded value lies within the bounds, else 0; for s, that of the
+    forward formula with round as identity: round(x / s) - x / s inside, and bound - z outside
+    (Esser et al. 2020, LSQ, equation 3, https://arxiv.org/abs/1902.08153), times `gradient_scale`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        scale: torch.Tensor,
+        zero_point: torch.Tensor,
+        limits: tuple[int, int],
+        gradient_scale: float,
+    ) -> torch.Tensor:
+        low, high = limits
+        steps = torch.div(x, scale).round_().add_(zero_point)
+        ctx.limits, ctx.gradient_scale = limits, gradient_scale
+        ctx.learns = ctx.needs_input_grad[1]
+        if ctx.learns:
+            ctx.save_for_backward(x, scale, zero_point)
+        else:
+            ctx.save_for_backward((steps >= low) & (steps <= high))
+        return steps.clamp_(low, high).sub_(zero_point).mul_(scale)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (gradient,) = gradients
+        if not ctx.learns:
+            (inside,) = ctx.saved_tensors
+            return gradient * inside, None, None, None, None
+        x, scale, zero_point = ctx.saved_tensors
+        low, high = ctx.limits
+        real = x / scale
+        steps = real.round().add_(zero_point)
+        held = steps.clamp(low, high)
+        inside = steps == held
+        # round(x / s) - x / s inside, bound - z outside
+        slope = held.sub_(zero_point).sub_(real.mul_(inside)).mul_(gradient)
+        of_scale = slope.sum_to_size(scale.shape) * ctx.gradient_scale
+        return gradient * inside, of_scale, None, None, None
+
+
+class StraightThrough(torch.autograd.Function):
+    """The nearest scale that a specification allows, with the gradient of the scale itself."""
+
+    @staticmethod
+    def forward(ctx: Any, scale: torch.Tensor, spec: QSpec) -> torch.Tensor:
+        return torch.from_numpy(
+            np.asarray(conform_scale(scale.detach().numpy(), spec)).astype("float32")
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0], None
+
+
+class FakeQuantize(nn.Module):
+    """What rounds the values of one group; its scale, and how that is found.
+
+    Attributes:
+        scale, zero_point: float32 and int32 (n,), n = 1 or one per channel.
+        log_factor: float32 (n,), where the scale is learned: that is scale * exp(log_factor), so
+            that it stays positive and a step of an optimizer is relative to it; else None.
+        low, high: float32 (n,), the range that a moving average has found.
+        is_frozen: Whether the range stays as it is, bool ().
+    """
+
+    scale: torch.Tensor
+    zero_point: torch.Tensor
+    low: torch.Tensor
+    high: torch.Tensor
+    is_frozen: torch.Tensor
+
+    def __init__(self, group: GroupPlan, qparams: QParams, ranges: Ranges) -> None:
+        super().__init__()
+        self.group, self.limits = group, group.info.spec.limits
+        is_given = group.is_fixed or isinstance(group.calibration, Fixed)
+        self.ranges = Ranges.FROZEN if is_given else ranges
+        scale = np.array(qparams.scale, "float32").reshape(-1)
+        zero_point = np.broadcast_to(qparams.zero_point.reshape(-1), scale.shape).copy()
+        low, high = (
+            ((limit - zero_point.astype("float64")) * scale).astype("float32")
+            for limit in self.limits
+        )
+        self.register_buffer("scale", torch.from_numpy(scale))
+        self.register_buffer("zero_point", torch.from_numpy(zero_point))
+        self.register_buffer("low", torch.from_numpy(low))
+        self.register_buffer("high", torch.from_numpy(high))
+        self.register_buffer("is_frozen", torch.tensor(self.ranges is Ranges.FROZEN))
+        self.log_factor: nn.Parameter | None = None
+        if self.ranges is Ranges.LEARNED:
+            self.log_factor = nn.Parameter(torch.zeros(len(scale)))
+        #: extremes of the batch that runs
+        self.seen: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def forward(self, x: torch.Tensor, axis: int) -> torch.Tensor:
+        """`x` on the grid; `axis` is that of the channels, if they have scales of their own."""
+        is_following = self.ranges is Ranges.MOVING_AVERAGE
+        if is_following and self.training and not self.is_frozen:
+            self.observe(x.detach(), axis)
+            if self.group.constant is not None:  # of a weight, the range is that of now
+                self.follow(1.0)
+        scale = self.find_scale()
+        shape = [1] * x.ndim
+        if len(self.scale) > 1:
+            if x.shape[axis] != len(self.scale):
+                raise ModelError(
+                    f"Value {self.group.key!r} has {x.shape[axis]} channels and "
+                    f"{len(self.scale)} scales."
+                )
+            shape[axis] = -1
+        # LSQ, section 2.2: the number of weights, or of features of one sample, that a scale has
+        samples = 1 if self.group.constant is not None or not x.ndim else max(x.shape[0], 1)
+        count = max(x.numel() // (samples * len(self.scale)), 1)
+        gradient_scale = 1 / math.sqrt(count * max(self.limits[1], 1))
+        zero_point = self.zero_point.reshape(shape)
+        return RoundTrip.apply(  # pyright: ignore[reportReturnType]
+            x, scale.reshape(shape), zero_point, self.limits, gradient_scale
+        )
+
+    def find_scale(self) -> torch.Tensor:
+        """The scale that values are rounded with."""
+        if self.log_factor is None:
+            return self.scale
+        factor = self.log_factor.detach() if self.is_frozen else self.log_factor
+        scale = self.scale * factor.exp()
+        spec = self.group.info.spec
+        if not spec.power_of_two and (spec.scale_min, spec.scale_max) == (None, None):
+            return scale
+        return StraightThrough.apply(scale, spec)  # pyright: ignore[reportReturnType]
+
+    def observe(self, x: torch.Tensor, axis: int) -> None:
+        """Note the extremes of a value; a group may have several."""
+        if len(self.scale) > 1:
+            x = x.transpose(0, axis).reshape(len(self.scale), -1)
+        else:
+            x = x.reshape(1, -1)
+        if not x.numel():
+            return
+        low, high = x.amin(1), x.amax(1)
+        if self.seen is not None:
+            low, high = torch.minimum(low, self.seen[0]), torch.maximum(high, self.seen[1])
+        self.seen = low, high
+
+    def follow(self, momentum: float) -> None:
+        """Move the range toward what was seen, and the parameters with it."""
+        if self.seen is None:
+            return
+        for mine, new in zip((self.low, self.high), self.seen, strict=True):
+            mine.lerp_(new, momentum)
+        self.seen = None
+        info = self.group.info
+        low, high = (bound.numpy().astype("float64") for bound in (self.low, self.high))
+        axis = info.axis if info.spec.is_per_channel else None
+        if axis is None:
+            low, high = low[0], high[0]
+        found = choose_qparams(low, high, info.spec, axis)
+        self.scale.copy_(torch.from_numpy(np.array(found.scale).reshape(-1)))
+        self.zero_point.copy_(torch.from_numpy(np.array(found.zero_point).reshape(-1)))
+
+    @property
+    def qparams(self) -> QParams:
+        """The parameters that the integer module gets."""
+        info = self.group.info
+        scale, zero_point = self.find_scale().detach().numpy(), self.zero_point.numpy()
+        axis = info.axis if info.spec.is_per_channel else None
+        if axis is None:
+            scale, zero_point = scale[0], zero_point[0]
+        return check_qparams(QParams(scale, zero_point, info.spec.dtype, axis), info, "Training")

@@ -1,0 +1,391 @@
+"""A prepared model as a `torch.nn.Module`: its calibration graph, computed by torch, whose weights,
+biases and scales train.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import tvm
+from torch import nn
+from tvm import relax
+from tvm.ir import Call
+
+from relayquant.errors import ConfigError, ModelError
+from relayquant.prepared import PreparedModel
+from relayquant.qtypes import QParams, Role
+from relayquant.rewrite import Emitter, rewrite_main
+from relayquant.torch.batch_norm import FoldedNorm
+from relayquant.torch.program import TorchProgram, Visitor, build_program
+from relayquant.torch.ranges import Ranges
+from relayquant.torch.rounding import MOMENTUM, FakeQuantize
+
+#: how far inside of the cell of a step a weight is put, in steps
+MARGIN = 1e-3
+
+
+def name_parameter(key: str) -> str:
+    """A name that torch allows: dots are its own."""
+    return key.replace(".", "/")
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """What a trainable module is made of; a copy of the module shares it."""
+
+    prepared: PreparedModel
+    program: TorchProgram
+
+    def __deepcopy__(self, memo: Any) -> Source:
+        """Itself: nothing of it changes."""
+        return self
+
+
+class LiveBatchNorm(nn.Module):
+    """A batch norm taken out of a quantized operator, whose weight is rounded as it is when folded
+    with the running statistics (as FX's ConvBn; Jacob et al. 2018, section 3.2,
+    https://arxiv.org/abs/1712.05877).
+
+    With a = gamma / sqrt(running variance + epsilon) the operator's weight is weight * a. In
+    training its sum of products y is brought to the statistics of the batch:
+    y * sqrt(running variance + epsilon) / sqrt(batch variance + epsilon), and the bias is that of
+    the batch's mean. In evaluation the factor is 1, and weight and bias are the folded ones.
+    """
+
+    running_mean: torch.Tensor
+    running_var: torch.Tensor
+    is_frozen: torch.Tensor
+
+    def __init__(self, folded: FoldedNorm, bias_shape: tuple[int, ...]) -> None:
+        super().__init__()
+        norm = folded.norm
+        self.place, self.bias_shape = folded, bias_shape
+        self.epsilon, self.momentum = norm.epsilon, norm.momentum
+        self.gamma = nn.Parameter(torch.from_numpy(norm.gamma.copy()))
+        self.beta = nn.Parameter(torch.from_numpy(norm.beta.copy()))
+        self.register_buffer("running_mean", torch.from_numpy(norm.mean.copy()))
+        self.register_buffer("running_var", torch.from_numpy(norm.variance.copy()))
+        self.register_buffer("is_frozen", torch.tensor(False))
+
+    def find_factor(self) -> torch.Tensor:
+        """What the weight is multiplied by."""
+        return self.gamma / torch.sqrt(self.running_var + self.epsilon)
+
+    def fold_weight(self, weight: torch.Tensor) -> torch.Tensor:
+        """The weight as the operator has it."""
+        shape = [1] * weight.ndim
+        shape[self.place.weight_axis] = -1
+        return weight * self.find_factor().reshape(shape)
+
+    def fold_bias(self) -> torch.Tensor:
+        """The bias as the operator has it."""
+        shift = self.beta - self.running_mean * self.find_factor()
+        return shift.reshape(self.bias_shape)
+
+    def forward(self, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sum of products of the folded weight -> the same by the batch's statistics, and the bias
+        to add.
+        """
+        if not self.training or self.is_frozen:
+            return total, self.fold_bias()
+        axis = self.place.axis % total.ndim
+        axes = [i for i in range(total.ndim) if i != axis]
+        count = total.numel() // total.shape[axis]
+        if count < 2:
+            raise ModelError(
+                f"Batch norm {self.place.norm.name!r}: a batch of one value per channel has no "
+                "variance. Train with larger batches, or freeze_statistics()."
+            )
+        deviation = torch.sqrt(self.running_var + self.epsilon)
+        # The sum of the weight before it was folded; where that is 0 the product is, too.
+        plain = total / align_channels(self.gamma / deviation, total, axis)
+        variance, mean = torch.var_mean(plain, axes, correction=0)
+        with torch.no_grad():
+            self.running_mean.lerp_(mean, self.momentum)
+            self.running_var.lerp_(variance * (count / (count - 1)), self.momentum)
+        inverse = torch.rsqrt(variance + self.epsilon)
+        bias = self.beta - self.gamma * mean * inverse
+        return total * align_channels(deviation * inverse, total, axis), bias.reshape(
+            self.bias_shape
+        )
+
+
+def align_channels(values: torch.Tensor, like: torch.Tensor, axis: int) -> torch.Tensor:
+    """One value per channel, shaped to broadcast."""
+    shape = [1] * like.ndim
+    shape[axis] = -1
+    return values.reshape(shape)
+
+
+class TrainableModule(nn.Module):
+    """A model that trains with its quantization: values are rounded where, and as, the integer
+    module rounds them. What `relayquant.torch.prepare_qat` and `from_module` give, and
+    `relayquant.torch.convert` takes.
+
+    Called with the model's inputs, in order; gives what the model gives, a tensor or a tuple.
+
+    Attributes:
+        weights: Weights and biases of quantized operators, by "<operator>:weight" and
+            "<operator>:bias", dots written as slashes. Layouts are those of the prepared model.
+        floats: float32 constants of operators that stay in float, by "<value>:<argument>".
+        quantizers: What rounds, by the key of its group in the plan.
+        norms: Batch norms with live statistics, by the value that they compute.
+    """
+
+    def __init__(
+        self,
+        prepared: PreparedModel,
+        ranges: Ranges,
+        weight_ranges: Ranges,
+        folded: Mapping[str, FoldedNorm],
+    ) -> None:
+        super().__init__()
+        check_trainable(prepared)
+        program = build_program(prepared.graph)
+        self.source = Source(prepared, program)
+        parameters = prepared.parameters
+        self.quantizers = nn.ModuleDict(
+            {
+                name_parameter(group.key): FakeQuantize(
+                    group, parameters[group.key], weight_ranges if group.constant else ranges
+                )
+                for group in prepared.plan.groups
+            }
+        )
+        self.norms = nn.ModuleDict()
+        norms: dict[str, LiveBatchNorm] = {}
+        for name, place in folded.items():
+            shape = prepared.graph.constants[place.bias].value.shape
+            norms[place.weight] = LiveBatchNorm(place, shape)
+            self.norms[name_parameter(name)] = norms[place.weight]
+        shifts = {norm.place.bias: norm for norm in norms.values()}
+        self.weights = nn.ParameterDict()
+        for key, constant in prepared.graph.constants.items():
+            start = torch.from_numpy(np.array(start_constant(prepared, key), "float32"))
+            if key in shifts:  # a corrected bias moves beta
+                change = start.reshape(-1) - torch.from_numpy(constant.value.reshape(-1))
+                shifts[key].beta.data.add_(change)
+                continue
+            if key in norms:
+                norm = norms[key]
+                shape = [1] * start.ndim
+                shape[norm.place.weight_axis] = -1
+                start = start / norm.find_factor().detach().reshape(shape)
+            self.weights[name_parameter(key)] = nn.Parameter(start)
+        self.floats = nn.ParameterDict(
+            {
+                name_parameter(f"{name}:{i}"): nn.Parameter(program.constants[constant].clone())
+                for (name, i), constant in program.trained.items()
+            }
+        )
+
+    # ---- running ----
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        """What the model gives for these inputs."""
+        norms = {norm.place.product: norm_visitor(self, norm) for norm in self.list_norms()}
+        result = self.run(inputs, norms)
+        if self.training:
+            for quantizer in self.list_quantizers():
+                quantizer.follow(MOMENTUM)
+        return result
+
+    def run(self, inputs: Sequence[torch.Tensor], visit: Mapping[str, Visitor]) -> Any:
+        """What the model gives; `visit` as for `TorchProgram.run`."""
+        program = self.source.program
+        arguments = self.fold_constants()
+        trained = {
+            constant: self.floats[name_parameter(f"{name}:{i}")]
+            for (name, i), constant in program.trained.items()
+        }
+        parameters = {self.find_variable(key): value for key, value in arguments.items()}
+        return program.run(inputs, parameters, trained, self.round_value, visit)
+
+    def find_variable(self, key: str) -> str:
+        """The parameter of the calibration graph that holds a constant."""
+        return self.source.prepared.graph.constants[key].var.name
+
+    def fold_constants(self) -> dict[str, torch.Tensor]:
+        """Weights and biases as the operators have them, by key: batch norms folded in."""
+        graph = self.source.prepared.graph
+        found = {
+            key: self.weights[name_parameter(key)]
+            for key in graph.constants
+            if name_parameter(key) in self.weights
+        }
+        for norm in self.list_norms():
+            found[norm.place.weight] = norm.fold_weight(found[norm.place.weight])
+            found[norm.place.bias] = norm.fold_bias()
+        return found
+
+    def round_value(self, key: str, axis: int, value: torch.Tensor) -> torch.Tensor:
+        """A value as its group rounds it."""
+        return self.quantizers[name_parameter(key)](value, axis)
+
+    def list_quantizers(self) -> Iterator[FakeQuantize]:
+        """`quantizers`, typed."""
+        for module in self.quantizers.values():
+            if isinstance(module, FakeQuantize):
+                yield module
+
+    def list_norms(self) -> Iterator[LiveBatchNorm]:
+        """`norms`, typed."""
+        for module in self.norms.values():
+            if isinstance(module, LiveBatchNorm):
+                yield module
+
+    # ---- switches ----
+
+    def freeze_ranges(self) -> TrainableModule:
+        """Scales and zero points stay as they are, until `thaw_ranges`."""
+        return self._set_ranges(True)
+
+    def thaw_ranges(self) -> TrainableModule:
+        """Scales follow what `ranges` says again."""
+        return self._set_ranges(False)
+
+    def _set_ranges(self, is_frozen: bool) -> TrainableModule:
+        for quantizer in self.list_quantizers():
+            if quantizer.ranges is not Ranges.FROZEN:
+                quantizer.is_frozen.fill_(is_frozen)
+            if quantizer.log_factor is not None:
+                quantizer.log_factor.requires_grad_(not is_frozen)
+        return self
+
+    def freeze_statistics(self) -> TrainableModule:
+        """Batch norms use their running statistics, which stay, also in training."""
+        return self._set_statistics(True)
+
+    def thaw_statistics(self) -> TrainableModule:
+        """Batch norms use, and follow, the statistics of batches in training again."""
+        return self._set_statistics(False)
+
+    def _set_statistics(self, is_frozen: bool) -> TrainableModule:
+        for norm in self.list_norms():
+            norm.is_frozen.fill_(is_frozen)
+        return self
+
+    # ---- results ----
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether anything is rounded."""
+        return bool(self.source.prepared.plan.groups)
+
+    @torch.no_grad()
+    def to_prepared(self) -> PreparedModel:
+        """The calibrated model with what was trained: what `relayquant.lower` takes.
+
+        Raises:
+            ConfigError: a parameter is NaN or infinite.
+        """
+        prepared = self.source.prepared
+        for name, parameter in self.named_parameters():
+            if not torch.isfinite(parameter).all():
+                raise ConfigError(
+                    f"Parameter {name!r} is NaN or infinite: training diverged. Lower the learning "
+                    "rate, or go back to an earlier state."
+                )
+        constants = {key: array(value) for key, value in self.fold_constants().items()}
+        parameters = {q.group.key: q.qparams for q in self.list_quantizers()}
+        mod = replace_constants(prepared.mod, self.source.program, dict(self.floats.items()))
+        used = sorted({q.ranges.value for q in self.list_quantizers()})
+        choices = {**prepared.choices, "training": f"ranges {', '.join(used)}"}
+        return replace(
+            prepared, mod=mod, parameters=parameters, constants=constants, choices=choices
+        )
+
+    def extra_repr(self) -> str:
+        plan = self.source.prepared.plan
+        return f"{len(plan.operators)} operators, {len(plan.groups)} sets of parameters"
+
+
+def norm_visitor(module: TrainableModule, norm: LiveBatchNorm) -> Visitor:
+    """What `TorchProgram.run` calls behind the sum of products of a batch norm."""
+    variable = module.find_variable(norm.place.bias)
+
+    def visit(total: torch.Tensor) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+        total, bias = norm(total)
+        return total, {variable: bias}
+
+    return visit
+
+
+def array(tensor: torch.Tensor) -> np.ndarray:
+    """A float32 array of its own."""
+    return tensor.detach().numpy().copy()
+
+
+def check_trainable(prepared: PreparedModel) -> None:
+    """Refuses what the calibration graph does not compute as the integer module does.
+
+    Raises:
+        ConfigError: names the operator and why.
+    """
+    for operator in prepared.plan.operators:
+        reason = ""
+        if operator.accumulator is not None:
+            reason = (
+                "has a narrow accumulator, whose overflow has no gradient: prepare for a backend "
+                "without, and use relayquant.accumulator_report on the result"
+            )
+        elif operator.dynamic is not None:
+            reason = (
+                "gets parameters of the run time: use an activation that is not dynamic, or leave "
+                "it in float"
+            )
+        if reason:
+            raise ConfigError(f"Operator {operator.name!r} cannot be trained: it {reason}.")
+    prepared.require_parameters()
+
+
+def start_constant(prepared: PreparedModel, key: str) -> np.ndarray:
+    """Where the training of a weight or bias begins.
+
+    A weight that calibration fitted is on its grid; training starts from the point of the float
+    weight's that is nearest in the cell of that step, so that both the fit and what rounding lost
+    are kept.
+    """
+    original, fitted = prepared.graph.constants[key].value, prepared.constants.get(key)
+    if fitted is None:
+        return original
+    group = next((g for g in prepared.plan.groups if g.key == key), None)
+    if group is None or group.info.role is not Role.WEIGHT:
+        return fitted
+    step = reshape_scale(prepared.parameters[key], fitted.ndim)
+    half = (0.5 - MARGIN) * step
+    return np.clip(original, fitted - half, fitted + half).astype("float32")
+
+
+def reshape_scale(qparams: QParams, ndim: int) -> np.ndarray:
+    """A scale shaped to broadcast."""
+    if qparams.axis is None:
+        return qparams.scale
+    shape = [1] * ndim
+    shape[qparams.axis] = -1
+    return qparams.scale.reshape(shape)
+
+
+def replace_constants(
+    mod: tvm.IRModule, program: TorchProgram, floats: Mapping[str, torch.Tensor]
+) -> tvm.IRModule:
+    """The prepared module with trained constants in the place of those of float operators."""
+    if not program.trained:
+        return mod
+    new = {
+        constant: relax.const(array(floats[name_parameter(f"{name}:{i}")]), "float32")
+        for (name, i), constant in program.trained.items()
+    }
+
+    def visit(emitter: Emitter, binding: relax.VarBinding) -> relax.Expr:
+        call = binding.value
+        if not isinstance(call, Call):
+            return emitter.get(call)
+        args = [new[arg] if arg in new else emitter.get(arg) for arg in call.args]
+        return Call(call.op, args, call.attrs, call.ty_args)
+
+    return rewrite_main(mod, visit)

@@ -1,0 +1,269 @@
+"""Quantization-aware training: `prepare_qat` and `from_module` give a torch module that trains,
+`convert` makes the integer module of it.
+
+Around the data flow: export, load, prepare and calibrate come before the training; convert, expand,
+fold and lower behind it. PyTorch is an extra and is imported when a function here is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import tvm
+
+from relayquant.arguments import check_arguments
+from relayquant.backends import resolve_backend
+from relayquant.config import BackendConfig, QConfigMapping
+from relayquant.effort import Effort, resolve_effort
+from relayquant.errors import ConfigError, MissingDependencyError, format_count, warn_user
+from relayquant.pipeline import calibrate_model, lower_prepared, prepare_model, review_prepared
+from relayquant.prepared import PreparedModel
+from relayquant.rewrite import Skip
+from relayquant.settings import CalibrateSettings, PrepareSettings
+from relayquant.torch.batch_norm import FoldedNorm, Normalization, find_folded, find_norms
+from relayquant.torch.exported import export
+from relayquant.torch.exported import load as load_program
+from relayquant.torch.ranges import BatchNorm, Ranges
+
+if TYPE_CHECKING:
+    from relayquant.torch.trainable import TrainableModule
+
+
+@check_arguments
+def prepare_qat(
+    module: Any,
+    example_inputs: tuple[Any, ...],
+    qconfig_mapping: QConfigMapping | None = None,
+    backend: BackendConfig | str | None = None,
+    *,
+    calibration: Any,
+    ranges: Ranges = Ranges.LEARNED,
+    weight_ranges: Ranges | None = None,
+    batch_norm: BatchNorm = BatchNorm.FROZEN,
+    effort: Effort | str = Effort.BALANCED,
+    dynamic_shapes: Any = None,
+) -> Any:
+    """A PyTorch module -> one that trains with its quantization, in anyone's loop.
+
+    The module is exported in evaluation mode, prepared and calibrated as `quantize` does it. What
+    comes back computes the same graph with torch operators and rounds values where, and as, the
+    integer module will; gradients pass roundings straight through and are 0 outside of the range.
+    Its parameters are weights, biases (of batch norms with live statistics gamma and beta) and,
+    with learned ranges, one `log_factor` for each scale. The example module is not changed, and
+    shares nothing with it.
+
+    Args:
+        module: `torch.nn.Module`, float32.
+        example_inputs: As for `torch.export.export`. With more than one sample the module takes
+            any number of them.
+        qconfig_mapping, backend, effort: As for `relayquant.quantize`.
+        calibration: Data set that gives the first ranges; as for `relayquant.quantize`.
+        ranges: What ranges of activations do while the module trains; see `Ranges`.
+        weight_ranges: The same of weights; None: as `ranges`.
+        batch_norm: What batch norms do; see `BatchNorm`. With live statistics nothing is scaled
+            between channels before calibration, and those that are no part of a quantized
+            operator with a constant weight stay frozen, with a warning that says why.
+        dynamic_shapes: As for `torch.export.export`.
+
+    Returns:
+        A `TrainableModule`; `convert` makes the integer module of it.
+
+    Raises:
+        MissingDependencyError: PyTorch is not installed.
+        ModelError: torch.export cannot export the module, or operators have no torch form.
+        ConfigError: the configuration is wrong; or an operator has a narrow accumulator or
+            parameters of the run time, which do not train.
+        DataError: the data does not fit the module.
+    """
+    inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+    if dynamic_shapes is None:
+        dynamic_shapes = free_batch(inputs)
+    mod, params = load_program(export(module, inputs, dynamic_shapes=dynamic_shapes))
+    return make_trainable(
+        mod,
+        params,
+        calibration,
+        qconfig_mapping,
+        backend,
+        effort=effort,
+        ranges=ranges,
+        weight_ranges=weight_ranges,
+        batch_norm=batch_norm,
+    )
+
+
+@check_arguments
+def from_module(
+    mod: tvm.IRModule | PreparedModel,
+    params: Mapping[str, Any] | None = None,
+    qconfig_mapping: QConfigMapping | None = None,
+    backend: BackendConfig | str | None = None,
+    *,
+    calibration: Any = None,
+    ranges: Ranges = Ranges.LEARNED,
+    weight_ranges: Ranges | None = None,
+    batch_norm: BatchNorm = BatchNorm.FROZEN,
+    effort: Effort | str = Effort.BALANCED,
+) -> Any:
+    """A Relax module, of whatever source, -> a torch module that trains.
+
+    Without `calibration` and `qconfig_mapping` it is the float model, and `convert` gives the float
+    module with the trained weights. With them it trains with its quantization, as `prepare_qat`
+    says, where the arguments are described.
+
+    Args:
+        mod: A module, as `load` gives it; or a calibrated model, as `calibrate` returns it, which
+            says all but what ranges do.
+        params: Its parameters, if they are not bound.
+
+    Raises:
+        MissingDependencyError: PyTorch is not installed.
+        ModelError: operators have no torch form; all of them are listed.
+        ConfigError, DataError: as `prepare_qat`.
+    """
+    if isinstance(mod, PreparedModel):
+        given = params, qconfig_mapping, backend, calibration
+        if any(value is not None for value in given) or batch_norm is BatchNorm.LIVE:
+            raise ConfigError(
+                "from_module got a calibrated model, which has its parameters, mapping, backend "
+                "and data, and folded batch norms. Give ranges and weight_ranges only, or start "
+                "from the module."
+            )
+        return build_trainable(mod, ranges, weight_ranges, {})
+    return make_trainable(
+        mod,
+        params,
+        calibration,
+        qconfig_mapping,
+        backend,
+        effort=effort,
+        ranges=ranges,
+        weight_ranges=weight_ranges,
+        batch_norm=batch_norm,
+    )
+
+
+@check_arguments
+def convert(prepared: Any) -> tvm.IRModule:
+    """What was trained -> the integer module of the normal pipeline, with its ledger; of a model
+    that is not quantized, the float module.
+
+    The module in evaluation mode and the integer module agree within one step in every value that
+    is computed from the same integers.
+
+    Raises:
+        ConfigError: it is no such module, or training diverged.
+    """
+    trained = check_trained(prepared).to_prepared()
+    return lower_prepared(trained) if trained.plan.groups else trained.mod
+
+
+def check_trained(module: Any) -> TrainableModule:
+    """`module`, if it is one of ours."""
+    trainable = import_trainable()
+    if not isinstance(module, trainable.TrainableModule):
+        raise ConfigError(
+            f"convert takes what prepare_qat or from_module gave, got {type(module).__name__}."
+        )
+    return module
+
+
+def import_trainable() -> Any:
+    """The module that needs torch.
+
+    Raises:
+        MissingDependencyError: PyTorch is not installed.
+    """
+    try:
+        import torch  # noqa: F401 # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise MissingDependencyError(
+            "Training needs PyTorch. Run: pip install 'relayquant[torch]'"
+        ) from None
+    from relayquant.torch import trainable
+
+    return trainable
+
+
+def free_batch(inputs: tuple[Any, ...]) -> Any:
+    """Dynamic shapes of example inputs: the first axis, where it holds more than one sample, as
+    far as the module allows.
+    """
+    import_trainable()
+    import torch  # pyright: ignore[reportMissingImports]
+
+    def free(value: Any) -> Any:
+        is_batch = isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape[0] > 1
+        return {0: torch.export.Dim.AUTO} if is_batch else None
+
+    return tuple(free(value) for value in inputs)
+
+
+def make_trainable(
+    mod: tvm.IRModule,
+    params: Mapping[str, Any] | None,
+    calibration: Any,
+    qconfig_mapping: QConfigMapping | None,
+    backend: BackendConfig | str | None,
+    *,
+    effort: Effort | str,
+    ranges: Ranges,
+    weight_ranges: Ranges | None,
+    batch_norm: BatchNorm,
+) -> TrainableModule:
+    """See `from_module`."""
+    import_trainable()
+    is_live = batch_norm is BatchNorm.LIVE
+    is_float = calibration is None and qconfig_mapping is None
+    settings = PrepareSettings(effort=Effort.FAST if is_float else resolve_effort(effort))
+    prepared = prepare_model(
+        mod,
+        params,
+        None if is_live else calibration,
+        QConfigMapping() if is_float else qconfig_mapping,
+        resolve_backend(backend),
+        settings,
+    )
+    if not is_float:
+        review_prepared(prepared, strict=False)
+        prepared = calibrate_model(prepared, calibration, CalibrateSettings())
+    folded = find_live(mod, params, prepared) if is_live else {}
+    return build_trainable(prepared, ranges, weight_ranges, folded)
+
+
+def build_trainable(
+    prepared: PreparedModel,
+    ranges: Ranges,
+    weight_ranges: Ranges | None,
+    folded: Mapping[str, FoldedNorm],
+) -> TrainableModule:
+    """The torch module of a calibrated model."""
+    # What observers saw belongs to what is trained from here on no more.
+    prepared = replace(prepared, statistics={})
+    chosen = ranges if weight_ranges is None else weight_ranges
+    return import_trainable().TrainableModule(prepared, ranges, chosen, folded)
+
+
+def find_live(
+    mod: tvm.IRModule, params: Mapping[str, Any] | None, prepared: PreparedModel
+) -> dict[str, FoldedNorm]:
+    """Batch norms that can have live statistics, by name; warns of the others."""
+    found: dict[str, FoldedNorm] = {}
+    frozen: list[str] = []
+    for norm in find_norms(mod, params):
+        if not isinstance(norm, Normalization):
+            frozen.append(f"{norm[0]!r}: {norm[1]}")
+            continue
+        folded = find_folded(prepared, norm)
+        if isinstance(folded, Skip):
+            frozen.append(f"{norm.name!r}: {folded.reason}")
+        else:
+            found[norm.name] = folded
+    if frozen:
+        warn_user(
+            f"{format_count(len(frozen), 'batch norm')} of the model cannot have live statistics "
+            f"and stays as it is ({'; '.join(frozen)})."
+        )
+    return found
