@@ -26,6 +26,7 @@ from relayquant.calibration.weights.adaround import AdaRoundSettings  # noqa: E4
 from relayquant.calibration.weights.fit import BiasCorrection, FitSettings, WeightRounding  # noqa: E402
 from relayquant.calibration.weights.ranges import RelativeMSE  # noqa: E402
 from relayquant.compilation import compile, pipeline  # noqa: E402
+from relayquant.compression import compress_weights  # noqa: E402
 from relayquant.config import (  # noqa: E402
     FLOAT16,
     Accumulator,
@@ -178,6 +179,7 @@ __all__ = [
     "choose_qparams",
     "compare",
     "compile",
+    "compress_weights",
     "convert_to_reference",
     "default_backend",
     "equalize_layers",

@@ -382,7 +382,7 @@ def find_ledger(mod: tvm.IRModule) -> Ledger | None:
         ModelError: it is damaged.
     """
     entry = find_entry(mod)
-    attrs = None if entry is None else mod[entry].attrs
+    attrs = mod.attrs if entry is None else mod[entry].attrs
     if attrs is None or LEDGER_ATTR not in attrs:
         return None
     with reading("The module's ledger", "ledger", ModelError):
@@ -417,6 +417,18 @@ def write_ledger(mod: tvm.IRModule, ledger: Ledger) -> tvm.IRModule:
     functions = dict(mod.functions_items())
     changed = tvm.IRModule(functions, attrs=mod.attrs)
     changed["main"] = mod["main"].with_attrs(ledger_attrs(ledger))
+    return changed
+
+
+def attach_ledger(mod: tvm.IRModule, ledger: Ledger) -> tvm.IRModule:
+    """The module with a ledger at the function that is its model, or at the module itself where it
+    has several functions that could be.
+    """
+    entry = find_entry(mod)
+    if entry is None:
+        return mod.with_attrs(ledger_attrs(ledger))
+    changed = tvm.IRModule(dict(mod.functions_items()), attrs=mod.attrs)
+    changed[entry] = mod[entry].with_attrs(ledger_attrs(ledger))
     return changed
 
 

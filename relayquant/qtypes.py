@@ -67,6 +67,7 @@ class Granularity(enum.Enum):
 
     PER_TENSOR = "per_tensor"
     PER_CHANNEL = "per_channel"
+    PER_ROW = "per_row"  #: one for each row (token), computed when the model runs
 
 
 class Role(enum.Enum):
@@ -92,7 +93,8 @@ class QSpec(PlainSettings):
         scale_min, scale_max: Bounds of every scale, None for no bound.
         is_dynamic: Scale and zero point are computed from each tensor when the model runs, as
             ONNX's DynamicQuantizeLinear does, instead of being calibrated. For the input
-            activations of operators with constant weights; affine, one set per tensor.
+            activations of operators with constant weights; affine, one set per tensor. With
+            granularity PER_ROW symmetric int8, a scale for each row (`compress_weights`).
     """
 
     dtype: str = "int8"
@@ -149,15 +151,28 @@ class QSpec(PlainSettings):
             )
         if not isinstance(self.is_dynamic, bool):
             raise ConfigError(f"QSpec.is_dynamic is {self.is_dynamic!r}; allowed: True or False.")
+        self._check_granularity()
+
+    def _check_granularity(self) -> None:
+        """Raise where one setting does not go with how many parameters there are."""
+        is_row = self.granularity is Granularity.PER_ROW
+        if is_row and not self.is_dynamic:
+            raise ConfigError(
+                "QSpec.granularity is PER_ROW, whose parameters are computed when the model runs; "
+                "set is_dynamic=True as well."
+            )
+        if is_row and self.dtype != "int8":
+            raise ConfigError(f"QSpec.dtype is {self.dtype!r}; allowed with PER_ROW: int8.")
         if self.is_dynamic and (
-            self.is_symmetric
+            (self.is_symmetric and not is_row)
             or self.is_per_channel
             or self.power_of_two
             or (self.scale_min, self.scale_max) != (None, None)
         ):
             raise ConfigError(
                 "QSpec(is_dynamic=True) is affine, one set of parameters per tensor, with any "
-                "scale; leave scheme, granularity, power_of_two, scale_min and scale_max out."
+                "scale; leave scheme, granularity, power_of_two, scale_min and scale_max out. "
+                "Granularity.PER_ROW, one scale for each row of a product's data, is symmetric."
             )
 
     @property

@@ -18,7 +18,7 @@ PACKAGE = "relayquant"
 #: From the bottom up. A module may import from its own layer and from those below.
 LAYERS: list[set[str]] = [
     {"errors", "_tvm"},
-    {"arguments", "events", "plain_data", "qtypes", "runtime", "storage", "tables"},
+    {"arguments", "events", "packing", "plain_data", "qtypes", "runtime", "storage", "tables"},
     {"config", "ledger", "plan", "prepared", "rewrite"},
     {"dialect", "reference", "kernels"},
     {"eager", "ops", "datasets"},
@@ -37,7 +37,7 @@ LAYERS: list[set[str]] = [
     {"equalization"},
     {"settings", "compilation"},
     {"pipeline"},
-    {"steps", "evaluation", "refine"},
+    {"steps", "evaluation", "refine", "compression"},
     {"quantizer", "testing"},
     {"torch"},
     {"report", "demo", "extend"},

@@ -11,7 +11,7 @@ from typing import Any
 from relayquant.arguments import check_fields, takes_arguments
 from relayquant.errors import ConfigError, suggest_name
 from relayquant.plain_data import NamedSettings, PlainSettings, check_keys
-from relayquant.qtypes import QSpec, Role
+from relayquant.qtypes import Granularity, QSpec, Role
 
 #: what plain data says for None: the operator stays in float
 KEPT_IN_FLOAT = "float"
@@ -138,6 +138,12 @@ class QConfig(PlainSettings):
                 raise ConfigError(
                     f"QConfig.{name} is dynamic; only `activation` can be: its parameters alone "
                     "may be computed at run time."
+                )
+
+            if isinstance(value, TensorConfig) and value.spec.granularity is Granularity.PER_ROW:
+                raise ConfigError(
+                    f"QConfig.{name} has one scale for each row, which grouped weights alone go "
+                    "with: relayquant.compress_weights(..., activation=spec)."
                 )
 
     def tensor(self, role: Role) -> TensorConfig:

@@ -13,7 +13,7 @@ import tvm
 from tvm import relax
 from tvm.ir import Call, Op
 
-from relayquant.dialect.qnn import OPERATORS
+from relayquant.dialect.qnn import OPERATORS, grouped
 from relayquant.errors import ModelError
 
 
@@ -36,6 +36,8 @@ LEGAL_STAGES: dict[str, frozenset[Stage]] = {
     **{operator.full_name: _INTEGER for operator in OPERATORS},
     "relax.qnn.quantize": _NOT_FLOAT,
     "relax.qnn.dequantize": _NOT_FLOAT,
+    # weights alone of few bits: the rest of the model is as it was
+    **{operator.full_name: frozenset(Stage) for operator in grouped.OPERATORS},
     "relax.qnn.simulated_quantize": _SIMULATED_ONLY,
     "relax.qnn.simulated_dequantize": _SIMULATED_ONLY,
 }

@@ -30,12 +30,14 @@ def type_of(array: np.ndarray) -> relax.TensorType:
     return relax.TensorType(array.shape, array.dtype.name)
 
 
-def run_module(
-    module: tvm.IRModule, arrays: Sequence[np.ndarray], target: Any = "llvm"
-) -> np.ndarray:
+def run_module(module: tvm.IRModule, arrays: Sequence[np.ndarray], target: Any = "llvm") -> Any:
+    """The array that main returns, or a tuple of them."""
     executable = tvm.compile(module, target=tvm.target.Target(target))
     machine = relax.VirtualMachine(executable, tvm.cpu())
-    return machine["main"](*[tvm.runtime.tensor(np.array(a, order="C")) for a in arrays]).numpy()
+    result = machine["main"](*[tvm.runtime.tensor(np.array(a, order="C")) for a in arrays])
+    if hasattr(result, "numpy"):
+        return result.numpy()
+    return tuple(part.numpy() for part in result)
 
 
 def run_call(

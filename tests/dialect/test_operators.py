@@ -29,6 +29,7 @@ F = ((2, 3, 6, 6), "float32")
 W = ((5, 3, 3, 3), "int8")
 A = ((4, 6), "int8")
 P = (((), "float32"), ((), "int32"))
+GROUPED = (((5, 3), "uint8"), ((5, 3), "float16"), ((5, 3), "uint8"))
 
 #: Operator -> (types of the variables, call with no attribute at its default value).
 EXAMPLES = {
@@ -95,6 +96,12 @@ EXAMPLES = {
     "leaky_relu": ([X], lambda x: qnn.leaky_relu(x, 0.1, 3, 0.2, 4, alpha=0.3, **MODES)),
     "prelu": ([X], lambda x: qnn.prelu(x, 0.1, 3, 0.2, 4, np.array(0.5), axis=2)),
     "lookup": ([X], lambda x: qnn.lookup(x, np.arange(256).astype("uint8"))),
+    "quantize_rows": ([F], qnn.quantize_rows),
+    "grouped_dense": (
+        [A, ((4, 1), "float32"), *GROUPED],
+        lambda *a: qnn.grouped_dense(*a, 3, 2, 6),
+    ),
+    "grouped_take": ([((2, 3), "int64"), *GROUPED], lambda *a: qnn.grouped_take(*a, 3, 2, 6)),
 }
 
 
@@ -174,10 +181,11 @@ def test_operator__json(name):
 def test_operator__compiles_and_inferred_type_is_that_of_the_result(name):
     module = make_example(name)
     arrays = [np.ones(shape, dtype) for shape, dtype in EXAMPLES[name][0]]
-    result = run_module(module, arrays)
-    ty = get_call(module).ty
-    assert result.shape == tuple(map(int, ty.shape))
-    assert result.dtype == str(ty.dtype)
+    result, ty = run_module(module, arrays), get_call(module).ty
+    pairs = zip(result, ty.fields, strict=True) if isinstance(result, tuple) else [(result, ty)]
+    for value, expected in pairs:
+        assert value.shape == tuple(map(int, expected.shape))
+        assert value.dtype == str(expected.dtype)
 
 
 def test_operator__attributes_take_part_in_equality():

@@ -30,6 +30,7 @@ from relayquant.dialect.qnn import (
     arithmetic,
     concatenation,
     convolution,
+    grouped,
     product,
     quantization,
     reduction,
@@ -40,6 +41,7 @@ from relayquant.dialect.qnn import (
 from relayquant.dialect.qnn.arithmetic import *
 from relayquant.dialect.qnn.concatenation import *
 from relayquant.dialect.qnn.convolution import *
+from relayquant.dialect.qnn.grouped import *
 from relayquant.dialect.qnn.product import *
 from relayquant.dialect.qnn.quantization import *
 from relayquant.dialect.qnn.reduction import *
@@ -58,6 +60,7 @@ FAMILIES = (
     reduction,
     slope,
     table,
+    grouped,
 )
 
 OPERATORS: tuple[Operator, ...] = tuple(row for family in FAMILIES for row in family.OPERATORS)

@@ -18,8 +18,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from relayquant.reference.qnn import arithmetic, linear, pointwise, quantization, reduction
+from relayquant.reference.qnn import arithmetic, grouped, linear, pointwise, quantization, reduction
 from relayquant.reference.qnn.arithmetic import *
+from relayquant.reference.qnn.grouped import *
 from relayquant.reference.qnn.linear import *
 from relayquant.reference.qnn.pointwise import *
 from relayquant.reference.qnn.quantization import *
@@ -28,6 +29,6 @@ from relayquant.reference.qnn.reduction import *
 #: Name of the operator without "relax.qnn." -> its meaning.
 OPERATORS: dict[str, Callable[..., Any]] = {
     name: getattr(family, name)
-    for family in (quantization, linear, arithmetic, reduction, pointwise)
+    for family in (quantization, linear, arithmetic, reduction, pointwise, grouped)
     for name in family.__all__
 }

@@ -1,0 +1,204 @@
+"""`compress_weights` on modules of one and of several functions."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tvm
+from tvm import relax
+
+import relayquant as rq
+from relayquant.compression.find import bind_weights
+from relayquant.compression.groups import GroupFormat, quantize_groups
+from relayquant.demo.llama import (
+    LlamaSizes,
+    compute_angles,
+    draw_weights,
+    export_llama,
+    make_mask,
+)
+from relayquant.dialect.legality import iterate_bindings
+from relayquant.errors import ConfigError, ModelError
+from relayquant.packing import CODE_BITS
+
+SIZES = LlamaSizes(width=32, hidden=44, layers=1, heads=4, groups=2, vocabulary=64)
+ROWS = rq.QSpec("int8", is_dynamic=True, granularity=rq.Granularity.PER_ROW)
+TOKENS = [1, 5, 9, 2]
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return export_llama(SIZES), draw_weights(SIZES)
+
+
+def take_function(mod, name):
+    return tvm.IRModule({"main": mod[name].with_attr("global_symbol", "main")})
+
+
+def run_prefill(mod, tokens=TOKENS):
+    inputs = (np.array([tokens], "int32"), *compute_angles(SIZES, 0, len(tokens)))
+    return rq.reference.run(take_function(mod, "prefill"), (*inputs, make_mask(len(tokens))))
+
+
+def run_decode(mod, token, at, cache):
+    inputs = (np.array([[token]], "int32"), *compute_angles(SIZES, at, 1), tuple(cache))
+    return rq.reference.run(take_function(mod, "decode"), inputs)
+
+
+def list_calls(mod, name):
+    """Calls of an operator by function."""
+    return {
+        gvar.name_hint: [
+            b.value
+            for b in iterate_bindings(func)
+            if isinstance(b.value, tvm.ir.Call) and getattr(b.value.op, "name", "") == name
+        ]
+        for gvar, func in mod.functions_items()
+    }
+
+
+@pytest.mark.parametrize("activation", [None, ROWS], ids=["float", "rows"])
+def test_compress__prefill_and_decode_agree(llama, activation):
+    """The last of four tokens: all at once, and the fourth behind the cache of three."""
+    q = rq.compress_weights(*llama, bits=8, activation=activation)
+    expected = run_prefill(bind_weights(*llama))
+    found = run_prefill(q)
+    error = np.abs(found[0] - expected[0]).max() / np.abs(expected[0]).max()
+    assert error < (0.05 if activation else 0.02)
+    first = run_prefill(q, TOKENS[:3])
+    last = run_decode(q, TOKENS[3], 3, first[1:])
+    np.testing.assert_allclose(last[0][0, 0], found[0][0, 3], rtol=1e-4, atol=1e-4)
+
+
+def test_compress__functions_share_one_copy_of_each_weight(llama):
+    q = rq.compress_weights(*llama)
+    calls = list_calls(q, "relax.qnn.grouped_dense")
+    pairs = list(zip(calls["prefill"], calls["decode"], strict=True))
+    assert len(pairs) == 6  # five of the layer, and the classifier
+    for one, other in pairs:
+        assert all(a.same_as(b) for a, b in zip(one.args[2:], other.args[2:], strict=True))
+    # the classifier and the embedding are one table
+    (take,) = list_calls(q, "relax.qnn.grouped_take")["decode"]
+    assert take.args[1].same_as(calls["decode"][-1].args[2])
+    assert int(take.attrs.bits) == 8
+
+
+def test_compress__rows_are_quantized_once_for_all_that_read_them(llama):
+    q = rq.compress_weights(*llama, activation=ROWS)
+    # qkv; out; gate and up; down; the classifier
+    assert len(list_calls(q, "relax.qnn.quantize_rows")["decode"]) == 5
+
+
+def test_compress__ledger_names_each_operator_and_what_it_got(llama):
+    rows = rq.ledger(rq.compress_weights(*llama, bits=4)).rows
+    assert len(rows) == 14
+    assert {row.name.split(".")[0] for row in rows} == {"prefill", "decode"}
+    assert [row.dtype for row in rows[:7]] == ["int8", *["int4"] * 5, "int8"]
+    floats = rq.ledger(rq.compress_weights(*llama, table_bits=None)).floating
+    assert {row.reason for row in floats} == {"tables stay float"}
+    assert len(floats) == 4
+
+
+def test_compress__other_operators_stay(llama):
+    bound = bind_weights(*llama)
+    q = rq.compress_weights(*llama)
+    for name in ("relax.nn.rms_norm", "relax.nn.softmax", "relax.split"):
+        counts = [{f: len(c) for f, c in list_calls(m, name).items()} for m in (bound, q)]
+        assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("axes", [None, [1, 0]])
+def test_compress__one_function_with_a_constant(axes):
+    """matmul by a constant as it is and turned; a second of rank 3 stays, with the reason."""
+    rng = np.random.default_rng(0)
+    weight = rng.normal(size=(40, 24)).astype("float32")
+    stack = relax.const(rng.normal(size=(2, 24, 3)).astype("float32"))
+    builder = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType([tvm.tirx.Var("n", "int64"), 40], "float32"))
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            w = relax.const(weight)
+            if axes:
+                w = builder.emit(relax.op.permute_dims(relax.const(weight.T.copy()), axes))
+            h = builder.emit(relax.op.matmul(x, w))
+            y = builder.emit_output(relax.op.matmul(h, stack))
+        builder.emit_func_output(y)
+    mod = builder.finalize()
+    q = rq.compress_weights(mod, bits=8, group_size=16)
+    (call,) = list_calls(q, "relax.qnn.grouped_dense")["main"]
+    assert tuple(call.args[2].value.shape) == (24, 40)
+    data = rng.normal(size=(3, 40)).astype("float32")
+    np.testing.assert_allclose(
+        rq.reference.run(q, data)[0], rq.reference.run(mod, data)[0], atol=0.8
+    )
+    (row,) = rq.ledger(q).floating
+    assert row.reason == "its weight has 3 dimensions, not 2"
+
+
+@pytest.mark.parametrize("bits", CODE_BITS)
+@pytest.mark.parametrize("is_symmetric", [True, False])
+def test_quantize_groups__no_worse_than_the_whole_range(bits, is_symmetric):
+    """Also where a group is zeros, and where the last one is short."""
+    rng = np.random.default_rng(bits)
+    weight = rng.standard_t(4, (9, 40)).astype("float32")
+    weight[2, :16] = 0
+    found = quantize_groups(weight, GroupFormat(bits, 16, is_symmetric))
+    assert found.zero_point.ndim == (0 if is_symmetric else 2)
+    decoded = found.decode()
+    np.testing.assert_array_equal(decoded[2, :16], 0)
+    for start in (0, 16, 32):
+        part = weight[:, start : start + 16]
+        low, high = part.min(1, keepdims=True), part.max(1, keepdims=True)
+        span = np.maximum(high, 0) - np.minimum(low, 0)
+        if is_symmetric:
+            span = 2 * np.maximum(-low, high)
+        count = 2**bits - (2 if is_symmetric else 1)
+        step = np.where(span > 0, span / count, 1)
+        zero = 0 if is_symmetric else np.rint(-np.minimum(low, 0) / step)
+        bound = 2 ** (bits - 1) - 1
+        limits = (-bound, bound) if is_symmetric else (-zero, count - zero)
+        plain = np.clip(np.rint(part / step), *limits) * step
+        error = ((decoded[:, start : start + 16] - part) ** 2).sum()
+        assert error <= ((plain - part) ** 2).sum() * (1 + 1e-4)
+
+
+def test_quantize_groups__scales_of_float16():
+    weight = np.random.default_rng(0).normal(size=(4, 64)).astype("float32") * 1e-9
+    found = quantize_groups(weight, GroupFormat(scale_dtype="float16"))
+    assert found.scale.dtype == np.float16
+    assert np.isfinite(found.decode()).all()
+
+
+WRONG = {
+    r"bits=5; allowed: 2, 3, 4 or 8": {"bits": 5},
+    r"table_bits=1; allowed": {"table_bits": 1},
+    r"group_size=8; allowed: 16 to 256, or None": {"group_size": 8},
+    r"scale_dtype='bfloat16'; allowed: float32, float16": {"scale_dtype": "bfloat16"},
+    r"allowed: None, or QSpec\('int8', is_dynamic=True": {"activation": rq.QSpec("int8")},
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_compress__refuses(llama, message):
+    with pytest.raises(ConfigError, match=message):
+        rq.compress_weights(*llama, **WRONG[message])
+
+
+def test_compress__params_that_do_not_fit(llama):
+    mod, params = llama
+    with pytest.raises(
+        ModelError, match=r"'norm.wieght', which no function takes. Did you mean 'norm.weight'"
+    ):
+        rq.compress_weights(mod, {"norm.wieght": params["norm.weight"]})
+    with pytest.raises(ModelError, match=r"is float32 of shape \(3,\); the module wants"):
+        rq.compress_weights(mod, {**params, "norm.weight": np.ones(3, "float32")})
+    with pytest.raises(ModelError, match="no product with a constant float32 weight"):
+        rq.compress_weights(mod)
+
+
+def test_row_scales__go_with_grouped_weights_alone():
+    weight = rq.TensorConfig(rq.QSpec("int8", scheme=rq.Scheme.SYMMETRIC), rq.MinMax())
+    with pytest.raises(ConfigError, match=r"one scale for each row.*compress_weights"):
+        rq.QConfig(rq.TensorConfig(ROWS), weight)
+    with pytest.raises(ConfigError, match=r"PER_ROW.*set is_dynamic=True"):
+        rq.QSpec("int8", granularity=rq.Granularity.PER_ROW)
