@@ -1,7 +1,7 @@
 """The command line: each subcommand is one file and one call of the public functions.
 
-A mistake of the user's is one line on standard error and exit code 2; `--debug` shows where it
-was found.
+A model file without a command: what it is, and what can be done with it. A mistake of the user's is
+one line on standard error and exit code 2; `--debug` shows where it was found.
 """
 
 from __future__ import annotations
@@ -11,9 +11,23 @@ import sys
 import warnings
 from collections.abc import Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import NoReturn
 
-from relayquant.cli import bench, compare, compile_, demo, inspect_, lint, quantize, sensitivity
+from relayquant.cli import (
+    bench,
+    compare,
+    compile_,
+    demo,
+    describe,
+    export,
+    inspect_,
+    lint,
+    quantize,
+    report_,
+    sensitivity,
+    verify,
+)
 from relayquant.errors import RelayQuantError
 
 #: Exit code of a mistake in what the user gave, as argparse has it.
@@ -22,6 +36,21 @@ USER_ERROR = 2
 INTERNAL_ERROR = 70
 #: Exit code after Ctrl-C, as shells have it: 128 + SIGINT.
 INTERRUPTED = 130
+
+
+COMMANDS = (
+    demo,
+    lint,
+    quantize,
+    report_,
+    compile_,
+    export,
+    verify,
+    compare,
+    sensitivity,
+    inspect_,
+    bench,
+)
 
 
 class Parser(argparse.ArgumentParser):
@@ -33,7 +62,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all subcommands; each sets `run`, a function of the parsed options."""
+    """The parser of all commands; each sets `run`, a function of the parsed options."""
     parser = Parser(
         prog="relayquant", description="Quantize neural networks after training, for Apache TVM."
     )
@@ -42,7 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.set_defaults(debug=False)
     add_debug(parser)
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (demo, lint, quantize, compile_, compare, sensitivity, inspect_, bench):
+    for command in COMMANDS:
         command.add_parser(subparsers)
     for subparser in subparsers.choices.values():
         add_debug(subparser)
@@ -61,13 +90,19 @@ def add_debug(parser: argparse.ArgumentParser) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command (default: that of the process) and return its exit code."""
-    options = build_parser().parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    if len(words) == 1 and Path(words[0]).is_file():
+        options = argparse.Namespace(run=describe.run, model=Path(words[0]), debug=False)
+    else:
+        options = build_parser().parse_args(words)
     try:
         with warnings.catch_warnings():
             if not options.debug:
                 warnings.showwarning = show_warning
             return options.run(options)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
+        if stop.args:
+            print_line(str(stop))
         return INTERRUPTED
     except Exception as error:
         if options.debug:

@@ -66,17 +66,6 @@ def parse_input(text: str) -> tuple[str, Any]:
         ) from error
 
 
-def add_data(parser: argparse.ArgumentParser) -> None:
-    """`--data FILE.npz`."""
-    parser.add_argument(
-        "--data",
-        type=Path,
-        required=True,
-        metavar="FILE.npz",
-        help="representative inputs: one array for each input of the model, samples first",
-    )
-
-
 def add_backend(parser: argparse.ArgumentParser) -> None:
     """`--backend NAME`."""
     parser.add_argument(
@@ -117,8 +106,8 @@ def check_options(
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}; allowed: 1 or more.")
     data = getattr(options, "data", None)
-    if data is not None and not data.is_file():
-        raise DataError(f"There is no data file {data}.")
+    if data is not None and not (data.is_file() or data.is_dir()):
+        raise DataError(f"There is no data file {data}, nor a folder of that name.")
     resolve_backend(getattr(options, "backend", None))
     for path in outputs:
         if path is not None:

@@ -10,6 +10,7 @@ import numpy as np
 
 import relayquant as rq
 from relayquant.cli.arguments import add_model, check_options
+from relayquant.cli.data import add_data, open_data
 from relayquant.cli.files import bind_weights, load_model, load_module
 from relayquant.cli.measure import compare_outputs
 from relayquant.datasets import open_dataset
@@ -29,7 +30,7 @@ def add_parser(subparsers: Any) -> None:
     )
     add_model(parser, "the float model")
     parser.add_argument("quantized", type=Path, help="the .json of its quantized module")
-    parser.add_argument("--data", type=Path, required=True, metavar="FILE.npz", help="inputs")
+    add_data(parser)
     parser.add_argument("--batches", type=int, metavar="N", help="use the first N batches only")
     parser.add_argument("--values", action="store_true", help="a line for every value inside, too")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write these lines as CSV")
@@ -50,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
             f"{options.model} has the inputs {[info.name for info in inputs]}, {options.quantized} "
             f"{[info.name for info in quantized_inputs]}: these are different models."
         )
-    dataset = open_dataset(options.data, inputs)
+    dataset = open_dataset(open_data(options, mod, None), inputs)
     if options.batches is not None:
         dataset = dataset.head(options.batches)
     executors = [Executor(rq.compile(module)) for module in (mod, qmod)]

@@ -9,7 +9,8 @@ import argparse
 from typing import Any
 
 import relayquant as rq
-from relayquant.cli.arguments import add_data, add_model, check_options
+from relayquant.cli.arguments import add_model, check_options
+from relayquant.cli.data import add_data, open_data
 from relayquant.cli.files import load_model
 from relayquant.report import findings_table, make_console
 
@@ -34,11 +35,12 @@ def add_parser(subparsers: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     check_options(options)
     mod, params = load_model(options.model, options.shape, options.input)
-    findings = rq.lint(mod, params, options.data)
+    data = open_data(options, mod, params)
+    findings = rq.lint(mod, params, data)
     console = make_console()
     console.print(findings_table(findings, title=f"{options.data} for {options.model}"))
     if options.growth:
-        for name, curve in rq.measure_growth(mod, params, options.data).items():
+        for name, curve in rq.measure_growth(mod, params, data).items():
             steps = ", ".join(f"{share:.0%} after {samples}" for samples, share in curve)
             console.print(f"range of {name}: {steps}")
     is_clean = all(finding.severity is rq.Severity.INFO for finding in findings)

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import relayquant as rq
-from relayquant.cli.arguments import add_backend, add_data, add_effort, add_model, check_options
+from relayquant.cli.arguments import add_backend, add_effort, add_model, check_options
+from relayquant.cli.data import add_data, open_data
 from relayquant.cli.files import load_model, write_whole
 from relayquant.errors import ConfigError, format_count
 from relayquant.report import ProgressReport, make_console, sensitivity_table
@@ -44,13 +45,14 @@ def run(options: argparse.Namespace) -> int:
     counts = {"--samples": options.samples, "--keep": options.keep}
     check_options(options, counts=counts, outputs=(options.csv, options.output))
     mod, params = load_model(options.model, options.shape, options.input)
+    data = open_data(options, mod, params)
     with ProgressReport() as progress:
         prepared = rq.prepare(
             mod,
             params,
             None,
             options.backend,
-            dataset=options.data,
+            dataset=data,
             effort=options.effort,
             callbacks=(progress,),
         )
@@ -59,10 +61,8 @@ def run(options: argparse.Namespace) -> int:
             raise ConfigError(
                 f"--keep is {options.keep}; the model has {format_count(most, 'operator')} to rank."
             )
-        prepared = rq.calibrate(prepared, options.data, callbacks=(progress,))
-        report = rq.sensitivity(
-            prepared, options.data, samples=options.samples, callbacks=(progress,)
-        )
+        prepared = rq.calibrate(prepared, data, callbacks=(progress,))
+        report = rq.sensitivity(prepared, data, samples=options.samples, callbacks=(progress,))
     console = make_console()
     console.print(sensitivity_table(report, title=str(options.model)))
     if options.csv is not None:

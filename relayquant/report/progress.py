@@ -37,10 +37,10 @@ class ProgressReport(Callback):
         with ProgressReport() as progress:
             qmod = relayquant.quantize(mod, params, dataset, callbacks=(progress,))
 
-    Nothing is written unless the console is a terminal.
+    Nothing is written unless the console is a terminal, nor with `quiet`.
     """
 
-    def __init__(self, console: Console | None = None) -> None:
+    def __init__(self, console: Console | None = None, *, quiet: bool = False) -> None:
         self.console = console or Console(stderr=True)
         self._progress = Progress(
             SpinnerColumn(),
@@ -51,7 +51,7 @@ class ProgressReport(Callback):
             TimeRemainingColumn(),
             console=self.console,
             transient=True,
-            disable=not self.console.is_terminal,
+            disable=quiet or not self.console.is_terminal,
         )
         self._tasks: dict[str, TaskID] = {}
 

@@ -40,13 +40,16 @@ def list_findings(ledger: Ledger) -> list[str]:
     return lines + [str(seen) for seen in results if seen is not None]
 
 
-def ledger_table(rows: Sequence[Mapping[str, Any]], title: str = "") -> Group:
+def ledger_table(
+    rows: Sequence[Mapping[str, Any]], title: str = "", *, count: bool = True
+) -> Group:
     """A table of ledger rows, one line for each operator, and a line that counts them.
 
     Args:
         rows: dicts with `name, op, quantized, pattern, dtype, reason, advice`, as in
             `relayquant.ledger(qmod).to_dict()["operators"]`. Missing or None means nothing to say.
         title: a line above the table.
+        count: whether the last line says how many are quantized.
 
     Columns in which no row says anything are left out.
     """
@@ -72,10 +75,10 @@ def ledger_table(rows: Sequence[Mapping[str, Any]], title: str = "") -> Group:
         style = "" if row.get("quantized") else "yellow"
         table.add_row(*(Text(cells[index], style) for _, cells in columns))
     quantized = sum(bool(row.get("quantized")) for row in rows)
-    parts = [table] if rows else []
-    return stack(
-        title, *parts, Text(f"{quantized} of {format_count(len(rows), 'operator')} quantized")
-    )
+    parts: list[RenderableType] = [table] if rows else []
+    if count:
+        parts.append(Text(f"{quantized} of {format_count(len(rows), 'operator')} quantized"))
+    return stack(title, *parts)
 
 
 def summary_table(values: Mapping[str, Any], title: str = "") -> Group:

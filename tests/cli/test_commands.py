@@ -14,6 +14,8 @@ import relayquant as rq
 from relayquant import cli, ledger
 from relayquant.demo import load_digits
 from relayquant.ledger import find_ledger
+from relayquant.rewrite import Graph
+from relayquant.rewrite.graph import constant_value
 
 pytest.importorskip("relayquant.pipeline", reason="the pipeline is not part of this tree")
 
@@ -35,6 +37,87 @@ def test_quantize__writes_a_quantized_module(folder: Path) -> None:
     mod = tvm.ir.load_json((folder / "digits.int8.json").read_text())
     assert "qnn.conv2d" in mod.script()
     assert not [path for path in folder.iterdir() if path.name.startswith(".")]
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Digits as PNG files of twice the size, and their classes."""
+    image = pytest.importorskip("PIL.Image")
+    folder = tmp_path_factory.mktemp("pictures")
+    demo = load_digits()
+    classes = []
+    for i, (array, label) in enumerate(zip(demo.images[:24], demo.labels, strict=False)):
+        pixels = (array[0] * 255).round().astype("uint8")
+        image.fromarray(pixels).resize((16, 16), 0).save(folder / f"{i:02d}.png")
+        classes.append(f"{i:02d}.png {label}")
+    (folder / "classes.txt").write_text("\n".join(classes))
+    return folder
+
+
+def test_quantize__pictures_a_metric_a_library_and_a_report(
+    folder: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for package in ("jinja2", "grandalf", "matplotlib"):
+        pytest.importorskip(package)
+    given = [str(folder / "digits.onnx"), "--data", str(pictures), "--preprocess", "unit"]
+    labels = ["--labels", str(pictures / "classes.txt")]
+    library, page = tmp_path / "digits.so", tmp_path / "report.html"
+    outputs = ["-o", str(library), "--report", str(page)]
+    metric = ["--metric", "top1", *labels, "--max-drop", "0.05", "--effort", "fast"]
+    assert cli.main(["quantize", *given, *outputs, *metric]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"^\d+ of \d+ operators quantized", text)
+    assert "search: score" in text
+    assert text.endswith(f"wrote {library}\nwrote {page}\n")
+    assert "top1" in page.read_text()
+    demo = load_digits()
+    main = tvm.relax.VirtualMachine(tvm.runtime.load_module(str(library)), tvm.cpu())["main"]
+    logits = main(tvm.runtime.tensor(demo.images)).numpy()
+    assert (logits.argmax(1) == demo.labels).mean() >= 0.95
+
+
+def test_quantize__options_reach_the_quantizer(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [str(folder / "digits.onnx"), "--data", str(folder / "calibration.npz")]
+    output = tmp_path / "q.json"
+    more = ["--observer", "mse", "--weights", "int4", "--input-dtype", "uint8", "--guard", "off"]
+    fast = ["--effort", "fast", "--backend", "generic", "--quiet"]
+    assert cli.main(["quantize", *given, "-o", str(output), *more, *fast]) == 0
+    assert capsys.readouterr().out == ""
+    mod = tvm.ir.load_json(output.read_text())
+    found = ledger(mod)
+    assert found.inputs[0].dtype == "uint8"
+    assert {row.observer for row in found.quantized if row.observer} == {"MSE"}
+    graph = Graph(mod)
+    weights = [constant_value(arg) for v in graph.values.values() for arg in getattr(v, "args", ())]
+    integers = [w for w in weights if w is not None and w.dtype == "int8" and w.ndim > 1]
+    assert integers
+    assert max(int(np.abs(w).max()) for w in integers) == 7
+
+
+def test_export_and_verify(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module, written = str(folder / "digits.int8.json"), tmp_path / "digits.onnx"
+    assert cli.main(["export", module, "-o", str(written)]) == 0
+    onnx.checker.check_model(onnx.load(written))
+    capsys.readouterr()
+    data = ["--data", str(folder / "calibration.npz")]
+    assert cli.main(["verify", module, *data]) == 0
+    assert capsys.readouterr().out.startswith("batch 0: ")
+
+
+def test_main__a_file_alone_is_described(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([str(folder / "digits.onnx")]) == 0
+    text = capsys.readouterr().out
+    assert "a float model" in text
+    assert "input image" in text
+    assert "relayquant quantize" in text
+    assert cli.main([str(folder / "digits.int8.json")]) == 0
+    text = capsys.readouterr().out
+    assert "a quantized model" in text
+    assert "relayquant compile" in text
 
 
 def test_inspect__ledger_of_the_quantized_module(

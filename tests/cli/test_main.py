@@ -11,7 +11,19 @@ import pytest
 from relayquant import cli
 from relayquant.errors import ModelError
 
-COMMANDS = ["demo", "lint", "quantize", "compile", "compare", "sensitivity", "inspect", "bench"]
+COMMANDS = [
+    "demo",
+    "lint",
+    "quantize",
+    "report",
+    "compile",
+    "export",
+    "verify",
+    "compare",
+    "sensitivity",
+    "inspect",
+    "bench",
+]
 DATA = ["--data", "data.npz"]
 FILES = ["a.onnx", "b.json", *DATA]
 
@@ -36,7 +48,13 @@ def test_main__no_command(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["inspect", "missing.onnx"], "There is no model file missing.onnx."),
         (["quantize", "missing.onnx", "--data", "missing.npz"], "no data file missing.npz"),
-        (["quantize", "a.onnx", "--data", "a.npz", "-o", "a.so"], "is written as .json"),
+        (["quantize", "a.onnx", "--data", "a.npz", "-o", "a.txt"], "is written as .json"),
+        (["quantize", "a.onnx", *DATA, "--report", "no/a.html"], "there is no folder no."),
+        (["quantize", "a.onnx", *DATA, "--metric", "top1"], "--metric and --labels go together"),
+        (["quantize", "a.onnx", *DATA, "--budget", "3"], "nothing is searched without --metric"),
+        (["report", "a.onnx", *DATA, "-o", "no/a.html"], "there is no folder no."),
+        (["export", "a.json", "-o", "a.txt"], "is written as .json"),
+        (["verify", "a.json", *DATA, "--batches", "0"], "--batches is 0; allowed: 1 or more."),
         (["compile", "missing.json"], "There is no model file missing.json."),
         (["compile", "missing.json", "-o", "a.txt"], "a library is written as .so"),
         (["compare", *FILES], "There is no model file a.onnx."),
@@ -44,8 +62,8 @@ def test_main__no_command(capsys: pytest.CaptureFixture[str]) -> None:
         # What costs nothing to know is said before the model is read.
         (["compile", "missing.onnx", "-o", "no/a.so"], "there is no folder no."),
         (["compile", "missing.onnx", "--target", "nonsense"], "does not accept target nonsense"),
-        (["lint", "a.onnx", "--data", "no.npz"], "There is no data file no.npz."),
-        (["compare", "a.onnx", "b.json", "--data", "no.npz"], "There is no data file no.npz."),
+        (["lint", "a.onnx", "--data", "no.npz"], "There is no data file no.npz,"),
+        (["compare", "a.onnx", "b.json", "--data", "no.npz"], "There is no data file no.npz,"),
         (["compare", *FILES, "--csv", "no/a.csv"], "there is no folder no."),
         (["compare", *FILES, "--batches", "0"], "--batches is 0; allowed: 1 or more."),
         (["quantize", "a.onnx", *DATA, "--backend", "arn"], "Did you mean 'arm'?"),

@@ -1,0 +1,75 @@
+"""For the command line: data of a command, an .npz or a folder of pictures, and their classes."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tvm
+
+from relayquant.cli.files import bind_weights
+from relayquant.datasets.images import PRESETS, Preprocessing, list_images, open_images, read_labels
+from relayquant.datasets.inputs import describe_inputs
+from relayquant.errors import ConfigError
+
+
+def add_data(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    """`--data FILE.npz or FOLDER`, and `--preprocess`."""
+    parser.add_argument(
+        "--data",
+        type=Path,
+        required=required,
+        metavar="DATA",
+        help="representative inputs: an .npz with one array for each input of the model, samples "
+        "first; or a folder of pictures",
+    )
+    parser.add_argument(
+        "--preprocess",
+        metavar="SPEC",
+        help=f"what happens to pictures: {', '.join(PRESETS)}; or with changes, such as "
+        "imagenet,size=232 or mean=0.5:0.5:0.5,std=0.5,order=bgr,layout=nhwc,crop=160,scale=255",
+    )
+
+
+def open_data(options: argparse.Namespace, mod: tvm.IRModule, params: Any) -> Any:
+    """What `--data` names, as `relayquant.quantize` takes it.
+
+    Raises:
+        ConfigError: pictures without `--preprocess`, or that without pictures.
+        DataError: there is no picture, or the model takes none.
+    """
+    if options.data is None or not options.data.is_dir():
+        if options.preprocess is not None:
+            raise ConfigError(
+                "--preprocess is for pictures: --data names no folder. What is in an .npz is taken "
+                "as it is."
+            )
+        return options.data
+    if options.preprocess is None:
+        raise ConfigError(
+            f"--data {options.data} is a folder of pictures: say with --preprocess how the model "
+            f"was trained ({', '.join(PRESETS)}, or mean=..., std=...)."
+        )
+    inputs = describe_inputs(bind_weights(mod, params))
+    return open_images(options.data, Preprocessing.parse(options.preprocess), inputs)
+
+
+def make_top1(options: argparse.Namespace) -> Callable[..., float]:
+    """The share of samples whose largest output is at their class, of `--labels`."""
+    if options.data.is_dir():
+        labels = read_labels(options.labels, list_images(options.data), options.data)
+    else:
+        labels = np.array([int(line) for line in options.labels.read_text("utf-8").split()])
+
+    def top1(_expected: list[np.ndarray], got: list[np.ndarray]) -> float:
+        if len(got[0]) != len(labels):
+            raise ConfigError(
+                f"--labels {options.labels} has {len(labels)} classes, the data {len(got[0])} "
+                "samples; allowed: one for each."
+            )
+        return float((got[0].reshape(len(labels), -1).argmax(1) == labels).mean())
+
+    return top1

@@ -1,0 +1,51 @@
+"""For the command line: a quantized module becomes a file, whose ending says of which kind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import tvm
+
+import relayquant as rq
+from relayquant.cli.files import write_whole
+from relayquant.errors import ConfigError
+
+#: ending -> what is written
+ENDINGS = {
+    ".json": "the module, which `relayquant compile` takes",
+    ".onnx": "ONNX with QuantizeLinear and DequantizeLinear",
+    ".relay": "Relay text, with its parameters in .params beside it",
+    ".so": "a compiled library",
+}
+
+
+def check_ending(path: Path) -> None:
+    """Whether there is such a kind.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if path.suffix not in ENDINGS:
+        kinds = "; ".join(f"{ending} ({what})" for ending, what in ENDINGS.items())
+        raise ConfigError(f"-o {path}: a quantized module is written as {kinds}.")
+
+
+def write_module(qmod: tvm.IRModule, path: Path, target: Any = None) -> list[Path]:
+    """Write a quantized module; the files that were written."""
+    check_ending(path)
+    if path.suffix == ".onnx":
+        rq.export_onnx(qmod, path)
+    elif path.suffix == ".so":
+        executable = rq.compile(qmod, target)
+        write_whole(path, lambda file: executable.export_library(str(file)))
+    elif path.suffix == ".relay":
+        text, params = rq.relay.to_text(qmod)
+        write_whole(path, lambda file: file.write_text(text, encoding="utf-8"))
+        beside = path.with_suffix(".params")
+        rq.relay.save_params(params, beside)
+        return [path, beside]
+    else:
+        text = tvm.ir.save_json(qmod)
+        write_whole(path, lambda file: file.write_text(text, encoding="utf-8"))
+    return [path]

@@ -1,0 +1,51 @@
+"""`relayquant verify`: does a compiled module compute what the numpy reference does? Bit for bit.
+
+Exit code 1 where it does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import relayquant as rq
+from relayquant.cli.arguments import check_options
+from relayquant.cli.data import add_data, open_data
+from relayquant.cli.files import load_module
+from relayquant.datasets import open_dataset
+from relayquant.datasets.inputs import describe_inputs
+from relayquant.report import make_console
+
+#: Exit code when they differ.
+DIFFERENT = 1
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "verify",
+        help="compare compiled code with the reference, bit for bit",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", type=Path, help="the .json of a quantized module")
+    add_data(parser)
+    parser.add_argument("--target", help="one that this machine can run (default: this machine)")
+    parser.add_argument(
+        "--batches", type=int, default=1, metavar="N", help="run so many batches (default: 1)"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    check_options(options, counts={"--batches": options.batches})
+    mod = load_module(options.model)
+    inputs = describe_inputs(mod)
+    data = open_dataset(open_data(options, mod, None), inputs)
+    console, code = make_console(), 0
+    for number, batch in enumerate(islice(data, options.batches)):
+        found = rq.verify(mod, batch, options.target)
+        console.print(f"batch {number}: {found}")
+        code = code if found.is_equal else DIFFERENT
+    return code
