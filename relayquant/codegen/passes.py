@@ -9,6 +9,7 @@ from tvm import relax
 from tvm.target import Target
 
 from relayquant.codegen.floating import lower_float
+from relayquant.codegen.grouped import lower_grouped
 from relayquant.codegen.integer import has_integer_main, lower_integer
 from relayquant.codegen.layout import convert_layout
 from relayquant.codegen.run_time_sizes import KEEP_SIZED_CALLS
@@ -26,7 +27,8 @@ def make_pipeline(target: Target) -> tvm.transform.Pass:
     def run(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
         if has_integer_main(mod):
             mod = part_wide_sums(centre_weights(mod))
-        mod = lower_float(lower_integer(convert_layout(mod), target), target)
+        mod = lower_integer(convert_layout(mod), target)
+        mod = lower_float(lower_grouped(mod, target), target)
         with target:
             lowered = tvm.transform.Sequential(
                 [

@@ -15,6 +15,9 @@ MACS_ATTR = "relayquant.macs"
 CONVOLUTIONS = frozenset(
     f"relax.{dialect}.conv{rank}" for dialect in ("nn", "qnn") for rank in ("1d", "2d")
 )
+PRODUCTS = frozenset(
+    {"relax.matmul", *(f"relax.qnn.{op}" for op in ("dense", "batch_matmul", "grouped_dense"))}
+)
 TRANSPOSED_CONVOLUTIONS = frozenset({"relax.nn.conv2d_transpose", "relax.qnn.conv2d_transpose"})
 
 
@@ -32,7 +35,12 @@ def count_macs(call: Any) -> int:
     elif op in TRANSPOSED_CONVOLUTIONS:
         channels = "I"
         positions = prod(static_dims(call.args[0].ty))
-    elif op in ("relax.matmul", "relax.qnn.dense", "relax.qnn.batch_matmul"):
+    elif op in (
+        "relax.matmul",
+        "relax.qnn.dense",
+        "relax.qnn.batch_matmul",
+        "relax.qnn.grouped_dense",
+    ):
         return prod(static_dims(call.ty)) * static_dims(call.args[0].ty)[-1]
     else:
         return 0

@@ -1,0 +1,163 @@
+"""How an instruction set multiplies words of codes by words of rows: what grouped products are of.
+
+A word is four neighbours of a row. Codes are unsigned bytes in the lanes of a vector, the word of
+one output each; rows are signed bytes (or float32), of which one word meets all lanes. So codes
+stand where activations do in other kernels, and rows where their weights do: the dot product of x86
+is of unsigned by signed bytes.
+
+    BytesDot   vpdpbusd, sdot: whole words as they are in memory
+    PairsDot   vpmaddwd: even and odd bytes, widened to int16
+    LanesDot   multiply-add of int32 or float32 lanes, one of the four after the other: any target
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+
+from tvm.script.ir_builder import tirx as T
+
+from relayquant.kernels.emit import broadcast, constant
+from relayquant.kernels.isa.arm import ArmIsa, SdotIsa, SmmlaIsa
+from relayquant.kernels.isa.base import Buffer, Expr, Isa, MaddIsa, VnniIsa
+
+#: Neighbours of a row in one word.
+WORD = 4
+
+
+@dataclass(frozen=True)
+class GroupedDot(ABC):
+    """Words of codes by words of rows.
+
+    Attributes:
+        lanes: Outputs of one vector.
+        rows: Rows of the highest tile: registers hold two sums for each, and some codes.
+        has_fma: Whether float multiply-add is an instruction.
+    """
+
+    lanes: int
+    rows: int
+    has_fma: bool
+
+    #: dtype and elements of a word of a row, as `read_word` finds it in memory
+    row_dtype = "int8"
+    sum_dtype = "int32"
+    #: Whether bytes of codes are taken as signed: those of 8 bits are stored minus 128.
+    is_signed = False
+
+    @abstractmethod
+    def read_word(self, rows: Buffer, offset: Expr) -> Expr:
+        """Operand: the word at `offset` (in elements of `row_dtype`) for all lanes."""
+
+    @abstractmethod
+    def spread_codes(self, words: Expr, zero: Expr | None) -> Expr:
+        """Operand: one word of codes per lane, from int32 lanes; less `zero`, for floats only."""
+
+    @abstractmethod
+    def dot(self, acc: Expr, codes: Expr, word: Expr) -> Expr:
+        """acc[lane] + sum over the word of code * row."""
+
+
+@dataclass(frozen=True)
+class BytesDot(GroupedDot):
+    """Of an instruction set whose dot product takes bytes."""
+
+    isa: Isa
+
+    @property
+    def is_signed(self) -> bool:  # type: ignore[override]
+        return isinstance(self.isa, SdotIsa)
+
+    def read_word(self, rows: Buffer, offset: Expr) -> Expr:
+        word = T.reinterpret("int32", rows.vload([offset], f"int8x{WORD}"))
+        return T.reinterpret(f"int8x{WORD * self.lanes}", T.broadcast(word, self.lanes))
+
+    def spread_codes(self, words: Expr, zero: Expr | None) -> Expr:
+        dtype = "int8" if self.is_signed else "uint8"
+        return T.reinterpret(f"{dtype}x{WORD * self.lanes}", words)
+
+    def dot(self, acc: Expr, codes: Expr, word: Expr) -> Expr:
+        return self.isa.dot(acc, codes, word)
+
+
+@dataclass(frozen=True)
+class PairsDot(GroupedDot):
+    """Of an instruction set that multiplies pairs of int16: rows lie as x0 x2 x1 x3, int16."""
+
+    isa: MaddIsa
+    row_dtype = "int16"
+
+    def read_word(self, rows: Buffer, offset: Expr) -> Expr:
+        pairs = (rows.vload([offset + half], "int16x2") for half in (0, 2))
+        words = (T.broadcast(T.reinterpret("int32", pair), self.lanes) for pair in pairs)
+        return tuple(T.reinterpret(f"int16x{2 * self.lanes}", word) for word in words)
+
+    def spread_codes(self, words: Expr, zero: Expr | None) -> Expr:
+        return self.isa.as_activation(words)
+
+    def dot(self, acc: Expr, codes: Expr, word: Expr) -> Expr:
+        return self.isa.dot(acc, codes, word)
+
+
+@dataclass(frozen=True)
+class LanesDot(GroupedDot):
+    """Ordinary vectors of int32."""
+
+    def read_word(self, rows: Buffer, offset: Expr) -> Expr:
+        values = (rows.vload([offset + place]) for place in range(WORD))
+        return tuple(broadcast(T.Cast(self.sum_dtype, value), self.lanes) for value in values)
+
+    def spread_codes(self, words: Expr, zero: Expr | None) -> Expr:
+        lanes, mask = self.lanes, constant("int32", 0xFF, self.lanes)
+        shifts = (constant("int32", 8 * place, lanes) for place in range(WORD))
+        return tuple(T.bitwise_and(T.shift_right(words, shift), mask) for shift in shifts)
+
+    def dot(self, acc: Expr, codes: Expr, word: Expr) -> Expr:
+        for code, value in zip(codes, word, strict=True):
+            acc = acc + code * value
+        return acc
+
+
+@dataclass(frozen=True)
+class FloatDot(LanesDot):
+    """Vectors of float32: rows as they are. Zero points leave the codes before the product, where
+    the difference is exact; sums of codes with their zero points would cancel.
+    """
+
+    row_dtype = sum_dtype = "float32"
+
+    def spread_codes(self, words: Expr, zero: Expr | None) -> Expr:
+        codes = super().spread_codes(words, None)
+        return tuple(T.Cast(f"float32x{self.lanes}", code - zero) for code in codes)
+
+    def dot(self, acc: Expr, codes: Expr, word: Expr) -> Expr:
+        for code, value in zip(codes, word, strict=True):
+            acc = multiply_add(self, code, value, acc)
+        return acc
+
+
+def multiply_add(dot: GroupedDot, a: Expr, b: Expr, c: Expr) -> Expr:
+    """a * b + c of float32 vectors: one rounding where the target has the instruction."""
+    if not dot.has_fma:
+        return a * b + c
+    name = f"llvm.fma.v{dot.lanes}f32"
+    return T.call_llvm_pure_intrin(name, a, b, c, dtype=f"float32x{dot.lanes}")
+
+
+def choose_dot(isa: Isa, is_float: bool) -> GroupedDot:
+    """The way of an instruction set, for rows of float32 or of int8."""
+    if isinstance(isa, SmmlaIsa):
+        isa = isa.single
+    is_arm = isinstance(isa, ArmIsa)
+    # Arm reads a word of a row once for two of its short vectors.
+    lanes = 2 * isa.lanes if is_arm else isa.lanes
+    many = isa.registers > 16
+    if is_float:
+        return FloatDot(lanes, 4 if is_arm or not many else 8, isa.has_fma)
+    if isinstance(isa, SdotIsa):
+        return BytesDot(lanes, 4, isa.has_fma, replace(isa, lanes=lanes))
+    if isinstance(isa, VnniIsa):
+        return BytesDot(lanes, 12 if many else 4, isa.has_fma, isa)
+    if isinstance(isa, MaddIsa):
+        return PairsDot(lanes, 8 if many else 3, isa.has_fma, isa)
+    return LanesDot(lanes, 4 if many else 2, isa.has_fma)
