@@ -22,6 +22,7 @@ from relayquant.plan import GroupPlan
 from relayquant.qtypes import Granularity, QSpec, Role, ValueInfo
 from relayquant.rewrite import Graph
 from relayquant.rewrite.graph import tensor_shape
+from relayquant.rewrite.names import find_free_name
 
 #: A value as quantized in one way.
 Node = tuple[relax.Var, QSpec]
@@ -283,11 +284,7 @@ def primary_key(
 def unique_key(key: str, groups: Sequence[GroupPlan]) -> str:
     """`key`, or `key.1`, `key.2`, ... when a group has it."""
     taken = {group.key for group in groups}
-    unique, count = key, 0
-    while unique in taken:
-        count += 1
-        unique = f"{key}.{count}"
-    return unique
+    return find_free_name(key, taken)
 
 
 def find_points(

@@ -16,6 +16,7 @@ from tvm import relax
 from relayquant.errors import ModelError
 from relayquant.rewrite import Graph
 from relayquant.rewrite.graph import constant_value, tensor_dtype
+from relayquant.rewrite.names import find_free_name
 
 #: from here on QuantizeLinear knows 16-bit and 4-bit integers (ONNX, operator QuantizeLinear), and
 #: Pad wraps around (since 19)
@@ -81,10 +82,7 @@ class OnnxBuilder:
 
     def unique_name(self, base: str) -> str:
         """`base`, or with a number behind it; taken from now on."""
-        name, count = base, 0
-        while name in self._taken:
-            count += 1
-            name = f"{base}.{count}"
+        name = find_free_name(base, self._taken)
         self._taken.add(name)
         return name
 

@@ -13,6 +13,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from relayquant.errors import format_count
+from relayquant.rewrite.names import find_free_name
 
 #: 4-bit and 2-bit tensors, which TVM cannot hold as constants: type -> the type that can
 WIDENED = {
@@ -41,10 +42,7 @@ class GraphRewriter:
 
     def unique_name(self, base: str) -> str:
         """`base`, or with a number behind it; taken from now on."""
-        name, count = base, 0
-        while name in self.taken:
-            count += 1
-            name = f"{base}.{count}"
+        name = find_free_name(base, self.taken)
         self.taken.add(name)
         return name
 

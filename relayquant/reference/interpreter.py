@@ -23,6 +23,7 @@ from relayquant.reference.relax import OPERATORS
 from relayquant.reference.single_call import compile_call, describe_operator, get_tensor_dtype
 from relayquant.rewrite.attributes import read_attributes
 from relayquant.rewrite.entry import name_main
+from relayquant.rewrite.names import find_free_name
 
 Array = np.ndarray[Any, Any]
 
@@ -248,11 +249,7 @@ def record_value(record: dict[str, Array], name: str, value: Any) -> None:
         return
     if isinstance(value, Closure):
         return
-    unique, number = name, 0
-    while unique in record:
-        number += 1
-        unique = f"{name}#{number}"
-    record[unique] = np.asarray(value)
+    record[find_free_name(name, record, "#")] = np.asarray(value)
 
 
 def is_shape(value: tuple[Any, ...]) -> bool:

@@ -16,6 +16,7 @@ from relayquant.relay.attributes import Attrs, read_json_attrs
 from relayquant.relay.metadata import NodeGraph
 from relayquant.relay.syntax import Location
 from relayquant.relay.text_reader import MAX_DIM
+from relayquant.rewrite.names import find_free_name
 
 #: Deepest nesting of functions, branches and types.
 MAX_DEPTH = 64
@@ -110,10 +111,7 @@ class _FunctionReader:
         if node not in self.names:
             graph = self.graph
             hint = graph.text(graph.child(graph.child(node, "vid"), "name_hint")) or "v"
-            name, number = hint, 0
-            while name in self.taken:
-                number += 1
-                name = f"{hint}{number}"
+            name = find_free_name(hint, self.taken, "")
             self.taken.add(name)
             self.names[node] = name
         return self.names[node]

@@ -20,6 +20,7 @@ from relayquant.rewrite.entry import find_entry, name_main
 from relayquant.rewrite.function import define_function
 from relayquant.rewrite.graph import free_vars
 from relayquant.rewrite.inline import inline_functions
+from relayquant.rewrite.names import find_free_name
 
 #: Comes after every helper that was defined for the same value.
 _LAST = 2**62
@@ -147,16 +148,9 @@ class Editor:
 
     def unique_name(self, name: str) -> str:
         """`name`, or `name.1`, `name.2`, ... when it is taken; taken from now on."""
-        unique, count = name, 0
-        while unique in self._taken:
-            count += 1
-            unique = f"{name}.{count}"
+        unique = find_free_name(name, self._taken)
         self._taken.add(unique)
         return unique
-
-    def rename(self, var: relax.Var, name: str) -> None:
-        """Give `var` a name that no other value has."""
-        self.names[var] = self.unique_name(name)
 
     def define(
         self, anchor: relax.Var, expr: relax.Expr, name: str, origin: relax.Var | None = None

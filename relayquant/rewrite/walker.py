@@ -15,6 +15,7 @@ from tvm.ir import Call
 
 from relayquant.rewrite.function import define_function
 from relayquant.rewrite.graph import Graph, free_vars
+from relayquant.rewrite.names import find_free_name
 
 #: Returns the new value of a binding (bound to the old name), or None to drop the binding.
 Visitor = Callable[["Emitter", relax.VarBinding], "relax.Expr | None"]
@@ -47,10 +48,7 @@ class Emitter:
 
     def unique_name(self, name: str) -> str:
         """`name`, or `name.1`, `name.2`, ... when it is taken; taken from now on."""
-        unique, count = name, 0
-        while unique in self._taken:
-            count += 1
-            unique = f"{name}.{count}"
+        unique = find_free_name(name, self._taken)
         self._taken.add(unique)
         return unique
 

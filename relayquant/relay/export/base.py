@@ -16,6 +16,7 @@ from relayquant.relay import syntax
 from relayquant.relay.export.releases import Release, choose_attributes
 from relayquant.relay.printer import has_literal
 from relayquant.rewrite.graph import constant_value, tensor_dtype, tensor_shape
+from relayquant.rewrite.names import find_free_name
 
 #: words that TVM's tokenizer takes for themselves, behind a % too (v0.19, relay/parser/tokenizer.h)
 KEYWORDS = frozenset(
@@ -68,10 +69,7 @@ class Statements:
         base = re.sub(r"\W", "_", hint, flags=re.ASCII)
         is_name = re.match(r"[A-Za-z_]", base) and base not in KEYWORDS
         base = base if is_name and not base.startswith(INFINITY) else f"v{base}"
-        name, number = base, 0
-        while name in self._taken:
-            number += 1
-            name = f"{base}_{number}"
+        name = find_free_name(base, self._taken, "_")
         self._taken.add(name)
         return name
 
