@@ -13,10 +13,10 @@ from relayquant.preparation.tensors import (
     channel_values,
     is_float,
     make_const,
-    same_type,
     scalar_value,
 )
 from relayquant.rewrite.editor import Editor
+from relayquant.rewrite.expressions import same_type
 from relayquant.rewrite.graph import constant_value
 from relayquant.rewrite.rule import Skip, decline
 

@@ -26,9 +26,6 @@ NUMPY: dict[str, Callable[..., np.ndarray]] = {
 #: Elements in the same order under another shape.
 RESHAPES = ("relax.reshape", "relax.expand_dims", "relax.squeeze", "relax.flatten")
 
-#: Operators of shapes, and what picks a size.
-SHAPES = ("relax.shape_of", "relax.shape_to_tensor", "relax.tensor_to_shape", "relax.take")
-
 #: Prefixes of operators that are not folded: a quantized weight must stay quantized.
 KEPT = ("relax.qnn.", "relax.quantize", "relax.dequantize", "relax.call_", "relax.random")
 

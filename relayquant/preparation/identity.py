@@ -9,8 +9,9 @@ from tvm import relax
 from tvm.ir import GenericConst
 
 from relayquant.preparation.dense import LINEAR
-from relayquant.preparation.tensors import is_constant, same_type
+from relayquant.preparation.tensors import is_constant
 from relayquant.rewrite.editor import Editor
+from relayquant.rewrite.expressions import same_type
 from relayquant.rewrite.graph import constant_value, tensor_shape
 from relayquant.rewrite.rule import Skip, decline
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import tvm_ffi
 from tvm import relax
 
 from relayquant.rewrite.editor import Editor
@@ -20,17 +19,6 @@ def make_const(array: np.ndarray, dtype: str) -> relax.Expr:
 
 def is_float(expr: relax.Expr) -> bool:
     return tensor_dtype(expr) in FLOATS
-
-
-def same_type(left: relax.Expr, right: relax.Expr) -> bool:
-    """Whether both are tensors of the same dtype and provably the same shape."""
-    return (
-        tensor_dtype(left) != ""
-        and tensor_dtype(left) == tensor_dtype(right)
-        and left.ty.shape is not None
-        and right.ty.shape is not None
-        and bool(tvm_ffi.structural_equal(left.ty.shape, right.ty.shape))
-    )
 
 
 def is_constant(editor: Editor, expr: relax.Expr) -> bool:

@@ -102,8 +102,15 @@ def same_extents(left: list[Any], right: list[Any]) -> bool:
 
 
 def same_type(left: relax.Expr, right: relax.Expr) -> bool:
-    """Whether two values are float32 tensors of one shape."""
-    return is_float32(left) and is_float32(right) and same_extents(shape_of(left), shape_of(right))
+    """Whether both are tensors of one dtype and provably one shape, whose rank is known."""
+    if not (isinstance(left.ty, relax.TensorType) and isinstance(right.ty, relax.TensorType)):
+        return False
+    shapes = left.ty.shape, right.ty.shape
+    return (
+        str(left.ty.dtype) == str(right.ty.dtype)
+        and all(isinstance(shape, relax.ShapeExpr) for shape in shapes)
+        and same_extents(*(list(shape.values) for shape in shapes))
+    )
 
 
 def read_scalar(expr: Any) -> float | None:
