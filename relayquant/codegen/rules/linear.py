@@ -95,63 +95,45 @@ def make_call(
 
 
 def lower_conv2d(context: KernelContext, var: relax.Var) -> KernelCall | Skip:
-    """qnn.conv2d in NHWC with constant OHWI weights."""
-    linear = read_linear(context, var, (("NHWC", "OHWI"),))
+    """qnn.conv2d in NHWC with constant OHWI weights; qnn.conv1d in NWC with OWI weights, as a
+    convolution of height 1.
+    """
+    linear = read_linear(context, var, (("NHWC", "OHWI"), ("NWC", "OWI")))
     if isinstance(linear, Skip):
         return linear
-    attrs, weight = linear.call.attrs, linear.weight
-    tail = follow_product(context, var, weight.shape[0])
-    batch, height, width, channels = linear.shape
+    attrs, weight, shape, name = linear.call.attrs, linear.weight, linear.shape, "qnn_conv2d"
+    strides, padding, dilation = (
+        [int(size) for size in each] for each in (attrs.strides, attrs.padding, attrs.dilation)
+    )
+    if len(shape) == 3:
+        name, shape, weight = "qnn_conv1d", (shape[0], 1, *shape[1:]), weight[:, None]
+        strides, padding, dilation = [1, *strides], [0, padding[0], 0, padding[-1]], [1, *dilation]
+    batch, height, width, channels = shape
+    outputs, *kernel, _ = weight.shape
+    tail = follow_product(context, var, outputs)
     spec = Conv2d(
         batch=batch,
         height=height,
         width=width,
         in_channels=channels,
-        out_channels=weight.shape[0],
-        kernel=(weight.shape[1], weight.shape[2]),
-        strides=pair(attrs.strides),
-        padding=expand_padding(attrs.padding),
-        dilation=pair(attrs.dilation),
+        out_channels=outputs,
+        kernel=pair(kernel),
+        strides=pair(strides),
+        padding=expand_padding(padding),
+        dilation=pair(dilation),
         groups=int(attrs.groups),
         in_dtype=linear.dtype,
         in_zero_point=linear.zero_point,
         epilogue=tail.epilogue,
     )
     packed = pack_conv2d(spec, context.isa, weight, tail.offsets, tail.multiplier)
-    return make_call(linear, tail, packed, lambda: build_conv2d(spec, context.isa, "qnn_conv2d"))
-
-
-def lower_conv1d(context: KernelContext, var: relax.Var) -> KernelCall | Skip:
-    """qnn.conv1d in NWC with OWI weights, as a convolution of height 1."""
-    linear = read_linear(context, var, (("NWC", "OWI"),))
-    if isinstance(linear, Skip):
-        return linear
-    attrs, weight = linear.call.attrs, linear.weight
-    tail = follow_product(context, var, weight.shape[0])
-    batch, width, channels = linear.shape
-    left, right = pair(attrs.padding)
-    spec = Conv2d(
-        batch=batch,
-        height=1,
-        width=width,
-        in_channels=channels,
-        out_channels=weight.shape[0],
-        kernel=(1, weight.shape[1]),
-        strides=(1, int(attrs.strides[0])),
-        padding=(0, left, 0, right),
-        dilation=(1, int(attrs.dilation[0])),
-        groups=int(attrs.groups),
-        in_dtype=linear.dtype,
-        in_zero_point=linear.zero_point,
-        epilogue=tail.epilogue,
-    )
-    packed = pack_conv2d(spec, context.isa, weight[:, None], tail.offsets, tail.multiplier)
-    out_shape = (batch, spec.out_size[1], spec.out_channels)
+    sizes = (batch, *spec.out_size, outputs)
+    out_shape = sizes if len(linear.shape) == 4 else (batch, *sizes[2:])
     return make_call(
         linear,
         tail,
         packed,
-        lambda: build_conv2d(spec, context.isa, "qnn_conv1d", linear.shape, out_shape),
+        lambda: build_conv2d(spec, context.isa, name, linear.shape, out_shape),
     )
 
 
@@ -268,8 +250,7 @@ def lower_batch_matmul(context: KernelContext, var: relax.Var) -> KernelCall | S
 
 
 LINEAR_RULES: tuple[KernelRule, ...] = (
-    make_rule(lower_conv2d, "relax.qnn.conv2d"),
-    make_rule(lower_conv1d, "relax.qnn.conv1d"),
+    make_rule(lower_conv2d, "relax.qnn.conv2d", "relax.qnn.conv1d"),
     make_rule(lower_conv2d_transpose, "relax.qnn.conv2d_transpose"),
     make_rule(lower_dense, "relax.qnn.dense"),
     make_rule(lower_batch_matmul, "relax.qnn.batch_matmul"),

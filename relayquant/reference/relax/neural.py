@@ -5,7 +5,7 @@ See `tensors` for what a row is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -62,37 +62,24 @@ def finish_product(result: Array, operand: Array, out_dtype: Any) -> Array:
     return (result.astype("int64") if operand.dtype.kind in "iu" else result).astype(dtype)
 
 
-def convolution(args: list[Any], attrs: Any) -> Any:
-    data, kernel = args
-    result = convolve(
-        widen(data),
-        widen(kernel),
-        strides=to_ints(attrs.strides),
-        padding=to_ints(attrs.padding),
-        dilation=to_ints(attrs.dilation),
-        groups=int(attrs.groups),
-        data_layout=attrs.data_layout,
-        kernel_layout=attrs.kernel_layout,
-        out_layout=attrs.out_layout,
-    )
-    return finish_product(result, data, attrs.out_dtype)
+def convolution(convolve: Callable[..., Array], *more: str) -> OperatorFunction:
+    """A row that sums products over windows; `more` are attributes that name an extent per axis."""
 
+    def compute(args: list[Any], attrs: Any) -> Any:
+        data, kernel = args
+        extents = ("strides", "padding", "dilation", *more)
+        result = convolve(
+            widen(data),
+            widen(kernel),
+            **{name: to_ints(getattr(attrs, name)) for name in extents},
+            groups=int(attrs.groups),
+            data_layout=attrs.data_layout,
+            kernel_layout=attrs.kernel_layout,
+            out_layout=attrs.out_layout,
+        )
+        return finish_product(result, data, attrs.out_dtype)
 
-def transposed_convolution(args: list[Any], attrs: Any) -> Any:
-    data, kernel = args
-    result = convolve_transposed(
-        widen(data),
-        widen(kernel),
-        strides=to_ints(attrs.strides),
-        padding=to_ints(attrs.padding),
-        output_padding=to_ints(attrs.output_padding),
-        dilation=to_ints(attrs.dilation),
-        groups=int(attrs.groups),
-        data_layout=attrs.data_layout,
-        kernel_layout=attrs.kernel_layout,
-        out_layout=attrs.out_layout,
-    )
-    return finish_product(result, data, attrs.out_dtype)
+    return compute
 
 
 def matmul(args: list[Any], attrs: Any) -> Any:
@@ -254,11 +241,11 @@ OPERATORS: dict[str, OperatorFunction] = {
     "nn.avg_pool2d": avg_pool,
     "nn.avg_pool3d": avg_pool,
     "nn.batch_norm": batch_norm,
-    "nn.conv1d": convolution,
-    "nn.conv1d_transpose": transposed_convolution,
-    "nn.conv2d": convolution,
-    "nn.conv2d_transpose": transposed_convolution,
-    "nn.conv3d": convolution,
+    "nn.conv1d": convolution(convolve),
+    "nn.conv1d_transpose": convolution(convolve_transposed, "output_padding"),
+    "nn.conv2d": convolution(convolve),
+    "nn.conv2d_transpose": convolution(convolve_transposed, "output_padding"),
+    "nn.conv3d": convolution(convolve),
     "nn.dropout": plain(lambda x: (x, np.ones_like(x))),
     "nn.group_norm": group_norm,
     "nn.instance_norm": instance_norm,

@@ -137,14 +137,33 @@ def check_channels(site: Site, weight: relax.Expr, layout: str) -> None:
         raise ModelError(f"attribute kernel_size is {kernel}, but the weight has {window}.")
 
 
+def check_conv_layouts(site: Site, rank: int) -> tuple[relax.Expr, relax.Expr, str]:
+    """(data, weight, layout of the data), after window and layouts were found right."""
+    attrs, data, weight = site.attrs, site.tensor(0), site.tensor(1)
+    check_window(site, rank)
+    check_layout("data_layout", attrs["data_layout"], "NC" + SPATIAL[rank])
+    check_layout("kernel_layout", attrs["kernel_layout"], "OI" + SPATIAL[rank])
+    check_out_layout(site, attrs["data_layout"])
+    return data, weight, attrs["data_layout"]
+
+
+def conv_keywords(site: Site, kernel_layout: str) -> dict[str, Any]:
+    """The keywords of a Relax convolution, for a weight in this layout."""
+    attrs = site.attrs
+    extents = ("strides", "padding", "output_padding", "dilation")
+    return {
+        **{name: list(attrs[name]) for name in extents if name in attrs},
+        "groups": attrs["groups"],
+        "data_layout": attrs["data_layout"],
+        "kernel_layout": kernel_layout,
+        "out_dtype": attrs["out_dtype"] or None,
+    }
+
+
 def conv_operands(site: Site, rank: int) -> tuple[relax.Expr, relax.Expr, dict[str, Any]]:
     """(data, weight, keywords of a Relax convolution), all checked."""
     attrs = site.attrs
-    data, weight, layout = site.tensor(0), site.tensor(1), attrs["data_layout"]
-    check_window(site, rank)
-    check_layout("data_layout", layout, "NC" + SPATIAL[rank])
-    check_layout("kernel_layout", attrs["kernel_layout"], "OI" + SPATIAL[rank])
-    check_out_layout(site, layout)
+    data, weight, layout = check_conv_layouts(site, rank)
     if site.ndim(data) != rank + 2:
         raise ModelError(
             f"the data has {format_count(site.ndim(data), 'axis')}; allowed: {rank + 2}, {layout}."
@@ -153,16 +172,7 @@ def conv_operands(site: Site, rank: int) -> tuple[relax.Expr, relax.Expr, dict[s
         site, weight, attrs["kernel_layout"], attrs["groups"], data, layout
     )
     check_channels(site, weight, kernel_layout)
-    keywords = {
-        "strides": list(attrs["strides"]),
-        "padding": list(attrs["padding"]),
-        "dilation": list(attrs["dilation"]),
-        "groups": attrs["groups"],
-        "data_layout": layout,
-        "kernel_layout": kernel_layout,
-        "out_dtype": attrs["out_dtype"] or None,
-    }
-    return data, weight, keywords
+    return data, weight, conv_keywords(site, kernel_layout)
 
 
 def conv(function: Callable[..., relax.Expr], rank: int) -> Callable[[Site], relax.Expr]:
@@ -176,11 +186,7 @@ def conv(function: Callable[..., relax.Expr], rank: int) -> Callable[[Site], rel
 def transposed_operands(site: Site, rank: int) -> tuple[relax.Expr, relax.Expr, dict[str, Any]]:
     """The same for a transposed convolution."""
     attrs = site.attrs
-    data, weight, layout = site.tensor(0), site.tensor(1), attrs["data_layout"]
-    check_window(site, rank)
-    check_layout("data_layout", layout, "NC" + SPATIAL[rank])
-    check_layout("kernel_layout", attrs["kernel_layout"], "OI" + SPATIAL[rank])
-    check_out_layout(site, layout)
+    data, weight, layout = check_conv_layouts(site, rank)
     if site.ndim(data) != rank + 2 or site.ndim(weight) != rank + 2:
         raise ModelError(
             f"data and weight need {format_count(rank + 2, 'axis')} each, {layout} and O, I."
@@ -189,17 +195,7 @@ def transposed_operands(site: Site, rank: int) -> tuple[relax.Expr, relax.Expr, 
     check_transposed_channels(site, weight, kernel_layout)
     if min(attrs["output_padding"]) < 0:
         raise ModelError(f"attribute output_padding is {attrs['output_padding']}; allowed: from 0.")
-    keywords = {
-        "strides": list(attrs["strides"]),
-        "padding": list(attrs["padding"]),
-        "output_padding": list(attrs["output_padding"]),
-        "dilation": list(attrs["dilation"]),
-        "groups": attrs["groups"],
-        "data_layout": layout,
-        "kernel_layout": kernel_layout,
-        "out_dtype": attrs["out_dtype"] or None,
-    }
-    return data, weight, keywords
+    return data, weight, conv_keywords(site, kernel_layout)
 
 
 def find_transposed_layout(site: Site, data: relax.Expr, weight: relax.Expr, rank: int) -> str:
