@@ -209,11 +209,6 @@ class Plan(PlainFields):
     def _operators(self) -> dict[str, OperatorPlan]:
         return {operator.name: operator for operator in self.operators}
 
-    @cached_property
-    def producers(self) -> dict[str, OperatorPlan]:
-        """Value name -> operator that computes it (values inside a match included)."""
-        return {value: op for op in self.operators for value in op.values}
-
     @check_arguments
     def group(self, key: str) -> GroupPlan:
         """Group by key.

@@ -21,7 +21,6 @@ def plan():
 
 def test_plan__finds_operators_and_groups(plan):
     assert plan.operator("r").values == ("a.conv", "a", "r")
-    assert plan.producers["a"] is plan.operator("r")
     assert plan.has_operator("out")
     assert not plan.has_operator("a")
     assert plan.group("r").key == "r"

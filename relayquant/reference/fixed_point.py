@@ -15,7 +15,6 @@ from relayquant.qtypes import INTEGER_LIMITS, Rounding
 
 Array = np.ndarray[Any, Any]
 
-INT32_MIN, INT32_MAX = INTEGER_LIMITS["int32"]
 #: Integers of a smaller magnitude, and what a 16-bit number is from them, are float32 exactly.
 EXACT_FLOAT32 = 1 << 23
 

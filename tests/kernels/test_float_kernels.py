@@ -25,7 +25,7 @@ from relayquant.kernels.floating.gemm import (
     make_batch_matmul,
     make_dense,
     pack_dense,
-    packed_dense_size,
+    plan_dense,
 )
 from relayquant.kernels.floating.tile import (
     FloatEpilogue,
@@ -193,7 +193,8 @@ def test_make_dense__follows_numpy(isa, rows, inner, outputs):
     w = draw(rng, outputs, inner)
     expected, operands = finish(x.astype("float64") @ w.T, FULL, rng)
     packed = pack_dense(w, spec, isa)
-    assert packed.size == packed_dense_size(spec, isa)
+    planned, panels = plan_dense(spec, isa)
+    assert packed.size == panels.vectors * planned.lanes * inner
     out = np.full(expected.shape, np.nan, "float32")
     check(run_kernel(make_dense(spec, isa), x, packed, *operands, out), expected)
 

@@ -86,12 +86,6 @@ def pack_dense(weight: NDArray[np.float32], spec: FloatDense, isa: FloatIsa) -> 
     return np.ascontiguousarray(np.concatenate(parts), dtype="float32")
 
 
-def packed_dense_size(spec: FloatDense, isa: FloatIsa) -> int:
-    """Elements of the packed weights."""
-    isa, panels = plan_dense(spec, isa)
-    return panels.vectors * isa.lanes * spec.inner
-
-
 def make_dense(spec: FloatDense, isa: FloatIsa, name: str = "float_dense") -> PrimFunc:
     """PrimFunc(x, packed weights, (bias[N],) (residual,) y), callable through `call_tir`."""
     isa, panels = plan_dense(spec, isa)
