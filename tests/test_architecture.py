@@ -64,6 +64,15 @@ NAMES_UNARY: dict[str, str] = {
     "relayquant.preparation.pooling": "those of all operators whose results are not negative",
 }
 
+#: Module that names several operators of the dialect -> why that does not derive from their rows.
+#: A new operator needs its row, its numpy meaning and a row of `ops`; nothing in these modules.
+NAMES_QNN: dict[str, str] = {
+    "relayquant.dialect.legality": "the four that are legal where integers are not",
+    "relayquant.dialect.sums": "where the sums of an operator stand",
+    "relayquant.export.onnx_qnn": "what has a form other than that of its float operator",
+    "relayquant.relay.export.quantized_rows": "what Relay has, or arithmetic that is no table",
+}
+
 #: Module -> calls it may make while it is imported.
 CALLS_AT_IMPORT: dict[str, set[str]] = {
     "relayquant": {"check_versions"},
@@ -227,6 +236,60 @@ def test_settings__are_declared_once():
     assert not long
 
 
+def public_functions() -> dict[str, ast.FunctionDef]:
+    """Functions that `relayquant/__init__.py` imports, by name."""
+    return {
+        function.name: function
+        for module, alias in (
+            (node.module, alias)
+            for node in ast.walk(TREES[PACKAGE])
+            if isinstance(node, ast.ImportFrom)
+            for alias in node.names
+        )
+        if module in TREES
+        for function in TREES[module].body
+        if isinstance(function, ast.FunctionDef) and function.name == alias.name
+    }
+
+
+PUBLIC_FUNCTIONS = public_functions()
+#: Who takes data behind something else, and why.
+DATA_COMES_LATER = {"prepare": "called as in PyTorch FX: model, qconfig_mapping, backend_config"}
+
+
+def rank_argument(name: str, names: list[str]) -> int:
+    """What comes first: the model with its parameters; what became of it; data; all else."""
+    if name in ("mod", "prepared", "model", "reference") or (
+        name == "params" and "quantized" not in names
+    ):
+        return 0
+    return {"quantized": 1, "dataset": 2, "inputs": 2}.get(name, 3)
+
+
+def test_signatures__found() -> None:
+    assert {"quantize", "prepare", "compare", "verify", "lint", "sensitivity"} <= set(
+        PUBLIC_FUNCTIONS
+    )
+    assert set(DATA_COMES_LATER) <= set(PUBLIC_FUNCTIONS)
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC_FUNCTIONS))
+def test_signatures__model_then_result_then_data(name: str) -> None:
+    names = [argument.arg for argument in PUBLIC_FUNCTIONS[name].args.args]
+    ranks = [rank_argument(each, names) for each in names]
+    assert (ranks == sorted(ranks)) == (name not in DATA_COMES_LATER), names
+
+
+@pytest.mark.parametrize("module", [name for name in SOURCES if layer_of(member_of(name)) >= 6])
+def test_signatures__backend_is_given_once(module: str) -> None:
+    """A prepared model knows its backend."""
+    for node in ast.walk(TREES[module]):
+        if isinstance(node, ast.FunctionDef):
+            names = {each.arg for each in [*node.args.args, *node.args.kwonlyargs]}
+            twice = names & {"backend", "backend_config"} if "prepared" in names else set()
+            assert not twice, f"{module}: {node.name} takes prepared and {twice}"
+
+
 def test_layers__no_cycle_inside_a_layer() -> None:
     edges: dict[str, set[str]] = {}
     for module, tree in TREES.items():
@@ -343,6 +406,17 @@ def test_unary__one_table(module: str) -> None:
         assert listed or module == UNARY_TABLE, f"{module} needs no exception any more"
         return
     assert not listed, f"{module}: {listed}"
+
+
+@each_module
+def test_qnn__one_row(module: str) -> None:
+    """As `test_unary__one_table`, of the operators `relax.qnn.*`."""
+    listed = [
+        (node.lineno, found)
+        for node in ast.walk(TREES[module])
+        if len(found := [s for s in listed_strings(node) if s.startswith("relax.qnn.")]) > 3
+    ]
+    assert bool(listed) == (module in NAMES_QNN), f"{module}: {listed}"
 
 
 def listed_strings(node: ast.AST) -> Iterator[str]:
