@@ -14,14 +14,13 @@ from tvm.relax import op
 import relayquant as rq
 from relayquant import reference
 from relayquant.analysis.outputs import measure_gaps
+from relayquant.equalization.absorb import absorb, reshape_channels
 from relayquant.equalization.equalize import ChannelStatistics
 from relayquant.equalization.smooth import (
-    absorb,
     choose_scales,
     estimate_product_noise,
     find_sites,
     number_channels,
-    reshape_channels,
 )
 from relayquant.preparation import prepare_module
 from relayquant.rewrite import Graph
