@@ -8,27 +8,25 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 import onnx.inliner
 import tvm
-from onnx.external_data_helper import ExternalDataInfo, uses_external_data
 from tvm import relax
 
 from relayquant import _tvm
 from relayquant.arguments import check_arguments
-from relayquant.errors import ModelError, format_count, suggest_name
-from relayquant.importers.files import DEFAULT_MAX_BYTES, PathLike, check_file
+from relayquant.errors import ModelError, format_count
+from relayquant.importers.files import DEFAULT_MAX_BYTES, PathLike
 from relayquant.importers.names import MARK, SourceNode, name_values
 from relayquant.importers.onnx_bodies import Body, find_body, has_body
 from relayquant.importers.onnx_control_flow import CONTROL_FLOW
+from relayquant.importers.onnx_file import check_model, find_fault, fix_shapes, read_model
 from relayquant.importers.onnx_fold import fold_node, settle_sizes
 from relayquant.importers.onnx_functions import MAX_NODES, check_expansion
 from relayquant.importers.onnx_inputs import Inputs, fix_inputs
@@ -39,18 +37,12 @@ from relayquant.storage.files import reading
 
 _FRONTEND = _tvm.load_onnx_frontend()
 
-#: Broadcasting works as in numpy from here on; older models carry axis attributes that TVM ignores.
-MIN_OPSET = 7
-
 #: Names of the domain of ONNX's own operators. Those of others are known as `FOREIGN` ones alone:
 #: an operator of another domain is another one, whatever its name.
 STANDARD = ("", "ai.onnx")
 
 #: Operators of ONNX that TVM takes for those of another domain.
 EXPANDED = (("", "Attention"),)
-
-#: Largest input or weight that is taken for meant, in elements.
-MAX_ELEMENTS = 2**40
 
 
 @check_arguments
@@ -87,7 +79,7 @@ def import_onnx(
     if isinstance(model_or_path, onnx.ModelProto):
         return _import_model(model_or_path, shapes or {}, inputs or {}, max_bytes)
     with reading(model_or_path, "ONNX model", ModelError):
-        model = _read_model(model_or_path, max_bytes)
+        model = read_model(model_or_path, max_bytes)
         return _import_model(model, shapes or {}, inputs or {}, max_bytes)
 
 
@@ -97,19 +89,19 @@ def _import_model(
     inputs: Inputs,
     max_bytes: int,
 ) -> tuple[tvm.IRModule, dict[str, np.ndarray]]:
-    opset = _check_model(model)
+    opset = check_model(model)
     if len(model.functions):
         check_expansion(model, max_bytes)
         model = onnx.inliner.inline_local_functions(model)
     try:
         nodes, constants = rewrite_integer_nodes(model.graph)
     except ValueError as error:
-        raise ModelError(f"Cannot convert the model: {error}.{_find_fault(model)}") from error
+        raise ModelError(f"Cannot convert the model: {error}.{find_fault(model)}") from error
     fixed = fix_inputs(model.graph, inputs)
     graph = _GraphView(
         nodes,
         [*constants, *fixed],
-        _fix_shapes(model.graph, shapes, inputs),
+        fix_shapes(model.graph, shapes, inputs),
         model.graph.output,
     )
     importer = _Importer(graph)
@@ -119,7 +111,7 @@ def _import_model(
             mod = importer.convert(opset)
     except Exception as error:
         text = str(error) if isinstance(error, ModelError) else f"Cannot convert the model: {error}"
-        raise ModelError(f"{text.rstrip('.')}.{_find_fault(model)}") from error
+        raise ModelError(f"{text.rstrip('.')}.{find_fault(model)}") from error
     return name_values(mod, importer.sources), {}
 
 
@@ -136,219 +128,6 @@ class _GraphView:
 
 
 # -- reading ---------------------------------------------------------------------------------------
-
-
-def _read_model(path: PathLike, max_bytes: int) -> onnx.ModelProto:
-    path = check_file(path, max_bytes)
-    with reading(path, "ONNX model", ModelError):
-        model = onnx.load(str(path), load_external_data=False)
-    if not model.HasField("graph"):
-        raise ModelError(f"{str(path)!r} is not an ONNX model: it holds no graph.")
-    external = {
-        name: _external_file(path, tensor, name)
-        for name, tensor in _model_tensors(model)
-        if uses_external_data(tensor)
-    }
-    if external:
-        extra = sum(file.stat().st_size for file in set(external.values()))
-        check_file(path, max_bytes, extra_bytes=extra)
-        try:
-            onnx.load_external_data_for_model(model, str(path.parent))
-        except Exception as error:
-            raise ModelError(f"External data of {str(path)!r} cannot be read: {error}") from error
-    return model
-
-
-def _model_tensors(model: onnx.ModelProto) -> Iterable[tuple[str, onnx.TensorProto]]:
-    for part in (model.graph, *model.functions):
-        yield from _all_tensors(part)
-
-
-def _all_tensors(
-    graph: onnx.GraphProto | onnx.FunctionProto,
-) -> Iterable[tuple[str, onnx.TensorProto]]:
-    for tensor in graph.initializer if isinstance(graph, onnx.GraphProto) else ():
-        yield tensor.name, tensor
-    for node in graph.node:
-        for attribute in node.attribute:
-            if attribute.HasField("t"):
-                yield f"{node.name}.{attribute.name}", attribute.t
-            for tensor in attribute.tensors:
-                yield f"{node.name}.{attribute.name}", tensor
-            for inner in (attribute.g, *attribute.graphs):
-                yield from _all_tensors(inner)
-
-
-def _external_file(model_path: Path, tensor: onnx.TensorProto, name: str) -> Path:
-    """The file of a tensor's data, which must lie in the folder of the model (or below)."""
-    folder = model_path.parent.resolve()
-    try:
-        location = ExternalDataInfo(tensor).location
-        file = (folder / location).resolve()
-        is_there = file.is_file()
-    except (ValueError, OSError, RuntimeError) as error:
-        raise ModelError(
-            f"Tensor {name!r} of {str(model_path)!r} does not say where its data is: {error}."
-        ) from error
-    if not file.is_relative_to(folder):
-        raise ModelError(
-            f"Tensor {name!r} of {str(model_path)!r} wants its data from {location!r}, outside of "
-            "the "
-            "model's folder. That is not followed; move the data beside the model."
-        )
-    if not is_there:
-        raise ModelError(
-            f"Tensor {name!r} of {str(model_path)!r} has its data in {location!r}, which is "
-            "missing."
-        )
-    return file
-
-
-def _check_model(model: onnx.ModelProto) -> int:
-    """The model's opset; raises ModelError unless it is a valid model that was read with its
-    data.
-    """
-    for name, tensor in _model_tensors(model):
-        if uses_external_data(tensor):
-            raise ModelError(
-                f"Tensor {name!r} has its data in another file. Pass the path of the model instead "
-                "of the "
-                "ModelProto, or load it with onnx.load(path)."
-            )
-    _check_names(model.graph)
-    _check_sizes(model.graph)
-    opsets = {entry.domain: entry.version for entry in model.opset_import}
-    opset = opsets.get("", opsets.get("ai.onnx", 1))
-    if opset < MIN_OPSET:
-        raise ModelError(
-            f"The model uses opset {opset}; supported: {MIN_OPSET} and later. Convert it: "
-            "onnx.version_converter.convert_version(model, 13)."
-        )
-    seen: set[str] = set()
-    for name in (name for node in model.graph.node for name in node.output if name):
-        if name in seen:
-            raise ModelError(f"The model is not valid ONNX: two nodes compute tensor {name!r}.")
-        seen.add(name)
-    return opset
-
-
-def _check_names(graph: onnx.GraphProto) -> None:
-    """Raise ModelError for a name that is no text: protobuf gives bytes that are not UTF-8 as they
-    are.
-    """
-    for at, node in enumerate(graph.node):
-        names = (node.name, node.op_type, node.domain, *node.input, *node.output)
-        names = (*names, *(attribute.name for attribute in node.attribute))
-        if not all(isinstance(name, str) for name in names):
-            raise ModelError(f"Node number {at} of the model has a name that is not UTF-8.")
-    values = (*graph.initializer, *graph.input, *graph.output)
-    if not all(isinstance(value.name, str) for value in values):
-        raise ModelError("The model is not valid ONNX: a tensor has a name that is not UTF-8.")
-
-
-def _check_sizes(graph: onnx.GraphProto) -> None:
-    """Raise ModelError for dimensions below 0, and for inputs that no memory holds."""
-    shapes = [(tensor.name, list(tensor.dims)) for tensor in graph.initializer]
-    for info in graph.input:
-        sizes = [dim.dim_value for dim in info.type.tensor_type.shape.dim]
-        shapes.append((info.name, [0 if size == -1 else size for size in sizes]))
-    for name, sizes in shapes:
-        if any(size < 0 for size in sizes):
-            raise ModelError(f"Tensor {name!r} has the shape {tuple(sizes)}; no size is below 0.")
-        if math.prod(size or 1 for size in sizes) > MAX_ELEMENTS:
-            raise ModelError(
-                f"Tensor {name!r} has the shape {tuple(sizes)}, more than {MAX_ELEMENTS} elements. "
-                "Is the file damaged?"
-            )
-
-
-def _find_fault(model: onnx.ModelProto) -> str:
-    """What ONNX's own checker says against a model that could not be converted; "" if nothing.
-
-    Its word alone is no reason to refuse: it also complains of faults that do no harm, such as an
-    output without a shape.
-    """
-    try:
-        onnx.checker.check_model(model)
-    except (onnx.checker.ValidationError, ValueError, RuntimeError) as error:
-        return f" The model is not valid ONNX: {' '.join(str(error).split())}"
-    return ""
-
-
-def _fix_shapes(
-    graph: onnx.GraphProto,
-    shapes: Mapping[str, Sequence[int | str]],
-    constants: Iterable[str],
-) -> list[onnx.ValueInfoProto]:
-    """Copies of the graph's inputs, `constants` excepted, with the wanted shapes; every unnamed
-    dimension, and one of -1, as PaddlePaddle writes it, gets a name of its own.
-    """
-    weights = {*constants, *(tensor.name for tensor in graph.initializer)}
-    inputs = [info for info in graph.input if info.name not in weights]
-    names = [info.name for info in inputs]
-    for name in shapes:
-        if name not in names:
-            raise ModelError(f"shapes= names an input {name!r}. {suggest_name(name, names)}")
-    fixed = []
-    for info in inputs:
-        if not info.type.HasField("tensor_type"):
-            raise ModelError(
-                f"Input {info.name!r} is no tensor (sequences, maps and optionals are not "
-                "supported)."
-            )
-        copy = onnx.ValueInfoProto()
-        copy.CopyFrom(info)
-        shape = copy.type.tensor_type.shape
-        for dim in shape.dim:
-            if dim.dim_value == -1:
-                dim.ClearField("value")
-        wanted = shapes.get(info.name)
-        if wanted is not None:
-            known = copy.type.tensor_type.HasField("shape")
-            if known and len(shape.dim) != len(wanted):
-                raise ModelError(
-                    f"shapes= gives input {info.name!r} the shape {tuple(wanted)}; the model has "
-                    f"{format_count(len(shape.dim), 'dimension')} there."
-                )
-            if not known:
-                for _ in wanted:
-                    shape.dim.add()
-            for dim, size in zip(shape.dim, wanted, strict=True):
-                if isinstance(size, str):
-                    if dim.dim_value:
-                        raise ModelError(
-                            f"shapes= makes a dimension of input {info.name!r} symbolic ({size!r}) "
-                            "that the "
-                            f"model fixes to {dim.dim_value}."
-                        )
-                    dim.dim_param = size
-                elif size > 0:
-                    if dim.dim_value and dim.dim_value != size:
-                        raise ModelError(
-                            f"shapes= gives input {info.name!r} the shape {tuple(wanted)}, but the "
-                            "model "
-                            f"fixes a dimension to {dim.dim_value} where {size} is wanted."
-                        )
-                    dim.dim_value = size
-                else:
-                    raise ModelError(
-                        f"shapes= gives input {info.name!r} the dimension {size}; allowed: "
-                        "positive "
-                        "integers and names."
-                    )
-        elif not copy.type.tensor_type.HasField("shape"):
-            raise ModelError(
-                f"Input {info.name!r} has no shape in the model. Give one: "
-                f"shapes={{{info.name!r}: ('N', 3, 224, 224)}}."
-            )
-        for i, dim in enumerate(shape.dim):
-            if not dim.dim_value and not dim.dim_param.strip():
-                dim.dim_param = f"{info.name}_dim{i}"
-        fixed.append(copy)
-    return fixed
-
-
-# -- conversion ------------------------------------------------------------------------------------
 
 
 class _Failed(BaseException):
