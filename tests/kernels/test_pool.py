@@ -102,6 +102,13 @@ def test_build_mean__equals_numpy(isa, case, dtype):
     np.testing.assert_array_equal(got, store(sums * factor, OUT))
 
 
+def test_build_mean__of_everything_is_a_scalar():
+    x = np.arange(24, dtype="int8").reshape(1, 2, 3, 4)
+    spec = Mean(x.shape, 0, 3, Space("int8", 0, 2.0), OUT)
+    got = call_kernel(build_mean(spec, "mean", ()), runnable_target(SSE2), [x], (), "uint8")
+    np.testing.assert_array_equal(got, store(F32(x.sum()) * (F32(2.0) / F32(24)), OUT))
+
+
 @pytest.mark.parametrize(("dtype", "most"), [("int8", 8_421_504), ("int16", 32_768)])
 def test_build_mean__too_many_values(dtype, most):
     build_mean(Mean((1, most), 1, 1, Space(dtype, -3, 1.7), OUT))

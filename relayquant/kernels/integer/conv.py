@@ -458,7 +458,7 @@ def build_dense(
     constants come from `pack_dense`.
     """
     in_shape = in_shape or (spec.rows, spec.in_features)
-    out_shape = out_shape or (spec.rows, spec.out_features)
+    out_shape = (spec.rows, spec.out_features) if out_shape is None else out_shape
     return build_conv2d(spec.as_conv2d(), isa, name, in_shape, out_shape)
 
 

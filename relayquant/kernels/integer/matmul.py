@@ -80,7 +80,7 @@ def build_batch_matmul(
     def body() -> None:
         plan = plan_batch_matmul(spec, isa)
         added = spec.epilogue.residual
-        y_shape = out_shape or (spec.batch, spec.rows, spec.cols)
+        y_shape = (spec.batch, spec.rows, spec.cols) if out_shape is None else out_shape
         x, w, residual, out = declare_arguments(
             ("x", x_shape or (spec.batch, spec.rows, spec.inner), spec.x_dtype),
             ("w", w_shape or (spec.batch, spec.cols, spec.inner), spec.w_dtype),

@@ -60,7 +60,7 @@ def declare_operands(
 ) -> Operands:
     """Declare x, weight, bias[, multiplier][, residual], y, in this order."""
     channels, added = (channel_size,), spec.epilogue.residual
-    y_shape = out_shape or spec.out_shape
+    y_shape = spec.out_shape if out_shape is None else out_shape
     return Operands(
         *declare_arguments(
             ("x", in_shape or spec.in_shape, spec.in_dtype),

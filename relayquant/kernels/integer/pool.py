@@ -242,10 +242,14 @@ def build_mean(
     """
     check_integer_output("Mean", spec.out)
     outer, count, inner = spec.extents
-    out_shape = out_shape or (
-        *spec.shape[: spec.first],
-        *[1] * (spec.last + 1 - spec.first),
-        *spec.shape[spec.last + 1 :],
+    out_shape = (
+        out_shape
+        if out_shape is not None
+        else (
+            *spec.shape[: spec.first],
+            *[1] * (spec.last + 1 - spec.first),
+            *spec.shape[spec.last + 1 :],
+        )
     )
     if inner > 1:
         window = PoolWindow(outer, count, 1, inner, (count, 1))
