@@ -27,12 +27,13 @@ class OutputGap:
     """One output of both modules, over all samples.
 
     Attributes:
-        sqnr: Signal to quantization noise ratio in dB; inf when nothing differs, -inf when the
-            quantized module gives NaN or infinity where the float one does not.
+        sqnr: Signal to quantization noise ratio in dB; inf when nothing differs, and of integers,
+            which are answers and no amounts; -inf when the quantized module gives NaN or infinity
+            where the float one does not.
         differing: Samples whose answer is clearly another one; see `count_differing`.
         samples: Samples in all; 0 where an output is no answer in this sense.
         each: Signal to noise ratio of every sample alone, dB, in order; of a batch where axis 0 of
-            the output does not count samples.
+            the output does not count samples. Of integers, those that differ are noise.
     """
 
     sqnr: float
@@ -91,10 +92,13 @@ class GapSums:
         self.counts = self.counts or [(0, 0)] * len(expected)
         self.energies = self.energies or [[] for _ in expected]
         for i, (x, y) in enumerate(zip(expected, got, strict=True)):
-            usable = np.isfinite(x)
-            self.sums[i] = self.sums[i].update(x[usable], y[usable])
             differing, answers = count_differing(x, y)
             self.counts[i] = self.counts[i][0] + differing, self.counts[i][1] + answers
+            if x.dtype.kind == "f":
+                usable = np.isfinite(x)
+                self.sums[i] = self.sums[i].update(x[usable], y[usable])
+            else:  # answers, not amounts: no index is farther off than another
+                x, y = np.ones(x.shape, "float32"), np.equal(x, y).astype("float32")
             self.energies[i].append(measure_energies(x, y, samples))
 
     @property

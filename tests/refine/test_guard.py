@@ -330,6 +330,29 @@ def test_ledger__guard_is_read_back_exactly(mended):
     assert Ledger.from_dict(ledger.to_dict()) == ledger
 
 
+def test_measure_gaps__integers_are_answers_and_no_amounts():
+    """An index that is one off is as wrong as any other: none has a signal to noise ratio."""
+
+    def find_place(sign):
+        builder = relax.BlockBuilder()
+        x = relax.Var("x", relax.TensorType((1, 50), "float32"))
+        with builder.function("main", [x]):
+            with builder.dataflow():
+                y = builder.emit(relax.op.multiply(x, relax.const(sign, "float32")))
+                place = builder.emit(relax.op.argmax(y, 1))
+                out = builder.emit_output(relax.Tuple([x, place]))
+            builder.emit_func_output(out)
+        return builder.get()
+
+    x = np.random.default_rng(0).normal(size=(1, 50)).astype("float32")
+    _, same = measure_gaps(find_place(1.0), find_place(2.0), [{"x": x}])
+    _, other = measure_gaps(find_place(1.0), find_place(-1.0), [{"x": x}])
+    assert same.sqnr == other.sqnr == float("inf")
+    assert (same.disagreement, other.disagreement) == (0, 1)
+    assert GuardSettings().is_parted([other])
+    assert other.worst <= 0, "the sample is found as the worst"
+
+
 def test_measure_gaps__nan_is_the_largest_gap(digits, broken):
     prepared, qmod = broken
     data = open_dataset(digits[2], describe_inputs(prepared.mod))
