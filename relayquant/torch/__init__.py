@@ -1,20 +1,25 @@
-"""PyTorch modules in, integer modules out; training with quantization. PyTorch is an extra.
+"""PyTorch modules in, integer modules out; training with quantization; models that only run.
+PyTorch is an extra.
 
 Around the data flow. PyTorch is imported when a function of this package is called.
 """
 
 from relayquant.importers import import_torch as load
+from relayquant.torch.conversion import convert
+from relayquant.torch.define_by_run import Unseen, prepare
 from relayquant.torch.exported import export, quantize
 from relayquant.torch.ranges import BatchNorm, Ranges
-from relayquant.torch.training import convert, from_module, prepare_qat
+from relayquant.torch.training import from_module, prepare_qat
 
 __all__ = [
     "BatchNorm",
     "Ranges",
+    "Unseen",
     "convert",
     "export",
     "from_module",
     "load",
+    "prepare",
     "prepare_qat",
     "quantize",
 ]

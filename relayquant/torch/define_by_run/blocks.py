@@ -1,0 +1,324 @@
+"""Define-by-run, after calibration: tapes of calls -> the straight runs of the user's code.
+
+As a compiler finds basic blocks: an operator begins a run where calls come to it from different
+operators, or go on from the one before to different ones. A run ends before an operator that stays
+in PyTorch reads what it computes (`bool(x.max() > 1)`). So each operator belongs to one run, and
+any path through the code is a sequence of whole runs.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from relayquant.torch.define_by_run.arguments import is_equal
+from relayquant.torch.define_by_run.call_sites import CallSite
+from relayquant.torch.define_by_run.tape import Call, ModelConstant, Tape, TapeStep, ValueForm
+
+VARIES = "an argument of it that is no tensor differs from call to call"
+RANK_VARIES = "the rank or dtype of its tensors differs from call to call"
+VARIES_ADVICE = "Compute it with tensors, or make it a constant of the code."
+
+
+@dataclass(frozen=True)
+class Inside:
+    """A value of the same run, by its number."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Input:
+    """An input of the run, by its number."""
+
+    number: int
+
+
+#: What a step of a run reads.
+Source = Inside | Input | ModelConstant
+
+
+@dataclass(frozen=True, eq=False)
+class RunStep:
+    """A step of a run: what it reads, and the numbers of the values it computes.
+
+    `step` is one of those that were recorded, for its call and its form.
+    """
+
+    step: TapeStep
+    sources: tuple[Source, ...]
+    results: tuple[int, ...]
+
+    @property
+    def call(self) -> Call:
+        """What it computes, without writing into anything."""
+        assert self.step.pure is not None
+        return self.step.pure
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One time that a call went through a run: number of the tape, and of the steps."""
+
+    tape: int
+    steps: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Form:
+    """Shape and dtype of a value in all passes; None for a size that differs."""
+
+    shape: tuple[int | None, ...]
+    dtype: object
+
+
+@dataclass(frozen=True, eq=False)
+class StraightRun:
+    """A straight run of operators.
+
+    Attributes:
+        steps: In their order.
+        forms: Of the values that it computes; a size of None differs from pass to pass.
+        inputs: Of the tensors that it reads and that are no constants; likewise.
+        outputs: Numbers of the values that are read elsewhere.
+        passes: All of them.
+    """
+
+    steps: tuple[RunStep, ...]
+    forms: tuple[Form, ...]
+    inputs: tuple[Form, ...]
+    outputs: tuple[int, ...]
+    passes: tuple[Pass, ...]
+
+    @property
+    def sites(self) -> tuple[CallSite, ...]:
+        return tuple(each.step.site for each in self.steps)
+
+
+class Cuts:
+    """What the search for runs has found so far; it only grows.
+
+    Attributes:
+        eager: Operators that stay in PyTorch.
+        leaders: Operators that begin a run.
+        ends: Operators that end one.
+    """
+
+    def __init__(self, eager: set[CallSite]) -> None:
+        self.eager = eager
+        self.leaders: set[CallSite] = set()
+        self.ends: set[CallSite] = set()
+
+
+class _Changed(Exception):
+    """The cuts have changed: what was found with them is void."""
+
+
+def find_blocks(tapes: Sequence[Tape], eager: set[CallSite]) -> list[StraightRun]:
+    """The runs of all tapes, in the order in which calls first came to them.
+
+    `eager` are operators that stay in PyTorch; those that cannot be part of a run are added, with
+    the reason at the site.
+    """
+    cuts = Cuts(eager)
+    for tape in tapes:
+        cuts.eager.update(step.site for step in tape.steps if step.pure is None)
+        cuts.eager.update(tape.eager)
+    while True:
+        try:
+            return list(_form_blocks(tapes, cuts))
+        except _Changed:
+            continue
+
+
+def _form_blocks(tapes: Sequence[Tape], cuts: Cuts) -> Iterator[StraightRun]:
+    find_leaders(tapes, cuts)
+    passes: dict[CallSite, list[Pass]] = {}
+    owners: dict[tuple[int, int], tuple[CallSite, int]] = {}  # (tape, step) -> run, pass
+    for t, tape in enumerate(tapes):
+        for steps in cut_tape(tape, cuts):
+            leader = tape.steps[steps[0]].site
+            of_run = passes.setdefault(leader, [])
+            owners.update(((t, i), (leader, len(of_run))) for i in steps)
+            of_run.append(Pass(t, tuple(steps)))
+    read = find_read_values(tapes, owners)
+    for of_run in passes.values():
+        yield form_block(tapes, of_run, read, cuts)
+
+
+def find_leaders(tapes: Sequence[Tape], cuts: Cuts) -> None:
+    """Operators that do not always follow the same one, or follow one that goes on to others."""
+    before: dict[CallSite, set[CallSite | None]] = defaultdict(set)
+    after: dict[CallSite, set[CallSite | None]] = defaultdict(set)
+    for tape in tapes:
+        last: CallSite | None = None
+        for step in tape.steps:
+            if step.site in cuts.eager:
+                continue
+            before[step.site].add(last)
+            if last is not None:
+                after[last].add(step.site)
+            last = step.site
+        if last is not None:
+            after[last].add(None)
+    for site, places in before.items():
+        if len(places) > 1 or None in places:
+            cuts.leaders.add(site)
+    for site, places in after.items():
+        if len(places) > 1:
+            cuts.ends.add(site)
+
+
+def cut_tape(tape: Tape, cuts: Cuts) -> Iterator[list[int]]:
+    """Numbers of the steps of each pass; finds new ends."""
+    current: list[int] = []
+    touched: set[object] = set()  # values that the pass computes
+    inputs: set[object] = set()  # and those that it reads
+    for i, step in enumerate(tape.steps):
+        if step.site in cuts.eager:
+            is_reader = not touched.isdisjoint(step.operands)
+            is_writer = step.writes and not inputs.isdisjoint(step.operands)
+            if current and (is_reader or is_writer):
+                last = tape.steps[current[-1]].site
+                if last not in cuts.ends:
+                    cuts.ends.add(last)
+                    raise _Changed
+            continue
+        is_end = bool(current) and tape.steps[current[-1]].site in cuts.ends
+        if current and (is_end or step.site in cuts.leaders):
+            yield current
+            current, touched, inputs = [], set(), set()
+        current.append(i)
+        inputs.update(step.operands)
+        touched.update(step.results)
+        is_end = step.site in cuts.ends
+        if is_end:
+            yield current
+            current, touched, inputs = [], set(), set()
+    if current:
+        yield current
+
+
+def find_read_values(
+    tapes: Sequence[Tape], owners: Mapping[tuple[int, int], tuple[CallSite, int]]
+) -> list[set[int]]:
+    """Of each tape, the values that are read outside of the pass that computes them, or still
+    exist when the call is over.
+    """
+    found: list[set[int]] = []
+    for t, tape in enumerate(tapes):
+        makers: dict[int, tuple[CallSite, int] | None] = {}
+        read = set(tape.alive)
+        for i, step in enumerate(tape.steps):
+            owner = owners.get((t, i))
+            for value in step.operands:
+                if isinstance(value, int) and (owner is None or makers.get(value) != owner):
+                    read.add(value)
+            makers.update(dict.fromkeys(step.results, owner))
+        found.append(read)
+    return found
+
+
+def form_block(
+    tapes: Sequence[Tape], passes: Sequence[Pass], read: Sequence[set[int]], cuts: Cuts
+) -> StraightRun:
+    """The run whose passes these are.
+
+    Raises:
+        _Changed: the passes do not agree; the cuts now say so.
+    """
+    rows = [[tapes[each.tape].steps[i] for i in each.steps] for each in passes]
+    inputs: dict[tuple[int, ...], int] = {}  # what it is in each pass -> number of the input
+    steps: list[RunStep] = []
+    inside = [dict[int, int]() for _ in passes]  # of each pass: value of the tape -> of the run
+    count = 0
+    for k, first in enumerate(rows[0]):
+        column = [row[k] for row in rows]
+        check_calls(column, cuts)
+        sources: list[Source] = []
+        for place in range(len(first.operands)):
+            operands = [step.operands[place] for step in column]
+            source = find_source(operands, inside)
+            if source is None and any(isinstance(operand, ModelConstant) for operand in operands):
+                refuse(first.site, cuts, "it reads a parameter in some calls only")
+            if source is None:
+                cuts.leaders.add(first.site)
+                raise _Changed
+            if isinstance(source, tuple):
+                source = Input(inputs.setdefault(source, len(inputs)))
+            sources.append(source)
+        if first.target and not isinstance(sources[0], Inside):
+            refuse(first.site, cuts, "it writes into a tensor of another part of the code", "")
+        results = tuple(range(count, count + len(first.results)))
+        count += len(results)
+        for values, step in zip(inside, column, strict=True):
+            values.update(zip(step.results, results, strict=True))
+        steps.append(RunStep(first, tuple(sources), results))
+    forms: list[list[ValueForm]] = [[] for _ in range(count)]
+    outputs: set[int] = set()
+    for each, values in zip(passes, inside, strict=True):
+        for value, number in values.items():
+            forms[number].append(tapes[each.tape].forms[value])
+            if value in read[each.tape]:
+                outputs.add(number)
+    of_inputs = [
+        [tapes[each.tape].forms[value] for each, value in zip(passes, values, strict=True)]
+        for values in inputs
+    ]
+    for of_one in (*forms, *of_inputs):
+        if len({(len(form.shape), form.dtype) for form in of_one}) > 1:
+            refuse(rows[0][0].site, cuts, RANK_VARIES)
+    return StraightRun(
+        tuple(steps),
+        tuple(map(join_forms, forms)),
+        tuple(map(join_forms, of_inputs)),
+        tuple(sorted(outputs)),
+        tuple(passes),
+    )
+
+
+def check_calls(column: Sequence[TapeStep], cuts: Cuts) -> None:
+    """That an operator has the same arguments in all passes, but for its tensors."""
+    first = column[0]
+    assert first.pure is not None
+    for step in column[1:]:
+        assert step.pure is not None
+        if step.form != first.form or not is_equal(step.pure.arguments, first.pure.arguments):
+            refuse(first.site, cuts, VARIES, VARIES_ADVICE)
+
+
+def refuse(site: CallSite, cuts: Cuts, reason: str, advice: str = "") -> None:
+    """An operator stays in PyTorch; what was found with the cuts so far is void."""
+    site.reason, site.advice = reason, advice
+    cuts.eager.add(site)
+    raise _Changed
+
+
+def find_source(
+    operands: Sequence[int | ModelConstant], inside: Sequence[Mapping[int, int]]
+) -> Source | tuple[int, ...] | None:
+    """What an operand is in all passes: a value of the run, a constant, or the values it is from
+    outside. None where it is not the same kind of thing in all of them.
+    """
+    kinds = {
+        operand if isinstance(operand, ModelConstant) else values.get(operand)
+        for operand, values in zip(operands, inside, strict=True)
+    }
+    if len(kinds) == 1:
+        (kind,) = kinds
+        if isinstance(kind, ModelConstant):
+            return kind
+        if kind is not None:
+            return Inside(kind)
+    if kinds != {None}:
+        return None
+    return tuple(operand for operand in operands if isinstance(operand, int))
+
+
+def join_forms(forms: Sequence[ValueForm]) -> Form:
+    """The form of a value from that in each pass."""
+    shapes = zip(*(form.shape for form in forms), strict=True)
+    return Form(
+        tuple(sizes[0] if len(set(sizes)) == 1 else None for sizes in shapes), forms[0].dtype
+    )

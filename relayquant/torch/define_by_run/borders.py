@@ -1,0 +1,164 @@
+"""Define-by-run, convert: where one run feeds the next, and whether integers may cross there.
+
+Values that meet at one input of a run, from two branches or round a loop, have one grid: such
+borders are joined until no value crosses two of them. A border is integer when the runs that
+compute what crosses it, and one that reads it, quantize it anyway; its grid is picked by the
+observer of the latter, from all values that crossed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import tvm
+
+from relayquant.calibration.choose_ranges import OutputSQNR
+from relayquant.calibration.observers import MinMax, Observer
+from relayquant.errors import ConfigError
+from relayquant.plan import GroupPlan
+from relayquant.prepared import PreparedModel
+from relayquant.qtypes import QParams
+from relayquant.rewrite import Graph
+from relayquant.rewrite.graph import iterate_results, result_expr
+from relayquant.torch.define_by_run.blocks import Input, StraightRun
+from relayquant.torch.define_by_run.tape import Tape
+
+
+@dataclass(frozen=True, order=True)
+class Port:
+    """An input or output of a run, by number."""
+
+    block: int
+    is_output: bool
+    number: int
+
+
+@dataclass(frozen=True)
+class Border:
+    """Inputs and outputs of runs that are one value of the model, and its grid."""
+
+    ports: frozenset[Port]
+    qparams: QParams
+
+
+def find_meetings(tapes: Sequence[Tape], blocks: Sequence[StraightRun]) -> list[frozenset[Port]]:
+    """The ports that values connect, those alone left out."""
+    made: dict[tuple[int, int], Port] = {}  # (tape, value) -> output it is
+    reads: list[tuple[tuple[int, int], Port]] = []
+    for b, block in enumerate(blocks):
+        for each in block.passes:
+            tape = tapes[each.tape]
+            inside: dict[int, int] = {}
+            for i, step in zip(each.steps, block.steps, strict=True):
+                inside.update(zip(step.results, tape.steps[i].results, strict=True))
+            for k, number in enumerate(block.outputs):
+                made[each.tape, inside[number]] = Port(b, True, k)
+            for k, value in enumerate(read_inputs(tape, block, each.steps)):
+                reads.append(((each.tape, value), Port(b, False, k)))
+    groups: dict[Port, set[Port]] = {}
+    for value, port in reads:
+        if value not in made:
+            continue
+        joined = groups.get(port, {port}) | groups.get(made[value], {made[value]})
+        groups.update(dict.fromkeys(joined, joined))
+    return sorted({frozenset(group) for group in groups.values()}, key=sorted)
+
+
+def read_inputs(tape: Tape, block: StraightRun, steps: Sequence[int]) -> list[int]:
+    """Numbers of the values that the inputs of a run are in one pass."""
+    found: dict[int, int] = {}
+    for i, step in zip(steps, block.steps, strict=True):
+        for operand, source in zip(tape.steps[i].operands, step.sources, strict=True):
+            if isinstance(source, Input) and isinstance(operand, int):
+                found[source.number] = operand
+    return [found[number] for number in range(len(found))]
+
+
+def name_ports(prepared: PreparedModel) -> tuple[list[str], list[str]]:
+    """Names of the inputs and of the outputs of a run's module; "" for an output that is no
+    value of its own.
+    """
+    graph = Graph(prepared.mod)
+    inputs = [param.name for param in graph.func.params]
+    results = iterate_results(result_expr(graph))
+    return inputs, [getattr(result, "name", "") for result in results]
+
+
+def find_group(prepared: PreparedModel, name: str) -> GroupPlan | None:
+    """The group of 8 bits that a value is on; None where it is float."""
+    keys = prepared.plan.value_groups.get(name, ())
+    if len(keys) != 1:
+        return None
+    group = prepared.plan.group(keys[0])
+    maker = prepared.plan.producers.get(name)
+    if maker is not None and (not maker.quantized or maker.dynamic is not None):
+        return None
+    return None if group.info.spec.is_per_channel or group.constant is not None else group
+
+
+def choose_borders(
+    meetings: Sequence[frozenset[Port]],
+    graphs: Mapping[int, tvm.IRModule],
+    plan_run: Callable[..., PreparedModel],
+    observer: Observer | None,
+    read_values: Callable[[Port], Iterator[np.ndarray]],
+) -> list[Border]:
+    """The borders that integers cross.
+
+    Args:
+        meetings: As `find_meetings` gives them.
+        graphs: By number, the modules of the runs that are quantized.
+        plan_run: (module, output_dtypes) -> its plan; ConfigError where an output cannot be so.
+        observer: What picks the grids; None: that of the first run that reads the values.
+        read_values: Input of a run -> all arrays that came there.
+    """
+    plans = {number: plan_run(mod, {}) for number, mod in graphs.items()}
+    borders = []
+    for ports in meetings:
+        if any(port.block not in plans for port in ports if port.is_output):
+            continue
+        read = {
+            port: find_port_group(plans, port)
+            for port in sorted(ports)
+            if not port.is_output and port.block in plans
+        }
+        readers = {port: group for port, group in read.items() if group is not None}
+        first = next(iter(readers.values()), None)
+        if first is None or not all(is_alike(group, first) for group in readers.values()):
+            continue
+        makers = [port for port in ports if port.is_output]
+        try:
+            of_makers = {
+                port: plan_run(graphs[port.block], {port.number: first.info.spec.dtype})
+                for port in makers
+            }
+        except ConfigError:
+            continue
+        made = [find_port_group({port.block: plan}, port) for port, plan in of_makers.items()]
+        if any(group is None or not is_alike(group, first) for group in made):
+            continue
+        picker = observer or first.calibration
+        if first.is_fixed or not isinstance(picker, Observer):
+            continue
+        if isinstance(picker, OutputSQNR):
+            picker = MinMax()  # there is no output to judge by: nothing is clipped
+        values = itertools.chain.from_iterable(map(read_values, read))
+        crossed = frozenset([*makers, *readers])  # other readers take it in float
+        borders.append(Border(crossed, picker.observe(first.info, values)))
+    return borders
+
+
+def find_port_group(plans: Mapping[int, PreparedModel], port: Port) -> GroupPlan | None:
+    """The group of an input or output."""
+    prepared = plans[port.block]
+    name = name_ports(prepared)[port.is_output][port.number]
+    return find_group(prepared, name)
+
+
+def is_alike(group: GroupPlan, other: GroupPlan) -> bool:
+    """Whether two groups hold integers of one kind."""
+    a, b = group.info.spec, other.info.spec
+    return (a.dtype, a.limits, a.scheme) == (b.dtype, b.limits, b.scheme)

@@ -1,0 +1,145 @@
+"""Define-by-run: which operator a call is, by module path and place in the code -> `CallSite`."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from types import CodeType, FrameType
+from typing import Any
+
+import torch  # pyright: ignore[reportMissingImports]
+
+from relayquant.torch.define_by_run.functions import FunctionNames
+
+_CALL_MODULE = torch.nn.Module._call_impl.__code__
+_WRAP_CALL = torch.nn.Module._wrapped_call_impl.__code__
+#: where code lies that is not the user's
+_LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
+
+#: What two calls of one operator have in common: (id of the module, name of the function,
+#: (id of a code object, instruction), ...), from the call outwards to the user's module.
+SiteKey = tuple[Any, ...]
+
+
+class CallSite:
+    """An operator of the user's code.
+
+    Attributes:
+        module: Path of the innermost module that runs it, "" for the model itself.
+        operator: Name of the function of PyTorch.
+        file, line, function: The user's code that calls it, or the module of PyTorch that does.
+        reason, advice: Why it stays in PyTorch, and what to do about it; "" as long as nothing
+            says that it does.
+    """
+
+    def __init__(self, module: str, operator: str, file: str, line: int, function: str) -> None:
+        self.module, self.operator = module, operator
+        self.file, self.line, self.function = file, line, function
+        self.reason = self.advice = ""
+
+    def __str__(self) -> str:
+        where = f"module {self.module!r}" if self.module else "the model"
+        return f"{self.operator} in {where} ({self.place})"
+
+    @property
+    def place(self) -> str:
+        """File, line and function."""
+        return f"{self.file}:{self.line}, {self.function}"
+
+
+class SiteTable:
+    """All call sites of one model, found by the stack of a call."""
+
+    def __init__(self, model: Callable[..., Any], root: CodeType) -> None:
+        self.modules = find_modules(model)
+        self.parts = [part for module in self.modules.values() for part in module.modules()]
+        self.paths = name_modules(self.modules)
+        self.names = FunctionNames()
+        self.sites: dict[SiteKey, CallSite] = {}
+        #: id of a code object -> (the object, which must stay alive, whether it is the user's)
+        self._codes: dict[int, tuple[CodeType, bool]] = {}
+        self._root = root
+
+    def find_key(self, frame: FrameType | None, operator: str) -> SiteKey:
+        """The key of a call of `operator`, whose caller is `frame`.
+
+        It holds all places between the call and the `forward` of the user's module around it, one
+        time each: a function that calls itself has the same operators at any depth.
+        """
+        codes, root = self._codes, self._root
+        places: list[tuple[int, int]] = []
+        module, is_inside = None, False
+        while frame is not None:
+            code = frame.f_code
+            if code is _CALL_MODULE:
+                if module is None:
+                    module = id(frame.f_locals["self"])
+                if is_inside:
+                    break
+            elif code is root:
+                break
+            elif code is not _WRAP_CALL:
+                number = id(code)
+                known = codes.get(number)
+                if known is None:
+                    known = codes[number] = code, not code.co_filename.startswith(_LIBRARIES)
+                is_inside = is_inside or known[1]
+                places.append((number, frame.f_lasti))
+            frame = frame.f_back
+        return module, operator, *dict.fromkeys(places)
+
+    def add(self, key: SiteKey, frame: FrameType | None) -> CallSite:
+        """The site of a key; a new one where it has none."""
+        site = self.sites.get(key)
+        if site is None:
+            site = self.sites[key] = self.describe(key, frame)
+        return site
+
+    def describe(self, key: SiteKey, frame: FrameType | None) -> CallSite:
+        """What is said of the call with this key: its place is the innermost code of the user's."""
+        first = frame
+        while frame is not None and frame.f_code is not self._root:
+            if not frame.f_code.co_filename.startswith(_LIBRARIES):
+                first = frame
+                break
+            frame = frame.f_back
+        path = self.paths.get(key[0], "") if key[0] is not None else ""
+        if first is None:
+            return CallSite(path, key[1], "?", 0, "?")
+        code = first.f_code
+        name = getattr(code, "co_qualname", code.co_name)  # Python 3.11 has the longer one
+        return CallSite(path, key[1], os.path.basename(code.co_filename), first.f_lineno, name)
+
+
+def find_modules(model: Callable[..., Any]) -> dict[str, torch.nn.Module]:
+    """The modules that a model is made of, by the name under which it finds them: "" for itself,
+    the variables that a function refers to, the attributes of an object whose method it is.
+    """
+    if isinstance(model, torch.nn.Module):
+        return {"": model}
+    function = getattr(model, "__func__", model)
+    owner = getattr(model, "__self__", None)
+    if isinstance(owner, torch.nn.Module):
+        return {"": owner}
+    if owner is None and not inspect.isroutine(model):  # an object that can be called
+        owner, function = model, type(model).__call__
+    variables: dict[str, Any] = dict(getattr(owner, "__dict__", {}))
+    if inspect.isfunction(function):
+        found = inspect.getclosurevars(function)
+        variables = {**found.globals, **found.nonlocals, **variables}
+    return {name: value for name, value in variables.items() if isinstance(value, torch.nn.Module)}
+
+
+def name_modules(modules: Mapping[str, torch.nn.Module]) -> dict[int, str]:
+    """id of a module -> its path."""
+    return {
+        id(part): join_path(root, path)
+        for root, module in reversed(modules.items())
+        for path, part in module.named_modules()
+    }
+
+
+def join_path(*parts: str) -> str:
+    """ "decoder" and "gru" -> "decoder.gru"; empty parts are left out."""
+    return ".".join(part for part in parts if part)

@@ -1,0 +1,141 @@
+"""Define-by-run: what is known of the functions of PyTorch by their names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch  # pyright: ignore[reportMissingImports]
+
+#: Functions that ask for no value of a tensor.
+METADATA = frozenset(
+    [
+        "size",
+        "dim",
+        "stride",
+        "numel",
+        "nelement",
+        "ndimension",
+        "element_size",
+        "storage_offset",
+        "get_device",
+        "is_contiguous",
+        "is_floating_point",
+        "is_complex",
+        "is_signed",
+        "is_inference",
+        "is_shared",
+        "is_conj",
+        "is_neg",
+        "is_pinned",
+        "__len__",
+        "__hash__",
+        "has_names",
+        "is_set_to",
+        "is_same_size",
+        "dense_dim",
+        "sparse_dim",
+        "requires_grad_",
+        "_is_view",
+        "_set_grad_enabled",
+        "set_grad_enabled",
+        "is_grad_enabled",
+    ]
+)
+#: Properties whose value is a tensor that is computed.
+COMPUTED = frozenset(["T", "mT", "H", "mH", "real", "imag", "data"])
+#: Functions that give another result each time.
+RANDOM = frozenset(
+    [
+        "rand_like",
+        "randn_like",
+        "randint_like",
+        "bernoulli",
+        "multinomial",
+        "normal",
+        "poisson",
+        "rrelu",
+        "feature_dropout",
+        "alpha_dropout",
+        "feature_alpha_dropout",
+        "gumbel_softmax",
+    ]
+)
+#: Functions that draw numbers in training only.
+DROPOUT = frozenset(["dropout", "dropout1d", "dropout2d", "dropout3d"])
+#: Functions whose result has a size that the values decide.
+SIZED_BY_VALUES = frozenset(
+    ["nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount", "_unique2"]
+)
+#: Operators of Python that write into their first argument -> the same that does not.
+IN_PLACE = {
+    "__iadd__": "__add__",
+    "__isub__": "__sub__",
+    "__imul__": "__mul__",
+    "__itruediv__": "__truediv__",
+}
+
+#: Other functions that write into their first argument.
+WRITERS = frozenset(
+    [
+        "__setitem__",
+        "__set__",
+        "__ifloordiv__",
+        "__imod__",
+        "__ipow__",
+        "__iand__",
+        "__ior__",
+        "__ixor__",
+    ]
+)
+
+
+def name_function(function: Callable[..., Any]) -> str:
+    """Its name; that of the property where it reads one."""
+    name = getattr(function, "__name__", type(function).__name__)
+    if name == "__get__":
+        return function.__self__.__name__
+    return name
+
+
+def is_metadata(function: Callable[..., Any], name: str) -> bool:
+    """Whether it asks for a shape, a dtype and the like: no operator."""
+    if name in METADATA:
+        return True
+    return getattr(function, "__name__", "") == "__get__" and name not in COMPUTED
+
+
+class FunctionNames(dict[Any, tuple[str, bool]]):
+    """Function -> (its name, whether it asks for metadata), each found once."""
+
+    def __missing__(self, function: Callable[..., Any]) -> tuple[str, bool]:
+        name = name_function(function)
+        self[function] = found = name, is_metadata(function, name)
+        return found
+
+
+def find_pure(
+    function: Callable[..., Any], name: str, kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], dict[str, Any]] | None:
+    """The function, and its arguments by name, that computes what this one writes into its first
+    argument; None where there is none.
+    """
+    if kwargs.get("inplace") is True:
+        return function, {**kwargs, "inplace": False}
+    if "out" in kwargs:
+        return None
+    pure = IN_PLACE.get(name)
+    if pure is None and name.endswith("_") and not name.endswith("__"):
+        pure = name[:-1]
+    if pure is None:
+        return None
+    for owner in (torch.Tensor, torch, torch.nn.functional):
+        if getattr(owner, name, None) is function and hasattr(owner, pure):
+            return getattr(owner, pure), kwargs
+    return None
+
+
+def may_write(name: str, kwargs: dict[str, Any]) -> bool:
+    """Whether a function may write into its first tensor."""
+    is_marked = name.endswith("_") and not name.endswith("__")
+    return is_marked or "out" in kwargs or name in IN_PLACE or name in WRITERS

@@ -1,0 +1,177 @@
+"""Define-by-run, convert: a straight run -> a Relax module, through torch.export and its importer.
+
+Values get the names that they have in a model that exports as a whole: those of the user's modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch  # pyright: ignore[reportMissingImports]
+import tvm
+
+from relayquant.errors import ModelError
+from relayquant.importers import import_torch
+from relayquant.torch.define_by_run.arguments import read_result
+from relayquant.torch.define_by_run.blocks import Input, Inside, RunStep, StraightRun
+from relayquant.torch.define_by_run.tape import ModelConstants
+from relayquant.torch.exported import export
+
+#: name of the submodule that holds the steps; no attribute of the user's has it
+_STEPS = "relayquant steps"
+
+
+class StepModule(torch.nn.Module):
+    """One step, a module of its own so that the graph says which nodes it became."""
+
+    def __init__(self, step: RunStep) -> None:
+        super().__init__()
+        self.step = step
+
+    def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        read = read_result(self.step.call.run(tensors))
+        return read[1] if read else []
+
+
+class RunModule(torch.nn.Module):
+    """A straight run as a module for torch.export: inputs -> the values that are read elsewhere."""
+
+    def __init__(
+        self,
+        steps: Sequence[RunStep],
+        outputs: Sequence[int],
+        constants: ModelConstants,
+    ) -> None:
+        super().__init__()
+        self.steps, self.outputs = tuple(steps), tuple(outputs)
+        self._paths: dict[int, str] = {}
+        for step in steps:
+            for source in step.sources:
+                if not isinstance(source, Input | Inside) and source.number not in self._paths:
+                    name = constants.names[source.number]
+                    put_constant(self, name, constants.tensors[source.number])
+                    self._paths[source.number] = name
+        self.add_module(_STEPS, torch.nn.ModuleList(map(StepModule, steps)))
+
+    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        values: dict[int, torch.Tensor] = {}
+        for step, module in zip(self.steps, self.get_submodule(_STEPS), strict=True):
+            tensors = []
+            for source in step.sources:
+                if isinstance(source, Input):
+                    tensors.append(inputs[source.number])
+                elif isinstance(source, Inside):
+                    tensors.append(values[source.number])
+                else:
+                    tensors.append(find_constant(self, self._paths[source.number]))
+            values.update(zip(step.results, module(*tensors), strict=True))
+        return tuple(values[number] for number in self.outputs)
+
+
+def put_constant(root: torch.nn.Module, path: str, tensor: torch.Tensor) -> None:
+    """Make a tensor known to the module under the path that it has in the user's model."""
+    *modules, name = path.split(".")
+    for part in modules:
+        if part not in root._modules:
+            root.add_module(part, torch.nn.Module())
+        root = root.get_submodule(part)
+    root.register_buffer(name, tensor.detach())
+
+
+def find_constant(root: torch.nn.Module, path: str) -> torch.Tensor:
+    """The tensor that `put_constant` put there."""
+    module, _, name = path.rpartition(".")
+    return getattr(root.get_submodule(module), name)
+
+
+def build_graph(
+    steps: Sequence[RunStep],
+    outputs: Sequence[int],
+    constants: ModelConstants,
+    inputs: Sequence[torch.Tensor],
+    sizes: Sequence[tuple[int | None, ...]],
+) -> tvm.IRModule:
+    """The Relax module of the steps of a run.
+
+    Args:
+        steps: The steps.
+        outputs: Numbers of the values that main returns.
+        constants: The model's.
+        inputs: Example inputs.
+        sizes: Their sizes, None for one that differs from call to call.
+
+    Raises:
+        ModelError: torch.export or the importer cannot take it.
+    """
+    module = RunModule(steps, outputs, constants)
+    dims = tuple(
+        {axis: torch.export.Dim.AUTO for axis, size in enumerate(shape) if size is None}
+        for shape in sizes
+    )
+    has_dims = any(dims)
+    program = export(module, tuple(inputs), dynamic_shapes=(dims,) if has_dims else None)
+    name_nodes(program, [step.step.site.module for step in steps])
+    mod, _ = import_torch(program)
+    return mod
+
+
+def name_nodes(program: Any, paths: Sequence[str]) -> None:
+    """Give the nodes of each step the module that runs it in the user's model."""
+    for node in program.graph.nodes:
+        stack: Mapping[str, Any] = node.meta.get("nn_module_stack") or {}
+        owner = next((str(path) for path, _ in stack.values() if _STEPS in str(path)), "")
+        if not owner:
+            continue
+        number = owner.partition(_STEPS)[2].strip(".]['\"").split(".")[0]
+        parts = paths[int(number)].split(".") if paths[int(number)] else []
+        prefixes = [".".join(parts[: i + 1]) for i in range(len(parts))]
+        node.meta["nn_module_stack"] = {path: (path, "") for path in prefixes}
+
+
+def find_refused(
+    block: StraightRun, constants: ModelConstants, inputs: Sequence[torch.Tensor]
+) -> dict[int, ModelError]:
+    """Steps of a run that no graph takes, each tried alone on what it reads for these inputs."""
+    found: dict[int, ModelError] = {}
+    for i, (step, operands) in enumerate(run_steps(block.steps, constants, inputs)):
+        kept = [
+            (tensor, source)
+            for tensor, source in zip(operands, step.sources, strict=True)
+            if isinstance(source, Input | Inside)
+        ]
+        numbers = iter(range(len(kept)))
+        sources = tuple(
+            Input(next(numbers)) if isinstance(source, Input | Inside) else source
+            for source in step.sources
+        )
+        alone = RunStep(step.step, sources, step.results)
+        tensors = [tensor for tensor, _ in kept]
+        try:
+            build_graph([alone], step.results, constants, tensors, [t.shape for t in tensors])
+        except ModelError as error:
+            found[i] = error
+    return found
+
+
+def run_steps(
+    steps: Sequence[RunStep],
+    constants: ModelConstants,
+    inputs: Sequence[torch.Tensor | None],
+    values: dict[int, torch.Tensor] | None = None,
+) -> Iterator[tuple[RunStep, list[Any]]]:
+    """Run steps in PyTorch: each with the tensors it reads; `values` are filled."""
+    values = {} if values is None else values
+    for step in steps:
+        tensors = []
+        for source in step.sources:
+            if isinstance(source, Input):
+                tensors.append(inputs[source.number])
+            elif isinstance(source, Inside):
+                tensors.append(values[source.number])
+            else:
+                tensors.append(constants.tensors[source.number])
+        with torch.no_grad():
+            read = read_result(step.call.run(tensors))
+        values.update(zip(step.results, read[1] if read else (), strict=True))
+        yield step, tensors

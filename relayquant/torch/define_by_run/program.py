@@ -1,0 +1,263 @@
+"""Define-by-run: a prepared model, called to calibrate, and the converted one, called to use it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch  # pyright: ignore[reportMissingImports]
+import tvm
+from torch.utils import _pytree as pytree  # pyright: ignore[reportMissingImports]
+
+from relayquant.compilation import compile
+from relayquant.errors import ModelError
+from relayquant.ledger import Ledger, read_ledger
+from relayquant.quantizer import quantize
+from relayquant.settings import QuantizeSettings
+from relayquant.torch.define_by_run.arguments import Slot, join_arguments, split_arguments
+from relayquant.torch.define_by_run.call_sites import CallSite, SiteKey, SiteTable
+from relayquant.torch.define_by_run.entry import Unseen
+from relayquant.torch.define_by_run.executing import (
+    CompiledModule,
+    DeferredTensor,
+    Place,
+    RunningCode,
+    RunPlayer,
+    compute,
+)
+from relayquant.torch.define_by_run.runs import QuantizedRun, join_ledgers, quantize_runs
+from relayquant.torch.define_by_run.tape import ModelConstants, RecordedCall, Tape, TensorFile
+from relayquant.torch.exported import export, load
+
+
+def run_model(
+    model: Callable[..., Any], mode: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """A call of the model under a mode. Call sites are looked for up to here."""
+    with mode, torch.no_grad():
+        return model(*args, **kwargs)
+
+
+class PreparedProgram:
+    """A model that is calibrated by calling it: it gives what the float model gives.
+
+    Attributes:
+        model: The user's model, which it runs.
+        sites: The operators that calls have come to.
+        calls: How often it was called.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        settings: QuantizeSettings,
+        unseen: Unseen,
+        strict_order: bool,
+    ) -> None:
+        self.model, self.settings, self.unseen = model, settings, unseen
+        self.strict_order = strict_order
+        self._table = SiteTable(model, run_model.__code__)
+        self._constants = ModelConstants(self._table.modules)
+        self._file = TensorFile()
+        self._tapes: list[Tape] = []
+
+    @property
+    def sites(self) -> tuple[CallSite, ...]:
+        return tuple(self._table.sites.values())
+
+    @property
+    def calls(self) -> int:
+        return len(self._tapes)
+
+    @property
+    def order(self) -> list[CallSite] | None:
+        """The operators of the first call; None where others may come."""
+        if not self.strict_order or not self._tapes:
+            return None
+        return [step.site for step in self._tapes[0].steps]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the float model on representative inputs, and record the call.
+
+        Raises:
+            ModelError: with `strict_order`, the call goes another way than the first.
+        """
+        tensors: list[torch.Tensor] = []
+        arguments = split_arguments((args, kwargs), tensors)
+        recorder = RecordedCall(self._table, self._constants, self._file, tensors, self.order)
+        inputs = tuple(map(self._file.append, tensors))
+        with evaluation(self._table.parts):
+            result = run_model(self.model, recorder, args, kwargs)
+        tape = recorder.finish()
+        tape.arguments, tape.inputs = arguments, inputs
+        tape.sizes = tuple(tuple(tensor.shape) for tensor in tensors)
+        self._tapes.append(tape)
+        return result
+
+    def to_quantized(self) -> QuantizedProgram | QuantizedWhole:
+        """See `relayquant.torch.convert`."""
+        whole = self._quantize_whole()
+        if whole is not None:
+            return whole
+        runs = quantize_runs(self._tapes, self._constants, self._file, self.settings)
+        return QuantizedProgram(
+            self.model, self._table, self._constants, runs, self.unseen, self.order
+        )
+
+    def _quantize_whole(self) -> QuantizedWhole | None:
+        """One integer module of the whole model, where torch.export takes it."""
+        first = self._tapes[0]
+        is_module = isinstance(self.model, torch.nn.Module)
+        args, kwargs = first.arguments
+        if not is_module or kwargs or not all(map(is_flat, args)):
+            return None
+        for tape in self._tapes:
+            if [step.site for step in tape.steps] != [step.site for step in first.steps]:
+                return None
+            if any(step.pure is None for step in tape.steps) or tape.arguments != first.arguments:
+                return None
+        if any(tape.has_state for tape in self._tapes):
+            return None
+        sizes = [tape.sizes for tape in self._tapes]
+        dims = tuple(
+            {
+                axis: torch.export.Dim.AUTO
+                for axis in range(len(shape))
+                if len({size[k][axis] for size in sizes}) > 1
+            }
+            for k, shape in enumerate(first.sizes)
+        )
+        examples = tuple(map(self._file.read, first.inputs))
+        try:
+            program = export(
+                self.model,
+                join_arguments(args, examples),
+                dynamic_shapes=dims if any(dims) else None,
+            )
+            mod, params = load(program)
+        except ModelError:
+            return None  # what torch.export refuses is what this package is for
+        if len(mod["main"].params) != len(examples):
+            return None
+
+        def iterate() -> Iterator[tuple[Any, ...]]:
+            for tape in self._tapes:
+                yield tuple(self._file.read(at).numpy() for at in tape.inputs)
+
+        settings = self.settings
+        qmod = quantize(
+            mod,
+            params,
+            iterate,
+            qconfig_mapping=settings.qconfig_mapping,
+            backend=settings.backend,
+            effort=settings.effort,
+            calibration=settings.calibration,
+        )
+        return QuantizedWhole(qmod, program.call_spec.out_spec)
+
+
+class QuantizedWhole:
+    """A model that is one integer module.
+
+    Attributes:
+        mod: The module: what `relayquant.torch.quantize` gives.
+        executable: It, compiled for this machine.
+    """
+
+    def __init__(self, mod: tvm.IRModule, form: Any) -> None:
+        self.mod, self.executable, self._form = mod, compile(mod), form
+        self._module = CompiledModule(self.executable)
+
+    @property
+    def modules(self) -> tuple[tvm.IRModule, ...]:
+        """The integer modules that the model is made of."""
+        return (self.mod,)
+
+    @property
+    def ledger(self) -> Ledger:
+        """What was quantized, and why what was not."""
+        return read_ledger(self.mod)
+
+    def __call__(self, *args: Any) -> Any:
+        """The outputs for inputs of the calibrated shapes, as the float model returns them."""
+        tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+        return pytree.tree_unflatten(self._module.call(tensors), self._form)
+
+
+class QuantizedProgram:
+    """A model whose straight runs are integer modules, called from its own code.
+
+    Attributes:
+        model: The user's model, whose code runs.
+        runs: The straight runs.
+        sites: The operators that calibration came to.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        table: SiteTable,
+        constants: ModelConstants,
+        runs: Sequence[QuantizedRun],
+        unseen: Unseen,
+        order: Sequence[CallSite] | None,
+    ) -> None:
+        self.model, self.runs = model, tuple(runs)
+        self._table, self._unseen, self._order = table, unseen, order
+        self._warned: set[CallSite] = set()
+        places: dict[CallSite, Place] = {}
+        for run in self.runs:
+            player = RunPlayer(run, constants)
+            for number, site in enumerate(run.block.sites):
+                places[site] = Place(site, player, number)
+        self._places: dict[SiteKey, Place] = {
+            key: places.get(site, Place(site)) for key, site in table.sites.items()
+        }
+
+    @property
+    def sites(self) -> tuple[CallSite, ...]:
+        return tuple(self._table.sites.values())
+
+    @property
+    def modules(self) -> tuple[tvm.IRModule, ...]:
+        """The integer modules that the model is made of."""
+        return tuple(run.mod for run in self.runs)
+
+    @property
+    def ledger(self) -> Ledger:
+        """What was quantized, and why what was not, of all parts: integer modules and PyTorch."""
+        return join_ledgers(self.runs, self.sites)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model.
+
+        Raises:
+            ModelError: the call comes to an operator, a size or a constant that calibration never
+                came to, unless `unseen` says float; or with `strict_order`, another way.
+        """
+        code = RunningCode(self._table, self._places, self._unseen, self._order, self._warned)
+        with evaluation(self._table.parts):
+            result = run_model(self.model, code, args, kwargs)
+        if code.passing is not None:
+            code.passing.compute_in_float()
+        return pytree.tree_map_only(DeferredTensor, compute, result)
+
+
+@contextlib.contextmanager
+def evaluation(parts: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """All modules in evaluation mode; afterwards as they were."""
+    training = [part for part in parts if part.training]
+    for part in training:
+        part.training = False
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True
+
+
+def is_flat(argument: Any) -> bool:
+    """Whether an argument is a tensor."""
+    return isinstance(argument, Slot)
