@@ -88,5 +88,5 @@ for row in quantized.ledger.rows:
 narrow = rq.torch.prepare(module, (images[-1],), effort="fast")
 try:
     rq.torch.convert(narrow)(images[0])
-except rq.errors.ModelError as error:
+except ValueError as error:
     print(error)

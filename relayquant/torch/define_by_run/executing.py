@@ -376,8 +376,8 @@ class RunningCode(TorchFunctionMode):
         self.passing = None
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
         text = (
-            f"{place.site} gets tensors of shapes {shapes}, or constants, that calibration never "
-            "saw there. Call the prepared model with inputs that do so and convert it again; a "
+            f"{place.site} gets shapes {shapes}, or constants, that calibration never saw there. "
+            "Call the prepared model with inputs that do so and convert it again; a "
             "size that differs between calls of calibration may have any value afterwards"
         )
         if self.unseen is Unseen.ERROR:
