@@ -1,13 +1,13 @@
 """Prepared PyTorch models -> what runs on integers: `convert(prepared)`.
 
-Behind `prepare` and `prepare_qat`; what they return knows how it is converted.
+Behind `prepare`, `prepare_qat` and `from_module`; what they return knows how it is converted.
 """
 
 from __future__ import annotations
 
 from typing import Any, Protocol, runtime_checkable
 
-from relayquant.errors import ModelError
+from relayquant.errors import ConfigError
 
 
 @runtime_checkable
@@ -19,22 +19,26 @@ class Convertible(Protocol):
         ...
 
 
-def convert(prepared: Convertible) -> Any:
-    """The quantized model of what `prepare` or `prepare_qat` returned.
+def convert(prepared: Any) -> Any:
+    """The quantized model of what `prepare`, `prepare_qat` or `from_module` gave.
 
-    Of `prepare`: an object that is called like the model. Where `torch.export` takes the model as a
+    Of the latter two, the integer module of the normal pipeline, with its ledger; of a model that
+    is not quantized, the float module. The module in evaluation mode and the integer module agree
+    within one step in every value that is computed from the same integers.
+
+    Of `prepare`, an object that is called like the model. Where `torch.export` takes the model as a
     whole, it is one integer module, the same that `quantize` gives (`.mod`). Elsewhere the user's
     code runs, and its straight runs of operators are integer modules (`.runs`), called without
     copies; where one feeds the next, integers pass. `.modules` are the integer modules of either
     kind, and `.ledger` says of every operator, also of those in PyTorch, what became of it.
 
     Raises:
-        ModelError: `prepared` is nothing of that kind.
-        ConfigError: a line of the QConfigMapping decides for no operator.
+        ConfigError: `prepared` is nothing of that kind; training diverged; or a line of the
+            QConfigMapping decides for no operator.
     """
     if not isinstance(prepared, Convertible):
-        raise ModelError(
-            f"relayquant.torch.convert takes what relayquant.torch.prepare returned, got "
+        raise ConfigError(
+            "convert takes what prepare, prepare_qat or from_module gave, got "
             f"{type(prepared).__name__}. For a module that is neither calibrated nor trained, use "
             "relayquant.torch.quantize(module, example_inputs, dataset)."
         )

@@ -16,6 +16,7 @@ from tvm import relax
 from tvm.ir import Call
 
 from relayquant.errors import ConfigError, ModelError
+from relayquant.pipeline import lower_prepared
 from relayquant.prepared import PreparedModel
 from relayquant.qtypes import QParams, Role
 from relayquant.rewrite import Emitter, rewrite_main
@@ -298,6 +299,19 @@ class TrainableModule(nn.Module):
         return replace(
             prepared, mod=mod, parameters=parameters, constants=constants, choices=choices
         )
+
+    def to_quantized(self) -> tvm.IRModule:
+        """The integer module of the normal pipeline, with its ledger; of a model that is not
+        quantized, the float module.
+
+        The module in evaluation mode and the integer module agree within one step in every value
+        that is computed from the same integers.
+
+        Raises:
+            ConfigError: training diverged.
+        """
+        trained = self.to_prepared()
+        return lower_prepared(trained) if trained.plan.groups else trained.mod
 
     def extra_repr(self) -> str:
         plan = self.source.prepared.plan

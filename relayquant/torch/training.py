@@ -18,7 +18,7 @@ from relayquant.backends import resolve_backend
 from relayquant.config import BackendConfig, QConfigMapping
 from relayquant.effort import Effort, resolve_effort
 from relayquant.errors import ConfigError, MissingDependencyError, format_count, warn_user
-from relayquant.pipeline import calibrate_model, lower_prepared, prepare_model, review_prepared
+from relayquant.pipeline import calibrate_model, prepare_model, review_prepared
 from relayquant.prepared import PreparedModel
 from relayquant.rewrite import Skip
 from relayquant.settings import CalibrateSettings, PrepareSettings
@@ -143,31 +143,6 @@ def from_module(
         weight_ranges=weight_ranges,
         batch_norm=batch_norm,
     )
-
-
-@check_arguments
-def convert(prepared: Any) -> tvm.IRModule:
-    """What was trained -> the integer module of the normal pipeline, with its ledger; of a model
-    that is not quantized, the float module.
-
-    The module in evaluation mode and the integer module agree within one step in every value that
-    is computed from the same integers.
-
-    Raises:
-        ConfigError: it is no such module, or training diverged.
-    """
-    trained = check_trained(prepared).to_prepared()
-    return lower_prepared(trained) if trained.plan.groups else trained.mod
-
-
-def check_trained(module: Any) -> TrainableModule:
-    """`module`, if it is one of ours."""
-    trainable = import_trainable()
-    if not isinstance(module, trainable.TrainableModule):
-        raise ConfigError(
-            f"convert takes what prepare_qat or from_module gave, got {type(module).__name__}."
-        )
-    return module
 
 
 def import_trainable() -> Any:

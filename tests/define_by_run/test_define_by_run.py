@@ -517,7 +517,5 @@ def test_quantize_tensor__bits_of_the_operator(dtype):
 
 
 def test_convert__says_what_it_takes():
-    with pytest.raises(
-        ModelError, match=r"takes what relayquant\.torch\.prepare returned, got Res"
-    ):
+    with pytest.raises(ConfigError, match=r"takes what prepare, .* gave, got Residual"):
         rq.torch.convert(Residual(4))
