@@ -105,12 +105,14 @@ def sensitivity(
 ) -> SensitivityReport:
     """Rank operators by the damage that quantizing each alone does.
 
-    Args: prepared: A calibrated model, as `relayquant.calibrate` returned it. dataset: As for
-        `quantize`. metric: `(float outputs, quantized outputs) -> float`, higher is better; both
-        are lists with one array for
-            each output of the model, samples along axis 0. None: SQNR of the worst output in dB.
+    Args:
+        prepared: A calibrated model, as `relayquant.calibrate` returned it.
+        dataset: As for `quantize`.
+        metric: `(float outputs, quantized outputs) -> float`, higher is better; both are lists with
+            one array for each output of the model, samples along axis 0. None: SQNR of the worst
+            output in dB.
         samples: Measure on the first batches that hold so many samples; time grows with samples x
-        operators.
+            operators.
         callbacks: Told of progress.
 
     Raises:

@@ -112,7 +112,7 @@ merged = rq.merge_statistics(*parts)
 
 # %%
 # One value in another format
-# --------------------------
+# ---------------------------
 # A line of the mapping is the one way to say that an operator is quantized otherwise, or not at
 # all, whether a person writes it or a search found it.
 

@@ -72,7 +72,7 @@ class Percentile(_HistogramObserver):
     """The range that keeps `percentile` percent of the values; what lies outside is clipped.
 
     Affine: from the (100 - percentile)-th to the percentile-th percentile. Symmetric: the
-    percentile-th percentile of |x|. Accurate to one bin (at most 2 / bins of the largest
+    percentile-th percentile of `|x|`. Accurate to one bin (at most 2 / bins of the largest
     magnitude).
 
     Wu et al. 2020, "Integer quantization for deep learning inference: principles and empirical

@@ -44,7 +44,7 @@ class MovingState(RangeState):
 
 @dataclass(frozen=True, eq=False)
 class SumState(State):
-    """Sums over samples of each sample's min, max and max |x|, float64, shape () or (C,)."""
+    """Sums over samples of each sample's min, max and max `|x|`, float64, shape () or (C,)."""
 
     low: Float64Array
     high: Float64Array
@@ -145,7 +145,7 @@ class MovingAverageMinMax(Observer[MovingState]):
 
 @dataclass(frozen=True)
 class AverageMax(Observer[SumState]):
-    """Means over samples: of each sample's max |x| (symmetric), or of its min and its max (affine).
+    """Means over samples: of each sample's max `|x|` (symmetric), or of its min and max (affine).
 
     NNCF's range estimator with ABS_MAX, or MIN and MAX, of each sample, aggregated by MEAN
     (https://openvinotoolkit.github.io/nncf/autoapi/nncf/quantization/range_estimator/).
