@@ -3,8 +3,8 @@
 Run as a script, so that such a process has loaded its engine and nothing else: no TVM beside ONNX
 Runtime. One line of JSON each way, on stdin and stdout:
 
-    {"engine", "path", "inputs", "threads"}    ->  {"ready": true} or {"error": "..."}
-    {"turn": seconds}                          ->  [[seconds passed, seconds of CPU], ...]
+    {"engine", "path", "float", "inputs", "threads"}  ->  {"ready": true} or {"error": "..."}
+    {"turn": seconds}                                 ->  [[seconds passed, seconds of CPU], ...]
 
 What an engine prints goes to stderr. The process ends when stdin does.
 """
@@ -27,7 +27,7 @@ import numpy as np
 Run = Callable[[], object]
 
 
-def load_relayquant(path: str, inputs: Mapping[str, np.ndarray], threads: int) -> Run:
+def load_relayquant(path: str, _: bool, inputs: Mapping[str, np.ndarray], threads: int) -> Run:
     """A run of a library that `export_library` wrote; `threads` are in the environment."""
     import tvm
 
@@ -39,7 +39,7 @@ def load_relayquant(path: str, inputs: Mapping[str, np.ndarray], threads: int) -
     return lambda: main(*tensors)
 
 
-def load_onnxruntime(path: str, inputs: Mapping[str, np.ndarray], threads: int) -> Run:
+def load_onnxruntime(path: str, _: bool, inputs: Mapping[str, np.ndarray], threads: int) -> Run:
     """A run of an ONNX file. Threads spin while a run lasts and stop when it ends, so that they
     take no time from what is measured next.
     """
@@ -55,9 +55,11 @@ def load_onnxruntime(path: str, inputs: Mapping[str, np.ndarray], threads: int) 
     return lambda: session.run(None, feed)
 
 
-def load_openvino(path: str, inputs: Mapping[str, np.ndarray], threads: int) -> Run:
+def load_openvino(path: str, is_float: bool, inputs: Mapping[str, np.ndarray], threads: int) -> Run:
     """A run of an ONNX file or OpenVINO's own, compiled for the shapes of the inputs and for the
     shortest time of one run.
+
+    Where a CPU has bfloat16, it computes float models in that; the others here do not.
     """
     import openvino as ov  # pyright: ignore[reportMissingImports]
 
@@ -65,15 +67,17 @@ def load_openvino(path: str, inputs: Mapping[str, np.ndarray], threads: int) -> 
     model = core.read_model(path)
     if model.is_dynamic():
         model.reshape({name: list(array.shape) for name, array in inputs.items()})
-    settings = {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY"}
+    settings: dict[str, Any] = {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY"}
+    if is_float:
+        settings["INFERENCE_PRECISION_HINT"] = "f32"
     request = core.compile_model(model, "CPU", settings).create_infer_request()
     for name, array in inputs.items():
         request.set_tensor(name, ov.Tensor(np.ascontiguousarray(array)))
     return request.infer
 
 
-#: name of an engine -> what makes a run of (path, inputs, threads)
-LOADERS: dict[str, Callable[[str, Mapping[str, np.ndarray], int], Run]] = {
+#: name of an engine -> what makes a run of (path, whether the model is float, inputs, threads)
+LOADERS: dict[str, Callable[[str, bool, Mapping[str, np.ndarray], int], Run]] = {
     "relayquant": load_relayquant,
     "onnxruntime": load_onnxruntime,
     "openvino": load_openvino,
@@ -106,7 +110,8 @@ def main() -> None:
     try:
         with np.load(given["inputs"]) as arrays:
             inputs = {name: arrays[name] for name in arrays.files}
-        run = LOADERS[given["engine"]](given["path"], inputs, given["threads"])
+        load = LOADERS[given["engine"]]
+        run = load(given["path"], given["float"], inputs, given["threads"])
         run()  # the first run allocates
     except Exception as error:
         # What an engine raises is its own affair; the other side makes an error of ours of it.

@@ -47,6 +47,7 @@ class Contender:
 
     engine: Engine
     path: Path
+    is_float: bool = False  #: to be computed in float32
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ class EngineProcess:
             {
                 "engine": contender.engine.value,
                 "path": str(contender.path),
+                "float": contender.is_float,
                 "inputs": str(inputs),
                 "threads": threads,
             }

@@ -107,7 +107,7 @@ def prepare_rivals(
 
     for rival in rivals:
         engine, (name, quantize) = rival.engine.value, rival.quantizer
-        add(rival, f"{engine} float", lambda: source)
+        contenders[f"{engine} float"] = Contender(rival.engine, source, is_float=True)
         if rival.has_quantizer():
             add(rival, name, lambda quantize=quantize: quantize(source, batches, folder))
         add(rival, f"{engine} int8, our QDQ", lambda: export_onnx(qmod, exported))

@@ -53,7 +53,9 @@ class GraphBuilder:
         gain: float = 1.0,
         activation: str | None = "Relu",
     ) -> str:
-        """Conv without bias, BatchNormalization, and Relu or Clip(0, 6); channels are (in, out)."""
+        """Conv without bias, BatchNormalization, and Relu, Clip(0, 6) or x * Sigmoid(x); channels
+        are (in, out).
+        """
         c_in, c_out = channels
         fan_in = c_in // groups * kernel * kernel
         weight = self.normal(
@@ -79,7 +81,12 @@ class GraphBuilder:
             return self.node("Relu", [y], f"{name}/relu")
         if activation == "Clip":
             return self.node("Clip", [y, *self.clip_bounds()], f"{name}/clip")
+        if activation == "Swish":
+            return self.swish(y, name)
         return y
+
+    def swish(self, x: str, name: str) -> str:
+        return self.node("Mul", [x, self.node("Sigmoid", [x], f"{name}/sigmoid")], f"{name}/swish")
 
     def clip_bounds(self) -> list[str]:
         if not any(weight.name == "clip.low" for weight in self.weights):
@@ -100,6 +107,60 @@ class GraphBuilder:
         spread = gain * math.sqrt(1 / features[0])
         y = self.node("MatMul", [x, self.normal(f"{name}.weight", features, spread)], f"{name}/mm")
         return self.node("Add", [y, self.normal(f"{name}.bias", features[1:], 0.1)], name)
+
+    def normalize(self, x: str, name: str, width: int) -> str:
+        """LayerNormalization over the last axis."""
+        scale = self.weight(f"{name}.scale", self.rng.uniform(0.7, 1.3, width).astype("float32"))
+        shift = self.normal(f"{name}.shift", (width,), 0.1)
+        return self.node("LayerNormalization", [x, scale, shift], name, axis=-1)
+
+    def constant(self, name: str, value: object, dtype: str) -> str:
+        """A weight that may be asked for several times."""
+        if not any(weight.name == name for weight in self.weights):
+            self.weight(name, np.array(value, dtype))
+        return name
+
+    def encoder(self, x: str, name: str, tokens: int, width: int, heads: int, first: bool) -> str:
+        """An encoder layer of a transformer, GELU by Erf; LayerNormalization comes first (ViT) or
+        last (BERT).
+        """
+        depth = width // heads
+        split = self.constant("split_heads", [0, tokens, heads, depth], "int64")
+        join = self.constant("join_heads", [0, tokens, width], "int64")
+        scale = self.constant("scale", math.sqrt(1 / depth), "float32")
+
+        def split_heads(x: str, key: str, axes: list[int]) -> str:
+            y = self.node("Reshape", [x, split], f"{name}.{key}/split")
+            return self.node("Transpose", [y], f"{name}.{key}/heads", perm=axes)
+
+        y = self.normalize(x, f"{name}.norm1", width) if first else x
+        q, k, v = (self.dense(y, f"{name}.{key}", (width, width)) for key in "qkv")
+        q = split_heads(q, "q", [0, 2, 1, 3])
+        k = split_heads(k, "k", [0, 2, 3, 1])
+        v = split_heads(v, "v", [0, 2, 1, 3])
+        scores = self.node("MatMul", [q, k], f"{name}/scores")
+        scores = self.node("Mul", [scores, scale], f"{name}/scaled")
+        share = self.node("Softmax", [scores], f"{name}/softmax", axis=-1)
+        y = self.node("MatMul", [share, v], f"{name}/context")
+        y = self.node("Transpose", [y], f"{name}/joined", perm=[0, 2, 1, 3])
+        y = self.node("Reshape", [y, join], f"{name}/flat")
+        y = self.dense(y, f"{name}.out", (width, width), gain=0.3)
+        x = self.node("Add", [x, y], f"{name}/add1")
+        if not first:
+            x = self.normalize(x, f"{name}.norm1", width)
+        y = self.normalize(x, f"{name}.norm2", width) if first else x
+        y = self.gelu(self.dense(y, f"{name}.up", (width, 4 * width)), f"{name}/gelu")
+        y = self.dense(y, f"{name}.down", (4 * width, width), gain=0.3)
+        x = self.node("Add", [x, y], f"{name}/add2")
+        return x if first else self.normalize(x, f"{name}.norm2", width)
+
+    def gelu(self, x: str, name: str) -> str:
+        """x (1 + erf(x / sqrt 2)) / 2, as PyTorch exports it."""
+        bell = self.node("Div", [x, self.constant("sqrt2", math.sqrt(2), "float32")], f"{name}.1")
+        bell = self.node("Erf", [bell], f"{name}.2")
+        bell = self.node("Add", [bell, self.constant("one", 1.0, "float32")], f"{name}.3")
+        y = self.node("Mul", [x, bell], f"{name}.4")
+        return self.node("Mul", [y, self.constant("half", 0.5, "float32")], name)
 
     def build(self, name: str, shape: tuple[int | str, ...], result: str) -> onnx.ModelProto:
         """The model with one input "input" of this shape and one result "output"."""
@@ -190,6 +251,140 @@ def build_mobilenet_v2(batch: int | str = 1, size: int = 224, seed: int = 0) -> 
     return g.build("mobilenet_v2", (batch, 3, size, size), g.classifier(x, 1280))
 
 
+#: channels behind each depthwise convolution, and its stride
+MOBILENET_V1_BLOCKS = (
+    (64, 1), (128, 2), (128, 1), (256, 2), (256, 1), (512, 2),
+    *[(512, 1)] * 5, (1024, 2), (1024, 1),
+)  # fmt: skip
+
+
+def build_mobilenet_v1(batch: int | str = 1, size: int = 224, seed: int = 0) -> onnx.ModelProto:
+    """MobileNet v1 of width 1.0."""
+    g = GraphBuilder(seed)
+    x, channels = g.conv("input", "stem", (3, 32), kernel=3, stride=2, activation="Clip"), 32
+    for block, (out, stride) in enumerate(MOBILENET_V1_BLOCKS):
+        x = g.conv(
+            x, f"block{block}.depthwise", (channels, channels), kernel=3, stride=stride,
+            groups=channels, activation="Clip",
+        )  # fmt: skip
+        x = g.conv(x, f"block{block}.pointwise", (channels, out), activation="Clip")
+        channels = out
+    return g.build("mobilenet_v1", (batch, 3, size, size), g.classifier(x, channels))
+
+
+#: squeeze and expand channels of the fire modules; None: a pool
+SQUEEZENET_MODULES = (
+    None, (16, 64), (16, 64), None, (32, 128), (32, 128),
+    None, (48, 192), (48, 192), (64, 256), (64, 256),
+)  # fmt: skip
+
+
+def build_squeezenet(batch: int | str = 1, size: int = 224, seed: int = 0) -> onnx.ModelProto:
+    """SqueezeNet 1.1: convolutions with bias, without batch normalization."""
+    g = GraphBuilder(seed)
+
+    def conv(x: str, name: str, channels: tuple[int, int], kernel: int, **attributes) -> str:
+        spread = math.sqrt(2 / (channels[0] * kernel * kernel))
+        weight = g.normal(f"{name}.weight", (channels[1], channels[0], kernel, kernel), spread)
+        bias = g.normal(f"{name}.bias", channels[1:], 0.1)
+        x = g.node("Conv", [x, weight, bias], name, kernel_shape=[kernel] * 2, **attributes)
+        return g.node("Relu", [x], f"{name}/relu")
+
+    x, channels = conv("input", "stem", (3, 64), 3, strides=[2, 2]), 64
+    for number, module in enumerate(SQUEEZENET_MODULES):
+        name = f"fire{number}"
+        if module is None:
+            x = g.node("MaxPool", [x], name, kernel_shape=[3, 3], strides=[2, 2], ceil_mode=1)
+            continue
+        squeeze, expand = module
+        x = conv(x, f"{name}.squeeze", (channels, squeeze), 1)
+        parts = [
+            conv(x, f"{name}.expand1", (squeeze, expand), 1),
+            conv(x, f"{name}.expand3", (squeeze, expand), 3, pads=[1] * 4),
+        ]
+        x, channels = g.node("Concat", parts, f"{name}/concat", axis=1), 2 * expand
+    x = conv(x, "classifier", (channels, 1000), 1)
+    x = g.node("Flatten", [g.node("GlobalAveragePool", [x], "pool")], "flatten")
+    return g.build("squeezenet", (batch, 3, size, size), x)
+
+
+#: expansion, channels, blocks, stride of the first block, kernel
+EFFICIENTNET_B0_STAGES = (
+    (1, 16, 1, 1, 3),
+    (6, 24, 2, 2, 3),
+    (6, 40, 2, 2, 5),
+    (6, 80, 3, 2, 3),
+    (6, 112, 3, 1, 5),
+    (6, 192, 4, 2, 5),
+    (6, 320, 1, 1, 3),
+)
+
+
+def build_efficientnet(batch: int | str = 1, size: int = 224, seed: int = 0) -> onnx.ModelProto:
+    """EfficientNet-B0: swish, and channels scaled by what a squeezed map says."""
+    g = GraphBuilder(seed)
+
+    def squeeze_excite(x: str, name: str, channels: int, squeezed: int) -> str:
+        y = g.node("GlobalAveragePool", [x], f"{name}/pool")
+        for key, (c_in, c_out) in {
+            "down": (channels, squeezed),
+            "up": (squeezed, channels),
+        }.items():
+            weight = g.normal(f"{name}.{key}.weight", (c_out, c_in, 1, 1), math.sqrt(1 / c_in))
+            bias = g.normal(f"{name}.{key}.bias", (c_out,), 0.1)
+            y = g.node("Conv", [y, weight, bias], f"{name}.{key}", kernel_shape=[1, 1])
+            y = g.swish(y, f"{name}.{key}") if key == "down" else y
+        return g.node("Mul", [x, g.node("Sigmoid", [y], f"{name}/gate")], f"{name}/scaled")
+
+    x, channels = g.conv("input", "stem", (3, 32), kernel=3, stride=2, activation="Swish"), 32
+    for stage, (expansion, out, count, first_stride, kernel) in enumerate(EFFICIENTNET_B0_STAGES):
+        for block in range(count):
+            name, stride = f"block{stage}.{block}", first_stride if block == 0 else 1
+            hidden, y = channels * expansion, x
+            if expansion != 1:
+                y = g.conv(y, f"{name}.expand", (channels, hidden), activation="Swish")
+            y = g.conv(
+                y, f"{name}.depthwise", (hidden, hidden), kernel=kernel, stride=stride,
+                groups=hidden, activation="Swish",
+            )  # fmt: skip
+            y = squeeze_excite(y, f"{name}.se", hidden, channels // 4)
+            y = g.conv(y, f"{name}.project", (hidden, out), gain=0.7, activation=None)
+            x = g.node("Add", [x, y], f"{name}/add") if stride == 1 and channels == out else y
+            channels = out
+    x = g.conv(x, "head", (channels, 1280), activation="Swish")
+    return g.build("efficientnet_b0", (batch, 3, size, size), g.classifier(x, 1280))
+
+
+def build_unet(
+    batch: int | str = 1, size: int = 128, width: int = 32, depth: int = 3, seed: int = 0
+) -> onnx.ModelProto:
+    """A U-Net: pairs of 3x3 convolutions, pools down, transposed convolutions up, maps joined."""
+    g = GraphBuilder(seed)
+
+    def pair(x: str, name: str, c_in: int, c_out: int) -> str:
+        x = g.conv(x, f"{name}.1", (c_in, c_out), kernel=3)
+        return g.conv(x, f"{name}.2", (c_out, c_out), kernel=3)
+
+    x, channels, maps = "input", 3, []
+    for level in range(depth):
+        x, channels = pair(x, f"down{level}", channels, width << level), width << level
+        maps.append(x)
+        x = g.node("MaxPool", [x], f"pool{level}", kernel_shape=[2, 2], strides=[2, 2])
+    x, channels = pair(x, "bottom", channels, width << depth), width << depth
+    for level in reversed(range(depth)):
+        out = width << level
+        weight = g.normal(f"up{level}.weight", (channels, out, 2, 2), math.sqrt(1 / channels))
+        x = g.node(
+            "ConvTranspose", [x, weight, g.normal(f"up{level}.bias", (out,), 0.1)], f"up{level}",
+            kernel_shape=[2, 2], strides=[2, 2],
+        )  # fmt: skip
+        x = g.node("Concat", [maps[level], x], f"join{level}", axis=1)
+        x, channels = pair(x, f"out{level}", 2 * out, out), out
+    weight = g.normal("head.weight", (2, channels, 1, 1), math.sqrt(1 / channels))
+    x = g.node("Conv", [x, weight, g.normal("head.bias", (2,), 0.1)], "head", kernel_shape=[1, 1])
+    return g.build("unet", (batch, 3, size, size), x)
+
+
 def build_transformer(
     layers: int = 4,
     width: int = 256,
@@ -197,58 +392,72 @@ def build_transformer(
     tokens: int = 128,
     batch: int | str = 1,
     seed: int = 0,
+    norm_first: bool = True,
+    name: str = "transformer",
 ) -> onnx.ModelProto:
-    """Encoder layers (LayerNormalization first, GELU by Erf), input (batch, tokens, width)."""
+    """Encoder layers, input (batch, tokens, width)."""
     g = GraphBuilder(seed)
-    depth = width // heads
-    split = g.weight("split_heads", np.array([0, tokens, heads, depth], "int64"))
-    join = g.weight("join_heads", np.array([0, tokens, width], "int64"))
-    constants = {"half": 0.5, "one": 1.0, "sqrt2": math.sqrt(2), "scale": math.sqrt(1 / depth)}
-    for key, value in constants.items():
-        g.weight(key, np.array(value, "float32"))
-
-    def normalize(x: str, name: str) -> str:
-        scale = g.weight(f"{name}.scale", g.rng.uniform(0.7, 1.3, width).astype("float32"))
-        shift = g.normal(f"{name}.shift", (width,), 0.1)
-        return g.node("LayerNormalization", [x, scale, shift], name, axis=-1)
-
-    def split_heads(x: str, name: str, axes: list[int]) -> str:
-        y = g.node("Reshape", [x, split], f"{name}/split")
-        return g.node("Transpose", [y], f"{name}/heads", perm=axes)
-
     x = "input"
     for layer in range(layers):
-        name = f"layer{layer}"
-        y = normalize(x, f"{name}.norm1")
-        q, k, v = (g.dense(y, f"{name}.{key}", (width, width)) for key in "qkv")
-        q = split_heads(q, f"{name}.q", [0, 2, 1, 3])
-        k = split_heads(k, f"{name}.k", [0, 2, 3, 1])
-        v = split_heads(v, f"{name}.v", [0, 2, 1, 3])
-        scores = g.node("MatMul", [q, k], f"{name}/scores")
-        scores = g.node("Mul", [scores, "scale"], f"{name}/scaled")
-        share = g.node("Softmax", [scores], f"{name}/softmax", axis=-1)
-        y = g.node("MatMul", [share, v], f"{name}/context")
-        y = g.node("Transpose", [y], f"{name}/joined", perm=[0, 2, 1, 3])
-        y = g.node("Reshape", [y, join], f"{name}/flat")
-        y = g.dense(y, f"{name}.out", (width, width), gain=0.3)
-        x = g.node("Add", [x, y], f"{name}/add1")
-        y = normalize(x, f"{name}.norm2")
-        y = g.dense(y, f"{name}.up", (width, 4 * width))
-        bell = g.node("Div", [y, "sqrt2"], f"{name}/gelu.1")
-        bell = g.node("Erf", [bell], f"{name}/gelu.2")
-        bell = g.node("Add", [bell, "one"], f"{name}/gelu.3")
-        y = g.node("Mul", [y, bell], f"{name}/gelu.4")
-        y = g.node("Mul", [y, "half"], f"{name}/gelu")
-        y = g.dense(y, f"{name}.down", (4 * width, width), gain=0.3)
-        x = g.node("Add", [x, y], f"{name}/add2")
-    return g.build("transformer", (batch, tokens, width), x)
+        x = g.encoder(x, f"layer{layer}", tokens, width, heads, norm_first)
+    return g.build(name, (batch, tokens, width), x)
+
+
+def build_vit(
+    batch: int | str = 1,
+    size: int = 224,
+    patch: int = 16,
+    width: int = 192,
+    heads: int = 3,
+    layers: int = 12,
+    classes: int = 1000,
+    seed: int = 0,
+) -> onnx.ModelProto:
+    """ViT-tiny: patches by a convolution, the mean of the tokens is classified."""
+    g = GraphBuilder(seed)
+    tokens = (size // patch) ** 2
+    spread = math.sqrt(1 / (3 * patch * patch))
+    weight = g.normal("patches.weight", (width, 3, patch, patch), spread)
+    bias = g.normal("patches.bias", (width,), 0.1)
+    x = g.node(
+        "Conv", ["input", weight, bias], "patches", kernel_shape=[patch] * 2, strides=[patch] * 2
+    )
+    x = g.node("Reshape", [x, g.constant("flat", [0, width, tokens], "int64")], "tokens")
+    x = g.node("Transpose", [x], "embedded", perm=[0, 2, 1])
+    x = g.node("Add", [x, g.normal("positions", (1, tokens, width), 0.1)], "positioned")
+    for layer in range(layers):
+        x = g.encoder(x, f"layer{layer}", tokens, width, heads, first=True)
+    x = g.node("ReduceMean", [g.normalize(x, "norm", width)], "pooled", axes=[1], keepdims=0)
+    return g.build("vit_tiny", (batch, 3, size, size), g.dense(x, "head", (width, classes)))
+
+
+def build_kwt(batch: int | str = 1, seed: int = 0) -> onnx.ModelProto:
+    """KWT-1, the keyword transformer: 98 frames of 40 coefficients, 12 layers of width 64 with one
+    head, LayerNormalization last.
+    """
+    g = GraphBuilder(seed)
+    x = g.dense("input", "frames", (40, 64))
+    x = g.node("Add", [x, g.normal("positions", (1, 98, 64), 0.1)], "positioned")
+    for layer in range(12):
+        x = g.encoder(x, f"layer{layer}", 98, 64, 1, first=False)
+    x = g.node("ReduceMean", [x], "pooled", axes=[1], keepdims=0)
+    return g.build("kwt1", (batch, 98, 40), g.dense(x, "head", (64, 35)))
 
 
 MODELS: dict[str, Callable[..., onnx.ModelProto]] = {
     "resnet18": lambda **options: build_resnet(18, **options),
     "resnet50": lambda **options: build_resnet(50, **options),
+    "mobilenet_v1": build_mobilenet_v1,
     "mobilenet_v2": build_mobilenet_v2,
+    "squeezenet": build_squeezenet,
+    "efficientnet_b0": build_efficientnet,
+    "unet": build_unet,
     "transformer": build_transformer,
+    "bert": lambda **options: build_transformer(
+        layers=3, width=768, heads=12, norm_first=False, name="bert", **options
+    ),
+    "vit_tiny": build_vit,
+    "kwt1": build_kwt,
 }
 
 
