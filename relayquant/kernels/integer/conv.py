@@ -328,7 +328,8 @@ def emit_reduction(
 ) -> None:
     """The dot products of a tile, in loops over kernel positions and words.
 
-    Pixels and blocks are unrolled, pixels the outer: the swapped order makes LLVM spill.
+    Pixels and blocks are unrolled, pixels the outer on x86, where the swapped order makes LLVM
+    spill; on Arm it is this one that does (`Isa.blocks_first`).
     """
     spec, isa, blocks = plan.spec, plan.isa, plan.tile.blocks
     width = isa.accumulator_lanes
@@ -352,7 +353,10 @@ def emit_reduction(
         ]
         for i in range(count):
             vectors = at.first_vector + (index + i) * blocks
-            for slot, acc in enumerate(chains[i % len(chains)]):
+            sums = list(enumerate(chains[i % len(chains)]))
+            if isa.blocks_first:
+                sums.sort(key=lambda each: each[0] % blocks)
+            for slot, acc in sums:
                 members, block = divmod(slot, blocks)
                 weights = isa.load_weights(operands.weight, vectors + block)
                 value = isa.dot(load_vector(acc, 0, width), loads[members][i], weights)

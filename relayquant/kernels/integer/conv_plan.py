@@ -66,9 +66,9 @@ def pick_tile(
     """The tile with the least estimated time for an output of `out_size` x `vectors`.
 
     The reduction is of `taps` loops over `words`; `narrow`: results may leave as packed bytes.
-    Time of one word in units of dot products: as many as there are, but no less than what the
-    loads (one per pixel, one per block) or the latency of the dot product allow; more where an
-    accumulator goes to the stack. Overlapping tiles count as work: sizes which divide evenly win.
+    Time of one word in units of dot products: `Isa.time_word`; more where an accumulator goes to
+    the stack (`Isa.count_registers`). Overlapping tiles count as work: sizes which divide evenly
+    win.
     A tile is of whole accumulators; the output must have at least `isa.pixels` pixels.
     """
     height, width = out_size
@@ -84,9 +84,11 @@ def pick_tile(
                     continue
                 dots = pixels * blocks
                 chains = count_chains(dots, words, isa)
-                time = max(dots, pixels + blocks, isa.dots_in_flight / chains) + 1
-                # Beside the accumulators: the weights and one word of activations.
-                time += stack_cost * (dots * chains + blocks + 1 > isa.registers)
+                time = isa.time_word(pixels, blocks, isa.dots_in_flight / chains)
+                registers = isa.count_registers(pixels, blocks, dots * chains)
+                if registers > isa.registers and not isa.may_spill:
+                    continue
+                time += stack_cost * (registers > isa.registers)
                 time = time * words * taps + dots * store
                 tiles = ceil_div(height, rows) * ceil_div(width, cols) * ceil_div(vectors, blocks)
                 cost = tiles * time * (1 + 0.01 * (rows > 1)) - 0.001 * pixels

@@ -13,11 +13,15 @@ smmla multiplies matrices, 2 pixels x 8 products by 8 products x 2 channels (Arm
     smmla  v0.4s, v1.16b, v2.16b       8 products per lane
 
 It does 32 multiply-adds where sdot does 16, but needs the words of two pixels in one register: a
-load of 16 bytes per pixel and a zip per 16 bytes, where sdot needs the load only. In the main loop
-of 8 pixels x 8 channels, for 16 bytes of each pixel (loads of weights bring two vectors):
+load of 16 bytes per pixel and a zip per 16 bytes, where sdot needs the load only. In the main
+loops, for 16 bytes of each pixel (loads of weights bring two vectors):
 
-    sdot    64 dot products, 8 loads of activations, 4 of weights, 0 zips    76 instructions
-    smmla   32 dot products, 8 loads of activations, 4 of weights, 8 zips    52 instructions
+    sdot    7 pixels x 12   84 dot products, 7 loads of activations,  6 of weights, 0 zips     97
+    smmla   4 pixels x 24   48 dot products, 4 loads of activations, 12 of weights, 4 zips     68
+
+Up to 24 of the 32 registers are sums. The rest holds the words of all pixels and one pair of
+vectors of weights, which meets all pixels before the next one is loaded, and one is left: with none
+LLVM's schedule for some CPUs goes to the stack.
 
 With one pixel half of its work is lost, and short reductions are rounded up to 8 products instead
 of 4: `conv_plan.choose_plan` counts for each shape. Depthwise convolutions stay with sdot. What is
@@ -79,6 +83,19 @@ class ArmIsa(Isa):
     """What both families share; `intrinsic` works on one 128-bit register of accumulators."""
 
     intrinsic: str = ""
+    #: registers beside those of the sums and of the words of pixels: a pair of weights, one more
+    spare: int = 3
+
+    def count_registers(self, pixels: int, blocks: int, sums: int) -> int:
+        return sums + pixels + self.spare
+
+    def time_word(self, pixels: int, blocks: int, latency: float) -> float:
+        """All instructions count: loads of weights, of which there are two in one, and of a loop
+        two and one for each pointer.
+        """
+        dots = max(pixels * blocks * self.dot_cost, latency)
+        size = blocks * self.weight_vector * np.dtype(self.weight_dtype).itemsize
+        return dots + pixels * self.word_cost + size / 32 + 4 / self.words_per_load
 
     def for_depthwise(self, channels: int) -> Isa:
         """Twice the lanes: rows are then loaded, interleaved and stored by 8 bytes instead of 4."""
@@ -259,6 +276,7 @@ NEON_WIDE = SmlalIsa(
     word_cost=1 / 4,  # a load of 16 bytes
     dot_cost=2,
     max_pixels=8,
+    max_blocks=2,  # weights of one are two registers for each half of a word
     intrinsic="llvm.aarch64.neon.smull.v4i32",
 )
 SDOT = SdotIsa(
@@ -266,13 +284,15 @@ SDOT = SdotIsa(
     features=("neon", "dotprod"),
     lanes=4,
     products=4,
-    accumulators=16,
+    accumulators=24,
     dots_in_flight=8,
     activation="int8",
     weight_dtype="int8",
     words_per_load=4,
     word_cost=1 / 4,  # a load of 16 bytes
     max_pixels=8,
+    may_spill=False,
+    blocks_first=True,
     intrinsic="llvm.aarch64.neon.sdot.v4i32.v16i8",
     wide=NEON_WIDE,
 )
@@ -290,7 +310,7 @@ SMMLA = SmmlaIsa(
     features=("neon", "dotprod", "i8mm"),
     lanes=4,
     products=8,
-    accumulators=16,
+    accumulators=24,
     dots_in_flight=8,
     activation="int8",
     weight_dtype="int8",
@@ -298,6 +318,9 @@ SMMLA = SmmlaIsa(
     pixels=2,
     word_cost=1,  # half a load of 16 bytes, half a zip
     max_pixels=8,
+    max_blocks=6,
+    may_spill=False,
+    blocks_first=True,
     intrinsic="llvm.aarch64.neon.smmla.v4i32.v16i8",
     wide=NEON_WIDE,
     single=SDOT,

@@ -84,6 +84,8 @@ class Isa(ABC):
     dot_cost: float = 1.0  #: instructions of the dot product, per vector of sums
     registers: int = 32  #: vector registers there are
     max_pixels: int = 32  #: pixels a register tile may have, where their words need registers
+    may_spill: bool = True  #: whether a tile with more than all registers can be the best
+    blocks_first: bool = False  #: a vector of weights meets all pixels before the next is loaded
     has_fma: bool = True  #: whether float32 fma is an instruction (a library call otherwise)
     wide: Isa | None = None  #: what the same CPUs have for int16 activations; None: this is it
 
@@ -121,6 +123,16 @@ class Isa(ABC):
         """Packed form: [..., lanes, products] int8 -> [..., weight_vector] weight_dtype."""
         flat = words.reshape(*words.shape[:-2], self.weight_vector)
         return flat.astype(self.weight_dtype)
+
+    def count_registers(self, pixels: int, blocks: int, sums: int) -> int:
+        """Vector registers that a tile takes: its sums, the weights and one word of activations."""
+        return sums + blocks + 1
+
+    def time_word(self, pixels: int, blocks: int, latency: float) -> float:
+        """Time of one word of a tile, in dot products: as many as there are, but no less than the
+        loads, one for each pixel and block, or the `latency` of one of them allow.
+        """
+        return max(pixels * blocks, pixels + blocks, latency) + 1
 
     def for_activations(self, dtype: str) -> Isa:
         """The instruction set of this target for activations of `dtype`: uint8, int8 or int16."""
