@@ -8,7 +8,7 @@ it so; nothing but these counts shows on every machine that it does.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import tvm
@@ -57,6 +57,14 @@ SYNTAX = {
             r"\s+(?!prefetch)[^#]*\(%r(?!sp\b)\w+[^)]*\)(?:\{\w+\})?, .*%[xyz]mm\d+\s*$"
         ),
     ),
+    Architecture.AARCH64: Syntax(
+        label=re.compile(r"(\.L\w+):"),
+        jump=re.compile(r"\s+(?:b(?:\.\w+)?|cbn?z|tbn?z)\s.*?(\.L\w+)\s*$"),
+        product=re.compile(r"\s+(?:smmla|sdot|smlal2?|smull2?)\s"),
+        stack=re.compile(r"\s+(?:ldu?r|stu?r|ldp|stp)\s+[qd]\d+.*\[sp\b"),
+        move=re.compile(r"\s+f?mov\s+v\d+\.\w+, v\d+\.\w+\s*$"),
+        load=re.compile(r"\s+(?:ldu?r|ldp|ld1r?)\s+\{?\s*[qdv]\d+(?!.*\[sp\b)"),
+    ),
 }
 
 #: name -> target. A CPU is represented by those with the same instructions and another timing.
@@ -83,6 +91,22 @@ TARGETS: dict[str, dict[str, str]] = {
         "graniterapids",
     )
 }
+ARM_TARGETS: dict[str, dict[str, str]] = {
+    mcpu: {"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mcpu": mcpu}
+    for mcpu in (
+        "cortex-a53",
+        "cortex-a72",
+        "cortex-a76",
+        "cortex-a510",
+        "cortex-a710",
+        "cortex-x2",
+        "neoverse-n1",
+        "neoverse-n2",
+        "neoverse-v1",
+        "neoverse-v2",
+        "apple-m1",
+    )
+}
 
 SMALL, SAME = Epilogue(is_small=True), (1, 1, 1, 1)
 ADDED = Epilogue(residual=Residual("uint8", 3, 0.5), is_small=True)
@@ -97,6 +121,9 @@ LAYERS: dict[str, Conv2d] = {
     "depthwise": Conv2d(1, 14, 14, 384, 384, (3, 3), padding=SAME, groups=384, epilogue=SMALL),
 }
 
+#: those that differ most there: a map of few pixels, few channels, many of both
+ARM_LAYERS = ("3x3", "1x1", "rows")
+
 #: name of the instruction set -> bound of a layer that is not in `EXCEPTIONS`.
 BOUNDS = {
     "vnni512": Bound(stack=0.05, moves=0.05, loads=0.65),
@@ -105,11 +132,17 @@ BOUNDS = {
     "avx2": Bound(stack=0.05, moves=0.05, loads=0.75),
     # The product overwrites one of its operands, and no load repeats a word in all lanes.
     "sse2": Bound(stack=0.05, moves=0.4, loads=0.75),
+    "smmla": Bound(stack=0.0, moves=0.0, loads=0.4),
+    "sdot": Bound(stack=0.0, moves=0.0, loads=0.2),
+    "neon": Bound(stack=0.0, moves=0.0, loads=0.1),
 }
 #: The tile of "1x1" has 28 sums: with four weights and a word that is one more than there are
 #: registers. Every product of "one row" has weights of its own. Depthwise products have an operand
 #: made of four rows, and short reductions are unrolled together with the rest of their tile.
+#: For cortex-a510, which is in order, LLVM loads more weights ahead than there are registers for.
 EXCEPTIONS = {
+    ("cortex-a510", "3x3"): Bound(0.2, 0.05, 0.4),
+    ("cortex-a510", "rows"): Bound(0.05, 0.05, 0.4),
     ("vnni512", "1x1"): Bound(0.08, 0.05, 0.4),
     ("vnni512", "1x1, short"): Bound(0.13, 0.25, 0.65),
     ("vnni512", "one row"): Bound(0.05, 0.05, 1.3),
@@ -188,14 +221,31 @@ def test_count_per_product__reads_the_innermost_loop():
     assert count_per_product(LOOP, SYNTAX[Architecture.X86]) == Bound(1.0, 0.5, 0.5)
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.parametrize("name", TARGETS)
-def test_innermost_loops__are_products(name, layer):
-    target = resolve_target(TARGETS[name])
+def as_int8(spec: Conv2d) -> Conv2d:
+    """The layer with activations as the backend for Arm has them."""
+    return replace(spec, in_dtype="int8", epilogue=replace(spec.epilogue, dtype="int8"))
+
+
+ROWS = [
+    *((name, target, layer, LAYERS[layer]) for name, target in TARGETS.items() for layer in LAYERS),
+    *(
+        (name, target, layer, as_int8(LAYERS[layer]))
+        for name, target in ARM_TARGETS.items()
+        for layer in ARM_LAYERS
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "layer", "spec"), ROWS, ids=[f"{row[0]}-{row[2]}" for row in ROWS]
+)
+def test_innermost_loops__are_products(name, config, layer, spec):
+    target = resolve_target(config)
     isa = select_isa(target).name
-    bound = EXCEPTIONS.get((isa, layer), BOUNDS[isa])
+    exception = EXCEPTIONS.get((name, layer), EXCEPTIONS.get((isa, layer)))
+    bound = exception or BOUNDS[isa]
     syntax = SYNTAX[find_architecture(target)]
-    found = count_per_product(compile_layer(LAYERS[layer], target), syntax)
+    found = count_per_product(compile_layer(spec, target), syntax)
     assert found.stack <= bound.stack
     assert found.moves <= bound.moves
     assert found.loads <= bound.loads
