@@ -126,9 +126,11 @@ def test_integer__no_table(make, data, message, monkeypatch):
 
 
 def test_operators__each_is_written():
-    """All that a quantized module may hold."""
+    """All that a quantized module may hold, but what is refused by name."""
     integer = {name for name, stages in LEGAL_STAGES.items() if Stage.QNN in stages}
-    assert integer <= set(EXPORTS)
+    # Weights of few bits in groups, and what reads them, are refused: there is no such operator.
+    grouped = {f"relax.qnn.{name}" for name in ("grouped_dense", "grouped_take", "quantize_rows")}
+    assert integer - set(EXPORTS) == grouped
 
 
 @pytest.mark.parametrize("release", ["0.8", "0.19"])
