@@ -93,7 +93,7 @@ def find_group(prepared: PreparedModel, name: str) -> GroupPlan | None:
     if len(keys) != 1:
         return None
     group = prepared.plan.group(keys[0])
-    maker = prepared.plan.producers.get(name)
+    maker = prepared.plan.operator(name) if prepared.plan.has_operator(name) else None
     if maker is not None and (not maker.quantized or maker.dynamic is not None):
         return None
     return None if group.info.spec.is_per_channel or group.constant is not None else group
