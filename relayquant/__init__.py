@@ -106,6 +106,7 @@ from relayquant.steps import (  # noqa: E402
     prepare,
 )
 from relayquant.storage.qparams_file import load_qparams, save_qparams  # noqa: E402
+from relayquant.torch.finetuning import finetune  # noqa: E402
 
 __all__ = [
     "ACCELERATOR",
@@ -185,6 +186,7 @@ __all__ = [
     "equalize_layers",
     "export_onnx",
     "extend",
+    "finetune",
     "import_onnx",
     "import_tflite",
     "import_torch",

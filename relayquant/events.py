@@ -43,6 +43,19 @@ class ParametersEvent:
     qparams: QParams
 
 
+@dataclass(frozen=True)
+class TrainingEvent:
+    """The state of a training after `step` of `steps`: the mean loss since the event before (NaN
+    where there was no step), and what validation gave, None without; `is_best` so far.
+    """
+
+    step: int
+    steps: int
+    loss: float
+    score: float | None
+    is_best: bool
+
+
 class Callback:
     """Base of all callbacks: every method does nothing."""
 
@@ -57,6 +70,9 @@ class Callback:
 
     def on_parameters(self, event: ParametersEvent) -> None:
         """Parameters of one value were picked, in topological order."""
+
+    def on_training(self, event: TrainingEvent) -> None:
+        """A training was measured."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +102,10 @@ class CallbackList(Callback):
     def on_parameters(self, event: ParametersEvent) -> None:
         for callback in self.callbacks:
             callback.on_parameters(event)
+
+    def on_training(self, event: TrainingEvent) -> None:
+        for callback in self.callbacks:
+            callback.on_training(event)
 
     def run_stage(self, name: str, stage: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """What a stage gives, run between its two events."""

@@ -25,8 +25,9 @@ from relayquant.torch.program import TorchProgram, Visitor, build_program
 from relayquant.torch.ranges import Ranges
 from relayquant.torch.rounding import MOMENTUM, FakeQuantize
 
-#: how far inside of the cell of a step a weight is put, in steps
-MARGIN = 1e-3
+#: how far from the border of its cell a fitted weight is put, in steps: on the border the first
+#: step of an optimizer would undo the fit
+MARGIN = 0.25
 
 
 def name_parameter(key: str) -> str:

@@ -1,0 +1,205 @@
+"""`finetune`: a float module -> an integer module whose weights and ranges were trained to give
+what the float model gives; no labels needed.
+
+Prepare and calibrate, as `quantize` does; train by `training`; convert. What does not need torch is
+here, the loop is in `loop`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tvm
+
+from relayquant.analysis.sensitivity import Metric, check_metric
+from relayquant.arguments import check_fields, takes_arguments
+from relayquant.config import BackendConfig, QConfigMapping
+from relayquant.datasets import Dataset, InputInfo, open_dataset
+from relayquant.datasets.inputs import describe_inputs
+from relayquant.datasets.item import is_array
+from relayquant.datasets.iterable import open_iterable
+from relayquant.effort import Effort, resolve_effort
+from relayquant.errors import ConfigError
+from relayquant.events import Callback, CallbackList
+from relayquant.pipeline import lower_prepared
+from relayquant.settings import takes_settings
+from relayquant.storage.files import check_writable
+from relayquant.torch.ranges import Ranges
+from relayquant.torch.training import from_module, import_trainable
+
+#: (outputs, outputs of the float model) -> loss; a third parameter gets the item of the data set
+Loss = Callable[..., Any]
+
+
+@check_fields
+@dataclass(frozen=True, kw_only=True)
+class FinetuneSettings:
+    """What `relayquant.finetune` is told besides model, data and loss.
+
+    Raises:
+        ConfigError: one of them is out of range.
+    """
+
+    steps: int = 400
+    lr: float = 3e-3
+    backend: BackendConfig | str | None = None
+    qconfig_mapping: QConfigMapping | None = None
+    effort: Effort | str = Effort.BEST
+    ranges: Ranges = Ranges.LEARNED
+    weight_ranges: Ranges | None = None
+    calibration: Any = None
+    validation: Any = None
+    metric: Metric | None = None
+    evaluate_every: int | None = None
+    patience: int | None = None
+    checkpoint: str | Path | None = None
+    callbacks: Iterable[Callback] | Callback = ()
+
+    def __post_init__(self) -> None:
+        resolve_effort(self.effort)
+        object.__setattr__(self, "callbacks", CallbackList.of(self.callbacks))
+        wrong = [
+            f"{name}={value!r}"
+            for name, value in (
+                ("steps", self.steps),
+                ("lr", self.lr),
+                ("evaluate_every", self.evaluate_every),
+                ("patience", self.patience),
+            )
+            if value is not None and not value > 0
+        ]
+        if wrong:
+            raise ConfigError(f"finetune got {', '.join(wrong)}; allowed: numbers above 0.")
+        if self.metric is not None:
+            check_metric(self.metric)
+        if self.validation is None and (self.metric is not None or self.patience is not None):
+            raise ConfigError(
+                "finetune got a metric or patience but no validation data to measure on. Pass "
+                "validation=, a data set that is not trained on."
+            )
+
+    @property
+    def events(self) -> CallbackList:
+        """`callbacks` as one."""
+        return CallbackList.of(self.callbacks)
+
+    @property
+    def interval(self) -> int:
+        """Steps between two evaluations: a tenth of all, unless given."""
+        return self.evaluate_every or max(1, self.steps // 10)
+
+
+@takes_settings(FinetuneSettings)
+def finetune(
+    mod: tvm.IRModule,
+    params: Mapping[str, Any] | None,
+    batches: Any,
+    loss: Loss | None = None,
+    *,
+    settings: FinetuneSettings,
+) -> tvm.IRModule:
+    """Quantize a model, and train it to give again what the float model gives.
+
+    Calibration gives the integer model that `quantize` would; weights, biases and, by default,
+    scales are trained from there with Adam, the rate falling to 0 along half a cosine. With
+    `validation` the best state that was met counts, of which the calibrated one is the first: the
+    result is never worse on it.
+
+    Args:
+        mod, params: The float module.
+        batches: Data set, as for `quantize`, read again and again; each item is one step. Items
+            that are dicts may hold more than the inputs, labels for instance, for the loss.
+            For the same result every time, and to resume, it must give the same items each time.
+        loss: `(outputs, expected) -> scalar tensor`, lists of torch tensors: what the trained and
+            the float model give; a third parameter gets the item of `batches`, a dict of arrays.
+            None: the distance to `expected`, relative to its size, or for probabilities the
+            divergence.
+        steps: How many steps.
+        lr: Of a step, relative to the root mean square of the weights of each output channel. A
+            weight becomes another when it has moved about half a step of its grid: few bits, or few
+            steps, want more.
+        backend, qconfig_mapping, effort: As for `quantize`.
+        ranges, weight_ranges: What ranges do, see `relayquant.torch.Ranges`.
+        calibration: Data set that gives the first ranges; `batches` if None.
+        validation: Data set that is not trained on, to choose the best state by.
+        metric: `(float outputs, quantized outputs) -> float` on it, higher is better, as for
+            `quantize`; None: the loss.
+        evaluate_every: Steps between two evaluations, and between two checkpoints; a tenth of all
+            unless given.
+        patience: End after so many evaluations without a better one.
+        checkpoint: A file that is written, whole, at every evaluation. A training that was
+            interrupted goes on from there when it is started again with the same arguments, and
+            gives the same bits. Deleted in the end.
+        callbacks: Told of stages, progress and evaluations (`on_training`).
+
+    Returns:
+        The integer module, with its ledger; see `quantize`. There is no guard.
+
+    Raises:
+        MissingDependencyError: PyTorch is not installed.
+        ModelError: operators have no torch form; all of them are listed.
+        ConfigError: a setting is wrong, or the checkpoint belongs to another training.
+        DataError: the data does not fit the model, or is not that of the checkpoint.
+    """
+    import_trainable()
+    from relayquant.torch.loop import train
+
+    if loss is not None and not (takes_arguments(loss, 2) or takes_arguments(loss, 3)):
+        raise ConfigError(
+            "finetune: loss cannot be called with (outputs, expected) or (outputs, expected, item)."
+        )
+    if settings.checkpoint is not None:
+        check_writable(Path(settings.checkpoint))
+    run, teacher = settings.events.run_stage, from_module(mod, params)
+    inputs = describe_inputs(teacher.source.prepared.mod)
+    data = TrainingData(batches, inputs)
+    student = run(
+        "calibrate",
+        from_module,
+        mod,
+        params,
+        settings.qconfig_mapping,
+        settings.backend,
+        calibration=data.dataset if settings.calibration is None else settings.calibration,
+        ranges=settings.ranges,
+        weight_ranges=settings.weight_ranges,
+        effort=settings.effort,
+    )
+    summary = run("train", train, student, teacher, data, loss, settings)
+    trained = student.to_prepared()
+    choices = {**trained.choices, "training": f"{trained.choices['training']}, {summary}"}
+    return run("lower", lower_prepared, replace(trained, choices=choices))
+
+
+class TrainingData:
+    """A data set to train on: its items checked, and apart from them what else they hold.
+
+    Attributes:
+        dataset: The inputs alone.
+    """
+
+    def __init__(self, batches: Any, inputs: Sequence[InputInfo]) -> None:
+        self.names = {info.name for info in inputs}
+        self.extras: dict[str, Any] = {}
+        is_plain = isinstance(batches, str | Path | Mapping | Dataset) or is_array(batches)
+        self.open = None if is_plain else open_iterable(batches)
+        self.dataset = open_dataset(batches if self.open is None else self.split, inputs)
+
+    def split(self) -> Iterator[Any]:
+        """The items without what is no input, which is kept in `extras`."""
+        for item in self.open() if self.open is not None else ():
+            self.extras = {}
+            if isinstance(item, Mapping):
+                self.extras = {k: v for k, v in item.items() if k not in self.names}
+                item = {k: v for k, v in item.items() if k in self.names}
+            yield item
+
+    def __iter__(self) -> Iterator[tuple[dict[str, np.ndarray], dict[str, Any]]]:
+        """(inputs, all that the item holds), again from the beginning when the data ends."""
+        while True:
+            for batch in self.dataset:
+                yield batch, {**batch, **self.extras}

@@ -1,0 +1,394 @@
+"""The training loop of `finetune`: Adam on batches, evaluation, the best state, checkpoints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import tvm
+
+from relayquant.analysis.sensitivity import Metric
+from relayquant.arguments import takes_arguments
+from relayquant.calibration.checkpoint import digest_batch, digest_text
+from relayquant.datasets import open_dataset
+from relayquant.errors import ConfigError, DataError
+from relayquant.events import ProgressEvent, TrainingEvent
+from relayquant.ops.find import find_pattern, match_operator
+from relayquant.rewrite import Graph
+from relayquant.storage.archive import Archive, read_archive, write_archive
+from relayquant.torch.finetuning import FinetuneSettings, Loss, TrainingData
+from relayquant.torch.trainable import TrainableModule, name_parameter
+
+FORMAT = "relayquant.training.1"
+#: unit of tensors whose numbers are all near 0: a bias before training
+LEAST_UNIT = 1e-2
+#: unit of a channel without weights, relative to that of the largest
+LEAST_SHARE = 1e-4
+#: outputs that are probabilities up to float32 rounding
+SUM_TOLERANCE = 1e-3
+
+State = dict[str, np.ndarray]
+
+
+def train(
+    student: TrainableModule,
+    teacher: TrainableModule,
+    data: TrainingData,
+    loss: Loss | None,
+    settings: FinetuneSettings,
+) -> str:
+    """Train `student`, in place, to give what `teacher` gives; returns what was done, in words."""
+    run = _Training(student, teacher, loss, settings)
+    run.resume()
+    run.run(data)
+    return run.finish()
+
+
+@dataclass(frozen=True, eq=False)
+class Progress:
+    """Where a training stands.
+
+    Attributes:
+        step: Steps done.
+        best_score, best_step, best: The best evaluation, and the state then; None before the first.
+        worse: Evaluations since then.
+        digest: Of all items that were trained on.
+    """
+
+    step: int = 0
+    best_score: float | None = None
+    best_step: int = 0
+    best: State | None = None
+    worse: int = 0
+    digest: str = ""
+
+
+class _Training:
+    """State of one training."""
+
+    def __init__(
+        self,
+        student: TrainableModule,
+        teacher: TrainableModule,
+        loss: Loss | None,
+        settings: FinetuneSettings,
+    ) -> None:
+        self.student, self.teacher, self.settings = student, teacher.eval(), settings
+        self.names = [var.name for var in student.source.program.inputs]
+        self.loss = loss or match_outputs
+        self.takes_item = loss is not None and takes_arguments(loss, 3)
+        self.progress, self.start = Progress(), read_state(student)
+        #: of the steps since the last evaluation
+        self.losses: list[float] = []
+        self.parameters = [p for p in student.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.Adam(self.parameters, lr=settings.lr)
+        units = measure_units(student)
+        self.units = [units[name] for name, p in student.named_parameters() if p.requires_grad]
+        self.path = None if settings.checkpoint is None else Path(settings.checkpoint)
+        self.validation = None
+        if settings.validation is not None:
+            inputs = [*read_inputs(student)]
+            self.validation = list(open_dataset(settings.validation, inputs))
+            self.expected = [run_module(self.teacher, self.pick(b)) for b in self.validation]
+
+    def pick(self, batch: Mapping[str, np.ndarray]) -> list[torch.Tensor]:
+        """The inputs of a batch as tensors of their own, in order."""
+        return [torch.from_numpy(np.array(batch[name])) for name in self.names]
+
+    # ---- the loop ----
+
+    def run(self, data: TrainingData) -> None:
+        """The steps that are left."""
+        settings = self.settings
+        if self.progress.step == 0:
+            self.evaluate()
+        begun, seen, digest = self.progress.step, 0, ""
+        for batch, item in data:
+            if self.progress.step >= settings.steps or self.is_done:
+                return
+            digest = digest_text(digest + digest_batch(batch))
+            seen += 1
+            if seen <= begun:  # these steps were done before the training was interrupted
+                if seen == begun and digest != self.progress.digest:
+                    raise DataError(
+                        f"checkpoint={str(self.path)!r} was begun with other data. Data that is "
+                        "drawn or augmented at random needs a fixed seed. Delete the file to begin "
+                        "anew."
+                    )
+                continue
+            self.take_step(batch, item)
+            step = seen
+            self.progress = replace(self.progress, step=step, digest=digest)
+            settings.events.on_progress(ProgressEvent("training", step, settings.steps, "step"))
+            if step % settings.interval == 0 or step == settings.steps:
+                self.evaluate()
+                self.save()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether patience has ended."""
+        patience = self.settings.patience
+        return patience is not None and self.progress.worse >= patience
+
+    def take_step(self, batch: Mapping[str, np.ndarray], item: Mapping[str, Any]) -> None:
+        """One step of the optimizer."""
+        settings, step = self.settings, self.progress.step
+        rate = 0.5 * settings.lr * (1 + math.cos(math.pi * step / settings.steps))
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        inputs = self.pick(batch)
+        expected = run_module(self.teacher, inputs)
+        self.student.train()
+        outputs = as_list(self.student(*inputs))
+        loss = self.measure(outputs, expected, item)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.step_relative()
+        value = loss.item()
+        if not math.isfinite(value):
+            raise ConfigError(
+                f"The loss is {value} in step {step}: training diverged. Lower lr "
+                f"({settings.lr:g})."
+            )
+        self.losses.append(value)
+
+    @torch.no_grad()
+    def step_relative(self) -> None:
+        """A step of Adam, whose size is the rate for every number, in the unit of each."""
+        before = [parameter.clone() for parameter in self.parameters]
+        self.optimizer.step()
+        for parameter, old, unit in zip(self.parameters, before, self.units, strict=True):
+            torch.addcmul(old, parameter - old, unit, out=parameter.data)
+
+    def measure(
+        self, outputs: list[torch.Tensor], expected: list[torch.Tensor], item: Mapping[str, Any]
+    ) -> torch.Tensor:
+        """The loss of one batch."""
+        value = self.loss(outputs, expected, *([item] if self.takes_item else []))
+        if not isinstance(value, torch.Tensor) or value.numel() != 1:
+            raise ConfigError(
+                f"finetune: loss returned a {type(value).__name__}; allowed: a tensor of one "
+                "number that torch can differentiate."
+            )
+        return value
+
+    def evaluate(self) -> None:
+        """Measure the state, and keep it if it is the best."""
+        progress, settings = self.progress, self.settings
+        score, is_best = None, True
+        if self.validation is not None:
+            self.student.eval()
+            outputs = [run_module(self.student, self.pick(batch)) for batch in self.validation]
+            score = self.score(outputs, settings.metric)
+            is_best = progress.best_score is None or score > progress.best_score
+            self.progress = replace(progress, worse=progress.worse + 1)
+            if is_best:
+                self.progress = replace(
+                    progress,
+                    worse=0,
+                    best_score=score,
+                    best_step=progress.step,
+                    best=read_state(self.student),
+                )
+        mean = float(np.mean(self.losses)) if self.losses else math.nan
+        self.losses.clear()
+        event = TrainingEvent(progress.step, settings.steps, mean, score, is_best)
+        settings.events.on_training(event)
+
+    def score(self, outputs: list[list[torch.Tensor]], metric: Metric | None) -> float:
+        """What validation gives, higher is better."""
+        if metric is not None:
+            return float(metric(join(self.expected), join(outputs)))
+        pairs = zip(outputs, self.expected, strict=True)
+        return -float(np.mean([float(match_outputs(*pair)) for pair in pairs]))
+
+    def finish(self) -> str:
+        """Go back to the best state, and say what was done."""
+        progress = self.progress
+        done = f"{progress.step} steps"
+        if progress.best is not None:
+            write_state(self.student, progress.best)
+            done += f", the best after {progress.best_step}"
+        self.student.eval()
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
+        return done
+
+    # ---- checkpoints ----
+
+    def bind(self) -> dict[str, str]:
+        """What a checkpoint belongs to; where the data differs, the items tell."""
+        settings, prepared = self.settings, self.student.source.prepared
+        loss = getattr(self.loss, "__qualname__", type(self.loss).__name__)
+        return {
+            "model": digest_text(tvm.ir.save_json(prepared.graph.mod)),
+            "state": digest_text("".join(f"{k}{v.tobytes()}" for k, v in self.start.items())),
+            "settings": f"{settings.steps} steps, lr {settings.lr}, {settings.ranges.value}, "
+            f"evaluated every {settings.interval}, patience {settings.patience}, loss {loss}",
+            "torch": f"{torch.__version__}, {torch.get_num_threads()} threads",
+        }
+
+    def resume(self) -> None:
+        """Go on from the checkpoint, if there is one.
+
+        Raises:
+            ConfigError: it belongs to another training.
+            DataError: it is damaged.
+        """
+        if self.path is None or not self.path.exists():
+            return
+        found = read_archive(self.path, FORMAT, "checkpoint of a training")
+        header, arrays = found.header, found.arrays
+        bound, binding = header["binding"], self.bind()
+        different = [name for name in binding if bound.get(name) != binding[name]]
+        if different:
+            raise ConfigError(
+                f"checkpoint={str(self.path)!r} belongs to another training; what differs: "
+                f"{', '.join(different)}. Pass the same arguments to go on, another file, or "
+                "delete it to begin anew."
+            )
+        write_state(self.student, take_part(arrays, "now:"))
+        self.progress = Progress(
+            int(header["step"]),
+            header["best_score"],
+            int(header["best_step"]),
+            take_part(arrays, "best:") or None,
+            int(header["worse"]),
+            str(header["digest"]),
+        )
+        for i, parameter in enumerate(self.parameters):
+            state = take_part(arrays, f"adam:{i}:")
+            if state:
+                self.optimizer.state[parameter] = {
+                    name: torch.from_numpy(value.copy()) for name, value in state.items()
+                }
+
+    def save(self) -> None:
+        """Write the checkpoint."""
+        if self.path is None:
+            return
+        progress = self.progress
+        arrays = {f"now:{name}": value for name, value in read_state(self.student).items()}
+        arrays |= {f"best:{name}": value for name, value in (progress.best or {}).items()}
+        for i, parameter in enumerate(self.parameters):
+            for name, value in self.optimizer.state.get(parameter, {}).items():
+                arrays[f"adam:{i}:{name}"] = value.detach().numpy()
+        header = {
+            "binding": self.bind(),
+            "step": progress.step,
+            "digest": progress.digest,
+            "best_step": progress.best_step,
+            "best_score": progress.best_score,
+            "worse": progress.worse,
+        }
+        write_archive(self.path, FORMAT, Archive(header, arrays))
+
+
+def match_outputs(outputs: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> Any:
+    """The default loss: how far outputs are from those of the float model, summed over outputs.
+
+    Of probabilities along the last axis the Kullback-Leibler divergence; of anything else the
+    squared distance to what is expected, relative to its own square around the mean.
+    """
+    total = torch.zeros(())
+    for got, want in zip(outputs, expected, strict=True):
+        if not want.is_floating_point():
+            continue
+        if is_probability(want):
+            tiny = torch.finfo(want.dtype).tiny
+            ratio = want.clamp_min(tiny).log() - got.clamp_min(tiny).log()
+            total = total + (want * ratio).sum(-1).mean()
+        else:
+            size = (want - want.mean()).square().mean().clamp_min(1e-12)
+            total = total + (got - want).square().mean() / size
+    return total
+
+
+def is_probability(values: torch.Tensor) -> bool:
+    """Whether the last axis holds probabilities of several answers."""
+    if values.ndim < 2 or values.shape[-1] < 2 or bool((values < 0).any()):
+        return False
+    return bool((values.sum(-1) - 1).abs().max() < SUM_TOLERANCE)
+
+
+def measure_units(module: TrainableModule) -> dict[str, torch.Tensor]:
+    """What a step of each parameter is relative to, shaped to broadcast.
+
+    Of weights the root mean square of an output channel: preparation folds and scales channels, so
+    that those of one tensor may be a thousand times apart. Of their biases what the channel's sums
+    are expected to be: that times the root of the number of products, and times an eighth of the
+    range of the data. Of factors (`log_factor`) 1.
+    """
+    prepared, units = module.source.prepared, {}
+    for name, parameter in module.named_parameters():
+        size = parameter.detach().square().mean().sqrt().clamp_min(LEAST_UNIT)
+        units[name] = torch.ones(()) if name.endswith("log_factor") else size
+    graph = Graph(prepared.mod)
+    for operator in prepared.plan.operators:
+        weight = f"{operator.name}:weight"
+        path = f"weights.{name_parameter(weight)}"
+        if path not in units:
+            continue
+        pattern = find_pattern(prepared.backend, operator.pattern)
+        axis_of = pattern.operand("weight").axis
+        axis = axis_of(match_operator(graph, prepared.backend, operator)) if axis_of else None
+        values = module.weights[name_parameter(weight)].detach()
+        axes = [i for i in range(values.ndim) if i != axis]
+        unit = values.square().mean(axes, keepdim=True).sqrt()
+        units[path] = unit.clamp_min(float(unit.max()) * LEAST_SHARE)
+        bias = f"weights.{name_parameter(f'{operator.name}:bias')}"
+        data = dict(operator.operands).get("data")
+        if bias in units and data is not None:
+            shape = module.get_parameter(bias).shape
+            low, high = prepared.plan.group(data).info.spec.limits
+            spread = float(prepared.parameters[data].scale.max()) * (high - low) / 8
+            products = values.numel() / max(unit.numel(), 1)
+            expected = units[path].reshape(-1) * math.sqrt(products) * spread
+            units[bias] = (
+                expected.reshape(shape) if expected.numel() == shape.numel() else (expected.mean())
+            )
+    return units
+
+
+def read_inputs(module: TrainableModule) -> Iterable[Any]:
+    """What the model takes."""
+    from relayquant.datasets.inputs import describe_inputs
+
+    return describe_inputs(module.source.prepared.mod)
+
+
+@torch.no_grad()
+def run_module(module: TrainableModule, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Outputs without gradients."""
+    return as_list(module(*inputs))
+
+
+def as_list(outputs: Any) -> list[torch.Tensor]:
+    """What a module gives, as a list."""
+    return list(outputs) if isinstance(outputs, tuple) else [outputs]
+
+
+def join(outputs: list[list[torch.Tensor]]) -> list[np.ndarray]:
+    """Outputs of several batches, one array each."""
+    columns = zip(*outputs, strict=True)
+    return [torch.cat([torch.atleast_1d(t) for t in column]).numpy() for column in columns]
+
+
+def read_state(module: TrainableModule) -> State:
+    """Parameters and buffers, copied."""
+    return {name: value.detach().numpy().copy() for name, value in module.state_dict().items()}
+
+
+def write_state(module: TrainableModule, state: State) -> None:
+    """What `read_state` read."""
+    module.load_state_dict({name: torch.from_numpy(np.array(v)) for name, v in state.items()})
+
+
+def take_part(arrays: Mapping[str, np.ndarray], prefix: str) -> State:
+    """The arrays whose name begins so."""
+    return {k.removeprefix(prefix): v for k, v in arrays.items() if k.startswith(prefix)}

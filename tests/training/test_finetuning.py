@@ -1,0 +1,161 @@
+"""finetune: what calibration leaves open is closed; resumed trainings give the same bits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from float_models import draw_batches, residual_model
+
+import relayquant as rq
+from relayquant.demo import load_digits
+from relayquant.errors import ConfigError, DataError, FileError
+from relayquant.events import TrainingEvent
+from relayquant.reference import run
+
+torch = pytest.importorskip("torch", reason="pip install torch")
+
+TWO_BITS = rq.QSpec(
+    "int8", rq.Scheme.SYMMETRIC, rq.Granularity.PER_CHANNEL, quant_min=-2, quant_max=1
+)
+
+
+class Watch(rq.Callback):
+    """Keeps what it hears, and stops a training by an error."""
+
+    def __init__(self, stop_at: int | None = None) -> None:
+        self.events: list[TrainingEvent] = []
+        self.stop_at = stop_at
+
+    def on_training(self, event):
+        self.events.append(event)
+
+    def on_progress(self, event):
+        if event.task == "training" and event.done == self.stop_at:
+            raise KeyboardInterrupt
+
+
+def make_mapping(weight: rq.QSpec = TWO_BITS) -> rq.QConfigMapping:
+    config = rq.X86.default_qconfig
+    return rq.QConfigMapping().set_global(
+        rq.QConfig(config.activation, rq.TensorConfig(weight, rq.MinMax()))
+    )
+
+
+def test_finetune__digits_with_weights_of_two_bits():
+    demo = load_digits(batch=32)
+    mod, params = rq.load(demo.model_path)
+    options = {"qconfig_mapping": make_mapping(), "backend": "x86", "effort": "fast"}
+    before = rq.quantize(mod, params, demo.calibration, guard=rq.Guard.OFF, **options)
+    watch = Watch()
+    after = rq.finetune(
+        mod, params, demo.calibration, steps=60, lr=3e-2, validation=demo.calibration,
+        callbacks=watch, **options,
+    )  # fmt: skip
+    (expected,), (first,), (second,) = (run(m, [demo.images]) for m in (mod, before, after))
+    share = [(got.argmax(1) == expected.argmax(1)).mean() for got in (first, second)]
+    assert share[0] < 0.95
+    assert 1 - share[1] <= 0.4 * (1 - share[0]), "most of the gap is closed"
+    assert rq.verify(after, [demo.images[:4]]).is_equal
+    training = rq.ledger(after).to_dict()["choices"]["training"]
+    assert training.startswith("ranges learned, 60 steps, the best after ")
+    assert [event.step for event in watch.events] == [*range(0, 61, 6)]
+    assert max(e.score for e in watch.events) > watch.events[0].score
+
+
+def tune(path=None, callbacks=(), data=None, **options):
+    """A short training of a small model."""
+    mod = residual_model()
+    return rq.finetune(
+        mod,
+        None,
+        draw_batches(mod, 3) if data is None else data,
+        **{"steps": 8, "effort": "fast", "backend": "x86", "evaluate_every": 2} | options,
+        validation=draw_batches(mod, 1, seed=1),
+        checkpoint=path,
+        callbacks=callbacks,
+    )
+
+
+def test_checkpoint__same_bits_after_resuming(tmp_path):
+    path, (batch,) = tmp_path / "training", draw_batches(residual_model(), 1, seed=2)
+    whole = Watch()
+    (expected,) = run(tune(callbacks=whole), batch)
+    with pytest.raises(KeyboardInterrupt):
+        tune(path, Watch(stop_at=5))
+    kept = path.read_bytes()
+    with pytest.raises(ConfigError, match=r"another training; what differs: settings"):
+        tune(path, lr=0.5)
+    same, changed = (draw_batches(residual_model(), 3) for _ in range(2))
+    changed[1] = {"x": changed[1]["x"] + 1}
+    with pytest.raises(DataError, match="was begun with other data"):
+        tune(path, data=changed, calibration=same)
+    assert path.read_bytes() == kept, "what does not fit leaves it as it is"
+    rest = Watch()
+    (got,) = run(tune(path, rest), batch)
+    np.testing.assert_array_equal(got, expected)
+    assert rest.events == whole.events[3:]
+    assert not path.exists()
+    path.write_bytes(kept[: len(kept) // 2])
+    with pytest.raises(DataError, match="no checkpoint of a training, or is damaged"):
+        tune(path)
+
+
+def test_validation__never_worse_and_patience_ends():
+    """With a rate that ruins the model the calibrated state counts."""
+    watch, mod = Watch(), residual_model()
+    (batch,) = draw_batches(mod, 1, seed=3)
+    got = tune(callbacks=watch, lr=3.0, patience=2)
+    expected = rq.quantize(
+        mod, None, draw_batches(mod, 3), effort="fast", backend="x86", guard=rq.Guard.OFF
+    )
+    np.testing.assert_array_equal(run(got, batch)[0], run(expected, batch)[0])
+    assert [event.step for event in watch.events] == [0, 2, 4]
+    assert "4 steps, the best after 0" in rq.ledger(got).to_dict()["choices"]["training"]
+
+
+def test_loss_and_metric__of_the_user():
+    """Labels come with the items; the metric sees all of validation."""
+    data = [
+        {**batch, "label": np.array([i])}
+        for i, batch in enumerate(draw_batches(residual_model(), 2))
+    ]
+    labels, shapes = [], []
+
+    def loss(outputs, expected, item):
+        labels.append(int(item["label"][0]))
+        return (outputs[0] - expected[0]).abs().mean()
+
+    def metric(expected, got):
+        shapes.append((expected[0].shape, got[0].shape))
+        return -float(np.abs(expected[0] - got[0]).max())
+
+    tune(data=data, loss=loss, metric=metric, steps=4)
+    assert labels == [0, 1, 0, 1]
+    assert len(shapes) == 3
+    assert len(set(shapes)) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"steps": 0}, r"finetune got steps=0; allowed: numbers above 0"),
+        ({"lr": -1.0}, r"finetune got lr=-1.0"),
+        ({"loss": lambda: 0}, "loss cannot be called with"),
+        ({"loss": lambda outputs, expected: 1.0}, "loss returned a float; allowed: a tensor"),
+        ({"loss": lambda a, b: a[0].sum() * float("nan")}, "The loss is nan in step 0"),
+    ],
+)
+def test_finetune__wrong_settings_named(options, message):
+    with pytest.raises(ConfigError, match=message):
+        tune(**options)
+
+
+def test_finetune__metric_without_data_refused():
+    mod = residual_model()
+    with pytest.raises(ConfigError, match="no validation data to measure on"):
+        rq.finetune(mod, None, draw_batches(mod, 1), metric=lambda a, b: 0.0)
+
+
+def test_checkpoint__place_is_asked_before_the_work(tmp_path):
+    with pytest.raises(FileError, match="there is no folder"):
+        tune(tmp_path / "none" / "training")
