@@ -41,8 +41,8 @@ def quantize(
             function that returns an iterator. None where nothing needs data: every quantized
             operator gets the parameters of its data at run time (`QSpec(is_dynamic=True)`) or
             from the user (`Fixed`). The guard has nothing to look at then.
-        backend: "x86", "arm", "generic", or a BackendConfig; None for that of this machine. To run
-            elsewhere, `relayquant.default_backend(target)`.
+        backend: "x86", "x86-7bit", "arm", "generic", or a BackendConfig; None for that of this
+            machine. To run elsewhere, `relayquant.default_backend(target)`.
         qconfig_mapping: Which operator is quantized how; the backend's default for all when None.
         calibration: Observer, or callable `(ValueInfo, samples) -> QParams`, for all activations;
             a callable with a third parameter gets a `CalibrationContext`: the calibration graph,

@@ -4,7 +4,7 @@ from relayquant.backends.accelerator import ACCELERATOR
 from relayquant.backends.arm import ARM
 from relayquant.backends.generic import GENERIC
 from relayquant.backends.select import BACKENDS, default_backend, find_backend, resolve_backend
-from relayquant.backends.x86 import X86
+from relayquant.backends.x86 import X86, X86_7BIT
 
 __all__ = [
     "ACCELERATOR",
@@ -12,6 +12,7 @@ __all__ = [
     "BACKENDS",
     "GENERIC",
     "X86",
+    "X86_7BIT",
     "default_backend",
     "find_backend",
     "resolve_backend",

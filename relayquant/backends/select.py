@@ -10,14 +10,14 @@ from relayquant.arguments import check_arguments
 from relayquant.backends.accelerator import ACCELERATOR
 from relayquant.backends.arm import ARM
 from relayquant.backends.generic import GENERIC
-from relayquant.backends.x86 import X86
+from relayquant.backends.x86 import X86, X86_7BIT
 from relayquant.config import BackendConfig
 from relayquant.errors import ConfigError, suggest_name
 from relayquant.kernels.isa.architecture import Architecture, find_architecture
 from relayquant.kernels.isa.target import resolve_target
 from relayquant.ledger import find_ledger
 
-BACKENDS: tuple[BackendConfig, ...] = (X86, ARM, GENERIC, ACCELERATOR)
+BACKENDS: tuple[BackendConfig, ...] = (X86, X86_7BIT, ARM, GENERIC, ACCELERATOR)
 
 
 def resolve_backend(backend: BackendConfig | str | None) -> BackendConfig:

@@ -71,7 +71,8 @@ def add_backend(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backend",
         metavar="NAME",
-        help="whose kernels will run it: x86, arm, generic, accelerator (default: this machine's)",
+        help="whose kernels will run it: x86, x86-7bit (faster without VNNI, less accurate), arm, "
+        "generic, accelerator (default: this machine's)",
     )
 
 

@@ -27,7 +27,14 @@ from relayquant.kernels.integer.conv_plan import ConvPlan, merge_groups, pick_ti
 from relayquant.kernels.integer.epilogue import Epilogue, Residual, Store
 from relayquant.kernels.integer.narrow import channel_order
 from relayquant.kernels.integer.specs import Conv2d, Dense
-from relayquant.kernels.isa.base import AVX2, VNNI512
+from relayquant.kernels.isa.base import (
+    AVX2,
+    AVX2_SMALL,
+    AVX512BW,
+    AVX512BW_SMALL,
+    SMALL_WEIGHT,
+    VNNI512,
+)
 from relayquant.qtypes import INTEGER_LIMITS
 
 RAW = Epilogue(Store.ACCUMULATOR, "int32")
@@ -350,3 +357,67 @@ def test_build_conv2d__shapes_of_a_conv1d():
     got = call_kernel(func, runnable_target(isa), [x, *packed.arguments()], (1, 7, 6), "uint8")
     acc = conv2d_accumulators(x[:, None], w, np.zeros(6), spec)[:, 0]
     np.testing.assert_array_equal(got, finish(acc, spec.epilogue, multiplier))
+
+
+SMALL = {"avx2": (AVX2, AVX2_SMALL), "avx512bw": (AVX512BW, AVX512BW_SMALL)}
+
+
+def check_small_weights(isa, small, spec, x, w):
+    """The kernel that these weights choose gives the sums of the numpy model."""
+    target = runnable_target(isa)
+    assert isa.for_weights(w) is small
+    bias = np.zeros(spec.out_channels, "int32")
+    packed = pack_conv2d(spec, small, w, bias, None)
+    got = call_kernel(
+        build_conv2d(spec, small), target, [x, *packed.arguments()], spec.out_shape, "int32"
+    )
+    np.testing.assert_array_equal(got, conv2d_accumulators(x, w, bias, spec))
+
+
+@pytest.mark.parametrize(("isa", "small"), SMALL.values(), ids=SMALL)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_small_weights__largest_products_do_not_saturate(isa, small, sign):
+    spec = Conv2d(1, 3, 5, 32, 40, (3, 3), padding=(1, 1, 1, 1), in_zero_point=255, epilogue=RAW)
+    x = np.full(spec.in_shape, 255, "uint8")
+    x[:, 1] = 0
+    w = np.full(spec.weight_shape, sign * SMALL_WEIGHT, "int8")
+    check_small_weights(isa, small, spec, x, w)
+    assert 2 * 255 * SMALL_WEIGHT <= 2**15 - 1 < 2 * 255 * (SMALL_WEIGHT + 1)
+
+
+@pytest.mark.parametrize(("isa", "small"), SMALL.values(), ids=SMALL)
+@pytest.mark.parametrize("dtype", ["uint8", "int8"])
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 9, 8, 24, 40, (3, 3)), (2, 7, 7, 17, 5, (1, 1)), (1, 1, 1, 100, 100, (1, 1))],
+    ids=str,
+)
+def test_small_weights__bits_are_equal(isa, small, dtype, shape):
+    spec = Conv2d(*shape, in_dtype=dtype, in_zero_point=-9 if dtype == "int8" else 9, epilogue=RAW)
+    rng = np.random.default_rng(1)
+    w = rng.integers(-SMALL_WEIGHT, SMALL_WEIGHT + 1, spec.weight_shape).astype("int8")
+    check_small_weights(isa, small, spec, random_values(rng, spec.in_shape, dtype), w)
+
+
+@pytest.mark.parametrize(("isa", "small"), SMALL.values(), ids=SMALL)
+def test_small_weights__depthwise(isa, small):
+    spec = Conv2d(1, 7, 6, 40, 40, (3, 3), padding=(1, 1, 1, 1), groups=40, epilogue=RAW)
+    rng = np.random.default_rng(2)
+    w = rng.choice([-SMALL_WEIGHT, SMALL_WEIGHT], spec.weight_shape).astype("int8")
+    check_small_weights(isa, small, spec, random_values(rng, spec.in_shape, "uint8"), w)
+
+
+@pytest.mark.parametrize("weight", [65, -65, 127, -128])
+@pytest.mark.parametrize(("isa", "small"), SMALL.values(), ids=SMALL)
+def test_small_weights__larger_ones_are_refused(isa, small, weight):
+    spec = Conv2d(1, 2, 2, 4, 8, (1, 1), epilogue=RAW)
+    w = np.zeros(spec.weight_shape, "int8")
+    w[3, 0, 0, 1] = weight
+    assert isa.for_weights(w) is isa
+    with pytest.raises(ConfigError, match="allowed: up to 64"):
+        pack_conv2d(spec, small, w, np.zeros(8, "int32"), None)
+
+
+def test_small_weights__other_instructions_do_not_care():
+    weight = np.zeros((8, 1, 1, 4), "int8")
+    assert VNNI512.for_weights(weight) is VNNI512

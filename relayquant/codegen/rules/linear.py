@@ -126,14 +126,15 @@ def lower_conv2d(context: KernelContext, var: relax.Var) -> KernelCall | Skip:
         in_zero_point=linear.zero_point,
         epilogue=tail.epilogue,
     )
-    packed = pack_conv2d(spec, context.isa, weight, tail.offsets, tail.multiplier)
+    isa = context.isa.for_weights(weight)
+    packed = pack_conv2d(spec, isa, weight, tail.offsets, tail.multiplier)
     sizes = (batch, *spec.out_size, outputs)
     out_shape = sizes if len(linear.shape) == 4 else (batch, *sizes[2:])
     return make_call(
         linear,
         tail,
         packed,
-        lambda: build_conv2d(spec, context.isa, name, linear.shape, out_shape),
+        lambda: build_conv2d(spec, isa, name, linear.shape, out_shape),
     )
 
 
@@ -163,12 +164,13 @@ def lower_conv2d_transpose(context: KernelContext, var: relax.Var) -> KernelCall
         in_zero_point=linear.zero_point,
         epilogue=tail.epilogue,
     )
-    packed = pack_conv2d_transpose(spec, context.isa, weight, tail.offsets, tail.multiplier)
+    isa = context.isa.for_weights(weight)
+    packed = pack_conv2d_transpose(spec, isa, weight, tail.offsets, tail.multiplier)
     return make_call(
         linear,
         tail,
         packed,
-        lambda: build_conv2d_transpose(spec, context.isa, "qnn_conv2d_transpose"),
+        lambda: build_conv2d_transpose(spec, isa, "qnn_conv2d_transpose"),
     )
 
 
@@ -198,14 +200,15 @@ def lower_dense(context: KernelContext, var: relax.Var) -> KernelCall | Skip:
         epilogue=tail.epilogue,
     )
     pack = pack_dense_rows if linear.is_symbolic else pack_dense
-    packed = pack(spec, context.isa, linear.weight, tail.offsets, tail.multiplier)
+    isa = context.isa.for_weights(linear.weight)
+    packed = pack(spec, isa, linear.weight, tail.offsets, tail.multiplier)
     operands = (linear.call.args[0], *packed.arguments(), *tail.residuals)
     if linear.is_symbolic:
         leading = [None if isinstance(n, str) else n for n in tensor_shape(operands[0]) or ()][:-1]
-        func = build_dense_rows(spec, context.isa, "qnn_dense", leading)
+        func = build_dense_rows(spec, isa, "qnn_dense", leading)
     else:
         out_shape = (*linear.shape[:-1], units)
-        func = build_dense(spec, context.isa, "qnn_dense", linear.shape, out_shape)
+        func = build_dense(spec, isa, "qnn_dense", linear.shape, out_shape)
     return KernelCall(tail.vars, func, operands)
 
 

@@ -22,6 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tvm.script.ir_builder import tirx as T
 
+from relayquant.errors import ConfigError
+
 #: A TIR expression or buffer; TVM gives them no useful static type.
 Expr = Any
 Buffer = Any
@@ -138,6 +140,10 @@ class Isa(ABC):
         """The instruction set of this target for activations of `dtype`: uint8, int8 or int16."""
         return self.wide if dtype == "int16" and self.wide is not None else self
 
+    def for_weights(self, weight: NDArray[np.int8]) -> Isa:
+        """The instruction set of this target for constant weights that are known to be these."""
+        return self
+
     def for_convolution(self, dtype: str) -> Isa:
         """As `for_activations`, for sums that read every activation many times.
 
@@ -250,13 +256,20 @@ class MaddIsa(Isa):
 
     The word is spread first and split in registers: even bytes by a mask, odd bytes by a shift. So
     activations stay 8 bit in memory; the weights are stored as int16, even then odd. vpmaddubsw
-    needs no widening, but saturates its int16 sums and would give wrong results.
+    needs no widening, but saturates its int16 sums and would give wrong results, unless weights are
+    small: `SmallWeightIsa`.
 
     Two instructions and a register for every word are too many where 16 registers hold the sums:
     convolutions read a copy that is int16 already (`for_convolution`).
     """
 
     intrinsic: str = ""
+    small: SmallWeightIsa | None = None  #: what the same CPUs have for small weights
+
+    def for_weights(self, weight: NDArray[np.int8]) -> Isa:
+        if self.small is None or find_largest(weight) > SMALL_WEIGHT:
+            return self
+        return self.small
 
     def for_convolution(self, dtype: str) -> Isa:
         return self.wide or self
@@ -293,6 +306,44 @@ class MaddIsa(Isa):
         for x, w in zip(activation, weights, strict=True):
             acc = acc + T.call_llvm_pure_intrin(self.intrinsic, x, w, dtype=dtype)
         return acc
+
+
+#: Weights up to so much, of either sign, for which `SmallWeightIsa` is exact: it adds two products
+#: of activations up to 255 in int16, and 2 * 255 * 64 = 32,640 fits while 2 * 255 * 65 does not.
+SMALL_WEIGHT = 64
+
+
+def find_largest(weight: NDArray[np.int8]) -> int:
+    """The largest magnitude; that of -128 is 128."""
+    return int(np.abs(weight.astype("int16")).max(initial=0))
+
+
+@dataclass(frozen=True)
+class SmallWeightIsa(PackedIsa):
+    """vpmaddubsw: the sums of two uint8 x int8 products as int16; vpmaddwd by 1: of two of those.
+
+    The first instruction saturates, but not with weights of -64..64 (`SMALL_WEIGHT`). Three
+    instructions for four products of each lane, where `MaddIsa` and `PairIsa` take four.
+    """
+
+    pairs: str = ""  #: intrinsic of vpmaddubsw
+    intrinsic: str = ""  #: of vpmaddwd
+
+    def arrange_weights(self, words: NDArray[np.int8]) -> NDArray[Any]:
+        largest = find_largest(words)
+        if largest > SMALL_WEIGHT:
+            raise ConfigError(
+                f"{self.name} adds products in int16, which saturates with a weight of magnitude "
+                f"{largest}; allowed: up to {SMALL_WEIGHT}. Take what Isa.for_weights gives."
+            )
+        return super().arrange_weights(words)
+
+    def dot(self, acc: Expr, activation: Expr, weights: Expr) -> Expr:
+        count = 2 * self.lanes
+        pairs = T.call_llvm_pure_intrin(self.pairs, activation, weights, dtype=f"int16x{count}")
+        ones = T.broadcast(T.int16(1), count)
+        dtype = f"int32x{self.lanes}"
+        return acc + T.call_llvm_pure_intrin(self.intrinsic, pairs, ones, dtype=dtype)
 
 
 @dataclass(frozen=True)
@@ -332,11 +383,21 @@ class PlainIsa(Isa):
         return acc + activation * weights
 
 
-def on_bytes(wide: PairIsa, name: str) -> MaddIsa:
+def on_bytes(wide: PairIsa, name: str, small: SmallWeightIsa | None = None) -> MaddIsa:
     """What the CPUs of `wide` have for bytes: the same instruction on the same registers."""
     shared = {field.name: getattr(wide, field.name) for field in fields(wide)}
-    changed = {"name": name, "products": 4, "activation": "uint8", "wide": wide}
+    changed = {"name": name, "products": 4, "activation": "uint8", "wide": wide, "small": small}
     return MaddIsa(**{**shared, **changed})
+
+
+def on_small_weights(wide: PairIsa, name: str, pairs: str, accumulators: int) -> SmallWeightIsa:
+    """What the CPUs of `wide` have for bytes and small weights; a vector of ones takes a register,
+    which `accumulators` allows for.
+    """
+    shared = {field.name: getattr(wide, field.name) for field in fields(wide)}
+    changed = {"name": name, "products": 4, "activation": "uint8", "weight_dtype": "int8"}
+    changed |= {"wide": wide, "pairs": pairs, "accumulators": accumulators}
+    return SmallWeightIsa(**{**shared, **changed})
 
 
 NARROWING_512 = Narrowing(
@@ -414,7 +475,10 @@ AVX512BW_WIDE = PairIsa(
     narrowing=NARROWING_512,
     intrinsic="llvm.x86.avx512.pmaddw.d.512",
 )
-AVX512BW = on_bytes(AVX512BW_WIDE, "avx512bw")
+AVX512BW_SMALL = on_small_weights(
+    AVX512BW_WIDE, "avx512bw 7 bits", "llvm.x86.avx512.pmaddubs.w.512", accumulators=24
+)
+AVX512BW = on_bytes(AVX512BW_WIDE, "avx512bw", AVX512BW_SMALL)
 AVX2_WIDE = PairIsa(
     name="avx2 int16",
     features=("avx2",),
@@ -429,7 +493,10 @@ AVX2_WIDE = PairIsa(
     narrowing=NARROWING_256,
     intrinsic="llvm.x86.avx2.pmadd.wd",
 )
-AVX2 = on_bytes(AVX2_WIDE, "avx2")
+AVX2_SMALL = on_small_weights(
+    AVX2_WIDE, "avx2 7 bits", "llvm.x86.avx2.pmadd.ub.sw", accumulators=10
+)
+AVX2 = on_bytes(AVX2_WIDE, "avx2", AVX2_SMALL)
 SSE2_WIDE = PairIsa(
     name="sse2 int16",
     features=("sse2",),
