@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
+from relayquant.errors import format_count
+
 #: rows of a table that a notebook shows without being asked
 SHOWN_ROWS = 200
 
@@ -42,7 +44,7 @@ def format_html(
         parts.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
     parts.append("</tbody></table>")
     if count > SHOWN_ROWS:
-        lines = (f"{count - SHOWN_ROWS} more rows are not shown.", *lines)
+        lines = (f"Not shown: {format_count(count - SHOWN_ROWS, 'more row')}.", *lines)
     return "".join(parts) + "".join(f"<p>{escape(line)}</p>" for line in lines)
 
 

@@ -13,7 +13,7 @@ import tvm
 from relayquant.cli.files import bind_weights
 from relayquant.datasets.images import PRESETS, Preprocessing, list_images, open_images, read_labels
 from relayquant.datasets.inputs import describe_inputs
-from relayquant.errors import ConfigError
+from relayquant.errors import ConfigError, format_count
 
 
 def add_data(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
@@ -67,8 +67,8 @@ def make_top1(options: argparse.Namespace) -> Callable[..., float]:
     def top1(_expected: list[np.ndarray], got: list[np.ndarray]) -> float:
         if len(got[0]) != len(labels):
             raise ConfigError(
-                f"--labels {options.labels} has {len(labels)} classes, the data {len(got[0])} "
-                "samples; allowed: one for each."
+                f"--labels {options.labels} has {format_count(len(labels), 'class')}, the data "
+                f"{format_count(len(got[0]), 'sample')}; allowed: one for each."
             )
         return float((got[0].reshape(len(labels), -1).argmax(1) == labels).mean())
 

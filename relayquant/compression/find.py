@@ -12,7 +12,7 @@ from tvm import relax
 from tvm.ir import Call, GenericConst
 
 from relayquant.dialect.legality import iterate_bindings
-from relayquant.errors import ModelError, suggest_name
+from relayquant.errors import ModelError, format_count, suggest_name
 from relayquant.rewrite.graph import call_name
 
 #: A constant, and whether its axes are swapped.
@@ -189,7 +189,7 @@ def resolve(values: Mapping[Any, Any], expr: relax.Expr) -> tuple[GenericConst, 
 def explain_matmul(call: Call, constant: GenericConst) -> str:
     """Why a product by a constant cannot be compressed; "" if it can."""
     if len(constant.value.shape) != 2:
-        return f"its weight has {len(constant.value.shape)} dimensions, not 2"
+        return f"its weight has {format_count(len(constant.value.shape), 'dimension')}, not 2"
     if {str(call.ty.dtype), str(call.args[0].ty.dtype), str(constant.value.dtype)} != {"float32"}:
         return "it does not compute in float32"
     if call.args[0].ty.ndim < 1:

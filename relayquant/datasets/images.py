@@ -14,7 +14,13 @@ from typing import Any
 import numpy as np
 
 from relayquant.datasets.item import Batch, InputInfo
-from relayquant.errors import ConfigError, DataError, MissingDependencyError, suggest_name
+from relayquant.errors import (
+    ConfigError,
+    DataError,
+    MissingDependencyError,
+    format_count,
+    suggest_name,
+)
 
 #: endings of files in a folder that are read as pictures
 SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"})
@@ -210,15 +216,16 @@ def open_images(
         ) from error
     if len(inputs) != 1:
         raise DataError(
-            f"The model has {len(inputs)} inputs; a folder of pictures is for one. Write the data "
-            "as .npz, with an array for each input."
+            f"The model has {format_count(len(inputs), 'input')}; a folder of pictures is "
+            "for one. Write the data as .npz, with an array for each input."
         )
     (info,) = inputs
     preprocessing.read_shape(info)
     if isinstance(info.shape[0], int) and info.shape[0] != 1:
         raise DataError(
-            f"Input {info.name!r} {info.shape_text} takes {info.shape[0]} pictures at once. Make "
-            "its first size 1 or open (--shape), or write the data as .npz."
+            f"Input {info.name!r} {info.shape_text} takes "
+            f"{format_count(info.shape[0], 'picture')} at once. "
+            "Make its first size 1 or open (--shape), or write the data as .npz."
         )
     paths = list_images(folder)
 

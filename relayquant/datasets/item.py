@@ -255,7 +255,7 @@ def to_array(value: object, name: str, where: str) -> NDArray[Any]:
     if array.dtype.kind not in "biufV" or array.dtype.names:
         raise DataError(
             f"{where}: input {name!r} of type {type(value).__name__} is not a numeric array "
-            f"(numpy dtype {array.dtype})."
+            f"(numpy dtype {array.dtype}); allowed: booleans, integers, floats."
         )
     return array
 

@@ -16,7 +16,7 @@ from relayquant.analysis.sensitivity import Metric
 from relayquant.arguments import takes_arguments
 from relayquant.calibration.checkpoint import digest_batch, digest_text
 from relayquant.datasets import open_dataset
-from relayquant.errors import ConfigError, DataError
+from relayquant.errors import ConfigError, DataError, format_count
 from relayquant.events import ProgressEvent, TrainingEvent
 from relayquant.ops.find import find_pattern, match_operator
 from relayquant.rewrite import Graph
@@ -210,7 +210,7 @@ class _Training:
     def finish(self) -> str:
         """Go back to the best state, and say what was done."""
         progress = self.progress
-        done = f"{progress.step} steps"
+        done = format_count(progress.step, "step")
         if progress.best is not None:
             write_state(self.student, progress.best)
             done += f", the best after {progress.best_step}"
@@ -228,9 +228,10 @@ class _Training:
         return {
             "model": digest_text(tvm.ir.save_json(prepared.graph.mod)),
             "state": digest_text("".join(f"{k}{v.tobytes()}" for k, v in self.start.items())),
-            "settings": f"{settings.steps} steps, lr {settings.lr}, {settings.ranges.value}, "
-            f"evaluated every {settings.interval}, patience {settings.patience}, loss {loss}",
-            "torch": f"{torch.__version__}, {torch.get_num_threads()} threads",
+            "settings": f"{format_count(settings.steps, 'step')}, lr {settings.lr}, "
+            f"{settings.ranges.value}, evaluated every {settings.interval}, "
+            f"patience {settings.patience}, loss {loss}",
+            "torch": f"{torch.__version__}, {format_count(torch.get_num_threads(), 'thread')}",
         }
 
     def resume(self) -> None:

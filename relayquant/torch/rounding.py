@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from relayquant.calibration.observers import Fixed
-from relayquant.errors import ModelError
+from relayquant.errors import ModelError, format_count
 from relayquant.plan import GroupPlan
 from relayquant.qtypes import QParams, QSpec, check_qparams, choose_qparams, conform_scale
 from relayquant.torch.ranges import Ranges
@@ -132,8 +132,8 @@ class FakeQuantize(nn.Module):
         if len(self.scale) > 1:
             if x.shape[axis] != len(self.scale):
                 raise ModelError(
-                    f"Value {self.group.key!r} has {x.shape[axis]} channels and "
-                    f"{len(self.scale)} scales."
+                    f"Value {self.group.key!r} has {format_count(x.shape[axis], 'channel')} "
+                    f"and {format_count(len(self.scale), 'scale')}."
                 )
             shape[axis] = -1
         # LSQ, section 2.2: the number of weights, or of features of one sample, that a scale has

@@ -15,7 +15,7 @@ from torch import nn
 from tvm import relax
 from tvm.ir import Call
 
-from relayquant.errors import ConfigError, ModelError
+from relayquant.errors import ConfigError, ModelError, format_count
 from relayquant.pipeline import lower_prepared
 from relayquant.prepared import PreparedModel
 from relayquant.qtypes import QParams, Role
@@ -316,7 +316,8 @@ class TrainableModule(nn.Module):
 
     def extra_repr(self) -> str:
         plan = self.source.prepared.plan
-        return f"{len(plan.operators)} operators, {len(plan.groups)} sets of parameters"
+        operators = format_count(len(plan.operators), "operator")
+        return f"{operators}, {format_count(len(plan.groups), 'set')} of parameters"
 
 
 def norm_visitor(module: TrainableModule, norm: LiveBatchNorm) -> Visitor:

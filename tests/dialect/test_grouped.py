@@ -61,7 +61,7 @@ def test_quantize_rows__loop_nest_is_as_numpy():
 
 BAD = {
     "bits=5; allowed: 2, 3, 4, 8": {"form": (5, 8, 16)},
-    r"operand 'weight' has 8 bytes in a row; allowed: 9": {"form": (4, 8, 18)},
+    r"operand 'weight' has rows whose length in bytes is 8; allowed: 9": {"form": (4, 8, 18)},
     r"operand 'weight_scale' has shape \(3, 2\); allowed: \(3, 4\)": {"form": (4, 4, 16)},
     r"operand 'data' has shape \(2, 15\); allowed: \(\.\.\., 16\)": {"data": ((2, 15), "float32")},
     "operand 'data' has dtype int32; allowed: float32, int8": {"data": ((2, 16), "int32")},

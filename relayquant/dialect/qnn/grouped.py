@@ -28,7 +28,7 @@ from relayquant.dialect.operands import (
 )
 from relayquant.dialect.operator import Operator
 from relayquant.dialect.parameters import PrimExpr, compute_tensor
-from relayquant.errors import QnnError
+from relayquant.errors import QnnError, format_count
 from relayquant.packing import CODE_BITS, count_bytes, count_groups
 
 __all__ = ["grouped_dense", "grouped_take", "quantize_rows"]
@@ -148,8 +148,8 @@ def check_grouped_weight(call: Call, operands: Sequence[CheckedOperand]) -> Any:
     expected = tirx.IntImm("int64", count_bytes(features, bits))
     if is_known_different(weight.dimension(1), expected):
         raise weight.fail(
-            f"has {show_dimension(weight.dimension(1))} bytes in a row",
-            f"allowed: {int(expected)}, for {features} codes of {bits} bits",
+            f"has rows whose length in bytes is {show_dimension(weight.dimension(1))}",
+            f"allowed: {int(expected)}, for {format_count(features, 'code')} of {bits} bits",
         )
     for each in (scale, zero_point):
         if each is zero_point and each.ndim in (-1, 0):
@@ -160,7 +160,8 @@ def check_grouped_weight(call: Call, operands: Sequence[CheckedOperand]) -> Any:
             raise each.fail(
                 f"has shape {show_shape(each.shape or [])}",
                 f"allowed: ({show_dimension(rows)}, {groups}), one for each group of {group_size} "
-                f"of {features} columns" + (", or ()" if each is zero_point else ""),
+                f"of {format_count(features, 'column')}"
+                + (", or ()" if each is zero_point else ""),
             )
     return rows
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from relayquant.errors import QnnError
+from relayquant.errors import QnnError, format_count
 from relayquant.packing import count_bytes, count_groups, spread_groups, unpack_codes
 from relayquant.reference.fixed_point import fma_float32
 
@@ -38,8 +38,8 @@ def centre_codes(weight: Array, zero_point: Array, bits: int, group_size: int, k
     """Codes minus zero points, int16 (N, k)."""
     if weight.ndim != 2 or weight.shape[1] != count_bytes(k, bits):
         raise QnnError(
-            f"weight has shape {weight.shape}; allowed: (N, {count_bytes(k, bits)}), rows of {k} "
-            f"codes of {bits} bits."
+            f"weight has shape {weight.shape}; allowed: (N, {count_bytes(k, bits)}), rows of "
+            f"{format_count(k, 'code')} of {bits} bits."
         )
     zero_point = np.asarray(zero_point)
     zeros = spread_groups(zero_point, group_size, k) if zero_point.ndim else zero_point
