@@ -318,7 +318,7 @@ def draw_qconfigs(draw: st.DrawFn, dtypes: tuple[str, ...]) -> rq.QConfig:
     channel; sometimes an output of its own.
     """
     low, high = draw(st.sampled_from(((-127, 127), (-128, 127), (-8, 7), (-7, 7))))
-    granularity = draw(st.sampled_from(rq.Granularity))
+    granularity = draw(st.sampled_from([rq.Granularity.PER_TENSOR, rq.Granularity.PER_CHANNEL]))
     weight = rq.QSpec("int8", rq.Scheme.SYMMETRIC, granularity, quant_min=low, quant_max=high)
     output = None
     if draw(st.booleans()):

@@ -6,6 +6,7 @@ Nothing of relayquant is imported here: a broken rule is reported even when noth
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -482,6 +483,12 @@ def rule_functions(module: str) -> Iterator[ast.FunctionDef]:
 
 
 RULE_MODULES = {module: list(rule_functions(module)) for module in SOURCES}
+
+
+def test_test_files__have_names_of_their_own() -> None:
+    """pytest imports each by its name alone: of two with one name, one is not collected."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_rules__are_found() -> None:

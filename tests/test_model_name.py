@@ -44,6 +44,10 @@ def score(expected: Any, got: Any) -> float:
     return -float(np.abs(expected[0] - got[0]).max())
 
 
+def rename_model(mod: tvm.IRModule) -> tvm.IRModule:
+    return rename_function(mod, find_entry(mod), "main")
+
+
 def read_file(path: Path) -> bytes:
     return path.read_bytes()
 
@@ -61,6 +65,14 @@ ENTRIES: dict[Callable[..., Any], Callable[[Any, Any, Path], Any]] = {
         REFERENCE if find_entry(mod) == "main" else rename_function(REFERENCE, "main", "forward"),
         "x86",
     ).script(),
+    rq.compress_weights: lambda mod, qmod, _: rename_model(
+        rq.compress_weights(mod, group_size=None)
+    ).script(),
+    rq.finetune: lambda mod, qmod, _: rq.finetune(mod, None, DATA, steps=2, effort="fast").script(),
+    rq.torch.from_module: lambda mod, qmod, _: [
+        (name, value.tolist()) for name, value in rq.torch.from_module(mod).state_dict().items()
+    ],
+    rq.make_report: lambda mod, qmod, _: rq.make_report(mod, qmod, DATA, rank=False).html,
     rq.verify: lambda mod, qmod, _: [rq.verify(m, DATA[0]).is_equal for m in (mod, qmod)],
     rq.compare: lambda mod, qmod, _: str(rq.compare(mod, qmod, DATA)),
     rq.ledger: lambda mod, qmod, _: rq.ledger(qmod).to_dict(),
@@ -99,6 +111,8 @@ def test_entries__are_all_that_take_a_module():
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.__name__)
 def test_entry__takes_a_model_of_any_name(entry, tmp_path):
+    if entry in (rq.finetune, rq.torch.from_module):
+        pytest.importorskip("torch")
     before = FORWARD.script(show_meta=True)
     found = ENTRIES[entry](FORWARD, QUANTIZED_FORWARD, tmp_path)
     assert found == ENTRIES[entry](MOD, QUANTIZED, tmp_path)

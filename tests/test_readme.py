@@ -58,7 +58,9 @@ def test_pages__links_lead_somewhere(page: Path) -> None:
 
 
 def test_pages__each_is_reached_from_the_readme() -> None:
-    assert [page.name for page in PAGES[1:] if f"docs/{page.name}" not in README] == []
+    site = {"index.md", "api.md"}  # of the site alone: what it shows first, and every public name
+    pages = [page.name for page in PAGES[1:] if page.name not in site]
+    assert [name for name in pages if f"docs/{name}" not in README] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

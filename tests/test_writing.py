@@ -222,8 +222,8 @@ ACTS = {
     *("mkdir", "mkstemp", "rename", "savefig", "savez", "savez_compressed", "write_bytes"),
     "write_text",
 }
-#: The one that may.
-FREE = {"storage/files.py"}
+#: The one that may, and one that draws in memory.
+FREE = {"storage/files.py", "report/page.py"}
 
 
 def find_bare_writes(tree: ast.AST, is_guarded: bool = False) -> list[int]:

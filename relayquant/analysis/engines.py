@@ -24,7 +24,7 @@ import numpy as np
 
 from relayquant.analysis.latency import TURN, Latency, Timing, measure_turns
 from relayquant.errors import ModelError
-from relayquant.storage.files import open_temporary_folder
+from relayquant.storage.files import TEMPORARY, open_temporary_folder, writing
 
 SCRIPT = Path(__file__).with_name("engine_process.py")
 #: characters of what a process wrote to stderr that a message repeats
@@ -68,7 +68,10 @@ class EngineProcess:
 
     def __init__(self, contender: Contender, inputs: Path, threads: int) -> None:
         self.contender = contender
-        self.stderr: IO[str] = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
+        with writing("temporary files", TEMPORARY):
+            self.stderr: IO[str] = tempfile.TemporaryFile(  # noqa: SIM115
+                "w+", errors="replace"
+            )
         self.process = subprocess.Popen(
             [sys.executable, str(SCRIPT)],
             stdin=subprocess.PIPE,
@@ -170,7 +173,8 @@ def measure_engines(
     failures: dict[str, str] = {}
     with ExitStack() as stack:
         file = stack.enter_context(open_temporary_folder()) / "inputs.npz"
-        np.savez(file, **inputs)
+        with writing(file, TEMPORARY):
+            np.savez(file, **inputs)
         started = {
             name: stack.enter_context(EngineProcess(contender, file, threads))
             for name, contender in contenders.items()

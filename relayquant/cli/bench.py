@@ -41,7 +41,7 @@ from relayquant.report import make_console
 from relayquant.report.bench import kernel_table, latency_table, operator_table
 from relayquant.rewrite.entry import name_main
 from relayquant.runtime import Executor, as_tensor, count_cores
-from relayquant.storage.files import open_temporary_folder
+from relayquant.storage.files import TEMPORARY, open_temporary_folder, writing
 
 Batch = Mapping[str, np.ndarray]
 
@@ -157,7 +157,8 @@ def export_own(executables: Mapping[str, Any], folder: Path) -> dict[str, Conten
     contenders = {}
     for number, (name, executable) in enumerate(executables.items()):
         path = folder / f"own{number}.so"
-        executable.export_library(str(path))
+        with writing(path, TEMPORARY):
+            executable.export_library(str(path))
         contenders[name] = Contender(Engine.RELAYQUANT, path)
     return contenders
 

@@ -85,7 +85,7 @@ class AffineRule:
         return QuantOp(
             f"{self.op.removeprefix('relax.')} (affine rule)", self.op, unary_pattern(self.op),
             (Operand("data"),), kind, output, None, check=check_sharing,
-            attributes=self.attributes,
+            attributes=self.attributes, has_affine_rule=True,
         )  # fmt: skip
 
 

@@ -187,7 +187,8 @@ class QuantOp:
         kind, output: See `Kind` and `Output`.
         simulate: SimulateContext -> new value of the root; the default repeats the float operators.
         realize: RealizeContext -> float value of the root computed in affine space (usually a
-            dequantize), or Skip. None for SHARING operators, which the allow-list handles.
+            dequantize), or Skip. None for SHARING operators, which the allow-list handles,
+            and for those with an affine rule.
         check: Match -> Skip with a reason when this match cannot be quantized.
         attributes: Names of the attributes that the row honours, of all its operators. A match in
             which another one is away from its default is declined.
@@ -198,6 +199,7 @@ class QuantOp:
         realize_dynamic: DynamicContext -> float32 value of the root, for data whose parameters are
             computed at run time; its operands are "data", "weight" and perhaps "bias". None for
             rows without that.
+        has_affine_rule: Of a row that an `AffineRule` brings, which computes in its place.
     """
 
     name: str
@@ -214,6 +216,7 @@ class QuantOp:
     accumulator_axis: Callable[[Match], int | None] | None = None
     realize_dynamic: Callable[[DynamicContext], relax.Expr | Skip] | None = None
     attributes: tuple[str, ...] = ()
+    has_affine_rule: bool = False
 
     def __post_init__(self) -> None:
         named = set(self.pattern.parts) if isinstance(self.pattern, Pattern) else None
@@ -224,10 +227,11 @@ class QuantOp:
                 f"its operands. {suggest_name(missing[0], named or ())}"
             )
 
-        if self.realize is None and self.kind is not Kind.SHARING:
+        if self.realize is None and self.kind is not Kind.SHARING and not self.has_affine_rule:
             raise ConfigError(
                 f"QuantOp {self.name!r}: realize=None is for Kind.SHARING, whose operators move "
-                f"integers as they are; one of {self.kind} needs a function of RealizeContext."
+                f"integers as they are, and for those with an AffineRule; "
+                f"one of {self.kind} needs a function of RealizeContext."
             )
 
     def find_refusal(self, match: Match) -> Skip | None:

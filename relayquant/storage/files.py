@@ -28,6 +28,8 @@ MESSAGE_LENGTH = 400
 # --- Writing ------------------------------------------------------------------------------------
 
 
+#: what to do where no temporary file can be made
+TEMPORARY = "Set TMPDIR to a folder that can be written."
 #: what to do about an error of the system; about any other, a place that can be written is needed
 REMEDIES = {
     errno.ENOSPC: "Free space there, or name another place.",
@@ -149,7 +151,7 @@ def open_temporary_folder(parent: str | os.PathLike[str] | None = None) -> Itera
         FileError: none can be made.
     """
     with ExitStack() as stack:
-        with writing(parent or "temporary files", "Set TMPDIR to a folder that can be written."):
+        with writing(parent or "temporary files", TEMPORARY):
             folder = tempfile.TemporaryDirectory(prefix="relayquant-", dir=parent)
             path = Path(stack.enter_context(folder)).absolute()
         yield path

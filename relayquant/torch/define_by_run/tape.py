@@ -19,6 +19,7 @@ import torch  # pyright: ignore[reportMissingImports]
 from torch.overrides import TorchFunctionMode  # pyright: ignore[reportMissingImports]
 
 from relayquant.errors import ModelError
+from relayquant.storage.files import TEMPORARY, writing
 from relayquant.torch.define_by_run.arguments import (
     ResultForm,
     join_arguments,
@@ -39,7 +40,8 @@ class TensorFile:
     """Tensors on disk, in a temporary file that goes with this object."""
 
     def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile(prefix="relayquant-")  # noqa: SIM115
+        with writing("temporary files", TEMPORARY):
+            self._file = tempfile.TemporaryFile(prefix="relayquant-")  # noqa: SIM115
         self._kept: dict[int, torch.Tensor] = {}  # of dtypes that numpy has not
         self._end = 0
 
