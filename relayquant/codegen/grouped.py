@@ -55,12 +55,13 @@ def lower_grouped(mod: tvm.IRModule, target: Target, on_skip: OnSkip = log_skip)
         if isinstance(binding.value, Call)
     ]
     names = {call_name(call) for call in calls}
-    if target.kind.name != "llvm" or not names & KINDS:
+    has_rule = any(select_rules(GROUPED_RULES, name) for name in names)
+    if target.kind.name != "llvm" or not has_rule:
         return mod
-    lowering = GroupedLowering(mod, select_isa(target), "relax.qnn.quantize_rows" not in names)
+    is_float = "relax.qnn.quantize_rows" not in names
+    lowering = GroupedLowering(mod, select_isa(target), is_float, on_skip)
     for gvar, func in mod.functions_items():
         if isinstance(func, relax.Function):
-            lowering.on_skip = on_skip
             lowering.builder_.update_func(gvar, lowering.visit_expr(func))
     return lowering.builder_.get()
 
@@ -72,10 +73,9 @@ class GroupedLowering(relax.PyExprMutator):
     `is_float`: whether rows of the module are float, which tables without a product follow.
     """
 
-    def __init__(self, mod: tvm.IRModule, isa: Isa, is_float: bool) -> None:
+    def __init__(self, mod: tvm.IRModule, isa: Isa, is_float: bool, on_skip: OnSkip) -> None:
         super().__init__(mod)
-        self.isa, self.is_float = isa, is_float
-        self.on_skip: OnSkip = log_skip
+        self.isa, self.is_float, self.on_skip = isa, is_float, on_skip
         self.kernels: dict[Any, tvm.ir.GlobalVar] = {}
         self.packed: dict[Any, list[relax.Expr]] = {}
 
@@ -194,5 +194,3 @@ GROUPED_RULES: tuple[Rule[Any, Any, Call], ...] = (
     make_rule(lower_dense, "relax.qnn.grouped_dense"),
     make_rule(lower_take, "relax.qnn.grouped_take"),
 )
-#: Operators that have a rule.
-KINDS = frozenset({"relax.qnn.quantize_rows", "relax.qnn.grouped_dense", "relax.qnn.grouped_take"})

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import tvm
 from tvm import relax
 from tvm.ir import Call
@@ -43,7 +44,8 @@ def compress_weights(
 
     Args:
         mod: A float module of any frontend; it is not changed.
-        params: Values of parameters, which become constants: a dict, or the list that
+        params: Values of parameters, which become constants: by name, {function: [values in
+            order]} as `detach_params` gives, or the list of (name, value) that
             `relax.frontend.nn` gives with a module. None: they are constants already.
         bits: Of a weight: 2, 3, 4 or 8.
         group_size: Neighbours along the reduction with one scale, 16 to 256; None: one scale for
@@ -124,8 +126,16 @@ def compress_all(
     """The weight of each use, by its key: each once."""
     weights: dict[WeightKey, GroupedWeight] = {}
     for use in uses:
-        if use.key not in weights:
-            weights[use.key] = quantize_groups(use.array, forms[use.key])
+        if use.key in weights:
+            continue
+        weight = quantize_groups(use.array, forms[use.key])
+        if not np.isfinite(weight.scale).all():
+            raise ModelError(
+                f"{use.place}: weights up to {np.abs(use.array).max():.3g} have scales beyond "
+                f"{np.finfo(weight.scale.dtype).max:.5g}, the largest {weight.scale.dtype}. Use "
+                'scale_dtype="float32".'
+            )
+        weights[use.key] = weight
     return weights
 
 
@@ -139,6 +149,7 @@ def replace_weights(
 
         matmul(x, permute_dims(w))  ->  grouped_dense(x, 1, codes, scale, zero point)
         take(w, i, axis=0)          ->  grouped_take(i, codes, scale, zero point)
+        take(w, i, 0, mode="clip")  ->  grouped_take(clip(i), codes, scale, zero point)
 
     With `has_rows` x is quantized row by row first, once for all products that read it.
     """
@@ -194,6 +205,8 @@ class Replacement(relax.PyExprMutator):
         data = self.visit_expr(use.data)
         form = (weight.format.bits, weight.group_size, weight.features)
         if use.op == "take":
+            if use.is_clipped:
+                data = self.builder_.emit(relax.op.clip(data, 0, len(weight.codes) - 1))
             return qnn.grouped_take(data, *constants, *form)
         if not self.has_rows:
             return qnn.grouped_dense(data, 1.0, *constants, *form)

@@ -21,6 +21,10 @@ WeightKey: TypeAlias = tuple[int, bool]
 #: Operators that move a weight on its way to a product.
 TRANSPOSE = "relax.permute_dims"
 
+#: Modes of take whose rows `qnn.grouped_take` can give: "fast" reads whatever lies in memory at an
+#: index that is not there; as in `quantize` it counts from the end then, as frontends mean it.
+BOUNDED_MODES = frozenset({"fast", "wrap", "clip"})
+
 
 @dataclass(frozen=True, eq=False)
 class WeightUse:
@@ -35,6 +39,7 @@ class WeightUse:
         constant: The weight, as the module has it.
         is_transposed: Whether the rows (outputs) of the weight are the columns of the constant.
         reason: Why it cannot be compressed; "" if it can.
+        is_clipped: Whether indices beyond the table read its first or last row.
     """
 
     function: str
@@ -45,6 +50,12 @@ class WeightUse:
     constant: GenericConst
     is_transposed: bool = False
     reason: str = ""
+    is_clipped: bool = False
+
+    @property
+    def place(self) -> str:
+        """Where it is, for messages."""
+        return f"{self.op} at {self.name!r} of {self.function!r}"
 
     @property
     def tensor_key(self) -> int:
@@ -72,13 +83,15 @@ def bind_weights(mod: tvm.IRModule, params: Mapping[str, Any] | None) -> tvm.IRM
     one tensor for each, whoever reads it.
 
     `relax.frontend.nn` names "layers.0.weight" in its list of parameters what may be
-    "layers_0_weight" in functions: both are taken.
+    "layers_0_weight" in functions: both are taken. {function: [values in order]}, which
+    `tvm.relax.frontend.detach_params` gives, is taken too.
 
     Raises:
         ModelError: no function has a parameter of that name, or shape or dtype are others.
     """
     if not params:
         return mod
+    params = name_params(mod, params)
     tensors = {name: make_tensor(value) for name, value in params.items()}
     tensors |= {name.replace(".", "_"): tensor for name, tensor in tensors.items()}
     found: set[str] = set()
@@ -102,6 +115,36 @@ def bind_weights(mod: tvm.IRModule, params: Mapping[str, Any] | None) -> tvm.IRM
                 f"params has {name!r}, which no function takes. {suggest_name(name, sorted(names))}"
             )
     return mod
+
+
+def name_params(mod: tvm.IRModule, params: Mapping[str, Any]) -> dict[str, Any]:
+    """`params` by their names: {function: [values in order]} is resolved.
+
+    Raises:
+        ModelError: a function has more or fewer parameters, or others of one name another value.
+    """
+    named: dict[str, Any] = {}
+    functions = {gvar.name_hint: func for gvar, func in mod.functions_items()}
+    for key, value in params.items():
+        if not isinstance(value, list | tuple) or key not in functions:
+            named[key] = value
+            continue
+        func = functions[key]
+        attrs = dict(func.attrs.items()) if func.attrs else {}
+        weights = func.params[int(attrs.get("num_input", len(func.params))) :]
+        if len(weights) != len(value):
+            raise ModelError(
+                f"params[{key!r}] holds {format_count(len(value), 'value')}, {key} has "
+                f"{format_count(len(weights), 'parameter')} behind its inputs. Pass what "
+                "detach_params returned with this module."
+            )
+        for weight, array in zip(weights, value, strict=True):
+            if named.setdefault(weight.name, array) is not array:
+                raise ModelError(
+                    f"params has two values for {weight.name!r}, which several functions take; "
+                    "rename one of these parameters."
+                )
+    return named
 
 
 def make_tensor(value: Any) -> tvm.runtime.Tensor:
@@ -161,7 +204,7 @@ def find_in_function(function: str, func: relax.Function) -> Iterator[WeightUse]
             if found is not None and found[0].value.numpy().ndim == 2:
                 yield WeightUse(
                     function, binding.var.name, "take", binding.var, value.args[1], found[0],
-                    found[1], explain_take(value, found[0]),
+                    found[1], explain_take(value, found[0]), str(value.attrs.mode) == "clip",
                 )  # fmt: skip
 
 
@@ -194,7 +237,7 @@ def explain_matmul(call: Call, constant: GenericConst) -> str:
         return "it does not compute in float32"
     if call.args[0].ty.ndim < 1:
         return "the rank of its data is not known"
-    return ""
+    return explain_values(constant)
 
 
 def explain_take(call: Call, constant: GenericConst) -> str:
@@ -206,4 +249,17 @@ def explain_take(call: Call, constant: GenericConst) -> str:
         return f"its table is {constant.value.dtype}"
     if str(call.args[1].ty.dtype) not in ("int32", "int64"):
         return f"its indices are {call.args[1].ty.dtype}"
-    return ""
+    if str(call.attrs.mode) not in BOUNDED_MODES:
+        return f"its indices are bounded by mode {str(call.attrs.mode)!r}"
+    return explain_values(constant)
+
+
+def explain_values(constant: GenericConst) -> str:
+    """Why no codes can stand for the values of a weight; "" if they can."""
+    array = constant.value.numpy()
+    if not array.size:
+        return "its weight is empty"
+    # the sum is not finite where a value is none, and reads the weight without a copy
+    if np.isfinite(array.sum(dtype="float64")):
+        return ""
+    return f"its weight has {format_count(int((~np.isfinite(array)).sum()), 'value')} not finite"

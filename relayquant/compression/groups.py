@@ -143,15 +143,18 @@ def choose_scales(
                 bottom, top = np.minimum(low, 0) * share, np.maximum(high, 0) * share
                 scale = (top - bottom) / highest
                 zero = np.zeros_like(scale)
-            scale = np.where(abs(scale) > SMALLEST_SCALE, scale, 1).astype(form.scale_dtype)
+            scale = np.where(abs(scale) > SMALLEST_SCALE, scale, 1)
+            with np.errstate(over="ignore"):  # callers refuse scales that are not finite
+                scale = scale.astype(form.scale_dtype)
             # What float16 rounds to nothing has no inverse.
             scale = np.where(scale == 0, np.finfo(form.scale_dtype).tiny, scale)
             steps = scale.astype("float32")
             if not form.is_symmetric:
                 zero = np.clip(np.rint(-bottom / steps), 0, highest)
             codes = np.clip(np.rint(grouped / steps[..., None]) + zero[..., None], 0, highest)
-            error = (codes - zero[..., None]) * steps[..., None] - grouped
-            loss = (error * error * counts).sum(axis=-1)
+            with np.errstate(invalid="ignore"):
+                error = (codes - zero[..., None]) * steps[..., None] - grouped
+                loss = (error * error * counts).sum(axis=-1)
             if best is None:
                 best, least = (scale, zero), loss
                 continue

@@ -5,42 +5,35 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tvm
+from tiny_llama import (
+    ROWS,
+    SIZES,
+    TOKENS,
+    list_calls,
+    make_llama,
+    make_prefill,
+    take_function,
+)
 from tvm import relax
 
 import relayquant as rq
-from relayquant.codegen.grouped import KINDS, lower_grouped
-from relayquant.demo.llama import (
-    LlamaSizes,
-    compute_angles,
-    draw_weights,
-    export_llama,
-    make_mask,
-)
-from relayquant.dialect.legality import iterate_bindings
+from relayquant.codegen.grouped import lower_grouped
+from relayquant.demo.llama import compute_angles
 from relayquant.kernels.isa.target import resolve_target
 from relayquant.rewrite.graph import call_name
-
-SIZES = LlamaSizes(width=32, hidden=44, layers=1, heads=4, groups=2, vocabulary=64)
-ROWS = rq.QSpec("int8", is_dynamic=True, granularity=rq.Granularity.PER_ROW)
-TOKENS = [1, 5, 9, 2]
 
 
 @pytest.fixture(scope="module")
 def compressed():
-    return rq.compress_weights(
-        export_llama(SIZES), draw_weights(SIZES), bits=4, group_size=16, activation=ROWS
-    )
-
-
-def list_calls(func):
-    return [b.value for b in iterate_bindings(func) if isinstance(b.value, tvm.ir.Call)]
+    return rq.compress_weights(*make_llama(), bits=4, group_size=16, activation=ROWS)
 
 
 def test_lower_grouped__every_operator_of_every_function(compressed):
     lowered = lower_grouped(compressed, resolve_target(None))
     functions = [f for f in lowered.functions.values() if isinstance(f, relax.Function)]
     assert len(functions) == 2
-    assert not {call_name(call) for f in functions for call in list_calls(f)} & KINDS
+    names = {call_name(call) for func in functions for call in list_calls(func)}
+    assert not [name for name in names if name.startswith("relax.qnn.")]
     constants = {}
     for func in functions:
         for call in list_calls(func):
@@ -58,13 +51,11 @@ def test_compile__prefill_and_decode_as_the_reference(compressed):
         return [tvm.runtime.tensor(np.ascontiguousarray(a)) for a in arrays]
 
     def run_prefill(tokens):
-        arrays = (*compute_angles(SIZES, 0, len(tokens)), make_mask(len(tokens)))
-        out = machine["prefill"](*tensors([np.array([tokens], "int32"), *arrays]))
+        out = machine["prefill"](*tensors(make_prefill(tokens)))
         return out[0].numpy(), list(out[1])
 
-    main = tvm.IRModule({"main": compressed["prefill"].with_attr("global_symbol", "main")})
-    inputs = (np.array([TOKENS], "int32"), *compute_angles(SIZES, 0, 4), make_mask(4))
-    expected = rq.reference.run(main, inputs)[0]
+    prefill = take_function(compressed, "prefill")
+    expected = rq.reference.run(prefill, make_prefill(TOKENS))[0]
     found, _ = run_prefill(TOKENS)
     # float differences may move a row by one step of its integers
     assert np.abs(found - expected).max() < 0.03 * np.abs(expected).max()

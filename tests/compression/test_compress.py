@@ -5,56 +5,37 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tvm
+from tiny_llama import (
+    ROWS,
+    SIZES,
+    TOKENS,
+    make_llama,
+    make_prefill,
+    select_calls,
+    take_function,
+)
 from tvm import relax
 
 import relayquant as rq
 from relayquant.compression.find import bind_weights
 from relayquant.compression.groups import GroupFormat, quantize_groups
-from relayquant.demo.llama import (
-    LlamaSizes,
-    compute_angles,
-    draw_weights,
-    export_llama,
-    make_mask,
-)
-from relayquant.dialect.legality import iterate_bindings
+from relayquant.demo.llama import compute_angles
 from relayquant.errors import ConfigError, ModelError
 from relayquant.packing import CODE_BITS
-
-SIZES = LlamaSizes(width=32, hidden=44, layers=1, heads=4, groups=2, vocabulary=64)
-ROWS = rq.QSpec("int8", is_dynamic=True, granularity=rq.Granularity.PER_ROW)
-TOKENS = [1, 5, 9, 2]
 
 
 @pytest.fixture(scope="module")
 def llama():
-    return export_llama(SIZES), draw_weights(SIZES)
-
-
-def take_function(mod, name):
-    return tvm.IRModule({"main": mod[name].with_attr("global_symbol", "main")})
+    return make_llama()
 
 
 def run_prefill(mod, tokens=TOKENS):
-    inputs = (np.array([tokens], "int32"), *compute_angles(SIZES, 0, len(tokens)))
-    return rq.reference.run(take_function(mod, "prefill"), (*inputs, make_mask(len(tokens))))
+    return rq.reference.run(take_function(mod, "prefill"), make_prefill(tokens))
 
 
 def run_decode(mod, token, at, cache):
     inputs = (np.array([[token]], "int32"), *compute_angles(SIZES, at, 1), tuple(cache))
     return rq.reference.run(take_function(mod, "decode"), inputs)
-
-
-def list_calls(mod, name):
-    """Calls of an operator by function."""
-    return {
-        gvar.name_hint: [
-            b.value
-            for b in iterate_bindings(func)
-            if isinstance(b.value, tvm.ir.Call) and getattr(b.value.op, "name", "") == name
-        ]
-        for gvar, func in mod.functions_items()
-    }
 
 
 @pytest.mark.parametrize("activation", [None, ROWS], ids=["float", "rows"])
@@ -72,13 +53,13 @@ def test_compress__prefill_and_decode_agree(llama, activation):
 
 def test_compress__functions_share_one_copy_of_each_weight(llama):
     q = rq.compress_weights(*llama)
-    calls = list_calls(q, "relax.qnn.grouped_dense")
+    calls = select_calls(q, "relax.qnn.grouped_dense")
     pairs = list(zip(calls["prefill"], calls["decode"], strict=True))
     assert len(pairs) == 6  # five of the layer, and the classifier
     for one, other in pairs:
         assert all(a.same_as(b) for a, b in zip(one.args[2:], other.args[2:], strict=True))
     # the classifier and the embedding are one table
-    (take,) = list_calls(q, "relax.qnn.grouped_take")["decode"]
+    (take,) = select_calls(q, "relax.qnn.grouped_take")["decode"]
     assert take.args[1].same_as(calls["decode"][-1].args[2])
     assert int(take.attrs.bits) == 8
 
@@ -86,7 +67,7 @@ def test_compress__functions_share_one_copy_of_each_weight(llama):
 def test_compress__rows_are_quantized_once_for_all_that_read_them(llama):
     q = rq.compress_weights(*llama, activation=ROWS)
     # qkv; out; gate and up; down; the classifier
-    assert len(list_calls(q, "relax.qnn.quantize_rows")["decode"]) == 5
+    assert len(select_calls(q, "relax.qnn.quantize_rows")["decode"]) == 5
 
 
 def test_compress__ledger_names_each_operator_and_what_it_got(llama):
@@ -103,7 +84,7 @@ def test_compress__other_operators_stay(llama):
     bound = bind_weights(*llama)
     q = rq.compress_weights(*llama)
     for name in ("relax.nn.rms_norm", "relax.nn.softmax", "relax.split"):
-        counts = [{f: len(c) for f, c in list_calls(m, name).items()} for m in (bound, q)]
+        counts = [{f: len(c) for f, c in select_calls(m, name).items()} for m in (bound, q)]
         assert counts[0] == counts[1]
 
 
@@ -125,7 +106,7 @@ def test_compress__one_function_with_a_constant(axes):
         builder.emit_func_output(y)
     mod = builder.finalize()
     q = rq.compress_weights(mod, bits=8, group_size=16)
-    (call,) = list_calls(q, "relax.qnn.grouped_dense")["main"]
+    (call,) = select_calls(q, "relax.qnn.grouped_dense")["main"]
     assert tuple(call.args[2].value.shape) == (24, 40)
     data = rng.normal(size=(3, 40)).astype("float32")
     np.testing.assert_allclose(
@@ -202,3 +183,87 @@ def test_row_scales__go_with_grouped_weights_alone():
         rq.QConfig(rq.TensorConfig(ROWS), weight)
     with pytest.raises(ConfigError, match=r"PER_ROW.*set is_dynamic=True"):
         rq.QSpec("int8", granularity=rq.Granularity.PER_ROW)
+
+
+def make_lookup(table, mode, weight=None):
+    """take(table, i) of run-time indices, @ weight."""
+    builder = relax.BlockBuilder()
+    i = relax.Var("i", relax.TensorType([5], "int64"))
+    with builder.function("main", [i]):
+        with builder.dataflow():
+            rows = builder.emit(relax.op.take(relax.const(table), i, axis=0, mode=mode), "rows")
+            if weight is not None:
+                rows = builder.emit(relax.op.matmul(rows, relax.const(weight)), "product")
+            rows = builder.emit_output(rows)
+        builder.emit_func_output(rows)
+    return builder.finalize()
+
+
+#: Mode of take -> where indices of a table of six rows read, and what it says if it stays.
+INDICES = np.array([0, 5, -1, 7, -9])
+MODES = {"fast": [0, 5, 5, 1, 3], "wrap": [0, 5, 5, 1, 3], "clip": [0, 5, 0, 5, 0], "nan": None}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_compress__indices_that_are_not_there(mode):
+    """Compiled, reference and TVM's take read the same row, and none beside the table."""
+    rng = np.random.default_rng(0)
+    table, weight = (rng.normal(size=size).astype("float32") for size in ((6, 32), (32, 8)))
+    q = rq.compress_weights(make_lookup(table, mode, weight), bits=8, group_size=16)
+    if MODES[mode] is None:
+        (row,) = rq.ledger(q).floating
+        assert row.reason == "its indices are bounded by mode 'nan'"
+        return
+    assert rq.ledger(q).floating == ()
+    expected = (table[MODES[mode]]) @ weight
+    for found in (rq.reference.run(q, INDICES)[0], run_compiled(q, INDICES)):
+        np.testing.assert_allclose(found, expected, atol=0.2)
+    if mode != "fast":  # of which TVM reads whatever lies there
+        np.testing.assert_allclose(
+            run_compiled(make_lookup(table, mode, weight), INDICES), expected, atol=1e-4
+        )
+
+
+def run_compiled(mod, *arrays):
+    machine = relax.VirtualMachine(rq.compile(mod), tvm.cpu())
+    return machine["main"](*map(tvm.runtime.tensor, arrays)).numpy()
+
+
+def test_compress__weights_that_are_not_finite_stay():
+    weight = np.ones((32, 8), "float32")
+    weight[3, 2:4] = np.nan, np.inf
+    q = rq.compress_weights(make_lookup(np.ones((6, 32), "float32"), "wrap", weight))
+    (row,) = rq.ledger(q).floating
+    assert (row.name, row.reason) == ("product", "its weight has 2 values not finite")
+    table = np.full((6, 32), np.inf, "float32")
+    q = rq.compress_weights(make_lookup(table, "wrap", np.ones((32, 8), "float32")))
+    assert rq.ledger(q).floating[0].reason == "its weight has 192 values not finite"
+
+
+@pytest.mark.parametrize("is_symmetric", [True, False])
+def test_compress__scales_that_float16_does_not_hold(is_symmetric):
+    mod = make_lookup(np.full((6, 32), 1e8, "float32"), "wrap")
+    options = {"table_bits": 4, "is_symmetric": is_symmetric}
+    with pytest.raises(
+        ModelError, match=r"take at 'rows' of 'main': weights up to 1e\+08.*beyond 65504.*float32"
+    ):
+        rq.compress_weights(mod, scale_dtype="float16", **options)
+    found = rq.reference.run(rq.compress_weights(mod, **options), INDICES)[0]
+    np.testing.assert_allclose(found, 1e8, rtol=0.01)
+
+
+def test_compress__params_by_function(llama):
+    """As `detach_params` gives them."""
+    mod, params = llama
+    weights = {}
+    for gvar, func in mod.functions_items():
+        first = int(func.attrs["num_input"])
+        weights[gvar.name_hint] = [params[param.name] for param in func.params[first:]]
+    found, expected = (run_prefill(rq.compress_weights(mod, p)) for p in (weights, params))
+    np.testing.assert_array_equal(found[0], expected[0])
+    short = {**weights, "decode": weights["decode"][:-1]}
+    with pytest.raises(ModelError, match=r"params\['decode'\] holds 8 values.*9 parameters"):
+        rq.compress_weights(mod, short)
+    other = [*weights["decode"][:-1], params["norm.weight"].copy()]
+    with pytest.raises(ModelError, match="two values for 'norm.weight'"):
+        rq.compress_weights(mod, {**weights, "decode": other})

@@ -44,7 +44,7 @@ def test_grouped_dense__loop_nest_is_as_numpy(bits, kind):
 @pytest.mark.parametrize("bits", CODE_BITS)
 def test_grouped_take__loop_nest_is_as_numpy(bits):
     weight = draw_weight(np.random.default_rng(bits), 6, 21, bits, 16, True)
-    arrays = [np.array([[3, 0, 5]], "int32"), *weight]
+    arrays = [np.array([[3, 0, 5, -1, 13]], "int32"), *weight]
     module = make_module(
         lambda *args: qnn.grouped_take(*args, bits, 16, 21), [type_of(array) for array in arrays]
     )

@@ -109,7 +109,7 @@ def test_grouped_dense__static_rows_agree_with_symbolic_ones():
 def test_grouped_take__reads_what_products_read(bits):
     isa, rng = best_isa(), np.random.default_rng(bits)
     spec = GroupedDense((), 37, 84, bits, 32, False, bits != 4, "float32")
-    weight, indices = draw_weight(rng, spec), np.array([[36, 0], [17, 33]], "int32")
+    weight, indices = draw_weight(rng, spec), np.array([[36, -1], [17, 37 + 33]], "int32")
     func = build_grouped_take(GroupedTake((2, None), "int32", spec), isa)
     arrays = [indices, *list_constants(spec, isa, weight)]
     found = call_kernel(func, runnable_target(isa), arrays, (2, 2, 84), "float32")

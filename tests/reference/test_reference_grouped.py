@@ -65,6 +65,10 @@ def test_grouped_take__rows_of_the_decoded_weight():
         np.array([[5, 0], [5, 2]]), packed, scale, zeros, bits=4, group_size=4, features=10
     )
     np.testing.assert_array_equal(found, expected[[[5, 0], [5, 2]]])
+    beyond = qnn.grouped_take(
+        np.array([-1, 8, -9]), packed, scale, zeros, bits=4, group_size=4, features=10
+    )
+    np.testing.assert_array_equal(beyond, np.take(expected, [-1, 8, -9], axis=0, mode="wrap"))
 
 
 @pytest.mark.parametrize("has_zeros", [False, True])

@@ -97,6 +97,9 @@ def grouped_take(
 ) -> Call:
     """Rows `indices` (int32 or int64, any shape) of a grouped weight of K = `features` columns ->
     float32 (*indices, K): float32(code - zero point) * scale.
+
+    An index counts modulo the rows, as `take` with mode="wrap" does: -1 is the last, and nothing
+    beside the weight is read.
     """
     values = (indices, weight, weight_scale, weight_zero_point)
     attrs = QGroupedAttrs(int(bits), int(group_size), int(features))
@@ -320,7 +323,7 @@ def legalize_grouped_take(builder: BlockBuilder, call: Call) -> Any:
         centre = centre_codes(call, weight, zero)
 
         def element(*i: PrimExpr) -> PrimExpr:
-            row, column = indices(*i[:-1]), i[-1]
+            row, column = indices(*i[:-1]) % weight.shape[0], i[-1]
             step = scale(row, column // size).astype("float32")
             return centre(row, column).astype("float32") * step
 

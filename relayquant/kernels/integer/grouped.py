@@ -459,7 +459,7 @@ def build_grouped_take(spec: GroupedTake, isa: Isa, name: str = "grouped_take") 
         result = T.decl_buffer((rows * dense.features,), "float32", data=out.data)
         last = dense.features - (plan.groups - 1) * dense.group_size
         with T.serial(rows) as row:
-            number = T.bind(T.Cast("int64", numbers[row]))
+            number = T.bind(T.floormod(T.Cast("int64", numbers[row]), dense.units))
             panel = T.bind(T.floordiv(number, lanes))
             lane = T.bind(number - T.min(panel * lanes, max(dense.units - lanes, 0)))
 

@@ -95,8 +95,10 @@ def grouped_take(
     group_size: int = 32,
     features: int = 0,
 ) -> Array:
-    """Rows of a grouped weight, float32 (*indices, K): float32(code - zero point) * scale."""
-    rows = np.asarray(indices).reshape(-1)
+    """Rows of a grouped weight, float32 (*indices, K): float32(code - zero point) * scale; an index
+    counts modulo the rows, -1 is the last.
+    """
+    rows = np.asarray(indices).reshape(-1) % len(weight)
     zero_point = np.asarray(weight_zero_point)
     zero_point = zero_point[rows] if zero_point.ndim else zero_point
     values = centre_codes(np.asarray(weight)[rows], zero_point, bits, group_size, features)
