@@ -59,10 +59,8 @@ def open_data(options: argparse.Namespace, mod: tvm.IRModule, params: Any) -> An
 
 def make_top1(options: argparse.Namespace) -> Callable[..., float]:
     """The share of samples whose largest output is at their class, of `--labels`."""
-    if options.data.is_dir():
-        labels = read_labels(options.labels, list_images(options.data), options.data)
-    else:
-        labels = np.array([int(line) for line in options.labels.read_text("utf-8").split()])
+    images = list_images(options.data) if options.data.is_dir() else None
+    labels = read_labels(options.labels, images, options.data)
 
     def top1(_expected: list[np.ndarray], got: list[np.ndarray]) -> float:
         if len(got[0]) != len(labels):

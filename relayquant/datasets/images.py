@@ -6,7 +6,7 @@ Pictures need Pillow: `pip install relayquant[images]`.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -240,28 +240,40 @@ def open_images(
     return read
 
 
-def read_labels(path: Path, images: list[Path], folder: Path) -> np.ndarray:
-    """The class of each picture, int64: of a text file with a line "NAME CLASS" (or "NAME,CLASS")
-    for each, or a line "CLASS" for each in the order of their names.
+def read_labels(
+    path: Path, images: Sequence[Path] | None = None, folder: Path = Path()
+) -> np.ndarray:
+    """The class of each sample, int64, of a text file: a line "CLASS" for each in order; where
+    samples are pictures also a line "NAME CLASS" (or "NAME,CLASS") for each, in any order.
+
+    Args:
+        path: The file.
+        images: Pictures in the order of their names; None: samples are none, and however many.
+        folder: Which names of pictures are relative to.
 
     Raises:
-        DataError: a line is of another form, or a picture has none.
+        DataError: a line is of another form, or a sample has none.
     """
     lines = [line.replace(",", " ").split() for line in path.read_text("utf-8").splitlines()]
     lines = [line for line in lines if line]
-    if lines and len({len(line) for line in lines}) == 1 and len(lines[0]) <= 2:
-        try:
-            if len(lines[0]) == 1 and len(lines) == len(images):
-                return np.array([int(line[0]) for line in lines])
-            named = {line[0]: int(line[-1]) for line in lines}
-        except ValueError as error:
-            raise DataError(f"{path}: a class is no integer ({error}).") from error
+    widths = {len(line) for line in lines}
+    in_order = widths == {1} and images is not None and len(lines) == len(images)
+    try:
+        if lines and (images is None or in_order):
+            return np.array([int(word) for line in lines for word in line])
+        named = {line[0]: int(line[-1]) for line in lines} if widths == {2} else {}
+    except ValueError as error:
+        raise DataError(f"{path}: a class is no integer ({error}).") from error
+    if named and images is not None:
         names = [str(image.relative_to(folder)) for image in images]
         missing = [name for name in names if name not in named]
         if not missing:
             return np.array([named[name] for name in names])
         raise DataError(f"{path} has no line for {missing[0]!r}, and {len(missing)} are missing.")
-    raise DataError(
-        f"{path} has no labels; allowed: a line 'NAME CLASS' for each picture, or a line 'CLASS' "
-        f"for each of {len(images)} in the order of their names."
-    )
+    allowed = "a line 'CLASS' for each sample"
+    if images is not None:
+        allowed = (
+            "a line 'NAME CLASS' for each picture, or a line 'CLASS' for each of "
+            f"{len(images)} in the order of their names"
+        )
+    raise DataError(f"{path} has no labels; allowed: {allowed}.")
