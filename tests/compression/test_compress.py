@@ -265,5 +265,5 @@ def test_compress__params_by_function(llama):
     with pytest.raises(ModelError, match=r"params\['decode'\] holds 8 values.*9 parameters"):
         rq.compress_weights(mod, short)
     other = [*weights["decode"][:-1], params["norm.weight"].copy()]
-    with pytest.raises(ModelError, match="two values for 'norm.weight'"):
+    with pytest.raises(ModelError, match=r"two values for 'norm\.weight'"):
         rq.compress_weights(mod, {**weights, "decode": other})
