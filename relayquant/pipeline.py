@@ -53,7 +53,6 @@ from relayquant.equalization.cross_layer import read_exponents
 from relayquant.equalization.equalize import equalize
 from relayquant.equalization.layers import equalize_planned
 from relayquant.errors import ModelError, format_count
-from relayquant.events import CallbackList
 from relayquant.ledger import find_ledger
 from relayquant.plan import Plan
 from relayquant.preparation import prepare_module
@@ -157,7 +156,7 @@ def calibrate_model(
     prepared: PreparedModel, dataset: Any, settings: CalibrateSettings
 ) -> PreparedModel:
     """Calibration graph + data -> the model with parameters, fitted weights and biases."""
-    events, effort = CallbackList.of(settings.callbacks), Effort(prepared.effort)
+    events, effort = settings.events, Effort(prepared.effort)
     calibration, fit = settings.calibration, settings.fit or EFFORTS[effort].fit
     order = settings.order or choose_order(prepared.plan, calibration, effort)
 

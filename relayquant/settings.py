@@ -130,7 +130,26 @@ class GuardSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrepareSettings:
+class RunSettings:
+    """What every run of stages is told.
+
+    Attributes:
+        callbacks: Who hears of it.
+    """
+
+    callbacks: Iterable[Callback] | Callback = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "callbacks", CallbackList.of(self.callbacks))  # read once
+
+    @property
+    def events(self) -> CallbackList:
+        """`callbacks` as one."""
+        return CallbackList.of(self.callbacks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareSettings(RunSettings):
     """What `relayquant.prepare` is told besides model, data, mapping and backend.
 
     Raises:
@@ -141,22 +160,16 @@ class PrepareSettings:
     input_dtypes: Mapping[str | int, str] | None = None
     output_dtypes: Mapping[str | int, str] | None = None
     parameters: Mapping[str, QParams] | None = None
-    callbacks: Iterable[Callback] | Callback = ()
     strict: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         resolve_effort(self.effort)
-        object.__setattr__(self, "callbacks", CallbackList.of(self.callbacks))  # read once
 
     @property
     def level(self) -> Effort:
         """`effort`, in whatever form it was given."""
         return resolve_effort(self.effort)
-
-    @property
-    def events(self) -> CallbackList:
-        """`callbacks` as one."""
-        return CallbackList.of(self.callbacks)
 
     @property
     def promises_integers(self) -> bool:
@@ -165,13 +178,12 @@ class PrepareSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CalibrateSettings:
+class CalibrateSettings(RunSettings):
     """What `relayquant.calibrate` is told besides prepared model and data."""
 
     calibration: Any = None
     order: Order | None = None
     fit: FitSettings | None = None
-    callbacks: Iterable[Callback] | Callback = ()
     checkpoint: str | Path | None = None
     executor: futures.Executor | None = None
     worker_timeout: float | None = WORKER_TIMEOUT

@@ -7,7 +7,7 @@ here, the loop is in `loop`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,8 @@ from relayquant.datasets.item import is_array
 from relayquant.datasets.iterable import open_iterable
 from relayquant.effort import Effort, resolve_effort
 from relayquant.errors import ConfigError
-from relayquant.events import Callback, CallbackList
 from relayquant.pipeline import lower_prepared
-from relayquant.settings import takes_settings
+from relayquant.settings import RunSettings, takes_settings
 from relayquant.storage.files import check_writable
 from relayquant.torch.ranges import Ranges
 from relayquant.torch.training import from_module, import_trainable
@@ -37,7 +36,7 @@ Loss = Callable[..., Any]
 
 @check_fields
 @dataclass(frozen=True, kw_only=True)
-class FinetuneSettings:
+class FinetuneSettings(RunSettings):
     """What `relayquant.finetune` is told besides model, data and loss.
 
     Raises:
@@ -57,11 +56,10 @@ class FinetuneSettings:
     evaluate_every: int | None = None
     patience: int | None = None
     checkpoint: str | Path | None = None
-    callbacks: Iterable[Callback] | Callback = ()
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         resolve_effort(self.effort)
-        object.__setattr__(self, "callbacks", CallbackList.of(self.callbacks))
         wrong = [
             f"{name}={value!r}"
             for name, value in (
@@ -81,11 +79,6 @@ class FinetuneSettings:
                 "finetune got a metric or patience but no validation data to measure on. Pass "
                 "validation=, a data set that is not trained on."
             )
-
-    @property
-    def events(self) -> CallbackList:
-        """`callbacks` as one."""
-        return CallbackList.of(self.callbacks)
 
     @property
     def interval(self) -> int:

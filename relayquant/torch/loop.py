@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ import numpy as np
 import torch
 import tvm
 
-from relayquant.analysis.sensitivity import Metric
+from relayquant.analysis.sensitivity import Metric, apply_metric
 from relayquant.arguments import takes_arguments
 from relayquant.calibration.checkpoint import digest_batch, digest_text
 from relayquant.datasets import open_dataset
+from relayquant.datasets.inputs import describe_inputs
 from relayquant.errors import ConfigError, DataError, format_count
 from relayquant.events import ProgressEvent, TrainingEvent
 from relayquant.ops.find import find_pattern, match_operator
@@ -92,7 +94,7 @@ class _Training:
         self.path = None if settings.checkpoint is None else Path(settings.checkpoint)
         self.validation = None
         if settings.validation is not None:
-            inputs = [*read_inputs(student)]
+            inputs = describe_inputs(student.source.prepared.mod)
             self.validation = list(open_dataset(settings.validation, inputs))
             self.expected = [run_module(self.teacher, self.pick(b)) for b in self.validation]
 
@@ -201,11 +203,24 @@ class _Training:
         settings.events.on_training(event)
 
     def score(self, outputs: list[list[torch.Tensor]], metric: Metric | None) -> float:
-        """What validation gives, higher is better."""
+        """What validation gives, higher is better; never NaN, which nothing is better than.
+
+        Raises:
+            ConfigError: it is no number.
+        """
         if metric is not None:
-            return float(metric(join(self.expected), join(outputs)))
+            return apply_metric(metric, read_outputs(self.expected), read_outputs(outputs))
         pairs = zip(outputs, self.expected, strict=True)
-        return -float(np.mean([float(match_outputs(*pair)) for pair in pairs]))
+        score = -float(np.mean([float(match_outputs(*pair)) for pair in pairs]))
+        if math.isnan(score):
+            step = self.progress.step
+            whose = "trained" if is_finite(self.expected) else "float"
+            raise ConfigError(
+                f"validation: outputs of the {whose} model are not finite after step {step}, so "
+                "states cannot be compared. Look at the validation data and the float model; if "
+                "both are well, training diverged: lower lr."
+            )
+        return score
 
     def finish(self) -> str:
         """Go back to the best state, and say what was done."""
@@ -221,7 +236,8 @@ class _Training:
 
     # ---- checkpoints ----
 
-    def bind(self) -> dict[str, str]:
+    @functools.cached_property
+    def binding(self) -> dict[str, str]:
         """What a checkpoint belongs to; where the data differs, the items tell."""
         settings, prepared = self.settings, self.student.source.prepared
         loss = getattr(self.loss, "__qualname__", type(self.loss).__name__)
@@ -245,7 +261,7 @@ class _Training:
             return
         found = read_archive(self.path, FORMAT, "checkpoint of a training")
         header, arrays = found.header, found.arrays
-        bound, binding = header["binding"], self.bind()
+        bound, binding = header["binding"], self.binding
         different = [name for name in binding if bound.get(name) != binding[name]]
         if different:
             raise ConfigError(
@@ -280,7 +296,7 @@ class _Training:
             for name, value in self.optimizer.state.get(parameter, {}).items():
                 arrays[f"adam:{i}:{name}"] = value.detach().numpy()
         header = {
-            "binding": self.bind(),
+            "binding": self.binding,
             "step": progress.step,
             "digest": progress.digest,
             "best_step": progress.best_step,
@@ -356,17 +372,15 @@ def measure_units(module: TrainableModule) -> dict[str, torch.Tensor]:
     return units
 
 
-def read_inputs(module: TrainableModule) -> Iterable[Any]:
-    """What the model takes."""
-    from relayquant.datasets.inputs import describe_inputs
-
-    return describe_inputs(module.source.prepared.mod)
-
-
 @torch.no_grad()
 def run_module(module: TrainableModule, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Outputs without gradients."""
     return as_list(module(*inputs))
+
+
+def is_finite(outputs: Sequence[list[torch.Tensor]]) -> bool:
+    """Whether no value is NaN or infinite."""
+    return all(bool(value.isfinite().all()) for batch in outputs for value in batch)
 
 
 def as_list(outputs: Any) -> list[torch.Tensor]:
@@ -374,10 +388,9 @@ def as_list(outputs: Any) -> list[torch.Tensor]:
     return list(outputs) if isinstance(outputs, tuple) else [outputs]
 
 
-def join(outputs: list[list[torch.Tensor]]) -> list[np.ndarray]:
-    """Outputs of several batches, one array each."""
-    columns = zip(*outputs, strict=True)
-    return [torch.cat([torch.atleast_1d(t) for t in column]).numpy() for column in columns]
+def read_outputs(outputs: Sequence[list[torch.Tensor]]) -> list[list[np.ndarray]]:
+    """Outputs of batches as arrays, which share their memory; scalars with an axis."""
+    return [[torch.atleast_1d(value).numpy() for value in batch] for batch in outputs]
 
 
 def read_state(module: TrainableModule) -> State:

@@ -21,6 +21,13 @@ from relayquant.torch.ranges import Ranges
 MOMENTUM = 0.01
 
 
+def align_channels(values: torch.Tensor, like: torch.Tensor, axis: int) -> torch.Tensor:
+    """One value per channel, shaped to broadcast."""
+    shape = [1] * like.ndim
+    shape[axis] = -1
+    return values.reshape(shape)
+
+
 class RoundTrip(torch.autograd.Function):
     """dequantize(quantize(x)) with straight-through gradients.
 

@@ -23,7 +23,7 @@ from relayquant.rewrite import Emitter, rewrite_main
 from relayquant.torch.batch_norm import FoldedNorm
 from relayquant.torch.program import TorchProgram, Visitor, build_program
 from relayquant.torch.ranges import Ranges
-from relayquant.torch.rounding import MOMENTUM, FakeQuantize
+from relayquant.torch.rounding import MOMENTUM, FakeQuantize, align_channels
 
 #: how far from the border of its cell a fitted weight is put, in steps: on the border the first
 #: step of an optimizer would undo the fit
@@ -79,9 +79,7 @@ class LiveBatchNorm(nn.Module):
 
     def fold_weight(self, weight: torch.Tensor) -> torch.Tensor:
         """The weight as the operator has it."""
-        shape = [1] * weight.ndim
-        shape[self.place.weight_axis] = -1
-        return weight * self.find_factor().reshape(shape)
+        return weight * align_channels(self.find_factor(), weight, self.place.weight_axis)
 
     def fold_bias(self) -> torch.Tensor:
         """The bias as the operator has it."""
@@ -114,13 +112,6 @@ class LiveBatchNorm(nn.Module):
         return total * align_channels(deviation * inverse, total, axis), bias.reshape(
             self.bias_shape
         )
-
-
-def align_channels(values: torch.Tensor, like: torch.Tensor, axis: int) -> torch.Tensor:
-    """One value per channel, shaped to broadcast."""
-    shape = [1] * like.ndim
-    shape[axis] = -1
-    return values.reshape(shape)
 
 
 class TrainableModule(nn.Module):
@@ -174,9 +165,8 @@ class TrainableModule(nn.Module):
                 continue
             if key in norms:
                 norm = norms[key]
-                shape = [1] * start.ndim
-                shape[norm.place.weight_axis] = -1
-                start = start / norm.find_factor().detach().reshape(shape)
+                factor = norm.find_factor().detach()
+                start = start / align_channels(factor, start, norm.place.weight_axis)
             self.weights[name_parameter(key)] = nn.Parameter(start)
         self.floats = nn.ParameterDict(
             {

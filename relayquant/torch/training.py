@@ -81,12 +81,12 @@ def prepare_qat(
     if dynamic_shapes is None:
         dynamic_shapes = free_batch(inputs)
     mod, params = load_program(export(module, inputs, dynamic_shapes=dynamic_shapes))
-    return make_trainable(
+    return from_module(
         mod,
         params,
-        calibration,
         qconfig_mapping,
         backend,
+        calibration=calibration,
         effort=effort,
         ranges=ranges,
         weight_ranges=weight_ranges,
@@ -132,17 +132,23 @@ def from_module(
                 "from the module."
             )
         return build_trainable(mod, ranges, weight_ranges, {})
-    return make_trainable(
+    import_trainable()
+    is_live = batch_norm is BatchNorm.LIVE
+    is_float = calibration is None and qconfig_mapping is None
+    settings = PrepareSettings(effort=Effort.FAST if is_float else resolve_effort(effort))
+    prepared = prepare_model(
         mod,
         params,
-        calibration,
-        qconfig_mapping,
-        backend,
-        effort=effort,
-        ranges=ranges,
-        weight_ranges=weight_ranges,
-        batch_norm=batch_norm,
+        None if is_live else calibration,
+        QConfigMapping() if is_float else qconfig_mapping,
+        resolve_backend(backend),
+        settings,
     )
+    if not is_float:
+        review_prepared(prepared, strict=False)
+        prepared = calibrate_model(prepared, calibration, CalibrateSettings())
+    folded = find_live(mod, params, prepared) if is_live else {}
+    return build_trainable(prepared, ranges, weight_ranges, folded)
 
 
 def import_trainable() -> Any:
@@ -174,38 +180,6 @@ def free_batch(inputs: tuple[Any, ...]) -> Any:
         return {0: torch.export.Dim.AUTO} if is_batch else None
 
     return tuple(free(value) for value in inputs)
-
-
-def make_trainable(
-    mod: tvm.IRModule,
-    params: Mapping[str, Any] | None,
-    calibration: Any,
-    qconfig_mapping: QConfigMapping | None,
-    backend: BackendConfig | str | None,
-    *,
-    effort: Effort | str,
-    ranges: Ranges,
-    weight_ranges: Ranges | None,
-    batch_norm: BatchNorm,
-) -> TrainableModule:
-    """See `from_module`."""
-    import_trainable()
-    is_live = batch_norm is BatchNorm.LIVE
-    is_float = calibration is None and qconfig_mapping is None
-    settings = PrepareSettings(effort=Effort.FAST if is_float else resolve_effort(effort))
-    prepared = prepare_model(
-        mod,
-        params,
-        None if is_live else calibration,
-        QConfigMapping() if is_float else qconfig_mapping,
-        resolve_backend(backend),
-        settings,
-    )
-    if not is_float:
-        review_prepared(prepared, strict=False)
-        prepared = calibrate_model(prepared, calibration, CalibrateSettings())
-    folded = find_live(mod, params, prepared) if is_live else {}
-    return build_trainable(prepared, ranges, weight_ranges, folded)
 
 
 def build_trainable(

@@ -69,8 +69,14 @@ def tune(path=None, callbacks=(), data=None, **options):
         mod,
         None,
         draw_batches(mod, 3) if data is None else data,
-        **{"steps": 8, "effort": "fast", "backend": "x86", "evaluate_every": 2} | options,
-        validation=draw_batches(mod, 1, seed=1),
+        **{
+            "steps": 8,
+            "effort": "fast",
+            "backend": "x86",
+            "evaluate_every": 2,
+            "validation": draw_batches(mod, 1, seed=1),
+        }
+        | options,
         checkpoint=path,
         callbacks=callbacks,
     )
@@ -154,6 +160,28 @@ def test_finetune__metric_without_data_refused():
     mod = residual_model()
     with pytest.raises(ConfigError, match="no validation data to measure on"):
         rq.finetune(mod, None, draw_batches(mod, 1), metric=lambda a, b: 0.0)
+
+
+def score_nan(expected, got):
+    return float("nan")
+
+
+def score_text(expected, got):
+    return "good"
+
+
+@pytest.mark.parametrize("metric", [score_nan, score_text])
+def test_metric__that_gives_no_number_refused(metric):
+    """Nothing is better than NaN: the first state would count for ever."""
+    with pytest.raises(ConfigError, match=f"The metric {metric.__name__} returned"):
+        tune(metric=metric, patience=1)
+
+
+def test_validation__that_gives_no_number_refused():
+    data = draw_batches(residual_model(), 1)
+    data[0]["x"][0] = 3e38
+    with pytest.raises(ConfigError, match="outputs of the float model are not finite after step 0"):
+        tune(validation=data)
 
 
 def test_checkpoint__place_is_asked_before_the_work(tmp_path):
