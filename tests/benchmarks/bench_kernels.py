@@ -28,6 +28,7 @@ from relayquant.kernels.integer.epilogue import Epilogue, Residual
 from relayquant.kernels.integer.specs import Conv2d, Dense
 from relayquant.kernels.isa.base import Isa
 from relayquant.kernels.isa.select import select_isa
+from relayquant.kernels.isa.target import resolve_target
 
 
 def conv(c_in: int, c_out: int, kernel: int, stride: int, size: int, **more) -> Conv2d:
@@ -120,7 +121,7 @@ def main() -> None:
     options = [a for a in sys.argv[1:] if a.startswith("mcpu=")]
     words = [a for a in sys.argv[1:] if a not in options]
     mcpu = options[0][5:] if options else llvm_get_system_cpu()
-    target = Target({"kind": "llvm", "mcpu": mcpu})
+    target = resolve_target({"kind": "llvm", "mcpu": mcpu})
     isa = select_isa(target)
     peak_call, peak_operations = compile_peak(target)
     print(f"{mcpu}, {isa.name}")

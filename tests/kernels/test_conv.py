@@ -15,17 +15,22 @@ from tvm import relax
 from relayquant.errors import ConfigError
 from relayquant.kernels.integer.conv import (
     PANEL_ORDER,
+    PIXEL_ORDER,
     Placement,
     build_conv2d,
     build_dense,
     find_halved_axis,
+    locate_tile,
     pack_conv2d,
     pack_dense,
+    pick_order,
+    plan_pixel_prefetch,
     plan_prefetch,
 )
 from relayquant.kernels.integer.conv_plan import ConvPlan, merge_groups, pick_tile
 from relayquant.kernels.integer.epilogue import Epilogue, Residual, Store
 from relayquant.kernels.integer.narrow import channel_order
+from relayquant.kernels.integer.operands import Image
 from relayquant.kernels.integer.specs import Conv2d, Dense
 from relayquant.kernels.isa.base import (
     AVX2,
@@ -35,6 +40,7 @@ from relayquant.kernels.isa.base import (
     SMALL_WEIGHT,
     VNNI512,
 )
+from relayquant.kernels.isa.timing import ZEN4, Timing
 from relayquant.qtypes import INTEGER_LIMITS
 
 RAW = Epilogue(Store.ACCUMULATOR, "int32")
@@ -76,6 +82,17 @@ CASES = {
     "1 block, pixels left over": Conv2d(
         1, 1, 23, 8, 16, (1, 1), epilogue=Epilogue(high=90, residual=Residual("int8", -3, 0.6))
     ),
+    "24 channels, packed in pieces, residual": Conv2d(
+        1, 3, 7, 20, 24, (1, 1), in_zero_point=9,
+        epilogue=Epilogue(zero_point=3, residual=Residual("uint8", 3, 0.6)),
+    ),
+    "48 channels, int8 residual": Conv2d(
+        2, 3, 5, 8, 48, (1, 1),
+        epilogue=Epilogue(dtype="int8", zero_point=-3, residual=Residual("int8", 3, 0.6)),
+    ),
+    "8 channels in each of 3 groups": Conv2d(
+        1, 4, 5, 36, 24, (3, 3), groups=3, epilogue=Epilogue(residual=Residual("int8", 5, 0.6))
+    ),
     "small multipliers": Conv2d(
         1, 3, 7, 20, 64, (1, 1), in_zero_point=9, epilogue=Epilogue(zero_point=3, is_small=True)
     ),
@@ -115,6 +132,7 @@ def test_build_conv2d__large_enough_for_threads_and_panel_order():
         Conv2d(1, 30, 30, 64, 96, (3, 3), padding=(1, 1, 1, 1), in_zero_point=9),
         Conv2d(1, 1, 112, 512, 128, (1, 1), epilogue=Epilogue(residual=Residual("uint8", 3, 0.6))),
         Conv2d(2, 7, 7, 256, 160, (3, 3), padding=(1, 1, 1, 1), in_dtype="int8"),
+        Conv2d(3, 28, 28, 512, 128, (1, 1)),  # more pixels than the second-level cache holds
     ):
         isa = best_isa()
         check_conv2d(spec, isa, runnable_target(isa))
@@ -245,13 +263,39 @@ def test_conv_plan__reads_in_place_when_it_can():
 
 
 @every_isa
-@pytest.mark.parametrize("c_out", [5, 16, 33, 64, 80, 100])
+@pytest.mark.parametrize("c_out", [5, 8, 16, 24, 33, 48, 64, 80, 100])
 def test_conv_plan__channel_map_covers_every_channel(isa, c_out):
     plan = ConvPlan(Conv2d(1, 8, 8, 16, c_out, (1, 1)), isa)
     channels = plan.channel_map.reshape(-1)
     assert set(range(c_out)) <= set(channels)
-    if c_out >= isa.lanes:
+    if c_out >= (plan.panel_channels if plan.is_narrow else isa.lanes):
         assert channels.max() < c_out
+
+
+def test_conv_plan__packs_panels_that_are_not_full():
+    def is_narrow(channels):
+        return ConvPlan(Conv2d(1, 8, 8, 16, channels, (1, 1)), VNNI512).is_narrow
+
+    assert all(map(is_narrow, (8, 16, 24, 48, 64)))
+    assert not any(map(is_narrow, (3, 5, 12)))
+
+
+@pytest.mark.parametrize("timing", [Timing(), ZEN4], ids=["common", "zen4"])
+@pytest.mark.parametrize("words", [1, 4, 16, 64, 512])
+def test_pick_tile__every_timing_keeps_sums_in_registers(timing, words):
+    isa = VNNI512.with_timing(timing)
+    for vectors in (1, 2, 3, 4, 7, 16):
+        tile = pick_tile((14, 14), vectors, words, isa, (1, 2, 4))
+        sums = tile.pixels * tile.blocks * tile.chains
+        assert isa.dots_in_flight <= sums <= isa.accumulators
+
+
+def test_pick_tile__short_reductions_get_small_tiles_on_zen4():
+    """Results of a large tile are stored while no dot product is near enough to begin."""
+    zen4 = VNNI512.with_timing(ZEN4)
+    short = pick_tile((112, 112), 6, 4, zen4, (1, 2, 4))
+    long = pick_tile((14, 14), 16, 256, zen4, (1, 2, 4))
+    assert short.pixels * short.blocks <= ZEN4.ahead < long.pixels * long.blocks
 
 
 def test_channel_order__is_what_packs_undo():
@@ -315,6 +359,38 @@ def test_build_conv2d__fetches_large_weights_ahead():
     large, small = (Conv2d(1, 7, 7, c, c, (3, 3)) for c in (128, 16))
     assert "llvm.prefetch" in build_conv2d(large, VNNI512).script()
     assert "llvm.prefetch" not in build_conv2d(small, VNNI512).script()
+
+
+@every_isa
+@pytest.mark.parametrize("order", [PANEL_ORDER, PIXEL_ORDER])
+def test_plan_pixel_prefetch__covers_the_pixels_of_the_next_tile(isa, order):
+    plan = ConvPlan(Conv2d(4, 28, 28, 512, 96, (1, 1)), isa)
+    size = plan.tile.cols * plan.spec.in_channels
+    place = Placement((0, 0), (1, 28 * 28 * 4), (1, 1), (0, 0), 0, 0)
+    image = Image(None, 1, 28 * 28 * 4)
+    fetched = np.zeros(3 * size, bool)
+    for panel in range(plan.panels):
+        at = locate_tile(plan, image, place, 0, 0, 0, 0, panel)
+        share = plan_pixel_prefetch(plan, at, order, panel)
+        own = np.zeros_like(fetched)
+        own[int(share.start) :][: plan.words * share.step] = True
+        assert order == PIXEL_ORDER or own[size : 2 * size].all()
+        fetched |= own
+    assert fetched[size : 2 * size].all()
+    assert not fetched[:size].any()
+
+
+def test_build_conv2d__fetches_pixels_ahead_that_no_cache_holds():
+    large, small = (Conv2d(batch, 28, 28, 512, 16, (1, 1)) for batch in (4, 1))
+    assert "llvm.prefetch" in build_conv2d(large, VNNI512).script()
+    assert "llvm.prefetch" not in build_conv2d(small, VNNI512).script()
+
+
+def test_pick_order__counts_bytes():
+    """int16 weights take twice the room."""
+    spec = Conv2d(1, 30, 30, 128, 128, (1, 1))
+    assert pick_order(ConvPlan(spec, VNNI512)) == PIXEL_ORDER
+    assert pick_order(ConvPlan(spec, VNNI512.for_activations("int16"))) == PANEL_ORDER
 
 
 def test_build_conv2d__fetches_residual_and_output_ahead():

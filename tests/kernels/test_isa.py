@@ -25,15 +25,18 @@ from relayquant.kernels.isa.base import (
     SSE2,
     VNNI256,
     VNNI512,
+    VnniIsa,
 )
 from relayquant.kernels.isa.select import select_isa
+from relayquant.kernels.isa.target import resolve_target
+from relayquant.kernels.isa.timing import ZEN4, Timing
 
 EXPECTED = {
     "haswell": AVX2,
     "skylake-avx512": AVX512BW,
     "cascadelake": VNNI512,
     "sapphirerapids": VNNI512,
-    "znver5": VNNI512,
+    "znver5": VNNI512.with_timing(ZEN4),
     "alderlake": VNNI256,
     "x86-64": SSE2,
 }
@@ -42,7 +45,26 @@ DOT, MADD = re.compile(r"\bv?pdpbusd\b"), re.compile(r"\bv?pmaddwd\b|\bvpdpwssd\
 
 @pytest.mark.parametrize("mcpu", EXPECTED)
 def test_select_isa__asks_the_target(mcpu):
-    assert select_isa(target_of(mcpu)) is EXPECTED[mcpu]
+    assert select_isa(target_of(mcpu)) == EXPECTED[mcpu]
+
+
+def test_select_isa__neutral_timing_of_llvm_keeps_ours():
+    """The CPU has another name then; its features still tell the core."""
+    for mcpu in ("znver4", "znver5"):
+        target = resolve_target({"kind": "llvm", "mcpu": mcpu})
+        assert str(target.attrs["mcpu"]) == "x86-64-v4"
+        isa = select_isa(target)
+        assert isa.timing == isa.for_activations("int16").timing == ZEN4
+    assert select_isa(target_of("x86-64-v4")).timing == Timing()
+
+
+def test_with_timing__changes_what_the_tile_is_chosen_by_and_nothing_else():
+    timed = AVX2.with_timing(ZEN4)
+    assert timed.wide == AVX2.wide.with_timing(ZEN4)
+    assert timed.small == AVX2.small.with_timing(ZEN4)
+    assert timed.products == AVX2.products
+    assert timed.accumulators == AVX2.accumulators
+    assert timed.features == AVX2.features
 
 
 def test_select_isa__unknown_targets_get_portable_code():
@@ -92,10 +114,10 @@ def compile_assembly(kernels: list[tvm.tirx.PrimFunc], target: Target) -> str:
 @pytest.mark.parametrize("mcpu", EXPECTED)
 def test_assembly__has_only_what_the_target_has(mcpu):
     text, isa = assembly(mcpu), EXPECTED[mcpu]
-    has_vnni = isa in (VNNI512, VNNI256)
+    has_vnni = isinstance(isa, VnniIsa)
     assert bool(DOT.search(text)) == has_vnni
     assert bool(MADD.search(text)) == (not has_vnni)
-    assert ("%zmm" in text) == (isa in (VNNI512, AVX512BW))
+    assert ("%zmm" in text) == (isa.registers == 32)
     assert ("%ymm" in text) == (isa is not SSE2)
     assert ("vfmadd" in text) == isa.has_fma
 
@@ -106,7 +128,7 @@ def test_assembly__int16_by_pairs(mcpu):
     spec = Dense(1, 64, 100, "int16", 0, Epilogue(dtype="int16"))
     text = compile_assembly([build_dense(spec, isa, "wide")], target_of(mcpu))
     assert MADD.search(text)  # LLVM knows which CPUs are faster with vpmaddwd than with vpdpwssd
-    assert isa in (VNNI512, VNNI256) or "vpdpwssd" not in text
+    assert isinstance(isa, VnniIsa) or "vpdpwssd" not in text
     assert not re.search(r"\bv?pmulld\b", text)
 
 

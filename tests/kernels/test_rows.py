@@ -74,7 +74,7 @@ OTHERS = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_build_dense_rows__every_kind_of_layer(name):
     spec, isa = OTHERS[name], best_isa()
-    is_large = plan_rows(spec, isa).full.weight_size > SMALL_WEIGHT_BYTES
+    is_large = plan_rows(spec, isa).full.weight_bytes > SMALL_WEIGHT_BYTES
     assert is_large == (name == "panel by panel")
     Layer(spec, isa).check(*all_row_counts(spec, isa), (1500,))
 

@@ -61,7 +61,7 @@ from relayquant.kernels.integer.operands import (
 from relayquant.kernels.integer.specs import Conv2d, Dense, PackedWeights
 from relayquant.kernels.isa.base import Buffer, Expr, Isa
 
-#: Packed weights up to this many bytes stay in the first-level cache while pixels pass by.
+#: Packed weights of up to this many bytes stay in the first-level cache while pixels pass by.
 SMALL_WEIGHT_BYTES = 20 * 1024
 #: An image of more bytes does not stay in the second-level cache, but weights up to so many do.
 LARGE_IMAGE_BYTES = 1024 * 1024
@@ -168,17 +168,20 @@ def emit_convolution(
         if order == PANEL_ORDER and tiles <= PREFETCH_TILES:
             panel = index["group"] * plan.panels + index["panel"]
             ahead = plan_prefetch(plan, placement, panel, tile, tiles)
+        following = None
+        if plan.is_matrix and plan.image_bytes > LARGE_IMAGE_BYTES:
+            following = plan_pixel_prefetch(plan, at, order, index["panel"])
         emit_residual_prefetch(plan, operands, at)
         chains = emit_start(plan, operands, at)
-        emit_reduction(plan, image, operands, at, chains, ahead)
+        emit_reduction(plan, image, operands, at, chains, ahead, following)
         emit_results(plan, operands, at, chains)
 
 
 def pick_order(plan: ConvPlan) -> str:
     """Axes of the loop over tiles, the outermost first: what changes last stays in the caches."""
-    if plan.weight_size <= SMALL_WEIGHT_BYTES:
+    if plan.weight_bytes <= SMALL_WEIGHT_BYTES:
         return PIXEL_ORDER
-    if prod(plan.spec.in_shape) > LARGE_IMAGE_BYTES and plan.weight_size <= CACHED_WEIGHT_BYTES:
+    if plan.image_bytes > LARGE_IMAGE_BYTES and plan.weight_bytes <= CACHED_WEIGHT_BYTES:
         return PIXEL_ORDER
     return "n group panel row col" if plan.weights_per_image else PANEL_ORDER
 
@@ -203,7 +206,7 @@ class Prefetch:
     for the lines of the next, a few with each word, while their own dot products go on.
     """
 
-    start: Expr  #: first element of packed weights
+    start: Expr  #: first element of packed weights, or of the pixels
     step: int  #: elements per word
 
 
@@ -221,6 +224,21 @@ def plan_prefetch(
     first = (following * plan.panel_vectors + place.first_weight) * size
     start = T.min(tile * (words * step), plan.panel_vectors * size - words * step)
     return Prefetch(first + start, step)
+
+
+def plan_pixel_prefetch(plan: ConvPlan, at: TilePosition, order: str, panel: Expr) -> Prefetch:
+    """What a tile of a matrix fetches of the pixels of the next one, which follow in memory.
+
+    Where they are more than the second-level cache holds, each line would be waited for: the cores
+    see a run of a few lines in every pixel, too short to guess the next. With all panels of weights
+    for a tile of pixels, each panel fetches its share.
+    """
+    size, sharing = plan.tile.cols * plan.spec.in_channels, 1
+    if order == PIXEL_ORDER:
+        sharing = plan.panels
+    step = ceil_div(size, plan.words * sharing)
+    start = at.origin + size
+    return Prefetch(start + panel * (plan.words * step) if sharing > 1 else start, step)
 
 
 def emit_residual_prefetch(plan: ConvPlan, operands: Operands, at: TilePosition) -> None:
@@ -325,8 +343,11 @@ def emit_reduction(
     at: TilePosition,
     chains: list[list[Buffer]],
     ahead: Prefetch | None,
+    following: Prefetch | None = None,
 ) -> None:
     """The dot products of a tile, in loops over kernel positions and words.
+
+    With them it fetches the weights `ahead` and the `following` pixels.
 
     Pixels and blocks are unrolled, pixels the outer on x86, where the swapped order makes LLVM
     spill; on Arm it is this one that does (`Isa.blocks_first`).
@@ -340,10 +361,11 @@ def emit_reduction(
         tap = (tap_h * dilation_h * image.width + tap_w * dilation_w) * spec.in_channels
         first = at.origin + tap + word * isa.products
         index = (tap_h * plan.taps[1] + tap_w) * plan.words + word
-        if ahead is not None:
-            line = CACHE_LINE // np.dtype(isa.weight_dtype).itemsize
-            for element in range(0, count * ahead.step, line):
-                emit_prefetch(operands.weight, ahead.start + index * ahead.step + element, level=2)
+        for share, buffer, level in ((ahead, operands.weight, 2), (following, image.data, 1)):
+            if share is not None:
+                line = CACHE_LINE // np.dtype(buffer.dtype).itemsize
+                for element in range(0, count * share.step, line):
+                    emit_prefetch(buffer, share.start + index * share.step + element, level)
         pixels = [
             isa.load_activations(image.data, first + start, count) for start in at.pixel_starts
         ]
@@ -396,7 +418,9 @@ def emit_results(
     for first in range(0, len(totals), PACKED):
         values = totals[first : first + PACKED]
         pixels = targets[first // blocks : (first + len(values)) // blocks]
-        emit_narrow_vectors(isa, epilogue, operands, values, pixels, at.constants, blocks)
+        emit_narrow_vectors(
+            isa, epilogue, operands, values, pixels, at.constants, blocks, plan.store_width
+        )
 
 
 def build_conv2d(

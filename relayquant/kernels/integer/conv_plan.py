@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -16,15 +16,13 @@ from relayquant.kernels.integer.narrow import can_narrow, channel_order
 from relayquant.kernels.integer.specs import Conv2d, PackedWeights, pack_channels
 from relayquant.kernels.isa.base import Isa
 
-#: Cost of storing one vector of results, in units of a dot product: alone, or four together as
-#: bytes, by the number of blocks.
-PLAIN_STORE = 7.0
-NARROW_STORE = {1: 6.0, 2: 5.5, 4: 4.75}
 #: What an accumulator on the stack adds to a word of a loop, as other units than those of the dot
 #: products load and store it; and what it adds in a loop short enough to be unrolled by LLVM, which
 #: then keeps much more on the stack.
 STACK_COST, UNROLLED_STACK_COST = 0.2, 3.0
 UNROLLED_WORDS = 8
+#: A packed panel that is not full is stored in pieces that are no smaller.
+NARROW_PIECE = 8
 
 
 class RankedPlan(Protocol):
@@ -60,15 +58,15 @@ def pick_tile(
     vectors: int,
     words: int,
     isa: Isa,
-    narrow: bool = False,
+    narrow: Collection[int] = (),
     taps: int = 1,
 ) -> Tile:
     """The tile with the least estimated time for an output of `out_size` x `vectors`.
 
-    The reduction is of `taps` loops over `words`; `narrow`: results may leave as packed bytes.
-    Time of one word in units of dot products: `Isa.time_word`; more where an accumulator goes to
-    the stack (`Isa.count_registers`). Overlapping tiles count as work: sizes which divide evenly
-    win.
+    The reduction is of `taps` loops over `words`; results of tiles with as many blocks as one of
+    `narrow` leave as packed bytes. Time of one word in units of dot products: `Isa.time_word`; more
+    where an accumulator goes to the stack (`Isa.count_registers`). Overlapping tiles count as work:
+    sizes which divide evenly win.
     A tile is of whole accumulators; the output must have at least `isa.pixels` pixels.
     """
     height, width = out_size
@@ -76,7 +74,6 @@ def pick_tile(
     best: tuple[float, Tile] | None = None
     for blocks in range(1, min(vectors, isa.max_blocks) + 1):
         limit = min(max(isa.accumulators // blocks, 1), isa.max_pixels)
-        store = NARROW_STORE.get(blocks, PLAIN_STORE) if narrow else PLAIN_STORE
         for rows in range(1, min(height, limit) + 1):
             for cols in range(1, min(width, limit // rows) + 1):
                 pixels = rows * cols
@@ -89,7 +86,7 @@ def pick_tile(
                 if registers > isa.registers and not isa.may_spill:
                     continue
                 time += stack_cost * (registers > isa.registers)
-                time = time * words * taps + dots * store
+                time = time * words * taps + isa.timing.time_stores(dots, blocks, blocks in narrow)
                 tiles = ceil_div(height, rows) * ceil_div(width, cols) * ceil_div(vectors, blocks)
                 cost = tiles * time * (1 + 0.01 * (rows > 1)) - 0.001 * pixels
                 if best is None or cost < best[0]:
@@ -180,21 +177,36 @@ class ConvPlan:
         return ceil_div(self.group_out, self.isa.lanes)
 
     @cached_property
+    def narrow_blocks(self) -> tuple[int, ...]:
+        """Vectors of channels in a tile whose results can leave as packed bytes.
+
+        A panel of more channels than there are is stored in a few pieces.
+        """
+        if not can_narrow(self.isa, self.spec.epilogue):
+            return ()
+        is_whole = self.group_out % NARROW_PIECE == 0
+        return tuple(
+            blocks
+            for blocks in (1, 2, 4)
+            if self.group_out >= blocks * self.isa.lanes
+            or (is_whole and self.vectors > blocks // 2)
+        )
+
+    @cached_property
     def tile(self) -> Tile:
         return pick_tile(
             self.pixel_grid[1:],
             self.vectors,
             self.words,
             self.isa,
-            can_narrow(self.isa, self.spec.epilogue),
+            self.narrow_blocks,
             prod(self.taps),
         )
 
     @cached_property
     def is_narrow(self) -> bool:
         """Whether results leave as packed bytes, four vectors at a time."""
-        fits = self.tile.blocks in (1, 2, 4) and self.group_out >= self.panel_channels
-        return fits and can_narrow(self.isa, self.spec.epilogue)
+        return self.tile.blocks in self.narrow_blocks
 
     @cached_property
     def panel_channels(self) -> int:
@@ -213,6 +225,15 @@ class ConvPlan:
     @cached_property
     def weight_size(self) -> int:
         return self.groups * self.panels * self.panel_vectors * self.isa.weight_vector
+
+    @cached_property
+    def weight_bytes(self) -> int:
+        return self.weight_size * np.dtype(self.isa.weight_dtype).itemsize
+
+    @cached_property
+    def image_bytes(self) -> int:
+        """Of all activations as the dot product reads them, without padding."""
+        return prod(self.spec.in_shape) * np.dtype(self.isa.activation).itemsize
 
     @cached_property
     def channel_size(self) -> int:
@@ -244,7 +265,8 @@ class ConvPlan:
 
     @cached_property
     def store_width(self) -> int:
-        return min(self.group_out, self.isa.lanes)
+        """Channels that are stored together: of a vector, or of a panel as packed bytes."""
+        return min(self.group_out, self.panel_channels if self.is_narrow else self.isa.lanes)
 
     @cached_property
     def shift(self) -> int:
@@ -262,12 +284,13 @@ class ConvPlan:
         """[panel, block, lane] -> channel within the group.
 
         The last panel or vector is moved back and overlaps its neighbour. Only where a group has
-        less channels than a vector has lanes, numbers outside of the group occur.
+        less channels than a vector has lanes, or than a packed panel, numbers outside of the group
+        occur.
         """
         lanes, blocks = self.isa.lanes, self.tile.blocks
         if self.is_narrow:
             starts = np.arange(self.panels) * self.panel_channels
-            starts = np.minimum(starts, self.group_out - self.panel_channels)
+            starts = np.minimum(starts, max(self.group_out - self.panel_channels, 0))
             return starts[:, None, None] + channel_order(lanes, blocks)
         starts = np.arange(self.panels * blocks) * lanes
         starts = np.minimum(starts, max(self.group_out - lanes, 0))
@@ -326,7 +349,7 @@ def pack_panels(plan: ConvPlan, weight: NDArray[np.int8]) -> NDArray[np.integer]
     by_group = merged.reshape(plan.groups, plan.group_out, kh, kw, plan.group_in)
     taps = by_group.reshape(plan.groups, plan.group_out, *plan.taps, plan.run)
     padded = np.zeros(
-        (plan.groups, max(plan.group_out, lanes), *plan.taps, plan.words * isa.products), "int8"
+        (plan.groups, plan.channel_map.max() + 1, *plan.taps, plan.words * isa.products), "int8"
     )
     padded[:, : plan.group_out, :, :, : plan.run] = taps
     # [group, panel, block, lane, tap_h, tap_w, word, product]

@@ -295,7 +295,9 @@ def emit_row(
             targets = offsets[first : first + PACKED]
             values = totals[first : first + PACKED]
             if narrow:
-                emit_narrow_vectors(isa, spec.epilogue, operands, values, targets, v * lanes, 1)
+                emit_narrow_vectors(
+                    isa, spec.epilogue, operands, values, targets, v * lanes, 1, lanes
+                )
                 continue
             for value, at in zip(values, targets, strict=True):
                 emit_store(operands, spec.epilogue, value, at, v * lanes, lanes, width)

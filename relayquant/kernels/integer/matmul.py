@@ -185,10 +185,12 @@ def emit_channels(plan: ConvPlan, panel: Expr, block: Expr) -> list[Expr]:
     """Channel of every lane, as `ConvPlan.channel_map` has it; never outside of the matrix."""
     lanes, blocks, channels = plan.isa.lanes, plan.tile.blocks, plan.group_out
     if plan.is_narrow:
-        start = T.min(panel * plan.panel_channels, channels - plan.panel_channels)
+        start = T.min(panel * plan.panel_channels, max(channels - plan.panel_channels, 0))
         order = channel_order(lanes, blocks)  # linear in the block
         step = int(order[1, 0] - order[0, 0]) if blocks > 1 else 0
-        return [start + block * step + int(order[0, lane]) for lane in range(lanes)]
+        own = [start + block * step + int(order[0, lane]) for lane in range(lanes)]
+        is_full = channels >= plan.panel_channels
+        return own if is_full else [T.min(channel, channels - 1) for channel in own]
     start = T.min((panel * blocks + block) * lanes, max(channels - lanes, 0))
     return [T.min(start + lane, channels - 1) for lane in range(lanes)]
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from tvm.script.ir_builder import tirx as T
 
 from relayquant.kernels.emit import (
+    ceil_div,
     constant,
     flip_sign_bit,
     load_vector,
@@ -68,7 +69,7 @@ def emit_word_shuffle(words: list[Expr], order: NDArray[np.int64]) -> Expr:
 
 
 def emit_narrow_residuals(
-    buffer: Buffer, offsets: list[Expr], lanes: int, blocks: int
+    buffer: Buffer, offsets: list[Expr], lanes: int, blocks: int, width: int
 ) -> list[Expr]:
     """Bytes of pixels as int32 vectors: the `blocks` vectors of one pixel after the other.
 
@@ -76,7 +77,7 @@ def emit_narrow_residuals(
     """
     count = lanes * blocks
     pixels = [
-        flip_sign_bit(load_vector(buffer, at, count), buffer.dtype, "uint8", count)
+        flip_sign_bit(load_pieces(buffer, at, count, width), buffer.dtype, "uint8", count)
         for at in offsets
     ]
     if blocks == 1:
@@ -98,6 +99,23 @@ def emit_narrow_residuals(
     return residuals
 
 
+def load_pieces(buffer: Buffer, offset: Expr, count: int, width: int) -> Expr:
+    """A vector of which only the first `width` of `count` elements are read; others repeat.
+
+    The reverse of what `store_vector` does with a partial vector.
+    """
+    if width == count:
+        return load_vector(buffer, offset, count)
+    pieces, piece, done = [], 0, 0
+    while done < width:
+        piece = 1 << ((width - done).bit_length() - 1)
+        pieces.append(load_vector(buffer, offset + done, piece))
+        done += piece
+    # A shuffle has no more results than operands.
+    pieces += pieces[-1:] * ceil_div(count - width, piece)
+    return T.Shuffle(pieces, [T.int32(min(i, width - 1)) for i in range(count)])
+
+
 def emit_narrow_store(
     isa: Isa,
     epilogue: Epilogue,
@@ -105,11 +123,12 @@ def emit_narrow_store(
     buffer: Buffer,
     offsets: list[Expr],
     blocks: int,
+    width: int,
 ) -> None:
     """Round, clamp and store four float32 vectors, none NaN, in channel order.
 
     `reals` are the `blocks` vectors of one pixel after the other; `offsets` is where each pixel
-    goes. Vectors without a pixel are not stored.
+    goes, of which `width` channels exist. Vectors without a pixel are not stored.
     """
     lanes, narrowing = isa.lanes, isa.narrowing
     assert isinstance(narrowing, Narrowing)
@@ -132,7 +151,7 @@ def emit_narrow_store(
         halves.append(half)
     packed = narrowing.pack_bytes(halves[0], halves[1], epilogue.dtype, lanes)
     if blocks == PACKED:
-        store_vector(buffer, packed, offsets[0], PACKED * lanes)
+        store_vector(buffer, packed, offsets[0], PACKED * lanes, width)
         return
     # Bring the words of each pixel together, once; storing them one by one costs as much as
     # four vectors.
@@ -142,4 +161,4 @@ def emit_narrow_store(
     for pixel, offset in enumerate(offsets):
         own = T.Shuffle([words], [T.int32(pixel * count + i) for i in range(count)])
         own = T.reinterpret(vector(epilogue.dtype, count * 4), own)
-        store_vector(buffer, own, offset, count * 4)
+        store_vector(buffer, own, offset, count * 4, width)

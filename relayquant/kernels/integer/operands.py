@@ -146,22 +146,23 @@ def emit_narrow_vectors(
     targets: list[Expr],
     first: Expr,
     blocks: int,
+    width: int,
 ) -> None:
     """Store up to four accumulator vectors as packed bytes; see `narrow`.
 
     `accs` are the `blocks` vectors of one pixel after the other, `targets` the offsets of the
-    pixels in y; the multipliers of a pixel are at `first`.
+    pixels in y, each of `width` channels; the multipliers of a pixel are at `first`.
     """
     lanes, reals = isa.lanes, []
     residuals, moved = [None] * len(accs), 0
     if operands.residual is not None:
-        residuals = emit_narrow_residuals(operands.residual, targets, lanes, blocks)
+        residuals = emit_narrow_residuals(operands.residual, targets, lanes, blocks, width)
         moved = 128 if operands.residual.dtype == "int8" else 0
     for i, (acc, residual) in enumerate(zip(accs, residuals, strict=True)):
         factor = load_multiplier(operands, first + i % blocks * lanes, lanes)
         reals.append(epilogue.emit_real(acc, factor, residual, lanes, moved))
     reals += reals[:1] * (PACKED - len(reals))
-    emit_narrow_store(isa, epilogue, reals, operands.out, targets, blocks)
+    emit_narrow_store(isa, epilogue, reals, operands.out, targets, blocks, width)
 
 
 def load_multiplier(operands: Operands, first: Expr, lanes: int) -> Expr | None:

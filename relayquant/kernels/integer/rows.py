@@ -227,7 +227,7 @@ def emit_tile(
         out_pixels=[row * spec.out_channels for row in rows],
     )
     ahead = None
-    if plan.weight_size > SMALL_WEIGHT_BYTES:
+    if plan.weight_bytes > SMALL_WEIGHT_BYTES:
         ahead = plan_prefetch(plan, place, panel, index, sharing)
     emit_residual_prefetch(plan, operands, at)
     chains = emit_start(plan, operands, at)

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from tvm.script.ir_builder import tirx as T
 
 from relayquant.errors import ConfigError
+from relayquant.kernels.isa.timing import COMMON, Timing
 
 #: A TIR expression or buffer; TVM gives them no useful static type.
 Expr = Any
@@ -90,6 +91,7 @@ class Isa(ABC):
     blocks_first: bool = False  #: a vector of weights meets all pixels before the next is loaded
     has_fma: bool = True  #: whether float32 fma is an instruction (a library call otherwise)
     wide: Isa | None = None  #: what the same CPUs have for int16 activations; None: this is it
+    timing: Timing = COMMON  #: of the core the code is for
 
     @property
     def is_fused(self) -> bool:
@@ -134,7 +136,15 @@ class Isa(ABC):
         """Time of one word of a tile, in dot products: as many as there are, but no less than the
         loads, one for each pixel and block, or the `latency` of one of them allow.
         """
-        return max(pixels * blocks, pixels + blocks, latency) + 1
+        loads = pixels * self.timing.activation + blocks
+        return max(pixels * blocks, loads, latency) + self.timing.word
+
+    def with_timing(self, timing: Timing) -> Isa:
+        """The same for a core with this timing, and so all that it has for other operands."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        own = {k: v.with_timing(timing) for k, v in values.items() if isinstance(v, Isa)}
+        latency = timing.dots_in_flight or self.dots_in_flight
+        return replace(self, timing=timing, dots_in_flight=latency, **own)
 
     def for_activations(self, dtype: str) -> Isa:
         """The instruction set of this target for activations of `dtype`: uint8, int8 or int16."""

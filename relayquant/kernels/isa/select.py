@@ -9,6 +9,7 @@ from relayquant.kernels.integer.lookup import AARCH64_SHUFFLES, X86_SHUFFLES, By
 from relayquant.kernels.isa.architecture import Architecture, find_architecture
 from relayquant.kernels.isa.arm import AARCH64_ISAS, ARM32_ISAS
 from relayquant.kernels.isa.base import PORTABLE, X86_ISAS, Isa
+from relayquant.kernels.isa.timing import TIMINGS
 
 #: Fastest first; `select_isa` takes the first whose features the target has.
 ISAS: dict[Architecture, tuple[Isa, ...]] = {
@@ -42,8 +43,18 @@ def select_isa(target: Target) -> Isa:
     """
     for isa in ISAS[find_architecture(target)]:
         if has_isa(isa, target):
-            return isa
+            return time_isa(isa, target)
     return PORTABLE
+
+
+def time_isa(isa: Isa, target: Target) -> Isa:
+    """The instruction set with the timing of the target's core, where that is known."""
+    if find_architecture(target) is not Architecture.X86:
+        return isa
+    for features, timing in TIMINGS:
+        if all(llvm_cpu_has_features(feature, target) for feature in features):
+            return isa.with_timing(timing)
+    return isa
 
 
 def select_shuffle(target: Target) -> ByteShuffle | None:
