@@ -4,9 +4,11 @@ around it.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import re
+import resource
 import subprocess
 import sys
 import threading
@@ -18,7 +20,7 @@ import tvm
 from tvm.script import tirx as T
 
 from relayquant.codegen.threads import add_pool
-from relayquant.codegen.threads.pool import MOST_THREADS, PAUSES, format_source
+from relayquant.codegen.threads.pool import LEAST_ALONE, MOST_THREADS, PAUSES, format_source
 from relayquant.kernels.isa.target import resolve_target
 
 ROWS, COLUMNS = 48, 64
@@ -49,6 +51,16 @@ def count_until(visits: T.Buffer((ROWS, COLUMNS), "int32")):
         assert visits[i, 0] >= 0, "negative"
         for j in range(COLUMNS):
             visits[i, j] = visits[i, j] + 1
+
+
+@T.prim_func
+def count_unevenly(visits: T.Buffer((ROWS, COLUMNS), "int32"), threads: T.Buffer((ROWS,), "int32")):
+    """The second half takes a few milliseconds longer. Tells which thread a row was computed by."""
+    T.func_attr({"global_symbol": "count_visits", "tirx.noalias": True})
+    for i in T.parallel(ROWS):
+        threads[i] = T.call_extern("int32", "gettid")
+        for _, j in T.grid(T.if_then_else(i < ROWS // 2, 1, 100_000), COLUMNS):
+            visits[i, j] = visits[i, j] * 3 + 1
 
 
 def add_host_pool(func) -> tvm.IRModule:
@@ -128,6 +140,30 @@ def test_pool__beside_busy_processes(make_counter):
         for process in busy:
             process.kill()
             process.wait()
+
+
+def test_pool__workers_that_cost_more_than_they_save_rest(monkeypatch):
+    monkeypatch.setenv("TVM_NUM_THREADS", "2")
+    count = tvm.compile(add_host_pool(count_unevenly), resolve_target(None))["count_visits"]
+    visits, threads = new_visits(), tvm.runtime.tensor(np.zeros(ROWS, "int32"))
+    used = []
+    for _ in range(20 + LEAST_ALONE // 2):
+        count(visits, threads)
+        used.append(len(set(threads.numpy())))
+    assert max(used[:20]) == 2
+    assert max(used[20:]) == 1
+
+
+def test_pool__switches_stand_where_they_are_read():
+    """`ru_nivcsw` is the 18th word of `struct rusage`."""
+    usage, libc = (ctypes.c_int64 * 32)(), ctypes.CDLL(None)
+    assert libc.getrusage(resource.RUSAGE_THREAD, usage) == 0
+    stop = time.perf_counter() + 0.05
+    while time.perf_counter() < stop:
+        libc.getrusage(resource.RUSAGE_THREAD, usage)
+        expected = resource.getrusage(resource.RUSAGE_THREAD)
+        assert usage[17] <= expected.ru_nivcsw <= usage[17] + 1
+        assert usage[16] <= expected.ru_nvcsw <= usage[16] + 1
 
 
 def test_pool__threads_end_with_the_module(make_counter):

@@ -10,9 +10,13 @@
 ; compare-and-exchange. Who claimed a part of launch n may read @function, @data and @environment:
 ; launch n is not over before the part is counted off in @left, and only then may another one begin.
 ;
-; A worker that loses its processor in the middle of a part, because another process wants it, costs
-; the caller a slice of the scheduler's, milliseconds. After such a stall the next {least_alone} launches go
-; without workers, twice as many after each further one that follows soon, {most_alone} at most.
+; Where more threads want to run than there are processors, workers do harm: one that loses its
+; processor in the middle of a part keeps the caller waiting for a slice of the scheduler's,
+; milliseconds, and for each worker that wakes up the caller may lose its own. So there is an account,
+; @trust, in nanoseconds: parts that workers compute are paid in; the caller's waiting, and {switch} for
+; each time that another thread got its processor, are paid out. Single blips do not matter, as what
+; is saved between them is more. When nothing is left the next {least_alone} launches go without workers, twice
+; as many each time that this happens again soon, {most_alone} at most.
 ;
 ; Between the kernels of one run workers stay awake: the next launch is microseconds away. After
 ; {worker_turns} turns without one they sleep. The counts of sleepers and of waiting callers are changed
@@ -32,9 +36,13 @@
 @failed = internal global i32 0                   ; what a part of the launch returned that failed
 @waiting = internal global i32 0                  ; 1: the caller sleeps on @finished
 @sleepers = internal global i32 0, align 64       ; workers that sleep, or are about to, on @wake
+@trust = internal global i64 {most_trust}             ; what waiting may still cost
 @alone = internal global i32 0                    ; launches to come that go without workers
 @penalty = internal global i32 {least_alone}      ; what @alone was set to last
-@stalled_launch = internal global i64 0
+@last_rest = internal global i64 0                ; launch after which workers rested last
+@next_count = internal global i64 0               ; launch at which losses are counted
+@counted = internal global i64 0                  ; switches by then
+@counted_thread = internal global i64 0
 @stopping = internal global i32 0
 @wake = internal global [8 x i64] zeroinitializer, align 64       ; sem_t
 @finished = internal global [8 x i64] zeroinitializer, align 64   ; sem_t
@@ -58,6 +66,8 @@ declare i32 @sem_init(ptr, i32, i32)
 declare i32 @sem_post(ptr)
 declare i32 @sem_wait(ptr)
 declare i32 @getpid()
+declare i32 @getrusage(i32, ptr)
+declare i64 @pthread_self()
 declare ptr @getenv(ptr)
 declare i32 @atoi(ptr)
 declare i32 @sched_getaffinity(i32, i64, ptr)
@@ -67,6 +77,7 @@ declare i32 @fclose(ptr)
 declare i64 @llvm.ctpop.i64(i64)
 declare i32 @clock_gettime(i32, ptr)
 declare i32 @llvm.umin.i32(i32, i32)
+declare i64 @llvm.smin.i64(i64, i64)
 {declare_pause}
 
 ; At the start of a kernel: its parallel loops are launched here.
@@ -76,7 +87,7 @@ define i32 @pool_attach() {{
 }}
 
 ; What a caller finds: 0 no pool for it, because it wants a number of parts of its own, another
-; caller has the pool, there is one thread, or there was a stall; 1 it has the pool; 2 it has, and is
+; caller has the pool, there is one thread, or workers rest; 1 it has the pool; 2 it has, and is
 ; to start it.
 define i32 @pool_take(i32 %wanted) {{
 entry:
@@ -93,7 +104,7 @@ taken:
   %alone_left = load i32, ptr @alone
   %calm = icmp eq i32 %alone_left, 0
   br i1 %calm, label %use, label %rest
-rest:                                             ; too soon after a stall
+rest:                                             ; trust was spent
   %fewer = sub i32 %alone_left, 1
   store i32 %fewer, ptr @alone
   store atomic i32 0, ptr @lock release, align 4
@@ -295,16 +306,18 @@ define i32 @pool_finish(i64 %launch) {{
 entry:
   %function = load ptr, ptr @function
   %data = load ptr, ptr @data
+  %start = call i64 @pool_read_clock()
   %error = call i32 %function(i32 0, ptr @environment, ptr %data)
   %others = call i32 @pool_compute(i64 %launch, i32 1)
   %computed = add i32 %others, 1
   %before = atomicrmw sub ptr @left, i32 %computed seq_cst
+  %own_end = call i64 @pool_read_clock()
   br label %look
 look:
   %turn = phi i32 [ 0, %entry ], [ %turned, %pause ]
   %left = load atomic i32, ptr @left acquire, align 4
   %over = icmp eq i32 %left, 0
-  br i1 %over, label %end, label %patient
+  br i1 %over, label %judge, label %patient
 patient:
   %turned = add i32 %turn, 1
   %long = icmp sgt i32 %turned, {caller_turns}
@@ -313,33 +326,52 @@ pause:
   {pause}
   br label %look
 sleep:
-  %start = call i64 @pool_read_clock()
-  br label %announce
-announce:
   store atomic i32 1, ptr @waiting seq_cst, align 4
   %still = load atomic i32, ptr @left seq_cst, align 4
   %now = icmp eq i32 %still, 0
   br i1 %now, label %awake, label %wait
 wait:
   call i32 @sem_wait(ptr @finished)               ; may be for an earlier launch: look again
-  br label %announce
+  br label %sleep
 awake:
   store atomic i32 0, ptr @waiting seq_cst, align 4
+  br label %judge
+judge:                                            ; what the launch saved and what it cost
   %stop = call i64 @pool_read_clock()
-  %slept = sub i64 %stop, %start
-  %stalled = icmp sgt i64 %slept, {stall}
-  br i1 %stalled, label %resign, label %end
+  %own = sub i64 %own_end, %start
+  %waited = sub i64 %stop, %own_end
+  %threads = load i32, ptr @threads
+  %spared = sub i32 %threads, %computed
+  %parts = zext i32 %spared to i64
+  %done = zext i32 %computed to i64
+  %mean = udiv i64 %own, %done
+  %part = call i64 @llvm.smin.i64(i64 %mean, i64 {most_saved})
+  %saved = mul i64 %part, %parts
+  %cost = call i64 @pool_count_losses(i64 %launch)
+  %lost = add i64 %waited, %cost
+  %gain = sub i64 %saved, %lost
+  %former_trust = load i64, ptr @trust
+  %earned = add i64 %former_trust, %gain
+  %trust = call i64 @llvm.smin.i64(i64 %earned, i64 {most_trust})
+  store i64 %trust, ptr @trust
+  %spent = icmp slt i64 %trust, 0
+  br i1 %spent, label %resign, label %end
 resign:
-  %last = load i64, ptr @stalled_launch
+  store i64 {new_trust}, ptr @trust
+  %last = load i64, ptr @last_rest
   %since = sub i64 %launch, %last
-  %again = icmp slt i64 %since, {lull}
   %former = load i32, ptr @penalty
+  %soon = shl i32 %former, 2
+  %long_ago = zext i32 %soon to i64
+  %again = icmp slt i64 %since, %long_ago
   %double = shl i32 %former, 1
   %capped = call i32 @llvm.umin.i32(i32 %double, i32 {most_alone})
   %penalty = select i1 %again, i32 %capped, i32 {least_alone}
   store i32 %penalty, ptr @penalty
   store i32 %penalty, ptr @alone
-  store i64 %launch, ptr @stalled_launch
+  store i64 %launch, ptr @last_rest
+  store i64 0, ptr @counted_thread                ; what is lost meanwhile is not for the workers
+  store i64 0, ptr @next_count
   br label %end
 end:
   %failed = load atomic i32, ptr @failed monotonic, align 4
@@ -352,6 +384,35 @@ release:
   store atomic i32 0, ptr @lock release, align 4
   %either = select i1 %fine, i32 %error, i32 %failed
   ret i32 %either
+}}
+
+; What the caller has lost since it was asked last, in nanoseconds: {switch} for each time that another
+; thread got its processor. Every {interval} launches the system is asked.
+define i64 @pool_count_losses(i64 %launch) {{
+entry:
+  %usage = alloca [32 x i64]                      ; struct rusage
+  %due = load i64, ptr @next_count
+  %early = icmp slt i64 %launch, %due
+  br i1 %early, label %none, label %ask
+none:
+  ret i64 0
+ask:
+  %next = add i64 %launch, {interval}
+  store i64 %next, ptr @next_count
+  call i32 @getrusage(i32 1, ptr %usage)          ; 1: of this thread
+  %field = getelementptr i64, ptr %usage, i64 17  ; ru_nivcsw
+  %count = load i64, ptr %field
+  %self = call i64 @pthread_self()
+  %former_self = load i64, ptr @counted_thread
+  %former = load i64, ptr @counted
+  store i64 %self, ptr @counted_thread
+  store i64 %count, ptr @counted
+  %same = icmp eq i64 %self, %former_self
+  br i1 %same, label %compare, label %none
+compare:
+  %switches = sub i64 %count, %former
+  %lost = mul i64 %switches, {switch}
+  ret i64 %lost
 }}
 
 ; Nanoseconds.

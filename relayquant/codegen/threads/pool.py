@@ -27,11 +27,15 @@ MOST_THREADS = 256
 WORKER_TURNS = 2000
 #: turns that a caller waits for parts under way before it sleeps
 CALLER_TURNS = 2000
-#: nanoseconds asleep for parts under way that make a stall
-STALL = 1_000_000
-#: launches in which a further stall counts as one that follows soon
-LULL = 256
-#: launches without workers after a stall, least and most
+#: nanoseconds that waiting may cost before workers have saved as much: at most and at first, and
+#: after a rest
+MOST_TRUST, NEW_TRUST = 5_000_000, 1_000_000
+#: nanoseconds that a part by a worker counts as saved at most: a caller that lost its processor
+#: took long for its own
+MOST_SAVED = 1_000_000
+#: nanoseconds that it costs to lose the processor, and launches between two looks at how often
+SWITCH, INTERVAL = 4_000_000, 32
+#: launches without workers once trust is spent, least and most
 LEAST_ALONE, MOST_ALONE = 64, 8192
 
 #: what a run says of which a part failed
@@ -167,8 +171,11 @@ def format_source(pause: str, arguments: str) -> str:
         most=MOST_THREADS,
         worker_turns=WORKER_TURNS,
         caller_turns=CALLER_TURNS,
-        stall=STALL,
-        lull=LULL,
+        most_saved=MOST_SAVED,
+        switch=SWITCH,
+        interval=INTERVAL,
+        most_trust=MOST_TRUST,
+        new_trust=NEW_TRUST,
         least_alone=LEAST_ALONE,
         most_alone=MOST_ALONE,
         pause=f"call void @{pause}({arguments})",
