@@ -203,7 +203,7 @@ def test_command__says_so_before_the_work(command, place, tmp_path, monkeypatch,
     if name.endswith(".png"):
         pytest.importorskip("matplotlib")
     path = find_place(place, tmp_path) / name
-    assert cli.main([*arguments, str(path)]) == cli.USER_ERROR
+    assert cli.main([*arguments, str(path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"relayquant: error: Cannot write {path}: ")
 

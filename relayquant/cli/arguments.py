@@ -9,8 +9,12 @@ from typing import Any
 
 import relayquant as rq
 from relayquant.backends import resolve_backend
+from relayquant.config import BackendConfig
 from relayquant.errors import ConfigError, DataError
-from relayquant.storage.files import check_writable, decode_json
+from relayquant.storage.files import check_writable, decode_json, read_text, reading
+
+#: bytes; that of a built-in backend has a tenth of that
+MAX_BACKEND_SIZE = 1 << 22
 
 
 def add_model(
@@ -67,13 +71,30 @@ def parse_input(text: str) -> tuple[str, Any]:
 
 
 def add_backend(parser: argparse.ArgumentParser) -> None:
-    """`--backend NAME`."""
+    """`--backend NAME or FILE.json`."""
     parser.add_argument(
         "--backend",
         metavar="NAME",
         help="whose kernels will run it: x86, x86-7bit (faster without VNNI, less accurate), arm, "
-        "generic, accelerator (default: this machine's)",
+        "generic, accelerator, or a FILE.json of your own (see `relayquant backend`; default: "
+        "this machine's)",
     )
+
+
+def read_backend(given: str | None) -> BackendConfig | None:
+    """What `--backend` names: one of ours, or one in a file; None where it was not given.
+
+    Raises:
+        ConfigError: there is no such backend or file, or the file holds something else.
+    """
+    if given is None or not given.endswith(".json"):
+        return None if given is None else resolve_backend(given)
+    path = Path(given)
+    if not path.is_file():
+        raise ConfigError(f"--backend {given}: there is no such file.")
+    with reading(path, "backend (a BackendConfig as JSON)", ConfigError):
+        data = decode_json(read_text(path, MAX_BACKEND_SIZE))
+        return BackendConfig.from_dict(data, rq.BUILTIN_OPS, where=str(path))
 
 
 def add_effort(parser: argparse.ArgumentParser) -> None:
@@ -109,7 +130,7 @@ def check_options(
     data = getattr(options, "data", None)
     if data is not None and not (data.is_file() or data.is_dir()):
         raise DataError(f"There is no data file {data}, nor a folder of that name.")
-    resolve_backend(getattr(options, "backend", None))
+    read_backend(getattr(options, "backend", None))
     for path in outputs:
         if path is not None:
             check_writable(path)

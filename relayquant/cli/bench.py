@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import islice
 from pathlib import Path
@@ -31,16 +31,18 @@ from relayquant.analysis.peak import measure_peak
 from relayquant.analysis.profile import profile_module
 from relayquant.analysis.rivals import RIVALS, list_versions, prepare_rivals
 from relayquant.calibration.weights.fit import BiasCorrection, FitSettings, WeightRounding
-from relayquant.cli.arguments import add_backend, add_model, check_options
+from relayquant.cli.answer import Answer, ExitCode, make_plain
+from relayquant.cli.arguments import add_backend, add_model, check_options, read_backend
 from relayquant.cli.files import bind_weights, load_model, load_module
+from relayquant.cli.measure import bind_run
+from relayquant.config import BackendConfig
 from relayquant.datasets import InputInfo, open_dataset
 from relayquant.datasets.inputs import describe_inputs
 from relayquant.errors import ConfigError, ModelError, format_count
 from relayquant.kernels.isa.target import name_cpu, resolve_target
-from relayquant.report import make_console
 from relayquant.report.bench import kernel_table, latency_table, operator_table
 from relayquant.rewrite.entry import name_main
-from relayquant.runtime import Executor, as_tensor, count_cores
+from relayquant.runtime import Executor, count_cores
 from relayquant.storage.files import TEMPORARY, open_temporary_folder, writing
 
 Batch = Mapping[str, np.ndarray]
@@ -83,7 +85,7 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace, answer: Answer) -> ExitCode:
     threads = count_cores() if options.threads is None else options.threads
     names = ("batch", "repeat", "batches")
     counts = {"--threads": threads, **{f"--{name}": getattr(options, name) for name in names}}
@@ -98,18 +100,17 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"--input: {names} would run the file as it is, with all its inputs.")
     for rival in rivals:
         rival.check()  # fails before anything takes time
-    console = make_console()
     with ExitStack() as stack:
         stack.enter_context(use_threads(threads))
         mod = bind_weights(*load_model(options.model, options.shape, options.input))
         batches = read_batches(options, describe_inputs(mod))
         inputs = [*batches[0].values()]
         if options.data is None:
-            console.print("inputs: random numbers; give --data for real ones")
+            answer.say("inputs: random numbers; give --data for real ones")
         if options.quantized is None:
             start = time.perf_counter()
-            qmod = quantize_quickly(mod, batches, options.backend)
-            console.print(f"quantized in {time.perf_counter() - start:.1f} s")
+            qmod = quantize_quickly(mod, batches, read_backend(options.backend))
+            answer.say(f"quantized in {time.perf_counter() - start:.1f} s")
         else:
             qmod = name_main(load_module(options.quantized))
         modules = {"relayquant int8": qmod, "relayquant float": mod}
@@ -117,7 +118,7 @@ def run(options: argparse.Namespace) -> int:
         for name, module in modules.items():
             start = time.perf_counter()
             executables[name] = rq.compile(module)
-            console.print(f"{name}: compiled in {time.perf_counter() - start:.1f} s")
+            answer.say(f"{name}: compiled in {time.perf_counter() - start:.1f} s")
         if rivals:
             folder = stack.enter_context(open_temporary_folder())
             rivalry = prepare_rivals(rivals, options.model, qmod, batches, folder)
@@ -126,30 +127,38 @@ def run(options: argparse.Namespace) -> int:
                 contenders, batches[0], threads=threads, rounds=options.repeat
             )
             for name, reason in {**rivalry.failures, **comparison.failures}.items():
-                console.print(f"{name} is left out: {reason}")
+                answer.say(f"{name} is left out: {reason}")
             latencies = comparison.latencies
             if "relayquant int8" not in latencies:
                 raise ModelError(f"relayquant int8: {comparison.failures['relayquant int8']}")
         else:
             runs = {name: bind_run(Executor(each), inputs) for name, each in executables.items()}
             latencies = measure_latency(runs, options.repeat)
-        console.print(f"{name_cpu()}; {', '.join(list_versions(rivals))}")
+        answer.say(f"{name_cpu()}; {', '.join(list_versions(rivals))}")
         shapes = ", ".join(f"{name} {array.shape}" for name, array in batches[0].items())
         title = f"{options.model.name}: {shapes}, {format_count(threads, 'thread')}"
-        console.print(latency_table(latencies, "relayquant int8", title))
+        answer.note(cpu=name_cpu(), versions=list_versions(rivals), threads=threads)
+        shown = [{"name": name, **make_plain(row)} for name, row in latencies.items()]
+        answer.add_table("latencies", shown)
+        answer.say(latency_table(latencies, "relayquant int8", title))
         if options.operators:
             peak = measure_peak(resolve_target(None)) * threads
-            console.print(f"integer peak of {format_count(threads, 'core')}: {peak:.0f} GOP/s")
+            answer.say(f"integer peak of {format_count(threads, 'core')}: {peak:.0f} GOP/s")
+            answer.note(peak_gops=peak)
+            calls: list[dict[str, Any]] = []
             for name, module in modules.items():
                 profile = profile_module(module, inputs, rq.compile)
-                console.print(kernel_table(profile, peak, f"{name}: kinds of kernels"))
-                table = operator_table(profile, peak, options.operators, f"{name}: slowest calls")
-                console.print(table)
-                console.print(
+                answer.say(kernel_table(profile, peak, f"{name}: kinds of kernels"))
+                calls += [{"module": name, **make_plain(row)} for row in profile.operators]
+                rows = None if answer.show_all else options.operators
+                table = operator_table(profile, peak, rows, f"{name}: slowest calls")
+                answer.say(table)
+                answer.say(
                     f"outside of kernels: {profile.outside * 1e6:.0f} us of "
                     f"{profile.total * 1e6:.0f} us, {format_count(profile.machine_calls, 'call')}"
                 )
-    return 0
+            answer.add_table("kernels", calls)
+    return ExitCode.OK
 
 
 def export_own(executables: Mapping[str, Any], folder: Path) -> dict[str, Contender]:
@@ -218,16 +227,9 @@ def draw_input(rng: np.random.Generator, info: InputInfo, batch: int) -> np.ndar
 
 
 def quantize_quickly(
-    mod: tvm.IRModule, batches: Sequence[Batch], backend: str | None
+    mod: tvm.IRModule, batches: Sequence[Batch], backend: BackendConfig | None
 ) -> tvm.IRModule:
     """The quantized module, with weights rounded to nearest."""
     prepared = rq.prepare(mod, None, None, backend)
     prepared = rq.calibrate(prepared, [dict(batch) for batch in batches], fit=QUICK_FIT)
     return rq.lower(rq.convert_to_reference(prepared), prepared.backend)
-
-
-def bind_run(executor: Executor, inputs: Sequence[np.ndarray]) -> Callable[[], object]:
-    """A function that runs main once, on inputs that are copied only here."""
-    tensors = [as_tensor(array) for array in inputs]
-    main = executor.vm["main"]
-    return lambda: main(*tensors)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 import relayquant as rq
+from relayquant.cli.answer import Answer, ExitCode, make_plain
 from relayquant.cli.arguments import add_model, check_options
 from relayquant.cli.data import add_data, open_data
 from relayquant.cli.files import bind_weights, load_model, load_module
@@ -16,7 +17,7 @@ from relayquant.cli.measure import compare_outputs
 from relayquant.datasets import open_dataset
 from relayquant.datasets.inputs import describe_inputs
 from relayquant.errors import ModelError
-from relayquant.report import make_console, summary_table
+from relayquant.report import summary_table
 from relayquant.report.compare import compare_table
 from relayquant.report.pictures import check_picture, plot_error_by_depth
 from relayquant.rewrite.entry import name_main
@@ -32,13 +33,13 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("quantized", type=Path, help="the .json of its quantized module")
     add_data(parser)
     parser.add_argument("--batches", type=int, metavar="N", help="use the first N batches only")
-    parser.add_argument("--values", action="store_true", help="a line for every value inside, too")
+    parser.add_argument("--values", action="store_true", help="also: which values inside are off")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write these lines as CSV")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw SQNR along the depth")
     parser.set_defaults(run=run)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace, answer: Answer) -> ExitCode:
     outputs = options.csv, options.plot
     check_options(options, counts={"--batches": options.batches}, outputs=outputs)
     if options.plot is not None:
@@ -63,8 +64,10 @@ def run(options: argparse.Namespace) -> int:
         [np.concatenate(parts) for parts in zip(*outputs, strict=True)]
         for outputs in zip(*runs, strict=True)
     )
-    console = make_console()
-    for index, row in enumerate(compare_outputs(expected, actual)):
+    rows = compare_outputs(expected, actual)
+    answer.note(batches=len(runs))
+    answer.add_table("outputs", [{"output": i, **make_plain(row)} for i, row in enumerate(rows)])
+    for index, row in enumerate(rows):
         values: dict[str, Any] = {
             "batches": len(runs),
             "largest error": row.max_error,
@@ -72,13 +75,16 @@ def run(options: argparse.Namespace) -> int:
         }
         if row.top1 is not None:
             values["same top-1"] = f"{row.top1:.2%}"
-        console.print(summary_table(values, title=f"output {index}"))
+        answer.say(summary_table(values, title=f"output {index}"))
     if options.values or options.csv is not None or options.plot is not None:
         report = rq.compare(mod, qmod, dataset)
+        answer.add_table("values", report.rows)
         if options.values:
-            console.print(compare_table(report, title="values"))
+            answer.say(compare_table(report, title="values", show_all=answer.show_all))
         if options.csv is not None:
             write_whole(options.csv, lambda path: path.write_text(report.to_csv(), "utf-8"))
+            answer.add_file(options.csv)
         if options.plot is not None:
             plot_error_by_depth(report, options.plot)
-    return 0
+            answer.add_file(options.plot)
+    return ExitCode.OK

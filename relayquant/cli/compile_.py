@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import relayquant as rq
+from relayquant.cli.answer import Answer, ExitCode
 from relayquant.cli.arguments import add_model, check_options
 from relayquant.cli.files import bind_weights, load_model, write_whole
 from relayquant.conversion.partial import has_quantized_values
 from relayquant.errors import ConfigError
 from relayquant.kernels.isa.target import resolve_target
 from relayquant.ledger import find_ledger
-from relayquant.report import make_console
 
 
 def add_parser(subparsers: Any) -> None:
@@ -28,7 +28,7 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace, answer: Answer) -> ExitCode:
     output = options.output or options.model.with_suffix(".so")
     if output.suffix not in (".so", ".dylib", ".dll"):
         raise ConfigError(f"-o {output}: a library is written as .so, .dylib or .dll.")
@@ -40,5 +40,5 @@ def run(options: argparse.Namespace) -> int:
         mod = rq.lower(mod, rq.default_backend(target))
     executable = rq.compile(mod, target=target)
     write_whole(output, lambda path: executable.export_library(str(path)))
-    make_console().print(f"wrote {output}")
-    return 0
+    answer.add_file(output)
+    return ExitCode.OK

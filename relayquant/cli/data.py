@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,16 @@ def open_data(options: argparse.Namespace, mod: tvm.IRModule, params: Any) -> An
     return open_images(options.data, Preprocessing.parse(options.preprocess), inputs)
 
 
+def make_agreement(_options: argparse.Namespace) -> Callable[..., float]:
+    """The share of samples whose largest output is where the float model has it."""
+
+    def agreement(expected: list[np.ndarray], got: list[np.ndarray]) -> float:
+        a, b = (arrays[0].reshape(len(arrays[0]), -1) for arrays in (expected, got))
+        return float((a.argmax(1) == b.argmax(1)).mean())
+
+    return agreement
+
+
 def make_top1(options: argparse.Namespace) -> Callable[..., float]:
     """The share of samples whose largest output is at their class, of `--labels`."""
     images = list_images(options.data) if options.data.is_dir() else None
@@ -71,3 +81,10 @@ def make_top1(options: argparse.Namespace) -> Callable[..., float]:
         return float((got[0].reshape(len(labels), -1).argmax(1) == labels).mean())
 
     return top1
+
+
+#: what `--metric` names -> what makes it of the options
+METRICS: Mapping[str, Callable[[argparse.Namespace], Callable[..., float]]] = {
+    "top1": make_top1,
+    "agreement": make_agreement,
+}

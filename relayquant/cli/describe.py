@@ -7,34 +7,46 @@ from collections import Counter
 from pathlib import Path
 
 from relayquant.analysis.size import count_constant_bytes
+from relayquant.cli.answer import Answer, ExitCode
+from relayquant.cli.arguments import add_model
 from relayquant.cli.files import bind_weights, load_model
 from relayquant.conversion.partial import has_quantized_values
 from relayquant.datasets.inputs import describe_inputs
 from relayquant.errors import format_count
 from relayquant.ledger import find_ledger
-from relayquant.report import list_findings, make_console
+from relayquant.report import list_findings
 from relayquant.rewrite.entry import name_main
 from relayquant.rewrite.graph import Graph
 
 
-def run(options: argparse.Namespace) -> int:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those of a model."""
+    add_model(parser, "a model file")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace, answer: Answer) -> ExitCode:
     path: Path = options.model
-    mod = bind_weights(*load_model(path))
-    console = make_console()
+    mod = bind_weights(*load_model(path, options.shape, options.input))
     named = name_main(mod)
     ledger = find_ledger(named)
     is_float = ledger is None and not has_quantized_values(named)
     kind = "a float model" if is_float else "a quantized model"
-    console.print(
-        f"{path}: {kind}, constants of {format_count(count_constant_bytes(named), 'byte')}"
+    answer.say(f"{path}: {kind}, constants of {format_count(count_constant_bytes(named), 'byte')}")
+    inputs = describe_inputs(named)
+    answer.note(path=path, kind=kind, bytes=count_constant_bytes(named))
+    answer.add_table(
+        "inputs", [{"name": i.name, "shape": i.shape, "dtype": i.dtype} for i in inputs]
     )
-    for info in describe_inputs(named):
-        console.print(f"  input {info.name} {info.shape_text} {info.dtype}")
+    for info in inputs:
+        answer.say(f"  input {info.name} {info.shape_text} {info.dtype}")
     if ledger is not None:
         count = format_count(len(ledger.rows), "operator")
-        console.print(f"  {len(ledger.quantized)} of {count} on integers, for {ledger.backend}")
+        answer.note(backend=ledger.backend, operators=len(ledger.rows))
+        answer.note(quantized=len(ledger.quantized))
+        answer.say(f"  {len(ledger.quantized)} of {count} on integers, for {ledger.backend}")
         for line in list_findings(ledger):
-            console.print(f"  {line}")
+            answer.say(f"  {line}")
         steps = [
             f"relayquant compile {path}",
             f"relayquant verify {path} --data DATA",
@@ -45,8 +57,9 @@ def run(options: argparse.Namespace) -> int:
         graph = Graph(named)
         names = (graph.op_name(binding.var) for binding in graph.bindings)
         counts = Counter(name.removeprefix("relax.") for name in names if name)
+        answer.note(operators=sum(counts.values()))
         most = ", ".join(f"{count} {name}" for name, count in counts.most_common(6))
-        console.print(f"  {format_count(sum(counts.values()), 'operator')}: {most}")
+        answer.say(f"  {format_count(sum(counts.values()), 'operator')}: {most}")
         steps = [f"relayquant compile {path}"]
         if is_float:
             steps = [
@@ -54,7 +67,8 @@ def run(options: argparse.Namespace) -> int:
                 f"relayquant quantize {path} --data DATA --report report.html",
                 f"relayquant bench {path}",
             ]
-    console.print("What can be done (DATA: an .npz, or a folder of pictures with --preprocess):")
+    answer.add_table("commands", [{"command": step} for step in steps])
+    answer.say("What can be done (DATA: an .npz, or a folder of pictures with --preprocess):")
     for step in steps:
-        console.print(f"  {step}")
-    return 0
+        answer.say(f"  {step}")
+    return ExitCode.OK

@@ -6,10 +6,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from relayquant.cli.answer import Answer, ExitCode
 from relayquant.cli.arguments import check_options
 from relayquant.cli.files import load_module
 from relayquant.cli.output import ENDINGS, check_ending, write_module
-from relayquant.report import make_console
 
 
 def add_parser(subparsers: Any) -> None:
@@ -25,9 +25,9 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace, answer: Answer) -> ExitCode:
     check_ending(options.output)
     check_options(options, outputs=(options.output,))
     for path in write_module(load_module(options.model), options.output, options.target):
-        make_console().print(f"wrote {path}")
-    return 0
+        answer.add_file(path)
+    return ExitCode.OK

@@ -1,4 +1,6 @@
-"""`relayquant inspect`: the ledger of a quantized module, or the operators of a float model."""
+"""`relayquant inspect`: what a quantized module has in float and why (--all: every operator), or
+the operators of a float model.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +9,12 @@ from collections import Counter
 from typing import Any
 
 from relayquant.analysis.size import count_constant_bytes
+from relayquant.cli.answer import Answer, ExitCode
 from relayquant.cli.arguments import add_model
 from relayquant.cli.files import load_model
 from relayquant.errors import format_count
 from relayquant.ledger import find_ledger
-from relayquant.report import ledger_table, list_findings, make_console, summary_table
+from relayquant.report import summary_table
 from relayquant.rewrite.graph import Graph
 
 
@@ -21,19 +24,21 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace, answer: Answer) -> ExitCode:
     mod, _ = load_model(options.model, options.shape, options.input)
-    console = make_console()
     ledger = find_ledger(mod)
+    size = count_constant_bytes(mod)
+    answer.note(path=options.model, bytes=size)
     if ledger is not None:
-        console.print(ledger_table(ledger.to_dict()["operators"], title=str(options.model)))
-        for line in list_findings(ledger):
-            console.print(line)
+        answer.add_ledger(ledger, title=str(options.model))
     else:
         graph = Graph(mod)
         names = [graph.op_name(binding.var) for binding in graph.bindings]
         counts = Counter(name.removeprefix("relax.") for name in names if name)
+        rows = [{"op": op, "count": count} for op, count in counts.most_common()]
+        answer.note(operators=sum(counts.values()))
+        answer.add_table("operators", rows)
         title = f"{options.model}: operators"
-        console.print(summary_table(dict(counts.most_common()), title=title))
-    console.print(f"constants: {format_count(count_constant_bytes(mod), 'byte')}")
-    return 0
+        answer.say(summary_table(dict(counts.most_common()), title=title))
+    answer.say(f"constants: {format_count(size, 'byte')}")
+    return ExitCode.OK

@@ -6,16 +6,15 @@ Exit code 1 where something does, other than a mere hint.
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from typing import Any
 
 import relayquant as rq
+from relayquant.cli.answer import Answer, ExitCode
 from relayquant.cli.arguments import add_model, check_options
 from relayquant.cli.data import add_data, open_data
 from relayquant.cli.files import load_model
-from relayquant.report import findings_table, make_console
-
-#: Exit code when something looks wrong, as linters have it.
-SUSPICIOUS = 1
+from relayquant.report import findings_table
 
 
 def add_parser(subparsers: Any) -> None:
@@ -32,16 +31,21 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace, answer: Answer) -> ExitCode:
     check_options(options)
     mod, params = load_model(options.model, options.shape, options.input)
     data = open_data(options, mod, params)
     findings = rq.lint(mod, params, data)
-    console = make_console()
-    console.print(findings_table(findings, title=f"{options.data} for {options.model}"))
+    answer.say(findings_table(findings, title=f"{options.data} for {options.model}"))
+    counts = Counter(finding.severity.value for finding in findings)
+    answer.note(**{severity.value: counts[severity.value] for severity in rq.Severity})
+    answer.add_table("findings", findings)
     if options.growth:
+        rows: list[dict[str, Any]] = []
         for name, curve in rq.measure_growth(mod, params, data).items():
             steps = ", ".join(f"{share:.0%} after {samples}" for samples, share in curve)
-            console.print(f"range of {name}: {steps}")
+            answer.say(f"range of {name}: {steps}")
+            rows += [{"input": name, "samples": count, "share": share} for count, share in curve]
+        answer.add_table("growth", rows)
     is_clean = all(finding.severity is rq.Severity.INFO for finding in findings)
-    return 0 if is_clean else SUSPICIOUS
+    return ExitCode.OK if is_clean else ExitCode.FOUND

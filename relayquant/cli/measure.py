@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,13 @@ def compare_outputs(
             top1 = float((a.argmax(-1) == b.argmax(-1)).mean())
         rows.append(OutputAgreement(float(np.abs(a - b).max(initial=0.0)), sqnr, top1))
     return rows
+
+
+def bind_run(executor: Executor, inputs: Sequence[NDArray[Any]]) -> Callable[[], object]:
+    """A function that runs main once, on inputs that are copied only here."""
+    tensors = [as_tensor(array) for array in inputs]
+    main = executor.vm["main"]
+    return lambda: main(*tensors)
 
 
 def time_interleaved(

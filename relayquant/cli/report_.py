@@ -10,12 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import relayquant as rq
-from relayquant.cli.arguments import add_backend, add_effort, add_model, check_options
+from relayquant.cli.answer import Answer, ExitCode
+from relayquant.cli.arguments import (
+    add_backend,
+    add_effort,
+    add_model,
+    check_options,
+    read_backend,
+)
 from relayquant.cli.data import add_data, make_top1, open_data
 from relayquant.cli.files import load_model, load_module
 from relayquant.errors import DataError
-from relayquant.report import ProgressReport, make_console
-from relayquant.report.page import check_installed
+from relayquant.report.page import check_installed, count_shares
 
 
 def add_parser(subparsers: Any) -> None:
@@ -50,7 +56,7 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace, answer: Answer) -> ExitCode:
     output = options.output or options.model.with_suffix(".html")
     check_options(options, counts={"--samples": options.samples}, outputs=(output,))
     check_installed()
@@ -58,8 +64,9 @@ def run(options: argparse.Namespace) -> int:
         raise DataError(f"There is no file of labels {options.labels}.")
     mod, params = load_model(options.model, options.shape, options.input)
     data = open_data(options, mod, params)
+    backend = read_backend(options.backend)
     other = None if options.other is None else load_module(options.other)
-    with ProgressReport() as progress:
+    with answer.open_progress() as progress:
         if options.quantized is not None:
             qmod = load_module(options.quantized)
         else:
@@ -67,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
                 mod,
                 params,
                 data,
-                backend=options.backend,
+                backend=backend,
                 effort=options.effort,
                 callbacks=(progress,),
             )
@@ -76,6 +83,7 @@ def run(options: argparse.Namespace) -> int:
             qmod,
             data,
             params,
+            backend=backend,
             metric=None if options.labels is None else make_top1(options),
             latency=options.latency,
             other=other,
@@ -84,7 +92,13 @@ def run(options: argparse.Namespace) -> int:
             callbacks=(progress,),
         )
     report.save(output)
-    console = make_console()
-    console.print(str(report))
-    console.print(f"wrote {output}")
-    return 0
+    data = report.data
+    gaps = data.compare.outputs
+    answer.note(samples=data.compare.samples, shares=count_shares(data), bytes=data.sizes)
+    answer.note(score=data.score, latencies=data.latencies or None)
+    answer.add_table("outputs", [{"sqnr": g.sqnr, "disagreement": g.disagreement} for g in gaps])
+    suggestion = data.suggestion.names if data.suggestion else ()
+    answer.add_table("suggestion", [{"name": name, "dtype": "float32"} for name in suggestion])
+    answer.say(str(report))
+    answer.add_file(output)
+    return ExitCode.OK

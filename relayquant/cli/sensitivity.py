@@ -11,11 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import relayquant as rq
-from relayquant.cli.arguments import add_backend, add_effort, add_model, check_options
+from relayquant.cli.answer import Answer, ExitCode
+from relayquant.cli.arguments import (
+    add_backend,
+    add_effort,
+    add_model,
+    check_options,
+    read_backend,
+)
 from relayquant.cli.data import add_data, open_data
 from relayquant.cli.files import load_model, write_whole
 from relayquant.errors import ConfigError, format_count
-from relayquant.report import ProgressReport, make_console, sensitivity_table
+from relayquant.report import sensitivity_table
+
+#: operators that are printed without --all
+SHOWN = 20
 
 
 def add_parser(subparsers: Any) -> None:
@@ -39,19 +49,19 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace, answer: Answer) -> ExitCode:
     if (options.keep is None) != (options.output is None):
         raise ConfigError("--keep N and -o FILE.json go together: give both, or none of them.")
     counts = {"--samples": options.samples, "--keep": options.keep}
     check_options(options, counts=counts, outputs=(options.csv, options.output))
     mod, params = load_model(options.model, options.shape, options.input)
     data = open_data(options, mod, params)
-    with ProgressReport() as progress:
+    with answer.open_progress() as progress:
         prepared = rq.prepare(
             mod,
             params,
             None,
-            options.backend,
+            read_backend(options.backend),
             dataset=data,
             effort=options.effort,
             callbacks=(progress,),
@@ -63,12 +73,15 @@ def run(options: argparse.Namespace) -> int:
             )
         prepared = rq.calibrate(prepared, data, callbacks=(progress,))
         report = rq.sensitivity(prepared, data, samples=options.samples, callbacks=(progress,))
-    console = make_console()
-    console.print(sensitivity_table(report, title=str(options.model)))
+    answer.note(metric=report.metric, score=report.score, samples=report.samples)
+    answer.add_table("operators", report.rows)
+    shown = None if answer.show_all else SHOWN
+    answer.say(sensitivity_table(report, title=str(options.model), rows=shown))
     if options.csv is not None:
         write_whole(options.csv, lambda path: path.write_text(report.to_csv(), encoding="utf-8"))
+        answer.add_file(options.csv)
     if options.keep is not None:
         text = json.dumps(report.to_mapping(options.keep).to_dict(), indent=1)
         write_whole(options.output, lambda path: path.write_text(text, encoding="utf-8"))
-        console.print(f"wrote {options.output}")
-    return 0
+        answer.add_file(options.output)
+    return ExitCode.OK

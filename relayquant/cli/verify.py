@@ -11,15 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import relayquant as rq
+from relayquant.cli.answer import Answer, ExitCode, make_plain
 from relayquant.cli.arguments import check_options
 from relayquant.cli.data import add_data, open_data
 from relayquant.cli.files import load_module
 from relayquant.datasets import open_dataset
 from relayquant.datasets.inputs import describe_inputs
-from relayquant.report import make_console
-
-#: Exit code when they differ.
-DIFFERENT = 1
+from relayquant.errors import format_count
 
 
 def add_parser(subparsers: Any) -> None:
@@ -38,14 +36,28 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace, answer: Answer) -> ExitCode:
     check_options(options, counts={"--batches": options.batches})
     mod = load_module(options.model)
     inputs = describe_inputs(mod)
     data = open_dataset(open_data(options, mod, None), inputs)
-    console, code = make_console(), 0
+    reports = []
     for number, batch in enumerate(islice(data, options.batches)):
         found = rq.verify(mod, batch, options.target)
-        console.print(f"batch {number}: {found}")
-        code = code if found.is_equal else DIFFERENT
-    return code
+        reports.append(found)
+        if not found.is_equal:
+            answer.say(f"batch {number}: {found}")
+    is_equal = all(found.is_equal for found in reports)
+    answer.note(is_equal=is_equal, batches=len(reports))
+    answer.note(compared=sum(found.compared for found in reports))
+    rows = [
+        {"batch": number, **make_plain(difference)}
+        for number, found in enumerate(reports)
+        for difference in found.differences
+    ]
+    answer.add_table("differences", rows)
+    batches = format_count(len(reports), "batch")
+    if is_equal:
+        compared = format_count(sum(found.compared for found in reports), "value")
+        answer.say(f"bit for bit as the reference: {compared}, {batches}")
+    return ExitCode.OK if is_equal else ExitCode.FOUND

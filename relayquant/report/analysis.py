@@ -12,33 +12,36 @@ from rich.text import Text
 from relayquant.analysis.lint import Finding, Severity
 from relayquant.analysis.sensitivity import SensitivityReport
 from relayquant.errors import format_count
-from relayquant.report.text import new_table, stack
+from relayquant.report.fitted import Column, Fit, FittedTable
+from relayquant.report.text import stack
 
 
 def findings_table(findings: Sequence[Finding], title: str = "") -> Group:
-    """One line for each finding, and one that counts them."""
-    table = new_table()
-    for head in ("severity", "check", "input", "what", "what to do"):
-        table.add_column(head, overflow="fold")
-    for finding in findings:
-        style = "" if finding.severity is Severity.INFO else "yellow"
-        cells = (finding.check, finding.where, finding.what, finding.advice)
-        table.add_row(Text(finding.severity.value, style), *(Text(cell, style) for cell in cells))
+    """A line that counts the findings, and one for each."""
+    columns = [
+        Column("severity", [f.severity.value for f in findings], is_minor=True),
+        Column("check", [finding.check for finding in findings]),
+        Column("input", [f.where for f in findings], Fit.NAME, is_minor=True),
+        Column("what", [finding.what for finding in findings]),
+        Column("what to do", [finding.advice for finding in findings]),
+    ]
+    styles = ["" if f.severity is Severity.INFO else "yellow" for f in findings]
     counts = [(kind, sum(f.severity is kind for f in findings)) for kind in Severity]
     text = ", ".join(f"{count} {kind.value}" for kind, count in counts if count)
-    return stack(title, *([table] if findings else []), Text(text or "nothing looks wrong"))
+    table = [FittedTable(columns, styles)] if findings else []
+    return stack(title, Text(text or "nothing looks wrong"), *table)
 
 
-def sensitivity_table(report: SensitivityReport, title: str = "") -> Group:
-    """One line for each operator, the one that does the most damage first."""
-    table = new_table()
-    table.add_column("operator", overflow="fold")
-    table.add_column("op", no_wrap=True)
-    # As Text: in a string, [dB] would be markup.
-    table.add_column(Text(report.metric), justify="right", no_wrap=True)
-    for row in report.rows:
-        cells = (row.name, row.op.removeprefix("nn."), f"{row.score:.4g}")
-        table.add_row(*map(Text, cells))
+def sensitivity_table(report: SensitivityReport, title: str = "", rows: int | None = None) -> Group:
+    """One line for each operator, the one that does the most damage first; at most `rows`."""
+    shown = report.rows[:rows]
+    columns = [
+        Column("operator", [row.name for row in shown], Fit.NAME),
+        Column("op", [row.op.removeprefix("nn.") for row in shown], is_minor=True),
+        Column(report.metric, [f"{row.score:.4g}" for row in shown], Fit.NUMBER),
+    ]
     samples = format_count(report.samples, "sample")
-    last = f"all {len(report.rows)} quantized: {report.score:.4g}, {samples}"
-    return stack(title, *([table] if report.rows else []), Text(last))
+    first = Text(f"all {len(report.rows)} quantized: {report.score:.4g}, {samples}")
+    left = len(report.rows) - len(shown)
+    more = [Text(f"not shown: {format_count(left, 'operator')} that cost less")] if left else []
+    return stack(title, first, *([FittedTable(columns)] if shown else []), *more)

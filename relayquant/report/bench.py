@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from relayquant.analysis.latency import Latency
 from relayquant.analysis.profile import OperatorTime, Profile
 from relayquant.errors import format_count
-from relayquant.report.text import new_table, stack
+from relayquant.report.fitted import Column, Fit, FittedTable
+from relayquant.report.text import stack
 
 
 def latency_table(latencies: Mapping[str, Latency], reference: str, title: str = "") -> Group:
@@ -19,31 +19,23 @@ def latency_table(latencies: Mapping[str, Latency], reference: str, title: str =
 
     A ratio above 1 says that the reference is faster.
     """
-    table = new_table()
-    table.add_column("")
-    for head in (
-        "best ms",
-        "median ms",
-        "cpu ms",
-        "runs",
-        "best ratio",
-        "median ratio",
-        "cpu ratio",
-    ):
-        table.add_column(head, justify="right")
-    base = latencies[reference]
-    for name, row in latencies.items():
-        table.add_row(
-            Text(name),
-            f"{row.best * 1e3:.3f}",
-            f"{row.median * 1e3:.3f}",
-            f"{row.cpu * 1e3:.3f}",
-            str(row.runs),
-            f"{row.best / base.best:.2f}",
-            f"{row.median / base.median:.2f}",
-            f"{row.cpu / base.cpu:.2f}",
-        )
-    return stack(title, table)
+    rows, base = latencies.values(), latencies[reference]
+    columns = [
+        Column("", [*latencies], Fit.NAME),
+        Column("best ms", [f"{row.best * 1e3:.3f}" for row in rows], Fit.NUMBER),
+        Column("median ms", [f"{row.median * 1e3:.3f}" for row in rows], Fit.NUMBER),
+        Column("cpu ms", [f"{row.cpu * 1e3:.3f}" for row in rows], Fit.NUMBER, is_minor=True),
+        Column("runs", [str(row.runs) for row in rows], Fit.NUMBER, is_minor=True),
+        Column("best ratio", [f"{row.best / base.best:.2f}" for row in rows], Fit.NUMBER),
+        Column(
+            "median ratio",
+            [f"{row.median / base.median:.2f}" for row in rows],
+            Fit.NUMBER,
+            is_minor=True,
+        ),
+        Column("cpu ratio", [f"{row.cpu / base.cpu:.2f}" for row in rows], Fit.NUMBER, True),
+    ]
+    return stack(title, FittedTable(columns))
 
 
 def operator_table(
@@ -60,20 +52,18 @@ def operator_table(
     slowest = sorted(profile.operators, key=lambda operator: -operator.seconds)
     shown = slowest if rows is None else slowest[:rows]
     spent = sum(operator.seconds for operator in profile.operators)
-    table = new_table()
-    table.add_column("computes")
-    table.add_column("kernel")
-    for head in ("us", "share", "GOP/s", *(["of peak"] if peak else [])):
-        table.add_column(head, justify="right")
-    for operator in shown:
-        add_operator(table, operator, spent, peak)
+    columns = [
+        Column("computes", [operator.value for operator in shown], Fit.NAME),
+        Column("kernel", [operator.kernel for operator in shown], Fit.NAME, is_minor=True),
+        *measure_columns(shown, spent, peak),
+    ]
     lines = [Text(f"{format_count(len(profile.operators), 'call')}, {spent * 1e6:.0f} us")]
     if len(shown) < len(slowest):
         rest = sum(operator.seconds for operator in slowest[len(shown) :])
         lines.append(
             Text(f"{format_count(len(slowest) - len(shown), 'more call')}: {rest * 1e6:.0f} us")
         )
-    return stack(title, table, *lines)
+    return stack(title, FittedTable(columns), *lines)
 
 
 def kernel_table(profile: Profile, peak: float | None = None, title: str = "") -> Group:
@@ -82,32 +72,37 @@ def kernel_table(profile: Profile, peak: float | None = None, title: str = "") -
     for operator in profile.operators:
         groups.setdefault(operator.kernel.rstrip("0123456789"), []).append(operator)
     spent = sum(operator.seconds for operator in profile.operators)
-    table = new_table()
-    table.add_column("kind of kernel")
-    table.add_column("calls", justify="right")
-    for head in ("us", "share", "GOP/s", *(["of peak"] if peak else [])):
-        table.add_column(head, justify="right")
-    for kind, members in sorted(groups.items(), key=lambda item: -sum_seconds(item[1])):
-        total = OperatorTime("", kind, sum_seconds(members), sum(member.macs for member in members))
-        table.add_row(Text(kind), str(len(members)), *measured_cells(total, spent, peak))
-    return stack(title, table)
+    kinds = sorted(groups, key=lambda kind: -sum_seconds(groups[kind]))
+    totals = [
+        OperatorTime("", kind, sum_seconds(groups[kind]), sum(time.macs for time in groups[kind]))
+        for kind in kinds
+    ]
+    columns = [
+        Column("kind of kernel", kinds, Fit.NAME),
+        Column("calls", [str(len(groups[kind])) for kind in kinds], Fit.NUMBER),
+        *measure_columns(totals, spent, peak),
+    ]
+    return stack(title, FittedTable(columns))
 
 
 def sum_seconds(operators: Sequence[OperatorTime]) -> float:
     return sum(operator.seconds for operator in operators)
 
 
-def add_operator(table: Table, operator: OperatorTime, spent: float, peak: float | None) -> None:
-    table.add_row(
-        Text(operator.value), Text(operator.kernel), *measured_cells(operator, spent, peak)
-    )
-
-
-def measured_cells(operator: OperatorTime, spent: float, peak: float | None) -> list[str]:
-    """Time, share, rate and share of the peak as text; the last two only where work is known."""
-    cells = [f"{operator.seconds * 1e6:.1f}", f"{operator.seconds / spent:.1%}"]
-    cells.append(f"{operator.gops:.1f}" if operator.macs else "")
-    if peak:
-        integer = operator.macs and operator.kernel.startswith("qnn_")
-        cells.append(f"{operator.gops / peak:.0%}" if integer else "")
-    return cells
+def measure_columns(
+    operators: Sequence[OperatorTime], spent: float, peak: float | None
+) -> list[Column]:
+    """Time, share, rate and share of the peak; the last two only where work is known."""
+    rates = [f"{operator.gops:.1f}" if operator.macs else "" for operator in operators]
+    shares = [
+        f"{operator.gops / peak:.0%}"
+        if peak and operator.macs and operator.kernel.startswith("qnn_")
+        else ""
+        for operator in operators
+    ]
+    return [
+        Column("us", [f"{operator.seconds * 1e6:.1f}" for operator in operators], Fit.NUMBER),
+        Column("share", [f"{operator.seconds / spent:.1%}" for operator in operators], Fit.NUMBER),
+        Column("GOP/s", rates, Fit.NUMBER, is_minor=True),
+        Column("of peak", shares, Fit.NUMBER, is_minor=True),
+    ]

@@ -24,6 +24,7 @@ from relayquant.config import OverflowBound
 from relayquant.errors import MissingDependencyError, format_count
 from relayquant.ledger import Ledger
 from relayquant.report.collect import OperatorView, OtherView, ReportData
+from relayquant.report.fitted import shorten_middle
 from relayquant.report.layout import HEIGHT, WIDTH, lay_out
 from relayquant.report.pictures import (
     FAINT,
@@ -263,7 +264,8 @@ def describe_graph(data: ReportData) -> dict[str, Any]:
         place = {"x": round(x - WIDTH / 2), "y": round(y - HEIGHT / 2)}
         if i >= len(data.operators):
             name = inputs[i - len(data.operators)]
-            boxes.append(place | {"index": None, "name": name, "label": shorten_middle(name)})
+            label = shorten_middle(name, BOX_LETTERS)
+            boxes.append(place | {"index": None, "name": name, "label": label})
             continue
         view = data.operators[i]
         boxes.append(
@@ -271,7 +273,7 @@ def describe_graph(data: ReportData) -> dict[str, Any]:
             | {
                 "index": i,
                 "name": view.row.name,
-                "label": shorten_middle(view.row.name),
+                "label": shorten_middle(view.row.name, BOX_LETTERS),
                 "op": view.row.op.removeprefix("nn."),
                 "dtype": view.row.dtype or "other",
                 "kind": find_kind(view),
@@ -289,14 +291,6 @@ def describe_graph(data: ReportData) -> dict[str, Any]:
         "height": math.ceil(layout.height),
         "box": (WIDTH, HEIGHT),
     }
-
-
-def shorten_middle(name: str, letters: int = BOX_LETTERS) -> str:
-    """Both ends of a long name: the end tells neighbours apart, the beginning where it is."""
-    if len(name) <= letters:
-        return name
-    tail = (letters - 1) * 2 // 3
-    return f"{name[: letters - 1 - tail]}…{name[-tail:]}"
 
 
 def find_kind(view: OperatorView) -> str:

@@ -6,13 +6,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
-from rich import box
 from rich.console import Console, Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from relayquant.errors import format_count
 from relayquant.ledger import Ledger
+from relayquant.report.fitted import Column, Fit, FittedTable
 
 #: Wide enough that no line of a file or a pipe is ever folded.
 PLAIN_WIDTH = 10_000
@@ -41,60 +40,47 @@ def list_findings(ledger: Ledger) -> list[str]:
 
 
 def ledger_table(
-    rows: Sequence[Mapping[str, Any]], title: str = "", *, count: bool = True
+    rows: Sequence[Mapping[str, Any]], title: str = "", *, show_all: bool = True
 ) -> Group:
-    """A table of ledger rows, one line for each operator, and a line that counts them.
+    """A line that counts what is quantized, and a table of ledger rows.
 
     Args:
         rows: dicts with `name, op, quantized, pattern, dtype, reason, advice`, as in
             `relayquant.ledger(qmod).to_dict()["operators"]`. Missing or None means nothing to say.
-        title: a line above the table.
-        count: whether the last line says how many are quantized.
-
-    Columns in which no row says anything are left out.
+        title: A line above that.
+        show_all: A line for every operator; else for those in float only.
     """
-    columns = [
-        ("operator", [_text(row, "name") for row in rows]),
-        ("op", [_text(row, "op").removeprefix("relax.") for row in rows]),
-        ("quantized", ["yes" if row.get("quantized") else "no" for row in rows]),
-        ("pattern", [_text(row, "pattern") for row in rows]),
-        ("dtype", [_text(row, "dtype") for row in rows]),
-        ("scheme", [_text(row, "scheme") for row in rows]),
-        ("scale", [_parameter(row, "scale") for row in rows]),
-        ("zero point", [_parameter(row, "zero_point") for row in rows]),
-        ("parameters", ["run time" if row.get("is_dynamic") else "" for row in rows]),
-        ("rule", [_text(row, "rule") for row in rows]),
-        ("reason", [_text(row, "reason") for row in rows]),
-        ("what to do", [_text(row, "advice") for row in rows]),
-    ]
-    columns = [(head, cells) for head, cells in columns if any(cells)]
-    table = new_table()
-    for head, _ in columns:
-        table.add_column(head, overflow="fold")
-    for index, row in enumerate(rows):
-        style = "" if row.get("quantized") else "yellow"
-        table.add_row(*(Text(cells[index], style) for _, cells in columns))
     quantized = sum(bool(row.get("quantized")) for row in rows)
-    parts: list[RenderableType] = [table] if rows else []
-    if count:
-        parts.append(Text(f"{quantized} of {format_count(len(rows), 'operator')} quantized"))
-    return stack(title, *parts)
+    text = f"{quantized} of {format_count(len(rows), 'operator')} quantized"
+    if not show_all:
+        rows = [row for row in rows if not row.get("quantized")]
+        text += "; in float are:" if rows else ""
+    answers = ["yes" if row.get("quantized") else "no" for row in rows] if show_all else []
+    columns = [
+        Column("operator", [_text(row, "name") for row in rows], Fit.NAME),
+        Column("op", [_text(row, "op").removeprefix("relax.") for row in rows]),
+        Column("quantized", answers),
+        Column("pattern", [_text(row, "pattern") for row in rows], is_minor=True),
+        Column("dtype", [_text(row, "dtype") for row in rows], is_minor=True),
+        Column("scheme", [_text(row, "scheme") for row in rows], is_minor=True),
+        Column("scale", [_parameter(row, "scale") for row in rows], is_minor=True),
+        Column("zero point", [_parameter(row, "zero_point") for row in rows], is_minor=True),
+        Column("parameters", ["run time" * bool(r.get("is_dynamic")) for r in rows], is_minor=True),
+        Column("rule", [_text(row, "rule") for row in rows], is_minor=True),
+        Column("reason", [_text(row, "reason") for row in rows]),
+        Column("what to do", [_text(row, "advice") for row in rows]),
+    ]
+    styles = ["" if row.get("quantized") else "yellow" for row in rows]
+    return stack(title, Text(text), *([FittedTable(columns, styles)] if rows else []))
 
 
 def summary_table(values: Mapping[str, Any], title: str = "") -> Group:
     """A table of names and values in two columns; floats with four significant digits."""
-    table = new_table()
-    table.show_header = False
-    table.add_column("name", style="bold")
-    table.add_column("value", overflow="fold")
-    for name, value in values.items():
-        text = f"{value:.4g}" if isinstance(value, float) else str(value)
-        table.add_row(Text(name), Text(text))
-    return stack(title, table)
-
-
-def new_table() -> Table:
-    return Table(box=box.SIMPLE_HEAD, safe_box=True, pad_edge=False, show_edge=False)
+    shown = [
+        f"{value:.4g}" if isinstance(value, float) else str(value) for value in values.values()
+    ]
+    columns = [Column("name", [*values], Fit.NAME), Column("value", shown)]
+    return stack(title, *([FittedTable(columns, has_head=False)] if values else []))
 
 
 def stack(title: str, *parts: RenderableType) -> Group:

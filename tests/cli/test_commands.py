@@ -105,7 +105,7 @@ def test_export_and_verify(
     capsys.readouterr()
     data = ["--data", str(folder / "calibration.npz")]
     assert cli.main(["verify", module, *data]) == 0
-    assert capsys.readouterr().out.startswith("batch 0: ")
+    assert capsys.readouterr().out.startswith("bit for bit as the reference: ")
 
 
 def test_main__a_file_alone_is_described(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,7 +123,7 @@ def test_main__a_file_alone_is_described(folder: Path, capsys: pytest.CaptureFix
 def test_inspect__ledger_of_the_quantized_module(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["inspect", str(folder / "digits.int8.json")]) == 0
+    assert cli.main(["inspect", str(folder / "digits.int8.json"), "--all"]) == 0
     text = capsys.readouterr().out
     assert re.search(r"^block1/depthwise\S*\s+nn\.conv2d\s+yes", text, re.MULTILINE)
     assert re.search(r"^\d+ of \d+ operators quantized", text, re.MULTILINE)
@@ -173,7 +173,7 @@ def test_lint__finds_what_is_wrong_with_the_data(
     assert cli.main(["lint", model, "--data", str(tmp_path / "pixels.npz")]) == 1
     text = capsys.readouterr().out
     assert re.search(r"^warning\s+scale\s+image\s.*too large", text, re.MULTILINE)
-    assert text.rstrip().endswith("1 warning")
+    assert "\n1 warning\n" in text
 
 
 def test_sensitivity__its_configuration_is_what_quantize_takes(
@@ -303,11 +303,7 @@ def test_compile__shape_or_input_that_is_wrong(
     rated: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = rated.with_name("wrong.so")
-    try:
-        code = cli.main(["compile", str(rated), *options, "-o", str(output)])
-    except SystemExit as error:  # argparse ends so
-        code = error.code
-    assert code
+    assert cli.main(["compile", str(rated), *options, "-o", str(output)])
     assert message in capsys.readouterr().err
     assert not output.exists()
 

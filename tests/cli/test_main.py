@@ -9,21 +9,10 @@ from pathlib import Path
 import pytest
 
 from relayquant import cli
+from relayquant.cli.answer import ExitCode
 from relayquant.errors import ModelError
 
-COMMANDS = [
-    "demo",
-    "lint",
-    "quantize",
-    "report",
-    "compile",
-    "export",
-    "verify",
-    "compare",
-    "sensitivity",
-    "inspect",
-    "bench",
-]
+COMMANDS = [module.__name__.rpartition(".")[2].rstrip("_") for module in cli.COMMANDS]
 DATA = ["--data", "data.npz"]
 FILES = ["a.onnx", "b.json", *DATA]
 
@@ -37,9 +26,7 @@ def test_main__every_command_has_help(command: str, capsys: pytest.CaptureFixtur
 
 
 def test_main__no_command(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        cli.main([])
-    assert stop.value.code == cli.USER_ERROR
+    assert cli.main([]) == ExitCode.USER_ERROR
     assert "COMMAND" in capsys.readouterr().err
 
 
@@ -50,7 +37,10 @@ def test_main__no_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["quantize", "missing.onnx", "--data", "missing.npz"], "no data file missing.npz"),
         (["quantize", "a.onnx", "--data", "a.npz", "-o", "a.txt"], "is written as .json"),
         (["quantize", "a.onnx", *DATA, "--report", "no/a.html"], "there is no folder no."),
-        (["quantize", "a.onnx", *DATA, "--metric", "top1"], "--metric and --labels go together"),
+        (
+            ["quantize", "a.onnx", *DATA, "--metric", "top1"],
+            "--metric top1 and --labels go together",
+        ),
         (["quantize", "a.onnx", *DATA, "--budget", "3"], "nothing is searched without --metric"),
         (["report", "a.onnx", *DATA, "-o", "no/a.html"], "there is no folder no."),
         (["export", "a.json", "-o", "a.txt"], "is written as .json"),
@@ -71,7 +61,32 @@ def test_main__no_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["sensitivity", "a.onnx", *DATA, "--keep", "0", "-o", "a.json"], "--keep is 0; allowed"),
         (["bench", "a.onnx", "--backend", "arn"], "Did you mean 'arm'?"),
         (["nothing"], "invalid choice: 'nothing'"),
-        (["quantize"], "the following arguments are required: model, --data"),
+        (["nothing.onnx"], "There is no file nothing.onnx, and no command of that name."),
+        (["quantize"], "the following arguments are required: model"),
+        (["quantize", "a.onnx"], "needs --data; only with --group-size it does without"),
+        (["quantize", "a.onnx", *DATA, "--group-size", "32"], "say --weights int4, too"),
+        (["quantize", "a.onnx", *DATA, "--workers", "0"], "--workers is 0; allowed: 1 or more."),
+        (["quantize", "a.onnx", *DATA, "--target", "nonsense"], "does not accept target nonsense"),
+        (["quantize", "a.onnx", *DATA, "--backend", "no.json"], "--backend no.json: there is no"),
+        (
+            ["quantize", "a.onnx", *DATA, "--backend", "bad.json"],
+            "bad.json is [1]; allowed: a dict",
+        ),
+        (
+            ["quantize", "a.onnx", *DATA, "--metric", "agreement", "--workers", "2"],
+            "may put any operator back to float; not together with --workers.",
+        ),
+        (
+            ["quantize", "a.onnx", *DATA, "--weights", "int4", "--group-size", "32"],
+            "leaves all else in float; not together with --data.",
+        ),
+        (["search", "a.onnx", *DATA, "--max-drop", "-1"], "--max-drop is -1; allowed: 0 or more."),
+        (["search", "a.onnx", *DATA, "--budget", "0"], "--budget is 0; allowed: more than 0"),
+        (["search", "a.onnx", *DATA, "--metric", "top1"], "--metric top1 and --labels go together"),
+        (["plot", "ranges", "a.onnx", *DATA, "-o", "no/a.png"], "there is no folder no."),
+        (["plot", "ranges", "a.onnx", *DATA, "--quantized", "b.json"], "--quantized: ranges is"),
+        (["backend", "arn"], "Did you mean 'arm'?"),
+        (["backend", "x86", "nn.conv9d"], "Backend 'x86' cannot run 'nn.conv9d'"),
     ],
 )
 def test_main__a_mistake_is_one_line(
@@ -83,11 +98,8 @@ def test_main__a_mistake_is_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("data.npz").touch()
-    try:
-        code = cli.main(arguments)
-    except SystemExit as stop:  # argparse ends the process
-        code = stop.code
-    assert code == cli.USER_ERROR
+    Path("bad.json").write_text("[1]")
+    assert cli.main(arguments) == ExitCode.USER_ERROR
     captured = capsys.readouterr()
     assert captured.out == ""
     (line,) = captured.err.splitlines()
@@ -115,9 +127,9 @@ def test_main__version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_main__a_warning_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def warn(options: object) -> int:
+    def warn(options: object, answer: object) -> ExitCode:
         warnings.warn("this looks\nwrong", UserWarning, stacklevel=1)
-        return 0
+        return ExitCode.OK
 
     monkeypatch.setattr("relayquant.cli.inspect_.run", warn)
     assert cli.main(["inspect", "model.onnx"]) == 0
@@ -127,11 +139,11 @@ def test_main__a_warning_is_one_line(
 def test_main__what_nobody_thought_of_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(options: object) -> int:
+    def fail(options: object, answer: object) -> ExitCode:
         raise KeyError("x")
 
     monkeypatch.setattr("relayquant.cli.inspect_.run", fail)
-    assert cli.main(["inspect", "model.onnx"]) == cli.INTERNAL_ERROR
+    assert cli.main(["inspect", "model.onnx"]) == ExitCode.INTERNAL_ERROR
     text = "relayquant: internal error: KeyError: 'x' (--debug shows where)\n"
     assert capsys.readouterr().err == text
     with pytest.raises(KeyError):
@@ -139,8 +151,8 @@ def test_main__what_nobody_thought_of_is_one_line(
 
 
 def test_main__interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(options: object) -> int:
+    def interrupt(options: object, answer: object) -> ExitCode:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("relayquant.cli.inspect_.run", interrupt)
-    assert cli.main(["inspect", "model.onnx"]) == cli.INTERRUPTED
+    assert cli.main(["inspect", "model.onnx"]) == ExitCode.INTERRUPTED

@@ -68,7 +68,9 @@ def test_compare_table__on_a_terminal(width):
     name = "backbone/stage4/unit_2/conv3"
     file = io.StringIO()
     Console(file=file, width=width).print(compare_table(CompareReport((replace(row, name=name),))))
-    head, _, line, *_ = file.getvalue().splitlines()
+    _, first, worst, head, _, line = file.getvalue().splitlines()
+    assert name in first
+    assert name in worst
     assert line.split()[0] == name, "not folded"
     assert line.split()[-1] == "25.00%"
     assert head.split()[-1] == "saturated"
@@ -147,7 +149,7 @@ def test_command_compare__values_csv_and_picture(tmp_path, capsys):
     assert cli.main(["quantize", model, *data, "-o", module]) == 0
     capsys.readouterr()
     outputs = ["--csv", str(tmp_path / "v.csv"), "--plot", str(tmp_path / "v.png")]
-    assert cli.main(["compare", model, module, *data, "--values", *outputs]) == 0
+    assert cli.main(["compare", model, module, *data, "--values", "--all", *outputs]) == 0
     text = capsys.readouterr().out
     assert "conv2/relu" in text
     assert "most damage alone" in text

@@ -18,7 +18,7 @@ import relayquant as rq
 from relayquant.datasets import open_dataset
 from relayquant.datasets.inputs import describe_inputs
 from relayquant.report.collect import draw_image, find_sources, suggest_float
-from relayquant.report.page import shorten_middle
+from relayquant.report.fitted import shorten_middle
 from relayquant.rewrite import Graph
 
 
@@ -210,7 +210,7 @@ def test_shorten_middle__keeps_both_ends():
     first, last = short.split("…")
     assert name.startswith(first)
     assert name.endswith(last)
-    assert shorten_middle("conv") == "conv"
+    assert shorten_middle("conv", 4) == "conv"
 
 
 def test_repr_html__names_are_escaped(report, hostile):

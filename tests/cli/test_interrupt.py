@@ -1,0 +1,109 @@
+"""Ctrl-C, as a real signal to a real process: it says how to go on, and the same command does."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from relayquant import cli
+from relayquant.cli.answer import ExitCode
+from relayquant.demo import load_digits
+
+#: The command, and what slows its data down: a signal is to meet it at work.
+SLOW = """
+import sys, time
+import relayquant.calibration.runner
+from relayquant.events import CallbackList
+tell = CallbackList.on_progress
+def wait(self, event):
+    tell(self, event)
+    if event.task == {task!r}:
+        print(event.done, flush=True)
+        time.sleep(0.05)
+CallbackList.on_progress = wait
+from relayquant.cli import main
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    demo = load_digits()
+    (tmp_path / "digits.onnx").write_bytes(demo.model_path.read_bytes())
+    np.savez(tmp_path / "data.npz", image=np.concatenate(demo.calibration)[:64])
+    return tmp_path
+
+
+def interrupt(folder: Path, words: list[str], task: str, events: int) -> str:
+    """What a command says on standard error that gets a signal after so many events."""
+    (folder / "slow.py").write_text(SLOW.format(task=task))
+    process = subprocess.Popen(
+        [sys.executable, "slow.py", *words],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert process.stdout is not None
+    for _ in range(events):
+        assert process.stdout.readline(), "it ended before"
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=300)
+    assert process.returncode == ExitCode.INTERRUPTED, said
+    return said.splitlines()[-1]
+
+
+def test_quantize__goes_on_after_a_signal(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["quantize", "digits.onnx", "--data", "data.npz", "--effort", "fast", "-o", "q.json"]
+    said = interrupt(folder, words, "calibrate", 40)
+    (kept,) = folder.glob("q.json.checkpoint-*")
+    assert said.endswith(f"what was done is in {kept.name}: the same command goes on")
+    assert (kept / "checkpoint.json").is_file()
+    monkeypatch.chdir(folder)
+    assert cli.main([*words, "--quiet"]) == ExitCode.OK
+    assert not kept.exists(), "what ended well leaves nothing"
+    went_on = Path("q.json").read_bytes()
+    Path("q.json").unlink()
+    assert cli.main([*words, "--quiet"]) == ExitCode.OK
+    assert Path("q.json").read_bytes() == went_on
+
+
+def test_search__goes_on_after_a_signal(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["search", "digits.onnx", "--data", "data.npz", "--effort", "fast", "-o", "p.json"]
+    words += ["--weights", "int4", "--max-drop", "0"]
+    interrupt(folder, words, "search", 1)
+    (kept,) = folder.glob("p.json.search-*")
+    assert json.loads(kept.read_text())["trials"]
+    monkeypatch.chdir(folder)
+    assert cli.main([*words, "--json"]) == ExitCode.OK
+    assert json.loads(capsys.readouterr().out)["summary"]["is_met"]
+    assert not kept.exists()
+
+
+def test_quantize__a_failure_leaves_no_checkpoint(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    with np.load("data.npz") as data:
+        images = data["image"].copy()
+    images[-1] = np.nan
+    np.savez("bad.npz", image=images)
+    words = ["quantize", "digits.onnx", "--data", "bad.npz", "--effort", "fast", "-o", "q.json"]
+    assert cli.main(words) == ExitCode.USER_ERROR
+    assert [path.name for path in folder.glob("q.json*")] == []
+    own = Path("mine")
+    assert cli.main([*words, "--checkpoint", str(own)]) == ExitCode.USER_ERROR
+    assert own.is_dir(), "what the user named is the user's"

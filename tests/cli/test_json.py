@@ -1,0 +1,216 @@
+"""--json: every command gives one document of one schema, on success and on failure, and the
+documentation has every key of it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from relayquant import cli
+from relayquant.cli.answer import MEANINGS, SCHEMA, Answer, ExitCode, make_plain
+from relayquant.demo import load_digits
+
+PAGE = (Path(__file__).parents[2] / "docs" / "commands.md").read_text("utf-8")
+DATA = ["--data", "data.npz"]
+FAST = [*DATA, "--effort", "fast"]
+SHORT = ["--operators", "0"]
+MODEL, MODULE = "digits.onnx", "digits.json"
+LEDGER_KEYS = {"operators", "quantized", "backend", "effort", "choices", "inputs", "outputs"}
+LEDGER_KEYS |= {"guard", "search", "speed"}
+
+#: command -> (words, keys of the summary, tables, files)
+COMMANDS: dict[str, tuple[list[str], set[str], set[str], list[str]]] = {
+    "describe": (
+        [MODULE],
+        {"path", "kind", "bytes", "backend", "operators", "quantized"},
+        {"inputs", "commands"},
+        [],
+    ),
+    "demo": (
+        ["demo", "--runs", "1"],
+        LEDGER_KEYS | {"speedup"},
+        {"models", "operators"},
+        [],
+    ),
+    "lint": (
+        ["lint", MODEL, *DATA, "--growth"],
+        {"error", "warning", "info"},
+        {"findings", "growth"},
+        [],
+    ),
+    "quantize": (
+        ["quantize", MODEL, *FAST, "-o", "q.json"],
+        LEDGER_KEYS,
+        {"operators"},
+        ["q.json"],
+    ),
+    "search": (
+        ["search", MODEL, *FAST],
+        {"metric", "score", "float_score", "is_met", "trials"},
+        {"reverted"},
+        ["digits.patch.json"],
+    ),
+    "report": (
+        ["report", MODEL, *DATA, "--quantized", MODULE, "-o", "r.html"],
+        {"samples", "shares", "bytes", "score", "latencies"},
+        {"outputs", "suggestion"},
+        ["r.html"],
+    ),
+    "compile": (["compile", MODULE, "-o", "q.so"], set(), set(), ["q.so"]),
+    "export": (["export", MODULE, "-o", "q.onnx"], set(), set(), ["q.onnx"]),
+    "verify": (
+        ["verify", MODULE, *DATA],
+        {"is_equal", "batches", "compared"},
+        {"differences"},
+        [],
+    ),
+    "compare": (
+        ["compare", MODEL, MODULE, *DATA, "--csv", "c.csv"],
+        {"batches"},
+        {"outputs", "values"},
+        ["c.csv"],
+    ),
+    "sensitivity": (
+        ["sensitivity", MODEL, *FAST],
+        {"metric", "score", "samples"},
+        {"operators"},
+        [],
+    ),
+    "plot": (["plot", "error", MODEL, *FAST], {"picture"}, {"error"}, ["digits.error.png"]),
+    "inspect": (
+        ["inspect", MODULE],
+        LEDGER_KEYS | {"path", "bytes"},
+        {"operators"},
+        [],
+    ),
+    "bench": (
+        ["bench", MODEL, "--repeat", "1", "--batches", "1", "--quantized", MODULE, *SHORT],
+        {"cpu", "versions", "threads"},
+        {"latencies"},
+        [],
+    ),
+    "backend": (
+        ["backend", "arm"],
+        {"name", "reduce_range", "default_qconfig", "float_dtypes", "affine_rules"},
+        {"patterns"},
+        [],
+    ),
+    "completion": (["completion", "bash"], {"shell", "script"}, set(), []),
+}
+NEEDS = {"report": ("jinja2", "grandalf", "matplotlib"), "plot": ("matplotlib",)}
+NEEDS |= {"completion": ("shtab",)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("digits")
+    demo = load_digits()
+    (folder / MODEL).write_bytes(demo.model_path.read_bytes())
+    np.savez(folder / "data.npz", image=np.concatenate(demo.calibration)[:32])
+    words = [str(folder / MODEL), "--data", str(folder / "data.npz"), "--effort", "fast"]
+    assert cli.main(["quantize", *words, "-o", str(folder / MODULE), "--quiet"]) == 0
+    return folder
+
+
+def read_document(text: str) -> dict[str, Any]:
+    """The document, by a reader that knows no NaN and no infinity."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    found = json.loads(text, parse_constant=refuse)
+    kinds = {"schema": int, "relayquant": str, "command": str, "exit_code": int}
+    kinds |= {"warnings": list, "summary": dict, "tables": dict, "files": list}
+    assert {*found} == {*kinds, "error"}
+    assert all(isinstance(found[key], kind) for key, kind in kinds.items())
+    assert found["schema"] == SCHEMA
+    assert found["error"] is None or {*found["error"]} == {"type", "message"}
+    for rows in found["tables"].values():
+        assert all(isinstance(row, dict) for row in rows)
+    return found
+
+
+def test_commands__all_are_here() -> None:
+    names = {module.__name__.rpartition(".")[2].rstrip("_") for module in cli.COMMANDS}
+    assert names | {"describe"} == set(COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_json__is_one_document(
+    command: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for package in NEEDS.get(command, ()):
+        pytest.importorskip(package)
+    monkeypatch.chdir(folder)
+    words, summary, tables, files = COMMANDS[command]
+    assert cli.main([*words, "--json"]) == ExitCode.OK
+    found = read_document(capsys.readouterr().out)
+    assert (found["command"], found["exit_code"], found["error"]) == (command, 0, None)
+    assert {*found["summary"]} == summary
+    assert {*found["tables"]} == tables
+    assert found["files"] == files
+    assert all(Path(name).is_file() for name in files)
+    (line,) = re.findall(rf"^\| `{command}` \|.*$", PAGE, re.MULTILINE)
+    documented = set(re.findall(r"`(\w+)`", line))
+    shared = LEDGER_KEYS if "ledger" in line else set()
+    # Where the time goes takes longer to measure than all else here; `test_bench` does.
+    more = {"peak_gops", "kernels"} if command == "bench" else set()
+    assert {command, *summary, *tables, *more} == documented | shared
+
+
+@pytest.mark.parametrize("words", [["inspect", "none.onnx"], ["nothing"], ["lint", MODEL]])
+def test_json__also_of_what_failed(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--json", *words]) == ExitCode.USER_ERROR
+    captured = capsys.readouterr()
+    found = read_document(captured.out)
+    assert found["exit_code"] == ExitCode.USER_ERROR
+    assert found["error"]["message"] in captured.err
+    assert found["error"]["type"] in ("ModelError", "ConfigError")
+
+
+def test_json__holds_warnings(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    np.savez("one.npz", image=np.zeros((4, 1, 8, 8), "float32"))
+    words = ["quantize", MODEL, "--data", "one.npz", "--effort", "fast", "-o", "one.json"]
+    assert cli.main([*words, "--json"]) == ExitCode.OK
+    captured = capsys.readouterr()
+    warned = read_document(captured.out)["warnings"]
+    assert warned
+    assert captured.err.splitlines() == [f"relayquant: warning: {text}" for text in warned]
+
+
+def test_make_plain__has_no_value_that_json_lacks() -> None:
+    values = [math.nan, math.inf, -math.inf, np.float32(0.5), np.int64(3), np.arange(2)]
+    plain = make_plain({"x": (*values, ExitCode.OK, Path("a"), None, True)})
+    expected = [None, "Infinity", "-Infinity", 0.5, 3, [0, 1], 0, "a", None, True]
+    assert json.loads(json.dumps(plain, allow_nan=False)) == {"x": expected}
+    assert float(plain["x"][2]) == -math.inf
+
+
+def test_exit_codes__are_those_of_the_page(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = re.findall(r"^\| (\d+) \| (.*) \|$", PAGE, re.MULTILINE)
+    assert rows == [(str(int(code)), MEANINGS[code]) for code in ExitCode]
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    text = capsys.readouterr().out
+    assert all(f"{code:>3}  {MEANINGS[code]}" in text for code in ExitCode)
+
+
+def test_quiet__prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    answer = Answer("x", is_quiet=True)
+    answer.say("a")
+    answer.add_file(Path("a"))
+    answer.finish(ExitCode.OK)
+    assert capsys.readouterr() == ("", "")
