@@ -1,6 +1,14 @@
 """How Sphinx makes the site of these pages: `sphinx-build -W docs build/docs`."""
 
+import sys
 from importlib import metadata
+from pathlib import Path
+
+from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
+
+sys.path.insert(0, str(Path(__file__).parent))
+from operator_table import format_table
 
 project = "relayquant"
 release = metadata.version("relayquant")
@@ -11,7 +19,11 @@ extensions = [
     "sphinx_gallery.gen_gallery",
 ]
 html_theme = "alabaster"
-html_theme_options = {"description": "Post-training quantization for Apache TVM"}
+html_theme_options = {
+    "description": "Post-training quantization for Apache TVM",
+    "page_width": "70em",
+    "sidebar_collapse": True,
+}
 root_doc = "index"
 exclude_patterns = ["build", "tutorials/GALLERY_HEADER.rst"]
 # Tutorials are shown, not run: their test runs them.
@@ -26,3 +38,14 @@ suppress_warnings = ["myst.xref_missing"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
 napoleon_use_ivar = True
+
+
+class OperatorTable(SphinxDirective):
+    """Where the table of operators stands in a page."""
+
+    def run(self):
+        return self.parse_text_to_nodes(format_table())
+
+
+def setup(app: Sphinx) -> None:
+    app.add_directive("operator-table", OperatorTable)

@@ -1,17 +1,126 @@
-"""The site: every page, public name and tutorial becomes one, without a warning."""
+"""The site: every page, public name and tutorial becomes one, without a warning, and what its
+examples show is what happens.
+"""
 
 from __future__ import annotations
 
+import ast
+import doctest
+import importlib.util
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 import relayquant as rq
+from relayquant.backends import BACKENDS
 
 ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+PAGES = {path.relative_to(DOCS).as_posix(): path for path in sorted(DOCS.rglob("*.md"))}
+#: the page whose examples all others go on from
+FIRST = "api/index.md"
+
+
+def find_examples(text: str) -> list[doctest.Example]:
+    """What a page shows of a session; fences end what an example prints."""
+    return doctest.DocTestParser().get_examples(re.sub(r"^```.*$", "", text, flags=re.MULTILINE))
+
+
+EXAMPLES = {
+    page: examples
+    for page, path in PAGES.items()
+    if (examples := find_examples(path.read_text("utf-8")))
+}
+
+
+def run_examples(page: str, names: dict) -> dict:
+    """The names that stand when all examples of a page have shown what it says."""
+    test = doctest.DocTest(EXAMPLES[page], dict(names), page, str(PAGES[page]), 0, None)
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    said: list[str] = []
+    runner = doctest.DocTestRunner(optionflags=flags, verbose=False)
+    assert runner.run(test, out=said.append, clear_globs=False).failed == 0, "".join(said)
+    return test.globs
+
+
+@pytest.fixture(scope="module")
+def session():
+    """What all examples stand on."""
+    return run_examples(FIRST, {})
+
+
+@pytest.mark.parametrize("page", [page for page in EXAMPLES if page != FIRST])
+def test_examples__show_what_happens(page, session, tmp_path, monkeypatch):
+    # Packages that are extras: without PyTorch its pages are left to the part of CI that has it.
+    for package in ("torch", "onnxruntime"):
+        if any(example.source == f"import {package}\n" for example in EXAMPLES[page]):
+            pytest.importorskip(package)
+    monkeypatch.chdir(tmp_path)
+    run_examples(page, session)
+
+
+def read_sections() -> dict[str, tuple[str, str]]:
+    """Public name -> (its directive, its examples): the sections of the pages of all names."""
+    sections: dict[str, tuple[str, str]] = {}
+    for page, path in PAGES.items():
+        if not page.startswith("api/"):
+            continue
+        for part in re.split(r"^## ", path.read_text("utf-8"), flags=re.MULTILINE)[1:]:
+            name, body = part.split("\n", 1)
+            assert name not in sections, f"{name} is in two places"
+            (directive,) = re.findall(r"^\.\. auto\w+:: relayquant\.(\w+)$", body, re.MULTILINE)
+            sections[name] = (
+                directive,
+                "".join(example.source + example.want for example in find_examples(body)),
+            )
+    return sections
+
+
+def test_public_names__each_has_an_example():
+    """In its own section, where the name is used; those examples are run above."""
+    sections = read_sections()
+    assert sorted(sections) == sorted(rq.__all__)
+    for name, (directive, examples) in sections.items():
+        assert directive == name
+        assert re.search(rf"\b(rq|relayquant\.errors)\.{name}\b", examples), name
+
+
+def test_index__leads_to_every_page():
+    index = (DOCS / "index.md").read_text("utf-8")
+    pages = {page for page in PAGES if "/" not in page} - {"index.md"}
+    assert sorted(page for page in pages if f"]({page})" not in index) == []
+
+
+def test_drawing__has_the_stages_of_the_pipeline():
+    """What `lower` means on a target, kernels and loops, happens in `compile`."""
+    source = Path(rq.__file__).with_name("pipeline.py").read_text("utf-8")
+    stages = re.findall(r"(\w+) ->", ast.get_docstring(ast.parse(source)))
+    texts = ElementTree.parse(DOCS / "data_flow.svg").iter("{http://www.w3.org/2000/svg}text")
+    assert [t.text for t in texts if t.get("class") == "stage"] == [*stages, "compile"]
+
+
+def test_operator_table__has_every_operator_of_every_backend():
+    spec = importlib.util.spec_from_file_location("operator_table", DOCS / "operator_table.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    head, _, *lines = module.format_table().splitlines()
+    assert [cell.strip() for cell in head.split("|")[4:-1]] == [b.name for b in BACKENDS]
+    found = {}
+    for line in lines:
+        names, fused, kind, *dtypes = (cell.strip() for cell in line.split("|")[1:-1])
+        found |= dict.fromkeys(re.findall(r"`([\w.]+)`", names), (fused, kind, dtypes))
+    assert set(found) == {
+        row.pattern.op.removeprefix("relax.") for backend in BACKENDS for row in backend.patterns
+    }
+    assert found["nn.conv2d"][:2] == ("bias, add, relu, clip", "anchor")
+    assert found["matmul"][2][0] == "uint8, int16; dynamic uint8"
+    assert found["nn.leakyrelu"][:2] == ("", "connector")
+    assert found["sigmoid"][2][2] == "int8"
 
 
 def test_site__builds_without_warnings(tmp_path: Path) -> None:
@@ -28,8 +137,9 @@ def test_site__builds_without_warnings(tmp_path: Path) -> None:
         [*command, str(tmp_path / "docs"), str(site)], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    page = (site / "api.html").read_text("utf-8")
+    pages = [path.read_text("utf-8") for path in sorted((site / "api").glob("*.html"))]
     callables = [name for name in rq.__all__ if callable(getattr(rq, name))]
-    assert [name for name in callables if f'id="relayquant.{name}"' not in page] == []
+    assert [n for n in callables if sum(f'id="relayquant.{n}"' in p for p in pages) != 1] == []
+    assert "<code" in (site / "operators.html").read_text("utf-8").split("<table")[1]
     for script in sorted((ROOT / "tutorials").glob("[0-9]*.py")):
         assert (site / "tutorials" / f"{script.stem}.html").is_file()
