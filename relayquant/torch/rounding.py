@@ -35,6 +35,10 @@ class RoundTrip(torch.autograd.Function):
     backward: for x, 1 where the rounded value lies within the bounds, else 0; for s, that of the
     forward formula with round as identity: round(x / s) - x / s inside, and bound - z outside
     (Esser et al. 2020, LSQ, equation 3, https://arxiv.org/abs/1902.08153), times `gradient_scale`.
+
+    Most of a step's time beside convolutions is spent here, in passes over memory: x / s is kept
+    for the backward pass, and where zero points are equal the bounds are numbers, so that one pass
+    does what takes a comparison, a conversion and a product else.
     """
 
     @staticmethod
@@ -46,32 +50,57 @@ class RoundTrip(torch.autograd.Function):
         limits: tuple[int, int],
         gradient_scale: float,
     ) -> torch.Tensor:
-        low, high = limits
-        steps = torch.div(x, scale).round_().add_(zero_point)
-        ctx.limits, ctx.gradient_scale = limits, gradient_scale
-        ctx.learns = ctx.needs_input_grad[1]
-        if ctx.learns:
-            ctx.save_for_backward(x, scale, zero_point)
-        else:
-            ctx.save_for_backward((steps >= low) & (steps <= high))
-        return steps.clamp_(low, high).sub_(zero_point).mul_(scale)
+        real = torch.div(x, scale)
+        low, high = (shift_limit(limit, zero_point) for limit in limits)
+        ctx.bounds, ctx.gradient_scale = (low, high), gradient_scale
+        ctx.save_for_backward(real, scale)
+        return torch.round(real).clamp_(low, high).mul_(scale)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         (gradient,) = gradients
-        if not ctx.learns:
-            (inside,) = ctx.saved_tensors
-            return gradient * inside, None, None, None, None
-        x, scale, zero_point = ctx.saved_tensors
-        low, high = ctx.limits
-        real = x / scale
-        steps = real.round().add_(zero_point)
-        held = steps.clamp(low, high)
-        inside = steps == held
-        # round(x / s) - x / s inside, bound - z outside
-        slope = held.sub_(zero_point).sub_(real.mul_(inside)).mul_(gradient)
-        of_scale = slope.sum_to_size(scale.shape) * ctx.gradient_scale
-        return gradient * inside, of_scale, None, None, None
+        real, scale = ctx.saved_tensors
+        low, high = ctx.bounds
+        of_x = of_scale = None
+        if ctx.needs_input_grad[0]:
+            of_x = keep_inside(gradient, real, low, high)
+        if ctx.needs_input_grad[1]:
+            # round(x / s) - x / s inside, bound - z outside
+            slope = torch.round(real).clamp_(low, high).sub_(keep_inside(real, real, low, high))
+            if scale.numel() == 1 and gradient.is_contiguous() and slope.is_contiguous():
+                of_scale = torch.dot(slope.view(-1), gradient.view(-1)).reshape(scale.shape)
+            else:
+                of_scale = slope.mul_(gradient).sum_to_size(scale.shape)
+            of_scale = of_scale * ctx.gradient_scale
+        return of_x, of_scale, None, None, None
+
+
+#: A bound of x / s: a number where zero points are equal, else a tensor that broadcasts
+Bound = float | torch.Tensor
+
+
+def shift_limit(limit: int, zero_point: torch.Tensor) -> Any:
+    """limit - zero point, the bound of x / s as a whole number of steps."""
+    first = int(zero_point.reshape(-1)[0])
+    if zero_point.numel() == 1 or bool((zero_point == first).all()):
+        return float(limit - first)
+    return (limit - zero_point).to(torch.float32)
+
+
+def keep_inside(values: torch.Tensor, real: torch.Tensor, low: Bound, high: Bound) -> torch.Tensor:
+    """`values` where round_half_even(real) lies within the bounds, 0 elsewhere."""
+    if isinstance(low, torch.Tensor) or isinstance(high, torch.Tensor):
+        steps = torch.round(real)
+        return torch.where((steps >= low) & (steps <= high), values, 0.0)
+    # The gradient of hardtanh is that of values strictly between two numbers. Half a step beyond an
+    # even bound rounds to it, beyond an odd one it does not.
+    dtype = real.dtype
+    ends = torch.tensor([low - 0.5, high + 0.5], dtype=dtype)
+    beyond = torch.nextafter(ends, torch.tensor([-math.inf, math.inf], dtype=dtype))
+    least, most = (
+        float(beyond[i] if bound % 2 == 0 else ends[i]) for i, bound in enumerate((low, high))
+    )
+    return torch.ops.aten.hardtanh_backward(values, real, least, most)
 
 
 class StraightThrough(torch.autograd.Function):

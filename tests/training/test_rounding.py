@@ -4,6 +4,8 @@ PyTorch's own fake quantization.
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -110,6 +112,29 @@ def test_gradient__of_pytorch_per_channel():
     torch.testing.assert_close(mine.grad, theirs.grad)
     torch.testing.assert_close(my_scale.grad, their_scale.grad)
     assert (mine.grad == 0).any(), "clipped outside of the range"
+
+
+@pytest.mark.parametrize("limits", [(0, 15), (-8, 7), (-7, 6), (1, 2)])
+@pytest.mark.parametrize("zeros", [[0, 0], [3, 3], [2, 5]])
+def test_gradient__where_the_rounded_value_is_within_bounds(limits, zeros):
+    """Ties at a bound go to its even neighbour: exact halves of steps, of which floats hold all;
+    against Python's integers, with equal zero points and others.
+    """
+    halves = np.arange(-40, 41)  # x / scale, in halves of a step
+    x = torch.tensor(np.stack([halves, halves]) * 0.125, dtype=torch.float32, requires_grad=True)
+    scale = torch.tensor([[0.25]], requires_grad=True)
+    got = RoundTrip.apply(x, scale, torch.tensor(zeros, dtype=torch.int32)[:, None], limits, 1.0)
+    got.sum().backward()
+    slope, values = 0.0, got.detach().numpy()
+    for row, zero in enumerate(zeros):
+        for k, half in enumerate(halves):
+            steps = round(Fraction(int(half), 2)) + zero
+            is_inside = limits[0] <= steps <= limits[1]
+            held = min(max(steps, limits[0]), limits[1]) - zero
+            assert values[row, k] == held * 0.25
+            assert float(x.grad[row, k]) == is_inside
+            slope += held - (half / 2 if is_inside else 0)
+    assert float(scale.grad) == slope
 
 
 def test_learned__gradient_scale_of_lsq():
