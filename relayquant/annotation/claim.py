@@ -35,6 +35,9 @@ from relayquant.rewrite.sources import read_sources
 #: patterns that are named for an operator that none of them matches
 MOST_NAMES = 4
 
+#: the operand that rows add to sums of products
+RESIDUAL = "residual"
+
 
 @dataclass(frozen=True, eq=False)
 class Claim:
@@ -243,6 +246,8 @@ class _Claiming:
             if run_check(pattern, match) is not None:
                 continue
             rule, qconfig = self.find_rule(match.vars, pattern.op, pattern.name)
+            if qconfig is not None and qconfig.is_dynamic and adds_residual(pattern):
+                continue  # the sum is float32 then: a shorter row takes the product
             skip, support = find_refusal(row, pattern, rule, qconfig, self.backend.name)
             nodes = self.sites.nodes(match.vars)
             self.add(
@@ -314,6 +319,11 @@ class _Claiming:
             f"for {owner.root.name!r} before",
             f"take out one of the two: backend.without_pattern({name!r})",
         )
+
+
+def adds_residual(pattern: QuantOp) -> bool:
+    """Whether a computed value is added to the sums of products within the pattern."""
+    return any(operand.name == RESIDUAL for operand in pattern.operands)
 
 
 def find_refusal(

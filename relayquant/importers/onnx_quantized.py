@@ -24,7 +24,8 @@ from relayquant.ops.dynamic import (
 )
 from relayquant.qtypes import INTEGER_LIMITS
 from relayquant.reference import qnn as numpy_qnn
-from relayquant.rewrite.graph import constant_value, tensor_dtype, tensor_shape
+from relayquant.rewrite import Skip
+from relayquant.rewrite.graph import constant_value, tensor_dtype
 
 #: dtypes of fewer than 8 bits, held in 8: (dtype that holds it, smallest, largest)
 NARROW = {
@@ -208,10 +209,10 @@ def convert_conv_integer(
     }
     data_zero, weight_zero = (bb.normalize(read_zero_point(z)) for z in (data_zero, weight_zero))
     array, zero = constant_value(weight), constant_value(weight_zero)
-    shape = tensor_shape(data)
-    is_known = shape is not None and not any(isinstance(size, str) for size in shape[1:])
-    if constant_value(data_zero) is None and array is not None and zero is not None and is_known:
-        return convolve_at_run_time(
+    if constant_value(data_zero) is None and array is not None and zero is not None:
+        found = convolve_at_run_time(
             lambda expr, _: bb.emit(expr), data, data_zero, array, zero, **form
         )
+        if not isinstance(found, Skip):
+            return found
     return qnn.conv2d(data, weight, data_zero, weight_zero, 1.0, 1.0, **form)

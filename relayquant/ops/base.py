@@ -173,6 +173,20 @@ class DynamicContext:
         """Bind an intermediate value, named after the operator."""
         return self.emitter.emit(expr, f"{self.match.name}.{suffix}")
 
+    def dequantize(self, accumulator: relax.Expr, axis: int) -> relax.Expr:
+        """Sums of products, centered, -> float32, with the bias: times the scale of the data, of
+        the run time, and those of the weight, one or one for each index of `axis`.
+        """
+        accumulator = self.emit(accumulator, "acc")
+        units = np.broadcast_to(self.weight.qparams.scale, (int(accumulator.ty.shape[axis]),))
+        scale = self.emit(
+            relax.op.multiply(self.data.scale, relax.const(np.array(units), "float32")), "scale"
+        )
+        value = qnn.dequantize(accumulator, scale, relax.const(0, "int32"), axis=axis)
+        if self.bias is None:
+            return value
+        return relax.op.add(self.emit(value, "real"), self.bias)
+
 
 @check_fields
 @dataclass(frozen=True, eq=False)

@@ -8,11 +8,13 @@ requantize of it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from tvm import relax
 
 from relayquant.dialect import qnn
 from relayquant.ops.base import (
+    DynamicContext,
     Kind,
     Operand,
     Output,
@@ -31,6 +33,7 @@ from relayquant.ops.build import (
     source_constant,
     weighted_patterns,
 )
+from relayquant.ops.dynamic import convolve_at_run_time
 from relayquant.qtypes import Role
 from relayquant.rewrite import Match, Skip
 from relayquant.rewrite.graph import constant_value
@@ -89,13 +92,20 @@ def conv_call(match: Match):
     raise KeyError(f"no convolution in the match at {match.name!r}")
 
 
+def read_form(match: Match) -> tuple[ConvFamily, dict[str, Any]]:
+    """The family of the convolution of a match, and the attributes of its integer operator."""
+    call = conv_call(match)
+    family = next(f for f in CONV_FAMILIES if f.op == call.op.name)
+    attrs = {name: getattr(call.attrs, name) for name in family.modelled}
+    return family, {
+        k: v if isinstance(v, int | str) else [int(i) for i in v] for k, v in attrs.items()
+    }
+
+
 def realize_accumulator(context: RealizeContext) -> Quantized:
     """conv(x, w) [+ b] -> the accumulator, scale = data scale x weight scale."""
     data, weight = context.operands["data"], context.operands["weight"]
-    call = conv_call(context.match)
-    family = next(f for f in CONV_FAMILIES if f.op == call.op.name)
-    attrs = {name: getattr(call.attrs, name) for name in family.attributes}
-    attrs = {k: v if isinstance(v, int) else [int(i) for i in v] for k, v in attrs.items()}
+    family, attrs = read_form(context.match)
 
     def convolve(dtype: str) -> relax.Expr:
         return getattr(qnn, family.name)(
@@ -106,8 +116,6 @@ def realize_accumulator(context: RealizeContext) -> Quantized:
             data.scale,
             weight.scale,
             **attrs,
-            data_layout=call.attrs.data_layout,
-            kernel_layout=call.attrs.kernel_layout,
             out_dtype=dtype,
         )
 
@@ -118,6 +126,27 @@ def realize_accumulator(context: RealizeContext) -> Quantized:
 def realize_conv(context: RealizeContext) -> relax.Expr:
     """dequantize(qnn.conv(x, w) + b), then the activation."""
     return repeat_activation(context, realize_accumulator(context).dequantize())
+
+
+def realize_dynamic_conv(context: DynamicContext) -> relax.Expr | Skip:
+    """dequantize(qnn.conv(x, w) - zero point of x * sums of w) + b, then the activation.
+
+    The scale, that of x times those of w, is computed at run time; the bias is added in float32,
+    since its integers would depend on x.
+    """
+    data, weight = context.data, context.weight
+    array = constant_value(weight.value)
+    if array is None:
+        return Skip("the weight is not a constant")
+    family, attrs = read_form(context.match)
+    accumulator = convolve_at_run_time(
+        context.emit, data.value, data.zero_point, array, weight.qparams.zero_point,
+        name=family.name, is_exact=True, **attrs,
+    )  # fmt: skip
+    if isinstance(accumulator, Skip):
+        return accumulator
+    value = context.dequantize(accumulator, output_axis(context.match))
+    return repeat_activation(context, value)
 
 
 def realize_conv_residual(context: RealizeContext) -> relax.Expr | Skip:
@@ -211,7 +240,7 @@ def build_conv_ops(family: ConvFamily) -> tuple[QuantOp, ...]:
             QuantOp(
                 family.name + suffix, family.op, pattern, operands, Kind.ANCHOR,
                 Output.WHEN_WANTED, realize_conv, check=check_conv, accumulator_axis=output_axis,
-                attributes=family.modelled,
+                attributes=family.modelled, realize_dynamic=realize_dynamic_conv,
             )
         )  # fmt: skip
     return tuple(rows)

@@ -7,7 +7,6 @@ dequantize(qnn.batch_matmul(x, y^T)).
 
 from __future__ import annotations
 
-import numpy as np
 from tvm import relax
 from tvm.relax.dpl import is_op, wildcard
 
@@ -86,15 +85,7 @@ def realize_dynamic_dense(context: DynamicContext) -> relax.Expr | Skip:
     accumulator = multiply_at_run_time(
         context.emit, data.value, data.zero_point, array, weight.qparams.zero_point, is_exact=True
     )
-    accumulator = context.emit(accumulator, "acc")
-    units = np.broadcast_to(weight.qparams.scale, array.shape[1:])
-    scale = context.emit(
-        relax.op.multiply(data.scale, relax.const(np.array(units), "float32")), "scale"
-    )
-    axis = output_axis(context.match)
-    value = qnn.dequantize(accumulator, scale, relax.const(0, "int32"), axis=axis)
-    if context.bias is not None:
-        value = relax.op.add(context.emit(value, "real"), context.bias)
+    value = context.dequantize(accumulator, output_axis(context.match))
     return repeat_activation(context, value)
 
 

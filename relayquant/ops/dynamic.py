@@ -7,7 +7,7 @@ Read by the operator rows, by convert and by the importer of ONNX, whose operato
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from relayquant.dialect.sums import SUM_DTYPES, choose_accumulator_dtype
 from relayquant.ops.base import RunTimeQuantized
 from relayquant.qtypes import INTEGER_LIMITS
 from relayquant.reference import qnn as numpy_qnn
+from relayquant.rewrite import Skip
 from relayquant.rewrite.graph import tensor_shape
 
 #: binds an expression to a variable, whose name ends so
@@ -101,28 +102,41 @@ def convolve_at_run_time(
     zero_point: relax.Expr,
     weight: np.ndarray,
     weight_zero: np.ndarray,
+    *,
+    name: str = "conv2d",
+    is_exact: bool = False,
     **attrs: Any,
-) -> relax.Expr:
-    """int32 sums of (data - zero_point) * (weight - weight_zero) of a 2-D convolution, padded with
-    the zero point; integers `data` (N, C, H, W), constant weight (O, I, KH, KW), weight_zero ()
-    or (O,).
+) -> relax.Expr | Skip:
+    """int32 sums of (data - zero_point) * (weight - weight_zero) of the convolution qnn.<name>,
+    padded with the zero point; integers `data`, a constant weight, weight_zero () or (O,).
 
-    qnn.conv2d(data, weight) - zero_point * (what it gives for data of ones): so the kernel has no
-    variable. `attrs` are those of qnn.conv2d; H and W are known.
+    qnn.conv(data, weight) - zero_point * (what it gives for data of ones): so the kernel has no
+    variable. `attrs` are those of the operator. Sums wrap modulo 2^32; with `is_exact` they are
+    int64 where int32 does not hold those of any input. Skip: sizes of the data are not known.
     """
     zero = relax.const(np.asarray(weight_zero, "int32"), "int32")
-    product = qnn.conv2d(data, relax.const(weight, str(weight.dtype)), 0, zero, 1.0, 1.0, **attrs)
+    units = relax.const(np.ascontiguousarray(weight), str(weight.dtype))
+    product = getattr(qnn, name)(data, units, 0, zero, 1.0, 1.0, **attrs)
+    dtype = SUM_DTYPES[0]
+    if is_exact:
+        dtype = choose_accumulator_dtype(product, is_dynamic=True)
+        product = getattr(qnn, name)(data, units, 0, zero, 1.0, 1.0, **attrs, out_dtype=dtype)
+    layout = str(attrs.get("data_layout", "NC" + "DHW"[5 - weight.ndim :]))
     shape = tensor_shape(data)
-    if shape is None or any(isinstance(size, str) for size in shape[1:]):
-        raise ValueError(f"the shape {shape} of the data is not known")
-    # Sums differ at the borders only, where there are any.
-    sizes = shape[2:] if any(attrs["padding"]) else weight_window(weight, attrs["dilation"])
-    ones = np.ones((1, int(shape[1]), *(int(size) for size in sizes)), "int8")
-    sums = numpy_qnn.conv2d(ones, weight, 0, weight_zero, 1.0, 1.0, **attrs)
-    excess = emit(relax.op.multiply(zero_point, relax.const(sums, "int32")), "correction")
-    return relax.op.subtract(emit(product, "product"), excess)
-
-
-def weight_window(weight: np.ndarray, dilation: Sequence[int]) -> tuple[int, ...]:
-    """Height and width that a weight (O, I, KH, KW) sees at once."""
-    return tuple((k - 1) * d + 1 for k, d in zip(weight.shape[2:], dilation, strict=True))
+    if shape is None or any(
+        isinstance(size, str) for axis, size in zip(layout, shape, strict=True) if axis != "N"
+    ):
+        return Skip(
+            f"the shape {shape} of its data is not known, on which the share of the zero point in "
+            "its sums depends",
+            "give all sizes but the batch, or quantize it with parameters from calibration",
+        )
+    ones = np.ones([1 if a == "N" else int(s) for a, s in zip(layout, shape, strict=True)], "int8")
+    sums = getattr(numpy_qnn, name)(ones, weight, 0, weight_zero, 1.0, 1.0, **attrs)
+    # One position is enough where all have the same sums: they differ at borders, if anywhere.
+    corner = sums[tuple(slice(None) if a in "NC" else slice(1) for a in layout)]
+    sums = corner if (sums == corner).all() else sums
+    if dtype != SUM_DTYPES[0]:
+        zero_point = emit(relax.op.astype(zero_point, dtype), "zero_point.wide")
+    excess = relax.op.multiply(zero_point, relax.const(sums.astype(dtype), dtype))
+    return relax.op.subtract(emit(product, "product"), emit(excess, "correction"))

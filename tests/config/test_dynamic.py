@@ -129,7 +129,8 @@ def test_dtypes__that_no_dynamic_qconfig_can_fit_are_refused(change, message):
 def test_explain__shows_the_dynamic_row():
     assert "uint8 x int8 -> float32, bias float32, dynamic" in X86.explain("dense_bias")
     assert "int8 x int8 -> float32, bias float32, dynamic" in ARM.explain("dense_bias")
-    assert "dynamic" not in X86.explain("conv2d")
+    assert "uint8 x int8 -> float32, bias float32, dynamic" in X86.explain("conv2d_bias")
+    assert "dynamic" not in X86.explain("add")
 
 
 # --- what is quantized ------------------------------------------------------------------------
@@ -140,11 +141,10 @@ def test_support__only_operators_with_weights_are_served():
         flat = emit("flat", op.reshape(emit.conv("conv", x), (1, 144)))
         return emit.dense("dense", flat, 4)
 
-    with pytest.warns(UserWarning, match="conv .nn.conv2d, dtype unsupported.*is_dynamic"):
-        plan = rq.prepare(build_model(body, MAP), None, EVERYWHERE).plan
+    plan = rq.prepare(build_model(body, MAP), None, EVERYWHERE).plan
     found = {row.name: (row.quantized, row.support) for row in plan.operators}
     assert found == {
-        "conv": (False, Support.DTYPE_UNSUPPORTED),
+        "conv": (True, Support.SERVED),
         "flat": (False, Support.NOT_ASKED),
         "dense": (True, Support.SERVED),
     }
