@@ -23,6 +23,7 @@ from relayquant.datasets import Dataset, count_samples, open_dataset
 from relayquant.datasets.inputs import describe_inputs
 from relayquant.errors import DataError, format_count
 from relayquant.preparation import prepare_module
+from relayquant.preparation.norms import NormStatistics, read_norm_statistics
 from relayquant.reference import run as run_reference
 from relayquant.rewrite import Graph
 from relayquant.rewrite.graph import constant_value, tensor_dtype, tensor_shape
@@ -45,8 +46,30 @@ LARGE_SPREAD = 5.0
 #: Roughness of an image read in the other layout over that as it is (see `check_layout`):
 #: photographs 1.8 to 2.2, scrambled ones 0.2 to 0.54.
 ROUGHNESS_RATIO = 0.7
+#: Spread of a first layer's results over that of the training data, where a batch norm behind it
+#: remembers that: 0.43 to 1.01 on fitting data of four networks, 0.21 and less on data that is too
+#: small (pixels of 0 to 1 for normalized ones), 46 and more on pixels of 0 to 255.
+LEAST_SPREAD, MOST_SPREAD = 0.25, 4.0
+#: What a mean of the first layer is off by, in standard deviations of the training data, as it is
+#: over the same with channels in reverse: the differences on photographs were -0.093 to -0.056 in
+#: the right order and 0.056 to 0.093 in the wrong one, with standard errors of 0.01 to 0.04.
+ORDER_DIFFERENCE, ORDER_ERRORS = 0.03, 2.0
+#: samples that tell the order of channels, at least
+ORDER_SAMPLES = 16
 #: samples that the first layer is computed on
-PROBE_SAMPLES = 8
+PROBE_SAMPLES = 64
+#: Magnitude of a sample over that of the median one, or the inverse; and how many times the usual
+#: deviation from it, where samples differ much by nature (silence and speech).
+ODD_RATIO, ODD_DEVIATIONS = 10.0, 8.0
+#: share of the samples that may be odd: of more, none is
+ODD_SHARE = 0.2
+#: samples whose magnitudes are kept
+KEPT_SAMPLES = 1 << 13
+#: What torchvision subtracts and divides by, and Caffe subtracts, in the order of the channels.
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+CAFFE_MEAN = (103.939, 116.779, 123.68)
+#: how far from what pixels of 0 and 255 become extremes may be, as a share of their distance
+PIXEL_SLACK = 0.02
 #: elements of an input that are kept for percentiles
 KEPT_ELEMENTS = 1 << 18
 
@@ -64,8 +87,9 @@ class Finding:
     """One thing that looks wrong.
 
     Attributes: severity: See `Severity`. check: Name of the check: "data", "constant", "outliers",
-        "scale", "layout", "samples", "growth", "duplicates". where: Name of the input, "" for the
-        data set as a whole. what: What was seen. advice: What to do.
+        "scale", "layout", "channel", "order", "batch", "samples", "growth", "duplicates".
+        where: Name of the input, "" for the data set as a whole. what: What was seen. advice: What
+        to do.
     """
 
     severity: Severity
@@ -88,6 +112,10 @@ class InputSummary:
         widths: (samples, high - low) after each batch that made the range wider.
         magnitudes: Some of the magnitudes that are not 0.
         stride: One of so many magnitudes was kept.
+        lows, highs: Extremes of each channel, (C,); empty where channels are not known.
+        sizes: Magnitude of each of the first samples: the square of the mean root, which a few
+            elements change little.
+        batches: How many of them the batches hold.
     """
 
     low: float = float("inf")
@@ -95,9 +123,13 @@ class InputSummary:
     widths: tuple[tuple[int, float], ...] = ()
     magnitudes: np.ndarray = field(default_factory=lambda: np.empty(0, "float32"))
     stride: int = 1
+    lows: np.ndarray = field(default_factory=lambda: np.empty(0, "float32"))
+    highs: np.ndarray = field(default_factory=lambda: np.empty(0, "float32"))
+    sizes: tuple[float, ...] = ()
+    batches: tuple[int, ...] = ()
 
-    def update(self, array: np.ndarray, samples: int) -> InputSummary:
-        """With one more batch, after which there are `samples`."""
+    def update(self, array: np.ndarray, samples: int, axis: int | None = None) -> InputSummary:
+        """With one more batch, after which there are `samples`; channels are on `axis`."""
         low, high = min(self.low, float(array.min())), max(self.high, float(array.max()))
         widths = self.widths
         if (low, high) != (self.low, self.high):
@@ -106,7 +138,18 @@ class InputSummary:
         magnitudes, stride = np.concatenate([self.magnitudes, flat[flat > 0]]), self.stride
         while magnitudes.size > KEPT_ELEMENTS:
             magnitudes, stride = magnitudes[::2], stride * 2
-        return InputSummary(low, high, widths, magnitudes, stride)
+        lows, highs = self.lows, self.highs
+        if axis is not None:
+            rest = tuple(i for i in range(array.ndim) if i != axis)
+            lows, highs = array.min(rest), array.max(rest)
+            if self.lows.size:
+                lows, highs = np.minimum(lows, self.lows), np.maximum(highs, self.highs)
+        sizes, batches = self.sizes, self.batches
+        if len(sizes) < KEPT_SAMPLES and array.ndim and array.dtype.kind == "f":
+            rows = array.reshape(len(array), -1).astype("float64")
+            sizes = (*sizes, *np.square(np.sqrt(np.abs(rows)).mean(1)).tolist())
+            batches = (*batches, len(array))
+        return InputSummary(low, high, widths, magnitudes, stride, lows, highs, sizes, batches)
 
     def width_after(self, samples: int) -> float:
         """high - low of the first samples."""
@@ -123,6 +166,8 @@ class FirstLayer:
         axis: Channel axis of its result.
         layout: Data layout of a 2-D convolution, else "".
         mod: Function main from the input to the result before the bias.
+        result: Value with the bias.
+        channel: Axis of the input's channels; None of a matrix product.
     """
 
     name: str
@@ -130,6 +175,8 @@ class FirstLayer:
     axis: int
     layout: str
     mod: tvm.IRModule
+    result: str
+    channel: int | None = None
 
 
 @check_arguments
@@ -146,14 +193,15 @@ def lint(mod: tvm.IRModule, params: Mapping[str, Any] | None, dataset: Any) -> l
     Raises:
         ModelError: the model cannot be read.
     """
-    prepared = prepare_module(mod, params)
+    prepared, norms = prepare_module(mod, params), read_norm_statistics(mod, params)
+    layers = find_first_layers(prepared)
     findings, statistics, probe, seen, samples = [], {}, {}, set(), 0
     try:
         for batch in read_batches(open_dataset(dataset, describe_inputs(prepared))):
             samples += count_samples(batch)
             for name, array in batch.items():
-                before = statistics.get(name, InputSummary())
-                statistics[name] = before.update(array, samples)
+                before, layer = statistics.get(name, InputSummary()), layers.get(name)
+                statistics[name] = before.update(array, samples, layer and layer.channel)
             if sum(len(arrays[0]) for arrays in probe.values()) < PROBE_SAMPLES * len(batch):
                 for name, array in batch.items():
                     probe.setdefault(name, []).append(array)
@@ -165,10 +213,13 @@ def lint(mod: tvm.IRModule, params: Mapping[str, Any] | None, dataset: Any) -> l
     for info in describe_inputs(prepared):
         if info.name in statistics:
             findings += check_range(info.name, info.dtype, statistics[info.name], samples)
-    for name, layer in find_first_layers(prepared).items():
+            findings += check_channels(info.name, statistics[info.name])
+            findings += check_batches(info.name, statistics[info.name])
+    for name, layer in layers.items():
         if name in probe:
-            findings += check_scale(name, layer, probe[name])
-            findings += check_layout(name, layer.layout, probe[name])
+            findings += check_layer(
+                name, layer, statistics[name], probe[name], norms.get(layer.result)
+            )
     if samples:
         findings += check_samples(samples, len(seen))
     order = list(Severity)
@@ -187,6 +238,7 @@ def lint_samples(
         prepared: A prepared module.
         batches: Inputs by name, without NaN.
     """
+    layers = find_first_layers(prepared)
     statistics: dict[str, InputSummary] = {}
     seen: set[bytes] = set()
     samples = 0
@@ -195,16 +247,16 @@ def lint_samples(
         samples, seen = samples + len(hashes), seen | set(hashes)
         for name, array in batch.items():
             if array.dtype.kind == "f" and array.size:
-                before = statistics.get(name, InputSummary())
-                statistics[name] = before.update(array.astype("float32"), samples)
+                before, layer = statistics.get(name, InputSummary()), layers.get(name)
+                array = array.astype("float32")
+                statistics[name] = before.update(array, samples, layer and layer.channel)
     findings = []
-    layers = find_first_layers(prepared)
     for name, found in statistics.items():
         findings += check_range(name, "float32", found, samples)
+        findings += check_channels(name, found)
         arrays = [batch[name].astype("float32") for batch in batches]
         if found.low < found.high and name in layers:
-            findings += check_scale(name, layers[name], arrays)
-            findings += check_layout(name, layers[name].layout, arrays)
+            findings += check_layer(name, layers[name], found, arrays)
     if samples > 1 and len(seen) == 1:
         findings += check_samples(samples, 1)
     return [finding for finding in findings if finding.severity is not Severity.INFO]
@@ -302,23 +354,204 @@ def check_samples(samples: int, different: int) -> list[Finding]:
     return findings
 
 
-def check_scale(name: str, layer: FirstLayer, batches: list[np.ndarray]) -> list[Finding]:
+def check_channels(name: str, found: InputSummary) -> list[Finding]:
+    """Channels that never change among others that do, and pixels that were normalized with the
+    constants of another order.
+    """
+    if found.low == found.high:
+        return []
+    findings = []
+    fixed = np.flatnonzero(found.lows == found.highs).tolist()
+    if fixed:
+        is_one = len(fixed) == 1
+        which = f"channel {fixed[0]}" if is_one else f"channels {', '.join(map(str, fixed[:8]))}"
+        values = ", ".join(f"{value:.6g}" for value in dict.fromkeys(found.lows[fixed].tolist()))
+        what = f"{which} of {found.lows.size} {'is' if is_one else 'are'} {values} everywhere."
+        advice = "What it feeds gets no range: check how channels are read and put together."
+        findings.append(Finding(Severity.WARNING, "channel", name, what, advice))
+    mean, std = np.array(IMAGENET_MEAN), np.array(IMAGENET_STD)
+    ends = (0 - mean) / std, (1 - mean) / std
+    if is_between(found, ends[0][::-1], ends[1][::-1]) and not is_between(found, *ends):
+        what = (
+            "its channels have the extremes of ImageNet's mean and deviation in reverse: the first "
+            "one those of blue."
+        )
+        advice = "Normalize red, green and blue with 0.485, 0.456, 0.406 each, then order them."
+        findings.append(Finding(Severity.WARNING, "order", name, what, advice))
+    return findings
+
+
+def is_between(found: InputSummary, lows: np.ndarray, highs: np.ndarray) -> bool:
+    """Whether the extremes of the channels are these, which pixels of 0 and 255 become."""
+    if found.lows.size != len(lows):
+        return False
+    slack = PIXEL_SLACK * (highs - lows)
+    distance = np.maximum(abs(found.lows - lows), abs(found.highs - highs))
+    return bool((distance < slack).all())
+
+
+def check_batches(name: str, found: InputSummary) -> list[Finding]:
+    """A few samples that are far larger or smaller than the others, by the batches they are in.
+
+    By the logarithm of their magnitude, against its median and the median deviation from that.
+    """
+    sizes = np.array(found.sizes)
+    if len(sizes) < 5 or not np.median(sizes) > 0:
+        return []
+    with np.errstate(divide="ignore"):
+        distances = np.abs(np.log(sizes / np.median(sizes)))
+    usual = 1.4826 * np.median(distances)
+    odd = distances > max(np.log(ODD_RATIO), ODD_DEVIATIONS * usual)
+    if not odd.any() or odd.mean() > ODD_SHARE:
+        return []
+    numbers = np.repeat(np.arange(len(found.batches)), found.batches)
+    batches = np.unique(numbers[odd])
+    shown = ", ".join(map(str, batches[:8])) + (", ..." if len(batches) > 8 else "")
+    worst = int(np.argmax(np.where(odd, distances, 0)))
+    what = (
+        f"{format_count(int(odd.sum()), 'sample')} of {len(sizes)}, in batch {shown}, "
+        f"{'is' if odd.sum() == 1 else 'are'} of another magnitude: sample {worst} has "
+        f"{sizes[worst]:.3g}, the median one {np.median(sizes):.3g}."
+    )
+    advice = "Look at it: another file, a missing step of the preprocessing, or an empty sample."
+    return [Finding(Severity.WARNING, "batch", name, what, advice)]
+
+
+def check_layer(
+    name: str,
+    layer: FirstLayer,
+    found: InputSummary,
+    batches: list[np.ndarray],
+    norm: NormStatistics | None = None,
+) -> list[Finding]:
+    """What the first layer says of its input: scale, layout, order of channels."""
+    findings = check_layout(name, layer.layout, batches)
+    if norm is None or norm.mean.size != layer.bias.size or findings:
+        return [*check_scale(name, layer, batches, is_caffe=is_caffe_like(found)), *findings]
+    moments = measure_moments(name, layer, batches)
+    wrong = check_spread(name, layer, found, moments, norm)
+    return wrong or check_order(name, layer, found, batches, moments, norm)
+
+
+def is_caffe_like(found: InputSummary) -> bool:
+    """Whether channels are pixels of 0 to 255 minus the mean of each, in either order."""
+    for mean in (np.array(CAFFE_MEAN), np.array(CAFFE_MEAN[::-1])):
+        if is_between(found, -mean, 255 - mean):
+            return True
+    return False
+
+
+@dataclass(frozen=True, eq=False)
+class Moments:
+    """Mean and mean square of the first layer's results for each sample and channel, (n, C)."""
+
+    means: np.ndarray
+    squares: np.ndarray
+
+    def spread(self) -> np.ndarray:
+        """Standard deviation of each channel over all samples."""
+        with np.errstate(all="ignore"):
+            variance = self.squares.mean(0) - np.square(self.means.mean(0))
+        # Infinite where the layer overflowed.
+        return np.sqrt(np.where(np.isfinite(variance), np.maximum(variance, 0), np.inf))
+
+
+def measure_moments(name: str, layer: FirstLayer, batches: list[np.ndarray]) -> Moments:
+    """Of `PROBE_SAMPLES`, with the bias."""
+    means, squares, (param,) = [], [], layer.mod["main"].params
+    is_cut = not isinstance((tensor_shape(param) or (0,))[0], int)
+    count = 0
+    for array in batches:
+        array = array[: PROBE_SAMPLES - count] if is_cut else array
+        (result,) = run_reference(layer.mod, {name: array})
+        rows = np.moveaxis(result, layer.axis, -1).astype("float64")
+        rows = rows.reshape(len(array), -1, layer.bias.size) + layer.bias
+        with np.errstate(all="ignore"):
+            means.append(rows.mean(1))
+            squares.append(np.square(rows).mean(1))
+        count += len(array)
+        if count >= PROBE_SAMPLES:
+            break
+    return Moments(np.concatenate(means), np.concatenate(squares))
+
+
+def check_spread(
+    name: str, layer: FirstLayer, found: InputSummary, moments: Moments, norm: NormStatistics
+) -> list[Finding]:
+    """Whether the first layer's results vary as in training, which its batch norm remembers."""
+    with np.errstate(all="ignore"):
+        ratio = float(np.median(moments.spread() / np.maximum(norm.deviation, 1e-12)))
+    if LEAST_SPREAD <= ratio <= MOST_SPREAD:
+        return []
+    many, word = ("times", "large") if ratio > 1 else ("of what", "small")
+    compared = f"{ratio:.3g} {many}" + (" what" if ratio > 1 else "")
+    what = (
+        f"values from {found.low:.4g} to {found.high:.4g} make the first layer ({layer.name!r}) "
+        f"vary {compared} its batch norm saw in training: they look too {word}."
+    )
+    advice = "Preprocess as in training (division by 255, mean and standard deviation)."
+    return [Finding(Severity.WARNING, "scale", name, what, advice)]
+
+
+def check_order(
+    name: str,
+    layer: FirstLayer,
+    found: InputSummary,
+    batches: list[np.ndarray],
+    moments: Moments,
+    norm: NormStatistics,
+) -> list[Finding]:
+    """Whether pictures with red and blue exchanged are nearer to what the model was trained on.
+
+    The means of the first layer's results are compared with those that its batch norm remembers;
+    how sure that is say samples drawn again (bootstrap).
+    """
+    channel = layer.channel
+    if channel is None or found.lows.size != 3 or len(moments.means) < ORDER_SAMPLES:
+        return []
+    if (found.lows >= found.highs).any():
+        return []
+    shape = [1] * batches[0].ndim
+    shape[channel] = 3
+    low = found.lows.reshape(shape)
+    width = found.highs.reshape(shape) - low
+    # As pixels of 0 to 1: each channel has constants of its own.
+    swapped = [(low + np.flip((x - low) / width, channel) * width).astype(x.dtype) for x in batches]
+    other = measure_moments(name, layer, swapped)
+    used = norm.deviation > 0.05 * np.median(norm.deviation)
+
+    def measure_shift(means: np.ndarray) -> float:
+        return float((np.abs(means.mean(0) - norm.mean) / norm.deviation)[used].mean())
+
+    difference = measure_shift(moments.means) - measure_shift(other.means)
+    rng, count = np.random.default_rng(0), len(moments.means)
+    drawn = [rng.integers(count, size=count) for _ in range(64)]
+    errors = np.std(
+        [measure_shift(moments.means[i]) - measure_shift(other.means[i]) for i in drawn]
+    )
+    if difference < max(ORDER_DIFFERENCE, ORDER_ERRORS * float(errors)):
+        return []
+    what = (
+        f"with red and blue exchanged, its pictures are nearer to what the model was trained on: "
+        f"the first layer ({layer.name!r}) is off by {measure_shift(other.means):.2f} standard "
+        f"deviations in place of {measure_shift(moments.means):.2f}."
+    )
+    advice = "Reverse the channels of each picture before it is normalized (order=bgr or rgb)."
+    return [Finding(Severity.WARNING, "order", name, what, advice)]
+
+
+def check_scale(
+    name: str, layer: FirstLayer, batches: list[np.ndarray], *, is_caffe: bool = False
+) -> list[Finding]:
     """Whether values are of the magnitude that the model was trained on: 0..255 or 0..1.
 
     A layer's bias (with a batch norm, beta - gamma mean / std) is of the order of the spread of w x
     over the data it was trained on, per channel; the median over the channels of |bias| / spread
     tells: values too large by a factor make it small by that factor. Needs a bias; sees factors of
-    about 20 and more.
+    about 20 and more. Pixels minus a mean, as Caffe has them, are not called wrong: networks that
+    take them have such a first layer.
     """
-    results = []
-    (param,) = layer.mod["main"].params
-    is_cut = not isinstance((tensor_shape(param) or (0,))[0], int)
-    for array in batches:
-        (result,) = run_reference(layer.mod, {name: array[:PROBE_SAMPLES] if is_cut else array})
-        results.append(np.moveaxis(result, layer.axis, -1).reshape(-1, layer.bias.size))
-    with np.errstate(all="ignore"):
-        spread = np.concatenate(results).astype("float64").std(axis=0)
-    spread[~np.isfinite(spread)] = np.inf  # the layer overflowed
+    spread = measure_moments(name, layer, batches).spread()
     ratio = float(np.median(np.abs(layer.bias) / np.maximum(spread, 1e-12)))
     low, high = (min(a.min() for a in batches), max(a.max() for a in batches))
     where = f"values from {low:.4g} to {high:.4g} make the first layer ({layer.name!r})"
@@ -331,6 +564,10 @@ def check_scale(name: str, layer: FirstLayer, batches: list[np.ndarray]) -> list
             f"{where} vary by {np.median(spread):.3g}, {1 / max(ratio, 1e-12):.3g} times its "
             "bias: they look too large."
         )
+        if is_caffe:
+            what = "values are pixels minus the mean of each channel, without division."
+            advice = "Right for networks of Caffe (blue first) and TF-Slim (red first) alone."
+            return [Finding(Severity.INFO, "scale", name, what, advice)]
         advice += " Ignore this if the model was trained on such values."
         return [Finding(Severity.WARNING, "scale", name, what, advice)]
     return []
@@ -403,8 +640,9 @@ def read_first_layer(graph: Graph, param: relax.Var, var: relax.Var) -> FirstLay
     if add is None or graph.op_name(graph.users[var][0]) != "relax.add":
         return None
     biases = [value for arg in add.args if (value := constant_value(arg)) is not None]
-    axis, layout = -1, ""
+    axis, layout, channel = -1, "", None
     if op != "relax.matmul":
+        channel = str(call.attrs.data_layout).index("C")
         axis = str(call.attrs.out_layout or call.attrs.data_layout).index("C")
         layout = str(call.attrs.data_layout) if op == "relax.nn.conv2d" else ""
     needed = collect_ancestors(graph, [var], set())
@@ -415,4 +653,6 @@ def read_first_layer(graph: Graph, param: relax.Var, var: relax.Var) -> FirstLay
     if biases[0].size != int(sizes[axis]):
         return None
     sub = tvm.IRModule({"main": function.with_attr("global_symbol", "main")})
-    return FirstLayer(var.name, biases[0].reshape(-1).astype("float64"), axis, layout, sub)
+    bias = biases[0].reshape(-1).astype("float64")
+    result = graph.users[var][0].name
+    return FirstLayer(var.name, bias, axis, layout, sub, result, channel)

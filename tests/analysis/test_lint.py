@@ -12,8 +12,17 @@ from float_models import Chain, build_model
 from tvm import relax
 
 import relayquant as rq
-from relayquant.analysis.lint import Severity, lint, lint_samples, measure_growth
+from relayquant.analysis.lint import (
+    Severity,
+    find_first_layers,
+    lint,
+    lint_samples,
+    measure_growth,
+    measure_moments,
+)
 from relayquant.demo import load_digits
+from relayquant.preparation import prepare_module
+from relayquant.preparation.norms import read_norm_statistics
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +124,119 @@ def test_lint__reshaped_in_place_of_transposed(cifar, shared_data):
     assert "transpose(0, 3, 1, 2)" in findings[checks(findings).index("layout")].advice
     mod, params = rq.load(str(shared_data("ic_resnet8_fp32.tflite")))
     assert checks(lint(mod, params, list(images.reshape(-1, 1, 32, 32, 3)))) == ["layout"]
+
+
+CAFFE = np.float32([103.939, 116.779, 123.68]).reshape(1, 3, 1, 1)
+
+
+@pytest.fixture(scope="module")
+def pictures():
+    """Pixels of 0 to 255 with smooth content, (32, 3, 16, 16): every channel has both extremes."""
+    rng = np.random.default_rng(0)
+    coarse = rng.uniform(0, 256, (32, 3, 4, 4)).repeat(4, 2).repeat(4, 3)
+    pixels = np.clip(coarse + rng.normal(0, 8, coarse.shape), 0, 255).round().astype("float32")
+    assert pixels.min((0, 2, 3)).max() == 0
+    assert pixels.max((0, 2, 3)).min() == 255
+    return pixels
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["blue first", "red first"])
+def test_lint__pixels_minus_a_mean_are_not_called_wrong(pictures, order):
+    """A first layer as VGG has it: large results, small biases."""
+    mod = build_model(lambda emit, x: emit.conv_bias("conv1", x, 8), (32, 3, 16, 16))
+    data = pictures[:, ::order] - CAFFE[:, ::order]
+    found = lint(mod, None, [data])
+    assert [(f.check, f.severity) for f in found] == [("scale", Severity.INFO)]
+    assert "Caffe (blue first)" in found[0].advice
+    # Neither are they praised where one channel lacks its mean, or where there was none.
+    for wrong in (data + CAFFE * np.float32([[[[1]], [[0]], [[0]]]]), pictures):
+        (finding,) = lint(mod, None, [wrong])
+        assert (finding.check, finding.severity) == ("scale", Severity.WARNING)
+
+
+def test_lint__pixels_minus_a_mean_for_a_network_that_wants_them_divided(cifar, shared_data):
+    """Its batch norm knows better than any look at the data."""
+    model = rq.load(str(shared_data("resnet20_cifar10.onnx")))
+    (finding,) = lint(*model, [cifar[0][:, ::-1] - CAFFE])
+    assert (finding.check, finding.severity) == ("scale", Severity.WARNING)
+    assert "its batch norm saw in training: they look too large" in finding.what
+    (finding,) = lint(*model, [cifar[0] / np.float32(255)])
+    assert "they look too small" in finding.what, "a factor of 4.4 and a mean"
+
+
+def test_read_norm_statistics__are_those_of_the_results(digits):
+    """Of the digits that the network was trained on, measured behind its first batch norm."""
+    mod, params, images = digits
+    prepared = prepare_module(mod, params)
+    (layer,) = find_first_layers(prepared).values()
+    norm = read_norm_statistics(mod, params)[layer.result]
+    moments = measure_moments("image", layer, [images])
+    assert np.abs(moments.means.mean(0) - norm.mean).max() < 0.2 * norm.deviation.max()
+    np.testing.assert_allclose(moments.spread(), norm.deviation, rtol=0.2)
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_lint__red_and_blue_exchanged(part, shared_data):
+    """Pictures that were read in the other order, and then prepared as in training."""
+    images = np.load(shared_data("cifar10_unlabelled_1000.npz"))["x"][part * 250 :][:128]
+    x = images.transpose(0, 3, 1, 2).astype("float32") / np.float32(255)
+    mean = np.float32([0.485, 0.456, 0.406]).reshape(1, 3, 1, 1)
+    std = np.float32([0.229, 0.224, 0.225]).reshape(1, 3, 1, 1)
+    model = rq.load(str(shared_data("resnet20_cifar10.onnx")))
+    assert lint(*model, [(x - mean) / std]) == []
+    (finding,) = lint(*model, [(x[:, ::-1] - mean) / std])
+    assert (finding.check, finding.where) == ("order", "input")
+    assert "with red and blue exchanged" in finding.what
+    (finding,) = lint(*model, [((x - mean) / std)[:, ::-1].copy()])
+    assert finding.check == "order"
+    assert "extremes of ImageNet's mean and deviation in reverse" in finding.what
+
+
+@pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
+@pytest.mark.parametrize("value", [0.0, -1.5])
+def test_lint__a_channel_that_never_changes(pictures, layout, value):
+    data = pictures / np.float32(255)
+    data[:, 1] = value
+    shape = (32, 3, 16, 16)
+    if layout == "NHWC":
+        data, shape = data.transpose(0, 2, 3, 1).copy(), (32, 16, 16, 3)
+
+    def body(emit, x):
+        if layout == "NCHW":
+            return emit.conv_bias("conv1", x, 8)
+        weight = relax.const(np.random.default_rng(0).normal(size=(8, 3, 3, 3)).astype("float32"))
+        y = relax.op.nn.conv2d(x, weight, data_layout="NHWC", kernel_layout="OIHW")
+        y = emit("conv1", y)
+        return emit("sum", relax.op.add(y, relax.const(np.ones((1, 1, 1, 8), "float32"))))
+
+    (finding,) = lint(build_model(body, shape), None, [data])
+    assert (finding.check, finding.severity) == ("channel", Severity.WARNING)
+    assert finding.what == f"channel 1 of 3 is {value:g} everywhere."
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda x: x * 255, "10 samples of 100, in batch 3, are of another magnitude"),
+        (np.zeros_like, "10 samples of 100, in batch 3, are of another magnitude"),
+    ],
+)
+def test_lint__a_batch_unlike_the_others_is_named(digits, change, what):
+    mod, params, images = digits
+    batches = [images[i : i + 10] for i in range(0, 100, 10)]
+    batches[3] = change(batches[3]).astype("float32")
+    found = {finding.check: finding for finding in lint(mod, params, batches)}
+    assert found["batch"].what.startswith(what)
+    one = [*batches[:3], np.concatenate([batches[4][:9], batches[3][:1]]), *batches[4:]]
+    found = {finding.check: finding for finding in lint(mod, params, one)}
+    assert found["batch"].what.startswith("1 sample of 100, in batch 3, is of another magnitude")
+
+
+def test_lint__samples_that_differ_by_nature_are_not_odd(digits):
+    """As silence and speech: the magnitudes have no gap."""
+    mod, params, images = digits
+    factors = np.geomspace(0.02, 20, 100).astype("float32").reshape(-1, 1, 1, 1)
+    assert "batch" not in checks(lint(mod, params, [images[:100] * factors]))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
