@@ -29,15 +29,15 @@ SUM_LANES = 16
 #: Bytes that a prefetch brings; 64 on every x86 and nearly every Arm core.
 CACHE_LINE = 64
 
-#: Below this many multiply-adds a kernel stays on one thread. It takes about 20 microseconds for
-#: them; a thread that sleeps needs 10 to begin.
-PARALLEL_THRESHOLD = 6_000_000
+#: Below this many multiply-adds a kernel stays on one thread. It takes 5 to 10 microseconds for
+#: them; to share them with a thread that is awake takes 1.
+PARALLEL_THRESHOLD = 1_500_000
 #: Multiply-adds that take as long as storing one result.
 STORE_COST = 20
 #: Multiply-adds that take as long as reading one weight that is in no near cache.
 WEIGHT_COST = 8
 #: Below this many bytes a copy stays on one thread.
-PARALLEL_BYTES = 256 * 1024
+PARALLEL_BYTES = 128 * 1024
 
 #: Arguments of the kernel being built that have a symbolic batch, and the loops around its body.
 _BATCHED: ContextVar[frozenset[int]] = ContextVar("batched", default=frozenset())

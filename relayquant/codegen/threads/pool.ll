@@ -13,13 +13,14 @@
 ; Where more threads want to run than there are processors, workers do harm: one that loses its
 ; processor in the middle of a part keeps the caller waiting for a slice of the scheduler's,
 ; milliseconds, and for each worker that wakes up the caller may lose its own. So there is an account,
-; @trust, in nanoseconds: parts that workers compute are paid in; the caller's waiting, and {switch} for
-; each time that another thread got its processor, are paid out. Single blips do not matter, as what
-; is saved between them is more. When nothing is left the next {least_alone} launches go without workers, twice
+; @trust, in nanoseconds: parts that workers compute are paid in; the time that it takes to wake them,
+; the caller's waiting, and {switch} for each time that another thread got its processor, are paid
+; out. Single blips do not matter, as what is saved between them is more. When nothing is left the next {least_alone} launches go without workers, twice
 ; as many each time that this happens again soon, {most_alone} at most.
 ;
 ; Between the kernels of one run workers stay awake: the next launch is microseconds away. After
-; {worker_turns} turns without one they sleep. The counts of sleepers and of waiting callers are changed
+; {worker_turns} turns without one they sleep. To wake one takes the caller microseconds, so it wakes two,
+; each of them two more, and so on. The counts of sleepers and of waiting callers are changed
 ; before, and the slots and @left read after, both sequentially consistent, as the other side does it
 ; the other way round: none sleeps through its call.
 
@@ -36,6 +37,7 @@
 @failed = internal global i32 0                   ; what a part of the launch returned that failed
 @waiting = internal global i32 0                  ; 1: the caller sleeps on @finished
 @sleepers = internal global i32 0, align 64       ; workers that sleep, or are about to, on @wake
+@unwoken = internal global i32 0                  ; of those called, who nobody has woken yet
 @trust = internal global i64 {most_trust}             ; what waiting may still cost
 @alone = internal global i32 0                    ; launches to come that go without workers
 @penalty = internal global i32 {least_alone}      ; what @alone was set to last
@@ -249,18 +251,53 @@ call:
   %none = icmp eq i32 %asleep, 0
   br i1 %none, label %end, label %rouse
 rouse:
+  %start = call i64 @pool_read_clock()
   %count = atomicrmw xchg ptr @sleepers, i32 0 seq_cst
+  %direct = call i32 @llvm.umin.i32(i32 %count, i32 2)
+  %rest = sub i32 %count, %direct
+  %before = atomicrmw add ptr @unwoken, i32 %rest seq_cst
   br label %check
 check:
   %done = phi i32 [ 0, %rouse ], [ %posted, %post ]
-  %others = icmp slt i32 %done, %count
-  br i1 %others, label %post, label %end
+  %others = icmp slt i32 %done, %direct
+  br i1 %others, label %post, label %roused
 post:
   call i32 @sem_post(ptr @wake)
   %posted = add i32 %done, 1
   br label %check
+roused:
+  %stop = call i64 @pool_read_clock()
+  %cost = sub i64 %stop, %start
+  %trust = load i64, ptr @trust
+  %less = sub i64 %trust, %cost
+  store i64 %less, ptr @trust
+  br label %end
 end:
   ret i64 %launch
+}}
+
+; What a worker does first that was woken: it wakes two of those who are to be.
+define i32 @pool_wake_others() {{
+entry:
+  br label %next
+next:
+  %woken = phi i32 [ 0, %entry ], [ %woken, %try ], [ %more, %post ]
+  %left = load atomic i32, ptr @unwoken seq_cst, align 4
+  %some = icmp sgt i32 %left, 0
+  %few = icmp slt i32 %woken, 2
+  %go = and i1 %some, %few
+  br i1 %go, label %try, label %end
+try:
+  %fewer = sub i32 %left, 1
+  %attempt = cmpxchg ptr @unwoken, i32 %left, i32 %fewer seq_cst seq_cst
+  %mine = extractvalue {{ i32, i1 }} %attempt, 1
+  br i1 %mine, label %post, label %next
+post:
+  call i32 @sem_post(ptr @wake)
+  %more = add i32 %woken, 1
+  br label %next
+end:
+  ret i32 0
 }}
 
 ; Claim and compute parts of a launch, from part %first on round all of them; how many.
@@ -444,7 +481,7 @@ fresh:
   %seen = phi i64 [ 0, %entry ], [ %value, %done ], [ %value, %last ]
   br label %look
 look:
-  %turn = phi i32 [ 0, %fresh ], [ %turned, %pause ], [ 0, %wait ], [ 0, %asleep ]
+  %turn = phi i32 [ 0, %fresh ], [ %turned, %pause ], [ 0, %woken ], [ 0, %asleep ]
   %value = load atomic i64, ptr %slot acquire, align 8
   %low = and i64 %value, 1
   %open = icmp eq i64 %low, 0
@@ -494,7 +531,10 @@ wait:
   %interrupted = call i32 @sem_wait(ptr @wake)
   %stop = load atomic i32, ptr @stopping acquire, align 4
   %end_now = icmp ne i32 %stop, 0
-  br i1 %end_now, label %end, label %look
+  br i1 %end_now, label %end, label %woken
+woken:
+  call i32 @pool_wake_others()
+  br label %look
 asleep:
   br label %look
 end:

@@ -23,8 +23,9 @@ from relayquant.kernels.isa.architecture import read_triple
 
 #: threads of a pool at most
 MOST_THREADS = 256
-#: turns that a worker waits for the next kernel before it sleeps: some 20 microseconds
-WORKER_TURNS = 2000
+#: turns that a worker waits for the next kernel before it sleeps: some 50 microseconds, as small
+#: kernels between two large ones take
+WORKER_TURNS = 5000
 #: turns that a caller waits for parts under way before it sleeps
 CALLER_TURNS = 2000
 #: nanoseconds that waiting may cost before workers have saved as much: at most and at first, and

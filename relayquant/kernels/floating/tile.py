@@ -39,8 +39,8 @@ Buffer = Any
 RESIDENT_WEIGHTS = 1 << 20
 #: Steps between the fetch of packed weights into the cache and their use.
 PREFETCH_STEPS = 24
-#: Multiply-adds below which a kernel stays on one thread: 10 to 20 microseconds of them.
-PARALLEL_MACS = 1_000_000
+#: Multiply-adds below which a kernel stays on one thread: 5 to 10 microseconds of them.
+PARALLEL_MACS = 500_000
 #: Rows as which a product of fewer counts: the time is that of reading its weights.
 FEWEST_ROWS = 8
 

@@ -38,7 +38,7 @@ LANES = 16
 #: hardware's own prefetching stops at every page.
 PREFETCH_BYTES = 8192
 #: Elements from which on the work is split over threads.
-PARALLEL_ELEMENTS = 1 << 17
+PARALLEL_ELEMENTS = 1 << 15
 
 
 def check_integer_output(operator: str, out: Epilogue) -> None:
@@ -446,7 +446,8 @@ def build_concatenate(spec: Concatenate, name: str = "concatenate") -> PrimFunc:
             for i, (shape, data) in enumerate(zip(spec.shapes, spec.data, strict=True))
         ]
         *inputs, out = declare_arguments(*operands, ("y", spec.out_shape, spec.out.dtype))
-        threads = rows > 1 and rows * total >= PARALLEL_ELEMENTS
+        # Mostly copies, of many elements at once.
+        threads = rows > 1 and rows * total >= 8 * PARALLEL_ELEMENTS
         with loop_over((rows,), threads) as (row,):
             to = row * total
             for buffer, size, data in zip(inputs, sizes, spec.data, strict=True):

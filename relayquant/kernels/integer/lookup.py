@@ -31,7 +31,7 @@ from relayquant.kernels.isa.base import Buffer, Expr
 #: Values in a table: one for each byte.
 TABLE_SIZE = 256
 #: Values from which on the work is split over threads, if each takes a load; else 16 times that.
-PARALLEL_VALUES = 1 << 17
+PARALLEL_VALUES = 1 << 14
 #: Values that are loaded between two steps of the loop.
 SCALARS = 8
 

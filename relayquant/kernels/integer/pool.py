@@ -36,7 +36,7 @@ from relayquant.kernels.isa.base import Expr
 from relayquant.qtypes import INTEGER_LIMITS
 
 #: Elements read from which on the work is split over threads.
-PARALLEL_READS = 1 << 19
+PARALLEL_READS = 1 << 18
 #: Channels summed at once.
 LANES = 16
 
