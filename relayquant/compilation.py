@@ -4,13 +4,15 @@ machine, and what users deploy.
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import tvm
 from tvm.ir import Call
 
 from relayquant.arguments import check_arguments
-from relayquant.codegen import make_pipeline
+from relayquant.codegen import make_pipeline, open_tuner
 from relayquant.kernels.isa.target import host_config, resolve_target
 from relayquant.preparation import prepare_module
 from relayquant.rewrite.entry import MAIN, find_entry, name_main, rename_function
@@ -25,7 +27,11 @@ def pipeline(target: Any = None) -> tvm.transform.Pass:
     A float model is brought into canonical form first (batch norms folded); a quantized one is
     already. The model keeps its name: what was `forward` is called so in the executable.
     """
-    lowering = make_pipeline(resolve_target(target))
+    return adapt_pipeline(make_pipeline(resolve_target(target)))
+
+
+def adapt_pipeline(lowering: tvm.transform.Pass) -> tvm.transform.Pass:
+    """What `pipeline` gives, of the pipeline of a target."""
 
     def run(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
         entry = find_entry(mod)
@@ -39,20 +45,32 @@ def pipeline(target: Any = None) -> tvm.transform.Pass:
 
 
 @check_arguments
-def compile(mod: tvm.IRModule, target: Any = None) -> Any:
+def compile(
+    mod: tvm.IRModule, target: Any = None, *, tune: bool | str | os.PathLike[str] = False
+) -> Any:
     """A TVM executable of a quantized or float module.
 
     Args:
         mod: The module; it is not changed.
         target: None for this machine, a `tvm.target.Target`, a dict, or a string such as
             "llvm -mcpu=cascadelake".
+        tune: Time the few best register tiles of every int8 convolution and dense layer on this
+            machine, instead of taking the one that is estimated to be fastest: some seconds for a
+            model. Results are the same, bit for bit. The times are remembered in a file, by default
+            in the cache folder of the system; a path names another one.
 
     Raises:
-        ConfigError: TVM does not know the target.
+        ConfigError: TVM does not know the target; with `tune`, this machine cannot run code for it,
+            or the file of times is damaged.
+        FileError: the file of times cannot be written.
     """
     stop_spinning()
     resolved = resolve_target(target)
-    return tvm.compile(mod, resolved, relax_pipeline=pipeline(resolved))
+    if tune is False:
+        return tvm.compile(mod, resolved, relax_pipeline=pipeline(resolved))
+    with open_tuner(resolved, None if tune is True else Path(tune)) as choose_tile:
+        lowering = make_pipeline(resolved, choose_tile)
+        return tvm.compile(mod, resolved, relax_pipeline=adapt_pipeline(lowering))
 
 
 def compile_draft(mod: tvm.IRModule) -> Any:

@@ -107,6 +107,22 @@ def add_effort(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_tune(parser: argparse.ArgumentParser) -> None:
+    """`--tune` and `--tune-file FILE`, both as `tune` of `relayquant.compile`."""
+    parser.add_argument(
+        "--tune",
+        action="store_true",
+        help="time the few best tiles of every layer on this machine (some seconds, remembered)",
+    )
+    parser.add_argument(
+        "--tune-file",
+        dest="tune",
+        type=Path,
+        metavar="FILE",
+        help="the same; remember the times in this file",
+    )
+
+
 def check_options(
     options: argparse.Namespace,
     *,

@@ -17,6 +17,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from relayquant.analysis.profile import profile_module
 from relayquant.analysis.rivals import RIVALS, list_versions, prepare_rivals
 from relayquant.calibration.weights.fit import BiasCorrection, FitSettings, WeightRounding
 from relayquant.cli.answer import Answer, ExitCode, make_plain
-from relayquant.cli.arguments import add_backend, add_model, check_options, read_backend
+from relayquant.cli.arguments import add_backend, add_model, add_tune, check_options, read_backend
 from relayquant.cli.files import bind_weights, load_model, load_module
 from relayquant.cli.measure import bind_run
 from relayquant.config import BackendConfig
@@ -82,6 +83,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--operators", type=int, default=15, metavar="N", help="rows of slowest kernels; 0: none"
     )
+    add_tune(parser)
     parser.set_defaults(run=run)
 
 
@@ -113,11 +115,12 @@ def run(options: argparse.Namespace, answer: Answer) -> ExitCode:
             answer.say(f"quantized in {time.perf_counter() - start:.1f} s")
         else:
             qmod = name_main(load_module(options.quantized))
+        compile_module = partial(rq.compile, tune=options.tune)
         modules = {"relayquant int8": qmod, "relayquant float": mod}
         executables = {}
         for name, module in modules.items():
             start = time.perf_counter()
-            executables[name] = rq.compile(module)
+            executables[name] = compile_module(module)
             answer.say(f"{name}: compiled in {time.perf_counter() - start:.1f} s")
         if rivals:
             folder = stack.enter_context(open_temporary_folder())
@@ -147,7 +150,7 @@ def run(options: argparse.Namespace, answer: Answer) -> ExitCode:
             answer.note(peak_gops=peak)
             calls: list[dict[str, Any]] = []
             for name, module in modules.items():
-                profile = profile_module(module, inputs, rq.compile)
+                profile = profile_module(module, inputs, compile_module)
                 answer.say(kernel_table(profile, peak, f"{name}: kinds of kernels"))
                 calls += [{"module": name, **make_plain(row)} for row in profile.operators]
                 rows = None if answer.show_all else options.operators

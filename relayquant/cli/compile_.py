@@ -8,7 +8,7 @@ from typing import Any
 
 import relayquant as rq
 from relayquant.cli.answer import Answer, ExitCode
-from relayquant.cli.arguments import add_model, check_options
+from relayquant.cli.arguments import add_model, add_tune, check_options
 from relayquant.cli.files import bind_weights, load_model, write_whole
 from relayquant.conversion.partial import has_quantized_values
 from relayquant.errors import ConfigError
@@ -25,6 +25,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE.so", help="default: MODEL with .so"
     )
+    add_tune(parser)
     parser.set_defaults(run=run)
 
 
@@ -38,7 +39,7 @@ def run(options: argparse.Namespace, answer: Answer) -> ExitCode:
     if find_ledger(mod) is None and has_quantized_values(mod):
         # Quantized by another tool, with its own parameters: integers as the target takes them.
         mod = rq.lower(mod, rq.default_backend(target))
-    executable = rq.compile(mod, target=target)
+    executable = rq.compile(mod, target=target, tune=options.tune)
     write_whole(output, lambda path: executable.export_library(str(path)))
     answer.add_file(output)
     return ExitCode.OK

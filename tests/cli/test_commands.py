@@ -233,7 +233,7 @@ def test_compile__a_model_of_another_tool_runs_on_integers_as_the_target_takes_t
         def export_library(self, path: str) -> None:
             Path(path).write_text("library")
 
-    def take(mod: tvm.IRModule, target: object = None) -> Library:
+    def take(mod: tvm.IRModule, target: object = None, **_options: object) -> Library:
         compiled.append(mod)
         return Library()
 
@@ -275,6 +275,24 @@ def rated(folder: Path) -> Path:
     opset = [onnx.helper.make_opsetid("", 17)]
     onnx.save(onnx.helper.make_model(graph, opset_imports=opset, ir_version=8), path)
     return path
+
+
+@pytest.mark.parametrize(
+    ("options", "tune"), [([], False), (["--tune"], True), (["--tune-file", "x"], Path("x"))]
+)
+def test_compile__tunes_if_asked(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], tune: object
+) -> None:
+    asked: list[object] = []
+
+    def refuse(_mod: tvm.IRModule, *, target: object, tune: object) -> None:
+        asked.append(tune)
+        raise rq.errors.ConfigError("far enough")
+
+    monkeypatch.setattr(rq, "compile", refuse)
+    output = str(tmp_path / "x.so")
+    assert cli.main(["compile", str(folder / "digits.onnx"), "-o", output, *options]) == 2
+    assert asked == [tune]
 
 
 @pytest.mark.parametrize(("rate", "gain"), [("8000", 2), ("16000", 3)])

@@ -27,7 +27,7 @@ from relayquant.kernels.integer.conv import (
     plan_pixel_prefetch,
     plan_prefetch,
 )
-from relayquant.kernels.integer.conv_plan import ConvPlan, merge_groups, pick_tile
+from relayquant.kernels.integer.conv_plan import ConvPlan, merge_groups, rank_tiles
 from relayquant.kernels.integer.epilogue import Epilogue, Residual, Store
 from relayquant.kernels.integer.narrow import channel_order
 from relayquant.kernels.integer.operands import Image
@@ -235,15 +235,15 @@ def test_build_dense__runs_from_relax():
     np.testing.assert_array_equal(got, finish(acc, spec.epilogue, multiplier))
 
 
-def test_pick_tile__divides_small_maps_evenly():
-    tile = pick_tile((7, 7), 32, 1152, VNNI512)
+def test_rank_tiles__divides_small_maps_evenly():
+    tile = rank_tiles((7, 7), 32, 1152, VNNI512)[0]
     assert 7 % tile.rows == 0
     assert 7 % tile.cols == 0
     assert tile.pixels * tile.blocks <= VNNI512.accumulators
 
 
-def test_pick_tile__splits_a_vector_product_into_chains():
-    tile = pick_tile((1, 1), 4, 512, VNNI512)
+def test_rank_tiles__splits_a_vector_product_into_chains():
+    tile = rank_tiles((1, 1), 4, 512, VNNI512)[0]
     assert tile.blocks * tile.chains >= VNNI512.dots_in_flight
     assert tile.blocks * tile.chains <= VNNI512.accumulators
 
@@ -282,19 +282,19 @@ def test_conv_plan__packs_panels_that_are_not_full():
 
 @pytest.mark.parametrize("timing", [Timing(), ZEN4], ids=["common", "zen4"])
 @pytest.mark.parametrize("words", [1, 4, 16, 64, 512])
-def test_pick_tile__every_timing_keeps_sums_in_registers(timing, words):
+def test_rank_tiles__every_timing_keeps_sums_in_registers(timing, words):
     isa = VNNI512.with_timing(timing)
     for vectors in (1, 2, 3, 4, 7, 16):
-        tile = pick_tile((14, 14), vectors, words, isa, (1, 2, 4))
+        tile = rank_tiles((14, 14), vectors, words, isa, (1, 2, 4))[0]
         sums = tile.pixels * tile.blocks * tile.chains
         assert isa.dots_in_flight <= sums <= isa.accumulators
 
 
-def test_pick_tile__short_reductions_get_small_tiles_on_zen4():
+def test_rank_tiles__short_reductions_get_small_tiles_on_zen4():
     """Results of a large tile are stored while no dot product is near enough to begin."""
     zen4 = VNNI512.with_timing(ZEN4)
-    short = pick_tile((112, 112), 6, 4, zen4, (1, 2, 4))
-    long = pick_tile((14, 14), 16, 256, zen4, (1, 2, 4))
+    short = rank_tiles((112, 112), 6, 4, zen4, (1, 2, 4))[0]
+    long = rank_tiles((14, 14), 16, 256, zen4, (1, 2, 4))[0]
     assert short.pixels * short.blocks <= ZEN4.ahead < long.pixels * long.blocks
 
 

@@ -23,6 +23,7 @@ from relayquant.codegen.rules.kernel_call import (
     split_rows,
 )
 from relayquant.codegen.rules.tail import UNBIASED_TAKES, IntegerTail, follow_product
+from relayquant.codegen.tuning import choose_tile
 from relayquant.kernels.integer.conv import build_conv2d, build_dense, pack_conv2d, pack_dense
 from relayquant.kernels.integer.conv_transpose import (
     Conv2dTranspose,
@@ -127,6 +128,7 @@ def lower_conv2d(context: KernelContext, var: relax.Var) -> KernelCall | Skip:
         epilogue=tail.epilogue,
     )
     isa = context.isa.for_weights(weight)
+    spec = choose_tile(spec, isa, context.choose_tile)
     packed = pack_conv2d(spec, isa, weight, tail.offsets, tail.multiplier)
     sizes = (batch, *spec.out_size, outputs)
     out_shape = sizes if len(linear.shape) == 4 else (batch, *sizes[2:])
@@ -201,6 +203,8 @@ def lower_dense(context: KernelContext, var: relax.Var) -> KernelCall | Skip:
     )
     pack = pack_dense_rows if linear.is_symbolic else pack_dense
     isa = context.isa.for_weights(linear.weight)
+    if not linear.is_symbolic:
+        spec = choose_tile(spec, isa, context.choose_tile)
     packed = pack(spec, isa, linear.weight, tail.offsets, tail.multiplier)
     operands = (linear.call.args[0], *packed.arguments(), *tail.residuals)
     if linear.is_symbolic:

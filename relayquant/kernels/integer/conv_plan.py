@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from relayquant.kernels.emit import ceil_div
 from relayquant.kernels.integer.narrow import can_narrow, channel_order
-from relayquant.kernels.integer.specs import Conv2d, PackedWeights, pack_channels
+from relayquant.kernels.integer.specs import Conv2d, PackedWeights, Tile, pack_channels
 from relayquant.kernels.isa.base import Isa
 
 #: What an accumulator on the stack adds to a word of a loop, as other units than those of the dot
@@ -39,29 +39,15 @@ class RankedPlan(Protocol):
 PlanT = TypeVar("PlanT", bound=RankedPlan)
 
 
-@dataclass(frozen=True)
-class Tile:
-    """Register tile: rows x cols pixels by `blocks` vectors of channels, `chains` partial sums."""
-
-    rows: int
-    cols: int
-    blocks: int
-    chains: int = 1
-
-    @property
-    def pixels(self) -> int:
-        return self.rows * self.cols
-
-
-def pick_tile(
+def rank_tiles(
     out_size: tuple[int, int],
     vectors: int,
     words: int,
     isa: Isa,
     narrow: Collection[int] = (),
     taps: int = 1,
-) -> Tile:
-    """The tile with the least estimated time for an output of `out_size` x `vectors`.
+) -> list[Tile]:
+    """Tiles for an output of `out_size` x `vectors`, that of the least estimated time first.
 
     The reduction is of `taps` loops over `words`; results of tiles with as many blocks as one of
     `narrow` leave as packed bytes. Time of one word in units of dot products: `Isa.time_word`; more
@@ -71,7 +57,7 @@ def pick_tile(
     """
     height, width = out_size
     stack_cost = STACK_COST if words > UNROLLED_WORDS else UNROLLED_STACK_COST
-    best: tuple[float, Tile] | None = None
+    found: list[tuple[float, Tile]] = []
     for blocks in range(1, min(vectors, isa.max_blocks) + 1):
         limit = min(max(isa.accumulators // blocks, 1), isa.max_pixels)
         for rows in range(1, min(height, limit) + 1):
@@ -86,13 +72,14 @@ def pick_tile(
                 if registers > isa.registers and not isa.may_spill:
                     continue
                 time += stack_cost * (registers > isa.registers)
-                time = time * words * taps + isa.timing.time_stores(dots, blocks, blocks in narrow)
+                time *= words * taps
+                time += isa.timing.time_stores(dots, blocks, blocks in narrow)
                 tiles = ceil_div(height, rows) * ceil_div(width, cols) * ceil_div(vectors, blocks)
                 cost = tiles * time * (1 + 0.01 * (rows > 1)) - 0.001 * pixels
-                if best is None or cost < best[0]:
-                    best = cost, Tile(rows, cols, blocks, chains)
-    assert best is not None  # sizes are at least 1, and not less pixels than one accumulator has
-    return best[1]
+                found.append((cost, Tile(rows, cols, blocks, chains)))
+    assert found  # sizes are at least 1, and not less pixels than one accumulator has
+    found.sort(key=lambda each: each[0])  # stable: of equals the first stays
+    return [tile for _, tile in found]
 
 
 def count_chains(dots: int, words: int, isa: Isa) -> int:
@@ -193,8 +180,9 @@ class ConvPlan:
         )
 
     @cached_property
-    def tile(self) -> Tile:
-        return pick_tile(
+    def ranked_tiles(self) -> list[Tile]:
+        """All that can be taken, that of the least estimated time first."""
+        return rank_tiles(
             self.pixel_grid[1:],
             self.vectors,
             self.words,
@@ -202,6 +190,10 @@ class ConvPlan:
             self.narrow_blocks,
             prod(self.taps),
         )
+
+    @cached_property
+    def tile(self) -> Tile:
+        return self.spec.tile or self.ranked_tiles[0]
 
     @cached_property
     def is_narrow(self) -> bool:
@@ -302,6 +294,23 @@ class ConvPlan:
         first = np.arange(self.groups)[:, None] * self.group_out
         inside = self.channel_map.reshape(1, -1)
         return np.where(inside < self.group_out, first + inside, -1).reshape(-1)
+
+
+def list_tiles(plan: ConvPlan, count: int) -> list[Tile]:
+    """The `count` tiles of least estimated time that differ: in blocks, or by a quarter in pixels.
+
+    Of those alike the estimate knows the best, as far as that matters.
+    """
+    chosen: list[Tile] = []
+    for tile in plan.ranked_tiles:
+        alike = (
+            each.blocks == tile.blocks and 0.8 < each.pixels / tile.pixels < 1.25 for each in chosen
+        )
+        if not any(alike):
+            chosen.append(tile)
+        if len(chosen) == count:
+            break
+    return chosen
 
 
 def choose_plan(spec: Conv2d, isa: Isa) -> ConvPlan:

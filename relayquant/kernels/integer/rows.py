@@ -41,13 +41,12 @@ from relayquant.kernels.integer.conv import (
 )
 from relayquant.kernels.integer.conv_plan import (
     ConvPlan,
-    Tile,
     choose_instructions,
     count_chains,
     pack_constants,
 )
 from relayquant.kernels.integer.operands import Image, Operands
-from relayquant.kernels.integer.specs import Dense, PackedWeights
+from relayquant.kernels.integer.specs import Dense, PackedWeights, Tile
 from relayquant.kernels.isa.base import Buffer, Expr, Isa
 from relayquant.kernels.row_loops import choose_heights, count_chunk_rows, loop_over_rows
 

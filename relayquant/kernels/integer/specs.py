@@ -12,6 +12,20 @@ from relayquant.kernels.integer.epilogue import Epilogue, has_small_multipliers
 
 
 @dataclass(frozen=True)
+class Tile:
+    """Register tile: rows x cols pixels by `blocks` vectors of channels, `chains` partial sums."""
+
+    rows: int
+    cols: int
+    blocks: int
+    chains: int = 1
+
+    @property
+    def pixels(self) -> int:
+        return self.rows * self.cols
+
+
+@dataclass(frozen=True)
 class Conv2d:
     """A quantized convolution with static shapes; data NHWC, weights OHWI.
 
@@ -31,6 +45,7 @@ class Conv2d:
     in_dtype: str = "uint8"
     in_zero_point: int = 0
     epilogue: Epilogue = field(default_factory=Epilogue)
+    tile: Tile | None = None  #: to be taken; None: that of the least estimated time
 
     def __post_init__(self) -> None:
         if self.in_dtype not in ("uint8", "int8", "int16"):
@@ -92,6 +107,7 @@ class Dense:
     in_dtype: str = "uint8"
     in_zero_point: int = 0
     epilogue: Epilogue = field(default_factory=Epilogue)
+    tile: Tile | None = None  #: as of `Conv2d`
 
     def as_conv2d(self) -> Conv2d:
         """The same product as a 1x1 convolution over a row of pixels."""
@@ -105,6 +121,7 @@ class Dense:
             in_dtype=self.in_dtype,
             in_zero_point=self.in_zero_point,
             epilogue=self.epilogue,
+            tile=self.tile,
         )
 
 
