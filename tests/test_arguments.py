@@ -40,6 +40,7 @@ def conv_model():
 
 MOD = conv_model()
 DATA = draw_batches(MOD, 1)
+DENSE = build_model(lambda emit, x: emit.dense("d", x, 4), (4, 16))
 PREPARED = rq.prepare(MOD)
 QCONFIG = rq.X86.default_qconfig
 SPEC = rq.QSpec()
@@ -107,7 +108,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "import_tflite": (rq.import_tflite, {"path": "never"}),
     "import_torch": (rq.import_torch, {"program_or_path": "never"}),
     "import_onnx": (rq.import_onnx, {"model_or_path": "never"}),
-    "compress_weights": (rq.compress_weights, {**MODEL}),
+    "compress_weights": (rq.compress_weights, {"mod": DENSE}),
     "finetune": (rq.finetune, {**MODEL, "batches": DATA}),
     "make_report": (rq.make_report, {"mod": MOD, "qmod": MOD, "dataset": DATA}),
     "plot_error_by_depth": (rq.plot_error_by_depth, {"report": None}),

@@ -6,47 +6,44 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import tvm
 from tvm import relax
 from tvm.ir import Call
 
-from relayquant.arguments import check_arguments
+from relayquant.compression.budget import choose_formats
 from relayquant.compression.find import WeightKey, WeightUse, bind_weights, find_weights
-from relayquant.compression.groups import GroupedWeight, GroupFormat, quantize_groups
+from relayquant.compression.groups import GroupedWeight, GroupFormat
+from relayquant.compression.observe import FoundWeights, describe_fit, fit_weights, open_data
+from relayquant.compression.settings import CompressSettings
 from relayquant.dialect import qnn
-from relayquant.errors import ConfigError, ModelError
+from relayquant.errors import ModelError
 from relayquant.ledger import Ledger, LedgerRow, attach_ledger
-from relayquant.packing import CODE_BITS
-from relayquant.qtypes import Granularity, QSpec
-
-#: Allowed group sizes; None, one group for each row, is another.
-GROUP_SIZES = (16, 256)
-SCALE_DTYPES = ("float32", "float16")
+from relayquant.settings import takes_settings
 
 
-@check_arguments
+@takes_settings(CompressSettings)
 def compress_weights(
     mod: tvm.IRModule,
     params: Mapping[str, Any] | Sequence[tuple[str, Any]] | None = None,
+    dataset: Any = None,
     *,
-    bits: int = 4,
-    group_size: int | None = 32,
-    is_symmetric: bool = True,
-    scale_dtype: str = "float32",
-    activation: QSpec | None = None,
-    table_bits: int | None = 8,
+    settings: CompressSettings,
 ) -> tvm.IRModule:
-    """A module whose weights of matrix products and embeddings have few bits; no data is needed.
+    """A module whose weights of matrix products and embeddings have few bits.
 
     Every function of the module is worked on; a weight that several functions or operators read is
-    held once. All else, also what is no Relax function, stays as it is.
+    held once. All else, also what is no Relax function, stays as it is. No data is needed; with
+    data, weights are rounded so that the results of their products change least on it, one weight
+    after the other, each for what it meets behind those before.
 
     Args:
         mod: A float module of any frontend; it is not changed.
         params: Values of parameters, which become constants: by name, {function: [values in
             order]} as `detach_params` gives, or the list of (name, value) that
             `relax.frontend.nn` gives with a module. None: they are constants already.
+        dataset: Inputs of one function, as for `quantize`; some ten thousand rows (tokens) tell
+            enough, and what its operators hand on is held in memory. Weights that this function
+            does not reach are rounded without data, which the ledger says.
         bits: Of a weight: 2, 3, 4 or 8.
         group_size: Neighbours along the reduction with one scale, 16 to 256; None: one scale for
             each output.
@@ -57,6 +54,18 @@ def compress_weights(
             float32, and the products are float.
         table_bits: Of tables that rows are taken of (embeddings), also where a product reads the
             same table (a classifier): models lose most by these. None: they stay float.
+        effort: What data is used for. "fast": weights that meet large inputs count more when scales
+            are chosen. "balanced": codes make up for one another's rounding, and scales follow.
+            "best": both move by turns until little changes. Without data all are the same.
+        function: The one that `dataset` is for; None: the model, see `quantize`.
+        max_loss: Weights keep 8 bits where fewer change the result of their product by more than
+            this share of it (error over result, mean squares); without data the weight itself.
+        max_size: Bytes that all compressed weights may take together, scales included; the ones
+            that lose most keep 8 bits, as many as there is room for.
+        max_bits: The same as a mean number of bits for each weight.
+        checkpoint: A folder that each finished weight is written to. A run that was stopped goes on
+            from there when it is started again with the same arguments. Deleted in the end.
+        callbacks: Told of each finished weight.
 
     Returns:
         The module; `relayquant.ledger` has a row for each product and embedding.
@@ -64,13 +73,12 @@ def compress_weights(
     Raises:
         ConfigError: an argument is none of those allowed.
         ModelError: `params` do not fit the module, or nothing in it could be compressed.
+        DataError: the data does not fit the function.
     """
-    form = GroupFormat(bits, group_size, is_symmetric, scale_dtype)
-    check_format(form, table_bits, activation)
     bound = bind_weights(mod, dict(params) if params is not None else None)
     uses = find_weights(bound)
     tables = {use.tensor_key for use in uses if use.op == "take"}
-    if table_bits is None:
+    if settings.table_bits is None:
         uses = [
             use.refuse("tables stay float") if use.tensor_key in tables else use for use in uses
         ]
@@ -80,63 +88,20 @@ def compress_weights(
             "The module has no product with a constant float32 weight of two dimensions, so that "
             "there is nothing to compress. Weights that are parameters of functions need `params`."
         )
-    forms = {
-        use.key: replace(form, bits=table_bits or bits) if use.tensor_key in tables else form
-        for use in wanted
-    }
-    weights = compress_all(wanted, forms)
-    compressed = replace_weights(bound, wanted, weights, activation is not None)
-    names = {use.function for use in uses}
-    rows = tuple(
-        describe_use(use, weights.get(use.key), len(names) > 1, activation) for use in uses
+    form = GroupFormat(
+        settings.bits, settings.group_size, settings.is_symmetric, settings.scale_dtype
     )
-    return attach_ledger(compressed, Ledger(rows, effort="weights"))
-
-
-def check_format(form: GroupFormat, table_bits: int | None, activation: QSpec | None) -> None:
-    """Raise ConfigError unless operators have all of it."""
-    for name, bits in (("bits", form.bits), ("table_bits", table_bits)):
-        if bits not in (CODE_BITS if name == "bits" else (None, *CODE_BITS)):
-            raise ConfigError(f"compress_weights: {name}={bits}; allowed: 2, 3, 4 or 8.")
-    low, high = GROUP_SIZES
-    if form.group_size is not None and not low <= form.group_size <= high:
-        raise ConfigError(
-            f"compress_weights: group_size={form.group_size}; allowed: {low} to {high}, or None "
-            "for one scale for each output."
-        )
-    if form.scale_dtype not in SCALE_DTYPES:
-        raise ConfigError(
-            f"compress_weights: scale_dtype={form.scale_dtype!r}; allowed: "
-            f"{', '.join(SCALE_DTYPES)}."
-        )
-    if activation is not None and (
-        not activation.is_dynamic
-        or activation.dtype != "int8"
-        or activation.granularity is not Granularity.PER_ROW
-    ):
-        raise ConfigError(
-            f"compress_weights: activation={activation!r}; allowed: None, or QSpec('int8', "
-            "is_dynamic=True, granularity=Granularity.PER_ROW), a scale for each row of data."
-        )
-
-
-def compress_all(
-    uses: Sequence[WeightUse], forms: Mapping[WeightKey, GroupFormat]
-) -> dict[WeightKey, GroupedWeight]:
-    """The weight of each use, by its key: each once."""
-    weights: dict[WeightKey, GroupedWeight] = {}
-    for use in uses:
-        if use.key in weights:
-            continue
-        weight = quantize_groups(use.array, forms[use.key])
-        if not np.isfinite(weight.scale).all():
-            raise ModelError(
-                f"{use.place}: weights up to {np.abs(use.array).max():.3g} have scales beyond "
-                f"{np.finfo(weight.scale.dtype).max:.5g}, the largest {weight.scale.dtype}. Use "
-                'scale_dtype="float32".'
-            )
-        weights[use.key] = weight
-    return weights
+    table_form = replace(form, bits=settings.table_bits or form.bits)
+    forms = {use.key: table_form if use.tensor_key in tables else form for use in wanted}
+    data = open_data(bound, wanted, dataset, settings)
+    forms, kept = choose_formats(wanted, forms, data, settings)
+    found = fit_weights(wanted, forms, data, settings)
+    found.kept.update(kept)
+    compressed = replace_weights(bound, wanted, found.weights, settings.activation is not None)
+    has_functions = len({use.function for use in uses}) > 1
+    rows = tuple(describe_use(use, found, has_functions, settings) for use in uses)
+    choices = {"weights": describe_fit(wanted, found, settings)}
+    return attach_ledger(compressed, Ledger(rows, effort="weights", choices=choices))
 
 
 def replace_weights(
@@ -224,16 +189,18 @@ class Replacement(relax.PyExprMutator):
 
 def describe_use(
     use: WeightUse,
-    weight: GroupedWeight | None,
+    found: FoundWeights,
     has_functions: bool,
-    activation: QSpec | None,
+    settings: CompressSettings,
 ) -> LedgerRow:
     """The row of one operator; its name begins with its function where there are several."""
     name = f"{use.function}.{use.name}" if has_functions else use.name
-    if weight is None:
+    if use.reason:
         return LedgerRow(name, use.op, False, "", str(use.constant.value.dtype), use.reason)
+    weight = found.weights[use.key]
     form = weight.format
     pattern = "grouped_take" if use.op == "take" else "grouped_dense"
+    rule = f"groups of {weight.group_size}, {form.scale_dtype} scales"
     return LedgerRow(
         name,
         use.op,
@@ -241,7 +208,7 @@ def describe_use(
         pattern,
         f"int{form.bits}",
         scheme="symmetric" if form.is_symmetric else "affine",
-        rule=f"groups of {weight.group_size}, {form.scale_dtype} scales",
+        rule="; ".join(filter(None, (rule, found.kept.get(use.key)))),
         values=(name,),
-        is_dynamic=activation is not None and use.op != "take",
+        is_dynamic=settings.activation is not None and use.op != "take",
     )

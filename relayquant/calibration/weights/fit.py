@@ -267,24 +267,35 @@ def round_rows(
     """Levels of the permuted weights (G, O, K), one column after the other; what a column's
     rounding changes in the result, the later columns make up for.
 
-    scale, low and high are (G, O) or broadcast to it; levels are integers in low..high, float64.
+    scale, low and high broadcast to (G, O), or, where weights of one output differ in them, to
+    (G, O, K), permuted; levels are integers in low..high, float64.
     """
     columns = rows.shape[2]
     # Columns first: each is contiguous.
     rest = np.ascontiguousarray(rows.transpose(2, 0, 1))
+    step, least, most = (spread_columns(a, rows.shape) for a in (scale, low, high))
     levels = np.empty_like(rest)
     factor = problem.factor
     for start in range(0, columns, BLOCK):
         stop = min(start + BLOCK, columns)
         errors = np.empty((stop - start, *rest.shape[1:]))
         for k in range(start, stop):
-            levels[k] = np.clip(np.rint(rest[k] / scale), low, high)
-            error = (rest[k] - levels[k] * scale) / factor[:, k, k][:, None]
+            levels[k] = np.clip(np.rint(rest[k] / step[k]), least[k], most[k])
+            error = (rest[k] - levels[k] * step[k]) / factor[:, k, k][:, None]
             rest[k + 1 : stop] -= factor[:, k, k + 1 : stop].T[:, :, None] * error
             errors[k - start] = error
         rows_below = factor[:, start:stop, stop:].transpose(0, 2, 1)
         rest[stop:] -= np.matmul(rows_below, errors.transpose(1, 0, 2)).transpose(1, 0, 2)
     return np.ascontiguousarray(levels.transpose(1, 2, 0))
+
+
+def spread_columns(values: Float64Array, shape: tuple[int, ...]) -> Float64Array:
+    """Values that broadcast to (G, O) or to `shape` (G, O, K), columns first: (K, G, O)."""
+    if values.shape == shape:
+        return np.ascontiguousarray(values.transpose(2, 0, 1))
+    return np.broadcast_to(values if values.ndim == 3 else values[..., None], shape).transpose(
+        2, 0, 1
+    )
 
 
 def improve_levels(
@@ -303,22 +314,36 @@ def improve_levels(
     """
     if not sweeps:
         return levels
-    levels = levels.copy()
-    hessian = problem.hessian
-    gradient = (rows - levels * scale[..., None]) @ hessian
+    step, least, most = (spread_columns(a, rows.shape) for a in (scale, low, high))
+    hessian, columns = problem.hessian, rows.shape[2]
+    spread = scale if scale.ndim == 3 else scale[..., None]
+    # Columns first: each is contiguous.
+    gradient = np.ascontiguousarray(((rows - levels * spread) @ hessian).transpose(2, 0, 1))
+    levels = np.ascontiguousarray(levels.transpose(2, 0, 1))
     for _ in range(sweeps):
         changed = False
-        for k in range(rows.shape[2]):
-            best = levels[:, :, k] + gradient[:, :, k] / (hessian[:, k, k][:, None] * scale)
-            step = np.clip(np.rint(best), low, high) - levels[:, :, k]
-            if not step.any():
-                continue
-            changed = True
-            levels[:, :, k] += step
-            gradient -= (step * scale)[:, :, None] * hessian[:, None, k, :]
+        for start in range(0, columns, BLOCK):
+            stop = min(start + BLOCK, columns)
+            moves = np.zeros((stop - start, *levels.shape[1:]))
+            for k in range(start, stop):
+                best = levels[k] + gradient[k] / (hessian[:, k, k][:, None] * step[k])
+                move = np.clip(np.rint(best), least[k], most[k]) - levels[k]
+                if not move.any():
+                    continue
+                changed = True
+                levels[k] += move
+                moves[k - start] = move * step[k]
+                within = hessian[:, k, start:stop].T[:, :, None]
+                gradient[start:stop] -= within * moves[k - start]
+            if moves.any():  # what one block changes in the others, in one product
+                change = np.matmul(
+                    hessian[:, start:stop].transpose(0, 2, 1), moves.transpose(1, 0, 2)
+                ).transpose(1, 0, 2)
+                gradient[:start] -= change[:start]
+                gradient[stop:] -= change[stop:]
         if not changed:
             break
-    return levels
+    return np.ascontiguousarray(levels.transpose(1, 2, 0))
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,177 @@
+"""Grouped weights that reproduce a product's result on data: rounding in closed form, and scales.
+
+The error of a result is (w - q) H (w - q)^T with H the sum of x x^T over rows of data. Codes are
+rounded one column after the other, each making up for those before (`calibration.weights.fit`,
+GPTQ); then, by turns, the scale of each group becomes the one of the least error for its codes, and
+each code the best for the scales.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relayquant.calibration.weights.fit import (
+    LeastSquares,
+    improve_levels,
+    round_rows,
+)
+from relayquant.compression.groups import (
+    CHUNK,
+    SMALLEST_SCALE,
+    GroupedWeight,
+    GroupFormat,
+    choose_scales,
+)
+from relayquant.packing import count_groups, middle_code, pack_codes, spread_groups
+
+Array = NDArray[np.float64]
+
+#: Columns whose inputs are looked at together, at most: H is columns x columns.
+MOST_COLUMNS = 2304
+#: Of a column, as a share of the mean: data may not have met what others will.
+LEAST_IMPORTANCE = 0.01
+
+
+@dataclass(frozen=True)
+class GroupFit:
+    """How grouped weights are fitted.
+
+    Attributes:
+        rounds: How many times scales and then codes are moved; 0: codes are rounded by the scales
+            that are found for the weights.
+        damping: Added to the diagonal of H, as a share of its mean.
+    """
+
+    rounds: int = 2
+    damping: float = 0.01
+
+
+class Gram:
+    """Sums of x x^T over rows of data, float64, in blocks of columns that begin with a group.
+
+    What inputs of different blocks have to do with one another is not kept.
+    """
+
+    def __init__(self, columns: int, group_size: int) -> None:
+        count = -(-columns // MOST_COLUMNS)
+        width = -(-columns // count)
+        width = min(-(-width // group_size) * group_size, columns)
+        self.parts = [slice(i, min(i + width, columns)) for i in range(0, columns, width)]
+        self.blocks = [np.zeros((p.stop - p.start,) * 2) for p in self.parts]
+        self.rows = 0
+
+    def add(self, rows: NDArray[np.float32]) -> None:
+        """Count some rows of data (n, K)."""
+        self.rows += len(rows)
+        for part, block in zip(self.parts, self.blocks, strict=True):
+            x = np.ascontiguousarray(rows[:, part])
+            block += x.T @ x
+
+    @property
+    def diagonal(self) -> Array:
+        """Sums of squares of each column, (K,)."""
+        return np.concatenate([np.diagonal(block) for block in self.blocks])
+
+    @property
+    def importance(self) -> NDArray[np.float32]:
+        """How much the squared error of each column counts, (K,) up to 1: none counts nothing."""
+        diagonal = self.diagonal
+        share = diagonal / max(diagonal.max(initial=0.0), SMALLEST_SCALE)
+        return np.maximum(share, LEAST_IMPORTANCE * share.mean() + SMALLEST_SCALE).astype("float32")
+
+    def measure(self, difference: NDArray[np.float32]) -> float:
+        """Sum of the squares of x times the rows of a matrix (N, K), over all data."""
+        total = 0.0
+        for part, block in zip(self.parts, self.blocks, strict=True):
+            own = difference[:, part]
+            total += float(
+                np.einsum("nk,nk->", own @ block.astype("float32"), own, dtype="float64")
+            )
+        return total
+
+
+def fit_groups(
+    weight: NDArray[np.float32], form: GroupFormat, gram: Gram, fit: GroupFit
+) -> GroupedWeight:
+    """Codes and scales of a weight (N, K) for data of which `gram` tells."""
+    rows, features = weight.shape
+    size, middle = form.size(features), middle_code(form.bits)
+    codes = np.empty((rows, features), "uint8")
+    scale = np.empty((rows, count_groups(features, size)), form.scale_dtype)
+    zero_point = np.full(scale.shape, middle, "uint8")
+    importance = gram.importance
+    for part, block in zip(gram.parts, gram.blocks, strict=True):
+        problem = LeastSquares.of(block[None], fit.damping)
+        groups = slice(part.start // size, count_groups(part.stop, size))
+        step = max(1, CHUNK // (2 * features))
+        for start in range(0, rows, step):
+            own = slice(start, start + step)
+            columns = np.asarray(weight[own, part], "float32")
+            found = fit_block(columns, form, problem, importance[part], size, fit)
+            codes[own, part], scale[own, groups], zero_point[own, groups] = found
+    zeros = np.array(middle, "uint8") if form.is_symmetric else zero_point
+    return GroupedWeight(pack_codes(codes, form.bits), scale, zeros, features, form)
+
+
+def fit_block(
+    weight: NDArray[np.float32],
+    form: GroupFormat,
+    problem: LeastSquares,
+    importance: NDArray[np.float32],
+    size: int,
+    fit: GroupFit,
+) -> tuple[NDArray, NDArray, NDArray]:
+    """(codes, scales, zero points) of some rows and columns of a weight."""
+    columns = weight.shape[1]
+    scale, zero_point = choose_scales(weight, form, importance)
+    zeros = np.full((1, 1, 1), float(middle_code(form.bits)))
+    if not form.is_symmetric:
+        zeros = spread_groups(zero_point, size, columns)[None].astype("float64")
+    low, high = (limit - zeros for limit in (0.0, 2.0**form.bits - 1))
+    if not form.is_symmetric:
+        low, high = problem.permute(low), problem.permute(high)
+    rows = problem.permute(weight[None].astype("float64"))
+
+    def spread(values: NDArray) -> Array:
+        return problem.permute(spread_groups(values.astype("float64"), size, columns)[None])
+
+    levels = round_rows(problem, rows, spread(scale), low, high)
+    best = problem.errors(rows - levels * spread(scale))[0]
+    for _ in range(fit.rounds):
+        trial = fit_scales(problem, rows, levels, scale, size)
+        trial = np.where(abs(trial) > SMALLEST_SCALE, trial, scale).astype(form.scale_dtype)
+        moved = improve_levels(problem, rows, levels, spread(trial), low, high, 1)
+        error = problem.errors(rows - moved * spread(trial))[0]
+        # Scales of float16 are rounded, by which an error may grow.
+        better = error < best
+        best = np.where(better, error, best)
+        scale = np.where(better[:, None], trial, scale)
+        levels = np.where(better[None, :, None], moved, levels)
+    codes = np.rint(problem.restore(levels)[0] + zeros[0]).astype("uint8")
+    return codes, scale, zero_point.astype("uint8")
+
+
+def fit_scales(
+    problem: LeastSquares, rows: Array, levels: Array, scale: NDArray, size: int
+) -> Array:
+    """Scales (N, G) of the least error for permuted levels (1, N, K): those of one group after the
+    other, given all others.
+    """
+    order, hessian = problem.order[0], problem.hessian[0]
+    scale = scale.astype("float64")
+    group_of = order // size
+    step = scale[:, group_of]
+    gradient = (rows[0] - levels[0] * step) @ hessian
+    for group in range(scale.shape[1]):
+        own = np.flatnonzero(group_of == group)
+        part = levels[0][:, own]
+        reach = part @ hessian[own]
+        curve = np.einsum("nk,nk->n", reach[:, own], part)
+        slope = np.einsum("nk,nk->n", gradient[:, own], part)
+        move = np.divide(slope, curve, out=np.zeros_like(slope), where=curve > 0)
+        scale[:, group] += move
+        gradient -= move[:, None] * reach
+    return scale

@@ -1,0 +1,261 @@
+"""Each weight of a module fitted to data, in the order in which data meets them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import tvm
+
+from relayquant.calibration.checkpoint import (
+    Workspace,
+    digest_batch,
+    digest_text,
+    open_checkpoint,
+)
+from relayquant.calibration.store import BEGIN_ANEW
+from relayquant.compression.find import WeightKey, WeightUse
+from relayquant.compression.fit import Gram, GroupFit, fit_groups
+from relayquant.compression.groups import GroupedWeight, GroupFormat, quantize_groups
+from relayquant.compression.settings import CompressSettings
+from relayquant.compression.walk import Meet, walk_weights
+from relayquant.datasets import Batch, open_dataset
+from relayquant.datasets.inputs import describe_inputs
+from relayquant.effort import Effort
+from relayquant.errors import ConfigError, DataError, ModelError, format_count
+from relayquant.events import ProgressEvent
+from relayquant.packing import count_bytes, count_groups
+from relayquant.rewrite.entry import MAIN, find_entry, rename_function
+from relayquant.storage.archive import Archive, read_archive, write_archive
+
+#: What the codes of a level of effort are fitted by; None: rounded to nearest.
+FITS: Mapping[Effort, GroupFit | None] = {
+    Effort.FAST: None,
+    Effort.BALANCED: GroupFit(),
+    Effort.BEST: GroupFit(rounds=8),
+}
+#: What bounds give to the weights that lose most.
+MOST_BITS = 8
+KIND = "relayquant.grouped_weight.1"
+
+
+@dataclass(frozen=True, eq=False)
+class CompressData:
+    """A function on its batches: none of them if there is no data.
+
+    `uses` are the operators that data meets, by the variable of their value.
+    """
+
+    mod: tvm.IRModule
+    function: str
+    batches: tuple[Batch, ...]
+    uses: Mapping[object, WeightUse]
+
+    def walk(self, settings: CompressSettings, meet: Meet) -> None:
+        """`walk_weights` on all batches."""
+        if self.batches:
+            walk_weights(
+                self.mod,
+                self.function,
+                self.batches,
+                self.uses,
+                settings.group_size,
+                settings.has_rows,
+                meet,
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class FoundWeights:
+    """Weights by key, those that data has met, and why some of them keep 8 bits."""
+
+    weights: dict[WeightKey, GroupedWeight] = field(default_factory=dict)
+    met: set[WeightKey] = field(default_factory=set)
+    kept: dict[WeightKey, str] = field(default_factory=dict)
+
+
+def open_data(
+    mod: tvm.IRModule, uses: Sequence[WeightUse], dataset: object, settings: CompressSettings
+) -> CompressData:
+    """The data set as checked batches of the function that it is for.
+
+    Raises:
+        ConfigError: there is no such function, or which one is meant is not known.
+        DataError: the data does not fit it.
+    """
+    functions = sorted({use.function for use in uses})
+    name = settings.function or find_entry(mod) or ""
+    if settings.function is not None and dataset is None:
+        raise ConfigError("compress_weights: function= says what dataset= is for; pass both.")
+    if dataset is None:
+        return CompressData(mod, name, (), {})
+    if name not in functions:
+        given = f"function={name!r} reads no weight" if name else "the module has no one model"
+        raise ConfigError(
+            f"compress_weights: {given}; the data is to be for one of {', '.join(functions)}. Pass "
+            f"function={functions[0]!r}, for instance."
+        )
+    for param in mod[name].params:
+        if not isinstance(param.ty, tvm.relax.TensorType):
+            raise ConfigError(
+                f"compress_weights: {param.name!r} of function {name!r} is no tensor, so that no "
+                "data can be given for it. Pass data for another function: function=."
+            )
+    main = mod if name == MAIN else rename_function(mod, name, MAIN)
+    batches = tuple(open_dataset(dataset, describe_inputs(main)))
+    own = {use.var: use for use in uses if use.function == name}
+    return CompressData(mod, name, batches, own)
+
+
+def fit_weights(
+    uses: Sequence[WeightUse],
+    forms: Mapping[WeightKey, GroupFormat],
+    data: CompressData,
+    settings: CompressSettings,
+) -> FoundWeights:
+    """The weight of each use, by its key: each once; first those that data meets, in its order."""
+    found = FoundWeights()
+    total = len({use.key for use in uses})
+    order = {key: i for i, key in enumerate(dict.fromkeys(use.key for use in uses))}
+
+    with open_results(uses, forms, data, settings) as workspace:
+
+        def find(use: WeightUse, gram: Gram | None) -> GroupedWeight:
+            form = forms[use.key]
+            place = workspace.choices(order[use.key]) if workspace else None
+            weight = read_weight(place, form, use) if place and place.exists() else None
+            if weight is None:
+                weight = fit_weight(use, gram, form, settings)
+                limit = settings.max_loss
+                if limit is not None and measure_loss(use.array, weight, gram) > limit:
+                    weight = fit_weight(use, gram, replace(form, bits=MOST_BITS), settings)
+                if place:
+                    write_weight(place, weight)
+            if weight.format.bits != form.bits:
+                found.kept[use.key] = (
+                    f"{MOST_BITS} bits, because {form.bits} lose more than max_loss="
+                    f"{settings.max_loss:g}"
+                )
+            found.weights[use.key] = weight
+            settings.events.on_progress(
+                ProgressEvent("compress weights", len(found.weights), total, "weight")
+            )
+            return weight
+
+        def meet(use: WeightUse, gram: Gram | None) -> np.ndarray:
+            if use.key not in found.weights:
+                find(use, gram)
+                if gram is not None:
+                    found.met.add(use.key)
+            return found.weights[use.key].decode()
+
+        data.walk(settings, meet)
+        for use in uses:
+            if use.key not in found.weights:
+                find(use, None)
+    return found
+
+
+def fit_weight(
+    use: WeightUse, gram: Gram | None, form: GroupFormat, settings: CompressSettings
+) -> GroupedWeight:
+    """A weight in a format, for what is known of its data.
+
+    Raises:
+        ModelError: its scales do not fit their dtype.
+    """
+    array, fit = use.array, FITS[settings.level]
+    if gram is not None and fit is not None:
+        weight = fit_groups(array, form, gram, fit)
+    else:
+        weight = quantize_groups(array, form, None if gram is None else gram.importance)
+    if not np.isfinite(weight.scale).all():
+        raise ModelError(
+            f"{use.place}: weights up to {np.abs(array).max():.3g} have scales beyond "
+            f"{np.finfo(weight.scale.dtype).max:.5g}, the largest {weight.scale.dtype}. Use "
+            'scale_dtype="float32".'
+        )
+    return weight
+
+
+def measure_loss(array: np.ndarray, weight: GroupedWeight, gram: Gram | None) -> float:
+    """Mean square of what rounding changes in the result, over that of the result; of the weight
+    itself without data.
+    """
+    difference = array - weight.decode()
+    if gram is None:
+        parts = [float(np.square(a, dtype="float64").sum()) for a in (difference, array)]
+    else:
+        parts = [gram.measure(a) for a in (difference, array)]
+    return parts[0] / parts[1] if parts[1] > 0 else 0.0
+
+
+def describe_fit(uses: Sequence[WeightUse], found: FoundWeights, settings: CompressSettings) -> str:
+    """How the weights were found, in words."""
+    if not found.met:
+        return "rounded to nearest, without data"
+    fit = FITS[settings.level]
+    how = "rounded to nearest, scales weighted" if fit is None else f"fitted, {fit}"
+    missed = len({use.key for use in uses} - found.met)
+    rest = f"; {format_count(missed, 'weight')} without data" if missed else ""
+    return f"{how} by data{rest}"
+
+
+# --- Checkpoints ------------------------------------------------------------------------------
+
+
+@contextmanager
+def open_results(
+    uses: Sequence[WeightUse],
+    forms: Mapping[WeightKey, GroupFormat],
+    data: CompressData,
+    settings: CompressSettings,
+) -> Iterator[Workspace | None]:
+    """The folder of finished weights; None without a checkpoint."""
+    if settings.checkpoint is None:
+        yield None
+        return
+    described = [f"{use.place} {use.op} {forms[use.key]}" for use in uses]
+    arrays = {str(i): use.array for i, use in enumerate(uses)}
+    fitting = f"{FITS[settings.level]} {settings.has_rows} {settings.max_loss}"
+    binding = {
+        "model": digest_text(data.mod.script(show_meta=False)),
+        "weights": digest_text("\n".join(described) + digest_batch(arrays)),
+        "settings": digest_text(fitting),
+        "data": digest_text(" ".join(map(digest_batch, data.batches))),
+    }
+    with open_checkpoint(settings.checkpoint, binding) as workspace:
+        yield workspace
+
+
+def write_weight(path: Path, weight: GroupedWeight) -> None:
+    """One finished weight, whole or not at all."""
+    arrays = {"codes": weight.codes, "scale": weight.scale, "zero_point": weight.zero_point}
+    write_archive(path, KIND, Archive({"bits": weight.format.bits}, arrays))
+
+
+def read_weight(path: Path, form: GroupFormat, use: WeightUse) -> GroupedWeight:
+    """What `write_weight` wrote, in that format or of 8 bits.
+
+    Raises:
+        DataError: the file is damaged.
+    """
+    archive = read_archive(path, KIND, "part of a checkpoint")
+    rows, features = use.array.shape
+    for bits in {form.bits, MOST_BITS}:
+        own = replace(form, bits=bits)
+        groups = (rows, count_groups(features, own.size(features)))
+        expected = {
+            "codes": ("uint8", (rows, count_bytes(features, bits))),
+            "scale": (form.scale_dtype, groups),
+            "zero_point": ("uint8", () if form.is_symmetric else groups),
+        }
+        arrays = archive.arrays
+        if archive.header.get("bits") == bits and expected == {
+            name: (str(array.dtype), array.shape) for name, array in arrays.items()
+        }:
+            return GroupedWeight(**arrays, features=features, format=own)
+    raise DataError(f"{path} does not hold the weight of {use.place}. {BEGIN_ANEW}")

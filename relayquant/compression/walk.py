@@ -1,0 +1,137 @@
+"""A float function on all batches at once, from one weight to the next: what each weight meets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tvm
+from tvm import relax
+from tvm.ir import Call
+
+from relayquant import reference
+from relayquant.compression.find import WeightUse
+from relayquant.compression.fit import Gram
+from relayquant.reference.interpreter import Frame, bind_input, evaluate, execute_binding
+
+#: What is to be computed with in place of a weight (N, K), for what its operator reads: None for a
+#: table.
+Meet = Callable[[WeightUse, Gram | None], np.ndarray]
+
+
+@dataclass(frozen=True, eq=False)
+class Stretch:
+    """Bindings up to the next weight, and the values that nothing reads behind them; the first
+    binding is that of `use`, None at the beginning.
+    """
+
+    use: WeightUse | None
+    bindings: tuple[Any, ...]
+    dead: tuple[relax.Var, ...]
+
+
+def walk_weights(
+    mod: tvm.IRModule,
+    name: str,
+    batches: Iterable[Mapping[str, np.ndarray]],
+    uses: Mapping[relax.Var, WeightUse],
+    group_size: int | None,
+    has_rows: bool,
+    meet: Meet,
+) -> None:
+    """Run function `name` on `batches`, all of them up to one weight before any goes on.
+
+    Between two weights there is memory for what later operators read, of all batches, and for one
+    batch at work. Weights in branches and in functions that it calls are not met.
+
+    Args:
+        uses: Operators by the variable of their value.
+        group_size: Of the weights: see `Gram`.
+        has_rows: Whether products read rows of integers.
+        meet: Asked for every operator, in order, what it computes with.
+    """
+    func = mod[name]
+    frames = [start_frame(mod, func, batch) for batch in batches]
+    grams: dict[relax.Expr, Gram] = {}
+    for stretch in cut_stretches(func, uses):
+        use, weight = stretch.use, None
+        if use is not None:
+            gram = None
+            if use.op == "matmul":
+                if use.data not in grams:  # products that read one value come one after the other
+                    grams = {use.data: collect_gram(frames, use.data, group_size, has_rows)}
+                gram = grams[use.data]
+            weight = meet(use, gram)
+        for frame in frames:
+            with np.errstate(all="ignore"):
+                run_stretch(frame, stretch, weight, has_rows)
+
+
+def start_frame(mod: tvm.IRModule, func: relax.Function, batch: Mapping[str, np.ndarray]) -> Frame:
+    """A frame that holds the inputs."""
+    frame = Frame(mod)
+    for param in func.params:
+        bind_input(frame, param, param.name, param.ty, batch[param.name])
+    return frame
+
+
+def cut_stretches(func: relax.Function, uses: Mapping[relax.Var, WeightUse]) -> list[Stretch]:
+    """The bindings of a function up to its last weight, cut before each."""
+    bindings = [binding for block in func.body.blocks for binding in block.bindings]
+    stops = [i for i, binding in enumerate(bindings) if binding.var in uses]
+    last: dict[relax.Var, int] = {}
+    for i, binding in enumerate(bindings):
+        for var in (binding.var, *relax.analysis.free_vars(binding.value)):
+            last[var] = i
+    stretches = []
+    for start, stop in zip([0, *stops], [*stops, stops[-1] + 1 if stops else 0], strict=True):
+        if start == stop:
+            continue
+        dead = tuple(var for var, i in last.items() if start <= i < stop)
+        own = tuple(bindings[start:stop])
+        stretches.append(Stretch(uses.get(own[0].var), own, dead))
+    return stretches
+
+
+def collect_gram(
+    frames: Iterable[Frame], data: Any, group_size: int | None, has_rows: bool
+) -> Gram:
+    """What is known of a value as the data of products."""
+    gram: Gram | None = None
+    for frame in frames:
+        rows = read_rows(frame, data, has_rows)
+        if gram is None:
+            gram = Gram(rows.shape[-1], group_size or rows.shape[-1])
+        gram.add(rows.reshape(-1, rows.shape[-1]))
+    assert gram is not None  # a data set has a batch
+    return gram
+
+
+def read_rows(frame: Frame, data: Any, has_rows: bool) -> np.ndarray:
+    """A value as products read it."""
+    values = evaluate(frame, data, "data")
+    if not has_rows:
+        return values
+    integers, scale = reference.qnn.quantize_rows(values)
+    return integers.astype("float32") * scale
+
+
+def run_stretch(frame: Frame, stretch: Stretch, weight: np.ndarray | None, has_rows: bool) -> None:
+    """Compute the values of a stretch, and drop what is dead behind it."""
+    use, bindings = stretch.use, stretch.bindings
+    if use is not None and weight is not None:
+        if use.op == "matmul":
+            value = read_rows(frame, use.data, has_rows) @ weight.T
+        else:
+            call = bindings[0].value
+            table = weight.T if use.is_transposed else weight
+            args = [relax.const(np.ascontiguousarray(table)), *call.args[1:]]
+            value = evaluate(frame, Call(call.op, args, call.attrs, call.ty_args), use.name)
+        frame.values[use.var] = value
+        bindings = bindings[1:]
+    for binding in bindings:
+        execute_binding(frame, binding)
+    for var in stretch.dead:
+        frame.values.pop(var, None)

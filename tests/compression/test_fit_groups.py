@@ -1,0 +1,129 @@
+"""Codes and scales of groups, fitted to data."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from relayquant.calibration.weights.fit import LeastSquares, improve_levels, round_rows
+from relayquant.compression.fit import MOST_COLUMNS, Gram, GroupFit, fit_groups, fit_scales
+from relayquant.compression.groups import GroupFormat, quantize_groups
+from relayquant.packing import CODE_BITS
+
+
+def draw_data(rows, columns, seed=0):
+    """Rows whose columns have much to do with one another, and differ in size."""
+    rng = np.random.default_rng(seed)
+    mixed = rng.normal(size=(rows, columns // 3 + 1)) @ rng.normal(size=(columns // 3 + 1, columns))
+    own = rng.normal(size=(rows, columns))
+    return ((mixed + 0.3 * own) * rng.lognormal(size=columns)).astype("float32")
+
+
+def make_gram(data, size):
+    gram = Gram(data.shape[1], size)
+    gram.add(data[: len(data) // 2])
+    gram.add(data[len(data) // 2 :])
+    return gram
+
+
+def measure(data, weight, found):
+    """Error of the product in float64, from the data itself."""
+    difference = weight.astype("float64") - found.decode()
+    return np.square(data.astype("float64") @ difference.T).sum()
+
+
+@pytest.mark.parametrize("scale_dtype", ["float32", "float16"])
+@pytest.mark.parametrize("is_symmetric", [True, False])
+@pytest.mark.parametrize("bits", CODE_BITS)
+def test_fit__the_product_changes_less(bits, is_symmetric, scale_dtype):
+    """Than by nearest rounding, and by every further step; the last group is short."""
+    data = draw_data(400, 72)
+    weight = np.random.default_rng(1).standard_t(4, (40, 72)).astype("float32")
+    form, gram = GroupFormat(bits, 16, is_symmetric, scale_dtype), make_gram(data, 16)
+    nearest = measure(data, weight, quantize_groups(weight, form))
+    errors = [
+        measure(data, weight, fit_groups(weight, form, gram, GroupFit(rounds)))
+        for rounds in (0, 1, 8)
+    ]
+    assert errors[0] < 0.7 * nearest
+    assert errors[2] <= errors[1] * (1 + 1e-6) <= errors[0] * (1 + 2e-6)
+    assert errors[2] < 0.9 * errors[0] or bits == 8
+
+
+def test_fit__near_brute_force():
+    """Two groups of two weights at 2 bits, for which all codes can be tried, each with the best
+    scales: over all draws most of the way from nearest rounding to there.
+    """
+    form, totals = GroupFormat(2, 2), np.zeros(3)
+    for seed in range(20):
+        data = draw_data(50, 4, seed)
+        weight = np.random.default_rng(seed).normal(size=(1, 4)).astype("float32")
+        nearest = measure(data, weight, quantize_groups(weight, form))
+        gram = make_gram(data, 2)
+        found = measure(data, weight, fit_groups(weight, form, gram, GroupFit(8, damping=1e-6)))
+        best = find_least(data.astype("float64"), weight[0])
+        assert found >= best * (1 - 1e-5)
+        totals += nearest, found, best
+    assert totals[1] - totals[2] < 0.4 * (totals[0] - totals[2])
+
+
+def find_least(data, weight):
+    """The least error of any codes of 2 bits with any two scales."""
+    best = np.inf
+    for codes in itertools.product(range(-2, 2), repeat=4):
+        parts = np.array([[*codes[:2], 0, 0], [0, 0, *codes[2:]]], "float64")
+        basis = data @ parts.T
+        solved, *_ = np.linalg.lstsq(basis, data @ weight, rcond=None)
+        best = min(best, np.square(basis @ solved - data @ weight).sum())
+    return best
+
+
+def test_fit_scales__repeated_solve_the_normal_equations():
+    """The scales of least error for given codes, by numpy's least squares."""
+    data = draw_data(200, 12, seed=5)
+    rng = np.random.default_rng(6)
+    weight, levels = rng.normal(size=(3, 12)), rng.integers(-4, 4, (3, 12)).astype("float64")
+    problem = LeastSquares.of((data.astype("float64").T @ data)[None], 1e-9)
+    rows, moved = (problem.permute(a[None]) for a in (weight, levels))
+    scale = np.ones((3, 3))
+    for _ in range(500):
+        scale = fit_scales(problem, rows, moved, scale, 4)
+    for row in range(3):
+        basis = np.stack([data[:, g : g + 4] @ levels[row, g : g + 4] for g in (0, 4, 8)], axis=1)
+        expected, *_ = np.linalg.lstsq(basis, data @ weight[row], rcond=None)
+        np.testing.assert_allclose(scale[row], expected, rtol=1e-3, atol=1e-4)
+
+
+def test_improve_levels__in_blocks_is_as_one_after_the_other():
+    """Against a plain loop over single weights with steps of their own."""
+    rng = np.random.default_rng(7)
+    data, weight = draw_data(300, 70), rng.normal(size=(1, 5, 70))
+    problem = LeastSquares.of((data.astype("float64").T @ data)[None], 0.01)
+    rows = problem.permute(weight)
+    step = rng.uniform(0.3, 0.6, rows.shape)
+    low, high = np.full(rows.shape, -4.0), np.full(rows.shape, 3.0)
+    levels = round_rows(problem, rows, step, low, high)
+    found = improve_levels(problem, rows, levels, step, low, high, 2)
+    expected = levels.copy()
+    for _ in range(2):
+        for k in range(70):
+            gradient = ((rows - expected * step) @ problem.hessian)[..., k]
+            best = expected[..., k] + gradient / (problem.hessian[0, k, k] * step[..., k])
+            expected[..., k] = np.clip(np.rint(best), -4, 3)
+    np.testing.assert_array_equal(found, expected)
+    assert (problem.errors(rows - found * step) <= problem.errors(rows - levels * step)).all()
+
+
+def test_gram__blocks_begin_with_a_group():
+    gram = Gram(2 * MOST_COLUMNS + 100, 32)
+    assert all(part.start % 32 == 0 for part in gram.parts)
+    assert gram.parts[-1].stop == 2 * MOST_COLUMNS + 100
+    assert max(len(block) for block in gram.blocks) <= MOST_COLUMNS
+    small = Gram(40, 64)
+    data = draw_data(30, 40)
+    small.add(data)
+    np.testing.assert_allclose(small.blocks[0], data.astype("float64").T @ data, rtol=1e-3)
+    expected = np.square(data.astype("float64") @ np.ones((40, 3))).sum()
+    assert small.measure(np.ones((3, 40), "float32")) == pytest.approx(expected, rel=1e-4)
