@@ -12,7 +12,7 @@ from relayquant.compression.fit import Gram
 from relayquant.compression.groups import GroupFormat, quantize_groups
 from relayquant.compression.observe import MOST_BITS, CompressData, measure_loss
 from relayquant.compression.settings import CompressSettings
-from relayquant.errors import ConfigError
+from relayquant.errors import ConfigError, format_count
 from relayquant.packing import count_bytes, count_groups
 
 
@@ -43,7 +43,8 @@ def choose_formats(
     if room < 0:
         raise ConfigError(
             f"compress_weights: the weights of bits={settings.bits} and "
-            f"table_bits={settings.table_bits} take {sum(sizes.values())} bytes with their scales, "
+            f"table_bits={settings.table_bits} take "
+            f"{format_count(sum(sizes.values()), 'byte')} with their scales, "
             f"allowed are {limit} by max_size or max_bits. Use fewer bits or larger groups."
         )
     losses = measure_losses(weights, forms, data, settings)
