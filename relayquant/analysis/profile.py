@@ -128,7 +128,20 @@ def profile_module(
         compile_module: Compiles for this machine.
         runs: Timed runs, >= 1.
     """
-    executable, sites = compile_with_sites(mod, compile_module)
+    return profile_executable(*compile_with_sites(mod, compile_module), mod, inputs, runs)
+
+
+def profile_executable(
+    executable: Any,
+    sites: Sequence[KernelSite],
+    mod: tvm.IRModule,
+    inputs: Sequence[np.ndarray],
+    runs: int = 20,
+) -> Profile:
+    """Time every call of a kernel in what `compile_with_sites` gave for a module.
+
+    Args: as for `profile_module`.
+    """
     executor = Executor(executable)
     tensors = [as_tensor(array) for array in inputs]
     main = executor.vm["main"]

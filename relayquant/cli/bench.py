@@ -29,7 +29,7 @@ import relayquant as rq
 from relayquant.analysis.engines import Contender, Engine, measure_engines
 from relayquant.analysis.latency import measure_latency
 from relayquant.analysis.peak import measure_peak
-from relayquant.analysis.profile import profile_module
+from relayquant.analysis.profile import compile_with_sites, profile_executable
 from relayquant.analysis.rivals import RIVALS, list_versions, prepare_rivals
 from relayquant.calibration.weights.fit import BiasCorrection, FitSettings, WeightRounding
 from relayquant.cli.answer import Answer, ExitCode, make_plain
@@ -117,10 +117,10 @@ def run(options: argparse.Namespace, answer: Answer) -> ExitCode:
             qmod = name_main(load_module(options.quantized))
         compile_module = partial(rq.compile, tune=options.tune)
         modules = {"relayquant int8": qmod, "relayquant float": mod}
-        executables = {}
+        executables, sites = {}, {}
         for name, module in modules.items():
             start = time.perf_counter()
-            executables[name] = compile_module(module)
+            executables[name], sites[name] = compile_with_sites(module, compile_module)
             answer.say(f"{name}: compiled in {time.perf_counter() - start:.1f} s")
         if rivals:
             folder = stack.enter_context(open_temporary_folder())
@@ -150,7 +150,7 @@ def run(options: argparse.Namespace, answer: Answer) -> ExitCode:
             answer.note(peak_gops=peak)
             calls: list[dict[str, Any]] = []
             for name, module in modules.items():
-                profile = profile_module(module, inputs, compile_module)
+                profile = profile_executable(executables[name], sites[name], module, inputs)
                 answer.say(kernel_table(profile, peak, f"{name}: kinds of kernels"))
                 calls += [{"module": name, **make_plain(row)} for row in profile.operators]
                 rows = None if answer.show_all else options.operators

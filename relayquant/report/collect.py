@@ -27,7 +27,12 @@ from relayquant.analysis.lint import Finding, Severity, lint
 from relayquant.analysis.load import bind_loader
 from relayquant.analysis.outputs import Interface, OutputGap, order_inputs
 from relayquant.analysis.peak import measure_peak
-from relayquant.analysis.profile import OperatorTime, profile_module
+from relayquant.analysis.profile import (
+    KernelSite,
+    OperatorTime,
+    compile_with_sites,
+    profile_executable,
+)
 from relayquant.analysis.sensitivity import (
     Metric,
     SensitivityReport,
@@ -57,7 +62,7 @@ from relayquant.prepared import PreparedModel
 from relayquant.qtypes import INTEGER_LIMITS
 from relayquant.rewrite import Graph
 from relayquant.rewrite.graph import constant_value, free_vars
-from relayquant.runtime import Executor, as_tensor, count_cores
+from relayquant.runtime import Executor, LoadModule, as_tensor, count_cores
 from relayquant.steps import calibrate, prepare
 
 #: elements of a value that its histogram is made of, of all samples together
@@ -241,23 +246,30 @@ def collect_report(
             suggestion = run("suggest", suggest_float, ranking, shown)
     latencies: Mapping[str, Latency] = {}
     times: Mapping[str, tuple[float, float | None]] = {}
+    load_deployed = bind_loader(data, compile_draft)
     if settings.latency:
+        built = run("compile", Deployed.build, quantized)
         runs = {
-            "float": (canonical, order_inputs(canonical, next(iter(shown)))),
-            "int8": (quantized, order_inputs(quantized, integers[0])),
+            "float": (compile(canonical), order_inputs(canonical, next(iter(shown)))),
+            "int8": (built.executable, order_inputs(quantized, integers[0])),
         }
-        latencies = run("latency", time_modules, runs)
-        times = run("profile", time_operators, *runs["int8"])
+        latencies = run("latency", time_executables, runs)
+        times = run("profile", time_operators, built, runs["int8"][1])
+        load_deployed = built.load
     score, other = None, None
     if settings.metric is not None:
-        score = run("metric", apply_to_data, settings.metric, canonical, quantized, data)
+        score = run(
+            "metric", apply_to_data, settings.metric, canonical, quantized, data, load_deployed
+        )
     if settings.other is not None:
         aligned, second = align_modules(mod, settings.other, params)
         other = OtherView(
             read_ledger(second),
             run("compare", compare_modules, aligned, second, shown, load_module),
             count_constant_bytes(second),
-            apply_to_data(settings.metric, aligned, second, data) if settings.metric else None,
+            apply_to_data(settings.metric, aligned, second, data, bind_loader(data, compile_draft))
+            if settings.metric
+            else None,
         )
     scores = {row.name: row.score for row in ranking.rows} if ranking else {}
     errors = {row.name: row for row in compared.rows}
@@ -374,25 +386,43 @@ def suggest_float(ranking: SensitivityReport, data: Dataset) -> Suggestion | Non
     return None
 
 
-def time_modules(
-    runs: Mapping[str, tuple[tvm.IRModule, Sequence[np.ndarray]]],
+@dataclass(frozen=True, eq=False)
+class Deployed:
+    """An integer module compiled for this machine, once for all that times it or runs it."""
+
+    mod: tvm.IRModule
+    executable: Any
+    sites: tuple[KernelSite, ...]
+
+    @staticmethod
+    def build(mod: tvm.IRModule) -> Deployed:
+        return Deployed(mod, *compile_with_sites(mod, compile))
+
+    def load(self, _mod: tvm.IRModule) -> Executor:
+        """As a `LoadModule`, of this module alone."""
+        return Executor(self.executable)
+
+
+def time_executables(
+    runs: Mapping[str, tuple[Any, Sequence[np.ndarray]]],
 ) -> dict[str, Latency]:
-    """One run of each module on its inputs, taking turns."""
+    """One run of each executable on its inputs, taking turns."""
     contenders = {
-        name: partial(Executor(compile(module)).vm["main"], *map(as_tensor, inputs))
-        for name, (module, inputs) in runs.items()
+        name: partial(Executor(executable).vm["main"], *map(as_tensor, inputs))
+        for name, (executable, inputs) in runs.items()
     }
     return measure_latency(contenders, ROUNDS)
 
 
 def time_operators(
-    quantized: tvm.IRModule, inputs: Sequence[np.ndarray]
+    built: Deployed, inputs: Sequence[np.ndarray]
 ) -> dict[str, tuple[float, float | None]]:
     """Operator -> (seconds, share of the integer peak of all cores) of its kernels."""
-    ledger = read_ledger(quantized)
+    ledger = read_ledger(built.mod)
     peak = measure_peak(resolve_target(None)) * count_cores()
     found: dict[str, list[OperatorTime]] = {}
-    for time in profile_module(quantized, inputs, compile).operators:
+    profile = profile_executable(built.executable, built.sites, built.mod, inputs)
+    for time in profile.operators:
         row = find_row(ledger, time.value)
         if row is not None:
             found.setdefault(row.name, []).append(time)
@@ -418,10 +448,14 @@ def find_row(ledger: Ledger, value: str) -> LedgerRow | None:
 
 
 def apply_to_data(
-    metric: Metric, mod: tvm.IRModule, quantized: tvm.IRModule, data: Dataset
+    metric: Metric,
+    mod: tvm.IRModule,
+    quantized: tvm.IRModule,
+    data: Dataset,
+    load_module: LoadModule,
 ) -> Score:
     """The user's metric of both models, on all of the data."""
-    floating, integer = EagerModule(mod), bind_loader(data, compile_draft)(quantized)
+    floating, integer = EagerModule(mod), load_module(quantized)
     interface = Interface.of(quantized)
     expected, got = [], []
     for batch in data:

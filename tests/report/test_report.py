@@ -17,6 +17,7 @@ from tvm.relax import op
 import relayquant as rq
 from relayquant.datasets import open_dataset
 from relayquant.datasets.inputs import describe_inputs
+from relayquant.report import collect
 from relayquant.report.collect import draw_image, find_sources, suggest_float
 from relayquant.report.fitted import shorten_middle
 from relayquant.rewrite import Graph
@@ -237,3 +238,24 @@ def test_find_sources__what_only_the_integer_module_has_stands_behind_its_input(
     assert sources[added] == ("x",)
     assert sources[names.index("first")] == (added,)
     assert sources[names.index("out")] == (names.index("first"),)
+
+
+def test_make_report__compiles_for_this_machine_once(hostile, monkeypatch):
+    """What is timed, looked into and scored is one executable of each model."""
+    mod, batches = hostile
+    qmod = rq.quantize(mod, None, batches, effort="fast", guard=rq.Guard.OFF)
+    built = []
+    real = collect.compile
+
+    def count(module, *args):
+        built.append(len(module.functions))
+        return real(module, *args)
+
+    monkeypatch.setattr(collect, "compile", count)
+    monkeypatch.setattr(collect, "compile_draft", lambda module: pytest.fail("compiled again"))
+    found = rq.make_report(
+        mod, qmod, batches, metric=lambda a, b: 0.0, latency=True, rank=False
+    ).data
+    assert len(built) == 2
+    assert {*found.latencies} == {"float", "int8"}
+    assert found.score is not None
