@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tvm
+import tvm_ffi
 from tvm import relax, s_tir, tirx
 from tvm.relax.backend.cpu_generic import get_default_pipeline
 from tvm.relax.backend.cpu_generic import pipeline as stages
@@ -233,6 +234,46 @@ def test_schedule_functions__vectors_and_threads_appear():
     text = schedule_functions(mod, TARGET)["matmul"].script()
     assert "T.vectorized" in text
     assert "T.parallel" in text
+
+
+def block_names(statement) -> set[str]:
+    names: set[str] = set()
+    tvm_ffi.structural_walk(statement, (s_tir.SBlock, lambda block: names.add(block.name_hint)))
+    return names
+
+
+@pytest.mark.parametrize("length", [192, 197])
+@pytest.mark.parametrize(
+    "emit",
+    [
+        lambda bb, x: relax.op.nn.softmax(x),
+        lambda bb, x: relax.op.sum(x, axis=[-1]),
+        lambda bb, x: relax.op.nn.layer_norm(
+            x, *[relax.const(np.ones(x.ty.shape.values[-1].value, "float32"))] * 2, axes=[-1]
+        ),
+    ],
+    ids=["softmax", "sum", "layer_norm"],
+)
+def test_schedule_functions__threads_share_all_of_a_reduction(emit, length):
+    """Also what is left of it when the lanes of vectors are to be joined."""
+    mod = make_module(emit, ((1, 600, length), "float32"))
+    with TARGET:
+        mod = tvm.transform.Sequential(stages.legalize_passes(TARGET))(mod)
+    (func,) = [f for f in schedule_functions(mod, TARGET).functions.values() if is_kernel(f)]
+    shared: set[str] = set()
+
+    def visit(loop: tirx.For) -> None:
+        if loop.kind == tirx.ForKind.PARALLEL:
+            shared.update(block_names(loop))
+
+    tvm_ffi.structural_walk(func.body, (tirx.For, visit))
+    alone = block_names(func.body) - shared - {"root"}
+    assert all(name.endswith("mean") for name in alone)  # a division for each row
+    assert any("rf" in name for name in shared)
+
+
+def is_kernel(func: tvm.ir.BaseFunc) -> bool:
+    return isinstance(func, tirx.PrimFunc)
 
 
 @pytest.mark.parametrize(("size", "is_parallel"), [(96, False), (512, True)])

@@ -395,6 +395,9 @@ class FunctionScheduler:
         partial_loops = list(sch.get_loops(partial))
         spatial = len(facts.spatial)
         sch.vectorize(partial_loops[-1])
+        # The lanes of a result are reduced where they are: by its thread, while they are near.
+        if spatial:
+            sch.reverse_compute_at(block, partial_loops[spatial - 1], preserve_unit_loops=True)
         self.parallelize(partial_loops[:spatial], facts)
         sch.decompose_reduction(partial, partial_loops[spatial])
         return True

@@ -30,7 +30,7 @@ WORKER_TURNS = 5000
 CALLER_TURNS = 2000
 #: nanoseconds that waiting may cost before workers have saved as much: at most and at first, and
 #: after a rest
-MOST_TRUST, NEW_TRUST = 5_000_000, 1_000_000
+MOST_TRUST, NEW_TRUST = 10_000_000, 2_500_000
 #: nanoseconds that a part by a worker counts as saved at most: a caller that lost its processor
 #: took long for its own
 MOST_SAVED = 1_000_000
