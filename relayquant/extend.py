@@ -1,7 +1,8 @@
 """For authors of operator rows, backends and observers: all that their code names, from one import.
 
 A row needs a name, the operator, a pattern with its operands, and a `realize`; a backend takes it
-by `BackendConfig.with_pattern`. An observer is a class between `Observer` and `State`. Nothing is
+by `BackendConfig.with_pattern`. A `Rule` rewrites the float model before it is planned, and goes to
+`BackendConfig.with_fuser`. An observer is a class between `Observer` and `State`. Nothing is
 registered. `check_pattern` tells whether a row means the same at every stage.
 """
 
@@ -19,12 +20,13 @@ from relayquant.ops import (
 )
 from relayquant.qtypes import Role
 from relayquant.reference.lookup_table import build_table
-from relayquant.rewrite import Match, Pattern, Skip
+from relayquant.rewrite import Emitter, Match, Pattern, Rule, Skip
 from relayquant.testing.check import PatternMismatch, PatternReport, check_pattern
 from relayquant.testing.draw import ModelBuilder
 
 __all__ = [
     "AffineRule",
+    "Emitter",
     "Kind",
     "Match",
     "ModelBuilder",
@@ -38,6 +40,7 @@ __all__ = [
     "Quantized",
     "RealizeContext",
     "Role",
+    "Rule",
     "SimulateContext",
     "Skip",
     "State",

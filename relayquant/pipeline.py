@@ -57,6 +57,7 @@ from relayquant.ledger import find_ledger
 from relayquant.plan import Plan
 from relayquant.preparation import prepare_module
 from relayquant.preparation.bias import add_planned_biases
+from relayquant.preparation.fusers import apply_fusers
 from relayquant.prepared import PreparedModel
 from relayquant.settings import CalibrateSettings, PrepareSettings, QuantizeSettings
 from relayquant.simulation import build_calibration_graph
@@ -97,7 +98,7 @@ def prepare_model(
     """
     level, run = EFFORTS[settings.level], settings.events.run_stage
     mapping = default_mapping(backend, settings.level) if mapping is None else mapping
-    canonical = run("prepare", prepare_module, mod, params)
+    canonical = apply_fusers(run("prepare", prepare_module, mod, params), backend.fusers)
     is_quantized = has_quantized_values(canonical)
     if is_quantized:
         canonical = adopt_quantized(canonical, backend)

@@ -7,7 +7,7 @@ Frozen values; `with_` methods return new objects. Read by annotate and by every
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -71,6 +71,17 @@ class AnyAffineRule(Protocol):
 
     @property
     def pattern(self) -> QuantPattern: ...
+
+
+@runtime_checkable
+class AnyFuser(Protocol):
+    """What configuration needs to know of a float rewrite (`relayquant.extend.Rule`)."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def rewrite(self) -> Callable[..., Any]: ...
 
 
 @check_fields
@@ -166,6 +177,7 @@ class BackendConfig:
         patterns: Rows, the longest patterns first.
         affine_rules: Rules of the allow-list (`relayquant.AffineRule`), tried before the built-in
             ones.
+        fusers: Rewrites of the float model (`relayquant.extend.Rule`) before it is planned.
         default_qconfig: For all operators when the user gives no QConfigMapping.
         float_dtypes: Narrow float dtypes that it computes any operator in (`FloatConfig`).
         reduce_range: Activations use one bit less than their dtype has, unless a QSpec says
@@ -178,6 +190,7 @@ class BackendConfig:
     default_qconfig: QConfig | None = None
     reduce_range: bool = False
     float_dtypes: tuple[str, ...] = ()
+    fusers: tuple[AnyFuser, ...] = ()
 
     def __post_init__(self) -> None:
         if self.default_qconfig is None or not self.patterns:
@@ -249,6 +262,19 @@ class BackendConfig:
         )
 
     @check_arguments
+    def with_fuser(self, fuser: AnyFuser) -> BackendConfig:
+        """A backend that rewrites the float model by `fuser` before it is planned, as FX does by
+        `additional_fuser_method_mapping`; a fuser of this name that it had is replaced.
+
+        The rule is a `relayquant.extend.Rule(name, pattern, rewrite)`: `rewrite(emitter, match)`
+        gives the float expression that stands for `match.root` from then on, or Skip. Fusers are
+        tried at every value, the one added last first, until none fires; constants that they
+        compute with are folded.
+        """
+        others = (other for other in self.fusers if other.name != fuser.name)
+        return replace(self, fusers=(fuser, *others))
+
+    @check_arguments
     def find_pattern(self, name: str) -> PatternConfig:
         """The row of a pattern by name.
 
@@ -304,13 +330,16 @@ class BackendConfig:
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON and TOML; patterns and affine rules, which are code, by name."""
+        """Plain data for JSON and TOML; patterns, affine rules and fusers, which are code, by
+        name."""
         data: dict[str, Any] = {"name": self.name, "reduce_range": self.reduce_range}
         if self.default_qconfig is not None:
             data["default_qconfig"] = self.default_qconfig.to_dict()
         if self.float_dtypes:
             data["float_dtypes"] = list(self.float_dtypes)
         data["affine_rules"] = [rule.op for rule in self.affine_rules]
+        if self.fusers:
+            data["fusers"] = [fuser.name for fuser in self.fusers]
         data["patterns"] = [row.to_dict() for row in self.patterns]
         return data
 
@@ -321,6 +350,8 @@ class BackendConfig:
         patterns: Iterable[QuantPattern],
         affine_rules: Iterable[AnyAffineRule] = (),
         where: str = "BackendConfig",
+        *,
+        fusers: Iterable[AnyFuser] = (),
     ) -> BackendConfig:
         """What `to_dict` wrote. `patterns` are the operator rows it may name
         (`relayquant.BUILTIN_OPS` and your own).
@@ -341,6 +372,13 @@ class BackendConfig:
                     "affine_rules=[...]. "
                     f"{suggest_name(str(op), rules)}"
                 )
+        by_fuser = {fuser.name: fuser for fuser in fusers}
+        for name in check_list(found.get("fusers", ()), f"{where}.fusers"):
+            if name not in by_fuser:
+                raise ConfigError(
+                    f"{where}.fusers names {name!r}, which was not passed as fusers=[...]. "
+                    f"{suggest_name(str(name), by_fuser)}"
+                )
         rows = check_list(found["patterns"], f"{where}.patterns")
         by_name = {
             "patterns": tuple(
@@ -348,5 +386,6 @@ class BackendConfig:
                 for i, row in enumerate(rows)
             ),
             "affine_rules": tuple(rules[op] for op in found.get("affine_rules", ())),
+            "fusers": tuple(by_fuser[name] for name in found.get("fusers", ())),
         }
         return read_fields(BackendConfig, {**found, **by_name}, where)
