@@ -9,6 +9,7 @@ from relayquant.torch.conversion import convert
 from relayquant.torch.define_by_run import Unseen, prepare
 from relayquant.torch.exported import export, quantize
 from relayquant.torch.ranges import BatchNorm, Ranges
+from relayquant.torch.reference import convert_to_reference
 from relayquant.torch.training import from_module, prepare_qat
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "Ranges",
     "Unseen",
     "convert",
+    "convert_to_reference",
     "export",
     "from_module",
     "load",

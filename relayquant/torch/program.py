@@ -160,10 +160,10 @@ def build_program(graph: CalibrationGraph) -> TorchProgram:
     Raises:
         ModelError: operators have no torch form; names all of them.
     """
-    return _ProgramBuilder(graph).build()
+    return ProgramBuilder(graph).build()
 
 
-class _ProgramBuilder:
+class ProgramBuilder:
     """State of one build."""
 
     def __init__(self, graph: CalibrationGraph) -> None:

@@ -1,0 +1,110 @@
+"""The module that `reference.convert_to_reference` gives: a program of the reference form, with its
+constants as buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import tvm
+from torch import nn
+from torch.ao.quantization.fx import _decomposed  # noqa: F401 # defines quantized_decomposed
+from tvm import relax
+from tvm.ir import Call
+
+from relayquant.errors import ModelError
+from relayquant.prepared import CalibrationGraph
+from relayquant.qtypes import INTEGER_LIMITS, Rounding
+from relayquant.rewrite.graph import constant_value, tensor_dtype
+from relayquant.torch.program import ProgramBuilder, Reader, Values, make_conform
+
+QUANTIZE = "relax.qnn.quantize"
+DEQUANTIZE = "relax.qnn.dequantize"
+
+
+class ReferenceModule(nn.Module):
+    """A model in reference form, called with its inputs.
+
+    Buffers are called "constant_<n>", in the order in which the model reads them.
+    """
+
+    def __init__(self, mod: tvm.IRModule, inputs: tuple[str, ...]) -> None:
+        super().__init__()
+        self.program = ReferenceBuilder(CalibrationGraph(mod, {}, inputs)).build()
+        for i, constant in enumerate(self.program.constants.values()):
+            self.register_buffer(f"constant_{i}", constant)
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        """What the model gives for these inputs."""
+        names = (f"constant_{i}" for i in range(len(self.program.constants)))
+        constants = {
+            constant: self.get_buffer(name)
+            for constant, name in zip(self.program.constants, names, strict=True)
+        }
+        return self.program.run(inputs, {}, constants, refuse_rounding, {})
+
+
+def refuse_rounding(key: str, axis: int, value: torch.Tensor) -> torch.Tensor:
+    """A reference form holds no simulated quantization."""
+    raise ModelError(f"Value {key!r} is simulated in a reference form.")
+
+
+class ReferenceBuilder(ProgramBuilder):
+    """As for a calibration graph; nothing trains, and values are quantized."""
+
+    def make_call(self, call: Call, name: str, var: relax.Var) -> Reader:
+        """What computes a call of an operator."""
+        if name not in (QUANTIZE, DEQUANTIZE):
+            return super().make_call(call, name, var)
+        rounding = str(getattr(call.attrs, "rounding", Rounding.TONEAREST_EVEN.value))
+        if Rounding(rounding) is not Rounding.TONEAREST_EVEN:
+            raise ModelError(
+                f"Operator {var.name!r} rounds {rounding}; quantized_decomposed of PyTorch rounds "
+                "half to even."
+            )
+        is_quantize = name == QUANTIZE
+        dtype = str(call.attrs.out_dtype) if is_quantize else tensor_dtype(call.args[0])
+        function = choose_function(call, is_quantize)
+        readers = [self.read(arg) for arg in call.args[:1]] + self.read_parameters(call)
+        conform = make_conform(var.ty)
+        limits, kind = INTEGER_LIMITS[dtype], getattr(torch, dtype)
+
+        def compute(values: Values) -> Any:
+            return conform(function(*(read(values) for read in readers), *limits, kind))
+
+        return compute
+
+    def read_parameters(self, call: Call) -> list[Reader]:
+        """Readers of scale, zero point and, of several, their axis, as torch takes them."""
+        arrays = [constant_value(arg) for arg in call.args[1:3]]
+        if any(array is None for array in arrays):
+            return [self.read(arg) for arg in call.args[1:3]]
+        scale, zero_point = arrays
+        if scale.ndim == 0 and zero_point.ndim == 0:
+            numbers = float(scale), int(zero_point)
+            return [lambda values: numbers[0], lambda values: numbers[1]]
+        axis, size = int(call.attrs.axis) % call.args[0].ty.ndim, max(scale.size, zero_point.size)
+        # Wide as constants: what is computed of them is no parameter to readers of the program.
+        wide = [
+            relax.const(np.broadcast_to(array, (size,)).copy(), str(array.dtype))
+            for array in (scale, zero_point)
+        ]
+        return [*map(self.read, wide), lambda values: axis]
+
+    def note_trained(self, expr: relax.Expr, place: tuple[str, int]) -> None:
+        """Nothing trains."""
+
+
+def choose_function(call: Call, is_quantize: bool) -> Callable[..., torch.Tensor]:
+    """The operator of quantized_decomposed for constant parameters, or those of the run time."""
+    name = "quantize" if is_quantize else "dequantize"
+    arrays = [constant_value(arg) for arg in call.args[1:3]]
+    space = torch.ops.quantized_decomposed
+    if any(array is None for array in arrays):
+        return getattr(space, f"{name}_per_tensor").tensor
+    if any(array.ndim for array in arrays):
+        return getattr(space, f"{name}_per_channel").default
+    return getattr(space, f"{name}_per_tensor").default
