@@ -176,6 +176,7 @@ class ReportData:
     Attributes:
         operators: In the order of the ledger.
         sizes: Bytes of the constants of the float and the integer module.
+        latencies: Of "float", "int8" and "other", where they were measured.
         no_ranking: Why there is no `ranking`.
         other: None where nothing is compared with.
     """
@@ -253,6 +254,10 @@ def collect_report(
             "float": (compile(canonical), order_inputs(canonical, next(iter(shown)))),
             "int8": (built.executable, order_inputs(quantized, integers[0])),
         }
+        if settings.other is not None:
+            beside = align_modules(mod, settings.other, params)[1]
+            inputs = Interface.of(beside).to_inputs(next(iter(shown)))
+            runs["other"] = compile(beside), order_inputs(beside, inputs)
         latencies = run("latency", time_executables, runs)
         times = run("profile", time_operators, built, runs["int8"][1])
         load_deployed = built.load

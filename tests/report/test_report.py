@@ -110,6 +110,8 @@ def test_report__shares_scores_and_samples(report):
     assert all(image.shape == (8, 8, 3) for s in data.samples for image in s.images)
     assert {view.seconds is not None for view in data.operators} >= {True}
     assert "multiply-adds on integers: 100.0%" in str(report)
+    assert {*data.latencies} == {"float", "int8", "other"}
+    assert "time of a run, ms" in report.html
     assert "closeness: 0 in float" in str(report)
 
 
