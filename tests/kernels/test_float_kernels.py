@@ -18,6 +18,7 @@ from relayquant.kernels.floating.conv import (
     make_conv2d_packing,
     pack_conv2d,
     packed_conv2d_size,
+    plan_conv2d,
 )
 from relayquant.kernels.floating.gemm import (
     FloatDense,
@@ -32,6 +33,8 @@ from relayquant.kernels.floating.tile import (
     FloatIsa,
     Panels,
     choose_float_isa,
+    choose_panels,
+    choose_rows,
 )
 from relayquant.kernels.isa.target import resolve_target
 
@@ -148,6 +151,27 @@ def test_make_conv2d__large_weights_are_walked_panel_by_panel():
 def test_make_conv2d__large_weights_are_read_once_for_all_pixels():
     spec = FloatConv2d(1, 600, 1, 64, 768, (6, 1), padding=(1, 0, 3, 0), epilogue=FULL)
     check_conv2d(spec, HOST)
+
+
+@pytest.mark.parametrize("isa", [*ISAS, FloatIsa(4, 24)], ids=lambda isa: str(isa))
+@pytest.mark.parametrize("inner", [512, 768, 1000, 1024, 2048, 3072])
+def test_choose_panels__no_set_of_the_cache_gets_more_lines_than_it_has(isa, inner):
+    """8 lines of a set stay, on every CPU; the weights and results of a tile need one, too."""
+    isa, panels = choose_panels(256, None, isa, inner)
+    rows = choose_rows(None, panels.blocks, isa)
+    sets = {row * inner * 4 % 4096 // 64 for row in range(rows)}
+    assert rows <= 7 * len(sets)
+    assert rows * panels.blocks <= isa.accumulators
+
+
+def test_pack_conv2d__follows_the_panels_of_rows_in_one_set():
+    for spec in (
+        FloatConv2d(1, 3, 5, 1024, 80, (1, 1), epilogue=FULL),
+        FloatConv2d(1, 5, 9, 512, 64, (1, 1), (2, 2), epilogue=FULL),
+        FloatConv2d(1, 4, 4, 512, 64, (3, 3), padding=(1, 1, 1, 1), epilogue=FULL),
+    ):
+        assert plan_conv2d(spec, HOST)[1].blocks == 4 or HOST.accumulators < 24
+        check_conv2d(spec, HOST)
 
 
 def test_lay_down__only_one_column_without_taps_beside_it():

@@ -30,6 +30,7 @@ from relayquant.kernels.floating.gemm import (
     FloatDense,
     finish_into,
     make_dense,
+    plan_dense,
     start_with,
 )
 from relayquant.kernels.floating.tile import (
@@ -142,8 +143,10 @@ def plan_conv2d(spec: FloatConv2d, isa: FloatIsa) -> tuple[FloatIsa, Panels]:
         narrow = isa.narrow(spec.out_channels)
         return narrow, Panels(spec.out_channels, narrow.lanes, 1)
     if spec.is_pointwise:
-        return choose_panels(spec.out_channels, static(spec.as_dense().rows), isa)
-    return choose_panels(spec.group_out, None, isa)
+        return plan_dense(spec.as_dense(), isa)
+    pitch = spec.strides[1] * spec.in_channels
+    # The windows of neighbouring pixels share lines, which stay only where half of a set does.
+    return choose_panels(spec.group_out, None, isa, pitch if spec.kernel == (1, 1) else 2 * pitch)
 
 
 def packed_conv2d_size(spec: FloatConv2d, isa: FloatIsa) -> int:

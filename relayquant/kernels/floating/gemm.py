@@ -71,7 +71,7 @@ class FloatDense:
 
 def plan_dense(spec: FloatDense, isa: FloatIsa) -> tuple[FloatIsa, Panels]:
     """Vector width and panels, which fix the packed form of the weights."""
-    return choose_panels(spec.outputs, static(spec.rows), isa)
+    return choose_panels(spec.outputs, static(spec.rows), isa, spec.inner)
 
 
 def pack_dense(weight: NDArray[np.float32], spec: FloatDense, isa: FloatIsa) -> NDArray[np.float32]:
@@ -242,7 +242,7 @@ def make_batch_matmul(
     spec: FloatMatmul, isa: FloatIsa, name: str = "float_batch_matmul"
 ) -> PrimFunc:
     """PrimFunc(x, w, y): the weights are read where they lie, nothing is packed."""
-    isa, panels = choose_panels(spec.outputs, spec.rows, isa)
+    isa, panels = choose_panels(spec.outputs, spec.rows, isa, spec.inner)
     rows, inner, outputs = spec.rows, spec.inner, spec.outputs
     count: Any = 1
     for extent in spec.batch:

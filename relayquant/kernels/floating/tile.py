@@ -37,6 +37,8 @@ Buffer = Any
 #: Weights (bytes) up to which all channels are computed per tile of pixels; larger ones are walked
 #: once, panel by panel, over all pixels. Half of a common second level cache.
 RESIDENT_WEIGHTS = 1 << 20
+#: Bytes between addresses of one set of a first-level cache, in which 8 or 12 lines stay.
+SET_STRIDE = 1 << 12
 #: Steps between the fetch of packed weights into the cache and their use.
 PREFETCH_STEPS = 24
 #: Multiply-adds below which a kernel stays on one thread: 5 to 10 microseconds of them.
@@ -136,12 +138,20 @@ class Panels:
         return [min(v * self.lanes, last) for v in range(self.vectors)]
 
 
-def choose_panels(channels: int, rows: int | None, isa: FloatIsa) -> tuple[FloatIsa, Panels]:
-    """Panel width for `rows` rows (None: many): two vectors, more where rows are few."""
+def choose_panels(
+    channels: int, rows: int | None, isa: FloatIsa, pitch: int
+) -> tuple[FloatIsa, Panels]:
+    """Panel width for `rows` rows (None: many): two vectors, more where rows are few.
+
+    More too where the rows, which are `pitch` values apart, meet in one set of the first-level
+    cache: of the lines of 14 rows it drops each before it is used up, those of 7 stay.
+    """
     isa = isa.narrow(channels)
     vectors = -(-channels // isa.lanes)
     if rows is not None and rows < 6:
         blocks = min(vectors, max(1, min(8, isa.accumulators // rows)))
+    elif pitch * 4 % SET_STRIDE == 0 and vectors >= 4 and isa.accumulators >= 24:
+        blocks = 4
     elif vectors % 2 and vectors % 3 == 0 and isa.accumulators >= 24:
         blocks = 3
     else:
