@@ -1,0 +1,42 @@
+"""How the layers of the benchmark are shared by threads: counted, on any machine."""
+
+from __future__ import annotations
+
+import pytest
+import tvm_ffi
+from bench_kernels import LAYERS
+from tvm import tirx
+
+from relayquant.kernels.emit import ceil_div
+from relayquant.kernels.integer.conv import build_conv2d
+from relayquant.kernels.isa.select import select_isa
+from relayquant.kernels.isa.target import resolve_target
+
+#: threads -> of the time of the busiest one, what all have to do in the mean at least. With many
+#: threads the products of a row by a matrix set the bounds: they have few panels.
+LEAST_BALANCE = {2: 0.98, 4: 0.96, 8: 0.75, 16: 0.75}
+#: the same of preparing the image, by rows: a small part of the time
+LEAST_BALANCE_OF_IMAGE = 0.75
+#: of a kernel: preparing the image is one, the products are another
+MOST_REGIONS = 2
+
+
+@pytest.mark.parametrize("mcpu", ["sapphirerapids", "haswell"])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_layers__are_split_evenly(layer, mcpu):
+    spec = LAYERS[layer]
+    func = build_conv2d(spec, select_isa(resolve_target(f"llvm -mcpu={mcpu}")))
+    extents: list[int] = []
+
+    def visit(loop: tirx.For) -> None:
+        if loop.kind == tirx.ForKind.PARALLEL:
+            extents.append(int(loop.extent))
+
+    tvm_ffi.structural_walk(func.body, (tirx.For, visit))
+    assert len(extents) <= MOST_REGIONS
+    assert extents or spec.macs < 1_000_000
+    for place, extent in enumerate(reversed(extents)):
+        for threads, least in LEAST_BALANCE.items():
+            largest = ceil_div(extent, threads)  # TVM deals out runs of this length
+            bound = least if place == 0 else LEAST_BALANCE_OF_IMAGE
+            assert extent / (threads * largest) >= bound, (extent, threads)
