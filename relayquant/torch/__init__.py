@@ -6,6 +6,7 @@ Around the data flow. PyTorch is imported when a function of this package is cal
 
 from relayquant.importers import import_torch as load
 from relayquant.torch.conversion import convert
+from relayquant.torch.custom_config import PrepareCustomConfig
 from relayquant.torch.define_by_run import Unseen, prepare
 from relayquant.torch.exported import export, quantize
 from relayquant.torch.ranges import BatchNorm, Ranges
@@ -14,6 +15,7 @@ from relayquant.torch.training import from_module, prepare_qat
 
 __all__ = [
     "BatchNorm",
+    "PrepareCustomConfig",
     "Ranges",
     "Unseen",
     "convert",

@@ -13,9 +13,12 @@ from typing import Any
 import tvm
 
 from relayquant.arguments import check_arguments
-from relayquant.errors import MissingDependencyError, ModelError
+from relayquant.backends import resolve_backend
+from relayquant.effort import Effort, default_mapping, resolve_effort
+from relayquant.errors import ConfigError, MissingDependencyError, ModelError
 from relayquant.importers import import_torch as load
 from relayquant.quantizer import quantize as quantize_module
+from relayquant.torch.custom_config import PrepareCustomConfig
 
 
 @check_arguments
@@ -26,6 +29,7 @@ def quantize(
     *,
     example_kwargs: Mapping[str, Any] | None = None,
     dynamic_shapes: Any = None,
+    prepare_custom_config: PrepareCustomConfig | None = None,
     **options: Any,
 ) -> tvm.IRModule:
     """Quantize a PyTorch module after training.
@@ -38,6 +42,8 @@ def quantize(
         example_inputs, example_kwargs, dynamic_shapes: As for `torch.export.export`. Shapes are
             those of the example inputs unless `dynamic_shapes` says otherwise:
             `({0: torch.export.Dim("batch")},)` for any batch size.
+        prepare_custom_config: Submodules that stay in float, or are quantized by themselves. With
+            the latter, shapes are those of the example inputs.
         dataset: As for `relayquant.quantize`; items may be torch tensors, so a DataLoader without
             labels will do.
         options: Further arguments of `relayquant.quantize`.
@@ -50,9 +56,25 @@ def quantize(
         ModelError: torch.export cannot export the module, or an operator is not supported.
         DataError, ConfigError: as `relayquant.quantize`.
     """
-    program = export(
-        module, example_inputs, example_kwargs=example_kwargs, dynamic_shapes=dynamic_shapes
-    )
+    shaping = {"example_kwargs": example_kwargs, "dynamic_shapes": dynamic_shapes}
+    program = export(module, example_inputs, **shaping)
+    if prepare_custom_config is not None:
+        backend = resolve_backend(options.get("backend"))
+        effort = resolve_effort(options.get("effort", Effort.BALANCED))
+        chosen = list(prepare_custom_config.find_standalone(module))
+        mapping = options.get("qconfig_mapping") or default_mapping(backend, effort)
+        mapping = prepare_custom_config.extend_mapping(mapping, module)
+        options = {**options, "qconfig_mapping": mapping, "backend": backend}
+        if chosen:
+            if any(value is not None for value in shaping.values()):
+                raise ConfigError(
+                    "quantize: standalone modules have the shapes of example inputs by position; "
+                    "leave out example_kwargs and dynamic_shapes."
+                )
+            from relayquant.torch.standalone import replace_standalone
+
+            module = replace_standalone(module, chosen, example_inputs, dataset, backend, effort)
+            program = export(module, example_inputs)
     mod, params = load(program)
     return quantize_module(mod, params, dataset, **options)
 
