@@ -56,7 +56,9 @@ def compress_weights(
             same table (a classifier): models lose most by these. None: they stay float.
         effort: What data is used for. "fast": weights that meet large inputs count more when scales
             are chosen. "balanced": codes make up for one another's rounding, and scales follow.
-            "best": both move by turns until little changes. Without data all are the same.
+            "best": both move by turns until little changes, and each product makes up for what
+            weights before it have changed, by what it gives in float; twice the time and memory.
+            Without data all are the same.
         function: The one that `dataset` is for; None: the model, see `quantize`.
         max_loss: Weights keep 8 bits where fewer change the result of their product by more than
             this share of it (error over result, mean squares); without data the weight itself.

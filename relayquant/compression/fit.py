@@ -31,6 +31,8 @@ Array = NDArray[np.float64]
 
 #: Columns whose inputs are looked at together, at most: H is columns x columns.
 MOST_COLUMNS = 2304
+#: Tried for the weight that makes up for changed data, as shares of the mean of the diagonal of H.
+SHIFT_DAMPINGS = (0.01, 0.1, 1.0, 10.0)
 #: Of a column, as a share of the mean: data may not have met what others will.
 LEAST_IMPORTANCE = 0.01
 
@@ -43,10 +45,13 @@ class GroupFit:
         rounds: How many times scales and then codes are moved; 0: codes are rounded by the scales
             that are found for the weights.
         damping: Added to the diagonal of H, as a share of its mean.
+        follows_float: Whether a product is to give what it gives in float, behind float weights,
+            and so makes up for what weights before it have changed.
     """
 
     rounds: int = 2
     damping: float = 0.01
+    follows_float: bool = False
 
 
 class Gram:
@@ -55,20 +60,63 @@ class Gram:
     What inputs of different blocks have to do with one another is not kept.
     """
 
-    def __init__(self, columns: int, group_size: int) -> None:
+    def __init__(self, columns: int, group_size: int, *, with_shift: bool = False) -> None:
         count = -(-columns // MOST_COLUMNS)
         width = -(-columns // count)
         width = min(-(-width // group_size) * group_size, columns)
         self.parts = [slice(i, min(i + width, columns)) for i in range(0, columns, width)]
         self.blocks = [np.zeros((p.stop - p.start,) * 2) for p in self.parts]
+        #: sums of (what x is in float, less x) x^T; none where that is not known
+        self.shifts = [np.zeros_like(block) for block in self.blocks] if with_shift else []
+        #: both, of half of the rows
+        self.half_blocks = [np.zeros_like(block) for block in self.shifts]
+        self.half_shifts = [np.zeros_like(block) for block in self.shifts]
         self.rows = 0
 
-    def add(self, rows: NDArray[np.float32]) -> None:
-        """Count some rows of data (n, K)."""
+    def add(self, rows: NDArray[np.float32], exact: NDArray[np.float32] | None = None) -> None:
+        """Count some rows of data (n, K); `exact` is what they are in float, for shifts."""
+        if exact is not None and self.shifts:
+            # Neighbours are alike: halves are told apart by what lies together.
+            middle = (len(rows) + self.rows % 2) // 2
+            for i, part in enumerate(self.parts):
+                x = np.ascontiguousarray(rows[:middle, part])
+                self.half_blocks[i] += x.T @ x
+                self.half_shifts[i] += (exact[:middle, part] - x).T @ x
+                self.shifts[i] += (exact[:, part] - rows[:, part]).T @ rows[:, part]
         self.rows += len(rows)
         for part, block in zip(self.parts, self.blocks, strict=True):
             x = np.ascontiguousarray(rows[:, part])
             block += x.T @ x
+
+    def aim(self, weight: NDArray[np.float32]) -> NDArray[np.float32]:
+        """The weight (N, K) whose products with the data are nearest to those of `weight` with what
+        the data is in float: w + w S (H + damping)^-1, S being the sums of shifts.
+
+        Damping is the one of `SHIFT_DAMPINGS` by which each half of the data tells most of the
+        other; where none tells anything, as of little data, the weight stays.
+        """
+        if not self.shifts:
+            return weight
+        aimed = weight.copy()
+        for i, part in enumerate(self.parts):
+            own = weight[:, part]
+            whole, half = (
+                (blocks[i], own @ shifts[i])
+                for blocks, shifts in (
+                    (self.blocks, self.shifts),
+                    (self.half_blocks, self.half_shifts),
+                )
+            )
+            rest = whole[0] - half[0], whole[1] - half[1]
+            losses = {
+                damping: measure_shift(move_weight(*half, damping), *rest)
+                + measure_shift(move_weight(*rest, damping), *half)
+                for damping in SHIFT_DAMPINGS
+            }
+            best = min(losses, key=lambda damping: losses[damping])
+            if losses[best] < 0:
+                aimed[:, part] += move_weight(*whole, best)
+        return aimed
 
     @property
     def diagonal(self) -> Array:
@@ -93,10 +141,22 @@ class Gram:
         return total
 
 
+def move_weight(block: Array, shift: Array, damping: float) -> Array:
+    """w S (H + damping)^-1 for w S (N, K), damping being a share of the mean of the diagonal."""
+    extra = damping * max(float(np.diagonal(block).mean()), SMALLEST_SCALE)
+    return np.linalg.solve(block + extra * np.eye(len(block)), shift.T).T
+
+
+def measure_shift(move: Array, block: Array, shift: Array) -> float:
+    """How the squared error of products changes if the weight moves; below 0 it becomes less."""
+    return float(np.sum(move @ block * move) - 2 * np.sum(move * shift))
+
+
 def fit_groups(
     weight: NDArray[np.float32], form: GroupFormat, gram: Gram, fit: GroupFit
 ) -> GroupedWeight:
     """Codes and scales of a weight (N, K) for data of which `gram` tells."""
+    weight = gram.aim(np.asarray(weight, "float32"))
     rows, features = weight.shape
     size, middle = form.size(features), middle_code(form.bits)
     codes = np.empty((rows, features), "uint8")
@@ -109,8 +169,7 @@ def fit_groups(
         step = max(1, CHUNK // (2 * features))
         for start in range(0, rows, step):
             own = slice(start, start + step)
-            columns = np.asarray(weight[own, part], "float32")
-            found = fit_block(columns, form, problem, importance[part], size, fit)
+            found = fit_block(weight[own, part], form, problem, importance[part], size, fit)
             codes[own, part], scale[own, groups], zero_point[own, groups] = found
     zeros = np.array(middle, "uint8") if form.is_symmetric else zero_point
     return GroupedWeight(pack_codes(codes, form.bits), scale, zeros, features, form)

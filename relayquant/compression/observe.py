@@ -35,7 +35,7 @@ from relayquant.storage.archive import Archive, read_archive, write_archive
 FITS: Mapping[Effort, GroupFit | None] = {
     Effort.FAST: None,
     Effort.BALANCED: GroupFit(),
-    Effort.BEST: GroupFit(rounds=8),
+    Effort.BEST: GroupFit(rounds=8, follows_float=True),
 }
 #: What bounds give to the weights that lose most.
 MOST_BITS = 8
@@ -54,7 +54,7 @@ class CompressData:
     batches: tuple[Batch, ...]
     uses: Mapping[object, WeightUse]
 
-    def walk(self, settings: CompressSettings, meet: Meet) -> None:
+    def walk(self, settings: CompressSettings, meet: Meet, *, with_float: bool = False) -> None:
         """`walk_weights` on all batches."""
         if self.batches:
             walk_weights(
@@ -65,6 +65,7 @@ class CompressData:
                 settings.group_size,
                 settings.has_rows,
                 meet,
+                with_float=with_float,
             )
 
 
@@ -152,7 +153,8 @@ def fit_weights(
                     found.met.add(use.key)
             return found.weights[use.key].decode()
 
-        data.walk(settings, meet)
+        fit = FITS[settings.level]
+        data.walk(settings, meet, with_float=fit is not None and fit.follows_float)
         for use in uses:
             if use.key not in found.weights:
                 find(use, None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,8 @@ def walk_weights(
     group_size: int | None,
     has_rows: bool,
     meet: Meet,
+    *,
+    with_float: bool = False,
 ) -> None:
     """Run function `name` on `batches`, all of them up to one weight before any goes on.
 
@@ -51,9 +53,12 @@ def walk_weights(
         group_size: Of the weights: see `Gram`.
         has_rows: Whether products read rows of integers.
         meet: Asked for every operator, in order, what it computes with.
+        with_float: Whether the batches also pass the function as it is, beside, so that grams tell
+            what data would be without the weights before it. Takes twice the time and memory.
     """
     func = mod[name]
     frames = [start_frame(mod, func, batch) for batch in batches]
+    floats = [Frame(mod, dict(f.values), dict(f.symbols)) for f in frames] if with_float else []
     grams: dict[relax.Expr, Gram] = {}
     for stretch in cut_stretches(func, uses):
         use, weight = stretch.use, None
@@ -61,12 +66,16 @@ def walk_weights(
             gram = None
             if use.op == "matmul":
                 if use.data not in grams:  # products that read one value come one after the other
-                    grams = {use.data: collect_gram(frames, use.data, group_size, has_rows)}
+                    gram = collect_gram(frames, floats, use.data, group_size, has_rows)
+                    grams = {use.data: gram}
                 gram = grams[use.data]
             weight = meet(use, gram)
         for frame in frames:
             with np.errstate(all="ignore"):
                 run_stretch(frame, stretch, weight, has_rows)
+        for frame in floats:
+            with np.errstate(all="ignore"):
+                run_stretch(frame, stretch, None, has_rows=False)
 
 
 def start_frame(mod: tvm.IRModule, func: relax.Function, batch: Mapping[str, np.ndarray]) -> Frame:
@@ -96,15 +105,21 @@ def cut_stretches(func: relax.Function, uses: Mapping[relax.Var, WeightUse]) -> 
 
 
 def collect_gram(
-    frames: Iterable[Frame], data: Any, group_size: int | None, has_rows: bool
+    frames: Sequence[Frame],
+    floats: Sequence[Frame],
+    data: Any,
+    group_size: int | None,
+    has_rows: bool,
 ) -> Gram:
-    """What is known of a value as the data of products."""
+    """What is known of a value as the data of products; `floats` hold what it is in float."""
     gram: Gram | None = None
-    for frame in frames:
+    for i, frame in enumerate(frames):
         rows = read_rows(frame, data, has_rows)
+        columns = rows.shape[-1]
         if gram is None:
-            gram = Gram(rows.shape[-1], group_size or rows.shape[-1])
-        gram.add(rows.reshape(-1, rows.shape[-1]))
+            gram = Gram(columns, group_size or columns, with_shift=bool(floats))
+        exact = evaluate(floats[i], data, "data").reshape(-1, columns) if floats else None
+        gram.add(rows.reshape(-1, columns), exact)
     assert gram is not None  # a data set has a batch
     return gram
 

@@ -43,10 +43,10 @@ def measure_error(llama, q):
 def test_data__scores_are_nearer_to_float(llama, activation):
     errors = [
         measure_error(llama, compress_with_data(llama, effort=effort, activation=activation))
-        for effort in ("fast", "balanced")
+        for effort in ("fast", "balanced", "best")
     ]
     plain = measure_error(llama, rq.compress_weights(*llama, bits=3, activation=activation))
-    assert errors[1] < 0.9 * plain
+    assert max(errors[1:]) < 0.9 * plain
     assert errors[0] < 1.1 * plain
 
 

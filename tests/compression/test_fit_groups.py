@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 
 from relayquant.calibration.weights.fit import LeastSquares, improve_levels, round_rows
-from relayquant.compression.fit import MOST_COLUMNS, Gram, GroupFit, fit_groups, fit_scales
+from relayquant.compression.fit import (
+    MOST_COLUMNS,
+    SHIFT_DAMPINGS,
+    Gram,
+    GroupFit,
+    fit_groups,
+    fit_scales,
+)
 from relayquant.compression.groups import GroupFormat, quantize_groups
 from relayquant.packing import CODE_BITS
 
@@ -127,3 +134,46 @@ def test_gram__blocks_begin_with_a_group():
     np.testing.assert_allclose(small.blocks[0], data.astype("float64").T @ data, rtol=1e-3)
     expected = np.square(data.astype("float64") @ np.ones((40, 3))).sum()
     assert small.measure(np.ones((3, 40), "float32")) == pytest.approx(expected, rel=1e-4)
+
+
+def test_aim__makes_up_for_what_data_lost():
+    """Against numpy's least squares: the weight whose products with changed data are nearest to the
+    float products, damped towards what it was.
+    """
+    exact = draw_data(300, 40, seed=8)
+    data = (exact + np.random.default_rng(9).normal(size=exact.shape) + 0.5).astype("float32")
+    weight = np.random.default_rng(10).normal(size=(6, 40)).astype("float32")
+    gram = Gram(40, 16, with_shift=True)
+    gram.add(data[:100], exact[:100])
+    gram.add(data[100:], exact[100:])
+    found = gram.aim(weight)
+
+    def solve(share):
+        damping = share * np.square(data).sum() / 40
+        rows = np.concatenate([data, np.sqrt(damping) * np.eye(40)])
+        wanted = np.concatenate([exact @ weight.T, np.sqrt(damping) * weight.T])
+        return np.linalg.lstsq(rows, wanted, rcond=None)[0].T
+
+    assert any(np.allclose(found, solve(share), 2e-3, 2e-3) for share in SHIFT_DAMPINGS)
+    np.testing.assert_array_equal(make_gram(data, 16).aim(weight), weight)
+    fitted = fit_groups(weight, GroupFormat(4, 16), gram, GroupFit(8, follows_float=True))
+    plain = fit_groups(weight, GroupFormat(4, 16), make_gram(data, 16), GroupFit(8))
+    errors = [np.square(exact @ weight.T - data @ q.decode().T).sum() for q in (fitted, plain)]
+    assert errors[0] < 0.9 * errors[1]
+
+
+def test_aim__stays_where_halves_of_the_data_tell_nothing_of_each_other():
+    """Changes that have nothing to do with the data, on fewer rows than columns: what fits them
+    exactly is chance.
+    """
+    rng = np.random.default_rng(11)
+    data = rng.normal(size=(24, 40)).astype("float32")
+    exact = data + rng.normal(size=data.shape).astype("float32")
+    weight = rng.normal(size=(6, 40)).astype("float32")
+    gram = Gram(40, 16, with_shift=True)
+    gram.add(data, exact)
+    fresh = rng.normal(size=(4000, 40))
+    assert (
+        np.square(fresh @ (gram.aim(weight) - weight).T).mean()
+        < 0.02 * np.square(weight).sum(1).mean()
+    )
