@@ -20,7 +20,7 @@ import tvm
 from tvm.script import tirx as T
 
 from relayquant.codegen.threads import add_pool
-from relayquant.codegen.threads.pool import LEAST_ALONE, MOST_THREADS, PAUSES, format_source
+from relayquant.codegen.threads.pool import MOST_THREADS, PAUSES, format_source
 from relayquant.kernels.isa.target import resolve_target
 
 ROWS, COLUMNS = 48, 64
@@ -147,11 +147,11 @@ def test_pool__workers_that_cost_more_than_they_save_rest(monkeypatch):
     count = tvm.compile(add_host_pool(count_unevenly), resolve_target(None))["count_visits"]
     visits, threads = new_visits(), tvm.runtime.tensor(np.zeros(ROWS, "int32"))
     used = []
-    for _ in range(20 + LEAST_ALONE // 2):
+    for _ in range(60):
         count(visits, threads)
         used.append(len(set(threads.numpy())))
     assert max(used[:20]) == 2
-    assert max(used[20:]) == 1
+    assert used[20:].count(2) <= 10  # they rest for longer and longer
 
 
 def test_pool__switches_stand_where_they_are_read():

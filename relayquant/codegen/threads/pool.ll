@@ -15,8 +15,8 @@
 ; milliseconds, and for each worker that wakes up the caller may lose its own. So there is an account,
 ; @trust, in nanoseconds: parts that workers compute are paid in; the time that it takes to wake them,
 ; the caller's waiting, and {switch} for each time that another thread got its processor, are paid
-; out. Single blips do not matter, as what is saved between them is more. When nothing is left the next {least_alone} launches go without workers, twice
-; as many each time that this happens again soon, {most_alone} at most.
+; out. Single blips do not matter, as what is saved between them is more. When nothing is left workers rest for {least_rest}
+; nanoseconds, twice as long each time that this happens again soon, {most_rest} at most.
 ;
 ; Between the kernels of one run workers stay awake: the next launch is microseconds away. After
 ; {worker_turns} turns without one they sleep. To wake one takes the caller microseconds, so it wakes two,
@@ -39,9 +39,9 @@
 @sleepers = internal global i32 0, align 64       ; workers that sleep, or are about to, on @wake
 @unwoken = internal global i32 0                  ; of those called, who nobody has woken yet
 @trust = internal global i64 {most_trust}             ; what waiting may still cost
-@alone = internal global i32 0                    ; launches to come that go without workers
-@penalty = internal global i32 {least_alone}      ; what @alone was set to last
-@last_rest = internal global i64 0                ; launch after which workers rested last
+@rest_until = internal global i64 0               ; time at which workers are used again; 0: now
+@rest = internal global i64 {least_rest}              ; how long they rested last
+@last_rest = internal global i64 0                ; when that was over
 @next_count = internal global i64 0               ; launch at which losses are counted
 @counted = internal global i64 0                  ; switches by then
 @counted_thread = internal global i64 0
@@ -103,14 +103,19 @@ try:
   %mine = extractvalue {{ i32, i1 }} %attempt, 1
   br i1 %mine, label %taken, label %none
 taken:
-  %alone_left = load i32, ptr @alone
-  %calm = icmp eq i32 %alone_left, 0
+  %until = load i64, ptr @rest_until
+  %calm = icmp eq i64 %until, 0
   br i1 %calm, label %use, label %rest
 rest:                                             ; trust was spent
-  %fewer = sub i32 %alone_left, 1
-  store i32 %fewer, ptr @alone
+  %time = call i64 @pool_read_clock()
+  %over = icmp sge i64 %time, %until
+  br i1 %over, label %resume, label %leave
+leave:
   store atomic i32 0, ptr @lock release, align 4
   br label %none
+resume:
+  store i64 0, ptr @rest_until
+  br label %use
 use:
   %now = load atomic i32, ptr @threads monotonic, align 4
   %new = icmp eq i32 %now, 0
@@ -396,17 +401,18 @@ judge:                                            ; what the launch saved and wh
 resign:
   store i64 {new_trust}, ptr @trust
   %last = load i64, ptr @last_rest
-  %since = sub i64 %launch, %last
-  %former = load i32, ptr @penalty
-  %soon = shl i32 %former, 2
-  %long_ago = zext i32 %soon to i64
+  %since = sub i64 %stop, %last
+  %former = load i64, ptr @rest
+  %fourfold = shl i64 %former, 2
+  %long_ago = add i64 %fourfold, {lull}
   %again = icmp slt i64 %since, %long_ago
-  %double = shl i32 %former, 1
-  %capped = call i32 @llvm.umin.i32(i32 %double, i32 {most_alone})
-  %penalty = select i1 %again, i32 %capped, i32 {least_alone}
-  store i32 %penalty, ptr @penalty
-  store i32 %penalty, ptr @alone
-  store i64 %launch, ptr @last_rest
+  %double = shl i64 %former, 1
+  %capped = call i64 @llvm.smin.i64(i64 %double, i64 {most_rest})
+  %rest = select i1 %again, i64 %capped, i64 {least_rest}
+  %until = add i64 %stop, %rest
+  store i64 %rest, ptr @rest
+  store i64 %until, ptr @rest_until
+  store i64 %until, ptr @last_rest
   store i64 0, ptr @counted_thread                ; what is lost meanwhile is not for the workers
   store i64 0, ptr @next_count
   br label %end

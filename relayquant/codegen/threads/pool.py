@@ -36,8 +36,10 @@ MOST_TRUST, NEW_TRUST = 10_000_000, 2_500_000
 MOST_SAVED = 1_000_000
 #: nanoseconds that it costs to lose the processor, and launches between two looks at how often
 SWITCH, INTERVAL = 4_000_000, 32
-#: launches without workers once trust is spent, least and most
-LEAST_ALONE, MOST_ALONE = 64, 8192
+#: nanoseconds without workers once trust is spent, least and most
+LEAST_REST, MOST_REST = 2_000_000, 500_000_000
+#: nanoseconds, and four times the rest before, within which a further rest comes soon
+LULL = 100_000_000
 
 #: what a run says of which a part failed
 FAILED = (
@@ -177,8 +179,9 @@ def format_source(pause: str, arguments: str) -> str:
         interval=INTERVAL,
         most_trust=MOST_TRUST,
         new_trust=NEW_TRUST,
-        least_alone=LEAST_ALONE,
-        most_alone=MOST_ALONE,
+        least_rest=LEAST_REST,
+        lull=LULL,
+        most_rest=MOST_REST,
         pause=f"call void @{pause}({arguments})",
         declare_pause=f"declare void @{pause}({arguments.split(' ')[0]})",
     )
