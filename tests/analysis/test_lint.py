@@ -339,7 +339,7 @@ def test_quantize__warns_of_data_that_looks_wrong(digits, check):
     seen = broken[::2]  # 8 samples, spread over the data
     found = lint_samples(rq.prepare(mod, params).mod, [{"image": seen}])
     assert check in checks(found)
-    assert texts == [f"Calibration data: {finding}" for finding in found]
+    assert texts == [f"Calibration data: {finding} [RQ304]" for finding in found]
     assert all(w.filename == __file__ for w in caught if w.category is rq.DataWarning)
 
 

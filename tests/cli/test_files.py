@@ -111,7 +111,7 @@ def test_write_whole__error_names_the_file_and_not_the_temporary_one(
         raise PermissionError(13, "Permission denied", str(tmp_path / ".x-1234.json"))
 
     monkeypatch.setattr("tempfile.mkstemp", refuse)
-    expected = r"Cannot write .*/x\.json: Permission denied\. Name a place that can be written\.$"
+    expected = r"Cannot write .*/x\.json: Permission denied\. Name a place that can be written\. \["
     with pytest.raises(FileError, match=expected):
         write_whole(tmp_path / "x.json", lambda path: path.write_text("new"))
 
