@@ -173,7 +173,8 @@ def fail(
     """Say why a command ended, for people and for machines."""
     text = " ".join(str(error).split()) or "interrupted"
     print_line(f"{before}{text}{behind}")
-    answer.error = {"type": type(error).__name__, "message": text}
+    kind = error.code if isinstance(error, RelayQuantError) else ""
+    answer.error = {"type": type(error).__name__, "code": kind, "message": text}
     answer.finish(code)
     return code
 

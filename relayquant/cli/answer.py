@@ -113,7 +113,7 @@ class Answer:
         """Bars on standard error, where that is a terminal."""
         return ProgressReport(quiet=self.is_quiet)
 
-    def to_dict(self, code: ExitCode) -> dict[str, Any]:
+    def make_document(self, code: ExitCode) -> dict[str, Any]:
         """The document."""
         return {
             "schema": SCHEMA,
@@ -131,7 +131,7 @@ class Answer:
         """Print the document, if it was asked for."""
         if self.is_json:
             # JSON has neither NaN nor infinity, and not every reader is lenient.
-            json.dump(self.to_dict(code), sys.stdout, indent=1, allow_nan=False)
+            json.dump(self.make_document(code), sys.stdout, indent=1, allow_nan=False)
             sys.stdout.write("\n")
 
 

@@ -158,13 +158,13 @@ def refuse_source(bb: relax.BlockBuilder, what: str, value: relax.Expr) -> Refus
     if not names:
         return Refusal(
             f"its {what} depends on sizes that are not known; supported: constants",
-            "Fix them while loading: shapes={name of an input: (2, 3)}",
+            "Fix them while loading: shapes={name of an input: (2, 3)}, --shape in a shell",
         )
     inputs = ", ".join(map(repr, names))
     return Refusal(
         f"its {what} is computed from {inputs} at run time; supported: constants",
         f"Fix an input while loading: inputs={{{names[0]!r}: value}}, or the sizes that it depends "
-        f"on: shapes={{{names[0]!r}: (...)}}",
+        f"on: shapes={{{names[0]!r}: (...)}}; --input and --shape in a shell",
     )
 
 

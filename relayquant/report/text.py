@@ -17,6 +17,15 @@ from relayquant.report.fitted import Column, Fit, FittedTable
 PLAIN_WIDTH = 10_000
 
 
+class PlainConsole(Console):
+    """A console that leaves it to callers what a reader that has gone away means: rich would end
+    the process with an exit code of its own.
+    """
+
+    def on_broken_pipe(self) -> None:
+        raise  # the BrokenPipeError that this is called for
+
+
 def make_console(file: TextIO | None = None) -> Console:
     """A console on `file` (default: standard output).
 
@@ -24,10 +33,10 @@ def make_console(file: TextIO | None = None) -> Console:
     so that `grep` and `cut` see whole rows.
     """
     file = sys.stdout if file is None else file
-    console = Console(file=file, highlight=False, markup=False, emoji=False)
+    console = PlainConsole(file=file, highlight=False, markup=False, emoji=False)
     if console.is_terminal:
         return console
-    return Console(
+    return PlainConsole(
         file=file, width=PLAIN_WIDTH, highlight=False, markup=False, emoji=False, color_system=None
     )
 

@@ -107,3 +107,19 @@ def test_quantize__a_failure_leaves_no_checkpoint(
     own = Path("mine")
     assert cli.main([*words, "--checkpoint", str(own)]) == ExitCode.USER_ERROR
     assert own.is_dir(), "what the user named is the user's"
+
+
+def test_output__that_nobody_reads_any_more() -> None:
+    """As `relayquant backend x86 | head -1` leaves it: no traceback, the exit code of shells."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "relayquant", "backend", "x86"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    assert process.wait(timeout=300) == ExitCode.CUT_OFF
+    assert process.stderr.read() == ""

@@ -131,7 +131,7 @@ def read_document(text: str) -> dict[str, Any]:
     assert {*found} == {*kinds, "error"}
     assert all(isinstance(found[key], kind) for key, kind in kinds.items())
     assert found["schema"] == SCHEMA
-    assert found["error"] is None or {*found["error"]} == {"type", "message"}
+    assert found["error"] is None or {*found["error"]} == {"type", "code", "message"}
     for rows in found["tables"].values():
         assert all(isinstance(row, dict) for row in rows)
     return found
@@ -176,6 +176,7 @@ def test_json__also_of_what_failed(words: list[str], capsys: pytest.CaptureFixtu
     assert found["exit_code"] == ExitCode.USER_ERROR
     assert found["error"]["message"] in captured.err
     assert found["error"]["type"] in ("ModelError", "ConfigError")
+    assert found["error"]["message"].endswith(f"[{found['error']['code']}]")
 
 
 def test_json__holds_warnings(
