@@ -155,7 +155,8 @@ EXCEPTIONS = {
     ("vnni256", "1x1, short"): Bound(0.05, 0.25, 0.75),
     ("vnni256", "first"): Bound(0.37, 0.05, 0.55),
     ("vnni256", "one row"): Bound(0.05, 0.05, 1.55),
-    ("vnni256", "depthwise"): Bound(0.65, 0.45, 0.8),
+    # Shared by threads, which leaves it to LLVM to keep two more values.
+    ("vnni256", "depthwise"): Bound(0.75, 0.45, 0.8),
     ("avx512bw", "one row"): Bound(0.05, 0.05, 1.3),
     ("avx512bw", "depthwise"): Bound(0.05, 0.1, 0.4),
     ("avx2", "one row"): Bound(0.05, 0.05, 1.55),
