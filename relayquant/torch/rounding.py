@@ -53,13 +53,15 @@ class RoundTrip(torch.autograd.Function):
         real = torch.div(x, scale)
         low, high = (shift_limit(limit, zero_point) for limit in limits)
         ctx.bounds, ctx.gradient_scale = (low, high), gradient_scale
-        ctx.save_for_backward(real, scale)
+        # The scale itself is not kept: a moving average changes it in place before gradients come.
+        ctx.shape = scale.shape
+        ctx.save_for_backward(real)
         return torch.round(real).clamp_(low, high).mul_(scale)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         (gradient,) = gradients
-        real, scale = ctx.saved_tensors
+        (real,) = ctx.saved_tensors
         low, high = ctx.bounds
         of_x = of_scale = None
         if ctx.needs_input_grad[0]:
@@ -67,10 +69,11 @@ class RoundTrip(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             # round(x / s) - x / s inside, bound - z outside
             slope = torch.round(real).clamp_(low, high).sub_(keep_inside(real, real, low, high))
-            if scale.numel() == 1 and gradient.is_contiguous() and slope.is_contiguous():
-                of_scale = torch.dot(slope.view(-1), gradient.view(-1)).reshape(scale.shape)
+            is_one = ctx.shape.numel() == 1
+            if is_one and gradient.is_contiguous() and slope.is_contiguous():
+                of_scale = torch.dot(slope.view(-1), gradient.view(-1)).reshape(ctx.shape)
             else:
-                of_scale = slope.mul_(gradient).sum_to_size(scale.shape)
+                of_scale = slope.mul_(gradient).sum_to_size(ctx.shape)
             of_scale = of_scale * ctx.gradient_scale
         return of_x, of_scale, None, None, None
 
