@@ -45,6 +45,8 @@ class FinetuneSettings(RunSettings):
 
     steps: int = 400
     lr: float = 3e-3
+    scale_rate: float = 1.0
+    inner_weight: float = 0.0
     backend: BackendConfig | str | None = None
     qconfig_mapping: QConfigMapping | None = None
     effort: Effort | str = Effort.BEST
@@ -65,6 +67,7 @@ class FinetuneSettings(RunSettings):
             for name, value in (
                 ("steps", self.steps),
                 ("lr", self.lr),
+                ("scale_rate", self.scale_rate),
                 ("evaluate_every", self.evaluate_every),
                 ("patience", self.patience),
             )
@@ -72,6 +75,10 @@ class FinetuneSettings(RunSettings):
         ]
         if wrong:
             raise ConfigError(f"finetune got {', '.join(wrong)}; allowed: numbers above 0.")
+        if not self.inner_weight >= 0:
+            raise ConfigError(
+                f"finetune got inner_weight={self.inner_weight!r}; allowed: 0 and more."
+            )
         if self.metric is not None:
             check_metric(self.metric)
         if self.validation is None and (self.metric is not None or self.patience is not None):
@@ -115,6 +122,10 @@ def finetune(
         lr: Of a step, relative to the root mean square of the weights of each output channel. A
             weight becomes another when it has moved about half a step of its grid: few bits, or few
             steps, want more.
+        scale_rate: How many times as fast as weights learned scales move.
+        inner_weight: How much it counts, beside `loss`, that operators inside give what they gave
+            in float: the squared distance relative to the size, the mean over operators. It is for
+            networks so deep that outputs alone say little.
         backend, qconfig_mapping, effort: As for `quantize`.
         ranges, weight_ranges: What ranges do, see `relayquant.torch.Ranges`.
         calibration: Data set that gives the first ranges; `batches` if None.

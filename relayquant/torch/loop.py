@@ -90,7 +90,13 @@ class _Training:
         self.parameters = [p for p in student.parameters() if p.requires_grad]
         self.optimizer = torch.optim.Adam(self.parameters, lr=settings.lr)
         units = measure_units(student)
-        self.units = [units[name] for name, p in student.named_parameters() if p.requires_grad]
+        scales = {id(quantizer.log_factor) for quantizer in student.list_quantizers()}
+        self.units = [
+            units[name] * (settings.scale_rate if id(p) in scales else 1.0)
+            for name, p in student.named_parameters()
+            if p.requires_grad
+        ]
+        self.inner = find_inner(student, teacher) if settings.inner_weight else []
         self.path = None if settings.checkpoint is None else Path(settings.checkpoint)
         self.validation = None
         if settings.validation is not None:
@@ -144,10 +150,14 @@ class _Training:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         inputs = self.pick(batch)
-        expected = run_module(self.teacher, inputs)
+        with torch.no_grad():
+            expected, inside = self.teacher.compute(inputs, self.inner)
         self.student.train()
-        outputs = as_list(self.student(*inputs))
-        loss = self.measure(outputs, expected, item)
+        outputs, found = self.student.compute(inputs, self.inner)
+        loss = self.measure(as_list(outputs), as_list(expected), item)
+        if self.inner:
+            distances = [measure_distance(found[name], inside[name]) for name in self.inner]
+            loss = loss + settings.inner_weight * torch.stack(distances).mean()
         self.optimizer.zero_grad()
         loss.backward()
         self.step_relative()
@@ -244,7 +254,8 @@ class _Training:
         return {
             "model": digest_text(tvm.ir.save_json(prepared.graph.mod)),
             "state": digest_text("".join(f"{k}{v.tobytes()}" for k, v in self.start.items())),
-            "settings": f"{format_count(settings.steps, 'step')}, lr {settings.lr}, "
+            "settings": f"{format_count(settings.steps, 'step')}, lr {settings.lr}, scales "
+            f"{settings.scale_rate}, inside {settings.inner_weight}, "
             f"{settings.ranges.value}, evaluated every {settings.interval}, "
             f"patience {settings.patience}, loss {loss}",
             "torch": f"{torch.__version__}, {format_count(torch.get_num_threads(), 'thread')}",
@@ -321,9 +332,27 @@ def match_outputs(outputs: Sequence[torch.Tensor], expected: Sequence[torch.Tens
             ratio = want.clamp_min(tiny).log() - got.clamp_min(tiny).log()
             total = total + (want * ratio).sum(-1).mean()
         else:
-            size = (want - want.mean()).square().mean().clamp_min(1e-12)
-            total = total + (got - want).square().mean() / size
+            total = total + measure_distance(got, want)
     return total
+
+
+def measure_distance(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+    """The squared distance to what is wanted, relative to its own square around the mean."""
+    size = (want - want.mean()).square().mean().clamp_min(1e-12)
+    return (got - want).square().mean() / size
+
+
+def find_inner(student: TrainableModule, teacher: TrainableModule) -> list[str]:
+    """Names of float values that quantized operators give in one, and that the other has too."""
+    steps = (teacher.source.program.steps, student.source.program.steps)
+    known, own = (
+        {step.var.name for step in each if "float" in str(getattr(step.var.ty, "dtype", ""))}
+        for each in steps
+    )
+    names = dict.fromkeys(
+        operator.output for operator in student.source.prepared.plan.operators if operator.output
+    )
+    return [name for name in names if name in known & own]
 
 
 def is_probability(values: torch.Tensor) -> bool:

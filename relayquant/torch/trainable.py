@@ -4,7 +4,7 @@ biases and scales train.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -179,12 +179,20 @@ class TrainableModule(nn.Module):
 
     def forward(self, *inputs: torch.Tensor) -> Any:
         """What the model gives for these inputs."""
-        norms = {norm.place.product: norm_visitor(self, norm) for norm in self.list_norms()}
-        result = self.run(inputs, norms)
+        return self.compute(inputs)[0]
+
+    def compute(
+        self, inputs: Sequence[torch.Tensor], inner: Collection[str] = ()
+    ) -> tuple[Any, dict[str, torch.Tensor]]:
+        """What the model gives, and the values inside whose names are `inner`, by name."""
+        found: dict[str, torch.Tensor] = {}
+        visit = {name: keeping_visitor(name, found) for name in inner}
+        visit |= {norm.place.product: norm_visitor(self, norm) for norm in self.list_norms()}
+        result = self.run(inputs, visit)
         if self.training:
             for quantizer in self.list_quantizers():
                 quantizer.follow(MOMENTUM)
-        return result
+        return result, found
 
     def run(self, inputs: Sequence[torch.Tensor], visit: Mapping[str, Visitor]) -> Any:
         """What the model gives; `visit` as for `TorchProgram.run`."""
@@ -308,6 +316,16 @@ class TrainableModule(nn.Module):
         plan = self.source.prepared.plan
         operators = format_count(len(plan.operators), "operator")
         return f"{operators}, {format_count(len(plan.groups), 'set')} of parameters"
+
+
+def keeping_visitor(name: str, found: dict[str, torch.Tensor]) -> Visitor:
+    """What `TorchProgram.run` calls with a value that is to be kept in `found`."""
+
+    def visit(value: torch.Tensor) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+        found[name] = value
+        return value, {}
+
+    return visit
 
 
 def norm_visitor(module: TrainableModule, norm: LiveBatchNorm) -> Visitor:

@@ -7,6 +7,7 @@ import pytest
 from float_models import draw_batches, residual_model
 
 import relayquant as rq
+from relayquant.datasets.inputs import describe_inputs
 from relayquant.demo import load_digits
 from relayquant.errors import ConfigError, DataError, FileError
 from relayquant.events import TrainingEvent
@@ -146,6 +147,9 @@ def test_loss_and_metric__of_the_user():
     [
         ({"steps": 0}, r"finetune got steps=0; allowed: numbers above 0"),
         ({"lr": -1.0}, r"finetune got lr=-1.0"),
+        ({"scale_rate": 0.0}, r"finetune got scale_rate=0.0; allowed: numbers above 0"),
+        ({"inner_weight": -0.1}, r"finetune got inner_weight=-0.1; allowed: 0 and more"),
+        ({"inner_weight": float("nan")}, r"finetune got inner_weight=nan; allowed: 0 and more"),
         ({"loss": lambda: 0}, "loss cannot be called with"),
         ({"loss": lambda outputs, expected: 1.0}, "loss returned a float; allowed: a tensor"),
         ({"loss": lambda a, b: a[0].sum() * float("nan")}, "The loss is nan in step 0"),
@@ -154,6 +158,56 @@ def test_loss_and_metric__of_the_user():
 def test_finetune__wrong_settings_named(options, message):
     with pytest.raises(ConfigError, match=message):
         tune(**options)
+
+
+def train_student(loss=None, **options):
+    """(what was trained, the float module, the state before) of a small model."""
+    from relayquant.torch.finetuning import FinetuneSettings, TrainingData
+    from relayquant.torch.loop import train
+
+    mod = residual_model()
+    teacher = rq.torch.from_module(mod, None)
+    student = rq.torch.from_module(
+        mod, None, backend="x86", calibration=draw_batches(mod, 3), effort="fast",
+        qconfig_mapping=make_mapping(), ranges=rq.torch.Ranges.LEARNED,
+    )  # fmt: skip
+    before = {name: value.clone() for name, value in student.state_dict().items()}
+    data = TrainingData(draw_batches(mod, 3), describe_inputs(mod))
+    train(student, teacher, data, loss, FinetuneSettings(**options))
+    return student, teacher, before
+
+
+def test_scale_rate__learned_scales_alone_move_so_many_times_as_far():
+    moved = []
+    for rate in (1.0, 5.0):
+        student, _, before = train_student(steps=1, lr=1e-3, scale_rate=rate)
+        after = student.state_dict()
+        moved.append({name: after[name].double() - before[name].double() for name in before})
+    factors = [name for name in moved[0] if name.endswith("log_factor")]
+    assert factors
+    assert any(moved[0][name].abs().max() > 0 for name in factors)
+    for name, once in moved[0].items():
+        expected = once * 5 if name in factors else once
+        torch.testing.assert_close(moved[1][name], expected, rtol=1e-3, atol=1e-9)
+
+
+def test_inner_weight__values_inside_come_nearer_where_outputs_say_nothing():
+    from relayquant.torch.loop import find_inner, measure_distance
+
+    def silent(outputs, expected):
+        return outputs[0].sum() * 0
+
+    (batch,) = draw_batches(residual_model(), 1)
+    inputs, distances = [torch.from_numpy(value) for value in batch.values()], []
+    for weight in (0.0, 1.0):
+        student, teacher, _ = train_student(silent, steps=12, lr=3e-2, inner_weight=weight)
+        names = find_inner(student, teacher)
+        assert len(names) >= 3, "the operators of the model"
+        with torch.no_grad():
+            found, wanted = (m.eval().compute(inputs, names)[1] for m in (student, teacher))
+        assert list(found) == list(wanted)
+        distances.append(sum(float(measure_distance(found[n], wanted[n])) for n in names))
+    assert distances[1] < 0.6 * distances[0]
 
 
 def test_finetune__metric_without_data_refused():
