@@ -198,13 +198,13 @@ def lint(mod: tvm.IRModule, params: Mapping[str, Any] | None, dataset: Any) -> l
     findings, statistics, probe, seen, samples = [], {}, {}, set(), 0
     try:
         for batch in read_batches(open_dataset(dataset, describe_inputs(prepared))):
+            if samples < PROBE_SAMPLES:
+                for name, array in batch.items():
+                    probe.setdefault(name, []).append(array)
             samples += count_samples(batch)
             for name, array in batch.items():
                 before, layer = statistics.get(name, InputSummary()), layers.get(name)
                 statistics[name] = before.update(array, samples, layer and layer.channel)
-            if sum(len(arrays[0]) for arrays in probe.values()) < PROBE_SAMPLES * len(batch):
-                for name, array in batch.items():
-                    probe.setdefault(name, []).append(array)
             seen.update(hash_samples(batch))
     except DataError as error:
         findings.append(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import warnings
+import weakref
+from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
@@ -13,6 +15,7 @@ from tvm import relax
 
 import relayquant as rq
 from relayquant.analysis.lint import (
+    PROBE_SAMPLES,
     Severity,
     find_first_layers,
     lint,
@@ -319,6 +322,26 @@ def test_lint__batch_of_a_fixed_size():
     data = [np.random.default_rng(i).normal(size=(20, 4, 6, 6)).astype("float32") for i in (0, 1)]
     assert lint(mod, None, data) == []
     assert checks(lint(mod, None, [x * np.float32(1e-3) for x in data])) == ["scale"]
+
+
+def test_lint__keeps_few_samples_however_small_the_batches():
+    """The first layer is computed on some of them; the rest pass by."""
+    kept = []
+
+    def body(emit: Chain, x: relax.Expr) -> relax.Expr:
+        return emit.conv_bias("y", x)
+
+    def read(count: int) -> Iterator[np.ndarray]:
+        rng = np.random.default_rng(0)
+        alive: list[weakref.ref[np.ndarray]] = []
+        for _ in range(count):
+            sample = rng.uniform(-1, 1, (1, 4, 6, 6)).astype("float32")
+            alive.append(weakref.ref(sample))
+            yield sample
+        kept.append(sum(array() is not None for array in alive))
+
+    assert lint(build_model(body, (1, 4, 6, 6)), None, lambda: read(300)) == []
+    assert kept[-1] <= PROBE_SAMPLES + 2
 
 
 BROKEN = {
