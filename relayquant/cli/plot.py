@@ -38,6 +38,7 @@ from relayquant.errors import ConfigError
 from relayquant.prepared import PreparedModel
 from relayquant.report import ProgressReport
 from relayquant.report.pictures import check_picture, collect_ranges
+from relayquant.report.pictures import draw_ranges as draw_figure
 from relayquant.rewrite.entry import name_main
 from relayquant.runtime import Executor
 
@@ -128,8 +129,8 @@ def run(options: argparse.Namespace, answer: Answer) -> ExitCode:
 
 def draw_ranges(job: Job, output: Path) -> list[Any]:
     prepared, samples = job.calibrate(), job.options.samples
-    rq.plot_ranges(prepared, job.data, output, samples=samples)
     found = collect_ranges(prepared, job.data, samples=samples)
+    draw_figure(found, output)
     return [
         {"name": r.name, "unit": r.unit, "chosen": r.chosen, "outside": r.outside} for r in found
     ]

@@ -192,7 +192,11 @@ def plot_ranges(
         ConfigError: the model is not calibrated, or a name is not known.
         DataError: the data does not fit the model.
     """
-    found = collect_ranges(prepared, dataset, names=names, samples=samples)
+    return draw_ranges(collect_ranges(prepared, dataset, names=names, samples=samples), path)
+
+
+def draw_ranges(found: Sequence[DrawnRange], path: str | Path | None = None) -> Figure:
+    """The figure of `plot_ranges`."""
     columns = min(4, len(found))
     rows = -(-len(found) // columns)
     with drawing():
