@@ -99,10 +99,11 @@ def check_runnable(target: Target) -> None:
     missing = {*map(str, llvm_get_cpu_features(target))} if same else set()
     missing -= {*map(str, llvm_get_cpu_features(host))}
     if not same or missing:
-        lacks = f"lacks {', '.join(sorted(missing)[:5])}" if missing else "is of another kind"
+        lacks = f"lacks {', '.join(sorted(missing)[:5])} that the target asks for"
+        reason = lacks if missing else "is of another kind than the target"
         raise ConfigError(
-            f"tune: kernels are timed on this machine, which {lacks} that the target asks for. "
-            "Allowed: targets that this machine can run; compile for others without tune."
+            f"tune: kernels are timed on this machine, which {reason}. Allowed: targets that this "
+            "machine can run; compile for others without tune."
         )
 
 
