@@ -37,7 +37,7 @@ from relayquant.storage.files import (
     open_temporary_folder,
     read_text,
     reading,
-    write_whole,
+    write_text,
     writing,
 )
 
@@ -46,7 +46,7 @@ HEADER = "checkpoint.json"
 DATA, PART = "data.json", "part.json"
 LOCK = "lock"
 FOLDERS = ("values", "part", "shards", "steps")
-#: what `write_whole` calls those files before they are whole
+#: what `write_text` calls those files before they are whole
 HALF_WRITTEN = tuple(f".{Path(name).stem}-*.json" for name in (HEADER, DATA, PART, "module"))
 #: what to do about one that cannot be written
 REMEDY = "checkpoint= is to be a folder that can be written, or a new name in one."
@@ -116,7 +116,7 @@ class Workspace:
         """The segments as a file whose name depends on its contents."""
         path = self.path / f"module-{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
         if not path.exists():
-            write_whole(path, lambda temporary: temporary.write_text(text, "utf-8"))
+            write_text(path, text)
         return path
 
     def read_data(self, name: str = DATA) -> DataRecord | None:
@@ -289,4 +289,4 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
     """Write a JSON object, whole or not at all."""
-    write_whole(path, lambda temporary: temporary.write_text(json.dumps(data), "utf-8"))
+    write_text(path, json.dumps(data))

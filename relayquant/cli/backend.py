@@ -10,9 +10,9 @@ from typing import Any
 from relayquant.backends import resolve_backend
 from relayquant.cli.answer import Answer, ExitCode
 from relayquant.cli.arguments import check_options, read_backend
-from relayquant.cli.files import write_whole
 from relayquant.config import BackendConfig
 from relayquant.report.fitted import Column, Fit, FittedTable
+from relayquant.storage.files import write_text
 
 
 def add_parser(subparsers: Any) -> None:
@@ -51,6 +51,6 @@ def run(options: argparse.Namespace, answer: Answer) -> ExitCode:
         answer.say(f"backend {backend.name} runs, on integers:", operator_table(backend))
     if options.output is not None:
         text = json.dumps(backend.to_dict(), indent=1)
-        write_whole(options.output, lambda path: path.write_text(text, encoding="utf-8"))
+        write_text(options.output, text)
         answer.add_file(options.output)
     return ExitCode.OK

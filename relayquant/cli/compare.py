@@ -22,7 +22,7 @@ from relayquant.report.compare import compare_table
 from relayquant.report.pictures import check_picture, plot_error_by_depth
 from relayquant.rewrite.entry import name_main
 from relayquant.runtime import Executor
-from relayquant.storage.files import write_whole
+from relayquant.storage.files import write_text
 
 
 def add_parser(subparsers: Any) -> None:
@@ -82,7 +82,7 @@ def run(options: argparse.Namespace, answer: Answer) -> ExitCode:
         if options.values:
             answer.say(compare_table(report, title="values", show_all=answer.show_all))
         if options.csv is not None:
-            write_whole(options.csv, lambda path: path.write_text(report.to_csv(), "utf-8"))
+            write_text(options.csv, report.to_csv())
             answer.add_file(options.csv)
         if options.plot is not None:
             plot_error_by_depth(report, options.plot)

@@ -1,4 +1,4 @@
-"""For the command line: reads models from files, and writes a file whole or not at all."""
+"""For the command line: reads models from files."""
 
 from __future__ import annotations
 
@@ -14,17 +14,8 @@ from relayquant.ledger import find_ledger
 from relayquant.preparation.bind import bind_params
 from relayquant.relay import is_relay_json
 from relayquant.rewrite.editor import Editor
-from relayquant.storage.files import decode_json, read_text, reading, write_whole
+from relayquant.storage.files import decode_json, read_text, reading
 from relayquant.storage.module_file import parse_module
-
-__all__ = [
-    "MODULE_SUFFIX",
-    "bind_weights",
-    "load_mapping",
-    "load_model",
-    "load_module",
-    "write_whole",
-]
 
 #: A Relax module as `tvm.ir.save_json` wrote it, float or quantized.
 MODULE_SUFFIX = ".json"

@@ -8,8 +8,8 @@ from typing import Any
 import tvm
 
 import relayquant as rq
-from relayquant.cli.files import write_whole
 from relayquant.errors import ConfigError
+from relayquant.storage.files import write_text, write_whole
 
 #: ending -> what is written
 ENDINGS = {
@@ -41,11 +41,11 @@ def write_module(qmod: tvm.IRModule, path: Path, target: Any = None) -> list[Pat
         write_whole(path, lambda file: executable.export_library(str(file)))
     elif path.suffix == ".relay":
         text, params = rq.relay.to_text(qmod)
-        write_whole(path, lambda file: file.write_text(text, encoding="utf-8"))
+        write_text(path, text)
         beside = path.with_suffix(".params")
         rq.relay.save_params(params, beside)
         return [path, beside]
     else:
         text = tvm.ir.save_json(qmod)
-        write_whole(path, lambda file: file.write_text(text, encoding="utf-8"))
+        write_text(path, text)
     return [path]

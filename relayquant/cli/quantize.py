@@ -78,9 +78,6 @@ def add_parser(subparsers: Any) -> None:
         help="measure, and keep operators in float that this machine runs faster so",
     )
     parser.add_argument(
-        "--checkpoint", type=Path, metavar="FOLDER", help="go on from here after an interruption"
-    )
-    parser.add_argument(
         "--workers", type=int, metavar="N", help="calibrate in so many processes (default: threads)"
     )
     parser.set_defaults(run=run)

@@ -53,6 +53,9 @@ def add_quantizing(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--weights", choices=["int8", "int4"], help="integers of weights (default: int8)"
     )
+    parser.add_argument(
+        "--checkpoint", type=Path, metavar="FOLDER", help="go on from here after an interruption"
+    )
 
 
 def add_search(parser: argparse.ArgumentParser) -> None:

@@ -16,7 +16,7 @@ import relayquant as rq
 from relayquant.cli.answer import Answer, ExitCode
 from relayquant.cli.arguments import add_model, check_options
 from relayquant.cli.data import add_data, open_data
-from relayquant.cli.files import load_model, write_whole
+from relayquant.cli.files import load_model
 from relayquant.cli.quantizing import (
     add_quantizing,
     add_search,
@@ -25,6 +25,7 @@ from relayquant.cli.quantizing import (
     read_search,
 )
 from relayquant.cli.resume import KeptWork
+from relayquant.storage.files import write_text
 
 
 def add_parser(subparsers: Any) -> None:
@@ -40,9 +41,6 @@ def add_parser(subparsers: Any) -> None:
     add_search(parser)
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE.json", help="default: MODEL with .patch.json"
-    )
-    parser.add_argument(
-        "--checkpoint", type=Path, metavar="FOLDER", help="go on from here after an interruption"
     )
     parser.set_defaults(run=run)
 
@@ -70,7 +68,7 @@ def run(options: argparse.Namespace, answer: Answer) -> ExitCode:
     found = rq.ledger(qmod).search
     assert found is not None  # there is a metric
     text = json.dumps(found.mapping, indent=1)
-    write_whole(output, lambda path: path.write_text(text, encoding="utf-8"))
+    write_text(output, text)
     answer.note(metric=options.metric, score=found.score, float_score=found.float_score)
     answer.note(is_met=found.is_met, trials=found.trials)
     answer.add_table("reverted", [{"name": n, "dtype": found.dtype} for n in found.reverted])

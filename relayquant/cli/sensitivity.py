@@ -20,9 +20,10 @@ from relayquant.cli.arguments import (
     read_backend,
 )
 from relayquant.cli.data import add_data, open_data
-from relayquant.cli.files import load_model, write_whole
+from relayquant.cli.files import load_model
 from relayquant.errors import ConfigError, format_count
 from relayquant.report import sensitivity_table
+from relayquant.storage.files import write_text
 
 #: operators that are printed without --all
 SHOWN = 20
@@ -78,10 +79,10 @@ def run(options: argparse.Namespace, answer: Answer) -> ExitCode:
     shown = None if answer.show_all else SHOWN
     answer.say(sensitivity_table(report, title=str(options.model), rows=shown))
     if options.csv is not None:
-        write_whole(options.csv, lambda path: path.write_text(report.to_csv(), encoding="utf-8"))
+        write_text(options.csv, report.to_csv())
         answer.add_file(options.csv)
     if options.keep is not None:
         text = json.dumps(report.to_mapping(options.keep).to_dict(), indent=1)
-        write_whole(options.output, lambda path: path.write_text(text, encoding="utf-8"))
+        write_text(options.output, text)
         answer.add_file(options.output)
     return ExitCode.OK

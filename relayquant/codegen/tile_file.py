@@ -20,7 +20,7 @@ import tvm
 
 from relayquant.errors import ConfigError
 from relayquant.kernels.integer.specs import Tile
-from relayquant.storage.files import decode_json, read_text, reading, write_whole, writing
+from relayquant.storage.files import decode_json, read_text, reading, write_text, writing
 
 FORMAT = "relayquant.tiles"
 VERSION = 1
@@ -81,4 +81,4 @@ def add_tiles(path: Path, tiles: Mapping[str, Tile]) -> None:
     head = {"format": FORMAT, "version": VERSION, "made_by": tvm.__version__}
     lines = ",\n".join(f"{json.dumps(name)}: {row}" for name, row in rows.items())
     text = f'{json.dumps(head)[:-1]},\n"tiles": {{\n{lines}\n}}}}\n'
-    write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    write_text(path, text)

@@ -13,7 +13,7 @@ from typing import Any
 import tvm
 
 from relayquant.errors import ConfigError
-from relayquant.storage.files import decode_json, read_text, reading, write_whole
+from relayquant.storage.files import decode_json, read_text, reading, write_text
 
 FORMAT = "relayquant.refine.search.1"
 #: bytes; a ranking of 100,000 operators has less
@@ -97,7 +97,7 @@ class SearchState:
             "basis": self.basis,
         }
         text = json.dumps(data, indent=1)
-        write_whole(self.path, lambda path: path.write_text(text, encoding="utf-8"))
+        write_text(self.path, text)
 
 
 def trial_key(names: Collection[str], dtype: str) -> str:

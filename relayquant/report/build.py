@@ -16,7 +16,7 @@ from relayquant.errors import ConfigError
 from relayquant.events import Callback, CallbackList
 from relayquant.report.collect import ReportData, ReportSettings, collect_report
 from relayquant.report.page import check_installed, describe_report, frame_page, render_report
-from relayquant.storage.files import check_writable, write_whole
+from relayquant.storage.files import check_writable, write_text
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +38,7 @@ class Report:
             FileError: it cannot be written.
         """
         check_writable(Path(path))
-        write_whole(Path(path), lambda file: file.write_text(self.html, encoding="utf-8"))
+        write_text(Path(path), self.html)
 
     def _repr_html_(self) -> str:
         """The page in a notebook."""

@@ -93,6 +93,11 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
             temporary.unlink(missing_ok=True)
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a file of UTF-8 text, as `write_whole` does."""
+    write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
 def check_writable(path: Path) -> None:
     """Raises FileError if no file can be written there: to be asked before work that takes long.
 

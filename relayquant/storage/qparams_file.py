@@ -16,7 +16,7 @@ import numpy as np
 from relayquant.arguments import check_arguments
 from relayquant.errors import ConfigError, format_count
 from relayquant.qtypes import QParams, QSpec, Scheme, choose_qparams
-from relayquant.storage.files import decode_json, read_text, reading, write_whole
+from relayquant.storage.files import decode_json, read_text, reading, write_text
 
 FORMAT = "relayquant.qparams"
 VERSION = 1
@@ -53,7 +53,7 @@ def save_qparams(parameters: Mapping[str, QParams], path: PathLike) -> Path:
     rows = {name: qparams.to_dict() for name, qparams in parameters.items()}
     data = {"format": FORMAT, "version": VERSION, "values": rows}
     text = json.dumps(data, indent=1, allow_nan=False)
-    write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    write_text(path, text)
     return path
 
 
