@@ -180,6 +180,13 @@ def as_array(tensor: tvm.runtime.Tensor) -> np.ndarray:
     return np.asarray(tensor.numpy())
 
 
+def view_constant(tensor: Any) -> np.ndarray:
+    """The values of a constant of a module where they lie, not to be written."""
+    array = as_array(tensor)
+    array.flags.writeable = False
+    return array
+
+
 def empty_aligned(shape: Sequence[int], dtype: Any) -> np.ndarray:
     """A new array that compiled code can read where it lies: see `view_tensor`."""
     size = math.prod(shape) * np.dtype(dtype).itemsize

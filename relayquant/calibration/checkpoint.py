@@ -172,16 +172,19 @@ def open_temporary(directory: str | Path | None) -> Iterator[Workspace]:
 
 
 @contextmanager
-def open_checkpoint(path: str | Path, binding: Mapping[str, str]) -> Iterator[Workspace]:
+def open_checkpoint(
+    path: str | Path, binding: Mapping[str, str], work: str = "calibration"
+) -> Iterator[Workspace]:
     """A checkpoint to begin or to go on with; deleted when the `with` block ends without an error.
 
     Args:
         path: A folder; made if there is none. Its parent must exist.
         binding: What the checkpoint belongs to: aspect -> digest or text.
+        work: What it keeps, for messages.
 
     Raises:
-        ConfigError: the folder is something else, or belongs to another calibration (the message
-            says what differs), or another process is at work in it.
+        ConfigError: the folder is something else, or belongs to other work (the message says what
+            differs), or another process is at work in it.
         DataError: it is damaged.
         FileError: it cannot be written.
     """
@@ -209,11 +212,11 @@ def open_checkpoint(path: str | Path, binding: Mapping[str, str]) -> Iterator[Wo
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise ConfigError(
-                    f"checkpoint={str(path)!r} is in use by another process; give each calibration "
+                    f"checkpoint={str(path)!r} is in use by another process; give each {work} "
                     "a folder of its own."
                 ) from None
             if header.exists():
-                check_binding(path, read_json(header), binding)
+                check_binding(path, read_json(header), binding, work)
             else:
                 write_json(header, {"format": FORMAT, "binding": dict(binding)})
             workspace = Workspace(path, is_kept=True)
@@ -228,8 +231,10 @@ def find_half_written(path: Path) -> Iterator[Path]:
     return chain.from_iterable(map(path.glob, HALF_WRITTEN))
 
 
-def check_binding(path: Path, header: Mapping[str, Any], binding: Mapping[str, str]) -> None:
-    """ConfigError if the checkpoint belongs to another calibration; DataError if it is damaged."""
+def check_binding(
+    path: Path, header: Mapping[str, Any], binding: Mapping[str, str], work: str
+) -> None:
+    """ConfigError if the checkpoint belongs to other work; DataError if it is damaged."""
     bound = header.get("binding")
     if header.get("format") != FORMAT or not isinstance(bound, dict):
         raise DataError(f"{path / HEADER} is not of format {FORMAT!r}.")
@@ -241,7 +246,7 @@ def check_binding(path: Path, header: Mapping[str, Any], binding: Mapping[str, s
             different.append(aspect if is_digest else f"{aspect} (was {before}, is {now})")
     if different:
         raise ConfigError(
-            f"checkpoint={str(path)!r} belongs to another calibration; what differs: "
+            f"checkpoint={str(path)!r} belongs to another {work}; what differs: "
             f"{', '.join(different)}. Pass the same arguments to go on, another folder, or delete "
             "it to begin anew."
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -34,7 +35,7 @@ def choose_formats(
     weights = {use.key: use for use in uses}
     limit = settings.max_size
     if settings.max_bits is not None:
-        count = sum(use.array.size for use in weights.values())
+        count = sum(math.prod(use.shape) for use in weights.values())
         limit = int(settings.max_bits * count / 8)
     if limit is None:
         return forms, {}
@@ -65,7 +66,7 @@ def choose_formats(
 
 def count_size(use: WeightUse, form: GroupFormat) -> int:
     """Bytes of a weight in a format."""
-    rows, features = use.array.shape
+    rows, features = use.shape
     groups = rows * count_groups(features, form.size(features))
     zeros = 1 if form.is_symmetric else groups
     return (

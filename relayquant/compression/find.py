@@ -14,6 +14,7 @@ from tvm.ir import Call, GenericConst
 from relayquant.dialect.legality import iterate_bindings
 from relayquant.errors import ModelError, format_count, suggest_name
 from relayquant.rewrite.graph import call_name
+from relayquant.runtime import view_constant
 
 #: A constant, and whether its axes are swapped.
 WeightKey: TypeAlias = tuple[int, bool]
@@ -73,9 +74,17 @@ class WeightUse:
 
     @property
     def array(self) -> np.ndarray:
-        """The weight (N, K): rows are outputs of a product, or the rows that are taken."""
-        array = self.constant.value.numpy()
+        """The weight (N, K): rows are outputs of a product, or the rows that are taken. It lies in
+        the memory of the constant and may not be written.
+        """
+        array = view_constant(self.constant.value)
         return array.T if self.is_transposed else array
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K) of the weight, without a look at its values."""
+        rows, columns = map(int, self.constant.value.shape)
+        return (columns, rows) if self.is_transposed else (rows, columns)
 
 
 def bind_weights(mod: tvm.IRModule, params: Mapping[str, Any] | None) -> tvm.IRModule:
@@ -201,7 +210,7 @@ def find_in_function(function: str, func: relax.Function) -> Iterator[WeightUse]
                 )  # fmt: skip
         elif op == "relax.take":
             found = resolve(values, value.args[0])
-            if found is not None and found[0].value.numpy().ndim == 2:
+            if found is not None and len(found[0].value.shape) == 2:
                 yield WeightUse(
                     function, binding.var.name, "take", binding.var, value.args[1], found[0],
                     found[1], explain_take(value, found[0]), str(value.attrs.mode) == "clip",
@@ -256,7 +265,7 @@ def explain_take(call: Call, constant: GenericConst) -> str:
 
 def explain_values(constant: GenericConst) -> str:
     """Why no codes can stand for the values of a weight; "" if they can."""
-    array = constant.value.numpy()
+    array = view_constant(constant.value)
     if not array.size:
         return "its weight is empty"
     # the sum is not finite where a value is none, and reads the weight without a copy

@@ -130,7 +130,7 @@ def fit_weights(
             weight = read_weight(place, form, use) if place and place.exists() else None
             if weight is None:
                 weight = fit_weight(use, gram, form, settings)
-                limit = settings.max_loss
+                limit = settings.max_loss if form.bits < MOST_BITS else None
                 if limit is not None and measure_loss(use.array, weight, gram) > limit:
                     weight = fit_weight(use, gram, replace(form, bits=MOST_BITS), settings)
                 if place:
@@ -229,7 +229,7 @@ def open_results(
         "settings": digest_text(fitting),
         "data": digest_text(" ".join(map(digest_batch, data.batches))),
     }
-    with open_checkpoint(settings.checkpoint, binding) as workspace:
+    with open_checkpoint(settings.checkpoint, binding, "compression") as workspace:
         yield workspace
 
 
@@ -246,7 +246,7 @@ def read_weight(path: Path, form: GroupFormat, use: WeightUse) -> GroupedWeight:
         DataError: the file is damaged.
     """
     archive = read_archive(path, KIND, "part of a checkpoint")
-    rows, features = use.array.shape
+    rows, features = use.shape
     for bits in {form.bits, MOST_BITS}:
         own = replace(form, bits=bits)
         groups = (rows, count_groups(features, own.size(features)))

@@ -14,6 +14,7 @@ from tvm.ir import Call
 from relayquant import reference
 from relayquant.compression.find import WeightUse
 from relayquant.compression.fit import Gram
+from relayquant.errors import DataError, ModelError
 from relayquant.reference.interpreter import Frame, bind_input, evaluate, execute_binding
 
 #: What is to be computed with in place of a weight (N, K), for what its operator reads: None for a
@@ -70,12 +71,17 @@ def walk_weights(
                     grams = {use.data: gram}
                 gram = grams[use.data]
             weight = meet(use, gram)
-        for frame in frames:
-            with np.errstate(all="ignore"):
+        for i, frame in enumerate(frames):
+            try:
                 run_stretch(frame, stretch, weight, has_rows)
+            except ModelError as error:
+                if isinstance(error.__cause__, DataError | IndexError):
+                    raise DataError(
+                        f"batch {i} of the data does not fit {name!r}: {error}"
+                    ) from error
+                raise
         for frame in floats:
-            with np.errstate(all="ignore"):
-                run_stretch(frame, stretch, None, has_rows=False)
+            run_stretch(frame, stretch, None, has_rows=False)
 
 
 def start_frame(mod: tvm.IRModule, func: relax.Function, batch: Mapping[str, np.ndarray]) -> Frame:
@@ -136,17 +142,21 @@ def read_rows(frame: Frame, data: Any, has_rows: bool) -> np.ndarray:
 def run_stretch(frame: Frame, stretch: Stretch, weight: np.ndarray | None, has_rows: bool) -> None:
     """Compute the values of a stretch, and drop what is dead behind it."""
     use, bindings = stretch.use, stretch.bindings
-    if use is not None and weight is not None:
-        if use.op == "matmul":
-            value = read_rows(frame, use.data, has_rows) @ weight.T
-        else:
-            call = bindings[0].value
-            table = weight.T if use.is_transposed else weight
-            args = [relax.const(np.ascontiguousarray(table)), *call.args[1:]]
-            value = evaluate(frame, Call(call.op, args, call.attrs, call.ty_args), use.name)
-        frame.values[use.var] = value
-        bindings = bindings[1:]
-    for binding in bindings:
-        execute_binding(frame, binding)
+    with np.errstate(all="ignore"):
+        if use is not None and weight is not None:
+            frame.values[use.var] = run_use(frame, use, bindings[0].value, weight, has_rows)
+            bindings = bindings[1:]
+        for binding in bindings:
+            execute_binding(frame, binding)
     for var in stretch.dead:
         frame.values.pop(var, None)
+
+
+def run_use(frame: Frame, use: WeightUse, call: Call, weight: np.ndarray, has_rows: bool) -> Any:
+    """The value of an operator with `weight` in place of its own."""
+    if use.op == "matmul":
+        return read_rows(frame, use.data, has_rows) @ weight.T
+    table = relax.const(np.ascontiguousarray(weight.T if use.is_transposed else weight))
+    return evaluate(
+        frame, Call(call.op, [table, *call.args[1:]], call.attrs, call.ty_args), use.name
+    )

@@ -24,6 +24,7 @@ from relayquant.reference.single_call import compile_call, describe_operator, ge
 from relayquant.rewrite.attributes import read_attributes
 from relayquant.rewrite.entry import name_main
 from relayquant.rewrite.names import find_free_name
+from relayquant.runtime import view_constant
 
 Array = np.ndarray[Any, Any]
 
@@ -271,7 +272,7 @@ def evaluate(frame: Frame, expr: Any, name: str) -> Any:
     if isinstance(expr, tvm.ir.Var) and expr in frame.values:
         return frame.values[expr]
     if isinstance(expr, tvm.ir.GenericConst):
-        return expr.value.numpy()
+        return view_constant(expr.value)
     if isinstance(expr, relax.Tuple):
         return tuple(evaluate(frame, element, name) for element in expr.fields)
     if isinstance(expr, relax.TupleGetItem):
@@ -308,7 +309,7 @@ def evaluate_call(frame: Frame, call: Any, name: str) -> Any:
             args = [evaluate(frame, arg, name) for arg in call.args]
             try:
                 result = OPERATORS[operator](args, call.attrs)
-            except RelayQuantError as error:
+            except (RelayQuantError, IndexError) as error:  # numpy's, of indices that are data
                 raise ModelError(f"value {name!r}, operator relax.{operator}: {error}") from error
         if result is not NotImplemented:
             return result

@@ -10,7 +10,7 @@ from tvm import relax
 
 import relayquant as rq
 from relayquant.compression import observe
-from relayquant.compression.find import bind_weights
+from relayquant.compression.find import bind_weights, find_weights
 from relayquant.errors import ConfigError, DataError
 
 
@@ -111,7 +111,7 @@ def test_data__a_run_that_was_stopped_goes_on(llama, tmp_path, monkeypatch):
     with pytest.raises(Stopped):
         compress_with_data(llama, checkpoint=path, callbacks=StopAfter(4))
     before, watching = len(fitted), StopAfter()
-    with pytest.raises(ConfigError, match="belongs to another calibration; what differs: settings"):
+    with pytest.raises(ConfigError, match="belongs to another compression; what differs: settings"):
         compress_with_data(llama, checkpoint=path, effort="best")
     with pytest.raises(ConfigError, match="what differs: data"):
         compress_with_data(llama, checkpoint=path, dataset=draw_texts(3))
@@ -176,6 +176,32 @@ def test_max_loss__keeps_8_bits_where_fewer_lose_more(llama):
     assert set(list_dtypes(max_loss=1e-5)) == {"int8"}
     rows = rq.ledger(rq.compress_weights(*llama, bits=2, max_loss=1e-5)).rows
     assert "8 bits, because 2 lose more than max_loss=1e-05" in rows[1].rule
+
+
+def test_data__a_token_that_the_table_does_not_have_is_named(llama):
+    texts = [*draw_texts(2), make_prefill([1, 64, 3])]
+    with pytest.raises(
+        DataError, match=r"batch 2 of the data does not fit 'prefill': .* 1\.\.64 do"
+    ):
+        compress_with_data(llama, dataset=texts)
+
+
+def test_data__weights_are_not_copied_to_be_looked_at(llama, monkeypatch):
+    """Models have gigabytes of them: shapes come from types, values are read where they lie."""
+    use, *_ = find_weights(bind_weights(*llama))
+    assert use.shape == use.array.shape
+    assert use.array.ctypes.data == use.constant.value.data_ptr()
+    assert not use.array.flags.writeable
+    monkeypatch.setattr(type(use.constant.value), "numpy", None)
+    compress_with_data(llama, bits=2, table_bits=4, max_bits=6)
+
+
+def test_max_loss__a_weight_of_8_bits_is_fitted_once(llama, monkeypatch):
+    fitted = []
+    original = observe.fit_groups
+    monkeypatch.setattr(observe, "fit_groups", lambda *a: fitted.append(1) or original(*a))
+    compress_with_data(llama, bits=8, max_loss=1e-9)
+    assert len(fitted) == 5
 
 
 #: message -> arguments besides module and parameters

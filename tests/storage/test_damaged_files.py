@@ -130,7 +130,7 @@ BINDING = {"model": "sha256:1", "order": "parallel"}
 
 
 def read_header(path: Path) -> None:
-    check_binding(path.parent, read_json(path), BINDING)
+    check_binding(path.parent, read_json(path), BINDING, "calibration")
 
 
 def make_values(folder: Path) -> Path:
