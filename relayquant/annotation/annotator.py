@@ -32,6 +32,8 @@ from relayquant.ops import Kind
 from relayquant.plan import OperatorPlan, Plan
 from relayquant.rewrite import Graph
 
+DEQUANTIZE = "relax.qnn.dequantize"
+
 
 def annotate(
     mod: tvm.IRModule,
@@ -161,8 +163,10 @@ def decide_quantized(
         claim.root: claim for claim in claims if claim.can_quantize and claim.root not in alone
     }
     owner = {var: claim.root for claim in claims for var in claim.vars}
+    given = [var for var in graph.order if graph.op_name(var) == DEQUANTIZE]
     while True:
-        below, above = reach_down(quantized.values()), reach_up(quantized.values(), wanted)
+        below = reach_down(quantized.values(), given)
+        above = reach_up(quantized.values(), wanted)
         removed = [
             root
             for root, claim in quantized.items()
@@ -201,9 +205,11 @@ def has_float_reader(
     return any(owner.get(user) not in quantized for user in graph.users[root])
 
 
-def reach_down(quantized: Iterable[Claim]) -> set[relax.Var]:
-    """Values that an anchor's integers reach through the other quantized operators."""
-    reached: set[relax.Var] = set()
+def reach_down(quantized: Iterable[Claim], given: Iterable[relax.Var]) -> set[relax.Var]:
+    """Values that an anchor's integers reach through the other quantized operators, or `given`
+    ones: those that the model has as integers.
+    """
+    reached = set(given)
     for claim in quantized:  # in topological order
         if claim.kind is Kind.ANCHOR or any(var in reached for var in claim.inputs()):
             reached.add(claim.root)
