@@ -1,5 +1,5 @@
-"""What `relayquant.torch.quantize` is told of single submodules; the names are those of FX's
-`PrepareCustomConfig`.
+"""What functions of this package are told of single submodules, and of what the model takes and
+gives; the names are those of FX's `PrepareCustomConfig`.
 
 Around the data flow: read before the model is exported.
 """
@@ -11,8 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from relayquant.arguments import check_arguments, check_fields
-from relayquant.config import MappingRule, QConfigMapping, Selector
+from relayquant.config import BackendConfig, MappingRule, QConfigMapping, Selector
 from relayquant.errors import ConfigError, suggest_name
+
+#: lines of a mapping that go by names, which lie within a module or not
+BY_NAME = (Selector.MODULE_NAME, Selector.MODULE_NAME_OBJECT_TYPE_ORDER)
 
 
 @check_fields
@@ -22,11 +25,9 @@ class SubmoduleRule:
 
     Attributes:
         key: The path of a module ("layer1.0"), or a class, of which subclasses count too.
-        qconfig_mapping: How they are quantized by themselves; names in it are paths within.
     """
 
     key: Any
-    qconfig_mapping: QConfigMapping | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.key, str | type):
@@ -59,16 +60,68 @@ class SubmoduleRule:
 
 @check_fields
 @dataclass(frozen=True)
-class PrepareCustomConfig:
-    """Submodules that are not quantized as the rest is; `set_` methods return new objects.
+class StandaloneRule(SubmoduleRule):
+    """Submodules that are quantized by themselves.
 
     Attributes:
-        non_traceable: Those that stay in float.
+        qconfig_mapping: How; names in it are paths within. None: the caller's mapping.
+        prepare_custom_config: What stays in float within, and which inputs and outputs are
+            integers.
+        backend: Whose operators they are quantized for; None: the caller's.
+    """
+
+    qconfig_mapping: QConfigMapping | None = None
+    prepare_custom_config: PrepareCustomConfig | None = None
+    backend: BackendConfig | str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        inner = self.prepare_custom_config
+        if inner is not None and (inner.standalone or inner.custom):
+            raise ConfigError(
+                f"PrepareCustomConfig of standalone {self.key!r} names standalone or custom "
+                "modules within. What is quantized already is no part of a standalone module: name "
+                "those within in place of the one around them."
+            )
+
+
+@check_fields
+@dataclass(frozen=True)
+class CustomRule(SubmoduleRule):
+    """Submodules of a class that has an observed form.
+
+    Attributes:
+        observed: A class of modules with `from_float(module)`.
+    """
+
+    observed: Any = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_builder("set_float_to_observed_mapping", self.observed, "from_float")
+
+
+@check_fields
+@dataclass(frozen=True)
+class PrepareCustomConfig:
+    """Submodules that are not quantized as the rest is, and inputs and outputs that are integers;
+    `set_` methods return new objects.
+
+    Attributes:
+        non_traceable: Modules that stay in float.
         standalone: Those that are quantized by themselves.
+        custom: Those with an observed form.
+        quantized_forms: (observed class, quantized class) of each.
+        input_quantized_indexes, output_quantized_indexes: Numbers of the inputs and outputs that
+            are integers.
     """
 
     non_traceable: tuple[SubmoduleRule, ...] = ()
-    standalone: tuple[SubmoduleRule, ...] = ()
+    standalone: tuple[StandaloneRule, ...] = ()
+    custom: tuple[CustomRule, ...] = ()
+    quantized_forms: tuple[tuple[Any, Any], ...] = ()
+    input_quantized_indexes: tuple[int, ...] = ()
+    output_quantized_indexes: tuple[int, ...] = ()
 
     @check_arguments
     def set_non_traceable_module_names(self, names: Iterable[str]) -> PrepareCustomConfig:
@@ -86,57 +139,191 @@ class PrepareCustomConfig:
 
     @check_arguments
     def set_standalone_module_name(
-        self, name: str, qconfig_mapping: QConfigMapping | None = None
+        self,
+        name: str,
+        qconfig_mapping: QConfigMapping | None = None,
+        prepare_custom_config: PrepareCustomConfig | None = None,
+        backend: BackendConfig | str | None = None,
     ) -> PrepareCustomConfig:
-        """The module of this path is quantized by itself, on what it gets from the float model;
-        `qconfig_mapping` None: the backend's default. The first rule that finds a module counts.
+        """The module of this path is quantized by itself, on what it gets from the float model.
+
+        The first rule that finds a module counts. It is computed with the operators that the
+        caller's backend has: what that has none for is computed in float, between roundings.
+
+        Args:
+            name: The path.
+            qconfig_mapping: How it is quantized; names in it are paths within. None: the caller's
+                mapping.
+            prepare_custom_config: What stays in float within. Its `set_input_quantized_indexes` and
+                `set_output_quantized_indexes` say where integers pass between caller and module:
+                on the grid that the module picks, which the caller takes over. Elsewhere they
+                pass where both sides have integers anyway.
+            backend: What it is quantized for; None: the caller's.
         """
-        return self._set_standalone(name, qconfig_mapping)
+        rule = StandaloneRule(name, qconfig_mapping, prepare_custom_config, backend)
+        return replace(self, standalone=(*self.standalone, rule))
 
     @check_arguments
     def set_standalone_module_class(
-        self, kind: type, qconfig_mapping: QConfigMapping | None = None
+        self,
+        kind: type,
+        qconfig_mapping: QConfigMapping | None = None,
+        prepare_custom_config: PrepareCustomConfig | None = None,
+        backend: BackendConfig | str | None = None,
     ) -> PrepareCustomConfig:
         """As `set_standalone_module_name`, for every module of this class, each by itself."""
-        return self._set_standalone(kind, qconfig_mapping)
+        rule = StandaloneRule(kind, qconfig_mapping, prepare_custom_config, backend)
+        return replace(self, standalone=(*self.standalone, rule))
 
-    def _set_standalone(self, key: Any, mapping: QConfigMapping | None) -> PrepareCustomConfig:
-        return replace(self, standalone=(*self.standalone, SubmoduleRule(key, mapping)))
+    @check_arguments
+    def set_float_to_observed_mapping(
+        self, float_class: type, observed_class: type
+    ) -> PrepareCustomConfig:
+        """Modules of a class have a form that observes: `observed_class.from_float(module)`.
+
+        It is called in place of the module, with floats, when the model runs on the data, and gives
+        what the module gives. `set_observed_to_quantized_mapping` says what takes its place then.
+        """
+        return replace(self, custom=(*self.custom, CustomRule(float_class, observed_class)))
+
+    @check_arguments
+    def set_observed_to_quantized_mapping(
+        self, observed_class: type, quantized_class: type
+    ) -> PrepareCustomConfig:
+        """What has observed is replaced by `quantized_class.from_observed(observed)`.
+
+        That takes and gives floats and is a part of the integer module as torch.export writes it
+        down: what it quantizes with `torch.ops.quantized_decomposed` becomes integer operators,
+        all else of it stays as it is. (FX has this in its `ConvertCustomConfig`.)
+        """
+        check_builder("set_observed_to_quantized_mapping", quantized_class, "from_observed")
+        forms = dict(self.quantized_forms) | {observed_class: quantized_class}
+        return replace(self, quantized_forms=tuple(forms.items()))
+
+    @check_arguments
+    def set_input_quantized_indexes(self, indexes: Iterable[int]) -> PrepareCustomConfig:
+        """The inputs of these numbers, from 0, are integers."""
+        return replace(self, input_quantized_indexes=tuple(indexes))
+
+    @check_arguments
+    def set_output_quantized_indexes(self, indexes: Iterable[int]) -> PrepareCustomConfig:
+        """The outputs of these numbers, from 0, are integers."""
+        return replace(self, output_quantized_indexes=tuple(indexes))
+
+    def name_dtypes(self, backend: BackendConfig) -> dict[str, dict[str | int, str]]:
+        """`input_dtypes` and `output_dtypes` for the pipeline: integers of a backend's
+        activations.
+        """
+        dtype = backend.default_qconfig.activation.spec.dtype
+        return {
+            "input_dtypes": dict.fromkeys(self.input_quantized_indexes, dtype),
+            "output_dtypes": dict.fromkeys(self.output_quantized_indexes, dtype),
+        }
 
     def extend_mapping(self, mapping: QConfigMapping, module: Any) -> QConfigMapping:
-        """`mapping` with a line for each module that stays in float, and none for what is within.
+        """`mapping` for the rest of the model: a line for each module that stays in float or is
+        quantized by itself, and none for what is within.
 
         Raises:
             ConfigError: a rule finds no module.
         """
-        paths = [path for rule in self.non_traceable for path in rule.find_paths(module)]
+        floats = [path for rule in self.non_traceable for path in rule.find_paths(module)]
+        alone = [path for path, _ in self.find_standalone(module)]
+        paths = dict.fromkeys([*floats, *alone])
         within = [
             rule for rule in mapping.rules
-            if rule.kind in (Selector.MODULE_NAME, Selector.MODULE_NAME_OBJECT_TYPE_ORDER)
-            and any(rule.key.startswith(f"{path}.") for path in paths)
+            if rule.kind in BY_NAME
+            and any(rule.key == path or rule.key.startswith(f"{path}.") for path in paths)
         ]  # fmt: skip
-        lines = tuple(
-            MappingRule(Selector.MODULE_NAME, path, None, optional=True)
-            for path in dict.fromkeys(paths)
-        )
         kept = mapping.without(within)
+        if alone:  # their operators may be all that a line selects
+            kept = make_optional(kept, (Selector.OBJECT_TYPE, Selector.MODULE_NAME_REGEX))
+        lines = (MappingRule(Selector.MODULE_NAME, path, None, optional=True) for path in paths)
         return replace(kept, rules=(*kept.rules, *lines))
 
-    def find_standalone(self, module: Any) -> Iterator[tuple[str, QConfigMapping | None]]:
-        """(path, mapping) of every module that is quantized by itself.
+    def find_standalone(self, module: Any) -> Iterator[tuple[str, StandaloneRule]]:
+        """(path, rule) of every module that is quantized by itself.
 
         Raises:
             ConfigError: a rule finds no module, or one within another's.
         """
-        found: dict[str, QConfigMapping | None] = {}
-        for rule in self.standalone:
-            for path in rule.find_paths(module):
-                found.setdefault(path, rule.qconfig_mapping)
-        for path in found:
-            outer = next((p for p in found if path.startswith(f"{p}.")), None)
+        return iter(find_apart(self.standalone, module, "standalone").items())
+
+    def find_custom(self, module: Any) -> dict[str, tuple[Any, Any]]:
+        """(observed class, quantized class) of every module with such forms, by path.
+
+        Raises:
+            ConfigError: a rule finds no module, or one within another's or within a standalone
+                one; or there is no quantized form of what observes.
+        """
+        forms, found = dict(self.quantized_forms), {}
+        alone = dict(self.find_standalone(module))
+        for path, rule in find_apart(self.custom, module, "custom").items():
+            if rule.observed not in forms:
+                raise ConfigError(
+                    f"PrepareCustomConfig: modules of {rule.observed.__name__} observe, but "
+                    "nothing says what they become. Add set_observed_to_quantized_mapping("
+                    f"{rule.observed.__name__}, ...)."
+                )
+            outer = next((p for p in alone if path == p or path.startswith(f"{p}.")), None)
             if outer is not None:
                 raise ConfigError(
-                    f"PrepareCustomConfig makes {path!r} standalone, and {outer!r}, which holds "
-                    "it. Name one of them."
+                    f"PrepareCustomConfig makes {path!r} custom, and {outer!r}, which holds it, "
+                    "standalone. Name modules within, or around it."
                 )
-        return iter(found.items())
+            found[path] = rule.observed, forms[rule.observed]
+        return found
+
+    def refuse_parts(self, function: str) -> None:
+        """For functions that know of modules in float only.
+
+        Raises:
+            ConfigError: the configuration says more.
+        """
+        known = {"non_traceable": self.non_traceable}
+        if self != PrepareCustomConfig(**known):
+            raise ConfigError(
+                f"{function} takes the modules that stay in float of a PrepareCustomConfig "
+                "(set_non_traceable_module_names, set_non_traceable_module_classes) and nothing "
+                "else. Standalone and custom modules, and inputs and outputs of integers, go with "
+                "relayquant.torch.quantize."
+            )
+
+
+def find_apart(rules: Iterable[Any], module: Any, what: str) -> dict[str, Any]:
+    """The first rule of each module that one finds, by path.
+
+    Raises:
+        ConfigError: a rule finds no module, or one within another's.
+    """
+    found: dict[str, Any] = {}
+    for rule in rules:
+        for path in rule.find_paths(module):
+            found.setdefault(path, rule)
+    for path in found:
+        outer = next((p for p in found if path.startswith(f"{p}.")), None)
+        if outer is not None:
+            raise ConfigError(
+                f"PrepareCustomConfig makes {path!r} {what}, and {outer!r}, which holds it. Name "
+                "one of them."
+            )
+    return found
+
+
+def make_optional(mapping: QConfigMapping, kinds: Iterable[Selector]) -> QConfigMapping:
+    """The mapping, whose lines of some kinds may select nothing."""
+    chosen = tuple(kinds)
+    rules = (
+        replace(rule, optional=True) if rule.kind in chosen else rule for rule in mapping.rules
+    )
+    return replace(mapping, rules=tuple(rules))
+
+
+def check_builder(method: str, kind: Any, builder: str) -> None:
+    """Raise ConfigError if a class does not have the method that makes one of another module."""
+    if not isinstance(kind, type) or not callable(getattr(kind, builder, None)):
+        name = kind.__name__ if isinstance(kind, type) else repr(kind)
+        raise ConfigError(
+            f"PrepareCustomConfig.{method} got {name}, which has no class method "
+            f"`{builder}(module)` that makes it."
+        )

@@ -42,8 +42,10 @@ def quantize(
         example_inputs, example_kwargs, dynamic_shapes: As for `torch.export.export`. Shapes are
             those of the example inputs unless `dynamic_shapes` says otherwise:
             `({0: torch.export.Dim("batch")},)` for any batch size.
-        prepare_custom_config: Submodules that stay in float, or are quantized by themselves. With
-            the latter, shapes are those of the example inputs.
+        prepare_custom_config: Submodules that stay in float, are quantized by themselves, or have a
+            quantized form of their own; with the latter two, shapes are those of the example
+            inputs. And inputs and outputs that are integers, as `input_dtypes` and `output_dtypes`
+            of `relayquant.quantize` say with their dtypes.
         dataset: As for `relayquant.quantize`; items may be torch tensors, so a DataLoader without
             labels will do.
         options: Further arguments of `relayquant.quantize`.
@@ -57,26 +59,42 @@ def quantize(
         DataError, ConfigError: as `relayquant.quantize`.
     """
     shaping = {"example_kwargs": example_kwargs, "dynamic_shapes": dynamic_shapes}
-    program = export(module, example_inputs, **shaping)
     if prepare_custom_config is not None:
-        backend = resolve_backend(options.get("backend"))
-        effort = resolve_effort(options.get("effort", Effort.BALANCED))
-        chosen = list(prepare_custom_config.find_standalone(module))
-        mapping = options.get("qconfig_mapping") or default_mapping(backend, effort)
-        mapping = prepare_custom_config.extend_mapping(mapping, module)
-        options = {**options, "qconfig_mapping": mapping, "backend": backend}
-        if chosen:
-            if any(value is not None for value in shaping.values()):
-                raise ConfigError(
-                    "quantize: standalone modules have the shapes of example inputs by position; "
-                    "leave out example_kwargs and dynamic_shapes."
-                )
-            from relayquant.torch.standalone import replace_standalone
-
-            module = replace_standalone(module, chosen, example_inputs, dataset, backend, effort)
-            program = export(module, example_inputs)
+        check_module(module)
+        has_parts = prepare_custom_config.standalone or prepare_custom_config.custom
+        if has_parts and any(value is not None for value in shaping.values()):
+            raise ConfigError(
+                "quantize: standalone and custom modules have the shapes of example inputs by "
+                "position; leave out example_kwargs and dynamic_shapes."
+            )
+        module, options = apply_config(
+            module, prepare_custom_config, example_inputs, dataset, options
+        )
+    program = export(module, example_inputs, **shaping)
     mod, params = load(program)
     return quantize_module(mod, params, dataset, **options)
+
+
+def apply_config(
+    module: Any,
+    config: PrepareCustomConfig,
+    example_inputs: tuple[Any, ...],
+    dataset: Any,
+    options: Mapping[str, Any],
+) -> tuple[Any, dict[str, Any]]:
+    """(module, options) of `quantize` as a configuration changes them."""
+    from relayquant.torch.standalone import replace_parts
+
+    backend = resolve_backend(options.get("backend"))
+    effort = resolve_effort(options.get("effort", Effort.BALANCED))
+    given = options.get("qconfig_mapping")
+    mapping = config.extend_mapping(given or default_mapping(backend, effort), module)
+    module = replace_parts(module, config, example_inputs, dataset, given, backend, effort)
+    dtypes = {
+        name: {**asked, **(options.get(name) or {})}
+        for name, asked in config.name_dtypes(backend).items()
+    }
+    return module, {**options, **dtypes, "qconfig_mapping": mapping, "backend": backend}
 
 
 @check_arguments
@@ -93,17 +111,9 @@ def export(
         MissingDependencyError: PyTorch is not installed.
         ModelError: torch.export cannot export the module.
     """
-    try:
-        import torch  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        raise MissingDependencyError(
-            "Quantizing a PyTorch module needs PyTorch. Run: pip install 'relayquant[torch]'"
-        ) from None
-    if not isinstance(module, torch.nn.Module):
-        raise ModelError(
-            f"relayquant.torch takes a torch.nn.Module, got {type(module).__name__}. "
-            "For an exported program or a .pt2 file, use relayquant.torch.load."
-        )
+    check_module(module)
+    import torch  # pyright: ignore[reportMissingImports]
+
     inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     try:
         with evaluation_mode(module), torch.no_grad():
@@ -117,6 +127,26 @@ def export(
         raise ModelError(
             f"torch.export cannot export {type(module).__name__}: {type(error).__name__}: {error}"
         ) from error
+
+
+def check_module(module: Any) -> None:
+    """That it is a module of PyTorch's.
+
+    Raises:
+        MissingDependencyError: PyTorch is not installed.
+        ModelError: it is not.
+    """
+    try:
+        import torch  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise MissingDependencyError(
+            "Quantizing a PyTorch module needs PyTorch. Run: pip install 'relayquant[torch]'"
+        ) from None
+    if not isinstance(module, torch.nn.Module):
+        raise ModelError(
+            f"relayquant.torch takes a torch.nn.Module, got {type(module).__name__}. "
+            "For an exported program or a .pt2 file, use relayquant.torch.load."
+        )
 
 
 @contextlib.contextmanager

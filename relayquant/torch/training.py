@@ -16,13 +16,14 @@ import tvm
 from relayquant.arguments import check_arguments
 from relayquant.backends import resolve_backend
 from relayquant.config import BackendConfig, QConfigMapping
-from relayquant.effort import Effort, resolve_effort
+from relayquant.effort import Effort, default_mapping, resolve_effort
 from relayquant.errors import ConfigError, MissingDependencyError, format_count, warn_user
 from relayquant.pipeline import calibrate_model, prepare_model, review_prepared
 from relayquant.prepared import PreparedModel
 from relayquant.rewrite import Skip
 from relayquant.settings import CalibrateSettings, PrepareSettings
 from relayquant.torch.batch_norm import FoldedNorm, Normalization, find_folded, find_norms
+from relayquant.torch.custom_config import PrepareCustomConfig
 from relayquant.torch.exported import export
 from relayquant.torch.exported import load as load_program
 from relayquant.torch.ranges import BatchNorm, Ranges
@@ -44,6 +45,7 @@ def prepare_qat(
     batch_norm: BatchNorm = BatchNorm.FROZEN,
     effort: Effort | str = Effort.BALANCED,
     dynamic_shapes: Any = None,
+    prepare_custom_config: PrepareCustomConfig | None = None,
 ) -> Any:
     """A PyTorch module -> one that trains with its quantization, in anyone's loop.
 
@@ -66,6 +68,7 @@ def prepare_qat(
             between channels before calibration, and those that are no part of a quantized
             operator with a constant weight stay frozen, with a warning that says why.
         dynamic_shapes: As for `torch.export.export`.
+        prepare_custom_config: Modules that stay in float, and train so.
 
     Returns:
         A `TrainableModule`; `convert` makes the integer module of it.
@@ -81,6 +84,11 @@ def prepare_qat(
     if dynamic_shapes is None:
         dynamic_shapes = free_batch(inputs)
     mod, params = load_program(export(module, inputs, dynamic_shapes=dynamic_shapes))
+    if prepare_custom_config is not None:
+        prepare_custom_config.refuse_parts("prepare_qat")
+        backend = resolve_backend(backend)
+        mapping = qconfig_mapping or default_mapping(backend, resolve_effort(effort))
+        qconfig_mapping = prepare_custom_config.extend_mapping(mapping, module)
     return from_module(
         mod,
         params,

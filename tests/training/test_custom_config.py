@@ -21,8 +21,9 @@ from torch.ao.quantization.fx.custom_config import (  # noqa: E402
 from torch.ao.quantization.quantize_fx import convert_fx, prepare_fx  # noqa: E402
 from torch_models import ResidualBlock, ResidualNet, make  # noqa: E402
 
+from relayquant.rewrite import Graph  # noqa: E402
 from relayquant.torch import PrepareCustomConfig  # noqa: E402
-from relayquant.torch.custom_config import SubmoduleRule  # noqa: E402
+from relayquant.torch.custom_config import StandaloneRule  # noqa: E402
 
 OPTIONS = {"backend": "x86", "effort": "fast"}
 FOUR_BITS = rq.QConfigMapping().set_global(
@@ -99,7 +100,9 @@ class Around(torch.nn.Module):
         return self.block(x)
 
 
-@pytest.mark.parametrize("mapping", [None, FOUR_BITS])
+@pytest.mark.parametrize(
+    "mapping", [rq.QConfigMapping().set_global(rq.X86.default_qconfig), FOUR_BITS]
+)
 def test_set_standalone_module_name__quantized_by_itself(mapping):
     """In a model of floats it is the module that quantizing it alone gives, with its own config."""
     torch.manual_seed(0)
@@ -117,14 +120,117 @@ def test_set_standalone_module_name__quantized_by_itself(mapping):
     assert rq.verify(whole, [data[1].numpy()]).is_equal
 
 
+def test_set_standalone_module_name__without_a_mapping_as_the_caller_says():
+    """As in FX; names in it are those of the whole model."""
+    net, data = make_net()
+    mapping = rq.QConfigMapping().set_global(rq.X86.default_qconfig)
+    mapping = mapping.set_module_name("layer1.0.conv1", None).set_module_name("layer1.1", None)
+    config = PrepareCustomConfig().set_standalone_module_name("layer1.0")
+    qmod = rq.torch.quantize(
+        net, (data[0],), data, prepare_custom_config=config, qconfig_mapping=mapping, **OPTIONS
+    )
+    floats = [r for r in rq.ledger(qmod).rows if not r.quantized and r.op == "nn.conv2d"]
+    assert {row.name.split(".")[1] for row in floats} == {"0", "1"}
+    within = [r for r in rq.ledger(qmod).rows if r.name.startswith("layer1.0") and r.quantized]
+    assert sum(row.op == "nn.conv2d" for row in within) == 1, "conv2 alone"
+
+
+INTEGERS = PrepareCustomConfig().set_input_quantized_indexes([0]).set_output_quantized_indexes([0])
+
+
+class Linears(torch.nn.Module):
+    """A linear layer, one in a module of its own, and another behind both."""
+
+    def __init__(self):
+        super().__init__()
+        self.before, self.inner, self.after = (torch.nn.Linear(12, 12) for _ in range(3))
+
+    def forward(self, x):
+        return self.after(self.inner(self.before(x)))
+
+
+def count_calls(mod):
+    """How often quantize and dequantize are in an integer module, and requantize between."""
+    graph = Graph(mod)
+    names = [graph.op_name(binding.var).removeprefix("relax.qnn.") for binding in graph.bindings]
+    return {name: names.count(name) for name in ("quantize", "dequantize", "requantize")}
+
+
+@pytest.mark.parametrize("backend", [None, "arm"])
+def test_set_standalone_module_name__integers_in_and_out_as_in_fx(backend):
+    """`input_quantized_idxs` and `output_quantized_idxs` of a standalone module, and its own
+    backend: no float lies between caller and module.
+    """
+    torch.manual_seed(0)
+    net, data = Linears().eval(), [torch.randn(4, 12) for _ in range(4)]
+    ours = PrepareCustomConfig().set_standalone_module_name("inner", None, INTEGERS, backend)
+    qmod = rq.torch.quantize(net, (data[0],), data, prepare_custom_config=ours, **OPTIONS)
+    inner = TheirConfig().set_input_quantized_indexes([0]).set_output_quantized_indexes([0])
+    theirs = TheirConfig()
+    theirs.set_standalone_module_name("inner", None, (data[0],), inner, None)
+    converted = calibrate_fx(net, data, theirs)
+    called = [str(node.target) for node in converted.graph.nodes]
+    assert sum("quantize_per_tensor" in name for name in called) == called.count("dequantize") == 1
+    counts = count_calls(qmod)
+    # A module of int8 among those of uint8 has its result shifted by 128.
+    shift = 1 if backend == "arm" else 0
+    assert counts == {"quantize": 1, "dequantize": 1, "requantize": 2 + shift}
+    assert rq.verify(qmod, [data[0].numpy()]).is_equal
+    graph = Graph(qmod)
+    dtypes = {
+        str(b.var.ty.dtype) for b in graph.bindings if graph.op_name(b.var).endswith("quantize")
+    }
+    assert dtypes == {"float32", "uint8", "int8"} if backend else {"float32", "uint8"}
+    with torch.no_grad():
+        want, peer = net(data[0]).numpy(), converted(data[0]).numpy()
+    (got,) = rq.reference.run(qmod, [data[0].numpy()])
+    assert measure_sqnr(want, got) > max(20, measure_sqnr(want, peer) - 3)
+
+
+def test_set_standalone_module_name__integers_where_nothing_takes_them():
+    class Norm(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.inner = torch.nn.LayerNorm(12), torch.nn.Linear(12, 12)
+
+        def forward(self, x):
+            return self.norm(self.inner(self.norm(x)))
+
+    net, data = Around(Norm()).eval(), [torch.randn(4, 12) for _ in range(2)]
+    for one, message in (
+        (PrepareCustomConfig().set_input_quantized_indexes([0]), "input 'x' of .* 'block' is no"),
+        (PrepareCustomConfig().set_output_quantized_indexes([0]), "computed in float"),
+        (PrepareCustomConfig().set_output_quantized_indexes([1]), "index 1; allowed: 0 to 0"),
+    ):
+        config = PrepareCustomConfig().set_standalone_module_name("block", None, one)
+        with pytest.raises(rq.ConfigError, match=message):
+            rq.torch.quantize(net, (data[0],), data, prepare_custom_config=config, **OPTIONS)
+
+
+def test_set_standalone_module_name__float_modules_within():
+    """The configuration of a standalone module speaks of what is within, by paths within; what
+    that leaves in float the caller does not quantize.
+    """
+    net, data = make_net()
+    inner = PrepareCustomConfig().set_non_traceable_module_names(["0"])
+    config = PrepareCustomConfig().set_standalone_module_name("layer1", None, inner)
+    qmod = rq.torch.quantize(net, (data[0],), data, prepare_custom_config=config, **OPTIONS)
+    rows = {row.name: row for row in rq.ledger(qmod).rows if row.op == "nn.conv2d"}
+    floats = {name for name, row in rows.items() if not row.quantized}
+    assert len(floats) == 2
+    assert all(name.startswith("layer1.") for name in floats)
+    assert len(rows) == 6
+    assert rq.verify(qmod, [data[0].numpy()]).is_equal
+
+
 def test_set_standalone_module_class__each_by_itself_and_no_worse_than_fx():
     net, data = make_net()
     config = PrepareCustomConfig().set_standalone_module_class(ResidualBlock)
     qmod = rq.torch.quantize(net, (data[0],), data, prepare_custom_config=config, **OPTIONS)
     assert rq.verify(qmod, [data[0].numpy()]).is_equal
-    convolutions = [row for row in rq.ledger(qmod).rows if row.op.endswith("conv2d")]
-    assert len(convolutions) >= 5
-    assert all(row.quantized for row in convolutions)
+    rows = rq.ledger(qmod).rows
+    assert sum(row.op.endswith("conv2d") for row in rows) >= 5
+    assert all(row.quantized for row in rows), "also the mean of what the last of them gives"
     theirs = TheirConfig().set_standalone_module_class(ResidualBlock, None, None, None, None)
     with torch.no_grad():
         want = net(data[0]).numpy()
@@ -133,16 +239,280 @@ def test_set_standalone_module_class__each_by_itself_and_no_worse_than_fx():
     assert measure_sqnr(want, got) > max(20, measure_sqnr(want, peer) - 3)
 
 
+# --- Inputs and outputs by index --------------------------------------------------------------
+
+
+def test_set_input_quantized_indexes__main_takes_and_gives_integers_as_in_fx():
+    """The real values of what comes out are those of FX's module, on the grids of ours."""
+    net, data = make_net()
+    qmod = rq.torch.quantize(net, (data[0],), data, prepare_custom_config=INTEGERS, **OPTIONS)
+    (taken,), (given,) = rq.ledger(qmod).inputs, rq.ledger(qmod).outputs
+    assert taken.dtype == given.dtype == "uint8"
+    graph = Graph(qmod)
+    assert count_calls(qmod)["quantize"] == count_calls(qmod)["dequantize"] == 0
+    assert not any("float" in str(b.var.ty.dtype) for b in graph.bindings)
+    theirs = TheirConfig().set_input_quantized_indexes([0]).set_output_quantized_indexes([0])
+    mapping = get_default_qconfig_mapping("x86")
+    prepared = prepare_fx(net, mapping, (data[0],), prepare_custom_config=theirs)
+    for batch in data:
+        prepared(batch)
+    converted = convert_fx(prepared)
+    (scale,), (zero_point,) = taken.scale, taken.zero_point
+    integers = torch.quantize_per_tensor(data[0], scale, zero_point, torch.quint8)
+    peer = converted(integers)
+    assert peer.dtype is torch.quint8
+    (got,) = rq.reference.run(qmod, [integers.int_repr().numpy()])
+    assert got.dtype == np.uint8
+    real = (got.astype("float32") - given.zero_point[0]) * np.float32(given.scale[0])
+    with torch.no_grad():
+        want = net(data[0]).numpy()
+    assert measure_sqnr(want, real) > max(20, measure_sqnr(want, peer.dequantize().numpy()) - 3)
+    assert rq.verify(qmod, [integers.int_repr().numpy()]).is_equal
+
+
+def test_set_output_quantized_indexes__one_of_two():
+    class Two(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = torch.nn.Linear(8, 4), torch.nn.Linear(8, 4)
+
+        def forward(self, x):
+            return self.a(x), self.b(x)
+
+    net, data = Two().eval(), [torch.randn(4, 8) for _ in range(2)]
+    config = PrepareCustomConfig().set_output_quantized_indexes([1])
+    qmod = rq.torch.quantize(net, (data[0],), data, prepare_custom_config=config, **OPTIONS)
+    assert [value.dtype for value in rq.ledger(qmod).outputs] == ["float32", "uint8"]
+    dtypes = [array.dtype for array in rq.reference.run(qmod, [data[0].numpy()])]
+    assert dtypes == [np.float32, np.uint8]
+
+
+# --- Custom modules ---------------------------------------------------------------------------
+
+
+class Gain(torch.nn.Module):
+    """A user's class: each channel by a number, within bounds."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.gain = torch.nn.Parameter(torch.linspace(0.5, 2, channels))
+
+    def forward(self, x):
+        return (x * self.gain).clamp(-4, 4)
+
+
+class ObservedGain(torch.nn.Module):
+    """It looks at the largest value that comes in."""
+
+    @classmethod
+    def from_float(cls, module):
+        self = cls()
+        self.inner, self.peak, self.calls = module, 0.0, 0
+        return self
+
+    def forward(self, x):
+        self.peak, self.calls = max(self.peak, float(x.abs().max())), self.calls + 1
+        return self.inner(x)
+
+
+class QuantizedGain(torch.nn.Module):
+    """Products of integers, by hand: 8 bits of data, 8 bits of gain."""
+
+    made: list = []
+
+    @classmethod
+    def from_observed(cls, observed):
+        self = cls()
+        cls.made.append(observed)
+        self.step, gain = observed.peak / 127, observed.inner.gain.detach()
+        self.unit = float(gain.abs().max() / 127)
+        self.register_buffer("gain", torch.round(gain / self.unit).to(torch.int32))
+        return self
+
+    def forward(self, x):
+        integers = torch.clamp(torch.round(x / self.step), -127, 127).to(torch.int32)
+        products = integers * self.gain
+        return (products.to(torch.float32) * (self.step * self.unit)).clamp(-4, 4)
+
+
+class WithGain(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.before, self.gain = torch.nn.Linear(12, 8), Gain(8)
+        self.after = torch.nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.after(self.gain(torch.relu(self.before(x))))
+
+
+CUSTOM = PrepareCustomConfig().set_float_to_observed_mapping(Gain, ObservedGain)
+
+
+def test_set_float_to_observed_mapping__observed_then_quantized_as_in_fx():
+    """The observed form sees what calibration brings, once each; the quantized form is part of the
+    integer module, with the user's own arithmetic.
+    """
+    torch.manual_seed(0)
+    net, data = WithGain().eval(), [torch.randn(16, 12) for _ in range(3)]
+    config = CUSTOM.set_observed_to_quantized_mapping(ObservedGain, QuantizedGain)
+    QuantizedGain.made.clear()
+    qmod = rq.torch.quantize(net, (data[0],), data, prepare_custom_config=config, **OPTIONS)
+    (observed,) = QuantizedGain.made
+    with torch.no_grad():
+        hidden = [torch.relu(net.before(batch)) for batch in data]
+        by_hand = QuantizedGain.from_observed(observed)
+        want = net.after(by_hand(hidden[0])).numpy()
+    assert observed.calls == 3
+    assert observed.peak == max(float(each.abs().max()) for each in hidden)
+    assert type(net.gain) is Gain, "the user's module is as it was"
+    (got,) = rq.reference.run(qmod, [data[0].numpy()])
+    assert measure_sqnr(want, got) > 30
+    assert rq.verify(qmod, [data[0].numpy()]).is_equal
+    quantized = {row.name for row in rq.ledger(qmod).rows if row.quantized}
+    assert {"after"} <= quantized
+    assert any(name.startswith(("before", "relu")) for name in quantized)
+    # FX swaps the same classes at the same times.
+    theirs = TheirConfig().set_float_to_observed_mapping(Gain, ObservedGain)
+    mapping = get_default_qconfig_mapping("x86")
+    prepared = prepare_fx(net, mapping, (data[0],), prepare_custom_config=theirs)
+    assert type(prepared.gain) is ObservedGain
+
+
+def test_set_observed_to_quantized_mapping__reference_operators_become_integers():
+    """What a quantized form quantizes as PyTorch's programs do is computed on integers."""
+    import torch.ao.quantization.fx._decomposed
+
+    space = torch.ops.quantized_decomposed
+
+    class Quantized(torch.nn.Module):
+        @classmethod
+        def from_observed(cls, observed):
+            self = cls()
+            self.step = observed.peak / 127
+            weight = observed.inner.weight.detach()
+            self.unit = float(weight.abs().max() / 127)
+            self.register_buffer("weight", torch.round(weight / self.unit).to(torch.int8))
+            return self
+
+        def forward(self, x):
+            x = space.quantize_per_tensor(x, self.step, 0, -128, 127, torch.int8)
+            x = space.dequantize_per_tensor(x, self.step, 0, -128, 127, torch.int8)
+            weight = space.dequantize_per_tensor(self.weight, self.unit, 0, -127, 127, torch.int8)
+            return torch.nn.functional.linear(x, weight)
+
+    net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8, bias=False))
+    config = PrepareCustomConfig().set_float_to_observed_mapping(torch.nn.Linear, ObservedGain)
+    config = config.set_observed_to_quantized_mapping(ObservedGain, Quantized)
+    data = [torch.randn(4, 8) for _ in range(2)]
+    qmod = rq.torch.quantize(
+        net[1:].eval(), (data[0],), data, prepare_custom_config=config, **OPTIONS
+    )
+    assert "qnn.dense" in qmod.script()
+    assert rq.verify(qmod, [data[0].numpy()]).is_equal
+
+
+class Unwritable(QuantizedGain):
+    """Its code looks at values, which no graph holds."""
+
+    def forward(self, x):
+        return super().forward(x) if x.sum() > 0 else x
+
+
+class NoModule(QuantizedGain):
+    @classmethod
+    def from_observed(cls, observed):
+        return 3
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        (Unwritable, "Custom module 'gain': its quantized form Unwritable cannot be a part"),
+        (NoModule, "'gain': NoModule.from_observed returned int"),
+    ],
+)
+def test_set_observed_to_quantized_mapping__names_the_form_that_does_not_fit(form, message):
+    net, data = WithGain().eval(), [torch.randn(4, 12)]
+    config = CUSTOM.set_observed_to_quantized_mapping(ObservedGain, form)
+    with pytest.raises(rq.ModelError, match=message):
+        rq.torch.quantize(net, (data[0],), data, prepare_custom_config=config, **OPTIONS)
+
+
+def test_set_float_to_observed_mapping__names_what_is_missing():
+    net, data = WithGain().eval(), [torch.randn(4, 12)]
+    with pytest.raises(
+        rq.ConfigError, match=r"Add set_observed_to_quantized_mapping\(ObservedGain"
+    ):
+        rq.torch.quantize(net, (data[0],), data, prepare_custom_config=CUSTOM, **OPTIONS)
+    with pytest.raises(rq.ConfigError, match=r"got Gain, .* no class method `from_float"):
+        PrepareCustomConfig().set_float_to_observed_mapping(Gain, Gain)
+    with pytest.raises(rq.ConfigError, match=r"got Gain, .* no class method `from_observed"):
+        CUSTOM.set_observed_to_quantized_mapping(ObservedGain, Gain)
+
+
+# --- The other functions ----------------------------------------------------------------------
+
+
+def test_set_non_traceable_module_names__train_in_float():
+    net, data = make_net()
+    config = PrepareCustomConfig().set_non_traceable_module_names(["layer1.0"])
+    trained = rq.torch.prepare_qat(
+        net, (data[0],), calibration=data, prepare_custom_config=config, **OPTIONS
+    )
+    rows = rq.ledger(rq.torch.convert(trained)).rows
+    assert not any(row.quantized for row in rows if row.name.startswith("layer1.0"))
+    assert any(row.quantized for row in rows if row.name.startswith("layer1.1"))
+
+
+def test_set_non_traceable_module_names__stay_in_float_in_code_that_runs():
+    net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8))
+
+    def run(x):
+        return net(x) if x.sum() > 0 else -x
+
+    config = PrepareCustomConfig().set_non_traceable_module_names(["net.2"])
+    prepared = rq.torch.prepare(run, (torch.ones(2, 8),), prepare_custom_config=config, **OPTIONS)
+    rows = {row.name: row.quantized for row in rq.torch.convert(prepared).ledger.rows}
+    assert not any(quantized for name, quantized in rows.items() if name.startswith("net.2"))
+    assert any(rows.values())
+
+
+@pytest.mark.parametrize(
+    "config", [INTEGERS, CUSTOM, PrepareCustomConfig().set_standalone_module_name("0")]
+)
+def test_prepare_custom_config__what_only_quantize_takes(config):
+    net, x = torch.nn.Sequential(torch.nn.Linear(4, 4)), torch.ones(2, 4)
+    with pytest.raises(rq.ConfigError, match="prepare_qat takes the modules that stay in float"):
+        rq.torch.prepare_qat(net, (x,), calibration=[x], prepare_custom_config=config)
+    with pytest.raises(rq.ConfigError, match="prepare takes the modules that stay in float"):
+        rq.torch.prepare(net, (x,), prepare_custom_config=config)
+
+
+# --- Messages ---------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
     ("make_config", "message"),
     [
         (lambda c: c.set_standalone_module_name("layer2"), "'layer2', but .* no such submodule"),
         (lambda c: c.set_non_traceable_module_classes([torch.nn.GRU]), "'GRU', but the module"),
         (lambda c: c.set_non_traceable_module_names([3]), r"names is \[3\]; allowed: a list"),
-        (lambda c: replace(c, standalone=(SubmoduleRule(3),)), "got 3; allowed: the path"),
+        (lambda c: replace(c, standalone=(StandaloneRule(3),)), "got 3; allowed: the path"),
         (
             lambda c: c.set_standalone_module_name("layer1").set_standalone_module_name("layer1.0"),
             "makes 'layer1.0' standalone, and 'layer1', which holds it",
+        ),
+        (
+            lambda c: c.set_standalone_module_name("layer1", None, CUSTOM),
+            "of standalone 'layer1' names standalone or custom modules within",
+        ),
+        (
+            lambda c: (
+                c.set_standalone_module_name("layer1")
+                .set_float_to_observed_mapping(torch.nn.BatchNorm2d, ObservedGain)
+                .set_observed_to_quantized_mapping(ObservedGain, QuantizedGain)
+            ),
+            "makes 'layer1.0.bn1' custom, and 'layer1', which holds it, standalone",
         ),
     ],
 )

@@ -131,6 +131,12 @@ def find_modules(model: Callable[..., Any]) -> dict[str, torch.nn.Module]:
     return {name: value for name, value in variables.items() if isinstance(value, torch.nn.Module)}
 
 
+def join_modules(model: Callable[..., Any]) -> torch.nn.Module:
+    """One module that holds those of a model at their paths."""
+    modules = find_modules(model)
+    return modules[""] if "" in modules else torch.nn.ModuleDict(modules)
+
+
 def name_modules(modules: Mapping[str, torch.nn.Module]) -> dict[int, str]:
     """id of a module -> its path."""
     return {

@@ -9,9 +9,10 @@ from typing import Any
 from relayquant.arguments import check_arguments
 from relayquant.backends import resolve_backend
 from relayquant.config import BackendConfig, QConfigMapping
-from relayquant.effort import Effort
+from relayquant.effort import Effort, default_mapping, resolve_effort
 from relayquant.errors import ConfigError, MissingDependencyError, suggest_name
 from relayquant.settings import QuantizeSettings
+from relayquant.torch.custom_config import PrepareCustomConfig
 
 
 class Unseen(enum.Enum):
@@ -46,6 +47,7 @@ def prepare(
     calibration: Any = None,
     unseen: Unseen | str = Unseen.ERROR,
     strict_order: bool = False,
+    prepare_custom_config: PrepareCustomConfig | None = None,
 ) -> Any:
     """A model that is calibrated by calling it, for `relayquant.torch.convert`.
 
@@ -66,6 +68,7 @@ def prepare(
             of `Unseen` will do.
         strict_order: Every call must pass the operators of the first, in its order; another is an
             error, at calibration and afterwards.
+        prepare_custom_config: Modules that stay in float, by path or class.
 
     Returns:
         A `relayquant.torch.define_by_run.program.PreparedProgram`: call it like the model, with
@@ -81,8 +84,14 @@ def prepare(
         raise MissingDependencyError(
             "Calibrating PyTorch code needs PyTorch. Run: pip install 'relayquant[torch]'"
         ) from None
+    from relayquant.torch.define_by_run.call_sites import join_modules
     from relayquant.torch.define_by_run.program import PreparedProgram
 
+    if prepare_custom_config is not None:
+        prepare_custom_config.refuse_parts("prepare")
+        backend = resolve_backend(backend)
+        mapping = qconfig_mapping or default_mapping(backend, resolve_effort(effort))
+        qconfig_mapping = prepare_custom_config.extend_mapping(mapping, join_modules(model))
     settings = QuantizeSettings(
         effort=effort,
         backend=resolve_backend(backend),
