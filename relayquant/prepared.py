@@ -102,6 +102,10 @@ class CalibrationGraph:
     constants: Mapping[str, ConstantVariable] = field(default_factory=dict)
     fits: tuple[FitPoint, ...] = ()
 
+    def __repr__(self) -> str:
+        values = format_count(len(self.variables), "value")
+        return f"<CalibrationGraph of {', '.join(self.inputs)}: parameters of {values}>"
+
     def arguments(
         self,
         parameters: Mapping[str, QParams] | None = None,
@@ -173,6 +177,17 @@ class PreparedModel:
     statistics: Mapping[str, GroupStatistics] = field(default_factory=dict)
     choices: Mapping[str, str] = field(default_factory=dict)
     observers: Mapping[str, str] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        """A line: the ledger of what becomes of it names every operator."""
+        operators = self.plan.operators
+        taken = sum(operator.quantized for operator in operators)
+        known = sum(group.key in self.parameters for group in self.plan.groups)
+        return (
+            f"<PreparedModel for {self.backend.name!r}: {taken} of "
+            f"{format_count(len(operators), 'operator')} to quantize, parameters of {known} of "
+            f"{format_count(len(self.plan.groups), 'value')}>"
+        )
 
     def require_parameters(self) -> Mapping[str, QParams]:
         """The parameters of all groups.

@@ -15,7 +15,7 @@ from relayquant.arguments import check_arguments, check_fields
 from relayquant.config.dtypes import DTypeConfig
 from relayquant.config.mapping import is_type
 from relayquant.config.qconfig import QConfig
-from relayquant.errors import ConfigError, suggest_name
+from relayquant.errors import ConfigError, format_count, suggest_name
 from relayquant.plain_data import (
     NamedSettings,
     PlainSettings,
@@ -191,6 +191,11 @@ class BackendConfig:
     reduce_range: bool = False
     float_dtypes: tuple[str, ...] = ()
     fusers: tuple[AnyFuser, ...] = ()
+
+    def __repr__(self) -> str:
+        """A line: `explain` has the rows."""
+        rows = format_count(len(self.patterns), "pattern")
+        return f"<BackendConfig {self.name!r}: {rows}>"
 
     def __post_init__(self) -> None:
         if self.default_qconfig is None or not self.patterns:

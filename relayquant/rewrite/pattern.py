@@ -79,6 +79,9 @@ class Pattern:
     root: Any  #: tvm.relax.dpl.DFPattern
     parts: Mapping[str, Any]
 
+    def __repr__(self) -> str:
+        return f"Pattern({self.op_name or 'any operator'}, parts={[*self.parts]})"
+
     @cached_property
     def op_name(self) -> str:
         """Operator of the root, "" if it may be any: most bindings are refused by it alone."""
