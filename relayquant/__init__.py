@@ -7,6 +7,7 @@ check_versions()
 # What follows imports TVM, so it must come after the check of its version.
 from relayquant import extend, reference, relay, torch  # noqa: E402
 from relayquant.analysis import AccumulatorReport  # noqa: E402
+from relayquant.analysis.latency import Latency, measure_latency  # noqa: E402
 from relayquant.analysis.lint import Finding, Severity, lint, measure_growth  # noqa: E402
 from relayquant.backends import ACCELERATOR, ARM, GENERIC, X86, default_backend  # noqa: E402
 from relayquant.calibration.choose_ranges import OutputSQNR  # noqa: E402
@@ -143,6 +144,7 @@ __all__ = [
     "Guard",
     "GuardSettings",
     "KLDivergence",
+    "Latency",
     "MinMax",
     "MissingDependencyError",
     "ModelError",
@@ -198,6 +200,7 @@ __all__ = [
     "lower",
     "make_report",
     "measure_growth",
+    "measure_latency",
     "merge_statistics",
     "pipeline",
     "plot_error_by_depth",

@@ -103,6 +103,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "load_qparams": (rq.load_qparams, {"path": "never"}),
     "save_qparams": (rq.save_qparams, {"parameters": {}, "path": "/no/folder"}),
     "lint": (rq.lint, {**MODEL, "dataset": DATA}),
+    "measure_latency": (rq.measure_latency, {"contenders": {"a": dict}, "rounds": 1}),
     "measure_growth": (rq.measure_growth, {**MODEL, "dataset": DATA}),
     "load": (rq.load, {"model": "never"}),
     "import_tflite": (rq.import_tflite, {"path": "never"}),

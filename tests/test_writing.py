@@ -240,7 +240,7 @@ def find_bare_writes(tree: ast.AST, is_guarded: bool = False) -> list[int]:
             inside |= any(isinstance(c, ast.Call) and name_of(c.func) == "writing" for c in calls)
         if isinstance(node, ast.Call):
             inside |= name_of(node.func) == "write_whole"
-            # `write_text(path, text)` is that of storage/files.py, `path.write_text(text)` a method.
+            # `write_text(path, text)` is that of storage/files.py, `path.write_text` a method.
             ours = isinstance(node.func, ast.Name) and node.func.id == "write_text"
             if name_of(node.func) in ACTS and not inside and not ours:
                 found.append(node.lineno)

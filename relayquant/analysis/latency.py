@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from relayquant.analysis.engine_process import time_turn
+from relayquant.arguments import check_arguments
+from relayquant.errors import ConfigError, format_count
 
 #: Seconds before each turn, so that the thread pool of the contender before has stopped spinning.
 PAUSE = 0.01
@@ -37,10 +39,24 @@ class Latency:
 Timing = tuple[float, float]
 
 
+@check_arguments
 def measure_latency(
-    contenders: Mapping[str, Callable[[], object]], rounds: int
+    contenders: Mapping[str, Callable[[], object]], rounds: int = 20
 ) -> dict[str, Latency]:
-    """Time functions of this process that do one run each; see `measure_turns`."""
+    """Time functions that do one run each, in turns, so that a busy moment meets all of them.
+
+    Args:
+        contenders: Name -> function, which copies as little as the program that it stands for.
+        rounds: Turns of each; one takes 0.02 s or a run, whichever is longer.
+
+    Raises:
+        ConfigError: no round, or nobody to take it.
+    """
+    if rounds < 1 or not contenders:
+        raise ConfigError(
+            f"measure_latency: {format_count(rounds, 'round')} of "
+            f"{format_count(len(contenders), 'function')}; allowed: at least one of each."
+        )
     for run in contenders.values():
         run()  # the first run allocates
 

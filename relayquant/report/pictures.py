@@ -139,7 +139,7 @@ def plot_latency(latencies: Mapping[str, Latency], path: str | Path | None = Non
     """The best and the median time of each contender.
 
     Args:
-        latencies: Name -> time, as `relayquant.analysis.latency.measure_latency` gives it.
+        latencies: Name -> time, as `relayquant.measure_latency` gives it.
         path: As for `plot_error_by_depth`.
 
     Raises:

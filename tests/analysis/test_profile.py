@@ -14,6 +14,7 @@ from relayquant.analysis.profile import (
     profile_module,
 )
 from relayquant.demo import load_digits
+from relayquant.errors import ConfigError
 from relayquant.preparation.bind import bind_params
 from relayquant.rewrite.editor import Editor
 
@@ -82,3 +83,9 @@ def test_measure_latency__median_of_many_runs() -> None:
     a = rng.normal(size=(64, 64))
     result = measure_latency({"a": lambda: a @ a}, rounds=1)
     assert result["a"].runs > 10
+
+
+@pytest.mark.parametrize(("contenders", "rounds"), [({}, 1), ({"a": dict}, 0)])
+def test_measure_latency__nothing_to_time(contenders, rounds) -> None:
+    with pytest.raises(ConfigError, match="allowed: at least one of each"):
+        measure_latency(contenders, rounds)
