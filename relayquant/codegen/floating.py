@@ -20,6 +20,7 @@ from tvm.ir import Call, GenericConst, IRModule, Op
 from tvm.target import Target
 
 from relayquant.codegen.rules.kernel_call import vector
+from relayquant.codegen.rules.linear import order_transposed_weight
 from relayquant.dialect.cost import MACS_ATTR, count_macs
 from relayquant.kernels.emit import IS_SCHEDULED
 from relayquant.kernels.floating.conv import (
@@ -28,6 +29,11 @@ from relayquant.kernels.floating.conv import (
     make_conv2d_packing,
     pack_conv2d,
     packed_conv2d_size,
+)
+from relayquant.kernels.floating.conv_transpose import (
+    FloatConv2dTranspose,
+    make_conv2d_transpose,
+    pack_conv2d_transpose,
 )
 from relayquant.kernels.floating.gemm import (
     FloatDense,
@@ -66,6 +72,8 @@ from relayquant.rewrite.tail import Tail, float_takes, follow_tail
 
 #: Layout of data and weights that the convolution kernels take.
 CONV_LAYOUT = ("NHWC", "OHWI")
+#: The same of transposed convolutions, whose weights are turned when they are packed.
+CONV_TRANSPOSE_LAYOUT = ("NHWC", "IOHW")
 #: relax::OpPatternKind::kOpaque: FuseOps must not put anything into a finished kernel
 OPAQUE = 8
 #: Kernels get a bias as an array, one number per channel, so that it has to be known.
@@ -77,8 +85,8 @@ Lowered = tuple[Tail, list[relax.Binding]]
 
 
 def lower_float(mod: IRModule, target: Target, on_skip: OnSkip = log_skip) -> IRModule:
-    """Replace float32 conv2d, in the layout of the kernels, and matmul of every Relax function by
-    calls of packed kernels.
+    """Replace float32 conv2d, conv2d_transpose, in the layout of the kernels, and matmul of every
+    Relax function by calls of packed kernels.
 
     Inputs, outputs and names of the functions stay. Batch extents may be symbolic. Operators with
     other dtypes, with dynamic inner extents, or outside dataflow blocks stay as they are; `on_skip`
@@ -115,9 +123,44 @@ class Kernels:
 MAKERS: dict[str, Any] = {
     "float_conv2d": make_conv2d,
     "float_conv2d_packing": make_conv2d_packing,
+    "float_conv2d_transpose": make_conv2d_transpose,
     "float_dense": make_dense,
     "float_batch_matmul": make_batch_matmul,
 }
+
+
+def read_conv2d_transpose(call: Call) -> FloatConv2dTranspose | Skip:
+    """What a nn.conv2d_transpose computes, for one image and in any layout of the data; or why no
+    kernel does.
+    """
+    data, weight = call.args
+    attrs = call.attrs
+    data_layout, kernel_layout = str(attrs.data_layout), str(attrs.kernel_layout)
+    if sorted(data_layout) != sorted("NHWC") or str(attrs.out_layout) not in ("", data_layout):
+        return Skip(f"layout {data_layout}/{attrs.out_layout}")
+    if not (is_float32(data) and is_float32(weight) and isinstance(weight, GenericConst)):
+        return decline("not float32 of known rank, or weights that are no constants")
+    extents = dict(zip(data_layout, shape_of(data), strict=True))
+    sizes = static_sizes([extents[letter] for letter in "HWC"])
+    if sizes is None:
+        return decline("a size other than the batch is symbolic")
+    kernel = dict(zip(kernel_layout, map(int, weight.ty.shape.values), strict=True))
+    groups = int(attrs.groups)
+    if kernel["O"] < FEWEST_CHANNELS:
+        return decline("too few channels")
+    if min(expand_padding(attrs.padding)) < 0:
+        return decline("the padding is negative")
+    return FloatConv2dTranspose(
+        1,
+        *sizes,
+        kernel["O"] * groups,
+        (kernel["H"], kernel["W"]),
+        pair(attrs.strides),
+        expand_padding(attrs.padding),
+        pair(attrs.output_padding),
+        pair(attrs.dilation),
+        groups,
+    )
 
 
 def make_epilogue(tail: Tail) -> FloatEpilogue:
@@ -231,6 +274,25 @@ class FunctionLowering:
         kernel_var = self.kernels.get("float_conv2d", spec, count_macs(call))
         return tail, [*before, self.bind_product(tail, kernel_var, data, packed)]
 
+    def lower_conv2d_transpose(self, root: relax.Var) -> Lowered | Skip:
+        """nn.conv2d_transpose in the layout of the kernels, by constants."""
+        call = self.graph.values[root]
+        data, weight = call.args
+        spec = read_conv2d_transpose(call)
+        if isinstance(spec, Skip):
+            return spec
+        if str(call.attrs.data_layout) != CONV_TRANSPOSE_LAYOUT[0]:
+            return Skip(f"layout {call.attrs.data_layout}")
+        tail = self.follow(root, spec.out_channels)
+        batch = self.symbol(shape_of(data)[0])
+        spec = replace(spec, batch=batch, epilogue=make_epilogue(tail))
+        taps = order_transposed_weight(
+            weight.value.numpy(), str(call.attrs.kernel_layout), spec.groups
+        )
+        packed = relax.const(pack_conv2d_transpose(taps, spec, self.kernels.isa))
+        kernel = self.kernels.get("float_conv2d_transpose", spec, count_macs(call))
+        return tail, [self.bind_product(tail, kernel, data, packed)]
+
     def lower_matmul(self, root: relax.Var) -> Lowered | Skip:
         """matmul by constants, and of two values."""
         call = self.graph.values[root]
@@ -285,5 +347,6 @@ class FunctionLowering:
 
 FLOAT_RULES: tuple[Rule[FunctionLowering, relax.Var, Lowered], ...] = (
     make_rule(FunctionLowering.lower_conv2d, "relax.nn.conv2d"),
+    make_rule(FunctionLowering.lower_conv2d_transpose, "relax.nn.conv2d_transpose"),
     make_rule(FunctionLowering.lower_matmul, "relax.matmul"),
 )

@@ -12,7 +12,7 @@ from tvm import relax
 from tvm.ir import IRModule
 from tvm.relax.dpl import is_op, wildcard
 
-from relayquant.codegen.floating import CONV_LAYOUT
+from relayquant.codegen.floating import CONV_LAYOUT, CONV_TRANSPOSE_LAYOUT
 from relayquant.codegen.layout_exceptions import convert_with_exceptions
 from relayquant.rewrite import Emitter, Match, Pattern, Rule, Skip, apply_rules
 from relayquant.rewrite.expressions import list_bindings, op_name
@@ -22,6 +22,7 @@ from relayquant.rewrite.walker import tidy_module
 #: layouts the kernels want: data and weight
 KERNEL_LAYOUTS = {
     "relax.nn.conv2d": list(CONV_LAYOUT),
+    "relax.nn.conv2d_transpose": list(CONV_TRANSPOSE_LAYOUT),
     "relax.qnn.conv1d": ["NWC", "OWI"],
     "relax.qnn.conv2d": list(CONV_LAYOUT),
     "relax.qnn.conv2d_transpose": list(CONV_LAYOUT),

@@ -13,7 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from tvm import relax
 from tvm.ir import Call, IRModule, Op
 
+from relayquant.codegen.floating import read_conv2d_transpose
 from relayquant.rewrite.expressions import is_float32, op_name, read_scalar
+from relayquant.rewrite.rule import Skip
 
 #: a binding -> those that take its place, in order; the last binds the same variable
 Rewrite = Callable[[relax.Binding], Sequence[relax.Binding]]
@@ -24,7 +26,6 @@ HIDDEN = "relayquant.hidden."
 #: legalized in one layout only, or the pass fails at their result, a tuple or of another rank
 ONE_LAYOUT = (
     "relax.nn.conv1d_transpose",
-    "relax.nn.conv2d_transpose",
     "relax.nn.conv3d",
     "relax.nn.conv3d_transpose",
     "relax.nn.rms_norm",
@@ -69,13 +70,15 @@ def convert_with_exceptions(mod: IRModule, layouts: Mapping[str, Sequence[str]])
 def keeps_layout(call: relax.Expr) -> bool:
     """Whether a call has to keep its layout, which ConvertLayout would not see.
 
-    Besides `ONE_LAYOUT`: a normalization over several axes, of whose scale and offset the pass does
-    not turn the axes; repeat without an axis, which flattens; and an operator on scalars alone, in
-    which the pass looks for a dimension.
+    Besides `ONE_LAYOUT`: a transposed convolution without a kernel of its own; a normalization over
+    several axes, of whose scale and offset the pass does not turn the axes; repeat without an axis,
+    which flattens; and an operator on scalars alone, in which the pass looks for a dimension.
     """
     name = op_name(call)
     if name in ONE_LAYOUT or (name == "relax.nn.layer_norm" and len(call.attrs.axes) > 1):
         return True
+    if name == "relax.nn.conv2d_transpose":
+        return isinstance(read_conv2d_transpose(call), Skip)
     if name == "relax.repeat" and call.attrs.axis is None:
         return True
     types = [arg.ty for arg in call.args] if name.startswith("relax.") else []

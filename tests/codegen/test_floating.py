@@ -119,6 +119,57 @@ def test_lower_float__a_sum_of_two_products_belongs_to_one():
     assert "relax.add" not in list_operators(lowered)
 
 
+def test_lower_float__transposed_convolutions_stay_in_the_layout_of_the_kernels():
+    rng = np.random.default_rng(7)
+    first, up, grouped = const(rng, 8, 3, 3, 3), const(rng, 8, 6, 2, 2), const(rng, 6, 2, 3, 3)
+    bias, last = const(rng, 1, 6, 1, 1), const(rng, 4, 14, 1, 1)
+
+    def emit(bb, x):
+        low = bb.emit(relax.op.nn.conv2d(x, first, strides=2, padding=1))
+        y = bb.emit(relax.op.nn.conv2d_transpose(low, up, strides=2))
+        y = bb.emit(relax.op.nn.relu(bb.emit(relax.op.add(y, bias))))
+        y = bb.emit(
+            relax.op.nn.conv2d_transpose(
+                y, grouped, strides=2, padding=1, output_padding=1, groups=3
+            )
+        )
+        wide = bb.emit(relax.op.image.resize2d(low, (24, 24), method="nearest_neighbor"))
+        return bb.emit(relax.op.nn.conv2d(bb.emit(relax.op.concat([y, wide], 1)), last))
+
+    mod = make_module(emit, (tirx.Var("n", "int64"), 3, 12, 12))
+    lowered = check_same(mod, rng.standard_normal((2, 3, 12, 12)).astype("float32"))
+    assert list_operators(lowered) == [
+        "relax.permute_dims",
+        "float_conv2d",
+        "float_conv2d_transpose",
+        "float_conv2d_transpose",
+        "relax.image.resize2d",
+        "relax.concat",
+        "float_conv2d",
+        "relax.permute_dims",
+    ]
+
+
+@pytest.mark.parametrize("why", ["weights at run time", "one channel of a group", "float64"])
+def test_lower_float__transposed_convolutions_without_a_kernel(why):
+    rng = np.random.default_rng(8)
+    first, weight = const(rng, 4, 3, 3, 3), rng.standard_normal((4, 4, 2, 2)).astype("float32")
+    groups = 4 if why == "one channel of a group" else 1
+    weight = weight[:, :1] if groups == 4 else weight
+
+    def emit(bb, x, given):
+        y = bb.emit(relax.op.nn.conv2d(x, first, padding=1))
+        w = given if why == "weights at run time" else relax.const(weight)
+        if why == "float64":
+            y, w = bb.emit(relax.op.astype(y, "float64")), relax.const(weight, "float64")
+        y = bb.emit(relax.op.nn.conv2d_transpose(y, w, strides=2, groups=groups))
+        return bb.emit(relax.op.astype(y, "float32"))
+
+    mod = make_module(emit, (1, 3, 6, 6), weight.shape)
+    x = rng.standard_normal((1, 3, 6, 6)).astype("float32")
+    assert "relax.nn.conv2d_transpose" in list_operators(check_same(mod, x, weight))
+
+
 def test_lower_float__a_value_read_twice_is_kept():
     rng = np.random.default_rng(3)
     w = const(rng, 6, 6)

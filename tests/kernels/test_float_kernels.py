@@ -20,6 +20,11 @@ from relayquant.kernels.floating.conv import (
     packed_conv2d_size,
     plan_conv2d,
 )
+from relayquant.kernels.floating.conv_transpose import (
+    FloatConv2dTranspose,
+    make_conv2d_transpose,
+    pack_conv2d_transpose,
+)
 from relayquant.kernels.floating.gemm import (
     FloatDense,
     FloatMatmul,
@@ -204,6 +209,53 @@ def test_make_conv2d__any_geometry(size, channels, groups, kernel, strides, padd
         1, *size, inner, outer, kernel, strides, padding, groups=groups, epilogue=epilogue
     )
     check_conv2d(spec, isa)
+
+
+def transpose_convolve(x: np.ndarray, w: np.ndarray, spec: FloatConv2dTranspose) -> np.ndarray:
+    """What the reference evaluator of ONNX makes of NHWC data and OHWI weights."""
+    onnx = pytest.importorskip("onnx")
+    evaluator = pytest.importorskip("onnx.reference").ReferenceEvaluator
+    top, left, bottom, right = spec.padding
+    node = onnx.helper.make_node(
+        "ConvTranspose", ["x", "w"], ["y"], group=1, kernel_shape=spec.kernel,
+        strides=spec.strides, pads=[top, left, bottom, right], dilations=spec.dilation,
+        output_padding=spec.output_padding,
+    )  # fmt: skip
+    # The evaluator gets groups wrong: each is a convolution of its own here.
+    parts = []
+    for data, weight in zip(
+        np.split(x.transpose(0, 3, 1, 2), spec.groups, 1), np.split(w, spec.groups), strict=True
+    ):
+        feeds = {"x": data, "w": weight.transpose(3, 0, 1, 2)}
+        parts.append(evaluator(node).run(None, feeds)[0])
+    return np.concatenate(parts, 1).transpose(0, 2, 3, 1)
+
+
+@pytest.mark.parametrize("isa", [ISAS[0], ISAS[2]])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        FloatConv2dTranspose(1, 5, 4, 8, 20, (2, 2), (2, 2), epilogue=FULL),
+        FloatConv2dTranspose(3, 5, 6, 6, 10, (3, 3), (2, 2), (1, 1, 1, 1), (1, 1), epilogue=FULL),
+        FloatConv2dTranspose(1, 4, 5, 4, 33, (4, 3), (3, 1), (2, 0, 1, 1), (2, 0)),
+        FloatConv2dTranspose(2, 4, 4, 6, 8, (3, 2), (2, 3), (0, 1, 1, 0), dilation=(3, 2)),
+        FloatConv2dTranspose(1, 6, 3, 12, 24, (3, 3), (2, 1), (1, 1, 1, 1), groups=3),
+        FloatConv2dTranspose(1, 3, 3, 5, 4, (1, 1), (2, 2), output_padding=(1, 1), epilogue=FULL),
+        FloatConv2dTranspose(2, 20, 18, 64, 64, (2, 2), (2, 2), epilogue=FULL),
+    ],
+)
+def test_make_conv2d_transpose__follows_onnx(spec, isa):
+    rng = np.random.default_rng(4)
+    x = draw(rng, *spec.in_shape)
+    w = draw(rng, spec.out_channels, *spec.kernel, spec.in_channels // spec.groups)
+    total = transpose_convolve(x, w, spec)
+    assert total.shape == spec.out_shape
+    expected, operands = finish(total, spec.epilogue, rng)
+    if spec.batch > 1:
+        spec = replace(spec, batch=tirx.Var("n", "int64"))
+    out = np.full(expected.shape, np.nan, "float32")
+    packed = pack_conv2d_transpose(w, spec, isa)
+    check(run_kernel(make_conv2d_transpose(spec, isa), x, packed, *operands, out), expected)
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -256,6 +256,26 @@ def choose_tile(spec: FloatConv2d, most: int) -> tuple[int, int]:
     return best[1:]
 
 
+@dataclass(frozen=True)
+class FloatPlacement:
+    """Where a convolution reads and writes, that is a part of another one: rows, then columns.
+
+    Attributes:
+        image: Size of the padded image.
+        origin: Its pixel under the first tap of the first output.
+        size: Size of the whole output.
+        stride, offset: Output q of the part is q * stride + offset of the whole.
+        first_weight: Where its packed weights begin.
+    """
+
+    image: tuple[int, int]
+    size: tuple[int, int]
+    origin: tuple[int, int] = (0, 0)
+    stride: tuple[int, int] = (1, 1)
+    offset: tuple[int, int] = (0, 0)
+    first_weight: int = 0
+
+
 def emit_conv2d(
     spec: FloatConv2d,
     isa: FloatIsa,
@@ -267,26 +287,48 @@ def emit_conv2d(
     y: Buffer,
 ) -> None:
     """A padded copy of the image, then register tiles of pixels x channels."""
-    (kh, kw), (sh, sw), (dh, dw) = spec.kernel, spec.strides, spec.dilation
-    (oh, ow), (_, width), channels = spec.out_size, spec.padded_size, spec.in_channels
-    inner, lanes = spec.group_in, isa.lanes
     threads = count_macs(spec) >= PARALLEL_MACS
     image = emit_padding(spec, isa, x, threads) if any(spec.padding) else x
-    image_size = spec.padded_size[0] * width * channels
+    placement = FloatPlacement(spec.padded_size, spec.out_size)
+    emit_tiles(spec, isa, panels, image, weight, bias, residual, y, threads, placement)
+
+
+def emit_tiles(
+    spec: FloatConv2d,
+    isa: FloatIsa,
+    panels: Panels,
+    image: Buffer,
+    weight: Buffer,
+    bias: Buffer | None,
+    residual: Buffer | None,
+    y: Buffer,
+    threads: bool,
+    placement: FloatPlacement,
+) -> None:
+    """Register tiles of pixels x channels over a padded image."""
+    (kh, kw), (sh, sw), (dh, dw) = spec.kernel, spec.strides, spec.dilation
+    (oh, ow), (height, width), channels = spec.out_size, placement.image, spec.in_channels
+    inner, lanes = spec.group_in, isa.lanes
+    image_size = height * width * channels
     rows, cols = choose_tile(spec, max(1, min(isa.accumulators // panels.blocks, 24)))
     n_rows, n_cols = -(-oh // rows), -(-ow // cols)
     vector_size = kh * kw * inner * lanes
     # Along a row of the filter the activations of all taps are contiguous.
     run = kw * inner if dw == 1 and spec.groups == 1 else inner
+    (first_row, first_col), (row_step, col_step) = placement.origin, placement.stride
+    whole_height, whole_width = placement.size
 
     def tile(n: Expr, row: Expr, col: Expr, group: Expr, first: Expr, starts: list[Expr]) -> None:
         oy = row * rows if oh % rows == 0 else T.min(row * rows, oh - rows)
         ox = col * cols if ow % cols == 0 else T.min(col * cols, ow - cols)
         blocks = len(starts)
-        base = group * (panels.vectors * vector_size) + first * vector_size
-        origin = n * image_size + (oy * (sh * width) + ox * sw) * channels + group * inner
+        base = placement.first_weight
+        base = base + group * (panels.vectors * vector_size) + first * vector_size
+        corner = (oy * sh + first_row) * width + (ox * sw + first_col)
+        origin = n * image_size + corner * channels + group * inner
         pixels = [(r, c) for r in range(rows) for c in range(cols)]
-        out = (n * (oh * ow) + oy * ow + ox) * spec.out_channels
+        to_row, to_col = oy * row_step + placement.offset[0], ox * col_step + placement.offset[1]
+        out = ((n * whole_height + to_row) * whole_width + to_col) * spec.out_channels
 
         def reduce(step: Callable[[Expr, Callable[[int], Expr]], None]) -> None:
             with T.grid(kh, kw * inner // run, run) as (ky, kx, k):
@@ -297,6 +339,9 @@ def emit_conv2d(
                 )
 
         absolute = [group * spec.group_out + s for s in starts]
+        targets = [
+            out + (r * row_step * whole_width + c * col_step) * spec.out_channels for r, c in pixels
+        ]
         emit_tile(
             isa,
             [origin + (r * sh * width + c * sw) * channels for r, c in pixels],
@@ -305,14 +350,7 @@ def emit_conv2d(
             weight,
             reduce,
             start_with(bias, absolute, lanes),
-            finish_into(
-                y,
-                residual,
-                spec.epilogue,
-                [out + (r * ow + c) * spec.out_channels for r, c in pixels],
-                absolute,
-                lanes,
-            ),
+            finish_into(y, residual, spec.epilogue, targets, absolute, lanes),
         )
 
     def all_panels(n: Expr, row: Expr, col: Expr, group: Expr) -> None:

@@ -1,12 +1,10 @@
-"""Transposed convolution as interleaved ordinary ones, generated as TIR.
+"""Quantized transposed convolution as interleaved ordinary ones (see `kernels.transposed`),
+generated as TIR.
 
     y[n, q*s + p, c] = epilogue(bias[c] + sum over k with (p + pad - k*d) % s == 0
                                 of x[n, q + (p + pad - k*d) / s, i] * w[c, k, i])
 
-One axis is shown. Every phase p of the stride sees its own subset of the kernel, flipped, at
-stride 1. So the work is that of the products that exist; no zeros are inserted between the pixels.
-With g = gcd(s, d), every (s / g)-th k is in the subset, and their pixels are d / g apart: that is
-the dilation of the phase's convolution.
+One axis is shown.
 """
 
 from __future__ import annotations
@@ -14,20 +12,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
-from math import gcd
 
 import numpy as np
 from numpy.typing import NDArray
 from tvm.tirx import PrimFunc
 
 from relayquant.errors import ConfigError
-from relayquant.kernels.emit import PARALLEL_THRESHOLD, build_kernel, ceil_div
+from relayquant.kernels.emit import PARALLEL_THRESHOLD, build_kernel
 from relayquant.kernels.integer.conv import Placement, emit_convolution
 from relayquant.kernels.integer.conv_plan import ConvPlan, choose_instructions, pack_panels
 from relayquant.kernels.integer.epilogue import Epilogue
 from relayquant.kernels.integer.operands import declare_operands, emit_prepared_image
 from relayquant.kernels.integer.specs import Conv2d, PackedWeights, pack_channels
 from relayquant.kernels.isa.base import Isa
+from relayquant.kernels.transposed import AxisPhase, TransposedAxis, split_axes
 
 
 @dataclass(frozen=True)
@@ -63,15 +61,15 @@ class Conv2dTranspose:
     @property
     def out_size(self) -> tuple[int, int]:
         """(OH, OW)."""
-        top, left, bottom, right = self.padding
-        sizes = [
-            (size - 1) * stride + (kernel - 1) * dilation + 1 - pads + extra
-            for size, stride, kernel, dilation, pads, extra in zip(
-                (self.height, self.width), self.strides, self.kernel, self.dilation,
-                (top + bottom, left + right), self.output_padding, strict=True,
-            )
-        ]  # fmt: skip
-        return sizes[0], sizes[1]
+        return self.axes[0].outputs, self.axes[1].outputs
+
+    @property
+    def axes(self) -> tuple[TransposedAxis, TransposedAxis]:
+        """Rows and columns."""
+        return split_axes(
+            (self.height, self.width), self.kernel, self.strides, self.padding,
+            self.output_padding, self.dilation,
+        )  # fmt: skip
 
     @property
     def in_shape(self) -> tuple[int, int, int, int]:
@@ -88,58 +86,30 @@ class Conv2dTranspose:
 
 
 @dataclass(frozen=True)
-class AxisPhase:
-    """One phase along one axis: kernel positions in reading order, and the first input it reads."""
-
-    phase: int
-    taps: tuple[int, ...]  #: empty where only the bias reaches the output
-    first: int  #: input coordinate of taps[0] for the first output; negative: in the padding
-    outputs: int
-
-
-@dataclass(frozen=True)
 class TransposePlan:
     """The ordinary convolutions of a transposed one, over one image padded for all of them."""
 
     spec: Conv2dTranspose
     isa: Isa
 
-    def axis_phases(self, axis: int) -> list[AxisPhase]:
-        spec = self.spec
-        stride, dilation, pad = spec.strides[axis], spec.dilation[axis], spec.padding[axis]
-        phases = []
-        for phase in range(min(stride, spec.out_size[axis])):
-            taps = tuple(
-                k
-                for k in reversed(range(spec.kernel[axis]))
-                if (phase + pad - k * dilation) % stride == 0
-            )
-            first = (phase + pad - taps[0] * dilation) // stride if taps else 0
-            outputs = ceil_div(spec.out_size[axis] - phase, stride)
-            phases.append(AxisPhase(phase, taps, first, outputs))
-        return phases
+    @cached_property
+    def axes(self) -> tuple[TransposedAxis, TransposedAxis]:
+        return self.spec.axes
 
     @cached_property
     def dilation(self) -> tuple[int, int]:
         """Distance of the pixels under neighbouring taps of one phase."""
-        steps = [d // gcd(d, s) for d, s in zip(self.spec.dilation, self.spec.strides, strict=True)]
-        return steps[0], steps[1]
+        return self.axes[0].step, self.axes[1].step
 
     @cached_property
     def phases(self) -> list[tuple[AxisPhase, AxisPhase]]:
-        return list(product(self.axis_phases(0), self.axis_phases(1)))
+        return list(product(self.axes[0].phases, self.axes[1].phases))
 
     @cached_property
     def image(self) -> Conv2d:
         """The padded input, as the input of a 1x1 convolution."""
         spec = self.spec
-        pads = []
-        for axis, size in enumerate((spec.height, spec.width)):
-            phases = self.axis_phases(axis)
-            step = self.dilation[axis]
-            ends = [p.first + p.outputs + (max(len(p.taps), 1) - 1) * step for p in phases]
-            pads.append((max(0, -min(p.first for p in phases)), max(0, max(ends) - size)))
-        (top, bottom), (left, right) = pads
+        (top, bottom), (left, right) = (axis.border for axis in self.axes)
         return Conv2d(
             spec.batch,
             spec.height,
