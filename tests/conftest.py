@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,11 @@ from real_relay import VARIABLE, RealRelay
 settings.register_profile("fixed", derandomize=True)
 settings.register_profile("drawn", derandomize=False)
 settings.load_profile("fixed")
+
+# A shell lets what it starts in the background ignore Ctrl-C, which the tests of interruptions send
+# to themselves and to their children: they would wait for ever.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
