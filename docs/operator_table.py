@@ -41,12 +41,15 @@ def list_fused(rows: Sequence[PatternConfig]) -> str:
 
 
 def describe_dtypes(rows: Sequence[PatternConfig]) -> str:
-    """Dtypes of the data, in the order of preference, then those with parameters of the run time:
-    "uint8, int16; dynamic uint8".
+    """Dtypes of the data, in the order of preference, then those with parameters of the run time,
+    then those with weights in groups: "uint8, int16; dynamic uint8; groups float32, int8".
     """
     dtypes = [dtypes for row in rows for dtypes in row.dtypes]
-    text = ", ".join(
-        dict.fromkeys(each.input.description for each in dtypes if not each.is_dynamic)
-    )
-    dynamic = ", ".join(dict.fromkeys(each.input.dtype for each in dtypes if each.is_dynamic))
-    return f"{text}; dynamic {dynamic}" if dynamic else text
+    groups = [each for each in dtypes if each.is_grouped]
+    dynamic = [each for each in dtypes if each.is_dynamic]
+    static = [each for each in dtypes if not each.is_grouped and not each.is_dynamic]
+    text = ", ".join(dict.fromkeys(each.input.description for each in static))
+    for word, rest in (("dynamic", dynamic), ("groups", groups)):
+        if rest:
+            text += f"; {word} " + ", ".join(dict.fromkeys(each.input.dtype for each in rest))
+    return text

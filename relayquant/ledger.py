@@ -351,6 +351,10 @@ def build_ledger(
         dtype = operator.compute or dtypes.get(operator.name, "float32")
         if operator.quantized:
             dtype = qparams.dtype if qparams is not None else "int32"
+        grouped = operator.grouped
+        if grouped is not None:
+            dtype = f"int{grouped.code_bits}"
+        scheme = grouped or (plan.group(operator.output).info.spec if operator.output else None)
         rows.append(
             LedgerRow(
                 operator.name,
@@ -364,7 +368,7 @@ def build_ledger(
                 operator.sources,
                 tuple(qparams.scale.reshape(-1).tolist()) if qparams is not None else (),
                 tuple(qparams.zero_point.reshape(-1).tolist()) if qparams is not None else (),
-                plan.group(operator.output).info.spec.scheme.value if operator.output else "",
+                scheme.scheme.value if scheme else "",
                 operator.rule,
                 operator.support.value,
                 operator.accumulator.description if operator.accumulator else "",

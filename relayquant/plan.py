@@ -113,6 +113,8 @@ class OperatorPlan(PlainFields):
         compute: Narrow float dtype that it is computed in, "" where it is quantized or float32.
         dynamic: Specification of its data where that gets parameters of the run time, else None.
             Such data is in no group: before conversion it is float.
+        grouped: Specification of its weight where that is in groups, else None. Such a weight has
+            no quantization parameters in the plan.
     """
 
     name: str
@@ -131,6 +133,12 @@ class OperatorPlan(PlainFields):
     accumulator: Accumulator | None = None
     compute: str = ""
     dynamic: QSpec | None = None
+    grouped: QSpec | None = None
+
+    @property
+    def has_float_data(self) -> bool:
+        """Whether it is quantized and yet takes and gives float values."""
+        return self.dynamic is not None or self.grouped is not None
 
     @property
     def is_unserved(self) -> bool:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from relayquant.arguments import check_arguments, check_fields
 from relayquant.errors import ConfigError, format_count
+from relayquant.packing import CODE_BITS
 from relayquant.plain_data import PlainFields, PlainSettings
 
 FloatArray = NDArray[np.float32]
@@ -30,6 +31,13 @@ INTEGER_LIMITS: dict[str, tuple[int, int]] = {
     "int32": (-(2**31), 2**31 - 1),
     "int64": (-(2**63), 2**63 - 1),
 }
+
+#: Least and largest number of weights with one scale.
+GROUP_SIZES = (16, 256)
+#: As a group size: all weights of an output have one scale.
+WHOLE_ROW = -1
+#: What scales of groups may be held in.
+SCALE_DTYPES = ("float32", "float16")
 
 
 class Rounding(enum.Enum):
@@ -95,6 +103,10 @@ class QSpec(PlainSettings):
             ONNX's DynamicQuantizeLinear does, instead of being calibrated. For the input
             activations of operators with constant weights; affine, one set per tensor. With
             granularity PER_ROW symmetric int8, a scale for each row (`compress_weights`).
+        group_size: Of weights that stay packed in memory: neighbours along the reduction that share
+            a scale, 16 to 256, or `WHOLE_ROW`. Codes have 2, 3, 4 or 8 bits, as many as the limits
+            need: -4..3 are 3. Symmetric, or with a zero point for each group.
+        scale_dtype: What scales of groups are held in, "float32" or "float16".
     """
 
     dtype: str = "int8"
@@ -106,6 +118,8 @@ class QSpec(PlainSettings):
     scale_min: float | None = None
     scale_max: float | None = None
     is_dynamic: bool = False
+    group_size: int | None = None
+    scale_dtype: str = "float32"
 
     def __post_init__(self) -> None:
         if self.dtype not in INTEGER_LIMITS:
@@ -152,6 +166,7 @@ class QSpec(PlainSettings):
         if not isinstance(self.is_dynamic, bool):
             raise ConfigError(f"QSpec.is_dynamic is {self.is_dynamic!r}; allowed: True or False.")
         self._check_granularity()
+        self._check_groups()
 
     def _check_granularity(self) -> None:
         """Raise where one setting does not go with how many parameters there are."""
@@ -174,6 +189,43 @@ class QSpec(PlainSettings):
                 "scale; leave scheme, granularity, power_of_two, scale_min and scale_max out. "
                 "Granularity.PER_ROW, one scale for each row of a product's data, is symmetric."
             )
+
+    def _check_groups(self) -> None:
+        """Raise where one setting does not go with groups, or is for groups alone."""
+        if self.scale_dtype not in SCALE_DTYPES:
+            raise ConfigError(
+                f"QSpec.scale_dtype is {self.scale_dtype!r}; allowed: {', '.join(SCALE_DTYPES)}."
+            )
+        low, high = GROUP_SIZES
+        if self.group_size is None:
+            if self.scale_dtype != SCALE_DTYPES[0]:
+                raise ConfigError(
+                    f"QSpec.scale_dtype is {self.scale_dtype!r}, which is for scales of groups: "
+                    "set group_size as well."
+                )
+            return
+        if self.group_size != WHOLE_ROW and not low <= self.group_size <= high:
+            raise ConfigError(
+                f"QSpec.group_size is {self.group_size}; allowed: {low} to {high}, or {WHOLE_ROW} "
+                "for one scale for each output."
+            )
+        if self.dtype not in ("int4", "int8") or self.code_bits not in CODE_BITS:
+            raise ConfigError(
+                f"QSpec(group_size={self.group_size}) has dtype {self.dtype}, {self.limits[0]}.."
+                f"{self.limits[1]}; allowed: int4 or int8, with limits of 2, 3, 4 or 8 bits."
+            )
+        bounds = (self.scale_min, self.scale_max)
+        if self.is_dynamic or self.power_of_two or bounds != (None, None):
+            raise ConfigError(
+                f"QSpec(group_size={self.group_size}) is for weights, with any scale; leave "
+                "is_dynamic, power_of_two, scale_min and scale_max out."
+            )
+
+    @property
+    def code_bits(self) -> int:
+        """Bits that hold every integer from quant_min to quant_max."""
+        low, high = self.limits
+        return (high - low).bit_length()
 
     @property
     def scale_bounds(self) -> tuple[float, float]:
@@ -204,11 +256,12 @@ class QSpec(PlainSettings):
         return replace(self, quant_min=low // 2, quant_max=high // 2)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON and TOML; settings that are None are left out, and `is_dynamic` where
-        it is False.
+        """Plain data for JSON and TOML; settings that are None are left out, `is_dynamic` where it
+        is False, and `scale_dtype` without groups.
         """
-        data = super().to_dict()
-        return data if self.is_dynamic else {k: v for k, v in data.items() if k != "is_dynamic"}
+        unused = {"is_dynamic"} if not self.is_dynamic else set[str]()
+        unused |= {"scale_dtype"} if self.group_size is None else set()
+        return {key: value for key, value in super().to_dict().items() if key not in unused}
 
     @property
     def limits(self) -> tuple[int, int]:

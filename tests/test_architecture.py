@@ -19,7 +19,17 @@ PACKAGE = "relayquant"
 #: From the bottom up. A module may import from its own layer and from those below.
 LAYERS: list[set[str]] = [
     {"errors", "_tvm"},
-    {"arguments", "events", "packing", "plain_data", "qtypes", "runtime", "storage", "tables"},
+    {
+        "arguments",
+        "events",
+        "grouping",
+        "packing",
+        "plain_data",
+        "qtypes",
+        "runtime",
+        "storage",
+        "tables",
+    },
     {"config", "ledger", "plan", "prepared", "rewrite"},
     {"dialect", "reference", "kernels"},
     {"eager", "ops", "datasets"},

@@ -74,6 +74,7 @@ def annotate(
                 output=outputs.get(name),
                 accumulator=claim.accumulator,
                 dynamic=claim.dynamic,
+                grouped=claim.grouped,
             )
         else:
             skip = claim.skip
@@ -137,11 +138,13 @@ def check_wanted(
 ) -> None:
     """Raise ConfigError for values that are wanted as integers and are computed in float."""
     for claim in claims:
-        is_float = claim.root not in quantized or claim.dynamic is not None
+        is_float = claim.root not in quantized or claim.has_float_data
         if claim.root.name in wanted and is_float:
             reason = claim.skip.reason if claim.skip else "none of its inputs is quantized"
             if claim.dynamic is not None:
                 reason = "its data has parameters of the run time"
+            if claim.grouped is not None:
+                reason = "its weight alone is quantized, in groups"
             raise ConfigError(
                 f"output_dtypes: output {claim.root.name!r} ({claim.op.removeprefix('relax.')}) is "
                 "computed in "
@@ -157,8 +160,9 @@ def decide_quantized(
     Starts with all that may, and removes those that the integers of an anchor neither reach nor
     leave for another anchor, until nothing changes.
     """
-    # With parameters of the run time an operator takes and gives float values: it stands alone.
-    alone = {claim.root for claim in claims if claim.dynamic is not None}
+    # With parameters of the run time, or weights in groups, an operator takes and gives float
+    # values: it stands alone.
+    alone = {claim.root for claim in claims if claim.has_float_data}
     quantized = {
         claim.root: claim for claim in claims if claim.can_quantize and claim.root not in alone
     }

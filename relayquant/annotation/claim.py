@@ -75,7 +75,19 @@ class Claim:
         """Specification of its data where that gets parameters of the run time, else None."""
         if self.qconfig is None or not self.can_quantize or not self.qconfig.is_dynamic:
             return None
-        return self.qconfig.activation.spec
+        return self.qconfig.data.spec
+
+    @property
+    def grouped(self) -> QSpec | None:
+        """Specification of its weight where that is in groups, else None."""
+        if self.qconfig is None or not self.can_quantize or not self.qconfig.is_grouped:
+            return None
+        return self.qconfig.weight.spec
+
+    @property
+    def has_float_data(self) -> bool:
+        """Whether it is quantized and yet takes and gives float values."""
+        return self.dynamic is not None or self.grouped is not None
 
     @property
     def kind(self) -> Kind | None:
@@ -246,7 +258,8 @@ class _Claiming:
             if run_check(pattern, match) is not None:
                 continue
             rule, qconfig = self.find_rule(match.vars, pattern.op, pattern.name)
-            if qconfig is not None and qconfig.is_dynamic and adds_residual(pattern):
+            is_alone = qconfig is not None and (qconfig.is_dynamic or qconfig.is_grouped)
+            if is_alone and adds_residual(pattern):
                 continue  # the sum is float32 then: a shorter row takes the product
             skip, support = find_refusal(row, pattern, rule, qconfig, self.backend.name)
             nodes = self.sites.nodes(match.vars)
@@ -345,11 +358,18 @@ def find_refusal(
     if row.observation is ObservationType.INPUT_OUTPUT_NOT_OBSERVED:
         reason = f"backend {backend!r} runs {pattern.name} in float on purpose"
         return Skip(reason), Support.NOT_ASKED
-    if qconfig.is_dynamic and pattern.kind is not Kind.ANCHOR and rule.kind is Selector.GLOBAL:
+    is_anchor = pattern.kind is Kind.ANCHOR
+    if qconfig.is_grouped and not is_anchor and rule.kind is Selector.GLOBAL:
+        return Skip("weights in groups are asked for, it has none"), Support.NOT_ASKED
+    if qconfig.is_dynamic and not is_anchor and rule.kind is Selector.GLOBAL:
         reason = "parameters of the run time are for operators with weights, it has none"
         return Skip(reason), Support.NOT_ASKED
     skip = find_dtype_conflict(row, pattern, qconfig, backend)
-    if skip is None and qconfig.is_dynamic and pattern.realize_dynamic is None:
+    if skip is None and qconfig.is_grouped and pattern.realize_grouped is None:
+        reason = f"pattern {pattern.name!r} has no callback for weights in groups"
+        skip = Skip(reason, "give its QuantOp a realize_grouped")
+    is_dynamic = qconfig.is_dynamic and not qconfig.is_grouped
+    if skip is None and is_dynamic and pattern.realize_dynamic is None:
         reason = f"pattern {pattern.name!r} has no callback for parameters of the run time"
         skip = Skip(reason, "give its QuantOp a realize_dynamic")
     return skip, Support.SERVED if skip is None else Support.DTYPE_UNSUPPORTED

@@ -82,8 +82,9 @@ def build_groups(
 ]:
     """(groups in topological order, operands by operator, output by operator, groups by value)."""
     planned = [claim for claim in claims if claim.root in quantized]
-    # What has parameters of the run time takes and gives float values: only its weight has a group.
-    active = [claim for claim in planned if claim.dynamic is None]
+    # What has parameters of the run time takes and gives float values: only its weight has a group,
+    # and that not where it has many groups of its own.
+    active = [claim for claim in planned if not claim.has_float_data]
     partition = Partition()
     for node in seed_nodes(active, wanted):
         partition.add(node)
@@ -130,17 +131,17 @@ def build_groups(
     outputs: dict[str, str] = {}
     for claim in planned:
         rows = []
-        for name, expr, operand in claim.operands():
+        for name, expr, operand in claim.operands() if claim.grouped is None else ():
             if operand.role is Role.BIAS and not _qconfig(claim).has_own_bias:
                 continue
             if operand.role in (Role.WEIGHT, Role.BIAS):
                 group = weight_group(claim, name, expr, operand)
                 groups.append(group)
                 rows.append((name, group.key))
-            elif claim.dynamic is None and (expr, operand_spec(claim, primary)) in key_of:
+            elif not claim.has_float_data and (expr, operand_spec(claim, primary)) in key_of:
                 rows.append((name, key_of[expr, operand_spec(claim, primary)]))
         operands[claim.root.name] = tuple(rows)
-        if claim.root in primary and claim.dynamic is None:
+        if claim.root in primary and not claim.has_float_data:
             outputs[claim.root.name] = key_of[claim.root, primary[claim.root]]
 
     value_groups: dict[str, list[str]] = {}
@@ -254,7 +255,7 @@ def add_served_outputs(active: Sequence[Claim], partition: Partition) -> None:
         if config.output is not None:
             partition.add((claim.root, output_spec(claim)))
             continue
-        direct = replace(config, output=TensorConfig(specs[0], config.activation.calibration))
+        direct = replace(config, output=TensorConfig(specs[0], config.data.calibration))
         if claim.row is not None and claim.row.find_conflict(direct, has_bias=False) is not None:
             partition.add((claim.root, output_spec(claim)))
 

@@ -68,6 +68,13 @@ def make_pattern(op: QuantOp, activations: tuple[str, ...]) -> PatternConfig:
             for data in activations
             if data in BYTES
         )
+    if op.realize_grouped is not None:
+        dtypes += tuple(
+            DTypeConfig(
+                input=data, output="float32", weight="int8", bias="float32", is_grouped=True
+            )
+            for data in ("float32", "int8")
+        )
     if op.name not in UNIT_RANGES:
         return PatternConfig(op, dtypes)
     fixed = tuple(

@@ -59,6 +59,7 @@ from relayquant.datasets import Dataset, open_dataset
 from relayquant.datasets.inputs import describe_inputs
 from relayquant.errors import DataError
 from relayquant.events import CallbackList, ParametersEvent, ProgressEvent
+from relayquant.ops.base import group_weight
 from relayquant.prepared import FitPoint, GroupStatistics, PreparedModel
 from relayquant.qtypes import QParams
 from relayquant.runtime import LoadModule, count_threads, limit_blas
@@ -126,10 +127,12 @@ def pick_parameters(
     for group in plan.weights:
         if group.key not in fitted:
             callbacks.on_parameters(ParametersEvent(group.info, parameters[group.key]))
+    constants = decode_grouped(prepared)
     if data is None:
-        return pick_given(plan, pickers, parameters, callbacks, min_scales or {})
+        found = pick_given(plan, pickers, parameters, callbacks, min_scales or {})
+        return replace(found, constants=constants)
     if not needs_data:
-        return CalibrationResult(parameters, {})
+        return CalibrationResult(parameters, constants)
     stops = [f.point for f in fits.values()] if fit.is_needed else []
     phases = plan_phases(prepared.graph, plan, order, stops)
     is_judged = order is Order.PARALLEL and any(isinstance(p, OutputSQNR) for p in pickers)
@@ -146,6 +149,7 @@ def pick_parameters(
             phases,
             shards,
             parameters,
+            constants,
             override,
             callbacks,
             fits,
@@ -168,6 +172,7 @@ class _Run:
         phases: Sequence[Phase],
         shards: ShardRunner,
         parameters: dict[str, QParams],
+        constants: dict[str, np.ndarray],
         override: Observer[Any] | CallableCalibration | None,
         callbacks: CallbackList,
         fits: Mapping[str, OperatorFit],
@@ -177,11 +182,10 @@ class _Run:
     ) -> None:
         self.prepared, self.plan, self.phases = prepared, prepared.plan, phases
         self.shards, self.workspace = shards, shards.workspace
-        self.parameters, self.override = parameters, override
+        self.parameters, self.constants, self.override = parameters, constants, override
         self.callbacks = callbacks
         self.known, self.settings, self.min_scales = fits, settings, min_scales
         self.fits = fits if settings.is_needed else {}
-        self.constants: dict[str, np.ndarray] = {}
         self.statistics: dict[str, GroupStatistics] = {}
         self.observers: dict[str, str] = {}
         #: chooses between ranges; None where nothing asks for it
@@ -451,3 +455,16 @@ class _Run:
             MappingProxyType({**self.parameters, **chosen.parameters}),
             MappingProxyType({**self.constants, **chosen.constants}),
         )
+
+
+def decode_grouped(prepared: PreparedModel) -> dict[str, np.ndarray]:
+    """Weights in groups as their codes stand for them, by name: what is calibrated behind them sees
+    what they lose.
+    """
+    found: dict[str, np.ndarray] = {}
+    for operator in prepared.plan.operators:
+        if operator.grouped is not None:
+            key = f"{operator.name}:weight"
+            weight = group_weight(prepared.graph.constants[key].value, operator.grouped)
+            found[key] = weight.decode().T
+    return found

@@ -10,10 +10,10 @@ import numpy as np
 
 from relayquant.compression.find import WeightKey, WeightUse
 from relayquant.compression.fit import Gram
-from relayquant.compression.groups import GroupFormat, quantize_groups
 from relayquant.compression.observe import MOST_BITS, CompressData, measure_loss
 from relayquant.compression.settings import CompressSettings
 from relayquant.errors import ConfigError, format_count
+from relayquant.grouping import GroupFormat, quantize_groups
 from relayquant.packing import count_bytes, count_groups
 
 

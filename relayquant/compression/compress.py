@@ -12,11 +12,11 @@ from tvm.ir import Call
 
 from relayquant.compression.budget import choose_formats
 from relayquant.compression.find import WeightKey, WeightUse, bind_weights, find_weights
-from relayquant.compression.groups import GroupedWeight, GroupFormat
 from relayquant.compression.observe import FoundWeights, describe_fit, fit_weights, open_data
 from relayquant.compression.settings import CompressSettings
 from relayquant.dialect import qnn
 from relayquant.errors import ModelError
+from relayquant.grouping import GroupedWeight, GroupFormat
 from relayquant.ledger import Ledger, LedgerRow, attach_ledger
 from relayquant.settings import takes_settings
 

@@ -18,7 +18,7 @@ from relayquant.calibration.weights.fit import (
     improve_levels,
     round_rows,
 )
-from relayquant.compression.groups import (
+from relayquant.grouping import (
     CHUNK,
     SMALLEST_SCALE,
     GroupedWeight,

@@ -19,7 +19,6 @@ from relayquant.calibration.checkpoint import (
 from relayquant.calibration.store import BEGIN_ANEW
 from relayquant.compression.find import WeightKey, WeightUse
 from relayquant.compression.fit import Gram, GroupFit, fit_groups
-from relayquant.compression.groups import GroupedWeight, GroupFormat, quantize_groups
 from relayquant.compression.settings import CompressSettings
 from relayquant.compression.walk import Meet, walk_weights
 from relayquant.datasets import Batch, open_dataset
@@ -27,6 +26,7 @@ from relayquant.datasets.inputs import describe_inputs
 from relayquant.effort import Effort
 from relayquant.errors import ConfigError, DataError, ModelError, format_count
 from relayquant.events import ProgressEvent
+from relayquant.grouping import GroupedWeight, GroupFormat, quantize_groups
 from relayquant.packing import count_bytes, count_groups
 from relayquant.rewrite.entry import MAIN, find_entry, rename_function
 from relayquant.storage.archive import Archive, read_archive, write_archive

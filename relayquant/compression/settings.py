@@ -9,12 +9,8 @@ from relayquant.arguments import check_fields
 from relayquant.effort import Effort, resolve_effort
 from relayquant.errors import ConfigError
 from relayquant.packing import CODE_BITS
-from relayquant.qtypes import Granularity, QSpec
+from relayquant.qtypes import GROUP_SIZES, SCALE_DTYPES, Granularity, QSpec
 from relayquant.settings import RunSettings
-
-#: Allowed group sizes; None, one group for each row, is another.
-GROUP_SIZES = (16, 256)
-SCALE_DTYPES = ("float32", "float16")
 
 
 @check_fields

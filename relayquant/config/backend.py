@@ -132,11 +132,14 @@ class PatternConfig:
             return "the backend lists no dtypes for it"
         if self.find_dtypes(qconfig, has_weight=has_weight, has_bias=has_bias) is None:
             # A row of the other kind would only say that it is of the other kind.
-            alike = [row for row in self.dtypes if row.is_dynamic == qconfig.is_dynamic]
-            rows, data = alike or self.dtypes, qconfig.activation.spec
-            near = [row for row in rows if row.constraints("input").holds(data)]
+            kind = (qconfig.is_dynamic and not qconfig.is_grouped, qconfig.is_grouped)
+            alike = [row for row in self.dtypes if (row.is_dynamic, row.is_grouped) == kind]
+            rows, data = alike or self.dtypes, qconfig.activation
+            near = [row for row in rows if data and row.constraints("input").holds(data.spec)]
             nearest = (near or rows)[0]
             return nearest.find_conflict(qconfig, has_weight=has_weight, has_bias=has_bias)
+        if qconfig.is_grouped:
+            return None
         output = qconfig.tensor(Role.OUTPUT).spec
         is_fixed = self.observation is ObservationType.OUTPUT_USE_FIXED_QPARAMS
         if is_fixed and self.find_fixed(output) is None:

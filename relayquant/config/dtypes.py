@@ -157,6 +157,9 @@ class DTypeConfig(PlainSettings):
         is_dynamic: The input's parameters are computed at run time, from each tensor. Serves
             QConfigs whose activation is dynamic, and no other; `output` and `bias` must be
             "float32" then, and the accumulator the kernels' own.
+        is_grouped: The weights stay packed, in groups. Serves QConfigs whose weight has a
+            `group_size`, and no other; `input` is "float32", or "int8" for a scale for each row,
+            `output` and `bias` are "float32".
     """
 
     input: DTypeWithConstraints | str
@@ -165,6 +168,7 @@ class DTypeConfig(PlainSettings):
     bias: DTypeWithConstraints | str = "int32"
     is_dynamic: bool = False
     accumulator: Accumulator | str = NATIVE
+    is_grouped: bool = False
 
     def __post_init__(self) -> None:
         for name in ("input", "output", "weight", "bias"):
@@ -189,6 +193,13 @@ class DTypeConfig(PlainSettings):
 
     def check_servable(self) -> None:
         """Raise ConfigError if no QConfig can fit."""
+        if self.is_grouped is True:
+            conflict = self._find_static_part()
+            if conflict is None and self.constraints("input").dtype not in ("float32", "int8"):
+                conflict = f"input is {self.constraints('input').dtype}, not float32 or int8"
+            if conflict is not None:
+                raise ConfigError(f"DTypeConfig(is_grouped=True): no QConfig fits: {conflict}.")
+            return
         if self.is_dynamic is True:
             conflict = self._find_static_part()
             data = self.constraints("input")
@@ -229,6 +240,8 @@ class DTypeConfig(PlainSettings):
         self, qconfig: QConfig, *, has_weight: bool = True, has_bias: bool = True
     ) -> str | None:
         """Why `qconfig` cannot run with these dtypes, or None when it can."""
+        if self.is_grouped or qconfig.is_grouped:
+            return self._find_grouped_conflict(qconfig)
         if self.is_dynamic or qconfig.is_dynamic:
             return self._find_dynamic_conflict(qconfig, has_weight=has_weight)
         wanted = [("activation", "input", Role.ACTIVATION), ("output", "output", Role.OUTPUT)]
@@ -246,6 +259,20 @@ class DTypeConfig(PlainSettings):
             )
         return None
 
+    def _find_grouped_conflict(self, qconfig: QConfig) -> str | None:
+        """As `find_conflict`, where the row or the QConfig has weights in groups."""
+        if not qconfig.is_grouped:
+            return "the backend's weights are in groups, those of the QConfig are not"
+        if not self.is_grouped:
+            return "weights in groups are asked for (group_size), the backend's are not"
+        wanted = "float32" if qconfig.activation is None else qconfig.activation.spec.dtype
+        if wanted != self.constraints("input").dtype:
+            return (
+                f"activation dtype {wanted} is asked for, the backend runs "
+                f"{self.constraints('input').dtype}"
+            )
+        return self.constraints("weight").find_conflict(qconfig.weight.spec, "weight")
+
     def _find_dynamic_conflict(self, qconfig: QConfig, *, has_weight: bool) -> str | None:
         """As `find_conflict`, where the row or the QConfig has parameters of the run time."""
         if not qconfig.is_dynamic:
@@ -261,18 +288,17 @@ class DTypeConfig(PlainSettings):
         return conflict
 
     def _find_static_part(self) -> str | None:
-        """What a row for parameters of the run time says that only static ones can have, or
-        None.
-        """
+        """What a row for float results says that only integer ones can have, or None."""
+        kind = "a grouped" if self.is_grouped else "a dynamic"
         for name in ("output", "bias"):
             if self.constraints(name).dtype != "float32":
                 return (
-                    f"{name} is {self.constraints(name).dtype}, but that of a dynamic operator is "
+                    f"{name} is {self.constraints(name).dtype}, but that of {kind} operator is "
                     f"float32: write {name}='float32'"
                 )
         if not self.register.is_native:
             return (
-                f"accumulator is {self.register.description}, but that of a dynamic operator is "
+                f"accumulator is {self.register.description}, but that of {kind} operator is "
                 "the kernels' own"
             )
         return None
@@ -287,6 +313,7 @@ class DTypeConfig(PlainSettings):
         )
         if not self.register.is_native:
             text += f", accumulator {self.register.description}"
+        text += ", weights in groups" if self.is_grouped else ""
         return text + (", dynamic" if self.is_dynamic else "")
 
     def to_dict(self) -> dict[str, Any]:
@@ -298,4 +325,6 @@ class DTypeConfig(PlainSettings):
             data[name] = constraints.dtype if is_plain else constraints.to_dict()
         if self.register != NATIVE:
             data["accumulator"] = self.register.to_dict()
+        if self.is_grouped:
+            data["is_grouped"] = True
         return {**data, "is_dynamic": self.is_dynamic}

@@ -10,7 +10,13 @@ from typing import Any
 
 from relayquant.arguments import check_fields, takes_arguments
 from relayquant.errors import ConfigError, suggest_name
-from relayquant.plain_data import NamedSettings, PlainSettings, check_keys
+from relayquant.plain_data import (
+    NamedSettings,
+    PlainSettings,
+    check_keys,
+    check_mapping,
+    read_fields,
+)
 from relayquant.qtypes import Granularity, QSpec, Role
 
 #: what plain data says for None: the operator stays in float
@@ -48,7 +54,8 @@ class TensorConfig(PlainSettings):
     parameters.
 
     `calibration` is an `Observer` or a callable `(ValueInfo, samples) -> QParams`; None where
-    `spec.is_dynamic`, since nothing is calibrated then.
+    `spec.is_dynamic`, since nothing is calibrated then, and for weights in groups, whose scales are
+    those of the least error.
     """
 
     spec: QSpec
@@ -62,22 +69,37 @@ class TensorConfig(PlainSettings):
                 f"TensorConfig.calibration is {self.calibration!r}, but the spec is dynamic: its "
                 "parameters are computed at run time. Leave the observer out."
             )
-        if not self.spec.is_dynamic and self.calibration is None:
+        if self.is_grouped and self.calibration is not None:
+            raise ConfigError(
+                f"TensorConfig.calibration is {self.calibration!r}, but the spec has a group_size: "
+                "each group gets the scale of its least error. Leave the observer out."
+            )
+        if not self.needs_none and self.calibration is None:
             raise ConfigError(
                 "TensorConfig.calibration is missing; give an observer, for instance MinMax(), or "
-                "a callable. Only QSpec(is_dynamic=True) needs none."
+                "a callable. Only QSpec(is_dynamic=True) and QSpec(group_size=...) need none."
             )
         if self.calibration is not None:
             check_calibration(self.calibration, "TensorConfig.calibration")
 
+    @property
+    def is_grouped(self) -> bool:
+        """Whether it is of weights that stay packed, in groups."""
+        return self.spec.group_size is not None
+
+    @property
+    def needs_none(self) -> bool:
+        """Whether nothing picks parameters before the model runs, or from its ranges."""
+        return self.spec.is_dynamic or self.is_grouped
+
     def to_dict(self) -> dict[str, Any]:
         """{"spec": ..., "observer": {"name": class, setting: value, ...}}; no observer where the
-        spec is dynamic.
+        spec needs none.
 
         Raises:
             ConfigError: `calibration` is a callable, which has no plain form.
         """
-        if self.spec.is_dynamic:
+        if self.needs_none:
             return {"spec": self.spec.to_dict()}
         if not isinstance(self.calibration, NamedSettings):
             name = getattr(self.calibration, "__qualname__", type(self.calibration).__name__)
@@ -99,7 +121,7 @@ class TensorConfig(PlainSettings):
         where = where or cls.__name__
         found = check_keys(data, ("spec", "observer"), where, ("spec",))
         spec = QSpec.from_dict(found["spec"], f"{where}.spec")
-        if spec.is_dynamic and "observer" not in found:
+        if "observer" not in found and (spec.is_dynamic or spec.group_size is not None):
             return TensorConfig(spec)
         found = check_keys(data, ("spec", "observer"), where, ("spec", "observer"))
         return TensorConfig(spec, NamedSettings.from_dict(found["observer"], f"{where}.observer"))
@@ -113,14 +135,16 @@ class QConfig(PlainSettings):
     Attributes:
         activation: Operands that are computed. With `QSpec(is_dynamic=True)` their parameters are
             computed at run time, the weights are quantized as usual, and the result is float32.
-        weight: Constant operands.
+            None: they stay float32, the weights alone have few bits.
+        weight: Constant operands. With `QSpec(group_size=...)` they stay packed in memory, the
+            activation is None or has a scale for each row, and the result is float32.
         output: The result; None: as `activation`.
         bias: None: int32 in units of data scale x weight scale, which is exact to half such a unit.
             A TensorConfig of fewer bits rounds the bias to a grid of its own first, as hardware
             with narrow biases does.
     """
 
-    activation: TensorConfig
+    activation: TensorConfig | None
     weight: TensorConfig
     output: TensorConfig | None = None
     bias: TensorConfig | None = None
@@ -128,7 +152,7 @@ class QConfig(PlainSettings):
     def __post_init__(self) -> None:
         for name in ("activation", "weight", "output", "bias"):
             value = getattr(self, name)
-            optional = name in ("output", "bias")
+            optional = name != "weight"
             if not isinstance(value, TensorConfig) and not (optional and value is None):
                 raise ConfigError(
                     f"QConfig.{name} is {value!r}; allowed: a TensorConfig(spec, observer)"
@@ -139,19 +163,69 @@ class QConfig(PlainSettings):
                     f"QConfig.{name} is dynamic; only `activation` can be: its parameters alone "
                     "may be computed at run time."
                 )
-
-            if isinstance(value, TensorConfig) and value.spec.granularity is Granularity.PER_ROW:
+            if isinstance(value, TensorConfig) and value.is_grouped and name != "weight":
                 raise ConfigError(
-                    f"QConfig.{name} has one scale for each row, which grouped weights alone go "
-                    "with: relayquant.compress_weights(..., activation=spec)."
+                    f"QConfig.{name} has group_size={value.spec.group_size}; only weights are in "
+                    "groups."
                 )
+        self._check_groups()
+
+    def _check_groups(self) -> None:
+        """Raise where float data, or a scale for each row, meets weights that are not in groups."""
+        data = self.activation
+        if not self.is_grouped:
+            if data is None:
+                raise ConfigError(
+                    "QConfig.activation is None, which weights in groups alone go with: "
+                    "QSpec('int4', group_size=32), for instance."
+                )
+            if data.spec.granularity is Granularity.PER_ROW:
+                raise ConfigError(
+                    "QConfig.activation has one scale for each row, which weights in groups alone "
+                    "go with: QSpec('int8', group_size=32), for instance."
+                )
+            return
+        if data is not None and data.spec.granularity is not Granularity.PER_ROW:
+            raise ConfigError(
+                f"QConfig.weight has group_size={self.weight.spec.group_size}, with which "
+                "activations are None (float32), or QSpec('int8', is_dynamic=True, "
+                "granularity=Granularity.PER_ROW)."
+            )
+        for name in ("output", "bias"):
+            if getattr(self, name) is not None:
+                raise ConfigError(
+                    f"QConfig.{name} is configured, but it is float32 with weights in groups. "
+                    "Leave it out."
+                )
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether weights stay packed, in groups."""
+        return self.weight.is_grouped
+
+    @property
+    def data(self) -> TensorConfig:
+        """`activation`, where that is quantized.
+
+        Raises:
+            ConfigError: activations are float32.
+        """
+        if self.activation is None:
+            raise ConfigError("This QConfig has no activation: its operators compute in float32.")
+        return self.activation
+
+    @classmethod
+    def from_dict(cls, data: object, where: str = "") -> QConfig:
+        """What `to_dict` wrote; without "activation" that is None."""
+        where = where or cls.__name__
+        return read_fields(cls, {"activation": None, **check_mapping(data, where)}, where)
 
     def tensor(self, role: Role) -> TensorConfig:
         """Configuration of a tensor in this role.
 
         Raises:
             ConfigError: role is BIAS and there is no `bias`: its parameters follow from data and
-                weight.
+                weight; or activations are float32.
         """
         if role is Role.BIAS:
             if self.bias is None:
@@ -165,12 +239,12 @@ class QConfig(PlainSettings):
             return self.weight
         if role is Role.OUTPUT and self.output is not None:
             return self.output
-        return self.activation
+        return self.data
 
     @property
     def is_dynamic(self) -> bool:
         """Whether the parameters of computed operands are those of the run time."""
-        return self.activation.spec.is_dynamic
+        return self.activation is not None and self.activation.spec.is_dynamic
 
     @property
     def has_own_bias(self) -> bool:
@@ -183,8 +257,10 @@ class QConfig(PlainSettings):
         def reduce(config: TensorConfig) -> TensorConfig:
             return replace(config, spec=config.spec.with_reduced_range())
 
+        if self.is_grouped:
+            return self  # its data is float32, or has symmetric rows
         output = reduce(self.output) if self.output is not None else None
-        return replace(self, activation=reduce(self.activation), output=output)
+        return replace(self, activation=reduce(self.data), output=output)
 
 
 @check_fields

@@ -16,9 +16,18 @@ from tvm import relax
 
 from relayquant.conversion.expand import clip_integer
 from relayquant.dialect import qnn
+from relayquant.errors import ConfigError
 from relayquant.ledger import build_ledger, find_ledger, ledger_attrs
 from relayquant.ops import Quantized, QuantOp, SimulateContext
-from relayquant.ops.base import NARROW, accumulator_qparams, narrow_integer, repeat_match
+from relayquant.ops.base import (
+    NARROW,
+    GroupedContext,
+    accumulator_qparams,
+    group_weight,
+    narrow_integer,
+    repeat_match,
+)
+from relayquant.ops.callbacks import describe_place, run_realize_grouped
 from relayquant.ops.dynamic import quantize_at_run_time
 from relayquant.ops.find import find_pattern, match_operator, operand_constant
 from relayquant.ops.narrow_float import NarrowFloats
@@ -26,7 +35,7 @@ from relayquant.plan import OperatorPlan
 from relayquant.prepared import PreparedModel
 from relayquant.qtypes import INTEGER_LIMITS, QParams, QSpec, Role, Rounding, conform_scale
 from relayquant.reference import qnn as numpy_qnn
-from relayquant.rewrite import Emitter, Graph, Match, rewrite_main
+from relayquant.rewrite import Emitter, Graph, Match, Skip, rewrite_main
 from relayquant.rewrite.graph import tensor_dtype
 
 #: largest |bias| in units of its scale; leaves the other half of int32 to the accumulator
@@ -75,6 +84,8 @@ class _ReferenceBuilder:
         self.floats = NarrowFloats(self.plan)
         self.views: dict[tuple[str, str], relax.Expr] = {}
         self.dynamic_views: dict[tuple[str, QSpec], relax.Expr] = {}
+        #: a value -> integers and scales of its rows
+        self.rows: dict[relax.Expr, tuple[relax.Expr, relax.Expr]] = {}
 
     def quantize_inputs(self, emitter: Emitter) -> None:
         for param in self.graph.func.params:
@@ -123,12 +134,14 @@ class _ReferenceBuilder:
             return value
         bound = emitter.bind(binding.var, value)
         view = self.add_views(emitter, name, bound)
-        return view if operator is not None and operator.dynamic is None else bound
+        return view if operator is not None and not operator.has_float_data else bound
 
     def repeat_operator(self, emitter: Emitter, operator: OperatorPlan) -> relax.Expr:
         """The float operator again, on dequantized operands."""
         pattern = find_pattern(self.backend, operator.pattern)
         match = match_operator(self.graph, self.backend, operator)
+        if operator.grouped is not None:
+            return self.group_operator(emitter, pattern, match, operator)
         keys = dict(operator.operands)
         operands: dict[str, relax.Expr] = {}
         for operand in pattern.operands:
@@ -160,6 +173,33 @@ class _ReferenceBuilder:
         if operator.accumulator is not None and pattern.accumulator_axis is not None:
             narrow = self.make_narrow(emitter, match, pattern, operator)
         return repeat_match(SimulateContext(emitter, match, operands, narrow))
+
+    def group_operator(
+        self, emitter: Emitter, pattern: QuantOp, match: Match, operator: OperatorPlan
+    ) -> relax.Expr:
+        """The operator on float data, or on rows of integers, and a weight in groups."""
+        assert operator.grouped is not None
+        bias = None
+        if "bias" in match.parts:
+            bias = relax.const(find_constant(self.constants, match, "bias"), "float32")
+        weight = group_weight(operand_constant(match, "weight"), operator.grouped)
+        data = emitter.get(match.parts["data"])
+        rows = None if operator.dynamic is None else self.quantize_rows(emitter, data)
+        context = GroupedContext(emitter, match, data, rows, weight, bias)
+        value = run_realize_grouped(pattern, context)
+        if isinstance(value, Skip):
+            raise ConfigError(f"{describe_place(pattern, match.name, 'realize')}: {value.reason}")
+        return value
+
+    def quantize_rows(self, emitter: Emitter, data: relax.Expr) -> tuple[relax.Expr, relax.Expr]:
+        """(integers, scales) of the rows of a value; the same for all readers."""
+        if data not in self.rows:
+            name = getattr(data, "name", "data")
+            pair = emitter.emit(qnn.quantize_rows(data), f"{name}.rows")
+            integers = emitter.emit(relax.TupleGetItem(pair, 0), f"{name}.rows.q")
+            scale = emitter.emit(relax.TupleGetItem(pair, 1), f"{name}.rows.scale")
+            self.rows[data] = integers, scale
+        return self.rows[data]
 
     def make_narrow(
         self, emitter: Emitter, match: Match, pattern: QuantOp, operator: OperatorPlan

@@ -20,7 +20,8 @@ from relayquant.config import Accumulator, Overflow
 from relayquant.dialect import qnn
 from relayquant.dialect.sums import SUM_DTYPES, choose_accumulator_dtype
 from relayquant.errors import ConfigError, suggest_name
-from relayquant.qtypes import INTEGER_LIMITS, QParams, Role
+from relayquant.grouping import GroupedWeight, GroupFormat, quantize_groups
+from relayquant.qtypes import INTEGER_LIMITS, QParams, QSpec, Role
 from relayquant.rewrite import Emitter, Match, Matcher, Pattern, Skip, check_attributes
 from relayquant.rewrite.graph import constant_value, tensor_dtype
 
@@ -188,6 +189,29 @@ class DynamicContext:
         return relax.op.add(self.emit(value, "real"), self.bias)
 
 
+@dataclass(frozen=True, eq=False)
+class GroupedContext:
+    """What a realize_grouped callback sees: the data, float32, or integers and scales of its rows;
+    the weight in groups, its rows being outputs; the bias in float32 if there is one.
+    """
+
+    emitter: Emitter
+    match: Match
+    data: relax.Expr
+    rows: tuple[relax.Expr, relax.Expr] | None
+    weight: GroupedWeight
+    bias: relax.Expr | None
+
+    def emit(self, expr: relax.Expr, suffix: str) -> relax.Expr:
+        """Bind an intermediate value, named after the operator."""
+        return self.emitter.emit(expr, f"{self.match.name}.{suffix}")
+
+
+def group_weight(array: np.ndarray, spec: QSpec) -> GroupedWeight:
+    """The weight (K, N) of a product in groups, (N, K), each by the scale of the least error."""
+    return quantize_groups(array.T, GroupFormat.of(spec))
+
+
 @check_fields
 @dataclass(frozen=True, eq=False)
 class QuantOp:
@@ -213,6 +237,8 @@ class QuantOp:
         realize_dynamic: DynamicContext -> float32 value of the root, for data whose parameters are
             computed at run time; its operands are "data", "weight" and perhaps "bias". None for
             rows without that.
+        realize_grouped: GroupedContext -> float32 value of the root, for weights in groups; its
+            operands are "data", "weight" (K, N) and perhaps "bias". None for rows without that.
         has_affine_rule: Of a row that an `AffineRule` brings, which computes in its place.
     """
 
@@ -229,6 +255,7 @@ class QuantOp:
     check: Callable[[Match], Skip | None] = field(default=lambda match: None)
     accumulator_axis: Callable[[Match], int | None] | None = None
     realize_dynamic: Callable[[DynamicContext], relax.Expr | Skip] | None = None
+    realize_grouped: Callable[[GroupedContext], relax.Expr | Skip] | None = None
     attributes: tuple[str, ...] = ()
     has_affine_rule: bool = False
 
@@ -380,7 +407,9 @@ def narrow_integer(
     return held if dtype == "int32" else relax.op.astype(emit(held, SHIFTED), "int32")
 
 
-def repeat_activation(context: RealizeContext | DynamicContext, value: relax.Expr) -> relax.Expr:
+def repeat_activation(
+    context: RealizeContext | DynamicContext | GroupedContext, value: relax.Expr
+) -> relax.Expr:
     """relu or clip of the match, if it has one, applied to `value`; else `value`."""
     graph, root = context.match.graph, context.match.root
     call = graph.call_of(root)

@@ -12,6 +12,7 @@ from tvm import relax
 from relayquant.errors import ConfigError, QnnError
 from relayquant.ops.base import (
     DynamicContext,
+    GroupedContext,
     Operand,
     QuantOp,
     RealizeContext,
@@ -99,10 +100,15 @@ def run_realize_dynamic(row: QuantOp, context: DynamicContext) -> relax.Expr | S
     return _realize(row, row.realize_dynamic, context, "realize_dynamic")
 
 
+def run_realize_grouped(row: QuantOp, context: GroupedContext) -> relax.Expr | Skip:
+    """As `run_realize`, for weights in groups."""
+    return _realize(row, row.realize_grouped, context, "realize_grouped")
+
+
 def _realize(
     row: QuantOp,
     function: Callable[[Any], relax.Expr | Skip] | None,
-    context: RealizeContext | DynamicContext,
+    context: RealizeContext | DynamicContext | GroupedContext,
     name: str,
 ) -> relax.Expr | Skip:
     where = describe_place(row, context.match.name, name)

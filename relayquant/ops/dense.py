@@ -13,6 +13,7 @@ from tvm.relax.dpl import is_op, wildcard
 from relayquant.dialect import qnn
 from relayquant.ops.base import (
     DynamicContext,
+    GroupedContext,
     Kind,
     Operand,
     Output,
@@ -89,6 +90,18 @@ def realize_dynamic_dense(context: DynamicContext) -> relax.Expr | Skip:
     return repeat_activation(context, value)
 
 
+def realize_grouped_dense(context: GroupedContext) -> relax.Expr:
+    """qnn.grouped_dense(x, codes, scales, zero points) + b, then the activation."""
+    weight = context.weight
+    parts = [relax.const(part) for part in (weight.codes, weight.scale, weight.zero_point)]
+    data, scale = context.rows or (context.data, 1.0)
+    form = (weight.format.bits, weight.group_size, weight.features)
+    value = qnn.grouped_dense(data, scale, *parts, *form)
+    if context.bias is not None:
+        value = relax.op.add(context.emit(value, "product"), context.bias)
+    return repeat_activation(context, value)
+
+
 def check_dense(match: Match) -> Skip | None:
     """float32, constant weight of rank 2, constant bias per unit."""
     constants = tuple(n for n in match.parts if n in ("weight", "bias"))
@@ -149,6 +162,7 @@ def build_dense_ops() -> tuple[QuantOp, ...]:
                 "dense" + suffix, MATMUL, pattern, tuple(operands), Kind.ANCHOR,
                 Output.WHEN_WANTED, realize_dense, check=check_dense,
                 accumulator_axis=output_axis, realize_dynamic=realize_dynamic_dense,
+                realize_grouped=realize_grouped_dense,
             )
         )  # fmt: skip
     lhs, rhs = wildcard(), wildcard()

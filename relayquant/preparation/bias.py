@@ -69,7 +69,9 @@ def add_biases(
     """
     graph = Graph(mod)
     operators = [
-        op for op in plan.operators if op.quantized and op.dynamic is None and op.name not in skip
+        op
+        for op in plan.operators
+        if op.quantized and not op.has_float_data and op.name not in skip
     ]
     biases: dict[relax.Var, np.ndarray] = {}
     for operator in operators:

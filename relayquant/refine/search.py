@@ -231,12 +231,14 @@ def search_integers(
 
 
 def make_wide(prepared: PreparedModel) -> QConfig | None:
-    """int16 operands and results, weights as they are by default; None without a default."""
+    """int16 operands and results, weights as they are by default; None without a default that
+    has such operands.
+    """
     qconfig = prepared.backend.default_qconfig
     if qconfig is None:
         return None
     wide = TensorConfig(QSpec(WIDE, Scheme.SYMMETRIC), MinMax())
-    return replace(qconfig, activation=wide, output=None)
+    return None if qconfig.is_grouped else replace(qconfig, activation=wide, output=None)
 
 
 def open_state(prepared: PreparedModel, settings: QuantizeSettings) -> SearchState:

@@ -204,7 +204,7 @@ class _Simulation:
         bound = emitter.bind(binding.var, value)
         view = self.add_views(emitter, name, bound)
         # What a float operator computes stays exact for its float consumers.
-        return view if operator is not None and operator.dynamic is None else bound
+        return view if operator is not None and not operator.has_float_data else bound
 
     def simulate_operator(self, emitter: Emitter, operator: OperatorPlan) -> relax.Expr:
         """The operator's simulate callback on its operands, rounded as the plan says."""
@@ -233,7 +233,8 @@ class _Simulation:
             else:
                 operands[operand.name] = self.view(emitter, expr, keys.get(operand.name))
         data, weight = operands.get("data"), operands.get("weight")
-        if f"{operator.name}:weight" in self.constants and isinstance(data, relax.Var):
+        has_fit = f"{operator.name}:weight" in self.constants and operator.grouped is None
+        if has_fit and isinstance(data, relax.Var):
             part = match.parts["data"]
             source = self.sources.get((part.name, keys.get("data", "")), (data.name, ()))
             self.fits.append(FitPoint(operator.name, *source, weight.name))

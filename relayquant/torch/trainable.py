@@ -357,6 +357,11 @@ def check_trainable(prepared: PreparedModel) -> None:
                 "has a narrow accumulator, whose overflow has no gradient: prepare for a backend "
                 "without, and use relayquant.accumulator_report on the result"
             )
+        elif operator.grouped is not None:
+            reason = (
+                "has a weight in groups, whose scales are those of the float weight: leave it in "
+                "float, and use relayquant.compress_weights on the result"
+            )
         elif operator.dynamic is not None:
             reason = (
                 "gets parameters of the run time: use an activation that is not dynamic, or leave "

@@ -16,7 +16,7 @@ from relayquant.compression.fit import (
     fit_groups,
     fit_scales,
 )
-from relayquant.compression.groups import GroupFormat, quantize_groups
+from relayquant.grouping import GroupFormat, quantize_groups
 from relayquant.packing import CODE_BITS
 
 

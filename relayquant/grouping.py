@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from relayquant.packing import count_groups, middle_code, pack_codes, spread_groups, unpack_codes
+from relayquant.qtypes import WHOLE_ROW, QSpec
 
 Array = np.ndarray
 
@@ -29,6 +30,12 @@ class GroupFormat:
     group_size: int | None = 32
     is_symmetric: bool = True
     scale_dtype: str = "float32"
+
+    @staticmethod
+    def of(spec: QSpec) -> GroupFormat:
+        """What a specification with a `group_size` asks for."""
+        size = None if spec.group_size == WHOLE_ROW else spec.group_size
+        return GroupFormat(spec.code_bits, size, spec.is_symmetric, spec.scale_dtype)
 
     def size(self, features: int) -> int:
         """Weights of a group, of rows of so many."""
