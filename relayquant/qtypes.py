@@ -101,8 +101,8 @@ class QSpec(PlainSettings):
         scale_min, scale_max: Bounds of every scale, None for no bound.
         is_dynamic: Scale and zero point are computed from each tensor when the model runs, as
             ONNX's DynamicQuantizeLinear does, instead of being calibrated. For the input
-            activations of operators with constant weights; affine, one set per tensor. With
-            granularity PER_ROW symmetric int8, a scale for each row (`compress_weights`).
+            activations of operators with constant weights. With granularity PER_ROW one set for
+            each row of a product's data, which weights in groups take as symmetric.
         group_size: Of weights that stay packed in memory: neighbours along the reduction that share
             a scale, 16 to 256, or `WHOLE_ROW`. Codes have 2, 3, 4 or 8 bits, as many as the limits
             need: -4..3 are 3. Symmetric, or with a zero point for each group.
@@ -176,18 +176,24 @@ class QSpec(PlainSettings):
                 "QSpec.granularity is PER_ROW, whose parameters are computed when the model runs; "
                 "set is_dynamic=True as well."
             )
-        if is_row and self.dtype != "int8":
-            raise ConfigError(f"QSpec.dtype is {self.dtype!r}; allowed with PER_ROW: int8.")
+        if is_row and self.dtype not in ("int8", "uint8"):
+            raise ConfigError(f"QSpec.dtype is {self.dtype!r}; allowed with PER_ROW: int8, uint8.")
+        reach = {limit - self.symmetric_zero_point for limit in self.limits}
+        if self.is_dynamic and self.is_symmetric and reach not in ({-128, 127}, {-127, 127}):
+            raise ConfigError(
+                f"QSpec(is_dynamic=True) of {self.dtype} in {self.quant_min}..{self.quant_max} is "
+                "symmetric; allowed: all of 8 bits, or all but the lowest. Leave quant_min and "
+                "quant_max out, or the scheme."
+            )
         if self.is_dynamic and (
-            (self.is_symmetric and not is_row)
-            or self.is_per_channel
+            self.is_per_channel
             or self.power_of_two
             or (self.scale_min, self.scale_max) != (None, None)
         ):
             raise ConfigError(
-                "QSpec(is_dynamic=True) is affine, one set of parameters per tensor, with any "
-                "scale; leave scheme, granularity, power_of_two, scale_min and scale_max out. "
-                "Granularity.PER_ROW, one scale for each row of a product's data, is symmetric."
+                "QSpec(is_dynamic=True) has one set of parameters per tensor, or with "
+                "Granularity.PER_ROW one for each row of a product's data, and any scale; leave "
+                "PER_CHANNEL, power_of_two, scale_min and scale_max out."
             )
 
     def _check_groups(self) -> None:

@@ -33,6 +33,9 @@ WEIGHT_7BIT = TensorConfig(
 #: activations that the kernels take
 BYTES = ("uint8", "int8")
 
+#: how many parameters of the run time products take
+RUN_TIME = (Granularity.PER_TENSOR, Granularity.PER_ROW)
+
 #: smallest result of operators whose results lie below 1 whatever the data
 UNIT_RANGES = {"sigmoid": 0.0, "softmax": 0.0, "tanh": -1.0}
 
@@ -60,10 +63,15 @@ def make_pattern(op: QuantOp, activations: tuple[str, ...]) -> PatternConfig:
         if (constraints := constrain_data(op, data)) is not None
         for result in (data, *(other for other in activations if other != data))
     )
+    is_product = op.op == MATMUL
     if op.realize_dynamic is not None:
         dtypes += tuple(
             DTypeConfig(
-                input=data, output="float32", weight="int8", bias="float32", is_dynamic=True
+                input=DTypeWithConstraints(data, granularities=RUN_TIME) if is_product else data,
+                output="float32",
+                weight="int8",
+                bias="float32",
+                is_dynamic=True,
             )
             for data in activations
             if data in BYTES

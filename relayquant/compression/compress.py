@@ -50,8 +50,8 @@ def compress_weights(
         is_symmetric: No zero points; False: one of them for each scale.
         scale_dtype: "float32" or "float16".
         activation: How rows of data are quantized when the model runs:
-            `QSpec("int8", is_dynamic=True, granularity=Granularity.PER_ROW)`. None: they stay
-            float32, and the products are float.
+            `QSpec("int8", is_dynamic=True, granularity=Granularity.PER_ROW)`, symmetric whatever
+            its scheme. None: they stay float32, and the products are float.
         table_bits: Of tables that rows are taken of (embeddings), also where a product reads the
             same table (a classifier): models lose most by these. None: they stay float.
         effort: What data is used for. "fast": weights that meet large inputs count more when scales

@@ -204,14 +204,13 @@ class DTypeConfig(PlainSettings):
             conflict = self._find_static_part()
             data = self.constraints("input")
             if conflict is None and (
-                Scheme.AFFINE not in data.schemes
-                or Granularity.PER_TENSOR not in data.granularities
+                set(data.granularities) == {Granularity.PER_CHANNEL}
                 or data.power_of_two
                 or (data.scale_min_lower_bound, data.scale_max_upper_bound) != (None, None)
             ):
                 conflict = (
-                    f"input is {data.description}, but parameters of the run time are affine, one "
-                    "set per tensor, with any scale"
+                    f"input is {data.description}, but parameters of the run time are one set per "
+                    "tensor or row, with any scale"
                 )
             if conflict is not None:
                 raise ConfigError(f"DTypeConfig(is_dynamic=True): no QConfig fits: {conflict}.")

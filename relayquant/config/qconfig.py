@@ -171,7 +171,7 @@ class QConfig(PlainSettings):
         self._check_groups()
 
     def _check_groups(self) -> None:
-        """Raise where float data, or a scale for each row, meets weights that are not in groups."""
+        """Raise where data does not go with weights that are in groups, or are not."""
         data = self.activation
         if not self.is_grouped:
             if data is None:
@@ -179,13 +179,9 @@ class QConfig(PlainSettings):
                     "QConfig.activation is None, which weights in groups alone go with: "
                     "QSpec('int4', group_size=32), for instance."
                 )
-            if data.spec.granularity is Granularity.PER_ROW:
-                raise ConfigError(
-                    "QConfig.activation has one scale for each row, which weights in groups alone "
-                    "go with: QSpec('int8', group_size=32), for instance."
-                )
             return
-        if data is not None and data.spec.granularity is not Granularity.PER_ROW:
+        is_row = data is None or data.spec.granularity is Granularity.PER_ROW
+        if data is not None and not (is_row and data.spec.dtype == "int8"):
             raise ConfigError(
                 f"QConfig.weight has group_size={self.weight.spec.group_size}, with which "
                 "activations are None (float32), or QSpec('int8', is_dynamic=True, "

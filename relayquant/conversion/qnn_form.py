@@ -208,6 +208,8 @@ def realize_dynamic_match(
 ) -> relax.Expr | Skip:
     """What the callback for parameters of the run time makes of one match."""
     call = graph.call_of(match.parts["data"])
+    if call is not None and graph.op_name(call) == "relax.reshape":  # rows of a tensor of any rank
+        call = graph.call_of(call.args[0])
     if call is None or graph.op_name(call) != DEQUANTIZE:
         return Skip("operand data is not dequantized")
     weight = read_dequantize(graph, match.parts["weight"])

@@ -28,7 +28,7 @@ from relayquant.ops.base import (
     repeat_match,
 )
 from relayquant.ops.callbacks import describe_place, run_realize_grouped
-from relayquant.ops.dynamic import quantize_at_run_time
+from relayquant.ops.dynamic import round_at_run_time
 from relayquant.ops.find import find_pattern, match_operator, operand_constant
 from relayquant.ops.narrow_float import NarrowFloats
 from relayquant.plan import OperatorPlan
@@ -244,9 +244,7 @@ class _ReferenceBuilder:
             def emit(value: relax.Expr, suffix: str) -> relax.Expr:
                 return emitter.emit(value, f"{name}.{suffix}")
 
-            data = quantize_at_run_time(emit, emitter.get(expr), spec.dtype, spec.limits)
-            view = emit(qnn.dequantize(data.value, data.scale, data.zero_point), "dq")
-            self.dynamic_views[expr.name, spec] = view
+            self.dynamic_views[expr.name, spec] = round_at_run_time(emit, emitter.get(expr), spec)
         return self.dynamic_views[expr.name, spec]
 
     def dequantized_constant(

@@ -150,12 +150,17 @@ class RealizeContext:
 @dataclass(frozen=True, eq=False)
 class RunTimeQuantized:
     """An operand in affine space whose parameters the model computes when it runs: values of the
-    graph, scale float32 () and zero point int32 ().
+    graph, scale float32 () and zero point int32 (); of data (M, K), either may be (M,).
     """
 
     value: relax.Expr
     scale: relax.Expr
     zero_point: relax.Expr
+
+    @property
+    def is_row(self) -> bool:
+        """Whether each row has a scale of its own."""
+        return self.scale.ty.ndim == 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,14 +181,26 @@ class DynamicContext:
 
     def dequantize(self, accumulator: relax.Expr, axis: int) -> relax.Expr:
         """Sums of products, centered, -> float32, with the bias: times the scale of the data, of
-        the run time, and those of the weight, one or one for each index of `axis`.
+        the run time, and those of the weight, one or one for each index of `axis`. With a scale for
+        each row of the data, sums are (M, N), and N is the last axis of the result.
         """
         accumulator = self.emit(accumulator, "acc")
+        if self.data.is_row:
+            rows = qnn.dequantize(accumulator, self.data.scale, relax.const(0, "int32"), axis=0)
+            weights = relax.const(np.array(self.weight.qparams.scale), "float32")
+            value = relax.op.multiply(self.emit(rows, "rows"), weights)
+            if self.match.root.ty.ndim != 2:
+                value = relax.op.reshape(self.emit(value, "flat"), self.match.root.ty.shape)
+            return self.add_bias(value)
         units = np.broadcast_to(self.weight.qparams.scale, (int(accumulator.ty.shape[axis]),))
         scale = self.emit(
             relax.op.multiply(self.data.scale, relax.const(np.array(units), "float32")), "scale"
         )
         value = qnn.dequantize(accumulator, scale, relax.const(0, "int32"), axis=axis)
+        return self.add_bias(value)
+
+    def add_bias(self, value: relax.Expr) -> relax.Expr:
+        """`value`, float32, with the bias, if there is one."""
         if self.bias is None:
             return value
         return relax.op.add(self.emit(value, "real"), self.bias)

@@ -1,7 +1,8 @@
 """Parameters of the run time: the range of a tensor is measured when the model runs.
 
-x -> quantize(x, scale, zero point), with both computed from min(x) and max(x); and the matrix
-product of such a value with constant weights, on the kernels that know constant parameters only.
+x -> quantize(x, scale, zero point), with both computed from min(x) and max(x), of the tensor or of
+each row; and the product of such a value with constant weights, on the kernels that know constant
+parameters only.
 Read by the operator rows, by convert and by the importer of ONNX, whose operators these are.
 """
 
@@ -16,25 +17,68 @@ from tvm import relax
 
 from relayquant.dialect import qnn
 from relayquant.dialect.sums import SUM_DTYPES, choose_accumulator_dtype
+from relayquant.errors import ModelError
 from relayquant.ops.base import RunTimeQuantized
-from relayquant.qtypes import INTEGER_LIMITS
+from relayquant.qtypes import INTEGER_LIMITS, Granularity, QSpec
 from relayquant.reference import qnn as numpy_qnn
 from relayquant.rewrite import Skip
-from relayquant.rewrite.graph import tensor_shape
+from relayquant.rewrite.graph import constant_value, tensor_shape
 
 #: binds an expression to a variable, whose name ends so
 Emit = Callable[[relax.Expr, str], relax.Expr]
 
 
+def round_at_run_time(emit: Emit, data: relax.Expr, spec: QSpec) -> relax.Expr:
+    """dequantize(quantize(data)), float32 of the same shape, by parameters of the run time.
+
+    Rows are those of a tensor of two axes: dequantize(quantize(x, axis=0), axis=0). One of another
+    rank is reshaped before and behind.
+    """
+    flat = data
+    if spec.granularity is Granularity.PER_ROW and data.ty.ndim != 2:
+        if data.ty.shape is None:
+            raise ModelError(
+                "Granularity.PER_ROW: the shape of a product's data is not known. Give its last "
+                "size, or one set of parameters per tensor."
+            )
+        flat = emit(relax.op.reshape(data, (-1, data.ty.shape.values[-1])), "rows")
+    if spec.granularity is Granularity.PER_ROW and spec.is_symmetric and spec.dtype == "int8":
+        pair = emit(qnn.quantize_rows(flat), "pair")
+        scale = emit(relax.op.squeeze(emit(pair[1], "scales"), [1]), "scale")
+        quantized = RunTimeQuantized(emit(pair[0], "q"), scale, relax.const(0, "int32"))
+    else:
+        quantized = quantize_at_run_time(
+            emit,
+            flat,
+            spec.dtype,
+            spec.limits,
+            is_row=spec.granularity is Granularity.PER_ROW,
+            middle=spec.symmetric_zero_point if spec.is_symmetric else None,
+        )
+    scale, zero_point = quantized.scale, quantized.zero_point
+    view = emit(qnn.dequantize(quantized.value, scale, zero_point, axis=0), "dq")
+    return view if flat is data else emit(relax.op.reshape(view, data.ty.shape), "dq.shaped")
+
+
 def quantize_at_run_time(
-    emit: Emit, data: relax.Expr, dtype: str = "uint8", limits: tuple[int, int] | None = None
+    emit: Emit,
+    data: relax.Expr,
+    dtype: str = "uint8",
+    limits: tuple[int, int] | None = None,
+    *,
+    is_row: bool = False,
+    middle: int | None = None,
 ) -> RunTimeQuantized:
-    """`data` (float32, any shape) in affine space, by parameters of its own values: those of
-    `choose_at_run_time`.
+    """`data` (float32, any shape; (M, K) with `is_row`) in affine space, by parameters of its own
+    values: those of `choose_at_run_time`, or of `choose_scale` about a zero point of `middle`.
     """
     lowest, highest = limits or INTEGER_LIMITS[dtype]
-    scale, zero_point = choose_at_run_time(emit, data, lowest, highest)
-    value = qnn.quantize(data, scale, zero_point, out_dtype=dtype)
+    if middle is not None:
+        scale = choose_scale(emit, data, highest - middle, is_row=is_row)
+        zero_point: relax.Expr = relax.const(middle, "int32")
+    else:
+        scale, zero_point = choose_at_run_time(emit, data, lowest, highest, is_row=is_row)
+    value = qnn.quantize(data, scale, zero_point, axis=0, out_dtype=dtype)
     if (lowest, highest) != INTEGER_LIMITS[dtype]:
         bounds = (tvm.tirx.IntImm(dtype, bound) for bound in (lowest, highest))
         value = relax.op.clip(emit(value, "unclipped"), *bounds)
@@ -42,17 +86,19 @@ def quantize_at_run_time(
 
 
 def choose_at_run_time(
-    emit: Emit, data: relax.Expr, lowest: int, highest: int
+    emit: Emit, data: relax.Expr, lowest: int, highest: int, *, is_row: bool = False
 ) -> tuple[relax.Expr, relax.Expr]:
-    """(scale float32, zero point int32) that cover the values of `data` (float32, any shape).
+    """(scale float32, zero point int32) that cover the values of `data` (float32, any shape); with
+    `is_row` one for each index but that of the last axis.
 
     scale = (max(x, 0) - min(x, 0)) / (highest - lowest), or 1 for a tensor of zeros; zero point =
     clip(round(lowest - min(x, 0) / scale)) (ONNX, operator DynamicQuantizeLinear, which has 0 and
     255).
     """
     zero = relax.const(0.0, "float32")
-    least = emit(relax.op.min(data), "min")
-    most = emit(relax.op.max(data), "max")
+    axis = -1 if is_row else None
+    least = emit(relax.op.min(data, axis), "min")
+    most = emit(relax.op.max(data, axis), "max")
     low = emit(relax.op.minimum(least, zero), "low")
     high = emit(relax.op.maximum(most, zero), "high")
     span = emit(relax.op.subtract(high, low), "span")
@@ -64,6 +110,17 @@ def choose_at_run_time(
     rounded = emit(relax.op.round(shift), "rounded")
     clipped = emit(relax.op.clip(rounded, float(lowest), float(highest)), "clipped")
     return scale, emit(relax.op.astype(clipped, "int32"), "zero_point")
+
+
+def choose_scale(emit: Emit, data: relax.Expr, highest: int, *, is_row: bool = False) -> relax.Expr:
+    """max(|data|) / highest, float32; 1 for a tensor of zeros: the symmetric scale, of all or, with
+    `is_row`, of each row.
+    """
+    zero = relax.const(0.0, "float32")
+    largest = emit(relax.op.max(emit(relax.op.abs(data), "abs"), -1 if is_row else None), "largest")
+    step = emit(relax.op.divide(largest, relax.const(float(highest), "float32")), "step")
+    is_zero = emit(relax.op.equal(step, zero), "is_zero")
+    return emit(relax.op.where(is_zero, relax.const(1.0, "float32"), step), "scale")
 
 
 def multiply_at_run_time(
@@ -79,7 +136,8 @@ def multiply_at_run_time(
     a constant weight (K, N); weight_zero is () or (N,), int32.
 
     qnn.dense(data, weight) - zero_point * (sums of the columns of weight - weight_zero): so the
-    kernel has no variable. Sums wrap modulo 2^32; with `is_exact` they are int64 where int32 does
+    kernel has no variable, unless the zero point is a constant. It is () or, for data (M, K), (M,).
+    Sums wrap modulo 2^32; with `is_exact` they are int64 where int32 does
     not hold those of any input.
     """
     units = relax.const(np.ascontiguousarray(weight.T), str(weight.dtype))
@@ -89,7 +147,12 @@ def multiply_at_run_time(
         product = qnn.dense(data, units, 0, zero, 1.0, 1.0)
         dtype = choose_accumulator_dtype(product, is_dynamic=True)
     sums = (weight.astype("int64") - weight_zero).sum(axis=0)
-    product = emit(qnn.dense(data, units, 0, zero, 1.0, 1.0, out_dtype=dtype), "product")
+    if constant_value(zero_point) is not None:
+        return qnn.dense(data, units, zero_point, zero, 1.0, 1.0, out_dtype=dtype)
+    product = qnn.dense(data, units, 0, zero, 1.0, 1.0, out_dtype=dtype)
+    product = emit(product, "product")
+    if zero_point.ty.ndim:
+        zero_point = emit(relax.op.expand_dims(zero_point, -1), "zero_point.row")
     if dtype != SUM_DTYPES[0]:
         zero_point = emit(relax.op.astype(zero_point, dtype), "zero_point.wide")
     excess = relax.op.multiply(zero_point, relax.const(sums.astype(dtype), dtype))
@@ -116,11 +179,15 @@ def convolve_at_run_time(
     """
     zero = relax.const(np.asarray(weight_zero, "int32"), "int32")
     units = relax.const(np.ascontiguousarray(weight), str(weight.dtype))
-    product = getattr(qnn, name)(data, units, 0, zero, 1.0, 1.0, **attrs)
+    is_known = constant_value(zero_point) is not None
+    shift = zero_point if is_known else 0
+    product = getattr(qnn, name)(data, units, shift, zero, 1.0, 1.0, **attrs)
     dtype = SUM_DTYPES[0]
     if is_exact:
         dtype = choose_accumulator_dtype(product, is_dynamic=True)
-        product = getattr(qnn, name)(data, units, 0, zero, 1.0, 1.0, **attrs, out_dtype=dtype)
+        product = getattr(qnn, name)(data, units, shift, zero, 1.0, 1.0, **attrs, out_dtype=dtype)
+    if is_known:
+        return product
     layout = str(attrs.get("data_layout", "NC" + "DHW"[5 - weight.ndim :]))
     shape = tensor_shape(data)
     if shape is None or any(

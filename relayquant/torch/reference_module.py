@@ -23,6 +23,7 @@ from relayquant.torch.program import ProgramBuilder, Reader, Values, make_confor
 
 QUANTIZE = "relax.qnn.quantize"
 DEQUANTIZE = "relax.qnn.dequantize"
+QUANTIZE_ROWS = "relax.qnn.quantize_rows"
 
 
 class ReferenceModule(nn.Module):
@@ -57,6 +58,9 @@ class ReferenceBuilder(ProgramBuilder):
 
     def make_call(self, call: Call, name: str, var: relax.Var) -> Reader:
         """What computes a call of an operator."""
+        if name == QUANTIZE_ROWS:
+            read = self.read(call.args[0])
+            return lambda values: quantize_rows(read(values))
         if name not in (QUANTIZE, DEQUANTIZE):
             return super().make_call(call, name, var)
         rounding = str(getattr(call.attrs, "rounding", Rounding.TONEAREST_EVEN.value))
@@ -80,8 +84,16 @@ class ReferenceBuilder(ProgramBuilder):
     def read_parameters(self, call: Call) -> list[Reader]:
         """Readers of scale, zero point and, of several, their axis, as torch takes them."""
         arrays = [constant_value(arg) for arg in call.args[1:3]]
-        if any(array is None for array in arrays):
+        if any(array is None for array in arrays) and not call.args[1].ty.ndim:
             return [self.read(arg) for arg in call.args[1:3]]
+        if any(array is None for array in arrays):
+            row_scale, row_zero = (self.read(arg) for arg in call.args[1:3])
+            row_axis = int(call.attrs.axis) % call.args[0].ty.ndim
+            return [
+                row_scale,
+                lambda values: row_zero(values).expand_as(row_scale(values)),
+                lambda values: row_axis,
+            ]
         scale, zero_point = arrays
         if scale.ndim == 0 and zero_point.ndim == 0:
             numbers = float(scale), int(zero_point)
@@ -98,13 +110,22 @@ class ReferenceBuilder(ProgramBuilder):
         """Nothing trains."""
 
 
+def quantize_rows(data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `qnn.quantize_rows` computes: int8 of -127..127, and a scale for each row."""
+    largest = data.abs().amax(-1, keepdim=True)
+    scale = torch.where(largest > 0, largest / 127, torch.ones_like(largest))
+    return torch.clamp(torch.round(data / scale), -127, 127).to(torch.int8), scale
+
+
 def choose_function(call: Call, is_quantize: bool) -> Callable[..., torch.Tensor]:
     """The operator of quantized_decomposed for constant parameters, or those of the run time."""
     name = "quantize" if is_quantize else "dequantize"
     arrays = [constant_value(arg) for arg in call.args[1:3]]
     space = torch.ops.quantized_decomposed
-    if any(array is None for array in arrays):
+    if any(array is None for array in arrays) and not call.args[1].ty.ndim:
         return getattr(space, f"{name}_per_tensor").tensor
+    if any(array is None for array in arrays):
+        return getattr(space, f"{name}_per_channel").default
     if any(array.ndim for array in arrays):
         return getattr(space, f"{name}_per_channel").default
     return getattr(space, f"{name}_per_tensor").default

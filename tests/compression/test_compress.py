@@ -177,12 +177,12 @@ def test_compress__params_that_do_not_fit(llama):
         rq.compress_weights(mod)
 
 
-def test_row_scales__go_with_grouped_weights_alone():
-    weight = rq.TensorConfig(rq.QSpec("int8", scheme=rq.Scheme.SYMMETRIC), rq.MinMax())
-    with pytest.raises(ConfigError, match=r"one scale for each row.*group_size=32"):
-        rq.QConfig(rq.TensorConfig(ROWS), weight)
-    with pytest.raises(ConfigError, match=r"PER_ROW.*set is_dynamic=True"):
-        rq.QSpec("int8", granularity=rq.Granularity.PER_ROW)
+def test_row_scales__of_weights_in_groups_are_those_of_int8():
+    weight = rq.TensorConfig(rq.QSpec("int4", group_size=32))
+    assert rq.QConfig(rq.TensorConfig(ROWS), weight).is_grouped
+    rows = rq.QSpec("uint8", is_dynamic=True, granularity=rq.Granularity.PER_ROW)
+    with pytest.raises(ConfigError, match=r"group_size=32, with which activations are None"):
+        rq.QConfig(rq.TensorConfig(rows), weight)
 
 
 def make_lookup(table, mode, weight=None):

@@ -17,12 +17,15 @@ from tvm.relax import op
 
 import relayquant as rq
 from relayquant.backends import ARM, GENERIC, X86
+from relayquant.dialect import qnn
 from relayquant.ops.dynamic import quantize_at_run_time
 from relayquant.plan import Support
 from relayquant.rewrite import Graph
 from relayquant.runtime import Executor
 
 SPEC = rq.QSpec("uint8", is_dynamic=True)
+SYMMETRIC = replace(SPEC, scheme=rq.Scheme.SYMMETRIC)
+BY_ROW = replace(SPEC, granularity=rq.Granularity.PER_ROW)
 WEIGHT = X86.default_qconfig.weight
 
 
@@ -75,10 +78,12 @@ def test_plan__survives_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: replace(SPEC, scheme=rq.Scheme.SYMMETRIC), "is affine, one set of parameters"),
-        (lambda: replace(SPEC, granularity=rq.Granularity.PER_CHANNEL), "is affine, one set"),
-        (lambda: replace(SPEC, power_of_two=True), "leave scheme, granularity, power_of_two"),
-        (lambda: replace(SPEC, scale_min=0.1), "leave scheme, granularity, power_of_two"),
+        (lambda: replace(SYMMETRIC, quant_max=100), "in 0..100 is symmetric; allowed: all of 8"),
+        (lambda: replace(SPEC, granularity=rq.Granularity.PER_CHANNEL), "one set of parameters"),
+        (lambda: replace(SPEC, power_of_two=True), "leave PER_CHANNEL, power_of_two"),
+        (lambda: replace(SPEC, scale_min=0.1), "leave PER_CHANNEL, power_of_two"),
+        (lambda: replace(BY_ROW, is_dynamic=False), "PER_ROW, whose parameters are computed when"),
+        (lambda: replace(BY_ROW, dtype="int16", quant_max=None), "with PER_ROW: int8, uint8"),
         (lambda: rq.QSpec(is_dynamic="yes"), "is_dynamic is 'yes'; allowed: True or False"),
         (lambda: rq.TensorConfig(SPEC, rq.MinMax()), "computed at run time. Leave the observer"),
         (lambda: rq.TensorConfig(rq.QSpec("uint8")), "calibration is missing; give an observer"),
@@ -114,8 +119,8 @@ def test_find_conflict__names_the_tensor(qconfig, message):
         ({"accumulator": "int14"}, "accumulator is int14 saturate, but that of a dynamic operator"),
         ({"input": "float32"}, "DTypeConfig.input is float32: no QConfig fits"),
         (
-            {"input": rq.DTypeWithConstraints("uint8", schemes=(rq.Scheme.SYMMETRIC,))},
-            "input is uint8 symmetric, but parameters of the run time are affine",
+            {"input": rq.DTypeWithConstraints("uint8", power_of_two=True)},
+            "input is uint8 power_of_two, but parameters of the run time are one set per tensor or",
         ),
     ],
 )
@@ -242,6 +247,93 @@ def test_quantize__needs_no_data_and_compiled_equals_numpy(backend, qconfig):
         assert np.abs(got - expected).max() <= 0.03 * np.abs(expected).max()
         np.testing.assert_allclose(got, run(reference, x), rtol=1e-4, atol=1e-4)
         np.testing.assert_array_equal(compiled.run("main", [x])[0], got)
+
+
+def quantize_by_hand(x, spec):
+    """(integers, scale, zero point) by int64 and float64, the latter two with an axis of 1 last."""
+    axis = -1 if spec.granularity is rq.Granularity.PER_ROW else None
+    x = x.astype("float64")
+    low, high = (np.asarray(f(x, axis=axis, keepdims=True)) for f in (np.min, np.max))
+    low, high = np.minimum(low, 0), np.maximum(high, 0)
+    lowest, highest = spec.limits
+    if spec.is_symmetric:
+        middle = spec.symmetric_zero_point
+        scale = np.maximum(-low, high) / (highest - middle)
+        zero = np.full(scale.shape, middle)
+    else:
+        scale = (high - low) / (highest - lowest)
+        zero = np.rint(lowest - low / np.where(scale == 0, 1, scale))
+    scale = np.where(scale == 0, 1, scale)
+    return np.clip(np.rint(x / scale) + zero, lowest, highest).astype("int64"), scale, zero
+
+
+@pytest.mark.parametrize("shape", [("n", 20), (2, "n", 20), (3, 2, 20)])
+@pytest.mark.parametrize("scheme", rq.Scheme)
+@pytest.mark.parametrize(("backend", "dtype"), [(X86, "uint8"), (ARM, "int8")])
+def test_per_row__a_set_of_parameters_for_each_row(shape, scheme, backend, dtype):
+    """Rows of very different size: each is as precise as if it were alone."""
+    spec = rq.QSpec(dtype, scheme, rq.Granularity.PER_ROW, is_dynamic=True)
+
+    def body(emit, x):
+        return emit("y", op.add(emit.dense("y.dot", x, 5), emit.constant(5)))
+
+    model = build_model(body, shape)
+    mapping = rq.QConfigMapping().set_global(rq.QConfig(rq.TensorConfig(spec), WEIGHT))
+    qmod = rq.quantize(
+        model, None, None, backend=backend, qconfig_mapping=mapping, strict=True, effort="fast"
+    )
+    random = np.random.default_rng(0)
+    x = random.normal(0.3, 1, [3 if size == "n" else size for size in shape])
+    x *= 10.0 ** random.integers(-4, 5, x.shape[:-1])[..., None]
+    x[..., -1, :] = 0
+    x = x.astype("float32")
+    got = run(qmod, x)
+    q, scale, zero = quantize_by_hand(x, spec)
+    graph = Graph(model)
+    weight, bias = (
+        next(
+            arg.value.numpy()
+            for b in graph.bindings
+            if graph.op_name(b.var) == name
+            for arg in b.value.args
+            if isinstance(arg, tvm.ir.GenericConst)
+        )
+        for name in ("relax.matmul", "relax.add")
+    )
+    units = np.abs(weight.astype("float64")).max(axis=0) / 127
+    integers = np.rint(weight / units).astype("int64")
+    expected = ((q - zero.astype("int64")) @ integers) * scale * units + bias
+    step = scale * units * 127  # of a sum, for one step of the data
+    assert (np.abs(got - expected) <= 1e-5 * np.abs(expected) + 1e-2 * step).all()
+    assert rq.verify(qmod, [x]).is_equal
+
+
+def test_per_row__parameters_are_those_of_pytorch():
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("torch.ao.quantization.fx._decomposed")
+    x = np.random.default_rng(0).normal(0, 3, (6, 20)).astype("float32")
+
+    def body(emit, value):
+        affine = quantize_at_run_time(lambda e, name: emit(name, e), value, "int8", is_row=True)
+        return relax.Tuple([affine.scale, affine.zero_point, qnn.quantize_rows(value)[1]])
+
+    scale, zero, symmetric = rq.reference.run(build_model(body, x.shape), {"x": x})
+    space = torch.ops.quantized_decomposed
+    theirs, their_zero = space._choose_qparams_per_token_asymmetric_impl(
+        torch.from_numpy(x), torch.int8
+    )
+    np.testing.assert_allclose(scale, theirs.numpy().ravel(), rtol=1e-6)
+    assert np.abs(zero - their_zero.numpy().ravel()).max() <= 1
+    theirs, _ = space.choose_qparams_per_token(torch.from_numpy(x), torch.int8)
+    np.testing.assert_allclose(symmetric, theirs.numpy(), rtol=1e-6)
+
+
+def test_per_row__is_for_products_alone():
+    spec = rq.QSpec("uint8", granularity=rq.Granularity.PER_ROW, is_dynamic=True)
+    mapping = rq.QConfigMapping().set_global(rq.QConfig(rq.TensorConfig(spec), WEIGHT))
+    model = build_model(lambda emit, x: emit.conv("conv", x), MAP)
+    (row,) = rq.prepare(model, None, mapping, X86).plan.operators
+    assert "activation granularity per_row is not supported" in row.reason
 
 
 def test_quantize__a_static_model_needs_data():

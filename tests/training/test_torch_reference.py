@@ -64,13 +64,18 @@ def test_convert_to_reference_fx__of_what_was_trained():
     assert (got - want).square().sum() <= 1e-3 * want.square().sum()
 
 
-def test_convert_to_reference_fx__parameters_of_the_run_time():
-    spec = rq.QSpec("uint8", is_dynamic=True)
-    qconfig = rq.QConfig(rq.TensorConfig(spec), rq.X86.default_qconfig.weight)
-    module, x = torch.nn.Linear(8, 4), torch.randn(3, 8)
+@pytest.mark.parametrize("backend", ["x86", "arm"])
+@pytest.mark.parametrize("scheme", rq.Scheme)
+@pytest.mark.parametrize("granularity", [rq.Granularity.PER_TENSOR, rq.Granularity.PER_ROW])
+def test_convert_to_reference_fx__parameters_of_the_run_time(granularity, scheme, backend):
+    default = rq.X86 if backend == "x86" else rq.ARM
+    dtype = default.default_qconfig.activation.spec.dtype
+    spec = rq.QSpec(dtype, scheme, granularity, is_dynamic=True)
+    qconfig = rq.QConfig(rq.TensorConfig(spec), default.default_qconfig.weight)
+    module, x = torch.nn.Linear(8, 4), torch.randn(2, 3, 8)
     mod, params = rq.torch.load(rq.torch.export(module, (x,)))
     mapping = rq.QConfigMapping().set_global(qconfig)
-    prepared = rq.calibrate(rq.prepare(mod, params, mapping, "x86"), None)
+    prepared = rq.calibrate(rq.prepare(mod, params, mapping, backend), None)
     got = rq.torch.convert_to_reference(prepared)(x).numpy()
     (want,) = rq.reference.run(rq.convert_to_reference(prepared), [x.numpy()])
     np.testing.assert_allclose(got, want, atol=1e-2 * np.abs(want).max())
