@@ -67,7 +67,7 @@ from relayquant.evaluation import (  # noqa: E402
     verify,
 )
 from relayquant.events import Callback  # noqa: E402
-from relayquant.export import export_onnx  # noqa: E402
+from relayquant.export import GroupedForm, export_onnx  # noqa: E402
 from relayquant.formats import load  # noqa: E402
 from relayquant.importers import import_onnx, import_tflite, import_torch  # noqa: E402
 from relayquant.ops import BUILTIN_OPS  # noqa: E402
@@ -141,6 +141,7 @@ __all__ = [
     "FixedOutput",
     "FloatConfig",
     "Granularity",
+    "GroupedForm",
     "Guard",
     "GuardSettings",
     "KLDivergence",

@@ -4,6 +4,7 @@ which tensors it is there, as integers or as real numbers.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,8 @@ WIDE_OPSET = 21
 BASE_OPSET = 17
 
 WIDE = ("int16", "uint16", "int4")
+#: operators that blocks are written for, which DequantizeLinear has since 21
+GROUPED = ("relax.qnn.grouped_dense", "relax.qnn.grouped_take")
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,19 +67,23 @@ class OnnxBuilder:
         nodes, constants: What was emitted.
         real: Value -> tensor of its real values.
         integers: Value -> tensor of its integers.
+        rows: Integers of rows, or the pair with their scales -> tensor that they are made of.
+        grouped: How products with weights in groups are written.
         merged: Values that a node before them has computed already (a bias within a convolution).
     """
 
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
+    def __init__(self, graph: Graph, grouped: enum.Enum | None = None) -> None:
+        self.graph, self.grouped = graph, grouped
         dtypes = {tensor_dtype(var) for var in graph.order}
         pads = [graph.call_of(var) for var in graph.order if graph.op_name(var) == "relax.nn.pad"]
         wraps = any(call is not None and str(call.attrs.pad_mode) == "circular" for call in pads)
-        self.opset = WIDE_OPSET if wraps or dtypes & set(WIDE) else BASE_OPSET
+        has_groups = any(graph.op_name(var) in GROUPED for var in graph.order)
+        self.opset = WIDE_OPSET if wraps or has_groups or dtypes & set(WIDE) else BASE_OPSET
         self.nodes: list[onnx.NodeProto] = []
         self.constants: list[onnx.TensorProto] = []
         self.real: dict[relax.Var, str] = {}
         self.integers: dict[relax.Var, str] = {}
+        self.rows: dict[relax.Expr, str] = {}
         self.merged: set[relax.Var] = set()
         self._taken: set[str] = {var.name for var in graph.order}
 

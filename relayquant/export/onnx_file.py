@@ -13,6 +13,7 @@ from tvm import relax
 from relayquant.arguments import check_arguments
 from relayquant.errors import ModelError, format_count
 from relayquant.export.onnx_builder import OnnxBuilder
+from relayquant.export.onnx_grouped import GroupedForm
 from relayquant.export.onnx_moves import MOVE_ATTRIBUTES, MOVE_WRITERS
 from relayquant.export.onnx_operators import ELEMENT, FLOAT_ATTRIBUTES, FLOAT_WRITERS, Writer
 from relayquant.export.onnx_qnn import QNN_WRITERS
@@ -35,13 +36,19 @@ ACCUMULATORS = ("int32",)
 
 
 @check_arguments
-def export_onnx(mod: tvm.IRModule, path: str | os.PathLike[str]) -> Path:
+def export_onnx(
+    mod: tvm.IRModule,
+    path: str | os.PathLike[str],
+    *,
+    grouped: GroupedForm = GroupedForm.BLOCKS,
+) -> Path:
     """Write a quantized model as ONNX with QuantizeLinear and DequantizeLinear.
 
     Args:
         mod: What `convert_to_reference`, `quantize` or `lower` returned, or a float module in
             canonical form.
         path: The file; it is written whole or not at all.
+        grouped: How products with weights in groups are written.
 
     Values keep their names. Weights are integers behind DequantizeLinear, per channel along its
     axis; biases int32 in units of their accumulators. An integer module is written operator by
@@ -54,7 +61,7 @@ def export_onnx(mod: tvm.IRModule, path: str | os.PathLike[str]) -> Path:
         ModelError: operators that have no form in ONNX (all are listed), or a model beyond 2 GB.
     """
     path = Path(path)
-    model = build_model(mod)
+    model = build_model(mod, grouped)
     size = model.ByteSize()
     if size > MAX_BYTES:
         raise ModelError(
@@ -69,7 +76,7 @@ def export_onnx(mod: tvm.IRModule, path: str | os.PathLike[str]) -> Path:
     return path
 
 
-def build_model(mod: tvm.IRModule) -> onnx.ModelProto:
+def build_model(mod: tvm.IRModule, grouped: GroupedForm = GroupedForm.BLOCKS) -> onnx.ModelProto:
     """The ONNX model of a module.
 
     Raises:
@@ -77,12 +84,15 @@ def build_model(mod: tvm.IRModule) -> onnx.ModelProto:
     """
     graph = Graph(mod)
     check_operators(graph)
-    builder = OnnxBuilder(graph)
+    builder = OnnxBuilder(graph, grouped)
     for param in graph.func.params:
         store(builder, param, param.name)
     for binding in graph.bindings:
         var, value = binding.var, binding.value
         if var in builder.merged or isinstance(value, relax.Tuple):
+            continue
+        if isinstance(value, relax.TupleGetItem):  # of rows: others were refused
+            builder.rows[var] = builder.rows[value.tuple_value]
             continue
         if isinstance(value, relax.Var):
             source = builder.tensor(value, var.name)
@@ -100,7 +110,9 @@ def build_model(mod: tvm.IRModule) -> onnx.ModelProto:
     nodes, constants = keep_needed(builder, [info.name for info in outputs])
     inputs = [describe(builder, param) for param in graph.func.params]
     proto = helper.make_graph(nodes, "relayquant", inputs, outputs, constants)
+    domains = {node.domain for node in nodes} - {""}
     opsets = [helper.make_opsetid("", builder.opset)]
+    opsets += [helper.make_opsetid(domain, 1) for domain in sorted(domains)]
     return helper.make_model(proto, opset_imports=opsets, ir_version=8 + 2 * (builder.opset > 20))
 
 
@@ -121,7 +133,7 @@ def check_operators(graph: Graph) -> None:
     missing: dict[str, list[str]] = {}
     for binding in graph.bindings:
         value = binding.value
-        if isinstance(value, relax.TupleGetItem):
+        if isinstance(value, relax.TupleGetItem) and not is_of_rows(graph, value):
             missing.setdefault("a part of a tuple", []).append(binding.var.name)
             continue
         call, op = graph.call_of(binding.var), graph.op_name(binding.var)
@@ -140,6 +152,11 @@ def check_operators(graph: Graph) -> None:
             f"{format_count(len(missing), 'operator')}: {'; '.join(lines)}. "
             "Export a part of the model without them, or replace them before quantizing."
         )
+
+
+def is_of_rows(graph: Graph, value: relax.TupleGetItem) -> bool:
+    """Whether a value is a part of what `qnn.quantize_rows` gives."""
+    return graph.op_name(value.tuple_value) == "relax.qnn.quantize_rows"
 
 
 def list_results(graph: Graph) -> list[relax.Expr]:

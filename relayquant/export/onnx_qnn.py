@@ -16,6 +16,11 @@ from tvm.ir import Call
 from relayquant.dialect import OPERATORS
 from relayquant.errors import ModelError
 from relayquant.export.onnx_builder import Affine, OnnxBuilder, read_affine
+from relayquant.export.onnx_grouped import (
+    write_grouped_dense,
+    write_grouped_take,
+    write_quantize_rows,
+)
 from relayquant.export.onnx_operators import (
     FLOAT_WRITERS,
     Writer,
@@ -231,4 +236,7 @@ QNN_WRITERS: dict[str, Writer] = {
     "relax.qnn.mul": functools.partial(write_qnn_binary, "Mul"),
     "relax.qnn.concatenate": write_qnn_concatenate,
     "relax.qnn.lookup": write_lookup,
+    "relax.qnn.quantize_rows": write_quantize_rows,
+    "relax.qnn.grouped_dense": write_grouped_dense,
+    "relax.qnn.grouped_take": write_grouped_take,
 }

@@ -32,6 +32,11 @@ from relayquant.importers.onnx_arithmetic import (
     convert_pow,
     convert_sinh,
 )
+from relayquant.importers.onnx_grouped import (
+    convert_matmul_nbits,
+    gather_rows,
+    multiply_rows,
+)
 from relayquant.importers.onnx_normalization import (
     convert_batch_normalization,
     convert_layer_normalization,
@@ -210,8 +215,11 @@ def convert_gather(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr | None:
     """Gather with constant indices -> R.take; negative ones are counted from the end here, not at
-    run time.
+    run time. Of rows of a weight in groups, those alone are read.
     """
+    grouped = gather_rows(bb, inputs, attrs)
+    if grouped is not None:
+        return grouped
     data, indices = inputs[0], constant_value(inputs[1])
     shape = tensor_shape(data)
     if shape is None or indices is None or isinstance(data, GenericConst):
@@ -305,7 +313,12 @@ def _kernel_shape(weight: relax.Expr) -> list[int]:
 def sum_in_float32(
     op: str, bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr:
-    """The operator as TVM has it; of float16 rounded once, where TVM rounds each partial sum."""
+    """The operator as TVM has it; of float16 rounded once, where TVM rounds each partial sum. A
+    product with the rows of a weight in groups reads its codes.
+    """
+    grouped = multiply_rows(bb, inputs) if op == "MatMul" else None
+    if grouped is not None:
+        return grouped
     if str(inputs[0].ty.dtype) != "float16":
         return _run_frontend(op, bb, list(inputs), attrs, opset)
     wide = [each if each is None else bb.emit(relax.op.astype(each, "float32")) for each in inputs]
@@ -504,6 +517,7 @@ FOREIGN: dict[str, dict[str, Convert | None]] = {
     "com.microsoft": {
         "FusedConv": convert_fused_conv,
         "DequantizeLinear": convert_dequantize_linear,
+        "MatMulNBits": convert_matmul_nbits,
         "QuantizeLinear": convert_quantize_linear,
         **dict.fromkeys(
             (

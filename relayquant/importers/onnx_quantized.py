@@ -16,6 +16,7 @@ from tvm import relax
 
 from relayquant.dialect import qnn
 from relayquant.errors import format_count
+from relayquant.importers.onnx_grouped import dequantize_blocks
 from relayquant.importers.refusal import Refusal
 from relayquant.ops.dynamic import (
     convolve_at_run_time,
@@ -68,10 +69,14 @@ def convert_dequantize_linear(
     """DequantizeLinear -> R.qnn.dequantize, of a constant too: a quantized weight stays quantized.
     Constants of less than 8 bits are widened before (`onnx_rewrite`).
 
+    Blocks of a constant matrix are rows of a weight in groups (`onnx_grouped`).
+
     Raises:
-        Refusal: blocks, 8-bit floats, or a result other than float32.
+        Refusal: other blocks, 8-bit floats, or a result other than float32.
     """
     data, scale, zero_point = (*inputs, None)[:3]
+    if attrs.get("block_size", 0) and tensor_dtype(scale) == "float32":
+        return dequantize_blocks(bb, inputs, int(attrs.get("axis", 1)), int(attrs["block_size"]))
     _check_form(attrs, tensor_dtype(data))
     if tensor_dtype(scale) not in ("float32", ""):
         raise Refusal(f"its scale is {tensor_dtype(scale)}; supported: float32")
