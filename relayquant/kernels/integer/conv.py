@@ -48,7 +48,8 @@ from relayquant.kernels.emit import (
     store_vector,
 )
 from relayquant.kernels.integer.conv_plan import ConvPlan, choose_plan, pack_constants
-from relayquant.kernels.integer.depthwise import build_depthwise, pack_depthwise
+from relayquant.kernels.integer.depthwise import build_depthwise
+from relayquant.kernels.integer.depthwise_plan import pack_depthwise
 from relayquant.kernels.integer.narrow import PACKED
 from relayquant.kernels.integer.operands import (
     Image,

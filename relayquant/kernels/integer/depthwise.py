@@ -10,13 +10,9 @@ the columns, every kernel column: interleaving is cheap beside the dot products.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 
-import numpy as np
-from numpy.typing import NDArray
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx import PrimFunc
 
@@ -32,7 +28,9 @@ from relayquant.kernels.emit import (
     store_vector,
     vector,
 )
-from relayquant.kernels.integer.narrow import PACKED, can_narrow
+from relayquant.kernels.integer.depthwise_blocks import emit_depthwise_blocks
+from relayquant.kernels.integer.depthwise_plan import DepthwisePlan, plan_depthwise
+from relayquant.kernels.integer.narrow import PACKED
 from relayquant.kernels.integer.operands import (
     Operands,
     declare_operands,
@@ -40,7 +38,7 @@ from relayquant.kernels.integer.operands import (
     emit_prepared_image,
     emit_store,
 )
-from relayquant.kernels.integer.specs import Conv2d, PackedWeights, pack_channels
+from relayquant.kernels.integer.specs import Conv2d
 from relayquant.kernels.isa.base import Buffer, Expr, Isa
 from relayquant.qtypes import INTEGER_LIMITS
 
@@ -48,104 +46,6 @@ from relayquant.qtypes import INTEGER_LIMITS
 RELATIVE_COST = 6
 #: Flips the top bit of every byte of a word, by the number of bytes.
 FLIP_BITS = {4: -0x7F7F7F80, 1: 0x80}
-
-
-@dataclass(frozen=True)
-class DepthwisePlan:
-    """All that generator and packer must agree on for one depthwise convolution."""
-
-    spec: Conv2d
-    isa: Isa
-
-    @cached_property
-    def words(self) -> int:
-        """Words that hold the input rows of one output row."""
-        return ceil_div(self.spec.kernel[0], self.isa.products)
-
-    @cached_property
-    def out_rows(self) -> int:
-        """Output rows that lie within the same words."""
-        if self.spec.dilation[0] > 1:
-            return 1
-        free = self.words * self.isa.products - self.spec.kernel[0]
-        return min(free // self.spec.strides[0] + 1, self.spec.out_size[0])
-
-    @cached_property
-    def is_narrow(self) -> bool:
-        """Whether results leave as packed bytes, four vectors at a time."""
-        columns = PACKED // math.gcd(PACKED, self.out_rows)
-        enough = self.spec.out_size[1] >= columns and self.spec.out_channels >= self.isa.lanes
-        return enough and can_narrow(self.isa, self.spec.epilogue)
-
-    @cached_property
-    def columns(self) -> int:
-        """Output columns whose results leave together."""
-        return PACKED // math.gcd(PACKED, self.out_rows) if self.is_narrow else 1
-
-    @cached_property
-    def vectors(self) -> int:
-        return ceil_div(self.spec.out_channels, self.isa.lanes)
-
-    @cached_property
-    def vector_weights(self) -> int:
-        """Packed weight vectors per channel vector: [out_rows][kernel width][words]."""
-        return self.out_rows * self.spec.kernel[1] * self.words
-
-    @cached_property
-    def channel_size(self) -> int:
-        """Length of bias and multiplier: one vector for every vector of channels."""
-        return self.vectors * self.isa.lanes
-
-    @cached_property
-    def weight_size(self) -> int:
-        return self.vectors * self.vector_weights * self.isa.weight_vector
-
-    @cached_property
-    def shift(self) -> int:
-        return self.isa.zero_point_shift(self.spec.in_dtype)
-
-    @cached_property
-    def span(self) -> int:
-        """Input columns under the kernel."""
-        return (self.spec.kernel[1] - 1) * self.spec.dilation[1] + 1
-
-    @cached_property
-    def needs_copy(self) -> bool:
-        """Whether reading a whole vector of channels would pass the end of the argument."""
-        return self.spec.out_channels < self.isa.lanes
-
-    def vector_starts(self) -> NDArray[np.int64]:
-        """First channel of every vector; the last one overlaps its neighbour."""
-        last = max(self.spec.out_channels - self.isa.lanes, 0)
-        return np.minimum(np.arange(self.vectors) * self.isa.lanes, last)
-
-
-def pack_depthwise(
-    spec: Conv2d,
-    isa: Isa,
-    weight: NDArray[np.int8],
-    bias: NDArray[np.int32],
-    multiplier: NDArray[np.float32] | None,
-) -> PackedWeights:
-    """Constant operands of `build_depthwise`; weight (C, KH, KW, 1)."""
-    isa = isa.for_activations(spec.in_dtype).for_depthwise(spec.out_channels)
-    plan = DepthwisePlan(spec, isa)
-    channels = plan.vector_starts()[:, None] + np.arange(isa.lanes)
-    folded, factors = pack_channels(
-        spec, weight, bias, multiplier, plan.shift, channels.reshape(-1)
-    )
-    (kh, kw), lanes = spec.kernel, isa.lanes
-    rows = plan.words * isa.products
-    shifted = np.zeros((max(spec.out_channels, lanes), plan.out_rows, kw, rows), "int8")
-    for r in range(plan.out_rows):
-        first = r * spec.strides[0]
-        taps = weight[..., 0].transpose(0, 2, 1)
-        shifted[: spec.out_channels, r, :, first : first + kh] = taps
-    vectors = shifted[channels]
-    split = vectors.reshape(plan.vectors, lanes, plan.out_rows, kw, plan.words, isa.products)
-    ordered = np.ascontiguousarray(split.transpose(0, 2, 3, 4, 1, 5))
-    packed = np.ascontiguousarray(isa.arrange_weights(ordered)).reshape(-1)
-    return PackedWeights(packed, folded, factors)
 
 
 def build_depthwise(
@@ -157,27 +57,26 @@ def build_depthwise(
 ) -> PrimFunc:
     """The kernel of `build_conv2d` for depthwise convolutions."""
 
-    isa = isa.for_activations(spec.in_dtype).for_depthwise(spec.out_channels)
-
     def body() -> None:
-        plan = DepthwisePlan(spec, isa)
+        plan = plan_depthwise(spec, isa)
         operands = declare_operands(
-            spec, isa, plan.weight_size, plan.channel_size, in_shape, out_shape
+            spec, plan.isa, plan.weight_size, plan.channel_size, in_shape, out_shape
         )
         threads = spec.macs * RELATIVE_COST >= PARALLEL_THRESHOLD
         if plan.needs_copy:
-            image = emit_prepared_image(operands.data, spec, isa)
+            image = emit_prepared_image(operands.data, spec, plan.isa)
             padded = replace(
                 spec,
                 height=image.height,
                 width=image.width,
                 padding=(0, 0, 0, 0),
-                in_dtype=isa.activation,
+                in_dtype=plan.isa.activation,
                 in_zero_point=0,
             )
-            plan = DepthwisePlan(padded, isa)
+            plan = DepthwisePlan(padded, plan.isa)
             operands = replace(operands, data=image.data)
-        emit_depthwise(plan, operands, threads)
+        emit = emit_depthwise_blocks if plan.blocks else emit_depthwise
+        emit(plan, operands, threads)
 
     return build_kernel(name, body)
 

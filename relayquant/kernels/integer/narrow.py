@@ -130,6 +130,23 @@ def emit_narrow_store(
     `reals` are the `blocks` vectors of one pixel after the other; `offsets` is where each pixel
     goes, of which `width` channels exist. Vectors without a pixel are not stored.
     """
+    lanes, packed = isa.lanes, emit_packed(isa, epilogue, reals)
+    if blocks == PACKED:
+        store_vector(buffer, packed, offsets[0], PACKED * lanes, width)
+        return
+    # Bring the words of each pixel together, once; storing them one by one costs as much as
+    # four vectors.
+    order = word_order(lanes, blocks)
+    words = emit_word_shuffle([T.reinterpret(vector("float32", lanes), packed)], order)
+    count = order.size * blocks // PACKED
+    for pixel, offset in enumerate(offsets):
+        own = T.Shuffle([words], [T.int32(pixel * count + i) for i in range(count)])
+        own = T.reinterpret(vector(epilogue.dtype, count * 4), own)
+        store_vector(buffer, own, offset, count * 4, width)
+
+
+def emit_packed(isa: Isa, epilogue: Epilogue, reals: list[Expr]) -> Expr:
+    """Four float32 vectors, none NaN, rounded and clamped: bytes in channel order."""
     lanes, narrowing = isa.lanes, isa.narrowing
     assert isinstance(narrowing, Narrowing)
     low, high = epilogue.bounds
@@ -149,16 +166,4 @@ def emit_narrow_store(
         if zero_point:
             half = narrowing.add_words(half, constant("int16", zero_point, 2 * lanes), lanes)
         halves.append(half)
-    packed = narrowing.pack_bytes(halves[0], halves[1], epilogue.dtype, lanes)
-    if blocks == PACKED:
-        store_vector(buffer, packed, offsets[0], PACKED * lanes, width)
-        return
-    # Bring the words of each pixel together, once; storing them one by one costs as much as
-    # four vectors.
-    order = word_order(lanes, blocks)
-    words = emit_word_shuffle([T.reinterpret(vector("float32", lanes), packed)], order)
-    count = order.size * blocks // PACKED
-    for pixel, offset in enumerate(offsets):
-        own = T.Shuffle([words], [T.int32(pixel * count + i) for i in range(count)])
-        own = T.reinterpret(vector(epilogue.dtype, count * 4), own)
-        store_vector(buffer, own, offset, count * 4, width)
+    return narrowing.pack_bytes(halves[0], halves[1], epilogue.dtype, lanes)
