@@ -36,7 +36,9 @@ def make_backend(accumulator: rq.Accumulator | str) -> rq.BackendConfig:
         replace(
             row,
             dtypes=tuple(
-                replace(d, accumulator=accumulator) for d in row.dtypes if not d.is_dynamic
+                replace(d, accumulator=accumulator)
+                for d in row.dtypes
+                if not d.is_dynamic and not d.is_grouped
             ),
         )
         for row in rq.GENERIC.patterns

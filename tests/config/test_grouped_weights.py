@@ -87,9 +87,6 @@ WRONG = {
     r"activation is None, which weights in groups alone": lambda: rq.QConfig(
         None, X86.default_qconfig.weight
     ),
-    r"one scale for each row, which weights in groups": lambda: rq.QConfig(
-        ROWS, X86.default_qconfig.weight
-    ),
     r"with which activations are None": lambda: group_weights(
         activation=X86.default_qconfig.activation
     ),
