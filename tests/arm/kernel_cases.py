@@ -32,6 +32,11 @@ from relayquant.kernels.integer.elementwise import (
     build_requantize,
 )
 from relayquant.kernels.integer.epilogue import Epilogue, Residual, Store
+from relayquant.kernels.integer.grouped import (
+    GroupedDense,
+    build_grouped_dense,
+    pack_grouped,
+)
 from relayquant.kernels.integer.lookup import TBL, Lookup, build_lookup
 from relayquant.kernels.integer.matmul import BatchMatmul, build_batch_matmul
 from relayquant.kernels.integer.pool import (
@@ -44,6 +49,8 @@ from relayquant.kernels.integer.pool import (
 from relayquant.kernels.integer.rows import build_dense_rows, pack_dense_rows
 from relayquant.kernels.integer.specs import Conv2d, Dense
 from relayquant.kernels.isa.base import Isa
+from relayquant.packing import count_groups, middle_code, pack_codes
+from relayquant.reference import qnn
 
 
 @dataclass(frozen=True)
@@ -327,6 +334,27 @@ def make_concatenation() -> Case:
     return Case(lambda _: (build_concatenate(spec), [a, b]), expected)
 
 
+def make_grouped(spec: GroupedDense, rows: int) -> Case:
+    """Rows of integers by a grouped weight."""
+    rng = np.random.default_rng(9)
+    groups = spec.units, count_groups(spec.features, spec.group_size)
+    codes = rng.integers(0, 2**spec.bits, (spec.units, spec.features))
+    zeros = rng.integers(0, 2**spec.bits, groups if spec.has_zeros else ()).astype("uint8")
+    if not spec.has_zeros:
+        zeros = np.array(middle_code(spec.bits), "uint8")
+    weight = pack_codes(codes, spec.bits), rng.normal(size=groups).astype(spec.scale_dtype), zeros
+    data = rng.integers(-128, 128, (rows, spec.features)).astype("int8")
+    scale = rng.uniform(0.1, 1, (rows, 1)).astype("float32")
+
+    def build(isa: Isa) -> tuple[PrimFunc, list[np.ndarray]]:
+        packed = pack_grouped(spec, isa, *weight)
+        zeros = [packed.zeros] if spec.has_zeros else []
+        return build_grouped_dense(spec, isa), [data, scale, packed.codes, packed.scale, *zeros]
+
+    form = {"bits": spec.bits, "group_size": spec.group_size, "features": spec.features}
+    return Case(build, qnn.grouped_dense(data, scale, *weight, **form))
+
+
 def pooled_values(x: np.ndarray, window: PoolWindow) -> tuple[np.ndarray, np.ndarray]:
     """Values under each tap as (taps, N, OH, OW, C) int64, and whether they lie in the data."""
     top, left = window.padding[:2]
@@ -359,6 +387,14 @@ def make_avg_pool(window: PoolWindow) -> Case:
     return Case(lambda _: (build_avg_pool2d(spec), [x]), store(sums * factor, OUT))
 
 
+#: A group that is short, outputs that overlap, more rows than a tile has.
+GROUPED = {
+    "grouped 4 bits": (GroupedDense((9,), 37, 84, 4, 32), 9),
+    "grouped 4 bits, float16": (GroupedDense((1,), 32, 64, 4, 32, scale_dtype="float16"), 1),
+    "grouped 8 bits, zero points": (GroupedDense((3,), 20, 60, 8, 20, has_zeros=True), 3),
+    "grouped 2 bits, zero points": (GroupedDense((2,), 20, 192, 2, 96, has_zeros=True), 2),
+}
+
 CASES: dict[str, Callable[[], Case]] = {
     **{name: (lambda s=spec: make_convolution(s)) for name, spec in CONVOLUTIONS.items()},
     **{name: (lambda s=spec: make_transposed(s)) for name, spec in TRANSPOSED.items()},
@@ -367,6 +403,7 @@ CASES: dict[str, Callable[[], Case]] = {
     **{name: (lambda s=spec: make_matmul(s)) for name, spec in MATMULS.items()},
     **{f"max_pool2d {n}": (lambda w=w: make_max_pool(w)) for n, w in WINDOWS.items()},
     **{f"avg_pool2d {n}": (lambda w=w: make_avg_pool(w)) for n, w in WINDOWS.items()},
+    **{n: (lambda s=spec, r=rows: make_grouped(s, r)) for n, (spec, rows) in GROUPED.items()},
     "extreme sums": make_extreme_sums,
     "residual, every pair": make_residual_pairs,
     "add, every pair": lambda: make_addition(Space("int8", -3, 2 / 3), Space("int8", 13, 1 / 6)),

@@ -17,6 +17,7 @@ from relayquant.kernels.integer.grouped import (
     build_grouped_dense,
     build_grouped_take,
     pack_grouped,
+    plan_grouped,
 )
 from relayquant.kernels.integer.row_quantize import RowQuantize, build_quantize_rows
 from relayquant.kernels.isa.arm import NEON, SDOT, SMMLA
@@ -26,7 +27,7 @@ from relayquant.reference import qnn
 #: (rows, outputs, inputs, bits, group size, float rows, zero points, dtype of scales): a group that
 #: is short, fewer outputs than lanes, outputs that overlap, groups of no whole vector, many rows
 CASES = [
-    ((1, 3, 50), 37, 84, 4, 32, False, False, "float32"),
+    ((1, 3, 50, 150), 37, 84, 4, 32, False, False, "float32"),
     ((2,), 5, 60, 8, 20, False, True, "float16"),
     ((2,), 20, 96, 2, 96, False, True, "float32"),
     ((3,), 20, 50, 3, 16, True, True, "float32"),
@@ -90,6 +91,37 @@ def check_case(isa, case):
             np.testing.assert_array_equal(y.numpy(), expected)
         bound = 1e-6 * np.abs(expected).max()
         np.testing.assert_allclose(y.numpy(), expected, rtol=1e-5, atol=bound)
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+@every_isa
+def test_grouped_dense__largest_sums(isa, bits):
+    """Every sum of int16 that an instruction set keeps is as large as it can be, of either sign;
+    groups are several blocks of words and a rest.
+    """
+    rows, features, units = 2, 436, 16
+    spec = GroupedDense((rows,), units, features, bits, features)
+    codes = np.full((units, features), 2**bits - 1)
+    codes[1::2, ::2] = 0
+    scale = np.ones((units, 1), "float32")
+    weight = pack_codes(codes, bits), scale, np.array(2 ** (bits - 1), "uint8")
+    data = np.repeat(np.array([[-128], [127]], "int8"), features, axis=1)
+    arrays = [data, np.ones((rows, 1), "float32"), *list_constants(spec, isa, weight)]
+    func = build_grouped_dense(spec, isa)
+    found = call_kernel(func, runnable_target(isa), arrays, (rows, units), "float32")
+    expected = data.astype("int64") @ (codes.astype("int64") - 2 ** (bits - 1)).T
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_plan__rows_of_a_tile_meet_in_no_set_of_a_cache():
+    for features in (64, 100, 2048, 4096, 11008):
+        plan = plan_grouped(GroupedDense((None,), 64, features, 4, 32), best_isa())
+        size = plan.row_stride * np.dtype(plan.dot.row_dtype).itemsize
+        sets = {row * size // 64 % 64 for row in range(plan.dot.rows)}
+        assert len(sets) == plan.dot.rows
+        assert size % 64 == 0
+        assert plan.row_stride >= features
+        assert plan.chunk_rows % plan.dot.rows == 0
 
 
 def test_grouped_dense__static_rows_agree_with_symbolic_ones():

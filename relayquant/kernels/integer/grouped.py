@@ -12,13 +12,13 @@ of `lanes` outputs (the last panel overlaps its neighbour):
     scales, zeros      one of each output for each group, in arrays of their own
 
 Codes of 3 bits take 4 here. Groups are filled up to whole vectors with codes that meet zeros. One
-kernel serves any number of rows: chunks of them are prepared (sums of groups, for zero points),
-then threads share the panels.
+kernel serves any number of rows: chunks of them are prepared (copied, so that rows of a tile do not
+meet in the sets of a cache, and groups added up, for zero points), then threads share the panels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -28,6 +28,7 @@ from tvm.script.ir_builder import tirx as T
 from tvm.tirx import PrimFunc
 
 from relayquant.kernels.emit import (
+    CACHE_LINE,
     COPY_BYTES,
     PARALLEL_THRESHOLD,
     alloc_vectors,
@@ -43,10 +44,12 @@ from relayquant.kernels.emit import (
     vector,
 )
 from relayquant.kernels.integer.grouped_dot import (
+    SHORT_WORDS,
     WORD,
     FloatDot,
     GroupedDot,
     PairsDot,
+    ShortDot,
     choose_dot,
     multiply_add,
 )
@@ -54,8 +57,11 @@ from relayquant.kernels.isa.base import Buffer, Expr, Isa
 from relayquant.kernels.row_loops import choose_heights, emit_chunk
 from relayquant.packing import count_groups, unpack_codes
 
-#: Rows that are prepared together; a multiple of every height of tiles.
-CHUNK_ROWS = 48
+#: A multiple of every height of tiles.
+TILE_ROWS = 24
+#: Rows that are prepared together: bounds of their number, and bytes of those between.
+LEAST_CHUNK_ROWS, MOST_CHUNK_ROWS = 2 * TILE_ROWS, 6 * TILE_ROWS
+CHUNK_BYTES = 512 * 1024
 #: Dot products that are written out one after the other; more are a loop over vectors.
 UNROLLED = 96
 #: Largest sum of a group that int32 holds.
@@ -85,6 +91,11 @@ class GroupedDense:
         return self.group_size * 128 * ((1 << self.bits) - 1)
 
 
+def code_bits(bits: int) -> int:
+    """Of a code in memory."""
+    return 4 if bits == 3 else bits
+
+
 @dataclass(frozen=True)
 class GroupedPlan:
     """How a weight lies in memory for an instruction set, and its tiles."""
@@ -95,7 +106,7 @@ class GroupedPlan:
     @property
     def bits(self) -> int:
         """Of a code in memory."""
-        return 4 if self.spec.bits == 3 else self.spec.bits
+        return code_bits(self.spec.bits)
 
     @property
     def each(self) -> int:
@@ -129,11 +140,26 @@ class GroupedPlan:
         """What is taken from codes as the dot product sees them, to have those of the weight."""
         return 128 if self.bits == 8 and self.dot.is_signed else 0
 
+    def block_vectors(self, height: int) -> int:
+        """Vectors of codes that are worked on without a loop, for so many rows."""
+        if isinstance(self.dot, ShortDot):
+            return min(self.vectors, SHORT_WORDS // self.each)
+        return self.vectors if self.vectors * self.each * height <= UNROLLED else 1
+
     @property
-    def is_in_place(self) -> bool:
-        """Whether rows are read where they are."""
-        whole = self.spec.features == self.groups * self.stride
-        return whole and not isinstance(self.dot, PairsDot)
+    def row_stride(self) -> int:
+        """Elements from one prepared row to the next: an odd number of cache lines, so that the
+        rows of a tile meet in no set of a cache.
+        """
+        size = np.dtype(self.dot.row_dtype).itemsize
+        return (ceil_div(self.groups * self.stride * size, CACHE_LINE) | 1) * CACHE_LINE // size
+
+    @property
+    def chunk_rows(self) -> int:
+        """Rows that are prepared together: as many as the second cache holds beside a panel."""
+        size = np.dtype(self.dot.row_dtype).itemsize * self.row_stride
+        fitting = CHUNK_BYTES // size // TILE_ROWS * TILE_ROWS
+        return max(LEAST_CHUNK_ROWS, min(fitting, MOST_CHUNK_ROWS))
 
     @property
     def scale_dtype(self) -> str:
@@ -159,7 +185,7 @@ class PackedGroups:
 
 def plan_grouped(spec: GroupedDense, isa: Isa) -> GroupedPlan:
     """The plan that generator and packer follow; what is packed does not depend on the rows."""
-    return GroupedPlan(spec, choose_dot(isa, spec.is_float))
+    return GroupedPlan(spec, choose_dot(isa, spec.is_float, code_bits(spec.bits)))
 
 
 def pack_grouped(
@@ -240,7 +266,7 @@ def build_grouped_dense(spec: GroupedDense, isa: Isa, name: str = "grouped_dense
         plan = plan_grouped(spec, isa)
         arguments = declare_grouped(plan)
         work = spec.units * spec.features
-        if work >= PARALLEL_THRESHOLD or work * CHUNK_ROWS < PARALLEL_THRESHOLD:
+        if work >= PARALLEL_THRESHOLD or work * plan.chunk_rows < PARALLEL_THRESHOLD:
             emit_rows(plan, arguments, threads=work >= PARALLEL_THRESHOLD)
             return
         with T.If(arguments.rows * work >= PARALLEL_THRESHOLD):
@@ -257,64 +283,60 @@ class PreparedRows:
     """Rows of a chunk as dot products read them.
 
     Attributes:
-        data: The rows, `stride` elements each, from row `first` of all on.
-        sums: Sum of each group of each row of the chunk, int32; None where nothing needs it.
+        first: Number of the first of them among all.
+        data: The rows, `row_stride` elements each.
+        starts: What the sum of each group of each row begins with, int32: less the sum of the rows
+            times the zero point of all, or (where groups have one) just less their sum. None where
+            that is 0.
     """
 
-    data: Buffer
-    stride: int
     first: Expr
-    sums: Buffer | None
+    data: Buffer
+    starts: Buffer | None
 
 
 def emit_rows(plan: GroupedPlan, arguments: Arguments, threads: bool) -> None:
     """All rows, chunk after chunk."""
-    heights = choose_heights(plan.dot.rows)
+    heights, size = choose_heights(plan.dot.rows), plan.chunk_rows
     rows = arguments.rows
-    with T.serial(T.floordiv(rows + (CHUNK_ROWS - 1), CHUNK_ROWS)) as chunk:
-        first = T.bind(chunk * CHUNK_ROWS)
-        prepared = emit_preparation(plan, arguments, first, T.bind(T.min(rows - first, CHUNK_ROWS)))
+    with T.serial(T.floordiv(rows + (size - 1), size)) as chunk:
+        first = T.bind(chunk * size)
+        prepared = emit_preparation(plan, arguments, first, T.bind(T.min(rows - first, size)))
 
         def emit(kind: int, members: list[Expr], panel: Expr, index: Expr) -> None:
-            emit_tile(plan, arguments, prepared, first, members, panel)
+            emit_tile(plan, arguments, prepared, members, panel)
 
         with (T.parallel if threads else T.serial)(plan.panels) as panel:
-            emit_chunk(rows, heights, first, CHUNK_ROWS, panel, emit)
+            emit_chunk(rows, heights, first, size, panel, emit)
 
 
 def emit_preparation(
     plan: GroupedPlan, arguments: Arguments, first: Expr, count: Expr
 ) -> PreparedRows:
-    """The rows of a chunk, and sums of their groups; copies them where they must lie otherwise."""
+    """Copies the rows of a chunk to where tiles read them, and adds up their groups."""
     spec, groups, size, stride = plan.spec, plan.groups, plan.spec.group_size, plan.stride
-    data, width = arguments.data, groups * stride
-    needs_sums = not spec.is_float and (spec.has_zeros or plan.offset != middle(spec))
-    sums = alloc_workspace(CHUNK_ROWS * groups, "int32") if needs_sums else None
-    source, start, row_width = data, first, spec.features
-    copy = None
-    if not plan.is_in_place:
-        copy = alloc_workspace(CHUNK_ROWS * width, data.dtype)
-    wide = alloc_workspace(CHUNK_ROWS * width, "int16") if isinstance(plan.dot, PairsDot) else None
-    if copy is None and sums is None:
-        return PreparedRows(data, spec.features, T.int64(0), None)
+    data, width, rows = arguments.data, plan.row_stride, plan.chunk_rows
+    factor = -1 if spec.has_zeros else plan.offset - middle(spec)
+    starts = alloc_workspace(rows * groups, "int32") if factor and not spec.is_float else None
+    copy = alloc_workspace(rows * width, data.dtype)
+    wide = alloc_workspace(rows * width, "int16") if isinstance(plan.dot, PairsDot) else None
     last = spec.features - (groups - 1) * size
 
     with T.serial(count) as row:
 
         def prepare_group(group: Expr, length: int) -> None:
             origin = (first + row) * spec.features + group * size
-            if copy is not None:
-                at = (row * groups + group) * stride
+            at = row * width + group * stride
 
-                def move(offset: Expr, lanes: int) -> None:
-                    value = load_vector(data, origin + offset, lanes)
-                    store_vector(copy, value, at + offset, lanes)
+            def move(offset: Expr, lanes: int) -> None:
+                store_vector(copy, load_vector(data, origin + offset, lanes), at + offset, lanes)
 
-                emit_vector_loop(length, COPY_BYTES // 2, move)
-                with T.serial(stride - length) as place:
-                    T.buffer_store(copy, T.Cast(copy.dtype, T.int32(0)), [at + length + place])
-            if sums is not None:
-                T.buffer_store(sums, emit_sum(data, origin, length), [row * groups + group])
+            emit_vector_loop(length, COPY_BYTES // 2, move)
+            with T.serial(stride - length) as place:
+                T.buffer_store(copy, T.Cast(copy.dtype, T.int32(0)), [at + length + place])
+            if starts is not None:
+                value = emit_sum(data, origin, length) * factor
+                T.buffer_store(starts, value, [row * groups + group])
 
         full = groups if last == size else groups - 1
         if full:
@@ -322,17 +344,13 @@ def emit_preparation(
                 prepare_group(group, size)
         if last != size:
             prepare_group(T.int64(groups - 1), last)
-        if wide is not None and copy is not None:
-            with T.serial(width // WORD) as word:
+        if wide is not None:
+            with T.serial(groups * stride // WORD) as word:
                 at = row * width + word * WORD
                 value = T.Cast(f"int16x{WORD}", load_vector(copy, at, WORD))
                 order = [T.int32(i) for i in (0, 2, 1, 3)]
                 store_vector(wide, T.Shuffle([value], order), at, WORD)
-    if copy is not None:
-        source, start, row_width = (wide if wide is not None else copy), first, width
-    else:
-        start = T.int64(0)
-    return PreparedRows(source, row_width, start, sums)
+    return PreparedRows(first, copy if wide is None else wide, starts)
 
 
 def middle(spec: GroupedDense) -> int:
@@ -344,7 +362,6 @@ def emit_tile(
     plan: GroupedPlan,
     arguments: Arguments,
     prepared: PreparedRows,
-    first: Expr,
     members: Sequence[Expr],
     panel: Expr,
 ) -> None:
@@ -360,38 +377,21 @@ def emit_tile(
         zero = read_zero(plan, arguments, at)
         for acc, row in zip(accs, members, strict=True):
             value = constant(dot.sum_dtype, 0, lanes)
-            if prepared.sums is not None:
-                total = prepared.sums[(row - first) * plan.groups + group]
-                value = T.int32(0) - total
+            if prepared.starts is not None:
+                start = prepared.starts[(row - prepared.first) * plan.groups + group]
+                value = broadcast(start, lanes)
                 if spec.has_zeros:
-                    value = broadcast(value, lanes) * zero
-                else:
-                    value = broadcast(value * T.int32(middle(spec) - plan.offset), lanes)
+                    value = value * zero
             store_vector(acc, value, 0, lanes)
-        # Bound to names: TVM would take long to simplify what they stand for in every index.
-        starts = [
-            T.bind((row - prepared.first) * prepared.stride + group * plan.stride)
-            for row in members
-        ]
 
-        def emit_vector(number: Expr) -> None:
-            index = at_codes + number * plan.vector_bytes
-            loaded = arguments.codes.vload([index], f"uint8x{plan.vector_bytes}")
-            words = T.reinterpret(vector("int32", lanes), loaded)
-            for place in range(plan.each):
-                codes = dot.spread_codes(take_word(plan, words, place), zero)
-                offset = (number * plan.each + place) * WORD
-                for acc, start in zip(accs, starts, strict=True):
-                    word = dot.read_word(prepared.data, start + offset)
-                    value = dot.dot(load_vector(acc, 0, lanes), codes, word)
-                    store_vector(acc, value, 0, lanes)
+        def emit_vectors(number: Expr, count: int) -> None:
+            # Bound to names: TVM would take long to simplify what they stand for in every index.
+            offset = group * plan.stride + number * (plan.each * WORD)
+            starts = [T.bind((row - prepared.first) * plan.row_stride + offset) for row in members]
+            index = T.bind(at_codes + number * plan.vector_bytes)
+            emit_words(plan, arguments.codes, index, count, zero, prepared.data, starts, accs)
 
-        if plan.vectors * plan.each * len(members) <= UNROLLED:
-            for number in range(plan.vectors):
-                emit_vector(T.int64(number))
-        else:
-            with T.serial(plan.vectors) as number:
-                emit_vector(number)
+        emit_blocks(plan.vectors, plan.block_vectors(len(members)), emit_vectors)
         scale = T.Cast(vector("float32", lanes), load_vector(arguments.scale, at * lanes, lanes))
         for acc, total in zip(accs, totals, strict=True):
             value = T.Cast(vector("float32", lanes), load_vector(acc, 0, lanes))
@@ -404,6 +404,54 @@ def emit_tile(
         if arguments.row_scale is not None:
             value = value * broadcast(arguments.row_scale[row], lanes)
         store_vector(arguments.out, value, row * spec.units + channel, lanes, width)
+
+
+def emit_blocks(total: int, size: int, emit: Callable[[Expr, int], None]) -> None:
+    """emit(first, count) for blocks of `size`, in a loop if there are several, and for the rest."""
+    whole, rest = divmod(total, size)
+    if whole == 1:
+        emit(T.int64(0), size)
+    elif whole:
+        with T.serial(whole) as block:
+            emit(T.bind(block * size), size)
+    if rest:
+        emit(T.int64(whole * size), rest)
+
+
+def emit_words(
+    plan: GroupedPlan,
+    codes: Buffer,
+    index: Expr,
+    vectors: int,
+    zero: Expr | None,
+    rows: Buffer,
+    starts: Sequence[Expr],
+    accs: Sequence[Buffer],
+) -> None:
+    """Adds to each sum the products of neighbouring vectors of codes, from `index` on, and of the
+    words of its row, from its start on.
+    """
+    dot, lanes, dtype = plan.dot, plan.dot.lanes, plan.dot.sum_dtype
+    sums = accs
+    if isinstance(dot, ShortDot):
+        lanes, dtype = 2 * lanes, "int16"
+        sums = alloc_vectors(len(accs), lanes, dtype)
+        for total in sums:
+            store_vector(total, constant(dtype, 0, lanes), 0, lanes)
+    for number in range(vectors):
+        loaded = codes.vload([index + number * plan.vector_bytes], f"uint8x{plan.vector_bytes}")
+        words = T.reinterpret(vector("int32", dot.lanes), loaded)
+        for place in range(plan.each):
+            operand = dot.spread_codes(take_word(plan, words, place), zero)
+            offset = (number * plan.each + place) * WORD
+            for total, start in zip(sums, starts, strict=True):
+                word = dot.read_word(rows, start + offset)
+                value = dot.dot(load_vector(total, 0, lanes), operand, word)
+                store_vector(total, value, 0, lanes)
+    if isinstance(dot, ShortDot):
+        for acc, part in zip(accs, sums, strict=True):
+            value = dot.join(load_vector(acc, 0, dot.lanes), load_vector(part, 0, lanes))
+            store_vector(acc, value, 0, dot.lanes)
 
 
 def read_zero(plan: GroupedPlan, arguments: Arguments, at: Expr) -> Expr | None:

@@ -6,6 +6,7 @@ stand where activations do in other kernels, and rows where their weights do: th
 is of unsigned by signed bytes.
 
     BytesDot   vpdpbusd, sdot: whole words as they are in memory
+    ShortDot   vpmaddubsw: the same in int16, which some words of codes of few bits do not fill
     PairsDot   vpmaddwd: even and odd bytes, widened to int16
     LanesDot   multiply-add of int32 or float32 lanes, one of the four after the other: any target
 """
@@ -19,10 +20,12 @@ from tvm.script.ir_builder import tirx as T
 
 from relayquant.kernels.emit import broadcast, constant
 from relayquant.kernels.isa.arm import ArmIsa, SdotIsa, SmmlaIsa
-from relayquant.kernels.isa.base import Buffer, Expr, Isa, MaddIsa, VnniIsa
+from relayquant.kernels.isa.base import Buffer, Expr, Isa, MaddIsa, SmallWeightIsa, VnniIsa
 
 #: Neighbours of a row in one word.
 WORD = 4
+#: Words of codes of at most 4 bits whose products with rows int16 holds the sums of.
+SHORT_WORDS = 8
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,28 @@ class BytesDot(GroupedDot):
 
     def dot(self, acc: Expr, codes: Expr, word: Expr) -> Expr:
         return self.isa.dot(acc, codes, word)
+
+
+@dataclass(frozen=True)
+class ShortDot(BytesDot):
+    """Of an instruction set that adds pairs of products of bytes, unsigned by signed, as int16.
+
+    Two products are at most 2 * 15 * 128 = 3,840 with codes of 4 bits, and 8 * 3,840 fits: so the
+    sums of `SHORT_WORDS` words, two in each lane, stay int16 until `join` adds them to int32.
+    """
+
+    isa: SmallWeightIsa
+
+    def dot(self, acc: Expr, codes: Expr, word: Expr) -> Expr:
+        """As others, of int16, twice as many lanes, one for each pair."""
+        dtype = f"int16x{2 * self.lanes}"
+        return acc + T.call_llvm_pure_intrin(self.isa.pairs, codes, word, dtype=dtype)
+
+    def join(self, acc: Expr, part: Expr) -> Expr:
+        """acc[lane] + both int16 of the lane."""
+        ones = T.broadcast(T.int16(1), 2 * self.lanes)
+        dtype = f"int32x{self.lanes}"
+        return acc + T.call_llvm_pure_intrin(self.isa.intrinsic, part, ones, dtype=dtype)
 
 
 @dataclass(frozen=True)
@@ -144,8 +169,8 @@ def multiply_add(dot: GroupedDot, a: Expr, b: Expr, c: Expr) -> Expr:
     return T.call_llvm_pure_intrin(name, a, b, c, dtype=f"float32x{dot.lanes}")
 
 
-def choose_dot(isa: Isa, is_float: bool) -> GroupedDot:
-    """The way of an instruction set, for rows of float32 or of int8."""
+def choose_dot(isa: Isa, is_float: bool, bits: int) -> GroupedDot:
+    """The way of an instruction set, for rows of float32 or of int8 and codes of so many bits."""
     if isinstance(isa, SmmlaIsa):
         isa = isa.single
     is_arm = isinstance(isa, ArmIsa)
@@ -158,6 +183,8 @@ def choose_dot(isa: Isa, is_float: bool) -> GroupedDot:
         return BytesDot(lanes, 4, isa.has_fma, replace(isa, lanes=lanes))
     if isinstance(isa, VnniIsa):
         return BytesDot(lanes, 12 if many else 4, isa.has_fma, isa)
+    if isinstance(isa, MaddIsa) and isa.small is not None and bits < 8:
+        return ShortDot(lanes, 8 if many else 4, isa.has_fma, isa.small)
     if isinstance(isa, MaddIsa):
         return PairsDot(lanes, 8 if many else 3, isa.has_fma, isa)
     return LanesDot(lanes, 4 if many else 2, isa.has_fma)
