@@ -19,6 +19,8 @@ from relayquant.runtime import CompileModule, Executor, as_tensor
 #: The pass behind which every call of a kernel has its final name and still its value's name.
 LAST_NAMED_PASS = "relayquant.ScheduleFunctions"
 
+#: Calls of kernels: with a result of their own, or into one that is there.
+KERNEL_CALLS = frozenset({"relax.call_tir", "relax.call_tir_inplace"})
 #: Functions of TVM's virtual machine itself.
 MACHINE_PREFIX = "vm.builtin."
 
@@ -102,14 +104,14 @@ def compile_with_sites(
 
 
 def list_sites(mod: tvm.IRModule) -> tuple[KernelSite, ...]:
-    """The `call_tir`s of main in order."""
+    """The calls of kernels in main in order."""
     sites = []
     for block in mod["main"].body.blocks:
         for binding in block.bindings:
             call = getattr(binding, "value", None)
             if not isinstance(call, tvm.ir.Call) or not isinstance(call.op, tvm.ir.Op):
                 continue
-            if call.op.name != "relax.call_tir":
+            if call.op.name not in KERNEL_CALLS:
                 continue
             func = mod[call.args[0]]
             macs = int(func.attrs.get(MACS_ATTR, 0)) if func.attrs else 0

@@ -10,7 +10,9 @@ are packed by a kernel at run time.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,8 @@ from tvm import relax, tirx
 from tvm.ir import Call, GenericConst, IRModule, Op
 from tvm.target import Target
 
-from relayquant.codegen.rules.kernel_call import vector
+from relayquant.codegen.rules.elementwise import make_window
+from relayquant.codegen.rules.kernel_call import build_for_batch, split_batch, vector
 from relayquant.codegen.rules.linear import order_transposed_weight
 from relayquant.dialect.cost import MACS_ATTR, count_macs
 from relayquant.kernels.emit import IS_SCHEDULED
@@ -35,6 +38,7 @@ from relayquant.kernels.floating.conv_transpose import (
     make_conv2d_transpose,
     pack_conv2d_transpose,
 )
+from relayquant.kernels.floating.copy import FloatCopy, make_copy
 from relayquant.kernels.floating.gemm import (
     FloatDense,
     FloatMatmul,
@@ -48,6 +52,7 @@ from relayquant.kernels.floating.tile import (
     FloatIsa,
     choose_float_isa,
 )
+from relayquant.kernels.integer.pool import MaxPool2d, build_max_pool2d
 from relayquant.rewrite.expressions import (
     FunctionGraph,
     expand_padding,
@@ -80,14 +85,25 @@ OPAQUE = 8
 TAKES = float_takes(GenericConst)
 
 
-#: A product with its tail, and the bindings that compute it.
-Lowered = tuple[Tail, list[relax.Binding]]
+@dataclass(frozen=True, eq=False)
+class PlacedCall:
+    """A call of a kernel that writes its columns of the result of `concat`: the value `name`."""
+
+    name: str
+    kernel: tvm.ir.GlobalVar
+    args: tuple[relax.Expr, ...]
+    concat: relax.Var
+
+
+#: The values that a kernel computes, and the bindings or calls that do so.
+Lowered = tuple[Sequence[relax.Var], list[relax.Binding | PlacedCall]]
 
 
 def lower_float(mod: IRModule, target: Target, on_skip: OnSkip = log_skip) -> IRModule:
-    """Replace float32 conv2d, conv2d_transpose, in the layout of the kernels, and matmul of every
-    Relax function by calls of packed kernels.
+    """Replace float32 conv2d, conv2d_transpose and max_pool2d, in the layout of the kernels, and
+    matmul of every Relax function by calls of kernels, packed for them.
 
+    Products that only a concatenation of channels reads are written where they belong in it.
     Inputs, outputs and names of the functions stay. Batch extents may be symbolic. Operators with
     other dtypes, with dynamic inner extents, or outside dataflow blocks stay as they are; `on_skip`
     hears why.
@@ -120,10 +136,20 @@ class Kernels:
         return self._made[key]
 
 
+def make_max_pool2d(
+    spec: MaxPool2d, _isa: FloatIsa, name: str, symbolic: bool = False
+) -> tirx.PrimFunc:
+    """PrimFunc(x, y) of a pool, of as many images as there are if the batch is `symbolic`."""
+    return build_for_batch(lambda: build_max_pool2d(spec, name), symbolic, (0, 1))
+
+
 MAKERS: dict[str, Any] = {
     "float_conv2d": make_conv2d,
     "float_conv2d_packing": make_conv2d_packing,
     "float_conv2d_transpose": make_conv2d_transpose,
+    "float_copy": make_copy,
+    "float_max_pool2d": make_max_pool2d,
+    "float_max_pool2d_of_images": partial(make_max_pool2d, symbolic=True),
     "float_dense": make_dense,
     "float_batch_matmul": make_batch_matmul,
 }
@@ -163,9 +189,31 @@ def read_conv2d_transpose(call: Call) -> FloatConv2dTranspose | Skip:
     )
 
 
-def make_epilogue(tail: Tail) -> FloatEpilogue:
-    """What the kernel of a product does with its sums."""
-    return FloatEpilogue(tail.bias is not None, tail.residual is not None, tail.low, tail.high)
+def find_extents(concat: Call) -> list[int] | None:
+    """The extents that a concatenation along the last axis of float32 puts side by side; None where
+    it is of anything else.
+    """
+    parts = concat.args[0]
+    if op_name(concat) != "relax.concat" or not isinstance(parts, relax.Tuple):
+        return None
+    if concat.attrs.axis is None or not all(is_float32(part) for part in parts.fields):
+        return None
+    shapes = [shape_of(part) for part in parts.fields]
+    if int(concat.attrs.axis) not in (-1, len(shapes[0]) - 1):
+        return None
+    return static_sizes([shape[-1] for shape in shapes])
+
+
+class Join:
+    """A concatenation that kernels write into, while its block is rewritten."""
+
+    def __init__(self, parts: int) -> None:
+        #: the parts that kernels write where they belong
+        self.placed: set[relax.Var] = set()
+        #: how many parts are not written yet
+        self.missing = parts
+        #: the tensor with what is written
+        self.written: relax.Var | None = None
 
 
 class FunctionLowering:
@@ -178,6 +226,8 @@ class FunctionLowering:
         self.symbols: dict[str, tirx.Var] = {}
         #: values that some kernel computes already: a sum of two products belongs to one of them
         self.claimed: set[relax.Var] = set()
+        #: concatenations of which kernels write a part
+        self.joins: dict[relax.Var, Join] = {}
         #: values of the block that is rewritten
         self.inside: set[relax.Var] = set()
 
@@ -195,7 +245,7 @@ class FunctionLowering:
     def rewrite(self, bindings: list[relax.Binding]) -> list[relax.Binding]:
         """Bindings of one block; a kernel call stands where the last absorbed value stood."""
         self.inside = {binding.var for binding in bindings}
-        replaced: dict[relax.Var, list[relax.Binding]] = {}
+        replaced: dict[relax.Var, list[relax.Binding | PlacedCall]] = {}
         dropped: set[relax.Var] = set()
         for binding in bindings:
             call = self.graph.call_of(binding.var)
@@ -204,17 +254,64 @@ class FunctionLowering:
             found = fire_first(tried, self, binding.var.name, self.on_skip)
             if found is None:
                 continue
-            tail, new = found[1]
-            replaced[tail.last] = new
-            dropped.update(tail.vars[:-1])
+            covered, new = found[1]
+            replaced[covered[-1]] = new
+            dropped.update(covered[:-1])
         result: list[relax.Binding] = []
         for binding in bindings:
-            new = replaced.get(binding.var)
-            if new is not None:
-                result.extend(new)
+            if binding.var in self.joins:
+                result.extend(self.copy_rest(binding.var))
             elif binding.var not in dropped:
-                result.append(binding)
+                for new in replaced.get(binding.var, [binding]):
+                    result.append(self.write(new) if isinstance(new, PlacedCall) else new)
         return result
+
+    # ---- concatenations that kernels write into -------------------------------------------------
+
+    def find_columns(self, tail: Tail) -> tuple[relax.Var, tuple[int, int]] | None:
+        """The concatenation that alone reads the result of a kernel, and the columns (first, count)
+        that the result is of it.
+        """
+        concat = self.graph.only_user(tail.last)
+        if concat is None or concat not in self.inside or tail.residual is not None:
+            return None
+        call = self.graph.call_of(concat)
+        extents = find_extents(call) if call is not None else None
+        if call is None or extents is None:
+            return None
+        at = next(i for i, part in enumerate(call.args[0].fields) if part.same_as(tail.last))
+        return concat, (sum(extents[:at]), sum(extents))
+
+    def write(self, placed: PlacedCall) -> relax.Binding:
+        """concat(f(x), ...)  ->  t = call_tir(f into columns of t, x), where it is the first; then
+        t' = call_tir_inplace(f, x, t); the last of them is the result.
+        """
+        concat, join = placed.concat, self.joins[placed.concat]
+        join.missing -= 1
+        var = relax.DataflowVar(placed.name, concat.ty) if join.missing else concat
+        if join.written is None:
+            binding = self.bind(var, placed.kernel, list(placed.args))
+        else:
+            args = [*placed.args, join.written]
+            call = relax.op.call_tir_inplace(placed.kernel, args, len(args) - 1, var.ty)
+            binding = relax.VarBinding(var, self.builder.normalize(call))
+        join.written = var
+        return binding
+
+    def copy_rest(self, concat: relax.Var) -> list[relax.Binding]:
+        """The parts of a concatenation that no kernel writes there are copied."""
+        call = self.graph.values[concat]
+        extents, first, bindings = find_extents(call) or [], 0, []
+        for part, extent in zip(call.args[0].fields, extents, strict=True):
+            if part not in self.joins[concat].placed:
+                leading = tuple(self.symbol(size) for size in shape_of(part)[:-1])
+                spec = FloatCopy((*leading, extent), (first, sum(extents)))
+                kernel = self.kernels.get("float_copy", spec)
+                bindings.append(
+                    self.write(PlacedCall(f"{concat.name}_part", kernel, (part,), concat))
+                )
+            first += extent
+        return bindings
 
     def follow(self, root: relax.Var, channels: int) -> Tail:
         """The product and what its kernel takes over."""
@@ -260,9 +357,10 @@ class FunctionLowering:
         if min(spec.padding) < 0:
             return decline("the padding is negative")
         tail = self.follow(root, outputs)
-        spec = replace(spec, epilogue=make_epilogue(tail))
+        concat, epilogue = self.choose_epilogue(tail)
+        spec = replace(spec, epilogue=epilogue)
         isa = self.kernels.isa
-        before: list[relax.Binding] = []
+        before: list[relax.Binding | PlacedCall] = []
         if isinstance(weight, GenericConst):
             packed: relax.Expr = relax.const(pack_conv2d(weight.value.numpy(), spec, isa))
         else:
@@ -272,7 +370,8 @@ class FunctionLowering:
             packed = relax.DataflowVar(f"{root.name}_packed", ty)
             before.append(self.bind(packed, packing, [weight]))
         kernel_var = self.kernels.get("float_conv2d", spec, count_macs(call))
-        return tail, [*before, self.bind_product(tail, kernel_var, data, packed)]
+        product = self.bind_product(tail, kernel_var, data, packed, concat)
+        return tail.vars, [*before, product]
 
     def lower_conv2d_transpose(self, root: relax.Var) -> Lowered | Skip:
         """nn.conv2d_transpose in the layout of the kernels, by constants."""
@@ -285,13 +384,14 @@ class FunctionLowering:
             return Skip(f"layout {call.attrs.data_layout}")
         tail = self.follow(root, spec.out_channels)
         batch = self.symbol(shape_of(data)[0])
-        spec = replace(spec, batch=batch, epilogue=make_epilogue(tail))
+        concat, epilogue = self.choose_epilogue(tail)
+        spec = replace(spec, batch=batch, epilogue=epilogue)
         taps = order_transposed_weight(
             weight.value.numpy(), str(call.attrs.kernel_layout), spec.groups
         )
         packed = relax.const(pack_conv2d_transpose(taps, spec, self.kernels.isa))
         kernel = self.kernels.get("float_conv2d_transpose", spec, count_macs(call))
-        return tail, [self.bind_product(tail, kernel, data, packed)]
+        return tail.vars, [self.bind_product(tail, kernel, data, packed, concat)]
 
     def lower_matmul(self, root: relax.Var) -> Lowered | Skip:
         """matmul by constants, and of two values."""
@@ -306,10 +406,11 @@ class FunctionLowering:
         leading = tuple(self.symbol(extent) for extent in shape[:-1])
         if len(other) == 2 and isinstance(weight, GenericConst):
             tail = self.follow(root, inner[2])
-            spec = FloatDense((*leading, inner[0]), inner[2], make_epilogue(tail))
+            concat, epilogue = self.choose_epilogue(tail)
+            spec = FloatDense((*leading, inner[0]), inner[2], epilogue)
             packed = relax.const(pack_dense(weight.value.numpy().T, spec, self.kernels.isa))
             kernel = self.kernels.get("float_dense", spec, count_macs(call))
-            return tail, [self.bind_product(tail, kernel, data, packed)]
+            return tail.vars, [self.bind_product(tail, kernel, data, packed, concat)]
         rows = leading[-1]
         shared = len(other) == 2
         if not isinstance(rows, int):
@@ -318,17 +419,46 @@ class FunctionLowering:
             return decline("batch dimensions are broadcast")
         matmul = FloatMatmul(leading[:-1], rows, inner[0], inner[2], shared)
         kernel = self.kernels.get("float_batch_matmul", matmul, count_macs(call))
-        return Tail((root,), len(shape) - 1, inner[2]), [self.bind(root, kernel, [data, weight])]
+        return (root,), [self.bind(root, kernel, [data, weight])]
+
+    def choose_epilogue(self, tail: Tail) -> tuple[relax.Var | None, FloatEpilogue]:
+        """What the kernel of a product does with its sums, and the concatenation it writes into."""
+        concat, columns = self.find_columns(tail) or (None, None)
+        bias, residual = tail.bias is not None, tail.residual is not None
+        return concat, FloatEpilogue(bias, residual, tail.low, tail.high, columns)
+
+    def lower_max_pool2d(self, root: relax.Var) -> Lowered | Skip:
+        """nn.max_pool2d in the layout of the kernels."""
+        call = self.graph.values[root]
+        (data,) = call.args
+        attrs, layout = call.attrs, CONV_LAYOUT[0]
+        if str(attrs.layout) != layout or str(attrs.out_layout) not in ("", layout):
+            return Skip(f"layout {attrs.layout}/{attrs.out_layout}")
+        shape = split_batch(data)
+        if shape is None or not is_float32(data):
+            return decline("not float32, or a size other than the batch is symbolic")
+        spec = MaxPool2d(make_window(call, shape[1]), "float32")
+        kind = "float_max_pool2d_of_images" if shape[0] else "float_max_pool2d"
+        return (root,), [self.bind(root, self.kernels.get(kind, spec), [data])]
 
     def bind_product(
-        self, tail: Tail, kernel: tvm.ir.GlobalVar, data: relax.Expr, packed: relax.Expr
-    ) -> relax.Binding:
+        self,
+        tail: Tail,
+        kernel: tvm.ir.GlobalVar,
+        data: relax.Expr,
+        packed: relax.Expr,
+        concat: relax.Var | None,
+    ) -> relax.Binding | PlacedCall:
         args = [data, packed]
         if tail.bias is not None:
             args.append(relax.const(np.ascontiguousarray(vector(tail.bias, tail.channels))))
         if tail.residual is not None:
             args.append(tail.residual)
-        return self.bind(tail.last, kernel, args)
+        if concat is None:
+            return self.bind(tail.last, kernel, args)
+        parts = self.graph.values[concat].args[0].fields
+        self.joins.setdefault(concat, Join(len(parts))).placed.add(tail.last)
+        return PlacedCall(tail.last.name, kernel, tuple(args), concat)
 
     def bind(
         self, var: relax.Var, kernel: tvm.ir.GlobalVar, args: list[relax.Expr]
@@ -349,4 +479,5 @@ FLOAT_RULES: tuple[Rule[FunctionLowering, relax.Var, Lowered], ...] = (
     make_rule(FunctionLowering.lower_conv2d, "relax.nn.conv2d"),
     make_rule(FunctionLowering.lower_conv2d_transpose, "relax.nn.conv2d_transpose"),
     make_rule(FunctionLowering.lower_matmul, "relax.matmul"),
+    make_rule(FunctionLowering.lower_max_pool2d, "relax.nn.max_pool2d"),
 )

@@ -40,7 +40,7 @@ def list_operators(mod: tvm.IRModule) -> list[str]:
     for block in mod["main"].body.blocks:
         for binding in block.bindings:
             name = op_name(binding.value)
-            if name == "relax.call_tir":
+            if name in ("relax.call_tir", "relax.call_tir_inplace"):
                 name = binding.value.args[0].name_hint.rstrip("0123456789")
             if isinstance(binding.value, Call):
                 names.append(name)
@@ -144,10 +144,64 @@ def test_lower_float__transposed_convolutions_stay_in_the_layout_of_the_kernels(
         "float_conv2d_transpose",
         "float_conv2d_transpose",
         "relax.image.resize2d",
-        "relax.concat",
+        "float_copy",
         "float_conv2d",
         "relax.permute_dims",
     ]
+
+
+@pytest.mark.parametrize("symbolic", [False, True])
+def test_lower_float__products_are_written_into_a_concatenation(symbolic):
+    """All kinds of products, values of other kinds between them, and what is read elsewhere too."""
+    rng = np.random.default_rng(9)
+    first, wide, point = const(rng, 20, 3, 3, 3), const(rng, 9, 20, 3, 3), const(rng, 33, 20, 1, 1)
+    depthwise, up, last = const(rng, 20, 1, 3, 3), const(rng, 20, 6, 2, 2), const(rng, 8, 68, 1, 1)
+    dense, other = const(rng, 8, 5), const(rng, 8, 18)
+
+    def emit(bb, x):
+        low = bb.emit(relax.op.nn.relu(bb.emit(relax.op.nn.conv2d(x, first, padding=1))))
+        pooled = bb.emit(relax.op.nn.max_pool2d(low, 3, 2, padding=1))
+        parts = [
+            bb.emit(relax.op.nn.relu(bb.emit(relax.op.nn.conv2d(low, wide, 2, padding=1)))),
+            bb.emit(
+                relax.op.nn.conv2d_transpose(
+                    bb.emit(relax.op.nn.max_pool2d(pooled, 2, 2)), up, strides=2
+                )
+            ),
+            bb.emit(relax.op.nn.conv2d(pooled, point)),
+        ]
+        deep = bb.emit(relax.op.nn.conv2d(low, depthwise, 2, padding=1, groups=20))
+        joined = bb.emit(relax.op.concat([parts[0], pooled, parts[1], parts[2]], 1))
+        # A second concatenation reads the same part twice, and a sum that keeps its residual.
+        both = bb.emit(relax.op.concat([deep, deep], 1))
+        deep = bb.emit(relax.op.add(deep, pooled))
+        joined = bb.emit(relax.op.nn.conv2d(joined, last))
+        y = bb.emit(relax.op.permute_dims(joined, [0, 2, 3, 1]))
+        y = bb.emit(relax.op.concat([bb.emit(relax.op.matmul(y, w)) for w in (dense, other)], -1))
+        sums = [bb.emit(relax.op.mean(value, [2, 3])) for value in (both, deep)]
+        return bb.emit(relax.op.concat([bb.emit(relax.op.mean(y, [1, 2])), *sums], 1))
+
+    mod = make_module(emit, (tirx.Var("n", "int64") if symbolic else 2, 3, 16, 16))
+    lowered = check_same(mod, rng.standard_normal((2, 3, 16, 16)).astype("float32"))
+    names = list_operators(lowered)
+    assert names.count("relax.concat") == 2  # the part that is read twice, and means
+    assert names.count("float_copy") == 1  # what is pooled
+    assert names.count("relax.nn.max_pool2d") == 0
+
+
+def test_lower_float__a_pool_of_infinities_and_windows_beyond_the_image():
+    rng = np.random.default_rng(10)
+    first = const(rng, 4, 3, 1, 1)
+    pools = [((3, 2), (2, 1), (1, 0, 1, 1), True), ((2, 2), (2, 2), (0, 0, 0, 0), False)]
+    for size, strides, padding, ceil in pools:
+
+        def emit(bb, x, size=size, strides=strides, padding=padding, ceil=ceil):
+            y = bb.emit(relax.op.nn.conv2d(x, first))
+            pool = relax.op.nn.max_pool2d(y, size, strides, padding, ceil_mode=ceil)
+            return bb.emit(relax.op.exp(bb.emit(pool)))
+
+        x = rng.standard_normal((1, 3, 7, 8)).astype("float32")
+        check_same(make_module(emit, x.shape), x)
 
 
 @pytest.mark.parametrize("why", ["weights at run time", "one channel of a group", "float64"])

@@ -60,6 +60,19 @@ def test_build_max_pool2d__equals_numpy(isa, case, dtype):
 
 
 @with_machines
+def test_build_max_pool2d__of_floats_begins_at_infinity(isa):
+    window = WINDOWS["dilation, asymmetric padding"]
+    x = np.random.default_rng(0).normal(size=window.in_shape).astype("float32")
+    x[:, :7, :, :9] = -np.inf
+    func = build_max_pool2d(MaxPool2d(window, "float32"))
+    got = call_kernel(func, runnable_target(isa), [x], window.out_shape, "float32")
+    ranks = np.argsort(np.argsort(x.ravel(), kind="stable"), kind="stable").reshape(x.shape)
+    expected = np.sort(x.ravel())[taps(ranks, window).max(axis=0)]
+    assert np.isinf(expected).any()
+    np.testing.assert_array_equal(got, expected)
+
+
+@with_machines
 @with_windows
 @pytest.mark.parametrize(
     ("dtype", "count_include_pad"), [("int8", False), ("int8", True), ("int16", False)]

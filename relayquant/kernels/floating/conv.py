@@ -89,7 +89,7 @@ class FloatConv2d:
 
     @property
     def out_shape(self) -> tuple[Any, int, int, int]:
-        return (self.batch, *self.out_size, self.out_channels)
+        return (self.batch, *self.out_size, self.epilogue.pitch(self.out_channels))
 
     @property
     def is_depthwise(self) -> bool:
@@ -317,6 +317,7 @@ def emit_tiles(
     run = kw * inner if dw == 1 and spec.groups == 1 else inner
     (first_row, first_col), (row_step, col_step) = placement.origin, placement.stride
     whole_height, whole_width = placement.size
+    pitch = spec.epilogue.pitch(spec.out_channels)
 
     def tile(n: Expr, row: Expr, col: Expr, group: Expr, first: Expr, starts: list[Expr]) -> None:
         oy = row * rows if oh % rows == 0 else T.min(row * rows, oh - rows)
@@ -328,7 +329,7 @@ def emit_tiles(
         origin = n * image_size + corner * channels + group * inner
         pixels = [(r, c) for r in range(rows) for c in range(cols)]
         to_row, to_col = oy * row_step + placement.offset[0], ox * col_step + placement.offset[1]
-        out = ((n * whole_height + to_row) * whole_width + to_col) * spec.out_channels
+        out = ((n * whole_height + to_row) * whole_width + to_col) * pitch
 
         def reduce(step: Callable[[Expr, Callable[[int], Expr]], None]) -> None:
             with T.grid(kh, kw * inner // run, run) as (ky, kx, k):
@@ -339,9 +340,7 @@ def emit_tiles(
                 )
 
         absolute = [group * spec.group_out + s for s in starts]
-        targets = [
-            out + (r * row_step * whole_width + c * col_step) * spec.out_channels for r, c in pixels
-        ]
+        targets = [out + (r * row_step * whole_width + c * col_step) * pitch for r, c in pixels]
         emit_tile(
             isa,
             [origin + (r * sh * width + c * sw) * channels for r, c in pixels],
@@ -518,12 +517,13 @@ def emit_depthwise(
                         tap = (ky * kw + kx) * channels + channel
                         product = load_vector(image, at, lanes) * load_vector(weight, tap, lanes)
                         store_vector(acc, load_vector(acc, 0, lanes) + product, 0, lanes)
-            out = ((n * oh + first + r) * ow + ox) * spec.out_channels
+            pitch = spec.epilogue.pitch(spec.out_channels)
+            out = ((n * oh + first + r) * ow + ox) * pitch
             finish = finish_into(
                 y,
                 residual,
                 spec.epilogue,
-                [out + c * spec.out_channels for c in range(cols)],
+                [out + c * pitch for c in range(cols)],
                 [channel],
                 lanes,
             )

@@ -78,7 +78,7 @@ class FloatConv2dTranspose:
 
     @property
     def out_shape(self) -> tuple[Any, int, int, int]:
-        return (self.batch, *self.out_size, self.out_channels)
+        return (self.batch, *self.out_size, self.epilogue.pitch(self.out_channels))
 
     @property
     def image(self) -> FloatConv2d:

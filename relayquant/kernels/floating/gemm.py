@@ -66,7 +66,7 @@ class FloatDense:
 
     @property
     def out_shape(self) -> tuple[Any, ...]:
-        return (*self.shape[:-1], self.outputs)
+        return (*self.shape[:-1], self.epilogue.pitch(self.outputs))
 
 
 def plan_dense(spec: FloatDense, isa: FloatIsa) -> tuple[FloatIsa, Panels]:
@@ -108,7 +108,7 @@ def make_dense(spec: FloatDense, isa: FloatIsa, name: str = "float_dense") -> Pr
                 with T.serial(inner) as k:
                     step(k, lambda b: base + (k * blocks + b) * isa.lanes)
 
-            targets = [row * outputs for row in rows]
+            targets = [row * epilogue.pitch(outputs) for row in rows]
             emit_tile(
                 isa,
                 [row * inner for row in rows],
@@ -214,10 +214,10 @@ def finish_into(
     channels: list[Expr],
     lanes: int,
 ) -> Callable[[int, int, Expr], None]:
-    """Storing of a tile: rows[i] is the offset of a row's first channel in `y` and `residual`."""
+    """Storing of a tile: rows[i] is the offset of a row in `y` and `residual`."""
 
     def finish(row: int, block: int, value: Expr) -> None:
-        at = rows[row] + channels[block]
+        at = rows[row] + channels[block] + epilogue.first
         added = load_vector(residual, at, lanes) if residual is not None else None
         store_vector(y, epilogue.finish(value, added, lanes), at, lanes)
 

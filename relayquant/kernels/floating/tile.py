@@ -19,6 +19,7 @@ from tvm.script.ir_builder import tirx as T
 from tvm.target import Target
 from tvm.target.codegen import llvm_cpu_has_features
 
+from relayquant.errors import ConfigError
 from relayquant.kernels.emit import (
     alloc_vectors,
     broadcast,
@@ -78,13 +79,31 @@ def choose_float_isa(target: Target) -> FloatIsa:
 class FloatEpilogue:
     """What happens to a sum before it is stored: + bias[channel], + residual, then clip.
 
-    `low` and `high` are the bounds of the clip, None for none; relu is low=0.
+    `low` and `high` are the bounds of the clip, None for none; relu is low=0. `columns` (first,
+    count): the results are columns of a wider tensor, whose others stay as they are.
     """
 
     bias: bool = False
     residual: bool = False
     low: float | None = None
     high: float | None = None
+    columns: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.residual and self.columns:
+            raise ConfigError(
+                "FloatEpilogue: a residual is as wide as the results; allowed with columns of a "
+                "wider tensor: none."
+            )
+
+    def pitch(self, channels: int) -> int:
+        """Values from one row of `channels` results to the next."""
+        return self.columns[1] if self.columns else channels
+
+    @property
+    def first(self) -> int:
+        """Column of the first result."""
+        return self.columns[0] if self.columns else 0
 
     def finish(self, value: Expr, residual: Expr | None, lanes: int) -> Expr:
         """`value` with the residual added and clipped; NaN stays NaN as in numpy's clip."""

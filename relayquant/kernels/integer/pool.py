@@ -1,4 +1,5 @@
-"""Pooling of NHWC activations of 8 or 16 bits: maximum, and average in the default arithmetic.
+"""Pooling of NHWC activations of 8 or 16 bits: maximum, which takes float32 too, and average in the
+default arithmetic.
 
 Average: S = int32 sum of (x - z_in) over the window; t = RN(float32(S) * RN(m / float32(count)));
 then rounded and clamped as in `epilogue`. Padded pixels contribute 0 and count only with
@@ -155,7 +156,8 @@ def build_max_pool2d(spec: MaxPool2d, name: str = "max_pool2d") -> PrimFunc:
     """PrimFunc(x, y), both NHWC."""
     window = spec.window
     (kh, kw), channels = window.kernel, window.channels
-    lowest = INTEGER_LIMITS[spec.dtype][0]
+    limits = INTEGER_LIMITS.get(spec.dtype)
+    lowest = limits[0] if limits else float("-inf")
 
     def body() -> None:
         data, out = declare_arguments(
