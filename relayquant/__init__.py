@@ -69,7 +69,7 @@ from relayquant.evaluation import (  # noqa: E402
 from relayquant.events import Callback  # noqa: E402
 from relayquant.export import GroupedForm, export_onnx  # noqa: E402
 from relayquant.formats import load  # noqa: E402
-from relayquant.importers import import_onnx, import_tflite, import_torch  # noqa: E402
+from relayquant.importers import import_onnx, import_tflite, import_torch, load_gguf  # noqa: E402
 from relayquant.ops import BUILTIN_OPS  # noqa: E402
 from relayquant.plan import Plan, Support  # noqa: E402
 from relayquant.prepared import PreparedModel  # noqa: E402
@@ -196,6 +196,7 @@ __all__ = [
     "ledger",
     "lint",
     "load",
+    "load_gguf",
     "load_prepared",
     "load_qparams",
     "lower",

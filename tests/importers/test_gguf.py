@@ -1,0 +1,116 @@
+"""GGUF files: what the package's own writer writes and its own dequantize says; damaged ones."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import numpy as np
+import pytest
+
+import relayquant as rq
+from relayquant.errors import ModelError
+
+gguf = pytest.importorskip("gguf")
+KINDS = gguf.GGMLQuantizationType
+
+
+def draw_weight(shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype("float32")
+
+
+def draw_blocks(kind, shape, seed=0):
+    """Bytes of blocks; the package writes none of Q4_K: any bytes are some, but for scales."""
+    weight = draw_weight(shape, seed)
+    if kind is not KINDS.Q4_K:
+        return gguf.quants.quantize(weight, kind)
+    count, size = gguf.GGML_QUANT_SIZES[kind]
+    rng = np.random.default_rng(seed)
+    blocks = rng.integers(0, 256, (shape[0] * shape[1] // count, size)).astype("uint8")
+    blocks[:, :4] = rng.uniform(0.001, 0.01, (len(blocks), 2)).astype("float16").view("uint8")
+    return blocks.reshape(shape[0], -1)
+
+
+def write_file(path, tensors):
+    """tensors: name -> (kind, array or bytes of blocks)."""
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_uint32("some.count", 3)
+    writer.add_array("some.words", ["a", "bc"])
+    for name, (kind, array) in tensors.items():
+        raw = None if kind in (KINDS.F32, KINDS.F16) else kind
+        writer.add_tensor(name, array, raw_dtype=raw)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+QUANTIZED = (KINDS.Q4_0, KINDS.Q4_1, KINDS.Q8_0, KINDS.Q4_K)
+
+
+@pytest.fixture(scope="module")
+def tensors():
+    found = {kind.name: (kind, draw_blocks(kind, (6, 512))) for kind in QUANTIZED}
+    found["plain"] = KINDS.F32, draw_weight((3, 4))
+    found["half"] = KINDS.F16, draw_weight((5,)).astype("float16")
+    return found
+
+
+@pytest.fixture(scope="module")
+def path(tensors, tmp_path_factory):
+    return write_file(tmp_path_factory.mktemp("gguf") / "m.gguf", tensors)
+
+
+def test_load__values_are_those_of_the_package(path, tensors):
+    found = rq.load_gguf(path)
+    assert found.keys() == tensors.keys()
+    for name, (kind, array) in tensors.items():
+        want = array if kind not in QUANTIZED else gguf.quants.dequantize(array, kind)
+        assert found[name].dtype == np.float32
+        np.testing.assert_array_equal(found[name], want.astype("float32"))
+
+
+def test_compress__codes_of_q4_0_are_found_again(tmp_path):
+    """Groups of 32 by a scale that makes the weight of the largest magnitude -8: the same grid."""
+    from tvm import relax
+
+    weight = draw_blocks(KINDS.Q4_0, (8, 64))
+    path = write_file(tmp_path / "m.gguf", {"w": (KINDS.Q4_0, weight)})
+    builder = relax.BlockBuilder()
+    x, w = (
+        relax.Var(n, relax.TensorType(s, "float32")) for n, s in (("x", [2, 64]), ("w", [8, 64]))
+    )
+    with builder.function("main", [x, w], attrs={"num_input": 1}):
+        transposed = builder.emit(relax.op.permute_dims(w))
+        builder.emit_func_output(builder.emit(relax.op.matmul(x, transposed)))
+    params = rq.load_gguf(path)
+    q = rq.compress_weights(builder.finalize(), params, bits=4, group_size=32)
+    data = draw_weight((2, 64), 1)
+    found = rq.reference.run(q, {"x": data})[0]
+    np.testing.assert_allclose(found, data @ params["w"].T, rtol=1e-5, atol=1e-5)
+
+
+def test_damaged__every_cut_and_many_changes_end_in_an_error_or_values(path, tmp_path):
+    """And in time: a count is believed only as far as the file goes."""
+    raw = path.read_bytes()
+    start = min(raw.index(name) for name in (b"plain", b"Q4_0"))
+    bad = tmp_path / "bad.gguf"
+    for stop in (*range(1, start + 40, 7), len(raw) - 1000):
+        bad.write_bytes(raw[:stop])
+        with pytest.raises(ModelError, match=r"bad\.gguf"):
+            rq.load_gguf(bad)
+    rng = np.random.default_rng(0)
+    for place in rng.integers(0, start + 200, 60):
+        bad.write_bytes(raw[:place] + bytes([255]) * 4 + raw[place + 4 :])
+        with suppress(ModelError):  # where it changed a number, there are values
+            assert rq.load_gguf(bad).keys()
+
+
+def test_load__refuses_what_is_too_large_missing_or_another_file(path, tmp_path):
+    with pytest.raises(ModelError, match="more than the limit of 100"):
+        rq.load_gguf(path, max_bytes=100)
+    with pytest.raises(ModelError, match="no model file"):
+        rq.load_gguf(tmp_path / "none.gguf")
+    (tmp_path / "text.gguf").write_text("hello, this is no such file")
+    with pytest.raises(ModelError, match=r"text\.gguf"):
+        rq.load_gguf(tmp_path / "text.gguf")
