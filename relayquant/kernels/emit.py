@@ -129,6 +129,13 @@ def load_vector(buffer: Buffer, offset: Expr, lanes: int) -> Expr:
     return buffer.vload([offset], vector(buffer.dtype, lanes))
 
 
+def concat_vectors(pieces: list[Expr], size: int) -> Expr:
+    """The elements of some vectors of `size`, one after the other."""
+    if len(pieces) == 1:
+        return pieces[0]
+    return T.Shuffle(pieces, [T.int32(i) for i in range(len(pieces) * size)])
+
+
 def broadcast(value: Expr, lanes: int) -> Expr:
     return value if lanes == 1 else T.broadcast(value, lanes)
 

@@ -5,6 +5,7 @@ joins, pools.
 from __future__ import annotations
 
 from collections.abc import Set
+from functools import partial
 from math import prod
 
 import numpy as np
@@ -27,6 +28,7 @@ from relayquant.codegen.rules.kernel_call import (
 from relayquant.codegen.rules.tail import absorb_clip
 from relayquant.dialect import OPERATORS
 from relayquant.dialect.sums import choose_product_dtype
+from relayquant.kernels.integer.channel_product import build_channel_product, fold_channels
 from relayquant.kernels.integer.elementwise import (
     Add,
     Concatenate,
@@ -217,7 +219,10 @@ def lower_binary(context: KernelContext, var: relax.Var) -> KernelCall | Skip:
     if op == "relax.qnn.mul":
         factor = float((np.float64(ls) * np.float64(rs) / np.float64(os)).astype("float32"))
         product = Multiply(shape, dtypes[0], int(lz), dtypes[1], int(rz), factor, out, rhs_shape)
-        func = build_for_batch(lambda: build_multiply(product, "qnn_mul"), symbolic, positions)
+        build = build_multiply
+        if fold_channels(product, context.isa) is not None:
+            build = partial(build_channel_product, isa=context.isa)
+        func = build_for_batch(lambda: build(product, name="qnn_mul"), symbolic, positions)
     else:
         sign = -1.0 if op == "relax.qnn.subtract" else 1.0
         left = Space(dtypes[0], int(lz), float(multiplier(ls, os)))

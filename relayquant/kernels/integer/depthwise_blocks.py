@@ -22,6 +22,7 @@ from relayquant.kernels.emit import (
     alloc_vectors,
     broadcast,
     ceil_div,
+    concat_vectors,
     constant,
     load_vector,
     loop_over,
@@ -220,13 +221,6 @@ def emit_words(
         return T.reinterpret(vector("uint8", size), bits)
 
     return emit_interleaved([load_row(row) for row in rows], lanes)
-
-
-def concat_vectors(pieces: list[Expr], size: int) -> Expr:
-    """The elements of some vectors of `size`, one after the other."""
-    if len(pieces) == 1:
-        return pieces[0]
-    return T.Shuffle(pieces, [T.int32(i) for i in range(len(pieces) * size)])
 
 
 def emit_interleaved(rows: list[Expr], lanes: int) -> list[Expr]:

@@ -88,15 +88,20 @@ def emit_narrow_residuals(
         words = [T.reinterpret(vector("float32", count // 4), pixel) for pixel in pixels]
         packed = emit_word_shuffle(words, np.argsort(word_order(lanes, blocks)))
         packed = T.reinterpret(vector("uint8", PACKED * lanes), packed)
+    return emit_spread(packed, lanes)[: len(offsets) * blocks]
+
+
+def emit_spread(packed: Expr, lanes: int) -> list[Expr]:
+    """A vector of uint8 as four int32 vectors, in the order of which `emit_packed` makes bytes."""
     zeros = constant("uint8", 0, PACKED * lanes)
     part, element = np.divmod(np.arange(lanes), PART)
-    residuals = []
-    for v in range(len(offsets) * blocks):
+    vectors = []
+    for v in range(PACKED):
         order = []
         for byte in (part * PACKED + v) * PART + element:
             order += [T.int32(int(byte))] + [T.int32(PACKED * lanes)] * 3  # zero-extended
-        residuals.append(T.reinterpret(vector("int32", lanes), T.Shuffle([packed, zeros], order)))
-    return residuals
+        vectors.append(T.reinterpret(vector("int32", lanes), T.Shuffle([packed, zeros], order)))
+    return vectors
 
 
 def load_pieces(buffer: Buffer, offset: Expr, count: int, width: int) -> Expr:
