@@ -1,4 +1,4 @@
-"""What LLVM makes of the integer kernels, read from their assembly, for CPUs that need not be here.
+"""What LLVM makes of the kernels, read from their assembly, for CPUs that need not be here.
 
 For every target and layer: accesses to the stack, moves between registers and loads, per product
 instruction, in the innermost loops. The sums of a tile are in registers only as long as LLVM finds
@@ -17,6 +17,8 @@ from tvm.target import Target
 from tvm.tirx import PrimFunc
 
 from relayquant.analysis.peak import build_peak, count_sums
+from relayquant.kernels.floating.conv import FloatConv2d, make_conv2d
+from relayquant.kernels.floating.tile import FloatEpilogue, choose_float_isa
 from relayquant.kernels.integer.conv import build_conv2d
 from relayquant.kernels.integer.epilogue import Epilogue, Residual
 from relayquant.kernels.integer.grouped import GroupedDense, build_grouped_dense
@@ -192,6 +194,21 @@ GROUPED_BOUNDS = {
     "neoverse-n1": Bound(stack=0.0, moves=0.1, loads=0.75),
     "neoverse-v2": Bound(stack=0.0, moves=0.1, loads=0.75),
 }
+#: Multiplies and adds floats.
+FLOAT_PRODUCT = re.compile(r"\s+(?:vfmadd\d+ps|fmla)\s")
+FLOAT_ADDED = FloatEpilogue(bias=True, residual=True, low=0.0)
+FLOAT_LAYERS = {
+    "1x1, added": FloatConv2d(1, 56, 56, 64, 256, (1, 1), epilogue=FLOAT_ADDED),
+    "3x3": FloatConv2d(1, 14, 14, 256, 256, (3, 3), padding=SAME, epilogue=FLOAT_ADDED),
+}
+#: CPU -> bound of float products: two vectors of weights, and a word for each row of the tile.
+FLOAT_BOUNDS = {
+    "znver4": Bound(stack=0.0, moves=0.0, loads=0.58),
+    "sapphirerapids": Bound(stack=0.0, moves=0.0, loads=0.58),
+    "haswell": Bound(stack=0.0, moves=0.0, loads=0.67),
+    "neoverse-n1": Bound(stack=0.0, moves=0.0, loads=0.6),
+    "cortex-a53": Bound(stack=0.0, moves=0.0, loads=0.6),
+}
 #: instruction set -> a CPU that has it and no better one.
 REPRESENTATIVE = {select_isa(Target(config)).name: name for name, config in TARGETS.items()}
 
@@ -305,6 +322,22 @@ def test_innermost_loops__of_grouped_weights(name):
     assert found.stack <= bound.stack
     assert found.moves <= bound.moves
     assert found.loads <= bound.loads
+
+
+@pytest.mark.parametrize("layer", FLOAT_LAYERS)
+@pytest.mark.parametrize("name", FLOAT_BOUNDS)
+def test_innermost_loops__of_floats(name, layer):
+    """Tiles stay in registers while what they read and write next is fetched."""
+    target = resolve_target({**TARGETS, **ARM_TARGETS}[name])
+    syntax = replace(SYNTAX[find_architecture(target)], product=FLOAT_PRODUCT)
+    func = make_conv2d(FLOAT_LAYERS[layer], choose_float_isa(target), "layer")
+    text, bound = compile_kernel(func, target), FLOAT_BOUNDS[name]
+    found = count_per_product(text, syntax)
+    assert found.stack <= bound.stack
+    assert found.moves <= bound.moves
+    assert found.loads <= bound.loads
+    fetches = [line for line in text.splitlines() if re.match(r"\s+(?:prefetch|prfm)", line)]
+    assert len(fetches) >= 14  # a line of results and of the residual for each row of 6, and more
 
 
 @pytest.mark.parametrize("name", REPRESENTATIVE.values(), ids=REPRESENTATIVE)

@@ -32,6 +32,7 @@ from relayquant.kernels.floating.gemm import (
     make_dense,
     plan_dense,
     start_with,
+    touch_results,
 )
 from relayquant.kernels.floating.tile import (
     PARALLEL_MACS,
@@ -350,6 +351,7 @@ def emit_tiles(
             reduce,
             start_with(bias, absolute, lanes),
             finish_into(y, residual, spec.epilogue, targets, absolute, lanes),
+            touch=touch_results(y, residual, spec.epilogue, targets, absolute),
         )
 
     def all_panels(n: Expr, row: Expr, col: Expr, group: Expr) -> None:

@@ -18,9 +18,16 @@ from numpy.typing import NDArray
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx import PrimFunc
 
-from relayquant.kernels.emit import build_kernel, load_vector, store_vector
+from relayquant.kernels.emit import (
+    CACHE_LINE,
+    build_kernel,
+    emit_prefetch,
+    load_vector,
+    store_vector,
+)
 from relayquant.kernels.floating.tile import (
     FEWEST_ROWS,
+    FLOAT_BYTES,
     PARALLEL_MACS,
     RESIDENT_WEIGHTS,
     Buffer,
@@ -108,6 +115,11 @@ def make_dense(spec: FloatDense, isa: FloatIsa, name: str = "float_dense") -> Pr
                 with T.serial(inner) as k:
                     step(k, lambda b: base + (k * blocks + b) * isa.lanes)
 
+            def fetch_next(k: Expr) -> None:
+                """A line a step: the rows of the next tile follow, and all steps fetch them all."""
+                line = CACHE_LINE // FLOAT_BYTES
+                emit_prefetch(x, (rows[0] + len(rows)) * inner + k * line, level=1)
+
             targets = [row * epilogue.pitch(outputs) for row in rows]
             emit_tile(
                 isa,
@@ -118,6 +130,8 @@ def make_dense(spec: FloatDense, isa: FloatIsa, name: str = "float_dense") -> Pr
                 reduce,
                 start_with(bias, starts, isa.lanes),
                 finish_into(y, residual, epilogue, targets, starts, isa.lanes),
+                touch=touch_results(y, residual, epilogue, targets, starts),
+                ahead=fetch_next,
             )
 
         emit_gemm_loops(spec, panels, isa, tile)
@@ -222,6 +236,24 @@ def finish_into(
         store_vector(y, epilogue.finish(value, added, lanes), at, lanes)
 
     return finish
+
+
+def touch_results(
+    y: Buffer,
+    residual: Buffer | None,
+    epilogue: FloatEpilogue,
+    rows: list[Expr],
+    channels: list[Expr],
+) -> Callable[[int, int], None]:
+    """Fetching of what `finish_into` with the same arguments is to read and write."""
+
+    def touch(row: int, block: int) -> None:
+        at = rows[row] + channels[block] + epilogue.first
+        emit_prefetch(y, at, level=1, write=True)
+        if residual is not None:
+            emit_prefetch(residual, at, level=1)
+
+    return touch
 
 
 @dataclass(frozen=True)

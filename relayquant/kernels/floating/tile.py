@@ -21,6 +21,7 @@ from tvm.target.codegen import llvm_cpu_has_features
 
 from relayquant.errors import ConfigError
 from relayquant.kernels.emit import (
+    CACHE_LINE,
     alloc_vectors,
     broadcast,
     emit_prefetch,
@@ -40,6 +41,9 @@ Buffer = Any
 RESIDENT_WEIGHTS = 1 << 20
 #: Bytes between addresses of one set of a first-level cache, in which 8 or 12 lines stay.
 SET_STRIDE = 1 << 12
+FLOAT_BYTES = 4
+#: Vectors of a tile from which on a step has time to fetch a line of activations.
+LARGE_TILE = 24
 #: Steps between the fetch of packed weights into the cache and their use.
 PREFETCH_STEPS = 24
 #: Multiply-adds below which a kernel stays on one thread: 5 to 10 microseconds of them.
@@ -201,6 +205,8 @@ def emit_tile(
     start: Callable[[int], Expr],
     finish: Callable[[int, int, Expr], None],
     prefetch: bool = True,
+    touch: Callable[[int, int], None] | None = None,
+    ahead: Callable[[Expr], None] | None = None,
 ) -> None:
     """Emit one register tile.
 
@@ -209,6 +215,8 @@ def emit_tile(
     from block to the offset of its weight vector. start(block) is the initial vector,
     finish(row, block, value) stores a result. prefetch: the weights lie in the order they are
     read in; they are fetched ahead, because large ones come from memory, at its latency.
+    touch(row, block) has fetched what finish reads and writes, ahead(offset) what the next tile
+    reads: while this one computes.
     """
     lanes = isa.lanes
     # Rows outer, blocks inner: the swapped order makes LLVM spill accumulators.
@@ -216,8 +224,14 @@ def emit_tile(
     accumulators = alloc_vectors(len(slots), lanes, "float32")
     for acc, (_, b) in zip(accumulators, slots, strict=True):
         store_vector(acc, start(b), 0, lanes)
+    if touch is not None:
+        for r, b in slots:
+            if b * lanes * FLOAT_BYTES % CACHE_LINE == 0:
+                touch(r, b)
 
     def step(offset: Expr, weights: Callable[[int], Expr]) -> None:
+        if ahead is not None and len(slots) >= LARGE_TILE:
+            ahead(offset)
         if prefetch and len(slots) >= 8:
             for b in range(blocks):
                 emit_prefetch(weight, weights(b) + PREFETCH_STEPS * blocks * lanes, level=1)
