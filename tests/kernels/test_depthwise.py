@@ -53,14 +53,14 @@ CASES = {
         epilogue=Epilogue(dtype="int8"),
     ),
     "3x3/2, 96 channels": depthwise(1, 11, 10, 96, (3, 3), (2, 2), SAME, in_zero_point=3),
-    "3x3/2, 72 channels, int8, batch 2": depthwise(
-        2, 12, 11, 72, (3, 3), (2, 2), (0, 0, 1, 1), in_dtype="int8", in_zero_point=-9,
+    "3x3/2, 100 channels, int8, batch 2": depthwise(
+        2, 12, 11, 100, (3, 3), (2, 2), (0, 0, 1, 1), in_dtype="int8", in_zero_point=-9,
         epilogue=Epilogue(dtype="int8", zero_point=5, low=5),
     ),
-    "1x3/2, 40 channels, no padding": depthwise(1, 1, 9, 40, (1, 3), (1, 2), in_zero_point=3),
-    "3x3/2, 3 columns": depthwise(1, 5, 5, 24, (3, 3), (2, 2), SAME, in_zero_point=255),
+    "1x3/2, 64 channels, no padding": depthwise(1, 1, 9, 64, (1, 3), (1, 2), in_zero_point=3),
+    "3x3/2, 1 column": depthwise(1, 5, 1, 64, (3, 3), (2, 2), SAME, in_zero_point=255),
     "4x4/3, dilation": depthwise(
-        1, 13, 14, 48, (4, 4), (3, 3), (2, 3, 2, 3), (2, 2), in_zero_point=3
+        1, 13, 14, 64, (4, 4), (3, 3), (2, 3, 2, 3), (2, 2), in_zero_point=3
     ),
     "accumulators": depthwise(
         1, 5, 5, 17, (3, 3), (2, 1), SAME, epilogue=Epilogue(Store.ACCUMULATOR, "int32")
@@ -76,7 +76,7 @@ def test_build_depthwise__equals_numpy(isa, case):
 
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(
-    channels=st.sampled_from([2, 5, 16, 33, 40, 64, 80]),
+    channels=st.sampled_from([2, 5, 16, 33, 40, 64, 90]),
     kernel=st.tuples(st.integers(1, 6), st.integers(1, 6)),
     strides=st.tuples(st.integers(1, 3), st.integers(1, 3)),
     dilation=st.tuples(st.integers(1, 2), st.integers(1, 2)),
@@ -104,23 +104,16 @@ def test_depthwise_plan__rows_share_words():
     assert DepthwisePlan(spec, PORTABLE).out_rows == 1  # a word is one row
 
 
-@pytest.mark.parametrize("width", [1, 3, 4, 9])
 @pytest.mark.parametrize("isa", [VNNI512, AVX512BW], ids=lambda isa: isa.name)
-def test_depthwise_plan__blocks_hold_every_channel_in_every_column(isa, width):
-    for channels in range(2, 200):
-        spec = depthwise(1, 9, 2 * width + 1, channels, (3, 3), (2, 2), (1, 0, 1, 0))
+def test_depthwise_plan__blocks_hold_every_channel(isa):
+    for channels in range(2, 300):
+        spec = depthwise(1, 9, 9, channels, (3, 3), (2, 2), (1, 0, 1, 0))
         plan = DepthwisePlan(spec, isa)
-        if not plan.blocks:
-            assert channels < 64  # nothing else is too few for one of the shapes of a block
-            continue
-        lanes = plan.channel_map.reshape(len(plan.blocks), -1)
-        assert {*lanes.reshape(-1)} == {*range(channels)}
-        for block, held in zip(plan.blocks, lanes, strict=True):
-            assert block.columns <= width
-            # as many lanes for every one of neighbouring channels as there are columns
-            numbers, counts = np.unique(held, return_counts=True)
-            assert {*counts} == {block.columns}
-            assert [*numbers] == [*range(block.first, block.first + len(numbers))]
+        assert bool(plan.blocks) == (channels == 64 or channels >= 86)  # 128 / 86 < 1.5
+        if plan.blocks:
+            blocks = np.sort(plan.channel_map.reshape(plan.blocks, 64))
+            assert {*blocks.reshape(-1)} == {*range(channels)}
+            assert (np.diff(blocks) == 1).all()
 
 
 @pytest.mark.parametrize(

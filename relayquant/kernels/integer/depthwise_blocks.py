@@ -7,9 +7,9 @@ makes channel 16q + 4v + e, and packing the sums of the four puts every byte bac
 interleaving takes two instructions a word vector, and storing no shuffle.
 
 It is for words that serve one output row and, as the stride leaves out every other column, hardly
-more than one output column: nothing is kept from column to column, the last of them may be moved
-back, and what is outside of the image is masked, not branched about. Where words serve more, those
-of a single vector stay in registers as the window moves (`depthwise`), which is as fast.
+more than one output column: nothing is kept from column to column, and what is outside of the image
+is masked, not branched about. Where words serve more, those of a single vector stay in registers as
+the window moves (`depthwise`), which is as fast.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from relayquant.kernels.emit import (
     alloc_vectors,
     broadcast,
     ceil_div,
-    concat_vectors,
     constant,
     load_vector,
     loop_over,
     store_vector,
     vector,
 )
-from relayquant.kernels.integer.depthwise_plan import ChannelBlock, DepthwisePlan
+from relayquant.kernels.integer.depthwise_plan import DepthwisePlan
 from relayquant.kernels.integer.narrow import PACKED, PART, emit_packed
 from relayquant.kernels.integer.operands import Operands, load_multiplier
 from relayquant.kernels.isa.base import Buffer, Expr
@@ -37,30 +36,10 @@ from relayquant.kernels.isa.base import Buffer, Expr
 
 def emit_depthwise_blocks(plan: DepthwisePlan, operands: Operands, threads: bool) -> None:
     """All rows of a depthwise convolution, as `emit_depthwise`, where the plan has blocks."""
-    extents = (plan.spec.batch, plan.spec.out_size[0], len(plan.blocks))
-    kinds = {
-        columns: [i for i, block in enumerate(plan.blocks) if block.columns == columns]
-        for columns in dict.fromkeys(block.columns for block in plan.blocks)
-    }
-    with loop_over(extents, threads) as (n, row, number):
-
-        def emit(numbers: list[int]) -> None:
-            size = PACKED * plan.isa.lanes // plan.blocks[numbers[0]].columns
-            channel = plan.blocks[numbers[0]].first + (number - numbers[0]) * size
-            channel = T.min(channel, plan.spec.out_channels - size)
-            emit_row(
-                plan, operands, BlockPosition(n, row, number, channel), plan.blocks[numbers[0]]
-            )
-
-        if len(kinds) == 1:
-            emit(*kinds.values())
-            return
-        whole, rest = kinds.values()
-        with T.If(number < rest[0]):
-            with T.Then():
-                emit(whole)
-            with T.Else():
-                emit(rest)
+    extents, size = (plan.spec.batch, plan.spec.out_size[0], plan.blocks), PACKED * plan.isa.lanes
+    with loop_over(extents, threads) as (n, row, block):
+        channel = T.min(block * size, plan.spec.out_channels - size)
+        emit_row(plan, operands, BlockPosition(n, row, block, channel))
 
 
 @dataclass(frozen=True)
@@ -81,28 +60,21 @@ class InputRow:
     mask: Buffer | None  #: all bits where the row is in the image; None: it always is
 
 
-def emit_row(
-    plan: DepthwisePlan, operands: Operands, at: BlockPosition, block: ChannelBlock
-) -> None:
+def emit_row(plan: DepthwisePlan, operands: Operands, at: BlockPosition) -> None:
     """One output row: the columns whose window reaches beyond the image first."""
-    spec, together = plan.spec, block.columns
+    spec = plan.spec
     width, stride, left = spec.out_size[1], spec.strides[1], spec.padding[1]
     rows = locate_rows(plan, at)
-    first = min(ceil_div(left, stride), width)
-    behind = max(min((spec.width + left - plan.span) // stride + 1, width), first)
-    if behind - first < together:
-        first = behind = width
-    before, after = ceil_div(first, together), ceil_div(width - behind, together)
-    if before + after:
-        with T.serial(before + after) as i:
-            forth = T.min(i * together, width - together)
-            back = T.max(width - (i - before + 1) * together, 0)
-            column = T.Select(i < before, forth, back)
-            emit_columns(plan, operands, at, block, rows, column, border=True)
-    if behind > first:
-        with T.serial(ceil_div(behind - first, together)) as i:
-            column = T.min(first + i * together, behind - together)
-            emit_columns(plan, operands, at, block, rows, column, border=False)
+    before = min(ceil_div(left, stride), width)
+    behind = max(min((spec.width + left - plan.span) // stride + 1, width), before)
+    inside = behind - before
+    if inside < width:
+        with T.serial(width - inside) as i:
+            column = T.Select(i < before, i, i + inside)
+            emit_column(plan, operands, at, rows, column, border=True)
+    if inside:
+        with T.serial(inside) as i:
+            emit_column(plan, operands, at, rows, before + i, border=False)
 
 
 def locate_rows(plan: DepthwisePlan, at: BlockPosition) -> list[InputRow | None]:
@@ -128,35 +100,33 @@ def locate_rows(plan: DepthwisePlan, at: BlockPosition) -> list[InputRow | None]
         if tests:
             (mask,) = alloc_vectors(1, plan.isa.lanes)
             inside = T.And(tests[0], tests[-1])
-            store_vector(mask, emit_mask([inside], plan.isa.lanes), 0, plan.isa.lanes)
+            store_vector(mask, emit_mask(inside, plan.isa.lanes), 0, plan.isa.lanes)
         rows.append(InputRow(start, mask))
     return rows
 
 
-def emit_mask(tests: list[Expr], lanes: int) -> Expr:
-    """int32 vector of equal pieces, one a test: all bits where it holds.
+def emit_mask(test: Expr, lanes: int) -> Expr:
+    """int32 vector of all bits where the test holds.
 
     The fence keeps LLVM from making control flow of what selects with it, a copy of all loops for
     each outcome.
     """
-    piece = lanes // len(tests)
-    bits = [broadcast(-T.Cast("int32", test), piece) for test in tests]
-    mask = T.reinterpret(vector("float32", lanes), concat_vectors(bits, piece))
+    bits = broadcast(-T.Cast("int32", test), lanes)
+    mask = T.reinterpret(vector("float32", lanes), bits)
     name = f"llvm.arithmetic.fence.v{lanes}f32"
     mask = T.call_llvm_pure_intrin(name, mask, dtype=vector("float32", lanes))
     return T.reinterpret(vector("int32", lanes), mask)
 
 
-def emit_columns(
+def emit_column(
     plan: DepthwisePlan,
     operands: Operands,
     at: BlockPosition,
-    block: ChannelBlock,
     rows: list[InputRow | None],
     column: Expr,
     border: bool,
 ) -> None:
-    """Sums and results of a block, the first of whose output columns is `column`."""
+    """Sums and results of a block at one output column."""
     spec, isa, lanes, taps = plan.spec, plan.isa, plan.isa.lanes, plan.spec.kernel[1]
     first = at.block * PACKED
     accs = alloc_vectors(PACKED, lanes)
@@ -164,7 +134,7 @@ def emit_columns(
         store_vector(acc, load_vector(operands.bias, (first + v) * lanes, lanes), 0, lanes)
     for tap in range(taps):
         x = column * spec.strides[1] + (tap * spec.dilation[1] - spec.padding[1])
-        words = emit_words(plan, operands.data, block, rows, x, border)
+        words = emit_words(plan, operands.data, rows, x, border)
         for v, (acc, word) in enumerate(zip(accs, words, strict=True)):
             weights = isa.load_weights(operands.weight, (first + v) * taps + tap)
             total = isa.dot(load_vector(acc, 0, lanes), isa.as_activation(word), weights)
@@ -174,42 +144,34 @@ def emit_columns(
         factor = load_multiplier(operands, (first + v) * lanes, lanes)
         reals.append(spec.epilogue.emit_real(load_vector(acc, 0, lanes), factor, None, lanes))
     _, height, width, channels = spec.out_shape
-    pixel = (at.image * height + at.row) * width + column
-    targets = [(pixel + i) * channels + at.channel for i in range(block.columns)]
-    store_pieces(operands.out, emit_packed(isa, spec.epilogue, reals), targets, PACKED * lanes)
+    target = ((at.image * height + at.row) * width + column) * channels + at.channel
+    store_vector(operands.out, emit_packed(isa, spec.epilogue, reals), target, PACKED * lanes)
 
 
 def emit_words(
-    plan: DepthwisePlan,
-    data: Buffer,
-    block: ChannelBlock,
-    rows: list[InputRow | None],
-    column: Expr,
-    border: bool,
+    plan: DepthwisePlan, data: Buffer, rows: list[InputRow | None], column: Expr, border: bool
 ) -> list[Expr]:
-    """Interleaved rows, four vectors, of input column `column`; and of those that a block's further
-    output columns read at the same tap. Rows outside of the image are padding, and with `border`
-    columns, too.
+    """Interleaved rows, four vectors, of an input column. Rows outside of the image are padding,
+    and with `border` the column may be, too.
     """
     spec, isa = plan.spec, plan.isa
     lanes, size = isa.lanes, PACKED * isa.lanes
-    words, piece = vector("int32", lanes), size // block.columns
+    words = vector("int32", lanes)
     flip = 0 if spec.in_dtype == isa.activation else 128
     padding = (spec.in_zero_point + plan.shift) % 256
     outside = T.reinterpret(words, constant("uint8", padding, size))
-    columns = [column + i * spec.strides[1] for i in range(block.columns)]
     column_mask = None
     if border:
         (column_mask,) = alloc_vectors(1, lanes)
-        tests = [T.And(x >= 0, x < spec.width) for x in columns]
-        store_vector(column_mask, emit_mask(tests, lanes), 0, lanes)
-        columns = [T.max(T.min(x, spec.width - 1), 0) for x in columns]
+        inside = T.And(column >= 0, column < spec.width)
+        store_vector(column_mask, emit_mask(inside, lanes), 0, lanes)
+        column = T.max(T.min(column, spec.width - 1), 0)
 
     def load_row(row: InputRow | None) -> Expr:
         if row is None:  # meets zero weights
             return constant("uint8", 0, size)
-        pieces = [load_vector(data, row.start + x * spec.in_channels, piece) for x in columns]
-        bits = T.reinterpret(words, concat_vectors(pieces, piece))
+        bits = load_vector(data, row.start + column * spec.in_channels, size)
+        bits = T.reinterpret(words, bits)
         if flip:
             bits = T.bitwise_xor(bits, T.reinterpret(words, constant("uint8", flip, size)))
         masks = [load_vector(m, 0, lanes) for m in (row.mask, column_mask) if m is not None]
@@ -250,13 +212,3 @@ def emit_unpack(a: Expr, b: Expr, size: int, parts: int, half: int) -> Expr:
         for i in range(start, start + part // 2):
             order += [T.int32(i), T.int32(size + i)]
     return T.Shuffle([a, b], order)
-
-
-def store_pieces(buffer: Buffer, packed: Expr, offsets: list[Expr], size: int) -> None:
-    """A vector of `size` in as many equal pieces as there are offsets."""
-    piece = size // len(offsets)
-    for number, offset in enumerate(offsets):
-        own = packed
-        if len(offsets) > 1:
-            own = T.Shuffle([packed], [T.int32(number * piece + i) for i in range(piece)])
-        store_vector(buffer, own, offset, piece)

@@ -16,17 +16,8 @@ from relayquant.kernels.isa.base import Isa
 
 #: Vector registers without which the words of a block go to the stack.
 BLOCK_REGISTERS = 32
-
-
-@dataclass(frozen=True)
-class ChannelBlock:
-    """Four vectors of sums: neighbouring channels from `first` on, of `columns` output columns.
-
-    Four vectors are 64 channels of one column on AVX512, 32 of two, or 16 of four.
-    """
-
-    first: int
-    columns: int
+#: Channels that blocks may compute for one that there is.
+MOST_OVERLAP = 1.5
 
 
 @dataclass(frozen=True)
@@ -50,30 +41,19 @@ class DepthwisePlan:
         return min(free // self.spec.strides[0] + 1, self.spec.out_size[0])
 
     @cached_property
-    def blocks(self) -> tuple[ChannelBlock, ...]:
-        """Blocks of channels whose rows are interleaved together; empty: vectors one by one.
-
-        Channels that are no multiple of a block's are taken with some of its neighbour's, or by a
-        block of fewer channels and more columns.
+    def blocks(self) -> int:
+        """Blocks of four vectors of channels whose rows are interleaved together, the last of which
+        may overlap its neighbour; 0: vectors one by one.
         """
         spec, isa = self.spec, self.isa
         size, channels = PACKED * isa.lanes, spec.out_channels
+        count = ceil_div(channels, size)
         pays = self.words == self.out_rows == 1 and spec.strides[1] > 1
         fits = isa.products == PACKED and isa.registers >= BLOCK_REGISTERS
-        if not (pays and fits and can_narrow(isa, spec.epilogue)) or spec.epilogue.residual:
-            return ()
-        whole = [ChannelBlock(first, 1) for first in range(0, channels - size + 1, size)]
-        rest = channels - len(whole) * size
-        if not rest:
-            return tuple(whole)
-        # the fewest channels that hold the rest, or of those that there are the most
-        sizes = {size // n: n for n in (4, 2, 1) if n <= spec.out_size[1] and size // n <= channels}
-        if not sizes:
-            return ()
-        width = min((each for each in sizes if each >= rest), default=max(sizes))
-        firsts = range(channels - rest, channels, width)
-        last = channels - width
-        return (*whole, *(ChannelBlock(min(first, last), sizes[width]) for first in firsts))
+        enough = size <= channels and count * size <= MOST_OVERLAP * channels
+        if not (pays and fits and enough and can_narrow(isa, spec.epilogue)):
+            return 0
+        return 0 if spec.epilogue.residual else count
 
     @cached_property
     def is_narrow(self) -> bool:
@@ -90,7 +70,7 @@ class DepthwisePlan:
     @cached_property
     def vectors(self) -> int:
         if self.blocks:
-            return PACKED * len(self.blocks)
+            return PACKED * self.blocks
         return ceil_div(self.spec.out_channels, self.isa.lanes)
 
     @cached_property
@@ -131,9 +111,9 @@ class DepthwisePlan:
             last = max(self.spec.out_channels - lanes, 0)
             starts = np.minimum(np.arange(self.vectors) * lanes, last)
             return starts[:, None] + np.arange(lanes)
-        order = channel_order(lanes, PACKED)
-        each = [b.first + order % (PACKED * lanes // b.columns) for b in self.blocks]
-        return np.concatenate(each)
+        size = PACKED * lanes
+        starts = np.minimum(np.arange(self.blocks) * size, self.spec.out_channels - size)
+        return (starts[:, None, None] + channel_order(lanes, PACKED)).reshape(-1, lanes)
 
 
 def plan_depthwise(spec: Conv2d, isa: Isa) -> DepthwisePlan:
