@@ -25,6 +25,7 @@ from relayquant.datasets.iterable import open_iterable
 from relayquant.effort import Effort, resolve_effort
 from relayquant.errors import ConfigError
 from relayquant.pipeline import lower_prepared
+from relayquant.prepared import PreparedModel
 from relayquant.settings import RunSettings, takes_settings
 from relayquant.storage.files import check_writable
 from relayquant.torch.ranges import Ranges
@@ -95,7 +96,7 @@ class FinetuneSettings(RunSettings):
 
 @takes_settings(FinetuneSettings)
 def finetune(
-    mod: tvm.IRModule,
+    mod: tvm.IRModule | PreparedModel,
     params: Mapping[str, Any] | None,
     batches: Any,
     loss: Loss | None = None,
@@ -110,7 +111,7 @@ def finetune(
     result is never worse on it.
 
     Args:
-        mod, params: The float module.
+        mod, params: The float module; or a calibrated model, as `calibrate` returns it, and None.
         batches: Data set, as for `quantize`, read again and again; each item is one step. Items
             that are dicts may hold more than the inputs, labels for instance, for the loss.
             For the same result every time, and to resume, it must give the same items each time.
@@ -158,9 +159,12 @@ def finetune(
         )
     if settings.checkpoint is not None:
         check_writable(Path(settings.checkpoint))
-    run, teacher = settings.events.run_stage, from_module(mod, params)
-    inputs = describe_inputs(teacher.source.prepared.mod)
-    data = TrainingData(batches, inputs)
+    run = settings.events.run_stage
+    is_calibrated = isinstance(mod, PreparedModel)
+    # Of a module this is done first, so that what cannot be trained is said before the work.
+    known = mod if isinstance(mod, PreparedModel) else from_module(mod, params).source.prepared
+    data = TrainingData(batches, describe_inputs(known.mod))
+    calibration = data.dataset if settings.calibration is None else settings.calibration
     student = run(
         "calibrate",
         from_module,
@@ -168,11 +172,14 @@ def finetune(
         params,
         settings.qconfig_mapping,
         settings.backend,
-        calibration=data.dataset if settings.calibration is None else settings.calibration,
+        calibration=settings.calibration if is_calibrated else calibration,
         ranges=settings.ranges,
         weight_ranges=settings.weight_ranges,
         effort=settings.effort,
     )
+    # The float model as it was prepared: values inside have the same names, and the same scales
+    # where layers were scaled against one another.
+    teacher = from_module(student.source.prepared.mod)
     summary = run("train", train, student, teacher, data, loss, settings)
     trained = student.to_prepared()
     choices = {**trained.choices, "training": f"{trained.choices['training']}, {summary}"}

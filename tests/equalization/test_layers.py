@@ -139,3 +139,22 @@ def test_best__values_with_fixed_parameters_are_not_scaled(how: str) -> None:
         return
     fixed = rq.TensorConfig(rq.QSpec("uint8"), rq.Fixed(float(scale), 0))
     assert not read_exponents(quantize(qconfig_mapping=make_mapping(fixed)))
+
+
+def test_finetune__values_inside_have_the_units_of_the_equalized_layers() -> None:
+    """What operators inside give is compared with the model that was equalized, too: 8 bits are
+    near it before anything has trained.
+    """
+    pytest.importorskip("torch", reason="pip install torch")
+    losses = []
+
+    class Watch(rq.Callback):
+        def on_training(self, event) -> None:
+            losses.append(event.loss)
+
+    trained = rq.finetune(
+        build_chain(), None, DATA, lambda got, want: got[0].sum() * 0, inner_weight=1.0, steps=1,
+        lr=1e-6, qconfig_mapping=make_mapping(), callbacks=Watch(),
+    )  # fmt: skip
+    assert "equalized" in rq.ledger(trained).choices
+    assert 0 < losses[-1] < 0.01
