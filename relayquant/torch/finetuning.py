@@ -132,7 +132,7 @@ def finetune(
         calibration: Data set that gives the first ranges; `batches` if None.
         validation: Data set that is not trained on, to choose the best state by.
         metric: `(float outputs, quantized outputs) -> float` on it, higher is better, as for
-            `quantize`; None: the loss.
+            `quantize`; None: the loss, the default one where `loss` takes the item.
         evaluate_every: Steps between two evaluations, and between two checkpoints; a tenth of all
             unless given.
         patience: End after so many evaluations without a better one.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 import tvm
+from torch import nn
 
 from relayquant.analysis.sensitivity import Metric, apply_metric
 from relayquant.arguments import takes_arguments
@@ -24,6 +25,7 @@ from relayquant.ops.find import find_pattern, match_operator
 from relayquant.rewrite import Graph
 from relayquant.storage.archive import Archive, read_archive, write_archive
 from relayquant.torch.finetuning import FinetuneSettings, Loss, TrainingData
+from relayquant.torch.rounding import FakeQuantize, align_channels
 from relayquant.torch.trainable import TrainableModule, name_parameter
 
 FORMAT = "relayquant.training.1"
@@ -96,6 +98,7 @@ class _Training:
             for name, p in student.named_parameters()
             if p.requires_grad
         ]
+        self.scaled = list(find_scaled(student))
         self.inner = find_inner(student, teacher) if settings.inner_weight else []
         self.path = None if settings.checkpoint is None else Path(settings.checkpoint)
         self.validation = None
@@ -171,16 +174,28 @@ class _Training:
 
     @torch.no_grad()
     def step_relative(self) -> None:
-        """A step of Adam, whose size is the rate for every number, in the unit of each."""
+        """A step of Adam, whose size is the rate for every number, in the unit of each.
+
+        Weights move with their scale, so that it changes no level: rounding was fitted so that its
+        errors make up for one another, and levels that flip all at once undo that.
+        """
+        for scaled in self.scaled:
+            scaled.carry_gradient()
         before = [parameter.clone() for parameter in self.parameters]
+        scales = [scaled.factor.clone() for scaled in self.scaled]
         self.optimizer.step()
         for parameter, old, unit in zip(self.parameters, before, self.units, strict=True):
             torch.addcmul(old, parameter - old, unit, out=parameter.data)
+        for scaled, old in zip(self.scaled, scales, strict=True):
+            scaled.carry_weight(old)
 
     def measure(
-        self, outputs: list[torch.Tensor], expected: list[torch.Tensor], item: Mapping[str, Any]
+        self,
+        outputs: list[torch.Tensor],
+        expected: list[torch.Tensor],
+        item: Mapping[str, Any] | None = None,
     ) -> torch.Tensor:
-        """The loss of one batch."""
+        """The loss of one batch; a loss that takes the item needs it."""
         value = self.loss(outputs, expected, *([item] if self.takes_item else []))
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
             raise ConfigError(
@@ -220,10 +235,17 @@ class _Training:
         """
         if metric is not None:
             return apply_metric(metric, read_outputs(self.expected), read_outputs(outputs))
-        pairs = zip(outputs, self.expected, strict=True)
-        score = -float(np.mean([float(match_outputs(*pair)) for pair in pairs]))
+        loss = match_outputs if self.takes_item else self.measure
+        with torch.no_grad():
+            pairs = zip(outputs, self.expected, strict=True)
+            score = -float(np.mean([float(loss(*pair)) for pair in pairs]))
         if math.isnan(score):
             step = self.progress.step
+            if is_finite(self.expected) and is_finite(outputs):
+                raise ConfigError(
+                    f"The loss is {score} on the validation data after step {step}, of outputs "
+                    "that are finite. Look at the loss, or pass a metric."
+                )
             whose = "trained" if is_finite(self.expected) else "float"
             raise ConfigError(
                 f"validation: outputs of the {whose} model are not finite after step {step}, so "
@@ -340,6 +362,54 @@ def measure_distance(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
     """The squared distance to what is wanted, relative to its own square around the mean."""
     size = (want - want.mean()).square().mean().clamp_min(1e-12)
     return (got - want).square().mean() / size
+
+
+@dataclass(frozen=True, eq=False)
+class ScaledWeight:
+    """A weight s * u that moves with its learned scale s, u staying as it is.
+
+    Attributes:
+        weight: The weight.
+        quantizer: What rounds it.
+        factor: The logarithm of its scale, (n,).
+    """
+
+    weight: nn.Parameter
+    quantizer: FakeQuantize
+    factor: nn.Parameter
+
+    @property
+    def axis(self) -> int:
+        """Axis of the channels."""
+        return self.quantizer.group.info.axis or 0
+
+    @torch.no_grad()
+    def carry_gradient(self) -> None:
+        """The gradient of the factor, that of s alone before, becomes that of s with u kept: what
+        the weight's says of a move along itself is added, times LSQ's factor, as the rest is.
+        """
+        if self.weight.grad is None or self.factor.grad is None:
+            return
+        slope = (self.weight.grad * self.weight).transpose(0, self.axis)
+        along = slope.reshape(len(self.factor), -1).sum(1)
+        self.factor.grad.add_(along, alpha=self.quantizer.find_gradient_scale(self.weight))
+
+    @torch.no_grad()
+    def carry_weight(self, before: torch.Tensor) -> None:
+        """The weight for a factor that has moved."""
+        self.weight.mul_(align_channels((self.factor - before).exp(), self.weight, self.axis))
+
+
+def find_scaled(student: TrainableModule) -> Iterator[ScaledWeight]:
+    """Weights with a learned scale; without those whose specification picks it, since such a scale
+    jumps while the factor moves.
+    """
+    for name, weight in student.weights.items():
+        quantizer = student.quantizers[name] if name in student.quantizers else None
+        if not isinstance(quantizer, FakeQuantize) or quantizer.is_conformed:
+            continue
+        if quantizer.log_factor is not None:
+            yield ScaledWeight(weight, quantizer, quantizer.log_factor)
 
 
 def find_inner(student: TrainableModule, teacher: TrainableModule) -> list[str]:

@@ -175,14 +175,22 @@ class FakeQuantize(nn.Module):
                     f"and {format_count(len(self.scale), 'scale')}."
                 )
             shape[axis] = -1
-        # LSQ, section 2.2: the number of weights, or of features of one sample, that a scale has
+        given = (
+            x,
+            scale.reshape(shape),
+            self.zero_point.reshape(shape),
+            self.limits,
+            self.find_gradient_scale(x),
+        )
+        return RoundTrip.apply(*given)  # pyright: ignore[reportReturnType]
+
+    def find_gradient_scale(self, x: torch.Tensor) -> float:
+        """What the gradient of the scale is multiplied by when `x` is rounded (LSQ, section 2.2):
+        by the number of weights, or of features of one sample, that a scale has.
+        """
         samples = 1 if self.group.constant is not None or not x.ndim else max(x.shape[0], 1)
         count = max(x.numel() // (samples * len(self.scale)), 1)
-        gradient_scale = 1 / math.sqrt(count * max(self.limits[1], 1))
-        zero_point = self.zero_point.reshape(shape)
-        return RoundTrip.apply(  # pyright: ignore[reportReturnType]
-            x, scale.reshape(shape), zero_point, self.limits, gradient_scale
-        )
+        return 1 / math.sqrt(count * max(self.limits[1], 1))
 
     def find_scale(self) -> torch.Tensor:
         """The scale that values are rounded with."""
@@ -190,10 +198,17 @@ class FakeQuantize(nn.Module):
             return self.scale
         factor = self.log_factor.detach() if self.is_frozen else self.log_factor
         scale = self.scale * factor.exp()
-        spec = self.group.info.spec
-        if not spec.power_of_two and (spec.scale_min, spec.scale_max) == (None, None):
+        if not self.is_conformed:
             return scale
-        return StraightThrough.apply(scale, spec)  # pyright: ignore[reportReturnType]
+        return StraightThrough.apply(  # pyright: ignore[reportReturnType]
+            scale, self.group.info.spec
+        )
+
+    @property
+    def is_conformed(self) -> bool:
+        """Whether the specification allows some scales only."""
+        spec = self.group.info.spec
+        return spec.power_of_two or (spec.scale_min, spec.scale_max) != (None, None)
 
     def observe(self, x: torch.Tensor, axis: int) -> None:
         """Note the extremes of a value; a group may have several."""

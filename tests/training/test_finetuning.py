@@ -83,6 +83,19 @@ def tune(path=None, callbacks=(), data=None, **options):
     )
 
 
+def test_finetune__calibrated_model_gives_the_same():
+    """`finetune` of what `calibrate` gives, and of the module, are one training."""
+    mod, (batch,) = residual_model(), draw_batches(residual_model(), 1, seed=2)
+    data = draw_batches(mod, 3)
+    prepared = rq.prepare(mod, None, None, "x86", data, effort="fast")
+    prepared = rq.calibrate(prepared, data)
+    got = rq.finetune(prepared, None, data, steps=4)
+    expected = rq.finetune(mod, None, data, steps=4, effort="fast", backend="x86")
+    np.testing.assert_array_equal(run(got, batch)[0], run(expected, batch)[0])
+    with pytest.raises(ConfigError, match="got a calibrated model, which has its parameters"):
+        rq.finetune(prepared, None, data, steps=4, backend="x86")
+
+
 def test_checkpoint__same_bits_after_resuming(tmp_path):
     path, (batch,) = tmp_path / "training", draw_batches(residual_model(), 1, seed=2)
     whole = Watch()
@@ -152,7 +165,14 @@ def test_loss_and_metric__of_the_user():
         ({"inner_weight": float("nan")}, r"finetune got inner_weight=nan; allowed: 0 and more"),
         ({"loss": lambda: 0}, "loss cannot be called with"),
         ({"loss": lambda outputs, expected: 1.0}, "loss returned a float; allowed: a tensor"),
-        ({"loss": lambda a, b: a[0].sum() * float("nan")}, "The loss is nan in step 0"),
+        (
+            {"loss": lambda a, b: a[0].sum() * float("nan")},
+            "The loss is nan on the validation data after step 0",
+        ),
+        (
+            {"loss": lambda a, b: a[0].sum() * float("nan"), "validation": None},
+            "The loss is nan in step 0",
+        ),
     ],
 )
 def test_finetune__wrong_settings_named(options, message):
@@ -178,9 +198,14 @@ def train_student(loss=None, **options):
 
 
 def test_scale_rate__learned_scales_alone_move_so_many_times_as_far():
+    """Weights are looked at in units of their scales, with which they move."""
+    from relayquant.torch.loop import find_scaled
+
     moved = []
     for rate in (1.0, 5.0):
         student, _, before = train_student(steps=1, lr=1e-3, scale_rate=rate)
+        for scaled in find_scaled(student):
+            scaled.weight.data /= align(scaled.factor.detach().exp(), scaled.weight)
         after = student.state_dict()
         moved.append({name: after[name].double() - before[name].double() for name in before})
     factors = [name for name in moved[0] if name.endswith("log_factor")]
@@ -189,6 +214,48 @@ def test_scale_rate__learned_scales_alone_move_so_many_times_as_far():
     for name, once in moved[0].items():
         expected = once * 5 if name in factors else once
         torch.testing.assert_close(moved[1][name], expected, rtol=1e-3, atol=1e-9)
+
+
+def align(values, weight):
+    """One number per output channel of a convolution O I H W, or of a matrix I O."""
+    return values.reshape(-1, 1, 1, 1) if weight.ndim == 4 else values
+
+
+def find_levels(student):
+    return {
+        key: torch.round(weight / align(student.quantizers[key].find_scale().detach(), weight))
+        for key, weight in student.weights.items()
+        if key in student.quantizers
+    }
+
+
+def test_scales__move_and_levels_of_weights_stay():
+    """What calibration fitted is in the levels, whose errors make up for one another."""
+    before, _, _ = train_student(steps=1, lr=1e-9)
+    after, _, _ = train_student(steps=1, lr=1e-5, scale_rate=1e4)
+    first, second = find_levels(before), find_levels(after)
+    assert first
+    for key, levels in first.items():
+        factor = after.quantizers[key].log_factor.detach()
+        assert factor.abs().max() > 0.05
+        assert (levels == second[key]).float().mean() > 0.99
+
+
+def test_scales__gradient_with_levels_kept():
+    """A rounded weight is s * level: its derivative to log s is itself, within bounds or not."""
+    from relayquant.torch.loop import find_scaled
+
+    student, _, _ = train_student(steps=1, lr=1e-9)
+    for scaled in find_scaled(student):
+        scaled.weight.data *= 1.5  # some are beyond the bounds
+        rounded = scaled.quantizer(scaled.weight, scaled.axis)
+        slopes = torch.randn(rounded.shape, generator=torch.Generator().manual_seed(0))
+        scaled.weight.grad = scaled.factor.grad = None
+        (rounded * slopes).sum().backward()
+        scaled.carry_gradient()
+        sums = (rounded * slopes).detach().transpose(0, scaled.axis).flatten(1).sum(1)
+        expected = sums * scaled.quantizer.find_gradient_scale(scaled.weight)
+        torch.testing.assert_close(scaled.factor.grad, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_inner_weight__values_inside_come_nearer_where_outputs_say_nothing():
@@ -208,6 +275,24 @@ def test_inner_weight__values_inside_come_nearer_where_outputs_say_nothing():
         assert list(found) == list(wanted)
         distances.append(sum(float(measure_distance(found[n], wanted[n])) for n in names))
     assert distances[1] < 0.6 * distances[0]
+
+
+def test_validation__by_the_loss_of_the_user():
+    """Unless it needs the item, which validation data does not have."""
+
+    def of_outputs(outputs, expected):
+        return (outputs[0] - outputs[0].detach()).sum() + 7.0
+
+    def of_items(outputs, expected, item):
+        return (outputs[0] - outputs[0].detach()).sum() + 7.0
+
+    scores = {}
+    for loss in (of_outputs, of_items):
+        watch = Watch()
+        tune(loss=loss, steps=2, callbacks=watch)
+        scores[loss] = [event.score for event in watch.events]
+    assert scores[of_outputs] == [-7.0, -7.0]
+    assert all(-1 < score < 0 for score in scores[of_items])
 
 
 def test_finetune__metric_without_data_refused():
