@@ -36,6 +36,9 @@ LEAST_SHARE = 1e-4
 #: outputs that are probabilities up to float32 rounding
 SUM_TOLERANCE = 1e-3
 
+#: of the staircase that weights are rounded by, in the first step and the last
+SHARPNESS = (8.0, 400.0)
+
 State = dict[str, np.ndarray]
 
 
@@ -156,6 +159,10 @@ class _Training:
         with torch.no_grad():
             expected, inside = self.teacher.compute(inputs, self.inner)
         self.student.train()
+        begin, end = SHARPNESS
+        for quantizer in self.student.list_quantizers():
+            if quantizer.group.constant is not None:
+                quantizer.sharpness = begin * (end / begin) ** (step / settings.steps)
         outputs, found = self.student.compute(inputs, self.inner)
         loss = self.measure(as_list(outputs), as_list(expected), item)
         if self.inner:
@@ -243,8 +250,8 @@ class _Training:
             step = self.progress.step
             if is_finite(self.expected) and is_finite(outputs):
                 raise ConfigError(
-                    f"The loss is {score} on the validation data after step {step}, of outputs "
-                    "that are finite. Look at the loss, or pass a metric."
+                    f"The loss is {score} on validation data after step {step}, of outputs that "
+                    "are finite. Look at the loss, or pass a metric."
                 )
             whose = "trained" if is_finite(self.expected) else "float"
             raise ConfigError(
@@ -404,12 +411,10 @@ def find_scaled(student: TrainableModule) -> Iterator[ScaledWeight]:
     """Weights with a learned scale; without those whose specification picks it, since such a scale
     jumps while the factor moves.
     """
-    for name, weight in student.weights.items():
-        quantizer = student.quantizers[name] if name in student.quantizers else None
-        if not isinstance(quantizer, FakeQuantize) or quantizer.is_conformed:
-            continue
-        if quantizer.log_factor is not None:
-            yield ScaledWeight(weight, quantizer, quantizer.log_factor)
+    for quantizer in student.list_quantizers():
+        name, factor = name_parameter(quantizer.group.key), quantizer.log_factor
+        if name in student.weights and factor is not None and not quantizer.is_conformed:
+            yield ScaledWeight(student.weights[name], quantizer, factor)
 
 
 def find_inner(student: TrainableModule, teacher: TrainableModule) -> list[str]:

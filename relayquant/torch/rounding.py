@@ -106,6 +106,26 @@ def keep_inside(values: torch.Tensor, real: torch.Tensor, low: Bound, high: Boun
     return torch.ops.aten.hardtanh_backward(values, real, least, most)
 
 
+def round_softly(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor,
+    limits: tuple[int, int],
+    gradient_scale: float,
+    sharpness: float,
+) -> torch.Tensor:
+    """`RoundTrip` by a staircase that has a slope everywhere: between two levels it is
+    (1 + tanh(k (f - 1/2)) / tanh(k / 2)) / 2 for a share f of the way and sharpness k, a line for
+    small k and a jump for large ones (Gong et al. 2019, DSQ, https://arxiv.org/abs/1908.05033).
+    """
+    scale = scale.detach() + (scale - scale.detach()) * gradient_scale
+    low, high = (shift_limit(limit, zero_point) for limit in limits)
+    real = torch.clamp(x / scale, low, high)
+    below = torch.floor(real.detach())
+    share = torch.tanh((real - below - 0.5) * sharpness) / math.tanh(sharpness / 2)
+    return (below + 0.5 + 0.5 * share) * scale
+
+
 class StraightThrough(torch.autograd.Function):
     """The nearest scale that a specification allows, with the gradient of the scale itself."""
 
@@ -156,6 +176,8 @@ class FakeQuantize(nn.Module):
         self.log_factor: nn.Parameter | None = None
         if self.ranges is Ranges.LEARNED:
             self.log_factor = nn.Parameter(torch.zeros(len(scale)))
+        #: of the staircase that takes the place of rounding in training, see `round_softly`
+        self.sharpness: float | None = None
         #: extremes of the batch that runs
         self.seen: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -182,6 +204,8 @@ class FakeQuantize(nn.Module):
             self.limits,
             self.find_gradient_scale(x),
         )
+        if self.sharpness is not None and self.training:
+            return round_softly(*given, self.sharpness)
         return RoundTrip.apply(*given)  # pyright: ignore[reportReturnType]
 
     def find_gradient_scale(self, x: torch.Tensor) -> float:

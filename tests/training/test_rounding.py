@@ -19,7 +19,7 @@ from relayquant.reference import qnn
 torch = pytest.importorskip("torch", reason="pip install torch")
 
 from relayquant.torch import Ranges  # noqa: E402
-from relayquant.torch.rounding import FakeQuantize, RoundTrip  # noqa: E402
+from relayquant.torch.rounding import FakeQuantize, RoundTrip, round_softly  # noqa: E402
 
 SHAPE = (4, 3, 5)
 DTYPES = ("int8", "uint8", "int16", "uint16")
@@ -135,6 +135,48 @@ def test_gradient__where_the_rounded_value_is_within_bounds(limits, zeros):
             assert float(x.grad[row, k]) == is_inside
             slope += held - (half / 2 if is_inside else 0)
     assert float(scale.grad) == slope
+
+
+def test_round_softly__between_a_line_and_rounding():
+    """Levels are kept; between them it goes from the identity to rounding, never back down."""
+    x = torch.linspace(-5, 5, 1001, dtype=torch.float64)
+    scale, zero = torch.tensor([0.25], dtype=torch.float64), torch.tensor([0])
+    hard = (torch.round(x / scale).clamp(-7, 7) * scale).double()
+    by_sharpness = [round_softly(x, scale, zero, (-7, 7), 1.0, k) for k in (1e-3, 8.0, 400.0)]
+    line = x.clamp(-7 * 0.25, 7 * 0.25)
+    torch.testing.assert_close(by_sharpness[0], line, rtol=1e-5, atol=1e-5)
+    share = (x / scale).abs() % 1
+    away = (share - 0.5).abs() > 0.02
+    torch.testing.assert_close(by_sharpness[2][away], hard[away], rtol=1e-6, atol=1e-6)
+    for soft in by_sharpness:
+        assert (soft.diff() >= -1e-12).all()
+        at_level = share < 1e-6
+        torch.testing.assert_close(soft[at_level], hard[at_level], rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("sharpness", [0.5, 8.0, 20.0])
+def test_round_softly__gradient_is_that_of_its_values(sharpness):
+    """torch.autograd.gradcheck: difference quotients in float64, x beyond the bounds, too."""
+    generator = torch.Generator().manual_seed(0)
+    x = (torch.rand(3, 8, dtype=torch.float64, generator=generator) - 0.5) * 6
+    scale = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64).reshape(3, 1)
+    zero = torch.tensor([0, 1, -2]).reshape(3, 1)
+
+    def function(x, scale):
+        return round_softly(x, scale, zero, (-7, 7), 1.0, sharpness)
+
+    inputs = (x.requires_grad_(), scale.requires_grad_())
+    assert torch.autograd.gradcheck(function, inputs, eps=1e-7, atol=1e-5)
+
+
+def test_sharpness__counts_in_training_alone():
+    x = draw(0, *SHAPE)
+    spec = rq.QSpec("int8", rq.Scheme.SYMMETRIC)
+    quantizer, qparams = make_quantizer(spec, Ranges.LEARNED, x, constant=True)
+    quantizer.sharpness, value = 8.0, torch.from_numpy(x)
+    assert not torch.equal(quantizer.train()(value, 1), quantizer.eval()(value, 1))
+    expected = round_in_numpy(x, qparams, spec.limits)
+    np.testing.assert_array_equal(quantizer(value, 1).detach().numpy(), expected)
 
 
 def test_learned__gradient_scale_of_lsq():
