@@ -177,6 +177,70 @@ def test_border__integers_pass_from_run_to_run_and_round_the_loop(early_exit, mo
     assert all(each in made for each in passed)
 
 
+def test_border__what_is_read_in_float_is_not_rounded_for_it(early_exit, monkeypatch):
+    """Values that shrink from pass to pass cross on one grid, that of the largest. Conditions and
+    heads read them as exactly as without a border: the same decisions, each answer as good.
+    """
+    model, prepared, converted = early_exit
+    assert [run.exact for run in converted.runs] == [(0,), (), (0,), ()]
+    assert converted.runs[2].inputs[0] is converted.runs[0].outputs[0] is not None
+    monkeypatch.setattr("relayquant.torch.define_by_run.runs.choose_borders", lambda *arguments: [])
+    apart = rq.torch.convert(prepared)
+    test = draw_images(15, 1)
+    for x, want in zip(test, run_float(model, test), strict=True):
+        assert sqnr([want], [converted(x)]) > sqnr([want], [apart(x)]) - 0.5
+
+
+class Chained(nn.Module):
+    """Blocks between conditions that read something else."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.ReLU()) for _ in range(3)
+        )
+
+    def forward(self, x, steps):
+        for block in self.blocks:
+            if steps.sum() > 0:
+                x = block(x)
+        return x
+
+
+def test_border__what_is_read_as_integers_alone_is_given_so():
+    model = seed(Chained)
+    images = [torch.randn(1, 4, 6, 6) for _ in range(4)]
+    prepared = rq.torch.prepare(model, (images[0], torch.ones(2)), effort="fast")
+    for image in images[1:]:
+        prepared(image, torch.ones(2))
+    converted = rq.torch.convert(prepared)
+    first, second, last = converted.runs
+    assert first.outputs[0] is second.inputs[0] is not None
+    assert second.outputs[0] is last.inputs[0] is not None
+    assert [run.exact for run in converted.runs] == [(), (), ()]
+    assert last.outputs == (None,)
+    with torch.no_grad():
+        want = model(images[0], torch.ones(2))
+    assert sqnr([want], [converted(images[0], torch.ones(2))]) > 30
+
+
+def test_deferred_values__made_again_only_where_nobody_holds_them(writer):
+    model, converted = writer
+    tokens = torch.ones(6, dtype=torch.int64)
+    first = converted(tokens)
+    kept = model.last
+    state = kept.clone()
+    again = converted(torch.full((6,), 2))
+    assert model.last is not kept
+    assert torch.equal(kept, state), "a value that the user holds stays what it was"
+    assert not torch.equal(first, again)
+    kept.note = "mine"
+    converted(tokens)
+    del kept
+    converted(tokens)
+    assert not hasattr(model.last, "note")
+
+
 def test_state_in_python__code_runs_as_it_is(early_exit):
     model, _, converted = early_exit
     before = len(model.counts)

@@ -46,6 +46,47 @@ def split_arguments(value: Any, tensors: list[torch.Tensor]) -> Any:
 _PLAIN = frozenset({int, float, bool, str, type(None)})
 
 
+class FlatArguments:
+    """The arguments of a call that holds its tensors and plain values side by side, compared
+    without a template being made of those of another call.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._args, self._kwargs = args, tuple(kwargs.items())
+
+    @staticmethod
+    def of(template: Any) -> FlatArguments | None:
+        """Those of a template (args, kwargs); None where tensors are within lists and the like."""
+        args, kwargs = template
+        is_flat = all(
+            type(each) is Slot or type(each) in _PLAIN for each in (*args, *kwargs.values())
+        )
+        return FlatArguments(args, kwargs) if is_flat else None
+
+    def match(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
+        """The tensors of another call that has equal arguments but for these, in the order of their
+        slots; None for one that may have others.
+        """
+        if len(args) != len(self._args) or len(kwargs) != len(self._kwargs):
+            return None
+        tensors: list[torch.Tensor] = []
+        for value, wanted in zip(args, self._args, strict=True):
+            if not _take(value, wanted, tensors):
+                return None
+        for name, wanted in self._kwargs:
+            if name not in kwargs or not _take(kwargs[name], wanted, tensors):
+                return None
+        return tensors
+
+
+def _take(value: Any, wanted: Any, tensors: list[torch.Tensor]) -> bool:
+    """Whether a value is the tensor or the plain value that is wanted there."""
+    if type(wanted) is Slot:
+        tensors.append(value)
+        return isinstance(value, torch.Tensor)
+    return type(value) is type(wanted) and value == wanted
+
+
 @dataclass(frozen=True)
 class SliceTemplate:
     """A slice with a tensor among its ends."""

@@ -3,17 +3,19 @@
 Values that meet at one input of a run, from two branches or round a loop, have one grid: such
 borders are joined until no value crosses two of them. A border is integer when the runs that
 compute what crosses it, and one that reads it, quantize it anyway; its grid is picked by the
-observer of the latter, from all values that crossed.
+observer of the latter, from all values that crossed. What is read in float, too, is not rounded for
+that: the run gives it both ways.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import tvm
+from tvm import relax
 
 from relayquant.calibration.choose_ranges import OutputSQNR
 from relayquant.calibration.observers import MinMax, Observer
@@ -38,10 +40,14 @@ class Port:
 
 @dataclass(frozen=True)
 class Border:
-    """Inputs and outputs of runs that are one value of the model, and its grid."""
+    """Inputs and outputs of runs that are one value of the model, and its grid.
+
+    `exact` are outputs among them that are read in float as well.
+    """
 
     ports: frozenset[Port]
     qparams: QParams
+    exact: frozenset[Port] = frozenset()
 
 
 def find_meetings(tapes: Sequence[Tape], blocks: Sequence[StraightRun]) -> list[frozenset[Port]]:
@@ -65,6 +71,35 @@ def find_meetings(tapes: Sequence[Tape], blocks: Sequence[StraightRun]) -> list[
         joined = groups.get(port, {port}) | groups.get(made[value], {made[value]})
         groups.update(dict.fromkeys(joined, joined))
     return sorted({frozenset(group) for group in groups.values()}, key=sorted)
+
+
+def find_float_reads(tapes: Sequence[Tape], blocks: Sequence[StraightRun]) -> set[Port]:
+    """Outputs of runs that operators in PyTorch read, or the user."""
+    owned = [set[int]() for _ in tapes]
+    made: dict[tuple[int, int], Port] = {}
+    for b, block in enumerate(blocks):
+        for each in block.passes:
+            owned[each.tape].update(each.steps)
+            inside: dict[int, int] = {}
+            for i, step in zip(each.steps, block.steps, strict=True):
+                inside.update(zip(step.results, tapes[each.tape].steps[i].results, strict=True))
+            for k, number in enumerate(block.outputs):
+                made[each.tape, inside[number]] = Port(b, True, k)
+    read: set[Port] = set()
+    for t, tape in enumerate(tapes):
+        values: set[object] = set(tape.alive)
+        for i, step in enumerate(tape.steps):
+            if i not in owned[t]:
+                values.update(step.operands)
+        read.update(port for (at, value), port in made.items() if at == t and value in values)
+    return read
+
+
+def is_read_inside(prepared: PreparedModel, number: int) -> bool:
+    """Whether operators of a run read an output of it themselves."""
+    graph = Graph(prepared.mod)
+    result = list(iterate_results(result_expr(graph)))[number]
+    return isinstance(result, relax.Var) and bool(graph.users[result])
 
 
 def read_inputs(tape: Tape, block: StraightRun, steps: Sequence[int]) -> list[int]:
@@ -105,6 +140,7 @@ def choose_borders(
     plan_run: Callable[..., PreparedModel],
     observer: Observer | None,
     read_values: Callable[[Port], Iterator[np.ndarray]],
+    float_reads: Collection[Port],
 ) -> list[Border]:
     """The borders that integers cross.
 
@@ -114,6 +150,7 @@ def choose_borders(
         plan_run: (module, output_dtypes) -> its plan; ConfigError where an output cannot be so.
         observer: What picks the grids; None: that of the first run that reads the values.
         read_values: Input of a run -> all arrays that came there.
+        float_reads: Outputs that PyTorch reads.
     """
     plans = {number: plan_run(mod, {}) for number, mod in graphs.items()}
     borders = []
@@ -147,7 +184,12 @@ def choose_borders(
             picker = MinMax()  # there is no output to judge by: nothing is clipped
         values = itertools.chain.from_iterable(map(read_values, read))
         crossed = frozenset([*makers, *readers])  # other readers take it in float
-        borders.append(Border(crossed, picker.observe(first.info, values)))
+        exact = frozenset(
+            port for port in makers
+            if crossed != ports or port in float_reads
+            or is_read_inside(plans[port.block], port.number)
+        )  # fmt: skip
+        borders.append(Border(crossed, picker.observe(first.info, values), exact))
     return borders
 
 

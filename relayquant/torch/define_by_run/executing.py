@@ -23,11 +23,11 @@ from tvm import relax
 from relayquant.errors import ModelError, warn_user
 from relayquant.qtypes import INTEGER_LIMITS, QParams
 from relayquant.runtime import ALIGNMENT, check_threads, flatten_result, stop_spinning
-from relayquant.torch.define_by_run.arguments import is_equal, split_arguments
+from relayquant.torch.define_by_run.arguments import FlatArguments, is_equal, split_arguments
 from relayquant.torch.define_by_run.blocks import Form, Input, Inside
 from relayquant.torch.define_by_run.call_sites import CallSite, SiteKey, SiteTable
 from relayquant.torch.define_by_run.entry import Unseen
-from relayquant.torch.define_by_run.functions import is_metadata, may_write, name_function
+from relayquant.torch.define_by_run.functions import NUMBERS, is_metadata, may_write, name_function
 from relayquant.torch.define_by_run.graphs import run_steps
 from relayquant.torch.define_by_run.runs import QuantizedRun
 from relayquant.torch.define_by_run.tape import ModelConstants, check_order, is_view
@@ -54,9 +54,23 @@ class DeferredTensor(torch.Tensor):
     def make(shape: Sequence[int], dtype: Any, passing: RunPass, number: int) -> DeferredTensor:
         """A value that is not computed yet."""
         value = torch.Tensor._make_wrapper_subclass(DeferredTensor, shape, dtype=dtype)
-        value.passing, value.number, value.form = passing, number, (tuple(shape), dtype)
-        value.floats = value.integers = None
+        value.form = tuple(shape), dtype
+        value.begin(passing, number)
         return value
+
+    def begin(self, passing: RunPass, number: int) -> None:
+        """It is a value of this pass, not computed yet."""
+        self.passing, self.number = passing, number
+        self.floats = self.integers = None
+
+    # Questions that code asks often: answered here, they do not pass PyTorch's dispatch.
+
+    def dim(self) -> int:
+        return len(self.form[0])
+
+    def size(self, dim: int | None = None) -> Any:
+        shape = torch.Size(self.form[0])
+        return shape if dim is None else shape[dim]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -124,12 +138,35 @@ class RunPlayer:
         self.module = CompiledModule(run.executable)
         self._forms: dict[tuple[int, Any], list[tuple[tuple[int, ...], Any]]] = {}
         self.is_fixed = all(None not in form.shape for form in self.block.forms)
+        self._fixed = [
+            [(self.block.forms[k].shape, self.block.forms[k].dtype) for k in step.results]
+            for step in self.block.steps
+        ]
+        #: values of a pass before, by number
+        self._made: dict[int, DeferredTensor] = {}
+
+    def make_value(
+        self, number: int, shape: tuple[int, ...], dtype: Any, passing: RunPass
+    ) -> DeferredTensor:
+        """A value that is not computed yet: a new one, or that of a pass before which nobody
+        holds any more.
+        """
+        value = self._made.get(number)
+        # Here, in the table and as the argument: nobody else.
+        if value is not None and sys.getrefcount(value) == 3 and value.form == (shape, dtype):
+            form = value.form
+            value.__dict__.clear()  # also what the user's code has set
+            value.form = form
+            value.begin(passing, number)
+            return value
+        value = self._made[number] = DeferredTensor.make(shape, dtype, passing, number)
+        return value
 
     def find_forms(self, number: int, tensors: Sequence[torch.Tensor]) -> Any:
         """Shapes and dtypes of the results of a step, for tensors of these shapes."""
         step = self.block.steps[number]
         if self.is_fixed:
-            return [(self.block.forms[k].shape, self.block.forms[k].dtype) for k in step.results]
+            return self._fixed[number]
         with torch._C.DisableTorchFunctionSubclass():
             shapes = tuple(tuple(tensor.shape) for tensor in tensors)
         key = number, shapes
@@ -145,7 +182,8 @@ class RunPlayer:
 
 def align(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor that compiled code can read where it lies."""
-    tensor = tensor.detach().contiguous()
+    if tensor.requires_grad or not tensor.is_contiguous():
+        tensor = tensor.detach().contiguous()
     return tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
 
 
@@ -168,9 +206,11 @@ class RunPass:
         self._floats: dict[int, torch.Tensor] = {}
 
     def take(self, arguments: Any, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether the next operator is called as in calibration; its inputs are kept."""
+        """Whether the next operator is called as in calibration; its inputs are kept. `arguments`
+        is None where they are known to be those.
+        """
         step = self.player.block.steps[self.position]
-        if not is_equal(arguments, step.step.call.arguments):
+        if arguments is not None and not is_equal(arguments, step.step.call.arguments):
             return False
         if len(tensors) != len(step.sources):
             return False
@@ -205,7 +245,7 @@ class RunPass:
         else:
             forms = self.player.find_forms(self.position, tensors)
             made = [
-                DeferredTensor.make(shape, dtype, self, number)
+                self.player.make_value(number, shape, dtype, self)
                 for (shape, dtype), number in zip(forms, step.results, strict=True)
             ]
             for value in made:
@@ -226,15 +266,16 @@ class RunPass:
                 for tensor, qparams in zip(self.inputs, run.inputs, strict=True)
             ]
             outputs = self.player.module.call(inputs)
-        for number, tensor, qparams in zip(
-            self.player.block.outputs, outputs, run.outputs, strict=True
-        ):
+        numbers = self.player.block.outputs
+        integers = dict(zip(run.exact, outputs[len(numbers) :], strict=True))
+        for k, (number, qparams) in enumerate(zip(numbers, run.outputs, strict=True)):
             value = self.values[number]
-            if value is not None:
-                if qparams is None:
-                    value.floats = tensor
-                else:
-                    value.integers = tensor, qparams
+            if value is None:
+                continue
+            if qparams is None or k in integers:
+                value.floats = outputs[k]
+            if qparams is not None:
+                value.integers = integers.get(k, outputs[k]), qparams
         self.values = []
 
     def compute_in_float(self) -> dict[int, torch.Tensor]:
@@ -298,13 +339,20 @@ class RunningCode(TorchFunctionMode):
         if is_asking:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        tensors: list[torch.Tensor] = []
-        arguments = split_arguments((args, kwargs), tensors)
-        if not tensors:
+        if name in NUMBERS and type(args[0]) is torch.Tensor and self.order is None:
             return func(*args, **kwargs)
         frame = sys._getframe(1)
         key = self.sites.find_key(frame, name)
         place = self.places.get(key)
+        arguments = None
+        tensors = None
+        if place is not None and place.arguments is not None:
+            tensors = place.arguments.match(args, kwargs)
+        if tensors is None:
+            tensors = []
+            arguments = split_arguments((args, kwargs), tensors)
+        if not tensors:
+            return func(*args, **kwargs)
         if place is None:
             result = self.run_in_float(func, name, args, kwargs, tensors)
             self.report_unseen(self.sites.describe(key, frame), result)
@@ -403,11 +451,15 @@ class RunningCode(TorchFunctionMode):
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Where an operator of the code runs: number of it in a run; in PyTorch if `player` is None."""
+    """Where an operator of the code runs: number of it in a run; in PyTorch if `player` is None.
+
+    `arguments` are those it is called with, where they can be compared as they come.
+    """
 
     site: CallSite
     player: RunPlayer | None = None
     number: int = 0
+    arguments: FlatArguments | None = None
 
 
 def has_floats(result: object) -> bool:

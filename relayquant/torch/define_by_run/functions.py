@@ -67,6 +67,8 @@ DROPOUT = frozenset(["dropout", "dropout1d", "dropout2d", "dropout3d"])
 SIZED_BY_VALUES = frozenset(
     ["nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount", "_unique2"]
 )
+#: Functions that give a number of Python's: no part of a run.
+NUMBERS = frozenset(["item", "tolist", "__bool__", "__int__", "__float__", "__index__"])
 #: Operators of Python that write into their first argument -> the same that does not.
 IN_PLACE = {
     "__iadd__": "__add__",

@@ -15,7 +15,12 @@ from relayquant.errors import ModelError
 from relayquant.ledger import Ledger, read_ledger
 from relayquant.quantizer import quantize
 from relayquant.settings import QuantizeSettings
-from relayquant.torch.define_by_run.arguments import Slot, join_arguments, split_arguments
+from relayquant.torch.define_by_run.arguments import (
+    FlatArguments,
+    Slot,
+    join_arguments,
+    split_arguments,
+)
 from relayquant.torch.define_by_run.call_sites import CallSite, SiteKey, SiteTable
 from relayquant.torch.define_by_run.entry import Unseen
 from relayquant.torch.define_by_run.executing import (
@@ -210,8 +215,9 @@ class QuantizedProgram:
         places: dict[CallSite, Place] = {}
         for run in self.runs:
             player = RunPlayer(run, constants)
-            for number, site in enumerate(run.block.sites):
-                places[site] = Place(site, player, number)
+            for number, step in enumerate(run.block.steps):
+                flat = FlatArguments.of(step.step.call.arguments)
+                places[step.step.site] = Place(step.step.site, player, number, flat)
         self._places: dict[SiteKey, Place] = {
             key: places.get(site, Place(site)) for key, site in table.sites.items()
         }

@@ -13,23 +13,28 @@ from typing import Any
 import numpy as np
 import torch  # pyright: ignore[reportMissingImports]
 import tvm
+from tvm import relax
 
 from relayquant.calibration.observers import Observer
 from relayquant.compilation import compile
 from relayquant.config import QConfigMapping, Selector
+from relayquant.dialect import qnn
 from relayquant.errors import ConfigError, ModelError
-from relayquant.ledger import Ledger, LedgerRow, read_ledger
+from relayquant.ledger import Ledger, LedgerRow, ledger_attrs, read_ledger
 from relayquant.pipeline import prepare_model
 from relayquant.plan import Support
 from relayquant.prepared import PreparedModel
 from relayquant.qtypes import QParams
 from relayquant.quantizer import quantize
+from relayquant.rewrite import Emitter, Graph, rewrite_main
+from relayquant.rewrite.graph import iterate_results, result_expr
 from relayquant.settings import PrepareSettings, QuantizeSettings
 from relayquant.torch.define_by_run.blocks import Input, StraightRun, find_blocks
 from relayquant.torch.define_by_run.borders import (
     Border,
     Port,
     choose_borders,
+    find_float_reads,
     find_meetings,
     name_ports,
 )
@@ -47,6 +52,8 @@ class QuantizedRun:
         mod: The integer module; its ledger says what was quantized.
         executable: It, compiled for this machine.
         inputs, outputs: Their grids; None for those in float, and for those that are no floats.
+        exact: Numbers of the outputs on a grid that the module gives in float, and again, behind
+            all outputs and in this order, as integers.
     """
 
     block: StraightRun
@@ -54,6 +61,7 @@ class QuantizedRun:
     executable: Any
     inputs: tuple[QParams | None, ...]
     outputs: tuple[QParams | None, ...]
+    exact: tuple[int, ...] = ()
 
 
 class RunData:
@@ -133,7 +141,8 @@ def quantize_runs(
             del graphs[number]
     observer = settings.calibration if isinstance(settings.calibration, Observer) else None
     meetings = find_meetings(tapes, blocks)
-    borders = choose_borders(meetings, graphs, plan_run, observer, data.read_port)
+    floats = find_float_reads(tapes, blocks)
+    borders = choose_borders(meetings, graphs, plan_run, observer, data.read_port, floats)
     runs = [
         quantize_run(number, blocks[number], mod, plans[number], borders, data, settings)
         for number, mod in graphs.items()
@@ -204,7 +213,9 @@ def quantize_run(
     grids: dict[Port, QParams] = {
         port: border.qparams for border in borders for port in border.ports if port.block == number
     }
-    dtypes = {port: qparams.dtype for port, qparams in grids.items()}
+    exact = sorted(port for border in borders for port in border.exact if port.block == number)
+    planned = {port: qparams for port, qparams in grids.items() if port not in exact}
+    dtypes = {port: qparams.dtype for port, qparams in planned.items()}
     qmod = quantize(
         mod,
         None,
@@ -215,17 +226,48 @@ def quantize_run(
         calibration=settings.calibration,
         parameters={
             (outputs if port.is_output else inputs)[port.number]: qparams
-            for port, qparams in grids.items()
+            for port, qparams in planned.items()
         },
         input_dtypes={port.number: d for port, d in dtypes.items() if not port.is_output},
         output_dtypes={port.number: d for port, d in dtypes.items() if port.is_output},
     )
+    qmod = add_integer_outputs(qmod, {port.number: grids[port] for port in exact})
     return QuantizedRun(
         block,
         qmod,
         compile(qmod),
         tuple(grids.get(Port(number, False, k)) for k in range(len(block.inputs))),
         tuple(grids.get(Port(number, True, k)) for k in range(len(block.outputs))),
+        tuple(port.number for port in exact),
+    )
+
+
+def add_integer_outputs(mod: tvm.IRModule, grids: Mapping[int, QParams]) -> tvm.IRModule:
+    """main with further results, behind its own: some of these, by number, on a grid.
+
+    return x -> return (x, quantize(x)), which their ledger tells of.
+    """
+    if not grids:
+        return mod
+    graph, ledger = Graph(mod), read_ledger(mod)
+    results = list(iterate_results(result_expr(graph)))
+    rows = [
+        replace(ledger.outputs[k], requested=grid.dtype).with_qparams(grid)
+        for k, grid in grids.items()
+    ]
+    ledger = replace(ledger, outputs=(*ledger.outputs, *rows))
+
+    def give_both(emitter: Emitter, out: relax.Expr) -> relax.Expr:
+        integers = []
+        for k, grid in grids.items():
+            scale, zero = relax.const(grid.scale, "float32"), relax.const(grid.zero_point, "int32")
+            real = emitter.get(results[k])
+            value = qnn.quantize(real, scale, zero, out_dtype=grid.dtype)
+            integers.append(emitter.emit(value, f"{ledger.outputs[k].name}.border"))
+        return relax.Tuple([*map(emitter.get, results), *integers])
+
+    return rewrite_main(
+        mod, lambda e, b: e.get(b.value), result=give_both, attrs=ledger_attrs(ledger)
     )
 
 
