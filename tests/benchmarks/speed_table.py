@@ -35,8 +35,6 @@ from relayquant.storage.files import open_temporary_folder, write_whole
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs/speed.json"
-#: around a table; what is between is written anew
-BEGIN, END = "<!-- speed: begin -->", "<!-- speed: end -->"
 #: row of the table -> model and its options
 ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "ResNet-50": ("resnet50", {}),
@@ -150,10 +148,16 @@ def read_times(times: Mapping[str, Mapping[str, Any]]) -> dict[str, Latency]:
     return {name: Latency(**fields) for name, fields in times.items()}
 
 
-def replace_table(text: str, table: str) -> str:
-    """The text of a page with another table between the marks."""
-    before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}\n{table}\n{rest[rest.index(END) :]}"
+def find_marks(name: str) -> tuple[str, str]:
+    """What stands around a table of a page; what is between is written anew."""
+    return f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+
+
+def replace_table(text: str, table: str, name: str = "speed") -> str:
+    """The text of a page with another table between the marks of this name."""
+    begin, end = find_marks(name)
+    before, rest = text.split(begin)
+    return f"{before}{begin}\n{table}\n{rest[rest.index(end) :]}"
 
 
 def write_tables(results: Mapping[str, Any]) -> None:
@@ -167,12 +171,12 @@ def write_tables(results: Mapping[str, Any]) -> None:
         write_whole(page, lambda path, text=text: path.write_text(text, encoding="utf-8"))
 
 
-def read_results() -> dict[str, Any]:
+def read_results(file: Path = RESULTS) -> dict[str, Any]:
     """What was measured before on this CPU with these versions."""
     fresh = {"cpu": name_cpu(), "versions": list_versions([*RIVALS.values()]), "times": {}}
-    if not RESULTS.exists():
+    if not file.exists():
         return fresh
-    found = json.loads(RESULTS.read_text(encoding="utf-8"))
+    found = json.loads(file.read_text(encoding="utf-8"))
     is_same = all(found[key] == fresh[key] for key in ("cpu", "versions"))
     return found if is_same else fresh
 

@@ -46,7 +46,8 @@ def test_replace_table__leaves_the_rest_of_a_page(page):
     assert speed_table.replace_table(changed, "| another |").replace("| another |", "") == (
         speed_table.replace_table(text, "")
     )
-    before, after = text.split(speed_table.BEGIN)[0], text.split(speed_table.END)[1]
+    begin, end = speed_table.find_marks("speed")
+    before, after = text.split(begin)[0], text.split(end)[1]
     assert changed.startswith(before)
     assert changed.endswith(after)
 

@@ -1,0 +1,363 @@
+"""Times of products with int4 weights in all engines, as the second table of docs/speed.md.
+
+    python tests/benchmarks/language_table.py [--rows "GEMV 4096x4096" ...] [--threads 1 2]
+        [--folder DIR]
+
+Weights are random, 4 bits in groups of 32 with scales of 16 bits (of 32 in ONNX Runtime, which has
+no others here); rows are quantized to int8 while the model runs (W4A8). ONNX Runtime has
+`MatMulNBits` with accuracy_level 4, OpenVINO what `nncf.compress_weights` writes, and dynamic
+quantization in groups of 32. A model is several products, each with an input and a weight of its
+own, so that a GEMV has them come from memory; times are of one product. "bandwidth" reads as many
+bytes as our kernel does and adds them up. The Llama is one ONNX file of float weights, and the same
+with MatMulNBits: 4 layers, 2048 wide, hidden 5632, 16 heads, a vocabulary of 8192, static shapes;
+decode takes one token behind a cache of 127.
+
+Needs onnxruntime, openvino and nncf. Models are prepared in FOLDER (default: a temporary one), and
+found there the next time. Measured times go to docs/language.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import tvm
+from llama_onnx import Llama, llama_inputs, save_llama
+from onnx import TensorProto, helper, numpy_helper
+from speed_table import Times, read_results, read_times, replace_table
+from tvm import relax
+from tvm.script.ir_builder import tirx as T
+
+from relayquant.analysis.engines import Contender, Engine, measure_engines
+from relayquant.compilation import compile as compile_module
+from relayquant.compression import compress_weights
+from relayquant.dialect import qnn
+from relayquant.formats import load
+from relayquant.kernels.emit import (
+    alloc_vectors,
+    build_kernel,
+    ceil_div,
+    constant,
+    load_vector,
+    store_vector,
+)
+from relayquant.packing import count_bytes, count_groups
+from relayquant.qtypes import Granularity, QSpec
+from relayquant.storage.files import open_temporary_folder, write_whole
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS, PAGE = ROOT / "docs/language.json", ROOT / "docs/speed.md"
+GROUP, BITS = 32, 4
+ROWS_OF_INTEGERS = QSpec("int8", is_dynamic=True, granularity=Granularity.PER_ROW)
+#: Bytes that one thread of "bandwidth" reads at once, and vectors that it adds side by side
+BLOCK, SUMS, LANES = 64 * 1024, 8, 16
+
+
+@dataclass(frozen=True)
+class Products:
+    """`copies` products of rows (rows, features) with weights (units, features) of their own."""
+
+    rows: int
+    features: int
+    units: int
+    copies: int
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return tuple(f"x{i}" for i in range(self.copies))
+
+    @property
+    def weight_bytes(self) -> int:
+        """Codes of 4 bits and scales of 16 of one product."""
+        groups = count_groups(self.features, GROUP)
+        return self.units * (count_bytes(self.features, BITS) + 2 * groups)
+
+    @property
+    def operations(self) -> int:
+        """Of one product; a multiply-add is two."""
+        return 2 * self.rows * self.features * self.units
+
+
+# ---------------------------------------------------------------- models
+
+
+def save_own(products: Products, folder: Path) -> Path:
+    """quantize_rows and grouped_dense, compiled."""
+    rng, units, features = np.random.default_rng(0), products.units, products.features
+    builder = relax.BlockBuilder()
+    shape = (products.rows, features)
+    inputs = [relax.Var(name, relax.TensorType(shape, "float32")) for name in products.inputs]
+    with builder.function("main", inputs):
+        with builder.dataflow():
+            results = []
+            for x in inputs:
+                codes = rng.integers(0, 256, (units, count_bytes(features, BITS)), "uint8")
+                scale = rng.uniform(0.01, 0.02, (units, count_groups(features, GROUP)))
+                pair = builder.emit(qnn.quantize_rows(x))
+                rows = [builder.emit(relax.TupleGetItem(pair, i)) for i in range(2)]
+                weight = [codes, scale.astype("float16"), np.uint8(1 << (BITS - 1))]
+                call = qnn.grouped_dense(*rows, *map(relax.const, weight), BITS, GROUP, features)
+                results.append(builder.emit(call))
+            result = builder.emit_output(relax.Tuple(results))
+        builder.emit_func_output(result)
+    return export(builder.finalize(), folder / "own.so")
+
+
+def save_reading(products: Products, folder: Path) -> Path:
+    """Sums over as many bytes, in blocks that threads share."""
+    blocks = ceil_div(products.weight_bytes, BLOCK)
+    words = BLOCK // 4
+
+    def body() -> None:
+        # Not read: without it results would be constants of the module.
+        T.arg("x", T.Buffer((products.rows, products.features), "float32"))
+        data = T.arg("data", T.Buffer((blocks * words,), "int32"))
+        out = T.arg("out", T.Buffer((blocks * LANES,), "int32"))
+        with T.parallel(blocks) as block:
+            totals = alloc_vectors(SUMS, LANES)
+            for total in totals:
+                store_vector(total, constant("int32", 0, LANES), 0, LANES)
+            with T.serial(words // (SUMS * LANES)) as step:
+                for i, total in enumerate(totals):
+                    at = block * words + (step * SUMS + i) * LANES
+                    value = load_vector(total, 0, LANES) + load_vector(data, at, LANES)
+                    store_vector(total, value, 0, LANES)
+            value = load_vector(totals[0], 0, LANES)
+            for total in totals[1:]:
+                value = value + load_vector(total, 0, LANES)
+            store_vector(out, value, block * LANES, LANES)
+
+    func = build_kernel("read", body).without_attr("global_symbol")
+    builder = relax.BlockBuilder()
+    kernel = builder.add_func(func.with_attr("tirx.is_scheduled", True), "read")
+    shape = (products.rows, products.features)
+    inputs = [relax.Var(name, relax.TensorType(shape, "float32")) for name in products.inputs]
+    with builder.function("main", inputs):
+        with builder.dataflow():
+            out = relax.TensorType((blocks * LANES,), "int32")
+            results = []
+            for i, x in enumerate(inputs):
+                data = relax.const(np.full(blocks * words, i, "int32"))
+                results.append(builder.emit(relax.call_tir(kernel, (x, data), out)))
+            result = builder.emit_output(relax.Tuple(results))
+        builder.emit_func_output(result)
+    return export(builder.finalize(), folder / "read.so")
+
+
+def export(mod: tvm.IRModule, path: Path) -> Path:
+    compile_module(mod).export_library(str(path))
+    return path
+
+
+def save_onnx(products: Products, folder: Path) -> Path:
+    """One MatMulNBits for each product, random codes."""
+    rng, groups = np.random.default_rng(0), count_groups(products.features, GROUP)
+    nodes, constants = [], []
+    for i, x in enumerate(products.inputs):
+        codes = rng.integers(0, 256, (products.units, groups, GROUP * BITS // 8), "uint8")
+        scale = rng.uniform(0.01, 0.02, products.units * groups).astype("float32")
+        constants += [
+            numpy_helper.from_array(codes, f"b{i}"),
+            numpy_helper.from_array(scale, f"s{i}"),
+        ]
+        form = {"K": products.features, "N": products.units, "bits": BITS, "block_size": GROUP}
+        nodes.append(
+            helper.make_node(
+                "MatMulNBits",
+                [x, f"b{i}", f"s{i}"],
+                [f"y{i}"],
+                domain="com.microsoft",
+                accuracy_level=4,
+                **form,
+            )
+        )
+
+    def declare(names: Sequence[str], width: int) -> list[onnx.ValueInfoProto]:
+        shape = (products.rows, width)
+        return [helper.make_tensor_value_info(n, TensorProto.FLOAT, shape) for n in names]
+
+    outputs = [f"y{i}" for i in range(products.copies)]
+    graph = helper.make_graph(
+        nodes,
+        "products",
+        declare(products.inputs, products.features),
+        declare(outputs, products.units),
+        constants,
+    )
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=9), folder / "model.onnx")
+    return folder / "model.onnx"
+
+
+def save_openvino(products: Products, folder: Path) -> Path:
+    """Float products, compressed by NNCF."""
+    import openvino as ov
+    from openvino import opset13
+
+    rng, inputs, results = np.random.default_rng(0), [], []
+    for name in products.inputs:
+        x = opset13.parameter([products.rows, products.features], np.float32, name)
+        x.output(0).get_tensor().set_names({name})
+        weight = rng.standard_normal((products.units, products.features), "float32")
+        inputs.append(x)
+        results.append(opset13.matmul(x, opset13.constant(weight), False, True))
+    return compress_with_nncf(ov.Model(results, inputs, "products"), folder)
+
+
+def compress_with_nncf(model: Any, folder: Path) -> Path:
+    """Path of a model of OpenVINO with weights of 4 bits in groups."""
+    import nncf
+    import openvino as ov
+
+    model = nncf.compress_weights(
+        model, mode=nncf.CompressWeightsMode.INT4_SYM, ratio=1.0, group_size=GROUP, all_layers=True
+    )
+    model.set_rt_info(str(GROUP), ["runtime_options", "DYNAMIC_QUANTIZATION_GROUP_SIZE"])
+    ov.save_model(model, folder / "nncf.xml")
+    return folder / "nncf.xml"
+
+
+def save_llama_own(llama: Llama, folder: Path) -> Path:
+    """The float ONNX file, compressed."""
+    mod, params = load(write_float(llama, folder))
+    compressed = compress_weights(
+        mod, params, bits=BITS, group_size=GROUP, scale_dtype="float16", activation=ROWS_OF_INTEGERS
+    )
+    return export(compressed, folder / "own.so")
+
+
+def save_llama_onnx(llama: Llama, folder: Path) -> Path:
+    save_llama(llama, GROUP, folder / "model.onnx")
+    return folder / "model.onnx"
+
+
+def save_llama_openvino(llama: Llama, folder: Path) -> Path:
+    """The float ONNX file, compressed by NNCF."""
+    import openvino as ov
+
+    return compress_with_nncf(ov.Core().read_model(write_float(llama, folder)), folder)
+
+
+def write_float(llama: Llama, folder: Path) -> Path:
+    path = folder / "float.onnx"
+    if not path.exists():
+        save_llama(llama, None, path)
+    return path
+
+
+def draw_inputs(spec: Products | Llama) -> dict[str, np.ndarray]:
+    """What a run of a row takes."""
+    if isinstance(spec, Llama):
+        return llama_inputs(spec)
+    rng, shape = np.random.default_rng(0), (spec.rows, spec.features)
+    return {name: rng.standard_normal(shape, "float32") for name in spec.inputs}
+
+
+#: contender -> engine, and what makes its file
+Makers = Mapping[str, tuple[Engine, Callable[[Any, Path], Path]]]
+GEMM_MAKERS: Makers = {
+    "relayquant": (Engine.RELAYQUANT, save_own),
+    "onnxruntime": (Engine.ONNXRUNTIME, save_onnx),
+    "openvino": (Engine.OPENVINO, save_openvino),
+}
+GEMV_MAKERS: Makers = {**GEMM_MAKERS, "bandwidth": (Engine.RELAYQUANT, save_reading)}
+LLAMA_MAKERS: Makers = {
+    "relayquant": (Engine.RELAYQUANT, save_llama_own),
+    "onnxruntime": (Engine.ONNXRUNTIME, save_llama_onnx),
+    "openvino": (Engine.OPENVINO, save_llama_openvino),
+}
+#: weights of a GEMV together are larger than the last cache
+ROWS: dict[str, tuple[Products | Llama, Makers]] = {
+    "GEMV 4096x4096": (Products(1, 4096, 4096, 12), GEMV_MAKERS),
+    "GEMV 4096x11008": (Products(1, 4096, 11008, 5), GEMV_MAKERS),
+    "GEMM 128x4096x4096": (Products(128, 4096, 4096, 2), GEMM_MAKERS),
+    "GEMM 128x4096x11008": (Products(128, 4096, 11008, 1), GEMM_MAKERS),
+    "Llama, decode": (Llama(rows=1, seen=127), LLAMA_MAKERS),
+    "Llama, prefill of 128": (Llama(rows=128, seen=0), LLAMA_MAKERS),
+}
+
+
+def prepare_row(row: str, folder: Path) -> tuple[dict[str, Contender], dict[str, np.ndarray]]:
+    """(contenders, inputs) of a row; from the folder where they are there."""
+    (spec, makers), index = ROWS[row], folder / "contenders.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    entries = json.loads(index.read_text()) if index.exists() else {}
+    for name, (_, make) in makers.items():
+        if name not in entries:
+            entries[name] = make(spec, folder).name
+            write_whole(index, lambda path: path.write_text(json.dumps(entries)))
+    contenders = {name: Contender(makers[name][0], folder / at) for name, at in entries.items()}
+    return contenders, draw_inputs(spec)
+
+
+# ---------------------------------------------------------------- the table
+
+
+def format_times(spec: Products | Llama, times: Times) -> str:
+    """Our best time of one product or run in ms; in brackets how many times as long the rivals
+    take, best and median, and how long it takes to read as many bytes.
+    """
+    own = times["relayquant"]
+    count = spec.copies if isinstance(spec, Products) else 1
+    cells = [f"{own.best / count * 1e3:.2f}"]
+    for engine in ("openvino", "onnxruntime", "bandwidth"):
+        if (rival := times.get(engine)) is not None:
+            cells.append(f"({rival.best / own.best:.2f}, {rival.median / own.median:.2f})")
+    return " ".join(cells)
+
+
+def format_table(results: Mapping[str, Any]) -> str:
+    """A table in Markdown, under sentences that say what was measured where."""
+    threads = sorted({int(count) for times in results["times"].values() for count in times})
+    heads = [f"{count} {'thread' if count == 1 else 'threads'}" for count in threads]
+    lines = [
+        f"Best time in ms on {results['cpu']} ({', '.join(results['versions'])}), each engine in a",
+        "process of its own; in brackets how many times as long OpenVINO, then ONNX Runtime, and",
+        "for a GEMV reading as many bytes take, by the best and by the median time.",
+        "",
+        f"| 4-bit weights | {' | '.join(heads)} |",
+        "|---" * (len(heads) + 1) + "|",
+    ]
+    for row, (spec, _) in ROWS.items():
+        if (measured := results["times"].get(row)) is not None:
+            found = [read_times(measured.get(str(count), {})) for count in threads]
+            cells = [format_times(spec, times) if times else "" for times in found]
+            lines.append(f"| {row} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", nargs="+", choices=[*ROWS], default=[*ROWS], metavar="ROW")
+    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--prepare", action="store_true", help="measure nothing")
+    options = parser.parse_args()
+    with ExitStack() as stack:
+        folder = options.folder or stack.enter_context(open_temporary_folder())
+        results = read_results(RESULTS)
+        for row in options.rows:
+            contenders, inputs = prepare_row(row, folder / row.replace(" ", "_"))
+            for threads in [] if options.prepare else options.threads:
+                found = measure_engines(contenders, inputs, threads=threads, rounds=options.rounds)
+                times = {name: asdict(latency) for name, latency in found.latencies.items()}
+                results["times"].setdefault(row, {})[str(threads)] = times
+                cells = format_times(ROWS[row][0], found.latencies)
+                print(row, threads, cells, *found.failures.values(), flush=True)
+                text = json.dumps(results, indent=1)
+                write_whole(RESULTS, lambda path, text=text: path.write_text(text))
+    if not options.prepare:
+        text = replace_table(PAGE.read_text(encoding="utf-8"), format_table(results), "language")
+        write_whole(PAGE, lambda path: path.write_text(text, encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    main()

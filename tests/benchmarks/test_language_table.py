@@ -1,0 +1,76 @@
+"""The table of language models: its cells, and the Llama that it measures."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import language_table
+import numpy as np
+import onnx
+import pytest
+from language_table import Products
+from llama_onnx import Llama, llama_inputs, save_llama
+from onnx import numpy_helper
+from onnx.reference import ReferenceEvaluator
+
+from relayquant.analysis.latency import Latency
+
+TIMES = {
+    "relayquant": Latency(2e-3, 4e-3, 4e-3, 9),
+    "openvino": Latency(3e-3, 8e-3, 6e-3, 9),
+    "bandwidth": Latency(1.8e-3, 4e-3, 6e-3, 9),
+}
+
+
+def test_format_table__times_of_one_product():
+    times = {name: asdict(row) for name, row in TIMES.items()}
+    measured = {"GEMV 4096x11008": {"1": times}}
+    results = {"cpu": "a CPU", "versions": ["openvino 1"], "times": measured}
+    assert language_table.format_table(results).splitlines()[-3:] == [
+        "| 4-bit weights | 1 thread |",
+        "|---|---|",
+        "| GEMV 4096x11008 | 0.40 (1.50, 2.00) (0.90, 1.00) |",
+    ]
+
+
+def test_products__bytes_of_codes_and_scales():
+    assert Products(1, 64, 10, 3).weight_bytes == 10 * (32 + 2 * 2)
+
+
+def test_page__has_a_place_for_the_table():
+    text = language_table.PAGE.read_text(encoding="utf-8")
+    assert "| a table |" in language_table.replace_table(text, "| a table |", "language")
+
+
+@pytest.mark.parametrize(("rows", "seen"), [(1, 5), (6, 0)])
+def test_save_llama__groups_round_the_float_weights(rows, seen, tmp_path):
+    """The float model runs; codes of MatMulNBits, unpacked by its specification, are its weights
+    to half a step.
+    """
+    llama = Llama(rows, seen, width=32, hidden=64, layers=1, heads=2, vocabulary=32)
+    models = []
+    for group, file in ((None, "float.onnx"), (32, "groups.onnx")):
+        save_llama(llama, group, tmp_path / file)
+        models.append(onnx.load(tmp_path / file))
+    found = ReferenceEvaluator(models[0]).run(None, llama_inputs(llama))
+    assert found[0].shape == (1, rows, 32)
+    assert found[1].shape == (1, 2, rows + seen, 16)
+    assert np.isfinite(found[0]).all()
+    floats, groups = (read_products(model) for model in models)
+    assert len(floats) == len(groups) == 8
+    for (weight,), (codes, scale) in zip(floats, groups, strict=True):
+        units = len(codes)
+        both = np.stack([codes & 15, codes >> 4], -1).reshape(units, -1, 32).astype("float32")
+        steps = scale.reshape(units, -1, 1)
+        error = (both - 8) * steps - weight.T.reshape(both.shape)
+        assert (np.abs(error) <= steps * 0.501).all()
+
+
+def read_products(model: onnx.ModelProto) -> list[list[np.ndarray]]:
+    """Constants of each product by a weight, in order."""
+    constants = {c.name: numpy_helper.to_array(c) for c in model.graph.initializer}
+    return [
+        [constants[name] for name in node.input[1:]]
+        for node in model.graph.node
+        if node.op_type.startswith("MatMul") and node.input[1] in constants
+    ]
