@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import tvm
 from tvm import relax
 from tvm.ir import Call
@@ -18,6 +19,7 @@ from relayquant.dialect import qnn
 from relayquant.errors import ModelError
 from relayquant.grouping import GroupedWeight, GroupFormat
 from relayquant.ledger import Ledger, LedgerRow, attach_ledger
+from relayquant.rewrite.graph import call_name, tensor_shape
 from relayquant.settings import takes_settings
 
 
@@ -165,6 +167,21 @@ class Replacement(relax.PyExprMutator):
         self.builder_.emit_normalized(
             relax.VarBinding(binding.var, self.builder_.normalize(self.make_call(use)))
         )
+
+    def visit_call_(self, op: Call) -> relax.Expr:
+        """Sizes that are known become constants: else what asks for those of a weight, as TVM's
+        ONNX frontend does before a gather, would keep it whole.
+
+            shape_to_tensor(shape_of(w))  ->  constant
+        """
+        if call_name(op) == "relax.shape_to_tensor":
+            source = op.args[0]
+            source = self.lookup_binding(source) if isinstance(source, relax.Var) else source
+            if isinstance(source, Call) and call_name(source) == "relax.shape_of":
+                sizes = tensor_shape(source.args[0])
+                if sizes is not None and all(isinstance(size, int) for size in sizes):
+                    return relax.const(np.array(sizes, "int64"), "int64")
+        return super().visit_call_(op)
 
     def make_call(self, use: WeightUse) -> Call:
         """The grouped operator that computes what `use` did."""

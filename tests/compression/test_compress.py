@@ -267,3 +267,24 @@ def test_compress__params_by_function(llama):
     other = [*weights["decode"][:-1], params["norm.weight"].copy()]
     with pytest.raises(ModelError, match=r"two values for 'norm\.weight'"):
         rq.compress_weights(mod, {**weights, "decode": other})
+
+
+def test_sizes__what_asks_for_those_of_a_table_does_not_keep_it():
+    """TVM's ONNX frontend counts negative indices from shape_of(table)."""
+    table = relax.const(np.random.default_rng(0).normal(size=(64, 32)).astype("float32"))
+    builder = relax.BlockBuilder()
+    i = relax.Var("i", relax.TensorType([5], "int64"))
+    with builder.function("main", [i]):
+        with builder.dataflow():
+            shape = builder.emit(relax.op.shape_of(table))
+            sizes = builder.emit(relax.op.shape_to_tensor(shape))
+            rows = builder.emit(relax.op.take(sizes, relax.const(0, "int64"), axis=0))
+            is_last = builder.emit(relax.op.less(i, relax.const(0, "int64")))
+            at = builder.emit(relax.op.where(is_last, relax.op.add(i, rows), i))
+            y = builder.emit_output(relax.op.take(table, at, axis=0))
+        builder.emit_func_output(y)
+    q = rq.compress_weights(builder.finalize(), None)
+    assert not select_calls(q, "relax.shape_of")["main"]
+    at = np.array([0, -1, 63, -64, 5])
+    found = rq.reference.run(q, {"i": at})[0]
+    np.testing.assert_allclose(found, table.value.numpy()[at], atol=0.05)
