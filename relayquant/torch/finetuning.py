@@ -123,7 +123,8 @@ def finetune(
         lr: Of a step, relative to the root mean square of the weights of each output channel. A
             weight becomes another when it has moved about half a step of its grid: few bits, or few
             steps, want more.
-        scale_rate: How many times as fast as weights learned scales move.
+        scale_rate: How many times as fast as weights learned scales move; weights move along with
+            theirs, so that no level of them changes by it.
         inner_weight: How much it counts, beside `loss`, that operators inside give what they gave
             in float: the squared distance relative to the size, the mean over operators. It is for
             networks so deep that outputs alone say little.
