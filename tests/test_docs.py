@@ -57,7 +57,7 @@ def session():
 @pytest.mark.parametrize("page", [page for page in EXAMPLES if page != FIRST])
 def test_examples__show_what_happens(page, session, tmp_path, monkeypatch):
     # Packages that are extras: without PyTorch its pages are left to the part of CI that has it.
-    for package in ("torch", "onnxruntime"):
+    for package in ("torch", "onnxruntime", "gguf"):
         if any(example.source == f"import {package}\n" for example in EXAMPLES[page]):
             pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
