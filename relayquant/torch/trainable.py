@@ -17,6 +17,7 @@ from tvm.ir import Call
 
 from relayquant.errors import ConfigError, ModelError, format_count
 from relayquant.pipeline import lower_prepared
+from relayquant.plan import Plan
 from relayquant.prepared import PreparedModel
 from relayquant.qtypes import QParams, Role
 from relayquant.rewrite import Emitter, rewrite_main
@@ -168,6 +169,7 @@ class TrainableModule(nn.Module):
                 factor = norm.find_factor().detach()
                 start = start / align_channels(factor, start, norm.place.weight_axis)
             self.weights[name_parameter(key)] = nn.Parameter(start)
+        self.bias_scales = find_bias_scales(prepared.plan)
         self.floats = nn.ParameterDict(
             {
                 name_parameter(f"{name}:{i}"): nn.Parameter(program.constants[constant].clone())
@@ -202,7 +204,9 @@ class TrainableModule(nn.Module):
             constant: self.floats[name_parameter(f"{name}:{i}")]
             for (name, i), constant in program.trained.items()
         }
-        parameters = {self.find_variable(key): value for key, value in arguments.items()}
+        parameters = {
+            self.find_variable(key): self.round_bias(key, value) for key, value in arguments.items()
+        }
         return program.run(inputs, parameters, trained, self.round_value, visit)
 
     def find_variable(self, key: str) -> str:
@@ -225,6 +229,24 @@ class TrainableModule(nn.Module):
     def round_value(self, key: str, axis: int, value: torch.Tensor) -> torch.Tensor:
         """A value as its group rounds it."""
         return self.quantizers[name_parameter(key)](value, axis)
+
+    def round_bias(self, key: str, value: torch.Tensor) -> torch.Tensor:
+        """A bias in units of its accumulator, data scale x weight scale, with the gradient of the
+        bias itself; any other constant as it is.
+
+        The unit is small beside a step of the result, unless weights are large: behind them most
+        results are clipped, and what the bias alone makes is within.
+        """
+        if key not in self.bias_scales:
+            return value
+        data, weight = (
+            self.quantizers[name_parameter(group)].find_scale().detach()
+            for group in self.bias_scales[key]
+        )
+        unit = (data * weight).clamp_min(torch.finfo(torch.float32).tiny)
+        if unit.numel() > 1:
+            unit = unit.reshape(value.shape)
+        return value + (torch.round(value / unit) * unit - value).detach()
 
     def list_quantizers(self) -> Iterator[FakeQuantize]:
         """`quantizers`, typed."""
@@ -334,9 +356,21 @@ def norm_visitor(module: TrainableModule, norm: LiveBatchNorm) -> Visitor:
 
     def visit(total: torch.Tensor) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
         total, bias = norm(total)
-        return total, {variable: bias}
+        return total, {variable: module.round_bias(norm.place.bias, bias)}
 
     return visit
+
+
+def find_bias_scales(plan: Plan) -> dict[str, tuple[str, str]]:
+    """Bias -> the groups of data and weight whose scales are its unit. One with a group of its own
+    is on that grid.
+    """
+    found = {}
+    for operator in plan.operators:
+        keys = dict(operator.operands)
+        if {"data", "weight"} <= keys.keys() and "bias" not in keys:
+            found[f"{operator.name}:bias"] = keys["data"], keys["weight"]
+    return found
 
 
 def array(tensor: torch.Tensor) -> np.ndarray:

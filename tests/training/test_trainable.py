@@ -322,3 +322,32 @@ def test_operator_without_torch_form__refused():
         ModelError, match=r"1 operator of the model cannot be trained: sort \('s'\)"
     ):
         rq.torch.from_module(build_model(body, MAP))
+
+
+def test_contract__bias_of_large_weights():
+    """As in MobileNet's first depthwise layer: clipped results, but for those of zeros, which are
+    the bias; in units of the accumulator that is coarser than a step of the result.
+    """
+    torch.manual_seed(0)
+    depthwise = torch.nn.Conv2d(8, 8, 1, groups=8)
+    with torch.no_grad():
+        depthwise.weight.fill_(700)
+        depthwise.bias.uniform_(0, 6)
+    layers = torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU6(), depthwise, torch.nn.ReLU6()
+    batches = [20 * torch.randn(2, 3, 6, 6) for _ in range(2)]
+    for batch_norm in BatchNorm:
+        norm = torch.nn.BatchNorm2d(8)
+        source = torch.nn.Sequential(*layers[:3], norm, layers[3], torch.nn.Conv2d(8, 4, 1))
+        module = rq.torch.prepare_qat(
+            source, (batches[0],), backend="x86", calibration=batches, batch_norm=batch_norm,
+            effort="fast",
+        )  # fmt: skip
+        module.eval()
+        qmod = rq.torch.convert(module)
+        apart = count_apart(module, qmod, {"input": batches[1].numpy()})
+        assert len(apart) >= 3
+        assert max(apart) <= 1
+        module(batches[0]).sum().backward()
+        biases = [p for name, p in module.named_parameters() if name.endswith(("bias", "beta"))]
+        # What reaches the first layer was clipped.
+        assert sum(bool(bias.grad.abs().sum() > 0) for bias in biases) == 2
