@@ -104,7 +104,7 @@ class CalibrationGraph:
 
     def __repr__(self) -> str:
         values = format_count(len(self.variables), "value")
-        return f"<CalibrationGraph of {', '.join(self.inputs)}: parameters of {values}>"
+        return f"CalibrationGraph(of {', '.join(self.inputs)}: parameters of {values})"
 
     def arguments(
         self,
@@ -184,9 +184,9 @@ class PreparedModel:
         taken = sum(operator.quantized for operator in operators)
         known = sum(group.key in self.parameters for group in self.plan.groups)
         return (
-            f"<PreparedModel for {self.backend.name!r}: {taken} of "
+            f"PreparedModel(for {self.backend.name!r}: {taken} of "
             f"{format_count(len(operators), 'operator')} to quantize, parameters of {known} of "
-            f"{format_count(len(self.plan.groups), 'value')}>"
+            f"{format_count(len(self.plan.groups), 'value')})"
         )
 
     def require_parameters(self) -> Mapping[str, QParams]:

@@ -22,14 +22,14 @@ def prepared():
 
 
 def test_representation__of_a_backend():
-    assert repr(rq.X86).startswith("<BackendConfig 'x86': ")
+    assert repr(rq.X86).startswith("BackendConfig('x86': ")
     longest = max(rq.X86.patterns, key=lambda row: len(repr(row)))
     assert len(repr(longest.pattern)) < SCREEN
 
 
 def test_representation__of_a_prepared_model(prepared):
     assert repr(prepared) == (
-        "<PreparedModel for 'x86': 12 of 12 operators to quantize, parameters of 0 of 24 values>"
+        "PreparedModel(for 'x86': 12 of 12 operators to quantize, parameters of 0 of 24 values)"
     )
-    assert repr(prepared.graph) == "<CalibrationGraph of x: parameters of 24 values>"
+    assert repr(prepared.graph) == "CalibrationGraph(of x: parameters of 24 values)"
     assert len(repr(prepared.plan.operators[0])) < SCREEN

@@ -198,7 +198,7 @@ class BackendConfig:
     def __repr__(self) -> str:
         """A line: `explain` has the rows."""
         rows = format_count(len(self.patterns), "pattern")
-        return f"<BackendConfig {self.name!r}: {rows}>"
+        return f"BackendConfig({self.name!r}: {rows})"
 
     def __post_init__(self) -> None:
         if self.default_qconfig is None or not self.patterns:
