@@ -122,7 +122,7 @@ def split_graph(
         needed = [var for var in collect_ancestors(view, target, done) if var in data]
         done.update(needed)
         inside = set(needed)
-        reads = [arg for var in needed for arg in free_vars(view.values[var]) if arg not in inside]
+        reads = [arg for var in needed for arg in read_values(view, var) if arg not in inside]
         wanted.append((needed, list(dict.fromkeys(reads))))
 
     last_seen = find_last_seen(wanted, targets)
@@ -216,6 +216,13 @@ def find_last_seen(
     return last
 
 
+def read_values(view: Graph, var: relax.Var) -> Iterator[relax.Var]:
+    """What the value of a variable is computed from; symbolic sizes, which are variables that
+    nothing binds, come with the shapes of the inputs.
+    """
+    return (arg for arg in free_vars(view.values[var]) if arg in view.order)
+
+
 def find_data_dependent(view: Graph, inputs: Iterable[str]) -> set[relax.Var]:
     """Values that change from batch to batch, or have as many elements as the batch has samples."""
     names = set(inputs)
@@ -271,7 +278,7 @@ def make_constants(
     needed = collect_ancestors(view, outputs, set())
     inputs = list(
         dict.fromkeys(
-            arg for var in needed for arg in free_vars(view.values[var]) if arg not in view.values
+            arg for var in needed for arg in read_values(view, var) if arg not in view.values
         )
     )
     segment = Segment(
@@ -297,7 +304,7 @@ def build_function(
 
     def translate(expr: relax.Expr) -> relax.Expr:
         if isinstance(expr, relax.Var):
-            return new[expr]
+            return new[expr] if expr in view.order else expr
         if isinstance(expr, relax.Tuple):
             return relax.Tuple([translate(part) for part in expr.fields])
         if isinstance(expr, relax.TupleGetItem):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 import numpy as np
-from tvm import relax
+from tvm import relax, tirx
 from tvm.ir import Call
 
 from relayquant.errors import ModelError
@@ -79,7 +79,18 @@ def write_pad(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
 
 
 def write_slice(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
-    """Slice: axes, begins, ends and strides are literal tuples of integers."""
+    """Slice: axes, begins, ends and strides are literal tuples of integers.
+
+    Raises:
+        ModelError: one of them is known only at run time.
+    """
+    given = [value for arg in call.args[1:] for value in getattr(arg, "fields", [arg])]
+    unknown = [value for value in given if not isinstance(value, tirx.IntImm)]
+    if unknown:
+        raise ModelError(
+            f"export_onnx: {var.name!r} slices up to {unknown[0]}, which is known only at run "
+            "time. Allowed: numbers; load the model with shapes of numbers."
+        )
     lists = [[int(value.value) for value in arg.fields] for arg in call.args[1:]]
     axes, begins, ends = lists[:3]
     strides = lists[3] if len(lists) > 3 else [1] * len(axes)

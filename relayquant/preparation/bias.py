@@ -23,7 +23,7 @@ from relayquant.plan import OperatorPlan, Plan
 from relayquant.preparation.dense import LINEAR
 from relayquant.qtypes import Role
 from relayquant.rewrite import Emitter, Graph, Match, rewrite_main
-from relayquant.rewrite.graph import constant_value
+from relayquant.rewrite.graph import constant_value, tensor_shape
 from relayquant.rewrite.sources import SOURCES_ATTR, read_sources
 
 
@@ -113,7 +113,10 @@ def find_missing_bias(
     axis, linear = row.accumulator_axis(match), find_linear(match)
     if "bias" in match.parts or axis is None or linear is None:
         return {}
-    channels, rank = int(linear.ty.shape.values[axis]), linear.ty.ndim
+    shape = tensor_shape(linear)
+    if shape is None:  # what it is added to must have its rank
+        return {}
+    channels, rank = int(shape[axis]), len(shape)
     # Of the rank of the result, as importers write it: what else broadcasts keeps its layout.
     shape = [channels if i == axis else 1 for i in range(rank)] if axis < rank - 1 else [channels]
     return {linear: np.zeros(shape, "float32")}

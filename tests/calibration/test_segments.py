@@ -167,3 +167,27 @@ def test_split__a_constant_for_every_sample_waits_for_the_batch(effort):
     assert {"rows", "gated"} <= {row.name for row in rq.ledger(qmod).quantized}
     (got,), (want,) = (rq.reference.run(each, samples[2]) for each in (qmod, mod))
     assert np.abs(got - want).max() < 0.05 * np.abs(want).max()
+
+
+@pytest.mark.parametrize("effort", ["fast", "best"])
+def test_split__sizes_of_the_run_time_in_arguments(effort):
+    """The first rows of a table, as many as the data has: positions of a sequence."""
+    size = tvm.tirx.Var("n", "int64")
+    builder, x = relax.BlockBuilder(), relax.Var("x", relax.TensorType((size, 16), "float32"))
+    draw = np.random.default_rng(0).normal
+    table, weight = (relax.const(draw(size=(n, 16)).astype("float32")) for n in (64, 16))
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            rows = builder.emit(op.strided_slice(table, [0], [0], [size], assume_inbound=True))
+            first = builder.emit(op.matmul(builder.emit(op.add(x, rows)), weight))
+            result = builder.emit_output(op.matmul(builder.emit(op.nn.relu(first)), weight))
+        builder.emit_func_output(result)
+    mod = builder.finalize()
+    data = [{"x": draw(size=(n, 16)).astype("float32")} for n in (5, 6, 9)]
+    qmod = rq.quantize(mod, None, data, effort=effort)
+    assert [row.quantized for row in rq.ledger(qmod).rows if row.op == "matmul"] == [True, True]
+    assert rq.verify(qmod, data[2]).is_equal
+    (got,), (want,) = (rq.reference.run(m, data[2]) for m in (qmod, mod))
+    assert np.square(got - want).mean() < 1e-3 * np.square(want).mean()
+    with pytest.raises(rq.ModelError, match="slices up to n, which is known only at run time"):
+        rq.export_onnx(qmod, "never.onnx")
