@@ -106,6 +106,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "measure_latency": (rq.measure_latency, {"contenders": {"a": dict}, "rounds": 1}),
     "measure_growth": (rq.measure_growth, {**MODEL, "dataset": DATA}),
     "load": (rq.load, {"model": "never"}),
+    "load_gguf": (rq.load_gguf, {"path": "never"}),
     "import_tflite": (rq.import_tflite, {"path": "never"}),
     "import_torch": (rq.import_torch, {"program_or_path": "never"}),
     "import_onnx": (rq.import_onnx, {"model_or_path": "never"}),

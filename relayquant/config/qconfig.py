@@ -5,6 +5,7 @@ The user's choice, read by annotate.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -212,9 +213,14 @@ class QConfig(PlainSettings):
 
     @classmethod
     def from_dict(cls, data: object, where: str = "") -> QConfig:
-        """What `to_dict` wrote; without "activation" that is None."""
+        """What `to_dict` wrote; beside a weight in groups, "activation" may be left out."""
         where = where or cls.__name__
-        return read_fields(cls, {"activation": None, **check_mapping(data, where)}, where)
+        entries = check_mapping(data, where)
+        weight = entries.get("weight")
+        spec = weight.get("spec") if isinstance(weight, Mapping) else None
+        if isinstance(spec, Mapping) and spec.get("group_size") is not None:
+            entries = {"activation": None, **entries}
+        return read_fields(cls, entries, where)
 
     def tensor(self, role: Role) -> TensorConfig:
         """Configuration of a tensor in this role.

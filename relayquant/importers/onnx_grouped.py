@@ -55,7 +55,9 @@ def convert_matmul_nbits(
     bits, size = int(attrs.get("bits", 4)), int(attrs["block_size"])
     rows, features = int(attrs["N"]), int(attrs["K"])
     if bits not in NBITS:
-        raise Refusal(f"its weight has {bits} bits; supported: {', '.join(map(str, NBITS))}")
+        raise Refusal(
+            f"its weight has {format_count(bits, 'bit')}; supported: {', '.join(map(str, NBITS))}"
+        )
     if order is not None:
         raise Refusal("it has g_idx, an order of columns; supported: groups of neighbours")
     if tensor_dtype(data) != "float32":
@@ -177,11 +179,13 @@ def choose_bits(*arrays: np.ndarray) -> tuple[int, int]:
     low = min(int(array.min(initial=0)) for array in arrays)
     high = max(int(array.max(initial=0)) for array in arrays)
     is_signed = INTEGER_LIMITS[str(arrays[0].dtype)][0] < 0
-    for bits in NBITS:
-        shift = middle_code(bits) if is_signed else 0
-        if low + shift >= 0 and high + shift < 1 << bits:
-            return bits, shift
-    raise AssertionError("8 bits hold every integer of 8 bits")
+    fitting = (
+        (bits, shift)
+        for bits in NBITS
+        for shift in (middle_code(bits) if is_signed else 0,)
+        if low + shift >= 0 and high + shift < 1 << bits
+    )
+    return next(fitting)  # 8 bits hold every integer of 8 bits
 
 
 def find_rows(bb: relax.BlockBuilder, expr: relax.Expr) -> tuple[GroupedOperands, bool] | None:

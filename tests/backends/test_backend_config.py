@@ -190,7 +190,9 @@ NARROW_BIAS = replace(
     patterns=tuple(
         replace(
             row,
-            dtypes=tuple(replace(d, bias="int8") for d in row.dtypes if not d.is_dynamic),
+            dtypes=tuple(
+                replace(d, bias="int8") for d in row.dtypes if not d.is_dynamic and not d.is_grouped
+            ),
         )
         for row in GENERIC.patterns
     ),
