@@ -241,7 +241,7 @@ def changed(path: list, value: object) -> dict:
         (["global", "weight", "observer", "name"], "Minmax", "'Minmax'. Did you mean 'MinMax'?"),
         (["global", "weight", "observer", "bits"], 3, r"observer (MinMax) has no key 'bits'"),
         (["global", "weight"], 3, "QConfigMapping.global.weight is 3; allowed: a dict"),
-        (["global"], {}, "QConfigMapping.global lacks 'weight'"),
+        (["global"], {}, "QConfigMapping.global lacks 'activation', 'weight'"),
         (["object_type"], {}, "QConfigMapping.object_type is {}; allowed: a list"),
         (["object_type", 0, "keys"], "x", r"object_type[0] has no key 'keys'. Did you mean 'key'?"),
         (["module_name_regex", 0, "key"], "(", "no regular expression"),
