@@ -12,8 +12,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from math import gcd
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from relayquant.kernels.conv_shape import Conv2dShape
 from relayquant.kernels.emit import ceil_div
 
 
@@ -72,19 +78,95 @@ class TransposedAxis:
         return max(0, -min(p.first for p in self.phases)), max(0, max(ends) - self.size)
 
 
-def split_axes(
-    size: tuple[int, int],
-    kernel: tuple[int, int],
-    strides: tuple[int, int],
-    padding: tuple[int, int, int, int],
-    output_padding: tuple[int, int],
-    dilation: tuple[int, int],
-) -> tuple[TransposedAxis, TransposedAxis]:
-    """Rows and columns of a transposed convolution; `padding` is (top, left, bottom, right)."""
-    top, left, bottom, right = padding
-    pads = (top, bottom), (left, right)
-    rows, cols = (
-        TransposedAxis(*axis)
-        for axis in zip(size, kernel, strides, pads, output_padding, dilation, strict=True)
-    )
-    return rows, cols
+@dataclass(frozen=True)
+class TransposedShape:
+    """A transposed convolution's extents: data NHWC, weights OHWI.
+
+    `padding` is (top, left, bottom, right) and takes pixels away from the output, `output_padding`
+    adds rows and columns at the end. The batch is as that of `Conv2dShape`.
+    """
+
+    batch: Any
+    height: int
+    width: int
+    in_channels: int
+    out_channels: int
+    kernel: tuple[int, int]
+    strides: tuple[int, int] = (1, 1)
+    padding: tuple[int, int, int, int] = (0, 0, 0, 0)
+    output_padding: tuple[int, int] = (0, 0)
+    dilation: tuple[int, int] = (1, 1)
+    groups: int = 1
+
+    @cached_property
+    def axes(self) -> tuple[TransposedAxis, TransposedAxis]:
+        """Rows and columns."""
+        top, left, bottom, right = self.padding
+        rows, cols = (
+            TransposedAxis(*axis)
+            for axis in zip(
+                (self.height, self.width), self.kernel, self.strides,
+                ((top, bottom), (left, right)), self.output_padding, self.dilation, strict=True,
+            )
+        )  # fmt: skip
+        return rows, cols
+
+    @property
+    def phases(self) -> list[tuple[AxisPhase, AxisPhase]]:
+        """Each phase of the rows with each of the columns."""
+        rows, cols = self.axes
+        return list(product(rows.phases, cols.phases))
+
+    @property
+    def border(self) -> tuple[int, int, int, int]:
+        """(top, left, bottom, right): pixels around the image that some phase reads."""
+        (top, bottom), (left, right) = (axis.border for axis in self.axes)
+        return top, left, bottom, right
+
+    @property
+    def out_size(self) -> tuple[int, int]:
+        """(OH, OW)."""
+        rows, cols = self.axes
+        return rows.outputs, cols.outputs
+
+    @property
+    def in_shape(self) -> tuple[Any, int, int, int]:
+        """NHWC."""
+        return self.batch, self.height, self.width, self.in_channels
+
+    @property
+    def out_shape(self) -> tuple[Any, int, int, int]:
+        """NHWC."""
+        return (self.batch, *self.out_size, self.out_channels)
+
+    @property
+    def weight_shape(self) -> tuple[int, int, int, int]:
+        """OHWI."""
+        return (self.out_channels, *self.kernel, self.in_channels // self.groups)
+
+    def shape_part(self, rows: AxisPhase, cols: AxisPhase) -> Conv2dShape:
+        """The convolution of one phase; an empty kernel becomes one zero weight."""
+        kernel = max(len(rows.taps), 1), max(len(cols.taps), 1)
+        down, right = (axis.step for axis in self.axes)
+        return Conv2dShape(
+            self.batch,
+            rows.outputs + (kernel[0] - 1) * down,
+            cols.outputs + (kernel[1] - 1) * right,
+            self.in_channels,
+            self.out_channels,
+            kernel,
+            dilation=(down, right),
+            groups=self.groups,
+        )
+
+    def split_weight(self, weight: NDArray[Any]) -> list[NDArray[Any]]:
+        """The weights of each phase, OHWI: w[o, ky, kx, i] multiplies the pixel that is written ky
+        rows and kx columns further on.
+        """
+        parts = []
+        for rows, cols in self.phases:
+            taps = np.zeros(self.shape_part(rows, cols).weight_shape, weight.dtype)
+            if rows.taps and cols.taps:
+                taps[:] = weight[:, rows.taps][:, :, cols.taps]
+            parts.append(taps)
+        return parts

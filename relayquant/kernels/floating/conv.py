@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx import PrimFunc
 
+from relayquant.kernels.conv_shape import Conv2dShape
 from relayquant.kernels.emit import (
     alloc_vectors,
     broadcast,
@@ -53,49 +54,15 @@ DEPTHWISE_COST = 8
 
 
 @dataclass(frozen=True)
-class FloatConv2d:
-    """A float convolution: data NHWC, weights OHWI; `padding` is (top, left, bottom, right)."""
+class FloatConv2d(Conv2dShape):
+    """A float convolution, and what is done with its sums."""
 
-    batch: Any
-    height: int
-    width: int
-    in_channels: int
-    out_channels: int
-    kernel: tuple[int, int]
-    strides: tuple[int, int] = (1, 1)
-    padding: tuple[int, int, int, int] = (0, 0, 0, 0)
-    dilation: tuple[int, int] = (1, 1)
-    groups: int = 1
     epilogue: FloatEpilogue = field(default_factory=FloatEpilogue)
 
     @property
-    def padded_size(self) -> tuple[int, int]:
-        top, left, bottom, right = self.padding
-        return self.height + top + bottom, self.width + left + right
-
-    @property
-    def out_size(self) -> tuple[int, int]:
-        """(OH, OW)."""
-        oh, ow = (
-            (size - (k - 1) * d - 1) // s + 1
-            for size, k, d, s in zip(
-                self.padded_size, self.kernel, self.dilation, self.strides, strict=True
-            )
-        )
-        return oh, ow
-
-    @property
-    def in_shape(self) -> tuple[Any, int, int, int]:
-        return self.batch, self.height, self.width, self.in_channels
-
-    @property
     def out_shape(self) -> tuple[Any, int, int, int]:
+        """NHWC of the tensor that is written into."""
         return (self.batch, *self.out_size, self.epilogue.pitch(self.out_channels))
-
-    @property
-    def is_depthwise(self) -> bool:
-        """One input channel per group, as many outputs as inputs, more than one group."""
-        return self.groups > 1 and self.groups == self.in_channels == self.out_channels
 
     @property
     def is_pointwise(self) -> bool:
@@ -106,14 +73,6 @@ class FloatConv2d:
             and self.padding == (0, 0, 0, 0)
             and self.groups == 1
         )
-
-    @property
-    def group_in(self) -> int:
-        return self.in_channels // self.groups
-
-    @property
-    def group_out(self) -> int:
-        return self.out_channels // self.groups
 
     def lay_down(self) -> FloatConv2d:
         """The same convolution with an image of one column, as a conv1d has it, as one row.

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,28 +24,13 @@ from relayquant.kernels.integer.epilogue import Epilogue
 from relayquant.kernels.integer.operands import declare_operands, emit_prepared_image
 from relayquant.kernels.integer.specs import Conv2d, PackedWeights, pack_channels
 from relayquant.kernels.isa.base import Isa
-from relayquant.kernels.transposed import AxisPhase, TransposedAxis, split_axes
+from relayquant.kernels.transposed import TransposedShape
 
 
 @dataclass(frozen=True)
-class Conv2dTranspose:
-    """A quantized transposed convolution; data NHWC, weights OHWI.
+class Conv2dTranspose(TransposedShape):
+    """A quantized transposed convolution; pixels outside of the image hold `in_zero_point`."""
 
-    `padding` is (top, left, bottom, right) and takes pixels away from the output;
-    `output_padding` adds rows and columns at the end.
-    """
-
-    batch: int
-    height: int
-    width: int
-    in_channels: int
-    out_channels: int
-    kernel: tuple[int, int]
-    strides: tuple[int, int] = (1, 1)
-    padding: tuple[int, int, int, int] = (0, 0, 0, 0)
-    output_padding: tuple[int, int] = (0, 0)
-    dilation: tuple[int, int] = (1, 1)
-    groups: int = 1
     in_dtype: str = "uint8"
     in_zero_point: int = 0
     epilogue: Epilogue = field(default_factory=Epilogue)
@@ -58,32 +42,6 @@ class Conv2dTranspose:
                 f"{self.height}x{self.width} with kernel {self.kernel}."
             )
 
-    @property
-    def out_size(self) -> tuple[int, int]:
-        """(OH, OW)."""
-        return self.axes[0].outputs, self.axes[1].outputs
-
-    @property
-    def axes(self) -> tuple[TransposedAxis, TransposedAxis]:
-        """Rows and columns."""
-        return split_axes(
-            (self.height, self.width), self.kernel, self.strides, self.padding,
-            self.output_padding, self.dilation,
-        )  # fmt: skip
-
-    @property
-    def in_shape(self) -> tuple[int, int, int, int]:
-        return (self.batch, self.height, self.width, self.in_channels)
-
-    @property
-    def out_shape(self) -> tuple[int, int, int, int]:
-        return (self.batch, *self.out_size, self.out_channels)
-
-    @property
-    def weight_shape(self) -> tuple[int, int, int, int]:
-        """OHWI."""
-        return (self.out_channels, *self.kernel, self.in_channels // self.groups)
-
 
 @dataclass(frozen=True)
 class TransposePlan:
@@ -93,61 +51,35 @@ class TransposePlan:
     isa: Isa
 
     @cached_property
-    def axes(self) -> tuple[TransposedAxis, TransposedAxis]:
-        return self.spec.axes
-
-    @cached_property
-    def dilation(self) -> tuple[int, int]:
-        """Distance of the pixels under neighbouring taps of one phase."""
-        return self.axes[0].step, self.axes[1].step
-
-    @cached_property
-    def phases(self) -> list[tuple[AxisPhase, AxisPhase]]:
-        return list(product(self.axes[0].phases, self.axes[1].phases))
-
-    @cached_property
     def image(self) -> Conv2d:
         """The padded input, as the input of a 1x1 convolution."""
         spec = self.spec
-        (top, bottom), (left, right) = (axis.border for axis in self.axes)
         return Conv2d(
-            spec.batch,
-            spec.height,
-            spec.width,
-            spec.in_channels,
+            *spec.in_shape,
             spec.out_channels,
             (1, 1),
-            padding=(top, left, bottom, right),
+            padding=spec.border,
             groups=spec.groups,
             in_dtype=spec.in_dtype,
             in_zero_point=spec.in_zero_point,
             epilogue=spec.epilogue,
         )
 
-    def part(self, rows: AxisPhase, cols: AxisPhase) -> ConvPlan:
-        """The convolution of one phase; an empty kernel becomes one zero weight."""
-        spec = self.spec
-        kernel = max(len(rows.taps), 1), max(len(cols.taps), 1)
-        return ConvPlan(
-            Conv2d(
-                spec.batch,
-                rows.outputs + (kernel[0] - 1) * self.dilation[0],
-                cols.outputs + (kernel[1] - 1) * self.dilation[1],
-                spec.in_channels,
-                spec.out_channels,
-                kernel,
-                dilation=self.dilation,
-                groups=spec.groups,
-                in_dtype=self.isa.activation,
-                epilogue=spec.epilogue,
-            ),
-            self.isa,
-            is_part=True,
-        )
-
     @cached_property
     def parts(self) -> list[ConvPlan]:
-        return [self.part(rows, cols) for rows, cols in self.phases]
+        """The convolution of each phase."""
+        return [
+            ConvPlan(
+                Conv2d(
+                    **vars(self.spec.shape_part(*phase)),
+                    in_dtype=self.isa.activation,
+                    epilogue=self.spec.epilogue,
+                ),
+                self.isa,
+                is_part=True,
+            )
+            for phase in self.spec.phases
+        ]
 
     @cached_property
     def weight_size(self) -> int:
@@ -181,8 +113,8 @@ def pack_conv2d_transpose(
 
     Args:
         weight: (O, KH, KW, I / groups) int8, kernel zero point 0; w[o, kh, kw, i] multiplies the
-        pixel
-            that is written kh rows and kw columns further on, as in IOHW after a transposition.
+            pixel that is written kh rows and kw columns further on, as in IOHW after a
+            transposition.
         bias, multiplier: as in `pack_conv2d`.
 
     Raises:
@@ -196,10 +128,7 @@ def pack_conv2d_transpose(
     none = np.zeros(0, "int64")
     pack_channels(whole, weight, bias, multiplier, 0, none)  # checks the shapes
     packed, folded, factors = [], [], []
-    for part, (rows, cols) in zip(plan.parts, plan.phases, strict=True):
-        taps = np.zeros(part.spec.weight_shape, "int8")
-        if rows.taps and cols.taps:
-            taps[:] = weight[:, rows.taps][:, :, cols.taps]
+    for part, taps in zip(plan.parts, spec.split_weight(weight), strict=True):
         zero_point = spec.in_zero_point + plan.isa.zero_point_shift(spec.in_dtype)
         packed.append(pack_panels(part, taps))
         part_bias, part_factors = pack_channels(
@@ -238,7 +167,7 @@ def build_conv2d_transpose(
         image = emit_prepared_image(operands.data, plan.image, plan.isa)
         top, left, _, _ = plan.image.padding
         first_weight = first_channel = 0
-        for part, (rows, cols) in zip(plan.parts, plan.phases, strict=True):
+        for part, (rows, cols) in zip(plan.parts, spec.phases, strict=True):
             placement = Placement(
                 origin=(top + rows.first, left + cols.first),
                 size=spec.out_size,

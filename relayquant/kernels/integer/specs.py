@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relayquant.errors import ConfigError, format_count
+from relayquant.kernels.conv_shape import Conv2dShape
 from relayquant.kernels.integer.epilogue import Epilogue, has_small_multipliers
 
 
@@ -26,22 +27,9 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Conv2d:
-    """A quantized convolution with static shapes; data NHWC, weights OHWI.
+class Conv2d(Conv2dShape):
+    """A quantized convolution with static shapes; padded pixels hold `in_zero_point`."""
 
-    `padding` is (top, left, bottom, right); padded pixels hold `in_zero_point`.
-    """
-
-    batch: int
-    height: int
-    width: int
-    in_channels: int
-    out_channels: int
-    kernel: tuple[int, int]
-    strides: tuple[int, int] = (1, 1)
-    padding: tuple[int, int, int, int] = (0, 0, 0, 0)
-    dilation: tuple[int, int] = (1, 1)
-    groups: int = 1
     in_dtype: str = "uint8"
     in_zero_point: int = 0
     epilogue: Epilogue = field(default_factory=Epilogue)
@@ -65,36 +53,9 @@ class Conv2d:
             )
 
     @property
-    def out_size(self) -> tuple[int, int]:
-        """(OH, OW)."""
-        top, left, bottom, right = self.padding
-        sizes = (self.height + top + bottom, self.width + left + right)
-        return tuple(  # type: ignore[return-value]
-            (size - (k - 1) * d - 1) // s + 1
-            for size, k, d, s in zip(sizes, self.kernel, self.dilation, self.strides, strict=True)
-        )
-
-    @property
-    def in_shape(self) -> tuple[int, int, int, int]:
-        return (self.batch, self.height, self.width, self.in_channels)
-
-    @property
-    def out_shape(self) -> tuple[int, int, int, int]:
-        return (self.batch, *self.out_size, self.out_channels)
-
-    @property
-    def weight_shape(self) -> tuple[int, int, int, int]:
-        """OHWI."""
-        return (self.out_channels, *self.kernel, self.in_channels // self.groups)
-
-    @property
     def macs(self) -> int:
         """Multiply-adds of one call."""
         return int(np.prod(self.out_shape) * np.prod(self.weight_shape[1:]))
-
-    @property
-    def is_depthwise(self) -> bool:
-        return self.groups == self.in_channels == self.out_channels and self.groups > 1
 
 
 @dataclass(frozen=True)

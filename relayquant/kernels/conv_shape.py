@@ -1,0 +1,72 @@
+"""Extents of convolutions, integer and float: what both kinds of specification begin with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Conv2dShape:
+    """A convolution's extents: data NHWC, weights OHWI; `padding` is (top, left, bottom, right).
+
+    The batch is a number, or a `tirx.Var` where the kernels take as many images as there are.
+    """
+
+    batch: Any
+    height: int
+    width: int
+    in_channels: int
+    out_channels: int
+    kernel: tuple[int, int]
+    strides: tuple[int, int] = (1, 1)
+    padding: tuple[int, int, int, int] = (0, 0, 0, 0)
+    dilation: tuple[int, int] = (1, 1)
+    groups: int = 1
+
+    @property
+    def padded_size(self) -> tuple[int, int]:
+        """(H, W) with the padding."""
+        top, left, bottom, right = self.padding
+        return self.height + top + bottom, self.width + left + right
+
+    @property
+    def out_size(self) -> tuple[int, int]:
+        """(OH, OW)."""
+        oh, ow = (
+            (size - (k - 1) * d - 1) // s + 1
+            for size, k, d, s in zip(
+                self.padded_size, self.kernel, self.dilation, self.strides, strict=True
+            )
+        )
+        return oh, ow
+
+    @property
+    def in_shape(self) -> tuple[Any, int, int, int]:
+        """NHWC."""
+        return self.batch, self.height, self.width, self.in_channels
+
+    @property
+    def out_shape(self) -> tuple[Any, int, int, int]:
+        """NHWC."""
+        return (self.batch, *self.out_size, self.out_channels)
+
+    @property
+    def group_in(self) -> int:
+        """Input channels of a group."""
+        return self.in_channels // self.groups
+
+    @property
+    def group_out(self) -> int:
+        """Output channels of a group."""
+        return self.out_channels // self.groups
+
+    @property
+    def weight_shape(self) -> tuple[int, int, int, int]:
+        """OHWI."""
+        return (self.out_channels, *self.kernel, self.group_in)
+
+    @property
+    def is_depthwise(self) -> bool:
+        """One input channel per group, as many outputs as inputs, more than one group."""
+        return self.groups > 1 and self.groups == self.in_channels == self.out_channels
