@@ -34,6 +34,7 @@ from relayquant.conversion.qnn_form import (
     read_qparams,
 )
 from relayquant.dialect import qnn
+from relayquant.dialect.qnn.quantization import DEQUANTIZE
 from relayquant.ledger import Ledger, LedgerRow, ledger_attrs
 from relayquant.ops import QuantOp
 from relayquant.ops.base import accumulator_qparams
@@ -87,7 +88,7 @@ def lift_mover(op: str) -> Rule:
             return Skip("the parameters are variables, or per channel")
         if match.graph.call_of(source) is None or not match.graph.has_one_user(source):
             return Skip("the value is used elsewhere, or is an input")
-        if match.graph.op_name(source) == "relax.qnn.dequantize":
+        if match.graph.op_name(source) == DEQUANTIZE:
             return Skip("the value is dequantized: that is pushed down")
         integers = qnn.quantize(
             emitter.get(source),

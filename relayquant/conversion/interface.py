@@ -14,8 +14,9 @@ from dataclasses import replace
 import tvm
 from tvm import relax
 
-from relayquant.conversion.qnn_form import QUANTIZE, read_dequantize, read_qparams
+from relayquant.conversion.qnn_form import read_dequantize, read_qparams
 from relayquant.dialect import qnn
+from relayquant.dialect.qnn.quantization import QUANTIZE
 from relayquant.errors import ConfigError, suggest_name
 from relayquant.ledger import InterfaceValue, find_ledger, ledger_attrs
 from relayquant.ops import Quantized

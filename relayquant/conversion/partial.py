@@ -23,7 +23,8 @@ from relayquant.conversion import (
     realize_qnn,
 )
 from relayquant.conversion.interface import shift_qparams
-from relayquant.conversion.qnn_form import DEQUANTIZE, QUANTIZE, read_dequantize, read_qparams
+from relayquant.conversion.qnn_form import read_dequantize, read_qparams
+from relayquant.dialect.qnn.quantization import DEQUANTIZE, QUANTIZE
 from relayquant.errors import ConfigError, suggest_name, warn_user
 from relayquant.plan import GroupPlan, Plan
 from relayquant.qtypes import INTEGER_LIMITS, Granularity, QParams, QSpec, Scheme

@@ -13,6 +13,7 @@ from tvm import relax
 from tvm.ir import Call
 
 from relayquant.config import Accumulator, BackendConfig
+from relayquant.dialect.qnn.quantization import DEQUANTIZE, QUANTIZE
 from relayquant.errors import ConfigError, QnnError
 from relayquant.ledger import Ledger, find_ledger, ledger_attrs
 from relayquant.ops import Output, Quantized, QuantOp, RealizeContext
@@ -29,8 +30,6 @@ from relayquant.qtypes import QParams
 from relayquant.rewrite import Emitter, Graph, Match, Skip, rewrite_main
 from relayquant.rewrite.graph import constant_value
 
-DEQUANTIZE = "relax.qnn.dequantize"
-QUANTIZE = "relax.qnn.quantize"
 #: what brings an accumulator into range
 NARROWING = ("relax.clip", "relax.left_shift", "relax.right_shift")
 

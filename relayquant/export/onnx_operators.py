@@ -14,6 +14,7 @@ import onnx
 from tvm import relax
 from tvm.ir import Call
 
+from relayquant.dialect.qnn.quantization import DEQUANTIZE
 from relayquant.errors import ModelError
 from relayquant.export.onnx_builder import Affine, OnnxBuilder, read_affine
 from relayquant.qtypes import INTEGER_LIMITS
@@ -85,7 +86,7 @@ def constant_of(builder: OnnxBuilder, expr: relax.Expr) -> tuple[np.ndarray, Cal
     if array is not None:
         return array, None
     call = builder.graph.call_of(expr)
-    if call is not None and builder.graph.op_name(expr) == "relax.qnn.dequantize":
+    if call is not None and builder.graph.op_name(expr) == DEQUANTIZE:
         array = constant_value(call.args[0])
         return None if array is None else (array, call)
     return None

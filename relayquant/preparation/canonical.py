@@ -10,6 +10,7 @@ from typing import Any
 
 import tvm
 
+from relayquant.dialect.qnn.quantization import DEQUANTIZE, QUANTIZE
 from relayquant.preparation.affine import (
     ARITHMETIC,
     NORMS,
@@ -57,7 +58,6 @@ from relayquant.preparation.pooling import (
 )
 from relayquant.preparation.quantized import (
     MOVES,
-    QUANTIZE,
     center_weight,
     merge_equal,
     move_inside_dequantize,
@@ -65,7 +65,6 @@ from relayquant.preparation.quantized import (
 )
 from relayquant.preparation.recover import recover_call_tir
 from relayquant.preparation.rule import ALIAS, PROJECTION, CanonicalRule, apply_phase
-from relayquant.preparation.tensors import DEQUANTIZE
 from relayquant.rewrite.editor import Editor
 from relayquant.rewrite.rule import OnSkip, log_skip, make_rule
 from relayquant.rewrite.share import share_constants

@@ -12,14 +12,13 @@ from tvm import relax
 from tvm.ir import Call
 
 from relayquant.dialect import qnn
+from relayquant.dialect.qnn.quantization import DEQUANTIZE
 from relayquant.preparation.dense import LINEAR
-from relayquant.preparation.tensors import DEQUANTIZE, make_const
+from relayquant.preparation.tensors import make_const
 from relayquant.qtypes import INTEGER_LIMITS
 from relayquant.rewrite.editor import Editor
 from relayquant.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 from relayquant.rewrite.rule import Skip, decline
-
-QUANTIZE = "relax.qnn.quantize"
 
 #: what only changes the shape of a weight
 MOVES = (

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 from tvm import relax
 
+from relayquant.dialect.qnn.quantization import DEQUANTIZE
 from relayquant.rewrite.editor import Editor
 from relayquant.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 
 FLOATS = ("float16", "float32", "float64")
-DEQUANTIZE = "relax.qnn.dequantize"
 
 
 def make_const(array: np.ndarray, dtype: str) -> relax.Expr:

@@ -15,14 +15,13 @@ from torch.ao.quantization.fx import _decomposed  # noqa: F401 # defines quantiz
 from tvm import relax
 from tvm.ir import Call
 
+from relayquant.dialect.qnn.quantization import DEQUANTIZE, QUANTIZE
 from relayquant.errors import ModelError
 from relayquant.prepared import CalibrationGraph
 from relayquant.qtypes import INTEGER_LIMITS, Rounding
 from relayquant.rewrite.graph import constant_value, tensor_dtype
 from relayquant.torch.program import ProgramBuilder, Reader, Values, make_conform
 
-QUANTIZE = "relax.qnn.quantize"
-DEQUANTIZE = "relax.qnn.dequantize"
 QUANTIZE_ROWS = "relax.qnn.quantize_rows"
 
 
@@ -120,12 +119,9 @@ def quantize_rows(data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def choose_function(call: Call, is_quantize: bool) -> Callable[..., torch.Tensor]:
     """The operator of quantized_decomposed for constant parameters, or those of the run time."""
     name = "quantize" if is_quantize else "dequantize"
-    arrays = [constant_value(arg) for arg in call.args[1:3]]
-    space = torch.ops.quantized_decomposed
-    if any(array is None for array in arrays) and not call.args[1].ty.ndim:
-        return getattr(space, f"{name}_per_tensor").tensor
-    if any(array is None for array in arrays):
+    space, parameters = torch.ops.quantized_decomposed, call.args[1:3]
+    if any(parameter.ty.ndim for parameter in parameters):
         return getattr(space, f"{name}_per_channel").default
-    if any(array.ndim for array in arrays):
-        return getattr(space, f"{name}_per_channel").default
-    return getattr(space, f"{name}_per_tensor").default
+    overloads = getattr(space, f"{name}_per_tensor")
+    is_known = all(constant_value(parameter) is not None for parameter in parameters)
+    return overloads.default if is_known else overloads.tensor

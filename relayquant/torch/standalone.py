@@ -19,6 +19,7 @@ from torch import nn
 from relayquant.backends import resolve_backend
 from relayquant.config import BackendConfig, QConfigMapping, Selector
 from relayquant.datasets import InputInfo, open_dataset
+from relayquant.dialect.qnn.quantization import QUANTIZE
 from relayquant.effort import Effort, default_mapping
 from relayquant.errors import ConfigError, ModelError
 from relayquant.importers import import_torch
@@ -27,7 +28,7 @@ from relayquant.rewrite import Graph
 from relayquant.settings import CalibrateSettings, PrepareSettings
 from relayquant.torch.custom_config import PrepareCustomConfig, StandaloneRule, make_optional
 from relayquant.torch.exported import evaluation_mode, export
-from relayquant.torch.reference_module import QUANTIZE, ReferenceModule
+from relayquant.torch.reference_module import ReferenceModule
 
 #: What a submodule was called with, one tuple of tensors for each call.
 Calls = list[tuple[torch.Tensor, ...]]

@@ -27,6 +27,7 @@ from relayquant.codegen.rules.kernel_call import (
 )
 from relayquant.codegen.rules.tail import absorb_clip
 from relayquant.dialect import OPERATORS
+from relayquant.dialect.qnn.quantization import DEQUANTIZE
 from relayquant.dialect.sums import choose_product_dtype
 from relayquant.kernels.integer.channel_product import build_channel_product, fold_channels
 from relayquant.kernels.integer.elementwise import (
@@ -153,7 +154,7 @@ def lower_channel_scales(context: KernelContext, var: relax.Var) -> KernelCall |
     zero_points, dtype = constant_value(call.args[2]), tensor_dtype(call.args[0])
     if zero_points is None or np.ptp(zero_points) or dtype == "int64" or (shape[0] and not axis):
         return Skip("several zero points, int64, or a symbolic axis")
-    if op == "relax.qnn.dequantize":
+    if op == DEQUANTIZE:
         if tensor_dtype(var) != "float32":
             return Skip(f"the result is {tensor_dtype(var)}")
         if context.graph.users[var]:

@@ -42,6 +42,10 @@ from relayquant.qtypes import Arithmetic, Rounding
 
 __all__ = ["dequantize", "quantize", "requantize"]
 
+#: names of the two in the IR, for stages that look for them
+QUANTIZE = "relax.qnn.quantize"
+DEQUANTIZE = "relax.qnn.dequantize"
+
 QUANTIZE_OPERANDS = (Argument("data"), scale_argument(), zero_point_argument())
 
 
