@@ -30,6 +30,7 @@ sys.path.append(str(Path(__file__).parents[1] / "importers"))
 from torch_models import InvertedResiduals, ResidualNet, Transformer, make  # noqa: E402
 
 from relayquant.torch import BatchNorm, Ranges  # noqa: E402
+from relayquant.torch.trainable import name_parameter  # noqa: E402
 
 STEPS = 3
 
@@ -351,3 +352,59 @@ def test_contract__bias_of_large_weights():
         biases = [p for name, p in module.named_parameters() if name.endswith(("bias", "beta"))]
         # What reaches the first layer was clipped.
         assert sum(bool(bias.grad.abs().sum() > 0) for bias in biases) == 2
+
+
+class Biased(torch.nn.Module):
+    """A layer without a bias of its own, and what is added to it."""
+
+    def __init__(self, layer, bias):
+        super().__init__()
+        self.layer, self.bias = layer, torch.nn.Parameter(torch.randn(bias))
+
+    def forward(self, x):
+        return self.layer(x) + self.bias
+
+
+#: name -> (layer, sizes of the bias that is added or None for the layer's own, sizes of the input)
+BIASES = {
+    "conv1d, a number": (lambda **given: torch.nn.Conv1d(6, 4, 3, **given), (), (6, 9)),
+    "conv2d, one for all channels": (
+        lambda **given: torch.nn.Conv2d(6, 4, 3, **given), (1, 1, 1, 1), (6, 5, 5)
+    ),
+    "linear, one for all channels": (lambda **given: torch.nn.Linear(6, 4, **given), (1,), (6,)),
+    "transposed, grouped": (
+        lambda **given: torch.nn.ConvTranspose2d(6, 4, 3, groups=2, **given), None, (6, 5, 5)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BIASES)
+def test_contract__bias_however_it_is_written(name):
+    """The prepared module has one value per channel, each in units of its accumulator: `round_bias`
+    needs as many as the weight has scales.
+    """
+    torch.manual_seed(0)
+    make_layer, bias, shape = BIASES[name]
+    source = make_layer() if bias is None else Biased(make_layer(bias=False), bias)
+    batches = [torch.randn(3, *shape) for _ in range(2)]
+    layers = source, torch.nn.ReLU(), torch.nn.Flatten()
+    features = torch.nn.Sequential(*layers)(batches[0]).shape[1]
+    net = torch.nn.Sequential(*layers, torch.nn.Linear(features, 3))
+    module = rq.torch.prepare_qat(
+        net,
+        (batches[0],),
+        quantize_as(*FORMATS["arm"][1:]),
+        "arm",
+        calibration=batches,
+        effort="fast",
+    )
+    counts = [
+        (module.weights[name_parameter(key)].numel(), module.quantizers[name_parameter(w)].scale)
+        for key, (_, w) in module.bias_scales.items()
+    ]
+    assert [values for values, _ in counts] == [4, 3]
+    assert all(len(scales) in (1, values) for values, scales in counts)
+    module.eval()
+    apart = count_apart(module, rq.torch.convert(module), {"input": batches[1].numpy()})
+    assert len(apart) >= 2
+    assert max(apart) <= 1
