@@ -27,12 +27,12 @@ from relayquant.config import (
     is_type,
 )
 from relayquant.config.relay_names import RELAY_NAMES
+from relayquant.dialect.qnn.quantization import DEQUANTIZE
 from relayquant.errors import ConfigError
 from relayquant.ops import Kind
 from relayquant.plan import OperatorPlan, Plan
 from relayquant.rewrite import Graph
-
-DEQUANTIZE = "relax.qnn.dequantize"
+from relayquant.rewrite.graph import constant_value
 
 
 def annotate(
@@ -167,7 +167,7 @@ def decide_quantized(
         claim.root: claim for claim in claims if claim.can_quantize and claim.root not in alone
     }
     owner = {var: claim.root for claim in claims for var in claim.vars}
-    given = [var for var in graph.order if graph.op_name(var) == DEQUANTIZE]
+    given = find_given(graph)
     while True:
         below = reach_down(quantized.values(), given)
         above = reach_up(quantized.values(), wanted)
@@ -181,6 +181,15 @@ def decide_quantized(
             return frozenset(quantized) | alone
         for root in removed:
             del quantized[root]
+
+
+def find_given(graph: Graph) -> list[relax.Var]:
+    """Values that the model has as integers; a constant that it dequantizes is as any other one."""
+    return [
+        var
+        for var in graph.order
+        if graph.op_name(var) == DEQUANTIZE and constant_value(graph.values[var].args[0]) is None
+    ]
 
 
 def is_worthwhile(claim: Claim, available: Sequence[bool], wanted: bool) -> bool:

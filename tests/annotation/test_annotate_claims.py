@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from float_models import MAP, build_model, residual_model
 from hypothesis import HealthCheck, given, settings
 from random_graphs import draw_models
+from tvm import relax
 from tvm.relax import op
 from tvm.relax.dpl import is_op, wildcard
 
 import relayquant as rq
+from relayquant.annotation import annotate
 from relayquant.annotation.claim import claim_operators
+from relayquant.dialect import qnn
 from relayquant.ops import Kind, Operand, Output, QuantOp
 from relayquant.ops.find import find_pattern, order_rows
 from relayquant.preparation import prepare_module
@@ -176,3 +180,52 @@ def test_claims__no_row_without_an_anchor_takes_what_an_anchor_wants__residual()
     assert check_anchors_have_what_they_want(mod, backwards) > 5
     kinds = [{row.pattern.kind is Kind.ANCHOR for row in part} for part in order_rows(backwards)]
     assert kinds == [{True}, {False}]
+
+
+WHOLE = (1, 4, 8, 8)
+#: operators on a value of the run time and a constant
+BESIDE_CONSTANT = {
+    "add": lambda x, c: op.add(x, c),
+    "add, constant first": lambda x, c: op.add(c, x),
+    "subtract": lambda x, c: op.subtract(c, x),
+    "multiply": lambda x, c: op.multiply(x, c),
+    "concat": lambda x, c: op.concat([x, c], 1),
+}
+
+
+@pytest.mark.parametrize("operator", BESIDE_CONSTANT.values(), ids=BESIDE_CONSTANT)
+@pytest.mark.parametrize("has_reader", [True, False])
+def test_dequantized_constant__decides_as_the_same_constant_in_float(operator, has_reader):
+    """Integers of a constant are none that reach an operator: nothing of the run time is."""
+    integers = np.resize(np.arange(-9, 50, 7), WHOLE).astype("int8")
+
+    def build(is_dequantized):
+        def body(emit, x):
+            if is_dequantized:
+                constant = emit("c", qnn.dequantize(relax.const(integers), 0.5, 0))
+            else:
+                constant = relax.const(integers.astype("float32") / 2)
+            value = emit("v", operator(x, constant))
+            if not has_reader:
+                return emit("s", op.nn.softmax(value))
+            return emit("k", op.nn.conv2d(value, emit.constant(4, int(value.ty.shape[1]), 3, 3)))
+
+        return build_model(body, WHOLE)
+
+    def decide(mod):
+        operators = annotate(prepare_module(mod), rq.X86, DEFAULT).operators
+        return {row.name: row.quantized for row in operators if row.name != "c"}
+
+    decided = decide(build(True))
+    assert decided == decide(build(False))
+    assert not decided["v"]
+
+
+def test_dequantized_constant__is_not_quantized_again():
+    def body(emit, x):
+        constant = emit("c", qnn.dequantize(relax.const(np.ones(WHOLE, "int8")), 0.5, 0))
+        mean = emit("m", op.mean(constant, [2, 3], keepdims=True))
+        return emit("s", op.nn.softmax(emit("a", op.add(x, mean))))
+
+    plan = annotate(prepare_module(build_model(body, WHOLE)), rq.X86, DEFAULT)
+    assert not plan.operator("m").quantized
