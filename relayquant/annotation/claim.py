@@ -27,7 +27,7 @@ from relayquant.ops import Kind, Operand, Output, QuantOp
 from relayquant.ops.callbacks import run_check, run_match
 from relayquant.ops.find import order_rows
 from relayquant.plan import Plan, Support
-from relayquant.qtypes import QSpec, Role
+from relayquant.qtypes import Granularity, QSpec, Role
 from relayquant.rewrite import Graph, Match, Skip
 from relayquant.rewrite.graph import call_name, tensor_dtype
 from relayquant.rewrite.sources import read_sources
@@ -261,7 +261,7 @@ class _Claiming:
             is_alone = qconfig is not None and (qconfig.is_dynamic or qconfig.is_grouped)
             if is_alone and adds_residual(pattern):
                 continue  # the sum is float32 then: a shorter row takes the product
-            skip, support = find_refusal(row, pattern, rule, qconfig, self.backend.name)
+            skip, support = find_refusal(row, match, rule, qconfig, self.backend.name)
             nodes = self.sites.nodes(match.vars)
             self.add(
                 Claim(
@@ -341,7 +341,7 @@ def adds_residual(pattern: QuantOp) -> bool:
 
 def find_refusal(
     row: PatternConfig,
-    pattern: QuantOp,
+    match: Match,
     rule: MappingRule | None,
     qconfig: QConfig | None,
     backend: str,
@@ -349,6 +349,7 @@ def find_refusal(
     """Why an operator that matches a row of the backend stays in float (None: it does not), and
     what that means.
     """
+    pattern: QuantOp = row.pattern  # pyright: ignore[reportAssignmentType]
     if rule is None:
         reason = "no line of the QConfigMapping selects it"
         return Skip(reason, "add set_global or set_object_type"), Support.NOT_ASKED
@@ -372,7 +373,20 @@ def find_refusal(
     if skip is None and is_dynamic and pattern.realize_dynamic is None:
         reason = f"pattern {pattern.name!r} has no callback for parameters of the run time"
         skip = Skip(reason, "give its QuantOp a realize_dynamic")
+    if skip is None and is_dynamic and qconfig.data.spec.granularity is Granularity.PER_ROW:
+        skip = find_row_conflict(match)
     return skip, Support.SERVED if skip is None else Support.DTYPE_UNSUPPORTED
+
+
+def find_row_conflict(match: Match) -> Skip | None:
+    """Why rows of an operator's data cannot have parameters of their own; None if they can."""
+    if match.parts["data"].ty.shape is not None:
+        return None
+    return Skip(
+        "the shape of its data is not known, whose rows are to have parameters of their own "
+        "(Granularity.PER_ROW)",
+        "load the model with fixed shapes, or give it one set of parameters per tensor",
+    )
 
 
 def find_dtype_conflict(

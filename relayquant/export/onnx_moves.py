@@ -5,24 +5,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from fractions import Fraction
 
 import numpy as np
-from tvm import relax, tirx
+from tvm import relax
 from tvm.ir import Call
 
 from relayquant.errors import ModelError
 from relayquant.export.onnx_builder import OnnxBuilder
 from relayquant.export.onnx_operators import ELEMENT, Writer, integers
+from relayquant.export.onnx_sizes import write_scalar, write_sizes
 from relayquant.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 
 
 def write_reshape(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
-    """Reshape, also for flatten, squeeze and expand_dims; one dimension may be symbolic.
-
-    Raises:
-        ModelError: several dimensions are known only at run time.
+    """Reshape, also for flatten, squeeze and expand_dims. One dimension may be -1; of several that
+    are known only at run time each is computed.
     """
     shape = tensor_shape(var)
     before = tensor_shape(call.args[0])
@@ -33,8 +31,8 @@ def write_reshape(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
         size if isinstance(size, int) else (0 if same[i] else -1) for i, size in enumerate(shape)
     ]
     if sizes.count(-1) > 1:
-        raise ModelError(f"export_onnx: {var.name!r} is reshaped to several symbolic dimensions.")
-    given = builder.constant(np.array(sizes, "int64"), f"{var.name}.shape")
+        sizes = list(var.ty.shape.values)
+    given = write_sizes(builder, sizes, f"{var.name}.shape")
     return builder.emit("Reshape", [builder.tensor(call.args[0], var.name), given], var.name)
 
 
@@ -79,24 +77,12 @@ def write_pad(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
 
 
 def write_slice(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
-    """Slice: axes, begins, ends and strides are literal tuples of integers.
-
-    Raises:
-        ModelError: one of them is known only at run time.
-    """
-    given = [value for arg in call.args[1:] for value in getattr(arg, "fields", [arg])]
-    unknown = [value for value in given if not isinstance(value, tirx.IntImm)]
-    if unknown:
-        raise ModelError(
-            f"export_onnx: {var.name!r} slices up to {unknown[0]}, which is known only at run "
-            "time. Allowed: numbers; load the model with shapes of numbers."
-        )
-    lists = [[int(value.value) for value in arg.fields] for arg in call.args[1:]]
+    """Slice: axes, begins, ends and strides are literal tuples of sizes."""
+    lists = [list(arg.fields) for arg in call.args[1:]]
     axes, begins, ends = lists[:3]
     strides = lists[3] if len(lists) > 3 else [1] * len(axes)
     given = [
-        builder.constant(np.array(values, "int64"), f"{var.name}.slice")
-        for values in (begins, ends, axes, strides)
+        write_sizes(builder, sizes, f"{var.name}.slice") for sizes in (begins, ends, axes, strides)
     ]
     return builder.emit("Slice", [builder.tensor(call.args[0], var.name), *given], var.name)
 
@@ -106,7 +92,7 @@ def write_take(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
     there first, as the mode says.
 
     Raises:
-        ModelError: the mode gives NaN for them, or the length of the axis is symbolic.
+        ModelError: as `write_indices`.
     """
     axis, mode, data = call.attrs.axis, str(call.attrs.mode), call.args[0]
     source = builder.tensor(data, var.name)
@@ -114,33 +100,43 @@ def write_take(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
     if axis is None and len(shape) != 1:
         flat = builder.constant(np.array([-1], "int64"), f"{var.name}.flat")
         source = builder.step("Reshape", [source, flat], f"{var.name}.elements")
-    sizes = shape if axis is None else (shape[int(axis)],)
-    where = write_indices(builder, var, call.args[1], sizes, mode)
+    where = write_indices(builder, var, call, mode)
     return builder.emit("Gather", [source, where], var.name, axis=0 if axis is None else int(axis))
 
 
-def write_indices(
-    builder: OnnxBuilder, var: relax.Var, indices: relax.Expr, sizes: Sequence[int | str], mode: str
-) -> str:
-    """The tensor of indices of a take, int64, within an axis of the product of `sizes` elements."""
+def write_indices(builder: OnnxBuilder, var: relax.Var, call: Call, mode: str) -> str:
+    """The tensor of indices of a take, int64, within its axis, or all elements where it has none.
+
+    Raises:
+        ModelError: the mode gives NaN out of bounds; or all elements of a symbolic shape are meant.
+    """
+    data, indices = call.args[:2]
+    axis, shape = call.attrs.axis, tensor_shape(data) or ()
+    sizes = shape if axis is None else (shape[int(axis)],)
+    is_known = all(isinstance(size, int) for size in sizes)
+    length = math.prod(map(int, sizes)) if is_known else None
+    if mode == "nan" or (length is None and mode == "clip" and len(sizes) > 1):
+        raise ModelError(
+            f"export_onnx: the indices of {var.name!r} (mode {mode!r}) have no form in ONNX; "
+            "allowed: wrap, or clip along an axis."
+        )
     array = constant_value(indices)
     if not isinstance(indices.ty, relax.TensorType):
         array = np.array(int(indices.value), "int64")
-    length = None if any(isinstance(size, str) for size in sizes) else math.prod(map(int, sizes))
-    if mode == "nan" or (length is None and mode == "clip"):
-        raise ModelError(
-            f"export_onnx: the indices of {var.name!r} (mode {mode!r}) have no form in ONNX; "
-            "allowed: wrap, or clip along an axis whose length is known."
-        )
-    if array is not None:
+    if array is not None and (length is not None or mode != "clip"):
         if length is not None and mode in ("clip", "wrap"):
             array = array.clip(0, length - 1) if mode == "clip" else array % length
         return builder.constant(array.astype("int64"), f"{var.name}.index")
-    where = long_indices(builder, indices, var.name)
+    if array is not None:
+        where = builder.constant(array.astype("int64"), f"{var.name}.index")
+    else:
+        where = long_indices(builder, indices, var.name)
     if mode == "clip":
-        for op, bound in (("Max", 0), ("Min", length - 1)):  # pyright: ignore[reportOptionalOperand]
-            limit = builder.constant(np.array(bound, "int64"), f"{var.name}.limit")
-            where = builder.step(op, [where, limit], f"{var.name}.index")
+        extent = data.ty.shape.values[0 if axis is None else int(axis)]
+        zero = builder.constant(np.array(0, "int64"), f"{var.name}.limit")
+        last = write_scalar(builder, extent - 1, f"{var.name}.limit")
+        where = builder.step("Max", [where, zero], f"{var.name}.index")
+        where = builder.step("Min", [where, last], f"{var.name}.index")
     elif mode == "wrap" and length is not None:
         extent = builder.constant(np.array(length, "int64"), f"{var.name}.length")
         where = builder.step("Mod", [where, extent], f"{var.name}.index")
@@ -244,10 +240,15 @@ def write_resize(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
 
 
 def write_expand(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
-    """Expand; a dimension that is symbolic is taken from the data."""
-    sizes = [size if isinstance(size, int) else 1 for size in tensor_shape(var) or ()]
-    shape = builder.constant(np.array(sizes, "int64"), f"{var.name}.shape")
-    return builder.emit("Expand", [builder.tensor(call.args[0], var.name), shape], var.name)
+    """Expand; a symbolic dimension that the data has too is 1, which leaves it."""
+    shape, before = tensor_shape(var) or (), tensor_shape(call.args[0]) or ()
+    kept = ("",) * (len(shape) - len(before)) + before
+    sizes = [
+        1 if isinstance(size, str) and size == own else value
+        for size, own, value in zip(shape, kept, var.ty.shape.values, strict=True)
+    ]
+    given = write_sizes(builder, sizes, f"{var.name}.shape")
+    return builder.emit("Expand", [builder.tensor(call.args[0], var.name), given], var.name)
 
 
 #: operators that move or select values

@@ -4,7 +4,7 @@ with blocks.
 DequantizeLinear with blocks becomes all rows of a grouped weight, in which a product and a gather
 then find the codes:
 
-    matmul(x, permute_dims(grouped_take(0..N-1, w)))  ->  grouped_dense(x, w)
+    matmul(x, permute_dims(grouped_take(0..N-1, w)))  ->  grouped_dense(x, w), also of Gemm
     take(grouped_take(0..N-1, w), i, axis=0)          ->  grouped_take(i, w)
 """
 
@@ -215,13 +215,50 @@ def find_rows(bb: relax.BlockBuilder, expr: relax.Expr) -> tuple[GroupedOperands
     return None
 
 
-def multiply_rows(bb: relax.BlockBuilder, inputs: Sequence[Any]) -> relax.Expr | None:
-    """MatMul by the transposed rows of a grouped weight; None of anything else."""
-    data, weight = inputs[:2]
+def multiply_rows(
+    bb: relax.BlockBuilder, data: relax.Expr, weight: relax.Expr, *, is_transposed: bool = False
+) -> relax.Expr | None:
+    """data (..., K) by a weight (K, N), (N, K) with `is_transposed`, that is rows of a grouped
+    weight; None of anything else.
+    """
     found = find_rows(bb, weight)
-    if found is None or not found[1] or tensor_dtype(data) != "float32" or data.ty.ndim < 1:
+    if found is None or found[1] is is_transposed:
+        return None
+    if tensor_dtype(data) != "float32" or data.ty.ndim < 1:
         return None
     return qnn.grouped_dense(data, 1.0, *found[0].parts, *found[0].form)
+
+
+def multiply_matmul(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any]
+) -> relax.Expr | None:
+    """MatMul by the transposed rows of a grouped weight; None of anything else."""
+    return multiply_rows(bb, inputs[0], inputs[1])
+
+
+def multiply_gemm(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any]
+) -> relax.Expr | None:
+    """Gemm, alpha * x @ w + beta * b, of rows of a grouped weight; None of anything else."""
+    data, weight, bias = (*inputs, None)[:3]
+    if attrs.get("transA", 0):
+        data = bb.emit(relax.op.permute_dims(data, [1, 0]))
+    value = multiply_rows(bb, data, weight, is_transposed=bool(attrs.get("transB", 0)))
+    if value is None:
+        return None
+
+    def scale(expr: relax.Expr, factor: float) -> relax.Expr:
+        return expr if factor == 1 else relax.op.multiply(expr, relax.const(factor, "float32"))
+
+    value = scale(bb.emit(value), float(attrs.get("alpha", 1.0)))
+    if bias is None:
+        return value
+    addend = bb.normalize(scale(bias, float(attrs.get("beta", 1.0))))
+    return relax.op.add(bb.normalize(value), addend)
+
+
+#: Products of ONNX, and what reads the codes where their weight is rows of a grouped one.
+GROUPED_PRODUCTS = {"MatMul": multiply_matmul, "Gemm": multiply_gemm}
 
 
 def gather_rows(

@@ -300,8 +300,11 @@ class _Importer(_FRONTEND.ONNXGraphImporter):
         self, op_name: str, inputs: list[relax.Expr], attrs: dict[str, Any], opset: int
     ) -> relax.Expr:
         try:
-            own = OPERATORS if self._domain in STANDARD else FOREIGN[self._domain]
-            convert = own.get(op_name)
+            if self._domain in STANDARD:
+                convert = OPERATORS.get(op_name)
+            else:
+                foreign = FOREIGN[self._domain][op_name]
+                convert, attrs = foreign.convert, foreign.select_attributes(attrs)
             if convert is not None:
                 converted = convert(self.bb, inputs, attrs, opset)
                 if converted is not None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -33,9 +34,9 @@ from relayquant.importers.onnx_arithmetic import (
     convert_sinh,
 )
 from relayquant.importers.onnx_grouped import (
+    GROUPED_PRODUCTS,
     convert_matmul_nbits,
     gather_rows,
-    multiply_rows,
 )
 from relayquant.importers.onnx_normalization import (
     convert_batch_normalization,
@@ -316,7 +317,8 @@ def sum_in_float32(
     """The operator as TVM has it; of float16 rounded once, where TVM rounds each partial sum. A
     product with the rows of a weight in groups reads its codes.
     """
-    grouped = multiply_rows(bb, inputs) if op == "MatMul" else None
+    multiply = GROUPED_PRODUCTS.get(op)
+    grouped = multiply(bb, inputs, attrs) if multiply is not None else None
     if grouped is not None:
         return grouped
     if str(inputs[0].ty.dtype) != "float16":
@@ -511,20 +513,77 @@ def _fold_pairs(
     return op(value, last)
 
 
-#: Operators of other domains that are known, by domain and type -> their conversion here, None
-#: where TVM has them.
-FOREIGN: dict[str, dict[str, Convert | None]] = {
+#: What TVM's frontend adds to the attributes of every node.
+OF_FRONTEND = "tvm_custom"
+
+
+@dataclass(frozen=True)
+class ForeignOperator:
+    """An operator of another domain, whose nodes `onnx.checker` knows nothing of.
+
+    Attributes:
+        convert: Its conversion here; None where TVM has it.
+        known: Attributes that the conversion reads, and hints that change no result.
+        required: Those of `known` that a node has to have.
+        neutral: Attributes that are not read, and the one value by which they change nothing.
+    """
+
+    convert: Convert | None = None
+    known: tuple[str, ...] = ()
+    required: tuple[str, ...] = ()
+    neutral: Mapping[str, Any] = field(default_factory=dict)
+
+    def select_attributes(self, attrs: Mapping[str, Any]) -> dict[str, Any]:
+        """The attributes that the conversion may read.
+
+        Raises:
+            Refusal: one is missing, or nothing here knows what it would change.
+        """
+        missing = [name for name in self.required if name not in attrs]
+        if missing:
+            raise Refusal(f"it has no attribute {', '.join(missing)}; required: all of them")
+        for name, value in attrs.items():
+            is_neutral = name in self.neutral and value == self.neutral[name]
+            if is_neutral or name in self.known or name == OF_FRONTEND:
+                continue
+            allowed = f"{self.neutral[name]}" if name in self.neutral else "none of that name"
+            raise Refusal(f"its attribute {name} is {value!r}; supported: {allowed}")
+        return {name: value for name, value in attrs.items() if name not in self.neutral}
+
+
+_ATTENTION = dict.fromkeys(
+    ("do_rotary", "past_present_share_buffer", "rotary_embedding_dim", "unidirectional"), 0
+)
+_CONV = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")
+_QUANTIZED = ("axis", "block_size", "output_dtype", "precision", "saturate")
+
+#: Operators of other domains that are known, by domain and type.
+FOREIGN: dict[str, dict[str, ForeignOperator]] = {
     "com.microsoft": {
-        "FusedConv": convert_fused_conv,
-        "DequantizeLinear": convert_dequantize_linear,
-        "MatMulNBits": convert_matmul_nbits,
-        "QuantizeLinear": convert_quantize_linear,
-        **dict.fromkeys(
-            (
-                *("Attention", "BiasGelu", "EmbedLayerNormalization", "FastGelu", "Gelu"),
-                *("MatMulInteger16", "SkipLayerNormalization"),
-            )
+        "Attention": ForeignOperator(
+            known=("mask_filter_value", "num_heads", "qkv_hidden_sizes"),
+            required=("num_heads",),
+            neutral=_ATTENTION,
         ),
+        "BiasGelu": ForeignOperator(),
+        "DequantizeLinear": ForeignOperator(convert_dequantize_linear, _QUANTIZED),
+        # mask_index_type tells what the second output is, not what the first is computed of
+        "EmbedLayerNormalization": ForeignOperator(known=("epsilon", "mask_index_type")),
+        "FastGelu": ForeignOperator(),
+        "FusedConv": ForeignOperator(
+            convert_fused_conv, ("activation", "activation_params", *_CONV)
+        ),
+        "Gelu": ForeignOperator(),
+        "MatMulInteger16": ForeignOperator(),
+        "MatMulNBits": ForeignOperator(
+            convert_matmul_nbits,
+            ("K", "N", "accuracy_level", "bits", "block_size"),
+            required=("K", "N", "block_size"),
+            # of another value the bytes lie as one GPU wants them
+            neutral={"weight_prepacked": 0},
+        ),
+        "QuantizeLinear": ForeignOperator(convert_quantize_linear, _QUANTIZED),
+        "SkipLayerNormalization": ForeignOperator(known=("epsilon",)),
     }
 }
 

@@ -172,23 +172,52 @@ def convert_matmul_integer(
     """MatMulInteger(x, w, x_zero, w_zero) -> int32 sum of (x - x_zero) * (w - w_zero).
 
     For a constant w of rank 2 it is qnn.dense(x, w) - x_zero * (sums of the columns of w): so the
-    kernel has no variable. Else R.qnn.batch_matmul.
-
-    Raises:
-        Refusal: a zero point for each row of x.
+    kernel has no variable. Else R.qnn.batch_matmul. A zero point for each row of x, (M,) or
+    (..., M, 1), and for each column of a w that is computed, is taken out of the product likewise.
     """
     data, weight, data_zero, weight_zero = (*inputs, None, None)[:4]
     data_zero, weight_zero = (bb.normalize(read_zero_point(z)) for z in (data_zero, weight_zero))
-    if data_zero.ty.ndim:
-        raise Refusal("it has one zero point for each row of its first operand; supported: one")
     array, zero = constant_value(weight), constant_value(weight_zero)
+    rows = None
+    if data_zero.ty.ndim:
+        is_column = data_zero.ty.ndim > 1
+        rows = data_zero if is_column else bb.emit(relax.op.expand_dims(data_zero, -1))
+        data_zero = relax.const(0, "int32")
     if array is None or zero is None or array.ndim != 2:
-        axes = [*range(weight.ty.ndim - 2), weight.ty.ndim - 1, weight.ty.ndim - 2]
-        transposed = bb.emit(relax.op.permute_dims(weight, axes))
+        value = multiply_values(bb, data, weight, data_zero, weight_zero)
+        if rows is None:
+            return value
+        wide = bb.emit(relax.op.subtract(relax.op.astype(weight, "int32"), weight_zero))
+        sums = bb.emit(relax.op.sum(wide, -2, keepdims=True))
+    else:
+        if array.dtype == np.uint8:
+            array, zero = (array.astype("int16") - 128).astype("int8"), zero - 128
+        value = multiply_at_run_time(lambda expr, _: bb.emit(expr), data, data_zero, array, zero)
+        totals = (array.astype("int64") - zero).sum(axis=0).astype("int32")
+        sums = relax.const(totals, "int32")
+    if rows is None:
+        return value
+    return relax.op.subtract(bb.emit(value), bb.emit(relax.op.multiply(rows, sums)))
+
+
+def multiply_values(
+    bb: relax.BlockBuilder,
+    data: relax.Expr,
+    weight: relax.Expr,
+    data_zero: relax.Expr,
+    weight_zero: relax.Expr,
+) -> relax.Expr:
+    """int32 sums of (data - data_zero) * (weight - weight_zero) of computed values; data_zero is
+    (), weight_zero () or one for each column: those times the sums of the rows of data come off.
+    """
+    axes = [*range(weight.ty.ndim - 2), weight.ty.ndim - 1, weight.ty.ndim - 2]
+    transposed = bb.emit(relax.op.permute_dims(weight, axes))
+    if not weight_zero.ty.ndim:
         return qnn.batch_matmul(data, transposed, data_zero, weight_zero, 1.0, 1.0)
-    if array.dtype == np.uint8:
-        array, zero = (array.astype("int16") - 128).astype("int8"), zero - 128
-    return multiply_at_run_time(lambda expr, _: bb.emit(expr), data, data_zero, array, zero)
+    product = bb.emit(qnn.batch_matmul(data, transposed, data_zero, 0, 1.0, 1.0))
+    wide = bb.emit(relax.op.subtract(relax.op.astype(data, "int32"), data_zero))
+    sums = bb.emit(relax.op.sum(wide, -1, keepdims=True))
+    return relax.op.subtract(product, bb.emit(relax.op.multiply(sums, weight_zero)))
 
 
 def convert_conv_integer(

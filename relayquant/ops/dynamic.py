@@ -17,7 +17,6 @@ from tvm import relax
 
 from relayquant.dialect import qnn
 from relayquant.dialect.sums import SUM_DTYPES, choose_accumulator_dtype
-from relayquant.errors import ModelError
 from relayquant.ops.base import RunTimeQuantized
 from relayquant.qtypes import INTEGER_LIMITS, Granularity, QSpec
 from relayquant.reference import qnn as numpy_qnn
@@ -32,15 +31,10 @@ def round_at_run_time(emit: Emit, data: relax.Expr, spec: QSpec) -> relax.Expr:
     """dequantize(quantize(data)), float32 of the same shape, by parameters of the run time.
 
     Rows are those of a tensor of two axes: dequantize(quantize(x, axis=0), axis=0). One of another
-    rank is reshaped before and behind.
+    rank is reshaped before and behind: its shape is known, as the plan made sure.
     """
     flat = data
     if spec.granularity is Granularity.PER_ROW and data.ty.ndim != 2:
-        if data.ty.shape is None:
-            raise ModelError(
-                "Granularity.PER_ROW: the shape of a product's data is not known. Give its last "
-                "size, or one set of parameters per tensor."
-            )
         flat = emit(relax.op.reshape(data, (-1, data.ty.shape.values[-1])), "rows")
     if spec.granularity is Granularity.PER_ROW and spec.is_symmetric and spec.dtype == "int8":
         pair = emit(qnn.quantize_rows(flat), "pair")

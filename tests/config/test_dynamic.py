@@ -336,6 +336,27 @@ def test_per_row__is_for_products_alone():
     assert "activation granularity per_row is not supported" in row.reason
 
 
+def test_per_row__of_an_unknown_shape_stays_float_and_says_so():
+    """The plan says so, before anything is calibrated."""
+    begin, end, step = (relax.const(np.array(row), "int64") for row in ([0, 0], [2, 8], [1, 1]))
+
+    def body(emit, x):
+        first = emit.dense("first", x, 8)
+        kept = emit("kept", op.dynamic_strided_slice(first, begin, end, step))
+        return emit("y", op.matmul(kept, emit.constant(8, 5)))
+
+    model = build_model(body, ("n", 20))
+    mapping = rq.QConfigMapping().set_global(rq.QConfig(rq.TensorConfig(BY_ROW), WEIGHT))
+    rows = {row.name: row for row in rq.prepare(model, None, mapping, X86).plan.operators}
+    assert rows["first"].quantized
+    assert not rows["y"].quantized
+    assert "the shape of its data is not known" in rows["y"].reason
+    qmod = rq.quantize(model, None, None, qconfig_mapping=mapping)
+    x = np.random.default_rng(0).normal(size=(3, 20)).astype("float32")
+    expected = run(model, x)
+    assert np.abs(run(qmod, x) - expected).max() < 0.05 * np.abs(expected).max()
+
+
 def test_quantize__a_static_model_needs_data():
     message = "data decides parameters of 3 operators: a "
     with pytest.raises(rq.DataError, match=message):

@@ -11,6 +11,7 @@ import onnx
 import pytest
 import tvm
 from float_models import MAP, build_model, draw_batches, residual_model
+from onnx.reference import ReferenceEvaluator
 from tvm import relax
 
 import relayquant as rq
@@ -155,6 +156,63 @@ def test_symbolic_batch__stays(tmp_path):
     mod = build_model(body, ("n", 4, 6, 6))
     model = check(mod, tmp_path / "model.onnx")
     assert model.graph.input[0].type.tensor_type.shape.dim[0].dim_param
+
+
+def slices_a_table(emit, x):
+    rows = emit(
+        "rows",
+        relax.op.strided_slice(
+            emit.constant(40, 6), [0], [0], [x.ty.shape[0]], assume_inbound=True
+        ),
+    )
+    return emit("y", relax.op.add(x, rows))
+
+
+def slices_half(emit, x):
+    n = x.ty.shape[0]
+    return emit("y", relax.op.strided_slice(x, [0, 1], [n // 2, 0], [n, 6 - n % 3]))
+
+
+def reshapes_by_products(emit, x):
+    n = x.ty.shape[0]
+    both = emit("both", relax.op.matmul(x, emit("t", relax.op.permute_dims(x, [1, 0]))))
+    return emit("y", relax.op.reshape(both, (1, n, 1, n)))
+
+
+def spreads(emit, x):
+    row = emit("row", relax.op.sum(x, 0, keepdims=True))
+    return emit("y", relax.op.broadcast_to(row, (2, x.ty.shape[0], 6)))
+
+
+def clips_indices(emit, x):
+    index = relax.const(np.array([0, 3, -2, 9]), "int64")
+    return emit("y", relax.op.take(x, index, 0, mode="clip"))
+
+
+BY_SIZES = [slices_a_table, slices_half, reshapes_by_products, spreads, clips_indices]
+
+
+@pytest.mark.parametrize("body", BY_SIZES, ids=lambda body: body.__name__)
+def test_symbolic_sizes__are_computed_from_shapes(tmp_path, body):
+    """Of lengths that make every quotient and remainder; as onnx's reference evaluator has it."""
+    mod = build_model(body, ("n", 6))
+    path = rq.export_onnx(mod, tmp_path / "m.onnx")
+    for n in (1, 2, 3, 7):
+        x = np.random.default_rng(n).normal(size=(n, 6)).astype("float32")
+        (expected,) = rq.reference.run(mod, [x])
+        (theirs,) = ReferenceEvaluator(str(path)).run(None, {"x": x})
+        np.testing.assert_allclose(theirs, expected, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(run_file(path, {"x": x})[0], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_symbolic_sizes__computed_otherwise_are_refused(tmp_path):
+    def body(emit, x):
+        n = x.ty.shape[0]
+        end = tvm.tirx.Select(n > 3, n, n - 1)
+        return emit("y", relax.op.strided_slice(x, [0], [0], [end]))
+
+    with pytest.raises(ModelError, match=r"'y\.slice' needs the size .* computed by Select"):
+        rq.export_onnx(build_model(body, ("n", 6)), tmp_path / "m.onnx")
 
 
 def test_round_trip__reads_back_to_the_same_integers(tmp_path):

@@ -12,6 +12,7 @@ from onnx.reference import ReferenceEvaluator
 
 import relayquant as rq
 from relayquant.errors import ModelError
+from relayquant.importers.onnx_operators import FOREIGN
 from relayquant.packing import count_bytes, count_groups, pack_codes
 from relayquant.rewrite import Graph
 
@@ -35,7 +36,7 @@ def make_file(path, nodes, tensors, shape, dtype=TensorProto.FLOAT):
 
 
 def draw(shape, seed=1):
-    return np.random.default_rng(seed).normal(size=shape).astype("float32")
+    return np.asarray(np.random.default_rng(seed).normal(size=shape), "float32")
 
 
 def run_file(path, x):
@@ -101,6 +102,8 @@ def test_nbits__gives_what_onnx_runtime_gives(tmp_path, form):
 REFUSED = {
     r"its weight has 5 bits; supported: 2, 4, 8": {"bits": 5},
     r"allowed with N=6, K=40, block_size=32: 192": {"size": 16, "block_size": 32},
+    r"its attribute weight_prepacked is 1; supported: 0": {"weight_prepacked": 1},
+    r"its attribute layout is 2; supported: none of that name": {"layout": 2},
 }
 
 
@@ -108,6 +111,41 @@ REFUSED = {
 def test_nbits__refuses_by_name(tmp_path, message):
     with pytest.raises(ModelError, match=message):
         rq.load(make_nbits(tmp_path / "m.onnx", **REFUSED[message]))
+
+
+@pytest.mark.parametrize("name", ["K", "N", "block_size"])
+def test_nbits__what_is_missing_is_named(tmp_path, name):
+    path = make_nbits(tmp_path / "m.onnx")
+    model = onnx.load(str(path))
+    kept = [attribute for attribute in model.graph.node[0].attribute if attribute.name != name]
+    del model.graph.node[0].attribute[:]
+    model.graph.node[0].attribute.extend(kept)
+    onnx.save(model, str(path))
+    with pytest.raises(ModelError, match=f"Node 'n' .*: it has no attribute {name}; required"):
+        rq.load(path)
+
+
+def test_nbits__hints_and_defaults_change_nothing(tmp_path):
+    plain = make_nbits(tmp_path / "a.onnx")
+    said = make_nbits(tmp_path / "b.onnx", accuracy_level=4, weight_prepacked=0)
+    x = draw((3, 40))
+    one, two = (rq.reference.run(rq.load(path)[0], {"x": x})[0] for path in (plain, said))
+    np.testing.assert_array_equal(one, two)
+
+
+def test_foreign_operators__know_every_attribute_of_their_schema():
+    """Whatever ONNX Runtime's own schema has is read, neutral by one value, or refused by name."""
+    state = pytest.importorskip("onnxruntime.capi.onnxruntime_pybind11_state")
+    schemas = {s.name: s for s in state.get_all_operator_schema() if s.domain == MICROSOFT}
+    for name, operator in FOREIGN[MICROSOFT].items():
+        attributes = schemas[name].attributes
+        assert {n for n, a in attributes.items() if a.required} <= set(operator.required)
+        for attribute in {*attributes, "unheard_of"} - set(operator.known):
+            given = {**dict.fromkeys(operator.required, 1), attribute: 77}
+            with pytest.raises(ValueError, match=f"attribute {attribute} is 77"):
+                operator.select_attributes(given)
+        neutral = {**dict.fromkeys(operator.required, 1), **operator.neutral}
+        assert not set(operator.select_attributes(neutral)) & set(operator.neutral)
 
 
 def test_nbits__zero_points_that_do_not_fit_are_named(tmp_path):
@@ -176,6 +214,44 @@ def test_blocks__are_read_as_groups(tmp_path, form, op):
         (name,) = set(list_operators(mod)) & {"qnn.grouped_dense", "qnn.grouped_take"}
         assert name == ("qnn.grouped_dense" if op == "MatMul" else "qnn.grouped_take")
         assert list_operators(mod) == [name]
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize(
+    "form",
+    [
+        {},
+        {"alpha": 0.5, "beta": 2.0, "bias": (1, 6)},
+        {"transA": 1, "bias": (6,)},
+        {"beta": 0.25, "bias": ()},
+    ],
+    ids=str,
+)
+def test_blocks__of_gemm_are_read_as_groups(tmp_path, form, axis):
+    """transB, as PyTorch exports a linear layer, or not; against the reference evaluator."""
+    bias, form = form.get("bias"), {k: v for k, v in form.items() if k != "bias"}
+    path = make_blocks(tmp_path / "m.onnx", axis=axis)
+    model = onnx.load(str(path))
+    kept = [node for node in model.graph.node if node.op_type == "DequantizeLinear"]
+    names = ["x", "d", *([] if bias is None else ["b"])]
+    kept.append(helper.make_node("Gemm", names, ["y"], "y", transB=axis, **form))
+    del model.graph.node[:]
+    model.graph.node.extend(kept)
+    if bias is not None:
+        model.graph.initializer.append(numpy_helper.from_array(np.asarray(draw(bias)), "b"))
+    shape = model.graph.input[0].type.tensor_type.shape
+    x = draw((2, 48))
+    if form.get("transA"):
+        x = np.ascontiguousarray(x.T)
+        shape.dim[0].dim_value = 48
+        shape.dim[1].dim_param = "n"
+    onnx.save(model, str(path))
+    (expected,) = ReferenceEvaluator(str(path)).run(None, {"x": x})
+    mod, _ = rq.load(path)
+    np.testing.assert_allclose(rq.reference.run(mod, {"x": x})[0], expected, rtol=1e-5, atol=1e-5)
+    found = list_operators(mod)
+    assert "qnn.grouped_dense" in found
+    assert "qnn.grouped_take" not in found
 
 
 def test_blocks__what_is_no_product_is_exact_too(tmp_path):

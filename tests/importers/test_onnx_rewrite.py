@@ -171,6 +171,30 @@ def test_matmul_integer__of_two_values():
     np.testing.assert_array_equal(got, expected)
 
 
+@pytest.mark.parametrize("zero", [(), (4,), (4, 1), (2, 4, 1), (1, 4, 1)], ids=str)
+@pytest.mark.parametrize("is_constant", [True, False], ids=["weight", "value"])
+@pytest.mark.parametrize("kind", ["int8", "uint8"])
+def test_matmul_integer__zero_points_of_rows_and_columns(zero, is_constant, kind):
+    """Against integers of 64 bits; ONNX Runtime takes one zero point only."""
+    b, random = IntegerBuilder(), np.random.default_rng(0)
+    shape = (2, 4, 5) if len(zero) == 3 else (4, 5)
+    limits = np.iinfo(kind)
+    data, rows, weight, columns = (
+        random.integers(limits.min, limits.max + 1, size).astype(kind)
+        for size in (shape, zero, (5, 3) if is_constant else (*shape[:-2], 5, 3), (3,))
+    )
+    w = b.constant(weight) if is_constant else "w"
+    y = b.node("MatMulInteger", "x", w, "z", b.constant(columns))
+    given = {"x": data, "z": rows, **({} if is_constant else {"w": weight})}
+    inputs = {name: (kind, array.shape) for name, array in given.items()}
+    model = b.model(inputs, {y: ("int32", (*shape[:-1], 3))})
+    wide = [each.astype("int64") for each in (data, rows, weight, columns)]
+    row_zero = wide[1][:, None] if len(zero) == 1 else wide[1]
+    expected = (wide[0] - row_zero) @ (wide[2] - wide[3])
+    qmod = rq.lower(rq.import_onnx(model)[0])
+    np.testing.assert_array_equal(rq.reference.run(qmod, given)[0], expected)
+
+
 def test_conv_integer__pads_with_the_zero_point():
     b = IntegerBuilder()
     w = b.random.integers(-128, 128, (8, 4, 3, 3)).astype("int8")
