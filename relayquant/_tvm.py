@@ -78,6 +78,18 @@ def load_torch_frontend() -> Any:
     return exported_program_translator
 
 
+def build_bytecode(lowered: Any, target: Any, kernels: Any) -> Any:
+    """The executable of a lowered module whose functions of TIR are compiled already, to the
+    library `kernels`.
+    """
+    from tvm import relax
+    from tvm.relax import vm_build
+
+    builder = relax.ExecBuilder()
+    vm_build._vmcodegen(builder, lowered)
+    return vm_build._vmlink(builder, target, ext_libs=[kernels])
+
+
 @functools.cache
 def find_fields(type_key: str) -> dict[str, str]:
     """Field -> type of what it holds, of an object type and those above it, by TVM's reflection.

@@ -10,9 +10,11 @@ from typing import Any
 
 import tvm
 from tvm.ir import Call
+from tvm.target import Target
 
 from relayquant.arguments import check_arguments
 from relayquant.codegen import make_pipeline, open_tuner
+from relayquant.codegen.mapped import MappedExecutable
 from relayquant.kernels.isa.target import host_config, resolve_target
 from relayquant.preparation import prepare_module
 from relayquant.rewrite.entry import MAIN, find_entry, name_main, rename_function
@@ -67,10 +69,22 @@ def compile(
     stop_spinning()
     resolved = resolve_target(target)
     if tune is False:
-        return tvm.compile(mod, resolved, relax_pipeline=pipeline(resolved))
+        return build(mod, resolved, pipeline(resolved))
     with open_tuner(resolved, None if tune is True else Path(tune)) as choose_tile:
-        lowering = make_pipeline(resolved, choose_tile)
-        return tvm.compile(mod, resolved, relax_pipeline=adapt_pipeline(lowering))
+        return build(mod, resolved, adapt_pipeline(make_pipeline(resolved, choose_tile)))
+
+
+def build(mod: tvm.IRModule, target: Target, lowering: tvm.transform.Pass) -> MappedExecutable:
+    """What `tvm.compile` makes of a module, with what it was lowered to."""
+    lowered = []
+
+    def keep(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
+        lowered.append(lowering(mod))
+        return lowered[0]
+
+    keeping: Any = tvm.transform.module_pass(keep, opt_level=0, name="relayquant.keep")
+    executable = tvm.compile(mod, target, relax_pipeline=keeping)
+    return MappedExecutable(executable, lowered[0], target)
 
 
 def compile_draft(mod: tvm.IRModule) -> Any:

@@ -1,4 +1,6 @@
-"""Exported libraries with many threads, from Python and without: bits are those of one thread."""
+"""Exported libraries with many threads, from Python and without: bits are those of one thread, and
+of the module in memory. Their constants lie in the file, small ones too.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +18,7 @@ from float_models import build_model, draw_batches
 from tvm import relax
 
 import relayquant as rq
+from relayquant.codegen import mapped
 
 SHAPE = (1, 16, 40, 40)
 SOURCE = Path(__file__).with_name("run_library.cc")
@@ -50,13 +53,18 @@ def build_convolutions() -> tvm.IRModule:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """With `model.so` and an input."""
+    """With `model.so`, an input, and its output of the module in memory."""
     folder = tmp_path_factory.mktemp("exported")
     mod = build_convolutions()
     batches = [{name: array / 8 for name, array in b.items()} for b in draw_batches(mod, 2)]
     qmod = rq.quantize(mod, None, batches, effort="fast")
-    rq.compile(qmod).export_library(str(folder / "model.so"))
+    executable = rq.compile(qmod)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mapped, "LEAST_BYTES", 64)
+        executable.export_library(str(folder / "model.so"))
     (array,) = batches[0].values()
+    (result,) = rq.Executor(executable).run("main", [array])
+    result.tofile(folder / "in_memory")
     array.tofile(folder / "input")
     return folder
 
@@ -87,6 +95,7 @@ def test_exported__threads_give_the_bits_of_one(folder, expected):
     got = run_library([sys.executable, "-c", FROM_PYTHON], folder, 16)
     assert np.isfinite(expected).all()
     assert len(set(expected)) > 1
+    np.testing.assert_array_equal(expected, np.fromfile(folder / "in_memory", "float32"))
     np.testing.assert_array_equal(got, expected)
 
 

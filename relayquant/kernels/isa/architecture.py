@@ -7,6 +7,9 @@ import enum
 from tvm.target import Target
 from tvm.target.codegen import llvm_get_system_triple
 
+#: First words of the triples of 64-bit x86 and Arm.
+ARCHITECTURES_64 = frozenset(["x86_64", "amd64", "aarch64", "arm64"])
+
 
 class Architecture(enum.Enum):
     """Families of CPUs for which there are kernels."""
