@@ -1,10 +1,11 @@
 """Analysis: one engine with one model in a process of its own, which `engines` starts and talks to.
 
 Run as a script, so that such a process has loaded its engine and nothing else: no TVM beside ONNX
-Runtime. One line of JSON each way, on stdin and stdout:
+Runtime, and no compiler beside TVM's runtime. One line of JSON each way, on stdin and stdout:
 
     {"engine", "path", "float", "inputs", "threads"}  ->  {"ready": true} or {"error": "..."}
     {"turn": seconds}                                 ->  [[seconds passed, seconds of CPU], ...]
+    {"memory": true}                                  ->  [bytes now, bytes at most]
 
 What an engine prints goes to stderr. The process ends when stdin does.
 """
@@ -29,13 +30,10 @@ Run = Callable[[], object]
 
 def load_relayquant(path: str, _: bool, inputs: Mapping[str, np.ndarray], threads: int) -> Run:
     """A run of a library that `export_library` wrote; `threads` are in the environment."""
-    import tvm
+    from relayquant_runtime import Library, as_tensor
 
-    from relayquant.runtime import Executor, as_tensor
-
-    executor = Executor(tvm.runtime.load_module(path))
     tensors = [as_tensor(array) for array in inputs.values()]
-    main = executor.vm["main"]
+    main = Library(path)["main"]
     return lambda: main(*tensors)
 
 
@@ -99,6 +97,19 @@ def time_turn(run: Run, seconds: float) -> list[tuple[float, float]]:
     return timings
 
 
+def read_memory() -> tuple[int, int]:
+    """Bytes of memory that this process has, now and at most so far: pages that are loaded, those
+    of files among them, whoever else has them too (VmRSS, VmHWM of Linux); zeros elsewhere.
+    """
+    try:
+        with open("/proc/self/status", encoding="ascii", errors="replace") as file:
+            fields = dict(line.split(":", 1) for line in file)
+    except OSError:
+        return 0, 0
+    now, most = (int(fields[name].split()[0]) << 10 for name in ("VmRSS", "VmHWM"))
+    return now, most
+
+
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -119,7 +130,8 @@ def main() -> None:
         return
     answer({"ready": True})
     for line in sys.stdin:
-        answer(time_turn(run, json.loads(line)["turn"]))
+        asked = json.loads(line)
+        answer(read_memory() if "memory" in asked else time_turn(run, asked["turn"]))
 
 
 if __name__ == "__main__":

@@ -51,16 +51,26 @@ class Contender:
 
 
 @dataclass(frozen=True)
+class Memory:
+    """Bytes that a process has in memory: its own and those of files, engine and model included."""
+
+    now: int
+    peak: int  #: at most since it began
+
+
+@dataclass(frozen=True)
 class Comparison:
     """Times of those that ran, and why others did not.
 
     Attributes:
         latencies: Name -> times.
         failures: Name -> the engine's own words.
+        memory: Name -> what its process had when all was timed.
     """
 
     latencies: Mapping[str, Latency]
     failures: Mapping[str, str]
+    memory: Mapping[str, Memory]
 
 
 class EngineProcess:
@@ -121,6 +131,11 @@ class EngineProcess:
         """Timed runs of one turn; see `latency.measure_turns`."""
         self.send({"turn": TURN})
         return [(passed, cpu) for passed, cpu in self.receive()]
+
+    def read_memory(self) -> Memory:
+        """What the process has now; zeros where the system is not Linux."""
+        self.send({"memory": True})
+        return Memory(*self.receive())
 
     def send(self, message: Mapping[str, Any]) -> None:
         pipe = self.process.stdin
@@ -186,4 +201,6 @@ def measure_engines(
                 failures[name] = str(error)
         ready = {name: each for name, each in started.items() if name not in failures}
         turns = {name: process.take_turn for name, process in ready.items()}
-        return Comparison(measure_turns(turns, rounds), failures)
+        latencies = measure_turns(turns, rounds)
+        memory = {name: process.read_memory() for name, process in ready.items()}
+        return Comparison(latencies, failures, memory)

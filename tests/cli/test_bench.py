@@ -122,7 +122,7 @@ def test_bench__model_that_onnxruntime_cannot_quantize(
         raise ValueError("some reason")
 
     def measure(contenders: dict, *_args: object, **_options: object) -> Comparison:
-        return Comparison(dict.fromkeys(contenders, Latency(1e-3, 2e-3, 2e-3, 1)), {})
+        return Comparison(dict.fromkeys(contenders, Latency(1e-3, 2e-3, 2e-3, 1)), {}, {})
 
     monkeypatch.setattr(quantization, "quantize_static", fail)
     monkeypatch.setattr(bench, "measure_engines", measure)  # what it does is tested elsewhere

@@ -1,0 +1,163 @@
+"""Runs libraries that `rq.compile(...).export_library` wrote, with the runtime of TVM alone: no
+compiler, no relayquant. A process has 20 MB of its own then instead of 200, and begins in a tenth
+of a second.
+
+    from relayquant_runtime import Library
+
+    library = Library("digits.so")
+    (scores,) = library.run("main", [image])
+
+Needs the packages apache-tvm (of which only the runtime is loaded), apache-tvm-ffi and numpy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+__all__ = ["Library", "LibraryError"]
+
+#: How long threads of TVM that have nothing to do spin; see `relayquant.runtime.stop_spinning`.
+SPIN_VARIABLE = "TVM_THREAD_POOL_SPIN_COUNT"
+#: Bytes that the address of an argument must be a multiple of.
+ALIGNMENT = 64
+#: The libraries of a process that runs and compiles nothing; the second one has sort and topk.
+RUNTIME = ("libtvm_runtime.so", "libtvm_runtime_extra.so")
+#: Numbers of the device and the allocator in `vm_initialization`: CPU 0, one that keeps memory.
+CPU, FIRST, POOLED = 1, 0, 2
+
+
+class LibraryError(RuntimeError):
+    """A library that cannot be loaded, or has no such function; says which and what to do."""
+
+
+class Library:
+    """A compiled library in this process. Several threads may use it; runs take turns.
+
+    Its large constants are read where the file is mapped: it must not be changed in place meanwhile
+    (to replace a library, write a new file and rename it).
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Load a library.
+
+        Raises:
+            LibraryError: there is no such file, it is no library of compiled functions, was made
+                for another CPU, or the packages of TVM are missing.
+        """
+        os.environ.setdefault(SPIN_VARIABLE, "0")
+        ffi, self.path = load_runtime(), Path(path).absolute()
+        if not self.path.is_file():
+            raise LibraryError(f"There is no file {self.path}. Name one that export_library wrote.")
+        try:
+            self._machine = ffi.load_module(str(self.path))["vm_load_executable"]()
+            self._machine["vm_initialization"](CPU, FIRST, POOLED)
+        except (RuntimeError, AttributeError, ValueError) as error:
+            reason = str(error).strip().splitlines()[-1]
+            raise LibraryError(
+                f"{self.path} is no library that export_library wrote for this machine: {reason}"
+            ) from error
+        self._running = threading.Lock()  # TVM's virtual machine has one stack
+
+    def __getitem__(self, name: str) -> Callable[..., Any]:
+        """The function `name` as it is: tensors of `as_tensor` in, tensors of tvm_ffi out. Calls of
+        one library must not overlap.
+
+        Raises:
+            LibraryError: there is none.
+        """
+        try:
+            return self._machine[name]
+        except (AttributeError, RuntimeError, ValueError) as error:
+            raise LibraryError(
+                f"{self.path} has no function {name!r}. A quantized model's is called as in the "
+                "model, mostly 'main'."
+            ) from error
+
+    def run(self, name: str, args: Sequence[Any]) -> list[np.ndarray]:
+        """Call a function with arrays, in order (a tuple of ints for a parameter that is a shape);
+        returns its results as new arrays.
+
+        Raises:
+            LibraryError: there is no such function.
+            ValueError, TypeError: of TVM, where arguments are not those that the function takes.
+        """
+        function, tensors = self[name], [as_tensor(arg) for arg in args]
+        with self._running:
+            return flatten(function(*tensors))
+
+
+@functools.cache
+def load_runtime() -> Any:
+    """The module tvm_ffi, with TVM's runtime loaded into the process."""
+    ffi = import_ffi()
+    if "tvm" in sys.modules:
+        return ffi  # it is there already, with the compiler
+    found = importlib.util.find_spec("tvm")
+    if found is None or not found.submodule_search_locations:
+        raise LibraryError("relayquant_runtime needs TVM. Run: pip install 'apache-tvm<0.28'")
+    folder = Path(found.submodule_search_locations[0]) / "lib"
+    for name in RUNTIME:
+        ctypes.CDLL(str(folder / name), ctypes.RTLD_GLOBAL)
+    return ffi
+
+
+def import_ffi() -> Any:
+    """tvm_ffi, which imports PyTorch wherever that is installed, to exchange tensors with it: 160
+    MB that nothing here needs. A program that does need it imports torch before.
+    """
+    hide = "tvm_ffi" not in sys.modules and "torch" not in sys.modules
+    if hide:
+        sys.modules["torch"] = None  # pyright: ignore[reportArgumentType]
+    try:
+        import tvm_ffi
+    except ImportError as error:
+        raise LibraryError(
+            "relayquant_runtime needs tvm_ffi. Run: pip install 'apache-tvm-ffi<0.1.15'"
+        ) from error
+    finally:
+        if hide:
+            del sys.modules["torch"]
+    return tvm_ffi
+
+
+def as_tensor(value: Any) -> Any:
+    """A tensor in the memory of an array if compiled code can read it there, else of a copy; tuples
+    of ints become shapes; tensors and shapes pass through.
+    """
+    ffi = load_runtime()
+    if isinstance(value, ffi.Tensor | ffi.Shape):
+        return value
+    if isinstance(value, tuple):
+        return ffi.Shape(value)
+    return ffi.from_dlpack(align_array(np.asarray(value)))
+
+
+def align_array(array: np.ndarray) -> np.ndarray:
+    """The array itself if it lies in C order, at an aligned address, and may be written, as DLPack
+    asks for; else a copy.
+    """
+    flags = array.flags
+    if flags.c_contiguous and flags.writeable and array.ctypes.data % ALIGNMENT == 0:
+        return array
+    raw = np.empty(array.nbytes + ALIGNMENT, "uint8")
+    start = -raw.ctypes.data % ALIGNMENT
+    copy = raw[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
+def flatten(result: Any) -> list[np.ndarray]:
+    """Arrays of a result, nested tuples taken apart."""
+    if isinstance(result, load_runtime().Tensor):
+        return [np.from_dlpack(result)]
+    return [array for part in result for array in flatten(part)]

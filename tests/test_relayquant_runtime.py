@@ -1,0 +1,105 @@
+"""Libraries in a process that has no compiler: results, what is loaded, messages."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tvm
+from tvm.script import ir as I
+from tvm.script import relax as R
+from tvm.script import tirx as T
+
+import relayquant as rq
+from relayquant_runtime import Library, LibraryError, align_array, as_tensor
+
+
+@I.ir_module
+class Nested:
+    @R.function
+    def main(x: R.Tensor(("n", 2), "float32"), s: R.Tensor((), "float32")):
+        with R.dataflow():
+            y = R.multiply(x, s)
+            z = (y, (R.cumsum(x, axis=0), s))
+            R.output(z)
+        return z
+
+    @R.function
+    def resize(x: R.Tensor((6,), "float32"), to: R.Shape(["a", "b"])):
+        a, b = T.int64(), T.int64()
+        with R.dataflow():
+            y = R.reshape(x, (a, b))
+            R.output(y)
+        return y
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("library") / "nested.so"
+    rq.compile(Nested).export_library(str(path))
+    return path
+
+
+ALONE = """
+import json, sys
+import numpy as np
+from relayquant_runtime import Library
+library = Library(sys.argv[1])
+x = np.arange(6, dtype="float32").reshape(3, 2)
+results = library.run("main", [x, np.array(2, "float32")])
+names = {"tvm", "torch", "relayquant"} & {*sys.modules}
+import tvm_ffi
+print(json.dumps([[each.tolist() for each in results], sorted(names)]))
+"""
+
+
+def test_library__runs_without_the_compiler(path):
+    command = [sys.executable, "-c", ALONE, str(path)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    (product, total, factor), loaded = json.loads(result.stdout)
+    assert loaded == []
+    x = np.arange(6).reshape(3, 2)
+    assert product == (2 * x).tolist()
+    assert total == np.cumsum(x, 0).tolist()
+    assert factor == 2
+
+
+def test_library__gives_what_an_executor_does(path):
+    x, s = np.random.default_rng(0).standard_normal((5, 2), "float32"), np.float32(3)
+    expected = rq.Executor(tvm.runtime.load_module(str(path))).run("main", [x, s])
+    for ours, theirs in zip(Library(path).run("main", [x, s]), expected, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_library__takes_shapes(path):
+    x = np.arange(6, dtype="float32")
+    (result,) = Library(path).run("resize", [x, (2, 3)])
+    np.testing.assert_array_equal(result, x.reshape(2, 3))
+
+
+def test_align_array__keeps_what_can_be_read_where_it_lies():
+    odd = np.zeros(65, "float32")[1:]
+    odd = odd if odd.ctypes.data % 64 else np.zeros(66, "float32")[2:]
+    fixed = align_array(odd)
+    assert fixed.ctypes.data % 64 == 0
+    assert fixed is not odd
+    assert align_array(fixed) is fixed
+    turned = align_array(np.arange(6).reshape(2, 3).T)
+    np.testing.assert_array_equal(turned, np.arange(6).reshape(2, 3).T)
+    assert turned.flags.c_contiguous
+    assert as_tensor(np.float32(1)).shape == ()
+
+
+def test_library__says_what_is_wrong(path, tmp_path):
+    with pytest.raises(LibraryError, match=r"There is no file .*nowhere\.so.*export_library"):
+        Library(tmp_path / "nowhere.so")
+    (tmp_path / "text.so").write_text("text")
+    with pytest.raises(LibraryError, match=r"text\.so is no library that export_library wrote"):
+        Library(tmp_path / "text.so")
+    with pytest.raises(LibraryError, match=r"has no function 'nain'.*mostly 'main'"):
+        Library(path)["nain"]
