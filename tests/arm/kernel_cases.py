@@ -155,10 +155,11 @@ WINDOWS = {
 }
 
 
-def make_convolution(spec: Conv2d) -> Case:
+def make_convolution(spec: Conv2d, least: int = -128) -> Case:
+    """With weights from `least` on."""
     rng = np.random.default_rng(0)
     x = random_values(rng, spec.in_shape, spec.in_dtype)
-    w = random_values(rng, spec.weight_shape, "int8")  # also -128
+    w = np.maximum(random_values(rng, spec.weight_shape, "int8"), np.int8(least))
     bias = rng.integers(-5000, 5000, spec.out_channels).astype("int32")
     multiplier = random_multiplier(rng, w) if spec.epilogue.has_multiplier else None
     residual, added = None, []
@@ -229,12 +230,15 @@ def make_matmul(spec: BatchMatmul) -> Case:
     return Case(lambda isa: (build_batch_matmul(spec, isa), [x, w]), expected)
 
 
-def make_extreme_sums() -> Case:
-    """-128 * -128 in every product: too much for sums of two in int16; and int32 wraps."""
-    spec = Dense(2, 8, 8, "int8", 0, Epilogue(Store.ACCUMULATOR, "int32"))
-    x, w = np.full((2, 8), -128, "int8"), np.full((8, 8), -128, "int8")
-    bias = np.array([2**31 - 1, -(2**31), 0, 1, 2, 3, 4, 2**31 - 8 * 128 * 128], "int32")
-    total = np.tile(bias.astype("int64") + 8 * 128 * 128, (2, 1))
+def make_extreme_sums(weight: int = -128) -> Case:
+    """-128 by `weight` in every product: -128 is too much for sums of two in int16, -127 just not;
+    and int32 wraps.
+    """
+    spec = Dense(2, 40, 8, "int8", 0, Epilogue(Store.ACCUMULATOR, "int32"))
+    x, w = np.full((2, 40), -128, "int8"), np.full((8, 40), weight, "int8")
+    added = 40 * -128 * weight
+    bias = np.array([2**31 - 1, -(2**31), 0, 1, 2, 3, 4, 2**31 - abs(added)], "int32")
+    total = np.tile(bias.astype("int64") + added, (2, 1))
     expected = total.astype("uint32").view("int32")
     return Case(
         lambda isa: (
@@ -431,4 +435,26 @@ MATRIX_CASES: dict[str, Callable[[], Case]] = {
     **{name: (lambda s=spec: make_dense(s)) for name, spec in MATRICES.items()},
     **{name: CASES[name] for name in (*ROWS, *MATMULS)},
     "extreme sums": make_extreme_sums,
+}
+#: Constant weights whose bytes are taken together: every way to read pixels.
+BYTES_CONVOLUTIONS = (
+    "3x3 of 17 to 33 channels, strides, residual",
+    "3x3 with threads",
+    "1x1 of 12 channels to 1",
+    "1x1 of uint8",
+    "first, 7x7/2 of 3 channels",
+    "groups, dilation, clip",
+    "accumulators",
+)
+BYTES_CASES: dict[str, Callable[[], Case]] = {
+    **{name: CASES[name] for name in (*BYTES_CONVOLUTIONS, *TRANSPOSED, *ROWS)},
+    "extreme sums": make_extreme_sums,
+}
+#: And of those that are without -128.
+PAIRS_CASES: dict[str, Callable[[], Case]] = {
+    **{
+        f"{name}, without -128": (lambda s=CONVOLUTIONS[name]: make_convolution(s, least=-127))
+        for name in BYTES_CONVOLUTIONS
+    },
+    **{f"sums of -128 by {w}": (lambda w=w: make_extreme_sums(w)) for w in (-127, 127)},
 }

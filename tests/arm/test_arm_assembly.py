@@ -12,7 +12,8 @@ import pytest
 import tvm
 from tvm.target import Target
 
-from relayquant.kernels.integer.conv import build_conv2d
+from relayquant.errors import ConfigError
+from relayquant.kernels.integer.conv import build_conv2d, pack_conv2d
 from relayquant.kernels.integer.conv_plan import choose_plan
 from relayquant.kernels.integer.elementwise import Add, Space, build_add
 from relayquant.kernels.integer.epilogue import Epilogue, Residual
@@ -20,9 +21,20 @@ from relayquant.kernels.integer.matmul import BatchMatmul, build_batch_matmul, p
 from relayquant.kernels.integer.pool import AvgPool2d, PoolWindow, build_avg_pool2d
 from relayquant.kernels.integer.specs import Conv2d
 from relayquant.kernels.isa.architecture import Architecture, find_architecture
-from relayquant.kernels.isa.arm import NEON, NEON32, SDOT, SMMLA, SMMLA_NEON, SmmlaIsa
-from relayquant.kernels.isa.base import PORTABLE
+from relayquant.kernels.isa.arm import (
+    LARGEST_PAIRED,
+    NEON,
+    NEON32,
+    NEON_BYTES,
+    NEON_PAIRS,
+    SDOT,
+    SMMLA,
+    SMMLA_NEON,
+    SmmlaIsa,
+)
+from relayquant.kernels.isa.base import PORTABLE, Isa
 from relayquant.kernels.isa.select import select_isa
+from relayquant.kernels.isa.target import resolve_target
 
 ARM32_TRIPLE = "armv7l-linux-gnueabihf"
 EXPECTED = {
@@ -43,7 +55,7 @@ SAME = (1, 1, 1, 1)
 
 def target_of(cpu: str) -> Target:
     triple = ARM32_TRIPLE if cpu in ARM32 else "aarch64-linux-gnu"
-    return Target({"kind": "llvm", "mtriple": triple, "mcpu": cpu})
+    return resolve_target({"kind": "llvm", "mtriple": triple, "mcpu": cpu})
 
 
 def compile_kernels(cpu: str, *kernels) -> str:
@@ -82,9 +94,10 @@ def inner_loops(text: str) -> list[list[str]]:
 
 
 @functools.cache
-def main_loop(cpu: str, spec: Conv2d = MATRIX) -> list[str]:
+def main_loop(cpu: str, spec: Conv2d = MATRIX, isa: Isa | None = None) -> list[str]:
     """The inner loop of a convolution: the longest there is."""
-    loops = inner_loops(compile_kernels(cpu, build_conv2d(spec, select_isa(target_of(cpu)))))
+    isa = isa or select_isa(target_of(cpu))
+    loops = inner_loops(compile_kernels(cpu, build_conv2d(spec, isa)))
     return max(loops, key=len)
 
 
@@ -193,6 +206,33 @@ def test_inner_loop__of_smmla_is_as_counted(cpu):
 def test_inner_loop__of_smlal_is_little_else():
     counts = count_opcodes(main_loop("cortex-a53"))
     assert counts["smlal"] / counts.total() >= 0.7
+
+
+@pytest.mark.parametrize("cpu", ["cortex-a53", "cortex-a72"])
+@pytest.mark.parametrize(
+    ("isa", "sums", "least"), [(NEON_BYTES, 4, 3.3), (NEON_PAIRS, 3, 4.2)], ids=["bytes", "pairs"]
+)
+def test_inner_loop__of_bytes_makes_several_products_an_instruction(cpu, isa, sums, least):
+    """16 products take so many instructions as `sums`, which are all but a few of the loop's."""
+    counts = count_opcodes(main_loop(cpu, isa=isa))
+    multiplies = sum(counts[name] for name in ("smull", "smull2", "smlal2"))
+    assert counts["sadalp"] == (sums - 2) * 16
+    assert multiplies == 2 * 16
+    assert 8 * multiplies / counts.total() >= least
+    assert not any("[sp" in line for line in main_loop(cpu, isa=isa))
+
+
+def test_for_weights__bytes_in_pairs_where_no_weight_is_too_much():
+    weight = np.full(MATRIX.weight_shape, -127, "int8")
+    assert NEON.for_weights(weight) is NEON_PAIRS
+    assert NEON.for_weights(-weight) is NEON_PAIRS
+    weight[3, 0, 0, 1] = -128
+    assert NEON.for_weights(weight) is NEON_BYTES
+    assert 2 * 128 * LARGEST_PAIRED < 2**15 == 2 * 128 * (LARGEST_PAIRED + 1)
+    for isa in (NEON32, SDOT, SMMLA):
+        assert isa.for_weights(weight) is isa
+    with pytest.raises(ConfigError, match="allowed: weights of -127 to 127"):
+        pack_conv2d(MATRIX, NEON_PAIRS, weight, np.zeros(64, "int32"), np.float32(1))
 
 
 def test_inner_loop__of_32_bits_multiplies_by_lane_index():

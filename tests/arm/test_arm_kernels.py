@@ -3,30 +3,68 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tvm
-from emulator import CPUS, MATRIX_CPU, PLAIN_CPUS, Emulator, target_of
-from kernel_cases import CASES, CONVOLUTIONS, MATRICES, MATRIX_CASES, TRANSPOSED, Case
+from emulator import CPUS, MATRIX_CPU, Emulator, target_of
+from kernel_cases import (
+    BYTES_CASES,
+    CASES,
+    CONVOLUTIONS,
+    MATRICES,
+    MATRIX_CASES,
+    PAIRS_CASES,
+    TRANSPOSED,
+    Case,
+)
 
 from relayquant.kernels.integer.conv_plan import choose_plan
 from relayquant.kernels.integer.conv_transpose import choose_transpose_plan
-from relayquant.kernels.isa.arm import NEON, SDOT, SMMLA
+from relayquant.kernels.isa.arm import NEON, NEON_BYTES, NEON_PAIRS, SDOT, SMMLA
+from relayquant.kernels.isa.base import Isa
 from relayquant.kernels.isa.select import select_isa
 
-NAMES = {case: f"kernel{i}" for i, case in enumerate([*CASES, *MATRIX_CASES])}
-RUNS = [(cpu, case) for cpu in PLAIN_CPUS for case in CASES]
-RUNS += [(MATRIX_CPU, case) for case in MATRIX_CASES]
-#: Takes matrix products wherever there are two pixels, whether they pay or not.
-EAGER = replace(SMMLA, word_cost=-1e9)
+MakeCase = Callable[[], Case]
+
+
+def make_eager(isa: Isa) -> Isa:
+    """Taken wherever it can be, whether it pays or not."""
+    return replace(isa, word_cost=-1e9)
+
+
+def choose_isa(cases: Mapping[str, MakeCase], isa: Isa) -> dict[str, MakeCase]:
+    """The same cases for these instructions, whatever the CPU has that is better or worse."""
+
+    def choose(make: MakeCase) -> MakeCase:
+        def make_chosen() -> Case:
+            case = make()
+            return replace(case, build=lambda _: case.build(isa))
+
+        return make_chosen
+
+    return {f"{name}, {isa.name}": choose(make) for name, make in cases.items()}
+
+
+EAGER = make_eager(SMMLA)
+BYTES_RUNS = choose_isa(BYTES_CASES, make_eager(NEON_BYTES))
+PAIRS_RUNS = choose_isa(PAIRS_CASES, make_eager(NEON_PAIRS))
+#: emulated CPU -> its instructions and cases
+MACHINES: dict[str, tuple[Isa, dict[str, MakeCase]]] = {
+    "cortex-a53": (NEON, {**CASES, **BYTES_RUNS, **PAIRS_RUNS}),
+    "cortex-a76": (SDOT, CASES),
+    MATRIX_CPU: (EAGER, MATRIX_CASES),
+}
+RUNS = [(cpu, case) for cpu, (_, cases) in MACHINES.items() for case in cases]
+NAMES = {case: f"kernel{i}" for i, case in enumerate({case: None for _, case in RUNS})}
 
 
 @functools.cache
-def make_case(name: str) -> Case:
-    return {**CASES, **MATRIX_CASES}[name]()
+def make_case(cpu: str, name: str) -> Case:
+    return MACHINES[cpu][1][name]()
 
 
 @pytest.fixture(scope="session")
@@ -36,12 +74,12 @@ def results(emulator: Emulator, tmp_path_factory: pytest.TempPathFactory):
     @functools.cache
     def run(cpu: str) -> dict[str, np.ndarray]:
         functions, calls = {}, {}
-        isa = EAGER if cpu == MATRIX_CPU else select_isa(target_of(cpu))
-        names = {case: NAMES[case] for run_on, case in RUNS if run_on == cpu}
+        isa, cases = MACHINES[cpu]
+        names = {case: NAMES[case] for case in cases}
         for case, name in names.items():
-            func, inputs = make_case(case).build(isa)
+            func, inputs = make_case(cpu, case).build(isa)
             functions[name] = func.with_attr("global_symbol", name)
-            expected = make_case(case).expected
+            expected = make_case(cpu, case).expected
             garbage = np.full(expected.shape, 77, expected.dtype)
             calls[name] = [*map(np.ascontiguousarray, inputs), garbage]
         library = Path(tmp_path_factory.mktemp(cpu)) / "kernels.so"
@@ -63,9 +101,17 @@ def test_eager__takes_matrix_products():
         assert choose_transpose_plan(spec, EAGER).isa is EAGER, spec
 
 
+@pytest.mark.parametrize("isa", [NEON_BYTES, NEON_PAIRS], ids=lambda isa: isa.name)
+def test_eager__takes_bytes_together(isa):
+    eager = make_eager(isa)
+    for spec in CONVOLUTIONS.values():
+        if not spec.is_depthwise and spec.in_dtype != "int16":
+            assert choose_plan(spec, eager).isa is eager, spec
+
+
 @pytest.mark.parametrize(("cpu", "case"), RUNS)
 def test_kernel__equals_numpy(results, cpu, case):
-    np.testing.assert_array_equal(results(cpu)[case], make_case(case).expected)
+    np.testing.assert_array_equal(results(cpu)[case], make_case(cpu, case).expected)
 
 
 def test_emulated_cpus__need_different_kernels():
@@ -78,7 +124,7 @@ def test_emulated_cpus__need_different_kernels():
 )
 def test_emulated_cpu__stops_at_an_instruction_it_lacks(emulator, tmp_path, isa, cpu, lesser):
     """So a run on it proves that its code has none."""
-    func, inputs = make_case("dense 5x33x17").build(isa)
+    func, inputs = CASES["dense 5x33x17"]().build(isa)
     module = tvm.IRModule({"dense": func})
     compiled = tvm.compile(module, target=target_of(cpu))
     library = emulator.export(compiled, tmp_path / "dense.so")

@@ -24,6 +24,7 @@ from relayquant.kernels.integer.epilogue import Epilogue, Residual
 from relayquant.kernels.integer.grouped import GroupedDense, build_grouped_dense
 from relayquant.kernels.integer.specs import Conv2d, Dense
 from relayquant.kernels.isa.architecture import Architecture, find_architecture
+from relayquant.kernels.isa.arm import NEON_BYTES, NEON_PAIRS
 from relayquant.kernels.isa.base import Isa
 from relayquant.kernels.isa.select import select_isa
 from relayquant.kernels.isa.target import resolve_target
@@ -132,6 +133,9 @@ BLOCK_CPUS = ("znver4", "sapphirerapids", "cascadelake", "skylake-avx512")
 
 #: those that differ most there: a map of few pixels, few channels, many of both
 ARM_LAYERS = ("3x3", "1x1", "rows")
+#: which have no product of bytes: sums of a word or of a row, and of constant weights
+WORD_CPUS = ("cortex-a53", "cortex-a72")
+WORD_ISAS = (NEON_BYTES, NEON_PAIRS)
 
 #: name of the instruction set -> bound of a layer that is not in `EXCEPTIONS`.
 BOUNDS = {
@@ -146,6 +150,8 @@ BOUNDS = {
     "smmla": Bound(stack=0.0, moves=0.0, loads=0.4),
     "sdot": Bound(stack=0.0, moves=0.0, loads=0.2),
     "neon": Bound(stack=0.0, moves=0.0, loads=0.1),
+    "neon bytes": Bound(stack=0.0, moves=0.0, loads=0.2),
+    "neon pairs": Bound(stack=0.0, moves=0.0, loads=0.2),
 }
 #: The tile of "1x1" has 28 sums on Intel's cores: with four weights and a word that is one more
 #: than there are registers. Every product of "one row" has weights of its own. Depthwise products
@@ -178,6 +184,8 @@ EXCEPTIONS = {
     ("avx2 7 bits", "depthwise"): Bound(0.6, 0.1, 0.45),
     ("avx512bw 7 bits", "one row"): Bound(0.05, 0.05, 0.65),
     ("avx512bw 7 bits", "depthwise"): Bound(0.05, 0.1, 0.3),
+    ("neon", "depthwise"): Bound(0.0, 0.15, 0.2),
+    ("neon", "depthwise/2"): Bound(0.0, 0.2, 0.45),
     ("sse2", "1x1, short"): Bound(0.4, 0.4, 0.9),
     ("sse2", "one row"): Bound(0.05, 0.05, 1.55),
     ("sse2", "depthwise"): Bound(1.1, 1.5, 0.55),
@@ -280,6 +288,11 @@ ROWS = [
         for layer in ARM_LAYERS
     ),
     *((name, TARGETS[name], "depthwise/2", BLOCK_LAYER) for name in BLOCK_CPUS),
+    *(
+        (name, ARM_TARGETS[name], layer, as_int8(spec))
+        for name in WORD_CPUS
+        for layer, spec in (("depthwise", LAYERS["depthwise"]), ("depthwise/2", BLOCK_LAYER))
+    ),
 ]
 
 
@@ -298,6 +311,13 @@ def test_innermost_loops__of_small_weights(name, layer):
     isa = select_isa(target).for_weights(np.zeros(spec.weight_shape, "int8"))
     assert isa.name.endswith("7 bits")
     check_layer(spec, name, layer, isa, target)
+
+
+@pytest.mark.parametrize("layer", ARM_LAYERS)
+@pytest.mark.parametrize("isa", WORD_ISAS, ids=lambda isa: isa.name)
+@pytest.mark.parametrize("name", WORD_CPUS)
+def test_innermost_loops__of_constant_weights(name, isa, layer):
+    check_layer(as_int8(LAYERS[layer]), name, layer, isa, resolve_target(ARM_TARGETS[name]))
 
 
 def check_layer(spec: Conv2d, name: str, layer: str, isa: Isa, target: Target) -> None:

@@ -94,7 +94,31 @@ def test_resolve_target__takes_what_llvm_knows(target):
     assert resolve_target(target).kind.name in ("llvm", "c")
 
 
-@pytest.mark.parametrize("cpu", NEUTRAL_TIMING)
+X86_NEUTRAL = [cpu for cpu in NEUTRAL_TIMING if cpu.startswith("znver")]
+
+
+#: Features of Arm's generic CPU that are for tracing, or for the compiler alone.
+NO_INSTRUCTIONS = {
+    *("ete", "trbe", "enable-select-opt"),
+    *("fuse-aes", "fuse-adrp-add", "use-postra-scheduler"),
+}
+
+
+@pytest.mark.parametrize("cpu", [cpu for cpu in NEUTRAL_TIMING if cpu not in X86_NEUTRAL])
+def test_resolve_target__neutral_timing_of_arm_keeps_the_features(cpu):
+    named = Target({"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mcpu": cpu, "mattr": ["-crc"]})
+    neutral = resolve_target(named)
+    assert neutral.attrs["mcpu"] == NEUTRAL_TIMING[cpu]
+    features = set(map(str, llvm_get_cpu_features(neutral)))
+    family = cpu.removeprefix("cortex-")
+    added = features - {*map(str, llvm_get_cpu_features(named))}
+    assert added <= NO_INSTRUCTIONS
+    assert {*map(str, llvm_get_cpu_features(named))} - features == {family}
+    assert {"neon", "aes"} < features
+    assert not features & {"crc", "dotprod"}
+
+
+@pytest.mark.parametrize("cpu", X86_NEUTRAL)
 def test_resolve_target__neutral_timing_keeps_the_features(cpu):
     named = Target({"kind": "llvm", "mcpu": cpu, "num-cores": 3, "mattr": ["-avx512vbmi2"]})
     neutral = resolve_target(named)
@@ -106,7 +130,7 @@ def test_resolve_target__neutral_timing_keeps_the_features(cpu):
     assert str(resolve_target(neutral)) == str(neutral)
 
 
-@pytest.mark.parametrize("cpu", [*NEUTRAL_TIMING, "cascadelake"])
+@pytest.mark.parametrize("cpu", [*X86_NEUTRAL, "cascadelake"])
 def test_compile__sums_stay_in_registers(cpu):
     """In the assembly of a 1x1 convolution, for which LLVM has registers for a tile of sums."""
 

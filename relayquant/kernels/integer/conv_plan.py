@@ -316,21 +316,20 @@ def list_tiles(plan: ConvPlan, count: int) -> list[Tile]:
 def choose_plan(spec: Conv2d, isa: Isa) -> ConvPlan:
     """The plan of `spec` that generator and packer follow: of `isa`, where that pays.
 
-    It is of the instruction set for activations of this dtype. One for several pixels at once is
-    taken if there are as many, and if it needs fewer instructions than its companion for single
-    pixels.
+    It is of the instruction set for activations of this dtype, or of its companion if that needs
+    no more instructions, or if there are less pixels than a dot product takes.
     """
     return choose_instructions(lambda isa: ConvPlan(spec, isa), isa.for_convolution(spec.in_dtype))
 
 
 def choose_instructions(make: Callable[[Isa], PlanT], isa: Isa) -> PlanT:
-    """The plan of `make` for several pixels at once, or for single ones; see `choose_plan`."""
-    single = make(isa.for_single_pixels())
-    if single.isa is isa:
-        return single
+    """The plan of `make` for an instruction set or for its companion; see `choose_plan`."""
     plan = make(isa)
+    if isa.companion is isa:
+        return plan
+    other = choose_instructions(make, isa.companion)
     fits = plan.fewest_pixels >= isa.pixels
-    return plan if fits and plan.instructions < single.instructions else single
+    return plan if fits and plan.instructions < other.instructions else other
 
 
 def pack_constants(

@@ -44,8 +44,9 @@ from relayquant.qtypes import INTEGER_LIMITS
 
 #: A depthwise multiply-add costs about this many of a dense one.
 RELATIVE_COST = 6
-#: Flips the top bit of every byte of a word, by the number of bytes.
-FLIP_BITS = {4: -0x7F7F7F80, 1: 0x80}
+#: Flips the top bit of every byte of a word, by the number of bytes and the dtype that holds them:
+#: of a byte that int16 holds with its sign, that is every bit from there on.
+FLIP_BITS = {(4, "int32"): -0x7F7F7F80, (1, "int32"): 0x80, (1, "int16"): -0x80}
 
 
 def build_depthwise(
@@ -131,7 +132,7 @@ def emit_row(
         if border or not needed:  # rows that are not needed meet zero weights
             y = T.max(T.min(y, spec.height - 1), 0)
         row_starts.append((n * spec.height + y) * spec.width * channels + channel)
-    window = [alloc_vectors(plan.words, lanes) for _ in range(span)]
+    window = [alloc_vectors(plan.words, lanes, isa.row_dtype) for _ in range(span)]
 
     def load_row(i: int, column: Expr) -> Expr:
         bits = load_vector(operands.data, row_starts[i] + column * channels, lanes)
@@ -149,7 +150,8 @@ def emit_row(
                 rows = range(word * isa.products, (word + 1) * isa.products)
                 bits = isa.interleave([load(i) for i in rows])
                 if mask:
-                    bits = T.bitwise_xor(bits, constant("int32", FLIP_BITS[isa.products], lanes))
+                    flips = FLIP_BITS[isa.products, isa.row_dtype]
+                    bits = T.bitwise_xor(bits, constant(isa.row_dtype, flips, lanes))
                 store_vector(window[slot][word], bits, 0, lanes)
 
         if not left and not right:

@@ -16,6 +16,8 @@ from relayquant.kernels.isa.base import Isa
 
 #: Vector registers without which the words of a block go to the stack.
 BLOCK_REGISTERS = 32
+#: Columns of outputs that are written out one after the other, as 3 columns of the input are kept.
+TOGETHER = 3
 #: Channels that blocks may compute for one that there is.
 MOST_OVERLAP = 1.5
 
@@ -64,8 +66,13 @@ class DepthwisePlan:
 
     @cached_property
     def columns(self) -> int:
-        """Output columns whose results leave together."""
-        return PACKED // math.gcd(PACKED, self.out_rows) if self.is_narrow else 1
+        """Output columns without a loop: those whose results leave together, or (where a word is of
+        one row, so that there are few) as many as bring the window's registers round.
+        """
+        if self.is_narrow:
+            return PACKED // math.gcd(PACKED, self.out_rows)
+        slides = self.isa.products == 1 and self.spec.strides[1] == 1 < self.span
+        return min(TOGETHER, self.spec.out_size[1]) if slides else 1
 
     @cached_property
     def vectors(self) -> int:

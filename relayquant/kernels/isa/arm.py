@@ -27,8 +27,21 @@ With one pixel half of its work is lost, and short reductions are rounded up to 
 of 4: `conv_plan.choose_plan` counts for each shape. Depthwise convolutions stay with sdot. What is
 counted is instructions; how fast a core executes them was not measured.
 
-A pairwise smull, smlal, sadalp would do more products per instruction, but its int16 sums overflow
-when two weights of -128 meet activations of -128.
+Of constant weights CPUs with neither take bytes of one pixel and channel at once, with one register
+of sums for each (`SmullIsa`):
+
+    smull   v0.8h, v1.8b, v2.8b        products as int16
+    smlal2  v0.8h, v1.16b, v2.16b      where weights are without -128; else smull2 and a sadalp more
+    sadalp  v3.4s, v0.8h               neighbours added to int32
+
+The instructions of main loops, and how many products of bytes there are for each:
+
+    smlal   7 pixels x 8     56 smlal and 23 others                              2.8
+    bytes   2 pixels x 8     64 smull, smull2, sadalp and 9 others               3.5
+    pairs   2 pixels x 8     48 smull, smlal2, sadalp and 8 others               4.6
+
+Words of 16 bytes leave more unfilled than those of 4: `conv_plan.choose_plan` counts again. What is
+packed at run time (products of two activations) and depthwise convolutions stay with smlal.
 """
 
 from __future__ import annotations
@@ -40,10 +53,13 @@ import numpy as np
 from numpy.typing import NDArray
 from tvm.script.ir_builder import tirx as T
 
-from relayquant.kernels.isa.base import Buffer, Expr, Isa, PackedIsa, load_word
+from relayquant.errors import ConfigError
+from relayquant.kernels.isa.base import Buffer, Expr, Isa, PackedIsa, find_largest, load_word
 
 #: int32 lanes of a 128-bit register.
 PART = 4
+#: Magnitude of weights up to which two products with int8 fit int16: 2 * 128 * 127 = 32,512.
+LARGEST_PAIRED = 127
 
 
 def take(value: Expr, first: int, count: int) -> Expr:
@@ -165,7 +181,8 @@ class SmmlaIsa(SdotIsa):
     def for_depthwise(self, channels: int) -> Isa:
         return self.single.for_depthwise(channels)
 
-    def for_single_pixels(self) -> Isa:
+    @property
+    def companion(self) -> Isa:
         return self.single
 
     def load_activations(self, buffer: Buffer, offset: Expr, count: int) -> list[Expr]:
@@ -209,8 +226,23 @@ class SmlalIsa(ArmIsa):
     """smlal: int16 products added to int32 lanes, one product of a word after the other.
 
     Activations of 8 bits stay so in memory and are widened in registers; weights are stored as
-    int16, the lanes of one product after the other.
+    int16, the lanes of one product after the other. Depthwise convolutions take words of one row:
+    nothing is interleaved, and no product is one by zero.
     """
+
+    for_bytes: SmullIsa | None = None  #: what the same CPUs have for constant weights,
+    for_pairs: SmullIsa | None = None  #: and for those without -128
+
+    def for_weights(self, weight: NDArray[np.int8]) -> Isa:
+        best = self.for_pairs if find_largest(weight) <= LARGEST_PAIRED else self.for_bytes
+        return best or self
+
+    def for_depthwise(self, channels: int) -> Isa:
+        return replace(super().for_depthwise(channels), products=1)
+
+    @property
+    def row_dtype(self) -> str:
+        return "int16" if self.products == 1 else super().row_dtype
 
     def arrange_weights(self, words: NDArray[np.int8]) -> NDArray[Any]:
         return super().arrange_weights(np.ascontiguousarray(words.swapaxes(-1, -2)))
@@ -227,12 +259,19 @@ class SmlalIsa(ArmIsa):
         return operands
 
     def as_activation(self, words: Expr) -> Expr:
+        if self.products == 1:
+            return (words,)
         rows = T.reinterpret(f"{self.activation}x{self.weight_vector}", words)
         rows = split(rows, self.weight_vector, self.products)
         return tuple(T.Cast(f"int16x{self.lanes}", row) for row in rows)
 
     def interleave(self, rows: list[Expr]) -> Expr:
-        """Row after row, as the weights are: nothing has to change places."""
+        """Row after row, as the weights are: nothing has to change places. A single one is widened
+        here, once for all that it meets.
+        """
+        if self.products == 1:
+            row = T.reinterpret(f"{self.activation}x{self.lanes}", rows[0])
+            return T.Cast(f"int16x{self.lanes}", row)
         order = [T.int32(i) for i in range(self.weight_vector)]
         return T.reinterpret(f"int32x{self.lanes}", T.Shuffle(rows, order))
 
@@ -262,6 +301,89 @@ class SmlalIsa(ArmIsa):
             ]
             acc = acc + join(products, self.lanes)
         return acc
+
+
+@dataclass(frozen=True)
+class SmullIsa(PackedIsa, ArmIsa):
+    """smull, sadalp: products of bytes as int16, neighbours of which are added to int32 lanes.
+
+    A word is 16 bytes of one pixel, which meet as many of one channel; an accumulator has four sums
+    of each of its four channels, which are added in the end.
+
+    `is_paired`: two products are added in int16 first (smlal2), so 16 take three instructions
+    instead of four. It overflows where both are -128 by -128 and nowhere else: weights must be
+    without -128 (`LARGEST_PAIRED`), as symmetric ones are.
+    """
+
+    add_pairs: str = ""  #: intrinsic that adds neighbours of int16 lanes as int32
+    sum_pairs: str = ""  #: intrinsic that adds neighbours of two int32 vectors
+    is_paired: bool = False
+    single: Isa = field(kw_only=True)  #: what the same CPUs have where words would hardly be filled
+
+    @property
+    def companion(self) -> Isa:
+        return self.single
+
+    @property
+    def accumulator_lanes(self) -> int:
+        return self.lanes * PART
+
+    def for_depthwise(self, channels: int) -> Isa:
+        return self.single.for_depthwise(channels)
+
+    def count_registers(self, pixels: int, blocks: int, sums: int) -> int:
+        return super().count_registers(pixels, blocks, sums * self.lanes)
+
+    def arrange_weights(self, words: NDArray[np.int8]) -> NDArray[Any]:
+        if self.is_paired and find_largest(words) > LARGEST_PAIRED:
+            raise ConfigError(
+                f"{self.name} adds two products in int16, where those of -128 by -128 do not fit; "
+                "allowed: weights of -127 to 127. Take what Isa.for_weights gives."
+            )
+        return super().arrange_weights(words)
+
+    def load_activation(self, buffer: Buffer, offset: Expr) -> Expr:
+        return buffer.vload([offset], f"int8x{self.products}")
+
+    def load_activations(self, buffer: Buffer, offset: Expr, count: int) -> list[Expr]:
+        return [self.load_activation(buffer, offset + i * self.products) for i in range(count)]
+
+    def join_sums(self, sums: list[Expr]) -> Expr:
+        """The sums themselves, and three zeros for each."""
+        (vector,) = sums
+        zeros = T.broadcast(T.int32(0), self.lanes)
+        order = [i // PART if i % PART == 0 else self.lanes for i in range(self.accumulator_lanes)]
+        return T.Shuffle([vector] + [zeros] * (PART - 1), [T.int32(i) for i in order])
+
+    def split_sums(self, acc: Expr) -> list[Expr]:
+        vectors = split(acc, self.accumulator_lanes, self.lanes)
+        while len(vectors) > 1:
+            vectors = [
+                T.call_llvm_pure_intrin(self.sum_pairs, *pair, dtype=f"int32x{PART}")
+                for pair in zip(vectors[::2], vectors[1::2], strict=True)
+            ]
+        return vectors
+
+    def dot(self, acc: Expr, activation: Expr, weights: Expr) -> Expr:
+        size = self.products // 2
+        wide, sums = f"int16x{size}", []
+        for total, row in zip(
+            split(acc, self.accumulator_lanes, self.lanes),
+            split(weights, self.weight_vector, self.lanes),
+            strict=True,
+        ):
+            products = [
+                T.call_llvm_pure_intrin(self.intrinsic, *halves, dtype=wide)
+                for halves in zip(
+                    split(activation, self.products, 2), split(row, self.products, 2), strict=True
+                )
+            ]
+            if self.is_paired:
+                products = [products[0] + products[1]]
+            for each in products:
+                total = total + T.call_llvm_pure_intrin(self.add_pairs, each, dtype=f"int32x{PART}")
+            sums.append(total)
+        return join(sums, self.accumulator_lanes)
 
 
 NEON_WIDE = SmlalIsa(
@@ -296,15 +418,39 @@ SDOT = SdotIsa(
     intrinsic="llvm.aarch64.neon.sdot.v4i32.v16i8",
     wide=NEON_WIDE,
 )
-NEON = replace(
+NEON_WORDS = replace(
     NEON_WIDE,
     name="neon",
     products=4,
     activation="int8",
-    word_cost=1 / 2,  # a load of 16 bytes, widened to two vectors
+    word_cost=2,  # a load of 4 bytes, widened
     dot_cost=4,
     wide=NEON_WIDE,
 )
+NEON_BYTES = SmullIsa(
+    name="neon bytes",
+    features=("neon",),
+    lanes=4,
+    products=16,
+    accumulators=4,
+    dots_in_flight=1,
+    activation="int8",
+    weight_dtype="int8",
+    max_blocks=2,
+    word_cost=1.5,  # a load of 16 bytes, and some of its address
+    dot_cost=16,
+    max_pixels=8,
+    may_spill=False,
+    blocks_first=True,
+    spare=4,
+    intrinsic="llvm.aarch64.neon.smull.v8i16",
+    add_pairs="llvm.aarch64.neon.saddlp.v4i32.v8i16",
+    sum_pairs="llvm.aarch64.neon.addp.v4i32",
+    wide=NEON_WIDE,
+    single=NEON_WORDS,
+)
+NEON_PAIRS = replace(NEON_BYTES, name="neon pairs", dot_cost=12, is_paired=True)
+NEON = replace(NEON_WORDS, for_bytes=NEON_BYTES, for_pairs=NEON_PAIRS)
 SMMLA = SmmlaIsa(
     name="smmla",
     features=("neon", "dotprod", "i8mm"),

@@ -165,10 +165,10 @@ class Isa(ABC):
         """The same with vectors that suit a depthwise convolution of so many channels."""
         return self
 
-    def for_single_pixels(self) -> Isa:
-        """The instruction set of this target where a dot product is of one pixel alone.
-
-        It has the same `activation`. Another value than this one only if `pixels` is more than 1.
+    @property
+    def companion(self) -> Isa:
+        """What the target has for sizes that this instruction set does not fill: few pixels, short
+        reductions. It has the same `activation`; this one itself if there is none.
         """
         return self
 
@@ -196,10 +196,15 @@ class Isa(ABC):
 
     @abstractmethod
     def as_activation(self, words: Expr) -> Expr:
-        """Operand: one word per lane, from an int32 vector made by `interleave`."""
+        """Operand: one word per lane, from a vector made by `interleave`."""
+
+    @property
+    def row_dtype(self) -> str:
+        """Of the lanes of what `interleave` gives."""
+        return "int32"
 
     def interleave(self, rows: list[Expr]) -> Expr:
-        """int32 vector whose lane l is the word (rows[0][l], .., rows[products - 1][l])."""
+        """Vector whose lane l is the word (rows[0][l], .., rows[products - 1][l])."""
         lanes, products = self.lanes, self.products
         order = [T.int32(row * lanes + lane) for lane in range(lanes) for row in range(products)]
         return T.reinterpret(f"int32x{lanes}", T.Shuffle(rows, order))
