@@ -106,6 +106,7 @@ from relayquant.steps import (  # noqa: E402
     lower,
     prepare,
 )
+from relayquant.storage.module_file import save_module  # noqa: E402
 from relayquant.storage.qparams_file import load_qparams, save_qparams  # noqa: E402
 from relayquant.torch.finetuning import finetune  # noqa: E402
 
@@ -213,6 +214,7 @@ __all__ = [
     "quantize",
     "reference",
     "relay",
+    "save_module",
     "save_prepared",
     "save_qparams",
     "sensitivity",

@@ -19,6 +19,7 @@ from relayquant.importers.files import DEFAULT_MAX_BYTES, PathLike, check_file
 from relayquant.importers.onnx_inputs import Inputs
 from relayquant.relay import decode_params, from_json, from_text, is_relay_json
 from relayquant.storage.files import reading
+from relayquant.storage.module_file import ARCHIVE_SUFFIX, read_module
 
 Shapes: TypeAlias = Mapping[str, Sequence[int | str]]
 Params: TypeAlias = Mapping[str, Any]
@@ -83,6 +84,10 @@ def _read_relay_json(request: Request) -> Imported:
     return from_json(text, _find_params(request), shapes=request.shapes), {}
 
 
+def _read_module(request: Request) -> Imported:
+    return read_module(check_file(request.path, request.max_bytes)), {}
+
+
 def _read_utf8(request: Request) -> str:
     return check_file(request.path, request.max_bytes).read_bytes().decode("utf-8")
 
@@ -113,6 +118,7 @@ FORMATS: tuple[Format, ...] = (
     Format(".onnx", "ONNX", _read_onnx, takes_shapes=True, takes_inputs=True, is_model=_is_onnx),
     Format(".tflite", "TensorFlow Lite", _read_tflite),
     Format(".pt2", "torch.export", _read_torch, is_model=_is_torch),
+    Format(ARCHIVE_SUFFIX, "relayquant", _read_module),
     Format(".relay", "Relay text", _read_relay_text, takes_shapes=True, takes_params=True),
     Format(".json", "Relay JSON", _read_relay_json, takes_shapes=True, takes_params=True),
 )
@@ -131,8 +137,8 @@ def load(
 
     Args:
         model: An `onnx.ModelProto`, a `torch.export.ExportedProgram`, or the path of a file: .onnx,
-            .tflite, .pt2 (written by torch.export.save), or of Relay, as TVM 0.7 to 0.19 wrote it:
-            .relay (`mod.astext()`) or .json (`tvm.ir.save_json`).
+            .tflite, .pt2 (written by torch.export.save), .rqm (by `save_module`), or of Relay, as
+            TVM 0.7 to 0.19 wrote it: .relay (`mod.astext()`) or .json (`tvm.ir.save_json`).
         shapes: Input name -> shape, to fix or rename symbolic dimensions (ONNX, Relay):
             {"x": ("N", 3, 224, 224)}.
         inputs: Input name -> its value, a number or an array (ONNX): {"sr": 16000}. The input

@@ -100,6 +100,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "load_prepared": (rq.load_prepared, {"path": "never"}),
     "merge_statistics": (rq.merge_statistics, {"first": PREPARED}),
     "save_prepared": (rq.save_prepared, {"prepared": PREPARED, "path": "/no/folder"}),
+    "save_module": (rq.save_module, {"mod": MOD, "path": "/no/folder/m.rqm"}),
     "load_qparams": (rq.load_qparams, {"path": "never"}),
     "save_qparams": (rq.save_qparams, {"parameters": {}, "path": "/no/folder"}),
     "lint": (rq.lint, {**MODEL, "dataset": DATA}),

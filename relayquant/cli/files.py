@@ -15,7 +15,7 @@ from relayquant.preparation.bind import bind_params
 from relayquant.relay import is_relay_json
 from relayquant.rewrite.editor import Editor
 from relayquant.storage.files import decode_json, read_text, reading
-from relayquant.storage.module_file import parse_module
+from relayquant.storage.module_file import ARCHIVE_SUFFIX, WHAT, read_module
 
 #: A Relax module as `tvm.ir.save_json` wrote it, float or quantized.
 MODULE_SUFFIX = ".json"
@@ -28,7 +28,7 @@ def load_model(
     shape: Sequence[tuple[str, Any]] = (),
     value: Sequence[tuple[str, Any]] = (),
 ) -> tuple[tvm.IRModule, Mapping[str, Any] | None]:
-    """(module, params) of a model file: a Relax module as JSON, or what `relayquant.load` reads.
+    """(module, params) of a model file: a Relax module, or what else `relayquant.load` reads.
 
     A JSON file may also hold a Relay module.
 
@@ -45,7 +45,8 @@ def load_model(
     inputs = collect(value, "--input")
     if not path.is_file():
         raise ModelError(f"There is no model file {path}.")
-    if path.suffix == MODULE_SUFFIX and not is_relay_json(_read_head(path)):
+    is_module = path.suffix == MODULE_SUFFIX and not is_relay_json(_read_head(path))
+    if is_module or path.suffix == ARCHIVE_SUFFIX:
         if shapes or inputs:
             raise ModelError(
                 f"{path} is a Relax module, whose inputs are what they are. --shape and --input "
@@ -69,17 +70,15 @@ def _read_head(path: Path) -> str:
 
 
 def load_module(path: Path) -> tvm.IRModule:
-    """The Relax module in a JSON file.
+    """The Relax module in a file, JSON or an archive.
 
     Raises:
         ModelError: there is no such file, or it holds something else.
     """
-    if not path.is_file():
-        raise ModelError(f"There is no module file {path}.")
-    with reading(path, "module written by `relayquant quantize`", ModelError):
-        module = parse_module(path.read_text(encoding="utf-8"))
+    module = read_module(path)
+    with reading(path, WHAT, ModelError):
         find_ledger(module)  # so that the file is named where it is damaged
-        return module
+    return module
 
 
 def load_mapping(path: Path) -> rq.QConfigMapping:

@@ -10,11 +10,13 @@ import tvm
 import relayquant as rq
 from relayquant.errors import ConfigError
 from relayquant.storage.files import write_text, write_whole
+from relayquant.storage.module_file import ARCHIVE_SUFFIX
 
 #: ending -> what is written
 ENDINGS = {
     ".json": "the module, which `relayquant compile` takes",
     ".onnx": "ONNX with QuantizeLinear and DequantizeLinear",
+    ".rqm": "the module too, its weights as many bytes as they are",
     ".relay": "Relay text, with its parameters in .params beside it",
     ".so": "a compiled library",
 }
@@ -45,6 +47,8 @@ def write_module(qmod: tvm.IRModule, path: Path, target: Any = None) -> list[Pat
         beside = path.with_suffix(".params")
         rq.relay.save_params(params, beside)
         return [path, beside]
+    elif path.suffix == ARCHIVE_SUFFIX:
+        rq.save_module(qmod, path)
     else:
         text = tvm.ir.save_json(qmod)
         write_text(path, text)

@@ -17,7 +17,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from relayquant.errors import format_count
+from relayquant.errors import DataError, RelayQuantError, format_count
 from relayquant.storage.files import decode_json, reading, write_whole
 
 #: entries of a file: one for each array and text, and the header
@@ -57,16 +57,19 @@ def write_archive(path: Path, kind: str, contents: Archive) -> None:
     write_whole(path, write)
 
 
-def read_archive(path: Path, kind: str, what: str) -> Archive:
+def read_archive(
+    path: Path, kind: str, what: str, raises: type[RelayQuantError] = DataError
+) -> Archive:
     """What `write_archive` wrote; reads no more than the file is long.
 
     Args:
         what: What the file should be, for messages: "prepared model".
+        raises: Class of the error.
 
     Raises:
-        DataError: there is no such file, or it is damaged or something else.
+        DataError or `raises`: there is no such file, or it is damaged or something else.
     """
-    with reading(path, what), zipfile.ZipFile(path) as archive:
+    with reading(path, what, raises), zipfile.ZipFile(path) as archive:
         size = path.stat().st_size
         entries = archive.infolist()
         # Stored entries cannot be larger than the file: no archive of a few bytes fills the memory.

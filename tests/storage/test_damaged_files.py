@@ -87,6 +87,11 @@ def make_module(folder: Path) -> Path:
     return write("model.json", tvm.ir.save_json(qmod))(folder)
 
 
+def make_archive(folder: Path) -> Path:
+    qmod = rq.quantize(model(), None, draw_batches(model(), 3), effort="fast", guard=rq.Guard.OFF)
+    return rq.save_module(qmod, folder / "model.rqm")
+
+
 def read_module(path: Path) -> None:
     """What `relayquant inspect` looks at."""
     module = load_module(path)
@@ -207,6 +212,7 @@ def make_torch(folder: Path) -> Path:
 FORMATS = {
     "prepared": FileFormat(make_prepared, rq.load_prepared),
     "module": FileFormat(make_module, read_module),
+    "module, archive": FileFormat(make_archive, read_module),
     "configuration": FileFormat(write("c.json", json.dumps(MAPPING.to_dict())), load_mapping),
     "parameters": FileFormat(
         lambda folder: rq.save_qparams(PARAMETERS, folder / "q.json"), rq.load_qparams
