@@ -107,8 +107,9 @@ def finetune(
 
     Calibration gives the integer model that `quantize` would; weights, biases and, by default,
     scales are trained from there with Adam, the rate falling to 0 along half a cosine. With
-    `validation` the best state that was met counts, of which the calibrated one is the first: the
-    result is never worse on it.
+    `validation` the best state that was met counts, of which the calibrated one is the first, and
+    counts still where the loss of the best is lower by less than two of its standard errors: the
+    result is never worse on that data, nor another by chance.
 
     Args:
         mod, params: The float module; or a calibrated model, as `calibrate` returns it, and None.
@@ -131,9 +132,11 @@ def finetune(
         backend, qconfig_mapping, effort: As for `quantize`.
         ranges, weight_ranges: What ranges do, see `relayquant.torch.Ranges`.
         calibration: Data set that gives the first ranges; `batches` if None.
-        validation: Data set that is not trained on, to choose the best state by.
+        validation: Data set that is not trained on, to choose the best state by. The more samples
+            it has, the smaller a gain it can tell from chance.
         metric: `(float outputs, quantized outputs) -> float` on it, higher is better, as for
-            `quantize`; None: the loss, the default one where `loss` takes the item.
+            `quantize`; None: the loss, the default one where `loss` takes the item. A metric is
+            taken at its word: any higher value is a gain.
         evaluate_every: Steps between two evaluations, and between two checkpoints; a tenth of all
             unless given.
         patience: End after so many evaluations without a better one.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 import tvm
 from torch import nn
 
-from relayquant.analysis.sensitivity import Metric, apply_metric
+from relayquant.analysis.sensitivity import apply_metric
 from relayquant.arguments import takes_arguments
 from relayquant.calibration.checkpoint import digest_batch, digest_text
 from relayquant.datasets import open_dataset
@@ -38,8 +38,14 @@ SUM_TOLERANCE = 1e-3
 
 #: of the staircase that weights are rounded by, in the first step and the last
 SHARPNESS = (8.0, 400.0)
+#: parts of the validation data that are left out in turn, to tell how far a score is chance
+FOLDS = 20
+#: standard errors that a score has to rise by: a best state is the best of several by chance, too
+SURENESS = 2.0
 
 State = dict[str, np.ndarray]
+#: outputs of a model, for each batch
+Batches = list[list[torch.Tensor]]
 
 
 def train(
@@ -216,9 +222,7 @@ class _Training:
         progress, settings = self.progress, self.settings
         score, is_best = None, True
         if self.validation is not None:
-            self.student.eval()
-            outputs = [run_module(self.student, self.pick(batch)) for batch in self.validation]
-            score = self.score(outputs, settings.metric)
+            score = self.score(self.validate())
             is_best = progress.best_score is None or score > progress.best_score
             self.progress = replace(progress, worse=progress.worse + 1)
             if is_best:
@@ -234,26 +238,36 @@ class _Training:
         event = TrainingEvent(progress.step, settings.steps, mean, score, is_best)
         settings.events.on_training(event)
 
-    def score(self, outputs: list[list[torch.Tensor]], metric: Metric | None) -> float:
+    def validate(self) -> list[list[torch.Tensor]]:
+        """Outputs of the state as it is, for each batch of the validation data."""
+        self.student.eval()
+        return [run_module(self.student, self.pick(batch)) for batch in self.validation or ()]
+
+    @torch.no_grad()
+    def average_loss(self, outputs: Batches, expected: Batches) -> float:
+        """The mean over batches of the loss; of the default one where `loss` takes the item."""
+        loss = match_outputs if self.takes_item else self.measure
+        pairs = zip(outputs, expected, strict=True)
+        return float(np.mean([float(loss(*pair)) for pair in pairs]))
+
+    def score(self, outputs: Batches) -> float:
         """What validation gives, higher is better; never NaN, which nothing is better than.
 
         Raises:
             ConfigError: it is no number.
         """
+        metric, expected = self.settings.metric, self.expected
         if metric is not None:
-            return apply_metric(metric, read_outputs(self.expected), read_outputs(outputs))
-        loss = match_outputs if self.takes_item else self.measure
-        with torch.no_grad():
-            pairs = zip(outputs, self.expected, strict=True)
-            score = -float(np.mean([float(loss(*pair)) for pair in pairs]))
+            return apply_metric(metric, read_outputs(expected), read_outputs(outputs))
+        score = -self.average_loss(outputs, expected)
         if math.isnan(score):
             step = self.progress.step
-            if is_finite(self.expected) and is_finite(outputs):
+            if is_finite(expected) and is_finite(outputs):
                 raise ConfigError(
                     f"The loss is {score} on validation data after step {step}, of outputs that "
                     "are finite. Look at the loss, or pass a metric."
                 )
-            whose = "trained" if is_finite(self.expected) else "float"
+            whose = "trained" if is_finite(expected) else "float"
             raise ConfigError(
                 f"validation: outputs of the {whose} model are not finite after step {step}, so "
                 "states cannot be compared. Look at the validation data and the float model; if "
@@ -262,16 +276,40 @@ class _Training:
         return score
 
     def finish(self) -> str:
-        """Go back to the best state, and say what was done."""
+        """Go back to the best state, and say what was done. Where validation cannot tell it from
+        the first one, that is the best: what a few samples gain by chance others lose.
+        """
         progress = self.progress
         done = format_count(progress.step, "step")
         if progress.best is not None:
             write_state(self.student, progress.best)
             done += f", the best after {progress.best_step}"
+            if progress.best_step and not self.is_gain():
+                write_state(self.student, self.start)
+                done += ", within the noise of validation: left as calibrated"
         self.student.eval()
         if self.path is not None:
             self.path.unlink(missing_ok=True)
         return done
+
+    def is_gain(self) -> bool:
+        """Whether the state's loss is below that of the first one by more than chance. A metric of
+        the user's is taken at its word: it may be one that parts of the data have no value of.
+        """
+        if self.settings.metric is not None:
+            return True
+        now, state = self.validate(), read_state(self.student)
+        write_state(self.student, self.start)
+        first = self.validate()
+        write_state(self.student, state)
+
+        def measure_gain(parts: Sequence[Batches]) -> float:
+            new, old, expected = parts
+            return self.average_loss(old, expected) - self.average_loss(new, expected)
+
+        parts = now, first, self.expected
+        # Not ">": where a part has no loss, nothing is known of chance.
+        return not measure_gain(parts) <= SURENESS * estimate_error(measure_gain, parts)
 
     # ---- checkpoints ----
 
@@ -344,6 +382,51 @@ class _Training:
             "worse": progress.worse,
         }
         write_archive(self.path, FORMAT, Archive(header, arrays))
+
+
+def estimate_error(
+    statistic: Callable[[Sequence[Batches]], float], parts: Sequence[Batches]
+) -> float:
+    """The standard error of a statistic of samples, by a jackknife that leaves out a fold at a time
+    (Efron 1982, chapter 3): sqrt((n - 1) / n * sum((t_i - mean t)^2)), of n folds. 0 where there is
+    one sample, of which nothing is known.
+
+    Args:
+        statistic: Of outputs of the same samples, given by several models.
+        parts: The outputs of each model.
+    """
+    places = list_samples(parts)
+    count = min(FOLDS, len(places))
+    if count < 2:
+        return 0.0
+    found = []
+    for fold in range(count):
+        kept = [place for i, place in enumerate(places) if i % count != fold]
+        found.append(statistic([take_samples(batches, kept) for batches in parts]))
+    return math.sqrt((count - 1) * float(np.var(found)))
+
+
+def list_samples(parts: Sequence[Batches]) -> list[tuple[int, int | None]]:
+    """(batch, row) of each sample; row None where outputs of a batch do not agree in how many there
+    are, so that it is one sample.
+    """
+    places: list[tuple[int, int | None]] = []
+    for i, batches in enumerate(zip(*parts, strict=True)):
+        sizes = {value.shape[0] if value.ndim else None for batch in batches for value in batch}
+        size = sizes.pop() if len(sizes) == 1 else None
+        places.extend((i, row) for row in ([None] if size is None else range(size)))
+    return places
+
+
+def take_samples(batches: Batches, places: Sequence[tuple[int, int | None]]) -> Batches:
+    """The batches with these samples alone; those that keep none are left out."""
+    rows: dict[int, list[int | None]] = {}
+    for batch, row in places:
+        rows.setdefault(batch, []).append(row)
+    return [
+        batches[i] if kept == [None] else [value[kept] for value in batches[i]]
+        for i, kept in rows.items()
+    ]
 
 
 def match_outputs(outputs: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> Any:
@@ -482,7 +565,7 @@ def run_module(module: TrainableModule, inputs: Sequence[torch.Tensor]) -> list[
     return as_list(module(*inputs))
 
 
-def is_finite(outputs: Sequence[list[torch.Tensor]]) -> bool:
+def is_finite(outputs: Batches) -> bool:
     """Whether no value is NaN or infinite."""
     return all(bool(value.isfinite().all()) for batch in outputs for value in batch)
 
@@ -492,7 +575,7 @@ def as_list(outputs: Any) -> list[torch.Tensor]:
     return list(outputs) if isinstance(outputs, tuple) else [outputs]
 
 
-def read_outputs(outputs: Sequence[list[torch.Tensor]]) -> list[list[np.ndarray]]:
+def read_outputs(outputs: Batches) -> list[list[np.ndarray]]:
     """Outputs of batches as arrays, which share their memory; scalars with an axis."""
     return [[torch.atleast_1d(value).numpy() for value in batch] for batch in outputs]
 

@@ -47,6 +47,17 @@ class Source:
         """Itself: nothing of it changes."""
         return self
 
+    def __reduce__(self) -> Any:
+        """What a file would hold is code: of the module its state is saved.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "A trainable module cannot be pickled. Save its state_dict(), and load that into one "
+            "prepared in the same way; or save the module that relayquant.torch.convert gives."
+        )
+
 
 class LiveBatchNorm(nn.Module):
     """A batch norm taken out of a quantized operator, whose weight is rounded as it is when folded

@@ -133,6 +133,44 @@ def test_validation__never_worse_and_patience_ends():
     assert "4 steps, the best after 0" in rq.ledger(got).to_dict()["choices"]["training"]
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_validation__gains_by_chance_leave_the_calibrated_state(seed):
+    """Training toward noise: the best of some states is better on few samples, by chance."""
+    mod = residual_model()
+    data, validation = draw_batches(mod, 3), draw_batches(mod, 2, seed=10 + seed)
+    noise = torch.Generator().manual_seed(seed)
+    watch = Watch()
+
+    def loss(outputs, expected):  # of validation the same for all states, but for noise
+        return outputs[0].square().mean() * 0 + torch.randn((), generator=noise)
+
+    got = tune(loss=loss, validation=validation, callbacks=watch, steps=40)
+    before = rq.quantize(mod, None, data, effort="fast", backend="x86", guard=rq.Guard.OFF)
+    np.testing.assert_array_equal(run(got, data[0])[0], run(before, data[0])[0])
+    assert sum(event.is_best for event in watch.events) > 1, "some state was the best by chance"
+    assert "within the noise of validation" in rq.ledger(got).to_dict()["choices"]["training"]
+
+
+def test_estimate_error__of_a_mean():
+    """That of scipy, for batches of several samples, and for samples that are batches."""
+    from scipy.stats import sem
+
+    from relayquant.torch.loop import FOLDS, estimate_error
+
+    rng = np.random.default_rng(0)
+    values = rng.standard_normal((FOLDS, 3)).astype("float32")
+
+    def mean(parts):
+        return float(torch.cat([value for (value,) in parts[0]]).mean())
+
+    for batches in (np.split(values, 5), np.split(values, FOLDS)):
+        part = [[torch.from_numpy(batch)] for batch in batches]
+        assert estimate_error(mean, [part]) == pytest.approx(sem(values.mean(1)), rel=1e-4)
+    # Outputs that do not agree in their samples are one; of one sample nothing is known.
+    odd = [[torch.zeros(2), torch.zeros(3)]]
+    assert estimate_error(lambda parts: 1.0, [odd]) == 0
+
+
 def test_loss_and_metric__of_the_user():
     """Labels come with the items; the metric sees all of validation."""
     data = [

@@ -5,6 +5,7 @@ value, whatever was trained; switches, states, refusals.
 from __future__ import annotations
 
 import copy
+import io
 import sys
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from float_models import MAP, build_model, draw_batches, residual_model
 from tvm.relax import op
 
 import relayquant as rq
+from relayquant.demo import load_digits
 from relayquant.errors import ConfigError, MissingDependencyError, ModelError
 from relayquant.reference import run, run_values
 
@@ -80,6 +82,27 @@ def count_apart(module, qmod, inputs: dict[str, np.ndarray]) -> list[int]:
                 visit[f"{name}.d"] = compare(value, quantizer.qparams)
     module.run([torch.from_numpy(inputs[var.name]) for var in program.inputs], visit)
     return apart
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_contract__same_answers_value_after_value(bits):
+    """Each with its own values, from the image to the answer: sums of float32 differ in last bits,
+    which reach no rounding but once in millions.
+    """
+    demo, most = load_digits(batch=32), 2 ** (bits - 1) - 1
+    mod, params = rq.load(demo.model_path)
+    weight = rq.QSpec("int8", SYMMETRIC, CHANNELS, quant_min=-most - (bits == 2), quant_max=most)
+    mapping = quantize_as(rq.QSpec("uint8", quant_max=15 if bits < 8 else 255), weight)
+    module = rq.torch.from_module(
+        mod, params, mapping, "x86", calibration=demo.calibration, effort="fast"
+    )
+    train(module, torch.from_numpy(np.concatenate([*demo.calibration])[:64]), steps=20)
+    (expected,) = run(rq.torch.convert(module), [demo.images])
+    with torch.no_grad():
+        got = module(torch.from_numpy(demo.images)).numpy()
+    np.testing.assert_array_equal(got.argmax(1), expected.argmax(1))
+    same = np.isclose(got, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max()).all(1)
+    assert same.mean() >= 0.98
 
 
 def quantize_as(activation: rq.QSpec, weight: rq.QSpec) -> rq.QConfigMapping:
@@ -197,6 +220,21 @@ def test_state_dict__round_trip_and_copies():
     np.testing.assert_array_equal(first, second)
     train(twin, batch)
     assert torch.equal(trained(batch), expected), "a copy shares nothing that trains"
+    with pytest.raises(ConfigError, match=r"cannot be pickled\. Save its state_dict\(\)"):
+        torch.save(trained, io.BytesIO())
+
+
+def test_frozen__training_and_evaluation_are_one():
+    """Behind freeze_ranges and freeze_statistics nothing is left that differs."""
+    source, batch = make(ResidualNet), torch.randn(4, 3, 8, 8)
+    module = rq.torch.prepare_qat(
+        source, (batch,), calibration=[batch], ranges=Ranges.MOVING_AVERAGE,
+        batch_norm=BatchNorm.LIVE, effort="fast",
+    )  # fmt: skip
+    train(module, batch)
+    assert not torch.equal(module.train()(batch), module.eval()(batch))
+    module.freeze_ranges().freeze_statistics()
+    assert torch.equal(module.train()(batch), module.eval()(batch))
 
 
 @pytest.mark.parametrize("ranges", [Ranges.MOVING_AVERAGE, Ranges.LEARNED])
