@@ -53,6 +53,7 @@ class FlatArguments:
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._args, self._kwargs = args, tuple(kwargs.items())
+        self._has_plain = bool(kwargs) or any(type(each) is not Slot for each in args)
 
     @staticmethod
     def of(template: Any) -> FlatArguments | None:
@@ -63,12 +64,14 @@ class FlatArguments:
         )
         return FlatArguments(args, kwargs) if is_flat else None
 
-    def match(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
+    def match(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any] | None:
         """The tensors of another call that has equal arguments but for these, in the order of their
         slots; None for one that may have others.
         """
         if len(args) != len(self._args) or len(kwargs) != len(self._kwargs):
             return None
+        if not self._has_plain:
+            return args if all(isinstance(value, torch.Tensor) for value in args) else None
         tensors: list[torch.Tensor] = []
         for value, wanted in zip(args, self._args, strict=True):
             if not _take(value, wanted, tensors):

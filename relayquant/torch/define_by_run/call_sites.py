@@ -10,15 +10,19 @@ from typing import Any
 
 import torch  # pyright: ignore[reportMissingImports]
 
+from relayquant.torch.define_by_run.forwards import ModuleForward
 from relayquant.torch.define_by_run.functions import FunctionNames
 
-_CALL_MODULE = torch.nn.Module._call_impl.__code__
-_WRAP_CALL = torch.nn.Module._wrapped_call_impl.__code__
+#: what calls a module's `forward`
+CALL_MODULE = torch.nn.Module._call_impl.__code__
+#: code that stands between a module's caller and its `forward`
+_TRANSPARENT = (torch.nn.Module._wrapped_call_impl.__code__, ModuleForward.__call__.__code__)
 #: where code lies that is not the user's
 _LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
 
-#: What two calls of one operator have in common: (id of the module, name of the function,
-#: (id of a code object, instruction), ...), from the call outwards to the user's module.
+#: What two calls of one operator have in common: (id of the module, name of the function, places
+#: within the module, places around it); a place is (id of a code object, instruction), and they go
+#: from the call outwards to the user's module.
 SiteKey = tuple[Any, ...]
 
 
@@ -65,29 +69,50 @@ class SiteTable:
         """The key of a call of `operator`, whose caller is `frame`.
 
         It holds all places between the call and the `forward` of the user's module around it, one
-        time each: a function that calls itself has the same operators at any depth.
+        time each: a function that calls itself has the same operators at any depth. Those outside
+        of the innermost module stand apart.
         """
         codes, root = self._codes, self._root
         places: list[tuple[int, int]] = []
-        module, is_inside = None, False
+        is_inside = False
         while frame is not None:
             code = frame.f_code
-            if code is _CALL_MODULE:
-                if module is None:
-                    module = id(frame.f_locals["self"])
-                if is_inside:
-                    break
-            elif code is root:
+            if code is CALL_MODULE:
+                outer = () if is_inside else self.find_outer(frame)
+                return id(frame.f_locals["self"]), operator, join_places(places), outer
+            if code is root:
                 break
-            elif code is not _WRAP_CALL:
+            if code not in _TRANSPARENT:
                 number = id(code)
-                known = codes.get(number)
-                if known is None:
-                    known = codes[number] = code, not code.co_filename.startswith(_LIBRARIES)
+                known = codes.get(number) or self.add_code(code)
                 is_inside = is_inside or known[1]
                 places.append((number, frame.f_lasti))
             frame = frame.f_back
-        return module, operator, *dict.fromkeys(places)
+        return None, operator, join_places(places), ()
+
+    def find_outer(self, frame: FrameType | None) -> tuple[tuple[int, int], ...]:
+        """The places between the call of a module, whose innermost frame is given, and the
+        `forward` of the user's module around it.
+        """
+        codes, root = self._codes, self._root
+        places: list[tuple[int, int]] = []
+        is_inside = False
+        while frame is not None:
+            code = frame.f_code
+            if code is root or (is_inside and code is CALL_MODULE):
+                break
+            if code is not CALL_MODULE and code not in _TRANSPARENT:
+                number = id(code)
+                known = codes.get(number) or self.add_code(code)
+                is_inside = is_inside or known[1]
+                places.append((number, frame.f_lasti))
+            frame = frame.f_back
+        return join_places(places)
+
+    def add_code(self, code: CodeType) -> tuple[CodeType, bool]:
+        """A code that was not met before, and whether it is the user's."""
+        known = self._codes[id(code)] = code, not code.co_filename.startswith(_LIBRARIES)
+        return known
 
     def add(self, key: SiteKey, frame: FrameType | None) -> CallSite:
         """The site of a key; a new one where it has none."""
@@ -110,6 +135,11 @@ class SiteTable:
         code = first.f_code
         name = getattr(code, "co_qualname", code.co_name)  # Python 3.11 has the longer one
         return CallSite(path, key[1], os.path.basename(code.co_filename), first.f_lineno, name)
+
+
+def join_places(places: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Places, one time each."""
+    return tuple(places) if len(places) < 2 else tuple(dict.fromkeys(places))
 
 
 def find_modules(model: Callable[..., Any]) -> dict[str, torch.nn.Module]:

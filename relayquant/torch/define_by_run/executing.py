@@ -4,6 +4,10 @@ An operator of a run computes nothing when the code calls it: it returns a `Defe
 knows its shape. With the run's last operator the module is called and all of them have values.
 From one run to the next these stay integers where the border is; code that looks at one in any
 other way gets a float tensor.
+
+What the code does between two operators is Python, and takes longer than small models compute: the
+operator that a run expects next is known by a look at its place, and whole modules of PyTorch's are
+taken at once (`module_calls`).
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch  # pyright: ignore[reportMissingImports]
@@ -23,93 +28,21 @@ from tvm import relax
 from relayquant.errors import ModelError, warn_user
 from relayquant.qtypes import INTEGER_LIMITS, QParams
 from relayquant.runtime import ALIGNMENT, check_threads, flatten_result, stop_spinning
-from relayquant.torch.define_by_run.arguments import FlatArguments, is_equal, split_arguments
-from relayquant.torch.define_by_run.blocks import Form, Input, Inside
-from relayquant.torch.define_by_run.call_sites import CallSite, SiteKey, SiteTable
+from relayquant.torch.define_by_run.arguments import (
+    FlatArguments,
+    ResultForm,
+    is_equal,
+    split_arguments,
+)
+from relayquant.torch.define_by_run.blocks import Form, Input, Inside, Source
+from relayquant.torch.define_by_run.call_sites import CALL_MODULE, CallSite, SiteKey, SiteTable
+from relayquant.torch.define_by_run.deferred import DeferredTensor, ValuePool, compute, take_real
 from relayquant.torch.define_by_run.entry import Unseen
-from relayquant.torch.define_by_run.functions import NUMBERS, is_metadata, may_write, name_function
+from relayquant.torch.define_by_run.forwards import ModuleCall
+from relayquant.torch.define_by_run.functions import NUMBERS, may_write
 from relayquant.torch.define_by_run.graphs import run_steps
 from relayquant.torch.define_by_run.runs import QuantizedRun
 from relayquant.torch.define_by_run.tape import ModelConstants, check_order, is_view
-
-
-class DeferredTensor(torch.Tensor):
-    """A value of a run: shape and dtype now, its numbers when the run is through.
-
-    Attributes:
-        passing: The pass of the run that computes it.
-        form: Shape and dtype.
-        number: Which value of the run.
-        floats: Its numbers, once they are needed in float.
-        integers: Its numbers on the grid of a border.
-    """
-
-    passing: RunPass
-    number: int
-    form: tuple[tuple[int, ...], Any]
-    floats: torch.Tensor | None
-    integers: tuple[torch.Tensor, QParams] | None
-
-    @staticmethod
-    def make(shape: Sequence[int], dtype: Any, passing: RunPass, number: int) -> DeferredTensor:
-        """A value that is not computed yet."""
-        value = torch.Tensor._make_wrapper_subclass(DeferredTensor, shape, dtype=dtype)
-        value.form = tuple(shape), dtype
-        value.begin(passing, number)
-        return value
-
-    def begin(self, passing: RunPass, number: int) -> None:
-        """It is a value of this pass, not computed yet."""
-        self.passing, self.number = passing, number
-        self.floats = self.integers = None
-
-    # Questions that code asks often: answered here, they do not pass PyTorch's dispatch.
-
-    def dim(self) -> int:
-        return len(self.form[0])
-
-    def size(self, dim: int | None = None) -> Any:
-        shape = torch.Size(self.form[0])
-        return shape if dim is None else shape[dim]
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if is_metadata(func, name_function(func)):
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        return func(*take_real(args), **take_real(kwargs))
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*take_real(args), **take_real(kwargs or {}))
-
-
-def take_real(value: Any) -> Any:
-    """`value` with float tensors in place of deferred ones, at any depth."""
-    if isinstance(value, DeferredTensor):
-        return compute(value)
-    kind = type(value)
-    if kind is tuple or kind is list:
-        return kind([take_real(each) for each in value])
-    if kind is dict:
-        return {key: take_real(each) for key, each in value.items()}
-    if kind is slice:
-        return slice(*map(take_real, (value.start, value.stop, value.step)))
-    return value
-
-
-def compute(value: DeferredTensor) -> torch.Tensor:
-    """The numbers of a value, in float; what no module gives is computed in PyTorch."""
-    if value.floats is None:
-        with torch._C.DisableTorchFunction(), torch.no_grad():
-            if value.integers is not None:
-                tensor, qparams = value.integers
-                integers = tensor.to(torch.int32) - int(qparams.zero_point)
-                value.floats = integers * float(qparams.scale)
-            else:
-                value.floats = value.passing.compute_in_float()[value.number]
-    return value.floats
 
 
 class CompiledModule:
@@ -118,6 +51,8 @@ class CompiledModule:
     def __init__(self, executable: Any) -> None:
         stop_spinning()
         self._main = relax.VirtualMachine(executable, tvm.cpu())["main"]
+        #: of tensors in a flat row of results; 0 for what is none, None before the first call
+        self._count: int | None = None
         self._calling = threading.Lock()  # TVM's virtual machine has one stack
 
     def call(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -125,7 +60,13 @@ class CompiledModule:
         check_threads()
         tensors = [tvm.runtime.from_dlpack(align(tensor)) for tensor in inputs]
         with self._calling:
-            results = flatten_result(self._main(*tensors))
+            result = self._main(*tensors)
+            if self._count is None:  # taking results apart by number is the fastest way
+                is_row = not isinstance(result, tvm.runtime.Tensor)
+                is_flat = is_row and all(isinstance(part, tvm.runtime.Tensor) for part in result)
+                self._count = len(result) if is_flat else 0
+            count = self._count
+            results = [result[i] for i in range(count)] if count else flatten_result(result)
         return [torch._C._from_dlpack(result.__dlpack__()) for result in results]
 
 
@@ -138,35 +79,21 @@ class RunPlayer:
         self.module = CompiledModule(run.executable)
         self._forms: dict[tuple[int, Any], list[tuple[tuple[int, ...], Any]]] = {}
         self.is_fixed = all(None not in form.shape for form in self.block.forms)
-        self._fixed = [
-            [(self.block.forms[k].shape, self.block.forms[k].dtype) for k in step.results]
-            for step in self.block.steps
-        ]
-        #: values of a pass before, by number
-        self._made: dict[int, DeferredTensor] = {}
-
-    def make_value(
-        self, number: int, shape: tuple[int, ...], dtype: Any, passing: RunPass
-    ) -> DeferredTensor:
-        """A value that is not computed yet: a new one, or that of a pass before which nobody
-        holds any more.
-        """
-        value = self._made.get(number)
-        # Here, in the table and as the argument: nobody else.
-        if value is not None and sys.getrefcount(value) == 3 and value.form == (shape, dtype):
-            form = value.form
-            value.__dict__.clear()  # also what the user's code has set
-            value.form = form
-            value.begin(passing, number)
-            return value
-        value = self._made[number] = DeferredTensor.make(shape, dtype, passing, number)
-        return value
+        self.fixed_forms = [(form.shape, form.dtype) for form in self.block.forms]
+        self.places: tuple[Place, ...] = ()  # of its operators
+        #: number of the last operator's result, where it is one float tensor of the module
+        self.last: int | None = None
+        last = self.block.steps[-1]
+        if last.step.form == ResultForm(None) and not last.step.target:
+            floats = zip(self.block.outputs, run.outputs, strict=True)
+            if (last.results[0], None) in floats:
+                self.last = last.results[0]
 
     def find_forms(self, number: int, tensors: Sequence[torch.Tensor]) -> Any:
         """Shapes and dtypes of the results of a step, for tensors of these shapes."""
         step = self.block.steps[number]
         if self.is_fixed:
-            return self._fixed[number]
+            return [self.fixed_forms[k] for k in step.results]
         with torch._C.DisableTorchFunctionSubclass():
             shapes = tuple(tuple(tensor.shape) for tensor in tensors)
         key = number, shapes
@@ -196,7 +123,13 @@ def quantize_tensor(tensor: torch.Tensor, qparams: QParams) -> torch.Tensor:
 
 
 class RunPass:
-    """One time that the code goes through a run."""
+    """One time that the code goes through a run.
+
+    Attributes:
+        position: Number of the operator that comes next.
+        inputs: What the run has been given so far.
+        values: What it has returned, by number; None for what nobody was given.
+    """
 
     def __init__(self, player: RunPlayer, code: RunningCode) -> None:
         self.player, self.code = player, code
@@ -214,69 +147,93 @@ class RunPass:
             return False
         if len(tensors) != len(step.sources):
             return False
-        for tensor, source in zip(tensors, step.sources, strict=True):
-            if isinstance(source, Inside):
-                if type(tensor) is not DeferredTensor or tensor.passing is not self:
-                    return False
-                if tensor.number != source.number:
-                    return False
-            elif isinstance(source, Input):
-                known = self.inputs[source.number]
-                if known is None:
-                    if not is_form(tensor, self.player.block.inputs[source.number]):
-                        return False
-                    self.inputs[source.number] = tensor
-                elif known is not tensor:
-                    return False
-            elif id(tensor) != source.number:
+        return all(map(self.take_source, tensors, step.sources))
+
+    def take_source(self, tensor: torch.Tensor, source: Source) -> bool:
+        """Whether a tensor is what an operator reads there; an input is kept."""
+        if type(source) is Inside:
+            return (
+                type(tensor) is DeferredTensor
+                and tensor.passing is self
+                and tensor.number == source.number
+            )
+        if type(source) is Input:
+            known = self.inputs[source.number]
+            if known is not None:
+                return known is tensor
+            if not is_form(tensor, self.player.block.inputs[source.number]):
                 return False
-        return True
+            self.inputs[source.number] = tensor
+            return True
+        return id(tensor) == source.number
 
     def advance(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The result of the operator that `take` took."""
         block = self.player.block
         step = block.steps[self.position]
+        self.position += 1
+        is_last = self.position == len(block.steps)
         if step.step.target:  # it writes into a value of this run: the same tensor, another value
             value = tensors[0]
             self.values[value.number] = None
             value.number = step.results[0]
             self.values[value.number] = value
             result = value
+        elif is_last and self.player.last is not None and not self.code.defers:
+            return self.finish()[self.player.last]
         else:
-            forms = self.player.find_forms(self.position, tensors)
-            made = [
-                self.player.make_value(number, shape, dtype, self)
-                for (shape, dtype), number in zip(forms, step.results, strict=True)
-            ]
-            for value in made:
-                self.values[value.number] = value
-            result = step.step.form.build(made)
-        self.position += 1
-        if self.position == len(block.steps):
+            forms = self.player.find_forms(self.position - 1, tensors)
+            result = step.step.form.build(
+                [self.defer(k, form) for k, form in zip(step.results, forms, strict=True)]
+            )
+        if is_last:
             self.finish()
         return result
 
-    def finish(self) -> None:
-        """Call the module: the values that are read elsewhere get their numbers."""
+    def pass_over(self, end: int, numbers: Sequence[int], form: ResultForm) -> Any:
+        """Go on at operator `end`; the values of these numbers are what the code gets."""
+        player = self.player
+        self.position = end
+        is_last = end == len(player.block.steps)
+        if is_last and player.last is not None and numbers == (player.last,) and not form.kind:
+            return self.finish()[player.last]
+        result = form.build([self.defer(k, player.fixed_forms[k]) for k in numbers])
+        if is_last:
+            self.finish()
+        return result
+
+    def defer(self, number: int, form: tuple[tuple[int, ...], Any]) -> DeferredTensor:
+        """A value of the run that is not computed yet."""
+        value = self.code.pool.make((self.player, number), form, self, number)
+        self.values[number] = value
+        return value
+
+    def finish(self) -> dict[int, torch.Tensor]:
+        """Call the module: the values that are read elsewhere get their numbers. Those that it
+        gives in float, by number.
+        """
         self.code.passing = None
         run = self.player.run
         with torch._C.DisableTorchFunction():
-            inputs = [
-                take_grid(tensor, qparams)
-                for tensor, qparams in zip(self.inputs, run.inputs, strict=True)
-            ]
+            inputs = [*map(take_grid, self.inputs, run.inputs)]
             outputs = self.player.module.call(inputs)
         numbers = self.player.block.outputs
         integers = dict(zip(run.exact, outputs[len(numbers) :], strict=True))
+        floats: dict[int, torch.Tensor] = {}
         for k, (number, qparams) in enumerate(zip(numbers, run.outputs, strict=True)):
             value = self.values[number]
+            if qparams is None or k in integers:
+                floats[number] = outputs[k]
             if value is None:
                 continue
-            if qparams is None or k in integers:
-                value.floats = outputs[k]
+            if number in floats:
+                value.floats = floats[number]
             if qparams is not None:
                 value.integers = integers.get(k, outputs[k]), qparams
+            if not self.code.defers:
+                value.passing = None  # what the run was given, and what was before, may go
         self.values = []
+        return floats
 
     def compute_in_float(self) -> dict[int, torch.Tensor]:
         """All values that the code has come to, in PyTorch, by number. The run is left: its other
@@ -287,8 +244,10 @@ class RunPass:
         if not self._floats:
             steps = self.player.block.steps[: self.position]
             inputs = [None if tensor is None else take_real(tensor) for tensor in self.inputs]
-            for _ in run_steps(steps, self.player.constants, inputs, self._floats):
+            values: dict[int, torch.Tensor] = {}
+            for _ in run_steps(steps, self.player.constants, inputs, values):
                 pass
+            self._floats = values  # at once: another thread may ask
         return self._floats
 
 
@@ -326,9 +285,15 @@ class RunningCode(TorchFunctionMode):
         unseen: Unseen,
         order: Sequence[CallSite] | None,
         warned: set[CallSite],
+        pool: ValuePool,
+        calls: Mapping[Any, ModuleCall],
     ) -> None:
         super().__init__()
         self.sites, self.places, self.unseen, self.order = sites, places, unseen, order
+        self.pool, self._calls = pool, calls
+        #: whether values of runs are to say which they are, though their numbers are known
+        self.defers = False
+        self._depth = torch._C._len_torch_function_stack() + 1
         self.passing: RunPass | None = None
         self._warned = warned  # operators that were spoken of
         self._count = 0  # operators so far
@@ -342,12 +307,20 @@ class RunningCode(TorchFunctionMode):
         if name in NUMBERS and type(args[0]) is torch.Tensor and self.order is None:
             return func(*args, **kwargs)
         frame = sys._getframe(1)
+        passing = self.passing
+        if passing is not None and self.order is None:
+            expected = passing.player.places[passing.position]
+            if expected.function is func and expected.is_at(frame):
+                # What it computes, of what, says which operator it is: no need to look further out.
+                found = expected.match(args, kwargs)
+                if found is not None and passing.take(None, found):
+                    return passing.advance(found)
         key = self.sites.find_key(frame, name)
         place = self.places.get(key)
         arguments = None
         tensors = None
-        if place is not None and place.arguments is not None:
-            tensors = place.arguments.match(args, kwargs)
+        if place is not None:
+            tensors = place.match(args, kwargs)
         if tensors is None:
             tensors = []
             arguments = split_arguments((args, kwargs), tensors)
@@ -360,7 +333,6 @@ class RunningCode(TorchFunctionMode):
         if self.order is not None:
             check_order(self.order, self._count, place.site)
             self._count += 1
-        passing = self.passing
         if place.player is None:
             return self.run_in_float(func, name, args, kwargs, tensors)
         is_next = passing is not None and passing.player is place.player
@@ -376,6 +348,18 @@ class RunningCode(TorchFunctionMode):
             self.report_arguments(place, tensors)
             return self.run_in_float(func, name, args, kwargs, tensors)
         return passing.advance(tensors)
+
+    def find_call(self, module: torch.nn.Module, frame: FrameType) -> ModuleCall | None:
+        """The place that calls a module, whose innermost frame is given; None if it has none, or a
+        hook stands between.
+        """
+        if self.order is not None or frame.f_code is not CALL_MODULE:
+            return None
+        return self._calls.get((id(module), self.sites.find_outer(frame)))
+
+    def is_innermost(self) -> bool:
+        """Whether operators come here first: no mode of the user's sees them before."""
+        return torch._C._len_torch_function_stack() == self._depth
 
     def run_in_float(
         self,
@@ -453,13 +437,29 @@ class RunningCode(TorchFunctionMode):
 class Place:
     """Where an operator of the code runs: number of it in a run; in PyTorch if `player` is None.
 
-    `arguments` are those it is called with, where they can be compared as they come.
+    Attributes:
+        arguments: Those it is called with, where they can be compared as they come.
+        function: What is called.
+        caller, instruction: id of the code that calls it, and where in that code.
     """
 
     site: CallSite
     player: RunPlayer | None = None
     number: int = 0
     arguments: FlatArguments | None = None
+    function: Any = None
+    caller: int = 0
+    instruction: int = -1
+
+    def is_at(self, frame: FrameType) -> bool:
+        """Whether the innermost code of a call is that of the operator."""
+        return frame.f_lasti == self.instruction and id(frame.f_code) == self.caller
+
+    def match(self, args: Any, kwargs: dict[str, Any]) -> Sequence[Any] | None:
+        """The tensors of a call that has the arguments of calibration; None where that is to be
+        seen.
+        """
+        return None if self.arguments is None else self.arguments.match(args, kwargs)
 
 
 def has_floats(result: object) -> bool:

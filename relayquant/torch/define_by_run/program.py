@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,15 +22,16 @@ from relayquant.torch.define_by_run.arguments import (
     split_arguments,
 )
 from relayquant.torch.define_by_run.call_sites import CallSite, SiteKey, SiteTable
+from relayquant.torch.define_by_run.deferred import DeferredTensor, ValuePool, compute
 from relayquant.torch.define_by_run.entry import Unseen
 from relayquant.torch.define_by_run.executing import (
     CompiledModule,
-    DeferredTensor,
     Place,
     RunningCode,
     RunPlayer,
-    compute,
 )
+from relayquant.torch.define_by_run.forwards import ModuleForward, replacing_forwards
+from relayquant.torch.define_by_run.module_calls import find_calls
 from relayquant.torch.define_by_run.runs import QuantizedRun, join_ledgers, quantize_runs
 from relayquant.torch.define_by_run.tape import ModelConstants, RecordedCall, Tape, TensorFile
 from relayquant.torch.exported import export, load
@@ -65,6 +66,7 @@ class PreparedProgram:
         self._table = SiteTable(model, run_model.__code__)
         self._constants = ModelConstants(self._table.modules)
         self._file = TensorFile()
+        self._evaluation = Evaluation(self._table.parts)
         self._tapes: list[Tape] = []
 
     @property
@@ -92,7 +94,7 @@ class PreparedProgram:
         arguments = split_arguments((args, kwargs), tensors)
         recorder = RecordedCall(self._table, self._constants, self._file, tensors, self.order)
         inputs = tuple(map(self._file.append, tensors))
-        with evaluation(self._table.parts):
+        with self._evaluation:
             result = run_model(self.model, recorder, args, kwargs)
         tape = recorder.finish()
         tape.arguments, tape.inputs = arguments, inputs
@@ -192,7 +194,8 @@ class QuantizedWhole:
 
 
 class QuantizedProgram:
-    """A model whose straight runs are integer modules, called from its own code.
+    """A model whose straight runs are integer modules, called from its own code. Several threads
+    may call it, as far as that code allows it.
 
     Attributes:
         model: The user's model, whose code runs.
@@ -212,15 +215,12 @@ class QuantizedProgram:
         self.model, self.runs = model, tuple(runs)
         self._table, self._unseen, self._order = table, unseen, order
         self._warned: set[CallSite] = set()
-        places: dict[CallSite, Place] = {}
-        for run in self.runs:
-            player = RunPlayer(run, constants)
-            for number, step in enumerate(run.block.steps):
-                flat = FlatArguments.of(step.step.call.arguments)
-                places[step.step.site] = Place(step.step.site, player, number, flat)
-        self._places: dict[SiteKey, Place] = {
-            key: places.get(site, Place(site)) for key, site in table.sites.items()
-        }
+        self._evaluation = Evaluation(table.parts)
+        self._thread = threading.local()  # its `pool`: values for calls to come
+        self._places = find_places(table, self.runs, constants)
+        self._calls = find_calls(table.parts, self._places)
+        modules = {id(call.span.module): call.span.module for call in self._calls.values()}
+        self._forwards = tuple(map(ModuleForward, modules.values()))
 
     @property
     def sites(self) -> tuple[CallSite, ...]:
@@ -243,25 +243,76 @@ class QuantizedProgram:
             ModelError: the call comes to an operator, a size or a constant that calibration never
                 came to, unless `unseen` says float; or with `strict_order`, another way.
         """
-        code = RunningCode(self._table, self._places, self._unseen, self._order, self._warned)
-        with evaluation(self._table.parts):
+        code = RunningCode(
+            self._table,
+            self._places,
+            self._unseen,
+            self._order,
+            self._warned,
+            self._find_pool(),
+            self._calls,
+        )
+        with self._evaluation, replacing_forwards(self._forwards, code):
             result = run_model(self.model, code, args, kwargs)
         if code.passing is not None:
             code.passing.compute_in_float()
         return pytree.tree_map_only(DeferredTensor, compute, result)
 
+    def _find_pool(self) -> ValuePool:
+        """The values of this thread."""
+        if not hasattr(self._thread, "pool"):
+            self._thread.pool = ValuePool()
+        return self._thread.pool
 
-@contextlib.contextmanager
-def evaluation(parts: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """All modules in evaluation mode; afterwards as they were."""
-    training = [part for part in parts if part.training]
-    for part in training:
-        part.training = False
-    try:
-        yield
-    finally:
-        for part in training:
-            part.training = True
+
+def find_places(
+    table: SiteTable, runs: Sequence[QuantizedRun], constants: ModelConstants
+) -> dict[SiteKey, Place]:
+    """Where each operator runs."""
+    keys = {site: key for key, site in table.sites.items()}
+    places: dict[CallSite, Place] = {}
+    for run in runs:
+        player = RunPlayer(run, constants)
+        for number, step in enumerate(run.block.steps):
+            site, call = step.step.site, step.step.call
+            (caller, instruction), *_ = (*keys[site][2], (0, -1))
+            places[site] = Place(
+                site,
+                player,
+                number,
+                FlatArguments.of(call.arguments),
+                call.function,
+                caller,
+                instruction,
+            )
+        player.places = tuple(places[site] for site in run.block.sites)
+    return {key: places.get(site, Place(site)) for key, site in table.sites.items()}
+
+
+class Evaluation:
+    """A context with all modules in evaluation mode; afterwards they are as they were. Several
+    threads may be inside: the last one to leave puts things back.
+    """
+
+    def __init__(self, parts: Sequence[torch.nn.Module]) -> None:
+        self._parts, self._training, self._users = tuple(parts), [], 0
+        self._changing = threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._changing:
+            training = [part for part in self._parts if part.training]
+            self._training += training
+            self._users += 1
+            for part in training:
+                part.training = False
+
+    def __exit__(self, *_: object) -> None:
+        with self._changing:
+            self._users -= 1
+            if not self._users:
+                for part in self._training:
+                    part.training = True
+                self._training = []
 
 
 def is_flat(argument: Any) -> bool:

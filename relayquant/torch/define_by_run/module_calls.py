@@ -1,0 +1,222 @@
+"""Define-by-run, converted: a call of a module of PyTorch's stands for a span of a run.
+
+The code of such a module computes and does nothing else: it prints nothing, counts nothing and
+keeps nothing. So, where all its operators at one place of the user's code are neighbours in one
+run, it need not run: the pass goes on behind them. How arguments and results are connected with
+them is learned from a call that did run.
+
+A module of the user's own may do anything, and always runs.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch  # pyright: ignore[reportMissingImports]
+
+from relayquant.torch.define_by_run.arguments import (
+    FlatArguments,
+    ResultForm,
+    is_equal,
+    read_result,
+    split_arguments,
+)
+from relayquant.torch.define_by_run.blocks import Input, Inside, Source
+from relayquant.torch.define_by_run.call_sites import SiteKey
+from relayquant.torch.define_by_run.deferred import DeferredTensor
+from relayquant.torch.define_by_run.executing import Place, RunningCode, RunPass, RunPlayer
+from relayquant.torch.define_by_run.forwards import has_own_forward
+
+#: (id of a module, places around its call)
+CallKey = tuple[int, tuple[tuple[int, int], ...]]
+#: Calls that are looked at before a place is given up.
+ATTEMPTS = 3
+
+
+@dataclass(frozen=True, eq=False)
+class RunSpan:
+    """Operators of a run that a module's call stands for: from number `start` to before `end`."""
+
+    module: torch.nn.Module
+    player: RunPlayer
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, eq=False)
+class Connection:
+    """How a call is connected with the operators it stands for.
+
+    Attributes:
+        template: What it is called with, with slots for tensors.
+        flat: The same, where it can be compared as it comes.
+        sources: What each tensor among the arguments is.
+        form: What it returns, and the numbers of these values.
+        results: Those numbers.
+        state: Attributes of the module, none of which may have changed.
+        tensors: Its parameters and buffers; likewise.
+    """
+
+    template: Any
+    flat: FlatArguments | None
+    sources: tuple[Source, ...]
+    form: ResultForm
+    results: tuple[int, ...]
+    state: tuple[Any, ...]
+    tensors: tuple[Any, ...]
+
+    def match(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any] | None:
+        """The tensors of a call that has these arguments; None for another one."""
+        if self.flat is not None:
+            return self.flat.match(args, kwargs)
+        tensors: list[torch.Tensor] = []
+        return (
+            tensors if is_equal(split_arguments((args, kwargs), tensors), self.template) else None
+        )
+
+
+class KnownCall:
+    """A place in the user's code that calls a module, and what is known of it."""
+
+    def __init__(self, span: RunSpan) -> None:
+        self.span = span
+        self.connection: Connection | None = None
+        self.attempts = 0
+
+    def play(self, caller: RunningCode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the module returns; None where its own code has to run: it is another call than
+        those before, or comes at another time, or somebody watches the operators.
+        """
+        known, span, passing = self.connection, self.span, caller.passing
+        if known is None or not caller.is_innermost():
+            return None
+        if passing is None:
+            if span.start:
+                return None
+            passing = RunPass(span.player, caller)
+        elif passing.player is not span.player or passing.position != span.start:
+            return None
+        tensors = known.match(args, kwargs)
+        if tensors is None or not is_unchanged(span.module, known):
+            return None
+        with torch._C.DisableTorchFunction():  # a look at a shape is no operator
+            if not all(map(passing.take_source, tensors, known.sources)):
+                return None
+            caller.passing = passing
+            return passing.pass_over(span.end, known.results, known.form)
+
+    def begin(
+        self, caller: RunningCode, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, list[torch.Tensor]] | None:
+        """Have the operators of the module say which values they return, so that `learn` sees how
+        they are connected; None if that is known, or was not found so far.
+        """
+        if self.connection is not None or self.attempts == ATTEMPTS:
+            return None
+        self.attempts += 1
+        tensors: list[torch.Tensor] = []
+        template = split_arguments((args, kwargs), tensors)
+        if len(set(map(id, tensors))) != len(tensors):
+            return None
+        caller.defers = True
+        return template, tensors
+
+    def end(self, caller: RunningCode) -> None:
+        """What follows is computed as soon as it can be."""
+        caller.defers = False
+
+    def learn(self, lesson: tuple[Any, list[torch.Tensor]], result: Any) -> None:
+        """Connect what the module was given and has returned with the operators."""
+        template, tensors = lesson
+        span, read = self.span, read_result(result)
+        passing = getattr(read[1][0], "passing", None) if read else None
+        if not isinstance(passing, RunPass) or passing.player is not span.player:
+            return
+        if read is None or passing.position != span.end:
+            return
+        steps = span.player.block.steps[span.start : span.end]
+        inside = {number for step in steps for number in step.results}
+        sources = {
+            source
+            for step in steps
+            for source in step.sources
+            if isinstance(source, Input)
+            or (isinstance(source, Inside) and source.number not in inside)
+        }
+        found = [find_source(tensor, passing, sources) for tensor in tensors]
+        if None in found or set(found) != sources:
+            return
+        results = tuple(getattr(value, "number", -1) for value in read[1])
+        is_own = all(getattr(value, "passing", None) is passing for value in read[1])
+        if not is_own or not inside.issuperset(results):
+            return
+        self.connection = Connection(
+            template,
+            FlatArguments.of(template),
+            tuple(source for source in found if source is not None),
+            read[0],
+            results,
+            tuple(span.module.__dict__.values()),
+            tuple(list_tensors(span.module)),
+        )
+
+
+def find_source(tensor: torch.Tensor, passing: RunPass, sources: Iterable[Source]) -> Source | None:
+    """What operators of a pass read where they read a tensor; None if they do not."""
+    for source in sources:
+        if isinstance(source, Inside):
+            is_value = type(tensor) is DeferredTensor and tensor.passing is passing
+            if is_value and tensor.number == source.number:
+                return source
+        elif isinstance(source, Input) and passing.inputs[source.number] is tensor:
+            return source
+    return None
+
+
+def list_tensors(module: torch.nn.Module) -> Iterable[Any]:
+    """Parameters and buffers."""
+    return (*module._parameters.values(), *module._buffers.values())
+
+
+def is_unchanged(module: torch.nn.Module, known: Connection) -> bool:
+    """Whether a module has the attributes, parameters and buffers that it had."""
+    state, tensors = module.__dict__, list_tensors(module)
+    return (
+        len(state) == len(known.state)
+        and all(map(operator.is_, state.values(), known.state))
+        and all(map(operator.is_, tensors, known.tensors))
+    )
+
+
+def find_calls(
+    modules: Iterable[torch.nn.Module], places: Mapping[SiteKey, Place]
+) -> dict[CallKey, KnownCall]:
+    """The calls of modules that stand for a span of a run of known sizes."""
+    own = {id(module): module for module in modules if has_own_forward(module)}
+    inside: dict[CallKey, list[Place]] = defaultdict(list)
+    for (module, _, _, outer), place in places.items():
+        if module in own:
+            inside[module, outer].append(place)
+    return {
+        key: KnownCall(span)
+        for key, of_call in inside.items()
+        if (span := find_span(own[key[0]], of_call)) is not None
+    }
+
+
+def find_span(module: torch.nn.Module, places: Sequence[Place]) -> RunSpan | None:
+    """The span that the operators of a call are; None if they are none, or write."""
+    player = places[0].player
+    if player is None or any(place.player is not player for place in places):
+        return None
+    numbers = sorted(place.number for place in places)
+    start, end = numbers[0], numbers[-1] + 1
+    steps = player.block.steps[start:end]
+    has_sizes = player.is_fixed and all(None not in form.shape for form in player.block.inputs)
+    if end - start != len(numbers) or not has_sizes or any(step.step.target for step in steps):
+        return None
+    return RunSpan(module, player, start, end)
