@@ -13,10 +13,17 @@ from float_models import build_model
 from tvm import relax, tirx
 from tvm.script import relax as R
 from tvm.script import tirx as T
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as TB
 
 import relayquant as rq
 from relayquant.codegen.schedule.facts import REPEATING_CALLS
-from relayquant.codegen.schedule.vector_math import create_math_pass, expand_math
+from relayquant.codegen.schedule.vector_math import (
+    EXPANSIONS,
+    VECTOR_FORMS,
+    create_math_pass,
+    expand_math,
+)
 from relayquant.kernels.isa.target import resolve_target
 from relayquant.runtime import Executor
 
@@ -171,3 +178,51 @@ def test_expand_math__call_within_a_call_is_left() -> None:
     script = expand_math(nested).script()
     assert "T.tanh(T.exp(T.Let(" in script
     assert "T.erf(" not in script
+
+
+def build_vector_loop(name: str, dtype: str = "float32", lanes: int = 16) -> tirx.PrimFunc:
+    """y[i] = f(x[i]), of vectors."""
+    with IRBuilder() as builder, TB.prim_func():
+        TB.func_name("main")
+        x, y = (TB.arg(each, TB.Buffer((lanes,), dtype)) for each in "xy")
+        with TB.vectorized(lanes) as i:
+            TB.buffer_store(y, getattr(tirx, name.removeprefix("tirx."))(x[i]), [i])
+    return builder.get()
+
+
+def has_loop(func: tirx.PrimFunc) -> bool:
+    loops: list[tirx.For] = []
+    func = tirx.transform.VectorizeLoop()(tvm.IRModule({"main": func}))["main"]
+    tvm_ffi.structural_walk(func.body, (tirx.For, loops.append))
+    return bool(loops)
+
+
+@pytest.mark.parametrize("name", [*EXPANSIONS, *VECTOR_FORMS])
+def test_expand_math__vectors_stay_vectors(name: str) -> None:
+    """TVM takes a loop apart whose calls it knows no vectors of; LLVM does not always mend it."""
+    assert not has_loop(expand_math(build_vector_loop(name)))
+
+
+@pytest.mark.parametrize("name", VECTOR_FORMS)
+def test_vector_forms__are_needed(name: str) -> None:
+    assert has_loop(build_vector_loop(name))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(
+    ("name", "exact"), [("nearbyint", np.rint), ("rsqrt", lambda x: 1 / np.sqrt(x))]
+)
+def test_vector_forms__give_the_bits_of_numpy(name: str, exact, dtype: str) -> None:
+    x = np.concatenate([grid()[::200], np.arange(-500, 500) / 2, [np.inf, -np.inf, np.nan]]).astype(
+        dtype
+    )
+    x = np.resize(x, (x.size + 15) // 16 * 16)
+    func = expand_math(build_vector_loop(name, dtype)).with_attr("global_symbol", "main")
+    run = tvm.compile(tvm.IRModule({"main": func}), resolve_target(None))["main"]
+    got = np.empty_like(x)
+    for first in range(0, x.size, 16):
+        y = tvm.runtime.empty((16,), dtype)
+        run(tvm.runtime.tensor(x[first : first + 16]), y)
+        got[first : first + 16] = y.numpy()
+    with np.errstate(all="ignore"):
+        np.testing.assert_array_equal(got, exact(x))

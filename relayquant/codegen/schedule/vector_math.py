@@ -1,8 +1,10 @@
-"""Codegen, behind the generic schedule: exp, tanh, erf and sigmoid as polynomials.
+"""Codegen, behind the generic schedule: exp, tanh, erf and sigmoid as polynomials; and functions of
+which CPUs have vectors, but TVM not, in a form that has.
 
-LLVM calls the C library once per element for them, also in vectorized loops; arithmetic stays in
-vectors. Errors against exact values, over all float32: exp 2e-7 relative (results that are no
-normal numbers become 0), sigmoid 2e-7, tanh and erf 5e-7 absolute. NaN gives NaN.
+LLVM calls the C library once per element for the first, also in vectorized loops; arithmetic stays
+in vectors. With one of the second in it, TVM takes a vectorized loop apart into scalars. Errors
+against exact values, over all float32: exp 2e-7 relative (results that are no normal numbers become
+0), sigmoid 2e-7, tanh and erf 5e-7 absolute. NaN gives NaN.
 """
 
 from __future__ import annotations
@@ -94,6 +96,16 @@ def clamp(x: Expr, low: float, high: float) -> Expr:
     return tirx.Select(x < number(low), number(low), tirx.Select(x > number(high), number(high), x))
 
 
+def round_even(x: Expr) -> Expr:
+    """`tirx.nearbyint` as the intrinsic that it becomes: half to even."""
+    return tirx.call_llvm_pure_intrin(str(x.ty), "llvm.nearbyint", x)
+
+
+def invert_root(x: Expr) -> Expr:
+    """1 / sqrt(x), which is also what TVM makes of `tirx.rsqrt` for LLVM."""
+    return tirx.FloatImm(str(x.ty), 1) / tirx.sqrt(x)
+
+
 def expand_exp(x: tirx.Var) -> Expr:
     """2^n * e^r with n = rne(x / ln 2) and r what remains; 2^n in two factors, as n may be 128."""
 
@@ -118,7 +130,7 @@ def expand_exp(x: tirx.Var) -> Expr:
         )
 
     finite = tirx.max(tirx.min(x, number(EXP_HIGH)), number(EXP_LOW))
-    value = bind(tirx.nearbyint(finite * number(LOG2_E)), from_rounded)
+    value = bind(round_even(finite * number(LOG2_E)), from_rounded)
     return tirx.Select(x < number(EXP_LOW), number(0), value)
 
 
@@ -157,6 +169,14 @@ EXPANSIONS: dict[str, Callable[[tirx.Var], Expr]] = {
 }
 
 
+#: What TVM takes vectors apart for -> the same, bit for bit, as it keeps them.
+VECTOR_FORMS: dict[str, Callable[[Expr], Expr]] = {
+    "tirx.nearbyint": round_even,
+    "tirx.rsqrt": invert_root,
+}
+FLOATS = ("float32", "float64")
+
+
 def has_binding(expr: Expr) -> bool:
     """Whether `expr` binds a variable."""
     bindings: list[tirx.Let] = []
@@ -165,7 +185,8 @@ def has_binding(expr: Expr) -> bool:
 
 
 def expand_math(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    """The function with float32 calls of the functions in `EXPANSIONS` written out.
+    """The function with float32 calls of the functions in `EXPANSIONS` written out, and those in
+    `VECTOR_FORMS` in that form.
 
     A call with another one in its argument stays a call. TVM's LLVM code generation replaces bound
     variables by their values when it simplifies, some hundred times here, so that chains would
@@ -173,7 +194,10 @@ def expand_math(func: tirx.PrimFunc) -> tirx.PrimFunc:
     """
 
     def expand(call: Call) -> Expr:
-        make = EXPANSIONS.get(str(getattr(call.op, "name", "")))
+        name = str(getattr(call.op, "name", ""))
+        if name in VECTOR_FORMS and str(call.ty) in FLOATS:
+            return VECTOR_FORMS[name](call.args[0])
+        make = EXPANSIONS.get(name)
         if make is None or str(call.ty) != "float32" or has_binding(call.args[0]):
             return call
         return bind(call.args[0], make)
