@@ -39,6 +39,7 @@ from relayquant.kernels.floating.conv_transpose import (
     pack_conv2d_transpose,
 )
 from relayquant.kernels.floating.copy import FloatCopy, make_copy
+from relayquant.kernels.floating.dots import FEW_ROWS, FloatDots, make_dots
 from relayquant.kernels.floating.gemm import (
     FloatDense,
     FloatMatmul,
@@ -152,6 +153,7 @@ MAKERS: dict[str, Any] = {
     "float_max_pool2d_of_images": partial(make_max_pool2d, symbolic=True),
     "float_dense": make_dense,
     "float_batch_matmul": make_batch_matmul,
+    "float_dots": make_dots,
 }
 
 
@@ -400,26 +402,55 @@ class FunctionLowering:
         if not all(is_float32(e) for e in (data, weight, root)):
             return decline("not float32 of known rank")
         shape, other = shape_of(data), shape_of(weight)
-        inner = static_sizes([shape[-1], *other[-2:]])
-        if len(shape) < 2 or len(other) < 2 or inner is None or inner[2] < FEWEST_CHANNELS:
-            return decline("vectors, symbolic sizes, or too few channels")
+        if len(shape) < 2 or len(other) < 2:
+            return decline("vectors")
+        dots = self.read_dots(shape, weight)
+        if dots is not None:
+            spec, stored = dots
+            kernel = self.kernels.get("float_dots", spec, count_macs(call))
+            return (root,), [self.bind(root, kernel, [data, stored])]
+        outputs = static_sizes(other[-1:])
+        if outputs is None or outputs[0] < FEWEST_CHANNELS:
+            return decline("a symbolic number of channels, or too few")
         leading = tuple(self.symbol(extent) for extent in shape[:-1])
+        inner = self.symbol(shape[-1])
         if len(other) == 2 and isinstance(weight, GenericConst):
-            tail = self.follow(root, inner[2])
+            tail = self.follow(root, outputs[0])
             concat, epilogue = self.choose_epilogue(tail)
-            spec = FloatDense((*leading, inner[0]), inner[2], epilogue)
+            spec = FloatDense((*leading, inner), outputs[0], epilogue)
             packed = relax.const(pack_dense(weight.value.numpy().T, spec, self.kernels.isa))
             kernel = self.kernels.get("float_dense", spec, count_macs(call))
             return tail.vars, [self.bind_product(tail, kernel, data, packed, concat)]
-        rows = leading[-1]
         shared = len(other) == 2
-        if not isinstance(rows, int):
-            return decline("the number of rows is symbolic")
         if not shared and not same_extents(shape[:-2], other[:-2]):
             return decline("batch dimensions are broadcast")
-        matmul = FloatMatmul(leading[:-1], rows, inner[0], inner[2], shared)
+        matmul = FloatMatmul(leading[:-1], leading[-1], inner, outputs[0], shared)
         kernel = self.kernels.get("float_batch_matmul", matmul, count_macs(call))
         return (root,), [self.bind(root, kernel, [data, weight])]
+
+    def read_dots(
+        self, shape: list[Any], weight: relax.Expr
+    ) -> tuple[FloatDots, relax.Expr] | None:
+        """x @ permute_dims(w), along whose last axis products are added up: (what computes it of w,
+        w). None where there is no such transposition, or where rows are many and their number is
+        known, for which it is worth its time.
+        """
+        call = self.graph.call_of(weight) if isinstance(weight, relax.Var) else None
+        if call is None or op_name(call) != "relax.permute_dims":
+            return None
+        stored, ndim = call.args[0], len(shape)
+        axes = call.attrs.axes
+        order = [int(a) for a in axes] if axes is not None else [*reversed(range(ndim))]
+        other = shape_of(weight)
+        if len(order) != ndim or order[-2] != ndim - 1 or not is_float32(stored):
+            return None
+        if not same_extents(shape[:-2], other[:-2]) or static_sizes(shape[-1:]) is None:
+            return None
+        rows, outputs = self.symbol(shape[-2]), self.symbol(other[-1])
+        if isinstance(rows, int) and isinstance(outputs, int) and rows > FEW_ROWS:
+            return None
+        batch = tuple(self.symbol(extent) for extent in shape[:-2])
+        return FloatDots(batch, rows, int(shape[-1]), outputs, tuple(order)), stored
 
     def choose_epilogue(self, tail: Tail) -> tuple[relax.Var | None, FloatEpilogue]:
         """What the kernel of a product does with its sums, and the concatenation it writes into."""

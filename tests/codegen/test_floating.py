@@ -10,6 +10,7 @@ from tvm.ir import Call
 from tvm.relax.backend.cpu_generic import get_default_pipeline
 from tvm.relax.backend.cpu_generic import pipeline as stages
 
+import relayquant as rq
 from relayquant.codegen.floating import lower_float
 from relayquant.codegen.layout import convert_layout
 from relayquant.codegen.schedule.schedule_pass import create_schedule_pass
@@ -265,8 +266,9 @@ def test_lower_float__products_of_activations(batch):
     ("shapes", "why"),
     [
         (((2, 1, 4, 5), (3, 5, 6)), "batch dimensions are broadcast"),
-        (((4, 5), (5,)), "vectors, symbolic sizes, or too few channels"),
-        (((5,), (5, 3)), "vectors, symbolic sizes, or too few channels"),
+        (((4, 5), (5,)), "vectors"),
+        (((5,), (5, 3)), "vectors"),
+        (((4, 5), (5, 1)), "a symbolic number of channels, or too few"),
     ],
 )
 def test_lower_float__what_has_no_kernel_stays(shapes, why):
@@ -277,6 +279,60 @@ def test_lower_float__what_has_no_kernel_stays(shapes, why):
     heard = []
     lower_float(mod, TARGET, lambda rule, name, skip: heard.append((rule, skip.reason)))
     assert heard == [("lower_matmul", why)]
+
+
+def build_attention(rows, seen, axes: list[int]) -> tvm.IRModule:
+    """softmax(q k) v: q (1, 3, rows, 8), k by `axes` (1, 3, 8, seen), v (1, 3, seen, 6)."""
+    extents = dict(zip(axes, (1, 3, 8, seen), strict=True))
+    stored = [extents[axis] for axis in range(4)]
+
+    def emit(bb, q, k, v):
+        turned = bb.emit(relax.op.permute_dims(k, axes))
+        score = bb.emit(relax.op.nn.softmax(bb.emit(relax.op.matmul(q, turned))))
+        return bb.emit(relax.op.matmul(score, v))
+
+    return make_module(emit, (1, 3, rows, 8), stored, (1, 3, seen, 6))
+
+
+def run_attention(executor: rq.Executor, axes: list[int], rows: int, seen: int) -> None:
+    """Against float64."""
+    rng = np.random.default_rng(rows)
+    q, k, v = (rng.standard_normal(s) for s in ((1, 3, rows, 8), (1, 3, 8, seen), (1, 3, seen, 6)))
+    stored = k.transpose(np.argsort(axes))
+    score = np.exp(q @ k)
+    expected = score / score.sum(-1, keepdims=True) @ v
+    arrays = [np.ascontiguousarray(a, "float32") for a in (q, stored, v)]
+    got = executor.run("main", arrays)[0]
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("axes", [[0, 1, 3, 2], [0, 2, 3, 1]])
+def test_lower_float__attention_of_any_length_has_kernels(axes):
+    """Both products; the transposition of keys vanishes."""
+    rows, seen = tirx.Var("rows", "int64"), tirx.Var("seen", "int64")
+    mod = build_attention(rows, seen, axes)
+    used = list_operators(relax.transform.DeadCodeElimination()(lower_float(mod, TARGET)))
+    assert used == ["float_dots", "relax.nn.softmax", "float_batch_matmul"]
+    executor = rq.Executor(rq.compile(mod))
+    run_attention(executor, axes, 5, 7)
+    run_attention(executor, axes, 1, 33)
+
+
+def test_lower_float__attention_of_one_row_reads_keys_where_they_lie():
+    mod = build_attention(1, 9, [0, 2, 3, 1])
+    used = list_operators(relax.transform.DeadCodeElimination()(lower_float(mod, TARGET)))
+    assert used == ["float_dots", "relax.nn.softmax", "float_batch_matmul"]
+    run_attention(rq.Executor(rq.compile(mod)), [0, 2, 3, 1], 1, 9)
+
+
+@pytest.mark.parametrize(("rows", "axes"), [(20, [0, 1, 3, 2]), (1, [0, 2, 1, 3])])
+def test_lower_float__transpositions_that_pay_off_or_are_others_stay(rows, axes):
+    mod = build_attention(rows, 9, axes)
+    used = list_operators(lower_float(mod, TARGET))
+    assert used == [
+        *("relax.permute_dims", "float_batch_matmul", "relax.nn.softmax", "float_batch_matmul")
+    ]
+    run_attention(rq.Executor(rq.compile(mod)), axes, rows, 9)
 
 
 def test_lower_float__equal_products_share_a_kernel():

@@ -25,6 +25,7 @@ from relayquant.kernels.floating.conv_transpose import (
     make_conv2d_transpose,
     pack_conv2d_transpose,
 )
+from relayquant.kernels.floating.dots import FloatDots, make_dots
 from relayquant.kernels.floating.gemm import (
     FloatDense,
     FloatMatmul,
@@ -303,6 +304,67 @@ def test_make_batch_matmul__follows_numpy(isa, shared, rows, inner, outputs):
         out = np.full((*real, rows, outputs), np.nan, "float32")
         expected = x.astype("float64") @ w
         check(run_kernel(make_batch_matmul(spec, isa), x, w, out), expected)
+
+
+def compile_kernel(func: tirx.PrimFunc):
+    name = str(func.attrs["global_symbol"])
+    return tvm.compile(tvm.IRModule({name: func}), target=TARGET)[name]
+
+
+def run_compiled(kernel, x: np.ndarray, w: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    y = tvm.runtime.tensor(np.full(shape, np.nan, "float32"))
+    kernel(tvm.runtime.tensor(x), tvm.runtime.tensor(w), y)
+    return y.numpy()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("shared", [False, True])
+def test_make_batch_matmul__of_any_rows_and_inner_extent(isa, shared):
+    """One kernel for all: scores of attention by values, of a cache that grows."""
+    rng = np.random.default_rng(7)
+    batch, rows, inner = (tirx.Var(name, "int64") for name in ("b", "m", "k"))
+    kernel = compile_kernel(
+        make_batch_matmul(FloatMatmul((batch, 3), rows, inner, 33, shared), isa)
+    )
+    for m, k in [*((m, 5) for m in range(1, 30)), (1, 1), (7, 130), (150, 64)]:
+        x = draw(rng, 2, 3, m, k)
+        w = draw(rng, *(() if shared else (2, 3)), k, 33)
+        check(run_compiled(kernel, x, w, (2, 3, m, 33)), x.astype("float64") @ w)
+
+
+#: the axes of the weight in the order (batch, batch, K, N)
+DOTS_ORDERS = [(0, 1, 3, 2), (0, 2, 3, 1), (1, 2, 3, 0)]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("order", DOTS_ORDERS)
+@pytest.mark.parametrize("inner", [1, 5, 80])
+def test_make_dots__of_any_sizes_are_those_of_static_ones(isa, order, inner):
+    rng = np.random.default_rng(8)
+    symbols = [tirx.Var(name, "int64") for name in ("b", "m", "n")]
+    batch, rows, outputs = symbols
+    kernel = compile_kernel(make_dots(FloatDots((batch, 3), rows, inner, outputs, order), isa))
+    sizes = [(1, 1), (1, 9), (2, 3), (5, 4), (9, 13), (4, 8), (0, 2), (3, 0), (40, 33)]
+    for m, n in sizes:
+        static = FloatDots((2, 3), m, inner, n, order)
+        x, stored = draw(rng, 2, 3, m, inner), draw(rng, *static.weight_shape)
+        got = run_compiled(kernel, x, stored, (2, 3, m, n))
+        w = stored.transpose(order)
+        assert w.shape == (2, 3, inner, n)
+        if m * n:
+            check(got, x.astype("float64") @ w)
+        if (m, n) in sizes[1:5:3]:
+            fixed = run_compiled(compile_kernel(make_dots(static, isa)), x, stored, (2, 3, m, n))
+            check(fixed, got)
+
+
+def test_make_dots__threads_share_products_of_any_size():
+    rng = np.random.default_rng(9)
+    rows, outputs = tirx.Var("m", "int64"), tirx.Var("n", "int64")
+    kernel = compile_kernel(make_dots(FloatDots((16,), rows, 64, outputs, (0, 2, 1)), HOST))
+    x, w = draw(rng, 16, 70, 64), draw(rng, 16, 90, 64)
+    got = run_compiled(kernel, x, w, (16, 70, 90))
+    check(got, x.astype("float64") @ w.transpose(0, 2, 1))
 
 
 @given(channels=st.integers(4, 300), blocks=st.integers(1, 8))

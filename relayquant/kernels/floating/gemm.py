@@ -258,14 +258,14 @@ def touch_results(
 
 @dataclass(frozen=True)
 class FloatMatmul:
-    """A batched product of two activations; the batch extents may be symbolic.
+    """A batched product of two activations; the batch extents, M and K may be symbolic.
 
     x (*batch, M, K); w (*batch, K, N), or (K, N) shared by all if `shared`.
     """
 
     batch: tuple[Any, ...]
-    rows: int
-    inner: int
+    rows: Any
+    inner: Any
     outputs: int
     shared: bool = False
 
@@ -274,14 +274,13 @@ def make_batch_matmul(
     spec: FloatMatmul, isa: FloatIsa, name: str = "float_batch_matmul"
 ) -> PrimFunc:
     """PrimFunc(x, w, y): the weights are read where they lie, nothing is packed."""
-    isa, panels = choose_panels(spec.outputs, spec.rows, isa, spec.inner)
     rows, inner, outputs = spec.rows, spec.inner, spec.outputs
+    known_rows = static(rows)
+    isa, panels = choose_panels(outputs, known_rows, isa, static(inner) or 0)
     count: Any = 1
     for extent in spec.batch:
         known = static(extent)
         count = count * (extent if known is None else known)
-    height = choose_rows(rows, panels.blocks, isa)
-    tiles = ceil_div(rows, height)
 
     def body() -> None:
         x, weight, y = declare_arguments(
@@ -290,7 +289,7 @@ def make_batch_matmul(
             ("y", (*spec.batch, rows, outputs)),
         )
 
-        def tile(batch: Expr, first_row: Expr, starts: list[Expr]) -> None:
+        def tile(batch: Expr, members: list[Expr], starts: list[Expr]) -> None:
             base = 0 if spec.shared else batch * (inner * outputs)
 
             def reduce(step: Callable[[Expr, Callable[[int], Expr]], None]) -> None:
@@ -299,7 +298,7 @@ def make_batch_matmul(
 
             emit_tile(
                 isa,
-                [(batch * rows + first_row + r) * inner for r in range(height)],
+                [(batch * rows + row) * inner for row in members],
                 len(starts),
                 x,
                 weight,
@@ -309,23 +308,46 @@ def make_batch_matmul(
                     y,
                     None,
                     FloatEpilogue(),
-                    [(batch * rows + first_row + r) * outputs for r in range(height)],
+                    [(batch * rows + row) * outputs for row in members],
                     starts,
                     isa.lanes,
                 ),
                 prefetch=False,
             )
 
-        parallel = (static(count) or 1) * rows * inner * outputs >= PARALLEL_MACS
-        with (T.parallel if parallel else T.serial)(count * tiles) as index:
-            batch, first = T.floordiv(index, tiles), T.floormod(index, tiles) * height
-            if rows % height:
-                first = T.min(first, rows - height)
+        def all_panels(batch: Expr, members: list[Expr]) -> None:
             if panels.full:
                 with T.serial(panels.full) as panel:
-                    starts = panels.starts_of(panel)
-                    tile(batch, first, starts)
+                    tile(batch, members, panels.starts_of(panel))
             if panels.tail:
-                tile(batch, first, list(panels.tail))
+                tile(batch, members, list(panels.tail))
+
+        def static_rows(total: int, threads: bool) -> None:
+            height = choose_rows(total, panels.blocks, isa)
+            tiles = ceil_div(total, height)
+            with (T.parallel if threads else T.serial)(count * tiles) as index:
+                batch, first = T.floordiv(index, tiles), T.floormod(index, tiles) * height
+                if total % height:
+                    first = T.min(first, total - height)
+                all_panels(batch, [first + r for r in range(height)])
+
+        def symbolic_rows(threads: bool) -> None:
+            heights = choose_heights(choose_rows(None, panels.blocks, isa))
+            with (T.parallel if threads else T.serial)(count) as batch:
+                loop_over_rows(
+                    rows, heights, 1, False, lambda _, members, _p, _i: all_panels(batch, members)
+                )
+
+        def all_rows(threads: bool) -> None:
+            symbolic_rows(threads) if known_rows is None else static_rows(known_rows, threads)
+
+        if known_rows is not None and static(inner) is not None:
+            all_rows((static(count) or 1) * rows * inner * outputs >= PARALLEL_MACS)
+            return
+        with T.If(count * rows * inner * outputs >= PARALLEL_MACS):
+            with T.Then():
+                all_rows(True)
+            with T.Else():
+                all_rows(False)
 
     return build_kernel(name, body)
