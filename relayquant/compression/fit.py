@@ -31,6 +31,8 @@ Array = NDArray[np.float64]
 
 #: Columns whose inputs are looked at together, at most: H is columns x columns.
 MOST_COLUMNS = 2304
+#: Columns whose scales change the gradient of one another at once, that of others later.
+BLOCK = 256
 #: Tried for the weight that makes up for changed data, as shares of the mean of the diagonal of H.
 SHIFT_DAMPINGS = (0.01, 0.1, 1.0, 10.0)
 #: Of a column, as a share of the mean: data may not have met what others will.
@@ -218,19 +220,30 @@ def fit_scales(
 ) -> Array:
     """Scales (N, G) of the least error for permuted levels (1, N, K): those of one group after the
     other, given all others.
+
+    The columns lie group by group here. What the scales of `BLOCK` columns change in the gradient
+    of all later columns is one product.
     """
-    order, hessian = problem.order[0], problem.hessian[0]
+    order, features = problem.order[0], rows.shape[-1]
+    # place of each column of the weight among the permuted ones
+    place = np.argsort(order)
+    hessian = problem.hessian[0][np.ix_(place, place)]
+    codes = levels[0][:, place]
     scale = scale.astype("float64")
-    group_of = order // size
-    step = scale[:, group_of]
-    gradient = (rows[0] - levels[0] * step) @ hessian
-    for group in range(scale.shape[1]):
-        own = np.flatnonzero(group_of == group)
-        part = levels[0][:, own]
-        reach = part @ hessian[own]
-        curve = np.einsum("nk,nk->n", reach[:, own], part)
-        slope = np.einsum("nk,nk->n", gradient[:, own], part)
-        move = np.divide(slope, curve, out=np.zeros_like(slope), where=curve > 0)
-        scale[:, group] += move
-        gradient -= move[:, None] * reach
+    gradient = (rows[0][:, place] - codes * spread_groups(scale, size, features)) @ hessian
+    width = max(BLOCK // size, 1) * size
+    for start in range(0, features, width):
+        stop = min(start + width, features)
+        moved = np.empty((len(codes), stop - start))
+        for first in range(start, stop, size):
+            own = slice(first, min(first + size, stop))
+            part = codes[:, own]
+            reach = part @ hessian[own, start:stop]
+            curve = np.einsum("nk,nk->n", reach[:, own.start - start : own.stop - start], part)
+            slope = np.einsum("nk,nk->n", gradient[:, own], part)
+            move = np.divide(slope, curve, out=np.zeros_like(slope), where=curve > 0)
+            scale[:, first // size] += move
+            gradient[:, start:stop] -= move[:, None] * reach
+            moved[:, own.start - start : own.stop - start] = move[:, None] * part
+        gradient[:, stop:] -= moved @ hessian[start:stop, stop:]
     return scale

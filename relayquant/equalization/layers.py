@@ -174,18 +174,23 @@ def smooth_activations(
     *,
     alpha: float = 0.5,
     samples: int = 32,
+    inserts: bool = False,
 ) -> tuple[tvm.IRModule, tuple[Declined, ...]]:
     """The same float function, to be quantized in place of `mod`, with part of what makes the
     activations of matrix products hard to quantize moved into their weights (SmoothQuant); and the
     values that had to stay, with reasons.
 
-    For transformers with a few channels far larger than the rest. Only where constants before the
-    product take the inverse scales: no operator is added.
+    For transformers with a few channels far larger than the rest. Constants before the product take
+    the inverse scales: no operator is added, unless `inserts`.
 
     Args:
         mod, params, dataset: As for `quantize`.
         alpha: How much goes to the weights, 0 to 1; 0.5 is the paper's.
         samples: Ranges by channel are those of the first samples, about so many; run in numpy.
+        inserts: Values that no constant takes the scales for, as those that a residual sum reads
+            too, are multiplied before their products ("<name>.smooth"). Leave other operators than
+            products in float then, `QConfigMapping().set_object_type("relax.matmul", qconfig)`, or
+            the multiplication reads what is rounded already.
 
     Raises:
         ModelError: the model is not one this package can work with.
@@ -194,4 +199,4 @@ def smooth_activations(
     """
     canonical = prepare_module(mod, params)
     batches = take_samples(open_dataset(dataset, describe_inputs(canonical)), samples)
-    return smooth.smooth_activations(canonical, batches, alpha)
+    return smooth.smooth_activations(canonical, batches, alpha, inserts=inserts)

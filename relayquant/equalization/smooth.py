@@ -6,8 +6,10 @@ matmul(p, matmul(x, v)) @ o -> matmul(p, matmul(x, v / s)) @ (s * o)
 matmul(x @ q, transpose(x @ k)) -> matmul(x @ (q / s), transpose(x @ (s * k)))
 
 with one power of two s per channel: the same function, bit for bit, since a power of two changes
-no mantissa. No operator is added: 1 / s goes into constants before the product, and where nothing
-takes it the value is declined, with the reason.
+no mantissa. No operator is added: 1 / s goes into constants before the product. Where nothing takes
+it, the value is declined, with the reason; or, if asked, multiplied before its products alone:
+
+matmul(x, w), add(x, y) -> matmul(x * (1 / s), s * w), add(x, y)
 
 Xiao et al. 2022, "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large Language
 Models" (https://arxiv.org/abs/2211.10438), equation 4: s = max |x|^alpha / max |w|^(1 - alpha).
@@ -16,7 +18,9 @@ Measured on a keyword-spotting transformer of 12 blocks, SQNR of the outputs wit
 0.5: 29.9 and 30.4 dB with effort "fast", 31.1 and 30.4 dB with "balanced", whose ranges and weights
 are fitted to the data as it is; all answers are those of float either way. (Its layer norms come
 behind the residual sums, which read them too, so that only the factors of attention are scaled.)
-Hence no level of effort uses it: it is for models in which some channels stick out.
+Hence no level of effort uses it: it is for models in which some channels stick out. MiniLM-L6 is
+one: the mean cosine of its embeddings to float is 0.9940 without, and with alpha 0.9 and
+multiplications before products 0.9981 (static int8 products, 500 sentences).
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ from relayquant.equalization.cross_layer import Declined
 from relayquant.equalization.equalize import STEPS, ChannelStatistics, estimate_noise
 from relayquant.errors import ConfigError
 from relayquant.rewrite import Emitter, Graph, rewrite_main
-from relayquant.rewrite.graph import constant_value, tensor_shape
+from relayquant.rewrite.graph import call_name, constant_value, tensor_shape
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +52,8 @@ class SmoothingSite:
         right_edits: Constants that, multiplied by the scales, multiply the other factor: the
             weights of all products that read `left`, or what the other activation is computed from.
         right, right_channels: The other factor where it is an activation.
+
+    A site without `left_edits` is for a multiplication of its own.
     """
 
     left: relax.Var
@@ -57,13 +63,22 @@ class SmoothingSite:
     right: relax.Var | None = None
     right_channels: Channels | None = None
 
+    @property
+    def is_inserted(self) -> bool:
+        """Whether no constant divides `left`, so that its products read a quotient of it."""
+        return not self.left_edits and self.right is None
+
 
 #: Constants of a module by the value whose operator reads them, and the number of the operand.
 Constants = dict[tuple[relax.Var, int], np.ndarray]
 
 
 def smooth_activations(
-    mod: tvm.IRModule, batches: Iterable[Mapping[str, np.ndarray]], alpha: float = 0.5
+    mod: tvm.IRModule,
+    batches: Iterable[Mapping[str, np.ndarray]],
+    alpha: float = 0.5,
+    *,
+    inserts: bool = False,
 ) -> tuple[tvm.IRModule, tuple[Declined, ...]]:
     """The prepared module with activations of matrix products scaled where that makes the products
     more exact, by an estimate; and those that are not, with reasons.
@@ -72,6 +87,7 @@ def smooth_activations(
         mod: A prepared module.
         batches: A few samples, {input: array}; run in numpy.
         alpha: How much of the difficulty goes to the weights (to the second factor), 0 to 1.
+        inserts: Whether values that no constant takes the scales for are multiplied.
 
     Raises:
         ConfigError: alpha is not within 0 and 1.
@@ -79,7 +95,7 @@ def smooth_activations(
     if not 0 <= alpha <= 1:
         raise ConfigError(f"alpha is {alpha!r}; allowed: 0 <= alpha <= 1, for instance 0.5.")
     graph = Graph(mod)
-    sites, declined = find_sites(graph)
+    sites, declined = find_sites(graph, inserts=inserts)
     if not sites:
         return mod, tuple(declined)
     measured = measure_sites(mod, sites, batches)
@@ -88,6 +104,7 @@ def smooth_activations(
         for site in sites
         for edit in (*site.left_edits, *site.right_edits)
     }
+    inverses: dict[relax.Var, np.ndarray] = {}
     changed = False
     # Backwards: a later site scales the columns of weights whose rows belong to an earlier one.
     for site in reversed(sites):
@@ -104,15 +121,21 @@ def smooth_activations(
             scales = choose_scales(left.largest, np.abs(weight).max(axis=1), alpha)
             before = estimate_noise(weight, left)
             after = estimate_noise(weight * scales[:, None], left.divide(scales))
-        if not after < before:
+        # Asked for by name, a multiplication is not left to the estimate, which takes the errors of
+        # channels for independent: of MiniLM-L6 it would decline the value that gains most.
+        if not site.is_inserted and not after < before:
             declined.append(Declined(site.left.name, "scaling would not make it more exact"))
             continue
         changed = True
+        if site.is_inserted:
+            inverses[site.left] = (1 / scales).astype("float32")
         for edits, factors in ((site.left_edits, 1 / scales), (site.right_edits, scales)):
             for edit in edits:
                 factor = factors[edit.channels].astype("float32")
                 constants[edit.var, edit.operand] = constants[edit.var, edit.operand] * factor
-    return (replace_constants(mod, constants) if changed else mod), tuple(declined)
+    if not changed:
+        return mod, tuple(declined)
+    return replace_constants(mod, constants, inverses), tuple(declined)
 
 
 def choose_scales(left: np.ndarray, right: np.ndarray, alpha: float) -> np.ndarray:
@@ -135,8 +158,20 @@ def estimate_product_noise(left: ChannelStatistics, right: ChannelStatistics) ->
     return float(of_left + steps[1] ** 2 * left.mean_square.sum())
 
 
-def replace_constants(mod: tvm.IRModule, constants: Constants) -> tvm.IRModule:
-    """The module with other constants as operands."""
+def replace_constants(
+    mod: tvm.IRModule, constants: Constants, inverses: Mapping[relax.Var, np.ndarray]
+) -> tvm.IRModule:
+    """The module with other constants as operands, and with products by constants that read the
+    product of a value and its inverse scales (C,) in place of the value.
+    """
+    scaled: dict[relax.Var, relax.Expr] = {}
+
+    def scale(emitter: Emitter, left: relax.Var) -> relax.Expr:
+        if left not in scaled:
+            inverse = relax.const(inverses[left], "float32")
+            value = relax.op.multiply(emitter.get(left), inverse)
+            scaled[left] = emitter.emit(value, f"{left.name}.smooth")
+        return scaled[left]
 
     def visit(emitter: Emitter, binding: relax.VarBinding) -> relax.Expr:
         value = emitter.get(binding.value)
@@ -147,6 +182,9 @@ def replace_constants(mod: tvm.IRModule, constants: Constants) -> tvm.IRModule:
             relax.const(found[at], "float32") if at in found else arg
             for at, arg in enumerate(value.args)
         ]
+        left = binding.value.args[0]
+        if left in inverses and call_name(value) == MATMUL and 1 in found:
+            args[0] = scale(emitter, left)
         return Call(value.op, args, value.attrs, value.ty_args)
 
     return rewrite_main(mod, visit)
@@ -189,15 +227,20 @@ def measure_sites(
 # --- What is scaled ---------------------------------------------------------------------------
 
 
-def find_sites(graph: Graph) -> tuple[list[SmoothingSite], list[Declined]]:
+def find_sites(
+    graph: Graph, *, inserts: bool = False
+) -> tuple[list[SmoothingSite], list[Declined]]:
     """Activations that matrix products read and whose channels can be scaled, in topological order,
-    and those whose cannot.
+    and those whose cannot; with `inserts` those that a multiplication has to scale, too.
 
     Inputs of the model are left out: `equalize_inputs` scales them.
     """
     sites, declined = [], []
     for binding in graph.bindings:
-        found = (find_weighted_site(graph, binding.var), find_product_site(graph, binding.var))
+        weighted = find_weighted_site(graph, binding.var)
+        if inserts and isinstance(weighted, Declined):
+            weighted = find_inserted_site(graph, binding.var) or weighted
+        found = (weighted, find_product_site(graph, binding.var))
         for site in found:
             if isinstance(site, SmoothingSite):
                 sites.append(site)
@@ -209,7 +252,7 @@ def find_sites(graph: Graph) -> tuple[list[SmoothingSite], list[Declined]]:
 def find_weighted_site(graph: Graph, left: relax.Var) -> SmoothingSite | Declined | None:
     """`left` and the constant weights of all that reads it; None if no product with one does."""
     readers = graph.users[left]
-    products = [user for user in readers if is_weighted_product(graph, user, left)]
+    products = find_products(graph, left)
     if not products:
         return None
     others = [user for user in readers if user not in products]
@@ -218,17 +261,40 @@ def find_weighted_site(graph: Graph, left: relax.Var) -> SmoothingSite | Decline
         return Declined(left.name, f"{others[0].name} ({kind}) reads it too, and has no weight")
     if left in graph.outputs:
         return Declined(left.name, "the model returns it")
-    shape = tensor_shape(left) or ()
-    channels = number_channels(shape, (len(shape) - 1,))
+    channels = number_last(left)
     if channels is None:
         return Declined(left.name, "its shape is not known")
     edits = absorb(graph, left, channels)
     if isinstance(edits, Declined):
         return edits
+    return SmoothingSite(left, channels, edits, edit_weights(products, channels))
+
+
+def find_inserted_site(graph: Graph, left: relax.Var) -> SmoothingSite | None:
+    """`left`, to be multiplied before its products with constant weights; None if its channels are
+    not known.
+    """
+    channels = number_last(left)
+    if channels is None:
+        return None
+    return SmoothingSite(left, channels, (), edit_weights(find_products(graph, left), channels))
+
+
+def find_products(graph: Graph, left: relax.Var) -> list[relax.Var]:
+    """Products of `left` with constant float32 matrices."""
+    return [user for user in graph.users[left] if is_weighted_product(graph, user, left)]
+
+
+def edit_weights(products: Iterable[relax.Var], channels: Channels) -> tuple[Edit, ...]:
+    """The weights of products, whose rows are the channels of their data."""
     rows = np.arange(channels.size).reshape(-1, 1)
-    return SmoothingSite(
-        left, channels, edits, tuple(Edit(product, 1, rows) for product in products)
-    )
+    return tuple(Edit(product, 1, rows) for product in products)
+
+
+def number_last(var: relax.Var) -> Channels | None:
+    """Channels along the last axis; None if its size is not known."""
+    shape = tensor_shape(var) or ()
+    return number_channels(shape, (len(shape) - 1,))
 
 
 def find_product_site(graph: Graph, product: relax.Var) -> SmoothingSite | Declined | None:

@@ -109,17 +109,9 @@ def test_smooth__loses_less_to_8_bits() -> None:
     assert gaps[1] > gaps[0] + 3
 
 
-@pytest.mark.parametrize(
-    ("make", "name", "reason"),
-    [
-        ("residual", "v", "reads it too, and has no weight"),
-        ("returned", "v", "the model returns it"),
-        ("scalar", "v", "one number for all channels"),
-        ("softmax", "v", "nn.softmax"),
-        ("shared", "u", "several operators read it"),
-    ],
-)
-def test_smooth__declines(make: str, name: str, reason: str) -> None:
+def make_declined(make: str) -> tvm.IRModule:
+    """A product of a value that no constant takes scales for, and why."""
+
     def body(emit: Chain, x: relax.Expr) -> relax.Expr:
         if make == "shared":
             u = emit("u", op.nn.relu(x))
@@ -136,13 +128,61 @@ def test_smooth__declines(make: str, name: str, reason: str) -> None:
             return relax.Tuple([v, y])
         return emit("out", op.add(y, v) if make == "residual" else op.nn.relu(y))
 
-    mod = build_model(body, (2, TOKENS, WIDTH))
+    return build_model(body, (2, TOKENS, WIDTH))
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "reason"),
+    [
+        ("residual", "v", "reads it too, and has no weight"),
+        ("returned", "v", "the model returns it"),
+        ("scalar", "v", "one number for all channels"),
+        ("softmax", "v", "nn.softmax"),
+        ("shared", "u", "several operators read it"),
+    ],
+)
+def test_smooth__declines(make: str, name: str, reason: str) -> None:
+    mod = make_declined(make)
     smoothed, declined = rq.smooth_activations(mod, None, draw_batches(mod, 1))
     assert [(value.name, reason in value.reason) for value in declined] == [(name, True)]
     for one, other in zip(
         *(reference.run(m, draw_batches(mod, 1)[0]) for m in (mod, smoothed)), strict=True
     ):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("make", ["residual", "returned", "scalar", "softmax"])
+def test_smooth__inserts_what_nothing_absorbs(make: str) -> None:
+    """The same bits; only products read the multiplied value."""
+    mod = make_declined(make)
+    batch = draw_batches(mod, 1)[0]
+    smoothed, declined = rq.smooth_activations(mod, None, [batch], inserts=True)
+    for one, other in zip(*(reference.run(m, batch) for m in (mod, smoothed)), strict=True):
+        np.testing.assert_array_equal(one, other)
+    graph = Graph(smoothed)
+    added = [b.var for b in graph.bindings if b.var.name == "v.smooth"]
+    assert not declined
+    (var,) = added
+    assert [user.name for user in graph.users[var]] == ["y"]
+    ratio = largest_of(smoothed, "v.smooth", batch) / np.abs(weight_of(smoothed, "y")).max(1)
+    assert (np.maximum(ratio, 1 / ratio) <= 2 + 1e-6).all()
+
+
+def largest_of(mod: tvm.IRModule, name: str, batch: dict[str, np.ndarray]) -> np.ndarray:
+    return np.abs(reference.run_values(mod, batch)[name]).reshape(-1, WIDTH).max(0)
+
+
+def test_smooth__inserted_loses_less_to_8_bits() -> None:
+    mod = make_declined("residual")
+    products = rq.QConfigMapping().set_object_type("relax.matmul", rq.X86.default_qconfig)
+    data, gaps = draw_batches(mod, 3), []
+    for inserts in (False, True):
+        smoothed, _ = rq.smooth_activations(mod, None, data, inserts=inserts)
+        qmod = rq.quantize(
+            smoothed, None, data, qconfig_mapping=products, effort="fast", guard=rq.Guard.OFF
+        )
+        gaps.append(measure_gaps(mod, qmod, draw_batches(mod, 4, seed=9))[0].sqnr)
+    assert gaps[1] > gaps[0] + 3
 
 
 def test_smooth__nothing_to_gain_changes_nothing() -> None:
