@@ -147,7 +147,7 @@ BOUNDS = {
     "avx2 7 bits": Bound(stack=0.05, moves=0.05, loads=0.4),
     # The product overwrites one of its operands, and no load repeats a word in all lanes.
     "sse2": Bound(stack=0.05, moves=0.4, loads=0.75),
-    "smmla": Bound(stack=0.0, moves=0.0, loads=0.4),
+    "smmla": Bound(stack=0.0, moves=0.0, loads=0.35),
     "sdot": Bound(stack=0.0, moves=0.0, loads=0.2),
     "neon": Bound(stack=0.0, moves=0.0, loads=0.1),
     "neon bytes": Bound(stack=0.0, moves=0.0, loads=0.2),
@@ -156,11 +156,8 @@ BOUNDS = {
 #: The tile of "1x1" has 28 sums on Intel's cores: with four weights and a word that is one more
 #: than there are registers. Every product of "one row" has weights of its own. Depthwise products
 #: have an operand made of four rows, and short reductions are unrolled together with the rest of
-#: their tile. For cortex-a510, which is in order, LLVM loads more weights ahead than there are
-#: registers for.
+#: their tile.
 EXCEPTIONS = {
-    ("cortex-a510", "3x3"): Bound(0.2, 0.05, 0.4),
-    ("cortex-a510", "rows"): Bound(0.05, 0.05, 0.4),
     ("vnni512", "1x1"): Bound(0.08, 0.05, 0.65),
     ("vnni512", "1x1, short"): Bound(0.13, 0.25, 0.85),
     ("vnni512", "one row"): Bound(0.05, 0.05, 1.3),

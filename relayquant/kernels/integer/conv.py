@@ -70,6 +70,9 @@ CACHED_WEIGHT_BYTES = 300 * 1024
 #: Tiles that share the fetching of the next panel; with more, its first reading hardly counts.
 PREFETCH_TILES = 64
 
+#: Rounds of a loop for which steps are written out; of two LLVM makes no good loop.
+LONG_LOOP = 4
+
 #: Threads take parts of the pixels up to so many weights for every value of the input: weights come
 #: in order and are fetched ahead, while what another core wrote is waited for.
 WEIGHTS_PER_INPUT = 4
@@ -386,6 +389,9 @@ def emit_reduction(
                 store_vector(acc, value, 0, width)
 
     unrolled = ceil_div(len(chains), isa.words_per_load) * isa.words_per_load
+    times = isa.count_steps(plan.tile.pixels, blocks, plan.tile.pixels * blocks * len(chains))
+    if plan.words >= LONG_LOOP * times * unrolled:
+        unrolled *= times
     whole, rest = divmod(plan.words, unrolled)
     with T.grid(*plan.taps) as (tap_h, tap_w):
         if whole:

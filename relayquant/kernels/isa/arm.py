@@ -16,12 +16,13 @@ It does 32 multiply-adds where sdot does 16, but needs the words of two pixels i
 load of 16 bytes per pixel and a zip per 16 bytes, where sdot needs the load only. In the main
 loops, for 16 bytes of each pixel (loads of weights bring two vectors):
 
-    sdot    7 pixels x 12   84 dot products, 7 loads of activations,  6 of weights, 0 zips     97
-    smmla   4 pixels x 24   48 dot products, 4 loads of activations, 12 of weights, 4 zips     68
+    sdot    5 pixels x 16   80 dot products, 5 loads of activations,  8 of weights, 0 zips     93
+    smmla   4 pixels x 20   40 dot products, 4 loads of activations, 10 of weights, 4 zips     58
 
-Up to 24 of the 32 registers are sums. The rest holds the words of all pixels and one pair of
-vectors of weights, which meets all pixels before the next one is loaded, and one is left: with none
-LLVM's schedule for some CPUs goes to the stack.
+and about six to move pointers, fetch ahead and jump, for which a loop has two such loads. Of the 32
+registers 20 are sums. The rest holds one pair of vectors of weights, which meets all pixels before
+the next one is loaded, and the words of all pixels, of both loads: with less, LLVM's schedule for
+some CPUs goes to the stack. Tiles of up to 24 sums have loops of one load.
 
 With one pixel half of its work is lost, and short reductions are rounded up to 8 products instead
 of 4: `conv_plan.choose_plan` counts for each shape. Depthwise convolutions stay with sdot. What is
@@ -101,17 +102,25 @@ class ArmIsa(Isa):
     intrinsic: str = ""
     #: registers beside those of the sums and of the words of pixels: a pair of weights, one more
     spare: int = 3
+    #: whether a loop of two loads of words has less instructions for each
+    has_two_loads: bool = False
 
     def count_registers(self, pixels: int, blocks: int, sums: int) -> int:
         return sums + pixels + self.spare
 
     def time_word(self, pixels: int, blocks: int, latency: float) -> float:
         """All instructions count: loads of weights, of which there are two in one, and of a loop
-        two and one for each pointer.
+        about six, to move pointers and fetch ahead.
         """
         dots = max(pixels * blocks * self.dot_cost, latency)
         size = blocks * self.weight_vector * np.dtype(self.weight_dtype).itemsize
-        return dots + pixels * self.word_cost + size / 32 + 4 / self.words_per_load
+        steps = self.count_steps(pixels, blocks, pixels * blocks)
+        return dots + pixels * self.word_cost + size / 32 + 6 / (self.words_per_load * steps)
+
+    def count_steps(self, pixels: int, blocks: int, sums: int) -> int:
+        """Two where registers hold the words of both, as LLVM begins with the second ahead."""
+        registers = self.count_registers(pixels, blocks, sums) + pixels - 1
+        return 2 if self.has_two_loads and registers <= self.registers else 1
 
     def for_depthwise(self, channels: int) -> Isa:
         """Twice the lanes: rows are then loaded, interleaved and stored by 8 bytes instead of 4."""
@@ -411,6 +420,7 @@ SDOT = SdotIsa(
     activation="int8",
     weight_dtype="int8",
     words_per_load=4,
+    has_two_loads=True,
     word_cost=1 / 4,  # a load of 16 bytes
     max_pixels=8,
     may_spill=False,
@@ -461,6 +471,7 @@ SMMLA = SmmlaIsa(
     activation="int8",
     weight_dtype="int8",
     words_per_load=2,
+    has_two_loads=True,
     pixels=2,
     word_cost=1,  # half a load of 16 bytes, half a zip
     max_pixels=8,

@@ -132,6 +132,10 @@ class Isa(ABC):
         """Vector registers that a tile takes: its sums, the weights and one word of activations."""
         return sums + blocks + 1
 
+    def count_steps(self, pixels: int, blocks: int, sums: int) -> int:
+        """Loads of words that a tile's loop is written out for, one after the other."""
+        return 1
+
     def time_word(self, pixels: int, blocks: int, latency: float) -> float:
         """Time of one word of a tile, in dot products: as many as there are, but no less than the
         loads, one for each pixel and block, or the `latency` of one of them allow.
