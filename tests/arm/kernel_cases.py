@@ -338,8 +338,8 @@ def make_concatenation() -> Case:
     return Case(lambda _: (build_concatenate(spec), [a, b]), expected)
 
 
-def make_grouped(spec: GroupedDense, rows: int) -> Case:
-    """Rows of integers by a grouped weight."""
+def make_grouped(spec: GroupedDense, rows: int, extreme: bool = False) -> Case:
+    """Rows of integers by a grouped weight; `extreme`: the largest products of one sign."""
     rng = np.random.default_rng(9)
     groups = spec.units, count_groups(spec.features, spec.group_size)
     codes = rng.integers(0, 2**spec.bits, (spec.units, spec.features))
@@ -348,6 +348,10 @@ def make_grouped(spec: GroupedDense, rows: int) -> Case:
         zeros = np.array(middle_code(spec.bits), "uint8")
     weight = pack_codes(codes, spec.bits), rng.normal(size=groups).astype(spec.scale_dtype), zeros
     data = rng.integers(-128, 128, (rows, spec.features)).astype("int8")
+    if extreme:
+        codes[:], data[:] = 2**spec.bits - 1, -128
+        codes[0] = 0
+        weight = pack_codes(codes, spec.bits), *weight[1:]
     scale = rng.uniform(0.1, 1, (rows, 1)).astype("float32")
 
     def build(isa: Isa) -> tuple[PrimFunc, list[np.ndarray]]:
@@ -399,6 +403,10 @@ GROUPED = {
     "grouped 2 bits, zero points": (GroupedDense((2,), 20, 192, 2, 96, has_zeros=True), 2),
 }
 
+LARGEST = {
+    f"grouped {bits} bits, largest sums": GroupedDense((3,), 19, 160, bits, 80) for bits in (4, 8)
+}
+
 CASES: dict[str, Callable[[], Case]] = {
     **{name: (lambda s=spec: make_convolution(s)) for name, spec in CONVOLUTIONS.items()},
     **{name: (lambda s=spec: make_transposed(s)) for name, spec in TRANSPOSED.items()},
@@ -408,6 +416,7 @@ CASES: dict[str, Callable[[], Case]] = {
     **{f"max_pool2d {n}": (lambda w=w: make_max_pool(w)) for n, w in WINDOWS.items()},
     **{f"avg_pool2d {n}": (lambda w=w: make_avg_pool(w)) for n, w in WINDOWS.items()},
     **{n: (lambda s=spec, r=rows: make_grouped(s, r)) for n, (spec, rows) in GROUPED.items()},
+    **{name: (lambda s=spec: make_grouped(s, 3, extreme=True)) for name, spec in LARGEST.items()},
     "extreme sums": make_extreme_sums,
     "residual, every pair": make_residual_pairs,
     "add, every pair": lambda: make_addition(Space("int8", -3, 2 / 3), Space("int8", 13, 1 / 6)),

@@ -196,8 +196,10 @@ GROUPED_BOUNDS = {
     "skylake-avx512": Bound(stack=0.0, moves=0.0, loads=1.2),
     "haswell": Bound(stack=0.05, moves=0.05, loads=1.4),
     "x86-64": Bound(stack=0.0, moves=0.5, loads=1.3),
-    "neoverse-n1": Bound(stack=0.0, moves=0.1, loads=0.75),
-    "neoverse-v2": Bound(stack=0.0, moves=0.1, loads=0.75),
+    "neoverse-n1": Bound(stack=0.0, moves=0.1, loads=0.5),
+    "neoverse-v2": Bound(stack=0.0, moves=0.1, loads=0.5),
+    "cortex-a53": Bound(stack=0.0, moves=0.0, loads=0.45),
+    "cortex-a72": Bound(stack=0.0, moves=0.0, loads=0.45),
 }
 #: Multiplies and adds floats.
 FLOAT_PRODUCT = re.compile(r"\s+(?:vfmadd\d+ps|fmla)\s")

@@ -166,7 +166,7 @@ def test_quantize_rows__as_numpy(width):
 
 @pytest.mark.parametrize(
     ("isa", "features", "instruction"),
-    [(SDOT, "+dotprod", "sdot"), (SMMLA, "+dotprod,+i8mm", "sdot"), (NEON, "", r"[su]?mlal?2?")],
+    [(SDOT, "+dotprod", "sdot"), (SMMLA, "+dotprod,+i8mm", "sdot"), (NEON, "", "sm(?:ul|la)l2?")],
     ids=lambda value: getattr(value, "name", ""),
 )
 @pytest.mark.parametrize("bits", [4, 8])

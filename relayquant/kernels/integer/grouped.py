@@ -49,7 +49,7 @@ from relayquant.kernels.integer.grouped_dot import (
     FloatDot,
     GroupedDot,
     PairsDot,
-    ShortDot,
+    PartsDot,
     choose_dot,
     multiply_add,
 )
@@ -142,7 +142,7 @@ class GroupedPlan:
 
     def block_vectors(self, height: int) -> int:
         """Vectors of codes that are worked on without a loop, for so many rows."""
-        if isinstance(self.dot, ShortDot):
+        if isinstance(self.dot, PartsDot):
             return min(self.vectors, SHORT_WORDS // self.each)
         return self.vectors if self.vectors * self.each * height <= UNROLLED else 1
 
@@ -433,22 +433,22 @@ def emit_words(
     """
     dot, lanes, dtype = plan.dot, plan.dot.lanes, plan.dot.sum_dtype
     sums = accs
-    if isinstance(dot, ShortDot):
-        lanes, dtype = 2 * lanes, "int16"
+    if isinstance(dot, PartsDot):
+        lanes, dtype = dot.part_lanes, dot.part_dtype
         sums = alloc_vectors(len(accs), lanes, dtype)
         for total in sums:
             store_vector(total, constant(dtype, 0, lanes), 0, lanes)
+    read = [dot.read_words(rows, start, vectors * plan.each) for start in starts]
     for number in range(vectors):
         loaded = codes.vload([index + number * plan.vector_bytes], f"uint8x{plan.vector_bytes}")
         words = T.reinterpret(vector("int32", dot.lanes), loaded)
         for place in range(plan.each):
             operand = dot.spread_codes(take_word(plan, words, place), zero)
-            offset = (number * plan.each + place) * WORD
-            for total, start in zip(sums, starts, strict=True):
-                word = dot.read_word(rows, start + offset)
+            for total, row_words in zip(sums, read, strict=True):
+                word = row_words[number * plan.each + place]
                 value = dot.dot(load_vector(total, 0, lanes), operand, word)
                 store_vector(total, value, 0, lanes)
-    if isinstance(dot, ShortDot):
+    if isinstance(dot, PartsDot):
         for acc, part in zip(accs, sums, strict=True):
             value = dot.join(load_vector(acc, 0, dot.lanes), load_vector(part, 0, lanes))
             store_vector(acc, value, 0, dot.lanes)
@@ -472,7 +472,7 @@ def take_word(plan: GroupedPlan, words: Expr, place: int) -> Expr:
         return words
     lanes, mask = plan.dot.lanes, ((1 << plan.bits) - 1) * 0x01010101
     if place:
-        words = T.shift_right(words, constant("int32", plan.bits * place, lanes))
+        words = plan.dot.shift_codes(words, plan.bits * place)
     return T.bitwise_and(words, constant("int32", mask, lanes))
 
 
