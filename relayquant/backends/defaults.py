@@ -73,8 +73,7 @@ def make_pattern(op: QuantOp, activations: tuple[str, ...]) -> PatternConfig:
                 bias="float32",
                 is_dynamic=True,
             )
-            for data in activations
-            if data in BYTES
+            for data in sorted(BYTES, key=lambda dtype: dtype not in activations)
         )
     if op.realize_grouped is not None:
         dtypes += tuple(

@@ -269,7 +269,9 @@ def quantize_by_hand(x, spec):
 
 @pytest.mark.parametrize("shape", [("n", 20), (2, "n", 20), (3, 2, 20)])
 @pytest.mark.parametrize("scheme", rq.Scheme)
-@pytest.mark.parametrize(("backend", "dtype"), [(X86, "uint8"), (ARM, "int8")])
+@pytest.mark.parametrize(
+    ("backend", "dtype"), [(X86, "uint8"), (X86, "int8"), (ARM, "int8"), (ARM, "uint8")]
+)
 def test_per_row__a_set_of_parameters_for_each_row(shape, scheme, backend, dtype):
     """Rows of very different size: each is as precise as if it were alone."""
     spec = rq.QSpec(dtype, scheme, rq.Granularity.PER_ROW, is_dynamic=True)
