@@ -443,6 +443,8 @@ def test_call_site__place_in_the_code_not_the_number_of_calls():
         prepared(UP, times)
     assert [site.module for site in prepared.sites if site.operator == "linear"].count("LAYER") == 4
     assert len(prepared.sites) == first
+    steps = prepared._tapes[-1].steps
+    assert len({step.call for step in steps}) == len({step.site for step in steps}), "kept once"
 
 
 class Writing(nn.Module):

@@ -271,20 +271,36 @@ def test_set_input_quantized_indexes__main_takes_and_gives_integers_as_in_fx():
 
 
 def test_set_output_quantized_indexes__one_of_two():
+    """One input of two and one output of two: the other ones stay float, and no worse for it."""
+
     class Two(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.a, self.b = torch.nn.Linear(8, 4), torch.nn.Linear(8, 4)
+            self.a, self.b = torch.nn.Linear(8, 4), torch.nn.Linear(6, 4)
+            self.c, self.d = torch.nn.Linear(8, 4), torch.nn.Linear(8, 3)
 
-        def forward(self, x):
-            return self.a(x), self.b(x)
+        def forward(self, x, y):
+            z = torch.relu(torch.cat([self.a(x), self.b(y)], 1))
+            return self.c(z), self.d(z)
 
-    net, data = Two().eval(), [torch.randn(4, 8) for _ in range(2)]
-    config = PrepareCustomConfig().set_output_quantized_indexes([1])
-    qmod = rq.torch.quantize(net, (data[0],), data, prepare_custom_config=config, **OPTIONS)
-    assert [value.dtype for value in rq.ledger(qmod).outputs] == ["float32", "uint8"]
-    dtypes = [array.dtype for array in rq.reference.run(qmod, [data[0].numpy()])]
-    assert dtypes == [np.float32, np.uint8]
+    net, data = Two().eval(), [(torch.randn(4, 8), 5 * torch.randn(4, 6)) for _ in range(2)]
+    config = PrepareCustomConfig().set_input_quantized_indexes([1])
+    config = config.set_output_quantized_indexes([0])
+    qmod = rq.torch.quantize(net, data[0], data, prepare_custom_config=config, **OPTIONS)
+    taken, given = rq.ledger(qmod).inputs, rq.ledger(qmod).outputs
+    assert [value.dtype for value in taken] == ["float32", "uint8"]
+    assert [value.dtype for value in given] == ["uint8", "float32"]
+    x, y = data[0]
+    integers = torch.quantize_per_tensor(
+        y, taken[1].scale[0], taken[1].zero_point[0], torch.quint8
+    ).int_repr()
+    first, second = rq.reference.run(qmod, [x.numpy(), integers.numpy()])
+    real = (first.astype("float32") - given[0].zero_point[0]) * np.float32(given[0].scale[0])
+    with torch.no_grad():
+        wanted = [value.numpy() for value in net(x, y)]
+    assert measure_sqnr(wanted[0], real) > 30
+    assert measure_sqnr(wanted[1], second) > 30
+    assert rq.verify(qmod, [x.numpy(), integers.numpy()]).is_equal
 
 
 # --- Custom modules ---------------------------------------------------------------------------

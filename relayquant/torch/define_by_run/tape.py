@@ -22,6 +22,7 @@ from relayquant.errors import ModelError
 from relayquant.storage.files import TEMPORARY, writing
 from relayquant.torch.define_by_run.arguments import (
     ResultForm,
+    is_equal,
     join_arguments,
     read_result,
     split_arguments,
@@ -68,7 +69,7 @@ class TensorFile:
         return torch.from_numpy(np.lib.format.read_array(self._file, allow_pickle=False))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ValueForm:
     """Shape and dtype of a value."""
 
@@ -81,7 +82,7 @@ class ValueForm:
         return ValueForm(tuple(tensor.shape), tensor.dtype)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ModelConstant:
     """A parameter or buffer of the model, by its id."""
 
@@ -92,7 +93,7 @@ class ModelConstant:
 Operand = int | ModelConstant
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Call:
     """A function and its arguments, with slots for its tensors."""
 
@@ -105,7 +106,7 @@ class Call:
         return self.function(*args, **kwargs)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class TapeStep:
     """One call of an operator.
 
@@ -182,13 +183,15 @@ class ModelConstants:
                 self.names.setdefault(number, f"{root}.{name}" if root else name)
                 self.tensors[number] = tensor
                 self._versions[number] = read_version(tensor)
+        self._constants = {number: ModelConstant(number) for number in self.tensors}
 
     def find(self, tensor: torch.Tensor) -> ModelConstant | None:
         """The constant that a tensor is; None where it is none."""
         number = id(tensor)
         if number not in self.tensors or number in self._written:
             return None
-        return ModelConstant(number) if read_version(tensor) == self._versions[number] else None
+        is_same = read_version(tensor) == self._versions[number]
+        return self._constants[number] if is_same else None
 
     def keep_before_write(self, tensor: torch.Tensor) -> None:
         """A tensor is about to be written into: steps that read it so far read a copy."""
@@ -209,7 +212,11 @@ def read_version(tensor: torch.Tensor) -> int:
 
 
 class RecordedCall(TorchFunctionMode):
-    """Records what runs under it."""
+    """Records what runs under it.
+
+    A loop records the same calls again and again: what is equal is kept once. Most of the time
+    between operators would else go to Python's garbage collector, which looks through all of it.
+    """
 
     def __init__(
         self,
@@ -227,6 +234,9 @@ class RecordedCall(TorchFunctionMode):
         self._values: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         #: id of a tensor -> operators that have made views of it
         self._views: dict[int, set[CallSite]] = {}
+        #: of each operator, what was called last, and the same without writing
+        self._calls: dict[CallSite, tuple[Call, Call | None]] = {}
+        self._forms: dict[tuple[torch.Size, torch.dtype], ValueForm] = {}
         #: id of a tensor that the call was given or has made without another -> the tensor
         self._own = {id(tensor): weakref.ref(tensor) for tensor in arguments}
 
@@ -284,10 +294,21 @@ class RecordedCall(TorchFunctionMode):
             (i, self.add_value(tensors[i])) for i in written if not (is_target and i == 0)
         )
         form = None if read is None else read[0]
+        call, pure = self.keep_calls(site, call, pure)
         self.tape.steps.append(
             TapeStep(site, call, pure, is_target, operands, form, results, is_drawn, changed)
         )
         return result
+
+    def keep_calls(self, site: CallSite, call: Call, pure: Call | None) -> tuple[Call, Call | None]:
+        """What was called, and the same without writing; those of the time before, if equal."""
+        known = self._calls.get(site)
+        if known is not None and known[0].function is call.function:
+            is_alike = (known[1] is None) == (pure is None)
+            if is_alike and is_equal(known[0].arguments, call.arguments):
+                return known
+        self._calls[site] = call, pure
+        return call, pure
 
     def strip(self, func: Any, name: str, arguments: Any) -> tuple[Any, Any]:
         """A call that was to write in place, and has not: a dropout that does nothing."""
@@ -311,7 +332,11 @@ class RecordedCall(TorchFunctionMode):
     def add_value(self, tensor: torch.Tensor) -> int:
         """A number for what a tensor holds from now on."""
         value = len(self.tape.forms)
-        self.tape.forms.append(ValueForm.of(tensor))
+        key = tensor.shape, tensor.dtype
+        form = self._forms.get(key)
+        if form is None:
+            form = self._forms[key] = ValueForm.of(tensor)
+        self.tape.forms.append(form)
         self._values[id(tensor)] = weakref.ref(tensor), value
         return value
 
