@@ -28,6 +28,8 @@ from relayquant.kernels.isa.select import select_isa
 
 #: Vectors of weights that are read in turns: they stay in the first-level cache.
 WEIGHTS = 8
+#: Symmetric weights of 8 bits, as layers have them by default.
+SYMMETRIC = np.array([-127, 127], "int8")
 #: Dot products per call: long enough that the call itself does not count.
 ITERATIONS = 20_000
 
@@ -50,7 +52,7 @@ def measure_peak(target: Target, seconds: float = 0.2) -> float:
 
 def compile_peak(target: Target) -> tuple[Callable[[], None], int]:
     """What `measure_peak` runs, and the integer operations of one call."""
-    isa = select_isa(target).for_convolution("uint8")
+    isa = choose_peak_isa(target)
     sums = count_sums(isa)
     func = build_peak(isa, sums)
     name = str(func.attrs["global_symbol"])
@@ -61,8 +63,13 @@ def compile_peak(target: Target) -> tuple[Callable[[], None], int]:
         np.zeros(sums * isa.accumulator_lanes, "int32"),
     )
     tensors = [tvm.runtime.tensor(array) for array in arrays]
-    products = isa.accumulator_lanes * isa.products * sums * ITERATIONS
+    products = isa.lanes * isa.pixels * isa.products * sums * ITERATIONS
     return lambda: kernel(*tensors), 2 * products
+
+
+def choose_peak_isa(target: Target) -> Isa:
+    """The instructions of convolutions with symmetric weights."""
+    return select_isa(target).for_weights(SYMMETRIC).for_convolution("uint8")
 
 
 def count_sums(isa: Isa) -> int:
@@ -70,7 +77,10 @@ def count_sums(isa: Isa) -> int:
 
     Sums of fused products need many to hide the latency; others wait for an addition only.
     """
-    return min(isa.accumulators, 24) // isa.pixels if isa.is_fused else isa.registers // 4
+    if isa.is_fused:
+        return min(isa.accumulators, 24) // isa.pixels
+    registers = isa.accumulator_lanes // isa.lanes
+    return isa.registers // (4 * registers)
 
 
 def build_peak(isa: Isa, count: int) -> PrimFunc:

@@ -16,7 +16,7 @@ import tvm
 from tvm.target import Target
 from tvm.tirx import PrimFunc
 
-from relayquant.analysis.peak import build_peak, count_sums
+from relayquant.analysis.peak import build_peak, choose_peak_isa, count_sums
 from relayquant.kernels.floating.conv import FloatConv2d, make_conv2d
 from relayquant.kernels.floating.tile import FloatEpilogue, choose_float_isa
 from relayquant.kernels.integer.conv import build_conv2d
@@ -362,7 +362,7 @@ def test_innermost_loops__of_floats(name, layer):
 @pytest.mark.parametrize("name", REPRESENTATIVE.values(), ids=REPRESENTATIVE)
 def test_peak__is_products_in_registers(name):
     target = resolve_target(TARGETS[name])
-    isa = select_isa(target).for_convolution("uint8")
+    isa = choose_peak_isa(target)
     sums, syntax = count_sums(isa), SYNTAX[find_architecture(target)]
     text = compile_kernel(build_peak(isa, sums), target)
     (loop,) = (
@@ -377,3 +377,17 @@ def test_peak__is_products_in_registers(name):
     assert found.loads <= 1 / sums
     vectors = sum("mm" in line for line in loop)
     assert vectors <= (1 + (not isa.is_fused) + found.loads + found.moves) * products
+
+
+@pytest.mark.parametrize("name", WORD_CPUS)
+def test_peak__of_bytes_is_products_in_registers(name):
+    """Two accumulators, of 4 channels each: 16 products of a channel, 8 by one instruction."""
+    target = resolve_target(ARM_TARGETS[name])
+    isa, syntax = choose_peak_isa(target), SYNTAX[Architecture.AARCH64]
+    assert isa is NEON_PAIRS
+    text = compile_kernel(build_peak(isa, count_sums(isa)), target)
+    loops = find_innermost_loops(text, syntax)
+    (loop,) = (lines for lines in loops if any(map(syntax.product.match, lines)))
+    assert sum(bool(syntax.product.match(line)) for line in loop) == 2 * 4 * 16 // 8
+    assert sum(bool(re.match(r"\s+sadalp\s", line)) for line in loop) == 2 * 4
+    assert count_per_product(text, syntax).stack == 0
