@@ -93,6 +93,13 @@ def permute(data: Tensor, source: str, target: str) -> Tensor:
     return data if source == target else data.permute([source.index(letter) for letter in target])
 
 
+def permute_weight(weight: Tensor, source: str, target: str) -> Tensor:
+    """`permute`, in memory as well: some of torch's convolutions give the weight a gradient in no
+    other order.
+    """
+    return permute(weight, source, target).contiguous()
+
+
 def pad_edges(data: Tensor, edges: Sequence[tuple[int, int]], value: float = 0.0) -> Tensor:
     """`data` with (before, after) values added to each of its last axes."""
     widths = [width for edge in reversed(edges) for width in edge]
@@ -116,7 +123,7 @@ def convolution(args: list[Any], attrs: Any) -> Tensor:
     letters = get_spatial_letters(attrs.data_layout)
     rank, order = len(letters), f"NC{letters}"
     data = permute(args[0], attrs.data_layout, order)
-    weight = permute(args[1], attrs.kernel_layout, f"OI{letters}")
+    weight = permute_weight(args[1], attrs.kernel_layout, f"OI{letters}")
     data, padding = pad_data(data, split_padding(attrs.padding, rank))
     strides, dilation = (expand_per_axis(v, rank) for v in (attrs.strides, attrs.dilation))
     result = CONVOLVE[rank](
@@ -132,7 +139,7 @@ def transposed_convolution(args: list[Any], attrs: Any) -> Tensor:
     letters = get_spatial_letters(attrs.data_layout)
     rank, order = len(letters), f"NC{letters}"
     data = permute(args[0], attrs.data_layout, order)
-    weight = permute(args[1], attrs.kernel_layout, f"IO{letters}")
+    weight = permute_weight(args[1], attrs.kernel_layout, f"IO{letters}")
     strides, dilation = (expand_per_axis(v, rank) for v in (attrs.strides, attrs.dilation))
     result = CONVOLVE_TRANSPOSED[rank](
         data, weight, None, strides, 0, 0, int(attrs.groups), dilation

@@ -88,6 +88,35 @@ def test_gradient__is_that_of_the_numbers(name):
     assert found == pytest.approx(expected, rel=0.01, abs=0.01)
 
 
+@pytest.mark.parametrize(("size", "channels"), [(1, 3), (3, 3), (3, 1)])
+@pytest.mark.parametrize(
+    ("name", "data", "kernel"),
+    [("conv2d", data, kernel) for data in ("NCHW", "NHWC") for kernel in ("OIHW", "HWIO", "OHWI")]
+    + [("conv1d", "NWC", "WIO"), ("conv2d_transpose", "NCHW", "IOHW")],
+)
+def test_gradient__of_weights_in_any_layout(name, data, kernel, size, channels):
+    """Torch has an algorithm for each size, and not all take a weight whose axes are permuted:
+    of one small image and one channel of results it is refused.
+    """
+    spatial = kernel.replace("O", "").replace("I", "")
+    sizes = {"N": 1, "C": 32, "I": 32, "O": channels} | dict.fromkeys(spatial, size)
+    x = floats(*(sizes[axis] if axis in "NC" else 3 for axis in data))
+    weight = floats(*(sizes[axis] for axis in kernel))
+    function = getattr(op.nn, name)
+    mod = build(lambda v, w: function(v, w, data_layout=data, kernel_layout=kernel), x, weight)
+    (got,), inputs = run_torch(mod, [x, weight])
+    got.square().sum().backward()
+    direction, step = np.random.default_rng(0).standard_normal(weight.shape), 1e-2
+    ends = [
+        np.square(run(mod, [x, (weight + sign * step * direction).astype("float32")])[0]).sum(
+            dtype="float64"
+        )
+        for sign in (1, -1)
+    ]
+    found = float((inputs[1].grad.numpy().astype("float64") * direction).sum())
+    assert found == pytest.approx((ends[0] - ends[1]) / (2 * step), rel=0.01, abs=0.01)
+
+
 @pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
 def test_pad__equals_numpy(mode):
     x = floats(2, 3, 5)
