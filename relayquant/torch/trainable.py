@@ -4,6 +4,7 @@ biases and scales train.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +22,7 @@ from relayquant.plan import Plan
 from relayquant.prepared import PreparedModel
 from relayquant.qtypes import QParams, Role
 from relayquant.rewrite import Emitter, rewrite_main
+from relayquant.rewrite.expressions import FunctionGraph, op_name
 from relayquant.torch.batch_norm import FoldedNorm
 from relayquant.torch.program import TorchProgram, Visitor, build_program
 from relayquant.torch.ranges import Ranges
@@ -29,6 +31,12 @@ from relayquant.torch.rounding import MOMENTUM, FakeQuantize, align_channels
 #: how far from the border of its cell a fitted weight is put, in steps: on the border the first
 #: step of an optimizer would undo the fit
 MARGIN = 0.25
+
+
+#: integers below are float32 numbers
+EXACT_INTEGERS = 2**24
+#: operators behind a sum that do the same to integers
+CLIPS = ("relax.nn.relu", "relax.clip")
 
 
 def name_parameter(key: str) -> str:
@@ -57,6 +65,20 @@ class Source:
             "A trainable module cannot be pickled. Save its state_dict(), and load that into one "
             "prepared in the same way; or save the module that relayquant.torch.convert gives."
         )
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A sum of products with its bias, that one requantization brings to the scale of the result.
+
+    Attributes:
+        bias, shape: Key of the bias, and its shape.
+        group: Key of the group of the result.
+    """
+
+    bias: str
+    shape: tuple[int, ...]
+    group: str
 
 
 class LiveBatchNorm(nn.Module):
@@ -181,6 +203,7 @@ class TrainableModule(nn.Module):
                 start = start / align_channels(factor, start, norm.place.weight_axis)
             self.weights[name_parameter(key)] = nn.Parameter(start)
         self.bias_scales = find_bias_scales(prepared.plan)
+        self.sums = find_sums(prepared, program, self.bias_scales)
         self.floats = nn.ParameterDict(
             {
                 name_parameter(f"{name}:{i}"): nn.Parameter(program.constants[constant].clone())
@@ -218,6 +241,9 @@ class TrainableModule(nn.Module):
         parameters = {
             self.find_variable(key): self.round_bias(key, value) for key, value in arguments.items()
         }
+        if not self.training:
+            exact = {name: self.make_requantizer(each) for name, each in self.sums.items()}
+            visit = {**exact, **visit}
         return program.run(inputs, parameters, trained, self.round_value, visit)
 
     def find_variable(self, key: str) -> str:
@@ -250,14 +276,37 @@ class TrainableModule(nn.Module):
         """
         if key not in self.bias_scales:
             return value
-        data, weight = (
-            self.quantizers[name_parameter(group)].find_scale().detach()
-            for group in self.bias_scales[key]
-        )
-        unit = (data * weight).clamp_min(torch.finfo(torch.float32).tiny)
-        if unit.numel() > 1:
-            unit = unit.reshape(value.shape)
+        unit = self.find_unit(key, value.shape)
         return value + (torch.round(value / unit) * unit - value).detach()
+
+    def find_unit(self, bias: str, shape: Sequence[int]) -> torch.Tensor:
+        """Scale of the accumulator that a bias of this shape is added to."""
+        data, weight = (self.find_scale(group) for group in self.bias_scales[bias])
+        unit = (data * weight).clamp_min(torch.finfo(torch.float32).tiny)
+        return unit.reshape(tuple(shape)) if unit.numel() > 1 else unit
+
+    def find_scale(self, group: str) -> torch.Tensor:
+        """The scale that values of a group are rounded with, without a gradient."""
+        return self.quantizers[name_parameter(group)].find_scale().detach()
+
+    def make_requantizer(self, place: Sum) -> Visitor:
+        """What `TorchProgram.run` calls with a sum of products in evaluation: the sum in units of
+        the accumulator, an integer but for the last bits of float32, is scaled and rounded by the
+        integer module's arithmetic, `float32(integer) * float32(unit / scale)`.
+
+        Else the last bits of float32 say to which side a sum on the border of two steps falls: in
+        one of a million, which deep networks with 8 bits make another answer of.
+        """
+        unit, scale = self.find_unit(place.bias, place.shape), self.find_scale(place.group)
+        multiplier = (unit.double() / scale.double()).float()
+
+        def visit(total: torch.Tensor) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+            integer = torch.round(total.detach() / unit)
+            rounded = torch.round(integer * multiplier) * scale
+            is_exact = integer.abs() < EXACT_INTEGERS
+            return total + torch.where(is_exact, rounded - total.detach(), 0.0), {}
+
+        return visit
 
     def list_quantizers(self) -> Iterator[FakeQuantize]:
         """`quantizers`, typed."""
@@ -381,6 +430,37 @@ def find_bias_scales(plan: Plan) -> dict[str, tuple[str, str]]:
         keys = dict(operator.operands)
         if {"data", "weight"} <= keys.keys() and "bias" not in keys:
             found[f"{operator.name}:bias"] = keys["data"], keys["weight"]
+    return found
+
+
+def find_sums(
+    prepared: PreparedModel, program: TorchProgram, bias_scales: Collection[str]
+) -> dict[str, Sum]:
+    """Sums that are rounded once, and read by nothing else, by the name of the value.
+
+    Those that something is added to have another arithmetic (`qnn.add`), as have those whose
+    operator goes on in a table.
+    """
+    plan, found = prepared.plan, {}
+    main = prepared.graph.mod["main"]
+    values = {var.name: value for var, value in FunctionGraph(main).values.items()}
+    readers = Counter(var.name for step in program.steps for var in step.reads)
+    readers.update(var.name for var in relax.analysis.free_vars(main.body.body))
+    groups = [group for group in plan.groups if group.base is None and not group.constant]
+    points = {point: group.key for group in groups for point in group.points}
+    for operator in plan.operators:
+        bias, output = f"{operator.name}:bias", operator.output
+        if bias not in bias_scales or output not in points or "residual" in dict(operator.operands):
+            continue
+        name = output
+        while name in values and op_name(values[name]) in CLIPS and readers[name] == 1:
+            name = values[name].args[0].name
+        is_sum = name in values and op_name(values[name]) == "relax.add"
+        constant = prepared.graph.constants.get(bias)
+        if is_sum and readers[name] == 1 and constant is not None:
+            added = [arg.name for arg in values[name].args if isinstance(arg, relax.Var)]
+            if constant.var.name in added:
+                found[name] = Sum(bias, constant.value.shape, points[output])
     return found
 
 
