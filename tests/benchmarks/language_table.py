@@ -313,6 +313,13 @@ def format_times(spec: Products | Llama, times: Times) -> str:
     return " ".join(cells)
 
 
+def format_memory(memory: Mapping[str, Mapping[str, int]]) -> str:
+    """Most that our process had in memory, in MB; in brackets OpenVINO's, then ONNX Runtime's."""
+    engines = ("relayquant", "openvino", "onnxruntime")
+    own, *rivals = (f"{memory[engine]['peak'] / 1e6:.0f}" for engine in engines)
+    return f"{own} ({', '.join(rivals)})"
+
+
 def format_table(results: Mapping[str, Any]) -> str:
     """A table in Markdown, under sentences that say what was measured where."""
     threads = sorted({int(count) for times in results["times"].values() for count in times})
@@ -320,15 +327,18 @@ def format_table(results: Mapping[str, Any]) -> str:
     lines = [
         f"Best time in ms on {results['cpu']} ({', '.join(results['versions'])}), each engine in a",
         "process of its own; in brackets how many times as long OpenVINO, then ONNX Runtime, and",
-        "for a GEMV reading as many bytes take, by the best and by the median time.",
+        "for a GEMV reading as many bytes take, by the best and by the median time. The last",
+        "column is what a process with one thread had in memory at most (VmHWM), engine and all.",
         "",
-        f"| 4-bit weights | {' | '.join(heads)} |",
-        "|---" * (len(heads) + 1) + "|",
+        f"| 4-bit weights | {' | '.join(heads)} | MB |",
+        "|---" * (len(heads) + 2) + "|",
     ]
     for row, (spec, _) in ROWS.items():
         if (measured := results["times"].get(row)) is not None:
             found = [read_times(measured.get(str(count), {})) for count in threads]
             cells = [format_times(spec, times) if times else "" for times in found]
+            memory = results.get("memory", {}).get(row)
+            cells.append(format_memory(memory) if memory else "")
             lines.append(f"| {row} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -350,6 +360,9 @@ def main() -> None:
                 found = measure_engines(contenders, inputs, threads=threads, rounds=options.rounds)
                 times = {name: asdict(latency) for name, latency in found.latencies.items()}
                 results["times"].setdefault(row, {})[str(threads)] = times
+                if threads == 1:
+                    memory = {name: asdict(each) for name, each in found.memory.items()}
+                    results.setdefault("memory", {})[row] = memory
                 cells = format_times(ROWS[row][0], found.latencies)
                 print(row, threads, cells, *found.failures.values(), flush=True)
                 text = json.dumps(results, indent=1)

@@ -27,10 +27,18 @@ def test_format_table__times_of_one_product():
     measured = {"GEMV 4096x11008": {"1": times}}
     results = {"cpu": "a CPU", "versions": ["openvino 1"], "times": measured}
     assert language_table.format_table(results).splitlines()[-3:] == [
-        "| 4-bit weights | 1 thread |",
-        "|---|---|",
-        "| GEMV 4096x11008 | 0.40 (1.50, 2.00) (0.90, 1.00) |",
+        "| 4-bit weights | 1 thread | MB |",
+        "|---|---|---|",
+        "| GEMV 4096x11008 | 0.40 (1.50, 2.00) (0.90, 1.00) |  |",
     ]
+
+
+def test_format_memory__most_of_each():
+    memory = {
+        name: {"now": 1, "peak": peak}
+        for name, peak in (("onnxruntime", 400e6), ("relayquant", 207.4e6), ("openvino", 448e6))
+    }
+    assert language_table.format_memory(memory) == "207 (448, 400)"
 
 
 def test_products__bytes_of_codes_and_scales():
