@@ -53,3 +53,12 @@ def test_rows__trained_and_tested_on_different_samples(shared_data):
         assert not known & {row.tobytes() for row in validation}
         # Of the keywords one recording is there twice.
         assert len(known & {row.tobytes() for row in test}) <= 1
+
+
+def test_score_answers__higher_for_nearer_ones():
+    pytest.importorskip("torch", reason="pip install torch")
+    rng = np.random.default_rng(0)
+    expected, noise = (rng.standard_normal((6, 10)).astype("float32") for _ in range(2))
+    scores = [table.score_answers([expected], [expected + s * noise]) for s in (0, 0.1, 1)]
+    assert scores[0] == pytest.approx(0, abs=1e-6)
+    assert scores == sorted(scores, reverse=True)
