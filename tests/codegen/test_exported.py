@@ -5,7 +5,6 @@ of the module in memory. Their constants lie in the file, small ones too.
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,15 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tvm
-import tvm_ffi
 from float_models import build_model, draw_batches
+from native_program import compile_program
 from tvm import relax
 
 import relayquant as rq
 from relayquant.codegen import mapped
 
 SHAPE = (1, 16, 40, 40)
-SOURCE = Path(__file__).with_name("run_library.cc")
 RUNS = 30
 FROM_PYTHON = """
 import os, sys
@@ -101,24 +99,7 @@ def test_exported__threads_give_the_bits_of_one(folder, expected):
 
 @pytest.fixture(scope="module")
 def program(folder) -> Path:
-    """`run_library.cc`, compiled against TVM's runtime."""
-    compiler = shutil.which("c++") or shutil.which("g++")
-    if compiler is None:
-        pytest.skip("no C++ compiler is here")
-    runtimes = [*Path(tvm.__file__).parent.rglob("libtvm_runtime.so")][:1]
-    ffi = Path(tvm_ffi.__file__).parent
-    if not runtimes or not (ffi / "include/tvm/ffi/extra/module.h").exists():
-        pytest.skip("TVM is here without its runtime library or headers")
-    folders = [str(runtimes[0].parent), str(ffi / "lib")]
-    command = [
-        *(compiler, "-std=c++17", "-O1", str(SOURCE), "-o", str(folder / "run")),
-        f"-I{ffi / 'include'}",
-        *(f"-L{each}" for each in folders),
-        *("-Wl,--no-as-needed", "-ltvm_runtime", "-ltvm_ffi", f"-Wl,-rpath,{':'.join(folders)}"),
-    ]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    return folder / "run"
+    return compile_program(folder)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 16])
