@@ -42,7 +42,7 @@ def list_fused(rows: Sequence[PatternConfig]) -> str:
 
 def describe_dtypes(rows: Sequence[PatternConfig]) -> str:
     """Dtypes of the data, in the order of preference, then those with parameters of the run time,
-    then those with weights in groups: "uint8, int16; dynamic uint8; groups float32, int8".
+    then those with weights in groups: "uint8, int16; dynamic uint8, int8; groups float32, int8".
     """
     dtypes = [dtypes for row in rows for dtypes in row.dtypes]
     groups = [each for each in dtypes if each.is_grouped]

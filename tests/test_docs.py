@@ -118,7 +118,7 @@ def test_operator_table__has_every_operator_of_every_backend():
         row.pattern.op.removeprefix("relax.") for backend in BACKENDS for row in backend.patterns
     }
     assert found["nn.conv2d"][:2] == ("bias, add, relu, clip", "anchor")
-    assert found["matmul"][2][0] == "uint8, int16; dynamic uint8; groups float32, int8"
+    assert found["matmul"][2][0] == "uint8, int16; dynamic uint8, int8; groups float32, int8"
     assert found["nn.leakyrelu"][:2] == ("", "connector")
     assert found["sigmoid"][2][2] == "int8"
 
