@@ -31,12 +31,13 @@ from relayquant.qtypes import QParams, QSpec, conform_scale
 from relayquant.runtime import map_on_threads
 
 Float64Array = NDArray[np.float64]
+FloatArray = NDArray[np.float32] | NDArray[np.float64]
 
 #: sampled rows of an operator's input per weight of one output, at least and at most
 ROWS_PER_COLUMN = (4, 128)
 
-#: columns that are rounded before the rest of a matrix is updated
-BLOCK = 32
+#: columns that are settled before the rest of a matrix is updated, and before those of their block
+BLOCK, PART = 128, 16
 
 #: weights that are rounded at a time, as float64 in some eight arrays
 MOST_WEIGHTS = 1 << 21
@@ -270,23 +271,64 @@ def round_rows(
     scale, low and high broadcast to (G, O), or, where weights of one output differ in them, to
     (G, O, K), permuted; levels are integers in low..high, float64.
     """
-    columns = rows.shape[2]
     # Columns first: each is contiguous.
     rest = np.ascontiguousarray(rows.transpose(2, 0, 1))
     step, least, most = (spread_columns(a, rows.shape) for a in (scale, low, high))
+    levels = round_columns(problem.factor, rest, step, least, most)
+    return np.ascontiguousarray(levels.transpose(1, 2, 0))
+
+
+def round_columns(
+    factor: FloatArray, rest: FloatArray, step: FloatArray, least: FloatArray, most: FloatArray
+) -> FloatArray:
+    """`round_rows` of weights (K, G, O), columns first, in the dtype that they have; `rest` is
+    used up. The others have that shape, factor is (G, K, K).
+    """
     levels = np.empty_like(rest)
-    factor = problem.factor
+
+    def settle(k: int, own: FloatArray) -> FloatArray:
+        levels[k] = np.clip(np.rint(own / step[k]), least[k], most[k])
+        return (own - levels[k] * step[k]) / factor[:, k, k][:, None]
+
+    sweep_columns(factor, rest, settle)
+    return levels
+
+
+def sweep_columns(
+    matrix: FloatArray,
+    values: FloatArray,
+    settle: Callable[[int, FloatArray], FloatArray | None],
+) -> None:
+    """Settle one column after the other; what that changes is taken from all later ones:
+    `values[j] -= matrix[k, j] * settle(k, values[k])` for all j > k.
+
+    Most of it is done for `BLOCK` columns at once, as a product (lazy updates: Frantar et al.
+    2022, section 3.2); `PART` of them are small enough for the cache.
+
+    Args:
+        matrix: (G, K, K).
+        values: (K, G, O), changed in place.
+        settle: None: it changes nothing.
+    """
+
+    def spread(start: int, stop: int, end: int, changes: FloatArray) -> None:
+        if stop < end and changes.any():
+            rows = matrix[:, start:stop, stop:end].transpose(0, 2, 1)
+            values[stop:end] -= np.matmul(rows, changes.transpose(1, 0, 2)).transpose(1, 0, 2)
+
+    columns = len(values)
     for start in range(0, columns, BLOCK):
         stop = min(start + BLOCK, columns)
-        errors = np.empty((stop - start, *rest.shape[1:]))
-        for k in range(start, stop):
-            levels[k] = np.clip(np.rint(rest[k] / step[k]), least[k], most[k])
-            error = (rest[k] - levels[k] * step[k]) / factor[:, k, k][:, None]
-            rest[k + 1 : stop] -= factor[:, k, k + 1 : stop].T[:, :, None] * error
-            errors[k - start] = error
-        rows_below = factor[:, start:stop, stop:].transpose(0, 2, 1)
-        rest[stop:] -= np.matmul(rows_below, errors.transpose(1, 0, 2)).transpose(1, 0, 2)
-    return np.ascontiguousarray(levels.transpose(1, 2, 0))
+        changes = np.zeros((stop - start, *values.shape[1:]), values.dtype)
+        for first in range(start, stop, PART):
+            last = min(first + PART, stop)
+            for k in range(first, last):
+                change = settle(k, values[k])
+                if change is not None:
+                    changes[k - start] = change
+                    values[k + 1 : last] -= matrix[:, k, k + 1 : last].T[:, :, None] * change
+            spread(first, last, stop, changes[first - start : last - start])
+        spread(start, stop, columns, changes)
 
 
 def spread_columns(values: Float64Array, shape: tuple[int, ...]) -> Float64Array:
@@ -315,35 +357,43 @@ def improve_levels(
     if not sweeps:
         return levels
     step, least, most = (spread_columns(a, rows.shape) for a in (scale, low, high))
-    hessian, columns = problem.hessian, rows.shape[2]
     spread = scale if scale.ndim == 3 else scale[..., None]
-    # Columns first: each is contiguous.
-    gradient = np.ascontiguousarray(((rows - levels * spread) @ hessian).transpose(2, 0, 1))
-    levels = np.ascontiguousarray(levels.transpose(2, 0, 1))
+    found = np.ascontiguousarray(levels.transpose(2, 0, 1))
     for _ in range(sweeps):
-        changed = False
-        for start in range(0, columns, BLOCK):
-            stop = min(start + BLOCK, columns)
-            moves = np.zeros((stop - start, *levels.shape[1:]))
-            for k in range(start, stop):
-                best = levels[k] + gradient[k] / (hessian[:, k, k][:, None] * step[k])
-                move = np.clip(np.rint(best), least[k], most[k]) - levels[k]
-                if not move.any():
-                    continue
-                changed = True
-                levels[k] += move
-                moves[k - start] = move * step[k]
-                within = hessian[:, k, start:stop].T[:, :, None]
-                gradient[start:stop] -= within * moves[k - start]
-            if moves.any():  # what one block changes in the others, in one product
-                change = np.matmul(
-                    hessian[:, start:stop].transpose(0, 2, 1), moves.transpose(1, 0, 2)
-                ).transpose(1, 0, 2)
-                gradient[:start] -= change[:start]
-                gradient[stop:] -= change[stop:]
-        if not changed:
+        difference = rows - found.transpose(1, 2, 0) * spread
+        gradient = np.ascontiguousarray((difference @ problem.hessian).transpose(2, 0, 1))
+        if not improve_columns(problem.hessian, gradient, found, step, least, most):
             break
-    return np.ascontiguousarray(levels.transpose(1, 2, 0))
+    return np.ascontiguousarray(found.transpose(1, 2, 0))
+
+
+def improve_columns(
+    hessian: FloatArray,
+    gradient: FloatArray,
+    levels: FloatArray,
+    step: FloatArray,
+    least: FloatArray,
+    most: FloatArray,
+) -> bool:
+    """One pass of `improve_levels` over levels (K, G, O), columns first, in place and in the dtype
+    that they have: whether any moved.
+
+    gradient, (K, G, O), is H times (weight - level * step), and used up.
+    """
+    changed = False
+
+    def settle(k: int, own: FloatArray) -> FloatArray | None:
+        nonlocal changed
+        best = levels[k] + own / (hessian[:, k, k][:, None] * step[k])
+        move = np.clip(np.rint(best), least[k], most[k]) - levels[k]
+        if not move.any():
+            return None
+        changed = True
+        levels[k] += move
+        return move * step[k]
+
+    sweep_columns(hessian, gradient, settle)
+    return changed
 
 
 @dataclass(frozen=True, eq=False)
