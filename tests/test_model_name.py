@@ -84,6 +84,9 @@ ENTRIES: dict[Callable[..., Any], Callable[[Any, Any, Path], Any]] = {
     rq.export_onnx: lambda mod, qmod, folder: read_file(
         rq.export_onnx(qmod, folder / "model.onnx")
     ),
+    rq.save_module: lambda mod, qmod, folder: rename_model(
+        rq.load(rq.save_module(qmod, folder / "model.rqm"))[0]
+    ).script(),
     rq.relay.to_text: lambda mod, qmod, _: rq.relay.to_text(qmod)[0],
     rq.reference.run: lambda mod, qmod, _: [
         rq.reference.run(m, DATA[0])[0].tolist() for m in (mod, qmod)
