@@ -107,6 +107,25 @@ def test_round_rows__near_brute_force_on_three_weights() -> None:
     assert np.median(ratios) < 1 + 1e-9
 
 
+def test_least_squares__the_factor_is_of_the_inverse():
+    """U^T U (H + damping) is one, for several matrices; one is of an input that is zero, and what
+    they are made from stays.
+    """
+    rng = np.random.default_rng(3)
+    data = rng.normal(size=(3, 200, 40)) * rng.lognormal(size=(3, 1, 40))
+    data[2] = 0
+    gram = np.einsum("gnk,gnl->gkl", data, data)
+    before = gram.copy()
+    problem = LeastSquares.of(gram, 0.01)
+    np.testing.assert_array_equal(gram, before)
+    np.testing.assert_array_equal(np.tril(problem.factor, -1), 0)
+    for found, matrix, order in zip(problem.factor, gram, problem.order, strict=True):
+        damping = 0.01 * (np.diagonal(matrix).mean() or 1.0)
+        hessian = matrix[order][:, order] + damping * np.eye(40)
+        assert (np.diff(np.diagonal(hessian)) <= 0).all()
+        np.testing.assert_allclose(found.T @ found @ hessian, np.eye(40), atol=1e-9)
+
+
 def test_round_rows__two_weights_share_an_error() -> None:
     # Both inputs are always equal: only the sum of the weights counts, 0.4 + 0.4 = 0.8 is nearest
     # to 1.

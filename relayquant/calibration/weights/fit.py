@@ -230,9 +230,10 @@ class LeastSquares:
         """From the sum of x x^T, (G, K, K)."""
         diagonal = np.einsum("gkk->gk", gram)
         order = np.argsort(-diagonal, axis=1, kind="stable")
-        hessian = np.take_along_axis(
-            np.take_along_axis(gram, order[:, :, None], axis=1), order[:, None, :], axis=2
-        )
+        # Rows and then columns of a matrix: a tenth of the time of elements one by one.
+        hessian = np.empty_like(gram)
+        for to, matrix, index in zip(hessian, gram, order, strict=True):
+            np.take(np.take(matrix, index, axis=0), index, axis=1, out=to)
         mean = diagonal.mean(axis=1)
         # An input that was always zero leaves its weights to nearest rounding.
         extra = damping * np.where(mean > 0, mean, 1.0)
@@ -241,9 +242,9 @@ class LeastSquares:
         # U^T U = H^-1 from the Cholesky factor of H with rows and columns reversed: one
         # factorization and one triangular inverse instead of an inverse and a second factorization.
         reverse = np.linalg.cholesky(hessian[:, ::-1, ::-1])
-        inverse = np.stack([dtrtri(matrix, lower=1)[0] for matrix in reverse])
-        factor = inverse[:, ::-1, ::-1]
-        return LeastSquares(hessian, factor, order)
+        for matrix in reverse:  # transposed: LAPACK has columns first, and needs no copy
+            matrix[:] = dtrtri(matrix.T, lower=0, overwrite_c=1)[0].T
+        return LeastSquares(hessian, reverse[:, ::-1, ::-1], order)
 
     def permute(self, rows: Float64Array) -> Float64Array:
         """Columns of (G, O, K) in the order of `order`."""
