@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import tvm
 from exact import call_kernel
-from machines import best_isa, every_isa, runnable_target
+from machines import ISAS, best_isa, every_isa, runnable_target
+from tvm import tirx
 from tvm.target import Target
 
 from relayquant.kernels.integer.grouped import (
@@ -19,6 +20,7 @@ from relayquant.kernels.integer.grouped import (
     pack_grouped,
     plan_grouped,
 )
+from relayquant.kernels.integer.grouped_dot import choose_dot
 from relayquant.kernels.integer.row_quantize import RowQuantize, build_quantize_rows
 from relayquant.kernels.isa.arm import NEON, SDOT, SMMLA
 from relayquant.packing import count_groups, pack_codes
@@ -122,6 +124,26 @@ def test_plan__rows_of_a_tile_meet_in_no_set_of_a_cache():
         assert size % 64 == 0
         assert plan.row_stride >= features
         assert plan.chunk_rows % plan.dot.rows == 0
+
+
+@pytest.mark.parametrize("isa", [*ISAS, SDOT, SMMLA, NEON], ids=lambda isa: isa.name)
+@pytest.mark.parametrize(("is_float", "bits"), [(False, 4), (False, 8), (True, 4)])
+def test_read_words__loads_vectors(isa, is_float, bits):
+    """TVM takes a hundred times as long over the index of a single element of a workspace as over
+    that of a vector: 10 seconds for a kernel.
+    """
+    dot, loads = choose_dot(isa, is_float, bits), []
+
+    class Rows:
+        dtype, buffer = dot.row_dtype, tirx.decl_buffer((64,), dot.row_dtype)
+
+        def vload(self, begin, dtype=None):
+            loads.append(self.buffer.vload(begin, dtype))
+            return loads[-1]
+
+    words = dot.read_words(Rows(), tirx.Var("offset", "int64"), 4)
+    assert len(words) == 4
+    assert {type(load.indices[0]) for load in loads} == {tirx.Ramp}
 
 
 def test_grouped_dense__static_rows_agree_with_symbolic_ones():

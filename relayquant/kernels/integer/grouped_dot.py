@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from tvm.script.ir_builder import tirx as T
 
-from relayquant.kernels.emit import broadcast, constant
+from relayquant.kernels.emit import broadcast, constant, load_vector, vector
 from relayquant.kernels.isa.arm import (
     ArmIsa,
     SdotIsa,
@@ -274,8 +274,11 @@ class LanesDot(GroupedDot):
     """Ordinary vectors of int32."""
 
     def read_word(self, rows: Buffer, offset: Expr) -> Expr:
-        values = (rows.vload([offset + place]) for place in range(WORD))
-        return tuple(broadcast(T.Cast(self.sum_dtype, value), self.lanes) for value in values)
+        # One load, of which LLVM makes one of each element where instructions take those from
+        # memory. With four, `CompactBufferAllocation` would take ten seconds over their indices.
+        word = T.Cast(vector(self.sum_dtype, WORD), load_vector(rows, offset, WORD))
+        values = (T.Shuffle([word], [T.int32(place)]) for place in range(WORD))
+        return tuple(broadcast(value, self.lanes) for value in values)
 
     def spread_codes(self, words: Expr, zero: Expr | None) -> Expr:
         lanes, mask = self.lanes, constant("int32", 0xFF, self.lanes)
