@@ -20,7 +20,7 @@ from relayquant.calibration.weights.fit import (
     WeightRounding,
 )
 from relayquant.calibration.weights.ranges import RelativeMSE
-from relayquant.config import BackendConfig, QConfig, QConfigMapping
+from relayquant.config import MODEL_TYPES, BackendConfig, ModelType, QConfig, QConfigMapping
 from relayquant.errors import ConfigError, format_count, suggest_name
 from relayquant.plan import Plan
 from relayquant.prepared import PreparedModel
@@ -192,10 +192,18 @@ def apply_effort(qconfig: QConfig, effort: Effort) -> QConfig:
     return replace(qconfig, **changed)
 
 
-def default_mapping(backend: BackendConfig, effort: Effort) -> QConfigMapping:
-    """Every operator as the backend says, observed as the level of effort says; without lines if
-    the backend says nothing.
+def default_mapping(
+    backend: BackendConfig, effort: Effort, model_type: ModelType | None = None
+) -> QConfigMapping:
+    """Every operator, or those that a model of this type has quantized, as the backend says,
+    observed as the level of effort says; without lines if the backend says nothing.
     """
-    qconfig = backend.default_qconfig
     mapping = QConfigMapping()
-    return mapping if qconfig is None else mapping.set_global(apply_effort(qconfig, effort))
+    if backend.default_qconfig is None:
+        return mapping
+    qconfig = apply_effort(backend.default_qconfig, effort)
+    if model_type is None:
+        return mapping.set_global(qconfig)
+    for operator in MODEL_TYPES[model_type].operators:
+        mapping = mapping.set_object_type(operator, qconfig, optional=True)
+    return mapping

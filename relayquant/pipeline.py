@@ -51,7 +51,7 @@ from relayquant.effort import (
 )
 from relayquant.equalization.cross_layer import read_exponents
 from relayquant.equalization.equalize import equalize
-from relayquant.equalization.layers import equalize_planned
+from relayquant.equalization.layers import equalize_planned, smooth_products
 from relayquant.errors import ModelError, format_count
 from relayquant.ledger import find_ledger
 from relayquant.plan import Plan
@@ -97,7 +97,8 @@ def prepare_model(
     user's own.
     """
     level, run = EFFORTS[settings.level], settings.events.run_stage
-    mapping = default_mapping(backend, settings.level) if mapping is None else mapping
+    if mapping is None:
+        mapping = default_mapping(backend, settings.level, settings.model_type)
     canonical = apply_fusers(run("prepare", prepare_module, mod, params), backend.fusers)
     is_quantized = has_quantized_values(canonical)
     if is_quantized:
@@ -108,6 +109,8 @@ def prepare_model(
     if dataset is not None:
         kept = {value.name for value in inputs if value.is_integer}
         canonical = run("equalize", equalize, canonical, dataset, kept)
+    if settings.model_type is not None:
+        canonical = run("smooth", smooth_products, canonical, dataset, settings.model_type)
 
     def make_plan(module: tvm.IRModule) -> Plan:
         return annotate(

@@ -49,6 +49,10 @@ def quantize(
             and what was picked so far.
         effort: "fast", "balanced" or "best": how much work calibration does for accuracy; see
             `Effort`.
+        model_type: ModelType.TRANSFORMER for transformers: matrix products and convolutions alone
+            are quantized (unless a `qconfig_mapping` says otherwise), and where a few channels of
+            what products with weights read are far larger than the rest, the weights take part of
+            that (`smooth_activations`). More accurate, less fast. None: all operators.
         input_dtypes, output_dtypes: {name or index: integer dtype} of what main is to take and
             return as integers, e.g. {"x": "uint8"} or {0: "uint8"}. `ledger(qmod).inputs` and
             `.outputs` hold their scales and zero points.

@@ -25,7 +25,7 @@ from relayquant.arguments import check_arguments, check_fields
 from relayquant.calibration.distribute import WORKER_TIMEOUT
 from relayquant.calibration.phases import Order
 from relayquant.calibration.weights.fit import FitSettings
-from relayquant.config import BackendConfig, QConfigMapping
+from relayquant.config import BackendConfig, ModelType, QConfigMapping
 from relayquant.effort import Effort, resolve_effort
 from relayquant.errors import ConfigError
 from relayquant.events import Callback, CallbackList
@@ -157,6 +157,7 @@ class PrepareSettings(RunSettings):
     """
 
     effort: Effort | str = Effort.BALANCED
+    model_type: ModelType | None = None
     input_dtypes: Mapping[str | int, str] | None = None
     output_dtypes: Mapping[str | int, str] | None = None
     parameters: Mapping[str, QParams] | None = None

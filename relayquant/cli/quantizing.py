@@ -48,6 +48,11 @@ def add_quantizing(parser: argparse.ArgumentParser) -> None:
     )
     add_effort(parser)
     parser.add_argument(
+        "--model-type",
+        choices=[kind.value for kind in rq.ModelType],
+        help="quantize products alone and smooth what they read, as transformers need it",
+    )
+    parser.add_argument(
         "--observer", choices=list(OBSERVERS), help="how ranges are picked (default: by --effort)"
     )
     parser.add_argument(
@@ -119,6 +124,7 @@ def read_quantizing(options: argparse.Namespace) -> dict[str, Any]:
         "qconfig_mapping": mapping,
         "calibration": OBSERVERS.get(options.observer),
         "effort": options.effort,
+        "model_type": rq.ModelType(options.model_type) if options.model_type else None,
     }
 
 

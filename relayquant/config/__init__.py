@@ -26,6 +26,7 @@ from relayquant.config.mapping import (
     is_below,
     is_type,
 )
+from relayquant.config.model_type import MODEL_TYPES, ModelType, ModelTypeSettings
 from relayquant.config.qconfig import (
     FLOAT16,
     KEPT_IN_FLOAT,
@@ -39,6 +40,7 @@ from relayquant.config.qconfig import (
 __all__ = [
     "FLOAT16",
     "KEPT_IN_FLOAT",
+    "MODEL_TYPES",
     "Accumulator",
     "BackendConfig",
     "DTypeConfig",
@@ -46,6 +48,8 @@ __all__ = [
     "FixedOutput",
     "FloatConfig",
     "MappingRule",
+    "ModelType",
+    "ModelTypeSettings",
     "ObservationType",
     "OperatorSite",
     "Overflow",

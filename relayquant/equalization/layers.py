@@ -14,6 +14,7 @@ from relayquant.analysis.sensitivity import take_samples
 from relayquant.analysis.verify import expose_values
 from relayquant.arguments import check_arguments
 from relayquant.calibration.observers import Fixed
+from relayquant.config import MODEL_TYPES, ModelType
 from relayquant.datasets import Batch, SpreadSample, count_samples, open_dataset
 from relayquant.datasets.inputs import describe_inputs
 from relayquant.dialect.cost import count_macs
@@ -21,6 +22,7 @@ from relayquant.eager import EagerModule
 from relayquant.equalization import balance, cross_layer, smooth
 from relayquant.equalization.cross_layer import Declined, Exponents, LayerPair
 from relayquant.equalization.equalize import measure_channels
+from relayquant.errors import ConfigError
 from relayquant.plan import Plan
 from relayquant.preparation import prepare_module
 from relayquant.rewrite import Graph
@@ -29,6 +31,9 @@ from relayquant.rewrite import Graph
 #: float model that are spent on them
 SAMPLES = (4, 32)
 SAMPLE_WORK = 2e9
+
+#: samples that tell the ranges by channel of what matrix products read
+SMOOTHING_SAMPLES = 32
 
 
 @check_arguments
@@ -166,6 +171,25 @@ def run_values(
         yield {name: np.moveaxis(array, axis, -1) for (name, axis), array in found}
 
 
+def smooth_products(canonical: tvm.IRModule, dataset: Any, model_type: ModelType) -> tvm.IRModule:
+    """The prepared module with what products with weights read multiplied before them, as a model
+    of this type needs it. All other values stay as they are: parameters that are fixed stay right,
+    and a comparison with the float model finds the same values.
+
+    Raises:
+        ConfigError: there is no data.
+        DataError: the data does not fit the model.
+    """
+    if dataset is None:
+        raise ConfigError(
+            f"model_type={model_type} measures channels on data: dataset=None does not go with it. "
+            "Pass some samples, or leave model_type out."
+        )
+    batches = take_samples(open_dataset(dataset, describe_inputs(canonical)), SMOOTHING_SAMPLES)
+    alpha = MODEL_TYPES[model_type].alpha
+    return smooth.smooth_activations(canonical, batches, alpha, absorbs=False, inserts=True)[0]
+
+
 @check_arguments
 def smooth_activations(
     mod: tvm.IRModule,
@@ -173,7 +197,7 @@ def smooth_activations(
     dataset: Any,
     *,
     alpha: float = 0.5,
-    samples: int = 32,
+    samples: int = SMOOTHING_SAMPLES,
     inserts: bool = False,
 ) -> tuple[tvm.IRModule, tuple[Declined, ...]]:
     """The same float function, to be quantized in place of `mod`, with part of what makes the
@@ -190,7 +214,8 @@ def smooth_activations(
         inserts: Values that no constant takes the scales for, as those that a residual sum reads
             too, are multiplied before their products ("<name>.smooth"). Leave other operators than
             products in float then, `QConfigMapping().set_object_type("relax.matmul", qconfig)`, or
-            the multiplication reads what is rounded already.
+            the multiplication reads what is rounded already. `quantize` does both with
+            `model_type=ModelType.TRANSFORMER`.
 
     Raises:
         ModelError: the model is not one this package can work with.

@@ -81,7 +81,9 @@ def search_operators(
         dataset if validation is None else validation, describe_inputs(prepared.mod)
     )
     next(iter(data))  # what is wrong with the data shows before anything takes time
-    base = prepared.mapping or default_mapping(prepared.backend, settings.level)
+    base = prepared.mapping or default_mapping(
+        prepared.backend, settings.level, settings.model_type
+    )
     prepared = calibrate_model(prepared, dataset, settings.calibrating)
     simulation = Simulation(prepared, data, metric)
     float_score = score_float(metric, simulation)

@@ -96,6 +96,15 @@ def test_quantize__options_reach_the_quantizer(
     assert max(int(np.abs(w).max()) for w in integers) == 7
 
 
+def test_quantize__model_type(folder: Path, tmp_path: Path) -> None:
+    given = [str(folder / "digits.onnx"), "--data", str(folder / "calibration.npz")]
+    output = tmp_path / "q.json"
+    more = ["--model-type", "transformer", "--effort", "fast", "--quiet"]
+    assert cli.main(["quantize", *given, "-o", str(output), *more]) == 0
+    found = {row.op for row in ledger(tvm.ir.load_json(output.read_text())).quantized}
+    assert found == {"matmul", "nn.conv2d"}
+
+
 def test_export_and_verify(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -185,6 +185,69 @@ def test_smooth__inserted_loses_less_to_8_bits() -> None:
     assert gaps[1] > gaps[0] + 3
 
 
+def post_norm(emit: Chain, x: relax.Expr) -> relax.Expr:
+    """A block as in BERT: residual sums read the layer norms that products read."""
+    norm = emit_norm(emit, "norm1", x)
+    q, k, v = (emit_heads(emit, name, norm, axes) for name, axes in
+               (("q", [0, 2, 1, 3]), ("k", [0, 2, 3, 1]), ("v", [0, 2, 1, 3])))  # fmt: skip
+    weights = emit("softmax", op.nn.softmax(emit("qk", op.matmul(q, k))))
+    heads = emit(
+        "joined.heads", op.permute_dims(emit("heads", op.matmul(weights, v)), [0, 2, 1, 3])
+    )
+    joined = emit("joined", op.reshape(heads, [-1, TOKENS, WIDTH]))
+    norm = emit_norm(emit, "norm2", emit("sum1", op.add(norm, emit.dense("o", joined, WIDTH))))
+    hidden = emit("gelu", op.nn.gelu(emit.dense("f1", norm, 32)))
+    return emit("sum2", op.add(norm, emit.dense("f2", hidden, WIDTH)))
+
+
+@pytest.mark.parametrize(("block", "backend"), [(transformer, "x86"), (post_norm, "arm")])
+def test_model_type__a_transformer_loses_less_to_8_bits(block, backend) -> None:
+    mod = build_model(block, (2, TOKENS, WIDTH))
+    data, gaps = draw_batches(mod, 3), []
+    for model_type in (None, rq.ModelType.TRANSFORMER):
+        qmod = rq.quantize(
+            mod,
+            None,
+            data,
+            model_type=model_type,
+            backend=backend,
+            guard=rq.Guard.OFF,
+        )
+        gaps.append(measure_gaps(mod, qmod, draw_batches(mod, 4, seed=9))[0].sqnr)
+    rows = rq.ledger(qmod).rows
+    assert {row.op for row in rows if row.quantized} == {"matmul"}
+    assert all(row.quantized for row in rows if row.op == "matmul")
+    assert gaps[1] > gaps[0] + 5, gaps
+
+
+@pytest.mark.parametrize("block", [transformer, post_norm])
+def test_model_type__no_value_of_the_model_changes(block) -> None:
+    """Hence fixed parameters stay right, and `compare` finds the values of the float model."""
+    mod, kind = build_model(block, (2, TOKENS, WIDTH)), rq.ModelType.TRANSFORMER
+    batch = draw_batches(mod, 1)[0]
+    prepared = rq.prepare(mod, dataset=[batch], effort="fast", model_type=kind)
+    before, after = (reference.run_values(m, batch) for m in (prepare_module(mod), prepared.mod))
+    added = {f"{name}.smooth" for name in ("norm1", "joined", "norm2")}
+    assert after.keys() - before.keys() == added | {
+        f"{name}.smooth" for name in ("relu", "gelu") if name in before
+    }
+    for name, value in before.items():
+        np.testing.assert_array_equal(after[name], value, err_msg=name)
+
+
+def test_model_type__a_mapping_decides_what_is_quantized() -> None:
+    mapping = rq.QConfigMapping().set_module_name("f2", rq.X86.default_qconfig)
+    kind = rq.ModelType.TRANSFORMER
+    prepared = rq.prepare(MODEL, None, mapping, "x86", DATA, effort="fast", model_type=kind)
+    assert [op.name for op in prepared.plan.operators if op.quantized] == ["f2"]
+    assert "relu.smooth" in Graph(prepared.mod).vars
+
+
+def test_model_type__refuses_no_data() -> None:
+    with pytest.raises(rq.ConfigError, match="measures channels on data"):
+        rq.prepare(MODEL, model_type=rq.ModelType.TRANSFORMER)
+
+
 def test_smooth__nothing_to_gain_changes_nothing() -> None:
     def body(emit: Chain, x: relax.Expr) -> relax.Expr:
         weight = relax.const(np.sign(emit.rng.standard_normal((WIDTH, 8))).astype("float32"))
