@@ -106,10 +106,11 @@ def finetune(
     """Quantize a model, and train it to give again what the float model gives.
 
     Calibration gives the integer model that `quantize` would; weights, biases and, by default,
-    scales are trained from there with Adam, the rate falling to 0 along half a cosine. With
-    `validation` the best state that was met counts, of which the calibrated one is the first, and
-    counts still where the loss of the best is lower by less than two of its standard errors: the
-    result is never worse on that data, nor another by chance.
+    scales are trained from there with Adam, the rate falling to 0 along half a cosine. What is
+    given is their average over the last tenth or so of the steps taken. With `validation` the best
+    average that was met counts, of which the calibrated state is the first, and counts still where
+    the loss of the best is lower by less than two of its standard errors: the result is never worse
+    on that data, nor another by chance.
 
     Args:
         mod, params: The float module; or a calibrated model, as `calibrate` returns it, and None.

@@ -1,7 +1,10 @@
-"""The training loop of `finetune`: Adam on batches, evaluation, the best state, checkpoints."""
+"""The training loop of `finetune`: Adam on batches, the average of late steps, evaluation, the best
+state, checkpoints.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +31,7 @@ from relayquant.torch.finetuning import FinetuneSettings, Loss, TrainingData
 from relayquant.torch.rounding import FakeQuantize, align_channels
 from relayquant.torch.trainable import TrainableModule, name_parameter
 
-FORMAT = "relayquant.training.1"
+FORMAT = "relayquant.training.2"
 #: unit of tensors whose numbers are all near 0: a bias before training
 LEAST_UNIT = 1e-2
 #: unit of a channel without weights, relative to that of the largest
@@ -38,6 +41,8 @@ SUM_TOLERANCE = 1e-3
 
 #: of the staircase that weights are rounded by, in the first step and the last
 SHARPNESS = (8.0, 400.0)
+#: how late the steps are that the average is of: after n steps about the last n / (LATENESS + 1)
+LATENESS = 9
 #: parts of the validation data that are left out in turn, to tell how far a score is chance
 FOLDS = 20
 #: standard errors that a score has to rise by: a best state is the best of several by chance, too
@@ -99,6 +104,8 @@ class _Training:
         #: of the steps since the last evaluation
         self.losses: list[float] = []
         self.parameters = [p for p in student.parameters() if p.requires_grad]
+        #: what is evaluated and given: see `follow_average`
+        self.average = [p.detach().clone() for p in self.parameters]
         self.optimizer = torch.optim.Adam(self.parameters, lr=settings.lr)
         units = measure_units(student)
         scales = {id(quantizer.log_factor) for quantizer in student.list_quantizers()}
@@ -177,6 +184,7 @@ class _Training:
         self.optimizer.zero_grad()
         loss.backward()
         self.step_relative()
+        self.follow_average(step + 1)
         value = loss.item()
         if not math.isfinite(value):
             raise ConfigError(
@@ -202,6 +210,31 @@ class _Training:
         for scaled, old in zip(self.scaled, scales, strict=True):
             scaled.carry_weight(old)
 
+    @torch.no_grad()
+    def follow_average(self, step: int) -> None:
+        """Count the parameters after so many steps, 1 and more, into the average of late ones. A
+        weight between two levels is rounded to either from one step to the next, each time an error
+        that the other weights were not trained for; its average moves little.
+
+        Shares fall polynomially into the past, so that the average is of the last tenth or so of
+        the steps taken, however many they are: (1 - w) average + w now, w = (e + 1) / (t + e)
+        (Shamir and Zhang 2013, https://arxiv.org/abs/1212.1824). Ranges that follow the data are
+        averages already, and stay those of the last step.
+        """
+        weight = (LATENESS + 1) / (step + LATENESS)
+        for average, parameter in zip(self.average, self.parameters, strict=True):
+            average.lerp_(parameter, weight)
+
+    @contextlib.contextmanager
+    def put_average(self) -> Iterator[None]:
+        """The student with the average as its parameters, meanwhile."""
+        now = [p.detach().clone() for p in self.parameters]
+        write_parameters(self.parameters, self.average)
+        try:
+            yield
+        finally:
+            write_parameters(self.parameters, now)
+
     def measure(
         self,
         outputs: list[torch.Tensor],
@@ -218,20 +251,17 @@ class _Training:
         return value
 
     def evaluate(self) -> None:
-        """Measure the state, and keep it if it is the best."""
+        """Measure the average, and keep it if it is the best."""
         progress, settings = self.progress, self.settings
         score, is_best = None, True
         if self.validation is not None:
-            score = self.score(self.validate())
+            with self.put_average():
+                score, state = self.score(self.validate()), read_state(self.student)
             is_best = progress.best_score is None or score > progress.best_score
             self.progress = replace(progress, worse=progress.worse + 1)
             if is_best:
                 self.progress = replace(
-                    progress,
-                    worse=0,
-                    best_score=score,
-                    best_step=progress.step,
-                    best=read_state(self.student),
+                    progress, worse=0, best_score=score, best_step=progress.step, best=state
                 )
         mean = float(np.mean(self.losses)) if self.losses else math.nan
         self.losses.clear()
@@ -281,6 +311,7 @@ class _Training:
         """
         progress = self.progress
         done = format_count(progress.step, "step")
+        write_parameters(self.parameters, self.average)
         if progress.best is not None:
             write_state(self.student, progress.best)
             done += f", the best after {progress.best_step}"
@@ -357,6 +388,7 @@ class _Training:
             str(header["digest"]),
         )
         for i, parameter in enumerate(self.parameters):
+            self.average[i] = torch.from_numpy(arrays[f"average:{i}"].copy())
             state = take_part(arrays, f"adam:{i}:")
             if state:
                 self.optimizer.state[parameter] = {
@@ -371,6 +403,7 @@ class _Training:
         arrays = {f"now:{name}": value for name, value in read_state(self.student).items()}
         arrays |= {f"best:{name}": value for name, value in (progress.best or {}).items()}
         for i, parameter in enumerate(self.parameters):
+            arrays[f"average:{i}"] = self.average[i].numpy()
             for name, value in self.optimizer.state.get(parameter, {}).items():
                 arrays[f"adam:{i}:{name}"] = value.detach().numpy()
         header = {
@@ -588,6 +621,13 @@ def read_state(module: TrainableModule) -> State:
 def write_state(module: TrainableModule, state: State) -> None:
     """What `read_state` read."""
     module.load_state_dict({name: torch.from_numpy(np.array(v)) for name, v in state.items()})
+
+
+@torch.no_grad()
+def write_parameters(parameters: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """Other values for parameters."""
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.copy_(value)
 
 
 def take_part(arrays: Mapping[str, np.ndarray], prefix: str) -> State:

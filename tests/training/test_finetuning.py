@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
+
 import numpy as np
 import pytest
 from float_models import draw_batches, residual_model
@@ -252,6 +255,40 @@ def test_scale_rate__learned_scales_alone_move_so_many_times_as_far():
     for name, once in moved[0].items():
         expected = once * 5 if name in factors else once
         torch.testing.assert_close(moved[1][name], expected, rtol=1e-3, atol=1e-9)
+
+
+def test_average__weights_fall_polynomially_into_the_past(monkeypatch):
+    """What is given is the average in closed form: of step k among n, the share
+    (e + 1) / (k + e) * prod over j > k of (1 - (e + 1) / (j + e)).
+    """
+    from relayquant.torch import loop
+
+    met, step_relative = [], loop._Training.step_relative
+
+    def step_and_look(self):
+        step_relative(self)
+        met.append([p.detach().numpy().astype("float64") for p in self.parameters])
+
+    monkeypatch.setattr(loop._Training, "step_relative", step_and_look)
+    student, _, _ = train_student(steps=30, lr=3e-2)
+    assert len(met) == 30
+    late = [Fraction(loop.LATENESS + 1, k + loop.LATENESS) for k in range(1, 31)]
+    shares = [late[k] * math.prod(1 - w for w in late[k + 1 :]) for k in range(30)]
+    assert sum(shares) == 1
+    assert sum(shares[15:]) > Fraction(99, 100), "what is early is forgotten"
+    trained = [p.detach().numpy() for p in student.parameters() if p.requires_grad]
+    for i, got in enumerate(trained):
+        expected = sum(float(share) * state[i] for share, state in zip(shares, met, strict=True))
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-6)
+    assert any(np.abs(got - last).max() > 1e-3 for got, last in zip(trained, met[-1], strict=True))
+
+
+def test_average__evaluation_leaves_the_training_as_it_is():
+    often, once = Watch(), Watch()
+    tune(callbacks=often, evaluate_every=1)
+    tune(callbacks=once, evaluate_every=8)
+    assert [event.step for event in once.events] == [0, 8]
+    assert once.events[-1].score == often.events[-1].score
 
 
 def align(values, weight):
