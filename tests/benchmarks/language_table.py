@@ -1,4 +1,5 @@
-"""Times of products with int4 weights in all engines, as the second table of docs/speed.md.
+"""Times of products with int4 weights and of transformers in all engines, as the second table of
+docs/speed.md.
 
     python tests/benchmarks/language_table.py [--rows "GEMV 4096x4096" ...] [--threads 1 2]
         [--folder DIR]
@@ -10,7 +11,7 @@ quantization in groups of 32. A model is several products, each with an input an
 own, so that a GEMV has them come from memory; times are of one product. "bandwidth" reads as many
 bytes as our kernel does and adds them up. The Llama is one ONNX file of float weights, and the same
 with MatMulNBits: 4 layers, 2048 wide, hidden 5632, 16 heads, a vocabulary of 8192, static shapes;
-decode takes one token behind a cache of 127.
+decode takes one token behind a cache of 127. Encoders are in int8 (`encoders`).
 
 Needs onnxruntime, openvino and nncf. Models are prepared in FOLDER (default: a temporary one), and
 found there the next time. Measured times go to docs/language.json.
@@ -29,6 +30,13 @@ from typing import Any
 import numpy as np
 import onnx
 import tvm
+from encoders import (
+    ENCODERS,
+    Encoder,
+    save_encoder_onnx,
+    save_encoder_openvino,
+    save_encoder_own,
+)
 from llama_onnx import Llama, llama_inputs, save_llama
 from onnx import TensorProto, helper, numpy_helper
 from speed_table import Times, read_results, read_times, replace_table
@@ -252,8 +260,13 @@ def write_float(llama: Llama, folder: Path) -> Path:
     return path
 
 
-def draw_inputs(spec: Products | Llama) -> dict[str, np.ndarray]:
-    """What a run of a row takes."""
+Spec = Products | Llama | Encoder
+
+
+def draw_inputs(spec: Spec, folder: Path) -> dict[str, np.ndarray]:
+    """What a run of a row takes, whose models lie in the folder."""
+    if isinstance(spec, Encoder):
+        return spec.draw_batches(folder, 1)[0]
     if isinstance(spec, Llama):
         return llama_inputs(spec)
     rng, shape = np.random.default_rng(0), (spec.rows, spec.features)
@@ -273,14 +286,20 @@ LLAMA_MAKERS: Makers = {
     "onnxruntime": (Engine.ONNXRUNTIME, save_llama_onnx),
     "openvino": (Engine.OPENVINO, save_llama_openvino),
 }
+ENCODER_MAKERS: Makers = {
+    "relayquant": (Engine.RELAYQUANT, save_encoder_own),
+    "onnxruntime": (Engine.ONNXRUNTIME, save_encoder_onnx),
+    "openvino": (Engine.OPENVINO, save_encoder_openvino),
+}
 #: weights of a GEMV together are larger than the last cache
-ROWS: dict[str, tuple[Products | Llama, Makers]] = {
+ROWS: dict[str, tuple[Spec, Makers]] = {
     "GEMV 4096x4096": (Products(1, 4096, 4096, 12), GEMV_MAKERS),
     "GEMV 4096x11008": (Products(1, 4096, 11008, 5), GEMV_MAKERS),
     "GEMM 128x4096x4096": (Products(128, 4096, 4096, 2), GEMM_MAKERS),
     "GEMM 128x4096x11008": (Products(128, 4096, 11008, 1), GEMM_MAKERS),
     "Llama, decode": (Llama(rows=1, seen=127), LLAMA_MAKERS),
     "Llama, prefill of 128": (Llama(rows=128, seen=0), LLAMA_MAKERS),
+    **{name: (encoder, ENCODER_MAKERS) for name, encoder in ENCODERS.items()},
 }
 
 
@@ -294,13 +313,13 @@ def prepare_row(row: str, folder: Path) -> tuple[dict[str, Contender], dict[str,
             entries[name] = make(spec, folder).name
             write_whole(index, lambda path: path.write_text(json.dumps(entries)))
     contenders = {name: Contender(makers[name][0], folder / at) for name, at in entries.items()}
-    return contenders, draw_inputs(spec)
+    return contenders, draw_inputs(spec, folder)
 
 
 # ---------------------------------------------------------------- the table
 
 
-def format_times(spec: Products | Llama, times: Times) -> str:
+def format_times(spec: Spec, times: Times) -> str:
     """Our best time of one product or run in ms; in brackets how many times as long the rivals
     take, best and median, and how long it takes to read as many bytes.
     """
@@ -330,7 +349,7 @@ def format_table(results: Mapping[str, Any]) -> str:
         "for a GEMV reading as many bytes take, by the best and by the median time. The last",
         "column is what a process with one thread had in memory at most (VmHWM), engine and all.",
         "",
-        f"| 4-bit weights | {' | '.join(heads)} | MB |",
+        f"| 4-bit weights, or as it says | {' | '.join(heads)} | MB |",
         "|---" * (len(heads) + 2) + "|",
     ]
     for row, (spec, _) in ROWS.items():

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 
 import language_table
 import numpy as np
 import onnx
 import pytest
+from encoders import Encoder, save_encoder_own
 from language_table import Products
 from llama_onnx import Llama, llama_inputs, save_llama
+from models import build_transformer
 from onnx import numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from relayquant.analysis.latency import Latency
+from relayquant_runtime import Library
 
 TIMES = {
     "relayquant": Latency(2e-3, 4e-3, 4e-3, 9),
@@ -27,7 +31,7 @@ def test_format_table__times_of_one_product():
     measured = {"GEMV 4096x11008": {"1": times}}
     results = {"cpu": "a CPU", "versions": ["openvino 1"], "times": measured}
     assert language_table.format_table(results).splitlines()[-3:] == [
-        "| 4-bit weights | 1 thread | MB |",
+        "| 4-bit weights, or as it says | 1 thread | MB |",
         "|---|---|---|",
         "| GEMV 4096x11008 | 0.40 (1.50, 2.00) (0.90, 1.00) |  |",
     ]
@@ -43,6 +47,18 @@ def test_format_memory__most_of_each():
 
 def test_products__bytes_of_codes_and_scales():
     assert Products(1, 64, 10, 3).weight_bytes == 10 * (32 + 2 * 2)
+
+
+@pytest.mark.parametrize("is_dynamic", [False, True])
+def test_save_encoder_own__runs_in_integers(is_dynamic, tmp_path):
+    """The library gives what the float model does, nearly, and is not it."""
+    encoder = Encoder(partial(build_transformer, 1, 32, 2, 8), is_dynamic)
+    library = Library(save_encoder_own(encoder, tmp_path))
+    (x,) = encoder.draw_batches(tmp_path, 1)[0].values()
+    (got,) = library.run("main", [x])
+    (expected,) = ReferenceEvaluator(str(tmp_path / "float.onnx")).run(None, {"input": x})
+    error = np.abs(got - expected).max() / np.abs(expected).max()
+    assert 1e-4 < error < 0.1
 
 
 def test_page__has_a_place_for_the_table():
