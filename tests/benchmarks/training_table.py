@@ -116,6 +116,17 @@ def mix(samples: Array, share: float, rng: np.random.Generator) -> Array:
     return part * samples + (1 - part) * samples[rng.permutation(len(samples))]
 
 
+def view(images: Array) -> Array:
+    """Images (N, C, H, W), mirrored, moved, and both: (4 N, C, H, W). What the float model says of
+    them is known as well, and the best of several states is less so by chance.
+
+    Views of an image are N apart: where the 20 folds of `finetune` divide N they are in one, so
+    that views do not count as samples of their own when it asks what is chance.
+    """
+    moved = shift(images, 2, np.random.default_rng(SEED))
+    return np.concatenate([v for one in (images, moved) for v in (one, one[:, :, :, ::-1])])
+
+
 @dataclass(frozen=True, eq=False)
 class Drawn:
     """`steps` batches drawn from samples and changed at random: the same ones in each pass."""
@@ -145,7 +156,8 @@ def load_resnet20(folder: Path) -> Samples:
         return mix(jitter(shift(crop(images, 32, 0.1, rng), 3, rng), 0.05, rng), 0.25, rng)
 
     model = folder / "resnet20_cifar10.onnx"
-    calibration, validation, test = split(x[:500], 10), split(x[400:500], 20), split(x[500:], 50)
+    calibration, test = split(x[:500], 10), split(x[500:], 50)
+    validation = split(view(x[400:500]), 20)
     return Samples(model, x[:400], calibration, validation, test, augment, batch=40)
 
 
@@ -160,7 +172,9 @@ def load_dscnn(folder: Path) -> Samples:
         moved = [np.roll(sound, rng.integers(-3, 4), axis=1) for sound in sounds]
         return mix(np.stack(moved), 0.3, rng)
 
-    model, validation = folder / "kws_dscnn.onnx", split(known[count:], 20)
+    model = folder / "kws_dscnn.onnx"
+    moved = [np.roll(known[count:], by, axis=2) for by in (0, -2, -1, 1, 2)]
+    validation = split(np.concatenate(moved), 20)
     return Samples(
         model, known[:count], split(known, 10), validation, split(test, 50), augment, batch=40
     )
