@@ -244,7 +244,7 @@ def test_model_type__a_mapping_decides_what_is_quantized() -> None:
 
 
 def test_model_type__refuses_no_data() -> None:
-    with pytest.raises(rq.ConfigError, match="measures channels on data"):
+    with pytest.raises(rq.ConfigError, match="data is measured by channel"):
         rq.prepare(MODEL, model_type=rq.ModelType.TRANSFORMER)
 
 
