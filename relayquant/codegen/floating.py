@@ -185,9 +185,9 @@ def read_conv2d_transpose(call: Call) -> FloatConv2dTranspose | Skip:
         (kernel["H"], kernel["W"]),
         pair(attrs.strides),
         expand_padding(attrs.padding),
-        pair(attrs.output_padding),
         pair(attrs.dilation),
         groups,
+        pair(attrs.output_padding),
     )
 
 

@@ -1,14 +1,16 @@
-"""Extents of convolutions, integer and float: what both kinds of specification begin with."""
+"""Extents of convolutions, integer and float: what all kinds of specification begin with."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
 
 @dataclass(frozen=True)
-class Conv2dShape:
-    """A convolution's extents: data NHWC, weights OHWI; `padding` is (top, left, bottom, right).
+class ConvShape(ABC):
+    """What ordinary and transposed convolutions share: data NHWC, weights OHWI; `padding` is (top,
+    left, bottom, right).
 
     The batch is a number, or a `tirx.Var` where the kernels take as many images as there are.
     """
@@ -25,21 +27,9 @@ class Conv2dShape:
     groups: int = 1
 
     @property
-    def padded_size(self) -> tuple[int, int]:
-        """(H, W) with the padding."""
-        top, left, bottom, right = self.padding
-        return self.height + top + bottom, self.width + left + right
-
-    @property
+    @abstractmethod
     def out_size(self) -> tuple[int, int]:
         """(OH, OW)."""
-        oh, ow = (
-            (size - (k - 1) * d - 1) // s + 1
-            for size, k, d, s in zip(
-                self.padded_size, self.kernel, self.dilation, self.strides, strict=True
-            )
-        )
-        return oh, ow
 
     @property
     def in_shape(self) -> tuple[Any, int, int, int]:
@@ -65,6 +55,28 @@ class Conv2dShape:
     def weight_shape(self) -> tuple[int, int, int, int]:
         """OHWI."""
         return (self.out_channels, *self.kernel, self.group_in)
+
+
+@dataclass(frozen=True)
+class Conv2dShape(ConvShape):
+    """The extents of an ordinary convolution."""
+
+    @property
+    def padded_size(self) -> tuple[int, int]:
+        """(H, W) with the padding."""
+        top, left, bottom, right = self.padding
+        return self.height + top + bottom, self.width + left + right
+
+    @property
+    def out_size(self) -> tuple[int, int]:
+        """(OH, OW)."""
+        oh, ow = (
+            (size - (k - 1) * d - 1) // s + 1
+            for size, k, d, s in zip(
+                self.padded_size, self.kernel, self.dilation, self.strides, strict=True
+            )
+        )
+        return oh, ow
 
     @property
     def is_depthwise(self) -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from relayquant.kernels.conv_shape import Conv2dShape
+from relayquant.kernels.conv_shape import Conv2dShape, ConvShape
 from relayquant.kernels.emit import ceil_div
 
 
@@ -79,24 +79,12 @@ class TransposedAxis:
 
 
 @dataclass(frozen=True)
-class TransposedShape:
-    """A transposed convolution's extents: data NHWC, weights OHWI.
-
-    `padding` is (top, left, bottom, right) and takes pixels away from the output, `output_padding`
-    adds rows and columns at the end. The batch is as that of `Conv2dShape`.
+class TransposedShape(ConvShape):
+    """A transposed convolution's extents: `padding` takes pixels away from the output,
+    `output_padding` adds rows and columns at the end.
     """
 
-    batch: Any
-    height: int
-    width: int
-    in_channels: int
-    out_channels: int
-    kernel: tuple[int, int]
-    strides: tuple[int, int] = (1, 1)
-    padding: tuple[int, int, int, int] = (0, 0, 0, 0)
     output_padding: tuple[int, int] = (0, 0)
-    dilation: tuple[int, int] = (1, 1)
-    groups: int = 1
 
     @cached_property
     def axes(self) -> tuple[TransposedAxis, TransposedAxis]:
@@ -128,21 +116,6 @@ class TransposedShape:
         """(OH, OW)."""
         rows, cols = self.axes
         return rows.outputs, cols.outputs
-
-    @property
-    def in_shape(self) -> tuple[Any, int, int, int]:
-        """NHWC."""
-        return self.batch, self.height, self.width, self.in_channels
-
-    @property
-    def out_shape(self) -> tuple[Any, int, int, int]:
-        """NHWC."""
-        return (self.batch, *self.out_size, self.out_channels)
-
-    @property
-    def weight_shape(self) -> tuple[int, int, int, int]:
-        """OHWI."""
-        return (self.out_channels, *self.kernel, self.in_channels // self.groups)
 
     def shape_part(self, rows: AxisPhase, cols: AxisPhase) -> Conv2dShape:
         """The convolution of one phase; an empty kernel becomes one zero weight."""

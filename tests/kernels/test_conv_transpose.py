@@ -18,10 +18,10 @@ from relayquant.kernels.integer.conv_transpose import (
 CASES = {
     "4x4/2": Conv2dTranspose(1, 4, 5, 16, 32, (4, 4), (2, 2), (1, 1, 1, 1), in_zero_point=5),
     "groups, output padding, int8, batch 2": Conv2dTranspose(
-        2, 3, 5, 6, 9, (3, 2), (2, 3), (1, 0, 0, 0), (1, 2), (1, 1), 3, "int8", -7
+        2, 3, 5, 6, 9, (3, 2), (2, 3), (1, 0, 0, 0), (1, 1), 3, (1, 2), "int8", -7
     ),
     "dilation with and without a common factor, groups": Conv2dTranspose(
-        2, 4, 3, 6, 10, (3, 4), (4, 2), (2, 3, 1, 0), (1, 0), (6, 3), 2, in_zero_point=5
+        2, 4, 3, 6, 10, (3, 4), (4, 2), (2, 3, 1, 0), (6, 3), 2, (1, 0), in_zero_point=5
     ),
     "dilation at stride 1": Conv2dTranspose(
         1, 3, 4, 5, 8, (2, 3), padding=(1, 0, 1, 2), dilation=(2, 3), in_zero_point=200

@@ -237,8 +237,10 @@ def transpose_convolve(x: np.ndarray, w: np.ndarray, spec: FloatConv2dTranspose)
     "spec",
     [
         FloatConv2dTranspose(1, 5, 4, 8, 20, (2, 2), (2, 2), epilogue=FULL),
-        FloatConv2dTranspose(3, 5, 6, 6, 10, (3, 3), (2, 2), (1, 1, 1, 1), (1, 1), epilogue=FULL),
-        FloatConv2dTranspose(1, 4, 5, 4, 33, (4, 3), (3, 1), (2, 0, 1, 1), (2, 0)),
+        FloatConv2dTranspose(
+            3, 5, 6, 6, 10, (3, 3), (2, 2), (1, 1, 1, 1), output_padding=(1, 1), epilogue=FULL
+        ),
+        FloatConv2dTranspose(1, 4, 5, 4, 33, (4, 3), (3, 1), (2, 0, 1, 1), output_padding=(2, 0)),
         FloatConv2dTranspose(2, 4, 4, 6, 8, (3, 2), (2, 3), (0, 1, 1, 0), dilation=(3, 2)),
         FloatConv2dTranspose(1, 6, 3, 12, 24, (3, 3), (2, 1), (1, 1, 1, 1), groups=3),
         FloatConv2dTranspose(1, 3, 3, 5, 4, (1, 1), (2, 2), output_padding=(1, 1), epilogue=FULL),
