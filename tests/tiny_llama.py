@@ -9,6 +9,7 @@ import tvm
 from tvm.ir import Call
 
 import relayquant as rq
+from relayquant.compression.sources import bind_params, open_params
 from relayquant.demo.llama import (
     LlamaSizes,
     compute_angles,
@@ -27,6 +28,11 @@ TOKENS = [1, 5, 9, 2]
 def make_llama() -> tuple[tvm.IRModule, Any]:
     """(module, parameters)."""
     return export_llama(SIZES), draw_weights(SIZES)
+
+
+def bind_weights(mod: tvm.IRModule, params: Any) -> tvm.IRModule:
+    """The module with float weights as constants."""
+    return bind_params(mod, open_params(mod, dict(params)))
 
 
 def take_function(mod: tvm.IRModule, name: str) -> tvm.IRModule:

@@ -89,9 +89,8 @@ def measure_losses(
         form = forms[use.key]
         if use.key not in losses and form.bits < MOST_BITS:
             importance = None if gram is None else gram.importance
-            losses[use.key] = measure_loss(
-                use.array, quantize_groups(use.array, form, importance), gram
-            )
+            array = use.array
+            losses[use.key] = measure_loss(array, quantize_groups(array, form, importance), gram)
 
     def meet(use: WeightUse, gram: Gram | None) -> np.ndarray:
         measure(use, gram)

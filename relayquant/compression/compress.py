@@ -12,14 +12,16 @@ from tvm import relax
 from tvm.ir import Call
 
 from relayquant.compression.budget import choose_formats
-from relayquant.compression.find import WeightKey, WeightUse, bind_weights, find_weights
+from relayquant.compression.find import WeightKey, WeightUse, find_weights
 from relayquant.compression.observe import FoundWeights, describe_fit, fit_weights, open_data
 from relayquant.compression.settings import CompressSettings
+from relayquant.compression.sources import WeightSource, bind_params, open_params
 from relayquant.dialect import qnn
 from relayquant.errors import ModelError
 from relayquant.grouping import GroupedWeight, GroupFormat
 from relayquant.ledger import Ledger, LedgerRow, attach_ledger
 from relayquant.rewrite.graph import call_name, tensor_shape
+from relayquant.runtime import view_constant
 from relayquant.settings import takes_settings
 
 
@@ -42,7 +44,9 @@ def compress_weights(
         mod: A float module of any frontend; it is not changed.
         params: Values of parameters, which become constants: by name, {function: [values in
             order]} as `detach_params` gives, or the list of (name, value) that
-            `relax.frontend.nn` gives with a module. None: they are constants already.
+            `relax.frontend.nn` gives with a module. None: they are constants already. Weights are
+            looked at one at a time and not copied: a mapping that loads an array each time it is
+            asked for one (`numpy.load` of a .npz) is never in memory as a whole.
         dataset: Inputs of one function, as for `quantize`; some ten thousand rows (tokens) tell
             enough, and what its operators hand on is held in memory. Weights that this function
             does not reach are rounded without data, which the ledger says.
@@ -79,12 +83,13 @@ def compress_weights(
         ModelError: `params` do not fit the module, or nothing in it could be compressed.
         DataError: the data does not fit the function.
     """
-    bound = bind_weights(mod, dict(params) if params is not None else None)
-    uses = find_weights(bound)
-    tables = {use.tensor_key for use in uses if use.op == "take"}
+    given = params if isinstance(params, Mapping) or params is None else dict(params)
+    sources = open_params(mod, given)
+    uses = find_weights(mod, sources)
+    tables = {use.source.key for use in uses if use.op == "take"}
     if settings.table_bits is None:
         uses = [
-            use.refuse("tables stay float") if use.tensor_key in tables else use for use in uses
+            use.refuse("tables stay float") if use.source.key in tables else use for use in uses
         ]
     wanted = [use for use in uses if not use.reason]
     if not wanted:
@@ -96,12 +101,12 @@ def compress_weights(
         settings.bits, settings.group_size, settings.is_symmetric, settings.scale_dtype
     )
     table_form = replace(form, bits=settings.table_bits or form.bits)
-    forms = {use.key: table_form if use.tensor_key in tables else form for use in wanted}
-    data = open_data(bound, wanted, dataset, settings)
+    forms = {use.key: table_form if use.source.key in tables else form for use in wanted}
+    data = open_data(mod, sources, wanted, dataset, settings)
     forms, kept = choose_formats(wanted, forms, data, settings)
     found = fit_weights(wanted, forms, data, settings)
     found.kept.update(kept)
-    compressed = replace_weights(bound, wanted, found.weights, settings.activation is not None)
+    compressed = replace_weights(mod, sources, wanted, found, settings.has_rows)
     has_functions = len({use.function for use in uses}) > 1
     rows = tuple(describe_use(use, found, has_functions, settings) for use in uses)
     choices = {"weights": describe_fit(wanted, found, settings)}
@@ -110,11 +115,12 @@ def compress_weights(
 
 def replace_weights(
     mod: tvm.IRModule,
+    params: Mapping[relax.Var, WeightSource],
     uses: Sequence[WeightUse],
-    weights: Mapping[WeightKey, GroupedWeight],
+    found: FoundWeights,
     has_rows: bool,
 ) -> tvm.IRModule:
-    """The module with grouped operators in place of `uses`:
+    """The module without `params`, and with grouped operators in place of `uses`:
 
         matmul(x, permute_dims(w))  ->  grouped_dense(x, 1, codes, scale, zero point)
         take(w, i, axis=0)          ->  grouped_take(i, codes, scale, zero point)
@@ -122,17 +128,27 @@ def replace_weights(
 
     With `has_rows` x is quantized row by row first, once for all products that read it.
     """
-    constants = {
-        key: [relax.const(part) for part in (w.codes, w.scale, w.zero_point)]
-        for key, w in weights.items()
-    }
+    constants: dict[WeightKey, list[relax.Expr]] = {}
+    for key, weight in found.weights.items():
+        found.weights[key], constants[key] = move_to_constants(weight)
     functions = dict(mod.functions_items())
     for gvar, func in functions.items():
         own = {use.var: use for use in uses if use.function == gvar.name_hint}
         if own:
-            functions[gvar] = Replacement(own, weights, constants, has_rows).visit_expr(func)
+            functions[gvar] = Replacement(own, found.weights, constants, has_rows).visit_expr(func)
     changed = tvm.IRModule(functions, attrs=mod.attrs)
-    return relax.transform.DeadCodeElimination(sorted(g.name_hint for g in functions))(changed)
+    clean = relax.transform.DeadCodeElimination(sorted(g.name_hint for g in functions))
+    # Parameters that nothing reads any more are gone before the others are bound; of those that
+    # are bound, sizes may have been all that was read.
+    return clean(bind_params(clean(changed), params))
+
+
+def move_to_constants(weight: GroupedWeight) -> tuple[GroupedWeight, list[relax.Expr]]:
+    """A weight as constants, and what holds them in place of the weight: there is one copy."""
+    tensors = [tvm.runtime.tensor(part) for part in (weight.codes, weight.scale, weight.zero_point)]
+    codes, scale, zero_point = map(view_constant, tensors)
+    held = replace(weight, codes=codes, scale=scale, zero_point=zero_point)
+    return held, [relax.const(tensor) for tensor in tensors]
 
 
 @relax.expr_functor.mutator
@@ -215,7 +231,7 @@ def describe_use(
     """The row of one operator; its name begins with its function where there are several."""
     name = f"{use.function}.{use.name}" if has_functions else use.name
     if use.reason:
-        return LedgerRow(name, use.op, False, "", str(use.constant.value.dtype), use.reason)
+        return LedgerRow(name, use.op, False, "", use.source.dtype, use.reason)
     weight = found.weights[use.key]
     form = weight.format
     pattern = "grouped_take" if use.op == "take" else "grouped_dense"

@@ -20,6 +20,7 @@ from relayquant.calibration.store import BEGIN_ANEW
 from relayquant.compression.find import WeightKey, WeightUse
 from relayquant.compression.fit import Gram, GroupFit, fit_groups
 from relayquant.compression.settings import CompressSettings
+from relayquant.compression.sources import WeightSource
 from relayquant.compression.walk import Meet, walk_weights
 from relayquant.datasets import Batch, open_dataset
 from relayquant.datasets.inputs import describe_inputs
@@ -46,10 +47,12 @@ KIND = "relayquant.grouped_weight.1"
 class CompressData:
     """A function on its batches: none of them if there is no data.
 
-    `uses` are the operators that data meets, by the variable of their value.
+    `uses` are the operators that data meets, by the variable of their value; `params` what those
+    parameters stand for that are no input.
     """
 
     mod: tvm.IRModule
+    params: Mapping[tvm.relax.Var, WeightSource]
     function: str
     batches: tuple[Batch, ...]
     uses: Mapping[object, WeightUse]
@@ -61,6 +64,7 @@ class CompressData:
                 self.mod,
                 self.function,
                 self.batches,
+                self.params,
                 self.uses,
                 settings.group_size,
                 settings.has_rows,
@@ -79,7 +83,11 @@ class FoundWeights:
 
 
 def open_data(
-    mod: tvm.IRModule, uses: Sequence[WeightUse], dataset: object, settings: CompressSettings
+    mod: tvm.IRModule,
+    params: Mapping[tvm.relax.Var, WeightSource],
+    uses: Sequence[WeightUse],
+    dataset: object,
+    settings: CompressSettings,
 ) -> CompressData:
     """The data set as checked batches of the function that it is for.
 
@@ -92,7 +100,7 @@ def open_data(
     if settings.function is not None and dataset is None:
         raise ConfigError("compress_weights: function= says what dataset= is for; pass both.")
     if dataset is None:
-        return CompressData(mod, name, (), {})
+        return CompressData(mod, params, name, (), {})
     if name not in functions:
         given = f"function={name!r} reads no weight" if name else "the module has no one model"
         raise ConfigError(
@@ -100,15 +108,20 @@ def open_data(
             f"function={functions[0]!r}, for instance."
         )
     for param in mod[name].params:
-        if not isinstance(param.ty, tvm.relax.TensorType):
+        if param not in params and not isinstance(param.ty, tvm.relax.TensorType):
             raise ConfigError(
                 f"compress_weights: {param.name!r} of function {name!r} is no tensor, so that no "
                 "data can be given for it. Pass data for another function: function=."
             )
     main = mod if name == MAIN else rename_function(mod, name, MAIN)
-    batches = tuple(open_dataset(dataset, describe_inputs(main)))
+    inputs = [
+        info
+        for info, param in zip(describe_inputs(main), mod[name].params, strict=True)
+        if param not in params
+    ]
+    batches = tuple(open_dataset(dataset, inputs))
     own = {use.var: use for use in uses if use.function == name}
-    return CompressData(mod, name, batches, own)
+    return CompressData(mod, params, name, batches, own)
 
 
 def fit_weights(
@@ -221,11 +234,11 @@ def open_results(
         yield None
         return
     described = [f"{use.place} {use.op} {forms[use.key]}" for use in uses]
-    arrays = {str(i): use.array for i, use in enumerate(uses)}
+    digests = {use.key: digest_batch({"": use.array}) for use in uses}
     fitting = f"{FITS[settings.level]} {settings.has_rows} {settings.max_loss}"
     binding = {
         "model": digest_text(data.mod.script(show_meta=False)),
-        "weights": digest_text("\n".join(described) + digest_batch(arrays)),
+        "weights": digest_text("\n".join((*described, *(digests[use.key] for use in uses)))),
         "settings": digest_text(fitting),
         "data": digest_text(" ".join(map(digest_batch, data.batches))),
     }

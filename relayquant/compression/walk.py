@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import tvm
 from tvm import relax
-from tvm.ir import Call
+from tvm.ir import Call, GenericConst
 
 from relayquant import reference
-from relayquant.compression.find import WeightUse
+from relayquant.compression.find import TRANSPOSE, WeightUse
 from relayquant.compression.fit import Gram
+from relayquant.compression.sources import WeightSource
 from relayquant.errors import DataError, ModelError
 from relayquant.reference.interpreter import Frame, bind_input, evaluate, execute_binding
+from relayquant.rewrite.graph import call_name
 
 #: What is to be computed with in place of a weight (N, K), for what its operator reads: None for a
 #: table.
-Meet = Callable[[WeightUse, Gram | None], np.ndarray]
+Meet: TypeAlias = Callable[[WeightUse, Gram | None], np.ndarray]
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +39,7 @@ def walk_weights(
     mod: tvm.IRModule,
     name: str,
     batches: Iterable[Mapping[str, np.ndarray]],
+    params: Mapping[relax.Var, WeightSource],
     uses: Mapping[relax.Var, WeightUse],
     group_size: int | None,
     has_rows: bool,
@@ -47,9 +50,11 @@ def walk_weights(
     """Run function `name` on `batches`, all of them up to one weight before any goes on.
 
     Between two weights there is memory for what later operators read, of all batches, and for one
-    batch at work. Weights in branches and in functions that it calls are not met.
+    batch at work, and of float weights for the one that is met. Weights in branches and in
+    functions that it calls are not met.
 
     Args:
+        params: What parameters stand for that are no input.
         uses: Operators by the variable of their value.
         group_size: Of the weights: see `Gram`.
         has_rows: Whether products read rows of integers.
@@ -58,10 +63,13 @@ def walk_weights(
             what data would be without the weights before it. Takes twice the time and memory.
     """
     func = mod[name]
-    frames = [start_frame(mod, func, batch) for batch in batches]
+    stretches = cut_stretches(func, uses)
+    read = {var for s in stretches for b in s.bindings for var in find_read(b, uses)}
+    values = {param: source.array for param, source in params.items() if param in read}
+    frames = [start_frame(mod, func, batch, params, values) for batch in batches]
     floats = [Frame(mod, dict(f.values), dict(f.symbols)) for f in frames] if with_float else []
     grams: dict[relax.Expr, Gram] = {}
-    for stretch in cut_stretches(func, uses):
+    for stretch in stretches:
         use, weight = stretch.use, None
         if use is not None:
             gram = None
@@ -80,25 +88,60 @@ def walk_weights(
                         f"batch {i} of the data does not fit {name!r}: {error}"
                     ) from error
                 raise
+        weight = use.array if use is not None and floats else None
         for frame in floats:
-            run_stretch(frame, stretch, None, has_rows=False)
+            run_stretch(frame, stretch, weight, has_rows=False)
 
 
-def start_frame(mod: tvm.IRModule, func: relax.Function, batch: Mapping[str, np.ndarray]) -> Frame:
-    """A frame that holds the inputs."""
-    frame = Frame(mod)
+def start_frame(
+    mod: tvm.IRModule,
+    func: relax.Function,
+    batch: Mapping[str, np.ndarray],
+    params: Mapping[relax.Var, WeightSource],
+    values: Mapping[relax.Var, np.ndarray],
+) -> Frame:
+    """A frame that holds the inputs, and `values` of other parameters."""
+    frame = Frame(mod, dict(values))
     for param in func.params:
-        bind_input(frame, param, param.name, param.ty, batch[param.name])
+        if param not in params:
+            bind_input(frame, param, param.name, param.ty, batch[param.name])
     return frame
+
+
+def find_read(binding: Any, uses: Mapping[relax.Var, WeightUse]) -> Sequence[relax.Var]:
+    """Variables that are evaluated for a binding: a weight that is met is none of them."""
+    use = uses.get(binding.var)
+    if use is None:
+        return relax.analysis.free_vars(binding.value)
+    return relax.analysis.free_vars(relax.Tuple([use.data]))
+
+
+def is_move(value: Any) -> bool:
+    """Whether a weight may be on its way to a product here, and nothing is computed."""
+    return isinstance(value, relax.Var | GenericConst) or (
+        isinstance(value, Call) and call_name(value) == TRANSPOSE
+    )
+
+
+def drop_moves(bindings: Sequence[Any], uses: Mapping[relax.Var, WeightUse]) -> list[Any]:
+    """Bindings without those that move weights which are met: these would be loaded for it."""
+    kept, read = [], set()
+    for binding in reversed(bindings):
+        if binding.var in read or not is_move(binding.value):
+            kept.append(binding)
+            read.update(find_read(binding, uses))
+    return kept[::-1]
 
 
 def cut_stretches(func: relax.Function, uses: Mapping[relax.Var, WeightUse]) -> list[Stretch]:
     """The bindings of a function up to its last weight, cut before each."""
     bindings = [binding for block in func.body.blocks for binding in block.bindings]
     stops = [i for i, binding in enumerate(bindings) if binding.var in uses]
+    bindings = drop_moves(bindings[: stops[-1] + 1] if stops else [], uses)
+    stops = [i for i, binding in enumerate(bindings) if binding.var in uses]
     last: dict[relax.Var, int] = {}
     for i, binding in enumerate(bindings):
-        for var in (binding.var, *relax.analysis.free_vars(binding.value)):
+        for var in (binding.var, *find_read(binding, uses)):
             last[var] = i
     stretches = []
     for start, stop in zip([0, *stops], [*stops, stops[-1] + 1 if stops else 0], strict=True):
@@ -156,7 +199,9 @@ def run_use(frame: Frame, use: WeightUse, call: Call, weight: np.ndarray, has_ro
     """The value of an operator with `weight` in place of its own."""
     if use.op == "matmul":
         return read_rows(frame, use.data, has_rows) @ weight.T
-    table = relax.const(np.ascontiguousarray(weight.T if use.is_transposed else weight))
+    values = weight.T if use.is_transposed else weight
+    table = relax.Var("table", relax.TensorType(values.shape, "float32"))
+    inner = Frame(frame.mod, {**frame.values, table: values}, frame.symbols)
     return evaluate(
-        frame, Call(call.op, [table, *call.args[1:]], call.attrs, call.ty_args), use.name
+        inner, Call(call.op, [table, *call.args[1:]], call.attrs, call.ty_args), use.name
     )

@@ -9,6 +9,7 @@ from tiny_llama import (
     ROWS,
     SIZES,
     TOKENS,
+    bind_weights,
     make_llama,
     make_prefill,
     select_calls,
@@ -17,7 +18,6 @@ from tiny_llama import (
 from tvm import relax
 
 import relayquant as rq
-from relayquant.compression.find import bind_weights
 from relayquant.demo.llama import compute_angles
 from relayquant.errors import ConfigError, ModelError
 from relayquant.grouping import GroupFormat, quantize_groups

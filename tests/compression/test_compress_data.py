@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import Counter
+from collections.abc import Mapping
+
 import numpy as np
 import pytest
 import tvm
-from tiny_llama import ROWS, make_llama, make_prefill, select_calls, take_function
+from tiny_llama import ROWS, bind_weights, make_llama, make_prefill, select_calls, take_function
 from tvm import relax
 
 import relayquant as rq
 from relayquant.compression import observe
-from relayquant.compression.find import bind_weights, find_weights
+from relayquant.compression.find import find_weights
+from relayquant.compression.sources import open_params
 from relayquant.errors import ConfigError, DataError
 
 
@@ -186,13 +191,97 @@ def test_data__a_token_that_the_table_does_not_have_is_named(llama):
         compress_with_data(llama, dataset=texts)
 
 
+def opened(llama):
+    """Arguments of `find_weights`."""
+    mod, params = llama
+    return mod, open_params(mod, params)
+
+
+class LoadedParams(Mapping):
+    """Arrays that are loaded when they are asked for; counts those that are alive."""
+
+    def __init__(self, values):
+        self.values_of, self.alive, self.most, self.loads = values, 0, 0, Counter()
+
+    def __getitem__(self, name):
+        array = self.values_of[name].copy()
+        self.loads[name] += 1
+        if array.ndim == 2:
+            self.alive += 1
+            self.most = max(self.most, self.alive)
+            weakref.finalize(array, self.free)
+        return array
+
+    def free(self):
+        self.alive -= 1
+
+    def __iter__(self):
+        return iter(self.values_of)
+
+    def __len__(self):
+        return len(self.values_of)
+
+
+@pytest.mark.parametrize("effort", ["fast", "best", None])
+def test_params__that_are_loaded_one_at_a_time(llama, effort, tmp_path):
+    """No two float weights are in memory at any time, and none is when the result is there; the
+    same for the functions that read them, for data in float beside, and for bounds.
+    """
+    mod, params = llama
+    lazy = LoadedParams(params)
+    if effort:
+        given = {"effort": effort, "max_bits": 6, "checkpoint": tmp_path / "weights"}
+        expected = compress_with_data(llama, **given)
+        q = compress_with_data((mod, lazy), **given)
+    else:
+        q, expected = rq.compress_weights(mod, lazy), rq.compress_weights(mod, params)
+    assert (lazy.most, lazy.alive) == (1, 0)
+    assert lazy.loads.keys() == params.keys()
+    assert effort or set(lazy.loads.values()) == {2}
+    tvm.ir.assert_structural_equal(q, expected, map_free_vars=True)
+    assert [p.name for p in q["prefill"].params] == ["tokens", "cos", "sin", "mask"]
+
+
+def test_params__of_a_file_in_place(llama, tmp_path):
+    """Arrays of numpy's .npz are loaded when they are asked for, those of .npy read in place."""
+    mod, params = llama
+    np.savez(tmp_path / "w.npz", **params)
+    mapped = {}
+    for i, (name, array) in enumerate(params.items()):
+        np.save(tmp_path / f"{i}.npy", array)
+        mapped[name] = np.load(tmp_path / f"{i}.npy", mmap_mode="r")
+    expected = compress_with_data(llama)
+    with np.load(tmp_path / "w.npz") as loaded:
+        for given in (loaded, mapped):
+            tvm.ir.assert_structural_equal(compress_with_data((mod, given)), expected)
+
+
+def test_params__float_weights_stay_once(llama):
+    """Tables that stay are constants, one for both functions; the other weights are gone."""
+    q = rq.compress_weights(*llama, table_bits=None)
+    floats = {}
+    for name in ("prefill", "decode"):
+        tvm.relax.analysis.post_order_visit(
+            q[name],
+            lambda e: (
+                floats.setdefault(e.value.data_ptr(), e)
+                if isinstance(e, tvm.ir.GenericConst) and tuple(e.value.shape) == (64, 32)
+                else None
+            ),
+        )
+    (table,) = floats.values()
+    np.testing.assert_array_equal(table.value.numpy(), llama[1]["embedding.weight"])
+
+
 def test_data__weights_are_not_copied_to_be_looked_at(llama, monkeypatch):
     """Models have gigabytes of them: shapes come from types, values are read where they lie."""
-    use, *_ = find_weights(bind_weights(*llama))
-    assert use.shape == use.array.shape
-    assert use.array.ctypes.data == use.constant.value.data_ptr()
+    (use, *_), (own, *_) = find_weights(bind_weights(*llama), {}), find_weights(*opened(llama))
+    assert own.shape == use.shape == use.array.shape
+    assert use.array.ctypes.data == use.source.key
+    assert np.shares_memory(own.array, llama[1][own.source.key])
     assert not use.array.flags.writeable
-    monkeypatch.setattr(type(use.constant.value), "numpy", None)
+    assert not own.array.flags.writeable
+    monkeypatch.setattr(tvm.runtime.Tensor, "numpy", None)
     compress_with_data(llama, bits=2, table_bits=4, max_bits=6)
 
 

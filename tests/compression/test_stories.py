@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 import tvm
 from scipy.special import log_softmax
-from tiny_llama import take_function
+from tiny_llama import bind_weights, take_function
 from tvm import relax
 
 import relayquant as rq
-from relayquant.compression.find import bind_weights
 from relayquant.demo.llama import compute_angles, export_llama, make_mask, read_weights
 
 #: The likeliest tokens behind token 1, as the program run.c of llama2.c prints them.
