@@ -102,7 +102,7 @@ class QSpec(PlainSettings):
         is_dynamic: Scale and zero point are computed from each tensor when the model runs, as
             ONNX's DynamicQuantizeLinear does, instead of being calibrated. For the input
             activations of operators with constant weights. With granularity PER_ROW one set for
-            each row of a product's data, which weights in groups take as symmetric.
+            each row of a product's data.
         group_size: Of weights that stay packed in memory: neighbours along the reduction that share
             a scale, 16 to 256, or `WHOLE_ROW`. Codes have 2, 3, 4 or 8 bits, as many as the limits
             need: -4..3 are 3. Symmetric, or with a zero point for each group.

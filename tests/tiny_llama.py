@@ -21,7 +21,8 @@ from relayquant.dialect.legality import iterate_bindings
 from relayquant.rewrite.graph import call_name
 
 SIZES = LlamaSizes(width=32, hidden=44, layers=1, heads=4, groups=2, vocabulary=64)
-ROWS = rq.QSpec("int8", is_dynamic=True, granularity=rq.Granularity.PER_ROW)
+ROWS = rq.QSpec("int8", rq.Scheme.SYMMETRIC, rq.Granularity.PER_ROW, is_dynamic=True)
+AFFINE_ROWS = rq.QSpec("int8", rq.Scheme.AFFINE, rq.Granularity.PER_ROW, is_dynamic=True)
 TOKENS = [1, 5, 9, 2]
 
 

@@ -20,6 +20,9 @@ from relayquant.dialect import qnn
 from relayquant.errors import ModelError
 from relayquant.grouping import GroupedWeight, GroupFormat
 from relayquant.ledger import Ledger, LedgerRow, attach_ledger
+from relayquant.ops.base import IntegerRows
+from relayquant.ops.dynamic import Emit, multiply_groups, quantize_rows_at_run_time
+from relayquant.qtypes import QSpec
 from relayquant.rewrite.graph import call_name, tensor_shape
 from relayquant.runtime import view_constant
 from relayquant.settings import takes_settings
@@ -56,8 +59,9 @@ def compress_weights(
         is_symmetric: No zero points; False: one of them for each scale.
         scale_dtype: "float32" or "float16".
         activation: How rows of data are quantized when the model runs:
-            `QSpec("int8", is_dynamic=True, granularity=Granularity.PER_ROW)`, symmetric whatever
-            its scheme. None: they stay float32, and the products are float.
+            `QSpec("int8", Scheme.SYMMETRIC, Granularity.PER_ROW, is_dynamic=True)`, which has
+            kernels of its own; affine, rows of one sign have twice the steps. None: they stay
+            float32, and the products are float.
         table_bits: Of tables that rows are taken of (embeddings), also where a product reads the
             same table (a classifier): models lose most by these. None: they stay float.
         effort: What data is used for. "fast": weights that meet large inputs count more when scales
@@ -106,7 +110,7 @@ def compress_weights(
     forms, kept = choose_formats(wanted, forms, data, settings)
     found = fit_weights(wanted, forms, data, settings)
     found.kept.update(kept)
-    compressed = replace_weights(mod, sources, wanted, found, settings.has_rows)
+    compressed = replace_weights(mod, sources, wanted, found, settings.activation)
     has_functions = len({use.function for use in uses}) > 1
     rows = tuple(describe_use(use, found, has_functions, settings) for use in uses)
     choices = {"weights": describe_fit(wanted, found, settings)}
@@ -118,7 +122,7 @@ def replace_weights(
     params: Mapping[relax.Var, WeightSource],
     uses: Sequence[WeightUse],
     found: FoundWeights,
-    has_rows: bool,
+    activation: QSpec | None,
 ) -> tvm.IRModule:
     """The module without `params`, and with grouped operators in place of `uses`:
 
@@ -126,7 +130,7 @@ def replace_weights(
         take(w, i, axis=0)          ->  grouped_take(i, codes, scale, zero point)
         take(w, i, 0, mode="clip")  ->  grouped_take(clip(i), codes, scale, zero point)
 
-    With `has_rows` x is quantized row by row first, once for all products that read it.
+    With an `activation` x is quantized row by row first, once for all products that read it.
     """
     constants: dict[WeightKey, list[relax.Expr]] = {}
     for key, weight in found.weights.items():
@@ -135,7 +139,9 @@ def replace_weights(
     for gvar, func in functions.items():
         own = {use.var: use for use in uses if use.function == gvar.name_hint}
         if own:
-            functions[gvar] = Replacement(own, found.weights, constants, has_rows).visit_expr(func)
+            functions[gvar] = Replacement(own, found.weights, constants, activation).visit_expr(
+                func
+            )
     changed = tvm.IRModule(functions, attrs=mod.attrs)
     clean = relax.transform.DeadCodeElimination(sorted(g.name_hint for g in functions))
     # Parameters that nothing reads any more are gone before the others are bound; of those that
@@ -160,12 +166,12 @@ class Replacement(relax.PyExprMutator):
         uses: Mapping[Any, WeightUse],
         weights: Mapping[WeightKey, GroupedWeight],
         constants: Mapping[WeightKey, list[relax.Expr]],
-        has_rows: bool,
+        activation: QSpec | None,
     ) -> None:
         super().__init__()
         self.uses, self.weights, self.constants = uses, weights, constants
-        self.has_rows = has_rows
-        self.rows: dict[Any, tuple[relax.Expr, relax.Expr]] = {}
+        self.activation = activation
+        self.rows: dict[Any, IntegerRows] = {}
 
     def visit_dataflow_block_(self, block: relax.DataflowBlock) -> relax.BindingBlock:
         self.rows = {}  # what one block binds, another may not see
@@ -199,27 +205,29 @@ class Replacement(relax.PyExprMutator):
                     return relax.const(np.array(sizes, "int64"), "int64")
         return super().visit_call_(op)
 
-    def make_call(self, use: WeightUse) -> Call:
+    def make_call(self, use: WeightUse) -> relax.Expr:
         """The grouped operator that computes what `use` did."""
         weight, constants = self.weights[use.key], self.constants[use.key]
         data = self.visit_expr(use.data)
-        form = (weight.format.bits, weight.group_size, weight.features)
         if use.op == "take":
             if use.is_clipped:
                 data = self.builder_.emit(relax.op.clip(data, 0, len(weight.codes) - 1))
+            form = (weight.format.bits, weight.group_size, weight.features)
             return qnn.grouped_take(data, *constants, *form)
-        if not self.has_rows:
-            return qnn.grouped_dense(data, 1.0, *constants, *form)
-        return qnn.grouped_dense(*self.quantize_rows(data), *constants, *form)
+        if self.activation is not None:
+            data = self.quantize_rows(data, self.activation)
+        return multiply_groups(self.emitter(use.name), data, weight, constants)
 
-    def quantize_rows(self, data: relax.Expr) -> tuple[relax.Expr, relax.Expr]:
-        """Integers and scales of the rows of `data`, bound once."""
+    def quantize_rows(self, data: relax.Expr, activation: QSpec) -> IntegerRows:
+        """The rows of `data` as integers, bound once."""
         if data not in self.rows:
-            name = getattr(data, "name", "data")
-            pair = self.builder_.emit(qnn.quantize_rows(data), f"{name}_rows")
-            parts = [self.builder_.emit(relax.TupleGetItem(pair, i)) for i in range(2)]
-            self.rows[data] = (parts[0], parts[1])
+            emit = self.emitter(getattr(data, "name", "data"))
+            self.rows[data] = quantize_rows_at_run_time(emit, data, activation)
         return self.rows[data]
+
+    def emitter(self, name: str) -> Emit:
+        """What binds values of names that begin so."""
+        return lambda expr, suffix: self.builder_.emit(expr, f"{name}.{suffix}")
 
 
 def describe_use(

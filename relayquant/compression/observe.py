@@ -67,7 +67,7 @@ class CompressData:
                 self.params,
                 self.uses,
                 settings.group_size,
-                settings.has_rows,
+                settings.activation,
                 meet,
                 with_float=with_float,
             )
@@ -235,7 +235,7 @@ def open_results(
         return
     described = [f"{use.place} {use.op} {forms[use.key]}" for use in uses]
     digests = {use.key: digest_batch({"": use.array}) for use in uses}
-    fitting = f"{FITS[settings.level]} {settings.has_rows} {settings.max_loss}"
+    fitting = f"{FITS[settings.level]} {settings.activation} {settings.max_loss}"
     binding = {
         "model": digest_text(data.mod.script(show_meta=False)),
         "weights": digest_text("\n".join((*described, *(digests[use.key] for use in uses)))),

@@ -75,8 +75,3 @@ class CompressSettings(RunSettings):
     def level(self) -> Effort:
         """`effort`, in whatever form it was given."""
         return resolve_effort(self.effort)
-
-    @property
-    def has_rows(self) -> bool:
-        """Whether products read rows of integers."""
-        return self.activation is not None

@@ -15,7 +15,9 @@ from relayquant import reference
 from relayquant.compression.find import TRANSPOSE, WeightUse
 from relayquant.compression.fit import Gram
 from relayquant.compression.sources import WeightSource
+from relayquant.dialect.qnn.grouped import ROW_LIMIT
 from relayquant.errors import DataError, ModelError
+from relayquant.qtypes import QSpec
 from relayquant.reference.interpreter import Frame, bind_input, evaluate, execute_binding
 from relayquant.rewrite.graph import call_name
 
@@ -42,7 +44,7 @@ def walk_weights(
     params: Mapping[relax.Var, WeightSource],
     uses: Mapping[relax.Var, WeightUse],
     group_size: int | None,
-    has_rows: bool,
+    activation: QSpec | None,
     meet: Meet,
     *,
     with_float: bool = False,
@@ -57,7 +59,7 @@ def walk_weights(
         params: What parameters stand for that are no input.
         uses: Operators by the variable of their value.
         group_size: Of the weights: see `Gram`.
-        has_rows: Whether products read rows of integers.
+        activation: How products read rows of data, see `compress_weights`.
         meet: Asked for every operator, in order, what it computes with.
         with_float: Whether the batches also pass the function as it is, beside, so that grams tell
             what data would be without the weights before it. Takes twice the time and memory.
@@ -75,13 +77,13 @@ def walk_weights(
             gram = None
             if use.op == "matmul":
                 if use.data not in grams:  # products that read one value come one after the other
-                    gram = collect_gram(frames, floats, use.data, group_size, has_rows)
+                    gram = collect_gram(frames, floats, use.data, group_size, activation)
                     grams = {use.data: gram}
                 gram = grams[use.data]
             weight = meet(use, gram)
         for i, frame in enumerate(frames):
             try:
-                run_stretch(frame, stretch, weight, has_rows)
+                run_stretch(frame, stretch, weight, activation)
             except ModelError as error:
                 if isinstance(error.__cause__, DataError | IndexError):
                     raise DataError(
@@ -90,7 +92,7 @@ def walk_weights(
                 raise
         weight = use.array if use is not None and floats else None
         for frame in floats:
-            run_stretch(frame, stretch, weight, has_rows=False)
+            run_stretch(frame, stretch, weight, None)
 
 
 def start_frame(
@@ -158,12 +160,12 @@ def collect_gram(
     floats: Sequence[Frame],
     data: Any,
     group_size: int | None,
-    has_rows: bool,
+    activation: QSpec | None,
 ) -> Gram:
     """What is known of a value as the data of products; `floats` hold what it is in float."""
     gram: Gram | None = None
     for i, frame in enumerate(frames):
-        rows = read_rows(frame, data, has_rows)
+        rows = read_rows(frame, data, activation)
         columns = rows.shape[-1]
         if gram is None:
             gram = Gram(columns, group_size or columns, with_shift=bool(floats))
@@ -173,21 +175,41 @@ def collect_gram(
     return gram
 
 
-def read_rows(frame: Frame, data: Any, has_rows: bool) -> np.ndarray:
+def read_rows(frame: Frame, data: Any, activation: QSpec | None) -> np.ndarray:
     """A value as products read it."""
     values = evaluate(frame, data, "data")
-    if not has_rows:
+    if activation is None:
         return values
-    integers, scale = reference.qnn.quantize_rows(values)
-    return integers.astype("float32") * scale
+    if activation.is_symmetric:
+        integers, scale = reference.qnn.quantize_rows(values)
+        return integers.astype("float32") * scale
+    return round_rows(values)
 
 
-def run_stretch(frame: Frame, stretch: Stretch, weight: np.ndarray | None, has_rows: bool) -> None:
+def round_rows(data: np.ndarray) -> np.ndarray:
+    """float32 (..., K) -> the same through int8 in -127..127, each row by a scale and a zero point
+    that cover its values and 0; float32.
+
+    scale = (max(row, 0) - min(row, 0)) / 254, 1 for a row of zeros; zero point =
+    clip(round(-127 - min(row, 0) / scale)): what `quantize_rows_at_run_time` computes.
+    """
+    data, limit = np.asarray(data, "float32"), np.float32(ROW_LIMIT)
+    low = np.minimum(data.min(axis=-1, keepdims=True, initial=np.float32(0)), 0)
+    span = data.max(axis=-1, keepdims=True, initial=np.float32(0)) - low
+    scale = np.where(span > 0, span / (2 * limit), np.float32(1)).astype("float32")
+    zero_point = np.clip(np.rint(-limit - low / scale), -limit, limit)
+    integers = np.clip(np.rint(data / scale) + zero_point, -limit, limit)
+    return (integers - zero_point) * scale
+
+
+def run_stretch(
+    frame: Frame, stretch: Stretch, weight: np.ndarray | None, activation: QSpec | None
+) -> None:
     """Compute the values of a stretch, and drop what is dead behind it."""
     use, bindings = stretch.use, stretch.bindings
     with np.errstate(all="ignore"):
         if use is not None and weight is not None:
-            frame.values[use.var] = run_use(frame, use, bindings[0].value, weight, has_rows)
+            frame.values[use.var] = run_use(frame, use, bindings[0].value, weight, activation)
             bindings = bindings[1:]
         for binding in bindings:
             execute_binding(frame, binding)
@@ -195,10 +217,12 @@ def run_stretch(frame: Frame, stretch: Stretch, weight: np.ndarray | None, has_r
         frame.values.pop(var, None)
 
 
-def run_use(frame: Frame, use: WeightUse, call: Call, weight: np.ndarray, has_rows: bool) -> Any:
+def run_use(
+    frame: Frame, use: WeightUse, call: Call, weight: np.ndarray, activation: QSpec | None
+) -> Any:
     """The value of an operator with `weight` in place of its own."""
     if use.op == "matmul":
-        return read_rows(frame, use.data, has_rows) @ weight.T
+        return read_rows(frame, use.data, activation) @ weight.T
     values = weight.T if use.is_transposed else weight
     table = relax.Var("table", relax.TensorType(values.shape, "float32"))
     inner = Frame(frame.mod, {**frame.values, table: values}, frame.symbols)

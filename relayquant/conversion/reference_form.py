@@ -22,13 +22,14 @@ from relayquant.ops import Quantized, QuantOp, SimulateContext
 from relayquant.ops.base import (
     NARROW,
     GroupedContext,
+    IntegerRows,
     accumulator_qparams,
     group_weight,
     narrow_integer,
     repeat_match,
 )
 from relayquant.ops.callbacks import describe_place, run_realize_grouped
-from relayquant.ops.dynamic import round_at_run_time
+from relayquant.ops.dynamic import quantize_rows_at_run_time, round_at_run_time
 from relayquant.ops.find import find_pattern, match_operator, operand_constant
 from relayquant.ops.narrow_float import NarrowFloats
 from relayquant.plan import OperatorPlan
@@ -85,7 +86,7 @@ class _ReferenceBuilder:
         self.views: dict[tuple[str, str], relax.Expr] = {}
         self.dynamic_views: dict[tuple[str, QSpec], relax.Expr] = {}
         #: a value -> integers and scales of its rows
-        self.rows: dict[relax.Expr, tuple[relax.Expr, relax.Expr]] = {}
+        self.rows: dict[tuple[relax.Expr, QSpec], IntegerRows] = {}
 
     def quantize_inputs(self, emitter: Emitter) -> None:
         for param in self.graph.func.params:
@@ -184,22 +185,24 @@ class _ReferenceBuilder:
             bias = relax.const(find_constant(self.constants, match, "bias"), "float32")
         weight = group_weight(operand_constant(match, "weight"), operator.grouped)
         data = emitter.get(match.parts["data"])
-        rows = None if operator.dynamic is None else self.quantize_rows(emitter, data)
-        context = GroupedContext(emitter, match, data, rows, weight, bias)
+        if operator.dynamic is not None:
+            data = self.quantize_rows(emitter, data, operator.dynamic)
+        context = GroupedContext(emitter, match, data, weight, bias)
         value = run_realize_grouped(pattern, context)
         if isinstance(value, Skip):
             raise ConfigError(f"{describe_place(pattern, match.name, 'realize')}: {value.reason}")
         return value
 
-    def quantize_rows(self, emitter: Emitter, data: relax.Expr) -> tuple[relax.Expr, relax.Expr]:
-        """(integers, scales) of the rows of a value; the same for all readers."""
-        if data not in self.rows:
-            name = getattr(data, "name", "data")
-            pair = emitter.emit(qnn.quantize_rows(data), f"{name}.rows")
-            integers = emitter.emit(relax.TupleGetItem(pair, 0), f"{name}.rows.q")
-            scale = emitter.emit(relax.TupleGetItem(pair, 1), f"{name}.rows.scale")
-            self.rows[data] = integers, scale
-        return self.rows[data]
+    def quantize_rows(self, emitter: Emitter, data: relax.Expr, spec: QSpec) -> IntegerRows:
+        """The rows of a value as integers; the same for all readers that want them so."""
+        name = getattr(data, "name", "data")
+
+        def emit(expr: relax.Expr, suffix: str) -> relax.Expr:
+            return emitter.emit(expr, f"{name}.{suffix}")
+
+        if (data, spec) not in self.rows:
+            self.rows[data, spec] = quantize_rows_at_run_time(emit, data, spec)
+        return self.rows[data, spec]
 
     def make_narrow(
         self, emitter: Emitter, match: Match, pattern: QuantOp, operator: OperatorPlan

@@ -50,14 +50,13 @@ def write_grouped_dense(builder: OnnxBuilder, var: relax.Var, call: Call) -> str
     """MatMulNBits, or MatMul by dequantized blocks."""
     codes, scale, zero = read_weight(call, var.name, call.args[2:])
     bits, size = int(call.attrs.bits), int(call.attrs.group_size)
-    data, _ = call.args[:2]
-    is_row = tensor_dtype(data) == "int8"
-    if is_row and data not in builder.rows:
-        raise ModelError(
-            f"export_onnx: the data of {var.name!r} is integers that qnn.quantize_rows did not "
-            "make, which have no form in ONNX."
-        )
+    data, data_scale = call.args[:2]
+    is_row = data in builder.rows
     source = builder.rows[data] if is_row else builder.tensor(data, var.name)
+    if not is_row and tensor_dtype(data) == "int8":
+        units = builder.step("Cast", [source], f"{var.name}.units", to=TensorProto.FLOAT)
+        factor = builder.tensor(data_scale, var.name)
+        source = builder.step("Mul", [units, factor], f"{var.name}.rows")
     is_power = size >= LEAST_BLOCK and size & (size - 1) == 0
     if builder.grouped is GroupedForm.NBITS and is_power:
         return write_nbits(builder, var, (source, is_row), (codes, scale, zero), bits, size)

@@ -207,15 +207,25 @@ class DynamicContext:
 
 
 @dataclass(frozen=True, eq=False)
+class IntegerRows:
+    """Rows of data (..., K) as integers: values of the graph, int8 (..., K), scale float32 and zero
+    point float32 (..., 1), None where it is 0.
+    """
+
+    value: relax.Expr
+    scale: relax.Expr
+    zero_point: relax.Expr | None = None
+
+
+@dataclass(frozen=True, eq=False)
 class GroupedContext:
-    """What a realize_grouped callback sees: the data, float32, or integers and scales of its rows;
-    the weight in groups, its rows being outputs; the bias in float32 if there is one.
+    """What a realize_grouped callback sees: the data, float32, or integers of its rows; the weight
+    in groups, its rows being outputs; the bias in float32 if there is one.
     """
 
     emitter: Emitter
     match: Match
-    data: relax.Expr
-    rows: tuple[relax.Expr, relax.Expr] | None
+    data: relax.Expr | IntegerRows
     weight: GroupedWeight
     bias: relax.Expr | None
 

@@ -31,7 +31,7 @@ from relayquant.ops.build import (
     weighted_patterns,
 )
 from relayquant.ops.conv import check_channel_bias
-from relayquant.ops.dynamic import multiply_at_run_time
+from relayquant.ops.dynamic import multiply_at_run_time, multiply_groups
 from relayquant.qtypes import Role
 from relayquant.rewrite import Match, Pattern, Skip
 from relayquant.rewrite.graph import constant_value
@@ -94,9 +94,7 @@ def realize_grouped_dense(context: GroupedContext) -> relax.Expr:
     """qnn.grouped_dense(x, codes, scales, zero points) + b, then the activation."""
     weight = context.weight
     parts = [relax.const(part) for part in (weight.codes, weight.scale, weight.zero_point)]
-    data, scale = context.rows or (context.data, 1.0)
-    form = (weight.format.bits, weight.group_size, weight.features)
-    value = qnn.grouped_dense(data, scale, *parts, *form)
+    value = multiply_groups(context.emit, context.data, weight, parts)
     if context.bias is not None:
         value = relax.op.add(context.emit(value, "product"), context.bias)
     return repeat_activation(context, value)

@@ -8,7 +8,7 @@ Read by the operator rows, by convert and by the importer of ONNX, whose operato
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,10 @@ import tvm
 from tvm import relax
 
 from relayquant.dialect import qnn
+from relayquant.dialect.qnn.grouped import ROW_LIMIT
 from relayquant.dialect.sums import SUM_DTYPES, choose_accumulator_dtype
-from relayquant.ops.base import RunTimeQuantized
+from relayquant.grouping import GroupedWeight
+from relayquant.ops.base import IntegerRows, RunTimeQuantized
 from relayquant.qtypes import INTEGER_LIMITS, Granularity, QSpec
 from relayquant.reference import qnn as numpy_qnn
 from relayquant.rewrite import Skip
@@ -115,6 +117,50 @@ def choose_scale(emit: Emit, data: relax.Expr, highest: int, *, is_row: bool = F
     step = emit(relax.op.divide(largest, relax.const(float(highest), "float32")), "step")
     is_zero = emit(relax.op.equal(step, zero), "is_zero")
     return emit(relax.op.where(is_zero, relax.const(1.0, "float32"), step), "scale")
+
+
+def quantize_rows_at_run_time(emit: Emit, data: relax.Expr, spec: QSpec) -> IntegerRows:
+    """Rows of `data` (..., K), float32, as int8 for products with weights in groups.
+
+    Symmetric by `qnn.quantize_rows`; affine by the parameters of `choose_at_run_time`. Both leave
+    out -128, which instructions that multiply magnitudes do not take.
+    """
+    if spec.is_symmetric:
+        pair = emit(qnn.quantize_rows(data), "rows")
+        return IntegerRows(emit(pair[0], "rows.q"), emit(pair[1], "rows.scale"))
+    lowest, highest = max(spec.limits[0], -ROW_LIMIT), min(spec.limits[1], ROW_LIMIT)
+    scale, zero_point = (
+        emit(relax.op.expand_dims(value, -1), "rows.scale")
+        for value in choose_at_run_time(emit, data, lowest, highest, is_row=True)
+    )
+    shift = emit(relax.op.astype(zero_point, "float32"), "rows.zero_point")
+    units = emit(relax.op.round(emit(relax.op.divide(data, scale), "rows.units")), "rows.rounded")
+    shifted = emit(relax.op.add(units, shift), "rows.shifted")
+    clipped = emit(relax.op.clip(shifted, float(lowest), float(highest)), "rows.clipped")
+    return IntegerRows(emit(relax.op.astype(clipped, "int8"), "rows.q"), scale, shift)
+
+
+def multiply_groups(
+    emit: Emit,
+    data: relax.Expr | IntegerRows,
+    weight: GroupedWeight,
+    parts: Sequence[relax.Expr],
+) -> relax.Expr:
+    """float32 (..., N): rows of data by a weight in groups, whose codes, scales and zero points are
+    the constants `parts`.
+
+        (q - z) * s @ w  ->  grouped_dense(q, s, w) - s * z * (sums of the rows of w)
+    """
+    form = (weight.format.bits, weight.group_size, weight.features)
+    if not isinstance(data, IntegerRows):
+        return qnn.grouped_dense(data, 1.0, *parts, *form)
+    product = qnn.grouped_dense(data.value, data.scale, *parts, *form)
+    if data.zero_point is None:
+        return product
+    sums = relax.const(weight.decode().sum(axis=1, dtype="float64").astype("float32"))
+    shift = emit(relax.op.multiply(data.scale, data.zero_point), "rows.shift")
+    excess = emit(relax.op.multiply(shift, sums), "excess")
+    return relax.op.subtract(emit(product, "product"), excess)
 
 
 def multiply_at_run_time(

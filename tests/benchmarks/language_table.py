@@ -57,13 +57,13 @@ from relayquant.kernels.emit import (
     store_vector,
 )
 from relayquant.packing import count_bytes, count_groups
-from relayquant.qtypes import Granularity, QSpec
+from relayquant.qtypes import Granularity, QSpec, Scheme
 from relayquant.storage.files import open_temporary_folder, write_whole
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, PAGE = ROOT / "docs/language.json", ROOT / "docs/speed.md"
 GROUP, BITS = 32, 4
-ROWS_OF_INTEGERS = QSpec("int8", is_dynamic=True, granularity=Granularity.PER_ROW)
+ROWS_OF_INTEGERS = QSpec("int8", Scheme.SYMMETRIC, Granularity.PER_ROW, is_dynamic=True)
 #: Bytes that one thread of "bandwidth" reads at once, and vectors that it adds side by side
 BLOCK, SUMS, LANES = 64 * 1024, 8, 16
 

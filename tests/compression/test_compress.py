@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tvm
 from tiny_llama import (
+    AFFINE_ROWS,
     ROWS,
     SIZES,
     TOKENS,
@@ -38,7 +39,7 @@ def run_decode(mod, token, at, cache):
     return rq.reference.run(take_function(mod, "decode"), inputs)
 
 
-@pytest.mark.parametrize("activation", [None, ROWS], ids=["float", "rows"])
+@pytest.mark.parametrize("activation", [None, ROWS, AFFINE_ROWS], ids=["float", "rows", "affine"])
 def test_compress__prefill_and_decode_agree(llama, activation):
     """The last of four tokens: all at once, and the fourth behind the cache of three."""
     q = rq.compress_weights(*llama, bits=8, activation=activation)
@@ -68,6 +69,9 @@ def test_compress__rows_are_quantized_once_for_all_that_read_them(llama):
     q = rq.compress_weights(*llama, activation=ROWS)
     # qkv; out; gate and up; down; the classifier
     assert len(select_calls(q, "relax.qnn.quantize_rows")["decode"]) == 5
+    affine = rq.compress_weights(*llama, activation=AFFINE_ROWS)
+    calls = [call.attrs.dtype for call in select_calls(affine, "relax.astype")["decode"]]
+    assert [*map(str, calls)].count("int8") == 5
 
 
 def test_compress__ledger_names_each_operator_and_what_it_got(llama):

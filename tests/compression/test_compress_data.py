@@ -9,7 +9,15 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 import tvm
-from tiny_llama import ROWS, bind_weights, make_llama, make_prefill, select_calls, take_function
+from tiny_llama import (
+    AFFINE_ROWS,
+    ROWS,
+    bind_weights,
+    make_llama,
+    make_prefill,
+    select_calls,
+    take_function,
+)
 from tvm import relax
 
 import relayquant as rq
@@ -44,7 +52,7 @@ def measure_error(llama, q):
     return error
 
 
-@pytest.mark.parametrize("activation", [None, ROWS], ids=["float", "rows"])
+@pytest.mark.parametrize("activation", [None, ROWS, AFFINE_ROWS], ids=["float", "rows", "affine"])
 def test_data__scores_are_nearer_to_float(llama, activation):
     errors = [
         measure_error(llama, compress_with_data(llama, effort=effort, activation=activation))

@@ -12,13 +12,17 @@ from tvm.relax import op
 
 import relayquant as rq
 from relayquant.backends import ARM, GENERIC, X86
+from relayquant.compression.walk import round_rows
 from relayquant.config import DTypeConfig
 from relayquant.errors import ConfigError
 from relayquant.rewrite import Graph
 from relayquant.rewrite.graph import constant_value
 
-ROWS = rq.TensorConfig(rq.QSpec("int8", is_dynamic=True, granularity=rq.Granularity.PER_ROW))
+ROWS = rq.TensorConfig(
+    rq.QSpec("int8", rq.Scheme.SYMMETRIC, rq.Granularity.PER_ROW, is_dynamic=True)
+)
 SYMMETRIC = rq.Scheme.SYMMETRIC
+AFFINE = rq.TensorConfig(rq.QSpec("int8", granularity=rq.Granularity.PER_ROW, is_dynamic=True))
 
 
 def group_weights(*args, activation=None, group_size=16, **settings) -> rq.QConfig:
@@ -133,6 +137,43 @@ def test_quantize__every_product_needs_no_data(model, backend, activation):
     assert rows[2].reason == "weights in groups are asked for, it has none"
     (batch,) = draw_batches(model, 1, n=3)
     assert np.abs(run(q, batch) - run(model, batch)).max() < 0.5 * np.abs(run(model, batch)).max()
+
+
+@pytest.mark.parametrize("spec", [("int4",), ("int8", SYMMETRIC)], ids=["affine 4", "symmetric 8"])
+def test_quantize__affine_rows_are_those_of_exact_arithmetic(spec):
+    """One sign, both, a row of zeros: each by a scale that covers its values and 0 in 255 steps."""
+    mod = build_model(lambda emit, x: emit.dense("y", x, 6), (5, 40))
+    mapping = rq.QConfigMapping().set_global(group_weights(*spec, activation=AFFINE))
+    q = quantize(mod, mapping)
+    graph = Graph(q)
+    (call,) = [
+        graph.call_of(b.var)
+        for b in graph.bindings
+        if graph.op_name(b.var) == "relax.qnn.grouped_dense"
+    ]
+    codes, scale, zero = (constant_value(arg) for arg in call.args[2:])
+    weight = rq.reference.qnn.grouped_dense(
+        np.eye(40, dtype="float32"), 1, codes, scale, zero, **find_form(call)
+    )
+    (batch,) = draw_batches(mod, 1)
+    x = batch["x"]
+    x[0], x[1], x[2], x[3] = abs(x[0]), -abs(x[1]), 0, 3 + abs(x[3])
+    seen = np.zeros((5, 40))
+    for i, row in enumerate(x):
+        low, high = Fraction(float(min(row.min(), 0))), Fraction(float(max(row.max(), 0)))
+        step = Fraction(float(np.float32(float(high - low)) / np.float32(254))) or Fraction(1)
+        shift = round(-127 - low / step)
+        integers = [round(Fraction(float(v)) / step) + shift for v in row]
+        assert all(-127 <= value <= 127 for value in integers)
+        seen[i] = [float((value - shift) * step) for value in integers]
+    # of a row of zeros, all 127 steps below 0, two sums of float32 are left to cancel
+    np.testing.assert_allclose(run(q, {"x": x}), seen @ weight, rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(round_rows(x), seen, rtol=1e-6)
+    assert rq.verify(q, {"x": x}).is_equal
+
+
+def find_form(call) -> dict[str, int]:
+    return {name: int(getattr(call.attrs, name)) for name in ("bits", "group_size", "features")}
 
 
 @pytest.mark.parametrize("spec", [("int4",), ("int8", SYMMETRIC)], ids=["affine 4", "symmetric 8"])

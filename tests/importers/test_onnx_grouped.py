@@ -18,7 +18,8 @@ from relayquant.rewrite import Graph
 
 runtime = pytest.importorskip("onnxruntime")
 MICROSOFT = "com.microsoft"
-ROWS = rq.QSpec("int8", is_dynamic=True, granularity=rq.Granularity.PER_ROW)
+ROWS = rq.QSpec("int8", rq.Scheme.SYMMETRIC, rq.Granularity.PER_ROW, is_dynamic=True)
+AFFINE_ROWS = rq.QSpec("int8", rq.Scheme.AFFINE, rq.Granularity.PER_ROW, is_dynamic=True)
 
 
 def make_file(path, nodes, tensors, shape, dtype=TensorProto.FLOAT):
@@ -292,7 +293,7 @@ SETTINGS = [
     {"bits": bits, "is_symmetric": is_symmetric, "group_size": size, "activation": activation}
     for bits in (2, 3, 4, 8)
     for is_symmetric, size, activation in ((True, 16, None), (False, 32, ROWS), (True, None, None))
-]
+] + [{"bits": 4, "is_symmetric": False, "group_size": 16, "activation": AFFINE_ROWS}]
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: f"{s['bits']}-{s['group_size']}")
