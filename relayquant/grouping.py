@@ -15,8 +15,9 @@ Array = np.ndarray
 SHARES = tuple(1.0 - 0.04 * step for step in range(11))
 #: Scales below it would have no inverse.
 SMALLEST_SCALE = 1e-30
-#: Weights that are worked on at once.
-CHUNK = 1 << 22
+#: Weights that are worked on at once, and those whose scales are chosen at once: these are in the
+#: second level cache.
+CHUNK, CACHED = 1 << 22, 1 << 17
 
 
 @dataclass(frozen=True)
@@ -131,15 +132,27 @@ def choose_scales(
     size, (rows, features) = form.size(weight.shape[1]), weight.shape
     groups = count_groups(features, size)
     short = groups * size - features
-    # What fills the last group is a copy of its last weight, which changes no range.
-    grouped = np.pad(weight, [(0, 0), (0, short)], mode="edge").reshape(rows, groups, size)
     counts = np.ones(features, "float32") if importance is None else importance
     counts = np.pad(counts.astype("float32"), (0, short)).reshape(groups, size)
+    scale, zero_point = np.empty((rows, groups), form.scale_dtype), np.empty((rows, groups), "f4")
+    step = max(1, CACHED // features)
+    for start in range(0, rows, step):
+        own = slice(start, start + step)
+        # What fills the last group is a copy of its last weight, which changes no range.
+        part = np.pad(weight[own], [(0, 0), (0, short)], mode="edge").reshape(-1, groups, size)
+        scale[own], zero_point[own] = choose_of_groups(part, form, counts)
+    return scale, zero_point
+
+
+def choose_of_groups(grouped: Array, form: GroupFormat, counts: Array) -> tuple[Array, Array]:
+    """(scales, zero points) of groups (N, G, size), the squared errors of whose weights count
+    `counts` (G, size).
+    """
     highest, middle = (1 << form.bits) - 1, float(middle_code(form.bits))
     low, high = grouped.min(axis=-1), grouped.max(axis=-1)
     best: tuple[Array, Array] | None = None
-    bottom = np.minimum(low, 0)
-    least = np.full((rows, groups), np.inf, "float32")
+    bottom, error = np.minimum(low, 0), np.empty_like(grouped)
+    least = np.full(low.shape, np.inf, "float32")
     for share in SHARES:
         for is_signed in (True, False) if form.is_symmetric else (False,):
             if form.is_symmetric:
@@ -158,10 +171,18 @@ def choose_scales(
             steps = scale.astype("float32")
             if not form.is_symmetric:
                 zero = np.clip(np.rint(-bottom / steps), 0, highest)
-            codes = np.clip(np.rint(grouped / steps[..., None]) + zero[..., None], 0, highest)
+            # In place: what is worked on stays in the cache.
+            np.divide(grouped, steps[..., None], out=error)
+            np.rint(error, out=error)
+            error += zero[..., None]
+            np.clip(error, 0, highest, out=error)
             with np.errstate(invalid="ignore"):
-                error = (codes - zero[..., None]) * steps[..., None] - grouped
-                loss = (error * error * counts).sum(axis=-1)
+                error -= zero[..., None]
+                error *= steps[..., None]
+                error -= grouped
+                error *= error
+                error *= counts
+                loss = error.sum(axis=-1)
             if best is None:
                 best, least = (scale, zero), loss
                 continue
@@ -169,4 +190,4 @@ def choose_scales(
             least = np.where(is_less, loss, least)
             best = np.where(is_less, scale, best[0]), np.where(is_less, zero, best[1])
     assert best is not None
-    return best[0].astype(form.scale_dtype), best[1].astype("float32")
+    return best

@@ -8,6 +8,7 @@ each code the best for the scales.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,7 +35,8 @@ Float32 = NDArray[np.float32]
 
 #: Columns whose inputs are looked at together, at most: H is columns x columns.
 MOST_COLUMNS = 2304
-#: Columns whose scales change the gradient of one another at once, that of others later.
+#: Columns whose scales and codes change the gradient of one another at once, that of others later.
+#: With all of 2048 columns in one, errors are a third of a percent smaller, in twice the time.
 BLOCK = 256
 #: Tried for the weight that makes up for changed data, as shares of the mean of the diagonal of H.
 SHIFT_DAMPINGS = (0.01, 0.1, 1.0, 10.0)
@@ -66,6 +68,7 @@ class Gram:
     """
 
     def __init__(self, columns: int, group_size: int, *, with_shift: bool = False) -> None:
+        self.group_size = group_size
         count = -(-columns // MOST_COLUMNS)
         width = -(-columns // count)
         width = min(-(-width // group_size) * group_size, columns)
@@ -140,7 +143,9 @@ class Gram:
     def prepare(self, part: int, damping: float) -> GroupProblem:
         """The problem of one of `parts`, made once for all weights that read the data."""
         if (part, damping) not in self.problems:
-            self.problems[part, damping] = GroupProblem.of(self.blocks[part], damping)
+            self.problems[part, damping] = GroupProblem.of(
+                self.blocks[part], damping, self.group_size
+            )
         return self.problems[part, damping]
 
     def measure(self, difference: NDArray[np.float32]) -> float:
@@ -196,38 +201,74 @@ def fit_groups(
     return GroupedWeight(pack_codes(codes, form.bits), scale, zeros, features, form)
 
 
+@dataclass(frozen=True)
+class GroupBlock:
+    """Groups whose scales and codes are moved before the gradient of all others follows.
+
+    Attributes:
+        columns: Of `GroupProblem.hessian`.
+        groups: Numbers of groups, and where the columns of each are among those of the block.
+    """
+
+    columns: slice
+    groups: tuple[tuple[int, NDArray[np.int64]], ...]
+
+
 @dataclass(frozen=True, eq=False)
 class GroupProblem:
     """H prepared for codes and scales, float32: sums of float64 would change the error that is
     reached by less than a thousandth, and take twice as long.
 
     Attributes:
-        hessian: H + damping, (K, K), columns as they lie in the weight.
-        ordered: The same, (1, K, K), columns by falling importance.
-        factor: Of `LeastSquares`, (1, K, K), in that order.
-        order: Column of the weight at each place, (K,).
+        factor: Of `LeastSquares`, (1, K, K), columns by falling importance.
+        order: Column of the weight at each place of `factor`, (K,).
+        hessian: H + damping, (K, K), columns in `blocks`.
+        places: Column of the weight at each place of `hessian`, (K,).
+        blocks: Of groups by falling importance, the columns of each by theirs.
     """
 
-    hessian: Float32
-    ordered: Float32
-    factor: Float32
+    factor: FloatArray
     order: NDArray[np.int64]
+    hessian: FloatArray
+    places: NDArray[np.int64]
+    blocks: tuple[GroupBlock, ...]
 
     @staticmethod
-    def of(block: Array, damping: float) -> GroupProblem:
-        """From a block of a `Gram`."""
-        problem = LeastSquares.of(block[None], damping)
+    def of(block: Array, damping: float, size: int, dtype: str = "float32") -> GroupProblem:
+        """From a block of a `Gram`, of weights in groups of `size`."""
+        gram = block.astype(dtype)
+        try:
+            problem = LeastSquares.of(gram[None], damping)
+        except np.linalg.LinAlgError:  # nearly singular: what float32 has of it is not positive
+            problem = LeastSquares.of(block[None], damping)
         order = problem.order[0]
-        hessian = block.astype("float32")
-        hessian[order, order] = np.diagonal(problem.hessian[0])
-        ordered, factor = (
-            a.astype("float32", order="C") for a in (problem.hessian, problem.factor)
-        )
-        return GroupProblem(hessian, ordered, factor, order)
+        places, blocks = order_groups(np.diagonal(block), size)
+        hessian = np.take(np.take(gram, places, axis=0), places, axis=1)
+        index, back = np.arange(len(block)), np.argsort(order)[places]
+        hessian[index, index] = np.diagonal(problem.hessian[0])[back]
+        return GroupProblem(problem.factor.astype(dtype), order, hessian, places, blocks)
+
+
+def order_groups(importance: Array, size: int) -> tuple[NDArray, tuple[GroupBlock, ...]]:
+    """(`GroupProblem.places`, its blocks), for the importance of each column."""
+    groups = np.arange(len(importance)) // size
+    means = np.bincount(groups, importance) / np.bincount(groups)
+    by_mean = np.argsort(-means, kind="stable")
+    count = max(BLOCK // size, 1)
+    places, blocks, start = [], [], 0
+    for first in range(0, len(by_mean), count):
+        own = by_mean[first : first + count]
+        columns = np.flatnonzero(np.isin(groups, own))
+        columns = columns[np.argsort(-importance[columns], kind="stable")]
+        within = tuple((int(g), np.flatnonzero(groups[columns] == g)) for g in own)
+        blocks.append(GroupBlock(slice(start, start + len(columns)), within))
+        places.append(columns)
+        start += len(columns)
+    return np.concatenate(places), tuple(blocks)
 
 
 def fit_block(
-    weight: Float32,
+    weight: FloatArray,
     form: GroupFormat,
     problem: GroupProblem,
     importance: Float32,
@@ -237,63 +278,80 @@ def fit_block(
     """(codes, scales, zero points) of some rows and columns of a weight.
 
     No step makes the error larger: a scale is the one of its dtype that is best for its codes, and
-    a code the one that is best for all else.
+    a code the one that is best for all else. Of each block of groups first scales move and then
+    codes, and one product brings that to the gradient of all others.
     """
     scale, zero_point = choose_scales(weight, form, importance)
-    # Columns first, as (K, 1, N): each is contiguous.
-    rows = np.ascontiguousarray(weight.T)[:, None]
+    dtype, features = problem.hessian.dtype, weight.shape[1]
 
-    def spread(values: NDArray) -> Float32:
-        each = np.repeat(np.ascontiguousarray(values.T, "float32"), size, axis=0)
-        return each[: len(rows), None]
+    def spread(values: NDArray) -> FloatArray:
+        return np.repeat(np.ascontiguousarray(values.T, dtype), size, axis=0)[:features]
 
-    zeros = spread(zero_point)
-    low, high = -zeros, 2.0**form.bits - 1 - zeros
-    order, steps = problem.order, spread(scale)
-    # Codes move in the order in which they were rounded: otherwise errors are one percent larger.
-    grid = low[order], high[order]
-    ordered = round_columns(problem.factor, rows[order], steps[order], *grid)
-    levels = np.empty_like(rows)
-    levels[order] = ordered
-    for _ in range(fit.rounds):
-        gradient = problem.hessian @ (rows - levels * steps)[:, 0]
-        scale = fit_scales(problem.hessian, gradient, levels[:, 0], scale, size)
-        steps = spread(scale)
-        improve_columns(problem.ordered, gradient[order][:, None], ordered, steps[order], *grid)
-        levels[order] = ordered
-    return np.rint(levels + zeros)[:, 0].T.astype("uint8"), scale, zero_point.astype("uint8")
+    # Columns first, (K, N): each is contiguous.
+    rows, zeros, steps = np.ascontiguousarray(weight.T, dtype), spread(zero_point), spread(scale)
+    low, high = -zeros, dtype.type(2**form.bits - 1) - zeros
+    levels, order, places = np.empty_like(rows), problem.order, problem.places
+    rounded = (a[order][:, None] for a in (rows, steps, low, high))
+    levels[order] = round_columns(problem.factor, *rounded)[:, 0]
+    if fit.rounds:
+        rows, levels, steps, low, high = (a[places] for a in (rows, levels, steps, low, high))
+        scale = np.ascontiguousarray(scale.T)
+        gradient = problem.hessian @ (rows - levels * steps)
+        for turn in range(fit.rounds):
+            for block in problem.blocks:
+                own = block.columns
+                hessian, before = problem.hessian[own, own], levels[own] * steps[own]
+                found = levels[own], steps[own], low[own], high[own]
+                improve_block(hessian, gradient[own].copy(), *found, scale, block.groups)
+                # Behind the last round nothing reads the gradient.
+                rest = slice(own.stop if turn + 1 == fit.rounds else 0, None)
+                gradient[rest] -= problem.hessian[rest, own] @ (levels[own] * steps[own] - before)
+        levels[places], scale = levels.copy(), np.ascontiguousarray(scale.T)
+    return np.rint(levels + zeros).T.astype("uint8"), scale, zero_point.astype("uint8")
+
+
+def improve_block(
+    hessian: FloatArray,
+    gradient: FloatArray,
+    levels: FloatArray,
+    steps: FloatArray,
+    low: FloatArray,
+    high: FloatArray,
+    scale: NDArray,
+    groups: Sequence[tuple[int, NDArray[np.int64]]],
+) -> None:
+    """Move the scales and then the codes of one block, in place: levels, steps and limits (B, N),
+    scales of all groups (G, N). The gradient is used up.
+    """
+    fit_scales(hessian, gradient, levels, scale, groups)
+    for group, own in groups:
+        steps[own] = scale[group]
+    parts = (a[:, None] for a in (gradient, levels, steps, low, high))
+    improve_columns(hessian[None], *parts)
 
 
 def fit_scales(
-    hessian: FloatArray, gradient: FloatArray, levels: FloatArray, scale: NDArray, size: int
-) -> NDArray:
-    """Scales (N, G) of the least error for levels (K, N): those of one group after the other, given
-    all others, in the dtype of `scale`.
-
-    What the scales of `BLOCK` columns change in the gradient of the others is one product.
+    hessian: FloatArray,
+    gradient: FloatArray,
+    levels: FloatArray,
+    scale: NDArray,
+    groups: Sequence[tuple[int, NDArray[np.int64]]],
+) -> None:
+    """Scales (G, N) of the least error for levels (K, N), in place: those of one group after the
+    other, given all others, in their dtype.
 
     Args:
         hessian: H, (K, K).
         gradient: H (weight - level * scale), (K, N); what it is for the new scales is put there.
+        groups: Numbers of groups, with the columns of each.
     """
-    scale = scale.T.copy()
-    width = max(BLOCK // size, 1) * size
-    for start in range(0, len(levels), width):
-        stop = min(start + width, len(levels))
-        own, moved = gradient[start:stop].copy(), np.empty_like(gradient[start:stop])
-        for first in range(start, stop, size):
-            group = slice(first, min(first + size, stop))
-            part = levels[group]
-            reach = hessian[start:stop, group] @ part
-            inner = slice(group.start - start, group.stop - start)
-            curve = np.einsum("kn,kn->n", reach[inner], part)
-            slope = np.einsum("kn,kn->n", own[inner], part)
-            best = np.divide(slope, curve, out=np.zeros_like(slope), where=curve > 0)
-            move = move_scale(scale[first // size], best)
-            own -= reach * move
-            moved[inner] = part * move
-        gradient -= hessian[:, start:stop] @ moved
-    return np.ascontiguousarray(scale.T)
+    for group, own in groups:
+        part = levels[own]
+        reach = hessian[:, own] @ part
+        curve = np.einsum("kn,kn->n", reach[own], part)
+        slope = np.einsum("kn,kn->n", gradient[own], part)
+        best = np.divide(slope, curve, out=np.zeros_like(slope), where=curve > 0)
+        gradient -= reach * move_scale(scale[group], best)
 
 
 def move_scale(scale: NDArray, move: FloatArray) -> FloatArray:

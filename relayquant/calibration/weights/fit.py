@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.linalg.lapack import dtrtri
+from scipy.linalg.lapack import dtrtri, spotrf, strtri
 
 from relayquant.arguments import check_fields
 from relayquant.calibration.weights.adaround import (
@@ -221,13 +221,13 @@ class LeastSquares:
         order: Column of the weight at each place, (G, K).
     """
 
-    hessian: Float64Array
-    factor: Float64Array
+    hessian: FloatArray
+    factor: FloatArray
     order: NDArray[np.int64]
 
     @staticmethod
-    def of(gram: Float64Array, damping: float) -> LeastSquares:
-        """From the sum of x x^T, (G, K, K)."""
+    def of(gram: FloatArray, damping: float) -> LeastSquares:
+        """From the sum of x x^T, (G, K, K), in its dtype."""
         diagonal = np.einsum("gkk->gk", gram)
         order = np.argsort(-diagonal, axis=1, kind="stable")
         # Rows and then columns of a matrix: a tenth of the time of elements one by one.
@@ -236,14 +236,20 @@ class LeastSquares:
             np.take(np.take(matrix, index, axis=0), index, axis=1, out=to)
         mean = diagonal.mean(axis=1)
         # An input that was always zero leaves its weights to nearest rounding.
-        extra = damping * np.where(mean > 0, mean, 1.0)
+        extra = damping * np.where(mean > 0, mean, 1)
         index = np.arange(gram.shape[1])
         hessian[:, index, index] += extra[:, None]
         # U^T U = H^-1 from the Cholesky factor of H with rows and columns reversed: one
         # factorization and one triangular inverse instead of an inverse and a second factorization.
-        reverse = np.linalg.cholesky(hessian[:, ::-1, ::-1])
+        is_double, reverse = gram.dtype == "float64", hessian[:, ::-1, ::-1]
+        reverse = np.linalg.cholesky(reverse) if is_double else reverse.copy()
         for matrix in reverse:  # transposed: LAPACK has columns first, and needs no copy
-            matrix[:] = dtrtri(matrix.T, lower=0, overwrite_c=1)[0].T
+            if not is_double:  # numpy takes as long for these as for float64
+                _, failed = spotrf(matrix.T, lower=0, clean=1, overwrite_a=1)
+                if failed:
+                    raise np.linalg.LinAlgError("Matrix is not positive definite")
+            invert = dtrtri if is_double else strtri
+            matrix[:] = invert(matrix.T, lower=0, overwrite_c=1)[0].T
         return LeastSquares(hessian, reverse[:, ::-1, ::-1], order)
 
     def permute(self, rows: Float64Array) -> Float64Array:
