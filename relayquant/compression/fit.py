@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -284,7 +285,7 @@ def fit_block(
     scale, zero_point = choose_scales(weight, form, importance)
     dtype, features = problem.hessian.dtype, weight.shape[1]
 
-    def spread(values: NDArray) -> FloatArray:
+    def spread(values: NDArray) -> Any:  # of `dtype`, which either FloatArray has
         return np.repeat(np.ascontiguousarray(values.T, dtype), size, axis=0)[:features]
 
     # Columns first, (K, N): each is contiguous.

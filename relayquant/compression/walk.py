@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -20,6 +21,10 @@ from relayquant.errors import DataError, ModelError
 from relayquant.qtypes import QSpec
 from relayquant.reference.interpreter import Frame, bind_input, evaluate, execute_binding
 from relayquant.rewrite.graph import call_name
+from relayquant.runtime import limit_blas, map_on_threads
+
+#: Rows of data that products are computed of at once, at most, unless one batch has more.
+MOST_ROWS = 1024
 
 #: What is to be computed with in place of a weight (N, K), for what its operator reads: None for a
 #: table.
@@ -59,7 +64,7 @@ def walk_weights(
         params: What parameters stand for that are no input.
         uses: Operators by the variable of their value.
         group_size: Of the weights: see `Gram`.
-        activation: How products read rows of data, see `compress_weights`.
+        activation: How rows are quantized when the model runs, if they are.
         meet: Asked for every operator, in order, what it computes with.
         with_float: Whether the batches also pass the function as it is, beside, so that grams tell
             what data would be without the weights before it. Takes twice the time and memory.
@@ -81,18 +86,11 @@ def walk_weights(
                     grams = {use.data: gram}
                 gram = grams[use.data]
             weight = meet(use, gram)
-        for i, frame in enumerate(frames):
-            try:
-                run_stretch(frame, stretch, weight, activation)
-            except ModelError as error:
-                if isinstance(error.__cause__, DataError | IndexError):
-                    raise DataError(
-                        f"batch {i} of the data does not fit {name!r}: {error}"
-                    ) from error
-                raise
+        if stretch is stretches[-1] and use is not None and use.op == "matmul":
+            break  # nothing reads what it computes
+        run_stretch(frames, stretch, weight, activation, name)
         weight = use.array if use is not None and floats else None
-        for frame in floats:
-            run_stretch(frame, stretch, weight, None)
+        run_stretch(floats, stretch, weight, None, name)
 
 
 def start_frame(
@@ -164,26 +162,40 @@ def collect_gram(
 ) -> Gram:
     """What is known of a value as the data of products; `floats` hold what it is in float."""
     gram: Gram | None = None
-    for i, frame in enumerate(frames):
-        rows = read_rows(frame, data, activation)
-        columns = rows.shape[-1]
+    for some in cut_frames(frames, data):
+        rows = read_all(frames[some], data, activation)
         if gram is None:
+            columns = rows.shape[-1]
             gram = Gram(columns, group_size or columns, with_shift=bool(floats))
-        exact = evaluate(floats[i], data, "data").reshape(-1, columns) if floats else None
-        gram.add(rows.reshape(-1, columns), exact)
+        gram.add(rows, read_all(floats[some], data, None) if floats else None)
     assert gram is not None  # a data set has a batch
     return gram
 
 
-def read_rows(frame: Frame, data: Any, activation: QSpec | None) -> np.ndarray:
-    """A value as products read it."""
-    values = evaluate(frame, data, "data")
+def cut_frames(frames: Sequence[Frame], data: Any) -> Iterator[slice]:
+    """Frames that have `MOST_ROWS` rows of a value together, or one that has more: products of few
+    rows take twice as long for each.
+    """
+    start = count = 0
+    for i, frame in enumerate(frames):
+        rows = math.prod(evaluate(frame, data, "data").shape[:-1])
+        if start < i and count + rows > MOST_ROWS:
+            yield slice(start, i)
+            start, count = i, 0
+        count += rows
+    yield slice(start, len(frames))
+
+
+def read_all(frames: Sequence[Frame], data: Any, activation: QSpec | None) -> np.ndarray:
+    """The rows of a value in all frames as products read them, (n, K)."""
+    parts = [evaluate(frame, data, "data") for frame in frames]
+    values = np.concatenate([part.reshape(-1, part.shape[-1]) for part in parts])
     if activation is None:
         return values
-    if activation.is_symmetric:
-        integers, scale = reference.qnn.quantize_rows(values)
-        return integers.astype("float32") * scale
-    return round_rows(values)
+    if not activation.is_symmetric:
+        return round_rows(values)
+    integers, scale = reference.qnn.quantize_rows(values)
+    return integers.astype("float32") * scale
 
 
 def round_rows(data: np.ndarray) -> np.ndarray:
@@ -203,13 +215,63 @@ def round_rows(data: np.ndarray) -> np.ndarray:
 
 
 def run_stretch(
-    frame: Frame, stretch: Stretch, weight: np.ndarray | None, activation: QSpec | None
+    frames: Sequence[Frame],
+    stretch: Stretch,
+    weight: np.ndarray | None,
+    activation: QSpec | None,
+    name: str,
 ) -> None:
-    """Compute the values of a stretch, and drop what is dead behind it."""
+    """Compute the values of a stretch of function `name` in all frames, some of them on each
+    thread, and drop what is dead behind it.
+
+    Raises:
+        DataError: a batch does not fit the function.
+    """
     use, bindings = stretch.use, stretch.bindings
+
+    def run(some: slice) -> None:
+        rest = bindings
+        if use is not None and weight is not None and use.op == "matmul":
+            run_product(frames[some], use, weight, activation)
+            rest = bindings[1:]
+        for i in range(some.start, some.stop):
+            try:
+                run_bindings(frames[i], stretch, rest, weight)
+            except ModelError as error:
+                if isinstance(error.__cause__, DataError | IndexError):
+                    raise DataError(
+                        f"batch {i} of the data does not fit {name!r}: {error}"
+                    ) from error
+                raise
+
+    parts = (slice(i, i + 1) for i in range(len(frames)))
+    if frames and use is not None and use.op == "matmul":
+        parts = cut_frames(frames, use.data)
+    with limit_blas():
+        for _ in map_on_threads(run, list(parts)):
+            pass
+
+
+def run_product(
+    frames: Sequence[Frame], use: WeightUse, weight: np.ndarray, activation: QSpec | None
+) -> None:
+    """The product with `weight` in place of its own, in all frames at once."""
+    found, start = read_all(frames, use.data, activation) @ weight.T, 0
+    for frame in frames:
+        shape = evaluate(frame, use.data, "data").shape[:-1]
+        stop = start + math.prod(shape)
+        frame.values[use.var] = found[start:stop].reshape(*shape, len(weight))
+        start = stop
+
+
+def run_bindings(
+    frame: Frame, stretch: Stretch, bindings: Sequence[Any], weight: np.ndarray | None
+) -> None:
+    """Compute the values of bindings, `weight` being the table if rows are taken of one."""
+    use = stretch.use
     with np.errstate(all="ignore"):
-        if use is not None and weight is not None:
-            frame.values[use.var] = run_use(frame, use, bindings[0].value, weight, activation)
+        if use is not None and weight is not None and use.op == "take":
+            frame.values[use.var] = take_rows(frame, use, bindings[0].value, weight)
             bindings = bindings[1:]
         for binding in bindings:
             execute_binding(frame, binding)
@@ -217,12 +279,8 @@ def run_stretch(
         frame.values.pop(var, None)
 
 
-def run_use(
-    frame: Frame, use: WeightUse, call: Call, weight: np.ndarray, activation: QSpec | None
-) -> Any:
-    """The value of an operator with `weight` in place of its own."""
-    if use.op == "matmul":
-        return read_rows(frame, use.data, activation) @ weight.T
+def take_rows(frame: Frame, use: WeightUse, call: Call, weight: np.ndarray) -> Any:
+    """Rows of `weight` in place of those of its own table."""
     values = weight.T if use.is_transposed else weight
     table = relax.Var("table", relax.TensorType(values.shape, "float32"))
     inner = Frame(frame.mod, {**frame.values, table: values}, frame.symbols)

@@ -21,7 +21,7 @@ from tiny_llama import (
 from tvm import relax
 
 import relayquant as rq
-from relayquant.compression import observe
+from relayquant.compression import observe, walk
 from relayquant.compression.find import find_weights
 from relayquant.compression.sources import open_params
 from relayquant.errors import ConfigError, DataError
@@ -95,6 +95,26 @@ def test_data__what_it_does_not_reach_is_rounded_without_it():
     q = rq.compress_weights(builder.finalize(), None, data)
     assert len(rq.ledger(q).quantized) == 2
     assert rq.ledger(q).choices["weights"].endswith("by data; 1 weight without data")
+
+
+def test_data__is_worked_on_by_threads_some_batches_at_once(llama, monkeypatch):
+    """Texts of different lengths: the same bits on any number of threads, the same weights as one
+    text at a time but for the order of sums, and no product that nothing reads.
+    """
+    texts = [text for length in (3, 16, 5, 16) for text in draw_texts(4, length)]
+    found, products = [], []
+    original = walk.run_product
+    monkeypatch.setattr(walk, "run_product", lambda *a: products.append(a[1]) or original(*a))
+    for threads, rows in (("1", 40), ("3", 40), ("2", 1), ("2", 10**6)):
+        monkeypatch.setenv("TVM_NUM_THREADS", threads)
+        monkeypatch.setattr(walk, "MOST_ROWS", rows)
+        products.clear()
+        found.append(compress_with_data(llama, dataset=texts))
+        assert len({use.name for use in products}) == 5
+        assert len(products) == 5 * {40: 5, 1: 16, 10**6: 1}[rows]
+    tvm.ir.assert_structural_equal(found[0], found[1])
+    errors = [measure_error(llama, q) for q in found]
+    np.testing.assert_allclose(errors[1:], errors[0], rtol=0.05)
 
 
 class Stopped(Exception):
