@@ -14,6 +14,7 @@ from tvm.ir import Call
 from relayquant.compression.budget import choose_formats
 from relayquant.compression.find import WeightKey, WeightUse, find_weights
 from relayquant.compression.observe import FoundWeights, describe_fit, fit_weights, open_data
+from relayquant.compression.packed_params import unpack_params
 from relayquant.compression.settings import CompressSettings
 from relayquant.compression.sources import WeightSource, bind_params, open_params
 from relayquant.dialect import qnn
@@ -47,9 +48,10 @@ def compress_weights(
         mod: A float module of any frontend; it is not changed.
         params: Values of parameters, which become constants: by name, {function: [values in
             order]} as `detach_params` gives, or the list of (name, value) that
-            `relax.frontend.nn` gives with a module. None: they are constants already. Weights are
-            looked at one at a time and not copied: a mapping that loads an array each time it is
-            asked for one (`numpy.load` of a .npz) is never in memory as a whole.
+            `relax.frontend.nn` gives with a module, whose functions may take all in one tuple.
+            None: they are constants already. Weights are looked at one at a time and not copied: a
+            mapping that loads an array each time it is asked for one (`numpy.load` of a .npz) is
+            never in memory as a whole.
         dataset: Inputs of one function, as for `quantize`; some ten thousand rows (tokens) tell
             enough, and what its operators hand on is held in memory. Weights that this function
             does not reach are rounded without data, which the ledger says.
@@ -88,6 +90,8 @@ def compress_weights(
         DataError: the data does not fit the function.
     """
     given = params if isinstance(params, Mapping) or params is None else dict(params)
+    if given:
+        mod = unpack_params(mod, list(given), is_ordered=given is not params)
     sources = open_params(mod, given)
     uses = find_weights(mod, sources)
     tables = {use.source.key for use in uses if use.op == "take"}
