@@ -65,24 +65,14 @@ class StandaloneRule(SubmoduleRule):
 
     Attributes:
         qconfig_mapping: How; names in it are paths within. None: the caller's mapping.
-        prepare_custom_config: What stays in float within, and which inputs and outputs are
-            integers.
+        prepare_custom_config: What is not quantized as the rest of it, by paths within, and which
+            inputs and outputs are integers.
         backend: Whose operators they are quantized for; None: the caller's.
     """
 
     qconfig_mapping: QConfigMapping | None = None
     prepare_custom_config: PrepareCustomConfig | None = None
     backend: BackendConfig | str | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        inner = self.prepare_custom_config
-        if inner is not None and (inner.standalone or inner.custom):
-            raise ConfigError(
-                f"PrepareCustomConfig of standalone {self.key!r} names standalone or custom "
-                "modules within. What is quantized already is no part of a standalone module: name "
-                "those within in place of the one around them."
-            )
 
 
 @check_fields
@@ -154,7 +144,8 @@ class PrepareCustomConfig:
             name: The path.
             qconfig_mapping: How it is quantized; names in it are paths within. None: the caller's
                 mapping.
-            prepare_custom_config: What stays in float within. Its `set_input_quantized_indexes` and
+            prepare_custom_config: What within stays in float, is standalone or custom in its turn;
+                names in it are paths within. Its `set_input_quantized_indexes` and
                 `set_output_quantized_indexes` say where integers pass between caller and module:
                 on the grid that the module picks, which the caller takes over. Elsewhere they
                 pass where both sides have integers anyway.
@@ -182,7 +173,8 @@ class PrepareCustomConfig:
         """Modules of a class have a form that observes: `observed_class.from_float(module)`.
 
         It is called in place of the module, with floats, when the model runs on the data, and gives
-        what the module gives. `set_observed_to_quantized_mapping` says what takes its place then.
+        what the module gives; in `prepare_qat` it trains. `set_observed_to_quantized_mapping`
+        says what takes its place then.
         """
         return replace(self, custom=(*self.custom, CustomRule(float_class, observed_class)))
 
@@ -241,6 +233,27 @@ class PrepareCustomConfig:
         lines = (MappingRule(Selector.MODULE_NAME, path, None, optional=True) for path in paths)
         return replace(kept, rules=(*kept.rules, *lines))
 
+    def within(self, path: str, module: Any) -> PrepareCustomConfig:
+        """The configuration of `module` for what holds it at `path`.
+
+        Raises:
+            ConfigError: a rule finds no module.
+        """
+
+        def move(rules: Iterable[Any]) -> tuple[Any, ...]:
+            return tuple(
+                replace(rule, key=f"{path}.{each}")
+                for rule in rules
+                for each in rule.find_paths(module)
+            )
+
+        return replace(
+            self,
+            non_traceable=move(self.non_traceable),
+            standalone=move(self.standalone),
+            custom=move(self.custom),
+        )
+
     def find_standalone(self, module: Any) -> Iterator[tuple[str, StandaloneRule]]:
         """(path, rule) of every module that is quantized by itself.
 
@@ -269,24 +282,23 @@ class PrepareCustomConfig:
             if outer is not None:
                 raise ConfigError(
                     f"PrepareCustomConfig makes {path!r} custom, and {outer!r}, which holds it, "
-                    "standalone. Name modules within, or around it."
+                    "standalone. Say so in the PrepareCustomConfig of the standalone module."
                 )
             found[path] = rule.observed, forms[rule.observed]
         return found
 
-    def refuse_parts(self, function: str) -> None:
-        """For functions that know of modules in float only.
+    def refuse_interface(self, function: str) -> None:
+        """For functions whose models take and give floats.
 
         Raises:
-            ConfigError: the configuration says more.
+            ConfigError: the configuration names inputs or outputs that are integers.
         """
-        known = {"non_traceable": self.non_traceable}
-        if self != PrepareCustomConfig(**known):
+        if self.input_quantized_indexes or self.output_quantized_indexes:
             raise ConfigError(
-                f"{function} takes the modules that stay in float of a PrepareCustomConfig "
-                "(set_non_traceable_module_names, set_non_traceable_module_classes) and nothing "
-                "else. Standalone and custom modules, and inputs and outputs of integers, go with "
-                "relayquant.torch.quantize."
+                f"{function} gives a model that takes and returns floats, but the "
+                "PrepareCustomConfig names inputs or outputs that are integers. These go with "
+                "relayquant.torch.quantize; here they may be those of a standalone module "
+                "(set_standalone_module_name, its prepare_custom_config)."
             )
 
 
@@ -304,8 +316,12 @@ def find_apart(rules: Iterable[Any], module: Any, what: str) -> dict[str, Any]:
         outer = next((p for p in found if path.startswith(f"{p}.")), None)
         if outer is not None:
             raise ConfigError(
-                f"PrepareCustomConfig makes {path!r} {what}, and {outer!r}, which holds it. Name "
-                "one of them."
+                f"PrepareCustomConfig makes {path!r} {what}, and {outer!r}, which holds it. "
+                + (
+                    "Name the inner one in the PrepareCustomConfig of the outer one."
+                    if what == "standalone"
+                    else "Name one of them."
+                )
             )
     return found
 

@@ -129,6 +129,19 @@ def export(
         ) from error
 
 
+def free_batch(inputs: tuple[Any, ...]) -> Any:
+    """Dynamic shapes of example inputs: the first axis, where it holds more than one sample, as
+    far as the module allows.
+    """
+    import torch  # pyright: ignore[reportMissingImports]
+
+    def free(value: Any) -> Any:
+        is_batch = isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape[0] > 1
+        return {0: torch.export.Dim.AUTO} if is_batch else None
+
+    return tuple(free(value) for value in inputs)
+
+
 def check_module(module: Any) -> None:
     """That it is a module of PyTorch's.
 

@@ -23,12 +23,16 @@ from relayquant.reference.interpreter import Frame, match_shape
 from relayquant.reference.single_call import get_tensor_dtype
 from relayquant.rewrite.attributes import read_attributes
 from relayquant.rewrite.expressions import FunctionGraph, op_name
+from relayquant.rewrite.graph import iterate_results
+from relayquant.torch.openings import Opening
 from relayquant.torch.operators import TORCH_OPERATORS
 
 #: (key of a group, channel axis, value) -> the value as the group rounds it
 Rounding = Callable[[str, int, torch.Tensor], torch.Tensor]
 #: value -> what takes its place, and parameters that change for what comes behind, by name
 Visitor = Callable[[torch.Tensor], tuple[torch.Tensor, Mapping[str, Any]]]
+#: (number of an opening, what is called there is called with) -> what it gives
+Filler = Callable[[int, Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 #: A float32 constant that trains: (value that reads it, number of the argument)
 ConstantPlace = tuple[str, int]
 
@@ -60,6 +64,7 @@ class Values:
     constants: Mapping[GenericConst, torch.Tensor]
     slots: dict[relax.Var, Any]
     round_value: Rounding
+    fill: Filler
 
 
 Reader = Callable[[Values], Any]
@@ -82,7 +87,7 @@ class TorchProgram:
     Attributes:
         graph: The calibration graph.
         steps: In order.
-        result: Reads what the function returns.
+        result: Reads what the function returns, but for what openings take.
         constants: Those of the function, as they were.
         trained: float32 constants that train, by the first place that reads each.
     """
@@ -106,6 +111,7 @@ class TorchProgram:
         constants: Mapping[GenericConst, torch.Tensor],
         round_value: Rounding,
         visit: Mapping[str, Visitor],
+        fill: Filler = lambda number, taken: (),
     ) -> Any:
         """What the function returns: a tensor, or a tuple.
 
@@ -115,11 +121,13 @@ class TorchProgram:
             constants: Those in `trained` as they are now.
             round_value: What rounds the values of a group.
             visit: What is done with values, by name.
+            fill: What is called at openings.
 
         Raises:
             DataError: the inputs do not fit the function.
         """
-        values = Values(Frame(self.graph.mod), {**self.constants, **constants}, {}, round_value)
+        known = {**self.constants, **constants}
+        values = Values(Frame(self.graph.mod), known, {}, round_value, fill)
         self.bind_inputs(values, inputs)
         for name, value in parameters.items():
             values.slots[self.by_name[name]] = value
@@ -142,25 +150,32 @@ class TorchProgram:
                 f"{len(inputs)}."
             )
         for var, value in zip(self.inputs, inputs, strict=True):
-            if not isinstance(value, torch.Tensor):
-                raise DataError(
-                    f"Input {var.name!r} is a {type(value).__name__}; allowed: a torch.Tensor."
-                )
-            if isinstance(var.ty.shape, relax.ShapeExpr):
-                match_shape(values.frame, var.name, var.ty.shape.values, tuple(value.shape))
-            dtype = getattr(torch, get_tensor_dtype(var.ty))
-            if value.dtype != dtype and value.is_floating_point() != dtype.is_floating_point:
-                raise DataError(f"Input {var.name!r} is {value.dtype}; the model takes {dtype}.")
-            values.slots[var] = value.to(dtype)
+            bind_input(values, var, value)
 
 
-def build_program(graph: CalibrationGraph) -> TorchProgram:
-    """The steps of a calibration graph.
+def bind_input(values: Values, var: relax.Var, value: Any) -> None:
+    """Check an input, bind its sizes, and store it.
+
+    Raises:
+        DataError: it does not fit the function.
+    """
+    if not isinstance(value, torch.Tensor):
+        raise DataError(f"Input {var.name!r} is a {type(value).__name__}; allowed: a torch.Tensor.")
+    if isinstance(var.ty.shape, relax.ShapeExpr):
+        match_shape(values.frame, var.name, var.ty.shape.values, tuple(value.shape))
+    dtype = getattr(torch, get_tensor_dtype(var.ty))
+    if value.dtype != dtype and value.is_floating_point() != dtype.is_floating_point:
+        raise DataError(f"Input {var.name!r} is {value.dtype}; the model takes {dtype}.")
+    values.slots[var] = value.to(dtype)
+
+
+def build_program(graph: CalibrationGraph, openings: Sequence[Opening] = ()) -> TorchProgram:
+    """The steps of a calibration graph; with openings, of one that has them.
 
     Raises:
         ModelError: operators have no torch form; names all of them.
     """
-    return ProgramBuilder(graph).build()
+    return ProgramBuilder(graph).build(openings)
 
 
 class ProgramBuilder:
@@ -175,7 +190,7 @@ class ProgramBuilder:
         self.places: dict[GenericConst, ConstantPlace] = {}
         self.missing: dict[str, str] = {}
 
-    def build(self) -> TorchProgram:
+    def build(self, openings: Sequence[Opening] = ()) -> TorchProgram:
         steps = [step for binding in self.view.bindings if (step := self.make_step(binding))]
         if self.missing:
             listed = ", ".join(f"{op} ({name!r})" for op, name in sorted(self.missing.items()))
@@ -185,6 +200,17 @@ class ProgramBuilder:
             )
         body = self.main.body
         result = body.body if isinstance(body, relax.SeqExpr) else body
+        by_name = {var.name: var for var in self.main.params}
+        inputs = [by_name[name] for name in self.graph.inputs]
+        if openings:
+            fields = self.list_results(result)
+            filled = {inputs[i]: None for opening in openings for i in opening.given}
+            steps += self.make_openings(openings, inputs, fields)
+            steps = order_steps(steps, {*self.main.params} - filled.keys())
+            inputs = [var for var in inputs if var not in filled]
+            taken = {i for opening in openings for i in opening.taken}
+            own = [expr for i, expr in enumerate(fields) if i not in taken]
+            result = own[0] if len(own) == 1 else relax.Tuple(own)
         kept = {*self.main.params, *relax.analysis.free_vars(result)}
         last: dict[relax.Var, int] = {}
         for i, step in enumerate(steps):
@@ -196,16 +222,51 @@ class ProgramBuilder:
         done = tuple(
             TorchStep(s.var, s.compute, s.reads, tuple(d)) for s, d in zip(steps, dead, strict=True)
         )
-        by_name = {var.name: var for var in self.main.params}
         return TorchProgram(
             self.graph,
             done,
             self.read(result),
             self.constants,
             self.trained,
-            tuple(by_name[name] for name in self.graph.inputs),
+            tuple(inputs),
             by_name,
         )
+
+    def list_results(self, result: relax.Expr) -> list[relax.Expr]:
+        """What the function returns, one by one."""
+        bound = self.view.values.get(result) if isinstance(result, relax.Var) else None
+        return list(iterate_results(bound if isinstance(bound, relax.Tuple) else result))
+
+    def make_openings(
+        self,
+        openings: Sequence[Opening],
+        inputs: Sequence[relax.Var],
+        results: Sequence[relax.Expr],
+    ) -> list[TorchStep]:
+        """The steps that call what is called at openings, and those that store what it gives."""
+        steps: list[TorchStep] = []
+        for number, opening in enumerate(openings):
+            row = relax.Var(f"opening {number}", relax.TupleType([]))
+            taken = [results[i] for i in opening.taken]
+            readers = [self.read(expr) for expr in taken]
+
+            def call(
+                values: Values, number: int = number, readers: list[Reader] = readers
+            ) -> Sequence[torch.Tensor]:
+                return values.fill(number, [read(values) for read in readers])
+
+            reads = (var for expr in taken for var in relax.analysis.free_vars(expr))
+            steps.append(TorchStep(row, call, tuple(reads)))
+            for place, i in enumerate(opening.given):
+
+                def store(
+                    values: Values, var: relax.Var = inputs[i], row: Any = row, place: int = place
+                ) -> torch.Tensor:
+                    bind_input(values, var, values.slots[row][place])
+                    return values.slots[var]
+
+                steps.append(TorchStep(inputs[i], store, (row,)))
+        return steps
 
     def make_step(self, binding: Any) -> TorchStep | None:
         """The step of a binding; None for those within a rounding."""
@@ -317,6 +378,26 @@ class ProgramBuilder:
         if None not in sizes:
             return lambda values: sizes
         return lambda values: tuple(values.frame.evaluate_number(dim) for dim in dims)
+
+
+def order_steps(steps: Sequence[TorchStep], known: set[relax.Var]) -> list[TorchStep]:
+    """Steps in an order in which each reads what is known by then, as near to theirs as can be."""
+    placed: list[TorchStep] = []
+    waiting = list(steps)
+    known = set(known)
+    while waiting:
+        later: list[TorchStep] = []
+        for step in waiting:
+            if known.issuperset(step.reads):
+                placed.append(step)
+                known.add(step.var)
+            else:
+                later.append(step)
+        if len(later) == len(waiting):
+            names = ", ".join(repr(step.var.name) for step in later)
+            raise ModelError(f"Values {names} depend on themselves.")
+        waiting = later
+    return placed
 
 
 def make_conform(ty: Any) -> Callable[[Any], Any]:

@@ -41,7 +41,7 @@ def convert_to_reference(prepared: Any) -> Any:
     """
     trainable = import_trainable()
     if isinstance(prepared, trainable.TrainableModule):
-        prepared = prepared.to_prepared()
+        return prepared.to_reference()
     if not isinstance(prepared, PreparedModel):
         raise ConfigError(
             "relayquant.torch.convert_to_reference takes a calibrated model, or what prepare_qat "

@@ -4,7 +4,7 @@ constants as buffers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from relayquant.errors import ModelError
 from relayquant.prepared import CalibrationGraph
 from relayquant.qtypes import INTEGER_LIMITS, Rounding
 from relayquant.rewrite.graph import constant_value, tensor_dtype
+from relayquant.torch.openings import Opening, Parts, TensorTree
 from relayquant.torch.program import ProgramBuilder, Reader, Values, make_conform
 
 QUANTIZE_ROWS = "relax.qnn.quantize_rows"
@@ -31,9 +32,26 @@ class ReferenceModule(nn.Module):
     Buffers are called "constant_<n>", in the order in which the model reads them.
     """
 
-    def __init__(self, mod: tvm.IRModule, inputs: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        mod: tvm.IRModule,
+        inputs: tuple[str, ...],
+        openings: Sequence[Opening] = (),
+        parts: Mapping[str, nn.Module] | None = None,
+        form: TensorTree | None = None,
+    ) -> None:
+        """
+        Args:
+            mod: The reference form.
+            inputs: Names of its inputs, in the order in which it is called.
+            openings: Where it calls submodules.
+            parts: These, by path.
+            form: What the model returns, but for its tensors; None: a tensor, or a flat tuple.
+        """
         super().__init__()
-        self.program = ReferenceBuilder(CalibrationGraph(mod, {}, inputs)).build()
+        self.program = ReferenceBuilder(CalibrationGraph(mod, {}, inputs)).build(openings)
+        self.openings, self.form = tuple(openings), form
+        self.parts = Parts(parts or {})
         for i, constant in enumerate(self.program.constants.values()):
             self.register_buffer(f"constant_{i}", constant)
 
@@ -44,7 +62,9 @@ class ReferenceModule(nn.Module):
             constant: self.get_buffer(name)
             for constant, name in zip(self.program.constants, names, strict=True)
         }
-        return self.program.run(inputs, {}, constants, refuse_rounding, {})
+        fill = self.parts.make_filler(self.openings)
+        result = self.program.run(inputs, {}, constants, refuse_rounding, {}, fill)
+        return result if self.form is None else self.form.join(TensorTree.split(result)[1])
 
 
 def refuse_rounding(key: str, axis: int, value: torch.Tensor) -> torch.Tensor:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+import tvm
 from torch import nn
 
 from relayquant.backends import resolve_backend
@@ -24,14 +26,90 @@ from relayquant.effort import Effort, default_mapping
 from relayquant.errors import ConfigError, ModelError
 from relayquant.importers import import_torch
 from relayquant.pipeline import calibrate_model, convert_model, prepare_model, review_prepared
+from relayquant.prepared import PreparedModel
 from relayquant.rewrite import Graph
 from relayquant.settings import CalibrateSettings, PrepareSettings
 from relayquant.torch.custom_config import PrepareCustomConfig, StandaloneRule, make_optional
-from relayquant.torch.exported import evaluation_mode, export
+from relayquant.torch.exported import export, free_batch
+from relayquant.torch.openings import (
+    OpenedModule,
+    SubmoduleCall,
+    Tensors,
+    open_module,
+    place,
+    record_calls,
+)
+from relayquant.torch.ranges import BatchNorm
 from relayquant.torch.reference_module import ReferenceModule
 
-#: What a submodule was called with, one tuple of tensors for each call.
-Calls = list[tuple[torch.Tensor, ...]]
+
+@dataclass(frozen=True, kw_only=True)
+class UnitSettings:
+    """How a module is prepared by itself.
+
+    Attributes:
+        backend, effort: As for `relayquant.quantize`.
+        normalization: Of batch norms.
+        frees_batch: Whether the module takes any number of samples.
+    """
+
+    backend: BackendConfig
+    effort: Effort
+    normalization: BatchNorm = BatchNorm.FROZEN
+    frees_batch: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """A module that is calibrated by itself, its standalone and custom submodules apart.
+
+    Attributes:
+        mod, params: The float graph, with an opening for each call of such a submodule.
+        prepared: The same, calibrated.
+        opened: Where the openings are.
+        parts: What is called there, by path; of custom submodules the observed form.
+        forms: The quantized form of each of the latter.
+        path: Where the whole model has the module; "" for itself.
+        examples: What it is called with.
+    """
+
+    mod: tvm.IRModule
+    params: Mapping[str, Any]
+    prepared: PreparedModel
+    opened: OpenedModule
+    parts: Mapping[str, nn.Module]
+    forms: Mapping[str, QuantizedForm]
+    path: str
+    examples: Tensors
+
+
+@dataclass(frozen=True)
+class QuantizedForm:
+    """What a custom submodule becomes.
+
+    Attributes:
+        path: Of the submodule.
+        kind: A class with `from_observed`.
+        examples: What it is called with.
+    """
+
+    path: str
+    kind: Any
+    examples: Tensors
+
+    def build(self, observed: nn.Module) -> nn.Module:
+        """That of what has observed.
+
+        Raises:
+            ModelError: it is no module, or no graph can hold it.
+        """
+        form = call_builder(self.kind.from_observed, observed, self.path)
+        check_form(self.path, form, self.examples)
+        return form
+
+
+#: What a unit becomes, once it is calibrated.
+Finish = Callable[[Unit], nn.Module]
 
 
 def replace_parts(
@@ -53,35 +131,137 @@ def replace_parts(
         ModelError: a submodule is not called, or not with tensors alone; or cannot be exported.
         ConfigError: an input or output that is to be of integers is not quantized.
     """
-    custom, alone = config.find_custom(module), list(config.find_standalone(module))
-    if not custom and not alone:
+    if not config.custom and not config.standalone:
         return module
-    data = open_dataset(dataset, describe_examples(module, example_inputs))
-    batches = [tuple(map(torch.from_numpy, map(np.array, batch.values()))) for batch in data]
     result = copy.deepcopy(module)
-    if custom:
-        place(result, {p: call_builder(o.from_float, module, p) for p, (o, _) in custom.items()})
-        seen = record_inputs(result, list(custom), batches)
-        forms = {
-            path: call_builder(quantized.from_observed, result, path)
-            for path, (_, quantized) in custom.items()
-        }
-        for path, form in forms.items():
-            check_form(path, form, take_calls(seen, path)[0])
-        place(result, forms)
-    seen = record_inputs(result, [path for path, _ in alone], batches)
-    references = {
-        path: quantize_part(
-            result, path, rule, take_calls(seen, path), mapping, backend, effort
-        )
-        for path, rule in alone
-    }  # fmt: skip
-    place(result, references)
+    batches = read_batches(module, example_inputs, dataset)
+    quantize_custom(result, config.find_custom(module), batches)
+    alone = dict(config.find_standalone(module))
+    settings = UnitSettings(backend=backend, effort=effort)
+    calls = record_calls(result, list(alone), batches)
+    place(result, prepare_standalone(result, alone, calls, mapping, settings, finish_reference))
     return result
 
 
-def describe_examples(module: nn.Module, example_inputs: tuple[Any, ...]) -> tuple[InputInfo, ...]:
-    """What the module takes, by the names that its export gives the arguments of `forward`."""
+def read_batches(
+    module: nn.Module, example_inputs: tuple[Any, ...], dataset: Any, *, frees_batch: bool = False
+) -> list[Tensors]:
+    """All of a data set, as tensors."""
+    data = open_dataset(dataset, describe_examples(module, example_inputs, frees_batch))
+    return [tuple(map(torch.from_numpy, map(np.array, batch.values()))) for batch in data]
+
+
+def observe_custom(module: nn.Module, custom: Mapping[str, tuple[Any, Any]]) -> None:
+    """Put the observed forms of custom modules in their places."""
+    observed = {
+        path: call_builder(kind.from_float, module.get_submodule(path), path)
+        for path, (kind, _) in custom.items()
+    }
+    place(module, observed)
+
+
+def find_forms(
+    custom: Mapping[str, tuple[Any, Any]], calls: Sequence[SubmoduleCall]
+) -> dict[str, QuantizedForm]:
+    """The quantized forms of custom submodules, by path."""
+    taken = {call.path: call.taken for call in reversed(calls)}
+    return {path: QuantizedForm(path, kind, taken[path]) for path, (_, kind) in custom.items()}
+
+
+def quantize_custom(
+    module: nn.Module, custom: Mapping[str, tuple[Any, Any]], batches: Sequence[Tensors]
+) -> None:
+    """Put the quantized forms of custom modules in their places, once they have observed."""
+    if not custom:
+        return
+    observe_custom(module, custom)
+    (first, *_) = record_calls(module, list(custom), batches)
+    forms = find_forms(custom, first)
+    place(module, {path: form.build(module.get_submodule(path)) for path, form in forms.items()})
+
+
+def prepare_standalone(
+    module: nn.Module,
+    alone: Mapping[str, StandaloneRule],
+    calls: Sequence[Sequence[SubmoduleCall]],
+    mapping: QConfigMapping | None,
+    settings: UnitSettings,
+    finish: Finish,
+) -> dict[str, nn.Module]:
+    """What standalone submodules become, by path: each is calibrated on its calls."""
+    found: dict[str, nn.Module] = {}
+    for path, rule in alone.items():
+        own = [call.taken for row in calls for call in row if call.path == path]
+        shell, config, given = place_in_shell(module, path, rule, mapping)
+        backend = settings.backend if rule.backend is None else resolve_backend(rule.backend)
+        each = replace(settings, backend=backend)
+        found[path] = finish(prepare_unit(shell, config, own, given, each, finish, path))
+    return found
+
+
+def prepare_unit(
+    module: nn.Module,
+    config: PrepareCustomConfig,
+    batches: Sequence[Tensors],
+    mapping: QConfigMapping | None,
+    settings: UnitSettings,
+    finish: Finish,
+    path: str = "",
+) -> Unit:
+    """A module, its configuration and what it is called with -> the unit that it is.
+
+    Custom submodules are called in their observed form, standalone ones as what `finish` makes of
+    them.
+    """
+    twin, custom = copy.deepcopy(module), config.find_custom(module)
+    alone = dict(config.find_standalone(module))
+    observe_custom(twin, custom)
+    calls = record_calls(twin, [*custom, *alone], batches)
+    parts = {name: twin.get_submodule(name) for name in custom}
+    parts |= prepare_standalone(twin, alone, calls, mapping, settings, finish)
+    names = [info.name for info in describe_examples(module, batches[0])]
+    opened = open_module(twin, names, batches[0], calls[0])
+    rows = [
+        (*batch, *(tensor for call in row for tensor in call.given))
+        for batch, row in zip(batches, calls, strict=True)
+    ]
+    shapes = free_batch(rows[0]) if settings.frees_batch else None
+    mod, params = import_torch(export(opened.module, rows[0], dynamic_shapes=shapes))
+    backend, is_live = settings.backend, settings.normalization is BatchNorm.LIVE
+    arrays = [tuple(tensor.numpy() for tensor in row) for row in rows]
+    chosen = config.extend_mapping(mapping or default_mapping(backend, settings.effort), module)
+    asked = PrepareSettings(effort=settings.effort, **config.name_dtypes(backend))
+    data = None if is_live else arrays
+    prepared = prepare_model(mod, params, data, chosen, backend, asked)
+    review_prepared(prepared, strict=False)
+    prepared = calibrate_model(prepared, arrays, CalibrateSettings())
+    forms = find_forms(custom, calls[0])
+    return Unit(mod, params, prepared, opened, parts, forms, path, batches[0])
+
+
+def finish_reference(unit: Unit) -> ReferenceModule:
+    """The reference form of a unit; custom submodules that have observed, in their quantized form.
+
+    Raises:
+        ConfigError: an input that is to be of integers is not quantized.
+    """
+    reference, opened = convert_model(unit.prepared), unit.opened
+    for value in unit.prepared.inputs:
+        if value.is_integer:
+            check_input(reference, value.name, unit.path)
+    parts = {**unit.parts, **{path: f.build(unit.parts[path]) for path, f in unit.forms.items()}}
+    names = unit.prepared.graph.inputs
+    return ReferenceModule(reference, names, opened.openings, parts, opened.form)
+
+
+def describe_examples(
+    module: nn.Module, example_inputs: tuple[Any, ...], frees_batch: bool = False
+) -> tuple[InputInfo, ...]:
+    """What the module takes, by the names that its export gives the arguments of `forward`.
+
+    Args:
+        frees_batch: Whether first axes of more than one sample may have any size.
+    """
     inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     names: list[str] = []
     for name, parameter in inspect.signature(module.forward).parameters.items():
@@ -92,26 +272,24 @@ def describe_examples(module: nn.Module, example_inputs: tuple[Any, ...]) -> tup
             "A model with standalone or custom modules takes tensors by position; wrap it in a "
             "module that does."
         )
+
+    def describe_shape(value: torch.Tensor) -> tuple[int | str, ...]:
+        sizes = tuple(value.shape)
+        return ("batch", *sizes[1:]) if frees_batch and sizes and sizes[0] > 1 else sizes
+
     return tuple(
-        InputInfo(name, tuple(value.shape), str(value.dtype).removeprefix("torch."))
+        InputInfo(name, describe_shape(value), str(value.dtype).removeprefix("torch."))
         for name, value in zip(names, inputs, strict=False)
     )
 
 
-def place(module: nn.Module, parts: Mapping[str, nn.Module]) -> None:
-    """Put modules in the places of these paths."""
-    for path, part in parts.items():
-        parent, _, name = path.rpartition(".")
-        setattr(module.get_submodule(parent), name, part)
-
-
-def call_builder(build: Any, module: nn.Module, path: str) -> nn.Module:
-    """The form of the submodule at a path that a class method of the user's makes.
+def call_builder(build: Any, part: nn.Module, path: str) -> nn.Module:
+    """The form of the submodule at a path that a class method of the user's makes of a copy.
 
     Raises:
         ModelError: it makes no module.
     """
-    form = build(copy.deepcopy(module.get_submodule(path)))
+    form = build(copy.deepcopy(part))
     if isinstance(form, nn.Module):
         return form
     raise ModelError(
@@ -136,34 +314,18 @@ def check_form(path: str, form: nn.Module, examples: tuple[torch.Tensor, ...]) -
         ) from error
 
 
-def quantize_part(
-    module: nn.Module,
-    path: str,
-    rule: StandaloneRule,
-    calls: Calls,
-    mapping: QConfigMapping | None,
-    backend: BackendConfig,
-    effort: Effort,
-) -> ReferenceModule:
-    """The reference form of the submodule at a path, quantized on its calls."""
+def place_in_shell(
+    module: nn.Module, path: str, rule: StandaloneRule, mapping: QConfigMapping | None
+) -> tuple[nn.Module, PrepareCustomConfig, QConfigMapping | None]:
+    """The standalone module at a path, or what holds it there alone; and its configuration and
+    mapping, by paths within what is given.
+    """
     config = rule.prepare_custom_config or PrepareCustomConfig()
-    backend = backend if rule.backend is None else resolve_backend(rule.backend)
     part = module.get_submodule(path)
-    arrays = [tuple(value.numpy() for value in call) for call in calls]
-    chosen, shell = rule.qconfig_mapping, part
-    if chosen is None and mapping is not None:  # names in it are paths of the whole model
-        chosen, shell = make_optional(mapping, Selector), Shell(path, part)
-    chosen = config.extend_mapping(chosen or default_mapping(backend, effort), shell)
-    mod, params = import_torch(export(shell, calls[0]))
-    settings = PrepareSettings(effort=effort, **config.name_dtypes(backend))
-    prepared = prepare_model(mod, params, arrays, chosen, backend, settings)
-    review_prepared(prepared, strict=False)
-    prepared = calibrate_model(prepared, arrays, CalibrateSettings())
-    reference = convert_model(prepared)
-    for value in prepared.inputs:
-        if value.is_integer:
-            check_input(reference, value.name, path)
-    return ReferenceModule(reference, prepared.graph.inputs)
+    if rule.qconfig_mapping is not None or mapping is None:
+        return part, config, rule.qconfig_mapping
+    # Names in the caller's mapping are paths of the whole model.
+    return Shell(path, part), config.within(path, part), make_optional(mapping, Selector)
 
 
 def check_input(reference: Any, name: str, path: str) -> None:
@@ -200,50 +362,3 @@ class Shell(nn.Module):
 
     def forward(self, *inputs: torch.Tensor) -> Any:
         return self.get_submodule(self._path)(*inputs)
-
-
-def take_calls(seen: Mapping[str, Calls], path: str) -> Calls:
-    """The calls of a submodule.
-
-    Raises:
-        ModelError: there are none.
-    """
-    if not seen[path]:
-        raise ModelError(
-            f"Module {path!r} is to be quantized by itself, but the model does not call it."
-        )
-    return seen[path]
-
-
-def record_inputs(
-    module: nn.Module, paths: Sequence[str], batches: Sequence[tuple[torch.Tensor, ...]]
-) -> dict[str, Calls]:
-    """What submodules are called with when the module runs on data.
-
-    Raises:
-        ModelError: one is called with something else than tensors.
-    """
-    seen: dict[str, Calls] = {path: [] for path in paths}
-    if not paths:
-        return seen
-
-    def listen(path: str) -> Any:
-        def note(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if kwargs or not all(isinstance(value, torch.Tensor) for value in args):
-                raise ModelError(
-                    f"Module {path!r} is to be quantized by itself, but is called with more than "
-                    "tensors by position. Choose a module within it, or around it."
-                )
-            seen[path].append(tuple(value.detach().clone() for value in args))
-
-        return module.get_submodule(path).register_forward_pre_hook(note, with_kwargs=True)
-
-    handles = [listen(path) for path in paths]
-    try:
-        with evaluation_mode(module), torch.no_grad():
-            for batch in batches:
-                module(*batch)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return seen

@@ -17,16 +17,21 @@ from tvm import relax
 from tvm.ir import Call
 
 from relayquant.errors import ConfigError, ModelError, format_count
-from relayquant.pipeline import lower_prepared
+from relayquant.importers import import_torch
+from relayquant.pipeline import convert_model, lower_module, lower_prepared
 from relayquant.plan import Plan
 from relayquant.prepared import PreparedModel
 from relayquant.qtypes import QParams, Role
 from relayquant.rewrite import Emitter, rewrite_main
 from relayquant.rewrite.expressions import FunctionGraph, op_name
 from relayquant.torch.batch_norm import FoldedNorm
+from relayquant.torch.exported import export
+from relayquant.torch.openings import Parts, name_parameter
 from relayquant.torch.program import TorchProgram, Visitor, build_program
 from relayquant.torch.ranges import Ranges
+from relayquant.torch.reference_module import ReferenceModule
 from relayquant.torch.rounding import MOMENTUM, FakeQuantize, align_channels
+from relayquant.torch.standalone import Unit, finish_reference
 
 #: how far from the border of its cell a fitted weight is put, in steps: on the border the first
 #: step of an optimizer would undo the fit
@@ -39,17 +44,13 @@ EXACT_INTEGERS = 2**24
 CLIPS = ("relax.nn.relu", "relax.clip")
 
 
-def name_parameter(key: str) -> str:
-    """A name that torch allows: dots are its own."""
-    return key.replace(".", "/")
-
-
 @dataclass(frozen=True, eq=False)
 class Source:
     """What a trainable module is made of; a copy of the module shares it."""
 
     prepared: PreparedModel
     program: TorchProgram
+    unit: Unit | None = None
 
     def __deepcopy__(self, memo: Any) -> Source:
         """Itself: nothing of it changes."""
@@ -161,6 +162,8 @@ class TrainableModule(nn.Module):
         floats: float32 constants of operators that stay in float, by "<value>:<argument>".
         quantizers: What rounds, by the key of its group in the plan.
         norms: Batch norms with live statistics, by the value that they compute.
+        parts: Standalone submodules, trainable modules too, and the observed forms of custom ones,
+            by path, dots written as slashes.
     """
 
     def __init__(
@@ -169,11 +172,13 @@ class TrainableModule(nn.Module):
         ranges: Ranges,
         weight_ranges: Ranges,
         folded: Mapping[str, FoldedNorm],
+        unit: Unit | None = None,
     ) -> None:
         super().__init__()
         check_trainable(prepared)
-        program = build_program(prepared.graph)
-        self.source = Source(prepared, program)
+        program = build_program(prepared.graph, unit.opened.openings if unit else ())
+        self.source = Source(prepared, program, unit)
+        self.parts = Parts(unit.parts if unit else {})
         parameters = prepared.parameters
         self.quantizers = nn.ModuleDict(
             {
@@ -244,7 +249,9 @@ class TrainableModule(nn.Module):
         if not self.training:
             exact = {name: self.make_requantizer(each) for name, each in self.sums.items()}
             visit = {**exact, **visit}
-        return program.run(inputs, parameters, trained, self.round_value, visit)
+        unit = self.source.unit
+        fill = self.parts.make_filler(unit.opened.openings if unit else ())
+        return program.run(inputs, parameters, trained, self.round_value, visit, fill)
 
     def find_variable(self, key: str) -> str:
         """The parameter of the calibration graph that holds a constant."""
@@ -320,6 +327,12 @@ class TrainableModule(nn.Module):
             if isinstance(module, LiveBatchNorm):
                 yield module
 
+    def list_parts(self) -> Iterator[TrainableModule]:
+        """Standalone submodules."""
+        for module in self.parts.values():
+            if isinstance(module, TrainableModule):
+                yield module
+
     # ---- switches ----
 
     def freeze_ranges(self) -> TrainableModule:
@@ -336,6 +349,8 @@ class TrainableModule(nn.Module):
                 quantizer.is_frozen.fill_(is_frozen)
             if quantizer.log_factor is not None:
                 quantizer.log_factor.requires_grad_(not is_frozen)
+        for part in self.list_parts():
+            part._set_ranges(is_frozen)
         return self
 
     def freeze_statistics(self) -> TrainableModule:
@@ -349,6 +364,8 @@ class TrainableModule(nn.Module):
     def _set_statistics(self, is_frozen: bool) -> TrainableModule:
         for norm in self.list_norms():
             norm.is_frozen.fill_(is_frozen)
+        for part in self.list_parts():
+            part._set_statistics(is_frozen)
         return self
 
     # ---- results ----
@@ -356,11 +373,26 @@ class TrainableModule(nn.Module):
     @property
     def is_quantized(self) -> bool:
         """Whether anything is rounded."""
-        return bool(self.source.prepared.plan.groups)
+        own = bool(self.source.prepared.plan.groups)
+        return own or any(part.is_quantized for part in self.list_parts())
 
-    @torch.no_grad()
     def to_prepared(self) -> PreparedModel:
         """The calibrated model with what was trained: what `relayquant.lower` takes.
+
+        Raises:
+            ConfigError: a parameter is NaN or infinite; or the model calls standalone or custom
+                submodules, without which it is none.
+        """
+        if self.source.unit is not None:
+            raise ConfigError(
+                "A model with standalone or custom modules is no calibrated model of one graph. "
+                "Use relayquant.torch.convert, or relayquant.torch.convert_to_reference."
+            )
+        return self.collect()
+
+    @torch.no_grad()
+    def collect(self) -> PreparedModel:
+        """The calibrated graph with what was trained, submodules apart.
 
         Raises:
             ConfigError: a parameter is NaN or infinite.
@@ -388,11 +420,31 @@ class TrainableModule(nn.Module):
         The module in evaluation mode and the integer module agree within one step in every value
         that is computed from the same integers.
 
+        With standalone or custom submodules it is made of the reference form, which holds these,
+        for the shapes of the example inputs.
+
         Raises:
             ConfigError: training diverged.
+            ModelError: a custom module has no quantized form that a graph can hold.
         """
-        trained = self.to_prepared()
+        unit = self.source.unit
+        if unit is not None:
+            mod, _ = import_torch(export(self.to_reference(), unit.examples))
+            return lower_module(mod, unit.prepared.backend)
+        trained = self.collect()
         return lower_prepared(trained) if trained.plan.groups else trained.mod
+
+    def to_reference(self) -> ReferenceModule:
+        """See `relayquant.torch.convert_to_reference`."""
+        trained, unit = self.collect(), self.source.unit
+        if unit is None:
+            return ReferenceModule(convert_model(trained), trained.graph.inputs)
+        parts = {
+            path: part.to_reference() if isinstance(part, TrainableModule) else part
+            for path in unit.parts
+            for part in [self.parts.find(path)]
+        }
+        return finish_reference(replace(unit, prepared=trained, parts=parts))
 
     def extra_repr(self) -> str:
         plan = self.source.prepared.plan

@@ -24,11 +24,12 @@ from relayquant.rewrite import Skip
 from relayquant.settings import CalibrateSettings, PrepareSettings
 from relayquant.torch.batch_norm import FoldedNorm, Normalization, find_folded, find_norms
 from relayquant.torch.custom_config import PrepareCustomConfig
-from relayquant.torch.exported import export
+from relayquant.torch.exported import check_module, export, free_batch
 from relayquant.torch.exported import load as load_program
 from relayquant.torch.ranges import BatchNorm, Ranges
 
 if TYPE_CHECKING:
+    from relayquant.torch.standalone import Unit
     from relayquant.torch.trainable import TrainableModule
 
 
@@ -68,7 +69,11 @@ def prepare_qat(
             between channels before calibration, and those that are no part of a quantized
             operator with a constant weight stay frozen, with a warning that says why.
         dynamic_shapes: As for `torch.export.export`.
-        prepare_custom_config: Modules that stay in float, and train so.
+        prepare_custom_config: Modules that stay in float, and train so; standalone modules, which
+            train within a mapping and backend of their own; and custom ones, whose observed form
+            is called, and trains, in their place: `convert` makes the quantized form of it. With
+            the latter two the data for calibration is held at once, and the integer module has the
+            shapes of the example inputs.
 
     Returns:
         A `TrainableModule`; `convert` makes the integer module of it.
@@ -81,14 +86,38 @@ def prepare_qat(
         DataError: the data does not fit the module.
     """
     inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+    if prepare_custom_config is not None:
+        check_module(module)
+        prepare_custom_config.refuse_interface("prepare_qat")
+        backend, effort = resolve_backend(backend), resolve_effort(effort)
+        if prepare_custom_config.standalone or prepare_custom_config.custom:
+            if dynamic_shapes is not None:
+                raise ConfigError(
+                    "prepare_qat: a model with standalone and custom modules takes any number of "
+                    "samples if its example inputs hold more than one; leave out dynamic_shapes."
+                )
+            from relayquant.torch.standalone import UnitSettings, prepare_unit, read_batches
+
+            def finish(unit: Unit) -> TrainableModule:
+                folded = find_live(unit.mod, unit.params, unit.prepared) if is_live else {}
+                return build_trainable(unit.prepared, ranges, weight_ranges, folded, unit)
+
+            is_live = batch_norm is BatchNorm.LIVE
+            settings = UnitSettings(
+                backend=backend, effort=effort, normalization=batch_norm, frees_batch=True
+            )
+            batches = read_batches(module, inputs, calibration, frees_batch=True)
+            return finish(
+                prepare_unit(
+                    module, prepare_custom_config, batches, qconfig_mapping, settings, finish
+                )
+            )
+        mapping = qconfig_mapping or default_mapping(backend, effort)
+        qconfig_mapping = prepare_custom_config.extend_mapping(mapping, module)
     if dynamic_shapes is None:
+        import_trainable()
         dynamic_shapes = free_batch(inputs)
     mod, params = load_program(export(module, inputs, dynamic_shapes=dynamic_shapes))
-    if prepare_custom_config is not None:
-        prepare_custom_config.refuse_parts("prepare_qat")
-        backend = resolve_backend(backend)
-        mapping = qconfig_mapping or default_mapping(backend, resolve_effort(effort))
-        qconfig_mapping = prepare_custom_config.extend_mapping(mapping, module)
     return from_module(
         mod,
         params,
@@ -176,31 +205,18 @@ def import_trainable() -> Any:
     return trainable
 
 
-def free_batch(inputs: tuple[Any, ...]) -> Any:
-    """Dynamic shapes of example inputs: the first axis, where it holds more than one sample, as
-    far as the module allows.
-    """
-    import_trainable()
-    import torch  # pyright: ignore[reportMissingImports]
-
-    def free(value: Any) -> Any:
-        is_batch = isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape[0] > 1
-        return {0: torch.export.Dim.AUTO} if is_batch else None
-
-    return tuple(free(value) for value in inputs)
-
-
 def build_trainable(
     prepared: PreparedModel,
     ranges: Ranges,
     weight_ranges: Ranges | None,
     folded: Mapping[str, FoldedNorm],
+    unit: Unit | None = None,
 ) -> TrainableModule:
-    """The torch module of a calibrated model."""
+    """The torch module of a calibrated model; of one that calls submodules, with these."""
     # What observers saw belongs to what is trained from here on no more.
     prepared = replace(prepared, statistics={})
     chosen = ranges if weight_ranges is None else weight_ranges
-    return import_trainable().TrainableModule(prepared, ranges, chosen, folded)
+    return import_trainable().TrainableModule(prepared, ranges, chosen, folded, unit)
 
 
 def find_live(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from torch.ao.quantization.quantize_fx import convert_fx, prepare_fx  # noqa: E4
 from torch_models import ResidualBlock, ResidualNet, make  # noqa: E402
 
 from relayquant.rewrite import Graph  # noqa: E402
+from relayquant.rewrite.graph import constant_value  # noqa: E402
 from relayquant.torch import PrepareCustomConfig  # noqa: E402
 from relayquant.torch.custom_config import StandaloneRule  # noqa: E402
 
@@ -223,6 +225,64 @@ def test_set_standalone_module_name__float_modules_within():
     assert rq.verify(qmod, [data[0].numpy()]).is_equal
 
 
+CONV = "relax.qnn.conv2d"
+GIVEN = rq.QConfigMapping().set_global(rq.X86.default_qconfig)
+
+
+@pytest.mark.parametrize(
+    ("mapping", "by_class"), [pytest.param(None, False, marks=pytest.mark.slow), (GIVEN, True)]
+)
+def test_set_standalone_module_name__standalone_within_standalone(mapping, by_class):
+    """The `prepare_custom_config` of a standalone module has standalone modules of its own, with
+    mappings of their own; the caller's mapping, too, leaves the names within as they are.
+    """
+    net, data = make_net()
+    ours, theirs = PrepareCustomConfig(), TheirConfig()
+    if by_class:
+        ours = ours.set_standalone_module_class(ResidualBlock, FOUR_BITS)
+        theirs.set_standalone_module_class(ResidualBlock, None, None, None, None)
+    else:
+        for name in ("0", "1"):
+            ours = ours.set_standalone_module_name(name, FOUR_BITS)
+            theirs.set_standalone_module_name(name, None, None, None, None)
+    config = PrepareCustomConfig().set_standalone_module_name("layer1", None, ours)
+    outer = TheirConfig().set_standalone_module_name("layer1", None, None, theirs, None)
+    options = {**OPTIONS, "qconfig_mapping": mapping}
+    qmod = rq.torch.quantize(net, (data[0],), data, prepare_custom_config=config, **options)
+    rows = [row for row in rq.ledger(qmod).rows if row.op.endswith("conv2d")]
+    assert len(rows) == 6
+    assert all(row.quantized for row in rows)
+    graph = Graph(qmod)
+    calls = [graph.call_of(b.var) for b in graph.bindings if graph.op_name(b.var) == CONV]
+    peaks = [np.abs(constant_value(call.args[1]).astype("int32")).max() for call in calls]
+    assert sorted(peaks)[:5] == [7] * 5, "4 bits within"
+    assert max(peaks) > 100, "8 bits in the stem"
+    assert rq.verify(qmod, [data[0].numpy()]).is_equal
+    mapping = get_default_qconfig_mapping("x86")
+    prepared = prepare_fx(net, mapping, (data[0],), prepare_custom_config=outer)
+    assert isinstance(prepared.layer1, torch.fx.GraphModule)
+    kinds = {type(prepared.layer1.get_submodule(name)) for name in ("0", "1")}
+    assert kinds == {torch.nn.Module}, "FX takes it, and quantizes layer1 as one all the same"
+
+
+def test_set_standalone_module_class__of_the_class_of_the_standalone_module_itself():
+    """A rule of classes speaks of what is within, not of the module that it is the rule of."""
+    torch.manual_seed(0)
+    net = Around(Around(torch.nn.Linear(8, 8))).eval()
+    data = [torch.randn(4, 8) for _ in range(2)]
+    inner = PrepareCustomConfig().set_standalone_module_class(Around)
+    config = PrepareCustomConfig().set_standalone_module_name("block", None, inner)
+    with pytest.raises(rq.ConfigError, match="'Around', but the module has no such submodule"):
+        rq.torch.quantize(
+            net,
+            (data[0],),
+            data,
+            prepare_custom_config=config,
+            **OPTIONS,
+            qconfig_mapping=GIVEN,
+        )
+
+
 def test_set_standalone_module_class__each_by_itself_and_no_worse_than_fx():
     net, data = make_net()
     config = PrepareCustomConfig().set_standalone_module_class(ResidualBlock)
@@ -394,6 +454,35 @@ def test_set_float_to_observed_mapping__observed_then_quantized_as_in_fx():
     assert type(prepared.gain) is ObservedGain
 
 
+def test_set_float_to_observed_mapping__within_standalone():
+    """The `prepare_custom_config` of a standalone module has custom modules of its own: they
+    observe what calibration brings there.
+    """
+    torch.manual_seed(0)
+    net, data = Around(WithGain()).eval(), [torch.randn(16, 12) for _ in range(3)]
+    inner = CUSTOM.set_observed_to_quantized_mapping(ObservedGain, QuantizedGain)
+    config = PrepareCustomConfig().set_standalone_module_name("block", None, inner)
+    QuantizedGain.made.clear()
+    options = {**OPTIONS, "qconfig_mapping": GIVEN}
+    qmod = rq.torch.quantize(net, (data[0],), data, prepare_custom_config=config, **options)
+    (observed,) = QuantizedGain.made
+    with torch.no_grad():
+        hidden = [torch.relu(net.block.before(batch)) for batch in data]
+        by_hand = QuantizedGain.from_observed(observed)
+        want = net.block.after(by_hand(hidden[0])).numpy()
+    assert observed.calls == 3
+    assert observed.peak == max(float(each.abs().max()) for each in hidden)
+    (got,) = rq.reference.run(qmod, [data[0].numpy()])
+    assert measure_sqnr(want, got) > 30
+    assert rq.verify(qmod, [data[0].numpy()]).is_equal
+    theirs = TheirConfig().set_float_to_observed_mapping(Gain, ObservedGain)
+    outer = TheirConfig().set_standalone_module_name("block", None, None, theirs, None)
+    fx = prepare_fx(
+        net, get_default_qconfig_mapping("x86"), (data[0],), prepare_custom_config=outer
+    )
+    assert type(fx.block.gain) is torch.nn.Module, "FX takes it, and looks through the class"
+
+
 def test_set_observed_to_quantized_mapping__reference_operators_become_integers():
     """What a quantized form quantizes as PyTorch's programs do is computed on integers."""
     import torch.ao.quantization.fx._decomposed
@@ -493,15 +582,299 @@ def test_set_non_traceable_module_names__stay_in_float_in_code_that_runs():
     assert any(rows.values())
 
 
-@pytest.mark.parametrize(
-    "config", [INTEGERS, CUSTOM, PrepareCustomConfig().set_standalone_module_name("0")]
-)
-def test_prepare_custom_config__what_only_quantize_takes(config):
+@pytest.mark.parametrize("function", ["prepare", "prepare_qat"])
+def test_set_input_quantized_indexes__of_models_that_take_floats(function):
     net, x = torch.nn.Sequential(torch.nn.Linear(4, 4)), torch.ones(2, 4)
-    with pytest.raises(rq.ConfigError, match="prepare_qat takes the modules that stay in float"):
-        rq.torch.prepare_qat(net, (x,), calibration=[x], prepare_custom_config=config)
-    with pytest.raises(rq.ConfigError, match="prepare takes the modules that stay in float"):
-        rq.torch.prepare(net, (x,), prepare_custom_config=config)
+    options = {"calibration": [x]} if function == "prepare_qat" else {}
+    with pytest.raises(rq.ConfigError, match=f"{function} gives a model that takes and returns"):
+        getattr(rq.torch, function)(net, (x,), prepare_custom_config=INTEGERS, **options)
+
+
+# --- Training ---------------------------------------------------------------------------------
+
+
+def train(module, data, wanted, steps=20):
+    """The mean squared error before and after a few steps."""
+    optimizer = torch.optim.Adam(module.parameters(), lr=2e-3)
+    losses = []
+    module.train()
+    for i in range(steps):
+        loss = torch.nn.functional.mse_loss(module(data[i % len(data)]), wanted[i % len(data)])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    module.eval()
+    return np.mean(losses[:3]), np.mean(losses[-3:])
+
+
+def check_agreement(trained, data):
+    """The contract of `convert`: the integer module and the module in evaluation give the same, but
+    for single steps of values on the border of two.
+    """
+    qmod = rq.torch.convert(trained)
+    with torch.no_grad():
+        want = trained(data).numpy()
+    (got,) = rq.reference.run(qmod, [data.numpy()])
+    assert measure_sqnr(want, got) > 35
+    assert rq.verify(qmod, [data.numpy()]).is_equal
+    return qmod
+
+
+def test_set_standalone_module_name__trains_within_its_own_config_as_in_fx():
+    """`prepare_qat_fx` of a standalone module makes fake quantization of its own within; here 4
+    bits in the standalone module, 8 around it.
+    """
+    from torch.ao.quantization import get_default_qat_qconfig_mapping
+    from torch.ao.quantization.quantize_fx import prepare_qat_fx
+
+    net, data = make_net()
+    config = PrepareCustomConfig().set_standalone_module_name("layer1.0", FOUR_BITS)
+    trained = rq.torch.prepare_qat(
+        net, (data[0],), calibration=data, prepare_custom_config=config, **OPTIONS
+    )
+    with torch.no_grad():
+        wanted = [net(batch) for batch in data]
+    inner = trained.parts["layer1/0"]
+    again = copy.deepcopy(trained)
+    before = {key: value.clone() for key, value in inner.state_dict().items()}
+    start, end = train(trained, data, wanted)
+    assert end < start / 2
+    changed = [key for key, value in inner.state_dict().items() if not value.equal(before[key])]
+    assert any(key.startswith("weights.") for key in changed)
+    assert any(key.endswith("log_factor") for key in changed)
+    qmod = check_agreement(trained, data[0])
+    graph = Graph(qmod)
+    calls = [graph.call_of(b.var) for b in graph.bindings if graph.op_name(b.var) == CONV]
+    peaks = [np.abs(constant_value(call.args[1]).astype("int32")).max() for call in calls]
+    assert sorted(peaks)[:2] == [7] * 2, "4 bits within"
+    assert sorted(peaks)[2] > 7, "8 bits around"
+    # any number of samples; state goes round; switches reach what is within
+    assert trained(data[0][:2]).shape == (2, 5)
+    again.load_state_dict(trained.state_dict())
+    torch.testing.assert_close(again.eval()(data[0]), trained(data[0]), rtol=0, atol=0)
+    trained.freeze_ranges()
+    assert not any(v.requires_grad for k, v in trained.named_parameters() if "log_factor" in k)
+    # FX has an observed module of its own there.
+    theirs = TheirConfig()
+    theirs.set_standalone_module_name("layer1.0", None, (data[0],), TheirConfig(), None)
+    peer = prepare_qat_fx(net.train(), get_default_qat_qconfig_mapping("x86"), (data[0],), theirs)
+    assert isinstance(peer.layer1.get_submodule("0"), torch.fx.GraphModule)
+    assert any("fake_quant" in name for name, _ in peer.layer1.named_buffers())
+
+
+def test_set_standalone_module_name__trains_with_integers_in_and_out_as_in_fx():
+    """As without training: no float lies between caller and module."""
+    torch.manual_seed(0)
+    net, data = Linears().eval(), [torch.randn(4, 12) for _ in range(4)]
+    config = PrepareCustomConfig().set_standalone_module_name("inner", None, INTEGERS)
+    trained = rq.torch.prepare_qat(
+        net, (data[0],), calibration=data, prepare_custom_config=config, **OPTIONS
+    )
+    qmod = check_agreement(trained.eval(), data[0])
+    assert count_calls(qmod) == {"quantize": 1, "dequantize": 1, "requantize": 2}
+
+
+def test_set_float_to_observed_mapping__observed_form_trains_as_in_fx():
+    """It is called in place of the module, with gradients, and `convert` puts in the quantized form
+    of what it has become.
+    """
+    from torch.ao.quantization import get_default_qat_qconfig_mapping
+    from torch.ao.quantization.quantize_fx import prepare_qat_fx
+
+    torch.manual_seed(0)
+    net, data = WithGain().eval(), [torch.randn(16, 12) for _ in range(3)]
+    config = CUSTOM.set_observed_to_quantized_mapping(ObservedGain, QuantizedGain)
+    trained = rq.torch.prepare_qat(
+        net, (data[0],), calibration=data, prepare_custom_config=config, **OPTIONS
+    )
+    observed = trained.parts["gain"]
+    assert type(observed) is ObservedGain
+    gain, calls = observed.inner.gain.detach().clone(), observed.calls
+    start, end = train(trained, data, [torch.randn(16, 4) for _ in data])
+    assert end < start
+    assert observed.calls == calls + 20
+    assert not torch.equal(observed.inner.gain, gain)
+    QuantizedGain.made.clear()
+    check_agreement(trained, data[0])
+    (last,) = QuantizedGain.made
+    assert torch.equal(last.inner.gain, observed.inner.gain)
+    assert type(net.gain) is Gain, "the user's module is as it was"
+    assert torch.equal(net.gain.gain.detach(), torch.linspace(0.5, 2, 8))
+    theirs = TheirConfig().set_float_to_observed_mapping(Gain, ObservedGain)
+    mapping = get_default_qat_qconfig_mapping("x86")
+    peer = prepare_qat_fx(net.train(), mapping, (data[0],), theirs)
+    assert type(peer.gain) is ObservedGain
+
+
+def test_set_float_to_observed_mapping__trains_within_standalone_around_a_shortcut():
+    """Custom in standalone, called twice, with a value that goes round it; batch norms with live
+    statistics on both sides.
+    """
+
+    class Twice(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm = torch.nn.Conv2d(4, 4, 1), torch.nn.BatchNorm2d(4)
+            self.gain = Gain(6)
+
+        def forward(self, x):
+            y = self.norm(self.conv(x))
+            return {"sum": self.gain(y) + self.gain(torch.relu(y)) + y, "none": None}
+
+    class Outer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm = torch.nn.Conv2d(4, 4, 1), torch.nn.BatchNorm2d(4)
+            self.block = Twice()
+
+        def forward(self, x):
+            return self.conv(torch.relu(self.norm(self.block(self.norm(self.conv(x)))["sum"])))
+
+    torch.manual_seed(0)
+    net, data = Outer().eval(), [torch.randn(8, 4, 6, 6) for _ in range(2)]
+    inner = CUSTOM.set_observed_to_quantized_mapping(ObservedGain, QuantizedGain)
+    config = PrepareCustomConfig().set_standalone_module_name("block", None, inner)
+    trained = rq.torch.prepare_qat(
+        net, (data[0],), calibration=data, prepare_custom_config=config, **OPTIONS
+    )
+    start, end = train(trained, data, [torch.randn(8, 4, 6, 6) for _ in data])
+    assert end < start
+    check_agreement(trained, data[0])
+    with pytest.raises(rq.ConfigError, match="is no calibrated model of one graph"):
+        trained.to_prepared()
+
+
+# --- Code that runs ---------------------------------------------------------------------------
+
+
+class Loop(torch.nn.Module):
+    """Data decide how often it goes round; the inner modules are called in it."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.before, self.inner, self.after = torch.nn.Linear(12, 8), inner, torch.nn.Linear(8, 4)
+
+    def forward(self, x):
+        h = torch.relu(self.before(x))
+        for _ in range(1 + int(x.sum() > 0)):
+            h = h + self.inner(h)
+        return self.after(h)
+
+
+def calibrate_loop(net, config, mapping=None):
+    """(prepared, converted, the data) of a network whose loop is passed once and twice."""
+    data = [sign * torch.rand(4, 12) for sign in (1, -1, 1)]
+    prepared = rq.torch.prepare(
+        net, (data[0],), qconfig_mapping=mapping, prepare_custom_config=config, **OPTIONS
+    )
+    for batch in data[1:]:
+        prepared(batch)
+    return prepared, rq.torch.convert(prepared), data
+
+
+@pytest.mark.parametrize(("mapping", "integers"), [(None, None), (GIVEN, INTEGERS)])
+def test_set_standalone_module_name__unit_of_code_that_runs(mapping, integers):
+    """A module by itself, with a mapping of its own, wherever control flow calls it; FX traces no
+    such code. It gives what quantizing it alone, on its calls, gives.
+    """
+    torch.manual_seed(0)
+    inner = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8))
+    net = Loop(inner).eval()
+    config = PrepareCustomConfig().set_standalone_module_name("inner", FOUR_BITS, integers)
+    calls = []
+    handle = inner.register_forward_pre_hook(lambda m, args: calls.append(args[0].clone()))
+    _, converted, data = calibrate_loop(net, config, mapping)
+    handle.remove()
+    calls = calls[:5]  # calibration's: torch.export calls it, too
+    alone = rq.torch.quantize(
+        inner, (calls[0],), calls, qconfig_mapping=FOUR_BITS, prepare_custom_config=integers,
+        **OPTIONS
+    )  # fmt: skip
+    part = converted.parts["inner"]
+    if integers is None:
+        with torch.no_grad():
+            (want,) = rq.reference.run(alone, [calls[1].numpy()])
+        np.testing.assert_array_equal(part(calls[1]).numpy(), want)
+    else:
+        assert [value.dtype for value in rq.ledger(part.mod).inputs] == ["uint8"]
+    rows = {row.name: row for row in converted.ledger.rows}
+    assert all(
+        rows[name].quantized for name in ("before", "inner.0", "inner.2", "after") if name in rows
+    )
+    assert any(name.startswith("inner.") for name in rows)
+    assert part.mod in converted.modules
+    hook = inner.register_forward_hook(lambda m, args, result: None)  # as if nothing had changed
+    with torch.no_grad():
+        for batch in data:
+            want = net(batch)
+            assert measure_sqnr(want.numpy(), converted(batch).numpy()) > 12
+    hook.remove()
+    assert "forward" not in inner.__dict__
+
+
+def test_set_float_to_observed_mapping__observed_then_quantized_in_code_that_runs():
+    """The observed form is called at each call of calibration, the quantized one afterwards; both
+    from within loops and functions, and with more than tensors.
+    """
+    torch.manual_seed(0)
+    net = Loop(Gain(8)).eval()
+    config = CUSTOM.set_observed_to_quantized_mapping(ObservedGain, QuantizedGain)
+    QuantizedGain.made.clear()
+    _, converted, data = calibrate_loop(net, config)
+    (observed,) = QuantizedGain.made
+    assert observed.calls == 5
+    assert type(converted.parts["inner"]) is QuantizedGain
+    assert type(net.inner) is Gain
+    with torch.no_grad():
+        for batch in data:
+            h = torch.relu(net.before(batch))
+            for _ in range(1 + int(batch.sum() > 0)):
+                h = h + converted.parts["inner"](h)
+            assert measure_sqnr(net.after(h).numpy(), converted(batch).numpy()) > 25
+    rows = [row for row in converted.ledger.rows if row.name.startswith("inner")]
+    assert [row.reason for row in rows] == ["it is custom: its quantized form is called"]
+    assert sum(row.quantized for row in converted.ledger.rows) >= 2
+
+
+def test_set_standalone_module_name__in_code_that_runs_with_parts_within():
+    """Standalone holds custom; results are a dict; the whole is a function."""
+
+    class Pair(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.gain = torch.nn.Linear(8, 8), Gain(8)
+
+        def forward(self, x):
+            return {"sum": self.gain(self.first(x)) + x, "none": None}
+
+    torch.manual_seed(0)
+    pair, head = Pair().eval(), torch.nn.Linear(8, 3)
+
+    def run(x):
+        y = pair(x)["sum"]
+        if x.sum() > 0:
+            y = pair(y)["sum"]
+        return head(y)
+
+    inner = CUSTOM.set_observed_to_quantized_mapping(ObservedGain, QuantizedGain)
+    config = PrepareCustomConfig().set_standalone_module_class(Pair, None, inner)
+    data = [sign * torch.rand(4, 8) for sign in (1, -1)]
+    prepared = rq.torch.prepare(run, (data[0],), prepare_custom_config=config, **OPTIONS)
+    prepared(data[1])
+    converted = rq.torch.convert(prepared)
+    assert list(converted.parts) == ["pair"]
+    with torch.no_grad():
+        for batch in data:
+            assert measure_sqnr(run(batch).numpy(), converted(batch).numpy()) > 20
+
+
+def test_set_standalone_module_name__that_writes_into_what_it_gets():
+    inner = torch.nn.Sequential(torch.nn.ReLU(inplace=True), torch.nn.Linear(8, 8))
+    config = PrepareCustomConfig().set_standalone_module_name("inner")
+    with pytest.raises(rq.ModelError, match=r"'inner' .* writes into a tensor that it is called"):
+        calibrate_loop(Loop(inner).eval(), config)
+    assert "forward" not in inner.__dict__
 
 
 # --- Messages ---------------------------------------------------------------------------------
@@ -520,7 +893,7 @@ def test_prepare_custom_config__what_only_quantize_takes(config):
         ),
         (
             lambda c: c.set_standalone_module_name("layer1", None, CUSTOM),
-            "of standalone 'layer1' names standalone or custom modules within",
+            "'Gain', but the module has no such submodule",
         ),
         (
             lambda c: (
@@ -528,7 +901,7 @@ def test_prepare_custom_config__what_only_quantize_takes(config):
                 .set_float_to_observed_mapping(torch.nn.BatchNorm2d, ObservedGain)
                 .set_observed_to_quantized_mapping(ObservedGain, QuantizedGain)
             ),
-            "makes 'layer1.0.bn1' custom, and 'layer1', which holds it, standalone",
+            "makes 'layer1.0.bn1' custom, and 'layer1', which holds it, standalone. Say so in the",
         ),
     ],
 )

@@ -16,7 +16,12 @@ from relayquant.torch.define_by_run.functions import FunctionNames
 #: what calls a module's `forward`
 CALL_MODULE = torch.nn.Module._call_impl.__code__
 #: code that stands between a module's caller and its `forward`
-_TRANSPARENT = (torch.nn.Module._wrapped_call_impl.__code__, ModuleForward.__call__.__code__)
+_TRANSPARENT = (
+    torch.nn.Module._wrapped_call_impl.__code__,
+    ModuleForward.__call__.__code__,
+    # where there are hooks, which come and go without the operator being another one
+    *(code for code in CALL_MODULE.co_consts if isinstance(code, CodeType)),
+)
 #: where code lies that is not the user's
 _LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
 

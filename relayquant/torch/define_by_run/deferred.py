@@ -98,13 +98,17 @@ def compute(value: DeferredTensor) -> torch.Tensor:
     if value.floats is None:
         with torch._C.DisableTorchFunction(), torch.no_grad():
             if value.integers is not None:
-                tensor, qparams = value.integers
-                integers = tensor.to(torch.int32) - int(qparams.zero_point)
-                value.floats = integers * float(qparams.scale)
+                value.floats = dequantize_tensor(*value.integers)
             else:
                 assert value.passing is not None
                 value.floats = value.passing.compute_in_float()[value.number]
     return value.floats
+
+
+def dequantize_tensor(tensor: torch.Tensor, qparams: QParams) -> torch.Tensor:
+    """What `qnn.dequantize` computes."""
+    integers = tensor.to(torch.int32) - int(qparams.zero_point)
+    return integers * float(qparams.scale)
 
 
 class ValuePool:

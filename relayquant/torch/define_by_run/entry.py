@@ -9,7 +9,7 @@ from typing import Any
 from relayquant.arguments import check_arguments
 from relayquant.backends import resolve_backend
 from relayquant.config import BackendConfig, QConfigMapping
-from relayquant.effort import Effort, default_mapping, resolve_effort
+from relayquant.effort import Effort
 from relayquant.errors import ConfigError, MissingDependencyError, suggest_name
 from relayquant.settings import QuantizeSettings
 from relayquant.torch.custom_config import PrepareCustomConfig
@@ -68,7 +68,9 @@ def prepare(
             of `Unseen` will do.
         strict_order: Every call must pass the operators of the first, in its order; another is an
             error, at calibration and afterwards.
-        prepare_custom_config: Modules that stay in float, by path or class.
+        prepare_custom_config: By path or class, modules that stay in float; standalone modules,
+            each an integer module of its own, calibrated on its calls; and custom ones, whose
+            observed form is called, and after `convert` the quantized one.
 
     Returns:
         A `relayquant.torch.define_by_run.program.PreparedProgram`: call it like the model, with
@@ -84,20 +86,18 @@ def prepare(
         raise MissingDependencyError(
             "Calibrating PyTorch code needs PyTorch. Run: pip install 'relayquant[torch]'"
         ) from None
-    from relayquant.torch.define_by_run.call_sites import join_modules
     from relayquant.torch.define_by_run.program import PreparedProgram
 
     if prepare_custom_config is not None:
-        prepare_custom_config.refuse_parts("prepare")
-        backend = resolve_backend(backend)
-        mapping = qconfig_mapping or default_mapping(backend, resolve_effort(effort))
-        qconfig_mapping = prepare_custom_config.extend_mapping(mapping, join_modules(model))
+        prepare_custom_config.refuse_interface("prepare")
     settings = QuantizeSettings(
         effort=effort,
         backend=resolve_backend(backend),
         qconfig_mapping=qconfig_mapping,
         calibration=calibration,
     )
-    prepared = PreparedProgram(model, settings, resolve_unseen(unseen), strict_order)
+    prepared = PreparedProgram(
+        model, settings, resolve_unseen(unseen), strict_order, prepare_custom_config
+    )
     prepared(*example_inputs)
     return prepared

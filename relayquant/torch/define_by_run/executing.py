@@ -287,10 +287,11 @@ class RunningCode(TorchFunctionMode):
         warned: set[CallSite],
         pool: ValuePool,
         calls: Mapping[Any, ModuleCall],
+        parts: Mapping[int, ModuleCall],
     ) -> None:
         super().__init__()
         self.sites, self.places, self.unseen, self.order = sites, places, unseen, order
-        self.pool, self._calls = pool, calls
+        self.pool, self._calls, self._parts = pool, calls, parts
         #: whether values of runs are to say which they are, though their numbers are known
         self.defers = False
         self._depth = torch._C._len_torch_function_stack() + 1
@@ -353,6 +354,9 @@ class RunningCode(TorchFunctionMode):
         """The place that calls a module, whose innermost frame is given; None if it has none, or a
         hook stands between.
         """
+        part = self._parts.get(id(module))
+        if part is not None:
+            return part
         if self.order is not None or frame.f_code is not CALL_MODULE:
             return None
         return self._calls.get((id(module), self.sites.find_outer(frame)))

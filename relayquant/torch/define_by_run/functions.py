@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch  # pyright: ignore[reportMissingImports]
@@ -92,8 +93,28 @@ WRITERS = frozenset(
 )
 
 
+@dataclass(frozen=True, eq=False)
+class PartFunction:
+    """A standalone or custom module, as the function that is called in its place.
+
+    Attributes:
+        name: Of its class.
+        form: What is called.
+        reason: What the ledger says of it.
+    """
+
+    name: str
+    form: Callable[..., Any]
+    reason: str
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.form(*args, **kwargs)
+
+
 def name_function(function: Callable[..., Any]) -> str:
     """Its name; that of the property where it reads one."""
+    if isinstance(function, PartFunction):
+        return function.name
     name = getattr(function, "__name__", type(function).__name__)
     if name == "__get__":
         return function.__self__.__name__

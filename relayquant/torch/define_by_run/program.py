@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch  # pyright: ignore[reportMissingImports]
@@ -11,17 +12,19 @@ import tvm
 from torch.utils import _pytree as pytree  # pyright: ignore[reportMissingImports]
 
 from relayquant.compilation import compile
+from relayquant.effort import default_mapping
 from relayquant.errors import ModelError
 from relayquant.ledger import Ledger, read_ledger
 from relayquant.quantizer import quantize
 from relayquant.settings import QuantizeSettings
+from relayquant.torch.custom_config import PrepareCustomConfig
 from relayquant.torch.define_by_run.arguments import (
     FlatArguments,
     Slot,
     join_arguments,
     split_arguments,
 )
-from relayquant.torch.define_by_run.call_sites import CallSite, SiteKey, SiteTable
+from relayquant.torch.define_by_run.call_sites import CallSite, SiteKey, SiteTable, join_modules
 from relayquant.torch.define_by_run.deferred import DeferredTensor, ValuePool, compute
 from relayquant.torch.define_by_run.entry import Unseen
 from relayquant.torch.define_by_run.executing import (
@@ -32,6 +35,12 @@ from relayquant.torch.define_by_run.executing import (
 )
 from relayquant.torch.define_by_run.forwards import ModuleForward, replacing_forwards
 from relayquant.torch.define_by_run.module_calls import find_calls
+from relayquant.torch.define_by_run.part_calls import (
+    ModelParts,
+    PartCall,
+    StandaloneModule,
+    find_dynamic,
+)
 from relayquant.torch.define_by_run.runs import QuantizedRun, join_ledgers, quantize_runs
 from relayquant.torch.define_by_run.tape import ModelConstants, RecordedCall, Tape, TensorFile
 from relayquant.torch.exported import export, load
@@ -60,6 +69,7 @@ class PreparedProgram:
         settings: QuantizeSettings,
         unseen: Unseen,
         strict_order: bool,
+        config: PrepareCustomConfig | None = None,
     ) -> None:
         self.model, self.settings, self.unseen = model, settings, unseen
         self.strict_order = strict_order
@@ -68,6 +78,17 @@ class PreparedProgram:
         self._file = TensorFile()
         self._evaluation = Evaluation(self._table.parts)
         self._tapes: list[Tape] = []
+        self._parts: ModelParts | None = None
+        self._part_calls: dict[int, PartCall] = {}
+        if config is not None:
+            whole, given = join_modules(model), settings.qconfig_mapping
+            if config.standalone or config.custom:
+                self._parts = ModelParts.find(whole, config, given, self._file)
+                self._part_calls = self._parts.observe()
+            mapping = given or default_mapping(settings.backend, settings.level)
+            mapping = config.extend_mapping(mapping, whole)
+            self.settings = replace(settings, qconfig_mapping=mapping)
+        self._forwards = replace_forwards(self._part_calls, self._table.parts)
 
     @property
     def sites(self) -> tuple[CallSite, ...]:
@@ -92,9 +113,11 @@ class PreparedProgram:
         """
         tensors: list[torch.Tensor] = []
         arguments = split_arguments((args, kwargs), tensors)
-        recorder = RecordedCall(self._table, self._constants, self._file, tensors, self.order)
+        recorder = RecordedCall(
+            self._table, self._constants, self._file, tensors, self.order, self._part_calls
+        )
         inputs = tuple(map(self._file.append, tensors))
-        with self._evaluation:
+        with self._evaluation, replacing_forwards(self._forwards, recorder):
             result = run_model(self.model, recorder, args, kwargs)
         tape = recorder.finish()
         tape.arguments, tape.inputs = arguments, inputs
@@ -108,8 +131,10 @@ class PreparedProgram:
         if whole is not None:
             return whole
         runs = quantize_runs(self._tapes, self._constants, self._file, self.settings)
+        forms = {} if self._parts is None else self._parts.convert(self.settings)
+        calls = {} if self._parts is None else self._parts.make_calls(forms)
         return QuantizedProgram(
-            self.model, self._table, self._constants, runs, self.unseen, self.order
+            self.model, self._table, self._constants, runs, self.unseen, self.order, forms, calls
         )
 
     def _quantize_whole(self) -> QuantizedWhole | None:
@@ -117,6 +142,8 @@ class PreparedProgram:
         first = self._tapes[0]
         is_module = isinstance(self.model, torch.nn.Module)
         args, kwargs = first.arguments
+        if self._parts is not None:
+            return None  # each has a place of its own in the code
         if not is_module or kwargs or not all(map(is_flat, args)):
             return None
         for tape in self._tapes:
@@ -126,21 +153,12 @@ class PreparedProgram:
                 return None
         if any(tape.has_state for tape in self._tapes):
             return None
-        sizes = [tape.sizes for tape in self._tapes]
-        dims = tuple(
-            {
-                axis: torch.export.Dim.AUTO
-                for axis in range(len(shape))
-                if len({size[k][axis] for size in sizes}) > 1
-            }
-            for k, shape in enumerate(first.sizes)
-        )
         examples = tuple(map(self._file.read, first.inputs))
         try:
             program = export(
                 self.model,
                 join_arguments(args, examples),
-                dynamic_shapes=dims if any(dims) else None,
+                dynamic_shapes=find_dynamic([tape.sizes for tape in self._tapes]),
             )
             mod, params = load(program)
         except ModelError:
@@ -201,6 +219,8 @@ class QuantizedProgram:
         model: The user's model, whose code runs.
         runs: The straight runs.
         sites: The operators that calibration came to.
+        parts: What is called in the places of standalone and custom modules, by path: a
+            `StandaloneModule`, or the quantized form.
     """
 
     def __init__(
@@ -211,7 +231,10 @@ class QuantizedProgram:
         runs: Sequence[QuantizedRun],
         unseen: Unseen,
         order: Sequence[CallSite] | None,
+        forms: Mapping[str, Any],
+        part_calls: Mapping[int, PartCall],
     ) -> None:
+        self.parts, self._part_calls = dict(forms), part_calls
         self.model, self.runs = model, tuple(runs)
         self._table, self._unseen, self._order = table, unseen, order
         self._warned: set[CallSite] = set()
@@ -220,7 +243,10 @@ class QuantizedProgram:
         self._places = find_places(table, self.runs, constants)
         self._calls = find_calls(table.parts, self._places)
         modules = {id(call.span.module): call.span.module for call in self._calls.values()}
-        self._forwards = tuple(map(ModuleForward, modules.values()))
+        self._forwards = (
+            *map(ModuleForward, modules.values()),
+            *replace_forwards(part_calls, table.parts),
+        )
 
     @property
     def sites(self) -> tuple[CallSite, ...]:
@@ -229,12 +255,14 @@ class QuantizedProgram:
     @property
     def modules(self) -> tuple[tvm.IRModule, ...]:
         """The integer modules that the model is made of."""
-        return tuple(run.mod for run in self.runs)
+        alone = (p.mod for p in self.parts.values() if isinstance(p, StandaloneModule))
+        return (*(run.mod for run in self.runs), *alone)
 
     @property
     def ledger(self) -> Ledger:
         """What was quantized, and why what was not, of all parts: integer modules and PyTorch."""
-        return join_ledgers(self.runs, self.sites)
+        alone = [p.ledger for p in self.parts.values() if isinstance(p, StandaloneModule)]
+        return join_ledgers(self.runs, self.sites, alone)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model.
@@ -251,6 +279,7 @@ class QuantizedProgram:
             self._warned,
             self._find_pool(),
             self._calls,
+            self._part_calls,
         )
         with self._evaluation, replacing_forwards(self._forwards, code):
             result = run_model(self.model, code, args, kwargs)
@@ -263,6 +292,13 @@ class QuantizedProgram:
         if not hasattr(self._thread, "pool"):
             self._thread.pool = ValuePool()
         return self._thread.pool
+
+
+def replace_forwards(
+    calls: Mapping[int, PartCall], modules: Sequence[torch.nn.Module]
+) -> tuple[ModuleForward, ...]:
+    """What stands in for the `forward` of modules that are called another way."""
+    return tuple(ModuleForward(module) for module in modules if id(module) in calls)
 
 
 def find_places(

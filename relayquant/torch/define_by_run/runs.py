@@ -289,9 +289,13 @@ def check_rules(mapping: QConfigMapping, plans: Collection[PreparedModel]) -> No
             )
 
 
-def join_ledgers(runs: Sequence[QuantizedRun], sites: Collection[CallSite]) -> Ledger:
-    """One ledger of all parts: the rows of each run, and one for each operator in PyTorch."""
-    ledgers = [read_ledger(run.mod) for run in runs]
+def join_ledgers(
+    runs: Sequence[QuantizedRun], sites: Collection[CallSite], alone: Sequence[Ledger] = ()
+) -> Ledger:
+    """One ledger of all parts: the rows of each run and of each standalone module, and one for each
+    operator in PyTorch.
+    """
+    ledgers = [*(read_ledger(run.mod) for run in runs), *alone]
     inside = {site for run in runs for site in run.block.sites}
     rows = [row for ledger in ledgers for row in ledger.rows]
     for site in sites:

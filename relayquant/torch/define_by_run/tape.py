@@ -12,6 +12,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -28,10 +29,12 @@ from relayquant.torch.define_by_run.arguments import (
     split_arguments,
 )
 from relayquant.torch.define_by_run.call_sites import CallSite, SiteTable
+from relayquant.torch.define_by_run.forwards import ModuleCall
 from relayquant.torch.define_by_run.functions import (
     DROPOUT,
     RANDOM,
     SIZED_BY_VALUES,
+    PartFunction,
     find_pure,
     may_write,
 )
@@ -225,9 +228,10 @@ class RecordedCall(TorchFunctionMode):
         file: TensorFile,
         arguments: Sequence[torch.Tensor],
         order: Sequence[CallSite] | None = None,
+        parts: Mapping[int, ModuleCall] | None = None,
     ) -> None:
         super().__init__()
-        self.order = order
+        self.order, self._parts = order, parts or {}
         self.sites, self.constants, self.file = sites, constants, file
         self.tape = Tape()
         #: id of a tensor -> (the tensor, which may be gone, number of its value)
@@ -239,6 +243,10 @@ class RecordedCall(TorchFunctionMode):
         self._forms: dict[tuple[torch.Size, torch.dtype], ValueForm] = {}
         #: id of a tensor that the call was given or has made without another -> the tensor
         self._own = {id(tensor): weakref.ref(tensor) for tensor in arguments}
+
+    def find_call(self, module: torch.nn.Module, frame: FrameType) -> ModuleCall | None:
+        """The call of a standalone or custom module; None for any other."""
+        return self._parts.get(id(module))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -264,11 +272,15 @@ class RecordedCall(TorchFunctionMode):
         result = func(*args, **kwargs)
         written = [i for i, version in enumerate(versions) if read_version(tensors[i]) != version]
         read = read_result(result)
-        is_drawn = name in RANDOM or (name in DROPOUT and bool(kwargs.get("training", True)))
+        is_part = isinstance(func, PartFunction)  # it is called once, and what it gives is stored
+        is_drawn = is_part or name in RANDOM
+        is_drawn |= name in DROPOUT and bool(kwargs.get("training", True))
         is_target = bool(written) and read is not None and read[1][0] is tensors[0]
         pure = None
         call = Call(func, arguments)
-        if read is None:
+        if is_part:
+            site.reason = func.reason
+        elif read is None:
             site.reason = "its result is no tensor"
         elif is_drawn:
             site.reason = "it draws random numbers"
@@ -279,7 +291,7 @@ class RecordedCall(TorchFunctionMode):
         elif written == [0] and is_target and not self.has_aliases(tensors[0]):
             found = find_pure(func, name, arguments[1])
             pure = Call(found[0], (arguments[0], found[1])) if found else None
-        if written and pure is None:
+        if written and pure is None and not is_part:
             site.reason = "it writes into a tensor that others may look at"
         for i in written if pure is None else ():
             self.keep_views(tensors[i])
@@ -293,6 +305,8 @@ class RecordedCall(TorchFunctionMode):
         changed = tuple(
             (i, self.add_value(tensors[i])) for i in written if not (is_target and i == 0)
         )
+        for i, value in changed if is_drawn else ():
+            self.tape.stored[value] = self.file.append(tensors[i])
         form = None if read is None else read[0]
         call, pure = self.keep_calls(site, call, pure)
         self.tape.steps.append(

@@ -1,0 +1,273 @@
+"""A module without some of its submodules: a graph of its own, with an opening where it calls one.
+
+In front of the data flow. What the graph computes for a call leaves it as further results; what the
+call gives enters it as further inputs. So a submodule may be anything that PyTorch calls, and the
+rest is prepared, calibrated and trained as any module is.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from relayquant.errors import ModelError
+from relayquant.torch.exported import evaluation_mode
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class TensorTree:
+    """What a call returned, but for its tensors.
+
+    Attributes:
+        spec: How the leaves hang together.
+        rest: The leaves, with None in the places of tensors.
+        are_tensors: Which leaves are tensors.
+    """
+
+    spec: Any
+    rest: tuple[Any, ...]
+    are_tensors: tuple[bool, ...]
+
+    @staticmethod
+    def split(value: Any) -> tuple[TensorTree, Tensors]:
+        """(the tree, its tensors) of a value."""
+        leaves, spec = pytree.tree_flatten(value)
+        marks = tuple(isinstance(leaf, torch.Tensor) for leaf in leaves)
+        rest = (None if mark else leaf for leaf, mark in zip(leaves, marks, strict=True))
+        tensors = (leaf for leaf, mark in zip(leaves, marks, strict=True) if mark)
+        return TensorTree(spec, tuple(rest), marks), tuple(tensors)
+
+    def join(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The value with these tensors."""
+        given = iter(tensors)
+        leaves = [
+            next(given) if mark else leaf
+            for leaf, mark in zip(self.rest, self.are_tensors, strict=True)
+        ]
+        return pytree.tree_unflatten(leaves, self.spec)
+
+
+@dataclass(frozen=True, eq=False)
+class SubmoduleCall:
+    """One call of a submodule: with what, and what it gave."""
+
+    path: str
+    taken: Tensors
+    form: TensorTree
+    given: Tensors
+
+
+@dataclass(frozen=True)
+class Opening:
+    """Where a graph calls a submodule.
+
+    Attributes:
+        path: Of the submodule.
+        taken: Numbers of the graph's results that it is called with.
+        given: Numbers of the graph's inputs that it gives.
+    """
+
+    path: str
+    taken: tuple[int, ...]
+    given: tuple[int, ...]
+
+
+def record_calls(
+    module: nn.Module, paths: Sequence[str], batches: Sequence[Tensors]
+) -> list[list[SubmoduleCall]]:
+    """The calls of submodules, in order, when the module runs on each batch.
+
+    Raises:
+        ModelError: one is called with something else than tensors, or not at all; or the calls
+            differ from batch to batch.
+    """
+    calls: list[list[SubmoduleCall]] = []
+
+    def listen(path: str) -> Iterator[Any]:
+        began: list[Tensors] = []
+
+        def begin(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if kwargs or not all(isinstance(value, torch.Tensor) for value in args):
+                raise ModelError(
+                    f"Module {path!r} is to be quantized by itself, but is called with more than "
+                    "tensors by position. Choose a module within it, or around it."
+                )
+            began.append(tuple(value.detach().clone() for value in args))
+
+        def end(part: nn.Module, args: Any, result: Any) -> None:
+            form, tensors = TensorTree.split(result)
+            given = tuple(tensor.detach().clone() for tensor in tensors)
+            calls[-1].append(SubmoduleCall(path, began.pop(), form, given))
+
+        part = module.get_submodule(path)
+        yield part.register_forward_pre_hook(begin, with_kwargs=True)
+        yield part.register_forward_hook(end)
+
+    handles = [handle for path in paths for handle in listen(path)]
+    try:
+        with evaluation_mode(module), torch.no_grad():
+            for batch in batches:
+                calls.append([])
+                module(*batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    check_calls(calls, paths)
+    return calls
+
+
+def check_calls(calls: Sequence[Sequence[SubmoduleCall]], paths: Sequence[str]) -> None:
+    """That every batch calls the same submodules in the same order.
+
+    Raises:
+        ModelError: it does not, or one is not called.
+    """
+    rows = [[call.path for call in row] for row in calls]
+    for path in paths:
+        if not any(path in row for row in rows):
+            raise ModelError(
+                f"Module {path!r} is to be quantized by itself, but the model does not call it."
+            )
+    for row in rows[1:]:
+        if row != rows[0]:
+            raise ModelError(
+                f"The model calls its standalone and custom modules in one order for one input "
+                f"({', '.join(rows[0])}) and in another for another ({', '.join(row)}), which no "
+                "graph does. Use relayquant.torch.prepare, which runs the model's own code."
+            )
+
+
+class Stub(nn.Module):
+    """Stands for a submodule: notes what it is called with, and gives what is said."""
+
+    def __init__(self, visit: Visit) -> None:
+        super().__init__()
+        self.visit = visit
+
+    def forward(self, *args: torch.Tensor) -> Any:
+        return self.visit.call(args)
+
+
+class Visit:
+    """One run of a module with openings."""
+
+    def __init__(self, calls: Sequence[SubmoduleCall]) -> None:
+        self._forms = [call.form for call in calls]
+        self._count = 0
+        self._given: list[torch.Tensor] = []
+        self.taken: list[torch.Tensor] = []
+
+    def begin(self, given: Sequence[torch.Tensor]) -> None:
+        """Start, with all that calls give."""
+        self._count, self._given, self.taken = 0, list(given), []
+
+    def call(self, args: Tensors) -> Any:
+        """The next call."""
+        form = self._forms[self._count]
+        self._count += 1
+        self.taken.extend(value.clone() for value in args)  # it may be written into later
+        size = sum(form.are_tensors)
+        given, self._given = self._given[:size], self._given[size:]
+        return form.join(given)
+
+
+@dataclass(frozen=True, eq=False)
+class OpenedModule:
+    """A module with openings.
+
+    Attributes:
+        module: It takes, behind its own inputs, what calls of submodules give, and returns, behind
+            its own results, what they are called with.
+        openings: Where.
+        form: Of its own results.
+        count: How many tensors these are.
+    """
+
+    module: nn.Module
+    openings: tuple[Opening, ...]
+    form: TensorTree
+    count: int
+
+
+def open_module(
+    module: nn.Module, names: Sequence[str], example: Tensors, calls: Sequence[SubmoduleCall]
+) -> OpenedModule:
+    """A copy of a module with an opening for each of these calls, which it makes for an example.
+
+    x -> f(part(g(x))) becomes x, given -> f(given), g(x).
+
+    Args:
+        names: Of the module's inputs.
+    """
+    twin = copy.deepcopy(module)
+    visit, call_twin, count = Visit(calls), twin.forward, len(names)
+    stub = Stub(visit)
+    place(twin, {call.path: stub for call in calls})
+
+    def forward(*values: torch.Tensor) -> Tensors:
+        visit.begin(values[count:])
+        _, tensors = TensorTree.split(call_twin(*values[:count]))
+        return (*tensors, *visit.taken)
+
+    visit.begin([tensor for call in calls for tensor in call.given])
+    with evaluation_mode(twin), torch.no_grad():
+        form, results = TensorTree.split(call_twin(*example))
+    inputs, outputs = len(names), len(results)
+    openings: list[Opening] = []
+    for call in calls:
+        taken = tuple(range(outputs, outputs := outputs + len(call.taken)))
+        given = tuple(range(inputs, inputs := inputs + len(call.given)))
+        openings.append(Opening(call.path, taken, given))
+    given_names = (f"given_{i}" for i in range(inputs - len(names)))
+    forward.__signature__ = list_parameters([*names, *given_names])  # names of the graph's inputs
+    twin.forward = forward
+    return OpenedModule(twin, tuple(openings), form, len(results))
+
+
+def name_parameter(key: str) -> str:
+    """A name that torch allows: dots are its own."""
+    return key.replace(".", "/")
+
+
+class Parts(nn.ModuleDict):
+    """What is called at openings, by path; dots are written as slashes, as torch allows none."""
+
+    def __init__(self, parts: Mapping[str, nn.Module]) -> None:
+        super().__init__({name_parameter(path): part for path, part in parts.items()})
+
+    def find(self, path: str) -> nn.Module:
+        """The one at a path."""
+        return self[name_parameter(path)]
+
+    def make_filler(self, openings: Sequence[Opening]) -> Callable[[int, Any], Tensors]:
+        """What `TorchProgram.run` calls at openings."""
+
+        def fill(number: int, taken: Sequence[torch.Tensor]) -> Tensors:
+            return TensorTree.split(self.find(openings[number].path)(*taken))[1]
+
+        return fill
+
+
+def place(module: nn.Module, parts: Mapping[str, nn.Module]) -> None:
+    """Put modules in the places of these paths, and of others that show the same module."""
+    for path, part in parts.items():
+        old = module.get_submodule(path)
+        shown = [p for p, m in module.named_modules(remove_duplicate=False) if m is old]
+        for each in shown:
+            parent, _, name = each.rpartition(".")
+            setattr(module.get_submodule(parent), name, part)
+
+
+def list_parameters(names: Sequence[str]) -> inspect.Signature:
+    """A signature of these names."""
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return inspect.Signature([inspect.Parameter(name, kind) for name in names])
