@@ -12,6 +12,7 @@ from relayquant.codegen.floating import lower_float
 from relayquant.codegen.grouped import lower_grouped
 from relayquant.codegen.integer import has_integer_main, lower_integer
 from relayquant.codegen.layout import convert_layout
+from relayquant.codegen.row_norms import lower_row_norms
 from relayquant.codegen.run_time_sizes import KEEP_SIZED_CALLS
 from relayquant.codegen.schedule.extremes import create_extremes_pass
 from relayquant.codegen.schedule.schedule_pass import create_schedule_pass
@@ -29,7 +30,8 @@ def make_pipeline(target: Target, choose_tile: ChooseTile = keep_estimate) -> tv
         if has_integer_main(mod):
             mod = part_wide_sums(centre_weights(mod))
         mod = lower_integer(convert_layout(mod), target, choose_tile)
-        mod = lower_float(lower_grouped(mod, target), target)
+        mod = lower_grouped(lower_row_norms(mod, target), target)
+        mod = lower_float(mod, target)
         with target:
             lowered = tvm.transform.Sequential(
                 [

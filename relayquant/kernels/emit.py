@@ -232,6 +232,16 @@ def emit_sum(buffer: Buffer, start: Expr, count: int) -> Expr:
     return result
 
 
+def fold_lanes(value: Expr, lanes: int, combine: Callable[[Expr, Expr], Expr]) -> Expr:
+    """One number of a vector: halves are combined with halves."""
+    while lanes > 1:
+        lanes //= 2
+        value = T.bind(value)
+        low, high = ([T.int32(first + i) for i in range(lanes)] for first in (0, lanes))
+        value = combine(T.Shuffle([value], low), T.Shuffle([value], high))
+    return value
+
+
 def split_index(index: Expr, extents: tuple[int, ...]) -> list[Expr]:
     """Row-major coordinates of a flat loop index; extents of 1 cost nothing."""
     coordinates: list[Expr] = []

@@ -43,6 +43,10 @@ class FunctionGraph:
         """
         return self._users[var][0] if self._uses[var] == 1 and var in self._users else None
 
+    def users_of(self, var: relax.Var) -> list[relax.Var]:
+        """The values that read `var`, one for each time."""
+        return self._users.get(var, [])
+
 
 def list_bindings(func: relax.Function) -> Iterator[Any]:
     """All bindings of a function in order."""
@@ -67,7 +71,7 @@ def list_reads(expr: relax.Expr) -> Iterator[relax.Var]:
         yield from relax.analysis.all_vars(expr)
 
 
-def op_name(expr: relax.Expr) -> str:
+def op_name(expr: relax.Expr | None) -> str:
     """Name of the operator that `expr` calls, "" if it calls none."""
     return expr.op.name if isinstance(expr, Call) and isinstance(expr.op, Op) else ""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import add
 from typing import Any
 
 from tvm.script.ir_builder import tirx as T
@@ -19,6 +20,7 @@ from relayquant.kernels.emit import (
     alloc_vectors,
     build_kernel,
     constant,
+    fold_lanes,
     load_vector,
     store_vector,
 )
@@ -169,17 +171,7 @@ def emit_dots(
             )
             store_vector(total, load_vector(total, 0, lanes) + product, 0, lanes)
     for total, (r, c) in zip(sums, slots, strict=True):
-        value = add_lanes(load_vector(total, 0, lanes), lanes)
+        value = fold_lanes(load_vector(total, 0, lanes), lanes, add)
         for k in range(whole * lanes, inner):
             value = value + x[rows[r] + k] * w[columns[c] + k]
         T.buffer_store(y, value, [results[r] + c])
-
-
-def add_lanes(value: Expr, lanes: int) -> Expr:
-    """The sum of a vector, halves to halves."""
-    while lanes > 1:
-        lanes //= 2
-        value = T.bind(value)
-        low, high = ([T.int32(first + i) for i in range(lanes)] for first in (0, lanes))
-        value = T.Shuffle([value], low) + T.Shuffle([value], high)
-    return value

@@ -5,7 +5,7 @@ scale = max(|row|) / 127, or 1 for a row of zeros;  q = rint(x / scale)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -19,11 +19,12 @@ from relayquant.kernels.emit import (
     build_kernel,
     constant,
     emit_vector_loop,
+    fold_lanes,
     load_vector,
     store_vector,
     vector,
 )
-from relayquant.kernels.isa.base import Expr
+from relayquant.kernels.isa.base import Buffer, Expr
 
 #: Largest magnitude of a result.
 ROW_LIMIT = 127
@@ -31,6 +32,9 @@ ROW_LIMIT = 127
 LANES = 16
 #: Multiply-adds that take as long as one element.
 ELEMENT_COST = 8
+
+#: read(position in the row, elements) gives a vector of float32
+ReadVector = Callable[[Expr, int], Expr]
 
 
 @dataclass(frozen=True)
@@ -56,33 +60,16 @@ def build_quantize_rows(spec: RowQuantize, name: str = "quantize_rows") -> PrimF
             T.decl_buffer((rows * size,), buffer.dtype, data=buffer.data)
             for buffer, size in zip(arguments, (width, width, 1), strict=True)
         )
-        lanes = min(LANES, 1 << (width.bit_length() - 1))
+        lanes = choose_lanes(width)
 
         def emit_row(row: Expr) -> None:
-            (largest,) = alloc_vectors(1, lanes, "float32")
-            store_vector(largest, constant("float32", 0, lanes), 0, lanes)
+            start = row * width
 
-            def compare(at: Expr, count: int) -> None:
-                value = T.abs(load_vector(x, row * width + at, count))
-                store_vector(largest, T.max(load_vector(largest, 0, lanes), value), 0, lanes)
+            def read(at: Expr, count: int) -> Expr:
+                return load_vector(x, start + at, count)
 
-            emit_vector_loop(width, lanes, compare)
-            value = load_vector(largest, 0, lanes)
-            if lanes > 1:
-                reduction = f"llvm.vector.reduce.fmax.v{lanes}f32"
-                value = T.call_llvm_pure_intrin(reduction, value, dtype="float32")
-            limit = T.float32(ROW_LIMIT)
-            step = T.bind(T.Select(value > T.float32(0), value / limit, T.float32(1)))
-            T.buffer_store(scale, step, [row])
-
-            def convert(at: Expr, count: int) -> None:
-                level = load_vector(x, row * width + at, count) / broadcast(step, count)
-                high = constant("float32", ROW_LIMIT, count)
-                level = T.max(T.min(T.nearbyint(level), high), -high)
-                integers = T.Cast(vector("int8", count), T.Cast(vector("int32", count), level))
-                store_vector(q, integers, row * width + at, count)
-
-            emit_vector_loop(width, lanes, convert)
+            step = emit_scale(emit_extreme(read, width, lanes), scale, row)
+            emit_codes(read, width, lanes, step, q, start)
 
         with T.If(rows * (width * ELEMENT_COST) >= PARALLEL_THRESHOLD):
             with T.Then(), T.parallel(rows) as row:
@@ -91,3 +78,45 @@ def build_quantize_rows(spec: RowQuantize, name: str = "quantize_rows") -> PrimF
                 emit_row(row)
 
     return build_kernel(name, body)
+
+
+def choose_lanes(width: int) -> int:
+    """Elements of a row that are worked on at once."""
+    return min(LANES, 1 << (width.bit_length() - 1))
+
+
+def emit_extreme(read: ReadVector, width: int, lanes: int) -> Expr:
+    """max(|row|); `read` is called for each element of a row at least once."""
+    (largest,) = alloc_vectors(1, lanes, "float32")
+    store_vector(largest, constant("float32", 0, lanes), 0, lanes)
+
+    def compare(at: Expr, count: int) -> None:
+        value = T.abs(read(at, count))
+        store_vector(largest, T.max(load_vector(largest, 0, lanes), value), 0, lanes)
+
+    emit_vector_loop(width, lanes, compare)
+    # Not llvm.vector.reduce.fmax, which minds NaN and takes lane after lane for it.
+    return T.bind(fold_lanes(load_vector(largest, 0, lanes), lanes, T.max))
+
+
+def emit_scale(largest: Expr, scale: Buffer, row: Expr) -> Expr:
+    """Stores the scale of a row, and gives it."""
+    limit = T.float32(ROW_LIMIT)
+    step = T.bind(T.Select(largest > T.float32(0), largest / limit, T.float32(1)))
+    T.buffer_store(scale, step, [row])
+    return step
+
+
+def emit_codes(
+    read: ReadVector, width: int, lanes: int, step: Expr, q: Buffer, start: Expr
+) -> None:
+    """Stores the integers of a row from `start` on."""
+
+    def convert(at: Expr, count: int) -> None:
+        level = read(at, count) / broadcast(step, count)
+        high = constant("float32", ROW_LIMIT, count)
+        level = T.max(T.min(T.nearbyint(level), high), -high)
+        integers = T.Cast(vector("int8", count), T.Cast(vector("int32", count), level))
+        store_vector(q, integers, start + at, count)
+
+    emit_vector_loop(width, lanes, convert)

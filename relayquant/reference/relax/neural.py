@@ -30,6 +30,7 @@ from relayquant.reference.relax.attributes import (
     widen,
 )
 from relayquant.reference.relax.tensors import truncate_divide
+from relayquant.reference.row_sums import mean_along
 
 # Activations -----------------------------------------------------------------------------------
 
@@ -150,11 +151,11 @@ def adaptive_avg_pool(args: list[Any], attrs: Any) -> Any:
 
 
 def normalize(x: Array, axes: tuple[int, ...], epsilon: float) -> Array:
-    """(x - mean) / sqrt(variance + epsilon) over `axes`, in float32 at least."""
+    """(x - mean) * (1 / sqrt(variance + epsilon)) over `axes`, in float32 at least."""
     x = widen(x)
-    centred = x - x.mean(axis=axes, keepdims=True)
-    variance = np.mean(centred * centred, axis=axes, keepdims=True)
-    return centred / np.sqrt(variance + x.dtype.type(epsilon))
+    centred = x - mean_along(x, axes)
+    variance = mean_along(centred * centred, axes)
+    return centred * (1 / np.sqrt(variance + x.dtype.type(epsilon)))
 
 
 def apply_affine(x: Array, args: list[Any], axes: Sequence[int], attrs: Any) -> Array:
@@ -191,8 +192,8 @@ def rms_norm(args: list[Any], attrs: Any) -> Any:
     data, weight = args[:2]
     axes = to_ints(attrs.axes)
     x = widen(data)
-    square = np.mean(x * x, axis=axes, keepdims=True)
-    return x / np.sqrt(square + x.dtype.type(attrs.epsilon)) * align(weight, axes, x.ndim)
+    root = np.sqrt(mean_along(x * x, axes) + x.dtype.type(attrs.epsilon))
+    return x * (1 / root) * align(weight, axes, x.ndim)
 
 
 def batch_norm(args: list[Any], attrs: Any) -> Any:

@@ -23,6 +23,7 @@ from relayquant.reference.relax.attributes import (
     to_ints,
     widen,
 )
+from relayquant.reference.row_sums import mean_along
 
 # Elementwise -----------------------------------------------------------------------------------
 
@@ -71,11 +72,14 @@ def reduction(function: Callable[..., Any]) -> OperatorFunction:
 
 
 def mean(args: list[Any], attrs: Any) -> Any:
-    """Of integers: the wrapping sum, divided toward zero."""
+    """Of float32 rows: in a stated order. Of integers: the wrapping sum, divided toward zero."""
     (data,) = args
     axes, keepdims = to_axes(attrs.axis), bool(attrs.keepdims)
     if data.dtype.kind not in "iu":
-        return np.mean(data, axis=axes, keepdims=keepdims)
+        if axes is None:
+            return np.mean(data, keepdims=keepdims)
+        result = mean_along(data, axes)
+        return result if keepdims else np.squeeze(result, axes)
     total = np.sum(data, axis=axes, keepdims=keepdims, dtype=data.dtype)
     count = data.size // max(np.asarray(total).size, 1)
     return truncate_divide(np.asarray(total).astype("int64"), np.int64(count))
