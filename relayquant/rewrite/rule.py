@@ -16,7 +16,7 @@ from tvm import relax
 from relayquant.arguments import check_fields
 from relayquant.rewrite.graph import Graph
 from relayquant.rewrite.pattern import Match, Matcher
-from relayquant.rewrite.walker import Emitter, rewrite_main
+from relayquant.rewrite.walker import Emitter, rewrite_main, tidy_module
 
 logger = logging.getLogger("relayquant.rewrite")
 
@@ -132,10 +132,10 @@ def apply_rules(
             fired.append(found[0].name)
             return found[1]
 
-        rewritten = rewrite_main(graph.mod, visit)
+        rebuilt = rewrite_main(graph.mod, visit, tidy=False)
         if not fired:
             return graph.mod
-        mod = rewritten
+        mod = tidy_module(rebuilt)
     raise RuntimeError(
         f"Rewrite rules did not settle after {max_rounds} rounds; last fired: "
         f"{sorted(set(fired))}. "

@@ -57,12 +57,28 @@ class Emitter:
         if isinstance(expr, relax.Var):
             return self._new.get(expr, expr)
         if isinstance(expr, relax.Tuple):
-            return relax.Tuple([self.get(field) for field in expr.fields])
+            fields = self._get_all(expr.fields)
+            return expr if fields is None else relax.Tuple(fields)
         if isinstance(expr, relax.TupleGetItem):
-            return relax.TupleGetItem(self.get(expr.tuple_value), expr.index)
+            value = self.get(expr.tuple_value)
+            kept = value.same_as(expr.tuple_value)
+            return expr if kept else relax.TupleGetItem(value, expr.index)
         if isinstance(expr, Call):
-            return Call(expr.op, [self.get(arg) for arg in expr.args], expr.attrs, expr.ty_args)
+            args = self._get_all(expr.args)
+            return expr if args is None else Call(expr.op, args, expr.attrs, expr.ty_args)
         return expr
+
+    def _get_all(self, operands: Sequence[relax.Expr]) -> list[relax.Expr] | None:
+        """`get` of each; None if every one is the same in the new function."""
+        new = [self.get(operand) for operand in operands]
+        is_same = all(a.same_as(b) for a, b in zip(new, operands, strict=True))
+        return None if is_same else new
+
+    def keep(self, binding: relax.Binding) -> None:
+        """Take over a binding whose value reads nothing that is new: no type is inferred again."""
+        self._casts.discard(binding.var)
+        self._new.pop(binding.var, None)
+        self.builder.emit_normalized(binding)
 
     def bind(self, old: relax.Var, expr: relax.Expr) -> relax.Expr:
         """Bind `expr` to the name of `old` and stand for `old` from now on."""
@@ -90,6 +106,7 @@ def rewrite_main(
     before: Callable[[Emitter], None] | None = None,
     result: Callable[[Emitter, relax.Expr], relax.Expr] | None = None,
     attrs: Mapping[str, Any] | None = None,
+    tidy: bool = True,
 ) -> tvm.IRModule:
     """A new module whose main is rebuilt by `visit`; the other functions are kept if still called.
 
@@ -100,6 +117,7 @@ def rewrite_main(
         before: Called before the first binding, to emit values at the start.
         result: Maps the translated result expression to the new one.
         attrs: Function attributes to add or replace; a value None removes one.
+        tidy: Whether `tidy_module` is applied, for callers that may throw the new module away.
     """
     graph = Graph(mod)
     mod = graph.mod  # in which the model is called main
@@ -119,7 +137,10 @@ def rewrite_main(
             before(emitter)
         for binding in graph.bindings:
             value = visit(emitter, binding)
-            if value is not None:
+            is_inner = isinstance(binding.var, relax.DataflowVar)
+            if value is not None and is_inner and value.same_as(binding.value):
+                emitter.keep(binding)
+            elif value is not None:
                 emitter.bind(binding.var, value)
         out = emitter.get(graph.func.body.body)
         if result is not None:
@@ -130,7 +151,8 @@ def rewrite_main(
     built = emitter.builder.finalize()
     functions = {gv: func for gv, func in built.functions.items() if gv.name_hint != "main"}
     functions["main"] = _name_output(main).with_attr("global_symbol", "main")
-    return tidy_module(tvm.IRModule(functions, attrs=mod.attrs))
+    rebuilt = tvm.IRModule(functions, attrs=mod.attrs)
+    return tidy_module(rebuilt) if tidy else rebuilt
 
 
 def _name_output(func: relax.Function) -> relax.Function:

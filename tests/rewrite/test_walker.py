@@ -328,3 +328,25 @@ def test_rewrite__match_cast_stays():
     assert Graph(new).op_name(Graph(new).vars["a"]) == ""
     (block,) = new["main"].body.blocks
     assert isinstance(block.bindings[0], relax.MatchCast)
+
+
+def test_rewrite__what_reads_nothing_new_is_taken_over_as_it_is():
+    """No type is inferred again of bindings before the first one that changes."""
+    mod = dotted_module()
+    old = Graph(mod).bindings[0]
+
+    def visit(emitter, binding):
+        value = emitter.get(binding.value)
+        return value if binding.var.same_as(old.var) else relax.op.negative(value.args[0])
+
+    first, last = Graph(rewrite_main(mod, visit)).bindings
+    assert first.value.same_as(old.value)
+    assert last.value.op.name == "relax.negative"
+    assert last.var.name == "layer.1/conv:0"
+
+
+def test_rewrite__what_reads_something_new_is_bound_anew():
+    new = rewrite_main(dotted_module(), double_relu, attrs={"note": "new"})
+    first, second, last = Graph(new).bindings
+    assert second.value.args[0].same_as(first.var)
+    assert last.value.args[0].same_as(second.var)
