@@ -5,13 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tvm
+import tvm_ffi
 from float_models import MAP, build_model, draw_batches
 from tvm import relax
 from tvm.relax import op
 
 import relayquant as rq
 from relayquant.codegen.integer import lower_integer
-from relayquant.codegen.layout import convert_layout
+from relayquant.codegen.layout import convert_layout, has_constants
+from relayquant.dialect import qnn
 from relayquant.kernels.isa.target import resolve_target
 from relayquant.preparation import prepare_module
 from relayquant.rewrite import Graph
@@ -178,7 +180,7 @@ def test_convert_layout__kernels_of_constants_are_not_evaluated():
 
 
 def test_convert_layout__transposes_weights_without_compiling_anything():
-    """FoldConstant alone would build a kernel for each of them."""
+    """FoldConstant would build a kernel for each of them, and has nothing else to do here."""
     names = []
 
     @tvm.instrument.pass_instrument
@@ -189,9 +191,33 @@ def test_convert_layout__transposes_weights_without_compiling_anything():
     mod = prepare_module(build_model(lambda emit, x: emit.conv_bias("y", x), MAP), None)
     with tvm.transform.PassContext(instruments=[Names()]):
         found = Graph(convert_layout(mod))
-    assert "FoldConstant" in names
+    assert "ConvertLayout" in names
+    assert "FoldConstant" not in names
     assert not [name for name in names if name.startswith(("tirx.", "s_tir."))]
     call = found.call_of(found.vars["y.conv"])
     assert call.attrs.kernel_layout == "OHWI"
     before = constant_value(Graph(mod).call_of(Graph(mod).vars["y.conv"]).args[1])
     np.testing.assert_array_equal(constant_value(call.args[1]), before.transpose(0, 2, 3, 1))
+
+
+#: what does not depend on the numbers of x, of shape (1, 4, 6, 6)
+FOLDABLE = {
+    "zeros": lambda emit, x: op.zeros((1, 4, 6, 6), "float32"),
+    "full_like": lambda emit, x: op.full_like(x, relax.const(2.0, "float32")),
+    "ones_like": lambda emit, x: op.ones_like(x),
+    "zeros_like": lambda emit, x: op.zeros_like(x),
+    "sum of constants": lambda emit, x: op.add(emit.constant(1, 4), emit.constant(4, 1)),
+    "quantized constant": lambda emit, x: qnn.quantize(
+        emit.constant(6, 6), relax.const(0.1, "float32"), relax.const(0, "int32"), out_dtype="int8"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [*BETWEEN, *FOLDABLE])
+def test_has_constants__where_there_are_none_fold_constant_changes_nothing(name):
+    make = {**BETWEEN, **FOLDABLE}[name]
+    mod = relax.transform.Normalize()(build_model(lambda emit, x: emit("y", make(emit, x)), MAP))
+    folded = relax.transform.FoldConstant()(mod)
+    is_same = tvm_ffi.structural_equal(folded["main"], mod["main"])
+    assert is_same == (name not in FOLDABLE)
+    assert has_constants(mod) == (name in FOLDABLE)
