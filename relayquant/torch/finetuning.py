@@ -48,6 +48,7 @@ class FinetuneSettings(RunSettings):
     lr: float = 3e-3
     scale_rate: float = 1.0
     inner_weight: float = 0.0
+    reconstruction: int = 0
     backend: BackendConfig | str | None = None
     qconfig_mapping: QConfigMapping | None = None
     effort: Effort | str = Effort.BEST
@@ -76,10 +77,12 @@ class FinetuneSettings(RunSettings):
         ]
         if wrong:
             raise ConfigError(f"finetune got {', '.join(wrong)}; allowed: numbers above 0.")
-        if not self.inner_weight >= 0:
-            raise ConfigError(
-                f"finetune got inner_weight={self.inner_weight!r}; allowed: 0 and more."
-            )
+        for name, value in (
+            ("inner_weight", self.inner_weight),
+            ("reconstruction", self.reconstruction),
+        ):
+            if not value >= 0:
+                raise ConfigError(f"finetune got {name}={value!r}; allowed: 0 and more.")
         if self.metric is not None:
             check_metric(self.metric)
         if self.validation is None and (self.metric is not None or self.patience is not None):
@@ -108,9 +111,10 @@ def finetune(
     Calibration gives the integer model that `quantize` would; weights, biases and, by default,
     scales are trained from there with Adam, the rate falling to 0 along half a cosine. What is
     given is their average over the last tenth or so of the steps taken. With `validation` the best
-    average that was met counts, of which the calibrated state is the first, and counts still where
-    the loss of the best is lower by less than two of its standard errors: the result is never worse
-    on that data, nor another by chance.
+    average that was met counts, of which the calibrated state is the first and that of a
+    `reconstruction` the second, both of step 0. Where the loss of the best is not lower by two of
+    its standard errors the calibrated one counts: the result is never worse on that data, nor
+    another by chance.
 
     Args:
         mod, params: The float module; or a calibrated model, as `calibrate` returns it, and None.
@@ -130,6 +134,10 @@ def finetune(
         inner_weight: How much it counts, beside `loss`, that operators inside give what they gave
             in float: the squared distance relative to the size, the mean over operators. It is for
             networks so deep that outputs alone say little.
+        reconstruction: How many items of `batches` weights are fitted to before they train,
+            operator by operator, so that each gives the float model's sums on what the quantized
+            ones before it leave of its input. It is for weights of few bits, takes as long as some
+            hundred steps in deep networks, and holds what is alive of these items in memory.
         backend, qconfig_mapping, effort: As for `quantize`.
         ranges, weight_ranges: What ranges do, see `relayquant.torch.Ranges`.
         calibration: Data set that gives the first ranges; `batches` if None.

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ from relayquant.ops.find import find_pattern, match_operator
 from relayquant.rewrite import Graph
 from relayquant.storage.archive import Archive, read_archive, write_archive
 from relayquant.torch.finetuning import FinetuneSettings, Loss, TrainingData
+from relayquant.torch.reconstruction import reconstruct
 from relayquant.torch.rounding import FakeQuantize, align_channels
 from relayquant.torch.trainable import TrainableModule, name_parameter
 
@@ -134,6 +136,9 @@ class _Training:
         settings = self.settings
         if self.progress.step == 0:
             self.evaluate()
+            if settings.reconstruction:
+                self.reconstruct(data)
+                self.evaluate()
         begun, seen, digest = self.progress.step, 0, ""
         for batch, item in data:
             if self.progress.step >= settings.steps or self.is_done:
@@ -155,6 +160,18 @@ class _Training:
             if step % settings.interval == 0 or step == settings.steps:
                 self.evaluate()
                 self.save()
+
+    def reconstruct(self, data: TrainingData) -> None:
+        """Fit the weights to the first items, and begin the average with them."""
+        count = self.settings.reconstruction
+        batches = [self.pick(batch) for batch, _ in itertools.islice(data, count)]
+
+        def report(done: int, total: int) -> None:
+            event = ProgressEvent("reconstruction", done, total, "operator")
+            self.settings.events.on_progress(event)
+
+        reconstruct(self.student, self.teacher, batches, report)
+        self.average = [p.detach().clone() for p in self.parameters]
 
     @property
     def is_done(self) -> bool:
@@ -315,7 +332,8 @@ class _Training:
         if progress.best is not None:
             write_state(self.student, progress.best)
             done += f", the best after {progress.best_step}"
-            if progress.best_step and not self.is_gain():
+            is_other = progress.best_step or self.settings.reconstruction
+            if is_other and not self.is_gain():
                 write_state(self.student, self.start)
                 done += ", within the noise of validation: left as calibrated"
         self.student.eval()
@@ -354,6 +372,7 @@ class _Training:
             "state": digest_text("".join(f"{k}{v.tobytes()}" for k, v in self.start.items())),
             "settings": f"{format_count(settings.steps, 'step')}, lr {settings.lr}, scales "
             f"{settings.scale_rate}, inside {settings.inner_weight}, "
+            f"reconstruction {settings.reconstruction}, "
             f"{settings.ranges.value}, evaluated every {settings.interval}, "
             f"patience {settings.patience}, loss {loss}",
             "torch": f"{torch.__version__}, {format_count(torch.get_num_threads(), 'thread')}",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -116,11 +116,31 @@ class TorchProgram:
         """What the function returns: a tensor, or a tuple.
 
         Args:
+            visit: What is done with values, by name.
+            inputs, parameters, constants, round_value, fill: As for `begin`.
+
+        Raises:
+            DataError: the inputs do not fit the function.
+        """
+        values = self.begin(inputs, parameters, constants, round_value, fill)
+        self.advance(values, self.steps, visit)
+        return self.result(values)
+
+    def begin(
+        self,
+        inputs: Sequence[torch.Tensor],
+        parameters: Mapping[str, torch.Tensor],
+        constants: Mapping[GenericConst, torch.Tensor],
+        round_value: Rounding,
+        fill: Filler = lambda number, taken: (),
+    ) -> Values:
+        """The state before the first step.
+
+        Args:
             inputs: Of the model, in order.
             parameters: Weights and biases by the name of their parameter of main.
             constants: Those in `trained` as they are now.
             round_value: What rounds the values of a group.
-            visit: What is done with values, by name.
             fill: What is called at openings.
 
         Raises:
@@ -131,7 +151,16 @@ class TorchProgram:
         self.bind_inputs(values, inputs)
         for name, value in parameters.items():
             values.slots[self.by_name[name]] = value
-        for step in self.steps:
+        return values
+
+    def advance(
+        self,
+        values: Values,
+        steps: Sequence[TorchStep],
+        visit: Mapping[str, Visitor] = MappingProxyType({}),
+    ) -> None:
+        """Take the next steps; `visit` as for `run`."""
+        for step in steps:
             value = step.compute(values)
             if step.var.name in visit:
                 value, changed = visit[step.var.name](value)
@@ -139,7 +168,6 @@ class TorchProgram:
             values.slots[step.var] = value
             for var in step.dead:
                 values.slots.pop(var, None)
-        return self.result(values)
 
     def bind_inputs(self, values: Values, inputs: Sequence[torch.Tensor]) -> None:
         """Check the inputs, bind their sizes, and store them."""

@@ -27,7 +27,7 @@ from relayquant.rewrite.expressions import FunctionGraph, op_name
 from relayquant.torch.batch_norm import FoldedNorm
 from relayquant.torch.exported import export
 from relayquant.torch.openings import Parts, name_parameter
-from relayquant.torch.program import TorchProgram, Visitor, build_program
+from relayquant.torch.program import TorchProgram, Values, Visitor, build_program
 from relayquant.torch.ranges import Ranges
 from relayquant.torch.reference_module import ReferenceModule
 from relayquant.torch.rounding import MOMENTUM, FakeQuantize, align_channels
@@ -237,21 +237,27 @@ class TrainableModule(nn.Module):
 
     def run(self, inputs: Sequence[torch.Tensor], visit: Mapping[str, Visitor]) -> Any:
         """What the model gives; `visit` as for `TorchProgram.run`."""
+        program, values = self.source.program, self.begin(inputs)
+        if not self.training:
+            exact = {name: self.make_requantizer(each) for name, each in self.sums.items()}
+            visit = {**exact, **visit}
+        program.advance(values, program.steps, visit)
+        return program.result(values)
+
+    def begin(self, inputs: Sequence[torch.Tensor]) -> Values:
+        """The state before the first step of the program."""
         program = self.source.program
-        arguments = self.fold_constants()
         trained = {
             constant: self.floats[name_parameter(f"{name}:{i}")]
             for (name, i), constant in program.trained.items()
         }
         parameters = {
-            self.find_variable(key): self.round_bias(key, value) for key, value in arguments.items()
+            self.find_variable(key): self.round_bias(key, value)
+            for key, value in self.fold_constants().items()
         }
-        if not self.training:
-            exact = {name: self.make_requantizer(each) for name, each in self.sums.items()}
-            visit = {**exact, **visit}
         unit = self.source.unit
         fill = self.parts.make_filler(unit.opened.openings if unit else ())
-        return program.run(inputs, parameters, trained, self.round_value, visit, fill)
+        return program.begin(inputs, parameters, trained, self.round_value, fill)
 
     def find_variable(self, key: str) -> str:
         """The parameter of the calibration graph that holds a constant."""
@@ -314,6 +320,11 @@ class TrainableModule(nn.Module):
             return total + torch.where(is_exact, rounded - total.detach(), 0.0), {}
 
         return visit
+
+    def find_quantizer(self, key: str) -> FakeQuantize | None:
+        """What rounds the values of a group; None where nothing does."""
+        found = dict(self.quantizers.items()).get(name_parameter(key))
+        return found if isinstance(found, FakeQuantize) else None
 
     def list_quantizers(self) -> Iterator[FakeQuantize]:
         """`quantizers`, typed."""

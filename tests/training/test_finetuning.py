@@ -204,6 +204,7 @@ def test_loss_and_metric__of_the_user():
         ({"scale_rate": 0.0}, r"finetune got scale_rate=0.0; allowed: numbers above 0"),
         ({"inner_weight": -0.1}, r"finetune got inner_weight=-0.1; allowed: 0 and more"),
         ({"inner_weight": float("nan")}, r"finetune got inner_weight=nan; allowed: 0 and more"),
+        ({"reconstruction": -1}, r"finetune got reconstruction=-1; allowed: 0 and more"),
         ({"loss": lambda: 0}, "loss cannot be called with"),
         ({"loss": lambda outputs, expected: 1.0}, "loss returned a float; allowed: a tensor"),
         (

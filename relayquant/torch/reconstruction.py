@@ -1,0 +1,248 @@
+"""What `finetune` may begin with: weights that give, on what the quantized operators before leave
+of their input, the sums that the float model has; in closed form, one operator after the other.
+
+Calibration rounds a weight so that the float weight's sums on quantized input stay; that the input
+itself is wrong by then, nobody makes up for. Here W* is fitted to the sums of the float model,
+
+    W* = argmin |W x' - W0 x|^2 + ridge |W - W0|^2 = W0 + (y x'^T - W0 H) (H + ridge)^-1
+
+of the quantized input x' and the float input x, y = W0 x, H = x' x'^T, all around their means,
+and then rounded as calibration does it (GPTQ). Li et al. 2025, GPTAQ
+(https://arxiv.org/abs/2504.02692), has the same target for what is rounded column by column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from relayquant.calibration.weights.fit import (
+    BiasCorrection,
+    FitSettings,
+    correct_bias,
+    fit_operator,
+)
+from relayquant.calibration.weights.pick import OperatorFit, find_fits
+from relayquant.calibration.weights.statistics import InputStatistics
+from relayquant.errors import DataError
+from relayquant.torch.program import TorchProgram, Values
+from relayquant.torch.rounding import FakeQuantize
+from relayquant.torch.trainable import (
+    MARGIN,
+    TrainableModule,
+    name_parameter,
+    reshape_scale,
+)
+
+#: values of the sampled rows of an operator's input, and rows, at most; the seed of their choice
+VALUES, ROWS, SEED = 1 << 26, 1 << 16, 0
+#: weights per output above which an operator stays as calibrated: H has that many rows and columns
+MOST_COLUMNS = 4608
+#: of the ridge, relative to the mean of H's diagonal; columns per row are added, since few rows
+#: say little: with a twentieth and 256 images, the last layer of MobileNet was right on them alone
+RIDGE = 0.3
+#: how scales are searched and weights rounded
+SEARCH = FitSettings(
+    bias=BiasCorrection.NONE,
+    scale_factors=(1.0, 1.08, 1.16, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6),
+    sweeps=4,
+)
+
+#: of one batch, the inputs of the model
+Inputs = Sequence[torch.Tensor]
+Array = np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class FittedSum:
+    """Where an operator's sum of products is computed.
+
+    Attributes:
+        fit: The operator.
+        quantizer: What rounds its weight.
+        rounding: Number of the student's step where it does.
+        student, teacher: Number of the step that computes the sum, in either program.
+    """
+
+    fit: OperatorFit
+    quantizer: FakeQuantize
+    rounding: int
+    student: int
+    teacher: int
+
+
+@dataclass(frozen=True, eq=False)
+class Runs:
+    """A model that runs on several batches."""
+
+    program: TorchProgram
+    values: Sequence[Values]
+
+    @staticmethod
+    def begin(module: TrainableModule, batches: Sequence[Inputs]) -> Runs:
+        """Before the first step."""
+        return Runs(module.source.program, [module.eval().begin(inputs) for inputs in batches])
+
+    def advance(self, first: int, stop: int, weight: str) -> list[Array]:
+        """Take steps first..stop - 1; returns what step `stop` reads beside `weight`."""
+        for each in self.values:
+            self.program.advance(each, self.program.steps[first:stop])
+        (data,) = (var for var in self.program.steps[stop].reads if var.name != weight)
+        return [each.slots[data].numpy() for each in self.values]
+
+
+@torch.no_grad()
+def reconstruct(
+    student: TrainableModule,
+    teacher: TrainableModule,
+    batches: Sequence[Inputs],
+    report: Callable[[int, int], None],
+) -> None:
+    """Fit weights, biases and learned scales of `student`, in place, to the sums of `teacher`.
+
+    All batches are run at once, both models up to an operator, which is fitted before they go on:
+    what is alive there, of all batches, is held in memory.
+
+    Args:
+        student, teacher: The quantized model as it is calibrated, and the float one.
+        batches: What they are run on.
+        report: Told how many operators of how many are done.
+
+    Raises:
+        DataError: an operator reads values that are not finite.
+    """
+    own, known = (Runs.begin(module, batches) for module in (student, teacher))
+    places, first = find_places(student, teacher), (0, 0)
+    for number, place in enumerate(places):
+        weight = place.fit.point.weight
+        real = own.advance(first[0], place.student, weight)
+        expected = known.advance(first[1], place.teacher, weight)
+        fit_place(student, place, real, expected)
+        refresh(student, place, own.values)
+        first = place.student, place.teacher
+        report(number + 1, len(places))
+
+
+def refresh(student: TrainableModule, place: FittedSum, runs: Sequence[Values]) -> None:
+    """What runs have of a weight and its bias already, anew."""
+    program, bias = student.source.program, f"{place.fit.point.operator}:bias"
+    step = program.steps[place.rounding]
+    for values in runs:
+        values.slots[step.var] = step.compute(values)
+        if place.fit.bias is not None:
+            variable = program.by_name[student.find_variable(bias)]
+            value = student.weights[name_parameter(bias)]
+            values.slots[variable] = student.round_bias(bias, value)
+
+
+def find_places(student: TrainableModule, teacher: TrainableModule) -> list[FittedSum]:
+    """Operators that can be fitted, in the order of the student's steps: convolutions and products
+    with a weight of their own, whose sum is in both programs.
+    """
+    own, known = (module.source.program.steps for module in (student, teacher))
+    rounded = {step.var.name: i for i, step in enumerate(own)}
+    sums = {step.var.name: i for i, step in enumerate(known)}
+    readers = {var.name: i for i, step in enumerate(own) for var in step.reads}
+    found = []
+    for name, fit in find_fits(student.source.prepared).items():
+        key, weight = f"{name}:weight", fit.point.weight
+        quantizer, reader = student.find_quantizer(key), readers.get(weight)
+        if quantizer is None or reader is None or fit.columns > MOST_COLUMNS:
+            continue
+        other = sums.get(own[reader].var.name)
+        if other is None or len(own[reader].reads) != 2 or len(known[other].reads) != 1:
+            continue
+        found.append(FittedSum(fit, quantizer, rounded[weight], reader, other))
+    return sorted(found, key=lambda place: place.student)
+
+
+def fit_place(
+    student: TrainableModule, place: FittedSum, real: Sequence[Array], expected: Sequence[Array]
+) -> None:
+    """Fit one operator to what it reads in the student, and in the teacher.
+
+    Raises:
+        DataError: that is not finite.
+    """
+    fit, quantizer = place.fit, place.quantizer
+    view, name = fit.view, fit.point.operator
+    rows = min(ROWS, max(VALUES // (view.groups * fit.columns), 1))
+    # The same positions of both.
+    x, y = (
+        view.sample_rows(arrays, rows, np.random.default_rng(SEED)) for arrays in (real, expected)
+    )
+    if not (np.isfinite(x.sum()) and np.isfinite(y.sum())):
+        raise DataError(
+            f"Operator {name!r} reads values that are not finite, or too large for their sum, so "
+            "that its weight cannot be fitted. Look at the data that is trained on, and its "
+            "preprocessing."
+        )
+    original = view.weight_to_rows(fit.weight)
+    target = fit_sums(x, y, original, with_bias=fit.bias is not None)
+    learns = quantizer.log_factor is not None
+    settings = SEARCH if learns else replace(SEARCH, scale_factors=(1.0,))
+    result = fit_operator(
+        view,
+        InputStatistics(target.gram, np.zeros((view.groups, fit.columns)), x.shape[1]),
+        view.rows_to_weight(target.weight.astype("float32"), fit.weight.shape),
+        None,
+        quantizer.qparams,
+        fit.group.info.spec,
+        settings,
+    )
+    half = (0.5 - MARGIN) * reshape_scale(result.qparams, fit.weight.ndim)
+    ideal = view.rows_to_weight(target.weight, fit.weight.shape)
+    write(
+        student.weights[name_parameter(f"{name}:weight")],
+        np.clip(ideal, result.weight - half, result.weight + half),
+    )
+    if quantizer.log_factor is not None:
+        write(quantizer.log_factor, np.log(result.qparams.scale / quantizer.scale.numpy()))
+    if fit.bias is not None:
+        got, wanted = (
+            np.einsum("gok,gk->go", rows, data.mean(axis=1, dtype="float64"))
+            for rows, data in ((view.weight_to_rows(result.weight), x), (original, y))
+        )
+        bias = correct_bias(fit.bias, (wanted - got).reshape(-1))
+        write(student.weights[name_parameter(f"{name}:bias")], bias)
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """What a weight is rounded to: itself, (G, O, K), and H of its input, (G, K, K), float64."""
+
+    weight: Array
+    gram: Array
+
+
+def fit_sums(x: Array, y: Array, weight: Array, *, with_bias: bool) -> Target:
+    """The weight that gives, on `x`, the sums that `weight` gives on `y`: the formula above.
+
+    Args:
+        x, y: Rows of the input, (G, n, K) float32: as the student has it, and the teacher.
+        weight: (G, O, K).
+        with_bias: Whether a bias takes what sums are wrong on the whole.
+    """
+    old, count, columns = weight.astype("float64"), *x.shape[1:]
+    grams = []
+    for other in (x, y):
+        gram = np.matmul(x.transpose(0, 2, 1), other).astype("float64")
+        if with_bias:
+            mine, theirs = (rows.mean(axis=1, dtype="float64") for rows in (x, other))
+            gram -= count * mine[:, :, None] * theirs[:, None, :]
+        grams.append(gram)
+    gram, cross = grams
+    size = np.einsum("gkk->g", gram) / columns
+    ridge = (RIDGE + columns / count) * np.where(size > 0, size, 1.0)
+    damped = gram + ridge[:, None, None] * np.eye(columns)
+    # x y^T W0^T - x x^T W0^T, one column for each output
+    missing = np.matmul(cross - gram, old.transpose(0, 2, 1))
+    return Target(old + np.linalg.solve(damped, missing).transpose(0, 2, 1), gram)
+
+
+def write(parameter: torch.Tensor, value: Array) -> None:
+    """Another value for a parameter, in its shape."""
+    parameter.copy_(torch.from_numpy(np.asarray(value, "float32").reshape(parameter.shape)))
