@@ -358,7 +358,7 @@ def test_unseen__error_names_module_line_and_remedy():
     text = str(error.value)
     for part in ("linear", "module 'second'", "test_define_by_run.py:", "Call the prepared model"):
         assert part in text
-    with pytest.raises(ModelError, match=r"shapes .*\(5, 8\)"):
+    with pytest.raises(ModelError, match=r"is called with float32 \(5, 8\)"):
         converted(torch.ones(5, 8))
 
 

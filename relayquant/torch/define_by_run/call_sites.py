@@ -123,7 +123,7 @@ class SiteTable:
         """The site of a key; a new one where it has none."""
         site = self.sites.get(key)
         if site is None:
-            site = self.sites[key] = self.describe(key, frame)
+            site = self.sites.setdefault(key, self.describe(key, frame))  # threads: the first
         return site
 
     def describe(self, key: SiteKey, frame: FrameType | None) -> CallSite:

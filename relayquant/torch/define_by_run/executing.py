@@ -410,9 +410,12 @@ class RunningCode(TorchFunctionMode):
         if self.passing is not None and self.passing.position:
             self.passing.compute_in_float()
         self.passing = None
-        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+        forms = ", ".join(
+            f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+            for tensor in tensors
+        )
         text = (
-            f"{place.site} gets shapes {shapes}, or constants, that calibration never saw there. "
+            f"{place.site} is called with {forms}, or constants, that calibration never saw there. "
             "Call the prepared model with inputs that do so and convert it again; a "
             "size that differs between calls of calibration may have any value afterwards"
         )

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree  # pyright: ignore[reportMissingImport
 
 from relayquant.compilation import compile
 from relayquant.effort import default_mapping
-from relayquant.errors import ModelError
+from relayquant.errors import ConfigError, ModelError
 from relayquant.ledger import Ledger, read_ledger
 from relayquant.quantizer import quantize
 from relayquant.settings import QuantizeSettings
@@ -54,7 +54,24 @@ def run_model(
         return model(*args, **kwargs)
 
 
-class PreparedProgram:
+class Uncopied:
+    """What belongs to the one model whose code it runs, and holds compiled code."""
+
+    def __reduce__(self) -> Any:
+        """Neither `copy.deepcopy` nor `pickle` can make another.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            f"A {type(self).__name__} cannot be copied or pickled: it knows the modules and the "
+            "code of the model that it was prepared for, and compiled code. Prepare and convert a "
+            "copy of the float model; of a converted one, its integer modules can be saved "
+            "(.modules, relayquant.save_module)."
+        )
+
+
+class PreparedProgram(Uncopied):
     """A model that is calibrated by calling it: it gives what the float model gives.
 
     Attributes:
@@ -183,7 +200,7 @@ class PreparedProgram:
         return QuantizedWhole(qmod, program.call_spec.out_spec)
 
 
-class QuantizedWhole:
+class QuantizedWhole(Uncopied):
     """A model that is one integer module.
 
     Attributes:
@@ -211,7 +228,7 @@ class QuantizedWhole:
         return pytree.tree_unflatten(self._module.call(tensors), self._form)
 
 
-class QuantizedProgram:
+class QuantizedProgram(Uncopied):
     """A model whose straight runs are integer modules, called from its own code. Several threads
     may call it, as far as that code allows it.
 

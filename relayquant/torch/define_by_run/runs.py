@@ -95,14 +95,24 @@ class RunData:
             replay(tape, constants, file, observe)
 
     def read_port(self, port: Port) -> Iterator[np.ndarray]:
-        """All arrays that came to one input of a run."""
+        """All arrays that came to one input of a run, but for empty ones."""
         for row in self._rows[port.block]:
-            yield self._file.read(row[port.number]).numpy()
+            array = self._file.read(row[port.number]).numpy()
+            if array.size:
+                yield array
 
     def iterate(self, block: int) -> Iterator[tuple[np.ndarray, ...]]:
-        """The inputs of each pass of a run."""
+        """The inputs of each pass of a run; those of no element, as of an empty batch, say
+        nothing, unless there are no others.
+        """
+        is_empty = True
         for row in self._rows[block]:
-            yield tuple(self._file.read(row[number]).numpy() for number in range(len(row)))
+            arrays = tuple(self._file.read(row[number]).numpy() for number in range(len(row)))
+            if all(array.size for array in arrays):
+                is_empty = False
+                yield arrays
+        if is_empty:
+            yield tuple(tensor.numpy() for tensor in self.example(block))
 
     def example(self, block: int) -> list[torch.Tensor]:
         """The inputs of the first pass."""

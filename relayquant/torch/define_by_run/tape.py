@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,35 +42,40 @@ from relayquant.torch.define_by_run.functions import (
 
 
 class TensorFile:
-    """Tensors on disk, in a temporary file that goes with this object."""
+    """Tensors on disk, in a temporary file that goes with this object. Several threads may use
+    it.
+    """
 
     def __init__(self) -> None:
         with writing("temporary files", TEMPORARY):
             self._file = tempfile.TemporaryFile(prefix="relayquant-")  # noqa: SIM115
         self._kept: dict[int, torch.Tensor] = {}  # of dtypes that numpy has not
         self._end = 0
+        self._moving = threading.Lock()  # the file has one position
 
     def append(self, tensor: torch.Tensor) -> int:
         """Store a tensor as it is now; where it lies."""
-        start = self._end
         value = tensor.detach()
-        try:
-            array = value.numpy()
-        except (TypeError, RuntimeError):
-            self._kept[start] = value.clone()
-            self._end += 1
-            return start
-        self._file.seek(start)
-        np.lib.format.write_array(self._file, array, allow_pickle=False)
-        self._end = self._file.tell()
+        with self._moving:
+            start = self._end
+            try:
+                array = value.numpy()
+            except (TypeError, RuntimeError):
+                self._kept[start] = value.clone()
+                self._end += 1
+                return start
+            self._file.seek(start)
+            np.lib.format.write_array(self._file, array, allow_pickle=False)
+            self._end = self._file.tell()
         return start
 
     def read(self, start: int) -> torch.Tensor:
         """The tensor that was stored at a place, a new one each time."""
         if start in self._kept:
             return self._kept[start].clone()
-        self._file.seek(start)
-        return torch.from_numpy(np.lib.format.read_array(self._file, allow_pickle=False))
+        with self._moving:
+            self._file.seek(start)
+            return torch.from_numpy(np.lib.format.read_array(self._file, allow_pickle=False))
 
 
 @dataclass(frozen=True, slots=True)
