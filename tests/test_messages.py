@@ -36,7 +36,6 @@ NEVER_ONE = {
     ("reference/qnn/grouped.py", "bits", "bits"): "2, 3, 4 or 8",
     ("report/page.py", "what", "integers"): "what has a share",
     ("runtime.py", "threads", "threads"): "one thread survives a fork",
-    ("torch/define_by_run/executing.py", "place.site", "shapes"): "a place",
 }
 
 
