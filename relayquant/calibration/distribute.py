@@ -7,12 +7,12 @@ from __future__ import annotations
 import concurrent.futures as futures
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import tvm
 
@@ -30,7 +30,10 @@ from relayquant.errors import ConfigError, FileError, RelayQuantError, WorkerErr
 from relayquant.runtime import LoadModule, count_threads
 from relayquant.storage.archive import Archive, write_archive
 
-#: a shard is given to a worker so often before the calibration gives up
+J = TypeVar("J")
+R = TypeVar("R")
+
+#: a job is given to a worker so often before all of them are given up
 ATTEMPTS = 3
 #: seconds without a shard from any worker after which they count as hung: a day, which no shard of
 #: a real data set takes
@@ -76,7 +79,7 @@ def check_timeout(seconds: float | None) -> float | None:
     return seconds
 
 
-def kill_processes(pool: futures.Executor, waiting: Collection[futures.Future[None]]) -> None:
+def kill_processes(pool: futures.Executor, waiting: Collection[futures.Future[Any]]) -> None:
     """Kill the processes of a ProcessPoolExecutor: leaving its `with` block waits for them, and for
     ever for one that hangs. Other executors are left to their owners.
     """
@@ -203,44 +206,83 @@ class Workers:
                 batches.
             RelayQuantError: what the task itself raises, for instance DataError.
         """
-        waiting: dict[futures.Future[None], tuple[RemoteTask, int]] = {}
+        jobs = [RemoteTask(task, self.module, arguments, path) for task, path in tasks]
+        run = partial(run_shard_remotely, load_module=self.load_module)
+        for remote, _ in deal_out(self.pool, jobs, run, self.timeout, SHARD_WORDS):
+            yield remote.task.shard
 
-        def submit(remote: RemoteTask, attempt: int) -> None:
-            try:
-                future = self.pool.submit(run_shard_remotely, remote, self.load_module)
-            except RuntimeError as error:  # it is broken, or shut down
-                raise describe_failure(remote.task, attempt, error) from error
-            waiting[future] = remote, attempt
 
+@dataclass(frozen=True)
+class JobWords(Generic[J]):
+    """The errors for jobs that no worker does.
+
+    Attributes:
+        failure: For a job, the attempt, and what a worker failed with.
+        silence: For jobs of which none came back in so many seconds.
+    """
+
+    failure: Callable[[J, int, BaseException], WorkerError]
+    silence: Callable[[Sequence[J], float | None], WorkerError]
+
+
+def deal_out(
+    pool: futures.Executor,
+    jobs: Iterable[J],
+    run: Callable[[J], R],
+    timeout: float | None,
+    words: JobWords[J],
+) -> Iterator[tuple[J, R]]:
+    """Have the workers of `pool` run every job; yields each with its result as it is done.
+
+    A job that fails is given out again.
+
+    Args:
+        jobs: Plain data, as `run` is: they travel to other processes.
+        timeout: Seconds without a result after which workers count as hung.
+
+    Raises:
+        WorkerError: a job failed too often, or the pool lost its workers, or they hang.
+        RelayQuantError: what the job itself raises, for instance DataError.
+    """
+    waiting: dict[futures.Future[R], tuple[J, int]] = {}
+
+    def submit(job: J, attempt: int) -> None:
         try:
-            for task, path in tasks:
-                submit(RemoteTask(task, self.module, arguments, path), 1)
-            while waiting:
-                done, _ = futures.wait(waiting, self.timeout, futures.FIRST_COMPLETED)
-                if not done:
-                    silent = [remote.task for remote, _ in waiting.values()]
-                    kill_processes(self.pool, waiting)
-                    raise describe_silence(silent, self.timeout)
-                for future in done:
-                    remote, attempt = waiting.pop(future)
-                    try:
-                        future.result()
-                    except Exception as error:
-                        # A file system may come back; data or a model stays wrong.
-                        if isinstance(error, RelayQuantError) and not isinstance(error, FileError):
-                            raise
-                        if isinstance(error, futures.BrokenExecutor) or attempt >= ATTEMPTS:
-                            raise describe_failure(remote.task, attempt, error) from error
-                        submit(remote, attempt + 1)
-                        continue
-                    yield remote.task.shard
-        finally:
-            for future in waiting:
-                future.cancel()
+            future = pool.submit(run, job)
+        except RuntimeError as error:  # it is broken, or shut down
+            raise words.failure(job, attempt, error) from error
+        waiting[future] = job, attempt
+
+    try:
+        for job in jobs:
+            submit(job, 1)
+        while waiting:
+            done, _ = futures.wait(waiting, timeout, futures.FIRST_COMPLETED)
+            if not done:
+                silent = [job for job, _ in waiting.values()]
+                kill_processes(pool, waiting)
+                raise words.silence(silent, timeout)
+            for future in done:
+                job, attempt = waiting.pop(future)
+                try:
+                    result = future.result()
+                except Exception as error:
+                    # A file system may come back; data or a model stays wrong.
+                    if isinstance(error, RelayQuantError) and not isinstance(error, FileError):
+                        raise
+                    if isinstance(error, futures.BrokenExecutor) or attempt >= ATTEMPTS:
+                        raise words.failure(job, attempt, error) from error
+                    submit(job, attempt + 1)
+                    continue
+                yield job, result
+    finally:
+        for future in waiting:
+            future.cancel()
 
 
-def describe_silence(tasks: Sequence[ShardTask], timeout: float | None) -> WorkerError:
+def describe_silence(jobs: Sequence[RemoteTask], timeout: float | None) -> WorkerError:
     """The error for shards of which none came back."""
+    tasks = [job.task for job in jobs]
     named = ", ".join(f"{t.shard.start}..{t.shard.stop - 1}" for t in tasks[:MOST_NAMED])
     if len(tasks) > MOST_NAMED:
         named += f" and {format_count(len(tasks) - MOST_NAMED, 'shard')} more"
@@ -252,9 +294,9 @@ def describe_silence(tasks: Sequence[ShardTask], timeout: float | None) -> Worke
     )
 
 
-def describe_failure(task: ShardTask, attempt: int, error: BaseException) -> WorkerError:
+def describe_failure(job: RemoteTask, attempt: int, error: BaseException) -> WorkerError:
     """The error for a shard that no worker finished."""
-    shard = task.shard
+    task, shard = job.task, job.task.shard
     observed = dict.fromkeys(name for segment in task.segments for name in segment.observed)
     names = ", ".join(map(repr, islice(observed, MOST_NAMED))) or "nothing"
     if len(observed) > MOST_NAMED:
@@ -266,3 +308,6 @@ def describe_failure(task: ShardTask, attempt: int, error: BaseException) -> Wor
         "a script that makes processes needs `if __name__ == '__main__':` around what it does; "
         "with checkpoint= the next run goes on from here."
     )
+
+
+SHARD_WORDS = JobWords(describe_failure, describe_silence)

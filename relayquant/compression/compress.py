@@ -79,6 +79,8 @@ def compress_weights(
         max_bits: The same as a mean number of bits for each weight.
         checkpoint: A folder that each finished weight is written to. A run that was stopped goes on
             from there when it is started again with the same arguments. Deleted in the end.
+        executor: A `concurrent.futures` executor of processes, on which rows of weights are fitted
+            to data; it changes no bit. None: threads of this process do that.
         callbacks: Told of each finished weight.
 
     Returns:
@@ -88,6 +90,7 @@ def compress_weights(
         ConfigError: an argument is none of those allowed.
         ModelError: `params` do not fit the module, or nothing in it could be compressed.
         DataError: the data does not fit the function.
+        WorkerError: the executor's workers fail, or hang.
     """
     given = params if isinstance(params, Mapping) or params is None else dict(params)
     if given:

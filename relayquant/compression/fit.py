@@ -8,9 +8,9 @@ each code the best for the scales.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -171,10 +171,56 @@ def measure_shift(move: Array, block: Array, shift: Array) -> float:
     return float(np.sum(move @ block * move) - 2 * np.sum(move * shift))
 
 
+@dataclass(frozen=True, eq=False)
+class FitJob:
+    """Some rows and columns of a weight that are fitted by themselves: plain data, which may travel
+    to another process.
+
+    Attributes:
+        rows, columns: Where they are.
+        weight: Those of the weight.
+        importance: How much the squared error of each column counts.
+        form, fit: Of the weight.
+    """
+
+    rows: slice
+    columns: slice
+    weight: NDArray[np.float32]
+    importance: Float32
+    form: GroupFormat
+    fit: GroupFit
+
+
+#: (codes, scales, zero points) of a job, and what finds those of all jobs, in any order, for what
+#: is known of the inputs of their columns.
+FoundRows: TypeAlias = tuple[NDArray, NDArray, NDArray]
+RunJobs: TypeAlias = Callable[
+    [Iterable[tuple[FitJob, "GroupProblem"]]], Iterable[tuple[FitJob, FoundRows]]
+]
+
+
+def run_job(job: FitJob, problem: GroupProblem) -> FoundRows:
+    """Fit some rows and columns."""
+    return fit_block(job.weight, job.form, problem, job.importance, job.fit)
+
+
+def run_on_threads(
+    jobs: Iterable[tuple[FitJob, GroupProblem]],
+) -> Iterator[tuple[FitJob, FoundRows]]:
+    """Fit on the threads of this process."""
+    return map_on_threads(lambda item: (item[0], run_job(*item)), jobs)
+
+
 def fit_groups(
-    weight: NDArray[np.float32], form: GroupFormat, gram: Gram, fit: GroupFit
+    weight: NDArray[np.float32],
+    form: GroupFormat,
+    gram: Gram,
+    fit: GroupFit,
+    run: RunJobs = run_on_threads,
 ) -> GroupedWeight:
-    """Codes and scales of a weight (N, K) for data of which `gram` tells."""
+    """Codes and scales of a weight (N, K) for data of which `gram` tells, which do not depend on
+    who runs the jobs.
+    """
     weight = gram.aim(np.asarray(weight, "float32"))
     rows, features = weight.shape
     size, middle = form.size(features), middle_code(form.bits)
@@ -183,21 +229,17 @@ def fit_groups(
     zero_point = np.full(scale.shape, middle, "uint8")
     importance = gram.importance
     step = max(1, CHUNK // (2 * features))
-
-    def fit_part(item: tuple[slice, slice, GroupProblem]) -> None:
-        own, part, problem = item
-        groups = slice(part.start // size, count_groups(part.stop, size))
-        found = fit_block(weight[own, part], form, problem, importance[part], size, fit)
-        codes[own, part], scale[own, groups], zero_point[own, groups] = found
-
-    items = (
-        (slice(start, start + step), part, gram.prepare(i, fit.damping))
+    jobs = (
+        (FitJob(own, part, weight[own, part], importance[part], form, fit), problem)
         for i, part in enumerate(gram.parts)
-        for start in range(0, rows, step)
+        for problem in [gram.prepare(i, fit.damping)]
+        for own in (slice(start, start + step) for start in range(0, rows, step))
     )
     with limit_blas():
-        for _ in map_on_threads(fit_part, items):
-            pass
+        for job, found in run(jobs):
+            own, part = job.rows, job.columns
+            groups = slice(part.start // size, count_groups(part.stop, size))
+            codes[own, part], scale[own, groups], zero_point[own, groups] = found
     zeros = np.array(middle, "uint8") if form.is_symmetric else zero_point
     return GroupedWeight(pack_codes(codes, form.bits), scale, zeros, features, form)
 
@@ -224,6 +266,8 @@ class GroupProblem:
         factor: Of `LeastSquares`, (1, K, K), columns by falling importance.
         order: Column of the weight at each place of `factor`, (K,).
         hessian: H + damping, (K, K), columns in `blocks`.
+        importance: Of each column, (K,): the diagonal of H.
+        size: Columns of a group.
         places: Column of the weight at each place of `hessian`, (K,).
         blocks: Of groups by falling importance, the columns of each by theirs.
     """
@@ -231,6 +275,8 @@ class GroupProblem:
     factor: FloatArray
     order: NDArray[np.int64]
     hessian: FloatArray
+    importance: Array
+    size: int
     places: NDArray[np.int64]
     blocks: tuple[GroupBlock, ...]
 
@@ -242,12 +288,21 @@ class GroupProblem:
             problem = LeastSquares.of(gram[None], damping)
         except np.linalg.LinAlgError:  # nearly singular: what float32 has of it is not positive
             problem = LeastSquares.of(block[None], damping)
-        order = problem.order[0]
-        places, blocks = order_groups(np.diagonal(block), size)
+        order, importance = problem.order[0], np.diagonal(block).copy()
+        places, _ = order_groups(importance, size)
         hessian = np.take(np.take(gram, places, axis=0), places, axis=1)
         index, back = np.arange(len(block)), np.argsort(order)[places]
         hessian[index, index] = np.diagonal(problem.hessian[0])[back]
-        return GroupProblem(problem.factor.astype(dtype), order, hessian, places, blocks)
+        factor = np.ascontiguousarray(problem.factor, dtype)
+        return GroupProblem.arrange(factor, order, hessian, importance, size)
+
+    @staticmethod
+    def arrange(
+        factor: FloatArray, order: NDArray, hessian: FloatArray, importance: Array, size: int
+    ) -> GroupProblem:
+        """From what is not known by `importance` alone."""
+        places, blocks = order_groups(importance, size)
+        return GroupProblem(factor, order, hessian, importance, size, places, blocks)
 
 
 def order_groups(importance: Array, size: int) -> tuple[NDArray, tuple[GroupBlock, ...]]:
@@ -273,9 +328,8 @@ def fit_block(
     form: GroupFormat,
     problem: GroupProblem,
     importance: Float32,
-    size: int,
     fit: GroupFit,
-) -> tuple[NDArray, NDArray, NDArray]:
+) -> FoundRows:
     """(codes, scales, zero points) of some rows and columns of a weight.
 
     No step makes the error larger: a scale is the one of its dtype that is best for its codes, and
@@ -283,7 +337,7 @@ def fit_block(
     codes, and one product brings that to the gradient of all others.
     """
     scale, zero_point = choose_scales(weight, form, importance)
-    dtype, features = problem.hessian.dtype, weight.shape[1]
+    dtype, size, features = problem.hessian.dtype, problem.size, weight.shape[1]
 
     def spread(values: NDArray) -> Any:  # of `dtype`, which either FloatArray has
         return np.repeat(np.ascontiguousarray(values.T, dtype), size, axis=0)[:features]

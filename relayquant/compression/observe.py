@@ -18,10 +18,11 @@ from relayquant.calibration.checkpoint import (
 )
 from relayquant.calibration.store import BEGIN_ANEW
 from relayquant.compression.find import WeightKey, WeightUse
-from relayquant.compression.fit import Gram, GroupFit, fit_groups
+from relayquant.compression.fit import Gram, GroupFit, RunJobs, fit_groups
 from relayquant.compression.settings import CompressSettings
 from relayquant.compression.sources import WeightSource
 from relayquant.compression.walk import Meet, walk_weights
+from relayquant.compression.workers import open_workers
 from relayquant.datasets import Batch, open_dataset
 from relayquant.datasets.inputs import describe_inputs
 from relayquant.effort import Effort
@@ -135,17 +136,21 @@ def fit_weights(
     total = len({use.key for use in uses})
     order = {key: i for i, key in enumerate(dict.fromkeys(use.key for use in uses))}
 
-    with open_results(uses, forms, data, settings) as workspace:
+    with (
+        open_results(uses, forms, data, settings) as workspace,
+        open_workers(settings.executor, workspace) as run,
+    ):
 
         def find(use: WeightUse, gram: Gram | None) -> GroupedWeight:
             form = forms[use.key]
             place = workspace.choices(order[use.key]) if workspace else None
             weight = read_weight(place, form, use) if place and place.exists() else None
             if weight is None:
-                weight = fit_weight(use, gram, form, settings)
+                weight = fit_weight(use, gram, form, settings, run)
                 limit = settings.max_loss if form.bits < MOST_BITS else None
                 if limit is not None and measure_loss(use.array, weight, gram) > limit:
-                    weight = fit_weight(use, gram, replace(form, bits=MOST_BITS), settings)
+                    wide = replace(form, bits=MOST_BITS)
+                    weight = fit_weight(use, gram, wide, settings, run)
                 if place:
                     write_weight(place, weight)
             if weight.format.bits != form.bits:
@@ -175,7 +180,11 @@ def fit_weights(
 
 
 def fit_weight(
-    use: WeightUse, gram: Gram | None, form: GroupFormat, settings: CompressSettings
+    use: WeightUse,
+    gram: Gram | None,
+    form: GroupFormat,
+    settings: CompressSettings,
+    run: RunJobs,
 ) -> GroupedWeight:
     """A weight in a format, for what is known of its data.
 
@@ -184,7 +193,7 @@ def fit_weight(
     """
     array, fit = use.array, FITS[settings.level]
     if gram is not None and fit is not None:
-        weight = fit_groups(array, form, gram, fit)
+        weight = fit_groups(array, form, gram, fit, run)
     else:
         weight = quantize_groups(array, form, None if gram is None else gram.importance)
     if not np.isfinite(weight.scale).all():

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from concurrent import futures
 from dataclasses import dataclass
 from pathlib import Path
 
 from relayquant.arguments import check_fields
+from relayquant.calibration.distribute import check_executor
 from relayquant.effort import Effort, resolve_effort
 from relayquant.errors import ConfigError
 from relayquant.packing import CODE_BITS
@@ -34,10 +36,13 @@ class CompressSettings(RunSettings):
     max_size: int | None = None
     max_bits: float | None = None
     checkpoint: str | Path | None = None
+    executor: futures.Executor | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         resolve_effort(self.effort)
+        if self.executor is not None:
+            check_executor(self.executor)
         for name, bits in (("bits", self.bits), ("table_bits", self.table_bits)):
             if bits not in (CODE_BITS if name == "bits" else (None, *CODE_BITS)):
                 raise ConfigError(f"compress_weights: {name}={bits}; allowed: 2, 3, 4 or 8.")

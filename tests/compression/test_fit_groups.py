@@ -163,8 +163,8 @@ def test_fit__is_as_one_group_and_code_after_the_other(size, monkeypatch):
     assert sorted(problem.places) == list(range(columns))
     hessian = gram.blocks[0] + 0.01 * gram.diagonal.mean() * np.eye(columns)
     np.testing.assert_allclose(problem.hessian, hessian[np.ix_(problem.places, problem.places)])
-    start, scale, _ = fit_block(weight, form, problem, gram.importance, size, GroupFit(0))
-    found = fit_block(weight, form, problem, gram.importance, size, GroupFit(2))
+    start, scale, _ = fit_block(weight, form, problem, gram.importance, GroupFit(0))
+    found = fit_block(weight, form, problem, gram.importance, GroupFit(2))
     levels, scale = start - 4.0, scale.astype("float64")
     spread_out = lambda: np.repeat(scale, size, axis=1)[:, :columns]  # noqa: E731
     for _ in range(2):
@@ -197,7 +197,7 @@ def test_fit__float32_is_enough(is_symmetric, spread):
     found = fit_groups(weight, form, gram, GroupFit(3))
     problem = GroupProblem.of(gram.blocks[0], 0.01, 32, "float64")
     codes, scale, zero_point = fit_block(
-        weight.astype("float64"), form, problem, gram.importance, 32, GroupFit(3)
+        weight.astype("float64"), form, problem, gram.importance, GroupFit(3)
     )
     spread_out = lambda values: np.repeat(values.astype("float64"), 32, axis=1)[:, :300]  # noqa: E731
     difference = weight - (codes - spread_out(zero_point)) * spread_out(scale)

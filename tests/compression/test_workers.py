@@ -1,0 +1,107 @@
+"""Weights fitted by the workers of an executor: the same bits as here, and none dies unseen."""
+
+from __future__ import annotations
+
+import concurrent.futures as futures
+import multiprocessing
+import tempfile
+
+import pytest
+import tvm
+from test_compress_data import StopAfter, Stopped, compress_with_data
+from tiny_llama import make_llama
+
+import relayquant as rq
+from relayquant.compression import workers
+
+
+class Inline(futures.Executor):
+    """Runs calls at once, of which those with certain numbers fail; knows the files they saw."""
+
+    def __init__(self, *failing):
+        self.failing, self.calls, self.files = failing, 0, set()
+
+    def submit(self, function, /, *args, **kwargs):
+        self.calls += 1
+        self.files.add(args[0].problem)
+        future = futures.Future()
+        if self.calls in self.failing:
+            future.set_exception(MemoryError("no more"))
+        else:
+            future.set_result(function(*args, **kwargs))
+        return future
+
+
+class Silent(futures.Executor):
+    """Never runs anything."""
+
+    def submit(self, function, /, *args, **kwargs):
+        return futures.Future()
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return make_llama()
+
+
+@pytest.fixture
+def few_rows(monkeypatch):
+    """Jobs of a few rows."""
+    monkeypatch.setattr("relayquant.compression.fit.CHUNK", 800)
+
+
+@pytest.mark.parametrize("settings", [{}, {"effort": "best", "is_symmetric": False}])
+def test_executor__processes_give_the_same_bits(llama, few_rows, settings, tmp_path):
+    """And go on from what a run without them has finished."""
+    expected = compress_with_data(llama, **settings)
+    context = multiprocessing.get_context("spawn")
+    with futures.ProcessPoolExecutor(1, mp_context=context) as pool:
+        found = compress_with_data(llama, executor=pool, **settings)
+        tvm.ir.assert_structural_equal(found, expected)
+        path = tmp_path / "weights"
+        with pytest.raises(Stopped):
+            compress_with_data(llama, checkpoint=path, callbacks=StopAfter(3), **settings)
+        found = compress_with_data(llama, checkpoint=path, executor=pool, **settings)
+    tvm.ir.assert_structural_equal(found, expected)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_executor__what_fails_is_given_out_again(llama, few_rows, is_kept, monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    expected, executor = compress_with_data(llama), Inline(1, 4)
+    kept = {"checkpoint": tmp_path / "kept"} if is_kept else {}
+    tvm.ir.assert_structural_equal(compress_with_data(llama, executor=executor, **kept), expected)
+    assert executor.calls == (6 + 3 + 4 + 4 + 4) + 2  # five weights by 12 or 9 rows; two again
+    assert len(executor.files) == 5
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(
+        rq.RelayQuantError,
+        match=r"Rows from \d+ and columns from 0 of a weight were not fitted: in attempt 3 a "
+        r"worker failed with MemoryError: no more",
+    ):
+        compress_with_data(llama, executor=Inline(*range(2, 999)), **kept)
+
+
+def test_executor__workers_that_hang(llama, monkeypatch):
+    monkeypatch.setattr(workers, "WORKER_TIMEOUT", 0.05)
+    with pytest.raises(rq.RelayQuantError, match=r"1 part of a weight not fitted: no worker"):
+        compress_with_data(llama, executor=Silent())
+
+
+def test_executor__is_used_for_data_alone(llama):
+    executor = Inline()
+    rq.compress_weights(*llama, executor=executor)
+    compress_with_data(llama, effort="fast", executor=executor)
+    assert executor.calls == 0
+
+
+def test_executor__refuses():
+    with pytest.raises(rq.ConfigError, match="executor is 2; allowed: "):
+        rq.compress_weights(*make_llama(), executor=2)
+    context = multiprocessing.get_context("fork")
+    with (
+        futures.ProcessPoolExecutor(1, mp_context=context) as pool,
+        pytest.raises(rq.ConfigError, match="forks this process"),
+    ):
+        rq.compress_weights(*make_llama(), executor=pool)
