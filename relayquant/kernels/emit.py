@@ -194,6 +194,19 @@ def emit_prefetch(buffer: Buffer, offset: Expr, level: int, write: bool = False)
     )
 
 
+def emit_shared_loop(extent: Expr, is_worth: Expr | bool, emit: Callable[[Expr], None]) -> None:
+    """emit(i) for each i < extent; by threads where that `is_worth` it, known now or later."""
+    if isinstance(is_worth, bool):
+        with (T.parallel if is_worth else T.serial)(extent) as index:
+            emit(index)
+        return
+    with T.If(is_worth):
+        with T.Then(), T.parallel(extent) as index:
+            emit(index)
+        with T.Else(), T.serial(extent) as index:
+            emit(index)
+
+
 def emit_vector_loop(
     size: int, lanes: int, body: Callable[[Expr, int], None], threads: bool = False
 ) -> None:

@@ -20,6 +20,7 @@ from relayquant.kernels.emit import (
     alloc_vectors,
     build_kernel,
     constant,
+    emit_shared_loop,
     fold_lanes,
     load_vector,
     store_vector,
@@ -114,15 +115,7 @@ def make_dots(spec: FloatDots, isa: FloatIsa, name: str = "float_dots") -> PrimF
             loop_over_blocks(rows, height, emit_rows)
 
         macs = spec.count * rows * outputs * inner
-        if isinstance(macs, int):
-            with (T.parallel if macs >= PARALLEL_MACS else T.serial)(spec.count) as batch:
-                emit_product(batch)
-            return
-        with T.If(macs >= PARALLEL_MACS):
-            with T.Then(), T.parallel(spec.count) as batch:
-                emit_product(batch)
-            with T.Else(), T.serial(spec.count) as batch:
-                emit_product(batch)
+        emit_shared_loop(spec.count, macs >= PARALLEL_MACS, emit_product)
 
     return build_kernel(name, body)
 

@@ -26,6 +26,7 @@ from relayquant.kernels.emit import (
     alloc_vectors,
     broadcast,
     build_kernel,
+    emit_shared_loop,
     emit_vector_loop,
     fold_lanes,
     load_vector,
@@ -119,11 +120,7 @@ def make_row_norm(spec: RowNorm, name: str = "row_norm") -> PrimFunc:
             rows.emit_block(first, T.bind(T.min(count - first, block)))
 
         blocks = T.floordiv(count + (block - 1), block)
-        with T.If(count * (width * ELEMENT_COST) >= PARALLEL_THRESHOLD):
-            with T.Then(), T.parallel(blocks) as index:
-                emit(index)
-            with T.Else(), T.serial(blocks) as index:
-                emit(index)
+        emit_shared_loop(blocks, count * (width * ELEMENT_COST) >= PARALLEL_THRESHOLD, emit)
 
     return build_kernel(name, body)
 

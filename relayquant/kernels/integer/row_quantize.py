@@ -18,6 +18,7 @@ from relayquant.kernels.emit import (
     broadcast,
     build_kernel,
     constant,
+    emit_shared_loop,
     emit_vector_loop,
     fold_lanes,
     load_vector,
@@ -71,11 +72,7 @@ def build_quantize_rows(spec: RowQuantize, name: str = "quantize_rows") -> PrimF
             step = emit_scale(emit_extreme(read, width, lanes), scale, row)
             emit_codes(read, width, lanes, step, q, start)
 
-        with T.If(rows * (width * ELEMENT_COST) >= PARALLEL_THRESHOLD):
-            with T.Then(), T.parallel(rows) as row:
-                emit_row(row)
-            with T.Else(), T.serial(rows) as row:
-                emit_row(row)
+        emit_shared_loop(rows, rows * (width * ELEMENT_COST) >= PARALLEL_THRESHOLD, emit_row)
 
     return build_kernel(name, body)
 
