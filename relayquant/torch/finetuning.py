@@ -64,10 +64,11 @@ class FinetuneSettings(RunSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         resolve_effort(self.effort)
+        only_fits = self.steps == 0 and self.reconstruction > 0
         wrong = [
             f"{name}={value!r}"
             for name, value in (
-                ("steps", self.steps),
+                ("steps", None if only_fits else self.steps),
                 ("lr", self.lr),
                 ("scale_rate", self.scale_rate),
                 ("evaluate_every", self.evaluate_every),
@@ -76,7 +77,10 @@ class FinetuneSettings(RunSettings):
             if value is not None and not value > 0
         ]
         if wrong:
-            raise ConfigError(f"finetune got {', '.join(wrong)}; allowed: numbers above 0.")
+            raise ConfigError(
+                f"finetune got {', '.join(wrong)}; allowed: numbers above 0, and steps=0 with a "
+                "reconstruction."
+            )
         for name, value in (
             ("inner_weight", self.inner_weight),
             ("reconstruction", self.reconstruction),
@@ -125,7 +129,7 @@ def finetune(
             the float model give; a third parameter gets the item of `batches`, a dict of arrays.
             None: the distance to `expected`, relative to its size, or for probabilities the
             divergence.
-        steps: How many steps.
+        steps: How many steps; 0 with `reconstruction`: that alone.
         lr: Of a step, relative to the root mean square of the weights of each output channel. A
             weight becomes another when it has moved about half a step of its grid: few bits, or few
             steps, want more.

@@ -9,7 +9,7 @@ from test_finetuning import Watch, make_mapping, tune
 
 import relayquant as rq
 from relayquant.demo import load_digits
-from relayquant.errors import DataError
+from relayquant.errors import ConfigError, DataError
 from relayquant.reference import run
 
 torch = pytest.importorskip("torch", reason="pip install torch")
@@ -112,6 +112,15 @@ def test_finetune__begins_with_a_reconstruction():
     first, second, last = (event.score for event in watch.events)
     assert second > first
     assert last == pytest.approx(second, rel=0.01), "the average begins with it"
+
+
+def test_finetune__a_reconstruction_alone():
+    watch = Watch()
+    tune(callbacks=watch, steps=0, qconfig_mapping=make_mapping(), reconstruction=3)
+    assert [event.step for event in watch.events] == [0, 0]
+    assert watch.events[1].score > watch.events[0].score
+    with pytest.raises(ConfigError, match="steps=0; allowed: numbers above 0, and steps=0 with a"):
+        tune(steps=0)
 
 
 def test_checkpoint__same_bits_after_resuming_behind_a_reconstruction(tmp_path):
