@@ -468,6 +468,22 @@ class Writing(nn.Module):
         return torch.nn.functional.relu(z, inplace=True), self.memory.clone()
 
 
+def test_views__of_a_tensor_that_is_gone_are_not_those_of_the_next_at_its_address():
+    """Else what is flattened stays in PyTorch, or not, as memory happens to be given out."""
+
+    def step(x):
+        flat = [(x + i).flatten(1) for i in range(20)]  # whose bases nothing else holds
+        x = flat[0] * 2
+        del flat
+        kept = [(x * 0.5).relu_() for _ in range(40)]  # some at addresses that were given back
+        x = x + kept[-1]
+        return x if x.sum() > 1e6 else x + 1
+
+    prepared = rq.torch.prepare(step, (UP.reshape(2, 2, 4),), effort="fast")
+    sites = [site for tape in prepared._tapes for site in tape.eager]
+    assert [site.reason for site in sites] == []
+
+
 def test_tape__runs_again_to_the_same_values():
     """The tapes alone give what the calls gave, whatever was written where."""
     model = seed(Writing)

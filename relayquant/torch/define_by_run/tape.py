@@ -242,8 +242,8 @@ class RecordedCall(TorchFunctionMode):
         self.tape = Tape()
         #: id of a tensor -> (the tensor, which may be gone, number of its value)
         self._values: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
-        #: id of a tensor -> operators that have made views of it
-        self._views: dict[int, set[CallSite]] = {}
+        #: id of a tensor -> (the tensor, which may be gone, operators that have made views of it)
+        self._views: dict[int, tuple[weakref.ref[torch.Tensor], set[CallSite]]] = {}
         #: of each operator, what was called last, and the same without writing
         self._calls: dict[CallSite, tuple[Call, Call | None]] = {}
         self._forms: dict[tuple[torch.Size, torch.dtype], ValueForm] = {}
@@ -303,7 +303,7 @@ class RecordedCall(TorchFunctionMode):
             self.keep_views(tensors[i])
         for tensor in read[1] if read else ():
             if is_view(tensor):
-                self._views.setdefault(id(tensor._base), set()).add(site)
+                self.add_view(tensor._base, site)
         results = () if read is None else tuple(self.add_value(tensor) for tensor in read[1])
         if is_drawn:
             for tensor, value in zip(read[1] if read else (), results, strict=True):
@@ -365,13 +365,27 @@ class RecordedCall(TorchFunctionMode):
         which the values of an integer module are not.
         """
         base = tensor._base if is_view(tensor) else tensor
-        for site in self._views.get(id(base), ()):
+        for site in self.find_views(base):
             site.reason = site.reason or "it shows memory that is written into"
             self.tape.eager.add(site)
 
     def has_aliases(self, tensor: torch.Tensor) -> bool:
         """Whether another tensor may show the same memory."""
-        return tensor.is_inference() or tensor._is_view() or id(tensor) in self._views
+        return tensor.is_inference() or tensor._is_view() or bool(self.find_views(tensor))
+
+    def add_view(self, base: torch.Tensor, site: CallSite) -> None:
+        """An operator has made a view of a tensor."""
+        sites = self.find_views(base)
+        if not sites:
+            self._views[id(base)] = weakref.ref(base), sites
+        sites.add(site)
+
+    def find_views(self, base: torch.Tensor) -> set[CallSite]:
+        """Operators that have made views of a tensor; not of one that was at its address before,
+        whose views are gone with it.
+        """
+        known = self._views.get(id(base))
+        return known[1] if known is not None and known[0]() is base else set()
 
     def finish(self) -> Tape:
         """The tape, once the call is over and what it returned is held."""
