@@ -198,8 +198,9 @@ def load_mobilenet(folder: Path, batch: int = 12) -> Samples:
         return np.clip(mix(crop(images, 224, 0.25, rng), 0.2, rng), -1, 1)
 
     model = folder / "mobilenet_v1_0.75_224.onnx"
+    seen = np.concatenate([x[84:100], x[84:100, :, :, ::-1]])
     return Samples(
-        model, full[:84], split(x[:100], 2), split(x[84:100], 8), split(x[100:], 4), augment, batch
+        model, full[:84], split(x[:100], 2), split(seen, 8), split(x[100:], 4), augment, batch
     )
 
 
@@ -231,10 +232,21 @@ NEAR: dict[str, Any] = {
 }  # fmt: skip
 ROWS: dict[str, Row] = {
     "ResNet-20, 4/4": Row(load_resnet20, 4, 4, options=FAR),
-    "ResNet-20, 3/4": Row(load_resnet20, 3, 4, options={**FAR, "steps": 250}),
-    "ResNet-20, 2/4": Row(load_resnet20, 2, 4, options={**FAR, "steps": 250}),
+    "ResNet-20, 3/4": Row(load_resnet20, 3, 4, options={**FAR, "steps": 250, "reconstruction": 10}),
+    "ResNet-20, 2/4": Row(load_resnet20, 2, 4, options={**FAR, "steps": 250, "reconstruction": 10}),
     "DS-CNN, 4/4": Row(load_dscnn, 4, 4, options=SMALL),
-    "MobileNet 0.75, 4/8": Row(load_mobilenet, 4, 8, options={**NEAR, "metric": score_answers}),
+    "MobileNet 0.75, 4/8": Row(
+        load_mobilenet,
+        4,
+        8,
+        options={
+            **NEAR,
+            "steps": 100,
+            "lr": 1e-3,
+            "reconstruction": 28,
+            "metric": score_answers,
+        },
+    ),
     "MobileNet 0.75, 8/8, one scale per weight": Row(
         partial(load_mobilenet, batch=6),
         8,
