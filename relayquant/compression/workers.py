@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import concurrent.futures as futures
 import functools
+import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -50,7 +51,8 @@ class FitWorkers:
 
     pool: futures.Executor
     workspace: Workspace
-    numbers: Iterator[int] = field(default_factory=count)
+    # Workers keep what they loaded by its path, and may outlive many runs in one folder.
+    numbers: Iterator[int] = field(default_factory=lambda: count(secrets.randbits(62)))
 
     def run(
         self, jobs: Iterable[tuple[FitJob, GroupProblem]]
@@ -99,7 +101,7 @@ def write_problem(path: Path, problem: GroupProblem) -> None:
 @functools.lru_cache(maxsize=1)
 def load_problem(path: Path) -> GroupProblem:
     """What `write_problem` wrote, loaded once for all jobs that follow one another with it: no two
-    problems of a folder have one name.
+    problems of a folder have one name, whichever runs they are of.
     """
     with reading(path, "part of a compression", advice=BEGIN_ANEW):
         archive = read_archive(path, PROBLEM_FORMAT, "part of a compression")

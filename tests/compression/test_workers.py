@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import concurrent.futures as futures
 import multiprocessing
+import shutil
 import tempfile
 
 import pytest
 import tvm
-from test_compress_data import StopAfter, Stopped, compress_with_data
+from test_compress_data import StopAfter, Stopped, compress_with_data, draw_texts
 from tiny_llama import make_llama
 
 import relayquant as rq
@@ -105,3 +106,16 @@ def test_executor__refuses():
         pytest.raises(rq.ConfigError, match="forks this process"),
     ):
         rq.compress_weights(*make_llama(), executor=pool)
+
+
+def test_executor__workers_tell_runs_in_one_folder_apart(llama, few_rows, tmp_path):
+    """A worker that outlives a run keeps what it loaded last, by its path."""
+    expected, kept = compress_with_data(llama), {"checkpoint": tmp_path / "weights"}
+    workers.load_problem.cache_clear()
+    other = {"dataset": draw_texts(3), "executor": Inline(), "callbacks": StopAfter(2)}
+    with pytest.raises(Stopped):
+        compress_with_data(llama, **other, **kept)
+    assert workers.load_problem.cache_info().currsize == 1
+    shutil.rmtree(tmp_path / "weights")
+    found = compress_with_data(llama, executor=Inline(), **kept)
+    tvm.ir.assert_structural_equal(found, expected)
