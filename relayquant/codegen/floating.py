@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import tvm
 from tvm import relax, tirx
-from tvm.ir import Call, GenericConst, IRModule, Op
+from tvm.ir import BaseFunc, Call, GenericConst, IRModule, Op
 from tvm.target import Target
 
 from relayquant.codegen.rules.elementwise import make_window
@@ -130,11 +130,18 @@ class Kernels:
         """Global variable of the kernel `kind` (a name in MAKERS) for `spec`, with MACS_ATTR."""
         key = kind, repr(spec)
         if key not in self._made:
-            func = MAKERS[kind](spec, self.isa, kind).without_attr("global_symbol")
-            # Opaque: FuseTIR cannot merge a kernel that has no blocks with its neighbours.
-            func = func.with_attrs({"op_pattern": OPAQUE, IS_SCHEDULED: True, MACS_ATTR: macs})
+            func = mark_kernel(MAKERS[kind](spec, self.isa, kind), macs)
             self._made[key] = self.builder.add_func(func, kind)
         return self._made[key]
+
+
+def mark_kernel(func: tirx.PrimFunc, macs: int) -> BaseFunc:
+    """A finished kernel of `macs` multiply-adds as a module takes it: no pass fuses or schedules
+    it, and the module names it.
+    """
+    # Opaque: FuseTIR cannot merge a kernel that has no blocks with its neighbours.
+    marks = {"op_pattern": OPAQUE, IS_SCHEDULED: True, MACS_ATTR: macs}
+    return func.without_attr("global_symbol").with_attrs(marks)
 
 
 def make_max_pool2d(

@@ -16,10 +16,9 @@ from tvm import relax
 from tvm.ir import Call
 from tvm.target import Target
 
-from relayquant.codegen.floating import OPAQUE
-from relayquant.dialect.cost import MACS_ATTR, count_macs
+from relayquant.codegen.floating import mark_kernel
+from relayquant.dialect.cost import count_macs
 from relayquant.dialect.legality import iterate_bindings
-from relayquant.kernels.emit import IS_SCHEDULED
 from relayquant.kernels.integer.grouped import (
     LARGEST_SUM,
     GroupedDense,
@@ -100,9 +99,8 @@ class GroupedLowering(relax.PyExprMutator):
         if spec not in self.kernels:
             func = build()
             name = str(func.attrs["global_symbol"])
-            marks = {"op_pattern": OPAQUE, IS_SCHEDULED: True, MACS_ATTR: count_macs(call)}
-            func = func.without_attr("global_symbol").with_attrs(marks)
-            self.kernels[spec] = self.builder_.add_func(func, name)
+            marked = mark_kernel(func, count_macs(call))
+            self.kernels[spec] = self.builder_.add_func(marked, name)
         ty: Any = call.ty
         outputs = list(ty.fields) if isinstance(ty, tvm.ir.TupleType) else ty
         return relax.call_tir(self.kernels[spec], relax.Tuple(operands), outputs)

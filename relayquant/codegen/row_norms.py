@@ -16,9 +16,8 @@ from tvm import relax
 from tvm.ir import Call, GenericConst, IRModule
 from tvm.target import Target
 
-from relayquant.codegen.floating import OPAQUE
-from relayquant.dialect.cost import MACS_ATTR
-from relayquant.kernels.emit import IS_SCHEDULED
+from relayquant.codegen.floating import mark_kernel
+from relayquant.codegen.grouped import read_leading
 from relayquant.kernels.floating.row_norm import RowNorm, make_row_norm
 from relayquant.rewrite.expressions import (
     FunctionGraph,
@@ -30,6 +29,7 @@ from relayquant.rewrite.expressions import (
     shape_of,
     static_sizes,
 )
+from relayquant.rewrite.graph import tensor_shape
 from relayquant.rewrite.rule import (
     OnSkip,
     Rule,
@@ -146,7 +146,7 @@ class NormLowering:
             return
         pair = found.vars[-1]
         self.dropped.update(found.vars[:-1])
-        rows = read_leading(pair.ty.fields[0])
+        rows = list_leading(self.graph.values[pair].args[0])
         spec = replace(norm.spec, rows=rows, keeps_result=found.keeps_result)
         types = list(pair.ty.fields)
         if not found.keeps_result:
@@ -170,9 +170,8 @@ class NormLowering:
     def call(self, var: relax.Var, spec: RowNorm, norm: Norm, types: list[Any]) -> relax.VarBinding:
         """var = call_tir of the kernel of `spec`, which is built unless it was."""
         if spec not in self.kernels:
-            func = make_row_norm(spec).without_attr("global_symbol")
-            marks = {"op_pattern": OPAQUE, IS_SCHEDULED: True, MACS_ATTR: 0}
-            self.kernels[spec] = self.builder.add_func(func.with_attrs(marks), "row_norm")
+            func = mark_kernel(make_row_norm(spec), macs=0)
+            self.kernels[spec] = self.builder.add_func(func, "row_norm")
         operands = relax.Tuple([norm.data, *norm.factors])
         return self.bind(var, relax.call_tir(self.kernels[spec], operands, types))
 
@@ -269,13 +268,12 @@ def read_rows(data: relax.Expr, epsilon: float) -> RowNorm | None:
     width = static_sizes(shape_of(data)[-1:])
     if width is None or width[0] < 1:
         return None
-    return RowNorm(read_leading(data.ty), width[0], epsilon)
+    return RowNorm(list_leading(data), width[0], epsilon)
 
 
-def read_leading(ty: Any) -> tuple[int | None, ...]:
-    """Extents before the last of a tensor type, None where known at run time."""
-    sizes = [static_sizes([extent]) for extent in list(ty.shape.values)[:-1]]
-    return tuple(None if size is None else size[0] for size in sizes)
+def list_leading(data: relax.Expr) -> tuple[int | None, ...]:
+    """Extents before the last of a tensor of known rank, None where known at run time."""
+    return read_leading((tensor_shape(data) or ())[:-1])
 
 
 def read_vector(factor: relax.Expr, features: int) -> relax.Expr | None:

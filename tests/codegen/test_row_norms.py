@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tvm
+from onnx import TensorProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
 from tiny_llama import ROWS, list_calls, make_llama
 from tvm import relax
 from tvm.relax import op
@@ -135,6 +137,44 @@ def test_lower_row_norms__one_kernel_with_the_integers_of_rows(name):
                 np.testing.assert_array_equal(array, wanted)
         if keeps:
             np.testing.assert_allclose(expected[2], exact(name, x), rtol=1e-5, atol=1e-6)
+
+
+def spell_in_onnx(name):
+    """A norm as an ONNX file has it; a spelled one of its single operators."""
+    names = ("X", "W", "B")[: 3 if name == "layer_norm" else 2]
+    if name in ("layer_norm", "rms_norm"):
+        kind = "LayerNormalization" if name == "layer_norm" else "RMSNormalization"
+        nodes = [helper.make_node(kind, names, ["Y"], axis=-1, epsilon=EPSILON)]
+    else:
+        nodes = [
+            helper.make_node("Mul", ["X", "X"], ["square"]),
+            helper.make_node("ReduceMean", ["square", "axes"], ["mean"], keepdims=1),
+            helper.make_node("Add", ["mean", "epsilon"], ["sum"]),
+            helper.make_node("Sqrt", ["sum"], ["root"]),
+            helper.make_node("Div", ["X", "root"], ["bare"]),
+            helper.make_node("Mul", ["bare", "W"], ["Y"]),
+        ]
+    constants = {"axes": np.array([-1]), "epsilon": np.array(EPSILON, "float32")}
+    graph = helper.make_graph(
+        nodes,
+        "norm",
+        [helper.make_tensor_value_info(each, TensorProto.FLOAT, None) for each in names],
+        [helper.make_tensor_value_info("Y", TensorProto.FLOAT, None)],
+        [numpy_helper.from_array(value, key) for key, value in constants.items()],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)])
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm", "divided"])
+def test_row_norm__is_that_of_the_evaluator_of_onnx(name):
+    x = np.random.default_rng(3).normal(0.2, 2, (2, 3, WIDTH)).astype("float32")
+    feeds = {"X": x, "W": WEIGHT, "B": BIAS}
+    model = spell_in_onnx(name)
+    read = {each.name: feeds[each.name] for each in model.graph.input}
+    (expected,) = ReferenceEvaluator(model).run(None, read)
+    mod = make_module(lambda emit, x: [NORMS[name](emit, x)])
+    assert list_names(lower(mod)[0]) == ["row_norm"]
+    np.testing.assert_allclose(run(mod, x)[0], expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", NORMS)
