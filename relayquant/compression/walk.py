@@ -202,13 +202,14 @@ def round_rows(data: np.ndarray) -> np.ndarray:
     """float32 (..., K) -> the same through int8 in -127..127, each row by a scale and a zero point
     that cover its values and 0; float32.
 
-    scale = (max(row, 0) - min(row, 0)) / 254, 1 for a row of zeros; zero point =
+    scale = (max(row, 0) - min(row, 0)) / 254, 1 where that is 0; zero point =
     clip(round(-127 - min(row, 0) / scale)): what `quantize_rows_at_run_time` computes.
     """
     data, limit = np.asarray(data, "float32"), np.float32(ROW_LIMIT)
     low = np.minimum(data.min(axis=-1, keepdims=True, initial=np.float32(0)), 0)
     span = data.max(axis=-1, keepdims=True, initial=np.float32(0)) - low
-    scale = np.where(span > 0, span / (2 * limit), np.float32(1)).astype("float32")
+    step = span / (2 * limit)
+    scale = np.where(step > 0, step, np.float32(1)).astype("float32")
     zero_point = np.clip(np.rint(-limit - low / scale), -limit, limit)
     integers = np.clip(np.rint(data / scale) + zero_point, -limit, limit)
     return (integers - zero_point) * scale

@@ -162,7 +162,7 @@ def write_rows(builder: OnnxBuilder, data: str, name: str) -> str:
     size = builder.step("Abs", [data], f"{name}.size")
     largest = builder.step("ReduceMax", [size, axes], f"{name}.largest", keepdims=1)
     step = builder.step("Div", [largest, limit], f"{name}.step")
-    is_some = builder.step("Greater", [largest, zero], f"{name}.is_some")
+    is_some = builder.step("Greater", [step, zero], f"{name}.is_some")
     scale = builder.step("Where", [is_some, step, one], f"{name}.row_scale")
     real = builder.step("Div", [data, scale], f"{name}.scaled")
     rounded = builder.step("Round", [real], f"{name}.rounded")

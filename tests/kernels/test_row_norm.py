@@ -22,10 +22,10 @@ EPSILON = 1e-5
 
 
 def draw(width, spec):
-    """Rows of very different size, one of zeros; weight and bias."""
+    """Rows of very different size, one of zeros, one too small for integers; weight and bias."""
     rng = np.random.default_rng(width)
     x = rng.normal(0.3, 1, (2, 3, width)) * 10.0 ** rng.integers(-6, 6, (2, 3, 1))
-    x[1, 1] = 0
+    x[1, 1:] = [[0], [1e-44]]
     factors = [rng.normal(1, 0.5, width).astype("float32") for _ in range(2)]
     return x.astype("float32"), factors[: spec.weight + spec.bias]
 

@@ -31,6 +31,18 @@ def test_quantize_rows__half_to_even_of_each_row():
     assert scale.dtype == np.float32
 
 
+def test_quantize_rows__a_row_too_small_for_a_step_is_zeros():
+    """The 127th of its values is less than float32 has: 0 is no divisor."""
+    least = np.finfo("float32").smallest_subnormal
+    with np.errstate(divide="raise", invalid="raise"):
+        rows, scale = qnn.quantize_rows(np.array([[least, 0], [0, 63 * least]], "float32"))
+        np.testing.assert_array_equal(rows, 0)
+        np.testing.assert_array_equal(scale, 1)
+    rows, scale = qnn.quantize_rows(np.array([[64 * least, 0]], "float32"))
+    np.testing.assert_array_equal(rows, [[64, 0]])
+    assert scale == least
+
+
 @pytest.mark.parametrize("bits", CODE_BITS)
 @pytest.mark.parametrize("has_zeros", [False, True])
 def test_grouped_dense__exact_to_rounding_of_sums(bits, has_zeros):

@@ -59,8 +59,9 @@ class QGroupedAttrs(Attrs):
 def quantize_rows(data: Operand) -> Call:
     """data float32 (..., K) -> int8 (..., K) and the scale of each row, float32 (..., 1).
 
-    scale = max(|row|) / 127, or 1 for a row of zeros; round half to even of row / scale. What the
-    result holds for a row with NaN or infinity is not defined.
+    scale = max(|row|) / 127, or 1 where that is 0, for a row of zeros and for one whose 127th is
+    less than float32 has; round half to even of row / scale. What the result holds for a row with
+    NaN or infinity is not defined.
     """
     return make_call("quantize_rows", ROWS_OPERANDS, (data,), None)
 
@@ -221,8 +222,8 @@ def legalize_quantize_rows(builder: BlockBuilder, call: Call) -> Any:
         one, limit = tirx.const(1.0, "float32"), tirx.const(float(ROW_LIMIT), "float32")
 
         def scale_of(*row: PrimExpr) -> PrimExpr:
-            value = largest(*row)
-            return tirx.Select(value > tirx.const(0.0, "float32"), value / limit, one)
+            step = largest(*row) / limit
+            return tirx.Select(step > tirx.const(0.0, "float32"), step, one)
 
         scale = compute_tensor([*lead, 1], lambda *i: scale_of(*i[:-1]), name="scale")
 

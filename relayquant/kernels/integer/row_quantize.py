@@ -1,6 +1,7 @@
 """Rows of float32 -> int8 and a scale for each row, in one pass over memory, as TIR.
 
-scale = max(|row|) / 127, or 1 for a row of zeros;  q = rint(x / scale)
+scale = max(|row|) / 127, or 1 where that is 0 (a row of zeros, or of less than float32 has a
+127th of);  q = rint(x / scale)
 """
 
 from __future__ import annotations
@@ -98,8 +99,8 @@ def emit_extreme(read: ReadVector, width: int, lanes: int) -> Expr:
 
 def emit_scale(largest: Expr, scale: Buffer, row: Expr) -> Expr:
     """Stores the scale of a row, and gives it."""
-    limit = T.float32(ROW_LIMIT)
-    step = T.bind(T.Select(largest > T.float32(0), largest / limit, T.float32(1)))
+    quotient = T.bind(largest / T.float32(ROW_LIMIT))
+    step = T.bind(T.Select(quotient > T.float32(0), quotient, T.float32(1)))
     T.buffer_store(scale, step, [row])
     return step
 

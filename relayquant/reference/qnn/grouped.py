@@ -24,12 +24,14 @@ ROW_LIMIT = 127
 def quantize_rows(data: Array) -> tuple[Array, Array]:
     """float32 (..., K) -> int8 (..., K), and the scale of each row, float32 (..., 1).
 
-    scale = max(|row|) / 127, 1 for a row of zeros; half to even of the float32 quotients.
+    scale = max(|row|) / 127, 1 where that is 0: for a row of zeros, and for one whose 127th is less
+    than float32 has; half to even of the float32 quotients.
     """
     data = np.asarray(data, "float32")
     largest = np.abs(data).max(axis=-1, keepdims=True, initial=np.float32(0))
     limit = np.float32(ROW_LIMIT)
-    scale = np.where(largest > 0, largest / limit, np.float32(1)).astype("float32")
+    step = largest / limit
+    scale = np.where(step > 0, step, np.float32(1)).astype("float32")
     rounded = np.clip(np.rint(data / scale), -limit, limit)
     return np.nan_to_num(rounded).astype("int8"), scale
 
