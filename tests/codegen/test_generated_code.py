@@ -343,6 +343,24 @@ def test_innermost_loops__of_grouped_weights(name):
     assert found.loads <= bound.loads
 
 
+def test_innermost_loops__of_grouped_weights_fetch_codes_ahead():
+    """A line for each that is read, of several rows; a single row takes them as they come."""
+    target, syntax = resolve_target(TARGETS["znver4"]), SYNTAX[Architecture.X86]
+
+    def count(rows: int) -> list[int]:
+        spec = GroupedDense((rows,), 1024, 1024, 4, 32)
+        text = compile_kernel(build_grouped_dense(spec, select_isa(target), "grouped"), target)
+        return [
+            sum("prefetcht0" in line for line in loop)
+            for loop in find_innermost_loops(text, syntax)
+            if any(map(syntax.product.match, loop))
+        ]
+
+    # 12 rows and 4; 16 outputs of 32 codes of 4 bits are 4 lines
+    assert count(16) == [4, 4]
+    assert count(1) == [0]
+
+
 @pytest.mark.parametrize("layer", FLOAT_LAYERS)
 @pytest.mark.parametrize("name", FLOAT_BOUNDS)
 def test_innermost_loops__of_floats(name, layer):

@@ -23,6 +23,7 @@ from relayquant.kernels.integer.grouped import (
 from relayquant.kernels.integer.grouped_dot import choose_dot
 from relayquant.kernels.integer.row_quantize import RowQuantize, build_quantize_rows
 from relayquant.kernels.isa.arm import NEON, SDOT, SMMLA
+from relayquant.kernels.isa.base import VNNI512
 from relayquant.packing import count_groups, pack_codes
 from relayquant.reference import qnn
 
@@ -124,6 +125,11 @@ def test_plan__rows_of_a_tile_meet_in_no_set_of_a_cache():
         assert size % 64 == 0
         assert plan.row_stride >= features
         assert plan.chunk_rows % plan.dot.rows == 0
+
+
+def test_plan__rows_of_a_prompt_are_one_chunk():
+    """Of 128 rows of 4096 every code comes from memory once."""
+    assert plan_grouped(GroupedDense((None,), 64, 4096, 4, 32), VNNI512).chunk_rows >= 128
 
 
 @pytest.mark.parametrize("isa", [*ISAS, SDOT, SMMLA, NEON], ids=lambda isa: isa.name)

@@ -37,6 +37,7 @@ from relayquant.kernels.emit import (
     build_kernel,
     ceil_div,
     constant,
+    emit_prefetch,
     emit_sum,
     emit_vector_loop,
     load_vector,
@@ -61,7 +62,9 @@ from relayquant.packing import count_groups, unpack_codes
 TILE_ROWS = 24
 #: Rows that are prepared together: bounds of their number, and bytes of those between.
 LEAST_CHUNK_ROWS, MOST_CHUNK_ROWS = 2 * TILE_ROWS, 6 * TILE_ROWS
-CHUNK_BYTES = 512 * 1024
+CHUNK_BYTES = 640 * 1024
+#: How far before they are read codes are fetched into the first cache.
+PREFETCH_BYTES = 8 * 1024
 #: Dot products that are written out one after the other; more are a loop over vectors.
 UNROLLED = 96
 #: Largest sum of a group that int32 holds.
@@ -374,6 +377,8 @@ def emit_tile(
     with T.serial(plan.groups) as group:
         at = T.bind(panel * plan.groups + group)
         at_codes = T.bind(at * (plan.vectors * plan.vector_bytes))
+        if len(members) > 1:
+            emit_ahead(plan, arguments.codes, at_codes)
         zero = read_zero(plan, arguments, at)
         for acc, row in zip(accs, members, strict=True):
             value = constant(dot.sum_dtype, 0, lanes)
@@ -404,6 +409,14 @@ def emit_tile(
         if arguments.row_scale is not None:
             value = value * broadcast(arguments.row_scale[row], lanes)
         store_vector(arguments.out, value, row * spec.units + channel, lanes, width)
+
+
+def emit_ahead(plan: GroupedPlan, codes: Buffer, at: Expr) -> None:
+    """Has as many codes as a group has fetched: products of the first rows of a chunk would wait
+    for what the processor fetches by itself. A single row gives it nothing to do meanwhile.
+    """
+    for line in range(ceil_div(plan.vectors * plan.vector_bytes, CACHE_LINE)):
+        emit_prefetch(codes, at + (PREFETCH_BYTES + line * CACHE_LINE), level=1)
 
 
 def emit_blocks(total: int, size: int, emit: Callable[[Expr, int], None]) -> None:
