@@ -118,7 +118,8 @@ def finetune(
     average that was met counts, of which the calibrated state is the first and that of a
     `reconstruction` the second, both of step 0. Where the loss of the best is not lower by two of
     its standard errors the calibrated one counts: the result is never worse on that data, nor
-    another by chance.
+    another by chance. Where the reconstruction is worse than the calibrated state, steps begin
+    with that; without `validation` nothing tells, and what was reconstructed and trained is given.
 
     Args:
         mod, params: The float module; or a calibrated model, as `calibrate` returns it, and None.
@@ -138,10 +139,11 @@ def finetune(
         inner_weight: How much it counts, beside `loss`, that operators inside give what they gave
             in float: the squared distance relative to the size, the mean over operators. It is for
             networks so deep that outputs alone say little.
-        reconstruction: How many items of `batches` weights are fitted to before they train,
-            operator by operator, so that each gives the float model's sums on what the quantized
-            ones before it leave of its input. It is for weights of few bits, takes as long as some
-            hundred steps in deep networks, and holds what is alive of these items in memory.
+        reconstruction: How many items of `batches`, all if they are fewer, weights are fitted to
+            before they train, operator by operator, so that each gives the float model's sums on
+            what the quantized ones before it leave of its input. It is for weights of few bits,
+            takes as long as some hundred steps in deep networks, and holds what is alive of these
+            items in memory.
         backend, qconfig_mapping, effort: As for `quantize`.
         ranges, weight_ranges: What ranges do, see `relayquant.torch.Ranges`.
         calibration: Data set that gives the first ranges; `batches` if None.
@@ -152,7 +154,8 @@ def finetune(
             taken at its word: any higher value is a gain.
         evaluate_every: Steps between two evaluations, and between two checkpoints; a tenth of all
             unless given.
-        patience: End after so many evaluations without a better one.
+        patience: End after so many evaluations without a better one, those before the first step
+            not counted.
         checkpoint: A file that is written, whole, at every evaluation. A training that was
             interrupted goes on from there when it is started again with the same arguments, and
             gives the same bits. Deleted in the end.

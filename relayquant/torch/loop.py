@@ -76,7 +76,7 @@ class Progress:
     Attributes:
         step: Steps done.
         best_score, best_step, best: The best evaluation, and the state then; None before the first.
-        worse: Evaluations since then.
+        worse: Evaluations since then, of those behind a step.
         digest: Of all items that were trained on.
     """
 
@@ -107,7 +107,7 @@ class _Training:
         self.losses: list[float] = []
         self.parameters = [p for p in student.parameters() if p.requires_grad]
         #: what is evaluated and given: see `follow_average`
-        self.average = [p.detach().clone() for p in self.parameters]
+        self.begin_average()
         self.optimizer = torch.optim.Adam(self.parameters, lr=settings.lr)
         units = measure_units(student)
         scales = {id(quantizer.log_factor) for quantizer in student.list_quantizers()}
@@ -138,7 +138,9 @@ class _Training:
             self.evaluate()
             if settings.reconstruction:
                 self.reconstruct(data)
-                self.evaluate()
+                if not self.evaluate():
+                    write_state(self.student, self.start)
+                    self.begin_average()
         begun, seen, digest = self.progress.step, 0, ""
         for batch, item in data:
             if self.progress.step >= settings.steps or self.is_done:
@@ -162,15 +164,21 @@ class _Training:
                 self.save()
 
     def reconstruct(self, data: TrainingData) -> None:
-        """Fit the weights to the first items, and begin the average with them."""
+        """Fit the weights to the first items, and begin the average with them. Data that ends is
+        not read again: samples that come twice say no more, and would count as more.
+        """
         count = self.settings.reconstruction
-        batches = [self.pick(batch) for batch, _ in itertools.islice(data, count)]
+        batches = [self.pick(batch) for batch in itertools.islice(data.dataset, count)]
 
         def report(done: int, total: int) -> None:
             event = ProgressEvent("reconstruction", done, total, "operator")
             self.settings.events.on_progress(event)
 
         reconstruct(self.student, self.teacher, batches, report)
+        self.begin_average()
+
+    def begin_average(self) -> None:
+        """The average before the first step: the parameters."""
         self.average = [p.detach().clone() for p in self.parameters]
 
     @property
@@ -267,15 +275,16 @@ class _Training:
             )
         return value
 
-    def evaluate(self) -> None:
-        """Measure the average, and keep it if it is the best."""
+    def evaluate(self) -> bool:
+        """Measure the average, and keep it if it is the best: whether it is, or nothing tells."""
         progress, settings = self.progress, self.settings
         score, is_best = None, True
         if self.validation is not None:
             with self.put_average():
                 score, state = self.score(self.validate()), read_state(self.student)
             is_best = progress.best_score is None or score > progress.best_score
-            self.progress = replace(progress, worse=progress.worse + 1)
+            # Patience is with steps: a reconstruction that is worse does not end them.
+            self.progress = replace(progress, worse=progress.worse + (progress.step > 0))
             if is_best:
                 self.progress = replace(
                     progress, worse=0, best_score=score, best_step=progress.step, best=state
@@ -284,6 +293,7 @@ class _Training:
         self.losses.clear()
         event = TrainingEvent(progress.step, settings.steps, mean, score, is_best)
         settings.events.on_training(event)
+        return is_best
 
     def validate(self) -> list[list[torch.Tensor]]:
         """Outputs of the state as it is, for each batch of the validation data."""
@@ -331,11 +341,14 @@ class _Training:
         write_parameters(self.parameters, self.average)
         if progress.best is not None:
             write_state(self.student, progress.best)
-            done += f", the best after {progress.best_step}"
-            is_other = progress.best_step or self.settings.reconstruction
-            if is_other and not self.is_gain():
-                write_state(self.student, self.start)
-                done += ", within the noise of validation: left as calibrated"
+            if is_same(progress.best, self.start):
+                done += ", the best as calibrated"
+            else:
+                step = progress.best_step
+                done += f", the best after {step if step else 'the reconstruction'}"
+                if not self.is_gain():
+                    write_state(self.student, self.start)
+                    done += ", within the noise of validation: left as calibrated"
         self.student.eval()
         if self.path is not None:
             self.path.unlink(missing_ok=True)
@@ -635,6 +648,11 @@ def read_outputs(outputs: Batches) -> list[list[np.ndarray]]:
 def read_state(module: TrainableModule) -> State:
     """Parameters and buffers, copied."""
     return {name: value.detach().numpy().copy() for name, value in module.state_dict().items()}
+
+
+def is_same(one: State, other: State) -> bool:
+    """Whether two states of a module are equal, bit for bit."""
+    return all(value.tobytes() == other[name].tobytes() for name, value in one.items())
 
 
 def write_state(module: TrainableModule, state: State) -> None:

@@ -123,6 +123,69 @@ def test_finetune__a_reconstruction_alone():
         tune(steps=0)
 
 
+def read_training(mod):
+    return rq.ledger(mod).to_dict()["choices"]["training"]
+
+
+def score_weights(better):
+    """A metric: `better` for the first state that is asked, and then one number less each time."""
+    scores = iter(range(better, better - 100, -1))
+    return lambda expected, got: float(next(scores))
+
+
+def test_finetune__a_worse_reconstruction_ends_no_steps():
+    """Patience counts evaluations behind steps."""
+    options = {"qconfig_mapping": make_mapping(), "reconstruction": 2, "metric": score_weights(0)}
+    watch = Watch()
+    tune(callbacks=watch, patience=1, **options)
+    assert [event.step for event in watch.events] == [0, 0, 2]
+
+
+@pytest.mark.parametrize("steps", [0, 4])
+@pytest.mark.parametrize("is_metric", [False, True])
+def test_finetune__a_worse_reconstruction_is_not_given(steps, is_metric, monkeypatch):
+    """By the loss or a metric, the calibrated state is what is given, and what steps begin with."""
+    from relayquant.torch import loop
+
+    def spoil(student, teacher, batches, report):
+        with torch.no_grad():
+            for parameter in student.parameters():
+                parameter.add_(torch.ones(()))
+
+    monkeypatch.setattr(loop, "reconstruct", spoil)
+    mod, watch = residual_model(), Watch()
+    (batch,) = draw_batches(mod, 1, seed=3)
+    options = {"metric": lambda a, b: -float(np.abs(a[0] - b[0]).mean())} if is_metric else {}
+    options |= {"steps": steps, "lr": 1e-9, "patience": 2}
+    got = tune(callbacks=watch, reconstruction=2, **options)
+    expected = rq.quantize(
+        mod, None, draw_batches(mod, 3), effort="fast", backend="x86", guard=rq.Guard.OFF
+    )
+    np.testing.assert_array_equal(run(got, batch)[0], run(expected, batch)[0])
+    first, second, *rest = (event.score for event in watch.events)
+    assert second < first
+    assert rest == pytest.approx([first] * len(rest), rel=1e-3), "steps begin with the calibrated"
+    assert read_training(got).endswith(("as calibrated", "left as calibrated"))
+
+
+def test_finetune__says_that_the_reconstruction_is_the_best():
+    got = tune(steps=0, qconfig_mapping=make_mapping(), reconstruction=3)
+    assert read_training(got).endswith("0 steps, the best after the reconstruction")
+
+
+def test_finetune__data_that_ends_is_read_once(monkeypatch):
+    """For the reconstruction: samples that come twice are not two."""
+    from relayquant.torch import loop
+
+    counts = []
+    monkeypatch.setattr(
+        loop, "reconstruct", lambda student, teacher, batches, report: counts.append(len(batches))
+    )
+    for count in (2, 5):
+        tune(steps=0, reconstruction=count)
+    assert counts == [2, 3]
+
+
 def test_checkpoint__same_bits_after_resuming_behind_a_reconstruction(tmp_path):
     path, (batch,) = tmp_path / "training", draw_batches(residual_model(), 1, seed=2)
     options = {"qconfig_mapping": make_mapping(), "reconstruction": 2}
