@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
 
 import numpy as np
 import pytest
+import tvm
 
 import relayquant as rq
 from relayquant.errors import ConfigError, MissingDependencyError, ModelError
@@ -31,12 +33,13 @@ from run_models import (  # noqa: E402
 )
 from torch import nn  # noqa: E402
 
+from relayquant.torch.define_by_run.arguments import FlatArguments, Slot, is_equal  # noqa: E402
 from relayquant.torch.define_by_run.executing import (  # noqa: E402
     DeferredTensor,
     RunPlayer,
     quantize_tensor,
 )
-from relayquant.torch.define_by_run.tape import replay  # noqa: E402
+from relayquant.torch.define_by_run.tape import KnownOperator, replay  # noqa: E402
 
 
 def calibrate(model, inputs, **options):
@@ -507,6 +510,68 @@ def test_tape__runs_again_to_the_same_values():
     assert not torch.equal(model.memory, memory)
 
 
+class Alternating(nn.Module):
+    """One place in the code that is called with other arguments, results and tensors each time."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.writer = nn.Linear(8, 8), Writing()
+
+    def forward(self, x):
+        steps = [1, 1, 1.0, True, 0.0, -0.0, 0.0, 2, 2, 2]
+        for i, factor in enumerate(steps):
+            x = x * factor if factor else torch.atan2(x + 1, x * factor)
+            x = torch.flatten(x, i % 2).reshape(2, 8)
+            y = x.topk(2)[0] if i < 5 else x
+            parts = torch.cat([x, y], 1).split(8, 1) if i % 2 else (x, None)
+            x = torch.nn.functional.dropout(parts[0], 0.5, training=i > 7) + self.linear(x)
+        return self.writer(x), x.max().item() > 0 and x
+
+
+def test_repetitions__are_recorded_as_if_each_were_the_first(monkeypatch):
+    """The same steps with the same numbers, hence the same statistics, whatever of a call is like
+    the one before at its place.
+    """
+
+    def record(model, inputs):
+        torch.manual_seed(7)
+        prepared = rq.torch.prepare(model, (inputs[0],), effort="fast")
+        for x in inputs[1:]:
+            prepared(x)
+        rows: list[object] = []
+        for tape in prepared._tapes:
+            for s in tape.steps:
+                rows.append((str(s.site), s.call.function, s.call.arguments))
+                rows.append((s.pure and s.pure.arguments, s.operands, s.results, s.form))
+                rows.append((s.target, s.is_drawn, s.written))
+            rows.append((tape.forms, tape.stored, sorted(tape.alive), tape.has_state))
+        return rows, prepared
+
+    cases = [(Alternating, [UP, DOWN]), (Writer, draw_sequences(3)), (EarlyExit, draw_images(5))]
+    for kind, inputs in cases:
+        model = seed(kind)
+        twin = seed(kind)
+        got, prepared = record(model, inputs)
+        assert any(known.repeated for known in prepared._known.values())
+        with monkeypatch.context() as patch:
+            patch.setattr(KnownOperator, "of", lambda name, step: KnownOperator(step, None, None))
+            expected, slow = record(twin, inputs)
+
+        def name_constants(rows, prepared):
+            return re.sub(
+                r"ModelConstant\(number=(\d+)\)",
+                lambda found: prepared._constants.names[int(found[1])],
+                repr(rows),
+            )
+
+        assert name_constants(got, prepared) == name_constants(expected, slow)
+        if kind is not Alternating:
+            for fast, each in zip(
+                rq.torch.convert(prepared).modules, rq.torch.convert(slow).modules, strict=True
+            ):
+                tvm.ir.assert_structural_equal(fast, each)
+
+
 def test_writes__converted_model_follows():
     model = seed(Writing)
     converted = rq.torch.convert(calibrate(model, [UP, DOWN, 3 * UP, 2 * DOWN]))
@@ -579,6 +644,41 @@ def test_refused_operator__stays_in_pytorch_and_cuts_the_run():
     got = converted(UP)
     assert sqnr([expected[0]], [got[0]]) > 25
     assert got[1] == pytest.approx(expected[1], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("first", "other"), [(2, 2.0), (1, True), (0.0, -0.0), ((0, 1), [0, 1]), (None, 0)]
+)
+def test_arguments__are_equal_to_the_type(first, other):
+    """What Python takes for equal may be another operator: `x * 2.0` of integers gives floats."""
+
+    def template(value):
+        return ((Slot(0), value), {"key": [value]})
+
+    x = torch.ones(2)
+    assert is_equal(template(first), template(first))
+    assert not is_equal(template(first), template(other))
+    flat = FlatArguments.of(((Slot(0), first), {"key": 3}))
+    if flat is not None:
+        for _ in range(2):  # the second time at once
+            assert flat.match((x, first), {"key": 3})[0] is x
+        assert flat.match((x, other), {"key": 3}) is None
+        assert flat.match((x, first), {"key": 3.0}) is None
+
+
+def test_arguments__number_of_another_type_is_named():
+    def run(x, counts, factor):
+        counts = counts * factor
+        return LAYER(x * counts) if x.sum() < 1e6 else x
+
+    counts = torch.full((8,), 3)
+    prepared = rq.torch.prepare(run, (UP, counts, 2), effort="fast")
+    prepared(DOWN, counts, 2)
+    converted = rq.torch.convert(prepared)
+    with torch.no_grad():
+        assert sqnr(run(UP, counts, 2), converted(UP, counts, 2)) > 20
+    with pytest.raises(ModelError, match=r"mul .*or constants, that calibration never saw"):
+        converted(UP, counts, 2.0)
 
 
 # --- Small parts ------------------------------------------------------------------------------

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,8 +54,20 @@ class FlatArguments:
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._args, self._kwargs = args, tuple(kwargs.items())
-        self._has_plain = bool(kwargs) or any(type(each) is not Slot for each in args)
+        self._args, self._kwargs = args, kwargs
+        slots = [i for i, each in enumerate(args) if type(each) is Slot]
+        plain = [i for i, each in enumerate(args) if type(each) is not Slot]
+        self._take_tensors = _make_getter(slots)
+        self._take_plain = _make_getter(plain)
+        self._plain = self._take_plain(args)
+        #: types of all arguments of the last call that was taken one by one; those with the same
+        #: are compared at once
+        self._types: tuple[type, ...] | None = None
+        others = (*self._plain, *kwargs.values())
+        #: whether a look at types and values is enough: 0.0 equals -0.0
+        self._is_simple = Slot not in map(type, kwargs.values()) and not any(
+            type(each) is float and not each for each in others
+        )
 
     @staticmethod
     def of(template: Any) -> FlatArguments | None:
@@ -68,18 +82,30 @@ class FlatArguments:
         """The tensors of another call that has equal arguments but for these, in the order of their
         slots; None for one that may have others.
         """
+        types = tuple(map(type, (*args, *kwargs.values()) if kwargs else args))
+        if types == self._types:
+            is_same = self._take_plain(args) == self._plain and kwargs == self._kwargs
+            return self._take_tensors(args) if is_same else None
         if len(args) != len(self._args) or len(kwargs) != len(self._kwargs):
             return None
-        if not self._has_plain:
-            return args if all(isinstance(value, torch.Tensor) for value in args) else None
         tensors: list[torch.Tensor] = []
         for value, wanted in zip(args, self._args, strict=True):
             if not _take(value, wanted, tensors):
                 return None
-        for name, wanted in self._kwargs:
+        for name, wanted in self._kwargs.items():
             if name not in kwargs or not _take(kwargs[name], wanted, tensors):
                 return None
+        if self._is_simple:
+            self._types = types
         return tensors
+
+
+def _make_getter(places: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """args -> those at some places."""
+    start, count = (places[0] if places else 0), len(places)
+    if list(places) == list(range(start, start + count)):
+        return operator.itemgetter(slice(start, start + count))
+    return operator.itemgetter(*places)
 
 
 def _take(value: Any, wanted: Any, tensors: list[torch.Tensor]) -> bool:
@@ -87,7 +113,7 @@ def _take(value: Any, wanted: Any, tensors: list[torch.Tensor]) -> bool:
     if type(wanted) is Slot:
         tensors.append(value)
         return isinstance(value, torch.Tensor)
-    return type(value) is type(wanted) and value == wanted
+    return is_equal(value, wanted)
 
 
 @dataclass(frozen=True)
@@ -112,9 +138,22 @@ def join_arguments(template: Any, tensors: Sequence[Any]) -> Any:
 
 
 def is_equal(a: Any, b: Any) -> bool:
-    """Whether two templates say the same; what cannot be compared does not."""
+    """Whether two templates say the same, to the type of each number and the sign of a zero; what
+    cannot be compared does not.
+    """
+    kind = type(a)
+    if kind is not type(b):
+        return False
+    if kind is tuple or kind is list:
+        return len(a) == len(b) and all(map(is_equal, a, b))
+    if kind is dict:
+        return a.keys() == b.keys() and all(is_equal(a[key], b[key]) for key in a)
+    if kind is SliceTemplate:
+        return is_equal(a.ends, b.ends)
+    if kind is slice:
+        return is_equal((a.start, a.stop, a.step), (b.start, b.stop, b.step))
     try:
-        return bool(a == b)
+        return bool(a == b) and (kind is not float or math.copysign(1, a) == math.copysign(1, b))
     except Exception:
         return False
 
@@ -139,10 +178,14 @@ class ResultForm:
         return self.kind(*values)  # a named tuple
 
 
+#: One tensor.
+SINGLE = ResultForm(None)
+
+
 def read_result(result: Any) -> tuple[ResultForm, list[torch.Tensor]] | None:
     """Form and tensors of a result; None for one that is no tensor or sequence of tensors."""
     if isinstance(result, torch.Tensor):
-        return ResultForm(None), [result]
+        return SINGLE, [result]
     if isinstance(result, tuple | list) and result:
         tensors = [each for each in result if isinstance(each, torch.Tensor)]
         present = tuple(isinstance(each, torch.Tensor) for each in result)

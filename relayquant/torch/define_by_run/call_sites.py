@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import inspect
 import os
 from collections.abc import Callable, Mapping
@@ -15,9 +16,11 @@ from relayquant.torch.define_by_run.functions import FunctionNames
 
 #: what calls a module's `forward`
 CALL_MODULE = torch.nn.Module._call_impl.__code__
+#: what calls that
+WRAP_CALL = torch.nn.Module._wrapped_call_impl.__code__
 #: code that stands between a module's caller and its `forward`
 _TRANSPARENT = (
-    torch.nn.Module._wrapped_call_impl.__code__,
+    WRAP_CALL,
     ModuleForward.__call__.__code__,
     # where there are hooks, which come and go without the operator being another one
     *(code for code in CALL_MODULE.co_consts if isinstance(code, CodeType)),
@@ -29,6 +32,22 @@ _LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__
 #: within the module, places around it); a place is (id of a code object, instruction), and they go
 #: from the call outwards to the user's module.
 SiteKey = tuple[Any, ...]
+
+
+class CodeKind(enum.Enum):
+    """What a code object is, to a look through the stack of a call."""
+
+    USER = enum.auto()
+    LIBRARY = enum.auto()  #: PyTorch's or ours: a place like those of the user's
+    TRANSPARENT = enum.auto()  #: says nothing of which operator it is
+    MODULE = enum.auto()  #: calls a module's `forward`
+    ROOT = enum.auto()  #: calls the model
+
+
+# The look is taken at each operator: names of the module are found faster than members.
+_USER, _LIBRARY, _MODULE, _ROOT = (
+    CodeKind.USER, CodeKind.LIBRARY, CodeKind.MODULE, CodeKind.ROOT,
+)  # fmt: skip
 
 
 class CallSite:
@@ -66,8 +85,10 @@ class SiteTable:
         self.paths = name_modules(self.modules)
         self.names = FunctionNames()
         self.sites: dict[SiteKey, CallSite] = {}
-        #: id of a code object -> (the object, which must stay alive, whether it is the user's)
-        self._codes: dict[int, tuple[CodeType, bool]] = {}
+        #: id of a code object -> what it is; the objects must stay alive
+        self._kinds = {id(root): CodeKind.ROOT, id(CALL_MODULE): CodeKind.MODULE}
+        self._kinds.update((id(code), CodeKind.TRANSPARENT) for code in _TRANSPARENT)
+        self._codes: list[CodeType] = [root]
         self._root = root
 
     def find_key(self, frame: FrameType | None, operator: str) -> SiteKey:
@@ -77,21 +98,21 @@ class SiteTable:
         time each: a function that calls itself has the same operators at any depth. Those outside
         of the innermost module stand apart.
         """
-        codes, root = self._codes, self._root
+        kinds = self._kinds
         places: list[tuple[int, int]] = []
         is_inside = False
         while frame is not None:
             code = frame.f_code
-            if code is CALL_MODULE:
-                outer = () if is_inside else self.find_outer(frame)
-                return id(frame.f_locals["self"]), operator, join_places(places), outer
-            if code is root:
-                break
-            if code not in _TRANSPARENT:
-                number = id(code)
-                known = codes.get(number) or self.add_code(code)
-                is_inside = is_inside or known[1]
+            number = id(code)
+            kind = kinds.get(number) or self.add_code(code)
+            if kind is _USER or kind is _LIBRARY:
+                is_inside = is_inside or kind is _USER
                 places.append((number, frame.f_lasti))
+            elif kind is _MODULE:
+                outer = () if is_inside else self.find_outer(frame.f_back)
+                return id(find_called(frame)), operator, join_places(places), outer
+            elif kind is _ROOT:
+                break
             frame = frame.f_back
         return None, operator, join_places(places), ()
 
@@ -99,25 +120,27 @@ class SiteTable:
         """The places between the call of a module, whose innermost frame is given, and the
         `forward` of the user's module around it.
         """
-        codes, root = self._codes, self._root
+        kinds = self._kinds
         places: list[tuple[int, int]] = []
         is_inside = False
         while frame is not None:
             code = frame.f_code
-            if code is root or (is_inside and code is CALL_MODULE):
-                break
-            if code is not CALL_MODULE and code not in _TRANSPARENT:
-                number = id(code)
-                known = codes.get(number) or self.add_code(code)
-                is_inside = is_inside or known[1]
+            number = id(code)
+            kind = kinds.get(number) or self.add_code(code)
+            if kind is _USER or kind is _LIBRARY:
+                is_inside = is_inside or kind is _USER
                 places.append((number, frame.f_lasti))
+            elif kind is _ROOT or (kind is _MODULE and is_inside):
+                break
             frame = frame.f_back
         return join_places(places)
 
-    def add_code(self, code: CodeType) -> tuple[CodeType, bool]:
-        """A code that was not met before, and whether it is the user's."""
-        known = self._codes[id(code)] = code, not code.co_filename.startswith(_LIBRARIES)
-        return known
+    def add_code(self, code: CodeType) -> CodeKind:
+        """What a code is that was not met before."""
+        kind = _LIBRARY if code.co_filename.startswith(_LIBRARIES) else _USER
+        self._codes.append(code)
+        self._kinds[id(code)] = kind
+        return kind
 
     def add(self, key: SiteKey, frame: FrameType | None) -> CallSite:
         """The site of a key; a new one where it has none."""
@@ -140,6 +163,14 @@ class SiteTable:
         code = first.f_code
         name = getattr(code, "co_qualname", code.co_name)  # Python 3.11 has the longer one
         return CallSite(path, key[1], os.path.basename(code.co_filename), first.f_lineno, name)
+
+
+def find_called(frame: FrameType) -> Any:
+    """The module that is called by a frame of `CALL_MODULE`."""
+    outer = frame.f_back
+    if outer is not None and outer.f_code is WRAP_CALL:
+        frame = outer  # it has fewer variables, all of which are made a dict of
+    return frame.f_locals["self"]
 
 
 def join_places(places: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

@@ -29,6 +29,7 @@ from relayquant.errors import ModelError, warn_user
 from relayquant.qtypes import INTEGER_LIMITS, QParams
 from relayquant.runtime import ALIGNMENT, check_threads, flatten_result, stop_spinning
 from relayquant.torch.define_by_run.arguments import (
+    SINGLE,
     FlatArguments,
     ResultForm,
     is_equal,
@@ -84,7 +85,7 @@ class RunPlayer:
         #: number of the last operator's result, where it is one float tensor of the module
         self.last: int | None = None
         last = self.block.steps[-1]
-        if last.step.form == ResultForm(None) and not last.step.target:
+        if last.step.form == SINGLE and not last.step.target:
             floats = zip(self.block.outputs, run.outputs, strict=True)
             if (last.results[0], None) in floats:
                 self.last = last.results[0]

@@ -42,7 +42,13 @@ from relayquant.torch.define_by_run.part_calls import (
     find_dynamic,
 )
 from relayquant.torch.define_by_run.runs import QuantizedRun, join_ledgers, quantize_runs
-from relayquant.torch.define_by_run.tape import ModelConstants, RecordedCall, Tape, TensorFile
+from relayquant.torch.define_by_run.tape import (
+    KnownOperator,
+    ModelConstants,
+    RecordedCall,
+    Tape,
+    TensorFile,
+)
 from relayquant.torch.exported import export, load
 
 
@@ -95,6 +101,7 @@ class PreparedProgram(Uncopied):
         self._file = TensorFile()
         self._evaluation = Evaluation(self._table.parts)
         self._tapes: list[Tape] = []
+        self._known: dict[SiteKey, KnownOperator] = {}
         self._parts: ModelParts | None = None
         self._part_calls: dict[int, PartCall] = {}
         if config is not None:
@@ -131,7 +138,13 @@ class PreparedProgram(Uncopied):
         tensors: list[torch.Tensor] = []
         arguments = split_arguments((args, kwargs), tensors)
         recorder = RecordedCall(
-            self._table, self._constants, self._file, tensors, self.order, self._part_calls
+            self._table,
+            self._constants,
+            self._file,
+            tensors,
+            self.order,
+            self._part_calls,
+            self._known,
         )
         inputs = tuple(map(self._file.append, tensors))
         with self._evaluation, replacing_forwards(self._forwards, recorder):

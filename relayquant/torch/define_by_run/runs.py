@@ -75,7 +75,7 @@ class RunData:
         file: TensorFile,
     ) -> None:
         self._file = TensorFile()
-        #: of each run and pass: number of the input -> where it lies
+        #: of each run and pass: number of the input -> its number in the file
         self._rows = [[dict[int, int]() for _ in block.passes] for block in blocks]
         wanted: dict[tuple[int, int], tuple[int, int, int]] = {}  # (tape, step) -> run, pass, step
         for b, block in enumerate(blocks):

@@ -7,12 +7,14 @@ whatever the straight runs turn out to be once all calls are known.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import sys
 import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
@@ -23,13 +25,15 @@ from torch.overrides import TorchFunctionMode  # pyright: ignore[reportMissingIm
 from relayquant.errors import ModelError
 from relayquant.storage.files import TEMPORARY, writing
 from relayquant.torch.define_by_run.arguments import (
+    SINGLE,
+    FlatArguments,
     ResultForm,
     is_equal,
     join_arguments,
     read_result,
     split_arguments,
 )
-from relayquant.torch.define_by_run.call_sites import CallSite, SiteTable
+from relayquant.torch.define_by_run.call_sites import CallSite, SiteKey, SiteTable
 from relayquant.torch.define_by_run.forwards import ModuleCall
 from relayquant.torch.define_by_run.functions import (
     DROPOUT,
@@ -49,33 +53,44 @@ class TensorFile:
     def __init__(self) -> None:
         with writing("temporary files", TEMPORARY):
             self._file = tempfile.TemporaryFile(prefix="relayquant-")  # noqa: SIM115
-        self._kept: dict[int, torch.Tensor] = {}  # of dtypes that numpy has not
+        #: each tensor: where it lies, its shape and dtype; or it, of a dtype that numpy has not
+        self._rows: list[tuple[int, tuple[int, ...], np.dtype[Any]] | torch.Tensor] = []
         self._end = 0
+        self._is_at_end = True
         self._moving = threading.Lock()  # the file has one position
 
     def append(self, tensor: torch.Tensor) -> int:
-        """Store a tensor as it is now; where it lies."""
+        """Store a tensor as it is now; its number."""
         value = tensor.detach()
+        try:
+            array = value.numpy()
+        except (TypeError, RuntimeError):
+            array = None
         with self._moving:
-            start = self._end
-            try:
-                array = value.numpy()
-            except (TypeError, RuntimeError):
-                self._kept[start] = value.clone()
-                self._end += 1
-                return start
-            self._file.seek(start)
-            np.lib.format.write_array(self._file, array, allow_pickle=False)
-            self._end = self._file.tell()
-        return start
+            if array is None:
+                self._rows.append(value.clone())
+            else:
+                if not self._is_at_end:
+                    self._file.seek(self._end)
+                    self._is_at_end = True
+                flat = np.ascontiguousarray(array).reshape(-1)
+                self._file.write(flat.view(np.uint8))
+                self._rows.append((self._end, array.shape, array.dtype))
+                self._end += flat.nbytes
+            return len(self._rows) - 1
 
-    def read(self, start: int) -> torch.Tensor:
-        """The tensor that was stored at a place, a new one each time."""
-        if start in self._kept:
-            return self._kept[start].clone()
+    def read(self, number: int) -> torch.Tensor:
+        """The tensor that has a number, a new one each time."""
+        row = self._rows[number]
+        if isinstance(row, torch.Tensor):
+            return row.clone()
+        start, shape, dtype = row
+        array = np.empty(shape, dtype)
         with self._moving:
+            self._is_at_end = False
             self._file.seek(start)
-            return torch.from_numpy(np.lib.format.read_array(self._file, allow_pickle=False))
+            self._file.readinto(array.reshape(-1).view(np.uint8))
+        return torch.from_numpy(array)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,15 +165,41 @@ class TapeStep:
         return self.target or bool(self.written)
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class KnownOperator:
+    """How an operator was called last.
+
+    Attributes:
+        step: That call.
+        repeated: Its function, where a call of it with equal arguments is a repetition; None where
+            each has to be looked at by itself.
+        flat: These arguments; without meaning where `repeated` is None.
+    """
+
+    step: TapeStep
+    repeated: Callable[..., Any] | None
+    flat: FlatArguments
+
+    @staticmethod
+    def of(name: str, step: TapeStep) -> KnownOperator:
+        """That of the function with this name."""
+        call = step.call
+        is_own = step.is_drawn or step.writes or may_write(name, call.arguments[1])
+        is_alike = not is_own and step.form in (None, SINGLE)
+        flat = FlatArguments.of(call.arguments) if is_alike else None
+        return KnownOperator(step, flat and call.function, flat or FlatArguments((), {}))
+
+
 class Tape:
     """One call of the model.
 
     Attributes:
-        steps: In the order they ran.
+        rows: What ran, in order, as steps that are alike but for operands and results.
+        numbers: These, of all rows: operands of the first, its results, operands of the second ...
         forms: Of every value.
-        stored: Number of a value that came from outside -> where it lies in the file.
+        stored: Number of a value that came from outside -> its number in the file.
         arguments: Arguments of the call, with slots.
-        inputs: Tensors among them: where they lie in the file.
+        inputs: Tensors among them: their numbers in the file.
         sizes: Shapes of these tensors.
         has_state: Whether it read a tensor that is no argument or constant and that it has not
             made: state from before.
@@ -167,7 +208,8 @@ class Tape:
     """
 
     def __init__(self) -> None:
-        self.steps: list[TapeStep] = []
+        self.rows: list[TapeStep] = []
+        self.numbers: list[Operand] = []
         self.forms: list[ValueForm] = []
         self.stored: dict[int, int] = {}
         self.arguments: Any = None
@@ -177,42 +219,55 @@ class Tape:
         self.eager: set[CallSite] = set()
         self.alive: frozenset[int] = frozenset()
 
+    def append(self, step: TapeStep) -> None:
+        """A step that has run."""
+        self.rows.append(step)
+        self.numbers += (*step.operands, *step.results)
+
+    @functools.cached_property
+    def steps(self) -> tuple[TapeStep, ...]:
+        """All that ran; of a tape that is finished."""
+        numbers = iter(self.numbers)
+
+        def read(count: int) -> Any:
+            return tuple(itertools.islice(numbers, count))
+
+        return tuple(
+            replace(row, operands=read(len(row.operands)), results=read(len(row.results)))
+            for row in self.rows
+        )
+
 
 class ModelConstants:
-    """Parameters and buffers of a model, which are constants as long as nobody writes into them."""
+    """Parameters and buffers of a model, which are constants as long as nobody writes into them.
+
+    Attributes:
+        names, tensors: By id of the tensor.
+        current: id -> how often it had been written into, and the constant, of those that are as
+            they were.
+    """
 
     def __init__(self, modules: Mapping[str, torch.nn.Module]) -> None:
         self.names: dict[int, str] = {}
         self.tensors: dict[int, torch.Tensor] = {}
-        self._written: set[int] = set()
-        self._versions: dict[int, int] = {}
+        self.current: dict[int, tuple[int, ModelConstant]] = {}
         for root, module in modules.items():
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):
                 number = id(tensor)
                 self.names.setdefault(number, f"{root}.{name}" if root else name)
                 self.tensors[number] = tensor
-                self._versions[number] = read_version(tensor)
-        self._constants = {number: ModelConstant(number) for number in self.tensors}
-
-    def find(self, tensor: torch.Tensor) -> ModelConstant | None:
-        """The constant that a tensor is; None where it is none."""
-        number = id(tensor)
-        if number not in self.tensors or number in self._written:
-            return None
-        is_same = read_version(tensor) == self._versions[number]
-        return self._constants[number] if is_same else None
+                self.current[number] = read_version(tensor), ModelConstant(number)
 
     def keep_before_write(self, tensor: torch.Tensor) -> None:
         """A tensor is about to be written into: steps that read it so far read a copy."""
         number = id(tensor)
-        if number in self.tensors and number not in self._written:
+        if self.current.pop(number, None) is not None:
             self.tensors[number] = tensor.detach().clone()
-            self._written.add(number)
 
 
 def is_view(tensor: torch.Tensor) -> bool:
     """Whether a tensor shows the memory of another."""
-    return not tensor.is_inference() and tensor._is_view() and tensor._base is not None
+    return tensor._base is not None
 
 
 def read_version(tensor: torch.Tensor) -> int:
@@ -220,11 +275,23 @@ def read_version(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
+def read_versions(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """That of each."""
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:
+        return list(map(read_version, tensors))
+
+
+#: types of results that may hold tensors
+_TENSORS = (torch.Tensor, tuple, list)
+
+
 class RecordedCall(TorchFunctionMode):
     """Records what runs under it.
 
-    A loop records the same calls again and again: what is equal is kept once. Most of the time
-    between operators would else go to Python's garbage collector, which looks through all of it.
+    A loop records the same calls again and again: what is equal is kept once, and known by a look
+    at the arguments that are no tensors.
     """
 
     def __init__(
@@ -235,17 +302,18 @@ class RecordedCall(TorchFunctionMode):
         arguments: Sequence[torch.Tensor],
         order: Sequence[CallSite] | None = None,
         parts: Mapping[int, ModuleCall] | None = None,
+        known: dict[SiteKey, KnownOperator] | None = None,
     ) -> None:
         super().__init__()
         self.order, self._parts = order, parts or {}
+        #: of each operator, how it was called last
+        self._known = {} if known is None else known
         self.sites, self.constants, self.file = sites, constants, file
         self.tape = Tape()
         #: id of a tensor -> (the tensor, which may be gone, number of its value)
         self._values: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         #: id of a tensor -> (the tensor, which may be gone, operators that have made views of it)
         self._views: dict[int, tuple[weakref.ref[torch.Tensor], set[CallSite]]] = {}
-        #: of each operator, what was called last, and the same without writing
-        self._calls: dict[CallSite, tuple[Call, Call | None]] = {}
         self._forms: dict[tuple[torch.Size, torch.dtype], ValueForm] = {}
         #: id of a tensor that the call was given or has made without another -> the tensor
         self._own = {id(tensor): weakref.ref(tensor) for tensor in arguments}
@@ -259,6 +327,13 @@ class RecordedCall(TorchFunctionMode):
         name, is_asking = self.sites.names[func]
         if is_asking:
             return func(*args, **kwargs)
+        frame = sys._getframe(1)
+        key = self.sites.find_key(frame, name)
+        known = self._known.get(key)
+        if known is not None and known.repeated is func:
+            same = known.flat.match(args, kwargs)
+            if same:
+                return self.repeat(known.step, name, args, kwargs, same)
         tensors: list[torch.Tensor] = []
         arguments = split_arguments((args, kwargs), tensors)
         if not tensors:
@@ -266,24 +341,77 @@ class RecordedCall(TorchFunctionMode):
             read = read_result(result)
             self._own.update((id(t), weakref.ref(t)) for t in (read[1] if read else ()))
             return result
-        frame = sys._getframe(1)
-        site = self.sites.add(self.sites.find_key(frame, name), frame)
+        site = self.sites.add(key, frame)
         if self.order is not None:
-            check_order(self.order, len(self.tape.steps), site)
-        is_writer = may_write(name, kwargs)
-        if is_writer:
+            check_order(self.order, len(self.tape.rows), site)
+        if may_write(name, kwargs):
             self.constants.keep_before_write(tensors[0])
-        operands = tuple(map(self.find_operand, tensors))
-        versions = [read_version(tensor) for tensor in tensors]
+        versions = read_versions(tensors)
+        operands = tuple(self.find_operands(tensors, versions))
         result = func(*args, **kwargs)
-        written = [i for i, version in enumerate(versions) if read_version(tensors[i]) != version]
+        call = Call(func, arguments)
+        step = self.make_step(site, name, call, tensors, operands, versions, result)
+        if known is not None and has_equal_call(known.step, step):
+            step = replace(step, call=known.step.call, pure=known.step.pure)
+        else:
+            self._known[key] = KnownOperator.of(name, step)
+        self.tape.append(step)
+        return result
+
+    def repeat(
+        self, step: TapeStep, name: str, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]
+    ) -> Any:
+        """The result of an operator that is called as in `step`, but for its tensors."""
+        if self.order is not None:
+            check_order(self.order, len(self.tape.rows), step.site)
+        versions = read_versions(tensors)
+        operands = self.find_operands(tensors, versions)
+        result = step.call.function(*args, **kwargs)
+        is_tensor = isinstance(result, torch.Tensor)
+        is_alike = is_tensor if step.form else not isinstance(result, _TENSORS)
+        tape = self.tape
+        if not is_alike or read_versions(tensors) != versions:
+            tape.append(
+                self.make_step(
+                    step.site, name, step.call, tensors, tuple(operands), versions, result
+                )
+            )
+            return result
+        # A loop comes here at each operator. Numbers are held by lists: objects of their own would
+        # be looked through by Python's garbage collector, again and again.
+        tape.rows.append(step)
+        tape.numbers += operands
+        if is_tensor:
+            if result._base is not None:
+                self.add_view(result._base, step.site)
+            tape.numbers.append(self.add_value(result))
+        return result
+
+    def make_step(
+        self,
+        site: CallSite,
+        name: str,
+        call: Call,
+        tensors: Sequence[torch.Tensor],
+        operands: tuple[Operand, ...],
+        versions: Sequence[int],
+        result: Any,
+    ) -> TapeStep:
+        """The step that a call was.
+
+        Args:
+            name: Of the function.
+            operands, versions: Of its tensors, before it ran.
+        """
+        func, (template, kwargs) = call.function, call.arguments
+        after = read_versions(tensors)
+        written = [i for i, version in enumerate(versions) if after[i] != version]
         read = read_result(result)
         is_part = isinstance(func, PartFunction)  # it is called once, and what it gives is stored
         is_drawn = is_part or name in RANDOM
         is_drawn |= name in DROPOUT and bool(kwargs.get("training", True))
         is_target = bool(written) and read is not None and read[1][0] is tensors[0]
         pure = None
-        call = Call(func, arguments)
         if is_part:
             site.reason = func.reason
         elif read is None:
@@ -293,10 +421,11 @@ class RecordedCall(TorchFunctionMode):
         elif name in SIZED_BY_VALUES:
             site.reason = "the values decide the size of its result"
         elif not written:
+            arguments = call.arguments
             pure = call if not kwargs.get("inplace") else Call(*self.strip(func, name, arguments))
         elif written == [0] and is_target and not self.has_aliases(tensors[0]):
-            found = find_pure(func, name, arguments[1])
-            pure = Call(found[0], (arguments[0], found[1])) if found else None
+            found = find_pure(func, name, kwargs)
+            pure = Call(found[0], (template, found[1])) if found else None
         if written and pure is None and not is_part:
             site.reason = "it writes into a tensor that others may look at"
         for i in written if pure is None else ():
@@ -314,35 +443,31 @@ class RecordedCall(TorchFunctionMode):
         for i, value in changed if is_drawn else ():
             self.tape.stored[value] = self.file.append(tensors[i])
         form = None if read is None else read[0]
-        call, pure = self.keep_calls(site, call, pure)
-        self.tape.steps.append(
-            TapeStep(site, call, pure, is_target, operands, form, results, is_drawn, changed)
-        )
-        return result
-
-    def keep_calls(self, site: CallSite, call: Call, pure: Call | None) -> tuple[Call, Call | None]:
-        """What was called, and the same without writing; those of the time before, if equal."""
-        known = self._calls.get(site)
-        if known is not None and known[0].function is call.function:
-            is_alike = (known[1] is None) == (pure is None)
-            if is_alike and is_equal(known[0].arguments, call.arguments):
-                return known
-        self._calls[site] = call, pure
-        return call, pure
+        return TapeStep(site, call, pure, is_target, operands, form, results, is_drawn, changed)
 
     def strip(self, func: Any, name: str, arguments: Any) -> tuple[Any, Any]:
         """A call that was to write in place, and has not: a dropout that does nothing."""
         found = find_pure(func, name, arguments[1])
         return (found[0], (arguments[0], found[1])) if found else (func, arguments)
 
-    def find_operand(self, tensor: torch.Tensor) -> Operand:
-        """What a tensor is; one that is met for the first time comes from outside."""
-        constant = self.constants.find(tensor)
-        if constant is not None:
-            return constant
-        known = self._values.get(id(tensor))
-        if known is not None and known[0]() is tensor:
-            return known[1]
+    def find_operands(
+        self, tensors: Sequence[torch.Tensor], versions: Sequence[int]
+    ) -> list[Operand]:
+        """What tensors are that were written into so often."""
+        constants, values = self.constants.current, self._values
+        found: list[Operand] = []
+        for i, tensor in enumerate(tensors):
+            number = id(tensor)
+            if number in constants and constants[number][0] == versions[i]:
+                found.append(constants[number][1])
+            elif number in values and values[number][0]() is tensor:
+                found.append(values[number][1])
+            else:
+                found.append(self.add_input(tensor))
+        return found
+
+    def add_input(self, tensor: torch.Tensor) -> int:
+        """A number for a tensor that is met for the first time: it comes from outside."""
         own = self._own.get(id(tensor))
         self.tape.has_state |= own is None or own() is not tensor
         value = self.add_value(tensor)
@@ -436,6 +561,13 @@ def find_last_uses(tape: Tape) -> list[list[int]]:
     for value, i in last.items():
         ends[i].append(value)
     return ends
+
+
+def has_equal_call(step: TapeStep, other: TapeStep) -> bool:
+    """Whether two steps call the same, and the same without writing."""
+    a, b = step.call, other.call
+    is_alike = a.function is b.function and (step.pure is None) == (other.pure is None)
+    return is_alike and is_equal(a.arguments, b.arguments)
 
 
 def check_order(order: Sequence[CallSite], number: int, site: CallSite) -> None:
