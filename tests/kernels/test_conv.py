@@ -65,6 +65,11 @@ CASES = {
         1, 23, 20, 3, 64, (7, 7), (2, 2), (3, 3, 3, 3), in_dtype="int8", in_zero_point=-14,
         epilogue=Epilogue(dtype="int8", zero_point=-128),
     ),
+    "ends of two values in four dilated rows": Conv2d(
+        2, 11, 9, 3, 33, (4, 2), (1, 2), (1, 0, 1, 1), (2, 1), in_zero_point=77
+    ),
+    "ends of five rows, read in place": Conv2d(1, 9, 8, 1, 24, (5, 5), (2, 1)),
+    "ends on one pixel, several chains": Conv2d(1, 3, 3, 3, 16, (3, 3), in_dtype="int8"),
     "one input channel, stride 3": Conv2d(1, 11, 9, 1, 17, (5, 5), (3, 3), (2, 2, 2, 2)),
     "conv1d": Conv2d(2, 1, 30, 20, 12, (1, 5), (1, 2), (0, 2, 0, 1), in_zero_point=77),
     "2x3 map": Conv2d(1, 2, 3, 64, 48, (2, 3), epilogue=RAW),
@@ -260,6 +265,28 @@ def test_conv_plan__reads_in_place_when_it_can():
     assert not ConvPlan(Conv2d(1, 8, 8, 16, 32, (3, 3)), VNNI512).needs_copy
     assert ConvPlan(Conv2d(1, 8, 8, 16, 32, (1, 1), in_dtype="int8"), VNNI512).needs_copy
     assert ConvPlan(Conv2d(1, 8, 8, 17, 32, (1, 1)), VNNI512).needs_copy
+
+
+@pytest.mark.parametrize(
+    ("channels", "kernel", "words"),
+    [
+        (3, (3, 3), 7),  # 27 values
+        (3, (7, 7), 37),  # 147
+        (1, (5, 5), 7),  # 25
+        (3, (4, 2), 6),  # 24
+        (3, (1, 3), 3),  # one row
+        (3, (5, 5), 20),  # ends of three values
+        (1, (3, 3), 3),  # no whole word
+        (16, (3, 3), 36),  # no end
+    ],
+)
+def test_conv_plan__joins_the_ends_of_kernel_rows(channels, kernel, words):
+    spec = Conv2d(1, 9, 9, channels, 32, kernel)
+    plan = ConvPlan(spec, VNNI512)
+    assert plan.panel_words == words
+    assert plan.weight_size == words * plan.tile.blocks * plan.panels * VNNI512.weight_vector
+    # Where a dot product takes several instructions, words that are joined do not pay.
+    assert not ConvPlan(spec, AVX2.wide).end_words
 
 
 @every_isa

@@ -11,7 +11,7 @@ of output channels as accumulators and walks the reduction in words of `Isa.prod
   write the same values. The packer lays the weights out accordingly, so no tail code exists.
 - In NHWC the kw * c_in bytes under one kernel row are contiguous: they are one run of words, which
   suits a first convolution of 1 or 3 channels as well as any other. The end of a run meets zero
-  weights.
+  weights, or the ends of several runs are joined to words in registers (`ConvPlan.end`).
 - Weights that no first-level cache holds are read panel by panel, all pixels for each, while the
   next panel is fetched. Threads take parts of the panels, or of the pixels where weights are few.
 - Padding, a flip of the sign bit, and slack for the last word are one copy into a workspace, made
@@ -399,6 +399,34 @@ def emit_reduction(
                 steps(tap_h, tap_w, i * unrolled, unrolled)
         if rest:
             steps(tap_h, tap_w, T.int32(whole * unrolled), rest)
+    for end_word in range(plan.end_words):
+        emit_end_word(plan, image, operands, at, chains[end_word % len(chains)], end_word)
+
+
+def emit_end_word(
+    plan: ConvPlan,
+    image: Image,
+    operands: Operands,
+    at: TilePosition,
+    accs: list[Buffer],
+    number: int,
+) -> None:
+    """The dot products of one word that is joined of the ends of several kernel rows."""
+    spec, isa, blocks = plan.spec, plan.isa, plan.tile.blocks
+    pieces = isa.products // plan.end
+    rows = range(number * pieces, min((number + 1) * pieces, plan.taps[0]))
+    row = spec.dilation[0] * image.width * spec.in_channels
+    ends = [row * r + plan.words * isa.products for r in rows]
+    words = [
+        isa.load_joined(image.data, [at.origin + start + end for end in ends], plan.end)
+        for start in at.pixel_starts
+    ]
+    index = prod(plan.taps) * plan.words + number
+    for slot, acc in enumerate(accs):
+        pixel, block = divmod(slot, blocks)
+        weights = isa.load_weights(operands.weight, at.first_vector + index * blocks + block)
+        value = isa.dot(load_vector(acc, 0, isa.lanes), words[pixel], weights)
+        store_vector(acc, value, 0, isa.lanes)
 
 
 def emit_results(

@@ -21,6 +21,9 @@ from relayquant.kernels.isa.base import Isa
 #: then keeps much more on the stack.
 STACK_COST, UNROLLED_STACK_COST = 0.2, 3.0
 UNROLLED_WORDS = 8
+#: Share of the registers that a tile may take before joined words: LLVM unrolls the short loops in
+#: front of them, and loads what comes next early.
+JOINING_SHARE = 0.7
 #: A packed panel that is not full is stored in pieces that are no smaller.
 NARROW_PIECE = 8
 
@@ -46,17 +49,19 @@ def rank_tiles(
     isa: Isa,
     narrow: Collection[int] = (),
     taps: int = 1,
+    end_words: int = 0,
 ) -> list[Tile]:
     """Tiles for an output of `out_size` x `vectors`, that of the least estimated time first.
 
-    The reduction is of `taps` loops over `words`; results of tiles with as many blocks as one of
-    `narrow` leave as packed bytes. Time of one word in units of dot products: `Isa.time_word`; more
-    where an accumulator goes to the stack (`Isa.count_registers`). Overlapping tiles count as work:
-    sizes which divide evenly win.
+    The reduction is of `taps` loops over `words` and of `end_words` behind them; results of tiles
+    with as many blocks as one of `narrow` leave as packed bytes. Time of one word in units of dot
+    products: `Isa.time_word`; more where an accumulator goes to the stack (`Isa.count_registers`).
+    Overlapping tiles count as work: sizes which divide evenly win.
     A tile is of whole accumulators; the output must have at least `isa.pixels` pixels.
     """
     height, width = out_size
     stack_cost = STACK_COST if words > UNROLLED_WORDS else UNROLLED_STACK_COST
+    most_registers = isa.registers * (JOINING_SHARE if end_words else 1)
     found: list[tuple[float, Tile]] = []
     for blocks in range(1, min(vectors, isa.max_blocks) + 1):
         limit = min(max(isa.accumulators // blocks, 1), isa.max_pixels)
@@ -71,8 +76,8 @@ def rank_tiles(
                 registers = isa.count_registers(pixels, blocks, dots * chains)
                 if registers > isa.registers and not isa.may_spill:
                     continue
-                time += stack_cost * (registers > isa.registers)
-                time *= words * taps
+                time += stack_cost * (registers > most_registers)
+                time *= words * taps + end_words
                 time += isa.timing.time_stores(dots, blocks, blocks in narrow)
                 tiles = ceil_div(height, rows) * ceil_div(width, cols) * ceil_div(vectors, blocks)
                 cost = tiles * time * (1 + 0.01 * (rows > 1)) - 0.001 * pixels
@@ -146,8 +151,32 @@ class ConvPlan:
         return self.group_in * self.spec.kernel[1] // self.taps[1]
 
     @cached_property
+    def end(self) -> int:
+        """Activations behind the whole words of a run, where those of all kernel rows are joined to
+        words; 0 where each run ends with a word of its own that is not full.
+
+        A row of 3x3 of a first convolution is 9 activations: three rows take 7 words, not 9.
+        """
+        products, (rows, cols) = self.isa.products, self.taps
+        end = self.run % products
+        if not self.isa.joins_ends or cols > 1 or self.run < products or not end or products % end:
+            return 0
+        return end if ceil_div(rows * end, products) < rows else 0
+
+    @cached_property
     def words(self) -> int:
-        return ceil_div(self.run, self.isa.products)
+        """Of a run, without those that are joined of several (`end_words`)."""
+        return self.run // self.isa.products if self.end else ceil_div(self.run, self.isa.products)
+
+    @cached_property
+    def end_words(self) -> int:
+        """Words made of the ends of all runs."""
+        return ceil_div(self.taps[0] * self.end, self.isa.products)
+
+    @cached_property
+    def panel_words(self) -> int:
+        """Dot products of each result."""
+        return prod(self.taps) * self.words + self.end_words
 
     @cached_property
     def pixel_grid(self) -> tuple[int, int, int]:
@@ -189,6 +218,7 @@ class ConvPlan:
             self.isa,
             self.narrow_blocks,
             prod(self.taps),
+            self.end_words,
         )
 
     @cached_property
@@ -212,7 +242,7 @@ class ConvPlan:
     @cached_property
     def panel_vectors(self) -> int:
         """Packed weight vectors per panel."""
-        return self.taps[0] * self.taps[1] * self.words * self.tile.blocks
+        return self.panel_words * self.tile.blocks
 
     @cached_property
     def weight_size(self) -> int:
@@ -248,7 +278,7 @@ class ConvPlan:
         tile, isa = self.tile, self.isa
         _, rows, cols = self.pixel_grid
         tiles = ceil_div(rows, tile.rows) * ceil_div(cols, tile.cols) * self.pixel_grid[0]
-        sums, words = tile.pixels * tile.blocks, self.taps[0] * self.taps[1] * self.words
+        sums, words = tile.pixels * tile.blocks, self.panel_words
         weights = tile.blocks * isa.weight_vector * np.dtype(isa.weight_dtype).itemsize / 16
         step = sums * isa.dot_cost + tile.pixels * isa.word_cost + weights
         apart = sums * (isa.pixels - 1)
@@ -267,7 +297,7 @@ class ConvPlan:
     @cached_property
     def needs_copy(self) -> bool:
         """Whether the kernel cannot read its argument in place."""
-        reads_past_the_end = self.run % self.isa.products != 0
+        reads_past_the_end = self.words * self.isa.products > self.run
         converts = self.spec.in_dtype != self.isa.activation
         return any(self.spec.padding) or converts or reads_past_the_end
 
@@ -350,21 +380,29 @@ def pack_constants(
 
 
 def pack_panels(plan: ConvPlan, weight: NDArray[np.int8]) -> NDArray[np.integer]:
-    """OHWI weights as the generator reads them: [group][panel][tap][word][block][lane][product]."""
+    """OHWI weights as the generator reads them: [group][panel][word][block][lane][product].
+
+    Words are those of one tap after the other, and then those joined of all ends.
+    """
     spec, isa = plan.spec, plan.isa
     lanes, (kh, kw) = isa.lanes, spec.kernel
     merged = expand_groups(weight, spec.groups, plan.merged)
     by_group = merged.reshape(plan.groups, plan.group_out, kh, kw, plan.group_in)
-    taps = by_group.reshape(plan.groups, plan.group_out, *plan.taps, plan.run)
-    padded = np.zeros(
-        (plan.groups, plan.channel_map.max() + 1, *plan.taps, plan.words * isa.products), "int8"
-    )
-    padded[:, : plan.group_out, :, :, : plan.run] = taps
-    # [group, panel, block, lane, tap_h, tap_w, word, product]
+    runs = by_group.reshape(plan.groups, plan.group_out, prod(plan.taps), plan.run)
+    whole = plan.run - plan.end
+    channels = plan.channel_map.max() + 1
+    padded = np.zeros((plan.groups, channels, plan.panel_words * isa.products), "int8")
+    first_end = prod(plan.taps) * plan.words * isa.products
+    words = padded[..., :first_end].reshape(plan.groups, channels, prod(plan.taps), -1)
+    words[:, : plan.group_out, :, :whole] = runs[..., :whole]
+    padded[..., :first_end] = words.reshape(plan.groups, channels, -1)
+    ends = runs[..., whole:].reshape(plan.groups, plan.group_out, -1)
+    padded[:, : plan.group_out, first_end : first_end + ends.shape[-1]] = ends
+    # [group, panel, block, lane, word, product]
     split = padded[:, plan.channel_map].reshape(
-        plan.groups, plan.panels, plan.tile.blocks, lanes, *plan.taps, plan.words, isa.products
+        plan.groups, plan.panels, plan.tile.blocks, lanes, plan.panel_words, isa.products
     )
-    ordered = np.ascontiguousarray(split.transpose(0, 1, 4, 5, 6, 2, 3, 7))
+    ordered = np.ascontiguousarray(split.transpose(0, 1, 4, 2, 3, 5))
     return np.ascontiguousarray(isa.arrange_weights(ordered)).reshape(-1)
 
 

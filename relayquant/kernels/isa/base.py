@@ -25,6 +25,9 @@ from tvm.script.ir_builder import tirx as T
 from relayquant.errors import ConfigError
 from relayquant.kernels.isa.timing import COMMON, Timing
 
+#: What `load_word` brings.
+BYTES_PER_WORD = 4
+
 #: A TIR expression or buffer; TVM gives them no useful static type.
 Expr = Any
 Buffer = Any
@@ -96,6 +99,15 @@ class Isa(ABC):
     @property
     def is_fused(self) -> bool:
         """Whether the instruction that multiplies also adds to the sums."""
+        return False
+
+    @property
+    def joins_ends(self) -> bool:
+        """Whether `load_joined` makes words of activations that do not follow each other.
+
+        It takes as many scalar instructions as a word has activations, and pays where a dot product
+        is one instruction of its own for all of them.
+        """
         return False
 
     @property
@@ -194,6 +206,12 @@ class Isa(ABC):
         """Operand: `products` values at `offset` of a flat buffer, repeated in all lanes."""
         return self.as_activation(load_word(buffer, offset, self.lanes))
 
+    def load_joined(self, buffer: Buffer, offsets: list[Expr], count: int) -> Expr:
+        """Operand: a word of `count` values, 1 or 2, at each of some offsets and of zeros behind
+        them, repeated in all lanes; only of instruction sets with `joins_ends`.
+        """
+        raise NotImplementedError(self.name)
+
     def load_activations(self, buffer: Buffer, offset: Expr, count: int) -> list[Expr]:
         """Operands of `count` consecutive words."""
         return [self.load_activation(buffer, offset + i * self.products) for i in range(count)]
@@ -229,7 +247,7 @@ class Isa(ABC):
 
 def load_word(buffer: Buffer, offset: Expr, lanes: int) -> Expr:
     """Four consecutive bytes as one int32, repeated in `lanes` lanes (vpbroadcastd)."""
-    count = 4 // np.dtype(buffer.dtype).itemsize
+    count = BYTES_PER_WORD // np.dtype(buffer.dtype).itemsize
     word = buffer.vload([offset], f"{buffer.dtype}x{count}")
     return T.broadcast(T.reinterpret("int32", word), lanes)
 
@@ -263,6 +281,19 @@ class VnniIsa(PackedIsa):
     @property
     def is_fused(self) -> bool:
         return True
+
+    @property
+    def joins_ends(self) -> bool:
+        # With 16 registers LLVM keeps half of the sums on the stack around joined words.
+        return self.products == BYTES_PER_WORD and self.registers >= 32
+
+    def load_joined(self, buffer: Buffer, offsets: list[Expr], count: int) -> Expr:
+        bits, word = 8 * count, T.uint32(0)
+        for i, offset in enumerate(offsets):
+            piece = buffer.vload([offset], f"uint8x{count}" if count > 1 else "uint8")
+            piece = T.Cast("uint32", T.reinterpret(f"uint{bits}", piece))
+            word = T.bitwise_or(word, T.shift_left(piece, T.uint32(i * bits)))
+        return self.as_activation(T.broadcast(T.reinterpret("int32", word), self.lanes))
 
     def dot(self, acc: Expr, activation: Expr, weights: Expr) -> Expr:
         dtype = f"int32x{self.lanes}"
