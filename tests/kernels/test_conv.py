@@ -40,7 +40,7 @@ from relayquant.kernels.isa.base import (
     SMALL_WEIGHT,
     VNNI512,
 )
-from relayquant.kernels.isa.timing import ZEN4, Timing
+from relayquant.kernels.isa.timing import ZEN4, ZEN5, Timing
 from relayquant.qtypes import INTEGER_LIMITS
 
 RAW = Epilogue(Store.ACCUMULATOR, "int32")
@@ -307,7 +307,7 @@ def test_conv_plan__packs_panels_that_are_not_full():
     assert not any(map(is_narrow, (3, 5, 12)))
 
 
-@pytest.mark.parametrize("timing", [Timing(), ZEN4], ids=["common", "zen4"])
+@pytest.mark.parametrize("timing", [Timing(), ZEN4, ZEN5], ids=["common", "zen4", "zen5"])
 @pytest.mark.parametrize("words", [1, 4, 16, 64, 512])
 def test_rank_tiles__every_timing_keeps_sums_in_registers(timing, words):
     isa = VNNI512.with_timing(timing)
@@ -317,12 +317,13 @@ def test_rank_tiles__every_timing_keeps_sums_in_registers(timing, words):
         assert isa.dots_in_flight <= sums <= isa.accumulators
 
 
-def test_rank_tiles__short_reductions_get_small_tiles_on_zen4():
+@pytest.mark.parametrize("timing", [ZEN4, ZEN5], ids=["zen4", "zen5"])
+def test_rank_tiles__short_reductions_get_small_tiles_on_zen(timing):
     """Results of a large tile are stored while no dot product is near enough to begin."""
-    zen4 = VNNI512.with_timing(ZEN4)
-    short = rank_tiles((112, 112), 6, 4, zen4, (1, 2, 4))[0]
-    long = rank_tiles((14, 14), 16, 256, zen4, (1, 2, 4))[0]
-    assert short.pixels * short.blocks <= ZEN4.ahead < long.pixels * long.blocks
+    isa = VNNI512.with_timing(timing)
+    short = rank_tiles((112, 112), 6, 4, isa, (1, 2, 4))[0]
+    long = rank_tiles((14, 14), 16, 256, isa, (1, 2, 4))[0]
+    assert short.pixels * short.blocks <= timing.ahead < long.pixels * long.blocks
 
 
 def test_channel_order__is_what_packs_undo():

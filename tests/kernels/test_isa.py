@@ -29,14 +29,15 @@ from relayquant.kernels.isa.base import (
 )
 from relayquant.kernels.isa.select import select_isa
 from relayquant.kernels.isa.target import resolve_target
-from relayquant.kernels.isa.timing import ZEN4, Timing
+from relayquant.kernels.isa.timing import ZEN4, ZEN5, Timing
 
 EXPECTED = {
     "haswell": AVX2,
     "skylake-avx512": AVX512BW,
     "cascadelake": VNNI512,
     "sapphirerapids": VNNI512,
-    "znver5": VNNI512.with_timing(ZEN4),
+    "znver4": VNNI512.with_timing(ZEN4),
+    "znver5": VNNI512.with_timing(ZEN5),
     "alderlake": VNNI256,
     "x86-64": SSE2,
 }
@@ -50,11 +51,11 @@ def test_select_isa__asks_the_target(mcpu):
 
 def test_select_isa__neutral_timing_of_llvm_keeps_ours():
     """The CPU has another name then; its features still tell the core."""
-    for mcpu in ("znver4", "znver5"):
+    for mcpu, timing in (("znver4", ZEN4), ("znver5", ZEN5)):
         target = resolve_target({"kind": "llvm", "mcpu": mcpu})
         assert str(target.attrs["mcpu"]) == "x86-64-v4"
         isa = select_isa(target)
-        assert isa.timing == isa.for_activations("int16").timing == ZEN4
+        assert isa.timing == isa.for_activations("int16").timing == timing
     assert select_isa(target_of("x86-64-v4")).timing == Timing()
 
 
