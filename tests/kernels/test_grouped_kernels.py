@@ -13,6 +13,7 @@ from tvm import tirx
 from tvm.target import Target
 
 from relayquant.kernels.integer.grouped import (
+    STREAMS,
     GroupedDense,
     GroupedTake,
     build_grouped_dense,
@@ -152,17 +153,28 @@ def test_read_words__loads_vectors(isa, is_float, bits):
     assert {type(load.indices[0]) for load in loads} == {tirx.Ramp}
 
 
-def test_grouped_dense__static_rows_agree_with_symbolic_ones():
+@pytest.mark.parametrize("count", [1, 3])
+def test_grouped_dense__static_rows_agree_with_symbolic_ones(count):
     isa, rng, case = best_isa(), np.random.default_rng(0), CASES[0]
     target, results = runnable_target(isa), []
     weight, data = None, None
-    for rows in (3, None):
+    for rows in (count, None):
         spec = make_spec(case, rows)
         weight = weight or draw_weight(rng, spec)
-        data = data or draw_rows(rng, 3, spec)
+        data = data or draw_rows(rng, count, spec)
         func, constants = build_grouped_dense(spec, isa), list_constants(spec, isa, weight)
-        results.append(call_kernel(func, target, [*data, *constants], (3, spec.units), "float32"))
+        shape = count, spec.units
+        results.append(call_kernel(func, target, [*data, *constants], shape, "float32"))
     np.testing.assert_array_equal(*results)
+
+
+@pytest.mark.parametrize("panels", [1, STREAMS, STREAMS + 1, 2 * STREAMS + 3])
+@pytest.mark.parametrize("is_float", [False, True])
+def test_grouped_dense__one_row_meets_every_panel(panels, is_float):
+    """Panels are taken several at once, the last of them once more where they do not come out."""
+    isa = best_isa()
+    units = panels * choose_dot(isa, is_float, 4).lanes - 1
+    check_case(isa, ((1,), units, 64, 4, 32, is_float, False, "float32"))
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])

@@ -14,6 +14,7 @@ of `lanes` outputs (the last panel overlaps its neighbour):
 Codes of 3 bits take 4 here. Groups are filled up to whole vectors with codes that meet zeros. One
 kernel serves any number of rows: chunks of them are prepared (copied, so that rows of a tile do not
 meet in the sets of a cache, and groups added up, for zero points), then threads share the panels.
+A row that is the only one waits for memory, and takes several panels side by side.
 """
 
 from __future__ import annotations
@@ -65,6 +66,9 @@ LEAST_CHUNK_ROWS, MOST_CHUNK_ROWS = 2 * TILE_ROWS, 6 * TILE_ROWS
 CHUNK_BYTES = 640 * 1024
 #: How far before they are read codes are fetched into the first cache.
 PREFETCH_BYTES = 8 * 1024
+#: Panels whose codes are read side by side for a single row: memory gives several streams faster.
+#: Instruction sets with so many lanes have the registers for it.
+STREAMS, STREAM_LANES = 4, 16
 #: Dot products that are written out one after the other; more are a loop over vectors.
 UNROLLED = 96
 #: Largest sum of a group that int32 holds.
@@ -133,6 +137,11 @@ class GroupedPlan:
     @property
     def panels(self) -> int:
         return ceil_div(self.spec.units, self.dot.lanes)
+
+    @property
+    def streams(self) -> int:
+        """Panels that a single row meets at once."""
+        return min(STREAMS, self.panels) if self.dot.lanes >= STREAM_LANES else 1
 
     @property
     def vector_bytes(self) -> int:
@@ -299,26 +308,50 @@ class PreparedRows:
 
 
 def emit_rows(plan: GroupedPlan, arguments: Arguments, threads: bool) -> None:
-    """All rows, chunk after chunk."""
+    """All rows; a single one in a way of its own, where it meets several panels at once."""
+    rows = arguments.rows
+    if isinstance(rows, int) or plan.streams == 1:
+        is_one = isinstance(rows, int) and rows == 1 < plan.streams
+        (emit_one_row if is_one else emit_many_rows)(plan, arguments, threads)
+        return
+    with T.If(rows == 1):
+        with T.Then():
+            emit_one_row(plan, arguments, threads)
+        with T.Else():
+            emit_many_rows(plan, arguments, threads)
+
+
+def emit_one_row(plan: GroupedPlan, arguments: Arguments, threads: bool) -> None:
+    """A row, by several panels at once; the last of them overlap their neighbours."""
+    side, row = plan.streams, T.int64(0)
+    prepared = emit_preparation(plan, arguments, row, T.int64(1), 1)
+    with (T.parallel if threads else T.serial)(ceil_div(plan.panels, side)) as band:
+        first = T.bind(T.min(band * side, plan.panels - side))
+        emit_tile(plan, arguments, prepared, [row], [first + i for i in range(side)])
+
+
+def emit_many_rows(plan: GroupedPlan, arguments: Arguments, threads: bool) -> None:
+    """Rows, chunk after chunk."""
     heights, size = choose_heights(plan.dot.rows), plan.chunk_rows
     rows = arguments.rows
     with T.serial(T.floordiv(rows + (size - 1), size)) as chunk:
         first = T.bind(chunk * size)
-        prepared = emit_preparation(plan, arguments, first, T.bind(T.min(rows - first, size)))
+        count = T.bind(T.min(rows - first, size))
+        prepared = emit_preparation(plan, arguments, first, count, size)
 
         def emit(kind: int, members: list[Expr], panel: Expr, index: Expr) -> None:
-            emit_tile(plan, arguments, prepared, members, panel)
+            emit_tile(plan, arguments, prepared, members, [panel])
 
         with (T.parallel if threads else T.serial)(plan.panels) as panel:
             emit_chunk(rows, heights, first, size, panel, emit)
 
 
 def emit_preparation(
-    plan: GroupedPlan, arguments: Arguments, first: Expr, count: Expr
+    plan: GroupedPlan, arguments: Arguments, first: Expr, count: Expr, rows: int
 ) -> PreparedRows:
-    """Copies the rows of a chunk to where tiles read them, and adds up their groups."""
+    """Copies `count` rows, at most `rows`, to where tiles read them, and adds up their groups."""
     spec, groups, size, stride = plan.spec, plan.groups, plan.spec.group_size, plan.stride
-    data, width, rows = arguments.data, plan.row_stride, plan.chunk_rows
+    data, width = arguments.data, plan.row_stride
     factor = -1 if spec.has_zeros else plan.offset - middle(spec)
     starts = alloc_workspace(rows * groups, "int32") if factor and not spec.is_float else None
     copy = alloc_workspace(rows * width, data.dtype)
@@ -366,49 +399,68 @@ def emit_tile(
     arguments: Arguments,
     prepared: PreparedRows,
     members: Sequence[Expr],
-    panel: Expr,
+    panels: Sequence[Expr],
 ) -> None:
-    """The outputs of one panel for some rows."""
-    spec, dot, lanes = plan.spec, plan.dot, plan.dot.lanes
-    totals = alloc_vectors(len(members), lanes, "float32")
-    for total in totals:
+    """The outputs of some panels for some rows; codes of several panels are read side by side."""
+    dot, lanes = plan.dot, plan.dot.lanes
+    totals = [alloc_vectors(len(members), lanes, "float32") for _ in panels]
+    for total in (each for row_totals in totals for each in row_totals):
         store_vector(total, constant("float32", 0, lanes), 0, lanes)
-    accs = alloc_vectors(len(members), lanes, dot.sum_dtype)
+    accs = [alloc_vectors(len(members), lanes, dot.sum_dtype) for _ in panels]
     with T.serial(plan.groups) as group:
-        at = T.bind(panel * plan.groups + group)
-        at_codes = T.bind(at * (plan.vectors * plan.vector_bytes))
-        if len(members) > 1:
-            emit_ahead(plan, arguments.codes, at_codes)
-        zero = read_zero(plan, arguments, at)
-        for acc, row in zip(accs, members, strict=True):
-            value = constant(dot.sum_dtype, 0, lanes)
-            if prepared.starts is not None:
-                start = prepared.starts[(row - prepared.first) * plan.groups + group]
-                value = broadcast(start, lanes)
-                if spec.has_zeros:
-                    value = value * zero
-            store_vector(acc, value, 0, lanes)
+        for panel, sums, row_totals in zip(panels, accs, totals, strict=True):
+            at = T.bind(panel * plan.groups + group)
+            emit_group(plan, arguments, prepared, members, group, at, sums)
+            scale = T.Cast(
+                vector("float32", lanes), load_vector(arguments.scale, at * lanes, lanes)
+            )
+            for acc, total in zip(sums, row_totals, strict=True):
+                value = T.Cast(vector("float32", lanes), load_vector(acc, 0, lanes))
+                value = multiply_add(dot, value, scale, load_vector(total, 0, lanes))
+                store_vector(total, value, 0, lanes)
+    units = plan.spec.units
+    width = min(lanes, units)
+    for panel, row_totals in zip(panels, totals, strict=True):
+        channel = T.min(panel * lanes, units - width)
+        for total, row in zip(row_totals, members, strict=True):
+            value = load_vector(total, 0, lanes)
+            if arguments.row_scale is not None:
+                value = value * broadcast(arguments.row_scale[row], lanes)
+            store_vector(arguments.out, value, row * units + channel, lanes, width)
 
-        def emit_vectors(number: Expr, count: int) -> None:
-            # Bound to names: TVM would take long to simplify what they stand for in every index.
-            offset = group * plan.stride + number * (plan.each * WORD)
-            starts = [T.bind((row - prepared.first) * plan.row_stride + offset) for row in members]
-            index = T.bind(at_codes + number * plan.vector_bytes)
-            emit_words(plan, arguments.codes, index, count, zero, prepared.data, starts, accs)
 
-        emit_blocks(plan.vectors, plan.block_vectors(len(members)), emit_vectors)
-        scale = T.Cast(vector("float32", lanes), load_vector(arguments.scale, at * lanes, lanes))
-        for acc, total in zip(accs, totals, strict=True):
-            value = T.Cast(vector("float32", lanes), load_vector(acc, 0, lanes))
-            value = multiply_add(dot, value, scale, load_vector(total, 0, lanes))
-            store_vector(total, value, 0, lanes)
-    width = min(lanes, spec.units)
-    channel = T.min(panel * lanes, spec.units - width)
-    for total, row in zip(totals, members, strict=True):
-        value = load_vector(total, 0, lanes)
-        if arguments.row_scale is not None:
-            value = value * broadcast(arguments.row_scale[row], lanes)
-        store_vector(arguments.out, value, row * spec.units + channel, lanes, width)
+def emit_group(
+    plan: GroupedPlan,
+    arguments: Arguments,
+    prepared: PreparedRows,
+    members: Sequence[Expr],
+    group: Expr,
+    at: Expr,
+    sums: Sequence[Buffer],
+) -> None:
+    """The sums of one group, the `at`-th of the weight, for some rows."""
+    spec, dot, lanes = plan.spec, plan.dot, plan.dot.lanes
+    at_codes = T.bind(at * (plan.vectors * plan.vector_bytes))
+    if len(members) > 1:
+        emit_ahead(plan, arguments.codes, at_codes)
+    zero = read_zero(plan, arguments, at)
+    for acc, row in zip(sums, members, strict=True):
+        value = constant(dot.sum_dtype, 0, lanes)
+        if prepared.starts is not None:
+            start = prepared.starts[(row - prepared.first) * plan.groups + group]
+            value = broadcast(start, lanes)
+            if spec.has_zeros:
+                value = value * zero
+        store_vector(acc, value, 0, lanes)
+
+    def emit_vectors(number: Expr, count: int) -> None:
+        # Bound to names: TVM would take long to simplify what they stand for in every index.
+        offset = group * plan.stride + number * (plan.each * WORD)
+        starts = [T.bind((row - prepared.first) * plan.row_stride + offset) for row in members]
+        index = T.bind(at_codes + number * plan.vector_bytes)
+        emit_words(plan, arguments.codes, index, count, zero, prepared.data, starts, sums)
+
+    emit_blocks(plan.vectors, plan.block_vectors(len(members)), emit_vectors)
 
 
 def emit_ahead(plan: GroupedPlan, codes: Buffer, at: Expr) -> None:
