@@ -54,8 +54,8 @@ class Emulator:
         cpu: str,
         library: Path,
         calls: Mapping[str, Sequence[np.ndarray]],
-    ) -> dict[str, np.ndarray]:
-        """Call every function of a library once, in one process; {function: last argument}."""
+    ) -> dict[str, list[np.ndarray]]:
+        """Call every function of a library once, in one process; its arguments afterwards."""
         arguments, results = library.with_suffix(".in.npz"), library.with_suffix(".out.npz")
         np.savez(
             arguments,
@@ -67,7 +67,10 @@ class Emulator:
         )
         assert done.returncode == 0, f"{cpu}: {done.returncode}\n{done.stdout}\n{done.stderr}"
         with np.load(results) as loaded:
-            return {name: loaded[name] for name in calls}
+            return {
+                name: [loaded[f"{name}:{i}"] for i in range(len(args))]
+                for name, args in calls.items()
+            }
 
     @contextmanager
     def serve(self, cpu: str) -> Iterator[int]:

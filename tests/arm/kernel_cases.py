@@ -7,9 +7,19 @@ from dataclasses import dataclass
 
 import numpy as np
 from convolutions import conv2d_accumulators, conv2d_transpose_accumulators
-from exact import F32, centre, exact_fma, finish, random_multiplier, random_values, store
+from exact import (
+    F32,
+    centre,
+    exact_fma,
+    finish,
+    random_multiplier,
+    random_values,
+    state_row_norm,
+    store,
+)
 from tvm.tirx import PrimFunc
 
+from relayquant.kernels.floating.row_norm import RowNorm, make_row_norm
 from relayquant.kernels.integer.conv import build_conv2d, build_dense, pack_conv2d, pack_dense
 from relayquant.kernels.integer.conv_transpose import (
     Conv2dTranspose,
@@ -46,6 +56,7 @@ from relayquant.kernels.integer.pool import (
     build_avg_pool2d,
     build_max_pool2d,
 )
+from relayquant.kernels.integer.row_quantize import RowQuantize, build_quantize_rows
 from relayquant.kernels.integer.rows import build_dense_rows, pack_dense_rows
 from relayquant.kernels.integer.specs import Conv2d, Dense
 from relayquant.kernels.isa.base import Isa
@@ -58,7 +69,12 @@ class Case:
     """A kernel and one call of it. `build` gives the function and its inputs."""
 
     build: Callable[[Isa], tuple[PrimFunc, list[np.ndarray]]]
-    expected: np.ndarray
+    expected: np.ndarray | tuple[np.ndarray, ...]
+
+    @property
+    def outputs(self) -> tuple[np.ndarray, ...]:
+        """What is expected of every output."""
+        return self.expected if isinstance(self.expected, tuple) else (self.expected,)
 
 
 SAME = (1, 1, 1, 1)
@@ -363,6 +379,29 @@ def make_grouped(spec: GroupedDense, rows: int, extreme: bool = False) -> Case:
     return Case(build, qnn.grouped_dense(data, scale, *weight, **form))
 
 
+def draw_rows(width: int) -> np.ndarray:
+    """Rows of very different size, one of them zeros."""
+    rng = np.random.default_rng(width)
+    x = rng.normal(0.3, 1, (19, width)) * 10.0 ** rng.integers(-6, 6, (19, 1))
+    x[3] = 0
+    return x.astype("float32")
+
+
+def make_row_norm_case(spec: RowNorm) -> Case:
+    """Floats, and the integers of their rows."""
+    x, rng = draw_rows(spec.features), np.random.default_rng(spec.features)
+    factors = [rng.normal(1, 0.5, spec.features).astype("float32") for _ in range(2)]
+    factors = factors[: spec.weight + spec.bias]
+    y = state_row_norm(spec, x, factors)
+    return Case(lambda _: (make_row_norm(spec), [x, *factors]), (y, *qnn.quantize_rows(y)))
+
+
+def make_quantized_rows(width: int) -> Case:
+    x = draw_rows(width)
+    spec = RowQuantize((None,), width)
+    return Case(lambda _: (build_quantize_rows(spec), [x]), tuple(qnn.quantize_rows(x)))
+
+
 def pooled_values(x: np.ndarray, window: PoolWindow) -> tuple[np.ndarray, np.ndarray]:
     """Values under each tap as (taps, N, OH, OW, C) int64, and whether they lie in the data."""
     top, left = window.padding[:2]
@@ -403,6 +442,13 @@ GROUPED = {
     "grouped 2 bits, zero points": (GroupedDense((2,), 20, 192, 2, 96, has_zeros=True), 2),
 }
 
+#: A row of several sums and a rest; one that is shorter than a vector, and divided.
+NORMS = {
+    "layer norm": RowNorm((None,), 100, 1e-5, is_centred=True, bias=True, rows=(None,)),
+    "norm by the root mean square": RowNorm((None,), 72, 1e-5, rows=(None,)),
+    "norm of 7, divided": RowNorm((19,), 7, 1e-5, divides=True, weight=False, rows=(19,)),
+}
+
 LARGEST = {
     f"grouped {bits} bits, largest sums": GroupedDense((3,), 19, 160, bits, 80) for bits in (4, 8)
 }
@@ -417,6 +463,8 @@ CASES: dict[str, Callable[[], Case]] = {
     **{f"avg_pool2d {n}": (lambda w=w: make_avg_pool(w)) for n, w in WINDOWS.items()},
     **{n: (lambda s=spec, r=rows: make_grouped(s, r)) for n, (spec, rows) in GROUPED.items()},
     **{name: (lambda s=spec: make_grouped(s, 3, extreme=True)) for name, spec in LARGEST.items()},
+    **{name: (lambda s=spec: make_row_norm_case(s)) for name, spec in NORMS.items()},
+    **{f"rows of {width} to int8": (lambda w=width: make_quantized_rows(w)) for width in (5, 100)},
     "extreme sums": make_extreme_sums,
     "residual, every pair": make_residual_pairs,
     "add, every pair": lambda: make_addition(Space("int8", -3, 2 / 3), Space("int8", 13, 1 / 6)),

@@ -1,6 +1,6 @@
 """On the emulated side: `run_kernels.py LIBRARY IN.npz OUT.npz` calls each function once.
 
-IN.npz holds "function:number" arrays, the arguments; OUT.npz gets "function", the last argument.
+IN.npz holds "function:number" arrays, the arguments; OUT.npz gets them as they are afterwards.
 """
 
 import sys
@@ -19,5 +19,5 @@ results = {}
 for name, numbered in arguments.items():
     args = [numbered[i] for i in range(len(numbered))]
     module[name](*args)
-    results[name] = args[-1].numpy()
+    results.update({f"{name}:{i}": arg.numpy() for i, arg in enumerate(args)})
 np.savez(destination, **results)

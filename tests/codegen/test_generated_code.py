@@ -18,6 +18,7 @@ from tvm.tirx import PrimFunc
 
 from relayquant.analysis.peak import build_peak, choose_peak_isa, count_sums
 from relayquant.kernels.floating.conv import FloatConv2d, make_conv2d
+from relayquant.kernels.floating.row_norm import RowNorm, make_row_norm
 from relayquant.kernels.floating.tile import FloatEpilogue, choose_float_isa
 from relayquant.kernels.integer.conv import build_conv2d
 from relayquant.kernels.integer.epilogue import Epilogue, Residual
@@ -221,6 +222,17 @@ FLOAT_BOUNDS = {
     "neoverse-n1": Bound(stack=0.0, moves=0.0, loads=0.6),
     "cortex-a53": Bound(stack=0.0, moves=0.0, loads=0.6),
 }
+NORMS = {
+    "layer": RowNorm(
+        (None,), 768, 1e-5, is_centred=True, bias=True, keeps_result=False, rows=(None,)
+    ),
+    "rms": RowNorm((None,), 768, 1e-5, rows=(None,)),
+}
+#: Those that round a vector to integers by one instruction; SSE2 takes it apart for a call.
+NORM_CPUS = ("znver4", "haswell", "cortex-a53", "cortex-a76", "neoverse-v2")
+#: Arithmetic of float32, by vectors and by single numbers.
+FLOAT_VECTOR = re.compile(r"\s+(?:v(?:add|sub|mul|div)ps|f(?:add|sub|mul|div)\s+v\d+\.4s)\b")
+FLOAT_SCALAR = re.compile(r"\s+(?:v(?:add|sub|mul|div)ss|f(?:add|sub|mul|div)\s+s\d+)\b")
 #: instruction set -> a CPU that has it and no better one.
 REPRESENTATIVE = {select_isa(Target(config)).name: name for name, config in TARGETS.items()}
 
@@ -380,6 +392,23 @@ def test_innermost_loops__of_floats(name, layer):
     assert found.loads <= bound.loads
     fetches = [line for line in text.splitlines() if re.match(r"\s+(?:prefetch|prfm)", line)]
     assert len(fetches) >= 14  # a line of results and of the residual for each row of 6, and more
+
+
+@pytest.mark.parametrize("form", NORMS)
+@pytest.mark.parametrize("name", NORM_CPUS)
+def test_innermost_loops__of_row_norms(name, form):
+    """Sums, scales and integers of a row are computed by vectors that stay in registers."""
+    target = resolve_target({**TARGETS, **ARM_TARGETS}[name])
+    syntax = SYNTAX[find_architecture(target)]
+    text = compile_kernel(make_row_norm(NORMS[form]), target)
+    loops = [
+        lines for lines in find_innermost_loops(text, syntax) if any(map(FLOAT_VECTOR.match, lines))
+    ]
+    # the whole vectors of the squares, of the largest element and of the integers, at least
+    assert len(loops) >= 3
+    lines = [line for loop in loops for line in loop]
+    assert not any(map(FLOAT_SCALAR.match, lines))
+    assert not any(map(syntax.stack.match, lines))
 
 
 @pytest.mark.parametrize("name", REPRESENTATIVE.values(), ids=REPRESENTATIVE)

@@ -6,7 +6,9 @@ import numpy as np
 import tvm
 from tvm.target import Target
 
+from relayquant.kernels.floating.row_norm import RowNorm
 from relayquant.kernels.integer.epilogue import Epilogue, Store
+from relayquant.reference.row_sums import sum_rows
 
 F32 = np.float32
 
@@ -55,6 +57,17 @@ def finish(acc, epilogue: Epilogue, multiplier=None, residual=None):
 def centre(values, zero_point):
     """float32(int32(values) - zero_point)."""
     return (values.astype("int32") - zero_point).astype("float32")
+
+
+def state_row_norm(spec: RowNorm, x, factors):
+    """The arithmetic of a norm along rows, each operation rounded to float32."""
+    width, one = F32(x.shape[-1]), F32(1)
+    if spec.is_centred:
+        x = x - sum_rows(x) / width
+    root = np.sqrt(sum_rows(x * x) / width + F32(spec.epsilon))
+    y = x / root if spec.divides else x * (one / root)
+    y = y * factors[0] if spec.weight else y
+    return y + factors[1] if spec.bias else y
 
 
 def random_values(rng, shape, dtype):
