@@ -228,12 +228,11 @@ def fit_groups(
     scale = np.empty((rows, count_groups(features, size)), form.scale_dtype)
     zero_point = np.full(scale.shape, middle, "uint8")
     importance = gram.importance
-    step = max(1, CHUNK // (2 * features))
     jobs = (
         (FitJob(own, part, weight[own, part], importance[part], form, fit), problem)
         for i, part in enumerate(gram.parts)
         for problem in [gram.prepare(i, fit.damping)]
-        for own in (slice(start, start + step) for start in range(0, rows, step))
+        for own in cut_rows(rows, part.stop - part.start)
     )
     with limit_blas():
         for job, found in run(jobs):
@@ -242,6 +241,15 @@ def fit_groups(
             codes[own, part], scale[own, groups], zero_point[own, groups] = found
     zeros = np.array(middle, "uint8") if form.is_symmetric else zero_point
     return GroupedWeight(pack_codes(codes, form.bits), scale, zeros, features, form)
+
+
+def cut_rows(rows: int, columns: int) -> Iterator[slice]:
+    """Rows of half of `CHUNK` weights at most, all parts of nearly one size: threads that share
+    them are done together.
+    """
+    step = max(CHUNK // (2 * columns), 1)
+    step = -(-rows // -(-rows // step))
+    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
 @dataclass(frozen=True)
@@ -343,24 +351,25 @@ def fit_block(
         return np.repeat(np.ascontiguousarray(values.T, dtype), size, axis=0)[:features]
 
     # Columns first, (K, N): each is contiguous.
+    order, places = problem.order, problem.places
     rows, zeros, steps = np.ascontiguousarray(weight.T, dtype), spread(zero_point), spread(scale)
     low, high = -zeros, dtype.type(2**form.bits - 1) - zeros
-    levels, order, places = np.empty_like(rows), problem.order, problem.places
+    levels = np.empty_like(rows)
     rounded = (a[order][:, None] for a in (rows, steps, low, high))
     levels[order] = round_columns(problem.factor, *rounded)[:, 0]
     if fit.rounds:
         rows, levels, steps, low, high = (a[places] for a in (rows, levels, steps, low, high))
         scale = np.ascontiguousarray(scale.T)
-        gradient = problem.hessian @ (rows - levels * steps)
-        for turn in range(fit.rounds):
+        left = rows - levels * steps
+        for _ in range(fit.rounds):
             for block in problem.blocks:
                 own = block.columns
-                hessian, before = problem.hessian[own, own], levels[own] * steps[own]
+                gradient = problem.hessian[own] @ left
                 found = levels[own], steps[own], low[own], high[own]
-                improve_block(hessian, gradient[own].copy(), *found, scale, block.groups)
-                # Behind the last round nothing reads the gradient.
-                rest = slice(own.stop if turn + 1 == fit.rounds else 0, None)
-                gradient[rest] -= problem.hessian[rest, own] @ (levels[own] * steps[own] - before)
+                hessian = np.ascontiguousarray(problem.hessian[own, own])
+                improve_block(hessian, gradient, *found, scale, block.groups)
+                np.multiply(levels[own], steps[own], out=left[own])
+                np.subtract(rows[own], left[own], out=left[own])
         levels[places], scale = levels.copy(), np.ascontiguousarray(scale.T)
     return np.rint(levels + zeros).T.astype("uint8"), scale, zero_point.astype("uint8")
 
@@ -406,7 +415,8 @@ def fit_scales(
         curve = np.einsum("kn,kn->n", reach[own], part)
         slope = np.einsum("kn,kn->n", gradient[own], part)
         best = np.divide(slope, curve, out=np.zeros_like(slope), where=curve > 0)
-        gradient -= reach * move_scale(scale[group], best)
+        reach *= move_scale(scale[group], best)
+        gradient -= reach
 
 
 def move_scale(scale: NDArray, move: FloatArray) -> FloatArray:

@@ -25,6 +25,8 @@ from relayquant.runtime import limit_blas, map_on_threads
 
 #: Rows of data that products are computed of at once, at most, unless one batch has more.
 MOST_ROWS = 1024
+#: The same of those whose products with one another are summed up at once.
+MOST_GRAM_ROWS = 4096
 
 #: What is to be computed with in place of a weight (N, K), for what its operator reads: None for a
 #: table.
@@ -162,7 +164,7 @@ def collect_gram(
 ) -> Gram:
     """What is known of a value as the data of products; `floats` hold what it is in float."""
     gram: Gram | None = None
-    for some in cut_frames(frames, data):
+    for some in cut_frames(frames, data, MOST_GRAM_ROWS):
         rows = read_all(frames[some], data, activation)
         if gram is None:
             columns = rows.shape[-1]
@@ -172,14 +174,14 @@ def collect_gram(
     return gram
 
 
-def cut_frames(frames: Sequence[Frame], data: Any) -> Iterator[slice]:
-    """Frames that have `MOST_ROWS` rows of a value together, or one that has more: products of few
+def cut_frames(frames: Sequence[Frame], data: Any, most: int) -> Iterator[slice]:
+    """Frames that have `most` rows of a value together, or one that has more: products of few
     rows take twice as long for each.
     """
     start = count = 0
     for i, frame in enumerate(frames):
         rows = math.prod(evaluate(frame, data, "data").shape[:-1])
-        if start < i and count + rows > MOST_ROWS:
+        if start < i and count + rows > most:
             yield slice(start, i)
             start, count = i, 0
         count += rows
@@ -247,7 +249,7 @@ def run_stretch(
 
     parts = (slice(i, i + 1) for i in range(len(frames)))
     if frames and use is not None and use.op == "matmul":
-        parts = cut_frames(frames, use.data)
+        parts = cut_frames(frames, use.data, MOST_ROWS)
     with limit_blas():
         for _ in map_on_threads(run, list(parts)):
             pass

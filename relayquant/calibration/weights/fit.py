@@ -294,11 +294,24 @@ def round_columns(
     levels = np.empty_like(rest)
 
     def settle(k: int, own: FloatArray) -> FloatArray:
-        levels[k] = np.clip(np.rint(own / step[k]), least[k], most[k])
-        return (own - levels[k] * step[k]) / factor[:, k, k][:, None]
+        level = np.divide(own, step[k], out=levels[k])
+        round_between(level, least[k], most[k])
+        change = level * step[k]
+        np.subtract(own, change, out=change)
+        change /= factor[:, k, k][:, None]
+        return change
 
     sweep_columns(factor, rest, settle)
     return levels
+
+
+def round_between(values: FloatArray, least: FloatArray, most: FloatArray) -> None:
+    """To the nearest integers within limits, in place: `np.clip` takes as long as all of it for the
+    few rows of a column.
+    """
+    np.rint(values, out=values)
+    np.maximum(values, least, out=values)
+    np.minimum(values, most, out=values)
 
 
 def sweep_columns(
@@ -391,13 +404,17 @@ def improve_columns(
 
     def settle(k: int, own: FloatArray) -> FloatArray | None:
         nonlocal changed
-        best = levels[k] + own / (hessian[:, k, k][:, None] * step[k])
-        move = np.clip(np.rint(best), least[k], most[k]) - levels[k]
+        level, move = levels[k], hessian[:, k, k][:, None] * step[k]
+        np.divide(own, move, out=move)
+        move += level
+        round_between(move, least[k], most[k])
+        move -= level
         if not move.any():
             return None
         changed = True
-        levels[k] += move
-        return move * step[k]
+        level += move
+        move *= step[k]
+        return move
 
     sweep_columns(hessian, gradient, settle)
     return changed
