@@ -12,6 +12,7 @@ from tvm import relax
 from tvm.ir import Call
 
 from relayquant.compression.budget import choose_formats
+from relayquant.compression.experts import split_experts
 from relayquant.compression.find import WeightKey, WeightUse, find_weights
 from relayquant.compression.observe import FoundWeights, describe_fit, fit_weights, open_data
 from relayquant.compression.packed_params import unpack_params
@@ -40,9 +41,10 @@ def compress_weights(
     """A module whose weights of matrix products and embeddings have few bits.
 
     Every function of the module is worked on; a weight that several functions or operators read is
-    held once. All else, also what is no Relax function, stays as it is. No data is needed; with
-    data, weights are rounded so that the results of their products change least on it, one weight
-    after the other, each for what it meets behind those before.
+    held once. A product by a stack of matrices, (E, K, N) for E experts, becomes a product by each.
+    All else, also what is no Relax function, stays as it is. No data is needed; with data, weights
+    are rounded so that the results of their products change least on it, one weight after the
+    other, each for what it meets behind those before.
 
     Args:
         mod: A float module of any frontend; it is not changed.
@@ -96,6 +98,7 @@ def compress_weights(
     if given:
         mod = unpack_params(mod, list(given), is_ordered=given is not params)
     sources = open_params(mod, given)
+    mod, sources = split_experts(mod, sources)
     uses = find_weights(mod, sources)
     tables = {use.source.key for use in uses if use.op == "take"}
     if settings.table_bits is None:

@@ -16,8 +16,8 @@ from tvm import relax
 from relayquant.errors import ModelError, format_count, suggest_name
 from relayquant.runtime import view_constant
 
-#: Address of a tensor, or name of a parameter.
-SourceKey: TypeAlias = int | str
+#: Address of a tensor, or name of a parameter; with a number, one matrix of a stack.
+SourceKey: TypeAlias = int | str | tuple[int | str, int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +126,7 @@ def look_at(params: Mapping[str, Any], name: str) -> WeightSource:
         return read_constant(tensor)
     array = np.asarray(value)
     source = WeightSource(name, array.shape, str(array.dtype), partial(read_value, params, name))
-    if array.ndim == 2 and array.dtype == "float32":
+    if array.ndim in (2, 3) and array.dtype == "float32":
         vars(source)["not_finite"] = count_not_finite(array)  # it need not be loaded for that again
     return source
 

@@ -94,10 +94,10 @@ def test_compress__other_operators_stay(llama):
 
 @pytest.mark.parametrize("axes", [None, [1, 0]])
 def test_compress__one_function_with_a_constant(axes):
-    """matmul by a constant as it is and turned; a second of rank 3 stays, with the reason."""
+    """matmul by a constant as it is and turned; a second of rank 4 stays, with the reason."""
     rng = np.random.default_rng(0)
     weight = rng.normal(size=(40, 24)).astype("float32")
-    stack = relax.const(rng.normal(size=(2, 24, 3)).astype("float32"))
+    stack = relax.const(rng.normal(size=(1, 2, 24, 3)).astype("float32"))
     builder = relax.BlockBuilder()
     x = relax.Var("x", relax.TensorType([tvm.tirx.Var("n", "int64"), 40], "float32"))
     with builder.function("main", [x]):
@@ -117,7 +117,7 @@ def test_compress__one_function_with_a_constant(axes):
         rq.reference.run(q, data)[0], rq.reference.run(mod, data)[0], atol=0.8
     )
     (row,) = rq.ledger(q).floating
-    assert row.reason == "its weight has 3 dimensions, not 2"
+    assert row.reason == "its weight has 4 dimensions, not 2"
 
 
 @pytest.mark.parametrize("bits", CODE_BITS)

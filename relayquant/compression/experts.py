@@ -1,0 +1,184 @@
+"""Compression, before weights are looked for: products by a stack of matrices, one for each expert
+-> a product by each of them.
+
+    y = matmul(x, w)  ->  y = concat([matmul(x[..., 0:1, :, :], w0),
+                                      matmul(x[..., 1:2, :, :], w1), ...], axis=-3)
+
+x is (..., E, M, K) and w (E, K, N), or the transpose of (E, N, K). Data that all experts read,
+(..., 1, M, K) or (M, K), is not cut. w0, w1, ... are parameters: the parts of w, where they lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+import numpy as np
+import tvm
+from tvm import relax
+from tvm.ir import Call, GenericConst
+
+from relayquant.compression.find import TRANSPOSE
+from relayquant.compression.sources import (
+    SourceKey,
+    WeightSource,
+    read_constant,
+)
+from relayquant.dialect.legality import iterate_bindings
+from relayquant.rewrite.graph import call_name
+
+#: Axis of the experts, from the end, in data and results.
+STACK_AXIS = -3
+
+
+def split_experts(
+    mod: tvm.IRModule, params: Mapping[relax.Var, WeightSource]
+) -> tuple[tvm.IRModule, dict[relax.Var, WeightSource]]:
+    """The module with a product for each matrix of a stack, and what its parameters stand for.
+
+    A function that others call keeps its stacks, because its parameters are theirs to pass.
+
+    Args:
+        params: What parameters of functions stand for; see `open_params`.
+    """
+    functions, found = dict(mod.functions_items()), dict(params)
+    called = {
+        var.name_hint
+        for func in functions.values()
+        if isinstance(func, relax.Function)
+        for var in relax.analysis.all_global_vars(func)
+    }
+    stacks: dict[SourceKey, list[WeightSource]] = {}
+    for gvar, func in functions.items():
+        if not isinstance(func, relax.Function) or gvar.name_hint in called:
+            continue
+        splitting = Splitting(func, params, stacks)
+        if splitting.stacks_of:
+            functions[gvar] = splitting.run()
+            found.update(splitting.added)
+    return tvm.IRModule(functions, attrs=mod.attrs), found
+
+
+@relax.expr_functor.mutator
+class Splitting(relax.PyExprMutator):
+    """Splits the products of one function by the stacks of `stacks_of`, by their variables: stack,
+    and whether its matrices are transposed on their way.
+    """
+
+    def __init__(
+        self,
+        func: relax.Function,
+        params: Mapping[relax.Var, WeightSource],
+        stacks: dict[SourceKey, list[WeightSource]],
+    ) -> None:
+        super().__init__()
+        self.func, self.params, self.stacks = func, params, stacks
+        self.values = {binding.var: binding.value for binding in iterate_bindings(func)}
+        self.added: dict[relax.Var, WeightSource] = {}
+        self.members: dict[SourceKey, list[relax.Var]] = {}
+        self.stacks_of: dict[relax.Var, tuple[WeightSource, bool]] = {}
+        for var, value in self.values.items():
+            if isinstance(value, Call) and call_name(value) == "relax.matmul":
+                stack = self.find_stack(value)
+                if stack is not None:
+                    self.stacks_of[var] = stack
+
+    def run(self) -> relax.Function:
+        """The function with a parameter for each matrix, behind its own."""
+        func = self.visit_expr(self.func)
+        return relax.Function(
+            [*func.params, *self.added], func.body, func.ret_ty, func.is_pure, func.attrs, func.span
+        )
+
+    def find_stack(self, call: Call) -> tuple[WeightSource, bool] | None:
+        """The stack that a product reads, if it can be split."""
+        expr, is_swapped = call.args[1], False
+        while expr in self.values:
+            value = self.values[expr]
+            if isinstance(value, Call) and call_name(value) == TRANSPOSE:
+                axes = [int(axis) % 3 for axis in value.attrs.axes or ()]
+                if axes != [0, 2, 1]:
+                    return None
+                expr, is_swapped = value.args[0], not is_swapped
+            elif isinstance(value, relax.Var | GenericConst):
+                expr = value
+            else:
+                return None
+        source = self.params.get(expr) if isinstance(expr, relax.Var) else None
+        if isinstance(expr, GenericConst) and isinstance(expr.value, tvm.runtime.Tensor):
+            source = read_constant(expr.value)
+        if source is None or len(source.shape) != 3 or not all(source.shape):
+            return None
+        data, kinds = call.args[0], {str(call.ty.dtype), source.dtype}
+        if {str(data.ty.dtype), *kinds} != {"float32"} or data.ty.ndim < 2:
+            return None
+        if data.ty.ndim > 2 and count_parts(data) not in (1, source.shape[0]):
+            return None
+        return None if source.not_finite else (source, is_swapped)
+
+    def cut(self, stack: WeightSource) -> list[WeightSource]:
+        """The matrices of a stack, the same for all functions that read it."""
+        if stack.key not in self.stacks:
+            parts = self.stacks[stack.key] = [
+                WeightSource(
+                    (stack.key, i), stack.shape[1:], stack.dtype, partial(read_part, stack, i)
+                )
+                for i in range(stack.shape[0])
+            ]
+            for part in parts:  # of a stack without any, which need not be read again for that
+                vars(part)["not_finite"] = 0
+        return self.stacks[stack.key]
+
+    def list_members(self, stack: WeightSource, name: str) -> list[relax.Var]:
+        """A parameter for each matrix of a stack, once for the function."""
+        if stack.key not in self.members:
+            parts = self.cut(stack)
+            own = {
+                relax.Var(f"{name}_expert{i}", relax.TensorType(part.shape, part.dtype)): part
+                for i, part in enumerate(parts)
+            }
+            self.added.update(own)
+            self.members[stack.key] = list(own)
+        return self.members[stack.key]
+
+    def visit_var_binding_(self, binding: relax.VarBinding) -> None:
+        if binding.var not in self.stacks_of:
+            super().visit_var_binding_(binding)
+            return
+        (stack, is_swapped), name = self.stacks_of[binding.var], binding.var.name
+        data = self.visit_expr(binding.value.args[0])
+        members = self.list_members(stack, name)
+        if data.ty.ndim == 2:
+            data = self.builder_.emit(relax.op.expand_dims(data, 0), f"{name}_data")
+        if count_parts(data) == 1:
+            parts = [data] * len(members)
+        else:
+            axis = data.ty.ndim + STACK_AXIS
+            parts = [
+                self.builder_.emit(
+                    relax.op.strided_slice(data, [axis], [i], [i + 1], [1]), f"{name}_part{i}"
+                )
+                for i in range(len(members))
+            ]
+        results = []
+        for i, (part, weight) in enumerate(zip(parts, members, strict=True)):
+            if is_swapped:
+                weight = self.builder_.emit(relax.op.permute_dims(weight), f"{name}_weight{i}")
+            product = relax.op.matmul(part, weight)
+            results.append(self.builder_.emit(product, f"{name}_expert{i}"))
+        joined = self.builder_.normalize(relax.op.concat(results, STACK_AXIS))
+        self.builder_.emit_normalized(relax.VarBinding(binding.var, joined))
+
+
+def count_parts(data: relax.Expr) -> int | None:
+    """Matrices of data (..., E, M, K) for experts; None if they are not known before it runs."""
+    shape = data.ty.shape
+    if not isinstance(shape, relax.ShapeExpr):
+        return None
+    size = shape.values[STACK_AXIS]
+    return int(size) if isinstance(size, tvm.tirx.IntImm) else None
+
+
+def read_part(stack: WeightSource, index: int) -> np.ndarray:
+    """One matrix of a stack, which a mapping that loads when it is asked loads whole."""
+    return stack.array[index]
