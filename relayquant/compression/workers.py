@@ -7,7 +7,8 @@ from __future__ import annotations
 import concurrent.futures as futures
 import functools
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -53,6 +54,7 @@ class FitWorkers:
     workspace: Workspace
     # Workers keep what they loaded by its path, and may outlive many runs in one folder.
     numbers: Iterator[int] = field(default_factory=lambda: count(secrets.randbits(62)))
+    paths: MutableMapping[GroupProblem, Path] = field(default_factory=weakref.WeakKeyDictionary)
 
     def run(
         self, jobs: Iterable[tuple[FitJob, GroupProblem]]
@@ -62,20 +64,19 @@ class FitWorkers:
         Raises:
             WorkerError: a job failed too often, or the pool lost its workers, or they hang.
         """
-        paths: dict[int, Path] = {}
-        remote: list[RemoteJob] = []
-        try:
-            for job, problem in jobs:  # of one weight, which holds its problems
-                if id(problem) not in paths:
-                    path = paths[id(problem)] = self.workspace.arguments(next(self.numbers))
-                    write_problem(path, problem)
-                remote.append(RemoteJob(job, paths[id(problem)]))
-            done = deal_out(self.pool, remote, run_remotely, WORKER_TIMEOUT, FIT_WORDS)
-            for each, found in done:
-                yield each.job, found
-        finally:
-            for path in paths.values():
-                path.unlink(missing_ok=True)
+        remote = [RemoteJob(job, self.place(problem)) for job, problem in jobs]
+        for each, found in deal_out(self.pool, remote, run_remotely, WORKER_TIMEOUT, FIT_WORDS):
+            yield each.job, found
+
+    def place(self, problem: GroupProblem) -> Path:
+        """The file of a problem, which is there as long as the problem is: for all weights that
+        read one value.
+        """
+        if problem not in self.paths:
+            path = self.paths[problem] = self.workspace.arguments(next(self.numbers))
+            write_problem(path, problem)
+            weakref.finalize(problem, path.unlink, missing_ok=True)
+        return self.paths[problem]
 
 
 @dataclass(frozen=True, eq=False)

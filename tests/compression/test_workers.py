@@ -7,10 +7,12 @@ import multiprocessing
 import shutil
 import tempfile
 
+import numpy as np
 import pytest
 import tvm
 from test_compress_data import StopAfter, Stopped, compress_with_data, draw_texts
 from tiny_llama import make_llama
+from tvm import relax
 
 import relayquant as rq
 from relayquant.compression import workers
@@ -74,7 +76,7 @@ def test_executor__what_fails_is_given_out_again(llama, few_rows, is_kept, monke
     kept = {"checkpoint": tmp_path / "kept"} if is_kept else {}
     tvm.ir.assert_structural_equal(compress_with_data(llama, executor=executor, **kept), expected)
     assert executor.calls == (6 + 3 + 4 + 4 + 4) + 2  # five weights by 12 or 9 rows; two again
-    assert len(executor.files) == 5
+    assert len(executor.files) == 4  # two of the weights read one value
     assert not list(tmp_path.iterdir())
     with pytest.raises(
         rq.RelayQuantError,
@@ -82,6 +84,34 @@ def test_executor__what_fails_is_given_out_again(llama, few_rows, is_kept, monke
         r"worker failed with MemoryError: no more",
     ):
         compress_with_data(llama, executor=Inline(*range(2, 999)), **kept)
+
+
+def test_executor__weights_that_read_one_value_share_a_file(monkeypatch, tmp_path):
+    """Which is gone with the problem in it, before the next is written."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    builder, written, there = relax.BlockBuilder(), [], []
+    x = relax.Var("x", relax.TensorType([8, 32], "float32"))
+    with builder.function("main", [x]):
+        rng = np.random.default_rng(0)
+        weights = [rng.normal(size=(32, 32)).astype("float32") for _ in range(4)]
+        parts = [builder.emit(relax.op.matmul(x, relax.const(each))) for each in weights[:3]]
+        total = builder.emit(relax.op.add(builder.emit(relax.op.add(*parts[:2])), parts[2]))
+        builder.emit_func_output(builder.emit(relax.op.matmul(total, relax.const(weights[3]))))
+    data = [rng.normal(size=(8, 32)).astype("float32") for _ in range(4)]
+    write = workers.write_problem
+
+    def watch(path, problem):
+        there.append([each for each in written if each.exists()])
+        written.append(path)
+        write(path, problem)
+
+    monkeypatch.setattr(workers, "write_problem", watch)
+    executor = Inline()
+    rq.compress_weights(builder.finalize(), None, data, executor=executor)
+    assert executor.calls == 4
+    assert len(written) == 2
+    assert there == [[], []]
+    assert not list(tmp_path.iterdir())
 
 
 def test_executor__workers_that_hang(llama, monkeypatch):
