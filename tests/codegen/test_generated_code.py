@@ -213,6 +213,8 @@ FLOAT_ADDED = FloatEpilogue(bias=True, residual=True, low=0.0)
 FLOAT_LAYERS = {
     "1x1, added": FloatConv2d(1, 56, 56, 64, 256, (1, 1), epilogue=FLOAT_ADDED),
     "3x3": FloatConv2d(1, 14, 14, 256, 256, (3, 3), padding=SAME, epilogue=FLOAT_ADDED),
+    # Its rows meet in one set of the cache.
+    "3x3/2": FloatConv2d(1, 84, 84, 512, 512, (3, 3), (2, 2), SAME, epilogue=FLOAT_ADDED),
 }
 #: CPU -> bound of float products: two vectors of weights, and a word for each row of the tile.
 FLOAT_BOUNDS = {

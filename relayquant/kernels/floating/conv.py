@@ -101,7 +101,7 @@ def plan_conv2d(spec: FloatConv2d, isa: FloatIsa) -> tuple[FloatIsa, Panels]:
     """Vector width and panels of one group, which fix the packed form of the weights."""
     if spec.is_depthwise:
         narrow = isa.narrow(spec.out_channels)
-        return narrow, Panels(spec.out_channels, narrow.lanes, 1)
+        return narrow, Panels(spec.out_channels, narrow.lanes, 1, narrow.accumulators)
     if spec.is_pointwise:
         return plan_dense(spec.as_dense(), isa)
     pitch = spec.strides[1] * spec.in_channels
@@ -270,7 +270,7 @@ def emit_tiles(
     (oh, ow), (height, width), channels = spec.out_size, placement.image, spec.in_channels
     inner, lanes = spec.group_in, isa.lanes
     image_size = height * width * channels
-    rows, cols = choose_tile(spec, max(1, min(isa.accumulators // panels.blocks, 24)))
+    rows, cols = choose_tile(spec, panels.most_rows)
     n_rows, n_cols = -(-oh // rows), -(-ow // cols)
     vector_size = kh * kw * inner * lanes
     # Along a row of the filter the activations of all taps are contiguous.

@@ -149,7 +149,7 @@ def emit_gemm_loops(spec: FloatDense, panels: Panels, isa: FloatIsa, tile: GemmT
     if known is None:
         emit_symbolic_rows(spec, panels, isa, tile)
         return
-    height = choose_rows(known, panels.blocks, isa)
+    height = choose_rows(known, panels.most_rows)
     macs = max(known, FEWEST_ROWS) * panels.channels * inner
     parallel = macs >= PARALLEL_MACS
 
@@ -184,7 +184,7 @@ def emit_symbolic_rows(spec: FloatDense, panels: Panels, isa: FloatIsa, tile: Ge
 
     Whether threads share them is decided then, too, except where the least number suffices.
     """
-    heights = choose_heights(choose_rows(None, panels.blocks, isa))
+    heights = choose_heights(choose_rows(None, panels.most_rows))
 
     def all_tiles(threads: bool) -> None:
         def whole(_: int, rows: list[Expr], panel: Expr, _index: Expr) -> None:
@@ -323,7 +323,7 @@ def make_batch_matmul(
                 tile(batch, members, list(panels.tail))
 
         def static_rows(total: int, threads: bool) -> None:
-            height = choose_rows(total, panels.blocks, isa)
+            height = choose_rows(total, panels.most_rows)
             tiles = ceil_div(total, height)
             with (T.parallel if threads else T.serial)(count * tiles) as index:
                 batch, first = T.floordiv(index, tiles), T.floormod(index, tiles) * height
@@ -332,7 +332,7 @@ def make_batch_matmul(
                 all_panels(batch, [first + r for r in range(height)])
 
         def symbolic_rows(threads: bool) -> None:
-            heights = choose_heights(choose_rows(None, panels.blocks, isa))
+            heights = choose_heights(choose_rows(None, panels.most_rows))
             with (T.parallel if threads else T.serial)(count) as batch:
                 loop_over_rows(
                     rows, heights, 1, False, lambda _, members, _p, _i: all_panels(batch, members)

@@ -41,6 +41,9 @@ Buffer = Any
 RESIDENT_WEIGHTS = 1 << 20
 #: Bytes between addresses of one set of a first-level cache, in which 8 or 12 lines stay.
 SET_STRIDE = 1 << 12
+SET_LINES = 8
+#: Rows of a tile, where registers are enough for more.
+MOST_ROWS = 24
 FLOAT_BYTES = 4
 #: Vectors of a tile from which on a step has time to fetch a line of activations.
 LARGE_TILE = 24
@@ -130,12 +133,14 @@ class Panels:
     """Output channels cut into vectors, and vectors into panels of `blocks` that a tile holds.
 
     `full` panels are regular. The `tail` holds the vectors that are left, and the one that was
-    moved back to end at the last channel; its entries are first channels.
+    moved back to end at the last channel; its entries are first channels. A tile has at most
+    `most_rows` rows.
     """
 
     channels: int
     lanes: int
     blocks: int
+    most_rows: int
 
     @property
     def vectors(self) -> int:
@@ -166,25 +171,28 @@ def choose_panels(
 ) -> tuple[FloatIsa, Panels]:
     """Panel width for `rows` rows (None: many): two vectors, more where rows are few.
 
-    More too where the rows, which are `pitch` values apart, meet in one set of the first-level
-    cache: of the lines of 14 rows it drops each before it is used up, those of 7 stay.
+    More too, of not more than 7 rows, where the rows, which are `pitch` values apart, meet in one
+    set of the first-level cache: of the lines of 14 rows it drops each before it is used up, those
+    of 7 stay.
     """
     isa = isa.narrow(channels)
     vectors = -(-channels // isa.lanes)
+    most_rows = MOST_ROWS
     if rows is not None and rows < 6:
         blocks = min(vectors, max(1, min(8, isa.accumulators // rows)))
-    elif pitch * 4 % SET_STRIDE == 0 and vectors >= 4 and isa.accumulators >= 24:
-        blocks = 4
+    elif pitch * FLOAT_BYTES % SET_STRIDE == 0 and vectors >= 4 and isa.accumulators >= 24:
+        # 7 rows of 4 vectors, with those of weights and a word, are one more than 32 registers.
+        blocks, most_rows = (3 if isa.accumulators >= 28 else 4), SET_LINES - 1
     elif vectors % 2 and vectors % 3 == 0 and isa.accumulators >= 24:
         blocks = 3
     else:
         blocks = min(vectors, 2)
-    return isa, Panels(channels, isa.lanes, blocks)
+    most_rows = max(1, min(isa.accumulators // blocks, most_rows))
+    return isa, Panels(channels, isa.lanes, blocks, most_rows)
 
 
-def choose_rows(total: int | None, blocks: int, isa: FloatIsa) -> int:
-    """Rows of a tile: as many as fit in registers, fewer where that wastes less at the end."""
-    most = max(1, min(isa.accumulators // blocks, 24))
+def choose_rows(total: int | None, most: int) -> int:
+    """Rows of a tile: `most` of them, fewer where that wastes less at the end."""
     if total is None:
         return most
     if total <= most:
