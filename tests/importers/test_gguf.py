@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import tracemalloc
 from contextlib import suppress
 
 import numpy as np
@@ -70,6 +72,52 @@ def test_load__values_are_those_of_the_package(path, tensors):
         np.testing.assert_array_equal(found[name], want.astype("float32"))
 
 
+def test_load__a_tensor_is_read_when_it_is_asked_for(tmp_path):
+    """Neither the mapping nor a walk over it holds the values of the file."""
+    weight = draw_weight((256, 1024))
+    tensors = {f"w{i}": (KINDS.F32, weight + i) for i in range(16)}
+    path = write_file(tmp_path / "m.gguf", tensors)
+    tracemalloc.start()
+    try:
+        params = rq.load_gguf(path)
+        assert tracemalloc.get_traced_memory()[1] < weight.nbytes / 2
+        for i, name in enumerate(params):
+            np.testing.assert_array_equal(params[name][0], weight[0] + i)
+        assert tracemalloc.get_traced_memory()[1] < 4 * weight.nbytes
+    finally:
+        tracemalloc.stop()
+    assert len(params) == 16
+    assert "w3" in params
+    assert "w16" not in params
+    params["w3"][:] = 0  # the caller's own
+    np.testing.assert_array_equal(params["w3"], weight + 3)
+    assert "16 tensors" in repr(params)
+    np.testing.assert_array_equal(pickle.loads(pickle.dumps(params))["w5"], weight + 5)
+
+
+def test_load__of_a_file_that_changes_afterwards(tmp_path):
+    path = write_file(tmp_path / "m.gguf", {"w": (KINDS.F32, draw_weight((64, 64)))})
+    params = rq.load_gguf(path)
+    path.write_bytes(path.read_bytes()[:-5000])
+    with pytest.raises(ModelError, match=r"m\.gguf"):
+        params["w"]
+    path.unlink()
+    with pytest.raises(ModelError, match=r"m\.gguf"):
+        params["w"]
+
+
+def test_load__kinds_that_are_not_decoded_are_refused_at_once(tmp_path):
+    path = tmp_path / "m.gguf"
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_tensor("numbers", np.arange(8, dtype="int32"))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ModelError, match="kind I32, which the package gguf does not decode"):
+        rq.load_gguf(path)
+
+
 def test_compress__codes_of_q4_0_are_found_again(tmp_path):
     """Groups of 32 by a scale that makes the weight of the largest magnitude -8: the same grid."""
     from tvm import relax
@@ -103,7 +151,7 @@ def test_damaged__every_cut_and_many_changes_end_in_an_error_or_values(path, tmp
     for place in rng.integers(0, start + 200, 60):
         bad.write_bytes(raw[:place] + bytes([255]) * 4 + raw[place + 4 :])
         with suppress(ModelError):  # where it changed a number, there are values
-            assert rq.load_gguf(bad).keys()
+            assert dict(rq.load_gguf(bad))
 
 
 def test_load__refuses_what_is_too_large_missing_or_another_file(path, tmp_path):
