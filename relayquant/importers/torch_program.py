@@ -143,10 +143,13 @@ def convert_node(importer: Any, convert: Callable[..., Any], node: Any, *more: A
 
 
 def make_decompositions() -> Any:
-    """PyTorch's table of decompositions into core operators, with a plain form of attention.
+    """PyTorch's table of decompositions into core operators, with forms of its own for
 
-    Its own form of a scaled_dot_product_attention looks for rows of the scores that are masked as a
-    whole, which needs a mask to happen. Without one it is softmax(q @ k^T * scale) @ v.
+    - attention without a mask, or causal: softmax(q @ k^T * scale) @ v. PyTorch's form looks for
+      rows of the scores that are masked as a whole, of which there are none.
+    - views: what comes of decompositions lies in memory in another order than what the program was
+      exported with (attention of a batch does), and is no longer a view of it. Here order is
+      nothing that a value has.
     """
     import torch  # pyright: ignore[reportMissingImports]
 
@@ -154,17 +157,29 @@ def make_decompositions() -> Any:
     attention = torch.ops.aten.scaled_dot_product_attention.default
     general = table[attention]
 
-    def decompose(query: Any, key: Any, value: Any, mask: Any = None, *args: Any, **kwargs: Any):
-        dropout, causal = (*args, 0.0, False)[:2]
+    def attend(query: Any, key: Any, value: Any, mask: Any = None, *args: Any, **kwargs: Any):
+        dropout, causal = (*args, *(0.0, False)[len(args) :])
         dropout, causal = kwargs.get("dropout_p", dropout), kwargs.get("is_causal", causal)
-        if mask is not None or dropout or causal or kwargs.get("enable_gqa"):
+        if mask is not None or dropout:
             return general(query, key, value, mask, *args, **kwargs)
         scale = kwargs.get("scale")
         scale = query.shape[-1] ** -0.5 if scale is None else scale
+        if kwargs.get("enable_gqa"):
+            readers = query.shape[-3] // key.shape[-3]
+            key, value = (each.repeat_interleave(readers, -3) for each in (key, value))
         scores = torch.matmul(query, key.transpose(-2, -1)) * scale
+        if causal:
+            seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+            scores = scores.masked_fill(~seen, -torch.inf)
         return torch.matmul(torch.softmax(scores, -1), value)
 
-    table[attention] = decompose
+    def view(data: Any, size: Any):
+        if data.is_contiguous():
+            return NotImplemented  # as it is
+        return data.clone(memory_format=torch.contiguous_format).view(size)
+
+    table[attention] = attend
+    table[torch.ops.aten.view.default] = view
     return table
 
 

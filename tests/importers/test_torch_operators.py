@@ -227,3 +227,76 @@ def test_result__that_is_none_is_left_out():
     mod, _ = rq.import_torch(torch.export.export(module, (x,)))
     (got,) = rq.reference.run(mod, [x.numpy()])
     np.testing.assert_allclose(got, module(x)[0].detach().numpy(), rtol=1e-4, atol=1e-5)
+
+
+def attend(**settings):
+    return lambda *parts: functional.scaled_dot_product_attention(*parts, **settings)
+
+
+def then_view(function):
+    """Heads side by side, seen as rows: a view of what PyTorch computes, as GPT-2 has it."""
+
+    def compute(*parts):
+        y = function(*parts).transpose(1, 2).reshape(2, 7, 4 * 6)
+        return y.view(-1, 4 * 6) + 1
+
+    return compute
+
+
+ATTENTION = {
+    "plain": (attend(), (4, 4), None),
+    "scale": (attend(scale=0.3), (4, 4), None),
+    "causal": (attend(is_causal=True), (4, 4), None),
+    "causal in order": (lambda *qkv: attend()(*qkv, None, 0.0, True), (4, 4), None),
+    "few heads": (attend(enable_gqa=True), (4, 2), None),
+    "causal, few heads": (attend(is_causal=True, enable_gqa=True), (4, 2), None),
+    "mask": (attend(), (4, 4), "bool"),
+    "sum mask": (attend(), (4, 4), "float"),
+    "mask, few heads": (attend(enable_gqa=True), (4, 2), "bool"),
+    "view": (then_view(attend()), (4, 4), None),
+    "view of causal": (then_view(attend(is_causal=True)), (4, 4), None),
+    "view of mask": (then_view(attend()), (4, 4), "bool"),
+}
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention__computes_what_torch_computes(name):
+    """Of a batch; with more keys than queries, and fewer; a row that is masked as a whole is 0."""
+    function, (heads, key_heads), mask = ATTENTION[name]
+    torch.manual_seed(0)
+    for keys in (9, 5):
+        parts = [torch.randn(2, heads, 7, 8)]
+        parts += [torch.randn(2, key_heads, keys, width) for width in (8, 6)]
+        if mask == "bool":
+            parts.append((torch.rand(7, keys) > 0.4) & (torch.arange(7) != 3)[:, None])
+        elif mask == "float":
+            parts.append(torch.randn(2, 1, 7, keys))
+        assert_program_equals(function, parts)
+
+
+def assert_program_equals(function, parts):
+    class Module(torch.nn.Module):
+        def forward(self, *parts):
+            return function(*parts)
+
+    module = Module()
+    mod, _ = rq.import_torch(torch.export.export(module, tuple(parts)))
+    (got,) = rq.reference.run(mod, [part.numpy() for part in parts])
+    np.testing.assert_allclose(got, module(*parts).numpy(), rtol=1e-5, atol=1e-5)
+
+
+def test_attention__of_a_length_that_is_known_at_run_time():
+    class Module(torch.nn.Module):
+        def forward(self, q):
+            y = functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+            return y.transpose(1, 2).reshape(q.shape[0], q.shape[2], 32).view(-1, 32) + 1
+
+    length = torch.export.Dim("length", min=2, max=64)
+    program = torch.export.export(
+        Module(), (torch.zeros(2, 4, 12, 8),), dynamic_shapes=({2: length},)
+    )
+    mod, _ = rq.import_torch(program)
+    q = torch.from_numpy(np.random.default_rng(0).normal(size=(2, 4, 7, 8)).astype("float32"))
+    machine = relax.VirtualMachine(rq.compile(mod), tvm.cpu())
+    got = machine["main"](tvm.runtime.tensor(q.numpy())).numpy()
+    np.testing.assert_allclose(got, Module()(q).numpy(), rtol=1e-5, atol=1e-5)
