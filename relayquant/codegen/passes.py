@@ -12,6 +12,7 @@ from relayquant.codegen.floating import lower_float
 from relayquant.codegen.grouped import lower_grouped
 from relayquant.codegen.integer import has_integer_main, lower_integer
 from relayquant.codegen.layout import convert_layout
+from relayquant.codegen.legalization import LEGALIZATIONS
 from relayquant.codegen.row_norms import lower_row_norms
 from relayquant.codegen.run_time_sizes import KEEP_SIZED_CALLS
 from relayquant.codegen.schedule.extremes import create_extremes_pass
@@ -38,7 +39,7 @@ def make_pipeline(target: Target, choose_tile: ChooseTile = keep_estimate) -> tv
                     # sort, topk and cumulative sums, which have no legalization of their own
                     relax.backend.DispatchSortScan(),
                     relax.backend.DispatchSampling(),
-                    relax.transform.LegalizeOps(),
+                    relax.transform.LegalizeOps(LEGALIZATIONS),
                     relax.transform.AnnotateTIROpPattern(),
                     KEEP_SIZED_CALLS,
                     relax.transform.FuseOps(),

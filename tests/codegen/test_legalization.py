@@ -1,0 +1,55 @@
+"""Loop nests of our own: what they compute, and what is in them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tvm
+from tvm import relax
+
+import relayquant as rq
+from relayquant.codegen.legalization import LEGALIZATIONS
+
+
+def make_power(exponent, shape=(3, 40), dtype="float32"):
+    x, builder = relax.Var("x", relax.TensorType(shape, dtype)), relax.BlockBuilder()
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            y = builder.emit(relax.op.power(x, relax.const(exponent, dtype)))
+            result = builder.emit_output(relax.op.add(y, x))
+        builder.emit_func_output(result)
+    return builder.finalize()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("ndim", [0, 2, 3])
+@pytest.mark.parametrize("exponent", [-1, 0, 0.5, 1, 2, 3, 4, 5, 2.5])
+def test_power__by_a_number_is_that_of_numpy(exponent, ndim, dtype):
+    """Of numbers of any rank, also one that adds axes; of negative ones, infinity and NaN."""
+    rng = np.random.default_rng(0)
+    data = rng.normal(0, 3, (3, 40)).astype(dtype)
+    data[0, :4] = np.inf, np.nan, 0, -np.inf
+    number = np.full((1,) * ndim, exponent, dtype)
+    machine = relax.VirtualMachine(rq.compile(make_power(number, dtype=dtype)), tvm.cpu())
+    found = machine["main"](tvm.runtime.tensor(data)).numpy()
+    with np.errstate(all="ignore"):
+        np.testing.assert_allclose(found, data**number + data, rtol=1e-5, atol=1e-5)
+
+
+def test_power__by_an_array():
+    exponent = np.array([2, 3, 0.5, -1] * 10, "float32")
+    data = np.random.default_rng(0).uniform(0.5, 2, (3, 40)).astype("float32")
+    machine = relax.VirtualMachine(rq.compile(make_power(exponent)), tvm.cpu())
+    found = machine["main"](tvm.runtime.tensor(data)).numpy()
+    np.testing.assert_allclose(found, data**exponent + data, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("exponent", "calls"), [(2, 0), (3, 0), (4, 0), (2.5, 1)])
+@pytest.mark.parametrize("ndim", [0, 1])
+def test_power__small_ones_are_products(exponent, calls, ndim, capfd):
+    """Nothing calls the C library for each element, and TVM warns of nothing."""
+    mod = make_power(np.full((1,) * ndim, exponent, "float32"))
+    lowered = relax.transform.LegalizeOps(LEGALIZATIONS)(mod)
+    text = tvm.compile(lowered, tvm.target.Target("llvm")).mod.imports[0].inspect_source()
+    assert ("powf" in text or "llvm.pow" in text) == bool(calls)
+    assert "Warning" not in capfd.readouterr().err
