@@ -554,7 +554,9 @@ def test_repetitions__are_recorded_as_if_each_were_the_first(monkeypatch):
         got, prepared = record(model, inputs)
         assert any(known.repeated for known in prepared._known.values())
         with monkeypatch.context() as patch:
-            patch.setattr(KnownOperator, "of", lambda name, step: KnownOperator(step, None, None))
+            patch.setattr(
+                KnownOperator, "of", lambda name, step, _: KnownOperator(step, None, None)
+            )
             expected, slow = record(twin, inputs)
 
         def name_constants(rows, prepared):
@@ -570,6 +572,96 @@ def test_repetitions__are_recorded_as_if_each_were_the_first(monkeypatch):
                 rq.torch.convert(prepared).modules, rq.torch.convert(slow).modules, strict=True
             ):
                 tvm.ir.assert_structural_equal(fast, each)
+
+
+def test_call_site__builtins_are_the_same_when_code_is_warm():
+    """Python calls them another way once the code has run some times."""
+
+    def run(x):
+        y = abs(LAYER(x))
+        rows = list(map(LAYER, y))
+        return torch.stack(rows) if y.sum() < 1e6 else round(y)
+
+    prepared = rq.torch.prepare(run, (UP,), effort="fast")
+    prepared(DOWN)
+    first = len(prepared.sites)
+    converted = rq.torch.convert(prepared)
+    for i in range(40):
+        with torch.no_grad():
+            assert sqnr([run(UP)], [converted(UP)]) > 20, i
+    prepared(UP)
+    assert len(prepared.sites) == first
+
+
+def test_aliases__without_a_view_follow_what_is_written():
+    def detach(x):
+        y = LAYER(x) if x.sum() < 1e6 else x
+        z = y.detach()
+        y += 1
+        return LAYER(z), z
+
+    def detach_twice(x):
+        y = LAYER(x) if x.sum() < 1e6 else x
+        z = y.detach().detach()
+        z.mul_(3)
+        return LAYER(y), y
+
+    def share(x):
+        y = LAYER(x) if x.sum() < 1e6 else x
+        z = torch.zeros_like(y)
+        z.data = y.data
+        y += 1
+        return LAYER(z), z
+
+    def split(x):
+        y = LAYER(x) if x.sum() < 1e6 else x
+        first, _ = y.chunk(2, 1)
+        first.mul_(3)
+        return LAYER(y), y
+
+    for run in (detach, detach_twice, share, split):
+        converted = rq.torch.convert(calibrate(run, [UP, DOWN, 2 * UP]))
+        for x in (UP, DOWN):
+            with torch.no_grad():
+                want, got = run(x), converted(x)
+            assert sqnr(want, got) > 20, run.__name__
+
+
+def test_autocast__stays_in_pytorch_and_says_so():
+    def run(x):
+        y = LAYER(x) if x.sum() < 1e6 else x
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            z = LAYER(y)
+        return LAYER(z.float()), z
+
+    prepared = calibrate(run, [UP, DOWN])
+    tape = prepared._tapes[0]
+    (value,) = next(step for step in tape.steps if step.is_drawn).results
+    assert prepared._file.read(tape.stored[value]).dtype is torch.bfloat16, "what really came"
+    converted = rq.torch.convert(prepared)
+    with torch.no_grad():
+        want, got = run(UP), converted(UP)
+    assert [t.dtype for t in got] == [t.dtype for t in want] == [torch.float32, torch.bfloat16]
+    assert sqnr(want, got) > 20
+    (row,) = [row for row in converted.ledger.rows if "autocast" in row.reason]
+    assert row.op == "linear"
+
+
+def test_script_module__runs_as_it_is():
+    script = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
+
+    class Holding(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.script, self.linear = script, nn.Linear(8, 8)
+
+        def forward(self, x):
+            x = self.script(self.linear(x))
+            return self.linear(x) if x.sum() < 1e6 else x
+
+    model = seed(Holding)
+    converted = rq.torch.convert(calibrate(model, [UP, DOWN]))
+    assert sqnr(run_float(model, [UP]), [converted(UP)]) > 20
 
 
 def test_writes__converted_model_follows():

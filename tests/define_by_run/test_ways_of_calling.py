@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import pytest
@@ -25,7 +26,14 @@ class Pair(NamedTuple):
     second: torch.Tensor
 
 
+@dataclass
+class Answer:
+    first: torch.Tensor
+    rest: dict
+
+
 FORMS = {
+    "dataclass": lambda r, h: Answer(r, {"h": h}),
     "tensor": lambda r, h: r,
     "tuple": lambda r, h: (r, h),
     "list": lambda r, h: [r, h],
@@ -127,7 +135,9 @@ def test_call__returns_what_the_model_returns(models, form):
     finally:
         model.form = "tensor"
     assert type(got) is type(want)
-    rows = [list(v.values()) if form == "dict" else list(v) for v in (got, want)]
+    if form == "dataclass":
+        got, want = ({"r": v.first, **v.rest} for v in (got, want))
+    rows = [list(v.values()) if isinstance(v, dict) else list(v) for v in (got, want)]
     if form == "tensor":
         rows = [[got], [want]]
     for mine, theirs in zip(*rows, strict=True):

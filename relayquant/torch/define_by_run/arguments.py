@@ -64,6 +64,7 @@ class FlatArguments:
         #: are compared at once
         self._types: tuple[type, ...] | None = None
         others = (*self._plain, *kwargs.values())
+        self._is_bare = not others
         #: whether a look at types and values is enough: 0.0 equals -0.0
         self._is_simple = Slot not in map(type, kwargs.values()) and not any(
             type(each) is float and not each for each in others
@@ -84,6 +85,8 @@ class FlatArguments:
         """
         types = tuple(map(type, (*args, *kwargs.values()) if kwargs else args))
         if types == self._types:
+            if self._is_bare:
+                return args
             is_same = self._take_plain(args) == self._plain and kwargs == self._kwargs
             return self._take_tensors(args) if is_same else None
         if len(args) != len(self._args) or len(kwargs) != len(self._kwargs):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dis
 import enum
 import inspect
+import itertools
 import os
 from collections.abc import Callable, Mapping
 from types import CodeType, FrameType
@@ -89,6 +91,8 @@ class SiteTable:
         self._kinds = {id(root): CodeKind.ROOT, id(CALL_MODULE): CodeKind.MODULE}
         self._kinds.update((id(code), CodeKind.TRANSPARENT) for code in _TRANSPARENT)
         self._codes: list[CodeType] = [root]
+        #: places that are the same as another
+        self._folded: dict[tuple[int, int], tuple[int, int]] = {}
         self._root = root
 
     def find_key(self, frame: FrameType | None, operator: str) -> SiteKey:
@@ -98,7 +102,7 @@ class SiteTable:
         time each: a function that calls itself has the same operators at any depth. Those outside
         of the innermost module stand apart.
         """
-        kinds = self._kinds
+        kinds, folded = self._kinds, self._folded
         places: list[tuple[int, int]] = []
         is_inside = False
         while frame is not None:
@@ -107,7 +111,8 @@ class SiteTable:
             kind = kinds.get(number) or self.add_code(code)
             if kind is _USER or kind is _LIBRARY:
                 is_inside = is_inside or kind is _USER
-                places.append((number, frame.f_lasti))
+                place = number, frame.f_lasti
+                places.append(folded.get(place, place))
             elif kind is _MODULE:
                 outer = () if is_inside else self.find_outer(frame.f_back)
                 return id(find_called(frame)), operator, join_places(places), outer
@@ -120,7 +125,7 @@ class SiteTable:
         """The places between the call of a module, whose innermost frame is given, and the
         `forward` of the user's module around it.
         """
-        kinds = self._kinds
+        kinds, folded = self._kinds, self._folded
         places: list[tuple[int, int]] = []
         is_inside = False
         while frame is not None:
@@ -129,7 +134,8 @@ class SiteTable:
             kind = kinds.get(number) or self.add_code(code)
             if kind is _USER or kind is _LIBRARY:
                 is_inside = is_inside or kind is _USER
-                places.append((number, frame.f_lasti))
+                place = number, frame.f_lasti
+                places.append(folded.get(place, place))
             elif kind is _ROOT or (kind is _MODULE and is_inside):
                 break
             frame = frame.f_back
@@ -139,6 +145,7 @@ class SiteTable:
         """What a code is that was not met before."""
         kind = _LIBRARY if code.co_filename.startswith(_LIBRARIES) else _USER
         self._codes.append(code)
+        self._folded.update(fold_places(code))
         self._kinds[id(code)] = kind
         return kind
 
@@ -163,6 +170,22 @@ class SiteTable:
         code = first.f_code
         name = getattr(code, "co_qualname", code.co_name)  # Python 3.11 has the longer one
         return CallSite(path, key[1], os.path.basename(code.co_filename), first.f_lineno, name)
+
+
+def fold_places(code: CodeType) -> dict[tuple[int, int], tuple[int, int]]:
+    """Of Python 3.11, where a call is two instructions: the place of the first -> of the second.
+    Builtins (`abs(x)`, `list(map(layer, x))`) are called by the second as long as the code is new,
+    by the first once it has run some times.
+    """
+    first, call = dis.opmap.get("PRECALL"), dis.opmap.get("CALL")
+    found: dict[tuple[int, int], tuple[int, int]] = {}
+    if first is None:
+        return found
+    calls = [at for at in range(0, len(code.co_code), 2) if code.co_code[at] in (first, call)]
+    for at, following in itertools.pairwise(calls):
+        if code.co_code[at] == first:
+            found[id(code), at] = id(code), following
+    return found
 
 
 def find_called(frame: FrameType) -> Any:

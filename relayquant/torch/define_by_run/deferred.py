@@ -5,6 +5,7 @@ They are made often: those that nobody holds any more serve again.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import weakref
 from collections import defaultdict
@@ -12,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch  # pyright: ignore[reportMissingImports]
+from torch.utils import _pytree as pytree  # pyright: ignore[reportMissingImports]
 
 from relayquant.qtypes import QParams
 from relayquant.torch.define_by_run.functions import is_metadata, name_function
@@ -47,7 +49,8 @@ class DeferredTensor(torch.Tensor):
         shape: Sequence[int], dtype: Any, passing: Computation | None, number: int
     ) -> DeferredTensor:
         """A value that is not computed yet."""
-        value = torch.Tensor._make_wrapper_subclass(DeferredTensor, shape, dtype=dtype)
+        with torch._C.DisableTorchFunction():
+            value = torch.Tensor._make_wrapper_subclass(DeferredTensor, shape, dtype=dtype)
         value.form = tuple(shape), dtype
         value.begin(passing, number)
         return value
@@ -91,6 +94,22 @@ def take_real(value: Any) -> Any:
     if kind is slice:
         return slice(*map(take_real, (value.start, value.stop, value.step)))
     return value
+
+
+def compute_result(result: Any) -> Any:
+    """What a model returns, with float tensors in place of deferred ones; data classes are filled
+    with them in place.
+    """
+
+    def take_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, DeferredTensor):
+            return compute(leaf)
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            for name, value in list(vars(leaf).items()) if hasattr(leaf, "__dict__") else ():
+                object.__setattr__(leaf, name, compute_result(value))
+        return leaf
+
+    return pytree.tree_map(take_leaf, result)
 
 
 def compute(value: DeferredTensor) -> torch.Tensor:

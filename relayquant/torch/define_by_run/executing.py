@@ -21,18 +21,20 @@ from typing import Any
 
 import torch  # pyright: ignore[reportMissingImports]
 import tvm
+import tvm_ffi
 from torch.overrides import TorchFunctionMode  # pyright: ignore[reportMissingImports]
 from torch.utils import _pytree as pytree  # pyright: ignore[reportMissingImports]
 from tvm import relax
 
 from relayquant.errors import ModelError, warn_user
 from relayquant.qtypes import INTEGER_LIMITS, QParams
-from relayquant.runtime import ALIGNMENT, check_threads, flatten_result, stop_spinning
+from relayquant.runtime import ALIGNMENT, check_threads, stop_spinning
 from relayquant.torch.define_by_run.arguments import (
     SINGLE,
     FlatArguments,
     ResultForm,
     is_equal,
+    read_result,
     split_arguments,
 )
 from relayquant.torch.define_by_run.blocks import Form, Input, Inside, Source
@@ -59,16 +61,38 @@ class CompiledModule:
     def call(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The outputs for these inputs."""
         check_threads()
-        tensors = [tvm.runtime.from_dlpack(align(tensor)) for tensor in inputs]
+        tensors = list(map(align, inputs))
         with self._calling:
             result = self._main(*tensors)
             if self._count is None:  # taking results apart by number is the fastest way
-                is_row = not isinstance(result, tvm.runtime.Tensor)
-                is_flat = is_row and all(isinstance(part, tvm.runtime.Tensor) for part in result)
+                is_row = isinstance(result, tvm_ffi.Array)
+                is_flat = is_row and all(isinstance(part, _TENSORS) for part in result)
                 self._count = len(result) if is_flat else 0
             count = self._count
-            results = [result[i] for i in range(count)] if count else flatten_result(result)
-        return [torch._C._from_dlpack(result.__dlpack__()) for result in results]
+            if count:
+                results = [_take_part(result, i) for i in range(count)]
+            else:
+                results = flatten_parts(result)
+        return list(map(import_tensor, results))
+
+
+#: (row of results, number) -> that one; without the look at the number that indexing takes
+_take_part = tvm_ffi.get_global_func("ffi.ArrayGetItem")
+_TENSORS = (torch.Tensor, tvm.runtime.Tensor)
+
+
+def flatten_parts(result: Any) -> list[Any]:
+    """The tensors of a result: one, or rows of them at any depth."""
+    if isinstance(result, tvm_ffi.Array):
+        return [tensor for part in result for tensor in flatten_parts(part)]
+    return [result]
+
+
+def import_tensor(tensor: Any) -> torch.Tensor:
+    """A result as a tensor of PyTorch: where inputs are, TVM gives such by itself."""
+    if isinstance(tensor, torch.Tensor):
+        return tensor
+    return torch._C._from_dlpack(tensor.__dlpack__())
 
 
 class RunPlayer:
@@ -80,6 +104,8 @@ class RunPlayer:
         self.module = CompiledModule(run.executable)
         self._forms: dict[tuple[int, Any], list[tuple[tuple[int, ...], Any]]] = {}
         self.is_fixed = all(None not in form.shape for form in self.block.forms)
+        #: whether all that the module gives is float
+        self.is_float = not any(run.outputs)
         self.fixed_forms = [(form.shape, form.dtype) for form in self.block.forms]
         self.places: tuple[Place, ...] = ()  # of its operators
         #: number of the last operator's result, where it is one float tensor of the module
@@ -214,13 +240,22 @@ class RunPass:
         gives in float, by number.
         """
         self.code.passing = None
-        run = self.player.run
+        player = self.player
+        run, numbers = player.run, player.block.outputs
         with torch._C.DisableTorchFunction():
-            inputs = [*map(take_grid, self.inputs, run.inputs)]
-            outputs = self.player.module.call(inputs)
-        numbers = self.player.block.outputs
+            outputs = player.module.call(list(map(take_grid, self.inputs, run.inputs)))
+        if player.is_float:
+            floats = dict(zip(numbers, outputs, strict=True))
+            for number, result in floats.items():
+                value = self.values[number]
+                if value is not None:
+                    value.floats = result
+                    if not self.code.defers:
+                        value.passing = None  # what the run was given, and was before, may go
+            self.values = []
+            return floats
         integers = dict(zip(run.exact, outputs[len(numbers) :], strict=True))
-        floats: dict[int, torch.Tensor] = {}
+        floats = {}
         for k, (number, qparams) in enumerate(zip(numbers, run.outputs, strict=True)):
             value = self.values[number]
             if qparams is None or k in integers:
@@ -232,7 +267,7 @@ class RunPass:
             if qparams is not None:
                 value.integers = integers.get(k, outputs[k]), qparams
             if not self.code.defers:
-                value.passing = None  # what the run was given, and what was before, may go
+                value.passing = None
         self.values = []
         return floats
 
@@ -257,7 +292,8 @@ def is_form(tensor: torch.Tensor, form: Form) -> bool:
     if type(tensor) is DeferredTensor:
         shape, dtype = tensor.form
     else:
-        shape, dtype = tensor.shape, tensor.dtype
+        with torch._C.DisableTorchFunction():  # a look at a shape is no operator
+            shape, dtype = tensor.shape, tensor.dtype
     if dtype != form.dtype or len(shape) != len(form.shape):
         return False
     if shape == form.shape:
@@ -382,10 +418,12 @@ class RunningCode(TorchFunctionMode):
                 compute(tensors[0])
                 tensors[0].integers = None
         result = func(*take_real(args), **take_real(kwargs))
-        if isinstance(result, torch.Tensor) and is_view(result):
-            for tensor in tensors:  # what is written through a view does not come to the integers
-                if isinstance(tensor, DeferredTensor):
-                    tensor.integers = None
+        crossing = [t for t in tensors if isinstance(t, DeferredTensor) and t.integers is not None]
+        _, results = (read_result(result) if crossing else None) or (None, [])
+        for tensor in crossing:
+            place = compute(tensor).data_ptr()
+            if any(is_view(each) or each.data_ptr() == place for each in results):
+                tensor.integers = None  # what is written through a view would not come to them
         return result
 
     def leave_run(self) -> None:

@@ -92,6 +92,8 @@ def has_own_forward(module: torch.nn.Module) -> bool:
     """Whether a module runs code of PyTorch's alone: a class of `torch.nn`, nothing replaced, no
     modules within.
     """
+    if isinstance(module, torch.jit.ScriptModule):
+        return False
     forward = type(module).forward
     names = type(module).__module__, getattr(forward, "__module__", "")
     is_torch = all(name.startswith("torch.nn.modules.") for name in names)

@@ -137,6 +137,12 @@ class FunctionNames(dict[Any, tuple[str, bool]]):
         return found
 
 
+def replaces_memory(function: Callable[..., Any], name: str) -> bool:
+    """Whether it gives its first tensor other memory, which is not counted as a write."""
+    is_property = name == "__set__" and getattr(function.__self__, "__name__", "") == "data"
+    return is_property or name == "set_"
+
+
 def find_pure(
     function: Callable[..., Any], name: str, kwargs: dict[str, Any]
 ) -> tuple[Callable[..., Any], dict[str, Any]] | None:

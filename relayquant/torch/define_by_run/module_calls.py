@@ -10,7 +10,6 @@ A module of the user's own may do anything, and always runs.
 
 from __future__ import annotations
 
-import operator
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +32,8 @@ from relayquant.torch.define_by_run.forwards import has_own_forward
 
 #: (id of a module, places around its call)
 CallKey = tuple[int, tuple[tuple[int, int], ...]]
+#: attributes of every module, for its hooks and its state dict, that are read before `forward`
+_HOOKS = frozenset(torch.nn.Module().__dict__) - {"training", "_parameters", "_buffers", "_modules"}
 #: Calls that are looked at before a place is given up.
 ATTEMPTS = 3
 
@@ -57,8 +58,10 @@ class Connection:
         sources: What each tensor among the arguments is.
         form: What it returns, and the numbers of these values.
         results: Those numbers.
-        state: Attributes of the module, none of which may have changed.
-        tensors: Its parameters and buffers; likewise.
+        size: How many attributes the module has.
+        names: Those that its `forward` may read.
+        state, parameters, buffers: ids of these, of its parameters and of its buffers.
+        held: All of these, so that nothing else has their ids.
     """
 
     template: Any
@@ -66,8 +69,12 @@ class Connection:
     sources: tuple[Source, ...]
     form: ResultForm
     results: tuple[int, ...]
-    state: tuple[Any, ...]
-    tensors: tuple[Any, ...]
+    size: int
+    names: tuple[str, ...]
+    state: tuple[int, ...]
+    parameters: tuple[int, ...]
+    buffers: tuple[int, ...]
+    held: tuple[Any, ...]
 
     def match(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any] | None:
         """The tensors of a call that has these arguments; None for another one."""
@@ -103,11 +110,10 @@ class KnownCall:
         tensors = known.match(args, kwargs)
         if tensors is None or not is_unchanged(span.module, known):
             return None
-        with torch._C.DisableTorchFunction():  # a look at a shape is no operator
-            if not all(map(passing.take_source, tensors, known.sources)):
-                return None
-            caller.passing = passing
-            return passing.pass_over(span.end, known.results, known.form)
+        if not all(map(passing.take_source, tensors, known.sources)):
+            return None
+        caller.passing = passing
+        return passing.pass_over(span.end, known.results, known.form)
 
     def begin(
         self, caller: RunningCode, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -154,14 +160,23 @@ class KnownCall:
         is_own = all(getattr(value, "passing", None) is passing for value in read[1])
         if not is_own or not inside.issuperset(results):
             return
+        state = span.module.__dict__
+        names = tuple(name for name in state if name not in _HOOKS)
+        values = tuple(map(state.get, names))
+        parameters = tuple(span.module._parameters.values())
+        buffers = tuple(span.module._buffers.values())
         self.connection = Connection(
             template,
             FlatArguments.of(template),
             tuple(source for source in found if source is not None),
             read[0],
             results,
-            tuple(span.module.__dict__.values()),
-            tuple(list_tensors(span.module)),
+            len(state),
+            names,
+            tuple(map(id, values)),
+            tuple(map(id, parameters)),
+            tuple(map(id, buffers)),
+            (values, parameters, buffers),
         )
 
 
@@ -177,18 +192,14 @@ def find_source(tensor: torch.Tensor, passing: RunPass, sources: Iterable[Source
     return None
 
 
-def list_tensors(module: torch.nn.Module) -> Iterable[Any]:
-    """Parameters and buffers."""
-    return (*module._parameters.values(), *module._buffers.values())
-
-
 def is_unchanged(module: torch.nn.Module, known: Connection) -> bool:
     """Whether a module has the attributes, parameters and buffers that it had."""
-    state, tensors = module.__dict__, list_tensors(module)
+    state = module.__dict__
     return (
-        len(state) == len(known.state)
-        and all(map(operator.is_, state.values(), known.state))
-        and all(map(operator.is_, tensors, known.tensors))
+        len(state) == known.size
+        and tuple(map(id, map(state.get, known.names))) == known.state
+        and tuple(map(id, module._parameters.values())) == known.parameters
+        and tuple(map(id, module._buffers.values())) == known.buffers
     )
 
 

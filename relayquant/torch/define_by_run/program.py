@@ -25,7 +25,7 @@ from relayquant.torch.define_by_run.arguments import (
     split_arguments,
 )
 from relayquant.torch.define_by_run.call_sites import CallSite, SiteKey, SiteTable, join_modules
-from relayquant.torch.define_by_run.deferred import DeferredTensor, ValuePool, compute
+from relayquant.torch.define_by_run.deferred import ValuePool, compute_result
 from relayquant.torch.define_by_run.entry import Unseen
 from relayquant.torch.define_by_run.executing import (
     CompiledModule,
@@ -315,7 +315,7 @@ class QuantizedProgram(Uncopied):
             result = run_model(self.model, code, args, kwargs)
         if code.passing is not None:
             code.passing.compute_in_float()
-        return pytree.tree_map_only(DeferredTensor, compute, result)
+        return compute_result(result)
 
     def _find_pool(self) -> ValuePool:
         """The values of this thread."""

@@ -42,6 +42,7 @@ from relayquant.torch.define_by_run.functions import (
     PartFunction,
     find_pure,
     may_write,
+    replaces_memory,
 )
 
 
@@ -181,10 +182,10 @@ class KnownOperator:
     flat: FlatArguments
 
     @staticmethod
-    def of(name: str, step: TapeStep) -> KnownOperator:
-        """That of the function with this name."""
+    def of(name: str, step: TapeStep, is_alias: bool) -> KnownOperator:
+        """That of the function with this name; `is_alias`: it shows the memory of a tensor."""
         call = step.call
-        is_own = step.is_drawn or step.writes or may_write(name, call.arguments[1])
+        is_own = is_alias or step.is_drawn or step.writes or may_write(name, call.arguments[1])
         is_alike = not is_own and step.form in (None, SINGLE)
         flat = FlatArguments.of(call.arguments) if is_alike else None
         return KnownOperator(step, flat and call.function, flat or FlatArguments((), {}))
@@ -314,6 +315,8 @@ class RecordedCall(TorchFunctionMode):
         self._values: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         #: id of a tensor -> (the tensor, which may be gone, operators that have made views of it)
         self._views: dict[int, tuple[weakref.ref[torch.Tensor], set[CallSite]]] = {}
+        #: operators that have returned such a tensor without making a view
+        self._aliasing: set[CallSite] = set()
         self._forms: dict[tuple[torch.Size, torch.dtype], ValueForm] = {}
         #: id of a tensor that the call was given or has made without another -> the tensor
         self._own = {id(tensor): weakref.ref(tensor) for tensor in arguments}
@@ -330,7 +333,7 @@ class RecordedCall(TorchFunctionMode):
         frame = sys._getframe(1)
         key = self.sites.find_key(frame, name)
         known = self._known.get(key)
-        if known is not None and known.repeated is func:
+        if known is not None and known.repeated is func and not torch.is_autocast_enabled("cpu"):
             same = known.flat.match(args, kwargs)
             if same:
                 return self.repeat(known.step, name, args, kwargs, same)
@@ -354,7 +357,7 @@ class RecordedCall(TorchFunctionMode):
         if known is not None and has_equal_call(known.step, step):
             step = replace(step, call=known.step.call, pure=known.step.pure)
         else:
-            self._known[key] = KnownOperator.of(name, step)
+            self._known[key] = KnownOperator.of(name, step, site in self._aliasing)
         self.tape.append(step)
         return result
 
@@ -406,20 +409,29 @@ class RecordedCall(TorchFunctionMode):
         func, (template, kwargs) = call.function, call.arguments
         after = read_versions(tensors)
         written = [i for i, version in enumerate(versions) if after[i] != version]
+        if replaces_memory(func, name):
+            written = [0]
         read = read_result(result)
         is_part = isinstance(func, PartFunction)  # it is called once, and what it gives is stored
         is_drawn = is_part or name in RANDOM
         is_drawn |= name in DROPOUT and bool(kwargs.get("training", True))
+        is_cast = torch.is_autocast_enabled("cpu")  # what it gives depends on where it is called
+        is_drawn |= is_cast
         is_target = bool(written) and read is not None and read[1][0] is tensors[0]
         pure = None
         if is_part:
             site.reason = func.reason
         elif read is None:
             site.reason = "its result is no tensor"
+        elif is_cast:
+            site.reason = "torch.autocast decides what it computes in"
+            site.advice = "Calibrate and convert the model outside of autocast."
         elif is_drawn:
             site.reason = "it draws random numbers"
         elif name in SIZED_BY_VALUES:
             site.reason = "the values decide the size of its result"
+        elif any(tensor.dtype is torch.bfloat16 for tensor in (*tensors, *read[1])):
+            site.reason = "it computes with bfloat16"
         elif not written:
             arguments = call.arguments
             pure = call if not kwargs.get("inplace") else Call(*self.strip(func, name, arguments))
@@ -433,6 +445,8 @@ class RecordedCall(TorchFunctionMode):
         for tensor in read[1] if read else ():
             if is_view(tensor):
                 self.add_view(tensor._base, site)
+            for other in tensors:
+                self.join_aliases(tensor, other, site)
         results = () if read is None else tuple(self.add_value(tensor) for tensor in read[1])
         if is_drawn:
             for tensor, value in zip(read[1] if read else (), results, strict=True):
@@ -497,6 +511,18 @@ class RecordedCall(TorchFunctionMode):
     def has_aliases(self, tensor: torch.Tensor) -> bool:
         """Whether another tensor may show the same memory."""
         return tensor.is_inference() or tensor._is_view() or bool(self.find_views(tensor))
+
+    def join_aliases(self, tensor: torch.Tensor, other: torch.Tensor, site: CallSite) -> None:
+        """An operator has returned a tensor: one that shows the memory of another without being a
+        view of it, as `detach` and `data` do, shares the views of that one.
+        """
+        place = tensor.data_ptr()
+        if tensor is other or not place or place != other.data_ptr() or is_view(tensor):
+            return
+        base = other._base if is_view(other) else other
+        self.add_view(base, site)
+        self._views[id(tensor)] = weakref.ref(tensor), self.find_views(base)
+        self._aliasing.add(site)
 
     def add_view(self, base: torch.Tensor, site: CallSite) -> None:
         """An operator has made a view of a tensor."""
