@@ -459,17 +459,20 @@ class Moments:
 def measure_moments(name: str, layer: FirstLayer, batches: list[np.ndarray]) -> Moments:
     """Of `PROBE_SAMPLES`, with the bias."""
     means, squares, (param,) = [], [], layer.mod["main"].params
-    is_cut = not isinstance((tensor_shape(param) or (0,))[0], int)
+    shape = tensor_shape(param) or (0,)
+    is_single = len(shape) == 1  # one sample, with no axis for more
+    is_cut = not is_single and not isinstance(shape[0], int)
     count = 0
     for array in batches:
         array = array[: PROBE_SAMPLES - count] if is_cut else array
         (result,) = run_reference(layer.mod, {name: array})
         rows = np.moveaxis(result, layer.axis, -1).astype("float64")
-        rows = rows.reshape(len(array), -1, layer.bias.size) + layer.bias
+        size = 1 if is_single else len(array)
+        rows = rows.reshape(size, -1, layer.bias.size) + layer.bias
         with np.errstate(all="ignore"):
             means.append(rows.mean(1))
             squares.append(np.square(rows).mean(1))
-        count += len(array)
+        count += size
         if count >= PROBE_SAMPLES:
             break
     return Moments(np.concatenate(means), np.concatenate(squares))

@@ -62,6 +62,18 @@ def test_lint__cifar_is_clean(cifar, shared_data):
     assert lint(mod, params, [x[None] for x in images.transpose(0, 2, 3, 1)]) == []
 
 
+def test_lint__one_sample_without_an_axis_for_more():
+    """A vector is one sample, not as many as it has elements."""
+    torch = pytest.importorskip("torch", reason="pip install torch")
+    torch.manual_seed(0)
+    batches = [torch.randn(8).numpy() for _ in range(6)]
+    layer = torch.nn.Linear(8, 6)
+    qmod = rq.torch.quantize(layer, (torch.from_numpy(batches[0]),), batches, effort="fast")
+    (got,) = rq.reference.run(qmod, [batches[1]])
+    want = layer(torch.from_numpy(batches[1])).detach().numpy()
+    assert np.abs(got - want).max() < 0.05 * np.abs(want).max()
+
+
 def test_lint__keywords_are_clean(shared_data):
     x = np.load(shared_data("kws_1000.npz"))["x"][:200].astype("float32")
     x = ((x - 83) * np.float32(0.58470291)).reshape(-1, 1, 49, 10)
