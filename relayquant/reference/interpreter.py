@@ -8,7 +8,7 @@ TVM for the generic `llvm` target and called, so any module that compiles also r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,21 +45,29 @@ def run(mod: tvm.IRModule, inputs: Any) -> list[Array]:
     return flatten_value(execute_main(mod, inputs, None))
 
 
-def run_values(mod: tvm.IRModule, inputs: Any) -> dict[str, Array]:
+def run_values(
+    mod: tvm.IRModule, inputs: Any, settle: Callable[[ExecutedBinding], Any] | None = None
+) -> dict[str, Array]:
     """Every value that `main` binds, by variable name, in order; arguments and errors as for `run`.
 
     Element i of a tuple is "name.i". A second variable of the same name is "name#1", and so on.
+    What `settle` gives for a step stands for its value from there on.
     """
     values: dict[str, Array] = {}
-    execute_main(mod, inputs, values)
+    execute_main(mod, inputs, values, settle)
     return values
 
 
-def execute_main(mod: tvm.IRModule, inputs: Any, record: dict[str, Array] | None) -> Any:
+def execute_main(
+    mod: tvm.IRModule,
+    inputs: Any,
+    record: dict[str, Array] | None,
+    settle: Callable[[ExecutedBinding], Any] | None = None,
+) -> Any:
     """The value of `main`; bound values go into `record` if there is one."""
     mod = name_main(mod)
     main = mod["main"]
-    frame = Frame(mod)
+    frame = Frame(mod, settle=settle)
     for param, value in zip(main.params, order_inputs(main.params, inputs), strict=True):
         bind_input(frame, param, param.name, param.ty, value)
     with np.errstate(all="ignore"):
@@ -159,6 +167,7 @@ class Frame:
     mod: tvm.IRModule
     values: dict[Any, Any] = field(default_factory=dict)
     symbols: dict[Any, Any] = field(default_factory=dict)
+    settle: Callable[[ExecutedBinding], Any] | None = None
 
     def evaluate_number(self, expr: Any) -> Any:
         """The number a scalar expression of TIR stands for; None if a symbol is unknown."""
@@ -175,6 +184,24 @@ class Frame:
             analyzer.bind(symbol, tvm.tirx.const(size, str(symbol.ty.dtype)))
         simple = analyzer.simplify(expr)
         return simple.value if isinstance(simple, (tvm.tirx.IntImm, tvm.tirx.FloatImm)) else None
+
+
+@dataclass(frozen=True, eq=False)
+class ExecutedBinding:
+    """A binding of `main` that was executed, and its value."""
+
+    binding: Any
+    value: Any
+    frame: Frame
+
+    def evaluate(self, expr: Any) -> Any:
+        """The value of an operand."""
+        return evaluate(self.frame, expr, self.binding.var.name)
+
+    def recompute(self, operand: Any, array: Array) -> Any:
+        """The value, were a variable among the operands `array`."""
+        frame = Frame(self.frame.mod, {**self.frame.values, operand: array}, self.frame.symbols)
+        return execute_binding(frame, self.binding)
 
 
 @dataclass(frozen=True)
@@ -236,6 +263,8 @@ def execute_binding(frame: Frame, binding: Any) -> Any:
         value = check_input(frame, name, binding.ty, value)
     elif isinstance(binding.value, tvm.ir.Call):
         value = conform_value(frame, binding.var.ty, value, name, binding.value)
+    if frame.settle is not None:
+        value = frame.settle(ExecutedBinding(binding, value, frame))
     frame.values[binding.var] = value
     if isinstance(binding.var.ty, tvm.ir.PrimType):
         frame.symbols[binding.var] = value

@@ -119,3 +119,60 @@ def test_verify__nested_results_and_constants():
     qmod = rq.quantize(mod, None, data)
     assert rq.verify(qmod, data[0]).is_equal
     assert [array.shape for array in rq.reference.run(qmod, data[0])] == [MAP, (3,), MAP, MAP]
+
+
+def make_rounded(compute):
+    """main(x) of `compute(x)` in steps of 1/2, as integers, and three times these."""
+    qnn = rq.extend.qnn
+    x, builder = relax.Var("x", relax.TensorType((2, 4), "float32")), relax.BlockBuilder()
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            floats = builder.emit(compute(x), "floats")
+            zero = relax.const(0, "int32")
+            units = builder.emit(qnn.quantize(floats, 0.5, zero, out_dtype="uint8"), "units")
+            wide = builder.emit(op.astype(units, "int32"), "wide")
+            result = builder.emit_output(op.multiply(wide, relax.const(3, "int32")), "result")
+        builder.emit_func_output(result)
+    return builder.finalize()
+
+
+def compile_scaled(factor):
+    """Compiles modules whose value `floats` is larger by a factor."""
+
+    def compile_module(mod: tvm.IRModule):
+        def visit(emitter, binding):
+            value = emitter.get(binding.value)
+            if binding.var.name != "floats":
+                return value
+            return op.multiply(emitter.emit(value, "right"), relax.const(np.float32(factor)))
+
+        return rq.compile(rewrite_main(mod, visit))
+
+    return compile_module
+
+
+EQUAL = np.ones((2, 4), "float32")
+
+
+def test_verify__floats_at_a_tie_may_be_rounded_either_way():
+    """Of softmax, whose sums have an order; what follows is that of the compiled code."""
+    mod = make_rounded(lambda x: op.nn.softmax(x))  # 1/4: half of a step
+    report = verify_module(mod, EQUAL, compile_scaled(1 + 1e-6))
+    assert report.is_equal
+    assert report.ties == 8
+    assert str(report).endswith(
+        "0 of 4 values different from the reference; floats at a tie were rounded to 8 integers "
+        "either way"
+    )
+    report = verify_module(mod, EQUAL, compile_scaled(7))
+    assert [found.name for found in report.differences] == ["units", "wide", "result", "result"]
+    assert report.ties == 0
+
+
+@pytest.mark.parametrize("compute", [lambda x: x, lambda x: op.multiply(x, x)])
+def test_verify__floats_that_are_exact_have_no_tolerance(compute):
+    mod = make_rounded(lambda x: op.multiply(compute(x), relax.const(np.float32(0.25))))
+    report = verify_module(mod, EQUAL, compile_scaled(1 + 1e-6))
+    assert report.first is not None
+    assert (report.first.name, report.first.mismatches) == ("units", 8)
+    assert verify_module(mod, EQUAL, compile_scaled(1)).is_equal
