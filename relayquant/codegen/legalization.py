@@ -35,5 +35,29 @@ def legalize_power(builder: relax.BlockBuilder, call: Call) -> Any:
     return builder.call_te(raise_to_number, base, primfunc_name_hint="power")
 
 
+def legalize_cosh(builder: relax.BlockBuilder, call: Call) -> Any:
+    """cosh(x) -> (e^x + 1 / e^x) / 2, for which TVM has no function of LLVM."""
+    return builder.call_te(compute_cosh, *call.args, primfunc_name_hint="cosh")
+
+
+def legalize_sinh(builder: relax.BlockBuilder, call: Call) -> Any:
+    """sinh(x) -> tanh(x) * cosh(x), which is as exact near 0."""
+
+    def compute_sinh(x: Any) -> Any:
+        return topi.multiply(topi.tanh(x), compute_cosh(x))
+
+    return builder.call_te(compute_sinh, *call.args, primfunc_name_hint="sinh")
+
+
+def compute_cosh(x: Any) -> Any:
+    power, half = topi.exp(x), tirx.FloatImm(str(x.dtype), 0.5)
+    one = tirx.FloatImm(str(x.dtype), 1)
+    return topi.multiply(topi.add(power, topi.divide(one, power)), half)
+
+
 #: For `relax.transform.LegalizeOps`.
-LEGALIZATIONS = {"relax.power": legalize_power}
+LEGALIZATIONS = {
+    "relax.power": legalize_power,
+    "relax.sinh": legalize_sinh,
+    "relax.cosh": legalize_cosh,
+}

@@ -53,3 +53,20 @@ def test_power__small_ones_are_products(exponent, calls, ndim, capfd):
     text = tvm.compile(lowered, tvm.target.Target("llvm")).mod.imports[0].inspect_source()
     assert ("powf" in text or "llvm.pow" in text) == bool(calls)
     assert "Warning" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", ["sinh", "cosh"])
+def test_hyperbolic__is_that_of_numpy(name, dtype):
+    """Near 0 and far from it, infinity and NaN."""
+    data = np.concatenate([np.linspace(-80, 80, 50), np.logspace(-30, 1, 50)]).astype(dtype)
+    data[:3] = np.inf, -np.inf, np.nan
+    x, builder = relax.Var("x", relax.TensorType(data.shape, dtype)), relax.BlockBuilder()
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            result = builder.emit_output(getattr(relax.op, name)(x))
+        builder.emit_func_output(result)
+    machine = relax.VirtualMachine(rq.compile(builder.finalize()), tvm.cpu())
+    found = machine["main"](tvm.runtime.tensor(data)).numpy()
+    atol = 0 if dtype == "float32" else 1e-15  # TVM's tanh of float64 is not exact near 0
+    np.testing.assert_allclose(found, getattr(np, name)(data), rtol=1e-5, atol=atol)
