@@ -23,6 +23,7 @@ from relayquant.importers.files import DEFAULT_MAX_BYTES, check_file
 from relayquant.importers.names import MARK, SourceNode, name_values
 from relayquant.importers.refusal import describe_failure
 from relayquant.importers.torch_archive import read_program, silence_torch
+from relayquant.importers.torch_decompositions import make_decompositions
 from relayquant.importers.torch_operators import OPERATORS
 from relayquant.importers.torch_quantized import make_converters
 from relayquant.rewrite.editor import Editor
@@ -140,47 +141,6 @@ def convert_node(importer: Any, convert: Callable[..., Any], node: Any, *more: A
             f"Node {node.name!r} (operator {node.target}{f', module {path!r}' if path else ''}) "
             f"cannot be converted: {describe_failure(error, operands)}."
         ) from error
-
-
-def make_decompositions() -> Any:
-    """PyTorch's table of decompositions into core operators, with forms of its own for
-
-    - attention without a mask, or causal: softmax(q @ k^T * scale) @ v. PyTorch's form looks for
-      rows of the scores that are masked as a whole, of which there are none.
-    - views: what comes of decompositions lies in memory in another order than what the program was
-      exported with (attention of a batch does), and is no longer a view of it. Here order is
-      nothing that a value has.
-    """
-    import torch  # pyright: ignore[reportMissingImports]
-
-    table = torch.export.default_decompositions()
-    attention = torch.ops.aten.scaled_dot_product_attention.default
-    general = table[attention]
-
-    def attend(query: Any, key: Any, value: Any, mask: Any = None, *args: Any, **kwargs: Any):
-        dropout, causal = (*args, *(0.0, False)[len(args) :])
-        dropout, causal = kwargs.get("dropout_p", dropout), kwargs.get("is_causal", causal)
-        if mask is not None or dropout:
-            return general(query, key, value, mask, *args, **kwargs)
-        scale = kwargs.get("scale")
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
-        if kwargs.get("enable_gqa"):
-            readers = query.shape[-3] // key.shape[-3]
-            key, value = (each.repeat_interleave(readers, -3) for each in (key, value))
-        scores = torch.matmul(query, key.transpose(-2, -1)) * scale
-        if causal:
-            seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-            scores = scores.masked_fill(~seen, -torch.inf)
-        return torch.matmul(torch.softmax(scores, -1), value)
-
-    def view(data: Any, size: Any):
-        if data.is_contiguous():
-            return NotImplemented  # as it is
-        return data.clone(memory_format=torch.contiguous_format).view(size)
-
-    table[attention] = attend
-    table[torch.ops.aten.view.default] = view
-    return table
 
 
 def find_constants(program: Any) -> dict[str, Any]:

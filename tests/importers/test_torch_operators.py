@@ -300,3 +300,69 @@ def test_attention__of_a_length_that_is_known_at_run_time():
     machine = relax.VirtualMachine(rq.compile(mod), tvm.cpu())
     got = machine["main"](tvm.runtime.tensor(q.numpy())).numpy()
     np.testing.assert_allclose(got, Module()(q).numpy(), rtol=1e-5, atol=1e-5)
+
+
+WHOLE = torch.tensor([[5, 7, -3], [2, 9, 4]])
+COUNTS = WHOLE.abs() + 1
+REALS = torch.tensor([[0.3, -1.2, 2.0], [0.7, 1.9, -0.4]])
+TRUTHS = WHOLE > 3
+
+#: What PyTorch does with operands of several types: by integers, truth values, numbers.
+PROMOTION = {
+    "int / number": (lambda x: x / 2, (WHOLE,)),
+    "int / int": (lambda x, y: x / y, (WHOLE, COUNTS)),
+    "int // number": (lambda x: x // 2, (WHOLE,)),
+    "int / int, to floor": (lambda x, y: x.div(y, rounding_mode="floor"), (WHOLE, COUNTS)),
+    "int / int, to zero": (lambda x, y: x.div(y, rounding_mode="trunc"), (WHOLE, COUNTS)),
+    "int % number": (lambda x: x % 4, (WHOLE,)),
+    "int + float": (lambda x, y: x + y, (WHOLE, REALS)),
+    "int32 + int64": (lambda x, y: x.int() + y, (WHOLE, COUNTS)),
+    "int + number": (lambda x: x + 0.5, (WHOLE,)),
+    "int * number": (lambda x: x * 0.5, (WHOLE,)),
+    "bool + number": (lambda x: x + 1, (TRUTHS,)),
+    "bool * float": (lambda x, y: x * y, (TRUTHS, REALS)),
+    "int ** number": (lambda x: x**0.5, (COUNTS,)),
+    "number ** int": (lambda x: 2.0**x, (WHOLE,)),
+    "int < number": (lambda x: x < 2.5, (WHOLE,)),
+    "int == float": (lambda x, y: x == y, (WHOLE, REALS)),
+    "maximum": (torch.maximum, (WHOLE, REALS)),
+    "clamp": (lambda x: x.clamp(0.5, 3.5), (WHOLE,)),
+    "clamp to int": (lambda x: x.clamp(0, 3), (WHOLE,)),
+    "where": (torch.where, (TRUTHS, WHOLE, REALS)),
+    "where number": (lambda c, x: torch.where(c, x, 0.5), (TRUTHS, WHOLE)),
+    "any of int": (lambda x: x.any(1), (WHOLE - 4,)),
+    "all of int": (lambda x: x.all(1), (WHOLE - 4,)),
+    "all": (lambda x: x.all(), (TRUTHS,)),
+    "add, alpha": (lambda x, y: torch.add(x, y, alpha=3), (REALS, REALS + 1)),
+    "add, alpha, int": (lambda x, y: torch.add(x, y, alpha=3), (WHOLE, REALS)),
+    "sub, alpha": (lambda x, y: torch.sub(x, y, alpha=0.3), (REALS, REALS + 1)),
+    "rsub, alpha": (lambda x: torch.rsub(x, 2, alpha=3), (WHOLE,)),
+    "arange / number": (lambda x: torch.arange(3) / 4 + x, (REALS,)),
+    "sum of bool": (lambda x: x.sum(1), (TRUTHS,)),
+    "half + float": (lambda x, y: x.half() + y, (REALS, REALS)),
+}
+UNARY_OF_INTEGERS = (
+    *("log", "exp", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid", "erf", "reciprocal"),
+    *("log2", "log10", "log1p", "expm1", "atan", "sinh"),
+)
+PROMOTION |= {f"{name} of int": (getattr(torch, name), (COUNTS,)) for name in UNARY_OF_INTEGERS}
+
+
+@pytest.mark.parametrize("name", PROMOTION)
+def test_types__are_promoted_as_in_torch(name):
+    """The frontend takes the type of the first operand: 5 / 2 would be 2, and `alpha` nothing."""
+    function, parts = PROMOTION[name]
+
+    class Module(torch.nn.Module):
+        def forward(self, *parts):
+            return function(*parts)
+
+    mod, _ = rq.import_torch(torch.export.export(Module(), parts))
+    arrays = [part.numpy() for part in parts]
+    expected = function(*parts).numpy()
+    (found,) = rq.reference.run(mod, arrays)
+    machine = relax.VirtualMachine(rq.compile(mod), tvm.cpu())
+    compiled = machine["main"](*map(tvm.runtime.tensor, arrays)).numpy()
+    for got in (found, compiled):
+        assert got.dtype == expected.dtype
+        np.testing.assert_allclose(got, expected, rtol=2e-5, atol=1e-6)

@@ -1,0 +1,203 @@
+"""Exported PyTorch program -> the same in operators that convert one by one: what PyTorch does
+within an operator, and TVM's frontend does not, written out. A part of `torch_program`.
+
+PyTorch traces these functions, so that types and shapes behind them are its own. Each gives
+NotImplemented for what converts as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import reduce
+from typing import Any
+
+Decomposition = Callable[..., Any]
+
+#: Operators of numbers of one type, by their names in torch.ops.aten: PyTorch converts operands to
+#: the type that can hold both, where the frontend takes that of the first.
+PROMOTING = (
+    *("add.Tensor", "add.Scalar", "sub.Tensor", "sub.Scalar", "mul.Tensor", "mul.Scalar"),
+    *("maximum.default", "minimum.default", "clamp.default", "clamp.Tensor"),
+    *("remainder.Tensor", "remainder.Scalar", "fmod.Tensor", "fmod.Scalar"),
+    *("pow.Tensor_Tensor", "pow.Tensor_Scalar", "pow.Scalar"),
+    *("div.Tensor_mode", "div.Scalar_mode"),
+    *(
+        f"{name}.{kind}"
+        for name in ("eq", "ne", "lt", "le", "gt", "ge")
+        for kind in ("Tensor", "Scalar")
+    ),
+)
+#: The same of operators whose result is a float also of integers.
+FLOATING = (
+    *("div.Tensor", "div.Scalar", "atan2.default", "reciprocal.default"),
+    *("exp.default", "expm1.default", "log.default", "log2.default", "log10.default"),
+    *("log1p.default", "sqrt.default", "rsqrt.default", "erf.default", "sigmoid.default"),
+    *("sin.default", "cos.default", "tan.default", "asin.default", "acos.default", "atan.default"),
+    *("sinh.default", "cosh.default", "tanh.default"),
+    *("asinh.default", "acosh.default", "atanh.default"),
+)
+#: Operators on truth values: any number but 0 is true.
+TRUTH = ("any.default", "any.dim", "any.dims", "all.default", "all.dim", "all.dims")
+#: Operators that scale their second operand by `alpha`.
+SCALING = ("add.Tensor", "add.Scalar", "sub.Tensor", "sub.Scalar")
+
+
+def make_decompositions() -> Any:
+    """PyTorch's table of decompositions into core operators, with those of this module."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    table = torch.export.default_decompositions()
+    aten = torch.ops.aten
+
+    def put(name: str, make: Callable[[Any, Decomposition], Decomposition]) -> None:
+        """`make(operator, what the table has)` for an operator."""
+        packet, overload = name.split(".")
+        operator = getattr(getattr(aten, packet), overload)
+        own: Decomposition = give_nothing
+        if operator in table:  # `get` does not see what is made only when it is asked for
+            own = table[operator]
+        table[operator] = make(operator, own)
+
+    for name in PROMOTING:
+        put(name, promote)
+    for name in FLOATING:
+        put(name, promote_to_float)
+    for name in SCALING:
+        put(name, scale_operand)
+    for name in TRUTH:
+        put(name, read_truth)
+    put("where.self", promote_where)
+    put("scaled_dot_product_attention.default", attend)
+    put("view.default", view_copy)
+    return table
+
+
+def give_nothing(*_args: Any, **_kwargs: Any) -> Any:
+    """Of an operator that the table does not have."""
+    return NotImplemented
+
+
+def find_type(operands: Any) -> Any:
+    """The dtype of a result by PyTorch's promotion: of tensors, and numbers among them."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    numbers = [operand for operand in operands if isinstance(operand, bool | int | float)]
+    tensors = [operand for operand in operands if isinstance(operand, torch.Tensor)]
+    first = reduce(torch.promote_types, (torch.result_type(tensors[0], each) for each in tensors))
+    return reduce(
+        torch.promote_types, (torch.result_type(tensors[0], each) for each in numbers), first
+    )
+
+
+def convert_operands(operator: Any, own: Decomposition, dtype: Any, args: Any, kwargs: Any) -> Any:
+    """operator(a, b) -> operator(a.to(dtype), b.to(dtype)); `own` where all have the dtype."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    is_whole = not dtype.is_floating_point and not dtype.is_complex
+    if all(not isinstance(each, torch.Tensor) or each.dtype == dtype for each in args):
+        has_mode = kwargs.get("rounding_mode") is not None
+        if not (has_mode and is_whole and isinstance(args[1], int)):
+            return own(*args, **kwargs)
+        # The frontend makes a float of the number.
+        args = (args[0], torch.full((), args[1], dtype=dtype, device=args[0].device))
+        return operator(*args, **kwargs)
+    args = [each.to(dtype) if isinstance(each, torch.Tensor) else each for each in args]
+    return operator(*args, **kwargs)
+
+
+def promote(operator: Any, own: Decomposition) -> Decomposition:
+    """op(int, float) -> op(float, float), and the same of all other types."""
+
+    def decompose(*args: Any, **kwargs: Any) -> Any:
+        return convert_operands(operator, own, find_type([*args, *kwargs.values()]), args, kwargs)
+
+    return decompose
+
+
+def promote_to_float(operator: Any, own: Decomposition) -> Decomposition:
+    """int / int -> float / float; log(int) -> log(float)."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    def decompose(*args: Any, **kwargs: Any) -> Any:
+        dtype = find_type(args)
+        if not dtype.is_floating_point and not dtype.is_complex:
+            dtype = torch.get_default_dtype()
+        return convert_operands(operator, own, dtype, args, kwargs)
+
+    return decompose
+
+
+def promote_where(operator: Any, own: Decomposition) -> Decomposition:
+    """where(c, int, float) -> where(c, float, float)."""
+
+    def decompose(condition: Any, this: Any, other: Any) -> Any:
+        dtype = find_type([this, other])
+        if this.dtype == dtype == other.dtype:
+            return own(condition, this, other)
+        return operator(condition, this.to(dtype), other.to(dtype))
+
+    return decompose
+
+
+def scale_operand(operator: Any, own: Decomposition) -> Decomposition:
+    """add(a, b, alpha=s) -> add(a, b * s)."""
+
+    def decompose(this: Any, other: Any, *args: Any, alpha: Any = 1) -> Any:
+        alpha = args[0] if args else alpha
+        return own(this, other) if alpha == 1 else operator(this, other * alpha)
+
+    return decompose
+
+
+def read_truth(operator: Any, own: Decomposition) -> Decomposition:
+    """any(x) -> any(x != 0)."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    def decompose(data: Any, *args: Any, **kwargs: Any) -> Any:
+        if data.dtype == torch.bool:
+            return own(data, *args, **kwargs)
+        return operator(data.ne(0), *args, **kwargs)
+
+    return decompose
+
+
+def attend(_operator: Any, own: Decomposition) -> Decomposition:
+    """Attention without a mask, or causal -> softmax(q @ k^T * scale) @ v.
+
+    PyTorch's form looks for rows of the scores that are masked as a whole, of which there are none.
+    """
+    import torch  # pyright: ignore[reportMissingImports]
+
+    def decompose(query: Any, key: Any, value: Any, mask: Any = None, *args: Any, **kwargs: Any):
+        dropout, causal = (*args, *(0.0, False)[len(args) :])
+        dropout, causal = kwargs.get("dropout_p", dropout), kwargs.get("is_causal", causal)
+        if mask is not None or dropout:
+            return own(query, key, value, mask, *args, **kwargs)
+        scale = kwargs.get("scale")
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        if kwargs.get("enable_gqa"):
+            readers = query.shape[-3] // key.shape[-3]
+            key, value = (each.repeat_interleave(readers, -3) for each in (key, value))
+        scores = torch.matmul(query, key.transpose(-2, -1)) * scale
+        if causal:
+            seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+            scores = scores.masked_fill(~seen, -torch.inf)
+        return torch.matmul(torch.softmax(scores, -1), value)
+
+    return decompose
+
+
+def view_copy(_operator: Any, own: Decomposition) -> Decomposition:
+    """view(x) -> view(copy of x) where x is no longer in order.
+
+    What comes of decompositions lies in memory in another order than what the program was exported
+    with (attention of a batch does), and has no such view. Here order is nothing that a value has.
+    """
+    import torch  # pyright: ignore[reportMissingImports]
+
+    def decompose(data: Any, size: Any) -> Any:
+        if data.is_contiguous():
+            return own(data, size)
+        return data.clone(memory_format=torch.contiguous_format).view(size)
+
+    return decompose
