@@ -70,3 +70,55 @@ def test_hyperbolic__is_that_of_numpy(name, dtype):
     found = machine["main"](tvm.runtime.tensor(data)).numpy()
     atol = 0 if dtype == "float32" else 1e-15  # TVM's tanh of float64 is not exact near 0
     np.testing.assert_allclose(found, getattr(np, name)(data), rtol=1e-5, atol=atol)
+
+
+def read_pairs(x, i):
+    return relax.op.index_tensor(x, relax.Tuple([i, i]))
+
+
+def read_elements(x, i):
+    return relax.op.gather_elements(x, relax.op.reshape(i, (2, 4)), axis=0)
+
+
+def read_rows(x, i):
+    return relax.op.gather_nd(x, relax.op.reshape(i, (-1, 1)))
+
+
+def read_places(x, i):
+    return relax.op.gather_nd(x, relax.op.reshape(i, (-1, 2)))
+
+
+def read_of_batch(x, i):
+    return relax.op.gather_nd(x, relax.op.reshape(i, (4, -1, 1)), batch_dims=1)
+
+
+@pytest.mark.parametrize(
+    ("read", "dtype"),
+    [
+        (read_pairs, "int32"),
+        (read_pairs, "int64"),
+        (read_elements, "int32"),
+        (read_elements, "int64"),
+        (read_rows, "int64"),
+        (read_places, "int64"),
+        (read_of_batch, "int64"),
+    ],
+)
+def test_index__that_is_not_there_reads_the_nearest(read, dtype):
+    """Negative ones count from the end; memory that is no part of the array is never read."""
+    x = relax.Var("x", relax.TensorType((4, 4), "float32"))
+    i, builder = relax.Var("i", relax.TensorType((8,), dtype)), relax.BlockBuilder()
+    with builder.function("main", [x, i]):
+        with builder.dataflow():
+            result = builder.emit_output(builder.normalize(read(x, i)))
+        builder.emit_func_output(result)
+    machine = relax.VirtualMachine(rq.compile(builder.finalize()), tvm.cpu())
+    data = np.arange(16, dtype="float32").reshape(4, 4)
+
+    def run(indices):
+        arrays = (data, np.array(indices, dtype))
+        return machine["main"](*map(tvm.runtime.tensor, arrays)).numpy()
+
+    np.testing.assert_array_equal(run([0, -1, 1, -2, 3, -4, 2, 1]), run([0, 3, 1, 2, 3, 0, 2, 1]))
+    far = 10**8
+    np.testing.assert_array_equal(run([far, -far, 4, -5] * 2), run([3, 0] * 4))
