@@ -4,13 +4,14 @@ read memory that is not theirs; part of `passes`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import tvm
 from tvm import relax, te, tirx, topi
 from tvm.ir import Call
 
-from relayquant.rewrite.expressions import same_type
+from relayquant.rewrite.expressions import same_type, shape_of
 from relayquant.rewrite.graph import constant_value, tensor_dtype
 
 
@@ -58,40 +59,60 @@ def compute_cosh(x: Any) -> Any:
     return topi.multiply(topi.add(power, topi.divide(one, power)), half)
 
 
-def legalize_index_tensor(builder: relax.BlockBuilder, call: Call) -> Any:
-    """index_tensor(x, (i, j)): as TVM has it, of indices that are there."""
-    data, indices = call.args
-    fields = [builder.emit(relax.TupleGetItem(indices, i)) for i in range(len(indices.ty.fields))]
+def bound_first(find_extents: Callable[[Call], Sequence[Any]]) -> Callable[..., Any]:
+    """op(x, i) -> op(x, j), as TVM has it, with indices j that are there.
 
-    def read(x: Any, *parts: Any) -> Any:
-        return topi.index_tensor(
-            x, [bound_indices(part, [x.shape[i]]) for i, part in enumerate(parts)]
-        )
+    Args:
+        find_extents: See `bound_indices`; of a tuple of indices, that of the axis of each.
+    """
 
-    return builder.call_te(read, data, *fields, primfunc_name_hint="index_tensor")
+    def legalize(builder: relax.BlockBuilder, call: Call) -> Any:
+        data, indices, *rest = call.args
+        legalize_op: Any = call.op.get_attr("FLegalize")
+        if not (shape_of(data) and (shape_of(indices) or has_fields(indices))):
+            return legalize_op(builder, call)  # of shapes that are known at run time
+        extents = find_extents(call)
+
+        def bound(part: relax.Expr, own: Sequence[Any]) -> relax.Var:
+            return builder.emit(
+                builder.call_te(bound_indices, part, list(own), primfunc_name_hint="indices")
+            )
+
+        if has_fields(indices):
+            fields = [builder.emit(relax.TupleGetItem(indices, i)) for i in range(len(extents))]
+            pairs = zip(fields, extents, strict=True)
+            inside: relax.Expr = relax.Tuple([bound(part, [extent]) for part, extent in pairs])
+        else:
+            inside = bound(indices, extents)
+        bounded = Call(call.op, [data, builder.normalize(inside), *rest], call.attrs, call.ty_args)
+        return legalize_op(builder, builder.normalize(bounded))
+
+    return legalize
 
 
-def legalize_gather_elements(builder: relax.BlockBuilder, call: Call) -> Any:
-    """gather_elements(x, i): as TVM has it, of indices that are there."""
-    axis = int(call.attrs.axis) % call.args[0].ty.ndim
-
-    def read(x: Any, indices: Any) -> Any:
-        return topi.gather(x, axis, bound_indices(indices, [x.shape[axis]]))
-
-    return builder.call_te(read, *call.args, primfunc_name_hint="gather_elements")
+def has_fields(indices: relax.Expr) -> bool:
+    """Whether indices are a tuple, of one array for each axis."""
+    return isinstance(indices.ty, tvm.ir.TupleType)
 
 
-def legalize_gather_nd(builder: relax.BlockBuilder, call: Call) -> Any:
-    """gather_nd(x, i): as TVM has it, of indices that are there."""
-    first = int(call.attrs.batch_dims)
+def list_extents(call: Call, first: int, count: int) -> list[Any]:
+    """Extents of axes of the data of a call."""
+    return shape_of(call.args[0])[first : first + count]
 
-    def read(x: Any, indices: Any) -> Any:
-        extents = x.shape[first : first + int(indices.shape[-1])]
-        last = len(indices.shape) - 1
-        inside = topi.transpose(bound_indices(indices, extents), [last, *range(last)])
-        return topi.gather_nd(x, inside, first)
 
-    return builder.call_te(read, *call.args, primfunc_name_hint="gather_nd")
+def find_axis(call: Call) -> list[Any]:
+    """Of an operator along one axis."""
+    return list_extents(call, int(call.attrs.axis) % call.args[0].ty.ndim, 1)
+
+
+def find_axes_of_rows(call: Call, first: int = 0) -> list[Any]:
+    """Of an operator whose indices hold one number for each of the axes from `first` on."""
+    return list_extents(call, first, int(call.args[1].ty.shape.values[-1]))
+
+
+def find_axes_of_fields(call: Call) -> list[Any]:
+    """Of an operator with one array of indices for each of the first axes."""
+    return list_extents(call, 0, len(call.args[1].ty.fields))
 
 
 def bound_indices(indices: te.Tensor, extents: Sequence[Any]) -> Any:
@@ -117,7 +138,12 @@ LEGALIZATIONS = {
     "relax.power": legalize_power,
     "relax.sinh": legalize_sinh,
     "relax.cosh": legalize_cosh,
-    "relax.index_tensor": legalize_index_tensor,
-    "relax.gather_elements": legalize_gather_elements,
-    "relax.gather_nd": legalize_gather_nd,
+    "relax.index_tensor": bound_first(find_axes_of_fields),
+    "relax.index_put": bound_first(find_axes_of_fields),
+    "relax.gather_elements": bound_first(find_axis),
+    "relax.scatter_elements": bound_first(find_axis),
+    "relax.gather_nd": bound_first(
+        lambda call: find_axes_of_rows(call, int(call.attrs.batch_dims))
+    ),
+    "relax.scatter_nd": bound_first(find_axes_of_rows),
 }

@@ -122,3 +122,39 @@ def test_index__that_is_not_there_reads_the_nearest(read, dtype):
     np.testing.assert_array_equal(run([0, -1, 1, -2, 3, -4, 2, 1]), run([0, 3, 1, 2, 3, 0, 2, 1]))
     far = 10**8
     np.testing.assert_array_equal(run([far, -far, 4, -5] * 2), run([3, 0] * 4))
+
+
+def write_elements(x, i):
+    return relax.op.scatter_elements(
+        x, relax.op.reshape(i, (2, 4)), relax.op.full((2, 4), relax.const(9.0), "float32")
+    )
+
+
+def write_rows(x, i):
+    rows = relax.op.full((8, 4), relax.const(9.0), "float32")
+    return relax.op.scatter_nd(x, relax.op.reshape(i, (8, 1)), rows)
+
+
+def write_pairs(x, i):
+    values = relax.op.full((8,), relax.const(9.0), "float32")
+    return relax.op.index_put(x, relax.Tuple([i, i]), values)
+
+
+@pytest.mark.parametrize("write", [write_elements, write_rows, write_pairs])
+def test_index__that_is_not_there_writes_within_the_array(write):
+    x = relax.Var("x", relax.TensorType((4, 4), "float32"))
+    i, builder = relax.Var("i", relax.TensorType((8,), "int64")), relax.BlockBuilder()
+    with builder.function("main", [x, i]):
+        with builder.dataflow():
+            result = builder.emit_output(builder.normalize(write(x, i)))
+        builder.emit_func_output(result)
+    machine = relax.VirtualMachine(rq.compile(builder.finalize()), tvm.cpu())
+    data = np.arange(16, dtype="float32").reshape(4, 4)
+
+    def run(indices):
+        arrays = (data, np.array(indices, "int64"))
+        return machine["main"](*map(tvm.runtime.tensor, arrays)).numpy()
+
+    np.testing.assert_array_equal(run([0, -1, 0, -2, 0, -1, 0, 0]), run([0, 3, 0, 2, 0, 3, 0, 0]))
+    far = 10**8
+    np.testing.assert_array_equal(run([far, -far, 4, -5] * 2), run([3, 0] * 4))
