@@ -7,8 +7,7 @@ NotImplemented for what converts as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import reduce
+from collections.abc import Callable, Iterable
 from typing import Any
 
 Decomposition = Callable[..., Any]
@@ -77,16 +76,21 @@ def give_nothing(*_args: Any, **_kwargs: Any) -> Any:
     return NotImplemented
 
 
-def find_type(operands: Any) -> Any:
-    """The dtype of a result by PyTorch's promotion: of tensors, and numbers among them."""
-    import torch  # pyright: ignore[reportMissingImports]
+def find_type(operands: Iterable[Any], *, is_float: bool = False) -> Any:
+    """The dtype of a result by PyTorch's own promotion of tensors, of tensors without dimensions,
+    which do not raise the type of others of their kind, and of numbers. Names of modes are ignored.
 
-    numbers = [operand for operand in operands if isinstance(operand, bool | int | float)]
-    tensors = [operand for operand in operands if isinstance(operand, torch.Tensor)]
-    first = reduce(torch.promote_types, (torch.result_type(tensors[0], each) for each in tensors))
-    return reduce(
-        torch.promote_types, (torch.result_type(tensors[0], each) for each in numbers), first
+    Args:
+        is_float: Whether the result of integers is a float.
+    """
+    from torch._prims_common import (  # pyright: ignore[reportMissingImports]
+        ELEMENTWISE_TYPE_PROMOTION_KIND as Kind,
     )
+    from torch._prims_common import elementwise_dtypes  # pyright: ignore[reportMissingImports]
+
+    values = [operand for operand in operands if not isinstance(operand, str)]
+    kind = Kind.INT_TO_FLOAT if is_float else Kind.DEFAULT
+    return elementwise_dtypes(*values, type_promotion_kind=kind)[1]
 
 
 def convert_operands(operator: Any, own: Decomposition, dtype: Any, args: Any, kwargs: Any) -> Any:
@@ -116,13 +120,9 @@ def promote(operator: Any, own: Decomposition) -> Decomposition:
 
 def promote_to_float(operator: Any, own: Decomposition) -> Decomposition:
     """int / int -> float / float; log(int) -> log(float)."""
-    import torch  # pyright: ignore[reportMissingImports]
 
     def decompose(*args: Any, **kwargs: Any) -> Any:
-        dtype = find_type(args)
-        if not dtype.is_floating_point and not dtype.is_complex:
-            dtype = torch.get_default_dtype()
-        return convert_operands(operator, own, dtype, args, kwargs)
+        return convert_operands(operator, own, find_type(args, is_float=True), args, kwargs)
 
     return decompose
 

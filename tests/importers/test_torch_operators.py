@@ -306,6 +306,12 @@ WHOLE = torch.tensor([[5, 7, -3], [2, 9, 4]])
 COUNTS = WHOLE.abs() + 1
 REALS = torch.tensor([[0.3, -1.2, 2.0], [0.7, 1.9, -0.4]])
 TRUTHS = WHOLE > 3
+#: Tensors without dimensions do not raise the type of others of their kind.
+WIDE, NARROW, WHOLE_SCALAR = (
+    torch.tensor(2.5, dtype=torch.float64),
+    torch.tensor(0.5),
+    torch.tensor(3),
+)
 
 #: What PyTorch does with operands of several types: by integers, truth values, numbers.
 PROMOTION = {
@@ -339,6 +345,16 @@ PROMOTION = {
     "rsub, alpha": (lambda x: torch.rsub(x, 2, alpha=3), (WHOLE,)),
     "arange / number": (lambda x: torch.arange(3) / 4 + x, (REALS,)),
     "sum of bool": (lambda x: x.sum(1), (TRUTHS,)),
+    "float * scalar tensor of float64": (lambda x, y: x * y, (REALS, WIDE)),
+    "scalar tensor of float64 - float": (lambda x, y: y - x, (REALS, WIDE)),
+    "int * scalar tensor of float64": (lambda x, y: x * y, (WHOLE, WIDE)),
+    "float + scalar tensor of int": (lambda x, y: y + x, (REALS, WHOLE_SCALAR)),
+    "half * scalar tensor of float": (lambda x, y: y * x.half(), (REALS, NARROW)),
+    "int8 + scalar tensor of int64": (lambda x, y: x.to(torch.int8) + y, (WHOLE, WHOLE_SCALAR)),
+    "float < scalar tensor of float64": (lambda x, y: x < y, (REALS, WIDE)),
+    "float ** scalar tensor of float64": (lambda x, y: x.abs() ** y, (REALS, WIDE)),
+    "where, scalar tensor of float64": (torch.where, (TRUTHS, REALS, WIDE)),
+    "clamp, scalar tensor of float64": (lambda x, y: x.clamp(max=y), (REALS, WIDE)),
     "half + float": (lambda x, y: x.half() + y, (REALS, REALS)),
 }
 UNARY_OF_INTEGERS = (
