@@ -18,7 +18,7 @@ import tvm
 from tvm import relax
 from tvm.ir import Call, GenericConst
 
-from relayquant.compression.find import TRANSPOSE
+from relayquant.compression.find import follow_swaps
 from relayquant.compression.sources import (
     SourceKey,
     WeightSource,
@@ -92,18 +92,10 @@ class Splitting(relax.PyExprMutator):
 
     def find_stack(self, call: Call) -> tuple[WeightSource, bool] | None:
         """The stack that a product reads, if it can be split."""
-        expr, is_swapped = call.args[1], False
-        while expr in self.values:
-            value = self.values[expr]
-            if isinstance(value, Call) and call_name(value) == TRANSPOSE:
-                axes = [int(axis) % 3 for axis in value.attrs.axes or ()]
-                if axes != [0, 2, 1]:
-                    return None
-                expr, is_swapped = value.args[0], not is_swapped
-            elif isinstance(value, relax.Var | GenericConst):
-                expr = value
-            else:
-                return None
+        found = follow_swaps(self.values, call.args[1])
+        if found is None:
+            return None
+        expr, is_swapped = found
         source = self.params.get(expr) if isinstance(expr, relax.Var) else None
         if isinstance(expr, GenericConst) and isinstance(expr.value, tvm.runtime.Tensor):
             source = read_constant(expr.value)
@@ -119,14 +111,13 @@ class Splitting(relax.PyExprMutator):
     def cut(self, stack: WeightSource) -> list[WeightSource]:
         """The matrices of a stack, the same for all functions that read it."""
         if stack.key not in self.stacks:
-            parts = self.stacks[stack.key] = [
+            # Of a stack whose values are finite: no matrix need be read again for that.
+            self.stacks[stack.key] = [
                 WeightSource(
-                    (stack.key, i), stack.shape[1:], stack.dtype, partial(read_part, stack, i)
+                    (stack.key, i), stack.shape[1:], stack.dtype, partial(read_part, stack, i), 0
                 )
                 for i in range(stack.shape[0])
             ]
-            for part in parts:  # of a stack without any, which need not be read again for that
-                vars(part)["not_finite"] = 0
         return self.stacks[stack.key]
 
     def list_members(self, stack: WeightSource, name: str) -> list[relax.Var]:

@@ -143,21 +143,40 @@ def find_in_function(
 def resolve(
     values: Mapping[Any, Any], expr: relax.Expr, find_source: FindSource
 ) -> tuple[WeightSource, bool] | None:
-    """(the float tensor that an operand is, whether its two axes are swapped), else None."""
+    """(the float tensor that an operand is, whether its last two axes are swapped), else None."""
+    found = follow_swaps(values, expr)
+    if found is None:
+        return None
+    source = find_source(found[0])
+    return (source, found[1]) if source and source.dtype.startswith("float") else None
+
+
+def follow_swaps(values: Mapping[Any, Any], expr: relax.Expr) -> tuple[relax.Expr, bool] | None:
+    """(what an operand is behind other names and swaps of its last two axes, whether they end
+    swapped); None if another operator computes it.
+
+    Args:
+        values: Variable -> value of the function's bindings.
+    """
     is_swapped = False
     while expr in values:
         value = values[expr]
-        if isinstance(value, Call) and call_name(value) == TRANSPOSE:
-            axes = value.attrs.axes
-            if len(value.args[0].ty.shape) != 2 or (axes and [int(a) % 2 for a in axes] != [1, 0]):
-                return None
-            expr, is_swapped = value.args[0], not is_swapped
-        elif isinstance(value, relax.Var | GenericConst):
+        if isinstance(value, relax.Var | GenericConst):
             expr = value
+        elif isinstance(value, Call) and swaps_matrices(value):
+            expr, is_swapped = value.args[0], not is_swapped
         else:
             return None
-    source = find_source(expr)
-    return (source, is_swapped) if source and source.dtype.startswith("float") else None
+    return expr, is_swapped
+
+
+def swaps_matrices(call: Call) -> bool:
+    """Whether a call swaps the last two axes of its operand, and no others."""
+    if call_name(call) != TRANSPOSE:
+        return False
+    rank = call.args[0].ty.ndim
+    axes = [int(axis) % rank for axis in call.attrs.axes or reversed(range(rank))]
+    return rank >= 2 and axes == [*range(rank - 2), rank - 1, rank - 2]
 
 
 def explain_matmul(call: Call, source: WeightSource) -> str:

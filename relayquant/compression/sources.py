@@ -28,12 +28,14 @@ class WeightSource:
         key: Equal for what is one tensor, whoever reads it.
         shape, dtype: Of the values.
         read: Gives the values; a mapping that loads when it is asked loads them each time.
+        counted: How many values are not finite, where that is known already.
     """
 
     key: SourceKey
     shape: tuple[int, ...]
     dtype: str
     read: Callable[[], np.ndarray]
+    counted: int | None = None
 
     @property
     def array(self) -> np.ndarray:
@@ -45,7 +47,7 @@ class WeightSource:
     @cached_property
     def not_finite(self) -> int:
         """How many values are none."""
-        return count_not_finite(self.array)
+        return count_not_finite(self.array) if self.counted is None else self.counted
 
 
 def count_not_finite(array: np.ndarray) -> int:
@@ -125,10 +127,10 @@ def look_at(params: Mapping[str, Any], name: str) -> WeightSource:
     if tensor is not None:
         return read_constant(tensor)
     array = np.asarray(value)
-    source = WeightSource(name, array.shape, str(array.dtype), partial(read_value, params, name))
-    if array.ndim in (2, 3) and array.dtype == "float32":
-        vars(source)["not_finite"] = count_not_finite(array)  # it need not be loaded for that again
-    return source
+    is_weight = array.ndim in (2, 3) and array.dtype == "float32"
+    counted = count_not_finite(array) if is_weight else None  # it need not be loaded again for that
+    read = partial(read_value, params, name)
+    return WeightSource(name, array.shape, str(array.dtype), read, counted)
 
 
 def name_params(mod: tvm.IRModule, params: Mapping[str, Any]) -> Mapping[str, Any]:
