@@ -25,7 +25,7 @@ from relayquant.runtime import CompileModule, Executor
 EXACT = frozenset(
     f"relax.{name}"
     for name in (
-        *("qnn.dequantize", "nn.layer_norm", "nn.rms_norm", "nn.relu", "clip"),
+        *("qnn.dequantize", "qnn.quantize_rows", "nn.layer_norm", "nn.rms_norm", "nn.relu", "clip"),
         *("add", "subtract", "multiply", "divide", "maximum", "minimum", "negative", "abs"),
         *("where", "concat", "split", "take"),
         *("reshape", "permute_dims", "expand_dims", "squeeze", "broadcast_to", "strided_slice"),
@@ -150,7 +150,7 @@ def find_rounded(graph: Graph) -> dict[relax.Var, relax.Var]:
     for binding in graph.bindings:
         operands = relax.analysis.free_vars(binding.value)
         is_loose = any(var in loose for var in operands)
-        if tensor_dtype(binding.var).startswith(("int", "uint")):
+        if tensor_dtype(binding.var).startswith(("int", "uint", "bool")):
             call = binding.value
             if graph.op_name(binding.var) == "relax.qnn.quantize" and call.args[0] in loose:
                 rounded[binding.var] = call.args[0]
