@@ -29,6 +29,7 @@ from relayquant.conversion import (
     expand_affine,
     fold_qnn,
     realize_qnn,
+    request_interface,
     set_interface,
 )
 from relayquant.conversion.partial import (
@@ -222,10 +223,24 @@ def lower_prepared(calibrated: PreparedModel) -> tvm.IRModule:
     return lower_module(convert_model(calibrated), calibrated.backend)
 
 
-def lower_module(reference: tvm.IRModule, backend: BackendConfig) -> tvm.IRModule:
-    """Reference form -> integer module: realize, expand, fold."""
+def lower_module(
+    reference: tvm.IRModule,
+    backend: BackendConfig,
+    input_dtypes: Mapping[str | int, str] | None = None,
+    output_dtypes: Mapping[str | int, str] | None = None,
+) -> tvm.IRModule:
+    """Reference form -> integer module: realize, expand, fold.
+
+    Args:
+        input_dtypes, output_dtypes: As for `relayquant.quantize`, of a reference form without a
+            ledger; with one, that says what main takes and gives.
+    """
     if find_ledger(reference) is None:
-        return lower_adopted(reference, backend)
+        lowered = lower_adopted(reference, backend)
+        asked = request_interface(lowered, input_dtypes or {}, output_dtypes or {})
+        lowered = set_interface(asked)
+        check_stage(lowered, Stage.QNN)
+        return lowered
     integer = realize_qnn(reference, backend)
     expanded = expand_affine(integer, backend)
     folded = set_interface(fold_qnn(expanded))
@@ -241,6 +256,4 @@ def lower_adopted(reference: tvm.IRModule, backend: BackendConfig) -> tvm.IRModu
             "The module holds no quantized value, so there is nothing to lower. Quantize it: "
             "relayquant.quantize(mod, params, dataset)."
         )
-    lowered = realize_quantized(canonical, backend)
-    check_stage(lowered, Stage.QNN)
-    return lowered
+    return realize_quantized(canonical, backend)

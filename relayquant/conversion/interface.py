@@ -18,7 +18,13 @@ from relayquant.conversion.qnn_form import read_dequantize, read_qparams
 from relayquant.dialect import qnn
 from relayquant.dialect.qnn.quantization import QUANTIZE
 from relayquant.errors import ConfigError, suggest_name
-from relayquant.ledger import InterfaceValue, find_ledger, ledger_attrs
+from relayquant.ledger import (
+    InterfaceValue,
+    find_ledger,
+    ledger_attrs,
+    read_ledger,
+    write_ledger,
+)
 from relayquant.ops import Quantized
 from relayquant.qtypes import INTEGER_LIMITS, QParams
 from relayquant.rewrite import Emitter, Graph, rewrite_main
@@ -45,6 +51,23 @@ def describe_interface(
         name_dtypes("input_dtypes", input_dtypes, inputs),
         name_dtypes("output_dtypes", output_dtypes, outputs),
     )
+
+
+def request_interface(
+    mod: tvm.IRModule,
+    input_dtypes: Mapping[str | int, str],
+    output_dtypes: Mapping[str | int, str],
+) -> tvm.IRModule:
+    """An integer module whose ledger asks for these dtypes, by name or index from 0: what
+    `set_interface` takes.
+
+    Raises:
+        ConfigError: there is no such input or output, or no such integer dtype.
+    """
+    if not input_dtypes and not output_dtypes:
+        return mod
+    inputs, outputs = describe_interface(mod, input_dtypes, output_dtypes)
+    return write_ledger(mod, replace(read_ledger(mod), inputs=inputs, outputs=outputs))
 
 
 def name_dtypes(

@@ -287,20 +287,6 @@ class PrepareCustomConfig:
             found[path] = rule.observed, forms[rule.observed]
         return found
 
-    def refuse_interface(self, function: str) -> None:
-        """For functions whose models take and give floats.
-
-        Raises:
-            ConfigError: the configuration names inputs or outputs that are integers.
-        """
-        if self.input_quantized_indexes or self.output_quantized_indexes:
-            raise ConfigError(
-                f"{function} gives a model that takes and returns floats, but the "
-                "PrepareCustomConfig names inputs or outputs that are integers. These go with "
-                "relayquant.torch.quantize; here they may be those of a standalone module "
-                "(set_standalone_module_name, its prepare_custom_config)."
-            )
-
 
 def find_apart(rules: Iterable[Any], module: Any, what: str) -> dict[str, Any]:
     """The first rule of each module that one finds, by path.

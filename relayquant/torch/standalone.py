@@ -243,11 +243,11 @@ def finish_reference(unit: Unit) -> ReferenceModule:
     """The reference form of a unit; custom submodules that have observed, in their quantized form.
 
     Raises:
-        ConfigError: an input that is to be of integers is not quantized.
+        ConfigError: an input of a standalone module that is to be of integers is not quantized.
     """
     reference, opened = convert_model(unit.prepared), unit.opened
     for value in unit.prepared.inputs:
-        if value.is_integer:
+        if value.is_integer and unit.path:
             check_input(reference, value.name, unit.path)
     parts = {**unit.parts, **{path: f.build(unit.parts[path]) for path, f in unit.forms.items()}}
     names = unit.prepared.graph.inputs

@@ -18,6 +18,7 @@ from tvm.ir import Call
 
 from relayquant.errors import ConfigError, ModelError, format_count
 from relayquant.importers import import_torch
+from relayquant.ledger import InterfaceValue
 from relayquant.pipeline import convert_model, lower_module, lower_prepared
 from relayquant.plan import Plan
 from relayquant.prepared import PreparedModel
@@ -208,6 +209,7 @@ class TrainableModule(nn.Module):
                 start = start / align_channels(factor, start, norm.place.weight_axis)
             self.weights[name_parameter(key)] = nn.Parameter(start)
         self.bias_scales = find_bias_scales(prepared.plan)
+        self.grids = find_input_grids(prepared)
         self.sums = find_sums(prepared, program, self.bias_scales)
         self.floats = nn.ParameterDict(
             {
@@ -257,7 +259,11 @@ class TrainableModule(nn.Module):
         }
         unit = self.source.unit
         fill = self.parts.make_filler(unit.opened.openings if unit else ())
-        return program.begin(inputs, parameters, trained, self.round_value, fill)
+        values = program.begin(inputs, parameters, trained, self.round_value, fill)
+        for name, key in self.grids.items():
+            var = program.by_name[name]
+            values.slots[var] = self.round_value(key, 1, values.slots[var])
+        return values
 
     def find_variable(self, key: str) -> str:
         """The parameter of the calibration graph that holds a constant."""
@@ -441,7 +447,9 @@ class TrainableModule(nn.Module):
         unit = self.source.unit
         if unit is not None:
             mod, _ = import_torch(export(self.to_reference(), unit.examples))
-            return lower_module(mod, unit.prepared.backend)
+            prepared = unit.prepared
+            inputs, outputs = map(list_dtypes, (prepared.inputs, prepared.outputs))
+            return lower_module(mod, prepared.backend, inputs, outputs)
         trained = self.collect()
         return lower_prepared(trained) if trained.plan.groups else trained.mod
 
@@ -482,6 +490,23 @@ def norm_visitor(module: TrainableModule, norm: LiveBatchNorm) -> Visitor:
         return total, {variable: module.round_bias(norm.place.bias, bias)}
 
     return visit
+
+
+def list_dtypes(values: Sequence[InterfaceValue]) -> dict[str | int, str]:
+    """The integer dtypes that inputs or outputs are asked to have, by number."""
+    return {i: value.requested for i, value in enumerate(values) if value.is_integer}
+
+
+def find_input_grids(prepared: PreparedModel) -> dict[str, str]:
+    """Name of an input that is to be integers -> the group that rounds it: operators in float read
+    it as rounded, too.
+    """
+    keys = prepared.plan.value_groups
+    return {
+        value.name: keys[value.name][0]
+        for value in prepared.inputs
+        if value.is_integer and keys.get(value.name)
+    }
 
 
 def find_bias_scales(plan: Plan) -> dict[str, tuple[str, str]]:

@@ -73,7 +73,9 @@ def prepare_qat(
             train within a mapping and backend of their own; and custom ones, whose observed form
             is called, and trains, in their place: `convert` makes the quantized form of it. With
             the latter two the data for calibration is held at once, and the integer module has the
-            shapes of the example inputs.
+            shapes of the example inputs. Inputs and outputs that are integers are those of what
+            `convert` gives, as its ledger says; the module that trains takes and gives floats,
+            rounded to the same grids.
 
     Returns:
         A `TrainableModule`; `convert` makes the integer module of it.
@@ -86,9 +88,9 @@ def prepare_qat(
         DataError: the data does not fit the module.
     """
     inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+    dtypes: dict[str, Any] = {}
     if prepare_custom_config is not None:
         check_module(module)
-        prepare_custom_config.refuse_interface("prepare_qat")
         backend, effort = resolve_backend(backend), resolve_effort(effort)
         if prepare_custom_config.standalone or prepare_custom_config.custom:
             if dynamic_shapes is not None:
@@ -107,28 +109,24 @@ def prepare_qat(
                 backend=backend, effort=effort, normalization=batch_norm, frees_batch=True
             )
             batches = read_batches(module, inputs, calibration, frees_batch=True)
-            return finish(
-                prepare_unit(
-                    module, prepare_custom_config, batches, qconfig_mapping, settings, finish
-                )
+            unit = prepare_unit(
+                module, prepare_custom_config, batches, qconfig_mapping, settings, finish
             )
+            return check_interface(finish(unit))
         mapping = qconfig_mapping or default_mapping(backend, effort)
         qconfig_mapping = prepare_custom_config.extend_mapping(mapping, module)
+        dtypes = prepare_custom_config.name_dtypes(backend)
     if dynamic_shapes is None:
         import_trainable()
         dynamic_shapes = free_batch(inputs)
     mod, params = load_program(export(module, inputs, dynamic_shapes=dynamic_shapes))
-    return from_module(
-        mod,
-        params,
-        qconfig_mapping,
-        backend,
-        calibration=calibration,
-        effort=effort,
-        ranges=ranges,
-        weight_ranges=weight_ranges,
-        batch_norm=batch_norm,
+    settings = PrepareSettings(effort=resolve_effort(effort), **dtypes)
+    is_live = batch_norm is BatchNorm.LIVE
+    prepared = calibrate_graph(
+        mod, params, qconfig_mapping, backend, calibration, settings, is_live=is_live
     )
+    folded = find_live(mod, params, prepared) if is_live else {}
+    return check_interface(build_trainable(prepared, ranges, weight_ranges, folded))
 
 
 @check_arguments
@@ -172,20 +170,50 @@ def from_module(
     import_trainable()
     is_live = batch_norm is BatchNorm.LIVE
     is_float = calibration is None and qconfig_mapping is None
-    settings = PrepareSettings(effort=Effort.FAST if is_float else resolve_effort(effort))
-    prepared = prepare_model(
-        mod,
-        params,
-        None if is_live else calibration,
-        QConfigMapping() if is_float else qconfig_mapping,
-        resolve_backend(backend),
-        settings,
-    )
-    if not is_float:
-        review_prepared(prepared, strict=False)
-        prepared = calibrate_model(prepared, calibration, CalibrateSettings())
+    if is_float:
+        fast = PrepareSettings(effort=Effort.FAST)
+        prepared = prepare_model(
+            mod, params, None, QConfigMapping(), resolve_backend(backend), fast
+        )
+    else:
+        settings = PrepareSettings(effort=resolve_effort(effort))
+        prepared = calibrate_graph(
+            mod, params, qconfig_mapping, backend, calibration, settings, is_live=is_live
+        )
     folded = find_live(mod, params, prepared) if is_live else {}
     return build_trainable(prepared, ranges, weight_ranges, folded)
+
+
+def calibrate_graph(
+    mod: tvm.IRModule,
+    params: Mapping[str, Any] | None,
+    mapping: QConfigMapping | None,
+    backend: BackendConfig | str | None,
+    calibration: Any,
+    settings: PrepareSettings,
+    *,
+    is_live: bool,
+) -> PreparedModel:
+    """A module with the ranges that training begins with; `is_live`: nothing is scaled between
+    channels, as batch norms have live statistics.
+    """
+    data = None if is_live else calibration
+    prepared = prepare_model(mod, params, data, mapping, resolve_backend(backend), settings)
+    review_prepared(prepared, strict=False)
+    return calibrate_model(prepared, calibration, CalibrateSettings())
+
+
+def check_interface(trained: TrainableModule) -> TrainableModule:
+    """The module, whose inputs and outputs can be integers where that is asked for: said before
+    the training.
+
+    Raises:
+        ConfigError: one cannot.
+    """
+    prepared = trained.source.prepared
+    if any(value.is_integer for value in (*prepared.inputs, *prepared.outputs)):
+        trained.to_quantized()
+    return trained
 
 
 def import_trainable() -> Any:

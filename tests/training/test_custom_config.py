@@ -363,6 +363,266 @@ def test_set_output_quantized_indexes__one_of_two():
     assert rq.verify(qmod, [x.numpy(), integers.numpy()]).is_equal
 
 
+def quantize_input(x, row):
+    """Integers of an input that a ledger describes, as FX's tensor."""
+    return torch.quantize_per_tensor(x, row.scale[0], row.zero_point[0], torch.quint8)
+
+
+def real_values(integers, row):
+    """float32 of integers that a ledger describes."""
+    return (integers.numpy().astype("float32") - row.zero_point[0]) * np.float32(row.scale[0])
+
+
+def prepare_all(function, net, data, config):
+    """(prepared, converted) by one of the functions that prepare."""
+    if function == "prepare_qat":
+        prepared = rq.torch.prepare_qat(
+            net, (data[0],), calibration=data, prepare_custom_config=config, **OPTIONS
+        )
+        return prepared, rq.torch.convert(prepared.eval())
+    prepared = rq.torch.prepare(net, (data[0],), prepare_custom_config=config, **OPTIONS)
+    for batch in data[1:]:
+        prepared(batch)
+    return prepared, rq.torch.convert(prepared)
+
+
+def call_converted(converted, integers):
+    """What a converted model of either kind gives for integers."""
+    if not callable(converted):
+        return torch.from_numpy(rq.reference.run(converted, [integers.numpy()])[0])
+    return converted(integers)
+
+
+def convert_fx_with(net, data, grids):
+    """FX's module of two linear layers, by quantization parameters that are given, and with
+    integers in and out.
+    """
+    from torch.ao.quantization import (
+        FixedQParamsObserver,
+        PerChannelMinMaxObserver,
+        QConfig,
+        QConfigMapping,
+    )
+
+    weight = PerChannelMinMaxObserver.with_args(
+        dtype=torch.qint8, qscheme=torch.per_channel_symmetric, quant_min=-127, quant_max=127
+    )
+    mapping = QConfigMapping()
+    for name, (scale, zero_point) in grids.items():
+        observer = FixedQParamsObserver.with_args(
+            scale=scale, zero_point=zero_point, dtype=torch.quint8, quant_min=0, quant_max=255
+        )
+        mapping.set_module_name(name, QConfig(observer, weight))
+    theirs = TheirConfig().set_input_quantized_indexes([0]).set_output_quantized_indexes([0])
+    prepared = prepare_fx(net, mapping, (data[0],), prepare_custom_config=theirs)
+    for batch in data:
+        prepared(batch)
+    return convert_fx(prepared)
+
+
+@pytest.mark.parametrize("function", ["prepare", "prepare_qat"])
+def test_set_input_quantized_indexes__same_scales_give_the_integers_of_fx(function):
+    """Both prepare in float; what they convert to takes and gives integers. By the same scales FX's
+    module gives the same ones.
+    """
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(12, 16), torch.nn.ReLU(), torch.nn.Linear(16, 7))
+    net, data = net.eval(), [torch.randn(64, 12) for _ in range(4)]
+    mod, params = rq.torch.load(rq.torch.export(net, (data[0],)))
+    plain = rq.calibrate(rq.prepare(mod, params, effort="fast"), data)
+    inner = plain.parameters[plain.plan.value_groups["1"][0]]
+    prepared, converted = prepare_all(function, net, data, INTEGERS)
+    assert prepared(data[0]).dtype is torch.float32
+    ledger = converted.ledger if callable(converted) else rq.ledger(converted)
+    (taken,), (given,) = ledger.inputs, ledger.outputs
+    assert taken.dtype == given.dtype == "uint8"
+    hidden = float(inner.scale), int(inner.zero_point)
+    theirs = convert_fx_with(
+        net, data, {"0": hidden, "1": hidden, "2": (given.scale[0], given.zero_point[0])}
+    )
+    different = 0
+    for batch in data:
+        integers = quantize_input(batch, taken)
+        want = theirs(integers).int_repr().int()
+        got = call_converted(converted, integers.int_repr())
+        assert got.dtype is torch.uint8
+        different += int((got.int() != want).sum())
+        assert int((got.int() - want).abs().max()) <= 1
+    assert different <= 0.005 * 4 * 64 * 7, "what lies between two integers but for the last bits"
+
+
+@pytest.mark.parametrize("where", ["before", "inner"])
+def test_set_input_quantized_indexes__trains_with_standalone_modules(where):
+    """Integers in and out of a model whose first or middle module is quantized by itself."""
+    torch.manual_seed(0)
+    net, data = Linears().eval(), [torch.randn(16, 12) for _ in range(4)]
+    config = INTEGERS.set_standalone_module_name(where, None, INTEGERS)
+    trained, qmod = prepare_all("prepare_qat", net, data, config)
+    assert count_calls(qmod)["quantize"] == count_calls(qmod)["dequantize"] == 0
+    (taken,), (given,) = rq.ledger(qmod).inputs, rq.ledger(qmod).outputs
+    got = call_converted(qmod, quantize_input(data[0], taken).int_repr())
+    with torch.no_grad():
+        want = trained(data[0]).numpy()
+    assert np.abs(real_values(got, given) - want).max() <= 1.01 * given.scale[0]
+
+
+def test_set_input_quantized_indexes__operators_in_float_train_on_rounded_values():
+    """What the integer module can only get as integers, the module that trains rounds, too, for
+    operators that stay in float.
+    """
+
+    class Both(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.norm = torch.nn.Linear(8, 8), torch.nn.LayerNorm(8)
+
+        def forward(self, x):
+            return self.linear(x), self.norm(x)
+
+    torch.manual_seed(0)
+    net, data = Both().eval(), [torch.randn(16, 8) for _ in range(2)]
+    config = PrepareCustomConfig().set_input_quantized_indexes([0])
+    trained, qmod = prepare_all("prepare_qat", net, data, config)
+    (taken,) = rq.ledger(qmod).inputs
+    integers = quantize_input(data[0], taken).int_repr().numpy()
+    with torch.no_grad():
+        wanted = [value.numpy() for value in trained(data[0])]
+        floats = net(data[0])[1].numpy()
+    got = rq.reference.run(qmod, [integers])
+    np.testing.assert_allclose(got[1], wanted[1], atol=1e-5)
+    assert np.abs(floats - wanted[1]).max() > 1e-4
+
+
+@pytest.mark.parametrize("function", ["prepare", "prepare_qat"])
+def test_set_input_quantized_indexes__where_nothing_takes_them_is_refused_first(function):
+    """Before the training, that is; with code that runs, when it is converted."""
+
+    class Norm(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.inner = torch.nn.LayerNorm(12), torch.nn.Linear(12, 12)
+
+        def forward(self, x):
+            return self.norm(self.inner(self.norm(x)))
+
+    net, data = Norm().eval(), [torch.randn(4, 12) for _ in range(2)]
+    for config, message in (
+        (PrepareCustomConfig().set_input_quantized_indexes([0]), "input 'x' is not quantized"),
+        (PrepareCustomConfig().set_output_quantized_indexes([0]), "computed in float"),
+        (PrepareCustomConfig().set_input_quantized_indexes([2]), "index 2; allowed: 0 to 0"),
+    ):
+        with pytest.raises(rq.ConfigError, match=message):
+            prepare_all(function, net, data, config)
+
+
+class Cut(torch.nn.Module):
+    """Control flow on what is computed: `a` or not, then `b` as often as it takes, then `c`."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (torch.nn.Linear(12, 12) for _ in range(3))
+
+    def forward(self, x):
+        sign = x.sum()
+        if sign > 0:
+            x = torch.relu(self.a(x))
+        while x.abs().max() > 1:
+            x = self.b(x) * 0.5
+        return self.c(x), sign
+
+
+def make_cut():
+    torch.manual_seed(0)
+    return Cut().eval(), [3 * torch.randn(4, 12) + k for k in (-1, 1, -1, 1)]
+
+
+def test_set_input_quantized_indexes__of_code_that_runs():
+    """The first runs take the integers, whichever they are, the last one gives integers; PyTorch
+    gets their real values, which is said. FX traces no such code.
+    """
+    net, data = make_cut()
+    with pytest.warns(UserWarning, match="read in PyTorch by sum in the model"):
+        prepared, converted = prepare_all("prepare", net, data, INTEGERS)
+    assert prepared(data[0])[0].dtype is torch.float32
+    ledger = converted.ledger
+    assert [row.dtype for row in (*ledger.inputs, *ledger.outputs)] == [
+        "uint8", "uint8", "float32",
+    ]  # fmt: skip
+    taken, given = ledger.inputs[0], ledger.outputs[0]
+    _, floats = prepare_all("prepare", net, data, None)
+    first = [run.inputs[0] for run in converted.runs]
+    assert len(first) == 3
+    assert all(grid is not None and grid.dtype == "uint8" for grid in first)
+    for batch in data:
+        integers = quantize_input(batch, taken)
+        rounded = integers.dequantize()
+        got, sign = converted(integers.int_repr())
+        assert got.dtype is torch.uint8
+        torch.testing.assert_close(sign, rounded.sum())
+        with torch.no_grad():
+            want = net(rounded)[0].numpy()
+        sqnr = measure_sqnr(want, real_values(got, given))
+        assert sqnr > 20
+        assert sqnr > measure_sqnr(want, floats(rounded)[0].numpy()) - 3, "than with floats"
+    with pytest.raises(rq.DataError, match="is float32; the converted model takes uint8"):
+        converted(data[0])
+
+
+def test_set_output_quantized_indexes__of_code_that_runs_in_another_dtype():
+    """A mapping of int8 makes runs of int8; the caller has the dtype of the backend, uint8, as of
+    a model that exports.
+    """
+    qconfig = rq.QConfig(rq.ARM.default_qconfig.activation, rq.GENERIC.default_qconfig.weight)
+    mapping = rq.QConfigMapping().set_global(qconfig)
+    net, data = make_cut()
+    given = {"prepare_custom_config": INTEGERS, "qconfig_mapping": mapping, "effort": "fast"}
+    prepared = rq.torch.prepare(net, (data[0],), backend=rq.GENERIC, **given)
+    for batch in data[1:]:
+        prepared(batch)
+    with pytest.warns(UserWarning, match="read in PyTorch"):
+        converted = rq.torch.convert(prepared)
+    whole = rq.torch.quantize(net.c, (data[0],), data, backend=rq.GENERIC, **given)
+    for ledger in (converted.ledger, rq.ledger(whole)):
+        assert ledger.inputs[0].dtype == ledger.outputs[0].dtype == "uint8"
+    assert converted.runs[0].inputs[0].dtype == "int8"
+    taken, given = converted.ledger.inputs[0], converted.ledger.outputs[0]
+    integers = torch.quantize_per_tensor(
+        data[0], taken.scale[0], taken.zero_point[0], torch.quint8
+    )  # fmt: skip
+    got, _ = converted(integers.int_repr())
+    assert got.dtype is torch.uint8
+    with torch.no_grad():
+        want = net(integers.dequantize())[0].numpy()
+    assert measure_sqnr(want, real_values(got, given)) > 20
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (PrepareCustomConfig().set_output_quantized_indexes([1]), "output 1 .* it is sum in the"),
+        (PrepareCustomConfig().set_output_quantized_indexes([2]), "no output 2; allowed: 0 to 1"),
+        (PrepareCustomConfig().set_input_quantized_indexes([1]), "no input 1; allowed: 0 to 0"),
+    ],
+)
+def test_set_output_quantized_indexes__of_code_that_runs_names_what_is_in_float(config, message):
+    net, data = make_cut()
+    with pytest.raises(rq.ConfigError, match=message):
+        prepare_all("prepare", net, data, config)
+
+
+def test_set_input_quantized_indexes__of_code_that_runs_read_by_pytorch_alone():
+    net = torch.nn.Linear(4, 4).eval()
+
+    def run(x, y):
+        return net(y) if x.sum() > 0 else y
+
+    config = PrepareCustomConfig().set_input_quantized_indexes([0])
+    x = torch.ones(2, 4)
+    prepared = rq.torch.prepare(run, (x, x.clone()), prepare_custom_config=config, **OPTIONS)
+    with pytest.raises(rq.ConfigError, match=r"input 0 of .* PyTorch reads it, in sum"):
+        rq.torch.convert(prepared)
+
+
 # --- Custom modules ---------------------------------------------------------------------------
 
 
@@ -580,14 +840,6 @@ def test_set_non_traceable_module_names__stay_in_float_in_code_that_runs():
     rows = {row.name: row.quantized for row in rq.torch.convert(prepared).ledger.rows}
     assert not any(quantized for name, quantized in rows.items() if name.startswith("net.2"))
     assert any(rows.values())
-
-
-@pytest.mark.parametrize("function", ["prepare", "prepare_qat"])
-def test_set_input_quantized_indexes__of_models_that_take_floats(function):
-    net, x = torch.nn.Sequential(torch.nn.Linear(4, 4)), torch.ones(2, 4)
-    options = {"calibration": [x]} if function == "prepare_qat" else {}
-    with pytest.raises(rq.ConfigError, match=f"{function} gives a model that takes and returns"):
-        getattr(rq.torch, function)(net, (x,), prepare_custom_config=INTEGERS, **options)
 
 
 # --- Training ---------------------------------------------------------------------------------

@@ -28,10 +28,15 @@ from relayquant.rewrite.graph import iterate_results, result_expr
 from relayquant.torch.define_by_run.blocks import Input, StraightRun
 from relayquant.torch.define_by_run.tape import Tape
 
+#: number of what calls the model, as if it were a run
+OUTSIDE = -1
+
 
 @dataclass(frozen=True, order=True)
 class Port:
-    """An input or output of a run, by number."""
+    """An input or output of a run, by number; of the run `OUTSIDE`, an argument of the model, which
+    comes out of there, or what the model returns.
+    """
 
     block: int
     is_output: bool
@@ -50,20 +55,52 @@ class Border:
     exact: frozenset[Port] = frozenset()
 
 
-def find_meetings(tapes: Sequence[Tape], blocks: Sequence[StraightRun]) -> list[frozenset[Port]]:
-    """The ports that values connect, those alone left out."""
-    made: dict[tuple[int, int], Port] = {}  # (tape, value) -> output it is
+def find_made(tapes: Sequence[Tape], blocks: Sequence[StraightRun]) -> dict[tuple[int, int], Port]:
+    """(tape, value) -> the output of a run that it is."""
+    made: dict[tuple[int, int], Port] = {}
+    for b, block in enumerate(blocks):
+        for each in block.passes:
+            inside: dict[int, int] = {}
+            for i, step in zip(each.steps, block.steps, strict=True):
+                inside.update(zip(step.results, tapes[each.tape].steps[i].results, strict=True))
+            for k, number in enumerate(block.outputs):
+                made[each.tape, inside[number]] = Port(b, True, k)
+    return made
+
+
+def find_owned(tapes: Sequence[Tape], blocks: Sequence[StraightRun]) -> list[set[int]]:
+    """Of each tape, the steps that are part of a run."""
+    owned = [set[int]() for _ in tapes]
+    for block in blocks:
+        for each in block.passes:
+            owned[each.tape].update(each.steps)
+    return owned
+
+
+def find_meetings(
+    tapes: Sequence[Tape],
+    blocks: Sequence[StraightRun],
+    inputs: Collection[int] = (),
+    outputs: Collection[int] = (),
+) -> list[frozenset[Port]]:
+    """The ports that values connect, those alone left out.
+
+    `inputs` and `outputs` are the tensors that the model takes and returns, by number, that are to
+    be ports too.
+    """
+    made = find_made(tapes, blocks)
     reads: list[tuple[tuple[int, int], Port]] = []
     for b, block in enumerate(blocks):
         for each in block.passes:
-            tape = tapes[each.tape]
-            inside: dict[int, int] = {}
-            for i, step in zip(each.steps, block.steps, strict=True):
-                inside.update(zip(step.results, tape.steps[i].results, strict=True))
-            for k, number in enumerate(block.outputs):
-                made[each.tape, inside[number]] = Port(b, True, k)
-            for k, value in enumerate(read_inputs(tape, block, each.steps)):
+            for k, value in enumerate(read_inputs(tapes[each.tape], block, each.steps)):
                 reads.append(((each.tape, value), Port(b, False, k)))
+    for t, tape in enumerate(tapes):
+        for value, k in tape.entries.items():
+            if k in inputs:
+                made[t, value] = Port(OUTSIDE, True, k)
+        for k, result in enumerate(tape.results):
+            if k in outputs and result is not None:
+                reads.append(((t, result), Port(OUTSIDE, False, k)))
     groups: dict[Port, set[Port]] = {}
     for value, port in reads:
         if value not in made:
@@ -73,21 +110,17 @@ def find_meetings(tapes: Sequence[Tape], blocks: Sequence[StraightRun]) -> list[
     return sorted({frozenset(group) for group in groups.values()}, key=sorted)
 
 
-def find_float_reads(tapes: Sequence[Tape], blocks: Sequence[StraightRun]) -> set[Port]:
-    """Outputs of runs that operators in PyTorch read, or the user."""
-    owned = [set[int]() for _ in tapes]
-    made: dict[tuple[int, int], Port] = {}
-    for b, block in enumerate(blocks):
-        for each in block.passes:
-            owned[each.tape].update(each.steps)
-            inside: dict[int, int] = {}
-            for i, step in zip(each.steps, block.steps, strict=True):
-                inside.update(zip(step.results, tapes[each.tape].steps[i].results, strict=True))
-            for k, number in enumerate(block.outputs):
-                made[each.tape, inside[number]] = Port(b, True, k)
+def find_float_reads(
+    tapes: Sequence[Tape], blocks: Sequence[StraightRun], outputs: Collection[int] = ()
+) -> set[Port]:
+    """Outputs of runs that operators in PyTorch read, or the user; but for what the model returns
+    as integers, the tensors of these numbers.
+    """
+    owned, made = find_owned(tapes, blocks), find_made(tapes, blocks)
     read: set[Port] = set()
     for t, tape in enumerate(tapes):
-        values: set[object] = set(tape.alive)
+        floats = {value for k, value in enumerate(tape.results) if k not in outputs}
+        values: set[object] = {v for v in tape.alive if v in floats or v not in tape.results}
         for i, step in enumerate(tape.steps):
             if i not in owned[t]:
                 values.update(step.operands)
@@ -141,6 +174,7 @@ def choose_borders(
     observer: Observer | None,
     read_values: Callable[[Port], Iterator[np.ndarray]],
     float_reads: Collection[Port],
+    returned_dtype: str,
 ) -> list[Border]:
     """The borders that integers cross.
 
@@ -149,13 +183,15 @@ def choose_borders(
         graphs: By number, the modules of the runs that are quantized.
         plan_run: (module, output_dtypes) -> its plan; ConfigError where an output cannot be so.
         observer: What picks the grids; None: that of the first run that reads the values.
-        read_values: Input of a run -> all arrays that came there.
+        read_values: Input of a run, or what the model returns -> all arrays that came there.
         float_reads: Outputs that PyTorch reads.
+        returned_dtype: Of what the model returns, where no run reads it.
     """
     plans = {number: plan_run(mod, {}) for number, mod in graphs.items()}
     borders = []
     for ports in meetings:
-        if any(port.block not in plans for port in ports if port.is_output):
+        makers = [port for port in ports if port.is_output and port.block != OUTSIDE]
+        if any(port.block not in plans for port in makers):
             continue
         read = {
             port: find_port_group(plans, port)
@@ -163,27 +199,30 @@ def choose_borders(
             if not port.is_output and port.block in plans
         }
         readers = {port: group for port, group in read.items() if group is not None}
+        outside = {port for port in ports if port.block == OUTSIDE}
+        returned = [port for port in outside if not port.is_output]
         first = next(iter(readers.values()), None)
-        if first is None or not all(is_alike(group, first) for group in readers.values()):
+        if first is None and not returned:
             continue
-        makers = [port for port in ports if port.is_output]
+        dtype = returned_dtype if first is None else first.info.spec.dtype
         try:
             of_makers = {
-                port: plan_run(graphs[port.block], {port.number: first.info.spec.dtype})
-                for port in makers
+                port: plan_run(graphs[port.block], {port.number: dtype}) for port in sorted(makers)
             }
         except ConfigError:
             continue
         made = [find_port_group({port.block: plan}, port) for port, plan in of_makers.items()]
-        if any(group is None or not is_alike(group, first) for group in made):
+        groups = [*readers.values(), *made]
+        first = next(iter(groups), None)
+        if first is None or not all(g is not None and is_alike(g, first) for g in groups):
             continue
         picker = observer or first.calibration
         if first.is_fixed or not isinstance(picker, Observer):
             continue
         if isinstance(picker, OutputSQNR):
             picker = MinMax()  # there is no output to judge by: nothing is clipped
-        values = itertools.chain.from_iterable(map(read_values, read))
-        crossed = frozenset([*makers, *readers])  # other readers take it in float
+        values = itertools.chain.from_iterable(map(read_values, [*read, *returned]))
+        crossed = frozenset([*makers, *readers, *outside])  # other readers take it in float
         exact = frozenset(
             port for port in makers
             if crossed != ports or port in float_reads

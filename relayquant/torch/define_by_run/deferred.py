@@ -9,13 +9,13 @@ import dataclasses
 import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch  # pyright: ignore[reportMissingImports]
 from torch.utils import _pytree as pytree  # pyright: ignore[reportMissingImports]
 
-from relayquant.qtypes import QParams
+from relayquant.qtypes import INTEGER_LIMITS, QParams
 from relayquant.torch.define_by_run.functions import is_metadata, name_function
 
 
@@ -97,16 +97,26 @@ def take_real(value: Any) -> Any:
 
 
 def compute_result(result: Any) -> Any:
-    """What a model returns, with float tensors in place of deferred ones; data classes are filled
-    with them in place.
+    """What a model returns, with float tensors in place of deferred ones."""
+    return replace_tensors(result, take_float)
+
+
+def take_float(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor, in float where it is deferred."""
+    return compute(tensor) if isinstance(tensor, DeferredTensor) else tensor
+
+
+def replace_tensors(result: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """What a model returns, with others in place of its tensors; data classes are filled with them
+    in place.
     """
 
     def take_leaf(leaf: Any) -> Any:
-        if isinstance(leaf, DeferredTensor):
-            return compute(leaf)
+        if isinstance(leaf, torch.Tensor):
+            return change(leaf)
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             for name, value in list(vars(leaf).items()) if hasattr(leaf, "__dict__") else ():
-                object.__setattr__(leaf, name, compute_result(value))
+                object.__setattr__(leaf, name, replace_tensors(value, change))
         return leaf
 
     return pytree.tree_map(take_leaf, result)
@@ -122,6 +132,14 @@ def compute(value: DeferredTensor) -> torch.Tensor:
                 assert value.passing is not None
                 value.floats = value.passing.compute_in_float()[value.number]
     return value.floats
+
+
+def quantize_tensor(tensor: torch.Tensor, qparams: QParams) -> torch.Tensor:
+    """What `qnn.quantize` computes: half to even, one division."""
+    low, high = INTEGER_LIMITS[qparams.dtype]
+    steps = torch.nan_to_num(tensor / float(qparams.scale))  # NaN gives the zero point
+    rounded = torch.round(steps) + int(qparams.zero_point)
+    return rounded.clamp(low, high).to(getattr(torch, qparams.dtype))
 
 
 def dequantize_tensor(tensor: torch.Tensor, qparams: QParams) -> torch.Tensor:

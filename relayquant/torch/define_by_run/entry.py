@@ -70,7 +70,10 @@ def prepare(
             error, at calibration and afterwards.
         prepare_custom_config: By path or class, modules that stay in float; standalone modules,
             each an integer module of its own, calibrated on its calls; and custom ones, whose
-            observed form is called, and after `convert` the quantized one.
+            observed form is called, and after `convert` the quantized one. And inputs and outputs
+            of the converted model that are integers: numbers count the tensors among its
+            arguments, and among what it returns. Its ledger states their grids; this one takes and
+            gives floats.
 
     Returns:
         A `relayquant.torch.define_by_run.program.PreparedProgram`: call it like the model, with
@@ -88,16 +91,15 @@ def prepare(
         ) from None
     from relayquant.torch.define_by_run.program import PreparedProgram
 
-    if prepare_custom_config is not None:
-        prepare_custom_config.refuse_interface("prepare")
+    backend = resolve_backend(backend)
+    config = prepare_custom_config
     settings = QuantizeSettings(
         effort=effort,
-        backend=resolve_backend(backend),
+        backend=backend,
         qconfig_mapping=qconfig_mapping,
         calibration=calibration,
+        **({} if config is None else config.name_dtypes(backend)),
     )
-    prepared = PreparedProgram(
-        model, settings, resolve_unseen(unseen), strict_order, prepare_custom_config
-    )
+    prepared = PreparedProgram(model, settings, resolve_unseen(unseen), strict_order, config)
     prepared(*example_inputs)
     return prepared

@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree  # pyright: ignore[reportMissingImport
 from tvm import relax
 
 from relayquant.errors import ModelError, warn_user
-from relayquant.qtypes import INTEGER_LIMITS, QParams
+from relayquant.qtypes import QParams
 from relayquant.runtime import ALIGNMENT, check_threads, stop_spinning
 from relayquant.torch.define_by_run.arguments import (
     SINGLE,
@@ -39,7 +39,13 @@ from relayquant.torch.define_by_run.arguments import (
 )
 from relayquant.torch.define_by_run.blocks import Form, Input, Inside, Source
 from relayquant.torch.define_by_run.call_sites import CALL_MODULE, CallSite, SiteKey, SiteTable
-from relayquant.torch.define_by_run.deferred import DeferredTensor, ValuePool, compute, take_real
+from relayquant.torch.define_by_run.deferred import (
+    DeferredTensor,
+    ValuePool,
+    compute,
+    quantize_tensor,
+    take_real,
+)
 from relayquant.torch.define_by_run.entry import Unseen
 from relayquant.torch.define_by_run.forwards import ModuleCall
 from relayquant.torch.define_by_run.functions import NUMBERS, may_write
@@ -139,14 +145,6 @@ def align(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.requires_grad or not tensor.is_contiguous():
         tensor = tensor.detach().contiguous()
     return tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
-
-
-def quantize_tensor(tensor: torch.Tensor, qparams: QParams) -> torch.Tensor:
-    """What `qnn.quantize` computes: half to even, one division."""
-    low, high = INTEGER_LIMITS[qparams.dtype]
-    steps = torch.nan_to_num(tensor / float(qparams.scale))  # NaN gives the zero point
-    rounded = torch.round(steps) + int(qparams.zero_point)
-    return rounded.clamp(low, high).to(getattr(torch, qparams.dtype))
 
 
 class RunPass:

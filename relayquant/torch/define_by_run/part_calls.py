@@ -23,8 +23,8 @@ from relayquant.qtypes import QParams
 from relayquant.quantizer import quantize
 from relayquant.settings import QuantizeSettings
 from relayquant.torch.custom_config import PrepareCustomConfig, StandaloneRule
-from relayquant.torch.define_by_run.deferred import dequantize_tensor
-from relayquant.torch.define_by_run.executing import CompiledModule, quantize_tensor
+from relayquant.torch.define_by_run.deferred import dequantize_tensor, quantize_tensor
+from relayquant.torch.define_by_run.executing import CompiledModule
 from relayquant.torch.define_by_run.functions import PartFunction
 from relayquant.torch.define_by_run.tape import TensorFile
 from relayquant.torch.exported import apply_config, export, load

@@ -34,6 +34,7 @@ from relayquant.torch.define_by_run.executing import (
     RunPlayer,
 )
 from relayquant.torch.define_by_run.forwards import ModuleForward, replacing_forwards
+from relayquant.torch.define_by_run.interface import ModelInterface, check_integers, list_tensors
 from relayquant.torch.define_by_run.module_calls import find_calls
 from relayquant.torch.define_by_run.part_calls import (
     ModelParts,
@@ -152,6 +153,8 @@ class PreparedProgram(Uncopied):
         tape = recorder.finish()
         tape.arguments, tape.inputs = arguments, inputs
         tape.sizes = tuple(tuple(tensor.shape) for tensor in tensors)
+        if self.settings.output_dtypes:
+            recorder.note_results(list_tensors(result))
         self._tapes.append(tape)
         return result
 
@@ -160,11 +163,19 @@ class PreparedProgram(Uncopied):
         whole = self._quantize_whole()
         if whole is not None:
             return whole
-        runs = quantize_runs(self._tapes, self._constants, self._file, self.settings)
+        runs, interface = quantize_runs(self._tapes, self._constants, self._file, self.settings)
         forms = {} if self._parts is None else self._parts.convert(self.settings)
         calls = {} if self._parts is None else self._parts.make_calls(forms)
         return QuantizedProgram(
-            self.model, self._table, self._constants, runs, self.unseen, self.order, forms, calls
+            self.model,
+            self._table,
+            self._constants,
+            runs,
+            self.unseen,
+            self.order,
+            forms,
+            calls,
+            interface,
         )
 
     def _quantize_whole(self) -> QuantizedWhole | None:
@@ -209,6 +220,8 @@ class PreparedProgram(Uncopied):
             backend=settings.backend,
             effort=settings.effort,
             calibration=settings.calibration,
+            input_dtypes=settings.input_dtypes,
+            output_dtypes=settings.output_dtypes,
         )
         return QuantizedWhole(qmod, program.call_spec.out_spec)
 
@@ -224,6 +237,8 @@ class QuantizedWhole(Uncopied):
     def __init__(self, mod: tvm.IRModule, form: Any) -> None:
         self.mod, self.executable, self._form = mod, compile(mod), form
         self._module = CompiledModule(self.executable)
+        values = enumerate(self.ledger.inputs)
+        self._integers = [(i, row.qparams) for i, row in values if row.qparams is not None]
 
     @property
     def modules(self) -> tuple[tvm.IRModule, ...]:
@@ -236,8 +251,14 @@ class QuantizedWhole(Uncopied):
         return read_ledger(self.mod)
 
     def __call__(self, *args: Any) -> Any:
-        """The outputs for inputs of the calibrated shapes, as the float model returns them."""
+        """The outputs for inputs of the calibrated shapes, as the float model returns them.
+
+        Raises:
+            DataError: an input that is integers has another dtype.
+        """
         tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+        for i, grid in self._integers:
+            check_integers(tensors[i], grid, f"Input {i} of the model")
         return pytree.tree_unflatten(self._module.call(tensors), self._form)
 
 
@@ -263,7 +284,9 @@ class QuantizedProgram(Uncopied):
         order: Sequence[CallSite] | None,
         forms: Mapping[str, Any],
         part_calls: Mapping[int, PartCall],
+        interface: ModelInterface,
     ) -> None:
+        self._interface = interface
         self.parts, self._part_calls = dict(forms), part_calls
         self.model, self.runs = model, tuple(runs)
         self._table, self._unseen, self._order = table, unseen, order
@@ -292,7 +315,8 @@ class QuantizedProgram(Uncopied):
     def ledger(self) -> Ledger:
         """What was quantized, and why what was not, of all parts: integer modules and PyTorch."""
         alone = [p.ledger for p in self.parts.values() if isinstance(p, StandaloneModule)]
-        return join_ledgers(self.runs, self.sites, alone)
+        joined = join_ledgers(self.runs, self.sites, alone)
+        return replace(joined, inputs=self._interface.inputs, outputs=self._interface.outputs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model.
@@ -300,7 +324,10 @@ class QuantizedProgram(Uncopied):
         Raises:
             ModelError: the call comes to an operator, a size or a constant that calibration never
                 came to, unless `unseen` says float; or with `strict_order`, another way.
+            DataError: an input that is integers has another dtype.
         """
+        if self._interface.entries:
+            args, kwargs = self._interface.enter(args, kwargs)
         code = RunningCode(
             self._table,
             self._places,
@@ -315,6 +342,8 @@ class QuantizedProgram(Uncopied):
             result = run_model(self.model, code, args, kwargs)
         if code.passing is not None:
             code.passing.compute_in_float()
+        if self._interface.exits:
+            return self._interface.leave(result)
         return compute_result(result)
 
     def _find_pool(self) -> ValuePool:

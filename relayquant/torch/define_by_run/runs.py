@@ -31,6 +31,7 @@ from relayquant.rewrite.graph import iterate_results, result_expr
 from relayquant.settings import PrepareSettings, QuantizeSettings
 from relayquant.torch.define_by_run.blocks import Input, StraightRun, find_blocks
 from relayquant.torch.define_by_run.borders import (
+    OUTSIDE,
     Border,
     Port,
     choose_borders,
@@ -40,6 +41,7 @@ from relayquant.torch.define_by_run.borders import (
 )
 from relayquant.torch.define_by_run.call_sites import CallSite
 from relayquant.torch.define_by_run.graphs import build_graph, find_refused
+from relayquant.torch.define_by_run.interface import ModelInterface, find_interface
 from relayquant.torch.define_by_run.tape import ModelConstants, Tape, TapeStep, TensorFile, replay
 
 
@@ -122,14 +124,19 @@ class RunData:
 
 def quantize_runs(
     tapes: Sequence[Tape], constants: ModelConstants, file: TensorFile, settings: QuantizeSettings
-) -> list[QuantizedRun]:
-    """The runs of all tapes that hold something to quantize.
+) -> tuple[list[QuantizedRun], ModelInterface]:
+    """The runs of all tapes that hold something to quantize; and what the model takes and gives.
 
     What stays in PyTorch has the reason at its site.
 
     Raises:
-        ConfigError: a line of the mapping decides for no operator of any run.
+        ConfigError: a line of the mapping decides for no operator of any run; or an input or output
+            of the model cannot be integers.
     """
+    inputs, outputs = (
+        {int(k): dtype for k, dtype in (asked or {}).items()}
+        for asked in (settings.input_dtypes, settings.output_dtypes)
+    )
     blocks, graphs, data = build_graphs(tapes, constants, file)
     mapping = settings.qconfig_mapping
     if mapping is not None:
@@ -150,16 +157,28 @@ def quantize_runs(
                 site.reason, site.advice = site.reason or reason, site.advice or advice
             del graphs[number]
     observer = settings.calibration if isinstance(settings.calibration, Observer) else None
-    meetings = find_meetings(tapes, blocks)
-    floats = find_float_reads(tapes, blocks)
-    borders = choose_borders(meetings, graphs, plan_run, observer, data.read_port, floats)
+
+    def read_port(port: Port) -> Iterator[np.ndarray]:
+        if port.block != OUTSIDE:
+            yield from data.read_port(port)
+            return
+        for tape in tapes:  # what the model has returned
+            array = file.read(tape.given[port.number]).numpy()
+            if array.size:
+                yield array
+
+    meetings = find_meetings(tapes, blocks, inputs, outputs)
+    floats = find_float_reads(tapes, blocks, outputs)
+    dtype = settings.backend.default_qconfig.activation.spec.dtype
+    borders = choose_borders(meetings, graphs, plan_run, observer, read_port, floats, dtype)
+    interface = find_interface(tapes, blocks, graphs, borders, file, inputs, outputs)
     runs = [
         quantize_run(number, blocks[number], mod, plans[number], borders, data, settings)
         for number, mod in graphs.items()
     ]
     if mapping is not None:
         check_rules(mapping, plans.values())
-    return runs
+    return runs, interface
 
 
 def build_graphs(

@@ -202,6 +202,9 @@ class Tape:
         arguments: Arguments of the call, with slots.
         inputs: Tensors among them: their numbers in the file.
         sizes: Shapes of these tensors.
+        entries: Number of a value -> number of the tensor among the arguments that it was.
+        results: Values that the model returned, tensor by tensor, None for one that is none of
+            the tape's; and `given`, their numbers in the file. Where these are asked for.
         has_state: Whether it read a tensor that is no argument or constant and that it has not
             made: state from before.
         eager: Operators that only PyTorch can run: they make views of what is written into.
@@ -216,6 +219,9 @@ class Tape:
         self.arguments: Any = None
         self.inputs: tuple[int, ...] = ()
         self.sizes: tuple[tuple[int, ...], ...] = ()
+        self.entries: dict[int, int] = {}
+        self.results: tuple[int | None, ...] = ()
+        self.given: tuple[int, ...] = ()
         self.has_state = False
         self.eager: set[CallSite] = set()
         self.alive: frozenset[int] = frozenset()
@@ -320,6 +326,7 @@ class RecordedCall(TorchFunctionMode):
         self._forms: dict[tuple[torch.Size, torch.dtype], ValueForm] = {}
         #: id of a tensor that the call was given or has made without another -> the tensor
         self._own = {id(tensor): weakref.ref(tensor) for tensor in arguments}
+        self._arguments = {id(tensor): i for i, tensor in reversed([*enumerate(arguments)])}
 
     def find_call(self, module: torch.nn.Module, frame: FrameType) -> ModuleCall | None:
         """The call of a standalone or custom module; None for any other."""
@@ -486,7 +493,19 @@ class RecordedCall(TorchFunctionMode):
         self.tape.has_state |= own is None or own() is not tensor
         value = self.add_value(tensor)
         self.tape.stored[value] = self.file.append(tensor)
+        argument = self._arguments.get(id(tensor))
+        if argument is not None:
+            self.tape.entries[value] = argument
         return value
+
+    def note_results(self, tensors: Sequence[torch.Tensor]) -> None:
+        """The model has returned these."""
+        known = [self._values.get(id(tensor)) for tensor in tensors]
+        self.tape.results = tuple(
+            row[1] if row is not None and row[0]() is tensor else None
+            for row, tensor in zip(known, tensors, strict=True)
+        )
+        self.tape.given = tuple(map(self.file.append, tensors))
 
     def add_value(self, tensor: torch.Tensor) -> int:
         """A number for what a tensor holds from now on."""

@@ -1,0 +1,262 @@
+"""Define-by-run, convert: inputs and outputs of the model that are integers.
+
+What the caller gives crosses a border into the straight runs that read it, and what they compute
+crosses one out to the caller; between two runs integers cross in the same way (`borders`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch  # pyright: ignore[reportMissingImports]
+
+from relayquant.conversion.interface import shift_qparams
+from relayquant.errors import ConfigError, DataError, warn_user
+from relayquant.ledger import InterfaceValue
+from relayquant.qtypes import QParams
+from relayquant.torch.define_by_run.arguments import join_arguments, split_arguments
+from relayquant.torch.define_by_run.blocks import StraightRun
+from relayquant.torch.define_by_run.borders import OUTSIDE, Border, Port, find_made, find_owned
+from relayquant.torch.define_by_run.call_sites import CallSite
+from relayquant.torch.define_by_run.deferred import (
+    DeferredTensor,
+    quantize_tensor,
+    replace_tensors,
+    take_float,
+)
+from relayquant.torch.define_by_run.tape import Tape, TensorFile
+
+
+@dataclass(frozen=True, eq=False)
+class Passage:
+    """An input or output of the model that is integers.
+
+    Attributes:
+        number: Which tensor among the arguments, or among what the model returns.
+        inside: The grid that runs have it on.
+        outside: The same, in the dtype that the caller has: the zero point moves.
+    """
+
+    number: int
+    inside: QParams
+    outside: QParams
+
+    def enter(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The value that the code gets for integers of the caller's.
+
+        Raises:
+            DataError: they have another dtype.
+        """
+        check_integers(tensor, self.outside, f"Input {self.number} of the model")
+        with torch._C.DisableTorchFunction():
+            value = DeferredTensor.make(tensor.shape, torch.float32, None, -1)
+            value.integers = move_zero(tensor, self.outside, self.inside), self.inside
+        return value
+
+    def leave(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What the caller gets for what the code returns."""
+        if type(tensor) is DeferredTensor and tensor.integers is not None:
+            integers, grid = tensor.integers
+            if grid is self.inside:
+                return move_zero(integers, self.inside, self.outside)
+        return quantize_tensor(take_float(tensor), self.outside)
+
+
+@dataclass(frozen=True, eq=False)
+class ModelInterface:
+    """What a converted model takes and gives.
+
+    Attributes:
+        entries, exits: Its inputs and outputs that are integers.
+        inputs, outputs: All of them, for the ledger; of a model that takes and gives floats, none.
+    """
+
+    entries: Mapping[int, Passage] = field(default_factory=dict)
+    exits: Mapping[int, Passage] = field(default_factory=dict)
+    inputs: tuple[InterfaceValue, ...] = ()
+    outputs: tuple[InterfaceValue, ...] = ()
+
+    def enter(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments that the code gets for those of the caller."""
+        tensors: list[torch.Tensor] = []
+        template = split_arguments((args, kwargs), tensors)
+        given = [
+            self.entries[i].enter(tensor) if i in self.entries else tensor
+            for i, tensor in enumerate(tensors)
+        ]
+        return join_arguments(template, given)
+
+    def leave(self, result: Any) -> Any:
+        """What the caller gets for what the code returns."""
+        numbers = itertools.count()
+
+        def change(tensor: torch.Tensor) -> torch.Tensor:
+            passage = self.exits.get(next(numbers))
+            return take_float(tensor) if passage is None else passage.leave(tensor)
+
+        return replace_tensors(result, change)
+
+
+def list_tensors(result: Any) -> list[torch.Tensor]:
+    """The tensors of what a model returns, in the order of their numbers."""
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    replace_tensors(result, note)
+    return found
+
+
+def check_integers(tensor: torch.Tensor, grid: QParams, what: str) -> None:
+    """That a tensor has the dtype of a grid.
+
+    Raises:
+        DataError: it has another one.
+    """
+    dtype = getattr(torch, grid.dtype)
+    if tensor.dtype != dtype:
+        raise DataError(
+            f"{what} is {str(tensor.dtype).removeprefix('torch.')}; the converted model takes "
+            f"{grid.dtype}: round(x / {float(grid.scale)!r}) + {int(grid.zero_point)}, within its "
+            "bounds, as its ledger says."
+        )
+
+
+def move_zero(tensor: torch.Tensor, have: QParams, want: QParams) -> torch.Tensor:
+    """Integers of one dtype in another of the same width."""
+    if have.dtype == want.dtype:
+        return tensor
+    moved = tensor.to(torch.int32) + (int(want.zero_point) - int(have.zero_point))
+    return moved.to(getattr(torch, want.dtype))
+
+
+def find_interface(
+    tapes: Sequence[Tape],
+    blocks: Sequence[StraightRun],
+    quantized: Collection[int],
+    borders: Sequence[Border],
+    file: TensorFile,
+    input_dtypes: Mapping[int, str],
+    output_dtypes: Mapping[int, str],
+) -> ModelInterface:
+    """The inputs and outputs of a model whose runs have these borders; the numbers of those that
+    are integer modules are `quantized`.
+
+    Raises:
+        ConfigError: one that is to be integers cannot be.
+    """
+    if not input_dtypes and not output_dtypes:
+        return ModelInterface()
+    first, owned = tapes[0], find_owned(tapes, [blocks[number] for number in quantized])
+    grids = {port: border.qparams for border in borders for port in border.ports}
+    entries = {
+        k: find_entry(tapes, owned, grids, k, dtype) for k, dtype in sorted(input_dtypes.items())
+    }
+    exits = {
+        k: find_exit(tapes, blocks, grids, k, dtype) for k, dtype in sorted(output_dtypes.items())
+    }
+    inputs = describe_values("input", first.inputs, file, entries)
+    return ModelInterface(
+        entries, exits, inputs, describe_values("output", first.given, file, exits)
+    )
+
+
+def describe_values(
+    what: str, numbers: Sequence[int], file: TensorFile, passages: Mapping[int, Passage]
+) -> tuple[InterfaceValue, ...]:
+    """The rows of the ledger for inputs or outputs, whose values of the first call are these."""
+
+    def describe(k: int, number: int) -> InterfaceValue:
+        if k not in passages:
+            dtype = str(file.read(number).dtype).removeprefix("torch.")
+            return InterfaceValue(f"{what} {k}", dtype)
+        grid = passages[k].outside
+        return InterfaceValue(f"{what} {k}", grid.dtype, grid.dtype).with_qparams(grid)
+
+    return tuple(describe(k, number) for k, number in enumerate(numbers))
+
+
+def check_number(what: str, number: int, count: int) -> None:
+    """Raise ConfigError for an input or output that is none."""
+    if not 0 <= number < count:
+        allowed = f"0 to {count - 1}" if count else "none, as it has no tensors there"
+        raise ConfigError(
+            f"PrepareCustomConfig: the model has no {what} {number}; allowed: {allowed}."
+        )
+
+
+def find_entry(
+    tapes: Sequence[Tape],
+    owned: Sequence[set[int]],
+    grids: Mapping[Port, QParams],
+    number: int,
+    dtype: str,
+) -> Passage:
+    """An input as integers; says which operators in PyTorch read it.
+
+    Raises:
+        ConfigError: no run reads it as integers.
+    """
+    for tape in tapes:
+        check_number("input", number, len(tape.inputs))
+    readers: dict[CallSite, None] = {}
+    for steps, tape in zip(owned, tapes, strict=True):
+        values = {value for value, k in tape.entries.items() if k == number}
+        for i, step in enumerate(tape.steps):
+            if i not in steps and not values.isdisjoint(step.operands):
+                readers[step.site] = None
+    listed = "; ".join(map(str, readers))
+    grid = grids.get(Port(OUTSIDE, True, number))
+    if grid is None:
+        cause = (
+            f"PyTorch reads it, in {listed}, and no straight run reads it on one grid of integers"
+            if readers
+            else "no straight run reads it on one grid of integers"
+        )
+        raise ConfigError(
+            f"set_input_quantized_indexes: input {number} of the model is no integer: {cause}. "
+            "Leave it out, or quantize what reads it; the ledger of the converted model says why "
+            "that stays in float."
+        )
+    if readers:
+        warn_user(
+            f"Input {number} of the model is integers, and is read in PyTorch by {listed}: there "
+            "it is converted to float in each call."
+        )
+    return Passage(number, grid, shift_qparams(grid, dtype, f"input {number}"))
+
+
+def find_exit(
+    tapes: Sequence[Tape],
+    blocks: Sequence[StraightRun],
+    grids: Mapping[Port, QParams],
+    number: int,
+    dtype: str,
+) -> Passage:
+    """An output as integers.
+
+    Raises:
+        ConfigError: a call of calibration returned there what no run computes as integers.
+    """
+    made = find_made(tapes, blocks)
+    grid = grids.get(Port(OUTSIDE, False, number))
+    for t, tape in enumerate(tapes):
+        check_number("output", number, len(tape.results))
+        value = tape.results[number]
+        port = None if value is None else made.get((t, value))
+        if grid is None or port is None or grids.get(port) is not grid:
+            maker = next((s for s in tape.steps if value is not None and value in s.results), None)
+            what = "what comes from outside of it" if maker is None else str(maker.site)
+            raise ConfigError(
+                f"set_output_quantized_indexes: output {number} of the model is no integer: it is "
+                f"{what}, which no straight run computes as integers on one grid. Leave it out, or "
+                "quantize what computes it; the ledger of the converted model says why that stays "
+                "in float."
+            )
+    assert grid is not None
+    return Passage(number, grid, shift_qparams(grid, dtype, f"output {number}"))
