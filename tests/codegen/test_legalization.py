@@ -55,6 +55,27 @@ def test_power__small_ones_are_products(exponent, calls, ndim, capfd):
     assert "Warning" not in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("shape", [(5, 8), (8,), ()])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int32"])
+def test_not_equal__of_nan_is_true(dtype, shape):
+    """A number that is none differs from all, also from itself, in vectors and in their rest."""
+    x, builder = relax.Var("x", relax.TensorType((5, 8), dtype)), relax.BlockBuilder()
+    y = relax.Var("y", relax.TensorType(shape, dtype))
+    with builder.function("main", [x, y]):
+        with builder.dataflow():
+            parts = [relax.op.not_equal(x, y), relax.op.not_equal(y, x), relax.op.not_equal(x, x)]
+            result = builder.emit_output(relax.Tuple([builder.emit(part) for part in parts]))
+        builder.emit_func_output(result)
+    data = np.arange(40).reshape(5, 8).astype(dtype)
+    other = np.array(np.broadcast_to(data[:1], (5, 8))[(0,) * (2 - len(shape))])
+    if dtype != "int32":
+        data[0, 3], data[4, 7] = np.nan, np.nan
+    machine = relax.VirtualMachine(rq.compile(builder.finalize()), tvm.cpu())
+    found = machine["main"](tvm.runtime.tensor(data), tvm.runtime.tensor(other))
+    for got, expected in zip(found, (data != other, other != data, data != data), strict=True):
+        np.testing.assert_array_equal(got.numpy(), expected)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("name", ["sinh", "cosh"])
 def test_hyperbolic__is_that_of_numpy(name, dtype):
