@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from relayquant.importers.torch_composites import COMPOSITES
+
 Decomposition = Callable[..., Any]
 
 #: Operators of numbers of one type, by their names in torch.ops.aten: PyTorch converts operands to
@@ -65,6 +67,8 @@ def make_decompositions() -> Any:
         put(name, scale_operand)
     for name in TRUTH:
         put(name, read_truth)
+    for name in COMPOSITES:
+        put(name, lambda _, own, write=COMPOSITES[name]: try_both(write, own))
     put("where.self", promote_where)
     put("scaled_dot_product_attention.default", attend)
     put("view.default", view_copy)
@@ -74,6 +78,16 @@ def make_decompositions() -> Any:
 def give_nothing(*_args: Any, **_kwargs: Any) -> Any:
     """Of an operator that the table does not have."""
     return NotImplemented
+
+
+def try_both(write: Decomposition, own: Decomposition) -> Decomposition:
+    """`write`, or `own` of what it does not write."""
+
+    def decompose(*args: Any, **kwargs: Any) -> Any:
+        result = write(*args, **kwargs)
+        return own(*args, **kwargs) if result is NotImplemented else result
+
+    return decompose
 
 
 def find_type(operands: Iterable[Any], *, is_float: bool = False) -> Any:
@@ -94,8 +108,16 @@ def find_type(operands: Iterable[Any], *, is_float: bool = False) -> Any:
 
 
 def convert_operands(operator: Any, own: Decomposition, dtype: Any, args: Any, kwargs: Any) -> Any:
-    """operator(a, b) -> operator(a.to(dtype), b.to(dtype)); `own` where all have the dtype."""
+    """operator(a, b) -> operator(a.to(dtype), b.to(dtype)); `own` where all have the dtype.
+
+    A size that is known at run time becomes a tensor.
+    """
     import torch  # pyright: ignore[reportMissingImports]
+
+    if any(isinstance(each, torch.SymInt) for each in (*args, *kwargs.values())):
+        args = [hold_size(each, dtype) for each in args]
+        kwargs = {name: hold_size(each, dtype) for name, each in kwargs.items()}
+        return operator.overloadpacket(*args, **kwargs)  # the overload for tensors
 
     is_whole = not dtype.is_floating_point and not dtype.is_complex
     if all(not isinstance(each, torch.Tensor) or each.dtype == dtype for each in args):
@@ -107,6 +129,13 @@ def convert_operands(operator: Any, own: Decomposition, dtype: Any, args: Any, k
         return operator(*args, **kwargs)
     args = [each.to(dtype) if isinstance(each, torch.Tensor) else each for each in args]
     return operator(*args, **kwargs)
+
+
+def hold_size(value: Any, dtype: Any) -> Any:
+    """s -> tensor of s, of a size that is known at run time; anything else as it is."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    return torch.full((), value, dtype=dtype) if isinstance(value, torch.SymInt) else value
 
 
 def promote(operator: Any, own: Decomposition) -> Decomposition:

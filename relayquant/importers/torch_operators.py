@@ -142,6 +142,36 @@ def convert_cumsum(node: Any, importer: Any) -> relax.Expr:
     return emit(relax.op.cumsum(data, int(dim)))
 
 
+def convert_prod(node: Any, importer: Any) -> relax.Expr:
+    """prod(x, dim, keepdim, dtype) -> R.prod in the result's dtype: integers become int64."""
+    operand, dim, keepdims = read_arguments(node, "self", "dim", "keepdim")
+    data, emit = importer.env[operand], importer.block_builder.emit
+    dtype = str(node.meta["val"].dtype).removeprefix("torch.")
+    if dtype != str(data.ty.dtype):
+        data = emit(relax.op.astype(data, dtype))
+    return emit(relax.op.prod(data, int(dim), bool(keepdims)))
+
+
+def convert_shift(node: Any, importer: Any) -> relax.Expr:
+    """x << n -> R.left_shift, x >> n -> R.right_shift, a number as one of the type of the tensor.
+
+    Raises:
+        Refusal: n is a number that the type has no bits for, of which PyTorch says nothing.
+    """
+    operands = [importer.env.get(each, each) for each in node.args]
+    dtype = str(node.meta["val"].dtype).removeprefix("torch.")
+    bits = np.iinfo(dtype).bits
+    if isinstance(node.args[1], int) and not 0 <= node.args[1] < bits:
+        raise Refusal(f"{node.name} shifts {dtype} by {node.args[1]}; supported: 0 to {bits - 1}")
+    emit = importer.block_builder.emit
+    values = [
+        relax.const(each, dtype) if isinstance(each, int) else emit(relax.op.astype(each, dtype))
+        for each in operands
+    ]
+    is_left = any(part in str(node.target) for part in ("lshift", "left"))
+    return emit((relax.op.left_shift if is_left else relax.op.right_shift)(*values))
+
+
 def convert_avg_pool(node: Any, importer: Any) -> relax.Expr:
     """avg_pool2d as TVM's frontend has it, which takes no notice of a divisor of its own.
 
@@ -187,6 +217,15 @@ UPSAMPLES = {
     "_upsample_bicubic2d_aa.default": ("cubic", True),
 }
 
+SHIFTS = (
+    *(f"__{side}shift__.{kind}" for side in "lr" for kind in ("Scalar", "Tensor")),
+    *(
+        f"bitwise_{side}_shift.{kind}"
+        for side in ("left", "right")
+        for kind in ("Tensor", "Tensor_Scalar", "Scalar_Tensor")
+    ),
+)
+
 #: name of an operator, as TVM's frontend calls it -> its conversion
 OPERATORS: dict[str, Convert] = {
     "amax.default": convert_extreme,
@@ -201,6 +240,8 @@ OPERATORS: dict[str, Convert] = {
     "grid_sampler_2d.default": convert_grid_sample,
     "native_group_norm.default": convert_group_norm,
     "cumsum.default": convert_cumsum,
+    "prod.dim_int": convert_prod,
+    **dict.fromkeys(SHIFTS, convert_shift),
     "avg_pool2d.default": convert_avg_pool,
     "index.Tensor": convert_index,
     "index_put.default": convert_index_put,

@@ -367,7 +367,118 @@ PROMOTION |= {f"{name} of int": (getattr(torch, name), (COUNTS,)) for name in UN
 @pytest.mark.parametrize("name", PROMOTION)
 def test_types__are_promoted_as_in_torch(name):
     """The frontend takes the type of the first operand: 5 / 2 would be 2, and `alpha` nothing."""
-    function, parts = PROMOTION[name]
+    check_as_torch(*PROMOTION[name])
+
+
+SQUARE = torch.linspace(-1.7, 2.2, 9).reshape(3, 3)
+BATCH = torch.linspace(-2, 2, 24).reshape(2, 3, 4)
+SIGNS = torch.tensor([[0.0, -0.0, -3.0], [1.0, -1.0, 0.0]])
+GAPS = torch.tensor([[float("nan"), 1.0, -2.0], [3.0, float("nan"), 0.5]])
+BORDERS = torch.tensor([-1.2, 0.3, 0.3, 1.9])
+
+#: Operators of PyTorch that TVM's frontend does not have.
+COMPOSED = {
+    "addbmm": (lambda x, y: torch.addbmm(y, x, x.mT, beta=0.5, alpha=2), (BATCH, SQUARE)),
+    "addmv": (lambda x: torch.addmv(x[0], x, x[1], beta=2, alpha=3), (SQUARE,)),
+    "cat of types": (lambda x, y: torch.cat([x, y], 1), (WHOLE, REALS)),
+    "stack of types": (lambda x, y: torch.stack([x, y], -1), (TRUTHS, WHOLE)),
+    "cdist": (torch.cdist, (BATCH, BATCH + 1)),
+    "cdist, 1": (lambda x, y: torch.cdist(x, y, p=1), (REALS, SQUARE)),
+    "cdist, 3": (lambda x, y: torch.cdist(x, y, p=3.0), (REALS, SQUARE)),
+    "cdist, inf": (lambda x, y: torch.cdist(x, y, p=float("inf")), (REALS, SQUARE)),
+    "copysign": (torch.copysign, (REALS, SIGNS)),
+    "copysign of number": (lambda x: torch.copysign(x, -0.0), (REALS,)),
+    "copysign of int": (torch.copysign, (WHOLE, SIGNS)),
+    "erfc": (torch.erfc, (REALS,)),
+    "exp2": (torch.exp2, (REALS,)),
+    "exp2 of int": (torch.exp2, (WHOLE,)),
+    "fmax": (torch.fmax, (REALS, GAPS)),
+    "fmin": (torch.fmin, (GAPS, REALS)),
+    "hypot": (torch.hypot, (REALS, SIGNS)),
+    "hypot, large": (torch.hypot, (REALS * 1e30, SIGNS * 1e30)),
+    "hypot, small": (torch.hypot, (REALS * 1e-30, SIGNS * 1e-30)),
+    "ldexp": (torch.ldexp, (REALS, WHOLE)),
+    "masked_scatter": (
+        lambda x, m, s: x.masked_scatter(m, s), (REALS, TRUTHS, torch.arange(9.0)),
+    ),
+    "masked_scatter, rows": (
+        lambda x, s: x.masked_scatter(x[:, :1] > 0.5, s), (REALS, torch.arange(9.0)),
+    ),
+    "one_hot": (lambda x: functional.one_hot(x, 12), (COUNTS,)),
+    "pad, negative": (lambda x: functional.pad(x, (-1, 2, 1, -2), value=3), (BATCH,)),
+    "pad, negative only": (lambda x: functional.pad(x, (-1, -1)), (WHOLE,)),
+    "prod": (lambda x: x.prod(1), (REALS,)),
+    "prod of int": (lambda x: x.int().prod(0, keepdim=True), (WHOLE,)),
+    "number % int": (lambda x: 7 % x, (COUNTS,)),
+    "number % float": (lambda x: -2.5 % x, (COUNTS.float(),)),
+    "rrelu": (lambda x: functional.rrelu(x, 0.1, 0.3), (REALS,)),
+    "searchsorted": (torch.searchsorted, (BORDERS, REALS)),
+    "searchsorted, right": (lambda s, x: torch.searchsorted(s, x, side="right"), (BORDERS, REALS)),
+    "searchsorted of number": (lambda s: torch.searchsorted(s, 0.3, out_int32=True), (BORDERS,)),
+    "searchsorted, rows": (
+        torch.searchsorted, (torch.stack([BORDERS, BORDERS + 1]), REALS.contiguous()),
+    ),
+    "bucketize": (lambda x, s: torch.bucketize(x, s, right=True), (REALS, BORDERS)),
+    "bilinear": (functional.bilinear, (REALS, REALS + 1, torch.ones(4, 3, 3).cumsum(1))),
+    "unfold": (lambda x: x.unfold(1, 2, 1), (BATCH,)),
+    "unfold, last": (lambda x: x.unfold(-1, 2, 2), (BATCH,)),
+    "var_mean": (lambda x: torch.stack(torch.var_mean(x, -1, keepdim=True)), (BATCH,)),
+    "var_mean, all": (lambda x: torch.stack(torch.var_mean(x, correction=2)), (BATCH,)),
+    "int << number": (lambda x: x << 3, (WHOLE,)),
+    "int >> number": (lambda x: x >> 1, (WHOLE,)),
+    "int << int": (lambda x, y: x << y, (WHOLE, COUNTS)),
+    "int >> int8": (lambda x, y: x >> y.to(torch.int8), (WHOLE * 1000, COUNTS)),
+    "bitwise_left_shift": (lambda x: torch.bitwise_left_shift(x, 2), (WHOLE,)),
+    "number >> int": (lambda x: torch.bitwise_right_shift(1000, x), (COUNTS,)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMPOSED)
+def test_operators__written_in_others(name):
+    check_as_torch(*COMPOSED[name])
+
+
+#: Sizes that are known at run time, where PyTorch takes a number.
+SIZES = {
+    "x / s": lambda x: x / x.shape[1],
+    "s - x": lambda x: x.shape[1] - x,
+    "int + s": lambda x: x.int() + x.shape[1],
+    "int / s": lambda x: x.int() / x.shape[1],
+    "int // s": lambda x: x.int() // x.shape[1],
+    "int % s": lambda x: x.int() % x.shape[1],
+    "x ** s": lambda x: x.abs() ** x.shape[1],
+    "x < s": lambda x: x * 8 < x.shape[1],
+    "clamp": lambda x: (x * 8).clamp(max=x.shape[1]),
+    "where": lambda x: torch.where(x > 0, x, x.shape[1]),
+    "positions": lambda x: torch.arange(x.shape[1]) / x.shape[1] + x[0, 0, 0],
+    "unfold": lambda x: x.unfold(1, 3, 2) / x.shape[1],
+    "var": lambda x: x.var((0, 1), keepdim=True),
+    "var_mean": lambda x: torch.var_mean(x, 1, correction=0)[0],
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_size__known_at_run_time_in_arithmetic(name):
+    class Module(torch.nn.Module):
+        def forward(self, x):
+            return SIZES[name](x)
+
+    length = torch.export.Dim("length", min=6, max=64)
+    program = torch.export.export(Module(), (torch.zeros(2, 8, 4),), dynamic_shapes=({1: length},))
+    x = torch.linspace(-2, 2, 72).reshape(2, 9, 4)
+    machine = relax.VirtualMachine(rq.compile(rq.import_torch(program)[0]), tvm.cpu())
+    got, expected = machine["main"](tvm.runtime.tensor(x.numpy())).numpy(), Module()(x).numpy()
+    assert got.dtype == expected.dtype
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_shift__by_more_than_the_type_has():
+    with pytest.raises(ModelError, match=r"shifts int64 by 64; supported: 0 to 63"):
+        load(lambda x: x << 64, WHOLE)
+
+
+def check_as_torch(function, parts):
+    """Reference and compiled code give PyTorch's type and values."""
 
     class Module(torch.nn.Module):
         def forward(self, *parts):

@@ -1,0 +1,269 @@
+"""Exported PyTorch program -> the same in operators that convert: those that TVM's frontend does
+not have, written in others. A part of `torch_decompositions`.
+
+A function takes what the operator takes, is traced by PyTorch, and gives NotImplemented for what it
+cannot write, which is refused by its name then.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+Composite = Callable[..., Any]
+
+
+def write_addmv(data: Any, matrix: Any, vector: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    """addmv -> beta * data + alpha * (matrix @ vector)"""
+    return data * beta + matrix.matmul(vector) * alpha
+
+
+def write_addbmm(data: Any, first: Any, second: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    """addbmm -> beta * data + alpha * sum of the products"""
+    return data * beta + first.matmul(second).sum(0) * alpha
+
+
+def write_cat(tensors: Any, dim: int = 0) -> Any:
+    """cat(int, float) -> cat(float, float)"""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    dtype = tensors[0].dtype
+    for tensor in tensors[1:]:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    if all(tensor.dtype == dtype for tensor in tensors):
+        return NotImplemented
+    return torch.cat([tensor.to(dtype) for tensor in tensors], dim)
+
+
+def write_cdist(first: Any, second: Any, p: float, _compute_mode: int | None = None) -> Any:
+    """cdist(x1 (..., P, M), x2 (..., R, M)) -> norm of x1[..., :, None, :] - x2[..., None, :, :]"""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    return torch.linalg.vector_norm(first.unsqueeze(-2) - second.unsqueeze(-3), p, -1)
+
+
+def write_copysign(data: Any, sign: Any) -> Any:
+    """copysign(x, s) -> where(s < 0 or s is -0, -|x|, |x|)"""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    size = data.abs() if data.is_floating_point() else data.abs().to(torch.get_default_dtype())
+    if not isinstance(sign, torch.Tensor):
+        return size * math.copysign(1, sign)
+    return torch.where((sign < 0) | ((sign == 0) & (sign.float().reciprocal() < 0)), -size, size)
+
+
+def write_erfc(data: Any) -> Any:
+    """erfc(x) -> 1 - erf(x)"""
+    return 1 - data.erf()
+
+
+def write_exp2(data: Any) -> Any:
+    """exp2(x) -> 2 ** x"""
+    return 2.0**data
+
+
+def write_fmax(first: Any, second: Any) -> Any:
+    """fmax(a, b) -> the other one where one is no number, else maximum(a, b)"""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    larger = torch.maximum(first, second)
+    return torch.where(first.isnan(), second, torch.where(second.isnan(), first, larger))
+
+
+def write_fmin(first: Any, second: Any) -> Any:
+    """fmin(a, b) -> the other one where one is no number, else minimum(a, b)"""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    smaller = torch.minimum(first, second)
+    return torch.where(first.isnan(), second, torch.where(second.isnan(), first, smaller))
+
+
+def write_hypot(first: Any, second: Any) -> Any:
+    """hypot(a, b) -> h * sqrt(1 + (l / h)**2) of the larger h and the smaller l of |a| and |b|,
+    which does not leave the range where a**2 does
+    """
+    import torch  # pyright: ignore[reportMissingImports]
+
+    large = torch.maximum(first.abs(), second.abs())
+    small = torch.minimum(first.abs(), second.abs())
+    ratio = small / torch.where(large > 0, large, 1)
+    return large * torch.sqrt(1 + ratio * ratio)
+
+
+def write_ldexp(data: Any, exponent: Any) -> Any:
+    """ldexp(x, e) -> x * 2 ** e"""
+    return data * 2.0**exponent
+
+
+def write_masked_scatter(data: Any, mask: Any, source: Any) -> Any:
+    """masked_scatter(x, m, s) -> where(m, s[count of earlier truths], x)"""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    mask = mask.expand(data.shape)
+    at = (mask.reshape(-1).to(torch.int64).cumsum(0) - 1).clamp(0, source.numel() - 1)
+    return torch.where(mask, source.reshape(-1)[at].reshape(data.shape), data)
+
+
+def write_one_hot(data: Any, num_classes: int = -1) -> Any:
+    """one_hot(x, n) -> x[..., None] == arange(n). A class beyond is a row of zeros, where PyTorch
+    raises an error.
+    """
+    import torch  # pyright: ignore[reportMissingImports]
+
+    if num_classes < 0:  # as many as the data has
+        return NotImplemented
+    classes = torch.arange(num_classes, device=data.device)
+    return (data.unsqueeze(-1) == classes).to(torch.int64)
+
+
+def write_remainder(number: Any, divisor: Any) -> Any:
+    """remainder(number, x) -> remainder(tensor of the number, x)"""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    dtype = torch.result_type(divisor, number)
+    return torch.remainder(torch.full((), number, dtype=dtype, device=divisor.device), divisor)
+
+
+def write_rrelu(
+    data: Any, noise: Any, lower: Any = 1 / 8, upper: Any = 1 / 3, training: bool = False, *_: Any
+) -> Any:
+    """rrelu(x) in evaluation -> leaky_relu(x) of the mean slope"""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    if training:
+        return NotImplemented
+    return torch.nn.functional.leaky_relu(data, (lower + upper) / 2), noise
+
+
+def write_scalar_tensor(number: Any, *, dtype: Any = None, **_: Any) -> Any:
+    """scalar_tensor(s) of a size that is known at run time -> full((), s)"""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    if not isinstance(number, torch.SymInt):
+        return NotImplemented
+    return torch.full((), number, dtype=dtype or torch.get_default_dtype())
+
+
+def write_searchsorted(
+    ordered: Any,
+    values: Any,
+    *,
+    out_int32: bool = False,
+    right: bool = False,
+    side: str | None = None,
+    sorter: Any = None,
+) -> Any:
+    """searchsorted(s, v) -> how many of s are less than v; at most v from the right"""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    if sorter is not None:
+        ordered = ordered.gather(-1, sorter)
+    if not isinstance(values, torch.Tensor):
+        values = torch.full((), values, dtype=torch.float32, device=ordered.device)
+    rows, value = ordered.unsqueeze(-2) if ordered.dim() > 1 else ordered, values.unsqueeze(-1)
+    is_before = rows <= value if right or side == "right" else rows < value
+    return is_before.sum(-1, dtype=torch.int32 if out_int32 else torch.int64)
+
+
+def write_trilinear(
+    first: Any,
+    second: Any,
+    third: Any,
+    expand1: Any,
+    expand2: Any,
+    expand3: Any,
+    sumdim: Any,
+    _unroll_dim: int = 1,
+) -> Any:
+    """_trilinear, which a bilinear layer is -> the einsum that it stands for"""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    rank = first.dim() + len(expand1)
+    axes = [
+        "".join(chr(ord("a") + axis) for axis in range(rank) if axis not in lacking)
+        for lacking in (expand1, expand2, expand3, sumdim)
+    ]
+    return torch.einsum(f"{','.join(axes[:3])}->{axes[3]}", first, second, third)
+
+
+def write_unfold(data: Any, dimension: int, size: int, step: int) -> Any:
+    """unfold(x, d, size, step) -> x at step * window + place along d, places last"""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    if data.dim() == 0:
+        return NotImplemented
+    axis = dimension % data.dim()
+    count = (data.shape[axis] - size) // step + 1
+    starts = torch.arange(count, device=data.device) * step
+    at = (starts.unsqueeze(1) + torch.arange(size, device=data.device)).reshape(-1)
+    shape = (*data.shape[:axis], count, size, *data.shape[axis + 1 :])
+    return data.index_select(axis, at).reshape(shape).movedim(axis + 1, -1)
+
+
+def write_pad(data: Any, pad: Any, value: Any = 0) -> Any:
+    """pad by a negative number -> what remains is padded"""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    if all(size >= 0 for size in pad):
+        return NotImplemented
+    for place in range(0, len(pad), 2):
+        axis, (before, after) = data.dim() - 1 - place // 2, pad[place : place + 2]
+        begin, end = max(0, -before), data.shape[axis] - max(0, -after)
+        data = data.narrow(axis, begin, end - begin)
+    return torch.constant_pad_nd(data, [max(0, size) for size in pad], value)
+
+
+def write_var(data: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
+    """var along sizes that are known at run time -> sum((x - mean(x))**2) / (size - correction)"""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    dim = dim or list(range(data.dim()))
+    size = math.prod(data.shape[axis] for axis in dim)
+    if not isinstance(size, torch.SymInt):
+        return NotImplemented
+    distance = data - data.mean(dim, keepdim=True)
+    total = (distance * distance).sum(dim, keepdim)
+    return total / (
+        torch.full((), size, dtype=data.dtype) - (1 if correction is None else correction)
+    )
+
+
+def write_var_mean(
+    data: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False
+) -> Any:
+    """var_mean -> (var, mean)"""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    dim = list(range(data.dim())) if dim is None else dim
+    variance = torch.var(data, dim, correction=correction, keepdim=keepdim)
+    return variance, data.mean(dim, keepdim)
+
+
+#: Name of an operator in torch.ops.aten -> what it is in others.
+COMPOSITES: dict[str, Composite] = {
+    "addbmm.default": write_addbmm,
+    "addmv.default": write_addmv,
+    "cat.default": write_cat,
+    "_cdist_forward.default": write_cdist,
+    "constant_pad_nd.default": write_pad,
+    "copysign.Tensor": write_copysign,
+    "copysign.Scalar": write_copysign,
+    "erfc.default": write_erfc,
+    "exp2.default": write_exp2,
+    "fmax.default": write_fmax,
+    "fmin.default": write_fmin,
+    "hypot.default": write_hypot,
+    "ldexp.Tensor": write_ldexp,
+    "masked_scatter.default": write_masked_scatter,
+    "one_hot.default": write_one_hot,
+    "remainder.Scalar_Tensor": write_remainder,
+    "rrelu_with_noise_functional.default": write_rrelu,
+    "scalar_tensor.default": write_scalar_tensor,
+    "searchsorted.Tensor": write_searchsorted,
+    "searchsorted.Scalar": write_searchsorted,
+    "_trilinear.default": write_trilinear,
+    "unfold.default": write_unfold,
+    "var.correction": write_var,
+    "var_mean.correction": write_var_mean,
+}
