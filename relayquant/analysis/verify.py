@@ -21,11 +21,13 @@ from relayquant.rewrite.graph import call_name, constant_value, tensor_dtype
 from relayquant.runtime import CompileModule, Executor
 
 #: Operators whose float32 results are the same bits in compiled code: each element is rounded as
-#: stated, or moved. Others have a tolerance: sums have an order, functions are polynomials.
+#: stated, or moved; norms and softmax state the order of their sums, and softmax its exponential.
+#: Others have a tolerance: sums have an order, functions are polynomials.
 EXACT = frozenset(
     f"relax.{name}"
     for name in (
-        *("qnn.dequantize", "qnn.quantize_rows", "nn.layer_norm", "nn.rms_norm", "nn.relu", "clip"),
+        *("qnn.dequantize", "qnn.quantize_rows", "nn.layer_norm", "nn.rms_norm", "nn.softmax"),
+        *("nn.relu", "clip"),
         *("add", "subtract", "multiply", "divide", "maximum", "minimum", "negative", "abs"),
         *("where", "concat", "split", "take"),
         *("reshape", "permute_dims", "expand_dims", "squeeze", "broadcast_to", "strided_slice"),
@@ -154,11 +156,18 @@ def find_rounded(graph: Graph) -> dict[relax.Var, relax.Var]:
             call = binding.value
             if graph.op_name(binding.var) == "relax.qnn.quantize" and call.args[0] in loose:
                 rounded[binding.var] = call.args[0]
-        elif is_loose or (
-            isinstance(binding.value, Call) and call_name(binding.value) not in EXACT
-        ):
+        elif is_loose or not is_exact(binding.value):
             loose.add(binding.var)
     return rounded
+
+
+def is_exact(value: relax.Expr) -> bool:
+    """Whether a float has the same bits in compiled code, if its operands have."""
+    if not isinstance(value, Call):
+        return True
+    if call_name(value) == "relax.nn.softmax" and tensor_dtype(value.args[0]) != "float32":
+        return False
+    return call_name(value) in EXACT
 
 
 class Ties:

@@ -11,8 +11,10 @@ import tvm
 from tvm import relax, te, tirx, topi
 from tvm.ir import Call
 
+from relayquant.codegen.floating import mark_kernel
+from relayquant.kernels.floating.softmax import Softmax, make_softmax
 from relayquant.rewrite.expressions import same_type, shape_of
-from relayquant.rewrite.graph import constant_value, tensor_dtype
+from relayquant.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 
 
 def legalize_power(builder: relax.BlockBuilder, call: Call) -> Any:
@@ -72,6 +74,19 @@ def compute_cosh(x: Any) -> Any:
     power, half = topi.exp(x), tirx.FloatImm(str(x.dtype), 0.5)
     one = tirx.FloatImm(str(x.dtype), 1)
     return topi.multiply(topi.add(power, topi.divide(one, power)), half)
+
+
+def legalize_softmax(builder: relax.BlockBuilder, call: Call) -> Any:
+    """softmax(x) of float32 -> its kernel, whose arithmetic is stated to the bit."""
+    (data,) = call.args
+    shape, target = tensor_shape(data), tvm.target.Target.current(allow_none=True)
+    is_cpu = target is not None and target.kind.name == "llvm"
+    if not is_cpu or not shape or 0 in shape or tensor_dtype(data) != "float32":
+        legalize_op: Any = call.op.get_attr("FLegalize")
+        return legalize_op(builder, call)
+    extents = tuple(None if isinstance(extent, str) else int(extent) for extent in shape)
+    func = make_softmax(Softmax(extents, int(call.attrs.axis) % len(extents)))
+    return relax.call_tir(builder.add_func(mark_kernel(func, macs=0), "softmax"), data, call.ty)
 
 
 def bound_first(find_extents: Callable[[Call], Sequence[Any]]) -> Callable[..., Any]:
@@ -154,6 +169,7 @@ LEGALIZATIONS = {
     "relax.not_equal": legalize_not_equal,
     "relax.sinh": legalize_sinh,
     "relax.cosh": legalize_cosh,
+    "relax.nn.softmax": legalize_softmax,
     "relax.index_tensor": bound_first(find_axes_of_fields),
     "relax.index_put": bound_first(find_axes_of_fields),
     "relax.gather_elements": bound_first(find_axis),

@@ -20,6 +20,7 @@ from exact import (
 from tvm.tirx import PrimFunc
 
 from relayquant.kernels.floating.row_norm import RowNorm, make_row_norm
+from relayquant.kernels.floating.softmax import Softmax, make_softmax
 from relayquant.kernels.integer.conv import build_conv2d, build_dense, pack_conv2d, pack_dense
 from relayquant.kernels.integer.conv_transpose import (
     Conv2dTranspose,
@@ -62,6 +63,7 @@ from relayquant.kernels.integer.specs import Conv2d, Dense
 from relayquant.kernels.isa.base import Isa
 from relayquant.packing import count_groups, middle_code, pack_codes
 from relayquant.reference import qnn
+from relayquant.reference.row_softmax import softmax_along
 
 
 @dataclass(frozen=True)
@@ -396,6 +398,18 @@ def make_row_norm_case(spec: RowNorm) -> Case:
     return Case(lambda _: (make_row_norm(spec), [x, *factors]), (y, *qnn.quantize_rows(y)))
 
 
+def make_softmax_case(spec: Softmax) -> Case:
+    """Scores of very different size, some of them masked."""
+    rng = np.random.default_rng(0)
+    shape = tuple(3 if extent is None else extent for extent in spec.shape)
+    x = (rng.normal(0, 1, shape) * 10.0 ** rng.integers(-2, 3, shape)).astype("float32")
+    np.moveaxis(x, spec.axis, -1)[..., 1::7] = -np.inf
+    y = softmax_along(x if spec.factor is None else x * F32(spec.factor), spec.axis)
+    if spec.quantized is not None:
+        y = qnn.quantize(y, spec.quantized.scale, 0, out_dtype="uint8")
+    return Case(lambda _: (make_softmax(spec), [x]), (y,))
+
+
 def make_quantized_rows(width: int) -> Case:
     x = draw_rows(width)
     spec = RowQuantize((None,), width)
@@ -453,6 +467,13 @@ LARGEST = {
     f"grouped {bits} bits, largest sums": GroupedDense((3,), 19, 160, bits, 80) for bits in (4, 8)
 }
 
+CODES = Quantize((1,), 1 / 255, Epilogue(Store.REQUANTIZE, "uint8", 0), has_fma=True)
+SOFTMAXES = {
+    "softmax, integers": Softmax((2, 3, 98), 2, 0.125, CODES),
+    "softmax, any length": Softmax((None, 3, None), 2),
+    "softmax, columns": Softmax((2, 70, 21), 1),
+}
+
 CASES: dict[str, Callable[[], Case]] = {
     **{name: (lambda s=spec: make_convolution(s)) for name, spec in CONVOLUTIONS.items()},
     **{name: (lambda s=spec: make_transposed(s)) for name, spec in TRANSPOSED.items()},
@@ -464,6 +485,7 @@ CASES: dict[str, Callable[[], Case]] = {
     **{n: (lambda s=spec, r=rows: make_grouped(s, r)) for n, (spec, rows) in GROUPED.items()},
     **{name: (lambda s=spec: make_grouped(s, 3, extreme=True)) for name, spec in LARGEST.items()},
     **{name: (lambda s=spec: make_row_norm_case(s)) for name, spec in NORMS.items()},
+    **{name: (lambda s=spec: make_softmax_case(s)) for name, spec in SOFTMAXES.items()},
     **{f"rows of {width} to int8": (lambda w=width: make_quantized_rows(w)) for width in (5, 100)},
     "extreme sums": make_extreme_sums,
     "residual, every pair": make_residual_pairs,

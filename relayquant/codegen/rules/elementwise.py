@@ -5,6 +5,7 @@ joins, pools.
 from __future__ import annotations
 
 from collections.abc import Set
+from dataclasses import replace
 from functools import partial
 from math import prod
 
@@ -29,6 +30,7 @@ from relayquant.codegen.rules.tail import absorb_clip
 from relayquant.dialect import OPERATORS
 from relayquant.dialect.qnn.quantization import DEQUANTIZE
 from relayquant.dialect.sums import choose_product_dtype
+from relayquant.kernels.floating.softmax import Softmax, make_softmax
 from relayquant.kernels.integer.channel_product import build_channel_product, fold_channels
 from relayquant.kernels.integer.elementwise import (
     Add,
@@ -105,16 +107,11 @@ def has_few_values(graph: Graph, var: relax.Var) -> bool:
 
 def lower_quantize(context: KernelContext, var: relax.Var) -> KernelCall | Skip:
     """qnn.quantize with one scale; and a transpose of images behind it."""
-    call = context.call(var)
-    shape, numbers = split_batch(call.args[0]), scalars(*call.args[1:3])
-    if shape is None or numbers is None or tensor_dtype(call.args[0]) != "float32":
-        return Skip("not float32 with one constant scale")
-    if str(call.attrs.rounding) != "TONEAREST_EVEN" or tensor_dtype(var) == "int32":
-        return Skip("another rounding, or int32")
-    vars_, out = absorb_clip(
-        context, var, Epilogue(Store.REQUANTIZE, tensor_dtype(var), int(numbers[1]))
-    )
-    spec = Quantize(shape[1], numbers[0], out, context.isa.has_fma)
+    call, shape = context.call(var), split_batch(context.call(var).args[0])
+    found = read_quantize(context, var)
+    if isinstance(found, Skip) or shape is None:
+        return found if isinstance(found, Skip) else Skip("an inner extent is symbolic")
+    vars_, spec = found
     turned = context.next(vars_[-1], "relax.permute_dims")
     # Not with a symbolic batch: MobileNet became 18 % slower, its buffers not being planned.
     if turned is not None and not shape[0] and is_image_transpose(context.call(turned), shape[1]):
@@ -122,6 +119,48 @@ def lower_quantize(context: KernelContext, var: relax.Var) -> KernelCall | Skip:
         return KernelCall((*vars_, turned), func, (call.args[0],))
     func = build_for_batch(lambda: build_quantize(spec, "qnn_quantize"), shape[0], (0, 1))
     return KernelCall(vars_, func, (call.args[0],))
+
+
+def read_quantize(
+    context: KernelContext, var: relax.Var
+) -> tuple[tuple[relax.Var, ...], Quantize] | Skip:
+    """A qnn.quantize with one scale, and a clip behind it; symbolic extents count as 1."""
+    call = context.call(var)
+    shape, numbers = tensor_shape(call.args[0]), scalars(*call.args[1:3])
+    if shape is None or numbers is None or tensor_dtype(call.args[0]) != "float32":
+        return Skip("not float32 with one constant scale")
+    if str(call.attrs.rounding) != "TONEAREST_EVEN" or tensor_dtype(var) == "int32":
+        return Skip("another rounding, or int32")
+    vars_, out = absorb_clip(
+        context, var, Epilogue(Store.REQUANTIZE, tensor_dtype(var), int(numbers[1]))
+    )
+    static = tuple(1 if isinstance(extent, str) else int(extent) for extent in shape)
+    return vars_, Quantize(static, numbers[0], out, context.isa.has_fma)
+
+
+def lower_softmax(context: KernelContext, var: relax.Var) -> KernelCall | Skip:
+    """nn.softmax of float32; a number above 0 before it, and the integers of its results alone."""
+    call, factor, vars_ = context.call(var), None, (var,)
+    data = call.args[0]
+    if context.graph.op_name(var) == "relax.multiply":
+        soft, factor = context.next(var, "relax.nn.softmax"), scalar(call.args[1])
+        if soft is None or factor is None or not 0 < factor < np.inf:
+            return Skip("no number above 0 that multiplies what a softmax reads alone")
+        if tensor_shape(data) != tensor_shape(var):
+            return Skip("the number has more axes than what it multiplies")
+        vars_ = (var, soft)
+    shape = tensor_shape(data)
+    if not shape or 0 in shape or tensor_dtype(data) != "float32":
+        return Skip("not float32 of known rank")
+    extents = tuple(None if isinstance(extent, str) else int(extent) for extent in shape)
+    axis = int(context.call(vars_[-1]).attrs.axis) % len(extents)
+    if axis != len(extents) - 1:
+        return Skip("along another axis than the last")
+    spec, codes = Softmax(extents, axis, factor), context.next(vars_[-1], "relax.qnn.quantize")
+    found = Skip("") if codes is None or extents[-1] is None else read_quantize(context, codes)
+    if not isinstance(found, Skip):
+        vars_, spec = (*vars_, *found[0]), replace(spec, quantized=found[1])
+    return KernelCall(vars_, make_softmax(spec), (data,))
 
 
 def is_image_transpose(call: Call, shape: tuple[int, ...]) -> bool:
@@ -347,6 +386,7 @@ def lower_clip(context: KernelContext, var: relax.Var) -> KernelCall | Skip:
 
 
 ELEMENTWISE_RULES: tuple[KernelRule, ...] = (
+    make_rule(lower_softmax, "relax.multiply", "relax.nn.softmax"),
     make_rule(lower_quantize, "relax.qnn.quantize"),
     make_rule(lower_dequantize, "relax.qnn.dequantize"),
     make_rule(lower_requantize, "relax.qnn.requantize"),

@@ -30,6 +30,7 @@ from relayquant.reference.relax.attributes import (
     widen,
 )
 from relayquant.reference.relax.tensors import truncate_divide
+from relayquant.reference.row_softmax import softmax_along
 from relayquant.reference.row_sums import mean_along
 
 # Activations -----------------------------------------------------------------------------------
@@ -44,6 +45,8 @@ def prelu(args: list[Any], attrs: Any) -> Any:
 
 def softmax(args: list[Any], attrs: Any) -> Any:
     (x,) = args
+    if x.dtype == np.float32:
+        return softmax_along(x, int(attrs.axis))
     exponential = np.exp(x - x.max(axis=int(attrs.axis), keepdims=True))
     return exponential / exponential.sum(axis=int(attrs.axis), keepdims=True)
 
