@@ -627,6 +627,93 @@ def test_aliases__without_a_view_follow_what_is_written():
             assert sqnr(want, got) > 20, run.__name__
 
 
+RETURNING = {
+    "contiguous": lambda y: y.contiguous(),
+    "reshape": lambda y: y.reshape(-1).reshape(8, 8),
+    "to": lambda y: y.to(torch.float32),
+    "dropout": lambda y: nn.functional.dropout(y, 0.5, False),
+    "detach": lambda y: y.contiguous().detach(),
+    "clone": lambda y: y.clone(),
+}
+
+
+@pytest.mark.parametrize("copies", [(), (0,)])
+@pytest.mark.parametrize("name", RETURNING)
+def test_aliases__of_functions_that_copy_at_times(name, copies):
+    """What they return shows the memory of what they are given, is that itself, or is another
+    tensor, by its strides: it follows what is written, or does not, as in PyTorch. Copies are
+    copies also where compiled code computes nothing for them.
+    """
+    layer = nn.Linear(8, 8)
+
+    def run(x):
+        y, rows = layer(x), []
+        for i in range(3):
+            source = y.t() if i in copies else y
+            z = RETURNING[name](source)
+            source += 1
+            rows += [layer(z), z.clone()]
+        return rows if x.sum() < 1e6 else x
+
+    square, other = torch.linspace(-1, 1, 64).reshape(8, 8), torch.linspace(1, 0, 64).reshape(8, 8)
+    converted = rq.torch.convert(calibrate(run, [square, other]))
+    for x in (square, other):
+        with torch.no_grad():
+            for want, got in zip(run(x), converted(x), strict=True):
+                assert sqnr([want], [got]) > 20
+
+
+def test_aliases__of_a_tensor_that_is_returned_as_it_is_stay_in_the_run():
+    """Nothing is written into another part's tensor: such a function costs no run."""
+
+    def run(x):
+        y = LAYER(x).contiguous()
+        z = torch.relu_(nn.functional.dropout(y, 0.5, False))
+        return (LAYER(z), y) if x.sum() < 1e6 else x
+
+    converted = rq.torch.convert(calibrate(run, [UP, DOWN]))
+    first = converted.runs[0]
+    assert [site.operator for site in first.block.sites][:4] == [
+        "linear", "contiguous", "dropout", "relu_",
+    ]  # fmt: skip
+    with torch.no_grad():
+        want, got = run(UP), converted(UP)
+    assert sqnr(want, got) > 20
+    assert got[1].min() >= 0, "the same tensor"
+    dropout = nn.Dropout()  # a module that is taken at once does so, too
+    dropout.eval()
+
+    def call(x):
+        y = LAYER(x)
+        z = dropout(y)
+        y += 1
+        return LAYER(z) if x.sum() < 1e6 else x
+
+    converted = rq.torch.convert(calibrate(call, [UP, DOWN]))
+    for _ in range(3):
+        with torch.no_grad():
+            assert sqnr([call(UP)], [converted(UP)]) > 20
+
+
+def test_autocast__around_the_converted_model_is_left():
+    """PyTorch's part of it has the dtypes of calibration."""
+
+    def run(x):
+        y = LAYER(x) if x.sum() < 1e6 else x
+        return LAYER(y @ y.t() @ y)
+
+    mapping = rq.QConfigMapping().set_object_type("matmul", None)
+    prepared = rq.torch.prepare(run, (UP,), effort="fast", qconfig_mapping=mapping)
+    prepared(DOWN)
+    converted = rq.torch.convert(prepared)
+    want = converted(UP)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = converted(UP)
+        assert torch.is_autocast_enabled("cpu")
+    assert got.dtype is torch.float32
+    assert torch.equal(got, want)
+
+
 def test_autocast__stays_in_pytorch_and_says_so():
     def run(x):
         y = LAYER(x) if x.sum() < 1e6 else x

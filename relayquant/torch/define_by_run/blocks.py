@@ -18,6 +18,7 @@ from relayquant.torch.define_by_run.tape import Call, ModelConstant, Tape, TapeS
 
 VARIES = "an argument of it that is no tensor differs from call to call"
 RANK_VARIES = "the rank or dtype of its tensors differs from call to call"
+SOMETIMES_SAME = "it returns the tensor that it is called with in some calls only"
 VARIES_ADVICE = "Compute it with tensors, or make it a constant of the code."
 
 
@@ -250,6 +251,9 @@ def form_block(
             sources.append(source)
         if first.target and not isinstance(sources[0], Inside):
             refuse(first.site, cuts, "it writes into a tensor of another part of the code", "")
+        is_lent = first.is_same and not isinstance(sources[0], Inside)
+        if is_lent and any(first.site in tapes[each.tape].rewritten for each in passes):
+            refuse(first.site, cuts, "it returns a tensor that is written into", "")
         results = tuple(range(count, count + len(first.results)))
         count += len(results)
         for values, step in zip(inside, column, strict=True):
@@ -284,6 +288,8 @@ def check_calls(column: Sequence[TapeStep], cuts: Cuts) -> None:
     assert first.pure is not None
     for step in column[1:]:
         assert step.pure is not None
+        if step.is_same != first.is_same:
+            refuse(first.site, cuts, SOMETIMES_SAME)
         if step.form != first.form or not is_equal(step.pure.arguments, first.pure.arguments):
             refuse(first.site, cuts, VARIES, VARIES_ADVICE)
 

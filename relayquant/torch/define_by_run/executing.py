@@ -62,6 +62,8 @@ class CompiledModule:
         self._main = relax.VirtualMachine(executable, tvm.cpu())["main"]
         #: of tensors in a flat row of results; 0 for what is none, None before the first call
         self._count: int | None = None
+        #: numbers of the outputs that have to be copied; None before the first call
+        self._shared: list[int] | None = None
         self._calling = threading.Lock()  # TVM's virtual machine has one stack
 
     def call(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -79,7 +81,26 @@ class CompiledModule:
                 results = [_take_part(result, i) for i in range(count)]
             else:
                 results = flatten_parts(result)
-        return list(map(import_tensor, results))
+        outputs = list(map(import_tensor, results))
+        if self._shared is None:
+            self._shared = find_shared(tensors, outputs)
+        for number in self._shared:
+            outputs[number] = outputs[number].clone()
+        return outputs
+
+
+def find_shared(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[int]:
+    """Numbers of the outputs that are an input, or an output before, in memory: what gives a value
+    as it is (`clone`, a reshape) computes nothing, and code may write into what it returns.
+    """
+    places = {tensor.data_ptr() for tensor in inputs}
+    found: list[int] = []
+    for number, tensor in enumerate(outputs):
+        place = tensor.data_ptr()
+        if place and place in places:
+            found.append(number)
+        places.add(place)
+    return found
 
 
 #: (row of results, number) -> that one; without the look at the number that indexing takes
@@ -198,7 +219,9 @@ class RunPass:
         step = block.steps[self.position]
         self.position += 1
         is_last = self.position == len(block.steps)
-        if step.step.target:  # it writes into a value of this run: the same tensor, another value
+        is_own = step.step.is_same and type(step.sources[0]) is Inside
+        if step.step.target or is_own:
+            # It writes into a value of this run, or returns it: the same tensor, another value.
             value = tensors[0]
             self.values[value.number] = None
             value.number = step.results[0]

@@ -40,12 +40,15 @@ ATTEMPTS = 3
 
 @dataclass(frozen=True, eq=False)
 class RunSpan:
-    """Operators of a run that a module's call stands for: from number `start` to before `end`."""
+    """Operators of a run that a module's call stands for: from number `start` to before `end`;
+    `is_same`: one that returns the tensor that the module is given.
+    """
 
     module: torch.nn.Module
     player: RunPlayer
     start: int
     end: int
+    is_same: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,6 +116,8 @@ class KnownCall:
         if not all(map(passing.take_source, tensors, known.sources)):
             return None
         caller.passing = passing
+        if span.is_same:
+            return passing.advance(tensors)
         return passing.pass_over(span.end, known.results, known.form)
 
     def begin(
@@ -154,6 +159,8 @@ class KnownCall:
             or (isinstance(source, Inside) and source.number not in inside)
         }
         found = [find_source(tensor, passing, sources) for tensor in tensors]
+        if span.is_same and len(tensors) == len(sources) == 1 and read[1][0] is tensors[0]:
+            found = list(sources)  # it has become another value of the run
         if None in found or set(found) != sources:
             return
         results = tuple(getattr(value, "number", -1) for value in read[1])
@@ -228,6 +235,8 @@ def find_span(module: torch.nn.Module, places: Sequence[Place]) -> RunSpan | Non
     start, end = numbers[0], numbers[-1] + 1
     steps = player.block.steps[start:end]
     has_sizes = player.is_fixed and all(None not in form.shape for form in player.block.inputs)
-    if end - start != len(numbers) or not has_sizes or any(step.step.target for step in steps):
+    is_same = any(step.step.is_same for step in steps)
+    is_new = not any(step.step.target for step in steps) and (not is_same or len(steps) == 1)
+    if end - start != len(numbers) or not has_sizes or not is_new:
         return None
-    return RunSpan(module, player, start, end)
+    return RunSpan(module, player, start, end, is_same)

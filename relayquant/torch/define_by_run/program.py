@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -59,6 +60,15 @@ def run_model(
     """A call of the model under a mode. Call sites are looked for up to here."""
     with mode, torch.no_grad():
         return model(*args, **kwargs)
+
+
+def leaving_autocast() -> contextlib.AbstractContextManager[Any]:
+    """A context without the `torch.autocast` that is around: what PyTorch computes for a converted
+    model has the dtypes of calibration. One that the model's own code begins still holds.
+    """
+    if torch.is_autocast_enabled("cpu"):
+        return torch.autocast("cpu", enabled=False)
+    return contextlib.nullcontext()
 
 
 class Uncopied:
@@ -338,7 +348,7 @@ class QuantizedProgram(Uncopied):
             self._calls,
             self._part_calls,
         )
-        with self._evaluation, replacing_forwards(self._forwards, code):
+        with self._evaluation, replacing_forwards(self._forwards, code), leaving_autocast():
             result = run_model(self.model, code, args, kwargs)
         if code.passing is not None:
             code.passing.compute_in_float()

@@ -146,6 +146,7 @@ class TapeStep:
         results: Numbers of the values it returns.
         is_drawn: Whether it gives another result each time: `results` are stored, and it is not
             run again.
+        is_same: Whether it returns its first tensor as it is, as `contiguous` may: the same tensor.
         written: Tensors, by their place among the operands, that it writes into and does not
             return, and the numbers of what they hold afterwards.
     """
@@ -158,6 +159,7 @@ class TapeStep:
     form: ResultForm | None
     results: tuple[int, ...]
     is_drawn: bool = False
+    is_same: bool = False
     written: tuple[tuple[int, int], ...] = ()
 
     @property
@@ -208,6 +210,7 @@ class Tape:
         has_state: Whether it read a tensor that is no argument or constant and that it has not
             made: state from before.
         eager: Operators that only PyTorch can run: they make views of what is written into.
+        rewritten: Operators that have returned a tensor as it is, which was then written into.
         alive: Values that still exist when the call is over: results, and state.
     """
 
@@ -224,6 +227,7 @@ class Tape:
         self.given: tuple[int, ...] = ()
         self.has_state = False
         self.eager: set[CallSite] = set()
+        self.rewritten: set[CallSite] = set()
         self.alive: frozenset[int] = frozenset()
 
     def append(self, step: TapeStep) -> None:
@@ -277,6 +281,14 @@ def is_view(tensor: torch.Tensor) -> bool:
     return tensor._base is not None
 
 
+def shares_memory(result: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether a result begins where one of the tensors does that it is made of, and is no view."""
+    if result._base is not None:
+        return False
+    place = result.data_ptr()
+    return place != 0 and any(tensor.data_ptr() == place for tensor in tensors)
+
+
 def read_version(tensor: torch.Tensor) -> int:
     """How often a tensor was written into; -1 for those that do not count it."""
     return -1 if tensor.is_inference() else tensor._version
@@ -321,6 +333,8 @@ class RecordedCall(TorchFunctionMode):
         self._values: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         #: id of a tensor -> (the tensor, which may be gone, operators that have made views of it)
         self._views: dict[int, tuple[weakref.ref[torch.Tensor], set[CallSite]]] = {}
+        #: id of a tensor -> (the tensor, operators that have returned it as it is)
+        self._same: dict[int, tuple[weakref.ref[torch.Tensor], set[CallSite]]] = {}
         #: operators that have returned such a tensor without making a view
         self._aliasing: set[CallSite] = set()
         self._forms: dict[tuple[torch.Size, torch.dtype], ValueForm] = {}
@@ -380,6 +394,8 @@ class RecordedCall(TorchFunctionMode):
         is_tensor = isinstance(result, torch.Tensor)
         is_alike = is_tensor if step.form else not isinstance(result, _TENSORS)
         tape = self.tape
+        if is_alike and is_tensor:
+            is_alike = not step.is_same and not shares_memory(result, tensors)
         if not is_alike or read_versions(tensors) != versions:
             tape.append(
                 self.make_step(
@@ -425,6 +441,11 @@ class RecordedCall(TorchFunctionMode):
         is_cast = torch.is_autocast_enabled("cpu")  # what it gives depends on where it is called
         is_drawn |= is_cast
         is_target = bool(written) and read is not None and read[1][0] is tensors[0]
+        is_same = not written and read is not None and read[1][0] is tensors[0]
+        if is_same:
+            self.note_same(tensors[0], site)
+        for i in written:
+            self.tape.rewritten.update(self.find_same(tensors[i]))
         pure = None
         if is_part:
             site.reason = func.reason
@@ -464,7 +485,9 @@ class RecordedCall(TorchFunctionMode):
         for i, value in changed if is_drawn else ():
             self.tape.stored[value] = self.file.append(tensors[i])
         form = None if read is None else read[0]
-        return TapeStep(site, call, pure, is_target, operands, form, results, is_drawn, changed)
+        return TapeStep(
+            site, call, pure, is_target, operands, form, results, is_drawn, is_same, changed
+        )
 
     def strip(self, func: Any, name: str, arguments: Any) -> tuple[Any, Any]:
         """A call that was to write in place, and has not: a dropout that does nothing."""
@@ -517,6 +540,15 @@ class RecordedCall(TorchFunctionMode):
         self.tape.forms.append(form)
         self._values[id(tensor)] = weakref.ref(tensor), value
         return value
+
+    def note_same(self, tensor: torch.Tensor, site: CallSite) -> None:
+        """An operator has returned a tensor as it is."""
+        self._same[id(tensor)] = weakref.ref(tensor), self.find_same(tensor) | {site}
+
+    def find_same(self, tensor: torch.Tensor) -> set[CallSite]:
+        """Operators that have returned a tensor as it is."""
+        known = self._same.get(id(tensor))
+        return known[1] if known is not None and known[0]() is tensor else set()
 
     def keep_views(self, tensor: torch.Tensor) -> None:
         """A tensor was written into: other tensors that show its memory have to stay views of it,
