@@ -24,6 +24,7 @@ from relayquant.kernels.integer.conv import build_conv2d
 from relayquant.kernels.integer.epilogue import Epilogue, Residual
 from relayquant.kernels.integer.grouped import GroupedDense, build_grouped_dense
 from relayquant.kernels.integer.specs import Conv2d, Dense
+from relayquant.kernels.integer.winograd import build_winograd
 from relayquant.kernels.isa.architecture import Architecture, find_architecture
 from relayquant.kernels.isa.arm import NEON_BYTES, NEON_PAIRS
 from relayquant.kernels.isa.base import Isa
@@ -192,6 +193,16 @@ EXCEPTIONS = {
     ("sse2", "one row"): Bound(0.05, 0.05, 1.55),
     ("sse2", "depthwise"): Bound(1.1, 1.5, 0.55),
 }
+#: Of products of transformed activations and weights: tiles of few sums, as the reduction is short.
+WINOGRAD_BOUNDS = {
+    "vnni512": Bound(stack=0.0, moves=0.0, loads=0.65),
+    "vnni256": Bound(stack=0.0, moves=0.0, loads=1.0),
+    "avx512bw": Bound(stack=0.0, moves=0.0, loads=0.65),
+    "avx2": Bound(stack=0.0, moves=0.0, loads=0.75),
+    "sse2": Bound(stack=0.0, moves=0.4, loads=0.75),
+}
+#: Stack accesses of a transform of 36 vectors, by the number of registers.
+WINOGRAD_STACK = {32: 20, 16: 60}
 #: CPU -> bound of products with grouped weights. Of x86 every product reads a word of a row; where
 #: the instruction cannot repeat it in all lanes, by a load of its own.
 GROUPED_BOUNDS = {
@@ -347,6 +358,20 @@ def check_layer(spec: Conv2d, name: str, layer: str, isa: Isa, target: Target) -
     assert found.stack <= bound.stack
     assert found.moves <= bound.moves
     assert found.loads <= bound.loads
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_innermost_loops__of_winograd(name):
+    """Sums stay in registers, and of the transforms what can."""
+    target = resolve_target(TARGETS[name])
+    isa, syntax = select_isa(target), SYNTAX[find_architecture(target)]
+    text = compile_kernel(build_winograd(LAYERS["3x3"], isa, "layer"), target)
+    found, bound = count_per_product(text, syntax), WINOGRAD_BOUNDS[isa.name]
+    assert found.stack <= bound.stack
+    assert found.moves <= bound.moves
+    assert found.loads <= bound.loads
+    for loop in find_innermost_loops(text, syntax):
+        assert sum(bool(syntax.stack.match(line)) for line in loop) <= WINOGRAD_STACK[isa.registers]
 
 
 @pytest.mark.parametrize("name", GROUPED_BOUNDS)

@@ -59,20 +59,23 @@ def conv2d_transpose_accumulators(x, w, bias, spec: Conv2dTranspose):
     return full[:, : spec.out_size[0], : spec.out_size[1]] + bias
 
 
-def check_conv2d(spec: Conv2d, isa: Isa, target: Target, seed: int = 0) -> None:
+def check_conv2d(
+    spec: Conv2d, isa: Isa, target: Target, seed: int = 0, build=build_conv2d, pack=pack_conv2d
+) -> None:
     """Random operands over the whole range of their dtypes; asserts equal bits."""
     rng = np.random.default_rng(seed)
     x = random_values(rng, spec.in_shape, spec.in_dtype)
     w = random_weights(rng, spec.weight_shape)
     bias = rng.integers(-5000, 5000, spec.out_channels).astype("int32")
     multiplier = random_multiplier(rng, w) if spec.epilogue.has_multiplier else None
-    inputs = [x, *pack_conv2d(spec, isa, w, bias, multiplier).arguments()]
+    inputs = [x, *pack(spec, isa, w, bias, multiplier).arguments()]
     residual = None
     if spec.epilogue.residual is not None:
         residual = random_values(rng, spec.out_shape, spec.epilogue.residual.dtype)
         inputs.append(residual)
     acc = conv2d_accumulators(x, w, bias, spec)
     expected = finish(acc, spec.epilogue, multiplier, residual)
-    func = build_conv2d(spec, isa)
-    got = call_kernel(func, target, inputs, spec.out_shape, spec.epilogue.dtype)
+    got = call_kernel(
+        build(spec, isa, "conv2d"), target, inputs, spec.out_shape, spec.epilogue.dtype
+    )
     np.testing.assert_array_equal(got, expected)

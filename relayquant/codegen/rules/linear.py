@@ -33,6 +33,7 @@ from relayquant.kernels.integer.conv_transpose import (
 from relayquant.kernels.integer.matmul import BatchMatmul, build_batch_matmul
 from relayquant.kernels.integer.rows import build_dense_rows, pack_dense_rows
 from relayquant.kernels.integer.specs import Conv2d, Dense, PackedWeights
+from relayquant.kernels.integer.winograd import build_winograd, pack_winograd, prefers_winograd
 from relayquant.rewrite import Skip
 from relayquant.rewrite.expressions import expand_padding, pair
 from relayquant.rewrite.graph import constant_value, tensor_dtype, tensor_shape
@@ -128,15 +129,19 @@ def lower_conv2d(context: KernelContext, var: relax.Var) -> KernelCall | Skip:
         epilogue=tail.epilogue,
     )
     isa = context.isa.for_weights(weight)
-    spec = choose_tile(spec, isa, context.choose_tile)
-    packed = pack_conv2d(spec, isa, weight, tail.offsets, tail.multiplier)
+    pack, build = pack_conv2d, build_conv2d
+    if prefers_winograd(spec, isa, weight):
+        pack, build = pack_winograd, build_winograd
+    else:
+        spec = choose_tile(spec, isa, context.choose_tile)
+    packed = pack(spec, isa, weight, tail.offsets, tail.multiplier)
     sizes = (batch, *spec.out_size, outputs)
     out_shape = sizes if len(linear.shape) == 4 else (batch, *sizes[2:])
     return make_call(
         linear,
         tail,
         packed,
-        lambda: build_conv2d(spec, isa, name, linear.shape, out_shape),
+        lambda: build(spec, isa, name, linear.shape, out_shape),
     )
 
 

@@ -379,10 +379,11 @@ def pack_constants(
     return PackedWeights(pack_panels(plan, weight), folded, factors)
 
 
-def pack_panels(plan: ConvPlan, weight: NDArray[np.int8]) -> NDArray[np.integer]:
+def pack_panels(plan: ConvPlan, weight: NDArray[np.integer]) -> NDArray[np.integer]:
     """OHWI weights as the generator reads them: [group][panel][word][block][lane][product].
 
-    Words are those of one tap after the other, and then those joined of all ends.
+    They are int8, or int16 for instructions that take such. Words are those of one tap after the
+    other, and then those joined of all ends.
     """
     spec, isa = plan.spec, plan.isa
     lanes, (kh, kw) = isa.lanes, spec.kernel
@@ -391,7 +392,7 @@ def pack_panels(plan: ConvPlan, weight: NDArray[np.int8]) -> NDArray[np.integer]
     runs = by_group.reshape(plan.groups, plan.group_out, prod(plan.taps), plan.run)
     whole = plan.run - plan.end
     channels = plan.channel_map.max() + 1
-    padded = np.zeros((plan.groups, channels, plan.panel_words * isa.products), "int8")
+    padded = np.zeros((plan.groups, channels, plan.panel_words * isa.products), weight.dtype)
     first_end = prod(plan.taps) * plan.words * isa.products
     words = padded[..., :first_end].reshape(plan.groups, channels, prod(plan.taps), -1)
     words[:, : plan.group_out, :, :whole] = runs[..., :whole]
@@ -406,13 +407,13 @@ def pack_panels(plan: ConvPlan, weight: NDArray[np.int8]) -> NDArray[np.integer]
     return np.ascontiguousarray(isa.arrange_weights(ordered)).reshape(-1)
 
 
-def expand_groups(weight: NDArray[np.int8], groups: int, merged: int) -> NDArray[np.int8]:
+def expand_groups(weight: NDArray[np.integer], groups: int, merged: int) -> NDArray[np.integer]:
     """[O, KH, KW, I/groups] -> [O, KH, KW, merged * I/groups], zero between merged groups."""
     if merged == 1:
         return weight
     out, kh, kw, group_in = weight.shape
     group_out = out // groups
-    wide = np.zeros((out, kh, kw, merged, group_in), "int8")
+    wide = np.zeros((out, kh, kw, merged, group_in), weight.dtype)
     member = np.arange(out) // group_out % merged
     wide[np.arange(out), :, :, member] = weight
     return wide.reshape(out, kh, kw, merged * group_in)

@@ -14,6 +14,7 @@ these primitives. Another family (see `arm`) is another subclass with its values
 
 from __future__ import annotations
 
+import enum
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -181,6 +182,10 @@ class Isa(ABC):
         """The same with vectors that suit a depthwise convolution of so many channels."""
         return self
 
+    def for_wrapping_sums(self) -> Isa:
+        """The same, where sums may pass the range of int32: they wrap modulo 2**32."""
+        return self
+
     @property
     def companion(self) -> Isa:
         """What the target has for sizes that this instruction set does not fill: few pixels, short
@@ -243,6 +248,27 @@ class Isa(ABC):
     @abstractmethod
     def dot(self, acc: Expr, activation: Expr, weights: Expr) -> Expr:
         """acc[lane] + sum over products of activation * weight, exact modulo 2**32."""
+
+
+class Wrapping(enum.Enum):
+    """Operations of LLVM on integer vectors whose results wrap."""
+
+    ADD = "add"
+    SUBTRACT = "sub"
+    MULTIPLY = "mul"
+    SHIFT_LEFT = "shl"
+    SHIFT_RIGHT = "ashr"  #: with the sign
+
+
+def emit_wrapping(operation: Wrapping, a: Expr, b: Expr, lanes: int, dtype: str = "int32") -> Expr:
+    """a and b combined modulo 2**32, or 2**16 for dtype int16.
+
+    With its own operations on int32 TVM tells LLVM that nothing overflows, which LLVM may rely on.
+    Those on a part of the lanes do not say so, here of all lanes.
+    """
+    name = f"llvm.vp.{operation.value}.v{lanes}i{np.dtype(dtype).itemsize * 8}"
+    every = T.broadcast(T.bool(True), lanes)
+    return T.call_llvm_pure_intrin(name, a, b, every, T.int32(lanes), dtype=f"{dtype}x{lanes}")
 
 
 def load_word(buffer: Buffer, offset: Expr, lanes: int) -> Expr:
@@ -402,9 +428,25 @@ class PairIsa(PackedIsa):
 
     intrinsic: str = ""
 
+    def for_wrapping_sums(self) -> Isa:
+        return WrappingPairIsa(**{each.name: getattr(self, each.name) for each in fields(self)})
+
     def dot(self, acc: Expr, activation: Expr, weights: Expr) -> Expr:
+        return acc + self.multiply(activation, weights)
+
+    def multiply(self, activation: Expr, weights: Expr) -> Expr:
+        """The sum of two products, of each lane."""
         dtype = f"int32x{self.lanes}"
-        return acc + T.call_llvm_pure_intrin(self.intrinsic, activation, weights, dtype=dtype)
+        return T.call_llvm_pure_intrin(self.intrinsic, activation, weights, dtype=dtype)
+
+
+@dataclass(frozen=True)
+class WrappingPairIsa(PairIsa):
+    """The same for sums that may pass the range of int32."""
+
+    def dot(self, acc: Expr, activation: Expr, weights: Expr) -> Expr:
+        products = self.multiply(activation, weights)
+        return emit_wrapping(Wrapping.ADD, acc, products, self.lanes)
 
 
 @dataclass(frozen=True)
