@@ -20,6 +20,7 @@ from relayquant.codegen.schedule.schedule_pass import create_schedule_pass
 from relayquant.codegen.schedule.vector_math import create_math_pass
 from relayquant.codegen.threads import add_pool
 from relayquant.codegen.tuning import ChooseTile, keep_estimate
+from relayquant.codegen.views import KEEP_VIEWS
 from relayquant.codegen.weight_zero import centre_weights
 from relayquant.codegen.wide_sums import part_wide_sums
 
@@ -42,6 +43,7 @@ def make_pipeline(target: Target, choose_tile: ChooseTile = keep_estimate) -> tv
                     relax.transform.LegalizeOps(LEGALIZATIONS),
                     relax.transform.AnnotateTIROpPattern(),
                     KEEP_SIZED_CALLS,
+                    KEEP_VIEWS,
                     relax.transform.FuseOps(),
                     relax.transform.FuseTIR(),
                     create_schedule_pass(target),

@@ -1,0 +1,68 @@
+"""Legalized module -> the same, in which what only reads memory in another shape is no part of what
+moves it.
+
+Behind a permutation a reshape of its own is a view, and costs nothing. Fused with it, it
+makes a loop whose positions are divided, which runs element by element.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tvm
+from tvm import relax, tirx
+from tvm.ir import Call
+
+from relayquant.codegen.floating import OPAQUE
+from relayquant.rewrite.expressions import list_bindings, op_name
+
+#: relax::OpPatternKind::kInjective: each element is computed of elements at any places.
+INJECTIVE = 2
+
+
+def keep_views(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
+    """Mark the reshapes opaque, which FuseOps fuses with nothing, that read what a move gives; not
+    those between two moves, which are one with them.
+    """
+    views: set[str] = set()
+    between: set[str] = set()
+    for func in mod.functions.values():
+        if not isinstance(func, relax.Function):
+            continue
+        kernels: dict[relax.Var, str] = {}
+        for binding in list_bindings(func):
+            value = binding.value
+            if not isinstance(value, Call) or op_name(value) != "relax.call_tir":
+                continue
+            name, operands = value.args[0].name_hint, list(value.args[1].fields)
+            kernels[binding.var] = name
+            source = kernels.get(operands[0]) if len(operands) == 1 else None
+            if source is None:
+                continue
+            if is_view(mod[name]) and is_move(mod[source]):
+                views.add(name)
+            elif is_move(mod[name]):
+                between.add(source)
+    if not views - between:
+        return mod
+    functions = {
+        gv: func.with_attr("op_pattern", OPAQUE) if gv.name_hint in views - between else func
+        for gv, func in mod.functions.items()
+    }
+    return tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
+
+
+def is_view(func: Any) -> bool:
+    """Whether a function copies its argument in the order of memory."""
+    return isinstance(func, tirx.PrimFunc) and relax.analysis.has_reshape_pattern(func)
+
+
+def is_move(func: Any) -> bool:
+    """Whether a function moves the elements of one argument to other places."""
+    if not isinstance(func, tirx.PrimFunc) or len(func.params) != 2 or is_view(func):
+        return False
+    return int((func.attrs or {}).get("op_pattern", OPAQUE)) == INJECTIVE
+
+
+#: As a pass.
+KEEP_VIEWS = tvm.transform.module_pass(keep_views, opt_level=0, name="relayquant.keep_views")
