@@ -102,28 +102,29 @@ class SiteTable:
         time each: a function that calls itself has the same operators at any depth. Those outside
         of the innermost module stand apart.
         """
-        kinds, folded = self._kinds, self._folded
-        places: list[tuple[int, int]] = []
-        is_inside = False
-        while frame is not None:
-            code = frame.f_code
-            number = id(code)
-            kind = kinds.get(number) or self.add_code(code)
-            if kind is _USER or kind is _LIBRARY:
-                is_inside = is_inside or kind is _USER
-                place = number, frame.f_lasti
-                places.append(folded.get(place, place))
-            elif kind is _MODULE:
-                outer = () if is_inside else self.find_outer(frame.f_back)
-                return id(find_called(frame)), operator, join_places(places), outer
-            elif kind is _ROOT:
-                break
-            frame = frame.f_back
-        return None, operator, join_places(places), ()
+        places, end, is_inside = self.walk(frame, False)
+        if end is None:
+            return None, operator, join_places(places), ()
+        outer = () if is_inside else self.find_outer(end.f_back)
+        return id(find_called(end)), operator, join_places(places), outer
 
     def find_outer(self, frame: FrameType | None) -> tuple[tuple[int, int], ...]:
         """The places between the call of a module, whose innermost frame is given, and the
         `forward` of the user's module around it.
+        """
+        return join_places(self.walk(frame, True)[0])
+
+    def walk(
+        self, frame: FrameType | None, passes_libraries: bool
+    ) -> tuple[list[tuple[int, int]], FrameType | None, bool]:
+        """From a frame outwards to the call of the module around it, or of the model.
+
+        Args:
+            passes_libraries: Whether to go on at a module none of whose code is the user's.
+
+        Returns:
+            The places between, the frame that calls the module (None: the model itself), and
+            whether a place is the user's.
         """
         kinds, folded = self._kinds, self._folded
         places: list[tuple[int, int]] = []
@@ -136,10 +137,13 @@ class SiteTable:
                 is_inside = is_inside or kind is _USER
                 place = number, frame.f_lasti
                 places.append(folded.get(place, place))
-            elif kind is _ROOT or (kind is _MODULE and is_inside):
+            elif kind is _MODULE:
+                if is_inside or not passes_libraries:
+                    return places, frame, is_inside
+            elif kind is _ROOT:
                 break
             frame = frame.f_back
-        return join_places(places)
+        return places, None, is_inside
 
     def add_code(self, code: CodeType) -> CodeKind:
         """What a code is that was not met before."""
