@@ -124,7 +124,7 @@ KINDS: tuple[ErrorKind, ...] = (
     ErrorKind("RQ308", (DataError,), ("torch",)),
     ErrorKind("RQ309", (DataError, ModelError), ("demo",)),
     ErrorKind("RQ201", (ModelError,), ("formats", "importers.files", "cli")),
-    ErrorKind("RQ202", (ModelError,), ("importers.torch_program", "torch.exported")),
+    ErrorKind("RQ202", (ModelError,), ("importers.torch.program", "torch.exported")),
     ErrorKind("RQ203", (ModelError, UserWarning), ("torch.define_by_run",)),
     ErrorKind("RQ204", (ModelError,), ("importers",)),
     ErrorKind("RQ205", (ModelError,), ("relay.export",)),

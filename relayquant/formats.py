@@ -16,7 +16,7 @@ from relayquant.arguments import check_arguments
 from relayquant.errors import ModelError
 from relayquant.importers import import_onnx, import_tflite, import_torch
 from relayquant.importers.files import DEFAULT_MAX_BYTES, PathLike, check_file
-from relayquant.importers.onnx_inputs import Inputs
+from relayquant.importers.onnx.inputs import Inputs
 from relayquant.relay import decode_params, from_json, from_text, is_relay_json
 from relayquant.storage.files import reading
 from relayquant.storage.module_file import ARCHIVE_SUFFIX, read_module

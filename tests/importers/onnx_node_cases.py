@@ -1,6 +1,6 @@
 """The node cases of the onnx package: one operator each, with inputs and expected outputs.
 
-`python tests/importers/onnx_node_cases.py` writes the list of those that are refused anew.
+`python tests/importers/onnx/node_cases.py` writes the list of those that are refused anew.
 """
 
 from __future__ import annotations

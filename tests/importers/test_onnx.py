@@ -15,7 +15,7 @@ from tvm.ir import Call
 from relayquant.errors import ModelError
 from relayquant.formats import load
 from relayquant.importers import import_onnx
-from relayquant.importers.onnx_operators import resolve_auto_pad
+from relayquant.importers.onnx.operators import resolve_auto_pad
 from relayquant.rewrite.graph import call_name, tensor_shape
 
 OPSETS = [11, 13, 17, 21]

@@ -12,7 +12,7 @@ from onnx.reference import ReferenceEvaluator
 
 import relayquant as rq
 from relayquant.errors import ModelError
-from relayquant.importers.onnx_operators import FOREIGN
+from relayquant.importers.onnx.operators import FOREIGN
 from relayquant.packing import count_bytes, count_groups, pack_codes
 from relayquant.rewrite import Graph
 

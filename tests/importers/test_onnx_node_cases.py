@@ -1,7 +1,7 @@
 """Every node case of the onnx package is computed as onnx has it, or refused as the list says.
 
 A case that begins to work or stops working fails here: write the list anew with
-`python tests/importers/onnx_node_cases.py` and look at what changed.
+`python tests/importers/onnx/node_cases.py` and look at what changed.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import relayquant as rq
 from relayquant import importers
 from relayquant.errors import ModelError
 from relayquant.importers import import_onnx
-from relayquant.importers.onnx_operators import OPERATORS
+from relayquant.importers.onnx.operators import OPERATORS
 
 RAMP = np.arange(4, dtype="float32").reshape(1, 1, 1, 4)
 

@@ -12,7 +12,7 @@ from test_onnx import check_against_onnxruntime
 from relayquant import reference
 from relayquant.errors import ModelError
 from relayquant.importers import import_onnx
-from relayquant.importers.onnx_activations import ACTIVATIONS
+from relayquant.importers.onnx.activations import ACTIVATIONS
 
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 STEPS, BATCH, INPUTS, HIDDEN = 3, 2, 3, 4

@@ -26,7 +26,7 @@ from tvm import relax
 
 import relayquant as rq
 from relayquant.errors import ModelError
-from relayquant.importers.onnx_file import MIN_OPSET
+from relayquant.importers.onnx.file import MIN_OPSET
 
 RNG = np.random.default_rng(3)
 

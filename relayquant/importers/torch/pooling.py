@@ -8,8 +8,8 @@ import numpy as np
 from tvm import relax
 
 from relayquant.importers.refusal import Refusal
-from relayquant.importers.torch_arguments import read_arguments
-from relayquant.importers.torch_indexing import find_sizes
+from relayquant.importers.torch.arguments import read_arguments
+from relayquant.importers.torch.indexing import find_sizes
 from relayquant.rewrite.graph import tensor_dtype
 
 

@@ -1,7 +1,7 @@
 """First stage, ONNX: Resize of every version and Upsample.
 
 Reads sizes and attributes; `resize` does the rest. Each function is a `Convert` as described in
-`relayquant.importers.onnx_operators`.
+`relayquant.importers.onnx.operators`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from tvm import relax, tirx
 
-from relayquant.importers.onnx_sizes import read_sizes
+from relayquant.importers.onnx.sizes import read_sizes
 from relayquant.importers.refusal import NotConstant, Refusal
 from relayquant.importers.resize import (
     SIMPLE,

@@ -22,10 +22,10 @@ from relayquant.errors import MissingDependencyError, ModelError, format_count
 from relayquant.importers.files import DEFAULT_MAX_BYTES, check_file
 from relayquant.importers.names import MARK, SourceNode, name_values
 from relayquant.importers.refusal import describe_failure
-from relayquant.importers.torch_archive import read_program, silence_torch
-from relayquant.importers.torch_decompositions import make_decompositions
-from relayquant.importers.torch_operators import OPERATORS
-from relayquant.importers.torch_quantized import make_converters
+from relayquant.importers.torch.archive import read_program, silence_torch
+from relayquant.importers.torch.decompositions import make_decompositions
+from relayquant.importers.torch.operators import OPERATORS
+from relayquant.importers.torch.quantized import make_converters
 from relayquant.rewrite.editor import Editor
 from relayquant.rewrite.graph import call_name
 from relayquant.storage.files import reading
@@ -40,7 +40,7 @@ def import_torch(
     A value is named after the module that computes it ("layer1.0.conv1"), with the name of the
     graph node behind it where the module has several ("layer1.0.add_1"). A result that is a tuple
     of one tensor becomes that tensor. Nothing that is stored in a file is executed: see
-    `relayquant.importers.torch_archive` for what is refused. A program that was quantized with
+    `relayquant.importers.torch.archive` for what is refused. A program that was quantized with
     PT2E keeps its integers: pass it to `relayquant.lower`.
 
     Args:

@@ -16,8 +16,8 @@ import onnx
 from tvm import relax
 
 from relayquant.errors import format_count
-from relayquant.importers.onnx_fold import find_array
-from relayquant.importers.onnx_steps import (
+from relayquant.importers.onnx.fold import find_array
+from relayquant.importers.onnx.steps import (
     check_steps,
     find_length,
     stack_values,

@@ -1,7 +1,7 @@
 """First stage, ONNX: a model becomes a Relax module with every tensor name kept.
 
 Built on TVM's frontend. Operators that it would turn into opaque `call_tir`, or get wrong, are
-converted by `relayquant.importers.onnx_operators`.
+converted by `relayquant.importers.onnx.operators`.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from relayquant.arguments import check_arguments
 from relayquant.errors import ModelError, format_count
 from relayquant.importers.files import DEFAULT_MAX_BYTES, PathLike
 from relayquant.importers.names import MARK, SourceNode, name_values
-from relayquant.importers.onnx_bodies import Body, find_body, has_body
-from relayquant.importers.onnx_control_flow import CONTROL_FLOW
-from relayquant.importers.onnx_file import check_model, find_fault, fix_shapes, read_model
-from relayquant.importers.onnx_fold import fold_node, settle_sizes
-from relayquant.importers.onnx_functions import MAX_NODES, check_expansion
-from relayquant.importers.onnx_inputs import Inputs, fix_inputs
-from relayquant.importers.onnx_operators import FOREIGN, OPERATORS
-from relayquant.importers.onnx_rewrite import rewrite_integer_nodes
+from relayquant.importers.onnx.bodies import Body, find_body, has_body
+from relayquant.importers.onnx.control_flow import CONTROL_FLOW
+from relayquant.importers.onnx.file import check_model, find_fault, fix_shapes, read_model
+from relayquant.importers.onnx.fold import fold_node, settle_sizes
+from relayquant.importers.onnx.functions import MAX_NODES, check_expansion
+from relayquant.importers.onnx.inputs import Inputs, fix_inputs
+from relayquant.importers.onnx.operators import FOREIGN, OPERATORS
+from relayquant.importers.onnx.rewrite import rewrite_integer_nodes
 from relayquant.importers.refusal import Refusal, describe_failure
 from relayquant.storage.files import reading
 

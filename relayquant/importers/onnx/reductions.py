@@ -1,6 +1,6 @@
 """First stage, ONNX: reductions of every version, and operators along one axis.
 
-Each function is a `Convert` as described in `relayquant.importers.onnx_operators`.
+Each function is a `Convert` as described in `relayquant.importers.onnx.operators`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from tvm import relax
 
 from relayquant.importers.indices import count_from_start
-from relayquant.importers.onnx_sizes import emit_item, read_sizes
+from relayquant.importers.onnx.sizes import emit_item, read_sizes
 from relayquant.importers.refusal import NotConstant, Refusal
 from relayquant.rewrite.graph import constant_value, tensor_shape
 

@@ -9,7 +9,7 @@ from tvm import relax
 
 from relayquant.importers.indices import count_from_start, scatter_elements
 from relayquant.importers.refusal import Refusal
-from relayquant.importers.torch_arguments import read_arguments
+from relayquant.importers.torch.arguments import read_arguments
 from relayquant.rewrite.graph import tensor_dtype, tensor_shape
 
 

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 from tvm import relax
 
-from relayquant.importers.onnx_activations import emit_elu, scalar
+from relayquant.importers.onnx.activations import emit_elu, scalar
 from relayquant.importers.refusal import Refusal
 from relayquant.importers.resize import Axis, Sampling, emit_resize
-from relayquant.importers.torch_arguments import read_arguments
-from relayquant.importers.torch_indexing import convert_index, convert_index_put, convert_scatter
-from relayquant.importers.torch_pooling import (
+from relayquant.importers.torch.arguments import read_arguments
+from relayquant.importers.torch.indexing import convert_index, convert_index_put, convert_scatter
+from relayquant.importers.torch.pooling import (
     convert_adaptive_max_pool,
     convert_embedding_bag,
     refuse_indices,

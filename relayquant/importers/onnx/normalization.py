@@ -2,7 +2,7 @@
 
 R.nn.layer_norm and R.nn.rms_norm have one result, and a scale of the shape that is normalized. What
 they cannot express is written out as reductions. Each function is a `Convert` as described in
-`relayquant.importers.onnx_operators`.
+`relayquant.importers.onnx.operators`.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ import numpy as np
 from tvm import relax
 
 from relayquant.errors import format_count
-from relayquant.importers.onnx_activations import find_activation
-from relayquant.importers.onnx_steps import check_steps, find_length, slice_element, take_element
+from relayquant.importers.onnx.activations import find_activation
+from relayquant.importers.onnx.steps import check_steps, find_length, slice_element, take_element
 from relayquant.importers.refusal import Refusal
 from relayquant.rewrite.graph import constant_value, tensor_shape
 

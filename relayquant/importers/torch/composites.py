@@ -1,5 +1,5 @@
 """Exported PyTorch program -> the same in operators that convert: those that TVM's frontend does
-not have, written in others. A part of `torch_decompositions`.
+not have, written in others. A part of `decompositions`.
 
 A function takes what the operator takes, is traced by PyTorch, and gives NotImplemented for what it
 cannot write, which is refused by its name then.

@@ -2,7 +2,7 @@
 
 A model with them is imported in the reference form, quantize - dequantize - float operator, from
 which `relayquant.lower` makes integer operators. Each function is a `Convert` as described in
-`relayquant.importers.onnx_operators`.
+`relayquant.importers.onnx.operators`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tvm import relax
 
 from relayquant.dialect import qnn
 from relayquant.errors import format_count
-from relayquant.importers.onnx_grouped import dequantize_blocks
+from relayquant.importers.onnx.grouped import dequantize_blocks
 from relayquant.importers.refusal import Refusal
 from relayquant.ops.dynamic import (
     convolve_at_run_time,
@@ -67,9 +67,9 @@ def convert_dequantize_linear(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr:
     """DequantizeLinear -> R.qnn.dequantize, of a constant too: a quantized weight stays quantized.
-    Constants of less than 8 bits are widened before (`onnx_rewrite`).
+    Constants of less than 8 bits are widened before (`rewrite`).
 
-    Blocks of a constant matrix are rows of a weight in groups (`onnx_grouped`).
+    Blocks of a constant matrix are rows of a weight in groups (`grouped`).
 
     Raises:
         Refusal: other blocks, 8-bit floats, or a result other than float32.

@@ -1,6 +1,6 @@
 """First stage, ONNX: boxes, regions and blocks of pixels.
 
-Each function is a `Convert` as described in `relayquant.importers.onnx_operators`.
+Each function is a `Convert` as described in `relayquant.importers.onnx.operators`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from tvm import relax
 
-from relayquant.importers.onnx_sizes import emit_shape
+from relayquant.importers.onnx.sizes import emit_shape
 from relayquant.importers.refusal import Refusal
 from relayquant.rewrite.graph import constant_value
 

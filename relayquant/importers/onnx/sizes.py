@@ -2,7 +2,7 @@
 
 Sizes that are constants become sizes of the module. Others become symbolic sizes that a match_cast
 reads at run time. Each function is a `Convert` as described in
-`relayquant.importers.onnx_operators`.
+`relayquant.importers.onnx.operators`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """First stage, ONNX: elementwise operators that TVM's frontend gets wrong or cannot compile.
 
-Each function is a `Convert` as described in `relayquant.importers.onnx_operators`.
+Each function is a `Convert` as described in `relayquant.importers.onnx.operators`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Exported PyTorch program -> the same in operators that convert one by one: what PyTorch does
-within an operator, and TVM's frontend does not, written out. A part of `torch_program`.
+within an operator, and TVM's frontend does not, written out. A part of `program`.
 
 PyTorch traces these functions, so that types and shapes behind them are its own. Each gives
 NotImplemented for what converts as it is.
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from relayquant.importers.torch_composites import COMPOSITES
+from relayquant.importers.torch.composites import COMPOSITES
 
 Decomposition = Callable[..., Any]
 

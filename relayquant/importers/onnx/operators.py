@@ -23,8 +23,8 @@ from tvm.ir import GenericConst
 from relayquant import _tvm
 from relayquant.errors import format_count
 from relayquant.importers.indices import count_from_start, scatter_elements
-from relayquant.importers.onnx_activations import emit_elu, find_activation
-from relayquant.importers.onnx_arithmetic import (
+from relayquant.importers.onnx.activations import emit_elu, find_activation
+from relayquant.importers.onnx.arithmetic import (
     convert_bit_shift,
     convert_cosh,
     convert_dropout,
@@ -33,34 +33,34 @@ from relayquant.importers.onnx_arithmetic import (
     convert_pow,
     convert_sinh,
 )
-from relayquant.importers.onnx_grouped import (
+from relayquant.importers.onnx.grouped import (
     GROUPED_PRODUCTS,
     convert_matmul_nbits,
     gather_rows,
 )
-from relayquant.importers.onnx_normalization import (
+from relayquant.importers.onnx.normalization import (
     convert_batch_normalization,
     convert_layer_normalization,
     convert_lp_normalization,
     convert_rms_normalization,
 )
-from relayquant.importers.onnx_quantized import (
+from relayquant.importers.onnx.quantized import (
     convert_conv_integer,
     convert_dequantize_linear,
     convert_dynamic_quantize_linear,
     convert_matmul_integer,
     convert_quantize_linear,
 )
-from relayquant.importers.onnx_recurrent import GRU, LSTM, RNN, convert_recurrent
-from relayquant.importers.onnx_reductions import (
+from relayquant.importers.onnx.recurrent import GRU, LSTM, RNN, convert_recurrent
+from relayquant.importers.onnx.reductions import (
     REDUCTIONS,
     convert_log_sum_exp,
     convert_one_hot,
     convert_reduction,
     convert_top_k,
 )
-from relayquant.importers.onnx_resize import convert_resize, convert_upsample
-from relayquant.importers.onnx_sizes import (
+from relayquant.importers.onnx.resize import convert_resize, convert_upsample
+from relayquant.importers.onnx.sizes import (
     convert_constant_of_shape,
     convert_expand,
     convert_reshape,
@@ -70,7 +70,7 @@ from relayquant.importers.onnx_sizes import (
     read_sizes,
     slice_at_run_time,
 )
-from relayquant.importers.onnx_vision import (
+from relayquant.importers.onnx.vision import (
     convert_non_max_suppression,
     convert_roi_align,
     convert_space_to_depth,

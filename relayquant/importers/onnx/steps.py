@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from tvm import relax
 
-from relayquant.importers.onnx_fold import find_array
+from relayquant.importers.onnx.fold import find_array
 from relayquant.importers.refusal import Refusal, find_inputs
 from relayquant.rewrite.graph import constant_value, tensor_shape
 

@@ -1,0 +1,1 @@
+"""First stage, ONNX: a model file becomes a float Relax module."""

@@ -1,0 +1,1 @@
+"""First stage, PyTorch: a torch.export program becomes a float Relax module."""
