@@ -89,6 +89,15 @@ def legalize_softmax(builder: relax.BlockBuilder, call: Call) -> Any:
     return relax.call_tir(builder.add_func(mark_kernel(func, macs=0), "softmax"), data, call.ty)
 
 
+def legalize_take(builder: relax.BlockBuilder, call: Call) -> Any:
+    """take(x, i, mode="fast") -> take(x, i, mode="wrap"), which reads nothing beyond x."""
+    legalize_op: Any = call.op.get_attr("FLegalize")
+    if str(call.attrs.mode) != "fast":
+        return legalize_op(builder, call)
+    wrapped = relax.op.take(*call.args, call.attrs.axis, "wrap")
+    return legalize_op(builder, builder.normalize(wrapped))
+
+
 def bound_first(find_extents: Callable[[Call], Sequence[Any]]) -> Callable[..., Any]:
     """op(x, i) -> op(x, j), as TVM has it, with indices j that are there.
 
@@ -170,6 +179,7 @@ LEGALIZATIONS = {
     "relax.sinh": legalize_sinh,
     "relax.cosh": legalize_cosh,
     "relax.nn.softmax": legalize_softmax,
+    "relax.take": legalize_take,
     "relax.index_tensor": bound_first(find_axes_of_fields),
     "relax.index_put": bound_first(find_axes_of_fields),
     "relax.gather_elements": bound_first(find_axis),

@@ -9,6 +9,7 @@ from tvm import relax
 
 import relayquant as rq
 from relayquant.codegen.legalization import LEGALIZATIONS
+from relayquant.dialect import qnn
 
 
 def make_power(exponent, shape=(3, 40), dtype="float32"):
@@ -179,3 +180,26 @@ def test_index__that_is_not_there_writes_within_the_array(write):
     np.testing.assert_array_equal(run([0, -1, 0, -2, 0, -1, 0, 0]), run([0, 3, 0, 2, 0, 3, 0, 0]))
     far = 10**8
     np.testing.assert_array_equal(run([far, -far, 4, -5] * 2), run([3, 0] * 4))
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_take__of_indices_that_are_not_there(axis, capfd):
+    """In a module that holds integers, which compiles as it is; and TVM warns of nothing."""
+    x = relax.Var("x", relax.TensorType((4, 4), "float32"))
+    i, builder = relax.Var("i", relax.TensorType((4,), "int64")), relax.BlockBuilder()
+    scale, zero = relax.const(1.0, "float32"), relax.const(0, "int32")
+    with builder.function("main", [x, i]):
+        with builder.dataflow():
+            taken = builder.emit(relax.op.take(x, i, axis, "fast"))
+            codes = builder.emit(qnn.quantize(taken, scale, zero, out_dtype="int8"))
+            result = builder.emit_output(qnn.dequantize(codes, scale, zero))
+        builder.emit_func_output(result)
+    machine = relax.VirtualMachine(rq.compile(builder.finalize()), tvm.cpu())
+    data = np.arange(16, dtype="float32").reshape(4, 4)
+    for indices in ([0, -1, 2, -4], [10**8, -(10**8), 17, -21]):
+        arrays = (data, np.array(indices, "int64"))
+        found = machine["main"](*map(tvm.runtime.tensor, arrays)).numpy()
+        np.testing.assert_array_equal(
+            found, np.clip(np.take(*arrays, axis, mode="wrap"), -128, 127)
+        )
+    assert "Warning" not in capfd.readouterr().err
