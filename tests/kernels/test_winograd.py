@@ -45,6 +45,9 @@ CASES = {
         1, 27, 26, 128, 64, (3, 3), padding=SAME, in_zero_point=9,
         epilogue=Epilogue(is_small=True),
     ),
+    "one chunk in parts, the last panel no whole one": Conv2d(
+        1, 14, 13, 64, 176, (3, 3), padding=SAME, in_zero_point=9,
+    ),
     "float output": Conv2d(
         1, 7, 9, 16, 16, (3, 3), padding=SAME, epilogue=Epilogue(Store.DEQUANTIZE, "float32")
     ),
@@ -145,6 +148,21 @@ def test_winograd__sums_that_are_too_large_are_refused():
 def test_prefers_winograd__where_it_can_and_pays(changes, isa, expected):
     spec = replace(LAYER, **changes)
     assert prefers_winograd(spec, isa, np.ones(spec.weight_shape, "int8")) is expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, (7, 1)),  # as many as there are rows of tiles
+        ({"height": 56, "width": 56}, (8, 1)),
+        ({"height": 14, "width": 14, "in_channels": 256, "out_channels": 256}, (2, 4)),
+        ({"batch": 8, "height": 14, "width": 14, "out_channels": 256}, (2, 1)),
+        ({"height": 6, "width": 6, "in_channels": 16, "out_channels": 16}, (1, 1)),  # one thread
+    ],
+)
+def test_winograd_plan__work_for_many_threads(changes, expected):
+    plan = WinogradPlan(replace(LAYER, **changes), VNNI512)
+    assert (plan.chunks, plan.parts) == expected
 
 
 @pytest.mark.parametrize("height", [7, 28, 56, 57, 224])

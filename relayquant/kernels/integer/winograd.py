@@ -16,6 +16,7 @@ of bytes with VNNI: half of the time is left, and the transforms; a quarter with
 
 The image is worked on in chunks of rows of tiles that the second-level cache holds: B d B' of all
 tiles; for each of the 36 elements a matrix product, tiles by channels; the results of all tiles.
+Where there are few chunks, each is done in several parts of the output channels, for many threads.
 
 Source of B and A: A. Lavin and S. Gray, Fast Algorithms for Convolutional Neural Networks, 2015,
 section 4.3. Rows of G are multiplied by 24, 24, 24, 24, 24 and 12, columns of A by what remains.
@@ -77,6 +78,11 @@ LARGEST_SUM = 2**25
 #: Bytes of transformed activations and of products that a chunk has.
 CHUNK_BYTES = 640 * 1024
 
+#: Chunks times parts that an image has at least, if it has the channels: work for so many threads.
+LEAST_ITEMS = 8
+#: Channels of a part.
+PART_CHANNELS = 64
+
 #: Times in units of a dot product, measured on Zen 4: both transforms of a tile, of one vector;
 #: and bytes of weights that are read meanwhile from the last-level cache.
 INPUT_COST, OUTPUT_COST, BYTES_PER_DOT = 145, 175, 12
@@ -105,7 +111,26 @@ class WinogradPlan:
         rows, cols = self.tiles
         bytes_per_tile = POINTS * (2 * self.spec.in_channels + 4 * self.spec.out_channels)
         count = ceil_div(rows, max(CHUNK_BYTES // (cols * bytes_per_tile), 1))
+        if self.is_parallel:
+            parts = ceil_div(self.spec.out_channels, PART_CHANNELS)
+            count = max(count, ceil_div(LEAST_ITEMS, self.spec.batch * parts))
         return min(count + count % 2, rows) if count > 1 else 1
+
+    @cached_property
+    def parts(self) -> int:
+        """Parts of the panels, each of which transforms the activations of a chunk again."""
+        if not self.is_parallel:
+            return 1
+        return min(max(LEAST_ITEMS // (self.spec.batch * self.chunks), 1), self.product.panels)
+
+    @cached_property
+    def is_parallel(self) -> bool:
+        """Whether threads share the work."""
+        spec = self.spec
+        cost = spec.macs // 2 + STORE_COST * prod(spec.out_shape)
+        return cost + WEIGHT_COST * POINTS * spec.in_channels * spec.out_channels >= (
+            PARALLEL_THRESHOLD
+        )
 
     @cached_property
     def most_tiles(self) -> int:
@@ -151,7 +176,7 @@ class WinogradPlan:
         """Estimated time of an image, in dot products of the instruction set for int16."""
         vectors = self.product.vectors
         dots = POINTS * vectors * self.product.words
-        inputs = self.spec.in_channels // self.input_lanes * INPUT_COST
+        inputs = self.parts * (self.spec.in_channels // self.input_lanes) * INPUT_COST
         tiles = prod(self.tiles) * (dots + inputs + vectors * OUTPUT_COST)
         return tiles + self.weight_bytes / BYTES_PER_DOT
 
@@ -195,21 +220,22 @@ def build_winograd(
             spec, plan.product.isa, plan.weight_size, spec.out_channels, in_shape, out_shape
         )
         image = emit_prepared_image(operands.data, spec, centre_activations(isa))
-        cost = spec.macs // 2 + STORE_COST * prod(spec.out_shape) + WEIGHT_COST * plan.weight_size
         image = replace(image, data=view_buffer(image.data))
-        rows, cols = plan.tiles
-        with loop_over((spec.batch, plan.chunks), cost >= PARALLEL_THRESHOLD) as (n, chunk):
+        (rows, cols), panels = plan.tiles, plan.product.panels
+        shares = spec.batch, plan.chunks, plan.parts
+        with loop_over(shares, plan.is_parallel) as (n, chunk, part):
             first = T.bind(chunk * rows // plan.chunks)
             count = T.bind((chunk + 1) * rows // plan.chunks - first)
+            own = PanelRange(*[T.bind((part + i) * panels // plan.parts) for i in range(2)])
             inputs = view_buffer(alloc_workspace(POINTS * plan.input_stride, "int16"))
             sums = view_buffer(alloc_workspace(POINTS * plan.sum_stride, "int32"))
             with T.grid(count, cols) as (row, col):
                 at = locate_results(plan, n, first + row, col, row * cols + col)
                 emit_inputs(plan, image, inputs, at)
-            emit_products(plan, operands, inputs, sums, count * cols)
+            emit_products(plan, operands, inputs, sums, count * cols, own)
             with T.grid(count, cols) as (row, col):
                 at = locate_results(plan, n, first + row, col, row * cols + col)
-                emit_results(plan, operands, sums, at)
+                emit_results(plan, operands, sums, at, own)
 
     return build_kernel(name, body)
 
@@ -224,6 +250,14 @@ def view_buffer(buffer: Buffer) -> Buffer:
 def centre_activations(isa: Isa) -> Isa:
     """Activations less 128 instead of uint8: then B d B' and sums are small enough."""
     return replace(isa, activation="int8")
+
+
+@dataclass(frozen=True)
+class PanelRange:
+    """Those of a part: the first, and the first of the next part."""
+
+    first: Expr
+    end: Expr
 
 
 @dataclass(frozen=True)
@@ -287,14 +321,22 @@ def transform_inputs(d: list[Expr], lanes: int) -> list[Expr]:
 
 
 def emit_products(
-    plan: WinogradPlan, operands: Operands, inputs: Buffer, sums: Buffer, tiles: Expr
+    plan: WinogradPlan,
+    operands: Operands,
+    inputs: Buffer,
+    sums: Buffer,
+    tiles: Expr,
+    own: PanelRange,
 ) -> None:
-    """For every element: transformed activations of so many tiles times transformed weights."""
+    """For every element: transformed activations of so many tiles times transformed weights of a
+    part.
+    """
     product, (channels, outputs) = plan.product, (plan.spec.in_channels, plan.spec.out_channels)
     lanes, tile = product.isa.lanes, product.tile
     image = Image(inputs, 1, product.spec.width)
     steps = T.floordiv(tiles + (tile.cols - 1), tile.cols)
-    with T.grid(POINTS, product.panels, steps) as (point, panel, step):
+    with T.grid(POINTS, own.end - own.first, steps) as (point, index, step):
+        panel = T.bind(own.first + index)
         first = T.bind(T.min(step * tile.cols, tiles - tile.cols))
         weights = point * (product.panels * product.panel_vectors)
         place = Placement((0, 0), (1, product.spec.width), (1, 1), (0, 0), weights, 0)
@@ -315,14 +357,18 @@ def emit_products(
             store_vector(sums, total, point * plan.sum_stride + target, lanes)
 
 
-def emit_results(plan: WinogradPlan, operands: Operands, sums: Buffer, at: TileResults) -> None:
-    """What the epilogue makes of the sums of one tile, all channels."""
+def emit_results(
+    plan: WinogradPlan, operands: Operands, sums: Buffer, at: TileResults, own: PanelRange
+) -> None:
+    """What the epilogue makes of the sums of one tile, all channels of a part."""
     spec, isa, lanes = plan.spec, plan.isa, plan.isa.lanes
     (height, width), channels = spec.out_size, spec.out_channels
     start = ((at.image * height + at.row) * width + at.col) * channels
     inverse = constant("int32", INVERSE_OF_9, lanes)
-    with T.serial(channels // lanes) as v:
-        first = T.bind(v * lanes)
+    blocks = plan.product.tile.blocks
+    end = T.bind(T.min(own.end * blocks, channels // lanes))  # the last panel may be no whole one
+    with T.serial(end - own.first * blocks) as v:
+        first = T.bind((own.first * blocks + v) * lanes)
         source, target = T.bind(at.number * channels + first), T.bind(start + first)
 
         columns = alloc_vectors(OUT, IN * lanes)  # by rows, one column after the other
