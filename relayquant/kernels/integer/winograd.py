@@ -241,10 +241,15 @@ def build_winograd(
 
 
 def view_buffer(buffer: Buffer) -> Buffer:
-    """The same memory. TVM takes long to find out which part of a workspace is used, of a view it
-    does not ask.
+    """The same memory. TVM takes long to find out which part of a buffer is used, of a view it does
+    not ask.
     """
     return T.decl_buffer(buffer.shape, buffer.dtype, data=buffer.data)
+
+
+def alloc_columns(rows: int, lanes: int, dtype: str) -> list[Buffer]:
+    """So many rows of a transform that is half done: of each all columns, one after the other."""
+    return [view_buffer(buffer) for buffer in alloc_vectors(rows, IN * lanes, dtype)]
 
 
 def centre_activations(isa: Isa) -> Isa:
@@ -287,7 +292,7 @@ def emit_inputs(plan: WinogradPlan, image: Image, inputs: Buffer, at: TileResult
     with T.serial(channels // lanes) as v:
         source, first = T.bind(start + v * lanes), T.bind(at.number * channels + v * lanes)
 
-        columns = alloc_vectors(IN, IN * lanes, "int16")  # by rows, one column after the other
+        columns = alloc_columns(IN, lanes, "int16")
         with T.unroll(IN) as j:
             starts = [source + (i * image.width + j) * channels for i in range(IN)]
             values = [T.Cast(wide, load_vector(image.data, at, lanes)) for at in starts]
@@ -371,7 +376,7 @@ def emit_results(
         first = T.bind((own.first * blocks + v) * lanes)
         source, target = T.bind(at.number * channels + first), T.bind(start + first)
 
-        columns = alloc_vectors(OUT, IN * lanes)  # by rows, one column after the other
+        columns = alloc_columns(OUT, lanes, "int32")
         with T.unroll(IN) as j:
             starts = [source + (i * IN + j) * plan.sum_stride for i in range(IN)]
             values = [T.bind(load_vector(sums, at, lanes)) for at in starts]
