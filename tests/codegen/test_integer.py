@@ -14,6 +14,8 @@ import relayquant as rq
 from relayquant.backends.x86 import X86
 from relayquant.codegen.integer import call_kernels, lower_integer
 from relayquant.codegen.layout import convert_layout
+from relayquant.codegen.rules import linear
+from relayquant.kernels.integer.winograd import build_winograd
 from relayquant.kernels.isa.select import select_isa
 from relayquant.kernels.isa.target import resolve_target
 from relayquant.rewrite import Graph
@@ -145,6 +147,33 @@ def test_lower_integer__images_equal_numpy(body, symbolic):
     qmod, x = quantize_random(build_model(body, NCHW, symbolic), NCHW)
     got = Executor(rq.compile(qmod)).run("main", [x])[0]
     np.testing.assert_array_equal(got, rq.reference.run(qmod, [x])[0])
+
+
+def wide_residual(builder, x):
+    first = builder.emit(relax.op.nn.relu(conv(builder, x, 64, 3, 1)))
+    second = conv(builder, first, 64, 64, padding=1)
+    total = builder.emit(relax.op.nn.relu(builder.emit(relax.op.add(second, first))))
+    return conv(builder, total, 32, 64, padding=1)
+
+
+@pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
+def test_lower_integer__transforms_for_whole_vectors_of_channels(symbolic, monkeypatch):
+    """Those of Winograd: the instruction set prefers them, and gets what numpy gets."""
+    shape, built = (3, 3, 12, 13), []
+    qmod, x = quantize_random(build_model(wide_residual, shape, symbolic), shape)
+
+    def build(*args):
+        built.append(args)
+        return build_winograd(*args)
+
+    monkeypatch.setattr(linear, "build_winograd", build)
+    haswell = "llvm -mcpu=haswell"
+    module = rq.compile(qmod, haswell)
+    assert len(built) == 2
+    monkeypatch.undo()
+    if runs_here(haswell):
+        got = Executor(module).run("main", [x])[0]
+        np.testing.assert_array_equal(got, rq.reference.run(qmod, [x])[0])
 
 
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
