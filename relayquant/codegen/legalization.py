@@ -11,6 +11,7 @@ import tvm
 from tvm import relax, te, tirx, topi
 from tvm.ir import Call
 
+from relayquant.codegen.bits import BITS
 from relayquant.codegen.floating import mark_kernel
 from relayquant.kernels.floating.softmax import Softmax, make_softmax
 from relayquant.rewrite.expressions import same_type, shape_of
@@ -53,21 +54,6 @@ def legalize_sinh(builder: relax.BlockBuilder, call: Call) -> Any:
         return topi.multiply(topi.tanh(x), compute_cosh(x))
 
     return builder.call_te(compute_sinh, *call.args, primfunc_name_hint="sinh")
-
-
-def legalize_not_equal(builder: relax.BlockBuilder, call: Call) -> Any:
-    """a != b -> a != b, or one of them is NaN: what LLVM makes of TVM's comparison of floats is
-    false then.
-    """
-    legalize_op: Any = call.op.get_attr("FLegalize")
-    if not tensor_dtype(call.args[0]).startswith("float"):
-        return legalize_op(builder, call)
-
-    def compare(a: Any, b: Any) -> Any:
-        has_nan = topi.logical_or(topi.isnan(a), topi.isnan(b))
-        return topi.logical_or(topi.not_equal(a, b), has_nan)
-
-    return builder.call_te(compare, *call.args, primfunc_name_hint="not_equal")
 
 
 def compute_cosh(x: Any) -> Any:
@@ -175,7 +161,7 @@ def bound_indices(indices: te.Tensor, extents: Sequence[Any]) -> Any:
 #: For `relax.transform.LegalizeOps`.
 LEGALIZATIONS = {
     "relax.power": legalize_power,
-    "relax.not_equal": legalize_not_equal,
+    **BITS,
     "relax.sinh": legalize_sinh,
     "relax.cosh": legalize_cosh,
     "relax.nn.softmax": legalize_softmax,

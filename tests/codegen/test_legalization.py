@@ -22,6 +22,30 @@ def make_power(exponent, shape=(3, 40), dtype="float32"):
     return builder.finalize()
 
 
+def run_compiled(compute, *arrays):
+    """What `compute`, of an operand for each array, gives compiled, and in the reference."""
+    operands = [
+        relax.Var(f"x{k}", relax.TensorType(array.shape, str(array.dtype)))
+        for k, array in enumerate(arrays)
+    ]
+    builder = relax.BlockBuilder()
+    with builder.function("main", operands):
+        with builder.dataflow():
+            result = builder.emit_output(builder.normalize(compute(*operands)))
+        builder.emit_func_output(result)
+    mod = builder.finalize()
+    machine = relax.VirtualMachine(rq.compile(mod), tvm.cpu())
+    compiled = machine["main"](*map(tvm.runtime.tensor, arrays)).numpy()
+    (found,) = rq.reference.run(mod, list(arrays))
+    return compiled, found
+
+
+def check_exactly(compute, expected, *arrays):
+    for found in run_compiled(compute, *arrays):
+        assert found.dtype == expected.dtype
+        np.testing.assert_array_equal(found, expected)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("ndim", [0, 2, 3])
 @pytest.mark.parametrize("exponent", [-1, 0, 0.5, 1, 2, 3, 4, 5, 2.5])
@@ -77,19 +101,84 @@ def test_not_equal__of_nan_is_true(dtype, shape):
         np.testing.assert_array_equal(got.numpy(), expected)
 
 
+COMPARISONS = ["equal", "not_equal", "less", "less_equal", "greater", "greater_equal"]
+HARD = np.array([[1, np.nan, np.inf, -np.inf], [0, 2, np.nan, 3]])
+OTHER = np.array([[1, 1, np.inf, np.inf], [np.nan, 1, np.nan, 4]])
+
+
+@pytest.mark.parametrize("width", [4, 16])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int32"])
+@pytest.mark.parametrize("name", COMPARISONS)
+def test_comparison__and_its_negation(name, dtype, width):
+    """`not (a < b)` is not `a >= b` where one is NaN; in vectors and in their rest."""
+    data, other = (
+        np.tile(np.nan_to_num(each, nan=7) if dtype == "int32" else each, width // 4)
+        for each in (HARD, OTHER)
+    )
+    data, other = np.clip(data, -9, 9).astype(dtype), np.clip(other, -9, 9).astype(dtype)
+    compare, expected = getattr(relax.op, name), getattr(np, name)(data, other)
+    check_exactly(compare, expected, data, other)
+    check_exactly(lambda x, y: relax.op.logical_not(compare(x, y)), ~expected, data, other)
+    check_exactly(lambda x, y: relax.op.bitwise_not(compare(x, y)), ~expected, data, other)
+    chosen = lambda x, y: relax.op.where(relax.op.logical_not(compare(x, y)), x, y)  # noqa: E731
+    check_exactly(chosen, np.where(expected, other, data), data, other)
+
+
+@pytest.mark.parametrize("is_negated", [False, True])
+@pytest.mark.parametrize("name", COMPARISONS)
+def test_comparison__of_a_value_with_itself(name, is_negated):
+    data, compare = HARD.astype("float32"), getattr(relax.op, name)
+
+    def compute(x):
+        return relax.op.logical_not(compare(x, x)) if is_negated else compare(x, x)
+
+    check_exactly(compute, getattr(np, name)(data, data) ^ is_negated, data)
+
+
+@pytest.mark.parametrize("name", [*COMPARISONS, "maximum", "minimum", "add", "multiply"])
+def test_truths__are_compared_as_0_and_1(name):
+    data, other = np.array([1, 1, 0, 0, 1], bool), np.array([1, 0, 1, 0, 1], bool)
+    check_exactly(getattr(relax.op, name), getattr(np, name)(data, other), data, other)
+    constant = relax.const(True, "bool")
+    expected = getattr(np, name)(data, True)
+    check_exactly(lambda x: getattr(relax.op, name)(x, constant), expected, data)
+
+
+@pytest.mark.parametrize("dtype", ["bool", "uint8", "int32", "int64", "float32", "float64"])
+@pytest.mark.parametrize("name", ["logical_and", "logical_or", "logical_xor", "logical_not"])
+def test_logical__of_numbers(name, dtype):
+    """Also of NaN, which is not 0, and of a negative 0, which is."""
+    data, other = np.array([5, 0, -0.0, 3, 2, 0]), np.array([1, 0, 4, 0, 2, -0.0])
+    if dtype.startswith("float"):
+        data[3] = np.nan
+    arrays = (data.astype(dtype), other.astype(dtype))[: 1 if name == "logical_not" else 2]
+    check_exactly(getattr(relax.op, name), getattr(np, name)(*arrays).astype(dtype), *arrays)
+
+
+@pytest.mark.parametrize("is_constant", [False, True])
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "uint32", "int64"])
+@pytest.mark.parametrize("name", ["left_shift", "right_shift"])
+def test_shift__by_more_than_the_bits(name, dtype, is_constant):
+    """0, or the sign; x86 takes a count modulo the bits, Arm does not. Exact integers say which."""
+    bits, whole = np.iinfo(dtype).bits, np.array([5, -7, 1, -1, 3, 100, 2, 9]).astype(dtype)
+    counts = np.array([0, 1, bits - 1, bits, bits + 1, 2 * bits, 127, 2]).astype(dtype)
+    python_shift = (lambda a, n: a << n) if name == "left_shift" else (lambda a, n: a >> n)
+    exact = [python_shift(int(a), int(n)) for a, n in zip(whole, counts, strict=True)]
+    expected = np.array([value % 2**bits for value in exact], f"uint{bits}").astype(dtype)
+    shift, arrays = getattr(relax.op, name), (whole, counts)
+    if is_constant:
+        check_exactly(lambda x: shift(x, relax.const(counts, dtype)), expected, whole)
+    else:
+        check_exactly(shift, expected, *arrays)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("name", ["sinh", "cosh"])
 def test_hyperbolic__is_that_of_numpy(name, dtype):
     """Near 0 and far from it, infinity and NaN."""
     data = np.concatenate([np.linspace(-80, 80, 50), np.logspace(-30, 1, 50)]).astype(dtype)
     data[:3] = np.inf, -np.inf, np.nan
-    x, builder = relax.Var("x", relax.TensorType(data.shape, dtype)), relax.BlockBuilder()
-    with builder.function("main", [x]):
-        with builder.dataflow():
-            result = builder.emit_output(getattr(relax.op, name)(x))
-        builder.emit_func_output(result)
-    machine = relax.VirtualMachine(rq.compile(builder.finalize()), tvm.cpu())
-    found = machine["main"](tvm.runtime.tensor(data)).numpy()
+    found, _ = run_compiled(getattr(relax.op, name), data)
     atol = 0 if dtype == "float32" else 1e-15  # TVM's tanh of float64 is not exact near 0
     np.testing.assert_allclose(found, getattr(np, name)(data), rtol=1e-5, atol=atol)
 
@@ -114,6 +203,24 @@ def read_of_batch(x, i):
     return relax.op.gather_nd(x, relax.op.reshape(i, (4, -1, 1)), batch_dims=1)
 
 
+def compile_index(use, dtype):
+    """A compiled function of 8 indices that reads of, or writes to, the numbers 0 to 15, 4 x 4."""
+    x = relax.Var("x", relax.TensorType((4, 4), "float32"))
+    i, builder = relax.Var("i", relax.TensorType((8,), dtype)), relax.BlockBuilder()
+    with builder.function("main", [x, i]):
+        with builder.dataflow():
+            result = builder.emit_output(builder.normalize(use(x, i)))
+        builder.emit_func_output(result)
+    machine = relax.VirtualMachine(rq.compile(builder.finalize()), tvm.cpu())
+    data = np.arange(16, dtype="float32").reshape(4, 4)
+
+    def run(indices):
+        arrays = (data, np.array(indices, dtype))
+        return machine["main"](*map(tvm.runtime.tensor, arrays)).numpy()
+
+    return run
+
+
 @pytest.mark.parametrize(
     ("read", "dtype"),
     [
@@ -128,19 +235,7 @@ def read_of_batch(x, i):
 )
 def test_index__that_is_not_there_reads_the_nearest(read, dtype):
     """Negative ones count from the end; memory that is no part of the array is never read."""
-    x = relax.Var("x", relax.TensorType((4, 4), "float32"))
-    i, builder = relax.Var("i", relax.TensorType((8,), dtype)), relax.BlockBuilder()
-    with builder.function("main", [x, i]):
-        with builder.dataflow():
-            result = builder.emit_output(builder.normalize(read(x, i)))
-        builder.emit_func_output(result)
-    machine = relax.VirtualMachine(rq.compile(builder.finalize()), tvm.cpu())
-    data = np.arange(16, dtype="float32").reshape(4, 4)
-
-    def run(indices):
-        arrays = (data, np.array(indices, dtype))
-        return machine["main"](*map(tvm.runtime.tensor, arrays)).numpy()
-
+    run = compile_index(read, dtype)
     np.testing.assert_array_equal(run([0, -1, 1, -2, 3, -4, 2, 1]), run([0, 3, 1, 2, 3, 0, 2, 1]))
     far = 10**8
     np.testing.assert_array_equal(run([far, -far, 4, -5] * 2), run([3, 0] * 4))
@@ -164,19 +259,7 @@ def write_pairs(x, i):
 
 @pytest.mark.parametrize("write", [write_elements, write_rows, write_pairs])
 def test_index__that_is_not_there_writes_within_the_array(write):
-    x = relax.Var("x", relax.TensorType((4, 4), "float32"))
-    i, builder = relax.Var("i", relax.TensorType((8,), "int64")), relax.BlockBuilder()
-    with builder.function("main", [x, i]):
-        with builder.dataflow():
-            result = builder.emit_output(builder.normalize(write(x, i)))
-        builder.emit_func_output(result)
-    machine = relax.VirtualMachine(rq.compile(builder.finalize()), tvm.cpu())
-    data = np.arange(16, dtype="float32").reshape(4, 4)
-
-    def run(indices):
-        arrays = (data, np.array(indices, "int64"))
-        return machine["main"](*map(tvm.runtime.tensor, arrays)).numpy()
-
+    run = compile_index(write, "int64")
     np.testing.assert_array_equal(run([0, -1, 0, -2, 0, -1, 0, 0]), run([0, 3, 0, 2, 0, 3, 0, 0]))
     far = 10**8
     np.testing.assert_array_equal(run([far, -far, 4, -5] * 2), run([3, 0] * 4))
