@@ -24,37 +24,29 @@ def write_addbmm(data: Any, first: Any, second: Any, *, beta: Any = 1, alpha: An
     return data * beta + first.matmul(second).sum(0) * alpha
 
 
-def write_cat(tensors: Any, dim: int = 0) -> Any:
-    """cat(int, float) -> cat(float, float)"""
-    import torch  # pyright: ignore[reportMissingImports]
-
-    dtype = tensors[0].dtype
-    for tensor in tensors[1:]:
-        dtype = torch.promote_types(dtype, tensor.dtype)
-    if all(tensor.dtype == dtype for tensor in tensors):
-        return NotImplemented
-    return torch.cat([tensor.to(dtype) for tensor in tensors], dim)
-
-
 def write_cdist(first: Any, second: Any, p: float, _compute_mode: int | None = None) -> Any:
     """cdist(x1 (..., P, M), x2 (..., R, M)) -> norm of x1[..., :, None, :] - x2[..., None, :, :]"""
     import torch  # pyright: ignore[reportMissingImports]
 
-    return torch.linalg.vector_norm(first.unsqueeze(-2) - second.unsqueeze(-3), p, -1)
+    distance = first.unsqueeze(-2) - second.unsqueeze(-3)
+    if p == 0:
+        return distance.ne(0).sum(-1).to(distance.dtype)
+    return torch.linalg.vector_norm(distance, p, -1)
 
 
 def write_copysign(data: Any, sign: Any) -> Any:
-    """copysign(x, s) -> where(s < 0 or s is -0, -|x|, |x|)"""
+    """copysign(x, s) -> where(s < 0 or s is -0, -|x|, |x|) in the type of both"""
     import torch  # pyright: ignore[reportMissingImports]
 
-    size = data.abs() if data.is_floating_point() else data.abs().to(torch.get_default_dtype())
+    dtype = torch.result_type(data, sign)
+    size = data.abs().to(dtype if dtype.is_floating_point else torch.get_default_dtype())
     if not isinstance(sign, torch.Tensor):
         return size * math.copysign(1, sign)
     return torch.where((sign < 0) | ((sign == 0) & (sign.float().reciprocal() < 0)), -size, size)
 
 
 def write_erfc(data: Any) -> Any:
-    """erfc(x) -> 1 - erf(x)"""
+    """erfc(x) -> 1 - erf(x), which is as exact as erf, not where it is small"""
     return 1 - data.erf()
 
 
@@ -64,19 +56,24 @@ def write_exp2(data: Any) -> Any:
 
 
 def write_fmax(first: Any, second: Any) -> Any:
-    """fmax(a, b) -> the other one where one is no number, else maximum(a, b)"""
+    """fmax(a, b) -> maximum(a, b), but the other one where one is no number"""
     import torch  # pyright: ignore[reportMissingImports]
 
-    larger = torch.maximum(first, second)
-    return torch.where(first.isnan(), second, torch.where(second.isnan(), first, larger))
+    return take_numbers(first, second, torch.maximum(first, second))
 
 
 def write_fmin(first: Any, second: Any) -> Any:
-    """fmin(a, b) -> the other one where one is no number, else minimum(a, b)"""
+    """fmin(a, b) -> minimum(a, b), but the other one where one is no number"""
     import torch  # pyright: ignore[reportMissingImports]
 
-    smaller = torch.minimum(first, second)
-    return torch.where(first.isnan(), second, torch.where(second.isnan(), first, smaller))
+    return take_numbers(first, second, torch.minimum(first, second))
+
+
+def take_numbers(first: Any, second: Any, result: Any) -> Any:
+    """The result where both are numbers, else the one that is."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    return torch.where(first.isnan(), second, torch.where(second.isnan(), first, result))
 
 
 def write_hypot(first: Any, second: Any) -> Any:
@@ -87,8 +84,8 @@ def write_hypot(first: Any, second: Any) -> Any:
 
     large = torch.maximum(first.abs(), second.abs())
     small = torch.minimum(first.abs(), second.abs())
-    ratio = small / torch.where(large > 0, large, 1)
-    return large * torch.sqrt(1 + ratio * ratio)
+    ratio = small / torch.where((large > 0) & ~large.isinf(), large, 1)
+    return torch.where(large.isinf(), large, large * torch.sqrt(1 + ratio * ratio))
 
 
 def write_ldexp(data: Any, exponent: Any) -> Any:
@@ -100,7 +97,7 @@ def write_masked_scatter(data: Any, mask: Any, source: Any) -> Any:
     """masked_scatter(x, m, s) -> where(m, s[count of earlier truths], x)"""
     import torch  # pyright: ignore[reportMissingImports]
 
-    mask = mask.expand(data.shape)
+    mask, data = torch.broadcast_tensors(mask, data)
     at = (mask.reshape(-1).to(torch.int64).cumsum(0) - 1).clamp(0, source.numel() - 1)
     return torch.where(mask, source.reshape(-1)[at].reshape(data.shape), data)
 
@@ -160,10 +157,20 @@ def write_searchsorted(
     if sorter is not None:
         ordered = ordered.gather(-1, sorter)
     if not isinstance(values, torch.Tensor):
-        values = torch.full((), values, dtype=torch.float32, device=ordered.device)
+        dtype = torch.result_type(ordered, values)
+        values = torch.full((), values, dtype=dtype, device=ordered.device)
     rows, value = ordered.unsqueeze(-2) if ordered.dim() > 1 else ordered, values.unsqueeze(-1)
     is_before = rows <= value if right or side == "right" else rows < value
+    if value.is_floating_point():  # what is no number comes last
+        is_before = is_before | value.isnan()
     return is_before.sum(-1, dtype=torch.int32 if out_int32 else torch.int64)
+
+
+def write_bucketize(
+    values: Any, ordered: Any, *, out_int32: bool = False, right: bool = False
+) -> Any:
+    """bucketize(v, s) -> searchsorted(s, v)"""
+    return write_searchsorted(ordered, values, out_int32=out_int32, right=right)
 
 
 def write_trilinear(
@@ -244,7 +251,8 @@ def write_var_mean(
 COMPOSITES: dict[str, Composite] = {
     "addbmm.default": write_addbmm,
     "addmv.default": write_addmv,
-    "cat.default": write_cat,
+    "bucketize.Tensor": write_bucketize,
+    "bucketize.Scalar": write_bucketize,
     "_cdist_forward.default": write_cdist,
     "constant_pad_nd.default": write_pad,
     "copysign.Tensor": write_copysign,

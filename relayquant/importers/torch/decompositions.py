@@ -70,6 +70,7 @@ def make_decompositions() -> Any:
     for name in COMPOSITES:
         put(name, lambda _, own, write=COMPOSITES[name]: try_both(write, own))
     put("where.self", promote_where)
+    put("cat.default", promote_cat)
     put("scaled_dot_product_attention.default", attend)
     put("view.default", view_copy)
     return table
@@ -164,6 +165,19 @@ def promote_where(operator: Any, own: Decomposition) -> Decomposition:
         if this.dtype == dtype == other.dtype:
             return own(condition, this, other)
         return operator(condition, this.to(dtype), other.to(dtype))
+
+    return decompose
+
+
+def promote_cat(operator: Any, own: Decomposition) -> Decomposition:
+    """cat(int, float) -> cat(float, float); without vectors of no elements, which fit anything."""
+
+    def decompose(tensors: Any, *args: Any) -> Any:
+        dtype = find_type(tensors)
+        kept = [each for each in tensors if each.dim() != 1 or each.shape[0] != 0] or tensors[:1]
+        if len(kept) == len(tensors) and all(each.dtype == dtype for each in tensors):
+            return own(tensors, *args)
+        return operator([each.to(dtype) for each in kept], *args)
 
     return decompose
 

@@ -134,22 +134,29 @@ def convert_group_norm(node: Any, importer: Any) -> relax.Expr:
 
 def convert_cumsum(node: Any, importer: Any) -> relax.Expr:
     """cumsum(x, dim, dtype) -> R.cumsum in the result's dtype: integers are summed as int64."""
-    operand, dim = read_arguments(node, "self", "dim")
-    data, emit = importer.env[operand], importer.block_builder.emit
-    dtype = str(node.meta["val"].dtype).removeprefix("torch.")
-    if dtype != str(data.ty.dtype):
-        data = emit(relax.op.astype(data, dtype))
-    return emit(relax.op.cumsum(data, int(dim)))
+    (dim,) = read_arguments(node, "dim")
+    return importer.block_builder.emit(relax.op.cumsum(read_as_result(node, importer), int(dim)))
 
 
 def convert_prod(node: Any, importer: Any) -> relax.Expr:
     """prod(x, dim, keepdim, dtype) -> R.prod in the result's dtype: integers become int64."""
-    operand, dim, keepdims = read_arguments(node, "self", "dim", "keepdim")
-    data, emit = importer.env[operand], importer.block_builder.emit
-    dtype = str(node.meta["val"].dtype).removeprefix("torch.")
-    if dtype != str(data.ty.dtype):
-        data = emit(relax.op.astype(data, dtype))
-    return emit(relax.op.prod(data, int(dim), bool(keepdims)))
+    dim, keepdims = read_arguments(node, "dim", "keepdim")
+    product = relax.op.prod(read_as_result(node, importer), int(dim), bool(keepdims))
+    return importer.block_builder.emit(product)
+
+
+def read_as_result(node: Any, importer: Any) -> relax.Expr:
+    """The operand of a node in the dtype of its result."""
+    (operand,) = read_arguments(node, "self")
+    data, dtype = importer.env[operand], result_dtype(node)
+    if dtype == str(data.ty.dtype):
+        return data
+    return importer.block_builder.emit(relax.op.astype(data, dtype))
+
+
+def result_dtype(node: Any) -> str:
+    """The dtype that PyTorch gives a node's result."""
+    return str(node.meta["val"].dtype).removeprefix("torch.")
 
 
 def convert_shift(node: Any, importer: Any) -> relax.Expr:
@@ -159,7 +166,7 @@ def convert_shift(node: Any, importer: Any) -> relax.Expr:
         Refusal: n is a number that the type has no bits for, of which PyTorch says nothing.
     """
     operands = [importer.env.get(each, each) for each in node.args]
-    dtype = str(node.meta["val"].dtype).removeprefix("torch.")
+    dtype = result_dtype(node)
     bits = np.iinfo(dtype).bits
     if isinstance(node.args[1], int) and not 0 <= node.args[1] < bits:
         raise Refusal(f"{node.name} shifts {dtype} by {node.args[1]}; supported: 0 to {bits - 1}")
@@ -217,6 +224,7 @@ UPSAMPLES = {
     "_upsample_bicubic2d_aa.default": ("cubic", True),
 }
 
+#: names of operators that shift the bits of integers
 SHIFTS = (
     *(f"__{side}shift__.{kind}" for side in "lr" for kind in ("Scalar", "Tensor")),
     *(
