@@ -213,15 +213,11 @@ def find_entry(
     listed = "; ".join(map(str, readers))
     grid = grids.get(Port(OUTSIDE, True, number))
     if grid is None:
-        cause = (
-            f"PyTorch reads it, in {listed}, and no straight run reads it on one grid of integers"
-            if readers
-            else "no straight run reads it on one grid of integers"
-        )
+        cause = f"PyTorch reads it, in {listed}, and " if readers else ""
         raise ConfigError(
-            f"set_input_quantized_indexes: input {number} of the model is no integer: {cause}. "
-            "Leave it out, or quantize what reads it; the ledger of the converted model says why "
-            "that stays in float."
+            f"set_input_quantized_indexes: input {number} of the model is no integer: {cause}no "
+            "straight run reads it on one grid of integers. Leave it out, or quantize what reads "
+            "it; the ledger of the converted model says why that stays in float."
         )
     if readers:
         warn_user(
@@ -243,20 +239,25 @@ def find_exit(
     Raises:
         ConfigError: a call of calibration returned there what no run computes as integers.
     """
+    for tape in tapes:
+        check_number("output", number, len(tape.results))
     made = find_made(tapes, blocks)
     grid = grids.get(Port(OUTSIDE, False, number))
-    for t, tape in enumerate(tapes):
-        check_number("output", number, len(tape.results))
-        value = tape.results[number]
+
+    def is_integer(t: int, value: int | None) -> bool:
         port = None if value is None else made.get((t, value))
-        if grid is None or port is None or grids.get(port) is not grid:
-            maker = next((s for s in tape.steps if value is not None and value in s.results), None)
-            what = "what comes from outside of it" if maker is None else str(maker.site)
-            raise ConfigError(
-                f"set_output_quantized_indexes: output {number} of the model is no integer: it is "
-                f"{what}, which no straight run computes as integers on one grid. Leave it out, or "
-                "quantize what computes it; the ledger of the converted model says why that stays "
-                "in float."
-            )
-    assert grid is not None
+        return grid is not None and port is not None and grids.get(port) is grid
+
+    floats = [t for t, tape in enumerate(tapes) if not is_integer(t, tape.results[number])]
+    if grid is None or floats:
+        tape = tapes[floats[0]]
+        value = tape.results[number]
+        maker = next((s for s in tape.steps if value is not None and value in s.results), None)
+        what = "what comes from outside of it" if maker is None else str(maker.site)
+        raise ConfigError(
+            f"set_output_quantized_indexes: output {number} of the model is no integer: it is "
+            f"{what}, which no straight run computes as integers on one grid. Leave it out, or "
+            "quantize what computes it; the ledger of the converted model says why that stays "
+            "in float."
+        )
     return Passage(number, grid, shift_qparams(grid, dtype, f"output {number}"))
