@@ -184,6 +184,33 @@ def test_lower_integer__attention_equals_numpy(symbolic):
     np.testing.assert_array_equal(got, rq.reference.run(qmod, [x])[0])
 
 
+def attention_of_heads(builder, x):
+    """Of 3 heads; all operands are rows of dense layers."""
+
+    def heads(axes):
+        rows = builder.emit(relax.op.matmul(x, constant(12, 12)))
+        split = builder.emit(relax.op.reshape(rows, (x.ty.shape[0], 7, 3, 4)))
+        return builder.emit(relax.op.permute_dims(split, axes))
+
+    scores = builder.emit(relax.op.matmul(heads([0, 2, 1, 3]), heads([0, 2, 3, 1])))
+    return builder.emit(relax.op.matmul(scores, heads([0, 2, 1, 3])))
+
+
+@pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
+def test_lower_integer__values_of_heads_are_not_transposed(symbolic):
+    shape = (2, 7, 12)
+    qmod, x = quantize_random(build_model(attention_of_heads, shape, symbolic), shape)
+    graph = Graph(lower_integer(convert_layout(qmod), resolve_target("llvm -mcpu=cascadelake")))
+    axes = [
+        [int(axis) for axis in graph.call_of(binding.var).attrs.axes]
+        for binding in graph.bindings
+        if graph.op_name(binding.var) == "relax.permute_dims"
+    ]
+    assert axes == [[0, 2, 1, 3]] * 2  # the first operand, and the second one of the scores
+    got = Executor(rq.compile(qmod)).run("main", [x])[0]
+    np.testing.assert_array_equal(got, rq.reference.run(qmod, [x])[0])
+
+
 def test_lower_integer__dense_of_any_batch_and_length():
     batch, length = tvm.tirx.Var("n", "int64"), tvm.tirx.Var("length", "int64")
     x = relax.Var("x", relax.TensorType((batch, length, 12), "float32"))

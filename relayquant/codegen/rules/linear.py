@@ -222,7 +222,9 @@ def lower_dense(context: KernelContext, var: relax.Var) -> KernelCall | Skip:
 
 
 def lower_batch_matmul(context: KernelContext, var: relax.Var) -> KernelCall | Skip:
-    """qnn.batch_matmul of two computed operands with equal batch dimensions."""
+    """qnn.batch_matmul of two computed operands with equal batch dimensions; the second one may be
+    transposed, see `read_transposed`.
+    """
     call = context.call(var)
     x, y = split_batch(call.args[0]), split_batch(call.args[1])
     zeros = [scalar(arg) for arg in call.args[2:4]]
@@ -238,6 +240,7 @@ def lower_batch_matmul(context: KernelContext, var: relax.Var) -> KernelCall | S
     if symbolic and len(x_shape) < 3:
         return Skip("the number of rows is symbolic")
     tail = follow_product(context, var, 1, takes=UNBIASED_TAKES)
+    second, heads = read_transposed(context, call.args[1])
     spec = BatchMatmul(
         batch=prod(x_shape[:-2]),
         rows=x_shape[-2],
@@ -249,16 +252,40 @@ def lower_batch_matmul(context: KernelContext, var: relax.Var) -> KernelCall | S
         w_zero_point=int(zeros[1]),  # pyright: ignore[reportArgumentType]
         multiplier=1.0 if tail.multiplier is None else float(tail.multiplier.reshape(-1)[0]),
         epilogue=tail.epilogue,
+        w_heads=heads,
     )
+    stored = split_batch(second)
+    w_shape = y_shape if stored is None else stored[1]
     out_shape = (*x_shape[:-1], y_shape[-2])
     func = build_for_batch(
         lambda: build_batch_matmul(
-            spec, context.isa, "qnn_batch_matmul", x_shape, y_shape, out_shape
+            spec, context.isa, "qnn_batch_matmul", x_shape, w_shape, out_shape
         ),
         symbolic,
         range(3 + len(tail.residuals)),
     )
-    return KernelCall(tail.vars, func, (call.args[0], call.args[1], *tail.residuals))
+    return KernelCall(tail.vars, func, (call.args[0], second, *tail.residuals))
+
+
+def read_transposed(context: KernelContext, expr: relax.Expr) -> tuple[relax.Expr, int | None]:
+    """The second operand of a batch_matmul as the kernel takes it: what is transposed, and its
+    `BatchMatmul.w_heads`; or itself and None.
+
+    permute_dims(x, [..., 3, 2])      ->  x, 1
+    permute_dims(x, [0, 2, 3, 1])     ->  x, its third dimension
+    """
+    call = context.graph.call_of(expr)
+    if call is None or context.graph.op_name(expr) != "relax.permute_dims":
+        return expr, None
+    shape, axes = split_batch(call.args[0]), [int(axis) for axis in call.attrs.axes or ()]
+    if shape is None:
+        return expr, None
+    rank = len(axes)
+    if rank > 2 and axes == [*range(rank - 2), rank - 1, rank - 2]:
+        return call.args[0], 1
+    if axes == [0, 2, 3, 1]:
+        return call.args[0], shape[1][2]
+    return expr, None
 
 
 LINEAR_RULES: tuple[KernelRule, ...] = (

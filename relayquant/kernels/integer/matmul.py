@@ -5,7 +5,7 @@
 
 The generator of the convolutions does the first sum, with one set of weights per image. The second
 sum falls out of the packing and is the bias; the third is a term per row, needed only if z_w is
-not 0.
+not 0. Packing also takes a second operand whose K is no last axis, as attention has its values.
 """
 
 from __future__ import annotations
@@ -22,17 +22,19 @@ from relayquant.kernels.emit import (
     alloc_vectors,
     alloc_workspace,
     build_kernel,
+    concat_vectors,
     constant,
     declare_arguments,
     emit_sum,
     load_vector,
     loop_over,
     store_vector,
+    vector,
 )
 from relayquant.kernels.integer.conv import emit_convolution
 from relayquant.kernels.integer.conv_plan import ConvPlan, choose_instructions
 from relayquant.kernels.integer.epilogue import Epilogue
-from relayquant.kernels.integer.narrow import channel_order
+from relayquant.kernels.integer.narrow import PART, channel_order
 from relayquant.kernels.integer.operands import Image, Operands, emit_prepared_image
 from relayquant.kernels.integer.specs import Conv2d
 from relayquant.kernels.isa.base import Buffer, Expr, Isa
@@ -43,7 +45,8 @@ class BatchMatmul:
     """x (B, M, K) times the transpose of w (B, N, K); both uint8 or int8, static shapes.
 
     `multiplier` is float32(double(s_x) * double(s_w) / double(s_out)), or the product of the
-    scales to dequantize; it is not used when accumulators are stored.
+    scales to dequantize; it is not used when accumulators are stored. With `w_heads` w is
+    (B / w_heads, K, w_heads, N): rows of a dense layer, which have the values of some heads.
     """
 
     batch: int
@@ -56,11 +59,24 @@ class BatchMatmul:
     w_zero_point: int = 0
     multiplier: float = 1.0
     epilogue: Epilogue = field(default_factory=Epilogue)
+    w_heads: int | None = None
 
     def __post_init__(self) -> None:
         for dtype in (self.x_dtype, self.w_dtype):
             if dtype not in ("uint8", "int8"):
                 raise ConfigError(f"BatchMatmul: operand is {dtype!r}; allowed: uint8, int8.")
+        if self.w_heads is not None and (self.w_heads < 1 or self.batch % self.w_heads):
+            raise ConfigError(
+                f"BatchMatmul: w_heads is {self.w_heads}; allowed: divisors of the batch "
+                f"{self.batch}, or None."
+            )
+
+    @property
+    def w_shape(self) -> tuple[int, ...]:
+        """Of w, as it is in memory."""
+        if self.w_heads is None:
+            return self.batch, self.cols, self.inner
+        return self.batch // self.w_heads, self.inner, self.w_heads, self.cols
 
     @property
     def macs(self) -> int:
@@ -75,7 +91,7 @@ def build_batch_matmul(
     w_shape: tuple[int, ...] | None = None,
     out_shape: tuple[int, ...] | None = None,
 ) -> PrimFunc:
-    """PrimFunc(x, w[, residual], y); shapes (B, M, K), (B, N, K), (B, M, N), or as given."""
+    """PrimFunc(x, w[, residual], y); shapes (B, M, K), `spec.w_shape`, (B, M, N), or as given."""
 
     def body() -> None:
         plan = plan_batch_matmul(spec, isa)
@@ -83,7 +99,7 @@ def build_batch_matmul(
         y_shape = (spec.batch, spec.rows, spec.cols) if out_shape is None else out_shape
         x, w, residual, out = declare_arguments(
             ("x", x_shape or (spec.batch, spec.rows, spec.inner), spec.x_dtype),
-            ("w", w_shape or (spec.batch, spec.cols, spec.inner), spec.w_dtype),
+            ("w", w_shape or spec.w_shape, spec.w_dtype),
             ("residual", y_shape, added.dtype) if added else None,
             ("y", y_shape, spec.epilogue.dtype),
         )
@@ -126,7 +142,7 @@ def emit_packed_operand(
     spec: BatchMatmul, plan: ConvPlan, w: Buffer, threads: bool
 ) -> tuple[Buffer, Buffer]:
     """(packed weights, bias) of every image in workspaces; uint8 is stored as int8, minus 128."""
-    isa, lanes, products = plan.isa, plan.isa.lanes, plan.isa.products
+    isa, lanes = plan.isa, plan.isa.lanes
     weight = alloc_workspace(spec.batch * plan.weight_size, isa.weight_dtype)
     bias = alloc_workspace(spec.batch * plan.channel_size, "int32")
     blocks = plan.tile.blocks
@@ -135,30 +151,17 @@ def emit_packed_operand(
     flip = 0x80 if spec.w_dtype == "uint8" else 0
 
     with loop_over((spec.batch, plan.panels, blocks), threads) as (n, panel, block):
-        rows = [
-            (n * spec.cols + channel) * spec.inner for channel in emit_channels(plan, panel, block)
-        ]
+        channels = emit_channels(plan, panel, block)
         width = isa.accumulator_lanes
         (total,) = alloc_vectors(1, width)
         store_vector(total, constant("int32", 0, width), 0, width)
-        ones = isa.repeat_word(int.from_bytes(bytes([1] * products), "little"))
+        ones = isa.repeat_word(int.from_bytes(bytes([1] * isa.products), "little"))
         first = (n * plan.panels + panel) * plan.panel_vectors
 
         def pack_word(word, count: int) -> None:
             """Word number `word` of all lanes, of which `count` bytes exist."""
-            dtype = isa.word_dtype
-            scalars = []
-            for row in rows:
-                at = row + word * products
-                if count == np.dtype(dtype).itemsize:
-                    scalars.append(T.reinterpret(dtype, w.vload([at], f"{w.dtype}x{count}")))
-                    continue
-                value = getattr(T, dtype)(0)
-                for i in range(count):
-                    byte = T.Cast(dtype, T.reinterpret("uint8", w.vload([at + i])))
-                    value = T.bitwise_or(value, byte << (8 * i))
-                scalars.append(value)
-            words = T.Shuffle(scalars, [T.int32(i) for i in range(lanes)])
+            load = load_words if spec.w_heads is None else load_words_across
+            words, dtype = load(spec, plan, w, n, channels, word, count), isa.word_dtype
             if flip:
                 mask = np.frombuffer(bytes([flip] * count).ljust(8, b"\0"), dtype)[0]
                 words = T.bitwise_xor(words, constant(dtype, int(mask), lanes))
@@ -167,10 +170,10 @@ def emit_packed_operand(
             loaded = isa.load_weights(weight, index)
             store_vector(total, isa.dot(load_vector(total, 0, width), ones, loaded), 0, width)
 
-        full, rest = divmod(spec.inner, products)
+        full, rest = divmod(spec.inner, isa.products)
         if full:
             with T.serial(full) as word:
-                pack_word(word, products)
+                pack_word(word, isa.products)
         if rest:
             pack_word(T.int32(full), rest)
         (own, *_) = isa.split_sums(load_vector(total, 0, width))
@@ -193,6 +196,61 @@ def emit_channels(plan: ConvPlan, panel: Expr, block: Expr) -> list[Expr]:
         return own if is_full else [T.min(channel, channels - 1) for channel in own]
     start = T.min((panel * blocks + block) * lanes, max(channels - lanes, 0))
     return [T.min(start + lane, channels - 1) for lane in range(lanes)]
+
+
+def load_words(
+    spec: BatchMatmul,
+    plan: ConvPlan,
+    w: Buffer,
+    image: Expr,
+    channels: list[Expr],
+    word: Expr,
+    count: int,
+) -> Expr:
+    """Word number `word` of some channels, of which `count` bytes exist; the others are 0."""
+    dtype, scalars = plan.isa.word_dtype, []
+    for channel in channels:
+        at = (image * spec.cols + channel) * spec.inner + word * plan.isa.products
+        if count == np.dtype(dtype).itemsize:
+            scalars.append(T.reinterpret(dtype, w.vload([at], f"{w.dtype}x{count}")))
+            continue
+        value = getattr(T, dtype)(0)
+        for i in range(count):
+            byte = T.Cast(dtype, T.reinterpret("uint8", w.vload([at + i])))
+            value = T.bitwise_or(value, byte << (8 * i))
+        scalars.append(value)
+    return concat_vectors(scalars, 1)
+
+
+def load_words_across(
+    spec: BatchMatmul,
+    plan: ConvPlan,
+    w: Buffer,
+    image: Expr,
+    channels: list[Expr],
+    word: Expr,
+    count: int,
+) -> Expr:
+    """The same where channels are next to each other, and the bytes of a word in so many rows."""
+    assert spec.w_heads is not None
+    dtype, lanes, heads = plan.isa.word_dtype, plan.isa.lanes, spec.w_heads
+    size = np.dtype(dtype).itemsize
+    outer, head = T.floordiv(image, heads), T.floormod(image, heads)
+    run = count_neighbours(plan)
+    rows = [constant(w.dtype, 0, lanes)] * size
+    for i in range(count):
+        row = (outer * spec.inner + word * plan.isa.products + i) * heads + head
+        starts = [row * spec.cols + channel for channel in channels[::run]]
+        rows[i] = concat_vectors([load_vector(w, start, run) for start in starts], run)
+    order = [T.int32(i * lanes + lane) for lane in range(lanes) for i in range(size)]
+    return T.reinterpret(vector(dtype, lanes), T.Shuffle(rows, order))
+
+
+def count_neighbours(plan: ConvPlan) -> int:
+    """How many lanes in turn `emit_channels` gives channels in turn."""
+    if plan.is_narrow:
+        return PART if plan.group_out >= plan.panel_channels else 1
+    return plan.isa.lanes if plan.group_out >= plan.isa.lanes else 1
 
 
 def emit_row_term(spec: BatchMatmul, data: Buffer, w_zero_point: int, threads: bool) -> Buffer:
