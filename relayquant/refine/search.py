@@ -74,18 +74,22 @@ def search_operators(
     validation, events = settings.validation, settings.events
     deadline = math.inf if settings.budget is None else time.monotonic() + settings.budget
     backend = resolve_backend(settings.backend)
-    prepared = prepare_model(mod, params, dataset, settings.qconfig_mapping, backend, settings)
+
+    def prepare(mapping: QConfigMapping | None) -> PreparedModel:
+        return prepare_model(mod, params, dataset, mapping, backend, settings)
+
+    def calibrate(prepared: PreparedModel) -> PreparedModel:
+        return calibrate_model(prepared, dataset, settings.calibrating)
+
+    prepared = prepare(settings.qconfig_mapping)
     review_prepared(prepared, settings.strict)
     state = open_state(prepared, settings)
     data = open_dataset(
         dataset if validation is None else validation, describe_inputs(prepared.mod)
     )
     next(iter(data))  # what is wrong with the data shows before anything takes time
-    base = prepared.mapping or default_mapping(
-        prepared.backend, settings.level, settings.model_type
-    )
-    prepared = calibrate_model(prepared, dataset, settings.calibrating)
-    simulation = Simulation(prepared, data, metric)
+    base = prepared.mapping or default_mapping(backend, settings.level, settings.model_type)
+    simulation = Simulation(calibrate(prepared), data, metric)
     float_score = score_float(metric, simulation)
     state.check_basis(
         {
@@ -95,61 +99,20 @@ def search_operators(
         }
     )
     bound = float_score - settings.max_drop
-    built: dict[Trial, tuple[PreparedModel, tvm.IRModule]] = {}
-    trials: list[Trial] = []
-
-    def find_mapping(names: Sequence[str], dtype: str) -> QConfigMapping:
-        wide = make_wide(prepared) if dtype == WIDE else None
-        return add_float_lines(prepared, names, base, wide)
-
-    def build(names: Sequence[str], dtype: str) -> tuple[PreparedModel, tvm.IRModule]:
-        changed = prepared
-        if names:
-            found = find_mapping(names, dtype)
-            changed = prepare_model(mod, params, dataset, found, backend, settings)
-            changed = calibrate_model(changed, dataset, settings.calibrating)
-        return changed, lower_prepared(changed)
-
-    def score_module(module: tvm.IRModule) -> float:
-        return apply_metric(metric, simulation.expected, run_all(simulation, module))
-
-    def measure(names: Sequence[str], dtype: str = FLOAT) -> Trial:
-        """The integer module with these operators put back, measured; keeps the best so far."""
-        key = trial_key(names, dtype)
-        pair = None
-        if key not in state.trials:
-            pair = build(names, dtype)
-            state.trials[key] = score_module(pair[1])
-        score = state.trials[key]
-        found = Trial(tuple(names), dtype, score, score >= bound)
-        trials.append(found)
-        if found is max(trials, key=lambda trial: trial.rank):
-            built.clear()
-            if pair is not None:
-                built[found] = pair
-            state.best = describe_best(found, find_mapping(names, dtype))
-        state.save()
-        events.on_progress(ProgressEvent("search", len(trials), None, unit="module"))
-        return found
-
-    if not measure(()).is_met and time.monotonic() < deadline:
-        order = rank_operators(simulation, events, deadline, state)
-        names = search_simulated(simulation, base, order, bound, deadline)
-        found = search_integers(measure, order, names, deadline)
-        if found.is_met and time.monotonic() < deadline:
-            plan = annotate(prepared.mod, prepared.backend, find_mapping(found.names, WIDE))
-            if all(plan.operator(name).quantized for name in found.names):
-                measure(found.names, WIDE)
-    best = max(trials, key=lambda trial: trial.rank)
-    changed, module = built[best] if best in built else build(best.names, best.dtype)
-    mapping, score = find_mapping(best.names, best.dtype), best.score
+    trials = ModuleTrials(
+        simulation, metric, bound, base, lambda found: calibrate(prepare(found)), state, events
+    )
+    try_modules(trials, deadline)
+    best = trials.best
+    changed, module = trials.take_best()
+    mapping, score = trials.find_mapping(best.names, best.dtype), best.score
     if settings.keep_faster:
         stopwatch = Stopwatch.on_this_machine([*next(iter(data)).values()])
         least = min(bound, best.score)
         accepted: list[float] = []
 
         def accept(faster: tvm.IRModule) -> bool:
-            found = score_module(faster)
+            found = trials.score(faster)
             if found >= least:
                 accepted.append(found)  # of the last one, which is taken
             return found >= least
@@ -168,7 +131,7 @@ def search_operators(
         score,
         float_score,
         score >= bound,
-        len(trials),
+        len(trials.done),
         best.names,
         best.dtype,
         describe_mapping(mapping),
@@ -181,9 +144,102 @@ def search_operators(
         score,
         float_score,
         score >= bound,
-        len(trials),
+        len(trials.done),
         best.dtype,
     )
+
+
+class ModuleTrials:
+    """Integer modules with some operators put back: built, measured, and the best one kept.
+
+    Attributes:
+        done: What was measured, in order.
+    """
+
+    def __init__(
+        self,
+        simulation: Simulation,
+        metric: Metric,
+        bound: float,
+        base: QConfigMapping,
+        calibrate: Callable[[QConfigMapping], PreparedModel],
+        state: SearchState,
+        events: CallbackList,
+    ) -> None:
+        """
+        Args:
+            simulation: Of the model with nothing put back.
+            bound: What `metric` has to be at least.
+            base: The mapping without what is put back.
+            calibrate: Gives the calibrated model of another mapping.
+            state: Holds the scores; what it knows is not measured again.
+            events: Told of each trial.
+        """
+        self.simulation, self.metric, self.bound = simulation, metric, bound
+        self.base, self.calibrate = base, calibrate
+        self.state, self.events = state, events
+        self.done: list[Trial] = []
+        #: of the best trial, unless its score was known
+        self._built: tuple[PreparedModel, tvm.IRModule] | None = None
+
+    @property
+    def best(self) -> Trial:
+        """The first of the highest rank."""
+        return max(self.done, key=lambda trial: trial.rank)
+
+    def find_mapping(self, names: Sequence[str], dtype: str) -> QConfigMapping:
+        """The mapping that puts these operators back to a dtype."""
+        prepared = self.simulation.prepared
+        wide = make_wide(prepared) if dtype == WIDE else None
+        return add_float_lines(prepared, names, self.base, wide)
+
+    def build(self, names: Sequence[str], dtype: str) -> tuple[PreparedModel, tvm.IRModule]:
+        """(calibrated model, integer module) with these operators put back."""
+        changed = self.simulation.prepared
+        if names:
+            changed = self.calibrate(self.find_mapping(names, dtype))
+        return changed, lower_prepared(changed)
+
+    def score(self, module: tvm.IRModule) -> float:
+        """The metric of an integer module."""
+        found = run_all(self.simulation, module)
+        return apply_metric(self.metric, self.simulation.expected, found)
+
+    def measure(self, names: Sequence[str], dtype: str = FLOAT) -> Trial:
+        """Try the integer module with these operators put back."""
+        key = trial_key(names, dtype)
+        pair = None
+        if key not in self.state.trials:
+            pair = self.build(names, dtype)
+            self.state.trials[key] = self.score(pair[1])
+        score = self.state.trials[key]
+        trial = Trial(tuple(names), dtype, score, score >= self.bound)
+        self.done.append(trial)
+        if trial is self.best:
+            self._built = pair
+            self.state.best = describe_best(trial, self.find_mapping(names, dtype))
+        self.state.save()
+        self.events.on_progress(ProgressEvent("search", len(self.done), None, unit="module"))
+        return trial
+
+    def take_best(self) -> tuple[PreparedModel, tvm.IRModule]:
+        """What the best trial measured, built now where its score was known."""
+        return self._built or self.build(self.best.names, self.best.dtype)
+
+
+def try_modules(trials: ModuleTrials, deadline: float) -> None:
+    """Measure modules until few operators are in float, or int16, or time is over."""
+    if trials.measure(()).is_met or time.monotonic() >= deadline:
+        return
+    simulation = trials.simulation
+    order = rank_operators(simulation, trials.events, deadline, trials.state)
+    names = search_simulated(simulation, trials.base, order, trials.bound, deadline)
+    found = search_integers(trials.measure, order, names, deadline)
+    if found.is_met and time.monotonic() < deadline:
+        prepared, mapping = simulation.prepared, trials.find_mapping(found.names, WIDE)
+        plan = annotate(prepared.mod, prepared.backend, mapping)
+        if all(plan.operator(name).quantized for name in found.names):
+            trials.measure(found.names, WIDE)
 
 
 def digest_first_batch(dataset: Any, prepared: PreparedModel) -> str:
