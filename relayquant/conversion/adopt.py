@@ -10,6 +10,7 @@ by its pattern (`qnn_form.find_dequantized`).
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 import tvm
@@ -61,6 +62,9 @@ MOVERS = (
 
 #: largest |bias| in units of its accumulator; leaves the other half of int32 to the products
 BIAS_LIMIT = 2**30
+
+#: what the ledger says decided the parameters
+SOURCE_RULE = "quantized in the source model"
 
 
 def adopt_reference(mod: tvm.IRModule, backend: BackendConfig) -> tvm.IRModule:
@@ -176,11 +180,10 @@ def add_ledger(
     """`mod`, the integer module made of `adopted`, with a ledger of every operator of `canonical`
     and with values named by it.
     """
-    graph, final = Graph(adopted), Graph(mod)
+    graph, source, final = Graph(adopted), Graph(canonical), Graph(mod)
     found: dict[str, tuple[QuantOp, Match]] = {}
     for _, (pattern, match) in find_dequantized(graph, backend):
         found.update((var.name, (pattern, match)) for var in match.vars)
-    source = Graph(canonical)
     inner = {
         var.name
         for name, (_, match) in found.items()
@@ -192,57 +195,85 @@ def add_ledger(
         call, name = source.call_of(binding.var), binding.var.name
         if call is None or call_name(call).startswith("relax.qnn.") or name in inner:
             continue
-        op = call_name(call)
-        left = final.vars.get(name)
-        is_float = (
-            left is not None
-            and final.op_name(left) == op
-            and tensor_dtype(left).startswith("float")
-        )
-        pattern, match = found.get(name, (None, None))
-        moves_integers = tensor_dtype(binding.var) in ("int8", "uint8") and any(
-            tensor_dtype(arg) == tensor_dtype(binding.var) for arg in call.args
-        )
-        if is_float or not (moves_integers or tensor_dtype(binding.var).startswith("float")):
-            rows.append(
-                LedgerRow(
-                    name,
-                    op.removeprefix("relax."),
-                    False,
-                    "",
-                    tensor_dtype(binding.var),
-                    explain_float(graph, backend, name),
-                    "pass the module and data to relayquant.quantize to calibrate what is missing",
-                    (name,),
-                )
-            )
-            continue
-        qparams = find_output_qparams(graph, match.root) if match is not None else None
-        rows.append(
-            LedgerRow(
-                name,
-                (pattern.op if pattern is not None else op).removeprefix("relax."),
-                True,
-                pattern.name if pattern is not None else op.split(".")[-1],
-                qparams.dtype
-                if qparams is not None
-                else "int32"
-                if pattern is not None
-                else tensor_dtype(binding.var) * moves_integers,
-                values=tuple(
-                    var.name for var in match.vars if var.name in source.vars
-                ) if match is not None else (name,),
-                scale=tuple(qparams.scale.reshape(-1).tolist()) if qparams is not None else (),
-                zero_point=tuple(qparams.zero_point.reshape(-1).tolist())
-                if qparams is not None
-                else (),
-                rule="quantized in the source model",
-                accumulator=find_register(final, name),
-            )
-        )  # fmt: skip
+        if stays_float(source, final, binding.var):
+            reason = explain_float(graph, backend, name)
+            rows.append(describe_float(source, binding.var, reason))
+        elif name in found:
+            row = describe_quantized(source, graph, binding.var, *found[name])
+            rows.append(replace(row, accumulator=find_register(final, name)))
+        else:
+            row = describe_moved(source, binding.var)
+            rows.append(replace(row, accumulator=find_register(final, name)))
     ledger = Ledger(tuple(rows), backend.name)
     described = rewrite_main(mod, lambda e, b: e.get(b.value), attrs=ledger_attrs(ledger))
     return name_integers(described)
+
+
+def moves_integers(source: Graph, var: relax.Var) -> bool:
+    """Whether a value of the source model is 8-bit integers made of such."""
+    dtype, call = tensor_dtype(var), source.call_of(var)
+    return (
+        dtype in ("int8", "uint8")
+        and call is not None
+        and any(tensor_dtype(arg) == dtype for arg in call.args)
+    )
+
+
+def stays_float(source: Graph, final: Graph, var: relax.Var) -> bool:
+    """Whether the operator of a value of the source model computes floats in the `final` module,
+    or is no operator on quantized values at all.
+    """
+    left = final.vars.get(var.name)
+    is_left = left is not None and final.op_name(left) == source.op_name(var)
+    if left is not None and is_left and tensor_dtype(left).startswith("float"):
+        return True
+    return not (moves_integers(source, var) or tensor_dtype(var).startswith("float"))
+
+
+def describe_float(source: Graph, var: relax.Var, reason: str) -> LedgerRow:
+    """The row of an operator that stays in float."""
+    return LedgerRow(
+        var.name,
+        source.op_name(var).removeprefix("relax."),
+        False,
+        "",
+        tensor_dtype(var),
+        reason,
+        "pass the module and data to relayquant.quantize to calibrate what is missing",
+        (var.name,),
+    )
+
+
+def describe_quantized(
+    source: Graph, graph: Graph, var: relax.Var, pattern: QuantOp, match: Match
+) -> LedgerRow:
+    """The row of an operator that a pattern matched in the adopted module's `graph`."""
+    qparams = find_output_qparams(graph, match.root)
+    return LedgerRow(
+        var.name,
+        pattern.op.removeprefix("relax."),
+        True,
+        pattern.name,
+        "int32" if qparams is None else qparams.dtype,
+        values=tuple(each.name for each in match.vars if each.name in source.vars),
+        scale=() if qparams is None else tuple(qparams.scale.reshape(-1).tolist()),
+        zero_point=() if qparams is None else tuple(qparams.zero_point.reshape(-1).tolist()),
+        rule=SOURCE_RULE,
+    )
+
+
+def describe_moved(source: Graph, var: relax.Var) -> LedgerRow:
+    """The row of an operator without a pattern that moves integers, or is gone."""
+    op = source.op_name(var)
+    return LedgerRow(
+        var.name,
+        op.removeprefix("relax."),
+        True,
+        op.split(".")[-1],
+        tensor_dtype(var) if moves_integers(source, var) else "",
+        values=(var.name,),
+        rule=SOURCE_RULE,
+    )
 
 
 def explain_float(graph: Graph, backend: BackendConfig, name: str) -> str:
