@@ -52,7 +52,7 @@ def annotate(
     check_mapping(graph, claims, mapping)
     quantized = decide_quantized(graph, claims, wanted)
     check_wanted(claims, quantized, wanted)
-    groups, operands, outputs, value_groups = build_groups(graph, claims, quantized, wanted)
+    found = build_groups(graph, claims, quantized, wanted)
     operators = []
     for claim in claims:
         row = OperatorPlan(
@@ -70,8 +70,8 @@ def annotate(
             row = replace(
                 row,
                 quantized=True,
-                operands=operands[name],
-                output=outputs.get(name),
+                operands=found.operands[name],
+                output=found.outputs.get(name),
                 accumulator=claim.accumulator,
                 dynamic=claim.dynamic,
                 grouped=claim.grouped,
@@ -85,7 +85,7 @@ def annotate(
                 compute=claim.compute,
             )
         operators.append(row)
-    return Plan(tuple(operators), groups, value_groups)
+    return Plan(tuple(operators), found.groups, found.value_groups)
 
 
 def check_mapping(graph: Graph, claims: Sequence[Claim], mapping: QConfigMapping) -> None:

@@ -9,7 +9,7 @@ of the relu.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from tvm import relax
 
@@ -69,18 +69,32 @@ class Partition:
         return list(found.values())
 
 
+@dataclass(frozen=True)
+class ValueGroups:
+    """Which values share parameters, by keys of groups.
+
+    Attributes:
+        groups: In topological order.
+        operands: Operator -> (operand, key) of each that is quantized.
+        outputs: Operator -> key of its result.
+        value_groups: Value -> keys of its groups, the one that all consumers see first.
+    """
+
+    groups: tuple[GroupPlan, ...]
+    operands: dict[str, tuple[tuple[str, str], ...]]
+    outputs: dict[str, str]
+    value_groups: dict[str, tuple[str, ...]]
+
+
 def build_groups(
     graph: Graph,
     claims: Sequence[Claim],
     quantized: frozenset[relax.Var],
     wanted: Collection[str] = (),
-) -> tuple[
-    tuple[GroupPlan, ...],
-    dict[str, tuple[tuple[str, str], ...]],
-    dict[str, str],
-    dict[str, tuple[str, ...]],
-]:
-    """(groups in topological order, operands by operator, output by operator, groups by value)."""
+) -> ValueGroups:
+    """The groups of the operators that are `quantized`; results that are `wanted` as integers have
+    one in any case.
+    """
     planned = [claim for claim in claims if claim.root in quantized]
     # What has parameters of the run time takes and gives float values: only its weight has a group,
     # and that not where it has many groups of its own.
@@ -92,12 +106,40 @@ def build_groups(
     join_concat_inputs(graph, active, partition)
     add_served_outputs(active, partition)
 
+    primary = choose_primary(active, partition)
+    groups, key_of = group_values(graph, active, partition, primary)
+    operands: dict[str, tuple[tuple[str, str], ...]] = {}
+    outputs: dict[str, str] = {}
+    for claim in planned:
+        name = claim.root.name
+        operands[name], constants = group_operands(claim, primary, key_of)
+        groups += constants
+        if claim.root in primary and not claim.has_float_data:
+            outputs[name] = key_of[claim.root, primary[claim.root]]
+
+    value_groups: dict[str, list[str]] = {}
+    for (var, spec), key in key_of.items():
+        keys = value_groups.setdefault(var.name, [])
+        keys.insert(0 if primary[var] == spec else len(keys), key)
+    order = {name: graph.order[var] for name, var in graph.vars.items()}
+    groups.sort(key=lambda g: max(order[n] for n in g.points) if g.points else -len(order) - 1)
+    return ValueGroups(
+        tuple(groups), operands, outputs, {name: tuple(keys) for name, keys in value_groups.items()}
+    )
+
+
+def group_values(
+    graph: Graph,
+    active: Sequence[Claim],
+    partition: Partition,
+    primary: Mapping[relax.Var, QSpec],
+) -> tuple[list[GroupPlan], dict[Node, str]]:
+    """(a group for each set of computed values, the key of each node's group)."""
     shared = {claim.root: claim for claim in active if claim.kind is Kind.SHARING}
     by_root = {claim.root: claim for claim in active}
     consumers = find_consumers(active)
     groups: list[GroupPlan] = []
     key_of: dict[Node, str] = {}
-    primary = choose_primary(graph, active, partition)
     for nodes in partition.sets():
         nodes = sorted(nodes, key=lambda node: graph.order[node[0]])
         spec = nodes[0][1]
@@ -126,31 +168,27 @@ def build_groups(
             )
         )
         key_of.update(dict.fromkeys(nodes, key))
+    return groups, key_of
 
-    operands: dict[str, tuple[tuple[str, str], ...]] = {}
-    outputs: dict[str, str] = {}
-    for claim in planned:
-        rows = []
-        for name, expr, operand in claim.operands() if claim.grouped is None else ():
-            if operand.role is Role.BIAS and not _qconfig(claim).has_own_bias:
-                continue
-            if operand.role in (Role.WEIGHT, Role.BIAS):
-                group = weight_group(claim, name, expr, operand)
-                groups.append(group)
-                rows.append((name, group.key))
-            elif not claim.has_float_data and (expr, operand_spec(claim, primary)) in key_of:
-                rows.append((name, key_of[expr, operand_spec(claim, primary)]))
-        operands[claim.root.name] = tuple(rows)
-        if claim.root in primary and not claim.has_float_data:
-            outputs[claim.root.name] = key_of[claim.root, primary[claim.root]]
 
-    value_groups: dict[str, list[str]] = {}
-    for (var, spec), key in key_of.items():
-        keys = value_groups.setdefault(var.name, [])
-        keys.insert(0 if primary[var] == spec else len(keys), key)
-    order = {name: graph.order[var] for name, var in graph.vars.items()}
-    groups.sort(key=lambda g: max(order[n] for n in g.points) if g.points else -len(order) - 1)
-    return tuple(groups), operands, outputs, {k: tuple(v) for k, v in value_groups.items()}
+def group_operands(
+    claim: Claim, primary: Mapping[relax.Var, QSpec], key_of: Mapping[Node, str]
+) -> tuple[tuple[tuple[str, str], ...], list[GroupPlan]]:
+    """((operand, key of its group) of each operand that is quantized, groups of the constants)."""
+    if claim.grouped is not None:
+        return (), []
+    rows: list[tuple[str, str]] = []
+    constants: list[GroupPlan] = []
+    for name, expr, operand in claim.operands():
+        if operand.role is Role.BIAS and not _qconfig(claim).has_own_bias:
+            continue
+        if operand.role in (Role.WEIGHT, Role.BIAS):
+            group = weight_group(claim, name, expr, operand)
+            constants.append(group)
+            rows.append((name, group.key))
+        elif not claim.has_float_data and (expr, operand_spec(claim, primary)) in key_of:
+            rows.append((name, key_of[expr, operand_spec(claim, primary)]))
+    return tuple(rows), constants
 
 
 def activation_spec(claim: Claim) -> QSpec:
@@ -260,9 +298,7 @@ def add_served_outputs(active: Sequence[Claim], partition: Partition) -> None:
             partition.add((claim.root, output_spec(claim)))
 
 
-def choose_primary(
-    graph: Graph, active: Sequence[Claim], partition: Partition
-) -> dict[relax.Var, QSpec]:
+def choose_primary(active: Sequence[Claim], partition: Partition) -> dict[relax.Var, QSpec]:
     """The specification that all consumers of a value see: its producer's if that is wanted, else
     the first.
     """
