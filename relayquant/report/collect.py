@@ -245,45 +245,91 @@ def collect_report(
             prepared = run("calibrate", recalibrate, mod, params, shown, ledger, backend)
             ranking = sensitivity(prepared, shown, samples=8, callbacks=callbacks.callbacks)
             suggestion = run("suggest", suggest_float, ranking, shown)
+    beside = None if settings.other is None else align_modules(mod, settings.other, params)
     latencies: Mapping[str, Latency] = {}
     times: Mapping[str, tuple[float, float | None]] = {}
     load_deployed = bind_loader(data, compile_draft)
     if settings.latency:
         built = run("compile", Deployed.build, quantized)
-        runs = {
-            "float": (compile(canonical), order_inputs(canonical, next(iter(shown)))),
-            "int8": (built.executable, order_inputs(quantized, integers[0])),
-        }
-        if settings.other is not None:
-            beside = align_modules(mod, settings.other, params)[1]
-            inputs = Interface.of(beside).to_inputs(next(iter(shown)))
-            runs["other"] = compile(beside), order_inputs(beside, inputs)
+        other = None if beside is None else beside[1]
+        runs = compile_runs(canonical, built, other, next(iter(shown)))
         latencies = run("latency", time_executables, runs)
         times = run("profile", time_operators, built, runs["int8"][1])
         load_deployed = built.load
-    score, other = None, None
-    if settings.metric is not None:
-        score = run(
-            "metric", apply_to_data, settings.metric, canonical, quantized, data, load_deployed
-        )
-    if settings.other is not None:
-        aligned, second = align_modules(mod, settings.other, params)
-        other = OtherView(
-            read_ledger(second),
-            run("compare", compare_modules, aligned, second, shown, load_module),
-            count_constant_bytes(second),
-            apply_to_data(settings.metric, aligned, second, data, bind_loader(data, compile_draft))
-            if settings.metric
-            else None,
-        )
+    metric, score, view = settings.metric, None, None
+    if metric is not None:
+        score = run("metric", apply_to_data, metric, canonical, quantized, data, load_deployed)
+    if beside is not None:
+        compared_other = run("compare", compare_modules, *beside, shown, load_module)
+        view = view_other(beside, compared_other, metric, data)
+    return ReportData(
+        settings.title,
+        ledger,
+        view_operators(canonical, quantized, ledger, compared, sampler, sums, ranking, times),
+        compared,
+        (count_constant_bytes(canonical), count_constant_bytes(quantized)),
+        tuple(find_worst_samples(compared.outputs, shown)),
+        tuple(f for f in lint(mod, params, shown) if f.severity is not Severity.INFO),
+        score,
+        latencies,
+        sums,
+        ranking,
+        no_ranking,
+        suggestion,
+        view,
+    )
+
+
+def compile_runs(
+    canonical: tvm.IRModule,
+    built: Deployed,
+    other: tvm.IRModule | None,
+    batch: Mapping[str, np.ndarray],
+) -> dict[str, tuple[Any, list[np.ndarray]]]:
+    """ "float", "int8" and, if there is one, "other" -> (executable, its inputs of a batch)."""
+    runs = {"float": (compile(canonical), order_inputs(canonical, batch))}
+    modules = {"int8": (built.mod, built.executable)}
+    if other is not None:
+        modules["other"] = other, compile(other)
+    for name, (module, executable) in modules.items():
+        integers = Interface.of(module).to_inputs(batch)
+        runs[name] = executable, order_inputs(module, integers)
+    return runs
+
+
+def view_other(
+    modules: tuple[tvm.IRModule, tvm.IRModule],
+    compared: CompareReport,
+    metric: Metric | None,
+    data: Dataset,
+) -> OtherView:
+    """What is shown of a second integer module; `modules`: the float one and it, aligned."""
+    canonical, other = modules
+    score = None
+    if metric is not None:
+        score = apply_to_data(metric, canonical, other, data, bind_loader(data, compile_draft))
+    return OtherView(read_ledger(other), compared, count_constant_bytes(other), score)
+
+
+def view_operators(
+    canonical: tvm.IRModule,
+    quantized: tvm.IRModule,
+    ledger: Ledger,
+    compared: CompareReport,
+    sampler: Sampler,
+    sums: AccumulatorReport,
+    ranking: SensitivityReport | None,
+    times: Mapping[str, tuple[float, float | None]],
+) -> tuple[OperatorView, ...]:
+    """All that was measured, operator by operator, in the order of the ledger."""
+    graph = Graph(canonical)
     scores = {row.name: row.score for row in ranking.rows} if ranking else {}
     errors = {row.name: row for row in compared.rows}
-    graph = Graph(canonical)
     sources = find_sources(graph, Graph(quantized), ledger.rows)
-    operators = tuple(
+    return tuple(
         OperatorView(
             row,
-            sources[i],
+            inputs,
             count_row_macs(graph, row),
             errors.get(row.name),
             sampler.build_histogram(row),
@@ -292,24 +338,7 @@ def collect_report(
             scores.get(row.name),
             *times.get(row.name, (None, None)),
         )
-        for i, row in enumerate(ledger.rows)
-    )
-    findings = [f for f in lint(mod, params, shown) if f.severity is not Severity.INFO]
-    return ReportData(
-        settings.title,
-        ledger,
-        operators,
-        compared,
-        (count_constant_bytes(canonical), count_constant_bytes(quantized)),
-        tuple(find_worst_samples(compared.outputs, shown)),
-        tuple(findings),
-        score,
-        latencies,
-        sums,
-        ranking,
-        no_ranking,
-        suggestion,
-        other,
+        for row, inputs in zip(ledger.rows, sources, strict=True)
     )
 
 
