@@ -429,70 +429,52 @@ class RecordedCall(TorchFunctionMode):
             name: Of the function.
             operands, versions: Of its tensors, before it ran.
         """
-        func, (template, kwargs) = call.function, call.arguments
+        func, (_, kwargs) = call.function, call.arguments
         after = read_versions(tensors)
         written = [i for i, version in enumerate(versions) if after[i] != version]
         if replaces_memory(func, name):
             written = [0]
-        read = read_result(result)
+        form, outputs = read_result(result) or (None, [])
         is_part = isinstance(func, PartFunction)  # it is called once, and what it gives is stored
         is_drawn = is_part or name in RANDOM
         is_drawn |= name in DROPOUT and bool(kwargs.get("training", True))
         is_cast = torch.is_autocast_enabled("cpu")  # what it gives depends on where it is called
         is_drawn |= is_cast
-        is_target = bool(written) and read is not None and read[1][0] is tensors[0]
-        is_same = not written and read is not None and read[1][0] is tensors[0]
+        gives_first = bool(outputs) and outputs[0] is tensors[0]
+        is_target, is_same = gives_first and bool(written), gives_first and not written
         if is_same:
             self.note_same(tensors[0], site)
         for i in written:
             self.tape.rewritten.update(self.find_same(tensors[i]))
+        reason, advice = explain_eager(func, name, tensors, outputs, is_cast, is_drawn)
         pure = None
-        if is_part:
-            site.reason = func.reason
-        elif read is None:
-            site.reason = "its result is no tensor"
-        elif is_cast:
-            site.reason = "torch.autocast decides what it computes in"
-            site.advice = "Calibrate and convert the model outside of autocast."
-        elif is_drawn:
-            site.reason = "it draws random numbers"
-        elif name in SIZED_BY_VALUES:
-            site.reason = "the values decide the size of its result"
-        elif any(tensor.dtype is torch.bfloat16 for tensor in (*tensors, *read[1])):
-            site.reason = "it computes with bfloat16"
+        if reason:
+            site.reason, site.advice = reason, advice
         elif not written:
-            arguments = call.arguments
-            pure = call if not kwargs.get("inplace") else Call(*self.strip(func, name, arguments))
+            pure = strip_inplace(call, name)
         elif written == [0] and is_target and not self.has_aliases(tensors[0]):
-            found = find_pure(func, name, kwargs)
-            pure = Call(found[0], (template, found[1])) if found else None
+            pure = find_pure_call(call, name)
         if written and pure is None and not is_part:
             site.reason = "it writes into a tensor that others may look at"
         for i in written if pure is None else ():
             self.keep_views(tensors[i])
-        for tensor in read[1] if read else ():
+        for tensor in outputs:
             if is_view(tensor):
                 self.add_view(tensor._base, site)
             for other in tensors:
                 self.join_aliases(tensor, other, site)
-        results = () if read is None else tuple(self.add_value(tensor) for tensor in read[1])
+        results = tuple(map(self.add_value, outputs))
         if is_drawn:
-            for tensor, value in zip(read[1] if read else (), results, strict=True):
+            for tensor, value in zip(outputs, results, strict=True):
                 self.tape.stored[value] = self.file.append(tensor)
         changed = tuple(
             (i, self.add_value(tensors[i])) for i in written if not (is_target and i == 0)
         )
         for i, value in changed if is_drawn else ():
             self.tape.stored[value] = self.file.append(tensors[i])
-        form = None if read is None else read[0]
         return TapeStep(
             site, call, pure, is_target, operands, form, results, is_drawn, is_same, changed
         )
-
-    def strip(self, func: Any, name: str, arguments: Any) -> tuple[Any, Any]:
-        """A call that was to write in place, and has not: a dropout that does nothing."""
-        found = find_pure(func, name, arguments[1])
-        return (found[0], (arguments[0], found[1])) if found else (func, arguments)
 
     def find_operands(
         self, tensors: Sequence[torch.Tensor], versions: Sequence[int]
@@ -595,6 +577,53 @@ class RecordedCall(TorchFunctionMode):
             value for tensor, value in self._values.values() if tensor() is not None
         )
         return self.tape
+
+
+def explain_eager(
+    func: Callable[..., Any],
+    name: str,
+    tensors: Sequence[torch.Tensor],
+    results: Sequence[torch.Tensor],
+    is_cast: bool,
+    is_drawn: bool,
+) -> tuple[str, str]:
+    """(why no graph can hold a call, what to do about it), whatever it writes into; "" if one can.
+
+    Args:
+        name: Of the function.
+        tensors, results: What it was given, and what it returned.
+        is_cast: Whether it was called under autocast.
+        is_drawn: Whether it gives another result each time.
+    """
+    if isinstance(func, PartFunction):
+        return func.reason, ""
+    if not results:
+        return "its result is no tensor", ""
+    if is_cast:
+        advice = "Calibrate and convert the model outside of autocast."
+        return "torch.autocast decides what it computes in", advice
+    if is_drawn:
+        return "it draws random numbers", ""
+    if name in SIZED_BY_VALUES:
+        return "the values decide the size of its result", ""
+    if any(tensor.dtype is torch.bfloat16 for tensor in (*tensors, *results)):
+        return "it computes with bfloat16", ""
+    return "", ""
+
+
+def find_pure_call(call: Call, name: str) -> Call | None:
+    """The call that computes what this one writes into its first tensor; None if there is none."""
+    template, kwargs = call.arguments
+    found = find_pure(call.function, name, kwargs)
+    return None if found is None else Call(found[0], (template, found[1]))
+
+
+def strip_inplace(call: Call, name: str) -> Call:
+    """A call that has written nothing without the word that it may: of a dropout that does
+    nothing.
+    """
+    is_marked = bool(call.arguments[1].get("inplace"))
+    return (find_pure_call(call, name) if is_marked else None) or call
 
 
 def replay(
