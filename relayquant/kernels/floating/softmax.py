@@ -25,6 +25,7 @@ from operator import add
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx import PrimFunc
 
+from relayquant.errors import ConfigError
 from relayquant.kernels.emit import (
     PARALLEL_THRESHOLD,
     alloc_vectors,
@@ -70,15 +71,29 @@ class Softmax:
     Attributes:
         shape: The extents, None where known at run time.
         axis: From 0 on.
-        factor: A number above 0 that multiplies x before; None if there is none.
-        quantized: How its results are quantized, of any `shape`; None if the floats are stored.
-            Along the last axis alone, of known length.
+        factor: A number above 0 that multiplies x before, along the last axis alone; None if there
+            is none.
+        quantized: How its results are quantized, of any `shape`, along the last axis alone, of
+            known length; None if the floats are stored.
     """
 
     shape: tuple[int | None, ...]
     axis: int
     factor: float | None = None
     quantized: Quantize | None = None
+
+    def __post_init__(self) -> None:
+        is_plain = self.factor is None and self.quantized is None
+        if not is_plain and self.axis != len(self.shape) - 1:
+            raise ConfigError(
+                f"Softmax: a factor, or integers, along axis {self.axis} of {len(self.shape)}; "
+                "allowed: along the last one."
+            )
+        if self.quantized is not None and self.shape[-1] is None:
+            raise ConfigError(
+                "Softmax: integers of rows whose length the run time decides; allowed: floats of "
+                "these, or a known length."
+            )
 
 
 def make_softmax(spec: Softmax, name: str = "softmax") -> PrimFunc:
