@@ -181,63 +181,73 @@ def fix_shapes(
     for name in shapes:
         if name not in names:
             raise ModelError(f"shapes= names an input {name!r}. {suggest_name(name, names)}")
-    fixed = []
-    for info in inputs:
-        if not info.type.HasField("tensor_type"):
+    return [fix_shape(info, shapes.get(info.name)) for info in inputs]
+
+
+def fix_shape(info: onnx.ValueInfoProto, wanted: Sequence[int | str] | None) -> onnx.ValueInfoProto:
+    """A copy of an input with the wanted shape, with its own if that is None; every dimension has
+    a size or a name.
+
+    Raises:
+        ModelError: it is no tensor, or has no shape, or one that is not as wanted.
+    """
+    if not info.type.HasField("tensor_type"):
+        raise ModelError(
+            f"Input {info.name!r} is no tensor (sequences, maps and optionals are not supported)."
+        )
+    copy = onnx.ValueInfoProto()
+    copy.CopyFrom(info)
+    has_shape = copy.type.tensor_type.HasField("shape")
+    if wanted is None and not has_shape:
+        raise ModelError(
+            f"Input {info.name!r} has no shape in the model. Give one: "
+            f"shapes={{{info.name!r}: ('N', 3, 224, 224)}}."
+        )
+    shape = copy.type.tensor_type.shape
+    for dim in shape.dim:
+        if dim.dim_value == -1:
+            dim.ClearField("value")
+    if wanted is not None:
+        if has_shape and len(shape.dim) != len(wanted):
             raise ModelError(
-                f"Input {info.name!r} is no tensor (sequences, maps and optionals are not "
-                "supported)."
+                f"shapes= gives input {info.name!r} the shape {tuple(wanted)}; the model has "
+                f"{format_count(len(shape.dim), 'dimension')} there."
             )
-        copy = onnx.ValueInfoProto()
-        copy.CopyFrom(info)
-        shape = copy.type.tensor_type.shape
-        for dim in shape.dim:
-            if dim.dim_value == -1:
-                dim.ClearField("value")
-        wanted = shapes.get(info.name)
-        if wanted is not None:
-            known = copy.type.tensor_type.HasField("shape")
-            if known and len(shape.dim) != len(wanted):
-                raise ModelError(
-                    f"shapes= gives input {info.name!r} the shape {tuple(wanted)}; the model has "
-                    f"{format_count(len(shape.dim), 'dimension')} there."
-                )
-            if not known:
-                for _ in wanted:
-                    shape.dim.add()
-            for dim, size in zip(shape.dim, wanted, strict=True):
-                if isinstance(size, str):
-                    if dim.dim_value:
-                        raise ModelError(
-                            f"shapes= makes a dimension of input {info.name!r} symbolic ({size!r}) "
-                            "that the "
-                            f"model fixes to {dim.dim_value}."
-                        )
-                    dim.dim_param = size
-                elif size > 0:
-                    if dim.dim_value and dim.dim_value != size:
-                        raise ModelError(
-                            f"shapes= gives input {info.name!r} the shape {tuple(wanted)}, but the "
-                            "model "
-                            f"fixes a dimension to {dim.dim_value} where {size} is wanted."
-                        )
-                    dim.dim_value = size
-                else:
-                    raise ModelError(
-                        f"shapes= gives input {info.name!r} the dimension {size}; allowed: "
-                        "positive "
-                        "integers and names."
-                    )
-        elif not copy.type.tensor_type.HasField("shape"):
+        while len(shape.dim) < len(wanted):
+            shape.dim.add()
+        for dim, size in zip(shape.dim, wanted, strict=True):
+            fix_size(dim, size, info.name)
+    for i, dim in enumerate(shape.dim):
+        if not dim.dim_value and not dim.dim_param.strip():
+            dim.dim_param = f"{info.name}_dim{i}"
+    return copy
+
+
+def fix_size(dim: onnx.TensorShapeProto.Dimension, size: int | str, name: str) -> None:
+    """Give a dimension of input `name` a size, or a name of its own.
+
+    Raises:
+        ModelError: the model says otherwise, or it is no size.
+    """
+    if isinstance(size, str):
+        if dim.dim_value:
             raise ModelError(
-                f"Input {info.name!r} has no shape in the model. Give one: "
-                f"shapes={{{info.name!r}: ('N', 3, 224, 224)}}."
+                f"shapes= makes a dimension of input {name!r} symbolic ({size!r}) that the model "
+                f"fixes to {dim.dim_value}."
             )
-        for i, dim in enumerate(shape.dim):
-            if not dim.dim_value and not dim.dim_param.strip():
-                dim.dim_param = f"{info.name}_dim{i}"
-        fixed.append(copy)
-    return fixed
+        dim.dim_param = size
+    elif size <= 0:
+        raise ModelError(
+            f"shapes= gives input {name!r} the dimension {size}; allowed: positive integers and "
+            "names."
+        )
+    elif dim.dim_value not in (0, size):
+        raise ModelError(
+            f"shapes= gives input {name!r} another size than the model, which fixes a dimension to "
+            f"{dim.dim_value} where {size} is wanted."
+        )
+    else:
+        dim.dim_value = size
 
 
 # -- conversion ------------------------------------------------------------------------------------
