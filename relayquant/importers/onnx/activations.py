@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from tvm import relax
 
+from relayquant.importers.elu import emit_elu, scalar
 from relayquant.importers.refusal import Refusal
 
 #: Adds the activation of a value, given alpha and beta.
@@ -50,17 +51,16 @@ class Activation:
 
 
 def find_activation(name: str) -> Activation:
-    """An activation by its name, in whatever case; ValueError if there is no such."""
+    """An activation by its name, in whatever case.
+
+    Raises:
+        Refusal: there is no such activation.
+    """
     for activation in ACTIVATIONS:
         if activation.name.lower() == name.lower():
             return activation
     known = ", ".join(activation.name for activation in ACTIVATIONS)
     raise Refusal(f"activation {name!r} is not known; allowed: {known}")
-
-
-def scalar(value: float, like: relax.Expr) -> relax.Expr:
-    """A number of the dtype of another value."""
-    return relax.const(value, str(like.ty.dtype))
 
 
 def affine(bb: relax.BlockBuilder, x: relax.Expr, alpha: float, beta: float) -> relax.Expr:
@@ -86,20 +86,6 @@ def thresholded_relu(
     """x where x >= alpha, else 0"""
     above = bb.emit(relax.op.greater_equal(x, scalar(alpha, x)))
     return bb.emit(relax.op.where(above, x, scalar(0.0, x)))
-
-
-def emit_elu(
-    bb: relax.BlockBuilder, x: relax.Expr, alpha: float, input_scale: float = 1.0
-) -> relax.Expr:
-    """max(x, 0) + alpha * (exp(input_scale * min(x, 0)) - 1), which does not overflow: Elu; with
-    input_scale 1 / alpha Celu.
-    """
-    below = bb.emit(relax.op.minimum(x, scalar(0.0, x)))
-    if input_scale != 1.0:
-        below = bb.emit(relax.op.multiply(below, scalar(input_scale, x)))
-    curve = bb.emit(relax.op.subtract(bb.emit(relax.op.exp(below)), scalar(1.0, x)))
-    scaled = bb.emit(relax.op.multiply(curve, scalar(alpha, x)))
-    return bb.emit(relax.op.add(bb.emit(relax.op.nn.relu(x)), scaled))
 
 
 def softsign(bb: relax.BlockBuilder, x: relax.Expr, alpha: float, beta: float) -> relax.Expr:

@@ -22,8 +22,9 @@ from tvm.ir import GenericConst
 
 from relayquant import _tvm
 from relayquant.errors import format_count
+from relayquant.importers.elu import emit_elu
 from relayquant.importers.indices import count_from_start, scatter_elements
-from relayquant.importers.onnx.activations import emit_elu, find_activation
+from relayquant.importers.onnx.activations import find_activation
 from relayquant.importers.onnx.arithmetic import (
     convert_bit_shift,
     convert_cosh,

@@ -1,0 +1,24 @@
+"""First stage: Elu in all its forms, for every frontend."""
+
+from __future__ import annotations
+
+from tvm import relax
+
+
+def scalar(value: float, like: relax.Expr) -> relax.Expr:
+    """A number of the dtype of another value."""
+    return relax.const(value, str(like.ty.dtype))
+
+
+def emit_elu(
+    bb: relax.BlockBuilder, x: relax.Expr, alpha: float, input_scale: float = 1.0
+) -> relax.Expr:
+    """max(x, 0) + alpha * (exp(input_scale * min(x, 0)) - 1), which does not overflow: Elu; with
+    input_scale 1 / alpha Celu.
+    """
+    below = bb.emit(relax.op.minimum(x, scalar(0.0, x)))
+    if input_scale != 1.0:
+        below = bb.emit(relax.op.multiply(below, scalar(input_scale, x)))
+    curve = bb.emit(relax.op.subtract(bb.emit(relax.op.exp(below)), scalar(1.0, x)))
+    scaled = bb.emit(relax.op.multiply(curve, scalar(alpha, x)))
+    return bb.emit(relax.op.add(bb.emit(relax.op.nn.relu(x)), scaled))
