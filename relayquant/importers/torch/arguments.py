@@ -1,8 +1,14 @@
-"""What conversions of PyTorch's operators read from a node of the program."""
+"""First stage, PyTorch: what conversions of operators read from a node of the program."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+from tvm import relax
+
+#: node of the program, importer of TVM's frontend -> value
+Convert = Callable[[Any, Any], relax.Expr]
 
 
 def read_arguments(node: Any, *names: str) -> list[Any]:

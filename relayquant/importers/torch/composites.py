@@ -39,10 +39,11 @@ def write_copysign(data: Any, sign: Any) -> Any:
     import torch  # pyright: ignore[reportMissingImports]
 
     dtype = torch.result_type(data, sign)
-    size = data.abs().to(dtype if dtype.is_floating_point else torch.get_default_dtype())
+    magnitude = data.abs().to(dtype if dtype.is_floating_point else torch.get_default_dtype())
     if not isinstance(sign, torch.Tensor):
-        return size * math.copysign(1, sign)
-    return torch.where((sign < 0) | ((sign == 0) & (sign.float().reciprocal() < 0)), -size, size)
+        return magnitude * math.copysign(1, sign)
+    is_negative = (sign < 0) | ((sign == 0) & (sign.float().reciprocal() < 0))
+    return torch.where(is_negative, -magnitude, magnitude)
 
 
 def write_erfc(data: Any) -> Any:

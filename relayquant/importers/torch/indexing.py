@@ -106,7 +106,7 @@ def convert_scatter(node: Any, importer: Any) -> relax.Expr:
     over the number of what is summed. What of src has no index is left out.
 
     Raises:
-        Refusal: include_self is False, of a mean of integers, or a size is symbolic.
+        Refusal: include_self is False, it is a mean of integers, or a size is symbolic.
     """
     operand, dim, index, source = read_arguments(node, "self", "dim", "index", "src")
     kind = "sum" if "add" in str(node.target) else "last"

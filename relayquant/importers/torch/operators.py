@@ -6,16 +6,15 @@ A conversion takes a node of the program and the importer of TVM's frontend, and
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from tvm import relax
 
-from relayquant.importers.onnx.activations import emit_elu, scalar
+from relayquant.importers.elu import emit_elu, scalar
 from relayquant.importers.refusal import Refusal
 from relayquant.importers.resize import Axis, Sampling, emit_resize
-from relayquant.importers.torch.arguments import read_arguments
+from relayquant.importers.torch.arguments import Convert, read_arguments
 from relayquant.importers.torch.indexing import convert_index, convert_index_put, convert_scatter
 from relayquant.importers.torch.pooling import (
     convert_adaptive_max_pool,
@@ -23,9 +22,6 @@ from relayquant.importers.torch.pooling import (
     refuse_indices,
 )
 from relayquant.rewrite.graph import tensor_shape
-
-#: node of the program, importer of TVM's frontend -> value
-Convert = Callable[[Any, Any], relax.Expr]
 
 
 def convert_extreme(node: Any, importer: Any) -> relax.Expr:

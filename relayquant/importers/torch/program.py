@@ -158,7 +158,7 @@ def find_targets(program: Any) -> dict[str, str]:
     return {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
 
 
-def _find_constants(node: Any, targets: Mapping[str, str]) -> tuple[str, ...]:
+def _list_parameters(node: Any, targets: Mapping[str, str]) -> tuple[str, ...]:
     """Names of the parameters that a node reads, or operators on parameters alone, such as the
     transpose of a weight; the highest rank first.
     """
@@ -202,7 +202,7 @@ def _name_after_modules(
         while name in sources:
             name = f"{name}.{node.name}"
         sources[name] = SourceNode(
-            path or node.name, str(node.target), _find_constants(node, targets)
+            path or node.name, str(node.target), _list_parameters(node, targets)
         )
         editor.names[var] = MARK + name
     return name_values(editor.build(), sources)

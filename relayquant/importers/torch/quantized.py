@@ -10,20 +10,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from tvm import relax
 
 from relayquant.dialect import qnn
+from relayquant.importers.refusal import Refusal
+from relayquant.importers.torch.arguments import Convert
 from relayquant.ops.dynamic import choose_at_run_time
 from relayquant.qtypes import INTEGER_LIMITS
 from relayquant.reference import qnn as numpy_qnn
 
 #: name of a parameter or buffer in the graph -> its tensor
 Constants = Mapping[str, Any]
-#: node of the program, importer of TVM's frontend -> value
-Convert = Callable[[Any, Any], relax.Expr]
 
 
 def make_converters(constants: Constants) -> dict[str, Convert]:
@@ -33,19 +34,41 @@ def make_converters(constants: Constants) -> dict[str, Convert]:
     return {name: functools.partial(convert, constants) for name, convert in OPERATORS.items()}
 
 
+@dataclass(frozen=True, eq=False)
+class Quantization:
+    """The arguments of a node that quantizes or dequantizes.
+
+    Attributes:
+        data: What it reads.
+        scale, zero_point: float32 and int32 arrays, or values that are computed at run time.
+        axis: Of the channels; -1 where there is one scale for all.
+        low, high: The smallest and the largest integer.
+        dtype: Of the integers.
+    """
+
+    data: relax.Expr
+    scale: Any
+    zero_point: Any
+    axis: int
+    low: int
+    high: int
+    dtype: str
+
+
 def convert_quantize(constants: Constants, node: Any, importer: Any) -> relax.Expr:
     """quantize_per_tensor(x, scale, zero point, min, max, dtype), quantize_per_channel(x, scales,
     zero points, axis, min, max, dtype) -> R.qnn.quantize, and a clip where the range is smaller
     than that of the dtype. Of a constant, the integers.
     """
-    data, scale, zero_point, axis, low, high, dtype = read_arguments(constants, node, importer)
+    read = read_quantization(constants, node, importer)
+    grid, axis, dtype = (read.scale, read.zero_point), read.axis, read.dtype
     array = read_constant(constants, node.args[0])
     if array is not None:
-        values = numpy_qnn.quantize(array, scale, zero_point, axis=axis, out_dtype=dtype)
-        return relax.const(np.clip(values, low, high).astype(dtype), dtype)
-    value = qnn.quantize(data, scale, zero_point, axis=axis, out_dtype=dtype)
-    if (low, high) != INTEGER_LIMITS[dtype]:
-        value = relax.op.clip(importer.block_builder.emit(value), low, high)
+        values = numpy_qnn.quantize(array, *grid, axis=axis, out_dtype=dtype)
+        return relax.const(np.clip(values, read.low, read.high).astype(dtype), dtype)
+    value = qnn.quantize(read.data, *grid, axis=axis, out_dtype=dtype)
+    if (read.low, read.high) != INTEGER_LIMITS[dtype]:
+        value = relax.op.clip(importer.block_builder.emit(value), read.low, read.high)
     return importer.block_builder.emit(value)
 
 
@@ -53,8 +76,9 @@ def convert_dequantize(constants: Constants, node: Any, importer: Any) -> relax.
     """dequantize_per_tensor, dequantize_per_channel -> R.qnn.dequantize, of a constant too: a
     quantized weight stays quantized.
     """
-    data, scale, zero_point, axis, _, _, _ = read_arguments(constants, node, importer)
-    return importer.block_builder.emit(qnn.dequantize(data, scale, zero_point, axis=axis))
+    read = read_quantization(constants, node, importer)
+    value = qnn.dequantize(read.data, read.scale, read.zero_point, axis=read.axis)
+    return importer.block_builder.emit(value)
 
 
 def convert_choose(constants: Constants, node: Any, importer: Any) -> relax.Expr:
@@ -67,14 +91,11 @@ def convert_choose(constants: Constants, node: Any, importer: Any) -> relax.Expr
     return relax.Tuple(choose_at_run_time(lambda expr, _: emit(expr), data, low, high))
 
 
-def read_arguments(
-    constants: Constants, node: Any, importer: Any
-) -> tuple[relax.Expr, Any, Any, int, int, int, str]:
-    """(data, scale, zero point, axis, smallest, largest, dtype) of a node; axis is -1 where there
-    is one scale for all. Scale and zero point are arrays, or values that are computed at run time.
+def read_quantization(constants: Constants, node: Any, importer: Any) -> Quantization:
+    """The arguments of a node that quantizes or dequantizes.
 
     Raises:
-        ValueError: parameters per channel are computed at run time, or the dtype is not an integer
+        Refusal: parameters per channel are computed at run time, or the dtype is not an integer
             one.
     """
     per_channel = "per_channel" in str(node.target)
@@ -83,40 +104,46 @@ def read_arguments(
         names.remove("axis")
     given = dict(zip(names, node.args, strict=False))
     data = importer.env[given["input"]]
-    low, high = (read_parameter(constants, node, given[name], name) for name in ("low", "high"))
+    low, high = (
+        int(np.asarray(read_parameter(constants, node, given[name], name)))
+        for name in ("low", "high")
+    )
     dtype = importer._convert_data_type(given["dtype"])
     if dtype not in INTEGER_LIMITS:
-        known = ", ".join(INTEGER_LIMITS)
-        raise ValueError(f"{node.name} quantizes to {dtype}; supported: {known}")
+        raise Refusal(f"{node.name} quantizes to {dtype}; supported: {', '.join(INTEGER_LIMITS)}")
     computed = [importer.env.get(given[name]) for name in ("scale", "zero_point")]
     if not per_channel and all(isinstance(value, relax.Var) for value in computed):
-        return data, *computed, -1, int(np.asarray(low)), int(np.asarray(high)), dtype
+        return Quantization(data, *computed, -1, low, high, dtype)
     scale, zero_point = (
         read_parameter(constants, node, given[name], name) for name in ("scale", "zero_point")
     )
     if zero_point is None:
         zero_point = np.zeros(np.shape(scale), "int32")
-    axis = int(given["axis"]) % data.ty.ndim if per_channel else -1
-    shape = () if axis == -1 else (-1,)
-    return (
+    shape = (-1,) if per_channel else ()
+    return Quantization(
         data,
         np.asarray(scale, "float32").reshape(shape),
         np.asarray(zero_point, "int32").reshape(shape),
-        axis,
-        int(np.asarray(low)),
-        int(np.asarray(high)),
+        int(given["axis"]) % data.ty.ndim if per_channel else -1,
+        low,
+        high,
         dtype,
     )
 
 
 def read_parameter(constants: Constants, node: Any, value: Any, name: str) -> Any:
-    """A number, None, or the array of a constant tensor; ValueError for a computed one."""
+    """A number, None, or the array of a constant tensor.
+
+    Raises:
+        Refusal: it is computed at run time.
+    """
     if value is None or isinstance(value, int | float):
         return value
     array = read_constant(constants, value)
     if array is None:
-        raise ValueError(
-            f"the {name} of {node.name} is computed at run time; only static quantization is read"
+        raise Refusal(
+            f"the {name} of {node.name} is computed at run time; supported: constants, and of one "
+            "scale for all values those of choose_qparams"
         )
     return array
 
