@@ -116,10 +116,6 @@ class Histogram:
             high=max(a.high, b.high),
         )
 
-    def coarsen(self, steps: int) -> Histogram:
-        """The same data in bins 2**steps as wide (the outer ones become empty)."""
-        return self._widen(self.exponent + steps)
-
     def _widen(self, exponent: int) -> Histogram:
         steps = exponent - self.exponent
         if steps <= 0:

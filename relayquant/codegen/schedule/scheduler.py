@@ -144,7 +144,7 @@ class FunctionScheduler:
             self.parallelize(loops[:-1], facts)
             return
         if list_conditions(facts.value) and sch.can_decompose_padding(block, loops[0]):
-            self.schedule_padding(block, facts)
+            self.schedule_padding(block)
             return
         self.vectorize_loops(loops, facts)
 
@@ -173,7 +173,7 @@ class FunctionScheduler:
         if parallel:
             self.parallelize(outer, facts)
 
-    def schedule_padding(self, block: s_tir.schedule.SBlockRV, facts: BlockFacts) -> None:
+    def schedule_padding(self, block: s_tir.schedule.SBlockRV) -> None:
         """Fill, then copy the inside: neither needs a guard for each element."""
         sch = self.sch
         fill = sch.decompose_padding(block, sch.get_loops(block)[0])

@@ -74,7 +74,7 @@ def convert_resize(
             shape, axes, wanted, _text(attrs, "keep_aspect_ratio_policy", "stretch")
         )
     else:
-        found = _axes_of_scales(bb, data, shape, axes, factors, sampling)
+        found = _axes_of_scales(data, shape, axes, factors, sampling)
         if isinstance(found, relax.Expr):
             return found
     if sampling.coordinates == "tf_crop_and_resize":
@@ -127,7 +127,6 @@ def _axes_of_sizes(shape: list[Any], axes: list[int], wanted: list[Any], policy:
 
 
 def _axes_of_scales(
-    bb: relax.BlockBuilder,
     data: relax.Expr,
     shape: list[Any],
     axes: list[int],

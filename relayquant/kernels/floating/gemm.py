@@ -147,7 +147,7 @@ def emit_gemm_loops(spec: FloatDense, panels: Panels, isa: FloatIsa, tile: GemmT
     """Loops over tiles of rows and panels."""
     known, inner = static(spec.rows), spec.inner
     if known is None:
-        emit_symbolic_rows(spec, panels, isa, tile)
+        emit_symbolic_rows(spec, panels, tile)
         return
     height = choose_rows(known, panels.most_rows)
     macs = max(known, FEWEST_ROWS) * panels.channels * inner
@@ -179,7 +179,7 @@ def emit_gemm_loops(spec: FloatDense, panels: Panels, isa: FloatIsa, tile: GemmT
         all_rows(lambda rows: tile(rows, first, list(panels.tail)), False)
 
 
-def emit_symbolic_rows(spec: FloatDense, panels: Panels, isa: FloatIsa, tile: GemmTile) -> None:
+def emit_symbolic_rows(spec: FloatDense, panels: Panels, tile: GemmTile) -> None:
     """The loops of `emit_gemm_loops` for a number of rows that is known only at run time.
 
     Whether threads share them is decided then, too, except where the least number suffices.
