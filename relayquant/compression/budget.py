@@ -1,4 +1,6 @@
-"""Which weights keep 8 bits so that all fit a size: those that lose most for their bytes."""
+"""Compression, between looking and fitting: which weights keep 8 bits so that all fit a size: those
+that lose most for their bytes.
+"""
 
 from __future__ import annotations
 

@@ -29,6 +29,9 @@ from relayquant.rewrite.graph import call_name, tensor_shape
 from relayquant.runtime import view_constant
 from relayquant.settings import takes_settings
 
+#: Operators that an error names.
+SHOWN_REFUSALS = 3
+
 
 @takes_settings(CompressSettings)
 def compress_weights(
@@ -109,7 +112,8 @@ def compress_weights(
     if not wanted:
         raise ModelError(
             "The module has no product with a constant float32 weight of two dimensions, so that "
-            "there is nothing to compress. Weights that are parameters of functions need `params`."
+            f"there is nothing to compress{describe_refusals(uses)}. Weights that are parameters "
+            "of functions need `params`."
         )
     form = GroupFormat(
         settings.bits, settings.group_size, settings.is_symmetric, settings.scale_dtype
@@ -125,6 +129,12 @@ def compress_weights(
     rows = tuple(describe_use(use, found, has_functions, settings) for use in uses)
     choices = {"weights": describe_fit(wanted, found, settings)}
     return attach_ledger(compressed, Ledger(rows, effort="weights", choices=choices))
+
+
+def describe_refusals(uses: Sequence[WeightUse]) -> str:
+    """What the first operators that read weights have against it, for a message; "" of none."""
+    reasons = "; ".join(f"{use.place}: {use.reason}" for use in uses[:SHOWN_REFUSALS])
+    return f" ({reasons}{'; ...' if len(uses) > SHOWN_REFUSALS else ''})" if reasons else ""
 
 
 def replace_weights(

@@ -1,4 +1,6 @@
-"""Which tensors of a module are weights of products, or tables that rows are taken of."""
+"""Compression, before anything is rounded: which tensors of a module are weights of products, or
+tables that rows are taken of.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Each weight of a module fitted to data, in the order in which data meets them."""
+"""Compression, the work: each weight of a module fitted to data, in the order in which data meets
+them.
+"""
 
 from __future__ import annotations
 

@@ -46,13 +46,13 @@ class WeightSource:
 
     @cached_property
     def not_finite(self) -> int:
-        """How many values are none."""
+        """How many values are NaN or infinite."""
         return count_not_finite(self.array) if self.counted is None else self.counted
 
 
 def count_not_finite(array: np.ndarray) -> int:
-    """How many values are none."""
-    # the sum is not finite where a value is none, and reads all without a copy
+    """How many values are NaN or infinite."""
+    # The sum of finite ones is finite, and reads all without a copy.
     if np.isfinite(array.sum(dtype="float64")):
         return 0
     return int((~np.isfinite(array)).sum())

@@ -1,4 +1,6 @@
-"""A float function on all batches at once, from one weight to the next: what each weight meets."""
+"""Compression, data: a float function on all batches at once, from one weight to the next: what
+each weight meets.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Analysis: what a search has measured so far, in one JSON file that is written whole after every
-measurement. A search that was interrupted goes on from it; its best mapping can be used at once.
+"""After a first result: what a search has measured so far, in one JSON file that is written whole
+after every measurement. A search that was interrupted goes on from it; its best mapping can be used
+at once.
 """
 
 from __future__ import annotations

@@ -181,6 +181,20 @@ def test_compress__params_that_do_not_fit(llama):
         rq.compress_weights(mod)
 
 
+def test_compress__nothing_to_compress_for_reasons():
+    """They are in the error: there is no module whose ledger could have them."""
+    weight = np.ones((32, 8), "float32")
+    weight[3, 1] = np.nan
+    bb = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType((2, 32), "float32"))
+    with bb.function("main", [x]):
+        with bb.dataflow():
+            out = bb.emit_output(bb.emit(relax.op.matmul(x, relax.const(weight)), "y"))
+        bb.emit_func_output(out)
+    with pytest.raises(ModelError, match=r"matmul at 'y' of 'main': its weight has 1 value not f"):
+        rq.compress_weights(bb.get())
+
+
 def test_row_scales__of_weights_in_groups_are_those_of_int8():
     weight = rq.TensorConfig(rq.QSpec("int4", group_size=32))
     assert rq.QConfig(rq.TensorConfig(ROWS), weight).is_grouped

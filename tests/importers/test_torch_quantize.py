@@ -152,3 +152,25 @@ def test_pt2e__dynamic_keeps_the_parameters_of_the_run_time():
         for done in (mod, qmod):
             (got,) = rq.reference.run(done, [data.numpy()])
             np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
+
+
+class Computed(torch.nn.Module):
+    """Scales of channels that come from outside."""
+
+    def forward(self, x, scales):
+        zeros = torch.zeros(3, dtype=torch.int64)
+        limits = 0, -128, 127, torch.int8
+        q = torch.ops.quantized_decomposed.quantize_per_channel(x, scales, zeros, *limits)
+        return torch.ops.quantized_decomposed.dequantize_per_channel(q, scales, zeros, *limits)
+
+
+def test_pt2e__parameters_that_are_refused_in_words():
+    import torch.ao.quantization.fx._decomposed
+
+    program = rq.torch.export(Computed(), (torch.randn(3, 4), torch.rand(3) + 1))
+    with pytest.raises(ModelError) as found:
+        rq.torch.load(program)
+    assert "the scale of quantize_per_channel is computed at run time; supported:" in str(
+        found.value
+    )
+    assert "TVM's frontend" not in str(found.value)

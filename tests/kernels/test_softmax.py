@@ -7,6 +7,7 @@ import pytest
 import tvm
 from machines import best_isa, every_isa, runnable_target
 
+from relayquant.errors import ConfigError
 from relayquant.kernels.floating.softmax import Softmax, make_softmax
 from relayquant.kernels.integer.elementwise import Quantize
 from relayquant.kernels.integer.epilogue import Epilogue, Store
@@ -100,6 +101,20 @@ def test_softmax__along_other_axes(shape, axis):
     target = runnable_target(best_isa())
     for known in (shape, (None,) * len(shape), (*shape[:-1], None)):
         check(Softmax(known, axis), target, shape)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis", "told"),
+    [((2, 3, 4), 1, "allowed: along the last one"), ((2, None), 1, "or a known length")],
+)
+def test_softmax__integers_of_rows_of_known_length_alone(shape, axis, told):
+    with pytest.raises(ConfigError, match=told):
+        Softmax(shape, axis, quantized=quantize(has_fma=True))
+
+
+def test_softmax__factor_along_the_last_axis_alone():
+    with pytest.raises(ConfigError, match="along axis 0 of 2; allowed: along the last one"):
+        Softmax((2, 3), 0, factor=0.5)
 
 
 def test_softmax__of_as_many_rows_as_threads_share():

@@ -245,7 +245,7 @@ def declare_grouped(plan: GroupedPlan) -> Arguments:
     extents = [T.int64() if extent is None else extent for extent in spec.leading]
     rows = prod(extents)
 
-    def declare(name: str, width: int, dtype: str) -> Buffer:
+    def declare(name: str, width: int, dtype: str) -> tuple[Buffer, int]:
         buffer = T.arg(name, T.Buffer((*extents, width), dtype))
         return buffer, width
 
