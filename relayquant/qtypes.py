@@ -1,4 +1,4 @@
-"""Frozen values that all stages exchange: quantization parameters, specifications, the plan.
+"""Frozen values that all stages exchange: quantization parameters, specifications, what a value is.
 
 Numpy only: nothing here knows TVM. Words as in the documentation: *affine space* holds integers q
 with `real = scale * (q - zero_point)`.

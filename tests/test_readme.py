@@ -49,12 +49,21 @@ def test_readme__example_runs(
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
+def find_anchors(page: Path) -> set[str]:
+    """What a link to a heading of the page says behind `#`, as GitHub and MyST make it."""
+    text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_pages__links_lead_somewhere(page: Path) -> None:
-    targets = re.findall(r"\]\(([^)#]+)\)", page.read_text("utf-8"))
-    local = [target for target in targets if "://" not in target]
+    targets = re.findall(r"\]\(([^)\s]+)\)", page.read_text("utf-8"))
+    local = [target.partition("#") for target in targets if "://" not in target]
     assert local or page.name not in ("README.md", "using.md", "accuracy.md")
-    assert [target for target in local if not (page.parent / target).exists()] == []
+    assert [file for file, _, _ in local if not (page.parent / file).exists()] == []
+    wanted = [(page.parent / file if file else page, anchor) for file, _, anchor in local]
+    assert [each for each in wanted if each[1] and each[1] not in find_anchors(each[0])] == []
 
 
 def test_pages__are_reached_from_the_readme() -> None:
