@@ -14,7 +14,9 @@ from tvm.target import Target
 
 from relayquant.arguments import check_arguments
 from relayquant.codegen import make_pipeline, open_tuner
+from relayquant.codegen.failure import explain_failure
 from relayquant.codegen.mapped import MappedExecutable
+from relayquant.errors import RelayQuantError
 from relayquant.kernels.isa.target import host_config, resolve_target
 from relayquant.preparation import prepare_module
 from relayquant.rewrite.entry import MAIN, find_entry, name_main, rename_function
@@ -65,6 +67,7 @@ def compile(
         ConfigError: TVM does not know the target; with `tune`, this machine cannot run code for it,
             or the file of times is damaged.
         FileError: the file of times cannot be written.
+        ModelError: TVM has no code for an operator of these types; it and its value are named.
     """
     stop_spinning()
     resolved = resolve_target(target)
@@ -83,7 +86,15 @@ def build(mod: tvm.IRModule, target: Target, lowering: tvm.transform.Pass) -> Ma
         return lowered[0]
 
     keeping: Any = tvm.transform.module_pass(keep, opt_level=0, name="relayquant.keep")
-    executable = tvm.compile(mod, target, relax_pipeline=keeping)
+    try:
+        executable = tvm.compile(mod, target, relax_pipeline=keeping)
+    except RelayQuantError:
+        raise
+    except Exception as error:  # of C++, of which no class of its own says what it means
+        explained = explain_failure(
+            mod, lambda alone: tvm.compile(alone, target, relax_pipeline=lowering)
+        )
+        raise error if explained is None else explained from error
     return MappedExecutable(executable, lowered[0], target)
 
 

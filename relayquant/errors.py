@@ -136,6 +136,7 @@ KINDS: tuple[ErrorKind, ...] = (
     ErrorKind("RQ211", (ModelError,), ("reference",)),
     ErrorKind("RQ212", (ModelError,), ("compression",)),
     ErrorKind("RQ213", (ModelError, UserWarning), ("torch",)),
+    ErrorKind("RQ214", (ModelError,), ("codegen",)),
     ErrorKind("RQ101", (RelayQuantError,), ("arguments", "analysis.latency")),
     ErrorKind("RQ102", (ConfigError,), ("plain_data",)),
     ErrorKind("RQ103", (ConfigError,), ("qtypes",)),

@@ -70,6 +70,7 @@ MUTABLE_DATACLASSES: dict[str, str] = {
 UNARY_TABLE = "relayquant.reference.unary"
 #: Module that names several of them -> why that is no second table.
 NAMES_UNARY: dict[str, str] = {
+    "relayquant.codegen.wide_types": "those that TVM compiles of some types only",
     "relayquant.codegen.schedule.facts": "functions of TIR, not operators",
     "relayquant.ops.narrow_float": "those of all operators whose results are rounded once",
     "relayquant.preparation.pooling": "those of all operators whose results are not negative",

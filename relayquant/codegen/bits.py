@@ -89,6 +89,8 @@ def legalize_shift(builder: relax.BlockBuilder, call: Call) -> Any:
     legalize_op: Any = call.op.get_attr("FLegalize")
     data, count = call.args
     dtype, value = tensor_dtype(data), constant_value(count)
+    if not dtype.startswith(("int", "uint")):
+        return legalize_op(builder, call)
     bits = np.iinfo(dtype).bits
     if value is not None and ((value >= 0) & (value < bits)).all():
         return legalize_op(builder, call)

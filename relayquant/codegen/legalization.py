@@ -12,6 +12,7 @@ from tvm import relax, te, tirx, topi
 from tvm.ir import Call
 
 from relayquant.codegen.bits import BITS
+from relayquant.codegen.divisions import DIVISION_LEGALIZATIONS
 from relayquant.codegen.floating import mark_kernel
 from relayquant.kernels.floating.softmax import Softmax, make_softmax
 from relayquant.rewrite.expressions import same_type, shape_of
@@ -22,16 +23,19 @@ def legalize_power(builder: relax.BlockBuilder, call: Call) -> Any:
     """power(x, 3) -> x * x * x, and the same of 4; of any other number LLVM sees which it is.
 
     A call of the C library for each element takes as long as the products of a layer (the cube in
-    the tanh form of GELU).
+    the tanh form of GELU); of integers TVM has none. These wrap around.
     """
     base, exponent = call.args
     value, dtype = constant_value(exponent), tensor_dtype(base)
     is_number = value is not None and value.size == 1 and same_type(call, base)
-    if value is None or not is_number or not dtype.startswith("float"):
+    is_float = dtype.startswith("float")
+    if value is None or not is_number or not (is_float or value.item() >= 0):
         return builder.call_te(topi.power, base, exponent, primfunc_name_hint="power")
     number = float(value.item())
 
     def raise_to_number(x: Any) -> Any:
+        if not is_float:
+            return raise_integers(x, int(value.item()))
         if number == 3:
             return topi.multiply(topi.multiply(x, x), x)
         if number == 4:
@@ -40,6 +44,25 @@ def legalize_power(builder: relax.BlockBuilder, call: Call) -> Any:
         return topi.power(x, tirx.FloatImm(dtype, number))
 
     return builder.call_te(raise_to_number, base, primfunc_name_hint="power")
+
+
+def raise_integers(x: Any, exponent: int) -> Any:
+    """x ** n = (x ** (n / 2)) ** 2, times x where n is odd."""
+    if exponent < 2:
+        return topi.identity(x) if exponent else topi.full_like(x, 1)
+    root = raise_integers(x, exponent // 2)
+    square = topi.multiply(root, root)
+    return topi.multiply(square, x) if exponent % 2 else square
+
+
+def legalize_as_declared(builder: relax.BlockBuilder, call: Call) -> Any:
+    """f(x) -> cast(f(x)) of integers, whose sums TVM leaves in a wider type than it declares."""
+    legalize_op: Any = call.op.get_attr("FLegalize")
+    result = legalize_op(builder, call)
+    dtype = tensor_dtype(call)
+    if dtype.startswith("float"):
+        return result
+    return relax.op.astype(builder.emit(result), dtype)
 
 
 def legalize_cosh(builder: relax.BlockBuilder, call: Call) -> Any:
@@ -158,10 +181,17 @@ def bound_indices(indices: te.Tensor, extents: Sequence[Any]) -> Any:
     return te.compute(indices.shape, bound, name="indices")
 
 
+AVERAGES = [
+    *("relax.mean", "relax.std", "relax.variance"),
+    *(f"relax.nn.{kind}avg_pool{n}d" for kind in ("", "adaptive_") for n in (1, 2, 3)),
+]
+
 #: For `relax.transform.LegalizeOps`.
 LEGALIZATIONS = {
     "relax.power": legalize_power,
     **BITS,
+    **DIVISION_LEGALIZATIONS,
+    **dict.fromkeys(AVERAGES, legalize_as_declared),
     "relax.sinh": legalize_sinh,
     "relax.cosh": legalize_cosh,
     "relax.nn.softmax": legalize_softmax,

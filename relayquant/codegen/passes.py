@@ -23,6 +23,7 @@ from relayquant.codegen.tuning import ChooseTile, keep_estimate
 from relayquant.codegen.views import KEEP_VIEWS
 from relayquant.codegen.weight_zero import centre_weights
 from relayquant.codegen.wide_sums import part_wide_sums
+from relayquant.codegen.wide_types import widen_types
 
 
 def make_pipeline(target: Target, choose_tile: ChooseTile = keep_estimate) -> tvm.transform.Pass:
@@ -33,7 +34,7 @@ def make_pipeline(target: Target, choose_tile: ChooseTile = keep_estimate) -> tv
             mod = part_wide_sums(centre_weights(mod))
         mod = lower_integer(convert_layout(mod), target, choose_tile)
         mod = lower_grouped(lower_row_norms(mod, target), target)
-        mod = lower_float(mod, target)
+        mod = lower_float(widen_types(mod), target)
         with target:
             lowered = tvm.transform.Sequential(
                 [

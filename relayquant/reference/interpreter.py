@@ -338,7 +338,8 @@ def evaluate_call(frame: Frame, call: Any, name: str) -> Any:
             args = [evaluate(frame, arg, name) for arg in call.args]
             try:
                 result = OPERATORS[operator](args, call.attrs)
-            except (RelayQuantError, IndexError) as error:  # numpy's, of indices that are data
+            except (RelayQuantError, IndexError, TypeError, ValueError) as error:
+                # numpy's own are of data and types: indices, shapes, what it does not compute
                 raise ModelError(f"value {name!r}, operator relax.{operator}: {error}") from error
         if result is not NotImplemented:
             return result

@@ -59,6 +59,10 @@ class Unary:
             return np.asarray(self.function(x, **attributes)).astype("float32")
 
 
+def round_to_even(x: Array) -> Array:
+    return x if x.dtype.kind in "iu" else np.rint(x)  # which would make floats of integers
+
+
 def gelu(x: Array) -> Array:
     return x * (0.5 + 0.5 * special.erf(x * x.dtype.type(0.5**0.5)))
 
@@ -112,7 +116,7 @@ UNARY: tuple[Unary, ...] = (
     Unary("floor", np.floor, "floor", "Floor", "floor"),
     Unary("ceil", np.ceil, "ceil", "Ceil", "ceil"),
     Unary("trunc", np.trunc, "trunc", relay="trunc", formula="x sign x abs floor multiply"),
-    Unary("round", np.rint, "round", "Round"),
+    Unary("round", round_to_even, "round", "Round"),
     Unary("sin", np.sin, "sin", "Sin", "sin"),
     Unary("cos", np.cos, "cos", "Cos", "cos"),
     Unary("atan", np.arctan, "atan", "Atan", "atan"),

@@ -35,10 +35,21 @@ def plain(function: Callable[..., Any]) -> OperatorFunction:
 
 
 def widen(array: Array) -> Array:
-    """The operands of a product: floats as float32 at least, integers in exact float64."""
+    """Floats as float32 at least, integers as float64."""
     if array.dtype.kind in "iu":
         return array.astype("float64")
     return array.astype("float32") if array.dtype.itemsize < 4 else array
+
+
+def widen_factors(left: Array, right: Array) -> tuple[Array, Array]:
+    """The operands of a sum of products: floats as float32 at least; integers as float64, which is
+    fast, where that is exact for every sum, else as int64, which wraps around.
+    """
+    if left.dtype.kind in "iu" and left.size and right.size:
+        largest = [max(int(each.max()), -int(each.min())) for each in (left, right)]
+        if largest[0] * largest[1] * min(left.size, right.size) >= 2**53:
+            return left.astype("int64"), right.astype("int64")
+    return widen(left), widen(right)
 
 
 def align(values: Array, axes: Sequence[int], ndim: int) -> Array:

@@ -28,6 +28,7 @@ from relayquant.reference.relax.attributes import (
     to_dtype,
     to_ints,
     widen,
+    widen_factors,
 )
 from relayquant.reference.relax.tensors import truncate_divide
 from relayquant.reference.row_softmax import softmax_along
@@ -70,25 +71,24 @@ def convolution(convolve: Callable[..., Array], *more: str) -> OperatorFunction:
     """A row that sums products over windows; `more` are attributes that name an extent per axis."""
 
     def compute(args: list[Any], attrs: Any) -> Any:
-        data, kernel = args
+        data, kernel = widen_factors(*args)
         extents = ("strides", "padding", "dilation", *more)
         result = convolve(
-            widen(data),
-            widen(kernel),
+            data,
+            kernel,
             **{name: to_ints(getattr(attrs, name)) for name in extents},
             groups=int(attrs.groups),
             data_layout=attrs.data_layout,
             kernel_layout=attrs.kernel_layout,
             out_layout=attrs.out_layout,
         )
-        return finish_product(result, data, attrs.out_dtype)
+        return finish_product(result, args[0], attrs.out_dtype)
 
     return compute
 
 
 def matmul(args: list[Any], attrs: Any) -> Any:
-    left, right = args
-    return finish_product(np.matmul(widen(left), widen(right)), left, attrs.out_dtype)
+    return finish_product(np.matmul(*widen_factors(*args)), args[0], attrs.out_dtype)
 
 
 def get_window(attrs: Any) -> Window:

@@ -37,9 +37,9 @@ def divide(args: list[Any], attrs: Any) -> Any:
 
 
 def truncate_divide(left: Any, right: Any) -> Any:
-    """Integer quotient rounded toward zero."""
+    """Integer quotient rounded toward zero; 0 of a division by 0."""
     quotient = np.floor_divide(left, right)
-    inexact = quotient * right != left
+    inexact = (quotient * right != left) & (np.asarray(right) != 0)
     return quotient + (inexact & ((np.asarray(left) < 0) != (np.asarray(right) < 0)))
 
 
@@ -106,6 +106,35 @@ def arg_reduction(function: Callable[..., Any]) -> OperatorFunction:
         return function(args[0], axis=axis, keepdims=bool(attrs.keepdims))
 
     return reduce
+
+
+def find_order(data: Any, axis: int, descending: bool) -> Any:
+    """Indices in the order of the data; of equals the first comes first."""
+    if not descending:
+        return np.argsort(data, axis=axis, kind="stable")
+    backwards = np.argsort(np.flip(data, axis), axis=axis, kind="stable")
+    return data.shape[axis] - 1 - np.flip(backwards, axis)
+
+
+def sort(args: list[Any], attrs: Any) -> Any:
+    order = find_order(args[0], int(attrs.axis), bool(attrs.descending))
+    return np.take_along_axis(args[0], order, int(attrs.axis))
+
+
+def argsort(args: list[Any], attrs: Any) -> Any:
+    order = find_order(args[0], int(attrs.axis), bool(attrs.descending))
+    return order.astype(to_dtype(attrs.dtype, "int32"))
+
+
+def topk(args: list[Any], attrs: Any) -> Any:
+    """The k first in order, all where k is less than 1: values, indices or both."""
+    (data,), axis = args, int(attrs.axis)
+    order = find_order(data, axis, bool(attrs.largest))
+    if int(attrs.k) > 0:
+        order = np.take(order, range(min(int(attrs.k), data.shape[axis])), axis)
+    values = np.take_along_axis(data, order, axis)
+    indices = order.astype(to_dtype(attrs.dtype, "int32"))
+    return {"both": (values, indices), "values": values, "indices": indices}[str(attrs.ret_type)]
 
 
 def cumulative(function: Callable[..., Any]) -> OperatorFunction:
@@ -329,14 +358,17 @@ OPERATORS: dict[str, OperatorFunction] = {
     # reductions
     "argmax": arg_reduction(np.argmax),
     "argmin": arg_reduction(np.argmin),
+    "argsort": argsort,
     "cumprod": cumulative(np.cumprod),
     "cumsum": cumulative(np.cumsum),
     "max": reduction(np.max),
     "mean": mean,
     "min": reduction(np.min),
     "prod": reduction(np.prod),
+    "sort": sort,
     "std": standard_deviation,
     "sum": reduction(np.sum),
+    "topk": topk,
     "variance": variance,
     # shape and indexing
     "astype": astype,

@@ -1,0 +1,99 @@
+"""Relax divisions and remainders -> loop nests that mean the same on every CPU, and end the process
+on none; part of `legalization`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from tvm import relax, tirx, topi
+from tvm.ir import Call
+
+from relayquant.rewrite.graph import call_name, constant_value, tensor_dtype
+
+
+def legalize_division(builder: relax.BlockBuilder, call: Call) -> Any:
+    """a / b -> the same, where b is neither what CPUs cannot divide by, nor what floats cannot be
+    divided by exactly; else `divide_integers` or `divide_floats`.
+    """
+    name, dtype = call_name(call), tensor_dtype(call.args[0])
+    is_float, divisor = dtype.startswith("float"), constant_value(call.args[1])
+    if name == "relax.divide" and is_float and divisor is not None and not divisor.any():
+        return divide_by_zero(builder, call, divisor)
+    kept = is_float and name in ("relax.divide", "relax.mod")
+    if kept or dtype == "bool" or is_harmless(divisor, is_float):
+        legalize_op: Any = call.op.get_attr("FLegalize")
+        return legalize_op(builder, call)
+    divide = divide_floats if is_float else divide_integers
+
+    def compute(a: Any, b: Any) -> Any:
+        return divide(name, dtype, a, b)
+
+    return builder.call_te(compute, *call.args, primfunc_name_hint=name[6:])
+
+
+def divide_by_zero(builder: relax.BlockBuilder, call: Call, divisor: np.ndarray[Any, Any]) -> Any:
+    """a / 0 -> a * infinity: TVM does not compile a division by a constant that is 0."""
+    factor = relax.const(np.copysign(np.inf, divisor).astype(divisor.dtype))
+    return builder.call_te(topi.multiply, call.args[0], factor, primfunc_name_hint="divide")
+
+
+def is_harmless(divisor: np.ndarray[Any, Any] | None, is_float: bool) -> bool:
+    """Whether constant divisors have an instruction that is right for all dividends: integers but
+    0 and -1; of floats powers of 2, whose quotients are exact.
+    """
+    if divisor is None:
+        return False
+    if is_float:
+        return bool((np.abs(np.frexp(divisor)[0]) == 0.5).all())
+    return bool(((divisor != 0) & (divisor != np.array(-1).astype(divisor.dtype))).all())
+
+
+def divide_integers(name: str, dtype: str, a: Any, b: Any) -> Any:
+    """Quotient or remainder of integers, 0 of a division by 0, and of one by -1 what wraps around.
+
+    So numpy has them, and Arm's instruction. That of x86 stops the process at a divisor of 0, and
+    at the smallest integer by -1.
+    """
+    by_zero = topi.equal(b, tirx.const(0, dtype))
+    is_signed = dtype.startswith("int")
+    by_minus_one = topi.equal(b, tirx.const(-1, dtype)) if is_signed else by_zero
+    divisor = topi.where(topi.logical_or(by_zero, by_minus_one), topi.full_like(b, 1), b)
+    result = DIVISIONS[name](a, divisor)  # of which a remainder by 1 is 0
+    if name in REMAINDERS:
+        return result
+    if is_signed:
+        result = topi.where(by_minus_one, topi.negative(result), result)
+    return topi.where(by_zero, topi.full_like(result, 0), result)
+
+
+def divide_floats(name: str, dtype: str, a: Any, b: Any) -> Any:
+    """floor(a / b) and a - b * floor(a / b) as if computed exactly and rounded once, as Python,
+    numpy and PyTorch have them: 1 // 0.1 is 9, though 1 / 0.1 is 10.
+
+    By the exact remainder that C's fmod gives, with the sign of a (Python's `float_divmod`).
+    """
+    remainder = topi.mod(a, b)
+    zero = tirx.const(0, dtype)
+    differs = topi.bitwise_xor(topi.less(remainder, zero), topi.less(b, zero))
+    is_below = topi.logical_and(topi.not_equal(remainder, zero), differs)
+    if name in REMAINDERS:
+        return topi.where(is_below, topi.add(remainder, b), remainder)
+    whole = topi.round(topi.divide(topi.subtract(a, remainder), b))
+    lower = topi.where(is_below, topi.subtract(whole, tirx.const(1, dtype)), whole)
+    return topi.where(topi.equal(b, zero), topi.divide(a, b), lower)
+
+
+#: operator -> what computes it where nothing is in the way
+DIVISIONS: dict[str, Callable[..., Any]] = {
+    "relax.divide": topi.divide,
+    "relax.floor_divide": topi.floor_divide,
+    "relax.floor_mod": topi.floor_mod,
+    "relax.mod": topi.mod,
+}
+REMAINDERS = ("relax.floor_mod", "relax.mod")
+
+#: For `relax.transform.LegalizeOps`.
+DIVISION_LEGALIZATIONS = dict.fromkeys(DIVISIONS, legalize_division)

@@ -1,0 +1,33 @@
+"""One call of an operator, compiled by relayquant and in the reference."""
+
+from __future__ import annotations
+
+import numpy as np
+import tvm
+from tvm import relax
+
+import relayquant as rq
+
+
+def run_compiled(compute, *arrays):
+    """What `compute`, of an operand for each array, gives compiled, and in the reference."""
+    operands = [
+        relax.Var(f"x{k}", relax.TensorType(array.shape, str(array.dtype)))
+        for k, array in enumerate(arrays)
+    ]
+    builder = relax.BlockBuilder()
+    with builder.function("main", operands):
+        with builder.dataflow():
+            result = builder.emit_output(builder.normalize(compute(*operands)))
+        builder.emit_func_output(result)
+    mod = builder.finalize()
+    machine = relax.VirtualMachine(rq.compile(mod), tvm.cpu())
+    compiled = machine["main"](*map(tvm.runtime.tensor, arrays)).numpy()
+    (found,) = rq.reference.run(mod, list(arrays))
+    return compiled, found
+
+
+def check_exactly(compute, expected, *arrays):
+    for found in run_compiled(compute, *arrays):
+        assert found.dtype == expected.dtype
+        np.testing.assert_array_equal(found, expected)

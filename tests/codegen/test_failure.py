@@ -1,0 +1,47 @@
+"""What TVM cannot compile is named: value, operator and types."""
+
+from __future__ import annotations
+
+import pytest
+import tvm
+from tvm import relax
+
+import relayquant as rq
+
+
+def make_module(compute, dtype="int32"):
+    """A module of a few values around `compute`."""
+    x, builder = relax.Var("x", relax.TensorType((8,), dtype)), relax.BlockBuilder()
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            twice = builder.emit(relax.op.add(x, x), name_hint="twice")
+            raised = builder.emit(compute(twice), name_hint="raised")
+            result = builder.emit_output(relax.op.nn.relu(raised))
+        builder.emit_func_output(result)
+    return builder.finalize()
+
+
+@pytest.mark.parametrize(
+    ("compute", "dtype", "said"),
+    [
+        (lambda x: relax.op.power(x, x), "int32", "relax.power of int32, int32: TVM cannot"),
+        (lambda x: relax.op.power(x, relax.const(-1, "int32")), "int32", "only applies to float"),
+        (lambda x: relax.op.atan2(x, x), "int8", "relax.atan2 of int8, int8"),
+    ],
+)
+def test_compile__names_what_has_no_code(compute, dtype, said):
+    with pytest.raises(rq.ModelError, match="value 'raised', operator ") as caught:
+        rq.compile(make_module(compute, dtype))
+    assert said in str(caught.value)
+    assert "cast the operands" in str(caught.value)
+    assert caught.value.__cause__ is not None
+
+
+def test_compile__what_no_call_alone_explains_is_raised_as_it_is(monkeypatch):
+    def fail(*args, **more):
+        raise ValueError("only as a whole")
+
+    monkeypatch.setattr("relayquant.compilation.explain_failure", lambda *args: None)
+    monkeypatch.setattr(tvm, "compile", fail)
+    with pytest.raises(ValueError, match="only as a whole"):
+        rq.compile(make_module(relax.op.exp, "float32"))
