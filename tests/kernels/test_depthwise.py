@@ -9,10 +9,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from machines import best_isa, every_isa, runnable_target
 
+from relayquant.kernels.integer.depthwise import build_depthwise
 from relayquant.kernels.integer.depthwise_plan import DepthwisePlan
 from relayquant.kernels.integer.epilogue import Epilogue, Residual, Store
 from relayquant.kernels.integer.specs import Conv2d
-from relayquant.kernels.isa.base import AVX512BW, PORTABLE, VNNI512
+from relayquant.kernels.isa.arm import NEON, SDOT, SMMLA
+from relayquant.kernels.isa.base import AVX512BW, PORTABLE, VNNI512, X86_ISAS
 
 
 def depthwise(batch, height, width, channels, kernel, *geometry, multiplier=1, **more) -> Conv2d:
@@ -72,6 +74,17 @@ CASES = {
 @every_isa
 def test_build_depthwise__equals_numpy(isa, case):
     check_conv2d(CASES[case], isa, runnable_target(isa))
+
+
+@pytest.mark.parametrize("isa", [*X86_ISAS, PORTABLE, NEON, SDOT, SMMLA], ids=lambda isa: isa.name)
+def test_build_depthwise__code_grows_as_the_window(isa):
+    """Four times the products, four times the code: not its fourth power, which never compiles."""
+
+    def measure(size: int) -> int:
+        spec = depthwise(1, 9, 9, 24, (size, size), (1, 1))
+        return len(build_depthwise(spec, isa, "f", None, None).script())
+
+    assert measure(6) < 6 * measure(3)
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)

@@ -176,6 +176,9 @@ def emit_row(
                     index = (r * kw + tap) * plan.words + word + v * plan.vector_weights
                     weights = isa.load_weights(operands.weight, index)
                     acc = isa.dot(acc, isa.as_activation(words), weights)
+                    if isa.repeats_sums:  # or else every product doubles the code
+                        store_vector(accs[r], acc, 0, lanes)
+                        acc = load_vector(accs[r], 0, lanes)
             store_vector(accs[r], acc, 0, lanes)
         for slot in range(kept):
             for word in range(plan.words):

@@ -138,6 +138,10 @@ class SdotIsa(PackedIsa, ArmIsa):
     def is_fused(self) -> bool:
         return True
 
+    @property
+    def repeats_sums(self) -> bool:
+        return self.lanes > PART
+
     def load_activations(self, buffer: Buffer, offset: Expr, count: int) -> list[Expr]:
         operands = []
         for first, size in load_pieces(count):

@@ -103,6 +103,11 @@ class Isa(ABC):
         return False
 
     @property
+    def repeats_sums(self) -> bool:
+        """Whether what `dot` returns has the sums that it was given more than once."""
+        return False
+
+    @property
     def joins_ends(self) -> bool:
         """Whether `load_joined` makes words of activations that do not follow each other.
 
