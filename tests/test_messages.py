@@ -109,9 +109,12 @@ def test_messages__a_verb_agrees_with_its_count():
         for node in ast.walk(ast.parse(path.read_text())):
             parts = node.values if isinstance(node, ast.JoinedStr) else []
             for value, text in pairwise(parts):
-                if isinstance(value, ast.FormattedValue) and isinstance(text, ast.Constant):
+                if not isinstance(value, ast.FormattedValue) or not isinstance(text, ast.Constant):
+                    continue
+                # What is rare is asked first: to write an expression takes long.
+                if wrong.match(str(text.value)):
                     is_count = ast.unparse(value.value).startswith("format_count(")
-                    assert not (is_count and wrong.match(str(text.value))), f"{path}:{value.lineno}"
+                    assert not is_count, f"{path}:{value.lineno}"
 
 
 @pytest.mark.parametrize(
