@@ -8,19 +8,15 @@ each code the best for the scales.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from relayquant.calibration.weights.fit import (
-    FloatArray,
-    LeastSquares,
-    improve_columns,
-    round_columns,
-)
+from relayquant.calibration.weights.fit import FloatArray, LeastSquares
+from relayquant.eager.kernel_cache import KernelKey, host_kernels
 from relayquant.grouping import (
     CHUNK,
     SMALLEST_SCALE,
@@ -28,8 +24,20 @@ from relayquant.grouping import (
     GroupFormat,
     choose_scales,
 )
+from relayquant.kernels.floating.group_fit import (
+    STRIP,
+    GroupFitSpec,
+    make_group_improvement,
+    make_group_rounding,
+)
 from relayquant.packing import count_groups, middle_code, pack_codes
-from relayquant.runtime import limit_blas, map_on_threads
+from relayquant.runtime import (
+    align_array,
+    empty_aligned,
+    limit_blas,
+    map_on_threads,
+    view_tensor,
+)
 
 Array = NDArray[np.float64]
 Float32 = NDArray[np.float32]
@@ -252,17 +260,23 @@ def cut_rows(rows: int, columns: int) -> Iterator[slice]:
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class GroupBlock:
     """Groups whose scales and codes are moved before the gradient of all others follows.
 
     Attributes:
-        columns: Of `GroupProblem.hessian`.
-        groups: Numbers of groups, and where the columns of each are among those of the block.
+        columns: Of `GroupProblem.hessian`, those of one group after the other.
+        groups: Their numbers.
+        starts: Where each begins among the columns, and where the last ends, int32.
+        members: Which of `groups` each column is of, int32.
+        order: Columns by falling importance, int32.
     """
 
     columns: slice
-    groups: tuple[tuple[int, NDArray[np.int64]], ...]
+    groups: NDArray[np.int64]
+    starts: NDArray[np.int32]
+    members: NDArray[np.int32]
+    order: NDArray[np.int32]
 
 
 @dataclass(frozen=True, eq=False)
@@ -277,7 +291,7 @@ class GroupProblem:
         importance: Of each column, (K,): the diagonal of H.
         size: Columns of a group.
         places: Column of the weight at each place of `hessian`, (K,).
-        blocks: Of groups by falling importance, the columns of each by theirs.
+        blocks: Of groups by falling importance.
     """
 
     factor: FloatArray
@@ -322,10 +336,17 @@ def order_groups(importance: Array, size: int) -> tuple[NDArray, tuple[GroupBloc
     places, blocks, start = [], [], 0
     for first in range(0, len(by_mean), count):
         own = by_mean[first : first + count]
-        columns = np.flatnonzero(np.isin(groups, own))
-        columns = columns[np.argsort(-importance[columns], kind="stable")]
-        within = tuple((int(g), np.flatnonzero(groups[columns] == g)) for g in own)
-        blocks.append(GroupBlock(slice(start, start + len(columns)), within))
+        parts = [np.arange(g * size, min((g + 1) * size, len(importance))) for g in own]
+        columns, sizes = np.concatenate(parts), [len(part) for part in parts]
+        blocks.append(
+            GroupBlock(
+                slice(start, start + len(columns)),
+                own,
+                np.cumsum([0, *sizes], dtype="int32"),
+                np.repeat(np.arange(len(own), dtype="int32"), sizes),
+                np.argsort(-importance[columns], kind="stable").astype("int32"),
+            )
+        )
         places.append(columns)
         start += len(columns)
     return np.concatenate(places), tuple(blocks)
@@ -345,87 +366,109 @@ def fit_block(
     codes, and one product brings that to the gradient of all others.
     """
     scale, zero_point = choose_scales(weight, form, importance)
-    dtype, size, features = problem.hessian.dtype, problem.size, weight.shape[1]
-
-    def spread(values: NDArray) -> Any:  # of `dtype`, which either FloatArray has
-        return np.repeat(np.ascontiguousarray(values.T, dtype), size, axis=0)[:features]
-
-    # Columns first, (K, N): each is contiguous.
-    order, places = problem.order, problem.places
-    rows, zeros, steps = np.ascontiguousarray(weight.T, dtype), spread(zero_point), spread(scale)
-    low, high = -zeros, dtype.type(2**form.bits - 1) - zeros
-    levels = np.empty_like(rows)
-    rounded = (a[order][:, None] for a in (rows, steps, low, high))
-    levels[order] = round_columns(problem.factor, *rounded)[:, 0]
+    grid = Grid.of(scale, zero_point, form, problem.hessian.dtype)
+    columns, order, places = spread_rows(weight, grid.dtype), problem.order, problem.places
+    levels = round_groups(problem, pick_columns(columns, order), grid)
     if fit.rounds:
-        rows, levels, steps, low, high = (a[places] for a in (rows, levels, steps, low, high))
-        scale = np.ascontiguousarray(scale.T)
-        left = rows - levels * steps
-        for _ in range(fit.rounds):
-            for block in problem.blocks:
-                own = block.columns
-                gradient = problem.hessian[own] @ left
-                found = levels[own], steps[own], low[own], high[own]
-                hessian = np.ascontiguousarray(problem.hessian[own, own])
-                improve_block(hessian, gradient, *found, scale, block.groups)
-                np.multiply(levels[own], steps[own], out=left[own])
-                np.subtract(rows[own], left[own], out=left[own])
-        levels[places], scale = levels.copy(), np.ascontiguousarray(scale.T)
-    return np.rint(levels + zeros).T.astype("uint8"), scale, zero_point.astype("uint8")
+        found, order = pick_columns(levels, np.argsort(order)[places]), places
+        improve_groups(problem, pick_columns(columns, places), found, grid, fit.rounds)
+        levels = found
+    levels += grid.zero_point[order // problem.size]
+    codes = np.empty(weight.shape, "uint8")
+    codes[:, order] = np.rint(levels[:, : len(weight)]).T
+    scale = np.ascontiguousarray(grid.scale[:, : len(weight)].T)
+    return codes, scale, zero_point.astype("uint8")
 
 
-def improve_block(
-    hessian: FloatArray,
-    gradient: FloatArray,
-    levels: FloatArray,
-    steps: FloatArray,
-    low: FloatArray,
-    high: FloatArray,
-    scale: NDArray,
-    groups: Sequence[tuple[int, NDArray[np.int64]]],
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """What codes stand for, groups first, (G, N) with N up to a multiple of `STRIP`: rows beyond
+    those of the weight are zeros.
+
+    Attributes:
+        scale: In the dtype of the format; changed while codes are fitted.
+        zero_point: In the dtype that is computed in.
+        most: The highest code, (1,).
+    """
+
+    scale: NDArray
+    zero_point: FloatArray
+    most: FloatArray
+
+    @property
+    def dtype(self) -> np.dtype:
+        """What is computed in."""
+        return self.zero_point.dtype
+
+    @property
+    def spec(self) -> GroupFitSpec:
+        """Of the kernels."""
+        return GroupFitSpec(str(self.dtype), str(self.scale.dtype))
+
+    @staticmethod
+    def of(scale: NDArray, zero_point: NDArray, form: GroupFormat, dtype: np.dtype) -> Grid:
+        """From scales and zero points (N, G)."""
+        rows, groups = scale.shape
+        shape = groups, -(-rows // STRIP) * STRIP
+        scales, zeros = empty_aligned(shape, scale.dtype), empty_aligned(shape, dtype)
+        scales[:, :rows], scales[:, rows:] = scale.T, 1
+        zeros[:, :rows], zeros[:, rows:] = zero_point.T, 0
+        return Grid(scales, zeros, np.array([2**form.bits - 1], dtype))
+
+
+def spread_rows(weight: FloatArray, dtype: np.dtype) -> FloatArray:
+    """Rows (N, K) as kernels read them: (K, N), N up to a multiple of `STRIP` with zeros."""
+    rows, columns = weight.shape
+    spread: Any = empty_aligned((columns, -(-rows // STRIP) * STRIP), dtype)
+    spread[:, :rows], spread[:, rows:] = weight.T, 0
+    return spread
+
+
+def pick_columns(columns: FloatArray, order: NDArray[np.int64]) -> FloatArray:
+    """Columns (K, N) in another order."""
+    picked: Any = empty_aligned(columns.shape, columns.dtype)
+    np.take(columns, order, axis=0, out=picked, mode="clip")  # "raise" takes a copy more
+    return picked
+
+
+def round_groups(problem: GroupProblem, rows: FloatArray, grid: Grid) -> FloatArray:
+    """Levels (K, N) of weights (K, N), which are used up, columns in `GroupProblem.order`: in
+    closed form, one column after the other.
+    """
+    kernel = host_kernels().get(KernelKey(make_group_rounding, grid.spec))
+    factor, members = problem.factor[0], (problem.order // problem.size).astype("int32")
+    levels, changes = (empty_aligned(rows.shape, grid.dtype) for _ in range(2))
+    work = empty_aligned((BLOCK, STRIP), grid.dtype)
+    for start in range(0, len(rows), BLOCK):
+        own = slice(start, min(start + BLOCK, len(rows)))
+        if start:
+            rows[own] -= factor[:start, own].T @ changes[:start]
+        lower = align_array(factor[own, own].T)
+        given = (lower, members[own], grid.scale, grid.zero_point, grid.most, rows[own])
+        kernel(*map(view_tensor, (*given, levels[own], changes[own], work[: len(lower)])))
+    return levels
+
+
+def improve_groups(
+    problem: GroupProblem, rows: FloatArray, levels: FloatArray, grid: Grid, rounds: int
 ) -> None:
-    """Move the scales and then the codes of one block, in place: levels, steps and limits (B, N),
-    scales of all groups (G, N). The gradient is used up.
+    """Move scales and levels (K, N) of weights (K, N), columns in `GroupProblem.places`, in place:
+    block after block, `rounds` times.
     """
-    fit_scales(hessian, gradient, levels, scale, groups)
-    for group, own in groups:
-        steps[own] = scale[group]
-    parts = (a[:, None] for a in (gradient, levels, steps, low, high))
-    improve_columns(hessian[None], *parts)
-
-
-def fit_scales(
-    hessian: FloatArray,
-    gradient: FloatArray,
-    levels: FloatArray,
-    scale: NDArray,
-    groups: Sequence[tuple[int, NDArray[np.int64]]],
-) -> None:
-    """Scales (G, N) of the least error for levels (K, N), in place: those of one group after the
-    other, given all others, in their dtype.
-
-    Args:
-        hessian: H, (K, K).
-        gradient: H (weight - level * scale), (K, N); what it is for the new scales is put there.
-        groups: Numbers of groups, with the columns of each.
-    """
-    for group, own in groups:
-        part = levels[own]
-        reach = hessian[:, own] @ part
-        curve = np.einsum("kn,kn->n", reach[own], part)
-        slope = np.einsum("kn,kn->n", gradient[own], part)
-        best = np.divide(slope, curve, out=np.zeros_like(slope), where=curve > 0)
-        reach *= move_scale(scale[group], best)
-        gradient -= reach
-
-
-def move_scale(scale: NDArray, move: FloatArray) -> FloatArray:
-    """Add to scales in place, as far as their dtype has it: what was added. A scale that would
-    have no inverse, or be none, stays.
-    """
-    with np.errstate(over="ignore", invalid="ignore"):
-        old = scale.astype(move.dtype)
-        moved = (old + move).astype(scale.dtype)
-        fits = np.isfinite(moved) & (abs(moved) > SMALLEST_SCALE)
-        scale[fits] = moved[fits]
-        return scale.astype(move.dtype) - old
+    kernel = host_kernels().get(KernelKey(make_group_improvement, grid.spec))
+    left = empty_aligned(rows.shape, grid.dtype)
+    np.multiply(levels, grid.scale[problem.places // problem.size], out=left)
+    np.subtract(rows, left, out=left)
+    most = max(len(block.order) for block in problem.blocks)
+    moved, work = (empty_aligned((most, STRIP), grid.dtype) for _ in range(2))
+    space = empty_aligned((most, rows.shape[1]), grid.dtype)
+    for _ in range(rounds):
+        for block in problem.blocks:
+            own, size = block.columns, len(block.order)
+            gradient = np.matmul(problem.hessian[own], left, out=space[:size])
+            hessian = align_array(problem.hessian[own, own])
+            scale, zeros = (align_array(a[block.groups]) for a in (grid.scale, grid.zero_point))
+            given = (hessian, gradient, block.starts, block.members, block.order, zeros, grid.most)
+            changed = (scale, levels[own], left[own], moved[:size], work[:size])
+            kernel(*map(view_tensor, (*given, rows[own], *changed)))
+            grid.scale[block.groups] = scale

@@ -18,15 +18,17 @@ from relayquant.compression.fit import (
     MOST_COLUMNS,
     SHIFT_DAMPINGS,
     Gram,
+    Grid,
     GroupFit,
     GroupProblem,
     fit_block,
     fit_groups,
-    fit_scales,
-    move_scale,
+    improve_groups,
 )
 from relayquant.grouping import GroupFormat, quantize_groups
+from relayquant.kernels.floating.group_fit import STRIP
 from relayquant.packing import CODE_BITS
+from relayquant.runtime import align_array, empty_aligned
 
 
 def draw_data(rows, columns, seed=0):
@@ -96,26 +98,6 @@ def find_least(data, weight):
     return best
 
 
-def test_fit_scales__repeated_solve_the_normal_equations():
-    """The scales of least error for given codes, by numpy's least squares."""
-    data = draw_data(200, 12, seed=5)
-    rng = np.random.default_rng(6)
-    weight, levels = rng.normal(size=(3, 12)), rng.integers(-4, 4, (3, 12)).astype("float64")
-    hessian, scale = data.astype("float64").T @ data, np.ones((3, 3))
-    groups = [(g, np.arange(4 * g, 4 * g + 4)) for g in (2, 0, 1)]
-    for _ in range(500):
-        gradient = hessian @ (weight - levels * np.repeat(scale, 4, axis=1)).T
-        scale = scale.T.copy()
-        fit_scales(hessian, gradient, levels.T, scale, groups)
-        scale = scale.T
-        left = hessian @ (weight - levels * np.repeat(scale, 4, axis=1)).T
-        np.testing.assert_allclose(gradient, left, atol=1e-9 * abs(hessian).max())
-    for row in range(3):
-        basis = np.stack([data[:, g : g + 4] @ levels[row, g : g + 4] for g in (0, 4, 8)], axis=1)
-        expected, *_ = np.linalg.lstsq(basis, data @ weight[row], rcond=None)
-        np.testing.assert_allclose(scale[row], expected, rtol=1e-3, atol=1e-4)
-
-
 def test_improve_levels__in_blocks_is_as_one_after_the_other():
     """Against a plain loop over single weights with steps of their own."""
     rng = np.random.default_rng(7)
@@ -150,38 +132,45 @@ def test_sweep_columns__is_as_one_after_the_other():
     np.testing.assert_allclose(found, expected, atol=1e-12)
 
 
+@pytest.mark.parametrize("dtypes", [("float64", "float32"), ("float32", "float16")])
+@pytest.mark.parametrize("is_symmetric", [True, False])
 @pytest.mark.parametrize("size", [16, 32, 150])
-def test_fit__is_as_one_group_and_code_after_the_other(size, monkeypatch):
-    """In float64 against a plain loop over groups and single weights, whose gradient is computed
-    anew each time: blocks change nothing but when it is.
+def test_fit__is_as_one_group_and_code_after_the_other(size, is_symmetric, dtypes, monkeypatch):
+    """Against a plain loop in float64 over groups and single weights, whose gradient is computed
+    anew each time: blocks change nothing but when it is. The last group is short; there are more
+    rows than a kernel works on together.
     """
     monkeypatch.setattr("relayquant.compression.fit.BLOCK", 48)
     rng, columns = np.random.default_rng(15), 150
-    gram, form = make_gram(draw_data(400, columns), size), GroupFormat(3, size)
-    weight = rng.normal(size=(7, columns))
-    problem = GroupProblem.of(gram.blocks[0], 0.01, size, "float64")
+    gram = make_gram(draw_data(400, columns), size)
+    form = GroupFormat(3, size, is_symmetric, dtypes[1])
+    weight = rng.normal(size=(STRIP + 7, columns)).astype(dtypes[0])
+    problem = GroupProblem.of(gram.blocks[0], 0.01, size, dtypes[0])
     assert sorted(problem.places) == list(range(columns))
     hessian = gram.blocks[0] + 0.01 * gram.diagonal.mean() * np.eye(columns)
-    np.testing.assert_allclose(problem.hessian, hessian[np.ix_(problem.places, problem.places)])
-    start, scale, _ = fit_block(weight, form, problem, gram.importance, GroupFit(0))
+    ordered = hessian[np.ix_(problem.places, problem.places)]
+    np.testing.assert_allclose(problem.hessian, ordered, rtol=1e-5, atol=1e-5 * hessian.max())
+    start, scale, zeros = fit_block(weight, form, problem, gram.importance, GroupFit(0))
     found = fit_block(weight, form, problem, gram.importance, GroupFit(2))
-    levels, scale = start - 4.0, scale.astype("float64")
+    zeros = np.repeat(zeros.astype("float64"), size, axis=1)[:, :columns]
+    levels, scale = start - zeros, scale.astype("float64")
     spread_out = lambda: np.repeat(scale, size, axis=1)[:, :columns]  # noqa: E731
     for _ in range(2):
         for block in problem.blocks:
-            for group, _ in block.groups:
+            for group in block.groups:
                 own = slice(group * size, (group + 1) * size)
                 part = np.zeros_like(levels)
                 part[:, own] = levels[:, own]
                 left = weight - levels * spread_out()
                 slope, curve = ((a @ hessian * part).sum(1) for a in (left, part))
-                scale[:, group] = (scale[:, group] + slope / curve).astype("float32")
-            for k in problem.places[block.columns]:
+                scale[:, group] = (scale[:, group] + slope / curve).astype(dtypes[1])
+            for k in problem.places[block.columns][block.order]:
                 slope = ((weight - levels * spread_out()) @ hessian)[:, k]
                 best = levels[:, k] + slope / (hessian[k, k] * spread_out()[:, k])
-                levels[:, k] = np.clip(np.rint(best), -4, 3)
-    np.testing.assert_array_equal(found[0], levels + 4)
-    np.testing.assert_allclose(found[1], scale, rtol=1e-5)
+                levels[:, k] = np.clip(np.rint(best), -zeros[:, k], 7 - zeros[:, k])
+    np.testing.assert_array_equal(found[0], levels + zeros)
+    step = 1e-5 if dtypes[1] == "float32" else 2e-3  # a tie of float16, by the last bits of sums
+    np.testing.assert_allclose(found[1], scale, rtol=step)
 
 
 @pytest.mark.parametrize("spread", [1.0, 2.0])
@@ -223,16 +212,41 @@ def test_fit__does_not_depend_on_threads(monkeypatch):
     assert gram.prepare(0, 0.01) is not problem
 
 
+def test_round_groups__is_as_one_column_after_the_other(monkeypatch):
+    """In float64 against a plain loop, which takes what a column changes from all later ones."""
+    monkeypatch.setattr("relayquant.compression.fit.BLOCK", 48)
+    rng, columns, size = np.random.default_rng(16), 150, 32
+    gram, form = make_gram(draw_data(400, columns), size), GroupFormat(4, size, is_symmetric=False)
+    weight = rng.normal(size=(7, columns))
+    problem = GroupProblem.of(gram.blocks[0], 0.01, size, "float64")
+    codes, scale, zeros = fit_block(weight, form, problem, gram.importance, GroupFit(0))
+    rest, factor = weight.copy(), problem.factor[0]
+    for k, column in enumerate(problem.order):
+        step, zero = (a[:, column // size].astype("float64") for a in (scale, zeros))
+        level = np.clip(np.rint(rest[:, column] / step), -zero, 15 - zero)
+        np.testing.assert_array_equal(codes[:, column], level + zero)
+        change = (rest[:, column] - level * step) / factor[k, k]
+        rest[:, problem.order] -= np.outer(change, np.where(np.arange(columns) > k, factor[k], 0))
+
+
 @pytest.mark.parametrize("start", [1.0, 6e4])
-def test_move_scale__to_what_the_dtype_has(start):
-    """The nearest of float16, by numpy; what would be nothing or no number stays."""
-    scale = np.full(5, start, "float16")
+def test_improve_groups__scales_move_to_what_their_dtype_has(start):
+    """The nearest of float16, by numpy; what would be nothing or no number stays. Of one column,
+    whose only code is 1: the gradient is how far it is to move.
+    """
     wanted = np.array([1e-4, 3e-4, 0.5, -start, 1e5], "float32")
-    expected = scale.copy()
+    expected = np.full(5, start, "float16")
     expected[:3] = [np.float16(np.float32(start) + move) for move in wanted[:3]]
-    moved = move_scale(scale, wanted)
-    np.testing.assert_array_equal(scale, expected)
-    np.testing.assert_array_equal(moved, expected.astype("float32") - np.float32(np.float16(start)))
+    problem = GroupProblem.of(np.eye(1), 0, 1)
+    shape = 1, STRIP
+    rows, levels, scale, zeros = (empty_aligned(shape, "float32") for _ in range(4))
+    levels[:], zeros[:], scale[:] = 1, -1, start
+    rows[:] = np.float32(np.float16(start))
+    rows[0, :5] += wanted
+    grid = Grid(align_array(scale.astype("float16")), zeros, np.zeros(1, "float32"))
+    improve_groups(problem, rows, levels, grid, 1)
+    np.testing.assert_array_equal(grid.scale[0, :5], expected)
+    np.testing.assert_array_equal(levels, 1)
 
 
 def test_gram__blocks_begin_with_a_group():
