@@ -97,6 +97,32 @@ def squeeze_weight(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
     return decline("no constant repeats one matrix for each product")
 
 
+def split_stack(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
+    """matmul(x (..., E, M, K), w (E, K, N)) -> concat(matmul(x[..., i:i+1, :, :], w[i]) for all i),
+    w a constant, as experts have it; x (..., 1, M, K) or (M, K), which all matrices read, whole.
+    """
+    call = editor.call_of(var)
+    stack, data = constant_value(call.args[1]), call.args[0]
+    sizes = tensor_shape(data)
+    if stack is None or stack.ndim != 3 or len(stack) < 2 or sizes is None or len(sizes) < 2:
+        return decline("no matrices by a constant stack of them")
+    name, axis = editor.names[var], max(len(sizes) - 3, 0)
+    if len(sizes) == 2:
+        data = editor.define(var, relax.op.expand_dims(data, 0), f"{name}.data")
+    elif sizes[axis] not in (1, len(stack)):
+        return decline("the data has as many matrices as is known when it runs")
+    products = []
+    for i, matrix in enumerate(stack):
+        part = data
+        if len(sizes) > 2 and sizes[axis] != 1:
+            own = relax.op.strided_slice(data, [axis], [i], [i + 1])
+            part = editor.define(var, own, f"{name}.data{i}")
+        weight = relax.const(matrix, str(stack.dtype))
+        product = relax.op.matmul(part, weight, call.attrs.out_dtype)
+        products.append(editor.define(var, product, f"{name}.expert{i}"))
+    return relax.op.concat(products, axis)
+
+
 def unflatten_dense(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
     """reshape(matmul(reshape(x, (M, K)), w) + b?, (..., N)) -> matmul(x, w) + b?, x (..., K), as
     torch writes a linear layer.
