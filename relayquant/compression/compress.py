@@ -44,10 +44,11 @@ def compress_weights(
     """A module whose weights of matrix products and embeddings have few bits.
 
     Every function of the module is worked on; a weight that several functions or operators read is
-    held once. A product by a stack of matrices, (E, K, N) for E experts, becomes a product by each.
-    All else, also what is no Relax function, stays as it is. No data is needed; with data, weights
-    are rounded so that the results of their products change least on it, one weight after the
-    other, each for what it meets behind those before.
+    held once. A product by a stack of matrices, (E, K, N) for E experts, becomes a product by each;
+    of a stack from which matrices are gathered by their numbers, those that are become float32 when
+    the model runs. All else, also what is no Relax function, stays as it is. No data is needed;
+    with data, weights are rounded so that the results of their products change least on it, one
+    weight after the other, each for what it meets behind those before.
 
     Args:
         mod: A float module of any frontend; it is not changed.
@@ -103,7 +104,7 @@ def compress_weights(
     sources = open_params(mod, given)
     mod, sources = split_experts(mod, sources)
     uses = find_weights(mod, sources)
-    tables = {use.source.key for use in uses if use.op == "take"}
+    tables = {use.source.key for use in uses if use.op == "take" and not use.source.is_stack}
     if settings.table_bits is None:
         uses = [
             use.refuse("tables stay float") if use.source.key in tables else use for use in uses
@@ -259,7 +260,7 @@ def describe_use(
     """The row of one operator; its name begins with its function where there are several."""
     name = f"{use.function}.{use.name}" if has_functions else use.name
     if use.reason:
-        return LedgerRow(name, use.op, False, "", use.source.dtype, use.reason)
+        return LedgerRow(name, use.op, False, "", use.source.dtype, use.reason, use.advice)
     weight = found.weights[use.key]
     form = weight.format
     pattern = "grouped_take" if use.op == "take" else "grouped_dense"

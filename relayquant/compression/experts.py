@@ -1,11 +1,18 @@
-"""Compression, before weights are looked for: products by a stack of matrices, one for each expert
--> a product by each of them.
+"""Compression, before weights are looked for: stacks of matrices, one for each expert.
+
+A product by a stack -> a product by each of its matrices:
 
     y = matmul(x, w)  ->  y = concat([matmul(x[..., 0:1, :, :], w0),
                                       matmul(x[..., 1:2, :, :], w1), ...], axis=-3)
 
 x is (..., E, M, K) and w (E, K, N), or the transpose of (E, N, K). Data that all experts read,
 (..., 1, M, K) or (M, K), is not cut. w0, w1, ... are parameters: the parts of w, where they lie.
+
+Matrices that are gathered by the numbers of experts -> rows of a table, which has a matrix in each:
+
+    y = take(w, i, axis=0)  ->  y = reshape(take(rows, i, axis=0), (*shape of i, K, N))
+
+rows, (E, K * N), are a parameter too: w as it lies. What reads y stays as it is.
 """
 
 from __future__ import annotations
@@ -29,12 +36,15 @@ from relayquant.rewrite.graph import call_name
 
 #: Axis of the experts, from the end, in data and results.
 STACK_AXIS = -3
+#: In the key of a stack as a table, in place of the number of one of its matrices.
+WHOLE = -1
 
 
 def split_experts(
     mod: tvm.IRModule, params: Mapping[relax.Var, WeightSource]
 ) -> tuple[tvm.IRModule, dict[relax.Var, WeightSource]]:
-    """The module with a product for each matrix of a stack, and what its parameters stand for.
+    """The module with a product for each matrix of a stack, and a table for stacks that matrices
+    are gathered from; and what its parameters stand for.
 
     A function that others call keeps its stacks, because its parameters are theirs to pass.
 
@@ -53,7 +63,7 @@ def split_experts(
         if not isinstance(func, relax.Function) or gvar.name_hint in called:
             continue
         splitting = Splitting(func, params, stacks)
-        if splitting.stacks_of:
+        if splitting.stacks_of or splitting.gathers:
             functions[gvar] = splitting.run()
             found.update(splitting.added)
     return tvm.IRModule(functions, attrs=mod.attrs), found
@@ -62,7 +72,7 @@ def split_experts(
 @relax.expr_functor.mutator
 class Splitting(relax.PyExprMutator):
     """Splits the products of one function by the stacks of `stacks_of`, by their variables: stack,
-    and whether its matrices are transposed on their way.
+    and whether its matrices are transposed on their way; the same of `gathers`.
     """
 
     def __init__(
@@ -76,12 +86,15 @@ class Splitting(relax.PyExprMutator):
         self.values = {binding.var: binding.value for binding in iterate_bindings(func)}
         self.added: dict[relax.Var, WeightSource] = {}
         self.members: dict[SourceKey, list[relax.Var]] = {}
+        self.tables: dict[SourceKey, relax.Var] = {}
         self.stacks_of: dict[relax.Var, tuple[WeightSource, bool]] = {}
+        self.gathers: dict[relax.Var, tuple[WeightSource, bool]] = {}
         for var, value in self.values.items():
-            if isinstance(value, Call) and call_name(value) == "relax.matmul":
-                stack = self.find_stack(value)
-                if stack is not None:
-                    self.stacks_of[var] = stack
+            op = call_name(value) if isinstance(value, Call) else None
+            if op == "relax.matmul" and (stack := self.find_stack(value)):
+                self.stacks_of[var] = stack
+            elif op == "relax.take" and (stack := self.find_gathered(value)):
+                self.gathers[var] = stack
 
     def run(self) -> relax.Function:
         """The function with a parameter for each matrix, behind its own."""
@@ -92,7 +105,27 @@ class Splitting(relax.PyExprMutator):
 
     def find_stack(self, call: Call) -> tuple[WeightSource, bool] | None:
         """The stack that a product reads, if it can be split."""
-        found = follow_swaps(self.values, call.args[1])
+        found = self.find_source(call.args[1])
+        if found is None:
+            return None
+        data, kinds = call.args[0], {str(call.ty.dtype), found[0].dtype}
+        if {str(data.ty.dtype), *kinds} != {"float32"} or data.ty.ndim < 2:
+            return None
+        if data.ty.ndim > 2 and count_parts(data) not in (1, found[0].shape[0]):
+            return None
+        return None if found[0].not_finite else found
+
+    def find_gathered(self, call: Call) -> tuple[WeightSource, bool] | None:
+        """The stack that matrices are taken of, if rows of a table can stand for them."""
+        found, axis = self.find_source(call.args[0]), call.attrs.axis
+        if found is None or axis is None or int(axis) != 0 or found[0].dtype != "float32":
+            return None
+        is_known = isinstance(call.args[1].ty.shape, relax.ShapeExpr)
+        return found if is_known and not found[0].not_finite else None
+
+    def find_source(self, operand: relax.Expr) -> tuple[WeightSource, bool] | None:
+        """The stack that an operand is, and whether its matrices are transposed on their way."""
+        found = follow_swaps(self.values, operand)
         if found is None:
             return None
         expr, is_swapped = found
@@ -101,12 +134,7 @@ class Splitting(relax.PyExprMutator):
             source = read_constant(expr.value)
         if source is None or len(source.shape) != 3 or not all(source.shape):
             return None
-        data, kinds = call.args[0], {str(call.ty.dtype), source.dtype}
-        if {str(data.ty.dtype), *kinds} != {"float32"} or data.ty.ndim < 2:
-            return None
-        if data.ty.ndim > 2 and count_parts(data) not in (1, source.shape[0]):
-            return None
-        return None if source.not_finite else (source, is_swapped)
+        return source, is_swapped
 
     def cut(self, stack: WeightSource) -> list[WeightSource]:
         """The matrices of a stack, the same for all functions that read it."""
@@ -132,7 +160,37 @@ class Splitting(relax.PyExprMutator):
             self.members[stack.key] = list(own)
         return self.members[stack.key]
 
+    def make_table(self, stack: WeightSource, name: str) -> relax.Var:
+        """The parameter whose rows are the matrices of a stack, once for the function."""
+        if stack.key not in self.tables:
+            count, rows, columns = stack.shape
+            shape = count, rows * columns
+            source = WeightSource(
+                (stack.key, WHOLE), shape, stack.dtype, partial(read_rows, stack), 0, is_stack=True
+            )
+            var = relax.Var(f"{name}_matrices", relax.TensorType(shape, stack.dtype))
+            self.added[var], self.tables[stack.key] = source, var
+        return self.tables[stack.key]
+
+    def gather(self, binding: relax.VarBinding) -> None:
+        """Bind the matrices that are taken of a stack."""
+        (stack, is_swapped), call = self.gathers[binding.var], binding.value
+        table = self.make_table(stack, binding.var.name)
+        index = self.visit_expr(call.args[1])
+        rows = relax.op.take(table, index, 0, call.attrs.mode)
+        rows = self.builder_.emit(rows, f"{binding.var.name}_rows")
+        found = relax.op.reshape(rows, [*index.ty.shape.values, *stack.shape[1:]])
+        if is_swapped:
+            found = self.builder_.emit(found, f"{binding.var.name}_stored")
+            axes = [*range(found.ty.ndim)]
+            found = relax.op.permute_dims(found, [*axes[:-2], axes[-1], axes[-2]])
+        found = self.builder_.normalize(found)
+        self.builder_.emit_normalized(relax.VarBinding(binding.var, found))
+
     def visit_var_binding_(self, binding: relax.VarBinding) -> None:
+        if binding.var in self.gathers:
+            self.gather(binding)
+            return
         if binding.var not in self.stacks_of:
             super().visit_var_binding_(binding)
             return
@@ -173,3 +231,8 @@ def count_parts(data: relax.Expr) -> int | None:
 def read_part(stack: WeightSource, index: int) -> np.ndarray:
     """One matrix of a stack, which a mapping that loads when it is asked loads whole."""
     return stack.array[index]
+
+
+def read_rows(stack: WeightSource) -> np.ndarray:
+    """The matrices of a stack as rows."""
+    return stack.array.reshape(stack.shape[0], -1)

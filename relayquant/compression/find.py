@@ -40,7 +40,7 @@ class WeightUse:
     Attributes:
         function: Name of the function it is in.
         name: Name of the value it computes.
-        op: "matmul" or "take".
+        op: "matmul" or "take"; "call_tir" for a kernel of the module's own, which is refused.
         var: Variable of that value.
         data: The operand that is no weight.
         source: The weight, as the module has it.
@@ -68,6 +68,22 @@ class WeightUse:
     def key(self) -> WeightKey:
         """Equal for uses that read one tensor in one form."""
         return self.source.key, self.is_transposed
+
+    @property
+    def advice(self) -> str:
+        """What to do where it cannot be compressed; "" if nothing is known to help."""
+        if self.reason and self.op == "call_tir":
+            return (
+                "Compute it with relax.op.matmul by a stack of matrices, one for each expert, or "
+                "by those that relax.op.take gathers."
+            )
+        if self.reason and len(self.source.shape) > 2:
+            return (
+                "A stack (experts, K, N) is split or gathered where its values are finite, the "
+                "data has one matrix or as many as the stack, known before it runs, and no "
+                "function calls the one that reads it."
+            )
+        return ""
 
     def refuse(self, reason: str) -> WeightUse:
         """The use that stays float for a reason."""
@@ -135,11 +151,20 @@ def find_in_function(
                 )  # fmt: skip
         elif op == "relax.take":
             found = resolve(values, value.args[0], find_source)
-            if found is not None and len(found[0].shape) == 2:
+            if found is not None and len(found[0].shape) >= 2:
                 yield WeightUse(
                     function, binding.var.name, "take", binding.var, value.args[1], found[0],
                     found[1], explain_take(value, found[0]), str(value.attrs.mode) == "clip",
                 )  # fmt: skip
+        elif op == "relax.call_tir":
+            for operand in value.args[1].fields if isinstance(value.args[1], relax.Tuple) else ():
+                found = resolve(values, operand, find_source)
+                if found is not None and len(found[0].shape) >= 2:
+                    reason = f"a kernel of the module's own, {value.args[0].name_hint!r}, reads it"
+                    yield WeightUse(
+                        function, binding.var.name, "call_tir", binding.var, operand, found[0],
+                        reason=reason,
+                    )  # fmt: skip
 
 
 def resolve(
@@ -195,6 +220,8 @@ def explain_matmul(call: Call, source: WeightSource) -> str:
 def explain_take(call: Call, source: WeightSource) -> str:
     """Why rows of a table cannot be taken of codes; "" if they can."""
     axis = call.attrs.axis
+    if len(source.shape) != 2:
+        return f"its table has {format_count(len(source.shape), 'dimension')}, not 2"
     if axis is None or int(axis) != 0:
         return "it does not take rows"
     if source.dtype != "float32":

@@ -16,7 +16,8 @@ from tvm import relax
 from relayquant.errors import ModelError, format_count, suggest_name
 from relayquant.runtime import view_constant
 
-#: Address of a tensor, or name of a parameter; with a number, one matrix of a stack.
+#: Address of a tensor, or name of a parameter; with a number, one matrix of a stack, or with -1
+#: all of them as rows.
 SourceKey: TypeAlias = int | str | tuple[int | str, int]
 
 
@@ -29,6 +30,7 @@ class WeightSource:
         shape, dtype: Of the values.
         read: Gives the values; a mapping that loads when it is asked loads them each time.
         counted: How many values are not finite, where that is known already.
+        is_stack: Whether each row is a matrix of a product, and no row of a table.
     """
 
     key: SourceKey
@@ -36,6 +38,7 @@ class WeightSource:
     dtype: str
     read: Callable[[], np.ndarray]
     counted: int | None = None
+    is_stack: bool = False
 
     @property
     def array(self) -> np.ndarray:

@@ -174,6 +174,104 @@ def test_experts__of_torch(is_symbolic):
     assert len(rq.ledger(q).quantized) == 1 + 2 * EXPERTS
 
 
+def make_gather(stack, *, is_swapped=False, indices="int64", is_symbolic=False):
+    """Rows x (n, K), each by the matrix of its own expert i (n,)."""
+    builder = relax.BlockBuilder()
+    rows = tvm.tirx.Var("n", "int64") if is_symbolic else 5
+    x = relax.Var("x", relax.TensorType([rows, 1, FEATURES], "float32"))
+    i = relax.Var("i", relax.TensorType([rows], indices))
+    with builder.function("main", [x, i]):
+        with builder.dataflow():
+            weight = relax.const(stack)
+            if is_swapped:
+                weight = builder.emit(relax.op.permute_dims(weight, [0, 2, 1]))
+            own = builder.emit(relax.op.take(weight, i, 0), "own")
+            out = builder.emit_output(relax.op.matmul(x, own), "out")
+        builder.emit_func_output(out)
+    return builder.finalize()
+
+
+@pytest.mark.parametrize("is_symbolic", [False, True])
+@pytest.mark.parametrize("is_swapped", [False, True])
+def test_experts__that_are_gathered(is_swapped, is_symbolic):
+    """In float64, by numpy's own gather of what the codes stand for, with the bits of products and
+    not those of tables; nothing of the float stack is left.
+    """
+    stack, x = draw(EXPERTS, FEATURES, UNITS), draw(5, 1, FEATURES, seed=1)
+    stored = np.ascontiguousarray(stack.transpose(0, 2, 1)) if is_swapped else stack
+    mod = make_gather(stored, is_swapped=is_swapped, is_symbolic=is_symbolic)
+    q = rq.compress_weights(mod, group_size=16)
+    form, i = GroupFormat(4, 16), np.array([2, 0, 1, 2, -1])
+    codes = quantize_groups(stored.reshape(EXPERTS, -1), form).decode().reshape(stored.shape)
+    decoded = codes.transpose(0, 2, 1) if is_swapped else codes
+    assert np.abs(decoded - stack).max() < 0.2 * np.abs(stack).max()
+    expected = x.astype("float64") @ decoded[i]
+    found = rq.reference.run(q, [x, i])[0]
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    compiled = rq.Executor(rq.compile(q)).run("main", [x, i])[0]
+    np.testing.assert_allclose(compiled, expected, rtol=1e-5, atol=1e-5)
+    (row,) = rq.ledger(q).rows
+    assert (row.quantized, row.dtype, row.pattern) == (True, "int4", "grouped_take")
+    assert not select_calls(q, "relax.take")["main"]
+    assert f"({EXPERTS}, {FEATURES}, {UNITS})" not in q.script()
+
+
+def test_experts__that_are_gathered_are_not_fitted():
+    """Data passes them, and they are rounded as without it."""
+    mod = make_gather(draw(EXPERTS, FEATURES, UNITS))
+    batches = [(draw(5, 1, FEATURES, seed=k), np.arange(5) % EXPERTS) for k in range(2)]
+    q = rq.compress_weights(mod, None, batches, group_size=16)
+    plain = rq.compress_weights(mod, group_size=16)
+    np.testing.assert_array_equal(*(rq.reference.run(m, batches[0])[0] for m in (q, plain)))
+
+
+class Mixture(nn.Module):
+    """Each row by the two experts that its router likes best, whose matrices are gathered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(FEATURES, EXPERTS, bias=False)
+        self.up = nn.Parameter(torch.randn(EXPERTS, 2 * UNITS, FEATURES) / 7)
+        self.down = nn.Parameter(torch.randn(EXPERTS, FEATURES, UNITS) / 5)
+
+    def forward(self, x):
+        share, chosen = torch.topk(torch.softmax(self.router(x), -1), 2)
+        share = (share / share.sum(-1, keepdim=True))[..., None]
+        gate, up = (self.up[chosen] @ x[:, None, :, None])[..., 0].chunk(2, -1)
+        hidden = nn.functional.silu(gate) * up
+        return ((self.down[chosen] @ hidden[..., None])[..., 0] * share).sum(1)
+
+
+@pytest.mark.parametrize("is_symbolic", [False, True])
+def test_experts__mixture_of_torch(is_symbolic):
+    """As Mixtral has it, the experts of each token alone: with 8 bits near what PyTorch gives."""
+    torch.manual_seed(1)
+    model, x = Mixture().eval(), draw(7, FEATURES, seed=5)
+    shapes = {"x": {0: torch.export.Dim("n", min=2, max=64)}} if is_symbolic else None
+    program = torch.export.export(model, (torch.from_numpy(x),), dynamic_shapes=shapes)
+    q = rq.compress_weights(*rq.load(program), bits=8)
+    expected = model(torch.from_numpy(x)).detach().numpy()
+    found = rq.Executor(rq.compile(q)).run("main", [x])[0]
+    np.testing.assert_allclose(found, rq.reference.run(q, x)[0], rtol=1e-4, atol=1e-5)
+    assert np.square(found - expected).mean() < 1e-3 * np.square(expected).mean()
+    assert [row.pattern for row in rq.ledger(q).quantized].count("grouped_take") == 2
+
+
+def test_experts__of_a_kernel_of_the_module_stay_float():
+    """With the reason and a remedy: what it computes is not known."""
+    builder = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType([EXPERTS, 5, FEATURES], "float32"))
+    with builder.function("main", [x]):
+        stack = relax.const(draw(EXPERTS, FEATURES, UNITS))
+        y = builder.emit_te(tvm.topi.nn.batch_matmul, x, stack, None, None, False, False)
+        weight = relax.const(draw(UNITS, 32))
+        builder.emit_func_output(builder.emit(relax.op.matmul(y, weight), "plain"))
+    rows = {row.op: row for row in rq.ledger(rq.compress_weights(builder.finalize())).rows}
+    assert rows["matmul"].quantized
+    assert "a kernel of the module's own, 'batch_matmul'" in rows["call_tir"].reason
+    assert "relax.op.matmul" in rows["call_tir"].advice
+
+
 @pytest.mark.parametrize("case", ["not finite", "symbolic experts", "called"])
 def test_experts__stay_float(case):
     """With the reason, beside a weight that is compressed."""
@@ -197,3 +295,4 @@ def test_experts__stay_float(case):
     assert rows["plain"].quantized
     assert not rows["y"].quantized
     assert "its weight has 3 dimensions" in rows["y"].reason
+    assert "A stack (experts, K, N) is split" in rows["y"].advice
