@@ -44,6 +44,8 @@ Float32 = NDArray[np.float32]
 
 #: Columns whose inputs are looked at together, at most: H is columns x columns.
 MOST_COLUMNS = 2304
+#: Rows of data whose products are summed up on one thread.
+THREAD_ROWS = 2048
 #: Columns whose scales and codes change the gradient of one another at once, that of others later.
 #: With all of 2048 columns in one, errors are a third of a percent smaller, in twice the time.
 BLOCK = 256
@@ -103,9 +105,21 @@ class Gram:
                 self.shifts[i] += (exact[:, part] - rows[:, part]).T @ rows[:, part]
         self.rows += len(rows)
         self.problems.clear()
-        for part, block in zip(self.parts, self.blocks, strict=True):
-            x = np.ascontiguousarray(rows[:, part])
-            block += x.T @ x
+        # Each thread some rows and columns, and all added in order: the bits of the sums do not
+        # depend on the number of threads.
+        cuts = [
+            (i, slice(start, start + THREAD_ROWS))
+            for i in range(len(self.parts))
+            for start in range(0, len(rows), THREAD_ROWS)
+        ]
+
+        def multiply(cut: tuple[int, slice]) -> Float32:
+            x = np.ascontiguousarray(rows[cut[1], self.parts[cut[0]]])
+            return x.T @ x
+
+        with limit_blas():
+            for (i, _), product in zip(cuts, map_on_threads(multiply, cuts), strict=True):
+                self.blocks[i] += product
 
     def aim(self, weight: NDArray[np.float32]) -> NDArray[np.float32]:
         """The weight (N, K) whose products with the data are nearest to those of `weight` with what
