@@ -27,6 +27,7 @@ from relayquant.kernels.integer.winograd import (
 )
 from relayquant.kernels.isa.arm import SDOT
 from relayquant.kernels.isa.base import AVX2, PORTABLE, VNNI512, X86_ISAS
+from relayquant.kernels.isa.timing import ZEN4
 
 SAME, RAW = (1, 1, 1, 1), Epilogue(Store.ACCUMULATOR, "int32")
 LAYER = Conv2d(1, 28, 28, 64, 64, (3, 3), padding=SAME, epilogue=Epilogue(is_small=True))
@@ -48,6 +49,10 @@ CASES = {
     "one chunk in parts, the last panel no whole one": Conv2d(
         1, 14, 13, 64, 176, (3, 3), padding=SAME, in_zero_point=9,
     ),
+    "batch 2, chunks in parts": Conv2d(
+        2, 14, 13, 64, 128, (3, 3), padding=SAME, in_zero_point=9,
+        epilogue=Epilogue(residual=Residual("uint8", 4, 0.3)),
+    ),
     "float output": Conv2d(
         1, 7, 9, 16, 16, (3, 3), padding=SAME, epilogue=Epilogue(Store.DEQUANTIZE, "float32")
     ),
@@ -56,6 +61,8 @@ CASES = {
     ),
     "sums": Conv2d(1, 10, 5, 32, 48, (3, 3), padding=SAME, in_zero_point=77, epilogue=RAW),
 }  # fmt: skip
+
+ON_ZEN4 = replace(VNNI512, timing=ZEN4)
 
 every_x86 = pytest.mark.parametrize("isa", X86_ISAS, ids=lambda isa: isa.name)
 
@@ -143,6 +150,7 @@ def test_winograd__sums_that_are_too_large_are_refused():
         # 19 MB of weights for four tiles
         ({"height": 7, "width": 7, "in_channels": 512, "out_channels": 512}, AVX2, False),
         ({"height": 16, "width": 16, "in_channels": 256, "out_channels": 256}, VNNI512, True),
+        ({"height": 14, "width": 14, "in_channels": 256, "out_channels": 256}, ON_ZEN4, True),
     ],
 )
 def test_prefers_winograd__where_it_can_and_pays(changes, isa, expected):

@@ -16,7 +16,8 @@ of bytes with VNNI: half of the time is left, and the transforms; a quarter with
 
 The image is worked on in chunks of rows of tiles that the second-level cache holds: B d B' of all
 tiles; for each of the 36 elements a matrix product, tiles by channels; the results of all tiles.
-Where there are few chunks, each is done in several parts of the output channels, for many threads.
+Where there are few chunks, B d B' is computed of the whole image first, and the rest of each chunk
+in several parts of the output channels, for many threads.
 
 Source of B and A: A. Lavin and S. Gray, Fast Algorithms for Convolutional Neural Networks, 2015,
 section 4.3. Rows of G are multiplied by 24, 24, 24, 24, 24 and 12, columns of A by what remains.
@@ -80,8 +81,9 @@ CHUNK_BYTES = 640 * 1024
 
 #: Chunks times parts that an image has at least, if it has the channels: work for so many threads.
 LEAST_ITEMS = 8
-#: Channels of a part.
-PART_CHANNELS = 64
+#: Tiles that a chunk has at least where only the number of threads asks for more chunks: all
+#: weights are read for each.
+LEAST_TILES = 7
 
 #: Times in units of a dot product, measured on Zen 4: both transforms of a tile, of one vector;
 #: and bytes of weights that are read meanwhile from the last-level cache.
@@ -112,13 +114,13 @@ class WinogradPlan:
         bytes_per_tile = POINTS * (2 * self.spec.in_channels + 4 * self.spec.out_channels)
         count = ceil_div(rows, max(CHUNK_BYTES // (cols * bytes_per_tile), 1))
         if self.is_parallel:
-            parts = ceil_div(self.spec.out_channels, PART_CHANNELS)
-            count = max(count, ceil_div(LEAST_ITEMS, self.spec.batch * parts))
+            wanted = ceil_div(LEAST_ITEMS, self.spec.batch)
+            count = max(count, min(wanted, rows // ceil_div(LEAST_TILES, cols)))
         return min(count + count % 2, rows) if count > 1 else 1
 
     @cached_property
     def parts(self) -> int:
-        """Parts of the panels, each of which transforms the activations of a chunk again."""
+        """Parts of the panels, which all read the same transformed activations."""
         if not self.is_parallel:
             return 1
         return min(max(LEAST_ITEMS // (self.spec.batch * self.chunks), 1), self.product.panels)
@@ -156,7 +158,8 @@ class WinogradPlan:
     def input_stride(self) -> int:
         """From one element to the next in transformed activations: by a cache line more than the
         tiles have, or all 36 might meet in one set of the cache."""
-        return self.most_tiles * self.spec.in_channels + 2 * self.isa.lanes
+        tiles = prod(self.tiles) if self.parts > 1 else self.most_tiles
+        return tiles * self.spec.in_channels + 2 * self.isa.lanes
 
     @cached_property
     def sum_stride(self) -> int:
@@ -176,7 +179,7 @@ class WinogradPlan:
         """Estimated time of an image, in dot products of the instruction set for int16."""
         vectors = self.product.vectors
         dots = POINTS * vectors * self.product.words
-        inputs = self.parts * (self.spec.in_channels // self.input_lanes) * INPUT_COST
+        inputs = self.spec.in_channels // self.input_lanes * INPUT_COST
         tiles = prod(self.tiles) * (dots + inputs + vectors * OUTPUT_COST)
         return tiles + self.weight_bytes / BYTES_PER_DOT
 
@@ -222,17 +225,30 @@ def build_winograd(
         image = emit_prepared_image(operands.data, spec, centre_activations(isa))
         image = replace(image, data=view_buffer(image.data))
         (rows, cols), panels = plan.tiles, plan.product.panels
-        shares = spec.batch, plan.chunks, plan.parts
-        with loop_over(shares, plan.is_parallel) as (n, chunk, part):
+        # A part's chunks follow each other, so that its weights come from far once, for one thread.
+        shares = spec.batch, plan.parts, plan.chunks
+        common = None
+        if plan.parts > 1:  # which all read the same
+            size = spec.batch * POINTS * plan.input_stride
+            common = view_buffer(alloc_workspace(size, "int16"))
+            with loop_over((spec.batch, rows, cols), plan.is_parallel) as (n, row, col):
+                at = locate_results(plan, n, row, col, row * cols + col)
+                emit_inputs(plan, image, common, at, n * (POINTS * plan.input_stride))
+        with loop_over(shares, plan.is_parallel) as (n, part, chunk):
             first = T.bind(chunk * rows // plan.chunks)
             count = T.bind((chunk + 1) * rows // plan.chunks - first)
             own = PanelRange(*[T.bind((part + i) * panels // plan.parts) for i in range(2)])
-            inputs = view_buffer(alloc_workspace(POINTS * plan.input_stride, "int16"))
             sums = view_buffer(alloc_workspace(POINTS * plan.sum_stride, "int32"))
-            with T.grid(count, cols) as (row, col):
-                at = locate_results(plan, n, first + row, col, row * cols + col)
-                emit_inputs(plan, image, inputs, at)
-            emit_products(plan, operands, inputs, sums, count * cols, own)
+            if common is None:
+                size = POINTS * plan.input_stride
+                inputs, origin = view_buffer(alloc_workspace(size, "int16")), 0
+                with T.grid(count, cols) as (row, col):
+                    at = locate_results(plan, n, first + row, col, row * cols + col)
+                    emit_inputs(plan, image, inputs, at, 0)
+            else:
+                start = n * (POINTS * plan.input_stride) + first * (cols * spec.in_channels)
+                inputs, origin = common, T.bind(start)
+            emit_products(plan, operands, inputs, origin, sums, count * cols, own)
             with T.grid(count, cols) as (row, col):
                 at = locate_results(plan, n, first + row, col, row * cols + col)
                 emit_results(plan, operands, sums, at, own)
@@ -284,13 +300,15 @@ def locate_results(plan: WinogradPlan, n: Expr, row: Expr, col: Expr, number: Ex
     return TileResults(T.bind(number), n, *starts)
 
 
-def emit_inputs(plan: WinogradPlan, image: Image, inputs: Buffer, at: TileResults) -> None:
-    """B d B' of one tile, all channels."""
+def emit_inputs(
+    plan: WinogradPlan, image: Image, inputs: Buffer, at: TileResults, origin: Expr
+) -> None:
+    """B d B' of one tile, all channels; those of tile 0 begin at `origin`."""
     channels, lanes = plan.spec.in_channels, plan.input_lanes
     start = ((at.image * image.height + at.row) * image.width + at.col) * channels
     wide = vector("int16", lanes)
     with T.serial(channels // lanes) as v:
-        source, first = T.bind(start + v * lanes), T.bind(at.number * channels + v * lanes)
+        source, first = T.bind(start + v * lanes), T.bind(origin + at.number * channels + v * lanes)
 
         columns = alloc_columns(IN, lanes, "int16")
         with T.unroll(IN) as j:
@@ -300,7 +318,7 @@ def emit_inputs(plan: WinogradPlan, image: Image, inputs: Buffer, at: TileResult
             for column, value in zip(columns, transformed, strict=True):
                 store_vector(column, value, j * lanes, lanes)
         for i, column in enumerate(columns):
-            row = [load_vector(column, j * lanes, lanes) for j in range(IN)]
+            row = [T.bind(load_vector(column, j * lanes, lanes)) for j in range(IN)]
             for j, value in enumerate(transform_inputs(row, lanes)):
                 store_vector(inputs, value, first + (i * IN + j) * plan.input_stride, lanes)
 
@@ -319,8 +337,9 @@ def transform_inputs(d: list[Expr], lanes: int) -> list[Expr]:
     def times(factor: int, value: Expr) -> Expr:
         return value * constant("int16", factor, lanes)
 
-    even, odd = d[4] - times(4, d[2]), d[3] - times(4, d[1])
-    near, far = d[4] - d[2], times(2, d[3] - d[1])
+    # Bound, as TVM writes out an expression wherever it is read.
+    even, odd = T.bind(d[4] - times(4, d[2])), T.bind(d[3] - times(4, d[1]))
+    near, far = T.bind(d[4] - d[2]), T.bind(times(2, d[3] - d[1]))
     first, last = times(4, d[0] - d[2]) + near, d[5] - d[3] - times(2, far)
     return [first, even + odd, even - odd, near + far, near - far, last]
 
@@ -329,12 +348,13 @@ def emit_products(
     plan: WinogradPlan,
     operands: Operands,
     inputs: Buffer,
+    origin: Expr,
     sums: Buffer,
     tiles: Expr,
     own: PanelRange,
 ) -> None:
     """For every element: transformed activations of so many tiles times transformed weights of a
-    part.
+    part; the activations begin at `origin`.
     """
     product, (channels, outputs) = plan.product, (plan.spec.in_channels, plan.spec.out_channels)
     lanes, tile = product.isa.lanes, product.tile
@@ -347,7 +367,7 @@ def emit_products(
         place = Placement((0, 0), (1, product.spec.width), (1, 1), (0, 0), weights, 0)
         at = replace(
             locate_tile(product, image, place, *[T.int32(0)] * 4, panel),
-            origin=point * plan.input_stride + first * channels,
+            origin=origin + point * plan.input_stride + first * channels,
         )
         chains = [alloc_vectors(tile.cols * tile.blocks, lanes) for _ in range(tile.chains)]
         for acc in (acc for accs in chains for acc in accs):
@@ -384,9 +404,9 @@ def emit_results(
                 store_vector(column, value, j * lanes, lanes)
         bias = T.bind(load_vector(operands.bias, first, lanes))
         for i, column in enumerate(columns):
-            row = [load_vector(column, j * lanes, lanes) for j in range(IN)]
+            row = [T.bind(load_vector(column, j * lanes, lanes)) for j in range(IN)]
             totals = []
-            for value in transform_sums(list(row), lanes):
+            for value in transform_sums(row, lanes):
                 value = emit_wrapping(Wrapping.MULTIPLY, value, inverse, lanes)
                 value = shift(Wrapping.SHIFT_RIGHT, value, SHIFT, lanes)
                 totals.append(emit_wrapping(Wrapping.ADD, value, bias, lanes))
@@ -414,8 +434,8 @@ def transform_sums(m: list[Expr], lanes: int) -> list[Expr]:
         return shift(Wrapping.SHIFT_LEFT, value, times, lanes)
 
     plus, minus = wrap(Wrapping.ADD), wrap(Wrapping.SUBTRACT)
-    near_sum, near_difference = plus(m[1], m[2]), minus(m[1], m[2])
-    far_sum, far_difference = plus(m[3], m[4]), double(minus(m[3], m[4]))
+    near_sum, near_difference = T.bind(plus(m[1], m[2])), T.bind(minus(m[1], m[2]))
+    far_sum, far_difference = T.bind(plus(m[3], m[4])), T.bind(double(minus(m[3], m[4])))
     return [
         minus(plus(m[0], far_sum), near_sum),
         minus(far_difference, near_difference),
@@ -450,9 +470,17 @@ def pack_winograd(
             f"pack_winograd: sums with these weights reach {find_largest_sum(weight)}; allowed: "
             f"below {LARGEST_SUM}. Take build_conv2d and pack_conv2d."
         )
-    plan, g = WinogradPlan(spec, isa), WEIGHT_TRANSFORM
-    rows = np.tensordot(g, weight.astype("int64"), (1, 1))  # [6, O, 3, I]
-    points = np.tensordot(g, rows, (1, 2)).swapaxes(0, 1).astype("int16")  # [6, 6, O, I]
-    points = points.reshape(POINTS, spec.out_channels, 1, 1, spec.in_channels)
+    plan = WinogradPlan(spec, isa)
+    points = transform_weights(weight).reshape(POINTS, spec.out_channels, 1, 1, spec.in_channels)
     packed = np.concatenate([pack_panels(plan.product, point) for point in points])
     return PackedWeights(packed, folded, factors)
+
+
+def transform_weights(weight: NDArray[np.int8]) -> NDArray[np.int16]:
+    """G w G' of OHWI weights, [point, O, I]."""
+    outputs, _, _, inputs = weight.shape
+    taps = weight.reshape(outputs, -1, inputs).swapaxes(0, 1).reshape(-1, outputs * inputs)
+    # Integers below 2**24, which float32 has; products of integers take numpy 20 times as long.
+    both = np.kron(WEIGHT_TRANSFORM, WEIGHT_TRANSFORM).astype("float32")
+    points = (both @ taps.astype("float32")).astype("int16")
+    return points.reshape(POINTS, outputs, inputs)
