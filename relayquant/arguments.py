@@ -23,7 +23,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
-from relayquant.errors import ConfigError, ModelError, RelayQuantError
+from relayquant.errors import ConfigError, ModelError, RelayQuantError, suggest_name
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -39,13 +39,18 @@ def check_arguments(function: Callable[P, R]) -> Callable[P, R]:
     Raises:
         ModelError: the annotation is a module or a prepared model.
         ConfigError: any other.
+        TypeError: an argument has another name, or one is missing.
     """
     signature = inspect.signature(function)
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         hints = find_hints(function)
-        for name, value in signature.bind(*args, **kwargs).arguments.items():
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(describe_call(function, signature, kwargs, error)) from None
+        for name, value in bound.arguments.items():
             if name not in hints:
                 continue
             kind = signature.parameters[name].kind
@@ -55,6 +60,20 @@ def check_arguments(function: Callable[P, R]) -> Callable[P, R]:
         return function(*args, **kwargs)
 
     return checked
+
+
+def describe_call(
+    function: Callable[..., Any],
+    signature: inspect.Signature,
+    given: Mapping[str, Any],
+    error: TypeError,
+) -> str:
+    """Why arguments do not fit a function, as Python says it, with its name and the nearest one
+    that it has.
+    """
+    text = f"{function.__name__}() {error}"
+    unknown = next((name for name in given if name not in signature.parameters), None)
+    return f"{text}. {suggest_name(unknown, signature.parameters)}" if unknown else text
 
 
 def check_fields(kind: ClassT) -> ClassT:
@@ -105,9 +124,12 @@ def check_type(value: object, hint: Any, where: str) -> None:
     """
     if has_type(value, hint):
         return
-    raised = ModelError if any(name in describe_type(hint) for name in MODELS) else ConfigError
+    allowed = describe_type(hint)
+    raised = ModelError if any(name in allowed for name in MODELS) else ConfigError
     shown = f"the class {value.__name__}" if isinstance(value, type) else describe_value(value)
-    raise raised(f"{where} is {shown}; allowed: {describe_type(hint)}.")
+    is_file = "IRModule" in allowed and isinstance(value, str | os.PathLike)
+    remedy = " Read a file with relayquant.load." if is_file else ""
+    raise raised(f"{where} is {shown}; allowed: {allowed}.{remedy}")
 
 
 def takes_arguments(function: Callable[..., Any], count: int) -> bool:

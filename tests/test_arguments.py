@@ -225,3 +225,21 @@ def test_arguments__of_every_public_function_are_in_the_table():
     assert functions <= set(CALLS)
     checked = [name for name in CALLS if not name[0].isupper()]
     assert all(hasattr(CALLS[name][0], "__wrapped__") for name in checked)
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda: rq.quantize(MOD, None, DATA, efort="fast"), "argument 'efort'.*mean 'effort'"),
+        (lambda: rq.verify(MOD, DATA, zzz=1), "argument 'zzz'.*Known: 'inputs', 'mod', 'target'"),
+        (lambda: rq.verify(MOD), "missing a required argument: 'inputs'$"),
+    ],
+)
+def test_arguments__by_a_wrong_name_name_the_function_and_the_nearest(call, told):
+    with pytest.raises(TypeError, match=rf"^(quantize|verify)\(\) .*{told}"):
+        call()
+
+
+def test_argument__of_a_file_where_a_module_is_wanted_says_how_to_read_it(tmp_path):
+    with pytest.raises(rq.ModelError, match=r"allowed: a tvm.IRModule. Read a file with relayq"):
+        rq.quantize(tmp_path / "model.onnx", None, DATA)
