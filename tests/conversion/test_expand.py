@@ -346,6 +346,26 @@ def test_dequantize__reshape_that_keeps_the_channels_apart():
         np.testing.assert_array_equal(run(new, values)[0], run(mod, values)[0])
 
 
+def test_dequantize__parameters_of_one_channel_outlive_its_axis():
+    """They are those of the tensor: a depth of 1 that is squeezed away keeps nothing in float."""
+    q = relax.Var("q", relax.TensorType((4, 1, 6), "int32"))
+    one = relax.const(np.array([0.25], "float32")), relax.const(np.array([3], "int32"))
+    builder = relax.BlockBuilder()
+    with builder.function("main", [q]):
+        with builder.dataflow():
+            d = builder.emit(qnn.dequantize(q, *one, axis=1))
+            out = builder.emit_output(relax.op.reshape(d, (24,)))
+        builder.emit_func_output(out)
+    mod = builder.finalize()
+    new = expand_affine(mod, X86)
+    (block,) = new["main"].body.blocks
+    last = block.bindings[-1].value
+    assert last.op.name == "relax.qnn.dequantize"
+    assert last.args[1].value.numpy().shape == ()
+    values = np.arange(24, dtype="int32").reshape(4, 1, 6)
+    np.testing.assert_array_equal(run(new, values)[0], run(mod, values)[0])
+
+
 def test_quantize_over_relu__becomes_clip():
     @I.ir_module
     class Before:
