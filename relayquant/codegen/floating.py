@@ -53,6 +53,7 @@ from relayquant.kernels.floating.tile import (
     FloatIsa,
     choose_float_isa,
 )
+from relayquant.kernels.floating.winograd import make_winograd, pack_winograd, prefers_winograd
 from relayquant.kernels.integer.pool import MaxPool2d, build_max_pool2d
 from relayquant.rewrite.expressions import (
     FunctionGraph,
@@ -153,6 +154,7 @@ def make_max_pool2d(
 
 MAKERS: dict[str, Any] = {
     "float_conv2d": make_conv2d,
+    "float_winograd": make_winograd,
     "float_conv2d_packing": make_conv2d_packing,
     "float_conv2d_transpose": make_conv2d_transpose,
     "float_copy": make_copy,
@@ -369,16 +371,20 @@ class FunctionLowering:
         concat, epilogue = self.choose_epilogue(tail)
         spec = replace(spec, epilogue=epilogue)
         isa = self.kernels.isa
-        before: list[relax.Binding | PlacedCall] = []
-        if isinstance(weight, GenericConst):
-            packed: relax.Expr = relax.const(pack_conv2d(weight.value.numpy(), spec, isa))
+        kind, before = "float_conv2d", list[relax.Binding | PlacedCall]()
+        packed: relax.Expr
+        if isinstance(weight, GenericConst) and prefers_winograd(spec, isa):
+            kind = "float_winograd"
+            packed = relax.const(pack_winograd(weight.value.numpy(), spec, isa))
+        elif isinstance(weight, GenericConst):
+            packed = relax.const(pack_conv2d(weight.value.numpy(), spec, isa))
         else:
             bare = replace(spec, epilogue=FloatEpilogue())
             packing = self.kernels.get("float_conv2d_packing", bare)
             ty = relax.TensorType([packed_conv2d_size(spec, isa)], "float32")
             packed = relax.DataflowVar(f"{root.name}_packed", ty)
             before.append(self.bind(packed, packing, [weight]))
-        kernel_var = self.kernels.get("float_conv2d", spec, count_macs(call))
+        kernel_var = self.kernels.get(kind, spec, count_macs(call))
         product = self.bind_product(tail, kernel_var, data, packed, concat)
         return tail.vars, [*before, product]
 

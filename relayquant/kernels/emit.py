@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from math import prod
+from typing import Any
 
 from tvm import s_tir
 from tvm.script.ir_builder import IRBuilder
@@ -255,12 +256,13 @@ def fold_lanes(value: Expr, lanes: int, combine: Callable[[Expr, Expr], Expr]) -
     return value
 
 
-def split_index(index: Expr, extents: tuple[int, ...]) -> list[Expr]:
-    """Row-major coordinates of a flat loop index; extents of 1 cost nothing."""
+def split_index(index: Expr, extents: tuple[Any, ...]) -> list[Expr]:
+    """Row-major coordinates of a flat loop index; extents of 1 cost nothing. The first extent may
+    be symbolic.
+    """
     coordinates: list[Expr] = []
-    stride = prod(extents)
     for position, extent in enumerate(extents):
-        stride //= extent
+        stride = prod(extents[position + 1 :])
         if extent == 1:
             coordinates.append(T.int32(0))
             continue
@@ -271,7 +273,7 @@ def split_index(index: Expr, extents: tuple[int, ...]) -> list[Expr]:
 
 
 @contextmanager
-def loop_over(extents: tuple[int, ...], threads: bool) -> Iterator[list[Expr]]:
+def loop_over(extents: tuple[Any, ...], threads: bool) -> Iterator[list[Expr]]:
     """One fused loop over a grid, split over threads on request; yields the coordinates.
 
     One loop and not a nest: the thread pool splits its range evenly, however the work is shaped.

@@ -105,6 +105,28 @@ def test_lower_float__a_network_is_kernels_with_one_transpose(symbolic):
     ]
 
 
+@pytest.mark.parametrize("symbolic", [False, True])
+def test_lower_float__transforms_for_whole_vectors_of_channels(symbolic):
+    """Those of Winograd, with what follows the convolutions, also into a concatenation."""
+    rng = np.random.default_rng(4)
+    weights = rng.standard_normal((3, 32, 32, 3, 3)) / 17  # sums stay about as large
+    first, second, third = (relax.const(weight.astype("float32")) for weight in weights)
+    bias = const(rng, 1, 32, 1, 1)
+
+    def emit(bb, x):
+        y = bb.emit(relax.op.add(bb.emit(relax.op.nn.conv2d(x, first, padding=1)), bias))
+        y = bb.emit(relax.op.nn.relu(bb.emit(relax.op.add(y, x))))
+        left = bb.emit(relax.op.nn.relu(bb.emit(relax.op.nn.conv2d(y, second, padding=1))))
+        right = bb.emit(relax.op.nn.conv2d(y, third, padding=1))
+        return bb.emit(relax.op.concat([left, right], 1))
+
+    shape = (tirx.Var("n", "int64") if symbolic else 2, 32, 13, 10)
+    mod = make_module(emit, shape)
+    lowered = check_same(mod, rng.standard_normal((2, 32, 13, 10)).astype("float32"))
+    assert list_operators(lowered).count("float_winograd") == 3
+    assert "relax.concat" not in list_operators(lowered)
+
+
 def test_lower_float__a_sum_of_two_products_belongs_to_one():
     rng = np.random.default_rng(2)
     a, b = const(rng, 8, 3, 3, 3), const(rng, 8, 3, 1, 1)

@@ -20,6 +20,7 @@ from relayquant.analysis.peak import build_peak, choose_peak_isa, count_sums
 from relayquant.kernels.floating.conv import FloatConv2d, make_conv2d
 from relayquant.kernels.floating.row_norm import RowNorm, make_row_norm
 from relayquant.kernels.floating.tile import FloatEpilogue, choose_float_isa
+from relayquant.kernels.floating.winograd import make_winograd
 from relayquant.kernels.integer.conv import build_conv2d
 from relayquant.kernels.integer.epilogue import Epilogue, Residual
 from relayquant.kernels.integer.grouped import GroupedDense, build_grouped_dense
@@ -419,6 +420,26 @@ def test_innermost_loops__of_floats(name, layer):
     assert found.loads <= bound.loads
     fetches = [line for line in text.splitlines() if re.match(r"\s+(?:prefetch|prfm)", line)]
     assert len(fetches) >= 14  # a line of results and of the residual for each row of 6, and more
+
+
+@pytest.mark.parametrize("name", FLOAT_BOUNDS)
+def test_innermost_loops__of_float_winograd(name):
+    """Sums stay in registers, and of the transforms, which multiply floats too, what can."""
+    target = resolve_target({**TARGETS, **ARM_TARGETS}[name])
+    isa = choose_float_isa(target)
+    syntax = replace(SYNTAX[find_architecture(target)], product=FLOAT_PRODUCT)
+    spec = FloatConv2d(1, 56, 56, 64, 64, (3, 3), padding=SAME, epilogue=FLOAT_ADDED)
+    text = compile_kernel(make_winograd(spec, isa, "layer"), target)
+    products = []
+    for loop in find_innermost_loops(text, syntax):
+        if any(re.match(r"\s+(?:prefetch|prfm)", line) for line in loop):
+            products += loop
+        stack = sum(bool(syntax.stack.match(line)) for line in loop)
+        assert stack <= WINOGRAD_STACK[32 if isa.lanes == 16 else 16]
+    found, bound = count_per_product("\n".join(products), syntax), FLOAT_BOUNDS[name]
+    assert found.stack <= bound.stack
+    assert found.moves <= bound.moves
+    assert found.loads <= 0.75  # tiles of as many rows as share a chunk's evenly
 
 
 @pytest.mark.parametrize("form", NORMS)

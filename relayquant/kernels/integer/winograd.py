@@ -64,10 +64,18 @@ from relayquant.kernels.integer.operands import (
 )
 from relayquant.kernels.integer.specs import Conv2d, PackedWeights, pack_channels
 from relayquant.kernels.isa.base import Buffer, Expr, Isa, Wrapping, emit_wrapping
+from relayquant.kernels.winograd import (
+    CHUNK_BYTES,
+    IN,
+    LEAST_ITEMS,
+    OUT,
+    POINTS,
+    PanelRange,
+    TileResults,
+    can_transform,
+    view_buffer,
+)
 
-#: Pixels of a tile of results, and of what it is computed of, in each direction.
-OUT, IN = 4, 6
-POINTS = IN * IN
 #: G.
 WEIGHT_TRANSFORM = np.array(
     [[6, 0, 0], [4, 4, 4], [4, -4, 4], [1, 2, 4], [1, -2, 4], [0, 0, 12]], "int64"
@@ -76,11 +84,6 @@ WEIGHT_TRANSFORM = np.array(
 INVERSE_OF_9, SHIFT = pow(9, -1, 2**32), 6
 #: Sums of weights times activations less 128 must be smaller in magnitude.
 LARGEST_SUM = 2**25
-#: Bytes of transformed activations and of products that a chunk has.
-CHUNK_BYTES = 640 * 1024
-
-#: Chunks times parts that an image has at least, if it has the channels: work for so many threads.
-LEAST_ITEMS = 8
 #: Tiles that a chunk has at least where only the number of threads asks for more chunks: all
 #: weights are read for each.
 LEAST_TILES = 7
@@ -188,12 +191,9 @@ def prefers_winograd(spec: Conv2d, isa: Isa, weight: NDArray[np.int8]) -> bool:
     """Whether `build_winograd` can compute a convolution with these weights (OHWI), and is
     estimated to be faster than `build_conv2d`.
     """
-    plain = spec.kernel == (3, 3) and spec.groups == 1
-    plain = plain and spec.strides == spec.dilation == (1, 1) and min(spec.out_size) >= OUT
-    whole = spec.in_channels % isa.lanes == spec.out_channels % isa.lanes == 0
     # Pairs of int16: the other instruction sets of the package have none, or better ones for bytes.
     pairs = isa.narrowing is not None and isa.for_activations("int16").products == 2
-    if not (plain and whole and pairs and spec.in_dtype in ("uint8", "int8")):
+    if not (can_transform(spec, isa.lanes) and pairs and spec.in_dtype in ("uint8", "int8")):
         return False
     if find_largest_sum(weight) >= LARGEST_SUM:
         return False
@@ -256,13 +256,6 @@ def build_winograd(
     return build_kernel(name, body)
 
 
-def view_buffer(buffer: Buffer) -> Buffer:
-    """The same memory. TVM takes long to find out which part of a buffer is used, of a view it does
-    not ask.
-    """
-    return T.decl_buffer(buffer.shape, buffer.dtype, data=buffer.data)
-
-
 def alloc_columns(rows: int, lanes: int, dtype: str) -> list[Buffer]:
     """So many rows of a transform that is half done: of each all columns, one after the other."""
     return [view_buffer(buffer) for buffer in alloc_vectors(rows, IN * lanes, dtype)]
@@ -271,24 +264,6 @@ def alloc_columns(rows: int, lanes: int, dtype: str) -> list[Buffer]:
 def centre_activations(isa: Isa) -> Isa:
     """Activations less 128 instead of uint8: then B d B' and sums are small enough."""
     return replace(isa, activation="int8")
-
-
-@dataclass(frozen=True)
-class PanelRange:
-    """Those of a part: the first, and the first of the next part."""
-
-    first: Expr
-    end: Expr
-
-
-@dataclass(frozen=True)
-class TileResults:
-    """Where the results of tile number `number` of a chunk begin: image, row, column."""
-
-    number: Expr
-    image: Expr
-    row: Expr
-    col: Expr
 
 
 def locate_results(plan: WinogradPlan, n: Expr, row: Expr, col: Expr, number: Expr) -> TileResults:
