@@ -143,7 +143,7 @@ class Stories:
         for mode in (modes.INT8_SYM, modes.INT8_ASYM):
             yield f"NNCF: {mode.name}", measure(nncf.compress_weights(load(), mode=mode))
         texts = [text[None].astype("int64") for text in self.fit]
-        for mode in (modes.INT4_SYM, modes.INT4_ASYM):
+        for mode in (modes.INT4_SYM, modes.INT4_ASYM, modes.INT3_SYM):
             for options in ({}, {"awq": True, "scale_estimation": True},
                             {"gptq": True, "scale_estimation": True}):  # fmt: skip
                 given = {"dataset": nncf.Dataset(texts), "subset_size": FIT} if options else {}
@@ -271,8 +271,9 @@ class Sentences:
         """(what was done, how it came out) for modules of ours."""
         mod, params = rq.load(self.path)
         data = [{"ids": row} for row in self.fit]
-        weight = rq.TensorConfig(rq.QSpec("int8", rq.Scheme.SYMMETRIC, rq.Granularity.PER_CHANNEL))
-        rows = rq.QConfigMapping().set_global(rq.QConfig(rq.TensorConfig(AFFINE_ROWS), weight))
+        spec = rq.QSpec("int8", rq.Scheme.SYMMETRIC, rq.Granularity.PER_CHANNEL)
+        config = rq.QConfig(rq.TensorConfig(AFFINE_ROWS), rq.TensorConfig(spec, rq.MinMax()))
+        rows = rq.QConfigMapping().set_object_type("relax.matmul", config, optional=True)
         transformer = rq.ModelType.TRANSFORMER
         kinds: list[tuple[str, Callable[[], tvm.IRModule]]] = [
             ("int8, transformer", partial(rq.quantize, mod, params, data, model_type=transformer)),
