@@ -26,6 +26,7 @@ section 4.3. Rows of G are multiplied by 24, 24, 24, 24, 24 and 12, columns of A
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -74,6 +75,7 @@ from relayquant.kernels.winograd import (
     TileResults,
     can_transform,
     view_buffer,
+    view_buffers,
 )
 
 #: G.
@@ -223,37 +225,45 @@ def build_winograd(
             spec, plan.product.isa, plan.weight_size, spec.out_channels, in_shape, out_shape
         )
         image = emit_prepared_image(operands.data, spec, centre_activations(isa))
-        image = replace(image, data=view_buffer(image.data))
-        (rows, cols), panels = plan.tiles, plan.product.panels
-        # A part's chunks follow each other, so that its weights come from far once, for one thread.
-        shares = spec.batch, plan.parts, plan.chunks
+        with view_buffers(image.data) as [pixels]:
+            emit_shares(plan, operands, replace(image, data=pixels))
+
+    return build_kernel(name, body)
+
+
+def emit_shares(plan: WinogradPlan, operands: Operands, image: Image) -> None:
+    """All results of padded activations, a share of the work after the other."""
+    spec, (rows, cols), panels = plan.spec, plan.tiles, plan.product.panels
+    # A part's chunks follow each other, so that its weights come from far once, for one thread.
+    shares = spec.batch, plan.parts, plan.chunks
+    with ExitStack() as held:
         common = None
         if plan.parts > 1:  # which all read the same
             size = spec.batch * POINTS * plan.input_stride
-            common = view_buffer(alloc_workspace(size, "int16"))
+            (common,) = held.enter_context(view_buffers(alloc_workspace(size, "int16")))
             with loop_over((spec.batch, rows, cols), plan.is_parallel) as (n, row, col):
                 at = locate_results(plan, n, row, col, row * cols + col)
                 emit_inputs(plan, image, common, at, n * (POINTS * plan.input_stride))
-        with loop_over(shares, plan.is_parallel) as (n, part, chunk):
-            first = T.bind(chunk * rows // plan.chunks)
-            count = T.bind((chunk + 1) * rows // plan.chunks - first)
-            own = PanelRange(*[T.bind((part + i) * panels // plan.parts) for i in range(2)])
-            sums = view_buffer(alloc_workspace(POINTS * plan.sum_stride, "int32"))
-            if common is None:
-                size = POINTS * plan.input_stride
-                inputs, origin = view_buffer(alloc_workspace(size, "int16")), 0
-                with T.grid(count, cols) as (row, col):
-                    at = locate_results(plan, n, first + row, col, row * cols + col)
-                    emit_inputs(plan, image, inputs, at, 0)
-            else:
-                start = n * (POINTS * plan.input_stride) + first * (cols * spec.in_channels)
-                inputs, origin = common, T.bind(start)
-            emit_products(plan, operands, inputs, origin, sums, count * cols, own)
+        n, part, chunk = held.enter_context(loop_over(shares, plan.is_parallel))
+        first = T.bind(chunk * rows // plan.chunks)
+        count = T.bind((chunk + 1) * rows // plan.chunks - first)
+        own = PanelRange(*[T.bind((part + i) * panels // plan.parts) for i in range(2)])
+        size = POINTS * plan.sum_stride
+        (sums,) = held.enter_context(view_buffers(alloc_workspace(size, "int32")))
+        if common is None:
+            size = POINTS * plan.input_stride
+            (inputs,) = held.enter_context(view_buffers(alloc_workspace(size, "int16")))
+            origin: Expr = 0
             with T.grid(count, cols) as (row, col):
                 at = locate_results(plan, n, first + row, col, row * cols + col)
-                emit_results(plan, operands, sums, at, own)
-
-    return build_kernel(name, body)
+                emit_inputs(plan, image, inputs, at, 0)
+        else:
+            start = n * (POINTS * plan.input_stride) + first * (cols * spec.in_channels)
+            inputs, origin = common, T.bind(start)
+        emit_products(plan, operands, inputs, origin, sums, count * cols, own)
+        with T.grid(count, cols) as (row, col):
+            at = locate_results(plan, n, first + row, col, row * cols + col)
+            emit_results(plan, operands, sums, at, own)
 
 
 def alloc_columns(rows: int, lanes: int, dtype: str) -> list[Buffer]:
