@@ -91,6 +91,30 @@ def test_verify__floats_within_the_tolerance(model):
     assert verify_module(qmod, inputs, compile_with_noise(1.01), rtol=0.1).is_equal
 
 
+@pytest.mark.parametrize(("error", "is_equal"), [(1e-3, True), (1e-2, False)])
+def test_verify__sums_round_by_their_largest_terms(error, is_equal):
+    """0 that differs by 1e-3 where others are 300: within float32's precision of their sum."""
+    x, builder = relax.Var("x", relax.TensorType((4,), "float32")), relax.BlockBuilder()
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            y = builder.emit_output(op.add(x, x), "out")
+        builder.emit_func_output(y)
+
+    def compile_with_error(mod: tvm.IRModule):
+        off = relax.const(np.array([0, error, 0, 0], "float32"))
+
+        def visit(emitter, binding):
+            value = emitter.get(binding.value)
+            if binding.var.name != "out":
+                return value
+            return op.add(emitter.emit(value, "right"), off)
+
+        return compile_plainly(rewrite_main(mod, visit))
+
+    data = np.array([150, 0, -2, 1], "float32")
+    assert verify_module(builder.finalize(), [data], compile_with_error).is_equal == is_equal
+
+
 def test_verify__inputs_that_do_not_fit(model):
     qmod, inputs = model
     with pytest.raises(rq.DataError, match="input 'y' is no parameter"):
