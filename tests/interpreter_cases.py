@@ -199,7 +199,12 @@ CASES: dict[str, tuple[Any, ...]] = {
     "shape_of": (lambda x: op.shape_to_tensor(op.shape_of(x)), X),
     "collapse_sum_to": (lambda x: op.collapse_sum_to(x, (3, 1, 5)), X),
     "topk": (lambda x: op.topk(x, 2, -1), X),
+    "topk_values_smallest": (lambda x: op.topk(x, 2, 1, "values", False), X),
+    "topk_all_indices": (lambda x: op.topk(x, -1, 0, "indices", dtype="int64"), X),
     "sort": (lambda x: op.sort(x, -1), X),
+    "sort_ties_down": (lambda x: op.sort(x, 0, True), np.float32([1, 2, 1, 0])),
+    "argsort_ties_down": (lambda x: op.argsort(x, 0, True), np.float32([1, 2, 1, 2, 1])),
+    "argsort_ties": (lambda x: op.argsort(x, 0, dtype="int64"), np.float32([1, 2, 1, 2, 1])),
     # no numpy form: compiled alone
     "resize2d": (lambda x: op.image.resize2d(x, (7, 9)), X),
 }

@@ -363,6 +363,28 @@ def arg_reduction(function: Callable[..., Tensor]) -> TorchFunction:
     return reduce
 
 
+def sort(args: list[Any], attrs: Any) -> Tensor:
+    (data,), axis = args, int(attrs.axis)
+    return torch.sort(data, stable=True, dim=axis, descending=bool(attrs.descending)).values
+
+
+def argsort(args: list[Any], attrs: Any) -> Tensor:
+    (data,), axis = args, int(attrs.axis)
+    order = torch.argsort(data, stable=True, dim=axis, descending=bool(attrs.descending))
+    return order.to(find_dtype(attrs.dtype, torch.int32))
+
+
+def topk(args: list[Any], attrs: Any) -> Any:
+    """The k first in order, of equals the first one first; all where k is less than 1."""
+    (data,), axis = args, int(attrs.axis)
+    values, indices = torch.sort(data, stable=True, dim=axis, descending=bool(attrs.largest))
+    if int(attrs.k) > 0:
+        count = min(int(attrs.k), data.shape[axis])
+        values, indices = values.narrow(axis, 0, count), indices.narrow(axis, 0, count)
+    indices = indices.to(find_dtype(attrs.dtype, torch.int32))
+    return {"both": (values, indices), "values": values, "indices": indices}[str(attrs.ret_type)]
+
+
 def cumulative(function: Callable[..., Tensor]) -> TorchFunction:
     """cumsum or cumprod, also of all before."""
 
@@ -571,14 +593,17 @@ TORCH_OPERATORS: Mapping[str, TorchFunction] = {
     # reductions
     "argmax": arg_reduction(torch.argmax),
     "argmin": arg_reduction(torch.argmin),
+    "argsort": argsort,
     "cumprod": cumulative(torch.cumprod),
     "cumsum": cumulative(torch.cumsum),
     "max": reduction(torch.amax),
     "mean": reduction(mean),
     "min": reduction(torch.amin),
     "prod": reduction(product),
+    "sort": sort,
     "std": reduction(population(torch.std)),
     "sum": reduction(torch.sum),
+    "topk": topk,
     "variance": reduction(population(torch.var)),
     # shape and indexing
     "astype": lambda args, attrs: args[0].to(find_dtype(attrs.dtype, args[0].dtype)),

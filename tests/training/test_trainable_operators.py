@@ -35,8 +35,6 @@ REFUSED = {
     *(name for name in CASES if name in MISSING),
     "batch_norm_training",  # the program normalizes by the statistics it is given
     "resize2d",
-    "topk",
-    "sort",
 }
 #: Sums of integers, which torch has no exact form for: nothing of a trained model.
 INTEGER_PRODUCTS = {"conv2d_integers", "matmul_integers", "max_pool2d_integers"}
