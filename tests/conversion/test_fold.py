@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import tvm
 from tvm import relax
 from tvm.script import ir as I
@@ -11,6 +12,7 @@ from tvm.script import tirx as T
 
 from relayquant.conversion import fold_qnn
 from relayquant.dialect import qnn
+from relayquant.qtypes import Rounding
 from relayquant.reference import run
 
 SCALES = np.array([0.5, 0.25, 2.0], "float32")
@@ -82,6 +84,29 @@ def test_quantize_of_dequantize__same_parameters_vanish():
             return out
 
     check(Before, Expected)
+
+
+@pytest.mark.parametrize("rounding", Rounding)
+def test_quantize_of_dequantize__keeps_the_rounding(rounding):
+    """1 of scale 0.5 is a tie at scale 1: each way of rounding has its own integers there."""
+    q, builder = relax.Var("q", relax.TensorType((4,), "int8")), relax.BlockBuilder()
+    zero = scalar(0, "int32")
+    with builder.function("main", [q]):
+        with builder.dataflow():
+            d = builder.emit(dequantize(q, 0.5, 0))
+            p = qnn.quantize(d, scalar(1.0), zero, out_dtype="int8", rounding=rounding)
+            result = builder.emit_output(p)
+        builder.emit_func_output(result)
+    before = builder.finalize()
+    folded, data = fold_qnn(before), np.array([1, 3, -1, -3], "int8")
+    calls = [binding.value for binding in folded["main"].body.blocks[0].bindings]
+    assert [call.op.name for call in calls] == ["relax.qnn.requantize"]
+    np.testing.assert_array_equal(run(folded, [data])[0], run(before, [data])[0])
+    exact = {
+        Rounding.TONEAREST: [1, 2, -1, -2], Rounding.TONEAREST_EVEN: [0, 2, 0, -2],
+        Rounding.UPWARD: [1, 2, 0, -1],
+    }  # fmt: skip
+    np.testing.assert_array_equal(run(before, [data])[0], exact[rounding])
 
 
 def test_quantize_of_dequantize__other_parameters_become_requantize():
