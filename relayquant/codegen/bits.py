@@ -30,8 +30,7 @@ def legalize_of_truths(builder: relax.BlockBuilder, call: Call) -> Any:
 
         return builder.call_te(test_numbers, call.args[0], primfunc_name_hint=name[6:])
     if not are_truths and not is_negated:
-        legalize_op: Any = call.op.get_attr("FLegalize")
-        return legalize_op(builder, call)
+        return legalize_as_tvm(builder, call)
     compute: Any = OF_TRUTHS[name]
 
     def compute_of_truths(*operands: Any) -> Any:
@@ -64,6 +63,11 @@ def legalize_bitwise_not(builder: relax.BlockBuilder, call: Call) -> Any:
     """~a of truth values -> not a; of integers as TVM has it."""
     if tensor_dtype(call.args[0]) == "bool":
         return builder.call_te(negate_truth, *call.args, primfunc_name_hint="bitwise_not")
+    return legalize_as_tvm(builder, call)
+
+
+def legalize_as_tvm(builder: relax.BlockBuilder, call: Call) -> Any:
+    """What TVM itself makes of a call."""
     legalize_op: Any = call.op.get_attr("FLegalize")
     return legalize_op(builder, call)
 
@@ -86,14 +90,13 @@ def legalize_shift(builder: relax.BlockBuilder, call: Call) -> Any:
     """a << n -> 0, and a >> n -> 0 or -1 by its sign, where a has no n bits, as in numpy and
     PyTorch: CPUs differ there.
     """
-    legalize_op: Any = call.op.get_attr("FLegalize")
     data, count = call.args
     dtype, value = tensor_dtype(data), constant_value(count)
     if not dtype.startswith(("int", "uint")):
-        return legalize_op(builder, call)
+        return legalize_as_tvm(builder, call)
     bits = np.iinfo(dtype).bits
     if value is not None and ((value >= 0) & (value < bits)).all():
-        return legalize_op(builder, call)
+        return legalize_as_tvm(builder, call)
     is_signed_right = call_name(call) == "relax.right_shift" and dtype.startswith("int")
     shift_bits: Any = SHIFTS[call_name(call)]
 

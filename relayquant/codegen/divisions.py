@@ -11,6 +11,7 @@ import numpy as np
 from tvm import relax, tirx, topi
 from tvm.ir import Call
 
+from relayquant.codegen.bits import legalize_as_tvm
 from relayquant.rewrite.graph import call_name, constant_value, tensor_dtype
 
 
@@ -24,8 +25,7 @@ def legalize_division(builder: relax.BlockBuilder, call: Call) -> Any:
         return divide_by_zero(builder, call, divisor)
     kept = is_float and name in ("relax.divide", "relax.mod")
     if kept or dtype == "bool" or is_harmless(divisor, is_float):
-        legalize_op: Any = call.op.get_attr("FLegalize")
-        return legalize_op(builder, call)
+        return legalize_as_tvm(builder, call)
     divide = divide_floats if is_float else divide_integers
 
     def compute(a: Any, b: Any) -> Any:

@@ -11,7 +11,7 @@ import tvm
 from tvm import relax, te, tirx, topi
 from tvm.ir import Call
 
-from relayquant.codegen.bits import BITS
+from relayquant.codegen.bits import BITS, legalize_as_tvm
 from relayquant.codegen.divisions import DIVISION_LEGALIZATIONS
 from relayquant.codegen.floating import mark_kernel
 from relayquant.kernels.floating.softmax import Softmax, make_softmax
@@ -57,8 +57,7 @@ def raise_integers(x: Any, exponent: int) -> Any:
 
 def legalize_as_declared(builder: relax.BlockBuilder, call: Call) -> Any:
     """f(x) -> cast(f(x)) of integers, whose sums TVM leaves in a wider type than it declares."""
-    legalize_op: Any = call.op.get_attr("FLegalize")
-    result = legalize_op(builder, call)
+    result = legalize_as_tvm(builder, call)
     dtype = tensor_dtype(call)
     if dtype.startswith("float"):
         return result
@@ -91,8 +90,7 @@ def legalize_softmax(builder: relax.BlockBuilder, call: Call) -> Any:
     shape, target = tensor_shape(data), tvm.target.Target.current(allow_none=True)
     is_cpu = target is not None and target.kind.name == "llvm"
     if not is_cpu or not shape or 0 in shape or tensor_dtype(data) != "float32":
-        legalize_op: Any = call.op.get_attr("FLegalize")
-        return legalize_op(builder, call)
+        return legalize_as_tvm(builder, call)
     extents = tuple(None if isinstance(extent, str) else int(extent) for extent in shape)
     func = make_softmax(Softmax(extents, int(call.attrs.axis) % len(extents)))
     return relax.call_tir(builder.add_func(mark_kernel(func, macs=0), "softmax"), data, call.ty)
@@ -100,11 +98,10 @@ def legalize_softmax(builder: relax.BlockBuilder, call: Call) -> Any:
 
 def legalize_take(builder: relax.BlockBuilder, call: Call) -> Any:
     """take(x, i, mode="fast") -> take(x, i, mode="wrap"), which reads nothing beyond x."""
-    legalize_op: Any = call.op.get_attr("FLegalize")
     if str(call.attrs.mode) != "fast":
-        return legalize_op(builder, call)
+        return legalize_as_tvm(builder, call)
     wrapped = relax.op.take(*call.args, call.attrs.axis, "wrap")
-    return legalize_op(builder, builder.normalize(wrapped))
+    return legalize_as_tvm(builder, builder.normalize(wrapped))
 
 
 def bound_first(find_extents: Callable[[Call], Sequence[Any]]) -> Callable[..., Any]:
@@ -116,9 +113,8 @@ def bound_first(find_extents: Callable[[Call], Sequence[Any]]) -> Callable[..., 
 
     def legalize(builder: relax.BlockBuilder, call: Call) -> Any:
         data, indices, *rest = call.args
-        legalize_op: Any = call.op.get_attr("FLegalize")
         if not (shape_of(data) and (shape_of(indices) or has_fields(indices))):
-            return legalize_op(builder, call)  # of shapes that are known at run time
+            return legalize_as_tvm(builder, call)  # of shapes that are known at run time
         extents = find_extents(call)
 
         def bound(part: relax.Expr, own: Sequence[Any]) -> relax.Var:
@@ -133,7 +129,7 @@ def bound_first(find_extents: Callable[[Call], Sequence[Any]]) -> Callable[..., 
         else:
             inside = bound(indices, extents)
         bounded = Call(call.op, [data, builder.normalize(inside), *rest], call.attrs, call.ty_args)
-        return legalize_op(builder, builder.normalize(bounded))
+        return legalize_as_tvm(builder, builder.normalize(bounded))
 
     return legalize
 
