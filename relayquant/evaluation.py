@@ -12,9 +12,9 @@ import tvm
 from relayquant.analysis import (
     AccumulatorReport,
     CompareReport,
+    Verifier,
     VerifyReport,
     compare_modules,
-    verify_module,
 )
 from relayquant.analysis.load import bind_loader
 from relayquant.analysis.sensitivity import Metric, SensitivityReport, measure_sensitivity
@@ -51,7 +51,12 @@ def verify(mod: tvm.IRModule, inputs: Any, target: Any = None) -> VerifyReport:
     Raises:
         DataError: the inputs do not fit the module.
     """
-    return verify_module(mod, inputs, lambda module: compile(module, target))
+    return compile_to_verify(mod, target).compare(inputs)
+
+
+def compile_to_verify(mod: tvm.IRModule, target: Any = None) -> Verifier:
+    """`verify` of a module compiled once, whose `compare` takes one inputs after the other."""
+    return Verifier(mod, lambda module: compile(module, target))
 
 
 @check_arguments

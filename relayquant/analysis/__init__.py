@@ -7,7 +7,7 @@ from relayquant.analysis.accumulators import (
     measure_accumulators,
 )
 from relayquant.analysis.compare import CompareReport, CompareRow, compare_modules
-from relayquant.analysis.verify import ValueDifference, VerifyReport, verify_module
+from relayquant.analysis.verify import ValueDifference, Verifier, VerifyReport
 
 __all__ = [
     "AccumulatorReport",
@@ -15,9 +15,9 @@ __all__ = [
     "CompareReport",
     "CompareRow",
     "ValueDifference",
+    "Verifier",
     "VerifyReport",
     "compare_modules",
     "fit_scales",
     "measure_accumulators",
-    "verify_module",
 ]

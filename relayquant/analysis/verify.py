@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -99,51 +100,70 @@ class VerifyReport:
         return self.differences[0] if self.differences else None
 
 
-def verify_module(
-    mod: tvm.IRModule,
-    inputs: Any,
-    compile_module: CompileModule,
-    *,
-    rtol: float = 1e-4,
-    atol: float = 1e-5,
-) -> VerifyReport:
-    """Compare compiled code with the numpy reference.
+class Verifier:
+    """Compares compiled code with the numpy reference, on any number of inputs.
 
     Two compilations are compared: the module as it is, by its results, and the module with every
     integer value as an additional result, so that the first difference has a name.
 
     Args:
-        inputs: As for `relayquant.reference.run`.
+        mod: The module; compiled when it is first compared, once.
         compile_module: Compiles for this machine.
         rtol, atol: Tolerances of float values, by each element and by the largest of its array, or
             1 where that is smaller: sums round by their largest terms. Integers must be equal.
-
-    Raises:
-        DataError: the inputs do not fit the module.
     """
-    graph = Graph(mod)
-    mod = graph.mod  # in which the model is called main
-    args = order_inputs(graph.func.params, inputs)
-    given = {p.name: np.asarray(a) for p, a in zip(graph.func.params, args, strict=True)}
-    expected = run_values(mod, given)
-    names = [
-        binding.var.name
-        for binding in graph.bindings
-        if isinstance(binding.value, Call) and tensor_dtype(binding.var).startswith(("int", "uint"))
-    ]
-    tapped = Executor(compile_module(expose_values(mod, names))).run("main", args)
-    pairs = list(zip(names, tapped[: len(names)], strict=True))
-    ties = Ties(dict(pairs), find_rounded(graph), rtol, atol)
-    if ties.rounded and any(find_differences(pairs, expected, rtol, atol)):
-        expected = run_values(mod, given, ties.settle)
-    expected.update(given)
-    results = Executor(compile_module(mod)).run("main", args)
-    for (name, value), got in zip(find_results(graph), results, strict=True):
-        if value is not None:
-            expected[name] = value
-        pairs.append((name, got))
-    differences = tuple(find_differences(pairs, expected, rtol, atol))
-    return VerifyReport(differences, len(pairs), ties.count)
+
+    def __init__(
+        self,
+        mod: tvm.IRModule,
+        compile_module: CompileModule,
+        *,
+        rtol: float = 1e-4,
+        atol: float = 1e-5,
+    ) -> None:
+        self.graph = Graph(mod)
+        self.rtol, self.atol = rtol, atol
+        self.names = [
+            binding.var.name
+            for binding in self.graph.bindings
+            if isinstance(binding.value, Call)
+            and tensor_dtype(binding.var).startswith(("int", "uint"))
+        ]
+        self.compile_module = compile_module
+
+    @cached_property
+    def tapped(self) -> Executor:
+        """The module with every integer as an additional result."""
+        return Executor(self.compile_module(expose_values(self.graph.mod, self.names)))
+
+    @cached_property
+    def compiled(self) -> Executor:
+        """The module as it is, but that the model is called main."""
+        return Executor(self.compile_module(self.graph.mod))
+
+    def compare(self, inputs: Any) -> VerifyReport:
+        """Compare on inputs as for `relayquant.reference.run`.
+
+        Raises:
+            DataError: the inputs do not fit the module.
+        """
+        graph, names, rtol, atol = self.graph, self.names, self.rtol, self.atol
+        args = order_inputs(graph.func.params, inputs)
+        given = {p.name: np.asarray(a) for p, a in zip(graph.func.params, args, strict=True)}
+        expected = run_values(graph.mod, given)
+        tapped = self.tapped.run("main", args)
+        pairs = list(zip(names, tapped[: len(names)], strict=True))
+        ties = Ties(dict(pairs), find_rounded(graph), rtol, atol)
+        if ties.rounded and any(find_differences(pairs, expected, rtol, atol)):
+            expected = run_values(graph.mod, given, ties.settle)
+        expected.update(given)
+        results = self.compiled.run("main", args)
+        for (name, value), got in zip(find_results(graph), results, strict=True):
+            if value is not None:
+                expected[name] = value
+            pairs.append((name, got))
+        differences = tuple(find_differences(pairs, expected, rtol, atol))
+        return VerifyReport(differences, len(pairs), ties.count)
 
 
 def find_rounded(graph: Graph) -> dict[relax.Var, relax.Var]:

@@ -10,7 +10,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import relayquant as rq
 from relayquant.cli.answer import Answer, ExitCode, make_plain
 from relayquant.cli.arguments import check_options
 from relayquant.cli.data import add_data, open_data
@@ -18,6 +17,7 @@ from relayquant.cli.files import load_module
 from relayquant.datasets import open_dataset
 from relayquant.datasets.inputs import describe_inputs
 from relayquant.errors import format_count
+from relayquant.evaluation import compile_to_verify
 
 
 def add_parser(subparsers: Any) -> None:
@@ -42,8 +42,9 @@ def run(options: argparse.Namespace, answer: Answer) -> ExitCode:
     inputs = describe_inputs(mod)
     data = open_dataset(open_data(options, mod, None), inputs)
     reports = []
+    verifier = compile_to_verify(mod, options.target)
     for number, batch in enumerate(islice(data, options.batches)):
-        found = rq.verify(mod, batch, options.target)
+        found = verifier.compare(batch)
         reports.append(found)
         if not found.is_equal:
             answer.say(f"batch {number}: {found}")

@@ -19,7 +19,7 @@ from relayquant.calibration.weights.pick import pick_weight_parameters
 from relayquant.config import BackendConfig, QConfig, QConfigMapping, TensorConfig
 from relayquant.effort import Effort
 from relayquant.errors import ConfigError, RelayQuantError, format_count
-from relayquant.evaluation import ledger, verify
+from relayquant.evaluation import compile_to_verify, ledger
 from relayquant.ops import QuantOp
 from relayquant.prepared import PreparedModel
 from relayquant.qtypes import QSpec
@@ -110,9 +110,12 @@ def check_pattern(
             gap = np.abs(have.astype("int64") - want.astype("int64"))
             compared, differing = compared + gap.size, differing + int((gap > 0).sum())
             worst = max(worst, int(gap.max(initial=0)))
-        for factor in (1.0, 4.0) if compiled else ():
+        if not compiled:
+            continue
+        verifier = compile_to_verify(integer)
+        for factor in (1.0, 4.0):
             fed = {key: value * np.float32(factor) for key, value in inputs[0].items()}
-            report = verify(integer, fed)
+            report = verifier.compare(fed)
             if not report.is_equal:
                 raise PatternMismatch(
                     f"Pattern {row.name!r}, example {example}, inputs times {factor:g}: compiled "

@@ -10,7 +10,7 @@ from tvm import relax
 from tvm.relax import op
 
 import relayquant as rq
-from relayquant.analysis import verify_module
+from relayquant.analysis import Verifier
 from relayquant.rewrite import rewrite_main
 
 
@@ -54,7 +54,7 @@ def test_verify__names_the_first_value_that_differs(model):
 
         return compile_plainly(rewrite_main(mod, visit))
 
-    report = verify_module(qmod, inputs, compile_wrongly)
+    report = Verifier(qmod, compile_wrongly).compare(inputs)
     assert not report.is_equal
     first = report.first
     assert first is not None
@@ -86,9 +86,9 @@ def test_verify__floats_within_the_tolerance(model):
 
         return compile_module
 
-    assert verify_module(qmod, inputs, compile_with_noise(1 + 1e-6)).is_equal
-    assert not verify_module(qmod, inputs, compile_with_noise(1.01)).is_equal
-    assert verify_module(qmod, inputs, compile_with_noise(1.01), rtol=0.1).is_equal
+    assert Verifier(qmod, compile_with_noise(1 + 1e-6)).compare(inputs).is_equal
+    assert not Verifier(qmod, compile_with_noise(1.01)).compare(inputs).is_equal
+    assert Verifier(qmod, compile_with_noise(1.01), rtol=0.1).compare(inputs).is_equal
 
 
 @pytest.mark.parametrize(("error", "is_equal"), [(1e-3, True), (1e-2, False)])
@@ -112,7 +112,7 @@ def test_verify__sums_round_by_their_largest_terms(error, is_equal):
         return compile_plainly(rewrite_main(mod, visit))
 
     data = np.array([150, 0, -2, 1], "float32")
-    assert verify_module(builder.finalize(), [data], compile_with_error).is_equal == is_equal
+    assert Verifier(builder.finalize(), compile_with_error).compare([data]).is_equal == is_equal
 
 
 def test_verify__inputs_that_do_not_fit(model):
@@ -181,14 +181,14 @@ EQUAL = np.ones((2, 4), "float32")
 def test_verify__floats_at_a_tie_may_be_rounded_either_way():
     """Of sums, which have an order; what follows is that of the compiled code."""
     mod = make_rounded(lambda x: op.divide(x, op.sum(x, -1, True)))  # 1/4: half of a step
-    report = verify_module(mod, EQUAL, compile_scaled(1 + 1e-6))
+    report = Verifier(mod, compile_scaled(1 + 1e-6)).compare(EQUAL)
     assert report.is_equal
     assert report.ties == 8
     assert str(report).endswith(
         "0 of 4 values different from the reference; floats at a tie were rounded to 8 integers "
         "either way"
     )
-    report = verify_module(mod, EQUAL, compile_scaled(7))
+    report = Verifier(mod, compile_scaled(7)).compare(EQUAL)
     assert [found.name for found in report.differences] == ["units", "wide", "result", "result"]
     assert report.ties == 0
 
@@ -196,7 +196,7 @@ def test_verify__floats_at_a_tie_may_be_rounded_either_way():
 @pytest.mark.parametrize("compute", [lambda x: x, lambda x: op.multiply(x, x)])
 def test_verify__floats_that_are_exact_have_no_tolerance(compute):
     mod = make_rounded(lambda x: op.multiply(compute(x), relax.const(np.float32(0.25))))
-    report = verify_module(mod, EQUAL, compile_scaled(1 + 1e-6))
+    report = Verifier(mod, compile_scaled(1 + 1e-6)).compare(EQUAL)
     assert report.first is not None
     assert (report.first.name, report.first.mismatches) == ("units", 8)
-    assert verify_module(mod, EQUAL, compile_scaled(1)).is_equal
+    assert Verifier(mod, compile_scaled(1)).compare(EQUAL).is_equal
