@@ -1,5 +1,5 @@
-"""Relax operators of types that TVM has no code for, or whose results it gives another type than it
-declares -> the same in a type it has, and a cast; the first of `passes`.
+"""Relax operators of types that TVM has no code for, that it gives another type than it declares,
+or cannot sort -> the same in a type it has, and what reads that; the first of `passes`.
 """
 
 from __future__ import annotations
@@ -10,14 +10,20 @@ import tvm
 from tvm import relax
 from tvm.ir import Call
 
+from relayquant.codegen.order import KEYS, make_keys, read_keys
 from relayquant.rewrite.graph import call_name, tensor_dtype
 
 HALVES = {"float16": "float32"}
 TRUTHS = {"bool": "int8"}
-SMALL = {
+SUMS = {"bool": "int64"}
+MEANS = {"bool": "float32"}
+SORTED = {
+    **HALVES,
     **dict.fromkeys(("bool", "int8", "uint8", "int16"), "int32"),
     **dict.fromkeys(("uint16", "uint32"), "int64"),
 }
+
+SORTS = ("relax.argsort", "relax.sort", "relax.topk")
 
 #: operator -> type of its operands -> type that TVM computes it in
 WIDE_TYPES: dict[str, dict[str, str]] = {
@@ -27,20 +33,23 @@ WIDE_TYPES: dict[str, dict[str, str]] = {
     "relax.asinh": HALVES,
     "relax.atan": HALVES,
     "relax.atan2": HALVES,
-    "relax.argsort": SMALL,
-    "relax.sort": SMALL,
-    "relax.topk": SMALL,
+    **dict.fromkeys(SORTS, SORTED),
     "relax.argmax": TRUTHS,
     "relax.argmin": TRUTHS,
     "relax.cumprod": TRUTHS,
-    "relax.cumsum": TRUTHS,
+    "relax.cumsum": SUMS,
     "relax.max": TRUTHS,
+    "relax.mean": MEANS,
     "relax.min": TRUTHS,
+    "relax.std": MEANS,
+    "relax.variance": MEANS,
 }
 
 
 def widen_types(mod: tvm.IRModule) -> tvm.IRModule:
-    """f(x: narrow) -> cast(f(cast(x, wide)), narrow), in every function of a module."""
+    """f(x: narrow) -> cast(f(cast(x, wide)), narrow), and sorts of floats -> sorts of integers, in
+    every function of a module.
+    """
     widening = Widening(mod)
     for var, func in mod.functions_items():
         if isinstance(func, relax.Function):
@@ -58,11 +67,33 @@ class Widening(relax.PyExprMutator):
         visited: Any = self.visit_expr_post_order(call)
         wide = find_wide_type(visited)
         if wide is None:
-            return visited
+            return self.sort_keys(visited) if sorts_floats(visited) else visited
         emit = self.builder_.emit
         operands = [emit(relax.op.astype(each, wide)) for each in visited.args]
-        result = emit(Call(visited.op, operands, visited.attrs, visited.ty_args))
-        return self.cast(result, visited.ty)
+        widened = Call(visited.op, operands, visited.attrs, visited.ty_args)
+        result = self.sort_keys(widened) if sorts_floats(widened) else widened
+        return self.cast(emit(result), visited.ty)
+
+    def sort_keys(self, call: Call) -> relax.Expr:
+        """sort, argsort and topk of floats -> the same of `make_keys` of them: NaN is more than all
+        else, as in numpy and PyTorch. TVM compares floats, and sorts none where one is NaN.
+        """
+        builder, (data,) = self.builder_, call.args
+        keys = builder.emit(builder.call_te(make_keys, data, primfunc_name_hint="sort_keys"))
+        result = builder.emit(Call(call.op, [keys], call.attrs, call.ty_args))
+        kind = str(call.attrs.ret_type) if call_name(call) == "relax.topk" else "values"
+        if call_name(call) == "relax.argsort" or kind == "indices":
+            return result
+
+        def read(value: relax.Expr) -> relax.Expr:
+            hint = "sorted_values"
+            own = builder.call_te(read_keys, value, tensor_dtype(data), primfunc_name_hint=hint)
+            return builder.emit(own)
+
+        if kind == "values":
+            return read(result)
+        values, indices = (builder.emit(relax.TupleGetItem(result, k)) for k in range(2))
+        return relax.Tuple([read(values), indices])
 
     def cast(self, value: relax.Expr, ty: Any) -> relax.Expr:
         """A value in a type of the same shape."""
@@ -73,6 +104,13 @@ class Widening(relax.PyExprMutator):
         if str(ty.dtype) == tensor_dtype(value):
             return value
         return self.builder_.emit(relax.op.astype(value, str(ty.dtype)))
+
+
+def sorts_floats(call: Any) -> bool:
+    """Whether a call sorts what has keys."""
+    if not isinstance(call, Call) or not isinstance(call.op, tvm.ir.Op):
+        return False
+    return call_name(call) in SORTS and tensor_dtype(call.args[0]) in KEYS
 
 
 def find_wide_type(call: Any) -> str | None:
