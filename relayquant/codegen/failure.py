@@ -58,7 +58,9 @@ def find_calls(mod: tvm.IRModule) -> Iterator[tuple[str, Call]]:
 
 
 def isolate_call(call: Call) -> tvm.IRModule:
-    """A module of this call alone, of operands of the same types; constants stay."""
+    """A module of this call alone, of operands of the same types; constants stay. Sizes that none
+    of its operands has come with one more.
+    """
     params: list[relax.Var] = []
 
     def pass_operand(expr: Any) -> Any:
@@ -70,6 +72,9 @@ def isolate_call(call: Call) -> tvm.IRModule:
         return params[-1]
 
     alone = Call(call.op, [pass_operand(arg) for arg in call.args], call.attrs, call.ty_args)
+    sizes = relax.analysis.free_symbolic_vars(relax.Function(params, alone, call.ty))
+    if sizes:
+        params.append(relax.Var("sizes", relax.TensorType([*sizes], "bool")))
     return make_main(params, lambda _: alone)
 
 
