@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tvm
 from tvm import relax, te, tirx, topi
 from tvm.ir import Call
@@ -23,14 +24,17 @@ def legalize_power(builder: relax.BlockBuilder, call: Call) -> Any:
     """power(x, 3) -> x * x * x, and the same of 4; of any other number LLVM sees which it is.
 
     A call of the C library for each element takes as long as the products of a layer (the cube in
-    the tanh form of GELU); of integers TVM has none. These wrap around.
+    the tanh form of GELU); of integers TVM has none. These wrap around, see `raise_to_integers`.
     """
     base, exponent = call.args
     value, dtype = constant_value(exponent), tensor_dtype(base)
     is_number = value is not None and value.size == 1 and same_type(call, base)
-    is_float = dtype.startswith("float")
+    is_float, is_integer = dtype.startswith("float"), dtype.startswith(("int", "uint"))
     if value is None or not is_number or not (is_float or value.item() >= 0):
-        return builder.call_te(topi.power, base, exponent, primfunc_name_hint="power")
+        if not is_integer:
+            return builder.call_te(topi.power, base, exponent, primfunc_name_hint="power")
+        bits = count_bits(dtype, value)
+        return builder.call_te(raise_to_integers, base, exponent, bits, primfunc_name_hint="power")
     number = float(value.item())
 
     def raise_to_number(x: Any) -> Any:
@@ -53,6 +57,38 @@ def raise_integers(x: Any, exponent: int) -> Any:
     root = raise_integers(x, exponent // 2)
     square = topi.multiply(root, root)
     return topi.multiply(square, x) if exponent % 2 else square
+
+
+def count_bits(dtype: str, exponent: np.ndarray | None) -> int:
+    """Bits of the largest of exponents that are constant, else of the type, without its sign."""
+    if exponent is not None and (exponent >= 0).all():
+        return max(int(exponent.max(initial=0)).bit_length(), 1)
+    return int(np.iinfo(dtype).max).bit_length()
+
+
+def raise_to_integers(base: te.Tensor, exponent: te.Tensor, bits: int) -> Any:
+    """x ** n of integers, modulo 2^bits; for n below 0 the fraction 1 / x ** -n without its part
+    after the point, which is 0 but for 1 and -1, and 0 of 0, as in PyTorch.
+
+    By squares, from the highest of the `bits` of n to the lowest: r = r * r, times x where it is 1.
+    """
+    dtype = str(base.dtype)
+    one = tirx.const(1, dtype)
+
+    def choose_factor(bit: int) -> Any:
+        shifted = topi.right_shift(exponent, tirx.const(bit, dtype))
+        is_set = topi.equal(topi.bitwise_and(shifted, one), one)
+        return topi.where(is_set, base, topi.full_like(base, 1))
+
+    power = choose_factor(bits - 1)
+    for bit in reversed(range(bits - 1)):
+        power = topi.multiply(topi.multiply(power, power), choose_factor(bit))
+    if dtype.startswith("uint"):
+        return power
+    is_unit = topi.logical_or(topi.equal(base, one), topi.equal(base, tirx.const(-1, dtype)))
+    sign = choose_factor(0)
+    fraction = topi.where(is_unit, sign, topi.full_like(sign, 0))
+    return topi.where(topi.less(exponent, tirx.const(0, dtype)), fraction, power)
 
 
 def legalize_as_declared(builder: relax.BlockBuilder, call: Call) -> Any:

@@ -25,7 +25,7 @@ def make_module(compute, dtype="int32"):
     ("compute", "dtype", "said"),
     [
         (lambda x: relax.op.power(x, x), "bool", "relax.power of bool, bool: TVM cannot"),
-        (lambda x: relax.op.subtract(x, x), "bool", "relax.subtract of bool, bool: TVM cannot"),
+        (lambda x: relax.op.negative(x), "bool", "relax.negative of bool: TVM cannot"),
         (lambda x: relax.op.atan2(x, x), "int8", "relax.atan2 of int8, int8"),
     ],
 )

@@ -56,6 +56,38 @@ def test_power__of_integers_wraps_around(exponent, dtype):
     check_exactly(lambda x: relax.op.power(x, relax.const(exponent, dtype)), expected, data)
 
 
+def raise_exactly(base: int, exponent: int) -> int:
+    """Python's power; of a negative one what is before its point, 0 of 0."""
+    if exponent < 0:
+        return base**-exponent if base in (1, -1) else 0
+    return pow(base, exponent, 2**64)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "int32", "uint32", "int64"])
+def test_power__of_integers_by_integers(dtype):
+    """Every pair of the hardest, whose powers are as in PyTorch."""
+    torch, info = pytest.importorskip("torch"), np.iinfo(dtype)
+    bases = [0, 1, 2, 3, 15, 100, info.max, info.min] + ([-1, -2, -7] if info.min else [])
+    exponents = [0, 1, 2, 3, 7, 31, 100, info.max, info.min] + ([-1, -2, -3] if info.min else [])
+    pairs = np.meshgrid(np.array(bases, dtype), np.array(exponents, dtype))
+    base, exponent = (each.reshape(-1) for each in pairs)
+    exact = [raise_exactly(int(x), int(n)) for x, n in zip(base, exponent, strict=True)]
+    expected = np.array([value % 2**info.bits for value in exact], f"uint{info.bits}").astype(dtype)
+    if dtype != "uint32":  # which PyTorch does not raise
+        found = torch.pow(torch.tensor(base), torch.tensor(exponent)).numpy()
+        np.testing.assert_array_equal(found, expected)
+    check_exactly(relax.op.power, expected, base, exponent)
+
+
+@pytest.mark.parametrize("exponents", [[-1], [3, 0, 5], [2, -3, 1]])
+def test_power__of_integers_by_a_constant_array(exponents):
+    base = np.array([[2], [-1], [7], [0], [1]], "int32")
+    exact = [[raise_exactly(int(x), n) % 2**32 for n in exponents] for x in base[:, 0]]
+    expected = np.array(exact, "uint32").view("int32")
+    constant = relax.const(np.array(exponents, "int32"))
+    check_exactly(lambda x: relax.op.power(x, constant), expected, base)
+
+
 @pytest.mark.parametrize("name", ["mean", "variance", "std"])
 def test_averages__of_integers_have_the_type_they_declare(name):
     data = np.array([[3, 1, 2, 2], [-9, 4, 8, 1]], "int32")

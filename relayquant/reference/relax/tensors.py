@@ -36,6 +36,18 @@ def divide(args: list[Any], attrs: Any) -> Any:
     return np.divide(left, right)
 
 
+def power(args: list[Any], attrs: Any) -> Any:
+    """x ** n; of integers modulo 2^bits, and for n below 0 1 / x ** -n without its part after the
+    point, 0 of 0, as in PyTorch.
+    """
+    base, exponent = args
+    if base.dtype.kind != "i" or not (exponent < 0).any():
+        return np.power(base, exponent)
+    sign = np.where(exponent & 1, base, 1)
+    fraction = np.where((base == 1) | (base == -1), sign, 0)
+    return np.where(exponent < 0, fraction, np.power(base, np.maximum(exponent, 0)))
+
+
 def truncate_divide(left: Any, right: Any) -> Any:
     """Integer quotient rounded toward zero; 0 of a division by 0."""
     quotient = np.floor_divide(left, right)
@@ -348,7 +360,7 @@ OPERATORS: dict[str, OperatorFunction] = {
     "mod": truncated_mod,
     "multiply": plain(np.multiply),
     "not_equal": plain(np.not_equal),
-    "power": plain(np.power),
+    "power": power,
     "right_shift": plain(np.right_shift),
     "subtract": plain(np.subtract),
     "where": plain(np.where),
