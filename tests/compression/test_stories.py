@@ -59,11 +59,11 @@ def put_in_order(path, target):
 
 
 def test_stories__a_proper_file_is_sure_of_its_text(shared_data, tmp_path):
-    """Likeliest tokens behind token 1 have two thirds of the probability, of the copy as it is less
-    than a third: a matrix that is read out of its place shows.
+    """The mean entropy of the next token, in the text of the likeliest tokens behind token 1, is
+    0.44 nats, of the copy as it is 2.30: a matrix that is read out of its place shows.
     """
     given = shared_data("more/stories260K.bin")
-    shares = []
+    entropies = []
     for path in (given, put_in_order(given, tmp_path / "ordered.bin")):
         sizes, params = read_weights(path)
         model, tokens = take_function(bind_weights(export_llama(sizes), params), "prefill"), [1]
@@ -71,9 +71,10 @@ def test_stories__a_proper_file_is_sure_of_its_text(shared_data, tmp_path):
             rest = (*compute_angles(sizes, 0, len(tokens)), make_mask(len(tokens)))
             scores = rq.reference.run(model, (np.array([tokens], "int32"), *rest))[0][0]
             tokens.append(int(scores[-1].argmax()))
-        shares.append(np.exp(log_softmax(scores.astype("float64"), axis=-1).max(axis=-1)).mean())
-    assert shares[1] > 0.6
-    assert shares[0] < 0.4
+        logs = log_softmax(scores.astype("float64"), axis=-1)
+        entropies.append(-(np.exp(logs) * logs).sum(axis=-1).mean())
+    assert entropies[1] < 0.8
+    assert entropies[0] > 1.6
 
 
 @pytest.mark.slow
