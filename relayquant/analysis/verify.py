@@ -21,6 +21,9 @@ from relayquant.rewrite import Graph, rewrite_main
 from relayquant.rewrite.graph import call_name, constant_value, tensor_dtype
 from relayquant.runtime import CompileModule, Executor
 
+#: Larger than the lower quartile by more, values are no terms of the same sums.
+MOST_TIMES = 1000
+
 #: Operators whose float32 results are the same bits in compiled code: each element is rounded as
 #: stated, or moved; norms and softmax state the order of their sums, and softmax its exponential.
 #: Others have a tolerance: sums have an order, functions are polynomials.
@@ -109,8 +112,9 @@ class Verifier:
     Args:
         mod: The module; compiled when it is first compared, once.
         compile_module: Compiles for this machine.
-        rtol, atol: Tolerances of float values, by each element and by the largest of its array, or
-            1 where that is smaller: sums round by their largest terms. Integers must be equal.
+        rtol, atol: Tolerances of float values, by each element and by the largest of its array (of
+            `MOST_TIMES` the lower quartile of those that are not 0 at most), or 1 where that is
+            smaller: sums round by their largest terms. Integers must be equal.
     """
 
     def __init__(
@@ -226,9 +230,13 @@ class Ties:
 
 
 def find_slack(floats: np.ndarray, rtol: float, atol: float) -> np.ndarray:
-    """How far each of some floats may be off."""
-    sizes = np.abs(np.where(np.isfinite(floats), floats, 0))
-    return rtol * sizes + atol * sizes.max(initial=1)
+    """How far each of some floats may be off: by itself, and by the largest, which others that are
+    far smaller have no part in, such as the -10^9 of a mask.
+    """
+    sizes = np.abs(np.where(np.isfinite(floats), floats, 0)).astype("float64")
+    some = sizes[sizes > 0]
+    most = MOST_TIMES * np.quantile(some, 0.25, method="lower") if some.size else 0.0
+    return rtol * sizes + atol * max(min(sizes.max(initial=1), most), 1)
 
 
 def expose_values(mod: tvm.IRModule, names: list[str]) -> tvm.IRModule:
@@ -278,7 +286,6 @@ def find_differences(
         else:
             wrong = got != want
         if wrong.any():
-            gap = np.abs(got.astype("float64") - want.astype("float64"))
-            yield ValueDifference(
-                name, str(got.dtype), int(wrong.sum()), got.size, float(np.nanmax(gap))
-            )
+            gaps = np.abs(got[wrong].astype("float64") - want[wrong].astype("float64"))
+            gap = float(np.where(np.isnan(gaps), np.inf, gaps).max())  # of NaN and a number
+            yield ValueDifference(name, str(got.dtype), int(wrong.sum()), got.size, gap)

@@ -91,9 +91,21 @@ def test_verify__floats_within_the_tolerance(model):
     assert Verifier(qmod, compile_with_noise(1.01), rtol=0.1).compare(inputs).is_equal
 
 
-@pytest.mark.parametrize(("error", "is_equal"), [(1e-3, True), (1e-2, False)])
-def test_verify__sums_round_by_their_largest_terms(error, is_equal):
-    """0 that differs by 1e-3 where others are 300: within float32's precision of their sum."""
+@pytest.mark.parametrize(
+    ("others", "error", "is_equal"),
+    [
+        ([150, -2, 1], 1e-3, True),
+        ([150, -2, 1], 1e-2, False),
+        ([-1e9, -2, 1], 1e-3, True),
+        ([-1e9, -2, 1], 1e-1, False),
+        ([np.finfo("float32").min / 2, 0, 1], 1e-1, False),
+        ([-np.inf, 0, 0], 1e-1, False),
+    ],
+)
+def test_verify__sums_round_by_their_largest_terms(others, error, is_equal):
+    """0 that differs by 1e-3 where others are 300: within float32's precision of their sum; what a
+    mask makes large is in no sum with others.
+    """
     x, builder = relax.Var("x", relax.TensorType((4,), "float32")), relax.BlockBuilder()
     with builder.function("main", [x]):
         with builder.dataflow():
@@ -111,7 +123,7 @@ def test_verify__sums_round_by_their_largest_terms(error, is_equal):
 
         return compile_plainly(rewrite_main(mod, visit))
 
-    data = np.array([150, 0, -2, 1], "float32")
+    data = np.array([others[0], 0, *others[1:]], "float32")
     assert Verifier(builder.finalize(), compile_with_error).compare([data]).is_equal == is_equal
 
 
