@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tvm
+from scipy import special
 from tvm import relax
 
 import relayquant as rq
@@ -396,6 +397,7 @@ COMPOSED = {
     "copysign of double": (torch.copysign, (REALS.double(), -REALS)),
     "copysign of int, double": (torch.copysign, (WHOLE, -REALS.double())),
     "erfc": (torch.erfc, (REALS,)),
+    "erfc of int": (torch.erfc, (WHOLE,)),
     "exp2": (torch.exp2, (REALS,)),
     "exp2 of int": (torch.exp2, (WHOLE,)),
     "fmax": (torch.fmax, (REALS, GAPS)),
@@ -491,14 +493,31 @@ def test_shift__by_more_than_the_type_has():
         load(lambda x: x << 64, WHOLE)
 
 
-def check_as_torch(function, parts):
-    """Reference and compiled code give PyTorch's type and values."""
+@pytest.mark.parametrize(("dtype", "last", "rtol"), [("float32", 9, 2e-7), ("float64", 26, 2e-14)])
+def test_erfc__is_exact_where_it_is_small(dtype, last, rtol):
+    """Down to the smallest numbers of the type; 1 - erf(x) is 0 long before."""
+    data = np.concatenate([np.linspace(-6, last, 2000), [np.inf, -np.inf, np.nan]]).astype(dtype)
+    mod, _ = rq.import_torch(load_program(torch.erfc, (torch.from_numpy(data),)))
+    machine = relax.VirtualMachine(rq.compile(mod), tvm.cpu())
+    expected = special.erfc(data.astype("float64"))
+    for got in (machine["main"](tvm.runtime.tensor(data)).numpy(), *rq.reference.run(mod, [data])):
+        assert got.dtype == dtype
+        np.testing.assert_allclose(got, expected, rtol=rtol)
+
+
+def load_program(function, parts):
+    """The exported program of a function."""
 
     class Module(torch.nn.Module):
         def forward(self, *parts):
             return function(*parts)
 
-    mod, _ = rq.import_torch(torch.export.export(Module(), parts))
+    return torch.export.export(Module(), parts)
+
+
+def check_as_torch(function, parts):
+    """Reference and compiled code give PyTorch's type and values."""
+    mod, _ = rq.import_torch(load_program(function, parts))
     arrays = [part.numpy() for part in parts]
     expected = function(*parts).numpy()
     (found,) = rq.reference.run(mod, arrays)

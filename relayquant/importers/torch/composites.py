@@ -7,9 +7,17 @@ cannot write, which is refused by its name then.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
+
+from numpy.polynomial import chebyshev
+from scipy import special
+
+#: The x at which t = 1 / 2, and the degree of p, in `write_erfc`: of 20 the error is 10^-14.
+ERFC_PLACE = 4.0
+ERFC_DEGREE = 20
 
 Composite = Callable[..., Any]
 
@@ -47,8 +55,34 @@ def write_copysign(data: Any, sign: Any) -> Any:
 
 
 def write_erfc(data: Any) -> Any:
-    """erfc(x) -> 1 - erf(x), which is as exact as erf, not where it is small"""
-    return 1 - data.erf()
+    """erfc(x) -> exp(-x^2) t p(2 t - 1) in float64, t = 4 / (4 + |x|); 2 - erfc(-x) below 0: as
+    exact where it is small, which 1 - erf(x) is not.
+    """
+    import torch  # pyright: ignore[reportMissingImports]
+
+    wide = data.to(torch.float64)
+    size = wide.abs()
+    share = ERFC_PLACE / (size + ERFC_PLACE)
+    at, series = share * 2 - 1, torch.zeros_like(size)
+    for coefficient in reversed(find_erfc_series()):
+        series = series * at + coefficient
+    upper = torch.exp(-size * size) * share * series
+    result = torch.where(wide < 0, 2 - upper, upper)
+    return result.to(data.dtype if data.is_floating_point() else torch.get_default_dtype())
+
+
+@functools.cache
+def find_erfc_series() -> tuple[float, ...]:
+    """Coefficients of p, that of the constant first: exp(x^2) erfc(x) / t at the zeros of a
+    polynomial of Chebyshev, by scipy.
+    """
+
+    def find_values(at: Any) -> Any:
+        share = (at + 1) / 2
+        return special.erfcx(ERFC_PLACE / share - ERFC_PLACE) / share
+
+    series = chebyshev.chebinterpolate(find_values, ERFC_DEGREE)
+    return tuple(chebyshev.cheb2poly(series).tolist())
 
 
 def write_exp2(data: Any) -> Any:
