@@ -126,8 +126,8 @@ def convert_pow(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr | None:
     """Pow of mixed dtypes, whose result has the dtype of the base; of integers by squaring, which
-    is exact and wraps as numpy does, where R.power takes floats alone; negative powers of integers
-    are cut off, as ONNX Runtime has them.
+    is exact and wraps as numpy does, in operators that TVM's own pipelines compile as well, which
+    R.power of integers is not; negative powers of integers are cut off, as ONNX Runtime has them.
     """
     base, exponent = inputs
     kinds = dtype_of(base), dtype_of(exponent)
