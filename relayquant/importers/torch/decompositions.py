@@ -8,7 +8,6 @@ NotImplemented for what converts as it is.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cache
 from typing import Any
 
 from relayquant.importers.torch.composites import COMPOSITES
@@ -45,15 +44,7 @@ SCALING = ("add.Tensor", "add.Scalar", "sub.Tensor", "sub.Scalar")
 
 
 def make_decompositions() -> Any:
-    """PyTorch's table of decompositions into core operators, with those of this module.
-
-    A copy of one that is made once: PyTorch adds the operators of others that are known by then.
-    """
-    return _fill_table().copy()
-
-
-@cache
-def _fill_table() -> Any:
+    """PyTorch's table of decompositions into core operators, with those of this module."""
     import torch  # pyright: ignore[reportMissingImports]
 
     table = torch.export.default_decompositions()
@@ -63,8 +54,10 @@ def _fill_table() -> Any:
         """`make(operator, what the table has)` for an operator."""
         packet, overload = name.split(".")
         operator = getattr(getattr(aten, packet), overload)
-        # Neither `get` nor `in`: they ask PyTorch for all operators of others, each time.
-        table[operator] = make(operator, table.pop(operator, give_nothing))
+        own: Decomposition = give_nothing
+        if operator in table:  # `get` does not see what is made only when it is asked for
+            own = table[operator]
+        table[operator] = make(operator, own)
 
     for name in PROMOTING:
         put(name, promote)
