@@ -15,6 +15,7 @@ from tvm.target import Target
 from relayquant.arguments import check_arguments
 from relayquant.codegen import make_pipeline, open_tuner
 from relayquant.codegen.failure import explain_failure
+from relayquant.codegen.host_functions import name_kernel_pipeline
 from relayquant.codegen.mapped import MappedExecutable
 from relayquant.errors import RelayQuantError
 from relayquant.kernels.isa.target import host_config, resolve_target
@@ -87,7 +88,8 @@ def build(mod: tvm.IRModule, target: Target, lowering: tvm.transform.Pass) -> Ma
 
     keeping: Any = tvm.transform.module_pass(keep, opt_level=0, name="relayquant.keep")
     try:
-        executable = tvm.compile(mod, target, relax_pipeline=keeping)
+        kernels = name_kernel_pipeline()
+        executable = tvm.compile(mod, target, relax_pipeline=keeping, tir_pipeline=kernels)
     except RelayQuantError:
         raise
     except Exception as error:  # of C++, of which no class of its own says what it means

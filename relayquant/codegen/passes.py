@@ -10,6 +10,7 @@ from tvm.target import Target
 
 from relayquant.codegen.floating import lower_float
 from relayquant.codegen.grouped import lower_grouped
+from relayquant.codegen.input_checks import create_input_checks
 from relayquant.codegen.integer import has_integer_main, lower_integer
 from relayquant.codegen.layout import convert_layout
 from relayquant.codegen.legalization import LEGALIZATIONS
@@ -53,6 +54,7 @@ def make_pipeline(target: Target, choose_tile: ChooseTile = keep_estimate) -> tv
                     relax.transform.RewriteDataflowReshape(),
                     relax.transform.ToNonDataflow(),
                     relax.transform.RemovePurityChecking(),
+                    create_input_checks(target),
                     relax.transform.CallTIRRewrite(),
                     relax.transform.StaticPlanBlockMemory(),
                     relax.transform.LowerAllocTensor(),

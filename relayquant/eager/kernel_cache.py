@@ -21,19 +21,9 @@ from tvm.target import Target
 from relayquant.kernels.emit import IS_SCHEDULED
 from relayquant.kernels.floating.tile import FloatIsa, choose_float_isa
 from relayquant.kernels.isa.target import host_config, resolve_target
+from relayquant.kernels.lowering import lower_by_hand
 from relayquant.runtime import count_threads
 
-#: Passes that find nothing to do in kernels whose loops, vectors and buffers are laid out by hand:
-#: without them a kernel is lowered in two thirds of the time and is as fast.
-NEEDLESS_PASSES = (
-    "s_tir.CompactBufferAllocation",
-    "s_tir.HoistIfThenElse",
-    "s_tir.StmtSimplify",
-    "s_tir.LoopPartition",
-    "s_tir.RenormalizeSplitPattern",
-    "tirx.RemoveNoOp",
-    "tirx.CommonSubexprElim",
-)
 #: Steps hand over what fits: to check each argument again would be half of a kernel's code.
 CONFIG = {"tirx.disable_assert": True}
 #: Kernels that are kept; MobileNet has 20.
@@ -110,7 +100,7 @@ def compile_kernel(key: KernelKey, isa: FloatIsa, target: Target) -> Callable[..
     """A kernel alone, with serial loops."""
     name = "kernel"
     func = make_serial(key.make(key.spec, isa, name)).with_attr(IS_SCHEDULED, True)
-    with tvm.transform.PassContext(disabled_pass=list(NEEDLESS_PASSES), config=CONFIG):
+    with tvm.transform.PassContext(config=CONFIG), lower_by_hand():
         return tvm.tirx.build(tvm.IRModule({name: func}), target)[name]
 
 

@@ -1,0 +1,155 @@
+"""Lowered module -> the same, whose functions look at their inputs once, before anything runs.
+
+    main(x, w): a = kernel(x, w); ...   ->   main(x, w): main_inputs(x, w); a = kernel(x, w); ...
+
+The virtual machine of TVM compares types and shapes. That a tensor is compact, and that its data
+begin where code for aligned vectors may read them, is left to the kernels, each of which checks
+every argument: half of what LLVM has to translate in small kernels; and addresses are not
+checked at all, so that the slice of a PyTorch tensor would end the process. Kernels that read
+nothing but checked inputs, constants and what the module made of them need no checks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import tvm
+import tvm_ffi
+from tvm import relax, tirx
+from tvm.ir import Call, GenericConst, GlobalVar, StringImm
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as T
+from tvm.target import Target
+
+from relayquant.kernels.isa.architecture import ARCHITECTURES_64, read_triple
+from relayquant.rewrite.expressions import list_bindings, op_name
+from relayquant.runtime import ALIGNMENT
+
+#: Attribute of a PrimFunc all of whose arguments are known to be as it wants them.
+IS_INNER = "relayquant.is_inner"
+#: Operators whose result lies in the memory of their first argument.
+VIEWS = frozenset(["relax.reshape", "relax.memory.view", "relax.memory.ensure_zero_offset"])
+#: Calls of kernels with memory that the module allocates.
+KERNEL_CALLS = frozenset(["relax.call_tir", "relax.call_tir_inplace"])
+
+
+def create_input_checks(target: Target) -> Any:
+    """The rewrite as a pass, between LegalizeOps and CallTIRRewrite."""
+
+    def run(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
+        return check_inputs(mod, target) if target.kind.name == "llvm" else mod
+
+    return tvm.transform.module_pass(run, opt_level=0, name="relayquant.check_inputs")
+
+
+def check_inputs(mod: tvm.IRModule, target: Target) -> tvm.IRModule:
+    """A check for every public function of Relax; `IS_INNER` for the kernels that need none."""
+    mask = "int64" if read_triple(target).split("-")[0] in ARCHITECTURES_64 else "int32"
+    builder, given = relax.BlockBuilder(mod), dict[str, bool]()
+    for gv, func in mod.functions_items():
+        if not isinstance(func, relax.Function):
+            continue
+        is_public = "global_symbol" in (func.attrs or {})
+        checked = [p for p in func.params if is_public and is_known_tensor(p.ty)]
+        for name, is_inner in list_kernel_calls(func, checked):
+            given[name] = given.get(name, True) and is_inner
+        if checked:
+            kernel = builder.add_func(
+                make_check(gv.name_hint, checked, mask), f"{gv.name_hint}_inputs"
+            )
+            builder.update_func(gv, call_first(func, kernel, checked))
+    for gv, func in mod.functions_items():
+        is_own = "global_symbol" not in (func.attrs or {})  # or others may call it by its name
+        if given.get(gv.name_hint) and is_own and not has_asserts(func):
+            builder.update_func(gv, func.with_attr(IS_INNER, True))
+    return builder.get()
+
+
+def is_known_tensor(ty: tvm.ir.Type) -> bool:
+    """Whether a type is that of a tensor of a known dtype and number of dimensions."""
+    return isinstance(ty, relax.TensorType) and ty.dtype is not None and ty.ndim >= 0
+
+
+def list_kernel_calls(func: relax.Function, checked: list[relax.Var]) -> Iterator[tuple[str, bool]]:
+    """The name of the kernel of each call, and whether all it reads is known to be as it should."""
+    known = set(checked)
+
+    def is_known(expr: relax.Expr) -> bool:
+        if isinstance(expr, relax.Var):
+            return expr in known
+        if isinstance(expr, relax.Tuple):
+            return all(map(is_known, expr.fields))
+        if isinstance(expr, relax.TupleGetItem):
+            return is_known(expr.tuple_value)
+        if isinstance(expr, Call) and op_name(expr) in VIEWS:
+            return is_known(expr.args[0])
+        return isinstance(expr, GenericConst)
+
+    for binding in list_bindings(func):
+        value = binding.value
+        if isinstance(value, Call) and op_name(value) in KERNEL_CALLS:
+            yield value.args[0].name_hint, is_known(value.args[1])
+            known.add(binding.var)
+        elif is_known(value):
+            known.add(binding.var)
+        for branch in list_branches(value):
+            # what they read of this function's is known to it, not here
+            yield from ((name, False) for name, _ in list_kernel_calls(branch, []))
+
+
+def list_branches(expr: relax.Expr) -> list[Any]:
+    """What is bound within an expression, as functions."""
+    if isinstance(expr, relax.If):
+        parts = [expr.true_branch, expr.false_branch]
+        return [relax.Function([], part, is_pure=False) for part in parts]
+    return [expr] if isinstance(expr, relax.Function) else []
+
+
+def has_asserts(func: Any) -> bool:
+    """Whether a kernel checks something of its own."""
+    found = []
+    tvm_ffi.structural_walk(func.body, (tirx.AssertStmt, found.append))
+    return bool(found)
+
+
+def make_check(function: str, params: list[relax.Var], mask: str) -> tirx.PrimFunc:
+    """PrimFunc of the inputs of a function, which fails unless they are compact, as TVM sees to,
+    and aligned. `mask` is the dtype of addresses.
+    """
+    with IRBuilder() as builder, T.prim_func():
+        T.func_name(function)
+        T.func_attr({"tirx.noalias": True})
+        # of no alignment, or LLVM would take it for granted
+        buffers = [T.arg(p.name, T.Buffer(*declare_tensor(p.ty), align=1)) for p in params]
+        for param, buffer in zip(params, buffers, strict=True):
+            low = tirx.const(ALIGNMENT - 1, mask)
+            rest = T.call_llvm_pure_intrin("handle", "llvm.ptrmask", buffer.data, low)
+            message = (
+                f"input {param.name!r} of {function!r}: its data begin at no multiple of "
+                f"{ALIGNMENT} bytes, as those of a slice may; give a copy, such as x.clone() of a "
+                "PyTorch tensor, or tvm.runtime.tensor(x)"
+            )
+            T.add_to_parent(
+                tirx.AssertStmt(T.isnullptr(rest), StringImm("ValueError"), [StringImm(message)])
+            )
+    func: Any = builder.get()
+    return func
+
+
+def declare_tensor(ty: relax.TensorType) -> tuple[list[Any], str]:
+    """Shape and dtype of a buffer; sizes of the run time have variables of their own."""
+    values = [None] * ty.ndim if ty.shape is None else list(ty.shape.values)
+    sizes = [int(v) if isinstance(v, tirx.IntImm) else T.int64() for v in values]
+    return sizes, str(ty.dtype)
+
+
+def call_first(func: relax.Function, kernel: GlobalVar, params: list[relax.Var]) -> relax.Function:
+    """The function, which calls the kernel before all else."""
+    nothing = relax.TupleType([])
+    call = Call(kernel, params, None, [nothing])
+    binding = relax.VarBinding(relax.Var("_", nothing), call)
+    body = func.body
+    blocks = [relax.BindingBlock([binding]), *body.blocks]
+    checking = relax.SeqExpr(blocks, body.body)
+    return relax.Function(func.params, checking, func.ret_ty, func.is_pure, func.attrs)
