@@ -17,21 +17,21 @@ from typing import Any
 import tvm
 import tvm_ffi
 from tvm import relax, tirx
-from tvm.ir import Call, GenericConst, GlobalVar, StringImm
+from tvm.ir import Call, GenericConst, GlobalVar, PrimType, StringImm
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
+from tvm.sym import Analyzer
 from tvm.target import Target
 
 from relayquant.kernels.isa.architecture import ARCHITECTURES_64, read_triple
 from relayquant.rewrite.expressions import list_bindings, op_name
+from relayquant.rewrite.inline import substitute
 from relayquant.runtime import ALIGNMENT
 
 #: Attribute of a PrimFunc all of whose arguments are known to be as it wants them.
 IS_INNER = "relayquant.is_inner"
 #: Operators whose result lies in the memory of their first argument.
 VIEWS = frozenset(["relax.reshape", "relax.memory.view", "relax.memory.ensure_zero_offset"])
-#: Calls of kernels with memory that the module allocates.
-KERNEL_CALLS = frozenset(["relax.call_tir", "relax.call_tir_inplace"])
 
 
 def create_input_checks(target: Target) -> Any:
@@ -46,14 +46,14 @@ def create_input_checks(target: Target) -> Any:
 def check_inputs(mod: tvm.IRModule, target: Target) -> tvm.IRModule:
     """A check for every public function of Relax; `IS_INNER` for the kernels that need none."""
     mask = "int64" if read_triple(target).split("-")[0] in ARCHITECTURES_64 else "int32"
-    builder, given = relax.BlockBuilder(mod), dict[str, bool]()
+    builder, given = relax.BlockBuilder(mod), dict[GlobalVar, bool]()
     for gv, func in mod.functions_items():
         if not isinstance(func, relax.Function):
             continue
         is_public = "global_symbol" in (func.attrs or {})
         checked = [p for p in func.params if is_public and is_known_tensor(p.ty)]
-        for name, is_inner in list_kernel_calls(func, checked):
-            given[name] = given.get(name, True) and is_inner
+        for kernel, is_inner in list_kernel_calls(mod, func, checked):
+            given[kernel] = given.get(kernel, True) and is_inner
         if checked:
             kernel = builder.add_func(
                 make_check(gv.name_hint, checked, mask), f"{gv.name_hint}_inputs"
@@ -61,7 +61,7 @@ def check_inputs(mod: tvm.IRModule, target: Target) -> tvm.IRModule:
             builder.update_func(gv, call_first(func, kernel, checked))
     for gv, func in mod.functions_items():
         is_own = "global_symbol" not in (func.attrs or {})  # or others may call it by its name
-        if given.get(gv.name_hint) and is_own and not has_asserts(func):
+        if given.get(gv) and is_own and not has_asserts(func):
             builder.update_func(gv, func.with_attr(IS_INNER, True))
     return builder.get()
 
@@ -71,11 +71,15 @@ def is_known_tensor(ty: tvm.ir.Type) -> bool:
     return isinstance(ty, relax.TensorType) and ty.dtype is not None and ty.ndim >= 0
 
 
-def list_kernel_calls(func: relax.Function, checked: list[relax.Var]) -> Iterator[tuple[str, bool]]:
-    """The name of the kernel of each call, and whether all it reads is known to be as it should."""
+def list_kernel_calls(
+    mod: tvm.IRModule, func: relax.Function, checked: list[relax.Var]
+) -> Iterator[tuple[GlobalVar, bool]]:
+    """The kernel of each call, and whether all it is given is known to be as it should."""
     known = set(checked)
 
     def is_known(expr: relax.Expr) -> bool:
+        if isinstance(expr.ty, PrimType):  # a size
+            return True
         if isinstance(expr, relax.Var):
             return expr in known
         if isinstance(expr, relax.Tuple):
@@ -88,14 +92,42 @@ def list_kernel_calls(func: relax.Function, checked: list[relax.Var]) -> Iterato
 
     for binding in list_bindings(func):
         value = binding.value
-        if isinstance(value, Call) and op_name(value) in KERNEL_CALLS:
-            yield value.args[0].name_hint, is_known(value.args[1])
+        if isinstance(value, Call) and op_name(value) == "relax.call_tir":
+            kernel: Any = value.args[0]
+            yield kernel, is_known(value.args[1]) and has_sizes(mod[kernel], value)
             known.add(binding.var)
         elif is_known(value):
             known.add(binding.var)
         for branch in list_branches(value):
             # what they read of this function's is known to it, not here
-            yield from ((name, False) for name, _ in list_kernel_calls(branch, []))
+            yield from ((called, False) for called, _ in list_kernel_calls(mod, branch, []))
+
+
+def has_sizes(func: Any, call: Call) -> bool:
+    """Whether types alone show that the arguments of a call have the sizes its kernel wants: those
+    that are known, and the same wherever it has one size of the run time.
+    """
+    analyzer = Analyzer()
+    operands = list(call.args[1].fields if isinstance(call.args[1], relax.Tuple) else call.args[1:])
+    results = list(call.ty.fields if isinstance(call.ty, relax.TupleType) else [call.ty])
+    types = [*(operand.ty for operand in operands), *results]
+    if len(call.args) > 2 or len(func.params) != len(types):
+        return False
+    is_size = [isinstance(ty, PrimType) for ty in types]
+    given = zip(func.params, operands, is_size, strict=False)
+    sizes = {param: operand for param, operand, is_number in given if is_number}
+    for param, ty, is_number in zip(func.params, types, is_size, strict=True):
+        if is_number:
+            continue
+        found = getattr(getattr(ty, "shape", None), "values", None)
+        if not isinstance(param, tirx.Buffer) or found is None or len(found) != len(param.shape):
+            return False
+        for wanted, size in zip(param.shape, found, strict=True):
+            if isinstance(wanted, tirx.Var):
+                sizes.setdefault(wanted, size)
+            if not analyzer.can_prove_equal(substitute(wanted, sizes), size):
+                return False
+    return True
 
 
 def list_branches(expr: relax.Expr) -> list[Any]:

@@ -171,6 +171,57 @@ def test_check_inputs__inner_kernels_are_those_whose_arguments_are_known():
     assert [arg.name for arg in first.args] == ["x"]
 
 
+@I.ir_module
+class Rows:
+    @T.prim_func(private=True, s_tir=True)
+    def add(px: T.handle, pz: T.handle, py: T.handle):
+        n = T.int64()
+        x = T.match_buffer(px, (n, 16), "float32")
+        z = T.match_buffer(pz, (n, 16), "float32")
+        y = T.match_buffer(py, (n, 16), "float32")
+        for i, j in T.grid(n, 16):
+            with T.sblock("y"):
+                vi, vj = T.axis.remap("SS", [i, j])
+                y[vi, vj] = x[vi, vj] + z[vi, vj]
+
+    @R.function
+    def main(x: R.Tensor(("a", 16), "float32"), z: R.Tensor(("b", 16), "float32")) -> R.Tensor(
+        ("a", 16), "float32"
+    ):
+        a = T.int64()
+        with R.dataflow():
+            y = R.call_tir(Rows.add, (x, z), out_ty=R.Tensor((a, 16), "float32"))
+            R.output(y)
+        return y
+
+
+def test_compile__rows_that_only_the_kernel_compares():
+    """Types leave open that both have as many."""
+    x = values(4, 16)
+    np.testing.assert_array_equal(run(Rows, place(x, 0), place(x, 0)), x + x)
+    with pytest.raises(ValueError, match=r"Mismatched z\.shape\[0\]"):
+        run(Rows, place(x, 0), place(x[:3], 0))
+
+
+@pytest.mark.parametrize("rows", [8, None])
+def test_check_inputs__kernels_of_operators_are_inner(rows):
+    """Of sizes known when they run too, those in expressions among them."""
+    n = tvm.tirx.Var("n", "int64") if rows is None else rows
+    mod = make_module(
+        lambda x: relax.op.nn.softmax(relax.op.nn.relu(relax.op.concat([x, x], 0))), tensor(n, 16)
+    )
+    lowered = rq.pipeline()(mod)
+    kernels = {
+        gv.name_hint: IS_INNER in (func.attrs or {})
+        for gv, func in lowered.functions_items()
+        if isinstance(func, tvm.tirx.PrimFunc) and not gv.name_hint.startswith("relayquant_")
+    }
+    assert kernels.pop("main_inputs") is False
+    kernels.pop("shape_func", None)  # of the virtual machine, for sizes
+    assert kernels
+    assert all(kernels.values()), kernels
+
+
 def test_check_inputs__a_private_function_has_none():
     private = Mixed["main"].without_attr("global_symbol")
     mod = tvm.IRModule({**Mixed.functions, Mixed.get_global_var("main"): private})
