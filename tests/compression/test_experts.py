@@ -142,6 +142,18 @@ def test_experts__are_saved_and_go_out_to_onnx(tmp_path):
     np.testing.assert_allclose(session.run(None, {"x": x})[0], expected, rtol=1e-5, atol=1e-5)
 
 
+def compress_torch(model, x, is_symbolic, most_error):
+    """A module of PyTorch with 8 bits: compiled as in numpy, and near what PyTorch computes."""
+    shapes = {"x": {0: torch.export.Dim("n", min=2, max=64)}} if is_symbolic else None
+    program = torch.export.export(model.eval(), (torch.from_numpy(x),), dynamic_shapes=shapes)
+    q = rq.compress_weights(*rq.load(program), bits=8)
+    expected = model(torch.from_numpy(x)).detach().numpy()
+    found = rq.Executor(rq.compile(q)).run("main", [x])[0]
+    np.testing.assert_allclose(found, rq.reference.run(q, x)[0], rtol=1e-4, atol=1e-5)
+    assert np.square(found - expected).mean() < most_error * np.square(expected).mean()
+    return q
+
+
 class Experts(nn.Module):
     """A gated layer of experts, which all see all rows, weighted by a router."""
 
@@ -163,14 +175,7 @@ class Experts(nn.Module):
 def test_experts__of_torch(is_symbolic):
     """As transformers has Mixtral's and Llama 4's: with 8 bits near what PyTorch computes."""
     torch.manual_seed(0)
-    model, x = Experts().eval(), draw(7, FEATURES, seed=4)
-    shapes = {"x": {0: torch.export.Dim("n", min=2, max=64)}} if is_symbolic else None
-    program = torch.export.export(model, (torch.from_numpy(x),), dynamic_shapes=shapes)
-    q = rq.compress_weights(*rq.load(program), bits=8)
-    expected = model(torch.from_numpy(x)).detach().numpy()
-    found = rq.Executor(rq.compile(q)).run("main", [x])[0]
-    np.testing.assert_allclose(found, rq.reference.run(q, x)[0], rtol=1e-4, atol=1e-5)
-    assert np.square(found - expected).mean() < 1e-4 * np.square(expected).mean()
+    q = compress_torch(Experts(), draw(7, FEATURES, seed=4), is_symbolic, 1e-4)
     assert len(rq.ledger(q).quantized) == 1 + 2 * EXPERTS
 
 
@@ -246,14 +251,7 @@ class Mixture(nn.Module):
 def test_experts__mixture_of_torch(is_symbolic):
     """As Mixtral has it, the experts of each token alone: with 8 bits near what PyTorch gives."""
     torch.manual_seed(1)
-    model, x = Mixture().eval(), draw(7, FEATURES, seed=5)
-    shapes = {"x": {0: torch.export.Dim("n", min=2, max=64)}} if is_symbolic else None
-    program = torch.export.export(model, (torch.from_numpy(x),), dynamic_shapes=shapes)
-    q = rq.compress_weights(*rq.load(program), bits=8)
-    expected = model(torch.from_numpy(x)).detach().numpy()
-    found = rq.Executor(rq.compile(q)).run("main", [x])[0]
-    np.testing.assert_allclose(found, rq.reference.run(q, x)[0], rtol=1e-4, atol=1e-5)
-    assert np.square(found - expected).mean() < 1e-3 * np.square(expected).mean()
+    q = compress_torch(Mixture(), draw(7, FEATURES, seed=5), is_symbolic, 1e-3)
     assert [row.pattern for row in rq.ledger(q).quantized].count("grouped_take") == 2
 
 

@@ -298,7 +298,7 @@ def emit_inputs(
         columns = alloc_columns(IN, lanes, "int16")
         with T.unroll(IN) as j:
             starts = [source + (i * image.width + j) * channels for i in range(IN)]
-            values = [T.Cast(wide, load_vector(image.data, at, lanes)) for at in starts]
+            values = [T.Cast(wide, load_vector(image.data, i, lanes)) for i in starts]
             transformed = transform_inputs([T.bind(value) for value in values], lanes)
             for column, value in zip(columns, transformed, strict=True):
                 store_vector(column, value, j * lanes, lanes)
@@ -384,7 +384,7 @@ def emit_results(
         columns = alloc_columns(OUT, lanes, "int32")
         with T.unroll(IN) as j:
             starts = [source + (i * IN + j) * plan.sum_stride for i in range(IN)]
-            values = [T.bind(load_vector(sums, at, lanes)) for at in starts]
+            values = [T.bind(load_vector(sums, i, lanes)) for i in starts]
             for column, value in zip(columns, transform_sums(values, lanes), strict=True):
                 store_vector(column, value, j * lanes, lanes)
         bias = T.bind(load_vector(operands.bias, first, lanes))
@@ -447,9 +447,9 @@ def pack_winograd(
         ConfigError: a shape does not fit, the multiplier is missing or not wanted, or sums with
             these weights can be too large.
     """
-    shift = centre_activations(isa).zero_point_shift(spec.in_dtype)
+    centre = centre_activations(isa).zero_point_shift(spec.in_dtype)
     order = np.arange(spec.out_channels)
-    folded, factors = pack_channels(spec, weight, bias, multiplier, shift, order)
+    folded, factors = pack_channels(spec, weight, bias, multiplier, centre, order)
     if find_largest_sum(weight) >= LARGEST_SUM:
         raise ConfigError(
             f"pack_winograd: sums with these weights reach {find_largest_sum(weight)}; allowed: "
