@@ -171,7 +171,7 @@ def make_check(function: str, params: list[relax.Var], mask: str) -> tirx.PrimFu
 
 def declare_tensor(ty: relax.TensorType) -> tuple[list[Any], str]:
     """Shape and dtype of a buffer; sizes of the run time have variables of their own."""
-    values = [None] * ty.ndim if ty.shape is None else list(ty.shape.values)
+    values = getattr(ty.shape, "values", None) or [None] * ty.ndim
     sizes = [int(v) if isinstance(v, tirx.IntImm) else T.int64() for v in values]
     return sizes, str(ty.dtype)
 

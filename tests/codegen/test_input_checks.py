@@ -110,6 +110,19 @@ def test_input__of_any_type_and_number_of_dimensions(dtype, shape):
         run(mod, place(np.asarray(x), 8))
 
 
+def test_input__of_unknown_sizes():
+    mod = make_module(
+        lambda x: relax.op.nn.relu(relax.op.reshape(x, (8, 16))),
+        relax.TensorType(None, "float32", ndim=2),
+    )
+    x = values(16, 8)
+    np.testing.assert_array_equal(run(mod, place(x, 0)), np.maximum(x.reshape(8, 16), 0))
+    with pytest.raises(ValueError, match="input 'x0' of 'main'"):
+        run(mod, place(x, 4))
+    with pytest.raises(ValueError, match="compact"):
+        run(mod, give(values(8, 16).T))
+
+
 def test_library__checks_its_inputs(tmp_path):
     mod = make_module(lambda x: relax.op.add(x, x), tensor(*SHAPE))
     rq.compile(mod).export_library(str(tmp_path / "lib.so"))
