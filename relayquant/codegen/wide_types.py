@@ -47,7 +47,7 @@ WIDE_TYPES: dict[str, dict[str, str]] = {
 
 
 def widen_types(mod: tvm.IRModule) -> tvm.IRModule:
-    """f(x: narrow) -> cast(f(cast(x, wide)), narrow), and sorts of floats -> sorts of integers, in
+    """f(x: narrow) -> cast(f(cast(x, wide)), narrow), and sorts by keys, which are integers, in
     every function of a module.
     """
     widening = Widening(mod)
@@ -67,16 +67,17 @@ class Widening(relax.PyExprMutator):
         visited: Any = self.visit_expr_post_order(call)
         wide = find_wide_type(visited)
         if wide is None:
-            return self.sort_keys(visited) if sorts_floats(visited) else visited
+            return self.sort_keys(visited) if has_keys(visited) else visited
         emit = self.builder_.emit
         operands = [emit(relax.op.astype(each, wide)) for each in visited.args]
         widened = Call(visited.op, operands, visited.attrs, visited.ty_args)
-        result = self.sort_keys(widened) if sorts_floats(widened) else widened
+        result = self.sort_keys(widened) if has_keys(widened) else widened
         return self.cast(emit(result), visited.ty)
 
     def sort_keys(self, call: Call) -> relax.Expr:
-        """sort, argsort and topk of floats -> the same of `make_keys` of them: NaN is more than all
-        else, as in numpy and PyTorch. TVM compares floats, and sorts none where one is NaN.
+        """sort, argsort and topk of what has keys -> the same of `make_keys` of them: NaN is more
+        than all else, as in numpy and PyTorch. TVM compares floats, and sorts none where one is
+        NaN; for uint64 it has no code.
         """
         builder, (data,) = self.builder_, call.args
         keys = builder.emit(builder.call_te(make_keys, data, primfunc_name_hint="sort_keys"))
@@ -106,7 +107,7 @@ class Widening(relax.PyExprMutator):
         return self.builder_.emit(relax.op.astype(value, str(ty.dtype)))
 
 
-def sorts_floats(call: Any) -> bool:
+def has_keys(call: Any) -> bool:
     """Whether a call sorts what has keys."""
     if not isinstance(call, Call) or not isinstance(call.op, tvm.ir.Op):
         return False

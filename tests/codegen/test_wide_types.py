@@ -20,7 +20,7 @@ def make_ties(dtype):
     )
 
 
-@pytest.mark.parametrize("dtype", SORTED)
+@pytest.mark.parametrize("dtype", [*SORTED, "uint64"])
 @pytest.mark.parametrize("axis", [-1, 0, 1])
 def test_sort__up_and_down(axis, dtype):
     data = make_ties(dtype)
@@ -34,7 +34,7 @@ def test_sort__up_and_down(axis, dtype):
 
 
 @pytest.mark.parametrize("largest", [True, False])
-@pytest.mark.parametrize("dtype", SORTED)
+@pytest.mark.parametrize("dtype", [*SORTED, "uint64"])
 def test_topk__values_and_where_they_were(dtype, largest):
     data = make_ties(dtype)
     signed = -data.astype("int64") if largest else data.astype("int64")
@@ -67,6 +67,16 @@ def test_sort__of_numbers_among_what_is_none(descending, dtype):
     for k, (kind, expected) in enumerate({"values": values, "indices": order}.items()):
         check_exactly(take(kind), expected[:, :7], data)
         check_exactly(lambda x, k=k: relax.TupleGetItem(take("both")(x), k), expected[:, :7], data)
+
+
+@pytest.mark.parametrize("dtype", ["int64", "uint32", "uint64"])
+def test_sort__of_the_largest_and_smallest(dtype):
+    least, most = np.iinfo(dtype).min, np.iinfo(dtype).max
+    data = np.array([most, 1, least, most // 2, most // 2 + 1, least, most - 1], dtype)
+    check_exactly(lambda x: relax.op.sort(x), np.sort(data), data)
+    order = np.argsort(data, kind="stable")
+    check_exactly(lambda x: relax.op.argsort(x, -1, False, "int64"), order, data)
+    check_exactly(lambda x: relax.op.topk(x, 3, -1, "values"), np.sort(data)[:-4:-1], data)
 
 
 @pytest.mark.parametrize("count", [3, 255, 256, 300])
