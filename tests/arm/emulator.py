@@ -77,6 +77,7 @@ class Emulator:
         """Port of an RPC server on the emulated machine."""
         server = subprocess.Popen(
             [self.folder / "armpy", HERE / "rpc_server.py"],
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,
@@ -97,15 +98,22 @@ class Emulator:
 
 
 def run_remotely(port: int, library: Path, *inputs: np.ndarray) -> list[np.ndarray]:
-    """Upload a compiled module and call main, in a session of its own."""
+    """Upload a compiled module and call main, in a session of its own.
+
+    The session is closed here: the server takes the next one only then, and this one may live in a
+    cycle of references until a search for garbage finds it.
+    """
     session = rpc.connect("127.0.0.1", port, session_timeout=RUN_SECONDS)
-    session.upload(str(library))
-    machine = tvm.relax.VirtualMachine(session.load_module(library.name), [session.cpu()])
-    machine.set_input("main", *[tvm.runtime.tensor(x, session.cpu()) for x in inputs])
-    machine.invoke_stateful("main")
-    outputs = machine.get_outputs("main")
-    outputs = outputs if isinstance(outputs, (tuple, list)) else [outputs]
-    return [out.numpy() for out in outputs]
+    try:
+        session.upload(str(library))
+        machine = tvm.relax.VirtualMachine(session.load_module(library.name), [session.cpu()])
+        machine.set_input("main", *[tvm.runtime.tensor(x, session.cpu()) for x in inputs])
+        machine.invoke_stateful("main")
+        outputs = machine.get_outputs("main")
+        outputs = outputs if isinstance(outputs, (tuple, list)) else [outputs]
+        return [out.numpy() for out in outputs]
+    finally:
+        session.get_function("CloseRPCConnection")()
 
 
 def find_or_set_up(temporary: Path) -> Emulator:
