@@ -17,7 +17,7 @@ import re
 import reprlib
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, ParamSpec, TypeVar
 
@@ -28,6 +28,8 @@ from relayquant.errors import ConfigError, ModelError, RelayQuantError, suggest_
 P = ParamSpec("P")
 R = TypeVar("R")
 ClassT = TypeVar("ClassT", bound=type)
+#: tells whether a value is of a type
+Test = Callable[[Any], bool]
 
 #: classes of what stands for a model, by name: this module knows none of them
 MODELS = ("IRModule", "PreparedModel")
@@ -97,12 +99,15 @@ def check_fields(kind: ClassT) -> ClassT:
             raise
         check_each(self)
 
-    def check_each(self: Any) -> None:
+    @functools.cache
+    def find_tests() -> Sequence[tuple[str, Any, Test]]:
         hints = find_hints(kind)
-        for field in fields(kind):
-            if hasattr(self, field.name):
-                where = f"{kind.__name__}.{field.name}"
-                check_type(getattr(self, field.name), hints[field.name], where)
+        return [(f.name, hints[f.name], find_test(hints[f.name])) for f in fields(kind)]
+
+    def check_each(self: Any) -> None:
+        for name, hint, test in find_tests():
+            if hasattr(self, name) and not test(getattr(self, name)):
+                check_type(getattr(self, name), hint, f"{kind.__name__}.{name}")
 
     kind.__init__ = checked
     return kind
@@ -150,42 +155,66 @@ def describe_value(value: object) -> str:
     return reprlib.repr(value)
 
 
-def has_type(value: Any, hint: Any) -> bool:
+def has_type(value: object, hint: Any) -> bool:
     """Whether a value is of an annotated type, as far as that can be seen without using it up."""
+    return find_test(hint)(value)
+
+
+@functools.cache
+def find_test(hint: Any) -> Test:
+    """What tells whether a value is of an annotated type: an annotation is taken apart once."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any or hint is object or isinstance(hint, TypeVar):
-        return True
+        return lambda value: True
     if hint is None or hint is type(None):
-        return value is None
+        return lambda value: value is None
     if origin in (typing.Union, types.UnionType):
-        return any(has_type(value, one) for one in args)
+        # classes are asked for first, all at once
+        plain = tuple(one for one in args if isinstance(one, type) and is_plain(one))
+        tests = [find_test(one) for one in args if one not in plain]
+        return lambda value: isinstance(value, plain) or any(test(value) for test in tests)
     if origin is collections.abc.Callable or hint is collections.abc.Callable:
-        return callable(value)
+        return callable
     if origin is not None:
-        return isinstance(value, origin) and has_elements(value, origin, args)
+        holds = find_element_test(origin, args)
+        return lambda value: isinstance(value, origin) and holds(value)
     if hint is bool:
-        return isinstance(value, bool | np.bool_)
-    if hint in (int, float):
+        return lambda value: isinstance(value, bool | np.bool_)
+    if not is_plain(hint):
         kind = numbers.Integral if hint is int else numbers.Real
-        return isinstance(value, kind) and not isinstance(value, bool | np.bool_)
-    return isinstance(value, hint)
+        return lambda value: isinstance(value, kind) and not isinstance(value, bool | np.bool_)
+    return lambda value: isinstance(value, hint)
 
 
-def has_elements(value: Any, origin: type, args: tuple[Any, ...]) -> bool:
-    """Whether the elements of a collection are of their types."""
-    if isinstance(value, str | bytes):
-        return False  # one text is no collection of names
+def is_plain(kind: object) -> bool:
+    """Whether instances of a class are all that an annotation with it allows, and nothing less."""
+    return kind not in (bool, int, float, object, Any) and not typing.get_origin(kind)
+
+
+def find_element_test(origin: type, args: tuple[Any, ...]) -> Test:
+    """What tells whether the elements of a collection are of their types; one text is no collection
+    of names.
+    """
     if issubclass(origin, Mapping):
-        key, item = args or (Any, Any)
-        if not all(has_type(k, key) for k in value):
-            return False
+        key, item = map(find_test, args or (Any, Any))
         # values of any type are not looked at: a mapping may load them
-        return item is Any or all(has_type(v, item) for v in value.values())
-    if not args or not isinstance(value, tuple | list | set | frozenset | Mapping):
-        return True
+        takes_all = args[1:] in ((), (Any,))
+        return lambda value: all(map(key, value)) and (takes_all or all(map(item, value.values())))
+    if not args:
+        return lambda value: not isinstance(value, str | bytes)
     if origin is tuple and args[-1] is not ...:
-        return len(value) == len(args) and all(map(has_type, value, args))
-    return all(has_type(item, args[0]) for item in value)
+        tests = tuple(map(find_test, args))
+        return lambda value: (
+            len(value) == len(tests) and all(test(v) for test, v in zip(tests, value, strict=True))
+        )
+    test = find_test(args[0])
+
+    def holds(value: Any) -> bool:
+        if isinstance(value, tuple | list | set | frozenset | Mapping):
+            return all(map(test, value))
+        return not isinstance(value, str | bytes)
+
+    return holds
 
 
 #: types in the words of messages

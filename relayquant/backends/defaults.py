@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from relayquant.calibration.observers import Fixed, MinMax
 from relayquant.config import (
     DTypeConfig,
@@ -57,31 +59,12 @@ def make_patterns(activations: tuple[str, ...]) -> tuple[PatternConfig, ...]:
 
 def make_pattern(op: QuantOp, activations: tuple[str, ...]) -> PatternConfig:
     """The row of one operator: every dtype that it takes in, with every dtype out."""
-    dtypes = tuple(
-        DTypeConfig(input=constraints, output=result, weight="int8")
-        for data in activations
-        if (constraints := constrain_data(op, data)) is not None
-        for result in (data, *(other for other in activations if other != data))
-    )
-    is_product = op.op == MATMUL
+    taken = (constrain_data(op, dtype) for dtype in activations)
+    dtypes = make_static_dtypes(tuple(one for one in taken if one is not None), activations)
     if op.realize_dynamic is not None:
-        dtypes += tuple(
-            DTypeConfig(
-                input=DTypeWithConstraints(data, granularities=RUN_TIME) if is_product else data,
-                output="float32",
-                weight="int8",
-                bias="float32",
-                is_dynamic=True,
-            )
-            for data in sorted(BYTES, key=lambda dtype: dtype not in activations)
-        )
+        dtypes += make_dynamic_dtypes(activations, is_product=op.op == MATMUL)
     if op.realize_grouped is not None:
-        dtypes += tuple(
-            DTypeConfig(
-                input=data, output="float32", weight="int8", bias="float32", is_grouped=True
-            )
-            for data in ("float32", "int8")
-        )
+        dtypes += make_grouped_dtypes()
     if op.name not in UNIT_RANGES:
         return PatternConfig(op, dtypes)
     fixed = tuple(
@@ -90,6 +73,45 @@ def make_pattern(op: QuantOp, activations: tuple[str, ...]) -> PatternConfig:
         for scheme in Scheme
     )
     return PatternConfig(op, dtypes, ObservationType.OUTPUT_USE_FIXED_QPARAMS, fixed)
+
+
+# Most operators share theirs: they are made once, which importing waits for.
+@functools.cache
+def make_static_dtypes(
+    inputs: tuple[DTypeWithConstraints, ...], activations: tuple[str, ...]
+) -> tuple[DTypeConfig, ...]:
+    """Each of the inputs with every activation out, its own dtype first."""
+    return tuple(
+        DTypeConfig(input=data, output=result, weight="int8")
+        for data in inputs
+        for result in (data.dtype, *(other for other in activations if other != data.dtype))
+    )
+
+
+@functools.cache
+def make_dynamic_dtypes(
+    activations: tuple[str, ...], *, is_product: bool
+) -> tuple[DTypeConfig, ...]:
+    """With parameters of the run time, those that are activations first."""
+    return tuple(
+        DTypeConfig(
+            input=DTypeWithConstraints(data, granularities=RUN_TIME) if is_product else data,
+            output="float32",
+            weight="int8",
+            bias="float32",
+            is_dynamic=True,
+        )
+        for data in sorted(BYTES, key=lambda dtype: dtype not in activations)
+    )
+
+
+@functools.cache
+def make_grouped_dtypes() -> tuple[DTypeConfig, ...]:
+    """With weights in groups."""
+    return tuple(
+        DTypeConfig(input=data, output="float32", weight="int8", bias="float32", is_grouped=True)
+        for data in ("float32", "int8")
+    )
 
 
 def constrain_data(op: QuantOp, dtype: str) -> DTypeWithConstraints | None:
