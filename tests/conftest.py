@@ -21,6 +21,11 @@ settings.load_profile("fixed")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Workers share the cores: threads of BLAS and PyTorch beside them take longer than one (numpy is
+# loaded after this).
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.update(OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1")
+
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 

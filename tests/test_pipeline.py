@@ -266,7 +266,7 @@ def test_quantize__unknown_backend():
 
 
 @settings(
-    max_examples=200,
+    max_examples=140,
     deadline=None,
     derandomize=True,
     phases=(Phase.explicit, Phase.generate),

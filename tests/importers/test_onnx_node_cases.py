@@ -27,8 +27,8 @@ SAYS = (
 #: this once.
 FAULTS = {"test_attention_4d_causal_fp16", "test_attention_4d_causal_fp16_expanded"}
 
-#: Every run takes each fourth case; the others take -m slow.
-EACH = [pytest.param(part, marks=pytest.mark.slow if part % 4 else ()) for part in range(PARTS)]
+#: Every run takes each eighth case; the others take -m slow.
+EACH = [pytest.param(part, marks=pytest.mark.slow if part else ()) for part in range(PARTS)]
 
 
 def is_terse(result: Result) -> bool:
