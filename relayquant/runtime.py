@@ -148,10 +148,13 @@ class Executor:
         Raises:
             ConfigError: the process is a fork of one that has run kernels; see `check_threads`.
         """
+        return self.call(name, [as_tensor(arg) for arg in args])
+
+    def call(self, name: str, args: Sequence[Any]) -> list[np.ndarray]:
+        """`run` with arguments as TVM takes them: also tuples of tensors, and numbers."""
         check_threads()
-        tensors = [as_tensor(arg) for arg in args]
         with self._running:
-            return [as_array(out) for out in flatten_result(self.vm[name](*tensors))]
+            return [as_array(out) for out in flatten_result(self.vm[name](*args))]
 
 
 def as_tensor(array: Any) -> tvm.runtime.Tensor | tvm_ffi.Shape:

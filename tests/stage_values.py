@@ -11,14 +11,9 @@ import tvm
 
 import relayquant as rq
 from relayquant.reference import run_values
-from relayquant.reference.interpreter import (
-    Frame,
-    bind_input,
-    execute_binding,
-    iterate_bindings,
-    order_inputs,
-    record_value,
-)
+from relayquant.reference.frame import Frame
+from relayquant.reference.inputs import bind_inputs
+from relayquant.reference.interpreter import execute_binding, iterate_bindings, record_value
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,9 +50,7 @@ def run_from(
 ) -> dict[str, np.ndarray]:
     """All values of a module whose operators see the values `given` in place of those computed."""
     frame = Frame(mod)
-    params = mod["main"].params
-    for param, value in zip(params, order_inputs(params, inputs), strict=True):
-        bind_input(frame, param, param.name, param.ty, value)
+    bind_inputs(frame, mod["main"].params, inputs)
     values: dict[str, np.ndarray] = {}
     for binding in iterate_bindings(mod["main"].body):
         value = execute_binding(frame, binding)

@@ -63,7 +63,7 @@ VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "manager", "misc"
 #: "module:class" -> why it has to change after it was built.
 MUTABLE_DATACLASSES: dict[str, str] = {
     "relayquant.dialect.parameters:Reader": "a builder: collects the operands of a loop nest",
-    "relayquant.reference.interpreter:Frame": "the state of a running function",
+    "relayquant.reference.frame:Frame": "the state of a running function",
 }
 
 #: The one table of functions of one value.

@@ -12,14 +12,16 @@ from typing import Any
 import numpy as np
 import tvm
 from tvm import relax
-from tvm.ir import Call
+from tvm.ir import Call, PrimType, TupleType
 
 from relayquant.errors import format_count
 from relayquant.reference import run_values
-from relayquant.reference.interpreter import ExecutedBinding, order_inputs
+from relayquant.reference.frame import Frame
+from relayquant.reference.inputs import bind_inputs
+from relayquant.reference.interpreter import ExecutedBinding, record_value
 from relayquant.rewrite import Graph, rewrite_main
 from relayquant.rewrite.graph import call_name, constant_value, tensor_dtype
-from relayquant.runtime import CompileModule, Executor
+from relayquant.runtime import CompileModule, Executor, as_shape, as_tensor
 
 #: Larger than the lower quartile by more, values are no terms of the same sums.
 MOST_TIMES = 1000
@@ -152,22 +154,34 @@ class Verifier:
             DataError: the inputs do not fit the module.
         """
         graph, names, rtol, atol = self.graph, self.names, self.rtol, self.atol
-        args = order_inputs(graph.func.params, inputs)
-        given = {p.name: np.asarray(a) for p, a in zip(graph.func.params, args, strict=True)}
+        frame, params = Frame(graph.mod), graph.func.params
+        bind_inputs(frame, params, inputs)
+        given = {param.name: frame.values[param] for param in params}
+        args = [as_argument(param.ty, frame.values[param]) for param in params]
         expected = run_values(graph.mod, given)
-        tapped = self.tapped.run("main", args)
+        tapped = self.tapped.call("main", args)
         pairs = list(zip(names, tapped[: len(names)], strict=True))
         ties = Ties(dict(pairs), find_rounded(graph), rtol, atol)
         if ties.rounded and any(find_differences(pairs, expected, rtol, atol)):
             expected = run_values(graph.mod, given, ties.settle)
-        expected.update(given)
-        results = self.compiled.run("main", args)
+        for name, value in given.items():
+            record_value(expected, name, value)
+        results = self.compiled.call("main", args)
         for (name, value), got in zip(find_results(graph), results, strict=True):
             if value is not None:
                 expected[name] = value
             pairs.append((name, got))
         differences = tuple(find_differences(pairs, expected, rtol, atol))
         return VerifyReport(differences, len(pairs), ties.count)
+
+
+def as_argument(ty: Any, value: Any) -> Any:
+    """An input of type `ty` as the interpreter holds it -> as compiled code takes it."""
+    if isinstance(ty, TupleType):
+        return tuple(map(as_argument, ty.fields, value))
+    if isinstance(ty, relax.ShapeType):
+        return as_shape(value)
+    return value if isinstance(ty, PrimType) else as_tensor(value)
 
 
 def find_rounded(graph: Graph) -> dict[relax.Var, relax.Var]:

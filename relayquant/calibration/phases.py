@@ -20,7 +20,7 @@ from relayquant.calibration.segments import Segment, SegmentedGraph, split_graph
 from relayquant.datasets import InputInfo
 from relayquant.plan import Plan
 from relayquant.prepared import CalibrationGraph, FitPoint
-from relayquant.reference.interpreter import Frame
+from relayquant.reference.frame import Frame
 from relayquant.rewrite import Graph
 
 #: Samples that weights are fitted with, however large they are; fewer only if there are fewer.

@@ -21,7 +21,9 @@ from relayquant.compression.sources import WeightSource
 from relayquant.dialect.qnn.grouped import ROW_LIMIT
 from relayquant.errors import DataError, ModelError
 from relayquant.qtypes import QSpec
-from relayquant.reference.interpreter import Frame, bind_input, evaluate, execute_binding
+from relayquant.reference.frame import Frame
+from relayquant.reference.inputs import bind_input
+from relayquant.reference.interpreter import evaluate, execute_binding
 from relayquant.rewrite.graph import call_name
 from relayquant.runtime import limit_blas, map_on_threads
 

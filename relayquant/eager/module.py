@@ -11,7 +11,9 @@ from tvm import relax
 
 from relayquant.eager.kernel_cache import KernelCache, KernelKey, host_kernels
 from relayquant.eager.plan import Planner, Step
-from relayquant.reference.interpreter import Frame, bind_input, evaluate, flatten_value
+from relayquant.reference.frame import Frame
+from relayquant.reference.inputs import bind_input
+from relayquant.reference.interpreter import evaluate, flatten_value
 from relayquant.rewrite.expressions import shape_of, static_sizes
 from relayquant.runtime import check_threads
 

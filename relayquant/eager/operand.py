@@ -9,7 +9,7 @@ import numpy as np
 from tvm import relax
 from tvm.ir import GenericConst
 
-from relayquant.reference.interpreter import Frame
+from relayquant.reference.frame import Frame
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,8 @@ from relayquant.eager.product import (
     ProductStep,
 )
 from relayquant.eager.rounding import ROUND, RoundingStep
-from relayquant.reference.interpreter import Frame, execute_binding
+from relayquant.reference.frame import Frame
+from relayquant.reference.interpreter import execute_binding
 from relayquant.rewrite.expressions import (
     FunctionGraph,
     is_float32,

@@ -17,7 +17,7 @@ from relayquant.eager.operand import Operand
 from relayquant.kernels.floating.conv import FloatConv2d, make_conv2d, pack_conv2d
 from relayquant.kernels.floating.gemm import FloatDense, make_dense, pack_dense
 from relayquant.kernels.floating.tile import FEWEST_CHANNELS, FloatEpilogue, FloatIsa
-from relayquant.reference.interpreter import Frame
+from relayquant.reference.frame import Frame
 from relayquant.rewrite.expressions import expand_padding, pair, shape_of, static_sizes
 from relayquant.rewrite.rule import Skip, decline
 from relayquant.rewrite.tail import Tail

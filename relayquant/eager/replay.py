@@ -13,7 +13,7 @@ from tvm import relax
 
 from relayquant.eager.module import Program, find_dead, find_static_type, run_steps
 from relayquant.eager.plan import Step
-from relayquant.reference.interpreter import Frame
+from relayquant.reference.frame import Frame
 
 
 @dataclass(frozen=True, eq=False)

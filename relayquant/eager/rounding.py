@@ -13,7 +13,7 @@ from relayquant.eager.kernel_cache import KernelCache, KernelKey
 from relayquant.eager.operand import Operand, Variable
 from relayquant.kernels.floating.round import FloatRound, make_round
 from relayquant.reference.affine import SIMULATED_RANGES
-from relayquant.reference.interpreter import Frame
+from relayquant.reference.frame import Frame
 from relayquant.runtime import align_array, empty_aligned, find_memory_axes, view_tensor
 
 ROUND = KernelKey(make_round, FloatRound())

@@ -8,17 +8,19 @@ TVM for the generic `llvm` target and called, so any module that compiles also r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import tvm
 from tvm import relax
 
-from relayquant.errors import DataError, ModelError, RelayQuantError, format_count, suggest_name
+from relayquant.errors import ModelError, RelayQuantError, suggest_name
 from relayquant.qtypes import Arithmetic, Rounding
 from relayquant.reference import qnn
+from relayquant.reference.frame import Frame
+from relayquant.reference.inputs import bind_input, bind_inputs, check_input
 from relayquant.reference.relax import OPERATORS
 from relayquant.reference.single_call import compile_call, describe_operator, get_tensor_dtype
 from relayquant.rewrite.attributes import read_attributes
@@ -68,122 +70,12 @@ def execute_main(
     mod = name_main(mod)
     main = mod["main"]
     frame = Frame(mod, settle=settle)
-    for param, value in zip(main.params, order_inputs(main.params, inputs), strict=True):
-        bind_input(frame, param, param.name, param.ty, value)
+    bind_inputs(frame, main.params, inputs)
     with np.errstate(all="ignore"):
         return execute_function(frame, main, record)
 
 
-# Inputs ----------------------------------------------------------------------------------------
-
-
-def order_inputs(params: Sequence[Any], inputs: Any) -> list[Any]:
-    """One value per parameter, in order."""
-    names = [param.name for param in params]
-    if isinstance(inputs, Mapping):
-        for name in inputs:
-            if name not in names:
-                raise DataError(f"input {name!r} is no parameter. {suggest_name(name, names)}")
-        missing = [name for name in names if name not in inputs]
-        if missing:
-            raise DataError(f"inputs {missing} are missing; the parameters are {names}.")
-        return [inputs[name] for name in names]
-    if not isinstance(inputs, (tuple, list)):
-        inputs = (inputs,)
-    if len(inputs) != len(names):
-        raise DataError(
-            f"got {format_count(len(inputs), 'input')} for "
-            f"{format_count(len(names), 'parameter')}: {names}."
-        )
-    return list(inputs)
-
-
-def bind_input(frame: Frame, var: Any, name: str, ty: Any, value: Any) -> None:
-    """Check one input against its parameter's type, bind its symbolic dimensions, and store it."""
-    if isinstance(ty, tvm.ir.PrimType):
-        number = np.asarray(value).item()
-        frame.symbols[var] = number
-        frame.values[var] = number
-        return
-    frame.values[var] = check_input(frame, name, ty, value)
-
-
-def check_input(frame: Frame, name: str, ty: Any, value: Any) -> Any:
-    """`value` as the interpreter holds it, if it is of type `ty`."""
-    if isinstance(ty, tvm.ir.TupleType):
-        if not isinstance(value, (tuple, list)) or len(value) != len(ty.fields):
-            raise DataError(
-                f"input {name!r} must be a tuple of {format_count(len(ty.fields), 'value')}."
-            )
-        return tuple(
-            check_input(frame, f"{name}.{i}", part, element)
-            for i, (part, element) in enumerate(zip(ty.fields, value, strict=True))
-        )
-    if isinstance(ty, relax.ShapeType):
-        shape = tuple(int(size) for size in value)
-        if ty.values is not None:
-            match_shape(frame, name, ty.values, shape)
-        return shape
-    if not isinstance(ty, relax.TensorType):
-        return value
-    array = np.asarray(value.numpy() if hasattr(value, "numpy") else value)
-    dtype = get_tensor_dtype(ty)
-    if dtype and array.dtype.name != dtype:
-        raise DataError(
-            f"input {name!r} has dtype {array.dtype.name}; the model takes {dtype}. "
-            f"Convert it: array.astype({dtype!r})."
-        )
-    if ty.shape is not None and isinstance(ty.shape, relax.ShapeExpr):
-        match_shape(frame, name, ty.shape.values, array.shape)
-    elif ty.ndim not in (-1, array.ndim):
-        raise DataError(
-            f"input {name!r} has shape {array.shape}; allowed: {format_count(ty.ndim, 'axis')}."
-        )
-    return array
-
-
-def match_shape(frame: Frame, name: str, dims: Sequence[Any], shape: Sequence[int]) -> None:
-    """Bind symbolic dimensions to `shape`; raise DataError where a dimension is another."""
-    text = f"({', '.join(str(getattr(dim, 'value', dim)) for dim in dims)})"
-    if len(dims) != len(shape):
-        raise DataError(f"{name!r} has shape {tuple(shape)}; allowed: {text}.")
-    for dim, size in zip(dims, shape, strict=True):
-        if isinstance(dim, tvm.tirx.Var) and dim not in frame.symbols:
-            frame.symbols[dim] = int(size)
-    for dim, size in zip(dims, shape, strict=True):
-        expected = frame.evaluate_number(dim)
-        if expected is not None and expected != size:
-            known = f" with {dim} = {expected}" if not isinstance(dim, tvm.tirx.IntImm) else ""
-            raise DataError(f"{name!r} has shape {tuple(shape)}; allowed: {text}{known}.")
-
-
 # Execution -------------------------------------------------------------------------------------
-
-
-@dataclass
-class Frame:
-    """The state of one function call: values of variables and of symbolic dimensions."""
-
-    mod: tvm.IRModule
-    values: dict[Any, Any] = field(default_factory=dict)
-    symbols: dict[Any, Any] = field(default_factory=dict)
-    settle: Callable[[ExecutedBinding], Any] | None = None
-
-    def evaluate_number(self, expr: Any) -> Any:
-        """The number a scalar expression of TIR stands for; None if a symbol is unknown."""
-        if isinstance(expr, (int, float)):
-            return expr
-        if isinstance(expr, tvm.tirx.IntImm):
-            return int(expr.value)
-        if isinstance(expr, tvm.tirx.FloatImm):
-            return float(expr.value)
-        if isinstance(expr, tvm.tirx.Var):
-            return self.symbols.get(expr)
-        analyzer = tvm.sym.Analyzer()
-        for symbol, size in self.symbols.items():
-            analyzer.bind(symbol, tvm.tirx.const(size, str(symbol.ty.dtype)))
-        simple = analyzer.simplify(expr)
-        return simple.value if isinstance(simple, (tvm.tirx.IntImm, tvm.tirx.FloatImm)) else None
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,7 +19,7 @@ from tvm.ir import Call, GenericConst
 
 from relayquant.errors import DataError, ModelError, format_count
 from relayquant.prepared import CalibrationGraph
-from relayquant.reference.interpreter import Frame, match_shape
+from relayquant.reference.frame import Frame, match_shape
 from relayquant.reference.single_call import get_tensor_dtype
 from relayquant.rewrite.attributes import read_attributes
 from relayquant.rewrite.expressions import FunctionGraph, op_name

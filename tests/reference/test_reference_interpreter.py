@@ -17,6 +17,7 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
+import relayquant as rq
 from relayquant.dialect import qnn
 from relayquant.errors import DataError, ModelError
 from relayquant.qtypes import Arithmetic, Rounding
@@ -289,6 +290,74 @@ def test_run__frees_values_after_their_last_use(monkeypatch):
 def test_run__wrong_inputs_are_named(inputs, words):
     with pytest.raises(DataError, match=words):
         run(Symbolic, inputs)
+
+
+@I.ir_module
+class Mixed:
+    """Parameters of every kind."""
+
+    @R.function
+    def main(
+        x: R.Tensor((2, 3), "float32"),
+        pair: R.Tuple(R.Tensor((2, 3), "float32"), R.Tensor((3,), "float32")),
+        sizes: R.Shape(["n", "m"]),
+        number: R.Prim("int32"),
+    ) -> R.Tensor((2, 3), "float32"):
+        with R.dataflow():
+            sums = R.add(R.add(x, pair[0]), pair[1])
+            R.output(sums)
+        return sums
+
+
+class Unreadable:
+    def numpy(self):
+        raise RuntimeError("it has a gradient")
+
+
+MIXED = {
+    "x": floats(2, 3),
+    "pair": (floats(2, 3), floats(3)),
+    "sizes": (4, np.int64(5)),
+    "number": np.array([7], "int8"),
+}
+
+
+def test_inputs__of_every_kind():
+    """And in the order of bytes of another machine; `verify` passes them on."""
+    (first, second), x = MIXED["pair"], MIXED["x"]
+    for inputs in (MIXED, list(MIXED.values()), {**MIXED, "x": x.astype(">f4")}):
+        np.testing.assert_array_equal(run(Mixed, inputs)[0], x + first + second)
+        assert rq.verify(Mixed, inputs).is_equal
+
+
+@pytest.mark.parametrize(
+    ("inputs", "words"),
+    [
+        ([MIXED], r"a list with a dict in it; allowed: .*\['x', 'pair', .*Pass the dict itself"),
+        ({**MIXED, 1: 2}, "input 1 is no parameter"),
+        ({**MIXED, "x": None}, "'x' is a NoneType, no array of numbers. Pass a numpy array"),
+        ({**MIXED, "x": [[1.0], [2.0, 3.0]]}, "'x' cannot be made a numpy array: .*inhomogeneous"),
+        ({**MIXED, "x": Unreadable()}, "'x' cannot be made a numpy array: it has a gradient"),
+        ({**MIXED, "x": iter([1])}, "'x' is a .*iterator, no array"),
+        ({**MIXED, "x": "abc"}, "'x' has dtype str"),
+        ({**MIXED, "pair": floats(2, 2, 3)}, "'pair' must be a tuple of 2 values"),
+        ({**MIXED, "pair": (floats(2, 3), None)}, "'pair.1' is a NoneType"),
+        ({**MIXED, "sizes": 3}, r"'sizes' is 3; the model takes a shape: a tuple of integers"),
+        ({**MIXED, "sizes": (1.5, 2)}, r"'sizes' is \(1.5, 2\); the model takes a shape"),
+        ({**MIXED, "sizes": (-1, 2)}, r"'sizes' is \(-1, 2\); the model takes a shape"),
+        ({**MIXED, "sizes": (2**63, 2)}, "'sizes' is .* the model takes a shape"),
+        ({**MIXED, "sizes": (1,)}, r"'sizes' has shape \(1,\); allowed: \(n, m\)"),
+        ({**MIXED, "number": 1.5}, "'number' is 1.5; the model takes a number of dtype int32"),
+        ({**MIXED, "number": True}, "'number' is True; the model takes a number of dtype int32"),
+        ({**MIXED, "number": 2**31}, "'number' is 2147483648; the model takes a number"),
+        ({**MIXED, "number": [1, 2]}, r"'number' is \[1, 2\]; the model takes a number"),
+        ({**MIXED, "number": "a"}, "'number' is 'a'; the model takes a number"),
+    ],
+)
+@pytest.mark.parametrize("use", [run, rq.verify])
+def test_inputs__what_does_not_fit_is_named(use, inputs, words):
+    with pytest.raises(DataError, match=words):
+        use(Mixed, inputs)
 
 
 def test_run__needs_one_function():

@@ -1,0 +1,53 @@
+"""What the interpreter knows while a function runs: values of variables and of symbolic sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import tvm
+
+from relayquant.errors import DataError
+
+
+@dataclass
+class Frame:
+    """The state of one function call: values of variables and of symbolic dimensions."""
+
+    mod: tvm.IRModule
+    values: dict[Any, Any] = field(default_factory=dict)
+    symbols: dict[Any, Any] = field(default_factory=dict)
+    #: what stands for the value of an executed binding, as in `interpreter.run_values`
+    settle: Callable[[Any], Any] | None = None
+
+    def evaluate_number(self, expr: Any) -> Any:
+        """The number a scalar expression of TIR stands for; None if a symbol is unknown."""
+        if isinstance(expr, (int, float)):
+            return expr
+        if isinstance(expr, tvm.tirx.IntImm):
+            return int(expr.value)
+        if isinstance(expr, tvm.tirx.FloatImm):
+            return float(expr.value)
+        if isinstance(expr, tvm.tirx.Var):
+            return self.symbols.get(expr)
+        analyzer = tvm.sym.Analyzer()
+        for symbol, size in self.symbols.items():
+            analyzer.bind(symbol, tvm.tirx.const(size, str(symbol.ty.dtype)))
+        simple = analyzer.simplify(expr)
+        return simple.value if isinstance(simple, (tvm.tirx.IntImm, tvm.tirx.FloatImm)) else None
+
+
+def match_shape(frame: Frame, name: str, dims: Sequence[Any], shape: Sequence[int]) -> None:
+    """Bind symbolic dimensions to `shape`; raise DataError where a dimension is another."""
+    text = f"({', '.join(str(getattr(dim, 'value', dim)) for dim in dims)})"
+    if len(dims) != len(shape):
+        raise DataError(f"{name!r} has shape {tuple(shape)}; allowed: {text}.")
+    for dim, size in zip(dims, shape, strict=True):
+        if isinstance(dim, tvm.tirx.Var) and dim not in frame.symbols:
+            frame.symbols[dim] = int(size)
+    for dim, size in zip(dims, shape, strict=True):
+        expected = frame.evaluate_number(dim)
+        if expected is not None and expected != size:
+            known = f" with {dim} = {expected}" if not isinstance(dim, tvm.tirx.IntImm) else ""
+            raise DataError(f"{name!r} has shape {tuple(shape)}; allowed: {text}{known}.")
