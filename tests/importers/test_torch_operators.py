@@ -321,6 +321,8 @@ PROMOTION = {
     "int // number": (lambda x: x // 2, (WHOLE,)),
     "int / int, to floor": (lambda x, y: x.div(y, rounding_mode="floor"), (WHOLE, COUNTS)),
     "int / int, to zero": (lambda x, y: x.div(y, rounding_mode="trunc"), (WHOLE, COUNTS)),
+    "float // int": (lambda x: x.div(2, rounding_mode="floor"), (REALS,)),
+    "float / number, to zero": (lambda x: x.div(0.75, rounding_mode="trunc"), (REALS,)),
     "int % number": (lambda x: x % 4, (WHOLE,)),
     "int + float": (lambda x, y: x + y, (WHOLE, REALS)),
     "int32 + int64": (lambda x, y: x.int() + y, (WHOLE, COUNTS)),

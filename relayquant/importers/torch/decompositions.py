@@ -120,12 +120,11 @@ def convert_operands(operator: Any, own: Decomposition, dtype: Any, args: Any, k
         kwargs = {name: hold_size(each, dtype) for name, each in kwargs.items()}
         return operator.overloadpacket(*args, **kwargs)  # the overload for tensors
 
-    is_whole = not dtype.is_floating_point and not dtype.is_complex
     if all(not isinstance(each, torch.Tensor) or each.dtype == dtype for each in args):
         has_mode = kwargs.get("rounding_mode") is not None
-        if not (has_mode and is_whole and isinstance(args[1], int)):
+        if not has_mode or isinstance(args[1], torch.Tensor):
             return own(*args, **kwargs)
-        # The frontend makes a float of the number.
+        # The frontend makes a float of the number, or an integer next to a float.
         args = (args[0], torch.full((), args[1], dtype=dtype, device=args[0].device))
         return operator(*args, **kwargs)
     args = [each.to(dtype) if isinstance(each, torch.Tensor) else each for each in args]
