@@ -309,7 +309,9 @@ class _Run:
             for shard in shards
         ]
         known = {**self.variables, **self.fixed}
-        read = dict.fromkeys(name for segment in segments for name in segment.inputs)
+        read = dict.fromkeys(
+            name for segment in segments for name in (*segment.inputs, *segment.observed)
+        )
         arguments = {name: known[name] for name in read if name in known}
         states = self.shards.run(index, tasks, arguments, self.advance)
         result = CalibrationResult({}, {})

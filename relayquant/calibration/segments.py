@@ -9,7 +9,7 @@ once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,11 +110,11 @@ def split_graph(
         prefix: Of the functions' names.
     """
     view = Graph(graph.mod)
-    data = find_data_dependent(view, graph.inputs)
     stops = order_stops(view, groups, fits)
     if results:
         stops.append(Stop((), (), tuple(dict.fromkeys(list_results(view)))))
     targets = [stop.targets for stop in stops]
+    data = find_data_dependent(view, graph.inputs, {var for target in targets for var in target})
 
     wanted: list[tuple[list[relax.Var], list[relax.Var]]] = []  # (bindings, values read)
     done: set[relax.Var] = set()
@@ -223,14 +223,28 @@ def read_values(view: Graph, var: relax.Var) -> Iterator[relax.Var]:
     return (arg for arg in free_vars(view.values[var]) if arg in view.order)
 
 
-def find_data_dependent(view: Graph, inputs: Iterable[str]) -> set[relax.Var]:
-    """Values that change from batch to batch, or have as many elements as the batch has samples."""
+def find_data_dependent(
+    view: Graph, inputs: Iterable[str], targets: Collection[relax.Var]
+) -> set[relax.Var]:
+    """Values that change from batch to batch, or have as many elements as the batch has samples.
+
+    What is computed from constants alone is one of them where it is a target (it is observed like
+    any other value), and once it is rounded (by parameters that are picked while segments run).
+    """
     names = set(inputs)
     data = {param for param in view.func.params if param.name in names}
     for binding in view.bindings:
-        reads_data = any(var in data for var in free_vars(binding.value))
-        if reads_data or has_symbols(binding.var) or reads_symbols(binding.value):
-            data.add(binding.var)
+        var, value = binding.var, binding.value
+        if (
+            any(arg in data for arg in free_vars(value))
+            or has_symbols(var)
+            or reads_symbols(value)
+            or var in targets
+            or (
+                view.op_name(var) == "relax.qnn.simulated_quantize" and value.args[0] in view.values
+            )
+        ):
+            data.add(var)
     return data
 
 

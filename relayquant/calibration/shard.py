@@ -190,7 +190,7 @@ def run_shard(
     Args:
         task: What to do.
         functions: The segments; None when there is nothing to compute.
-        arguments: Inputs of the segments that are the same for all batches.
+        arguments: Values that segments read or observe and that are the same for all batches.
     """
     watch = Watch(task)
     computed = {name for segment in task.segments for name in segment.outputs}
@@ -204,10 +204,11 @@ def run_shard(
             name: stack.enter_context(task.values.write(name, task.shard)) for name in task.stored
         }
         for i in range(len(task.shard)):
-            values = {name: next(reader) for name, reader in readers.items()}
+            values = dict(arguments)
+            values.update((name, next(reader)) for name, reader in readers.items())
             for segment in task.segments:
                 if functions is not None and segment.function:
-                    args = [arguments[n] if n in arguments else values[n] for n in segment.inputs]
+                    args = [values[name] for name in segment.inputs]
                     if segment.symbols:
                         args.append(as_shape(task.symbols[i][name] for name in segment.symbols))
                     results = functions.run(segment.function, args)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+import tvm
 from tvm import relax
 from tvm.ir import Call
 
@@ -72,7 +73,16 @@ def fold_constants(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
 def _run_call(call: Call) -> np.ndarray | None:
     """The value of one call of constants, compiled and run by TVM; None when TVM cannot."""
     alone = make_main([], lambda _: Call(call.op, call.args, call.attrs, call.ty_args))
-    mod = relax.transform.FoldConstant()(alone)
+    # FoldConstant runs loops; what legalization itself makes a constant of (arange) it leaves.
+    for fold in (relax.transform.FoldConstant(), relax.transform.LegalizeOps()):
+        array = _find_result(fold(alone))
+        if array is not None:
+            return array
+    return None
+
+
+def _find_result(mod: tvm.IRModule) -> np.ndarray | None:
+    """What main returns if it is a constant."""
     for block in mod["main"].body.blocks:
         for binding in block.bindings:
             array = constant_value(binding.value)

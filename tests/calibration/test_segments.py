@@ -6,12 +6,13 @@ import numpy as np
 import onnx
 import pytest
 import tvm
-from float_models import MAP, build_model, residual_model
+from float_models import MAP, build_model, draw_batches, residual_model
 from tvm import relax, topi
 from tvm.relax import op
 
 import relayquant as rq
 from relayquant.calibration.segments import split_graph
+from relayquant.preparation import constants
 from relayquant.rewrite import Graph
 
 
@@ -122,6 +123,31 @@ def test_split__input_that_is_observed_needs_no_function():
     assert first.groups == ("x",)
     assert first.function == ""
     assert first.outputs == ()
+
+
+@pytest.mark.parametrize("order", rq.Order)
+def test_calibrate__values_that_no_input_changes(order, monkeypatch):
+    """A position embedding, say, of operators that are not computed before."""
+    monkeypatch.setattr(constants, "MAX_GROWTH", 0)
+
+    def body(emit, x):
+        grid = emit("grid", op.reshape(op.arange(0, 12, 1, "float32"), (6, 2)))
+        places = emit.dense("places", grid, 8)
+        added = emit("sum", op.add(op.nn.relu(emit.dense("first", x, 8)), places))
+        return relax.Tuple([emit.dense("last", added, 3), places, grid])
+
+    mod = build_model(body, (6, 5))
+    batches = draw_batches(mod, 4)
+    prepared = rq.calibrate(rq.prepare(mod), batches, order=order)
+    assert rq.sensitivity(prepared, batches[:1], samples=1).rows
+    qmod = rq.lower(rq.convert_to_reference(prepared), prepared.backend)
+    assert {row.name for row in rq.ledger(qmod).rows if row.quantized} >= {"places", "last"}
+    assert rq.verify(qmod, batches[0]).is_equal
+    for got, expected in zip(
+        rq.reference.run(qmod, batches[1]), rq.reference.run(mod, batches[1]), strict=True
+    ):
+        noise = np.linalg.norm(got - expected) / np.linalg.norm(expected)
+        assert noise < 0.01  # 40 dB
 
 
 def test_split__is_well_formed_and_changes_nothing():

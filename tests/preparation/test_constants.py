@@ -64,6 +64,33 @@ def test_constant_chain__folded(check_prepared):
     check_prepared(Before, Expected)
 
 
+def test_arange__folded(check_prepared):
+    """Without operands, and with what is computed from it."""
+    expected = relax.const(np.array([0.0, 1.0, 4.0], "float32"))
+
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(x: R.Tensor((2, 3), "float32")):
+            with R.dataflow():
+                places = R.arange(0, 3, 1, dtype="float32")
+                squares = R.multiply(places, places)
+                y = R.multiply(x, squares)
+                R.output(y)
+            return y
+
+    @I.ir_module
+    class Expected:
+        @R.function
+        def main(x: R.Tensor((2, 3), "float32")):
+            with R.dataflow():
+                y = R.multiply(x, expected)
+                R.output(y)
+            return y
+
+    check_prepared(Before, Expected)
+
+
 def test_dequantize_of_constant__stays(check_prepared):
     weight = relax.const(RNG.integers(-5, 5, (3, 3)).astype("int8"))
 

@@ -23,6 +23,11 @@ PROMOTING = (
     *("pow.Tensor_Tensor", "pow.Tensor_Scalar", "pow.Scalar"),
     *("div.Tensor_mode", "div.Scalar_mode"),
     *(
+        f"bitwise_{name}.{kind}"
+        for name in ("and", "or", "xor")
+        for kind in ("Tensor", "Scalar", "Scalar_Tensor")
+    ),
+    *(
         f"{name}.{kind}"
         for name in ("eq", "ne", "lt", "le", "gt", "ge")
         for kind in ("Tensor", "Scalar")
@@ -122,10 +127,13 @@ def convert_operands(operator: Any, own: Decomposition, dtype: Any, args: Any, k
 
     if all(not isinstance(each, torch.Tensor) or each.dtype == dtype for each in args):
         has_mode = kwargs.get("rounding_mode") is not None
-        if not has_mode or isinstance(args[1], torch.Tensor):
+        if not has_mode or all(isinstance(each, torch.Tensor) for each in args):
             return own(*args, **kwargs)
         # The frontend makes a float of the number, or an integer next to a float.
-        args = (args[0], torch.full((), args[1], dtype=dtype, device=args[0].device))
+        args = [
+            each if isinstance(each, torch.Tensor) else torch.full((), each, dtype=dtype)
+            for each in args
+        ]
         return operator(*args, **kwargs)
     args = [each.to(dtype) if isinstance(each, torch.Tensor) else each for each in args]
     return operator(*args, **kwargs)
@@ -182,11 +190,18 @@ def promote_cat(operator: Any, own: Decomposition) -> Decomposition:
 
 
 def scale_operand(operator: Any, own: Decomposition) -> Decomposition:
-    """add(a, b, alpha=s) -> add(a, b * s)."""
+    """add(a, b, alpha=s) -> add(a, b * s), of the type that a and b have together."""
+
+    import torch  # pyright: ignore[reportMissingImports]
 
     def decompose(this: Any, other: Any, *args: Any, alpha: Any = 1) -> Any:
         alpha = args[0] if args else alpha
-        return own(this, other) if alpha == 1 else operator(this, other * alpha)
+        if alpha == 1:
+            return own(this, other)
+        dtype = find_type([this, other])
+        if isinstance(other, torch.Tensor):
+            return operator(this, (other.to(dtype) * alpha).to(dtype))
+        return operator(this, bool(other * alpha) if dtype == torch.bool else other * alpha)
 
     return decompose
 
