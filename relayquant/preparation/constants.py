@@ -9,7 +9,9 @@ import tvm
 from tvm import relax
 from tvm.ir import Call
 
+from relayquant.errors import ModelError
 from relayquant.preparation.tensors import make_const
+from relayquant.reference import run
 from relayquant.rewrite.editor import Editor
 from relayquant.rewrite.function import make_main
 from relayquant.rewrite.graph import constant_value, static_size, tensor_dtype, tensor_shape
@@ -66,19 +68,28 @@ def fold_constants(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
     else:
         result = _run_call(call)
     if result is None or result.shape != shape or str(result.dtype) != dtype:
-        return decline("TVM does not compute it")
+        return decline("neither TVM nor the reference computes it")
     return make_const(result, dtype)
 
 
 def _run_call(call: Call) -> np.ndarray | None:
-    """The value of one call of constants, compiled and run by TVM; None when TVM cannot."""
+    """The value of one call of constants, compiled and run by TVM or by the reference; None where
+    neither can.
+    """
     alone = make_main([], lambda _: Call(call.op, call.args, call.attrs, call.ty_args))
     # FoldConstant runs loops; what legalization itself makes a constant of (arange) it leaves.
     for fold in (relax.transform.FoldConstant(), relax.transform.LegalizeOps()):
         array = _find_result(fold(alone))
         if array is not None:
             return array
-    return None
+    # Nor does it run what legalization makes calls of libraries of (cumsum, sort).
+    if not isinstance(call.ty, relax.TensorType):
+        return None
+    try:
+        (array,) = run(alone, [])
+    except ModelError:
+        return None  # it has no numpy form and does not compile, which is said where it is compiled
+    return array
 
 
 def _find_result(mod: tvm.IRModule) -> np.ndarray | None:

@@ -91,6 +91,34 @@ def test_arange__folded(check_prepared):
     check_prepared(Before, Expected)
 
 
+def test_calls_of_libraries__folded(check_prepared):
+    """What TVM's own folding leaves: running sums, sorted values."""
+    counts = relax.const(np.array([3.0, 1.0, 2.0], "float32"))
+    expected = relax.const(np.array([1.0, 3.0, 6.0], "float32"))
+
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(x: R.Tensor((2, 3), "float32")):
+            with R.dataflow():
+                ordered = R.sort(counts, axis=0)
+                sums = R.cumsum(ordered, axis=0)
+                y = R.multiply(x, sums)
+                R.output(y)
+            return y
+
+    @I.ir_module
+    class Expected:
+        @R.function
+        def main(x: R.Tensor((2, 3), "float32")):
+            with R.dataflow():
+                y = R.multiply(x, expected)
+                R.output(y)
+            return y
+
+    check_prepared(Before, Expected)
+
+
 def test_dequantize_of_constant__stays(check_prepared):
     weight = relax.const(RNG.integers(-5, 5, (3, 3)).astype("int8"))
 
