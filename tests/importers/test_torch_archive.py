@@ -246,3 +246,13 @@ def test_load__takes_a_program(archive):
 def test_module__told_from_a_program():
     with pytest.raises(ModelError, match=r"is a module, not an exported program"):
         import_torch(make(ResidualNet))
+
+
+def test_archive_of_an_older_release__says_so(tmp_path):
+    """What torch.export.save of PyTorch 2.6 writes has these records."""
+    names = ("serialized_exported_program.json", "serialized_state_dict.pt", "version")
+    with zipfile.ZipFile(tmp_path / "old.pt2", "w") as archive:
+        for name in names:
+            archive.writestr(name, b"{}")
+    with pytest.raises(ModelError, match=r"or one of PyTorch before 2\.8\. Save it again"):
+        rq.load(str(tmp_path / "old.pt2"))

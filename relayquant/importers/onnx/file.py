@@ -75,7 +75,10 @@ def external_file(model_path: Path, tensor: onnx.TensorProto, name: str) -> Path
     """The file of a tensor's data, which must lie in the folder of the model (or below)."""
     folder = model_path.parent.resolve()
     try:
-        location = ExternalDataInfo(tensor).location
+        info = ExternalDataInfo(tensor)
+        location, offset, length = info.location, int(info.offset or 0), int(info.length or 0)
+        if min(offset, length) < 0:
+            raise ValueError("offset and length must be non-negative")
         file = (folder / location).resolve()
         is_there = file.is_file()
     except (ValueError, OSError, RuntimeError) as error:
@@ -92,6 +95,13 @@ def external_file(model_path: Path, tensor: onnx.TensorProto, name: str) -> Path
         raise ModelError(
             f"Tensor {name!r} of {str(model_path)!r} has its data in {location!r}, which is "
             "missing."
+        )
+    size = file.stat().st_size
+    if offset + length > size:  # older releases of onnx ask for the memory first
+        raise ModelError(
+            f"Tensor {name!r} of {str(model_path)!r} has its data in bytes {offset} to "
+            f"{offset + length} of {location!r}, which has {format_count(size, 'byte')}. The file "
+            "is not whole, or another one."
         )
     return file
 

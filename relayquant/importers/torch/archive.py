@@ -150,7 +150,8 @@ def list_records(archive: zipfile.ZipFile, max_bytes: int) -> dict[str, zipfile.
     records: dict[str, zipfile.ZipInfo] = {}
     size = 0
     for info in archive.infolist():
-        name = info.filename.partition("/")[2]
+        # Those of PyTorch before 2.8 have no top folder.
+        name = info.filename.partition("/")[2] or info.filename
         size += info.file_size
         if name in records:
             raise ValueError(f"it has two records {name!r}")
