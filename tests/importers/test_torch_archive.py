@@ -248,6 +248,22 @@ def test_module__told_from_a_program():
         import_torch(make(ResidualNet))
 
 
+def test_older_torch__is_refused(monkeypatch):
+    program = torch.export.export(torch.nn.ReLU(), (torch.zeros(2),))
+    monkeypatch.setattr(torch, "__version__", "2.8.0+cpu")
+    with pytest.raises(rq.MissingDependencyError, match=r"needs PyTorch 2\.9 or later.*2\.8\.0"):
+        rq.load(program)
+
+
+def test_archive_without_plain_weights__says_so(tmp_path):
+    """What torch.export.save of PyTorch 2.8 writes has these records."""
+    with zipfile.ZipFile(tmp_path / "old.pt2", "w") as archive:
+        archive.writestr("model/models/model.json", b'{"graph_module": {"module_call_graph": []}}')
+        archive.writestr("model/data/weights/model.pt", b"")
+    with pytest.raises(ModelError, match=r"PyTorch before 2\.9 keeps weights in a pickle"):
+        rq.load(str(tmp_path / "old.pt2"))
+
+
 def test_archive_of_an_older_release__says_so(tmp_path):
     """What torch.export.save of PyTorch 2.6 writes has these records."""
     names = ("serialized_exported_program.json", "serialized_state_dict.pt", "version")

@@ -114,7 +114,7 @@ def copy_data(archive: zipfile.ZipFile, max_bytes: int) -> io.BytesIO:
     if GRAPH not in records:
         raise ValueError(
             f"it has no record {GRAPH!r}: it is no torch.export archive, or one of PyTorch before "
-            "2.8. Save it again with torch.export.save"
+            "2.8. Save it again with torch.export.save of 2.9 or later"
         )
     graph = read_json(archive, records[GRAPH])
     copied: dict[str, bytes] = {
@@ -124,7 +124,10 @@ def copy_data(archive: zipfile.ZipFile, max_bytes: int) -> io.BytesIO:
     copied[SAMPLE_INPUTS] = b""
     for folder, config in PAYLOADS.items():
         if config not in records:
-            raise ValueError(f"it has no record {config!r}")
+            raise ValueError(
+                f"it has no record {config!r}: PyTorch before 2.9 keeps weights in a pickle, which "
+                "is not opened. Save it again with torch.export.save of 2.9 or later"
+            )
         content = read_json(archive, records[config])
         copied[config] = json.dumps(content).encode()
         for name, entry in content["config"].items():

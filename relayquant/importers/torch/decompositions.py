@@ -239,9 +239,30 @@ def attend(_operator: Any, own: Decomposition) -> Decomposition:
         if causal:
             seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
             scores = scores.masked_fill(~seen, -torch.inf)
-        return torch.matmul(torch.softmax(scores, -1), value)
+        result = torch.matmul(torch.softmax(scores, -1), value)
+        return result if takes_views() else order_as(result, query)
 
     return decompose
+
+
+def takes_views() -> bool:
+    """Whether PyTorch asks the table for views: 2.10 does not, 2.13 does."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    return tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+
+
+def order_as(data: Any, other: Any) -> Any:
+    """The same values in memory in the order of another tensor: attention's result lies as its
+    queries do, and views of it were exported so.
+    """
+    import torch  # pyright: ignore[reportMissingImports]
+
+    axes = sorted(range(other.dim()), key=other.stride, reverse=True)
+    if axes == list(range(other.dim())):
+        return data
+    places = [axes.index(axis) for axis in range(other.dim())]
+    return data.permute(axes).clone(memory_format=torch.contiguous_format).permute(places)
 
 
 def view_copy(_operator: Any, own: Decomposition) -> Decomposition:

@@ -30,6 +30,9 @@ from relayquant.rewrite.editor import Editor
 from relayquant.rewrite.graph import call_name
 from relayquant.storage.files import reading
 
+#: The oldest release of PyTorch that programs are read with: see pyproject.toml.
+OLDEST = (2, 9)
+
 
 @check_arguments
 def import_torch(
@@ -53,7 +56,7 @@ def import_torch(
     Raises:
         ModelError: the file cannot be read, holds something that reading would execute, or an
             operator that TVM's frontend does not know.
-        MissingDependencyError: torch is not installed.
+        MissingDependencyError: torch is not installed, or too old.
     """
     program = program_or_path
     is_path = isinstance(program, str | os.PathLike)
@@ -65,6 +68,11 @@ def import_torch(
         raise MissingDependencyError(
             "Reading a torch.export program needs PyTorch. Run: pip install 'relayquant[torch]'"
         ) from None
+    if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST:
+        raise MissingDependencyError(
+            f"Reading a torch.export program needs PyTorch {OLDEST[0]}.{OLDEST[1]} or later, this "
+            f"is {torch.__version__}. Run: pip install --upgrade 'relayquant[torch]'"
+        )
     if isinstance(program, torch.export.ExportedProgram):
         return _import_program(program)
     if isinstance(program, torch.nn.Module):
