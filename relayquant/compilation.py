@@ -60,9 +60,10 @@ def compile(
         target: None for this machine, a `tvm.target.Target`, a dict, or a string such as
             "llvm -mcpu=cascadelake".
         tune: Time the few best register tiles of every int8 convolution and dense layer on this
-            machine, instead of taking the one that is estimated to be fastest: some seconds for a
-            model. Results are the same, bit for bit. The times are remembered in a file, by default
-            in the cache folder of the system; a path names another one.
+            machine, and 3x3 convolutions with Winograd's transforms and without, instead of taking
+            what is estimated to be fastest: some seconds for a model. Results are the same, bit for
+            bit. The times are remembered in a file, by default in the cache folder of the system; a
+            path names another one.
 
     Raises:
         ConfigError: TVM does not know the target; with `tune`, this machine cannot run code for it,
@@ -74,8 +75,8 @@ def compile(
     resolved = resolve_target(target)
     if tune is False:
         return build(mod, resolved, pipeline(resolved))
-    with open_tuner(resolved, None if tune is True else Path(tune)) as choose_tile:
-        return build(mod, resolved, adapt_pipeline(make_pipeline(resolved, choose_tile)))
+    with open_tuner(resolved, None if tune is True else Path(tune)) as choose_form:
+        return build(mod, resolved, adapt_pipeline(make_pipeline(resolved, choose_form)))
 
 
 def build(mod: tvm.IRModule, target: Target, lowering: tvm.transform.Pass) -> MappedExecutable:

@@ -112,7 +112,7 @@ def add_tune(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tune",
         action="store_true",
-        help="time the few best tiles of every layer on this machine (some seconds, remembered)",
+        help="time the few best forms of every layer on this machine (some seconds, remembered)",
     )
     parser.add_argument(
         "--tune-file",

@@ -21,7 +21,7 @@ from relayquant.codegen.rules.elementwise import ELEMENTWISE_RULES, is_fused
 from relayquant.codegen.rules.kernel_call import KernelCall, KernelContext, KernelRule
 from relayquant.codegen.rules.linear import LINEAR_RULES
 from relayquant.codegen.shared_kernels import share_kernels
-from relayquant.codegen.tuning import ChooseTile, keep_estimate
+from relayquant.codegen.tuning import ChooseForm, keep_estimate
 from relayquant.dialect.cost import MACS_ATTR, count_macs
 from relayquant.kernels.integer.lookup import ByteShuffle
 from relayquant.kernels.isa.base import Isa
@@ -35,7 +35,7 @@ KERNEL_RULES: tuple[KernelRule, ...] = (*LINEAR_RULES, *ELEMENTWISE_RULES)
 
 
 def lower_integer(
-    mod: tvm.IRModule, target: Target, choose_tile: ChooseTile = keep_estimate
+    mod: tvm.IRModule, target: Target, choose_form: ChooseForm = keep_estimate
 ) -> tvm.IRModule:
     """Replace integer operators of main, in the layout of the kernels, by kernels for the target's
     instruction set.
@@ -46,7 +46,7 @@ def lower_integer(
     if target.kind.name != "llvm" or not has_integer_main(mod):
         return mod
     isa, shuffle = select_isa(target), select_shuffle(target)
-    return call_kernels(mod, isa, shuffle, choose_tile=choose_tile)
+    return call_kernels(mod, isa, shuffle, choose_form=choose_form)
 
 
 def has_integer_main(mod: tvm.IRModule) -> bool:
@@ -63,13 +63,13 @@ def call_kernels(
     shuffle: ByteShuffle | None = None,
     rules: Sequence[KernelRule] = KERNEL_RULES,
     on_skip: OnSkip = log_skip,
-    choose_tile: ChooseTile = keep_estimate,
+    choose_form: ChooseForm = keep_estimate,
 ) -> tvm.IRModule:
     """The module with every chain that a rule takes computed by one `call_tir`; `on_skip` hears why
     the others are not, and where a chain ends.
     """
     graph = Graph(mod)
-    calls = find_calls(KernelContext(graph, isa, shuffle, choose_tile, on_skip), rules)
+    calls = find_calls(KernelContext(graph, isa, shuffle, choose_form, on_skip), rules)
     inner = {var for call in calls.values() for var in call.vars[:-1]}
 
     def visit(emitter: Emitter, binding: relax.VarBinding) -> relax.Expr | None:

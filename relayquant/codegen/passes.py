@@ -20,20 +20,20 @@ from relayquant.codegen.schedule.extremes import create_extremes_pass
 from relayquant.codegen.schedule.schedule_pass import create_schedule_pass
 from relayquant.codegen.schedule.vector_math import create_math_pass
 from relayquant.codegen.threads import add_pool
-from relayquant.codegen.tuning import ChooseTile, keep_estimate
+from relayquant.codegen.tuning import ChooseForm, keep_estimate
 from relayquant.codegen.views import KEEP_VIEWS
 from relayquant.codegen.weight_zero import centre_weights
 from relayquant.codegen.wide_sums import part_wide_sums
 from relayquant.codegen.wide_types import widen_types
 
 
-def make_pipeline(target: Target, choose_tile: ChooseTile = keep_estimate) -> tvm.transform.Pass:
+def make_pipeline(target: Target, choose_form: ChooseForm = keep_estimate) -> tvm.transform.Pass:
     """A relax pipeline for a target: kernels, exact legalization, schedules, TVM's own lowering."""
 
     def run(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
         if has_integer_main(mod):
             mod = part_wide_sums(centre_weights(mod))
-        mod = lower_integer(convert_layout(mod), target, choose_tile)
+        mod = lower_integer(convert_layout(mod), target, choose_form)
         mod = lower_grouped(lower_row_norms(mod, target), target)
         mod = lower_float(widen_types(mod), target)
         with target:

@@ -1,4 +1,4 @@
-"""Tiles that are timed, and the file that remembers them. No test depends on what a clock says."""
+"""Forms that are timed, and the file that remembers them. No test depends on what a clock says."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from float_models import build_model, draw_batches
 from tvm import relax
 
 import relayquant as rq
-from relayquant.codegen import tile_file, tuning
-from relayquant.codegen.tile_file import add_tiles, find_cache_folder, read_tiles
-from relayquant.codegen.tuning import describe_layer, open_tuner
+from relayquant.codegen import form_file, tuning
+from relayquant.codegen.form_file import add_forms, find_cache_folder, read_forms
+from relayquant.codegen.tuning import describe_layer, list_forms, open_tuner
 from relayquant.errors import ConfigError, FileError
 from relayquant.kernels.integer.conv_plan import choose_plan, list_tiles
 from relayquant.kernels.integer.epilogue import Epilogue, Residual, Store
-from relayquant.kernels.integer.specs import Conv2d, Tile
+from relayquant.kernels.integer.specs import Conv2d, KernelForm, Tile
+from relayquant.kernels.integer.winograd import can_winograd
+from relayquant.kernels.isa.base import VNNI512
 from relayquant.kernels.isa.select import select_isa
-from relayquant.kernels.isa.target import resolve_target
+from relayquant.kernels.isa.target import list_instructions, resolve_target
 
 TARGET = resolve_target(None)
 ISA = select_isa(TARGET)
@@ -52,52 +54,76 @@ def test_compile__tuned_is_bit_equal(tmp_path, last_is_fastest):
     qmod = rq.quantize(mod, None, batches, effort="fast")
     inputs = [*batches[0].values()]
     wanted = rq.Executor(rq.compile(qmod)).run("main", inputs)
-    path = tmp_path / "tiles.json"
+    path = tmp_path / "forms.json"
     got = rq.Executor(rq.compile(qmod, tune=path)).run("main", inputs)
     np.testing.assert_array_equal(got[0], wanted[0])
-    tiles = read_tiles(path)
-    assert len(tiles) == 1  # the other layer has too few products to matter
-    (layer,) = tiles
+    forms = read_forms(path)
+    assert len(forms) == 1  # the other layer has too few products to matter
+    (layer,) = forms
     assert "1x20x20x16 to 32" in layer
 
 
-def test_open_tuner__takes_the_fastest_and_remembers_it(tmp_path, last_is_fastest, monkeypatch):
-    path = tmp_path / "new folder" / "tiles.json"
-    listed = list_tiles(choose_plan(LAYER, ISA), tuning.CANDIDATES)
+@pytest.mark.parametrize("able", [False, True], ids=["direct", "transforms too"])
+def test_open_tuner__takes_the_fastest_and_remembers_it(tmp_path, monkeypatch, able):
+    path = tmp_path / "new folder" / "forms.json"
+    listed = list_forms(LAYER, VNNI512, able)
     assert len(listed) > 2
+    monkeypatch.setattr(tuning, "time_forms", lambda _spec, _isa, _target, forms: forms[-1])
     with open_tuner(TARGET, path) as choose:
-        fastest = choose(LAYER, ISA)
-    assert fastest == listed[-1]
-    assert choose_plan(replace(LAYER, tile=fastest), ISA).tile == fastest
-    monkeypatch.setattr(tuning, "time_tiles", None)  # would fail if it were called
+        assert choose(LAYER, VNNI512, able) == listed[-1]
+    monkeypatch.setattr(tuning, "time_forms", None)  # would fail if it were called
     with open_tuner(TARGET, path) as choose:
-        assert choose(LAYER, ISA) == fastest
+        assert choose(LAYER, VNNI512, able) == listed[-1]
+
+
+def test_time_forms__the_fastest(last_is_fastest):
+    forms = list_forms(LAYER, ISA, False)
+    assert len(forms) > 2
+    assert tuning.time_forms(LAYER, ISA, TARGET, forms) == forms[-1]
+    assert choose_plan(replace(LAYER, tile=forms[-1].tile), ISA).tile == forms[-1].tile
 
 
 def test_open_tuner__the_estimate_stays_where_nothing_is_faster(tmp_path, monkeypatch):
     monkeypatch.setattr(tuning, "time_run", lambda _run: 1.0)
     monkeypatch.setattr(tuning, "SECONDS", 1e-9)
-    with open_tuner(TARGET, tmp_path / "tiles.json") as choose:
-        assert choose(LAYER, ISA) == choose_plan(LAYER, ISA).tile
+    with open_tuner(TARGET, tmp_path / "forms.json") as choose:
+        assert choose(LAYER, ISA, False) == KernelForm(choose_plan(LAYER, ISA).tile)
 
 
-def test_open_tuner__a_tile_that_is_not_listed_is_not_built(tmp_path, last_is_fastest):
-    """A file is untrusted: 60,000 accumulators would take LLVM hours."""
-    path = tmp_path / "tiles.json"
+def test_open_tuner__a_form_that_is_not_listed_is_not_built(tmp_path, last_is_fastest):
+    """A file is untrusted: 60,000 accumulators would take LLVM hours, and transforms of weights
+    that are too large would be wrong.
+    """
+    path = tmp_path / "forms.json"
     with open_tuner(TARGET, path) as choose:
-        fastest = choose(LAYER, ISA)
-    (layer,) = read_tiles(path)
-    add_tiles(path, {layer: Tile(1, 60_000, 1)})
-    with open_tuner(TARGET, path) as choose:
-        assert choose(LAYER, ISA) == fastest
-    assert read_tiles(path) == {layer: fastest}
+        fastest = choose(LAYER, ISA, False)
+    (layer,) = read_forms(path)
+    for other in (KernelForm(Tile(1, 60_000, 1)), replace(fastest, transforms=True)):
+        add_forms(path, {layer: other})
+        with open_tuner(TARGET, path) as choose:
+            assert choose(LAYER, ISA, False) == fastest
+        assert read_forms(path) == {layer: fastest}
 
 
 def test_open_tuner__times_for_real(tmp_path, monkeypatch):
     monkeypatch.setattr(tuning, "SECONDS", 0.002)
     spec = replace(LAYER, epilogue=Epilogue(residual=Residual("int8", 3, 0.5), is_small=True))
-    with open_tuner(TARGET, tmp_path / "tiles.json") as choose:
-        assert choose(spec, ISA) in list_tiles(choose_plan(spec, ISA), tuning.CANDIDATES)
+    with open_tuner(TARGET, tmp_path / "forms.json") as choose:
+        for able in {False, can_winograd(spec, ISA, np.ones(spec.weight_shape, "int8"))}:
+            assert choose(spec, ISA, able) in list_forms(spec, ISA, able)
+
+
+@pytest.mark.parametrize(
+    ("changes", "first"),
+    [({}, True), ({"height": 5, "width": 5, "out_channels": 16, "in_channels": 16}, False)],
+)
+def test_list_forms__with_transforms_and_without(changes, first):
+    spec = replace(LAYER, **changes)
+    forms = list_forms(spec, VNNI512, True)
+    assert forms[0].transforms is first
+    assert {form.transforms for form in forms} == {True, False}
+    assert len({*forms}) == len(forms) <= tuning.CANDIDATES
+    assert not any(form.transforms for form in list_forms(spec, VNNI512, False))
 
 
 def test_list_tiles__differ_and_begin_with_the_estimate():
@@ -128,73 +154,86 @@ def test_list_tiles__differ_and_begin_with_the_estimate():
     ids=str,
 )
 def test_describe_layer__tells_layers_apart(change):
-    assert describe_layer(replace(LAYER, **change), ISA) != describe_layer(LAYER, ISA)
+    changed = describe_layer(replace(LAYER, **change), ISA, False)
+    assert changed != describe_layer(LAYER, ISA, False)
+
+
+def test_describe_layer__tells_weights_apart_that_transforms_can_take():
+    assert describe_layer(LAYER, ISA, True) != describe_layer(LAYER, ISA, False)
 
 
 def test_describe_layer__is_the_same_for_other_numbers():
     other = replace(LAYER, in_zero_point=9, epilogue=replace(LAYER.epilogue, zero_point=5, low=3))
-    assert describe_layer(other, ISA) == describe_layer(LAYER, ISA)
+    assert describe_layer(other, ISA, False) == describe_layer(LAYER, ISA, False)
 
 
-GOOD = '{"format": "relayquant.tiles", "version": 1, "made_by": "%s", "tiles": {"a": [1, 2, 3, 1]}}'
+FORM = '{"tile": {"rows": 1, "cols": 2, "blocks": 3, "chains": 1}, "transforms": false}'
+GOOD = '{"format": "relayquant.forms", "version": 1, "made_by": "%s", "forms": {"a": FORM}}'
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "is no file of timed tiles, or is damaged"),
-        (GOOD[:-9], "is no file of timed tiles, or is damaged"),
-        ("[]", "its format is not 'relayquant.tiles'"),
-        ('{"format": "relayquant.qparams"}', "its format is not 'relayquant.tiles'"),
-        (GOOD.replace("[1, 2, 3, 1]", "[1, 2, 3]"), "is no tile"),
-        (GOOD.replace("[1, 2, 3, 1]", "[1, 2, 3, 0]"), "is no tile"),
-        (GOOD.replace("[1, 2, 3, 1]", "[1, 2, 3, true]"), "is no tile"),
-        (GOOD.replace("[1, 2, 3, 1]", "[1, 2, 3, 1e9]"), "is no tile"),
-        (GOOD.replace('{"a": [1, 2, 3, 1]}', "7"), "is no file of timed tiles, or is damaged"),
+        ("", "is no file of timed forms, or is damaged"),
+        (GOOD[:-9], "is no file of timed forms, or is damaged"),
+        ("[]", "its format is not 'relayquant.forms'"),
+        ('{"format": "relayquant.qparams"}', "its format is not 'relayquant.forms'"),
+        (GOOD.replace("FORM", "[1, 2, 3, 1]"), "is no form"),
+        (GOOD.replace("FORM", FORM.replace("false", "0")), "is no form"),
+        (GOOD.replace("FORM", FORM.replace(', "chains": 1', "")), "is no tile"),
+        (GOOD.replace("FORM", FORM.replace("1", "0")), "is no tile"),
+        (GOOD.replace("FORM", FORM.replace("1", "true")), "is no tile"),
+        (GOOD.replace("FORM", FORM.replace("1", "1e9")), "is no tile"),
+        (GOOD.replace("FORM", '{"tile": null, "transforms": false}'), "is no tile"),
+        (GOOD.replace('{"a": FORM}', "7"), "is no file of timed forms, or is damaged"),
         ("[" * 100_000, "it is nested too deeply"),
     ],
 )
 def test_compile__a_damaged_file_is_refused_and_stays(tmp_path, text, message):
-    path = tmp_path / "tiles.json"
-    text = text.replace("%s", tile_file.tvm.__version__)
+    path = tmp_path / "forms.json"
+    text = text.replace("%s", form_file.tvm.__version__)
     path.write_text(text)
-    with pytest.raises(ConfigError, match=r"tiles\.json.*Delete it, or name another file") as error:
+    with pytest.raises(ConfigError, match=r"forms\.json.*Delete it, or name another file") as error:
         rq.compile(model(), tune=path)
     assert message in str(error.value)
     assert path.read_text() == text
 
 
 @pytest.mark.parametrize("change", [{"version": 0}, {"made_by": "0.1"}])
-def test_read_tiles__of_another_version_are_timed_anew(tmp_path, change):
-    path = tmp_path / "tiles.json"
-    good = json.loads(GOOD % tile_file.tvm.__version__)
+def test_read_forms__of_another_version_are_timed_anew(tmp_path, change):
+    path = tmp_path / "forms.json"
+    good = json.loads((GOOD % form_file.tvm.__version__).replace("FORM", FORM))
     path.write_text(json.dumps(good))
-    assert read_tiles(path) == {"a": Tile(1, 2, 3, 1)}
+    assert read_forms(path) == {"a": KernelForm(Tile(1, 2, 3, 1))}
     path.write_text(json.dumps(good | change))
-    assert read_tiles(path) == {}
+    assert read_forms(path) == {}
 
 
-def test_add_tiles__keeps_what_another_process_wrote(tmp_path):
-    path = tmp_path / "tiles.json"
-    add_tiles(path, {"a": Tile(1, 2, 3), "b": Tile(4, 5, 1)})
-    add_tiles(path, {"b": Tile(1, 5, 2), "c": Tile(1, 1, 4, 3)})
-    wanted = {"a": Tile(1, 2, 3), "b": Tile(1, 5, 2), "c": Tile(1, 1, 4, 3)}
-    assert read_tiles(path) == wanted
-    assert [each.name for each in tmp_path.iterdir()] == ["tiles.json"]  # nothing temporary stays
+def test_add_forms__keeps_what_another_process_wrote(tmp_path):
+    path = tmp_path / "forms.json"
+    add_forms(path, {"a": KernelForm(Tile(1, 2, 3)), "b": KernelForm(Tile(4, 5, 1))})
+    add_forms(path, {"b": KernelForm(Tile(1, 5, 2), True), "c": KernelForm(Tile(1, 1, 4, 3))})
+    wanted = {
+        "a": KernelForm(Tile(1, 2, 3)),
+        "b": KernelForm(Tile(1, 5, 2), True),
+        "c": KernelForm(Tile(1, 1, 4, 3)),
+    }
+    assert read_forms(path) == wanted
+    assert [each.name for each in tmp_path.iterdir()] == ["forms.json"]  # nothing temporary stays
 
 
-def test_add_tiles__an_interrupted_writer_leaves_the_file_as_it_was(tmp_path, monkeypatch):
-    path = tmp_path / "tiles.json"
-    add_tiles(path, {"a": Tile(1, 2, 3)})
+def test_add_forms__an_interrupted_writer_leaves_the_file_as_it_was(tmp_path, monkeypatch):
+    path = tmp_path / "forms.json"
+    add_forms(path, {"a": KernelForm(Tile(1, 2, 3))})
 
     def interrupt(*_args, **_kwargs):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Path, "replace", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        add_tiles(path, {"b": Tile(1, 2, 3)})
-    assert read_tiles(path) == {"a": Tile(1, 2, 3)}
-    assert [each.name for each in tmp_path.iterdir()] == ["tiles.json"]
+        add_forms(path, {"b": KernelForm(Tile(1, 2, 3))})
+    assert read_forms(path) == {"a": KernelForm(Tile(1, 2, 3))}
+    assert [each.name for each in tmp_path.iterdir()] == ["forms.json"]
 
 
 def test_compile__a_file_that_cannot_be_written_is_said_before_anything_is_timed(tmp_path):
@@ -211,11 +250,38 @@ def test_compile__a_file_that_cannot_be_written_is_said_before_anything_is_timed
 )
 def test_compile__tuning_is_for_what_this_machine_runs(tmp_path, target, message):
     with pytest.raises(ConfigError, match=message):
-        rq.compile(model(), target, tune=tmp_path / "tiles.json")
+        rq.compile(model(), target, tune=tmp_path / "forms.json")
+
+
+@pytest.mark.parametrize("cpu", ["x86-64", "x86-64-v3", "haswell", "znver2", "znver3"])
+def test_check_runnable__what_other_cpus_do_fast_is_no_instruction(cpu):
+    """All of these but the first are of AVX2; haswell moves bytes fast, which a Zen does not."""
+    target = resolve_target(f"llvm -mtriple=x86_64-linux-gnu -mcpu={cpu}")
+    if not list_instructions(target) <= list_instructions(TARGET):
+        pytest.skip(f"this CPU has less instructions than {cpu}")
+    tuning.check_runnable(target)
+
+
+@pytest.mark.parametrize(
+    ("cpu", "others", "wanted"),
+    [
+        ("x86-64-v3", ["haswell"], ["x86-64-v2"]),
+        ("haswell", ["znver3", "cascadelake", "znver5"], ["x86-64-v3"]),
+        ("cascadelake", ["icelake-server", "sapphirerapids"], ["x86-64-v4", "skylake-avx512"]),
+        ("cortex-a76", ["neoverse-n1", "cortex-a78"], ["cortex-a75", "cortex-a55"]),
+    ],
+)
+def test_list_instructions__of_cpus_that_follow_each_other(cpu, others, wanted):
+    def of(name):
+        triple = "aarch64-linux-gnu" if name.startswith(("cortex", "neo")) else "x86_64-linux-gnu"
+        return list_instructions(resolve_target(f"llvm -mtriple={triple} -mcpu={name}"))
+
+    assert all(of(name) <= of(cpu) for name in wanted)
+    assert all(of(cpu) < of(name) for name in others)
 
 
 def test_find_cache_folder__is_that_of_the_system(tmp_path, monkeypatch):
-    monkeypatch.setattr(tile_file.sys, "platform", "linux")
+    monkeypatch.setattr(form_file.sys, "platform", "linux")
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     assert find_cache_folder() == tmp_path / ".cache/relayquant"
@@ -223,8 +289,8 @@ def test_find_cache_folder__is_that_of_the_system(tmp_path, monkeypatch):
     assert find_cache_folder() == tmp_path / ".cache/relayquant"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
     assert find_cache_folder() == tmp_path / "elsewhere/relayquant"
-    monkeypatch.setattr(tile_file.sys, "platform", "darwin")
+    monkeypatch.setattr(form_file.sys, "platform", "darwin")
     assert find_cache_folder() == tmp_path / "Library/Caches/relayquant"
-    monkeypatch.setattr(tile_file.sys, "platform", "win32")
+    monkeypatch.setattr(form_file.sys, "platform", "win32")
     monkeypatch.setenv("LOCALAPPDATA", str(tmp_path / "Local"))
     assert find_cache_folder() == tmp_path / "Local/relayquant"

@@ -14,16 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from machines import best_isa, runnable_target
 
+from relayquant.codegen.tuning import keep_estimate
 from relayquant.errors import ConfigError
+from relayquant.kernels.integer.conv_plan import list_tiles
 from relayquant.kernels.integer.epilogue import Epilogue, Residual, Store
-from relayquant.kernels.integer.specs import Conv2d
+from relayquant.kernels.integer.specs import Conv2d, KernelForm
 from relayquant.kernels.integer.winograd import (
     LARGEST_SUM,
     WinogradPlan,
     build_winograd,
+    can_winograd,
     find_largest_sum,
     pack_winograd,
-    prefers_winograd,
 )
 from relayquant.kernels.isa.arm import SDOT
 from relayquant.kernels.isa.base import AVX2, PORTABLE, VNNI512, X86_ISAS
@@ -71,6 +73,16 @@ every_x86 = pytest.mark.parametrize("isa", X86_ISAS, ids=lambda isa: isa.name)
 @pytest.mark.parametrize("name", CASES)
 def test_winograd__equals_the_direct_form(name, isa):
     check_conv2d(CASES[name], isa, runnable_target(isa), 0, build_winograd, pack_winograd)
+
+
+@every_x86
+@pytest.mark.parametrize("name", ["chunks of several sizes", "batch 2, chunks in parts"])
+def test_winograd__of_every_tile_that_is_timed(name, isa):
+    tiles = list_tiles(WinogradPlan(CASES[name], isa).product, 4)
+    assert len(tiles) > 2
+    for tile in tiles[1:]:
+        spec = replace(CASES[name], tile=tile)
+        check_conv2d(spec, isa, runnable_target(isa), 0, build_winograd, pack_winograd)
 
 
 @given(
@@ -123,7 +135,7 @@ def test_winograd__sums_as_large_as_they_get(isa, largest, signs, zero_point):
 def test_winograd__sums_that_are_too_large_are_refused():
     spec = replace(LAYER, in_channels=240)
     weight = np.full(spec.weight_shape, 127, "int8")
-    assert not prefers_winograd(spec, VNNI512, weight)
+    assert not can_winograd(spec, VNNI512, weight)
     multiplier = np.float32(1e-6)
     with pytest.raises(ConfigError, match=f"reach {128 * 127 * 9 * 240}; allowed: below 33554432"):
         pack_winograd(spec, VNNI512, weight, np.zeros(64, "int32"), multiplier)
@@ -153,9 +165,10 @@ def test_winograd__sums_that_are_too_large_are_refused():
         ({"height": 14, "width": 14, "in_channels": 256, "out_channels": 256}, ON_ZEN4, True),
     ],
 )
-def test_prefers_winograd__where_it_can_and_pays(changes, isa, expected):
+def test_winograd__where_it_can_and_pays(changes, isa, expected):
     spec = replace(LAYER, **changes)
-    assert prefers_winograd(spec, isa, np.ones(spec.weight_shape, "int8")) is expected
+    able = can_winograd(spec, isa, np.ones(spec.weight_shape, "int8"))
+    assert keep_estimate(spec, isa, able) == KernelForm(transforms=expected)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from tvm import relax
 from tvm.ir import Call
 from tvm.tirx import PrimFunc
 
-from relayquant.codegen.tuning import ChooseTile, keep_estimate
+from relayquant.codegen.tuning import ChooseForm, keep_estimate
 from relayquant.kernels.emit import repeat_over_batch
 from relayquant.kernels.integer.lookup import ByteShuffle
 from relayquant.kernels.isa.base import Isa
@@ -41,7 +41,7 @@ class KernelContext:
     graph: Graph
     isa: Isa
     shuffle: ByteShuffle | None = None  #: how bytes are looked up, where there is a way
-    choose_tile: ChooseTile = keep_estimate  #: how a convolution gets its register tile
+    choose_form: ChooseForm = keep_estimate  #: how a convolution is computed
     on_skip: OnSkip = log_skip  #: hears why a rule declines, or where a kernel ends
 
     def next(self, var: relax.Var, *ops: str) -> relax.Var | None:

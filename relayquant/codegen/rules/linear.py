@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
@@ -23,7 +23,6 @@ from relayquant.codegen.rules.kernel_call import (
     split_rows,
 )
 from relayquant.codegen.rules.tail import UNBIASED_TAKES, IntegerTail, follow_product
-from relayquant.codegen.tuning import choose_tile
 from relayquant.kernels.integer.conv import build_conv2d, build_dense, pack_conv2d, pack_dense
 from relayquant.kernels.integer.conv_transpose import (
     Conv2dTranspose,
@@ -33,7 +32,7 @@ from relayquant.kernels.integer.conv_transpose import (
 from relayquant.kernels.integer.matmul import BatchMatmul, build_batch_matmul
 from relayquant.kernels.integer.rows import build_dense_rows, pack_dense_rows
 from relayquant.kernels.integer.specs import Conv2d, Dense, PackedWeights
-from relayquant.kernels.integer.winograd import build_winograd, pack_winograd, prefers_winograd
+from relayquant.kernels.integer.winograd import build_winograd, can_winograd, pack_winograd
 from relayquant.rewrite import Skip
 from relayquant.rewrite.expressions import expand_padding, pair
 from relayquant.rewrite.graph import constant_value, tensor_dtype, tensor_shape
@@ -129,11 +128,11 @@ def lower_conv2d(context: KernelContext, var: relax.Var) -> KernelCall | Skip:
         epilogue=tail.epilogue,
     )
     isa = context.isa.for_weights(weight)
+    form = context.choose_form(spec, isa, can_winograd(spec, isa, weight))
+    spec = replace(spec, tile=form.tile)
     pack, build = pack_conv2d, build_conv2d
-    if prefers_winograd(spec, isa, weight):
+    if form.transforms:
         pack, build = pack_winograd, build_winograd
-    else:
-        spec = choose_tile(spec, isa, context.choose_tile)
     packed = pack(spec, isa, weight, tail.offsets, tail.multiplier)
     sizes = (batch, *spec.out_size, outputs)
     out_shape = sizes if len(linear.shape) == 4 else (batch, *sizes[2:])
@@ -209,7 +208,8 @@ def lower_dense(context: KernelContext, var: relax.Var) -> KernelCall | Skip:
     pack = pack_dense_rows if linear.is_symbolic else pack_dense
     isa = context.isa.for_weights(linear.weight)
     if not linear.is_symbolic:
-        spec = choose_tile(spec, isa, context.choose_tile)
+        form = context.choose_form(spec.as_conv2d(), isa, False)
+        spec = replace(spec, tile=form.tile)
     packed = pack(spec, isa, linear.weight, tail.offsets, tail.multiplier)
     operands = (linear.call.args[0], *packed.arguments(), *tail.residuals)
     if linear.is_symbolic:

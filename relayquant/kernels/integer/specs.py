@@ -27,6 +27,14 @@ class Tile:
 
 
 @dataclass(frozen=True)
+class KernelForm:
+    """How a convolution is computed; what it computes is the same in all forms."""
+
+    tile: Tile | None = None  #: None: that of the least estimated time
+    transforms: bool = False  #: by Winograd's transforms, not directly
+
+
+@dataclass(frozen=True)
 class Conv2d(Conv2dShape):
     """A quantized convolution with static shapes; padded pixels hold `in_zero_point`."""
 

@@ -149,8 +149,8 @@ class WinogradPlan:
         """The matrix product of one element; its pixels are the tiles of the smallest chunk."""
         tiles = self.tiles[0] // self.chunks * self.tiles[1]
         channels = self.spec.in_channels, self.spec.out_channels
-        stored = Epilogue(Store.ACCUMULATOR, "int32")
-        spec = Conv2d(1, 1, tiles, *channels, (1, 1), in_dtype="int16", epilogue=stored)
+        stored, tile = Epilogue(Store.ACCUMULATOR, "int32"), self.spec.tile
+        spec = Conv2d(1, 1, tiles, *channels, (1, 1), in_dtype="int16", epilogue=stored, tile=tile)
         return ConvPlan(spec, self.isa.for_activations("int16").for_wrapping_sums())
 
     @cached_property
@@ -189,9 +189,9 @@ class WinogradPlan:
         return tiles + self.weight_bytes / BYTES_PER_DOT
 
 
-def prefers_winograd(spec: Conv2d, isa: Isa, weight: NDArray[np.int8]) -> bool:
-    """Whether `build_winograd` can compute a convolution with these weights (OHWI), and is
-    estimated to be faster than `build_conv2d`.
+def can_winograd(spec: Conv2d, isa: Isa, weight: NDArray[np.int8]) -> bool:
+    """Whether `build_winograd` can compute a convolution with these weights (OHWI), and they stay
+    small enough for a cache.
     """
     # Pairs of int16: the other instruction sets of the package have none, or better ones for bytes.
     pairs = isa.narrowing is not None and isa.for_activations("int16").products == 2
@@ -199,9 +199,16 @@ def prefers_winograd(spec: Conv2d, isa: Isa, weight: NDArray[np.int8]) -> bool:
         return False
     if find_largest_sum(weight) >= LARGEST_SUM:
         return False
-    direct, plan = choose_plan(spec, isa), WinogradPlan(spec, isa)
+    return WinogradPlan(spec, isa).weight_bytes <= MOST_WEIGHT_BYTES
+
+
+def saves_time(spec: Conv2d, isa: Isa) -> bool:
+    """Whether a convolution for which `can_winograd` is true is estimated to be faster so than by
+    `build_conv2d`.
+    """
+    direct = choose_plan(spec, isa)
     dots = prod(spec.out_size) * direct.vectors * direct.panel_words
-    return plan.weight_bytes <= MOST_WEIGHT_BYTES and plan.cost < WORTH * dots
+    return WinogradPlan(spec, isa).cost < WORTH * dots
 
 
 def find_largest_sum(weight: NDArray[np.int8]) -> int:

@@ -4,6 +4,7 @@ command-line string.
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -37,6 +38,16 @@ NEUTRAL_TIMING = {
     "cortex-a35": "generic",
     "cortex-a53": "generic",
 }
+
+#: Features of LLVM that only weigh instructions: what a core does fast, or in which order. Code for
+#: them runs everywhere. Source: LLVM's X86.td and AArch64Features.td; those that are left out count
+#: as instructions.
+TUNING = re.compile(
+    r"(slow|fast|faster|tuning|prefer|avoid|fuse|use|zcm|zcz|no-zcz|false-deps|no-bypass-delay|lea"
+    r"|branch|pad|idiv[lq]-to)-.*|.*-?fusion|no-bypass-delay|allow-light-256-bit|sbb-dep-breaking"
+    r"|vzeroupper|ermsb|fsrm|alu-lsl-fast|addr-lsl-slow-14|enable-select-opt|predictable-select-expensive"
+    r"|a\d+\w*|cortex-.*|neoverse.*|apple-.*"
+)
 
 
 def resolve_target(target: Any = None) -> Target:
@@ -117,6 +128,12 @@ def neutralize_timing(target: Target) -> Target:
     names = {*map(str, llvm_get_cpu_features(target))} - {cpu.removeprefix("cortex-")}
     features = [f"+{name}" for name in sorted(names)]
     return Target({**config, "mcpu": NEUTRAL_TIMING[cpu], "mattr": [*features, *without]})
+
+
+def list_instructions(target: Target) -> set[str]:
+    """LLVM's names of what code for a target may use, without those of `TUNING`."""
+    names = {*map(str, llvm_get_cpu_features(target))}
+    return {name for name in names if not TUNING.fullmatch(name)}
 
 
 def host_config() -> dict[str, Any]:
