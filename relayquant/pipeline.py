@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -100,7 +101,9 @@ def prepare_model(
     level, run = EFFORTS[settings.level], settings.events.run_stage
     if mapping is None:
         mapping = default_mapping(backend, settings.level, settings.model_type)
-    canonical = apply_fusers(run("prepare", prepare_module, mod, params), backend.fusers)
+    keep = {row.pattern.op for row in backend.patterns}
+    canonical = run("prepare", partial(prepare_module, keep=keep), mod, params)
+    canonical = apply_fusers(canonical, backend.fusers, keep)
     is_quantized = has_quantized_values(canonical)
     if is_quantized:
         canonical = adopt_quantized(canonical, backend)

@@ -5,7 +5,8 @@ that applies them.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from itertools import chain
 from typing import Any
 
 import tvm
@@ -66,6 +67,18 @@ from relayquant.preparation.quantized import (
 )
 from relayquant.preparation.recover import recover_call_tir
 from relayquant.preparation.rule import ALIAS, PROJECTION, CanonicalRule, apply_phase
+from relayquant.preparation.volumes import (
+    CONV3D,
+    MAX_POOL3D,
+    MOVED,
+    TRANSPOSED,
+    conv3d_to_conv2d,
+    conv3d_transpose_to_conv2d_transpose,
+    join_volumes,
+    max_pool3d_to_max_pool2d,
+    move_before_volume,
+    transpose_with_bias,
+)
 from relayquant.rewrite.editor import Editor
 from relayquant.rewrite.rule import OnSkip, log_skip, make_rule
 from relayquant.rewrite.share import share_constants
@@ -114,16 +127,36 @@ RULES: tuple[CanonicalRule, ...] = (
     make_rule(fold_pad, *WINDOWS),
 )
 
+#: Operators on volumes -> what makes operators on images of them.
+VOLUME_RULES: dict[str, tuple[CanonicalRule, ...]] = {
+    CONV3D: (make_rule(conv3d_to_conv2d, CONV3D),),
+    TRANSPOSED: (
+        make_rule(conv3d_transpose_to_conv2d_transpose, TRANSPOSED),
+        make_rule(transpose_with_bias, "relax.add"),
+    ),
+    MAX_POOL3D: (make_rule(max_pool3d_to_max_pool2d, MAX_POOL3D),),
+}
+#: What is computed between them, on images too.
+IMAGE_RULES: tuple[CanonicalRule, ...] = (
+    make_rule(move_before_volume, *MOVED),
+    make_rule(join_volumes, "relax.concat"),
+)
+
 #: What a phase leaves is what the next starts from: a batch norm is taken apart only where nothing
-#: could take it.
+#: could take it, and a convolution of volumes has its weights by then.
 PHASES: tuple[tuple[CanonicalRule, ...], ...] = (
     RULES,
     (make_rule(canonicalize_batch_norm, PROJECTION), *RULES),
+    (*chain.from_iterable(VOLUME_RULES.values()), *IMAGE_RULES, *RULES),
 )
 
 
 def prepare_module(
-    mod: tvm.IRModule, params: Mapping[str, Any] | None = None, *, on_skip: OnSkip = log_skip
+    mod: tvm.IRModule,
+    params: Mapping[str, Any] | None = None,
+    *,
+    keep: Collection[str] = (),
+    on_skip: OnSkip = log_skip,
 ) -> tvm.IRModule:
     """The canonical form of a float module; the input is not changed.
 
@@ -135,6 +168,7 @@ def prepare_module(
         mod: A module with a Relax function main (see `name_main`), without control flow or side
             effects.
         params: Values to bind, by parameter name; None when they are bound already.
+        keep: Names of operators on volumes that stay, as a backend has rows for them.
         on_skip: Hears which rule declined where, and why.
 
     Raises:
@@ -145,8 +179,9 @@ def prepare_module(
     editor.source_names = frozenset(sources)
     sources = sources or describe_weights(editor, params)
     bind_params(editor, params)
+    kept = set(chain.from_iterable(VOLUME_RULES.get(op, ()) for op in keep))
     for rules in PHASES:
-        apply_phase(editor, rules, on_skip=on_skip)
+        apply_phase(editor, [rule for rule in rules if rule not in kept], on_skip=on_skip)
     editor.prune()
     if not sources:
         return share_constants(editor.build())

@@ -6,7 +6,7 @@ between `prepare_module` and the plan (`BackendConfig.with_fuser`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import tvm
@@ -20,8 +20,11 @@ from relayquant.rewrite import Emitter, Match, Rule, Skip, apply_rules
 Fuser = Rule[Emitter, Match, relax.Expr]
 
 
-def apply_fusers(mod: tvm.IRModule, fusers: Sequence[Fuser]) -> tvm.IRModule:
-    """The canonical module in which no fuser fires any more, canonical again.
+def apply_fusers(
+    mod: tvm.IRModule, fusers: Sequence[Fuser], keep: Collection[str] = ()
+) -> tvm.IRModule:
+    """The canonical module in which no fuser fires any more, canonical again; `keep` is as of
+    `prepare_module`.
 
     Raises:
         ConfigError: a fuser failed, returned what cannot stand in the place of what it matched, or
@@ -33,7 +36,7 @@ def apply_fusers(mod: tvm.IRModule, fusers: Sequence[Fuser]) -> tvm.IRModule:
         fused = apply_rules(mod, [guard_fuser(fuser) for fuser in fusers])
     except RuntimeError as error:
         raise ConfigError(f"BackendConfig.fusers: {error}") from error
-    return prepare_module(fused)
+    return prepare_module(fused, keep=keep)
 
 
 def guard_fuser(fuser: Fuser) -> Fuser:

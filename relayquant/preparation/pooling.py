@@ -16,17 +16,20 @@ from relayquant.rewrite.rule import Skip, decline
 _CONVS: dict[str, Any] = {
     "relax.nn.conv1d": relax.op.nn.conv1d,
     "relax.nn.conv2d": relax.op.nn.conv2d,
+    "relax.nn.conv3d": relax.op.nn.conv3d,
 }
 _AVERAGE_POOLS: dict[str, Any] = {
     "relax.nn.avg_pool1d": relax.op.nn.avg_pool1d,
     "relax.nn.avg_pool2d": relax.op.nn.avg_pool2d,
+    "relax.nn.avg_pool3d": relax.op.nn.avg_pool3d,
 }
 _MAX_POOLS: dict[str, Any] = {
     "relax.nn.max_pool1d": relax.op.nn.max_pool1d,
     "relax.nn.max_pool2d": relax.op.nn.max_pool2d,
+    "relax.nn.max_pool3d": relax.op.nn.max_pool3d,
 }
 WINDOWS = (*_CONVS, *_AVERAGE_POOLS, *_MAX_POOLS)
-ADAPTIVE = ("relax.nn.adaptive_avg_pool1d", "relax.nn.adaptive_avg_pool2d")
+ADAPTIVE = tuple(f"relax.nn.adaptive_avg_pool{rank}d" for rank in (1, 2, 3))
 WHOLE_MAP = (*_AVERAGE_POOLS, *ADAPTIVE)
 FLATTENS = ("relax.flatten", "relax.nn.batch_flatten")
 

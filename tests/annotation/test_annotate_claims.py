@@ -132,7 +132,6 @@ def strange_row() -> QuantOp:
             "no pattern of backend 'x86' for relax.nn.conv3d looks as here: bare",
             "with_pattern",
         ),
-        ([], "backend 'x86' has no pattern for relax.nn.conv3d", "with_pattern"),
     ],
 )
 def test_reason__is_the_true_one(rows, reason, advice):

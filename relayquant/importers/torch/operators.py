@@ -175,8 +175,26 @@ def convert_shift(node: Any, importer: Any) -> relax.Expr:
     return emit((relax.op.left_shift if is_left else relax.op.right_shift)(*values))
 
 
+def convert_convolution(node: Any, importer: Any) -> relax.Expr:
+    """convolution as TVM's frontend has it, which has no transposed ones of volumes."""
+    operands = ("input", "weight", "bias", "transposed")
+    data, weight, bias, transposed = read_arguments(node, *operands)
+    data = importer.env[data]
+    if not transposed or data.ty.ndim != 5:
+        return importer._convolution(node)
+    sizes = ("stride", "padding", "dilation", "output_padding", "groups")
+    strides, padding, dilation, beyond, groups = read_arguments(node, *sizes)
+    emit = importer.block_builder.emit
+    weight = importer.env[weight]
+    value = relax.op.nn.conv3d_transpose(data, weight, strides, padding, beyond, dilation, groups)
+    if bias is None:
+        return emit(value)
+    bias = emit(relax.op.reshape(importer.env[bias], (1, -1, 1, 1, 1)))
+    return emit(relax.op.add(emit(value), bias))
+
+
 def convert_avg_pool(node: Any, importer: Any) -> relax.Expr:
-    """avg_pool2d as TVM's frontend has it, which takes no notice of a divisor of its own.
+    """avg_poolNd as TVM's frontend has it, which takes no notice of a divisor of its own.
 
     Raises:
         Refusal: a divisor_override.
@@ -184,7 +202,8 @@ def convert_avg_pool(node: Any, importer: Any) -> relax.Expr:
     (divisor,) = read_arguments(node, "divisor_override")
     if divisor is not None:
         raise Refusal(f"{node.name} has divisor_override {divisor}; supported: None")
-    return importer._avg_pool2d(node)
+    name = str(node.target).removeprefix("aten.").partition(".")[0]
+    return getattr(importer, f"_{name}")(node)
 
 
 def convert_max_pool(node: Any, importer: Any) -> relax.Expr:
@@ -246,7 +265,9 @@ OPERATORS: dict[str, Convert] = {
     "cumsum.default": convert_cumsum,
     "prod.dim_int": convert_prod,
     **dict.fromkeys(SHIFTS, convert_shift),
+    "convolution.default": convert_convolution,
     "avg_pool2d.default": convert_avg_pool,
+    "avg_pool3d.default": convert_avg_pool,
     "index.Tensor": convert_index,
     "index_put.default": convert_index_put,
     "scatter.src": convert_scatter,

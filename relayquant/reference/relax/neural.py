@@ -249,6 +249,7 @@ OPERATORS: dict[str, OperatorFunction] = {
     "nn.conv1d_transpose": convolution(convolve_transposed, "output_padding"),
     "nn.conv2d": convolution(convolve),
     "nn.conv2d_transpose": convolution(convolve_transposed, "output_padding"),
+    "nn.conv3d_transpose": convolution(convolve_transposed, "output_padding"),
     "nn.conv3d": convolution(convolve),
     "nn.dropout": plain(lambda x: (x, np.ones_like(x))),
     "nn.group_norm": group_norm,
