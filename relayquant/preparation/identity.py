@@ -56,11 +56,15 @@ def project_tuple(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
 
 
 def remove_single_concat(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
-    """concat((x,)) -> x."""
-    fields = editor.call_of(var).args[0]
-    if not isinstance(fields, relax.Tuple) or len(fields.fields) != 1:
+    """concat((x,)) -> x; values without elements, as a state of no steps, are left out."""
+    call = editor.call_of(var)
+    fields = getattr(call.args[0], "fields", ())
+    filled = [field for field in fields if 0 not in (tensor_shape(field) or ())] or [*fields[:1]]
+    if len(filled) == 1 and same_type(filled[0], var):
+        return filled[0]
+    if not filled or len(filled) == len(fields):
         return decline("several values are joined")
-    return fields.fields[0]
+    return relax.op.concat(filled, call.attrs.axis)
 
 
 def remove_no_op(editor: Editor, var: relax.Var) -> relax.Expr | Skip:

@@ -253,3 +253,33 @@ def test_dequantized_constant_comes_second(check_prepared):
             return (y, z)
 
     check_prepared(Before, Expected)
+
+
+def test_concat__leaves_out_what_has_no_elements(check_prepared):
+    """The state of a streaming model before its first step."""
+
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(x: R.Tensor((4, 3), "float32"), e: R.Tensor((0, 3), "float32")):
+            with R.dataflow():
+                a = R.nn.relu(x)
+                one = R.concat((e, a, e), axis=0)
+                two = R.concat((a, e, one), axis=0)
+                nothing = R.concat((e, e), axis=0)
+                gv = (two, nothing)
+                R.output(gv)
+            return gv
+
+    @I.ir_module
+    class Expected:
+        @R.function
+        def main(x: R.Tensor((4, 3), "float32"), e: R.Tensor((0, 3), "float32")):
+            with R.dataflow():
+                a = R.nn.relu(x)
+                two = R.concat((a, a), axis=0)
+                nothing = e
+                R.output(two, nothing)
+            return (two, nothing)
+
+    check_prepared(Before, Expected)
