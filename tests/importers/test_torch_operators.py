@@ -200,7 +200,9 @@ def test_operator__with_drawn_attributes(draw, seed):
             "mode is 'max'; supported: sum, mean",
         ),
         (
-            lambda x: functional.conv_transpose3d(x[None], x.new_zeros(2, 3, 2, 2, 2)),
+            lambda x: functional.conv_transpose3d(
+                x[None], x.new_zeros(2, 3, 2, 2, 2), output_padding=1, dilation=2
+            ),
             r"operator aten.convolution.default\) .*supported: what TVM's .*\. Write this part",
         ),
         (
