@@ -113,6 +113,14 @@ CASES: dict[str, tuple[Any, ...]] = {
         lambda x: op.nn.conv2d_transpose(x, c(floats(3, 2, 3, 3)), 2, 1, 1),
         X,
     ),
+    "conv3d": (
+        lambda x: op.nn.conv3d(x, c(floats(4, 3, 2, 3, 1)), (1, 2, 1), (1, 0, 0, 0, 1, 0)),
+        floats(1, 3, 4, 5, 6),
+    ),
+    "conv3d_transpose": (
+        lambda x: op.nn.conv3d_transpose(x, c(floats(3, 2, 3, 2, 1)), (2, 1, 1), 1, (1, 0, 0)),
+        floats(1, 3, 4, 5, 6),
+    ),
     "conv1d_transpose": (
         lambda x: op.nn.conv1d_transpose(x, c(floats(3, 2, 3)), 2, 1),
         floats(1, 3, 5),

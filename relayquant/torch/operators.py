@@ -574,6 +574,7 @@ TORCH_OPERATORS: Mapping[str, TorchFunction] = {
     "nn.conv1d_transpose": transposed_convolution,
     "nn.conv2d": convolution,
     "nn.conv2d_transpose": transposed_convolution,
+    "nn.conv3d_transpose": transposed_convolution,
     "nn.conv3d": convolution,
     "nn.dropout": plain(lambda x: (x, torch.ones_like(x))),
     "nn.group_norm": group_norm,

@@ -47,6 +47,7 @@ WEIGHTED = (
     "relax.nn.conv2d",
     "relax.nn.conv2d_transpose",
     "relax.nn.conv3d",
+    "relax.nn.conv3d_transpose",
     "relax.nn.group_norm",
     "relax.nn.instance_norm",
     "relax.nn.layer_norm",

@@ -195,6 +195,9 @@ def test_operator__with_drawn_attributes(draw, seed):
             lambda x: x.scatter_reduce(1, x.long() * 0, x, "sum", include_self=False),
             "include_self is False; supported: True",
         ),
+        (lambda x: x + torch.randn_like(x), "draws random numbers; .* as an input"),
+        (lambda x: x + torch.randn(6), "draws random numbers; .* as an input"),
+        (lambda x: torch.bernoulli(x, 0.5), "draws random numbers; .* in eval mode"),
         (
             lambda x: functional.embedding_bag((x[0, 0] > 0).long(), x[0, 0], mode="max"),
             "mode is 'max'; supported: sum, mean",
