@@ -56,15 +56,16 @@ def project_tuple(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
 
 
 def remove_single_concat(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
-    """concat((x,)) -> x; values without elements, as a state of no steps, are left out."""
+    """concat((x,)) -> x; what adds nothing, as a state of no steps, is left out."""
     call = editor.call_of(var)
-    fields = getattr(call.args[0], "fields", ())
-    filled = [field for field in fields if 0 not in (tensor_shape(field) or ())] or [*fields[:1]]
-    if len(filled) == 1 and same_type(filled[0], var):
-        return filled[0]
-    if not filled or len(filled) == len(fields):
+    fields, axis = getattr(call.args[0], "fields", ()), int(call.attrs.axis or 0)
+    if len(fields) == 1:
+        return fields[0]
+    filled = [field for field in fields if (shape := tensor_shape(field)) is None or shape[axis]]
+    filled = filled or [*fields[:1]]
+    if len(filled) == len(fields):
         return decline("several values are joined")
-    return relax.op.concat(filled, call.attrs.axis)
+    return relax.op.concat(filled, axis)
 
 
 def remove_no_op(editor: Editor, var: relax.Var) -> relax.Expr | Skip:

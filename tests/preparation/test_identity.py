@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from float_models import build_model
 from tvm import relax
+from tvm.relax import op
 from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
@@ -283,3 +285,11 @@ def test_concat__leaves_out_what_has_no_elements(check_prepared):
             return (two, nothing)
 
     check_prepared(Before, Expected)
+
+
+def test_concat__of_empty_values_along_another_axis_has_its_shape():
+    def body(emit, x):
+        return emit("y", op.concat([x, x], 1))
+
+    mod = prepare_module(build_model(body, (0, 3)))
+    assert [int(size) for size in mod["main"].ret_ty.shape] == [0, 6]

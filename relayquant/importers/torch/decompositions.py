@@ -245,11 +245,16 @@ def attend(_operator: Any, own: Decomposition) -> Decomposition:
     return decompose
 
 
-def takes_views() -> bool:
-    """Whether PyTorch asks the table for views: 2.10 does not, 2.13 does."""
+def find_release() -> tuple[int, ...]:
+    """(major, minor) of the PyTorch that is installed."""
     import torch  # pyright: ignore[reportMissingImports]
 
-    return tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+    return tuple(map(int, torch.__version__.split(".")[:2]))
+
+
+def takes_views() -> bool:
+    """Whether PyTorch asks the table for views: 2.10 does not, 2.13 does."""
+    return find_release() >= (2, 13)
 
 
 def order_as(data: Any, other: Any) -> Any:

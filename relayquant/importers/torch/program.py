@@ -23,7 +23,7 @@ from relayquant.importers.files import DEFAULT_MAX_BYTES, check_file
 from relayquant.importers.names import MARK, SourceNode, name_values
 from relayquant.importers.refusal import describe_failure
 from relayquant.importers.torch.archive import read_program, silence_torch
-from relayquant.importers.torch.decompositions import make_decompositions
+from relayquant.importers.torch.decompositions import find_release, make_decompositions
 from relayquant.importers.torch.operators import OPERATORS
 from relayquant.importers.torch.quantized import make_converters
 from relayquant.rewrite.editor import Editor
@@ -68,7 +68,7 @@ def import_torch(
         raise MissingDependencyError(
             "Reading a torch.export program needs PyTorch. Run: pip install 'relayquant[torch]'"
         ) from None
-    if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST:
+    if find_release() < OLDEST:
         raise MissingDependencyError(
             f"Reading a torch.export program needs PyTorch {OLDEST[0]}.{OLDEST[1]} or later, this "
             f"is {torch.__version__}. Run: pip install --upgrade 'relayquant[torch]'"
