@@ -230,18 +230,6 @@ def convert_clamp(node: Any, importer: Any) -> relax.Expr:
     return emit((relax.op.minimum if low is None else relax.op.maximum)(data, bound))
 
 
-def refuse_random(node: Any, _importer: Any) -> relax.Expr:
-    """What TVM's frontend draws once, at import, or leaves out.
-
-    Raises:
-        Refusal: always.
-    """
-    raise Refusal(
-        f"{node.name} draws random numbers; supported: programs whose results depend on their "
-        "inputs alone, so give it the numbers as an input, and export modules in eval mode"
-    )
-
-
 #: operator of PyTorch -> (mode of Resize, antialias)
 UPSAMPLES = {
     "upsample_nearest2d.vec": ("nearest", False),
@@ -287,6 +275,5 @@ OPERATORS: dict[str, Convert] = {
     "scatter_reduce.two": convert_scatter,
     **{f"max_pool{rank}d_with_indices.default": convert_max_pool for rank in (1, 2, 3)},
     "clamp.default": convert_clamp,
-    **dict.fromkeys(("randn.default", "randn_like.default", "bernoulli.p"), refuse_random),
     **dict.fromkeys(UPSAMPLES, convert_upsample),
 }

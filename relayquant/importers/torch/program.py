@@ -26,6 +26,7 @@ from relayquant.importers.torch.archive import read_program, silence_torch
 from relayquant.importers.torch.decompositions import find_release, make_decompositions
 from relayquant.importers.torch.operators import OPERATORS
 from relayquant.importers.torch.quantized import make_converters
+from relayquant.importers.torch.signature import check_effects, describe_node, find_path
 from relayquant.rewrite.editor import Editor
 from relayquant.rewrite.graph import call_name
 from relayquant.storage.files import reading
@@ -55,7 +56,8 @@ def import_torch(
 
     Raises:
         ModelError: the file cannot be read, holds something that reading would execute, or an
-            operator that TVM's frontend does not know.
+            operator that TVM's frontend does not know; or the program changes buffers, parameters
+            or inputs, or draws random numbers.
         MissingDependencyError: torch is not installed, or too old.
     """
     program = program_or_path
@@ -95,9 +97,11 @@ def _describe_wrong_type(program: object) -> ModelError:
 
 def _import_program(program: Any) -> tuple[tvm.IRModule, dict[str, np.ndarray]]:
     importer = make_importer()
+    check_effects(program)
     try:
         with silence_torch():
             program = program.run_decompositions(make_decompositions())
+        check_effects(program)
         converters = {**OPERATORS, **make_converters(find_constants(program))}
         with _tvm.FRONTEND_LOCK:
             mod = importer.from_exported_program(program, False, True, False, converters)
@@ -143,11 +147,9 @@ def convert_node(importer: Any, convert: Callable[..., Any], node: Any, *more: A
     except ModelError:
         raise  # of a node in a branch
     except Exception as error:
-        path = _module_path(node)
         operands = {each.name: importer.env.get(each) for each in node.all_input_nodes}
         raise ModelError(
-            f"Node {node.name!r} (operator {node.target}{f', module {path!r}' if path else ''}) "
-            f"cannot be converted: {describe_failure(error, operands)}."
+            f"{describe_node(node)} cannot be converted: {describe_failure(error, operands)}."
         ) from error
 
 
@@ -193,8 +195,8 @@ def _name_after_modules(
             # An operator that does nothing stands for the value of another node: the first one
             # made it.
             nodes.setdefault(value.name, node)
-    last = {_module_path(node): node for node in nodes.values()}
-    sizes = Counter(_module_path(node) for node in nodes.values())
+    last = {find_path(node): node for node in nodes.values()}
+    sizes = Counter(find_path(node) for node in nodes.values())
     leaves = _leaf_modules(nodes.values())
     editor = Editor(mod)
     drop_nothing(editor)
@@ -203,7 +205,7 @@ def _name_after_modules(
         node = nodes.get(var.name)
         if node is None:
             continue
-        path = _module_path(node)
+        path = find_path(node)
         # The value of a module is that of its last node, if its parts are no modules of their own.
         is_result = path and (sizes[path] == 1 or (path in leaves and node is last[path]))
         name = path if is_result else ".".join(part for part in (path, node.name) if part)
@@ -227,12 +229,6 @@ def drop_nothing(editor: Editor) -> None:
         kept = [field for field in editor.result.fields if not is_nothing(field)]
         if kept and len(kept) < len(editor.result.fields):
             editor.result = kept[0] if len(kept) == 1 else relax.Tuple(kept)
-
-
-def _module_path(node: Any) -> str:
-    """Path of the innermost module that a node belongs to, "" for the model itself."""
-    stack = list((node.meta.get("nn_module_stack") or {}).values())
-    return str(stack[-1][0]) if stack else ""
 
 
 def _leaf_modules(nodes: Any) -> set[str]:
