@@ -29,6 +29,7 @@ from relayquant.importers.onnx.control_flow import CONTROL_FLOW
 from relayquant.importers.onnx.file import check_model, find_fault, fix_shapes, read_model
 from relayquant.importers.onnx.fold import fold_node, settle_sizes
 from relayquant.importers.onnx.functions import MAX_NODES, check_expansion
+from relayquant.importers.onnx.halves import widen_halves
 from relayquant.importers.onnx.inputs import Inputs, fix_inputs
 from relayquant.importers.onnx.operators import FOREIGN, OPERATORS
 from relayquant.importers.onnx.rewrite import rewrite_integer_nodes
@@ -93,6 +94,7 @@ def _import_model(
     if len(model.functions):
         check_expansion(model, max_bytes)
         model = onnx.inliner.inline_local_functions(model)
+    model = widen_halves(model)
     try:
         nodes, constants = rewrite_integer_nodes(model.graph)
     except ValueError as error:

@@ -79,7 +79,10 @@ def convert_dequantize_linear(
         return dequantize_blocks(bb, inputs, int(attrs.get("axis", 1)), int(attrs["block_size"]))
     _check_form(attrs, tensor_dtype(data))
     if tensor_dtype(scale) not in ("float32", ""):
-        raise Refusal(f"its scale is {tensor_dtype(scale)}; supported: float32")
+        raise Refusal(f"its scale is {tensor_dtype(scale)}; supported: float32 and float16")
+    wanted = attrs.get("output_dtype", 0)
+    if wanted not in (0, onnx.TensorProto.FLOAT):
+        raise Refusal(f"its result is {name_type(wanted)}; supported: float32 and float16")
     axis = find_axis(data, scale, attrs)
     return qnn.dequantize(data, read_scale(scale), read_zero_point(zero_point), axis=axis)
 
@@ -88,7 +91,7 @@ def _check_form(attrs: dict[str, Any], dtype: str, data: relax.Expr | None = Non
     if attrs.get("block_size", 0):
         raise Refusal("its quantization is blocked (block_size); supported: one axis")
     if dtype not in INTEGER_LIMITS and dtype not in NARROW:
-        known = ", ".join((*INTEGER_LIMITS, *NARROW))
+        known = ", ".join(dict.fromkeys((*INTEGER_LIMITS, *NARROW)))
         raise Refusal(f"quantization to {dtype} is not supported; supported: {known}")
     if data is not None and tensor_dtype(data) not in ("float32", *INTEGER_LIMITS, *NARROW):
         raise Refusal(f"its data is {tensor_dtype(data)}; supported: float32")
@@ -99,10 +102,19 @@ def _output_dtype(attrs: dict[str, Any], zero_point: relax.Expr | None) -> str:
     wanted = attrs.get("output_dtype", 0)
     if not wanted:
         return "uint8" if zero_point is None else tensor_dtype(zero_point)
+    return name_type(wanted)
+
+
+def name_type(number: int) -> str:
+    """The name of a type that attribute output_dtype gives.
+
+    Raises:
+        Refusal: there is none.
+    """
     try:
-        return onnx.TensorProto.DataType.Name(wanted).lower()
+        return onnx.TensorProto.DataType.Name(number).lower()
     except ValueError:
-        raise Refusal(f"output_dtype={wanted} is no type of ONNX") from None
+        raise Refusal(f"output_dtype={number} is no type of ONNX") from None
 
 
 def find_axis(data: relax.Expr, scale: relax.Expr, attrs: dict[str, Any]) -> int:
