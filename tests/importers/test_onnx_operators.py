@@ -110,7 +110,7 @@ def test_resize__symbolic_sizes_grow_by_integers():
             "training_mode is not false; supported: inference",
         ),
         (
-            helper.make_node("BatchNormalization", [*"xsbmv"], ["y", "p", "q"]),
+            helper.make_node("BatchNormalization", [*"xsbmv"], [*"ypqrs"]),
             {"x": RAMP, **dict.fromkeys("sbmv", draw(1))},
             9,
             "has the outputs of training; supported: one output",

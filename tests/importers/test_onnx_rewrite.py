@@ -233,7 +233,6 @@ def test_dynamic_quantize_and_conv_integer(weight, zero, groups, pads):
         ("QLinearConv", "", {}, 4, "has 4 inputs"),
         ("QLinearConcat", "com.microsoft", {"axis": 1}, 4, "has 4 inputs"),
         ("QLinearGlobalAveragePool", "com.microsoft", {"channels_last": 1}, 5, "channels_last=1"),
-        ("ConvInteger", "", {"auto_pad": "SAME_UPPER"}, 2, "auto_pad"),
     ],
 )
 def test_malformed__error_names_the_node(op, domain, attrs, inputs, message):
@@ -244,6 +243,15 @@ def test_malformed__error_names_the_node(op, domain, attrs, inputs, message):
     with pytest.raises(ModelError, match=message) as caught:
         rq.import_onnx(model)
     assert op in str(caught.value)
+
+
+def test_malformed__conv_integer_with_auto_pad():
+    b = GraphBuilder()
+    weight = b.constant(np.ones((2, SHAPE[1], 3, 3), "int8"))
+    y = b.node("ConvInteger", "x", weight, auto_pad="SAME_UPPER")
+    model = b.model({"x": ("uint8", SHAPE)}, {y: ("int32", None)})
+    with pytest.raises(ModelError, match=r"ConvInteger.*auto_pad"):
+        rq.import_onnx(model)
 
 
 def test_quantize__to_4_bits_is_clipped():

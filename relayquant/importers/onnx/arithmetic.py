@@ -13,7 +13,7 @@ import numpy as np
 from tvm import relax
 
 from relayquant.importers.refusal import Refusal
-from relayquant.rewrite.graph import constant_value, tensor_shape
+from relayquant.rewrite.graph import constant_value
 
 #: Unsigned integers have no sign to keep, so that a shift by their width leaves nothing.
 UNSIGNED = ("uint8", "uint16", "uint32", "uint64")
@@ -191,9 +191,6 @@ def convert_dropout(
             raise Refusal("training_mode is not false; supported: inference")
     if attrs["tvm_custom"]["num_outputs"] == 1:
         return data
-    shape = tensor_shape(data)
-    if shape is None:
-        raise Refusal("the shape of its input is not known, so that of its mask is not")
     dtype = "bool" if opset >= 10 else dtype_of(data)
     ones = relax.op.full(data.ty.shape, relax.const(True if dtype == "bool" else 1.0, dtype))
     return relax.Tuple([data, bb.emit(ones)])

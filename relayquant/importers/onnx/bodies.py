@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import onnx
 import onnx.inliner
 from onnx import helper
 from tvm import relax
 
-from relayquant.rewrite.graph import tensor_shape
+from relayquant.importers.onnx.inference import SizeNames, describe_type, find_schema
 
 #: Domain that a body has while it is inlined: ONNX allows no function of a standard operator.
 DOMAIN = "relayquant.body"
@@ -37,7 +36,7 @@ class Body:
 
 def has_body(node: onnx.NodeProto, opset: int) -> bool:
     """Whether ONNX defines the operator of a node by other operators."""
-    schema = _find_schema(node, opset)
+    schema = find_schema(node, opset)
     return schema is not None and bool(_list_versions(schema, opset))
 
 
@@ -52,16 +51,17 @@ def find_body(
         operands: What its inputs are, None for those left out.
         opset: Of the model.
     """
-    schema = _find_schema(node, opset)
+    schema = find_schema(node, opset)
     versions = [] if schema is None else _list_versions(schema, opset)
     if schema is None or not versions:
         return None
     version = max(versions)
     node = _fill_attributes(node, schema)
     if version in schema.context_dependent_function_opset_versions:
-        types = [_type_of(operand).SerializeToString() for operand in operands]
+        names = SizeNames()
+        types = [describe_type(operand, names) or onnx.TypeProto() for operand in operands]
         text = schema.get_context_dependent_function_with_opset_version(
-            version, node.SerializeToString(), types
+            version, node.SerializeToString(), [one.SerializeToString() for one in types]
         )
     else:
         text = schema.get_function_with_opset_version(version)
@@ -71,15 +71,6 @@ def find_body(
         function.opset_import.append(helper.make_opsetid("", version))
     opset = next((one.version for one in function.opset_import if not one.domain), version)
     return Body(tuple(_inline(node, function, opset)), opset)
-
-
-def _find_schema(node: onnx.NodeProto, opset: int) -> onnx.defs.OpSchema | None:
-    if node.domain not in ("", "ai.onnx"):
-        return None
-    try:
-        return onnx.defs.get_schema(node.op_type, min(opset, onnx.defs.onnx_opset_version()), "")
-    except onnx.defs.SchemaError:
-        return None
 
 
 def _list_versions(schema: onnx.defs.OpSchema, opset: int) -> list[int]:
@@ -99,16 +90,6 @@ def _fill_attributes(node: onnx.NodeProto, schema: onnx.defs.OpSchema) -> onnx.N
         if name not in given and attribute.default_value.type:
             filled.attribute.append(attribute.default_value)
     return filled
-
-
-def _type_of(operand: relax.Expr | None) -> onnx.TypeProto:
-    """Type and shape of an operand as ONNX has them; empty for one left out."""
-    if operand is None:
-        return onnx.TypeProto()
-    if isinstance(operand, relax.ShapeExpr):
-        return helper.make_tensor_type_proto(onnx.TensorProto.INT64, [len(operand.values)])
-    dtype = helper.np_dtype_to_tensor_dtype(np.dtype(str(operand.ty.dtype)))
-    return helper.make_tensor_type_proto(dtype, tensor_shape(operand))
 
 
 def _inline(

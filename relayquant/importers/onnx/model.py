@@ -25,22 +25,28 @@ from relayquant.errors import ModelError, format_count
 from relayquant.importers.files import DEFAULT_MAX_BYTES, PathLike
 from relayquant.importers.names import MARK, SourceNode, name_values
 from relayquant.importers.onnx.bodies import Body, find_body, has_body
+from relayquant.importers.onnx.broadcast import spread_operands
 from relayquant.importers.onnx.control_flow import CONTROL_FLOW
 from relayquant.importers.onnx.file import check_model, find_fault, fix_shapes, read_model
 from relayquant.importers.onnx.fold import fold_node, settle_sizes
 from relayquant.importers.onnx.functions import MAX_NODES, check_expansion
 from relayquant.importers.onnx.halves import widen_halves
+from relayquant.importers.onnx.inference import (
+    STANDARD,
+    SizeNames,
+    check_node,
+    find_schema,
+    infer_outputs,
+    settle_shape,
+)
 from relayquant.importers.onnx.inputs import Inputs, fix_inputs
 from relayquant.importers.onnx.operators import FOREIGN, OPERATORS
+from relayquant.importers.onnx.positions import check_positions
 from relayquant.importers.onnx.rewrite import rewrite_integer_nodes
 from relayquant.importers.refusal import Refusal, describe_failure
 from relayquant.storage.files import reading
 
 _FRONTEND = _tvm.load_onnx_frontend()
-
-#: Names of the domain of ONNX's own operators. Those of others are known as `FOREIGN` ones alone:
-#: an operator of another domain is another one, whatever its name.
-STANDARD = ("", "ai.onnx")
 
 #: Operators of ONNX that TVM takes for those of another domain.
 EXPANDED = (("", "Attention"),)
@@ -237,17 +243,32 @@ class _Importer(_FRONTEND.ONNXGraphImporter):
         else:
             values = fold_node(node, operands, self.opset)
             if values is None:
-                inputs = [operands.get(name) for name in node.input]
-                body = find_body(node, inputs, self.opset) if self._wants_body(node) else None
-                if body is None:
-                    self._domain = node.domain
-                    super()._construct_nodes(_GraphView([node], (), (), ()))
-                else:
-                    self._construct_body(node, body)
+                self._convert_node(node, operands)
                 self._name_outputs(node)
                 return
         for name, value in zip(node.output, values, strict=False):
             self._nodes[name] = value
+
+    def _convert_node(self, node: onnx.NodeProto, operands: Mapping[str, relax.Expr]) -> None:
+        """The outputs of a node, each with a shape."""
+        inputs = [operands.get(name) for name in node.input]
+        schema = find_schema(node, self.opset)
+        names = SizeNames()
+        inferred: Mapping[str, onnx.TypeProto] = {}
+        if schema is not None:
+            check_node(node, self.opset)
+            check_positions(node, schema, inputs)
+            inferred = infer_outputs(node, schema, operands, self.opset, names)
+        body = find_body(node, inputs, self.opset) if self._wants_body(node) else None
+        if body is None:
+            self._domain = node.domain
+            super()._construct_nodes(_GraphView([node], (), (), ()))
+        else:
+            self._construct_body(node, body)
+        for name in node.output:
+            if name:
+                value, known = self._nodes[name], inferred.get(name)
+                self._nodes[name] = settle_shape(self.bb, value, known, names, name)
 
     def _wants_body(self, node: onnx.NodeProto) -> bool:
         """Whether a node is built from the operators that ONNX defines it by: where TVM has none of
@@ -304,6 +325,7 @@ class _Importer(_FRONTEND.ONNXGraphImporter):
         try:
             if self._domain in STANDARD:
                 convert = OPERATORS.get(op_name)
+                inputs[:] = spread_operands(self.bb, op_name, inputs)
             else:
                 foreign = FOREIGN[self._domain][op_name]
                 convert, attrs = foreign.convert, foreign.select_attributes(attrs)

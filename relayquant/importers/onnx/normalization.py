@@ -13,6 +13,7 @@ from typing import Any
 from tvm import relax
 
 from relayquant import _tvm
+from relayquant.importers.onnx.sizes import known_shape
 from relayquant.importers.refusal import Refusal
 from relayquant.rewrite.graph import tensor_shape
 
@@ -65,17 +66,15 @@ def convert_rms_normalization(
 
 def _normalized_axes(data: relax.Expr, attrs: dict[str, Any]) -> list[int]:
     """Those from attribute axis to the last."""
-    shape = tensor_shape(data)
-    if shape is None:
-        raise Refusal("the rank of its input is not known")
-    return list(range(int(attrs.get("axis", -1)) % len(shape), len(shape)))
+    rank = len(known_shape(data))
+    return list(range(int(attrs.get("axis", -1)) % rank, rank))
 
 
 def _is_plain(
     data: relax.Expr, scale: relax.Expr, bias: relax.Expr | None, axes: list[int]
 ) -> bool:
     """Whether scale and bias have just the shape that is normalized."""
-    shape = tensor_shape(data) or ()
+    shape = known_shape(data)
     wanted = tuple(shape[axis] for axis in axes)
     return all(tensor_shape(value) == wanted for value in (scale, bias) if value is not None)
 

@@ -34,6 +34,7 @@ from relayquant.importers.onnx.arithmetic import (
     convert_pow,
     convert_sinh,
 )
+from relayquant.importers.onnx.broadcast import convert_expand
 from relayquant.importers.onnx.grouped import (
     GROUPED_PRODUCTS,
     convert_matmul_nbits,
@@ -63,9 +64,9 @@ from relayquant.importers.onnx.reductions import (
 from relayquant.importers.onnx.resize import convert_resize, convert_upsample
 from relayquant.importers.onnx.sizes import (
     convert_constant_of_shape,
-    convert_expand,
     convert_reshape,
     convert_split,
+    known_shape,
     limit_range,
     pad_at_run_time,
     read_sizes,
@@ -77,7 +78,7 @@ from relayquant.importers.onnx.vision import (
     convert_space_to_depth,
 )
 from relayquant.importers.refusal import NotConstant, Refusal
-from relayquant.rewrite.graph import constant_value, tensor_shape
+from relayquant.rewrite.graph import constant_value
 
 _FRONTEND = _tvm.load_onnx_frontend()
 
@@ -175,9 +176,7 @@ def convert_pad(
     if mode is None:
         return None
     data = inputs[0]
-    shape = tensor_shape(data)
-    if shape is None:
-        return None
+    shape = known_shape(data)
     fill = 0.0
     axes = list(range(len(shape)))
     if opset < 11:
@@ -223,9 +222,9 @@ def convert_gather(
     if grouped is not None:
         return grouped
     data, indices = inputs[0], constant_value(inputs[1])
-    shape = tensor_shape(data)
-    if shape is None or indices is None or isinstance(data, GenericConst):
+    if indices is None or isinstance(data, GenericConst | relax.ShapeExpr):
         return None
+    shape = known_shape(data)
     axis = int(attrs.get("axis", 0)) % len(shape)
     size = shape[axis]
     if isinstance(size, str):
@@ -298,15 +297,8 @@ def _add_bias(bb: relax.BlockBuilder, value: relax.Expr, bias: relax.Expr | None
     return relax.op.add(bb.emit(value), bias)
 
 
-def _known_shape(operand: relax.Expr, what: str) -> tuple[int | str, ...]:
-    shape = tensor_shape(operand)
-    if shape is None:
-        raise Refusal(f"the shape of its {what} is not known")
-    return shape
-
-
 def _kernel_shape(weight: relax.Expr) -> list[int]:
-    sizes = _known_shape(weight, "weight")[2:]
+    sizes = known_shape(weight, "weight")[2:]
     if any(isinstance(size, str) for size in sizes):
         raise Refusal(f"its kernel has a symbolic size {sizes}")
     return [int(size) for size in sizes]
@@ -335,7 +327,7 @@ def convert_conv(
     """Conv: auto_pad becomes explicit padding, a constant bias is reshaped at once."""
     kernel = attrs.get("kernel_shape") or _kernel_shape(inputs[1])
     if "auto_pad" in attrs:
-        pads = resolve_auto_pad(attrs, _known_shape(inputs[0], "input")[2:], kernel)
+        pads = resolve_auto_pad(attrs, known_shape(inputs[0], "input")[2:], kernel)
         attrs.pop("auto_pad")
         if pads is not None:
             attrs["pads"] = pads
@@ -390,7 +382,7 @@ def convert_conv_transpose(
     ConvTranspose).
     """
     if "output_shape" in attrs:
-        sizes = _known_shape(inputs[0], "input")[2:]
+        sizes = known_shape(inputs[0], "input")[2:]
         kernel = attrs.get("kernel_shape") or _kernel_shape(inputs[1])
         rank = len(kernel)
         strides = attrs.get("strides", [1] * rank)
@@ -420,7 +412,7 @@ def convert_conv_transpose(
 def _convert_pool(
     name: str, bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr:
-    pads = resolve_auto_pad(attrs, _known_shape(inputs[0], "input")[2:], attrs["kernel_shape"])
+    pads = resolve_auto_pad(attrs, known_shape(inputs[0], "input")[2:], attrs["kernel_shape"])
     attrs.pop("auto_pad", None)
     if pads is not None:
         attrs["pads"] = pads
@@ -447,8 +439,8 @@ def convert_scatter_elements(
     puts elsewhere. Symbolic sizes, and as many indices, are left to TVM.
     """
     data, index, updates = inputs
-    sizes, shape = tensor_shape(data), tensor_shape(index)
-    if sizes is None or shape is None or any(isinstance(n, str) for n in (*sizes, *shape)):
+    sizes, shape = known_shape(data), known_shape(index, "indices")
+    if any(isinstance(n, str) for n in (*sizes, *shape)):
         return None
     axis = int(attrs.get("axis", 0)) % len(sizes)
     if all(a == b for at, (a, b) in enumerate(zip(sizes, shape, strict=True)) if at != axis):

@@ -13,8 +13,8 @@ import numpy as np
 from tvm import relax
 
 from relayquant.importers.indices import count_from_start
-from relayquant.importers.onnx.sizes import emit_item, read_sizes
-from relayquant.importers.refusal import NotConstant, Refusal
+from relayquant.importers.onnx.sizes import emit_item, known_shape, read_sizes
+from relayquant.importers.refusal import NotConstant
 from relayquant.rewrite.graph import constant_value, tensor_shape
 
 #: (data, axes, keepdims) -> value
@@ -139,12 +139,10 @@ def convert_one_hot(
         Refusal: the depth is computed at run time.
     """
     indices, depth, values = inputs
-    array, shape = constant_value(depth), tensor_shape(indices)
+    array = constant_value(depth)
     if array is None:
         raise NotConstant("depth")
-    if shape is None:
-        raise Refusal("the rank of its indices is not known")
-    count, rank = int(array.item()), len(shape) + 1
+    count, rank = int(array.item()), len(known_shape(indices, "indices")) + 1
     axis = int(attrs.get("axis", -1)) % rank
     whole = bb.emit(relax.op.astype(indices, "int64"))
     whole = count_from_start(bb, whole, count)

@@ -34,14 +34,26 @@ def read_sizes(value: Any) -> list[Any] | None:
     return None if array is None else [int(size) for size in array.ravel()]
 
 
+def known_shape(value: relax.Expr, what: str = "input") -> tuple[int | str, ...]:
+    """The shape of an operand, symbolic sizes as text.
+
+    Raises:
+        Refusal: it is not known.
+    """
+    shape = tensor_shape(value)
+    if shape is None:
+        raise Refusal(f"the shape of its {what} is not known; supported: known ranks")
+    return shape
+
+
 def count_sizes(value: relax.Expr) -> int:
     """How many sizes a one-dimensional operand lists.
 
     Raises:
         Refusal: the model does not say.
     """
-    shape = tensor_shape(value)
-    if shape is None or len(shape) != 1 or isinstance(shape[0], str):
+    shape = known_shape(value, "sizes")
+    if len(shape) != 1 or isinstance(shape[0], str):
         raise Refusal("the number of its sizes is not known, so that the rank of its result is not")
     return int(shape[0])
 
@@ -86,31 +98,6 @@ def convert_constant_of_shape(
     return relax.op.full(shape, relax.const(array.reshape(()), str(array.dtype)))
 
 
-def convert_expand(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
-) -> relax.Expr | None:
-    """Expand -> R.broadcast_to, where sizes are constants or of the run time: each is the larger of
-    the two, as both sides of the broadcast may be 1.
-    """
-    data, wanted = inputs
-    have = tensor_shape(data)
-    sizes = read_sizes(wanted)
-    if have is None or isinstance(data, relax.ShapeExpr):
-        return None
-    if sizes is not None:
-        if any(not isinstance(size, int) for size in (*have, *sizes)):
-            return None
-        return relax.op.broadcast_to(data, np.broadcast_shapes(have, tuple(sizes)))
-    count = count_sizes(wanted)
-    rank = max(count, len(have))
-    ones = [relax.const(np.ones(rank - count, "int64"), "int64")] if rank > count else []
-    full = bb.emit(relax.op.concat([*ones, wanted])) if ones else wanted
-    before = [relax.const(np.ones(rank - len(have), "int64"), "int64")] if rank > len(have) else []
-    mine = emit_sizes(bb, data)
-    mine = bb.emit(relax.op.concat([*before, mine])) if before else mine
-    return relax.op.broadcast_to(data, emit_shape(bb, bb.emit(relax.op.maximum(full, mine)), rank))
-
-
 def convert_reshape(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr | None:
@@ -119,11 +106,11 @@ def convert_reshape(
     Sizes that are constants are left to TVM, except with allowzero.
     """
     data, wanted = inputs
-    have = tensor_shape(data)
+    if isinstance(data, relax.ShapeExpr):
+        return None
+    have = known_shape(data)
     sizes = read_sizes(wanted)
     allow_zero = bool(attrs.get("allowzero", 0))
-    if have is None or isinstance(data, relax.ShapeExpr):
-        return None
     if sizes is not None:
         if not allow_zero or 0 not in sizes:
             return None
@@ -161,10 +148,10 @@ def slice_at_run_time(
         Refusal: the axes are not constants, or the number of slices is not known.
     """
     data, starts, ends, axes, steps = (*inputs, None, None)[:5]
-    shape = tensor_shape(data)
     operands = [value for value in (starts, ends, steps) if value is not None]
-    if shape is None or all(read_sizes(value) is not None for value in operands):
+    if all(read_sizes(value) is not None for value in operands):
         return None
+    shape = known_shape(data)
     count = count_sizes(starts)
     taken = list(range(count)) if axes is None else read_sizes(axes)
     if taken is None:
