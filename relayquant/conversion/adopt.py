@@ -18,6 +18,7 @@ from tvm import relax
 from tvm.relax.dpl import is_op, wildcard
 
 from relayquant.config import BackendConfig
+from relayquant.conversion.bias import BIAS_LIMIT, LEAST_SHARE, has_units, is_lost
 from relayquant.conversion.expand import (
     AFFINE_RULES,
     clip_bounds,
@@ -59,9 +60,6 @@ MOVERS = (
     "relax.nn.max_pool2d",
     "relax.nn.max_pool1d",
 )
-
-#: largest |bias| in units of its accumulator; leaves the other half of int32 to the products
-BIAS_LIMIT = 2**30
 
 #: what the ledger says decided the parameters
 SOURCE_RULE = "quantized in the source model"
@@ -143,11 +141,18 @@ def quantize_bias(emitter: Emitter, match: Match) -> relax.Expr | Skip:
     if any(size != 1 for at, size in enumerate(padded.shape) if at != axis):
         return Skip("the added constant is no bias per output channel")
     units = accumulator_qparams(data.qparams, weight.qparams, axis)
-    if quantized is not None and has_units(quantized.qparams, units, integers):
+    steps = units.scale.astype("float64").reshape(units_shape(units, rank))
+    is_wide = quantized is not None and tensor_dtype(quantized.value) == "int32"
+    if quantized is not None and is_wide and has_units(quantized.qparams, steps.reshape(-1)):
         return Skip("the bias has the units of the accumulator")
-    scaled = padded.astype("float64") / units.scale.reshape(units_shape(units, rank))
+    exact = padded.astype("float64")
+    scaled = exact / steps
     if not np.isfinite(scaled).all() or np.abs(scaled).max(initial=0.0) > BIAS_LIMIT:
         return Skip("the bias is too large for int32 in units of the accumulator")
+    output = find_output_qparams(graph, match.root)
+    largest = float(np.abs(exact).max(initial=0.0)) * LEAST_SHARE
+    if is_lost(exact, steps, largest if output is None else float(output.scale.min())):
+        return Skip("the bias is smaller than the units of the accumulator")
     value = qnn.dequantize(
         relax.const(np.rint(scaled).astype("int32"), "int32"),
         relax.const(units.scale, "float32"),
@@ -163,15 +168,6 @@ def units_shape(units: QParams, rank: int) -> tuple[int, ...]:
     if units.axis is None or not units.is_per_channel:
         return ()
     return tuple(-1 if at == units.axis else 1 for at in range(rank))
-
-
-def has_units(have: QParams, units: QParams, integers: np.ndarray | None) -> bool:
-    """Whether an int32 bias counts in units of the accumulator already."""
-    if integers is None or have.dtype != "int32" or have.zero_point.any():
-        return False
-    return have.scale.size in (1, units.scale.size) and np.array_equal(
-        np.broadcast_to(have.scale.ravel(), units.scale.size), units.scale.ravel()
-    )
 
 
 def add_ledger(

@@ -13,6 +13,7 @@ from tvm import relax
 from tvm.ir import Call
 
 from relayquant.config import Accumulator, BackendConfig
+from relayquant.conversion.bias import find_bias_conflict
 from relayquant.dialect.qnn.quantization import DEQUANTIZE, QUANTIZE
 from relayquant.errors import ConfigError, QnnError
 from relayquant.ledger import Ledger, find_ledger, ledger_attrs
@@ -235,7 +236,7 @@ def read_operands(graph: Graph, pattern: QuantOp, match: Match) -> dict[str, Qua
             if quantized is None:
                 return Skip(f"operand {name} is not dequantized by constant parameters")
             found[name] = quantized
-    return found
+    return find_bias_conflict(pattern, found) or found
 
 
 def read_dequantize(graph: Graph, expr: relax.Expr) -> Quantized | None:

@@ -14,6 +14,7 @@ import numpy as np
 import tvm
 from tvm import relax
 
+from relayquant.conversion.bias import BIAS_LIMIT, LEAST_SHARE, refine_units
 from relayquant.conversion.expand import clip_integer
 from relayquant.dialect import qnn
 from relayquant.errors import ConfigError
@@ -34,13 +35,10 @@ from relayquant.ops.find import find_pattern, match_operator, operand_constant
 from relayquant.ops.narrow_float import NarrowFloats
 from relayquant.plan import OperatorPlan
 from relayquant.prepared import PreparedModel
-from relayquant.qtypes import INTEGER_LIMITS, QParams, QSpec, Role, Rounding, conform_scale
+from relayquant.qtypes import INTEGER_LIMITS, QParams, QSpec, Role, Rounding, choose_qparams, conform_scale
 from relayquant.reference import qnn as numpy_qnn
 from relayquant.rewrite import Emitter, Graph, Match, Skip, rewrite_main
 from relayquant.rewrite.graph import tensor_dtype
-
-#: largest |bias| in units of its scale; leaves the other half of int32 to the accumulator
-BIAS_LIMIT = 2**30
 
 
 def build_reference(prepared: PreparedModel) -> tvm.IRModule:
@@ -79,7 +77,7 @@ class _ReferenceBuilder:
         self.plan, self.backend = prepared.plan, prepared.backend
         self.constants = prepared.constants
         self.graph = Graph(prepared.mod)
-        self.parameters = raise_weight_scales(prepared, self.graph)
+        self.parameters = fit_weight_scales(prepared, self.graph)
         self.operators = {op.name: op for op in self.plan.operators if op.quantized and op.pattern}
         self.inner = {name for op in self.operators.values() for name in op.values[:-1]}
         self.floats = NarrowFloats(self.plan)
@@ -167,6 +165,8 @@ class _ReferenceBuilder:
                     limits = self.plan.group(keys[operand.name]).info.spec.limits
                 else:
                     qparams = bias_qparams(pattern, match, operator, self.parameters)
+                    bias = find_constant(self.constants, match, operand.name)
+                    qparams = refine_units(qparams, bias, self.find_step(operator, bias))
                 operands[operand.name] = self.dequantized_constant(
                     emitter, match, operand.name, qparams, limits, keys.get(operand.name)
                 )
@@ -174,6 +174,18 @@ class _ReferenceBuilder:
         if operator.accumulator is not None and pattern.accumulator_axis is not None:
             narrow = self.make_narrow(emitter, match, pattern, operator)
         return repeat_match(SimulateContext(emitter, match, operands, narrow))
+
+    def find_step(self, operator: OperatorPlan, bias: np.ndarray) -> float | None:
+        """The finest step of an operator's result. None where that is not quantized; but with data
+        that was zero on all samples the bias is all of the result, so that it must be there.
+        """
+        keys = self.plan.value_groups.get(operator.name, ())
+        if keys:
+            return min(float(self.parameters[key].scale.min()) for key in keys)
+        data = dict(operator.operands)["data"]
+        unseen = choose_qparams(0.0, 0.0, self.plan.group(data).info.spec)
+        is_unseen = self.parameters[data] == unseen
+        return float(np.abs(bias).max(initial=0)) * LEAST_SHARE if is_unseen else None
 
     def group_operator(
         self, emitter: Emitter, pattern: QuantOp, match: Match, operator: OperatorPlan
@@ -320,12 +332,14 @@ def bias_qparams(
     return accumulator_qparams(data, weight, axis)
 
 
-def raise_weight_scales(prepared: PreparedModel, graph: Graph) -> dict[str, QParams]:
-    """Parameters with weight scales raised where the accumulator's scale or a bias needs it.
+def fit_weight_scales(prepared: PreparedModel, graph: Graph) -> dict[str, QParams]:
+    """Parameters with weight scales that the accumulator's scale and the bias can do with.
 
-    A channel whose weights are (almost) zero gets a tiny scale. Its accumulator's scale, data scale
+    A channel whose weights are almost zero gets a tiny scale. Its accumulator's scale, data scale
     x weight scale, would underflow float32, or its bias, in units of it, overflow int32. The
-    weights of such a channel are rounded to zero anyway: a larger scale costs nothing.
+    weights of the channel are rounded to zero anyway: a larger scale costs nothing. Where all
+    weights are zero any scale will do, so that it is chosen for the bias: with 1 the bias would
+    have steps of the data's scale.
     """
     parameters = dict(prepared.require_parameters())
     for operator in prepared.plan.operators:
@@ -333,17 +347,35 @@ def raise_weight_scales(prepared: PreparedModel, graph: Graph) -> dict[str, QPar
         if not {"data", "weight"} <= keys.keys():
             continue
         data, weight = parameters[keys["data"]], parameters[keys["weight"]]
-        floor = np.float64(np.finfo("float32").tiny) / data.scale.astype("float64")
+        least = np.float64(np.finfo("float32").tiny) / data.scale.astype("float64")
         pattern = find_pattern(prepared.backend, operator.pattern)
+        scale = weight.scale
         if any(operand.role is Role.BIAS for operand in pattern.operands):
             match = match_operator(graph, prepared.backend, operator)
             bias = find_constant(prepared.constants, match, "bias").astype("float64")
             bias = np.abs(bias).reshape(-1)
             if not weight.is_per_channel or bias.size != weight.scale.size:
                 bias = bias.max()
-            floor = np.maximum(floor, bias / (data.scale.astype("float64") * BIAS_LIMIT))
-        floor = np.nextafter(floor.astype("float32"), np.float32(np.inf))
+            counted = bias / data.scale.astype("float64")
+            least = np.maximum(least, counted / BIAS_LIMIT)
+            array = find_constant(prepared.constants, match, "weight")
+            is_free = (find_extent(array, weight.axis) == 0) & (bias > 0)
+            scale = np.where(is_free, counted / bias_limit(operator), scale)
+        least = np.nextafter(least.astype("float32"), np.float32(np.inf))
         spec = prepared.plan.group(keys["weight"]).info.spec
-        scale = conform_scale(np.maximum(weight.scale, floor), spec).astype("float32")
+        scale = conform_scale(np.maximum(scale, least), spec).astype("float32")
         parameters[keys["weight"]] = QParams(scale, weight.zero_point, weight.dtype, weight.axis)
     return parameters
+
+
+def bias_limit(operator: OperatorPlan) -> int:
+    """Half of what holds the sums of an operator."""
+    if operator.accumulator is None:
+        return BIAS_LIMIT
+    return min(operator.accumulator.limits[1] // 2, BIAS_LIMIT)
+
+
+def find_extent(array: np.ndarray, axis: int | None) -> np.ndarray:
+    """Largest magnitude of an array, or at each index of an axis."""
+    others = tuple(i for i in range(array.ndim) if axis is None or i != axis % array.ndim)
+    return np.abs(array).max(axis=others, initial=0)
