@@ -70,10 +70,12 @@ def _centre(op: str, layout: Layout) -> Rule:
         centred = weight.astype("int32") - (zero.reshape(shape) if zero.size > 1 else zero)
 
         def multiply(integers: np.ndarray) -> relax.Expr:
-            """The call with other weights, whose zero point is 0."""
+            """The call with other weights, whose zero point is 0; of sums scales say nothing."""
             operands = [emitter.get(arg) for arg in call.args]
             operands[1] = relax.const(integers.astype("int8"), "int8")
             operands[3] = relax.const(0, "int32")
+            if integers.shape != weight.shape:
+                operands[5] = relax.const(1.0, "float32")
             return Call(call.op, operands, call.attrs, call.ty_args)
 
         low, high = INTEGER_LIMITS["int8"]

@@ -35,7 +35,15 @@ from relayquant.ops.find import find_pattern, match_operator, operand_constant
 from relayquant.ops.narrow_float import NarrowFloats
 from relayquant.plan import OperatorPlan
 from relayquant.prepared import PreparedModel
-from relayquant.qtypes import INTEGER_LIMITS, QParams, QSpec, Role, Rounding, choose_qparams, conform_scale
+from relayquant.qtypes import (
+    INTEGER_LIMITS,
+    QParams,
+    QSpec,
+    Role,
+    Rounding,
+    choose_qparams,
+    conform_scale,
+)
 from relayquant.reference import qnn as numpy_qnn
 from relayquant.rewrite import Emitter, Graph, Match, Skip, rewrite_main
 from relayquant.rewrite.graph import tensor_dtype

@@ -73,9 +73,9 @@ def multiply_fixed_point_tir(
     shift = tirx.min(
         tirx.const(31, "int64") - tirx.min(exponent, zero), tirx.const(_MAX_SHIFT, "int64")
     )
-    product = tirx.shift_left(value.astype("int64"), tirx.max(exponent, zero)) * mantissa.astype(
-        "int64"
-    )
+    # A longer shift leaves nothing of 32 bits, as one of 63 does.
+    left = tirx.min(tirx.max(exponent, zero), tirx.const(_MAX_SHIFT, "int64"))
+    product = tirx.shift_left(value.astype("int64"), left) * mantissa.astype("int64")
     half = tirx.shift_left(one, shift - one)
     if rounding is Rounding.TONEAREST:
         half = tirx.Select(product >= zero, half, half - one)
