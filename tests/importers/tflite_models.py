@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,8 @@ import pytest
 @dataclass(frozen=True)
 class Tensor:
     """A tensor of a model: a constant if it has values, sparse if these are those of the rows and
-    columns that are not 0 (CSR): (row ends, columns).
+    columns that are not 0 (CSR): (row ends, columns). `scale` is (scale, zero point). Operators may
+    write a variable.
     """
 
     name: str
@@ -21,20 +23,50 @@ class Tensor:
     dtype: str = "float32"
     values: np.ndarray | None = None
     csr: tuple[Sequence[int], Sequence[int]] | None = None
+    scale: tuple[float, int] | None = None
+    variable: bool = False
+
+
+@dataclass(frozen=True)
+class Operator:
+    """A call of tensors by name or number; an input "" is left out. `options` is the name of a
+    table, `fields` are its fields: numbers, text and lists of integers.
+    """
+
+    kind: str
+    inputs: Sequence[str | int]
+    outputs: Sequence[str | int]
+    options: str = ""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Subgraph:
+    """A graph of a model that operators of the first graph call."""
+
+    tensors: Sequence[Tensor]
+    operators: Sequence[Operator]
+    inputs: Sequence[str] = ()
+    outputs: Sequence[str] = ()
 
 
 def write_model(
     path: Path,
     tensors: Sequence[Tensor],
-    operators: Sequence[tuple[str, Sequence[str], str]],
+    operators: Sequence[tuple[str, Sequence[str], str] | Operator],
     inputs: Sequence[str],
     outputs: Sequence[str],
+    others: Sequence[Subgraph] = (),
 ) -> Path:
-    """Write a model of one graph; an operator is (its name, inputs, output), without options."""
+    """Write a model; a tuple is an operator without options: (its name, inputs, output)."""
     tflite = pytest.importorskip("tflite")
     flatbuffers = pytest.importorskip("flatbuffers")
     builder = flatbuffers.Builder(0)
-    index = {tensor.name: at for at, tensor in enumerate(tensors)}
+    calls = [
+        Operator(each[0], each[1], [each[2]]) if isinstance(each, tuple) else each
+        for each in operators
+    ]
+    graphs = [Subgraph(tensors, calls, inputs, outputs), *others]
 
     def make_table(kind: str, **fields):
         getattr(tflite, f"{kind}Start")(builder)
@@ -67,9 +99,18 @@ def write_model(
         both = make_tables(tflite.SparsityParametersStartDimMetadataVector, [rows, entries])
         return make_table("SparsityParameters", TraversalOrder=order, DimMetadata=both)
 
-    buffers = [make_table("Buffer")]
-    entries = []
-    for tensor in tensors:
+    def make_scale(scale, zero_point):
+        scales, zeros = make_numbers([scale], "float32"), make_numbers([zero_point], "int64")
+        return make_table("QuantizationParameters", Scale=scales, ZeroPoint=zeros)
+
+    def make_field(value):
+        if isinstance(value, str):
+            return builder.CreateString(value)
+        if isinstance(value, np.ndarray):
+            return builder.CreateNumpyVector(value)
+        return make_numbers(value) if isinstance(value, Sequence) else value
+
+    def make_tensor(tensor):
         buffer = 0
         if tensor.values is not None:
             data = np.asarray(tensor.values, tensor.dtype).tobytes()
@@ -77,13 +118,45 @@ def write_model(
             buffers.append(make_table("Buffer", Data=vector))
             buffer = len(buffers) - 1
         fields = {
-            "Name": builder.CreateString(tensor.name),
+            **({"Name": builder.CreateString(tensor.name)} if tensor.name else {}),
             "Shape": make_numbers(tensor.shape),
             **({"Sparsity": make_sparsity(tensor)} if tensor.csr else {}),
+            **({"Quantization": make_scale(*tensor.scale)} if tensor.scale else {}),
         }
         kind = getattr(tflite.TensorType, tensor.dtype.upper())
-        entries.append(make_table("Tensor", Type=kind, Buffer=buffer, **fields))
-    kinds = list(dict.fromkeys(kind for kind, _, _ in operators))
+        marks = {"IsVariable": True} if tensor.variable else {}
+        return make_table("Tensor", Type=kind, Buffer=buffer, **marks, **fields)
+
+    def make_call(call, index):
+        parts = {
+            "Inputs": make_numbers([index[name] for name in call.inputs]),
+            "Outputs": make_numbers([index[name] for name in call.outputs]),
+        }
+        if call.options:
+            fields = {name: make_field(value) for name, value in call.fields.items()}
+            second = call.options.startswith(("Stablehlo", "StableHLO", "Dilate"))
+            union = tflite.BuiltinOptions2 if second else tflite.BuiltinOptions
+            prefix = "BuiltinOptions2" if second else "BuiltinOptions"
+            parts[prefix] = make_table(call.options, **fields)
+            parts[f"{prefix}Type"] = getattr(union, call.options)
+        return make_table("Operator", OpcodeIndex=kinds.index(call.kind), **parts)
+
+    def make_graph(graph):
+        index = {at: at for at in range(len(graph.tensors))} | {"": -1}
+        index |= {tensor.name: at for at, tensor in enumerate(graph.tensors) if tensor.name}
+        entries = [make_tensor(tensor) for tensor in graph.tensors]
+        tables = [make_call(call, index) for call in graph.operators]
+        parts = {
+            "Tensors": make_tables(tflite.SubGraphStartTensorsVector, entries),
+            "Inputs": make_numbers([index[name] for name in graph.inputs]),
+            "Outputs": make_numbers([index[name] for name in graph.outputs]),
+            "Operators": make_tables(tflite.SubGraphStartOperatorsVector, tables),
+        }
+        return make_table("SubGraph", **parts)
+
+    kinds = list(dict.fromkeys(call.kind for graph in graphs for call in graph.operators))
+    buffers = [make_table("Buffer")]
+    tables = [make_graph(graph) for graph in graphs]
     codes = [
         make_table(
             "OperatorCode",
@@ -93,22 +166,9 @@ def write_model(
         )
         for kind in kinds
     ]
-    calls = []
-    for kind, reads, result in operators:
-        taken, given = make_numbers([index[name] for name in reads]), make_numbers([index[result]])
-        calls.append(
-            make_table("Operator", OpcodeIndex=kinds.index(kind), Inputs=taken, Outputs=given)
-        )
-    parts = {
-        "Tensors": make_tables(tflite.SubGraphStartTensorsVector, entries),
-        "Inputs": make_numbers([index[name] for name in inputs]),
-        "Outputs": make_numbers([index[name] for name in outputs]),
-        "Operators": make_tables(tflite.SubGraphStartOperatorsVector, calls),
-    }
-    graphs = make_tables(tflite.ModelStartSubgraphsVector, [make_table("SubGraph", **parts)])
     parts = {
         "OperatorCodes": make_tables(tflite.ModelStartOperatorCodesVector, codes),
-        "Subgraphs": graphs,
+        "Subgraphs": make_tables(tflite.ModelStartSubgraphsVector, tables),
         "Buffers": make_tables(tflite.ModelStartBuffersVector, buffers),
     }
     builder.Finish(make_table("Model", Version=3, **parts), b"TFL3")

@@ -1,0 +1,189 @@
+"""First stage, TensorFlow Lite: the tables of the flatbuffer, checked before anything follows them,
+with a name of its own for each tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from relayquant.errors import ModelError, format_count
+
+#: Largest tensor that a model may declare, in elements.
+MAX_ELEMENTS = 2**31 - 1
+
+#: Largest rank of a tensor.
+MAX_RANK = 16
+
+#: Types of TensorType whose values Relax holds, by name, and the bytes of an element.
+SIZES = {
+    "FLOAT32": 4, "FLOAT16": 2, "INT32": 4, "UINT8": 1, "INT64": 8, "BOOL": 1, "INT16": 2,
+    "COMPLEX64": 8, "INT8": 1, "UINT32": 4, "UINT64": 8,
+}  # fmt: skip
+
+#: Types of handles and texts, which have no numbers: operators on them are refused by name.
+OTHER_TYPES = frozenset({"STRING", "RESOURCE", "VARIANT"})
+
+
+def open_model(tflite: Any, data: bytes) -> Any:
+    """The root table, with tensors that all have different names: TFLite goes by their numbers,
+    TVM's frontend by their names, which may be missing or the same.
+    """
+
+    class Tensor(tflite.Tensor):
+        def Name(self) -> bytes:
+            return self.name
+
+    class SubGraph(tflite.SubGraph):
+        def Tensors(self, j: int) -> Any:
+            table = super().Tensors(j)
+            if table is None or not 0 <= j < self.TensorsLength():
+                raise ValueError(f"it refers to tensor {j} of {self.TensorsLength()}")
+            tensor = Tensor()
+            tensor.Init(table._tab.Bytes, table._tab.Pos)
+            tensor.name = self.names[j].encode()
+            return tensor
+
+    class Model(tflite.Model):
+        def Subgraphs(self, j: int) -> Any:
+            if j not in self.graphs:
+                table = super().Subgraphs(j)
+                if table is None or not 0 <= j < self.SubgraphsLength():
+                    raise ValueError(f"it refers to graph {j} of {self.SubgraphsLength()}")
+                graph = SubGraph()
+                graph.Init(table._tab.Bytes, table._tab.Pos)
+                graph.names = list_names(table)
+                self.graphs[j] = graph
+            return self.graphs[j]
+
+        def Buffers(self, j: int) -> Any:
+            if not 0 <= j < self.BuffersLength():
+                raise ValueError(f"it refers to buffer {j} of {self.BuffersLength()}")
+            return super().Buffers(j)
+
+    model = Model()
+    root = tflite.Model.GetRootAs(data, 0)
+    model.graphs = {}
+    model.Init(root._tab.Bytes, root._tab.Pos)
+    return model
+
+
+def list_names(graph: Any) -> list[str]:
+    """A name for each tensor; the first that has a name keeps it."""
+    names: list[str] = []
+    taken: set[str] = set()
+    for index in range(graph.TensorsLength()):
+        given = graph.Tensors(index).Name()
+        name = given.decode("utf-8", "replace") if given else f"tvmgen_tensor_{index}"
+        while name in taken:
+            name = f"{name}_{index}"
+        taken.add(name)
+        names.append(name)
+    return names
+
+
+def check_tables(model: Any, tflite: Any, size: int) -> None:
+    """Raise for a reference that leads nowhere, or a size that cannot be.
+
+    Args:
+        model: What `open_model` gives.
+        tflite: The package.
+        size: Bytes of the file.
+
+    Raises:
+        ValueError, struct.error, ...: the file is damaged.
+        ModelError: an operator or a tensor is of a kind that is not supported.
+    """
+    for count in (
+        model.OperatorCodesLength(),
+        model.SubgraphsLength(),
+        model.BuffersLength(),
+    ):
+        check_count(count, size)
+    if not model.SubgraphsLength():
+        raise ValueError("it has no graph")
+    types = {number: name for name, number in list_members(tflite.TensorType)}
+    kinds = {number: name for name, number in list_members(tflite.BuiltinOperator)}
+    for index in range(model.SubgraphsLength()):
+        graph = model.Subgraphs(index)
+        for count in (
+            graph.TensorsLength(),
+            graph.OperatorsLength(),
+            graph.InputsLength(),
+            graph.OutputsLength(),
+        ):
+            check_count(count, size)
+        for at in range(graph.TensorsLength()):
+            check_tensor(model, graph.Tensors(at), types, size)
+        check_indices(graph, graph.InputsAsNumpy(), 0)
+        check_indices(graph, graph.OutputsAsNumpy(), 0)
+        for at in range(graph.OperatorsLength()):
+            check_operator(model, graph, graph.Operators(at), kinds)
+
+
+def list_members(enum: Any) -> Iterator[tuple[str, int]]:
+    """Names and values of an enumeration of the package."""
+    return ((name, value) for name, value in vars(enum).items() if isinstance(value, int))
+
+
+def check_count(count: int, size: int) -> None:
+    """Raise ValueError for a vector that is longer than the file."""
+    if not 0 <= 4 * count <= size:
+        raise ValueError(f"a vector has {format_count(count, 'element')}, longer than the file")
+
+
+def check_indices(graph: Any, indices: Any, least: int) -> None:
+    """Raise ValueError for tensors that the graph does not have."""
+    for index in np.atleast_1d(indices) if isinstance(indices, np.ndarray) else ():
+        if not least <= index < graph.TensorsLength():
+            raise ValueError(f"it refers to tensor {index} of {graph.TensorsLength()}")
+
+
+def check_operator(model: Any, graph: Any, operator: Any, kinds: dict[int, str]) -> None:
+    """Raise for an operator that TFLite does not have, or for its tensors."""
+    if not 0 <= operator.OpcodeIndex() < model.OperatorCodesLength():
+        raise ValueError(f"it refers to operator code {operator.OpcodeIndex()}")
+    code = model.OperatorCodes(operator.OpcodeIndex())
+    number = max(code.DeprecatedBuiltinCode(), code.BuiltinCode())
+    if number not in kinds:
+        raise ModelError(
+            f"It has an operator of number {number}, which the installed package tflite does not "
+            "know. Run: pip install --upgrade tflite"
+        )
+    check_indices(graph, operator.InputsAsNumpy(), -1)
+    check_indices(graph, operator.OutputsAsNumpy(), 0)
+
+
+def check_tensor(model: Any, tensor: Any, types: dict[int, str], size: int) -> None:
+    """Raise for a shape that cannot be, or a constant that has not as many bytes as it needs."""
+    name, kind = tensor.name.decode(), types.get(tensor.Type(), str(tensor.Type()))
+    if kind not in SIZES and kind not in OTHER_TYPES:
+        raise ModelError(
+            f"Tensor {name!r} has the type {kind}; supported: {', '.join(SIZES)}. Convert the "
+            "model with another type."
+        )
+    if not 0 <= tensor.ShapeLength() <= MAX_RANK:
+        raise ValueError(f"tensor {name!r} has {format_count(tensor.ShapeLength(), 'dimension')}")
+    shape = [tensor.Shape(axis) for axis in range(tensor.ShapeLength())]
+    if any(n < 0 for n in shape) or math.prod(shape) > MAX_ELEMENTS:
+        raise ValueError(f"tensor {name!r} has the shape {shape}")
+    length = model.Buffers(tensor.Buffer()).DataLength()
+    if not 0 <= length <= size:
+        raise ValueError(f"the values of tensor {name!r} have {format_count(length, 'byte')}")
+    needed = math.prod(shape) * SIZES.get(kind, 0)
+    if length and kind in SIZES and tensor.Sparsity() is None and length != needed:
+        raise ValueError(
+            f"the values of tensor {name!r} have {format_count(length, 'byte')}, {kind} of shape "
+            f"{shape} needs {needed}"
+        )
+
+
+def list_codes(model: Any) -> Iterator[int]:
+    """Numbers of the operator codes of all calls."""
+    for index in range(model.SubgraphsLength()):
+        graph = model.Subgraphs(index)
+        for at in range(graph.OperatorsLength()):
+            yield graph.Operators(at).OpcodeIndex()
