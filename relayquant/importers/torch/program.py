@@ -119,6 +119,17 @@ def make_importer() -> Any:
     """TVM's importer, whose errors name the node, what is supported and what to do."""
 
     class Importer(_tvm.load_torch_frontend().ExportedProgramImporter):
+        def __init__(self) -> None:
+            super().__init__()
+            self.copies: dict[Any, tvm.runtime.Tensor] = {}
+
+        def _convert_pytorch_tensor_to_tvm(self, tensor: Any) -> tvm.runtime.Tensor:
+            """A copy: the module that was exported may be trained further. One for tied weights."""
+            key = describe_place(tensor)
+            if key not in self.copies:
+                self.copies[key] = copy_tensor(tensor)
+            return self.copies[key]
+
         def _check_unsupported_func_type(self, nodes: Any) -> None:
             missing: dict[str, list[str]] = {}
             for node in nodes:
@@ -134,6 +145,26 @@ def make_importer() -> Any:
                 self.convert_map[name] = functools.partial(convert_node, self, convert)
 
     return Importer()
+
+
+def copy_tensor(tensor: Any) -> tvm.runtime.Tensor:
+    """The values of a tensor of PyTorch, in memory of their own."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    is_dense = tensor.layout == torch.strided
+    dense = tensor.detach() if is_dense else tensor.detach().to_dense()
+    values = dense.cpu().clone(memory_format=torch.contiguous_format)
+    return tvm.runtime.from_dlpack(values.resolve_conj().resolve_neg())
+
+
+def describe_place(tensor: Any) -> Any:
+    """Equal for tensors of PyTorch that are the same memory, seen in the same way."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    if tensor.layout != torch.strided:
+        return id(tensor)
+    view = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+    return (tensor.untyped_storage().data_ptr(), *view)
 
 
 def convert_node(importer: Any, convert: Callable[..., Any], node: Any, *more: Any) -> Any:
