@@ -14,7 +14,11 @@ import numpy as np
 from tvm import tirx
 
 from relayquant.qtypes import INTEGER_LIMITS, Arithmetic, Rounding, has_exact_sums
-from relayquant.reference.fixed_point import get_fixed_point_multiplier, get_float_limits
+from relayquant.reference.fixed_point import (
+    get_fixed_point_multiplier,
+    get_float_limits,
+    hold_multiplier,
+)
 
 #: A scalar expression of TIR.
 PrimExpr = Any
@@ -145,15 +149,15 @@ def encode_multiplier(real: Any, arithmetic: Arithmetic) -> tuple[np.ndarray, ..
     """What an `arithmetic` multiplies with, for a float64 real multiplier: (M, e) or (float,)."""
     if arithmetic is Arithmetic.INT64:
         return tuple(part.astype("int32") for part in get_fixed_point_multiplier(real))
-    with np.errstate(over="ignore", under="ignore"):
-        return (np.asarray(real, "float64").astype(arithmetic.value),)
+    return (hold_multiplier(real, arithmetic.value),)
 
 
 def encode_multiplier_tir(real: PrimExpr, arithmetic: Arithmetic) -> tuple[PrimExpr, ...]:
     """`encode_multiplier` for a float64 expression."""
     if arithmetic is Arithmetic.INT64:
         return split_multiplier_tir(real)
-    return (real.astype(arithmetic.value),)
+    largest = tirx.const(float(np.finfo(arithmetic.value).max), "float64")
+    return (tirx.max(tirx.min(real, largest), -largest).astype(arithmetic.value),)
 
 
 # ---------------------------------------------------------------- requantize

@@ -14,6 +14,7 @@ from relayquant.reference.fixed_point import (
     clip_to_integer,
     finish_rounded,
     get_fixed_point_multiplier,
+    hold_multiplier,
     multiply_fixed_point,
     round_values,
     wrap_int32,
@@ -178,7 +179,7 @@ def scale_integer(
     """
     if compute_dtype is not Arithmetic.INT64:
         real = compute_dtype.value
-        scaled = np.asarray(centred.astype(real) * multiplier.astype(real))
+        scaled = np.asarray(centred.astype(real) * hold_multiplier(multiplier, real))
         return finish_rounded(np.rint(scaled, out=scaled), zero_point, dtype)
     mantissa, exponent = get_fixed_point_multiplier(multiplier)
     moved = multiply_fixed_point(centred, mantissa, exponent, rounding).astype("int64")
@@ -207,7 +208,7 @@ def average_integer(
     if compute_dtype is Arithmetic.INT64:
         return scale_integer(total, ratio / count, z_out, dtype, rounding, compute_dtype)
     real = compute_dtype.value
-    value = np.asarray(total.astype(real) * (ratio.astype(real) / count.astype(real)))
+    value = np.asarray(total.astype(real) * (hold_multiplier(ratio, real) / count.astype(real)))
     if rounding is Rounding.TONEAREST_EVEN:
         return finish_rounded(np.rint(value), z_out, dtype)
     return saturate_float(round_values(np.asarray(value + z_out.astype(real)), rounding), dtype)

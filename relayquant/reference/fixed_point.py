@@ -77,6 +77,15 @@ def multiply_fixed_point(
     return wrap_int32(np.where(right > 63, 0, quotient + up))
 
 
+def hold_multiplier(multiplier: Any, dtype: str) -> Array:
+    """A float64 multiplier, any shape, as float32 or float64: the largest of them instead of
+    infinity, which times 0 would not be 0. Both saturate all other integers.
+    """
+    largest = float(np.finfo(dtype).max)
+    with np.errstate(under="ignore"):
+        return np.clip(np.asarray(multiplier, "float64"), -largest, largest).astype(dtype)
+
+
 def fma_float32(a: Array, b: Array, c: Array) -> Array:
     """a * b + c of float32 arrays with a single rounding to float32, bit for bit as hardware FMA.
 

@@ -30,6 +30,24 @@ def build_product(op, weight: np.ndarray, zero, shape: tuple, **attrs) -> tvm.IR
     return builder.finalize()
 
 
+def test_scales_and_zero_points_per_channel__compile():
+    """The window, a product of one channel, has no scale per channel."""
+    shape = (2, 4, 6, 6)
+    weight = relax.const(draw(0, 255, 5, 4, 3, 3, dtype="uint8"), "uint8")
+    zero = relax.const(np.arange(90, 95, dtype="int32"))
+    scale = relax.const(np.linspace(0.01, 0.05, 5, dtype="float32"))
+    x = relax.Var("x", relax.TensorType(shape, "uint8"))
+    builder = relax.BlockBuilder()
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            y = builder.emit_output(qnn.conv2d(x, weight, 7, zero, 0.5, scale, **PADDED))
+        builder.emit_func_output(y)
+    mod = builder.finalize()
+    data = draw(0, 255, *shape, dtype="uint8")
+    expected = rq.reference.run(mod, [data])[0]
+    np.testing.assert_array_equal(Executor(rq.compile(mod)).run("main", [data])[0], expected)
+
+
 def draw(low: int, high: int, *shape: int, dtype: str = "int8") -> np.ndarray:
     """With the highest integer in the first channel and the lowest in the last."""
     values = RNG.integers(low, high + 1, shape).astype(dtype)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 import tvm
 from qnn_testing import TARGETS
-from tvm import te
+from tvm import relax, te
 
-from relayquant.dialect import fixed_point
+import relayquant as rq
+from relayquant.dialect import fixed_point, qnn
 from relayquant.qtypes import INTEGER_LIMITS, Arithmetic, Rounding
 from relayquant.reference import qnn as reference
 from relayquant.reference.fixed_point import (
@@ -18,6 +21,7 @@ from relayquant.reference.fixed_point import (
     multiply_fixed_point,
     round_values,
 )
+from relayquant.runtime import Executor
 
 
 def run_elements(element, arrays, target):
@@ -205,3 +209,41 @@ def test_requantize__product_and_sum_are_not_contracted(rounding):
             target,
         )
         np.testing.assert_array_equal(got, separate[chosen].astype("int32"))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int32"])
+@pytest.mark.parametrize("mode", [Rounding.TONEAREST_EVEN, Rounding.UPWARD])
+@pytest.mark.parametrize(
+    ("scale", "out_scale"), [(10.0, 1e-38), (3e38, 1e-45), (1e-38, 3e38), (1e10, 1e-30)]
+)
+def test_requantize__by_more_than_the_largest_float32(scale, out_scale, mode, dtype):
+    """Exact: 0 stays 0, and all else saturates, or vanishes."""
+    limits = np.iinfo(dtype)
+    data = np.array([limits.min, -2, -1, 0, 1, 2, limits.max], dtype)
+    x = relax.Var("x", relax.TensorType(data.shape, dtype))
+    builder = relax.BlockBuilder()
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            call = qnn.requantize(x, scale, 0, out_scale, 7, out_dtype="int8", rounding=mode)
+            y = builder.emit_output(call)
+        builder.emit_func_output(y)
+    mod = builder.finalize()
+    ratio = Fraction(float(np.float32(scale))) / Fraction(float(np.float32(out_scale)))
+    wanted = [min(127, max(-128, round(int(value) * ratio) + 7)) for value in data]
+    assert rq.reference.run(mod, [data])[0].tolist() == wanted
+    assert Executor(rq.compile(mod)).run("main", [data])[0].tolist() == wanted
+
+
+def test_fixed_point__shifts_of_64_and_more_compile():
+    x = relax.Var("x", relax.TensorType((3,), "int8"))
+    builder = relax.BlockBuilder()
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            call = qnn.requantize(
+                x, 10.0, 0, 1e-38, 7, out_dtype="int8", compute_dtype=Arithmetic.INT64
+            )
+            y = builder.emit_output(call)
+        builder.emit_func_output(y)
+    mod, data = builder.finalize(), np.array([-1, 0, 5], "int8")
+    wanted = rq.reference.run(mod, [data])[0]
+    np.testing.assert_array_equal(Executor(rq.compile(mod)).run("main", [data])[0], wanted)

@@ -17,6 +17,7 @@ from relayquant.codegen.tuning import ChooseForm, keep_estimate
 from relayquant.kernels.emit import repeat_over_batch
 from relayquant.kernels.integer.lookup import ByteShuffle
 from relayquant.kernels.isa.base import Isa
+from relayquant.reference.fixed_point import hold_multiplier
 from relayquant.rewrite import Graph, Rule
 from relayquant.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 from relayquant.rewrite.rule import OnSkip, log_skip
@@ -77,7 +78,7 @@ def vector(expr: relax.Expr, size: int) -> np.ndarray | None:
 
 def multiplier(numerator: np.ndarray | float, denominator: float) -> np.ndarray:
     """float32(double(numerator) / double(denominator)), as the operators define it."""
-    return (np.float64(numerator) / np.float64(denominator)).astype("float32")
+    return hold_multiplier(np.float64(numerator) / np.float64(denominator), "float32")
 
 
 def split_batch(expr: relax.Expr) -> tuple[bool, tuple[int, ...]] | None:

@@ -22,6 +22,7 @@ from relayquant.reference.fixed_point import (
     clip_to_integer,
     finish_rounded,
     fma_float32,
+    hold_multiplier,
     round_values,
     wrap_int32,
 )
@@ -69,8 +70,8 @@ def make_sum(sign: int) -> Callable[..., Array]:
             )
             centred = center_data(left, lhs_zero_point, lhs_axis).astype("float32")
             other = center_data(right, rhs_zero_point, rhs_axis).astype("float32")
-            first = np.asarray(centred * m_l.astype("float32"))
-            total = fma_float32(other, (sign * m_r).astype("float32"), first)
+            first = np.asarray(centred * hold_multiplier(m_l, "float32"))
+            total = fma_float32(other, hold_multiplier(sign * m_r, "float32"), first)
             return finish_rounded(np.rint(total), z_out, dtype)
         output, modes = (output_scale, output_zero_point), (rounding, compute_dtype)
         moved_left = move_to_int32(left, (lhs_scale, lhs_zero_point, lhs_axis), output, *modes)
@@ -123,7 +124,7 @@ def mul(
     dtype = out_dtype or lhs.dtype.name
     if rounding is not Rounding.TONEAREST_EVEN and compute_dtype is not Arithmetic.INT64:
         real = compute_dtype.value
-        value = multiplier.astype(real) * product.astype(real) + z_out.astype(real)
+        value = hold_multiplier(multiplier, real) * product.astype(real) + z_out.astype(real)
         return saturate_float(round_values(np.asarray(value), rounding), dtype)
     return scale_integer(product, multiplier, z_out, dtype, rounding, compute_dtype)
 

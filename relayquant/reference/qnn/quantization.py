@@ -22,6 +22,7 @@ from relayquant.reference.affine import (
 )
 from relayquant.reference.fixed_point import (
     finish_rounded,
+    hold_multiplier,
     round_values,
 )
 
@@ -96,7 +97,7 @@ def requantize(
         dtype = compute_dtype.value
         z_in = align_parameter(input_zero_point, "int32", data, axis)
         centred = data.astype(dtype) - z_in.astype(dtype)
-        value = multiplier.astype(dtype) * centred + z_out.astype(dtype)
+        value = hold_multiplier(multiplier, dtype) * centred + z_out.astype(dtype)
         return saturate_float(round_values(np.asarray(value), rounding), out_dtype)
     centred = center_data(data, input_zero_point, axis)
     return scale_integer(centred, multiplier, z_out, out_dtype, rounding, compute_dtype)
