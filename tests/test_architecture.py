@@ -29,6 +29,7 @@ LAYERS: list[set[str]] = [
         "runtime",
         "storage",
         "tables",
+        "windows",
     },
     {"config", "ledger", "plan", "prepared", "rewrite"},
     {"dialect", "reference", "kernels"},

@@ -181,7 +181,6 @@ def test_operator__with_drawn_attributes(draw, seed):
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (lambda x: functional.avg_pool2d(x, 2, divisor_override=3), "has divisor_override 3"),
         (lambda x: functional.max_pool2d(x, 2, return_indices=True), "is asked for indices"),
         (
             resize(size=(3, 2), mode="bilinear", antialias=True, align_corners=True),

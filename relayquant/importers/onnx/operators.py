@@ -77,6 +77,7 @@ from relayquant.importers.onnx.vision import (
     convert_roi_align,
     convert_space_to_depth,
 )
+from relayquant.importers.pooling import Windows, emit_pool, emit_window_sum
 from relayquant.importers.refusal import NotConstant, Refusal
 from relayquant.rewrite.graph import constant_value
 
@@ -409,27 +410,51 @@ def convert_conv_transpose(
     return _add_bias(bb, value, inputs[2])
 
 
-def _convert_pool(
-    name: str, bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+def read_windows(data: relax.Expr, attrs: Mapping[str, Any]) -> Windows:
+    """The windows of a pool over this data."""
+    kernel = list(attrs["kernel_shape"])
+    pads = resolve_auto_pad(attrs, known_shape(data, "input")[2:], kernel)
+    return Windows(
+        kernel,
+        list(attrs.get("strides") or [1] * len(kernel)),
+        list(attrs.get("dilations") or [1] * len(kernel)),
+        pads or list(attrs.get("pads") or [0] * 2 * len(kernel)),
+        bool(attrs.get("ceil_mode", 0)),
+    )
+
+
+def convert_average_pool(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr:
-    pads = resolve_auto_pad(attrs, known_shape(inputs[0], "input")[2:], attrs["kernel_shape"])
-    attrs.pop("auto_pad", None)
-    if pads is not None:
-        attrs["pads"] = pads
-    return _run_frontend(name, bb, inputs, attrs, opset)
+    """AveragePool, see `emit_pool`."""
+    counts = bool(attrs.get("count_include_pad", 0))
+    return emit_pool(bb, "average", inputs[0], read_windows(inputs[0], attrs), counts)
 
 
 def convert_max_pool(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr:
-    """MaxPool; its second output, the places of the maxima, TVM does not have.
+    """MaxPool, see `emit_pool`; its second output, the places of the maxima, TVM does not have.
 
     Raises:
         Refusal: the places are asked for.
     """
     if attrs["tvm_custom"]["num_outputs"] > 1:
         raise Refusal("its second output, the indices, is used; supported: the maxima alone")
-    return _convert_pool("MaxPool", bb, inputs, attrs, opset)
+    return emit_pool(bb, "maximum", inputs[0], read_windows(inputs[0], attrs))
+
+
+def convert_lp_pool(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr:
+    """LpPool: the sum of |x| ** p of each window, to the power of 1 / p. TVM multiplies an average
+    by the size of the kernel, though less than that counts where ceil_mode reaches.
+    """
+    data, order = inputs[0], float(attrs.get("p", 2))
+    exponents = [relax.const(number, str(data.ty.dtype)) for number in (order, 1 / order)]
+    powers = bb.emit(relax.op.power(bb.emit(relax.op.abs(data)), exponents[0]))
+    total = emit_window_sum(bb, powers, read_windows(data, attrs))
+    return relax.op.power(total, exponents[1])
 
 
 def convert_scatter_elements(
@@ -583,7 +608,7 @@ FOREIGN: dict[str, dict[str, ForeignOperator]] = {
 #: ONNX operator type -> its conversion here.
 OPERATORS: dict[str, Convert] = {
     **{name: functools.partial(convert_reduction, name) for name in REDUCTIONS},
-    "AveragePool": functools.partial(_convert_pool, "AveragePool"),
+    "AveragePool": convert_average_pool,
     "Celu": convert_celu,
     "Clip": convert_clip,
     "Cosh": convert_cosh,
@@ -598,6 +623,7 @@ OPERATORS: dict[str, Convert] = {
     "IsInf": convert_is_inf,
     "LayerNormalization": convert_layer_normalization,
     "LpNormalization": convert_lp_normalization,
+    "LpPool": convert_lp_pool,
     "Mod": convert_mod,
     "NonMaxSuppression": convert_non_max_suppression,
     "Pow": convert_pow,

@@ -18,8 +18,10 @@ from relayquant.importers.torch.arguments import Convert, read_arguments
 from relayquant.importers.torch.indexing import convert_index, convert_index_put, convert_scatter
 from relayquant.importers.torch.pooling import (
     convert_adaptive_max_pool,
+    convert_avg_pool,
     convert_embedding_bag,
-    refuse_indices,
+    convert_max_pool,
+    convert_pool,
 )
 from relayquant.rewrite.graph import tensor_shape
 
@@ -193,30 +195,6 @@ def convert_convolution(node: Any, importer: Any) -> relax.Expr:
     return emit(relax.op.add(emit(value), bias))
 
 
-def convert_avg_pool(node: Any, importer: Any) -> relax.Expr:
-    """avg_poolNd as TVM's frontend has it, which takes no notice of a divisor of its own.
-
-    Raises:
-        Refusal: a divisor_override.
-    """
-    (divisor,) = read_arguments(node, "divisor_override")
-    if divisor is not None:
-        raise Refusal(f"{node.name} has divisor_override {divisor}; supported: None")
-    name = str(node.target).removeprefix("aten.").partition(".")[0]
-    return getattr(importer, f"_{name}")(node)
-
-
-def convert_max_pool(node: Any, importer: Any) -> relax.Expr:
-    """max_poolNd_with_indices as TVM's frontend has it, whose indices are zeros.
-
-    Raises:
-        Refusal: the indices are used.
-    """
-    refuse_indices(node)
-    name = str(node.target).removeprefix("aten.").partition(".")[0]
-    return getattr(importer, f"_{name}")(node)
-
-
 def convert_clamp(node: Any, importer: Any) -> relax.Expr:
     """clamp(x, low, high) -> R.clip; of integers R.maximum or R.minimum where one bound is missing,
     which TVM's frontend makes an infinity.
@@ -266,8 +244,14 @@ OPERATORS: dict[str, Convert] = {
     "prod.dim_int": convert_prod,
     **dict.fromkeys(SHIFTS, convert_shift),
     "convolution.default": convert_convolution,
+    "avg_pool1d.default": convert_pool,
     "avg_pool2d.default": convert_avg_pool,
     "avg_pool3d.default": convert_avg_pool,
+    **{
+        f"{prefix}adaptive_avg_pool{rank}d.default": convert_pool
+        for prefix in ("", "_")
+        for rank in (1, 2, 3)
+    },
     "index.Tensor": convert_index,
     "index_put.default": convert_index_put,
     "scatter.src": convert_scatter,

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from tvm import relax
 
+from relayquant.importers.pooling import Windows, emit_window_sum
 from relayquant.importers.refusal import Refusal
 from relayquant.importers.torch.arguments import read_arguments
 from relayquant.importers.torch.indexing import find_sizes
@@ -38,6 +39,45 @@ def convert_adaptive_max_pool(node: Any, importer: Any) -> relax.Expr:
         ]
         data = emit(relax.op.concat(parts, axis)) if count > 1 else parts[0]
     return relax.Tuple([data])
+
+
+def convert_pool(node: Any, importer: Any) -> relax.Expr:
+    """A pool as TVM's frontend has it, which gives results without a batch no type."""
+    name = str(node.target).removeprefix("aten.").partition(".")[0].removeprefix("_")
+    return importer.block_builder.normalize(getattr(importer, f"_{name}")(node))
+
+
+def convert_max_pool(node: Any, importer: Any) -> relax.Expr:
+    """max_poolNd_with_indices, whose indices are zeros in TVM's frontend.
+
+    Raises:
+        Refusal: the indices are used.
+    """
+    refuse_indices(node)
+    return convert_pool(node, importer)
+
+
+def convert_avg_pool(node: Any, importer: Any) -> relax.Expr:
+    """avg_poolNd; with a divisor_override, of which TVM's frontend takes no notice, the sum of each
+    window over it.
+    """
+    (divisor,) = read_arguments(node, "divisor_override")
+    if divisor is None:
+        return convert_pool(node, importer)
+    operand, ceil_mode = read_arguments(node, "self", "ceil_mode")
+    kernel, strides, pads = (
+        list(each) for each in read_arguments(node, "kernel_size", "stride", "padding")
+    )
+    rank, emit = (3 if "3d" in str(node.target) else 2), importer.block_builder.emit
+    kernel, strides, pads = (
+        each * rank if len(each) == 1 else each for each in (kernel, strides or kernel, pads)
+    )
+    data = importer.env[operand]
+    is_alone = data.ty.ndim == rank + 1
+    data = emit(relax.op.expand_dims(data, 0)) if is_alone else data
+    windows = Windows(kernel, strides, [1] * rank, pads * 2, bool(ceil_mode))
+    total = emit_window_sum(importer.block_builder, data, windows, float(divisor))
+    return emit(relax.op.squeeze(total, [0])) if is_alone else total
 
 
 def refuse_indices(node: Any) -> None:

@@ -3,12 +3,14 @@ default arithmetic.
 
 Average: S = int32 sum of (x - z_in) over the window; t = RN(float32(S) * RN(m / float32(count)));
 then rounded and clamped as in `epilogue`. Padded pixels contribute 0 and count only with
-`count_include_pad`. A mean is an average over a window as large as the image; whatever axes are
-averaged, they are the height of that image.
+`count_include_pad`; what lies beyond the padding, where `ceil_mode` reaches, never counts. A mean
+is an average over a window as large as the image; whatever axes are averaged, they are the height
+of that image.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -35,6 +37,7 @@ from relayquant.kernels.integer.elementwise import Space, check_integer_output
 from relayquant.kernels.integer.epilogue import Epilogue
 from relayquant.kernels.isa.base import Expr
 from relayquant.qtypes import INTEGER_LIMITS
+from relayquant.windows import count_windows
 
 #: Elements read from which on the work is split over threads.
 PARALLEL_READS = 1 << 18
@@ -65,14 +68,21 @@ class PoolWindow:
 
     @property
     def out_size(self) -> tuple[int, int]:
-        """(OH, OW); with `ceil_mode` a window that starts inside but ends outside counts."""
+        """(OH, OW)."""
+        height, width = (
+            count_windows(size, k, s, d, pads, self.ceil_mode)
+            for size, k, s, d, pads in zip(
+                (self.height, self.width), self.kernel, self.strides, self.dilation, self.pads,
+                strict=True,
+            )
+        )  # fmt: skip
+        return height, width
+
+    @property
+    def pads(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """(before, after) for each axis."""
         top, left, bottom, right = self.padding
-        sizes = []
-        for axis, size in enumerate((self.height + top + bottom, self.width + left + right)):
-            stride = self.strides[axis]
-            free = size - (self.kernel[axis] - 1) * self.dilation[axis] - 1
-            sizes.append((free + (stride - 1 if self.ceil_mode else 0)) // stride + 1)
-        return sizes[0], sizes[1]
+        return (top, bottom), (left, right)
 
     @property
     def in_shape(self) -> tuple[int, int, int, int]:
@@ -85,15 +95,25 @@ class PoolWindow:
     @property
     def leaves_image(self) -> bool:
         """Whether some window reaches a pixel that is not in the data."""
-        if any(self.padding[:2]):
-            return True
+        return self.reaches_beyond(((0, 0), (0, 0)))
+
+    def reaches_beyond(self, pads: Sequence[tuple[int, int]]) -> bool:
+        """Whether some window reaches a pixel that is neither in the data nor in these pads."""
         return any(
-            (out - 1) * s + (k - 1) * d >= size
-            for out, s, k, d, size in zip(
+            own > before or (out - 1) * s + (k - 1) * d - own >= size + after
+            for out, s, k, d, size, (own, _), (before, after) in zip(
                 self.out_size, self.strides, self.kernel, self.dilation,
-                (self.height, self.width), strict=True,
+                (self.height, self.width), self.pads, pads, strict=True,
             )
         )  # fmt: skip
+
+    @property
+    def misses_image(self) -> bool:
+        """Whether some window may lie in the padding as a whole."""
+        return any(
+            max(pads) > (k - 1) * d
+            for pads, k, d in zip(self.pads, self.kernel, self.dilation, strict=True)
+        )
 
     @property
     def threads(self) -> bool:
@@ -174,7 +194,7 @@ def build_max_pool2d(spec: MaxPool2d, name: str = "max_pool2d") -> PrimFunc:
                     at = ((n * window.height + y) * window.width + x) * channels + channel
                     value = load_vector(data, at, lanes)
                     # Without dilation a pixel moved into the data is another pixel of the window.
-                    if window.leaves_image and window.dilation != (1, 1):
+                    if window.misses_image or (window.leaves_image and window.dilation != (1, 1)):
                         inside = broadcast(T.And(y_inside, x_inside), lanes)
                         value = T.Select(inside, value, constant(spec.dtype, lowest, lanes))
                     store_vector(best, T.max(load_vector(best, 0, lanes), value), 0, lanes)
@@ -196,6 +216,7 @@ def build_avg_pool2d(
     """PrimFunc(x, y), both NHWC, or of the given shapes with as many elements."""
     check_integer_output("AvgPool2d", spec.out)
     window = spec.window
+    counted = window.pads if spec.count_include_pad else ((0, 0), (0, 0))
     (kh, kw), channels = window.kernel, window.channels
 
     def body() -> None:
@@ -205,8 +226,8 @@ def build_avg_pool2d(
         )
         with loop_over(window.out_shape[:3], window.threads) as (n, oy, ox):
             count: Expr = T.int32(kh * kw)
-            if window.leaves_image and not spec.count_include_pad:
-                count = emit_inside_count(window, oy, 0) * emit_inside_count(window, ox, 1)
+            if window.reaches_beyond(counted):
+                count = emit_count(window, oy, 0, counted) * emit_count(window, ox, 1, counted)
             factor = T.float32(spec.data.multiplier) / T.Cast("float32", count)
 
             def step(channel: Expr, lanes: int) -> None:
@@ -276,9 +297,13 @@ def build_mean(
     return build_kernel(name, body)
 
 
-def emit_inside_count(window: PoolWindow, out: Expr, axis: int) -> Expr:
-    """How many taps of the window lie in the data along an axis; at least 1, so that it divides."""
-    count: Expr = T.int32(0)
+def emit_count(window: PoolWindow, out: Expr, axis: int, pads: Sequence[tuple[int, int]]) -> Expr:
+    """How many taps of the window lie in the data or these `pads` along an axis; at least 1, so
+    that it divides.
+    """
+    size = (window.height, window.width)[axis]
+    (before, after), count = pads[axis], T.int32(0)
     for tap in range(window.kernel[axis]):
-        count = count + T.Cast("int32", emit_tap(window, out, tap, axis)[1])
+        at = out * window.strides[axis] + (tap * window.dilation[axis] - window.padding[axis])
+        count = count + T.Cast("int32", T.And(at >= -before, at < size + after))
     return T.max(count, 1)

@@ -1,0 +1,18 @@
+"""How many windows a pool has along an axis, for whatever reads, computes or compiles pools."""
+
+from __future__ import annotations
+
+
+def count_windows(
+    size: int, kernel: int, stride: int, dilation: int, pads: tuple[int, int], ceil_mode: bool
+) -> int:
+    """Windows along an axis with (before, after) `pads`; below 1 where none fits.
+
+    With `ceil_mode` the last may end beyond the padding, but it starts in the data or before it
+    (PyTorch, `pooling_output_shape`; ONNX, operator MaxPool).
+    """
+    free = size + sum(pads) - (kernel - 1) * dilation - 1
+    if not ceil_mode:
+        return free // stride + 1
+    count = -(-free // stride) + 1
+    return count - ((count - 1) * stride >= size + pads[0])
