@@ -35,6 +35,14 @@ from relayquant.importers.onnx.arithmetic import (
     convert_sinh,
 )
 from relayquant.importers.onnx.broadcast import convert_expand
+from relayquant.importers.onnx.contrib import (
+    convert_dynamic_quantize_lstm,
+    convert_dynamic_quantize_matmul,
+    convert_matmul_integer_to_float,
+    convert_qattention,
+    convert_qembed_layer_normalization,
+    convert_qlinear_where,
+)
 from relayquant.importers.onnx.grouped import (
     GROUPED_PRODUCTS,
     convert_matmul_nbits,
@@ -573,6 +581,10 @@ _ATTENTION = dict.fromkeys(
     ("do_rotary", "past_present_share_buffer", "rotary_embedding_dim", "unidirectional"), 0
 )
 _CONV = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")
+_RECURRENT = (
+    *("activation_alpha", "activation_beta", "activations"),
+    *("clip", "direction", "hidden_size", "input_forget"),
+)
 _QUANTIZED = ("axis", "block_size", "output_dtype", "precision", "saturate")
 
 #: Operators of other domains that are known, by domain and type.
@@ -585,6 +597,8 @@ FOREIGN: dict[str, dict[str, ForeignOperator]] = {
         ),
         "BiasGelu": ForeignOperator(),
         "DequantizeLinear": ForeignOperator(convert_dequantize_linear, _QUANTIZED),
+        "DynamicQuantizeLSTM": ForeignOperator(convert_dynamic_quantize_lstm, _RECURRENT),
+        "DynamicQuantizeMatMul": ForeignOperator(convert_dynamic_quantize_matmul),
         # mask_index_type tells what the second output is, not what the first is computed of
         "EmbedLayerNormalization": ForeignOperator(known=("epsilon", "mask_index_type")),
         "FastGelu": ForeignOperator(),
@@ -593,6 +607,7 @@ FOREIGN: dict[str, dict[str, ForeignOperator]] = {
         ),
         "Gelu": ForeignOperator(),
         "MatMulInteger16": ForeignOperator(),
+        "MatMulIntegerToFloat": ForeignOperator(convert_matmul_integer_to_float),
         "MatMulNBits": ForeignOperator(
             convert_matmul_nbits,
             ("K", "N", "accuracy_level", "bits", "block_size"),
@@ -600,6 +615,16 @@ FOREIGN: dict[str, dict[str, ForeignOperator]] = {
             # of another value the bytes lie as one GPU wants them
             neutral={"weight_prepacked": 0},
         ),
+        "QAttention": ForeignOperator(
+            convert_qattention,
+            ("mask_filter_value", "num_heads", "scale", "unidirectional"),
+            required=("num_heads",),
+            neutral={"do_rotary": 0, "past_present_share_buffer": 0},
+        ),
+        "QEmbedLayerNormalization": ForeignOperator(
+            convert_qembed_layer_normalization, ("epsilon",)
+        ),
+        "QLinearWhere": ForeignOperator(convert_qlinear_where),
         "QuantizeLinear": ForeignOperator(convert_quantize_linear, _QUANTIZED),
         "SkipLayerNormalization": ForeignOperator(known=("epsilon",)),
     }

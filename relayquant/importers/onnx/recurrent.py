@@ -26,6 +26,9 @@ from relayquant.rewrite.graph import constant_value, tensor_shape
 #: An activation with its parameters, behind the clip.
 Activate = Callable[[relax.Expr], relax.Expr]
 
+#: Product with a weight.
+Multiply = Callable[[relax.Expr], relax.Expr]
+
 #: Hidden state, then the cell of an LSTM; None is zero.
 State = Sequence["relax.Expr | None"]
 
@@ -36,8 +39,8 @@ class Direction:
 
     Attributes:
         hidden: Number of units.
-        weight: Of the inputs, transposed: (inputs, gates * hidden).
-        recurrence: Of the state, transposed, a part for each of the products that a step makes.
+        weight: Multiplies the inputs: (..., inputs) -> (..., gates * hidden).
+        recurrence: Multiplies the state; a part for each of the products that a step makes.
         bias: Of the inputs' product, (gates * hidden,), or None.
         inner_bias: GRU with linear_before_reset only: of the hidden gate's recurrent product.
         peepholes: LSTM only: of input, output and forget gate, (hidden,); or none.
@@ -45,8 +48,8 @@ class Direction:
     """
 
     hidden: int
-    weight: relax.Expr
-    recurrence: tuple[relax.Expr, ...]
+    weight: Multiply
+    recurrence: tuple[Multiply, ...]
     bias: relax.Expr | None
     inner_bias: relax.Expr | None
     peepholes: tuple[relax.Expr, ...]
@@ -78,11 +81,42 @@ def convert_recurrent(
         Refusal: the number of steps is not known; a shape or an attribute is not what the
             operator has.
     """
-    data, weight, recurrence, bias, lengths, *states = (*inputs, *[None] * 8)[:8]
+    data, weight, recurrence, *others = (*inputs, *[None] * 8)[:8]
+    directions = len(read_directions(attrs))
+    shapes = [tensor_shape(operand) for operand in (data, weight, recurrence)]
+    hidden = check_shapes(cell, shapes, attrs, directions)
+    products = [
+        (
+            multiply_by(bb, transpose(bb, take_element(bb, weight, at, 0))),
+            split_recurrence(cell, bb, take_element(bb, recurrence, at, 0), hidden, attrs),
+        )
+        for at in range(directions)
+    ]
+    return unroll_steps(cell, bb, (data, *others), hidden, products, attrs)
+
+
+def unroll_steps(
+    cell: Cell,
+    bb: relax.BlockBuilder,
+    inputs: Sequence[Any],
+    hidden: int,
+    products: Sequence[tuple[Multiply, tuple[Multiply, ...]]],
+    attrs: dict[str, Any],
+) -> relax.Expr:
+    """What `convert_recurrent` returns.
+
+    Args:
+        cell: The operator.
+        bb: The builder.
+        inputs: X, bias, lengths, states and peepholes; None for what is left out.
+        hidden: Number of units.
+        products: Of each direction, those with the weights of the inputs and of the state.
+        attrs: Of the node.
+    """
+    data, bias, lengths, *states = inputs
     states, peepholes = states[: cell.states], states[2] if cell.states == 2 else None
     layout = int(attrs.get("layout", 0))
     backwards = read_directions(attrs)
-    hidden = check_shapes(cell, data, weight, recurrence, attrs, len(backwards))
     steps = find_length(bb, data, layout)
     check_steps(steps)
     functions = list(read_activations(cell, bb, attrs, len(backwards)))
@@ -91,15 +125,14 @@ def convert_recurrent(
     for at, is_reversed in enumerate(backwards):
         direction = Direction(
             hidden,
-            transpose(bb, take_element(bb, weight, at, 0)),
-            split_recurrence(cell, bb, take_element(bb, recurrence, at, 0), hidden, attrs),
+            *products[at],
             *split_bias(cell, bb, bias, at, hidden, attrs),
             split_peepholes(bb, peepholes, at, hidden),
             tuple(functions[at * count : (at + 1) * count]),
         )
         state = [None if given is None else cut(bb, given, at, layout) for given in states]
         order = range(steps)[::-1] if is_reversed else range(steps)
-        product = add(bb, bb.emit(relax.op.matmul(data, direction.weight)), direction.bias)
+        product = add(bb, direction.weight(data), direction.bias)
         outputs: dict[int, relax.Expr] = {}
         for step in order:
             part = product if steps == 1 else slice_element(bb, product, step, layout)
@@ -174,24 +207,21 @@ def apply_clipped(
 
 def check_shapes(
     cell: Cell,
-    data: relax.Expr,
-    weight: relax.Expr,
-    recurrence: relax.Expr,
+    shapes: Sequence[tuple[int | str, ...] | None],
     attrs: dict[str, Any],
     directions: int,
 ) -> int:
-    """The number of hidden units.
+    """The number of hidden units, given the shapes of X, W and R.
 
     Raises:
         Refusal: the shapes of the weights are not known, or do not fit to one another.
     """
-    shapes = [tensor_shape(operand) for operand in (data, weight, recurrence)]
     hidden = shapes[2][-1] if shapes[2] else None
     if not isinstance(hidden, int) or shapes[0] is None or len(shapes[0]) != 3:
         raise Refusal(f"X, W and R have the shapes {shapes}; expected: 3 dimensions, known")
     rows = cell.gates * hidden
     wanted = [(directions, rows, shapes[0][2]), (directions, rows, hidden)]
-    if shapes[1:] != wanted or int(attrs.get("hidden_size", hidden)) != hidden:
+    if list(shapes[1:]) != wanted or int(attrs.get("hidden_size", hidden)) != hidden:
         raise Refusal(
             f"W and R have the shapes {shapes[1]} and {shapes[2]} with hidden_size "
             f"{attrs.get('hidden_size', hidden)}; expected: {wanted[0]} and {wanted[1]}"
@@ -201,14 +231,19 @@ def check_shapes(
 
 def split_recurrence(
     cell: Cell, bb: relax.BlockBuilder, matrix: relax.Expr, hidden: int, attrs: dict[str, Any]
-) -> tuple[relax.Expr, ...]:
-    """R^T; of a GRU that resets the state before its product, that of the hidden gate apart."""
+) -> tuple[Multiply, ...]:
+    """By R^T; of a GRU that resets the state before its product, that of the hidden gate apart."""
     if cell is GRU and not attrs.get("linear_before_reset", 0):
         return tuple(
-            transpose(bb, slice_rows(bb, matrix, begin * hidden, end * hidden))
+            multiply_by(bb, transpose(bb, slice_rows(bb, matrix, begin * hidden, end * hidden)))
             for begin, end in ((0, 2), (2, 3))
         )
-    return (transpose(bb, matrix),)
+    return (multiply_by(bb, transpose(bb, matrix)),)
+
+
+def multiply_by(bb: relax.BlockBuilder, matrix: relax.Expr) -> Multiply:
+    """The product with a matrix of floats."""
+    return lambda value: bb.emit(relax.op.matmul(value, matrix))
 
 
 def split_bias(
@@ -259,7 +294,7 @@ def step_lstm(
     hidden, cell = state
     inner, outer, last = direction.activations
     if hidden is not None:
-        gates = add(bb, gates, bb.emit(relax.op.matmul(hidden, direction.recurrence[0])))
+        gates = add(bb, gates, direction.recurrence[0](hidden))
     before_in, before_out, before_forget, before_cell = split_gates(bb, gates, 4, direction.hidden)
     look = direction.peepholes
     if look and cell is not None:
@@ -291,7 +326,7 @@ def step_gru(
     if hidden is not None:
         products = split_gates(
             bb,
-            bb.emit(relax.op.matmul(hidden, direction.recurrence[0])),
+            direction.recurrence[0](hidden),
             2 if len(direction.recurrence) == 2 else 3,
             direction.hidden,
         )
@@ -301,7 +336,7 @@ def step_gru(
             before = add(bb, before, multiply(bb, inner(reset), product))
         else:
             kept = multiply(bb, inner(reset), hidden)
-            before = add(bb, before, bb.emit(relax.op.matmul(kept, direction.recurrence[1])))
+            before = add(bb, before, direction.recurrence[1](kept))
     elif direction.inner_bias is not None:
         before = add(bb, before, multiply(bb, inner(reset), direction.inner_bias))
     gate = inner(update)
@@ -319,7 +354,7 @@ def step_rnn(
     """h' = f(gates)"""
     (hidden,) = state
     if hidden is not None:
-        gates = add(bb, gates, bb.emit(relax.op.matmul(hidden, direction.recurrence[0])))
+        gates = add(bb, gates, direction.recurrence[0](hidden))
     return (direction.activations[0](gates),)
 
 

@@ -161,10 +161,9 @@ def dequantize_bias(
     """The real values of an int32 bias in units of its accumulator."""
     scales = [rewriter.constants.get(name) for name in (data_scale, weight_scale)]
     if any(scale is None for scale in scales):
-        raise ValueError(
-            f"node {node.name!r} (operator {node.op_type}) has scales that are computed at run "
-            "time; supported: constants"
-        )
+        product = rewriter.unique_name(f"{bias}.scale")
+        rewriter.add("Mul", [data_scale, weight_scale], product, node.name)
+        return rewriter.dequantize([bias, product, ""], node)
     product = np.multiply(*(numpy_helper.to_array(scale) for scale in scales))  # pyright: ignore[reportArgumentType]
     scale = rewriter.constant(product.astype("float32"), f"{bias}.scale")
     return rewriter.dequantize([bias, scale, ""], node)
