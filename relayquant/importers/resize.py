@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from tvm import relax
+from tvm import relax, tirx
 
 from relayquant.importers.refusal import Refusal
 
@@ -72,7 +72,7 @@ def emit_resize(
     Raises:
         Refusal: the data are integers that would be interpolated.
     """
-    shape = list(data.ty.shape.values)
+    shape = read_shape(data)
     changed = [
         axis
         for axis in axes
@@ -80,18 +80,31 @@ def emit_resize(
     ]
     if not changed:
         return data
-    if fits_resize2d(len(shape), changed, sampling):
+    if fits_resize2d(shape, changed, sampling):
         results = {axis.at: axis.result for axis in changed}
         return emit_resize2d(data, [results.get(at, shape[at]) for at in (2, 3)], sampling)
     return resize_axes(bb, data, changed, sampling)
 
 
-def fits_resize2d(rank: int, axes: list[Axis], sampling: Sampling) -> bool:
+def read_shape(data: relax.Expr) -> list[int | Any]:
+    """Sizes of a tensor; what is known at run time only is an expression."""
+    return [int(size) if isinstance(size, tirx.IntImm) else size for size in data.ty.shape.values]
+
+
+def fits_resize2d(shape: Sequence[Any], axes: list[Axis], sampling: Sampling) -> bool:
     """Whether R.image.resize2d computes just this."""
     if sampling.antialias or sampling.exclude_outside or sampling.coordinates not in RESIZE2D_MODES:
         return False
-    if rank != 4 or any(axis.at < 2 or axis.size * axis.scale != axis.result for axis in axes):
+    if len(shape) != 4:
         return False
+    if any(axis.at < 2 or axis.size * axis.scale != axis.result for axis in axes):
+        return False
+    if sampling.coordinates == "align_corners":
+        # Its formula divides by the size of the result less one, on both axes.
+        results = {axis.at: axis.result for axis in axes}
+        sizes = [results.get(at, shape[at]) for at in (2, 3)]
+        if any(not isinstance(size, int) or size == 1 for size in sizes):
+            return False
     if sampling.mode == "nearest":
         # Each element is repeated: the middles of the copies lie within half an element of its own.
         is_floor = sampling.coordinates == "asymmetric" and sampling.nearest_mode in (

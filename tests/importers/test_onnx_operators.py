@@ -52,6 +52,21 @@ def test_upsample__repeats_each_element(opset):
     assert found.ravel().tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
+@pytest.mark.parametrize("coordinates", ["align_corners", "half_pixel", "pytorch_half_pixel"])
+@pytest.mark.parametrize("mode", ["nearest", "linear", "cubic"])
+def test_resize__axes_of_one_element(mode, coordinates):
+    """An axis that has, or shall have, one element: the formulas must not divide by zero."""
+    attrs = {"mode": mode, "coordinate_transformation_mode": coordinates}
+    node = helper.make_node("Resize", ["x", "", "", "s"], ["y"], **attrs)
+    for shape, sizes in (((5, 7), (1, 1)), ((5, 7), (10, 1)), ((1, 7), (1, 14)), ((1, 7), (2, 1))):
+        x = np.random.default_rng(0).standard_normal((1, 2, *shape)).astype("float32")
+        weights = {"s": np.array([1, 2, *sizes])}
+        model = make_model([node], {"x": x.shape}, weights=weights, opset=18)
+        (expected,) = ReferenceEvaluator(model).run(None, {"x": x})
+        (found,) = run_imported(import_onnx(model)[0], {"x": x})
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_resize__symbolic_sizes_grow_by_integers():
     node = helper.make_node("Resize", ["x", "", "s"], ["y"], mode="linear")
     weights = {"s": np.array([1, 1, 2, 3], "float32")}

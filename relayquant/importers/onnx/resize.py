@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from tvm import relax, tirx
+from tvm import relax
 
 from relayquant.importers.onnx.sizes import read_sizes
 from relayquant.importers.refusal import NotConstant, Refusal
@@ -22,6 +22,7 @@ from relayquant.importers.resize import (
     emit_resize,
     emit_resize2d,
     fits_resize2d,
+    read_shape,
 )
 from relayquant.rewrite.graph import constant_value
 
@@ -63,7 +64,7 @@ def convert_resize(
             float(attrs.get("extrapolation_value", 0.0)),
             bool(attrs.get("antialias", 0)),
         )
-    shape = [int(d) if isinstance(d, tirx.IntImm) else d for d in data.ty.shape.values]
+    shape = read_shape(data)
     axes = [int(axis) % len(shape) for axis in attrs.get("axes", range(len(shape)))]
     factors = read_floats(scales, "scales") if sizes is None else None
     if factors is None or not len(factors):
@@ -137,7 +138,7 @@ def _axes_of_scales(
     moved = [(at, f) for at, f in zip(axes, factors, strict=True) if f != 1.0]
     if any(not isinstance(shape[at], int) for at, _ in moved):
         fake = [Axis(at, 1, int(f), float(f)) for at, f in moved if float(f).is_integer()]
-        if len(fake) == len(moved) and fits_resize2d(len(shape), fake, sampling):
+        if len(fake) == len(moved) and fits_resize2d(shape, fake, sampling):
             by = {axis.at: axis.result for axis in fake}
             return emit_resize2d(data, [shape[at] * by.get(at, 1) for at in (2, 3)], sampling)
     return [
