@@ -69,7 +69,8 @@ def compile(
         ConfigError: TVM does not know the target; with `tune`, this machine cannot run code for it,
             or the file of times is damaged.
         FileError: the file of times cannot be written.
-        ModelError: TVM has no code for an operator of these types; it and its value are named.
+        ModelError: TVM has no code for an operator of these types or sizes; it and its value are
+            named.
     """
     stop_spinning()
     resolved = resolve_target(target)

@@ -4,12 +4,12 @@ first of its calls that cannot be compiled alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import tvm
 import tvm_ffi
-from tvm import relax
+from tvm import relax, tirx
 from tvm.ir import Call, GenericConst
 
 from relayquant.errors import ModelError
@@ -17,24 +17,69 @@ from relayquant.rewrite.expressions import list_bindings
 from relayquant.rewrite.function import make_main
 from relayquant.rewrite.graph import tensor_dtype
 
+FIX_SIZE = "Fix the symbolic dimension that it depends on, with shapes= in load."
+
 
 def explain_failure(
     mod: tvm.IRModule, compile_alone: Callable[[tvm.IRModule], Any]
 ) -> ModelError | None:
-    """The error of the first call of a module that `compile_alone` cannot compile; None where each
-    of them compiles, and it is their combination that does not.
+    """The error of the first call of a module that `compile_alone` cannot compile; where each of
+    them compiles, of the first value whose size is computed when the model runs. None where there
+    is neither: the combination of the calls does not compile.
     """
     for name, call in find_calls(mod):
         try:
             compile_alone(isolate_call(call))
         except Exception as alone:
             dtypes = ", ".join(filter(None, map(tensor_dtype, call.args)))
+            unsized = describe_size([*call.args, call])
+            advice = (
+                f"{unsized}. {FIX_SIZE}"
+                if unsized
+                else "Other types may have code: cast the operands, and the result back."
+            )
             return ModelError(
                 f"value {name!r}, operator {call.op.name} of {dtypes or 'no tensors'}: TVM cannot "
-                f"compile it: {last_line(alone)}. Other types may have code: cast the operands, "
-                "and the result back."
+                f"compile it: {last_line(alone)}. {advice}"
             )
+    for func in list_functions(mod):
+        for binding in list_bindings(func):
+            unsized = describe_size([binding.var])
+            if unsized:
+                return ModelError(f"TVM cannot compile the module. {unsized}. {FIX_SIZE}")
     return None
+
+
+def describe_size(values: Iterable[Any]) -> str:
+    """What is said of the first value whose shape is not known, or has a size that is the smaller
+    or the larger one of two; "" if there is none.
+    """
+    for value in values:
+        if isinstance(value, relax.Tuple):
+            found = describe_size(value.fields)
+            if found:
+                return found
+        ty = getattr(value, "ty", None)
+        name = f"value {value.name!r}" if isinstance(value, relax.Var) else "its result"
+        if isinstance(ty, relax.TensorType) and not isinstance(ty.shape, relax.ShapeExpr):
+            return f"The shape of {name} is known at run time only"
+        if isinstance(ty, relax.TensorType):
+            for size in ty.shape.values:
+                if compares_sizes(size):
+                    return f"A size of {name} is {size}, known at run time only"
+    return ""
+
+
+def compares_sizes(size: Any) -> bool:
+    """Whether a size is computed by min or max, as behind a slice of a symbolic dimension."""
+    if isinstance(size, tirx.Min | tirx.Max):
+        return True
+    parts = (getattr(size, name, None) for name in ("a", "b"))
+    return any(compares_sizes(part) for part in parts if part is not None)
+
+
+def list_functions(mod: tvm.IRModule) -> list[relax.Function]:
+    return [func for _, func in mod.functions_items() if isinstance(func, relax.Function)]
 
 
 def find_calls(mod: tvm.IRModule) -> Iterator[tuple[str, Call]]:
@@ -42,9 +87,7 @@ def find_calls(mod: tvm.IRModule) -> Iterator[tuple[str, Call]]:
     operands.
     """
     seen: set[Any] = set()
-    for _, func in mod.functions_items():
-        if not isinstance(func, relax.Function):
-            continue
+    for func in list_functions(mod):
         for binding in list_bindings(func):
             call = binding.value
             if not isinstance(call, Call) or not isinstance(call.op, tvm.ir.Op):

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from tvm import relax
-from tvm.ir import Call, IRModule, Op
+from tvm import relax, tirx
+from tvm.ir import Call, IRModule, Op, Type
 
 from relayquant.codegen.floating import read_conv2d_transpose
 from relayquant.rewrite.expressions import is_float32, op_name, read_scalar
@@ -42,17 +42,19 @@ def convert_with_exceptions(mod: IRModule, layouts: Mapping[str, Sequence[str]])
 
     A call that has to keep its layout is hidden from the pass, which gives operands of what it does
     not know back their original layout: y = f(x) -> y = call_pure_packed("relayquant.hidden.0", x)
-    -> (after the pass) y = f(x).
+    -> (after the pass) y = f(x). So is match_cast, whose operand the pass forgets to replace.
     """
-    hidden: list[Call] = []
+    hidden: list[Call | relax.MatchCast] = []
 
     def hide(binding: relax.Binding) -> Sequence[relax.Binding]:
-        call = binding.value
-        if not keeps_layout(call):
+        call, is_cast = binding.value, isinstance(binding, relax.MatchCast)
+        if not is_cast and not keeps_layout(call):
             return split_clip(binding)
         name = relax.ExternFunc(f"{HIDDEN}{len(hidden)}")
-        hidden.append(call)
-        return [rebind(binding, Call(Op.get(CALL_PACKED), [name, *call.args], None, [call.ty]))]
+        hidden.append(binding if is_cast else call)
+        args, ty = ([call], binding.ty) if is_cast else (call.args, call.ty)
+        packed = Call(Op.get(CALL_PACKED), [name, *args], None, [ty])
+        return [relax.VarBinding(binding.var, packed)]
 
     def show(binding: relax.Binding) -> Sequence[relax.Binding]:
         call = binding.value
@@ -61,9 +63,12 @@ def convert_with_exceptions(mod: IRModule, layouts: Mapping[str, Sequence[str]])
         if not name.startswith(HIDDEN):
             return turn_resize(binding)
         old = hidden[int(name.removeprefix(HIDDEN))]
+        if isinstance(old, relax.MatchCast):
+            return [relax.MatchCast(binding.var, call.args[1], old.ty)]
         return [rebind(binding, Call(old.op, call.args[1:], old.attrs, old.ty_args))]
 
-    converted = relax.transform.ConvertLayout(dict(layouts))(rewrite_bindings(mod, hide))
+    hiding = rewrite_bindings(rewrite_bindings(mod, pin_output), hide)
+    converted = relax.transform.ConvertLayout(dict(layouts))(hiding)
     return rewrite_bindings(converted, show)
 
 
@@ -83,6 +88,39 @@ def keeps_layout(call: relax.Expr) -> bool:
         return True
     types = [arg.ty for arg in call.args] if name.startswith("relax.") else []
     return bool(types) and all(isinstance(ty, relax.TensorType) and ty.ndim == 0 for ty in types)
+
+
+def pin_output(binding: relax.Binding) -> Sequence[relax.Binding]:
+    """y = f(x), an output -> y_pinned = f(x); y = match_cast(y_pinned, type of y), where a size of
+    y is computed from others. Elements of a tuple alike.
+
+    The pass infers types again without knowing that sizes are not negative. It gets min(5, n) -
+    min(0, n) for min(5, n), and may not change the type of an output.
+    """
+    var, value = binding.var, binding.value
+    if isinstance(var, relax.DataflowVar) or isinstance(binding, relax.MatchCast):
+        return [binding]
+    if not isinstance(value, relax.Tuple):
+        if not has_computed_size(var.ty):
+            return [binding]
+        inner = relax.DataflowVar(f"{var.name}_pinned", var.ty)
+        return [relax.VarBinding(inner, value), relax.MatchCast(var, inner, var.ty)]
+    pinned: list[relax.Binding] = []
+    fields = list(value.fields)
+    for index, part in enumerate(fields):
+        if isinstance(part, relax.Var) and has_computed_size(part.ty):
+            fields[index] = relax.DataflowVar(f"{part.name}_pinned", part.ty)
+            pinned.append(relax.MatchCast(fields[index], part, part.ty))
+    return [*pinned, relax.VarBinding(var, relax.Tuple(fields))]
+
+
+def has_computed_size(ty: Type) -> bool:
+    """Whether a size of a tensor, or of one in a tuple, is neither a number nor a variable."""
+    if isinstance(ty, relax.TupleType):
+        return any(map(has_computed_size, ty.fields))
+    if not isinstance(ty, relax.TensorType) or not isinstance(ty.shape, relax.ShapeExpr):
+        return False
+    return any(not isinstance(size, tirx.Var | tirx.IntImm) for size in ty.shape.values)
 
 
 def split_clip(binding: relax.Binding) -> Sequence[relax.Binding]:

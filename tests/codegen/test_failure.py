@@ -53,6 +53,25 @@ def test_compile__sizes_that_only_other_values_have():
         rq.compile(builder.finalize())
 
 
+def test_compile__shapes_that_are_not_known():
+    """No other type would help: the size that is missing is named."""
+    size = tvm.tirx.Var("n", "int64")
+    x = relax.Var("x", relax.TensorType((size, 4), "float32"))
+    y = relax.Var("y", relax.TensorType((3, 4), "float32"))
+    builder = relax.BlockBuilder()
+    with builder.function("main", [x, y]):
+        with builder.dataflow():
+            both = builder.emit(relax.op.add(x, y), name_hint="both")
+            result = builder.emit_output(relax.op.nn.relu(both))
+        builder.emit_func_output(result)
+    with pytest.raises(
+        rq.ModelError, match=r"its result is known at run time only.*shapes="
+    ) as one:
+        rq.compile(builder.finalize())
+    assert "value 'both', operator relax.add of float32, float32" in str(one.value)
+    assert "cast" not in str(one.value)
+
+
 def test_compile__what_no_call_alone_explains_is_raised_as_it_is(monkeypatch):
     def fail(*args, **more):
         raise ValueError("only as a whole")

@@ -221,3 +221,28 @@ def test_has_constants__where_there_are_none_fold_constant_changes_nothing(name)
     is_same = tvm_ffi.structural_equal(folded["main"], mod["main"])
     assert is_same == (name not in FOLDABLE)
     assert has_constants(mod) == (name in FOLDABLE)
+
+
+def slice_rows(emit, x):
+    """The first five rows of a batch of any size: (min(5, n), 4, 6, 6)."""
+    rows = emit("rows", op.strided_slice(x, [0], [0], [5]))
+    return relax.Tuple([rows, emit.conv("c", rows)])
+
+
+def cast_rows(emit, x):
+    """A shape that is asserted of a value that the pass turns."""
+    rows = emit("rows", op.strided_slice(x, [0], [0], [5]))
+    turned = emit("turned", op.permute_dims(emit.conv("a", rows), [0, 1, 3, 2]))
+    cast = relax.DataflowVar("cast", turned.ty)
+    emit.builder.emit_normalized(relax.MatchCast(cast, turned, turned.ty))
+    return emit.conv("b", emit("r", op.nn.relu(cast)))
+
+
+@pytest.mark.parametrize("body", [slice_rows, cast_rows])
+@pytest.mark.parametrize("rows", [3, 7])
+def test_convert_layout__sizes_of_the_run_time(body, rows):
+    mod = build_model(body, ("n", *MAP[1:]))
+    x = draw_batches(mod, 1, n=rows)[0]
+    found = Executor(rq.compile(mod)).run("main", [*x.values()])
+    for got, want in zip(found, rq.reference.run(mod, x), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
