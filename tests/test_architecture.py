@@ -51,7 +51,7 @@ LAYERS: list[set[str]] = [
     {"pipeline"},
     {"steps", "evaluation", "refine", "compression"},
     {"quantizer", "testing"},
-    {"torch"},
+    {"relay_scripts", "torch"},
     {"report", "demo", "extend"},
     {"cli", "__init__", "__main__"},
 ]

@@ -354,7 +354,7 @@ def find_refusal(
         reason = "no line of the QConfigMapping selects it"
         return Skip(reason, "add set_global or set_object_type"), Support.NOT_ASKED
     if qconfig is None:
-        reason = f"kept in float by the configuration ({rule.description})"
+        reason = f"kept in float by {rule.origin or f'the configuration ({rule.description})'}"
         return Skip(reason), Support.NOT_ASKED
     if row.observation is ObservationType.INPUT_OUTPUT_NOT_OBSERVED:
         reason = f"backend {backend!r} runs {pattern.name} in float on purpose"

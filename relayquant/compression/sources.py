@@ -14,6 +14,7 @@ import tvm
 from tvm import relax
 
 from relayquant.errors import ModelError, format_count, suggest_name
+from relayquant.rewrite.constants import holds_constant
 from relayquant.runtime import view_constant
 
 #: Address of a tensor, or name of a parameter; with a number, one matrix of a stack, or with -1
@@ -116,10 +117,12 @@ def open_params(
         for param in func.params:
             if param in found:
                 check_param(param, names[param.name], found[param])
+    functions = [func for func in mod.functions.values() if isinstance(func, relax.Function)]
     for name in params:
-        if name not in sources:
+        if name not in sources and not holds_constant(functions, params[name]):
             raise ModelError(
-                f"params has {name!r}, which no function takes. {suggest_name(name, sorted(known))}"
+                f"params has {name!r}, which no function takes, nor is the value one of their "
+                f"constants. {suggest_name(name, sorted(known))}"
             )
     return found
 

@@ -97,6 +97,8 @@ class MappingRule:
         object_type, index: For MODULE_NAME_OBJECT_TYPE_ORDER, beside the name in `key`: the
             operator, and which of those below the name, counted from 0 in topological order.
         optional: Whether the line may select no operator, as in a mapping for any model.
+        origin: What the line follows from, if not from a call of the user: the ledger then says
+            that instead of the line ("skip_conv_layers=[0]").
     """
 
     kind: Selector
@@ -105,6 +107,7 @@ class MappingRule:
     object_type: str = ""
     index: int = 0
     optional: bool = False
+    origin: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.kind, Selector):
@@ -121,6 +124,8 @@ class MappingRule:
             raise ConfigError(f"{where}: index is {self.index!r}; allowed: an integer >= 0.")
         if not isinstance(self.optional, bool):
             raise ConfigError(f"{where}: optional is {self.optional!r}; allowed: True or False.")
+        if not isinstance(self.origin, str):
+            raise ConfigError(f"{where}: origin is {self.origin!r}; allowed: text.")
         if self.kind is Selector.MODULE_NAME_REGEX:
             try:
                 re.compile(self.key)
@@ -165,7 +170,8 @@ class MappingRule:
         data: dict[str, Any] = {"key": self.key, "qconfig": write_qconfig(self.qconfig)}
         if self.kind is Selector.MODULE_NAME_OBJECT_TYPE_ORDER:
             data |= {"object_type": self.object_type, "index": self.index}
-        return {**data, "optional": True} if self.optional else data
+        data |= {"optional": True} if self.optional else {}
+        return data | ({"origin": self.origin} if self.origin else {})
 
     @staticmethod
     def from_dict(kind: Selector, data: object, where: str) -> MappingRule:
@@ -173,7 +179,7 @@ class MappingRule:
         needed = ["key", "qconfig"]
         if kind is Selector.MODULE_NAME_OBJECT_TYPE_ORDER:
             needed += ["object_type", "index"]
-        found = dict(check_keys(data, [*needed, "optional"], where, needed))
+        found = dict(check_keys(data, [*needed, "optional", "origin"], where, needed))
         qconfig = read_qconfig(found.pop("qconfig"), f"{where}.qconfig")
         return MappingRule(kind, found.pop("key"), qconfig, **found)
 
@@ -240,7 +246,7 @@ class QConfigMapping:
 
     def _add(self, rule: MappingRule) -> QConfigMapping:
         def is_replaced(other: MappingRule) -> bool:
-            same = {"qconfig": None, "optional": False}
+            same = {"qconfig": None, "optional": False, "origin": ""}
             return replace(other, **same) == replace(rule, **same)
 
         if rule.kind is Selector.MODULE_NAME_REGEX and any(map(is_replaced, self.rules)):

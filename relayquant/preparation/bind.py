@@ -10,6 +10,7 @@ from tvm import relax
 
 from relayquant.errors import ModelError, format_count, suggest_name
 from relayquant.preparation.tensors import make_const
+from relayquant.rewrite.constants import holds_constant
 from relayquant.rewrite.editor import Editor
 from relayquant.rewrite.graph import tensor_dtype, tensor_shape
 
@@ -24,7 +25,8 @@ def bind_params(editor: Editor, params: Mapping[str, Any] | None) -> None:
         params: Parameter name -> numpy array or TVM tensor, or {function: [values in order]} as
             `tvm.relax.frontend.detach_params` gives. A module that a TVM frontend made with
             parameters kept as inputs has attribute `num_input` (how many are real inputs) and
-            perhaps `params` (the values of the others).
+            perhaps `params` (the values of the others). A value that is a constant of the module
+            already may be there again.
 
     Raises:
         ModelError: a name is unknown, a shape or dtype differs, or a value is missing.
@@ -48,10 +50,11 @@ def bind_params(editor: Editor, params: Mapping[str, Any] | None) -> None:
             )
     if attached is not None and len(attached) == len(weights):
         values = {**dict(zip((w.name for w in weights), attached, strict=True)), **values}
-    for name in values:
-        if name not in names:
+    for name in [name for name in values if name not in names]:
+        if not holds_constant(editor.values.values(), values.pop(name)):
             raise ModelError(
-                f"params has {name!r}, which main does not. {suggest_name(name, names)}"
+                f"params has {name!r}, which main does not, nor is the value one of its constants. "
+                f"{suggest_name(name, names)}"
             )
     missing = [weight.name for weight in weights if weight.name not in values]
     if missing:

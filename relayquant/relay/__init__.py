@@ -2,13 +2,15 @@
 
 Reading: text or JSON -> `syntax` -> Relax; the operators are rows in `operators`.
 Writing: Relax -> `syntax` -> text; the operators are rows in `export`.
-Quantizing: the options of `relay.quantize` are those of ours (`qconfig`).
+Quantizing: the options of `relay.quantize` are those of ours (`qconfig`), and a script of Relay's
+runs as it was (`quantize`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import tvm
 
@@ -18,22 +20,37 @@ from relayquant.relay.builder import build_module
 from relayquant.relay.export import to_text
 from relayquant.relay.json_reader import is_relay_json, parse_json
 from relayquant.relay.operators import OPERATORS
-from relayquant.relay.qconfig import RelayQConfig, qconfig
+from relayquant.relay.qconfig import RelayQConfig, current_qconfig, qconfig
 from relayquant.relay.release import WrittenBy
 from relayquant.relay.tensors import decode_params, encode_params, save_params
 from relayquant.relay.text_reader import parse_text
 
 __all__ = [
     "RelayQConfig",
+    "current_qconfig",
     "decode_params",
     "encode_params",
     "from_json",
     "from_text",
     "is_relay_json",
     "qconfig",
+    "quantize",
     "save_params",
     "to_text",
 ]
+
+
+if TYPE_CHECKING:
+    quantize: Any
+
+
+def __getattr__(name: str) -> Any:
+    """`quantize` stands above this room, where the whole data flow is known: it is loaded when it
+    is first used.
+    """
+    if name == "quantize":
+        return import_module("relayquant.relay_scripts").quantize
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 @check_arguments

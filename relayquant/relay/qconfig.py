@@ -6,11 +6,13 @@ The defaults are Relay's. An option that has no counterpart is an error that say
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from typing import Any
 
 from relayquant.arguments import check_arguments
 from relayquant.config import QConfig, QConfigMapping, TensorConfig
+from relayquant.config.mapping import MappingRule, Selector
 from relayquant.errors import ConfigError, format_count, suggest_name
 from relayquant.qtypes import QSpec, Scheme
 
@@ -44,6 +46,9 @@ OBSERVERS: Mapping[str, Mapping[str, Any]] = {
 }
 GLOBAL_SCALE = "global_scale"
 
+#: Options of the `with` blocks that the running code is in, the innermost last.
+_SCOPES: ContextVar[tuple[RelayQConfig, ...]] = ContextVar("relay_qconfig", default=())
+
 #: weight_scale -> whether scales are powers of two
 WEIGHT_SCALES = {"power2": True, "max": False}
 
@@ -52,10 +57,12 @@ WEIGHT_SCALES = {"power2": True, "max": False}
 class RelayQConfig:
     """Options of `relay.quantize.qconfig`; made by `qconfig`.
 
-    `rq.quantize(mod, params, dataset, **config.settings)` takes the place of
+    A script of Relay's works as it was, with `from relayquant import relay`:
 
         with relay.quantize.qconfig(...):
             relay.quantize.quantize(mod, params, dataset)
+
+    It is short for `rq.quantize(mod, params, dataset, **config.settings)`.
 
     Attributes are named as in Relay. Those that change nothing here: `rounding` (ours rounds to
     nearest, ties to even, and needs no fixed-point multiplication) and `calibrate_chunk_by` (memory
@@ -80,6 +87,13 @@ class RelayQConfig:
     calibrate_chunk_by: int = -1
     partition_conversions: str = "disabled"
 
+    def __enter__(self) -> RelayQConfig:
+        _SCOPES.set((*_SCOPES.get(), self))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _SCOPES.set(_SCOPES.get()[:-1])
+
     def __post_init__(self) -> None:
         for name in ("skip_conv_layers", "debug_enabled_ops"):
             value = getattr(self, name)
@@ -88,7 +102,8 @@ class RelayQConfig:
         for option, is_allowed, message in _CHECKS:
             value = getattr(self, option)
             if not is_allowed(value):
-                raise ConfigError(f"relay.qconfig: {option} is {value!r}; {message}")
+                near = find_near(value)
+                raise ConfigError(f"relay.qconfig: {option} is {value!r}; {message}{near}")
         bits = DTYPE_BITS[self.dtype_input]
         if self.nbit_input > bits:
             raise ConfigError(
@@ -129,17 +144,24 @@ class RelayQConfig:
     @property
     def mapping(self) -> QConfigMapping:
         """What `relay.quantize` would quantize; what it has no rule for stays in float."""
-        mapping = QConfigMapping().set_global(None)
+        rules = [MappingRule(Selector.GLOBAL, "", None)]
         for name in QUANTIZED_OPERATORS:
-            is_enabled = self.debug_enabled_ops is None or name in self.debug_enabled_ops
-            is_enabled = is_enabled and not (name == "nn.dense" and self.skip_dense_layer)
-            qconfig = self.qconfig if is_enabled else None
-            mapping = mapping.set_object_type(name, qconfig, optional=True)
-        for index in self.skip_conv_layers or ():
-            mapping = mapping.set_module_name_object_type_order(
-                "", "nn.conv2d", index, None, optional=True
-            )
-        return mapping
+            origin = self._find_origin(name)
+            qconfig = None if origin else self.qconfig
+            rule = MappingRule(Selector.OBJECT_TYPE, name, qconfig, optional=True, origin=origin)
+            rules.append(rule)
+        skipped = self.skip_conv_layers or ()
+        for index in dict.fromkeys(skipped):
+            origin = f"skip_conv_layers={list(skipped)}"
+            kind = Selector.MODULE_NAME_OBJECT_TYPE_ORDER
+            rules.append(MappingRule(kind, "", None, "nn.conv2d", index, True, origin))
+        return QConfigMapping(tuple(rules))
+
+    def _find_origin(self, name: str) -> str:
+        """The option that keeps an operator in float, "" if none does."""
+        if self.debug_enabled_ops is not None and name not in self.debug_enabled_ops:
+            return f"debug_enabled_ops={list(self.debug_enabled_ops)}"
+        return "skip_dense_layer=True" if name == "nn.dense" and self.skip_dense_layer else ""
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -147,6 +169,14 @@ class RelayQConfig:
         more work for accuracy than Relay spends.
         """
         return {"qconfig_mapping": self.mapping, "backend": "generic", "effort": "fast"}
+
+
+def find_near(value: object) -> str:
+    """ " Did you mean ...?" for the beginning of a mode's name, as in "kl", else ""."""
+    modes = (GLOBAL_SCALE, *OBSERVERS, *WEIGHT_SCALES)
+    is_text = isinstance(value, str) and value != ""
+    near = [mode for mode in modes if is_text and mode.startswith(str(value))]
+    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def _make_spec(dtype: str, bits: int, power_of_two: bool = False) -> QSpec:
@@ -243,3 +273,11 @@ def qconfig(**options: Any) -> RelayQConfig:
         if name not in known:
             raise ConfigError(f"relay.qconfig has no option {name!r}. {suggest_name(name, known)}")
     return RelayQConfig(**options)
+
+
+def current_qconfig() -> RelayQConfig:
+    """Options of the innermost `with qconfig(...)`; outside, Relay's: those of `qconfig()`, but for
+    `skip_conv_layers`, which then skips none.
+    """
+    scopes = _SCOPES.get()
+    return scopes[-1] if scopes else RelayQConfig(skip_conv_layers=None)

@@ -10,7 +10,7 @@ import tvm
 
 import relayquant as rq
 from relayquant.errors import ModelError
-from relayquant.relay import decode_params, encode_params, save_params
+from relayquant.relay import decode_params, encode_params, from_text, save_params
 from relayquant.relay.tensors import DTYPE_CODES, decode_tensor, encode_tensor
 
 PARAMS = {
@@ -112,3 +112,48 @@ def test_params__file(tmp_path):
     np.testing.assert_array_equal(rq.reference.run(mod, [np.zeros(2, "float32")])[0], [1, 1])
     with pytest.raises(ModelError, match=r"no model file .*none.params"):
         rq.load(tmp_path / "model.relay", params=tmp_path / "none.params")
+
+
+# -- weights that are handed over twice ------------------------------------------------------------
+
+TWO_LAYERS = """def @main(%x: Tensor[(2, 4), float32], %w0: Tensor[(8, 4), float32],
+                         %b0: Tensor[(8), float32], %w1: Tensor[(3, 8), float32]) {
+  let %first = nn.relu(add(nn.dense(%x, %w0, units=8), %b0));
+  nn.dense(%first, %w1, units=3) }"""
+
+
+def two_layers():
+    rng = np.random.default_rng(0)
+    shapes = {"w0": (8, 4), "b0": (8,), "w1": (3, 8)}
+    weights = {name: rng.normal(size=shape).astype("float32") for name, shape in shapes.items()}
+    samples = [rng.normal(size=(2, 4)).astype("float32") for _ in range(4)]
+    return from_text(TWO_LAYERS, weights), weights, samples
+
+
+#: What takes a module and its weights.
+TAKERS = {
+    "quantize": lambda mod, params, data: rq.quantize(mod, params, data, effort="fast"),
+    "prepare": lambda mod, params, data: rq.prepare(mod, params),
+    "compress_weights": lambda mod, params, data: rq.compress_weights(
+        mod, params, bits=8, group_size=None
+    ),
+    "relay.quantize": lambda mod, params, data: rq.relay.quantize(mod, params),
+    "equalize_layers": lambda mod, params, data: rq.equalize_layers(mod, params),
+    "lint": lambda mod, params, data: rq.lint(mod, params, data),
+}
+
+
+@pytest.mark.parametrize("name", TAKERS)
+@pytest.mark.filterwarnings("ignore")
+def test_weights__that_are_bound_already(name):
+    """An old script hands them to the importer and to the quantizer: the same are taken, of others
+    the name is told.
+    """
+    take = TAKERS[name]
+    mod, weights, data = two_layers()
+    take(mod, weights, data)
+    take(mod, {"b0": weights["b0"]}, data)
+    with pytest.raises(ModelError, match=r"params has 'b0'.*nor is the value one of"):
+        take(mod, {**weights, "b0": weights["b0"] + 1}, data)
+    with pytest.raises(ModelError, match=r"params has 'w_0'.*Did you mean 'w0'"):
+        take(from_text(TWO_LAYERS), {**weights, "w_0": weights["w0"] + 1}, data)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 
 import numpy as np
 import pytest
+import tvm
 from old_relay import needs_old_relay, run_old_code
 
 import relayquant as rq
+from relayquant import relay
 from relayquant.errors import ConfigError
-from relayquant.relay import RelayQConfig, from_text, qconfig
+from relayquant.relay import RelayQConfig, current_qconfig, from_text, qconfig
+from relayquant.relay_scripts import SUCCESSORS
 
 #: what `tvm.relay.quantize.QConfig` of TVM 0.10 has
 DEFAULTS = {
@@ -74,6 +79,11 @@ def quantized_names(mod, dataset=None, **options):
 def test_defaults__are_those_of_relay():
     assert asdict(qconfig()) == {**DEFAULTS, "skip_conv_layers": (0,)}
     assert qconfig() == RelayQConfig()
+
+
+def test_defaults__outside_of_any_scope(model):
+    """`QConfig::Current()` of a TVM 0.10 skips no convolution there, unlike `qconfig()`."""
+    assert relay.quantize.current_qconfig() == qconfig(skip_conv_layers=None)
 
 
 @needs_old_relay
@@ -181,6 +191,87 @@ def test_options__without_counterpart_are_errors(option, value, message):
 
 def test_options__every_one_is_refused_somewhere():
     assert {option for option, _, _ in REFUSED} >= DEFAULTS.keys()
+
+
+# -- scripts as they were --------------------------------------------------------------------------
+
+
+def test_script__runs_as_it_was(model):
+    """As `from tvm import relay` had it; also with the functions by their names."""
+    mod, data = model
+    with relay.quantize.qconfig(skip_conv_layers=[0]) as config:
+        assert relay.quantize.current_qconfig() is config
+        qmod = relay.quantize.quantize(mod)
+    expected = rq.quantize(mod, None, None, **qconfig(skip_conv_layers=[0]).settings)
+    tvm.ir.assert_structural_equal(qmod, expected)
+    samples = [{"x": tvm.runtime.tensor(sample)} for sample in data]
+    with qconfig(calibrate_mode="kl_divergence", skip_conv_layers=None):
+        qmod = relay.quantize(mod, params=None, dataset=samples)
+    assert {row.name for row in rq.ledger(qmod).rows if row.quantized} >= {"relu1", "relu2"}
+
+
+def test_scopes__nest_and_end(model):
+    outside = current_qconfig()
+    with qconfig(nbit_input=6):
+        with qconfig(nbit_input=4):
+            assert current_qconfig().nbit_input == 4
+        assert current_qconfig().nbit_input == 6
+    with pytest.raises(ConfigError), qconfig(nbit_input=6):
+        qconfig(nbit_input=1)
+    assert current_qconfig() == outside
+    config = qconfig(nbit_input=5)
+    with config, config:
+        assert current_qconfig() is config
+    assert current_qconfig() == outside
+
+
+def test_scopes__belong_to_their_thread():
+    with qconfig(nbit_input=6), ThreadPoolExecutor(1) as pool:
+        assert pool.submit(current_qconfig).result().nbit_input == 8
+
+
+def test_namespace__says_what_became_of_the_rest():
+    assert {"quantize", "qconfig", "current_qconfig"} <= set(dir(relay.quantize))
+    for name in ("prerequisite_optimize", "annotate", "calibrate", "partition", "QConfig"):
+        with pytest.raises(AttributeError, match=rf"no '{name}'\. Use relayquant\."):
+            getattr(relay.quantize, name)
+    with pytest.raises(AttributeError, match="no attribute 'quantise'"):
+        _ = relay.quantise
+    with pytest.raises(AttributeError, match=r"no 'kl'\. It has quantize"):
+        _ = relay.quantize.kl
+
+
+@needs_old_relay
+def test_namespace__has_the_signatures_of_a_relay():
+    script = (
+        "import json, inspect; from tvm.relay import quantize as q;"
+        "print(json.dumps([str(inspect.signature(q.quantize)), q.current_qconfig()"
+        ".skip_conv_layers, [n for n in dir(q) if callable(getattr(q, n))]]))"
+    )
+    signature, skipped, names = run_old_code(script)
+    ours = inspect.signature(relay.quantize).parameters.values()
+    written = [each.name + "=None" * (each.default is None) for each in ours]
+    assert signature == f"({', '.join(written)})"
+    assert skipped == relay.quantize.current_qconfig().skip_conv_layers
+    assert {"quantize", "qconfig", "current_qconfig", *SUCCESSORS} <= set(names)
+
+
+def test_ledger__names_the_option(model):
+    mod, _ = model
+    with qconfig(skip_conv_layers=[0]):
+        rows = {row.name: row.reason for row in rq.ledger(relay.quantize(mod)).rows}
+    assert rows["relu1"] == "kept in float by skip_conv_layers=[0]"
+    assert rows["fc"] == "kept in float by skip_dense_layer=True"
+    with qconfig(skip_conv_layers=[2, 0], debug_enabled_ops=["nn.conv2d"]):
+        rows = {row.name: row.reason for row in rq.ledger(relay.quantize(mod)).rows}
+    assert rows["relu1"] == "kept in float by skip_conv_layers=[2, 0]"
+    assert rows["fc"] == "kept in float by debug_enabled_ops=['nn.conv2d']"
+
+
+@pytest.mark.parametrize(("value", "near"), [("kl", "kl_divergence"), ("global", "global_scale")])
+def test_modes__near_names(value, near):
+    with pytest.raises(ConfigError, match=f"calibrate_mode is '{value}'.*mean '{near}'"):
+        qconfig(calibrate_mode=value)
 
 
 # -- names of Relay's operators --------------------------------------------------------------------
