@@ -38,10 +38,9 @@ from relayquant.rewrite.graph import constant_value, tensor_shape
 MATMUL, ADD = "relax.matmul", "relax.add"
 TRANSPOSED = frozenset({"relax.nn.conv1d_transpose", "relax.nn.conv2d_transpose"})
 LAYERS = frozenset({MATMUL, "relax.nn.conv1d", "relax.nn.conv2d", *TRANSPOSED})
+POOLS = frozenset({"relax.nn.max_pool2d", "relax.nn.avg_pool2d"})
 #: f(s * x) = s * f(x) for s > 0, channel by channel, at the first operand
-HOMOGENEOUS = frozenset(
-    f"relax.nn.{name}" for name in ("relu", "leakyrelu", "prelu", "max_pool2d", "avg_pool2d")
-)
+HOMOGENEOUS = POOLS | {f"relax.nn.{name}" for name in ("relu", "leakyrelu", "prelu")}
 #: passes over all pairs: a layer in the middle of a chain belongs to two of them
 SWEEPS = 20
 #: powers of two that a channel is scaled by at most: one that is always zero would take any factor
@@ -302,12 +301,16 @@ def follow(
     """The pair that a layer begins; None where no layer follows it."""
     between, bias = [first], None
     clips: dict[relax.Var, float] = {}
+    axis = channel_axis(graph, first)
     while True:
         at = between[-1]
         if not graph.has_one_user(at):
             return Declined(at.name, "several operators read it, or the model returns it")
         (user,) = graph.users[at]
         kind, call = graph.op_name(user), graph.values[user]
+        if kind in LAYERS | POOLS and call.args[0].same_as(at) and read_axis(graph, user) != axis:
+            reason = f"{user.name} reads another axis of it than the channels of {first.name}"
+            return Declined(at.name, reason)
         if kind in LAYERS and call.args[0].same_as(at):
             reads = find_reads(graph, user)
             if reads is None:
@@ -374,8 +377,18 @@ def is_channel_bias(graph: Graph, add: relax.Var, layer: relax.Var) -> bool:
 def channel_axis(graph: Graph, layer: relax.Var) -> int:
     """Axis of the channels in the result of a layer."""
     if graph.op_name(layer) == MATMUL:
-        return -1
-    return str(graph.values[layer].attrs.data_layout).index("C")
+        return layer.ty.ndim - 1
+    attrs = graph.values[layer].attrs
+    return str(attrs.out_layout or attrs.data_layout).index("C")
+
+
+def read_axis(graph: Graph, var: relax.Var) -> int:
+    """Axis of the channels in the data of a layer or of a pool."""
+    call = graph.values[var]
+    if graph.op_name(var) == MATMUL:
+        return call.args[0].ty.ndim - 1
+    is_pool = graph.op_name(var) in POOLS
+    return str(call.attrs.layout if is_pool else call.attrs.data_layout).index("C")
 
 
 def scale_pair(pair: LayerPair, arrays: dict[relax.Var, np.ndarray], exponents: np.ndarray) -> None:

@@ -126,3 +126,55 @@ def test_read_exponents__what_was_recorded_and_a_damaged_note() -> None:
         damaged = tvm.IRModule({"main": mod["main"].with_attr(EQUALIZED_ATTR, note)})
         with pytest.raises(rq.ModelError, match=r"equalized of main.*is damaged"):
             read_exponents(damaged)
+
+
+def draw_weight(*shape: int, axis: int = 0) -> relax.Expr:
+    """The channels along an axis differ in size."""
+    spread = np.geomspace(0.01, 10, shape[axis]).astype("float32")
+    weight = np.moveaxis(np.random.default_rng(1).standard_normal(shape), axis, -1) * spread
+    return relax.const(np.ascontiguousarray(np.moveaxis(weight, -1, axis)).astype("float32"))
+
+
+FIRST_LAYERS = {
+    "conv": lambda x: op.nn.conv2d(x, draw_weight(8, 3, 3, 3), padding=1),
+    "product": lambda x: op.matmul(x, draw_weight(int(x.ty.shape[3]), 8, axis=1)),
+}
+BETWEEN = {
+    "nothing": lambda y: y,
+    "relu": op.nn.relu,
+    "pool": lambda y: op.nn.max_pool2d(y, [3, 3], padding=1),
+    "pool of the last axis": lambda y: op.nn.max_pool2d(y, [3, 3], padding=1, layout="NHWC"),
+    "average": lambda y: op.nn.avg_pool2d(y, [3, 3], padding=1),
+    "average of the last axis": lambda y: op.nn.avg_pool2d(y, [3, 3], padding=1, layout="NHWC"),
+}
+#: reads the channels of a value of shape (2, C, 8, N)
+LAST_LAYERS = {
+    "conv": lambda y: op.nn.conv2d(y, draw_weight(4, int(y.ty.shape[1]), 1, 1)),
+    "product": lambda y: op.matmul(y, draw_weight(int(y.ty.shape[3]), 5)),
+}
+
+
+@pytest.mark.parametrize("size", [6, 8])
+@pytest.mark.parametrize("last", LAST_LAYERS)
+@pytest.mark.parametrize("between", BETWEEN)
+@pytest.mark.parametrize("first", FIRST_LAYERS)
+def test_equalize_layers__same_bits_whatever_axis_the_second_layer_reads(
+    first, between, last, size
+) -> None:
+    """Where the axes are different ones they may still have the same size."""
+
+    def body(emit: Chain, x: relax.Expr) -> relax.Expr:
+        y = emit("first", FIRST_LAYERS[first](x))
+        y = emit("between", BETWEEN[between](y)) if between != "nothing" else y
+        return emit("last", LAST_LAYERS[last](y))
+
+    shape = (2, 3 if first == "conv" else size, 8, size)
+    mod = build_model(body, shape)
+    data = RNG.standard_normal(shape).astype("float32")
+    equalized, declined = rq.equalize_layers(mod)
+    before, after = (reference.run(each, [data])[0] for each in (mod, equalized))
+    np.testing.assert_array_equal(before, after)
+    axes = {"conv": 1, "product": 3, "pool": 1, "average": 1}
+    axes |= {"pool of the last axis": 3, "average of the last axis": 3}
+    is_joined = len({axes[name] for name in (first, between, last) if name in axes}) == 1
+    assert any("another axis" in each.reason for each in declined) is not is_joined
