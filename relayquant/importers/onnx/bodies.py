@@ -16,9 +16,14 @@ from onnx import helper
 from tvm import relax
 
 from relayquant.importers.onnx.inference import SizeNames, describe_type, find_schema
+from relayquant.importers.refusal import Refusal
 
 #: Domain that a body has while it is inlined: ONNX allows no function of a standard operator.
 DOMAIN = "relayquant.body"
+
+#: First release of the onnx package whose body of Attention gives 0 for a row that is masked
+#: everywhere, where a softmax of nothing but -inf is NaN, and applies softcap before the mask.
+MASKED_ROWS = (1, 23)
 
 
 @dataclass(frozen=True)
@@ -50,12 +55,16 @@ def find_body(
             unique within it.
         operands: What its inputs are, None for those left out.
         opset: Of the model.
+
+    Raises:
+        Refusal: the installed release of the onnx package defines it wrong.
     """
     schema = find_schema(node, opset)
     versions = [] if schema is None else _list_versions(schema, opset)
     if schema is None or not versions:
         return None
     version = max(versions)
+    _check_release(node)
     node = _fill_attributes(node, schema)
     if version in schema.context_dependent_function_opset_versions:
         names = SizeNames()
@@ -71,6 +80,17 @@ def find_body(
         function.opset_import.append(helper.make_opsetid("", version))
     opset = next((one.version for one in function.opset_import if not one.domain), version)
     return Body(tuple(_inline(node, function, opset)), opset)
+
+
+def _check_release(node: onnx.NodeProto) -> None:
+    """Refuse a masked Attention of an old release of the onnx package (`MASKED_ROWS`)."""
+    release = tuple(int(part) for part in onnx.__version__.split(".")[:2])
+    if node.op_type == "Attention" and any(node.input[3:]) and release < MASKED_ROWS:
+        raise Refusal(
+            f"onnx {onnx.__version__} defines masked rows of Attention as NaN; supported: onnx "
+            f"{'.'.join(map(str, MASKED_ROWS))} and later",
+            'Install it: pip install -U "onnx>=1.23"',
+        )
 
 
 def _list_versions(schema: onnx.defs.OpSchema, opset: int) -> list[int]:
