@@ -35,15 +35,15 @@ def draw(op: str, shape) -> np.ndarray:
     return (np.abs(RNG.standard_normal(shape)) + 0.1).astype("float32")
 
 
-def make_model(nodes, inputs, opset, weights=None) -> onnx.ModelProto:
-    """A model with inputs name -> (dtype, shape) and the output y."""
+def make_model(nodes, inputs, opset, weights=None, domains=()) -> onnx.ModelProto:
+    """A model with inputs name -> (dtype, shape) and the output y; also of other domains."""
     infos = [
         helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), shape)
         for name, (dtype, shape) in inputs.items()
     ]
     tensors = [numpy_helper.from_array(array, name) for name, array in (weights or {}).items()]
     graph = helper.make_graph(nodes, "test", infos, [onnx.ValueInfoProto(name="y")], tensors)
-    opsets = [helper.make_opsetid("", opset)]
+    opsets = [helper.make_opsetid("", opset), *(helper.make_opsetid(name, 1) for name in domains)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
     return onnx.shape_inference.infer_shapes(model)
 

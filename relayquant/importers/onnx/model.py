@@ -102,7 +102,7 @@ def _import_model(
         model = onnx.inliner.inline_local_functions(model)
     model = widen_halves(model)
     try:
-        nodes, constants = rewrite_integer_nodes(model.graph)
+        nodes, constants = rewrite_integer_nodes(model.graph, opset)
     except ValueError as error:
         raise ModelError(f"Cannot convert the model: {error}.{find_fault(model)}") from error
     fixed = fix_inputs(model.graph, inputs)

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from tvm import relax
 
 from relayquant import _tvm
 from relayquant.importers.onnx.sizes import known_shape
 from relayquant.importers.refusal import Refusal
-from relayquant.rewrite.graph import tensor_shape
+from relayquant.rewrite.graph import tensor_dtype, tensor_shape
 
 #: stash_type of ONNX: the statistics are float32.
 STASH_FLOAT = 1
@@ -45,6 +46,61 @@ def convert_layer_normalization(
     if bias is not None:
         result = bb.emit(relax.op.add(result, bias))
     return relax.Tuple([result, mean, inverse])
+
+
+def convert_skip_layer_normalization(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr:
+    """com.microsoft.SkipLayerNormalization(x, skip, scale, shift, bias) -> (y, mean, 1 / standard
+    deviation, sum): LayerNormalization over the last axis of sum = x + skip + bias.
+    """
+    data, skip, scale, shift, bias = (*inputs, None, None)[:5]
+    total = bb.emit(relax.op.add(data, skip))
+    if bias is not None:
+        total = bb.emit(relax.op.add(total, bias))
+    epsilon = float(attrs.get("epsilon", 1e-12))
+    if attrs["tvm_custom"]["num_outputs"] == 1:
+        return _emit_layer_norm(bb, total, scale, shift, epsilon)
+    form = {"epsilon": epsilon, "axis": -1, "tvm_custom": {"num_outputs": 3}}
+    full = convert_layer_normalization(bb, [total, scale, shift], form, opset)
+    return relax.Tuple([*full.fields, total])
+
+
+def convert_embed_layer_normalization(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr:
+    """com.microsoft.EmbedLayerNormalization(ids, segments, words, positions, kinds, scale, shift,
+    mask, places) -> (y, counts, sum): LayerNormalization of sum = words[ids] + positions[places] +
+    kinds[segments]; counts are the elements of the mask of each row, 0 without a mask.
+    """
+    ids, segments, words, positions, kinds, scale, shift, mask, places = (*inputs, *[None] * 4)[:9]
+    batch, length = ids.ty.shape.values
+    if places is None:
+        places = bb.emit(relax.op.arange(0, length, 1, "int64"))
+    total = bb.emit(relax.op.take(words, ids, axis=0))
+    total = bb.emit(relax.op.add(total, bb.emit(relax.op.take(positions, places, axis=0))))
+    if segments is not None:
+        total = bb.emit(relax.op.add(total, bb.emit(relax.op.take(kinds, segments, axis=0))))
+    value = _emit_layer_norm(bb, total, scale, shift, float(attrs.get("epsilon", 1e-12)))
+    if mask is None:
+        counts = relax.op.full((batch,), relax.const(0, "int32"), "int32")
+    else:
+        counts = relax.op.sum(bb.emit(relax.op.astype(mask, "int32")), 1)
+    return relax.Tuple([bb.emit(value), bb.emit(counts), total])
+
+
+def _emit_layer_norm(
+    bb: relax.BlockBuilder,
+    data: relax.Expr,
+    scale: relax.Expr,
+    shift: relax.Expr | None,
+    epsilon: float,
+) -> relax.Expr:
+    """R.nn.layer_norm over the last axis, without a shift too."""
+    if shift is None:
+        (size,) = known_shape(scale, "scale")
+        shift = relax.const(np.zeros(int(size)), tensor_dtype(scale))
+    return relax.op.nn.layer_norm(data, scale, shift, axes=-1, epsilon=epsilon)
 
 
 def convert_rms_normalization(

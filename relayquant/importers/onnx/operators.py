@@ -50,9 +50,11 @@ from relayquant.importers.onnx.grouped import (
 )
 from relayquant.importers.onnx.normalization import (
     convert_batch_normalization,
+    convert_embed_layer_normalization,
     convert_layer_normalization,
     convert_lp_normalization,
     convert_rms_normalization,
+    convert_skip_layer_normalization,
 )
 from relayquant.importers.onnx.quantized import (
     convert_conv_integer,
@@ -552,19 +554,27 @@ class ForeignOperator:
         known: Attributes that the conversion reads, and hints that change no result.
         required: Those of `known` that a node has to have.
         neutral: Attributes that are not read, and the one value by which they change nothing.
+        outputs: How many of its outputs the conversion computes.
     """
 
     convert: Convert | None = None
     known: tuple[str, ...] = ()
     required: tuple[str, ...] = ()
     neutral: Mapping[str, Any] = field(default_factory=dict)
+    outputs: int = 1
 
     def select_attributes(self, attrs: Mapping[str, Any]) -> dict[str, Any]:
         """The attributes that the conversion may read.
 
         Raises:
-            Refusal: one is missing, or nothing here knows what it would change.
+            Refusal: one is missing, or nothing here knows what it would change; or the node has
+                more outputs than are computed.
         """
+        count = attrs[OF_FRONTEND]["num_outputs"]
+        if count > self.outputs:
+            raise Refusal(
+                f"it has {format_count(count, 'output')}; supported: the first {self.outputs}"
+            )
         missing = [name for name in self.required if name not in attrs]
         if missing:
             raise Refusal(f"it has no attribute {', '.join(missing)}; required: all of them")
@@ -597,10 +607,13 @@ FOREIGN: dict[str, dict[str, ForeignOperator]] = {
         ),
         "BiasGelu": ForeignOperator(),
         "DequantizeLinear": ForeignOperator(convert_dequantize_linear, _QUANTIZED),
-        "DynamicQuantizeLSTM": ForeignOperator(convert_dynamic_quantize_lstm, _RECURRENT),
+        "DynamicQuantizeLSTM": ForeignOperator(
+            convert_dynamic_quantize_lstm, _RECURRENT, outputs=3
+        ),
         "DynamicQuantizeMatMul": ForeignOperator(convert_dynamic_quantize_matmul),
-        # mask_index_type tells what the second output is, not what the first is computed of
-        "EmbedLayerNormalization": ForeignOperator(known=("epsilon", "mask_index_type")),
+        "EmbedLayerNormalization": ForeignOperator(
+            convert_embed_layer_normalization, ("epsilon", "mask_index_type"), outputs=3
+        ),
         "FastGelu": ForeignOperator(),
         "FusedConv": ForeignOperator(
             convert_fused_conv, ("activation", "activation_params", *_CONV)
@@ -620,13 +633,16 @@ FOREIGN: dict[str, dict[str, ForeignOperator]] = {
             ("mask_filter_value", "num_heads", "scale", "unidirectional"),
             required=("num_heads",),
             neutral={"do_rotary": 0, "past_present_share_buffer": 0},
+            outputs=2,
         ),
         "QEmbedLayerNormalization": ForeignOperator(
-            convert_qembed_layer_normalization, ("epsilon",)
+            convert_qembed_layer_normalization, ("epsilon",), outputs=2
         ),
         "QLinearWhere": ForeignOperator(convert_qlinear_where),
         "QuantizeLinear": ForeignOperator(convert_quantize_linear, _QUANTIZED),
-        "SkipLayerNormalization": ForeignOperator(known=("epsilon",)),
+        "SkipLayerNormalization": ForeignOperator(
+            convert_skip_layer_normalization, ("epsilon",), outputs=4
+        ),
     }
 }
 

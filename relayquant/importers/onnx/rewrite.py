@@ -23,6 +23,9 @@ WIDENED = {
     getattr(TensorProto, "UINT2", -2): np.dtype("uint8"),
 }
 
+#: A Softmax of an earlier opset takes everything from its axis on as one row.
+FIRST_SOFTMAX_OF_ONE_AXIS = 13
+
 #: a tensor with parameters, as QLinear operators list them
 Triple = Sequence[str]
 
@@ -33,11 +36,12 @@ class GraphRewriter:
     Attributes:
         constants: Constant tensors by name, those of the model and added ones.
         taken: Names of all tensors.
+        opset: Of the model.
         nodes: In topological order.
     """
 
-    def __init__(self, constants: dict[str, onnx.TensorProto], taken: set[str]) -> None:
-        self.constants, self.taken = constants, taken
+    def __init__(self, constants: dict[str, onnx.TensorProto], taken: set[str], opset: int) -> None:
+        self.constants, self.taken, self.opset = constants, taken, opset
         self.nodes: list[onnx.NodeProto] = []
 
     def unique_name(self, base: str) -> str:
@@ -76,7 +80,7 @@ class GraphRewriter:
 
 
 def rewrite_integer_nodes(
-    graph: onnx.GraphProto,
+    graph: onnx.GraphProto, opset: int
 ) -> tuple[list[onnx.NodeProto], list[onnx.TensorProto]]:
     """(nodes, initializers) of a graph without operators on quantized operands.
 
@@ -85,7 +89,8 @@ def rewrite_integer_nodes(
     """
     taken = {name for node in graph.node for name in (*node.input, *node.output)}
     taken.update(info.name for info in graph.input)
-    rewriter = GraphRewriter({tensor.name: tensor for tensor in graph.initializer}, taken)
+    constants = {tensor.name: tensor for tensor in graph.initializer}
+    rewriter = GraphRewriter(constants, taken, opset)
     narrow = widen_tensors(graph, rewriter.constants)
     for node in graph.node:
         rewrite = REWRITES.get((node.domain, node.op_type))
@@ -156,16 +161,21 @@ def rewrite_conv(rewriter: GraphRewriter, node: onnx.NodeProto, attrs: dict) -> 
 
 
 def dequantize_bias(
-    rewriter: GraphRewriter, node: onnx.NodeProto, bias: str, data_scale: str, weight_scale: str
+    rewriter: GraphRewriter,
+    node: onnx.NodeProto,
+    bias: str,
+    data_scale: str,
+    weight_scale: str,
+    alpha: float = 1.0,
 ) -> str:
-    """The real values of an int32 bias in units of its accumulator."""
+    """The real values of an int32 bias in units of its accumulator, times alpha."""
     scales = [rewriter.constants.get(name) for name in (data_scale, weight_scale)]
     if any(scale is None for scale in scales):
         product = rewriter.unique_name(f"{bias}.scale")
         rewriter.add("Mul", [data_scale, weight_scale], product, node.name)
         return rewriter.dequantize([bias, product, ""], node)
     product = np.multiply(*(numpy_helper.to_array(scale) for scale in scales))  # pyright: ignore[reportArgumentType]
-    scale = rewriter.constant(product.astype("float32"), f"{bias}.scale")
+    scale = rewriter.constant((product * alpha).astype("float32"), f"{bias}.scale")
     return rewriter.dequantize([bias, scale, ""], node)
 
 
@@ -184,7 +194,8 @@ def rewrite_gemm(rewriter: GraphRewriter, node: onnx.NodeProto, attrs: dict) -> 
     axis = 0 if attrs.get("transB", 0) else 1
     inputs = [rewriter.dequantize(left, node), rewriter.dequantize(right, node, axis)]
     if len(node.input) > 6 and node.input[6]:
-        inputs.append(dequantize_bias(rewriter, node, node.input[6], left[1], right[1]))
+        alpha = float(attrs.get("alpha", 1.0))  # the bias has it too, as ONNX Runtime defines
+        inputs.append(dequantize_bias(rewriter, node, node.input[6], left[1], right[1], alpha))
     quantized = len(node.input) > 7 and bool(node.input[7])
     real = rewriter.unique_name(f"{node.output[0]}.real") if quantized else node.output[0]
     rewriter.add("Gemm", inputs, real, node.name, **attrs)
@@ -224,9 +235,29 @@ def rewrite_concat(rewriter: GraphRewriter, node: onnx.NodeProto, attrs: dict) -
 
 
 def rewrite_softmax(rewriter: GraphRewriter, node: onnx.NodeProto, attrs: dict) -> None:
-    """com.microsoft.QLinearSoftmax(x, y); attribute opset says whose Softmax it is."""
-    attrs.pop("opset", None)
-    rewrite_as("Softmax")(rewriter, node, attrs)
+    """com.microsoft.QLinearSoftmax(x, y); attribute opset says whose Softmax it is: before 13 that
+    of Flatten(x, axis), which is also written so where the model's own Softmax is a later one.
+    """
+    flattens = int(attrs.pop("opset")) < FIRST_SOFTMAX_OF_ONE_AXIS
+    if flattens == (rewriter.opset < FIRST_SOFTMAX_OF_ONE_AXIS):
+        rewrite_as("Softmax")(rewriter, node, {"axis": -1, **attrs})
+        return
+    if not flattens:
+        raise ValueError(
+            f"node {node.name!r} (operator {node.op_type}) has opset=13 in a model of opset "
+            f"{rewriter.opset}; supported: 13 and later"
+        )
+    (data,) = operands(node, 1)
+    inputs = [rewriter.dequantize(data, node)]
+    base = node.output[0]
+    shape = rewriter.add("Shape", inputs, rewriter.unique_name(f"{base}.shape"), node.name)
+    axis = attrs.get("axis", -1)
+    rows = rewriter.unique_name(f"{base}.rows")
+    rewriter.add("Flatten", inputs, rows, node.name, axis=axis)
+    flat = rewriter.add("Softmax", [rows], rewriter.unique_name(f"{base}.flat"), node.name, axis=1)
+    real = rewriter.unique_name(f"{base}.real")
+    rewriter.add("Reshape", [flat, shape], real, node.name)
+    rewriter.finish(node, node.input[3], (*node.input[4:], "")[0], real)
 
 
 #: (domain, operator) -> what takes its place
