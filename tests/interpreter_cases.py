@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -171,6 +173,9 @@ CASES: dict[str, tuple[Any, ...]] = {
     "argmax": (lambda x: op.argmax(x, 1), X),
     "argmin_all": (lambda x: op.argmin(x, None, False), X),
     "cumsum": (lambda x: op.cumsum(x, 1), X),
+    "cumsum_exclusive": (lambda x: op.cumsum(x, 1, exclusive=True), X),
+    "cumsum_exclusive_flat": (lambda x: op.cumsum(x, exclusive=True), X),
+    "cumprod_exclusive": (lambda x: op.cumprod(x, -1, exclusive=True), X),
     "reshape": (lambda x: op.reshape(x, (6, 20)), X),
     "flatten": (op.flatten, X),
     "permute_dims": (lambda x: op.permute_dims(x, [0, 3, 1, 2]), X),
@@ -216,3 +221,58 @@ CASES: dict[str, tuple[Any, ...]] = {
     # no numpy form: compiled alone
     "resize2d": (lambda x: op.image.resize2d(x, (7, 9)), X),
 }
+
+
+class ReadAttributes:
+    """Attributes of a call, and the names of those that were read."""
+
+    def __init__(self, attrs: Any) -> None:
+        self.attrs, self.names = attrs, set()
+
+    def __getattr__(self, name: str) -> Any:
+        self.names.add(name)
+        return getattr(self.attrs, name)
+
+
+#: Attributes that the result does not depend on: name -> why.
+WITHOUT_EFFECT = {
+    "out_dtype": "the result is cast to the type that TVM infers",
+    "momentum": "nn.batch_norm: it updates statistics in training only",
+    "count_include_pad": "nn.max_pool: nothing is counted",
+}
+
+
+def list_fields(attrs: Any) -> list[str]:
+    """Names of the attributes of a call, of TVM's own kind or read into a namespace."""
+    if isinstance(attrs, SimpleNamespace):
+        return list(vars(attrs))
+    return [] if attrs is None else [f.name for f in type(attrs).__tvm_ffi_type_info__.fields]
+
+
+def find_unread(operators: dict[str, Callable], names: Iterable[str], run: Callable) -> list[str]:
+    """The attributes, as "operator.attribute", that the rows of a table read in none of the cases
+    `names`, each of which `run` computes with the table.
+    """
+    asked: dict[str, set[str]] = {}
+    read: dict[str, set[str]] = {}
+
+    def watch(operator: str, function: Callable) -> Callable:
+        def compute(args, attrs):
+            seen = ReadAttributes(attrs)
+            result = function(args, seen)
+            read.setdefault(operator, set()).update(seen.names)
+            asked.setdefault(operator, set()).update(list_fields(attrs))
+            return result
+
+        return compute
+
+    table = {name: watch(name, function) for name, function in operators.items()}
+    for name in names:
+        make, *arrays = CASES[name]
+        run(table, build(make, *arrays), arrays)
+    return sorted(
+        f"{operator}.{name}"
+        for operator, fields in asked.items()
+        for name in fields - read[operator]
+        if name not in WITHOUT_EFFECT
+    )

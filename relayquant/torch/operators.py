@@ -310,7 +310,16 @@ def rms_norm(args: list[Any], attrs: Any) -> Tensor:
 
 
 def batch_norm(args: list[Any], attrs: Any) -> Any:
-    """With the statistics that it has: (result, moving mean, moving variance)."""
+    """With the statistics that it has: (result, moving mean, moving variance).
+
+    Raises:
+        ModelError: it normalizes by the statistics of the batch (`training`).
+    """
+    if attrs.training:
+        raise ModelError(
+            "nn.batch_norm has no torch form for training=True; allowed: False, with the moving "
+            "statistics. Export the model in eval mode."
+        )
     data, _, _, mean, variance = args
     axes = (int(attrs.axis),)
     centred = data - align(mean, axes, data.ndim)
@@ -386,12 +395,15 @@ def topk(args: list[Any], attrs: Any) -> Any:
 
 
 def cumulative(function: Callable[..., Tensor]) -> TorchFunction:
-    """cumsum or cumprod, also of all before."""
+    """cumsum or cumprod; with `exclusive` of the elements before each one."""
 
     def scan(args: list[Any], attrs: Any) -> Tensor:
         (data,) = args
         axis = 0 if attrs.axis is None else int(attrs.axis)
         data = data.reshape(-1) if attrs.axis is None else data
+        if attrs.exclusive and data.shape[axis]:
+            first = torch.full_like(data.narrow(axis, 0, 1), function is torch.cumprod)
+            data = torch.cat([first, data.narrow(axis, 0, data.shape[axis] - 1)], axis)
         return function(data, axis, dtype=find_dtype(attrs.dtype, data.dtype))
 
     return scan

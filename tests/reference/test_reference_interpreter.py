@@ -11,7 +11,7 @@ import pytest
 import tvm
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from interpreter_cases import CASES, build, c, floats, integers
+from interpreter_cases import CASES, build, c, find_unread, floats, integers
 from tvm import relax
 from tvm.script import ir as I
 from tvm.script import relax as R
@@ -47,6 +47,16 @@ def check(make: Any, *arrays: np.ndarray, rtol: float = 2e-5, atol: float = 2e-6
 @pytest.mark.parametrize("name", CASES)
 def test_operator__equals_compiled(name):
     check(CASES[name][0], *CASES[name][1:])
+
+
+def test_operators__read_every_attribute(monkeypatch):
+    """An attribute that no row reads is one that is computed without."""
+
+    def compute(table, mod, arrays):
+        monkeypatch.setattr(interpreter, "OPERATORS", table)
+        run(mod, arrays)
+
+    assert find_unread(interpreter.OPERATORS, CASES, compute) == []
 
 
 @pytest.mark.parametrize("operator", ["sum", "prod"])

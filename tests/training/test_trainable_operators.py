@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from interpreter_cases import CASES, build, c, floats
+from interpreter_cases import CASES, build, c, find_unread, floats
 from tvm.relax import op
 
 torch = pytest.importorskip("torch", reason="pip install torch")
@@ -13,6 +13,7 @@ from relayquant.errors import DataError, ModelError  # noqa: E402
 from relayquant.prepared import CalibrationGraph  # noqa: E402
 from relayquant.reference import run  # noqa: E402
 from relayquant.reference.relax import OPERATORS  # noqa: E402
+from relayquant.torch import program  # noqa: E402
 from relayquant.torch.operators import TORCH_OPERATORS  # noqa: E402
 from relayquant.torch.program import build_program  # noqa: E402
 
@@ -43,17 +44,34 @@ INTEGER_PRODUCTS = {"conv2d_integers", "matmul_integers", "max_pool2d_integers"}
 def run_torch(mod, arrays):
     """(outputs of the program, its inputs as tensors that want gradients)."""
     names = tuple(param.name for param in mod["main"].params)
-    program = build_program(CalibrationGraph(mod, {}, names))
+    built = build_program(CalibrationGraph(mod, {}, names))
     inputs = [torch.from_numpy(np.array(a)) for a in arrays]
     for tensor in inputs:
         tensor.requires_grad_(tensor.is_floating_point())
-    result = program.run(inputs, {}, {}, lambda key, axis, value: value, {})
+    result = built.run(inputs, {}, {}, lambda key, axis, value: value, {})
     return list(result) if isinstance(result, tuple) else [result], inputs
 
 
 def test_operators__are_those_of_the_reference():
     assert set(OPERATORS) - set(TORCH_OPERATORS) == MISSING
     assert set(TORCH_OPERATORS) <= set(OPERATORS)
+
+
+def test_operators__read_every_attribute(monkeypatch):
+    """An attribute that no row reads is one that trained models compute without."""
+
+    def compute(table, mod, arrays):
+        monkeypatch.setattr(program, "TORCH_OPERATORS", table)
+        run_torch(mod, arrays)
+
+    names = sorted(set(CASES) - REFUSED - INTEGER_PRODUCTS)
+    assert find_unread(TORCH_OPERATORS, names, compute) == []
+
+
+def test_batch_norm__by_the_statistics_of_the_batch_is_refused():
+    make, *arrays = CASES["batch_norm_training"]
+    with pytest.raises(ModelError, match=r"training=True; allowed: False"):
+        run_torch(build(make, *arrays), arrays)
 
 
 @pytest.mark.parametrize("name", sorted(set(CASES) - REFUSED - INTEGER_PRODUCTS))

@@ -150,13 +150,17 @@ def topk(args: list[Any], attrs: Any) -> Any:
 
 
 def cumulative(function: Callable[..., Any]) -> OperatorFunction:
-    """cumsum or cumprod in the dtype of the data or of the attribute."""
+    """cumsum or cumprod in the dtype of the data or of the attribute; with `exclusive` of the
+    elements before each one.
+    """
 
     def scan(args: list[Any], attrs: Any) -> Any:
-        if attrs.exclusive:
-            return NotImplemented
-        axis = None if attrs.axis is None else int(attrs.axis)
-        return function(args[0], axis=axis, dtype=to_dtype(attrs.dtype, args[0].dtype))
+        data = args[0].ravel() if attrs.axis is None else args[0]
+        axis = 0 if attrs.axis is None else int(attrs.axis)
+        if attrs.exclusive and data.shape[axis]:
+            first = np.full_like(np.take(data, [0], axis), function is np.cumprod)
+            data = np.concatenate([first, np.delete(data, -1, axis)], axis)
+        return function(data, axis=axis, dtype=to_dtype(attrs.dtype, data.dtype))
 
     return scan
 
