@@ -121,8 +121,8 @@ def open_params(
     for name in params:
         if name not in sources and not holds_constant(functions, params[name]):
             raise ModelError(
-                f"params has {name!r}, which no function takes, nor is the value one of their "
-                f"constants. {suggest_name(name, sorted(known))}"
+                f"params has {name!r}, which no function takes. "
+                f"{suggest_name(name, sorted(known))} No constant of the module has its value."
             )
     return found
 

@@ -53,8 +53,8 @@ def bind_params(editor: Editor, params: Mapping[str, Any] | None) -> None:
     for name in [name for name in values if name not in names]:
         if not holds_constant(editor.values.values(), values.pop(name)):
             raise ModelError(
-                f"params has {name!r}, which main does not, nor is the value one of its constants. "
-                f"{suggest_name(name, names)}"
+                f"params has {name!r}, which main does not. {suggest_name(name, names)} "
+                "No constant of the module has its value."
             )
     missing = [weight.name for weight in weights if weight.name not in values]
     if missing:
