@@ -10,7 +10,7 @@ first, a permute_dims.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -26,7 +26,11 @@ from relayquant.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 from relayquant.rewrite.rule import Skip, decline
 
 CONV3D, TRANSPOSED = "relax.nn.conv3d", "relax.nn.conv3d_transpose"
-MAX_POOL3D = "relax.nn.max_pool3d"
+#: pool of volumes -> the same of images
+POOLS3D: dict[str, Callable[..., relax.Expr]] = {
+    "relax.nn.avg_pool3d": relax.op.nn.avg_pool2d,
+    "relax.nn.max_pool3d": relax.op.nn.max_pool2d,
+}
 #: the layout that images are parts of
 LAST = "NDHWC"
 
@@ -108,64 +112,81 @@ def named(editor: Editor, var: relax.Var, part: str) -> str:
     return f"{editor.names[var]}.{part}"
 
 
-def has_static_sizes(expr: relax.Expr, layout: str) -> bool:
-    """Whether all sizes of a value but the batch are known."""
-    shape = tensor_shape(expr)
-    return shape is not None and all(
-        letter == "N" or not isinstance(size, str)
-        for size, letter in zip(shape, layout, strict=True)
-    )
+def check_layout(
+    data: relax.Expr, layout: str, out_layout: str | None, kernel_layout: str = "OIDHW"
+) -> Skip | None:
+    """Declines a packed layout, results of another one, and sizes but the batch that are not
+    known.
+    """
+    if sorted(layout) != sorted(LAST) or sorted(kernel_layout) != sorted("OIDHW"):
+        return decline("a packed layout")
+    shape = tensor_shape(data)
+    if (out_layout or layout) != layout or shape is None:
+        return decline("results of another layout, or an unknown shape")
+    sizes = zip(shape, layout, strict=True)
+    if any(letter != "N" and isinstance(size, str) for size, letter in sizes):
+        return decline("sizes that are not known")
+    return None
 
 
 def conv3d_to_conv2d(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
-    """conv3d(x, w) -> volume(conv2d(images, w)): an image has the channels of all slices that one
-    slice of results is computed of, those of a group beside each other.
+    """conv3d(x, w) -> volume(conv2d(images, w)): an image has all slices that one slice of results
+    is computed of: their channels, those of a group beside each other. Where each channel has
+    filters of its own it has their rows, equal ones below each other, and stays depthwise.
     """
     call = editor.call_of(var)
     (data, weight), attrs = call.args, call.attrs
     layout = str(attrs.data_layout)
-    if sorted(layout) != sorted(LAST) or sorted(attrs.kernel_layout) != sorted("OIDHW"):
-        return decline("a packed layout")
-    if (attrs.out_layout or layout) != layout or not has_static_sizes(data, layout):
-        return decline("results of another layout, or sizes that are not known")
+    skip = check_layout(data, layout, attrs.out_layout, str(attrs.kernel_layout))
+    if skip is not None:
+        return skip
     if attrs.out_dtype not in ("", None, "void") and str(attrs.out_dtype) != tensor_dtype(data):
         return decline("results of another dtype")
-    strides, dilation = ([int(n) for n in each] for each in (attrs.strides, attrs.dilation))
-    padding = [int(n) for n in attrs.padding]
-    order = [str(attrs.kernel_layout).index(letter) for letter in "OHWDI"]
+    (stride, *strides), (step, *dilation) = (
+        [int(n) for n in each] for each in (attrs.strides, attrs.dilation)
+    )
+    (before, *begins), (after, *ends) = np.array(attrs.padding, int).reshape(2, 3).tolist()
+    groups, sizes = int(attrs.groups), dict(zip(layout, data.ty.shape, strict=True))
+    has_rows = groups == int(sizes["C"]) > 1 and dilation[0] == 1
+    letters = "OHDWI" if has_rows else "OHWDI"
+    order = [str(attrs.kernel_layout).index(letter) for letter in letters]
     turned = editor.define(var, relax.op.permute_dims(weight, order), named(editor, var, "taps"))
-    outputs, *window, taps, channels = [int(n) for n in tensor_shape(turned) or ()]
-    flat = relax.op.reshape(turned, (outputs, *window, taps * channels))
+    outputs, height, *rest, inputs = [int(n) for n in tensor_shape(turned) or ()]
+    taps, width = rest if has_rows else reversed(rest)
+    rows, channels = (taps, 1) if has_rows else (1, taps)
+    flat = relax.op.reshape(turned, (outputs, height * rows, width, channels * inputs))
     weight = editor.define(var, flat, named(editor, var, "weight"))
-    if taps == strides[0] == 1 and not padding[0] + padding[3]:
+    if taps == stride == 1 and not before + after:
         volume = take_images(editor, var, data, layout)
     else:
         slices = take_slices(editor, var, data, layout)
-        depth = padding[0], padding[3], strides[0], dilation[0]
-        joined = join_slices(editor, var, slices, taps, int(attrs.groups), *depth)
+        parts = cut_slices(editor, var, slices, taps, before, after, stride, step)
+        joined = (
+            join_rows(editor, var, parts) if has_rows
+            else join_channels(editor, var, parts, groups)
+        )  # fmt: skip
         volume = make_images(editor, var, joined, layout)
     images = relax.op.nn.conv2d(
-        volume.images, weight, strides[1:], [*padding[1:3], *padding[4:]], dilation[1:],
-        int(attrs.groups), "NHWC", "OHWI", out_dtype=attrs.out_dtype,
+        volume.images, weight, [strides[0] * rows, strides[1]],
+        [begins[0] * rows, begins[1], ends[0] * rows, ends[1]], dilation, groups, "NHWC", "OHWI",
+        out_dtype=attrs.out_dtype,
     )  # fmt: skip
     images = editor.define(var, images, named(editor, var, "conv2d"))
     return put_volume(editor, var, volume.with_images(images))
 
 
-def join_slices(
+def cut_slices(
     editor: Editor,
     var: relax.Var,
     slices: relax.Expr,
     taps: int,
-    groups: int,
     before: int,
     after: int,
     stride: int,
     dilation: int,
-) -> relax.Expr:
-    """(N, D, H, W, C) -> (N, D', H, W, taps * C): the channels of slices d * stride, d * stride +
-    dilation, ... of a volume that is padded with so many slices of zeros; those of a group are
-    together.
+) -> list[relax.Expr]:
+    """(N, D, H, W, C) -> for each tap (N, D', H, W, C): slices d * stride + tap * dilation of a
+    volume that is padded with so many slices of zeros.
     """
 
     def define(expr: relax.Expr, part: str) -> relax.Var:
@@ -177,24 +198,56 @@ def join_slices(
     if after < 0:  # slices that nothing is computed of
         end = int(slices.ty.shape[1]) + after
         slices = define(relax.op.strided_slice(slices, [1], [0], [end], [1]), "cut")
-    batch, depth, *image, channels = slices.ty.shape
-    count = (int(depth) - (taps - 1) * dilation - 1) // stride + 1
-    parts = []
+    count = (int(slices.ty.shape[1]) - (taps - 1) * dilation - 1) // stride + 1
+    parts: list[relax.Expr] = []
     for tap in range(taps):
         first = tap * dilation
         end = first + (count - 1) * stride + 1
-        part = define(relax.op.strided_slice(slices, [1], [first], [end], [stride]), f"tap{tap}")
-        if groups > 1:
-            shape = relax.ShapeExpr([batch, count, *image, groups, int(channels) // groups])
-            part = define(relax.op.reshape(part, shape), f"groups{tap}")
-        parts.append(part)
-    if len(parts) == 1 and groups == 1:
+        part = relax.op.strided_slice(slices, [1], [first], [end], [stride])
+        parts.append(define(part, f"tap{tap}"))
+    return parts
+
+
+def join_channels(
+    editor: Editor, var: relax.Var, parts: Sequence[relax.Expr], groups: int
+) -> relax.Expr:
+    """Several (N, D, H, W, C) -> (N, D, H, W, parts * C), the channels of a group together."""
+    *image, channels = list(parts[0].ty.shape)
+    split = [*image, groups, int(channels) // groups] if groups > 1 else [*image, channels]
+    return join_parts(editor, var, parts, split, [*image, len(parts) * int(channels)])
+
+
+def join_rows(editor: Editor, var: relax.Var, parts: Sequence[relax.Expr]) -> relax.Expr:
+    """Several (N, D, H, W, C) -> (N, D, H * parts, W, C), equal rows below each other."""
+    batch, depth, height, *row = list(parts[0].ty.shape)
+    split, joined = [batch, depth, height, 1, *row], [batch, depth, int(height) * len(parts), *row]
+    return join_parts(editor, var, parts, split, joined, 3)
+
+
+def join_parts(
+    editor: Editor,
+    var: relax.Var,
+    parts: Sequence[relax.Expr],
+    split: Sequence[Any],
+    joined: Sequence[Any],
+    axis: int = -1,
+) -> relax.Expr:
+    """reshape(concat((reshape(part, split), ...), axis), joined)."""
+
+    def define(expr: relax.Expr, part: str) -> relax.Var:
+        return editor.define(var, expr, named(editor, var, part))
+
+    if len(parts) == 1:
         return parts[0]
-    joined = define(relax.op.concat(parts, -1), "joined") if len(parts) > 1 else parts[0]
-    if groups == 1:
-        return joined
-    shape = relax.ShapeExpr([batch, count, *image, taps * int(channels)])
-    return define(relax.op.reshape(joined, shape), "channels")
+    if len(split) > parts[0].ty.ndim:
+        parts = [
+            define(relax.op.reshape(part, relax.ShapeExpr(split)), f"split{tap}")
+            for tap, part in enumerate(parts)
+        ]
+    whole = define(relax.op.concat(list(parts), axis), "joined")
+    if len(split) == len(joined):
+        return whole
+    return define(relax.op.reshape(whole, relax.ShapeExpr(joined)), "channels")
 
 
 def conv3d_transpose_to_conv2d_transpose(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
@@ -241,10 +294,9 @@ def transpose_slices(
     """
     (data, kernel), attrs = call.args, call.attrs
     layout, weight = str(attrs.data_layout), constant_value(kernel)
-    if sorted(layout) != sorted(LAST) or sorted(attrs.kernel_layout) != sorted("IODHW"):
-        return decline("a packed layout")
-    if (attrs.out_layout or layout) != layout or not has_static_sizes(data, layout):
-        return decline("results of another layout, or sizes that are not known")
+    skip = check_layout(data, layout, attrs.out_layout, str(attrs.kernel_layout))
+    if skip is not None:
+        return skip
     if weight is None:
         return decline("the weight is not a constant")
     (stride, *strides), (dilation, *dilations) = (
@@ -269,7 +321,8 @@ def transpose_slices(
         return editor.define(var, expr, named(editor, var, part))
 
     slices = take_slices(editor, var, data, layout)
-    joined = join_slices(editor, var, slices, last + 1, groups, last, count - depth, 1, 1)
+    parts = cut_slices(editor, var, slices, last + 1, last, count - depth, 1, 1)
+    joined = join_channels(editor, var, parts, groups)
     volume = make_images(editor, var, joined, layout)
     first = define(relax.op.permute_dims(volume.images, [0, 3, 1, 2]), "channels_first")
     images = relax.op.nn.conv2d_transpose(
@@ -298,36 +351,33 @@ def transpose_slices(
     return put_volume(editor, var, make_images(editor, var, images, layout))
 
 
-def max_pool3d_to_max_pool2d(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
-    """max_pool3d(x) -> volume(max_pool2d(max_pool2d(images))): over each image, then over the depth
-    of (N, D, H * W, C).
+def pool3d_to_pool2d(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
+    """pool3d(x) -> volume(pool2d(pool2d(images))): over each image, then over the depth of (N, D,
+    H * W, C). An average of averages is the average, as each of them is of as many values.
     """
     call = editor.call_of(var)
     (data,), attrs = call.args, call.attrs
     layout = str(attrs.layout)
-    if sorted(layout) != sorted(LAST) or (attrs.out_layout or layout) != layout:
-        return decline("a packed layout, or results of another one")
-    if not has_static_sizes(data, layout):
-        return decline("sizes that are not known")
+    skip = check_layout(data, layout, attrs.out_layout)
+    if skip is not None:
+        return skip
     windows, strides, dilation = (
         [int(n) for n in each] for each in (attrs.pool_size, attrs.strides, attrs.dilation)
     )
-    padding, ceil = [int(n) for n in attrs.padding], bool(attrs.ceil_mode)
+    padding, pool = [int(n) for n in attrs.padding], POOLS3D[editor.op_name(var)]
+    flags = bool(attrs.ceil_mode), bool(attrs.count_include_pad), "NHWC"
     volume = take_images(editor, var, data, layout)
-    images = relax.op.nn.max_pool2d(
-        volume.images, windows[1:], strides[1:], [*padding[1:3], *padding[4:]], dilation[1:],
-        ceil, layout="NHWC",
-    )  # fmt: skip
+    images = pool(
+        volume.images, windows[1:], strides[1:], [*padding[1:3], *padding[4:]], dilation[1:], *flags
+    )
     images = editor.define(var, images, named(editor, var, "images"))
     volume = volume.with_images(images)
     if windows[0] > 1 or strides[0] > 1 or padding[0] or padding[3]:
         batch, depth, *size, channels = volume.shape
         rows = relax.ShapeExpr([batch, depth, prod(int(n) for n in size), channels])
         columns = editor.define(var, relax.op.reshape(images, rows), named(editor, var, "rows"))
-        pooled = relax.op.nn.max_pool2d(
-            columns, [windows[0], 1], [strides[0], 1], [padding[0], 0, padding[3], 0],
-            [dilation[0], 1], ceil, layout="NHWC",
-        )  # fmt: skip
+        pads = [padding[0], 0, padding[3], 0]
+        pooled = pool(columns, [windows[0], 1], [strides[0], 1], pads, [dilation[0], 1], *flags)
         pooled = editor.define(var, pooled, named(editor, var, "depth"))
         depth = int(pooled.ty.shape[1])
         shape = relax.ShapeExpr([batch * depth, *size, channels])

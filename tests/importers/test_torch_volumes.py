@@ -21,12 +21,27 @@ LAYERS = {
     ),
     "groups": lambda: nn.Conv3d(4, 8, 3, padding=1, groups=2),
     "depthwise": lambda: nn.Conv3d(4, 4, 3, padding=1, groups=4),
+    "depthwise, strides, uneven taps": lambda: nn.Conv3d(
+        4, 4, (2, 3, 1), (2, 1, 2), (1, 1, 0), groups=4
+    ),
+    "depthwise, dilation along depth and width": lambda: nn.Conv3d(
+        4, 4, (3, 2, 2), padding=(2, 0, 1), dilation=(2, 1, 2), groups=4
+    ),
+    "depthwise, dilation": lambda: nn.Conv3d(4, 4, 2, dilation=2, groups=4),
     "depth strides, dilation": lambda: nn.Conv3d(4, 5, 2, (2, 1, 1), (1, 0, 1), (3, 2, 1)),
     "batch norm": lambda: nn.Sequential(nn.Conv3d(4, 5, 3, bias=False), nn.BatchNorm3d(5)),
     "transposed, batch norm": lambda: nn.Sequential(
         nn.ConvTranspose3d(4, 5, 2, 2), nn.BatchNorm3d(5), nn.PReLU()
     ),
     "max pool": lambda: nn.Sequential(nn.Conv3d(4, 5, 1), nn.MaxPool3d(3, 2, 1)),
+    "average pool": lambda: nn.Sequential(nn.Conv3d(4, 5, 1), nn.AvgPool3d(3, 2, 1)),
+    "average pool beyond the padding": lambda: nn.Sequential(
+        nn.Conv3d(4, 5, 1), nn.AvgPool3d((2, 3, 2), 2, (1, 1, 0), ceil_mode=True)
+    ),
+    "average pool without pads": lambda: nn.Sequential(
+        nn.Conv3d(4, 5, 1),
+        nn.AvgPool3d(3, (1, 2, 3), 1, ceil_mode=True, count_include_pad=False),
+    ),
     "mean": lambda: nn.Sequential(nn.Conv3d(4, 5, 1), nn.AdaptiveAvgPool3d(1), nn.Flatten()),
 }
 
@@ -42,7 +57,8 @@ def test_volumes__equal_torch(name):
     np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
     batches = [{mod["main"].params[0].name: x.numpy()}]
     qmod = rq.quantize(mod, params, batches, effort="fast")
-    assert not [row for row in rq.ledger(qmod).floating if "conv" in row.op]
+    floating = [row.op for row in rq.ledger(qmod).floating]
+    assert not [op for op in floating if "conv" in op or "pool" in op]
     got = rq.Executor(rq.compile(qmod)).run("main", [x.numpy()])[0]
     assert ((got - wanted) ** 2).sum() < 0.003 * (wanted**2).sum()
     assert rq.verify(qmod, [x.numpy()]).differences == ()
