@@ -7,9 +7,12 @@ from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
+import onnx.shape_inference
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
+from onnx_graphs import describe, run
+from onnx_graphs import make_model as make_drawn_model
 from test_onnx import draw, make_model, operators_of, run_imported
 
 import relayquant as rq
@@ -333,3 +336,48 @@ def test_quantize__of_what_is_expanded(nodes, shape, opset):
     rows = {row["op"]: row["quantized"] for row in rq.ledger(qmod).to_dict()["operators"]}
     assert any(rows.values())
     assert rq.verify(qmod, data[0]).is_equal
+
+
+def ints(*values):
+    return np.array(values, "int64")
+
+
+#: Operator -> its operands behind the sizes, and its attributes.
+READERS_OF_SIZES = {
+    "Abs": ([], {}), "Add": ([ints(1)], {}), "ArgMax": ([], {}),
+    "CumSum": ([np.array(0, "int64")], {}), "Div": ([ints(2)], {}), "Flatten": ([], {"axis": 0}),
+    "GatherElements": ([ints(0, 1)], {}), "Greater": ([ints(2)], {}), "Identity": ([], {}),
+    "Max": ([ints(3)], {}), "Mod": ([ints(3)], {}), "Mul": ([ints(2)], {}), "Neg": ([], {}),
+    "OneHot": ([ints(5).reshape(()), np.float32([0, 1])], {}), "Pad": ([ints(1, 1)], {}),
+    "Pow": ([ints(2)], {}), "ReduceProd": ([], {"keepdims": 0}), "ReduceSum": ([], {}),
+    "ScatterElements": ([ints(0), ints(9)], {}), "Sign": ([], {}), "Split": ([ints(1, 2)], {}),
+    "Sub": ([ints(1)], {}), "Tile": ([ints(2)], {}), "TopK": ([ints(1)], {}),
+    "Transpose": ([], {}), "Unsqueeze": ([ints(0)], {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("op", READERS_OF_SIZES)
+def test_sizes__are_operands_of_any_operator(op):
+    """Of a symbolic batch: what ONNX Runtime computes for two sizes of it."""
+    others, attrs = READERS_OF_SIZES[op]
+    names = [f"c{i}" for i in range(len(others))]
+    outputs = ["y", "z"] if op in ("Split", "TopK") else ["y"]
+    nodes = [
+        helper.make_node("Shape", ["x"], ["s"]),
+        helper.make_node(op, ["s", *names], outputs, **attrs),
+    ]
+    x = np.zeros((2, 3, 4), "float32")
+    model = make_drawn_model(
+        nodes,
+        [describe("x", x, "batch")],
+        [helper.make_empty_tensor_value_info(name) for name in outputs],
+        [numpy_helper.from_array(array, name) for name, array in zip(names, others, strict=True)],
+        18,
+    )
+    model = onnx.shape_inference.infer_shapes(model)
+    mod, _ = import_onnx(model)
+    for batch in (2, 5):
+        data = {"x": np.zeros((batch, 3, 4), "float32")}
+        for got, want in zip(rq.reference.run(mod, data), run(model, data), strict=True):
+            assert got.dtype == want.dtype
+            np.testing.assert_array_equal(got, want)

@@ -50,6 +50,11 @@ _FRONTEND = _tvm.load_onnx_frontend()
 
 #: Operators of ONNX that TVM takes for those of another domain.
 EXPANDED = (("", "Attention"),)
+#: Operators to which TVM's frontend gives sizes as they are. It refuses them of all others.
+SIZE_READERS = (
+    *("Reshape", "Resize", "ConstantOfShape", "Gather", "Slice", "Shape", "Expand", "Concat"),
+    *("Equal", "Where", "Cast", "CastLike", "Squeeze", "If"),
+)
 
 
 @check_arguments
@@ -262,13 +267,30 @@ class _Importer(_FRONTEND.ONNXGraphImporter):
         body = find_body(node, inputs, self.opset) if self._wants_body(node) else None
         if body is None:
             self._domain = node.domain
+            sizes = self._replace_sizes(node)
             super()._construct_nodes(_GraphView([node], (), (), ()))
+            self._nodes.update(sizes)
         else:
             self._construct_body(node, body)
         for name in node.output:
             if name:
                 value, known = self._nodes[name], inferred.get(name)
                 self._nodes[name] = settle_shape(self.bb, value, known, names, name)
+
+    def _replace_sizes(self, node: onnx.NodeProto) -> dict[str, relax.Expr]:
+        """Sizes that the node reads become tensors, but for operators that read sizes as they are;
+        gives what they were.
+        """
+        if node.op_type in SIZE_READERS:
+            return {}
+        sizes = {
+            name: self._nodes[name]
+            for name in node.input
+            if name and isinstance(getattr(self._nodes[name], "ty", None), relax.ShapeType)
+        }
+        for name, value in sizes.items():
+            self._nodes[name] = self.bb.emit(relax.op.shape_to_tensor(value))
+        return sizes
 
     def _wants_body(self, node: onnx.NodeProto) -> bool:
         """Whether a node is built from the operators that ONNX defines it by: where TVM has none of
