@@ -13,8 +13,9 @@ from onnx.reference import ReferenceEvaluator
 import relayquant as rq
 from relayquant.errors import ModelError
 from relayquant.importers.onnx.operators import FOREIGN
-from relayquant.packing import count_bytes, count_groups, pack_codes
+from relayquant.packing import count_bytes, count_groups, pack_codes, unpack_codes
 from relayquant.rewrite import Graph
+from relayquant.runtime import Executor
 
 runtime = pytest.importorskip("onnxruntime")
 MICROSOFT = "com.microsoft"
@@ -55,7 +56,17 @@ def list_operators(mod):
 # --- MatMulNBits ----------------------------------------------------------------------------------
 
 
-def make_nbits(path, *, bits=4, size=16, features=40, zero=None, bias=False, rows=6, **attrs):
+def order_columns(rng, order, features, size):
+    """A group for each column: shuffled; or so that the first group is the one that is not full."""
+    groups = np.arange(features, dtype="int32") // size
+    if order == "short_first":
+        groups = groups.max() - groups
+    return rng.permutation(groups)
+
+
+def make_nbits(
+    path, *, bits=4, size=16, features=40, zero=None, order=None, bias=False, rows=6, **attrs
+):
     rng = np.random.default_rng(0)
     groups = count_groups(features, size)
     codes = rng.integers(0, 1 << bits, (rows, groups, size))
@@ -69,7 +80,11 @@ def make_nbits(path, *, bits=4, size=16, features=40, zero=None, bias=False, row
         found["z"] = pack_codes(zeros, bits).reshape(-1)
     elif zero == "float":
         found["z"] = zeros.reshape(-1).astype("float32")
-    names = ["x", "w", "s", "z" if zero else "", ""]
+    elif zero == "fractions":
+        found["z"] = rng.uniform(-2, (1 << bits) + 1, rows * groups).astype("float32")
+    if order is not None:
+        found["g"] = order_columns(rng, order, features, size)
+    names = ["x", "w", "s", "z" if zero else "", "g" if order is not None else ""]
     if bias:
         found["b"] = rng.normal(size=rows).astype("float32")
         names.append("b")
@@ -86,17 +101,101 @@ NBITS = [
     for bits in (4, 8)
     for zero in (None, "packed")
     for features, size in ((64, 32), (40, 16), (16, 16))
-] + [{"zero": "float"}, {"bias": True}, {"bits": 8, "bias": True, "zero": "packed"}]
+] + [
+    {"zero": "float"},
+    {"bias": True},
+    {"bits": 8, "bias": True, "zero": "packed"},
+    {"bits": 8, "zero": "fractions"},
+    {"zero": "fractions", "bias": True},
+    {"zero": "fractions", "features": 64, "size": 32},
+    {"order": "shuffled"},
+    {"order": "short_first", "zero": "packed"},
+    {"order": "shuffled", "zero": "fractions", "bias": True},
+    {"bits": 8, "order": "shuffled", "zero": "packed", "features": 64, "size": 32},
+    {"bits": 2, "zero": "packed", "features": 64},
+    {"bits": 2},
+]
 
 
 @pytest.mark.parametrize("form", NBITS, ids=lambda form: "-".join(map(str, form.values())))
 def test_nbits__gives_what_onnx_runtime_gives(tmp_path, form):
     path = make_nbits(tmp_path / "m.onnx", **form)
     mod, _ = rq.load(path)
-    assert list_operators(mod)[0] == "qnn.grouped_dense"
+    names = list_operators(mod)
+    assert "qnn.grouped_dense" in names[:2]
+    assert ("matmul" in names) is (form.get("zero") == "fractions")
     x = draw((5, form.get("features", 40)))
-    found = rq.reference.run(mod, {"x": x})[0]
-    np.testing.assert_allclose(found, run_file(path, x), rtol=1e-5, atol=1e-5)
+    expected = multiply_by_definition(path, x)
+    if form not in UNLIKE:
+        np.testing.assert_allclose(run_file(path, x), expected, rtol=1e-5, atol=2e-5)
+    for found in (
+        rq.reference.run(mod, {"x": x})[0],
+        Executor(rq.compile(mod)).run("main", [x])[0],
+    ):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=2e-5)
+
+
+#: Forms that ONNX Runtime's CPU code refuses; of the second, it takes the middle for zero points.
+UNLIKE = [
+    {"bits": 8, "zero": "fractions"},
+    {"order": "short_first", "zero": "packed"},
+    {"bits": 8, "order": "shuffled", "zero": "packed", "features": 64, "size": 32},
+]
+
+
+def multiply_by_definition(path, x):
+    """x @ w^T with w[n, k] = (codes[n, k] - zeros[n, group of k]) * scales[n, group of k]."""
+    (node,) = (graph := onnx.load(str(path)).graph).node
+    form = {one.name: one.i for one in node.attribute}
+    found = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
+    rows, features, bits = form["N"], form["K"], form["bits"]
+    groups = count_groups(features, form["block_size"])
+    codes = unpack_codes(found["w"].reshape(rows, -1), bits, features).astype("float64")
+    zeros = found.get("z", np.full(rows * groups, 1 << (bits - 1), "float32"))
+    if zeros.dtype == np.uint8:
+        zeros = unpack_codes(zeros.reshape(rows, -1), bits, groups)
+    of = found.get("g", np.arange(features) // form["block_size"])
+    zeros, scales = (each.reshape(rows, groups)[:, of] for each in (zeros, found["s"]))
+    return x @ ((codes - zeros) * scales).T + found.get("b", 0)
+
+
+def test_nbits__of_float16(tmp_path):
+    """Data, scales and result are float16; the scales stay so."""
+    model = onnx.load(str(make_nbits(tmp_path / "m.onnx", zero="packed", bias=True)))
+    for tensor in model.graph.initializer:
+        if tensor.data_type == TensorProto.FLOAT:
+            half = numpy_helper.to_array(tensor).astype("float16")
+            tensor.CopyFrom(numpy_helper.from_array(half, tensor.name))
+    for info in (*model.graph.input, *model.graph.output):
+        info.type.tensor_type.elem_type = TensorProto.FLOAT16
+    onnx.save(model, str(tmp_path / "m.onnx"))
+    x = draw((5, 40)).astype("float16")
+    mod, _ = rq.load(tmp_path / "m.onnx")
+    (found,) = rq.reference.run(mod, {"x": x})
+    assert found.dtype == np.float16
+    np.testing.assert_allclose(
+        found.astype("float32"), run_file(tmp_path / "m.onnx", x).astype("float32"), rtol=5e-3,
+        atol=5e-3,
+    )  # fmt: skip
+    graph = Graph(mod)
+    (product,) = [b for b in graph.bindings if "grouped_dense" in graph.op_name(b.var)]
+    assert str(graph.call_of(product.var).args[3].ty.dtype) == "float16"
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ([0] * 17 + [1] * 15 + [2] * 8, r"g_idx has groups of \[8, 15, 17\]; allowed: 16 each"),
+        ([0] * 16 + [1] * 16 + [3] * 8, r"groups up to 3; allowed: 40 from 0 to 2"),
+    ],
+)
+def test_nbits__groups_that_are_none_are_named(tmp_path, groups, message):
+    model = onnx.load(str(make_nbits(tmp_path / "m.onnx", order="shuffled")))
+    (order,) = [tensor for tensor in model.graph.initializer if tensor.name == "g"]
+    order.CopyFrom(numpy_helper.from_array(np.array(groups, "int32"), "g"))
+    onnx.save(model, str(tmp_path / "m.onnx"))
+    with pytest.raises(ModelError, match=message):
+        rq.load(tmp_path / "m.onnx")
 
 
 #: message -> form of the node
@@ -157,6 +256,115 @@ def test_nbits__zero_points_that_do_not_fit_are_named(tmp_path):
     onnx.save(model, str(path))
     with pytest.raises(ModelError, match=r"zero points have 11 bytes; allowed: 12"):
         rq.load(path)
+
+
+# --- MatMulBnb4 -----------------------------------------------------------------------------------
+
+
+def make_bnb4(path, *, kind=0, size=16, features=24, rows=6, **attrs):
+    rng = np.random.default_rng(0)
+    found = {
+        "w": rng.integers(0, 256, (rows * features + 1) // 2).astype("uint8"),
+        "s": rng.uniform(0.5, 2, -(-rows * features // size)).astype("float32"),
+    }
+    form = {"K": features, "N": rows, "block_size": size, "quant_type": kind, **attrs}
+    node = helper.make_node("MatMulBnb4", ["x", *found], ["y"], name="n", domain=MICROSOFT, **form)
+    tensors = [numpy_helper.from_array(array, name) for name, array in found.items()]
+    return make_file(path, [node], tensors, ("n", features))
+
+
+@pytest.mark.parametrize("kind", [0, 1], ids=["fp4", "nf4"])
+@pytest.mark.parametrize(("features", "size"), [(24, 16), (64, 32), (16, 64)])
+def test_bnb4__gives_what_onnx_runtime_gives(tmp_path, kind, features, size):
+    path = make_bnb4(tmp_path / "m.onnx", kind=kind, features=features, size=size)
+    x = draw((5, features))
+    found = rq.reference.run(rq.load(path)[0], {"x": x})[0]
+    np.testing.assert_allclose(found, run_file(path, x), rtol=1e-5, atol=1e-5)
+
+
+#: message -> form of the node
+BNB4_REFUSED = {
+    r"operator MatMulBnb4\) .*attribute transB is 0; supported: 1": {"transB": 0},
+    r"operator MatMulBnb4\) .*quant_type is 2; allowed: 0": {"kind": 2},
+    r"operator MatMulBnb4\) .*attribute layout is 1; supported: none": {"layout": 1},
+    r"has 72 bytes and 9 blocks; allowed with N=6, K=24, block_size=32: 72 and 5": {
+        "block_size": 32
+    },
+}
+
+
+@pytest.mark.parametrize("message", BNB4_REFUSED)
+def test_bnb4__refuses_by_name(tmp_path, message):
+    with pytest.raises(ModelError, match=message):
+        rq.load(make_bnb4(tmp_path / "m.onnx", **BNB4_REFUSED[message]))
+
+
+# --- GatherBlockQuantized -------------------------------------------------------------------------
+
+
+def make_gather(path, *, kind, bits=4, shape=(7, 40), axes=(0, 1), size=16, zero=False, index=(3,)):
+    """`axes`: of the look-up, of the blocks."""
+    rng = np.random.default_rng(0)
+    low, high = (-8, 8) if kind == "int4" else (0, 1 << bits)
+    groups = tuple(-(-n // size) if at == axes[1] else n for at, n in enumerate(shape))
+    tensors = []
+    for name, form in (("w", shape), *([("z", groups)] if zero else [])):
+        values = rng.integers(low, high, form)
+        if kind == "packed":
+            tensors.append(numpy_helper.from_array(pack_codes(values, bits), name))
+        else:
+            tensors.append(make_integers(name, values, kind))
+    scale = rng.uniform(0.01, 0.1, groups).astype("float32")
+    tensors.append(numpy_helper.from_array(scale, "s"))
+    form = {"gather_axis": axes[0], "quantize_axis": axes[1], "block_size": size, "bits": bits}
+    names = ["w", "x", "s", *(["z"] if zero else [])]
+    node = helper.make_node("GatherBlockQuantized", names, ["y"], "n", domain=MICROSOFT, **form)
+    return make_file(path, [node], tensors, index, TensorProto.INT64)
+
+
+GATHERS = [
+    *({"kind": "packed", "bits": bits, "zero": zero} for bits in (2, 4, 8) for zero in (0, 1)),
+    *({"kind": kind, "zero": zero} for kind in ("uint4", "int4") for zero in (0, 1)),
+    {"kind": "uint4", "axes": (1, 0), "shape": (40, 7)},
+    {"kind": "int4", "axes": (1, 1), "zero": 1},
+    {"kind": "int4", "shape": (5, 3, 24), "axes": (0, 2), "zero": 1},
+    {"kind": "uint4", "shape": (5, 20, 4), "axes": (2, 1)},
+    {"kind": "packed", "shape": (5, 3, 24), "axes": (0, 2), "zero": 1},
+    {"kind": "packed", "index": (2, 3), "size": 32},
+]
+
+
+@pytest.mark.parametrize("form", GATHERS, ids=lambda form: "-".join(map(str, form.values())))
+def test_gather_blocks__gives_what_onnx_runtime_gives(tmp_path, form):
+    path = make_gather(tmp_path / "m.onnx", **form)
+    x = np.resize(np.array([2, 0, -1]), form.get("index", (3,)))
+    mod, _ = rq.load(path)
+    expected = run_file(path, x)
+    for found in (
+        rq.reference.run(mod, {"x": x})[0],
+        Executor(rq.compile(mod)).run("main", [x])[0],
+    ):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    if len(form.get("shape", (7, 40))) == 2 and form.get("axes", (0, 1)) == (0, 1):
+        assert "qnn.grouped_take" in list_operators(mod)
+
+
+def test_gather_blocks__refuses_by_name(tmp_path):
+    path = make_gather(tmp_path / "m.onnx", kind="packed")
+    model = onnx.load(str(path))
+    node = model.graph.node[0]
+    for attribute, value, message in (
+        ("bits", 3, "uint8 data has bits=3"),
+        ("quantize_axis", 0, "quantize_axis=0; supported"),
+        ("layout", 1, "attribute layout is 1; supported: none of that name"),
+    ):
+        changed = onnx.ModelProto()
+        changed.CopyFrom(model)
+        kept = [one for one in node.attribute if one.name != attribute]
+        del changed.graph.node[0].attribute[:]
+        changed.graph.node[0].attribute.extend([*kept, helper.make_attribute(attribute, value)])
+        with pytest.raises(ModelError, match=rf"operator GatherBlockQuantized\) .*{message}"):
+            rq.load(changed)
 
 
 # --- DequantizeLinear with blocks -----------------------------------------------------------------

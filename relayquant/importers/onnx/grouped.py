@@ -44,12 +44,12 @@ def convert_matmul_nbits(
     """com.microsoft.MatMulNBits(x, codes, scales, zero points, g_idx, bias) -> R.qnn.grouped_dense.
 
     Rows of codes (N, groups, bytes of a group) lie as ours, but for what fills the last group;
-    without zero points they are the middle. accuracy_level, a hint, is not looked at: data is
-    float32.
+    without zero points they are the middle. With g_idx the columns are sorted by their groups, and
+    those of the data with them. accuracy_level, a hint, is not looked at: data is float32.
 
     Raises:
-        Refusal: other bits; a weight that is computed; columns in another order (g_idx); data or
-            scales of another type; zero points that are no codes.
+        Refusal: other bits; a weight that is computed; groups of another size (g_idx); data or
+            scales of another type.
     """
     data, codes, scale, zero, order, bias = (*inputs, *(None,) * 6)[:6]
     bits, size = int(attrs.get("bits", 4)), int(attrs["block_size"])
@@ -58,29 +58,82 @@ def convert_matmul_nbits(
         raise Refusal(
             f"its weight has {format_count(bits, 'bit')}; supported: {', '.join(map(str, NBITS))}"
         )
-    if order is not None:
-        raise Refusal("it has g_idx, an order of columns; supported: groups of neighbours")
     if tensor_dtype(data) != "float32":
-        raise Refusal(f"its data is {tensor_dtype(data)}; supported: float32")
-    arrays = [constant_value(each) if each is not None else None for each in (codes, scale, zero)]
-    if arrays[0] is None or arrays[1] is None or (zero is not None and arrays[2] is None):
-        raise NotConstant("weight, scales and zero points")
+        raise Refusal(f"its data is {tensor_dtype(data)}; supported: float32 and float16")
+    given = [each for each in (codes, scale, zero, order) if each is not None]
+    arrays = {id(each): constant_value(each) for each in given}
+    if any(array is None for array in arrays.values()):
+        raise NotConstant("weight, scales, zero points and g_idx")
+    packed, scales, zeros, groups_of = (
+        arrays.get(id(each)) for each in (codes, scale, zero, order)
+    )
     groups = count_groups(features, size)
-    if min(size, rows, features) < 1 or arrays[0].size != rows * groups * (size * bits // 8):
+    if (
+        packed is None
+        or min(size, rows, features) < 1
+        or (packed.size != rows * groups * (size * bits // 8))
+    ):
         raise Refusal(
-            f"its weight has {format_count(arrays[0].size, 'byte')}; allowed with N={rows}, "
+            f"its weight has {format_count(packed.size, 'byte')}; allowed with N={rows}, "
             f"K={features}, block_size={size}: {rows * groups * (size * bits // 8)}"
         )
-    scales = read_scales(arrays[1], (rows, groups))
-    packed = arrays[0].reshape(rows, -1)[:, : count_bytes(features, bits)]
+    scales = read_scales(scales, (rows, groups))
+    packed = packed.reshape(rows, -1)[:, : count_bytes(features, bits)]
+    zeros, offsets = read_nbits_zeros(zeros, bits, scales)
+    if groups_of is not None:
+        columns, places = sort_columns(groups_of.ravel()[:features], features, size)
+        packed = pack_codes(unpack_codes(packed, bits, features)[:, columns], bits)
+        scales, zeros = scales[:, places], zeros[:, places]
+        offsets = None if offsets is None else offsets[:, places]
+        data = bb.emit(relax.op.take(data, relax.const(columns, "int64"), axis=-1))
     weight = make_operands(
-        np.ascontiguousarray(packed),
-        scales,
-        read_nbits_zeros(arrays[2], bits, (rows, groups)),
-        (bits, size, features),
+        np.ascontiguousarray(packed), np.ascontiguousarray(scales), zeros, (bits, size, features)
     )
     value = qnn.grouped_dense(data, 1.0, *weight.parts, *weight.form)
+    if offsets is not None:
+        value = relax.op.add(bb.emit(value), multiply_sums(bb, data, offsets, size))
     return value if bias is None else relax.op.add(bb.emit(value), bias)
+
+
+def sort_columns(groups: np.ndarray, features: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """(columns sorted by their groups, the groups in that order), the one that is not full last.
+
+    Args:
+        groups: Of each column (g_idx).
+        features: Number of columns.
+        size: Of a group.
+
+    Raises:
+        Refusal: not a group for each column, or more than one group of another size.
+    """
+    count = count_groups(features, size)
+    if len(groups) != features or groups.min() < 0 or groups.max() >= count:
+        raise Refusal(
+            f"g_idx has {len(groups)} groups up to {groups.max()}; allowed: {features} "
+            f"from 0 to {count - 1}"
+        )
+    sizes = np.bincount(groups, minlength=count)
+    places = np.argsort(-sizes, kind="stable")
+    if (sizes[places[:-1]] != size).any() or sizes.max() > size:
+        raise Refusal(f"g_idx has groups of {sorted({*sizes.tolist()})}; allowed: {size} each")
+    ranks = np.argsort(places)
+    return np.argsort(ranks[groups], kind="stable"), places
+
+
+def multiply_sums(
+    bb: relax.BlockBuilder, data: relax.Expr, offsets: np.ndarray, size: int
+) -> relax.Expr:
+    """(sums of the groups of data (..., K)) @ offsets^T: what is added for weights that have
+    offsets (N, groups) beside their codes.
+    """
+    shape = list(data.ty.shape.values)
+    rest = offsets.shape[1] * size - int(shape[-1])
+    if rest:
+        data = bb.emit(relax.op.nn.pad(data, [0] * (2 * len(shape) - 1) + [rest]))
+    parts = relax.ShapeExpr([*shape[:-1], offsets.shape[1], size])
+    sums = bb.emit(relax.op.sum(bb.emit(relax.op.reshape(data, parts)), -1))
+    matrix = relax.const(np.ascontiguousarray(offsets.T), "float32")
+    return bb.emit(relax.op.matmul(sums, matrix))
 
 
 def read_scales(array: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
@@ -98,29 +151,38 @@ def read_scales(array: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
     return array.reshape(shape)
 
 
-def read_nbits_zeros(array: np.ndarray | None, bits: int, shape: tuple[int, int]) -> np.ndarray:
-    """Zero points (N, groups) as codes; the middle where there are none.
+def read_nbits_zeros(
+    array: np.ndarray | None, bits: int, scales: np.ndarray
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """(zero points (N, groups) as codes, what is added to each group of weights for those that are
+    no codes, float32, or None); the middle where there are none.
 
-    Packed, each row begins with a byte of its own; of the type of the scales, they are not.
+    Packed, each row begins with a byte of its own; of a float type, they are not.
+
+        (q - z) * s = (q - middle) * s + (middle - z) * s
 
     Raises:
-        Refusal: another number of them, or one that is no code.
+        Refusal: another number of them, or one that is not finite.
     """
+    shape, middle = scales.shape, middle_code(bits)
     if array is None:
-        return np.full(shape, middle_code(bits), "uint8")
+        return np.full(shape, middle, "uint8"), None
     if array.dtype != np.uint8:
-        codes = np.rint(array).astype("int64")
-        if array.size != shape[0] * shape[1] or (codes != array).any():
-            raise Refusal("its zero points are no whole numbers, one for each scale")
-        if codes.min() < 0 or codes.max() >= 1 << bits:
-            raise Refusal(f"its zero points are {codes.min()}..{codes.max()}; allowed: codes")
-        return codes.reshape(shape).astype("uint8")
+        if array.size != scales.size or not np.isfinite(array).all():
+            raise Refusal(
+                f"it has {format_count(array.size, 'zero point')}; allowed: {scales.size}, finite "
+                "numbers, one for each scale"
+            )
+        zeros = array.reshape(shape).astype("float32")
+        if (zeros == np.rint(zeros)).all() and zeros.min() >= 0 and zeros.max() < 1 << bits:
+            return zeros.astype("uint8"), None
+        return np.full(shape, middle, "uint8"), (middle - zeros) * scales.astype("float32")
     if array.size != shape[0] * count_bytes(shape[1], bits):
         raise Refusal(
             f"its zero points have {format_count(array.size, 'byte')}; allowed: "
             f"{shape[0] * count_bytes(shape[1], bits)}"
         )
-    return unpack_codes(array.reshape(shape[0], -1), bits, shape[1])
+    return unpack_codes(array.reshape(shape[0], -1), bits, shape[1]), None
 
 
 def make_operands(
@@ -138,22 +200,25 @@ def dequantize_blocks(
     """DequantizeLinear(w, scales, zero points) in blocks of `size` along `axis` of a matrix -> all
     rows of a grouped weight; transposed where the blocks lie along axis 0.
 
-    Integers get the fewest bits that hold them all, with their zero points.
+    Integers get the fewest bits that hold them all, with their zero points. What is no matrix
+    becomes a float constant.
 
     Raises:
-        Refusal: not a constant matrix of integers of 8 bits or fewer, or scales that do not fit.
+        Refusal: no constant integers of 8 bits or fewer, or scales that do not fit.
     """
     weight, scale, zero = (*inputs, None)[:3]
     array, scales = constant_value(weight), constant_value(scale)
     zeros = None if zero is None else constant_value(zero)
     if array is None or scales is None or (zero is not None and zeros is None):
         raise NotConstant("blocks (block_size), their scales and zero points")
-    if array.ndim != 2 or str(array.dtype) not in ("int8", "uint8"):
+    if str(array.dtype) not in ("int8", "uint8") or not -array.ndim <= axis < array.ndim:
         raise Refusal(
-            f"it has blocks (block_size) of {array.dtype} in "
-            f"{format_count(array.ndim, 'dimension')}; supported: matrices of 8 bits or fewer"
+            f"it has blocks (block_size) of {array.dtype} along axis {axis} of "
+            f"{format_count(array.ndim, 'dimension')}; supported: 8 bits or fewer"
         )
-    axis %= 2
+    axis %= array.ndim
+    if array.ndim != 2:
+        return relax.const(widen_blocks(array, scales, zeros, axis, size), "float32")
     if axis == 0:
         array, scales = array.T, scales.T
         zeros = None if zeros is None else zeros.T
@@ -172,6 +237,28 @@ def dequantize_blocks(
     rows = relax.const(np.arange(len(array), dtype="int64"), "int64")
     value = qnn.grouped_take(rows, *found.parts, *found.form)
     return value if axis == 1 else relax.op.permute_dims(bb.emit(value), [1, 0])
+
+
+def widen_blocks(
+    array: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None, axis: int, size: int
+) -> np.ndarray:
+    """(array - zeros) * scales in float32, of blocks along an axis.
+
+    Raises:
+        Refusal: scales or zero points that do not fit.
+    """
+    wanted = tuple(count_groups(n, size) if at == axis else n for at, n in enumerate(array.shape))
+    zeros = np.zeros(wanted, array.dtype) if zeros is None else zeros
+    if scales.shape != wanted or zeros.shape != wanted:
+        raise Refusal(
+            f"its scales have shape {scales.shape} and its zero points {zeros.shape}; allowed "
+            f"with block_size={size} along axis {axis}: {wanted}"
+        )
+    spread = [
+        np.repeat(each.astype("float32"), size, axis).take(range(array.shape[axis]), axis)
+        for each in (zeros, scales)
+    ]
+    return (array.astype("float32") - spread[0]) * spread[1]
 
 
 def choose_bits(*arrays: np.ndarray) -> tuple[int, int]:

@@ -8,7 +8,7 @@ says little; and the rows of the dialect match float32. Inputs and outputs stay 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import numpy as np
 import onnx
@@ -21,6 +21,9 @@ HALF, FLOAT = TensorProto.FLOAT16, TensorProto.FLOAT
 
 #: Attributes that hold the type of a result.
 TYPES = ("dtype", "output_dtype", "to")
+
+#: Operator with a weight in groups -> which input its scales are.
+SCALES = {"MatMulNBits": 2}
 
 #: Parts of the name of an operator that takes or gives quantized values.
 QUANTIZED = (
@@ -50,7 +53,7 @@ def widen_halves(model: onnx.ModelProto) -> onnx.ModelProto:
     for name in (*inputs, *outputs):
         renamed[name] = find_free_name(f"{name}.float32", taken)
         taken.add(renamed[name])
-    widen_graph(graph, renamed)
+    widen_graph(graph, renamed, find_scales(graph))
     before = [make_cast(name, renamed[name], FLOAT) for name in inputs]
     behind = [make_cast(renamed[name], name, HALF) for name in outputs]
     nodes = [*before, *graph.node, *behind]
@@ -87,10 +90,25 @@ def select_halves(infos: Iterable[onnx.ValueInfoProto]) -> list[onnx.ValueInfoPr
     return [info for info in infos if info.type.tensor_type.elem_type == HALF]
 
 
-def widen_graph(graph: onnx.GraphProto, renamed: Mapping[str, str]) -> None:
-    """Make a graph float32 in place, bodies too, but for the types of its inputs and outputs."""
+def find_scales(graph: onnx.GraphProto) -> set[str]:
+    """Names of what is read as the scales of weights in groups alone, which may be float16."""
+    scales, others = set(), set()
+    for node in list_nodes(graph.node):
+        for at, name in enumerate(node.input):
+            is_scale = node.op_type in SCALES and at == SCALES[node.op_type]
+            (scales if is_scale else others).add(name)
+    return scales - others
+
+
+def widen_graph(
+    graph: onnx.GraphProto, renamed: Mapping[str, str], kept: Collection[str] = ()
+) -> None:
+    """Make a graph float32 in place, bodies too, but for the types of its inputs and outputs and
+    the constants that are kept.
+    """
     for tensor in graph.initializer:
-        widen_tensor(tensor)
+        if tensor.name not in kept:
+            widen_tensor(tensor)
         tensor.name = renamed.get(tensor.name, tensor.name)
     for node in graph.node:
         for names in (node.input, node.output):
@@ -100,7 +118,7 @@ def widen_graph(graph: onnx.GraphProto, renamed: Mapping[str, str]) -> None:
                 attribute.i = FLOAT
             widen_tensor(attribute.t)
             for inner in (attribute.g, *attribute.graphs):
-                widen_graph(inner, renamed)
+                widen_graph(inner, renamed, kept)
                 for info in (*inner.input, *inner.output):
                     info.name = renamed.get(info.name, info.name)
                 for info in select_halves((*inner.input, *inner.output)):

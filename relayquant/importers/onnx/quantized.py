@@ -16,6 +16,7 @@ from tvm import relax
 
 from relayquant.dialect import qnn
 from relayquant.errors import format_count
+from relayquant.importers.onnx.broadcast import is_same, list_sizes, merge_shapes, spread_axes
 from relayquant.importers.onnx.grouped import dequantize_blocks
 from relayquant.importers.refusal import Refusal
 from relayquant.ops.dynamic import (
@@ -189,6 +190,7 @@ def convert_matmul_integer(
     """
     data, weight, data_zero, weight_zero = (*inputs, None, None)[:4]
     data_zero, weight_zero = (bb.normalize(read_zero_point(z)) for z in (data_zero, weight_zero))
+    weight_zero = spread_columns(bb, weight_zero, weight)
     array, zero = constant_value(weight), constant_value(weight_zero)
     rows = None
     if data_zero.ty.ndim:
@@ -210,6 +212,19 @@ def convert_matmul_integer(
     if rows is None:
         return value
     return relax.op.subtract(bb.emit(value), bb.emit(relax.op.multiply(rows, sums)))
+
+
+def spread_columns(bb: relax.BlockBuilder, vector: relax.Expr, weight: relax.Expr) -> relax.Expr:
+    """A value for each column of a weight, also where the size of the vector is symbolic, in which
+    case it is the number of columns, or 1.
+    """
+    columns = weight.ty.shape.values[-1]
+    if vector.ty.ndim != 1 or is_same(list_sizes(vector)[0], list_sizes(weight)[-1]):
+        return vector
+    if list_sizes(vector) == [1]:
+        return vector
+    spread = spread_axes(bb, vector, merge_shapes([list_sizes(vector), list_sizes(weight)[-1:]]))
+    return bb.emit(relax.op.reshape(spread, relax.ShapeExpr([columns])))
 
 
 def multiply_values(

@@ -13,6 +13,8 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from relayquant.errors import format_count
+from relayquant.importers.onnx.packed import unpack_bnb4, unpack_last
+from relayquant.importers.refusal import NotConstant, Refusal
 from relayquant.rewrite.names import find_free_name
 
 #: 4-bit and 2-bit tensors, which TVM cannot hold as constants: type -> the type that can
@@ -26,6 +28,9 @@ WIDENED = {
 #: A Softmax of an earlier opset takes everything from its axis on as one row.
 FIRST_SOFTMAX_OF_ONE_AXIS = 13
 
+#: Domain of the DequantizeLinear that is written: ONNX has an axis from opset 13 on, blocks from 21.
+MICROSOFT = "com.microsoft"
+
 #: a tensor with parameters, as QLinear operators list them
 Triple = Sequence[str]
 
@@ -35,6 +40,7 @@ class GraphRewriter:
 
     Attributes:
         constants: Constant tensors by name, those of the model and added ones.
+        narrow: Names of those that had fewer than 8 bits -> the type they had.
         taken: Names of all tensors.
         opset: Of the model.
         nodes: In topological order.
@@ -42,6 +48,7 @@ class GraphRewriter:
 
     def __init__(self, constants: dict[str, onnx.TensorProto], taken: set[str], opset: int) -> None:
         self.constants, self.taken, self.opset = constants, taken, opset
+        self.narrow: dict[str, int] = {}
         self.nodes: list[onnx.NodeProto] = []
 
     def unique_name(self, base: str) -> str:
@@ -66,7 +73,7 @@ class GraphRewriter:
         data, scale, zero_point = triple
         inputs = [data, scale, zero_point] if zero_point else [data, scale]
         output = self.unique_name(f"{data}.dq")
-        return self.add("DequantizeLinear", inputs, output, node.name, axis=axis)
+        return self.add("DequantizeLinear", inputs, output, node.name, axis=axis, domain=MICROSOFT)
 
     def finish(self, node: onnx.NodeProto, scale: str, zero_point: str, real: str) -> None:
         """The output of `node`, from its real values."""
@@ -91,11 +98,11 @@ def rewrite_integer_nodes(
     taken.update(info.name for info in graph.input)
     constants = {tensor.name: tensor for tensor in graph.initializer}
     rewriter = GraphRewriter(constants, taken, opset)
-    narrow = widen_tensors(graph, rewriter.constants)
+    rewriter.narrow = widen_tensors(graph, rewriter.constants)
     for node in graph.node:
         rewrite = REWRITES.get((node.domain, node.op_type))
         if rewrite is None:
-            rewriter.nodes.append(keep_narrow(node, narrow))
+            rewriter.nodes.append(keep_narrow(node, rewriter.narrow))
             continue
         try:
             rewrite(rewriter, node, attributes(node))
@@ -103,6 +110,10 @@ def rewrite_integer_nodes(
             raise ValueError(
                 f"node {node.name!r} (operator {node.op_type}) has "
                 f"{format_count(len(node.input), 'input')} and lacks {error}"
+            ) from error
+        except Refusal as error:
+            raise ValueError(
+                f"node {node.name!r} (operator {node.op_type}) cannot be converted: {error}"
             ) from error
     return rewriter.nodes, list(rewriter.constants.values())
 
@@ -260,10 +271,91 @@ def rewrite_softmax(rewriter: GraphRewriter, node: onnx.NodeProto, attrs: dict) 
     rewriter.finish(node, node.input[3], (*node.input[4:], "")[0], real)
 
 
+# -- weights that lie packed -----------------------------------------------------------------------
+
+
+def find_constant(rewriter: GraphRewriter, node: onnx.NodeProto, at: int) -> np.ndarray | None:
+    """An operand that is a constant; None for one that is left out.
+
+    Raises:
+        NotConstant: it is computed.
+    """
+    name = node.input[at] if at < len(node.input) else ""
+    if not name:
+        return None
+    tensor = rewriter.constants.get(name)
+    if tensor is None:
+        raise NotConstant(f"input {name!r}")
+    return numpy_helper.to_array(tensor)
+
+
+def rewrite_gather_blocks(rewriter: GraphRewriter, node: onnx.NodeProto, attrs: dict) -> None:
+    """com.microsoft.GatherBlockQuantized(data, indices, scales, zeros): DequantizeLinear with
+    blocks, and Gather. uint8 data holds codes of `bits` along its last axis, whose zero points are
+    the middle unless they are given.
+    """
+    select_attributes(attrs, ("bits", "block_size", "gather_axis", "quantize_axis"))
+    data, scales, zeros = (find_constant(rewriter, node, at) for at in (0, 2, 3))
+    if data is None or scales is None or not data.ndim:
+        raise KeyError("data or scales")
+    bits, size = attrs.get("bits", 4), attrs.get("block_size", 128)
+    axis = attrs.get("quantize_axis", 1)
+    names = [node.input[0], node.input[2], (*node.input[3:], "")[0]]
+    is_packed = rewriter.constants[names[0]].data_type == TensorProto.UINT8
+    if is_packed and names[0] not in rewriter.narrow:
+        if bits not in (2, 4, 8) or axis % data.ndim != data.ndim - 1:
+            raise Refusal(
+                f"its uint8 data has bits={bits} and quantize_axis={axis}; supported: 2, 4 or 8 "
+                "bits, blocks along the last axis"
+            )
+        codes = unpack_last(data, bits, data.shape[-1] * 8 // bits)
+        middle = np.full(scales.shape, 1 << (bits - 1), "uint8")
+        zeros = middle if zeros is None else unpack_last(zeros, bits, scales.shape[-1])
+        names[0] = rewriter.constant(codes, f"{names[0]}.codes")
+        names[2] = rewriter.constant(zeros, f"{names[0]}.zero_point")
+    real = rewriter.unique_name(f"{node.input[0]}.dq")
+    kept = [name for name in names if name]
+    rewriter.add(
+        "DequantizeLinear", kept, real, node.name, axis=axis, block_size=size, domain=MICROSOFT
+    )
+    gathered, axis = [real, node.input[1]], attrs.get("gather_axis", 0)
+    rewriter.add("Gather", gathered, node.output[0], node.name, axis=axis)
+
+
+def rewrite_bnb4(rewriter: GraphRewriter, node: onnx.NodeProto, attrs: dict) -> None:
+    """com.microsoft.MatMulBnb4(x, codes, largest): MatMul of a float32 constant, as its codes stand
+    for values that no scale and zero point gives.
+    """
+    select_attributes(
+        attrs, ("K", "N", "block_size", "quant_type", "training_mode", "transB"), {"transB": 1}
+    )
+    codes, largest = (find_constant(rewriter, node, at) for at in (1, 2))
+    if codes is None or largest is None:
+        raise KeyError("weight or absmax")
+    form = attrs["N"], attrs["K"], attrs["block_size"]
+    weight = unpack_bnb4(codes, largest, attrs["quant_type"], form)
+    name = rewriter.constant(np.ascontiguousarray(weight.T), f"{node.input[1]}.real")
+    rewriter.add("MatMul", [node.input[0], name], node.output[0], node.name)
+
+
+def select_attributes(
+    attrs: Mapping[str, object], known: Sequence[str], fixed: Mapping[str, object] | None = None
+) -> None:
+    """Raise Refusal for an attribute that is not known, or not of the value that it must have."""
+    for name, value in attrs.items():
+        if name not in known:
+            raise Refusal(f"its attribute {name} is {value!r}; supported: none of that name")
+        wanted = (fixed or {}).get(name, value)
+        if value != wanted:
+            raise Refusal(f"its attribute {name} is {value!r}; supported: {wanted!r}")
+
+
 #: (domain, operator) -> what takes its place
 REWRITES: dict[tuple[str, str], Rewrite] = {
     ("", "QLinearConv"): rewrite_conv,
     ("", "QLinearMatMul"): rewrite_matmul,
+    ("com.microsoft", "GatherBlockQuantized"): rewrite_gather_blocks,
+    ("com.microsoft", "MatMulBnb4"): rewrite_bnb4,
     ("com.microsoft", "QGemm"): rewrite_gemm,
     ("com.microsoft", "QLinearAdd"): rewrite_as("Add", 2),
     ("com.microsoft", "QLinearMul"): rewrite_as("Mul", 2),
