@@ -12,7 +12,7 @@ from onnx.reference import ReferenceEvaluator
 
 import relayquant as rq
 from relayquant.errors import ModelError
-from relayquant.importers.onnx.operators import FOREIGN
+from relayquant.importers.onnx.operators import FOREIGN, OF_FRONTEND
 from relayquant.packing import count_bytes, count_groups, pack_codes, unpack_codes
 from relayquant.rewrite import Graph
 from relayquant.runtime import Executor
@@ -240,11 +240,12 @@ def test_foreign_operators__know_every_attribute_of_their_schema():
     for name, operator in FOREIGN[MICROSOFT].items():
         attributes = schemas[name].attributes
         assert {n for n, a in attributes.items() if a.required} <= set(operator.required)
+        least = {**dict.fromkeys(operator.required, 1), OF_FRONTEND: {"num_outputs": 1}}
         for attribute in {*attributes, "unheard_of"} - set(operator.known):
-            given = {**dict.fromkeys(operator.required, 1), attribute: 77}
+            given = {**least, attribute: 77}
             with pytest.raises(ValueError, match=f"attribute {attribute} is 77"):
                 operator.select_attributes(given)
-        neutral = {**dict.fromkeys(operator.required, 1), **operator.neutral}
+        neutral = {**least, **operator.neutral}
         assert not set(operator.select_attributes(neutral)) & set(operator.neutral)
 
 

@@ -36,9 +36,11 @@ class IntegerBuilder(GraphBuilder):
         return names, scale
 
 
-def check(b: GraphBuilder, y: str, x_dtype="uint8", y_dtype="uint8", shape=SHAPE, off_by=0.02):
+def check(
+    b: GraphBuilder, y: str, x_dtype="uint8", y_dtype="uint8", shape=SHAPE, off_by=0.02, opset=13
+):
     """The model is lowered; at most `off_by` of the results are one off, none is more."""
-    model = b.model({"x": (x_dtype, shape)}, {y: (y_dtype, None)})
+    model = b.model({"x": (x_dtype, shape)}, {y: (y_dtype, None)}, opset)
     limits = np.iinfo(x_dtype)
     data = np.random.default_rng(1).integers(limits.min, limits.max + 1, shape).astype(x_dtype)
     (expected,) = run_onnxruntime(model, {"x": data})
@@ -63,6 +65,21 @@ def test_qlinear_conv(axis, with_bias):
     found = check(b, b.node("QLinearConv", *operands, pads=[1, 0, 1, 0], strides=[2, 1]))
     assert found["qnn.conv2d"] == 1
     assert found["add"] == int(with_bias)
+
+
+@pytest.mark.parametrize("opset", [10, 11, 12, 17, 21])
+def test_opset__of_every_kind_has_scales_for_each_channel(opset):
+    """DequantizeLinear itself has an axis from opset 13 on."""
+    b = IntegerBuilder()
+    weight, _ = b.weight_triple((8, 4, 3, 3), 0)
+    y = b.node(
+        "QLinearConv", "x", *b.triple(0.02, np.uint8(110)), *weight, *b.triple(0.04, np.uint8(130))
+    )
+    weight, _ = b.weight_triple((6, 5), 1)
+    middle = b.triple(0.04, np.uint8(130))
+    y = b.node("QLinearMatMul", y, *middle, *weight, *b.triple(0.02, np.uint8(120)))
+    found = check(b, y, opset=opset, off_by=0.05)
+    assert found["qnn.conv2d"] == found["qnn.dense"] == 1
 
 
 @pytest.mark.parametrize("axis", [1, None], ids=["per_column", "per_tensor"])

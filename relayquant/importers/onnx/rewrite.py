@@ -28,7 +28,7 @@ WIDENED = {
 #: A Softmax of an earlier opset takes everything from its axis on as one row.
 FIRST_SOFTMAX_OF_ONE_AXIS = 13
 
-#: Domain of the DequantizeLinear that is written: ONNX has an axis from opset 13 on, blocks from 21.
+#: Domain of the DequantizeLinear that is written: that of ONNX has an axis from opset 13 on only.
 MICROSOFT = "com.microsoft"
 
 #: a tensor with parameters, as QLinear operators list them
