@@ -52,6 +52,10 @@ PATHS = ("parameter_name", "buffer_name", "tensor_constant_name", "fqn")
 #: keys whose text torch keeps as text
 TEXTS = ("as_string", "as_strings")
 
+#: keys of floats, and what stands there for those that JSON does not have
+FLOATS = ("as_float", "as_floats", "real", "imag")
+SPECIAL = ("NaN", "Infinity", "-Infinity")
+
 #: a symbolic size: numbers, symbols, functions of sizes; torch evaluates it as Python
 SIZE = re.compile(
     r"(?:\d+(?:\.\d+)?|[suz]+\d+|Symbol\('\w+'(?:, \w+=(?:True|False))*\)"
@@ -238,7 +242,7 @@ def keep_module_stack(metadata: Mapping[str, Any]) -> dict[str, str]:
 
 def check_text(text: str, key: str) -> None:
     """Raises ValueError unless the text under `key` is harmless wherever torch puts it."""
-    if key in TEXTS:
+    if key in TEXTS or (key in FLOATS and text in SPECIAL):
         return
     if key == "target":
         check_operator(text)

@@ -46,9 +46,14 @@ def convert_extreme_of_axis(node: Any, importer: Any) -> relax.Expr:
 def convert_elu(node: Any, importer: Any) -> relax.Expr:
     """elu(x, alpha, scale, input_scale) -> scale * (max(x, 0) + alpha * (exp(input_scale *
     min(x, 0)) - 1)); selu and celu are written so, and TVM knows alpha only.
+
+    Raises:
+        Refusal: a factor is infinite or NaN, which times 0 is NaN.
     """
     operand, *factors = read_arguments(node, "self", "alpha", "scale", "input_scale")
     alpha, scale, input_scale = map(float, factors)
+    if not all(map(math.isfinite, (alpha, scale, input_scale))):
+        raise Refusal(f"{node.name} has the factors {factors}; supported: finite ones")
     total = emit_elu(importer.block_builder, importer.env[operand], alpha, input_scale)
     return importer.block_builder.emit(relax.op.multiply(total, scalar(scale, total)))
 
@@ -195,13 +200,37 @@ def convert_convolution(node: Any, importer: Any) -> relax.Expr:
     return emit(relax.op.add(emit(value), bias))
 
 
+def convert_fill(node: Any, importer: Any) -> relax.Expr:
+    """full, full_like, fill as TVM's frontend has them; of an infinity or NaN, which TVM's operator
+    does not compile, R.broadcast_to of a constant.
+    """
+    names = [argument.name for argument in node.target._schema.arguments]
+    (value,) = read_arguments(node, names[1])
+    if not isinstance(value, float) or math.isfinite(value):
+        name = str(node.target).removeprefix("aten.").partition(".")[0]
+        return getattr(importer, f"_{name}")(node)
+    source = importer.retrieve_args(node)[0]
+    shape = importer.shape_of(source) if isinstance(source, relax.Expr) else source
+    return emit_number(importer, value, shape, result_dtype(node))
+
+
+def emit_number(importer: Any, value: float, shape: Any, dtype: str) -> relax.Expr:
+    """A number in all elements."""
+    return importer.block_builder.emit(relax.op.broadcast_to(relax.const(value, dtype), shape))
+
+
 def convert_clamp(node: Any, importer: Any) -> relax.Expr:
     """clamp(x, low, high) -> R.clip; of integers R.maximum or R.minimum where one bound is missing,
-    which TVM's frontend makes an infinity.
+    which TVM's frontend makes an infinity. The upper bound wins, and NaN as a bound is the result.
     """
     operand, low, high = read_arguments(node, "self", "min", "max")
     data, emit = importer.env[operand], importer.block_builder.emit
     dtype = str(data.ty.dtype)
+    numbers = [bound for bound in (low, high) if isinstance(bound, int | float)]
+    if any(map(math.isnan, numbers)):
+        return emit_number(importer, math.nan, importer.shape_of(data), dtype)
+    if len(numbers) == 2 and low > high:
+        return emit_number(importer, high, importer.shape_of(data), dtype)
     if "int" not in dtype or (low is not None and high is not None):
         return importer._clamp(node)
     bound = relax.const(int(low if high is None else high), dtype)
@@ -259,5 +288,6 @@ OPERATORS: dict[str, Convert] = {
     "scatter_reduce.two": convert_scatter,
     **{f"max_pool{rank}d_with_indices.default": convert_max_pool for rank in (1, 2, 3)},
     "clamp.default": convert_clamp,
+    **dict.fromkeys(("full.default", "full_like.default", "fill.Scalar"), convert_fill),
     **dict.fromkeys(UPSAMPLES, convert_upsample),
 }
