@@ -22,7 +22,7 @@ from relayquant.errors import MissingDependencyError, ModelError, format_count
 from relayquant.importers.files import DEFAULT_MAX_BYTES, check_file
 from relayquant.importers.names import MARK, SourceNode, name_values
 from relayquant.importers.refusal import describe_failure
-from relayquant.importers.torch.archive import read_program, silence_torch
+from relayquant.importers.torch.archive import drop_stacks, read_program, silence_torch
 from relayquant.importers.torch.decompositions import find_release, make_decompositions
 from relayquant.importers.torch.operators import OPERATORS
 from relayquant.importers.torch.quantized import make_converters
@@ -99,7 +99,7 @@ def _import_program(program: Any) -> tuple[tvm.IRModule, dict[str, np.ndarray]]:
     importer = make_importer()
     check_effects(program)
     try:
-        with silence_torch():
+        with silence_torch(), drop_stacks():
             program = program.run_decompositions(make_decompositions())
         check_effects(program)
         converters = {**OPERATORS, **make_converters(find_constants(program))}
