@@ -256,6 +256,17 @@ def write_pad(data: Any, pad: Any, value: Any = 0) -> Any:
     return torch.constant_pad_nd(data, [max(0, size) for size in pad], value)
 
 
+def write_index_reduce(
+    data: Any, dim: int, index: Any, source: Any, reduce: str, *, include_self: bool = True
+) -> Any:
+    """index_reduce -> scatter_reduce, each index for a slice of the source."""
+    sizes = [1] * source.dim()
+    if sizes:
+        sizes[dim] = -1
+    places = index.reshape(sizes).expand(source.shape)
+    return data.scatter_reduce(dim, places, source, reduce, include_self=include_self)
+
+
 def write_var(data: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
     """var along sizes that are known at run time -> sum((x - mean(x))**2) / (size - correction)"""
     import torch  # pyright: ignore[reportMissingImports]
@@ -297,6 +308,7 @@ COMPOSITES: dict[str, Composite] = {
     "fmax.default": write_fmax,
     "fmin.default": write_fmin,
     "hypot.default": write_hypot,
+    "index_reduce.default": write_index_reduce,
     "ldexp.Tensor": write_ldexp,
     "masked_scatter.default": write_masked_scatter,
     "one_hot.default": write_one_hot,

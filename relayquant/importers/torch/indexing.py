@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -103,17 +104,16 @@ REDUCTIONS = {
 
 def convert_scatter(node: Any, importer: Any) -> relax.Expr:
     """scatter, scatter_add, scatter_reduce(x, dim, index, src) -> R.scatter_nd; a mean as the sum
-    over the number of what is summed. What of src has no index is left out.
+    over the number of what is summed. What of src has no index is left out. Without include_self,
+    x has the neutral number of the reduction wherever an index points.
 
     Raises:
-        Refusal: include_self is False, it is a mean of integers, or a size is symbolic.
+        Refusal: it is a mean of integers, or a size is symbolic.
     """
     operand, dim, index, source = read_arguments(node, "self", "dim", "index", "src")
-    kind = "sum" if "add" in str(node.target) else "last"
+    kind, is_included = ("sum" if "add" in str(node.target) else "last"), True
     if "reduce" in str(node.target):
         kind, is_included = read_arguments(node, "reduce", "include_self")
-        if not is_included:
-            raise Refusal("include_self is False; supported: True")
     data, places, updates = (importer.env[each] for each in (operand, index, source))
     dtype, emit = tensor_dtype(data), importer.block_builder.emit
     if kind == "mean" and not dtype.startswith("float"):
@@ -125,6 +125,9 @@ def convert_scatter(node: Any, importer: Any) -> relax.Expr:
 
     def scatter(into: relax.Expr, what: relax.Expr) -> relax.Expr:
         bb = importer.block_builder
+        if not is_included:
+            neutral = relax.const(np.full(sizes, find_neutral(kind, dtype), dtype), dtype)
+            into = scatter_elements(bb, into, places, sizes, neutral, int(dim), REDUCTIONS["last"])
         return scatter_elements(bb, into, places, sizes, what, int(dim), REDUCTIONS[kind])
 
     value = scatter(data, updates)
@@ -132,6 +135,16 @@ def convert_scatter(node: Any, importer: Any) -> relax.Expr:
         return value
     ones = [emit(relax.op.ones_like(each)) for each in (data, updates)]
     return emit(relax.op.divide(value, scatter(*ones)))
+
+
+def find_neutral(kind: str, dtype: str) -> float:
+    """The number that changes no result of a reduction."""
+    if kind not in ("amax", "amin"):
+        return float(kind == "prod")
+    sign = -1 if kind == "amax" else 1
+    if dtype.startswith("float"):
+        return sign * math.inf
+    return np.iinfo(dtype).max if sign > 0 else np.iinfo(dtype).min
 
 
 def find_sizes(value: relax.Expr, what: str) -> tuple[int, ...]:
