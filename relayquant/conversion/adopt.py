@@ -23,6 +23,7 @@ from relayquant.conversion.expand import (
     AFFINE_RULES,
     clip_bounds,
     lift_clamp,
+    lift_pad,
     push_dequantize,
     relu_bounds,
     repeat_call,
@@ -70,6 +71,7 @@ def adopt_reference(mod: tvm.IRModule, backend: BackendConfig) -> tvm.IRModule:
     which they stand next to the operators that compute. Its function is the same.
     """
     lifts = [lift_clamp("relax.nn.relu", relu_bounds), lift_clamp("relax.clip", clip_bounds)]
+    lifts.append(lift_pad())
     lifted = apply_rules(mod, [*lifts, *(lift_mover(op) for op in MOVERS)])
     pushes = [push_dequantize(rule) for rule in (*backend.affine_rules, *AFFINE_RULES)]
     pushed = apply_rules(lifted, pushes)

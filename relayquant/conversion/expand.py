@@ -178,24 +178,42 @@ def relu_to_clip(call: Call, operand: Quantized) -> Quantized | Skip:
 
 def clip_to_clip(call: Call, operand: Quantized) -> Quantized | Skip:
     """clip(q, low, high) -> clip with both bounds quantized (rounded to the nearest step)."""
-    if operand.qparams.is_per_channel:
+    qparams = operand.qparams
+    if qparams.is_per_channel:
         return Skip("bounds differ between channels")
-    low, high = clip_bounds(call, operand.qparams)
+    low, high = clip_bounds(call, qparams)
+    least, most = (real_value(limit, qparams) for limit in INTEGER_LIMITS[qparams.dtype])
+    if float(call.args[1].value) > most or float(call.args[2].value) < least:
+        return Skip("it clips at a value that its operand's integers do not reach")
     return Quantized(clip_integer(operand.value, low, high), operand.qparams)
 
 
 def pad_with_quantized(call: Call, operand: Quantized) -> Quantized | Skip:
-    """pad(q) with the padding value quantized; 0 becomes the zero point. Other modes copy
-    values.
+    """pad(q) with the padding value quantized; 0 becomes the zero point. Other modes copy values.
+
+    A value between two integers, or beyond them all, declines: `lift_pad` serves where the result
+    is quantized.
     """
     if operand.qparams.is_per_channel:
         return Skip("parameters are per channel, the padding would need a value for each")
     if str(call.attrs.pad_mode) != "constant":
         return Quantized(repeat_call(call, operand.value), operand.qparams)
-    value = quantize_scalar(float(call.attrs.pad_value), operand.qparams)
-    width = [int(i) for i in call.attrs.pad_width]
-    return Quantized(relax.op.nn.pad(operand.value, width, "constant", value), operand.qparams)
+    real = float(call.attrs.pad_value)
+    value = quantize_scalar(real, operand.qparams)
+    step = float(operand.qparams.scale)
+    if not abs(real_value(value, operand.qparams) - real) <= GRID_TOLERANCE * step:
+        return Skip("no integer of its operand stands for the value it pads with")
+    return Quantized(pad_integer(call, operand.value, value), operand.qparams)
 
+
+def pad_integer(call: Call, data: relax.Expr, value: int) -> relax.Expr:
+    """The float pad on integers."""
+    width = [int(i) for i in call.attrs.pad_width]
+    return relax.op.nn.pad(data, width, "constant", value)
+
+
+#: how far from an integer, in steps, a real value is that float32 arithmetic put beside it
+GRID_TOLERANCE = 2.0**-6
 
 #: why a rule cannot be asked: it says nothing of the rule
 NOT_DEQUANTIZED = Skip("the operand is not dequantized by constant parameters")
@@ -239,6 +257,7 @@ def expand_affine(mod: tvm.IRModule, backend: BackendConfig) -> tvm.IRModule:
     rules = [
         lift_clamp("relax.nn.relu", relu_bounds, kept),
         lift_clamp("relax.clip", clip_bounds, kept),
+        lift_pad(kept),
     ]
     planned = {id(row.pattern) for row in backend.patterns}
     rules += [
@@ -340,10 +359,34 @@ def lift_clamp(
     op: str, bounds: Callable[[Call, QParams], tuple[int, int]], kept: Set[str] = frozenset()
 ) -> Rule:
     """quantize(clamp(x)) -> clip(quantize(x)); exact, because quantize is monotonic."""
+
+    def clamp(call: Call, value: relax.Expr, qparams: QParams) -> relax.Expr:
+        return clip_integer(value, *bounds(call, qparams))
+
+    return lift_quantize(op, clamp, "unclipped", kept)
+
+
+def lift_pad(kept: Set[str] = frozenset()) -> Rule:
+    """quantize(pad(x, value)) -> pad(quantize(x), quantize(value)); exact, in any parameters."""
+
+    def pad(call: Call, value: relax.Expr, qparams: QParams) -> relax.Expr:
+        if str(call.attrs.pad_mode) != "constant":
+            return repeat_call(call, value)
+        return pad_integer(call, value, quantize_scalar(float(call.attrs.pad_value), qparams))
+
+    return lift_quantize("relax.nn.pad", pad, "unpadded", kept)
+
+
+def lift_quantize(
+    op: str,
+    repeat: Callable[[Call, relax.Expr, QParams], relax.Expr],
+    suffix: str,
+    kept: Set[str] = frozenset(),
+) -> Rule:
+    """quantize(op(x)) -> repeat(op, quantize(x), parameters); per tensor."""
     data, scale, zero_point = wildcard(), wildcard(), wildcard()
-    clamp = is_op(op)(data, varg_default_wildcard=True)
     pattern = Pattern(
-        is_op("relax.qnn.quantize")(clamp, scale, zero_point),
+        is_op("relax.qnn.quantize")(is_op(op)(data, varg_default_wildcard=True), scale, zero_point),
         {"data": data, "scale": scale, "zero_point": zero_point},
     )
 
@@ -354,7 +397,6 @@ def lift_clamp(
         qparams = read_qparams(quantize, str(quantize.attrs.out_dtype))
         if qparams is None or qparams.is_per_channel:
             return Skip("the parameters are variables, or per channel")
-        clamp_call = match.call(op)
         value = qnn.quantize(
             emitter.get(match.parts["data"]),
             relax.const(qparams.scale, "float32"),
@@ -363,8 +405,8 @@ def lift_clamp(
             out_dtype=qparams.dtype,
             rounding=Rounding(str(quantize.attrs.rounding)),
         )
-        low, high = bounds(clamp_call, qparams)
-        return clip_integer(emitter.emit(value, f"{match.name}.unclipped"), low, high)
+        call = emitter.get(match.call(op))
+        return repeat(call, emitter.emit(value, f"{match.name}.{suffix}"), qparams)
 
     return Rule(f"lift quantize over {op}", pattern, rewrite)
 
@@ -392,6 +434,11 @@ def quantize_scalar(value: float, qparams: QParams) -> int:
             rounding=Rounding.TONEAREST_EVEN,
         )
     )
+
+
+def real_value(value: int, qparams: QParams) -> float:
+    """What an integer stands for, of parameters per tensor."""
+    return (value - int(qparams.zero_point)) * float(qparams.scale)
 
 
 def clip_integer(value: relax.Expr, low: int, high: int) -> relax.Expr:

@@ -46,7 +46,7 @@ from relayquant.qtypes import (
 )
 from relayquant.reference import qnn as numpy_qnn
 from relayquant.rewrite import Emitter, Graph, Match, Skip, rewrite_main
-from relayquant.rewrite.graph import tensor_dtype
+from relayquant.rewrite.graph import constant_value, tensor_dtype
 
 
 def build_reference(prepared: PreparedModel) -> tvm.IRModule:
@@ -155,7 +155,9 @@ class _ReferenceBuilder:
             expr = match.parts[operand.name]
             if isinstance(expr, relax.Tuple):
                 fields = [
-                    self.view(emitter, part, keys.get(f"{operand.name}.{i}"))
+                    self.constant_view(emitter, part, operator.name, f"{operand.name}.{i}")
+                    if constant_value(part) is not None
+                    else self.view(emitter, part, keys.get(f"{operand.name}.{i}"))
                     for i, part in enumerate(expr.fields)
                 ]
                 operands[operand.name] = relax.Tuple(fields)
@@ -256,6 +258,18 @@ class _ReferenceBuilder:
         if key is None or not isinstance(expr, relax.Var):
             return emitter.get(expr)
         return self.views[expr.name, key]
+
+    def constant_view(
+        self, emitter: Emitter, constant: relax.Expr, name: str, operand: str
+    ) -> relax.Expr:
+        """A constant that is moved beside computed operands, dequantized from integers of the
+        result's parameters; as it is where the result has none.
+        """
+        for key in self.plan.value_groups.get(name, ())[:1]:
+            limits = self.plan.group(key).info.spec.limits
+            where = f"{name}.{operand}"
+            return self.round_trip(emitter, constant, self.parameters[key], where, limits)
+        return constant
 
     def dynamic_view(self, emitter: Emitter, expr: relax.Expr, spec: QSpec) -> relax.Expr:
         """dequantize(quantize(value)) by parameters of the run time; the same for all readers."""
