@@ -74,7 +74,10 @@ def describe_failure(
         return f"{fault}. {OTHERWISE}"
     inputs = dict.fromkeys(name for value in late for name in find_inputs(value, find_value))
     if not inputs:
-        return f"{fault}. {OTHERWISE}"
+        sizes = dict.fromkeys(name for value in late for name in find_sizes(value, find_value))
+        fix = f"Fix {', '.join(sizes)} while loading: shapes=, --shape in a shell. Else "
+        otherwise = f"{fix}{OTHERWISE[0].lower()}{OTHERWISE[1:]}" if sizes else OTHERWISE
+        return f"{fault}. {otherwise}"
     fixed = ", ".join(f"{name!r}: value" for name in inputs)
     return (
         f"{fault}. What is the same in every run may be fixed while loading: inputs={{{fixed}}}. "
@@ -98,6 +101,22 @@ def describe(value: relax.Expr | None) -> str:
 
 def find_inputs(value: relax.Expr, find_value: FindValue) -> Iterator[str]:
     """Names of the parameters of main that a value is computed from, each once."""
+    for var, source in find_sources(value, find_value):
+        if source is None:
+            yield var.name
+
+
+def find_sizes(value: relax.Expr, find_value: FindValue) -> Iterator[str]:
+    """Names of the symbolic sizes that a value is computed from."""
+    for _, source in find_sources(value, find_value):
+        if source is not None:
+            yield from (size.name for size in relax.analysis.free_symbolic_vars(source))
+
+
+def find_sources(
+    value: relax.Expr, find_value: FindValue
+) -> Iterator[tuple[relax.Var, relax.Expr | None]]:
+    """(variable, what it is bound to) of all that a value is computed from; None of parameters."""
     waiting, seen = list(free_vars(value)), set()
     while waiting:
         var = waiting.pop()
@@ -105,7 +124,6 @@ def find_inputs(value: relax.Expr, find_value: FindValue) -> Iterator[str]:
             continue
         seen.add(var)
         source = find_value(var)
-        if source is None:
-            yield var.name
-        else:
+        yield var, source
+        if source is not None:
             waiting.extend(free_vars(source))

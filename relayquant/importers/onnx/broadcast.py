@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import tvm_ffi
-from tvm import relax, tirx
+from tvm import relax
 
 from relayquant.importers.onnx.sizes import count_sizes, emit_shape, read_sizes
+from relayquant.importers.onnx.symbolic import larger
 from relayquant.importers.refusal import Refusal
 from relayquant.rewrite.graph import static_size
 
@@ -72,7 +73,7 @@ def merge_sizes(one: Size, other: Size) -> Size:
         raise Refusal(f"its sizes {one} and {other} do not fit; allowed: equal sizes, and 1")
     if any(known):
         return one if known[0] else other
-    return tirx.max(one, other)
+    return larger(one, other)
 
 
 def is_same(one: Size, other: Size) -> bool:

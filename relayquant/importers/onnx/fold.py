@@ -18,7 +18,7 @@ from onnx.reference import ReferenceEvaluator
 from tvm import relax, tirx
 
 from relayquant.importers.refusal import Refusal
-from relayquant.rewrite.graph import constant_value, static_size
+from relayquant.rewrite.graph import constant_value
 
 #: Largest operand and largest result of what is computed here, in elements: sizes, indices and
 #: small tables. Weights stay operators of the module, so that they keep their names until `prepare`
@@ -99,8 +99,6 @@ def fold_node(
     measure = FOLDED.get(node.op_type)
     if measure is None or not node.input or not node.input[0]:
         return None
-    if node.op_type == "Gather" and isinstance(operands[node.input[0]], relax.ShapeExpr):
-        return gather_sizes(operands[node.input[0]], find_array(operands[node.input[1]]))
     arrays = {name: find_array(operands[name]) for name in node.input if name}
     known = [array for array in arrays.values() if array is not None]
     if len(known) < len(arrays) or any(array.size > MAX_FOLDED for array in known):
@@ -131,17 +129,6 @@ def fold_constant(node: onnx.NodeProto, opset: int) -> list[relax.Expr] | None:
         raise Refusal(f"its attribute is {name!r}; supported: value, value_int(s), value_float(s)")
     (array,) = evaluate(node, {}, opset)
     return [relax.const(array, str(array.dtype))]
-
-
-def gather_sizes(shape: relax.ShapeExpr, indices: np.ndarray | None) -> list[relax.Expr] | None:
-    """Some sizes of a tensor as a constant; None if one of them is not known."""
-    sizes = np.array(list(shape.values), object)
-    if indices is None or ((indices < -len(sizes)) | (indices >= len(sizes))).any():
-        return None
-    picked = [static_size(size) for size in sizes[indices].ravel()]
-    if None in picked:
-        return None
-    return [relax.const(np.array(picked, "int64").reshape(indices.shape), "int64")]
 
 
 def evaluate(

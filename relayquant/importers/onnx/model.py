@@ -43,6 +43,7 @@ from relayquant.importers.onnx.inputs import Inputs, fix_inputs
 from relayquant.importers.onnx.operators import FOREIGN, OPERATORS
 from relayquant.importers.onnx.positions import check_positions
 from relayquant.importers.onnx.rewrite import rewrite_integer_nodes
+from relayquant.importers.onnx.symbolic import emit_tensor, find_tensors, fold_sizes, is_sizes
 from relayquant.importers.refusal import Refusal, describe_failure
 from relayquant.storage.files import reading
 
@@ -50,11 +51,6 @@ _FRONTEND = _tvm.load_onnx_frontend()
 
 #: Operators of ONNX that TVM takes for those of another domain.
 EXPANDED = (("", "Attention"),)
-#: Operators to which TVM's frontend gives sizes as they are. It refuses them of all others.
-SIZE_READERS = (
-    *("Reshape", "Resize", "ConstantOfShape", "Gather", "Slice", "Shape", "Expand", "Concat"),
-    *("Equal", "Where", "Cast", "CastLike", "Squeeze", "If"),
-)
 
 
 @check_arguments
@@ -205,8 +201,8 @@ class _Importer(_FRONTEND.ONNXGraphImporter):
         self._construct_all(self._graph.node)
         for info in self._graph.output:
             value = self._nodes.get(info.name)
-            if isinstance(value, relax.Expr) and isinstance(value.ty, relax.ShapeType):
-                self._nodes[info.name] = self.bb.emit(relax.op.shape_to_tensor(value))
+            if value is not None and is_sizes(value):
+                self._nodes[info.name] = emit_tensor(self.bb, value)
 
     def _construct_all(self, nodes: Iterable[onnx.NodeProto]) -> None:
         for node in nodes:
@@ -246,51 +242,45 @@ class _Importer(_FRONTEND.ONNXGraphImporter):
             build = functools.partial(self._build_body, node)
             values = flow(self.bb, inputs, self._parse_attr(node.attribute), build)
         else:
+            schema = find_schema(node, self.opset)
+            if schema is not None and node.op_type != "Constant":
+                check_node(node, self.opset)
+                check_positions(node, schema, [operands.get(name) for name in node.input])
             values = fold_node(node, operands, self.opset)
             if values is None:
-                self._convert_node(node, operands)
+                values = fold_sizes(node, operands, self.opset)
+            if values is None:
+                self._convert_node(node, schema, operands)
                 self._name_outputs(node)
                 return
         for name, value in zip(node.output, values, strict=False):
             self._nodes[name] = value
 
-    def _convert_node(self, node: onnx.NodeProto, operands: Mapping[str, relax.Expr]) -> None:
+    def _convert_node(
+        self,
+        node: onnx.NodeProto,
+        schema: onnx.defs.OpSchema | None,
+        operands: Mapping[str, relax.Expr],
+    ) -> None:
         """The outputs of a node, each with a shape."""
         inputs = [operands.get(name) for name in node.input]
-        schema = find_schema(node, self.opset)
         names = SizeNames()
         inferred: Mapping[str, onnx.TypeProto] = {}
         if schema is not None:
-            check_node(node, self.opset)
-            check_positions(node, schema, inputs)
             inferred = infer_outputs(node, schema, operands, self.opset, names)
         body = find_body(node, inputs, self.opset) if self._wants_body(node) else None
-        if body is None:
+        if body is not None:
+            self._construct_body(node, body)
+        else:
             self._domain = node.domain
-            sizes = self._replace_sizes(node)
+            sizes = {name: operands[name] for name in find_tensors(node, operands)}
+            self._nodes.update({name: emit_tensor(self.bb, sizes[name]) for name in sizes})
             super()._construct_nodes(_GraphView([node], (), (), ()))
             self._nodes.update(sizes)
-        else:
-            self._construct_body(node, body)
         for name in node.output:
             if name:
                 value, known = self._nodes[name], inferred.get(name)
                 self._nodes[name] = settle_shape(self.bb, value, known, names, name)
-
-    def _replace_sizes(self, node: onnx.NodeProto) -> dict[str, relax.Expr]:
-        """Sizes that the node reads become tensors, but for operators that read sizes as they are;
-        gives what they were.
-        """
-        if node.op_type in SIZE_READERS:
-            return {}
-        sizes = {
-            name: self._nodes[name]
-            for name in node.input
-            if name and isinstance(getattr(self._nodes[name], "ty", None), relax.ShapeType)
-        }
-        for name, value in sizes.items():
-            self._nodes[name] = self.bb.emit(relax.op.shape_to_tensor(value))
-        return sizes
 
     def _wants_body(self, node: onnx.NodeProto) -> bool:
         """Whether a node is built from the operators that ONNX defines it by: where TVM has none of

@@ -14,6 +14,7 @@ import numpy as np
 from tvm import relax
 
 from relayquant.importers.onnx.sizes import read_sizes
+from relayquant.importers.onnx.symbolic import divide
 from relayquant.importers.refusal import NotConstant, Refusal
 from relayquant.importers.resize import (
     SIMPLE,
@@ -71,9 +72,14 @@ def convert_resize(
         wanted = read_sizes(sizes) if sizes is not None else None
         if wanted is None:
             raise NotConstant("sizes")
-        found = _axes_of_sizes(
-            shape, axes, wanted, _text(attrs, "keep_aspect_ratio_policy", "stretch")
-        )
+        policy = _text(attrs, "keep_aspect_ratio_policy", "stretch")
+        multiples = _find_multiples(shape, axes, wanted) if policy == "stretch" else None
+        if multiples is None:
+            found = _axes_of_sizes(shape, axes, wanted, policy)
+        else:
+            found = _axes_of_scales(data, shape, axes, multiples, sampling)
+            if isinstance(found, relax.Expr):
+                return found
     else:
         found = _axes_of_scales(data, shape, axes, factors, sampling)
         if isinstance(found, relax.Expr):
@@ -105,6 +111,19 @@ def read_floats(value: Any, what: str) -> np.ndarray:
 def _text(attrs: dict[str, Any], name: str, default: str) -> str:
     value = attrs.get(name, default)
     return value.decode() if isinstance(value, bytes) else value
+
+
+def _find_multiples(shape: list[Any], axes: list[int], wanted: list[Any]) -> np.ndarray | None:
+    """The factors by which sizes grow, where some are symbolic and all grow by integers; None
+    else.
+    """
+    sizes = [shape[at] for at in axes]
+    if all(isinstance(size, int) for size in sizes):
+        return None
+    factors = [divide(*pair) for pair in zip(wanted, sizes, strict=True)]
+    if not all(isinstance(factor, int) for factor in factors):
+        return None
+    return np.array(factors, "float64")
 
 
 def _axes_of_sizes(shape: list[Any], axes: list[int], wanted: list[Any], policy: str) -> list[Axis]:

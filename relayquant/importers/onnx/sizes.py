@@ -17,6 +17,14 @@ from tvm import relax, tirx
 from tvm.ir import GenericConst
 
 from relayquant.importers.indices import count_from_start
+from relayquant.importers.onnx.symbolic import (
+    emit_tensor,
+    find_bounds,
+    is_sizes,
+    larger,
+    simplify,
+    smaller,
+)
 from relayquant.importers.refusal import NotConstant, Refusal
 from relayquant.rewrite.graph import constant_value, tensor_shape
 
@@ -30,6 +38,8 @@ def read_sizes(value: Any) -> list[Any] | None:
     """
     if isinstance(value, relax.ShapeExpr):
         return [int(size) if isinstance(size, tirx.IntImm) else size for size in value.values]
+    if is_sizes(value):
+        return [value]
     array = constant_value(value) if isinstance(value, GenericConst) else None
     return None if array is None else [int(size) for size in array.ravel()]
 
@@ -142,15 +152,24 @@ def slice_at_run_time(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr | None:
     """Slice from, to or by values of the run time -> one R.take for each axis, of the indices
-    begin + step * (0 ... count - 1). Constants are left to TVM.
+    begin + step * (0 ... count - 1). Constants are left to TVM; of symbolic sizes see
+    `slice_by_sizes`.
 
     Raises:
         Refusal: the axes are not constants, or the number of slices is not known.
     """
     data, starts, ends, axes, steps = (*inputs, None, None)[:5]
     operands = [value for value in (starts, ends, steps) if value is not None]
-    if all(read_sizes(value) is not None for value in operands):
-        return None
+    lists = [read_sizes(value) for value in operands]
+    if all(found is not None for found in lists):
+        if all(isinstance(size, int) for found in lists for size in found or ()):
+            return None
+        sliced = slice_by_sizes(data, *map(read_sizes, (starts, ends)), axes, steps)
+        if sliced is not None:
+            return sliced
+        starts, ends, steps = (
+            emit_tensor(bb, value) if is_sizes(value) else value for value in (starts, ends, steps)
+        )
     shape = known_shape(data)
     count = count_sizes(starts)
     taken = list(range(count)) if axes is None else read_sizes(axes)
@@ -190,6 +209,32 @@ def slice_at_run_time(
         indices = bb.emit(relax.op.add(begin, bb.emit(relax.op.multiply(ramp, step))))
         data = bb.emit(relax.op.take(data, indices, axis))
     return data
+
+
+def slice_by_sizes(
+    data: relax.Expr, starts: list[Any], ends: list[Any], axes: Any, steps: Any
+) -> relax.Expr | None:
+    """Slice by expressions of symbolic sizes -> R.strided_slice with bounds that are within the
+    data; None where a step is not a positive constant or a bound may be negative or not.
+    """
+    values = data.ty.shape.values
+    taken = [*range(len(starts))] if axes is None else read_sizes(axes)
+    strides = [1] * len(starts) if steps is None else read_sizes(steps)
+    if taken is None or strides is None or not all(isinstance(n, int) and n > 0 for n in strides):
+        return None
+    begins, stops = [], []
+    for axis, start, end in zip(taken, starts, ends, strict=True):
+        size = simplify(values[axis] + 0)
+        bounds = []
+        for position in (start, end):
+            low, high = find_bounds(position)
+            if low < 0 <= high:
+                return None
+            place = position if low >= 0 else simplify(size + position)
+            bounds.append(smaller(larger(place, 0), size))
+        begins.append(bounds[0])
+        stops.append(larger(*bounds))
+    return relax.op.strided_slice(data, taken, begins, stops, strides, assume_inbound=True)
 
 
 def convert_split(

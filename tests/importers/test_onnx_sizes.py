@@ -1,0 +1,189 @@
+"""What is computed from symbolic sizes, as PyTorch writes `x.size(i)` and as models of others have
+it: compiled code and numpy as ONNX Runtime, for inputs of several sizes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+from test_onnx_lost_shapes import Compiled, make_model
+
+import relayquant as rq
+from relayquant.errors import ModelError
+
+RNG = np.random.default_rng(23)
+INPUT = ("float32", ["N", 3, "M"])
+
+#: Constants by name; only those that a case reads go into its model.
+CONSTANTS = {
+    **{f"i{n}": np.array(n) for n in (-1, 0, 1, 2, 3, 5)},
+    **{f"v{n}": np.array([n]) for n in (-3, -1, 0, 1, 2, 3, 99, 2**62)},
+    "zeros5": np.array([0] * 5),
+    "column": np.array([3, 1]),
+    "ones3": np.array([1, 1, 1]),
+    "double": np.array([1, 1, 2, 2]),
+    "hw": np.array([8, 10]),
+    "half": np.array(-0.5, "float32"),
+    "wide": RNG.standard_normal((1, 3, 1)).astype("float32"),
+    "table": RNG.standard_normal((3, 20)).astype("float32"),
+    "short": RNG.standard_normal((3, 4)).astype("float32"),
+    "flat": RNG.standard_normal((2, 3)).astype("float32"),
+    "nothing": np.zeros(1, "float32"),
+    "index": np.array([[2]]),
+    "bits": np.array([0, 1], "float32"),
+}
+
+ONE, VALUE = (numpy_helper.from_array(np.array([value])) for value in (1, np.float32(2.5)))
+
+
+def node(text: str, **attributes):
+    """A node from "y = Op(a, b)"."""
+    outputs, _, call = text.partition(" = ")
+    op, _, operands = call.rstrip(")").partition("(")
+    inputs = [name.strip() for name in operands.split(",")]
+    return helper.make_node(op, inputs, outputs.split(", "), **attributes)
+
+
+SHAPE = node("s = Shape(x)")
+N = [SHAPE, node("n = Gather(s, i0)"), node("nv = Unsqueeze(n, v0)")]
+M = [SHAPE, node("m = Gather(s, i2)"), node("mv = Unsqueeze(m, v0)")]
+
+
+def concat(*names):
+    return node(f"c = Concat({', '.join(names)})", axis=0)
+
+
+VIEW = node("y = Reshape(x, c)")
+
+CASES = {
+    "x.view(x.size(0), -1)": [*N, concat("nv", "v-1"), VIEW],
+    "x.view(-1, 3 * m)": [*M, node("t = Mul(m, i3)"), node("tv = Unsqueeze(t, v0)"),
+                          concat("v-1", "tv"), VIEW],
+    "x.view(n, 3, m / 2, 2)": [*N, *M[1:], node("h = Div(m, i2)"), node("hv = Unsqueeze(h, v0)"),
+                               concat("nv", "v3", "hv", "v2"), VIEW],
+    "x.size(-1)": [SHAPE, node("y = Gather(s, i-1)")],
+    "x.shape[1:]": [node("y = Shape(x)", start=1)],
+    "x.shape[:-1]": [node("y = Shape(x)", end=-1)],
+    "m + 2": [*M, node("y = Add(m, i2)")],
+    "2 - m": [*M, node("y = Sub(i2, m)")],
+    "(2 - m) / 3": [*M, node("d = Sub(i2, m)"), node("y = Div(d, i3)")],
+    "(2 - m) % 3": [*M, node("d = Sub(i2, m)"), node("y = Mod(d, i3)")],
+    "arange(m)": [*M, node("y = Range(i0, m, i1)")],
+    "x + arange(m)": [*M, node("r = Range(i0, m, i1)"), node("f = Cast(r)", to=TensorProto.FLOAT),
+                      node("y = Add(x, f)")],
+    "full like": [SHAPE, node("c = ConstantOfShape(s)", value=VALUE), node("y = Add(x, c)")],
+    "full (n, 3)": [*N, concat("nv", "v3"), node("y = ConstantOfShape(c)", value=VALUE)],
+    "expand(n, 3, 3)": [*N, concat("nv", "v3", "v3"), node("y = Expand(wide, c)")],
+    "expand(n, -1, m)": [SHAPE, node("o = ConstantOfShape(v3)", value=ONE),
+                         node("w = Mul(o, i-1)"), node("e = Equal(s, w)"),
+                         node("c = Where(e, o, s)"), node("y = Expand(wide, c)")],
+    "tile(n, 2)": [*N, concat("nv", "v2"), node("y = Tile(flat, c)")],
+    "x[..., : m / 2]": [*M, node("h = Div(m, i2)"), node("hv = Unsqueeze(h, v0)"),
+                        node("y = Slice(x, v0, hv, v2)")],
+    "x[..., m / 2 :]": [*M, node("h = Div(m, i2)"), node("hv = Unsqueeze(h, v0)"),
+                        node("y = Slice(x, hv, v99, v2)")],
+    "x[..., : m : 2]": [*M, node("y = Slice(x, v0, mv, v2, v2)")],
+    "x[..., m :: -1]": [*M, node("y = Slice(x, mv, v-3, v2, v-1)")],
+    "x + table[:, : m]": [*M, node("p = Slice(table, v0, mv, v1)"), node("y = Add(x, p)")],
+    "short[:, : m]": [*M, node("y = Slice(short, v0, mv, v1)")],
+    "short[:, -m :]": [*M, node("k = Neg(mv)"), node("y = Slice(short, k, v99, v1)")],
+    "short[:, m - 3 :]": [*M, node("k = Sub(mv, v3)"), node("y = Slice(short, k, v99, v1)")],
+    "x.shape[:2]": [SHAPE, node("a = Slice(s, v0, v2)"), concat("a", "v-1"), VIEW],
+    "x.shape[-3:-1]": [SHAPE, node("a = Slice(s, v-3, v-1)"), concat("a", "v-1"), VIEW],
+    "x / sqrt(m)": [*M, node("f = Cast(m)", to=TensorProto.FLOAT), node("q = Sqrt(f)"),
+                    node("y = Div(x, q)")],
+    "x * m ** -0.5": [*M, node("f = Cast(m)", to=TensorProto.FLOAT), node("q = Pow(f, half)"),
+                      node("y = Mul(x, q)")],
+    "int32": [SHAPE, node("t = Cast(s)", to=TensorProto.INT32), node("n = Gather(t, i0)"),
+              node("w = Cast(n)", to=TensorProto.INT64), node("nv = Unsqueeze(w, v0)"),
+              concat("nv", "v-1"), VIEW],
+    "size": [node("n = Size(x)"), node("nv = Unsqueeze(n, v0)"), node("y = Reshape(x, nv)")],
+    "product": [SHAPE, node("c = ReduceProd(s)"), VIEW],
+    "product (0-d)": [SHAPE, node("y = ReduceProd(s)", keepdims=0)],
+    "squeeze": [node("s = Shape(x)", end=1), node("n = Squeeze(s, v0)"),
+                node("nv = Unsqueeze(n, v0)"), concat("nv", "v-1"), VIEW],
+    "split": [SHAPE, node("a, b, d = Split(s, ones3)"), concat("d", "b", "a"), VIEW],
+    "m - m % 3": [*M, node("r = Mod(m, i3)"), node("d = Sub(m, r)"), node("dv = Unsqueeze(d, v0)"),
+                  node("y = Slice(x, v0, dv, v2)")],
+    "max": [*M, node("d = Max(m, i2, i3)"), node("dv = Unsqueeze(d, v0)"),
+            node("y = Slice(x, v0, dv, v2)")],
+    "min": [*M, node("d = Min(m, i2)"), node("dv = Unsqueeze(d, v0)"),
+            node("y = Slice(x, v0, dv, v2)")],
+    "pad to a multiple": [*M, node("k = Neg(m)"), node("r = Mod(k, i5)"),
+                          node("rv = Unsqueeze(r, v0)"), concat("zeros5", "rv"),
+                          node("y = Pad(x, c)")],
+    "x[n - 1]": [*N, node("d = Sub(n, i1)"), node("y = Gather(x, d)")],
+    "where m > 5": [*M, node("g = Greater(m, i5)"), node("y = Where(g, x, nothing)")],
+    "where m >= 0": [*M, node("g = GreaterOrEqual(m, i0)"), node("y = Where(g, x, nothing)")],
+    "where m < 0": [*M, node("g = Less(m, i0)"), node("y = Where(g, x, nothing)")],
+    "where m <= -1": [*M, node("g = LessOrEqual(m, i-1)"), node("y = Where(g, x, nothing)")],
+    "replaced": [SHAPE, node("c = ScatterND(s, index, v-1)"), VIEW],
+    "causal": [*M, node("r = Range(i0, m, i1)"), node("a = Unsqueeze(r, v0)"),
+               node("b = Unsqueeze(r, v1)"), node("y = LessOrEqual(a, b)")],
+    "chunks": [*M, node("h = Div(m, i2)"), node("hv = Unsqueeze(h, v0)"),
+               node("r = Sub(mv, hv)"), concat("hv", "r"), node("y, z = Split(x, c)", axis=2)],
+    "trilu": [*N, node("y = Trilu(x, n)")],
+    "shape of a shape": [SHAPE, node("y = Shape(s)")],
+    "same": [SHAPE, node("c = Identity(s)"), VIEW],
+    "matrix": [SHAPE, node("a = Reshape(s, column)"), node("b = Transpose(a)"),
+               node("y = Reshape(b, v-1)")],
+    "bounded": [*M, node("d = Clip(m, i0, i2)"), node("dv = Unsqueeze(d, v0)"),
+                node("y = Slice(x, v0, dv, v2)")],
+}  # fmt: skip
+
+IMAGES = {
+    "resize to (8, 10)": [SHAPE, node("a = Slice(s, v0, v2)"), concat("a", "hw"),
+                          node("y = Resize(x, , , c)")],
+    "twice as large": [SHAPE, node("c = Mul(s, double)"), node("y = Resize(x, , , c)")],
+}  # fmt: skip
+
+
+def make_case(nodes, inputs):
+    used = {name for each in nodes for name in each.input}
+    weights = {name: array for name, array in CONSTANTS.items() if name in used}
+    return make_model(nodes, inputs, 17, weights)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_sizes__as_onnx_runtime(name):
+    compiled = Compiled(make_case(CASES[name], {"x": INPUT}))
+    for n, m in ((2, 8), (3, 6)):
+        compiled.check({"x": RNG.standard_normal((n, 3, m)).astype("float32")})
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_sizes__of_images(name):
+    sizes = [4, 5] if name.startswith("resize") else ["H", "W"]
+    compiled = Compiled(make_case(IMAGES[name], {"x": ("float32", ["N", 3, *sizes])}))
+    for n in (1, 2):
+        compiled.check({"x": RNG.standard_normal((n, 3, 4, 5)).astype("float32")})
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        [*M, node("y = OneHot(column, m, bits)")],
+        [*M, node("y, z = TopK(x, mv)")],
+        [*M, node("c = CumSum(x, m)")],
+    ],
+    ids=lambda nodes: nodes[-1].op_type,
+)
+def test_sizes__that_have_to_be_known(nodes):
+    with pytest.raises(ModelError, match="Fix M while loading: shapes="):
+        rq.load(make_case(nodes, {"x": INPUT}))
+
+
+def test_sizes__division_by_zero():
+    nodes = [*M, node("y = Div(m, i0)")]
+    with pytest.raises(ModelError, match=r"operator Div.*divides a size by 0"):
+        rq.load(make_case(nodes, {"x": INPUT}))
+
+
+def test_sizes__stay_expressions_of_the_model():
+    """The result has the sizes of the input, not new ones that only the run time knows."""
+    nodes = [*N, *M[1:], concat("mv", "nv", "v3"), VIEW]
+    mod, _ = rq.load(make_case(nodes, {"x": INPUT}))
+    sizes = mod["main"].ret_ty.shape.values
+    assert [str(size) for size in sizes[:2]] == ["M", "N"]
+    assert int(sizes[2]) == 3
