@@ -116,7 +116,7 @@ class GuardResult(PlainFields):
     """What the guard saw when it ran the integer model beside the float model.
 
     Attributes:
-        samples: Calibration samples that both ran on.
+        samples: Samples that both ran on.
         sqnr: Of the worst output, dB, within -999 and 999.
         disagreement: Share of samples with clearly another answer, at the worst output.
         is_parted: Whether the outputs parted when all of the plan was quantized.
@@ -126,6 +126,15 @@ class GuardResult(PlainFields):
         worst: SQNR of the worst sample alone, dB, within -999 and 999; None in ledgers of older
             versions.
         is_doubtful: Whether the outputs, that did not part, are far enough apart for a warning.
+        least: What `sqnr` is not likely to fall below in data of this kind; None in ledgers of
+            older versions.
+        by_output: SQNR of each output, dB, within -999 and 999.
+        total: Samples that there were to choose from; None in ledgers of older versions.
+        numbers: Those that both ran on, by their place in the data.
+        worst_number: The worst sample among them; None where outputs do not count samples.
+        tuned: How many of them ranges were chosen by or weights fitted to: a model follows better
+            on these than on others.
+        is_held_out: Whether they are samples that calibration did not read: `validation=`.
     """
 
     samples: int
@@ -138,18 +147,39 @@ class GuardResult(PlainFields):
     disagreement_before: float | None = None
     worst: float | None = None
     is_doubtful: bool = False
+    least: float | None = None
+    by_output: tuple[float, ...] = ()
+    total: int | None = None
+    numbers: tuple[int, ...] = ()
+    worst_number: int | None = None
+    tuned: int = 0
+    is_held_out: bool = False
 
     def __str__(self) -> str:
         """One line."""
-        worst = "" if self.worst is None else f" (the worst sample {self.worst:.1f} dB)"
-        seen = (
-            f"guard: outputs on {format_count(self.samples, 'sample')}: {self.sqnr:.1f} dB "
-            f"SQNR{worst}, "
-            f"{self.disagreement:.0%} of the answers clearly others"
-        )
+        seen = f"guard: outputs on {self.describe_samples()}: {self.describe()}"
         if self.reverted:
             return f"{seen}; for that, back in float: {', '.join(self.reverted)}"
         return f"{seen}; it starts at {self.operator}" if self.operator else seen
+
+    def describe_samples(self) -> str:
+        """What was looked at: "32 of 64 calibration samples"."""
+        kind = "validation" if self.is_held_out else "calibration"
+        text = format_count(self.samples, f"{kind} sample")
+        if self.total is not None and self.total > self.samples:
+            text = f"{self.samples} of {format_count(self.total, f'{kind} sample')}"
+        return f"{text} ({self.tuned} of them tuned weights or ranges)" if self.tuned else text
+
+    def describe(self) -> str:
+        """What was measured, as a part of a sentence."""
+        notes = []
+        if self.least is not None and self.least < self.sqnr:
+            notes.append(f"in data of this kind at least {self.least:.1f} dB")
+        if self.worst is not None:
+            number = "" if self.worst_number is None else f", number {self.worst_number},"
+            notes.append(f"the worst sample{number} {self.worst:.1f} dB")
+        measured = f"{self.sqnr:.1f} dB SQNR" + (f" ({'; '.join(notes)})" if notes else "")
+        return f"{measured}, {self.disagreement:.0%} of the answers clearly others"
 
 
 @dataclass(frozen=True)

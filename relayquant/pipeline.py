@@ -189,6 +189,7 @@ def calibrate_model(
             constants=found.constants,
             statistics=found.statistics,
             observers=found.observers,
+            tuned=found.tuned,
         )
 
     calibrated = events.run_stage("calibrate", pick, {})

@@ -140,6 +140,20 @@ class GroupStatistics:
     state: Any
 
 
+@dataclass(frozen=True)
+class TunedBatches:
+    """Batches that calibration did more with than to watch ranges: the model follows better on
+    them than on others.
+
+    Attributes:
+        judged: Their places in the data, of those that ranges were chosen by.
+        fitted: Of those that weights and biases were fitted to.
+    """
+
+    judged: tuple[int, ...] = ()
+    fitted: tuple[int, ...] = ()
+
+
 @dataclass(frozen=True, eq=False)
 class PreparedModel:
     """What `prepare` gives, and `calibrate` once more with parameters.
@@ -162,6 +176,7 @@ class PreparedModel:
         choices: What calibration worked with, in words, for the ledger.
         observers: By group key, the name of what picked its parameters, of all activations that
             were calibrated.
+        tuned: The batches that more than ranges came from. Not saved with the model.
     """
 
     mod: tvm.IRModule
@@ -177,6 +192,7 @@ class PreparedModel:
     statistics: Mapping[str, GroupStatistics] = field(default_factory=dict)
     choices: Mapping[str, str] = field(default_factory=dict)
     observers: Mapping[str, str] = field(default_factory=dict)
+    tuned: TunedBatches = field(default_factory=TunedBatches)
 
     def __repr__(self) -> str:
         """A line: the ledger of what becomes of it names every operator."""

@@ -61,8 +61,8 @@ def quantize(
         strict: Raise one error that lists every operator whose QConfig cannot be served, instead of
             keeping them in float.
         checkpoint, executor: See `calibrate`.
-        guard: What happens when the integer model does not follow the float model on some of the
-            calibration samples. None: operators that cause it are put back to float, with a
+        guard: What happens when the integer model does not follow the float model on samples of
+            the data. None: operators that cause it are put back to float, with a
             warning; with effort "fast", and where it follows but loosely, there is only the
             warning. See `Guard`, `GuardSettings`.
         metric: `(float outputs, quantized outputs) -> float`, higher is better; lists with one
@@ -76,7 +76,8 @@ def quantize(
         budget: Seconds after which no further trial of the search begins; what it has found by
             then is still built and measured, with a warning if the bound is not met. None: no
             bound.
-        validation: Samples that the metric is measured on; `dataset` if None.
+        validation: Samples that the metric is measured on, or, without a metric, that the guard
+            looks at; `dataset` if None. What calibration did not read tells more of other data.
         search_state: A JSON file that is written, whole, after every measurement: what was
             measured, and the best mapping so far. A search that finds it there goes on from it, if
             model, settings and data are the same, and the metric of the float model is.
@@ -107,6 +108,9 @@ def quantize(
     def watch(prepared: PreparedModel, dataset: Any) -> Any:
         if dataset is None or guarding.find_action(prepared.effort) is Guard.OFF:
             return dataset
+        if settings.validation is not None:
+            next(iter(open_dataset(settings.validation, describe_inputs(prepared.mod))))
+            return dataset  # what is wrong with the other shows before anything takes time
         samples.append(start_sample(prepared, guarding))
         return samples[0].watch(open_dataset(dataset, describe_inputs(prepared.mod)))
 

@@ -19,6 +19,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar, get_type_hints, overload
 
 import tvm
 
+from relayquant.analysis.confidence import bound_share
 from relayquant.analysis.outputs import OutputGap
 from relayquant.analysis.sensitivity import Metric, check_metric
 from relayquant.arguments import check_arguments, check_fields
@@ -55,37 +56,45 @@ class GuardSettings:
     Outputs part when the SQNR of one of them is below `min_sqnr`, or when more than `disagreement`
     of the samples get clearly another answer (`relayquant.analysis.outputs.count_differing`). What
     8 bits can give is 25 to 45 dB at the outputs of networks that quantize well; the worst one that
-    still keeps most answers (MobileNet, ranges from the extremes, 97 % equal) has 15 dB. At 10 dB
-    the error holds a tenth of the output's energy, and answers differ. Both bounds are far from
+    still keeps most answers (MobileNet, ranges from the extremes, 97 % equal) has 15 dB. At 15 dB
+    the error holds a thirtieth of the output's energy, at 10 dB a tenth. Both bounds are far from
     what is normal: the guard is for models that broke, not for the last points of accuracy; for
     those there is `quantize(..., metric=)`.
 
-    In between there is a warning: more than `doubtful_disagreement` other answers, or, of an output
-    that holds no answers (boxes, a mask, a signal), less than `doubtful_sqnr`, or less than
-    `min_sqnr` on one sample.
+    The guard looks at a few samples, spread over the data, and then at twice as many, until it is
+    settled whether outputs part: what they are not likely to fall below
+    (`relayquant.analysis.outputs.OutputGap.least`) is above `min_sqnr`, or what they are not likely
+    to exceed is below. Models that are cheap to run are looked at on so many samples, too, that
+    damage to more than `doubtful_disagreement` of all samples is seen at a confidence of 95 %.
+
+    Where outputs do not part, there is a warning of more than `doubtful_disagreement` other
+    answers, or, of an output that holds no answers (boxes, a mask, a signal), of one that may be
+    below `doubtful_sqnr` by what the samples tell, or is below `sample_sqnr` on one sample.
 
     Attributes:
         action: See `Guard`; None: WARN with effort "fast", else REVERT.
-        samples: Samples that are compared, at most, spread over the data.
-        work: Multiply-adds of the float model for all samples together; fewer samples are compared
-            when they cost more, at least 2.
+        samples: Samples that are compared, at most.
+        work: Multiply-adds of the float model for all samples together that are spent in any case;
+            at least 4 samples are compared. Up to 4 times as many are spent where it is not
+            settled whether outputs part.
         min_sqnr: dB at an output, below which it parts.
         disagreement: Share of samples with another answer, above which an output parts.
         target_sqnr: dB that operators are put back to float for, once outputs parted.
-        doubtful_sqnr, doubtful_disagreement: See above.
+        doubtful_sqnr, doubtful_disagreement, sample_sqnr: See above.
         search_work: Multiply-adds of the float model that finding these operators may take, about;
             it looks at fewer samples for that, the worst ones, one at least.
     """
 
     action: Guard | None = None
-    samples: int = 8
+    samples: int = 128
     work: float = 1.5e9
-    min_sqnr: float = 10.0
+    min_sqnr: float = 15.0
     disagreement: float = 0.5
     target_sqnr: float = 20.0
     doubtful_sqnr: float = 15.0
     doubtful_disagreement: float = 0.1
     search_work: float = 2e10
+    sample_sqnr: float = 10.0
 
     def __post_init__(self) -> None:
         if self.action is not None and not isinstance(self.action, Guard):
@@ -124,9 +133,24 @@ class GuardSettings:
         return any(
             gap.disagreement > self.doubtful_disagreement
             if gap.samples
-            else gap.sqnr < self.doubtful_sqnr or gap.worst < self.min_sqnr
+            else gap.least < self.doubtful_sqnr or gap.worst < self.sample_sqnr
             for gap in gaps
         )
+
+    def is_settled(self, gaps: Sequence[OutputGap]) -> bool:
+        """Whether further samples are not likely to change whether outputs part."""
+        answers = [bound_share(gap.differing, gap.samples) for gap in gaps if gap.samples]
+        if any(gap.most < self.min_sqnr for gap in gaps):
+            return True
+        if any(least > self.disagreement for least, _ in answers):
+            return True
+        if any(gap.least < self.min_sqnr for gap in gaps):
+            return False
+        return all(most <= self.disagreement for _, most in answers)
+
+    def is_covered(self, samples: int) -> bool:
+        """Whether damage to many samples would show in so many, if it is in none of them."""
+        return bound_share(0, samples)[1] <= self.doubtful_disagreement
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,7 +250,7 @@ class QuantizeSettings(PrepareSettings):
         given = {
             "max_drop": self.max_drop != MAX_DROP,
             "budget": self.budget is not None,
-            "validation": self.validation is not None,
+            "validation": self.validation is not None and self.guarding.action is Guard.OFF,
             "search_state": self.search_state is not None,
         }
         if self.metric is None and any(given.values()):

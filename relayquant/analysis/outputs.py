@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import tvm
 
+from relayquant.analysis.confidence import find_margins
 from relayquant.analysis.sums import ErrorSums
 from relayquant.datasets import count_samples
 from relayquant.eager import EagerModule
@@ -34,12 +35,15 @@ class OutputGap:
         samples: Samples in all; 0 where an output is no answer in this sense.
         each: Signal to noise ratio of every sample alone, dB, in order; of a batch where axis 0 of
             the output does not count samples. Of integers, those that differ are noise.
+        margins: dB that `sqnr` may be too high and too low by, of all data of this kind; 0 where
+            the samples do not tell (`relayquant.analysis.confidence.find_margins`).
     """
 
     sqnr: float
     differing: int = 0
     samples: int = 0
     each: tuple[float, ...] = ()
+    margins: tuple[float, float] = (0.0, 0.0)
 
     @property
     def disagreement(self) -> float:
@@ -50,6 +54,16 @@ class OutputGap:
     def worst(self) -> float:
         """dB of the worst sample."""
         return min(self.each, default=self.sqnr)
+
+    @property
+    def least(self) -> float:
+        """dB that the output is not likely to fall below in data of this kind."""
+        return self.sqnr - self.margins[0]
+
+    @property
+    def most(self) -> float:
+        """dB that the output is not likely to exceed in data of this kind."""
+        return self.sqnr + self.margins[1]
 
 
 def measure_gaps(
@@ -65,15 +79,32 @@ def measure_gaps(
             parameters in its ledger.
         batches: Inputs of the float module by name.
     """
-    interface = Interface.of(quantized)
-    first, second = EagerModule(float_mod), EagerModule(quantized)
-    sums = GapSums()
+    meter = GapMeter(float_mod, quantized)
     for batch in batches:
-        expected = first.run("main", order_inputs(float_mod, batch))
-        inputs = order_inputs(quantized, interface.to_inputs(batch))
-        got = interface.to_real(second.run("main", inputs))
-        sums.update(expected, got, count_samples(batch))
-    return sums.gaps
+        meter.measure(batch)
+    return meter.gaps
+
+
+class GapMeter:
+    """Runs a float module and its quantized one on batch after batch; see `measure_gaps`."""
+
+    def __init__(self, float_mod: tvm.IRModule, quantized: tvm.IRModule) -> None:
+        self.float_mod, self.quantized = float_mod, quantized
+        self.interface = Interface.of(quantized)
+        self.first, self.second = EagerModule(float_mod), EagerModule(quantized)
+        self.sums = GapSums()
+
+    def measure(self, batch: Mapping[str, np.ndarray]) -> None:
+        """With one more batch."""
+        expected = self.first.run("main", order_inputs(self.float_mod, batch))
+        inputs = order_inputs(self.quantized, self.interface.to_inputs(batch))
+        got = self.interface.to_real(self.second.run("main", inputs))
+        self.sums.update(expected, got, count_samples(batch))
+
+    @property
+    def gaps(self) -> list[OutputGap]:
+        """The gap of every output so far, in order."""
+        return self.sums.gaps
 
 
 class GapSums:
@@ -106,7 +137,10 @@ class GapSums:
         """The gap of every output, in order."""
         return [
             OutputGap(
-                s.sqnr if np.isfinite(s.noise) else float("-inf"), *count, rate_samples(energy)
+                s.sqnr if np.isfinite(s.noise) else float("-inf"),
+                *count,
+                rate_samples(energy),
+                find_margins(*np.concatenate(energy, axis=1)) if s.count else (0.0, 0.0),
             )
             for s, count, energy in zip(self.sums, self.counts, self.energies, strict=True)
         ]

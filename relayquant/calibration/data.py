@@ -23,7 +23,7 @@ from relayquant.calibration.choose_ranges import JUDGED_SAMPLES, JudgedBatch, Ou
 from relayquant.calibration.parameters import StoredSamples
 from relayquant.calibration.phases import choose_batches
 from relayquant.calibration.store import Shard, cut_shards
-from relayquant.datasets import Dataset, InputInfo, count_samples
+from relayquant.datasets import Dataset, InputInfo
 from relayquant.events import CallbackList, ProgressEvent
 from relayquant.plan import GroupPlan
 
@@ -162,18 +162,34 @@ class StoredData:
                 if i in wanted:
                     yield array
 
-    def read_judged(self, judge: OutputJudge) -> list[JudgedBatch]:
-        """Batches of the inputs with `JUDGED_SAMPLES` samples, evenly spread over the data; of
-        large batches the first samples, where they can be cut.
+    def choose_judged(self, judge: OutputJudge) -> tuple[int, ...]:
+        """Numbers of the batches with `JUDGED_SAMPLES` samples, evenly spread over the data; none
+        where the judge reads no input.
         """
-        count, names = self.count, [n for n in judge.inputs if n in self.record.starts]
-        wanted, can_cut = JUDGED_SAMPLES, self.can_cut and not judge.segment.symbols
-        if names and not can_cut:
-            wanted = math.ceil(wanted / max(count_samples(next(self.read_batches(names, (0,)))), 1))
+        names = self.find_judged(judge)
         if not names:
-            return []
-        numbers = choose_batches(count, wanted)
-        most = math.ceil(JUDGED_SAMPLES / len(numbers))
+            return ()
+        wanted = JUDGED_SAMPLES
+        if not self.can_cut_for(judge):
+            # By its shape: where a calibration goes on, values may have been dropped.
+            (shape,) = (info.shape for info in self.inputs if info.name == names[0])
+            symbols = self.record.symbols[0] if self.record.symbols else {}
+            sizes = [symbols[dim] if isinstance(dim, str) else dim for dim in shape[:1]]
+            wanted = math.ceil(wanted / max(*sizes, 1)) if sizes else wanted
+        return choose_batches(self.count, wanted)
+
+    def find_judged(self, judge: OutputJudge) -> list[str]:
+        """The inputs that the judge reads and that are stored."""
+        return [name for name in judge.inputs if name in self.record.starts]
+
+    def can_cut_for(self, judge: OutputJudge) -> bool:
+        """Whether the judge takes some of the samples of a batch."""
+        return self.can_cut and not judge.segment.symbols
+
+    def read_judged(self, judge: OutputJudge) -> list[JudgedBatch]:
+        """The batches of `choose_judged`; of large ones the first samples, if they can be cut."""
+        numbers, can_cut = self.choose_judged(judge), self.can_cut_for(judge)
+        names, most = self.find_judged(judge), math.ceil(JUDGED_SAMPLES / max(len(numbers), 1))
         found = []
         for number, batch in zip(numbers, self.read_batches(names, numbers), strict=True):
             symbols = self.record.symbols[number] if self.record.symbols else {}

@@ -10,7 +10,7 @@ import numpy as np
 
 from relayquant.calibration.shard import GroupObservation
 from relayquant.calibration.store import BEGIN_ANEW
-from relayquant.prepared import GroupStatistics
+from relayquant.prepared import GroupStatistics, TunedBatches
 from relayquant.qtypes import QParams
 from relayquant.storage.archive import Archive, read_archive, write_archive
 from relayquant.storage.files import reading
@@ -20,14 +20,15 @@ FORMAT = "relayquant.choices.1"
 
 @dataclass(frozen=True, eq=False)
 class CalibrationResult:
-    """What calibration found: see `PreparedModel.parameters`, `.constants`, `.statistics` and
-    `.observers`.
+    """What calibration found: see `PreparedModel.parameters`, `.constants`, `.statistics`,
+    `.observers` and `.tuned`.
     """
 
     parameters: dict[str, QParams]
     constants: dict[str, np.ndarray]
     statistics: dict[str, GroupStatistics] = field(default_factory=dict)
     observers: dict[str, str] = field(default_factory=dict)
+    tuned: TunedBatches = field(default_factory=TunedBatches)
 
     def save(self, path: Path) -> None:
         """Write to a file that `load` reads, whole or not at all."""

@@ -60,7 +60,7 @@ from relayquant.datasets.inputs import describe_inputs
 from relayquant.errors import DataError
 from relayquant.events import CallbackList, ParametersEvent, ProgressEvent
 from relayquant.ops.base import group_weight
-from relayquant.prepared import FitPoint, GroupStatistics, PreparedModel
+from relayquant.prepared import FitPoint, GroupStatistics, PreparedModel, TunedBatches
 from relayquant.qtypes import QParams
 from relayquant.runtime import LoadModule, count_threads, limit_blas
 
@@ -160,7 +160,13 @@ def pick_parameters(
         run.load(data)
         for phase, chosen in zip(phases, run.chosen, strict=True):
             run.phase(phase, chosen)
-    return CalibrationResult(parameters, run.constants, run.statistics, run.observers)
+    return CalibrationResult(
+        parameters,
+        run.constants,
+        run.statistics,
+        run.observers,
+        tuned=TunedBatches(run.judged, run.chosen[-1] if run.fits else ()),
+    )
 
 
 class _Run:
@@ -193,6 +199,8 @@ class _Run:
         self.data = StoredData(shards.workspace)
         #: numbers of the batches that each phase runs on
         self.chosen: list[tuple[int, ...]] = []
+        #: numbers of the batches that ranges are chosen by
+        self.judged: tuple[int, ...] = ()
         self.steps = 0  # that are done
         self.done = 0  # batches, of all steps together
         #: arrays for all variables of the graph, and for what depends on them alone
@@ -210,6 +218,7 @@ class _Run:
         used.update(self.judge.inputs if self.judge is not None else ())
         self.data.load(data, used, self.callbacks)
         self.chosen = [self.choose_batches(phase) for phase in self.phases]
+        self.judged = () if self.judge is None else self.data.choose_judged(self.judge)
 
     def choose_batches(self, phase: Phase) -> tuple[int, ...]:
         """Numbers of the batches that a phase runs on."""

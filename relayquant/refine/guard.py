@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ import tvm
 
 from relayquant import reference
 from relayquant.analysis.lint import lint_samples
-from relayquant.analysis.outputs import Interface, OutputGap, measure_gaps
+from relayquant.analysis.outputs import GapMeter, Interface, OutputGap, measure_gaps
 from relayquant.analysis.sensitivity import Simulation, find_rounding_operators
 from relayquant.analysis.sums import ErrorSums
 from relayquant.datasets import (
@@ -34,7 +34,7 @@ from relayquant.dialect.cost import count_macs
 from relayquant.errors import AccuracyWarning, ConfigError, DataWarning, format_count, warn_user
 from relayquant.ledger import GuardResult, Ledger, read_ledger, write_ledger
 from relayquant.pipeline import lower_prepared
-from relayquant.prepared import PreparedModel
+from relayquant.prepared import PreparedModel, TunedBatches
 from relayquant.refine.revert import keep_parameters
 from relayquant.refine.search import rank_operators, search_simulated
 from relayquant.rewrite import Graph
@@ -42,6 +42,14 @@ from relayquant.settings import Guard, GuardSettings, QuantizeSettings
 
 #: operators, of those that went back on suspicion, that are tried on integers again
 TAKEN_BACK = 8
+#: samples of the first look, at least and at most
+LEAST, FIRST = 4, 8
+#: how many times the work may be spent where it is not settled whether outputs part
+UNSETTLED = 4
+#: what calling an operator takes, as multiply-adds
+CALL_WORK = 2e5
+#: elements of the inputs that are kept for looks, about
+KEPT_ELEMENTS = 1 << 24
 
 Batches = Sequence[Mapping[str, np.ndarray]]
 
@@ -70,15 +78,19 @@ def guard_module(
     action = guarding.find_action(prepared.effort)
     if action is Guard.OFF:
         return qmod
-    batches = take_batches(prepared, dataset, guarding) if sample is None else sample.batches()
-    for finding in lint_samples(prepared.mod, batches):
+    is_held_out = settings.validation is not None
+    if sample is None:
+        data = settings.validation if is_held_out else dataset
+        sample = take_sample(prepared, data, guarding)
+    tuned = TunedBatches() if is_held_out else prepared.tuned
+    look = look_at_samples(prepared, qmod, sample, guarding, tuned)
+    for finding in lint_samples(prepared.mod, look.first):
         warn_user(f"Calibration data: {finding}", DataWarning)
-    gaps = measure_gaps(prepared.mod, qmod, batches)
-    samples = sum(map(count_samples, batches))
-    seen = summarize(gaps, samples)
+    batches, gaps = look.batches, look.gaps
+    seen = replace(look.summarize(gaps), is_held_out=is_held_out)
     what = (
         "The integer model does not follow the float model on "
-        f"{format_count(samples, 'calibration sample')}: {describe(seen)}."
+        f"{seen.describe_samples()}: {seen.describe()}."
     )
     advice = (
         "relayquant.compare shows every value and relayquant.lint whether the data is right; "
@@ -107,7 +119,7 @@ def guard_module(
         )
         guard = replace(seen, is_parted=True, operator=culprit)
         return write_ledger(qmod, replace(read_ledger(qmod), guard=guard))
-    changed, names, gaps, is_arithmetic = revert_operators(
+    changed, names, _, is_arithmetic = revert_operators(
         prepared, qmod, dataset, batches, gaps, settings
     )
     if is_arithmetic:
@@ -116,8 +128,11 @@ def guard_module(
             "are the cause but integers, such as sums that do not fit int32: see "
             "relayquant.accumulator_report. guard=Guard.OFF silences this."
         )
+    # What was mended on some samples is mended less on others.
+    wide = look_at_samples(prepared, changed, sample, guarding, tuned, 2 * len(look.numbers))
     guard = replace(
-        summarize(gaps, samples),
+        wide.summarize(wide.gaps),
+        is_held_out=is_held_out,
         is_parted=True,
         operator=culprit,
         reverted=names,
@@ -126,7 +141,7 @@ def guard_module(
     )
     warn_user(
         f"{what} Back in float, {format_count(len(names), 'operator')}: {', '.join(names)}. Now: "
-        f"{describe(guard)}. {advice}",
+        f"on {guard.describe_samples()} {guard.describe()}. {advice}",
         AccuracyWarning,
     )
     speed = read_ledger(qmod).speed
@@ -138,10 +153,120 @@ def guard_module(
 # --- What is compared -------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, eq=False)
+class Look:
+    """What was compared.
+
+    Attributes:
+        first: Batches of the first look.
+        batches: All of them, in the order in which they were run.
+        numbers: Of each sample in them, its place in the data.
+        tuned: How many of them are in batches that calibration tuned weights or ranges on.
+        total: Samples of the data.
+        gaps: Of every output, over all batches.
+    """
+
+    first: list[Batch]
+    batches: list[Batch]
+    numbers: tuple[int, ...]
+    tuned: int
+    total: int
+    gaps: list[OutputGap]
+
+    def summarize(self, gaps: Sequence[OutputGap]) -> GuardResult:
+        """For the ledger, what gaps on these batches say: the worst of all outputs."""
+        worst = min(gaps, key=lambda gap: gap.worst, default=OutputGap(math.inf))
+        number = None
+        if len(worst.each) == len(self.numbers):
+            number = self.numbers[int(np.argmin(worst.each))]
+        by_output = tuple(clip_decibels(gap.sqnr) for gap in gaps)
+        return GuardResult(
+            len(self.numbers),
+            min(by_output, default=clip_decibels(math.inf)),
+            max((gap.disagreement for gap in gaps), default=0.0),
+            worst=clip_decibels(worst.worst),
+            least=clip_decibels(min((gap.least for gap in gaps), default=math.inf)),
+            by_output=by_output,
+            total=self.total,
+            numbers=self.numbers,
+            tuned=self.tuned,
+            worst_number=number,
+        )
+
+
+def clip_decibels(value: float) -> float:
+    """Within -999 and 999: JSON has no infinity."""
+    return float(np.clip(value, -999.0, 999.0))
+
+
+def look_at_samples(
+    prepared: PreparedModel,
+    qmod: tvm.IRModule,
+    sample: SpreadSample,
+    settings: GuardSettings,
+    tuned: TunedBatches,
+    least: int = 0,
+) -> Look:
+    """Compare both modules on ever more samples, until more are not likely to change the verdict;
+    see `GuardSettings`.
+
+    Args:
+        prepared, qmod: The modules.
+        sample: What to choose from.
+        settings: When it is enough.
+        tuned: Batches that are looked at where there are no others.
+        least: So many samples in any case, as far as there are.
+    """
+    meter, parts, first = GapMeter(prepared.mod, qmod), [], 0
+    cheap = count_samples_for(prepared, settings.work)
+    both = {*tuned.judged, *tuned.fitted}
+    for fresh in sample.rounds(plan_looks(prepared, settings), (both, tuned.judged)):
+        for part in fresh:
+            meter.measure(part.batch)
+        parts += fresh
+        first = first or len(fresh)
+        samples = sum(len(part.numbers) for part in parts)
+        is_enough = 2 * samples > cheap or settings.is_covered(samples)
+        if samples < least:
+            continue
+        if settings.is_settled(meter.gaps) and (is_enough or settings.is_parted(meter.gaps)):
+            break
+    batches = [part.batch for part in parts]
+    numbers = tuple(int(number) for part in parts for number in part.numbers)
+    known = len(sample.find_numbers(both).intersection(numbers))
+    return Look(batches[:first], batches, numbers, known, sample.total, meter.gaps)
+
+
+def plan_looks(prepared: PreparedModel, settings: GuardSettings) -> list[int]:
+    """How many samples there are after each look, if it does not end before."""
+    first = int(np.clip(count_samples_for(prepared, settings.work), LEAST, FIRST))
+    most = count_samples_for(prepared, UNSETTLED * settings.work)
+    counts = [min(first, settings.samples)]
+    while 2 * counts[-1] <= min(most, settings.samples):
+        counts.append(2 * counts[-1])
+    return counts
+
+
 def start_sample(prepared: PreparedModel, settings: GuardSettings) -> SpreadSample:
     """What keeps the samples that are compared, from data that is read for something else."""
-    count = min(settings.samples, max(int(settings.work / max(count_all_macs(prepared), 1)), 2))
-    return SpreadSample(tuple(describe_inputs(prepared.mod)), count)
+    return SpreadSample(tuple(describe_inputs(prepared.mod)), plan_looks(prepared, settings)[-1])
+
+
+def take_sample(prepared: PreparedModel, dataset: Any, settings: GuardSettings) -> SpreadSample:
+    """As `start_sample`, of a data set that is read for it."""
+    sample = start_sample(prepared, settings)
+    for batch in open_dataset(dataset, describe_inputs(prepared.mod)):
+        sample.note(batch)
+    return sample
+
+
+def count_samples_for(prepared: PreparedModel, work: float) -> int:
+    """How many samples can be run for so many multiply-adds, and be kept while data is read."""
+    inputs = describe_inputs(prepared.mod)
+    calls = 0 if has_free_batch(inputs) else len(Graph(prepared.mod).bindings)
+    sizes = [math.prod(dim for dim in info.shape if isinstance(dim, int)) for info in inputs]
+    kept = KEPT_ELEMENTS // max(sum(sizes), 1)
+    return min(int(work / max(count_all_macs(prepared) + CALL_WORK * calls, 1)), kept)
 
 
 def count_all_macs(prepared: PreparedModel) -> int:
@@ -149,14 +274,29 @@ def count_all_macs(prepared: PreparedModel) -> int:
     return sum(count_macs(binding.value) for binding in Graph(prepared.mod).bindings)
 
 
-def take_batches(prepared: PreparedModel, dataset: Any, settings: GuardSettings) -> list[Batch]:
-    """Samples spread over the data, which is read for that; as one batch where the model's batch
-    is symbolic.
+def pick_typical(
+    prepared: PreparedModel, batches: Sequence[Batch], gaps: Sequence[OutputGap], count: int
+) -> Sequence[Batch]:
+    """Samples that stand for all, each as a batch: of those in the order of their worst output, as
+    many from each part of it; all of them if there are no more.
     """
-    sample = start_sample(prepared, settings)
-    for batch in open_dataset(dataset, describe_inputs(prepared.mod)):
-        sample.note(batch)
-    return sample.batches()
+    ranked = rank_samples(batches, gaps)
+    if len(ranked) <= count:
+        return batches
+    chosen = [ranked[(2 * i + 1) * len(ranked) // (2 * count)] for i in range(count)]
+    return take_samples(prepared, batches, chosen)
+
+
+def pick_bad(
+    prepared: PreparedModel, batches: Sequence[Batch], gaps: Sequence[OutputGap], count: int
+) -> list[Batch]:
+    """Samples on which an output is as bad as on all together, or not much worse: to mend the very
+    worst one takes more than to mend the model.
+    """
+    ranked, scores = rank_samples(batches, gaps), rate_worst(batches, gaps)
+    sqnr = min((gap.sqnr for gap in gaps), default=math.inf)
+    stop = max(int(np.count_nonzero(scores <= sqnr)), count)
+    return take_samples(prepared, batches, ranked[max(stop - count, 0) : stop])
 
 
 def pick_worst(
@@ -165,30 +305,30 @@ def pick_worst(
     """The samples on which an output is worst, in order, each as a batch; whole batches where their
     size is fixed.
     """
+    return take_samples(prepared, batches, rank_samples(batches, gaps)[:count])
+
+
+def rank_samples(batches: Sequence[Batch], gaps: Sequence[OutputGap]) -> list[tuple[int, int]]:
+    """(batch, row) of each sample, the one with the worst output first."""
     places = [(i, row) for i, batch in enumerate(batches) for row in range(count_samples(batch))]
-    rated = [gap.each for gap in gaps if len(gap.each) == len(places)]
-    scores = np.min(rated, axis=0) if rated else np.zeros(len(places))
-    worst = [places[number] for number in sorted(np.argsort(scores, kind="stable")[:count])]
+    return [places[number] for number in np.argsort(rate_worst(batches, gaps), kind="stable")]
+
+
+def rate_worst(batches: Sequence[Batch], gaps: Sequence[OutputGap]) -> np.ndarray:
+    """dB of the worst output on each sample; 0 of all where no output counts them."""
+    samples = sum(map(count_samples, batches))
+    rated = [gap.each for gap in gaps if len(gap.each) == samples]
+    return np.min(rated, axis=0) if rated else np.zeros(samples)
+
+
+def take_samples(
+    prepared: PreparedModel, batches: Sequence[Batch], places: Sequence[tuple[int, int]]
+) -> list[Batch]:
+    """Samples by (batch, row), in order, each as a batch; whole batches where a size is fixed."""
     if has_free_batch(describe_inputs(prepared.mod)):
-        return [{k: v[row : row + 1] for k, v in batches[i].items()} for i, row in worst]
-    return [batches[i] for i in dict.fromkeys(i for i, _ in worst)]
-
-
-def summarize(gaps: Sequence[OutputGap], samples: int) -> GuardResult:
-    """The worst of all outputs, for the ledger."""
-    sqnr = min((gap.sqnr for gap in gaps), default=math.inf)
-    worst = max(gaps, key=lambda gap: gap.disagreement, default=OutputGap(math.inf))
-    lowest = min((gap.worst for gap in gaps), default=math.inf)
-    sqnr, lowest = (float(np.clip(value, -999.0, 999.0)) for value in (sqnr, lowest))
-    return GuardResult(samples, sqnr, worst.disagreement, worst=lowest)
-
-
-def describe(result: GuardResult) -> str:
-    """What was measured, as a part of a sentence."""
-    worst = "" if result.worst is None else f" (the worst sample {result.worst:.1f} dB)"
-    return (
-        f"{result.sqnr:.1f} dB SQNR{worst}, {result.disagreement:.0%} of the answers clearly others"
-    )
+        rows = sorted(places)
+        return [{k: v[row : row + 1] for k, v in batches[i].items()} for i, row in rows]
+    return [batches[i] for i in sorted({i for i, _ in places})]
 
 
 def find_first_off(
@@ -231,10 +371,10 @@ def revert_operators(
     """(module, operators put back to float, its gaps, whether only integers part): as few as bring
     the outputs back.
 
-    Few are found on the calibration graph, where an operator is switched by a parameter, on the
-    worst samples. The integer module decides on all of them; while it falls short, twice as many
-    more go, or, where the calibration graph sees nothing wrong, the next one that is off. Of those
-    that went so, as many as can are taken back.
+    Few are found on the calibration graph, where an operator is switched by a parameter, on bad
+    samples. The integer module decides, on some that stand for all; while it falls short,
+    twice as many more go, or, where the calibration graph sees nothing wrong, the next one that is
+    off. Of those that went so, as many as can are taken back.
     """
     mapping, guarding = prepared.mapping, settings.guarding
     if mapping is None:
@@ -242,24 +382,25 @@ def revert_operators(
     operators = find_rounding_operators(prepared)
     # Each operator is switched alone, and what is behind it computed anew: half of the model.
     each = max(count_all_macs(prepared) * len(operators) / 2, 1)
-    worst = pick_worst(prepared, batches, gaps, max(int(guarding.search_work / each), 1))
-    simulation = Simulation(prepared, open_dataset(worst, describe_inputs(prepared.mod)))
+    bad = pick_bad(prepared, batches, gaps, max(int(guarding.search_work / each), 1))
+    simulation = Simulation(prepared, open_dataset(bad, describe_inputs(prepared.mod)))
+    judged = pick_typical(prepared, batches, gaps, plan_looks(prepared, guarding)[0])
 
     def build(names: Sequence[str]) -> tuple[tvm.IRModule, list[OutputGap]]:
         changed = keep_parameters(prepared, names, dataset, settings.calibration)
         module = lower_prepared(changed)
-        return module, measure_gaps(prepared.mod, module, batches)
+        return module, measure_gaps(prepared.mod, module, judged)
 
     order = rank_operators(simulation, settings.events, math.inf)
     is_arithmetic = simulation.sqnr(operators) >= guarding.target_sqnr
     if is_arithmetic:
-        names = [find_first_off(prepared, qmod, worst)]
+        names = [find_first_off(prepared, qmod, bad)]
     else:
         names = search_simulated(simulation, mapping, order, guarding.target_sqnr, math.inf)
     enough = len(names)
     module, found = build(names)
     while guarding.is_parted(found) and len(names) < len(order):
-        off = find_first_off(prepared, module, worst) if is_arithmetic else ""
+        off = find_first_off(prepared, module, bad) if is_arithmetic else ""
         if off and off not in names:
             names = [*names, off]
         else:
@@ -288,7 +429,7 @@ def explain_reverted(ledger: Ledger, names: Collection[str], before: GuardResult
     for name in names:
         ledger = ledger.with_refusal(
             name,
-            f"put back to float by the guard: quantized, {describe(before)}",
+            f"put back to float by the guard: quantized, {before.describe()}",
             "relayquant.compare and relayquant.lint tell whether its range or the data is wrong; "
             "guard=Guard.OFF keeps it quantized",
         )
