@@ -115,7 +115,7 @@ KINDS: tuple[ErrorKind, ...] = (
     ErrorKind("RQ402", (AccuracyWarning,), ("quantizer",)),
     ErrorKind("RQ403", (UserWarning,), ("analysis.accumulators",)),
     ErrorKind("RQ301", (DataError,), ("datasets.images",)),
-    ErrorKind("RQ302", (DataError,), ("datasets", "cli")),
+    ErrorKind("RQ302", (DataError,), ("datasets", "cli", "analysis.label_scores")),
     ErrorKind("RQ303", (DataWarning,), ("datasets",)),
     ErrorKind("RQ304", (DataWarning,), ("refine",)),
     ErrorKind("RQ305", (DataError,), ("calibration", "refine", "compression")),

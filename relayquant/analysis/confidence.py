@@ -19,7 +19,7 @@ def find_t(freedom: int) -> float:
         ValueError: there is no degree of freedom.
     """
     if freedom < 1:
-        raise ValueError(f"There are {freedom} degrees of freedom; allowed: 1 or more.")
+        raise ValueError(f"freedom is {freedom}; allowed: 1 or more.")
     if freedom <= len(T_OF_FEW):
         return T_OF_FEW[freedom - 1]
     z = NORMAL

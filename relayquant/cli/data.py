@@ -13,7 +13,7 @@ import tvm
 from relayquant.cli.files import bind_weights
 from relayquant.datasets.images import PRESETS, Preprocessing, list_images, open_images, read_labels
 from relayquant.datasets.inputs import describe_inputs
-from relayquant.errors import ConfigError, format_count
+from relayquant.errors import ConfigError, DataError, format_count
 
 
 def add_data(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
@@ -67,10 +67,21 @@ def make_agreement(_options: argparse.Namespace) -> Callable[..., float]:
     return agreement
 
 
+def read_classes(options: argparse.Namespace) -> np.ndarray:
+    """The class of each sample of `--data`, of the file `--labels`.
+
+    Raises:
+        DataError: there is no such file, or it does not fit the data.
+    """
+    if not options.labels.is_file():
+        raise DataError(f"There is no file of labels {options.labels}.")
+    images = list_images(options.data) if options.data.is_dir() else None
+    return read_labels(options.labels, images, options.data)
+
+
 def make_top1(options: argparse.Namespace) -> Callable[..., float]:
     """The share of samples whose largest output is at their class, of `--labels`."""
-    images = list_images(options.data) if options.data.is_dir() else None
-    labels = read_labels(options.labels, images, options.data)
+    labels = read_classes(options)
 
     def top1(_expected: list[np.ndarray], got: list[np.ndarray]) -> float:
         if len(got[0]) != len(labels):

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import relayquant as rq
 from relayquant.cli.answer import Answer, ExitCode
 from relayquant.cli.arguments import add_model, check_options
-from relayquant.cli.data import add_data, open_data
+from relayquant.cli.data import add_data, open_data, read_classes
 from relayquant.cli.files import load_model
 from relayquant.report import findings_table
 
@@ -24,6 +25,13 @@ def add_parser(subparsers: Any) -> None:
     add_model(parser)
     add_data(parser)
     parser.add_argument(
+        "--labels",
+        type=Path,
+        metavar="FILE.txt",
+        help="classes, as for quantize: also how often the float model is right, and whether it is "
+        "more often so with pictures prepared in another way",
+    )
+    parser.add_argument(
         "--growth",
         action="store_true",
         help="also: after how many samples the range of an input stops growing",
@@ -33,9 +41,10 @@ def add_parser(subparsers: Any) -> None:
 
 def run(options: argparse.Namespace, answer: Answer) -> ExitCode:
     check_options(options)
+    labels = None if options.labels is None else read_classes(options)
     mod, params = load_model(options.model, options.shape, options.input)
     data = open_data(options, mod, params)
-    findings = rq.lint(mod, params, data)
+    findings = rq.lint(mod, params, data, labels)
     answer.say(findings_table(findings, title=f"{options.data} for {options.model}"))
     counts = Counter(finding.severity.value for finding in findings)
     answer.note(**{severity.value: counts[severity.value] for severity in rq.Severity})

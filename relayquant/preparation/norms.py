@@ -18,7 +18,7 @@ from relayquant.rewrite.graph import constant_value
 @dataclass(frozen=True, eq=False)
 class NormStatistics:
     """Mean and standard deviation of a batch norm's results over the training data, by channel,
-    (C,) float64: its beta, and the magnitude of its gamma.
+    (C,) float64: its beta, and the magnitude of its gamma, less where epsilon weighs in.
     """
 
     mean: np.ndarray
@@ -44,10 +44,15 @@ def read_norm_statistics(
         call = editor.call_of(value.tuple_value)
         if call is None or editor.op_name(value.tuple_value) != "relax.nn.batch_norm":
             continue
-        gamma, beta = (constant_value(arg) for arg in call.args[1:3])
-        if gamma is None or beta is None or not (call.attrs.scale and call.attrs.center):
+        arrays = [constant_value(arg) for arg in (call.args[1], call.args[2], call.args[4])]
+        if not (call.attrs.scale and call.attrs.center):
             continue  # of a norm without factors, results have been scaled by nothing
-        found[editor.names[var]] = NormStatistics(
-            beta.astype("float64").reshape(-1), np.abs(gamma.astype("float64").reshape(-1))
+        gamma, beta, variance = (
+            None if array is None else array.astype("float64").reshape(-1) for array in arrays
         )
+        if gamma is None or beta is None or variance is None:
+            continue
+        # What was divided is the variance with epsilon, which counts where a channel is nearly 0.
+        share = np.sqrt(variance / (variance + float(call.attrs.epsilon)))
+        found[editor.names[var]] = NormStatistics(beta, np.abs(gamma) * share)
     return found

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import tvm
 
+from relayquant.analysis.label_scores import find_better_score
 from relayquant.analysis.load import load_integers
 from relayquant.analysis.sensitivity import (
     Metric,
@@ -28,10 +29,10 @@ from relayquant.calibration.checkpoint import digest_batch
 from relayquant.calibration.observers import MinMax
 from relayquant.compilation import compile
 from relayquant.config import QConfig, QConfigMapping, TensorConfig
-from relayquant.datasets import open_dataset
+from relayquant.datasets import Dataset, open_dataset
 from relayquant.datasets.inputs import describe_inputs
 from relayquant.effort import default_mapping
-from relayquant.errors import ConfigError
+from relayquant.errors import ConfigError, DataWarning, warn_user
 from relayquant.events import CallbackList, ProgressEvent
 from relayquant.ledger import SearchResult, read_ledger, write_ledger
 from relayquant.pipeline import calibrate_model, lower_prepared, prepare_model, review_prepared
@@ -91,6 +92,7 @@ def search_operators(
     base = prepared.mapping or default_mapping(backend, settings.level, settings.model_type)
     simulation = Simulation(calibrate(prepared), data, metric)
     float_score = score_float(metric, simulation)
+    review_score(prepared, data, metric, float_score)
     state.check_basis(
         {
             "calibration data": digest_first_batch(dataset, prepared),
@@ -247,6 +249,29 @@ def digest_first_batch(dataset: Any, prepared: PreparedModel) -> str:
     if dataset is None:
         return ""
     return digest_batch(next(iter(open_dataset(dataset, describe_inputs(prepared.mod)))))
+
+
+def review_score(
+    prepared: PreparedModel, data: Dataset, metric: Metric, float_score: float
+) -> None:
+    """Warn where the float model itself does clearly better on the pictures prepared otherwise: a
+    bound below a wrong score is met by a wrong model.
+    """
+    with limit_blas():
+        better = find_better_score(
+            prepared.mod, data, lambda outputs: apply_metric(metric, outputs, outputs), float_score
+        )
+    if better is None:
+        return
+    picture, form, score = better
+    seen = f", which look prepared as {picture.given.text!r}" if picture.given.text else ""
+    warn_user(
+        f"Validation data: the float model itself has a {name_metric(metric)} of "
+        f"{float_score:.4g} on these pictures{seen}, and of {score:.4g} on the same prepared as "
+        f"{form.text!r}. Preprocess as in training (--preprocess {form.text} in a shell); "
+        "relayquant.lint(mod, params, data, labels) tells more.",
+        DataWarning,
+    )
 
 
 def score_float(metric: Metric, simulation: Simulation) -> float:

@@ -1,0 +1,36 @@
+"""What lint finds."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Severity(enum.Enum):
+    """How sure and how bad a finding is."""
+
+    ERROR = "error"  #: calibration would refuse the data
+    WARNING = "warning"  #: the quantized model is likely to be bad
+    INFO = "info"  #: worth knowing
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that looks wrong.
+
+    Attributes: severity: See `Severity`. check: Name of the check: "data", "constant", "outliers",
+        "scale", "layout", "channel", "order", "normalization", "labels", "batch", "samples",
+        "growth", "duplicates".
+        where: Name of the input, "" for the data set as a whole. what: What was seen. advice: What
+        to do.
+    """
+
+    severity: Severity
+    check: str
+    where: str
+    what: str
+    advice: str
+
+    def __str__(self) -> str:
+        place = f"input {self.where!r}: " if self.where else ""
+        return f"{self.severity.value}: {place}{self.what} {self.advice}"

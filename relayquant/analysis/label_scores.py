@@ -1,0 +1,230 @@
+"""Beside lint: float module + pictures + labels -> how often it is right, as the pictures are and
+prepared in other known ways.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tvm
+
+from relayquant.analysis.finding import Finding, Severity
+from relayquant.analysis.normalization import PixelForm, find_form, list_forms
+from relayquant.datasets import Batch, Dataset, InputInfo, count_samples, open_dataset
+from relayquant.datasets.inputs import describe_inputs
+from relayquant.dialect.cost import count_macs
+from relayquant.eager import EagerModule
+from relayquant.errors import DataError, format_count
+from relayquant.rewrite import Graph
+
+#: samples that every way is tried on; the best few are then tried on `MOST_SAMPLES`
+FIRST_SAMPLES, MOST_SAMPLES, FINALISTS = 64, 512, 3
+#: Probability of a gain by chance, above which it is none: of a dozen ways, one is better than that
+#: by chance in 1 of 100 cases.
+CHANCE = 0.001
+#: samples that a score has to be measured on, to be compared with another
+FEWEST_SAMPLES = 30
+#: Standard errors between two shares, one of them of a dozen, that are not by chance. The same
+#: samples are in both, which makes the true error smaller.
+CLEAR_ERRORS = 3.0
+#: multiply-adds that `find_better_score` may take
+REVIEW_WORK = 3e11
+
+
+@dataclass(frozen=True, eq=False)
+class PictureInput:
+    """The one input of a model that takes pictures, as a data set fills it.
+
+    Attributes:
+        name: The input.
+        axis: That of its channels.
+        given: How the pictures look prepared.
+        forms: Other ways to prepare them.
+    """
+
+    name: str
+    axis: int
+    given: PixelForm
+    forms: tuple[PixelForm, ...]
+
+    def convert(self, batch: Batch, form: PixelForm) -> Batch:
+        """A batch, prepared in another way."""
+        return {self.name: self.given.convert(batch[self.name], self.axis, form)}
+
+
+def find_picture_input(
+    inputs: Sequence[InputInfo], batches: Sequence[Batch]
+) -> PictureInput | None:
+    """None where the model takes something else, or its channels do not vary."""
+    if len(inputs) != 1 or len(inputs[0].shape) != 4 or not inputs[0].dtype.startswith("float"):
+        return None
+    name, shape = inputs[0].name, inputs[0].shape
+    axis = next((axis for axis in (1, 3) if shape[axis] in (1, 3)), None)
+    if axis is None:
+        return None
+    rest = tuple(i for i in range(4) if i != axis)
+    ends = [(batch[name].min(rest), batch[name].max(rest)) for batch in batches]
+    lows, highs = (np.array([end[i] for end in ends]) for i in (0, 1))
+    if not ends or ((lows := lows.min(0)) >= (highs := highs.max(0))).any():
+        return None
+    forms = list_forms(lows.size)
+    given = find_form(lows, highs, forms)
+    others = [
+        form for form in forms if not form.is_same(given) or form.is_reversed != given.is_reversed
+    ]
+    return PictureInput(name, axis, given, tuple(others))
+
+
+def check_labels(prepared: tvm.IRModule, dataset: Any, labels: Any) -> list[Finding]:
+    """What labels say of the data: how often the float model is right, and whether it is clearly
+    more often so with pictures prepared in another way, or with labels that count from 1.
+
+    Clearly: of the samples on which both differ, more than chance explains (McNemar's exact test).
+
+    Raises:
+        DataError: labels are no integers, or not as many as samples; or the first output holds no
+            scores.
+    """
+    labels = np.asarray(labels).reshape(-1)
+    if labels.dtype.kind not in "iu":
+        raise DataError(
+            f"lint got labels of dtype {labels.dtype}; allowed: integers, the class of each sample."
+        )
+    labels = labels.astype("int64")
+    inputs, model = describe_inputs(prepared), EagerModule(prepared)
+    names = [info.name for info in inputs]
+    kept: list[Batch] = []
+    answers: list[np.ndarray] = []
+    for batch in open_dataset(dataset, inputs):
+        if sum(map(len, answers)) < MOST_SAMPLES:
+            answers.append(find_answers(model, names, batch))
+            kept.append({name: array.copy() for name, array in batch.items()})
+        else:
+            answers.append(np.full(count_samples(batch), -1))
+    samples = sum(map(len, answers))
+    if len(labels) != samples:
+        raise DataError(
+            f"lint got {format_count(len(labels), 'label')} for {format_count(samples, 'sample')}; "
+            "allowed: one for each, in the order of the data."
+        )
+    scored = sum(map(count_samples, kept))
+    labels, given = labels[:scored], np.concatenate(answers)[:scored]
+    right = given == labels
+    what = (
+        f"the float model gives the label of {int(right.sum())} of "
+        f"{format_count(scored, 'sample')} ({right.mean():.1%})."
+    )
+    score = Finding(Severity.INFO, "labels", "", what, "Expect as much as its authors say.")
+    picture = find_picture_input(inputs, kept)
+    for shift in (1, -1):
+        if is_clearly_better(given == labels + shift, right):
+            what = f"{what[:-1]}, and of {np.mean(given == labels + shift):.1%} with {shift:+d}."
+            advice = "Count the classes as the model does: with or without one for background."
+            return [Finding(Severity.WARNING, "labels", "", what, advice)]
+    if picture is None:
+        return [score]
+
+    def find_right(form: PixelForm, batches: Sequence[Batch]) -> np.ndarray:
+        found = [find_answers(model, names, picture.convert(batch, form)) for batch in batches]
+        answers = np.concatenate(found)
+        return answers == labels[: len(answers)]
+
+    few = list(take_batches(kept, FIRST_SAMPLES))
+    ranked = sorted(picture.forms, key=lambda form: -find_right(form, few).sum())
+    tried = [(form, find_right(form, kept)) for form in ranked[:FINALISTS]]
+    form, better = max(tried, key=lambda row: row[1].sum())
+    if not is_clearly_better(better, right):
+        return [score]
+    seen = f" (which look prepared as {picture.given.text!r})" if picture.given.text else ""
+    what = (
+        f"the float model is right on {right.mean():.1%} of {format_count(scored, 'picture')} as "
+        f"they are{seen}, and on {better.mean():.1%} prepared as {form.text!r}."
+    )
+    advice = f"Preprocess as in training: --preprocess {form.text}."
+    return [score, Finding(Severity.WARNING, "normalization", picture.name, what, advice)]
+
+
+def find_better_score(
+    prepared: tvm.IRModule,
+    data: Dataset,
+    measure: Callable[[list[list[np.ndarray]]], float],
+    score: float,
+) -> tuple[PictureInput, PixelForm, float] | None:
+    """A way to prepare the pictures of a data set with which the float model has a clearly better
+    score, and that; None if there is none, or the score is no share of the samples.
+
+    Those that differ least from what the pictures are come first, as many as `REVIEW_WORK` allows.
+
+    Args:
+        prepared: The float module.
+        data: What `score` was measured on.
+        measure: Outputs of every batch -> score.
+        score: With the pictures as they are.
+    """
+    samples = sum(map(count_samples, data))
+    if samples < FEWEST_SAMPLES or not 0 <= score < 1 or not is_whole(score * samples):
+        return None
+    picture = find_picture_input(data.inputs, data)
+    if picture is None:
+        return None
+    macs = sum(count_macs(binding.value) for binding in Graph(prepared).bindings)
+    count = int(REVIEW_WORK / max(macs * samples, 1))
+    gain = picture.given.gain.mean()
+    nearest = sorted(picture.forms, key=lambda form: abs(math.log(form.gain.mean() / gain)))
+    model, best = EagerModule(prepared), None
+    for form in nearest[:count]:
+        found = measure(
+            [model.run("main", [*picture.convert(batch, form).values()]) for batch in data]
+        )
+        error = math.sqrt((score * (1 - score) + max(found * (1 - found), 0)) / samples)
+        if found - score > CLEAR_ERRORS * error and (best is None or found > best[2]):
+            best = picture, form, found
+    return best
+
+
+def is_whole(value: float) -> bool:
+    """Whether a number is an integer, but for rounding."""
+    return abs(value - round(value)) < 1e-3
+
+
+def take_batches(batches: Sequence[Batch], samples: int) -> Iterator[Batch]:
+    """The first batches, which hold so many samples."""
+    passed = 0
+    for batch in batches:
+        if passed >= samples:
+            return
+        passed += count_samples(batch)
+        yield batch
+
+
+def find_answers(model: EagerModule, names: Sequence[str], batch: Batch) -> np.ndarray:
+    """Where the first output is largest, for each sample of a batch.
+
+    Raises:
+        DataError: it holds no scores.
+    """
+    output = model.run("main", [batch[name] for name in names])[0]
+    samples = count_samples(batch)
+    if output.dtype.kind in "iu" and output.size == samples:
+        return output.reshape(-1)  # the model's own arg max
+    if output.ndim < 2 or len(output) != samples or output.size < 2 * samples:
+        raise DataError(
+            f"The first output has shape {output.shape} for {format_count(samples, 'sample')}; "
+            "labels are for scores of 2 or more classes, samples first. Leave them out."
+        )
+    return output.reshape(samples, -1).argmax(1)
+
+
+def is_clearly_better(right: np.ndarray, before: np.ndarray) -> bool:
+    """Whether more is right than before, and not by chance: the exact test of McNemar."""
+    gained = int(np.count_nonzero(right & ~before))
+    lost = int(np.count_nonzero(before & ~right))
+    differing = gained + lost
+    if gained <= lost:
+        return False
+    ways = sum(math.comb(differing, k) for k in range(gained, differing + 1))
+    return ways < CHANCE * 2**differing
