@@ -43,6 +43,7 @@ from relayquant.importers.onnx.contrib import (
     convert_qembed_layer_normalization,
     convert_qlinear_where,
 )
+from relayquant.importers.onnx.einsum import convert_einsum
 from relayquant.importers.onnx.grouped import (
     GROUPED_PRODUCTS,
     convert_matmul_nbits,
@@ -656,6 +657,7 @@ OPERATORS: dict[str, Convert] = {
     "Elu": convert_elu,
     "CumSum": functools.partial(require_constant, "axis", 1),
     "AffineGrid": functools.partial(require_constant, "size", 1),
+    "Einsum": convert_einsum,
     "EyeLike": convert_eye_like,
     "MaxUnpool": functools.partial(require_constant, "output shape", 2),
     "OptionalHasElement": convert_optional_has_element,
