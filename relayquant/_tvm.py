@@ -6,6 +6,7 @@ import functools
 import json
 import re
 import threading
+from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
@@ -55,6 +56,44 @@ def check_versions() -> None:
                 f"relayquant needs {package}>={first},<{end} but found {found} ({reason}). "
                 f"Run: pip install '{package}>={first},<{end}'"
             )
+
+
+#: What the virtual machine says of an argument that does not fit its parameter.
+ARGUMENT_ERROR = re.compile(
+    r"ErrorContext\(fn=(?P<function>[^,]*), loc=param\[(?P<index>\d+)\], param=(?P<name>.*?), "
+    r"annotation=R\.Tensor\((?:\((?P<shape>[^)]*)\), )?dtype=\"(?P<dtype>\w+)\""
+)
+
+
+@dataclass(frozen=True)
+class ArgumentError:
+    """An argument of a compiled function that does not fit: which, and what the function takes.
+
+    Attributes:
+        shape: Sizes, those of the run time by their names; None: any.
+    """
+
+    function: str
+    index: int
+    name: str
+    shape: tuple[int | str, ...] | None
+    dtype: str
+
+
+def read_argument_error(error: Exception) -> ArgumentError | None:
+    """What an error of the virtual machine says of an argument; None if it is another error."""
+    found = ARGUMENT_ERROR.search(str(error))
+    if found is None:
+        return None
+    shape = found["shape"]
+    sizes = None if shape is None else [part.strip() for part in shape.split(",") if part.strip()]
+    return ArgumentError(
+        found["function"],
+        int(found["index"]),
+        found["name"],
+        None if sizes is None else tuple(int(s) if s.isdigit() else s for s in sizes),
+        found["dtype"],
+    )
 
 
 def load_onnx_frontend() -> Any:

@@ -11,7 +11,7 @@ import functools
 import inspect
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
@@ -119,7 +119,7 @@ KINDS: tuple[ErrorKind, ...] = (
     ErrorKind("RQ303", (DataWarning,), ("datasets",)),
     ErrorKind("RQ304", (DataWarning,), ("refine",)),
     ErrorKind("RQ305", (DataError,), ("calibration", "refine", "compression")),
-    ErrorKind("RQ306", (DataError,), ("reference",)),
+    ErrorKind("RQ306", (DataError,), ("reference", "runtime")),
     ErrorKind("RQ307", (DataError,), ("analysis.sensitivity",)),
     ErrorKind("RQ308", (DataError,), ("torch",)),
     ErrorKind("RQ309", (DataError, ModelError), ("demo",)),
@@ -242,6 +242,31 @@ def form_plural(noun: str) -> str:
     else:
         plural = f"{last}s"
     return f"{rest}{space}{plural}"
+
+
+def suggest_sizes(name: str, wanted: Sequence[object], given: Sequence[int]) -> str:
+    """A sentence with what makes a model take an input of these sizes, "" where none is wrong or
+    the number of axes is.
+
+    Args:
+        wanted: Sizes of the model; what is no int is free already.
+    """
+    if len(wanted) != len(given):
+        return ""
+    free = {
+        at: size if isinstance(size, str) and size.isidentifier() else f"n{at}"
+        for at, (size, got) in enumerate(zip(wanted, given, strict=True))
+        if size != got
+    }
+    if not any(isinstance(wanted[at], int) for at in free):
+        return ""
+    shape = tuple(free.get(at, size) for at, size in enumerate(wanted))
+    axes = ", ".join(f"{at}: torch.export.Dim({size!r})" for at, size in free.items())
+    return (
+        f" For other sizes load the model with free ones: ONNX with relayquant.load(path, "
+        f"shapes={{{name!r}: {shape}}}), PyTorch exported with dynamic_shapes={{{name!r}: "
+        f"{{{axes}}}}}."
+    )
 
 
 def suggest_name(wrong: str, known: Iterable[str]) -> str:

@@ -17,7 +17,8 @@ import tvm_ffi
 from threadpoolctl import ThreadpoolController
 from tvm import relax
 
-from relayquant.errors import ConfigError
+from relayquant import _tvm
+from relayquant.errors import ConfigError, DataError, suggest_sizes
 
 #: How long TVM's idle threads spin before they sleep. Its default of 300,000 turns makes two
 #: threads up to 500 times slower than one as soon as another process wants a core, and as few as 30
@@ -147,14 +148,36 @@ class Executor:
 
         Raises:
             ConfigError: the process is a fork of one that has run kernels; see `check_threads`.
+            DataError: an array has another shape or dtype than the function takes.
         """
         return self.call(name, [as_tensor(arg) for arg in args])
 
     def call(self, name: str, args: Sequence[Any]) -> list[np.ndarray]:
         """`run` with arguments as TVM takes them: also tuples of tensors, and numbers."""
         check_threads()
-        with self._running:
-            return [as_array(out) for out in flatten_result(self.vm[name](*args))]
+        try:
+            with self._running:
+                return [as_array(out) for out in flatten_result(self.vm[name](*args))]
+        except (RuntimeError, TypeError, ValueError) as error:
+            fault = _tvm.read_argument_error(error)
+            if fault is None:
+                raise
+            raise describe_argument(fault, args[fault.index]) from error
+
+
+def describe_argument(fault: _tvm.ArgumentError, argument: Any) -> DataError:
+    """The error of an argument that does not fit."""
+    where = f"input {fault.name!r} of {fault.function!r}"
+    if not isinstance(argument, tvm.runtime.Tensor):
+        return DataError(f"{where} is a {type(argument).__name__}; allowed: an array.")
+    wanted = f"({', '.join(map(str, fault.shape))})" if fault.shape is not None else "any shape"
+    advice = suggest_sizes(fault.name, fault.shape or (), argument.shape)
+    if not advice and any(isinstance(size, str) for size in fault.shape or ()):
+        advice = " Sizes of one name must agree between the inputs."
+    return DataError(
+        f"{where} is {argument.dtype} of shape {tuple(argument.shape)}; allowed: {fault.dtype} of "
+        f"{'shape ' if fault.shape is not None else ''}{wanted}.{advice}"
+    )
 
 
 def as_tensor(array: Any) -> tvm.runtime.Tensor | tvm_ffi.Shape:

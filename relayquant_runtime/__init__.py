@@ -16,6 +16,7 @@ import ctypes
 import functools
 import importlib.util
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -34,6 +35,10 @@ ALIGNMENT = 64
 RUNTIME = ("libtvm_runtime.so", "libtvm_runtime_extra.so")
 #: Numbers of the device and the allocator in `vm_initialization`: CPU 0, one that keeps memory.
 CPU, FIRST, POOLED = 1, 0, 2
+#: What the virtual machine says of an argument that does not fit its parameter.
+ARGUMENT_ERROR = re.compile(
+    r"loc=param\[(?P<index>\d+)\], param=(?P<name>.*?), annotation=R\.Tensor\((?P<type>.*)\)\)"
+)
 
 
 class LibraryError(RuntimeError):
@@ -89,11 +94,24 @@ class Library:
 
         Raises:
             LibraryError: there is no such function.
-            ValueError, TypeError: of TVM, where arguments are not those that the function takes.
+            ValueError: an array has another shape or dtype than the function takes.
+            TypeError: of TVM, where there are more or fewer arguments.
         """
         function, tensors = self[name], [as_tensor(arg) for arg in args]
-        with self._running:
-            return flatten(function(*tensors))
+        try:
+            with self._running:
+                return flatten(function(*tensors))
+        except (RuntimeError, TypeError, ValueError) as error:
+            found = ARGUMENT_ERROR.search(str(error))
+            if found is None:
+                raise
+            given = np.asarray(args[int(found["index"])])
+            raise ValueError(
+                f"input {found['name']!r} of {name!r} is {given.dtype} of shape {given.shape}; "
+                f"{self.path.name} takes R.Tensor({found['type']}). For other sizes compile the "
+                "model with free ones: shapes= of relayquant.load, or dynamic_shapes= of "
+                "torch.export."
+            ) from error
 
 
 @functools.cache

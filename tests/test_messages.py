@@ -17,9 +17,9 @@ PACKAGE = Path(relayquant.__file__).parent
 
 #: What may follow a value and ends in s without being a plural.
 NO_NOUNS = (
-    "as has is its this was others belongs clips computes decides depends differs does ends gives "
-    "holds lacks leaves looks names needs picks pools quantizes reads repeats rounds runs says "
-    "selects starts stores takes wants"
+    "as has is its this was others belongs clips computes decides depends differs does draws ends "
+    "gives holds lacks leaves looks names needs picks pools quantizes reads repeats rounds runs "
+    "says selects starts stores takes wants"
 )
 
 #: (file, value, plural) -> why the value is never one there, or no count at all.

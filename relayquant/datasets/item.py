@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from relayquant.errors import ConfigError, DataError, format_count, suggest_name
+from relayquant.errors import ConfigError, DataError, format_count, suggest_name, suggest_sizes
 
 Batch = dict[str, NDArray[Any]]
 
@@ -147,9 +147,9 @@ def check_dims(
     if _fits_transposed(shape, dims):
         hint = " The dimensions are the right ones in another order; transpose the data."
     elif wrong[0].startswith("axis 0 ") and len(wrong) == 1:
-        hint = (
-            " The batch is fixed: yield batches of that size, or export the model with a free one."
-        )
+        hint = " The batch is fixed: yield batches of that size."
+    if not _fits_transposed(shape, dims):
+        hint += suggest_sizes(info.name, info.shape, (*info.shape[:first], *shape))
     raise DataError(
         f"{where}: input {info.name!r} does not fit the model's {info.shape_text}: "
         f"{', '.join(wrong)}.{hint}"

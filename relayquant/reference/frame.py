@@ -8,7 +8,7 @@ from typing import Any
 
 import tvm
 
-from relayquant.errors import DataError
+from relayquant.errors import DataError, suggest_sizes
 
 
 @dataclass
@@ -38,8 +38,12 @@ class Frame:
         return simple.value if isinstance(simple, (tvm.tirx.IntImm, tvm.tirx.FloatImm)) else None
 
 
-def match_shape(frame: Frame, name: str, dims: Sequence[Any], shape: Sequence[int]) -> None:
-    """Bind symbolic dimensions to `shape`; raise DataError where a dimension is another."""
+def match_shape(
+    frame: Frame, name: str, dims: Sequence[Any], shape: Sequence[int], *, is_input: bool = False
+) -> None:
+    """Bind symbolic dimensions to `shape`; raise DataError where a dimension is another, of an
+    input with what to do.
+    """
     text = f"({', '.join(str(getattr(dim, 'value', dim)) for dim in dims)})"
     if len(dims) != len(shape):
         raise DataError(f"{name!r} has shape {tuple(shape)}; allowed: {text}.")
@@ -50,4 +54,6 @@ def match_shape(frame: Frame, name: str, dims: Sequence[Any], shape: Sequence[in
         expected = frame.evaluate_number(dim)
         if expected is not None and expected != size:
             known = f" with {dim} = {expected}" if not isinstance(dim, tvm.tirx.IntImm) else ""
-            raise DataError(f"{name!r} has shape {tuple(shape)}; allowed: {text}{known}.")
+            wanted = [int(d) if isinstance(d, tvm.tirx.IntImm) else str(d) for d in dims]
+            advice = suggest_sizes(name, wanted, shape) if is_input else ""
+            raise DataError(f"{name!r} has shape {tuple(shape)}; allowed: {text}{known}.{advice}")

@@ -92,7 +92,7 @@ def check_input(frame: Frame, name: str, ty: Any, value: Any) -> Any:
             f"Convert it: array.astype({dtype!r})."
         )
     if ty.shape is not None and isinstance(ty.shape, relax.ShapeExpr):
-        match_shape(frame, name, ty.shape.values, array.shape)
+        match_shape(frame, name, ty.shape.values, array.shape, is_input=True)
     elif ty.ndim not in (-1, array.ndim):
         raise DataError(
             f"input {name!r} has shape {array.shape}; allowed: {format_count(ty.ndim, 'axis')}."
