@@ -37,6 +37,7 @@ def remove_alias(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
     """y = x -> x in place of y."""
     by = editor.values[var]
     kept = editor.is_output(var) and (by not in editor.values or editor.is_output(by))
+    kept = kept and not editor.users(var)
     return decline("both names are results of main") if kept else by
 
 

@@ -203,7 +203,12 @@ class Editor:
         self.result = substitute(self.result, swapped)
 
     def alias(self, var: relax.Var, by: relax.Expr) -> None:
-        """Bind `var` to a variable or constant that equals it, keeping its name."""
+        """Bind `var` to a variable or constant that equals it, keeping its name for main to return;
+        all others read the equal one, so that patterns see what computes it.
+        """
+        result = self.result
+        self._replace_reads(var, by)
+        self.result = result
         old = self.values[var]
         self.values[var] = by
         self._count(var, by, 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from relayquant.reference.relax import neural, tensors
+from relayquant.reference.relax import neural, tensors, vision
 from relayquant.reference.relax.attributes import OperatorFunction
 from relayquant.reference.unary import RELAX_UNARY
 
@@ -11,6 +11,7 @@ OPERATORS: dict[str, OperatorFunction] = {
     **{row.relax: row.evaluate for row in RELAX_UNARY.values()},
     **tensors.OPERATORS,
     **neural.OPERATORS,
+    **vision.OPERATORS,
 }
 
 __all__ = ["OPERATORS"]
