@@ -55,7 +55,8 @@ def quantize(
 
     Raises:
         MissingDependencyError: PyTorch is not installed.
-        ModelError: torch.export cannot export the module, or an operator is not supported.
+        ModelError: torch.export cannot export the module, or an operator is not supported; or the
+            module keeps state between calls.
         DataError, ConfigError: as `relayquant.quantize`.
     """
     shaping = {"example_kwargs": example_kwargs, "dynamic_shapes": dynamic_shapes}
@@ -70,8 +71,7 @@ def quantize(
         module, options = apply_config(
             module, prepare_custom_config, example_inputs, dataset, options
         )
-    program = export(module, example_inputs, **shaping)
-    mod, params = load(program)
+    mod, params = load_module(module, example_inputs, **shaping)
     return quantize_module(mod, params, dataset, **options)
 
 
@@ -127,6 +127,41 @@ def export(
         raise ModelError(
             f"torch.export cannot export {type(module).__name__}: {type(error).__name__}: {error}"
         ) from error
+
+
+def load_module(
+    module: Any,
+    example_inputs: tuple[Any, ...],
+    *,
+    example_kwargs: Mapping[str, Any] | None = None,
+    dynamic_shapes: Any = None,
+) -> tuple[tvm.IRModule, dict[str, Any]]:
+    """The Relax module of a module in evaluation mode; arguments as for `export`.
+
+    Raises:
+        MissingDependencyError: PyTorch is not installed.
+        ModelError: torch.export cannot export the module, an operator is not supported, or the
+            module keeps state between calls.
+    """
+    inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+    program = export(module, inputs, example_kwargs=example_kwargs, dynamic_shapes=dynamic_shapes)
+    loaded = load(program)
+    check_state(module, inputs, example_kwargs)
+    return loaded
+
+
+def check_state(
+    module: Any, inputs: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
+) -> None:
+    """That a module in evaluation mode keeps no state in Python: see `check_stateless`.
+
+    Raises:
+        ModelError: it does.
+    """
+    from relayquant.torch.state import check_stateless
+
+    with evaluation_mode(module):
+        check_stateless(module, inputs, kwargs)
 
 
 def free_batch(inputs: tuple[Any, ...]) -> Any:

@@ -30,7 +30,7 @@ from relayquant.prepared import PreparedModel
 from relayquant.rewrite import Graph
 from relayquant.settings import CalibrateSettings, PrepareSettings
 from relayquant.torch.custom_config import PrepareCustomConfig, StandaloneRule, make_optional
-from relayquant.torch.exported import export, free_batch
+from relayquant.torch.exported import export, free_batch, load_module
 from relayquant.torch.openings import (
     OpenedModule,
     SubmoduleCall,
@@ -226,7 +226,7 @@ def prepare_unit(
         for batch, row in zip(batches, calls, strict=True)
     ]
     shapes = free_batch(rows[0]) if settings.frees_batch else None
-    mod, params = import_torch(export(opened.module, rows[0], dynamic_shapes=shapes))
+    mod, params = load_module(opened.module, rows[0], dynamic_shapes=shapes)
     backend, is_live = settings.backend, settings.normalization is BatchNorm.LIVE
     arrays = [tuple(tensor.numpy() for tensor in row) for row in rows]
     chosen = config.extend_mapping(mapping or default_mapping(backend, settings.effort), module)

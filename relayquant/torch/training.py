@@ -24,8 +24,7 @@ from relayquant.rewrite import Skip
 from relayquant.settings import CalibrateSettings, PrepareSettings
 from relayquant.torch.batch_norm import FoldedNorm, Normalization, find_folded, find_norms
 from relayquant.torch.custom_config import PrepareCustomConfig
-from relayquant.torch.exported import check_module, export, free_batch
-from relayquant.torch.exported import load as load_program
+from relayquant.torch.exported import check_module, free_batch, load_module
 from relayquant.torch.ranges import BatchNorm, Ranges
 
 if TYPE_CHECKING:
@@ -119,7 +118,7 @@ def prepare_qat(
     if dynamic_shapes is None:
         import_trainable()
         dynamic_shapes = free_batch(inputs)
-    mod, params = load_program(export(module, inputs, dynamic_shapes=dynamic_shapes))
+    mod, params = load_module(module, inputs, dynamic_shapes=dynamic_shapes)
     settings = PrepareSettings(effort=resolve_effort(effort), **dtypes)
     is_live = batch_norm is BatchNorm.LIVE
     prepared = calibrate_graph(

@@ -27,7 +27,7 @@ from relayquant.torch.define_by_run.deferred import dequantize_tensor, quantize_
 from relayquant.torch.define_by_run.executing import CompiledModule
 from relayquant.torch.define_by_run.functions import PartFunction
 from relayquant.torch.define_by_run.tape import TensorFile
-from relayquant.torch.exported import apply_config, export, load
+from relayquant.torch.exported import apply_config, load_module
 from relayquant.torch.openings import TensorTree
 from relayquant.torch.standalone import Shell, call_builder, place_in_shell
 
@@ -110,7 +110,7 @@ class ObservedStandalone:
         shapes = find_dynamic([tuple(tuple(t.shape) for t in call) for call in calls])
         if shapes is not None and isinstance(shell, Shell):
             shapes = (shapes,)
-        mod, params = load(export(part, calls[0], dynamic_shapes=shapes))
+        mod, params = load_module(part, calls[0], dynamic_shapes=shapes)
         qmod = quantize(mod, params, arrays, **options)
         prefix = "" if isinstance(shell, Shell) else f"{self._path}."
         return StandaloneModule(qmod, prefix, self._form)

@@ -25,7 +25,13 @@ from relayquant.torch.define_by_run.arguments import (
     join_arguments,
     split_arguments,
 )
-from relayquant.torch.define_by_run.call_sites import CallSite, SiteKey, SiteTable, join_modules
+from relayquant.torch.define_by_run.call_sites import (
+    CallSite,
+    SiteKey,
+    SiteTable,
+    join_modules,
+    join_path,
+)
 from relayquant.torch.define_by_run.deferred import ValuePool, compute_result
 from relayquant.torch.define_by_run.entry import Unseen
 from relayquant.torch.define_by_run.executing import (
@@ -50,8 +56,10 @@ from relayquant.torch.define_by_run.tape import (
     RecordedCall,
     Tape,
     TensorFile,
+    has_equal_call,
 )
-from relayquant.torch.exported import export, load
+from relayquant.torch.exported import check_state, export, load
+from relayquant.torch.state import Attributes, find_changed, list_attributes
 
 
 def run_model(
@@ -112,6 +120,8 @@ class PreparedProgram(Uncopied):
         self._file = TensorFile()
         self._evaluation = Evaluation(self._table.parts)
         self._tapes: list[Tape] = []
+        #: of each call, whether it changed an attribute of a module
+        self._changes: list[bool] = []
         self._known: dict[SiteKey, KnownOperator] = {}
         self._parts: ModelParts | None = None
         self._part_calls: dict[int, PartCall] = {}
@@ -158,6 +168,7 @@ class PreparedProgram(Uncopied):
             self._known,
         )
         inputs = tuple(map(self._file.append, tensors))
+        before = self._list_attributes()
         with self._evaluation, replacing_forwards(self._forwards, recorder):
             result = run_model(self.model, recorder, args, kwargs)
         tape = recorder.finish()
@@ -166,7 +177,16 @@ class PreparedProgram(Uncopied):
         if self.settings.output_dtypes:
             recorder.note_results(list_tensors(result))
         self._tapes.append(tape)
+        self._changes.append(bool(find_changed(before, self._list_attributes())))
         return result
+
+    def _list_attributes(self) -> Attributes:
+        """What the attributes of the model hold now."""
+        return {
+            join_path(root, path): held
+            for root, module in self._table.modules.items()
+            for path, held in list_attributes(module).items()
+        }
 
     def to_quantized(self) -> QuantizedProgram | QuantizedWhole:
         """See `relayquant.torch.convert`."""
@@ -198,22 +218,24 @@ class PreparedProgram(Uncopied):
         if not is_module or kwargs or not all(map(is_flat, args)):
             return None
         for tape in self._tapes:
-            if [step.site for step in tape.steps] != [step.site for step in first.steps]:
+            if len(tape.steps) != len(first.steps) or tape.arguments != first.arguments:
                 return None
-            if any(step.pure is None for step in tape.steps) or tape.arguments != first.arguments:
-                return None
-        if any(tape.has_state for tape in self._tapes):
+            for step, other in zip(tape.steps, first.steps, strict=True):
+                if step.site is not other.site or step.pure is None:
+                    return None
+                if not has_equal_call(step, other):
+                    return None
+        if any(tape.has_state for tape in self._tapes) or any(self._changes[1:] or self._changes):
             return None
         examples = tuple(map(self._file.read, first.inputs))
         try:
-            program = export(
-                self.model,
-                join_arguments(args, examples),
-                dynamic_shapes=find_dynamic([tape.sizes for tape in self._tapes]),
-            )
+            inputs = join_arguments(args, examples)
+            shapes = find_dynamic([tape.sizes for tape in self._tapes])
+            program = export(self.model, inputs, dynamic_shapes=shapes)
             mod, params = load(program)
+            check_state(self.model, inputs)
         except ModelError:
-            return None  # what torch.export refuses is what this package is for
+            return None  # what torch.export refuses, and state, is what this package is for
         if len(mod["main"].params) != len(examples):
             return None
 
