@@ -173,7 +173,7 @@ def test_prepare_qat__state_is_refused_by_name(kind, batches):
 
 def test_quantize__attributes_are_refused_by_name():
     (x,) = draw(1)
-    with pytest.raises(ModelError, match="keeps state in 'count'.*rq|relayquant.torch.prepare"):
+    with pytest.raises(ModelError, match=r"keeps state in 'count'.*relayquant\.torch\.prepare"):
         rq.torch.quantize(make(Counter), (x,), [x], effort="fast", backend="x86")
 
 
@@ -199,7 +199,7 @@ def test_define_by_run__state_goes_on_as_in_float(kind, calls):
     converted = rq.torch.convert(prepared)
     for x, want, changed in zip(batches[calls:], expected, inputs, strict=True):
         got = converted(x)
-        torch.testing.assert_close(got, want, rtol=0, atol=0.03 * float(want.abs().max()))
+        torch.testing.assert_close(got, want, rtol=0, atol=0.05 * float(want.abs().max()))
         assert torch.equal(x, changed)
     for name, value in twin.state_dict().items():
         torch.testing.assert_close(model.state_dict()[name], value, rtol=0.03, atol=0.03)

@@ -19,6 +19,8 @@ from relayquant.torch.define_by_run.tape import Call, ModelConstant, Tape, TapeS
 VARIES = "an argument of it that is no tensor differs from call to call"
 RANK_VARIES = "the rank or dtype of its tensors differs from call to call"
 SOMETIMES_SAME = "it returns the tensor that it is called with in some calls only"
+OTHER_CONSTANT = "it reads another parameter, or none, from call to call"
+OTHER_CONSTANT_ADVICE = "Write it as modules, each with a parameter, or as an operator for each."
 VARIES_ADVICE = "Compute it with tensors, or make it a constant of the code."
 
 
@@ -242,7 +244,7 @@ def form_block(
             operands = [step.operands[place] for step in column]
             source = find_source(operands, inside)
             if source is None and any(isinstance(operand, ModelConstant) for operand in operands):
-                refuse(first.site, cuts, "it reads a parameter in some calls only")
+                refuse(first.site, cuts, OTHER_CONSTANT, OTHER_CONSTANT_ADVICE)
             if source is None:
                 cuts.leaders.add(first.site)
                 raise _Changed

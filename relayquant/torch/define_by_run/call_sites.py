@@ -32,7 +32,8 @@ _LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__
 
 #: What two calls of one operator have in common: (id of the module, name of the function, places
 #: within the module, places around it); a place is (id of a code object, instruction), and they go
-#: from the call outwards to the user's module.
+#: from the call outwards to the user's module. A module that the model did not have when it was
+#: prepared, as its code may make one in each call, is known by its class and the places around it.
 SiteKey = tuple[Any, ...]
 
 
@@ -105,8 +106,11 @@ class SiteTable:
         places, end, is_inside = self.walk(frame, False)
         if end is None:
             return None, operator, join_places(places), ()
-        outer = () if is_inside else self.find_outer(end.f_back)
-        return id(find_called(end)), operator, join_places(places), outer
+        module = find_called(end)
+        is_known = id(module) in self.paths
+        outer = () if is_inside and is_known else self.find_outer(end.f_back)
+        owner = id(module) if is_known else type(module)
+        return owner, operator, join_places(places), outer
 
     def find_outer(self, frame: FrameType | None) -> tuple[tuple[int, int], ...]:
         """The places between the call of a module, whose innermost frame is given, and the

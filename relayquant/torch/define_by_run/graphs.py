@@ -35,7 +35,10 @@ class StepModule(torch.nn.Module):
 
 
 class RunModule(torch.nn.Module):
-    """A straight run as a module for torch.export: inputs -> the values that are read elsewhere."""
+    """A straight run as a module for torch.export: inputs -> the values that are read elsewhere.
+
+    Its own attributes have names that no attribute of the user's has.
+    """
 
     def __init__(
         self,
@@ -44,19 +47,20 @@ class RunModule(torch.nn.Module):
         constants: ModelConstants,
     ) -> None:
         super().__init__()
-        self.steps, self.outputs = tuple(steps), tuple(outputs)
-        self._paths: dict[int, str] = {}
+        paths: dict[int, str] = {}
         for step in steps:
             for source in step.sources:
-                if not isinstance(source, Input | Inside) and source.number not in self._paths:
+                if not isinstance(source, Input | Inside) and source.number not in paths:
                     name = constants.names[source.number]
                     put_constant(self, name, constants.tensors[source.number])
-                    self._paths[source.number] = name
+                    paths[source.number] = name
+        self.relayquant_run = tuple(steps), tuple(outputs), paths
         self.add_module(_STEPS, torch.nn.ModuleList(map(StepModule, steps)))
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        steps, outputs, paths = self.relayquant_run
         values: dict[int, torch.Tensor] = {}
-        for step, module in zip(self.steps, self.get_submodule(_STEPS), strict=True):
+        for step, module in zip(steps, self.get_submodule(_STEPS), strict=True):
             tensors = []
             for source in step.sources:
                 if isinstance(source, Input):
@@ -64,9 +68,9 @@ class RunModule(torch.nn.Module):
                 elif isinstance(source, Inside):
                     tensors.append(values[source.number])
                 else:
-                    tensors.append(find_constant(self, self._paths[source.number]))
+                    tensors.append(find_constant(self, paths[source.number]))
             values.update(zip(step.results, module(*tensors), strict=True))
-        return tuple(values[number] for number in self.outputs)
+        return tuple(values[number] for number in outputs)
 
 
 def put_constant(root: torch.nn.Module, path: str, tensor: torch.Tensor) -> None:

@@ -50,6 +50,7 @@ from relayquant.torch.define_by_run.part_calls import (
     find_dynamic,
 )
 from relayquant.torch.define_by_run.runs import QuantizedRun, join_ledgers, quantize_runs
+from relayquant.torch.define_by_run.settling import settle_constants
 from relayquant.torch.define_by_run.tape import (
     KnownOperator,
     ModelConstants,
@@ -190,10 +191,12 @@ class PreparedProgram(Uncopied):
 
     def to_quantized(self) -> QuantizedProgram | QuantizedWhole:
         """See `relayquant.torch.convert`."""
-        whole = self._quantize_whole()
+        modules = self._table.modules
+        tapes = settle_constants(self._tapes, self._constants, modules, self._file)
+        whole = self._quantize_whole(tapes)
         if whole is not None:
             return whole
-        runs, interface = quantize_runs(self._tapes, self._constants, self._file, self.settings)
+        runs, interface = quantize_runs(tapes, self._constants, self._file, self.settings)
         forms = {} if self._parts is None else self._parts.convert(self.settings)
         calls = {} if self._parts is None else self._parts.make_calls(forms)
         return QuantizedProgram(
@@ -208,16 +211,16 @@ class PreparedProgram(Uncopied):
             interface,
         )
 
-    def _quantize_whole(self) -> QuantizedWhole | None:
+    def _quantize_whole(self, tapes: Sequence[Tape]) -> QuantizedWhole | None:
         """One integer module of the whole model, where torch.export takes it."""
-        first = self._tapes[0]
+        first = tapes[0]
         is_module = isinstance(self.model, torch.nn.Module)
         args, kwargs = first.arguments
         if self._parts is not None:
             return None  # each has a place of its own in the code
         if not is_module or kwargs or not all(map(is_flat, args)):
             return None
-        for tape in self._tapes:
+        for tape in tapes:
             if len(tape.steps) != len(first.steps) or tape.arguments != first.arguments:
                 return None
             for step, other in zip(tape.steps, first.steps, strict=True):
@@ -225,12 +228,12 @@ class PreparedProgram(Uncopied):
                     return None
                 if not has_equal_call(step, other):
                     return None
-        if any(tape.has_state for tape in self._tapes) or any(self._changes[1:] or self._changes):
+        if any(tape.outside for tape in tapes) or any(self._changes[1:] or self._changes):
             return None
         examples = tuple(map(self._file.read, first.inputs))
         try:
             inputs = join_arguments(args, examples)
-            shapes = find_dynamic([tape.sizes for tape in self._tapes])
+            shapes = find_dynamic([tape.sizes for tape in tapes])
             program = export(self.model, inputs, dynamic_shapes=shapes)
             mod, params = load(program)
             check_state(self.model, inputs)
@@ -240,7 +243,7 @@ class PreparedProgram(Uncopied):
             return None
 
         def iterate() -> Iterator[tuple[Any, ...]]:
-            for tape in self._tapes:
+            for tape in tapes:
                 yield tuple(self._file.read(at).numpy() for at in tape.inputs)
 
         settings = self.settings

@@ -7,6 +7,7 @@ whatever the straight runs turn out to be once all calls are known.
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import sys
@@ -109,9 +110,28 @@ class ValueForm:
 
 @dataclass(frozen=True, slots=True)
 class ModelConstant:
-    """A parameter or buffer of the model, by its id."""
+    """A parameter or buffer of the model, or a tensor that is as constant, by its id."""
 
     number: int
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class OutsideTensor:
+    """A tensor that a call read and that was there before it: an attribute, a global, a closure's.
+
+    Attributes:
+        tensor: The tensor, which may be gone.
+        version: How often it had been written into.
+    """
+
+    tensor: weakref.ref[torch.Tensor]
+    version: int
+
+    def find(self) -> torch.Tensor | None:
+        """The tensor, if somebody holds it and nobody has written into it since."""
+        tensor = self.tensor()
+        is_kept = tensor is not None and self.version == read_version(tensor) != UNCOUNTED
+        return tensor if is_kept else None
 
 
 #: What a step reads: number of a value of the tape, or a constant.
@@ -207,8 +227,8 @@ class Tape:
         entries: Number of a value -> number of the tensor among the arguments that it was.
         results: Values that the model returned, tensor by tensor, None for one that is none of
             the tape's; and `given`, their numbers in the file. Where these are asked for.
-        has_state: Whether it read a tensor that is no argument or constant and that it has not
-            made: state from before.
+        outside: Number of a value -> the tensor that it was, of those that are no arguments or
+            constants and that the call has not made: state from before.
         eager: Operators that only PyTorch can run: they make views of what is written into.
         rewritten: Operators that have returned a tensor as it is, which was then written into.
         alive: Values that still exist when the call is over: results, and state.
@@ -225,7 +245,7 @@ class Tape:
         self.entries: dict[int, int] = {}
         self.results: tuple[int | None, ...] = ()
         self.given: tuple[int, ...] = ()
-        self.has_state = False
+        self.outside: dict[int, OutsideTensor] = {}
         self.eager: set[CallSite] = set()
         self.rewritten: set[CallSite] = set()
         self.alive: frozenset[int] = frozenset()
@@ -234,6 +254,18 @@ class Tape:
         """A step that has run."""
         self.rows.append(step)
         self.numbers += (*step.operands, *step.results)
+
+    def copy(self) -> Tape:
+        """Another tape of the same call."""
+        twin = copy.copy(self)
+        vars(twin).pop("steps", None)
+        twin.forms, twin.stored, twin.outside = [*self.forms], {**self.stored}, {**self.outside}
+        return twin
+
+    def add_form(self, form: ValueForm) -> int:
+        """The number of a further value."""
+        self.forms.append(form)
+        return len(self.forms) - 1
 
     @functools.cached_property
     def steps(self) -> tuple[TapeStep, ...]:
@@ -262,6 +294,7 @@ class ModelConstants:
         self.names: dict[int, str] = {}
         self.tensors: dict[int, torch.Tensor] = {}
         self.current: dict[int, tuple[int, ModelConstant]] = {}
+        self._outside: dict[int, OutsideTensor] = {}
         for root, module in modules.items():
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):
                 number = id(tensor)
@@ -269,11 +302,36 @@ class ModelConstants:
                 self.tensors[number] = tensor
                 self.current[number] = read_version(tensor), ModelConstant(number)
 
+    def find_current(self) -> set[int]:
+        """ids of the parameters and buffers that nobody has written into."""
+        return {
+            number
+            for number, (version, _) in self.current.items()
+            if version == read_version(self.tensors[number])
+        }
+
     def keep_before_write(self, tensor: torch.Tensor) -> None:
         """A tensor is about to be written into: steps that read it so far read a copy."""
         number = id(tensor)
         if self.current.pop(number, None) is not None:
             self.tensors[number] = tensor.detach().clone()
+
+    def note_outside(self, tensor: torch.Tensor) -> OutsideTensor:
+        """A tensor that a call reads as it is now: the same object for the same one."""
+        known, version = self._outside.get(id(tensor)), read_version(tensor)
+        if known is None or known.tensor() is not tensor or known.version != version:
+            known = self._outside[id(tensor)] = OutsideTensor(weakref.ref(tensor), version)
+        return known
+
+    def add(self, tensor: torch.Tensor, name: str) -> ModelConstant:
+        """A tensor that turned out to be constant; the same one for the same tensor."""
+        number = id(tensor)
+        self.tensors.setdefault(number, tensor)
+        if number not in self.names:
+            while name in self.names.values() or hasattr(torch.nn.Module, name.split(".")[-1]):
+                name += "_"  # a plain attribute may have the name of a method
+            self.names[number] = name
+        return ModelConstant(number)
 
 
 def is_view(tensor: torch.Tensor) -> bool:
@@ -289,9 +347,13 @@ def shares_memory(result: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool
     return place != 0 and any(tensor.data_ptr() == place for tensor in tensors)
 
 
+#: version of a tensor that does not count how often it is written into
+UNCOUNTED = -1
+
+
 def read_version(tensor: torch.Tensor) -> int:
-    """How often a tensor was written into; -1 for those that do not count it."""
-    return -1 if tensor.is_inference() else tensor._version
+    """How often a tensor was written into; `UNCOUNTED` for those that do not count it."""
+    return UNCOUNTED if tensor.is_inference() else tensor._version
 
 
 def read_versions(tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -495,8 +557,9 @@ class RecordedCall(TorchFunctionMode):
     def add_input(self, tensor: torch.Tensor) -> int:
         """A number for a tensor that is met for the first time: it comes from outside."""
         own = self._own.get(id(tensor))
-        self.tape.has_state |= own is None or own() is not tensor
         value = self.add_value(tensor)
+        if own is None or own() is not tensor:
+            self.tape.outside[value] = self.constants.note_outside(tensor)
         self.tape.stored[value] = self.file.append(tensor)
         argument = self._arguments.get(id(tensor))
         if argument is not None:
@@ -514,12 +577,11 @@ class RecordedCall(TorchFunctionMode):
 
     def add_value(self, tensor: torch.Tensor) -> int:
         """A number for what a tensor holds from now on."""
-        value = len(self.tape.forms)
         key = tensor.shape, tensor.dtype
         form = self._forms.get(key)
         if form is None:
             form = self._forms[key] = ValueForm.of(tensor)
-        self.tape.forms.append(form)
+        value = self.tape.add_form(form)
         self._values[id(tensor)] = weakref.ref(tensor), value
         return value
 
@@ -620,8 +682,10 @@ def find_pure_call(call: Call, name: str) -> Call | None:
 
 def strip_inplace(call: Call, name: str) -> Call:
     """A call that has written nothing without the word that it may: of a dropout that does
-    nothing.
+    nothing. `x.data` is `x.detach()`, which a graph can hold.
     """
+    if name == "data":
+        return Call(torch.Tensor.detach, call.arguments)
     is_marked = bool(call.arguments[1].get("inplace"))
     return (find_pure_call(call, name) if is_marked else None) or call
 
