@@ -207,7 +207,7 @@ def test_define_by_run__state_goes_on_as_in_float(kind, calls):
 
 def test_define_by_run__number_that_calibration_never_saw_is_named():
     prepared = rq.torch.prepare(make(Counter), (draw(1)[0],), effort="fast", backend="x86")
-    with pytest.raises(ModelError, match="mul in the model .*test_state.py.*never saw"):
+    with pytest.raises(ModelError, match=r"mul in the model .*test_state\.py.*never saw"):
         rq.torch.convert(prepared)(draw(1)[0])
 
 

@@ -68,6 +68,9 @@ DROPOUT = frozenset(["dropout", "dropout1d", "dropout2d", "dropout3d"])
 SIZED_BY_VALUES = frozenset(
     ["nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount", "_unique2"]
 )
+#: Functions that may change running statistics, which is not counted as a write -> the name of the
+#: argument that says so, which is the sixth, and its default
+STATISTICS = {"batch_norm": ("training", False), "instance_norm": ("use_input_stats", True)}
 #: Functions that give a number of Python's: no part of a run.
 NUMBERS = frozenset(["item", "tolist", "__bool__", "__int__", "__float__", "__index__"])
 #: Operators of Python that write into their first argument -> the same that does not.
@@ -141,6 +144,19 @@ def replaces_memory(function: Callable[..., Any], name: str) -> bool:
     """Whether it gives its first tensor other memory, which is not counted as a write."""
     is_property = name == "__set__" and getattr(function.__self__, "__name__", "") == "data"
     return is_property or name == "set_"
+
+
+def changes_statistics(function: Callable[..., Any], name: str, args: Any, kwargs: Any) -> bool:
+    """Whether it normalizes by the batch and lets running statistics follow."""
+    if name not in STATISTICS:
+        return False
+
+    def take(key: str, place: int, default: Any) -> Any:
+        return kwargs.get(key, args[place] if len(args) > place else default)
+
+    is_functional = function is getattr(torch.nn.functional, name)
+    mean = take("running_mean", 1 if is_functional else 3, None)
+    return bool(take(STATISTICS[name][0], 5, STATISTICS[name][1])) and mean is not None
 
 
 def find_pure(

@@ -41,6 +41,7 @@ from relayquant.torch.define_by_run.functions import (
     RANDOM,
     SIZED_BY_VALUES,
     PartFunction,
+    changes_statistics,
     find_pure,
     may_write,
     replaces_memory,
@@ -430,8 +431,9 @@ class RecordedCall(TorchFunctionMode):
         site = self.sites.add(key, frame)
         if self.order is not None:
             check_order(self.order, len(self.tape.rows), site)
-        if may_write(name, kwargs):
-            self.constants.keep_before_write(tensors[0])
+        is_following = changes_statistics(func, name, args, kwargs)
+        for tensor in tensors if is_following else tensors[: may_write(name, kwargs)]:
+            self.constants.keep_before_write(tensor)
         versions = read_versions(tensors)
         operands = tuple(self.find_operands(tensors, versions))
         result = func(*args, **kwargs)
@@ -508,7 +510,7 @@ class RecordedCall(TorchFunctionMode):
             self.note_same(tensors[0], site)
         for i in written:
             self.tape.rewritten.update(self.find_same(tensors[i]))
-        reason, advice = explain_eager(func, name, tensors, outputs, is_cast, is_drawn)
+        reason, advice = explain_eager(call, name, tensors, outputs, is_cast, is_drawn)
         pure = None
         if reason:
             site.reason, site.advice = reason, advice
@@ -642,7 +644,7 @@ class RecordedCall(TorchFunctionMode):
 
 
 def explain_eager(
-    func: Callable[..., Any],
+    call: Call,
     name: str,
     tensors: Sequence[torch.Tensor],
     results: Sequence[torch.Tensor],
@@ -657,8 +659,10 @@ def explain_eager(
         is_cast: Whether it was called under autocast.
         is_drawn: Whether it gives another result each time.
     """
-    if isinstance(func, PartFunction):
-        return func.reason, ""
+    if isinstance(call.function, PartFunction):
+        return call.function.reason, ""
+    if changes_statistics(call.function, name, *call.arguments):
+        return "running statistics follow what it is given", "Call it in evaluation mode."
     if not results:
         return "its result is no tensor", ""
     if is_cast:
