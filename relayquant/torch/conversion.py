@@ -14,6 +14,10 @@ from relayquant.errors import ConfigError
 class Convertible(Protocol):
     """What a function of this package that prepares returns."""
 
+    def check_ranges(self) -> None:
+        """Raise ConfigError if a range is not known."""
+        ...
+
     def to_quantized(self) -> Any:
         """The quantized model."""
         ...
@@ -33,8 +37,9 @@ def convert(prepared: Any) -> Any:
     kind, and `.ledger` says of every operator, also of those in PyTorch, what became of it.
 
     Raises:
-        ConfigError: `prepared` is nothing of that kind; training diverged; or a line of the
-            QConfigMapping decides for no operator.
+        ConfigError: `prepared` is nothing of that kind; training diverged, or has not begun and
+            there was no data for calibration; or a line of the QConfigMapping decides for no
+            operator.
     """
     if not isinstance(prepared, Convertible):
         raise ConfigError(
@@ -42,4 +47,5 @@ def convert(prepared: Any) -> Any:
             f"{type(prepared).__name__}. For a module that is neither calibrated nor trained, use "
             "relayquant.torch.quantize(module, example_inputs, dataset)."
         )
+    prepared.check_ranges()
     return prepared.to_quantized()

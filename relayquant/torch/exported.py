@@ -164,17 +164,20 @@ def check_state(
         check_stateless(module, inputs, kwargs)
 
 
-def free_batch(inputs: tuple[Any, ...]) -> Any:
-    """Dynamic shapes of example inputs: the first axis, where it holds more than one sample, as
-    far as the module allows.
+def free_batch(inputs: Any) -> Any:
+    """Dynamic shapes of example inputs, at any depth of lists and dicts: the first axis, where it
+    holds more than one sample, as far as the module allows. None where no input has one.
     """
     import torch  # pyright: ignore[reportMissingImports]
+    from torch.utils import _pytree as pytree  # pyright: ignore[reportMissingImports]
 
     def free(value: Any) -> Any:
         is_batch = isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape[0] > 1
         return {0: torch.export.Dim.AUTO} if is_batch else None
 
-    return tuple(free(value) for value in inputs)
+    leaves, form = pytree.tree_flatten(inputs)
+    freed = list(map(free, leaves))
+    return pytree.tree_unflatten(freed, form) if any(freed) else None
 
 
 def check_module(module: Any) -> None:

@@ -6,7 +6,7 @@ so that one program serves a module, its copies, and all their states.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -198,20 +198,23 @@ def bind_input(values: Values, var: relax.Var, value: Any) -> None:
     values.slots[var] = value.to(dtype)
 
 
-def build_program(graph: CalibrationGraph, openings: Sequence[Opening] = ()) -> TorchProgram:
-    """The steps of a calibration graph; with openings, of one that has them.
+def build_program(
+    graph: CalibrationGraph, openings: Sequence[Opening] = (), fixed: Collection[str] = ()
+) -> TorchProgram:
+    """The steps of a calibration graph; with openings, of one that has them. Constants that the
+    values `fixed` are computed of do not train.
 
     Raises:
         ModelError: operators have no torch form; names all of them.
     """
-    return ProgramBuilder(graph).build(openings)
+    return ProgramBuilder(graph, fixed).build(openings)
 
 
 class ProgramBuilder:
     """State of one build."""
 
-    def __init__(self, graph: CalibrationGraph) -> None:
-        self.graph, self.main = graph, graph.mod["main"]
+    def __init__(self, graph: CalibrationGraph, fixed: Collection[str] = ()) -> None:
+        self.graph, self.main, self.fixed = graph, graph.mod["main"], frozenset(fixed)
         self.view = FunctionGraph(self.main)
         self.keys = {v.dtype: key for key, v in graph.variables.items()}
         self.constants: dict[GenericConst, torch.Tensor] = {}
@@ -345,7 +348,7 @@ class ProgramBuilder:
         if function is None:
             self.missing.setdefault(name.removeprefix("relax.") or str(call.op), var.name)
             return lambda values: None
-        if name in WEIGHTED:
+        if name in WEIGHTED and var.name not in self.fixed:
             for i, arg in enumerate(call.args):
                 self.note_trained(arg, (var.name, i))
         attrs = SimpleNamespace(**read_attributes(call))

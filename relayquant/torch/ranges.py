@@ -8,12 +8,19 @@ import enum
 
 
 class Ranges(enum.Enum):
-    """Where the scales of fake quantization come from, once calibration has found the first."""
+    """Where the scales of fake quantization come from, once calibration has found the first, or
+    the first training batches without it.
+    """
 
     FROZEN = "frozen"  #: they stay
     #: they follow the extremes of the batches, of weights the extremes of now, as FX's observers do
     MOVING_AVERAGE = "moving average"
     LEARNED = "learned"  #: by the gradient of the loss (LSQ); zero points stay
+
+    @property
+    def moves(self) -> bool:
+        """Whether they change while the module trains."""
+        return self is not Ranges.FROZEN
 
 
 class BatchNorm(enum.Enum):

@@ -41,6 +41,7 @@ def convert_to_reference(prepared: Any) -> Any:
     """
     trainable = import_trainable()
     if isinstance(prepared, trainable.TrainableModule):
+        prepared.check_ranges()
         return prepared.to_reference()
     if not isinstance(prepared, PreparedModel):
         raise ConfigError(

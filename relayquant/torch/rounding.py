@@ -19,6 +19,8 @@ from relayquant.torch.ranges import Ranges
 
 #: share of a batch's extremes in a moving average of them, as in PyTorch's observers
 MOMENTUM = 0.01
+#: training batches that give the first range where calibration has not
+WATCHED = 10
 
 
 def align_channels(values: torch.Tensor, like: torch.Tensor, axis: int) -> torch.Tensor:
@@ -149,6 +151,8 @@ class FakeQuantize(nn.Module):
             that it stays positive and a step of an optimizer is relative to it; else None.
         low, high: float32 (n,), the range that a moving average has found.
         is_frozen: Whether the range stays as it is, bool ().
+        to_watch: How many training batches are still to come that widen the range to what they
+            hold, int64 (): the first ones, where no data for calibration has given one.
     """
 
     scale: torch.Tensor
@@ -156,8 +160,11 @@ class FakeQuantize(nn.Module):
     low: torch.Tensor
     high: torch.Tensor
     is_frozen: torch.Tensor
+    to_watch: torch.Tensor
 
-    def __init__(self, group: GroupPlan, qparams: QParams, ranges: Ranges) -> None:
+    def __init__(
+        self, group: GroupPlan, qparams: QParams, ranges: Ranges, is_waiting: bool = False
+    ) -> None:
         super().__init__()
         self.group, self.limits = group, group.info.spec.limits
         is_given = group.is_fixed or isinstance(group.calibration, Fixed)
@@ -173,6 +180,12 @@ class FakeQuantize(nn.Module):
         self.register_buffer("low", torch.from_numpy(low))
         self.register_buffer("high", torch.from_numpy(high))
         self.register_buffer("is_frozen", torch.tensor(self.ranges is Ranges.FROZEN))
+        is_waiting = is_waiting and group.constant is None and not is_given
+        count = 1 if ranges is Ranges.MOVING_AVERAGE else WATCHED
+        self.register_buffer("to_watch", torch.tensor(count if is_waiting else 0))
+        if is_waiting:
+            self.low.fill_(math.inf)
+            self.high.fill_(-math.inf)
         self.log_factor: nn.Parameter | None = None
         if self.ranges is Ranges.LEARNED:
             self.log_factor = nn.Parameter(torch.zeros(len(scale)))
@@ -183,10 +196,13 @@ class FakeQuantize(nn.Module):
 
     def forward(self, x: torch.Tensor, axis: int) -> torch.Tensor:
         """`x` on the grid; `axis` is that of the channels, if they have scales of their own."""
-        is_following = self.ranges is Ranges.MOVING_AVERAGE
-        if is_following and self.training and not self.is_frozen:
+        is_following = self.ranges is Ranges.MOVING_AVERAGE and not self.is_frozen
+        is_watching = self.to_watch > 0 and not (self.is_frozen and self.ranges.moves)
+        if self.training and (is_following or is_watching):
             self.observe(x.detach(), axis)
-            if self.group.constant is not None:  # of a weight, the range is that of now
+            if is_watching:
+                self.widen()
+            elif self.group.constant is not None:  # of a weight, the range is that of now
                 self.follow(1.0)
         scale = self.find_scale()
         shape = [1] * x.ndim
@@ -247,21 +263,43 @@ class FakeQuantize(nn.Module):
             low, high = torch.minimum(low, self.seen[0]), torch.maximum(high, self.seen[1])
         self.seen = low, high
 
+    def widen(self) -> None:
+        """Widen the range to what was seen."""
+        if self.seen is not None:
+            torch.minimum(self.low, self.seen[0], out=self.low)
+            torch.maximum(self.high, self.seen[1], out=self.high)
+            self.choose_parameters()
+
     def follow(self, momentum: float) -> None:
-        """Move the range toward what was seen, and the parameters with it."""
+        """The batch is through: move the range toward what was seen, and the parameters with it.
+        One of the first batches has widened it already.
+        """
         if self.seen is None:
             return
-        for mine, new in zip((self.low, self.high), self.seen, strict=True):
-            mine.lerp_(new, momentum)
+        if self.to_watch > 0:
+            self.to_watch -= 1
+        else:
+            for mine, new in zip((self.low, self.high), self.seen, strict=True):
+                mine.lerp_(new, momentum)
+            self.choose_parameters()
         self.seen = None
+
+    def choose_parameters(self) -> None:
+        """The parameters of the range."""
         info = self.group.info
         low, high = (bound.numpy().astype("float64") for bound in (self.low, self.high))
         axis = info.axis if info.spec.is_per_channel else None
         if axis is None:
             low, high = low[0], high[0]
         found = choose_qparams(low, high, info.spec, axis)
-        self.scale.copy_(torch.from_numpy(np.array(found.scale).reshape(-1)))
-        self.zero_point.copy_(torch.from_numpy(np.array(found.zero_point).reshape(-1)))
+        # New tensors: what was rounded with the old ones may still need them for its gradient.
+        self.scale = torch.from_numpy(np.array(found.scale, "float32").reshape(-1))
+        self.zero_point = torch.from_numpy(np.array(found.zero_point, "int32").reshape(-1))
+
+    @property
+    def is_known(self) -> bool:
+        """Whether a range was found."""
+        return bool((self.low <= self.high).all())
 
     @property
     def qparams(self) -> QParams:

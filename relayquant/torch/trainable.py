@@ -13,10 +13,11 @@ import numpy as np
 import torch
 import tvm
 from torch import nn
-from tvm import relax
+from torch.utils import _pytree as pytree
+from tvm import relax, tirx
 from tvm.ir import Call
 
-from relayquant.errors import ConfigError, ModelError, format_count
+from relayquant.errors import ConfigError, DataError, ModelError, format_count
 from relayquant.importers import import_torch
 from relayquant.ledger import InterfaceValue
 from relayquant.pipeline import convert_model, lower_module, lower_prepared
@@ -46,12 +47,53 @@ CLIPS = ("relax.nn.relu", "relax.clip")
 
 
 @dataclass(frozen=True, eq=False)
+class CallForm:
+    """How a module is called, and what it returns: trees of tensors.
+
+    Attributes:
+        inputs: (args, kwargs) of a call, as a tree.
+        outputs: What it returns, as a tree.
+        constants: Leaves of the latter that are no tensors, by number.
+        shapes: Those that inputs of the integer module have; None for as many samples as there are.
+    """
+
+    inputs: Any
+    outputs: Any
+    constants: Mapping[int, Any]
+    shapes: tuple[tuple[int, ...], ...] | None
+
+    def read_inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+        """The tensors of a call, in the order of the model's inputs; also of one with these alone.
+
+        Raises:
+            DataError: it has another form than the example inputs.
+        """
+        if not kwargs and all(isinstance(arg, torch.Tensor) for arg in args):
+            return list(args)
+        try:
+            leaves = self.inputs.flatten_up_to((args, dict(kwargs)))
+        except ValueError as error:
+            raise DataError(
+                f"The module is called in another form than its example inputs have: {error}"
+            ) from error
+        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+    def build_result(self, result: Any) -> Any:
+        """What the model returns, of the tensors that it computes."""
+        tensors = iter(result if isinstance(result, tuple) else (result,))
+        count = self.outputs.num_leaves
+        leaves = [self.constants[i] if i in self.constants else next(tensors) for i in range(count)]
+        return pytree.tree_unflatten(leaves, self.outputs)
+
+
+@dataclass(frozen=True, eq=False)
 class Source:
     """What a trainable module is made of; a copy of the module shares it."""
 
     prepared: PreparedModel
     program: TorchProgram
     unit: Unit | None = None
+    form: CallForm | None = None
 
     def __deepcopy__(self, memo: Any) -> Source:
         """Itself: nothing of it changes."""
@@ -174,17 +216,23 @@ class TrainableModule(nn.Module):
         weight_ranges: Ranges,
         folded: Mapping[str, FoldedNorm],
         unit: Unit | None = None,
+        form: CallForm | None = None,
+        is_waiting: bool = False,
     ) -> None:
         super().__init__()
         check_trainable(prepared)
-        program = build_program(prepared.graph, unit.opened.openings if unit else ())
-        self.source = Source(prepared, program, unit)
+        openings = unit.opened.openings if unit else ()
+        program = build_program(prepared.graph, openings, find_chained(prepared.plan))
+        self.source = Source(prepared, program, unit, form)
         self.parts = Parts(unit.parts if unit else {})
         parameters = prepared.parameters
         self.quantizers = nn.ModuleDict(
             {
                 name_parameter(group.key): FakeQuantize(
-                    group, parameters[group.key], weight_ranges if group.constant else ranges
+                    group,
+                    parameters[group.key],
+                    weight_ranges if group.constant else ranges,
+                    is_waiting,
                 )
                 for group in prepared.plan.groups
             }
@@ -220,9 +268,16 @@ class TrainableModule(nn.Module):
 
     # ---- running ----
 
-    def forward(self, *inputs: torch.Tensor) -> Any:
-        """What the model gives for these inputs."""
-        return self.compute(inputs)[0]
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model gives for these inputs.
+
+        Raises:
+            DataError: they do not fit the model.
+        """
+        form = self.source.form
+        if form is None:
+            return self.compute(args)[0]
+        return form.build_result(self.compute(form.read_inputs(args, kwargs))[0])
 
     def compute(
         self, inputs: Sequence[torch.Tensor], inner: Collection[str] = ()
@@ -293,7 +348,7 @@ class TrainableModule(nn.Module):
         The unit is small beside a step of the result, unless weights are large: behind them most
         results are clipped, and what the bias alone makes is within.
         """
-        if key not in self.bias_scales:
+        if key not in self.bias_scales or not self.find_data(key).is_known:
             return value
         unit = self.find_unit(key, value.shape)
         return value + (torch.round(value / unit) * unit - value).detach()
@@ -303,6 +358,10 @@ class TrainableModule(nn.Module):
         data, weight = (self.find_scale(group) for group in self.bias_scales[bias])
         unit = (data * weight).clamp_min(torch.finfo(torch.float32).tiny)
         return unit.reshape(tuple(shape)) if unit.numel() > 1 else unit
+
+    def find_data(self, bias: str) -> FakeQuantize:
+        """What rounds the data that the weight beside a bias is multiplied by."""
+        return self.quantizers[name_parameter(self.bias_scales[bias][0])]  # pyright: ignore[reportReturnType]
 
     def find_scale(self, group: str) -> torch.Tensor:
         """The scale that values of a group are rounded with, without a gradient."""
@@ -387,6 +446,22 @@ class TrainableModule(nn.Module):
 
     # ---- results ----
 
+    def check_ranges(self) -> None:
+        """That every range was found: by calibration, or by a training batch.
+
+        Raises:
+            ConfigError: one was not.
+        """
+        waiting = [q.group.key for q in self.list_quantizers() if not q.is_known]
+        if waiting:
+            raise ConfigError(
+                f"The module was prepared without calibration data, and has not trained: the range "
+                f"of {waiting[0]!r} is not known. Call it in training mode (module.train()) with "
+                "representative inputs, or prepare it with calibration=."
+            )
+        for part in self.list_parts():
+            part.check_ranges()
+
     @property
     def is_quantized(self) -> bool:
         """Whether anything is rounded."""
@@ -450,8 +525,9 @@ class TrainableModule(nn.Module):
             prepared = unit.prepared
             inputs, outputs = map(list_dtypes, (prepared.inputs, prepared.outputs))
             return lower_module(mod, prepared.backend, inputs, outputs)
-        trained = self.collect()
-        return lower_prepared(trained) if trained.plan.groups else trained.mod
+        trained, form = self.collect(), self.source.form
+        mod = lower_prepared(trained) if trained.plan.groups else trained.mod
+        return mod if form is None or form.shapes is None else bind_sizes(mod, form.shapes)
 
     def to_reference(self) -> ReferenceModule:
         """See `relayquant.torch.convert_to_reference`."""
@@ -492,6 +568,21 @@ def norm_visitor(module: TrainableModule, norm: LiveBatchNorm) -> Visitor:
     return visit
 
 
+def bind_sizes(mod: tvm.IRModule, shapes: Sequence[Sequence[int]]) -> tvm.IRModule:
+    """main for inputs of these shapes."""
+    main = mod["main"]
+    sizes = {
+        dim: size
+        for var, shape in zip(main.params, shapes, strict=True)
+        for dim, size in zip(var.ty.shape.values, shape, strict=True)
+        if isinstance(dim, tirx.Var)
+    }
+    if not sizes:
+        return mod
+    bound = main.bind_symbolic_vars(sizes)
+    return tvm.IRModule({**dict(mod.functions.items()), mod.get_global_var("main"): bound})
+
+
 def list_dtypes(values: Sequence[InterfaceValue]) -> dict[str | int, str]:
     """The integer dtypes that inputs or outputs are asked to have, by number."""
     return {i: value.requested for i, value in enumerate(values) if value.is_integer}
@@ -506,6 +597,18 @@ def find_input_grids(prepared: PreparedModel) -> dict[str, str]:
         value.name: keys[value.name][0]
         for value in prepared.inputs
         if value.is_integer and keys.get(value.name)
+    }
+
+
+def find_chained(plan: Plan) -> set[str]:
+    """Values of chains that become tables: of an array in one, all elements are one number, and
+    have to stay that.
+    """
+    return {
+        value
+        for operator in plan.operators
+        if operator.quantized and operator.op == "relax.elementwise_chain"
+        for value in operator.values
     }
 
 

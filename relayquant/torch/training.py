@@ -7,6 +7,7 @@ fold and lower behind it. PyTorch is an extra and is imported when a function he
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -17,19 +18,27 @@ from relayquant.arguments import check_arguments
 from relayquant.backends import resolve_backend
 from relayquant.config import BackendConfig, QConfigMapping
 from relayquant.effort import Effort, default_mapping, resolve_effort
-from relayquant.errors import ConfigError, MissingDependencyError, format_count, warn_user
+from relayquant.errors import (
+    ConfigError,
+    DataWarning,
+    MissingDependencyError,
+    ModelError,
+    format_count,
+    warn_user,
+)
 from relayquant.pipeline import calibrate_model, prepare_model, review_prepared
 from relayquant.prepared import PreparedModel
 from relayquant.rewrite import Skip
 from relayquant.settings import CalibrateSettings, PrepareSettings
 from relayquant.torch.batch_norm import FoldedNorm, Normalization, find_folded, find_norms
 from relayquant.torch.custom_config import PrepareCustomConfig
-from relayquant.torch.exported import check_module, free_batch, load_module
+from relayquant.torch.exported import check_module, check_state, export, free_batch
+from relayquant.torch.exported import load as load_program
 from relayquant.torch.ranges import BatchNorm, Ranges
 
 if TYPE_CHECKING:
     from relayquant.torch.standalone import Unit
-    from relayquant.torch.trainable import TrainableModule
+    from relayquant.torch.trainable import CallForm, TrainableModule
 
 
 @check_arguments
@@ -39,11 +48,12 @@ def prepare_qat(
     qconfig_mapping: QConfigMapping | None = None,
     backend: BackendConfig | str | None = None,
     *,
-    calibration: Any,
+    calibration: Any = None,
     ranges: Ranges = Ranges.LEARNED,
     weight_ranges: Ranges | None = None,
     batch_norm: BatchNorm = BatchNorm.FROZEN,
     effort: Effort | str = Effort.BALANCED,
+    example_kwargs: Mapping[str, Any] | None = None,
     dynamic_shapes: Any = None,
     prepare_custom_config: PrepareCustomConfig | None = None,
 ) -> Any:
@@ -58,16 +68,21 @@ def prepare_qat(
 
     Args:
         module: `torch.nn.Module`, float32.
-        example_inputs: As for `torch.export.export`. With more than one sample the module takes
-            any number of them.
+        example_inputs, example_kwargs: As for `torch.export.export`. The module is called in the
+            form that they have. Where they hold more than one sample, and the module allows it, it
+            trains with any number of samples.
         qconfig_mapping, backend, effort: As for `relayquant.quantize`.
-        calibration: Data set that gives the first ranges; as for `relayquant.quantize`.
+        calibration: Data set that gives the first ranges; as for `relayquant.quantize`. Without it
+            the first batches in training mode do, as with FX: the very first with a moving average,
+            which then goes on, else as many as `rounding.WATCHED`. Nothing is fitted to data
+            before: `effort` is "fast".
         ranges: What ranges of activations do while the module trains; see `Ranges`.
         weight_ranges: The same of weights; None: as `ranges`.
         batch_norm: What batch norms do; see `BatchNorm`. With live statistics nothing is scaled
             between channels before calibration, and those that are no part of a quantized
             operator with a constant weight stay frozen, with a warning that says why.
-        dynamic_shapes: As for `torch.export.export`.
+        dynamic_shapes: As for `torch.export.export`, of the module that trains and of the integer
+            module. None: the latter has the shapes of the example inputs, as `quantize` gives it.
         prepare_custom_config: Modules that stay in float, and train so; standalone modules, which
             train within a mapping and backend of their own; and custom ones, whose observed form
             is called, and trains, in their place: `convert` makes the quantized form of it. With
@@ -81,51 +96,101 @@ def prepare_qat(
 
     Raises:
         MissingDependencyError: PyTorch is not installed.
-        ModelError: torch.export cannot export the module, or operators have no torch form.
+        ModelError: torch.export cannot export the module, it keeps state between calls, or
+            operators have no torch form.
         ConfigError: the configuration is wrong; or an operator has a narrow accumulator or
             parameters of the run time, which do not train.
         DataError: the data does not fit the module.
     """
+    check_module(module)
     inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+    config, backend = prepare_custom_config, resolve_backend(backend)
+    is_live, is_waiting = batch_norm is BatchNorm.LIVE, calibration is None
+    effort = Effort.FAST if is_waiting else resolve_effort(effort)
     dtypes: dict[str, Any] = {}
-    if prepare_custom_config is not None:
-        check_module(module)
-        backend, effort = resolve_backend(backend), resolve_effort(effort)
-        if prepare_custom_config.standalone or prepare_custom_config.custom:
-            if dynamic_shapes is not None:
+    if config is not None:
+        if config.standalone or config.custom:
+            if dynamic_shapes is not None or example_kwargs is not None:
                 raise ConfigError(
                     "prepare_qat: a model with standalone and custom modules takes any number of "
-                    "samples if its example inputs hold more than one; leave out dynamic_shapes."
+                    "samples if its example inputs hold more than one, and inputs by position; "
+                    "leave out dynamic_shapes and example_kwargs."
                 )
             from relayquant.torch.standalone import UnitSettings, prepare_unit, read_batches
 
             def finish(unit: Unit) -> TrainableModule:
                 folded = find_live(unit.mod, unit.params, unit.prepared) if is_live else {}
-                return build_trainable(unit.prepared, ranges, weight_ranges, folded, unit)
+                return build_trainable(
+                    unit.prepared, ranges, weight_ranges, folded, unit, is_waiting=is_waiting
+                )
 
-            is_live = batch_norm is BatchNorm.LIVE
             settings = UnitSettings(
                 backend=backend, effort=effort, normalization=batch_norm, frees_batch=True
             )
-            batches = read_batches(module, inputs, calibration, frees_batch=True)
-            unit = prepare_unit(
-                module, prepare_custom_config, batches, qconfig_mapping, settings, finish
-            )
+            data = [inputs] if is_waiting else calibration
+            batches = read_batches(module, inputs, data, frees_batch=True)
+            unit = prepare_unit(module, config, batches, qconfig_mapping, settings, finish)
             return check_interface(finish(unit))
         mapping = qconfig_mapping or default_mapping(backend, effort)
-        qconfig_mapping = prepare_custom_config.extend_mapping(mapping, module)
-        dtypes = prepare_custom_config.name_dtypes(backend)
-    if dynamic_shapes is None:
-        import_trainable()
-        dynamic_shapes = free_batch(inputs)
-    mod, params = load_module(module, inputs, dynamic_shapes=dynamic_shapes)
-    settings = PrepareSettings(effort=resolve_effort(effort), **dtypes)
-    is_live = batch_norm is BatchNorm.LIVE
-    prepared = calibrate_graph(
-        mod, params, qconfig_mapping, backend, calibration, settings, is_live=is_live
-    )
-    folded = find_live(mod, params, prepared) if is_live else {}
-    return check_interface(build_trainable(prepared, ranges, weight_ranges, folded))
+        qconfig_mapping = config.extend_mapping(mapping, module)
+        dtypes = config.name_dtypes(backend)
+    settings = PrepareSettings(effort=effort, **dtypes)
+
+    def prepare(shapes: Any) -> TrainableModule:
+        program = export(module, inputs, example_kwargs=example_kwargs, dynamic_shapes=shapes)
+        mod, params = load_program(program)
+        check_state(module, inputs, example_kwargs)
+        form = read_form(program, inputs, example_kwargs, is_free=dynamic_shapes is not None)
+        with warnings.catch_warnings():
+            if is_waiting:  # what the examples hold says nothing
+                warnings.simplefilter("ignore", DataWarning)
+            prepared = calibrate_graph(
+                mod,
+                params,
+                qconfig_mapping,
+                backend,
+                list_examples(inputs, example_kwargs) if is_waiting else calibration,
+                settings,
+                is_plain=is_live or is_waiting,
+            )
+        folded = find_live(mod, params, prepared) if is_live else {}
+        return check_interface(
+            build_trainable(
+                prepared, ranges, weight_ranges, folded, form=form, is_waiting=is_waiting
+            )
+        )
+
+    if dynamic_shapes is None and (freed := free_batch(inputs)) and not example_kwargs:
+        try:
+            return prepare(freed)
+        except ModelError:
+            pass  # it depends on the number of samples, or its operators do
+    return prepare(dynamic_shapes)
+
+
+def list_examples(inputs: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> list[Any]:
+    """Example inputs as a data set."""
+    import torch  # pyright: ignore[reportMissingImports]
+    from torch.utils import _pytree as pytree  # pyright: ignore[reportMissingImports]
+
+    leaves = pytree.tree_leaves((inputs, dict(kwargs or {})))
+    arrays = tuple(leaf.detach().numpy() for leaf in leaves if isinstance(leaf, torch.Tensor))
+    return [arrays if len(arrays) > 1 else arrays[0]] if arrays else []
+
+
+def read_form(
+    program: Any, inputs: tuple[Any, ...], kwargs: Mapping[str, Any] | None, *, is_free: bool
+) -> CallForm:
+    """How an exported module is called; `is_free`: also the integer module has free sizes."""
+    import torch  # pyright: ignore[reportMissingImports]
+    from torch.utils import _pytree as pytree  # pyright: ignore[reportMissingImports]
+
+    leaves, form = pytree.tree_flatten((inputs, dict(kwargs or {})))
+    shapes = tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor))
+    results = [spec.arg for spec in program.graph_signature.output_specs]
+    constants = {i: result.value for i, result in enumerate(results) if hasattr(result, "value")}
+    outputs = program.call_spec.out_spec
+    return import_trainable().CallForm(form, outputs, constants, None if is_free else shapes)
 
 
 @check_arguments
@@ -177,7 +242,7 @@ def from_module(
     else:
         settings = PrepareSettings(effort=resolve_effort(effort))
         prepared = calibrate_graph(
-            mod, params, qconfig_mapping, backend, calibration, settings, is_live=is_live
+            mod, params, qconfig_mapping, backend, calibration, settings, is_plain=is_live
         )
     folded = find_live(mod, params, prepared) if is_live else {}
     return build_trainable(prepared, ranges, weight_ranges, folded)
@@ -191,12 +256,12 @@ def calibrate_graph(
     calibration: Any,
     settings: PrepareSettings,
     *,
-    is_live: bool,
+    is_plain: bool,
 ) -> PreparedModel:
-    """A module with the ranges that training begins with; `is_live`: nothing is scaled between
-    channels, as batch norms have live statistics.
+    """A module with the ranges that training begins with; `is_plain`: nothing is scaled between
+    channels, as batch norms have live statistics or the data is none.
     """
-    data = None if is_live else calibration
+    data = None if is_plain else calibration
     prepared = prepare_model(mod, params, data, mapping, resolve_backend(backend), settings)
     review_prepared(prepared, strict=False)
     return calibrate_model(prepared, calibration, CalibrateSettings())
@@ -238,12 +303,18 @@ def build_trainable(
     weight_ranges: Ranges | None,
     folded: Mapping[str, FoldedNorm],
     unit: Unit | None = None,
+    form: CallForm | None = None,
+    is_waiting: bool = False,
 ) -> TrainableModule:
-    """The torch module of a calibrated model; of one that calls submodules, with these."""
+    """The torch module of a calibrated model; of one that calls submodules, with these. See
+    `TrainableModule`.
+    """
     # What observers saw belongs to what is trained from here on no more.
     prepared = replace(prepared, statistics={})
     chosen = ranges if weight_ranges is None else weight_ranges
-    return import_trainable().TrainableModule(prepared, ranges, chosen, folded, unit)
+    return import_trainable().TrainableModule(
+        prepared, ranges, chosen, folded, unit, form, is_waiting
+    )
 
 
 def find_live(

@@ -198,6 +198,7 @@ def test_prepare_qat__networks_agree_with_their_integer_modules(kind, shape, nor
             calibration=batches,
             batch_norm=batch_norm,
             effort="fast",
+            dynamic_shapes=({0: torch.export.Dim.AUTO},),
         )
         live = norms if batch_norm is BatchNorm.LIVE else 0
         assert len([*module.list_norms()]) == live

@@ -189,6 +189,9 @@ class PreparedProgram(Uncopied):
             for path, held in list_attributes(module).items()
         }
 
+    def check_ranges(self) -> None:
+        """The first call, of `prepare`, is calibration: nothing is to be said."""
+
     def to_quantized(self) -> QuantizedProgram | QuantizedWhole:
         """See `relayquant.torch.convert`."""
         modules = self._table.modules
@@ -228,7 +231,7 @@ class PreparedProgram(Uncopied):
                     return None
                 if not has_equal_call(step, other):
                     return None
-        if any(tape.outside for tape in tapes) or any(self._changes[1:] or self._changes):
+        if any(tape.has_state for tape in tapes) or any(self._changes[1:] or self._changes):
             return None
         examples = tuple(map(self._file.read, first.inputs))
         try:

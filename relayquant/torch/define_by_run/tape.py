@@ -256,6 +256,11 @@ class Tape:
         self.rows.append(step)
         self.numbers += (*step.operands, *step.results)
 
+    @property
+    def has_state(self) -> bool:
+        """Whether the call read what was there before it, and is no constant."""
+        return bool(self.outside)
+
     def copy(self) -> Tape:
         """Another tape of the same call."""
         twin = copy.copy(self)
