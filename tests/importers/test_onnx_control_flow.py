@@ -11,9 +11,11 @@ from onnx import helper
 from onnx.reference import ReferenceEvaluator
 from test_onnx import bindings_of, operators_of
 
+import relayquant as rq
 from relayquant import reference
 from relayquant.errors import ModelError
 from relayquant.importers import import_onnx
+from relayquant.runtime import Executor
 
 X = np.arange(-3, 3, dtype="float32").reshape(2, 3)
 
@@ -83,13 +85,147 @@ def test_if__on_a_size_and_with_names_that_branches_share():
     mod = check(model, {"x": X}, shapes={"x": ("M", 3)})
     names = [binding.var.name for binding in bindings_of(mod)]
     assert names == ["b", "first", "b.1", "second", "y"]
-    with pytest.raises(ModelError, match=r"'first'.*condition depends on sizes .*shapes="):
+    assert operators_of(check(model, {"x": X})).count("relax.where") == 2
+
+
+@pytest.mark.parametrize("rate", [16000, 8000])
+def test_if__that_is_computed_at_run_time(rate):
+    """Both branches are computed, and the result has the name that it has outside."""
+    mod = check(parse(CHOICE), {"x": X, "rate": np.array(rate)})
+    operators = operators_of(mod)
+    assert {"relax.nn.relu", "relax.negative", "relax.where"} <= set(operators)
+    assert [b.var.name for b in bindings_of(mod)][-2:] == ["scaled", "y"]
+    compiled = Executor(rq.compile(mod)).run("main", [X, np.array(rate)])
+    np.testing.assert_allclose(
+        compiled[0], evaluate(parse(CHOICE), {"x": X, "rate": np.array(rate)})[0], rtol=1e-6
+    )
+
+
+RUN_TIME = {
+    "two outputs, a value of outside in both": """
+main (float[M, N] x, bool c) => (float[M, N] y) {
+    w = Exp (x)
+    a, b = If (c) <
+        then_branch = t () => (float[M, N] p, float[M, N] q) { p = Neg (w)  q = Abs (x) },
+        else_branch = e () => (float[M, N] r, float[M, N] s) { r = Relu (x)  s = Identity (w) }
+    >
+    y = Sub (a, b)
+}""",
+    "constants": """
+main (float[M, N] x, bool c) => (float[M, N] y) {
+    f = If (c) <
+        then_branch = t () => (float p) { p = Constant <value = float {2.0}> () },
+        else_branch = e () => (float q) { q = Constant <value = float {-3.0}> () }
+    >
+    y = Mul (x, f)
+}""",
+    "one in another": """
+main (float[M, N] x, bool c) => (float[M, N] y) {
+    zero = Constant <value = float {0.0}> ()
+    y = If (c) <
+        then_branch = t () => (float[M, N] p) {
+            total = ReduceSum <keepdims = 0> (x)
+            d = Less (total, zero)
+            p = If (d) <
+                then_branch = u () => (float[M, N] v) { v = Neg (x) },
+                else_branch = f () => (float[M, N] w) { v1 = Exp (x)  w = Abs (v1) }
+            >
+        },
+        else_branch = e () => (float[M, N] q) { q = Relu (x) }
+    >
+}""",
+    "names that branches share with the outside": """
+main (float[M, N] x, bool c) => (float[M, N] y) {
+    y = If (c) <
+        then_branch = t () => (float[M, N] z) { a = Neg (x)  z = Exp (a) },
+        else_branch = e () => (float[M, N] z) { a = Abs (x)  z = Relu (a) }
+    >
+}""",
+    "a condition of one element, from the data": """
+main (float[M, N] x, bool c) => (float[M, N] y) {
+    shape = Constant <value = int64[1] {1}> ()
+    d = Reshape (c, shape)
+    e = Not (d)
+    y = If (e) <
+        then_branch = t () => (float[M, N] p) { p = Neg (x) },
+        else_branch = f () => (float[M, N] q) { q = Sqrt (x) }
+    >
+}""",
+    "a loop in a branch": """
+main (float[M, N] x, bool c) => (float[M, N] y) {
+    count = Constant <value = int64 {3}> ()
+    go = Constant <value = bool {1}> ()
+    y = If (c) <
+        then_branch = t () => (float[M, N] p) {
+            p = Loop (count, go, x) <
+                body = step (int64 i, bool keep, float[M, N] v) => (bool out, float[M, N] w) {
+                    out = Identity (keep)
+                    w = Add (v, v)
+                }
+            >
+        },
+        else_branch = e () => (float[M, N] q) { q = Neg (x) }
+    >
+}""",
+}
+
+
+@pytest.mark.parametrize("condition", [True, False])
+@pytest.mark.parametrize("text", RUN_TIME)
+def test_if__of_the_run_time_in_every_form(text, condition):
+    feeds = {"x": X, "c": np.array(condition)}
+    model = parse(RUN_TIME[text])
+    mod = check(model, feeds)
+    names = [binding.var.name for binding in bindings_of(mod)]
+    assert len(set(names)) == len(names)
+    compiled = Executor(rq.compile(mod)).run("main", list(feeds.values()))
+    np.testing.assert_allclose(compiled[0], evaluate(model, feeds)[0], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ("q = Flatten (x)", None),
+        ("q = Transpose (x)", r"float32 of shape \(2, 3\) and float32 of shape \(3, 2\)"),
+        (
+            "o = Constant <value = int64[1] {0}> ()  q = Unsqueeze (x, o)",
+            r"float32 of shape \(2, 3\) and float32 of shape \(1, 2, 3\)",
+        ),
+        ("q = Cast <to = 7> (x)", r"float32 of shape \(2, 3\) and int64 of shape \(2, 3\)"),
+    ],
+)
+def test_if__of_branches_that_differ_is_refused(other, message):
+    model = parse(f"""
+    main (float[2, 3] x, bool c) => (y) {{
+        y = If (c) <
+            then_branch = t () => (float[2, 3] p) {{ p = Neg (x) }},
+            else_branch = e () => (q) {{ {other} }}
+        >
+    }}""")
+    if message is None:
+        import_onnx(model)
+        return
+    with pytest.raises(ModelError, match=rf"branches give {message}; .*inputs={{'c': value}}"):
         import_onnx(model)
 
 
-def test_if__that_is_computed_at_run_time():
-    with pytest.raises(ModelError, match=r"If.*condition is computed from 'rate' .*inputs={'rate'"):
-        import_onnx(parse(CHOICE))
+def test_if__of_the_run_time_is_quantized_in_both_branches():
+    values = ", ".join(f"{(at % 7 - 3) / 8}" for at in range(32))
+    model = parse(f"""
+    main (float[2, 4] x, bool c) => (float[2, 8] y) <float[4, 8] w = {{{values}}}> {{
+        y = If (c) <
+            then_branch = t () => (float[2, 8] p) {{ p = MatMul (x, w) }},
+            else_branch = e () => (float[2, 8] q) {{ n = Neg (x)  q = MatMul (n, w) }}
+        >
+    }}""")
+    mod, params = import_onnx(model)
+    x = np.random.default_rng(0).normal(size=(2, 4)).astype("float32")
+    batches = [{"x": x, "c": np.array(flag)} for flag in (True, False)]
+    qmod = rq.quantize(mod, params, batches)
+    assert [row.op for row in rq.ledger(qmod).quantized].count("matmul") == 2
+    for batch in batches:
+        (found,) = reference.run(qmod, list(batch.values()))
+        np.testing.assert_allclose(found, evaluate(model, batch)[0], atol=0.05)
 
 
 def test_if__the_branch_that_is_not_taken_may_hold_anything():

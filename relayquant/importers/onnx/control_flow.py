@@ -1,9 +1,10 @@
 """First stage, ONNX: If, Loop and Scan, whose way is known while the model is read, become the
 operators of the bodies that they run.
 
-What is behind control flow could not be quantized, and `main` is one dataflow block. So an If needs
-a constant condition and a Loop or Scan a constant number of steps: of sizes that the inputs have,
-or of inputs that are fixed (`load(..., inputs={"sr": 16000})`).
+What is behind control flow could not be quantized, and `main` is one dataflow block. So a Loop or
+Scan needs a constant number of steps: of sizes that the inputs have, or of inputs that are fixed
+(`load(..., inputs={"sr": 16000})`). Of an If whose condition only the run time knows both branches
+are computed, and one of the results is chosen.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any
 
 import numpy as np
 import onnx
+import tvm
+import tvm_ffi
 from tvm import relax
 
 from relayquant.errors import format_count
@@ -23,7 +26,9 @@ from relayquant.importers.onnx.steps import (
     stack_values,
     take_element,
 )
-from relayquant.importers.refusal import Refusal, find_inputs
+from relayquant.importers.onnx.symbolic import emit_tensor
+from relayquant.importers.refusal import Refusal, describe, find_inputs
+from relayquant.rewrite.graph import tensor_shape
 
 #: Adds the operators of a body, given values for its inputs; returns its outputs.
 BuildBody = Callable[[onnx.GraphProto, Sequence[relax.Expr]], list[relax.Expr]]
@@ -39,11 +44,50 @@ def choose_branch(
 ) -> list[relax.Expr]:
     """If(condition) -> the outputs of the branch that is taken; the other is not looked at.
 
+    A condition of the run time: R.where(condition, output of one branch, output of the other).
+
     Raises:
-        Refusal: the condition is not constant.
+        Refusal: such a condition is not one number, or the branches give values of different types
+            or shapes, or none that are tensors.
     """
-    condition = read_condition(bb, inputs[0])
-    return build(attrs["then_branch" if condition else "else_branch"], [])
+    condition = find_array(inputs[0])
+    if condition is not None:
+        return build(attrs["then_branch" if condition.item() else "else_branch"], [])
+    shape = tensor_shape(inputs[0])
+    if shape is None or any(size != 1 for size in shape):
+        raise Refusal(f"its condition has the shape {shape}; allowed: one number")
+    scalar = bb.emit(relax.op.reshape(inputs[0], relax.ShapeExpr([])))
+    results = (build(attrs[name], []) for name in ("then_branch", "else_branch"))
+    return [choose_value(bb, inputs[0], scalar, *pair) for pair in zip(*results, strict=True)]
+
+
+def choose_value(
+    bb: relax.BlockBuilder,
+    condition: relax.Expr,
+    scalar: relax.Expr,
+    left: relax.Expr,
+    right: relax.Expr,
+) -> relax.Expr:
+    """left where the condition holds, else right.
+
+    Raises:
+        Refusal: they are no tensors of the same type and shape.
+    """
+    pair = [
+        emit_tensor(bb, value)
+        if isinstance(value, relax.ShapeExpr) or tvm.ir.is_prim_expr(value)
+        else value
+        for value in (left, right)
+    ]
+    types = [value.ty for value in pair]
+    if not isinstance(types[0], relax.TensorType) or not tvm_ffi.structural_equal(*types):
+        raise Refusal(
+            f"its condition is known at run time only, and its branches give {describe(left)} and "
+            f"{describe(right)}; supported: tensors of the same type and shape, as both branches "
+            "are computed",
+            refuse_source(bb, "condition", condition).remedy,
+        )
+    return bb.normalize(relax.op.where(scalar, *pair))
 
 
 def unroll_loop(

@@ -28,7 +28,7 @@ from relayquant.importers.onnx.bodies import Body, find_body, has_body
 from relayquant.importers.onnx.broadcast import spread_operands
 from relayquant.importers.onnx.control_flow import CONTROL_FLOW
 from relayquant.importers.onnx.file import check_model, find_fault, fix_shapes, read_model
-from relayquant.importers.onnx.fold import fold_node, settle_sizes
+from relayquant.importers.onnx.fold import find_array, fold_node, settle_sizes
 from relayquant.importers.onnx.functions import MAX_NODES, check_expansion
 from relayquant.importers.onnx.halves import widen_halves
 from relayquant.importers.onnx.inference import (
@@ -238,6 +238,9 @@ class _Importer(_FRONTEND.ONNXGraphImporter):
         flow = CONTROL_FLOW.get(node.op_type) if node.domain in STANDARD else None
         operands = {name: self._nodes[name] for name in node.input if name}
         if flow is not None:
+            is_chosen = node.op_type == "If" and not self._takes_branch(node)
+            if is_chosen and not self._depth:
+                self._taken.update(node.output)
             inputs = [operands.get(name) for name in node.input]
             build = functools.partial(self._build_body, node)
             values = flow(self.bb, inputs, self._parse_attr(node.attribute), build)
@@ -255,6 +258,12 @@ class _Importer(_FRONTEND.ONNXGraphImporter):
                 return
         for name, value in zip(node.output, values, strict=False):
             self._nodes[name] = value
+        if flow is not None and is_chosen:
+            self._name_outputs(node)
+
+    def _takes_branch(self, node: onnx.NodeProto) -> bool:
+        """Whether a node is an If that stands for one of its branches."""
+        return node.op_type == "If" and find_array(self._nodes[node.input[0]]) is not None
 
     def _convert_node(
         self,
@@ -317,7 +326,7 @@ class _Importer(_FRONTEND.ONNXGraphImporter):
         self._nodes = outer | {
             info.name: value for info, value in zip(body.input, operands, strict=True)
         }
-        if node.op_type == "If":  # its outputs are those of the branch
+        if self._takes_branch(node):  # its outputs are those of the branch
             given = zip((info.name for info in body.output), node.output, strict=True)
             self._names = outer_names | {
                 inner: outer_names.get(name, name) for inner, name in given
