@@ -1,4 +1,4 @@
-"""How many windows a pool has along an axis, for whatever reads, computes or compiles pools."""
+"""The windows of a pool along an axis, for whatever reads, writes or compiles pools."""
 
 from __future__ import annotations
 
@@ -16,3 +16,8 @@ def count_windows(
         return free // stride + 1
     count = -(-free // stride) + 1
     return count - ((count - 1) * stride >= size + pads[0])
+
+
+def reach_end(count: int, size: int, kernel: int, stride: int, dilation: int, before: int) -> int:
+    """Padding behind an axis, with `before` in front, in which the last of the windows ends."""
+    return max(0, (count - 1) * stride + (kernel - 1) * dilation + 1 - size - before)

@@ -16,7 +16,7 @@ from tvm import relax
 
 from relayquant.errors import ModelError
 from relayquant.rewrite import Graph
-from relayquant.rewrite.graph import constant_value, tensor_dtype
+from relayquant.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 from relayquant.rewrite.names import find_free_name
 
 #: from here on QuantizeLinear knows 16-bit and 4-bit integers (ONNX, operator QuantizeLinear), and
@@ -24,6 +24,10 @@ from relayquant.rewrite.names import find_free_name
 WIDE_OPSET = 21
 #: has LayerNormalization, and Clip and MaxPool of 8-bit integers
 BASE_OPSET = 17
+#: from here on AveragePool has dilations
+DILATED_OPSET = 19
+#: from here on ONNX's own inference counts windows of ceil_mode as everybody does
+CEIL_OPSET = 22
 
 WIDE = ("int16", "uint16", "int4")
 #: operators that blocks are written for, which DequantizeLinear has since 21
@@ -58,6 +62,26 @@ def read_affine(scale: relax.Expr, zero_point: relax.Expr, axis: int, rank: int)
     return Affine(full[0], full[1], axis % rank)
 
 
+def find_opset(graph: Graph, var: relax.Var) -> int:
+    """The first opset that a value can be written in."""
+    call, name = graph.call_of(var), graph.op_name(var)
+    if tensor_dtype(var) in WIDE or name in GROUPED:
+        return WIDE_OPSET
+    if call is not None and name == "relax.nn.pad" and str(call.attrs.pad_mode) == "circular":
+        return WIDE_OPSET
+    if call is None or not hasattr(call.attrs, "pool_size"):
+        return BASE_OPSET
+    shape, layout = tensor_shape(call.args[0]), str(call.attrs.layout)
+    is_open = shape is None or any(
+        letter in "DHW" and isinstance(size, str)
+        for letter, size in zip(layout, shape, strict=False)
+    )
+    if bool(call.attrs.ceil_mode) and is_open:
+        return CEIL_OPSET
+    is_dilated = "avg_pool" in name and any(int(step) != 1 for step in call.attrs.dilation)
+    return DILATED_OPSET if is_dilated else BASE_OPSET
+
+
 class OnnxBuilder:
     """State of one export.
 
@@ -74,11 +98,7 @@ class OnnxBuilder:
 
     def __init__(self, graph: Graph, grouped: enum.Enum | None = None) -> None:
         self.graph, self.grouped = graph, grouped
-        dtypes = {tensor_dtype(var) for var in graph.order}
-        pads = [graph.call_of(var) for var in graph.order if graph.op_name(var) == "relax.nn.pad"]
-        wraps = any(call is not None and str(call.attrs.pad_mode) == "circular" for call in pads)
-        has_groups = any(graph.op_name(var) in GROUPED for var in graph.order)
-        self.opset = WIDE_OPSET if wraps or has_groups or dtypes & set(WIDE) else BASE_OPSET
+        self.opset = max([BASE_OPSET, *(find_opset(graph, var) for var in graph.order)])
         self.nodes: list[onnx.NodeProto] = []
         self.constants: list[onnx.TensorProto] = []
         self.real: dict[relax.Var, str] = {}

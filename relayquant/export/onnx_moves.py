@@ -13,7 +13,7 @@ from tvm.ir import Call
 
 from relayquant.errors import ModelError
 from relayquant.export.onnx_builder import OnnxBuilder
-from relayquant.export.onnx_operators import ELEMENT, Writer, integers
+from relayquant.export.onnx_operators import ELEMENT, Writer, in_channels_first, integers
 from relayquant.export.onnx_sizes import write_scalar, write_sizes
 from relayquant.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 
@@ -204,39 +204,48 @@ def lies_halfway(before: int, after: int, transformation: str) -> bool:
 
 
 def write_resize(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
-    """Resize to a size that is known.
+    """Resize to a height and width that are known.
 
     Raises:
-        ModelError: another layout than NCHW, another method, or a symbolic size; or values halfway
-            between two are rounded to even, which ONNX does not have.
+        ModelError: a packed layout, another method, or a symbolic height or width; or values
+            halfway between two are rounded to even, which ONNX does not have.
     """
-    attrs, shape = call.attrs, tensor_shape(var)
+    attrs, layout = call.attrs, str(call.attrs.layout)
     method, rounding = str(attrs.method), str(attrs.rounding_method)
-    mode = RESIZE_MODES.get(method)
-    sizes = [size for size in shape or () if isinstance(size, int)]
-    is_known = len(sizes) == 4 and (mode != "nearest" or rounding in NEAREST_MODES)
-    if str(attrs.layout) != "NCHW" or mode is None or not is_known:
+    mode, shapes = RESIZE_MODES.get(method), (tensor_shape(call.args[0]), tensor_shape(var))
+    before, after = (
+        [shape[layout.index(letter)] for letter in "NCHW"]
+        if shape and layout in ("NCHW", "NHWC")
+        else []
+        for shape in shapes
+    )
+    sizes = [size for size in after if isinstance(size, int)]
+    is_known = sizes[-2:] == after[-2:] != []
+    if mode is None or not is_known or (mode == "nearest" and rounding not in NEAREST_MODES):
         raise ModelError(
-            f"export_onnx: resize {var.name!r} ({method}, {attrs.layout}, {rounding or 'no'} "
-            "rounding) has no form in ONNX; allowed: nearest_neighbor and linear in NCHW, of a "
-            "known shape."
+            f"export_onnx: resize {var.name!r} ({method}, {layout}, {rounding or 'no'} rounding) "
+            "has no form in ONNX; allowed: nearest_neighbor and linear in NCHW or NHWC, to a "
+            "known height and width."
         )
     given: dict[str, object] = (
         {"nearest_mode": NEAREST_MODES[rounding]} if mode == "nearest" else {}
     )
-    before = tensor_shape(call.args[0]) or ()
     transformation = str(attrs.coordinate_transformation_mode)
     if rounding == "round" and mode == "nearest":
-        pairs = list(zip(before, sizes, strict=True))[2:]
+        pairs = list(zip(before, after, strict=True))[2:]
         if any(isinstance(a, str) or lies_halfway(a, b, transformation) for a, b in pairs):
             raise ModelError(
                 f"export_onnx: resize {var.name!r} rounds coordinates halfway between two values "
                 "to even, which ONNX does not have; use another rounding_method."
             )
     given["coordinate_transformation_mode"] = transformation
-    size = builder.constant(np.array(sizes, "int64"), f"{var.name}.size")
-    inputs = [builder.tensor(call.args[0], var.name), "", "", size]
-    return builder.emit("Resize", inputs, var.name, mode=mode, **given)
+    wanted = [var.ty.shape.values[layout.index(letter)] for letter in "NCHW"]
+    size = write_sizes(builder, wanted, f"{var.name}.size")
+
+    def emit(source: str, output: str) -> str:
+        return builder.emit("Resize", [source, "", "", size], output, mode=mode, **given)
+
+    return in_channels_first(builder, var, builder.tensor(call.args[0], var.name), layout, emit)
 
 
 def write_expand(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:

@@ -18,8 +18,11 @@ from relayquant.dialect.qnn.quantization import DEQUANTIZE
 from relayquant.errors import ModelError
 from relayquant.export.onnx_builder import Affine, OnnxBuilder, read_affine
 from relayquant.qtypes import INTEGER_LIMITS
+from relayquant.reference.convolution import count_window_values
+from relayquant.reference.relax.neural import get_window
 from relayquant.reference.unary import RELAX_UNARY, evaluate_formula
 from relayquant.rewrite.graph import constant_value, tensor_dtype, tensor_shape
+from relayquant.windows import reach_end
 
 Writer = Callable[[OnnxBuilder, relax.Var, Call], str]
 
@@ -197,25 +200,88 @@ def write_matmul(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
 
 
 def write_pool(op: str, builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
-    """MaxPool or AveragePool."""
-    attrs, layout = call.attrs, str(call.attrs.layout)
-    rank = len(layout) - 2
-    given: dict[str, object] = {
-        "kernel_shape": integers(attrs.pool_size),
-        "strides": integers(attrs.strides),
-        "pads": window_pads(attrs.padding, rank),
-        "ceil_mode": int(attrs.ceil_mode),
-    }
-    if any(size != 1 for size in integers(attrs.dilation)):
-        given["dilations"] = integers(attrs.dilation)
-    if op == "AveragePool":
-        given["count_include_pad"] = int(attrs.count_include_pad)
+    """MaxPool or AveragePool. Without ceil_mode where sizes are known: before opset 22 ONNX's own
+    inference counts windows that start in the padding.
+    """
+    attrs, layout, dtype = call.attrs, str(call.attrs.layout), tensor_dtype(call.args[0])
+    kernel, steps, counts = integers(attrs.pool_size), integers(attrs.dilation), None
+    half, ends = len(kernel), end_windows(var, call)
+    pads = ends or window_pads(attrs.padding, half)
     data = builder.tensor(call.args[0], var.name)
+    given: dict[str, object] = {"strides": integers(attrs.strides)}
+    if any(size != 1 for size in steps):
+        given["dilations"] = steps
+    if op == "AveragePool":
+        is_plain = len(given) == 1 and not is_wide(pads, kernel)
+        is_plain = is_plain and (not attrs.count_include_pad or not attrs.ceil_mode)
+        counts = None if is_plain or ends is None else count_values(call)
 
-    def emit(source: str, output: str) -> str:
-        return builder.emit(op, [source], output, **given)
+    def emit_pool(source: str, output: str) -> str:
+        if op == "AveragePool":
+            given["count_include_pad"] = int(attrs.count_include_pad)
+        given.update(kernel_shape=kernel, ceil_mode=int(attrs.ceil_mode and ends is None))
+        if not is_wide(pads, kernel):
+            return builder.emit(op, [source], output, pads=pads, **given)
+        lowest = INTEGER_LIMITS[dtype][0] if dtype in INTEGER_LIMITS else -np.inf
+        widths = np.array([0, 0, *pads[:half], 0, 0, *pads[half:]], "int64")
+        inputs = [source, builder.constant(widths, f"{var.name}.widths")]
+        inputs.append(builder.constant(np.array(lowest).astype(dtype), f"{var.name}.lowest"))
+        return builder.emit(
+            op, [builder.step("Pad", inputs, f"{var.name}.padded")], output, **given
+        )
 
-    return in_channels_first(builder, var, data, layout, emit)
+    def emit_sum(source: str, output: str) -> str:
+        """A convolution with ones, over the counts: ONNX Runtime has no dilations in integers, and
+        no pads as wide as the kernel.
+        """
+        channels = int(tensor_shape(var)[layout.index("C")])  # pyright: ignore[reportOptionalSubscript]
+        ones = builder.constant(np.ones([channels, 1, *kernel], dtype), f"{var.name}.ones")
+        total = builder.step(
+            "Conv", [source, ones], f"{var.name}.sum", pads=pads, group=channels, **given
+        )
+        return builder.emit("Div", [total, builder.constant(counts, f"{var.name}.counts")], output)
+
+    write = emit_pool if counts is None else emit_sum
+    return in_channels_first(builder, var, data, layout, write)
+
+
+def count_values(call: Call) -> np.ndarray | None:
+    """How many values each window of an average pool counts, of shape (1, 1, *windows); None of
+    sizes that are not known.
+    """
+    shape, layout = tensor_shape(call.args[0]) or (), str(call.attrs.layout)
+    sizes = [1 if letter == "N" else size for letter, size in zip(layout, shape, strict=True)]
+    if any(isinstance(size, str) for size in sizes):
+        return None
+    window, counts_pads = get_window(call.attrs), bool(call.attrs.count_include_pad)
+    counts = count_window_values([int(size) for size in sizes], window, counts_pads)
+    return np.moveaxis(counts, -1, 1).astype(tensor_dtype(call.args[0]))
+
+
+def is_wide(pads: Sequence[int], kernel: Sequence[int]) -> bool:
+    """Whether pads are as wide as the kernel."""
+    return any(pad >= size for pad, size in zip(pads, [*kernel, *kernel], strict=True))
+
+
+def end_windows(var: relax.Var, call: Call) -> list[int] | None:
+    """Pads with which a pool's windows end in the padding; None of sizes that are not known. Those
+    of the pool itself without ceil_mode.
+    """
+    attrs, layout = call.attrs, str(call.attrs.layout)
+    kernel = integers(attrs.pool_size)
+    pads, half = window_pads(attrs.padding, len(kernel)), len(kernel)
+    if not attrs.ceil_mode:
+        return pads
+    axes = [layout.index(letter) for letter in "DHW"[-half:]]
+    sizes, counts = (tensor_shape(each) or () for each in (call.args[0], var))
+    found = [(counts[at], sizes[at]) for at in axes] if sizes and counts else []
+    if not found or any(isinstance(size, str) for pair in found for size in pair):
+        return None
+    rows = zip(found, kernel, attrs.strides, attrs.dilation, pads[:half], strict=True)
+    return [
+        *pads[:half],
+        *(reach_end(*map(int, (*pair, *window))) for pair, *window in rows),
+    ]
 
 
 def write_reduce(op: str, builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
@@ -333,6 +399,9 @@ PLAIN = {
     **{op: row.onnx for op, row in RELAX_UNARY.items() if row.onnx},
 }  # fmt: skip
 
+#: kind of a pool of Relax -> operator of ONNX
+POOLS = {"max": "MaxPool", "avg": "AveragePool"}
+
 #: operators that compute
 FLOAT_WRITERS: dict[str, Writer] = {
     **{name: functools.partial(write_plain, op) for name, op in PLAIN.items()},
@@ -345,9 +414,11 @@ FLOAT_WRITERS: dict[str, Writer] = {
     "relax.nn.conv2d": functools.partial(write_conv, "Conv"),
     "relax.nn.conv2d_transpose": functools.partial(write_conv, "ConvTranspose"),
     "relax.matmul": write_matmul,
-    "relax.nn.max_pool1d": functools.partial(write_pool, "MaxPool"),
-    "relax.nn.max_pool2d": functools.partial(write_pool, "MaxPool"),
-    "relax.nn.avg_pool2d": functools.partial(write_pool, "AveragePool"),
+    **{
+        f"relax.nn.{kind}_pool{rank}d": functools.partial(write_pool, op)
+        for kind, op in POOLS.items()
+        for rank in (1, 2, 3)
+    },
     "relax.mean": functools.partial(write_reduce, "ReduceMean"),
     "relax.max": functools.partial(write_reduce, "ReduceMax"),
     "relax.min": functools.partial(write_reduce, "ReduceMin"),
@@ -374,7 +445,7 @@ FLOAT_ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "relax.nn.conv1d": _CONV,
     "relax.nn.conv2d": _CONV,
     "relax.nn.conv2d_transpose": (*_CONV, "output_padding"),
-    **{f"relax.nn.{name}": _POOL for name in ("max_pool1d", "max_pool2d", "avg_pool2d")},
+    **{f"relax.nn.{kind}_pool{rank}d": _POOL for kind in POOLS for rank in (1, 2, 3)},
     **{f"relax.{name}": _REDUCE for name in ("mean", "max", "min", "sum", "argmax", "argmin")},
     "relax.astype": ("dtype",),
     "relax.nn.softmax": ("axis",),

@@ -11,7 +11,7 @@ from tvm import relax
 
 from relayquant.importers.refusal import Refusal
 from relayquant.rewrite.graph import tensor_dtype, tensor_shape
-from relayquant.windows import count_windows
+from relayquant.windows import count_windows, reach_end
 
 POOLS: dict[str, tuple[Callable[..., relax.Expr], ...]] = {
     "average": (relax.op.nn.avg_pool1d, relax.op.nn.avg_pool2d, relax.op.nn.avg_pool3d),
@@ -72,14 +72,18 @@ class Windows:
 
     def reach_ends(self, sizes: Sequence[int]) -> list[int]:
         """Pads with which the same windows end in the padding, without `ceil_mode`."""
-        ends = [
-            max(0, (count - 1) * stride + extent - size - before)
-            for count, stride, extent, size, before in zip(
-                self.count(sizes), self.strides, self.extents, sizes, self.pads[: self.rank],
-                strict=True,
-            )
-        ]  # fmt: skip
-        return [*self.pads[: self.rank], *ends]
+        befores = self.pads[: self.rank]
+        rows = zip(
+            self.count(sizes),
+            sizes,
+            self.kernel,
+            self.strides,
+            self.dilations,
+            befores,
+            strict=True,
+        )
+        ends = [reach_end(*row) for row in rows]
+        return [*befores, *ends]
 
 
 def emit_pool(

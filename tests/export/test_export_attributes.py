@@ -8,8 +8,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from attribute_calls import VARIED, build_models, pick_result
+from tvm import relax, tirx
 
 import relayquant as rq
+from relayquant.rewrite.function import make_main
 from relayquant.testing.draw import draw_inputs
 
 runtime = pytest.importorskip("onnxruntime")
@@ -25,14 +27,11 @@ REFUSED = {
     "mode=nan",
     "method=cubic",
 }
-#: and those that are refused for other reasons: repeats of new axes, NHWC, opset 17, ties to even,
+#: and those that are refused for other reasons: repeats of new axes, ties to even,
 #: ONNX's softplus without attributes
 REFUSED_OF = {
     ("relax.tile", "repeats=[2, 1, 2]"),
-    ("relax.image.resize2d", "layout"),
     ("relax.image.resize2d", "rounding_method=round"),
-    ("relax.nn.avg_pool2d", "dilation=2"),
-    ("relax.nn.avg_pool2d", "ceil_mode=True"),
     ("relax.nn.softplus", "beta=-0.7"),
     ("relax.nn.softplus", "threshold=-19.7"),
 }
@@ -56,3 +55,22 @@ def test_attributes__are_written_or_refused(name, tmp_path):
         np.testing.assert_allclose(have, expected[index], 1e-4, 1e-4, err_msg=what)
     wanted = REFUSED & values.keys() | {what for op, what in REFUSED_OF if op == name}
     assert refused == wanted
+
+
+@pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
+@pytest.mark.parametrize("method", ["nearest_neighbor", "linear"])
+def test_resize__of_any_batch(method, layout, tmp_path):
+    batch = tirx.Var("n", "int64")
+    sizes = [batch, 3, 4, 5] if layout == "NCHW" else [batch, 4, 5, 3]
+    x = relax.Var("x", relax.TensorType(sizes, "float32"))
+    mod = make_main(
+        [x],
+        lambda _: relax.op.image.resize2d(
+            x, relax.ShapeExpr([7, 10]), layout=layout, method=method,
+            coordinate_transformation_mode="asymmetric", rounding_method="floor",
+        ),
+    )  # fmt: skip
+    data = np.random.default_rng(0).normal(size=(2, *sizes[1:])).astype("float32")
+    path = rq.export_onnx(mod, tmp_path / "model.onnx")
+    (got,) = runtime.InferenceSession(str(path)).run(None, {"x": data})
+    np.testing.assert_allclose(got, rq.reference.run(mod, [data])[0], 1e-5, 1e-5)

@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import onnx
 import pytest
 from pool_cases import draw_case, draw_data, make_model
 from tvm import relax, tirx
@@ -36,6 +37,18 @@ def run_compiled(mod, x):
     return rq.Executor(rq.compile(mod)).run("main", [x])[0]
 
 
+#: windows that `qnn.avg_pool2d` has: two axes, pads given as numbers
+AVERAGES = [
+    case
+    for case in (draw_case("AveragePool", seed) for seed in range(400))
+    if case.rank == 2 and "auto_pad" not in case.attributes and min(case.free) >= 0
+]
+#: those of which the last windows end beyond the padding, and others
+BEYOND, INSIDE = (
+    [case for case in AVERAGES if case.ends_beyond == ends_beyond] for ends_beyond in (True, False)
+)
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("op", POOLS)
 def test_pool__equals_onnx_runtime(op, seed):
@@ -52,16 +65,33 @@ def test_pool__equals_onnx_runtime(op, seed):
         np.testing.assert_allclose(got, wanted, 1e-5, 1e-5, err_msg=str(case))
 
 
-#: windows that `qnn.avg_pool2d` has: two axes, pads given as numbers
-AVERAGES = [
-    case
-    for case in (draw_case("AveragePool", seed) for seed in range(400))
-    if case.rank == 2 and "auto_pad" not in case.attributes and min(case.free) >= 0
-]
-#: those of which the last windows end beyond the padding, and others
-BEYOND, INSIDE = (
-    [case for case in AVERAGES if case.ends_beyond == ends_beyond] for ends_beyond in (True, False)
-)
+@pytest.mark.parametrize("op", POOLS)
+def test_export__equals_onnx_runtime(op, tmp_path):
+    """In the file what was imported, whatever opset that takes."""
+    for seed in range(200, 225):
+        case = draw_case(op, seed)
+        model, x = make_model(case), draw_data(case)
+        wanted = run_onnx(model, x)
+        if wanted is None or 0 in wanted.shape:
+            continue
+        path = rq.export_onnx(rq.load(model)[0], tmp_path / "pool.onnx")
+        got = run_onnx(onnx.load(str(path)), x)
+        np.testing.assert_allclose(got, wanted, 1e-5, 1e-5, err_msg=str(case))
+
+
+@pytest.mark.parametrize("case", [*BEYOND[:4], *INSIDE[:4]], ids=str)
+def test_export__of_integers(case, tmp_path):
+    """qnn.avg_pool2d, NHWC, as ONNX Runtime reads it; no average lies halfway."""
+    q = draw_integers(case, "int8").transpose(0, 2, 3, 1).copy()
+    x = relax.Var("x", relax.TensorType(q.shape, "int8"))
+    counts = bool(case.attributes.get("count_include_pad"))
+    more = {"count_include_pad": counts, "layout": "NHWC"}
+    mod = make_main(
+        [x], lambda _: qnn.avg_pool2d(x, 0.1, 3, 0.0713, -5, **name_windows(case), **more)
+    )
+    (wanted,) = rq.reference.run(mod, [q])
+    got = run_onnx(onnx.load(str(rq.export_onnx(mod, tmp_path / "pool.onnx"))), q)
+    np.testing.assert_array_equal(got, wanted)
 
 
 #: layout, and whether the batch is any
