@@ -187,3 +187,35 @@ def test_sizes__stay_expressions_of_the_model():
     sizes = mod["main"].ret_ty.shape.values
     assert [str(size) for size in sizes[:2]] == ["M", "N"]
     assert int(sizes[2]) == 3
+
+
+INDEXED = {"x": ("float32", ["A", "B", "C"]), "i": ("int64", ["K", "L", "M"])}
+
+
+@pytest.mark.parametrize("is_symbolic", [False, True])
+@pytest.mark.parametrize(
+    ("axis", "shape"),
+    [(1, (2, 3, 5)), (0, (2, 2, 2)), (2, (3, 4, 7)), (-1, (1, 1, 2)), (1, (3, 9, 5))],
+)
+def test_gather_elements__fewer_indices_than_data(axis, shape, is_symbolic):
+    data = RNG.standard_normal((3, 4, 5)).astype("float32")
+    index = RNG.integers(-data.shape[axis], data.shape[axis], shape)
+    inputs = INDEXED if is_symbolic else {"x": ("float32", data.shape), "i": ("int64", shape)}
+    gather = helper.make_node("GatherElements", ["x", "i"], ["y"], axis=axis)
+    Compiled(make_model([gather], inputs, 18)).check({"x": data, "i": index})
+
+
+@pytest.mark.parametrize("reduction", ["none", "add", "max"])
+@pytest.mark.parametrize(("axis", "shape"), [(0, (2, 2, 2)), (1, (2, 3, 5)), (-1, (1, 1, 2))])
+def test_scatter_elements__fewer_indices_than_symbolic_data(axis, shape, reduction):
+    data = RNG.standard_normal((3, 4, 5)).astype("float32")
+    count = int(np.prod(shape)) // shape[axis]
+    rows = [RNG.permutation(data.shape[axis])[: shape[axis]] for _ in range(count)]
+    others = [size for at, size in enumerate(shape) if at != axis % 3]
+    index = np.moveaxis(np.array(rows).reshape(*others, shape[axis]), -1, axis)
+    index = np.ascontiguousarray(np.where(index % 2, index - data.shape[axis], index))
+    updates = RNG.standard_normal(shape).astype("float32")
+    inputs = {**INDEXED, "u": ("float32", INDEXED["i"][1])}
+    attrs = {"axis": axis, "reduction": reduction}
+    scatter = helper.make_node("ScatterElements", ["x", "i", "u"], ["y"], **attrs)
+    Compiled(make_model([scatter], inputs, 18)).check({"x": data, "i": index, "u": updates})

@@ -168,7 +168,23 @@ def draw_scatter(rng):
     return lambda x: x.scatter_reduce(dim, places, source, kind)
 
 
-DRAWN = (draw_adaptive_max_pool, draw_unfold, draw_embedding_bag, draw_index_put, draw_scatter)
+def draw_gather(rng):
+    """Of fewer indices than there are elements along the other dimensions."""
+    dim = int(rng.integers(-4, 4))
+    shape = rng.integers(1, np.array([2, 4, 5, 6]) + 1)
+    shape[dim] = 7
+    places = torch.from_numpy(rng.integers(0, (2, 4, 5, 6)[dim], shape))
+    return lambda x: torch.gather(x, dim, places)
+
+
+DRAWN = (
+    draw_adaptive_max_pool,
+    draw_unfold,
+    draw_embedding_bag,
+    draw_gather,
+    draw_index_put,
+    draw_scatter,
+)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -118,6 +118,7 @@ def check_model(model: onnx.ModelProto) -> int:
                 "ModelProto, or load it with onnx.load(path)."
             )
     check_names(model.graph)
+    check_types(model.graph)
     check_sizes(model.graph)
     opsets = {entry.domain: entry.version for entry in model.opset_import}
     opset = opsets.get("", opsets.get("ai.onnx", 1))
@@ -146,6 +147,21 @@ def check_names(graph: onnx.GraphProto) -> None:
     values = (*graph.initializer, *graph.input, *graph.output)
     if not all(isinstance(value.name, str) for value in values):
         raise ModelError("The model is not valid ONNX: a tensor has a name that is not UTF-8.")
+
+
+def check_types(graph: onnx.GraphProto) -> None:
+    """Raise ModelError for an input or a constant of a type that ONNX does not have."""
+    types = [(tensor.name, tensor.data_type) for tensor in graph.initializer]
+    for info in graph.input:
+        if info.type.HasField("tensor_type"):
+            types.append((info.name, info.type.tensor_type.elem_type))
+    known = set(onnx.TensorProto.DataType.values()) - {onnx.TensorProto.UNDEFINED}
+    for name, found in types:
+        if found not in known:
+            raise ModelError(
+                f"Tensor {name!r} has the data type {found}; allowed: the types of "
+                f"onnx.TensorProto, {min(known)} to {max(known)}. Is the file damaged?"
+            )
 
 
 def check_sizes(graph: onnx.GraphProto) -> None:

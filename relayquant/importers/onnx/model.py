@@ -42,9 +42,10 @@ from relayquant.importers.onnx.inference import (
 from relayquant.importers.onnx.inputs import Inputs, fix_inputs
 from relayquant.importers.onnx.operators import FOREIGN, OPERATORS
 from relayquant.importers.onnx.positions import check_positions
-from relayquant.importers.onnx.rewrite import rewrite_integer_nodes
+from relayquant.importers.onnx.rewrite import WIDENED, rewrite_integer_nodes
 from relayquant.importers.onnx.symbolic import emit_tensor, find_tensors, fold_sizes, is_sizes
 from relayquant.importers.refusal import Refusal, describe_failure
+from relayquant.rewrite.graph import tensor_dtype
 from relayquant.storage.files import reading
 
 _FRONTEND = _tvm.load_onnx_frontend()
@@ -202,7 +203,8 @@ class _Importer(_FRONTEND.ONNXGraphImporter):
         for info in self._graph.output:
             value = self._nodes.get(info.name)
             if value is not None and is_sizes(value):
-                self._nodes[info.name] = emit_tensor(self.bb, value)
+                value = self._nodes[info.name] = emit_tensor(self.bb, value)
+            check_output(info, value)
 
     def _construct_all(self, nodes: Iterable[onnx.NodeProto]) -> None:
         for node in nodes:
@@ -246,8 +248,9 @@ class _Importer(_FRONTEND.ONNXGraphImporter):
             values = flow(self.bb, inputs, self._parse_attr(node.attribute), build)
         else:
             schema = find_schema(node, self.opset)
-            if schema is not None and node.op_type != "Constant":
+            if node.domain in STANDARD and node.op_type != "Constant":
                 check_node(node, self.opset)
+            if schema is not None:
                 check_positions(node, schema, [operands.get(name) for name in node.input])
             values = fold_node(node, operands, self.opset)
             if values is None:
@@ -399,6 +402,22 @@ class _Importer(_FRONTEND.ONNXGraphImporter):
             if isinstance(value, tvm.ir.GenericConst)
         }
         return tuple(sorted(ranks, key=lambda name: -ranks[name]))
+
+
+def check_output(info: onnx.ValueInfoProto, value: Any) -> None:
+    """Raise ModelError for an output of another type than the model declares; 4-bit integers are
+    held in 8 bits.
+    """
+    declared = info.type.tensor_type.elem_type
+    if not declared or declared in WIDENED or not isinstance(value, relax.Expr):
+        return
+    name = onnx.TensorProto.DataType.Name(declared).lower()
+    wanted = str(onnx.helper.tensor_dtype_to_np_dtype(declared))
+    if tensor_dtype(value) not in ("", wanted):
+        raise ModelError(
+            f"The model is not valid ONNX: output {info.name!r} is declared as {name}, and "
+            f"computed as {tensor_dtype(value)}. Declare the type that is computed."
+        )
 
 
 def _node_name(node: onnx.NodeProto) -> str:

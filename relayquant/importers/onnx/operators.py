@@ -23,7 +23,7 @@ from tvm.ir import GenericConst
 from relayquant import _tvm
 from relayquant.errors import format_count
 from relayquant.importers.elu import emit_elu
-from relayquant.importers.indices import count_from_start, scatter_elements
+from relayquant.importers.indices import count_from_start, gather_elements, scatter_elements
 from relayquant.importers.onnx.activations import find_activation
 from relayquant.importers.onnx.arithmetic import (
     convert_bit_shift,
@@ -34,7 +34,7 @@ from relayquant.importers.onnx.arithmetic import (
     convert_pow,
     convert_sinh,
 )
-from relayquant.importers.onnx.broadcast import convert_expand
+from relayquant.importers.onnx.broadcast import convert_expand, is_same, list_sizes
 from relayquant.importers.onnx.contrib import (
     convert_dynamic_quantize_lstm,
     convert_dynamic_quantize_matmul,
@@ -77,6 +77,8 @@ from relayquant.importers.onnx.sizes import (
     convert_constant_of_shape,
     convert_reshape,
     convert_split,
+    emit_item,
+    emit_sizes,
     known_shape,
     limit_range,
     pad_at_run_time,
@@ -90,7 +92,7 @@ from relayquant.importers.onnx.vision import (
 )
 from relayquant.importers.pooling import Windows, emit_pool, emit_window_sum
 from relayquant.importers.refusal import NotConstant, Refusal
-from relayquant.rewrite.graph import constant_value
+from relayquant.rewrite.graph import constant_value, tensor_dtype
 
 _FRONTEND = _tvm.load_onnx_frontend()
 
@@ -468,24 +470,42 @@ def convert_lp_pool(
     return relax.op.power(total, exponents[1])
 
 
+def convert_gather_elements(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr:
+    """GatherElements, whose index may be smaller than the data along the other axes."""
+    data, index = inputs
+    axis = int(attrs.get("axis", 0)) % data.ty.ndim
+    return gather_elements(bb, data, count_along(bb, data, index, axis), axis)
+
+
 def convert_scatter_elements(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr | None:
     """ScatterElements of fewer indices than the data has elements along another axis, which TVM
-    puts elsewhere. Symbolic sizes, and as many indices, are left to TVM.
+    puts elsewhere. As many indices are left to TVM.
     """
     data, index, updates = inputs
-    sizes, shape = known_shape(data), known_shape(index, "indices")
-    if any(isinstance(n, str) for n in (*sizes, *shape)):
-        return None
-    axis = int(attrs.get("axis", 0)) % len(sizes)
-    if all(a == b for at, (a, b) in enumerate(zip(sizes, shape, strict=True)) if at != axis):
+    axis = int(attrs.get("axis", 0)) % data.ty.ndim
+    sizes = list_sizes(index)
+    pairs = enumerate(zip(list_sizes(data), sizes, strict=True))
+    if all(is_same(*pair) for at, pair in pairs if at != axis):
         return None
     kind = attrs.get("reduction", b"none").decode()
-    index = count_from_start(bb, index, sizes[axis])
-    known = [int(n) for n in shape]
+    index = count_along(bb, data, index, axis)
     reduction = "update" if kind == "none" else kind
-    return scatter_elements(bb, data, index, known, updates, axis, reduction)
+    return scatter_elements(bb, data, index, sizes, updates, axis, reduction)
+
+
+def count_along(
+    bb: relax.BlockBuilder, data: relax.Expr, index: relax.Expr, axis: int
+) -> relax.Expr:
+    """An index counted from the start of an axis of the data, which may be of symbolic size."""
+    size = list_sizes(data)[axis]
+    if not isinstance(size, int):
+        dtype = tensor_dtype(index)
+        size = bb.emit(relax.op.astype(emit_item(bb, emit_sizes(bb, data), axis), dtype))
+    return count_from_start(bb, index, size)
 
 
 def require_constant(
@@ -702,6 +722,7 @@ OPERATORS: dict[str, Convert] = {
     "QuantizeLinear": convert_quantize_linear,
     "RNN": functools.partial(convert_recurrent, RNN),
     "Range": limit_range,
+    "GatherElements": convert_gather_elements,
     "ScatterElements": convert_scatter_elements,
     "Slice": convert_slice,
     "Split": convert_split,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from tvm import relax
 
-from relayquant.importers.indices import count_from_start, scatter_elements
+from relayquant.importers.indices import count_from_start, gather_elements, scatter_elements
 from relayquant.importers.refusal import Refusal
 from relayquant.importers.torch.arguments import read_arguments
 from relayquant.rewrite.graph import tensor_dtype, tensor_shape
@@ -89,6 +89,16 @@ def convert_index_put(node: Any, importer: Any) -> relax.Expr:
     places = emit(relax.op.stack(given, -1))
     value = emit(relax.op.scatter_nd(moved, places, updates, "add" if adds else "update"))
     return emit(relax.op.permute_dims(value, [*np.argsort([*axes, *rest]).tolist()]))
+
+
+def convert_gather(node: Any, importer: Any) -> relax.Expr:
+    """gather(x, dim, index), whose index may be smaller than x along the other dimensions."""
+    operand, dim, places = read_arguments(node, "self", "dim", "index")
+    data, index = importer.env[operand], importer.env[places]
+    if not data.ty.ndim:
+        return importer._gather(node)
+    bb = importer.block_builder
+    return bb.emit(gather_elements(bb, data, index, int(dim)))
 
 
 #: reduction of scatter_reduce -> of R.scatter_nd

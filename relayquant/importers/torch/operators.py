@@ -15,7 +15,12 @@ from relayquant.importers.elu import emit_elu, scalar
 from relayquant.importers.refusal import Refusal
 from relayquant.importers.resize import Axis, Sampling, emit_resize
 from relayquant.importers.torch.arguments import Convert, read_arguments
-from relayquant.importers.torch.indexing import convert_index, convert_index_put, convert_scatter
+from relayquant.importers.torch.indexing import (
+    convert_gather,
+    convert_index,
+    convert_index_put,
+    convert_scatter,
+)
 from relayquant.importers.torch.pooling import (
     convert_adaptive_max_pool,
     convert_avg_pool,
@@ -281,6 +286,7 @@ OPERATORS: dict[str, Convert] = {
         for prefix in ("", "_")
         for rank in (1, 2, 3)
     },
+    "gather.default": convert_gather,
     "index.Tensor": convert_index,
     "index_put.default": convert_index_put,
     "scatter.src": convert_scatter,
