@@ -120,7 +120,8 @@ def split_graph(
     done: set[relax.Var] = set()
     for target in targets:
         needed = [var for var in collect_ancestors(view, target, done) if var in data]
-        done.update(needed)
+        # Shapes are no arrays that a function could return: each segment computes what it needs.
+        done.update(var for var in needed if not is_shape(var))
         inside = set(needed)
         reads = [arg for var in needed for arg in read_values(view, var) if arg not in inside]
         wanted.append((needed, list(dict.fromkeys(reads))))
@@ -131,7 +132,9 @@ def split_graph(
     kept: list[list[relax.Var]] = []
     for i, (needed, _) in enumerate(wanted):
         observed = set(targets[i])
-        kept.append([var for var in needed if last_seen[var] > i or var in observed])
+        kept.append(
+            [var for var in needed if (last_seen[var] > i or var in observed) and not is_shape(var)]
+        )
     waiting = {*view.func.params, *(var for vars_ in kept for var in vars_)}
     expired: dict[int, list[str]] = {}
     for var, i in last_seen.items():
@@ -217,10 +220,30 @@ def find_last_seen(
 
 
 def read_values(view: Graph, var: relax.Var) -> Iterator[relax.Var]:
-    """What the value of a variable is computed from; symbolic sizes, which are variables that
-    nothing binds, come with the shapes of the inputs.
+    """What the value of a variable is computed from: what it reads, and the casts that define its
+    sizes. Sizes that no cast defines come with the shapes of the inputs.
     """
-    return (arg for arg in free_vars(view.values[var]) if arg in view.order)
+    value = view.values[var]
+    yield from (arg for arg in free_vars(value) if arg in view.order)
+    for ty in (var.ty, *list_sizes(value)):
+        for symbol in relax.analysis.tir_vars_in_type(ty):
+            cast = view.size_casts.get(symbol)
+            if cast is not None and cast is not var:
+                yield cast
+
+
+def list_sizes(value: relax.Expr) -> Iterator[tvm.ir.Type]:
+    """Types of the shapes, and of single sizes as shapes, that an operator is told of."""
+    for arg in getattr(value, "args", ()):
+        if isinstance(arg, relax.ShapeExpr):
+            yield arg.ty
+        elif isinstance(arg.ty, tvm.ir.PrimType) and str(arg.ty.dtype) == "int64":
+            yield relax.ShapeType([arg])
+
+
+def is_shape(var: relax.Var) -> bool:
+    """Whether a value is a shape, no tensor."""
+    return isinstance(var.ty, relax.ShapeType)
 
 
 def find_data_dependent(
@@ -238,6 +261,8 @@ def find_data_dependent(
         if (
             any(arg in data for arg in free_vars(value))
             or has_symbols(var)
+            or is_shape(var)
+            or var in view.casts
             or reads_symbols(value)
             or var in targets
             or (
@@ -255,8 +280,7 @@ def has_symbols(expr: relax.Expr) -> bool:
 
 def reads_symbols(value: relax.Expr) -> bool:
     """Whether an operator is told of a symbolic dimension: R.full(R.shape([n, 3]), 0)."""
-    shapes = [arg for arg in getattr(value, "args", ()) if isinstance(arg, relax.ShapeExpr)]
-    return any(static_size(dim) is None for shape in shapes for dim in shape.values)
+    return any(static_size(dim) is None for ty in list_sizes(value) for dim in ty.values)
 
 
 def collect_ancestors(
@@ -270,9 +294,7 @@ def collect_ancestors(
         if var in found:
             continue
         found.add(var)
-        stack += [
-            arg for arg in free_vars(view.values[var]) if arg in view.values and arg not in done
-        ]
+        stack += [arg for arg in read_values(view, var) if arg in view.values and arg not in done]
     return sorted(found, key=view.order.__getitem__)
 
 

@@ -60,6 +60,18 @@ class Graph:
         return frozenset(b.var for b in self.bindings if isinstance(b, relax.MatchCast))
 
     @cached_property
+    def size_casts(self) -> dict[tvm.tirx.Var, relax.Var]:
+        """Symbolic size that depends on values -> the match_cast that defines it."""
+        define = relax.analysis.definable_tir_vars_in_type
+        known = {symbol for param in self.func.params for symbol in define(param.ty)}
+        found: dict[tvm.tirx.Var, relax.Var] = {}
+        for binding in self.bindings:
+            for symbol in define(binding.var.ty) if binding.var in self.casts else ():
+                if symbol not in known:
+                    found.setdefault(symbol, binding.var)
+        return found
+
+    @cached_property
     def var2val(self) -> Any:
         """`values` as a TVM map, which the matcher would otherwise build anew for every match."""
         return relax.analysis.get_var2val(self.func)

@@ -1,0 +1,95 @@
+"""Models whose sizes are values of an input, and models that return the same value twice."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+import relayquant as rq
+
+RNG = np.random.default_rng(4)
+WEIGHTS = {
+    "w": RNG.standard_normal((4, 3, 3, 3)).astype("float32"),
+    "b": RNG.standard_normal(4).astype("float32"),
+    "w2": RNG.standard_normal((3, 4, 1, 1)).astype("float32"),
+    "around": np.array([0, 0, 1, 1, 0, 0, 1, 1]),
+    "zero": np.array([0]),
+    "two": np.array([2]),
+    "start": np.int64(0),
+    "step": np.int64(1),
+}
+#: name -> (nodes between two convolutions, from "c" to "t"; value of the second input, "n")
+SIZES = {
+    "reshape": ([("Reshape", ["c", "n"], ["t"])], np.array([1, 4, 4, 9])),
+    "expand": ([("Expand", ["c", "n"], ["t"])], np.array([2, 4, 6, 6])),
+    "slice": ([("Slice", ["c", "zero", "n", "two"], ["t"])], np.array([4])),
+    "pad": ([("Pad", ["c", "n"], ["t"])], np.array([0, 0, 1, 1, 0, 0, 1, 1])),
+    "value of a pad": ([("Pad", ["c", "around", "n"], ["t"])], np.float32(0.5)),
+    "range": (
+        [
+            ("Range", ["start", "n", "step"], ["r"]),
+            ("Cast", ["r"], ["f"]),
+            ("Add", ["c", "f"], ["t"]),
+        ],
+        np.array(6),
+    ),
+    "tile": ([("Tile", ["c", "n"], ["t"])], np.array([1, 1, 2, 1])),
+}
+
+
+def make_file(nodes, inputs, outputs) -> onnx.ModelProto:
+    used = {name for node in nodes for name in node.input}
+    graph = helper.make_graph(
+        nodes,
+        "sizes",
+        [
+            helper.make_tensor_value_info(
+                name, helper.np_dtype_to_tensor_dtype(np.asarray(array).dtype), np.shape(array)
+            )
+            for name, array in inputs.items()
+        ],
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in outputs],
+        [numpy_helper.from_array(a, name) for name, a in WEIGHTS.items() if name in used],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    return onnx.shape_inference.infer_shapes(model)
+
+
+def check_file(model: onnx.ModelProto, inputs) -> None:
+    """Quantized with the default settings, to 4 % of the largest value of each result."""
+    mod, params = rq.load(model)
+    module = rq.quantize(mod, params, [inputs])
+    wanted = onnxruntime.InferenceSession(model.SerializeToString()).run(None, inputs)
+    for found, real in zip(rq.reference.run(module, inputs), wanted, strict=True):
+        assert found.shape == real.shape
+        assert np.abs(found - real).max() <= 0.04 * np.abs(real).max()
+
+
+@pytest.mark.parametrize("case", SIZES)
+def test_sizes_of_a_value__are_calibrated_in_every_part(case):
+    rows, value = SIZES[case]
+    nodes = [helper.make_node("Conv", ["x", "w", "b"], ["c"])]
+    for op, reads, results in rows:
+        attrs = {"to": TensorProto.FLOAT} if op == "Cast" else {}
+        nodes.append(helper.make_node(op, reads, results, **attrs))
+    nodes.append(helper.make_node("Conv", ["t", "w2"], ["y"]))
+    inputs = {"x": RNG.standard_normal((1, 3, 8, 8)).astype("float32"), "n": value}
+    check_file(make_file(nodes, inputs, ["y"]), inputs)
+
+
+@pytest.mark.parametrize("second", ["Identity", "Dropout"])
+@pytest.mark.parametrize("last", ["Relu", "Sigmoid", "Add"])
+def test_names_of_one_value__are_all_returned(last, second):
+    """Every value between two operators of a pattern is an output."""
+    nodes = [
+        helper.make_node("Conv", ["x", "w", "b"], ["c"]),
+        helper.make_node(second, ["c"], ["i"]),
+        helper.make_node(last, ["i", "c"] if last == "Add" else ["i"], ["r"]),
+        helper.make_node(second, ["r"], ["j"]),
+        helper.make_node("Conv", ["j", "w2"], ["y"]),
+    ]
+    inputs = {"x": RNG.standard_normal((1, 3, 8, 8)).astype("float32")}
+    check_file(make_file(nodes, inputs, ["c", "i", "r", "j", "y"]), inputs)
