@@ -363,3 +363,30 @@ def test_recurrent_operator__keeps_a_state(tmp_path):
     call = Operator("SVDF", ["x", "w", "w", "b", "h"], ["y"], "SVDFOptions", {"Rank": 1})
     with pytest.raises(ModelError, match=r"SVDF .*state from run to run in 'h'"):
         load(tmp_path, tensors, [call], ["x"], ["y"])
+
+
+# -- damage ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_damaged_files__are_refused_or_run(tmp_path, seed):
+    """Words of the tables replaced by others: whatever comes of it is a model or a ModelError, and
+    no size that a file makes up asks for memory.
+    """
+    rng = np.random.default_rng(seed)
+    path, outcomes = tmp_path / "model.tflite", {True: 0, False: 0}
+    for _ in range(40):
+        case = CASES[rng.integers(len(CASES))]
+        case.write(path, frozenset(range(1, len(case.operands))))
+        data = bytearray(path.read_bytes())
+        at = 4 * int(rng.integers(2, len(data) // 4))
+        word = int.from_bytes(data[at : at + 4], "little")
+        odd = [0, 1, 3, 255, 2**16, 2**31 - 1, 2**31, 2**32 - 1, word + 4, word ^ 1, word + 1]
+        data[at : at + 4] = (odd[rng.integers(len(odd))] % 2**32).to_bytes(4, "little")
+        path.write_bytes(data)
+        try:
+            mod, _ = import_tflite(path)
+        except ModelError:
+            mod = None
+        outcomes[mod is None] += 1
+    assert min(outcomes.values()) > 4

@@ -53,23 +53,23 @@ def import_tflite(
 
 
 def read_file(path: Path, tflite: Any) -> Any:
-    """The model of a file, its tables checked."""
+    """The model of a file, its tables checked and its operators TFLite's own."""
     data = path.read_bytes()
     if data[4:8] != FILE_IDENTIFIER:
         raise ModelError(f"{str(path)!r} is not a TensorFlow Lite model (no identifier TFL3).")
     model = open_model(tflite, data)
     check_tables(model, tflite, len(data))
-    return model
-
-
-def convert_model(model: Any) -> tuple[tvm.IRModule, dict[str, np.ndarray]]:
-    """The module of a model whose tables are sound."""
     custom = list_custom_operators(model)
     if custom:
         raise ModelError(
             f"Not supported, {format_count(len(custom), 'custom operator')} of the model: "
             f"{', '.join(custom)}. Replace them before the conversion to TFLite."
         )
+    return model
+
+
+def convert_model(model: Any) -> tuple[tvm.IRModule, dict[str, np.ndarray]]:
+    """The module of a model whose tables are sound."""
     frontend = _tvm.load_tflite_frontend()
     sources: dict[str, SourceNode] = {}
     try:
