@@ -132,6 +132,34 @@ def legalize_softmax(builder: relax.BlockBuilder, call: Call) -> Any:
     return relax.call_tir(builder.add_func(mark_kernel(func, macs=0), "softmax"), data, call.ty)
 
 
+def legalize_pad(builder: relax.BlockBuilder, call: Call) -> Any:
+    """pad(x, mode="reflect") that is wider than x, or of an x of unknown size -> the mirror images
+    of mirror images, as in numpy: TVM reads beyond x.
+    """
+    shape = tensor_shape(call.args[0])
+    widths = np.reshape([int(width) for width in call.attrs.pad_width], (-1, 2)).tolist()
+    if str(call.attrs.pad_mode) != "reflect" or (
+        shape is not None
+        and all(isinstance(n, int) and max(pair) < n for n, pair in zip(shape, widths, strict=True))
+    ):
+        return legalize_as_tvm(builder, call)
+
+    def mirror(x: Any) -> Any:
+        def find_place(at: Any, size: Any, before: int) -> Any:
+            period = tirx.max(2 * (size - 1), tirx.const(1, "int64"))
+            place = tirx.floormod(at - before, period)
+            return tirx.min(place, 2 * (size - 1) - place)
+
+        def read(*ats: Any) -> Any:
+            pairs = zip(ats, x.shape, widths, strict=True)
+            return x(*(find_place(at, size, pair[0]) for at, size, pair in pairs))
+
+        sizes = [size + sum(pair) for size, pair in zip(x.shape, widths, strict=True)]
+        return te.compute(sizes, read, name="mirror")
+
+    return builder.call_te(mirror, call.args[0], primfunc_name_hint="pad")
+
+
 def legalize_take(builder: relax.BlockBuilder, call: Call) -> Any:
     """take(x, i, mode="fast") -> take(x, i, mode="wrap"), which reads nothing beyond x."""
     if str(call.attrs.mode) != "fast":
@@ -227,6 +255,7 @@ LEGALIZATIONS = {
     "relax.sinh": legalize_sinh,
     "relax.cosh": legalize_cosh,
     "relax.nn.softmax": legalize_softmax,
+    "relax.nn.pad": legalize_pad,
     "relax.take": legalize_take,
     "relax.index_tensor": bound_first(find_axes_of_fields),
     "relax.index_put": bound_first(find_axes_of_fields),

@@ -221,3 +221,28 @@ def test_take__of_indices_that_are_not_there(axis, capfd):
             found, np.clip(np.take(*arrays, axis, mode="wrap"), -128, 127)
         )
     assert "Warning" not in capfd.readouterr().err
+
+
+def make_pad(shape, widths, mode):
+    builder = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType(shape, "float32"))
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            padded = builder.emit(relax.op.nn.pad(x, widths, mode))
+            result = builder.emit_output(padded)
+        builder.emit_func_output(result)
+    return builder.finalize()
+
+
+@pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
+@pytest.mark.parametrize("widths", [[0, 0, 1, 2], [1, 0, 3, 3], [0, 5, 7, 9], [2, 2, 0, 0]])
+@pytest.mark.parametrize("is_known", [True, False])
+def test_pad__wider_than_its_axis_reads_nothing_beyond(mode, widths, is_known):
+    """Mirror images of mirror images, as numpy makes them; TVM reads memory that is not its own."""
+    for shape in ((1, 4), (3, 1), (2, 4)):
+        data = np.random.default_rng(0).normal(size=shape).astype("float32")
+        sizes = shape if is_known else [tvm.tirx.Var("n", "int64"), shape[1]]
+        machine = relax.VirtualMachine(rq.compile(make_pad(sizes, widths, mode)), tvm.cpu())
+        found = machine["main"](tvm.runtime.tensor(data)).numpy()
+        name = {"replicate": "edge", "circular": "wrap"}.get(mode, mode)
+        np.testing.assert_array_equal(found, np.pad(data, np.reshape(widths, (-1, 2)), name))

@@ -173,3 +173,14 @@ def test_padding__widths_from_zero_for_every_axis_or_side(padding):
     x, w = np.ones((1, 2, 5, 5), "float32"), np.ones((3, 2, 1, 1), "float32")
     with pytest.raises(ModelError, match="padding is"):
         run_text(f"nn.conv2d(%x, %w, padding={padding}, channels=3, kernel_size=[1, 1])", x=x, w=w)
+
+
+@pytest.mark.parametrize("kind", ["avg", "max"])
+def test_pool__a_window_that_begins_behind_the_data(kind):
+    """Relay counts it with ceil_mode, Relax does not."""
+    x = floats(1, 2, 4, 5)
+    text = f"nn.{kind}_pool2d(%x, pool_size=[3, 1], padding=[0, 1, 0, 1], ceil_mode=True)"
+    with pytest.raises(ModelError, match="ceil_mode has 7 windows along W.*allowed: 6"):
+        run_text(text, x=x)
+    (got,) = run_text(text.replace("0, 1, 0, 1", "0, 1, 0, 0"), x=x)
+    assert got.shape == (1, 2, 2, 6)

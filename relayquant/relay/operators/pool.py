@@ -68,7 +68,43 @@ def pool_keywords(site: Site, rank: int) -> dict[str, Any]:
 
 
 def max_pool(function: Callable[..., relax.Expr], rank: int) -> Callable[[Site], relax.Expr]:
-    return lambda site: function(site.tensor(0), **pool_keywords(site, rank))
+    def convert(site: Site) -> relax.Expr:
+        keywords = pool_keywords(site, rank)
+        return check_windows(site, site.emit(function(site.tensor(0), **keywords)), keywords, rank)
+
+    return convert
+
+
+def check_windows(
+    site: Site, result: relax.Expr, keywords: dict[str, Any], rank: int
+) -> relax.Expr:
+    """`result`, if it has as many windows as Relay takes: with ceil_mode that is also one that
+    begins behind the data, which Relax leaves out.
+
+    Raises:
+        ModelError: it has fewer.
+    """
+    if not keywords["ceil_mode"]:
+        return result
+    shape, made = site.shape(site.tensor(0)), site.shape(result)
+    padding = list(keywords["padding"])
+    padding = padding * (2 * rank // len(padding)) if len(padding) < 2 * rank else padding
+    windows, strides, dilation = (
+        list(keywords[name]) * (rank if len(keywords[name]) == 1 else 1)
+        for name in ("pool_size", "strides", "dilation")
+    )
+    for axis, letter in enumerate(SPATIAL[rank]):
+        at = keywords["layout"].index(letter)
+        free = shape[at] + padding[axis] + padding[rank + axis]
+        free -= (windows[axis] - 1) * dilation[axis] + 1
+        count = -(-free // strides[axis]) + 1
+        if count != made[at]:
+            raise ModelError(
+                f"ceil_mode has {format_count(count, 'window')} along {letter}, of which the last "
+                f"begins behind the data; allowed: {made[at]}. Crop the padding behind, or use "
+                "ceil_mode=False."
+            )
+    return result
 
 
 def avg_pool(function: Callable[..., relax.Expr], rank: int) -> Callable[[Site], relax.Expr]:
@@ -78,7 +114,7 @@ def avg_pool(function: Callable[..., relax.Expr], rank: int) -> Callable[[Site],
         keywords["count_include_pad"] = site.attrs["count_include_pad"]
         if is_integer(data):
             return integer_average(site, data, keywords, rank)
-        return function(data, **keywords)
+        return check_windows(site, site.emit(function(data, **keywords)), keywords, rank)
 
     return convert
 
