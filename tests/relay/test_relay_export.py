@@ -385,3 +385,22 @@ REFUSED = {
 def test_exact__what_relay_cannot_compute(name):
     with pytest.raises(ModelError, match=r"requantize.*: (a result of dtype int32|Relay has no)"):
         to_text(build(REFUSED[name], x=ACC))
+
+
+@pytest.mark.parametrize("kind", ["avg", "max"])
+@pytest.mark.parametrize("padding", [[0, 1, 0, 1], [1, 1, 1, 1], [0, 0, 1, 2]])
+def test_pool__has_as_many_windows_in_relay(kind, padding):
+    """With ceil_mode Relay counts a last window that begins behind the data, Relax does not."""
+    x = relax.Var("x", relax.TensorType((1, 2, 4, 5), "float32"))
+    builder = relax.BlockBuilder()
+    function = getattr(relax.op.nn, f"{kind}_pool2d")
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            made = function(x, [3, 2], [2, 2], padding, ceil_mode=True)
+            result = builder.emit_output(builder.emit(made))
+        builder.emit_func_output(result)
+    mod = builder.finalize()
+    data = np.random.default_rng(0).normal(size=(1, 2, 4, 5)).astype("float32")
+    again = from_text(*to_text(mod))
+    (expected,), (found,) = (rq.reference.run(each, [data]) for each in (mod, again))
+    np.testing.assert_array_equal(found, expected)

@@ -180,7 +180,7 @@ def test_pool__a_window_that_begins_behind_the_data(kind):
     """Relay counts it with ceil_mode, Relax does not."""
     x = floats(1, 2, 4, 5)
     text = f"nn.{kind}_pool2d(%x, pool_size=[3, 1], padding=[0, 1, 0, 1], ceil_mode=True)"
-    with pytest.raises(ModelError, match="ceil_mode has 7 windows along W.*allowed: 6"):
+    with pytest.raises(ModelError, match=r"ceil_mode has 7 windows along W.*allowed: 6"):
         run_text(text, x=x)
     (got,) = run_text(text.replace("0, 1, 0, 1", "0, 1, 0, 0"), x=x)
     assert got.shape == (1, 2, 2, 6)

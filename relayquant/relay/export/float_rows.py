@@ -180,10 +180,38 @@ def pool_attrs(site: ExportSite) -> dict[str, Any]:
         "pool_size": ints(attrs.pool_size),
         "strides": ints(attrs.strides),
         "dilation": ints(attrs.dilation),
-        "padding": ints(attrs.padding),
+        "padding": crop_padding(site) if attrs.ceil_mode else ints(attrs.padding),
         "layout": str(attrs.layout),
         "ceil_mode": bool(attrs.ceil_mode),
     }
+
+
+def crop_padding(site: ExportSite) -> list[int]:
+    """The padding of a pool in ceil_mode, without what makes Relay count a last window that begins
+    behind the data, which Relax leaves out.
+
+    Raises:
+        ModelError: an average counts the padding that would be cropped.
+    """
+    attrs = site.attrs
+    padding = [int(width) for width in attrs.padding]
+    rank = len(padding) // 2
+    letters = str(attrs.layout).replace("N", "").replace("C", "")
+    for axis, letter in enumerate(letters):
+        at = str(attrs.layout).index(letter)
+        size, count = site.dims(site.call.args[0])[at], site.out_dims()[at]
+        if not isinstance(size, int) or not isinstance(count, int):
+            continue
+        span = (int(attrs.pool_size[axis]) - 1) * int(attrs.dilation[axis]) + 1
+        most = (count - 1) * int(attrs.strides[axis]) + span - size - padding[axis]
+        if padding[rank + axis] > most:
+            if bool(getattr(attrs, "count_include_pad", False)):
+                raise ModelError(
+                    "a pool with ceil_mode and count_include_pad whose last window would begin "
+                    "behind the data has no form in Relay"
+                )
+            padding[rank + axis] = most
+    return padding
 
 
 def max_pool(name: str) -> Export:
