@@ -201,6 +201,11 @@ def write_searchsorted(
     return is_before.sum(-1, dtype=torch.int32 if out_int32 else torch.int64)
 
 
+def write_any(data: Any) -> Any:
+    """any -> how many are not 0, is it more than none"""
+    return data.ne(0).sum().ne(0)
+
+
 def write_bucketize(
     values: Any, ordered: Any, *, out_int32: bool = False, right: bool = False
 ) -> Any:
@@ -297,6 +302,7 @@ def write_var_mean(
 COMPOSITES: dict[str, Composite] = {
     "addbmm.default": write_addbmm,
     "addmv.default": write_addmv,
+    "any.default": write_any,
     "bucketize.Tensor": write_bucketize,
     "bucketize.Scalar": write_bucketize,
     "_cdist_forward.default": write_cdist,

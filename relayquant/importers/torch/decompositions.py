@@ -43,7 +43,7 @@ FLOATING = (
     *("asinh.default", "acosh.default", "atanh.default"),
 )
 #: Operators on truth values: any number but 0 is true.
-TRUTH = ("any.default", "any.dim", "any.dims", "all.default", "all.dim", "all.dims")
+TRUTH = ("any.dim", "any.dims", "all.default", "all.dim", "all.dims")
 #: Operators that scale their second operand by `alpha`.
 SCALING = ("add.Tensor", "add.Scalar", "sub.Tensor", "sub.Scalar")
 

@@ -26,7 +26,12 @@ from relayquant.importers.torch.archive import drop_stacks, read_program, silenc
 from relayquant.importers.torch.decompositions import find_release, make_decompositions
 from relayquant.importers.torch.operators import OPERATORS
 from relayquant.importers.torch.quantized import make_converters
-from relayquant.importers.torch.signature import check_effects, describe_node, find_path
+from relayquant.importers.torch.signature import (
+    check_effects,
+    describe_node,
+    drop_constant_inputs,
+    find_path,
+)
 from relayquant.rewrite.editor import Editor
 from relayquant.rewrite.graph import call_name
 from relayquant.storage.files import reading
@@ -43,7 +48,8 @@ def import_torch(
 
     A value is named after the module that computes it ("layer1.0.conv1"), with the name of the
     graph node behind it where the module has several ("layer1.0.add_1"). A result that is a tuple
-    of one tensor becomes that tensor. Nothing that is stored in a file is executed: see
+    of one tensor becomes that tensor. Arguments of forward that are no tensors are left out: a
+    program is exported for their values. Nothing that is stored in a file is executed: see
     `relayquant.importers.torch.archive` for what is refused. A program that was quantized with
     PT2E keeps its integers: pass it to `relayquant.lower`.
 
@@ -102,6 +108,7 @@ def _import_program(program: Any) -> tuple[tvm.IRModule, dict[str, np.ndarray]]:
         with silence_torch(), drop_stacks():
             program = program.run_decompositions(make_decompositions())
         check_effects(program)
+        drop_constant_inputs(program)
         converters = {**OPERATORS, **make_converters(find_constants(program))}
         with _tvm.FRONTEND_LOCK:
             mod = importer.from_exported_program(program, False, True, False, converters)

@@ -69,6 +69,7 @@ def check_signature(signature: Any) -> None:
         ModelError: it has others; names them.
     """
     from torch.export.graph_signature import (  # pyright: ignore[reportMissingImports]
+        ConstantArgument,
         InputKind,
         OutputKind,
     )
@@ -83,6 +84,13 @@ def check_signature(signature: Any) -> None:
             f"The program reads {quote_names(objects)}, which is no tensor. Export a module whose "
             "attributes are tensors."
         )
+    results = [spec.arg for spec in signature.output_specs if spec.kind == OutputKind.USER_OUTPUT]
+    for at, result in enumerate(results):
+        if isinstance(result, ConstantArgument) and result.value is not None:
+            raise ModelError(
+                f"Result {at} of the program is {result.value!r}; supported: tensors. Export a "
+                "module whose forward returns tensors alone."
+            )
     kinds = {
         OutputKind.BUFFER_MUTATION: "buffer",
         OutputKind.USER_INPUT_MUTATION: "input",
@@ -111,6 +119,22 @@ def check_signature(signature: Any) -> None:
             + ". ".join(dict.fromkeys(REMEDIES[kind] for kind in changed))
             + "."
         )
+
+
+def drop_constant_inputs(program: Any) -> None:
+    """Remove the inputs of a decomposed program that are numbers, texts, truth values or None: it
+    was exported for their values, and reads none of them.
+    """
+    from torch.export.graph_signature import (  # pyright: ignore[reportMissingImports]
+        ConstantArgument,
+    )
+
+    specs = program.graph_signature.input_specs
+    names = {spec.arg.name for spec in specs if isinstance(spec.arg, ConstantArgument)}
+    for node in program.graph.find_nodes(op="placeholder"):
+        if node.name in names and not node.users:
+            program.graph.erase_node(node)
+            specs[:] = [spec for spec in specs if spec.arg.name != node.name]
 
 
 def describe_change(kind: str, names: list[str]) -> str:
