@@ -42,6 +42,8 @@ MARGIN = 0.25
 
 #: integers below are float32 numbers
 EXACT_INTEGERS = 2**24
+#: a bias of as many units is more than int32 holds
+MOST_UNITS = 2**31
 #: operators behind a sum that do the same to integers
 CLIPS = ("relax.nn.relu", "relax.clip")
 
@@ -296,7 +298,11 @@ class TrainableModule(nn.Module):
         """What the model gives; `visit` as for `TorchProgram.run`."""
         program, values = self.source.program, self.begin(inputs)
         if not self.training:
-            exact = {name: self.make_requantizer(each) for name, each in self.sums.items()}
+            held = self.fold_constants() if self.sums else {}
+            exact = {
+                name: self.make_requantizer(each, held[each.bias])
+                for name, each in self.sums.items()
+            }
             visit = {**exact, **visit}
         program.advance(values, program.steps, visit)
         return program.result(values)
@@ -351,6 +357,8 @@ class TrainableModule(nn.Module):
         if key not in self.bias_scales or not self.find_data(key).is_known:
             return value
         unit = self.find_unit(key, value.shape)
+        if not self.suits_bias(key, unit, value):
+            return value
         return value + (torch.round(value / unit) * unit - value).detach()
 
     def find_unit(self, bias: str, shape: Sequence[int]) -> torch.Tensor:
@@ -358,6 +366,21 @@ class TrainableModule(nn.Module):
         data, weight = (self.find_scale(group) for group in self.bias_scales[bias])
         unit = (data * weight).clamp_min(torch.finfo(torch.float32).tiny)
         return unit.reshape(tuple(shape)) if unit.numel() > 1 else unit
+
+    @torch.no_grad()
+    def suits_bias(self, key: str, unit: torch.Tensor, value: torch.Tensor) -> bool:
+        """Whether an operator counts its bias in these units: else it stays in float, with a finer
+        bias, as `conversion.bias.refine_units` says.
+        """
+        real, units = value.double(), unit.double()
+        if not bool((real / units).abs().max() < MOST_UNITS):
+            return False
+        operator = key.removesuffix(":bias")
+        groups = self.source.prepared.plan.value_groups.get(operator, ())
+        if not groups:
+            return True
+        step = min(float(self.find_scale(group).min()) for group in groups)
+        return bool(((torch.round(real / units) * units - real).abs() <= step / 2).all())
 
     def find_data(self, bias: str) -> FakeQuantize:
         """What rounds the data that the weight beside a bias is multiplied by."""
@@ -367,7 +390,7 @@ class TrainableModule(nn.Module):
         """The scale that values of a group are rounded with, without a gradient."""
         return self.quantizers[name_parameter(group)].find_scale().detach()
 
-    def make_requantizer(self, place: Sum) -> Visitor:
+    def make_requantizer(self, place: Sum, bias: torch.Tensor) -> Visitor:
         """What `TorchProgram.run` calls with a sum of products in evaluation: the sum in units of
         the accumulator, an integer but for the last bits of float32, is scaled and rounded by the
         integer module's arithmetic, `float32(integer) * float32(unit / scale)`.
@@ -376,6 +399,8 @@ class TrainableModule(nn.Module):
         one of a million, which deep networks with 8 bits make another answer of.
         """
         unit, scale = self.find_unit(place.bias, place.shape), self.find_scale(place.group)
+        if not self.suits_bias(place.bias, unit, bias.reshape(place.shape)):
+            return lambda total: (total, {})
         multiplier = (unit.double() / scale.double()).float()
 
         def visit(total: torch.Tensor) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
