@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
 OPSET = 22
 #: what a pool is drawn from: one draw for each attribute of its schema, None leaves it out
@@ -89,14 +89,21 @@ def draw_case(op: str, seed: int) -> PoolCase:
     return PoolCase(op, sizes, given)
 
 
-def make_model(case: PoolCase, batch: int | str = 2) -> onnx.ModelProto:
-    """The pool alone, of x to y."""
-    shape = [batch, 3, *case.sizes]
+def make_model(case: PoolCase, is_between: bool = False) -> onnx.ModelProto:
+    """The pool of x to y; between two convolutions that change nothing, if asked."""
+    names = ("before", "after") if is_between else ("x", "y")
+    nodes = [helper.make_node(case.op, [names[0]], [names[1]], **case.attributes)]
+    if is_between:
+        convolutions = (["x", "one"], ["before"]), (["after", "one"], ["y"])
+        first, last = (helper.make_node("Conv", *tensors) for tensors in convolutions)
+        nodes = [first, *nodes, last]
+    one = np.eye(3, dtype="float32").reshape(3, 3, *[1] * case.rank)
     graph = helper.make_graph(
-        [helper.make_node(case.op, ["x"], ["y"], **case.attributes)],
+        nodes,
         "pool",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)],
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [2, 3, *case.sizes])],
         [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
+        [numpy_helper.from_array(one, "one")] if is_between else [],
     )
     opsets = [helper.make_opsetid("", OPSET)]
     return helper.make_model(graph, opset_imports=opsets, ir_version=10)

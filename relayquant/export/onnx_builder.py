@@ -72,11 +72,10 @@ def find_opset(graph: Graph, var: relax.Var) -> int:
     if call is None or not hasattr(call.attrs, "pool_size"):
         return BASE_OPSET
     shape, layout = tensor_shape(call.args[0]), str(call.attrs.layout)
-    is_open = shape is None or any(
-        letter in "DHW" and isinstance(size, str)
-        for letter, size in zip(layout, shape, strict=False)
-    )
-    if bool(call.attrs.ceil_mode) and is_open:
+    sizes = zip(layout, shape or layout, strict=True)
+    if all(isinstance(size, int) for letter, size in sizes if letter in "DHW"):
+        return BASE_OPSET  # where both have other forms
+    if call.attrs.ceil_mode:
         return CEIL_OPSET
     is_dilated = "avg_pool" in name and any(int(step) != 1 for step in call.attrs.dilation)
     return DILATED_OPSET if is_dilated else BASE_OPSET

@@ -57,6 +57,7 @@ from relayquant.preparation.pooling import (
     flatten_to_reshape,
     fold_pad,
     pool_to_mean,
+    widen_average,
 )
 from relayquant.preparation.quantized import (
     MOVES,
@@ -125,6 +126,7 @@ RULES: tuple[CanonicalRule, ...] = (
     make_rule(where_to_prelu, "relax.where"),
     make_rule(prelu_to_leaky_relu, "relax.nn.prelu"),
     make_rule(fold_pad, *WINDOWS),
+    make_rule(widen_average, "relax.nn.avg_pool1d"),
 )
 
 #: Operators on volumes -> what makes operators on images of them.

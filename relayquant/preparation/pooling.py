@@ -147,6 +147,26 @@ def pool_to_mean(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
     return relax.op.mean(data, axis=axes, keepdims=True)
 
 
+def widen_average(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
+    """avg_pool1d(x) -> squeeze(avg_pool2d(expand_dims(x))): of images of one row, which have an
+    integer form.
+    """
+    attrs, (data,) = editor.call_of(var).attrs, editor.call_of(var).args
+    layout = str(attrs.layout)
+    if sorted(layout) != sorted("NCW") or attrs.out_layout not in ("", layout):
+        return decline("a packed layout, or results of another one")
+    row = layout.index("W")
+    image = editor.define(var, relax.op.expand_dims(data, [row]), f"{editor.names[var]}.image")
+    sizes = (attrs.pool_size, attrs.strides, attrs.padding, attrs.dilation)
+    window, strides, padding, dilation = ([int(n) for n in each] for each in sizes)
+    pooled = relax.op.nn.avg_pool2d(
+        image, [1, *window], [1, *strides], [0, padding[0], 0, padding[-1]], [1, *dilation],
+        bool(attrs.ceil_mode), bool(attrs.count_include_pad), layout.replace("W", "HW"),
+    )  # fmt: skip
+    pooled = editor.define(var, pooled, f"{editor.names[var]}.pooled")
+    return relax.op.squeeze(pooled, [row])
+
+
 def flatten_to_reshape(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
     """flatten(x), batch_flatten(x) -> reshape(x, shape of the result)."""
     shape = var.ty.shape

@@ -168,3 +168,19 @@ def test_integer_maximum__equals_onnx_runtime(dtype):
                 form,
             ):
                 np.testing.assert_array_equal(got, wanted, err_msg=f"{case} {form}")
+
+
+@pytest.mark.parametrize("seed", SEEDS[:6])
+@pytest.mark.parametrize("op", ["AveragePool", "MaxPool"])
+def test_quantized_pool__is_near_onnx_runtime(op, seed):
+    """Between two convolutions, of any rank: in integers, compiled as in numpy."""
+    case = draw_case(op, seed)
+    x, wanted = draw_data(case), run_onnx(make_model(case), draw_data(case))
+    if wanted is None or 0 in wanted.shape:
+        pytest.skip("a window is wider than the data")
+    mod, _ = rq.load(make_model(case, is_between=True))
+    qmod = rq.quantize(mod, None, [{"x": x}], effort="fast")
+    assert not [row.op for row in rq.ledger(qmod).floating if "pool" in row.op]
+    got = rq.reference.run(qmod, [x])[0]
+    assert np.abs(got - wanted).max() <= 0.03 * np.abs(x).max(), str(case)
+    assert rq.verify(qmod, [x]).differences == ()
