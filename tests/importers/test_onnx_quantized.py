@@ -294,3 +294,41 @@ def test_quantize_linear__as_the_onnx_reference(dtype, axis):
     (want,) = ReferenceEvaluator(model).run(None, {"x": input_data()})
     (got,) = rq.reference.run(rq.import_onnx(model)[0], [input_data()])
     np.testing.assert_array_equal(got, want)
+
+
+PADS = {
+    "plain": ([1, 0, 0, 2], None, (3, 4)),
+    "cropped": ([1, -1, -1, 2], None, (3, 4)),
+    "axes": ([2, 1], [-1], (3, 4)),
+    "symbolic": ([1, 2, 0, 1], None, ("n", 4)),
+    "three": ([0, 1, 0, 1, 0, 2], None, (2, 3, 4)),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "uint8"])
+@pytest.mark.parametrize("form", PADS)
+def test_pad__with_a_value_of_the_run_time(form, dtype):
+    pads, axes, shape = PADS[form]
+    b = GraphBuilder()
+    operands = ["x", b.constant(np.array(pads)), "v"]
+    if axes is not None:
+        operands.append(b.constant(np.array(axes)))
+    y = b.node("Pad", *operands)
+    model = b.model({"x": (dtype, shape), "v": (dtype, (1,))}, {y: (dtype, None)}, opset=18)
+    sizes = [size if isinstance(size, int) else 3 for size in shape]
+    inputs = [np.arange(np.prod(sizes)).reshape(sizes).astype(dtype), np.array([77], dtype)]
+    (expected,) = run_onnxruntime(model, dict(zip(("x", "v"), inputs, strict=True)))
+    mod, _ = rq.import_onnx(model)
+    for found in (rq.reference.run(mod, inputs), Executor(rq.compile(mod)).run("main", inputs)):
+        np.testing.assert_array_equal(found[0], expected)
+
+
+def test_pad__with_a_dequantized_value_is_integer():
+    b = GraphBuilder()
+    x = b.round_trip("x", 0.05, np.uint8(120))
+    value = b.dequantize(b.constant(np.uint8(150)), 0.05, np.uint8(120))
+    y = b.node("Pad", x, b.constant(np.array([0, 0, 1, 1, 0, 0, 1, 1])), value)
+    y = b.round_trip(y, 0.05, np.uint8(120))
+    qmod = check(b.model({"x": ("float32", SHAPE)}, {y: ("float32", None)}))
+    assert "where" not in operators(qmod)
+    rq.compile(qmod)

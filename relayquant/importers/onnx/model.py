@@ -239,8 +239,8 @@ class _Importer(_FRONTEND.ONNXGraphImporter):
     def _construct_node(self, node: onnx.NodeProto) -> None:
         flow = CONTROL_FLOW.get(node.op_type) if node.domain in STANDARD else None
         operands = {name: self._nodes[name] for name in node.input if name}
+        is_chosen = flow is not None and node.op_type == "If" and not self._takes_branch(node)
         if flow is not None:
-            is_chosen = node.op_type == "If" and not self._takes_branch(node)
             if is_chosen and not self._depth:
                 self._taken.update(node.output)
             inputs = [operands.get(name) for name in node.input]
@@ -261,7 +261,7 @@ class _Importer(_FRONTEND.ONNXGraphImporter):
                 return
         for name, value in zip(node.output, values, strict=False):
             self._nodes[name] = value
-        if flow is not None and is_chosen:
+        if is_chosen:
             self._name_outputs(node)
 
     def _takes_branch(self, node: onnx.NodeProto) -> bool:

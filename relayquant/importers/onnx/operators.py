@@ -63,6 +63,7 @@ from relayquant.importers.onnx.quantized import (
     convert_dynamic_quantize_linear,
     convert_matmul_integer,
     convert_quantize_linear,
+    find_real,
 )
 from relayquant.importers.onnx.recurrent import GRU, LSTM, RNN, convert_recurrent
 from relayquant.importers.onnx.reductions import (
@@ -79,6 +80,7 @@ from relayquant.importers.onnx.sizes import (
     convert_split,
     emit_item,
     emit_sizes,
+    fill_outside,
     known_shape,
     limit_range,
     pad_at_run_time,
@@ -196,9 +198,12 @@ def convert_pad(
     if opset < 11:
         pads, fill = list(attrs["pads"]), float(attrs.get("value", 0.0))
     else:
-        arrays = [None if given is None else constant_value(given) for given in inputs]
+        arrays = [None if given is None else find_real(bb, given) for given in inputs]
         pairs = list(zip(arrays, inputs, strict=True))[1:]
-        if any(array is None and given is not None for array, given in pairs):
+        late = [at for at, (array, given) in enumerate(pairs, 1) if array is None is not given]
+        if late == [2] and mode == "constant":
+            return pad_with_value(bb, inputs, attrs, opset)
+        if late:
             return pad_at_run_time(bb, inputs, attrs.get("mode", b"constant"))
         pads = arrays[1].tolist()
         if len(arrays) > 2 and arrays[2] is not None:
@@ -224,6 +229,26 @@ def convert_pad(
         data = bb.emit(relax.op.strided_slice(data, cropped, begin, end, [1] * len(cropped)))
         widths = [[max(0, before), max(0, after)] for before, after in widths]
     return relax.op.nn.pad(data, [int(pad) for pair in widths for pad in pair], mode, fill)
+
+
+def pad_with_value(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr:
+    """Pad by constant counts with a value of the run time: padded with zeros, which the value
+    replaces outside of the data.
+    """
+    data, pads, fill, *axes = inputs
+    dtype = str(data.ty.dtype)
+    plain = [data, pads, relax.const(np.zeros((), dtype), dtype), *axes]
+    padded = convert_pad(bb, plain, attrs, opset)
+    if padded is None:
+        padded = _run_frontend("Pad", bb, plain, attrs, opset)
+    counts = read_sizes(pads) or []
+    half = len(counts) // 2
+    places = [axis for given in axes if given is not None for axis in read_sizes(given) or []]
+    pairs = zip(counts[:half], counts[half:], strict=True)
+    widths = dict(zip(places or range(half), pairs, strict=True))
+    return fill_outside(bb, bb.emit(padded), data, widths, fill)
 
 
 def convert_gather(

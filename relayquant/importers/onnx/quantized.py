@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import onnx
 from tvm import relax
+from tvm.ir import Call, GenericConst
 
 from relayquant.dialect import qnn
 from relayquant.errors import format_count
@@ -27,7 +28,7 @@ from relayquant.ops.dynamic import (
 from relayquant.qtypes import INTEGER_LIMITS
 from relayquant.reference import qnn as numpy_qnn
 from relayquant.rewrite import Skip
-from relayquant.rewrite.graph import constant_value, tensor_dtype
+from relayquant.rewrite.graph import call_name, constant_value, tensor_dtype
 
 #: dtypes of fewer than 8 bits, held in 8: (dtype that holds it, smallest, largest)
 NARROW = {
@@ -161,6 +162,17 @@ def read_zero_point(zero_point: relax.Expr | None) -> relax.Expr:
         return relax.op.astype(zero_point, "int32")
     array = array.astype("int32")
     return relax.const(array.reshape(()) if array.size == 1 else array, "int32")
+
+
+def find_real(bb: relax.BlockBuilder, value: relax.Expr) -> np.ndarray | None:
+    """The array of a constant, also of one that is dequantized; None of any other value."""
+    found = bb.lookup_binding(value) if isinstance(value, relax.Var) else None
+    if not isinstance(found, Call) or call_name(found) != "relax.qnn.dequantize":
+        return constant_value(value) if isinstance(value, GenericConst) else None
+    arrays = [constant_value(argument) for argument in found.args]
+    if any(array is None for array in arrays):
+        return None
+    return numpy_qnn.dequantize(*arrays, axis=int(found.attrs.axis))  # pyright: ignore[reportArgumentType]
 
 
 # -- parameters that are computed at run time ------------------------------------------------------

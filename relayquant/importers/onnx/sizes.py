@@ -8,7 +8,7 @@ reads at run time. Each function is a `Convert` as described in
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -304,6 +304,40 @@ def pad_at_run_time(bb: relax.BlockBuilder, inputs: Sequence[Any], mode: bytes) 
             is_data = bb.emit(relax.op.expand_dims(is_data, others)) if others else is_data
             data = bb.emit(relax.op.where(is_data, data, fill))
     return data
+
+
+def fill_outside(
+    bb: relax.BlockBuilder,
+    padded: relax.Expr,
+    data: relax.Expr,
+    widths: Mapping[int, tuple[int, int]],
+    fill: relax.Expr,
+) -> relax.Expr:
+    """Padded data with the fill on the places that are none of the data.
+
+    Args:
+        bb: The builder.
+        padded: By the widths.
+        data: Before.
+        widths: Axis -> how many places are before and behind the data; fewer than 0 crop.
+        fill: One number.
+    """
+    rank = data.ty.ndim
+    fill = bb.emit(relax.op.reshape(fill, relax.ShapeExpr([])))
+    for axis, (before, after) in widths.items():
+        size = data.ty.shape.values[axis]
+        places = bb.emit(relax.op.arange(-before, size + after, 1, "int64"))
+        bounds = (relax.const(0, "int64"), emit_tensor(bb, size))
+        inside = bb.emit(
+            relax.op.logical_and(
+                bb.emit(relax.op.greater_equal(places, bounds[0])),
+                bb.emit(relax.op.less(places, bounds[1])),
+            )
+        )
+        others = [other for other in range(rank) if other != axis % rank]
+        inside = bb.emit(relax.op.expand_dims(inside, others)) if others else inside
+        padded = bb.emit(relax.op.where(inside, padded, fill))
+    return padded
 
 
 def limit_range(
