@@ -66,9 +66,23 @@ from relayquant.torch.state import Attributes, find_changed, list_attributes
 def run_model(
     model: Callable[..., Any], mode: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
-    """A call of the model under a mode. Call sites are looked for up to here."""
-    with mode, torch.no_grad():
-        return model(*args, **kwargs)
+    """A call of the model under a mode. Call sites are looked for up to here.
+
+    Raises:
+        ModelError: the code has PyTorch compile a part of it.
+    """
+    try:
+        with mode, torch.no_grad():
+            return model(*args, **kwargs)
+    except Exception as error:
+        if not type(error).__module__.startswith("torch._dynamo"):
+            raise
+        raise ModelError(
+            "The model has PyTorch compile a part of its code (torch.compile, torch.cond, map and "
+            "the like), whose operators cannot be recorded: "
+            f"{type(error).__name__}: {str(error).partition(chr(10))[0]} Write it as plain code: "
+            "`if`, `for` and `while` are followed."
+        ) from error
 
 
 def leaving_autocast() -> contextlib.AbstractContextManager[Any]:
