@@ -632,6 +632,120 @@ def shape_cases() -> Iterator[Case]:
     yield Case("DYNAMIC_UPDATE_SLICE", [X, numbers(1, 2, 2), ints(1, 9, -2)], update_slice)
 
 
+def stablehlo_cases() -> Iterator[Case]:
+    table = {
+        "ABS": np.abs, "COSINE": np.cos, "EXPONENTIAL": np.exp, "FLOOR": np.floor,
+        "LOGISTIC": sigmoid, "NEGATE": np.negative, "TANH": np.tanh, "CBRT": np.cbrt,
+    }  # fmt: skip
+    for kind, f in table.items():
+        yield Case(f"STABLEHLO_{kind}", [X], f)
+    yield Case("STABLEHLO_LOG", [POSITIVE], np.log)
+    yield Case("STABLEHLO_RSQRT", [POSITIVE], lambda x: 1 / np.sqrt(x))
+    binary = {
+        "ADD": np.add, "SUBTRACT": np.subtract, "MULTIPLY": np.multiply, "DIVIDE": np.divide,
+        "MAXIMUM": np.maximum, "MINIMUM": np.minimum, "REMAINDER": np.fmod,
+    }  # fmt: skip
+    for kind, f in binary.items():
+        yield Case(f"STABLEHLO_{kind}", [X, POSITIVE], f)
+    yield Case("STABLEHLO_POWER", [POSITIVE, X], np.power)
+    yield Case("STABLEHLO_DIVIDE", [INTS, NONZERO], truncate_division)
+    yield Case("STABLEHLO_AND", [BOOL, ~BOOL[::-1]], np.logical_and)
+    yield Case("STABLEHLO_OR", [BOOL, ~BOOL[::-1]], np.logical_or)
+    yield Case("STABLEHLO_SHIFT_LEFT", [INTS, np.abs(NONZERO) % 5], np.left_shift)
+    yield Case("STABLEHLO_SELECT", [BOOL, X, X * 2], np.where)
+    low, high = np.float32(-0.5), np.float32(1)
+    yield Case("STABLEHLO_CLAMP", [low, X, high], lambda a, x, b: np.clip(x, a, b))
+    yield Case("STABLEHLO_CONVERT", [X * 3], lambda x: x.astype("int32"))
+    wide = {"dtype": "int64"}
+    options = "StablehloConcatenateOptions"
+    yield Case(
+        "STABLEHLO_CONCATENATE",
+        [X, X * 2],
+        lambda a, b: np.concatenate([a, b], 1),
+        options,
+        {"Dimension": 1},
+    )
+    yield Case(
+        "STABLEHLO_TRANSPOSE",
+        [X],
+        lambda x: x.transpose(2, 0, 1),
+        "StablehloTransposeOptions",
+        {"Permutation": ints(2, 0, 1, **wide)},
+    )
+    yield Case("STABLEHLO_RESHAPE", [X], lambda x: x.reshape(6, 4))
+    yield Case(
+        "STABLEHLO_BROADCAST_IN_DIM",
+        [numbers(3, 1)],
+        lambda x: np.broadcast_to(x.reshape(1, 3, 1), (2, 3, 4)),
+        "StablehloBroadcastInDimOptions",
+        {"BroadcastDimensions": ints(1, 2, **wide)},
+    )
+    yield Case(
+        "STABLEHLO_SLICE",
+        [X],
+        lambda x: x[0:2, 1:3, 0:4:2],
+        "StablehloSliceOptions",
+        {
+            "StartIndices": ints(0, 1, 0, **wide),
+            "LimitIndices": ints(2, 3, 4, **wide),
+            "Strides": ints(1, 1, 2, **wide),
+        },
+    )
+    pads = {
+        "EdgePaddingLow": ints(0, 1, 2, **wide),
+        "EdgePaddingHigh": ints(1, 0, 0, **wide),
+        "InteriorPadding": ints(0, 0, 0, **wide),
+    }
+    yield Case(
+        "STABLEHLO_PAD",
+        [X, np.float32(2)],
+        lambda x, v: np.pad(x, [(0, 1), (1, 0), (2, 0)], constant_values=v),
+        "StablehloPadOptions",
+        pads,
+    )
+    yield Case(
+        "STABLEHLO_IOTA",
+        [],
+        lambda: np.broadcast_to(np.arange(3, dtype="float32")[:, None], (3, 4)),
+        "StablehloIotaOptions",
+        {"IotaDimension": 0},
+    )
+    for direction, f in enumerate(
+        (np.equal, np.not_equal, np.greater_equal, np.greater, np.less_equal, np.less)
+    ):
+        yield Case(
+            "STABLEHLO_COMPARE",
+            [INTS, NONZERO],
+            f,
+            "StablehloCompareOptions",
+            {"ComparisonDirection": direction},
+        )
+    begin = [ints(1), ints(1), ints(2)]
+    yield Case(
+        "STABLEHLO_DYNAMIC_SLICE",
+        [X, *begin],
+        lambda x, *_: x[1:2, 1:3, 2:4],
+        "StablehloDynamicSliceOptions",
+        {"SliceSizes": ints(1, 2, 2, **wide)},
+    )
+    yield Case(
+        "STABLEHLO_DYNAMIC_UPDATE_SLICE",
+        [X, numbers(1, 2, 2), *begin],
+        lambda x, u, *b: update_slice(x, u, np.array(b).ravel()),
+    )
+    dims = {
+        "LhsContractingDimensions": ints([1], **wide),
+        "RhsContractingDimensions": ints([0], **wide),
+    }
+    yield Case(
+        "STABLEHLO_DOT_GENERAL",
+        [numbers(3, 4), numbers(4, 5)],
+        np.matmul,
+        "StablehloDotGeneralOptions",
+        dims,
+    )
+
+
 def suppression_cases() -> Iterator[Case]:
     boxes = np.array([[0, 0, 1, 1], [0, 0.1, 1, 1.1], [0, 0.9, 1, 1.9], [3, 3, 4, 4]], "float32")
     scores = np.array([0.5, 0.9, 0.8, 0.2], "float32")
@@ -1248,5 +1362,5 @@ MOVED = frozenset(
 def all_cases() -> list[Case]:
     return [
         *unary_cases(), *binary_cases(), *reductions(), *shape_cases(), *network_cases(),
-        *suppression_cases(), *quantized_cases(),
+        *stablehlo_cases(), *suppression_cases(), *quantized_cases(),
     ]  # fmt: skip

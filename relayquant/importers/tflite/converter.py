@@ -36,6 +36,7 @@ MOVES = frozenset(
         "BATCH_TO_SPACE_ND",
         "BROADCAST_TO",
         "DEPTH_TO_SPACE",
+        "DYNAMIC_UPDATE_SLICE",
         "EXPAND_DIMS",
         "GATHER",
         "GATHER_ND",

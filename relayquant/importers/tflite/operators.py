@@ -255,6 +255,23 @@ def convert_scatter_nd(converter: Any, op: Any) -> relax.Expr:
     return relax.op.scatter_nd(converter.bb.emit(zeros), index, updates, "add")
 
 
+def convert_update(converter: Any, op: Any) -> relax.Expr:
+    """DYNAMIC_UPDATE_SLICE(x, update, start): part of x is replaced; a start that is too far moves
+    back until the update fits.
+    """
+    (data, update, start), bb = operands(converter, op), converter.bb
+    shape, sizes = find_shape(data), find_shape(update)
+    last = np.subtract(shape, sizes)
+    if len(sizes) != len(shape) or (last < 0).any():
+        raise Refusal(f"its update has shape {sizes}, its operand {shape}")
+    place = bb.emit(relax.op.astype(start, "int64"))
+    place = bb.emit(relax.op.maximum(place, relax.const(0, "int64")))
+    place = bb.emit(relax.op.minimum(place, relax.const(last.astype("int64"), "int64")))
+    grid = np.moveaxis(np.indices(sizes, "int64"), 0, -1)
+    index = bb.emit(relax.op.add(relax.const(grid, "int64"), place))
+    return relax.op.scatter_nd(data, index, update, "update")
+
+
 def convert_embedding_lookup(converter: Any, op: Any) -> relax.Expr:
     """EMBEDDING_LOOKUP(indices, table), in this order."""
     index, table = operands(converter, op)
@@ -526,6 +543,7 @@ OPERATORS: dict[str, Callable[[Any, Any], relax.Expr | None]] = {
     "BUCKETIZE": convert_bucketize,
     "CUMSUM": convert_cumsum,
     "DEQUANTIZE": convert_dequantize,
+    "DYNAMIC_UPDATE_SLICE": convert_update,
     "EMBEDDING_LOOKUP": convert_embedding_lookup,
     "EXPAND_DIMS": convert_expand_dims,
     "FILL": convert_fill,
