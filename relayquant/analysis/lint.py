@@ -213,6 +213,24 @@ def lint(
     return sorted(findings, key=lambda finding: order.index(finding.severity))
 
 
+def find_unchecked(mod: tvm.IRModule, params: Mapping[str, Any] | None) -> list[str]:
+    """Inputs that take pictures, of which nothing but labels tells whether they are normalized as
+    in training: no batch norm follows the first layer, or it was folded before the export.
+
+    Raises:
+        ModelError: the model cannot be read.
+    """
+    prepared, norms = prepare_module(mod, params), read_norm_statistics(mod, params)
+    layers = find_first_layers(prepared)
+    found = []
+    for info in describe_inputs(prepared):
+        is_picture = len(info.shape) == 4 and {info.shape[1], info.shape[3]} & {1, 3}
+        layer = layers.get(info.name)
+        if is_picture and (layer is None or layer.result not in norms):
+            found.append(info.name)
+    return found
+
+
 def add_scores(findings: list[Finding], scored: list[Finding]) -> list[Finding]:
     """Findings with what labels say: in place of the same that is only likely without them."""
     known = {finding.check for finding in scored}

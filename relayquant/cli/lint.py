@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import relayquant as rq
+from relayquant.analysis.lint import find_unchecked
 from relayquant.cli.answer import Answer, ExitCode
 from relayquant.cli.arguments import add_model, check_options
 from relayquant.cli.data import add_data, open_data, read_classes
@@ -46,6 +47,12 @@ def run(options: argparse.Namespace, answer: Answer) -> ExitCode:
     data = open_data(options, mod, params)
     findings = rq.lint(mod, params, data, labels)
     answer.say(findings_table(findings, title=f"{options.data} for {options.model}"))
+    if labels is None and options.data.is_dir():
+        for name in find_unchecked(mod, params):
+            answer.say(
+                f"Whether pictures for {name!r} are normalized as in training cannot be seen: no "
+                "batch norm follows the first layer. --labels tells."
+            )
     counts = Counter(finding.severity.value for finding in findings)
     answer.note(**{severity.value: counts[severity.value] for severity in rq.Severity})
     answer.add_table("findings", findings)

@@ -13,7 +13,7 @@ from tvm import relax
 
 import relayquant as rq
 from relayquant.analysis.label_scores import is_clearly_better
-from relayquant.analysis.lint import lint
+from relayquant.analysis.lint import find_unchecked, lint
 from relayquant.analysis.normalization import PixelForm, find_form, list_forms
 from relayquant.datasets.images import Preprocessing
 from relayquant.demo import load_digits
@@ -241,3 +241,12 @@ def test_lint__labels_are_integers(coloured, labels):
     mod = build_network(RAW.convert(pixels, 1, FORMS["tflite"]), coloured[1])
     with pytest.raises(rq.DataError, match=r"labels of dtype .*allowed: integers"):
         lint(mod, None, prepare(pixels, "tflite"), labels)
+
+
+@pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
+@pytest.mark.parametrize("has_norm", [True, False])
+def test_find_unchecked__where_no_norm_remembers(coloured, layout, has_norm):
+    pixels, labels = coloured
+    right = RAW.convert(pixels, 1, FORMS["tflite"])
+    mod = build_network(right, labels, layout, has_norm)
+    assert find_unchecked(mod, None) == ([] if has_norm else ["image"])

@@ -186,6 +186,21 @@ def test_lint__finds_what_is_wrong_with_the_data(
     assert "\n1 warning\n" in text
 
 
+def test_lint__pictures_and_their_classes(
+    folder: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [str(folder / "digits.onnx"), "--data", str(pictures), "--preprocess"]
+    labels = ["--labels", str(pictures / "classes.txt")]
+    assert cli.main(["lint", *given, "unit", *labels]) == 0
+    assert re.search(r"the float model gives the\s+label", capsys.readouterr().out)
+    assert cli.main(["lint", *given, "tflite"]) == 1
+    text = capsys.readouterr().out
+    assert re.search(r"^warning\s+normalization\s+image", text, re.MULTILINE)
+    assert "cannot be seen" not in text
+    assert cli.main(["lint", *given, "unit", "--labels", str(tmp_path / "no.txt")]) != 0
+    assert "There is no file of labels" in capsys.readouterr().err
+
+
 def test_sensitivity__its_configuration_is_what_quantize_takes(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
