@@ -21,6 +21,7 @@ from tvm.relax.dpl import is_op, wildcard
 
 from relayquant.arguments import check_fields
 from relayquant.config import BackendConfig
+from relayquant.conversion.joined_input import quantize_before_joining
 from relayquant.conversion.qnn_form import read_dequantize, read_qparams
 from relayquant.dialect import qnn
 from relayquant.errors import ConfigError
@@ -258,6 +259,7 @@ def expand_affine(mod: tvm.IRModule, backend: BackendConfig) -> tvm.IRModule:
         lift_clamp("relax.nn.relu", relu_bounds, kept),
         lift_clamp("relax.clip", clip_bounds, kept),
         lift_pad(kept),
+        quantize_before_joining(),
     ]
     planned = {id(row.pattern) for row in backend.patterns}
     rules += [

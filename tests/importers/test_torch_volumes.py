@@ -7,6 +7,8 @@ import pytest
 
 import relayquant as rq
 from relayquant.preparation import prepare_module
+from relayquant.rewrite import Graph
+from relayquant.rewrite.graph import tensor_shape
 
 torch = pytest.importorskip("torch")
 nn = torch.nn
@@ -82,3 +84,17 @@ def test_volumes__of_any_batch():
             wanted = module(data).numpy()
         got = runner.run("main", [data.numpy()])[0]
         assert ((got - wanted) ** 2).sum() < 0.003 * (wanted**2).sum()
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_volumes__are_quantized_before_they_are_joined(groups):
+    """Each value of the input once, and those of the padding, whatever the taps along the depth."""
+    torch.manual_seed(0)
+    module, x = nn.Conv3d(4, 4, 3, padding=1, groups=groups).eval(), torch.randn(2, 4, 6, 6, 7)
+    mod, params = rq.load(torch.export.export(module, (x,)))
+    batches = [{mod["main"].params[0].name: x.numpy()}]
+    qmod = rq.quantize(mod, params, batches, effort="fast")
+    graph = Graph(qmod)
+    (quantize,) = (var for var in graph.order if graph.op_name(var) == "relax.qnn.quantize")
+    assert np.prod(tensor_shape(quantize)) <= x.numel() * 8 / 6
+    assert rq.verify(qmod, [x.numpy()]).differences == ()
