@@ -27,7 +27,7 @@ SIZES = {
     "expand": ([("Expand", ["c", "n"], ["t"])], np.array([2, 4, 6, 6])),
     "slice": ([("Slice", ["c", "zero", "n", "two"], ["t"])], np.array([4])),
     "pad": ([("Pad", ["c", "n"], ["t"])], np.array([0, 0, 1, 1, 0, 0, 1, 1])),
-    "value of a pad": ([("Pad", ["c", "around", "n"], ["t"])], np.float32(0.5)),
+    "value of a pad": ([("Pad", ["c", "around", "n"], ["t"])], np.array(0.5, "float32")),
     "range": (
         [
             ("Range", ["start", "n", "step"], ["r"]),
