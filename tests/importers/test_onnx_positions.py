@@ -10,15 +10,19 @@ import numpy as np
 import onnx
 import pytest
 from onnx import helper
-from test_onnx_versions import ROWS, draw, ints, list_versions, make_model, row
+from test_onnx_versions import ROWS, compare, draw, ints, list_versions, make_model, row
 
 import relayquant as rq
 from relayquant.errors import ModelError
 from relayquant.importers.onnx.file import MIN_OPSET
 from relayquant.importers.onnx.positions import AXIS_NAMES, INDICES
 
-#: Data of 3 to 4 dimensions has no axis so far out.
-FAR = (9, -9)
+#: Operator -> (least, largest) axis of data of some rank, with one axis.
+LIMITS = {
+    "Flatten": lambda rank: (-rank, rank),
+    "OneHot": lambda rank: (-rank - 1, rank),
+    "Unsqueeze": lambda rank: (-rank - 1, rank),
+}
 
 #: Operators of ONNX with axes that are not converted at all, or whose axes are no axes of a tensor.
 OTHERS = {
@@ -53,7 +57,9 @@ AXIS_CASES = [
 @pytest.mark.parametrize(("each", "opset", "name"), AXIS_CASES)
 def test_axes__outside_of_the_rank(each, opset, name):
     template = next(value for value in each.options[name] if value is not None)
-    for axis in FAR:
+    rank = next(iter(each.data[0].values())).ndim
+    low, high = LIMITS.get(each.op, lambda rank: (-rank, rank - 1))(rank)
+    for axis in (low - 1, high + 1, 9, -9):
         far = ints(axis) if name == "axes" else np.full(np.shape(template), axis, "int64")
         options = {**each.options, name: [far if name == "axes" else far.reshape(())]}
         model, _ = make_model(replace(each, options=options), opset, np.random.default_rng(0))
@@ -74,11 +80,33 @@ def test_axes__every_operator_that_has_some():
     assert having - OTHERS == {case.values[0].op for case in AXIS_CASES}
 
 
+@pytest.mark.parametrize(
+    "each",
+    [
+        row("Unsqueeze", {"data": draw(2, 3)}, axes=[ints(3, 2), ints(-4, 1)]),
+        row("OneHot", {"indices": ints(0, 2)}, depth=[np.array(4)], values=[draw(2)],
+            axis=[1, -2]),
+        row("Flatten", {"input": draw(2, 3)}, axis=[2, -2]),
+        row("CumSum", {"x": draw(2, 3)}, axis=[np.array(1), np.array(-2)]),
+    ],
+    ids=lambda each: each.op,
+)  # fmt: skip
+def test_axes__at_the_bounds(each):
+    for opset in list_versions(each.op):
+        name = find_axis_names(each.op, opset)[0]
+        for value in each.options[name]:
+            if opset < 11 and np.min(value) < 0:
+                continue
+            one = replace(each, options={**each.options, name: [value]})
+            assert compare(one, *make_model(one, opset, np.random.default_rng(0))) == "right"
+
+
 INDEX_CASES = [
     row("Gather", {"data": draw(3, 4, 5)}, indices=[ints(0, 4), ints(-5)], axis=[1]),
     row("GatherElements", {"data": draw(3, 4, 5)}, indices=[ints([[3]]), ints([[-4]])], axis=[0]),
     row("GatherND", {"data": draw(3, 4, 5)}, indices=[ints([0, 4]), ints([-4, 1])]),
-    row("GatherND", {"data": draw(2, 4, 5)}, indices=[ints([4], [0])], batch_dims=[1]),
+    row("GatherND", {"data": draw(5, 4, 5)}, indices=[ints([4], [0], [0], [0], [0])],
+        batch_dims=[1]),
     row("ScatterElements", {"data": draw(3, 4)}, indices=[ints([4]), ints([-5])],
         updates=[draw(1, 1)], axis=[1]),
     row("ScatterND", {"data": draw(3, 4, 5)}, indices=[ints([3]), ints([-4])],

@@ -7,6 +7,7 @@ broadcast of a symbolic and a constant size has none in Relax.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from onnx import helper, numpy_helper
 from onnx.checker import ValidationError
 from onnx.shape_inference import InferenceError
 from tvm import relax, tirx
+from tvm.ir import GenericConst
 
 from relayquant.importers.onnx.rewrite import WIDENED
 from relayquant.importers.refusal import Refusal
@@ -94,6 +96,15 @@ def describe_type(operand: Operand, names: SizeNames) -> onnx.TypeProto | None:
     return helper.make_tensor_type_proto(dtype, shape)
 
 
+@functools.cache
+def make_context(opset: int) -> Any:
+    """What the checker wants to know of a model."""
+    context = type(onnx.checker.DEFAULT_CONTEXT)()
+    context.ir_version = onnx.IR_VERSION
+    context.opset_imports = {"": opset}
+    return context
+
+
 def check_node(node: onnx.NodeProto, opset: int) -> None:
     """Check a node against the definition of its operator.
 
@@ -102,11 +113,8 @@ def check_node(node: onnx.NodeProto, opset: int) -> None:
             number of inputs or outputs that it does not take; an operator that the version of
             ONNX does not have.
     """
-    context = type(onnx.checker.DEFAULT_CONTEXT)()
-    context.ir_version = onnx.IR_VERSION
-    context.opset_imports = {"": min(opset, onnx.defs.onnx_opset_version())}
     try:
-        onnx.checker.check_node(node, context)
+        onnx.checker.check_node(node, make_context(min(opset, onnx.defs.onnx_opset_version())))
     except ValidationError as error:
         raise refuse(error) from error
 
@@ -136,11 +144,11 @@ def infer_outputs(
         if found is None:
             return {}  # a sequence or an optional
         types[name] = found
-    arrays = {name: constant_value(value) for name, value in operands.items() if value is not None}
+    arrays = {name: constant_value(value) for name, value in operands.items() if is_small(value)}
     data = {
         name: numpy_helper.from_array(array, name)
         for name, array in arrays.items()
-        if array is not None and array.ndim < 2 and array.size <= MAX_READ
+        if array is not None
     }
     version = helper.make_opsetid("", min(opset, onnx.defs.onnx_opset_version()))
     try:
@@ -152,6 +160,13 @@ def infer_outputs(
     for inferred in found.values():
         check_memory([dim.dim_value or 1 for dim in inferred.tensor_type.shape.dim])
     return found
+
+
+def is_small(value: Operand) -> bool:
+    """Whether an operand is a constant that the inference reads. A weight is not looked at."""
+    if not isinstance(value, GenericConst):
+        return False
+    return value.ty.ndim < 2 and all(int(size) <= MAX_READ for size in value.ty.shape.values)
 
 
 def _as_held(node: onnx.NodeProto) -> onnx.NodeProto:
