@@ -95,7 +95,7 @@ def merge_shapes(shapes: Sequence[Sequence[Size]]) -> list[Size]:
 
 def spread_operands(
     bb: relax.BlockBuilder, op: str, operands: Sequence[relax.Expr | None]
-) -> list[relax.Expr | None]:
+) -> Sequence[relax.Expr | None]:
     """The operands of an operator, with equal sizes on the axes where Relax cannot broadcast."""
     tensors = [each for each in operands if isinstance(getattr(each, "ty", None), relax.TensorType)]
     kept = 2 if op == "MatMul" else 0
