@@ -174,8 +174,8 @@ def list_examples(inputs: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> 
     from torch.utils import _pytree as pytree  # pyright: ignore[reportMissingImports]
 
     leaves = pytree.tree_leaves((inputs, dict(kwargs or {})))
-    arrays = tuple(leaf.detach().numpy() for leaf in leaves if isinstance(leaf, torch.Tensor))
-    return [arrays if len(arrays) > 1 else arrays[0]] if arrays else []
+    arrays = [leaf.detach().numpy() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return [tuple(arrays)] if len(arrays) > 1 else arrays
 
 
 def read_form(

@@ -292,3 +292,9 @@ def test_attributes__may_have_the_names_of_ours():
     converted = rq.torch.convert(rq.torch.prepare(model, (x,), effort="fast", backend="x86"))
     with torch.no_grad():
         assert sqnr([model(x)], [converted(x)]) > 35
+
+
+def test_prepare__lazy_parameter_is_named():
+    model = nn.Sequential(nn.LazyLinear(4))
+    with pytest.raises(ModelError, match=r"Parameter '0\.weight' has no shape yet.*Call the model"):
+        rq.torch.prepare(model, (draw(6, 8),))

@@ -303,6 +303,11 @@ class ModelConstants:
         self._outside: dict[int, OutsideTensor] = {}
         for root, module in modules.items():
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+                if torch.nn.parameter.is_lazy(tensor):
+                    raise ModelError(
+                        f"Parameter {name!r} has no shape yet, as its module is lazy. Call the "
+                        "model once with example inputs before you prepare it."
+                    )
                 number = id(tensor)
                 self.names.setdefault(number, f"{root}.{name}" if root else name)
                 self.tensors[number] = tensor
