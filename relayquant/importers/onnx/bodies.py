@@ -87,7 +87,7 @@ def _check_release(node: onnx.NodeProto) -> None:
     release = tuple(int(part) for part in onnx.__version__.split(".")[:2])
     if node.op_type == "Attention" and any(node.input[3:]) and release < MASKED_ROWS:
         raise Refusal(
-            f"onnx {onnx.__version__} defines masked rows of Attention as NaN; supported: onnx "
+            f"masked rows of Attention are NaN in onnx {onnx.__version__}; supported: onnx "
             f"{'.'.join(map(str, MASKED_ROWS))} and later",
             'Install it: pip install -U "onnx>=1.23"',
         )

@@ -222,7 +222,7 @@ def convert_qattention(
     data, weight, bias, data_scale, weight_scale, mask, *zeros, past = (*inputs, *[None] * 4)[:9]
     heads, sizes = int(attrs["num_heads"]), tensor_shape(weight)
     if sizes is None or len(sizes) != 2 or not isinstance(sizes[1], int) or sizes[1] % (3 * heads):
-        raise Refusal(f"its weight has the shape {sizes}; allowed: (K, 3 * {heads} heads * size)")
+        raise Refusal(f"its weight has the shape {sizes}; allowed: (K, 3 * {heads} * size)")
     size = sizes[1] // (3 * heads)
     product = convert_matmul_integer_to_float(
         bb, [data, weight, data_scale, weight_scale, *zeros, bias], {}, opset

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from tvm import relax
 
+from relayquant.errors import format_count
 from relayquant.importers.onnx.broadcast import Size, list_sizes, merge_sizes
 from relayquant.importers.refusal import Refusal
 from relayquant.rewrite.graph import constant_value, tensor_dtype
@@ -70,8 +71,8 @@ def parse_equation(
     texts = left.split(",")
     if len(texts) != len(ranks):
         raise Refusal(
-            f"its equation {equation!r} has {len(texts)} operands for {len(ranks)} inputs; "
-            "expected: as many"
+            f"its equation {equation!r} has {format_count(len(texts), 'operand')} for "
+            f"{format_count(len(ranks), 'input')}; expected: as many"
         )
     labels, widest = [], 0
     for text, rank in zip(texts, ranks, strict=True):

@@ -109,8 +109,8 @@ def sort_columns(groups: np.ndarray, features: int, size: int) -> tuple[np.ndarr
     count = count_groups(features, size)
     if len(groups) != features or groups.min() < 0 or groups.max() >= count:
         raise Refusal(
-            f"g_idx has {len(groups)} groups up to {groups.max()}; allowed: {features} "
-            f"from 0 to {count - 1}"
+            f"g_idx has {format_count(len(groups), 'entry')} up to {groups.max()}; allowed: "
+            f"{features} from 0 to {count - 1}"
         )
     sizes = np.bincount(groups, minlength=count)
     places = np.argsort(-sizes, kind="stable")

@@ -154,8 +154,8 @@ def make_importer() -> Any:
     return Importer()
 
 
-def copy_tensor(tensor: Any) -> tvm.runtime.Tensor:
-    """The values of a tensor of PyTorch, in memory of their own."""
+def copy_tensor(tensor: Any) -> Any:
+    """The values of a tensor of PyTorch as a TVM tensor in memory of their own."""
     import torch  # pyright: ignore[reportMissingImports]
 
     is_dense = tensor.layout == torch.strided
