@@ -23,23 +23,36 @@ UNIT_TOLERANCE = 2.0**-20
 TINY = float(np.finfo("float32").tiny)
 
 
-def is_lost(bias: np.ndarray, units: np.ndarray, step: float) -> bool:
+def is_lost(
+    bias: np.ndarray, units: np.ndarray, step: float, still: np.ndarray | bool = True
+) -> bool:
     """Whether rounding a bias, float64, to its units moves it by more than half a step of the
-    result.
+    result, where the sums are `still`: no data changes them.
+
+    Elsewhere a step of the data, times a weight, moves the sum by more than that.
     """
-    return bool((np.abs(np.rint(bias / units) * units - bias) > step / 2).any())
+    moved = np.abs(np.rint(bias / units) * units - bias)
+    return bool(((moved > step / 2) & still).any())
 
 
-def refine_units(units: QParams, bias: np.ndarray, step: float | None) -> QParams:
+def refine_units(
+    units: QParams, bias: np.ndarray, step: float | None, still: np.ndarray | bool
+) -> QParams:
     """Parameters of a bias: the units of the accumulator, or finer or larger ones where int32 does
     not hold the bias in them, or where it is lost in a result of this step.
 
     An operator whose bias has other units stays in float: `find_bias_conflict`.
+
+    Args:
+        units: Of the accumulator.
+        bias: float32, one number or one of each channel.
+        step: The finest of the result; None if there is none.
+        still: Whether no data changes the sums, of all channels or of each.
     """
     real = bias.reshape(-1).astype("float64")
     unit = units.scale.astype("float64")
     is_held = np.abs(real / unit).max(initial=0) < 2**31
-    if is_held and (step is None or not is_lost(real, unit, step)):
+    if is_held and (step is None or not is_lost(real, unit, step, still)):
         return units
     largest = np.abs(real).max() if unit.ndim == 0 else np.abs(real)
     scale = np.where(largest > 0, np.maximum(largest / BIAS_LIMIT, TINY), unit)

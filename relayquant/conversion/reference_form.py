@@ -176,7 +176,9 @@ class _ReferenceBuilder:
                 else:
                     qparams = bias_qparams(pattern, match, operator, self.parameters)
                     bias = find_constant(self.constants, match, operand.name)
-                    qparams = refine_units(qparams, bias, self.find_step(operator, bias))
+                    step = self.find_step(operator, bias)
+                    still = self.find_still(pattern, match, operator)
+                    qparams = refine_units(qparams, bias, step, still)
                 operands[operand.name] = self.dequantized_constant(
                     emitter, match, operand.name, qparams, limits, keys.get(operand.name)
                 )
@@ -192,10 +194,31 @@ class _ReferenceBuilder:
         keys = self.plan.value_groups.get(operator.name, ())
         if keys:
             return min(float(self.parameters[key].scale.min()) for key in keys)
+        return (
+            float(np.abs(bias).max(initial=0)) * LEAST_SHARE if self.is_unseen(operator) else None
+        )
+
+    def is_unseen(self, operator: OperatorPlan) -> bool:
+        """Whether the data of an operator was zero on all samples."""
         data = dict(operator.operands)["data"]
-        unseen = choose_qparams(0.0, 0.0, self.plan.group(data).info.spec)
-        is_unseen = self.parameters[data] == unseen
-        return float(np.abs(bias).max(initial=0)) * LEAST_SHARE if is_unseen else None
+        return self.parameters[data] == choose_qparams(0.0, 0.0, self.plan.group(data).info.spec)
+
+    def find_still(
+        self, pattern: QuantOp, match: Match, operator: OperatorPlan
+    ) -> np.ndarray | bool:
+        """Whether the sums of an operator are 0 on all samples, of all channels or of each: its
+        integer weights are, or its data.
+        """
+        if self.is_unseen(operator):
+            return True
+        operand = pattern.operand("weight")
+        qparams = self.parameters[dict(operator.operands)["weight"]]
+        weight = quantize_constant(find_constant(self.constants, match, "weight"), qparams)
+        zero = qparams.zero_point
+        if qparams.axis is not None and zero.ndim:
+            zero = zero.reshape([-1 if at == qparams.axis else 1 for at in range(weight.ndim)])
+        axis = operand.axis(match) if operand.axis is not None else None
+        return find_extent(weight.astype("int64") - zero, axis) == 0
 
     def group_operator(
         self, emitter: Emitter, pattern: QuantOp, match: Match, operator: OperatorPlan

@@ -357,7 +357,7 @@ class TrainableModule(nn.Module):
         if key not in self.bias_scales or not self.find_data(key).is_known:
             return value
         unit = self.find_unit(key, value.shape)
-        if not self.suits_bias(key, unit, value):
+        if not self.suits_bias(unit, value):
             return value
         return value + (torch.round(value / unit) * unit - value).detach()
 
@@ -368,19 +368,11 @@ class TrainableModule(nn.Module):
         return unit.reshape(tuple(shape)) if unit.numel() > 1 else unit
 
     @torch.no_grad()
-    def suits_bias(self, key: str, unit: torch.Tensor, value: torch.Tensor) -> bool:
-        """Whether an operator counts its bias in these units: else it stays in float, with a finer
-        bias, as `conversion.bias.refine_units` says.
+    def suits_bias(self, unit: torch.Tensor, value: torch.Tensor) -> bool:
+        """Whether int32 holds a bias in these units: else its operator stays in float, as
+        `conversion.bias.refine_units` says.
         """
-        real, units = value.double(), unit.double()
-        if not bool((real / units).abs().max() < MOST_UNITS):
-            return False
-        operator = key.removesuffix(":bias")
-        groups = self.source.prepared.plan.value_groups.get(operator, ())
-        if not groups:
-            return True
-        step = min(float(self.find_scale(group).min()) for group in groups)
-        return bool(((torch.round(real / units) * units - real).abs() <= step / 2).all())
+        return bool((value.double() / unit.double()).abs().max() < MOST_UNITS)
 
     def find_data(self, bias: str) -> FakeQuantize:
         """What rounds the data that the weight beside a bias is multiplied by."""
@@ -399,7 +391,7 @@ class TrainableModule(nn.Module):
         one of a million, which deep networks with 8 bits make another answer of.
         """
         unit, scale = self.find_unit(place.bias, place.shape), self.find_scale(place.group)
-        if not self.suits_bias(place.bias, unit, bias.reshape(place.shape)):
+        if not self.suits_bias(unit, bias.reshape(place.shape)):
             return lambda total: (total, {})
         multiplier = (unit.double() / scale.double()).float()
 

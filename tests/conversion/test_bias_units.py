@@ -11,6 +11,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import relayquant as rq
+from relayquant.conversion.bias import refine_units
+from relayquant.qtypes import QParams
 
 #: operator, its attributes, shape of the weight, axis of its outputs, shape of the data
 LAYERS = {
@@ -217,3 +219,14 @@ def test_biases_of_other_tools__are_what_onnx_runtime_adds(kind, is_per_channel,
     found = rq.reference.run(rq.lower(mod), {"x": x})[0]
     bound = 2.0**-8 * np.abs(wanted).max() if step is None else step
     assert np.abs(found - wanted).max() <= bound * 1.001
+
+
+def test_refine_units__sums_that_data_moves_keep_coarse_ones():
+    """A channel of large weights: rounding its bias costs less than a step of the data does."""
+    units = QParams(np.float32([0.5, 0.01]), np.zeros(2, "int32"), "int32", 1)
+    bias = np.float32([0.2, 0.2])
+    moved = np.array([False, False])
+    assert refine_units(units, bias, 0.02, moved) == units
+    assert refine_units(units, bias, 0.02, np.array([False, True])) == units
+    assert refine_units(units, bias, 0.02, np.array([True, False])) != units
+    assert refine_units(units, bias, None, True) == units
