@@ -186,3 +186,21 @@ def test_broadcast__of_sizes_that_do_not_fit():
     given = [tvm.runtime.tensor(draw("", (n, 3))) for n in (2, 3)]
     with pytest.raises(Exception, match="match_cast"):
         compiled.machine["main"](*given)
+
+
+def test_broadcasts__behind_a_product_of_unknown_width():
+    """max(N, C), which TVM's passes do not compile, is a size of the run time."""
+    nodes = [
+        helper.make_node("MatMul", ["a", "b"], ["m"]),
+        helper.make_node("Add", ["m", "c"], ["s"]),
+        helper.make_node("Mul", ["s", "c"], ["t"]),
+        helper.make_node("Relu", ["t"], ["y"]),
+    ]
+    inputs = {
+        "a": ("float32", ["M", "K"]),
+        "b": ("float32", ["K", "N"]),
+        "c": ("float32", ["C"]),
+    }
+    compiled = Compiled(make_model(nodes, inputs, 13))
+    for n, c in ((5, 5), (5, 1), (1, 4)):
+        compiled.check({"a": draw("", (2, 3)), "b": draw("", (3, n)), "c": draw("", (c,))})

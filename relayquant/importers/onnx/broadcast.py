@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import tvm_ffi
-from tvm import relax
+from tvm import relax, tirx
 
 from relayquant.importers.onnx.sizes import count_sizes, emit_shape, read_sizes
 from relayquant.importers.onnx.symbolic import larger
@@ -107,10 +107,24 @@ def spread_operands(
     ):
         return list(operands)
     wanted = merge_shapes(shapes)
+    if not kept:  # TVM does not compile batches of products of a size that a match_cast reads
+        wanted = [settle_size(bb, size) for size in wanted]
     return [
         spread_axes(bb, each, wanted[len(wanted) - len(shape) :])
         for each, shape in zip(tensors, shapes, strict=True)
     ]
+
+
+def settle_size(bb: relax.BlockBuilder, size: Size) -> Size:
+    """max(N, M) as one symbolic size, which a match_cast reads at run time: TVM's passes fail where
+    a size compares two others.
+    """
+    if not isinstance(size, tirx.Max):
+        return size
+    parts = [relax.ShapeExpr([settle_size(bb, part)]) for part in (size.a, size.b)]
+    tensors = [bb.emit(relax.op.shape_to_tensor(part)) for part in parts]
+    (settled,) = emit_shape(bb, bb.emit(relax.op.maximum(*tensors)), 1).values
+    return settled
 
 
 def spread_axes(bb: relax.BlockBuilder, data: relax.Expr, wanted: Sequence[Size]) -> relax.Expr:
@@ -135,6 +149,7 @@ def spread_axes(bb: relax.BlockBuilder, data: relax.Expr, wanted: Sequence[Size]
 
 def broadcast(bb: relax.BlockBuilder, data: relax.Expr, wanted: Sequence[Size]) -> relax.Expr:
     """The data broadcast to a shape with at least its rank, which it fits."""
+    wanted = [settle_size(bb, size) for size in wanted]
     spread = spread_axes(bb, data, wanted[len(wanted) - data.ty.ndim :])
     return relax.op.broadcast_to(spread, relax.ShapeExpr(list(wanted)))
 
