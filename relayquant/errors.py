@@ -130,7 +130,9 @@ KINDS: tuple[ErrorKind, ...] = (
     ErrorKind("RQ205", (ModelError,), ("relay.export",)),
     ErrorKind("RQ206", (ModelError,), ("relay",)),
     ErrorKind("RQ207", (ModelError,), ("export",)),
-    ErrorKind("RQ208", (ModelError,), ("preparation", "rewrite", "dialect", "ops", "datasets")),
+    ErrorKind(
+        "RQ208", (ModelError, UserWarning), ("preparation", "rewrite", "dialect", "ops", "datasets")
+    ),
     ErrorKind("RQ209", (ModelError,), ("ledger", "analysis", "equalization")),
     ErrorKind("RQ210", (ModelError,), ("pipeline",)),
     ErrorKind("RQ211", (ModelError,), ("reference",)),

@@ -20,6 +20,8 @@ from relayquant.analysis.load import bind_loader
 from relayquant.annotation import annotate, review_plan
 from relayquant.backends import resolve_backend
 from relayquant.calibration.observers import Fixed
+from relayquant.calibration.observers.base import NotFiniteError
+from relayquant.calibration.overflow import find_cause
 from relayquant.calibration.runner import pick_parameters
 from relayquant.calibration.weights.fit import BiasCorrection
 from relayquant.compilation import compile_draft
@@ -59,6 +61,7 @@ from relayquant.ledger import find_ledger
 from relayquant.plan import Plan
 from relayquant.preparation import prepare_module
 from relayquant.preparation.bias import add_planned_biases
+from relayquant.preparation.finite import check_planned
 from relayquant.preparation.fusers import apply_fusers
 from relayquant.prepared import PreparedModel
 from relayquant.settings import CalibrateSettings, PrepareSettings, QuantizeSettings
@@ -102,7 +105,7 @@ def prepare_model(
     if mapping is None:
         mapping = default_mapping(backend, settings.level, settings.model_type)
     keep = {row.pattern.op for row in backend.patterns}
-    canonical = run("prepare", partial(prepare_module, keep=keep), mod, params)
+    canonical = run("prepare", partial(prepare_module, keep=keep, needs_finite=True), mod, params)
     canonical = apply_fusers(canonical, backend.fusers, keep)
     is_quantized = has_quantized_values(canonical)
     if is_quantized:
@@ -130,6 +133,7 @@ def prepare_model(
         canonical, plan = add_planned_biases(canonical, plan, mapping, backend, make_plan)
     graph = run("simulate", build_calibration_graph, canonical, plan, backend)
     check_stage(graph.mod, Stage.SIMULATED, with_integers=is_quantized)
+    check_planned(canonical, plan, graph.constants)
     return PreparedModel(
         canonical,
         plan,
@@ -192,7 +196,10 @@ def calibrate_model(
             tuned=found.tuned,
         )
 
-    calibrated = events.run_stage("calibrate", pick, {})
+    try:
+        calibrated = events.run_stage("calibrate", pick, {})
+    except NotFiniteError as error:
+        raise find_cause(error, prepared, dataset) from error
     bounds = {op.accumulator.bound for op in prepared.plan.operators if op.accumulator}
     if bounds - {OverflowBound.NONE}:
         calibrated = events.run_stage(

@@ -29,6 +29,7 @@ from relayquant.calibration.distribute import (
 )
 from relayquant.calibration.given import describe_needs, is_data_free, pick_given
 from relayquant.calibration.observers import MinMax, Observer
+from relayquant.calibration.observers.base import NotFiniteError
 from relayquant.calibration.parameters import (
     CalibrationContext,
     CallableCalibration,
@@ -438,9 +439,10 @@ class _Run:
         key, name = fit.group.key, fit.point.operator
         settings = self.settings
         if statistics.overflows:
-            raise DataError(
+            raise NotFiniteError(
                 f"Operator {name!r} reads values whose squares pass what float32 holds, so that "
-                f"its weight cannot be fitted. {self.data.largest}; check the preprocessing."
+                f"its weight cannot be fitted. {self.data.largest}; check the preprocessing.",
+                fit.point.source,
             )
         if key in self.min_scales:  # the scale is decided, only the rounding is not
             settings = replace(settings, scale_factors=(1.0,), tensor_factors=(1.0,))

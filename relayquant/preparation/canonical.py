@@ -37,6 +37,7 @@ from relayquant.preparation.dense import (
     unflatten_dense,
     vectors_to_matrices,
 )
+from relayquant.preparation.finite import check_constants
 from relayquant.preparation.identity import (
     NEUTRAL,
     SAME_SHAPE,
@@ -159,6 +160,7 @@ def prepare_module(
     *,
     keep: Collection[str] = (),
     on_skip: OnSkip = log_skip,
+    needs_finite: bool = False,
 ) -> tvm.IRModule:
     """The canonical form of a float module; the input is not changed.
 
@@ -172,15 +174,20 @@ def prepare_module(
         params: Values to bind, by parameter name; None when they are bound already.
         keep: Names of operators on volumes that stay, as a backend has rows for them.
         on_skip: Hears which rule declined where, and why.
+        needs_finite: Refuse weights and biases that are no usable numbers (`check_constants`).
 
     Raises:
-        ModelError: no function that is the model, control flow, or params that do not fit.
+        ModelError: no function that is the model, control flow, params that do not fit, or, with
+            `needs_finite`, weights and biases that are no usable numbers.
     """
     editor = Editor(mod)
     sources = json.loads(str(editor.attrs.get(SOURCES_ATTR, "{}")))
     editor.source_names = frozenset(sources)
     sources = sources or describe_weights(editor, params)
     bind_params(editor, params)
+    if needs_finite:
+        editor.prune()
+        check_constants(editor, sources)
     kept = set(chain.from_iterable(VOLUME_RULES.get(op, ()) for op in keep))
     for rules in PHASES:
         apply_phase(editor, [rule for rule in rules if rule not in kept], on_skip=on_skip)

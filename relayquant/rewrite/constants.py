@@ -1,4 +1,4 @@
-"""Constants of a module: is a weight that is handed over there already?"""
+"""Constants of a module: is a weight that is handed over there already, are its numbers usable?"""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from typing import Any
 import numpy as np
 from tvm import relax
 
+from relayquant.errors import format_count
 from relayquant.rewrite.graph import constant_value
+
+#: Squares of larger float32 numbers are infinite.
+LARGEST = float(np.sqrt(np.finfo("float32").max))
 
 
 def holds_constant(exprs: Iterable[relax.Expr], value: Any) -> bool:
@@ -38,3 +42,19 @@ def holds_constant(exprs: Iterable[relax.Expr], value: Any) -> bool:
 def list_bytes(array: np.ndarray) -> np.ndarray:
     """The elements of an array as bytes, sorted."""
     return np.sort(np.ascontiguousarray(array).reshape(-1).view(f"V{array.dtype.itemsize}"))
+
+
+def describe_not_finite(array: np.ndarray) -> str:
+    """How many elements are NaN and infinite, in words; "" if none is."""
+    low, high = array.min(initial=0), array.max(initial=0)  # NaN passes through both
+    if np.isfinite(low) and np.isfinite(high):
+        return ""
+    nan, infinite = int(np.isnan(array).sum()), int(np.isinf(array).sum())
+    return f"{nan} NaN and {infinite} infinite of {format_count(array.size, 'element')}"
+
+
+def count_huge(array: np.ndarray) -> int:
+    """How many finite elements are beyond `LARGEST`."""
+    if max(-float(array.min(initial=0)), float(array.max(initial=0))) <= LARGEST:
+        return 0
+    return int((np.isfinite(array) & (np.abs(array) > LARGEST)).sum())

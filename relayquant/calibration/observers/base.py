@@ -11,9 +11,10 @@ from typing import Any, ClassVar, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from relayquant.errors import ConfigError, DataError, format_count
+from relayquant.errors import ConfigError, DataError
 from relayquant.plain_data import NamedSettings
 from relayquant.qtypes import QParams, Role, ValueInfo
+from relayquant.rewrite.constants import describe_not_finite
 
 Float64Array = NDArray[np.float64]
 
@@ -134,6 +135,18 @@ class Observer(NamedSettings, ABC, Generic[StateT]):
 AnyObserver = Observer[Any]
 
 
+class NotFiniteError(DataError):
+    """A value of the model is not finite, or too large to calibrate with.
+
+    Attributes:
+        value: Its name.
+    """
+
+    def __init__(self, message: str, value: str = "") -> None:
+        super().__init__(message)
+        self.value = value
+
+
 def check_number(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
         raise ConfigError(f"{name} is {value!r}; allowed: a number.")
@@ -179,17 +192,17 @@ def reduce_range(
     high = np.asarray(array.max(axis=axes), "float64") + 0.0
     # NaN propagates through min and max, infinities are extremes: no pass over the data is needed.
     if not (np.isfinite(low).all() and np.isfinite(high).all()):
-        nan, infinite = int(np.isnan(array).sum()), int(np.isinf(array).sum())
-        found = f"{nan} NaN and {infinite} infinite of {format_count(array.size, 'element')}"
+        found = describe_not_finite(array)
         if info.role is Role.WEIGHT:
             raise DataError(
                 f"The constant {info.name!r} of the model holds {found}: no data will help. Check "
                 "the file of the model, and how it was trained or converted (float16 overflow)."
             )
-        raise DataError(
+        raise NotFiniteError(
             f"Value {info.name!r} holds {found} during calibration. Check that the float model "
             "gives finite results on these samples, and the preprocessing of the data set "
-            "(scaling, division by zero, float16 overflow)."
+            "(scaling, division by zero, float16 overflow).",
+            info.name,
         )
     return low, high
 

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relayquant.calibration.observers import Observer, State, require_arrays
+from relayquant.calibration.observers.base import NotFiniteError
 from relayquant.calibration.observers.search import search_ranges
 from relayquant.calibration.weights.statistics import round_to_grid
 from relayquant.errors import ConfigError, DataError
@@ -185,11 +186,11 @@ class RelativeMSE(Observer[RowState]):
             return state
         lows, highs = [[float(end(a)) for a in moved] for end in (np.min, np.max)]
         if not all(map(math.isfinite, (*lows, *highs))):
-            raise DataError(
+            raise NotFiniteError(
                 f"Value {state.info.name!r} holds NaN or infinity during calibration. Check that "
-                "the float "
-                "model gives finite results on these samples, and the preprocessing of the data "
-                "set."
+                "the float model gives finite results on these samples, and the preprocessing of "
+                "the data set.",
+                state.info.name,
             )
         share = self.share * min(len(moved) / self.arrays, 1.0) if self.arrays else self.share
         limit = self._limit(max(state.width, *(array.shape[-1] for array in moved)), share)
