@@ -111,10 +111,11 @@ def compress_weights(
         ]
     wanted = [use for use in uses if not use.reason]
     if not wanted:
+        advice = "Weights that are parameters of functions need `params`."
         raise ModelError(
             "The module has no product with a constant float32 weight of two dimensions, so that "
-            f"there is nothing to compress{describe_refusals(uses)}. Weights that are parameters "
-            "of functions need `params`."
+            f"there is nothing to compress{describe_refusals(uses)}. "
+            f"{next((use.advice for use in uses if use.advice), advice)}"
         )
     form = GroupFormat(
         settings.bits, settings.group_size, settings.is_symmetric, settings.scale_dtype

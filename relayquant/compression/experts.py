@@ -113,7 +113,7 @@ class Splitting(relax.PyExprMutator):
             return None
         if data.ty.ndim > 2 and count_parts(data) not in (1, found[0].shape[0]):
             return None
-        return None if found[0].not_finite else found
+        return None if any(found[0].counts) else found
 
     def find_gathered(self, call: Call) -> tuple[WeightSource, bool] | None:
         """The stack that matrices are taken of, if rows of a table can stand for them."""
@@ -121,7 +121,7 @@ class Splitting(relax.PyExprMutator):
         if found is None or axis is None or int(axis) != 0 or found[0].dtype != "float32":
             return None
         is_known = isinstance(call.args[1].ty.shape, relax.ShapeExpr)
-        return found if is_known and not found[0].not_finite else None
+        return found if is_known and not any(found[0].counts) else None
 
     def find_source(self, operand: relax.Expr) -> tuple[WeightSource, bool] | None:
         """The stack that an operand is, and whether its matrices are transposed on their way."""
@@ -139,10 +139,14 @@ class Splitting(relax.PyExprMutator):
     def cut(self, stack: WeightSource) -> list[WeightSource]:
         """The matrices of a stack, the same for all functions that read it."""
         if stack.key not in self.stacks:
-            # Of a stack whose values are finite: no matrix need be read again for that.
+            # Of a stack whose values are usable: no matrix need be read again for that.
             self.stacks[stack.key] = [
                 WeightSource(
-                    (stack.key, i), stack.shape[1:], stack.dtype, partial(read_part, stack, i), 0
+                    (stack.key, i),
+                    stack.shape[1:],
+                    stack.dtype,
+                    partial(read_part, stack, i),
+                    (0, 0),
                 )
                 for i in range(stack.shape[0])
             ]
@@ -166,7 +170,12 @@ class Splitting(relax.PyExprMutator):
             count, rows, columns = stack.shape
             shape = count, rows * columns
             source = WeightSource(
-                (stack.key, WHOLE), shape, stack.dtype, partial(read_rows, stack), 0, is_stack=True
+                (stack.key, WHOLE),
+                shape,
+                stack.dtype,
+                partial(read_rows, stack),
+                (0, 0),
+                is_stack=True,
             )
             var = relax.Var(f"{name}_matrices", relax.TensorType(shape, stack.dtype))
             self.added[var], self.tables[stack.key] = source, var

@@ -16,7 +16,9 @@ from tvm.ir import Call, GenericConst
 from relayquant.compression.sources import SourceKey, WeightSource, read_constant
 from relayquant.dialect.legality import iterate_bindings
 from relayquant.errors import format_count
+from relayquant.rewrite.constants import LARGEST
 from relayquant.rewrite.graph import call_name
+from relayquant.rewrite.sources import read_sources
 
 #: A tensor, and whether its axes are swapped.
 WeightKey: TypeAlias = tuple[SourceKey, bool]
@@ -47,6 +49,7 @@ class WeightUse:
         is_transposed: Whether the rows (outputs) of the weight are the columns of the source.
         reason: Why it cannot be compressed; "" if it can.
         is_clipped: Whether indices beyond the table read its first or last row.
+        constants: Names of what its node reads in the source model, the weight first.
     """
 
     function: str
@@ -58,6 +61,7 @@ class WeightUse:
     is_transposed: bool = False
     reason: str = ""
     is_clipped: bool = False
+    constants: tuple[str, ...] = ()
 
     @property
     def place(self) -> str:
@@ -76,6 +80,13 @@ class WeightUse:
             return (
                 "Compute it with relax.op.matmul by a stack of matrices, one for each expert, or "
                 "by those that relax.op.take gathers."
+            )
+        if self.reason and self.reason == explain_numbers(self.source):
+            key = self.source.key
+            name = key if isinstance(key, str) else next(iter(self.constants), "")
+            return (
+                f"Check {f'the constant {name!r}' if name else 'the weight'} in the file of the "
+                "model, and how it was trained or converted."
             )
         if self.reason and len(self.source.shape) > 2:
             return (
@@ -124,7 +135,10 @@ def find_weights(mod: tvm.IRModule, params: Mapping[relax.Var, WeightSource]) ->
     functions = sorted(mod.functions_items(), key=lambda item: item[0].name_hint)
     for gvar, func in functions:
         if isinstance(func, relax.Function):
-            uses += find_in_function(gvar.name_hint, func, find_source)
+            rows = read_sources(func)
+            for use in find_in_function(gvar.name_hint, func, find_source):
+                names = rows.get(use.name, {}).get("constants", ())
+                uses.append(replace(use, constants=tuple(names)))
     return uses
 
 
@@ -237,6 +251,16 @@ def explain_values(source: WeightSource) -> str:
     """Why no codes can stand for the values of a weight; "" if they can."""
     if not all(source.shape):
         return "its weight is empty"
+    return explain_numbers(source)
+
+
+def explain_numbers(source: WeightSource) -> str:
+    """Which values of a weight are no usable numbers, "" if all are."""
     if source.not_finite:
         return f"its weight has {format_count(source.not_finite, 'value')} not finite"
+    if huge := source.counts[1]:
+        return (
+            f"its weight has {format_count(huge, 'value')} beyond {LARGEST:.2g}, whose squares "
+            "float32 does not hold"
+        )
     return ""

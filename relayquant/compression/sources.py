@@ -14,7 +14,7 @@ import tvm
 from tvm import relax
 
 from relayquant.errors import ModelError, format_count, suggest_name
-from relayquant.rewrite.constants import holds_constant
+from relayquant.rewrite.constants import LARGEST, count_huge, holds_constant
 from relayquant.runtime import view_constant
 
 #: Address of a tensor, or name of a parameter; with a number, one matrix of a stack, or with -1
@@ -30,7 +30,8 @@ class WeightSource:
         key: Equal for what is one tensor, whoever reads it.
         shape, dtype: Of the values.
         read: Gives the values; a mapping that loads when it is asked loads them each time.
-        counted: How many values are not finite, where that is known already.
+        counted: How many values are not finite, and how many beyond `LARGEST`, where that is known
+            already.
         is_stack: Whether each row is a matrix of a product, and no row of a table.
     """
 
@@ -38,7 +39,7 @@ class WeightSource:
     shape: tuple[int, ...]
     dtype: str
     read: Callable[[], np.ndarray]
-    counted: int | None = None
+    counted: tuple[int, int] | None = None
     is_stack: bool = False
 
     @property
@@ -49,17 +50,22 @@ class WeightSource:
         return array
 
     @cached_property
+    def counts(self) -> tuple[int, int]:
+        """How many values are NaN or infinite, and how many finite ones beyond `LARGEST`."""
+        return count_unusable(self.array) if self.counted is None else self.counted
+
+    @property
     def not_finite(self) -> int:
         """How many values are NaN or infinite."""
-        return count_not_finite(self.array) if self.counted is None else self.counted
+        return self.counts[0]
 
 
-def count_not_finite(array: np.ndarray) -> int:
-    """How many values are NaN or infinite."""
-    # The sum of finite ones is finite, and reads all without a copy.
-    if np.isfinite(array.sum(dtype="float64")):
-        return 0
-    return int((~np.isfinite(array)).sum())
+def count_unusable(array: np.ndarray) -> tuple[int, int]:
+    """How many values are NaN or infinite, and how many finite ones beyond `LARGEST`."""
+    low, high = array.min(initial=0), array.max(initial=0)  # NaN passes through both
+    if low >= -LARGEST and high <= LARGEST:
+        return 0, 0
+    return int((~np.isfinite(array)).sum()), count_huge(array)
 
 
 def read_constant(tensor: tvm.runtime.Tensor) -> WeightSource:
@@ -134,7 +140,7 @@ def look_at(params: Mapping[str, Any], name: str) -> WeightSource:
         return read_constant(tensor)
     array = np.asarray(value)
     is_weight = array.ndim in (2, 3) and array.dtype == "float32"
-    counted = count_not_finite(array) if is_weight else None  # it need not be loaded again for that
+    counted = count_unusable(array) if is_weight else None  # it need not be loaded again for that
     read = partial(read_value, params, name)
     return WeightSource(name, array.shape, str(array.dtype), read, counted)
 

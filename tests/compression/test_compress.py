@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import pytest
 import tvm
@@ -256,6 +258,34 @@ def test_compress__weights_that_are_not_finite_stay():
     table = np.full((6, 32), np.inf, "float32")
     q = rq.compress_weights(make_lookup(table, "wrap", np.ones((32, 8), "float32")))
     assert rq.ledger(q).floating[0].reason == "its weight has 192 values not finite"
+
+
+@pytest.mark.parametrize("value", [1e30, -3e38])
+def test_compress__weights_whose_squares_overflow_stay(value):
+    """And nothing overflows on the way: a warning of numpy is an error here."""
+    weight = np.ones((32, 8), "float32")
+    weight[3, 2:4] = value
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        q = rq.compress_weights(make_lookup(np.ones((6, 32), "float32"), "wrap", weight))
+    (row,) = rq.ledger(q).floating
+    assert row.reason.startswith("its weight has 2 values beyond 1.8e+19, whose squares")
+    assert row.advice.startswith("Check the weight in the file of the model")
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e30])
+def test_compress__unusable_weights_are_named(value):
+    """As parameters, by their names; an error says so too where nothing else is left."""
+    x = relax.Var("x", relax.TensorType((2, 8), "float32"))
+    weight = relax.Var("block.fc.weight", relax.TensorType((8, 4), "float32"))
+    builder = relax.BlockBuilder()
+    with builder.function("main", [x, weight], {"num_input": 1}):
+        with builder.dataflow():
+            out = builder.emit_output(relax.op.matmul(x, weight))
+        builder.emit_func_output(out)
+    params = {"block.fc.weight": np.full((8, 4), value, "float32")}
+    with pytest.raises(rq.ModelError, match=r"32 values .*constant 'block\.fc\.weight'"):
+        rq.compress_weights(builder.finalize(), params)
 
 
 @pytest.mark.parametrize("is_symmetric", [True, False])
