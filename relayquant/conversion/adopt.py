@@ -128,6 +128,8 @@ def quantize_bias(emitter: Emitter, match: Match) -> relax.Expr | Skip:
     data, weight = (read_dequantize(graph, match.parts[name]) for name in ("data", "weight"))
     if data is None or weight is None or constant_value(weight.value) is None:
         return Skip("data or weight is not quantized")
+    if data.qparams.scale.size > 1:
+        return Skip("sums of products have no units: their data has a scale for each channel")
     quantized = read_dequantize(graph, bias)
     integers = constant_value(quantized.value) if quantized is not None else None
     real = constant_value(bias)

@@ -114,6 +114,9 @@ def keep_nearest(call: Call, operand: Quantized) -> Quantized | Skip:
 
 def keep_pooled(call: Call, operand: Quantized) -> Quantized | Skip:
     """max_pool(q) with unchanged parameters, which may be those of channels."""
+    axis = operand.qparams.axis
+    if axis is not None and str(call.attrs.layout)[axis] not in "NC":
+        return Skip("parameters are per index of an axis that the windows reach over")
     return check_windows(call) or keep_channels(call, operand)
 
 

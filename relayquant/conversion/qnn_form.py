@@ -17,17 +17,18 @@ from relayquant.conversion.bias import find_bias_conflict
 from relayquant.dialect.qnn.quantization import DEQUANTIZE, QUANTIZE
 from relayquant.errors import ConfigError, QnnError
 from relayquant.ledger import Ledger, find_ledger, ledger_attrs
-from relayquant.ops import Output, Quantized, QuantOp, RealizeContext
+from relayquant.ops import Operand, Output, Quantized, QuantOp, RealizeContext
 from relayquant.ops.base import DynamicContext, RunTimeQuantized
 from relayquant.ops.callbacks import (
     describe_place,
+    run_axis,
     run_check,
     run_match,
     run_realize,
     run_realize_dynamic,
 )
 from relayquant.ops.find import find_pattern, find_register, order_rows
-from relayquant.qtypes import QParams
+from relayquant.qtypes import QParams, Role
 from relayquant.rewrite import Emitter, Graph, Match, Skip, rewrite_main
 from relayquant.rewrite.graph import constant_value
 
@@ -235,8 +236,32 @@ def read_operands(graph: Graph, pattern: QuantOp, match: Match) -> dict[str, Qua
             quantized = read_dequantize(graph, part)
             if quantized is None:
                 return Skip(f"operand {name} is not dequantized by constant parameters")
+            conflict = find_channel_conflict(pattern, operand, match, quantized.qparams)
+            if conflict is not None:
+                return conflict
             found[name] = quantized
     return find_bias_conflict(pattern, found) or found
+
+
+def find_channel_conflict(
+    pattern: QuantOp, operand: Operand, match: Match, qparams: QParams
+) -> Skip | None:
+    """Declines parameters for each index of an axis that no integer operator takes there: sums of
+    products run over it, or the result has other channels. The units of a bias are checked apart.
+    """
+    if operand.role is Role.BIAS or qparams.scale.size == 1:
+        return None
+    axis = run_axis(pattern, operand, match) if operand.role is Role.WEIGHT else None
+    if qparams.axis == axis:
+        return None
+    allowed = "one set for the tensor"
+    if axis is not None:
+        allowed = f"one set for each index of axis {axis}, or {allowed}"
+    return Skip(
+        f"operand {operand.name} has parameters for each index of its axis {qparams.axis}; integer "
+        f"operators take {allowed}",
+        f"quantize {operand.name} in the source model with {allowed}",
+    )
 
 
 def read_dequantize(graph: Graph, expr: relax.Expr) -> Quantized | None:
