@@ -186,7 +186,8 @@ def name_constants(
     for reader in editor.order():
         row = sources.get(editor.names[reader], {})
         names = tuple(row.get("constants", ()))
-        for read in read_constants(editor, reader):
+        is_layout = editor.op_name(reader) in LAYOUTS  # what reads its result counts
+        for read in () if is_layout else read_constants(editor, reader):
             found[reader, read.place] = (
                 f"One of the constants {', '.join(map(repr, names))}"
                 if names

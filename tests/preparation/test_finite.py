@@ -191,3 +191,31 @@ def test_infinite_bias__of_an_operator_in_float_is_legal(tmp_path):
     assert got[0, 3] == expected[0, 3] == -np.inf
     rest = [0, 1, 2, 4]
     np.testing.assert_allclose(got[0, rest], expected[0, rest], atol=2)  # of 80
+
+
+def make_torch(name: str):
+    torch = pytest.importorskip("torch")
+    layers = torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Flatten()
+    module = torch.nn.Sequential(*layers, torch.nn.Linear(144, 5)).eval()
+    module.state_dict()[name].view(-1)[1] = float("nan")
+    return module, (torch.ones(2, 3, 8, 8),)
+
+
+@pytest.mark.parametrize("name", ["0.weight", "0.bias", "1.weight", "1.running_var", "3.weight"])
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_torch__named_by_the_path_of_the_module(name, is_trained):
+    module, example = make_torch(name)
+    data = [{"input": example[0].numpy()}]
+    settings = {} if is_trained else {"dataset": data}
+    door = rq.torch.prepare_qat if is_trained else rq.torch.quantize
+    with pytest.raises(rq.ModelError, match=f"^The constant '{name}', which .* holds 1 NaN"):
+        door(module, example, **settings)
+
+
+def test_finetune__names_the_constant(tmp_path):
+    pytest.importorskip("torch")
+    constants = draw_constants()
+    constants["M"][0, 1] = np.nan
+    mod, params = make_network(tmp_path, constants)
+    with pytest.raises(rq.ModelError, match=r"^The constant 'M', which 'y\.1' \(matmul\) reads"):
+        rq.finetune(mod, params, draw_data(1, 3, 8, 8))
