@@ -13,6 +13,7 @@ from relayquant.errors import ModelError
 from relayquant.ops.base import TOTALS, Kind, QuantOp
 from relayquant.ops.build import source_constant
 from relayquant.plan import OperatorPlan
+from relayquant.reference import qnn as numpy_qnn
 from relayquant.rewrite import Graph, Match
 from relayquant.rewrite.graph import constant_value, tensor_dtype
 
@@ -64,16 +65,32 @@ def match_operator(graph: Graph, backend: BackendConfig, operator: OperatorPlan)
 
 
 def operand_constant(match: Match, operand: str) -> np.ndarray:
-    """The array of a constant operand.
+    """The array of a constant operand, in real values: those that it dequantizes, if the model has
+    it as integers.
 
     Raises:
         ModelError: the operand is not constant.
     """
-    constant = source_constant(match.graph, match.parts[operand])
+    expr = match.parts[operand]
+    constant = source_constant(match.graph, expr)
     value = constant_value(constant) if constant is not None else None
     if value is None:
         raise ModelError(f"Operand {operand!r} of operator {match.name!r} is not a constant.")
-    return value
+    return value if value.dtype.kind == "f" else dequantize_constant(match, expr)
+
+
+def dequantize_constant(match: Match, expr: relax.Expr) -> np.ndarray:
+    """The real values of integers that a chain of dequantizes and quantizes starts at."""
+    call = match.graph.call_of(expr)
+    while call is not None and match.graph.call_of(call.args[0]) is not None:
+        call = match.graph.call_of(call.args[0])
+    values = [constant_value(arg) for arg in call.args[:3]] if call is not None else [None]
+    if call is None or any(value is None for value in values):
+        raise ModelError(
+            f"The constant at operator {match.name!r} is dequantized by parameters that are not "
+            "constants. Pass a model whose weights have constant scales and zero points."
+        )
+    return numpy_qnn.dequantize(*values, axis=int(call.attrs.axis))
 
 
 def find_sum(graph: Graph, name: str) -> relax.Var | None:
