@@ -15,7 +15,7 @@ import tvm
 from relayquant.config.accumulator import NATIVE
 from relayquant.errors import ConfigError, ModelError, format_count
 from relayquant.plain_data import PlainFields
-from relayquant.plan import Plan
+from relayquant.plan import PassedOver, Plan
 from relayquant.qtypes import QParams
 from relayquant.rewrite.entry import find_entry
 from relayquant.storage.files import reading
@@ -47,6 +47,7 @@ class LedgerRow(PlainFields):
             that holds them all, "int64" where it would not.
         is_dynamic: Whether its data gets parameters of the run time; its result is float32 then.
         observer: What picked the parameters of its result, "" when it has none or they were given.
+        passed_over: Rows of the user's own that match it and did not take it.
     """
 
     name: str
@@ -66,6 +67,7 @@ class LedgerRow(PlainFields):
     accumulator: str = ""
     is_dynamic: bool = False
     observer: str = ""
+    passed_over: tuple[PassedOver, ...] = ()
 
     @property
     def is_narrow(self) -> bool:
@@ -281,7 +283,11 @@ class Ledger(PlainFields):
             how += f", accumulator {row.accumulator}" if row.accumulator else ""
             how += ", dynamic" if row.is_dynamic else ""
             lines.append(
-                f"{row.name}: {row.op} -> {how}" + (f"; {row.advice}" if row.advice else "")
+                "; ".join(
+                    [f"{row.name}: {row.op} -> {how}"]
+                    + ([row.advice] if row.advice else [])
+                    + [str(passed) for passed in row.passed_over]
+                )
             )
         return "\n".join(lines)
 
@@ -295,6 +301,8 @@ class Ledger(PlainFields):
             "reason": [row.reason for row in self.rows],
             "what to do": [row.advice for row in self.rows],
         }
+        if any(row.passed_over for row in self.rows):
+            columns["passed over"] = ["; ".join(map(str, row.passed_over)) for row in self.rows]
         count = format_count(len(self.rows), "operator")
         results = (self.guard, self.search, self.speed)
         lines = [str(seen) for seen in results if seen is not None]
@@ -404,6 +412,7 @@ def build_ledger(
                 operator.accumulator.description if operator.accumulator else "",
                 operator.dynamic is not None,
                 observers.get(operator.output, "") if operator.output else "",
+                operator.passed_over,
             )
         )
     return Ledger(tuple(rows), backend)

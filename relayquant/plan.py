@@ -93,6 +93,25 @@ class GroupPlan(PlainFields):
 
 
 @dataclass(frozen=True)
+class PassedOver(PlainFields):
+    """A row of the user's own that matches an operator and did not take it.
+
+    Attributes:
+        pattern: Name of the row's pattern.
+        reason, advice: Why it did not, and what to do; "" for nothing to do.
+    """
+
+    pattern: str
+    reason: str
+    advice: str = ""
+
+    def __str__(self) -> str:
+        """A part of a line."""
+        advice = f" ({self.advice})" if self.advice else ""
+        return f"your row {self.pattern!r} passed over: {self.reason}{advice}"
+
+
+@dataclass(frozen=True)
 class OperatorPlan(PlainFields):
     """What happens to one operator (or fused pattern) of the prepared float graph.
 
@@ -115,6 +134,7 @@ class OperatorPlan(PlainFields):
             Such data is in no group: before conversion it is float.
         grouped: Specification of its weight where that is in groups, else None. Such a weight has
             no quantization parameters in the plan.
+        passed_over: Rows of the user's own that match it and did not take it.
     """
 
     name: str
@@ -134,6 +154,7 @@ class OperatorPlan(PlainFields):
     compute: str = ""
     dynamic: QSpec | None = None
     grouped: QSpec | None = None
+    passed_over: tuple[PassedOver, ...] = ()
 
     @property
     def has_float_data(self) -> bool:

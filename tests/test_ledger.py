@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
+from dataclasses import replace
 
 import pytest
 import tvm
-from float_models import MAP, build_model, draw_batches
+from float_models import MAP, build_model, draw_batches, residual_model
 from tvm import relax
 from tvm.relax import op
 
 import relayquant as rq
 from relayquant.ledger import Ledger, find_ledger
+from relayquant.report import ledger_table, make_console
 
 
 @pytest.fixture(scope="module")
@@ -89,3 +92,27 @@ def test_ledger__float_module_has_none():
     assert find_ledger(mod) is None
     with pytest.raises(rq.ModelError, match=r"no ledger.*relayquant\.quantize"):
         rq.ledger(mod)
+
+
+def test_ledger__names_rows_of_the_user_that_were_passed_over():
+    def decline(match):
+        return rq.Skip("only every second Tuesday", "come again")
+
+    mod = residual_model()
+    builtin = next(op for op in rq.BUILTIN_OPS if op.name == "conv2d")
+    row = replace(builtin, name="mine", check=decline)
+    backend = rq.X86.with_pattern(row)
+    qmod = rq.quantize(mod, None, draw_batches(mod, 2), backend=backend, effort="fast")
+    ledger = rq.ledger(qmod)
+    convs = [row for row in ledger.rows if row.op == "nn.conv2d"]
+    assert convs
+    assert all(row.quantized for row in convs)
+    for row in convs:
+        assert [each.pattern for each in row.passed_over] == ["mine"]
+        assert row.passed_over[0].reason == "only every second Tuesday"
+    line = "your row 'mine' passed over: only every second Tuesday (come again)"
+    assert str(ledger).count(line) == len(convs)
+    assert ledger._repr_html_().count("second Tuesday") == len(convs)
+    shown = make_console(io.StringIO())
+    shown.print(ledger_table(ledger.to_dict()["operators"]))
+    assert "mine: only every second" in shown.file.getvalue()

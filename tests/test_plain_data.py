@@ -64,6 +64,7 @@ VALUES = [
     *(ROW, FOUND, SpeedResult(1.0, 0.5, ("a",), {"global": "float"})),
     InterfaceValue("x", "uint8", "uint8", (0.5,), (3,)),
     GuardResult(4, 30.0, reverted=("a", "b"), worst=12.0),
+    plan.PassedOver("swell", "only every second Tuesday", "come again"),
     Ledger((ROW,), "x86", "fast", search=FOUND, choices={"weights": "fitted"}),
 ]
 each_value = pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)

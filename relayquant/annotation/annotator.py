@@ -64,6 +64,7 @@ def annotate(
             support=claim.support,
             rule=claim.rule.description if claim.rule is not None else "",
             is_explicit=claim.rule is not None and claim.rule.kind is not Selector.GLOBAL,
+            passed_over=claim.passed_over,
         )
         if claim.root in quantized:
             name = claim.root.name

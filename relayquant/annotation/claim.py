@@ -26,7 +26,8 @@ from relayquant.config import (
 from relayquant.ops import Kind, Operand, Output, QuantOp
 from relayquant.ops.callbacks import run_check, run_match
 from relayquant.ops.find import order_rows
-from relayquant.plan import Plan, Support
+from relayquant.ops.passed_over import describe_owner, find_passed_over
+from relayquant.plan import PassedOver, Plan, Support
 from relayquant.qtypes import Granularity, QSpec, Role
 from relayquant.rewrite import Graph, Match, Skip
 from relayquant.rewrite.graph import call_name, tensor_dtype
@@ -55,6 +56,7 @@ class Claim:
     rule: MappingRule | None = None  #: the line of the mapping that decided
     row: PatternConfig | None = None  #: the row of the backend that took it
     compute: str = ""  #: narrow float dtype that it is computed in
+    passed_over: tuple[PassedOver, ...] = ()  #: rows of the user's that match and did not take it
 
     @property
     def accumulator(self) -> Accumulator | None:
@@ -159,7 +161,7 @@ def claim_operators(
     for binding in graph.bindings:
         if binding.var not in claiming.owners and graph.call_of(binding.var) is not None:
             claiming.add(claiming.explain(binding.var))
-    claims = (choose_float(claim, backend) for claim in claiming.claims)
+    claims = (choose_float(claim, backend) for claim in claiming.name_passed_over())
     return tuple(sorted(claims, key=lambda claim: graph.order[claim.root]))
 
 
@@ -232,11 +234,14 @@ class _Claiming:
         self.sites = Sites(graph)
         self.claims: list[Claim] = []
         self.owners: dict[relax.Var, Claim] = {}
+        self.takers: dict[relax.Var, tuple[QuantOp, Match]] = {}
         self.matches: dict[str, list[Match]] = {}
 
     def add(self, claim: Claim) -> None:
         self.claims.append(claim)
         self.owners.update(dict.fromkeys(claim.vars, claim))
+        if claim.pattern is not None and claim.match is not None:
+            self.takers.update(dict.fromkeys(claim.vars, (claim.pattern, claim.match)))
 
     def find_rule(
         self, variables: Sequence[relax.Var], op: str, pattern: str
@@ -255,12 +260,9 @@ class _Claiming:
             match = run_match(pattern, self.graph, var)
             if match is None or any(inner in self.owners for inner in match.inner):
                 continue
-            if run_check(pattern, match) is not None:
+            if self.decline(pattern, match) is not None:
                 continue
             rule, qconfig = self.find_rule(match.vars, pattern.op, pattern.name)
-            is_alone = qconfig is not None and (qconfig.is_dynamic or qconfig.is_grouped)
-            if is_alone and adds_residual(pattern):
-                continue  # the sum is float32 then: a shorter row takes the product
             skip, support = find_refusal(row, match, rule, qconfig, self.backend.name)
             nodes = self.sites.nodes(match.vars)
             self.add(
@@ -280,6 +282,35 @@ class _Claiming:
             )
             return
 
+    def decline(self, pattern: QuantOp, match: Match) -> Skip | None:
+        """Why a row leaves a match to others; None if it takes it."""
+        skip = run_check(pattern, match)
+        if skip is not None or not adds_residual(pattern):
+            return skip
+        _, qconfig = self.find_rule(match.vars, pattern.op, pattern.name)
+        if qconfig is None or not (qconfig.is_dynamic or qconfig.is_grouped):
+            return None
+        return Skip(
+            "the QConfig makes the result of the product float32 (parameters of the run time, or "
+            "weights in groups), and the row adds a computed value to its integer sums",
+            "add a row for the product without the sum, or choose a static QConfig",
+        )
+
+    def name_passed_over(self) -> list[Claim]:
+        """All claims, with the user's rows that match their operators and did not take them."""
+        passed = find_passed_over(self.graph, self.backend, self.takers, self.decline)
+        if not passed:
+            return self.claims
+        return [
+            replace(
+                claim,
+                passed_over=tuple(
+                    dict.fromkeys(row for var in claim.vars for row in passed.get(var, ()))
+                ),
+            )
+            for claim in self.claims
+        ]
+
     def explain(self, var: relax.Var) -> Claim:
         """The operator of a value that no row took, alone, and why: what a row says that is for it,
         or who took another part of what this row matches; else that there is no such row.
@@ -294,7 +325,7 @@ class _Claiming:
                     continue
                 rule, qconfig = self.find_rule((var,), op, pattern.name)
                 support = Support.NOT_ASKED if qconfig is None else Support.FORM_UNSUPPORTED
-                skip = run_check(pattern, match) or self.describe_owner(pattern, match)
+                skip = self.decline(pattern, match) or describe_owner(pattern, match, self.takers)
                 return Claim(
                     var, (var,), op, pattern, None, None, skip, nodes, support, rule, row
                 )  # fmt: skip
@@ -321,17 +352,6 @@ class _Claiming:
             found = (run_match(pattern, self.graph, b.var) for b in reversed(self.graph.bindings))
             self.matches[pattern.name] = [match for match in found if match is not None]
         return self.matches[pattern.name]
-
-    def describe_owner(self, pattern: QuantOp, match: Match) -> Skip:
-        """Why a match that its row accepts was not claimed: who was first."""
-        taken = next(var for var in match.vars if var in self.owners)
-        owner = self.owners[taken]
-        name = owner.pattern.name if owner.pattern is not None else owner.op
-        return Skip(
-            f"pattern {pattern.name!r} takes it with {taken.name!r}, which pattern {name!r} took "
-            f"for {owner.root.name!r} before",
-            f"take out one of the two: backend.without_pattern({name!r})",
-        )
 
 
 def adds_residual(pattern: QuantOp) -> bool:

@@ -178,6 +178,7 @@ def describe_operator(view: OperatorView) -> dict[str, Any]:
         "accumulator": row.accumulator,
         "reason": row.reason,
         "advice": row.advice,
+        "passed_over": [str(passed) for passed in row.passed_over],
         "sources": list(row.sources[:8]),
         "values": list(row.values[:8]) if len(row.values) > 1 else [],
         "macs": view.macs,

@@ -78,6 +78,7 @@ def ledger_table(
         Column("rule", [_text(row, "rule") for row in rows], is_minor=True),
         Column("reason", [_text(row, "reason") for row in rows]),
         Column("what to do", [_text(row, "advice") for row in rows]),
+        Column("passed over", [_list_passed_over(row) for row in rows]),
     ]
     styles = ["" if row.get("quantized") else "yellow" for row in rows]
     return stack(title, Text(text), *([FittedTable(columns, styles)] if rows else []))
@@ -103,6 +104,13 @@ def _parameter(row: Mapping[str, Any], key: str) -> str:
     if not values:
         return ""
     return f"{values[0]:.4g}" + (f" (1 of {len(values)})" if len(values) > 1 else "")
+
+
+def _list_passed_over(row: Mapping[str, Any]) -> str:
+    """Rows of the user's that matched and did not take the operator, and why."""
+    return "; ".join(
+        f"{each['pattern']}: {each['reason']}" for each in row.get("passed_over") or ()
+    )
 
 
 def _text(row: Mapping[str, Any], key: str) -> str:

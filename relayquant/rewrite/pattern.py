@@ -48,6 +48,14 @@ class Match:
                 return call
         raise KeyError(f"{op_name} is not part of the match at {self.name!r}")
 
+    def find_shared(self) -> relax.Var | None:
+        """A value inside that is returned, or that an operator outside reads; None if none is."""
+        members = {*self.inner, self.root}
+        for inner in self.inner:
+            if inner in self.graph.outputs or not members.issuperset(self.graph.users[inner]):
+                return inner
+        return None
+
     def find_call(self, op_name: str) -> Call | None:
         """As `call`, None when the match has no such operator."""
         for var in self.vars:
@@ -90,6 +98,11 @@ class Pattern:
 
     def match(self, graph: Graph, var: relax.Var) -> Match | None:
         """The match whose result is bound to `var`, or None."""
+        found = self.find(graph, var)
+        return None if found is None or found.find_shared() is not None else found
+
+    def find(self, graph: Graph, var: relax.Var) -> Match | None:
+        """As `match`, also where a value inside is used elsewhere (`Match.find_shared`)."""
         if self.op_name and graph.op_name(var) != self.op_name:
             return None
         found = self.root.extract_matched_expr(var, graph.var2val)
@@ -118,8 +131,4 @@ class Pattern:
                 if graph.values.get(arg) in matched:
                     inside.add(arg)
                     stack.append(arg)
-        members = inside | {var}
-        for inner in inside:
-            if inner in graph.outputs or any(user not in members for user in graph.users[inner]):
-                return None
         return Match(graph, var, parts, tuple(sorted(inside, key=graph.order.__getitem__)))

@@ -228,3 +228,97 @@ def test_dequantized_constant__is_not_quantized_again():
 
     plan = annotate(prepare_module(build_model(body, WHOLE)), rq.X86, DEFAULT)
     assert not plan.operator("m").quantized
+
+
+CONV2D = weighted_row("mine", "relax.nn.conv2d")
+
+
+def residual_row() -> QuantOp:
+    """A row of the user's that adds a computed value to the sums of a convolution."""
+    data, weight, residual = wildcard(), wildcard(), wildcard()
+    root = is_op("relax.add")(is_op("relax.nn.conv2d")(data, weight), residual)
+    row = weighted_row("mine", "relax.nn.conv2d")
+    parts = {"data": data, "weight": weight, "residual": residual}
+    operands = (*row.operands, Operand("residual"))
+    return replace(row, pattern=Pattern(root, parts), operands=operands)
+
+
+def images(*, is_shared: bool = False, **attributes):
+    """conv "c" + bias "a", relu "r"; with `is_shared`, the sum is read twice."""
+
+    def body(emit, x):
+        conv = emit("c", op.nn.conv2d(x, emit.constant(4, 4, 3, 3), padding=1, **attributes))
+        total = emit("a", op.add(conv, emit.constant(1, 4, 1, 1)))
+        value = emit("r", op.nn.relu(total))
+        return emit("s", op.add(value, total)) if is_shared else value
+
+    return build_model(body, (1, 4, 8, 8))
+
+
+def add_last(row: QuantOp) -> rq.BackendConfig:
+    """The backend with a row of the user's behind all others."""
+    last = rq.PatternConfig(row, rq.X86.patterns[0].dtypes)
+    return replace(rq.X86, patterns=(*rq.X86.patterns, last))
+
+
+def dynamic() -> rq.QConfigMapping:
+    data = rq.TensorConfig(rq.QSpec("uint8", is_dynamic=True))
+    return rq.QConfigMapping().set_global(replace(rq.X86.default_qconfig, activation=data))
+
+
+@pytest.mark.parametrize(
+    ("mod", "backend", "mapping", "reason"),
+    [
+        (images(), rq.X86.with_pattern(replace(CONV2D, check=refuse)), DEFAULT, "second Tuesday"),
+        (images(dilation=2), rq.X86.with_pattern(CONV2D), DEFAULT, "dilation"),
+        (
+            images(is_shared=True),
+            rq.X86.with_pattern(replace(relu_row(), name="mine")),
+            DEFAULT,
+            "it would take 'a', which is an output of the model or is read by another operator",
+        ),
+        (images(), add_last(CONV2D), DEFAULT, "took for 'r' before"),
+        (
+            residual_model(),
+            rq.X86.with_pattern(residual_row()),
+            dynamic(),
+            "makes the result of the",
+        ),
+    ],
+    ids=["check", "attribute", "shared value", "claimed before", "run time"],
+)
+def test_passed_over__names_the_row_of_the_user(mod, backend, mapping, reason):
+    plan = rq.prepare(mod, None, mapping, backend).plan
+    named = [row for row in plan.operators if row.passed_over]
+    assert named
+    for row in named:
+        assert row.pattern != "mine"
+        (passed,) = row.passed_over
+        assert passed.pattern == "mine"
+        assert reason in passed.reason
+    assert any(row.op == "relax.nn.conv2d" and row.quantized for row in named)
+
+
+def test_passed_over__a_row_that_takes_the_operator_is_its_pattern():
+    """Also where the operator stays in float: for its dtypes, its QConfig."""
+    narrow = (rq.DTypeConfig(input="int16", output="int16", weight="int8"),)
+    for backend, mapping, reason in (
+        (rq.X86.with_pattern(CONV2D, narrow), DEFAULT, "cannot run mine so"),
+        (
+            rq.X86.with_pattern(CONV2D),
+            DEFAULT.set_object_type("nn.conv2d", None),
+            "kept in float",
+        ),
+        (rq.X86.with_pattern(CONV2D), dynamic(), "cannot run mine so: parameters of the run"),
+    ):
+        row = rq.prepare(images(), None, mapping, backend).plan.operator("c")
+        assert (row.pattern, row.quantized, row.passed_over) == ("mine", False, ())
+        assert reason in row.reason
+
+
+def test_passed_over__no_row_of_the_table_nor_behind_another_of_the_user():
+    longer = weighted_row("longer", "relax.nn.conv2d", add=True)
+    shorter = replace(CONV2D, name="shorter")
+    for backend in (rq.X86, rq.X86.with_pattern(shorter).with_pattern(longer)):
+        plan = rq.prepare(images(), None, DEFAULT, backend).plan
+        assert not any(row.passed_over for row in plan.operators)

@@ -22,6 +22,7 @@ const FIELDS = [
   ["runs on", (row) => (row.quantized ? row.dtype + (row.pattern ? ", pattern " + row.pattern : "") : "float")],
   ["why in float", (row) => row.reason],
   ["what to do", (row) => row.advice],
+  ["passed over", (row) => (row.passed_over || []).join("; ")],
   ["parameters", (row) => row.scale === undefined ? undefined
     : `scale ${row.scale}, zero point ${row.zero_point}` + (row.scheme ? `, ${row.scheme}` : "")
       + (row.parameters ? `; the first of ${row.parameters}` : "")],
