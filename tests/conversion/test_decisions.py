@@ -18,6 +18,7 @@ from relayquant.conversion.interface import name_dtypes
 from relayquant.conversion.joined_input import quantize_before_joining
 from relayquant.dialect import qnn
 from relayquant.errors import ConfigError
+from relayquant.ops.base import count_values
 from relayquant.qtypes import QParams
 from relayquant.rewrite import Graph
 from relayquant.rewrite.rule import apply_rules
@@ -140,3 +141,11 @@ def test_interface__indices_are_those_of_the_values():
     for index in (-1, 2):
         with pytest.raises(ConfigError, match=rf"has index {index}; allowed: 0 to 1\."):
             name_dtypes("input_dtypes", {index: "uint8"}, values)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "count"), [("int8", 2**8), ("uint8", 2**8), ("int16", 2**16), ("int32", 2**32)]
+)
+def test_count_values__signed_and_unsigned(dtype, count):
+    """Operands of two dtypes meet in the one that holds more."""
+    assert count_values(dtype) == count
