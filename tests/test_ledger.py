@@ -6,6 +6,7 @@ import io
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import tvm
 from float_models import MAP, build_model, draw_batches, residual_model
@@ -13,6 +14,7 @@ from tvm import relax
 from tvm.relax import op
 
 import relayquant as rq
+from relayquant.dialect import qnn
 from relayquant.ledger import Ledger, find_ledger
 from relayquant.report import ledger_table, make_console
 
@@ -116,3 +118,19 @@ def test_ledger__names_rows_of_the_user_that_were_passed_over():
     shown = make_console(io.StringIO())
     shown.print(ledger_table(ledger.to_dict()["operators"]))
     assert "mine: only every second" in shown.file.getvalue()
+
+
+def test_ledger__names_rows_of_the_user_that_lower_passed_over():
+    def body(emit, x):
+        data = emit("d", qnn.dequantize(emit("q", qnn.quantize(x, 0.05, 0)), 0.05, 0))
+        weight = emit("w", qnn.dequantize(relax.const(np.ones((4, 4, 1, 1), "int8")), 0.5, 0))
+        return emit("c", op.nn.conv2d(data, weight))
+
+    builtin = next(op for op in rq.BUILTIN_OPS if op.name == "conv2d")
+    row = replace(builtin, name="mine", check=lambda match: rq.Skip("only every second Tuesday"))
+    lowered = rq.lower(build_model(body, MAP), rq.X86.with_pattern(row))
+    found = rq.ledger(lowered).row("c")
+    assert found.quantized
+    assert [(each.pattern, each.reason) for each in found.passed_over] == [
+        ("mine", "only every second Tuesday")
+    ]

@@ -30,6 +30,7 @@ from relayquant.conversion.expand import (
 )
 from relayquant.conversion.names import name_integers
 from relayquant.conversion.qnn_form import (
+    decline_dequantized,
     find_dequantized,
     find_output_qparams,
     read_dequantize,
@@ -45,6 +46,7 @@ from relayquant.ops.callbacks import run_check, run_match
 from relayquant.ops.conv import CONV_FAMILIES
 from relayquant.ops.conv import output_axis as conv_output_axis
 from relayquant.ops.find import find_pattern, find_register
+from relayquant.ops.passed_over import find_passed_over
 from relayquant.qtypes import QParams, Rounding
 from relayquant.reference import qnn as numpy_qnn
 from relayquant.rewrite import Emitter, Graph, Match, Pattern, Rule, Skip, apply_rules, rewrite_main
@@ -184,6 +186,11 @@ def add_ledger(
     found: dict[str, tuple[QuantOp, Match]] = {}
     for _, (pattern, match) in find_dequantized(graph, backend):
         found.update((var.name, (pattern, match)) for var in match.vars)
+    owners = {graph.vars[name]: taken for name, taken in found.items()}
+    passed = {
+        var.name: rows
+        for var, rows in find_passed_over(graph, backend, owners, decline_dequantized).items()
+    }
     inner = {
         var.name
         for name, (_, match) in found.items()
@@ -204,6 +211,7 @@ def add_ledger(
         else:
             row = describe_moved(source, binding.var)
             rows.append(replace(row, accumulator=find_register(final, name)))
+    rows = [replace(row, passed_over=passed.get(row.name, ())) for row in rows]
     ledger = Ledger(tuple(rows), backend.name)
     described = rewrite_main(mod, lambda e, b: e.get(b.value), attrs=ledger_attrs(ledger))
     return name_integers(described)

@@ -166,14 +166,23 @@ def find_dequantized(
                 match = run_match(pattern, graph, binding.var)
                 if match is None or not claimed.isdisjoint(match.vars):
                     continue
-                if pattern.realize is None or run_check(pattern, match) is not None:
-                    continue
-                if pattern.output is Output.OWN and find_output_qparams(graph, match.root) is None:
-                    continue
-                if not isinstance(read_operands(graph, pattern, match), Skip):
+                if decline_dequantized(pattern, match) is None:
                     claimed.update(match.vars)
                     yield binding.var, (pattern, match)
                     break
+
+
+def decline_dequantized(pattern: QuantOp, match: Match) -> Skip | None:
+    """Why a row does not take a match by the parameters that the module has; None if it does."""
+    if pattern.realize is None:
+        return Skip("it has no realize callback: its operators move integers as they are")
+    skip = run_check(pattern, match)
+    if skip is not None:
+        return skip
+    if pattern.output is Output.OWN and find_output_qparams(match.graph, match.root) is None:
+        return Skip("its result is not quantized in the source model")
+    operands = read_operands(match.graph, pattern, match)
+    return operands if isinstance(operands, Skip) else None
 
 
 def realize_match(
