@@ -90,7 +90,7 @@ def describe_cause(
         names = ", ".join(map(repr, row.get("constants", ())))
         made = f" (made of {names} and what is folded into it)" if names else ""
         blame = (
-            f"Its largest constant{made} reaches {most:.3g}, with {count_huge(top)} of "
+            f"Its largest constant{made}: up to {most:.3g}, with {count_huge(top)} of "
             f"{format_count(top.size, 'element')} beyond {LARGEST:.2g}: check the file of the "
             "model, and how it was trained or converted."
         )

@@ -70,15 +70,17 @@ from relayquant.preparation.quantized import (
 from relayquant.preparation.recover import recover_call_tir
 from relayquant.preparation.rule import ALIAS, PROJECTION, CanonicalRule, apply_phase
 from relayquant.preparation.volumes import (
+    AVG_POOL3D,
     CONV3D,
+    MAX_POOL3D,
     MOVED,
-    POOLS3D,
     TRANSPOSED,
+    avg_pool3d_to_avg_pool2d,
     conv3d_to_conv2d,
     conv3d_transpose_to_conv2d_transpose,
     join_volumes,
+    max_pool3d_to_max_pool2d,
     move_before_volume,
-    pool3d_to_pool2d,
     transpose_with_bias,
 )
 from relayquant.rewrite.editor import Editor
@@ -137,7 +139,8 @@ VOLUME_RULES: dict[str, tuple[CanonicalRule, ...]] = {
         make_rule(conv3d_transpose_to_conv2d_transpose, TRANSPOSED),
         make_rule(transpose_with_bias, "relax.add"),
     ),
-    **{op: (make_rule(pool3d_to_pool2d, op),) for op in POOLS3D},
+    MAX_POOL3D: (make_rule(max_pool3d_to_max_pool2d, MAX_POOL3D),),
+    AVG_POOL3D: (make_rule(avg_pool3d_to_avg_pool2d, AVG_POOL3D),),
 }
 #: What is computed between them, on images too.
 IMAGE_RULES: tuple[CanonicalRule, ...] = (

@@ -26,11 +26,7 @@ from relayquant.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 from relayquant.rewrite.rule import Skip, decline
 
 CONV3D, TRANSPOSED = "relax.nn.conv3d", "relax.nn.conv3d_transpose"
-#: pool of volumes -> the same of images
-POOLS3D: dict[str, Callable[..., relax.Expr]] = {
-    "relax.nn.avg_pool3d": relax.op.nn.avg_pool2d,
-    "relax.nn.max_pool3d": relax.op.nn.max_pool2d,
-}
+AVG_POOL3D, MAX_POOL3D = "relax.nn.avg_pool3d", "relax.nn.max_pool3d"
 #: the layout that images are parts of
 LAST = "NDHWC"
 
@@ -351,10 +347,22 @@ def transpose_slices(
     return put_volume(editor, var, make_images(editor, var, images, layout))
 
 
-def pool3d_to_pool2d(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
-    """pool3d(x) -> volume(pool2d(pool2d(images))): over each image, then over the depth of (N, D,
-    H * W, C). An average of averages is the average, as each of them is of as many values.
+def max_pool3d_to_max_pool2d(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
+    """max_pool3d(x) -> volume(max_pool2d(max_pool2d(images))), see `pool_images`."""
+    return pool_images(editor, var, relax.op.nn.max_pool2d)
+
+
+def avg_pool3d_to_avg_pool2d(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
+    """avg_pool3d(x) -> volume(avg_pool2d(avg_pool2d(images))), see `pool_images`. An average of
+    averages is the average, as each of them is of as many values.
     """
+    return pool_images(editor, var, relax.op.nn.avg_pool2d)
+
+
+def pool_images(
+    editor: Editor, var: relax.Var, pool: Callable[..., relax.Expr]
+) -> relax.Expr | Skip:
+    """A pool over each image, then over the depth of (N, D, H * W, C)."""
     call = editor.call_of(var)
     (data,), attrs = call.args, call.attrs
     layout = str(attrs.layout)
@@ -364,7 +372,7 @@ def pool3d_to_pool2d(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
     windows, strides, dilation = (
         [int(n) for n in each] for each in (attrs.pool_size, attrs.strides, attrs.dilation)
     )
-    padding, pool = [int(n) for n in attrs.padding], POOLS3D[editor.op_name(var)]
+    padding = [int(n) for n in attrs.padding]
     flags = bool(attrs.ceil_mode), bool(attrs.count_include_pad), "NHWC"
     volume = take_images(editor, var, data, layout)
     images = pool(
