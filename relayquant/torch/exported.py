@@ -20,6 +20,9 @@ from relayquant.importers import import_torch as load
 from relayquant.quantizer import quantize as quantize_module
 from relayquant.torch.custom_config import PrepareCustomConfig
 
+#: What torch.export says of a tensor that an earlier trace left where the module reads it.
+LEFT_BEHIND = "fake tensor in the exported program"
+
 
 @check_arguments
 def quantize(
@@ -124,9 +127,14 @@ def export(
                 dynamic_shapes=dynamic_shapes,
             )
     except Exception as error:
-        raise ModelError(
+        message = (
             f"torch.export cannot export {type(module).__name__}: {type(error).__name__}: {error}"
-        ) from error
+        )
+        if LEFT_BEHIND in str(error):
+            from relayquant.torch.state import ADVICE
+
+            message += f" It keeps state in a global, a hook or a closure. {ADVICE}"
+        raise ModelError(message) from error
 
 
 def load_module(

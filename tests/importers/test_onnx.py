@@ -387,16 +387,19 @@ def test_fused_conv__of_an_activation_that_is_not_known():
         import_onnx(make_model([node], {"x": [1, 3, 5, 6]}, weights={"w": draw(4, 3, 1, 1)}))
 
 
-def test_control_flow__of_the_run_time_is_refused():
-    branch = helper.make_graph(
-        [helper.make_node("Constant", [], ["k"], value_float=1.0)],
-        "branch",
-        [],
-        [helper.make_tensor_value_info("k", TensorProto.FLOAT, [])],
-    )
-    node = helper.make_node("If", ["c"], ["y"], "choose", then_branch=branch, else_branch=branch)
+def test_control_flow__branches_of_two_shapes_are_refused():
+    """Where only the run time knows which of them is taken."""
+    branches = {
+        f"{name}_branch": helper.make_graph(
+            [helper.make_node("Constant", [], ["k"], value_floats=values)],
+            name,
+            [],
+            [helper.make_tensor_value_info("k", TensorProto.FLOAT, [len(values)])],
+        )
+        for name, values in (("then", [1.0]), ("else", [1.0, 2.0]))
+    }
     graph = helper.make_graph(
-        [node],
+        [helper.make_node("If", ["c"], ["y"], "choose", **branches)],
         "test",
         [helper.make_tensor_value_info("c", TensorProto.BOOL, [])],
         [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],

@@ -261,7 +261,9 @@ def test_run_time_sizes__are_read():
 
 def test_shape__of_symbolic_size_is_a_tensor():
     node = helper.make_node("Shape", ["x"], ["y"])
-    mod, _ = import_onnx(make_model([node], {"x": ["N", 3]}))
+    model = make_model([node], {"x": ["N", 3]})
+    model.graph.output[0].type.tensor_type.elem_type = TensorProto.INT64
+    mod, _ = import_onnx(model)
     (found,) = run_imported(mod, {"x": draw(5, 3)})
     assert found.dtype == "int64"
     assert found.tolist() == [5, 3]

@@ -30,6 +30,7 @@ MISSING = {
     "one_hot",
     "quantize",
     "right_shift",
+    "vision.all_class_non_max_suppression",
 }
 #: Cases of operators that are missing, or of attributes that are only compiled.
 REFUSED = {
