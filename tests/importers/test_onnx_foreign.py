@@ -166,7 +166,7 @@ def compare(case: Case, attributes: dict[str, Any], outputs=None) -> None:
     wants = run_onnxruntime(model, case.data)
     mod, _ = rq.load(model)
     for found, want in zip(rq.reference.run(mod, case.data), wants, strict=True):
-        assert found.dtype == want.dtype
+        assert (found.dtype, found.shape) == (want.dtype, want.shape)
         if want.dtype.kind == "f":
             np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-5)
         else:  # ONNX Runtime computes some in fixed point: a step more or less

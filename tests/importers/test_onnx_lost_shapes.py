@@ -67,7 +67,7 @@ class Compiled:
         want = run_onnxruntime(self.model, feeds)
         given = [tvm.runtime.tensor(feeds[param.name]) for param in self.mod["main"].params]
         for found in (self.machine["main"](*given).numpy(), rq.reference.run(self.mod, feeds)[0]):
-            assert found.dtype == want.dtype
+            assert (found.dtype, found.shape) == (want.dtype, want.shape)
             np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-6)
 
 

@@ -381,5 +381,5 @@ def test_sizes__are_operands_of_any_operator(op):
     for batch in (2, 5):
         data = {"x": np.zeros((batch, 3, 4), "float32")}
         for got, want in zip(rq.reference.run(mod, data), run(model, data), strict=True):
-            assert got.dtype == want.dtype
+            assert (got.dtype, got.shape) == (want.dtype, want.shape)
             np.testing.assert_array_equal(got, want)

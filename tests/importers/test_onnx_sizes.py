@@ -32,6 +32,8 @@ CONSTANTS = {
     "nothing": np.zeros(1, "float32"),
     "index": np.array([[2]]),
     "bits": np.array([0, 1], "float32"),
+    "mask": np.array([True, False, True]),
+    "nines": np.array([9, 9, 9]),
 }
 
 ONE, VALUE = (numpy_helper.from_array(np.array([value])) for value in (1, np.float32(2.5)))
@@ -69,6 +71,10 @@ CASES = {
     "2 - m": [*M, node("y = Sub(i2, m)")],
     "(2 - m) / 3": [*M, node("d = Sub(i2, m)"), node("y = Div(d, i3)")],
     "(2 - m) % 3": [*M, node("d = Sub(i2, m)"), node("y = Mod(d, i3)")],
+    "where(mask, s, 9)": [SHAPE, node("y = Where(mask, s, nines)")],
+    "where(mask, 9, s)": [SHAPE, node("y = Where(mask, nines, s)")],
+    "x.numel()": [SHAPE, node("y = ReduceProd(s)", keepdims=0)],
+    "prod(s, keepdim)": [SHAPE, node("y = ReduceProd(s)", keepdims=1)],
     "arange(m)": [*M, node("y = Range(i0, m, i1)")],
     "x + arange(m)": [*M, node("r = Range(i0, m, i1)"), node("f = Cast(r)", to=TensorProto.FLOAT),
                       node("y = Add(x, f)")],
