@@ -92,7 +92,7 @@ def flatten(value):
 
 def assert_same(mod, inputs, expected):
     for got, want in zip(rq.reference.run(mod, inputs), flatten(expected), strict=True):
-        assert got.dtype == want.numpy().dtype
+        assert (got.dtype, got.shape) == (want.numpy().dtype, tuple(want.shape))
         np.testing.assert_allclose(got, want.numpy(), rtol=1e-5, atol=1e-6)
 
 
