@@ -186,7 +186,7 @@ def test_nbits__of_float16(tmp_path):
     ("groups", "message"),
     [
         ([0] * 17 + [1] * 15 + [2] * 8, r"g_idx has groups of \[8, 15, 17\]; allowed: 16 each"),
-        ([0] * 16 + [1] * 16 + [3] * 8, r"groups up to 3; allowed: 40 from 0 to 2"),
+        ([0] * 16 + [1] * 16 + [3] * 8, r"entries up to 3; allowed: 40 from 0 to 2"),
     ],
 )
 def test_nbits__groups_that_are_none_are_named(tmp_path, groups, message):
