@@ -70,7 +70,7 @@ class ArgumentError:
     """An argument of a compiled function that does not fit: which, and what the function takes.
 
     Attributes:
-        shape: Sizes, those of the run time by their names; None: any.
+        shape: Sizes; a size of the run time is its name. None: any.
     """
 
     function: str

@@ -41,7 +41,7 @@ class PictureInput:
 
     Attributes:
         name: The input.
-        axis: That of its channels.
+        axis: The channel axis.
         given: How the pictures look prepared.
         forms: Other ways to prepare them.
     """

@@ -464,7 +464,7 @@ class Moments:
     squares: np.ndarray
 
     def take(self, rows: np.ndarray) -> Moments:
-        """Those of some samples."""
+        """The moments of some samples."""
         return Moments(self.means[rows], self.squares[rows])
 
     def spread(self) -> np.ndarray:

@@ -380,7 +380,7 @@ def is_moved(
     if not moves or not sources or not all(v in inside and v in settled for v in sources):
         return False
     if len(sources) < sum(1 for _ in claim.operands()):
-        return False  # constants beside them have a range of their own
+        return False  # constants beside them get another range
     if claim.pattern.op == "relax.nn.pad":
         return float(claim.match.call("relax.nn.pad").attrs.pad_value) == 0.0
     return True

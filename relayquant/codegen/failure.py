@@ -51,8 +51,8 @@ def explain_failure(
 
 
 def describe_size(values: Iterable[Any]) -> str:
-    """What is said of the first value whose shape is not known, or has a size that is the smaller
-    or the larger one of two; "" if there is none.
+    """A sentence about the first value with an unknown shape, or with a size that a min or max
+    computes; "" if there is none.
     """
     for value in values:
         if isinstance(value, relax.Tuple):

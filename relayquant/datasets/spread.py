@@ -113,7 +113,7 @@ class SpreadSample:
         return [part.batch for part in self.parts(self.count, self.kept)]
 
     def find_numbers(self, places: Collection[int]) -> set[int]:
-        """Of the samples that were kept, those of some batches."""
+        """The kept samples that some batches hold."""
         chosen = [part for part in self.kept if part.place in places]
         return {int(number) for part in chosen for number in part.numbers}
 
