@@ -88,7 +88,7 @@ def check_fields(kind: ClassT) -> ClassT:
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
         if args and all(field.kw_only for field in fields(kind)):
             names = ", ".join(f"{field.name}=..." for field in fields(kind))
-            raise ConfigError(f"{kind.__name__} takes its settings by name: {names}.")
+            raise ConfigError(f"{kind.__name__} takes its settings by name: {names}.", code="RQ101")
         try:
             init(self, *args, **kwargs)
         except RelayQuantError:
@@ -134,7 +134,7 @@ def check_type(value: object, hint: Any, where: str) -> None:
     shown = f"the class {value.__name__}" if isinstance(value, type) else describe_value(value)
     is_file = "IRModule" in allowed and isinstance(value, str | os.PathLike)
     remedy = " Read a file with relayquant.load." if is_file else ""
-    raise raised(f"{where} is {shown}; allowed: {allowed}.{remedy}")
+    raise raised(f"{where} is {shown}; allowed: {allowed}.{remedy}", code="RQ101")
 
 
 def takes_arguments(function: Callable[..., Any], count: int) -> bool:

@@ -87,7 +87,9 @@ def resolve_effort(effort: Effort | str) -> Effort:
         if effort == level.value:
             return level
     names = [level.value for level in Effort]
-    raise ConfigError(f"There is no effort {effort!r}. {suggest_name(str(effort), names)}")
+    raise ConfigError(
+        f"There is no effort {effort!r}. {suggest_name(str(effort), names)}", code="RQ102"
+    )
 
 
 def choose_order(plan: Plan, calibration: Any, effort: Effort) -> Order:

@@ -1,19 +1,16 @@
 """Errors and warnings of every stage: what is wrong, where, what is allowed and what to do.
 
-Each has a code of its kind at the end of its message, "[RQ204]", by what is raised where (`KINDS`);
-`docs/errors` has a page for every kind.
+Each names a code where it is raised. The code stands at the end of the message, "[RQ202]", and
+`docs/errors` has a page for it.
 """
 
 from __future__ import annotations
 
 import difflib
-import functools
 import inspect
 import re
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from types import FrameType
 
 import tvm_ffi
 
@@ -21,16 +18,20 @@ import tvm_ffi
 class RelayQuantError(Exception):
     """Base of all errors raised on purpose by relayquant.
 
-    Its message ends with the code of its kind. Where it quotes another error it keeps the code of
-    that, which is nearer to the cause.
+    The message ends with a code, "[RQ202]". `docs/errors` has a page for each code. An error that
+    quotes another error keeps the other's code, which is nearer to the cause.
+
+    Args:
+        message: What is wrong, where, what is allowed and what to do.
+        code: Name of the page; "" for errors that code outside relayquant raises.
     """
 
-    def __init__(self, message: str = "") -> None:
-        super().__init__(add_code(str(message), type(self), find_caller()))
+    def __init__(self, message: str = "", *, code: str = "") -> None:
+        super().__init__(add_code(str(message), code))
 
     @property
     def code(self) -> str:
-        """The code of its kind: "RQ204"; "" if other code than that of relayquant raised it."""
+        """The code at the end of the message, "" if there is none."""
         return find_shown(str(self))
 
 
@@ -58,8 +59,8 @@ class FileError(RelayQuantError, OSError):
         errno: The number of the system's error, as in any OSError; None if the system had none.
     """
 
-    def __init__(self, message: str, number: int | None = None) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, number: int | None = None, *, code: str = "") -> None:
+        super().__init__(message, code=code)
         self.errno = number
 
     def __reduce__(self) -> tuple[type[FileError], tuple[object, ...]]:
@@ -87,97 +88,14 @@ class DataWarning(UserWarning):
 tvm_ffi.register_error("QnnError", QnnError)
 
 
-@dataclass(frozen=True)
-class ErrorKind:
-    """A kind of error or warning: what is raised, and in which modules of the package (those below
-    them count) that is of this kind.
-    """
-
-    code: str
-    raises: tuple[type[Exception], ...]
-    modules: tuple[str, ...]
-
-
-#: Order is priority. The hundreds: settings, models, data, accuracy, operators, files and machine.
-KINDS: tuple[ErrorKind, ...] = (
-    ErrorKind("RQ601", (FileError,), ("storage",)),
-    ErrorKind("RQ602", (RelayQuantError,), ("storage",)),
-    ErrorKind("RQ603", (MissingDependencyError,), ("",)),
-    ErrorKind("RQ604", (WorkerError,), ("",)),
-    ErrorKind(
-        "RQ605",
-        (ModelError,),
-        ("analysis.engines", "analysis.onnxruntime_baseline", "analysis.openvino_baseline"),
-    ),
-    ErrorKind("RQ501", (QnnError,), ("dialect", "reference")),
-    ErrorKind("RQ502", (RuntimeWarning,), ("reference",)),
-    ErrorKind("RQ401", (AccuracyWarning,), ("refine",)),
-    ErrorKind("RQ402", (AccuracyWarning,), ("quantizer",)),
-    ErrorKind("RQ403", (UserWarning,), ("analysis.accumulators",)),
-    ErrorKind("RQ301", (DataError,), ("datasets.images",)),
-    ErrorKind("RQ302", (DataError,), ("datasets", "cli", "analysis.label_scores")),
-    ErrorKind("RQ303", (DataWarning,), ("datasets",)),
-    ErrorKind("RQ304", (DataWarning,), ("refine",)),
-    ErrorKind("RQ305", (DataError,), ("calibration", "refine", "compression")),
-    ErrorKind("RQ306", (DataError,), ("reference", "runtime")),
-    ErrorKind("RQ307", (DataError,), ("analysis.sensitivity",)),
-    ErrorKind("RQ308", (DataError,), ("torch",)),
-    ErrorKind("RQ309", (DataError, ModelError), ("demo",)),
-    ErrorKind("RQ201", (ModelError,), ("formats", "importers.files", "cli")),
-    ErrorKind("RQ202", (ModelError,), ("importers.torch.program", "torch.exported")),
-    ErrorKind("RQ203", (ModelError, UserWarning), ("torch.define_by_run",)),
-    ErrorKind("RQ204", (ModelError,), ("importers",)),
-    ErrorKind("RQ205", (ModelError,), ("relay.export",)),
-    ErrorKind("RQ206", (ModelError,), ("relay",)),
-    ErrorKind("RQ207", (ModelError,), ("export",)),
-    ErrorKind(
-        "RQ208", (ModelError, UserWarning), ("preparation", "rewrite", "dialect", "ops", "datasets")
-    ),
-    ErrorKind("RQ209", (ModelError,), ("ledger", "analysis", "equalization")),
-    ErrorKind("RQ210", (ModelError,), ("pipeline",)),
-    ErrorKind("RQ211", (ModelError,), ("reference",)),
-    ErrorKind("RQ212", (ModelError,), ("compression",)),
-    ErrorKind("RQ213", (ModelError, UserWarning), ("torch",)),
-    ErrorKind("RQ214", (ModelError,), ("codegen",)),
-    ErrorKind("RQ101", (RelayQuantError,), ("arguments", "analysis.latency")),
-    ErrorKind("RQ102", (ConfigError,), ("plain_data",)),
-    ErrorKind("RQ103", (ConfigError,), ("qtypes",)),
-    ErrorKind(
-        "RQ104", (ConfigError,), ("config.mapping", "config.qconfig", "annotation.annotator")
-    ),
-    ErrorKind("RQ105", (ConfigError,), ("config", "backends")),
-    ErrorKind("RQ106", (ConfigError, UserWarning), ("annotation",)),
-    ErrorKind("RQ107", (ConfigError,), ("conversion.interface",)),
-    ErrorKind("RQ108", (ConfigError, UserWarning), ("conversion.partial",)),
-    ErrorKind("RQ109", (RelayQuantError,), ("ops", "conversion", "preparation", "testing")),
-    ErrorKind("RQ110", (ConfigError,), ("calibration.distribute",)),
-    ErrorKind("RQ111", (ConfigError,), ("calibration.parameters",)),
-    ErrorKind("RQ112", (ConfigError,), ("calibration",)),
-    ErrorKind("RQ113", (ConfigError,), ("refine.prepared_edit", "plan", "prepared", "simulation")),
-    ErrorKind("RQ114", (ConfigError,), ("steps", "evaluation")),
-    ErrorKind("RQ115", (ConfigError,), ("analysis.sensitivity",)),
-    ErrorKind("RQ116", (ConfigError,), ("settings", "quantizer", "effort", "refine")),
-    ErrorKind("RQ117", (ConfigError,), ("datasets",)),
-    ErrorKind("RQ118", (ConfigError,), ("kernels.isa.target", "codegen")),
-    ErrorKind("RQ119", (ConfigError,), ("kernels",)),
-    ErrorKind("RQ120", (ConfigError,), ("runtime",)),
-    ErrorKind("RQ121", (ConfigError,), ("compression", "equalization")),
-    ErrorKind("RQ122", (ConfigError,), ("relay",)),
-    ErrorKind("RQ123", (ConfigError,), ("torch",)),
-    ErrorKind("RQ124", (ConfigError,), ("report",)),
-    ErrorKind("RQ125", (ConfigError,), ("cli",)),
-)
-
 CODE = re.compile(r"\[(RQ\d{3})\]")
 #: a code within a message, with the full stop before it where another one follows
 SHOWN = re.compile(r"\.? \[RQ\d{3}\](?=\.)| \[RQ\d{3}\]")
 
 
-def add_code(message: str, raised: type[Exception], module: str) -> str:
-    """A message with a code at its end: the first that it quotes, else that of what `module`
-    raises; none where that is no module of this package.
-    """
-    code = find_shown(message) or find_code(raised, module)
+def add_code(message: str, code: str) -> str:
+    """A message with a code at its end: the first that it quotes, else `code`."""
+    code = find_shown(message) or code
     text = SHOWN.sub("", message)
     return f"{text} [{code}]" if code else text
 
@@ -188,29 +106,9 @@ def find_shown(message: str) -> str:
     return found[1] if found else ""
 
 
-@functools.cache
-def find_code(raised: type[Exception], module: str) -> str:
-    """The code of what a module raises, "" if that is no module of this package."""
-    package = __name__.partition(".")[0]
-    for kind in KINDS:
-        if issubclass(raised, kind.raises) and any(
-            belongs_to(module, f"{package}.{name}".rstrip(".")) for name in kind.modules
-        ):
-            return kind.code
-    return ""
-
-
-def find_caller() -> str:
-    """The module that called this one."""
-    frame: FrameType | None = inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__") == __name__:
-        frame = frame.f_back
-    return "" if frame is None else frame.f_globals.get("__name__", "")
-
-
-def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
+def warn_user(message: str, category: type[Warning] = UserWarning, *, code: str = "") -> None:
     """A warning that names the line which called this package, however deep it is raised."""
-    message = add_code(message, category, find_caller())
+    message = add_code(message, code)
     package = __name__.partition(".")[0]
     frame, level = inspect.currentframe(), 0
     while frame is not None and belongs_to(frame.f_globals.get("__name__", ""), package):

@@ -127,7 +127,8 @@ def sensitivity(
     if not isinstance(prepared, PreparedModel):
         raise ConfigError(
             f"sensitivity got {type(prepared).__name__}; it takes a calibrated model: "
-            "calibrate(prepare(mod, params), dataset)."
+            "calibrate(prepare(mod, params), dataset).",
+            code="RQ105",
         )
     data = open_dataset(dataset, describe_inputs(prepared.mod))
     return measure_sensitivity(

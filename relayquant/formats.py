@@ -79,7 +79,8 @@ def _read_relay_json(request: Request) -> Imported:
     if not is_relay_json(text):
         raise ModelError(
             f"{str(request.path)!r} is no Relay module. A Relax module in JSON is read by "
-            "tvm.ir.load_json, and may be passed to relayquant directly."
+            "tvm.ir.load_json, and may be passed to relayquant directly.",
+            code="RQ201",
         )
     return from_json(text, _find_params(request), shapes=request.shapes), {}
 
@@ -167,7 +168,8 @@ def load(
         if given is not None and not is_taken:
             raise ModelError(
                 f"{name}= does not apply to {what} ({found.kind}), which holds its own. Leave it "
-                "out."
+                "out.",
+                code="RQ201",
             )
     request = Request(model, shapes, inputs, params, max_bytes)
     if not is_path:
@@ -184,7 +186,8 @@ def _find_format(path: Path) -> Format:
     kinds = ", ".join(f"{each.suffix} ({each.kind})" for each in FORMATS)
     raise ModelError(
         f"Cannot tell from the name of {str(path)!r} what kind of model it is. Readable: {kinds}. "
-        "Any module of a TVM frontend may also be passed to relayquant directly."
+        "Any module of a TVM frontend may also be passed to relayquant directly.",
+        code="RQ201",
     )
 
 
@@ -196,5 +199,6 @@ def _find_kind(model: object) -> Format:
     raise ModelError(
         f"load takes the path of a file, an onnx.ModelProto or a torch.export.ExportedProgram, and "
         f"was given a {type(model).__name__}. A module of TVM needs no loading: pass it to "
-        "relayquant directly."
+        "relayquant directly.",
+        code="RQ201",
     )

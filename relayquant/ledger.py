@@ -432,7 +432,7 @@ def find_ledger(mod: tvm.IRModule) -> Ledger | None:
         try:
             return Ledger.from_dict(json.loads(str(attrs[LEDGER_ATTR])))
         except ConfigError as error:
-            raise ModelError(str(error)) from error
+            raise ModelError(str(error), code="RQ205") from error
 
 
 def read_ledger(mod: tvm.IRModule) -> Ledger:
@@ -444,13 +444,15 @@ def read_ledger(mod: tvm.IRModule) -> Ledger:
     if not isinstance(mod, tvm.IRModule):
         raise ModelError(
             f"A {type(mod).__name__} is no quantized module. "
-            "Pass what relayquant.quantize, lower or convert_to_reference returned."
+            "Pass what relayquant.quantize, lower or convert_to_reference returned.",
+            code="RQ205",
         )
     ledger = find_ledger(mod)
     if ledger is None:
         raise ModelError(
             "The module carries no ledger: it was not quantized by relayquant. "
-            "Pass what relayquant.quantize, lower or convert_to_reference returned."
+            "Pass what relayquant.quantize, lower or convert_to_reference returned.",
+            code="RQ205",
         )
     return ledger
 

@@ -151,7 +151,8 @@ def adopt_quantized(canonical: tvm.IRModule, backend: BackendConfig) -> tvm.IRMo
     if find_ledger(canonical) is not None:
         raise ModelError(
             "The module was quantized by relayquant and cannot be quantized again. Start from "
-            "the float model, or from what load gave for a model quantized elsewhere."
+            "the float model, or from what load gave for a model quantized elsewhere.",
+            code="RQ205",
         )
     return realize_quantized(canonical, backend)
 
@@ -265,6 +266,7 @@ def lower_adopted(reference: tvm.IRModule, backend: BackendConfig) -> tvm.IRModu
     if not has_quantized_values(canonical):
         raise ModelError(
             "The module holds no quantized value, so there is nothing to lower. Quantize it: "
-            "relayquant.quantize(mod, params, dataset)."
+            "relayquant.quantize(mod, params, dataset).",
+            code="RQ205",
         )
     return realize_quantized(canonical, backend)

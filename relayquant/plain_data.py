@@ -32,7 +32,7 @@ def check_mapping(data: object, where: str) -> Mapping[str, Any]:
         ConfigError: it is not.
     """
     if not isinstance(data, Mapping) or not all(isinstance(key, str) for key in data):
-        raise ConfigError(f"{where} is {data!r}; allowed: a dict with text keys.")
+        raise ConfigError(f"{where} is {data!r}; allowed: a dict with text keys.", code="RQ101")
     return data
 
 
@@ -47,17 +47,19 @@ def check_keys(
     found, allowed = check_mapping(data, where), tuple(allowed)
     for key in found:
         if key not in allowed:
-            raise ConfigError(f"{where} has no key {key!r}. {suggest_name(key, allowed)}")
+            raise ConfigError(
+                f"{where} has no key {key!r}. {suggest_name(key, allowed)}", code="RQ101"
+            )
     missing = [key for key in required if key not in found]
     if missing:
-        raise ConfigError(f"{where} lacks {', '.join(map(repr, missing))}.")
+        raise ConfigError(f"{where} lacks {', '.join(map(repr, missing))}.", code="RQ101")
     return found
 
 
 def check_list(data: object, where: str) -> list[Any] | tuple[Any, ...]:
     """`data` if it is a list or tuple; ConfigError if not."""
     if not isinstance(data, list | tuple):
-        raise ConfigError(f"{where} is {data!r}; allowed: a list.")
+        raise ConfigError(f"{where} is {data!r}; allowed: a list.", code="RQ101")
     return data
 
 
@@ -70,7 +72,9 @@ def read_enum(kind: type[EnumT], value: object, where: str) -> EnumT:
     for member in kind:
         if value == member.value:
             return member
-    raise ConfigError(f"{where} is {value!r}. {suggest_name(str(value), [m.value for m in kind])}")
+    raise ConfigError(
+        f"{where} is {value!r}. {suggest_name(str(value), [m.value for m in kind])}", code="RQ101"
+    )
 
 
 def to_plain(value: Any) -> Any:
@@ -109,7 +113,9 @@ def read_plain(hint: Any, data: Any, where: str) -> Any:
         rows = check_list(data, where)
         kinds = args[:1] * len(rows) if args[-1] is ... else args
         if len(kinds) != len(rows):
-            raise ConfigError(f"{where} is {data!r}; allowed: a list of {len(kinds)}.")
+            raise ConfigError(
+                f"{where} is {data!r}; allowed: a list of {len(kinds)}.", code="RQ101"
+            )
         pairs = zip(kinds, rows, strict=True)
         return tuple(read_plain(kind, row, f"{where}[{i}]") for i, (kind, row) in enumerate(pairs))
     if isinstance(origin, type) and issubclass(origin, Mapping):
@@ -218,7 +224,9 @@ class NamedSettings(PlainSettings):
         kinds = cls.find_kinds()
         name = found.get("name")
         if name not in kinds:
-            raise ConfigError(f"{where} has name {name!r}. {suggest_name(str(name), kinds)}")
+            raise ConfigError(
+                f"{where} has name {name!r}. {suggest_name(str(name), kinds)}", code="RQ101"
+            )
         kind = kinds[name]
         known = [f.name for f in fields(kind)]
         check_keys(found, ("name", *known), f"{where} ({name})", list_required(kind))

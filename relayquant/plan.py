@@ -203,13 +203,15 @@ class Plan(PlainFields):
             if spec.is_dynamic:
                 raise ConfigError(
                     f"Plan.replace({key!r}): a group's parameters are calibrated; for parameters "
-                    "of the run time set a QConfig with a dynamic activation before prepare."
+                    "of the run time set a QConfig with a dynamic activation before prepare.",
+                    code="RQ105",
                 )
             spec = spec.stored
             if spec.is_per_channel and group.info.axis is None:
                 raise ConfigError(
                     f"Plan.replace({key!r}): the value has no channel axis; allowed: "
-                    "Granularity.PER_TENSOR."
+                    "Granularity.PER_TENSOR.",
+                    code="RQ105",
                 )
             axis = group.info.axis if spec.is_per_channel else None
             group = dataclasses.replace(
@@ -247,7 +249,8 @@ class Plan(PlainFields):
         """
         if key not in self._groups:
             raise ConfigError(
-                f"The plan has no quantized value {key!r}. {suggest_name(key, self._groups)}"
+                f"The plan has no quantized value {key!r}. {suggest_name(key, self._groups)}",
+                code="RQ105",
             )
         return self._groups[key]
 
@@ -260,7 +263,8 @@ class Plan(PlainFields):
         """
         if name not in self._operators:
             raise ConfigError(
-                f"The plan has no operator {name!r}. {suggest_name(name, self._operators)}"
+                f"The plan has no operator {name!r}. {suggest_name(name, self._operators)}",
+                code="RQ105",
             )
         return self._operators[name]
 

@@ -216,6 +216,7 @@ class PreparedModel:
             raise ConfigError(
                 f"{len(missing)} of {format_count(len(self.plan.groups), 'value')} without "
                 f"parameters yet, the first is {missing[0]!r}. Run relayquant.calibrate(prepared, "
-                "dataset) first and pass on what it returns."
+                "dataset) first and pass on what it returns.",
+                code="RQ105",
             )
         return self.parameters

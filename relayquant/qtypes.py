@@ -124,17 +124,21 @@ class QSpec(PlainSettings):
     def __post_init__(self) -> None:
         if self.dtype not in INTEGER_LIMITS:
             raise ConfigError(
-                f"QSpec.dtype is {self.dtype!r}; allowed: {', '.join(INTEGER_LIMITS)}."
+                f"QSpec.dtype is {self.dtype!r}; allowed: {', '.join(INTEGER_LIMITS)}.",
+                code="RQ101",
             )
         if not isinstance(self.scheme, Scheme) or not isinstance(self.granularity, Granularity):
             raise ConfigError(
                 f"QSpec.scheme is {self.scheme!r} and granularity {self.granularity!r}; allowed: "
-                "members of Scheme and Granularity."
+                "members of Scheme and Granularity.",
+                code="RQ101",
             )
         for name in ("quant_min", "quant_max"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-                raise ConfigError(f"QSpec.{name} is {value!r}; allowed: an integer or None.")
+                raise ConfigError(
+                    f"QSpec.{name} is {value!r}; allowed: an integer or None.", code="RQ101"
+                )
         low, high = INTEGER_LIMITS[self.dtype]
         if self.quant_min is None:
             object.__setattr__(self, "quant_min", low)
@@ -143,28 +147,34 @@ class QSpec(PlainSettings):
         if not low <= self.limits[0] < self.limits[1] <= high:
             raise ConfigError(
                 f"QSpec quant_min={self.quant_min}, quant_max={self.quant_max} is not a range "
-                f"within {self.dtype} ({low}..{high})."
+                f"within {self.dtype} ({low}..{high}).",
+                code="RQ101",
             )
         if self.is_symmetric and self.limits[1] - self.limits[0] < 2:
             raise ConfigError(
                 f"QSpec quant_min={self.quant_min}, quant_max={self.quant_max} has two values "
                 "only; a symmetric scheme needs at least three: one below and one above its zero "
-                "point."
+                "point.",
+                code="RQ101",
             )
         lowest, largest = self.scale_bounds
         if not 0 <= lowest <= largest or largest == 0:
             raise ConfigError(
                 f"QSpec scale_min={self.scale_min}, scale_max={self.scale_max} is no range of "
                 "scales; "
-                "allowed: 0 < scale_min <= scale_max."
+                "allowed: 0 < scale_min <= scale_max.",
+                code="RQ101",
             )
         if self.power_of_two and find_power_of_two(largest) < lowest:
             raise ConfigError(
                 f"QSpec scale_min={self.scale_min}, scale_max={self.scale_max} holds no power of "
-                "two."
+                "two.",
+                code="RQ101",
             )
         if not isinstance(self.is_dynamic, bool):
-            raise ConfigError(f"QSpec.is_dynamic is {self.is_dynamic!r}; allowed: True or False.")
+            raise ConfigError(
+                f"QSpec.is_dynamic is {self.is_dynamic!r}; allowed: True or False.", code="RQ101"
+            )
         self._check_granularity()
         self._check_groups()
 
@@ -174,16 +184,20 @@ class QSpec(PlainSettings):
         if is_row and not self.is_dynamic:
             raise ConfigError(
                 "QSpec.granularity is PER_ROW, whose parameters are computed when the model runs; "
-                "set is_dynamic=True as well."
+                "set is_dynamic=True as well.",
+                code="RQ101",
             )
         if is_row and self.dtype not in ("int8", "uint8"):
-            raise ConfigError(f"QSpec.dtype is {self.dtype!r}; allowed with PER_ROW: int8, uint8.")
+            raise ConfigError(
+                f"QSpec.dtype is {self.dtype!r}; allowed with PER_ROW: int8, uint8.", code="RQ101"
+            )
         reach = {limit - self.symmetric_zero_point for limit in self.limits}
         if self.is_dynamic and self.is_symmetric and reach not in ({-128, 127}, {-127, 127}):
             raise ConfigError(
                 f"QSpec(is_dynamic=True) of {self.dtype} in {self.quant_min}..{self.quant_max} is "
                 "symmetric; allowed: all of 8 bits, or all but the lowest. Leave quant_min and "
-                "quant_max out, or the scheme."
+                "quant_max out, or the scheme.",
+                code="RQ101",
             )
         if self.is_dynamic and (
             self.is_per_channel
@@ -193,38 +207,44 @@ class QSpec(PlainSettings):
             raise ConfigError(
                 "QSpec(is_dynamic=True) has one set of parameters per tensor, or with "
                 "Granularity.PER_ROW one for each row of a product's data, and any scale; leave "
-                "PER_CHANNEL, power_of_two, scale_min and scale_max out."
+                "PER_CHANNEL, power_of_two, scale_min and scale_max out.",
+                code="RQ101",
             )
 
     def _check_groups(self) -> None:
         """Raise where one setting does not go with groups, or is for groups alone."""
         if self.scale_dtype not in SCALE_DTYPES:
             raise ConfigError(
-                f"QSpec.scale_dtype is {self.scale_dtype!r}; allowed: {', '.join(SCALE_DTYPES)}."
+                f"QSpec.scale_dtype is {self.scale_dtype!r}; allowed: {', '.join(SCALE_DTYPES)}.",
+                code="RQ101",
             )
         low, high = GROUP_SIZES
         if self.group_size is None:
             if self.scale_dtype != SCALE_DTYPES[0]:
                 raise ConfigError(
                     f"QSpec.scale_dtype is {self.scale_dtype!r}, which is for scales of groups: "
-                    "set group_size as well."
+                    "set group_size as well.",
+                    code="RQ101",
                 )
             return
         if self.group_size != WHOLE_ROW and not low <= self.group_size <= high:
             raise ConfigError(
                 f"QSpec.group_size is {self.group_size}; allowed: {low} to {high}, or {WHOLE_ROW} "
-                "for one scale for each output."
+                "for one scale for each output.",
+                code="RQ101",
             )
         if self.dtype not in ("int4", "int8") or self.code_bits not in CODE_BITS:
             raise ConfigError(
                 f"QSpec(group_size={self.group_size}) has dtype {self.dtype}, {self.limits[0]}.."
-                f"{self.limits[1]}; allowed: int4 or int8, with limits of 2, 3, 4 or 8 bits."
+                f"{self.limits[1]}; allowed: int4 or int8, with limits of 2, 3, 4 or 8 bits.",
+                code="RQ101",
             )
         bounds = (self.scale_min, self.scale_max)
         if self.is_dynamic or self.power_of_two or bounds != (None, None):
             raise ConfigError(
                 f"QSpec(group_size={self.group_size}) is for weights, with any scale; leave "
-                "is_dynamic, power_of_two, scale_min and scale_max out."
+                "is_dynamic, power_of_two, scale_min and scale_max out.",
+                code="RQ101",
             )
 
     @property
@@ -273,7 +293,9 @@ class QSpec(PlainSettings):
     def limits(self) -> tuple[int, int]:
         """(quant_min, quant_max), both resolved."""
         if self.quant_min is None or self.quant_max is None:
-            raise ConfigError("QSpec limits are unresolved; build QSpec through its constructor.")
+            raise ConfigError(
+                "QSpec limits are unresolved; build QSpec through its constructor.", code="RQ101"
+            )
         return self.quant_min, self.quant_max
 
     @property
@@ -306,7 +328,8 @@ class QParams(PlainFields):
     def __post_init__(self) -> None:
         if self.dtype not in INTEGER_LIMITS:
             raise ConfigError(
-                f"QParams.dtype is {self.dtype!r}; allowed: {', '.join(INTEGER_LIMITS)}."
+                f"QParams.dtype is {self.dtype!r}; allowed: {', '.join(INTEGER_LIMITS)}.",
+                code="RQ101",
             )
         with np.errstate(over="ignore", under="ignore"):
             scale = np.asarray(self.scale).astype("float32")
@@ -314,28 +337,35 @@ class QParams(PlainFields):
         if scale.ndim > 1 or given.ndim > 1:
             raise ConfigError(
                 f"QParams scale and zero point have shapes {scale.shape} and {given.shape}; "
-                "allowed: () for one per tensor or (C,) for one per channel."
+                "allowed: () for one per tensor or (C,) for one per channel.",
+                code="RQ101",
             )
         if scale.ndim == given.ndim == 1 and scale.shape != given.shape:
             raise ConfigError(
                 f"QParams has {format_count(scale.size, 'scale')} and "
-                f"{format_count(given.size, 'zero point')}; give one of each per channel."
+                f"{format_count(given.size, 'zero point')}; give one of each per channel.",
+                code="RQ101",
             )
         if given.ndim > scale.ndim:
             scale = np.full(given.shape, scale)  # whatever is per channel has one scale per channel
         if scale.ndim == 1 and self.axis is None:
-            raise ConfigError("QParams with one scale per channel needs an axis.")
+            raise ConfigError("QParams with one scale per channel needs an axis.", code="RQ101")
         if not (np.isfinite(scale).all() and (scale > 0).all()):
-            raise ConfigError(f"QParams scale must be finite and > 0 in float32, got {self.scale}.")
+            raise ConfigError(
+                f"QParams scale must be finite and > 0 in float32, got {self.scale}.", code="RQ101"
+            )
         # Checked before the cast to int32, which would cut off fractions and wrap around in
         # silence.
         low, high = INTEGER_LIMITS[self.dtype]
         low, high = max(low, -(2**31)), min(high, 2**31 - 1)
         if given.dtype.kind not in "iuf" or not (given == np.rint(given)).all():
-            raise ConfigError(f"QParams zero point must be an integer, got {self.zero_point}.")
+            raise ConfigError(
+                f"QParams zero point must be an integer, got {self.zero_point}.", code="RQ101"
+            )
         if (given < low).any() or (given > high).any():
             raise ConfigError(
-                f"QParams zero point {self.zero_point} is outside {self.dtype} ({low}..{high})."
+                f"QParams zero point {self.zero_point} is outside {self.dtype} ({low}..{high}).",
+                code="RQ101",
             )
         zero_point = given.astype("int32")
         for name, value in (("scale", scale), ("zero_point", zero_point)):
@@ -382,10 +412,13 @@ def choose_qparams(low: Any, high: Any, spec: QSpec, axis: int | None = None) ->
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"choose_qparams: low is {low!r} and high {high!r}; allowed: numbers, or arrays of "
-            "them."
+            "them.",
+            code="RQ101",
         ) from error
     if not (np.isfinite(low).all() and np.isfinite(high).all() and (low <= high).all()):
-        raise ConfigError(f"choose_qparams needs finite low <= high, got low={low}, high={high}.")
+        raise ConfigError(
+            f"choose_qparams needs finite low <= high, got low={low}, high={high}.", code="RQ101"
+        )
     low, high = np.minimum(low, 0.0), np.maximum(high, 0.0)
     qmin, qmax = spec.limits
     middle = spec.symmetric_zero_point
@@ -397,7 +430,8 @@ def choose_qparams(low: Any, high: Any, spec: QSpec, axis: int | None = None) ->
     if (scale > np.finfo("float32").max).any():
         raise ConfigError(
             f"choose_qparams: the range low={low}, high={high} is too wide for a float32 scale of "
-            f"{spec.dtype}."
+            f"{spec.dtype}.",
+            code="RQ101",
         )
     # float32 has no positive number below 1.4e-45; stay in the normal range so that 1/scale is
     # finite.
@@ -456,29 +490,37 @@ def check_qparams(qparams: object, info: ValueInfo, source: str) -> QParams:
     if not isinstance(qparams, QParams):
         raise ConfigError(
             f"{where} but returned {type(qparams).__name__}; return a QParams, for instance "
-            "choose_qparams(low, high, info.spec, info.axis)."
+            "choose_qparams(low, high, info.spec, info.axis).",
+            code="RQ101",
         )
     if qparams.dtype != spec.dtype:
-        raise ConfigError(f"{where} of dtype {qparams.dtype}; the plan says {spec.dtype}.")
+        raise ConfigError(
+            f"{where} of dtype {qparams.dtype}; the plan says {spec.dtype}.", code="RQ101"
+        )
     if not spec.is_per_channel and qparams.is_per_channel:
         raise ConfigError(
-            f"{where} of shape {qparams.scale.shape}; the plan says one per tensor, shape ()."
+            f"{where} of shape {qparams.scale.shape}; the plan says one per tensor, shape ().",
+            code="RQ101",
         )
     if spec.is_per_channel:
         rank, axis = len(info.shape), info.axis
         if axis is None or not -rank <= axis < rank:
             raise ConfigError(
                 f"Value {info.name!r} is per channel but has axis {axis} and shape {info.shape}; "
-                "give ValueInfo an axis within the shape."
+                "give ValueInfo an axis within the shape.",
+                code="RQ101",
             )
         channels = info.shape[axis]
         shape = qparams.scale.shape
         if len(shape) != 1 or (isinstance(channels, int) and shape != (channels,)):
             raise ConfigError(
-                f"{where} of shape {shape}; the plan says one per channel, shape ({channels},)."
+                f"{where} of shape {shape}; the plan says one per channel, shape ({channels},).",
+                code="RQ101",
             )
         if qparams.axis is None or qparams.axis % rank != axis % rank:
-            raise ConfigError(f"{where} along axis {qparams.axis}; the plan says axis {axis}.")
+            raise ConfigError(
+                f"{where} along axis {qparams.axis}; the plan says axis {axis}.", code="RQ101"
+            )
     wrong = ~np.isclose(conform_scale(qparams.scale, spec), qparams.scale, rtol=1e-6, atol=0)
     if wrong.any():
         lowest, largest = spec.scale_bounds
@@ -487,17 +529,20 @@ def check_qparams(qparams: object, info: ValueInfo, source: str) -> QParams:
             f"{where} with scale {qparams.scale[wrong][:1] if wrong.ndim else qparams.scale}; the "
             "plan "
             f"allows {kind} from {lowest:.4g} to {largest:.4g}. Pass the scale through "
-            "conform_scale(scale, info.spec)."
+            "conform_scale(scale, info.spec).",
+            code="RQ101",
         )
     low, high = spec.limits
     if (qparams.zero_point < low).any() or (qparams.zero_point > high).any():
         raise ConfigError(
             f"{where} with zero point {qparams.zero_point}, outside quant_min..quant_max = "
-            f"{low}..{high}."
+            f"{low}..{high}.",
+            code="RQ101",
         )
     if spec.is_symmetric and (qparams.zero_point != spec.symmetric_zero_point).any():
         raise ConfigError(
             f"{where} with zero point {qparams.zero_point}; the symmetric scheme of the plan says "
-            f"{spec.symmetric_zero_point}."
+            f"{spec.symmetric_zero_point}.",
+            code="RQ101",
         )
     return qparams

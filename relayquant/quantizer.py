@@ -98,7 +98,8 @@ def quantize(
     if settings.keep_faster and dataset is None:
         raise ConfigError(
             "quantize(keep_faster=True) runs the model on its data: dataset=None does not go with "
-            "it."
+            "it.",
+            code="RQ102",
         )
     if settings.metric is not None:
         return quantize_within(mod, params, dataset, settings.metric, settings)
@@ -153,5 +154,6 @@ def quantize_within(
             f"{found.float_score:.6g} with "
             f"{format_count(len(found.reverted), 'operator')} put back. {remedy}",
             AccuracyWarning,
+            code="RQ401",
         )
     return found.mod

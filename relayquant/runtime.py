@@ -131,7 +131,8 @@ def check_threads() -> None:
             f"This process is a fork of one (pid {process}) that has run kernels on {threads} "
             "threads, which a fork does not have: kernels would wait for them for ever. Start "
             "processes by multiprocessing.get_context('spawn') or 'forkserver', fork before "
-            "anything runs, or set TVM_NUM_THREADS=1."
+            "anything runs, or set TVM_NUM_THREADS=1.",
+            code="RQ107",
         )
 
 
@@ -169,14 +170,17 @@ def describe_argument(fault: _tvm.ArgumentError, argument: Any) -> DataError:
     """The error of an argument that does not fit."""
     where = f"input {fault.name!r} of {fault.function!r}"
     if not isinstance(argument, tvm.runtime.Tensor):
-        return DataError(f"{where} is a {type(argument).__name__}; allowed: an array.")
+        return DataError(
+            f"{where} is a {type(argument).__name__}; allowed: an array.", code="RQ302"
+        )
     wanted = f"({', '.join(map(str, fault.shape))})" if fault.shape is not None else "any shape"
     advice = suggest_sizes(fault.name, fault.shape or (), argument.shape)
     if not advice and any(isinstance(size, str) for size in fault.shape or ()):
         advice = " Sizes of one name must agree between the inputs."
     return DataError(
         f"{where} is {argument.dtype} of shape {tuple(argument.shape)}; allowed: {fault.dtype} of "
-        f"{'shape ' if fault.shape is not None else ''}{wanted}.{advice}"
+        f"{'shape ' if fault.shape is not None else ''}{wanted}.{advice}",
+        code="RQ302",
     )
 
 

@@ -99,23 +99,27 @@ class GuardSettings:
     def __post_init__(self) -> None:
         if self.action is not None and not isinstance(self.action, Guard):
             raise ConfigError(
-                f"GuardSettings.action is {self.action!r}; allowed: a member of Guard, or None."
+                f"GuardSettings.action is {self.action!r}; allowed: a member of Guard, or None.",
+                code="RQ102",
             )
         if self.samples < 1 or not self.work > 0 or not 0 < self.disagreement <= 1:
             raise ConfigError(
                 f"GuardSettings: samples is {self.samples}, work {self.work} and disagreement "
-                f"{self.disagreement}; allowed: samples >= 1, work > 0, 0 < disagreement <= 1."
+                f"{self.disagreement}; allowed: samples >= 1, work > 0, 0 < disagreement <= 1.",
+                code="RQ102",
             )
         if not self.search_work > 0 or not 0 <= self.doubtful_disagreement <= 1:
             raise ConfigError(
                 f"GuardSettings: search_work is {self.search_work} and doubtful_disagreement "
                 f"{self.doubtful_disagreement}; allowed: search_work > 0, 0 <= "
-                "doubtful_disagreement <= 1."
+                "doubtful_disagreement <= 1.",
+                code="RQ102",
             )
         if not self.min_sqnr <= self.target_sqnr:
             raise ConfigError(
                 f"GuardSettings: min_sqnr is {self.min_sqnr} and target_sqnr {self.target_sqnr}; "
-                "allowed: min_sqnr <= target_sqnr."
+                "allowed: min_sqnr <= target_sqnr.",
+                code="RQ102",
             )
 
     def find_action(self, effort: str) -> Guard:
@@ -240,12 +244,14 @@ class QuantizeSettings(PrepareSettings):
         if self.keep_faster and self.promises_integers:
             raise ConfigError(
                 "quantize(keep_faster=True) puts operators back to float: strict, input_dtypes and "
-                "output_dtypes do not go with it."
+                "output_dtypes do not go with it.",
+                code="RQ102",
             )
         if not self.max_drop >= 0 or not (self.budget is None or self.budget > 0):
             raise ConfigError(
                 f"The search got max_drop={self.max_drop!r} and budget={self.budget!r}; allowed "
-                "are max_drop >= 0 and budget > 0 seconds, or None."
+                "are max_drop >= 0 and budget > 0 seconds, or None.",
+                code="RQ102",
             )
         given = {
             "max_drop": self.max_drop != MAX_DROP,
@@ -257,7 +263,8 @@ class QuantizeSettings(PrepareSettings):
             raise ConfigError(
                 f"quantize got {', '.join(name for name in given if given[name])} but no metric: "
                 "without one nothing is searched. Pass metric=, a function (float outputs, "
-                "quantized outputs) -> number."
+                "quantized outputs) -> number.",
+                code="RQ102",
             )
         if self.metric is not None:
             check_metric(self.metric)
@@ -267,7 +274,8 @@ class QuantizeSettings(PrepareSettings):
                     "float: strict, input_dtypes, output_dtypes, parameters, checkpoint and "
                     "executor do not apply. Search without them, then quantize with "
                     "qconfig_mapping=QConfigMapping.from_dict(ledger(qmod).search.mapping) and "
-                    "them."
+                    "them.",
+                    code="RQ102",
                 )
 
     @property

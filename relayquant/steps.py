@@ -132,6 +132,7 @@ def lower(
     if backend_config is not None and resolve_backend(backend_config) != reference.backend:
         raise ConfigError(
             f"lower: the model was prepared for backend {reference.backend.name!r} and runs on no "
-            "other. Leave backend_config out, or prepare it for the other."
+            "other. Leave backend_config out, or prepare it for the other.",
+            code="RQ105",
         )
     return lower_prepared(reference)

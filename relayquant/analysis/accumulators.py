@@ -216,6 +216,7 @@ def fit_scales(
             f"Sums of products still overflow after calibration, where these are a factor: "
             f"{names}. accumulator_report(prepared, dataset) tells by how much; allow larger "
             "scales or use activations of fewer bits.",
+            code="RQ402",
         )
     return calibrated
 
@@ -255,7 +256,8 @@ def find_row_sum(graph: Graph, row: LedgerRow) -> tuple[relax.Var, Call] | None:
     if row.accumulator:
         raise ModelError(
             f"The module does not hold the accumulator of {row.name!r}, which its ledger calls "
-            f"{row.accumulator}. Pass what relayquant.quantize or lower returned."
+            f"{row.accumulator}. Pass what relayquant.quantize or lower returned.",
+            code="RQ205",
         )
     return None
 

@@ -145,7 +145,8 @@ def compare_modules(
     if not rows:
         raise ModelError(
             "The quantized module has no value in common with the float module: it was made from "
-            "another model, or the values were renamed. Pass the module that was quantized."
+            "another model, or the values were renamed. Pass the module that was quantized.",
+            code="RQ205",
         )
     names = [row.name for row in rows]
     float_run = EagerModule(expose_values(prepared, names))

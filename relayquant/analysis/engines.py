@@ -125,7 +125,7 @@ class EngineProcess:
         """
         answer = self.receive()
         if "error" in answer:
-            raise ModelError(f"{self.contender.path.name}: {answer['error']}")
+            raise ModelError(f"{self.contender.path.name}: {answer['error']}", code="RQ504")
 
     def take_turn(self) -> Sequence[Timing]:
         """Timed runs of one turn; see `latency.measure_turns`."""
@@ -161,7 +161,8 @@ class EngineProcess:
             words = self.stderr.read()[-TAIL:].strip()
             raise ModelError(
                 f"{self.contender.path.name}: the process of {self.contender.engine.value} ended "
-                f"with code {code}: {words}"
+                f"with code {code}: {words}",
+                code="RQ504",
             )
         return json.loads(line)
 

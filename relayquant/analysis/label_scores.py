@@ -92,7 +92,9 @@ def check_labels(prepared: tvm.IRModule, dataset: Any, labels: Any) -> list[Find
     labels = np.asarray(labels).reshape(-1)
     if labels.dtype.kind not in "iu":
         raise DataError(
-            f"lint got labels of dtype {labels.dtype}; allowed: integers, the class of each sample."
+            f"lint got labels of dtype {labels.dtype}; allowed: integers, the class of each "
+            "sample.",
+            code="RQ302",
         )
     labels = labels.astype("int64")
     inputs, model = describe_inputs(prepared), EagerModule(prepared)
@@ -109,7 +111,8 @@ def check_labels(prepared: tvm.IRModule, dataset: Any, labels: Any) -> list[Find
     if len(labels) != samples:
         raise DataError(
             f"lint got {format_count(len(labels), 'label')} for {format_count(samples, 'sample')}; "
-            "allowed: one for each, in the order of the data."
+            "allowed: one for each, in the order of the data.",
+            code="RQ302",
         )
     scored = sum(map(count_samples, kept))
     labels, given = labels[:scored], np.concatenate(answers)[:scored]
@@ -214,7 +217,8 @@ def find_answers(model: EagerModule, names: Sequence[str], batch: Batch) -> np.n
     if output.ndim < 2 or len(output) != samples or output.size < 2 * samples:
         raise DataError(
             f"The first output has shape {output.shape} for {format_count(samples, 'sample')}; "
-            "labels are for scores of 2 or more classes, samples first. Leave them out."
+            "labels are for scores of 2 or more classes, samples first. Leave them out.",
+            code="RQ302",
         )
     return output.reshape(samples, -1).argmax(1)
 

@@ -55,7 +55,8 @@ def measure_latency(
     if rounds < 1 or not contenders:
         raise ConfigError(
             f"measure_latency: {format_count(rounds, 'round')} of "
-            f"{format_count(len(contenders), 'function')}; allowed: at least one of each."
+            f"{format_count(len(contenders), 'function')}; allowed: at least one of each.",
+            code="RQ101",
         )
     for run in contenders.values():
         run()  # the first run allocates

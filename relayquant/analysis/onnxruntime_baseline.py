@@ -36,7 +36,8 @@ def import_onnxruntime() -> Any:
     except ImportError as error:
         raise MissingDependencyError(
             "Comparing with ONNX Runtime needs the package onnxruntime. "
-            "Run: pip install 'relayquant[onnxruntime]'"
+            "Run: pip install 'relayquant[onnxruntime]'",
+            code="RQ503",
         ) from error
     return onnxruntime
 
@@ -84,7 +85,7 @@ def quantize_with_onnxruntime(
     except Exception as error:
         # Its C++ and Python parts raise a dozen unrelated classes.
         raise ModelError(
-            f"ONNX Runtime cannot quantize {source}: {type(error).__name__}: {error}"
+            f"ONNX Runtime cannot quantize {source}: {type(error).__name__}: {error}", code="RQ504"
         ) from error
     return result
 

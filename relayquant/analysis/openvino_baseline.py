@@ -30,7 +30,8 @@ def import_openvino() -> Any:
     except ImportError as error:
         raise MissingDependencyError(
             "Comparing with OpenVINO needs the package openvino. "
-            "Run: pip install 'relayquant[openvino]'"
+            "Run: pip install 'relayquant[openvino]'",
+            code="RQ503",
         ) from error
     return openvino
 
@@ -57,7 +58,8 @@ def quantize_with_nncf(
         except ImportError as error:
             raise MissingDependencyError(
                 "The int8 model of OpenVINO's own quantizer needs the package nncf. "
-                "Run: pip install nncf"
+                "Run: pip install nncf",
+                code="RQ503",
             ) from error
         nncf.set_log_level(logging.ERROR)
         samples = [dict(batch) for batch in batches]
@@ -73,6 +75,6 @@ def quantize_with_nncf(
         except Exception as error:
             # Its C++ and Python parts raise a dozen unrelated classes.
             raise ModelError(
-                f"NNCF cannot quantize {source}: {type(error).__name__}: {error}"
+                f"NNCF cannot quantize {source}: {type(error).__name__}: {error}", code="RQ504"
             ) from error
     return result

@@ -92,7 +92,8 @@ class SensitivityReport:
         if isinstance(keep, bool) or not isinstance(keep, int) or not 0 <= keep <= len(self.rows):
             raise ConfigError(
                 f"to_mapping(keep={keep!r}): allowed is an integer from 0 to {len(self.rows)}, "
-                "the number of quantized operators that were ranked."
+                "the number of quantized operators that were ranked.",
+                code="RQ106",
             )
         if base is None:
             qconfig = self.prepared.backend.default_qconfig
@@ -186,7 +187,7 @@ def find_groups(operator: OperatorPlan) -> tuple[str, ...]:
 def take_samples(data: Dataset, samples: int) -> Dataset:
     """The first batches that hold at least `samples` samples, or all."""
     if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
-        raise ConfigError(f"samples is {samples!r}; allowed: an integer >= 1.")
+        raise ConfigError(f"samples is {samples!r}; allowed: an integer >= 1.", code="RQ106")
     batches = found = 0
     for batch in data:
         batches, found = batches + 1, found + count_samples(batch)
@@ -262,14 +263,16 @@ class Simulation:
                 raise DataError(
                     f"The data set yielded {format_count(len(self.recordings), 'batch')} at "
                     "first, and now another number of them. It must yield the same ones each "
-                    "time it is read."
+                    "time it is read.",
+                    code="RQ303",
                 )
             recording, digest = pair
             if self.digest(batch) != digest:
                 raise DataError(
                     f"Batch {i} of the data set is another one than it was when the data set was "
                     "read first. It must yield the same ones, in the same order, each time it is "
-                    "read: do not shuffle (shuffle=False), nor draw augmentations at random."
+                    "read: do not shuffle (shuffle=False), nor draw augmentations at random.",
+                    code="RQ303",
                 )
             yield recording, batch
 
@@ -334,7 +337,7 @@ def check_metric(metric: Any) -> None:
         "labels, let it read them: lambda expected, got: (got[0].argmax(1) == labels).mean()."
     )
     if not callable(metric):
-        raise ConfigError(f"The metric is {metric!r}; {allowed}")
+        raise ConfigError(f"The metric is {metric!r}; {allowed}", code="RQ106")
     try:
         signature = inspect.signature(metric)
     except (TypeError, ValueError):
@@ -344,7 +347,8 @@ def check_metric(metric: Any) -> None:
     except TypeError as error:
         raise ConfigError(
             f"The metric {name_metric(metric)}{signature} cannot be called with two arguments "
-            f"({error}); {allowed}"
+            f"({error}); {allowed}",
+            code="RQ106",
         ) from None
 
 
@@ -371,7 +375,7 @@ def apply_metric(
         value = metric(first, second)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"The metric {name} failed ({type(error).__name__}: {error}). {contract}"
+            f"The metric {name} failed ({type(error).__name__}: {error}). {contract}", code="RQ106"
         ) from error
     try:
         score = float(value) + 0.0  # -0.0 becomes 0.0
@@ -380,7 +384,8 @@ def apply_metric(
     if math.isnan(score):
         shown = f"an array of shape {value.shape}" if np.ndim(value) else reprlib.repr(value)
         raise ConfigError(
-            f"The metric {name} returned {shown}; allowed: a number, higher is better. {contract}"
+            f"The metric {name} returned {shown}; allowed: a number, higher is better. {contract}",
+            code="RQ106",
         )
     return score
 
@@ -398,7 +403,8 @@ def join_batches(batches: Sequence[list[np.ndarray]]) -> list[np.ndarray]:
             raise DataError(
                 f"Output {index} has samples of different shapes "
                 f"({', '.join(map(str, sorted(shapes)))}), so a metric cannot be given one array. "
-                "Pad the inputs to one size, or use no metric: then it is SQNR."
+                "Pad the inputs to one size, or use no metric: then it is SQNR.",
+                code="RQ303",
             )
         joined.append(np.concatenate(parts) if parts[0].ndim else np.stack(parts))
     return joined

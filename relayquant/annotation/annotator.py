@@ -102,7 +102,8 @@ def check_mapping(graph: Graph, claims: Sequence[Claim], mapping: QConfigMapping
             raise ConfigError(
                 f"QConfigMapping: {rule.description} selects no operator of the model. "
                 f"{find_fused(graph, claims, rule)}{suggest_type(claims, rule)}"
-                f"Known: {', '.join(known[:40])}{' ...' if len(known) > 40 else ''}."
+                f"Known: {', '.join(known[:40])}{' ...' if len(known) > 40 else ''}.",
+                code="RQ103",
             )
 
 
@@ -149,7 +150,8 @@ def check_wanted(
             raise ConfigError(
                 f"output_dtypes: output {claim.root.name!r} ({claim.op.removeprefix('relax.')}) is "
                 "computed in "
-                f"float: {reason}. Leave it out of output_dtypes, or quantize the operator."
+                f"float: {reason}. Leave it out of output_dtypes, or quantize the operator.",
+                code="RQ103",
             )
 
 

@@ -41,8 +41,8 @@ def review_plan(
         texts.remove(nothing)  # the reasons of all operators were given
     for text in filter(None, texts):
         if strict:
-            raise ConfigError(text)
-        warn_user(text)
+            raise ConfigError(text, code="RQ104")
+        warn_user(text, code="RQ104")
 
 
 def describe_unserved(plan: Plan, *, strict: bool) -> str:

@@ -36,7 +36,8 @@ def resolve_backend(backend: BackendConfig | str | None) -> BackendConfig:
     names = [known.name for known in BACKENDS]
     raise ConfigError(
         f"There is no backend {backend!r}. {suggest_name(str(backend), names)} "
-        "Or pass a BackendConfig of your own."
+        "Or pass a BackendConfig of your own.",
+        code="RQ101",
     )
 
 
@@ -55,7 +56,8 @@ def find_backend(mod: tvm.IRModule, backend: BackendConfig | str | None) -> Back
             return known
     raise ConfigError(
         f"The module was prepared for backend {ledger.backend!r}, whose patterns it does not hold. "
-        "Pass the BackendConfig as well, or lower what calibrate returned: that holds it."
+        "Pass the BackendConfig as well, or lower what calibrate returned: that holds it.",
+        code="RQ101",
     )
 
 

@@ -193,11 +193,13 @@ def open_checkpoint(
         with writing(path, REMEDY):
             if path.exists() and not path.is_dir():
                 raise ConfigError(
-                    f"checkpoint={str(path)!r} is a file; allowed: a folder, or a new name."
+                    f"checkpoint={str(path)!r} is a file; allowed: a folder, or a new name.",
+                    code="RQ101",
                 )
             if not path.parent.is_dir():
                 raise ConfigError(
-                    f"checkpoint={str(path)!r}: there is no folder {path.parent}. {REMEDY}"
+                    f"checkpoint={str(path)!r}: there is no folder {path.parent}. {REMEDY}",
+                    code="RQ101",
                 )
             path.mkdir(exist_ok=True)
             header = path / HEADER
@@ -205,7 +207,8 @@ def open_checkpoint(
             if not header.exists() and {*path.iterdir()} - ours:
                 raise ConfigError(
                     f"checkpoint={str(path)!r} holds files but no checkpoint; allowed: an empty "
-                    "folder, a new name, or a checkpoint."
+                    "folder, a new name, or a checkpoint.",
+                    code="RQ101",
                 )
             lock = stack.enter_context(open(path / LOCK, "w"))
             try:
@@ -213,7 +216,8 @@ def open_checkpoint(
             except BlockingIOError:
                 raise ConfigError(
                     f"checkpoint={str(path)!r} is in use by another process; give each {work} "
-                    "a folder of its own."
+                    "a folder of its own.",
+                    code="RQ101",
                 ) from None
             if header.exists():
                 check_binding(path, read_json(header), binding, work)
@@ -237,7 +241,7 @@ def check_binding(
     """ConfigError if the checkpoint belongs to other work; DataError if it is damaged."""
     bound = header.get("binding")
     if header.get("format") != FORMAT or not isinstance(bound, dict):
-        raise DataError(f"{path / HEADER} is not of format {FORMAT!r}.")
+        raise DataError(f"{path / HEADER} is not of format {FORMAT!r}.", code="RQ303")
     different = []
     for aspect in sorted({*bound, *binding}):
         before, now = bound.get(aspect), binding.get(aspect)
@@ -248,7 +252,8 @@ def check_binding(
         raise ConfigError(
             f"checkpoint={str(path)!r} belongs to another {work}; what differs: "
             f"{', '.join(different)}. Pass the same arguments to go on, another folder, or delete "
-            "it to begin anew."
+            "it to begin anew.",
+            code="RQ101",
         )
 
 
@@ -273,13 +278,15 @@ def check_same_data(record: DataRecord, digests: list[str], path: Path) -> None:
             raise DataError(
                 f"checkpoint={str(path)!r} was begun with other data: batch {i} differs. Data that "
                 "is drawn or augmented at random needs a fixed seed. Delete the folder to begin "
-                "anew."
+                "anew.",
+                code="RQ303",
             )
     if len(digests) != record.batches:
         raise DataError(
             f"checkpoint={str(path)!r} was begun with "
             f"{format_count(record.batches, 'batch')}, the data set now "
-            f"has {len(digests)}. Delete the folder to begin anew."
+            f"has {len(digests)}. Delete the folder to begin anew.",
+            code="RQ303",
         )
 
 

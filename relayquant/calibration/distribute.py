@@ -53,14 +53,16 @@ def check_executor(executor: Any) -> futures.Executor:
     if not isinstance(executor, futures.Executor):
         raise ConfigError(
             f"executor is {executor!r}; allowed: a concurrent.futures.Executor, such as a "
-            "ProcessPoolExecutor or dask.distributed's Client(...).get_executor()."
+            "ProcessPoolExecutor or dask.distributed's Client(...).get_executor().",
+            code="RQ107",
         )
     context = getattr(executor, "_mp_context", None)
     if context is not None and context.get_start_method() == "fork":
         raise ConfigError(
             "The ProcessPoolExecutor forks this process, whose TVM threads a fork does not have: "
             "its workers would hang. Make it with "
-            "mp_context=multiprocessing.get_context('spawn')."
+            "mp_context=multiprocessing.get_context('spawn').",
+            code="RQ107",
         )
     return executor
 
@@ -74,7 +76,8 @@ def check_timeout(seconds: float | None) -> float | None:
     if seconds is not None and not 0 < seconds <= threading.TIMEOUT_MAX:
         raise ConfigError(
             f"worker_timeout is {seconds!r}; allowed: seconds, more than 0 and at most "
-            f"{threading.TIMEOUT_MAX:.0f}, or None to wait for ever."
+            f"{threading.TIMEOUT_MAX:.0f}, or None to wait for ever.",
+            code="RQ107",
         )
     return seconds
 
@@ -290,7 +293,8 @@ def describe_silence(jobs: Sequence[RemoteTask], timeout: float | None) -> Worke
         f"Batches {named} were not calibrated: no worker has returned anything for {timeout:.10g} "
         "seconds, so they hang, or the executor has none. The processes of a ProcessPoolExecutor "
         "were killed. If a shard does take so long, call calibrate with a longer worker_timeout= "
-        "(None waits for ever); with checkpoint= the next run goes on from here."
+        "(None waits for ever); with checkpoint= the next run goes on from here.",
+        code="RQ504",
     )
 
 
@@ -306,7 +310,8 @@ def describe_failure(job: RemoteTask, attempt: int, error: BaseException) -> Wor
         f"attempt {attempt} a worker failed with {type(error).__name__}: {error}. It was to "
         f"observe {names}. Nothing of them was used. Give the workers more memory, or use fewer; "
         "a script that makes processes needs `if __name__ == '__main__':` around what it does; "
-        "with checkpoint= the next run goes on from here."
+        "with checkpoint= the next run goes on from here.",
+        code="RQ504",
     )
 
 

@@ -56,7 +56,8 @@ class Histogram:
         """
         if not isinstance(bins, int) or not 64 <= bins <= 2**20 or bins & (bins - 1):
             raise ConfigError(
-                f"bins is {bins!r}; allowed: a power of two from 64 to {2**20}, for instance 2048."
+                f"bins is {bins!r}; allowed: a power of two from 64 to {2**20}, for instance 2048.",
+                code="RQ101",
             )
         return Histogram(
             bins, SMALLEST_EXPONENT, np.zeros(2 * bins, "int64"), 0, math.inf, -math.inf
@@ -78,7 +79,9 @@ class Histogram:
             return self
         low, high = float(values.min()), float(values.max())
         if not (math.isfinite(low) and math.isfinite(high)):
-            raise DataError("A histogram takes finite values only; these hold NaN or infinity.")
+            raise DataError(
+                "A histogram takes finite values only; these hold NaN or infinity.", code="RQ303"
+            )
         # Adding 0.0 makes 0.0 of -0.0: which of them min picks depends on the order.
         low, high = min(self.low, low) + 0.0, max(self.high, high) + 0.0
         grown = self._widen(find_exponent(max(-low, high), self.bins))
@@ -104,7 +107,8 @@ class Histogram:
         if self.bins != other.bins:
             raise ConfigError(
                 f"Histograms of {self.bins} and {format_count(other.bins, 'bin')} cannot be "
-                "merged; use the same number of bins in every process."
+                "merged; use the same number of bins in every process.",
+                code="RQ101",
             )
         exponent = max(self.exponent, other.exponent)
         a, b = self._widen(exponent), other._widen(exponent)
@@ -170,7 +174,7 @@ class Histogram:
         high: float,
     ) -> float:
         if self.total == 0:
-            raise DataError("The histogram is empty: it has no quantiles.")
+            raise DataError("The histogram is empty: it has no quantiles.", code="RQ303")
         if fraction >= 1.0:
             return high
         return min(max(float(np.interp(fraction * self.total, steps, points)), low), high)
@@ -193,13 +197,14 @@ class Histogram:
         """
         missing = {"exponent", "counts", "zeros", "range"} - set(arrays)
         if missing:
-            raise DataError(f"A saved histogram lacks {', '.join(sorted(missing))}.")
+            raise DataError(f"A saved histogram lacks {', '.join(sorted(missing))}.", code="RQ303")
         counts = np.asarray(arrays["counts"], "int64")
         bounds = np.asarray(arrays["range"], "float64")
         if counts.ndim != 1 or bounds.shape != (2,) or counts.size % 2 or (counts < 0).any():
             raise DataError(
                 f"A saved histogram has counts of shape {counts.shape} and a range of shape "
-                f"{bounds.shape}; expected (2 * bins,), none negative, and (2,)."
+                f"{bounds.shape}; expected (2 * bins,), none negative, and (2,).",
+                code="RQ303",
             )
         return replace(
             Histogram.empty(counts.size // 2),

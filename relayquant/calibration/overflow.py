@@ -100,5 +100,6 @@ def describe_cause(
     return DataError(
         f"Value {value!r} cannot be calibrated: {cause.name!r}{part} ({op}{node}) gives infinity, "
         f"NaN or numbers beyond {LARGEST:.2g} in batch {number}, where what it reads is finite and "
-        f"within {largest:.3g}. {blame}"
+        f"within {largest:.3g}. {blame}",
+        code="RQ303",
     )

@@ -114,7 +114,8 @@ class CallableCalibration:
             raise
         except Exception as error:
             raise ConfigError(
-                f"{source} raised {type(error).__name__} for value {info.name!r}: {error}"
+                f"{source} raised {type(error).__name__} for value {info.name!r}: {error}",
+                code="RQ106",
             ) from error
         return check_qparams(picked, info, source)
 
@@ -147,23 +148,28 @@ def resolve_calibration(calibration: object) -> AnyObserver | CallableCalibratio
         if issubclass(calibration, Observer):
             raise ConfigError(
                 f"calibration is the class {calibration.__name__}, not an instance: write "
-                f"{calibration.__name__}()."
+                f"{calibration.__name__}().",
+                code="RQ106",
             )
-        raise ConfigError(f"calibration is the class {calibration.__name__}; allowed: {allowed}.")
+        raise ConfigError(
+            f"calibration is the class {calibration.__name__}; allowed: {allowed}.", code="RQ106"
+        )
     if isinstance(calibration, QParams):
         raise ConfigError(
             "calibration is a QParams; to give every value the same parameters write "
-            "Fixed(scale, zero_point)."
+            "Fixed(scale, zero_point).",
+            code="RQ106",
         )
     if not callable(calibration):
-        raise ConfigError(f"calibration is {calibration!r}; allowed: {allowed}.")
+        raise ConfigError(f"calibration is {calibration!r}; allowed: {allowed}.", code="RQ106")
     result = CallableCalibration(calibration)
     if not takes_context(calibration) and not (
         takes_arguments(calibration, 2) or takes_arguments(calibration, 3)
     ):
         raise ConfigError(
             f"calibration {result.name} cannot be called with two or three positional arguments; "
-            f"allowed: {allowed}."
+            f"allowed: {allowed}.",
+            code="RQ106",
         )
     return result
 

@@ -114,7 +114,7 @@ def pick_parameters(
     pickers = [override or resolve_calibration(group.calibration) for group in plan.activations]
     needs_data = bool(plan.activations)
     if dataset is None and not all(map(is_data_free, pickers)):
-        raise DataError(describe_needs(plan, pickers))
+        raise DataError(describe_needs(plan, pickers), code="RQ303")
     if dataset is None:
         needs_data = False
     data = None
@@ -443,6 +443,7 @@ class _Run:
                 f"Operator {name!r} reads values whose squares pass what float32 holds, so that "
                 f"its weight cannot be fitted. {self.data.largest}; check the preprocessing.",
                 fit.point.source,
+                code="RQ303",
             )
         if key in self.min_scales:  # the scale is decided, only the rounding is not
             settings = replace(settings, scale_factors=(1.0,), tensor_factors=(1.0,))

@@ -167,7 +167,8 @@ class ValueStore:
             raise DataError(
                 f"Value {name!r} of batches {shard.start}..{shard.stop - 1} cannot be read from "
                 f"{self.folder}: {error}. Somebody else changed the folder, or a worker does not "
-                "see it."
+                "see it.",
+                code="RQ303",
             ) from error
 
     def drop(self, name: str, shards: tuple[Shard, ...]) -> None:

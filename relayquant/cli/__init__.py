@@ -66,7 +66,7 @@ class Parser(argparse.ArgumentParser):
     """Its errors are those of this package."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message} (see {self.prog} --help)")
+        raise ConfigError(f"{message} (see {self.prog} --help)", code="RQ102")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -123,7 +123,9 @@ def parse_words(words: Sequence[str]) -> argparse.Namespace:
         if Path(first).is_file():
             return build_file_parser().parse_args(words)
         if Path(first).suffix:
-            raise ModelError(f"There is no file {first}, and no command of that name.")
+            raise ModelError(
+                f"There is no file {first}, and no command of that name.", code="RQ201"
+            )
     return parser.parse_args(words)
 
 

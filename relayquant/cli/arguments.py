@@ -91,7 +91,7 @@ def read_backend(given: str | None) -> BackendConfig | None:
         return None if given is None else resolve_backend(given)
     path = Path(given)
     if not path.is_file():
-        raise ConfigError(f"--backend {given}: there is no such file.")
+        raise ConfigError(f"--backend {given}: there is no such file.", code="RQ102")
     with reading(path, "backend (a BackendConfig as JSON)", ConfigError):
         data = decode_json(read_text(path, MAX_BACKEND_SIZE))
         return BackendConfig.from_dict(data, rq.BUILTIN_OPS, where=str(path))
@@ -142,10 +142,10 @@ def check_options(
     """
     for name, value in (counts or {}).items():
         if value is not None and value < 1:
-            raise ConfigError(f"{name} is {value}; allowed: 1 or more.")
+            raise ConfigError(f"{name} is {value}; allowed: 1 or more.", code="RQ102")
     data = getattr(options, "data", None)
     if data is not None and not (data.is_file() or data.is_dir()):
-        raise DataError(f"There is no data file {data}, nor a folder of that name.")
+        raise DataError(f"There is no data file {data}, nor a folder of that name.", code="RQ302")
     read_backend(getattr(options, "backend", None))
     for path in outputs:
         if path is not None:

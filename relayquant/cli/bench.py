@@ -93,13 +93,17 @@ def run(options: argparse.Namespace, answer: Answer) -> ExitCode:
     counts = {"--threads": threads, **{f"--{name}": getattr(options, name) for name in names}}
     check_options(options, counts=counts)
     if options.operators < 0:
-        raise ConfigError(f"--operators is {options.operators}; allowed: 0 or more.")
+        raise ConfigError(f"--operators is {options.operators}; allowed: 0 or more.", code="RQ102")
     rivals = [RIVALS[name] for name in dict.fromkeys(options.against)]
     names = " and ".join(rival.engine.value for rival in rivals)
     if rivals and options.model.suffix != ".onnx":
-        raise ConfigError(f"--against {names}: .onnx files are compared, not {options.model}.")
+        raise ConfigError(
+            f"--against {names}: .onnx files are compared, not {options.model}.", code="RQ102"
+        )
     if rivals and options.input:
-        raise ConfigError(f"--input: {names} would run the file as it is, with all its inputs.")
+        raise ConfigError(
+            f"--input: {names} would run the file as it is, with all its inputs.", code="RQ102"
+        )
     for rival in rivals:
         rival.check()  # fails before anything takes time
     with ExitStack() as stack:
@@ -133,7 +137,9 @@ def run(options: argparse.Namespace, answer: Answer) -> ExitCode:
                 answer.say(f"{name} is left out: {reason}")
             latencies = comparison.latencies
             if "relayquant int8" not in latencies:
-                raise ModelError(f"relayquant int8: {comparison.failures['relayquant int8']}")
+                raise ModelError(
+                    f"relayquant int8: {comparison.failures['relayquant int8']}", code="RQ201"
+                )
         else:
             runs = {name: bind_run(Executor(each), inputs) for name, each in executables.items()}
             latencies = measure_latency(runs, options.repeat)
@@ -221,7 +227,8 @@ def draw_input(rng: np.random.Generator, info: InputInfo, batch: int) -> np.ndar
     if any(isinstance(dim, str) for dim in info.shape[1:]):
         raise ConfigError(
             f"Input {info.name!r} has the shape {info.shape_text}: only the first dimension may be "
-            "open. Give inputs of the wanted size with --data."
+            "open. Give inputs of the wanted size with --data.",
+            code="RQ102",
         )
     shape = tuple(batch if isinstance(dim, str) else dim for dim in info.shape)
     if info.dtype.startswith("float"):

@@ -50,7 +50,8 @@ def run(options: argparse.Namespace, answer: Answer) -> ExitCode:
     if [info.name for info in inputs] != [info.name for info in quantized_inputs]:
         raise ModelError(
             f"{options.model} has the inputs {[info.name for info in inputs]}, {options.quantized} "
-            f"{[info.name for info in quantized_inputs]}: these are different models."
+            f"{[info.name for info in quantized_inputs]}: these are different models.",
+            code="RQ201",
         )
     dataset = open_dataset(open_data(options, mod, None), inputs)
     if options.batches is not None:

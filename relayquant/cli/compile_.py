@@ -33,7 +33,9 @@ def add_parser(subparsers: Any) -> None:
 def run(options: argparse.Namespace, answer: Answer) -> ExitCode:
     output = options.output or options.model.with_suffix(".so")
     if output.suffix not in (".so", ".dylib", ".dll"):
-        raise ConfigError(f"-o {output}: a library is written as .so, .dylib or .dll.")
+        raise ConfigError(
+            f"-o {output}: a library is written as .so, .dylib or .dll.", code="RQ102"
+        )
     check_options(options, outputs=(output,))
     target = resolve_target(options.target)
     mod = bind_weights(*load_model(options.model, options.shape, options.input))

@@ -33,7 +33,8 @@ def run(options: argparse.Namespace, answer: Answer) -> ExitCode:
         import shtab
     except ImportError as error:
         raise MissingDependencyError(
-            "Completion needs shtab, which is not installed: pip install relayquant[completion]."
+            "Completion needs shtab, which is not installed: pip install relayquant[completion].",
+            code="RQ503",
         ) from error
     from relayquant.cli import build_parser
 

@@ -45,13 +45,15 @@ def open_data(options: argparse.Namespace, mod: tvm.IRModule, params: Any) -> An
         if options.preprocess is not None:
             raise ConfigError(
                 "--preprocess is for pictures: --data names no folder. What is in an .npz is taken "
-                "as it is."
+                "as it is.",
+                code="RQ102",
             )
         return options.data
     if options.preprocess is None:
         raise ConfigError(
             f"--data {options.data} is a folder of pictures: say with --preprocess how the model "
-            f"was trained ({', '.join(PRESETS)}, or mean=..., std=...)."
+            f"was trained ({', '.join(PRESETS)}, or mean=..., std=...).",
+            code="RQ102",
         )
     inputs = describe_inputs(bind_weights(mod, params))
     return open_images(options.data, Preprocessing.parse(options.preprocess), inputs)
@@ -74,7 +76,7 @@ def read_classes(options: argparse.Namespace) -> np.ndarray:
         DataError: there is no such file, or it does not fit the data.
     """
     if not options.labels.is_file():
-        raise DataError(f"There is no file of labels {options.labels}.")
+        raise DataError(f"There is no file of labels {options.labels}.", code="RQ302")
     images = list_images(options.data) if options.data.is_dir() else None
     return read_labels(options.labels, images, options.data)
 
@@ -87,7 +89,8 @@ def make_top1(options: argparse.Namespace) -> Callable[..., float]:
         if len(got[0]) != len(labels):
             raise ConfigError(
                 f"--labels {options.labels} has {format_count(len(labels), 'class')}, the data "
-                f"{format_count(len(got[0]), 'sample')}; allowed: one for each."
+                f"{format_count(len(got[0]), 'sample')}; allowed: one for each.",
+                code="RQ102",
             )
         return float((got[0].reshape(len(labels), -1).argmax(1) == labels).mean())
 

@@ -44,13 +44,14 @@ def load_model(
     shapes = collect(shape, "--shape")
     inputs = collect(value, "--input")
     if not path.is_file():
-        raise ModelError(f"There is no model file {path}.")
+        raise ModelError(f"There is no model file {path}.", code="RQ201")
     is_module = path.suffix == MODULE_SUFFIX and not is_relay_json(_read_head(path))
     if is_module or path.suffix == ARCHIVE_SUFFIX:
         if shapes or inputs:
             raise ModelError(
                 f"{path} is a Relax module, whose inputs are what they are. --shape and --input "
-                "are for model files that relayquant.load reads."
+                "are for model files that relayquant.load reads.",
+                code="RQ201",
             )
         return load_module(path), None
     return rq.load(path, shapes=shapes, inputs=inputs)
@@ -60,7 +61,9 @@ def collect(pairs: Sequence[tuple[str, Any]], option: str) -> dict[str, Any] | N
     """Name -> value of an option that may be repeated; None if it was not given."""
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ConfigError(f"{option} is given twice for one input; the names: {', '.join(found)}.")
+        raise ConfigError(
+            f"{option} is given twice for one input; the names: {', '.join(found)}.", code="RQ102"
+        )
     return found or None
 
 
@@ -88,7 +91,7 @@ def load_mapping(path: Path) -> rq.QConfigMapping:
         ConfigError: there is no such file, or it holds something else.
     """
     if not path.is_file():
-        raise ConfigError(f"There is no configuration file {path}.")
+        raise ConfigError(f"There is no configuration file {path}.", code="RQ102")
     with reading(path, "configuration (a QConfigMapping as JSON)", ConfigError):
         data = decode_json(read_text(path, MAX_MAPPING_SIZE))
         return rq.QConfigMapping.from_dict(data, str(path))

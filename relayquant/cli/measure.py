@@ -34,7 +34,8 @@ def compare_outputs(
     shapes = [[array.shape for array in arrays] for arrays in (expected, actual)]
     if shapes[0] != shapes[1]:
         raise ModelError(
-            f"The outputs have the shapes {shapes[0]} and {shapes[1]}: these are different models."
+            f"The outputs have the shapes {shapes[0]} and {shapes[1]}: these are different models.",
+            code="RQ201",
         )
     rows = []
     for a, b in zip(expected, actual, strict=True):

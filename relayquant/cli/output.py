@@ -30,7 +30,7 @@ def check_ending(path: Path) -> None:
     """
     if path.suffix not in ENDINGS:
         kinds = "; ".join(f"{ending} ({what})" for ending, what in ENDINGS.items())
-        raise ConfigError(f"-o {path}: a quantized module is written as {kinds}.")
+        raise ConfigError(f"-o {path}: a quantized module is written as {kinds}.", code="RQ102")
 
 
 def write_module(qmod: tvm.IRModule, path: Path, target: Any = None) -> list[Path]:

@@ -114,7 +114,9 @@ def run(options: argparse.Namespace, answer: Answer) -> ExitCode:
     kind = Picture(options.picture)
     output = options.output or options.model.with_suffix(f".{kind.value}.png")
     if options.quantized is not None and kind not in (Picture.ERROR, Picture.LATENCY):
-        raise ConfigError(f"--quantized: {kind.value} is drawn of a model calibrated here.")
+        raise ConfigError(
+            f"--quantized: {kind.value} is drawn of a model calibrated here.", code="RQ102"
+        )
     check_options(options, counts={"--samples": options.samples}, outputs=(output,))
     check_picture(output)
     mod, params = load_model(options.model, options.shape, options.input)

@@ -165,19 +165,23 @@ def check_modes(options: argparse.Namespace) -> None:
         raise ConfigError(
             "--metric quantizes several times and may put any operator back to float; not "
             f"together with {' and '.join(named)}. `relayquant search` first, then `quantize "
-            "--config` with them."
+            "--config` with them.",
+            code="RQ102",
         )
     if options.group_size is None:
         if options.data is None:
-            raise ConfigError("quantize needs --data; only with --group-size it does without.")
+            raise ConfigError(
+                "quantize needs --data; only with --group-size it does without.", code="RQ102"
+            )
         return
     if options.weights != "int4":
-        raise ConfigError("--group-size: say --weights int4, too.")
+        raise ConfigError("--group-size: say --weights int4, too.", code="RQ102")
     others = {"--data": options.data, "--config": options.config, "--metric": options.metric}
     others |= {"--report": options.report, "--observer": options.observer} | given
     named = [name for name, value in others.items() if value]
     if named:
         raise ConfigError(
             "--group-size makes weights small and leaves all else in float; not together with "
-            f"{' and '.join(named)}."
+            f"{' and '.join(named)}.",
+            code="RQ102",
         )

@@ -89,20 +89,26 @@ def check_search(options: argparse.Namespace) -> None:
         DataError: there is no file of labels.
     """
     if (options.metric == "top1") != (options.labels is not None):
-        raise ConfigError("--metric top1 and --labels go together: give both, or none of them.")
+        raise ConfigError(
+            "--metric top1 and --labels go together: give both, or none of them.", code="RQ102"
+        )
     given = [
         name
         for name, value in {"--max-drop": options.max_drop, "--budget": options.budget}.items()
         if value is not None
     ]
     if options.metric is None and given:
-        raise ConfigError(f"{' and '.join(given)}: nothing is searched without --metric.")
+        raise ConfigError(
+            f"{' and '.join(given)}: nothing is searched without --metric.", code="RQ102"
+        )
     if options.max_drop is not None and not options.max_drop >= 0:
-        raise ConfigError(f"--max-drop is {options.max_drop:g}; allowed: 0 or more.")
+        raise ConfigError(f"--max-drop is {options.max_drop:g}; allowed: 0 or more.", code="RQ102")
     if options.budget is not None and not options.budget > 0:
-        raise ConfigError(f"--budget is {options.budget:g}; allowed: more than 0 seconds.")
+        raise ConfigError(
+            f"--budget is {options.budget:g}; allowed: more than 0 seconds.", code="RQ102"
+        )
     if options.labels is not None and not options.labels.is_file():
-        raise DataError(f"There is no file of labels {options.labels}.")
+        raise DataError(f"There is no file of labels {options.labels}.", code="RQ302")
 
 
 def read_quantizing(options: argparse.Namespace) -> dict[str, Any]:
@@ -117,7 +123,7 @@ def read_quantizing(options: argparse.Namespace) -> dict[str, Any]:
     mapping = None if options.config is None else load_mapping(options.config)
     if options.weights == "int4":
         if mapping is not None:
-            raise ConfigError("--weights and --config: say it in the configuration.")
+            raise ConfigError("--weights and --config: say it in the configuration.", code="RQ102")
         mapping = make_int4(resolve_backend(backend))
     return {
         "backend": backend,
@@ -143,7 +149,9 @@ def make_int4(backend: BackendConfig) -> rq.QConfigMapping:
     """The backend's own configuration, with weights of -7 to 7."""
     default = backend.default_qconfig
     if default is None:
-        raise ConfigError(f"--weights int4: backend {backend.name!r} has no default to change.")
+        raise ConfigError(
+            f"--weights int4: backend {backend.name!r} has no default to change.", code="RQ102"
+        )
     spec = replace(default.weight.spec, quant_min=-7, quant_max=7)
     narrow = replace(default, weight=rq.TensorConfig(spec, rq.MSE()))
     return rq.QConfigMapping().set_global(narrow)
@@ -155,7 +163,9 @@ def read_dtypes(given: list[str], option: str) -> dict[str | int, str] | None:
     for text in given:
         name, _, dtype = text.rpartition("=")
         if not re.fullmatch(r"u?int(8|16)", dtype):
-            raise ConfigError(f"{option} {text}: allowed: uint8, int8, int16, or NAME=uint8.")
+            raise ConfigError(
+                f"{option} {text}: allowed: uint8, int8, int16, or NAME=uint8.", code="RQ102"
+            )
         found[name or 0] = dtype
     return found or None
 

@@ -52,7 +52,9 @@ def add_parser(subparsers: Any) -> None:
 
 def run(options: argparse.Namespace, answer: Answer) -> ExitCode:
     if (options.keep is None) != (options.output is None):
-        raise ConfigError("--keep N and -o FILE.json go together: give both, or none of them.")
+        raise ConfigError(
+            "--keep N and -o FILE.json go together: give both, or none of them.", code="RQ102"
+        )
     counts = {"--samples": options.samples, "--keep": options.keep}
     check_options(options, counts=counts, outputs=(options.csv, options.output))
     mod, params = load_model(options.model, options.shape, options.input)
@@ -70,7 +72,9 @@ def run(options: argparse.Namespace, answer: Answer) -> ExitCode:
         most = sum(operator.quantized for operator in prepared.plan.operators)
         if options.keep is not None and options.keep > most:
             raise ConfigError(
-                f"--keep is {options.keep}; the model has {format_count(most, 'operator')} to rank."
+                f"--keep is {options.keep}; the model has {format_count(most, 'operator')} to "
+                "rank.",
+                code="RQ102",
             )
         prepared = rq.calibrate(prepared, data, callbacks=(progress,))
         report = rq.sensitivity(prepared, data, samples=options.samples, callbacks=(progress,))

@@ -40,13 +40,16 @@ def explain_failure(
             )
             return ModelError(
                 f"value {name!r}, operator {call.op.name} of {dtypes or 'no tensors'}: TVM cannot "
-                f"compile it: {last_line(alone)}. {advice}"
+                f"compile it: {last_line(alone)}. {advice}",
+                code="RQ206",
             )
     for func in list_functions(mod):
         for binding in list_bindings(func):
             unsized = describe_size([binding.var])
             if unsized:
-                return ModelError(f"TVM cannot compile the module. {unsized}. {FIX_SIZE}")
+                return ModelError(
+                    f"TVM cannot compile the module. {unsized}. {FIX_SIZE}", code="RQ206"
+                )
     return None
 
 

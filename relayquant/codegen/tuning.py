@@ -113,7 +113,8 @@ def check_runnable(target: Target) -> None:
         reason = lacks if missing else "is of another kind than the target"
         raise ConfigError(
             f"tune: kernels are timed on this machine, which {reason}. Allowed: targets that this "
-            "machine can run; compile for others without tune."
+            "machine can run; compile for others without tune.",
+            code="RQ107",
         )
 
 

@@ -115,7 +115,8 @@ def compress_weights(
         raise ModelError(
             "The module has no product with a constant float32 weight of two dimensions, so that "
             f"there is nothing to compress{describe_refusals(uses)}. "
-            f"{next((use.advice for use in uses if use.advice), advice)}"
+            f"{next((use.advice for use in uses if use.advice), advice)}",
+            code="RQ204",
         )
     form = GroupFormat(
         settings.bits, settings.group_size, settings.is_symmetric, settings.scale_dtype

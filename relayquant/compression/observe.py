@@ -101,20 +101,24 @@ def open_data(
     functions = sorted({use.function for use in uses})
     name = settings.function or find_entry(mod) or ""
     if settings.function is not None and dataset is None:
-        raise ConfigError("compress_weights: function= says what dataset= is for; pass both.")
+        raise ConfigError(
+            "compress_weights: function= says what dataset= is for; pass both.", code="RQ101"
+        )
     if dataset is None:
         return CompressData(mod, params, name, (), {})
     if name not in functions:
         given = f"function={name!r} reads no weight" if name else "the module has no one model"
         raise ConfigError(
             f"compress_weights: {given}; the data is to be for one of {', '.join(functions)}. Pass "
-            f"function={functions[0]!r}, for instance."
+            f"function={functions[0]!r}, for instance.",
+            code="RQ101",
         )
     for param in mod[name].params:
         if param not in params and not isinstance(param.ty, tvm.relax.TensorType):
             raise ConfigError(
                 f"compress_weights: {param.name!r} of function {name!r} is no tensor, so that no "
-                "data can be given for it. Pass data for another function: function=."
+                "data can be given for it. Pass data for another function: function=.",
+                code="RQ101",
             )
     main = mod if name == MAIN else rename_function(mod, name, MAIN)
     inputs = [
@@ -202,7 +206,8 @@ def fit_weight(
         raise ModelError(
             f"{use.place}: weights up to {np.abs(array).max():.3g} have scales beyond "
             f"{np.finfo(weight.scale.dtype).max:.5g}, the largest {weight.scale.dtype}. Use "
-            'scale_dtype="float32".'
+            'scale_dtype="float32".',
+            code="RQ204",
         )
     return weight
 
@@ -284,4 +289,4 @@ def read_weight(path: Path, form: GroupFormat, use: WeightUse) -> GroupedWeight:
             name: (str(array.dtype), array.shape) for name, array in arrays.items()
         }:
             return GroupedWeight(**arrays, features=features, format=own)
-    raise DataError(f"{path} does not hold the weight of {use.place}. {BEGIN_ANEW}")
+    raise DataError(f"{path} does not hold the weight of {use.place}. {BEGIN_ANEW}", code="RQ303")

@@ -63,7 +63,8 @@ def make_members(function: str, packed: relax.Var, names: Sequence[str]) -> list
         raise ModelError(
             f"params holds {format_count(len(names), 'value')}, {packed.name!r} of {function} has "
             f"{format_count(len(fields), 'member')}. Pass the list of (name, value) in the order "
-            "in which `relax.frontend.nn` gives parameters with a module."
+            "in which `relax.frontend.nn` gives parameters with a module.",
+            code="RQ204",
         )
     return [relax.Var(name, ty) for name, ty in zip(names, fields, strict=True)]
 
@@ -83,7 +84,8 @@ def check_names(
             raise ModelError(
                 f"params has {name!r} at place {value.index}, where {function} reads {found!r} of "
                 f"{packed.name!r}. Pass a list of (name, value), or a mapping, in the order in "
-                "which `relax.frontend.nn` gives parameters with a module."
+                "which `relax.frontend.nn` gives parameters with a module.",
+                code="RQ204",
             )
 
 

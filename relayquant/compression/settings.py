@@ -45,17 +45,21 @@ class CompressSettings(RunSettings):
             check_executor(self.executor)
         for name, bits in (("bits", self.bits), ("table_bits", self.table_bits)):
             if bits not in (CODE_BITS if name == "bits" else (None, *CODE_BITS)):
-                raise ConfigError(f"compress_weights: {name}={bits}; allowed: 2, 3, 4 or 8.")
+                raise ConfigError(
+                    f"compress_weights: {name}={bits}; allowed: 2, 3, 4 or 8.", code="RQ101"
+                )
         low, high = GROUP_SIZES
         if self.group_size is not None and not low <= self.group_size <= high:
             raise ConfigError(
                 f"compress_weights: group_size={self.group_size}; allowed: {low} to {high}, or "
-                "None for one scale for each output."
+                "None for one scale for each output.",
+                code="RQ101",
             )
         if self.scale_dtype not in SCALE_DTYPES:
             raise ConfigError(
                 f"compress_weights: scale_dtype={self.scale_dtype!r}; allowed: "
-                f"{', '.join(SCALE_DTYPES)}."
+                f"{', '.join(SCALE_DTYPES)}.",
+                code="RQ101",
             )
         activation = self.activation
         if activation is not None and (
@@ -65,7 +69,8 @@ class CompressSettings(RunSettings):
         ):
             raise ConfigError(
                 f"compress_weights: activation={activation!r}; allowed: None, or QSpec('int8', "
-                "is_dynamic=True, granularity=Granularity.PER_ROW), a scale for each row of data."
+                "is_dynamic=True, granularity=Granularity.PER_ROW), a scale for each row of data.",
+                code="RQ101",
             )
         bounds = {
             name: bound
@@ -74,7 +79,9 @@ class CompressSettings(RunSettings):
         }
         if len(bounds) > 1 or not all(bound > 0 for bound in bounds.values()):
             found = ", ".join(f"{name}={bound!r}" for name, bound in bounds.items())
-            raise ConfigError(f"compress_weights: {found}; allowed: one of them, above 0.")
+            raise ConfigError(
+                f"compress_weights: {found}; allowed: one of them, above 0.", code="RQ101"
+            )
 
     @property
     def level(self) -> Effort:

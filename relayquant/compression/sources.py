@@ -128,7 +128,8 @@ def open_params(
         if name not in sources and not holds_constant(functions, params[name]):
             raise ModelError(
                 f"params has {name!r}, which no function takes. "
-                f"{suggest_name(name, sorted(known))} No constant of the module has its value."
+                f"{suggest_name(name, sorted(known))} No constant of the module has its value.",
+                code="RQ204",
             )
     return found
 
@@ -167,13 +168,15 @@ def name_params(mod: tvm.IRModule, params: Mapping[str, Any]) -> Mapping[str, An
             raise ModelError(
                 f"params[{key!r}] holds {format_count(len(value), 'value')}, {key} has "
                 f"{format_count(len(weights), 'parameter')} behind its inputs. Pass what "
-                "detach_params returned with this module."
+                "detach_params returned with this module.",
+                code="RQ204",
             )
         for weight, array in zip(weights, value, strict=True):
             if named.setdefault(weight.name, array) is not array:
                 raise ModelError(
                     f"params has two values for {weight.name!r}, which several functions take; "
-                    "rename one of these parameters."
+                    "rename one of these parameters.",
+                    code="RQ204",
                 )
     return named
 
@@ -187,7 +190,8 @@ def check_param(param: relax.Var, name: str, source: WeightSource) -> None:
     if not fits or str(param.ty.dtype) != source.dtype:
         raise ModelError(
             f"params[{name!r}] is {source.dtype} of shape {source.shape}; the module "
-            f"wants {param.ty.dtype} of shape {tuple(param.ty.shape)}."
+            f"wants {param.ty.dtype} of shape {tuple(param.ty.shape)}.",
+            code="RQ204",
         )
 
 

@@ -116,7 +116,8 @@ def describe_failure(remote: RemoteJob, attempt: int, error: BaseException) -> W
         f"Rows from {rows.start} and columns from {columns.start} of a weight were not fitted: in "
         f"attempt {attempt} a worker failed with {type(error).__name__}: {error}. Give the workers "
         "more memory, or use fewer; a script that makes processes needs `if __name__ == "
-        "'__main__':` around what it does; with checkpoint= the next run goes on from here."
+        "'__main__':` around what it does; with checkpoint= the next run goes on from here.",
+        code="RQ504",
     )
 
 
@@ -126,7 +127,8 @@ def describe_silence(jobs: Sequence[RemoteJob], timeout: float | None) -> Worker
         f"{format_count(len(jobs), 'part')} of a weight not fitted: no worker has returned "
         f"anything for {timeout:.10g} seconds, so they hang, or the executor has none. The "
         "processes of a ProcessPoolExecutor were killed. With checkpoint= the next run goes on "
-        "from here."
+        "from here.",
+        code="RQ504",
     )
 
 

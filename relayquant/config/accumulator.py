@@ -62,14 +62,15 @@ class Accumulator(PlainSettings):
 
     def __post_init__(self) -> None:
         if isinstance(self.bits, bool) or not isinstance(self.bits, int):
-            raise ConfigError(f"Accumulator.bits is {self.bits!r}; {ALLOWED_BITS}.")
+            raise ConfigError(f"Accumulator.bits is {self.bits!r}; {ALLOWED_BITS}.", code="RQ101")
         if not (8 <= self.bits <= WIDEST_BITS or self.bits == NATIVE_BITS):
-            raise ConfigError(f"Accumulator.bits is {self.bits}; {ALLOWED_BITS}.")
+            raise ConfigError(f"Accumulator.bits is {self.bits}; {ALLOWED_BITS}.", code="RQ101")
         for name, kind in (("overflow", Overflow), ("bound", OverflowBound)):
             if not isinstance(getattr(self, name), kind):
                 raise ConfigError(
                     f"Accumulator.{name} is {getattr(self, name)!r}; allowed: a member of "
-                    f"{kind.__name__}."
+                    f"{kind.__name__}.",
+                    code="RQ101",
                 )
 
     @property
@@ -100,7 +101,8 @@ class Accumulator(PlainSettings):
         if not found:
             raise ConfigError(
                 f"{where} is {text!r}; allowed: int8 to int{WIDEST_BITS}, with ' saturate' or "
-                f"' wrap' behind it, e.g. 'int14 wrap', or int{NATIVE_BITS}."
+                f"' wrap' behind it, e.g. 'int14 wrap', or int{NATIVE_BITS}.",
+                code="RQ101",
             )
         return Accumulator(int(found[1]), Overflow(found[2] or Overflow.SATURATE.value))
 

@@ -165,7 +165,9 @@ class PatternConfig:
         found = check_keys(data, names, where, ("pattern", "dtypes"))
         name = found["pattern"]
         if name not in patterns:
-            raise ConfigError(f"{where}.pattern is {name!r}. {suggest_name(str(name), patterns)}")
+            raise ConfigError(
+                f"{where}.pattern is {name!r}. {suggest_name(str(name), patterns)}", code="RQ101"
+            )
         return read_fields(PatternConfig, {**found, "pattern": patterns[name]}, where)
 
 
@@ -210,7 +212,8 @@ class BackendConfig:
         if all(conflicts):
             raise ConfigError(
                 f"BackendConfig {self.name!r}: none of its patterns can run its default_qconfig: "
-                f"{conflicts[0]}. Change default_qconfig, or the DTypeConfigs of the patterns."
+                f"{conflicts[0]}. Change default_qconfig, or the DTypeConfigs of the patterns.",
+                code="RQ101",
             )
 
     @check_arguments
@@ -234,7 +237,8 @@ class BackendConfig:
             if not self.patterns:
                 raise ConfigError(
                     f"Backend {self.name!r} has no pattern to take dtypes from; pass dtypes="
-                    "[DTypeConfig(input=..., output=...)]."
+                    "[DTypeConfig(input=..., output=...)].",
+                    code="RQ101",
                 )
             dtypes = self.patterns[0].dtypes
         # A pattern of the table that gets other dtypes is as long or short as it was: before longer
@@ -294,7 +298,8 @@ class BackendConfig:
                 return row
         known = [row.pattern.name for row in self.patterns]
         raise ConfigError(
-            f"Backend {self.name!r} has no pattern {name!r}. {suggest_name(name, known)}"
+            f"Backend {self.name!r} has no pattern {name!r}. {suggest_name(name, known)}",
+            code="RQ101",
         )
 
     @check_arguments
@@ -320,7 +325,8 @@ class BackendConfig:
                 known = [n for r in self.patterns for n in (r.pattern.name, r.pattern.op)]
                 raise ConfigError(
                     f"Backend {self.name!r} cannot run {name!r}: it stays in float. "
-                    f"{suggest_name(name, known)}"
+                    f"{suggest_name(name, known)}",
+                    code="RQ101",
                 )
         head = f"backend {self.name}"
         if self.reduce_range:
@@ -378,14 +384,16 @@ class BackendConfig:
                 raise ConfigError(
                     f"{where}.affine_rules names a rule for {op!r}, which was not passed as "
                     "affine_rules=[...]. "
-                    f"{suggest_name(str(op), rules)}"
+                    f"{suggest_name(str(op), rules)}",
+                    code="RQ101",
                 )
         by_fuser = {fuser.name: fuser for fuser in fusers}
         for name in check_list(found.get("fusers", ()), f"{where}.fusers"):
             if name not in by_fuser:
                 raise ConfigError(
                     f"{where}.fusers names {name!r}, which was not passed as fusers=[...]. "
-                    f"{suggest_name(str(name), by_fuser)}"
+                    f"{suggest_name(str(name), by_fuser)}",
+                    code="RQ101",
                 )
         rows = check_list(found["patterns"], f"{where}.patterns")
         by_name = {

@@ -45,7 +45,8 @@ class DTypeWithConstraints(PlainSettings):
         if self.dtype not in allowed:
             raise ConfigError(
                 f"DTypeWithConstraints.dtype is {self.dtype!r}. "
-                f"{suggest_name(str(self.dtype), allowed)}"
+                f"{suggest_name(str(self.dtype), allowed)}",
+                code="RQ101",
             )
 
         self.check_bounds()
@@ -55,7 +56,8 @@ class DTypeWithConstraints(PlainSettings):
         for name in ("schemes", "granularities"):
             if getattr(self, name) == ():
                 raise ConfigError(
-                    f"DTypeWithConstraints.{name} is empty: no QSpec fits. Leave it out for all."
+                    f"DTypeWithConstraints.{name} is empty: no QSpec fits. Leave it out for all.",
+                    code="RQ101",
                 )
         if self.dtype not in INTEGER_LIMITS:
             return
@@ -65,7 +67,8 @@ class DTypeWithConstraints(PlainSettings):
         if max(low, limits[0]) >= min(high, limits[1]):
             raise ConfigError(
                 f"DTypeWithConstraints: no QSpec of {self.dtype} ({limits[0]}..{limits[1]}) fits "
-                f"quant_min_lower_bound={low}, quant_max_upper_bound={high}."
+                f"quant_min_lower_bound={low}, quant_max_upper_bound={high}.",
+                code="RQ101",
             )
         least, most = self.scale_min_lower_bound, self.scale_max_upper_bound
         try:
@@ -73,7 +76,8 @@ class DTypeWithConstraints(PlainSettings):
         except ConfigError as error:
             raise ConfigError(
                 f"DTypeWithConstraints: no QSpec fits scale_min_lower_bound={least}, "
-                f"scale_max_upper_bound={most}, power_of_two={self.power_of_two}: {error}"
+                f"scale_max_upper_bound={most}, power_of_two={self.power_of_two}: {error}",
+                code="RQ101",
             ) from error
 
     def find_conflict(self, spec: QSpec, what: str) -> str | None:
@@ -178,7 +182,8 @@ class DTypeConfig(PlainSettings):
             elif not isinstance(value, DTypeWithConstraints):
                 raise ConfigError(
                     f"DTypeConfig.{name} is {value!r}; allowed: a dtype by name or a "
-                    "DTypeWithConstraints."
+                    "DTypeWithConstraints.",
+                    code="RQ101",
                 )
 
         if isinstance(self.accumulator, str):
@@ -187,7 +192,8 @@ class DTypeConfig(PlainSettings):
         elif not isinstance(self.accumulator, Accumulator):
             raise ConfigError(
                 f"DTypeConfig.accumulator is {self.accumulator!r}; allowed: an Accumulator, or a "
-                "text such as 'int14 wrap'."
+                "text such as 'int14 wrap'.",
+                code="RQ101",
             )
         self.check_servable()
 
@@ -198,7 +204,9 @@ class DTypeConfig(PlainSettings):
             if conflict is None and self.constraints("input").dtype not in ("float32", "int8"):
                 conflict = f"input is {self.constraints('input').dtype}, not float32 or int8"
             if conflict is not None:
-                raise ConfigError(f"DTypeConfig(is_grouped=True): no QConfig fits: {conflict}.")
+                raise ConfigError(
+                    f"DTypeConfig(is_grouped=True): no QConfig fits: {conflict}.", code="RQ101"
+                )
             return
         if self.is_dynamic is True:
             conflict = self._find_static_part()
@@ -213,13 +221,16 @@ class DTypeConfig(PlainSettings):
                     "tensor or row, with any scale"
                 )
             if conflict is not None:
-                raise ConfigError(f"DTypeConfig(is_dynamic=True): no QConfig fits: {conflict}.")
+                raise ConfigError(
+                    f"DTypeConfig(is_dynamic=True): no QConfig fits: {conflict}.", code="RQ101"
+                )
         for name in ("input",) if self.is_dynamic else ("input", "output"):
             if self.constraints(name).dtype not in INTEGER_LIMITS:
                 raise ConfigError(
                     f"DTypeConfig.{name} is {self.constraints(name).dtype}: no QConfig fits; "
                     f"allowed: {', '.join(INTEGER_LIMITS)}. Operators that the backend runs in "
-                    "float need no DTypeConfig; BackendConfig.float_dtypes names narrow ones."
+                    "float need no DTypeConfig; BackendConfig.float_dtypes names narrow ones.",
+                    code="RQ101",
                 )
 
     @property

@@ -34,17 +34,19 @@ def check_calibration(calibration: object, where: str) -> None:
     if isinstance(calibration, type):
         raise ConfigError(
             f"{where} is the class {calibration.__name__}, not an instance: write "
-            f"{calibration.__name__}(). Allowed: {allowed}."
+            f"{calibration.__name__}(). Allowed: {allowed}.",
+            code="RQ103",
         )
     if isinstance(calibration, NamedSettings):
         return
     if not callable(calibration):
-        raise ConfigError(f"{where} is {calibration!r}; allowed: {allowed}.")
+        raise ConfigError(f"{where} is {calibration!r}; allowed: {allowed}.", code="RQ103")
     # The third is the context; see `relayquant.CalibrationContext`.
     if not takes_arguments(calibration, 2) and not takes_arguments(calibration, 3):
         raise ConfigError(
             f"{where} is {getattr(calibration, '__qualname__', calibration)}, which cannot be "
-            f"called with two or three positional arguments; allowed: {allowed}."
+            f"called with two or three positional arguments; allowed: {allowed}.",
+            code="RQ103",
         )
 
 
@@ -64,21 +66,26 @@ class TensorConfig(PlainSettings):
 
     def __post_init__(self) -> None:
         if not isinstance(self.spec, QSpec):
-            raise ConfigError(f"TensorConfig.spec is {self.spec!r}; allowed: a QSpec.")
+            raise ConfigError(
+                f"TensorConfig.spec is {self.spec!r}; allowed: a QSpec.", code="RQ103"
+            )
         if self.spec.is_dynamic and self.calibration is not None:
             raise ConfigError(
                 f"TensorConfig.calibration is {self.calibration!r}, but the spec is dynamic: its "
-                "parameters are computed at run time. Leave the observer out."
+                "parameters are computed at run time. Leave the observer out.",
+                code="RQ103",
             )
         if self.is_grouped and self.calibration is not None:
             raise ConfigError(
                 f"TensorConfig.calibration is {self.calibration!r}, but the spec has a group_size: "
-                "each group gets the scale of its least error. Leave the observer out."
+                "each group gets the scale of its least error. Leave the observer out.",
+                code="RQ103",
             )
         if not self.needs_none and self.calibration is None:
             raise ConfigError(
                 "TensorConfig.calibration is missing; give an observer, for instance MinMax(), or "
-                "a callable. Only QSpec(is_dynamic=True) and QSpec(group_size=...) need none."
+                "a callable. Only QSpec(is_dynamic=True) and QSpec(group_size=...) need none.",
+                code="RQ103",
             )
         if self.calibration is not None:
             check_calibration(self.calibration, "TensorConfig.calibration")
@@ -107,7 +114,8 @@ class TensorConfig(PlainSettings):
             raise ConfigError(
                 f"TensorConfig.calibration is {name}, which cannot be written as plain data; use "
                 "an observer, "
-                "for instance MinMax(), or pass the callable as quantize(..., calibration=...)."
+                "for instance MinMax(), or pass the callable as quantize(..., calibration=...).",
+                code="RQ103",
             )
         return {"spec": self.spec.to_dict(), "observer": self.calibration.to_dict()}
 
@@ -157,17 +165,20 @@ class QConfig(PlainSettings):
             if not isinstance(value, TensorConfig) and not (optional and value is None):
                 raise ConfigError(
                     f"QConfig.{name} is {value!r}; allowed: a TensorConfig(spec, observer)"
-                    f"{' or None' if optional else ''}."
+                    f"{' or None' if optional else ''}.",
+                    code="RQ103",
                 )
             if isinstance(value, TensorConfig) and value.spec.is_dynamic and name != "activation":
                 raise ConfigError(
                     f"QConfig.{name} is dynamic; only `activation` can be: its parameters alone "
-                    "may be computed at run time."
+                    "may be computed at run time.",
+                    code="RQ103",
                 )
             if isinstance(value, TensorConfig) and value.is_grouped and name != "weight":
                 raise ConfigError(
                     f"QConfig.{name} has group_size={value.spec.group_size}; only weights are in "
-                    "groups."
+                    "groups.",
+                    code="RQ103",
                 )
         self._check_groups()
 
@@ -178,7 +189,8 @@ class QConfig(PlainSettings):
             if data is None:
                 raise ConfigError(
                     "QConfig.activation is None, which weights in groups alone go with: "
-                    "QSpec('int4', group_size=32), for instance."
+                    "QSpec('int4', group_size=32), for instance.",
+                    code="RQ103",
                 )
             return
         is_row = data is None or data.spec.granularity is Granularity.PER_ROW
@@ -186,13 +198,15 @@ class QConfig(PlainSettings):
             raise ConfigError(
                 f"QConfig.weight has group_size={self.weight.spec.group_size}, with which "
                 "activations are None (float32), or QSpec('int8', is_dynamic=True, "
-                "granularity=Granularity.PER_ROW)."
+                "granularity=Granularity.PER_ROW).",
+                code="RQ103",
             )
         for name in ("output", "bias"):
             if getattr(self, name) is not None:
                 raise ConfigError(
                     f"QConfig.{name} is configured, but it is float32 with weights in groups. "
-                    "Leave it out."
+                    "Leave it out.",
+                    code="RQ103",
                 )
 
     @property
@@ -208,7 +222,9 @@ class QConfig(PlainSettings):
             ConfigError: activations are float32.
         """
         if self.activation is None:
-            raise ConfigError("This QConfig has no activation: its operators compute in float32.")
+            raise ConfigError(
+                "This QConfig has no activation: its operators compute in float32.", code="RQ103"
+            )
         return self.activation
 
     @classmethod
@@ -234,7 +250,8 @@ class QConfig(PlainSettings):
                 raise ConfigError(
                     "This QConfig has no bias configuration: a bias is int32, its scale is input "
                     "scale x "
-                    "weight scale. Set QConfig(bias=...) to round it to a grid of its own."
+                    "weight scale. Set QConfig(bias=...) to round it to a grid of its own.",
+                    code="RQ103",
                 )
             return self.bias
         if role is Role.WEIGHT:
@@ -280,7 +297,8 @@ class FloatConfig:
         if self.dtype not in NARROW_FLOATS:
             raise ConfigError(
                 f"FloatConfig.dtype is {self.dtype!r}; allowed: {', '.join(NARROW_FLOATS)}. "
-                "float32 is what None in a QConfigMapping means."
+                "float32 is what None in a QConfigMapping means.",
+                code="RQ103",
             )
 
 
@@ -301,6 +319,8 @@ def read_qconfig(data: object, where: str) -> QConfig | FloatConfig | None:
         return None
     if isinstance(data, str):
         if data not in NARROW_FLOATS:
-            raise ConfigError(f"{where} is {data!r}. {suggest_name(data, CONFIG_NAMES)}")
+            raise ConfigError(
+                f"{where} is {data!r}. {suggest_name(data, CONFIG_NAMES)}", code="RQ103"
+            )
         return FloatConfig(data)
     return QConfig.from_dict(data, where)

@@ -309,14 +309,16 @@ def check_affine(emitter: Emitter, outcome: object, root: relax.Var, where: str)
     if not is_quantized or not isinstance(outcome.value, relax.Expr):
         raise ConfigError(
             f"{where} returned {describe(outcome)}; allowed: a Skip(reason), or a "
-            "Quantized(expression, QParams)."
+            "Quantized(expression, QParams).",
+            code="RQ106",
         )
     value = call_user(where, lambda: emitter.builder.normalize(outcome.value))
     if not has_shape_of(value, root) or tensor_dtype(value) != outcome.qparams.dtype:
         raise ConfigError(
             f"{where} returned {describe_tensor(value)} with parameters of "
             f"{outcome.qparams.dtype}; allowed: integers of the parameters' dtype and the shape "
-            f"of the float result, {describe_tensor(root)}."
+            f"of the float result, {describe_tensor(root)}.",
+            code="RQ106",
         )
 
 
@@ -352,7 +354,8 @@ def push_dequantize(
             raise ConfigError(
                 f"{where} returned other parameters than those of the operand, which the plan "
                 "gives the result. Write AffineRule(..., shares_parameters=False): the result is "
-                "calibrated on its own then."
+                "calibrated on its own then.",
+                code="RQ106",
             )
         value = emitter.emit(outcome.value, f"{match.name}.int")
         return Quantized(value, outcome.qparams).dequantize()

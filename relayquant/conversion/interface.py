@@ -84,14 +84,20 @@ def name_dtypes(
         name = key
         if isinstance(key, int):
             if not 0 <= key < len(names):
-                raise ConfigError(f"{what} has index {key}; allowed: 0 to {len(names) - 1}.")
+                raise ConfigError(
+                    f"{what} has index {key}; allowed: 0 to {len(names) - 1}.", code="RQ103"
+                )
             name = names[key]
         if name not in names:
-            raise ConfigError(f"{what} has no {name!r}. {suggest_name(name, names)}")
+            raise ConfigError(f"{what} has no {name!r}. {suggest_name(name, names)}", code="RQ103")
         if dtype not in INTEGER_LIMITS:
-            raise ConfigError(f"{what}[{key!r}]: {suggest_name(dtype, INTEGER_LIMITS)}")
+            raise ConfigError(
+                f"{what}[{key!r}]: {suggest_name(dtype, INTEGER_LIMITS)}", code="RQ103"
+            )
         if name in asked:
-            raise ConfigError(f"{what} names {name!r} twice: by name and by index {key!r}.")
+            raise ConfigError(
+                f"{what} names {name!r} twice: by name and by index {key!r}.", code="RQ103"
+            )
         asked[name] = dtype
     return tuple(InterfaceValue(name, dtype, asked.get(name, "")) for name, dtype in values)
 
@@ -129,7 +135,8 @@ def read_input(graph: Graph, value: InterfaceValue) -> QParams:
                 return shift_qparams(qparams, value.requested, f"input {value.name!r}")
     raise ConfigError(
         f"input_dtypes: input {value.name!r} is not quantized, since what reads it stays in float; "
-        "allowed: leave it out. The ledger says why its readers stay in float."
+        "allowed: leave it out. The ledger says why its readers stay in float.",
+        code="RQ103",
     )
 
 
@@ -145,7 +152,8 @@ def shift_qparams(qparams: QParams, dtype: str, where: str) -> QParams:
         raise ConfigError(
             f"{where} is {qparams.dtype} in the quantized model and cannot be {dtype}; allowed: "
             f"{', '.join(near)}. Another width needs a QConfig of that dtype for the operators at "
-            "it."
+            "it.",
+            code="RQ103",
         )
     return QParams(qparams.scale, qparams.zero_point + (want[0] - have[0]), dtype, qparams.axis)
 
@@ -220,7 +228,8 @@ def replace_outputs(
             raise ConfigError(
                 f"output_dtypes: output {row.name!r} has no integer form with one scale: what "
                 "computes it stays in "
-                "float. The ledger says why; leave the output out, or quantize its operator."
+                "float. The ledger says why; leave the output out, or quantize its operator.",
+                code="RQ103",
             )
         qparams = shift_qparams(quantized.qparams, row.requested, f"output {row.name!r}")
         found[row.name] = qparams

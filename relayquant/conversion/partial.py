@@ -128,7 +128,8 @@ def fix_parameters(
         if name not in owners:
             raise ConfigError(
                 f"parameters has {name!r}, which the plan does not quantize. "
-                f"{suggest_name(name, owners)}"
+                f"{suggest_name(name, owners)}",
+                code="RQ103",
             )
         fixed[owners[name]] = fix_group(plan.group(owners[name]), qparams, name, fix)
     if unused:
@@ -136,6 +137,7 @@ def fix_parameters(
             f"{len(unused)} of the given parameters are not used, since the plan does not quantize "
             f"these values: {', '.join(map(repr, unused))}. They are in float, or inside of an "
             "operator that is computed as a whole.",
+            code="RQ103",
         )
     return replace(plan, groups=tuple(fixed.get(group.key, group) for group in plan.groups))
 
@@ -157,7 +159,8 @@ def fix_group(
     spec, info = group.info.spec, group.info
     if qparams.is_per_channel and not spec.is_per_channel:
         raise ConfigError(
-            f"parameters[{name!r}] is per channel, the plan says one scale for {group.key!r}."
+            f"parameters[{name!r}] is per channel, the plan says one scale for {group.key!r}.",
+            code="RQ103",
         )
     if spec.is_per_channel and not qparams.is_per_channel:
         spec, info = replace(spec, granularity=Granularity.PER_TENSOR), replace(info, axis=None)

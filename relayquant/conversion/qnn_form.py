@@ -208,7 +208,7 @@ def realize_match(
     except QnnError as error:
         if is_planned:
             where = describe_place(pattern, match.name, "realize")
-            raise ConfigError(f"{where} raised QnnError: {error}") from error
+            raise ConfigError(f"{where} raised QnnError: {error}", code="RQ106") from error
         # Only a model that was quantized elsewhere has dtypes that no plan would mix.
         return Skip(f"its integer form is not allowed: {error}")
 

@@ -235,7 +235,9 @@ class _ReferenceBuilder:
         context = GroupedContext(emitter, match, data, weight, bias)
         value = run_realize_grouped(pattern, context)
         if isinstance(value, Skip):
-            raise ConfigError(f"{describe_place(pattern, match.name, 'realize')}: {value.reason}")
+            raise ConfigError(
+                f"{describe_place(pattern, match.name, 'realize')}: {value.reason}", code="RQ106"
+            )
         return value
 
     def quantize_rows(self, emitter: Emitter, data: relax.Expr, spec: QSpec) -> IntegerRows:

@@ -46,10 +46,13 @@ def open_archive(
     if path.suffix.lower() == ".npy":
         raise DataError(
             f"{path} is an .npy file, which names no input; pass np.load(path), or an .npz. "
-            f"{advice}"
+            f"{advice}",
+            code="RQ302",
         )
     if not path.is_file():
-        raise DataError(f"The data set {str(path)!r} is not a file; expected an .npz. {advice}")
+        raise DataError(
+            f"The data set {str(path)!r} is not a file; expected an .npz. {advice}", code="RQ302"
+        )
     with _open_archive(path) as archive:
         files = {f[: -len(".npy")]: f for f in archive.namelist() if f.endswith(".npy")}
         if len(inputs) == 1 and len(files) == 1:
@@ -59,6 +62,7 @@ def open_archive(
                     f"The data set {path} has no array {inputs[0].name!r}; its only array {only!r} "
                     "is taken for that input.",
                     DataWarning,
+                    code="RQ304",
                 )
             files = {inputs[0].name: files[only]}
         wanted = {info.name for info in inputs}
@@ -110,7 +114,8 @@ def _check_memory(path: Path, member: _Member, cut: Cut) -> None:
             f"The data set {path}: a{'n' if held == nbytes else ''} {part} of {member.file}, "
             f"shape {shape}, takes {format_count(held, 'byte')}, more than {MOST_EXPANSION} times "
             "the file. If that is meant, write it with np.savez, uncompressed, of arrays in C "
-            "order."
+            "order.",
+            code="RQ302",
         )
 
 

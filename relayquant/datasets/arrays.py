@@ -53,11 +53,14 @@ def plan_cut(
         listed = ", ".join(f"{name!r}: {shape}" for name, shape in shapes.items())
         raise DataError(
             f"The arrays of the data set need the same number of samples along axis 0; shapes are "
-            f"{listed}."
+            f"{listed}.",
+            code="RQ302",
         )
     count = next(iter(counts.values()))
     if count == 0:
-        raise DataError("The arrays of the data set hold no sample: axis 0 has length 0.")
+        raise DataError(
+            "The arrays of the data set hold no sample: axis 0 has length 0.", code="RQ302"
+        )
     extra = {len(shapes[info.name]) - len(info.shape) for info in inputs}
     if extra not in ({0}, {1}):
         listed = "; ".join(
@@ -65,7 +68,8 @@ def plan_cut(
         )
         raise DataError(
             f"The arrays of the data set do not have the rank of the inputs: {listed}. Give arrays "
-            "with samples along axis 0 and otherwise the shape of the input."
+            "with samples along axis 0 and otherwise the shape of the input.",
+            code="RQ302",
         )
     stacked = extra == {1}
     for info in inputs:
@@ -74,28 +78,32 @@ def plan_cut(
         if batch_size is not None:
             raise ConfigError(
                 "batch_size does not apply: the arrays have one axis more than the inputs, so each "
-                "entry of axis 0 is a whole batch."
+                "entry of axis 0 is a whole batch.",
+                code="RQ301",
             )
         return Cut(count, 1, True, False)
     fixed = {info.shape[0] for info in inputs if isinstance(info.shape[0], int)}
     if len(fixed) > 1:
         raise DataError(
             f"The inputs {list_names(inputs)} have different fixed batches {sorted(fixed)}, so "
-            "arrays cannot be cut along axis 0; pass a list of dicts, one per sample."
+            "arrays cannot be cut along axis 0; pass a list of dicts, one per sample.",
+            code="RQ302",
         )
     if batch_size is not None and (
         isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1
     ):
-        raise ConfigError(f"batch_size is {batch_size!r}; allowed: an integer >= 1.")
+        raise ConfigError(f"batch_size is {batch_size!r}; allowed: an integer >= 1.", code="RQ301")
     size = next(iter(fixed), batch_size or 1)
     if batch_size not in (None, size):
         raise ConfigError(
-            f"batch_size is {batch_size}, but the model's batch is fixed at {size}; leave it out."
+            f"batch_size is {batch_size}, but the model's batch is fixed at {size}; leave it out.",
+            code="RQ301",
         )
     if fixed and count < size:
         raise DataError(
             f"The data set has "
-            f"{format_count(count, 'sample')}, fewer than one batch of the model ({size})."
+            f"{format_count(count, 'sample')}, fewer than one batch of the model ({size}).",
+            code="RQ302",
         )
     return Cut(count, size, False, not fixed)
 

@@ -60,7 +60,8 @@ class Dataset:
             raise DataError(
                 "The data set yields no sample; calibration needs at least one, and a few hundred "
                 "representative ones to be good. If it is a function, it must return a fresh "
-                "iterator at every call."
+                "iterator at every call.",
+                code="RQ302",
             )
 
     def pick(self, count: int) -> list[Batch]:
@@ -80,7 +81,7 @@ class Dataset:
             ConfigError: count is not an integer >= 1.
         """
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ConfigError(f"Dataset.head takes an integer >= 1, got {count!r}.")
+            raise ConfigError(f"Dataset.head takes an integer >= 1, got {count!r}.", code="RQ301")
         limit = count if self.limit is None else min(count, self.limit)
         length = None if self.length is None else min(self.length, limit)
         return replace(self, limit=limit, length=length)
@@ -126,13 +127,15 @@ def open_dataset(
         if len(inputs) != 1:
             raise DataError(
                 f"The data set is one array, but the model has {len(inputs)} inputs "
-                f"({list_names(inputs)}); pass a dict of arrays."
+                f"({list_names(inputs)}); pass a dict of arrays.",
+                code="RQ302",
             )
         arrays = {inputs[0].name: to_array(dataset, inputs[0].name, "the data set")}
         return open_arrays(arrays, inputs, batch_size)
     if batch_size is not None:
         raise ConfigError(
-            "batch_size applies to arrays and .npz files; an iterable yields batches as they are."
+            "batch_size applies to arrays and .npz files; an iterable yields batches as they are.",
+            code="RQ301",
         )
     read_item = dataset.__getitem__ if is_sequence(dataset) else None
     return Dataset(inputs, find_length(dataset), open_iterable(dataset), read_item=read_item)

@@ -68,12 +68,14 @@ class Preprocessing:
         if any(side < 1 for side in sides) or not self.scale > 0 or not all(self.std):
             raise ConfigError(
                 f"Preprocessing has size={self.size}, crop={self.crop}, scale={self.scale:g} and "
-                f"std={self.std}; allowed: sides of 1 or more, scale > 0, std other than 0."
+                f"std={self.std}; allowed: sides of 1 or more, scale > 0, std other than 0.",
+                code="RQ301",
             )
         if self.size is not None and self.crop is not None and self.crop > self.size:
             raise ConfigError(
                 f"Preprocessing cuts {self.crop} from a shorter side of {self.size}; allowed: a "
-                "crop up to the size."
+                "crop up to the size.",
+                code="RQ301",
             )
 
     @staticmethod
@@ -89,21 +91,25 @@ class Preprocessing:
             if not mark and number == 0:
                 if key not in PRESETS:
                     raise ConfigError(
-                        f"There is no preprocessing {key!r}. {suggest_name(key, PRESETS)}"
+                        f"There is no preprocessing {key!r}. {suggest_name(key, PRESETS)}",
+                        code="RQ301",
                     )
                 result = PRESETS[key]
                 continue
             if key not in READERS or not mark:
                 raise ConfigError(
                     f"Preprocessing has no {part!r}; allowed: a preset first "
-                    f"({', '.join(PRESETS)}), then {', '.join(f'{key}=' for key in READERS)}."
+                    f"({', '.join(PRESETS)}), then {', '.join(f'{key}=' for key in READERS)}.",
+                    code="RQ301",
                 )
             try:
                 result = replace(result, **{key: READERS[key](value)})
             except ConfigError:
                 raise
             except ValueError as error:
-                raise ConfigError(f"Preprocessing: {part!r} is no value for {key}.") from error
+                raise ConfigError(
+                    f"Preprocessing: {part!r} is no value for {key}.", code="RQ301"
+                ) from error
         return result
 
     def apply(self, image: Any, info: InputInfo) -> np.ndarray:
@@ -145,13 +151,15 @@ class Preprocessing:
             if None in sides:
                 raise DataError(
                     f"Input {info.name!r} {info.shape_text} takes pictures of any size: say which, "
-                    "with crop= in the preprocessing."
+                    "with crop= in the preprocessing.",
+                    code="RQ301",
                 )
             return layout, int(channels), *map(int, sides)  # pyright: ignore[reportReturnType]
         raise DataError(
             f"Input {info.name!r} {info.shape_text} takes no pictures: allowed are 4 dimensions, "
             "of which the second (NCHW) or the last (NHWC) counts 1 or 3 channels. Write its data "
-            "as .npz."
+            "as .npz.",
+            code="RQ301",
         )
 
 
@@ -194,7 +202,9 @@ def list_images(folder: Path) -> list[Path]:
     """
     found = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
     if not found:
-        raise DataError(f"The folder {folder} holds no picture ({', '.join(sorted(SUFFIXES))}).")
+        raise DataError(
+            f"The folder {folder} holds no picture ({', '.join(sorted(SUFFIXES))}).", code="RQ301"
+        )
     return found
 
 
@@ -212,12 +222,14 @@ def open_images(
         from PIL import Image
     except ImportError as error:
         raise MissingDependencyError(
-            "Pictures need Pillow, which is not installed: pip install relayquant[images]."
+            "Pictures need Pillow, which is not installed: pip install relayquant[images].",
+            code="RQ503",
         ) from error
     if len(inputs) != 1:
         raise DataError(
             f"The model has {format_count(len(inputs), 'input')}; a folder of pictures is "
-            "for one. Write the data as .npz, with an array for each input."
+            "for one. Write the data as .npz, with an array for each input.",
+            code="RQ301",
         )
     (info,) = inputs
     preprocessing.read_shape(info)
@@ -225,7 +237,8 @@ def open_images(
         raise DataError(
             f"Input {info.name!r} {info.shape_text} takes "
             f"{format_count(info.shape[0], 'picture')} at once. "
-            "Make its first size 1 or open (--shape), or write the data as .npz."
+            "Make its first size 1 or open (--shape), or write the data as .npz.",
+            code="RQ301",
         )
     paths = list_images(folder)
 
@@ -235,7 +248,9 @@ def open_images(
                 with Image.open(path) as image:
                     yield {info.name: preprocessing.apply(image, info)}
             except (OSError, Image.DecompressionBombError, SyntaxError) as error:
-                raise DataError(f"{path} is no picture that can be read: {error}") from error
+                raise DataError(
+                    f"{path} is no picture that can be read: {error}", code="RQ301"
+                ) from error
 
     return read
 
@@ -263,17 +278,19 @@ def read_labels(
             return np.array([int(word) for line in lines for word in line])
         named = {line[0]: int(line[-1]) for line in lines} if widths == {2} else {}
     except ValueError as error:
-        raise DataError(f"{path}: a class is no integer ({error}).") from error
+        raise DataError(f"{path}: a class is no integer ({error}).", code="RQ301") from error
     if named and images is not None:
         names = [str(image.relative_to(folder)) for image in images]
         missing = [name for name in names if name not in named]
         if not missing:
             return np.array([named[name] for name in names])
-        raise DataError(f"{path} has no line for {missing[0]!r}, and {len(missing)} are missing.")
+        raise DataError(
+            f"{path} has no line for {missing[0]!r}, and {len(missing)} are missing.", code="RQ301"
+        )
     allowed = "a line 'CLASS' for each sample"
     if images is not None:
         allowed = (
             "a line 'NAME CLASS' for each picture, or a line 'CLASS' for each of "
             f"{len(images)} in the order of their names"
         )
-    raise DataError(f"{path} has no labels; allowed: {allowed}.")
+    raise DataError(f"{path} has no labels; allowed: {allowed}.", code="RQ301")

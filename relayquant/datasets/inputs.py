@@ -22,7 +22,8 @@ def describe_inputs(mod: tvm.IRModule) -> tuple[InputInfo, ...]:
         if not isinstance(param.ty, relax.TensorType) or param.ty.ndim < 0:
             raise ModelError(
                 f"Input {param.name!r} is {param.ty}; relayquant needs a tensor whose number of "
-                "dimensions is known. Declare it so in the model."
+                "dimensions is known. Declare it so in the model.",
+                code="RQ204",
             )
         shape = tensor_shape(param)
         if shape is None:

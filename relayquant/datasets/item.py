@@ -57,7 +57,8 @@ def convert_item(item: object, inputs: tuple[InputInfo, ...], index: int) -> Bat
             raise DataError(
                 f"{where} is a {type(item).__name__} of {len(item)}, but the model has "
                 f"{len(inputs)} input{'s' if len(inputs) != 1 else ''} "
-                f"({list_names(inputs)}).{hint}"
+                f"({list_names(inputs)}).{hint}",
+                code="RQ302",
             )
         values = list(item)
     elif len(inputs) == 1:
@@ -65,7 +66,8 @@ def convert_item(item: object, inputs: tuple[InputInfo, ...], index: int) -> Bat
     else:
         raise DataError(
             f"{where} is of type {type(item).__name__}, but the model has {len(inputs)} inputs "
-            f"({list_names(inputs)}); yield a dict by name or a tuple in this order."
+            f"({list_names(inputs)}); yield a dict by name or a tuple in this order.",
+            code="RQ302",
         )
     dims: dict[str, tuple[int, str]] = {}
     batch: Batch = {}
@@ -77,7 +79,8 @@ def convert_item(item: object, inputs: tuple[InputInfo, ...], index: int) -> Bat
                 if known != size:
                     raise DataError(
                         f"{where}: dimension {dim} is {known} in input {first!r} but {size} in "
-                        f"input {info.name!r} of shape {array.shape}; the model needs them equal."
+                        f"input {info.name!r} of shape {array.shape}; the model needs them equal.",
+                        code="RQ302",
                     )
         batch[info.name] = _fit_dtype(array, info, where)
     return batch
@@ -96,21 +99,24 @@ def _fit_shape(array: NDArray[Any], info: InputInfo, where: str) -> NDArray[Any]
                 raise DataError(
                     f"{problem}. Axis 0, the batch, is missing: stack "
                     f"{format_count(info.shape[0], 'sample')} along a new axis 0, for instance "
-                    "with np.stack."
+                    "with np.stack.",
+                    code="RQ302",
                 )
         else:
             raise DataError(
                 f"{problem}. It has one axis fewer; if axis 0 (the batch) is missing, add it with "
-                "x[None], and check the other dimensions (layout NCHW or NHWC?)."
+                "x[None], and check the other dimensions (layout NCHW or NHWC?).",
+                code="RQ302",
             )
     if array.ndim != len(info.shape):
         raise DataError(
             f"{problem}: rank {array.ndim} instead of {len(info.shape)}. Add missing axes, the "
-            "batch as axis 0, or remove axes of length 1."
+            "batch as axis 0, or remove axes of length 1.",
+            code="RQ302",
         )
     check_dims(array.shape, info.shape, info, where)
     if array.size == 0:
-        raise DataError(f"{problem}. It holds no element.")
+        raise DataError(f"{problem}. It holds no element.", code="RQ302")
     return array
 
 
@@ -152,7 +158,8 @@ def check_dims(
         hint += suggest_sizes(info.name, info.shape, (*info.shape[:first], *shape))
     raise DataError(
         f"{where}: input {info.name!r} does not fit the model's {info.shape_text}: "
-        f"{', '.join(wrong)}.{hint}"
+        f"{', '.join(wrong)}.{hint}",
+        code="RQ302",
     )
 
 
@@ -172,7 +179,8 @@ def _fit_dtype(array: NDArray[Any], info: InputInfo, where: str) -> NDArray[Any]
             )
             raise DataError(
                 f"{where}: input {info.name!r} has dtype {array.dtype}, the model takes "
-                f"{info.dtype}; {advice}."
+                f"{info.dtype}; {advice}.",
+                code="RQ302",
             )
         if wanted == "float":
             with np.errstate(over="ignore"):
@@ -184,7 +192,8 @@ def _fit_dtype(array: NDArray[Any], info: InputInfo, where: str) -> NDArray[Any]
             if low < least or high > most:
                 raise DataError(
                     f"{where}: input {info.name!r} is {array.dtype} with values from {low} to "
-                    f"{high}, which {info.dtype} of the model cannot hold ({least}..{most})."
+                    f"{high}, which {info.dtype} of the model cannot hold ({least}..{most}).",
+                    code="RQ302",
                 )
             array = array.astype(target)
     return np.asarray(array, order="C")
@@ -202,7 +211,8 @@ def _check_finite(array: NDArray[Any], info: InputInfo, where: str, dtype: np.dt
         infinite = int(array.size - finite.sum() - nan)
         raise DataError(
             f"{where}: input {info.name!r} holds {nan} NaN and {infinite} infinite of "
-            f"{format_count(array.size, 'element')} in {dtype}; check the preprocessing."
+            f"{format_count(array.size, 'element')} in {dtype}; check the preprocessing.",
+            code="RQ302",
         )
 
 
@@ -221,7 +231,8 @@ def _find_dtype(name: str) -> np.dtype[Any]:
     except TypeError:
         raise ConfigError(
             f"An input has dtype {name!r}, which numpy does not know; give the model an input of a "
-            "dtype numpy has, such as float32."
+            "dtype numpy has, such as float32.",
+            code="RQ301",
         ) from None
 
 
@@ -250,12 +261,14 @@ def to_array(value: object, name: str, where: str) -> NDArray[Any]:
         # A foreign tensor may raise anything; torch: RuntimeError, TypeError.
         raise DataError(
             f"{where}: input {name!r} of type {type(value).__name__} cannot be converted to a "
-            f"numpy array: {error}"
+            f"numpy array: {error}",
+            code="RQ302",
         ) from None
     if array.dtype.kind not in "biufV" or array.dtype.names:
         raise DataError(
             f"{where}: input {name!r} of type {type(value).__name__} is not a numeric array "
-            f"(numpy dtype {array.dtype}); allowed: booleans, integers, floats."
+            f"(numpy dtype {array.dtype}); allowed: booleans, integers, floats.",
+            code="RQ302",
         )
     return array
 
@@ -269,14 +282,16 @@ def check_names(
     if unknown:
         raise DataError(
             f"{where} gives {unknown[0]!r}, which is no input of the model. "
-            f"{suggest_name(unknown[0], wanted)}"
+            f"{suggest_name(unknown[0], wanted)}",
+            code="RQ302",
         )
     missing = [name for name in wanted if name not in given]
     if missing:
         there = ", ".join(repr(name) for name in sorted(given if present is None else present))
         raise DataError(
             f"{where} lacks input {missing[0]!r}; it has {there or 'none'} and the model takes "
-            f"{list_names(inputs)}."
+            f"{list_names(inputs)}.",
+            code="RQ302",
         )
 
 

@@ -42,7 +42,8 @@ def open_iterable(dataset: Any) -> Callable[[], Iterator[Any]]:
     raise DataError(
         f"The data set is of type {type(dataset).__name__}; allowed: a list or other re-iterable "
         "of dicts, tuples or arrays, a dict of arrays, an array, a path to an .npz, or a function "
-        "that returns an iterator."
+        "that returns an iterator.",
+        code="RQ302",
     )
 
 
@@ -53,7 +54,8 @@ def _refuse_one_shot(dataset: Any) -> None:
             f"The data set is a {type(dataset).__name__}, which can be read only once, but "
             "calibration reads it several times. Pass list(...) of it, or a function that returns "
             "a new iterator at every call (for a generator function: the function itself, not its "
-            "result)."
+            "result).",
+            code="RQ302",
         )
 
 
@@ -65,7 +67,8 @@ def _check_callable(source: Callable[..., Any]) -> None:
     except TypeError as error:
         raise DataError(
             f"The data set is the function {getattr(source, '__qualname__', source)!r}, which "
-            f"cannot be called without arguments ({error}); pass lambda: f(...)."
+            f"cannot be called without arguments ({error}); pass lambda: f(...).",
+            code="RQ302",
         ) from None
 
 
@@ -74,12 +77,14 @@ def _call_source(source: Callable[[], Any]) -> Iterator[Any]:
     if isinstance(items, (str, bytes, Mapping)) or is_array(items):
         raise DataError(
             f"The data set's function returned a {type(items).__name__}; it must return an "
-            "iterator of samples."
+            "iterator of samples.",
+            code="RQ302",
         )
     try:
         return iter(items)
     except TypeError:
         raise DataError(
             f"The data set's function returned {type(items).__name__}, which is not iterable; it "
-            "must return an iterator of samples."
+            "must return an iterator of samples.",
+            code="RQ302",
         ) from None

@@ -39,13 +39,14 @@ def load_digits(batch: int = 16) -> DemoData:
         DataError: batch < 1, or the package was installed without its data files.
     """
     if batch < 1:
-        raise DataError(f"load_digits got batch={batch}; allowed: 1 or more.")
+        raise DataError(f"load_digits got batch={batch}; allowed: 1 or more.", code="RQ301")
     folder = Path(__file__).parent
     model_path, data_path = folder / MODEL_FILE, folder / DATA_FILE
     for path in (model_path, data_path):
         if not path.is_file():
             raise DataError(
-                f"The built-in example is incomplete: {path} is missing. Reinstall relayquant."
+                f"The built-in example is incomplete: {path} is missing. Reinstall relayquant.",
+                code="RQ301",
             )
     with np.load(data_path) as data:
         calibration = scale_pixels(data["calibration"])

@@ -35,7 +35,8 @@ def make_data(value: Operand, operator: str, name: str) -> relax.Expr:
         return relax.const(value, value.dtype.name)
     raise QnnError(
         f"qnn.{operator}: operand '{name}' is a {type(value).__name__}; "
-        "allowed: a relax expression or a numpy array."
+        "allowed: a relax expression or a numpy array.",
+        code="RQ601",
     )
 
 
@@ -49,11 +50,13 @@ def make_parameter(value: Parameter, dtype: str, operator: str, name: str) -> re
     except (TypeError, ValueError) as error:
         raise QnnError(
             f"qnn.{operator}: operand '{name}' is a {type(value).__name__}; "
-            "allowed: a relax expression, a number or an array."
+            "allowed: a relax expression, a number or an array.",
+            code="RQ601",
         ) from error
     if dtype == "int32" and not np.array_equal(converted, array):
         raise QnnError(
-            f"qnn.{operator}: operand '{name}' is {value}; allowed: integers that fit into int32."
+            f"qnn.{operator}: operand '{name}' is {value}; allowed: integers that fit into int32.",
+            code="RQ601",
         )
     return relax.const(converted, dtype)
 
@@ -69,7 +72,8 @@ def make_operand(operator: str, argument: Argument, value: Any) -> relax.Expr:
     if not isinstance(value, list | tuple | tvm_ffi.Array | np.ndarray):
         raise QnnError(
             f"qnn.{operator}: operand '{argument.name}' is a {type(value).__name__}; "
-            "allowed: a list or tuple, or a relax expression of tuple type."
+            "allowed: a list or tuple, or a relax expression of tuple type.",
+            code="RQ601",
         )
     fields = (Argument(f"{argument.name}[{i}]", argument.dtype) for i in range(len(value)))
     return relax.Tuple([make_operand(operator, *pair) for pair in zip(fields, value, strict=True)])
@@ -93,7 +97,8 @@ def _mode_value(
     if value not in allowed:
         raise QnnError(
             f"qnn.{operator}: {name}={mode!r} is not allowed; allowed: qtypes.{kind.__name__}, "
-            f"one of {', '.join(allowed)}."
+            f"one of {', '.join(allowed)}.",
+            code="RQ601",
         )
     return str(value)
 
@@ -105,7 +110,8 @@ def make_integers(
     numbers = [value] * length if isinstance(value, int | np.integer) else list(value)
     if len(numbers) != length:
         raise QnnError(
-            f"qnn.{operator}: {name}={numbers} is not allowed; allowed: one integer or {length}."
+            f"qnn.{operator}: {name}={numbers} is not allowed; allowed: one integer or {length}.",
+            code="RQ601",
         )
     return tvm_ffi.Array([int(v) for v in numbers])
 
@@ -120,7 +126,8 @@ def make_padding(value: int | Sequence[int], rank: int, operator: str) -> tvm_ff
     if len(numbers) != 2 * rank:
         raise QnnError(
             f"qnn.{operator}: padding={numbers} is not allowed; allowed: 1, {rank} or {2 * rank} "
-            "integers."
+            "integers.",
+            code="RQ601",
         )
     return tvm_ffi.Array([int(v) for v in numbers])
 

@@ -81,12 +81,15 @@ def check_stage(mod: tvm.IRModule, stage: Stage, *, with_integers: bool = False)
                     f"{value.op.name.removeprefix('relax.')} computes value "
                     f"'{binding.var.name}' of function '{global_var.name_hint}', "
                     f"but is not allowed at stage {stage.name}; allowed: {allowed}. "
-                    + _ADVICE[stage]
+                    + _ADVICE[stage],
+                    code="RQ204",
                 )
     try:
         relax.analysis.well_formed(mod)
     except Exception as error:
-        raise ModelError(f"The module is not well formed at stage {stage.name}: {error}") from error
+        raise ModelError(
+            f"The module is not well formed at stage {stage.name}: {error}", code="RQ204"
+        ) from error
 
 
 _ADVICE = {

@@ -94,7 +94,8 @@ class CheckedOperand:
     def fail(self, what: str, allowed: str, advice: str = "") -> QnnError:
         """The error for this operand; raise it."""
         return QnnError(
-            f"{self.operator}: operand '{self.name}' {what}; {allowed}. {advice}".rstrip()
+            f"{self.operator}: operand '{self.name}' {what}; {allowed}. {advice}".rstrip(),
+            code="RQ601",
         )
 
     def check_dtype(self, allowed: Sequence[str], advice: str = "") -> None:
@@ -123,7 +124,8 @@ class CheckedOperand:
         if not -self.ndim <= axis < self.ndim:
             raise QnnError(
                 f"{self.operator}: {attribute}={axis} is outside operand '{self.name}' of rank "
-                f"{self.ndim}; allowed: {-self.ndim}..{self.ndim - 1}."
+                f"{self.ndim}; allowed: {-self.ndim}..{self.ndim - 1}.",
+                code="RQ601",
             )
         return axis % self.ndim
 
@@ -147,7 +149,8 @@ def check_count(call: Call, arguments: Sequence[Argument]) -> None:
     if len(call.args) != len(arguments):
         raise QnnError(
             f"{operator_name(call)}: got {format_count(len(call.args), 'operand')}; it takes "
-            f"{len(arguments)}: {', '.join(argument.name for argument in arguments)}."
+            f"{len(arguments)}: {', '.join(argument.name for argument in arguments)}.",
+            code="RQ601",
         )
 
 
@@ -161,7 +164,8 @@ def get_operands(call: Call, arguments: Sequence[Argument]) -> list[CheckedOpera
         if not isinstance(ty, relax.TensorType):
             raise QnnError(
                 f"{operator}: operand '{name}' is {ty}; allowed: a tensor. "
-                "Pick the tensor out of the tuple first, or pass an array."
+                "Pick the tensor out of the tuple first, or pass an array.",
+                code="RQ601",
             )
         operands.append(CheckedOperand(operator, name, ty, argument))
     return operands
@@ -259,7 +263,9 @@ def check_attribute(operator: str, name: str, value: Any, allowed: Sequence[Any]
     """Raise unless an attribute holds one of the allowed values."""
     if value not in allowed:
         listed = ", ".join(map(str, allowed))
-        raise QnnError(f"{operator}: {name}={value!r} is not allowed; allowed: {listed}.")
+        raise QnnError(
+            f"{operator}: {name}={value!r} is not allowed; allowed: {listed}.", code="RQ601"
+        )
 
 
 def check_modes(operator: str, attrs: Any) -> None:
@@ -321,7 +327,8 @@ def broadcast_dims(
             raise QnnError(
                 f"{operator}: operands '{left[0].name}' {show_shape(left[1])} and "
                 f"'{right[0].name}' {show_shape(right[1])} do not broadcast; allowed: dimensions "
-                "that are equal or 1."
+                "that are equal or 1.",
+                code="RQ601",
             )
         else:
             # Neither can be proved: a fixed dimension is the better guess of the two.
@@ -351,7 +358,8 @@ def check_integers(
     if len(numbers) != length or any(v < low for v in numbers):
         raise QnnError(
             f"{operator}: {name}={numbers} is not allowed; allowed: "
-            f"{format_count(length, 'integer')} >= {low}."
+            f"{format_count(length, 'integer')} >= {low}.",
+            code="RQ601",
         )
     return numbers
 
@@ -361,7 +369,8 @@ def check_layout(operator: str, name: str, layout: str, letters: str) -> None:
     if sorted(layout) != sorted(letters):
         raise QnnError(
             f"{operator}: {name}={layout!r} is not allowed; allowed: the letters {letters} in any "
-            f"order, such as {letters}."
+            f"order, such as {letters}.",
+            code="RQ601",
         )
 
 

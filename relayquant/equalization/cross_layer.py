@@ -240,7 +240,8 @@ def read_exponents(mod: tvm.IRModule) -> Exponents:
     except (AttributeError, TypeError, ValueError) as error:
         raise ModelError(
             f"Attribute {EQUALIZED_ATTR} of main, which says how layers were scaled, is damaged: "
-            f"{error}. Quantize the float model again."
+            f"{error}. Quantize the float model again.",
+            code="RQ205",
         ) from error
 
 

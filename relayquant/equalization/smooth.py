@@ -98,7 +98,9 @@ def smooth_activations(
         ConfigError: alpha is not within 0 and 1.
     """
     if not 0 <= alpha <= 1:
-        raise ConfigError(f"alpha is {alpha!r}; allowed: 0 <= alpha <= 1, for instance 0.5.")
+        raise ConfigError(
+            f"alpha is {alpha!r}; allowed: 0 <= alpha <= 1, for instance 0.5.", code="RQ101"
+        )
     graph = Graph(mod)
     sites, declined = find_sites(graph, absorbs=absorbs, inserts=inserts)
     if not sites:

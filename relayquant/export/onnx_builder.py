@@ -53,7 +53,8 @@ def read_affine(scale: relax.Expr, zero_point: relax.Expr, axis: int, rank: int)
     if arrays[0] is None or arrays[1] is None:
         raise ModelError(
             "export_onnx: quantization parameters that are computed at run time have no QDQ form; "
-            "allowed: constants."
+            "allowed: constants.",
+            code="RQ203",
         )
     size = max(array.size for array in arrays)
     if size == 1:
@@ -155,7 +156,9 @@ class OnnxBuilder:
             found = self.integers.get(expr) or self.real.get(expr)
             if found is not None:
                 return found
-        raise ModelError(f"export_onnx: an operand of {base!r} is no tensor of the module.")
+        raise ModelError(
+            f"export_onnx: an operand of {base!r} is no tensor of the module.", code="RQ203"
+        )
 
     def is_accumulator(self, expr: relax.Expr) -> bool:
         """Whether integers are there as real values only."""

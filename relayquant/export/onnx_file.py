@@ -66,12 +66,15 @@ def export_onnx(
     if size > MAX_BYTES:
         raise ModelError(
             f"export_onnx: the model has {size} bytes, more than a file of ONNX can hold "
-            f"({MAX_BYTES})."
+            f"({MAX_BYTES}).",
+            code="RQ203",
         )
     try:
         onnx.checker.check_model(model, full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
-        raise ModelError(f"export_onnx: ONNX refuses what was written: {error}") from error
+        raise ModelError(
+            f"export_onnx: ONNX refuses what was written: {error}", code="RQ203"
+        ) from error
     write_whole(path, lambda temporary: temporary.write_bytes(model.SerializeToString()))
     return path
 
@@ -150,7 +153,8 @@ def check_operators(graph: Graph) -> None:
         raise ModelError(
             f"export_onnx has no ONNX form for "
             f"{format_count(len(missing), 'operator')}: {'; '.join(lines)}. "
-            "Export a part of the model without them, or replace them before quantizing."
+            "Export a part of the model without them, or replace them before quantizing.",
+            code="RQ203",
         )
 
 
@@ -175,7 +179,8 @@ def describe(builder: OnnxBuilder, expr: relax.Expr) -> onnx.ValueInfoProto:
     name, dtype = builder.tensor(expr, "an output"), tensor_dtype(expr)
     if builder.is_accumulator(expr):
         raise ModelError(
-            f"export_onnx: output {name!r} is an accumulator without quantization parameters."
+            f"export_onnx: output {name!r} is an accumulator without quantization parameters.",
+            code="RQ203",
         )
     return helper.make_tensor_value_info(name, ELEMENT[dtype], tensor_shape(expr))
 

@@ -83,7 +83,7 @@ def read_weight(call: Call, name: str, args) -> tuple[np.ndarray, np.ndarray, np
     """
     packed, scale, zero = (constant_value(arg) for arg in args)
     if packed is None or scale is None or zero is None:
-        raise ModelError(f"export_onnx: the weight of {name!r} is no constant.")
+        raise ModelError(f"export_onnx: the weight of {name!r} is no constant.", code="RQ203")
     codes = unpack_codes(packed, int(call.attrs.bits), int(call.attrs.features))
     return codes, scale.astype("float32"), np.broadcast_to(zero, scale.shape)
 

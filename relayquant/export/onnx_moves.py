@@ -25,7 +25,7 @@ def write_reshape(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
     shape = tensor_shape(var)
     before = tensor_shape(call.args[0])
     if shape is None or before is None:
-        raise ModelError(f"export_onnx: the shape of {var.name!r} is not known.")
+        raise ModelError(f"export_onnx: the shape of {var.name!r} is not known.", code="RQ203")
     same = [i < len(before) and before[i] == size for i, size in enumerate(shape)]
     sizes = [
         size if isinstance(size, int) else (0 if same[i] else -1) for i, size in enumerate(shape)
@@ -48,7 +48,9 @@ def write_concat(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
     """Concat of a literal tuple."""
     fields = getattr(call.args[0], "fields", None)
     if fields is None:
-        raise ModelError(f"export_onnx: the operands of {var.name!r} are no literal tuple.")
+        raise ModelError(
+            f"export_onnx: the operands of {var.name!r} are no literal tuple.", code="RQ203"
+        )
     inputs = [builder.tensor(field, var.name) for field in fields]
     return builder.emit("Concat", inputs, var.name, axis=int(call.attrs.axis))
 
@@ -66,7 +68,9 @@ def write_pad(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
     """Pad with a constant, or with values of the data."""
     mode = str(call.attrs.pad_mode)
     if mode not in PAD_MODES:
-        raise ModelError(f"export_onnx: pad mode {mode!r} of {var.name!r} is not supported.")
+        raise ModelError(
+            f"export_onnx: pad mode {mode!r} of {var.name!r} is not supported.", code="RQ203"
+        )
     width = integers(call.attrs.pad_width)
     pads = builder.constant(np.array(width[0::2] + width[1::2], "int64"), f"{var.name}.pads")
     fill = np.array(float(call.attrs.pad_value)).astype(tensor_dtype(var))
@@ -118,7 +122,8 @@ def write_indices(builder: OnnxBuilder, var: relax.Var, call: Call, mode: str) -
     if mode == "nan" or (length is None and mode == "clip" and len(sizes) > 1):
         raise ModelError(
             f"export_onnx: the indices of {var.name!r} (mode {mode!r}) have no form in ONNX; "
-            "allowed: wrap, or clip along an axis."
+            "allowed: wrap, or clip along an axis.",
+            code="RQ203",
         )
     array = constant_value(indices)
     if not isinstance(indices.ty, relax.TensorType):
@@ -174,7 +179,9 @@ def write_tile(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
     """
     repeats, rank = integers(call.attrs.repeats), call.args[0].ty.ndim
     if len(repeats) > rank:
-        raise ModelError(f"export_onnx: {var.name!r} repeats more axes than its data has.")
+        raise ModelError(
+            f"export_onnx: {var.name!r} repeats more axes than its data has.", code="RQ203"
+        )
     repeats = [1] * (rank - len(repeats)) + repeats
     given = builder.constant(np.array(repeats, "int64"), f"{var.name}.repeats")
     return builder.emit("Tile", [builder.tensor(call.args[0], var.name), given], var.name)
@@ -225,7 +232,8 @@ def write_resize(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
         raise ModelError(
             f"export_onnx: resize {var.name!r} ({method}, {layout}, {rounding or 'no'} rounding) "
             "has no form in ONNX; allowed: nearest_neighbor and linear in NCHW or NHWC, to a "
-            "known height and width."
+            "known height and width.",
+            code="RQ203",
         )
     given: dict[str, object] = (
         {"nearest_mode": NEAREST_MODES[rounding]} if mode == "nearest" else {}
@@ -236,7 +244,8 @@ def write_resize(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
         if any(isinstance(a, str) or lies_halfway(a, b, transformation) for a, b in pairs):
             raise ModelError(
                 f"export_onnx: resize {var.name!r} rounds coordinates halfway between two values "
-                "to even, which ONNX does not have; use another rounding_method."
+                "to even, which ONNX does not have; use another rounding_method.",
+                code="RQ203",
             )
     given["coordinate_transformation_mode"] = transformation
     wanted = [var.ty.shape.values[layout.index(letter)] for letter in "NCHW"]

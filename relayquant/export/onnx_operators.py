@@ -139,7 +139,7 @@ def bias_vector(builder: OnnxBuilder, expr: relax.Expr, base: str) -> str:
     """A bias per channel as the vector that Conv and Gemm take."""
     found = constant_of(builder, expr)
     if found is None:
-        raise ModelError(f"export_onnx: the bias of {base!r} is no constant.")
+        raise ModelError(f"export_onnx: the bias of {base!r} is no constant.", code="RQ203")
     array, call = found
     tensor = builder.constant(array.reshape(-1), f"{base}.bias")
     if call is None:
@@ -311,7 +311,9 @@ def write_clip(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
         if is_accumulator:
             dtype, is_bound = "float32", value not in INTEGER_LIMITS["int32"]
             if is_bound and value != 0:
-                raise ModelError(f"export_onnx: accumulator {var.name!r} is clipped at {value}.")
+                raise ModelError(
+                    f"export_onnx: accumulator {var.name!r} is clipped at {value}.", code="RQ203"
+                )
         bound = np.array(value if is_bound else 0).astype(dtype)
         inputs.append(builder.constant(bound, f"{var.name}.bound") if is_bound else "")
     return builder.emit("Clip", inputs, var.name)
@@ -324,7 +326,9 @@ def write_arg(op: str, builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
         ModelError: over all axes, which ONNX does not have.
     """
     if call.attrs.axis is None:
-        raise ModelError(f"export_onnx: {var.name!r} is over all axes; ONNX needs one.")
+        raise ModelError(
+            f"export_onnx: {var.name!r} is over all axes; ONNX needs one.", code="RQ203"
+        )
     axis, keep = int(call.attrs.axis), int(call.attrs.keepdims)
     found = builder.tensor(call.args[0], var.name)
     if tensor_dtype(var) == "int64":
@@ -338,7 +342,7 @@ def write_prelu(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
     rank, axis = var.ty.ndim, int(call.attrs.axis) % var.ty.ndim
     slopes = constant_value(call.args[1])
     if slopes is None:
-        raise ModelError(f"export_onnx: the slopes of {var.name!r} are no constant.")
+        raise ModelError(f"export_onnx: the slopes of {var.name!r} are no constant.", code="RQ203")
     shaped = slopes.reshape(-1, *[1] * (rank - axis - 1))
     inputs = [builder.tensor(call.args[0], var.name), builder.constant(shaped, f"{var.name}.slope")]
     return builder.emit("PRelu", inputs, var.name)
@@ -348,7 +352,9 @@ def write_cast(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
     """Cast."""
     to = ELEMENT.get(tensor_dtype(var))
     if to is None:
-        raise ModelError(f"export_onnx: a cast to {tensor_dtype(var)} is not supported.")
+        raise ModelError(
+            f"export_onnx: a cast to {tensor_dtype(var)} is not supported.", code="RQ203"
+        )
     return builder.emit("Cast", [builder.tensor(call.args[0], var.name)], var.name, to=to)
 
 
@@ -372,7 +378,8 @@ def write_layer_norm(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
     if axes != list(range(axes[0], rank)) or not (call.attrs.center and call.attrs.scale):
         raise ModelError(
             f"export_onnx: the layer norm {var.name!r} is not over the last axes, or has no scale "
-            "or bias; ONNX has no operator for it."
+            "or bias; ONNX has no operator for it.",
+            code="RQ203",
         )
     epsilon = float(call.attrs.epsilon)
     return builder.emit("LayerNormalization", inputs, var.name, axis=axes[0], epsilon=epsilon)

@@ -88,7 +88,7 @@ def write_qnn_conv(op: str, builder: OnnxBuilder, var: relax.Var, call: Call) ->
     layout, kernel = str(call.attrs.data_layout), str(call.attrs.kernel_layout)
     array = constant_value(weight)
     if array is None:
-        raise ModelError(f"export_onnx: the weight of {var.name!r} is no constant.")
+        raise ModelError(f"export_onnx: the weight of {var.name!r} is no constant.", code="RQ203")
     spatial = "".join(letter for letter in layout if letter not in "NC")
     order = [kernel.index(c) for c in ("OI" if op == "Conv" else "IO") + spatial]
     affine = read_affine(weight_scale, weight_zero, kernel.index("O"), array.ndim)
@@ -118,7 +118,7 @@ def write_qnn_dense(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
     data, weight, data_zero, weight_zero, data_scale, weight_scale = call.args
     array = constant_value(weight)
     if array is None:
-        raise ModelError(f"export_onnx: the weight of {var.name!r} is no constant.")
+        raise ModelError(f"export_onnx: the weight of {var.name!r} is no constant.", code="RQ203")
     affine = read_affine(weight_scale, weight_zero, 0, 2)
     if affine.axis is not None:
         affine = Affine(affine.scale, affine.zero_point, 1)
@@ -207,7 +207,7 @@ def write_lookup(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
     """qnn.lookup(x, table): Gather from the table, which is indexed by the bits of x."""
     data, table = call.args[0], constant_value(call.args[1])
     if table is None:
-        raise ModelError(f"export_onnx: the table of {var.name!r} is no constant.")
+        raise ModelError(f"export_onnx: the table of {var.name!r} is no constant.", code="RQ203")
     index = builder.step("Cast", [builder.tensor(data, var.name)], f"{var.name}.wide", to=6)
     if tensor_dtype(data) == "int8":
         # Entry i is for the bit pattern i: negative integers are behind the others.

@@ -61,7 +61,8 @@ def write_size(builder: OnnxBuilder, size: Any, base: str) -> str:
         raise ModelError(
             f"export_onnx: {base!r} needs the size {size}, which is computed by "
             f"{type(size).__name__}; allowed: sums, differences, products, quotients, remainders, "
-            "minima and maxima. Load the model with shapes of numbers."
+            "minima and maxima. Load the model with shapes of numbers.",
+            code="RQ203",
         )
     return builder.step(op, [write_size(builder, part, base) for part in (size.a, size.b)], base)
 
@@ -85,5 +86,6 @@ def write_extent(builder: OnnxBuilder, symbol: tirx.Var, base: str) -> str:
                 return builder.step("Shape", [name], base, start=axis, end=axis + 1)
     raise ModelError(
         f"export_onnx: {base!r} needs the size {dim_name(symbol)}, which is that of no tensor "
-        "before it. Load the model with shapes of numbers."
+        "before it. Load the model with shapes of numbers.",
+        code="RQ203",
     )

@@ -21,17 +21,20 @@ def check_file(path: PathLike, max_bytes: int, *, extra_bytes: int = 0) -> Path:
     """
     path = Path(path)
     if not path.exists():
-        raise ModelError(f"There is no model file {str(path)!r}.")
+        raise ModelError(f"There is no model file {str(path)!r}.", code="RQ201")
     if not path.is_file():
-        raise ModelError(f"{str(path)!r} is not a file but a folder or device.")
+        raise ModelError(f"{str(path)!r} is not a file but a folder or device.", code="RQ201")
     size = path.stat().st_size + extra_bytes
     if size == 0:
-        raise ModelError(f"The model file {str(path)!r} is empty.")
+        raise ModelError(f"The model file {str(path)!r} is empty.", code="RQ201")
     if size > max_bytes:
         raise ModelError(
             f"The model {str(path)!r} has {format_count(size, 'byte')}, more than the limit of "
-            f"{max_bytes}. Pass a larger max_bytes if you trust it."
+            f"{max_bytes}. Pass a larger max_bytes if you trust it.",
+            code="RQ201",
         )
     if not os.access(path, os.R_OK):
-        raise ModelError(f"The model file {str(path)!r} is not readable; check its permissions.")
+        raise ModelError(
+            f"The model file {str(path)!r} is not readable; check its permissions.", code="RQ201"
+        )
     return path

@@ -47,7 +47,8 @@ def load_gguf(path: PathLike, *, max_bytes: int = DEFAULT_MAX_BYTES) -> Mapping[
         import gguf
     except ImportError:
         raise MissingDependencyError(
-            "Reading a .gguf file needs the package gguf. Run: pip install 'relayquant[gguf]'"
+            "Reading a .gguf file needs the package gguf. Run: pip install 'relayquant[gguf]'",
+            code="RQ503",
         ) from None
     with reading(path, "GGUF file", ModelError):
         checked = check_file(path, max_bytes)
@@ -56,7 +57,8 @@ def load_gguf(path: PathLike, *, max_bytes: int = DEFAULT_MAX_BYTES) -> Mapping[
         if size > MOST_GROWTH * checked.stat().st_size:
             raise ModelError(
                 f"{path}: its tensors take {format_count(size, 'byte')} as float32, more than "
-                f"{MOST_GROWTH} times the file. It is damaged."
+                f"{MOST_GROWTH} times the file. It is damaged.",
+                code="RQ202",
             )
         for tensor in {tensor.tensor_type: tensor for tensor in tensors}.values():
             check_kind(gguf, tensor)
@@ -153,5 +155,6 @@ def check_kind(gguf: Any, tensor: Any) -> None:
     except NotImplementedError:
         raise ModelError(
             f"Tensor {tensor.name!r} has blocks of kind {tensor.tensor_type.name}, which the "
-            "package gguf does not decode. Quantize the model to Q8_0, Q4_0 or Q4_K."
+            "package gguf does not decode. Quantize the model to Q8_0, Q4_0 or Q4_K.",
+            code="RQ202",
         ) from None

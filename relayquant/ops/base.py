@@ -292,14 +292,16 @@ class QuantOp:
         if missing:
             raise ConfigError(
                 f"QuantOp {self.name!r}: its pattern names no part {missing[0]!r}, which is one of "
-                f"its operands. {suggest_name(missing[0], named or ())}"
+                f"its operands. {suggest_name(missing[0], named or ())}",
+                code="RQ106",
             )
 
         if self.realize is None and self.kind is not Kind.SHARING and not self.has_affine_rule:
             raise ConfigError(
                 f"QuantOp {self.name!r}: realize=None is for Kind.SHARING, whose operators move "
                 f"integers as they are, and for those with an AffineRule; "
-                f"one of {self.kind} needs a function of RealizeContext."
+                f"one of {self.kind} needs a function of RealizeContext.",
+                code="RQ106",
             )
 
     def find_refusal(self, match: Match) -> Skip | None:

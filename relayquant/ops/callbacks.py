@@ -34,7 +34,9 @@ def run_match(row: QuantOp, graph: Graph, var: relax.Var) -> Match | None:
     where = describe_place(row, var.name, "pattern.match")
     match = call_user(where, lambda: row.pattern.match(graph, var))
     if match is not None and not isinstance(match, Match):
-        raise ConfigError(f"{where} returned {describe(match)}; allowed: a Match, or None.")
+        raise ConfigError(
+            f"{where} returned {describe(match)}; allowed: a Match, or None.", code="RQ106"
+        )
     return match
 
 
@@ -47,7 +49,9 @@ def run_check(row: QuantOp, match: Match) -> Skip | None:
     where = describe_place(row, match.name, "check")
     skip = call_user(where, lambda: row.find_refusal(match))
     if skip is not None and not isinstance(skip, Skip):
-        raise ConfigError(f"{where} returned {describe(skip)}; allowed: a Skip(reason), or None.")
+        raise ConfigError(
+            f"{where} returned {describe(skip)}; allowed: a Skip(reason), or None.", code="RQ106"
+        )
     return skip
 
 
@@ -68,7 +72,9 @@ def run_axis(row: QuantOp, operand: Operand, match: Match) -> int | None:
     is_counted = rank < 0 or operand.role is Role.BIAS
     if axis is not None and not (is_axis and (is_counted or 0 <= axis < rank)):
         raise ConfigError(
-            f"{where} returned {axis!r}; allowed: an axis of the operand, 0 to {rank - 1}, or None."
+            f"{where} returned {axis!r}; allowed: an axis of the operand, 0 to {rank - 1}, or "
+            "None.",
+            code="RQ106",
         )
     return axis
 
@@ -132,7 +138,9 @@ def call_user(where: str, function: Callable[[], T], passed: tuple[type[Exceptio
     except passed:
         raise
     except Exception as error:
-        raise ConfigError(f"{where} raised {type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"{where} raised {type(error).__name__}: {error}", code="RQ106"
+        ) from error
 
 
 def check_value(
@@ -147,13 +155,15 @@ def check_value(
     if not isinstance(value, relax.Expr):
         raise ConfigError(
             f"{where} returned {describe(value)}; allowed: {allowed} of {wanted}, which is what "
-            "the float operator computes."
+            "the float operator computes.",
+            code="RQ106",
         )
     found = call_user(where, lambda: emitter.builder.normalize(value))
     if tensor_dtype(found) != tensor_dtype(root) or not has_shape_of(found, root):
         raise ConfigError(
             f"{where} returned {describe_tensor(found)}; allowed: {allowed} of {wanted}, which is "
-            "what the float operator computes."
+            "what the float operator computes.",
+            code="RQ106",
         )
     return found
 

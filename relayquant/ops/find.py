@@ -59,7 +59,8 @@ def match_operator(graph: Graph, backend: BackendConfig, operator: OperatorPlan)
         raise ModelError(
             f"The plan quantizes operator {operator.name!r} as {operator.pattern!r}, but the "
             "module has "
-            "no such operator. Make the plan from the module that is converted."
+            "no such operator. Make the plan from the module that is converted.",
+            code="RQ204",
         )
     return match
 
@@ -75,7 +76,9 @@ def operand_constant(match: Match, operand: str) -> np.ndarray:
     constant = source_constant(match.graph, expr)
     value = constant_value(constant) if constant is not None else None
     if value is None:
-        raise ModelError(f"Operand {operand!r} of operator {match.name!r} is not a constant.")
+        raise ModelError(
+            f"Operand {operand!r} of operator {match.name!r} is not a constant.", code="RQ204"
+        )
     return value if value.dtype.kind == "f" else dequantize_constant(match, expr)
 
 
@@ -88,7 +91,8 @@ def dequantize_constant(match: Match, expr: relax.Expr) -> np.ndarray:
     if call is None or any(value is None for value in values):
         raise ModelError(
             f"The constant at operator {match.name!r} is dequantized by parameters that are not "
-            "constants. Pass a model whose weights have constant scales and zero points."
+            "constants. Pass a model whose weights have constant scales and zero points.",
+            code="RQ204",
         )
     return numpy_qnn.dequantize(*values, axis=int(call.attrs.axis))
 

@@ -34,7 +34,7 @@ def bind_params(editor: Editor, params: Mapping[str, Any] | None) -> None:
     values = dict(params or {})
     names = [param.name for param in editor.params]
     if len(set(names)) != len(names):
-        raise ModelError(f"Parameters of main share names ({names}); rename them.")
+        raise ModelError(f"Parameters of main share names ({names}); rename them.", code="RQ204")
     num_input = int(editor.attrs.get("num_input", len(names)))
     weights = editor.params[num_input:]
     attached = editor.attrs.pop("params", None)
@@ -46,7 +46,8 @@ def bind_params(editor: Editor, params: Mapping[str, Any] | None) -> None:
                 f"params[{function!r}] holds {format_count(len(attached), 'value')}, main has "
                 f"{format_count(len(weights), 'parameter')} behind its "
                 f"{format_count(num_input, 'input')}. Pass what detach_params returned with this "
-                "module."
+                "module.",
+                code="RQ204",
             )
     if attached is not None and len(attached) == len(weights):
         values = {**dict(zip((w.name for w in weights), attached, strict=True)), **values}
@@ -54,14 +55,16 @@ def bind_params(editor: Editor, params: Mapping[str, Any] | None) -> None:
         if not holds_constant(editor.values.values(), values.pop(name)):
             raise ModelError(
                 f"params has {name!r}, which main does not. {suggest_name(name, names)} "
-                "No constant of the module has its value."
+                "No constant of the module has its value.",
+                code="RQ204",
             )
     missing = [weight.name for weight in weights if weight.name not in values]
     if missing:
         raise ModelError(
             f"main has {format_count(len(names), 'parameter')} with "
             f"{format_count(num_input, 'input')}; no value was given for "
-            f"{', '.join(map(repr, missing))}. Pass them in params."
+            f"{', '.join(map(repr, missing))}. Pass them in params.",
+            code="RQ204",
         )
     for param in list(editor.params):
         if param.name in values:
@@ -109,6 +112,7 @@ def _to_const(param: relax.Var, value: Any) -> relax.Expr:
     if not fits or dtype != str(array.dtype):
         raise ModelError(
             f"params[{param.name!r}] is {array.dtype} of shape {array.shape}; main wants {dtype} "
-            f"of shape {shape}."
+            f"of shape {shape}.",
+            code="RQ204",
         )
     return make_const(array, dtype)

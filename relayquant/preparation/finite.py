@@ -97,12 +97,13 @@ def check_constants(editor: Editor, sources: Mapping[str, Mapping[str, Any]]) ->
             elements = format_count(read.array.size, "element")
             huge.append((read, f"{count} of {elements} beyond {LARGEST:.2g}"))
     if refused:
-        raise ModelError(f"{describe(editor, sources, refused)} {CHECK_FILE}")
+        raise ModelError(f"{describe(editor, sources, refused)} {CHECK_FILE}", code="RQ204")
     if huge:
         warn_user(
             f"{describe(editor, sources, huge)} Products of such numbers overflow float32, and "
             "other elements vanish beside them: check the file of the model, and how it was "
-            "trained or converted."
+            "trained or converted.",
+            code="RQ204",
         )
 
 
@@ -227,5 +228,6 @@ def check_planned(mod: tvm.IRModule, plan: Plan, constants: Mapping[str, Constan
                 f"The {operand} of {name!r}{origin} holds {reason}, for which no integer stands. "
                 "Check the file of the model; if this is meant, keep the operator in float: "
                 f"qconfig_mapping=QConfigMapping().set_global(relayquant.X86.default_qconfig)"
-                f".set_module_name({name!r}, None), with your backend for X86."
+                f".set_module_name({name!r}, None), with your backend for X86.",
+                code="RQ204",
             )

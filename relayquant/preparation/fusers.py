@@ -35,7 +35,7 @@ def apply_fusers(
     try:
         fused = apply_rules(mod, [guard_fuser(fuser) for fuser in fusers])
     except RuntimeError as error:
-        raise ConfigError(f"BackendConfig.fusers: {error}") from error
+        raise ConfigError(f"BackendConfig.fusers: {error}", code="RQ106") from error
     return prepare_module(fused, keep=keep)
 
 

@@ -39,7 +39,8 @@ def bound_indices(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
         raise ModelError(
             f"take at {editor.names[var]!r}: the indices reach from {array.min()} to "
             f"{array.max()}, but there are {format_count(length, 'element')}; allowed: "
-            f"{-length}..{length - 1}. The model reads outside of its tensor; export it again."
+            f"{-length}..{length - 1}. The model reads outside of its tensor; export it again.",
+            code="RQ204",
         )
     inside = make_const(np.where(array < 0, array + length, array), str(array.dtype))
     return relax.op.take(data, inside, axis, "clip")

@@ -43,7 +43,8 @@ def align_parameter(values: Any, dtype: str, data: Array, axis: int) -> Array:
     if array.ndim != 1 or not -data.ndim <= axis < data.ndim or array.size != data.shape[axis]:
         raise QnnError(
             f"a scale or zero point has shape {array.shape}, data has shape {data.shape}, axis is "
-            f"{axis}; allowed: shape () or one value per index of that axis."
+            f"{axis}; allowed: shape () or one value per index of that axis.",
+            code="RQ601",
         )
     shape = [1] * data.ndim
     shape[axis] = array.size
@@ -54,11 +55,11 @@ def cycle_parameter(values: Any, data: Array, axis: int) -> Array:
     """A parameter of a simulated operator as float32, element i mod length for channel i."""
     array = np.asarray(values).astype("float32").reshape(-1)
     if array.size == 0:
-        raise QnnError("a scale or zero point of a simulated operator is empty.")
+        raise QnnError("a scale or zero point of a simulated operator is empty.", code="RQ601")
     if data.ndim == 0:
         return array[0]
     if not -data.ndim <= axis < data.ndim:
-        raise QnnError(f"axis {axis} is outside data of shape {data.shape}.")
+        raise QnnError(f"axis {axis} is outside data of shape {data.shape}.", code="RQ601")
     shape = [1] * data.ndim
     shape[axis] = data.shape[axis]
     return array[np.arange(data.shape[axis]) % array.size].reshape(shape)
@@ -76,7 +77,10 @@ def get_scalar(values: Any, dtype: str, name: str) -> Array:
     """A parameter that must hold one value, as an array of shape ()."""
     array = np.asarray(values, dtype)
     if array.size != 1:
-        raise QnnError(f"{name} has shape {array.shape}; allowed: one value for the whole tensor.")
+        raise QnnError(
+            f"{name} has shape {array.shape}; allowed: one value for the whole tensor.",
+            code="RQ601",
+        )
     return array.reshape(())
 
 
@@ -155,6 +159,7 @@ def wrap_sums(sums: Array, operator: str) -> Array:
             f"qnn.{operator}: int32 cannot hold {lost} of {format_count(sums.size, 'sum')}, "
             "and wraps modulo 2^32",
             RuntimeWarning,
+            code="RQ402",
         )
     return wrapped
 

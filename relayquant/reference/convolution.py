@@ -30,7 +30,8 @@ def get_spatial_letters(layout: str) -> str:
     if not set(layout) <= set("NCOI" + SPATIAL_LETTERS) or len(set(layout)) != len(layout):
         raise QnnError(
             f"layout {layout!r} is not supported; allowed: each of N, C (data) or O, I (kernel) "
-            "and the spatial letters once, such as NCHW, NHWC, OIHW, HWIO, HWOI."
+            "and the spatial letters once, such as NCHW, NHWC, OIHW, HWIO, HWOI.",
+            code="RQ601",
         )
     return "".join(letter for letter in SPATIAL_LETTERS if letter in layout)
 
@@ -38,7 +39,9 @@ def get_spatial_letters(layout: str) -> str:
 def permute_layout(array: Array, source: str, target: str) -> Array:
     """A view of `array` with its axes reordered from layout `source` to `target`."""
     if array.ndim != len(source):
-        raise QnnError(f"an array of shape {array.shape} does not have layout {source!r}.")
+        raise QnnError(
+            f"an array of shape {array.shape} does not have layout {source!r}.", code="RQ601"
+        )
     return array.transpose([source.index(letter) for letter in target])
 
 
@@ -52,7 +55,8 @@ def split_padding(padding: Sequence[int], rank: int) -> list[tuple[int, int]]:
     if len(values) != 2 * rank:
         raise QnnError(
             f"padding {list(padding)} has {format_count(len(values), 'number')}; allowed for "
-            f"{format_count(rank, 'spatial axis')}: 1, {rank} or {2 * rank}."
+            f"{format_count(rank, 'spatial axis')}: 1, {rank} or {2 * rank}.",
+            code="RQ601",
         )
     return list(zip(values[:rank], values[rank:], strict=True))
 
@@ -62,7 +66,8 @@ def expand_per_axis(values: Sequence[int], rank: int) -> list[int]:
     numbers = [int(value) for value in values]
     if len(numbers) not in (1, rank):
         raise QnnError(
-            f"{numbers} has {format_count(len(numbers), 'number')}; allowed: 1 or {rank}."
+            f"{numbers} has {format_count(len(numbers), 'number')}; allowed: 1 or {rank}.",
+            code="RQ601",
         )
     return numbers * rank if len(numbers) == 1 else numbers
 
@@ -116,7 +121,8 @@ def convolve(
             f"convolution of {format_count(x.shape[-1], 'channel')} in "
             f"{format_count(groups, 'group')} with a kernel of {per_group} input and "
             f"{format_count(out_channels, 'output channel')}: input channels must be groups * "
-            "kernel input channels, output channels a multiple of groups."
+            "kernel input channels, output channels a multiple of groups.",
+            code="RQ601",
         )
     x = np.pad(x, [(0, 0), *pads, (0, 0)])
     taps = w.shape[:rank]
@@ -125,7 +131,9 @@ def convolve(
         for size, d, k, s in zip(x.shape[1:-1], dilation, taps, strides, strict=True)
     ]
     if min(outputs) <= 0:
-        raise QnnError(f"convolution with a {taps} kernel leaves nothing of data {data.shape}.")
+        raise QnnError(
+            f"convolution with a {taps} kernel leaves nothing of data {data.shape}.", code="RQ601"
+        )
     windows = iterate_taps(taps, outputs, strides, dilation)
     shape = (x.shape[0], *outputs)
     if groups == 1 and per_group * int(np.prod(taps)) <= 1024:
@@ -187,7 +195,8 @@ def convolve_transposed(
             f"transposed convolution of {format_count(x.shape[-1], 'channel')} in "
             f"{format_count(groups, 'group')} with a kernel of "
             f"{format_count(channels, 'input channel')}: these must be equal and a multiple of "
-            "groups."
+            "groups.",
+            code="RQ601",
         )
     taps, sizes = w.shape[:rank], x.shape[1:-1]
     full = [
@@ -203,7 +212,7 @@ def convolve_transposed(
     crop = [slice(before, size - after) for (before, after), size in zip(pads, full, strict=True)]
     result = result[(slice(None), *crop)]
     if 0 in result.shape[1:-1]:
-        raise QnnError(f"transposed convolution of data {data.shape} leaves nothing.")
+        raise QnnError(f"transposed convolution of data {data.shape} leaves nothing.", code="RQ601")
     return permute_layout(result, "N" + letters + "C", out_layout or data_layout)
 
 
@@ -251,7 +260,9 @@ class Window:
             if self.starts_inside and self.ceil_mode and (count - 1) * s >= size + before:
                 count -= 1
             if count <= 0:
-                raise QnnError(f"a pool of size {k} leaves nothing of an axis of length {size}.")
+                raise QnnError(
+                    f"a pool of size {k} leaves nothing of an axis of length {size}.", code="RQ601"
+                )
             needed = (count - 1) * s + d * (k - 1) + 1 - size - before
             pads.append((before, max(after, needed)))
             outputs.append(count)

@@ -46,7 +46,7 @@ def match_shape(
     """
     text = f"({', '.join(str(getattr(dim, 'value', dim)) for dim in dims)})"
     if len(dims) != len(shape):
-        raise DataError(f"{name!r} has shape {tuple(shape)}; allowed: {text}.")
+        raise DataError(f"{name!r} has shape {tuple(shape)}; allowed: {text}.", code="RQ302")
     for dim, size in zip(dims, shape, strict=True):
         if isinstance(dim, tvm.tirx.Var) and dim not in frame.symbols:
             frame.symbols[dim] = int(size)
@@ -56,4 +56,6 @@ def match_shape(
             known = f" with {dim} = {expected}" if not isinstance(dim, tvm.tirx.IntImm) else ""
             wanted = [int(d) if isinstance(d, tvm.tirx.IntImm) else str(d) for d in dims]
             advice = suggest_sizes(name, wanted, shape) if is_input else ""
-            raise DataError(f"{name!r} has shape {tuple(shape)}; allowed: {text}{known}.{advice}")
+            raise DataError(
+                f"{name!r} has shape {tuple(shape)}; allowed: {text}{known}.{advice}", code="RQ302"
+            )

@@ -37,10 +37,15 @@ def order_inputs(params: Sequence[Any], inputs: Any) -> list[Any]:
     if isinstance(inputs, Mapping):
         for name in inputs:
             if name not in names:
-                raise DataError(f"input {name!r} is no parameter. {suggest_name(str(name), names)}")
+                raise DataError(
+                    f"input {name!r} is no parameter. {suggest_name(str(name), names)}",
+                    code="RQ302",
+                )
         missing = [name for name in names if name not in inputs]
         if missing:
-            raise DataError(f"inputs {missing} are missing; the parameters are {names}.")
+            raise DataError(
+                f"inputs {missing} are missing; the parameters are {names}.", code="RQ302"
+            )
         return [inputs[name] for name in names]
     if not isinstance(inputs, (tuple, list)):
         inputs = (inputs,)
@@ -48,12 +53,14 @@ def order_inputs(params: Sequence[Any], inputs: Any) -> list[Any]:
         raise DataError(
             "the inputs are a list with a dict in it; allowed: one sample, as a dict of arrays by "
             f"name, or a list of the arrays in the order of the parameters, {names}. Pass the "
-            "dict itself."
+            "dict itself.",
+            code="RQ302",
         )
     if len(inputs) != len(names):
         raise DataError(
             f"got {format_count(len(inputs), 'input')} for "
-            f"{format_count(len(names), 'parameter')}: {names}."
+            f"{format_count(len(names), 'parameter')}: {names}.",
+            code="RQ302",
         )
     return list(inputs)
 
@@ -71,7 +78,8 @@ def check_input(frame: Frame, name: str, ty: Any, value: Any) -> Any:
     if isinstance(ty, tvm.ir.TupleType):
         if not isinstance(value, (tuple, list)) or len(value) != len(ty.fields):
             raise DataError(
-                f"input {name!r} must be a tuple of {format_count(len(ty.fields), 'value')}."
+                f"input {name!r} must be a tuple of {format_count(len(ty.fields), 'value')}.",
+                code="RQ302",
             )
         return tuple(
             check_input(frame, f"{name}.{i}", part, element)
@@ -89,13 +97,15 @@ def check_input(frame: Frame, name: str, ty: Any, value: Any) -> Any:
     if dtype and array.dtype.name != dtype:
         raise DataError(
             f"input {name!r} has dtype {array.dtype.name}; the model takes {dtype}. "
-            f"Convert it: array.astype({dtype!r})."
+            f"Convert it: array.astype({dtype!r}).",
+            code="RQ302",
         )
     if ty.shape is not None and isinstance(ty.shape, relax.ShapeExpr):
         match_shape(frame, name, ty.shape.values, array.shape, is_input=True)
     elif ty.ndim not in (-1, array.ndim):
         raise DataError(
-            f"input {name!r} has shape {array.shape}; allowed: {format_count(ty.ndim, 'axis')}."
+            f"input {name!r} has shape {array.shape}; allowed: {format_count(ty.ndim, 'axis')}.",
+            code="RQ302",
         )
     return array
 
@@ -110,10 +120,14 @@ def as_native_array(name: str, value: Any) -> np.ndarray[Any, Any]:
     try:
         array = np.asarray(value.numpy() if hasattr(value, "numpy") else value)
     except (TypeError, ValueError, RuntimeError) as error:  # of numpy, or the tensor's own
-        raise DataError(f"input {name!r} cannot be made a numpy array: {error}") from error
+        raise DataError(
+            f"input {name!r} cannot be made a numpy array: {error}", code="RQ302"
+        ) from error
     if array.dtype.kind == "O":
         kind = type(value).__name__
-        raise DataError(f"input {name!r} is a {kind}, no array of numbers. Pass a numpy array.")
+        raise DataError(
+            f"input {name!r} is a {kind}, no array of numbers. Pass a numpy array.", code="RQ302"
+        )
     return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
@@ -126,7 +140,8 @@ def check_shape(name: str, value: Any) -> tuple[int, ...]:
     if sizes is None or not all(0 <= size <= MOST for size in sizes):
         raise DataError(
             f"input {name!r} is {value!r}; the model takes a shape: a tuple of integers from 0 to "
-            f"{MOST}."
+            f"{MOST}.",
+            code="RQ302",
         )
     return sizes
 
@@ -139,4 +154,6 @@ def check_number(name: str, dtype: str, value: Any) -> bool | int | float:
         number = array.item()
         if kind not in "iu" or np.iinfo(dtype).min <= number <= np.iinfo(dtype).max:
             return number
-    raise DataError(f"input {name!r} is {value!r}; the model takes a number of dtype {dtype}.")
+    raise DataError(
+        f"input {name!r} is {value!r}; the model takes a number of dtype {dtype}.", code="RQ302"
+    )

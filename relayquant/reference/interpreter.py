@@ -209,8 +209,12 @@ def evaluate(frame: Frame, expr: Any, name: str) -> Any:
         number = frame.evaluate_number(expr)
         if number is not None:
             return number
-        raise ModelError(f"value {name!r}: {expr} depends on a size that no input determines.")
-    raise ModelError(f"value {name!r}: cannot execute a {type(expr).__name__}: {expr}.")
+        raise ModelError(
+            f"value {name!r}: {expr} depends on a size that no input determines.", code="RQ206"
+        )
+    raise ModelError(
+        f"value {name!r}: cannot execute a {type(expr).__name__}: {expr}.", code="RQ206"
+    )
 
 
 def evaluate_call(frame: Frame, call: Any, name: str) -> Any:
@@ -218,7 +222,9 @@ def evaluate_call(frame: Frame, call: Any, name: str) -> Any:
     if isinstance(call.op, tvm.ir.GlobalVar):
         callee = frame.mod[call.op]
         if not isinstance(callee, relax.Function):
-            raise ModelError(f"value {name!r}: {call.op.name_hint} is called without call_tir.")
+            raise ModelError(
+                f"value {name!r}: {call.op.name_hint} is called without call_tir.", code="RQ206"
+            )
         return call_function(Frame(frame.mod), callee, call, frame, name)
     if isinstance(call.op, tvm.ir.Op):
         operator = call.op.name.removeprefix("relax.")
@@ -232,7 +238,9 @@ def evaluate_call(frame: Frame, call: Any, name: str) -> Any:
                 result = OPERATORS[operator](args, call.attrs)
             except (RelayQuantError, IndexError, TypeError, ValueError) as error:
                 # numpy's own are of data and types: indices, shapes, what it does not compute
-                raise ModelError(f"value {name!r}, operator relax.{operator}: {error}") from error
+                raise ModelError(
+                    f"value {name!r}, operator relax.{operator}: {error}", code="RQ206"
+                ) from error
         if result is not NotImplemented:
             return result
     if isinstance(call.op, tvm.ir.Var) and isinstance(frame.values.get(call.op), Closure):
@@ -255,13 +263,16 @@ def evaluate_qnn(operator: str, args: list[Any], call: Any, name: str) -> Any:
     if operator not in qnn.OPERATORS:
         raise ModelError(
             f"value {name!r}: relax.qnn.{operator} has no numpy form. "
-            f"{suggest_name(operator, qnn.OPERATORS)}"
+            f"{suggest_name(operator, qnn.OPERATORS)}",
+            code="RQ206",
         )
     keywords = {key: read_mode(key, value) for key, value in read_attributes(call).items()}
     try:
         return qnn.OPERATORS[operator](*args, **keywords)
     except RelayQuantError as error:
-        raise ModelError(f"value {name!r}, operator relax.qnn.{operator}: {error}") from error
+        raise ModelError(
+            f"value {name!r}, operator relax.qnn.{operator}: {error}", code="RQ206"
+        ) from error
 
 
 def read_mode(key: str, value: Any) -> Any:
@@ -295,6 +306,7 @@ def conform_value(frame: Frame, ty: Any, value: Any, name: str, call: Any) -> An
         ):
             raise ModelError(
                 f"value {name!r}: {describe_operator(call)} gave shape {array.shape}, TVM infers "
-                f"{ty.shape}."
+                f"{ty.shape}.",
+                code="RQ206",
             )
     return array

@@ -42,18 +42,21 @@ def build_table(
     if input_params.dtype not in ("int8", "uint8") or input_params.is_per_channel:
         raise QnnError(
             f"a table needs one scale and an input of int8 or uint8, got {input_params.dtype}"
-            f"{' per channel' if input_params.is_per_channel else ''}."
+            f"{' per channel' if input_params.is_per_channel else ''}.",
+            code="RQ601",
         )
     patterns = np.arange(256, dtype="uint8").view(input_params.dtype)
     x = dequantize(patterns, input_params.scale, input_params.zero_point)
     with np.errstate(all="ignore"):
         y = np.asarray(function(x))
     if y.shape != (256,):
-        raise QnnError(f"the function of a table gave shape {y.shape} for an input of (256,).")
+        raise QnnError(
+            f"the function of a table gave shape {y.shape} for an input of (256,).", code="RQ601"
+        )
     if isinstance(output_params, str):
         return np.where(np.isnan(y), 0, y).astype(output_params)
     if output_params.is_per_channel:
-        raise QnnError("a table needs one output scale, got one per channel.")
+        raise QnnError("a table needs one output scale, got one per channel.", code="RQ601")
     return quantize(
         y.astype("float32"),
         output_params.scale,

@@ -63,7 +63,8 @@ def compile_call(mod: tvm.IRModule, call: Any, name: str, evaluate: Callable[[An
             if isinstance(expr, relax.Tuple):
                 return relax.Tuple([rebuild(*pair) for pair in zip(fields, value, strict=True)])
             raise ModelError(
-                f"value {name!r}: a tuple variable cannot be passed to a compiled call."
+                f"value {name!r}: a tuple variable cannot be passed to a compiled call.",
+                code="RQ206",
             )
         return tvm.tirx.const(value, str(expr.ty.dtype))
 
@@ -93,7 +94,8 @@ def compile_call(mod: tvm.IRModule, call: Any, name: str, evaluate: Callable[[An
     except Exception as error:
         raise ModelError(
             f"value {name!r}: {describe_operator(call)} has no numpy form and TVM cannot compile "
-            f"it alone: {str(error).strip().splitlines()[-1]}"
+            f"it alone: {str(error).strip().splitlines()[-1]}",
+            code="RQ206",
         ) from error
     return to_numpy(result)
 

@@ -85,7 +85,7 @@ def guard_module(
     tuned = TunedBatches() if is_held_out else prepared.tuned
     look = look_at_samples(prepared, qmod, sample, guarding, tuned)
     for finding in lint_samples(prepared.mod, look.first):
-        warn_user(f"Calibration data: {finding}", DataWarning)
+        warn_user(f"Calibration data: {finding}", DataWarning, code="RQ304")
     batches, gaps = look.batches, look.gaps
     seen = replace(look.summarize(gaps), is_held_out=is_held_out)
     what = (
@@ -104,6 +104,7 @@ def guard_module(
                 f"{what} The first operator that is off is {culprit!r}. That is more than 8 bits "
                 f"usually cost; effort='best' or quantize(metric=) may help. {advice}",
                 AccuracyWarning,
+                code="RQ401",
             )
         return write_ledger(qmod, replace(read_ledger(qmod), guard=seen))
     culprit = find_first_off(prepared, qmod, pick_worst(prepared, batches, gaps, 2))
@@ -116,6 +117,7 @@ def guard_module(
         warn_user(
             f"{what} The first operator that is off is {culprit!r}; {why}. {advice}",
             AccuracyWarning,
+            code="RQ401",
         )
         guard = replace(seen, is_parted=True, operator=culprit)
         return write_ledger(qmod, replace(read_ledger(qmod), guard=guard))
@@ -143,6 +145,7 @@ def guard_module(
         f"{what} Back in float, {format_count(len(names), 'operator')}: {', '.join(names)}. Now: "
         f"on {guard.describe_samples()} {guard.describe()}. {advice}",
         AccuracyWarning,
+        code="RQ401",
     )
     speed = read_ledger(qmod).speed
     ledger = replace(read_ledger(changed), guard=guard, speed=speed)
@@ -378,7 +381,9 @@ def revert_operators(
     """
     mapping, guarding = prepared.mapping, settings.guarding
     if mapping is None:
-        raise ConfigError("The guard needs the QConfigMapping that the model was prepared with.")
+        raise ConfigError(
+            "The guard needs the QConfigMapping that the model was prepared with.", code="RQ102"
+        )
     operators = find_rounding_operators(prepared)
     # Each operator is switched alone, and what is behind it computed anew: half of the model.
     each = max(count_all_macs(prepared) * len(operators) / 2, 1)

@@ -103,7 +103,8 @@ def check_operator(
         raise ConfigError(
             f"Backend {backend.name!r} cannot run operator {operator.name!r} ({operator.pattern}) "
             "with the edited "
-            f"plan: {conflicts[0]}. Allowed: {'; '.join(d.description for d in row.dtypes)}."
+            f"plan: {conflicts[0]}. Allowed: {'; '.join(d.description for d in row.dtypes)}.",
+            code="RQ105",
         )
 
 
@@ -144,7 +145,8 @@ def merge_statistics(first: PreparedModel, *others: PreparedModel) -> PreparedMo
             raise ConfigError(
                 f"merge_statistics: model {i} has another plan than model 0. Prepare them alike, "
                 "or load both from "
-                "one file that save_prepared wrote."
+                "one file that save_prepared wrote.",
+                code="RQ105",
             )
         missing = [group.key for group in needed if group.key not in model.statistics]
         if missing:
@@ -155,7 +157,8 @@ def merge_statistics(first: PreparedModel, *others: PreparedModel) -> PreparedMo
                 f"{missing[0]!r}. Calibrate it with order=Order.PARALLEL and observers: statistics "
                 "of the "
                 "topological order depend on each process's own parameters, and callables keep "
-                "none."
+                "none.",
+                code="RQ105",
             )
     for model in others:
         for key, seen in model.statistics.items():
@@ -164,7 +167,8 @@ def merge_statistics(first: PreparedModel, *others: PreparedModel) -> PreparedMo
                 raise ConfigError(
                     f"merge_statistics: value {key!r} was observed by {before.observer.name} and "
                     "by "
-                    f"{seen.observer.name}; use one observer."
+                    f"{seen.observer.name}; use one observer.",
+                    code="RQ105",
                 )
             state = before.observer.merge(before.state, seen.state)
             statistics[key] = GroupStatistics(before.observer, state)
@@ -247,7 +251,8 @@ def load_prepared(
         backend = resolve_backend(header["backend"] if backend_config is None else backend_config)
         if backend.name != header["backend"]:
             raise ConfigError(
-                f"{path} was prepared for backend {header['backend']!r}, not {backend.name!r}."
+                f"{path} was prepared for backend {header['backend']!r}, not {backend.name!r}.",
+                code="RQ105",
             )
         mapping = header["mapping"]
         return PreparedModel(
@@ -276,6 +281,6 @@ def read_statistics(
     """The observer of one group and its state."""
     observer = NamedSettings.from_dict(row["observer"], f"observer of {group.key!r}")
     if not isinstance(observer, Observer):
-        raise DataError(f"What observed value {group.key!r} is no observer.")
+        raise DataError(f"What observed value {group.key!r} is no observer.", code="RQ303")
     found = {name: arrays[f"statistics/{group.key}/{name}"] for name in row["arrays"]}
     return GroupStatistics(observer, observer.restore(group.info, found))

@@ -25,7 +25,9 @@ def keep_parameters(
     where there were none, which no built-in pattern brings about, is calibrated anew.
     """
     if prepared.mapping is None:
-        raise ConfigError("The model lacks the QConfigMapping that it was prepared with.")
+        raise ConfigError(
+            "The model lacks the QConfigMapping that it was prepared with.", code="RQ102"
+        )
     mapping = add_float_lines(prepared, list(names), prepared.mapping)
     wanted = {value.name for value in prepared.outputs if value.is_integer}
     plan = annotate(prepared.mod, prepared.backend, mapping, wanted)

@@ -271,6 +271,7 @@ def review_score(
         f"{form.text!r}. Preprocess as in training (--preprocess {form.text} in a shell); "
         "relayquant.lint(mod, params, data, labels) tells more.",
         DataWarning,
+        code="RQ304",
     )
 
 
@@ -285,7 +286,8 @@ def score_float(metric: Metric, simulation: Simulation) -> float:
         raise ConfigError(
             f"The metric {name_metric(metric)} gives {score} where both outputs are equal, and "
             "nothing is within max_drop of that. Let it have a largest value: min(decibels, 100) "
-            "for a signal to noise ratio, or minus the relative error."
+            "for a signal to noise ratio, or minus the relative error.",
+            code="RQ102",
         )
     return score
 

@@ -65,7 +65,8 @@ class SearchState:
         if known != fingerprint:
             raise ConfigError(
                 f"{state.path} is the state of a search with another model, backend, effort, "
-                "configuration or bound. Delete it, or name another file."
+                "configuration or bound. Delete it, or name another file.",
+                code="RQ102",
             )
         return state
 
@@ -80,7 +81,8 @@ class SearchState:
             raise ConfigError(
                 f"{self.path} is the state of a search with other {' and other '.join(other)}, so "
                 "its scores do not count here. Delete it, or name another file; data must come in "
-                "the same order each time."
+                "the same order each time.",
+                code="RQ102",
             )
         self.basis |= basis
         self.save()

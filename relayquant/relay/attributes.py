@@ -120,19 +120,21 @@ def complete_attrs(known: Attrs, written: Mapping[str, Any]) -> dict[str, Any]:
     """
     for name in written:
         if name not in known:
-            raise ModelError(f"it has no attribute {name!r}. {suggest_name(name, known)}")
+            raise ModelError(
+                f"it has no attribute {name!r}. {suggest_name(name, known)}", code="RQ202"
+            )
     values: dict[str, Any] = {}
     for name, attr in known.items():
         if name not in written:
             if attr.required:
-                raise ModelError(f"attribute {name!r} is missing.")
+                raise ModelError(f"attribute {name!r} is missing.", code="RQ202")
             values[name] = attr.default
             continue
         try:
             values[name] = _CHECKS[attr.kind](written[name])
         except (TypeError, ValueError, OverflowError) as error:
             raise ModelError(
-                f"attribute {name} is {written[name]!r}; allowed: {attr.kind.value}."
+                f"attribute {name} is {written[name]!r}; allowed: {attr.kind.value}.", code="RQ202"
             ) from error
     return values
 

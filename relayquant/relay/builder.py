@@ -67,7 +67,8 @@ def build_module(
     main = module.functions.get("main")
     if main is None:
         raise ModelError(
-            f"The Relay module has no function @main, only: {', '.join(module.functions)}."
+            f"The Relay module has no function @main, only: {', '.join(module.functions)}.",
+            code="RQ202",
         )
     check_operators(module)
     names = [param.name for param in list_parameters(main)]
@@ -94,7 +95,8 @@ def match_names(what: str, given: Mapping[str, Any], names: Sequence[str]) -> di
         printed = name if name in names or name[:1].isalpha() else f"v{name}"
         if printed not in names or (printed != name and printed in given):
             raise ModelError(
-                f"{what} has {name!r}, which is no parameter of @main. {suggest_name(name, names)}"
+                f"{what} has {name!r}, which is no parameter of @main. {suggest_name(name, names)}",
+                code="RQ202",
             )
         found[printed] = value
     return found
@@ -122,7 +124,8 @@ def check_operators(module: syntax.Module) -> None:
             f"{format_count(len(rows), 'operator')}:\n  "
             + "\n  ".join(rows)
             + "\nReplace them before saving the module (relay.transform.SimplifyInference, "
-            "DynamicToStatic and CanonicalizeOps do that for many), or ask for them."
+            "DynamicToStatic and CanonicalizeOps do that for many), or ask for them.",
+            code="RQ202",
         )
 
 
@@ -135,7 +138,8 @@ def _reachable(module: syntax.Module) -> Iterator[syntax.Expr]:
         if depth > MAX_DEPTH:
             raise ModelError(
                 f"The expression at {expr.where} is nested deeper than {MAX_DEPTH}. Give inner "
-                "values names: %0 = ...;"
+                "values names: %0 = ...;",
+                code="RQ202",
             )
         yield expr
         if isinstance(expr, syntax.GlobalRef) and expr.name not in seen:
@@ -225,7 +229,8 @@ class _ModuleBuilder:
         ):
             raise ModelError(
                 f"shapes[{param.name!r}] is {wanted}, but the parameter is {kind}; allowed: one "
-                "integer for each dimension, the same where one is given."
+                "integer for each dimension, the same where one is given.",
+                code="RQ202",
             )
         return wanted
 
@@ -322,7 +327,8 @@ class _ModuleBuilder:
             if not row.min_args <= len(args) <= row.max_args:
                 raise ModelError(
                     f"it has {format_count(len(args), 'argument')}; allowed: {row.min_args}"
-                    + (f" to {row.max_args}." if row.max_args > row.min_args else ".")
+                    + (f" to {row.max_args}." if row.max_args > row.min_args else "."),
+                    code="RQ202",
                 )
             attrs = complete_attrs(row.attrs, call.attrs)
             written = frozenset(call.attrs)
@@ -462,4 +468,4 @@ def _inner(scope: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
 
 
 def _fail(where: syntax.Location, message: str) -> ModelError:
-    return ModelError(f"The Relay module is wrong at {where}: {message}")
+    return ModelError(f"The Relay module is wrong at {where}: {message}", code="RQ202")

@@ -50,7 +50,9 @@ def parse_json(text: str, operators: Mapping[str, Attrs]) -> tuple[syntax.Module
         main = _FunctionReader(graph, operators).function(graph.root)
         return syntax.Module({"main": main}), graph.version
     if key != "IRModule":
-        raise ModelError(f"The Relay JSON holds {key or 'null'}, not a module or a function.")
+        raise ModelError(
+            f"The Relay JSON holds {key or 'null'}, not a module or a function.", code="RQ202"
+        )
     entries = graph.items(graph.child(graph.root, "functions"))
     functions: dict[str, syntax.Function] = {}
     for name, value in zip(entries[::2], entries[1::2], strict=False):

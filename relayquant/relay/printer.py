@@ -115,7 +115,8 @@ def print_literal(array: np.ndarray) -> str:
     if not has_literal(array):
         raise ModelError(
             f"A constant of shape {array.shape} and dtype {array.dtype} has no literal in Relay: "
-            "it must be a parameter."
+            "it must be a parameter.",
+            code="RQ202",
         )
     if array.dtype == bool:
         return str(bool(array))

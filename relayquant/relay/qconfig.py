@@ -103,18 +103,22 @@ class RelayQConfig:
             value = getattr(self, option)
             if not is_allowed(value):
                 near = find_near(value)
-                raise ConfigError(f"relay.qconfig: {option} is {value!r}; {message}{near}")
+                raise ConfigError(
+                    f"relay.qconfig: {option} is {value!r}; {message}{near}", code="RQ101"
+                )
         bits = DTYPE_BITS[self.dtype_input]
         if self.nbit_input > bits:
             raise ConfigError(
                 f"relay.qconfig: nbit_input is {self.nbit_input}, but dtype_input "
-                f"{self.dtype_input!r} holds {format_count(bits, 'bit')}."
+                f"{self.dtype_input!r} holds {format_count(bits, 'bit')}.",
+                code="RQ101",
             )
         for name in self.debug_enabled_ops or ():
             if name not in QUANTIZED_OPERATORS:
                 raise ConfigError(
                     f"relay.qconfig: debug_enabled_ops has {name!r}, which relay.quantize does not "
-                    f"quantize. {suggest_name(name, QUANTIZED_OPERATORS)}"
+                    f"quantize. {suggest_name(name, QUANTIZED_OPERATORS)}",
+                    code="RQ101",
                 )
 
     @property
@@ -271,7 +275,9 @@ def qconfig(**options: Any) -> RelayQConfig:
     known = [field.name for field in fields(RelayQConfig)]
     for name in options:
         if name not in known:
-            raise ConfigError(f"relay.qconfig has no option {name!r}. {suggest_name(name, known)}")
+            raise ConfigError(
+                f"relay.qconfig has no option {name!r}. {suggest_name(name, known)}", code="RQ101"
+            )
     return RelayQConfig(**options)
 
 

@@ -34,7 +34,8 @@ class WrittenBy:
         if found is None:
             raise ModelError(
                 f'release is {text!r}; allowed: "0.{FIRST_MINOR}" to "0.{LAST_MINOR}", the '
-                "releases of TVM that had Relay."
+                "releases of TVM that had Relay.",
+                code="RQ202",
             )
         return found
 

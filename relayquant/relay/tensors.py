@@ -51,7 +51,8 @@ class _Cursor:
         if size < 0 or size > left:
             raise ModelError(
                 f"{self.what} is truncated or corrupt: {part} at byte {self.at} needs "
-                f"{format_count(size, 'byte')}, {left} are left."
+                f"{format_count(size, 'byte')}, {left} are left.",
+                code="RQ202",
             )
         self.at += size
         return self.data[self.at - size : self.at]
@@ -65,7 +66,8 @@ class _Cursor:
         if found != magic:
             raise ModelError(
                 f"{self.what} is not what it should be: {part} at byte {at} starts with "
-                f"{found:#x} instead of {magic:#x}."
+                f"{found:#x} instead of {magic:#x}.",
+                code="RQ202",
             )
 
     def tensor(self, name: str) -> np.ndarray:
@@ -77,12 +79,14 @@ class _Cursor:
             known = ", ".join(sorted(DTYPE_CODES))
             raise ModelError(
                 f"{self.what}: tensor {name} has type code {code}, {format_count(bits, 'bit')}, "
-                f"{format_count(lanes, 'lane')}; supported: {known}."
+                f"{format_count(lanes, 'lane')}; supported: {known}.",
+                code="RQ202",
             )
         if not 0 <= ndim <= MAX_RANK:
             raise ModelError(
                 f"{self.what}: tensor {name} has {format_count(ndim, 'axis')}; allowed: 0 to "
-                f"{MAX_RANK}."
+                f"{MAX_RANK}.",
+                code="RQ202",
             )
         shape = self.numbers(f"{ndim}q", f"shape of tensor {name}")
         (size,) = self.numbers("q", f"size of tensor {name}")
@@ -90,7 +94,8 @@ class _Cursor:
         if min(shape, default=0) < 0 or size != wanted:
             raise ModelError(
                 f"{self.what}: tensor {name} of shape {shape} and dtype {dtype} has "
-                f"{format_count(size, 'byte')} of data instead of {wanted}."
+                f"{format_count(size, 'byte')} of data instead of {wanted}.",
+                code="RQ202",
             )
         return np.frombuffer(self.take(size, f"data of tensor {name}"), dtype).reshape(shape).copy()
 
@@ -105,7 +110,8 @@ def decode_tensor(data: bytes, what: str) -> np.ndarray:
     tensor = cursor.tensor("0")
     if cursor.at != len(data):
         raise ModelError(
-            f"{what} has {format_count(len(data) - cursor.at, 'byte')} behind its tensor."
+            f"{what} has {format_count(len(data) - cursor.at, 'byte')} behind its tensor.",
+            code="RQ202",
         )
     return tensor
 
@@ -119,7 +125,9 @@ def encode_tensor(array: np.ndarray) -> bytes:
     array = np.asarray(array, order="C")
     code = DTYPE_CODES.get(str(array.dtype))
     if code is None:
-        raise ModelError(f"dtype {array.dtype} cannot be saved; allowed: {sorted(DTYPE_CODES)}.")
+        raise ModelError(
+            f"dtype {array.dtype} cannot be saved; allowed: {sorted(DTYPE_CODES)}.", code="RQ202"
+        )
     head = struct.pack("<QQiii", TENSOR_MAGIC, 0, 1, 0, array.ndim)
     kind = struct.pack("<BBH", *code, 1)
     shape = struct.pack(f"<{array.ndim}qq", *array.shape, array.nbytes)
@@ -141,17 +149,21 @@ def decode_params(data: bytes, what: str = "The params") -> dict[str, np.ndarray
         try:
             names.append(bytes(cursor.take(length, f"name {index}")).decode("utf-8"))
         except UnicodeDecodeError as error:
-            raise ModelError(f"{what}: name {index} is not UTF-8 text ({error}).") from error
+            raise ModelError(
+                f"{what}: name {index} is not UTF-8 text ({error}).", code="RQ202"
+            ) from error
     (tensors,) = cursor.numbers("Q", "the number of tensors")
     if tensors != count or len(set(names)) != count:
         raise ModelError(
             f"{what} has {format_count(count, 'name')}, {len(set(names))} of them distinct, and "
-            f"{format_count(tensors, 'tensor')}; each tensor needs a name of its own."
+            f"{format_count(tensors, 'tensor')}; each tensor needs a name of its own.",
+            code="RQ202",
         )
     params = {name: cursor.tensor(repr(name)) for name in names}
     if cursor.at != len(data):
         raise ModelError(
-            f"{what} has {format_count(len(data) - cursor.at, 'byte')} behind its last tensor."
+            f"{what} has {format_count(len(data) - cursor.at, 'byte')} behind its last tensor.",
+            code="RQ202",
         )
     return params
 

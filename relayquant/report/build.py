@@ -90,7 +90,7 @@ def make_report(
         DataError: the data does not fit the model.
     """
     if samples < 1:
-        raise ConfigError(f"make_report: samples is {samples}; allowed: 1 or more.")
+        raise ConfigError(f"make_report: samples is {samples}; allowed: 1 or more.", code="RQ101")
     if metric is not None:
         check_metric(metric)
     check_installed()

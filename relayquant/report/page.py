@@ -104,7 +104,9 @@ def check_installed() -> None:
             import_module(module)
         except ImportError as error:
             raise MissingDependencyError(
-                f"A report needs {package}, which is not installed: pip install relayquant[report]."
+                f"A report needs {package}, which is not installed: pip install "
+                "relayquant[report].",
+                code="RQ503",
             ) from error
 
 

@@ -71,7 +71,7 @@ def plot_error_by_depth(report: CompareReport, path: str | Path | None = None) -
         ConfigError: the ending is of no kind that matplotlib writes, or there is nothing to draw.
     """
     if not report.rows:
-        raise ConfigError("The CompareReport has no rows: there is nothing to draw.")
+        raise ConfigError("The CompareReport has no rows: there is nothing to draw.", code="RQ101")
     with drawing():
         count = len(report.rows)
         width = 0.28 * count + 2 if count <= NAMED else 12
@@ -114,9 +114,11 @@ def plot_sensitivity(
         MissingDependencyError, ConfigError: as `plot_error_by_depth`; or `rows` < 1.
     """
     if rows < 1:
-        raise ConfigError(f"plot_sensitivity: rows is {rows}; allowed: 1 or more.")
+        raise ConfigError(f"plot_sensitivity: rows is {rows}; allowed: 1 or more.", code="RQ101")
     if not report.rows:
-        raise ConfigError("The SensitivityReport has no rows: there is nothing to draw.")
+        raise ConfigError(
+            "The SensitivityReport has no rows: there is nothing to draw.", code="RQ101"
+        )
     with drawing():
         shown = report.rows[:rows]
         figure = new_figure(7, 0.22 * len(shown) + 1.2)
@@ -146,7 +148,7 @@ def plot_latency(latencies: Mapping[str, Latency], path: str | Path | None = Non
         MissingDependencyError, ConfigError: as `plot_error_by_depth`.
     """
     if not latencies:
-        raise ConfigError("There are no latencies: there is nothing to draw.")
+        raise ConfigError("There are no latencies: there is nothing to draw.", code="RQ101")
     with drawing():
         figure = new_figure(7, 0.5 * len(latencies) + 1.2)
         axes = figure.add_subplot()
@@ -238,7 +240,9 @@ def collect_ranges(
     plan = prepared.plan
     groups = plan.groups[:40] if names is None else [plan.group(name) for name in names]
     if not groups:
-        raise ConfigError("Nothing is quantized, or no names are given: there is nothing to draw.")
+        raise ConfigError(
+            "Nothing is quantized, or no names are given: there is nothing to draw.", code="RQ101"
+        )
     values = collect_values(prepared, groups, dataset, samples)
     drawn = []
     for group in groups:
@@ -311,7 +315,8 @@ def drawing() -> Iterator[None]:
         from matplotlib import rc_context
     except ImportError as error:
         raise MissingDependencyError(
-            "Pictures need matplotlib, which is not installed: pip install relayquant[plot]."
+            "Pictures need matplotlib, which is not installed: pip install relayquant[plot].",
+            code="RQ503",
         ) from error
     with rc_context(dict(STYLE)):
         yield
@@ -350,6 +355,7 @@ def check_picture(path: str | Path) -> str:
     if kind not in kinds:
         raise ConfigError(
             f"The picture {str(path)!r} has the ending {kind!r}; allowed: "
-            f"{', '.join(sorted(kinds))}."
+            f"{', '.join(sorted(kinds))}.",
+            code="RQ101",
         )
     return kind

@@ -45,7 +45,8 @@ class Editor:
         if not func.is_pure:
             raise ModelError(
                 "Function main has side effects (it is not pure), so that its operators cannot be "
-                "moved or replaced. Remove assertions, prints and in-place updates from the model."
+                "moved or replaced. Remove assertions, prints and in-place updates from the model.",
+                code="RQ204",
             )
         self._mod = mod
         self.params: list[relax.Var] = list(func.params)
@@ -75,13 +76,15 @@ class Editor:
             raise ModelError(
                 f"Value {var.name!r} of main is control flow ({type(value).__name__}), which is "
                 "not "
-                "supported. Export the model for one fixed path."
+                "supported. Export the model for one fixed path.",
+                code="RQ204",
             )
         callee = value.op if isinstance(value, Call) else None
         if isinstance(callee, relax.Var):
             raise ModelError(
                 f"Value {var.name!r} of main calls {callee.name!r}, a function that is a value of "
-                "main. Make it a function of the module, or write its operators into main."
+                "main. Make it a function of the module, or write its operators into main.",
+                code="RQ204",
             )
         if isinstance(binding, relax.MatchCast):
             self._casts[var] = binding

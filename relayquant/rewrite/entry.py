@@ -49,7 +49,8 @@ def name_main(mod: tvm.IRModule) -> tvm.IRModule:
     raise ModelError(
         f"The module has no Relax function 'main' (functions: {', '.join(names) or 'none'}), and "
         "not exactly one other that could be the model: one Relax function that is public, or one "
-        "in all. Rename the function to quantize to 'main'."
+        "in all. Rename the function to quantize to 'main'.",
+        code="RQ204",
     )
 
 

@@ -34,7 +34,8 @@ class Graph:
         if not isinstance(body, relax.SeqExpr) or len(body.blocks) > 1:
             raise ModelError(
                 "Function main must hold one dataflow block; this one has control flow or several "
-                "blocks. Pass it through relayquant.prepare, or remove the control flow."
+                "blocks. Pass it through relayquant.prepare, or remove the control flow.",
+                code="RQ204",
             )
 
     @cached_property

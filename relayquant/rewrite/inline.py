@@ -92,7 +92,8 @@ def _copy_call(
         cycle = " -> ".join((*path[path.index(inner) :], inner))
         raise ModelError(
             f"Value {name!r} of main calls {inner} within {inner} ({cycle}): how deep this "
-            "recursion goes is not known before the model runs. Unroll it to a fixed depth."
+            "recursion goes is not known before the model runs. Unroll it to a fixed depth.",
+            code="RQ204",
         )
     func = mod[callee]
     new: Substitution = dict(zip(func.params, call.args, strict=True))
@@ -102,7 +103,8 @@ def _copy_call(
                 raise ModelError(
                     f"Value {name!r} of main calls {inner}, which has dimension {dim.name!r} of "
                     f"{param.name!r}; what is passed is {arg.ty}. Say its shape by match_cast "
-                    "before the call."
+                    "before the call.",
+                    code="RQ204",
                 )
             new.setdefault(dim, size)
     for dim in relax.analysis.defined_symbolic_vars(func):  # what match_cast defines within

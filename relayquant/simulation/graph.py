@@ -106,7 +106,8 @@ def make_variables(group: GroupPlan, taken: Set[str] = frozenset()) -> GroupVari
         known = sorted({dtype for dtype, _, _ in SIMULATED_CODES})
         raise ConfigError(
             f"Value {group.key!r} is to be {spec.dtype}, which has no simulated form. "
-            f"Allowed: {', '.join(known)}."
+            f"Allowed: {', '.join(known)}.",
+            code="RQ105",
         )
     prefix = group.key
     parts = ("dtype", "scale", "zero_point", "low", "high")

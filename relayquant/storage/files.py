@@ -53,12 +53,14 @@ def writing(
         raise
     except OSError as error:
         if error.errno is None:  # of no call of the system: a library's own
-            raise FileError(f"Cannot write {path}: {error}") from error
+            raise FileError(f"Cannot write {path}: {error}", code="RQ501") from error
         reason = os.strerror(error.errno)
         if error.filename is not None and not is_near(error.filename, Path(path)):
             reason = f"{error.filename}: {reason}"
         remedy = REMEDIES.get(error.errno, remedy)
-        raise FileError(f"Cannot write {path}: {reason}. {remedy}", error.errno) from error
+        raise FileError(
+            f"Cannot write {path}: {reason}. {remedy}", error.errno, code="RQ501"
+        ) from error
 
 
 def is_near(name: Any, path: Path) -> bool:
@@ -113,12 +115,15 @@ def check_writable(path: Path) -> None:
 def check_place(path: Path) -> None:
     """Raises FileError if `path` is a folder, or in none."""
     if path.is_dir():
-        raise FileError(f"Cannot write {path}: it is a folder. Name a file in it.", errno.EISDIR)
+        raise FileError(
+            f"Cannot write {path}: it is a folder. Name a file in it.", errno.EISDIR, code="RQ501"
+        )
     if not path.parent.is_dir():
         raise FileError(
             f"Cannot write {path}: there is no folder {path.parent}. Make it, or name another "
             "place.",
             errno.ENOENT,
+            code="RQ501",
         )
 
 
@@ -193,10 +198,10 @@ def reading(
             raise
         raise type(error)(f"{path}: {error}") from error
     except FileNotFoundError as error:
-        raise raises(f"There is no file {path}.") from error
+        raise raises(f"There is no file {path}.", code="RQ502") from error
     except Exception as error:
         text = f"{path} is no {what}, or is damaged: {describe(error)}. {advice}"
-        raise raises(text.rstrip()) from error
+        raise raises(text.rstrip(), code="RQ502") from error
 
 
 def describe(error: Exception) -> str:

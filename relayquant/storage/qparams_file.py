@@ -48,7 +48,8 @@ def save_qparams(parameters: Mapping[str, QParams], path: PathLike) -> Path:
         if not isinstance(name, str) or not isinstance(qparams, QParams):
             raise ConfigError(
                 f"save_qparams: {name!r} is a {type(qparams).__name__}; allowed: names of values "
-                "with QParams, as in prepared.parameters."
+                "with QParams, as in prepared.parameters.",
+                code="RQ502",
             )
     rows = {name: qparams.to_dict() for name, qparams in parameters.items()}
     data = {"format": FORMAT, "version": VERSION, "values": rows}
@@ -82,7 +83,8 @@ def load_qparams(path: PathLike, *, dtype: str = "uint8") -> dict[str, QParams]:
                 return read(data, dtype)
     raise ConfigError(
         f"{path} is no file of quantization parameters of a known kind; allowed: what save_qparams "
-        "writes, calibration tables of ONNX Runtime, encodings of AIMET 0.6.1 and 1.0.0."
+        "writes, calibration tables of ONNX Runtime, encodings of AIMET 0.6.1 and 1.0.0.",
+        code="RQ502",
     )
 
 

@@ -120,12 +120,14 @@ def check_pattern(
                 raise PatternMismatch(
                     f"Pattern {row.name!r}, example {example}, inputs times {factor:g}: compiled "
                     "code and numpy "
-                    f"differ first in {report.first}."
+                    f"differ first in {report.first}.",
+                    code="RQ106",
                 )
     if not used:
         raise PatternMismatch(
             f"Pattern {row.name!r} quantized none of {format_count(examples, 'drawn model')}: "
-            f"{'; '.join(dict.fromkeys(reasons))}."
+            f"{'; '.join(dict.fromkeys(reasons))}.",
+            code="RQ106",
         )
     fraction = differing / max(compared, 1)
     if worst > steps or fraction > share:
@@ -133,7 +135,8 @@ def check_pattern(
             f"Pattern {row.name!r}: {fraction:.1%} of its integers differ between the stages, by "
             f"up to {format_count(worst, 'step')}; "
             f"allowed: {share:.1%} by {steps}. Do the simulate and realize callbacks compute the "
-            "same function?"
+            "same function?",
+            code="RQ106",
         )
     return PatternReport(row.name, used, compared, fraction, worst)
 
@@ -145,7 +148,8 @@ def prepare_example(
     default = backend.default_qconfig
     if default is None:
         raise ConfigError(
-            f"check_pattern needs a backend with a default_qconfig; {backend.name!r} has none."
+            f"check_pattern needs a backend with a default_qconfig; {backend.name!r} has none.",
+            code="RQ106",
         )
     activation = TensorConfig(QSpec(dtype), MinMax())
     mapping = QConfigMapping().set_global(QConfig(activation, default.weight))
@@ -213,7 +217,8 @@ def compare_reals(
         raise PatternMismatch(
             f"The simulate callback gives another value {name!r} than the float operators, on the "
             f"same operands: {np.nanmax(gap):.3g} steps of its scale apart before it is rounded; "
-            f"allowed: {steps}. Does the callback compute the function of the pattern?"
+            f"allowed: {steps}. Does the callback compute the function of the pattern?",
+            code="RQ106",
         )
 
 
@@ -235,5 +240,6 @@ def compare_results(
     if gap > 0.1 * size:
         raise PatternMismatch(
             f"What is computed from value {name!r} differs from the float model by {gap:.3g}, of "
-            f"{size:.3g}."
+            f"{size:.3g}.",
+            code="RQ106",
         )

@@ -109,7 +109,9 @@ def find_build(row: QuantOp) -> BuildFunction:
     if not isinstance(row.pattern, Pattern):
         if row.op == "relax.elementwise_chain":
             return draw_chain
-        raise ConfigError(f"check_pattern needs build=... for {row.name!r}: its matcher is code.")
+        raise ConfigError(
+            f"check_pattern needs build=... for {row.name!r}: its matcher is code.", code="RQ106"
+        )
     pattern = row.pattern
     roles = {operand.name: operand.role for operand in row.operands}
 
@@ -126,7 +128,8 @@ def find_unknown(row: QuantOp, node: Any) -> None:
         if node.op.expr.name not in DRAWN:
             raise ConfigError(
                 f"check_pattern needs build=... for {row.name!r}: how to draw {node.op.expr.name} "
-                "is not known."
+                "is not known.",
+                code="RQ106",
             )
         for arg in node.args:
             find_unknown(row, arg)
@@ -139,7 +142,9 @@ def draw_node(builder: ModelBuilder, node: Any, pattern: Pattern, roles: Mapping
         if isinstance(arg, CallPattern):
             args.append(builder.emit(draw_node(builder, arg, pattern, roles), "inner"))
         elif isinstance(arg, TuplePattern):
-            raise ConfigError("check_pattern needs build=... for a pattern with a tuple.")
+            raise ConfigError(
+                "check_pattern needs build=... for a pattern with a tuple.", code="RQ106"
+            )
         else:
             name = next((n for n, part in pattern.parts.items() if part.same_as(arg)), "")
             args.append(roles.get(name, Role.ACTIVATION))

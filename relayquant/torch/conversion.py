@@ -45,7 +45,8 @@ def convert(prepared: Any) -> Any:
         raise ConfigError(
             "convert takes what prepare, prepare_qat or from_module gave, got "
             f"{type(prepared).__name__}. For a module that is neither calibrated nor trained, use "
-            "relayquant.torch.quantize(module, example_inputs, dataset)."
+            "relayquant.torch.quantize(module, example_inputs, dataset).",
+            code="RQ102",
         )
     prepared.check_ranges()
     return prepared.to_quantized()

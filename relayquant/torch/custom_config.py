@@ -33,7 +33,8 @@ class SubmoduleRule:
         if not isinstance(self.key, str | type):
             raise ConfigError(
                 f"PrepareCustomConfig got {self.key!r}; allowed: the path of a module as text, or "
-                "a class of modules."
+                "a class of modules.",
+                code="RQ102",
             )
 
     def find_paths(self, module: Any) -> list[str]:
@@ -54,7 +55,8 @@ class SubmoduleRule:
         known = [path or "the module itself" for path in parts]
         hint = suggest_name(name, known) if isinstance(self.key, str) else ""
         raise ConfigError(
-            f"PrepareCustomConfig names {name!r}, but the module has no such submodule. {hint}"
+            f"PrepareCustomConfig names {name!r}, but the module has no such submodule. {hint}",
+            code="RQ102",
         )
 
 
@@ -276,13 +278,15 @@ class PrepareCustomConfig:
                 raise ConfigError(
                     f"PrepareCustomConfig: modules of {rule.observed.__name__} observe, but "
                     "nothing says what they become. Add set_observed_to_quantized_mapping("
-                    f"{rule.observed.__name__}, ...)."
+                    f"{rule.observed.__name__}, ...).",
+                    code="RQ102",
                 )
             outer = next((p for p in alone if path == p or path.startswith(f"{p}.")), None)
             if outer is not None:
                 raise ConfigError(
                     f"PrepareCustomConfig makes {path!r} custom, and {outer!r}, which holds it, "
-                    "standalone. Say so in the PrepareCustomConfig of the standalone module."
+                    "standalone. Say so in the PrepareCustomConfig of the standalone module.",
+                    code="RQ102",
                 )
             found[path] = rule.observed, forms[rule.observed]
         return found
@@ -307,7 +311,8 @@ def find_apart(rules: Iterable[Any], module: Any, what: str) -> dict[str, Any]:
                     "Name the inner one in the PrepareCustomConfig of the outer one."
                     if what == "standalone"
                     else "Name one of them."
-                )
+                ),
+                code="RQ102",
             )
     return found
 
@@ -327,5 +332,6 @@ def check_builder(method: str, kind: Any, builder: str) -> None:
         name = kind.__name__ if isinstance(kind, type) else repr(kind)
         raise ConfigError(
             f"PrepareCustomConfig.{method} got {name}, which has no class method "
-            f"`{builder}(module)` that makes it."
+            f"`{builder}(module)` that makes it.",
+            code="RQ102",
         )

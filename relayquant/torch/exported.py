@@ -69,7 +69,8 @@ def quantize(
         if has_parts and any(value is not None for value in shaping.values()):
             raise ConfigError(
                 "quantize: standalone and custom modules have the shapes of example inputs by "
-                "position; leave out example_kwargs and dynamic_shapes."
+                "position; leave out example_kwargs and dynamic_shapes.",
+                code="RQ102",
             )
         module, options = apply_config(
             module, prepare_custom_config, example_inputs, dataset, options
@@ -134,7 +135,7 @@ def export(
             from relayquant.torch.state import ADVICE
 
             message += f" It keeps state in a global, a hook or a closure. {ADVICE}"
-        raise ModelError(message) from error
+        raise ModelError(message, code="RQ207") from error
 
 
 def load_module(
@@ -199,12 +200,14 @@ def check_module(module: Any) -> None:
         import torch  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise MissingDependencyError(
-            "Quantizing a PyTorch module needs PyTorch. Run: pip install 'relayquant[torch]'"
+            "Quantizing a PyTorch module needs PyTorch. Run: pip install 'relayquant[torch]'",
+            code="RQ503",
         ) from None
     if not isinstance(module, torch.nn.Module):
         raise ModelError(
             f"relayquant.torch takes a torch.nn.Module, got {type(module).__name__}. "
-            "For an exported program or a .pt2 file, use relayquant.torch.load."
+            "For an exported program or a .pt2 file, use relayquant.torch.load.",
+            code="RQ207",
         )
 
 

@@ -79,20 +79,24 @@ class FinetuneSettings(RunSettings):
         if wrong:
             raise ConfigError(
                 f"finetune got {', '.join(wrong)}; allowed: numbers above 0, and steps=0 with a "
-                "reconstruction."
+                "reconstruction.",
+                code="RQ102",
             )
         for name, value in (
             ("inner_weight", self.inner_weight),
             ("reconstruction", self.reconstruction),
         ):
             if not value >= 0:
-                raise ConfigError(f"finetune got {name}={value!r}; allowed: 0 and more.")
+                raise ConfigError(
+                    f"finetune got {name}={value!r}; allowed: 0 and more.", code="RQ102"
+                )
         if self.metric is not None:
             check_metric(self.metric)
         if self.validation is None and (self.metric is not None or self.patience is not None):
             raise ConfigError(
                 "finetune got a metric or patience but no validation data to measure on. Pass "
-                "validation=, a data set that is not trained on."
+                "validation=, a data set that is not trained on.",
+                code="RQ102",
             )
 
     @property
@@ -175,7 +179,9 @@ def finetune(
 
     if loss is not None and not (takes_arguments(loss, 2) or takes_arguments(loss, 3)):
         raise ConfigError(
-            "finetune: loss cannot be called with (outputs, expected) or (outputs, expected, item)."
+            "finetune: loss cannot be called with (outputs, expected) or (outputs, expected, "
+            "item).",
+            code="RQ102",
         )
     if settings.checkpoint is not None:
         check_writable(Path(settings.checkpoint))

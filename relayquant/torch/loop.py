@@ -152,7 +152,8 @@ class _Training:
                     raise DataError(
                         f"checkpoint={str(self.path)!r} was begun with other data. Data that is "
                         "drawn or augmented at random needs a fixed seed. Delete the file to begin "
-                        "anew."
+                        "anew.",
+                        code="RQ302",
                     )
                 continue
             self.take_step(batch, item)
@@ -214,7 +215,8 @@ class _Training:
         if not math.isfinite(value):
             raise ConfigError(
                 f"The loss is {value} in step {step}: training diverged. Lower lr "
-                f"({settings.lr:g})."
+                f"({settings.lr:g}).",
+                code="RQ102",
             )
         self.losses.append(value)
 
@@ -271,7 +273,8 @@ class _Training:
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
             raise ConfigError(
                 f"finetune: loss returned a {type(value).__name__}; allowed: a tensor of one "
-                "number that torch can differentiate."
+                "number that torch can differentiate.",
+                code="RQ102",
             )
         return value
 
@@ -322,13 +325,15 @@ class _Training:
             if is_finite(expected) and is_finite(outputs):
                 raise ConfigError(
                     f"The loss is {score} on validation data after step {step}, of outputs that "
-                    "are finite. Look at the loss, or pass a metric."
+                    "are finite. Look at the loss, or pass a metric.",
+                    code="RQ102",
                 )
             whose = "trained" if is_finite(expected) else "float"
             raise ConfigError(
                 f"validation: outputs of the {whose} model are not finite after step {step}, so "
                 "states cannot be compared. Look at the validation data and the float model; if "
-                "both are well, training diverged: lower lr."
+                "both are well, training diverged: lower lr.",
+                code="RQ102",
             )
         return score
 
@@ -408,7 +413,8 @@ class _Training:
             raise ConfigError(
                 f"checkpoint={str(self.path)!r} belongs to another training; what differs: "
                 f"{', '.join(different)}. Pass the same arguments to go on, another file, or "
-                "delete it to begin anew."
+                "delete it to begin anew.",
+                code="RQ102",
             )
         write_state(self.student, take_part(arrays, "now:"))
         self.progress = Progress(

@@ -99,7 +99,8 @@ def record_calls(
             if kwargs or not all(isinstance(value, torch.Tensor) for value in args):
                 raise ModelError(
                     f"Module {path!r} is to be quantized by itself, but is called with more than "
-                    "tensors by position. Choose a module within it, or around it."
+                    "tensors by position. Choose a module within it, or around it.",
+                    code="RQ206",
                 )
             began.append(tuple(value.detach().clone() for value in args))
 
@@ -135,14 +136,16 @@ def check_calls(calls: Sequence[Sequence[SubmoduleCall]], paths: Sequence[str]) 
     for path in paths:
         if not any(path in row for row in rows):
             raise ModelError(
-                f"Module {path!r} is to be quantized by itself, but the model does not call it."
+                f"Module {path!r} is to be quantized by itself, but the model does not call it.",
+                code="RQ206",
             )
     for row in rows[1:]:
         if row != rows[0]:
             raise ModelError(
                 f"The model calls its standalone and custom modules in one order for one input "
                 f"({', '.join(rows[0])}) and in another for another ({', '.join(row)}), which no "
-                "graph does. Use relayquant.torch.prepare, which runs the model's own code."
+                "graph does. Use relayquant.torch.prepare, which runs the model's own code.",
+                code="RQ206",
             )
 
 

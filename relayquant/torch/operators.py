@@ -245,7 +245,8 @@ def fold_index(at: Tensor, size: int, mode: str) -> Tensor:
         return torch.where(turn < size, turn, 2 * size - 2 - turn)
     raise ModelError(
         f"nn.pad has no torch form for mode {mode!r}; allowed: constant, reflect, replicate, "
-        "circular."
+        "circular.",
+        code="RQ206",
     )
 
 
@@ -318,7 +319,8 @@ def batch_norm(args: list[Any], attrs: Any) -> Any:
     if attrs.training:
         raise ModelError(
             "nn.batch_norm has no torch form for training=True; allowed: False, with the moving "
-            "statistics. Export the model in eval mode."
+            "statistics. Export the model in eval mode.",
+            code="RQ206",
         )
     data, _, _, mean, variance = args
     axes = (int(attrs.axis),)
@@ -534,7 +536,8 @@ def attention(args: list[Any], attrs: Any) -> Tensor:
     """softmax(q k^T * scale) v with q, k, v of shape (batch, sequence, heads, size)."""
     if attrs.causal_mask is not None or attrs.window_size is not None:
         raise ModelError(
-            "nn.attention has no torch form for causal_mask and window_size; allowed: neither."
+            "nn.attention has no torch form for causal_mask and window_size; allowed: neither.",
+            code="RQ206",
         )
     q, k, v = (operand.transpose(1, 2) for operand in args[:3])
     scale = q.shape[-1] ** -0.5 if attrs.scale is None else float(attrs.scale)

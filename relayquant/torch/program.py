@@ -176,7 +176,8 @@ class TorchProgram:
         if len(inputs) != len(names):
             raise DataError(
                 f"The module takes {format_count(len(names), 'input')} ({', '.join(names)}), got "
-                f"{len(inputs)}."
+                f"{len(inputs)}.",
+                code="RQ302",
             )
         for var, value in zip(self.inputs, inputs, strict=True):
             bind_input(values, var, value)
@@ -189,12 +190,17 @@ def bind_input(values: Values, var: relax.Var, value: Any) -> None:
         DataError: it does not fit the function.
     """
     if not isinstance(value, torch.Tensor):
-        raise DataError(f"Input {var.name!r} is a {type(value).__name__}; allowed: a torch.Tensor.")
+        raise DataError(
+            f"Input {var.name!r} is a {type(value).__name__}; allowed: a torch.Tensor.",
+            code="RQ302",
+        )
     if isinstance(var.ty.shape, relax.ShapeExpr):
         match_shape(values.frame, var.name, var.ty.shape.values, tuple(value.shape))
     dtype = getattr(torch, get_tensor_dtype(var.ty))
     if value.dtype != dtype and value.is_floating_point() != dtype.is_floating_point:
-        raise DataError(f"Input {var.name!r} is {value.dtype}; the model takes {dtype}.")
+        raise DataError(
+            f"Input {var.name!r} is {value.dtype}; the model takes {dtype}.", code="RQ302"
+        )
     values.slots[var] = value.to(dtype)
 
 
@@ -228,7 +234,8 @@ class ProgramBuilder:
             listed = ", ".join(f"{op} ({name!r})" for op, name in sorted(self.missing.items()))
             raise ModelError(
                 f"{format_count(len(self.missing), 'operator')} of the model cannot be trained: "
-                f"{listed}. Allowed are the operators of relayquant.torch.operators."
+                f"{listed}. Allowed are the operators of relayquant.torch.operators.",
+                code="RQ206",
             )
         body = self.main.body
         result = body.body if isinstance(body, relax.SeqExpr) else body
@@ -401,7 +408,7 @@ class ProgramBuilder:
         if isinstance(expr.ty, tvm.ir.PrimType):
             (sizes,) = (self.read_sizes([expr]),)
             return lambda values: sizes(values)[0]
-        raise ModelError(f"A {type(expr).__name__} has no torch form: {expr}.")
+        raise ModelError(f"A {type(expr).__name__} has no torch form: {expr}.", code="RQ206")
 
     def read_sizes(self, dims: Sequence[Any]) -> Reader:
         """Numbers, known or of the run."""
@@ -427,7 +434,7 @@ def order_steps(steps: Sequence[TorchStep], known: set[relax.Var]) -> list[Torch
                 later.append(step)
         if len(later) == len(waiting):
             names = ", ".join(repr(step.var.name) for step in later)
-            raise ModelError(f"Values {names} depend on themselves.")
+            raise ModelError(f"Values {names} depend on themselves.", code="RQ206")
         waiting = later
     return placed
 

@@ -178,7 +178,8 @@ def fit_place(
         raise DataError(
             f"Operator {name!r} reads values that are not finite, or too large for their sum, so "
             "that its weight cannot be fitted. Look at the data that is trained on, and its "
-            "preprocessing."
+            "preprocessing.",
+            code="RQ302",
         )
     original = view.weight_to_rows(fit.weight)
     target = fit_sums(x, y, original, with_bias=fit.bias is not None)

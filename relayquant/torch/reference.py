@@ -46,7 +46,8 @@ def convert_to_reference(prepared: Any) -> Any:
     if not isinstance(prepared, PreparedModel):
         raise ConfigError(
             "relayquant.torch.convert_to_reference takes a calibrated model, or what prepare_qat "
-            f"or from_module gave, got {type(prepared).__name__}."
+            f"or from_module gave, got {type(prepared).__name__}.",
+            code="RQ102",
         )
     from relayquant.torch.reference_module import ReferenceModule
 

@@ -69,7 +69,7 @@ class ReferenceModule(nn.Module):
 
 def refuse_rounding(key: str, axis: int, value: torch.Tensor) -> torch.Tensor:
     """A reference form holds no simulated quantization."""
-    raise ModelError(f"Value {key!r} is simulated in a reference form.")
+    raise ModelError(f"Value {key!r} is simulated in a reference form.", code="RQ206")
 
 
 class ReferenceBuilder(ProgramBuilder):
@@ -86,7 +86,8 @@ class ReferenceBuilder(ProgramBuilder):
         if Rounding(rounding) is not Rounding.TONEAREST_EVEN:
             raise ModelError(
                 f"Operator {var.name!r} rounds {rounding}; quantized_decomposed of PyTorch rounds "
-                "half to even."
+                "half to even.",
+                code="RQ206",
             )
         is_quantize = name == QUANTIZE
         dtype = str(call.attrs.out_dtype) if is_quantize else tensor_dtype(call.args[0])

@@ -210,7 +210,8 @@ class FakeQuantize(nn.Module):
             if x.shape[axis] != len(self.scale):
                 raise ModelError(
                     f"Value {self.group.key!r} has {format_count(x.shape[axis], 'channel')} "
-                    f"and {format_count(len(self.scale), 'scale')}."
+                    f"and {format_count(len(self.scale), 'scale')}.",
+                    code="RQ206",
                 )
             shape[axis] = -1
         given = (

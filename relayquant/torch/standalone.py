@@ -270,7 +270,8 @@ def describe_examples(
     if not all(isinstance(value, torch.Tensor) for value in inputs) or len(inputs) > len(names):
         raise ModelError(
             "A model with standalone or custom modules takes tensors by position; wrap it in a "
-            "module that does."
+            "module that does.",
+            code="RQ206",
         )
 
     def describe_shape(value: torch.Tensor) -> tuple[int | str, ...]:
@@ -294,7 +295,8 @@ def call_builder(build: Any, part: nn.Module, path: str) -> nn.Module:
         return form
     raise ModelError(
         f"Custom module {path!r}: {build.__qualname__} returned {type(form).__name__}; it has to "
-        "return a torch.nn.Module."
+        "return a torch.nn.Module.",
+        code="RQ206",
     )
 
 
@@ -310,7 +312,8 @@ def check_form(path: str, form: nn.Module, examples: tuple[torch.Tensor, ...]) -
         raise ModelError(
             f"Custom module {path!r}: its quantized form {type(form).__name__} cannot be a part of "
             f"the integer module. {error} Write it with operators that torch.export and the "
-            "importer know; or leave the module in float (set_non_traceable_module_classes)."
+            "importer know; or leave the module in float (set_non_traceable_module_classes).",
+            code="RQ206",
         ) from error
 
 
@@ -341,7 +344,8 @@ def check_input(reference: Any, name: str, path: str) -> None:
         who = f"{floats[0]!r} reads it in float" if floats else "nothing reads it"
         raise ConfigError(
             f"set_input_quantized_indexes: input {name!r} of standalone module {path!r} is no "
-            f"integer: {who}. Leave it out, or quantize what reads it."
+            f"integer: {who}. Leave it out, or quantize what reads it.",
+            code="RQ102",
         )
 
 

@@ -50,7 +50,8 @@ def check_stateless(
     except Exception as error:
         raise ModelError(
             f"{name} cannot be called again after its export: {type(error).__name__}: {error}. "
-            f"{ADVICE}"
+            f"{ADVICE}",
+            code="RQ206",
         ) from error
     if len(first) == len(again) and all(map(is_same_leaf, first, again)):
         return
@@ -58,7 +59,8 @@ def check_stateless(
     shown = ", ".join(map(repr, names[:MOST_NAMES])) + (", ..." if len(names) > MOST_NAMES else "")
     raise ModelError(
         f"{name} gives another answer when it is called again with the same inputs: it keeps state "
-        f"in {shown or 'a global, a hook or a closure, as no attribute has changed'}. {ADVICE}"
+        f"in {shown or 'a global, a hook or a closure, as no attribute has changed'}. {ADVICE}",
+        code="RQ206",
     )
 
 

@@ -76,7 +76,8 @@ class CallForm:
             leaves = self.inputs.flatten_up_to((args, dict(kwargs)))
         except ValueError as error:
             raise DataError(
-                f"The module is called in another form than its example inputs have: {error}"
+                f"The module is called in another form than its example inputs have: {error}",
+                code="RQ302",
             ) from error
         return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
@@ -109,7 +110,8 @@ class Source:
         """
         raise ConfigError(
             "A trainable module cannot be pickled. Save its state_dict(), and load that into one "
-            "prepared in the same way; or save the module that relayquant.torch.convert gives."
+            "prepared in the same way; or save the module that relayquant.torch.convert gives.",
+            code="RQ102",
         )
 
 
@@ -178,7 +180,8 @@ class LiveBatchNorm(nn.Module):
         if count < 2:
             raise ModelError(
                 f"Batch norm {self.place.norm.name!r}: a batch of one value per channel has no "
-                "variance. Train with larger batches, or freeze_statistics()."
+                "variance. Train with larger batches, or freeze_statistics().",
+                code="RQ206",
             )
         deviation = torch.sqrt(self.running_var + self.epsilon)
         # The sum of the weight before it was folded; where that is 0 the product is, too.
@@ -474,7 +477,8 @@ class TrainableModule(nn.Module):
             raise ConfigError(
                 f"The module was prepared without calibration data, and has not trained: the range "
                 f"of {waiting[0]!r} is not known. Call it in training mode (module.train()) with "
-                "representative inputs, or prepare it with calibration=."
+                "representative inputs, or prepare it with calibration=.",
+                code="RQ102",
             )
         for part in self.list_parts():
             part.check_ranges()
@@ -495,7 +499,8 @@ class TrainableModule(nn.Module):
         if self.source.unit is not None:
             raise ConfigError(
                 "A model with standalone or custom modules is no calibrated model of one graph. "
-                "Use relayquant.torch.convert, or relayquant.torch.convert_to_reference."
+                "Use relayquant.torch.convert, or relayquant.torch.convert_to_reference.",
+                code="RQ102",
             )
         return self.collect()
 
@@ -511,7 +516,8 @@ class TrainableModule(nn.Module):
             if not torch.isfinite(parameter).all():
                 raise ConfigError(
                     f"Parameter {name!r} is NaN or infinite: training diverged. Lower the learning "
-                    "rate, or go back to an earlier state."
+                    "rate, or go back to an earlier state.",
+                    code="RQ102",
                 )
         constants = {key: array(value) for key, value in self.fold_constants().items()}
         parameters = {q.group.key: q.qparams for q in self.list_quantizers()}
@@ -701,7 +707,9 @@ def check_trainable(prepared: PreparedModel) -> None:
                 "it in float"
             )
         if reason:
-            raise ConfigError(f"Operator {operator.name!r} cannot be trained: it {reason}.")
+            raise ConfigError(
+                f"Operator {operator.name!r} cannot be trained: it {reason}.", code="RQ102"
+            )
     prepared.require_parameters()
 
 

@@ -114,7 +114,8 @@ def prepare_qat(
                 raise ConfigError(
                     "prepare_qat: a model with standalone and custom modules takes any number of "
                     "samples if its example inputs hold more than one, and inputs by position; "
-                    "leave out dynamic_shapes and example_kwargs."
+                    "leave out dynamic_shapes and example_kwargs.",
+                    code="RQ102",
                 )
             from relayquant.torch.standalone import UnitSettings, prepare_unit, read_batches
 
@@ -228,7 +229,8 @@ def from_module(
             raise ConfigError(
                 "from_module got a calibrated model, which has its parameters, mapping, backend "
                 "and data, and folded batch norms. Give ranges and weight_ranges only, or start "
-                "from the module."
+                "from the module.",
+                code="RQ102",
             )
         return build_trainable(mod, ranges, weight_ranges, {})
     import_trainable()
@@ -290,7 +292,7 @@ def import_trainable() -> Any:
         import torch  # noqa: F401 # pyright: ignore[reportMissingImports]
     except ImportError:
         raise MissingDependencyError(
-            "Training needs PyTorch. Run: pip install 'relayquant[torch]'"
+            "Training needs PyTorch. Run: pip install 'relayquant[torch]'", code="RQ503"
         ) from None
     from relayquant.torch import trainable
 
@@ -335,6 +337,7 @@ def find_live(
     if frozen:
         warn_user(
             f"{format_count(len(frozen), 'batch norm')} of the model cannot have live statistics "
-            f"and stays as it is ({'; '.join(frozen)})."
+            f"and stays as it is ({'; '.join(frozen)}).",
+            code="RQ206",
         )
     return found

@@ -52,7 +52,8 @@ def require_arrays(
     if missing:
         raise DataError(
             f"The saved {kind.__name__} of value {info.name!r} lacks {', '.join(missing)}; "
-            "was it written by another observer?"
+            "was it written by another observer?",
+            code="RQ303",
         )
     return [np.asarray(arrays[name]) for name in names]
 
@@ -142,14 +143,14 @@ class NotFiniteError(DataError):
         value: Its name.
     """
 
-    def __init__(self, message: str, value: str = "") -> None:
-        super().__init__(message)
+    def __init__(self, message: str, value: str = "", *, code: str = "") -> None:
+        super().__init__(message, code=code)
         self.value = value
 
 
 def check_number(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
-        raise ConfigError(f"{name} is {value!r}; allowed: a number.")
+        raise ConfigError(f"{name} is {value!r}; allowed: a number.", code="RQ101")
 
 
 def check_array(info: ValueInfo, array: NDArray[Any]) -> NDArray[Any]:
@@ -162,7 +163,8 @@ def check_array(info: ValueInfo, array: NDArray[Any]) -> NDArray[Any]:
         return array.astype("float64" if array.dtype.itemsize >= 4 else "float32")
     raise DataError(
         f"Value {info.name!r} was given an array of dtype {array.dtype}; observers take real "
-        "numbers."
+        "numbers.",
+        code="RQ303",
     )
 
 
@@ -173,7 +175,8 @@ def find_axis(info: ValueInfo, array: NDArray[Any]) -> int | None:
     if info.axis is None or not -array.ndim <= info.axis < array.ndim:
         raise DataError(
             f"Value {info.name!r} is quantized per channel along axis {info.axis}, but was given "
-            f"an array of shape {array.shape}."
+            f"an array of shape {array.shape}.",
+            code="RQ303",
         )
     return info.axis % array.ndim
 
@@ -196,13 +199,15 @@ def reduce_range(
         if info.role is Role.WEIGHT:
             raise DataError(
                 f"The constant {info.name!r} of the model holds {found}: no data will help. Check "
-                "the file of the model, and how it was trained or converted (float16 overflow)."
+                "the file of the model, and how it was trained or converted (float16 overflow).",
+                code="RQ303",
             )
         raise NotFiniteError(
             f"Value {info.name!r} holds {found} during calibration. Check that the float model "
             "gives finite results on these samples, and the preprocessing of the data set "
             "(scaling, division by zero, float16 overflow).",
             info.name,
+            code="RQ303",
         )
     return low, high
 
@@ -210,7 +215,8 @@ def reduce_range(
 def merge_info(a: State, b: State) -> ValueInfo:
     if a.info.name != b.info.name:
         raise DataError(
-            f"States of different values cannot be merged: {a.info.name!r} and {b.info.name!r}."
+            f"States of different values cannot be merged: {a.info.name!r} and {b.info.name!r}.",
+            code="RQ303",
         )
     return a.info
 
@@ -219,7 +225,8 @@ def need_data(count: int, info: ValueInfo) -> None:
     if count == 0:
         raise DataError(
             f"Value {info.name!r} has seen no data: the calibration data set is empty, or no "
-            "sample reaches this value."
+            "sample reaches this value.",
+            code="RQ303",
         )
 
 
@@ -228,5 +235,6 @@ def refuse_per_channel(observer: str, info: ValueInfo) -> None:
         raise ConfigError(
             f"{observer} picks one range per tensor, but value {info.name!r} ({info.role.value}) "
             "is to be quantized per channel; use MinMax(), AverageMax(), or for weights MSE(), or "
-            "a QSpec with Granularity.PER_TENSOR."
+            "a QSpec with Granularity.PER_TENSOR.",
+            code="RQ101",
         )

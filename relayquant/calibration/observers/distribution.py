@@ -87,12 +87,14 @@ class Percentile(_HistogramObserver):
         if 0 <= self.percentile <= 1:
             raise ConfigError(
                 f"Percentile.percentile is {self.percentile}, which looks like a fraction; "
-                f"percentages are meant: write {self.percentile * 100:g}."
+                f"percentages are meant: write {self.percentile * 100:g}.",
+                code="RQ101",
             )
         if not 50 <= self.percentile <= 100:
             raise ConfigError(
                 f"Percentile.percentile is {self.percentile}; allowed: 50 to 100 percent, for "
-                "instance 99.99."
+                "instance 99.99.",
+                code="RQ101",
             )
         Histogram.empty(self.bins)
 
@@ -126,7 +128,8 @@ class KLDivergence(_HistogramObserver):
         Histogram.empty(self.bins)
         if not isinstance(self.candidates, int) or self.candidates < 2:
             raise ConfigError(
-                f"KLDivergence.candidates is {self.candidates!r}; allowed: an integer >= 2."
+                f"KLDivergence.candidates is {self.candidates!r}; allowed: an integer >= 2.",
+                code="RQ101",
             )
 
     def qparams(self, state: HistogramState, info: ValueInfo) -> QParams:
@@ -189,7 +192,8 @@ class MSE(Observer[Any]):
                 return WeightState(info, np.concatenate([a.rows, b.rows], axis=1))
         raise DataError(
             f"The states of value {info.name!r} do not fit together: one holds a weight and one a "
-            "histogram, or their channels differ."
+            "histogram, or their channels differ.",
+            code="RQ303",
         )
 
     def qparams(self, state: HistogramState | WeightState, info: ValueInfo) -> QParams:

@@ -107,7 +107,8 @@ class MovingAverageMinMax(Observer[MovingState]):
         if not 0 <= self.momentum < 1:
             raise ConfigError(
                 f"MovingAverageMinMax.momentum is {self.momentum}; allowed: 0 <= momentum < 1, the "
-                "weight of the past (0.9 by default)."
+                "weight of the past (0.9 by default).",
+                code="RQ101",
             )
 
     def start(self, info: ValueInfo) -> MovingState:
@@ -221,7 +222,8 @@ class Fixed(Observer[EmptyState]):
         if given not in ({"scale", "zero_point"}, {"scale"}, {"low", "high"}):
             raise ConfigError(
                 f"Fixed got {', '.join(sorted(given)) or 'nothing'}; allowed: scale with or "
-                "without zero_point, or low and high."
+                "without zero_point, or low and high.",
+                code="RQ101",
             )
 
     def start(self, info: ValueInfo) -> EmptyState:

@@ -53,12 +53,14 @@ class AdaRoundSettings:
         if self.steps < 1 or self.rate <= 0 or self.regularization <= 0:
             raise ConfigError(
                 f"AdaRoundSettings.steps is {self.steps}, rate {self.rate} and regularization "
-                f"{self.regularization}; allowed: steps >= 1, the others > 0."
+                f"{self.regularization}; allowed: steps >= 1, the others > 0.",
+                code="RQ101",
             )
         if not 0 <= self.warm_up < 1 or min(self.sharpness) < 1:
             raise ConfigError(
                 f"AdaRoundSettings.warm_up is {self.warm_up} and sharpness {self.sharpness}; "
-                "allowed: 0 <= warm_up < 1, sharpness >= 1."
+                "allowed: 0 <= warm_up < 1, sharpness >= 1.",
+                code="RQ101",
             )
 
 

@@ -105,21 +105,26 @@ class FitSettings:
             raise ConfigError(
                 f"FitSettings.rounding is {self.rounding!r} and bias {self.bias!r}; allowed: "
                 "members of "
-                "WeightRounding and BiasCorrection."
+                "WeightRounding and BiasCorrection.",
+                code="RQ101",
             )
         for name in ("scale_factors", "tensor_factors"):
             factors = getattr(self, name)
             if not factors or min(factors) <= 0:
                 raise ConfigError(
-                    f"FitSettings.{name} is {factors}; allowed: factors > 0, at least one."
+                    f"FitSettings.{name} is {factors}; allowed: factors > 0, at least one.",
+                    code="RQ101",
                 )
         if not 0 < self.damping <= 1:
-            raise ConfigError(f"FitSettings.damping is {self.damping}; allowed: 0 < damping <= 1.")
+            raise ConfigError(
+                f"FitSettings.damping is {self.damping}; allowed: 0 < damping <= 1.", code="RQ101"
+            )
         least = {"samples": 1, "values": 1, "max_columns": 1, "sweeps": 0}
         for name, number in least.items():
             if getattr(self, name) < number:
                 raise ConfigError(
-                    f"FitSettings.{name} is {getattr(self, name)}; allowed: >= {number}."
+                    f"FitSettings.{name} is {getattr(self, name)}; allowed: >= {number}.",
+                    code="RQ101",
                 )
 
     def count_rows(self, columns: int) -> int:

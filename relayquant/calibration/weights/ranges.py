@@ -159,7 +159,8 @@ class RelativeMSE(Observer[RowState]):
         if not isinstance(self.values, int) or self.values < 1:
             raise ConfigError(
                 f"RelativeMSE.values is {self.values!r}; allowed: an integer >= 1, for instance "
-                "131072."
+                "131072.",
+                code="RQ101",
             )
 
     def start(self, info: ValueInfo) -> RowState:
@@ -167,7 +168,8 @@ class RelativeMSE(Observer[RowState]):
             raise ConfigError(
                 f"RelativeMSE picks one range per tensor, but value {info.name!r} is to be "
                 "quantized per channel; "
-                "use MinMax() or MSE()."
+                "use MinMax() or MSE().",
+                code="RQ101",
             )
         end, count = np.asarray(math.inf), np.zeros((), "int64")
         return RowState(info, end, -end, (), end, count)
@@ -191,6 +193,7 @@ class RelativeMSE(Observer[RowState]):
                 "the float model gives finite results on these samples, and the preprocessing of "
                 "the data set.",
                 state.info.name,
+                code="RQ303",
             )
         share = self.share * min(len(moved) / self.arrays, 1.0) if self.arrays else self.share
         limit = self._limit(max(state.width, *(array.shape[-1] for array in moved)), share)
@@ -241,7 +244,8 @@ class RelativeMSE(Observer[RowState]):
     def qparams(self, state: RowState, info: ValueInfo) -> QParams:
         if not state.count:
             raise DataError(
-                f"Value {info.name!r} has seen no data: the calibration data set is empty."
+                f"Value {info.name!r} has seen no data: the calibration data set is empty.",
+                code="RQ303",
             )
         rows = SampledRows.join(state.parts).take(self._limit(state.width))
         low, high = search_relative_range(

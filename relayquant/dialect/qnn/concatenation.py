@@ -109,14 +109,17 @@ def _get_tuple(call: Call, position: int, name: str, each: str) -> list[CheckedO
     operator, argument = operator_name(call), call.args[position]
     if not isinstance(argument.ty, relax.TupleType):
         raise QnnError(
-            f"{operator}: operand '{name}' is {argument.ty}; allowed: a tuple of tensors."
+            f"{operator}: operand '{name}' is {argument.ty}; allowed: a tuple of tensors.",
+            code="RQ601",
         )
     types = argument.ty.fields
     fields = argument.fields if isinstance(argument, relax.Tuple) else [None] * len(types)
     operands = []
     for i, ty in enumerate(types):
         if not isinstance(ty, relax.TensorType):
-            raise QnnError(f"{operator}: {name}[{i}] is {ty}; allowed: a tensor, {each}.")
+            raise QnnError(
+                f"{operator}: {name}[{i}] is {ty}; allowed: a tensor, {each}.", code="RQ601"
+            )
         operands.append(CheckedOperand(operator, f"{name}[{i}]", ty, fields[i]))
     return operands
 
@@ -133,7 +136,8 @@ def infer_concatenate(call: Call, _builder: Any) -> Any:
             f"{operator}: got {format_count(len(tensors), 'tensor')}, "
             f"{format_count(len(scales), 'scale')} and "
             f"{format_count(len(zero_points), 'zero point')}; allowed: as many of each, at "
-            "least one."
+            "least one.",
+            code="RQ601",
         )
     out_scale, out_zero = (
         CheckedOperand(operator, argument.name, given.ty, given)

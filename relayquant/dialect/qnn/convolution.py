@@ -212,7 +212,9 @@ def _check_conv_attributes(
     padding = check_integers(operator, "padding", attrs.padding, 2 * rank, 0)
     dilation = check_integers(operator, "dilation", attrs.dilation, rank, 1)
     if attrs.groups < 1:
-        raise QnnError(f"{operator}: groups={attrs.groups} is not allowed; allowed: 1 or more.")
+        raise QnnError(
+            f"{operator}: groups={attrs.groups} is not allowed; allowed: 1 or more.", code="RQ601"
+        )
     return strides, padding, dilation, int(attrs.groups)
 
 
@@ -271,7 +273,8 @@ def infer_conv2d_transpose(call: Call, _builder: Any) -> Any:
         if extra[i] >= max(strides[i], dilation[i]):
             raise QnnError(
                 f"{data.operator}: output_padding={extra} is not allowed; allowed: less than the "
-                f"stride or the dilation, strides={strides}, dilation={dilation}."
+                f"stride or the dilation, strides={strides}, dilation={dilation}.",
+                code="RQ601",
             )
     data.check_rank(4, attrs.data_layout)
     weight.check_rank(4, attrs.kernel_layout)
@@ -432,7 +435,8 @@ def infer_layout_conv(call: Call, desired: Mapping[str, Any], layouts: Mapping[A
         if len(wanted) not in (2, 3) or wanted[2:] not in ([], wanted[:1]):
             raise QnnError(
                 f"{operator}: layouts {wanted} are not allowed; allowed: [data, kernel], such as "
-                "['NHWC', 'OHWI']; the result has the layout of the data."
+                "['NHWC', 'OHWI']; the result has the layout of the data.",
+                code="RQ601",
             )
         spatial = "".join(sorted(set(data_layout) - set("NC")))
         check_layout(operator, "data layout", wanted[0], f"NC{spatial}")

@@ -137,11 +137,14 @@ def check_grouped_weight(call: Call, operands: Sequence[CheckedOperand]) -> Any:
     )
     where = weight.operator
     if bits not in CODE_BITS:
-        raise QnnError(f"{where}: bits={bits}; allowed: {', '.join(map(str, CODE_BITS))}.")
+        raise QnnError(
+            f"{where}: bits={bits}; allowed: {', '.join(map(str, CODE_BITS))}.", code="RQ601"
+        )
     if group_size < 1 or features < 1:
         raise QnnError(
             f"{where}: group_size={group_size}, features={features}; allowed: integers from 1 on. "
-            "`features` is the number of columns of the weight before it was packed."
+            "`features` is the number of columns of the weight before it was packed.",
+            code="RQ601",
         )
     weight.check_dtype(("uint8",), "Pack its codes first: relayquant.packing.pack_codes.")
     scale.check_dtype(("float32", "float16"))

@@ -245,7 +245,9 @@ def resolve_axes(data: CheckedOperand, axes: Sequence[Any]) -> tuple[int, ...]:
     resolved = [data.resolve_axis(int(axis), "axes") for axis in axes]
     known = sorted(axis for axis in resolved if axis is not None)
     if len(set(known)) != len(known):
-        raise QnnError(f"{data.operator}: axes={[int(a) for a in axes]} name one axis twice.")
+        raise QnnError(
+            f"{data.operator}: axes={[int(a) for a in axes]} name one axis twice.", code="RQ601"
+        )
     return tuple(known)
 
 

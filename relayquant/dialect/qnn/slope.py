@@ -127,7 +127,8 @@ def infer_leaky_relu(call: Call, _builder: Any) -> Any:
     if not 0.0 <= call.attrs.alpha <= 1.0:
         raise QnnError(
             f"{data.operator}: alpha={call.attrs.alpha} is not allowed; allowed: 0..1. "
-            "Use qnn.lookup for another slope."
+            "Use qnn.lookup for another slope.",
+            code="RQ601",
         )
     return make_tensor_type(data, data.dtype or "int8")
 

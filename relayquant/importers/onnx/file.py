@@ -33,7 +33,7 @@ def read_model(path: PathLike, max_bytes: int) -> onnx.ModelProto:
     with reading(path, "ONNX model", ModelError):
         model = onnx.load(str(path), load_external_data=False)
     if not model.HasField("graph"):
-        raise ModelError(f"{str(path)!r} is not an ONNX model: it holds no graph.")
+        raise ModelError(f"{str(path)!r} is not an ONNX model: it holds no graph.", code="RQ202")
     external = {
         name: external_file(path, tensor, name)
         for name, tensor in model_tensors(model)
@@ -45,7 +45,9 @@ def read_model(path: PathLike, max_bytes: int) -> onnx.ModelProto:
         try:
             onnx.load_external_data_for_model(model, str(path.parent))
         except Exception as error:
-            raise ModelError(f"External data of {str(path)!r} cannot be read: {error}") from error
+            raise ModelError(
+                f"External data of {str(path)!r} cannot be read: {error}", code="RQ202"
+            ) from error
     return model
 
 
@@ -83,25 +85,29 @@ def external_file(model_path: Path, tensor: onnx.TensorProto, name: str) -> Path
         is_there = file.is_file()
     except (ValueError, OSError, RuntimeError) as error:
         raise ModelError(
-            f"Tensor {name!r} of {str(model_path)!r} does not say where its data is: {error}."
+            f"Tensor {name!r} of {str(model_path)!r} does not say where its data is: {error}.",
+            code="RQ202",
         ) from error
     if not file.is_relative_to(folder):
         raise ModelError(
             f"Tensor {name!r} of {str(model_path)!r} wants its data from {location!r}, outside of "
             "the "
-            "model's folder. That is not followed; move the data beside the model."
+            "model's folder. That is not followed; move the data beside the model.",
+            code="RQ202",
         )
     if not is_there:
         raise ModelError(
             f"Tensor {name!r} of {str(model_path)!r} has its data in {location!r}, which is "
-            "missing."
+            "missing.",
+            code="RQ202",
         )
     size = file.stat().st_size
     if offset + length > size:  # older releases of onnx ask for the memory first
         raise ModelError(
             f"Tensor {name!r} of {str(model_path)!r} has its data in bytes {offset} to "
             f"{offset + length} of {location!r}, which has {format_count(size, 'byte')}. The file "
-            "is not whole, or another one."
+            "is not whole, or another one.",
+            code="RQ202",
         )
     return file
 
@@ -115,7 +121,8 @@ def check_model(model: onnx.ModelProto) -> int:
             raise ModelError(
                 f"Tensor {name!r} has its data in another file. Pass the path of the model instead "
                 "of the "
-                "ModelProto, or load it with onnx.load(path)."
+                "ModelProto, or load it with onnx.load(path).",
+                code="RQ202",
             )
     check_names(model.graph)
     check_types(model.graph)
@@ -125,12 +132,15 @@ def check_model(model: onnx.ModelProto) -> int:
     if opset < MIN_OPSET:
         raise ModelError(
             f"The model uses opset {opset}; supported: {MIN_OPSET} and later. Convert it: "
-            "onnx.version_converter.convert_version(model, 13)."
+            "onnx.version_converter.convert_version(model, 13).",
+            code="RQ202",
         )
     seen: set[str] = set()
     for name in (name for node in model.graph.node for name in node.output if name):
         if name in seen:
-            raise ModelError(f"The model is not valid ONNX: two nodes compute tensor {name!r}.")
+            raise ModelError(
+                f"The model is not valid ONNX: two nodes compute tensor {name!r}.", code="RQ202"
+            )
         seen.add(name)
     return opset
 
@@ -143,10 +153,14 @@ def check_names(graph: onnx.GraphProto) -> None:
         names = (node.name, node.op_type, node.domain, *node.input, *node.output)
         names = (*names, *(attribute.name for attribute in node.attribute))
         if not all(isinstance(name, str) for name in names):
-            raise ModelError(f"Node number {at} of the model has a name that is not UTF-8.")
+            raise ModelError(
+                f"Node number {at} of the model has a name that is not UTF-8.", code="RQ202"
+            )
     values = (*graph.initializer, *graph.input, *graph.output)
     if not all(isinstance(value.name, str) for value in values):
-        raise ModelError("The model is not valid ONNX: a tensor has a name that is not UTF-8.")
+        raise ModelError(
+            "The model is not valid ONNX: a tensor has a name that is not UTF-8.", code="RQ202"
+        )
 
 
 def check_types(graph: onnx.GraphProto) -> None:
@@ -160,7 +174,8 @@ def check_types(graph: onnx.GraphProto) -> None:
         if found not in known:
             raise ModelError(
                 f"Tensor {name!r} has the data type {found}; allowed: the types of "
-                f"onnx.TensorProto, {min(known)} to {max(known)}. Is the file damaged?"
+                f"onnx.TensorProto, {min(known)} to {max(known)}. Is the file damaged?",
+                code="RQ202",
             )
 
 
@@ -172,11 +187,14 @@ def check_sizes(graph: onnx.GraphProto) -> None:
         shapes.append((info.name, [0 if size == -1 else size for size in sizes]))
     for name, sizes in shapes:
         if any(size < 0 for size in sizes):
-            raise ModelError(f"Tensor {name!r} has the shape {tuple(sizes)}; no size is below 0.")
+            raise ModelError(
+                f"Tensor {name!r} has the shape {tuple(sizes)}; no size is below 0.", code="RQ202"
+            )
         if math.prod(size or 1 for size in sizes) > MAX_ELEMENTS:
             raise ModelError(
                 f"Tensor {name!r} has the shape {tuple(sizes)}, more than {MAX_ELEMENTS} elements. "
-                "Is the file damaged?"
+                "Is the file damaged?",
+                code="RQ202",
             )
 
 
@@ -206,7 +224,9 @@ def fix_shapes(
     names = [info.name for info in inputs]
     for name in shapes:
         if name not in names:
-            raise ModelError(f"shapes= names an input {name!r}. {suggest_name(name, names)}")
+            raise ModelError(
+                f"shapes= names an input {name!r}. {suggest_name(name, names)}", code="RQ202"
+            )
     return [fix_shape(info, shapes.get(info.name)) for info in inputs]
 
 
@@ -219,7 +239,8 @@ def fix_shape(info: onnx.ValueInfoProto, wanted: Sequence[int | str] | None) -> 
     """
     if not info.type.HasField("tensor_type"):
         raise ModelError(
-            f"Input {info.name!r} is no tensor (sequences, maps and optionals are not supported)."
+            f"Input {info.name!r} is no tensor (sequences, maps and optionals are not supported).",
+            code="RQ202",
         )
     copy = onnx.ValueInfoProto()
     copy.CopyFrom(info)
@@ -227,7 +248,8 @@ def fix_shape(info: onnx.ValueInfoProto, wanted: Sequence[int | str] | None) -> 
     if wanted is None and not has_shape:
         raise ModelError(
             f"Input {info.name!r} has no shape in the model. Give one: "
-            f"shapes={{{info.name!r}: ('N', 3, 224, 224)}}."
+            f"shapes={{{info.name!r}: ('N', 3, 224, 224)}}.",
+            code="RQ202",
         )
     shape = copy.type.tensor_type.shape
     for dim in shape.dim:
@@ -237,7 +259,8 @@ def fix_shape(info: onnx.ValueInfoProto, wanted: Sequence[int | str] | None) -> 
         if has_shape and len(shape.dim) != len(wanted):
             raise ModelError(
                 f"shapes= gives input {info.name!r} the shape {tuple(wanted)}; the model has "
-                f"{format_count(len(shape.dim), 'dimension')} there."
+                f"{format_count(len(shape.dim), 'dimension')} there.",
+                code="RQ202",
             )
         while len(shape.dim) < len(wanted):
             shape.dim.add()
@@ -259,18 +282,21 @@ def fix_size(dim: onnx.TensorShapeProto.Dimension, size: int | str, name: str) -
         if dim.dim_value:
             raise ModelError(
                 f"shapes= makes a dimension of input {name!r} symbolic ({size!r}) that the model "
-                f"fixes to {dim.dim_value}."
+                f"fixes to {dim.dim_value}.",
+                code="RQ202",
             )
         dim.dim_param = size
     elif size <= 0:
         raise ModelError(
             f"shapes= gives input {name!r} the dimension {size}; allowed: positive integers and "
-            "names."
+            "names.",
+            code="RQ202",
         )
     elif dim.dim_value not in (0, size):
         raise ModelError(
             f"shapes= gives input {name!r} another size than the model, which fixes a dimension to "
-            f"{dim.dim_value} where {size} is wanted."
+            f"{dim.dim_value} where {size} is wanted.",
+            code="RQ202",
         )
     else:
         dim.dim_value = size

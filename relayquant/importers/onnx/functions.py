@@ -69,7 +69,8 @@ def sort_by_calls(functions: dict[Key, onnx.FunctionProto]) -> Iterator[Key]:
             elif call in path:
                 raise ModelError(
                     f"Function {call[1]!r} of the model calls itself, directly or through others. "
-                    "ONNX allows no recursion."
+                    "ONNX allows no recursion.",
+                    code="RQ202",
                 )
             elif call not in done:
                 path[call] = iter(calls[call])
@@ -96,7 +97,8 @@ def check_size(size: Size, what: str, max_bytes: int) -> None:
         if found > most:
             raise ModelError(
                 f"{what} has {found} {name} once the functions that it calls are expanded; "
-                f"allowed: {most}."
+                f"allowed: {most}.",
+                code="RQ202",
             )
 
 

@@ -30,7 +30,9 @@ def fix_inputs(graph: onnx.GraphProto, inputs: Inputs) -> list[onnx.TensorProto]
     constants = []
     for name, value in inputs.items():
         if name not in infos:
-            raise ModelError(f"inputs= names an input {name!r}. {suggest_name(name, list(infos))}")
+            raise ModelError(
+                f"inputs= names an input {name!r}. {suggest_name(name, list(infos))}", code="RQ202"
+            )
         tensor = infos[name].type.tensor_type
         array = convert_value(name, value, helper.tensor_dtype_to_np_dtype(tensor.elem_type))
         sizes = [dim.dim_value for dim in tensor.shape.dim]
@@ -41,7 +43,8 @@ def fix_inputs(graph: onnx.GraphProto, inputs: Inputs) -> list[onnx.TensorProto]
             shape = tuple(dim.dim_param or dim.dim_value for dim in tensor.shape.dim)
             raise ModelError(
                 f"inputs= gives input {name!r} a value of shape {array.shape}; the model has "
-                f"{shape} there."
+                f"{shape} there.",
+                code="RQ202",
             )
         constants.append(numpy_helper.from_array(array, name))
     return constants
@@ -54,11 +57,14 @@ def convert_value(name: str, value: Any, dtype: np.dtype) -> np.ndarray:
         with np.errstate(invalid="ignore"):
             converted = array.astype(dtype)
     except (TypeError, ValueError, OverflowError) as error:
-        raise ModelError(f"inputs= gives input {name!r} no value of {dtype}: {error}.") from error
+        raise ModelError(
+            f"inputs= gives input {name!r} no value of {dtype}: {error}.", code="RQ202"
+        ) from error
     is_float = dtype.kind == "f" and array.dtype.kind in "iuf"
     if array.dtype.kind not in "biuf" or not (is_float or np.array_equal(converted, array)):
         raise ModelError(
             f"inputs= gives input {name!r} the value {value!r}, which is none of {dtype}, the "
-            "type of that input."
+            "type of that input.",
+            code="RQ202",
         )
     return converted

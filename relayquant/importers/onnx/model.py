@@ -106,7 +106,9 @@ def _import_model(
     try:
         nodes, constants = rewrite_integer_nodes(model.graph, opset)
     except ValueError as error:
-        raise ModelError(f"Cannot convert the model: {error}.{find_fault(model)}") from error
+        raise ModelError(
+            f"Cannot convert the model: {error}.{find_fault(model)}", code="RQ202"
+        ) from error
     fixed = fix_inputs(model.graph, inputs)
     graph = _GraphView(
         nodes,
@@ -121,7 +123,7 @@ def _import_model(
             mod = importer.convert(opset)
     except Exception as error:
         text = str(error) if isinstance(error, ModelError) else f"Cannot convert the model: {error}"
-        raise ModelError(f"{text.rstrip('.')}.{find_fault(model)}") from error
+        raise ModelError(f"{text.rstrip('.')}.{find_fault(model)}", code="RQ202") from error
     return name_values(mod, importer.sources), {}
 
 
@@ -195,7 +197,8 @@ class _Importer(_FRONTEND.ONNXGraphImporter):
                 f"Not supported, "
                 f"{format_count(len(missing), 'operator')} of the model: {'; '.join(lines)}. "
                 "Replace them before the export, or convert the model with a TVM frontend of your "
-                "own."
+                "own.",
+                code="RQ202",
             )
 
     def _construct_nodes(self, graph: _GraphView) -> None:
@@ -223,7 +226,8 @@ class _Importer(_FRONTEND.ONNXGraphImporter):
                     raise cause from cause.__cause__  # of a node in a body, which it names
                 raise ModelError(
                     f"Node {_node_name(node)!r} (operator {node.op_type}, opset {self.opset}) "
-                    f"cannot be converted: {self._describe_failure(node, cause)}"
+                    f"cannot be converted: {self._describe_failure(node, cause)}",
+                    code="RQ202",
                 ) from cause
 
     def _describe_failure(self, node: onnx.NodeProto, cause: BaseException) -> str:
@@ -416,7 +420,8 @@ def check_output(info: onnx.ValueInfoProto, value: Any) -> None:
     if tensor_dtype(value) not in ("", wanted):
         raise ModelError(
             f"The model is not valid ONNX: output {info.name!r} is declared as {name}, and "
-            f"computed as {tensor_dtype(value)}. Declare the type that is computed."
+            f"computed as {tensor_dtype(value)}. Declare the type that is computed.",
+            code="RQ202",
         )
 
 

@@ -182,7 +182,8 @@ def make_converter(frontend: Any, sources: dict[str, SourceNode]) -> type[Any]:
                 calls = (f"{kind} ({format_count(n, 'call')})" for kind, n in unknown.items())
                 raise ModelError(
                     f"Not supported, {format_count(len(unknown), 'operator')} of the model: "
-                    f"{', '.join(calls)}. {OTHERWISE}."
+                    f"{', '.join(calls)}. {OTHERWISE}.",
+                    code="RQ202",
                 )
 
         def list_operators(self) -> Iterator[tuple[Any, str]]:
@@ -201,7 +202,8 @@ def make_converter(frontend: Any, sources: dict[str, SourceNode]) -> type[Any]:
                     first = outputs[0] if outputs else ""
                     raise ModelError(
                         f"Operator {kind} (number {index}, output {first!r}) cannot be converted: "
-                        f"{describe_failure(error, self.list_operands(op))}."
+                        f"{describe_failure(error, self.list_operands(op))}.",
+                        code="RQ202",
                     ) from error
 
         def name_call(self, op: Any) -> str:

@@ -44,7 +44,9 @@ def import_tflite(
         import tflite
     except ImportError:
         raise MissingDependencyError(
-            "Reading a .tflite file needs the package tflite. Run: pip install 'relayquant[tflite]'"
+            "Reading a .tflite file needs the package tflite. Run: pip install "
+            "'relayquant[tflite]'",
+            code="RQ503",
         ) from None
     with reading(path, "TensorFlow Lite model", ModelError):
         model = read_file(check_file(path, max_bytes), tflite)
@@ -56,14 +58,17 @@ def read_file(path: Path, tflite: Any) -> Any:
     """The model of a file, its tables checked and its operators TFLite's own."""
     data = path.read_bytes()
     if data[4:8] != FILE_IDENTIFIER:
-        raise ModelError(f"{str(path)!r} is not a TensorFlow Lite model (no identifier TFL3).")
+        raise ModelError(
+            f"{str(path)!r} is not a TensorFlow Lite model (no identifier TFL3).", code="RQ202"
+        )
     model = open_model(tflite, data)
     check_tables(model, tflite, len(data))
     custom = list_custom_operators(model)
     if custom:
         raise ModelError(
             f"Not supported, {format_count(len(custom), 'custom operator')} of the model: "
-            f"{', '.join(custom)}. Replace them before the conversion to TFLite."
+            f"{', '.join(custom)}. Replace them before the conversion to TFLite.",
+            code="RQ202",
         )
     return model
 
@@ -84,7 +89,8 @@ def convert_model(model: Any) -> tuple[tvm.IRModule, dict[str, np.ndarray]]:
         text = " ".join(str(error).split()).rstrip(".")
         raise ModelError(
             f"The TensorFlow Lite model cannot be converted: {type(error).__name__}: {text}. "
-            f"{OTHERWISE}."
+            f"{OTHERWISE}.",
+            code="RQ202",
         ) from error
 
 

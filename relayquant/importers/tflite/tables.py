@@ -151,7 +151,8 @@ def check_operator(model: Any, graph: Any, operator: Any, kinds: dict[int, str])
     if number not in kinds:
         raise ModelError(
             f"It has an operator of number {number}, which the installed package tflite does not "
-            "know. Run: pip install --upgrade tflite"
+            "know. Run: pip install --upgrade tflite",
+            code="RQ202",
         )
     check_indices(graph, operator.InputsAsNumpy(), -1)
     check_indices(graph, operator.OutputsAsNumpy(), 0)
@@ -163,7 +164,8 @@ def check_tensor(model: Any, tensor: Any, types: dict[int, str], size: int) -> N
     if kind not in SIZES and kind not in OTHER_TYPES:
         raise ModelError(
             f"Tensor {name!r} has the type {kind}; supported: {', '.join(SIZES)}. Convert the "
-            "model with another type."
+            "model with another type.",
+            code="RQ202",
         )
     if not 0 <= tensor.ShapeLength() <= MAX_RANK:
         raise ValueError(f"tensor {name!r} has {format_count(tensor.ShapeLength(), 'dimension')}")

@@ -74,19 +74,22 @@ def import_torch(
         import torch  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise MissingDependencyError(
-            "Reading a torch.export program needs PyTorch. Run: pip install 'relayquant[torch]'"
+            "Reading a torch.export program needs PyTorch. Run: pip install 'relayquant[torch]'",
+            code="RQ503",
         ) from None
     if find_release() < OLDEST:
         raise MissingDependencyError(
             f"Reading a torch.export program needs PyTorch {OLDEST[0]}.{OLDEST[1]} or later, this "
-            f"is {torch.__version__}. Run: pip install --upgrade 'relayquant[torch]'"
+            f"is {torch.__version__}. Run: pip install --upgrade 'relayquant[torch]'",
+            code="RQ503",
         )
     if isinstance(program, torch.export.ExportedProgram):
         return _import_program(program)
     if isinstance(program, torch.nn.Module):
         raise ModelError(
             f"{type(program).__name__} is a module, not an exported program. Pass "
-            "torch.export.export(module.eval(), example_inputs), or use relayquant.torch.quantize."
+            "torch.export.export(module.eval(), example_inputs), or use relayquant.torch.quantize.",
+            code="RQ207",
         )
     if not is_path:
         raise _describe_wrong_type(program)
@@ -97,7 +100,8 @@ def import_torch(
 def _describe_wrong_type(program: object) -> ModelError:
     return ModelError(
         f"import_torch got a {type(program).__name__}; allowed: a "
-        "torch.export.ExportedProgram, or the path of a file that torch.export.save wrote."
+        "torch.export.ExportedProgram, or the path of a file that torch.export.save wrote.",
+        code="RQ207",
     )
 
 
@@ -117,7 +121,8 @@ def _import_program(program: Any) -> tuple[tvm.IRModule, dict[str, np.ndarray]]:
     except Exception as error:
         raise ModelError(
             f"Cannot convert the program: {type(error).__name__}: {error}. Export the model in "
-            "evaluation mode (model.eval()) and without data-dependent control flow."
+            "evaluation mode (model.eval()) and without data-dependent control flow.",
+            code="RQ207",
         ) from error
     return _name_after_modules(mod, importer.env, find_targets(program)), {}
 
@@ -146,7 +151,8 @@ def make_importer() -> Any:
                 lines = [f"{op} (nodes {', '.join(map(repr, at))})" for op, at in missing.items()]
                 raise ModelError(
                     f"Not supported, {format_count(len(missing), 'operator')} of the model: "
-                    f"{'; '.join(lines)}. Write them with other operators before the export."
+                    f"{'; '.join(lines)}. Write them with other operators before the export.",
+                    code="RQ207",
                 )
             for name, convert in self.convert_map.items():
                 self.convert_map[name] = functools.partial(convert_node, self, convert)
@@ -187,7 +193,8 @@ def convert_node(importer: Any, convert: Callable[..., Any], node: Any, *more: A
     except Exception as error:
         operands = {each.name: importer.env.get(each) for each in node.all_input_nodes}
         raise ModelError(
-            f"{describe_node(node)} cannot be converted: {describe_failure(error, operands)}."
+            f"{describe_node(node)} cannot be converted: {describe_failure(error, operands)}.",
+            code="RQ207",
         ) from error
 
 

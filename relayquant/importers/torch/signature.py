@@ -48,7 +48,8 @@ def check_effects(program: Any) -> None:
                 raise ModelError(
                     f"{describe_node(node)} draws random numbers; supported: programs whose results"
                     " depend on their inputs alone. Pass it the numbers as an input, or export the "
-                    "module in eval mode (model.eval())."
+                    "module in eval mode (model.eval()).",
+                    code="RQ202",
                 )
 
 
@@ -82,14 +83,16 @@ def check_signature(signature: Any) -> None:
     if objects:
         raise ModelError(
             f"The program reads {quote_names(objects)}, which is no tensor. Export a module whose "
-            "attributes are tensors."
+            "attributes are tensors.",
+            code="RQ202",
         )
     results = [spec.arg for spec in signature.output_specs if spec.kind == OutputKind.USER_OUTPUT]
     for at, result in enumerate(results):
         if isinstance(result, ConstantArgument) and result.value is not None:
             raise ModelError(
                 f"Result {at} of the program is {result.value!r}; supported: tensors. Export a "
-                "module whose forward returns tensors alone."
+                "module whose forward returns tensors alone.",
+                code="RQ202",
             )
     kinds = {
         OutputKind.BUFFER_MUTATION: "buffer",
@@ -103,7 +106,8 @@ def check_signature(signature: Any) -> None:
         if spec.kind not in kinds:
             raise ModelError(
                 f"The program has the result {spec.arg.name!r} of kind {spec.kind.name}; supported:"
-                " results of the module. Export the module's forward alone."
+                " results of the module. Export the module's forward alone.",
+                code="RQ202",
             )
         kind, name = kinds[spec.kind], str(spec.target)
         module, _, last = name.rpartition(".")
@@ -117,7 +121,8 @@ def check_signature(signature: Any) -> None:
             + " and ".join(describe_change(kind, names) for kind, names in changed.items())
             + " in each run; supported: programs that only compute their outputs. "
             + ". ".join(dict.fromkeys(REMEDIES[kind] for kind in changed))
-            + "."
+            + ".",
+            code="RQ202",
         )
 
 

@@ -87,12 +87,14 @@ class Softmax:
         if not is_plain and self.axis != len(self.shape) - 1:
             raise ConfigError(
                 f"Softmax: a factor, or integers, along axis {self.axis} of {len(self.shape)}; "
-                "allowed: along the last one."
+                "allowed: along the last one.",
+                code="RQ119",
             )
         if self.quantized is not None and self.shape[-1] is None:
             raise ConfigError(
                 "Softmax: integers of rows whose length the run time decides; allowed: floats of "
-                "these, or a known length."
+                "these, or a known length.",
+                code="RQ119",
             )
 
 

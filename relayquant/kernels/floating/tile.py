@@ -100,7 +100,8 @@ class FloatEpilogue:
         if self.residual and self.columns:
             raise ConfigError(
                 "FloatEpilogue: a residual is as wide as the results; allowed with columns of a "
-                "wider tensor: none."
+                "wider tensor: none.",
+                code="RQ119",
             )
 
     def pitch(self, channels: int) -> int:

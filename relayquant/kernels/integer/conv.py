@@ -536,6 +536,7 @@ def pack_dense(
     if weight.shape != (spec.out_features, spec.in_features):
         raise ConfigError(
             f"pack_dense: weight has shape {weight.shape}, expected "
-            f"{(spec.out_features, spec.in_features)}."
+            f"{(spec.out_features, spec.in_features)}.",
+            code="RQ119",
         )
     return pack_conv2d(spec.as_conv2d(), isa, weight[:, None, None, :], bias, multiplier)

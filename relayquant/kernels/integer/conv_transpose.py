@@ -39,7 +39,8 @@ class Conv2dTranspose(TransposedShape):
         if min(self.out_size) < 1:
             raise ConfigError(
                 f"Conv2dTranspose: padding {self.padding} leaves no output of "
-                f"{self.height}x{self.width} with kernel {self.kernel}."
+                f"{self.height}x{self.width} with kernel {self.kernel}.",
+                code="RQ119",
             )
 
 

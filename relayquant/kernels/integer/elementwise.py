@@ -44,7 +44,8 @@ PARALLEL_ELEMENTS = 1 << 15
 def check_integer_output(operator: str, out: Epilogue) -> None:
     if out.output is not Store.REQUANTIZE or out.residual is not None:
         raise ConfigError(
-            f"{operator}: `out` must store requantized integers without a residual, got {out}."
+            f"{operator}: `out` must store requantized integers without a residual, got {out}.",
+            code="RQ119",
         )
 
 
@@ -162,7 +163,8 @@ class Concatenate:
             raise ConfigError(
                 f"Concatenate: {format_count(len(self.data), 'operand')} of shapes {self.shapes} "
                 f"do not join along axis {self.axis}; they must agree in all other dimensions, "
-                "and axis must be >= 0."
+                "and axis must be >= 0.",
+                code="RQ119",
             )
 
     @property
@@ -369,7 +371,9 @@ def build_binary(
     view = broadcast_view(shape, rhs_shape)
     if view is None:
         raise ConfigError(
-            f"{name}: rhs of shape {rhs_shape} is not broadcast to {shape} along neighbouring axes."
+            f"{name}: rhs of shape {rhs_shape} is not broadcast to {shape} along neighbouring "
+            "axes.",
+            code="RQ119",
         )
     outer, middle, inner = view
 

@@ -74,13 +74,15 @@ class Epilogue:
         if self.dtype not in allowed:
             raise ConfigError(
                 f"Epilogue: a kernel that stores {self.output.value} values cannot store "
-                f"{self.dtype!r}; allowed: {', '.join(allowed)}."
+                f"{self.dtype!r}; allowed: {', '.join(allowed)}.",
+                code="RQ119",
             )
         if self.output is not Store.REQUANTIZE:
             if self.residual or self.zero_point or self.low is not None or self.high is not None:
                 raise ConfigError(
                     f"Epilogue: {self.output.value} takes no residual, zero point or bounds; "
-                    "use Store.REQUANTIZE."
+                    "use Store.REQUANTIZE.",
+                    code="RQ119",
                 )
             return
         low, high = self.bounds
@@ -88,12 +90,15 @@ class Epilogue:
         if not limits[0] <= low <= high <= limits[1]:
             raise ConfigError(
                 f"Epilogue: bounds {low}..{high} are not a range within {self.dtype} "
-                f"({limits[0]}..{limits[1]})."
+                f"({limits[0]}..{limits[1]}).",
+                code="RQ119",
             )
         if self.dtype == "int32" and self.zero_point:
-            raise ConfigError("Epilogue: int32 output takes no zero point.")
+            raise ConfigError("Epilogue: int32 output takes no zero point.", code="RQ119")
         if not limits[0] <= self.zero_point <= limits[1]:
-            raise ConfigError(f"Epilogue: zero point {self.zero_point} is outside {self.dtype}.")
+            raise ConfigError(
+                f"Epilogue: zero point {self.zero_point} is outside {self.dtype}.", code="RQ119"
+            )
 
     @property
     def bounds(self) -> tuple[int, int]:

@@ -125,7 +125,7 @@ def build_lookup(
 ) -> PrimFunc:
     """PrimFunc(x, table (256,), y); `shuffle`, if the target has one, serves tables of bytes."""
     if spec.dtype not in ("uint8", "int8"):
-        raise ConfigError(f"Lookup: data is {spec.dtype!r}; allowed: uint8, int8.")
+        raise ConfigError(f"Lookup: data is {spec.dtype!r}; allowed: uint8, int8.", code="RQ119")
     size = prod(spec.shape)
     if spec.out_dtype not in ("uint8", "int8") or (shuffle is not None and size < shuffle.lanes):
         shuffle = None

@@ -64,11 +64,14 @@ class BatchMatmul:
     def __post_init__(self) -> None:
         for dtype in (self.x_dtype, self.w_dtype):
             if dtype not in ("uint8", "int8"):
-                raise ConfigError(f"BatchMatmul: operand is {dtype!r}; allowed: uint8, int8.")
+                raise ConfigError(
+                    f"BatchMatmul: operand is {dtype!r}; allowed: uint8, int8.", code="RQ119"
+                )
         if self.w_heads is not None and (self.w_heads < 1 or self.batch % self.w_heads):
             raise ConfigError(
                 f"BatchMatmul: w_heads is {self.w_heads}; allowed: divisors of the batch "
-                f"{self.batch}, or None."
+                f"{self.batch}, or None.",
+                code="RQ119",
             )
 
     @property

@@ -63,7 +63,8 @@ class PoolWindow:
         if min(self.out_size) < 1:
             raise ConfigError(
                 f"PoolWindow: a {self.kernel} window with dilation {self.dilation} does not fit "
-                f"into {self.height}x{self.width} with padding {self.padding}."
+                f"into {self.height}x{self.width} with padding {self.padding}.",
+                code="RQ119",
             )
 
     @property
@@ -281,7 +282,8 @@ def build_mean(
     if count > most:
         raise ConfigError(
             f"Mean: over {format_count(count, 'value')} of {spec.data.dtype}; allowed: up to "
-            f"{most}."
+            f"{most}.",
+            code="RQ119",
         )
     factor = np.float32(spec.data.multiplier) / np.float32(count)
 

@@ -46,18 +46,20 @@ class Conv2d(Conv2dShape):
     def __post_init__(self) -> None:
         if self.in_dtype not in ("uint8", "int8", "int16"):
             raise ConfigError(
-                f"Conv2d: in_dtype is {self.in_dtype!r}; allowed: uint8, int8, int16."
+                f"Conv2d: in_dtype is {self.in_dtype!r}; allowed: uint8, int8, int16.", code="RQ119"
             )
         if self.in_channels % self.groups or self.out_channels % self.groups:
             raise ConfigError(
                 f"Conv2d: {self.in_channels} input and "
                 f"{format_count(self.out_channels, 'output channel')} cannot divide into "
-                f"{format_count(self.groups, 'group')}."
+                f"{format_count(self.groups, 'group')}.",
+                code="RQ119",
             )
         if min(self.out_size) < 1:
             raise ConfigError(
                 f"Conv2d: a {self.kernel} kernel with dilation {self.dilation} does not fit into "
-                f"{self.height}x{self.width} with padding {self.padding}."
+                f"{self.height}x{self.width} with padding {self.padding}.",
+                code="RQ119",
             )
 
     @property
@@ -138,15 +140,17 @@ def pack_channels(
     channels = spec.out_channels
     if weight.shape != spec.weight_shape or weight.dtype != np.int8:
         raise ConfigError(
-            f"Weights are {weight.dtype} {weight.shape}, expected int8 OHWI {spec.weight_shape}."
+            f"Weights are {weight.dtype} {weight.shape}, expected int8 OHWI {spec.weight_shape}.",
+            code="RQ119",
         )
     if bias.shape != (channels,):
-        raise ConfigError(f"The bias has shape {bias.shape}, expected ({channels},).")
+        raise ConfigError(f"The bias has shape {bias.shape}, expected ({channels},).", code="RQ119")
     has_multiplier = spec.epilogue.has_multiplier
     if has_multiplier != (multiplier is not None):
         wanted = "needs a" if has_multiplier else "takes no"
         raise ConfigError(
-            f"A kernel that stores {spec.epilogue.output.value} values {wanted} multiplier."
+            f"A kernel that stores {spec.epilogue.output.value} values {wanted} multiplier.",
+            code="RQ119",
         )
     folded = fold_zero_point(bias, weight, spec.in_zero_point + zero_point_shift)
     exists = (order >= 0) & (order < channels)
@@ -157,12 +161,14 @@ def pack_channels(
     multiplier = np.asarray(multiplier, "float32")
     if multiplier.shape not in ((), (1,), (channels,)):
         raise ConfigError(
-            f"The multiplier has shape {multiplier.shape}, expected () or ({channels},)."
+            f"The multiplier has shape {multiplier.shape}, expected () or ({channels},).",
+            code="RQ119",
         )
     if spec.epilogue.is_small and not has_small_multipliers(multiplier, spec.epilogue.residual):
         raise ConfigError(
             f"The epilogue says is_small, but the multiplier reaches {np.abs(multiplier).max()}; "
-            "allowed: up to 0.5. Build the kernel without is_small."
+            "allowed: up to 0.5. Build the kernel without is_small.",
+            code="RQ119",
         )
     multiplier = np.broadcast_to(multiplier, (channels,))[index]
     return folded, np.where(exists, multiplier, 0).astype("float32")

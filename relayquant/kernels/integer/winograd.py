@@ -460,7 +460,8 @@ def pack_winograd(
     if find_largest_sum(weight) >= LARGEST_SUM:
         raise ConfigError(
             f"pack_winograd: sums with these weights reach {find_largest_sum(weight)}; allowed: "
-            f"below {LARGEST_SUM}. Take build_conv2d and pack_conv2d."
+            f"below {LARGEST_SUM}. Take build_conv2d and pack_conv2d.",
+            code="RQ119",
         )
     plan = WinogradPlan(spec, isa)
     points = transform_weights(weight).reshape(POINTS, spec.out_channels, 1, 1, spec.in_channels)

@@ -351,7 +351,8 @@ class SmullIsa(PackedIsa, ArmIsa):
         if self.is_paired and find_largest(words) > LARGEST_PAIRED:
             raise ConfigError(
                 f"{self.name} adds two products in int16, where those of -128 by -128 do not fit; "
-                "allowed: weights of -127 to 127. Take what Isa.for_weights gives."
+                "allowed: weights of -127 to 127. Take what Isa.for_weights gives.",
+                code="RQ119",
             )
         return super().arrange_weights(words)
 

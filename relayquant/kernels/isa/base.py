@@ -415,7 +415,8 @@ class SmallWeightIsa(PackedIsa):
         if largest > SMALL_WEIGHT:
             raise ConfigError(
                 f"{self.name} adds products in int16, which saturates with a weight of magnitude "
-                f"{largest}; allowed: up to {SMALL_WEIGHT}. Take what Isa.for_weights gives."
+                f"{largest}; allowed: up to {SMALL_WEIGHT}. Take what Isa.for_weights gives.",
+                code="RQ119",
             )
         return super().arrange_weights(words)
 

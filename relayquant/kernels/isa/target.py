@@ -73,7 +73,8 @@ def resolve_target(target: Any = None) -> Target:
     else:
         raise ConfigError(
             f"target is a {type(target).__name__}; allowed: None (this machine), a "
-            "tvm.target.Target, a dict, or a string such as 'llvm -mcpu=cascadelake'."
+            "tvm.target.Target, a dict, or a string such as 'llvm -mcpu=cascadelake'.",
+            code="RQ107",
         )
     check_target(resolved, text)
     return neutralize_timing(resolved)
@@ -88,7 +89,8 @@ def check_target(target: Target, text: str) -> None:
     if "cpu" not in target.keys:
         raise ConfigError(
             f"target {text}: {target.kind.name} is no CPU, and there are kernels for CPUs only. "
-            "Allowed: None (this machine) or kind 'llvm', such as 'llvm -mcpu=cascadelake'."
+            "Allowed: None (this machine) or kind 'llvm', such as 'llvm -mcpu=cascadelake'.",
+            code="RQ107",
         )
     if target.kind.name != "llvm":
         return
@@ -98,14 +100,17 @@ def check_target(target: Target, text: str) -> None:
     if find_architecture(target) is Architecture.OTHER and name not in known:
         raise ConfigError(
             f"target {text}: LLVM knows no architecture {name!r} (mtriple {triple!r}). "
-            f"{suggest_name(name, known)}"
+            f"{suggest_name(name, known)}",
+            code="RQ107",
         )
     cpu = str(attrs.get("mcpu") or "generic")
     if not llvm_is_valid_cpu(cpu, triple):
         plain = Target({"kind": "llvm", "mtriple": triple})
         cpus = [str(known) for known in llvm_get_cpu_archlist(plain)]
         remedy = "None as target is this machine." if cpu == "native" else suggest_name(cpu, cpus)
-        raise ConfigError(f"target {text}: LLVM knows no CPU {cpu!r} for {triple!r}. {remedy}")
+        raise ConfigError(
+            f"target {text}: LLVM knows no CPU {cpu!r} for {triple!r}. {remedy}", code="RQ107"
+        )
     features = [str(feature) for feature in attrs.get("mattr") or ()]
     wanted = [f"+{feature[1:]}" for feature in features]
     accepted = llvm_get_cpu_features(Target({"kind": "llvm", "mtriple": triple, "mattr": wanted}))
@@ -113,7 +118,8 @@ def check_target(target: Target, text: str) -> None:
         if feature[:1] not in ("+", "-") or feature[1:] not in accepted:
             raise ConfigError(
                 f"target {text}: LLVM knows no feature {feature!r} for {triple!r}. Features are "
-                "written '+name' or '-name', as in '-mattr=+avx2,-fma'."
+                "written '+name' or '-name', as in '-mattr=+avx2,-fma'.",
+                code="RQ107",
             )
 
 
@@ -161,26 +167,29 @@ def parse_target(text: str) -> dict[str, Any]:
     """
     words = shlex.split(text)
     if not words or words[0].startswith("-"):
-        raise ConfigError(f"target {text!r} must start with a kind, such as 'llvm'.")
+        raise ConfigError(f"target {text!r} must start with a kind, such as 'llvm'.", code="RQ107")
     config: dict[str, Any] = {"kind": words[0]}
     position = 1
     while position < len(words):
         word = words[position]
         if not word.startswith("-"):
             raise ConfigError(
-                f"target {text!r}: {word!r} is no option; options look like -mcpu=name."
+                f"target {text!r}: {word!r} is no option; options look like -mcpu=name.",
+                code="RQ107",
             )
         key, equals, value = word.lstrip("-").partition("=")
         if not equals:
             position += 1
             if position == len(words):
-                raise ConfigError(f"target {text!r}: option {word!r} has no value.")
+                raise ConfigError(f"target {text!r}: option {word!r} has no value.", code="RQ107")
             value = words[position]
         if key in _LISTS:
             config[key] = value.split(",")
         elif key in _NUMBERS:
             if not value.isdigit():
-                raise ConfigError(f"target {text!r}: option {key!r} needs a number, got {value!r}.")
+                raise ConfigError(
+                    f"target {text!r}: option {key!r} needs a number, got {value!r}.", code="RQ107"
+                )
             config[key] = int(value)
         else:
             config[key] = value
@@ -195,5 +204,6 @@ def _build(config: dict[str, Any], text: str) -> Target:
         reason = str(error).strip().splitlines()[-1]
         raise ConfigError(
             f"TVM does not accept target {text}: {reason}. Allowed: None, a Target, a dict such as "
-            "{'kind': 'llvm', 'mcpu': 'cascadelake'}, or the same as 'llvm -mcpu=cascadelake'."
+            "{'kind': 'llvm', 'mcpu': 'cascadelake'}, or the same as 'llvm -mcpu=cascadelake'.",
+            code="RQ107",
         ) from error

@@ -146,7 +146,8 @@ def concatenate(
             f"qnn.concatenate: {format_count(len(data), 'tensor')}, "
             f"{format_count(len(input_scales), 'scale')} and "
             f"{format_count(len(input_zero_points), 'zero point')}; allowed: the same number, at "
-            "least one."
+            "least one.",
+            code="RQ601",
         )
     parts = []
     for part, scale, zero_point in zip(data, input_scales, input_zero_points, strict=True):

@@ -41,7 +41,8 @@ def centre_codes(weight: Array, zero_point: Array, bits: int, group_size: int, k
     if weight.ndim != 2 or weight.shape[1] != count_bytes(k, bits):
         raise QnnError(
             f"weight has shape {weight.shape}; allowed: (N, {count_bytes(k, bits)}), rows of "
-            f"{format_count(k, 'code')} of {bits} bits."
+            f"{format_count(k, 'code')} of {bits} bits.",
+            code="RQ601",
         )
     zero_point = np.asarray(zero_point)
     zeros = spread_groups(zero_point, group_size, k) if zero_point.ndim else zero_point

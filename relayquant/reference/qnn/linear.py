@@ -101,7 +101,8 @@ def conv2d_transpose(
         if zero_points.size != per_group * groups:
             raise QnnError(
                 f"qnn.conv2d_transpose: kernel_zero_point has shape {zero_points.shape}; allowed: "
-                f"() or ({per_group * groups},), one per output channel."
+                f"() or ({per_group * groups},), one per output channel.",
+                code="RQ601",
             )
         per_input = np.repeat(zero_points.reshape(groups, per_group), inputs // groups, axis=0)
         zero_points = permute_layout(per_input[..., None, None], "IOHW", kernel_layout)
@@ -138,7 +139,9 @@ def dense(
     x, w = center_factors(data, weight, input_zero_point, kernel_zero_point, 0)
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[1]:
         raise QnnError(
-            f"qnn.dense: data {x.shape} and weight {w.shape} do not fit; allowed: (..., K), (N, K)."
+            f"qnn.dense: data {x.shape} and weight {w.shape} do not fit; allowed: (..., K), "
+            "(N, K).",
+            code="RQ601",
         )
     return cast_accumulator(x @ w.T, out_dtype, "dense")
 
@@ -160,7 +163,8 @@ def batch_matmul(
     if left.ndim < 2 or right.ndim < 2 or left.shape[-1] != right.shape[-1]:
         raise QnnError(
             f"qnn.batch_matmul: x {left.shape} and y {right.shape} do not fit; allowed: "
-            "(..., M, K) and (..., N, K)."
+            "(..., M, K) and (..., N, K).",
+            code="RQ601",
         )
     largest = count_magnitude(left) * count_magnitude(right) * left.shape[-1]
     kind = choose_exact_dtype(largest)

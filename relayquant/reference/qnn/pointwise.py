@@ -99,6 +99,7 @@ def lookup(data: Array, table: Array) -> Array:
     if data.dtype.name not in ("int8", "uint8") or table.shape != (256,):
         raise QnnError(
             f"qnn.lookup: data is {data.dtype}, table has shape {table.shape}; allowed: int8 or "
-            "uint8 data and a table of shape (256,)."
+            "uint8 data and a table of shape (256,).",
+            code="RQ601",
         )
     return np.asarray(table[data.view("uint8")])

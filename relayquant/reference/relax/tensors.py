@@ -213,7 +213,8 @@ def take(args: list[Any], attrs: Any) -> Any:
     if mode == "raise" and ((indices < -length) | (indices >= length)).any():
         raise DataError(
             f"indices {indices.min()}..{indices.max()} do not fit an axis of length {length}; "
-            f"allowed: 0..{length - 1}, or mode 'clip' or 'wrap'."
+            f"allowed: 0..{length - 1}, or mode 'clip' or 'wrap'.",
+            code="RQ302",
         )
     return np.take(data, indices, axis=axis, mode=mode)
 

@@ -80,7 +80,9 @@ def to_text(
 def _tensor_type(var: relax.Var) -> syntax.TensorType:
     shape = tensor_shape(var)
     if shape is None or not tensor_dtype(var):
-        raise ModelError(f"Parameter {var.name!r} is no tensor of known rank, as Relay needs it.")
+        raise ModelError(
+            f"Parameter {var.name!r} is no tensor of known rank, as Relay needs it.", code="RQ203"
+        )
     dims = tuple(dim if isinstance(dim, int) else None for dim in shape)
     return syntax.TensorType(dims, tensor_dtype(var))
 
@@ -109,7 +111,8 @@ class _Writer:
         if self.refused:
             raise ModelError(
                 f"{format_count(len(self.refused), 'value')} cannot be written in the Relay of TVM "
-                f"{self.release}:\n  " + "\n  ".join(self.refused)
+                f"{self.release}:\n  " + "\n  ".join(self.refused),
+                code="RQ203",
             )
         result = self.operand(self.graph.func.body.body, "output")
         if isinstance(result, tuple):
@@ -121,17 +124,17 @@ class _Writer:
 
     def expression(self, var: relax.Var, value: relax.Expr) -> Any:
         if var in self.graph.casts:
-            raise ModelError("match_cast has no counterpart")
+            raise ModelError("match_cast has no counterpart", code="RQ203")
         if not isinstance(value, Call):
             return self.operand(value, var.name)
         row = EXPORTS.get(call_name(value))
         if row is None:
-            raise ModelError("the operator has no counterpart")
+            raise ModelError("the operator has no counterpart", code="RQ203")
         if call_name(value) in FLOAT_EXPORTS:
             named = FLOAT_ATTRIBUTES.get(call_name(value), ())
             unwritten = find_unmodelled([value], named)
             if unwritten is not None:
-                raise ModelError(f"{unwritten}, which is not written")
+                raise ModelError(f"{unwritten}, which is not written", code="RQ203")
         roles = [argument.name for argument in getattr(value.op, "arguments", ())]
         args = tuple(
             self.operand(arg, f"{var.name}_{roles[i] if i < len(roles) else i}")

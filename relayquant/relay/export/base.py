@@ -123,7 +123,7 @@ class ExportSite:
         """
         shape = tensor_shape(expr)
         if shape is None:
-            raise ModelError("its rank is not known before run time")
+            raise ModelError("its rank is not known before run time", code="RQ203")
         return shape
 
     def shape(self, expr: relax.Expr) -> tuple[int, ...]:
@@ -134,7 +134,7 @@ class ExportSite:
         """
         shape = self.dims(expr)
         if not all(isinstance(dim, int) for dim in shape):
-            raise ModelError(f"shape {shape} is not known before run time")
+            raise ModelError(f"shape {shape} is not known before run time", code="RQ203")
         return tuple(dim for dim in shape if isinstance(dim, int))
 
     def type_shape(self, kind: relax.TensorType) -> tuple[int, ...]:
@@ -161,7 +161,7 @@ class ExportSite:
         """
         value = constant_value(self.call.args[index])
         if value is None:
-            raise ModelError(f"operand {index + 1} is not a constant")
+            raise ModelError(f"operand {index + 1} is not a constant", code="RQ203")
         return value
 
     def fields(self, index: int) -> list[np.ndarray]:
@@ -172,7 +172,7 @@ class ExportSite:
         """
         found = [constant_value(field) for field in getattr(self.call.args[index], "fields", ())]
         if not found or any(array is None for array in found):
-            raise ModelError(f"operand {index + 1} is not a tuple of constants")
+            raise ModelError(f"operand {index + 1} is not a tuple of constants", code="RQ203")
         return [array for array in found if array is not None]
 
     def reshape(self, value: syntax.Expr, dims: Sequence[int | str]) -> syntax.Expr:
@@ -183,7 +183,9 @@ class ExportSite:
         """
         sizes = tuple(dim if isinstance(dim, int) else -1 for dim in dims)
         if sizes.count(-1) > 1:
-            raise ModelError(f"shape {tuple(dims)} leaves more than one dimension open")
+            raise ModelError(
+                f"shape {tuple(dims)} leaves more than one dimension open", code="RQ203"
+            )
         return self.op("reshape", value, newshape=sizes)
 
 

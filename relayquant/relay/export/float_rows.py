@@ -165,7 +165,9 @@ def export_matmul(site: ExportSite) -> syntax.Expr:
     if len(left) == len(right) == 2:
         return site.op("nn.matmul", *site.args, units=known_size(right[1]), out_dtype=kind)
     if len(left) < 3 or left[:-2] != right[:-2]:
-        raise ModelError(f"a product of shapes {left} and {right} has no form in Relay")
+        raise ModelError(
+            f"a product of shapes {left} and {right} has no form in Relay", code="RQ203"
+        )
     operands = [
         arg if len(shape) == 3 else site.reshape(arg, (-1, *shape[-2:]))
         for arg, shape in zip(site.args, (left, right), strict=True)
@@ -208,7 +210,8 @@ def crop_padding(site: ExportSite) -> list[int]:
             if bool(getattr(attrs, "count_include_pad", False)):
                 raise ModelError(
                     "a pool with ceil_mode and count_include_pad whose last window would begin "
-                    "behind the data has no form in Relay"
+                    "behind the data has no form in Relay",
+                    code="RQ203",
                 )
             padding[rank + axis] = most
     return padding
@@ -243,7 +246,7 @@ def softmax(name: str) -> Export:
 def export_batch_norm(site: ExportSite) -> syntax.Expr:
     attrs = site.attrs
     if attrs.training:
-        raise ModelError("it is a batch norm in training mode")
+        raise ModelError("it is a batch norm in training mode", code="RQ203")
     return site.op(
         "nn.batch_norm",
         *site.args,
@@ -258,7 +261,7 @@ def export_layer_norm(site: ExportSite) -> syntax.Expr:
     attrs = site.attrs
     axes = ints(attrs.axes)
     if len(axes) != 1:
-        raise ModelError(f"it normalizes over axes {axes}, Relay over one")
+        raise ModelError(f"it normalizes over axes {axes}, Relay over one", code="RQ203")
     return site.op(
         "nn.layer_norm",
         *site.args,
@@ -346,7 +349,7 @@ def export_strided_slice(site: ExportSite) -> syntax.Expr:
     steps = strides[0] if strides else (1,) * len(axes)
     axes = tuple(axis % len(shape) for axis in axes)
     if any(step < 1 for step in steps):
-        raise ModelError("it counts backwards")
+        raise ModelError("it counts backwards", code="RQ203")
     ranges = [
         range(known_size(shape[axis]))[at:to:step]
         for axis, at, to, step in zip(axes, begin, end, steps, strict=True)
@@ -363,7 +366,7 @@ def export_strided_slice(site: ExportSite) -> syntax.Expr:
 
 def known_size(dim: int | str) -> int:
     if isinstance(dim, str):
-        raise ModelError("it cuts an axis whose size is known at run time only")
+        raise ModelError("it cuts an axis whose size is known at run time only", code="RQ203")
     return dim
 
 
@@ -373,7 +376,7 @@ def slice_numbers(value: Any) -> tuple[int, ...]:
     if fields is None:
         fields = getattr(value, "values", None)
     if fields is None:
-        raise ModelError("it cuts at a place known at run time only")
+        raise ModelError("it cuts at a place known at run time only", code="RQ203")
     return tuple(int(number_of(field)) for field in fields)
 
 
@@ -383,7 +386,7 @@ def export_pad(site: ExportSite) -> syntax.Expr:
     pairs = tuple(zip(flat[::2], flat[1::2], strict=True))
     mode = str(attrs.pad_mode)
     if mode not in ("constant", "reflect", "edge"):
-        raise ModelError(f"it pads in mode {mode}")
+        raise ModelError(f"it pads in mode {mode}", code="RQ203")
     kind = site.dtype(0)
     value = site.constant(np.array(float(attrs.pad_value)).astype(kind), "pad_value")
     return site.op("nn.pad", site.args[0], value, pad_width=pairs, pad_mode=mode)
@@ -392,7 +395,7 @@ def export_pad(site: ExportSite) -> syntax.Expr:
 def export_take(site: ExportSite) -> syntax.Expr:
     axis = site.attrs.axis
     if axis is None:
-        raise ModelError("it takes from a flattened tensor")
+        raise ModelError("it takes from a flattened tensor", code="RQ203")
     return site.op("take", *site.args, axis=int(axis), mode=str(site.attrs.mode))
 
 
@@ -421,7 +424,8 @@ def check_resize_rounding(site: ExportSite) -> None:
     if not is_asymmetric or any(new % old for old, new in sizes):
         raise ModelError(
             "rounding_method 'round' goes half to even in Relax and half away from zero in Relay; "
-            "allowed: 'round_prefer_floor', 'round_prefer_ceil', 'floor', 'ceil'"
+            "allowed: 'round_prefer_floor', 'round_prefer_ceil', 'floor', 'ceil'",
+            code="RQ203",
         )
 
 
@@ -461,7 +465,7 @@ def reduction(name: str) -> Export:
 
 def export_mean(site: ExportSite) -> syntax.Expr:
     if not site.dtype(0).startswith("float"):
-        raise ModelError(f"the mean of {site.dtype(0)} is int64 in Relax")
+        raise ModelError(f"the mean of {site.dtype(0)} is int64 in Relax", code="RQ203")
     return reduction("mean")(site)
 
 

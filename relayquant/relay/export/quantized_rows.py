@@ -68,7 +68,9 @@ def check_default(site: ExportSite) -> None:
     """
     if not is_default(site):
         attrs = site.attrs
-        raise ModelError(f"Relay has no mode {attrs.rounding} in {attrs.compute_dtype} for it")
+        raise ModelError(
+            f"Relay has no mode {attrs.rounding} in {attrs.compute_dtype} for it", code="RQ203"
+        )
 
 
 # -- exact arithmetic ------------------------------------------------------------------------------
@@ -108,7 +110,9 @@ def round_off(site: ExportSite, real: syntax.Expr, zero_point: int, dtype: str) 
     info = np.iinfo(dtype)
     low, high = info.min - zero_point, info.max - zero_point
     if max(-low, high) > MAX_MAGIC:
-        raise ModelError(f"a result of dtype {dtype} cannot be rounded half to even in Relay")
+        raise ModelError(
+            f"a result of dtype {dtype} cannot be rounded half to even in Relay", code="RQ203"
+        )
     clipped = site.op("clip", real, a_min=float(low), a_max=float(high))
     shifted = site.op("add", clipped, site.number(ROUNDING_MAGIC, "float32"))
     whole = site.op("cast", shifted, dtype="int32")
@@ -160,10 +164,10 @@ def export_quantize(site: ExportSite) -> syntax.Expr:
     if rounding == Rounding.TONEAREST.value or is_near:
         return site.op("qnn.quantize", *site.args, out_dtype=dtype, axis=int(attrs.axis))
     if rounding != Rounding.TONEAREST_EVEN.value:
-        raise ModelError(f"Relay cannot quantize {rounding}")
+        raise ModelError(f"Relay cannot quantize {rounding}", code="RQ203")
     scale, zero_point = site.array(1), site.array(2)
     if zero_point.size > 1 and np.ptp(zero_point):
-        raise ModelError("its zero point differs between channels")
+        raise ModelError("its zero point differs between channels", code="RQ203")
     ndim = len(site.in_dims(0))
     real = site.op(
         "divide",
@@ -234,7 +238,8 @@ def check_register(dtype: str) -> str:
     if dtype != "int32":
         raise ModelError(
             f"its sums or products do not fit int32, and Relay has no form for {dtype}; keep it in "
-            "float, or take activations of 8 bits"
+            "float, or take activations of 8 bits",
+            code="RQ203",
         )
     return dtype
 
@@ -254,7 +259,9 @@ def export_conv1d(site: ExportSite) -> syntax.Expr:
     """As a convolution of height 1: NCW, OIW -> NCHW, OIHW."""
     attrs = site.attrs
     if (str(attrs.data_layout), str(attrs.kernel_layout)) != ("NCW", "OIW"):
-        raise ModelError(f"its layouts are {attrs.data_layout} and {attrs.kernel_layout}")
+        raise ModelError(
+            f"its layouts are {attrs.data_layout} and {attrs.kernel_layout}", code="RQ203"
+        )
     (n, c, width), (o, i, kernel) = site.in_dims(0), site.in_shape(1)
     (before, after), shape = ints(attrs.padding), site.out_dims()
     weight = site.constant(site.array(1).reshape(o, i, 1, kernel), "weight")
@@ -304,7 +311,9 @@ def centred_operands(site: ExportSite) -> tuple[syntax.Expr, ...]:
 def export_batch_matmul(site: ExportSite) -> syntax.Expr:
     left, right = site.in_dims(0), site.in_dims(1)
     if len(left) < 3 or left[:-2] != right[:-2]:
-        raise ModelError(f"a product of shapes {left} and {right} has no form in Relay")
+        raise ModelError(
+            f"a product of shapes {left} and {right} has no form in Relay", code="RQ203"
+        )
     name, given = "qnn.batch_matmul", site.args
     if not {site.dtype(0), site.dtype(1)} <= set(BYTES):
         name, given = "nn.batch_matmul", centred_operands(site)
@@ -352,7 +361,7 @@ def binary(name: str, exactly: Export, nearly: Export | None = None) -> Export:
         attrs = site.attrs
         if is_relay_mode(site):
             if len({site.dtype(0), site.dtype(1), binary_dtype(site)}) > 1:
-                raise ModelError("its operands and result differ in dtype")
+                raise ModelError("its operands and result differ in dtype", code="RQ203")
             axes = {"lhs_axis": int(attrs.lhs_axis), "rhs_axis": int(attrs.rhs_axis)}
             return site.op(name, *site.args, **axes)
         if not site.exact and is_narrow(site):
@@ -414,7 +423,9 @@ def add_exactly(sign: int) -> Export:
         limit = max(zero_point - info.min, info.max - zero_point) + 1
         if not sum_rounds_once(first, second, centred_values(site, 1), limit):
             raise ModelError(
-                "the scales of its operands are too far apart to add exactly; exact=False adds them"
+                "the scales of its operands are too far apart to add exactly; exact=False adds "
+                "them",
+                code="RQ203",
             )
         t = site.op("cast", scale_by(site, left, first), dtype="float64")
         factor = site.constant(second.astype("float64"), "multiplier")
@@ -586,7 +597,7 @@ def export_avg_pool2d(site: ExportSite) -> syntax.Expr:
     if not site.exact and keeps_space(site, site.dtype(0)) and not (pads and included):
         return pool_integers(site, site.dtype(0), **pool_attrs(site))
     if attrs.ceil_mode or (pads and not included):
-        raise ModelError("it averages over windows of different sizes")
+        raise ModelError("it averages over windows of different sizes", code="RQ203")
     layout, window = str(attrs.layout), ints(attrs.pool_size)
     check_register(choose_total_dtype(site.dtype(0), site.call.args[2], int(np.prod(window))))
     channels = known_size(site.in_dims(0)[layout.index("C")])
@@ -620,10 +631,12 @@ def export_as_table(site: ExportSite) -> syntax.Expr:
     """
     dtype, name = site.dtype(0), site.call.op.name.removeprefix("relax.qnn.")
     if dtype not in BYTES:
-        raise ModelError(f"a table needs 8-bit data, the input is {dtype}")
+        raise ModelError(f"a table needs 8-bit data, the input is {dtype}", code="RQ203")
     parameters = [site.array(index) for index in range(1, len(site.call.args))]
     if any(parameter.size != 1 for parameter in parameters):
-        raise ModelError("its parameters differ between channels; a table has one for all")
+        raise ModelError(
+            "its parameters differ between channels; a table has one for all", code="RQ203"
+        )
     patterns = np.arange(256, dtype="uint8").view(dtype)
     results = evaluate_qnn(name, [patterns, *parameters], site.call, site.name)
     return look_up(site, site.constant(results, "table"))

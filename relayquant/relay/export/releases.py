@@ -38,7 +38,9 @@ def find_release(text: str) -> Release:
     for release in RELEASES:
         if str(release) == text:
             return release
-    raise ConfigError(f"release is {text!r}; allowed: {', '.join(map(str, RELEASES))}.")
+    raise ConfigError(
+        f"release is {text!r}; allowed: {', '.join(map(str, RELEASES))}.", code="RQ101"
+    )
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,9 @@ def choose_attributes(release: Release, name: str, attrs: Mapping[str, Any]) -> 
         ModelError: the release has not the operator, or not what an attribute asks for.
     """
     if not has_operator(release, name):
-        raise ModelError(f"{name} is in TVM {OPERATORS_SINCE[name]} and later, not in {release}")
+        raise ModelError(
+            f"{name} is in TVM {OPERATORS_SINCE[name]} and later, not in {release}", code="RQ203"
+        )
     known, written = OPERATORS[name].attrs, {}
     for key, value in attrs.items():
         if not has_attribute(release, name, key):
@@ -104,7 +108,8 @@ def choose_attributes(release: Release, name: str, attrs: Mapping[str, Any]) -> 
             if value != since.before:
                 raise ModelError(
                     f"{key}={value} of {name} is in TVM {since.release} and later; {release} "
-                    f"computes as {since.before} says"
+                    f"computes as {since.before} says",
+                    code="RQ203",
                 )
         elif key == ALWAYS_WRITTEN or known[key].required or value != known[key].default:
             written[key] = value

@@ -26,7 +26,9 @@ def fix_shapes(mod: tvm.IRModule, shapes: Mapping[str, Sequence[int]]) -> tvm.IR
     sizes: dict[tirx.Var, int] = {}
     for name, shape in shapes.items():
         if name not in params:
-            raise ConfigError(f"shapes: there is no input {name!r}. {suggest_name(name, params)}")
+            raise ConfigError(
+                f"shapes: there is no input {name!r}. {suggest_name(name, params)}", code="RQ101"
+            )
         sizes.update(match_shape(params[name], shape))
     if sizes:
         main = main.bind_symbolic_vars(sizes)
@@ -36,7 +38,8 @@ def fix_shapes(mod: tvm.IRModule, shapes: Mapping[str, Sequence[int]]) -> tvm.IR
         if wanted is not None and found != tuple(wanted):
             raise ConfigError(
                 f"shapes[{param.name!r}] is {tuple(wanted)}, but with the other shapes the input "
-                f"is {found}."
+                f"is {found}.",
+                code="RQ101",
             )
     found_shapes = {param.name: tensor_shape(param) or () for param in main.params}
     open_inputs = {
@@ -48,7 +51,8 @@ def fix_shapes(mod: tvm.IRModule, shapes: Mapping[str, Sequence[int]]) -> tvm.IR
         raise ModelError(
             "Relay is built for sizes that are known, but "
             + ", ".join(f"input {name!r} is {shape}" for name, shape in open_inputs.items())
-            + f". Give them: shapes={{{next(iter(open_inputs))!r}: (...)}}."
+            + f". Give them: shapes={{{next(iter(open_inputs))!r}: (...)}}.",
+            code="RQ203",
         )
     return mod
 
@@ -68,6 +72,7 @@ def match_shape(param: relax.Var, shape: Sequence[int]) -> dict[tirx.Var, int]:
     ):
         raise ConfigError(
             f"shapes[{param.name!r}] is {tuple(shape)}, but the input is {known}; allowed: one "
-            "size from 1 for each dimension, the same where one is given."
+            "size from 1 for each dimension, the same where one is given.",
+            code="RQ101",
         )
     return {dim: size for dim, size in zip(dims, shape, strict=True) if isinstance(dim, tirx.Var)}

@@ -47,7 +47,8 @@ class RelayEmitter:
         self._left -= 1
         if self._left < 0:
             raise ModelError(
-                f"inlining its functions makes more than {format_count(self._limit, 'value')}."
+                f"inlining its functions makes more than {format_count(self._limit, 'value')}.",
+                code="RQ202",
             )
 
     def emit(self, value: relax.Expr, name: str, op: str, *, is_helper: bool = False) -> relax.Var:
@@ -107,7 +108,8 @@ class Site:
             raise ModelError(
                 f"{what} depends on the release of TVM that wrote it, older than {release} or not, "
                 "and the shapes do not tell. Name it: relayquant.relay.from_text(text, params, "
-                'release="0.12"), or from_json.'
+                'release="0.12"), or from_json.',
+                code="RQ202",
             )
         return self.release >= release
 
@@ -123,7 +125,7 @@ class Site:
         """
         value = self.args[index]
         if not isinstance(value, relax.Expr) or not isinstance(value.ty, relax.TensorType):
-            raise ModelError(f"argument {index + 1} must be a tensor.")
+            raise ModelError(f"argument {index + 1} must be a tensor.", code="RQ202")
         return value
 
     def tensors(self, index: int) -> list[relax.Expr]:
@@ -138,12 +140,12 @@ class Site:
                 self.emit(relax.TupleGetItem(value, i)) for i in range(len(value.ty.fields))
             )
         if not isinstance(value, tuple) or not value:
-            raise ModelError(f"argument {index + 1} must be a tuple of tensors.")
+            raise ModelError(f"argument {index + 1} must be a tuple of tensors.", code="RQ202")
         if not all(
             isinstance(field, relax.Expr) and isinstance(field.ty, relax.TensorType)
             for field in value
         ):
-            raise ModelError(f"argument {index + 1} must be a tuple of tensors.")
+            raise ModelError(f"argument {index + 1} must be a tuple of tensors.", code="RQ202")
         return list(value)
 
     def shape(self, expr: relax.Expr) -> tuple[int, ...]:
@@ -154,7 +156,9 @@ class Site:
         """
         shape = tensor_shape(expr)
         if shape is None or not all(isinstance(dim, int) for dim in shape):
-            raise ModelError(f"its operand has shape {shape}; all dimensions must be known.")
+            raise ModelError(
+                f"its operand has shape {shape}; all dimensions must be known.", code="RQ202"
+            )
         return tuple(dim for dim in shape if isinstance(dim, int))
 
     def ndim(self, expr: relax.Expr) -> int:
@@ -168,7 +172,7 @@ class Site:
         """
         shape = tensor_shape(expr)
         if shape is None:
-            raise ModelError("the rank of its operand is not known.")
+            raise ModelError("the rank of its operand is not known.", code="RQ202")
         return shape
 
     def axis(self, value: int, ndim: int) -> int:
@@ -179,7 +183,8 @@ class Site:
         """
         if not -ndim <= value < ndim:
             raise ModelError(
-                f"axis {value} does not exist in a tensor of {format_count(ndim, 'axis')}."
+                f"axis {value} does not exist in a tensor of {format_count(ndim, 'axis')}.",
+                code="RQ202",
             )
         return value % ndim
 
@@ -191,7 +196,7 @@ class Site:
         """
         array = constant_value(self.tensor(index))
         if array is None:
-            raise ModelError(f"argument {index + 1} must be a constant.")
+            raise ModelError(f"argument {index + 1} must be a constant.", code="RQ202")
         return array
 
     def reshape(self, expr: relax.Expr, shape: Sequence[int]) -> relax.Expr:
@@ -258,7 +263,9 @@ def check_made_up(count: float) -> None:
         ModelError: it is absurdly large.
     """
     if not count <= MAX_MADE_UP:
-        raise ModelError(f"it needs a constant of {count:.0f} values; allowed: {MAX_MADE_UP}.")
+        raise ModelError(
+            f"it needs a constant of {count:.0f} values; allowed: {MAX_MADE_UP}.", code="RQ202"
+        )
 
 
 def check_positive(name: str, values: Sequence[int]) -> None:
@@ -268,7 +275,9 @@ def check_positive(name: str, values: Sequence[int]) -> None:
         ModelError: names the attribute.
     """
     if not values or min(values) < 1:
-        raise ModelError(f"attribute {name} is {list(values)}; allowed: integers from 1.")
+        raise ModelError(
+            f"attribute {name} is {list(values)}; allowed: integers from 1.", code="RQ202"
+        )
 
 
 # -- attributes, shortly ---------------------------------------------------------------------------

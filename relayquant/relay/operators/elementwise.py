@@ -79,7 +79,7 @@ def convert_clip(site: Site) -> relax.Expr:
         return op.clip(x, float(low), float(high))
     info = np.iinfo(tensor_dtype(x))
     if not low <= high:
-        raise ModelError(f"it clips to [{low}, {high}], which is empty.")
+        raise ModelError(f"it clips to [{low}, {high}], which is empty.", code="RQ202")
     low, high = (math.trunc(min(max(bound, info.min), info.max)) for bound in (low, high))
     return op.clip(x, low, high)
 
@@ -129,7 +129,8 @@ def convert_bias_add(site: Site) -> relax.Expr:
     shape[axis] = channels
     if site.dims(x)[axis] != channels:
         raise ModelError(
-            f"the bias has {format_count(channels, 'value')}, axis {axis} {site.dims(x)[axis]}."
+            f"the bias has {format_count(channels, 'value')}, axis {axis} {site.dims(x)[axis]}.",
+            code="RQ202",
         )
     return op.add(x, bias if axis == ndim - 1 else site.reshape(bias, shape))
 
@@ -174,7 +175,9 @@ def convert_fixed_point_multiply(site: Site) -> relax.Expr:
     kind = tensor_dtype(x)
     is_signed = kind in ("int8", "int16", "int32", "int64")
     if not is_signed or not -31 <= shift <= 31 or not 0 <= multiplier < 2**31:
-        raise ModelError("allowed: signed integers, a multiplier below 2^31, a shift within +-31.")
+        raise ModelError(
+            "allowed: signed integers, a multiplier below 2^31, a shift within +-31.", code="RQ202"
+        )
     wide = x if kind == "int64" else site.emit(op.astype(x, "int64"))
     if shift > 0:
         wide = site.emit(op.left_shift(wide, make_scalar(shift, "int64")))
@@ -199,7 +202,7 @@ def convert_lrn(site: Site) -> relax.Expr:
     """x / (bias + alpha / size * sum of squares of `size` neighbours along axis) ^ beta."""
     x, size = site.tensor(0), site.attrs["size"]
     if not 1 <= size <= MAX_LRN_SIZE:
-        raise ModelError(f"attribute size is {size}; allowed: 1 to {MAX_LRN_SIZE}.")
+        raise ModelError(f"attribute size is {size}; allowed: 1 to {MAX_LRN_SIZE}.", code="RQ202")
     shape = site.shape(x)
     axis = site.axis(site.attrs["axis"], len(shape))
     square = site.emit(op.multiply(x, x))

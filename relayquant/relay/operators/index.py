@@ -25,7 +25,7 @@ op = relax.op
 def convert_take(site: Site) -> relax.Expr:
     data, attrs = site.tensor(0), site.attrs
     if attrs["mode"] not in ("clip", "fast", "wrap"):
-        raise ModelError(f"mode is {attrs['mode']!r}; allowed: clip, fast, wrap.")
+        raise ModelError(f"mode is {attrs['mode']!r}; allowed: clip, fast, wrap.", code="RQ202")
     axis = attrs["axis"]
     if attrs["batch_dims"]:
         return take_batched(site)
@@ -50,7 +50,8 @@ def take_batched(site: Site) -> relax.Expr:
     if axis < count or shape[:count] != index_shape[:count]:
         raise ModelError(
             f"batch_dims is {count}; allowed: up to the axis, {axis}, where data and indices have "
-            f"the same sizes; theirs are {list(shape)} and {list(index_shape)}."
+            f"the same sizes; theirs are {list(shape)} and {list(index_shape)}.",
+            code="RQ202",
         )
     batch, before, size = prod(shape[:count]), prod(shape[count:axis]), shape[axis]
     check_made_up(batch * before)
@@ -90,7 +91,7 @@ def to_int64(site: Site, indices: relax.Expr) -> relax.Expr:
 def convert_gather_nd(site: Site) -> relax.Expr:
     batch = site.attrs["batch_dims"] or 0
     if batch < 0:
-        raise ModelError(f"batch_dims is {batch}; allowed: from 0.")
+        raise ModelError(f"batch_dims is {batch}; allowed: from 0.", code="RQ202")
     return op.gather_nd(site.tensor(0), index_last(site, site.tensor(1)), batch)
 
 

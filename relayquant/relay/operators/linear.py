@@ -57,7 +57,8 @@ def check_window(site: Site, rank: int) -> None:
         check_positive(name, attrs[name])
         if len(attrs[name]) not in (1, rank):
             raise ModelError(
-                f"attribute {name} has {format_count(len(attrs[name]), 'value')}; allowed: {rank}."
+                f"attribute {name} has {format_count(len(attrs[name]), 'value')}; allowed: {rank}.",
+                code="RQ202",
             )
     check_padding(attrs["padding"], rank)
     if "groups" in attrs:
@@ -72,7 +73,9 @@ def check_padding(padding: Sequence[int], rank: int) -> None:
     """
     if len(padding) not in (1, rank, 2 * rank) or min(padding) < 0:
         raise ModelError(
-            f"attribute padding is {list(padding)}; allowed: 1, {rank} or {2 * rank} widths from 0."
+            f"attribute padding is {list(padding)}; allowed: 1, {rank} or {2 * rank} widths "
+            "from 0.",
+            code="RQ202",
         )
 
 
@@ -85,7 +88,8 @@ def check_layout(name: str, layout: str, letters: str) -> None:
     if sorted(layout) != sorted(letters):
         raise ModelError(
             f"{name} {layout!r} is not supported; allowed: the axes {', '.join(letters)} in any "
-            "order, not blocked."
+            "order, not blocked.",
+            code="RQ202",
         )
 
 
@@ -93,7 +97,8 @@ def check_out_layout(site: Site, layout: str) -> None:
     if site.attrs["out_layout"] not in ("", layout):
         raise ModelError(
             f"out_layout {site.attrs['out_layout']!r} is not supported; allowed: that of the data, "
-            f"{layout!r}."
+            f"{layout!r}.",
+            code="RQ202",
         )
 
 
@@ -110,7 +115,9 @@ def ungroup_weight(
     channels = site.dims(data)[data_layout.index("C")]
     if shape is None or len(shape) != len(layout):
         raise ModelError(
-            f"the weight has shape {shape}; allowed: {format_count(len(layout), 'axis')}, {layout}."
+            f"the weight has shape {shape}; allowed: {format_count(len(layout), 'axis')}, "
+            f"{layout}.",
+            code="RQ202",
         )
     out_axis, in_axis = layout.index("O"), layout.index("I")
     depthwise = groups > 1 and groups == channels == shape[out_axis]
@@ -131,10 +138,14 @@ def check_channels(site: Site, weight: relax.Expr, layout: str) -> None:
     channels, kernel = site.attrs["channels"], site.attrs["kernel_size"]
     found = shape[layout.index("O")]
     if channels is not None and found != channels:
-        raise ModelError(f"attribute channels is {channels}, but the weight has {found}.")
+        raise ModelError(
+            f"attribute channels is {channels}, but the weight has {found}.", code="RQ202"
+        )
     window = tuple(size for size, axis in zip(shape, layout, strict=True) if axis not in "OI")
     if kernel is not None and window != tuple(kernel):
-        raise ModelError(f"attribute kernel_size is {kernel}, but the weight has {window}.")
+        raise ModelError(
+            f"attribute kernel_size is {kernel}, but the weight has {window}.", code="RQ202"
+        )
 
 
 def check_conv_layouts(site: Site, rank: int) -> tuple[relax.Expr, relax.Expr, str]:
@@ -166,7 +177,8 @@ def conv_operands(site: Site, rank: int) -> tuple[relax.Expr, relax.Expr, dict[s
     data, weight, layout = check_conv_layouts(site, rank)
     if site.ndim(data) != rank + 2:
         raise ModelError(
-            f"the data has {format_count(site.ndim(data), 'axis')}; allowed: {rank + 2}, {layout}."
+            f"the data has {format_count(site.ndim(data), 'axis')}; allowed: {rank + 2}, {layout}.",
+            code="RQ202",
         )
     weight, kernel_layout = ungroup_weight(
         site, weight, attrs["kernel_layout"], attrs["groups"], data, layout
@@ -189,12 +201,15 @@ def transposed_operands(site: Site, rank: int) -> tuple[relax.Expr, relax.Expr, 
     data, weight, layout = check_conv_layouts(site, rank)
     if site.ndim(data) != rank + 2 or site.ndim(weight) != rank + 2:
         raise ModelError(
-            f"data and weight need {format_count(rank + 2, 'axis')} each, {layout} and O, I."
+            f"data and weight need {format_count(rank + 2, 'axis')} each, {layout} and O, I.",
+            code="RQ202",
         )
     kernel_layout = find_transposed_layout(site, data, weight, rank)
     check_transposed_channels(site, weight, kernel_layout)
     if min(attrs["output_padding"]) < 0:
-        raise ModelError(f"attribute output_padding is {attrs['output_padding']}; allowed: from 0.")
+        raise ModelError(
+            f"attribute output_padding is {attrs['output_padding']}; allowed: from 0.", code="RQ202"
+        )
     return data, weight, conv_keywords(site, kernel_layout)
 
 
@@ -238,12 +253,14 @@ def check_transposed_channels(site: Site, weight: relax.Expr, layout: str) -> No
     if isinstance(found, int) and attrs["channels"] not in (None, found * attrs["groups"]):
         raise ModelError(
             f"attribute channels is {attrs['channels']}, but the weight has "
-            f"{found * attrs['groups']}."
+            f"{found * attrs['groups']}.",
+            code="RQ202",
         )
     window = tuple(size for size, axis in zip(shape, layout, strict=True) if axis not in "OI")
     if attrs["kernel_size"] is not None and window != tuple(attrs["kernel_size"]):
         raise ModelError(
-            f"attribute kernel_size is {attrs['kernel_size']}, but the weight has {window}."
+            f"attribute kernel_size is {attrs['kernel_size']}, but the weight has {window}.",
+            code="RQ202",
         )
 
 
@@ -275,7 +292,9 @@ def swap_last(site: Site, expr: relax.Expr) -> relax.Expr:
     """`expr` with its last two axes swapped."""
     ndim = site.ndim(expr)
     if ndim < 2:
-        raise ModelError(f"an operand has {format_count(ndim, 'axis')}; allowed: at least 2.")
+        raise ModelError(
+            f"an operand has {format_count(ndim, 'axis')}; allowed: at least 2.", code="RQ202"
+        )
     return site.permute(expr, [*range(ndim - 2), ndim - 1, ndim - 2])
 
 
@@ -289,9 +308,13 @@ def convert_dense(site: Site) -> relax.Expr:
 def check_units(site: Site, weight: relax.Expr) -> None:
     shape, units = site.dims(weight), site.attrs["units"]
     if len(shape) != 2:
-        raise ModelError(f"the weight has {format_count(len(shape), 'axis')}; allowed: 2.")
+        raise ModelError(
+            f"the weight has {format_count(len(shape), 'axis')}; allowed: 2.", code="RQ202"
+        )
     if units is not None and shape[0] != units:
-        raise ModelError(f"attribute units is {units}, but the weight has {shape[0]}.")
+        raise ModelError(
+            f"attribute units is {units}, but the weight has {shape[0]}.", code="RQ202"
+        )
 
 
 def convert_matmul(site: Site) -> relax.Expr:

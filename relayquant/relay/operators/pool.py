@@ -53,7 +53,8 @@ def pool_keywords(site: Site, rank: int) -> dict[str, Any]:
         check_positive(name, attrs[name] or ())
         if len(attrs[name]) not in (1, rank):
             raise ModelError(
-                f"attribute {name} has {format_count(len(attrs[name]), 'value')}; allowed: {rank}."
+                f"attribute {name} has {format_count(len(attrs[name]), 'value')}; allowed: {rank}.",
+                code="RQ202",
             )
     check_padding(attrs["padding"], rank)
     check_layout("layout", attrs["layout"], "NC" + SPATIAL[rank])
@@ -102,7 +103,8 @@ def check_windows(
             raise ModelError(
                 f"ceil_mode has {format_count(count, 'window')} along {letter}, of which the last "
                 f"begins behind the data; allowed: {made[at]}. Crop the padding behind, or use "
-                "ceil_mode=False."
+                "ceil_mode=False.",
+                code="RQ202",
             )
     return result
 
@@ -202,7 +204,8 @@ def adaptive_size(site: Site, rank: int) -> tuple[int, ...]:
         if len(size) not in (1, rank) or max(size) > MAX_ADAPTIVE:
             raise ModelError(
                 f"output_size is {list(size)}; allowed: {format_count(rank, 'size')} up to "
-                f"{MAX_ADAPTIVE}."
+                f"{MAX_ADAPTIVE}.",
+                code="RQ202",
             )
     return size * rank if len(size) == 1 else size
 

@@ -222,7 +222,7 @@ def convert_softmax(site: Site) -> relax.Expr:
     data = site.tensor(0)
     scale, zero_point = float(site.constant(1).item()), int(site.constant(2).item())
     if not 0 < scale <= 1:
-        raise ModelError(f"the input scale is {scale}; allowed: above 0, up to 1.")
+        raise ModelError(f"the input scale is {scale}; allowed: above 0, up to 1.", code="RQ202")
     axis = site.axis(site.attrs["axis"], site.ndim(data))
     inverse = round(1 / np.float32(scale))
 

@@ -52,7 +52,9 @@ def count_reduced(site: Site) -> int:
     shape = site.shape(site.tensor(0))
     count = prod(shape[axis] for axis in reduced_axes(site))
     if count == 0:
-        raise ModelError(f"it averages over no element of a tensor of shape {list(shape)}.")
+        raise ModelError(
+            f"it averages over no element of a tensor of shape {list(shape)}.", code="RQ202"
+        )
     return count
 
 
@@ -73,7 +75,7 @@ def convert_variance(site: Site) -> relax.Expr:
     total = site.emit(op.sum(square, reduced_axes(site), keepdims=site.attrs["keepdims"]))
     count = count_reduced(site) - site.attrs["unbiased"]
     if count < 1:
-        raise ModelError("the unbiased variance of one element is not defined.")
+        raise ModelError("the unbiased variance of one element is not defined.", code="RQ202")
     return op.divide(total, make_scalar(count, tensor_dtype(data)))
 
 
@@ -107,7 +109,7 @@ def arg_reduction(function: Callable[..., relax.Expr]) -> Callable[[Site], relax
             data = site.reshape(data, [*(shape[axis] for axis in kept), count])
             axes = [len(kept)]
         if not axes:
-            raise ModelError("it reduces no axis.")
+            raise ModelError("it reduces no axis.", code="RQ202")
         if is_last:
             data = site.emit(op.flip(data, axes[0]))
         keepdims = site.attrs["keepdims"] and result is None
@@ -127,7 +129,9 @@ def convert_topk(site: Site) -> relax.Expr:
     size = site.shape(data)[axis]
     count = size if attrs["k"] is None or attrs["k"] < 1 else attrs["k"]
     if count > size or attrs["ret_type"] not in ("both", "values", "indices"):
-        raise ModelError(f"k is {count}, ret_type {attrs['ret_type']!r}; the axis has {size}.")
+        raise ModelError(
+            f"k is {count}, ret_type {attrs['ret_type']!r}; the axis has {size}.", code="RQ202"
+        )
     kind = attrs["dtype"] or "int32"
     if attrs["ret_type"] == "values":
         kind = "int32"  # of indices that nobody sees
@@ -191,7 +195,7 @@ def convert_arange(site: Site) -> relax.Expr:
     start, stop, step = (site.constant(i) for i in range(3))
     kind = site.attrs["dtype"] or str(start.dtype)
     if any(each.size != 1 for each in (start, stop, step)) or not step.item():
-        raise ModelError("start, stop and step must be numbers, and step not 0.")
+        raise ModelError("start, stop and step must be numbers, and step not 0.", code="RQ202")
     count = (float(stop.item()) - float(start.item())) / float(step.item())
     check_made_up(count)
     return make_const(np.arange(start.item(), stop.item(), step.item()).astype(kind))
@@ -201,7 +205,9 @@ def convert_one_hot(site: Site) -> relax.Expr:
     attrs = site.attrs
     on, off = (site.constant(i) for i in (1, 2))
     if not 1 <= attrs["depth"] <= 2**24 or on.size != 1 or off.size != 1:
-        raise ModelError(f"depth is {attrs['depth']}; allowed: 1 to 16 million, and two numbers.")
+        raise ModelError(
+            f"depth is {attrs['depth']}; allowed: 1 to 16 million, and two numbers.", code="RQ202"
+        )
     kind = attrs["dtype"] or str(on.dtype)
     axis = attrs["axis"]
     return op.one_hot(

@@ -44,7 +44,9 @@ def check_shape(shape: tuple[int, ...]) -> list[int]:
         ModelError: a dimension is negative, or there are absurdly many elements.
     """
     if any(dim < 0 for dim in shape) or prod(shape) > MAX_ELEMENTS:
-        raise ModelError(f"shape {list(shape)} is not allowed; allowed: dimensions from 0.")
+        raise ModelError(
+            f"shape {list(shape)} is not allowed; allowed: dimensions from 0.", code="RQ202"
+        )
     return list(shape)
 
 
@@ -65,7 +67,9 @@ def resolve_shape(old: tuple[int | str, ...], wanted: tuple[int, ...]) -> list[i
         code = codes.pop(0)
         needs = {0: 1, -3: 2, -4: 1}.get(code, 0)
         if len(source) < needs or (code == -4 and len(codes) < 2):
-            raise ModelError(f"newshape {list(wanted)} does not fit a tensor of shape {list(old)}.")
+            raise ModelError(
+                f"newshape {list(wanted)} does not fit a tensor of shape {list(old)}.", code="RQ202"
+            )
         if code == -2:
             new += source
             source = []
@@ -75,7 +79,9 @@ def resolve_shape(old: tuple[int | str, ...], wanted: tuple[int, ...]) -> list[i
                 new += taken
                 continue
             if not all(isinstance(dim, int) for dim in taken):
-                raise ModelError("newshape joins or splits a dimension known at run time only.")
+                raise ModelError(
+                    "newshape joins or splits a dimension known at run time only.", code="RQ202"
+                )
             sizes = [dim for dim in taken if isinstance(dim, int)]
             if code == -3:
                 new.append(sizes[0] * sizes[1])
@@ -86,7 +92,7 @@ def resolve_shape(old: tuple[int | str, ...], wanted: tuple[int, ...]) -> list[i
             if source:
                 source.pop(0)
         else:
-            raise ModelError(f"newshape holds {code}; allowed: -4 to -1, and sizes.")
+            raise ModelError(f"newshape holds {code}; allowed: -4 to -1, and sizes.", code="RQ202")
     return new
 
 
@@ -97,7 +103,7 @@ def split_dim(size: int, first: int, second: int) -> list[int]:
     elif second == -1 and first > 0:
         second = size // first
     if first < 1 or second < 1 or first * second != size:
-        raise ModelError(f"newshape splits {size} into {first} and {second}.")
+        raise ModelError(f"newshape splits {size} into {first} and {second}.", code="RQ202")
     return [first, second]
 
 
@@ -106,11 +112,13 @@ def convert_reshape(site: Site) -> relax.Expr:
     old, wanted = site.dims(data), site.attrs["newshape"]
     if site.attrs["reverse"]:  # of TVM 0.7: codes are worked off from the right
         if min(wanted) < -1:
-            raise ModelError(f"reverse with newshape {list(wanted)} is not supported; allowed: -1.")
+            raise ModelError(
+                f"reverse with newshape {list(wanted)} is not supported; allowed: -1.", code="RQ202"
+            )
         fixed = resolve_shape(old[::-1], wanted[::-1])[::-1]
         wanted = tuple(size if isinstance(size, int) else 0 for size in fixed)
     if site.attrs["allowzero"] and 0 in wanted:
-        raise ModelError("allowzero with a dimension 0 is not supported.")
+        raise ModelError("allowzero with a dimension 0 is not supported.", code="RQ202")
     new = resolve_shape(old, wanted)
     if all(isinstance(dim, int) for dim in old):
         count = prod(dim for dim in old if isinstance(dim, int))
@@ -118,14 +126,16 @@ def convert_reshape(site: Site) -> relax.Expr:
         if sizes.count(-1) == 1:
             rest = -prod(sizes)
             if rest == 0 or count % rest:
-                raise ModelError(f"shape {list(old)} cannot become {list(wanted)}.")
+                raise ModelError(f"shape {list(old)} cannot become {list(wanted)}.", code="RQ202")
             sizes[sizes.index(-1)] = count // rest
         if prod(sizes) != count or -1 in sizes:
-            raise ModelError(f"shape {list(old)} cannot become {list(wanted)}.")
+            raise ModelError(f"shape {list(old)} cannot become {list(wanted)}.", code="RQ202")
         return site.reshape(data, sizes)
     names = {str(dim): value for dim, value in zip(old, data.ty.shape.values, strict=True)}
     if -1 not in new and not any(isinstance(dim, str) for dim in new):
-        raise ModelError(f"shape {list(old)} cannot become {list(wanted)} for every size.")
+        raise ModelError(
+            f"shape {list(old)} cannot become {list(wanted)} for every size.", code="RQ202"
+        )
     return op.reshape(data, [names[dim] if isinstance(dim, str) else dim for dim in new])
 
 
@@ -140,13 +150,14 @@ def convert_reshape_like(site: Site) -> relax.Expr:
         if not start <= stop <= len(shape):
             raise ModelError(
                 f"{side}_begin is {begin} and {side}_end {end}, of "
-                f"{format_count(len(shape), 'axis')}."
+                f"{format_count(len(shape), 'axis')}.",
+                code="RQ202",
             )
         spans.append((start, stop))
     (left, right), (first, last) = spans
     new = [*sizes[0][:left], *sizes[1][first:last], *sizes[0][right:]]
     if prod(new) != prod(sizes[0]):
-        raise ModelError(f"shape {list(sizes[0])} cannot become {new}.")
+        raise ModelError(f"shape {list(sizes[0])} cannot become {new}.", code="RQ202")
     return site.reshape(data, new)
 
 
@@ -162,7 +173,7 @@ def convert_squeeze(site: Site) -> relax.Expr:
 def convert_expand_dims(site: Site) -> relax.Expr:
     data, count = site.tensor(0), site.attrs["num_newaxis"]
     if not 0 <= count <= 16:
-        raise ModelError(f"num_newaxis is {count}; allowed: 0 to 16.")
+        raise ModelError(f"num_newaxis is {count}; allowed: 0 to 16.", code="RQ202")
     start = site.axis(site.attrs["axis"], site.ndim(data) + 1)
     shape = tensor_shape(data)
     if constant_value(data) is not None and shape is not None:
@@ -177,7 +188,8 @@ def convert_transpose(site: Site) -> relax.Expr:
     order = list(reversed(range(ndim))) if not axes else [site.axis(axis, ndim) for axis in axes]
     if sorted(order) != list(range(ndim)):
         raise ModelError(
-            f"axes {list(axes or ())} are no permutation of {format_count(ndim, 'axis')}."
+            f"axes {list(axes or ())} are no permutation of {format_count(ndim, 'axis')}.",
+            code="RQ202",
         )
     return site.permute(data, order)
 
@@ -185,7 +197,9 @@ def convert_transpose(site: Site) -> relax.Expr:
 def convert_layout_transform(site: Site) -> relax.Expr:
     data, source, target = site.tensor(0), site.attrs["src_layout"], site.attrs["dst_layout"]
     if sorted(source) != sorted(target) or not source.isalpha() or len(source) != site.ndim(data):
-        raise ModelError(f"{source} -> {target} is not supported; allowed: permutations of axes.")
+        raise ModelError(
+            f"{source} -> {target} is not supported; allowed: permutations of axes.", code="RQ202"
+        )
     return site.permute(data, [source.index(axis) for axis in target])
 
 
@@ -198,7 +212,8 @@ def convert_depth_to_space(site: Site) -> relax.Expr:
     n, c, h, w = (site.shape(data)[layout.index(axis)] for axis in "NCHW")
     if c % (block * block):
         raise ModelError(
-            f"{format_count(c, 'channel')} cannot be split into blocks of {block} x {block}."
+            f"{format_count(c, 'channel')} cannot be split into blocks of {block} x {block}.",
+            code="RQ202",
         )
     c //= block * block
     is_crd = attrs["mode"] == "CRD"
@@ -221,7 +236,7 @@ def convert_space_to_depth(site: Site) -> relax.Expr:
     check_block(layout, attrs["mode"])
     n, c, h, w = (site.shape(data)[layout.index(axis)] for axis in "NCHW")
     if h % block or w % block:
-        raise ModelError(f"{h} x {w} cannot be cut into blocks of {block} x {block}.")
+        raise ModelError(f"{h} x {w} cannot be cut into blocks of {block} x {block}.", code="RQ202")
     h, w = h // block, w // block
     if layout == "NCHW":
         parts, order = (n, c, h, block, w, block), [0, 3, 5, 1, 2, 4]
@@ -234,7 +249,9 @@ def convert_space_to_depth(site: Site) -> relax.Expr:
 
 def check_block(layout: str, mode: str) -> None:
     if layout not in ("NCHW", "NHWC") or mode not in ("DCR", "CRD"):
-        raise ModelError(f"layout {layout!r}, mode {mode!r}; allowed: NCHW, NHWC and DCR, CRD.")
+        raise ModelError(
+            f"layout {layout!r}, mode {mode!r}; allowed: NCHW, NHWC and DCR, CRD.", code="RQ202"
+        )
 
 
 # -- joining and cutting ---------------------------------------------------------------------------
@@ -258,13 +275,14 @@ def convert_split(site: Site) -> Value:
         if not 1 <= sections <= MAX_SECTIONS or (isinstance(size, int) and size % sections):
             raise ModelError(
                 f"axis {axis} has {format_count(size, 'entry')}, which {sections} does not "
-                f"divide; allowed: up to {MAX_SECTIONS} equal parts."
+                f"divide; allowed: up to {MAX_SECTIONS} equal parts.",
+                code="RQ202",
             )
         if sections == 1:
             return (data,)  # that of Relax is no tuple then
         return op.split(data, sections, axis)
     if list(sections) != sorted(sections) or min(sections, default=0) < 0:
-        raise ModelError(f"indices {list(sections)} must rise.")
+        raise ModelError(f"indices {list(sections)} must rise.", code="RQ202")
     if not sections:
         return (data,)
     return op.split(data, list(sections), axis)
@@ -279,13 +297,15 @@ def convert_strided_slice(site: Site) -> relax.Expr:
         axes = range(len(begin))
     axes = [site.axis(axis, len(shape)) for axis in axes]
     if len(begin) != len(axes) or len(end) > len(axes) or len(set(axes)) != len(axes):
-        raise ModelError(f"begin {begin}, end {end} and axes {axes} do not fit together.")
+        raise ModelError(
+            f"begin {begin}, end {end} and axes {axes} do not fit together.", code="RQ202"
+        )
     if len(strides) == 1:
         strides = strides * len(axes)
     strides = (*strides, *[1] * (len(axes) - len(strides)))
     sizes = [shape[axis] for axis in axes]
     if not all(isinstance(size, int) for size in sizes):
-        raise ModelError("it cuts an axis whose size is known at run time only.")
+        raise ModelError("it cuts an axis whose size is known at run time only.", code="RQ202")
     if attrs["slice_mode"] == "size":
         strides = [1] * len(axes)
         end = [
@@ -295,7 +315,9 @@ def convert_strided_slice(site: Site) -> relax.Expr:
     elif len(end) < len(axes):
         end = (*end, *sizes[len(end) :])
     if 0 in strides or len(strides) != len(axes):
-        raise ModelError(f"strides are {list(strides)}; allowed: one for each axis, not 0.")
+        raise ModelError(
+            f"strides are {list(strides)}; allowed: one for each axis, not 0.", code="RQ202"
+        )
     ranges = [
         range(*slice(at, to, step).indices(size)) if step > 0 else slice(at, to, step)
         for at, to, step, size in zip(begin, end, strides, sizes, strict=True)
@@ -311,16 +333,17 @@ def convert_pad(site: Site) -> relax.Expr:
     if len(widths) != ndim or any(len(pair) != 2 or min(pair) < 0 for pair in widths):
         raise ModelError(
             f"pad_width is {widths}; allowed: a pair from 0 for each of "
-            f"{format_count(ndim, 'axis')}."
+            f"{format_count(ndim, 'axis')}.",
+            code="RQ202",
         )
     mode = site.attrs["pad_mode"]
     if mode not in PAD_MODES:
-        raise ModelError(f"pad_mode is {mode!r}; allowed: {', '.join(PAD_MODES)}.")
+        raise ModelError(f"pad_mode is {mode!r}; allowed: {', '.join(PAD_MODES)}.", code="RQ202")
     value = site.attrs["pad_value"]  # of TVM 0.7, where it is no argument
     if mode == "constant" and len(site.args) > 1:
         array = site.constant(1)
         if array.size != 1:
-            raise ModelError(f"the pad value has shape {array.shape}; allowed: ().")
+            raise ModelError(f"the pad value has shape {array.shape}; allowed: ().", code="RQ202")
         value = float(array.item())
     flat = [width for pair in widths for width in pair]
     if mode == "edge":
@@ -345,12 +368,15 @@ def convert_mirror_pad(site: Site) -> relax.Expr:
     widths = site.attrs["pad_width"]
     shape = site.shape(data)
     if mode not in ("SYMMETRIC", "REFLECT") or len(widths) != len(shape):
-        raise ModelError(f"mode {mode!r}, pad_width {widths}; allowed: SYMMETRIC, REFLECT, pairs.")
+        raise ModelError(
+            f"mode {mode!r}, pad_width {widths}; allowed: SYMMETRIC, REFLECT, pairs.", code="RQ202"
+        )
     for axis, pair in enumerate(widths):
         most = shape[axis] - (mode == "REFLECT")
         if len(pair) != 2 or not 0 <= min(pair) <= max(pair) <= most:
             raise ModelError(
-                f"pad_width {pair} does not fit an axis of {format_count(shape[axis], 'entry')}."
+                f"pad_width {pair} does not fit an axis of {format_count(shape[axis], 'entry')}.",
+                code="RQ202",
             )
         if any(pair):
             check_made_up(3 * shape[axis])
@@ -405,13 +431,16 @@ def convert_resize2d(site: Site) -> relax.Expr:
     size = list(attrs["size"]) * (3 - len(attrs["size"]))
     if coordinates == "tf_crop_and_resize":
         raise ModelError(
-            "tf_crop_and_resize, which takes a region of interest (roi), is not supported."
+            "tf_crop_and_resize, which takes a region of interest (roi), is not supported.",
+            code="RQ202",
         )
 
     wanted, kind = attrs["out_dtype"] or tensor_dtype(data), tensor_dtype(data)
     if wanted != kind:  # TVM's compiler of Relax does not look at out_dtype
         if not wanted.startswith("float"):
-            raise ModelError(f"out_dtype is {wanted!r}; allowed: that of the data, or a float.")
+            raise ModelError(
+                f"out_dtype is {wanted!r}; allowed: that of the data, or a float.", code="RQ202"
+            )
         data = site.emit(op.astype(data, wanted))
 
     def resize(data: relax.Expr, size: list[int], rounding: str) -> relax.Expr:
@@ -463,7 +492,9 @@ def convert_upsampling(site: Site) -> relax.Expr:
     check_positive("size", scaled)
     methods = {"nearest_neighbor": "nearest_neighbor", "bilinear": "linear", "bicubic": "cubic"}
     if attrs["method"] not in methods:
-        raise ModelError(f"method is {attrs['method']!r}; allowed: {', '.join(methods)}.")
+        raise ModelError(
+            f"method is {attrs['method']!r}; allowed: {', '.join(methods)}.", code="RQ202"
+        )
     is_aligned = attrs["align_corners"]
     return op.image.resize2d(
         data,

@@ -32,7 +32,9 @@ def resolve_unseen(unseen: Unseen | str) -> Unseen:
         return unseen
     names = [member.value for member in Unseen]
     if unseen not in names:
-        raise ConfigError(f"prepare: there is no unseen={unseen!r}. {suggest_name(unseen, names)}")
+        raise ConfigError(
+            f"prepare: there is no unseen={unseen!r}. {suggest_name(unseen, names)}", code="RQ102"
+        )
     return Unseen(unseen)
 
 
@@ -87,7 +89,8 @@ def prepare(
         import torch  # noqa: F401  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise MissingDependencyError(
-            "Calibrating PyTorch code needs PyTorch. Run: pip install 'relayquant[torch]'"
+            "Calibrating PyTorch code needs PyTorch. Run: pip install 'relayquant[torch]'",
+            code="RQ503",
         ) from None
     from relayquant.torch.define_by_run.program import PreparedProgram
 

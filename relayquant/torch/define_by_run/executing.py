@@ -462,7 +462,8 @@ class RunningCode(TorchFunctionMode):
             warn_user(
                 f"The code comes to {site} on a way that calibration never took: the operators of "
                 "that straight run are computed in PyTorch, in float. Call the prepared model with "
-                "inputs that take this way, and convert it again."
+                "inputs that take this way, and convert it again.",
+                code="RQ208",
             )
 
     def report_arguments(self, place: Place, tensors: Sequence[torch.Tensor]) -> None:
@@ -480,10 +481,10 @@ class RunningCode(TorchFunctionMode):
             "size that differs between calls of calibration may have any value afterwards"
         )
         if self.unseen is Unseen.ERROR:
-            raise ModelError(f"{text}. With unseen='float' it stays in PyTorch.")
+            raise ModelError(f"{text}. With unseen='float' it stays in PyTorch.", code="RQ208")
         if place.site not in self._warned:
             self._warned.add(place.site)
-            warn_user(f"{text}. It stays in PyTorch, in float.")
+            warn_user(f"{text}. It stays in PyTorch, in float.", code="RQ208")
 
     def report_unseen(self, site: CallSite, result: object) -> None:
         """Calibration never came to an operator.
@@ -496,7 +497,8 @@ class RunningCode(TorchFunctionMode):
         raise ModelError(
             f"Calibration never came to {site}. Call the prepared model with inputs that reach it "
             "and convert it again; or prepare it with unseen='float', which leaves the operator in "
-            "PyTorch."
+            "PyTorch.",
+            code="RQ208",
         )
 
 

@@ -123,7 +123,8 @@ def check_integers(tensor: torch.Tensor, grid: QParams, what: str) -> None:
         raise DataError(
             f"{what} is {str(tensor.dtype).removeprefix('torch.')}; the converted model takes "
             f"{grid.dtype}: round(x / {float(grid.scale)!r}) + {int(grid.zero_point)}, within its "
-            "bounds, as its ledger says."
+            "bounds, as its ledger says.",
+            code="RQ302",
         )
 
 
@@ -186,7 +187,8 @@ def check_number(what: str, number: int, count: int) -> None:
     if not 0 <= number < count:
         allowed = f"0 to {count - 1}" if count else "none, as it has no tensors there"
         raise ConfigError(
-            f"PrepareCustomConfig: the model has no {what} {number}; allowed: {allowed}."
+            f"PrepareCustomConfig: the model has no {what} {number}; allowed: {allowed}.",
+            code="RQ102",
         )
 
 
@@ -217,12 +219,14 @@ def find_entry(
         raise ConfigError(
             f"set_input_quantized_indexes: input {number} of the model is no integer: {cause}no "
             "straight run reads it on one grid of integers. Leave it out, or quantize what reads "
-            "it; the ledger of the converted model says why that stays in float."
+            "it; the ledger of the converted model says why that stays in float.",
+            code="RQ102",
         )
     if readers:
         warn_user(
             f"Input {number} of the model is integers, and is read in PyTorch by {listed}: there "
-            "it is converted to float in each call."
+            "it is converted to float in each call.",
+            code="RQ208",
         )
     return Passage(number, grid, shift_qparams(grid, dtype, f"input {number}"))
 
@@ -258,6 +262,7 @@ def find_exit(
             f"set_output_quantized_indexes: output {number} of the model is no integer: it is "
             f"{what}, which no straight run computes as integers on one grid. Leave it out, or "
             "quantize what computes it; the ledger of the converted model says why that stays "
-            "in float."
+            "in float.",
+            code="RQ102",
         )
     return Passage(number, grid, shift_qparams(grid, dtype, f"output {number}"))

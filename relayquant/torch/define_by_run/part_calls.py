@@ -71,7 +71,8 @@ class ObservedStandalone:
         if kwargs or not all(isinstance(value, torch.Tensor) for value in args):
             raise ModelError(
                 f"Module {self._path!r} is to be quantized by itself, but is called with more than "
-                "tensors by position. Choose a module within it, or around it."
+                "tensors by position. Choose a module within it, or around it.",
+                code="RQ208",
             )
         versions = [value._version for value in args]
         self._calls.append(tuple(map(self._file.append, args)))
@@ -80,7 +81,8 @@ class ObservedStandalone:
             raise ModelError(
                 f"Module {self._path!r} is to be quantized by itself, but writes into a tensor "
                 "that it is called with, which an integer module does not. Choose a module around "
-                "it, or write it without operators in place."
+                "it, or write it without operators in place.",
+                code="RQ208",
             )
         self._form = TensorTree.split(result)[0]
         return result

@@ -81,7 +81,8 @@ def run_model(
             "The model has PyTorch compile a part of its code (torch.compile, torch.cond, map and "
             "the like), whose operators cannot be recorded: "
             f"{type(error).__name__}: {str(error).partition(chr(10))[0]} Write it as plain code: "
-            "`if`, `for` and `while` are followed."
+            "`if`, `for` and `while` are followed.",
+            code="RQ208",
         ) from error
 
 
@@ -107,7 +108,8 @@ class Uncopied:
             f"A {type(self).__name__} cannot be copied or pickled: it knows the modules and the "
             "code of the model that it was prepared for, and compiled code. Prepare and convert a "
             "copy of the float model; of a converted one, its integer modules can be saved "
-            "(.modules, relayquant.save_module)."
+            "(.modules, relayquant.save_module).",
+            code="RQ102",
         )
 
 

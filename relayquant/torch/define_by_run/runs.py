@@ -314,7 +314,8 @@ def check_rules(mapping: QConfigMapping, plans: Collection[PreparedModel]) -> No
             names = ", ".join(sorted({operator.name for operator in operators}))
             raise ConfigError(
                 f"The line {rule.description} of the QConfigMapping decides for no operator that "
-                f"calibration came to. Their names: {names}."
+                f"calibration came to. Their names: {names}.",
+                code="RQ102",
             )
 
 

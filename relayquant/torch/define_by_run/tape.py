@@ -306,7 +306,8 @@ class ModelConstants:
                 if torch.nn.parameter.is_lazy(tensor):
                     raise ModelError(
                         f"Parameter {name!r} has no shape yet, as its module is lazy. Call the "
-                        "model once with example inputs before you prepare it."
+                        "model once with example inputs before you prepare it.",
+                        code="RQ208",
                     )
                 number = id(tensor)
                 self.names.setdefault(number, f"{root}.{name}" if root else name)
@@ -765,5 +766,6 @@ def check_order(order: Sequence[CallSite], number: int, site: CallSite) -> None:
         raise ModelError(
             f"strict_order: operator {number} of this call is {site}; of the first call it was "
             f"{expected}. Prepare the model without strict_order where control flow depends on the "
-            "data."
+            "data.",
+            code="RQ208",
         )
