@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from relayquant.backends import BACKENDS
 from relayquant.config import BackendConfig, PatternConfig
+from relayquant.stages.backends import BACKENDS
 
 #: what the name of a pattern may say behind that of its operator, in the order that it stands there
 FUSED = ("bias", "add", "relu", "clip")

@@ -1,6 +1,6 @@
 """relayquant: post-training quantization for Apache TVM. The public names, nothing else."""
 
-from relayquant._tvm import check_versions
+from relayquant.base._tvm import check_versions
 
 check_versions()
 
@@ -9,25 +9,20 @@ from relayquant import extend, reference, relay, torch  # noqa: E402
 from relayquant.analysis import AccumulatorReport  # noqa: E402
 from relayquant.analysis.latency import Latency, measure_latency  # noqa: E402
 from relayquant.analysis.lint import Finding, Severity, lint, measure_growth  # noqa: E402
-from relayquant.backends import ACCELERATOR, ARM, GENERIC, X86, default_backend  # noqa: E402
-from relayquant.calibration.choose_ranges import OutputSQNR  # noqa: E402
-from relayquant.calibration.observers import (  # noqa: E402
-    MSE,
-    AverageMax,
-    Fixed,
-    KLDivergence,
-    MinMax,
-    MovingAverageMinMax,
-    Observer,
-    Percentile,
+from relayquant.base.events import Callback  # noqa: E402
+from relayquant.base.qtypes import (  # noqa: E402
+    Granularity,
+    QParams,
+    QSpec,
+    Role,
+    Rounding,
+    Scheme,
+    ValueInfo,
+    choose_qparams,
 )
-from relayquant.calibration.parameters import CalibrationContext  # noqa: E402
-from relayquant.calibration.phases import Order  # noqa: E402
-from relayquant.calibration.weights.adaround import AdaRoundSettings  # noqa: E402
-from relayquant.calibration.weights.fit import BiasCorrection, FitSettings, WeightRounding  # noqa: E402
-from relayquant.calibration.weights.ranges import RelativeMSE  # noqa: E402
-from relayquant.compilation import compile, pipeline  # noqa: E402
-from relayquant.compression import compress_weights  # noqa: E402
+from relayquant.base.runtime import Executor  # noqa: E402
+from relayquant.base.storage.module_file import save_module  # noqa: E402
+from relayquant.base.storage.qparams_file import load_qparams, save_qparams  # noqa: E402
 from relayquant.config import (  # noqa: E402
     FLOAT16,
     Accumulator,
@@ -45,9 +40,16 @@ from relayquant.config import (  # noqa: E402
     QConfigMapping,
     TensorConfig,
 )
-from relayquant.conversion import AffineRule  # noqa: E402
-from relayquant.effort import Effort  # noqa: E402
-from relayquant.equalization.layers import equalize_layers, smooth_activations  # noqa: E402
+from relayquant.config.observers import (  # noqa: E402
+    MSE,
+    AverageMax,
+    Fixed,
+    KLDivergence,
+    MinMax,
+    MovingAverageMinMax,
+    Observer,
+    Percentile,
+)
 from relayquant.errors import (  # noqa: E402
     AccuracyWarning,
     ConfigError,
@@ -60,37 +62,35 @@ from relayquant.errors import (  # noqa: E402
     RelayQuantError,
     WorkerError,
 )
-from relayquant.evaluation import (  # noqa: E402
+from relayquant.flow.compression import compress_weights  # noqa: E402
+from relayquant.flow.equalization.layers import equalize_layers, smooth_activations  # noqa: E402
+from relayquant.flow.evaluation import (  # noqa: E402
     accumulator_report,
     compare,
     ledger,
     sensitivity,
     verify,
 )
-from relayquant.events import Callback  # noqa: E402
-from relayquant.export import GroupedForm, export_onnx  # noqa: E402
-from relayquant.formats import load  # noqa: E402
-from relayquant.importers import import_onnx, import_tflite, import_torch, load_gguf  # noqa: E402
-from relayquant.ops import BUILTIN_OPS  # noqa: E402
-from relayquant.plan import Plan, Support  # noqa: E402
-from relayquant.prepared import PreparedModel  # noqa: E402
-from relayquant.qtypes import (  # noqa: E402
-    Granularity,
-    QParams,
-    QSpec,
-    Role,
-    Rounding,
-    Scheme,
-    ValueInfo,
-    choose_qparams,
-)
-from relayquant.quantizer import quantize  # noqa: E402
-from relayquant.refine.prepared_edit import (  # noqa: E402
+from relayquant.flow.quantizer import quantize  # noqa: E402
+from relayquant.flow.refine.prepared_edit import (  # noqa: E402
     load_prepared,
     merge_statistics,
     save_prepared,
 )
-from relayquant.report import (  # noqa: E402
+from relayquant.flow.settings import Guard, GuardSettings  # noqa: E402
+from relayquant.flow.steps import (  # noqa: E402
+    calibrate,
+    convert_to_reference,
+    lower,
+    prepare,
+)
+from relayquant.formats.load import load  # noqa: E402
+from relayquant.formats.readers import import_onnx, import_tflite, import_torch, load_gguf  # noqa: E402
+from relayquant.formats.writers import GroupedForm, export_onnx  # noqa: E402
+from relayquant.ir.ops import BUILTIN_OPS  # noqa: E402
+from relayquant.ir.plan import Plan, Support  # noqa: E402
+from relayquant.ir.rewrite import Skip  # noqa: E402
+from relayquant.plots import (  # noqa: E402
     Report,
     make_report,
     plot_error_by_depth,
@@ -98,17 +98,17 @@ from relayquant.report import (  # noqa: E402
     plot_ranges,
     plot_sensitivity,
 )
-from relayquant.rewrite import Skip  # noqa: E402
-from relayquant.runtime import Executor  # noqa: E402
-from relayquant.settings import Guard, GuardSettings  # noqa: E402
-from relayquant.steps import (  # noqa: E402
-    calibrate,
-    convert_to_reference,
-    lower,
-    prepare,
-)
-from relayquant.storage.module_file import save_module  # noqa: E402
-from relayquant.storage.qparams_file import load_qparams, save_qparams  # noqa: E402
+from relayquant.stages.backends import ACCELERATOR, ARM, GENERIC, X86, default_backend  # noqa: E402
+from relayquant.stages.calibration.observer_selection import OutputSQNR  # noqa: E402
+from relayquant.stages.calibration.parameters import CalibrationContext  # noqa: E402
+from relayquant.stages.calibration.passes import Order  # noqa: E402
+from relayquant.stages.calibration.weights.adaround import AdaRoundSettings  # noqa: E402
+from relayquant.stages.calibration.weights.fit import BiasCorrection, FitSettings, WeightRounding  # noqa: E402
+from relayquant.stages.calibration.weights.ranges import RelativeMSE  # noqa: E402
+from relayquant.stages.compilation import compile, pipeline  # noqa: E402
+from relayquant.stages.conversion import AffineRule  # noqa: E402
+from relayquant.stages.effort import Effort  # noqa: E402
+from relayquant.stages.prepared import PreparedModel  # noqa: E402
 from relayquant.torch.finetuning import finetune  # noqa: E402
 
 __all__ = [

@@ -6,10 +6,12 @@ by `BackendConfig.with_pattern`. A `Rule` rewrites the float model before it is 
 registered. `check_pattern` tells whether a row means the same at every stage.
 """
 
-from relayquant.calibration.observers import Observer, State
-from relayquant.conversion import AffineRule
-from relayquant.dialect import qnn
-from relayquant.ops import (
+from relayquant.base.qtypes import Role
+from relayquant.config.observers import Observer, State
+from relayquant.flow.testing.check import PatternMismatch, PatternReport, check_pattern
+from relayquant.flow.testing.draw import ModelBuilder
+from relayquant.ir.dialect import qnn
+from relayquant.ir.ops import (
     Kind,
     Operand,
     Output,
@@ -18,11 +20,9 @@ from relayquant.ops import (
     RealizeContext,
     SimulateContext,
 )
-from relayquant.qtypes import Role
-from relayquant.reference.lookup_table import build_table
-from relayquant.rewrite import Emitter, Match, Pattern, Rule, Skip
-from relayquant.testing.check import PatternMismatch, PatternReport, check_pattern
-from relayquant.testing.draw import ModelBuilder
+from relayquant.ir.reference.lookup_table import build_table
+from relayquant.ir.rewrite import Emitter, Match, Pattern, Rule, Skip
+from relayquant.stages.conversion import AffineRule
 
 __all__ = [
     "AffineRule",

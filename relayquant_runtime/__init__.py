@@ -27,7 +27,7 @@ import numpy as np
 
 __all__ = ["Library", "LibraryError"]
 
-#: How long threads of TVM that have nothing to do spin; see `relayquant.runtime.stop_spinning`.
+#: How long threads of TVM that have nothing to do spin, as `relayquant.base.runtime` has it.
 SPIN_VARIABLE = "TVM_THREAD_POOL_SPIN_COUNT"
 #: Bytes that the address of an argument must be a multiple of.
 ALIGNMENT = 64

@@ -15,12 +15,12 @@ from tvm import relax
 from tvm.relax import op
 from tvm.relax.dpl import CallPattern
 
-from relayquant.ops import BUILTIN_OPS, QuantOp
-from relayquant.ops.chain import ELEMENTWISE, ChainPattern
-from relayquant.preparation import prepare_module
-from relayquant.qtypes import Role
-from relayquant.rewrite.attributes import find_constructor, read_attributes
-from relayquant.testing.draw import DRAWN, ModelBuilder, shape_of
+from relayquant.base.qtypes import Role
+from relayquant.flow.testing.draw import DRAWN, ModelBuilder, shape_of
+from relayquant.ir.ops import BUILTIN_OPS, QuantOp
+from relayquant.ir.ops.chain import ELEMENTWISE, ChainPattern
+from relayquant.ir.rewrite.attributes import find_constructor, read_attributes
+from relayquant.stages.preparation import prepare_module
 
 #: attribute -> values away from its default, of all operators or of one. What is not here is drawn
 #: by its type, and what has other operands too is in CALLS.

@@ -10,10 +10,10 @@ import numpy as np
 import tvm
 
 import relayquant as rq
-from relayquant.reference import run_values
-from relayquant.reference.frame import Frame
-from relayquant.reference.inputs import bind_inputs
-from relayquant.reference.interpreter import execute_binding, iterate_bindings, record_value
+from relayquant.ir.reference import run_values
+from relayquant.ir.reference.frame import Frame
+from relayquant.ir.reference.inputs import bind_inputs
+from relayquant.ir.reference.interpreter import execute_binding, iterate_bindings, record_value
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 import pytest
 
 import relayquant as rq
-from relayquant.backends import BACKENDS
+from relayquant.stages.backends import BACKENDS
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -98,7 +98,7 @@ def test_index__leads_to_every_page():
 
 def test_drawing__has_the_stages_of_the_pipeline():
     """What `lower` means on a target, kernels and loops, happens in `compile`."""
-    source = Path(rq.__file__).with_name("pipeline.py").read_text("utf-8")
+    source = Path(rq.__file__).parent.joinpath("flow", "pipeline.py").read_text("utf-8")
     stages = re.findall(r"(\w+) ->", ast.get_docstring(ast.parse(source)))
     texts = ElementTree.parse(DOCS / "data_flow.svg").iter("{http://www.w3.org/2000/svg}text")
     assert [t.text for t in texts if t.get("class") == "stage"] == [*stages, "compile"]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from random_graphs import TARGETS, draw_models
 
 import relayquant as rq
-from relayquant.testing.check import observe_parameters
+from relayquant.flow.testing.check import observe_parameters
 
 
 @pytest.mark.slow

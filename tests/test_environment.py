@@ -23,7 +23,7 @@ import numpy as np
 import relayquant as rq
 from relayquant import cli
 from relayquant.cli.files import load_module
-from relayquant.runtime import Executor
+from relayquant.base.runtime import Executor
 
 def run(path, threads):
     os.environ["TVM_NUM_THREADS"] = threads

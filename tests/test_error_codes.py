@@ -16,10 +16,10 @@ from tvm import relax
 
 import relayquant as rq
 from relayquant import errors
+from relayquant.base.storage.files import reading
 from relayquant.errors import KINDS, add_code, find_code, warn_user
-from relayquant.reference.affine import wrap_sums
-from relayquant.storage.files import reading
-from relayquant.testing.check import PatternMismatch
+from relayquant.flow.testing.check import PatternMismatch
+from relayquant.ir.reference.affine import wrap_sums
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "relayquant"
@@ -143,7 +143,7 @@ def test_message__of_other_code_has_none():
     ],
 )
 def test_add_code__what_is_quoted_is_nearer_to_the_cause(message, shown):
-    assert add_code(message, rq.ConfigError, "relayquant.qtypes") == shown
+    assert add_code(message, rq.ConfigError, "relayquant.base.qtypes") == shown
 
 
 def test_warning__ends_with_the_code():

@@ -26,16 +26,16 @@ NO_NOUNS = (
 NEVER_ONE = {
     ("analysis/lint.py", "samples", "samples"): "FEW_SAMPLES at least",
     ("cli/describe.py", "count", "integers"): "n operators",
-    ("compression/compress.py", "form.scale_dtype", "scales"): "a dtype",
+    ("flow/compression/compress.py", "form.scale_dtype", "scales"): "a dtype",
     ("config/dtypes.py", "what", "scales"): "a description",
-    ("datasets/dataset.py", "len(inputs)", "inputs"): "of one input any array will do",
-    ("datasets/item.py", "len(inputs)", "inputs"): "of one input any array will do",
-    ("dialect/qnn/grouped.py", "bits", "bits"): "2, 3, 4 or 8",
-    ("export/onnx_file.py", "size", "bytes"): "more than MAX_BYTES",
-    ("qtypes.py", "source", "parameters"): "who picked them",
-    ("reference/qnn/grouped.py", "bits", "bits"): "2, 3, 4 or 8",
-    ("report/page.py", "what", "integers"): "what has a share",
-    ("runtime.py", "threads", "threads"): "one thread survives a fork",
+    ("data/dataset.py", "len(inputs)", "inputs"): "of one input any array will do",
+    ("data/item.py", "len(inputs)", "inputs"): "of one input any array will do",
+    ("ir/dialect/qnn/grouped.py", "bits", "bits"): "2, 3, 4 or 8",
+    ("formats/writers/onnx_file.py", "size", "bytes"): "more than MAX_BYTES",
+    ("base/qtypes.py", "source", "parameters"): "who picked them",
+    ("ir/reference/qnn/grouped.py", "bits", "bits"): "2, 3, 4 or 8",
+    ("plots/page.py", "what", "integers"): "what has a share",
+    ("base/runtime.py", "threads", "threads"): "one thread survives a fork",
 }
 
 

@@ -18,9 +18,9 @@ from tvm.script import relax as R
 
 import relayquant as rq
 from relayquant import cli
+from relayquant.base.runtime import Executor
 from relayquant.errors import ModelError
-from relayquant.rewrite.entry import find_entry, name_main, rename_function
-from relayquant.runtime import Executor
+from relayquant.ir.rewrite.entry import find_entry, name_main, rename_function
 
 
 def small_model() -> tvm.IRModule:

@@ -6,7 +6,7 @@ from importlib import metadata
 
 import pytest
 
-from relayquant import _tvm
+from relayquant.base import _tvm
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from float_models import build_model, draw_batches
 from tvm.relax import op
 
 import relayquant as rq
-from relayquant.reference.affine import wrap_sums
+from relayquant.ir.reference.affine import wrap_sums
 
 PACKAGE = Path(rq.__file__).parent
 

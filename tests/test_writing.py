@@ -18,9 +18,9 @@ from tvm.relax import op
 
 import relayquant as rq
 from relayquant import cli
-from relayquant.refine.search_state import SearchState
-from relayquant.report import plot_error_by_depth, plot_ranges
-from relayquant.storage.files import check_writable, write_whole
+from relayquant.base.storage.files import check_writable, write_whole
+from relayquant.flow.refine.search_state import SearchState
+from relayquant.plots import plot_error_by_depth, plot_ranges
 
 PACKAGE = Path(rq.__file__).parent
 
@@ -223,7 +223,7 @@ ACTS = {
     "write_text",
 }
 #: The one that may, and one that draws in memory.
-FREE = {"storage/files.py", "report/page.py"}
+FREE = {"base/storage/files.py", "plots/page.py"}
 
 
 def find_bare_writes(tree: ast.AST, is_guarded: bool = False) -> list[int]:

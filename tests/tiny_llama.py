@@ -9,7 +9,6 @@ import tvm
 from tvm.ir import Call
 
 import relayquant as rq
-from relayquant.compression.sources import bind_params, open_params
 from relayquant.demo.llama import (
     LlamaSizes,
     compute_angles,
@@ -17,8 +16,9 @@ from relayquant.demo.llama import (
     export_llama,
     make_mask,
 )
-from relayquant.dialect.legality import iterate_bindings
-from relayquant.rewrite.graph import call_name
+from relayquant.flow.compression.sources import bind_params, open_params
+from relayquant.ir.dialect.legality import iterate_bindings
+from relayquant.ir.rewrite.graph import call_name
 
 SIZES = LlamaSizes(width=32, hidden=44, layers=1, heads=4, groups=2, vocabulary=64)
 ROWS = rq.QSpec("int8", rq.Scheme.SYMMETRIC, rq.Granularity.PER_ROW, is_dynamic=True)

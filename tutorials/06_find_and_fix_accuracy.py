@@ -19,7 +19,7 @@ import numpy as np
 
 import relayquant as rq
 from relayquant.demo import load_digits
-from relayquant.report import compare_table, make_console
+from relayquant.plots import compare_table, make_console
 
 demo = load_digits()
 mod, params = rq.load(str(demo.model_path))

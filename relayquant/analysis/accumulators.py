@@ -17,17 +17,17 @@ from tvm import relax
 from tvm.ir import Call
 
 from relayquant.analysis.verify import expose_values
+from relayquant.base.plain_data import PlainFields
+from relayquant.base.qtypes import INTEGER_LIMITS
+from relayquant.base.runtime import LoadModule
 from relayquant.config import Accumulator, OverflowBound
-from relayquant.dialect.sums import PRODUCTS, bound_sums
 from relayquant.errors import ModelError, format_count, warn_user
-from relayquant.ledger import LedgerRow, read_ledger
-from relayquant.ops.find import find_sum
-from relayquant.plain_data import PlainFields
-from relayquant.prepared import PreparedModel
-from relayquant.qtypes import INTEGER_LIMITS
-from relayquant.rewrite import Graph
-from relayquant.rewrite.graph import constant_value
-from relayquant.runtime import LoadModule
+from relayquant.ir.dialect.accumulator_range import PRODUCTS, bound_sums
+from relayquant.ir.ledger import LedgerRow, read_ledger
+from relayquant.ir.ops.find import find_sum
+from relayquant.ir.rewrite import Graph
+from relayquant.ir.rewrite.graph import constant_value
+from relayquant.stages.prepared import PreparedModel
 
 #: raised scales leave this much room for the rounding of weights, which changes with them
 MARGIN = 1.01

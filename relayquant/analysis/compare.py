@@ -14,20 +14,20 @@ from dataclasses import dataclass, field
 import numpy as np
 import tvm
 
+from relayquant.analysis.error_statistics import ErrorSums
 from relayquant.analysis.outputs import GapSums, Interface, OutputGap
-from relayquant.analysis.sums import ErrorSums
 from relayquant.analysis.verify import expose_values
-from relayquant.calibration.segments import build_function, collect_ancestors
-from relayquant.datasets import count_samples
-from relayquant.eager import EagerModule
+from relayquant.base.qtypes import INTEGER_LIMITS
+from relayquant.base.runtime import LoadModule
+from relayquant.base.tables import format_csv, format_html
+from relayquant.codegen.eager import EagerModule
+from relayquant.data import count_samples
 from relayquant.errors import ModelError, format_count
-from relayquant.ledger import Ledger, LedgerRow, read_ledger
-from relayquant.preparation import prepare_module
-from relayquant.qtypes import INTEGER_LIMITS
-from relayquant.rewrite import Graph
-from relayquant.rewrite.graph import free_vars, tensor_dtype
-from relayquant.runtime import LoadModule
-from relayquant.tables import format_csv, format_html
+from relayquant.ir.ledger import Ledger, LedgerRow, read_ledger
+from relayquant.ir.rewrite import Graph
+from relayquant.ir.rewrite.graph import free_vars, tensor_dtype
+from relayquant.stages.calibration.subgraphs import build_function, collect_ancestors
+from relayquant.stages.preparation import prepare_module
 
 #: (row, array of the float model, the integer model's in the same units), once for each batch
 Watch = Callable[[LedgerRow, np.ndarray, np.ndarray], None]

@@ -23,8 +23,8 @@ from typing import IO, Any
 import numpy as np
 
 from relayquant.analysis.latency import TURN, Latency, Timing, measure_turns
+from relayquant.base.storage.files import TEMPORARY, open_temporary_folder, writing
 from relayquant.errors import ModelError
-from relayquant.storage.files import TEMPORARY, open_temporary_folder, writing
 
 SCRIPT = Path(__file__).with_name("engine_process.py")
 #: characters of what a process wrote to stderr that a message repeats

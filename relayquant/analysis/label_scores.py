@@ -14,12 +14,12 @@ import tvm
 
 from relayquant.analysis.finding import Finding, Severity
 from relayquant.analysis.normalization import PixelForm, find_form, list_forms
-from relayquant.datasets import Batch, Dataset, InputInfo, count_samples, open_dataset
-from relayquant.datasets.inputs import describe_inputs
-from relayquant.dialect.cost import count_macs
-from relayquant.eager import EagerModule
+from relayquant.codegen.eager import EagerModule
+from relayquant.data import Batch, Dataset, InputInfo, count_samples, open_dataset
+from relayquant.data.inputs import describe_inputs
 from relayquant.errors import DataError, format_count
-from relayquant.rewrite import Graph
+from relayquant.ir.dialect.cost import count_macs
+from relayquant.ir.rewrite import Graph
 
 #: samples that every way is tried on; the best few are then tried on `MOST_SAMPLES`
 FIRST_SAMPLES, MOST_SAMPLES, FINALISTS = 64, 512, 3

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from relayquant.analysis.engine_process import time_turn
-from relayquant.arguments import check_arguments
+from relayquant.base.arguments import check_arguments
 from relayquant.errors import ConfigError, format_count
 
 #: Seconds before each turn, so that the thread pool of the contender before has stopped spinning.

@@ -19,16 +19,16 @@ from tvm import relax
 from relayquant.analysis.finding import Finding, Severity
 from relayquant.analysis.label_scores import check_labels
 from relayquant.analysis.normalization import PIXEL_SLACK, PixelForm, find_form, list_forms
-from relayquant.arguments import check_arguments
-from relayquant.calibration.segments import build_function, collect_ancestors
-from relayquant.datasets import Dataset, count_samples, open_dataset
-from relayquant.datasets.inputs import describe_inputs
+from relayquant.base.arguments import check_arguments
+from relayquant.data import Dataset, count_samples, open_dataset
+from relayquant.data.inputs import describe_inputs
 from relayquant.errors import DataError, format_count
-from relayquant.preparation import prepare_module
-from relayquant.preparation.norms import NormStatistics, read_norm_statistics
-from relayquant.reference import run as run_reference
-from relayquant.rewrite import Graph
-from relayquant.rewrite.graph import constant_value, tensor_dtype, tensor_shape
+from relayquant.ir.reference import run as run_reference
+from relayquant.ir.rewrite import Graph
+from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
+from relayquant.stages.calibration.subgraphs import build_function, collect_ancestors
+from relayquant.stages.preparation import prepare_module
+from relayquant.stages.preparation.norms import NormStatistics, read_norm_statistics
 
 #: fewer samples than this are few; ranges of activations settle within some hundred
 FEW_SAMPLES = 16

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from relayquant.datasets.images import PRESETS, ChannelOrder, Preprocessing
+from relayquant.data.images import PRESETS, ChannelOrder, Preprocessing
 
 #: how far from what pixels of 0 and 255 become extremes may be, as a share of their distance
 PIXEL_SLACK = 0.02

@@ -13,11 +13,11 @@ import numpy as np
 import tvm
 
 from relayquant.analysis.confidence import find_margins
-from relayquant.analysis.sums import ErrorSums
-from relayquant.datasets import count_samples
-from relayquant.eager import EagerModule
-from relayquant.ledger import InterfaceValue, find_ledger
-from relayquant.qtypes import INTEGER_LIMITS
+from relayquant.analysis.error_statistics import ErrorSums
+from relayquant.base.qtypes import INTEGER_LIMITS
+from relayquant.codegen.eager import EagerModule
+from relayquant.data import count_samples
+from relayquant.ir.ledger import InterfaceValue, find_ledger
 
 #: of the mean energy of a sample, which those with less are rated by
 SILENCE = 0.01

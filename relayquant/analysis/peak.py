@@ -16,15 +16,15 @@ from tvm.script.ir_builder import tirx as T
 from tvm.target import Target
 from tvm.tirx import PrimFunc
 
-from relayquant.kernels.emit import (
+from relayquant.codegen.kernels.emit import (
     alloc_vectors,
     build_kernel,
     declare_arguments,
     load_vector,
     store_vector,
 )
-from relayquant.kernels.isa.base import Isa
-from relayquant.kernels.isa.select import select_isa
+from relayquant.codegen.kernels.isa.base import Isa
+from relayquant.codegen.kernels.isa.select import select_isa
 
 #: Vectors of weights that are read in turns: they stay in the first-level cache.
 WEIGHTS = 8

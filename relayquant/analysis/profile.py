@@ -12,9 +12,9 @@ import numpy as np
 import tvm
 from tvm.ir.instrument import pass_instrument
 
-from relayquant.dialect.cost import MACS_ATTR
-from relayquant.rewrite.graph import static_size
-from relayquant.runtime import CompileModule, Executor, as_tensor
+from relayquant.base.runtime import CompileModule, Executor, as_tensor
+from relayquant.ir.dialect.cost import MACS_ATTR
+from relayquant.ir.rewrite.graph import static_size
 
 #: The pass behind which every call of a kernel has its final name and still its value's name.
 LAST_NAMED_PASS = "relayquant.ScheduleFunctions"

@@ -17,9 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from relayquant.analysis.sums import ErrorSums
-from relayquant.annotation.claim import find_sites
-from relayquant.calibration.checkpoint import digest_batch, digest_text
+from relayquant.analysis.error_statistics import ErrorSums
+from relayquant.base.events import CallbackList, ProgressEvent
+from relayquant.base.runtime import limit_blas, map_on_threads
+from relayquant.base.tables import format_csv, format_html
+from relayquant.codegen.eager import EagerModule, Recording, Replay
 from relayquant.config import (
     MappingRule,
     QConfig,
@@ -27,15 +29,13 @@ from relayquant.config import (
     Selector,
     count_parts,
 )
-from relayquant.datasets import Dataset, count_samples
-from relayquant.eager import EagerModule, Recording, Replay
-from relayquant.effort import Effort, apply_effort
+from relayquant.data import Dataset, count_samples
 from relayquant.errors import ConfigError, DataError, format_count
-from relayquant.events import CallbackList, ProgressEvent
-from relayquant.plan import OperatorPlan
-from relayquant.prepared import PreparedModel
-from relayquant.runtime import limit_blas, map_on_threads
-from relayquant.tables import format_csv, format_html
+from relayquant.ir.plan import OperatorPlan
+from relayquant.stages.annotation.match import find_sites
+from relayquant.stages.calibration.checkpoint import digest_batch, digest_text
+from relayquant.stages.effort import Effort, apply_effort
+from relayquant.stages.prepared import PreparedModel
 
 #: bytes of values of the float model that are kept from one measurement to the next
 KEPT_BYTES = 256e6

@@ -7,8 +7,8 @@ from typing import Any
 import tvm
 from tvm import relax
 
-from relayquant.rewrite import Graph
-from relayquant.rewrite.graph import constant_value
+from relayquant.ir.rewrite import Graph
+from relayquant.ir.rewrite.graph import constant_value
 
 
 def count_constant_bytes(mod: tvm.IRModule) -> int:

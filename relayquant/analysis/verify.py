@@ -14,14 +14,14 @@ import tvm
 from tvm import relax
 from tvm.ir import Call, PrimType, TupleType
 
+from relayquant.base.runtime import CompileModule, Executor, as_shape, as_tensor
 from relayquant.errors import format_count
-from relayquant.reference import run_values
-from relayquant.reference.frame import Frame
-from relayquant.reference.inputs import bind_inputs
-from relayquant.reference.interpreter import ExecutedBinding, record_value
-from relayquant.rewrite import Graph, rewrite_main
-from relayquant.rewrite.graph import call_name, constant_value, tensor_dtype
-from relayquant.runtime import CompileModule, Executor, as_shape, as_tensor
+from relayquant.ir.reference import run_values
+from relayquant.ir.reference.frame import Frame
+from relayquant.ir.reference.inputs import bind_inputs
+from relayquant.ir.reference.interpreter import ExecutedBinding, record_value
+from relayquant.ir.rewrite import Graph, rewrite_main
+from relayquant.ir.rewrite.graph import call_name, constant_value, tensor_dtype
 
 #: Larger than the lower quartile by more, values are no terms of the same sums.
 MOST_TIMES = 1000

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from rich.console import RenderableType
 
-from relayquant.ledger import Ledger
-from relayquant.report import ProgressReport, ledger_table, list_findings, make_console
+from relayquant.ir.ledger import Ledger
+from relayquant.plots import ProgressReport, ledger_table, list_findings, make_console
 
 #: Of the document; it grows where a key is renamed or removed, not where one is added.
 SCHEMA = 1

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import relayquant as rq
-from relayquant.backends import resolve_backend
+from relayquant.base.storage.files import check_writable, decode_json, read_text, reading
 from relayquant.config import BackendConfig
 from relayquant.errors import ConfigError, DataError
-from relayquant.storage.files import check_writable, decode_json, read_text, reading
+from relayquant.stages.backends import resolve_backend
 
 #: bytes; that of a built-in backend has a tenth of that
 MAX_BACKEND_SIZE = 1 << 22

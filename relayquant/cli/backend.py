@@ -7,12 +7,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from relayquant.backends import resolve_backend
+from relayquant.base.storage.files import write_text
 from relayquant.cli.answer import Answer, ExitCode
 from relayquant.cli.arguments import check_options, read_backend
 from relayquant.config import BackendConfig
-from relayquant.report.fitted import Column, Fit, FittedTable
-from relayquant.storage.files import write_text
+from relayquant.plots.terminal_table import Column, Fit, FittedTable
+from relayquant.stages.backends import resolve_backend
 
 
 def add_parser(subparsers: Any) -> None:

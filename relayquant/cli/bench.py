@@ -28,23 +28,23 @@ import tvm
 import relayquant as rq
 from relayquant.analysis.engines import Contender, Engine, measure_engines
 from relayquant.analysis.latency import measure_latency
+from relayquant.analysis.other_engines import RIVALS, list_versions, prepare_rivals
 from relayquant.analysis.peak import measure_peak
 from relayquant.analysis.profile import compile_with_sites, profile_executable
-from relayquant.analysis.rivals import RIVALS, list_versions, prepare_rivals
-from relayquant.calibration.weights.fit import BiasCorrection, FitSettings, WeightRounding
+from relayquant.base.runtime import Executor, count_cores
+from relayquant.base.storage.files import TEMPORARY, open_temporary_folder, writing
 from relayquant.cli.answer import Answer, ExitCode, make_plain
 from relayquant.cli.arguments import add_backend, add_model, add_tune, check_options, read_backend
 from relayquant.cli.files import bind_weights, load_model, load_module
 from relayquant.cli.measure import bind_run
+from relayquant.codegen.kernels.isa.target import name_cpu, resolve_target
 from relayquant.config import BackendConfig
-from relayquant.datasets import InputInfo, open_dataset
-from relayquant.datasets.inputs import describe_inputs
+from relayquant.data import InputInfo, open_dataset
+from relayquant.data.inputs import describe_inputs
 from relayquant.errors import ConfigError, ModelError, format_count
-from relayquant.kernels.isa.target import name_cpu, resolve_target
-from relayquant.report.bench import kernel_table, latency_table, operator_table
-from relayquant.rewrite.entry import name_main
-from relayquant.runtime import Executor, count_cores
-from relayquant.storage.files import TEMPORARY, open_temporary_folder, writing
+from relayquant.ir.rewrite.entry import name_main
+from relayquant.plots.bench import kernel_table, latency_table, operator_table
+from relayquant.stages.calibration.weights.fit import BiasCorrection, FitSettings, WeightRounding
 
 Batch = Mapping[str, np.ndarray]
 

@@ -9,20 +9,20 @@ from typing import Any
 import numpy as np
 
 import relayquant as rq
+from relayquant.base.runtime import Executor
+from relayquant.base.storage.files import write_text
 from relayquant.cli.answer import Answer, ExitCode, make_plain
 from relayquant.cli.arguments import add_model, check_options
 from relayquant.cli.data import add_data, open_data
 from relayquant.cli.files import bind_weights, load_model, load_module
 from relayquant.cli.measure import compare_outputs
-from relayquant.datasets import open_dataset
-from relayquant.datasets.inputs import describe_inputs
+from relayquant.data import open_dataset
+from relayquant.data.inputs import describe_inputs
 from relayquant.errors import ModelError
-from relayquant.report import summary_table
-from relayquant.report.compare import compare_table
-from relayquant.report.pictures import check_picture, plot_error_by_depth
-from relayquant.rewrite.entry import name_main
-from relayquant.runtime import Executor
-from relayquant.storage.files import write_text
+from relayquant.ir.rewrite.entry import name_main
+from relayquant.plots import summary_table
+from relayquant.plots.compare import compare_table
+from relayquant.plots.pictures import check_picture, plot_error_by_depth
 
 
 def add_parser(subparsers: Any) -> None:

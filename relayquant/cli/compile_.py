@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import relayquant as rq
+from relayquant.base.storage.files import write_whole
 from relayquant.cli.answer import Answer, ExitCode
 from relayquant.cli.arguments import add_model, add_tune, check_options
 from relayquant.cli.files import bind_weights, load_model
-from relayquant.conversion.partial import has_quantized_values
+from relayquant.codegen.kernels.isa.target import resolve_target
 from relayquant.errors import ConfigError
-from relayquant.kernels.isa.target import resolve_target
-from relayquant.ledger import find_ledger
-from relayquant.storage.files import write_whole
+from relayquant.ir.ledger import find_ledger
+from relayquant.stages.conversion.partial import has_quantized_values
 
 
 def add_parser(subparsers: Any) -> None:

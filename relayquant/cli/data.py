@@ -11,8 +11,8 @@ import numpy as np
 import tvm
 
 from relayquant.cli.files import bind_weights
-from relayquant.datasets.images import PRESETS, Preprocessing, list_images, open_images, read_labels
-from relayquant.datasets.inputs import describe_inputs
+from relayquant.data.images import PRESETS, Preprocessing, list_images, open_images, read_labels
+from relayquant.data.inputs import describe_inputs
 from relayquant.errors import ConfigError, DataError, format_count
 
 

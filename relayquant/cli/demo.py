@@ -7,14 +7,14 @@ from typing import Any
 
 import relayquant as rq
 from relayquant.analysis.size import count_constant_bytes
+from relayquant.base.runtime import Executor
 from relayquant.cli.answer import Answer, ExitCode
 from relayquant.cli.arguments import add_backend, check_options, read_backend
 from relayquant.cli.files import bind_weights
 from relayquant.cli.measure import time_interleaved
 from relayquant.demo import load_digits
 from relayquant.errors import format_count
-from relayquant.report import summary_table
-from relayquant.runtime import Executor
+from relayquant.plots import summary_table
 
 
 def add_parser(subparsers: Any) -> None:

@@ -10,13 +10,13 @@ from relayquant.analysis.size import count_constant_bytes
 from relayquant.cli.answer import Answer, ExitCode
 from relayquant.cli.arguments import add_model
 from relayquant.cli.files import bind_weights, load_model
-from relayquant.conversion.partial import has_quantized_values
-from relayquant.datasets.inputs import describe_inputs
+from relayquant.data.inputs import describe_inputs
 from relayquant.errors import format_count
-from relayquant.ledger import find_ledger
-from relayquant.report import list_findings
-from relayquant.rewrite.entry import name_main
-from relayquant.rewrite.graph import Graph
+from relayquant.ir.ledger import find_ledger
+from relayquant.ir.rewrite.entry import name_main
+from relayquant.ir.rewrite.graph import Graph
+from relayquant.plots import list_findings
+from relayquant.stages.conversion.partial import has_quantized_values
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

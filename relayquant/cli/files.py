@@ -9,13 +9,13 @@ from typing import Any
 import tvm
 
 import relayquant as rq
+from relayquant.base.storage.files import decode_json, read_text, reading
+from relayquant.base.storage.module_file import ARCHIVE_SUFFIX, WHAT, read_module
 from relayquant.errors import ConfigError, ModelError
-from relayquant.ledger import find_ledger
-from relayquant.preparation.bind import bind_params
+from relayquant.ir.ledger import find_ledger
+from relayquant.ir.rewrite.editor import Editor
 from relayquant.relay import is_relay_json
-from relayquant.rewrite.editor import Editor
-from relayquant.storage.files import decode_json, read_text, reading
-from relayquant.storage.module_file import ARCHIVE_SUFFIX, WHAT, read_module
+from relayquant.stages.preparation.bind import bind_params
 
 #: A Relax module as `tvm.ir.save_json` wrote it, float or quantized.
 MODULE_SUFFIX = ".json"

@@ -13,9 +13,9 @@ from relayquant.cli.answer import Answer, ExitCode
 from relayquant.cli.arguments import add_model
 from relayquant.cli.files import load_model
 from relayquant.errors import format_count
-from relayquant.ledger import find_ledger
-from relayquant.report import summary_table
-from relayquant.rewrite.graph import Graph
+from relayquant.ir.ledger import find_ledger
+from relayquant.ir.rewrite.graph import Graph
+from relayquant.plots import summary_table
 
 
 def add_parser(subparsers: Any) -> None:

@@ -16,7 +16,7 @@ from relayquant.cli.answer import Answer, ExitCode
 from relayquant.cli.arguments import add_model, check_options
 from relayquant.cli.data import add_data, open_data, read_classes
 from relayquant.cli.files import load_model
-from relayquant.report import findings_table
+from relayquant.plots import findings_table
 
 
 def add_parser(subparsers: Any) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from relayquant.base.runtime import Executor, as_tensor
 from relayquant.errors import ModelError
-from relayquant.runtime import Executor, as_tensor
 
 
 @dataclass(frozen=True)

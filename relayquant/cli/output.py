@@ -8,9 +8,9 @@ from typing import Any
 import tvm
 
 import relayquant as rq
+from relayquant.base.storage.files import write_text, write_whole
+from relayquant.base.storage.module_file import ARCHIVE_SUFFIX
 from relayquant.errors import ConfigError
-from relayquant.storage.files import write_text, write_whole
-from relayquant.storage.module_file import ARCHIVE_SUFFIX
 
 #: ending -> what is written
 ENDINGS = {

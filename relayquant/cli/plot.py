@@ -21,6 +21,7 @@ import relayquant as rq
 from relayquant.analysis.latency import measure_latency
 from relayquant.analysis.outputs import order_inputs
 from relayquant.analysis.sensitivity import take_samples
+from relayquant.base.runtime import Executor
 from relayquant.cli.answer import Answer, ExitCode, make_plain
 from relayquant.cli.arguments import (
     add_backend,
@@ -32,15 +33,14 @@ from relayquant.cli.arguments import (
 from relayquant.cli.data import add_data, open_data
 from relayquant.cli.files import bind_weights, load_model, load_module
 from relayquant.cli.measure import bind_run
-from relayquant.datasets import open_dataset
-from relayquant.datasets.inputs import describe_inputs
+from relayquant.data import open_dataset
+from relayquant.data.inputs import describe_inputs
 from relayquant.errors import ConfigError
-from relayquant.prepared import PreparedModel
-from relayquant.report import ProgressReport
-from relayquant.report.pictures import check_picture, collect_ranges
-from relayquant.report.pictures import draw_ranges as draw_figure
-from relayquant.rewrite.entry import name_main
-from relayquant.runtime import Executor
+from relayquant.ir.rewrite.entry import name_main
+from relayquant.plots import ProgressReport
+from relayquant.plots.pictures import check_picture, collect_ranges
+from relayquant.plots.pictures import draw_ranges as draw_figure
+from relayquant.stages.prepared import PreparedModel
 
 #: turns of each model when times are measured
 TURNS = 20

@@ -29,9 +29,9 @@ from relayquant.cli.quantizing import (
     read_search,
 )
 from relayquant.cli.resume import KeptWork
+from relayquant.codegen.kernels.isa.target import resolve_target
 from relayquant.errors import ConfigError
-from relayquant.kernels.isa.target import resolve_target
-from relayquant.report.page import check_installed
+from relayquant.plots.page import check_installed
 
 
 def add_parser(subparsers: Any) -> None:

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import relayquant as rq
-from relayquant.backends import resolve_backend
 from relayquant.cli.arguments import add_backend, add_effort, read_backend
 from relayquant.cli.data import METRICS
 from relayquant.cli.files import load_mapping
+from relayquant.codegen.kernels.isa.target import resolve_target
 from relayquant.config import BackendConfig
 from relayquant.errors import ConfigError, DataError
-from relayquant.kernels.isa.target import resolve_target
+from relayquant.stages.backends import resolve_backend
 
 #: what `--observer` names
 OBSERVERS = {

@@ -21,7 +21,7 @@ from relayquant.cli.arguments import (
 from relayquant.cli.data import add_data, make_top1, open_data
 from relayquant.cli.files import load_model, load_module
 from relayquant.errors import DataError
-from relayquant.report.page import check_installed, count_shares
+from relayquant.plots.page import check_installed, count_shares
 
 
 def add_parser(subparsers: Any) -> None:

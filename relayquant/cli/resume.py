@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from relayquant.calibration.checkpoint import Workspace
-from relayquant.storage.files import writing
+from relayquant.base.storage.files import writing
+from relayquant.stages.calibration.checkpoint import Workspace
 
 #: options that change nothing that was computed, so that the work goes on with others
 FREE_OPTIONS = frozenset(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import relayquant as rq
+from relayquant.base.storage.files import write_text
 from relayquant.cli.answer import Answer, ExitCode
 from relayquant.cli.arguments import add_model, check_options
 from relayquant.cli.data import add_data, open_data
@@ -25,7 +26,6 @@ from relayquant.cli.quantizing import (
     read_search,
 )
 from relayquant.cli.resume import KeptWork
-from relayquant.storage.files import write_text
 
 
 def add_parser(subparsers: Any) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import relayquant as rq
+from relayquant.base.storage.files import write_text
 from relayquant.cli.answer import Answer, ExitCode
 from relayquant.cli.arguments import (
     add_backend,
@@ -22,8 +23,7 @@ from relayquant.cli.arguments import (
 from relayquant.cli.data import add_data, open_data
 from relayquant.cli.files import load_model
 from relayquant.errors import ConfigError, format_count
-from relayquant.report import sensitivity_table
-from relayquant.storage.files import write_text
+from relayquant.plots import sensitivity_table
 
 #: operators that are printed without --all
 SHOWN = 20

@@ -14,10 +14,10 @@ from relayquant.cli.answer import Answer, ExitCode, make_plain
 from relayquant.cli.arguments import check_options
 from relayquant.cli.data import add_data, open_data
 from relayquant.cli.files import load_module
-from relayquant.datasets import open_dataset
-from relayquant.datasets.inputs import describe_inputs
+from relayquant.data import open_dataset
+from relayquant.data.inputs import describe_inputs
 from relayquant.errors import format_count
-from relayquant.evaluation import compile_to_verify
+from relayquant.flow.evaluation import compile_to_verify
 
 
 def add_parser(subparsers: Any) -> None:

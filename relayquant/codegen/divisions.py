@@ -11,8 +11,8 @@ import numpy as np
 from tvm import relax, tirx, topi
 from tvm.ir import Call
 
-from relayquant.codegen.bits import legalize_as_tvm
-from relayquant.rewrite.graph import call_name, constant_value, tensor_dtype
+from relayquant.codegen.logical_and_bitwise import legalize_as_tvm
+from relayquant.ir.rewrite.graph import call_name, constant_value, tensor_dtype
 
 
 def legalize_division(builder: relax.BlockBuilder, call: Call) -> Any:

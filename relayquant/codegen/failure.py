@@ -13,9 +13,9 @@ from tvm import relax, tirx
 from tvm.ir import Call, GenericConst
 
 from relayquant.errors import ModelError
-from relayquant.rewrite.expressions import list_bindings
-from relayquant.rewrite.function import make_main
-from relayquant.rewrite.graph import tensor_dtype
+from relayquant.ir.rewrite.expressions import list_bindings
+from relayquant.ir.rewrite.function import make_main
+from relayquant.ir.rewrite.graph import tensor_dtype
 
 FIX_SIZE = "Fix the symbolic dimension that it depends on, with shapes= in load."
 

@@ -21,41 +21,46 @@ from tvm import relax, tirx
 from tvm.ir import BaseFunc, Call, GenericConst, IRModule, Op
 from tvm.target import Target
 
-from relayquant.codegen.rules.elementwise import make_window
-from relayquant.codegen.rules.kernel_call import build_for_batch, split_batch, vector
-from relayquant.codegen.rules.linear import order_transposed_weight
-from relayquant.dialect.cost import MACS_ATTR, count_macs
-from relayquant.kernels.emit import IS_SCHEDULED
-from relayquant.kernels.floating.conv import (
+from relayquant.codegen.kernels.emit import IS_SCHEDULED
+from relayquant.codegen.kernels.floating.conv import (
     FloatConv2d,
     make_conv2d,
     make_conv2d_packing,
     pack_conv2d,
     packed_conv2d_size,
 )
-from relayquant.kernels.floating.conv_transpose import (
+from relayquant.codegen.kernels.floating.conv_transpose import (
     FloatConv2dTranspose,
     make_conv2d_transpose,
     pack_conv2d_transpose,
 )
-from relayquant.kernels.floating.copy import FloatCopy, make_copy
-from relayquant.kernels.floating.dots import FEW_ROWS, FloatDots, make_dots
-from relayquant.kernels.floating.gemm import (
+from relayquant.codegen.kernels.floating.copy import FloatCopy, make_copy
+from relayquant.codegen.kernels.floating.gemm import (
     FloatDense,
     FloatMatmul,
     make_batch_matmul,
     make_dense,
     pack_dense,
 )
-from relayquant.kernels.floating.tile import (
+from relayquant.codegen.kernels.floating.matmul_transposed_b import FEW_ROWS, FloatDots, make_dots
+from relayquant.codegen.kernels.floating.tile import (
     FEWEST_CHANNELS,
     FloatEpilogue,
     FloatIsa,
     choose_float_isa,
 )
-from relayquant.kernels.floating.winograd import make_winograd, pack_winograd, prefers_winograd
-from relayquant.kernels.integer.pool import MaxPool2d, build_max_pool2d
-from relayquant.rewrite.expressions import (
+from relayquant.codegen.kernels.floating.winograd import (
+    make_winograd,
+    pack_winograd,
+    prefers_winograd,
+)
+from relayquant.codegen.kernels.integer.pool import MaxPool2d, build_max_pool2d
+from relayquant.codegen.rules.elementwise import make_window
+from relayquant.codegen.rules.kernel_call import build_for_batch, split_batch, vector
+from relayquant.codegen.rules.linear import order_transposed_weight
+from relayquant.ir.dialect.cost import MACS_ATTR, count_macs
+from relayquant.ir.rewrite.epilogue_pattern import Tail, float_takes, follow_tail
+from relayquant.ir.rewrite.expressions import (
     FunctionGraph,
     expand_padding,
     is_float32,
@@ -65,7 +70,7 @@ from relayquant.rewrite.expressions import (
     shape_of,
     static_sizes,
 )
-from relayquant.rewrite.rule import (
+from relayquant.ir.rewrite.rule import (
     OnSkip,
     Rule,
     Skip,
@@ -75,7 +80,6 @@ from relayquant.rewrite.rule import (
     make_rule,
     select_rules,
 )
-from relayquant.rewrite.tail import Tail, float_takes, follow_tail
 
 #: Layout of data and weights that the convolution kernels take.
 CONV_LAYOUT = ("NHWC", "OHWI")

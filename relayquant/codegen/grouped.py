@@ -17,9 +17,7 @@ from tvm.ir import Call
 from tvm.target import Target
 
 from relayquant.codegen.floating import mark_kernel
-from relayquant.dialect.cost import count_macs
-from relayquant.dialect.legality import iterate_bindings
-from relayquant.kernels.integer.grouped import (
+from relayquant.codegen.kernels.integer.grouped import (
     LARGEST_SUM,
     GroupedDense,
     GroupedTake,
@@ -27,11 +25,13 @@ from relayquant.kernels.integer.grouped import (
     build_grouped_take,
     pack_grouped,
 )
-from relayquant.kernels.integer.row_quantize import RowQuantize, build_quantize_rows
-from relayquant.kernels.isa.base import Isa
-from relayquant.kernels.isa.select import select_isa
-from relayquant.rewrite.graph import call_name, constant_value, tensor_dtype, tensor_shape
-from relayquant.rewrite.rule import (
+from relayquant.codegen.kernels.integer.row_quantize import RowQuantize, build_quantize_rows
+from relayquant.codegen.kernels.isa.base import Isa
+from relayquant.codegen.kernels.isa.select import select_isa
+from relayquant.ir.dialect.cost import count_macs
+from relayquant.ir.dialect.legality import iterate_bindings
+from relayquant.ir.rewrite.graph import call_name, constant_value, tensor_dtype, tensor_shape
+from relayquant.ir.rewrite.rule import (
     OnSkip,
     Rule,
     Skip,

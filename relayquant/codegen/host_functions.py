@@ -13,8 +13,8 @@ from tvm.ir import BaseFunc, GlobalVar
 from tvm.tirx.compilation_pipeline import get_tir_pipeline, register_tir_pipeline
 
 from relayquant.codegen.input_checks import IS_INNER
-from relayquant.dialect.cost import MACS_ATTR
-from relayquant.kernels.lowering import lower_by_hand
+from relayquant.codegen.kernels.lowering import lower_by_hand
+from relayquant.ir.dialect.cost import MACS_ATTR
 
 #: What the pipeline is called: TVM takes those of kernels by name alone.
 KERNEL_PIPELINE = "relayquant"

@@ -23,10 +23,10 @@ from tvm.script.ir_builder import tirx as T
 from tvm.sym import Analyzer
 from tvm.target import Target
 
-from relayquant.kernels.isa.architecture import ARCHITECTURES_64, read_triple
-from relayquant.rewrite.expressions import list_bindings, op_name
-from relayquant.rewrite.inline import substitute
-from relayquant.runtime import ALIGNMENT
+from relayquant.base.runtime import ALIGNMENT
+from relayquant.codegen.kernels.isa.architecture import ARCHITECTURES_64, read_triple
+from relayquant.ir.rewrite.expressions import list_bindings, op_name
+from relayquant.ir.rewrite.inline import substitute
 
 #: Attribute of a PrimFunc all of whose arguments are known to be as it wants them.
 IS_INNER = "relayquant.is_inner"

@@ -16,18 +16,18 @@ from tvm import relax
 from tvm.target import Target
 
 from relayquant.codegen.floating import OPAQUE
+from relayquant.codegen.kernels.integer.lookup import ByteShuffle
+from relayquant.codegen.kernels.isa.base import Isa
+from relayquant.codegen.kernels.isa.select import select_isa, select_shuffle
 from relayquant.codegen.layout import is_one_block
 from relayquant.codegen.rules.elementwise import ELEMENTWISE_RULES, is_fused
 from relayquant.codegen.rules.kernel_call import KernelCall, KernelContext, KernelRule
 from relayquant.codegen.rules.linear import LINEAR_RULES
 from relayquant.codegen.shared_kernels import share_kernels
 from relayquant.codegen.tuning import ChooseForm, keep_estimate
-from relayquant.dialect.cost import MACS_ATTR, count_macs
-from relayquant.kernels.integer.lookup import ByteShuffle
-from relayquant.kernels.isa.base import Isa
-from relayquant.kernels.isa.select import select_isa, select_shuffle
-from relayquant.rewrite import Emitter, Graph, rewrite_main
-from relayquant.rewrite.rule import OnSkip, fire_first, log_skip, select_rules
+from relayquant.ir.dialect.cost import MACS_ATTR, count_macs
+from relayquant.ir.rewrite import Emitter, Graph, rewrite_main
+from relayquant.ir.rewrite.rule import OnSkip, fire_first, log_skip, select_rules
 
 logger = logging.getLogger("relayquant.codegen")
 

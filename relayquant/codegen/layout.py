@@ -14,10 +14,10 @@ from tvm.relax.dpl import is_op, wildcard
 
 from relayquant.codegen.floating import CONV_LAYOUT, CONV_TRANSPOSE_LAYOUT
 from relayquant.codegen.layout_exceptions import convert_with_exceptions
-from relayquant.rewrite import Emitter, Match, Pattern, Rule, Skip, apply_rules
-from relayquant.rewrite.expressions import list_bindings, op_name
-from relayquant.rewrite.graph import constant_value, free_vars, tensor_dtype, tensor_shape
-from relayquant.rewrite.walker import tidy_module
+from relayquant.ir.rewrite import Emitter, Match, Pattern, Rule, Skip, apply_rules
+from relayquant.ir.rewrite.expressions import list_bindings, op_name
+from relayquant.ir.rewrite.graph import constant_value, free_vars, tensor_dtype, tensor_shape
+from relayquant.ir.rewrite.walker import tidy_module
 
 #: layouts the kernels want: data and weight
 KERNEL_LAYOUTS = {

@@ -14,8 +14,8 @@ from tvm import relax, tirx
 from tvm.ir import Call, IRModule, Op, Type
 
 from relayquant.codegen.floating import read_conv2d_transpose
-from relayquant.rewrite.expressions import is_float32, op_name, read_scalar
-from relayquant.rewrite.rule import Skip
+from relayquant.ir.rewrite.expressions import is_float32, op_name, read_scalar
+from relayquant.ir.rewrite.rule import Skip
 
 #: a binding -> those that take its place, in order; the last binds the same variable
 Rewrite = Callable[[relax.Binding], Sequence[relax.Binding]]

@@ -12,12 +12,12 @@ import tvm
 from tvm import relax, te, tirx, topi
 from tvm.ir import Call
 
-from relayquant.codegen.bits import BITS, legalize_as_tvm
 from relayquant.codegen.divisions import DIVISION_LEGALIZATIONS
 from relayquant.codegen.floating import mark_kernel
-from relayquant.kernels.floating.softmax import Softmax, make_softmax
-from relayquant.rewrite.expressions import same_type, shape_of
-from relayquant.rewrite.graph import constant_value, tensor_dtype, tensor_shape
+from relayquant.codegen.kernels.floating.softmax import Softmax, make_softmax
+from relayquant.codegen.logical_and_bitwise import BITS, legalize_as_tvm
+from relayquant.ir.rewrite.expressions import same_type, shape_of
+from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 
 
 def legalize_power(builder: relax.BlockBuilder, call: Call) -> Any:

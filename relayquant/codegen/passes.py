@@ -8,6 +8,7 @@ import tvm
 from tvm import relax
 from tvm.target import Target
 
+from relayquant.codegen.dynamic_shapes import KEEP_SIZED_CALLS
 from relayquant.codegen.floating import lower_float
 from relayquant.codegen.grouped import lower_grouped
 from relayquant.codegen.input_checks import create_input_checks
@@ -15,16 +16,15 @@ from relayquant.codegen.integer import has_integer_main, lower_integer
 from relayquant.codegen.layout import convert_layout
 from relayquant.codegen.legalization import LEGALIZATIONS
 from relayquant.codegen.row_norms import lower_row_norms
-from relayquant.codegen.run_time_sizes import KEEP_SIZED_CALLS
-from relayquant.codegen.schedule.extremes import create_extremes_pass
+from relayquant.codegen.schedule.reduction_init import create_extremes_pass
 from relayquant.codegen.schedule.schedule_pass import create_schedule_pass
 from relayquant.codegen.schedule.vector_math import create_math_pass
+from relayquant.codegen.split_int64_accumulation import part_wide_sums
 from relayquant.codegen.threads import add_pool
 from relayquant.codegen.tuning import ChooseForm, keep_estimate
+from relayquant.codegen.type_promotion import widen_types
 from relayquant.codegen.views import KEEP_VIEWS
-from relayquant.codegen.weight_zero import centre_weights
-from relayquant.codegen.wide_sums import part_wide_sums
-from relayquant.codegen.wide_types import widen_types
+from relayquant.codegen.zero_point_correction import centre_weights
 
 
 def make_pipeline(target: Target, choose_form: ChooseForm = keep_estimate) -> tvm.transform.Pass:

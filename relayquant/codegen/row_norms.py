@@ -18,8 +18,8 @@ from tvm.target import Target
 
 from relayquant.codegen.floating import mark_kernel
 from relayquant.codegen.grouped import read_leading
-from relayquant.kernels.floating.row_norm import RowNorm, make_row_norm
-from relayquant.rewrite.expressions import (
+from relayquant.codegen.kernels.floating.row_norm import RowNorm, make_row_norm
+from relayquant.ir.rewrite.expressions import (
     FunctionGraph,
     is_float32,
     op_name,
@@ -29,8 +29,8 @@ from relayquant.rewrite.expressions import (
     shape_of,
     static_sizes,
 )
-from relayquant.rewrite.graph import tensor_shape
-from relayquant.rewrite.rule import (
+from relayquant.ir.rewrite.graph import tensor_shape
+from relayquant.ir.rewrite.rule import (
     OnSkip,
     Rule,
     Skip,

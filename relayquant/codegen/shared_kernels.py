@@ -18,8 +18,8 @@ import tvm_ffi
 from tvm import s_tir, tirx
 from tvm.tirx import PrimFunc
 
+from relayquant.codegen.kernels.isa.base import Expr
 from relayquant.codegen.rules.kernel_call import KernelCall
-from relayquant.kernels.isa.base import Expr
 
 
 @dataclass(frozen=True)

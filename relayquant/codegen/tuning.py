@@ -19,27 +19,27 @@ import numpy as np
 import tvm
 from tvm.target import Target
 
-from relayquant.codegen.form_file import add_forms, find_cache_folder, read_forms
-from relayquant.errors import ConfigError, format_count
-from relayquant.kernels.integer.conv import build_conv2d, pack_conv2d
-from relayquant.kernels.integer.conv_plan import choose_plan, list_tiles
-from relayquant.kernels.integer.specs import Conv2d, KernelForm
-from relayquant.kernels.integer.winograd import (
+from relayquant.base.runtime import count_threads
+from relayquant.base.storage.files import check_writable
+from relayquant.codegen.kernels.integer.conv import build_conv2d, pack_conv2d
+from relayquant.codegen.kernels.integer.conv_plan import choose_plan, list_tiles
+from relayquant.codegen.kernels.integer.specs import Conv2d, KernelForm
+from relayquant.codegen.kernels.integer.winograd import (
     WinogradPlan,
     build_winograd,
     pack_winograd,
     saves_time,
 )
-from relayquant.kernels.isa.architecture import find_architecture
-from relayquant.kernels.isa.base import Isa
-from relayquant.kernels.isa.target import (
+from relayquant.codegen.kernels.isa.architecture import find_architecture
+from relayquant.codegen.kernels.isa.base import Isa
+from relayquant.codegen.kernels.isa.target import (
     host_config,
     list_instructions,
     name_cpu,
     resolve_target,
 )
-from relayquant.runtime import count_threads
-from relayquant.storage.files import check_writable
+from relayquant.codegen.schedule_cache import add_forms, find_cache_folder, read_forms
+from relayquant.errors import ConfigError, format_count
 
 #: gives the form of a layer for these instructions; the last argument is whether `can_winograd`
 ChooseForm = Callable[[Conv2d, Isa, bool], KernelForm]

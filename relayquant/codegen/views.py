@@ -14,7 +14,7 @@ from tvm import relax, tirx
 from tvm.ir import Call
 
 from relayquant.codegen.floating import OPAQUE
-from relayquant.rewrite.expressions import list_bindings, op_name
+from relayquant.ir.rewrite.expressions import list_bindings, op_name
 
 #: relax::OpPatternKind::kInjective: each element is computed of elements at any places.
 INJECTIVE = 2

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from relayquant.arguments import check_fields
+from relayquant.base.arguments import check_fields
+from relayquant.base.plain_data import PlainSettings, read_fields
 from relayquant.errors import ConfigError
-from relayquant.plain_data import PlainSettings, read_fields
 
 #: width of the sums of this package's own kernels: no sum of products passes it
 NATIVE_BITS = 64

@@ -11,12 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol, runtime_checkable
 
-from relayquant.arguments import check_arguments, check_fields
-from relayquant.config.dtypes import DTypeConfig
-from relayquant.config.mapping import is_type
-from relayquant.config.qconfig import QConfig
-from relayquant.errors import ConfigError, format_count, suggest_name
-from relayquant.plain_data import (
+from relayquant.base.arguments import check_arguments, check_fields
+from relayquant.base.plain_data import (
     NamedSettings,
     PlainSettings,
     check_keys,
@@ -24,7 +20,11 @@ from relayquant.plain_data import (
     read_fields,
     to_plain,
 )
-from relayquant.qtypes import QSpec, Role, Scheme
+from relayquant.base.qtypes import QSpec, Role, Scheme
+from relayquant.config.dtypes import DTypeConfig
+from relayquant.config.mapping import is_type
+from relayquant.config.qconfig import QConfig
+from relayquant.errors import ConfigError, format_count, suggest_name
 
 
 class ObservationType(enum.Enum):
@@ -53,7 +53,7 @@ class FixedOutput(PlainSettings):
 
 @runtime_checkable
 class QuantPattern(Protocol):
-    """What configuration needs to know of an operator row (`relayquant.ops.QuantOp`)."""
+    """What configuration needs to know of an operator row (`relayquant.ir.ops.QuantOp`)."""
 
     @property
     def name(self) -> str: ...

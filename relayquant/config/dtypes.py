@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from relayquant.arguments import check_fields
+from relayquant.base.arguments import check_fields
+from relayquant.base.plain_data import PlainSettings, read_fields
+from relayquant.base.qtypes import INTEGER_LIMITS, Granularity, QSpec, Role, Scheme
 from relayquant.config.accumulator import NATIVE, Accumulator
 from relayquant.config.qconfig import QConfig
 from relayquant.errors import ConfigError, suggest_name
-from relayquant.plain_data import PlainSettings, read_fields
-from relayquant.qtypes import INTEGER_LIMITS, Granularity, QSpec, Role, Scheme
 
 
 @check_fields

@@ -12,10 +12,10 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from relayquant.base.plain_data import check_keys, check_list
 from relayquant.config.qconfig import FloatConfig, QConfig, read_qconfig, write_qconfig
 from relayquant.config.relay_names import RELAY_NAMES
 from relayquant.errors import ConfigError
-from relayquant.plain_data import check_keys, check_list
 
 
 class Selector(enum.Enum):

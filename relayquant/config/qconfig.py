@@ -9,16 +9,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from relayquant.arguments import check_fields, takes_arguments
-from relayquant.errors import ConfigError, suggest_name
-from relayquant.plain_data import (
+from relayquant.base.arguments import check_fields, takes_arguments
+from relayquant.base.plain_data import (
     NamedSettings,
     PlainSettings,
     check_keys,
     check_mapping,
     read_fields,
 )
-from relayquant.qtypes import Granularity, QSpec, Role
+from relayquant.base.qtypes import Granularity, QSpec, Role
+from relayquant.errors import ConfigError, suggest_name
 
 #: what plain data says for None: the operator stays in float
 KEPT_IN_FLOAT = "float"

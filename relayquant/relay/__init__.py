@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import tvm
 
-from relayquant.arguments import check_arguments
+from relayquant.base.arguments import check_arguments
 from relayquant.relay.attributes import Attrs
 from relayquant.relay.builder import build_module
 from relayquant.relay.export import to_text
@@ -49,7 +49,7 @@ def __getattr__(name: str) -> Any:
     is first used.
     """
     if name == "quantize":
-        return import_module("relayquant.relay_scripts").quantize
+        return import_module("relayquant.flow.relay_scripts").quantize
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -18,14 +18,14 @@ import tvm
 from tvm import relax
 
 from relayquant.errors import ModelError, RelayQuantError, format_count, suggest_name
+from relayquant.ir.rewrite.editor import Editor
+from relayquant.ir.rewrite.graph import tensor_dtype, tensor_shape
+from relayquant.ir.rewrite.sources import SOURCES_ATTR
 from relayquant.relay import syntax
 from relayquant.relay.attributes import complete_attrs
 from relayquant.relay.operators import OPERATORS
 from relayquant.relay.operators.base import RelayEmitter, Site, Value, make_const
 from relayquant.relay.release import WrittenBy
-from relayquant.rewrite.editor import Editor
-from relayquant.rewrite.graph import tensor_dtype, tensor_shape
-from relayquant.rewrite.sources import SOURCES_ATTR
 
 #: Deepest nesting of expressions and of inlined functions. Relay's printer nests not at all.
 MAX_DEPTH = 100

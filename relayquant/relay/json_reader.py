@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from relayquant.errors import ModelError
+from relayquant.ir.rewrite.names import find_free_name
 from relayquant.relay import syntax
 from relayquant.relay.attributes import Attrs, read_json_attrs
 from relayquant.relay.metadata import NodeGraph
 from relayquant.relay.syntax import Location
 from relayquant.relay.text_reader import MAX_DIM
-from relayquant.rewrite.names import find_free_name
 
 #: Deepest nesting of functions, branches and types.
 MAX_DEPTH = 64

@@ -10,11 +10,11 @@ from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from typing import Any
 
-from relayquant.arguments import check_arguments
+from relayquant.base.arguments import check_arguments
+from relayquant.base.qtypes import QSpec, Scheme
 from relayquant.config import QConfig, QConfigMapping, TensorConfig
 from relayquant.config.mapping import MappingRule, Selector
 from relayquant.errors import ConfigError, format_count, suggest_name
-from relayquant.qtypes import QSpec, Scheme
 
 #: What `relay.quantize` has a rule for; all else it leaves in float.
 QUANTIZED_OPERATORS = (

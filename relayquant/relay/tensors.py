@@ -17,8 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
+from relayquant.base.storage.files import write_whole
 from relayquant.errors import ModelError, format_count
-from relayquant.storage.files import write_whole
 
 PARAMS_MAGIC = 0xF7E58D4F05049CB7
 TENSOR_MAGIC = 0xDD5E40F096B4A13F

@@ -4,7 +4,7 @@ PyTorch is an extra.
 Around the data flow. PyTorch is imported when a function of this package is called.
 """
 
-from relayquant.importers import import_torch as load
+from relayquant.formats.readers import import_torch as load
 from relayquant.torch.conversion import convert
 from relayquant.torch.custom_config import PrepareCustomConfig
 from relayquant.torch.define_by_run import Unseen, prepare

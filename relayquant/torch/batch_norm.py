@@ -13,13 +13,13 @@ import tvm
 from tvm import relax
 from tvm.ir import GenericConst
 
-from relayquant.ops.find import find_pattern, match_operator
-from relayquant.plan import OperatorPlan
-from relayquant.preparation.bind import LAYOUTS, bind_params
-from relayquant.prepared import PreparedModel
-from relayquant.rewrite import Graph, Skip
-from relayquant.rewrite.attributes import read_attributes
-from relayquant.rewrite.editor import Editor
+from relayquant.ir.ops.find import find_pattern, match_operator
+from relayquant.ir.plan import OperatorPlan
+from relayquant.ir.rewrite import Graph, Skip
+from relayquant.ir.rewrite.attributes import read_attributes
+from relayquant.ir.rewrite.editor import Editor
+from relayquant.stages.preparation.bind import LAYOUTS, bind_params
+from relayquant.stages.prepared import PreparedModel
 
 BATCH_NORM = "relax.nn.batch_norm"
 #: what may stand between a product and its batch norm

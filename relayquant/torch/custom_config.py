@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from relayquant.arguments import check_arguments, check_fields
+from relayquant.base.arguments import check_arguments, check_fields
 from relayquant.config import BackendConfig, MappingRule, QConfigMapping, Selector
 from relayquant.errors import ConfigError, suggest_name
 

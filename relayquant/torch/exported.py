@@ -12,12 +12,12 @@ from typing import Any
 
 import tvm
 
-from relayquant.arguments import check_arguments
-from relayquant.backends import resolve_backend
-from relayquant.effort import Effort, default_mapping, resolve_effort
+from relayquant.base.arguments import check_arguments
 from relayquant.errors import ConfigError, MissingDependencyError, ModelError
-from relayquant.importers import import_torch as load
-from relayquant.quantizer import quantize as quantize_module
+from relayquant.flow.quantizer import quantize as quantize_module
+from relayquant.formats.readers import import_torch as load
+from relayquant.stages.backends import resolve_backend
+from relayquant.stages.effort import Effort, default_mapping, resolve_effort
 from relayquant.torch.custom_config import PrepareCustomConfig
 
 #: What torch.export says of a tensor that an earlier trace left where the module reads it.

@@ -16,18 +16,18 @@ import numpy as np
 import tvm
 
 from relayquant.analysis.sensitivity import Metric, check_metric
-from relayquant.arguments import check_fields, takes_arguments
+from relayquant.base.arguments import check_fields, takes_arguments
+from relayquant.base.storage.files import check_writable
 from relayquant.config import BackendConfig, QConfigMapping
-from relayquant.datasets import Dataset, InputInfo, open_dataset
-from relayquant.datasets.inputs import describe_inputs
-from relayquant.datasets.item import is_array
-from relayquant.datasets.iterable import open_iterable
-from relayquant.effort import Effort, resolve_effort
+from relayquant.data import Dataset, InputInfo, open_dataset
+from relayquant.data.inputs import describe_inputs
+from relayquant.data.item import is_array
+from relayquant.data.iterable import open_iterable
 from relayquant.errors import ConfigError
-from relayquant.pipeline import lower_prepared
-from relayquant.prepared import PreparedModel
-from relayquant.settings import RunSettings, takes_settings
-from relayquant.storage.files import check_writable
+from relayquant.flow.pipeline import lower_prepared
+from relayquant.flow.settings import RunSettings, takes_settings
+from relayquant.stages.effort import Effort, resolve_effort
+from relayquant.stages.prepared import PreparedModel
 from relayquant.torch.ranges import Ranges
 from relayquant.torch.training import from_module, import_trainable
 
@@ -175,7 +175,7 @@ def finetune(
         DataError: the data does not fit the model, or is not that of the checkpoint.
     """
     import_trainable()
-    from relayquant.torch.loop import train
+    from relayquant.torch.training_loop import train
 
     if loss is not None and not (takes_arguments(loss, 2) or takes_arguments(loss, 3)):
         raise ConfigError(

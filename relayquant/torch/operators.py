@@ -14,15 +14,15 @@ import torch
 import torch.nn.functional as F
 
 from relayquant.errors import ModelError
-from relayquant.reference.convolution import (
+from relayquant.ir.reference.convolution import (
     Window,
     count_window_values,
     expand_per_axis,
     get_spatial_letters,
     split_padding,
 )
-from relayquant.reference.relax.attributes import to_axes, to_ints
-from relayquant.reference.unary import RELAX_UNARY, Unary
+from relayquant.ir.reference.relax.attributes import to_axes, to_ints
+from relayquant.ir.reference.unary import RELAX_UNARY, Unary
 
 Tensor = torch.Tensor
 TorchFunction = Callable[[list[Any], Any], Any]

@@ -18,14 +18,14 @@ from tvm import relax
 from tvm.ir import Call, GenericConst
 
 from relayquant.errors import DataError, ModelError, format_count
-from relayquant.prepared import CalibrationGraph
-from relayquant.reference.frame import Frame, match_shape
-from relayquant.reference.single_call import get_tensor_dtype
-from relayquant.rewrite.attributes import read_attributes
-from relayquant.rewrite.expressions import FunctionGraph, op_name
-from relayquant.rewrite.graph import iterate_results
-from relayquant.torch.openings import Opening
+from relayquant.ir.reference.frame import Frame, match_shape
+from relayquant.ir.reference.single_call import get_tensor_dtype
+from relayquant.ir.rewrite.attributes import read_attributes
+from relayquant.ir.rewrite.expressions import FunctionGraph, op_name
+from relayquant.ir.rewrite.graph import iterate_results
+from relayquant.stages.prepared import CalibrationGraph
 from relayquant.torch.operators import TORCH_OPERATORS
+from relayquant.torch.submodule_cut import Opening
 
 #: (key of a group, channel axis, value) -> the value as the group rounds it
 Rounding = Callable[[str, int, torch.Tensor], torch.Tensor]

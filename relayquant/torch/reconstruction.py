@@ -19,15 +19,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from relayquant.calibration.weights.fit import (
+from relayquant.errors import DataError
+from relayquant.stages.calibration.weights.fit import (
     BiasCorrection,
     FitSettings,
     correct_bias,
     fit_operator,
 )
-from relayquant.calibration.weights.pick import OperatorFit, find_fits
-from relayquant.calibration.weights.statistics import InputStatistics
-from relayquant.errors import DataError
+from relayquant.stages.calibration.weights.pick import OperatorFit, find_fits
+from relayquant.stages.calibration.weights.statistics import InputStatistics
 from relayquant.torch.program import TorchProgram, Values
 from relayquant.torch.rounding import FakeQuantize
 from relayquant.torch.trainable import (

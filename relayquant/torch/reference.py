@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from relayquant.arguments import check_arguments
+from relayquant.base.arguments import check_arguments
 from relayquant.errors import ConfigError
-from relayquant.pipeline import convert_model
-from relayquant.prepared import PreparedModel
+from relayquant.flow.pipeline import convert_model
+from relayquant.stages.prepared import PreparedModel
 from relayquant.torch.training import import_trainable
 
 

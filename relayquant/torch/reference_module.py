@@ -15,13 +15,13 @@ from torch.ao.quantization.fx import _decomposed  # noqa: F401 # defines quantiz
 from tvm import relax
 from tvm.ir import Call
 
-from relayquant.dialect.qnn.quantization import DEQUANTIZE, QUANTIZE
+from relayquant.base.qtypes import INTEGER_LIMITS, Rounding
 from relayquant.errors import ModelError
-from relayquant.prepared import CalibrationGraph
-from relayquant.qtypes import INTEGER_LIMITS, Rounding
-from relayquant.rewrite.graph import constant_value, tensor_dtype
-from relayquant.torch.openings import Opening, Parts, TensorTree
+from relayquant.ir.dialect.qnn.quantization import DEQUANTIZE, QUANTIZE
+from relayquant.ir.rewrite.graph import constant_value, tensor_dtype
+from relayquant.stages.prepared import CalibrationGraph
 from relayquant.torch.program import ProgramBuilder, Reader, Values, make_conform
+from relayquant.torch.submodule_cut import Opening, Parts, TensorTree
 
 QUANTIZE_ROWS = "relax.qnn.quantize_rows"
 

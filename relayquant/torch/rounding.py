@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from relayquant.calibration.observers import Fixed
+from relayquant.base.qtypes import QParams, QSpec, check_qparams, choose_qparams, conform_scale
+from relayquant.config.observers import Fixed
 from relayquant.errors import ModelError, format_count
-from relayquant.plan import GroupPlan
-from relayquant.qtypes import QParams, QSpec, check_qparams, choose_qparams, conform_scale
+from relayquant.ir.plan import GroupPlan
 from relayquant.torch.ranges import Ranges
 
 #: share of a batch's extremes in a moving average of them, as in PyTorch's observers

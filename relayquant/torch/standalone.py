@@ -18,20 +18,22 @@ import torch
 import tvm
 from torch import nn
 
-from relayquant.backends import resolve_backend
 from relayquant.config import BackendConfig, QConfigMapping, Selector
-from relayquant.datasets import InputInfo, open_dataset
-from relayquant.dialect.qnn.quantization import QUANTIZE
-from relayquant.effort import Effort, default_mapping
+from relayquant.data import InputInfo, open_dataset
 from relayquant.errors import ConfigError, ModelError
-from relayquant.importers import import_torch
-from relayquant.pipeline import calibrate_model, convert_model, prepare_model, review_prepared
-from relayquant.prepared import PreparedModel
-from relayquant.rewrite import Graph
-from relayquant.settings import CalibrateSettings, PrepareSettings
+from relayquant.flow.pipeline import calibrate_model, convert_model, prepare_model, review_prepared
+from relayquant.flow.settings import CalibrateSettings, PrepareSettings
+from relayquant.formats.readers import import_torch
+from relayquant.ir.dialect.qnn.quantization import QUANTIZE
+from relayquant.ir.rewrite import Graph
+from relayquant.stages.backends import resolve_backend
+from relayquant.stages.effort import Effort, default_mapping
+from relayquant.stages.prepared import PreparedModel
 from relayquant.torch.custom_config import PrepareCustomConfig, StandaloneRule, make_optional
 from relayquant.torch.exported import export, free_batch, load_module
-from relayquant.torch.openings import (
+from relayquant.torch.ranges import BatchNorm
+from relayquant.torch.reference_module import ReferenceModule
+from relayquant.torch.submodule_cut import (
     OpenedModule,
     SubmoduleCall,
     Tensors,
@@ -39,8 +41,6 @@ from relayquant.torch.openings import (
     place,
     record_calls,
 )
-from relayquant.torch.ranges import BatchNorm
-from relayquant.torch.reference_module import ReferenceModule
 
 
 @dataclass(frozen=True, kw_only=True)

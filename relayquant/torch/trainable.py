@@ -17,23 +17,23 @@ from torch.utils import _pytree as pytree
 from tvm import relax, tirx
 from tvm.ir import Call
 
+from relayquant.base.qtypes import QParams, Role
 from relayquant.errors import ConfigError, DataError, ModelError, format_count
-from relayquant.importers import import_torch
-from relayquant.ledger import InterfaceValue
-from relayquant.pipeline import convert_model, lower_module, lower_prepared
-from relayquant.plan import Plan
-from relayquant.prepared import PreparedModel
-from relayquant.qtypes import QParams, Role
-from relayquant.rewrite import Emitter, rewrite_main
-from relayquant.rewrite.expressions import FunctionGraph, op_name
+from relayquant.flow.pipeline import convert_model, lower_module, lower_prepared
+from relayquant.formats.readers import import_torch
+from relayquant.ir.ledger import InterfaceValue
+from relayquant.ir.plan import Plan
+from relayquant.ir.rewrite import Emitter, rewrite_main
+from relayquant.ir.rewrite.expressions import FunctionGraph, op_name
+from relayquant.stages.prepared import PreparedModel
 from relayquant.torch.batch_norm import FoldedNorm
 from relayquant.torch.exported import export
-from relayquant.torch.openings import Parts, name_parameter
 from relayquant.torch.program import TorchProgram, Values, Visitor, build_program
 from relayquant.torch.ranges import Ranges
 from relayquant.torch.reference_module import ReferenceModule
 from relayquant.torch.rounding import MOMENTUM, FakeQuantize, align_channels
 from relayquant.torch.standalone import Unit, finish_reference
+from relayquant.torch.submodule_cut import Parts, name_parameter
 
 #: how far from the border of its cell a fitted weight is put, in steps: on the border the first
 #: step of an optimizer would undo the fit

@@ -14,10 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import tvm
 
-from relayquant.arguments import check_arguments
-from relayquant.backends import resolve_backend
+from relayquant.base.arguments import check_arguments
 from relayquant.config import BackendConfig, QConfigMapping
-from relayquant.effort import Effort, default_mapping, resolve_effort
 from relayquant.errors import (
     ConfigError,
     DataWarning,
@@ -26,10 +24,12 @@ from relayquant.errors import (
     format_count,
     warn_user,
 )
-from relayquant.pipeline import calibrate_model, prepare_model, review_prepared
-from relayquant.prepared import PreparedModel
-from relayquant.rewrite import Skip
-from relayquant.settings import CalibrateSettings, PrepareSettings
+from relayquant.flow.pipeline import calibrate_model, prepare_model, review_prepared
+from relayquant.flow.settings import CalibrateSettings, PrepareSettings
+from relayquant.ir.rewrite import Skip
+from relayquant.stages.backends import resolve_backend
+from relayquant.stages.effort import Effort, default_mapping, resolve_effort
+from relayquant.stages.prepared import PreparedModel
 from relayquant.torch.batch_norm import FoldedNorm, Normalization, find_folded, find_norms
 from relayquant.torch.custom_config import PrepareCustomConfig
 from relayquant.torch.exported import check_module, check_state, export, free_batch

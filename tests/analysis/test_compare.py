@@ -10,7 +10,7 @@ import pytest
 import tvm
 
 import relayquant as rq
-from relayquant.analysis.sums import BLOCK, ErrorSums
+from relayquant.analysis.error_statistics import BLOCK, ErrorSums
 from relayquant.demo import load_digits
 
 

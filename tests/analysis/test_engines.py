@@ -10,11 +10,11 @@ import pytest
 
 from relayquant.analysis import openvino_baseline
 from relayquant.analysis.engines import Contender, Engine, EngineProcess, measure_engines
-from relayquant.analysis.rivals import RIVALS, list_versions, prepare_rivals
-from relayquant.compilation import compile as compile_module
+from relayquant.analysis.other_engines import RIVALS, list_versions, prepare_rivals
 from relayquant.demo import load_digits
 from relayquant.errors import MissingDependencyError, ModelError
-from relayquant.formats import load
+from relayquant.formats.load import load
+from relayquant.stages.compilation import compile as compile_module
 
 INPUTS = {"image": np.random.default_rng(0).normal(size=(1, 1, 8, 8)).astype("float32")}
 

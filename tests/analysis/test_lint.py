@@ -24,8 +24,8 @@ from relayquant.analysis.lint import (
     measure_moments,
 )
 from relayquant.demo import load_digits
-from relayquant.preparation import prepare_module
-from relayquant.preparation.norms import read_norm_statistics
+from relayquant.stages.preparation import prepare_module
+from relayquant.stages.preparation.norms import read_norm_statistics
 
 
 @pytest.fixture(scope="module")

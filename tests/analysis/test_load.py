@@ -7,12 +7,12 @@ import pytest
 from float_models import MAP, build_model
 
 import relayquant as rq
-from relayquant.analysis.load import bind_loader, load_integers
-from relayquant.compilation import compile_draft
-from relayquant.datasets import open_dataset
-from relayquant.datasets.inputs import describe_inputs
-from relayquant.eager import EagerModule
-from relayquant.runtime import Executor
+from relayquant.analysis.loader import bind_loader, load_integers
+from relayquant.base.runtime import Executor
+from relayquant.codegen.eager import EagerModule
+from relayquant.data import open_dataset
+from relayquant.data.inputs import describe_inputs
+from relayquant.stages.compilation import compile_draft
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ import relayquant as rq
 from relayquant.analysis.label_scores import is_clearly_better
 from relayquant.analysis.lint import find_unchecked, lint
 from relayquant.analysis.normalization import PixelForm, find_form, list_forms
-from relayquant.datasets.images import Preprocessing
+from relayquant.data.images import Preprocessing
 from relayquant.demo import load_digits
 
 #: filters of the network below

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
+from float_models import draw_batches, residual_model
 
 import relayquant as rq
+from relayquant.analysis.error_statistics import ErrorSums
 from relayquant.analysis.sensitivity import (
     Simulation,
     add_float_lines,
@@ -17,16 +16,11 @@ from relayquant.analysis.sensitivity import (
     measure_sensitivity,
     take_samples,
 )
-from relayquant.analysis.sums import ErrorSums
-from relayquant.annotation import annotate
-from relayquant.datasets import open_dataset
-from relayquant.datasets.inputs import describe_inputs
-from relayquant.events import CallbackList
-from relayquant.runtime import Executor
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from float_models import draw_batches, residual_model
+from relayquant.base.events import CallbackList
+from relayquant.base.runtime import Executor
+from relayquant.data import open_dataset
+from relayquant.data.inputs import describe_inputs
+from relayquant.stages.annotation import annotate
 
 
 @pytest.fixture(scope="module")

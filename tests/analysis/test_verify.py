@@ -11,7 +11,7 @@ from tvm.relax import op
 
 import relayquant as rq
 from relayquant.analysis import Verifier
-from relayquant.rewrite import rewrite_main
+from relayquant.ir.rewrite import rewrite_main
 
 
 @pytest.fixture(scope="module")

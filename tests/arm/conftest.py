@@ -8,14 +8,10 @@ that run code are skipped.
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
 
 import pytest
 
 # The exact numpy models of the kernels are there.
-sys.path.append(str(Path(__file__).resolve().parents[1] / "kernels"))
-
 from emulator import Emulator, find_or_set_up
 
 

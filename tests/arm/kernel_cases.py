@@ -19,15 +19,22 @@ from exact import (
 )
 from tvm.tirx import PrimFunc
 
-from relayquant.kernels.floating.row_norm import RowNorm, make_row_norm
-from relayquant.kernels.floating.softmax import Softmax, make_softmax
-from relayquant.kernels.integer.conv import build_conv2d, build_dense, pack_conv2d, pack_dense
-from relayquant.kernels.integer.conv_transpose import (
+from relayquant.base.packing import count_groups, middle_code, pack_codes
+from relayquant.codegen.kernels.floating.row_norm import RowNorm, make_row_norm
+from relayquant.codegen.kernels.floating.softmax import Softmax, make_softmax
+from relayquant.codegen.kernels.integer.conv import (
+    build_conv2d,
+    build_dense,
+    pack_conv2d,
+    pack_dense,
+)
+from relayquant.codegen.kernels.integer.conv_transpose import (
     Conv2dTranspose,
     build_conv2d_transpose,
     pack_conv2d_transpose,
 )
-from relayquant.kernels.integer.elementwise import (
+from relayquant.codegen.kernels.integer.dynamic_rows import build_dense_rows, pack_dense_rows
+from relayquant.codegen.kernels.integer.elementwise import (
     Add,
     Concatenate,
     Dequantize,
@@ -42,28 +49,26 @@ from relayquant.kernels.integer.elementwise import (
     build_quantize,
     build_requantize,
 )
-from relayquant.kernels.integer.epilogue import Epilogue, Residual, Store
-from relayquant.kernels.integer.grouped import (
+from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual, Store
+from relayquant.codegen.kernels.integer.grouped import (
     GroupedDense,
     build_grouped_dense,
     pack_grouped,
 )
-from relayquant.kernels.integer.lookup import TBL, Lookup, build_lookup
-from relayquant.kernels.integer.matmul import BatchMatmul, build_batch_matmul
-from relayquant.kernels.integer.pool import (
+from relayquant.codegen.kernels.integer.lookup import TBL, Lookup, build_lookup
+from relayquant.codegen.kernels.integer.matmul import BatchMatmul, build_batch_matmul
+from relayquant.codegen.kernels.integer.pool import (
     AvgPool2d,
     MaxPool2d,
     PoolWindow,
     build_avg_pool2d,
     build_max_pool2d,
 )
-from relayquant.kernels.integer.row_quantize import RowQuantize, build_quantize_rows
-from relayquant.kernels.integer.rows import build_dense_rows, pack_dense_rows
-from relayquant.kernels.integer.specs import Conv2d, Dense
-from relayquant.kernels.isa.base import Isa
-from relayquant.packing import count_groups, middle_code, pack_codes
-from relayquant.reference import qnn
-from relayquant.reference.row_softmax import softmax_along
+from relayquant.codegen.kernels.integer.row_quantize import RowQuantize, build_quantize_rows
+from relayquant.codegen.kernels.integer.specs import Conv2d, Dense
+from relayquant.codegen.kernels.isa.base import Isa
+from relayquant.ir.reference import qnn
+from relayquant.ir.reference.row_softmax import softmax_along
 
 
 @dataclass(frozen=True)

@@ -12,16 +12,19 @@ import pytest
 import tvm
 from tvm.target import Target
 
-from relayquant.errors import ConfigError
-from relayquant.kernels.integer.conv import build_conv2d, pack_conv2d
-from relayquant.kernels.integer.conv_plan import choose_plan
-from relayquant.kernels.integer.elementwise import Add, Space, build_add
-from relayquant.kernels.integer.epilogue import Epilogue, Residual
-from relayquant.kernels.integer.matmul import BatchMatmul, build_batch_matmul, plan_batch_matmul
-from relayquant.kernels.integer.pool import AvgPool2d, PoolWindow, build_avg_pool2d
-from relayquant.kernels.integer.specs import Conv2d
-from relayquant.kernels.isa.architecture import Architecture, find_architecture
-from relayquant.kernels.isa.arm import (
+from relayquant.codegen.kernels.integer.conv import build_conv2d, pack_conv2d
+from relayquant.codegen.kernels.integer.conv_plan import choose_plan
+from relayquant.codegen.kernels.integer.elementwise import Add, Space, build_add
+from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual
+from relayquant.codegen.kernels.integer.matmul import (
+    BatchMatmul,
+    build_batch_matmul,
+    plan_batch_matmul,
+)
+from relayquant.codegen.kernels.integer.pool import AvgPool2d, PoolWindow, build_avg_pool2d
+from relayquant.codegen.kernels.integer.specs import Conv2d
+from relayquant.codegen.kernels.isa.architecture import Architecture, find_architecture
+from relayquant.codegen.kernels.isa.arm import (
     LARGEST_PAIRED,
     NEON,
     NEON32,
@@ -32,9 +35,10 @@ from relayquant.kernels.isa.arm import (
     SMMLA_NEON,
     SmmlaIsa,
 )
-from relayquant.kernels.isa.base import PORTABLE, Isa
-from relayquant.kernels.isa.select import select_isa
-from relayquant.kernels.isa.target import resolve_target
+from relayquant.codegen.kernels.isa.base import PORTABLE, Isa
+from relayquant.codegen.kernels.isa.select import select_isa
+from relayquant.codegen.kernels.isa.target import resolve_target
+from relayquant.errors import ConfigError
 
 ARM32_TRIPLE = "armv7l-linux-gnueabihf"
 EXPECTED = {

@@ -22,11 +22,11 @@ from kernel_cases import (
     Case,
 )
 
-from relayquant.kernels.integer.conv_plan import choose_plan
-from relayquant.kernels.integer.conv_transpose import choose_transpose_plan
-from relayquant.kernels.isa.arm import NEON, NEON_BYTES, NEON_PAIRS, SDOT, SMMLA
-from relayquant.kernels.isa.base import Isa
-from relayquant.kernels.isa.select import select_isa
+from relayquant.codegen.kernels.integer.conv_plan import choose_plan
+from relayquant.codegen.kernels.integer.conv_transpose import choose_transpose_plan
+from relayquant.codegen.kernels.isa.arm import NEON, NEON_BYTES, NEON_PAIRS, SDOT, SMMLA
+from relayquant.codegen.kernels.isa.base import Isa
+from relayquant.codegen.kernels.isa.select import select_isa
 
 MakeCase = Callable[[], Case]
 

@@ -16,11 +16,11 @@ from tvm import relax
 
 import relayquant as rq
 from relayquant.analysis.verify import expose_values
-from relayquant.backends import default_backend
+from relayquant.base.runtime import Executor
 from relayquant.demo import load_digits
-from relayquant.rewrite import Graph
-from relayquant.rewrite.graph import tensor_dtype
-from relayquant.runtime import Executor
+from relayquant.ir.rewrite import Graph
+from relayquant.ir.rewrite.graph import tensor_dtype
+from relayquant.stages.backends import default_backend
 
 Quantized = tuple[tvm.IRModule, np.ndarray]
 

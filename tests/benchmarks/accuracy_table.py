@@ -33,8 +33,8 @@ from scipy.stats import spearmanr
 from tvm import relax
 
 import relayquant as rq
-from relayquant.compression.sources import bind_params, open_params
 from relayquant.demo.llama import compute_angles, export_llama, make_mask, read_weights
+from relayquant.flow.compression.sources import bind_params, open_params
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT.parent / "shared" / "data"

@@ -23,12 +23,12 @@ from tvm.target import Target
 from tvm.target.codegen import llvm_get_system_cpu
 
 from relayquant.analysis.peak import compile_peak
-from relayquant.kernels.integer.conv import build_conv2d, pack_conv2d
-from relayquant.kernels.integer.epilogue import Epilogue, Residual
-from relayquant.kernels.integer.specs import Conv2d, Dense
-from relayquant.kernels.isa.base import Isa
-from relayquant.kernels.isa.select import select_isa
-from relayquant.kernels.isa.target import resolve_target
+from relayquant.codegen.kernels.integer.conv import build_conv2d, pack_conv2d
+from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual
+from relayquant.codegen.kernels.integer.specs import Conv2d, Dense
+from relayquant.codegen.kernels.isa.base import Isa
+from relayquant.codegen.kernels.isa.select import select_isa
+from relayquant.codegen.kernels.isa.target import resolve_target
 
 
 def conv(c_in: int, c_out: int, kernel: int, stride: int, size: int, **more) -> Conv2d:

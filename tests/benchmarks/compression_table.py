@@ -23,8 +23,8 @@ from pathlib import Path
 
 import numpy as np
 
-from relayquant.compression import compress_weights
 from relayquant.demo.llama import LlamaSizes, compute_angles, export_llama, make_mask
+from relayquant.flow.compression import compress_weights
 
 VOCABULARY = 8192
 

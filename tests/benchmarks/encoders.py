@@ -19,7 +19,7 @@ from models import MODELS, build_transformer
 import relayquant as rq
 from relayquant.analysis.onnxruntime_baseline import quantize_with_onnxruntime
 from relayquant.analysis.openvino_baseline import quantize_with_nncf
-from relayquant.compilation import compile as compile_module
+from relayquant.stages.compilation import compile as compile_module
 
 GROUP = 32
 BATCHES = 2

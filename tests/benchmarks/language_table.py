@@ -44,11 +44,10 @@ from tvm import relax
 from tvm.script.ir_builder import tirx as T
 
 from relayquant.analysis.engines import Contender, Engine, measure_engines
-from relayquant.compilation import compile as compile_module
-from relayquant.compression import compress_weights
-from relayquant.dialect import qnn
-from relayquant.formats import load
-from relayquant.kernels.emit import (
+from relayquant.base.packing import count_bytes, count_groups
+from relayquant.base.qtypes import Granularity, QSpec, Scheme
+from relayquant.base.storage.files import open_temporary_folder, write_whole
+from relayquant.codegen.kernels.emit import (
     alloc_vectors,
     build_kernel,
     ceil_div,
@@ -56,9 +55,10 @@ from relayquant.kernels.emit import (
     load_vector,
     store_vector,
 )
-from relayquant.packing import count_bytes, count_groups
-from relayquant.qtypes import Granularity, QSpec, Scheme
-from relayquant.storage.files import open_temporary_folder, write_whole
+from relayquant.flow.compression import compress_weights
+from relayquant.formats.load import load
+from relayquant.ir.dialect import qnn
+from relayquant.stages.compilation import compile as compile_module
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, PAGE = ROOT / "docs/language.json", ROOT / "docs/speed.md"

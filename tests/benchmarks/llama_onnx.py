@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from relayquant.packing import pack_codes
+from relayquant.base.packing import pack_codes
 
 
 @dataclass(frozen=True)

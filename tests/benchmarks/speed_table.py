@@ -24,14 +24,14 @@ from models import MODELS
 
 from relayquant.analysis.engines import Contender, Engine, measure_engines
 from relayquant.analysis.latency import Latency
-from relayquant.analysis.rivals import RIVALS, list_versions, prepare_rivals
+from relayquant.analysis.other_engines import RIVALS, list_versions, prepare_rivals
+from relayquant.base.storage.files import open_temporary_folder, write_whole
 from relayquant.cli.bench import export_own, quantize_quickly
-from relayquant.compilation import compile as compile_module
-from relayquant.formats import load
-from relayquant.kernels.isa.target import name_cpu
-from relayquant.preparation.bind import bind_params
-from relayquant.rewrite.editor import Editor
-from relayquant.storage.files import open_temporary_folder, write_whole
+from relayquant.codegen.kernels.isa.target import name_cpu
+from relayquant.formats.load import load
+from relayquant.ir.rewrite.editor import Editor
+from relayquant.stages.compilation import compile as compile_module
+from relayquant.stages.preparation.bind import bind_params
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs/speed.json"

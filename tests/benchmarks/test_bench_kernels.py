@@ -7,10 +7,10 @@ import tvm_ffi
 from bench_kernels import LAYERS
 from tvm import tirx
 
-from relayquant.kernels.emit import ceil_div
-from relayquant.kernels.integer.conv import build_conv2d
-from relayquant.kernels.isa.select import select_isa
-from relayquant.kernels.isa.target import resolve_target
+from relayquant.codegen.kernels.emit import ceil_div
+from relayquant.codegen.kernels.integer.conv import build_conv2d
+from relayquant.codegen.kernels.isa.select import select_isa
+from relayquant.codegen.kernels.isa.target import resolve_target
 
 #: threads -> of the time of the busiest one, what all have to do in the mean at least. With many
 #: threads the products of a row by a matrix set the bounds: they have few panels.

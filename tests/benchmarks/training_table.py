@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 
 import relayquant as rq
-from relayquant.effort import Effort, apply_effort
-from relayquant.storage.files import write_whole
+from relayquant.base.storage.files import write_whole
+from relayquant.stages.effort import Effort, apply_effort
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT.parent / "shared" / "data"

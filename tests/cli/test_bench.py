@@ -16,7 +16,7 @@ from relayquant.analysis.engines import Comparison
 from relayquant.analysis.latency import Latency
 from relayquant.analysis.onnxruntime_baseline import quantize_with_onnxruntime
 from relayquant.analysis.openvino_baseline import has_nncf
-from relayquant.analysis.rivals import RIVALS
+from relayquant.analysis.other_engines import RIVALS
 from relayquant.cli import bench
 from relayquant.demo import load_digits
 

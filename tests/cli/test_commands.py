@@ -11,11 +11,12 @@ import pytest
 import tvm
 
 import relayquant as rq
-from relayquant import cli, ledger
+from relayquant import cli
 from relayquant.demo import load_digits
-from relayquant.ledger import find_ledger
-from relayquant.rewrite import Graph
-from relayquant.rewrite.graph import constant_value
+from relayquant.ir import ledger
+from relayquant.ir.ledger import find_ledger
+from relayquant.ir.rewrite import Graph
+from relayquant.ir.rewrite.graph import constant_value
 
 pytest.importorskip("relayquant.pipeline", reason="the pipeline is not part of this tree")
 

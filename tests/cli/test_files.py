@@ -10,9 +10,9 @@ import tvm
 from tvm.script import ir as I
 from tvm.script import relax as R
 
+from relayquant.base.storage.files import write_whole
 from relayquant.cli.files import bind_weights, load_mapping, load_module
 from relayquant.errors import ConfigError, FileError, ModelError
-from relayquant.storage.files import write_whole
 
 
 @I.ir_module

@@ -19,8 +19,8 @@ from relayquant.demo import load_digits
 #: The command, and what slows its data down: a signal is to meet it at work.
 SLOW = """
 import sys, time
-import relayquant.calibration.runner
-from relayquant.events import CallbackList
+import relayquant.stages.calibration.runner
+from relayquant.base.events import CallbackList
 tell = CallbackList.on_progress
 def wait(self, event):
     tell(self, event)

@@ -10,9 +10,9 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 
 from relayquant.analysis.size import count_constant_bytes
+from relayquant.base.runtime import Executor
 from relayquant.cli.measure import compare_outputs, time_interleaved
 from relayquant.errors import ModelError
-from relayquant.runtime import Executor
 
 
 @I.ir_module

@@ -17,14 +17,14 @@ from native_program import compile_program
 from tvm import relax
 
 import relayquant as rq
-from relayquant.codegen import mapped
+from relayquant.codegen import mmap_constants as mapped
 
 SHAPE = (1, 16, 40, 40)
 RUNS = 30
 FROM_PYTHON = """
 import os, sys
 import numpy as np, tvm
-from relayquant.runtime import Executor
+from relayquant.base.runtime import Executor
 library, source, to, runs, *shape = sys.argv[1:]
 array = np.fromfile(source, "float32").reshape([int(size) for size in shape])
 main = Executor(tvm.runtime.load_module(library)).vm["main"]

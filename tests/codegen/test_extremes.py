@@ -10,8 +10,8 @@ from tvm.script import relax as R
 from tvm.script import tirx as T
 
 import relayquant as rq
-from relayquant.codegen.schedule.extremes import begin_at_infinity
-from relayquant.runtime import Executor
+from relayquant.base.runtime import Executor
+from relayquant.codegen.schedule.reduction_init import begin_at_infinity
 
 LOWEST = float(np.finfo("float32").min)
 

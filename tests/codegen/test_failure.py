@@ -76,7 +76,7 @@ def test_compile__what_no_call_alone_explains_is_raised_as_it_is(monkeypatch):
     def fail(*args, **more):
         raise ValueError("only as a whole")
 
-    monkeypatch.setattr("relayquant.compilation.explain_failure", lambda *args: None)
+    monkeypatch.setattr("relayquant.stages.compilation.explain_failure", lambda *args: None)
     monkeypatch.setattr(tvm, "compile", fail)
     with pytest.raises(ValueError, match="only as a whole"):
         rq.compile(make_module(relax.op.exp, "float32"))

@@ -12,10 +12,10 @@ from tvm.relax.backend.cpu_generic import pipeline as stages
 
 import relayquant as rq
 from relayquant.codegen.floating import lower_float
+from relayquant.codegen.kernels.isa.target import resolve_target
 from relayquant.codegen.layout import convert_layout
 from relayquant.codegen.schedule.schedule_pass import create_schedule_pass
-from relayquant.kernels.isa.target import resolve_target
-from relayquant.rewrite.expressions import op_name
+from relayquant.ir.rewrite.expressions import op_name
 
 TARGET = resolve_target()
 

@@ -17,20 +17,20 @@ from tvm.target import Target
 from tvm.tirx import PrimFunc
 
 from relayquant.analysis.peak import build_peak, choose_peak_isa, count_sums
-from relayquant.kernels.floating.conv import FloatConv2d, make_conv2d
-from relayquant.kernels.floating.row_norm import RowNorm, make_row_norm
-from relayquant.kernels.floating.tile import FloatEpilogue, choose_float_isa
-from relayquant.kernels.floating.winograd import make_winograd
-from relayquant.kernels.integer.conv import build_conv2d
-from relayquant.kernels.integer.epilogue import Epilogue, Residual
-from relayquant.kernels.integer.grouped import GroupedDense, build_grouped_dense
-from relayquant.kernels.integer.specs import Conv2d, Dense
-from relayquant.kernels.integer.winograd import build_winograd
-from relayquant.kernels.isa.architecture import Architecture, find_architecture
-from relayquant.kernels.isa.arm import NEON_BYTES, NEON_PAIRS
-from relayquant.kernels.isa.base import Isa
-from relayquant.kernels.isa.select import select_isa
-from relayquant.kernels.isa.target import resolve_target
+from relayquant.codegen.kernels.floating.conv import FloatConv2d, make_conv2d
+from relayquant.codegen.kernels.floating.row_norm import RowNorm, make_row_norm
+from relayquant.codegen.kernels.floating.tile import FloatEpilogue, choose_float_isa
+from relayquant.codegen.kernels.floating.winograd import make_winograd
+from relayquant.codegen.kernels.integer.conv import build_conv2d
+from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual
+from relayquant.codegen.kernels.integer.grouped import GroupedDense, build_grouped_dense
+from relayquant.codegen.kernels.integer.specs import Conv2d, Dense
+from relayquant.codegen.kernels.integer.winograd import build_winograd
+from relayquant.codegen.kernels.isa.architecture import Architecture, find_architecture
+from relayquant.codegen.kernels.isa.arm import NEON_BYTES, NEON_PAIRS
+from relayquant.codegen.kernels.isa.base import Isa
+from relayquant.codegen.kernels.isa.select import select_isa
+from relayquant.codegen.kernels.isa.target import resolve_target
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from tvm.script import tirx as T
 
 import relayquant as rq
 from relayquant.codegen.input_checks import IS_INNER, check_inputs
-from relayquant.kernels.isa.target import resolve_target
+from relayquant.codegen.kernels.isa.target import resolve_target
 
 SHAPE = (8, 16)
 

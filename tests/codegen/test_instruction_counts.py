@@ -21,8 +21,8 @@ from native_program import compile_program
 from tvm import relax
 
 import relayquant as rq
-from relayquant.dialect.cost import count_macs
-from relayquant.rewrite.expressions import list_bindings, op_name
+from relayquant.ir.dialect.cost import count_macs
+from relayquant.ir.rewrite.expressions import list_bindings, op_name
 
 SHAPE = (1, 3, 64, 64)
 

@@ -11,15 +11,15 @@ from tvm import relax
 from tvm.target import Target
 
 import relayquant as rq
-from relayquant.backends.x86 import X86
+from relayquant.base.runtime import Executor
 from relayquant.codegen.integer import call_kernels, lower_integer
+from relayquant.codegen.kernels.integer.winograd import build_winograd
+from relayquant.codegen.kernels.isa.select import select_isa
+from relayquant.codegen.kernels.isa.target import resolve_target
 from relayquant.codegen.layout import convert_layout
 from relayquant.codegen.rules import linear
-from relayquant.kernels.integer.winograd import build_winograd
-from relayquant.kernels.isa.select import select_isa
-from relayquant.kernels.isa.target import resolve_target
-from relayquant.rewrite import Graph
-from relayquant.runtime import Executor
+from relayquant.ir.rewrite import Graph
+from relayquant.stages.backends.x86 import X86
 
 RNG = np.random.default_rng(7)
 

@@ -11,17 +11,17 @@ from tvm.relax import op
 
 import relayquant as rq
 from relayquant.codegen import floating
+from relayquant.codegen.eager import EagerModule
+from relayquant.codegen.eager.product import ProductStep
+from relayquant.codegen.kernels.isa.select import select_isa
+from relayquant.codegen.kernels.isa.target import resolve_target
 from relayquant.codegen.layout import convert_layout
+from relayquant.codegen.rules.epilogue import UNBIASED_TAKES, follow_product
 from relayquant.codegen.rules.kernel_call import KernelContext
-from relayquant.codegen.rules.tail import UNBIASED_TAKES, follow_product
-from relayquant.dialect import qnn
-from relayquant.eager import EagerModule
-from relayquant.eager.product import ProductStep
-from relayquant.kernels.isa.select import select_isa
-from relayquant.kernels.isa.target import resolve_target
-from relayquant.rewrite import Graph
-from relayquant.rewrite.expressions import FunctionGraph, op_name
-from relayquant.rewrite.tail import Tail, follow_tail
+from relayquant.ir.dialect import qnn
+from relayquant.ir.rewrite import Graph
+from relayquant.ir.rewrite.epilogue_pattern import Tail, follow_tail
+from relayquant.ir.rewrite.expressions import FunctionGraph, op_name
 
 TARGET = resolve_target("llvm -mcpu=cascadelake")
 PRODUCTS = ("relax.nn.conv2d", "relax.qnn.conv2d", "relax.matmul", "relax.qnn.dense")

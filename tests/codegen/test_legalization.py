@@ -10,7 +10,7 @@ from tvm import relax
 
 import relayquant as rq
 from relayquant.codegen.legalization import LEGALIZATIONS
-from relayquant.dialect import qnn
+from relayquant.ir.dialect import qnn
 
 
 def make_power(exponent, shape=(3, 40), dtype="float32"):

@@ -18,9 +18,9 @@ from tvm import relax
 
 import relayquant as rq
 from relayquant.codegen.grouped import lower_grouped
+from relayquant.codegen.kernels.isa.target import resolve_target
 from relayquant.demo.llama import compute_angles
-from relayquant.kernels.isa.target import resolve_target
-from relayquant.rewrite.graph import call_name
+from relayquant.ir.rewrite.graph import call_name
 
 
 @pytest.fixture(scope="module")

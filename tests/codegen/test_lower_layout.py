@@ -11,14 +11,14 @@ from tvm import relax
 from tvm.relax import op
 
 import relayquant as rq
+from relayquant.base.runtime import Executor
 from relayquant.codegen.integer import lower_integer
+from relayquant.codegen.kernels.isa.target import resolve_target
 from relayquant.codegen.layout import convert_layout, has_constants
-from relayquant.dialect import qnn
-from relayquant.kernels.isa.target import resolve_target
-from relayquant.preparation import prepare_module
-from relayquant.rewrite import Graph
-from relayquant.rewrite.graph import constant_value
-from relayquant.runtime import Executor
+from relayquant.ir.dialect import qnn
+from relayquant.ir.rewrite import Graph
+from relayquant.ir.rewrite.graph import constant_value
+from relayquant.stages.preparation import prepare_module
 
 #: What stands between two convolutions of 4 channels; TVM's ConvertLayout has a form of its own
 #: for each, not always a right one.

@@ -10,8 +10,8 @@ from tvm.relax import op
 
 import relayquant as rq
 from relayquant.codegen.integer import lower_integer
-from relayquant.kernels.isa.target import resolve_target
-from relayquant.rewrite.graph import call_name
+from relayquant.codegen.kernels.isa.target import resolve_target
+from relayquant.ir.rewrite.graph import call_name
 
 SCORES = (2, 3, 20, 37)
 FACTOR = 0.3

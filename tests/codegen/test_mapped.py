@@ -16,15 +16,15 @@ import tvm
 from tvm import relax
 
 import relayquant as rq
-from relayquant.codegen import mapped
-from relayquant.codegen.mapped import (
+from relayquant.codegen import mmap_constants as mapped
+from relayquant.codegen.kernels.isa.target import resolve_target
+from relayquant.codegen.mmap_constants import (
     LEAST_BYTES,
     can_map,
     find_large_constants,
     quote,
     write_constants,
 )
-from relayquant.kernels.isa.target import resolve_target
 
 DTYPES = (
     *("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"),

@@ -12,9 +12,9 @@ from tvm import relax
 from tvm.relax import op
 
 import relayquant as rq
+from relayquant.codegen.kernels.isa.target import resolve_target
 from relayquant.codegen.row_norms import lower_row_norms
-from relayquant.kernels.isa.target import resolve_target
-from relayquant.rewrite.graph import call_name
+from relayquant.ir.rewrite.graph import call_name
 
 WIDTH, EPSILON = 48, 1e-5
 RNG = np.random.default_rng(0)

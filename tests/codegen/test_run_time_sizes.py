@@ -8,7 +8,7 @@ from tvm import relax, tirx
 from tvm.script import relax as R
 
 import relayquant as rq
-from relayquant.codegen.run_time_sizes import list_symbols
+from relayquant.codegen.dynamic_shapes import list_symbols
 
 
 def test_chain_of_run_time_size__runs():

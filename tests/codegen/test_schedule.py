@@ -13,14 +13,14 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
+from relayquant.codegen.kernels.isa.target import resolve_target
 from relayquant.codegen.schedule.schedule_pass import (
     create_schedule_pass,
     schedule_functions,
     schedule_with_report,
 )
 from relayquant.codegen.schedule.scheduler import FunctionScheduler
-from relayquant.dialect import qnn
-from relayquant.kernels.isa.target import resolve_target
+from relayquant.ir.dialect import qnn
 
 TARGET = resolve_target()
 rng = np.random.default_rng(7)

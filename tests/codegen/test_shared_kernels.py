@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import tvm
 
+from relayquant.codegen.kernels.integer.elementwise import Requantize, Space, build_requantize
+from relayquant.codegen.kernels.integer.epilogue import Epilogue
+from relayquant.codegen.kernels.isa.target import resolve_target
 from relayquant.codegen.rules.kernel_call import KernelCall
 from relayquant.codegen.shared_kernels import read_skeleton, share_kernels
-from relayquant.kernels.integer.elementwise import Requantize, Space, build_requantize
-from relayquant.kernels.integer.epilogue import Epilogue
-from relayquant.kernels.isa.target import resolve_target
 
 DATA = np.arange(64).astype("uint8")
 

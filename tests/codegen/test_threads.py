@@ -19,9 +19,9 @@ import pytest
 import tvm
 from tvm.script import tirx as T
 
+from relayquant.codegen.kernels.isa.target import resolve_target
 from relayquant.codegen.threads import add_pool
 from relayquant.codegen.threads.pool import MOST_THREADS, PAUSES, format_source
-from relayquant.kernels.isa.target import resolve_target
 
 ROWS, COLUMNS = 48, 64
 

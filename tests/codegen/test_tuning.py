@@ -13,17 +13,18 @@ from float_models import build_model, draw_batches
 from tvm import relax
 
 import relayquant as rq
-from relayquant.codegen import form_file, tuning
-from relayquant.codegen.form_file import add_forms, find_cache_folder, read_forms
+from relayquant.codegen import schedule_cache as form_file
+from relayquant.codegen import tuning
+from relayquant.codegen.kernels.integer.conv_plan import choose_plan, list_tiles
+from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual, Store
+from relayquant.codegen.kernels.integer.specs import Conv2d, KernelForm, Tile
+from relayquant.codegen.kernels.integer.winograd import can_winograd
+from relayquant.codegen.kernels.isa.base import VNNI512
+from relayquant.codegen.kernels.isa.select import select_isa
+from relayquant.codegen.kernels.isa.target import list_instructions, resolve_target
+from relayquant.codegen.schedule_cache import add_forms, find_cache_folder, read_forms
 from relayquant.codegen.tuning import describe_layer, list_forms, open_tuner
 from relayquant.errors import ConfigError, FileError
-from relayquant.kernels.integer.conv_plan import choose_plan, list_tiles
-from relayquant.kernels.integer.epilogue import Epilogue, Residual, Store
-from relayquant.kernels.integer.specs import Conv2d, KernelForm, Tile
-from relayquant.kernels.integer.winograd import can_winograd
-from relayquant.kernels.isa.base import VNNI512
-from relayquant.kernels.isa.select import select_isa
-from relayquant.kernels.isa.target import list_instructions, resolve_target
 
 TARGET = resolve_target(None)
 ISA = select_isa(TARGET)

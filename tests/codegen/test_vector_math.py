@@ -17,15 +17,15 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as TB
 
 import relayquant as rq
-from relayquant.codegen.schedule.facts import REPEATING_CALLS
+from relayquant.base.runtime import Executor
+from relayquant.codegen.kernels.isa.target import resolve_target
+from relayquant.codegen.schedule.block_analysis import REPEATING_CALLS
 from relayquant.codegen.schedule.vector_math import (
     EXPANSIONS,
     VECTOR_FORMS,
     create_math_pass,
     expand_math,
 )
-from relayquant.kernels.isa.target import resolve_target
-from relayquant.runtime import Executor
 
 OPERATORS = {"exp": R.exp, "tanh": R.tanh, "erf": R.erf, "sigmoid": R.sigmoid}
 

@@ -8,11 +8,11 @@ import tvm
 from tvm import relax
 
 import relayquant as rq
-from relayquant.codegen.weight_zero import centre_weights
-from relayquant.dialect import qnn
-from relayquant.rewrite import Graph
-from relayquant.rewrite.graph import constant_value
-from relayquant.runtime import Executor
+from relayquant.base.runtime import Executor
+from relayquant.codegen.zero_point_correction import centre_weights
+from relayquant.ir.dialect import qnn
+from relayquant.ir.rewrite import Graph
+from relayquant.ir.rewrite.graph import constant_value
 
 RNG = np.random.default_rng(3)
 

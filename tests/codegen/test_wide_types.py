@@ -8,7 +8,7 @@ import tvm
 from compiled_call import check_exactly, run_compiled
 from tvm import relax
 
-from relayquant.codegen.wide_types import widen_types
+from relayquant.codegen.type_promotion import widen_types
 
 SORTED = ["bool", "int8", "uint8", "int16", "uint32", "int32", "int64", "float32"]
 

@@ -18,9 +18,9 @@ from tvm import relax
 from tvm.relax import op
 
 import relayquant as rq
-from relayquant.ops import BUILTIN_OPS
-from relayquant.reference import run_values
-from relayquant.testing.check import observe_parameters
+from relayquant.flow.testing.check import observe_parameters
+from relayquant.ir.ops import BUILTIN_OPS
+from relayquant.ir.reference import run_values
 
 UNIT = rq.Fixed(scale=1.0, zero_point=0)
 #: real values are the integers themselves

@@ -16,12 +16,12 @@ from tvm import relax
 from tvm.relax import op
 
 import relayquant as rq
-from relayquant.backends import ARM, GENERIC, X86
-from relayquant.dialect import qnn
-from relayquant.ops.dynamic import quantize_at_run_time
-from relayquant.plan import Support
-from relayquant.rewrite import Graph
-from relayquant.runtime import Executor
+from relayquant.base.runtime import Executor
+from relayquant.ir.dialect import qnn
+from relayquant.ir.ops.dynamic import quantize_at_run_time
+from relayquant.ir.plan import Support
+from relayquant.ir.rewrite import Graph
+from relayquant.stages.backends import ARM, GENERIC, X86
 
 SPEC = rq.QSpec("uint8", is_dynamic=True)
 SYMMETRIC = replace(SPEC, scheme=rq.Scheme.SYMMETRIC)

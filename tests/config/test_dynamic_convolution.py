@@ -11,8 +11,8 @@ from tvm import relax
 from tvm.relax import op
 
 import relayquant as rq
-from relayquant.backends import ARM, X86
-from relayquant.rewrite import Graph
+from relayquant.ir.rewrite import Graph
+from relayquant.stages.backends import ARM, X86
 
 #: (operator, layouts, shapes of data and weight in the layouts, attributes)
 FORMS = {

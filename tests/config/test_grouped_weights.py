@@ -11,12 +11,12 @@ from float_models import build_model, draw_batches
 from tvm.relax import op
 
 import relayquant as rq
-from relayquant.backends import ARM, GENERIC, X86
-from relayquant.compression.walk import round_rows
 from relayquant.config import DTypeConfig
 from relayquant.errors import ConfigError
-from relayquant.rewrite import Graph
-from relayquant.rewrite.graph import constant_value
+from relayquant.flow.compression.sequential import round_rows
+from relayquant.ir.rewrite import Graph
+from relayquant.ir.rewrite.graph import constant_value
+from relayquant.stages.backends import ARM, GENERIC, X86
 
 ROWS = rq.TensorConfig(
     rq.QSpec("int8", rq.Scheme.SYMMETRIC, rq.Granularity.PER_ROW, is_dynamic=True)

@@ -13,11 +13,11 @@ from tvm import relax
 from tvm.relax import op
 
 import relayquant as rq
-from relayquant.reference import run_values
-from relayquant.rewrite import Graph
-from relayquant.rewrite.graph import tensor_dtype
-from relayquant.runtime import Executor
-from relayquant.testing.check import observe_parameters
+from relayquant.base.runtime import Executor
+from relayquant.flow.testing.check import observe_parameters
+from relayquant.ir.reference import run_values
+from relayquant.ir.rewrite import Graph
+from relayquant.ir.rewrite.graph import tensor_dtype
 
 DEFAULT = rq.QConfigMapping().set_global(rq.GENERIC.default_qconfig)
 ISLAND = ("mid", "soft", "pool")

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import relayquant as rq
-from relayquant.backends import X86
 from relayquant.config import OperatorSite
+from relayquant.stages.backends import X86
 
 CONFIG = X86.default_qconfig
 CONV = OperatorSite(("net.conv", "Conv_1"), "relax.nn.conv2d", "conv2d_relu")

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import relayquant as rq
-from relayquant.qtypes import check_qparams, conform_scale
+from relayquant.base.qtypes import check_qparams, conform_scale
 
 POWERS = rq.QSpec("int8", rq.Scheme.SYMMETRIC, quant_min=-127, power_of_two=True)
 INFO = rq.ValueInfo("v", rq.Role.ACTIVATION, POWERS, (1, 4))

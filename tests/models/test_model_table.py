@@ -15,7 +15,7 @@ import pytest
 from light_models import SHAPE, find_path, load_light
 
 import relayquant as rq
-from relayquant.runtime import Executor
+from relayquant.base.runtime import Executor
 
 #: operators with weights, or with two computed factors: what quantization is for
 ANCHORS = ("nn.conv1d", "nn.conv2d", "matmul")

@@ -13,7 +13,7 @@ import pytest
 from networks import NETWORKS
 
 import relayquant as rq
-from relayquant.runtime import Executor
+from relayquant.base.runtime import Executor
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ import pytest
 from operator_cases import FAMILIES, SHAPE, Case, Outcome, build_model
 
 import relayquant as rq
-from relayquant.compilation import compile_draft
-from relayquant.ledger import LedgerRow
-from relayquant.ops import BUILTIN_OPS, Kind
-from relayquant.runtime import Executor
+from relayquant.base.runtime import Executor
+from relayquant.ir.ledger import LedgerRow
+from relayquant.ir.ops import BUILTIN_OPS, Kind
+from relayquant.stages.compilation import compile_draft
 
 SHARING = {op.name for op in BUILTIN_OPS if op.kind is Kind.SHARING}
 #: patterns whose integers keep their parameters where those of all operands are the same

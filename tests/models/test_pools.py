@@ -13,9 +13,9 @@ from pool_cases import draw_case, draw_data, make_model
 from tvm import relax, tirx
 
 import relayquant as rq
-from relayquant.dialect import qnn
-from relayquant.qtypes import INTEGER_LIMITS
-from relayquant.rewrite.function import make_main
+from relayquant.base.qtypes import INTEGER_LIMITS
+from relayquant.ir.dialect import qnn
+from relayquant.ir.rewrite.function import make_main
 
 runtime = pytest.importorskip("onnxruntime")
 

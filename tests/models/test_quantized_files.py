@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import relayquant as rq
-from relayquant.runtime import Executor
+from relayquant.base.runtime import Executor
 
 runtime = pytest.importorskip("onnxruntime")
 

@@ -7,9 +7,9 @@ import pytest
 from relay_facts import load_facts
 
 import relayquant as rq
+from relayquant.base.runtime import Executor
 from relayquant.relay import to_text
 from relayquant.relay.export.releases import RELEASES
-from relayquant.runtime import Executor
 
 #: of those with which a network ends, these are computed in float: in another order elsewhere
 FLOAT_TAILS = {"resnet8"}

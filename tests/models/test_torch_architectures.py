@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import relayquant as rq
-from relayquant.runtime import Executor
+from relayquant.base.runtime import Executor
 
 torch = pytest.importorskip("torch", reason="pip install torch")
 

@@ -11,7 +11,7 @@ import onnx
 import pytest
 
 import relayquant as rq
-from relayquant.runtime import Executor
+from relayquant.base.runtime import Executor
 
 torch = pytest.importorskip("torch", reason="pip install torch")
 

@@ -9,10 +9,10 @@ import pytest
 import tvm
 
 import relayquant as rq
-from relayquant.dialect.cost import count_macs
-from relayquant.rewrite import Graph
-from relayquant.rewrite.graph import tensor_dtype
-from relayquant.runtime import Executor
+from relayquant.base.runtime import Executor
+from relayquant.ir.dialect.cost import count_macs
+from relayquant.ir.rewrite import Graph
+from relayquant.ir.rewrite.graph import tensor_dtype
 
 #: model -> (least top-1 agreement with float, most top-1 points lost, samples in a batch when
 #: running)

@@ -8,9 +8,9 @@ from operator import attrgetter
 import numpy as np
 from tvm import relax
 
-from relayquant.dialect import qnn
-from relayquant.reference.unary import RELAX_UNARY
-from relayquant.rewrite.editor import Editor
+from relayquant.ir.dialect import qnn
+from relayquant.ir.reference.unary import RELAX_UNARY
+from relayquant.ir.rewrite.editor import Editor
 
 rng = np.random.default_rng(3)
 

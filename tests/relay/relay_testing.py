@@ -14,7 +14,7 @@ from tvm import relax
 import relayquant as rq
 
 #: Modules as TVM 0.19 wrote them, with inputs and the outputs of its compiled code.
-WRITTEN_BY_TVM = Path(__file__).parents[1] / "data" / "relay"
+WRITTEN_BY_TVM = Path(__file__).parents[1] / "recorded" / "relay"
 
 
 def type_text(array: np.ndarray) -> str:

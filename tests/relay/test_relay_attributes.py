@@ -7,8 +7,8 @@ import pytest
 from attribute_calls import VARIED, build_models, pick_result
 
 import relayquant as rq
+from relayquant.flow.testing.draw import draw_inputs
 from relayquant.relay import from_text, to_text
-from relayquant.testing.draw import draw_inputs
 
 #: attributes that Relay, or its writer, has no form for
 REFUSED = {

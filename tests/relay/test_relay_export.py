@@ -15,16 +15,16 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 
 import relayquant as rq
-from relayquant.dialect import qnn
-from relayquant.dialect.legality import LEGAL_STAGES, Stage
+from relayquant.base.runtime import Executor
 from relayquant.errors import ConfigError, ModelError
+from relayquant.ir.dialect import qnn
+from relayquant.ir.dialect.legality import LEGAL_STAGES, Stage
 from relayquant.relay import from_text, to_text
 from relayquant.relay.export import EXPORTS
 from relayquant.relay.export.quantized_rows import export_as_table, sum_rounds_once
 from relayquant.relay.operators import OPERATORS
 from relayquant.relay.printer import has_literal, print_module
 from relayquant.relay.text_reader import METADATA, parse_text
-from relayquant.runtime import Executor
 
 #: As TVM prints, without comments.
 TEXT = """#[version = "0.0.5"]

@@ -14,8 +14,8 @@ from old_relay import needs_old_relay, run_old_code
 import relayquant as rq
 from relayquant import relay
 from relayquant.errors import ConfigError
+from relayquant.flow.relay_scripts import SUCCESSORS
 from relayquant.relay import RelayQConfig, current_qconfig, from_text, qconfig
-from relayquant.relay_scripts import SUCCESSORS
 
 #: what `tvm.relay.quantize.QConfig` of TVM 0.10 has
 DEFAULTS = {

@@ -9,6 +9,7 @@ from relay_facts import load_facts
 from tvm import relax
 
 from relayquant.errors import ConfigError, ModelError, RelayQuantError
+from relayquant.ir.rewrite.graph import Graph, call_name
 from relayquant.relay import to_text
 from relayquant.relay.export import EXPORTS
 from relayquant.relay.export.float_rows import _SAME
@@ -19,7 +20,6 @@ from relayquant.relay.export.releases import (
     choose_attributes,
 )
 from relayquant.relay.operators import OPERATORS
-from relayquant.rewrite.graph import Graph, call_name
 
 RELEASE_NAMES = [str(release) for release in RELEASES]
 
@@ -111,7 +111,7 @@ def test_table__rows_are_first_releases(facts):
 
 
 def test_refused__what_the_release_lacks_is_listed():
-    from relayquant.dialect import qnn
+    from relayquant.ir.dialect import qnn
 
     def make(x):
         relu = qnn.leaky_relu(x, 0.1, 0, 0.1, 0, 0.3, rounding="UPWARD", compute_dtype="int64")

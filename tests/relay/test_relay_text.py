@@ -10,9 +10,9 @@ from relay_testing import module_text, run_text, value_names
 
 import relayquant as rq
 from relayquant.errors import ModelError
+from relayquant.ir.rewrite.graph import tensor_shape
 from relayquant.relay import from_text
 from relayquant.relay.text_reader import parse_text, remove_comments
-from relayquant.rewrite.graph import tensor_shape
 
 X = np.array([[1.0, -2.0, 3.0]], "float32")
 TENSOR = "Tensor[(1, 3), float32]"

@@ -13,26 +13,10 @@ import numpy as np
 from tvm import relax
 from tvm.ir import Call
 
-from relayquant.codegen.rules.kernel_call import (
-    KernelCall,
-    KernelContext,
-    KernelRule,
-    build_for_batch,
-    element_count,
-    is_activation,
-    is_byte,
-    is_default_arithmetic,
-    multiplier,
-    scalar,
-    split_batch,
-)
-from relayquant.codegen.rules.tail import absorb_clip
-from relayquant.dialect import OPERATORS
-from relayquant.dialect.qnn.quantization import DEQUANTIZE
-from relayquant.dialect.sums import choose_product_dtype
-from relayquant.kernels.floating.softmax import Softmax, make_softmax
-from relayquant.kernels.integer.channel_product import build_channel_product, fold_channels
-from relayquant.kernels.integer.elementwise import (
+from relayquant.base.qtypes import INTEGER_LIMITS
+from relayquant.codegen.kernels.floating.softmax import Softmax, make_softmax
+from relayquant.codegen.kernels.integer.channel_product import build_channel_product, fold_channels
+from relayquant.codegen.kernels.integer.elementwise import (
     Add,
     Concatenate,
     Dequantize,
@@ -52,9 +36,9 @@ from relayquant.kernels.integer.elementwise import (
     build_requantize,
     build_scale_channels,
 )
-from relayquant.kernels.integer.epilogue import Epilogue, Store
-from relayquant.kernels.integer.lookup import Lookup, build_lookup
-from relayquant.kernels.integer.pool import (
+from relayquant.codegen.kernels.integer.epilogue import Epilogue, Store
+from relayquant.codegen.kernels.integer.lookup import Lookup, build_lookup
+from relayquant.codegen.kernels.integer.pool import (
     AvgPool2d,
     MaxPool2d,
     Mean,
@@ -64,11 +48,27 @@ from relayquant.kernels.integer.pool import (
     build_mean,
     most_values,
 )
-from relayquant.qtypes import INTEGER_LIMITS
-from relayquant.rewrite import Graph, Skip
-from relayquant.rewrite.expressions import expand_padding, pair
-from relayquant.rewrite.graph import constant_value, free_vars, tensor_dtype, tensor_shape
-from relayquant.rewrite.rule import make_rule
+from relayquant.codegen.rules.epilogue import absorb_clip
+from relayquant.codegen.rules.kernel_call import (
+    KernelCall,
+    KernelContext,
+    KernelRule,
+    build_for_batch,
+    element_count,
+    is_activation,
+    is_byte,
+    is_default_arithmetic,
+    multiplier,
+    scalar,
+    split_batch,
+)
+from relayquant.ir.dialect import OPERATORS
+from relayquant.ir.dialect.accumulator_range import choose_product_dtype
+from relayquant.ir.dialect.qnn.quantization import DEQUANTIZE
+from relayquant.ir.rewrite import Graph, Skip
+from relayquant.ir.rewrite.expressions import expand_padding, pair
+from relayquant.ir.rewrite.graph import constant_value, free_vars, tensor_dtype, tensor_shape
+from relayquant.ir.rewrite.rule import make_rule
 
 #: Values of a tensor up to which a call costs more than the work: 0.3 us, as much as 256 look-ups
 #: one by one, which is how fused functions do them.

@@ -13,14 +13,14 @@ from tvm import relax
 from tvm.ir import Call
 from tvm.tirx import PrimFunc
 
+from relayquant.codegen.kernels.emit import repeat_over_batch
+from relayquant.codegen.kernels.integer.lookup import ByteShuffle
+from relayquant.codegen.kernels.isa.base import Isa
 from relayquant.codegen.tuning import ChooseForm, keep_estimate
-from relayquant.kernels.emit import repeat_over_batch
-from relayquant.kernels.integer.lookup import ByteShuffle
-from relayquant.kernels.isa.base import Isa
-from relayquant.reference.fixed_point import hold_multiplier
-from relayquant.rewrite import Graph, Rule
-from relayquant.rewrite.graph import constant_value, tensor_dtype, tensor_shape
-from relayquant.rewrite.rule import OnSkip, log_skip
+from relayquant.ir.reference.fixed_point import hold_multiplier
+from relayquant.ir.rewrite import Graph, Rule
+from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
+from relayquant.ir.rewrite.rule import OnSkip, log_skip
 
 #: An operand of a kernel: a value of the graph, or a constant made for the kernel.
 KernelOperand = relax.Expr | np.ndarray

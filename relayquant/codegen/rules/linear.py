@@ -11,6 +11,22 @@ from tvm import relax
 from tvm.ir import Call
 from tvm.tirx import PrimFunc
 
+from relayquant.codegen.kernels.integer.conv import (
+    build_conv2d,
+    build_dense,
+    pack_conv2d,
+    pack_dense,
+)
+from relayquant.codegen.kernels.integer.conv_transpose import (
+    Conv2dTranspose,
+    build_conv2d_transpose,
+    pack_conv2d_transpose,
+)
+from relayquant.codegen.kernels.integer.dynamic_rows import build_dense_rows, pack_dense_rows
+from relayquant.codegen.kernels.integer.matmul import BatchMatmul, build_batch_matmul
+from relayquant.codegen.kernels.integer.specs import Conv2d, Dense, PackedWeights
+from relayquant.codegen.kernels.integer.winograd import build_winograd, can_winograd, pack_winograd
+from relayquant.codegen.rules.epilogue import UNBIASED_TAKES, IntegerTail, follow_product
 from relayquant.codegen.rules.kernel_call import (
     KernelCall,
     KernelContext,
@@ -22,21 +38,10 @@ from relayquant.codegen.rules.kernel_call import (
     split_batch,
     split_rows,
 )
-from relayquant.codegen.rules.tail import UNBIASED_TAKES, IntegerTail, follow_product
-from relayquant.kernels.integer.conv import build_conv2d, build_dense, pack_conv2d, pack_dense
-from relayquant.kernels.integer.conv_transpose import (
-    Conv2dTranspose,
-    build_conv2d_transpose,
-    pack_conv2d_transpose,
-)
-from relayquant.kernels.integer.matmul import BatchMatmul, build_batch_matmul
-from relayquant.kernels.integer.rows import build_dense_rows, pack_dense_rows
-from relayquant.kernels.integer.specs import Conv2d, Dense, PackedWeights
-from relayquant.kernels.integer.winograd import build_winograd, can_winograd, pack_winograd
-from relayquant.rewrite import Skip
-from relayquant.rewrite.expressions import expand_padding, pair
-from relayquant.rewrite.graph import constant_value, tensor_dtype, tensor_shape
-from relayquant.rewrite.rule import make_rule
+from relayquant.ir.rewrite import Skip
+from relayquant.ir.rewrite.expressions import expand_padding, pair
+from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
+from relayquant.ir.rewrite.rule import make_rule
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,9 +22,9 @@ from tvm import s_tir, tirx
 from tvm.ir import IRModule
 from tvm.target import Target
 
-from relayquant.codegen.schedule.facts import Unschedulable, is_float
+from relayquant.codegen.kernels.emit import IS_SCHEDULED
+from relayquant.codegen.schedule.block_analysis import Unschedulable, is_float
 from relayquant.codegen.schedule.scheduler import FunctionScheduler
-from relayquant.kernels.emit import IS_SCHEDULED
 
 logger = logging.getLogger("relayquant.codegen")
 

@@ -13,7 +13,7 @@ from tvm.ir import TensorLoad
 from tvm.target import Target
 from tvm.target.codegen import llvm_get_vector_width
 
-from relayquant.codegen.schedule.facts import (
+from relayquant.codegen.schedule.block_analysis import (
     SPATIAL,
     BlockFacts,
     Unschedulable,

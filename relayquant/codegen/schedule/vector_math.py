@@ -18,7 +18,7 @@ from tvm import tirx
 from tvm.ir import Call, IRModule
 from tvm.target import Target
 
-from relayquant.kernels.isa.base import Expr
+from relayquant.codegen.kernels.isa.base import Expr
 
 #: e^r on -ln(2)/2 .. ln(2)/2 is 1 + r + r^2 * P(r): Cephes, expf.c (Moshier 1989).
 EXP_COEFFICIENTS = (

@@ -19,7 +19,7 @@ from tvm import s_tir, tirx
 from tvm.ir import PrimType, StringImm, make_node
 from tvm.target import Target
 
-from relayquant.kernels.isa.architecture import read_triple
+from relayquant.codegen.kernels.isa.architecture import read_triple
 
 #: threads of a pool at most
 MOST_THREADS = 256

@@ -13,8 +13,10 @@ import tvm
 from tvm import relax
 from tvm.ir import Call
 
-from relayquant.arguments import check_arguments
+from relayquant.base.arguments import check_arguments
 from relayquant.errors import ModelError, RelayQuantError, format_count
+from relayquant.ir.rewrite.attributes import find_unmodelled
+from relayquant.ir.rewrite.graph import Graph, call_name, constant_value, tensor_dtype, tensor_shape
 from relayquant.relay import syntax
 from relayquant.relay.export.base import ExportSite, Statements
 from relayquant.relay.export.float_rows import FLOAT_ATTRIBUTES, FLOAT_EXPORTS
@@ -22,8 +24,6 @@ from relayquant.relay.export.quantized_rows import QUANTIZED_EXPORTS
 from relayquant.relay.export.releases import NEWEST, Release, find_release
 from relayquant.relay.export.shapes import fix_shapes
 from relayquant.relay.printer import print_module
-from relayquant.rewrite.attributes import find_unmodelled
-from relayquant.rewrite.graph import Graph, call_name, constant_value, tensor_dtype, tensor_shape
 
 #: Name of a Relax operator -> how it is written.
 EXPORTS = {**FLOAT_EXPORTS, **QUANTIZED_EXPORTS}

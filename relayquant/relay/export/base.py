@@ -12,11 +12,11 @@ from tvm import relax
 from tvm.ir import Call
 
 from relayquant.errors import ModelError
+from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
+from relayquant.ir.rewrite.names import find_free_name
 from relayquant.relay import syntax
 from relayquant.relay.export.releases import Release, choose_attributes
 from relayquant.relay.printer import has_literal
-from relayquant.rewrite.graph import constant_value, tensor_dtype, tensor_shape
-from relayquant.rewrite.names import find_free_name
 
 #: words that TVM's tokenizer takes for themselves, behind a % too (v0.19, relay/parser/tokenizer.h)
 KEYWORDS = frozenset(

@@ -8,11 +8,11 @@ import numpy as np
 from tvm import relax
 
 from relayquant.errors import ModelError
-from relayquant.reference.unary import RELAX_UNARY, Unary, evaluate_formula
+from relayquant.ir.reference.unary import RELAX_UNARY, Unary, evaluate_formula
+from relayquant.ir.rewrite.graph import constant_value
 from relayquant.relay import syntax
 from relayquant.relay.export.base import Export, Exports, ExportSite, ints
 from relayquant.relay.export.releases import IOW_SINCE
-from relayquant.rewrite.graph import constant_value
 
 
 def same(name: str, count: int = 1) -> Export:

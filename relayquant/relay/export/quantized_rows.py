@@ -1,4 +1,4 @@
-"""Relay, writing, rows: the operators of `relayquant.dialect`.
+"""Relay, writing, rows: the operators of `relayquant.ir.dialect`.
 
 Relay has UPWARD and TONEAREST (half away from zero), not the half-to-even of this package. Exactly
 written, an operator that rounds so becomes float32 arithmetic that gives the same bits:
@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from relayquant.dialect import OPERATORS
-from relayquant.dialect.sums import choose_product_dtype, choose_total_dtype
+from relayquant.base.qtypes import Arithmetic, Rounding
 from relayquant.errors import ModelError
-from relayquant.qtypes import Arithmetic, Rounding
-from relayquant.reference.interpreter import evaluate_qnn
+from relayquant.ir.dialect import OPERATORS
+from relayquant.ir.dialect.accumulator_range import choose_product_dtype, choose_total_dtype
+from relayquant.ir.reference.interpreter import evaluate_qnn
 from relayquant.relay import syntax
 from relayquant.relay.export.base import Export, Exports, ExportSite, ints
 from relayquant.relay.export.float_rows import (

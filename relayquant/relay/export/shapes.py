@@ -11,7 +11,7 @@ import tvm
 from tvm import relax, tirx
 
 from relayquant.errors import ConfigError, ModelError, suggest_name
-from relayquant.rewrite.graph import tensor_shape
+from relayquant.ir.rewrite.graph import tensor_shape
 
 
 def fix_shapes(mod: tvm.IRModule, shapes: Mapping[str, Sequence[int]]) -> tvm.IRModule:

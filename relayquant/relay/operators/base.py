@@ -10,9 +10,9 @@ import numpy as np
 from tvm import relax
 
 from relayquant.errors import ModelError, format_count
+from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 from relayquant.relay.attributes import Attr, AttributeKind
 from relayquant.relay.release import WrittenBy
-from relayquant.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 
 #: A tensor or Relax tuple; a tuple of such; (in arguments) a function.
 Value: TypeAlias = Any

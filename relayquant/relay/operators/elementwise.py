@@ -10,7 +10,8 @@ import numpy as np
 from tvm import relax
 
 from relayquant.errors import ModelError, format_count
-from relayquant.reference.unary import RELAX_UNARY
+from relayquant.ir.reference.unary import RELAX_UNARY
+from relayquant.ir.rewrite.graph import tensor_dtype
 from relayquant.relay.operators.base import (
     IGNORED,
     RelayOp,
@@ -25,7 +26,6 @@ from relayquant.relay.operators.base import (
     real,
     text,
 )
-from relayquant.rewrite.graph import tensor_dtype
 
 op = relax.op
 

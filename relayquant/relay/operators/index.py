@@ -8,6 +8,7 @@ import numpy as np
 from tvm import relax
 
 from relayquant.errors import ModelError
+from relayquant.ir.rewrite.graph import tensor_dtype
 from relayquant.relay.operators.base import (
     RelayOp,
     Site,
@@ -17,7 +18,6 @@ from relayquant.relay.operators.base import (
     make_scalar,
     text,
 )
-from relayquant.rewrite.graph import tensor_dtype
 
 op = relax.op
 

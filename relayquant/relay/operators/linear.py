@@ -8,6 +8,7 @@ from typing import Any
 from tvm import relax
 
 from relayquant.errors import ModelError, format_count
+from relayquant.ir.rewrite.graph import tensor_shape
 from relayquant.relay.operators.base import (
     OPTIONAL_INTEGERS,
     RelayOp,
@@ -21,7 +22,6 @@ from relayquant.relay.operators.base import (
     text,
 )
 from relayquant.relay.release import BATCH_MATMUL_ATTRIBUTES, KERNEL_DEFAULT, KERNEL_LETTERS
-from relayquant.rewrite.graph import tensor_shape
 
 op = relax.op
 

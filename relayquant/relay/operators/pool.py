@@ -10,6 +10,7 @@ import numpy as np
 from tvm import relax
 
 from relayquant.errors import ModelError, format_count
+from relayquant.ir.rewrite.graph import tensor_dtype
 from relayquant.relay.operators.base import (
     RelayOp,
     Site,
@@ -25,7 +26,6 @@ from relayquant.relay.operators.base import (
     text,
 )
 from relayquant.relay.operators.linear import SPATIAL, check_layout, check_out_layout, check_padding
-from relayquant.rewrite.graph import tensor_dtype
 
 op = relax.op
 

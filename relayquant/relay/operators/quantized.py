@@ -1,4 +1,4 @@
-"""Relay operators, rows: the QNN dialect. Each becomes the operator of `relayquant.dialect` with
+"""Relay operators, rows: the QNN dialect. Each becomes the operator of `relayquant.ir.dialect` with
 the rounding that TVM 0.19 has.
 
 Relay rounds `quantize` half away from zero and requantizes UPWARD, unless the operator says
@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 from tvm import relax
 
-from relayquant.dialect import qnn
+from relayquant.base.qtypes import Arithmetic, QParams, Rounding
 from relayquant.errors import ModelError
-from relayquant.qtypes import Arithmetic, QParams, Rounding
-from relayquant.reference import UNARY, Unary, build_table
-from relayquant.reference import qnn as reference
+from relayquant.ir.dialect import qnn
+from relayquant.ir.reference import UNARY, Unary, build_table
+from relayquant.ir.reference import qnn as reference
+from relayquant.ir.rewrite.graph import constant_value, tensor_dtype
 from relayquant.relay.operators.base import (
     RelayOp,
     Site,
@@ -41,7 +42,6 @@ from relayquant.relay.operators.linear import (
     transposed_operands,
 )
 from relayquant.relay.operators.pool import pool_attrs, pool_keywords
-from relayquant.rewrite.graph import constant_value, tensor_dtype
 
 op = relax.op
 

@@ -10,6 +10,7 @@ import tvm
 from tvm import relax
 
 from relayquant.errors import ModelError
+from relayquant.ir.rewrite.graph import tensor_dtype
 from relayquant.relay.operators.base import (
     IGNORED,
     OPTIONAL_INTEGERS,
@@ -27,7 +28,6 @@ from relayquant.relay.operators.base import (
     text,
 )
 from relayquant.relay.operators.shape import check_shape
-from relayquant.rewrite.graph import tensor_dtype
 
 op = relax.op
 

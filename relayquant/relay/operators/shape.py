@@ -8,6 +8,7 @@ import numpy as np
 from tvm import relax
 
 from relayquant.errors import ModelError, format_count
+from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 from relayquant.relay.attributes import Attr, AttributeKind
 from relayquant.relay.operators.base import (
     OPTIONAL_INTEGERS,
@@ -26,7 +27,6 @@ from relayquant.relay.operators.base import (
     text,
 )
 from relayquant.relay.operators.linear import check_layout
-from relayquant.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 
 op = relax.op
 

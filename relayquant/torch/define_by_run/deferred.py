@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch  # pyright: ignore[reportMissingImports]
 from torch.utils import _pytree as pytree  # pyright: ignore[reportMissingImports]
 
-from relayquant.qtypes import INTEGER_LIMITS, QParams
+from relayquant.base.qtypes import INTEGER_LIMITS, QParams
 from relayquant.torch.define_by_run.functions import is_metadata, name_function
 
 

@@ -6,12 +6,12 @@ import enum
 from collections.abc import Callable
 from typing import Any
 
-from relayquant.arguments import check_arguments
-from relayquant.backends import resolve_backend
+from relayquant.base.arguments import check_arguments
 from relayquant.config import BackendConfig, QConfigMapping
-from relayquant.effort import Effort
 from relayquant.errors import ConfigError, MissingDependencyError, suggest_name
-from relayquant.settings import QuantizeSettings
+from relayquant.flow.settings import QuantizeSettings
+from relayquant.stages.backends import resolve_backend
+from relayquant.stages.effort import Effort
 from relayquant.torch.custom_config import PrepareCustomConfig
 
 

@@ -26,9 +26,9 @@ from torch.overrides import TorchFunctionMode  # pyright: ignore[reportMissingIm
 from torch.utils import _pytree as pytree  # pyright: ignore[reportMissingImports]
 from tvm import relax
 
+from relayquant.base.qtypes import QParams
+from relayquant.base.runtime import ALIGNMENT, check_threads, stop_spinning
 from relayquant.errors import ModelError, warn_user
-from relayquant.qtypes import QParams
-from relayquant.runtime import ALIGNMENT, check_threads, stop_spinning
 from relayquant.torch.define_by_run.arguments import (
     SINGLE,
     FlatArguments,
@@ -50,7 +50,7 @@ from relayquant.torch.define_by_run.entry import Unseen
 from relayquant.torch.define_by_run.forwards import ModuleCall
 from relayquant.torch.define_by_run.functions import NUMBERS, may_write
 from relayquant.torch.define_by_run.graphs import run_steps
-from relayquant.torch.define_by_run.runs import QuantizedRun
+from relayquant.torch.define_by_run.regions import QuantizedRun
 from relayquant.torch.define_by_run.tape import ModelConstants, check_order, is_view
 
 

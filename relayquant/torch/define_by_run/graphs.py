@@ -12,7 +12,7 @@ import torch  # pyright: ignore[reportMissingImports]
 import tvm
 
 from relayquant.errors import ModelError
-from relayquant.importers import import_torch
+from relayquant.formats.readers import import_torch
 from relayquant.torch.define_by_run.arguments import read_result
 from relayquant.torch.define_by_run.blocks import Input, Inside, RunStep, StraightRun
 from relayquant.torch.define_by_run.tape import ModelConstants

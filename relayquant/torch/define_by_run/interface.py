@@ -13,13 +13,13 @@ from typing import Any
 
 import torch  # pyright: ignore[reportMissingImports]
 
-from relayquant.conversion.interface import shift_qparams
+from relayquant.base.qtypes import QParams
 from relayquant.errors import ConfigError, DataError, warn_user
-from relayquant.ledger import InterfaceValue
-from relayquant.qtypes import QParams
+from relayquant.ir.ledger import InterfaceValue
+from relayquant.stages.conversion.io_dtypes import shift_qparams
 from relayquant.torch.define_by_run.arguments import join_arguments, split_arguments
 from relayquant.torch.define_by_run.blocks import StraightRun
-from relayquant.torch.define_by_run.borders import OUTSIDE, Border, Port, find_made, find_owned
+from relayquant.torch.define_by_run.boundaries import OUTSIDE, Border, Port, find_made, find_owned
 from relayquant.torch.define_by_run.call_sites import CallSite
 from relayquant.torch.define_by_run.deferred import (
     DeferredTensor,

@@ -12,12 +12,12 @@ import torch  # pyright: ignore[reportMissingImports]
 import tvm
 from torch.utils import _pytree as pytree  # pyright: ignore[reportMissingImports]
 
-from relayquant.compilation import compile
-from relayquant.effort import default_mapping
 from relayquant.errors import ConfigError, ModelError
-from relayquant.ledger import Ledger, read_ledger
-from relayquant.quantizer import quantize
-from relayquant.settings import QuantizeSettings
+from relayquant.flow.quantizer import quantize
+from relayquant.flow.settings import QuantizeSettings
+from relayquant.ir.ledger import Ledger, read_ledger
+from relayquant.stages.compilation import compile
+from relayquant.stages.effort import default_mapping
 from relayquant.torch.custom_config import PrepareCustomConfig
 from relayquant.torch.define_by_run.arguments import (
     FlatArguments,
@@ -43,14 +43,14 @@ from relayquant.torch.define_by_run.executing import (
 from relayquant.torch.define_by_run.forwards import ModuleForward, replacing_forwards
 from relayquant.torch.define_by_run.interface import ModelInterface, check_integers, list_tensors
 from relayquant.torch.define_by_run.module_calls import find_calls
-from relayquant.torch.define_by_run.part_calls import (
+from relayquant.torch.define_by_run.regions import QuantizedRun, join_ledgers, quantize_runs
+from relayquant.torch.define_by_run.settling import settle_constants
+from relayquant.torch.define_by_run.submodule_calls import (
     ModelParts,
     PartCall,
     StandaloneModule,
     find_dynamic,
 )
-from relayquant.torch.define_by_run.runs import QuantizedRun, join_ledgers, quantize_runs
-from relayquant.torch.define_by_run.settling import settle_constants
 from relayquant.torch.define_by_run.tape import (
     KnownOperator,
     ModelConstants,

@@ -23,8 +23,8 @@ import numpy as np
 import torch  # pyright: ignore[reportMissingImports]
 from torch.overrides import TorchFunctionMode  # pyright: ignore[reportMissingImports]
 
+from relayquant.base.storage.files import TEMPORARY, writing
 from relayquant.errors import ModelError
-from relayquant.storage.files import TEMPORARY, writing
 from relayquant.torch.define_by_run.arguments import (
     SINGLE,
     FlatArguments,

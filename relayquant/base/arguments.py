@@ -1,0 +1,273 @@
+"""Arguments of public functions against their annotations: a wrong type is an error that says what
+is allowed, before any work is done.
+
+`check_arguments` decorates functions and methods, `check_fields` dataclasses. Annotations are what
+readers and type checkers see, so that what is documented and what is checked cannot differ.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import enum
+import functools
+import inspect
+import numbers
+import os
+import re
+import reprlib
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+
+from relayquant.errors import (
+    ConfigError,
+    ModelError,
+    RelayQuantError,
+    format_count,
+    suggest_name,
+)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+ClassT = TypeVar("ClassT", bound=type)
+#: tells whether a value is of a type
+Test = Callable[[Any], bool]
+
+#: classes of what stands for a model, by name: this module knows none of them
+MODELS = ("IRModule", "PreparedModel")
+
+
+def check_arguments(function: Callable[P, R]) -> Callable[P, R]:
+    """`function`, which raises before it starts if an argument is not what its annotation says.
+
+    Raises:
+        ModelError: the annotation is a module or a prepared model.
+        ConfigError: any other.
+        TypeError: an argument has another name, or one is missing.
+    """
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        hints = find_hints(function)
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(describe_call(function, signature, kwargs, error)) from None
+        for name, value in bound.arguments.items():
+            if name not in hints:
+                continue
+            kind = signature.parameters[name].kind
+            values = value if kind is inspect.Parameter.VAR_POSITIONAL else (value,)
+            for one in () if kind is inspect.Parameter.VAR_KEYWORD else values:
+                check_type(one, hints[name], f"{function.__name__}: {name}")
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def describe_call(
+    function: Callable[..., Any],
+    signature: inspect.Signature,
+    given: Mapping[str, Any],
+    error: TypeError,
+) -> str:
+    """Why arguments do not fit a function, as Python says it, with its name and the nearest one
+    that it has.
+    """
+    text = f"{function.__name__}() {error}"
+    unknown = next((name for name in given if name not in signature.parameters), None)
+    return f"{text}. {suggest_name(unknown, signature.parameters)}" if unknown else text
+
+
+def check_fields(kind: ClassT) -> ClassT:
+    """A dataclass whose construction raises ConfigError for a field that is not what its annotation
+    says. What its own `__post_init__` refuses, it refuses in its own words.
+    """
+    init = kind.__init__
+
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        if args and all(field.kw_only for field in fields(kind)):
+            names = ", ".join(f"{field.name}=..." for field in fields(kind))
+            raise ConfigError(f"{kind.__name__} takes its settings by name: {names}.", code="RQ101")
+        try:
+            init(self, *args, **kwargs)
+        except RelayQuantError:
+            raise
+        except Exception:
+            # Of a field of the wrong type the class's own checks may make anything.
+            check_each(self)
+            raise
+        check_each(self)
+
+    @functools.cache
+    def find_tests() -> Sequence[tuple[str, Any, Test]]:
+        hints = find_hints(kind)
+        return [(f.name, hints[f.name], find_test(hints[f.name])) for f in fields(kind)]
+
+    def check_each(self: Any) -> None:
+        for name, hint, test in find_tests():
+            if hasattr(self, name) and not test(getattr(self, name)):
+                check_type(getattr(self, name), hint, f"{kind.__name__}.{name}")
+
+    kind.__init__ = checked
+    return kind
+
+
+@functools.cache
+def find_hints(of: Any) -> Mapping[str, Any]:
+    """The annotations of a function or class, evaluated: at the first call, when all modules are
+    loaded.
+    """
+    return typing.get_type_hints(of)
+
+
+def check_type(value: object, hint: Any, where: str) -> None:
+    """Raise ConfigError (ModelError where a model is wanted) if `value` is not of type `hint`.
+
+    Elements of tuples, lists and dicts are checked; those of iterators, which can be read once, are
+    not.
+    """
+    if has_type(value, hint):
+        return
+    allowed = describe_type(hint)
+    raised = ModelError if any(name in allowed for name in MODELS) else ConfigError
+    shown = f"the class {value.__name__}" if isinstance(value, type) else describe_value(value)
+    is_file = "IRModule" in allowed and isinstance(value, str | os.PathLike)
+    remedy = " Read a file with relayquant.load." if is_file else ""
+    raise raised(f"{where} is {shown}; allowed: {allowed}.{remedy}", code="RQ101")
+
+
+def takes_arguments(function: Callable[..., Any], count: int) -> bool:
+    """Whether a function can be called with so many positional arguments."""
+    try:
+        inspect.signature(function).bind(*[None] * count)
+    except TypeError:
+        return False
+    except ValueError:
+        pass  # a built-in that does not tell: the call itself will
+    return True
+
+
+def describe_value(value: object) -> str:
+    """In a message: short, and not more than its type where it has no text of its own."""
+    if type(value).__repr__ is object.__repr__ or callable(value):
+        return f"a {type(value).__name__}"
+    return reprlib.repr(value)
+
+
+def has_type(value: object, hint: Any) -> bool:
+    """Whether a value is of an annotated type, as far as that can be seen without using it up."""
+    return find_test(hint)(value)
+
+
+@functools.cache
+def find_test(hint: Any) -> Test:
+    """What tells whether a value is of an annotated type: an annotation is taken apart once."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any or hint is object or isinstance(hint, TypeVar):
+        return lambda value: True
+    if hint is None or hint is type(None):
+        return lambda value: value is None
+    if origin in (typing.Union, types.UnionType):
+        # classes are asked for first, all at once
+        plain = tuple(one for one in args if isinstance(one, type) and is_plain(one))
+        tests = [find_test(one) for one in args if one not in plain]
+        return lambda value: isinstance(value, plain) or any(test(value) for test in tests)
+    if origin is collections.abc.Callable or hint is collections.abc.Callable:
+        return callable
+    if origin is not None:
+        holds = find_element_test(origin, args)
+        return lambda value: isinstance(value, origin) and holds(value)
+    if hint is bool:
+        return lambda value: isinstance(value, bool | np.bool_)
+    if not is_plain(hint):
+        kind = numbers.Integral if hint is int else numbers.Real
+        return lambda value: isinstance(value, kind) and not isinstance(value, bool | np.bool_)
+    return lambda value: isinstance(value, hint)
+
+
+def is_plain(kind: object) -> bool:
+    """Whether instances of a class are all that an annotation with it allows, and nothing less."""
+    return kind not in (bool, int, float, object, Any) and not typing.get_origin(kind)
+
+
+def find_element_test(origin: type, args: tuple[Any, ...]) -> Test:
+    """What tells whether the elements of a collection are of their types; one text is no collection
+    of names.
+    """
+    if issubclass(origin, Mapping):
+        key, item = map(find_test, args or (Any, Any))
+        # values of any type are not looked at: a mapping may load them
+        takes_all = args[1:] in ((), (Any,))
+        return lambda value: all(map(key, value)) and (takes_all or all(map(item, value.values())))
+    if not args:
+        return lambda value: not isinstance(value, str | bytes)
+    if origin is tuple and args[-1] is not ...:
+        tests = tuple(map(find_test, args))
+        return lambda value: (
+            len(value) == len(tests) and all(test(v) for test, v in zip(tests, value, strict=True))
+        )
+    test = find_test(args[0])
+
+    def holds(value: Any) -> bool:
+        if isinstance(value, tuple | list | set | frozenset | Mapping):
+            return all(map(test, value))
+        return not isinstance(value, str | bytes)
+
+    return holds
+
+
+#: types in the words of messages
+WORDS = {int: "an integer", float: "a number", bool: "True or False", str: "text"}
+NAMES = {
+    "IRModule": "a tvm.IRModule",
+    "QuantPattern": "an operator row (relayquant.extend.QuantOp)",
+    "AnyAffineRule": "an AffineRule",
+    "Matcher": "a pattern with a method match(graph, var)",
+}
+
+
+def describe_type(hint: Any) -> str:
+    """What an annotation allows: "a QConfigMapping, or None"."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is None or hint is type(None):
+        return "None"
+    if hint in WORDS:
+        return WORDS[hint]
+    if origin in (typing.Union, types.UnionType):
+        words = list(dict.fromkeys(describe_type(one) for one in args))
+        return words[0] if len(words) == 1 else f"{', '.join(words[:-1])}, or {words[-1]}"
+    if origin is collections.abc.Callable or hint is collections.abc.Callable:
+        return "a function"
+    if origin is os.PathLike or hint is os.PathLike:
+        return "a path"
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return f"a dict {{{', '.join(map(describe_type, args[:1]))}: " + (
+            f"{describe_type(args[1])}}}" if len(args) > 1 else "...}"
+        )
+    if isinstance(origin, type) and issubclass(origin, collections.abc.Iterable):
+        items = describe_type(args[0]) if args else "values"
+        return f"a list or tuple of {re.sub('^an? ', '', items)}"
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return f"a member of {hint.__name__} ({', '.join(member.name for member in hint)})"
+    if hint is Any or hint is object:
+        return "a value"
+    name = getattr(origin or hint, "__name__", str(hint)).lstrip("_")
+    if name in NAMES:
+        return NAMES[name]
+    return f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
+
+
+def describe_not_finite(array: np.ndarray) -> str:
+    """How many elements are NaN and infinite, in words; "" if none is."""
+    low, high = array.min(initial=0), array.max(initial=0)  # NaN passes through both
+    if np.isfinite(low) and np.isfinite(high):
+        return ""
+    nan, infinite = int(np.isnan(array).sum()), int(np.isinf(array).sum())
+    return f"{nan} NaN and {infinite} infinite of {format_count(array.size, 'element')}"

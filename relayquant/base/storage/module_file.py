@@ -1,0 +1,222 @@
+"""Relax modules on disk: as `tvm.ir.save_json` writes them, or in an archive whose tensors lie as
+they do in memory. Both are read from files that may be damaged.
+
+    {"root_index": i, "nodes": [{"type": key, "data": ...}, ...], "metadata": {}}
+
+In JSON a tensor is a text of four characters for three bytes. An archive (`storage.archive`) holds
+the same graph, deflated, in which the data of a large tensor is the number of an entry of the
+archive: weights of 4 bits take half a byte each.
+
+TVM's own reader checks types, and trusts its text beyond that: what is nested too deeply, and an
+object that holds itself, end the process, and the sizes of a tensor are memory that it takes. So
+the text is looked at first: an object must stand behind all that it holds, and a tensor have the
+bytes of its sizes. Which fields hold objects, TVM says by reflection.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import os
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tvm
+
+from relayquant.base import _tvm
+from relayquant.base.arguments import check_arguments
+from relayquant.base.storage.archive import Archive, read_archive, write_archive
+from relayquant.base.storage.files import decode_json, reading
+from relayquant.errors import ModelError, format_count
+
+PathLike = str | os.PathLike[str]
+
+#: Ending of archives.
+ARCHIVE_SUFFIX = ".rqm"
+KIND = "relayquant.module.1"
+WHAT = "module written by relayquant"
+#: Every archive begins so (PKWARE, APPNOTE.TXT 4.3.7), and no JSON does.
+ARCHIVE_HEAD = b"PK\x03\x04"
+#: The entry of the graph, beside those of tensors: "0", "1", ...
+GRAPH = "graph"
+#: Bytes of a graph without its tensors: more are no module's.
+MAX_GRAPH_BYTES = 1 << 30
+TENSOR = "ffi.Tensor"
+#: Smaller tensors stay in the graph: an entry of an archive takes more than they do.
+SMALL_TENSOR = 1024
+#: What TVM writes before the sizes of a tensor: a number and nothing of 8 bytes each, the device,
+#: rank, and dtype; behind the sizes, how many bytes follow.
+TENSOR_HEAD = struct.Struct("<QQiiiBBH")
+TENSOR_MAGIC = 0xDD5E40F096B4A13F
+MAX_RANK = 32
+
+#: Containers: their data is a list of references.
+CONTAINERS = ("ffi.Array", "ffi.List", "ffi.Map", "ffi.Dict")
+#: What stands in the place of a reference, as JSON has it.
+INLINE = ("int", "float", "bool", "DataType", "Device")
+#: Fields of which TVM says "Any", and takes anything.
+NARROWED = {("ir.GenericConst", "value"): "ffi.Tensor"}
+
+
+def parse_module(text: str) -> tvm.IRModule:
+    """The module in a JSON text, for use inside of `files.reading`.
+
+    Raises:
+        ValueError, RecursionError: it is no JSON or too deep, or holds something else; TVM raises
+            whatever its C++ code happens to raise.
+    """
+    check_graph(decode_json(text, allow_nan=True))
+    module = tvm.ir.load_json(text)
+    if not isinstance(module, tvm.IRModule):
+        raise ValueError(f"it holds a {type(module).__name__}, not a module")
+    return module
+
+
+@check_arguments
+def save_module(mod: tvm.IRModule, path: PathLike) -> Path:
+    """Write a module, float or quantized, to an archive: what `tvm.ir.save_json` gives, but with
+    the bytes of weights as they are. `relayquant.load` reads it; the ending is .rqm.
+
+    Returns:
+        The path.
+
+    Raises:
+        ModelError: another ending.
+        FileError: the folder does not exist or cannot be written.
+    """
+    path = Path(path)
+    if path.suffix != ARCHIVE_SUFFIX:
+        raise ModelError(
+            f"save_module: {path} does not end in {ARCHIVE_SUFFIX}, by which `load` knows what it "
+            f"is. Name it {path.with_suffix(ARCHIVE_SUFFIX).name}.",
+            code="RQ502",
+        )
+    document = json.loads(tvm.ir.save_json(mod))
+    arrays: dict[str, np.ndarray] = {}
+    for node in document["nodes"]:
+        if node["type"] == TENSOR and len(node["data"]) > SMALL_TENSOR:
+            arrays[str(len(arrays))] = np.frombuffer(base64.b64decode(node["data"]), "uint8")
+            node["data"] = len(arrays) - 1
+    graph = json.dumps(document, separators=(",", ":")).encode()
+    arrays[GRAPH] = np.frombuffer(zlib.compress(graph), "uint8")
+    write_archive(path, KIND, Archive({"graph_bytes": len(graph)}, arrays))
+    return path
+
+
+def read_module(path: Path) -> tvm.IRModule:
+    """The module in a file, an archive or JSON, whatever its name.
+
+    Raises:
+        ModelError: there is no such file, or it holds something else.
+    """
+    if not path.is_file():
+        raise ModelError(f"There is no module file {path}.", code="RQ502")
+    with reading(path, WHAT, ModelError):
+        with path.open("rb") as file:
+            is_archive = file.read(len(ARCHIVE_HEAD)) == ARCHIVE_HEAD
+        if is_archive:
+            return parse_module(unpack_graph(read_archive(path, KIND, WHAT, ModelError)))
+        return parse_module(path.read_text(encoding="utf-8"))
+
+
+def unpack_graph(archive: Archive) -> str:
+    """The JSON text that an archive was written of; ValueError if it is damaged."""
+    size = archive.header.get("graph_bytes")
+    if not is_index(size, MAX_GRAPH_BYTES):
+        raise ValueError(f"its graph has {size!r} bytes; allowed: up to {MAX_GRAPH_BYTES}")
+    reader = zlib.decompressobj()
+    # No more is inflated than the header says, and a byte to see that there is no more.
+    text = reader.decompress(archive.arrays[GRAPH].tobytes(), int(str(size)) + 1)
+    if len(text) != size or not reader.eof:
+        raise ValueError(f"its graph is not what its header says: {format_count(size, 'byte')}")
+    document = decode_json(text, allow_nan=True)
+    for node in list_nodes(document):
+        if node.get("type") == TENSOR and not isinstance(node.get("data"), str):
+            node["data"] = base64.b64encode(find_tensor(archive.arrays, node["data"])).decode()
+    return json.dumps(document)
+
+
+def find_tensor(arrays: Mapping[str, np.ndarray], index: Any) -> bytes:
+    """The bytes of tensor number `index`; ValueError if there is none, or it is damaged."""
+    found = arrays.get(str(index)) if is_index(index, len(arrays)) else None
+    if found is None or found.dtype != np.uint8 or found.ndim != 1:
+        raise ValueError(f"a tensor is entry {index!r}, which it does not have")
+    return found.tobytes()
+
+
+def check_tensor(text: Any) -> None:
+    """ValueError unless a text is a tensor of as many bytes as its sizes say."""
+    if not isinstance(text, str):
+        raise ValueError("it is no text")
+    data = base64.b64decode(text, validate=True)
+    if len(data) < TENSOR_HEAD.size:
+        raise ValueError(f"it has {format_count(len(data), 'byte')}")
+    magic, _, _, _, rank, _, bits, lanes = TENSOR_HEAD.unpack_from(data)
+    if magic != TENSOR_MAGIC or not 0 <= rank <= MAX_RANK:
+        raise ValueError("it does not begin as tensors do")
+    behind = TENSOR_HEAD.size + 8 * (rank + 1)
+    *sizes, claimed = struct.unpack_from(f"<{rank + 1}q", data, TENSOR_HEAD.size)
+    count = math.prod(max(size, 0) for size in sizes) * lanes
+    # Elements of fewer than 8 bits lie side by side, but bool of one bit has a byte.
+    fitting = {count * -(-bits // 8), -(-count * bits // 8)}
+    if min(sizes, default=0) < 0 or claimed not in fitting or len(data) != behind + claimed:
+        raise ValueError(
+            f"shape {tuple(sizes)} of {bits} bits needs {format_count(max(fitting), 'byte')}, it "
+            f"has {len(data) - behind}"
+        )
+
+
+def list_nodes(document: Any) -> list[dict[str, Any]]:
+    """The nodes of a saved graph; ValueError if it has none."""
+    nodes = document["nodes"] if isinstance(document, dict) else None
+    if not isinstance(nodes, list) or not all(isinstance(node, dict) for node in nodes):
+        raise ValueError("it has no list of nodes")
+    return nodes
+
+
+def check_graph(document: Any) -> None:
+    """ValueError unless every object of a saved graph holds objects before it only."""
+    nodes = list_nodes(document)
+    kinds = [str(node.get("type")) for node in nodes]
+    if not is_index(document["root_index"], len(nodes)):
+        raise ValueError(
+            f"its root is {document['root_index']!r} of {format_count(len(nodes), 'node')}"
+        )
+    for at, node in enumerate(nodes):
+        try:
+            check_node(kinds[at], node.get("data"), kinds, at)
+        except ValueError as error:
+            raise ValueError(f"node {at} ({kinds[at]}): {error}") from None
+
+
+def check_node(kind: str, data: Any, kinds: Sequence[str], at: int) -> None:
+    """ValueError unless the data of node number `at` refers to nodes before it."""
+    if kind in CONTAINERS:
+        if not isinstance(data, list) or not all(is_index(item, at) for item in data):
+            raise ValueError("an element is no node before it")
+        if kind in ("ffi.Map", "ffi.Dict") and len(data) % 2:
+            raise ValueError("a key has no value")
+        return
+    if kind == TENSOR:
+        check_tensor(data)
+        return
+    if not isinstance(data, dict):
+        return
+    fields = _tvm.find_fields(kind)
+    for name, value in data.items():
+        if fields.get(name, "int") in INLINE:
+            continue
+        if not is_index(value, at):
+            raise ValueError(f"field {name!r} is {value!r}, which is no node before it")
+        if kinds[value] != NARROWED.get((kind, name), kinds[value]):
+            raise ValueError(f"field {name!r} holds a {kinds[value]}")
+
+
+def is_index(value: Any, end: int) -> bool:
+    """Whether `value` is the number of one of the first `end` nodes."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < end

@@ -1,0 +1,69 @@
+"""Legalized module -> the same, in which calls that have sizes of the run time are fused with none.
+
+R.match_cast defines a symbolic size, which later calls have in their types but not among their
+arguments. FuseOps orders fused calls by their arguments alone, and puts one before the size that it
+needs is computed.
+"""
+
+from __future__ import annotations
+
+import tvm
+from tvm import relax, tirx
+from tvm.ir import Call
+
+from relayquant.codegen.floating import OPAQUE
+from relayquant.ir.rewrite.expressions import list_bindings
+
+
+def keep_sized_calls(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
+    """Mark the kernels of such calls opaque: those whose result, or an argument, has a size that a
+    match_cast defines.
+    """
+    sized: set[str] = set()
+    for func in mod.functions.values():
+        if not isinstance(func, relax.Function):
+            continue
+        bindings = list(list_bindings(func))
+        given = {var for param in func.params for var in list_symbols(param.ty)}
+        defined = {
+            var
+            for binding in bindings
+            if isinstance(binding, relax.MatchCast)
+            for var in list_symbols(binding.ty)
+        } - given
+        if not defined:
+            continue
+        for binding in bindings:
+            call = binding.value
+            if not isinstance(call, Call) or not call.args:
+                continue
+            kernel = call.args[0]
+            types = [binding.var.ty, *(operand.ty for operand in call.args[1:])]
+            if isinstance(kernel, tvm.ir.GlobalVar) and any(
+                var in defined for ty in types for var in list_symbols(ty)
+            ):
+                sized.add(kernel.name_hint)
+    if not sized:
+        return mod
+    functions = {
+        gv: func.with_attr("op_pattern", OPAQUE) if gv.name_hint in sized else func
+        for gv, func in mod.functions.items()
+    }
+    return tvm.IRModule(functions, attrs=mod.attrs)
+
+
+def list_symbols(ty: tvm.ir.Type) -> list[tirx.Var]:
+    """Symbolic sizes in a type."""
+    if isinstance(ty, relax.TupleType):
+        return [var for field in ty.fields for var in list_symbols(field)]
+    shape = ty.shape if isinstance(ty, relax.TensorType) else ty
+    if not isinstance(shape, relax.ShapeExpr | relax.ShapeType) or shape.values is None:
+        return []
+    sizes = [size for size in shape.values if not isinstance(size, tirx.IntImm)]
+    return [var for size in sizes for var in tirx.analysis.undefined_vars(size)]
+
+
+#: As a pass.
+KEEP_SIZED_CALLS = tvm.transform.module_pass(
+    keep_sized_calls, opt_level=0, name="relayquant.keep_sized_calls"
+)

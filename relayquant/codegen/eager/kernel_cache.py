@@ -1,0 +1,115 @@
+"""Eager, kernels: compiled alone, once in a process, on several threads.
+
+LLVM works outside of Python's lock, so kernels that will be needed are compiled while others run.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures as futures
+import functools
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import tvm
+import tvm_ffi
+from tvm import tirx
+from tvm.target import Target
+
+from relayquant.base.runtime import count_threads
+from relayquant.codegen.kernels.emit import IS_SCHEDULED
+from relayquant.codegen.kernels.floating.tile import FloatIsa, choose_float_isa
+from relayquant.codegen.kernels.isa.target import host_config, resolve_target
+from relayquant.codegen.kernels.lowering import lower_by_hand
+
+#: Steps hand over what fits: to check each argument again would be half of a kernel's code.
+CONFIG = {"tirx.disable_assert": True}
+#: Kernels that are kept; MobileNet has 20.
+MOST_KERNELS = 256
+
+
+@dataclass(frozen=True)
+class KernelKey:
+    """A kernel: `make(spec, isa, name)` is its PrimFunc."""
+
+    make: Callable[[Any, FloatIsa, str], tirx.PrimFunc]
+    spec: Any
+
+
+class KernelCache:
+    """Compiled kernels for this machine; any thread may ask for them.
+
+    They run on the thread that calls them: several threads call several kernels.
+    """
+
+    def __init__(self, target: Target) -> None:
+        self.target, self.isa = target, choose_float_isa(target)
+        self._lock = threading.Lock()
+        self._kernels: OrderedDict[KernelKey, futures.Future[Any]] = OrderedDict()
+
+    def get(self, key: KernelKey) -> Callable[..., None]:
+        """The kernel, a function of TVM tensors; compiled now unless it is there or on its way."""
+        future, is_mine = self._reserve(key)
+        if is_mine:
+            self._compile(key, future)
+        return future.result()
+
+    def request(self, keys: Iterable[KernelKey]) -> None:
+        """Have kernels compiled in the background, in this order."""
+        missing = [(key, future) for key in keys for future, new in [self._reserve(key)] if new]
+        if not missing:
+            return
+        pool = futures.ThreadPoolExecutor(count_threads(), thread_name_prefix="relayquant-compile")
+        for key, future in missing:
+            pool.submit(self._compile, key, future)
+        pool.shutdown(wait=False)  # the threads end once everything is compiled
+
+    def _reserve(self, key: KernelKey) -> tuple[futures.Future[Any], bool]:
+        """The kernel's future, and whether the caller has to fill it."""
+        with self._lock:
+            future = self._kernels.get(key)
+            if future is not None:
+                self._kernels.move_to_end(key)
+                return future, False
+            future = self._kernels[key] = futures.Future()
+            while len(self._kernels) > MOST_KERNELS:
+                self._kernels.popitem(last=False)
+            return future, True
+
+    def _compile(self, key: KernelKey, future: futures.Future[Any]) -> None:
+        try:
+            future.set_result(compile_kernel(key, self.isa, self.target))
+        except BaseException as error:
+            with self._lock:
+                self._kernels.pop(key, None)
+            future.set_exception(error)
+
+
+@functools.cache
+def host_kernels() -> KernelCache:
+    """The kernels of this process, for its machine.
+
+    LLVM at level 1: registers and vectors are laid out before LLVM sees a kernel.
+    """
+    return KernelCache(resolve_target({**host_config(), "opt-level": 1}))
+
+
+def compile_kernel(key: KernelKey, isa: FloatIsa, target: Target) -> Callable[..., None]:
+    """A kernel alone, with serial loops."""
+    name = "kernel"
+    func = make_serial(key.make(key.spec, isa, name)).with_attr(IS_SCHEDULED, True)
+    with tvm.transform.PassContext(config=CONFIG), lower_by_hand():
+        return tvm.tirx.build(tvm.IRModule({name: func}), target)[name]
+
+
+def make_serial(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """The same kernel on one thread."""
+
+    def visit(loop: tirx.For) -> tirx.For:
+        if loop.kind != tirx.ForKind.PARALLEL:
+            return loop
+        return tirx.For(loop.loop_var, loop.min, loop.extent, tirx.ForKind.SERIAL, loop.body)
+
+    return func.with_body(tvm_ffi.structural_map(func.body, (tirx.For, visit)))

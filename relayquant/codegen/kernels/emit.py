@@ -1,0 +1,287 @@
+"""Building blocks of every kernel: function header, flat views, vector stores, copies, loops.
+
+Kernels are PrimFuncs built with TVM's `tirx` IR builder. Vectors are explicit and LLVM assigns the
+registers; all addresses are offsets into flat (1-D) views of the buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from math import prod
+from typing import Any
+
+from tvm import s_tir
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as T
+from tvm.tirx import PrimFunc
+
+from relayquant.codegen.kernels.isa.base import Buffer, Expr
+
+#: Attribute of a PrimFunc whose loops are final: no schedule is asked for.
+IS_SCHEDULED = "tirx.is_scheduled"
+#: Bytes moved by one copy or fill instruction; LLVM splits it where registers are narrower.
+COPY_BYTES = 64
+
+#: Integers that are summed at once.
+SUM_LANES = 16
+
+#: Bytes that a prefetch brings; 64 on every x86 and nearly every Arm core.
+CACHE_LINE = 64
+
+#: Below this many multiply-adds a kernel stays on one thread. It takes 5 to 10 microseconds for
+#: them; to share them with a thread that is awake takes 1.
+PARALLEL_THRESHOLD = 1_500_000
+#: Multiply-adds that take as long as storing one result.
+STORE_COST = 20
+#: Multiply-adds that take as long as reading one weight that is in no near cache.
+WEIGHT_COST = 8
+#: Below this many bytes a copy stays on one thread.
+PARALLEL_BYTES = 128 * 1024
+
+#: Arguments of the kernel being built that have a symbolic batch, and the loops around its body.
+_BATCHED: ContextVar[frozenset[int]] = ContextVar("batched", default=frozenset())
+_LOOPS: ContextVar[ExitStack] = ContextVar("loops")
+
+
+def build_kernel(name: str, body: Callable[[], None]) -> PrimFunc:
+    """PrimFunc `name` whose arguments and statements `body` emits; callable through `call_tir`.
+
+    Relax passes expect a root SBlock around the body of a PrimFunc.
+    """
+    with IRBuilder() as builder, T.prim_func():
+        T.func_name(name)
+        T.func_attr({"tirx.noalias": True, "global_symbol": name})
+        with ExitStack() as loops:
+            token = _LOOPS.set(loops)
+            body()
+            _LOOPS.reset(token)
+    func = builder.get()
+    root = s_tir.SBlock([], [], [], "root", func.body)
+    return func.with_body(s_tir.SBlockRealize([], True, root))
+
+
+def declare_arguments(
+    *arguments: tuple[str, tuple[int, ...], str] | None,
+) -> list[Buffer | None]:
+    """Arguments (name, shape, dtype) of the kernel, as flat views; None stays None.
+
+    All arguments of a kernel are declared in one call: TVM wants them before anything else. Inside
+    `repeat_over_batch` the views are those of one image, in a loop over all images.
+    """
+    batched = _BATCHED.get()
+    size = T.int64() if batched else None
+    buffers: list[Buffer | None] = []
+    strides: list[int] = []
+    for argument in arguments:
+        if argument is None:
+            buffers.append(None)
+            continue
+        name, shape, dtype = argument
+        is_batched = sum(b is not None for b in buffers) in batched
+        buffers.append(T.arg(name, T.Buffer((size, *shape[1:]) if is_batched else shape, dtype)))
+        strides.append(prod(shape) if is_batched else 0)
+    image = _LOOPS.get().enter_context(T.serial(size)) if batched else 0
+    sizes = iter([prod(a[1]) for a in arguments if a is not None])
+    offsets = iter([image * stride if stride else 0 for stride in strides])
+    return [
+        None
+        if b is None
+        else T.decl_buffer((next(sizes),), b.dtype, data=b.data, elem_offset=next(offsets))
+        for b in buffers
+    ]
+
+
+@contextmanager
+def repeat_over_batch(positions: Iterable[int]) -> Iterator[None]:
+    """Kernels built in this block take a batch whose size is known only at run time.
+
+    `positions` are the arguments with a batch as first dimension, which must be 1 in the
+    specification: the kernel for one image runs in a loop over the images.
+    """
+    token = _BATCHED.set(frozenset(positions))
+    try:
+        yield
+    finally:
+        _BATCHED.reset(token)
+
+
+def alloc_workspace(size: int, dtype: str) -> Buffer:
+    """Scratch memory shared by all threads of the kernel."""
+    return T.alloc_buffer((size,), dtype)
+
+
+def alloc_vectors(count: int, lanes: int, dtype: str = "int32") -> list[Buffer]:
+    """`count` vector variables, which LLVM keeps in registers.
+
+    One buffer each, and of scope "global": these TVM leaves on the stack up to 1 KiB, where LLVM
+    sees through them; those of scope "local" and larger ones it fetches from the heap, every time.
+    """
+    return [T.alloc_buffer((lanes,), dtype) for _ in range(count)]
+
+
+def vector(dtype: str, lanes: int) -> str:
+    """Name of a vector type, "int32x16"; of a scalar when `lanes` is 1."""
+    return dtype if lanes == 1 else f"{dtype}x{lanes}"
+
+
+def load_vector(buffer: Buffer, offset: Expr, lanes: int) -> Expr:
+    return buffer.vload([offset], vector(buffer.dtype, lanes))
+
+
+def concat_vectors(pieces: list[Expr], size: int) -> Expr:
+    """The elements of some vectors of `size`, one after the other."""
+    if len(pieces) == 1:
+        return pieces[0]
+    return T.Shuffle(pieces, [T.int32(i) for i in range(len(pieces) * size)])
+
+
+def broadcast(value: Expr, lanes: int) -> Expr:
+    return value if lanes == 1 else T.broadcast(value, lanes)
+
+
+def constant(dtype: str, value: float, lanes: int) -> Expr:
+    """`value` in every lane; it must be representable in `dtype`."""
+    scalar = getattr(T, dtype)(value)
+    return broadcast(scalar, lanes)
+
+
+def flip_sign_bit(value: Expr, source: str, dtype: str, lanes: int) -> Expr:
+    """A byte vector of dtype `source` as `dtype`: moved by 128 if they differ."""
+    if source == dtype:
+        return value
+    bits = T.reinterpret(vector("uint8", lanes), value)
+    bits = T.bitwise_xor(bits, constant("uint8", 128, lanes))
+    return T.reinterpret(vector(dtype, lanes), bits)
+
+
+def convert_activation(value: Expr, source: str, dtype: str, lanes: int) -> Expr:
+    """Stored activations of dtype `source` as the dot product of `dtype` takes them.
+
+    Bytes keep their values in int16; those of the other byte dtype are moved by 128.
+    """
+    if dtype == "int16":
+        return T.Cast(vector(dtype, lanes), value)
+    return flip_sign_bit(value, source, dtype, lanes)
+
+
+def store_vector(buffer: Buffer, value: Expr, offset: Expr, lanes: int, width: int = 0) -> None:
+    """Store the first `width` (default: all) of the `lanes` values of a vector.
+
+    A partial vector is written in pieces of a power of two, so that nothing behind it is touched.
+    """
+    width = width or lanes
+    if width == lanes:
+        T.buffer_store(buffer, value, [T.ramp(offset, 1, lanes) if lanes > 1 else offset])
+        return
+    done = 0
+    while done < width:
+        piece = 1 << ((width - done).bit_length() - 1)
+        part = T.Shuffle([value], [T.int32(done + i) for i in range(piece)])
+        store_vector(buffer, part, offset + done, piece)
+        done += piece
+
+
+def emit_prefetch(buffer: Buffer, offset: Expr, level: int, write: bool = False) -> None:
+    """Have the cache line of an element fetched into the cache of this level; changes no value.
+
+    `write`: to be written to. An element behind the buffer is harmless: nothing is read.
+    """
+    access, locality, is_data = T.int32(int(write)), T.int32(4 - level), T.int32(1)
+    address = T.address_of(buffer[offset])
+    T.evaluate(
+        T.call_llvm_intrin("llvm.prefetch", address, access, locality, is_data, dtype="void")
+    )
+
+
+def emit_shared_loop(extent: Expr, is_worth: Expr | bool, emit: Callable[[Expr], None]) -> None:
+    """emit(i) for each i < extent; by threads where that `is_worth` it, known now or later."""
+    if isinstance(is_worth, bool):
+        with (T.parallel if is_worth else T.serial)(extent) as index:
+            emit(index)
+        return
+    with T.If(is_worth):
+        with T.Then(), T.parallel(extent) as index:
+            emit(index)
+        with T.Else(), T.serial(extent) as index:
+            emit(index)
+
+
+def emit_vector_loop(
+    size: int, lanes: int, body: Callable[[Expr, int], None], threads: bool = False
+) -> None:
+    """Call `body(offset, lanes)` so that it covers 0 .. size.
+
+    The last vector is moved back and overlaps its neighbour: `body` must not depend on being run
+    once per element. Ranges shorter than a vector use vectors of a power of two, again with
+    overlap.
+    """
+    while lanes > size:
+        lanes //= 2
+    count, rest = divmod(size, lanes)
+    if count == 1:
+        body(0, lanes)
+        if rest:
+            body(size - lanes, lanes)
+        return
+    total = count + bool(rest)
+    with (T.parallel if threads else T.serial)(total) as index:
+        offset = index * lanes
+        body(T.min(offset, size - lanes) if rest else offset, lanes)
+
+
+def emit_sum(buffer: Buffer, start: Expr, count: int) -> Expr:
+    """int32 sum of `count` neighbouring integers of a buffer."""
+    lanes = SUM_LANES
+    (total,) = alloc_vectors(1, lanes)
+    store_vector(total, constant("int32", 0, lanes), 0, lanes)
+    with T.serial(count // lanes) as i:
+        value = T.Cast(vector("int32", lanes), load_vector(buffer, start + i * lanes, lanes))
+        store_vector(total, load_vector(total, 0, lanes) + value, 0, lanes)
+    name = f"llvm.vector.reduce.add.v{lanes}i32"
+    result = T.call_llvm_pure_intrin(name, load_vector(total, 0, lanes), dtype="int32")
+    for i in range(count - count % lanes, count):
+        result = result + T.Cast("int32", buffer.vload([start + i]))
+    return result
+
+
+def fold_lanes(value: Expr, lanes: int, combine: Callable[[Expr, Expr], Expr]) -> Expr:
+    """One number of a vector: halves are combined with halves."""
+    while lanes > 1:
+        lanes //= 2
+        value = T.bind(value)
+        low, high = ([T.int32(first + i) for i in range(lanes)] for first in (0, lanes))
+        value = combine(T.Shuffle([value], low), T.Shuffle([value], high))
+    return value
+
+
+def split_index(index: Expr, extents: tuple[Any, ...]) -> list[Expr]:
+    """Row-major coordinates of a flat loop index; extents of 1 cost nothing. The first extent may
+    be symbolic.
+    """
+    coordinates: list[Expr] = []
+    for position, extent in enumerate(extents):
+        stride = prod(extents[position + 1 :])
+        if extent == 1:
+            coordinates.append(T.int32(0))
+            continue
+        value = T.floordiv(index, stride) if stride > 1 else index
+        leading = all(e == 1 for e in extents[:position])
+        coordinates.append(value if leading else T.floormod(value, extent))
+    return coordinates
+
+
+@contextmanager
+def loop_over(extents: tuple[Any, ...], threads: bool) -> Iterator[list[Expr]]:
+    """One fused loop over a grid, split over threads on request; yields the coordinates.
+
+    One loop and not a nest: the thread pool splits its range evenly, however the work is shaped.
+    """
+    total = prod(extents)
+    with (T.parallel if threads else T.serial)(total) as index:
+        yield split_index(index, extents)
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)

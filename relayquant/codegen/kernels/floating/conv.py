@@ -1,0 +1,492 @@
+"""Float convolutions in NHWC: any kernel, stride, dilation, padding and groups, and depthwise.
+
+    y[n, oy, ox, o] = sum x[n, oy*s + ky*d - p, ox*s + kx*d - p, i] * w[o, ky, kx, i]
+                      (+ bias[o]) (+ residual[n, oy, ox, o]), clipped
+
+The batch may be symbolic; everything else is static. Weights are packed, at compile time by
+`pack_conv2d` or at run time by the kernel of `make_conv2d_packing`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tvm.script.ir_builder import tirx as T
+from tvm.tirx import PrimFunc
+
+from relayquant.codegen.kernels.conv_shape import Conv2dShape
+from relayquant.codegen.kernels.emit import (
+    alloc_vectors,
+    broadcast,
+    build_kernel,
+    emit_vector_loop,
+    load_vector,
+    store_vector,
+)
+from relayquant.codegen.kernels.floating.gemm import (
+    FloatDense,
+    finish_into,
+    make_dense,
+    plan_dense,
+    start_with,
+    touch_results,
+)
+from relayquant.codegen.kernels.floating.tile import (
+    PARALLEL_MACS,
+    RESIDENT_WEIGHTS,
+    Buffer,
+    Expr,
+    FloatEpilogue,
+    FloatIsa,
+    Panels,
+    choose_panels,
+    declare_arguments,
+    emit_tile,
+    static,
+)
+
+#: A depthwise multiply-add takes about as long as so many dense ones.
+DEPTHWISE_COST = 8
+
+
+@dataclass(frozen=True)
+class FloatConv2d(Conv2dShape):
+    """A float convolution, and what is done with its sums."""
+
+    epilogue: FloatEpilogue = field(default_factory=FloatEpilogue)
+
+    @property
+    def out_shape(self) -> tuple[Any, int, int, int]:
+        """NHWC of the tensor that is written into."""
+        return (self.batch, *self.out_size, self.epilogue.pitch(self.out_channels))
+
+    @property
+    def is_pointwise(self) -> bool:
+        """A matrix product over pixels."""
+        return (
+            self.kernel == (1, 1)
+            and self.strides == (1, 1)
+            and self.padding == (0, 0, 0, 0)
+            and self.groups == 1
+        )
+
+    def lay_down(self) -> FloatConv2d:
+        """The same convolution with an image of one column, as a conv1d has it, as one row.
+
+        It is the same in memory, and the taps of a row are one run.
+        """
+        if self.width != 1 or self.kernel[1] != 1 or self.padding[1] or self.padding[3]:
+            return self
+        top, _, bottom, _ = self.padding
+        return replace(
+            self,
+            height=1,
+            width=self.height,
+            kernel=self.kernel[::-1],
+            strides=self.strides[::-1],
+            padding=(0, top, 0, bottom),
+            dilation=self.dilation[::-1],
+        )
+
+    def as_dense(self) -> FloatDense:
+        """The same computation as a dense layer; only where `is_pointwise`."""
+        return FloatDense(self.in_shape, self.out_channels, self.epilogue)
+
+
+def plan_conv2d(spec: FloatConv2d, isa: FloatIsa) -> tuple[FloatIsa, Panels]:
+    """Vector width and panels of one group, which fix the packed form of the weights."""
+    if spec.is_depthwise:
+        narrow = isa.narrow(spec.out_channels)
+        return narrow, Panels(spec.out_channels, narrow.lanes, 1, narrow.accumulators)
+    if spec.is_pointwise:
+        return plan_dense(spec.as_dense(), isa)
+    pitch = spec.strides[1] * spec.in_channels
+    # The windows of neighbouring pixels share lines, which stay only where half of a set does.
+    return choose_panels(spec.group_out, None, isa, pitch if spec.kernel == (1, 1) else 2 * pitch)
+
+
+def packed_conv2d_size(spec: FloatConv2d, isa: FloatIsa) -> int:
+    """Elements of the packed weights."""
+    isa, panels = plan_conv2d(spec, isa)
+    taps = spec.kernel[0] * spec.kernel[1]
+    if spec.is_depthwise:
+        return taps * spec.out_channels
+    return spec.groups * panels.vectors * isa.lanes * taps * spec.group_in
+
+
+def pack_conv2d(
+    weight: NDArray[np.float32], spec: FloatConv2d, isa: FloatIsa
+) -> NDArray[np.float32]:
+    """OHWI -> flat [group][panel][KH][KW][I][vector of the panel][lanes]; depthwise [KH][KW][C]."""
+    isa, panels = plan_conv2d(spec, isa)
+    taps = spec.kernel[0] * spec.kernel[1]
+    if spec.is_depthwise:
+        flat = weight.reshape(spec.out_channels, taps).T
+        return np.ascontiguousarray(flat, dtype="float32").reshape(-1)
+    starts, parts = panels.starts(), []
+    for group in weight.reshape(spec.groups, spec.group_out, taps * spec.group_in):
+        for first in range(0, len(starts), panels.blocks):
+            chosen = starts[first : first + panels.blocks]
+            rows = np.stack([group[s : s + isa.lanes] for s in chosen])
+            parts.append(rows.transpose(2, 0, 1).reshape(-1))
+    return np.ascontiguousarray(np.concatenate(parts), dtype="float32")
+
+
+def make_conv2d_packing(spec: FloatConv2d, isa: FloatIsa, name: str = "float_pack") -> PrimFunc:
+    """PrimFunc(w OHWI, packed): `pack_conv2d` at run time, for weights that are no constants."""
+    isa, panels = plan_conv2d(spec, isa)
+    taps = spec.kernel[0] * spec.kernel[1]
+    inner = taps * spec.group_in
+    size = packed_conv2d_size(spec, isa)
+
+    def body() -> None:
+        weight, packed = declare_arguments(
+            ("w", (spec.out_channels, *spec.kernel, spec.group_in)), ("packed", (size,))
+        )
+        if spec.is_depthwise:
+            with T.grid(taps, spec.out_channels) as (tap, channel):
+                T.buffer_store(
+                    packed, weight[channel * taps + tap], [tap * spec.out_channels + channel]
+                )
+            return
+        starts = panels.starts()
+        with T.serial(spec.groups) as group:
+            source = group * (spec.group_out * inner)
+            target = group * (panels.vectors * isa.lanes * inner)
+            for first in range(0, len(starts), panels.blocks):
+                chosen = starts[first : first + panels.blocks]
+                base = target + first * isa.lanes * inner
+                with T.serial(inner) as k:
+                    for block, channel in enumerate(chosen):
+                        with T.serial(isa.lanes) as lane:
+                            T.buffer_store(
+                                packed,
+                                weight[source + (channel + lane) * inner + k],
+                                [base + (k * len(chosen) + block) * isa.lanes + lane],
+                            )
+
+    return build_kernel(name, body)
+
+
+def make_conv2d(spec: FloatConv2d, isa: FloatIsa, name: str = "float_conv2d") -> PrimFunc:
+    """PrimFunc(x, packed weights, (bias,) (residual,) y), callable through `call_tir`."""
+    if spec.is_pointwise:
+        return make_dense(spec.as_dense(), isa, name)
+    size = packed_conv2d_size(spec, isa)
+    isa, panels = plan_conv2d(spec, isa)
+
+    def body() -> None:
+        x, weight, bias, residual, y = declare_arguments(
+            ("x", spec.in_shape),
+            ("w", (size,)),
+            ("bias", (spec.out_channels,)) if spec.epilogue.bias else None,
+            ("residual", spec.out_shape) if spec.epilogue.residual else None,
+            ("y", spec.out_shape),
+        )
+        if spec.is_depthwise:
+            emit_depthwise(spec, isa, x, weight, bias, residual, y)
+        else:
+            emit_conv2d(spec.lay_down(), isa, panels, x, weight, bias, residual, y)
+
+    return build_kernel(name, body)
+
+
+def count_macs(spec: FloatConv2d) -> int:
+    """Multiply-adds of one call; a symbolic batch counts as 1."""
+    oh, ow = spec.out_size
+    taps = spec.kernel[0] * spec.kernel[1] * spec.group_in
+    return (static(spec.batch) or 1) * oh * ow * spec.out_channels * taps
+
+
+def choose_tile(spec: FloatConv2d, most: int) -> tuple[int, int]:
+    """(rows, columns) of the pixel tile: the least work at the overlapping ends."""
+    oh, ow = spec.out_size
+    best: tuple[float, int, int] | None = None
+    for rows in range(1, min(oh, 7) + 1):
+        for cols in range(1, min(ow, most // rows) + 1):
+            pixels, tiles = rows * cols, -(-oh // rows) * -(-ow // cols)
+            cost = tiles * (max(pixels, most * 0.6) + 1.0) + 0.01 * rows - 0.001 * pixels
+            if best is None or cost < best[0]:
+                best = (cost, rows, cols)
+    assert best is not None  # a convolution has at least one output pixel
+    return best[1:]
+
+
+@dataclass(frozen=True)
+class FloatPlacement:
+    """Where a convolution reads and writes, that is a part of another one: rows, then columns.
+
+    Attributes:
+        image: Size of the padded image.
+        origin: Its pixel under the first tap of the first output.
+        size: Size of the whole output.
+        stride, offset: Output q of the part is q * stride + offset of the whole.
+        first_weight: Where its packed weights begin.
+    """
+
+    image: tuple[int, int]
+    size: tuple[int, int]
+    origin: tuple[int, int] = (0, 0)
+    stride: tuple[int, int] = (1, 1)
+    offset: tuple[int, int] = (0, 0)
+    first_weight: int = 0
+
+
+def emit_conv2d(
+    spec: FloatConv2d,
+    isa: FloatIsa,
+    panels: Panels,
+    x: Buffer,
+    weight: Buffer,
+    bias: Buffer | None,
+    residual: Buffer | None,
+    y: Buffer,
+) -> None:
+    """A padded copy of the image, then register tiles of pixels x channels."""
+    threads = count_macs(spec) >= PARALLEL_MACS
+    image = emit_padding(spec, isa, x, threads) if any(spec.padding) else x
+    placement = FloatPlacement(spec.padded_size, spec.out_size)
+    emit_tiles(spec, isa, panels, image, weight, bias, residual, y, threads, placement)
+
+
+def emit_tiles(
+    spec: FloatConv2d,
+    isa: FloatIsa,
+    panels: Panels,
+    image: Buffer,
+    weight: Buffer,
+    bias: Buffer | None,
+    residual: Buffer | None,
+    y: Buffer,
+    threads: bool,
+    placement: FloatPlacement,
+) -> None:
+    """Register tiles of pixels x channels over a padded image."""
+    (kh, kw), (sh, sw), (dh, dw) = spec.kernel, spec.strides, spec.dilation
+    (oh, ow), (height, width), channels = spec.out_size, placement.image, spec.in_channels
+    inner, lanes = spec.group_in, isa.lanes
+    image_size = height * width * channels
+    rows, cols = choose_tile(spec, panels.most_rows)
+    n_rows, n_cols = -(-oh // rows), -(-ow // cols)
+    vector_size = kh * kw * inner * lanes
+    # Along a row of the filter the activations of all taps are contiguous.
+    run = kw * inner if dw == 1 and spec.groups == 1 else inner
+    (first_row, first_col), (row_step, col_step) = placement.origin, placement.stride
+    whole_height, whole_width = placement.size
+    pitch = spec.epilogue.pitch(spec.out_channels)
+
+    def tile(n: Expr, row: Expr, col: Expr, group: Expr, first: Expr, starts: list[Expr]) -> None:
+        oy = row * rows if oh % rows == 0 else T.min(row * rows, oh - rows)
+        ox = col * cols if ow % cols == 0 else T.min(col * cols, ow - cols)
+        blocks = len(starts)
+        base = placement.first_weight
+        base = base + group * (panels.vectors * vector_size) + first * vector_size
+        corner = (oy * sh + first_row) * width + (ox * sw + first_col)
+        origin = n * image_size + corner * channels + group * inner
+        pixels = [(r, c) for r in range(rows) for c in range(cols)]
+        to_row, to_col = oy * row_step + placement.offset[0], ox * col_step + placement.offset[1]
+        out = ((n * whole_height + to_row) * whole_width + to_col) * pitch
+
+        def reduce(step: Callable[[Expr, Callable[[int], Expr]], None]) -> None:
+            with T.grid(kh, kw * inner // run, run) as (ky, kx, k):
+                index = (ky * (kw * inner // run) + kx) * run + k
+                step(
+                    (ky * (dh * width) + kx * dw) * channels + k,
+                    lambda b: base + (index * blocks + b) * lanes,
+                )
+
+        absolute = [group * spec.group_out + s for s in starts]
+        targets = [out + (r * row_step * whole_width + c * col_step) * pitch for r, c in pixels]
+        emit_tile(
+            isa,
+            [origin + (r * sh * width + c * sw) * channels for r, c in pixels],
+            blocks,
+            image,
+            weight,
+            reduce,
+            start_with(bias, absolute, lanes),
+            finish_into(y, residual, spec.epilogue, targets, absolute, lanes),
+            touch=touch_results(y, residual, spec.epilogue, targets, absolute),
+        )
+
+    def all_panels(n: Expr, row: Expr, col: Expr, group: Expr) -> None:
+        if panels.full:
+            with T.serial(panels.full) as panel:
+                first = panel * panels.blocks
+                tile(n, row, col, group, first, [(first + b) * lanes for b in range(panels.blocks)])
+        if panels.tail:
+            tile(n, row, col, group, panels.full * panels.blocks, list(panels.tail))
+
+    loop = T.parallel if threads else T.serial
+    weights = spec.groups * panels.vectors * vector_size * 4
+    image_bytes = image_size * 4
+    many_pixels = (n_rows * n_cols >= 32 and image_bytes > RESIDENT_WEIGHTS) or panels.full < 4
+    if panels.tail or spec.groups > 1 or weights <= RESIDENT_WEIGHTS or many_pixels:
+        per_image = n_rows * n_cols
+        with loop(spec.batch * per_image) as index:
+            n, rest = T.floordiv(index, per_image), T.floormod(index, per_image)
+            row, col = T.floordiv(rest, n_cols), T.floormod(rest, n_cols)
+            with T.serial(spec.groups) as group:
+                all_panels(n, row, col, group)
+        return
+    with loop(panels.full) as panel:
+        first = panel * panels.blocks
+        starts = [(first + b) * lanes for b in range(panels.blocks)]
+        with T.serial(spec.batch) as n, T.grid(n_rows, n_cols) as (row, col):
+            tile(n, row, col, 0, first, starts)
+
+
+def emit_padding(spec: FloatConv2d, isa: FloatIsa, x: Buffer, threads: bool) -> Buffer:
+    """Scratch copy of all images with a border of zeros."""
+    top, left, bottom, right = spec.padding
+    height, width, channels = spec.height, spec.width, spec.in_channels
+    padded_height, padded_width = spec.padded_size
+    padded = T.alloc_buffer((spec.batch * (padded_height * padded_width * channels),), "float32")
+
+    def fill(start: Expr, count: int) -> None:
+        if count:
+            emit_vector_loop(
+                count,
+                isa.lanes,
+                lambda at, lanes: store_vector(
+                    padded, broadcast(T.float32(0), lanes), start + at, lanes
+                ),
+            )
+
+    with (T.parallel if threads else T.serial)(spec.batch * padded_height) as index:
+        n, row = T.floordiv(index, padded_height), T.floormod(index, padded_height)
+        to = index * (padded_width * channels)
+        outside = T.Or(row < top, row >= top + height) if top or bottom else None
+
+        def inside() -> None:
+            source = (n * height + row - top) * (width * channels)
+            fill(to, left * channels)
+            emit_vector_loop(
+                width * channels,
+                isa.lanes,
+                lambda at, lanes: store_vector(
+                    padded, load_vector(x, source + at, lanes), to + left * channels + at, lanes
+                ),
+            )
+            fill(to + (left + width) * channels, right * channels)
+
+        if outside is None:
+            inside()
+        else:
+            with T.If(outside):
+                with T.Then():
+                    fill(to, padded_width * channels)
+                with T.Else():
+                    inside()
+    return padded
+
+
+#: Floats of one task's scratch rows: it stays in the second level cache.
+SCRATCH_FLOATS = 1 << 15
+
+
+def emit_depthwise(
+    spec: FloatConv2d,
+    isa: FloatIsa,
+    x: Buffer,
+    weight: Buffer,
+    bias: Buffer | None,
+    residual: Buffer | None,
+    y: Buffer,
+) -> None:
+    """Tasks of a few output rows: zero-padded input rows in scratch, then tiles of pixels.
+
+    Channels are the vector axis. Padding is copied per task and not per image, so that what is
+    copied is still in cache when it is read.
+    """
+    (kh, kw), (sh, sw), (dh, dw) = spec.kernel, spec.strides, spec.dilation
+    (oh, ow), channels = spec.out_size, spec.in_channels
+    top, left, _, _ = spec.padding
+    lanes = isa.lanes
+    padded_width = spec.padded_size[1]
+    row_size = padded_width * channels
+    copies = any(spec.padding)
+    task_rows = min(oh, 8)
+    while task_rows > 1 and ((task_rows - 1) * sh + (kh - 1) * dh + 1) * row_size > SCRATCH_FLOATS:
+        task_rows -= 1
+    tasks = -(-oh // task_rows)
+    in_rows = (task_rows - 1) * sh + (kh - 1) * dh + 1
+    most = max(1, isa.accumulators // 3)
+    cols = max(range(1, min(ow, most) + 1), key=lambda c: (-(-(-ow // c) * (c + 1.5)), c))
+    vectors, regular = -(-channels // lanes), channels % lanes == 0
+
+    def emit_copy(scratch: Buffer, n: Expr, first: Expr) -> None:
+        with T.serial(in_rows) as r:
+            row = first * sh + r - top
+            to = r * row_size
+            outside = T.Or(row < 0, row >= spec.height)
+
+            def fill(start: Expr, count: int) -> None:
+                if count:
+                    emit_vector_loop(
+                        count,
+                        lanes,
+                        lambda at, n_: store_vector(
+                            scratch, broadcast(T.float32(0), n_), start + at, n_
+                        ),
+                    )
+
+            with T.If(outside):
+                with T.Then():
+                    fill(to, row_size)
+                with T.Else():
+                    source = (n * spec.height + row) * (spec.width * channels)
+                    fill(to, left * channels)
+                    emit_vector_loop(
+                        spec.width * channels,
+                        lanes,
+                        lambda at, n_: store_vector(
+                            scratch, load_vector(x, source + at, n_), to + left * channels + at, n_
+                        ),
+                    )
+                    fill(
+                        to + (left + spec.width) * channels,
+                        (padded_width - left - spec.width) * channels,
+                    )
+
+    threads = count_macs(spec) * DEPTHWISE_COST >= PARALLEL_MACS
+    with (T.parallel if threads else T.serial)(spec.batch * tasks) as index:
+        n, task = T.floordiv(index, tasks), T.floormod(index, tasks)
+        first = task * task_rows
+        if oh % task_rows:
+            first = T.min(first, oh - task_rows)
+        image, origin = x, (n * spec.height + first * sh) * row_size
+        if copies:
+            image, origin = T.alloc_buffer((in_rows * row_size,), "float32"), 0
+            emit_copy(image, n, first)
+        with T.grid(vectors, task_rows, -(-ow // cols)) as (vector, r, block):
+            channel = vector * lanes if regular else T.min(vector * lanes, channels - lanes)
+            ox = block * cols if ow % cols == 0 else T.min(block * cols, ow - cols)
+            accumulators = alloc_vectors(cols, lanes, "float32")
+            start = start_with(bias, [channel], lanes)
+            for acc in accumulators:
+                store_vector(acc, start(0), 0, lanes)
+            corner = origin + (r * sh) * row_size + (ox * sw) * channels + channel
+            for ky in range(kh):
+                for kx in range(kw):
+                    for c, acc in enumerate(accumulators):
+                        at = corner + ky * dh * row_size + (kx * dw + c * sw) * channels
+                        tap = (ky * kw + kx) * channels + channel
+                        product = load_vector(image, at, lanes) * load_vector(weight, tap, lanes)
+                        store_vector(acc, load_vector(acc, 0, lanes) + product, 0, lanes)
+            pitch = spec.epilogue.pitch(spec.out_channels)
+            out = ((n * oh + first + r) * ow + ox) * pitch
+            finish = finish_into(
+                y,
+                residual,
+                spec.epilogue,
+                [out + c * pitch for c in range(cols)],
+                [channel],
+                lanes,
+            )
+            for c, acc in enumerate(accumulators):
+                finish(c, 0, load_vector(acc, 0, lanes))

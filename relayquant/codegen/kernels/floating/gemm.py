@@ -1,0 +1,353 @@
+"""Float matrix products: dense layers with packed weights, and products of two activations.
+
+    dense          y[m, n] = sum_k x[m, k] * w[n, k]  (+ bias[n]) (+ residual[m, n]), clipped
+    batch_matmul   y[b, m, n] = sum_k x[b, m, k] * w[b, k, n]
+
+Any M, N, K; M (and b) may be symbolic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tvm.script.ir_builder import tirx as T
+from tvm.tirx import PrimFunc
+
+from relayquant.codegen.kernels.emit import (
+    CACHE_LINE,
+    build_kernel,
+    emit_prefetch,
+    load_vector,
+    store_vector,
+)
+from relayquant.codegen.kernels.floating.tile import (
+    FEWEST_ROWS,
+    FLOAT_BYTES,
+    PARALLEL_MACS,
+    RESIDENT_WEIGHTS,
+    Buffer,
+    Expr,
+    FloatEpilogue,
+    FloatIsa,
+    Panels,
+    ceil_div,
+    choose_panels,
+    choose_rows,
+    declare_arguments,
+    emit_tile,
+    static,
+)
+from relayquant.codegen.kernels.row_loops import choose_heights, loop_over_rows
+
+
+@dataclass(frozen=True)
+class FloatDense:
+    """A dense layer: x `shape` (..., K) float32 with `shape[:-1]` static or symbolic, N outputs."""
+
+    shape: tuple[Any, ...]
+    outputs: int
+    epilogue: FloatEpilogue = field(default_factory=FloatEpilogue)
+
+    @property
+    def inner(self) -> int:
+        return int(self.shape[-1])
+
+    @property
+    def rows(self) -> Any:
+        """Product of the leading extents: an int, or an expression of the symbolic ones."""
+        total: Any = 1
+        for extent in self.shape[:-1]:
+            known = static(extent)
+            total = total * (extent if known is None else known)
+        return total
+
+    @property
+    def least_rows(self) -> int:
+        """Rows there are at least: symbolic extents count as 1."""
+        return prod(static(extent) or 1 for extent in self.shape[:-1])
+
+    @property
+    def out_shape(self) -> tuple[Any, ...]:
+        return (*self.shape[:-1], self.epilogue.pitch(self.outputs))
+
+
+def plan_dense(spec: FloatDense, isa: FloatIsa) -> tuple[FloatIsa, Panels]:
+    """Vector width and panels, which fix the packed form of the weights."""
+    return choose_panels(spec.outputs, static(spec.rows), isa, spec.inner)
+
+
+def pack_dense(weight: NDArray[np.float32], spec: FloatDense, isa: FloatIsa) -> NDArray[np.float32]:
+    """(N, K) -> flat [panel][K][vector of the panel][lanes]."""
+    isa, panels = plan_dense(spec, isa)
+    starts = panels.starts()
+    parts = []
+    for first in range(0, len(starts), panels.blocks):
+        group = starts[first : first + panels.blocks]
+        rows = np.stack([weight[s : s + isa.lanes] for s in group])  # [block, lane, K]
+        parts.append(rows.transpose(2, 0, 1).reshape(-1))
+    return np.ascontiguousarray(np.concatenate(parts), dtype="float32")
+
+
+def make_dense(spec: FloatDense, isa: FloatIsa, name: str = "float_dense") -> PrimFunc:
+    """PrimFunc(x, packed weights, (bias[N],) (residual,) y), callable through `call_tir`."""
+    isa, panels = plan_dense(spec, isa)
+    inner, outputs, epilogue = spec.inner, spec.outputs, spec.epilogue
+
+    def body() -> None:
+        x, weight, bias, residual, y = declare_arguments(
+            ("x", spec.shape),
+            ("w", (panels.vectors * isa.lanes * inner,)),
+            ("bias", (outputs,)) if epilogue.bias else None,
+            ("residual", spec.out_shape) if epilogue.residual else None,
+            ("y", spec.out_shape),
+        )
+
+        def tile(rows: list[Expr], first_vector: Expr, starts: list[Expr]) -> None:
+            blocks = len(starts)
+
+            def reduce(step: Callable[[Expr, Callable[[int], Expr]], None]) -> None:
+                base = first_vector * (inner * isa.lanes)
+                with T.serial(inner) as k:
+                    step(k, lambda b: base + (k * blocks + b) * isa.lanes)
+
+            def fetch_next(k: Expr) -> None:
+                """A line a step: the rows of the next tile follow, and all steps fetch them all."""
+                line = CACHE_LINE // FLOAT_BYTES
+                emit_prefetch(x, (rows[0] + len(rows)) * inner + k * line, level=1)
+
+            targets = [row * epilogue.pitch(outputs) for row in rows]
+            emit_tile(
+                isa,
+                [row * inner for row in rows],
+                blocks,
+                x,
+                weight,
+                reduce,
+                start_with(bias, starts, isa.lanes),
+                finish_into(y, residual, epilogue, targets, starts, isa.lanes),
+                touch=touch_results(y, residual, epilogue, targets, starts),
+                ahead=fetch_next,
+            )
+
+        emit_gemm_loops(spec, panels, isa, tile)
+
+    return build_kernel(name, body)
+
+
+#: tile(its rows, first vector of the panel, first channels of its vectors)
+GemmTile = Callable[[list[Expr], Expr, list[Expr]], None]
+
+
+def emit_gemm_loops(spec: FloatDense, panels: Panels, isa: FloatIsa, tile: GemmTile) -> None:
+    """Loops over tiles of rows and panels."""
+    known, inner = static(spec.rows), spec.inner
+    if known is None:
+        emit_symbolic_rows(spec, panels, tile)
+        return
+    height = choose_rows(known, panels.most_rows)
+    macs = max(known, FEWEST_ROWS) * panels.channels * inner
+    parallel = macs >= PARALLEL_MACS
+
+    def all_panels(rows: list[Expr]) -> None:
+        if panels.full:
+            with T.serial(panels.full) as panel:
+                tile(rows, panel * panels.blocks, panels.starts_of(panel))
+        if panels.tail:
+            tile(rows, panels.full * panels.blocks, list(panels.tail))
+
+    def all_rows(emit: Callable[[list[Expr]], None], threads: bool) -> None:
+        """Whole tiles; the last is moved back over its neighbour."""
+        with (T.parallel if threads else T.serial)(ceil_div(known, height)) as index:
+            first = index * height
+            first = first if known % height == 0 else T.min(first, known - height)
+            emit([first + row for row in range(height)])
+
+    resident = panels.vectors * panels.lanes * inner * 4 <= RESIDENT_WEIGHTS
+    if (resident and known > 2 * height) or not panels.full:
+        all_rows(all_panels, parallel)
+        return
+    with (T.parallel if parallel else T.serial)(panels.full) as panel:
+        starts = panels.starts_of(panel)
+        all_rows(lambda rows: tile(rows, panel * panels.blocks, starts), False)
+    if panels.tail:
+        first = panels.full * panels.blocks
+        all_rows(lambda rows: tile(rows, first, list(panels.tail)), False)
+
+
+def emit_symbolic_rows(spec: FloatDense, panels: Panels, tile: GemmTile) -> None:
+    """The loops of `emit_gemm_loops` for a number of rows that is known only at run time.
+
+    Whether threads share them is decided then, too, except where the least number suffices.
+    """
+    heights = choose_heights(choose_rows(None, panels.most_rows))
+
+    def all_tiles(threads: bool) -> None:
+        def whole(_: int, rows: list[Expr], panel: Expr, _index: Expr) -> None:
+            tile(rows, panel * panels.blocks, panels.starts_of(panel))
+
+        def tail(_: int, rows: list[Expr], _panel: Expr, _index: Expr) -> None:
+            tile(rows, panels.full * panels.blocks, list(panels.tail))
+
+        if panels.full:
+            loop_over_rows(spec.rows, heights, panels.full, threads, whole)
+        if panels.tail:
+            loop_over_rows(spec.rows, heights, 1, threads and not panels.full, tail)
+
+    macs_per_row = panels.channels * spec.inner
+    if max(spec.least_rows, FEWEST_ROWS) * macs_per_row >= PARALLEL_MACS:
+        all_tiles(threads=True)
+        return
+    with T.If(spec.rows * macs_per_row >= PARALLEL_MACS):
+        with T.Then():
+            all_tiles(threads=True)
+        with T.Else():
+            all_tiles(threads=False)
+
+
+def start_with(bias: Buffer | None, channels: list[Expr], lanes: int) -> Callable[[int], Expr]:
+    """Initial accumulators: the bias of each block's channels, or zero."""
+
+    def start(block: int) -> Expr:
+        if bias is None:
+            return T.float32(0) if lanes == 1 else T.broadcast(T.float32(0), lanes)
+        return load_vector(bias, channels[block], lanes)
+
+    return start
+
+
+def finish_into(
+    y: Buffer,
+    residual: Buffer | None,
+    epilogue: FloatEpilogue,
+    rows: list[Expr],
+    channels: list[Expr],
+    lanes: int,
+) -> Callable[[int, int, Expr], None]:
+    """Storing of a tile: rows[i] is the offset of a row in `y` and `residual`."""
+
+    def finish(row: int, block: int, value: Expr) -> None:
+        at = rows[row] + channels[block] + epilogue.first
+        added = load_vector(residual, at, lanes) if residual is not None else None
+        store_vector(y, epilogue.finish(value, added, lanes), at, lanes)
+
+    return finish
+
+
+def touch_results(
+    y: Buffer,
+    residual: Buffer | None,
+    epilogue: FloatEpilogue,
+    rows: list[Expr],
+    channels: list[Expr],
+) -> Callable[[int, int], None]:
+    """Fetching of what `finish_into` with the same arguments is to read and write."""
+
+    def touch(row: int, block: int) -> None:
+        at = rows[row] + channels[block] + epilogue.first
+        emit_prefetch(y, at, level=1, write=True)
+        if residual is not None:
+            emit_prefetch(residual, at, level=1)
+
+    return touch
+
+
+@dataclass(frozen=True)
+class FloatMatmul:
+    """A batched product of two activations; the batch extents, M and K may be symbolic.
+
+    x (*batch, M, K); w (*batch, K, N), or (K, N) shared by all if `shared`.
+    """
+
+    batch: tuple[Any, ...]
+    rows: Any
+    inner: Any
+    outputs: int
+    shared: bool = False
+
+
+def make_batch_matmul(
+    spec: FloatMatmul, isa: FloatIsa, name: str = "float_batch_matmul"
+) -> PrimFunc:
+    """PrimFunc(x, w, y): the weights are read where they lie, nothing is packed."""
+    rows, inner, outputs = spec.rows, spec.inner, spec.outputs
+    known_rows = static(rows)
+    isa, panels = choose_panels(outputs, known_rows, isa, static(inner) or 0)
+    count: Any = 1
+    for extent in spec.batch:
+        known = static(extent)
+        count = count * (extent if known is None else known)
+
+    def body() -> None:
+        x, weight, y = declare_arguments(
+            ("x", (*spec.batch, rows, inner)),
+            ("w", (inner, outputs) if spec.shared else (*spec.batch, inner, outputs)),
+            ("y", (*spec.batch, rows, outputs)),
+        )
+
+        def tile(batch: Expr, members: list[Expr], starts: list[Expr]) -> None:
+            base = 0 if spec.shared else batch * (inner * outputs)
+
+            def reduce(step: Callable[[Expr, Callable[[int], Expr]], None]) -> None:
+                with T.serial(inner) as k:
+                    step(k, lambda b: base + k * outputs + starts[b])
+
+            emit_tile(
+                isa,
+                [(batch * rows + row) * inner for row in members],
+                len(starts),
+                x,
+                weight,
+                reduce,
+                start_with(None, starts, isa.lanes),
+                finish_into(
+                    y,
+                    None,
+                    FloatEpilogue(),
+                    [(batch * rows + row) * outputs for row in members],
+                    starts,
+                    isa.lanes,
+                ),
+                prefetch=False,
+            )
+
+        def all_panels(batch: Expr, members: list[Expr]) -> None:
+            if panels.full:
+                with T.serial(panels.full) as panel:
+                    tile(batch, members, panels.starts_of(panel))
+            if panels.tail:
+                tile(batch, members, list(panels.tail))
+
+        def static_rows(total: int, threads: bool) -> None:
+            height = choose_rows(total, panels.most_rows)
+            tiles = ceil_div(total, height)
+            with (T.parallel if threads else T.serial)(count * tiles) as index:
+                batch, first = T.floordiv(index, tiles), T.floormod(index, tiles) * height
+                if total % height:
+                    first = T.min(first, total - height)
+                all_panels(batch, [first + r for r in range(height)])
+
+        def symbolic_rows(threads: bool) -> None:
+            heights = choose_heights(choose_rows(None, panels.most_rows))
+            with (T.parallel if threads else T.serial)(count) as batch:
+                loop_over_rows(
+                    rows, heights, 1, False, lambda _, members, _p, _i: all_panels(batch, members)
+                )
+
+        def all_rows(threads: bool) -> None:
+            symbolic_rows(threads) if known_rows is None else static_rows(known_rows, threads)
+
+        if known_rows is not None and static(inner) is not None:
+            all_rows((static(count) or 1) * rows * inner * outputs >= PARALLEL_MACS)
+            return
+        with T.If(count * rows * inner * outputs >= PARALLEL_MACS):
+            with T.Then():
+                all_rows(True)
+            with T.Else():
+                all_rows(False)
+
+    return build_kernel(name, body)

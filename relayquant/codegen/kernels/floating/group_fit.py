@@ -1,0 +1,285 @@
+"""Weights in groups, fitted to data: what goes from one column to the next, as TIR.
+
+Columns of a block are settled one after the other, for `STRIP` rows of the weight (outputs) at a
+time, so that all they read of one another is in the cache. Whoever calls brings what a block
+changes to the others, as one product. Arrays have columns first, (K, N): rows of the weight lie
+next to each other; N is a multiple of `STRIP`. Sums are those of several chains of fused
+multiply-adds where the target has them: their last bits are the target's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+from tvm.tirx import PrimFunc
+
+from relayquant.codegen.kernels.emit import (
+    alloc_vectors,
+    broadcast,
+    build_kernel,
+    constant,
+    declare_arguments,
+    load_vector,
+    store_vector,
+    vector,
+)
+from relayquant.codegen.kernels.floating.tile import Buffer, Expr, FloatIsa
+
+#: Rows of a weight that are worked on together.
+STRIP = 32
+#: Sums that are added to by turns, so that none waits for the one before.
+CHAINS = 8
+#: Scales up to it have no inverse.
+SMALLEST_SCALE = 1e-30
+
+
+@dataclass(frozen=True)
+class GroupFitSpec:
+    """What weights and their scales are held in while they are fitted; any sizes."""
+
+    dtype: str = "float32"
+    scale_dtype: str = "float32"
+
+
+def make_group_rounding(spec: GroupFitSpec, isa: FloatIsa, name: str = "round_groups") -> PrimFunc:
+    """PrimFunc(factor, group, scale, zero_point, most, weight, levels, changes, work): codes of a
+    block of columns in closed form, each making up for those before.
+
+    For column j, with u = factor:
+
+        rest = weight[j] - sum of u[j, k] * changes[k] for all k < j
+        levels[j] = clip(rint(rest / s) + z, 0, most) - z
+        changes[j] = (rest - levels[j] * s) / u[j, j]
+
+    s and z being those of `group[j]`. factor (B, B), lower triangular; group int32 (B,); scale (G,
+    N) in its dtype; zero_point (G, N); most (1,), the highest code; weight (B, N); levels and
+    changes, (B, N), are written; work (B, STRIP).
+    """
+
+    def body() -> None:
+        columns, groups, rows = (tirx.Var(each, "int64") for each in ("b", "g", "n"))
+        declared: list[Buffer] = declare_arguments(
+            ("factor", (columns, columns), spec.dtype),
+            ("group", (columns,), "int32"),
+            ("scale", (groups, rows), spec.scale_dtype),
+            ("zero_point", (groups, rows), spec.dtype),
+            ("most", (1,), spec.dtype),
+            ("weight", (columns, rows), spec.dtype),
+            ("levels", (columns, rows), spec.dtype),
+            ("changes", (columns, rows), spec.dtype),
+            ("work", (columns, STRIP), spec.dtype),
+        )
+        factor, group, scale, zero, most, weight, levels, changes, work = declared
+        strip = Strip(spec, isa)
+        with T.serial(T.floordiv(rows, STRIP)) as index:
+            start = T.bind(index * STRIP)
+            with T.serial(columns) as j:
+                sums = strip.emit_dots(factor, j * columns, work, 0, j)
+                base = T.bind(T.Cast("int64", group[j]) * rows + start)
+                inverse = T.bind(getattr(T, spec.dtype)(1) / factor[j * columns + j])
+                for lane, total in zip(strip.offsets, sums, strict=True):
+                    at = j * rows + start + lane
+                    rest = T.bind(strip.load(weight, at) - total)
+                    step = T.bind(strip.load_scale(scale, base + lane))
+                    zeros = strip.load(zero, base + lane)
+                    level = T.bind(strip.round(rest / step, zeros, most))
+                    change = T.bind((rest - level * step) * broadcast(inverse, strip.lanes))
+                    store_vector(levels, level, at, strip.lanes)
+                    store_vector(changes, change, at, strip.lanes)
+                    store_vector(work, change, j * STRIP + lane, strip.lanes)
+
+    return build_kernel(name, body)
+
+
+def make_group_improvement(
+    spec: GroupFitSpec, isa: FloatIsa, name: str = "improve_groups"
+) -> PrimFunc:
+    """PrimFunc(hessian, gradient, starts, group, order, zero_point, most, weight, scale, levels,
+    left, moved, work): scales and then codes of a block of groups, each the one of the least error
+    given all others.
+
+    With h = hessian and d the sum of all changes of level * scale in the block so far, the
+    gradient is that which is given less h d. First for one group after the other, its columns
+    being p,
+
+        scale += (gradient[p] . levels[p]) / (levels[p] h[p, p] levels[p])
+
+    as far as its dtype has it; a scale that would be no number or have no inverse stays. Then for
+    one column j after the other, as `order` has them:
+
+        levels[j] = clip(rint(levels[j] + gradient[j] / (h[j, j] * s)) + z, 0, most) - z
+
+    hessian (B, B), symmetric; gradient, weight and levels (B, N), the latter changed; starts int32
+    (G + 1,), where groups begin; group int32 (B,), of each column; order int32 (B,); zero_point (G,
+    N); most (1,); scale (G, N), changed; left (B, N), weight - levels * scale, is written; moved
+    and work (B, STRIP).
+    """
+
+    def body() -> None:
+        columns, groups, rows = (tirx.Var(each, "int64") for each in ("b", "g", "n"))
+        ends = tirx.Var("ends", "int64")
+        declared: list[Buffer] = declare_arguments(
+            ("hessian", (columns, columns), spec.dtype),
+            ("gradient", (columns, rows), spec.dtype),
+            ("starts", (ends,), "int32"),
+            ("group", (columns,), "int32"),
+            ("order", (columns,), "int32"),
+            ("zero_point", (groups, rows), spec.dtype),
+            ("most", (1,), spec.dtype),
+            ("weight", (columns, rows), spec.dtype),
+            ("scale", (groups, rows), spec.scale_dtype),
+            ("levels", (columns, rows), spec.dtype),
+            ("left", (columns, rows), spec.dtype),
+            ("moved", (columns, STRIP), spec.dtype),
+            ("work", (columns, STRIP), spec.dtype),
+        )
+        hessian, gradient, starts, group, order, zero, most, *others = declared
+        weight, scale, levels, left, moved, work = others
+        strip = Strip(spec, isa)
+        lanes, zeros = strip.lanes, constant(spec.dtype, 0, strip.lanes)
+        slope, curve = (strip.allocate() for _ in range(2))
+
+        def emit_scale(index: Expr, start: Expr) -> None:
+            first, end = (T.bind(T.Cast("int64", starts[index + i])) for i in (0, 1))
+            for lane in strip.offsets:
+                store_vector(slope, zeros, lane, lanes)
+                store_vector(curve, zeros, lane, lanes)
+            with T.serial(end - first) as i:
+                j = T.bind(first + i)
+                sums = strip.emit_dots(hessian, j * columns, moved, 0, first)
+                for lane, total in zip(strip.offsets, sums, strict=True):
+                    own = strip.load(gradient, j * rows + start + lane) - total
+                    level = strip.load(work, j * STRIP + lane)
+                    value = strip.load(slope, lane) + own * level
+                    store_vector(slope, value, lane, lanes)
+                sums = strip.emit_dots(hessian, j * columns, work, first, end - first)
+                for lane, total in zip(strip.offsets, sums, strict=True):
+                    level = strip.load(work, j * STRIP + lane)
+                    value = strip.load(curve, lane) + total * level
+                    store_vector(curve, value, lane, lanes)
+            for lane in strip.offsets:
+                at = index * rows + start + lane
+                old = T.bind(strip.load_scale(scale, at))
+                bent = T.bind(strip.load(curve, lane))
+                best = strip.load(slope, lane) / bent
+                wanted = old + T.Select(bent > zeros, best, zeros)
+                found = T.bind(T.Cast(vector(spec.scale_dtype, lanes), wanted))
+                value = T.bind(T.Cast(vector(spec.dtype, lanes), found))
+                size = T.bind(T.abs(value))
+                most_of = float(np.finfo(spec.scale_dtype).max)
+                is_fit = T.bitwise_and(
+                    size > constant(spec.dtype, SMALLEST_SCALE, lanes),
+                    size <= constant(spec.dtype, most_of, lanes),
+                )
+                value = T.bind(T.Select(is_fit, value, old))
+                store_vector(scale, T.Cast(vector(spec.scale_dtype, lanes), value), at, lanes)
+                store_vector(slope, value - old, lane, lanes)
+            with T.serial(end - first) as i:
+                at = T.bind((first + i) * STRIP)
+                for lane in strip.offsets:
+                    value = strip.load(work, at + lane) * strip.load(slope, lane)
+                    store_vector(moved, value, at + lane, lanes)
+
+        def emit_code(j: Expr, start: Expr) -> None:
+            sums = strip.emit_dots(hessian, j * columns, moved, 0, columns)
+            base = T.bind(T.Cast("int64", group[j]) * rows + start)
+            bend = T.bind(hessian[j * columns + j])
+            for lane, total in zip(strip.offsets, sums, strict=True):
+                own, at = strip.load(gradient, j * rows + start + lane) - total, j * STRIP + lane
+                step = T.bind(strip.load_scale(scale, base + lane))
+                level = T.bind(strip.load(work, at))
+                found = own / (broadcast(bend, lanes) * step) + level
+                found = T.bind(strip.round(found, strip.load(zero, base + lane), most))
+                store_vector(work, found, at, lanes)
+                value = strip.load(moved, at) + (found - level) * step
+                store_vector(moved, value, at, lanes)
+
+        with T.serial(T.floordiv(rows, STRIP)) as index:
+            start = T.bind(index * STRIP)
+            with T.serial(columns) as j:
+                for lane in strip.offsets:
+                    value = strip.load(levels, j * rows + start + lane)
+                    store_vector(work, value, j * STRIP + lane, lanes)
+            with T.serial(groups) as g:
+                emit_scale(g, start)
+            with T.serial(columns) as i:
+                emit_code(T.bind(T.Cast("int64", order[i])), start)
+            with T.serial(columns) as j:
+                base = T.bind(T.Cast("int64", group[j]) * rows + start)
+                for lane in strip.offsets:
+                    at = j * rows + start + lane
+                    level = T.bind(strip.load(work, j * STRIP + lane))
+                    store_vector(levels, level, at, lanes)
+                    rest = strip.load(weight, at) - level * strip.load_scale(scale, base + lane)
+                    store_vector(left, rest, at, lanes)
+
+    return build_kernel(name, body)
+
+
+class Strip:
+    """The vectors of `STRIP` neighbouring rows, in a kernel that is being built."""
+
+    def __init__(self, spec: GroupFitSpec, isa: FloatIsa) -> None:
+        self.spec = spec
+        self.lanes = isa.lanes if spec.dtype == "float32" else max(isa.lanes // 2, 1)
+        #: Where each vector begins.
+        self.offsets = range(0, STRIP, self.lanes)
+        self.turns = max(CHAINS // len(self.offsets), 1)
+        self.sums = [
+            alloc_vectors(len(self.offsets), self.lanes, spec.dtype) for _ in range(self.turns)
+        ]
+
+    def allocate(self) -> Buffer:
+        """A number for each row."""
+        return T.alloc_buffer((STRIP,), self.spec.dtype)
+
+    def load(self, buffer: Buffer, at: Expr) -> Expr:
+        return load_vector(buffer, at, self.lanes)
+
+    def load_scale(self, scale: Buffer, at: Expr) -> Expr:
+        """Scales in the dtype that is computed in."""
+        value = load_vector(scale, at, self.lanes)
+        if self.spec.scale_dtype == self.spec.dtype:
+            return value
+        return T.Cast(vector(self.spec.dtype, self.lanes), value)
+
+    def round(self, value: Expr, zero_point: Expr, most: Buffer) -> Expr:
+        """To the nearest integers of which codes stand for: clip(rint(v), -z, most - z)."""
+        zero_point = T.bind(zero_point)
+        low = constant(self.spec.dtype, 0, self.lanes) - zero_point
+        high = broadcast(most[0], self.lanes) - zero_point
+        return T.min(T.max(T.nearbyint(value), low), high)
+
+    def emit_dots(
+        self, matrix: Buffer, row: Expr, values: Buffer, first: Expr, count: Expr
+    ) -> list[Expr]:
+        """sum of matrix[row + k] * values[k] for `count` columns k from `first` on, a vector of
+        them for each of `offsets`.
+        """
+        lanes, zeros = self.lanes, constant(self.spec.dtype, 0, self.lanes)
+        for chain in self.sums:
+            for total in chain:
+                store_vector(total, zeros, 0, lanes)
+
+        def emit(k: Expr, chain: list[Buffer]) -> None:
+            factor = T.bind(broadcast(matrix[row + k], lanes))
+            for total, lane in zip(chain, self.offsets, strict=True):
+                product = factor * self.load(values, k * STRIP + lane)
+                store_vector(total, load_vector(total, 0, lanes) + product, 0, lanes)
+
+        with T.serial(T.floordiv(count, self.turns)) as i:
+            start = T.bind(first + i * self.turns)
+            for turn, chain in enumerate(self.sums):
+                emit(start + turn, chain)
+        with T.serial(T.floormod(count, self.turns)) as i:
+            emit(first + count - 1 - i, self.sums[0])
+        totals = []
+        for i in range(len(self.offsets)):
+            parts = [load_vector(chain[i], 0, lanes) for chain in self.sums]
+            while len(parts) > 1:
+                parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
+            totals.append(T.bind(parts[0]))
+        return totals

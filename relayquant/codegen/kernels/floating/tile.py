@@ -1,0 +1,275 @@
+"""Float kernels, shared part: vector widths of a target, epilogue, and the register tile.
+
+Every float kernel here is built of one loop: a tile of output rows (pixels) times vectors of
+output channels stays in registers, and each step adds one activation, spread over a vector, times
+one vector of weights. LLVM contracts the product and the sum to an FMA where the target has one.
+
+Remainders of channels overlap: the last vector is moved back to end at the last channel, so that
+nothing is ever read or written outside a buffer and no vector is partial.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+from tvm.target import Target
+from tvm.target.codegen import llvm_cpu_has_features
+
+from relayquant.codegen.kernels.emit import (
+    CACHE_LINE,
+    alloc_vectors,
+    broadcast,
+    emit_prefetch,
+    load_vector,
+    store_vector,
+)
+from relayquant.errors import ConfigError
+
+#: Fewest output channels of a product that is worth vectors.
+FEWEST_CHANNELS = 2
+
+#: A TIR expression or buffer; TVM gives them no useful static type.
+Expr = Any
+Buffer = Any
+
+#: Weights (bytes) up to which all channels are computed per tile of pixels; larger ones are walked
+#: once, panel by panel, over all pixels. Half of a common second level cache.
+RESIDENT_WEIGHTS = 1 << 20
+#: Bytes between addresses of one set of a first-level cache, in which 8 or 12 lines stay.
+SET_STRIDE = 1 << 12
+SET_LINES = 8
+#: Rows of a tile, where registers are enough for more.
+MOST_ROWS = 24
+FLOAT_BYTES = 4
+#: Vectors of a tile from which on a step has time to fetch a line of activations.
+LARGE_TILE = 24
+#: Steps between the fetch of packed weights into the cache and their use.
+PREFETCH_STEPS = 24
+#: Multiply-adds below which a kernel stays on one thread: 5 to 10 microseconds of them.
+PARALLEL_MACS = 500_000
+#: Rows as which a product of fewer counts: the time is that of reading its weights.
+FEWEST_ROWS = 8
+
+
+@dataclass(frozen=True)
+class FloatIsa:
+    """Vector registers for float32: `lanes` per register, `accumulators` that a tile may keep."""
+
+    lanes: int
+    accumulators: int
+
+    def narrow(self, channels: int) -> FloatIsa:
+        """The same with vectors short enough for `channels`: a power of two."""
+        lanes = self.lanes
+        while lanes > channels:
+            lanes //= 2
+        return FloatIsa(lanes, self.accumulators)
+
+
+def choose_float_isa(target: Target) -> FloatIsa:
+    """Widest float vectors `target` has; asks the target, not this machine."""
+    if target.kind.name == "llvm":
+        if llvm_cpu_has_features("avx512f", target):
+            return FloatIsa(16, 28)
+        if llvm_cpu_has_features("avx2", target) or llvm_cpu_has_features("avx", target):
+            return FloatIsa(8, 12)
+        if llvm_cpu_has_features("neon", target):
+            return FloatIsa(4, 24)
+    return FloatIsa(4, 12)
+
+
+@dataclass(frozen=True)
+class FloatEpilogue:
+    """What happens to a sum before it is stored: + bias[channel], + residual, then clip.
+
+    `low` and `high` are the bounds of the clip, None for none; relu is low=0. `columns` (first,
+    count): the results are columns of a wider tensor, whose others stay as they are.
+    """
+
+    bias: bool = False
+    residual: bool = False
+    low: float | None = None
+    high: float | None = None
+    columns: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.residual and self.columns:
+            raise ConfigError(
+                "FloatEpilogue: a residual is as wide as the results; allowed with columns of a "
+                "wider tensor: none.",
+                code="RQ119",
+            )
+
+    def pitch(self, channels: int) -> int:
+        """Values from one row of `channels` results to the next."""
+        return self.columns[1] if self.columns else channels
+
+    @property
+    def first(self) -> int:
+        """Column of the first result."""
+        return self.columns[0] if self.columns else 0
+
+    def finish(self, value: Expr, residual: Expr | None, lanes: int) -> Expr:
+        """`value` with the residual added and clipped; NaN stays NaN as in numpy's clip."""
+        if residual is not None:
+            value = value + residual
+        if self.low is not None:
+            value = T.max(value, broadcast(T.float32(self.low), lanes))
+        if self.high is not None:
+            value = T.min(value, broadcast(T.float32(self.high), lanes))
+        return value
+
+
+def ceil_div(a: Any, b: int) -> Any:
+    """Ceiling of a / b for an int or a TIR expression."""
+    return -(-a // b) if isinstance(a, int) else T.floordiv(a + (b - 1), b)
+
+
+@dataclass(frozen=True)
+class Panels:
+    """Output channels cut into vectors, and vectors into panels of `blocks` that a tile holds.
+
+    `full` panels are regular. The `tail` holds the vectors that are left, and the one that was
+    moved back to end at the last channel; its entries are first channels. A tile has at most
+    `most_rows` rows.
+    """
+
+    channels: int
+    lanes: int
+    blocks: int
+    most_rows: int
+
+    @property
+    def vectors(self) -> int:
+        return -(-self.channels // self.lanes)
+
+    @property
+    def full(self) -> int:
+        return self.channels // self.lanes // self.blocks
+
+    @property
+    def tail(self) -> tuple[int, ...]:
+        first = self.full * self.blocks
+        last = self.channels - self.lanes
+        return tuple(min(v * self.lanes, last) for v in range(first, self.vectors))
+
+    def starts_of(self, panel: Expr) -> list[Expr]:
+        """First channel of each vector of a full panel."""
+        return [(panel * self.blocks + block) * self.lanes for block in range(self.blocks)]
+
+    def starts(self) -> list[int]:
+        """First channel of each vector, in packed order."""
+        last = self.channels - self.lanes
+        return [min(v * self.lanes, last) for v in range(self.vectors)]
+
+
+def choose_panels(
+    channels: int, rows: int | None, isa: FloatIsa, pitch: int
+) -> tuple[FloatIsa, Panels]:
+    """Panel width for `rows` rows (None: many): two vectors, more where rows are few.
+
+    More too, of not more than 7 rows, where the rows, which are `pitch` values apart, meet in one
+    set of the first-level cache: of the lines of 14 rows it drops each before it is used up, those
+    of 7 stay.
+    """
+    isa = isa.narrow(channels)
+    vectors = -(-channels // isa.lanes)
+    most_rows = MOST_ROWS
+    if rows is not None and rows < 6:
+        blocks = min(vectors, max(1, min(8, isa.accumulators // rows)))
+    elif pitch * FLOAT_BYTES % SET_STRIDE == 0 and vectors >= 4 and isa.accumulators >= 24:
+        # 7 rows of 4 vectors, with those of weights and a word, are one more than 32 registers.
+        blocks, most_rows = (3 if isa.accumulators >= 28 else 4), SET_LINES - 1
+    elif vectors % 2 and vectors % 3 == 0 and isa.accumulators >= 24:
+        blocks = 3
+    else:
+        blocks = min(vectors, 2)
+    most_rows = max(1, min(isa.accumulators // blocks, most_rows))
+    return isa, Panels(channels, isa.lanes, blocks, most_rows)
+
+
+def choose_rows(total: int | None, most: int) -> int:
+    """Rows of a tile: `most` of them, fewer where that wastes less at the end."""
+    if total is None:
+        return most
+    if total <= most:
+        return total
+    return min(
+        range(max(1, most // 2), most + 1),
+        key=lambda rows: (-(-total // rows)) * (rows + 1.5),
+    )
+
+
+def emit_tile(
+    isa: FloatIsa,
+    rows: Sequence[Expr],
+    blocks: int,
+    image: Buffer,
+    weight: Buffer,
+    reduce: Callable[[Callable[[Expr, Callable[[int], Expr]], None]], None],
+    start: Callable[[int], Expr],
+    finish: Callable[[int, int, Expr], None],
+    prefetch: bool = True,
+    touch: Callable[[int, int], None] | None = None,
+    ahead: Callable[[Expr], None] | None = None,
+) -> None:
+    """Emit one register tile.
+
+    rows: offset of each row in `image`. reduce(step) emits the loops and calls
+    step(offset, weights) with the distance from a row's offset to the activation and a function
+    from block to the offset of its weight vector. start(block) is the initial vector,
+    finish(row, block, value) stores a result. prefetch: the weights lie in the order they are
+    read in; they are fetched ahead, because large ones come from memory, at its latency.
+    touch(row, block) has fetched what finish reads and writes, ahead(offset) what the next tile
+    reads: while this one computes.
+    """
+    lanes = isa.lanes
+    # Rows outer, blocks inner: the swapped order makes LLVM spill accumulators.
+    slots = [(r, b) for r in range(len(rows)) for b in range(blocks)]
+    accumulators = alloc_vectors(len(slots), lanes, "float32")
+    for acc, (_, b) in zip(accumulators, slots, strict=True):
+        store_vector(acc, start(b), 0, lanes)
+    if touch is not None:
+        for r, b in slots:
+            if b * lanes * FLOAT_BYTES % CACHE_LINE == 0:
+                touch(r, b)
+
+    def step(offset: Expr, weights: Callable[[int], Expr]) -> None:
+        if ahead is not None and len(slots) >= LARGE_TILE:
+            ahead(offset)
+        if prefetch and len(slots) >= 8:
+            for b in range(blocks):
+                emit_prefetch(weight, weights(b) + PREFETCH_STEPS * blocks * lanes, level=1)
+        for acc, (r, b) in zip(accumulators, slots, strict=True):
+            x = broadcast(image[rows[r] + offset], lanes)
+            product = x * load_vector(weight, weights(b), lanes)
+            store_vector(acc, load_vector(acc, 0, lanes) + product, 0, lanes)
+
+    reduce(step)
+    for acc, (r, b) in zip(accumulators, slots, strict=True):
+        finish(r, b, load_vector(acc, 0, lanes))
+
+
+def flat_view(buffer: Buffer) -> Buffer:
+    """One-dimensional view of a buffer, of static or symbolic size."""
+    size: Any = 1
+    for extent in buffer.shape:
+        size = size * extent
+    return T.decl_buffer((size,), buffer.dtype, data=buffer.data)
+
+
+def declare_arguments(
+    *arguments: tuple[str, tuple[Any, ...]] | None,
+) -> list[Any]:
+    """float32 arguments (name, shape) of the kernel, as flat views; None stays None."""
+    buffers = [None if a is None else T.arg(a[0], T.Buffer(a[1], "float32")) for a in arguments]
+    return [None if b is None else flat_view(b) for b in buffers]
+
+
+def static(value: Any) -> int | None:
+    """A Python int if the extent is known, else None."""
+    return int(value) if isinstance(value, int | tirx.IntImm) else None

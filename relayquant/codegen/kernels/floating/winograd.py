@@ -1,0 +1,319 @@
+"""Float convolution 3x3 by Winograd's minimal filtering, F(4x4, 3x3); see `kernels/winograd.py`.
+
+Its points are 0, a, -a, b, -b and infinity. Sums are no longer those of the direct form: each
+product of transforms mixes 36 activations and nine weights, whose rounding errors come out again.
+How large they are depends on the points; with a = sqrt(1/2) and b = sqrt(2), the squares of which
+are exact, they are about half as large as with 1 and 2. The weights are transformed in float64 and
+rounded once.
+
+Infinities and NaN of an activation reach all results of the tiles that read it, as NaN.
+
+Source of the matrices: Lavin and Gray, as there; of these points: the float kernels of ncnn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod, sqrt
+
+import numpy as np
+from numpy.typing import NDArray
+from tvm.script.ir_builder import tirx as T
+from tvm.tirx import PrimFunc
+
+from relayquant.codegen.kernels.emit import alloc_workspace, build_kernel, constant, store_vector
+from relayquant.codegen.kernels.floating.conv import (
+    FloatConv2d,
+    count_macs,
+    emit_padding,
+)
+from relayquant.codegen.kernels.floating.gemm import finish_into, start_with
+from relayquant.codegen.kernels.floating.tile import (
+    PARALLEL_MACS,
+    Buffer,
+    Expr,
+    FloatIsa,
+    Panels,
+    choose_rows,
+    declare_arguments,
+    emit_tile,
+    load_vector,
+    static,
+)
+from relayquant.codegen.kernels.winograd import (
+    IN,
+    OUT,
+    POINTS,
+    Share,
+    TileGrid,
+    TileResults,
+    can_transform,
+    loop_over_shares,
+    transform_tile,
+    view_buffers,
+)
+
+#: a and b.
+NEAR, FAR = sqrt(0.5), sqrt(2.0)
+#: Transformed weights, four times the bytes, may be no more: a last-level cache holds some such.
+MOST_WEIGHT_BYTES = 12 * 1024 * 1024
+#: Times in units of a multiply-add of vectors, measured on Zen 4: both transforms of a tile, of one
+#: vector; and bytes of weights that are read meanwhile from the last-level cache.
+INPUT_COST, OUTPUT_COST, BYTES_PER_STEP = 160, 160, 12
+#: Share of the direct form's estimated time below which this one is taken.
+WORTH = 0.85
+
+
+@dataclass(frozen=True)
+class FloatWinogradPlan:
+    """All that generator and packer must agree on."""
+
+    spec: FloatConv2d
+    isa: FloatIsa
+
+    @cached_property
+    def grid(self) -> TileGrid:
+        """The tiles, and how they are dealt out."""
+        spec = self.spec
+        tile_bytes = 4 * POINTS * (spec.in_channels + spec.out_channels)
+        is_parallel = count_macs(spec) >= PARALLEL_MACS
+        images = static(spec.batch) or 1
+        return TileGrid(spec.out_size, spec.out_channels, tile_bytes, images, is_parallel)
+
+    @cached_property
+    def panels(self) -> Panels:
+        """Of the output channels, all of as many vectors."""
+        lanes, accumulators = self.isa.lanes, self.isa.accumulators
+        vectors = self.spec.out_channels // lanes
+        blocks = next(count for count in (2, 3, 1) if vectors % count == 0)
+        return Panels(self.spec.out_channels, lanes, blocks, accumulators // blocks)
+
+    @cached_property
+    def height(self) -> int:
+        """Tiles that are multiplied at once."""
+        return choose_rows(self.grid.least_tiles, self.panels.most_rows)
+
+    @cached_property
+    def input_stride(self) -> int:
+        """From one element to the next in transformed activations: by a vector more than the tiles
+        have, or all 36 might meet in one set of the cache."""
+        return self.grid.most_tiles * self.spec.in_channels + self.isa.lanes
+
+    @cached_property
+    def sum_stride(self) -> int:
+        """From one element to the next in the products."""
+        return self.grid.most_tiles * self.spec.out_channels + self.isa.lanes
+
+    @cached_property
+    def weight_size(self) -> int:
+        """Elements of the packed weights."""
+        return POINTS * self.spec.in_channels * self.spec.out_channels
+
+    @cached_property
+    def cost(self) -> float:
+        """Estimated time of an image, in multiply-adds of vectors."""
+        spec, lanes = self.spec, self.isa.lanes
+        inputs, outputs = spec.in_channels // lanes, spec.out_channels // lanes
+        parts = self.grid.count_parts(self.panels.full)
+        steps = POINTS * spec.in_channels * outputs
+        tile = steps + parts * inputs * INPUT_COST + outputs * OUTPUT_COST
+        return prod(self.grid.tiles) * tile + 4 * self.weight_size / BYTES_PER_STEP
+
+
+def prefers_winograd(spec: FloatConv2d, isa: FloatIsa) -> bool:
+    """Whether `make_winograd` can compute a convolution, and is estimated to be faster than
+    `make_conv2d`.
+    """
+    if not can_transform(spec, isa.lanes):
+        return False
+    plan = FloatWinogradPlan(spec, isa)
+    direct = prod(spec.out_size) * 9 * spec.in_channels * (spec.out_channels // isa.lanes)
+    return 4 * plan.weight_size <= MOST_WEIGHT_BYTES and plan.cost < WORTH * direct
+
+
+def make_winograd(spec: FloatConv2d, isa: FloatIsa, name: str = "float_winograd") -> PrimFunc:
+    """The same kernel as that of `make_conv2d`, with weights of `pack_winograd`."""
+    plan = FloatWinogradPlan(spec, isa)
+
+    def body() -> None:
+        x, weight, bias, residual, y = declare_arguments(
+            ("x", spec.in_shape),
+            ("w", (plan.weight_size,)),
+            ("bias", (spec.out_channels,)) if spec.epilogue.bias else None,
+            ("residual", spec.out_shape) if spec.epilogue.residual else None,
+            ("y", spec.out_shape),
+        )
+        grid = plan.grid
+        image = emit_padding(spec, isa, x, grid.is_parallel) if any(spec.padding) else x
+        with (
+            view_buffers(image) as [pixels],
+            loop_over_shares(grid, spec.batch, plan.panels.full) as share,
+            view_buffers(
+                alloc_workspace(POINTS * plan.input_stride, "float32"),
+                alloc_workspace(POINTS * plan.sum_stride, "float32"),
+            ) as [inputs, sums],
+        ):
+            with share.loop_over_tiles() as at:
+                emit_inputs(plan, pixels, inputs, at)
+            emit_products(plan, weight, inputs, sums, share)
+            with share.loop_over_tiles() as at:
+                emit_results(plan, (bias, residual, y), sums, at, share)
+
+    return build_kernel(name, body)
+
+
+def emit_inputs(plan: FloatWinogradPlan, image: Buffer, inputs: Buffer, at: TileResults) -> None:
+    """B d B' of one tile, all channels."""
+    (height, width), channels = plan.spec.padded_size, plan.spec.in_channels
+    lanes = plan.isa.lanes
+    start = ((at.image * height + at.row) * width + at.col) * channels
+    with T.serial(channels // lanes) as v:
+        source, first = T.bind(start + v * lanes), T.bind(at.number * channels + v * lanes)
+
+        def load(i: int, j: Expr) -> Expr:
+            return load_vector(image, source + (i * width + j) * channels, lanes)
+
+        rows = transform_tile(load, lambda d: transform_inputs(d, lanes), IN, lanes, "float32")
+        for i, row in enumerate(rows):
+            for j, value in enumerate(row):
+                store_vector(inputs, value, first + (i * IN + j) * plan.input_stride, lanes)
+
+
+def transform_inputs(d: list[Expr], lanes: int) -> list[Expr]:
+    """B times six vectors; with p = a * a and q = b * b, B is
+
+    pq  0  -p-q   0  1  0
+    0  -aq  -q    a  1  0
+    0   aq  -q   -a  1  0
+    0  -bp  -p    b  1  0
+    0   bp  -p   -b  1  0
+    0  pq    0 -p-q  0  1
+    """
+
+    def times(factor: float, value: Expr) -> Expr:
+        return value * constant("float32", factor, lanes)
+
+    p, q = NEAR**2, FAR**2
+    near, far = d[4] - times(q, d[2]), d[4] - times(p, d[2])
+    near_odd, far_odd = (times(NEAR, d[3] - times(q, d[1])), times(FAR, d[3] - times(p, d[1])))
+    first = times(p * q, d[0]) + (d[4] - times(p + q, d[2]))
+    last = times(p * q, d[1]) + (d[5] - times(p + q, d[3]))
+    return [first, near + near_odd, near - near_odd, far + far_odd, far - far_odd, last]
+
+
+def emit_products(
+    plan: FloatWinogradPlan, weight: Buffer, inputs: Buffer, sums: Buffer, share: Share
+) -> None:
+    """For every element: transformed activations of so many tiles times transformed weights of a
+    part.
+    """
+    channels, outputs = plan.spec.in_channels, plan.spec.out_channels
+    lanes, panels, height = plan.isa.lanes, plan.panels, plan.height
+    own, tiles = share.own, share.tiles
+    steps = T.floordiv(tiles + (height - 1), height)
+    with T.grid(POINTS, own.end - own.first, steps) as (point, index, step):
+        panel = T.bind(own.first + index)
+        first = T.bind(T.min(step * height, tiles - height))
+        base = T.bind((point * panels.full + panel) * (channels * panels.blocks * lanes))
+        origin = T.bind(point * plan.input_stride + first * channels)
+        target = T.bind(point * plan.sum_stride + first * outputs + panel * (panels.blocks * lanes))
+
+        def reduce(emit: Callable[[Expr, Callable[[int], Expr]], None], base: Expr = base) -> None:
+            with T.serial(channels) as k:
+                emit(k, lambda b: base + (k * panels.blocks + b) * lanes)
+
+        def finish(row: int, block: int, value: Expr, target: Expr = target) -> None:
+            store_vector(sums, value, target + row * outputs + block * lanes, lanes)
+
+        emit_tile(
+            plan.isa,
+            [origin + row * channels for row in range(height)],
+            panels.blocks,
+            inputs,
+            weight,
+            reduce,
+            start_with(None, [], lanes),
+            finish,
+        )
+
+
+def emit_results(
+    plan: FloatWinogradPlan,
+    operands: tuple[Buffer | None, Buffer | None, Buffer],
+    sums: Buffer,
+    at: TileResults,
+    share: Share,
+) -> None:
+    """What the epilogue makes of the sums of one tile, all channels of a part; `operands` are bias,
+    residual and results.
+    """
+    spec, lanes, blocks = plan.spec, plan.isa.lanes, plan.panels.blocks
+    (height, width), channels = spec.out_size, spec.out_channels
+    bias, residual, y = operands
+    pitch = spec.epilogue.pitch(channels)
+    start = ((at.image * height + at.row) * width + at.col) * pitch
+    with T.serial((share.own.end - share.own.first) * blocks) as v:
+        first = T.bind((share.own.first * blocks + v) * lanes)
+        source = T.bind(at.number * channels + first)
+
+        def load(i: int, j: Expr) -> Expr:
+            return load_vector(sums, source + (i * IN + j) * plan.sum_stride, lanes)
+
+        added = T.bind(start_with(bias, [first], lanes)(0))
+        rows = transform_tile(load, lambda m: transform_sums(m, lanes), OUT, lanes, "float32")
+        for i, row in enumerate(rows):
+            targets = [start + (i * width + j) * pitch for j in range(OUT)]
+            finish = finish_into(y, residual, spec.epilogue, targets, [first], lanes)
+            for j, value in enumerate(row):
+                finish(j, 0, value + added)
+
+
+def transform_sums(m: list[Expr], lanes: int) -> list[Expr]:
+    """A times six vectors; A is
+
+    1  1    1   1    1   0
+    0  a   -a   b   -b   0
+    0  a^2 a^2  b^2 b^2  0
+    0  a^3 -a^3 b^3 -b^3 1
+    """
+
+    def weigh(power: int, near: Expr, far: Expr) -> Expr:
+        near_factor, far_factor = (
+            constant("float32", point**power, lanes) for point in (NEAR, FAR)
+        )
+        return near * near_factor + far * far_factor
+
+    near, far = T.bind(m[1] + m[2]), T.bind(m[3] + m[4])
+    near_odd, far_odd = T.bind(m[1] - m[2]), T.bind(m[3] - m[4])
+    return [
+        m[0] + near + far,
+        weigh(1, near_odd, far_odd),
+        weigh(2, near, far),
+        weigh(3, near_odd, far_odd) + m[5],
+    ]
+
+
+def transform_weights(weight: NDArray[np.float32]) -> NDArray[np.float32]:
+    """G w G' of OHWI weights: (6, 6, O, I), computed in float64 and rounded once."""
+    p, q = NEAR**2, FAR**2
+    near, far = 2 * p * (p - q), 2 * q * (q - p)
+    g = np.array(
+        [[1 / (p * q), 0, 0]]
+        + [[1 / n, x / n, x * x / n] for x, n in ((NEAR, near), (-NEAR, near))]
+        + [[1 / n, x / n, x * x / n] for x, n in ((FAR, far), (-FAR, far))]
+        + [[0, 0, 1]]
+    )
+    rows = np.tensordot(g, weight.astype("float64"), (1, 1))  # [6, O, 3, I]
+    return np.tensordot(g, rows, (1, 2)).swapaxes(0, 1).astype("float32")
+
+
+def pack_winograd(
+    weight: NDArray[np.float32], spec: FloatConv2d, isa: FloatIsa
+) -> NDArray[np.float32]:
+    """OHWI -> flat [element][panel][I][vector of the panel][lanes]."""
+    panels = FloatWinogradPlan(spec, isa).panels
+    points = transform_weights(weight)
+    points = points.reshape(POINTS, panels.full, panels.blocks, isa.lanes, spec.in_channels)
+    return np.ascontiguousarray(points.transpose(0, 1, 4, 2, 3)).reshape(-1)

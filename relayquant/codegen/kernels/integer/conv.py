@@ -1,0 +1,542 @@
+"""Convolution and matrix product, activations of 8 or 16 bits times int8 weights, generated as TIR.
+
+    y[n, oy, ox, c] = epilogue(bias[c] + sum x[n, oy*s + kh*d, ox*s + kw*d, i] * w[c, kh, kw, i])
+
+One generator serves conv2d, conv1d (height 1), dense (1x1 on a row of pixels) and the phases of a
+transposed convolution. It keeps a register tile of `rows x cols` output pixels by `blocks` vectors
+of output channels as accumulators and walks the reduction in words of `Isa.products` activations:
+
+- Pixels are the outer, channels the inner loop of the tile: the swapped order makes LLVM spill.
+- Remainders of pixels and channels move the last tile back so that it overlaps its neighbour; both
+  write the same values. The packer lays the weights out accordingly, so no tail code exists.
+- In NHWC the kw * c_in bytes under one kernel row are contiguous: they are one run of words, which
+  suits a first convolution of 1 or 3 channels as well as any other. The end of a run meets zero
+  weights, or the ends of several runs are joined to words in registers (`ConvPlan.end`).
+- Weights that no first-level cache holds are read panel by panel, all pixels for each, while the
+  next panel is fetched. Threads take parts of the panels, or of the pixels where weights are few.
+- Padding, a flip of the sign bit, and slack for the last word are one copy into a workspace, made
+  only when needed.
+- Small groups are merged until a vector of output channels is filled; the weights between
+  groups are zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tvm.script.ir_builder import tirx as T
+from tvm.tirx import PrimFunc
+
+from relayquant.codegen.kernels.emit import (
+    CACHE_LINE,
+    PARALLEL_THRESHOLD,
+    STORE_COST,
+    WEIGHT_COST,
+    alloc_vectors,
+    broadcast,
+    build_kernel,
+    ceil_div,
+    constant,
+    emit_prefetch,
+    load_vector,
+    loop_over,
+    store_vector,
+)
+from relayquant.codegen.kernels.integer.conv_plan import ConvPlan, choose_plan, pack_constants
+from relayquant.codegen.kernels.integer.depthwise import build_depthwise
+from relayquant.codegen.kernels.integer.depthwise_plan import pack_depthwise
+from relayquant.codegen.kernels.integer.operands import (
+    Image,
+    Operands,
+    declare_operands,
+    emit_narrow_vectors,
+    emit_prepared_image,
+    emit_store,
+)
+from relayquant.codegen.kernels.integer.saturating_pack import PACKED
+from relayquant.codegen.kernels.integer.specs import Conv2d, Dense, PackedWeights
+from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa
+from relayquant.errors import ConfigError
+
+#: Packed weights of up to this many bytes stay in the first-level cache while pixels pass by.
+SMALL_WEIGHT_BYTES = 20 * 1024
+#: An image of more bytes does not stay in the second-level cache, but weights up to so many do.
+LARGE_IMAGE_BYTES = 1024 * 1024
+CACHED_WEIGHT_BYTES = 300 * 1024
+#: Tiles that share the fetching of the next panel; with more, its first reading hardly counts.
+PREFETCH_TILES = 64
+
+#: Rounds of a loop for which steps are written out; of two LLVM makes no good loop.
+LONG_LOOP = 4
+
+#: Threads take parts of the pixels up to so many weights for every value of the input: weights come
+#: in order and are fetched ahead, while what another core wrote is waited for.
+WEIGHTS_PER_INPUT = 4
+
+#: Loops over tiles: all panels of weights for each tile of pixels, or all pixels for each panel.
+PIXEL_ORDER = "n row col group panel"
+PANEL_ORDER = "group panel n row col"
+
+
+def build_general_conv2d(
+    spec: Conv2d,
+    isa: Isa,
+    name: str,
+    in_shape: tuple[int, ...] | None,
+    out_shape: tuple[int, ...] | None,
+) -> PrimFunc:
+    """The kernel of `build_conv2d` for all but depthwise convolutions."""
+
+    def body() -> None:
+        plan = choose_plan(spec, isa)
+        operands = declare_operands(
+            spec, plan.isa, plan.weight_size, plan.channel_size, in_shape, out_shape
+        )
+        image = Image(operands.data, spec.height, spec.width)
+        cost = spec.macs + STORE_COST * prod(spec.out_shape) + WEIGHT_COST * plan.weight_size
+        threads = cost >= PARALLEL_THRESHOLD
+        if plan.needs_copy:
+            image = emit_prepared_image(operands.data, spec, plan.isa)
+        emit_convolution(plan, image, operands, threads)
+
+    return build_kernel(name, body)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a convolution that is a part of another one reads and writes.
+
+    Output pixel (y, x) goes to (y * stride + offset) of an image of `size`; its window starts at
+    `origin` in the input. `first_weight` counts weight vectors, `first_channel` lanes.
+    """
+
+    origin: tuple[int, int]
+    size: tuple[int, int]
+    stride: tuple[int, int]
+    offset: tuple[int, int]
+    first_weight: int
+    first_channel: int
+
+
+@dataclass(frozen=True)
+class TilePosition:
+    """One register tile: offsets of what it reads, writes, and of its constants."""
+
+    origin: Expr  #: of the first activation in the image
+    pixel_starts: list[int]  #: of every pixel of the tile, from `origin`
+    out_pixels: list[Expr]  #: of the first channel of every pixel in y
+    out_channels: list[
+        Expr
+    ]  #: of every block in a pixel of y; all the same when results are packed
+    pixel_numbers: list[Expr]  #: of every pixel in `Operands.row_term`
+    constants: Expr  #: in the multipliers
+    bias: Expr
+    first_vector: Expr  #: number of the first weight vector
+
+
+def emit_convolution(
+    plan: ConvPlan,
+    image: Image,
+    operands: Operands,
+    threads: bool,
+    placement: Placement | None = None,
+) -> None:
+    """All tiles of a convolution over a prepared image."""
+    images, n_rows, n_cols = plan.pixel_grid
+    placement = placement or Placement((0, 0), (n_rows, n_cols), (1, 1), (0, 0), 0, 0)
+    if plan.is_matrix:
+        image = Image(image.data, 1, n_cols)
+    sizes = {
+        "n": images,
+        "row": ceil_div(n_rows, plan.tile.rows),
+        "col": ceil_div(n_cols, plan.tile.cols),
+        "group": plan.groups,
+        "panel": plan.panels,
+    }
+    order = pick_order(plan)
+    axes, halved = order.split(), find_halved_axis(plan, order, sizes) if threads else None
+    if halved is not None:
+        axes, sizes = ["half", *axes], {**sizes, "half": 2, halved: sizes[halved] // 2}
+    tiles = sizes["n"] * sizes["row"] * sizes["col"]
+    with loop_over(tuple(sizes[axis] for axis in axes), threads) as indices:
+        index = dict(zip(axes, indices, strict=True))
+        tile = (index["n"] * sizes["row"] + index["row"]) * sizes["col"] + index["col"]
+        if halved is not None:
+            index[halved] = index[halved] + index.pop("half") * sizes[halved]
+        at = locate_tile(plan, image, placement, **index)
+        ahead = None
+        if order == PANEL_ORDER and tiles <= PREFETCH_TILES:
+            panel = index["group"] * plan.panels + index["panel"]
+            ahead = plan_prefetch(plan, placement, panel, tile, tiles)
+        following = None
+        if plan.is_matrix and plan.image_bytes > LARGE_IMAGE_BYTES:
+            following = plan_pixel_prefetch(plan, at, order, index["panel"])
+        emit_residual_prefetch(plan, operands, at)
+        chains = emit_start(plan, operands, at)
+        emit_reduction(plan, image, operands, at, chains, ahead, following)
+        emit_results(plan, operands, at, chains)
+
+
+def pick_order(plan: ConvPlan) -> str:
+    """Axes of the loop over tiles, the outermost first: what changes last stays in the caches."""
+    if plan.weight_bytes <= SMALL_WEIGHT_BYTES:
+        return PIXEL_ORDER
+    if plan.image_bytes > LARGE_IMAGE_BYTES and plan.weight_bytes <= CACHED_WEIGHT_BYTES:
+        return PIXEL_ORDER
+    return "n group panel row col" if plan.weights_per_image else PANEL_ORDER
+
+
+def find_halved_axis(plan: ConvPlan, order: str, sizes: dict[str, int]) -> str | None:
+    """The axis of pixels to split in two before all else; None: threads take parts of the panels.
+
+    A thread with a part of the pixels finds in its own cache what it wrote of them in the kernel
+    before. One with a part of the panels reads all that others wrote, and less of the weights.
+    """
+    if order != PANEL_ORDER or plan.weight_size > WEIGHTS_PER_INPUT * prod(plan.spec.in_shape):
+        return None
+    return next((axis for axis in ("n", "row", "col") if sizes[axis] % 2 == 0), None)
+
+
+@dataclass(frozen=True)
+class Prefetch:
+    """The share of a tile in fetching the weights of the panel after its own.
+
+    Large weights come from far: the last-level cache or memory. The tiles of a panel find them near
+    except the first one, which would wait for every line. So the tiles of one panel together ask
+    for the lines of the next, a few with each word, while their own dot products go on.
+    """
+
+    start: Expr  #: first element of packed weights, or of the pixels
+    step: int  #: elements per word
+
+
+def plan_prefetch(
+    plan: ConvPlan, place: Placement, panel: Expr, tile: Expr, tiles: int
+) -> Prefetch:
+    """What tile number `tile` of `tiles` fetches while it works on a panel.
+
+    Shares are rounded up, and the last ones moved back: no address lies behind the weights.
+    """
+    size = plan.isa.weight_vector
+    words = plan.panel_vectors // plan.tile.blocks
+    step = ceil_div(plan.tile.blocks * size, tiles)
+    following = T.min(panel + 1, plan.groups * plan.panels - 1)
+    first = (following * plan.panel_vectors + place.first_weight) * size
+    start = T.min(tile * (words * step), plan.panel_vectors * size - words * step)
+    return Prefetch(first + start, step)
+
+
+def plan_pixel_prefetch(plan: ConvPlan, at: TilePosition, order: str, panel: Expr) -> Prefetch:
+    """What a tile of a matrix fetches of the pixels of the next one, which follow in memory.
+
+    Where they are more than the second-level cache holds, each line would be waited for: the cores
+    see a run of a few lines in every pixel, too short to guess the next. With all panels of weights
+    for a tile of pixels, each panel fetches its share.
+    """
+    size, sharing = plan.tile.cols * plan.spec.in_channels, 1
+    if order == PIXEL_ORDER:
+        sharing = plan.panels
+    step = ceil_div(size, plan.words * sharing)
+    start = at.origin + size
+    return Prefetch(start + panel * (plan.words * step) if sharing > 1 else start, step)
+
+
+def emit_residual_prefetch(plan: ConvPlan, operands: Operands, at: TilePosition) -> None:
+    """Fetch what a tile adds and overwrites in the end, while its dot products go on.
+
+    The residual was computed some kernels ago, and its pixels are far apart: every line of it would
+    be waited for, and so would those of y that are next to it.
+    """
+    if operands.residual is None:
+        return
+    for buffer, write in ((operands.residual, False), (operands.out, True)):
+        line = CACHE_LINE // np.dtype(buffer.dtype).itemsize
+        for pixel in at.out_pixels:
+            for channel in range(0, min(plan.panel_channels, plan.group_out), line):
+                emit_prefetch(buffer, pixel + at.out_channels[0] + channel, level=1, write=write)
+
+
+def locate_tile(
+    plan: ConvPlan,
+    image: Image,
+    place: Placement,
+    n: Expr,
+    row: Expr,
+    col: Expr,
+    group: Expr,
+    panel: Expr,
+) -> TilePosition:
+    """Offsets of the tile with these indices; the last tile of an axis is moved back."""
+    spec, tile, lanes = plan.spec, plan.tile, plan.isa.lanes
+    _, n_rows, n_cols = plan.pixel_grid
+    stride_h, stride_w = spec.strides
+    oy, ox = row * tile.rows, col * tile.cols
+    if n_rows % tile.rows:
+        oy = T.min(oy, n_rows - tile.rows)
+    if n_cols % tile.cols:
+        ox = T.min(ox, n_cols - tile.cols)
+    y, x = oy * stride_h + place.origin[0], ox * stride_w + place.origin[1]
+    origin = ((n * image.height + y) * image.width + x) * spec.in_channels
+    starts, numbers, targets = [], [], []
+    for r, c in np.ndindex(tile.rows, tile.cols):
+        starts.append((r * stride_h * image.width + c * stride_w) * spec.in_channels)
+        numbers.append((n * n_rows + oy + r) * n_cols + ox + c)
+        y = (oy + r) * place.stride[0] + place.offset[0]
+        x = (ox + c) * place.stride[1] + place.offset[1]
+        targets.append(((n * place.size[0] + y) * place.size[1] + x) * spec.out_channels)
+
+    # Packed results cover a panel, others a vector; either is moved back within the group.
+    width = plan.panel_channels if plan.is_narrow else lanes
+    channels = []
+    for block in range(tile.blocks):
+        start = panel * plan.panel_channels + (0 if plan.is_narrow else block * lanes)
+        if plan.panels * plan.panel_channels != plan.group_out:
+            start = T.min(start, max(plan.group_out - width, 0))
+        channels.append(group * plan.group_out + start)
+
+    weight_set = n if plan.weights_per_image else 0
+    constants = (group * plan.panels + panel) * plan.panel_channels + place.first_channel
+    first_panel = (weight_set * plan.groups + group) * plan.panels + panel
+    return TilePosition(
+        origin=origin + group * plan.group_in,
+        pixel_starts=starts,
+        out_pixels=targets,
+        out_channels=channels,
+        pixel_numbers=numbers,
+        constants=constants,
+        bias=weight_set * plan.channel_size + constants,
+        first_vector=first_panel * plan.panel_vectors + place.first_weight,
+    )
+
+
+def emit_start(plan: ConvPlan, operands: Operands, at: TilePosition) -> list[list[Buffer]]:
+    """Accumulators [chain][set * blocks + block], a set being `Isa.pixels` pixels of the tile.
+
+    The first chain holds the bias, others 0.
+    """
+    tile, isa, lanes = plan.tile, plan.isa, plan.isa.lanes
+    width, slots = isa.accumulator_lanes, tile.pixels // isa.pixels * tile.blocks
+    chains = [alloc_vectors(slots, width) for _ in range(tile.chains)]
+    for slot, acc in enumerate(chains[0]):
+        first, block = divmod(slot, tile.blocks)
+        sums = []
+        for number in group_pixels(at.pixel_numbers, isa)[first]:
+            value = load_vector(operands.bias, at.bias + block * lanes, lanes)
+            if operands.row_term is not None:
+                value = value + broadcast(operands.row_term.vload([number]), lanes)
+            sums.append(value)
+        store_vector(acc, isa.join_sums(sums), 0, width)
+    for acc in (acc for accs in chains[1:] for acc in accs):
+        store_vector(acc, constant("int32", 0, width), 0, width)
+    return chains
+
+
+def group_pixels(values: list[Any], isa: Isa) -> list[list[Any]]:
+    """What belongs to the pixels of a tile, by the sets of pixels that share accumulators."""
+    return [values[i : i + isa.pixels] for i in range(0, len(values), isa.pixels)]
+
+
+def emit_reduction(
+    plan: ConvPlan,
+    image: Image,
+    operands: Operands,
+    at: TilePosition,
+    chains: list[list[Buffer]],
+    ahead: Prefetch | None,
+    following: Prefetch | None = None,
+) -> None:
+    """The dot products of a tile, in loops over kernel positions and words.
+
+    With them it fetches the weights `ahead` and the `following` pixels.
+
+    Pixels and blocks are unrolled, pixels the outer on x86, where the swapped order makes LLVM
+    spill; on Arm it is this one that does (`Isa.blocks_first`).
+    """
+    spec, isa, blocks = plan.spec, plan.isa, plan.tile.blocks
+    width = isa.accumulator_lanes
+    dilation_h, dilation_w = spec.dilation
+
+    def steps(tap_h: Expr, tap_w: Expr, word: Expr, count: int) -> None:
+        """`count` words from `word` on, dealt out to the chains."""
+        tap = (tap_h * dilation_h * image.width + tap_w * dilation_w) * spec.in_channels
+        first = at.origin + tap + word * isa.products
+        index = (tap_h * plan.taps[1] + tap_w) * plan.words + word
+        for share, buffer, level in ((ahead, operands.weight, 2), (following, image.data, 1)):
+            if share is not None:
+                line = CACHE_LINE // np.dtype(buffer.dtype).itemsize
+                for element in range(0, count * share.step, line):
+                    emit_prefetch(buffer, share.start + index * share.step + element, level)
+        pixels = [
+            isa.load_activations(image.data, first + start, count) for start in at.pixel_starts
+        ]
+        loads = [
+            [isa.join_words(list(words)) for words in zip(*members, strict=True)]
+            for members in group_pixels(pixels, isa)
+        ]
+        for i in range(count):
+            vectors = at.first_vector + (index + i) * blocks
+            sums = list(enumerate(chains[i % len(chains)]))
+            if isa.blocks_first:
+                sums.sort(key=lambda each: each[0] % blocks)
+            for slot, acc in sums:
+                members, block = divmod(slot, blocks)
+                weights = isa.load_weights(operands.weight, vectors + block)
+                value = isa.dot(load_vector(acc, 0, width), loads[members][i], weights)
+                store_vector(acc, value, 0, width)
+
+    unrolled = ceil_div(len(chains), isa.words_per_load) * isa.words_per_load
+    times = isa.count_steps(plan.tile.pixels, blocks, plan.tile.pixels * blocks * len(chains))
+    if plan.words >= LONG_LOOP * times * unrolled:
+        unrolled *= times
+    whole, rest = divmod(plan.words, unrolled)
+    with T.grid(*plan.taps) as (tap_h, tap_w):
+        if whole:
+            with T.serial(whole) as i:
+                steps(tap_h, tap_w, i * unrolled, unrolled)
+        if rest:
+            steps(tap_h, tap_w, T.int32(whole * unrolled), rest)
+    for end_word in range(plan.end_words):
+        emit_end_word(plan, image, operands, at, chains[end_word % len(chains)], end_word)
+
+
+def emit_end_word(
+    plan: ConvPlan,
+    image: Image,
+    operands: Operands,
+    at: TilePosition,
+    accs: list[Buffer],
+    number: int,
+) -> None:
+    """The dot products of one word that is joined of the ends of several kernel rows."""
+    spec, isa, blocks = plan.spec, plan.isa, plan.tile.blocks
+    pieces = isa.products // plan.end
+    rows = range(number * pieces, min((number + 1) * pieces, plan.taps[0]))
+    row = spec.dilation[0] * image.width * spec.in_channels
+    ends = [row * r + plan.words * isa.products for r in rows]
+    words = [
+        isa.load_joined(image.data, [at.origin + start + end for end in ends], plan.end)
+        for start in at.pixel_starts
+    ]
+    index = prod(plan.taps) * plan.words + number
+    for slot, acc in enumerate(accs):
+        pixel, block = divmod(slot, blocks)
+        weights = isa.load_weights(operands.weight, at.first_vector + index * blocks + block)
+        value = isa.dot(load_vector(acc, 0, isa.lanes), words[pixel], weights)
+        store_vector(acc, value, 0, isa.lanes)
+
+
+def emit_results(
+    plan: ConvPlan, operands: Operands, at: TilePosition, chains: list[list[Buffer]]
+) -> None:
+    """Add up the chains of a tile, and store what the epilogue makes of the sums."""
+    isa, epilogue, blocks, lanes = plan.isa, plan.spec.epilogue, plan.tile.blocks, plan.isa.lanes
+    totals: list[Expr] = [None] * (plan.tile.pixels * blocks)  # [pixel * blocks + block]
+    for slot, accs in enumerate(zip(*chains, strict=True)):
+        total = load_vector(accs[0], 0, isa.accumulator_lanes)
+        for acc in accs[1:]:
+            total = total + load_vector(acc, 0, isa.accumulator_lanes)
+        first, block = divmod(slot, blocks)
+        for member, sums in enumerate(isa.split_sums(total)):
+            totals[(first * isa.pixels + member) * blocks + block] = sums
+    if not plan.is_narrow:
+        for slot, total in enumerate(totals):
+            pixel, block = divmod(slot, blocks)
+            target = at.out_pixels[pixel] + at.out_channels[block]
+            first = at.constants + block * lanes
+            emit_store(operands, epilogue, total, target, first, lanes, plan.store_width)
+        return
+    targets = [pixel + at.out_channels[0] for pixel in at.out_pixels]
+    for first in range(0, len(totals), PACKED):
+        values = totals[first : first + PACKED]
+        pixels = targets[first // blocks : (first + len(values)) // blocks]
+        emit_narrow_vectors(
+            isa, epilogue, operands, values, pixels, at.constants, blocks, plan.store_width
+        )
+
+
+def build_conv2d(
+    spec: Conv2d,
+    isa: Isa,
+    name: str = "conv2d",
+    in_shape: tuple[int, ...] | None = None,
+    out_shape: tuple[int, ...] | None = None,
+) -> PrimFunc:
+    """Kernel of a convolution: PrimFunc(x, weight, bias[, multiplier][, residual], y).
+
+    x is NHWC, residual and y are like the output; the others come from `pack_conv2d`. `in_shape`
+    and `out_shape` declare the arguments with another shape of as many elements, as a conv1d (N,
+    W, C) or a dense layer (..., K) has.
+    """
+    build = build_depthwise if spec.is_depthwise else build_general_conv2d
+    return build(spec, isa, name, in_shape, out_shape)
+
+
+def pack_general_conv2d(
+    spec: Conv2d,
+    isa: Isa,
+    weight: NDArray[np.int8],
+    bias: NDArray[np.int32],
+    multiplier: NDArray[np.float32] | None,
+) -> PackedWeights:
+    """Constant operands of `build_general_conv2d`."""
+    return pack_constants(choose_plan(spec, isa), weight, bias, multiplier)
+
+
+def pack_conv2d(
+    spec: Conv2d,
+    isa: Isa,
+    weight: NDArray[np.int8],
+    bias: NDArray[np.int32],
+    multiplier: NDArray[np.float32] | None,
+) -> PackedWeights:
+    """Constant operands of `build_conv2d(spec, isa)`.
+
+    Args:
+        weight: (O, KH, KW, I / groups) int8, kernel zero point 0.
+        bias: (O,) int32, scale s_in * s_w[c]; without the zero point correction.
+        multiplier: (O,) or () float32; s_in * s_w[c] / s_out, or s_in * s_w[c] to dequantize; None
+            when accumulators are stored.
+
+    Raises:
+        ConfigError: a shape does not fit, or the multiplier is missing or not wanted.
+    """
+    pack = pack_depthwise if spec.is_depthwise else pack_general_conv2d
+    return pack(spec, isa, weight, bias, multiplier)
+
+
+def build_dense(
+    spec: Dense,
+    isa: Isa,
+    name: str = "dense",
+    in_shape: tuple[int, ...] | None = None,
+    out_shape: tuple[int, ...] | None = None,
+) -> PrimFunc:
+    """Kernel of a dense layer: PrimFunc(x, weight, bias[, multiplier][, residual], y).
+
+    x is (M, K) and y (M, N), or of the given shapes with M split into several dimensions. The
+    constants come from `pack_dense`.
+    """
+    in_shape = in_shape or (spec.rows, spec.in_features)
+    out_shape = (spec.rows, spec.out_features) if out_shape is None else out_shape
+    return build_conv2d(spec.as_conv2d(), isa, name, in_shape, out_shape)
+
+
+def pack_dense(
+    spec: Dense,
+    isa: Isa,
+    weight: NDArray[np.int8],
+    bias: NDArray[np.int32],
+    multiplier: NDArray[np.float32] | None,
+) -> PackedWeights:
+    """Constant operands of `build_dense`; weight (N, K), bias (N,), multiplier (N,) or ()."""
+    if weight.shape != (spec.out_features, spec.in_features):
+        raise ConfigError(
+            f"pack_dense: weight has shape {weight.shape}, expected "
+            f"{(spec.out_features, spec.in_features)}.",
+            code="RQ119",
+        )
+    return pack_conv2d(spec.as_conv2d(), isa, weight[:, None, None, :], bias, multiplier)

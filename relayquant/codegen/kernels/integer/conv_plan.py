@@ -1,0 +1,419 @@
+"""What generator and packer of a convolution agree on: register tile, panels, weight order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relayquant.codegen.kernels.emit import ceil_div
+from relayquant.codegen.kernels.integer.saturating_pack import can_narrow, channel_order
+from relayquant.codegen.kernels.integer.specs import Conv2d, PackedWeights, Tile, pack_channels
+from relayquant.codegen.kernels.isa.base import Isa
+
+#: What an accumulator on the stack adds to a word of a loop, as other units than those of the dot
+#: products load and store it; and what it adds in a loop short enough to be unrolled by LLVM, which
+#: then keeps much more on the stack.
+STACK_COST, UNROLLED_STACK_COST = 0.2, 3.0
+UNROLLED_WORDS = 8
+#: Share of the registers that a tile may take before joined words: LLVM unrolls the short loops in
+#: front of them, and loads what comes next early.
+JOINING_SHARE = 0.7
+#: A packed panel that is not full is stored in pieces that are no smaller.
+NARROW_PIECE = 8
+
+
+class RankedPlan(Protocol):
+    """What the choice of instructions asks of a plan."""
+
+    @property
+    def isa(self) -> Isa: ...
+    @property
+    def fewest_pixels(self) -> int: ...
+    @property
+    def instructions(self) -> float: ...
+
+
+PlanT = TypeVar("PlanT", bound=RankedPlan)
+
+
+def rank_tiles(
+    out_size: tuple[int, int],
+    vectors: int,
+    words: int,
+    isa: Isa,
+    narrow: Collection[int] = (),
+    taps: int = 1,
+    end_words: int = 0,
+) -> list[Tile]:
+    """Tiles for an output of `out_size` x `vectors`, that of the least estimated time first.
+
+    The reduction is of `taps` loops over `words` and of `end_words` behind them; results of tiles
+    with as many blocks as one of `narrow` leave as packed bytes. Time of one word in units of dot
+    products: `Isa.time_word`; more where an accumulator goes to the stack (`Isa.count_registers`).
+    Overlapping tiles count as work: sizes which divide evenly win.
+    A tile is of whole accumulators; the output must have at least `isa.pixels` pixels.
+    """
+    height, width = out_size
+    stack_cost = STACK_COST if words > UNROLLED_WORDS else UNROLLED_STACK_COST
+    most_registers = isa.registers * (JOINING_SHARE if end_words else 1)
+    found: list[tuple[float, Tile]] = []
+    for blocks in range(1, min(vectors, isa.max_blocks) + 1):
+        limit = min(max(isa.accumulators // blocks, 1), isa.max_pixels)
+        for rows in range(1, min(height, limit) + 1):
+            for cols in range(1, min(width, limit // rows) + 1):
+                pixels = rows * cols
+                if pixels % isa.pixels:
+                    continue
+                dots = pixels * blocks
+                chains = count_chains(dots, words, isa)
+                time = isa.time_word(pixels, blocks, isa.dots_in_flight / chains)
+                registers = isa.count_registers(pixels, blocks, dots * chains)
+                if registers > isa.registers and not isa.may_spill:
+                    continue
+                time += stack_cost * (registers > most_registers)
+                time *= words * taps + end_words
+                time += isa.timing.time_stores(dots, blocks, blocks in narrow)
+                tiles = ceil_div(height, rows) * ceil_div(width, cols) * ceil_div(vectors, blocks)
+                cost = tiles * time * (1 + 0.01 * (rows > 1)) - 0.001 * pixels
+                found.append((cost, Tile(rows, cols, blocks, chains)))
+    assert found  # sizes are at least 1, and not less pixels than one accumulator has
+    found.sort(key=lambda each: each[0])  # stable: of equals the first stays
+    return [tile for _, tile in found]
+
+
+def count_chains(dots: int, words: int, isa: Isa) -> int:
+    """Partial sums of each result that hide the latency of `dots` dot products for every word."""
+    return max(min(ceil_div(isa.dots_in_flight, dots), isa.accumulators // dots, words), 1)
+
+
+def merge_groups(spec: Conv2d, isa: Isa) -> int:
+    """How many neighbouring groups to compute as one, with zero weights between them.
+
+    Fewest dot products win: merging lengthens the reduction, and fills the channel vectors.
+    """
+
+    def cost(merged: int) -> tuple[int, int]:
+        vectors = ceil_div(merged * spec.out_channels // spec.groups, isa.lanes)
+        words = ceil_div(merged * spec.in_channels // spec.groups, isa.products)
+        return spec.groups // merged * vectors * words, -merged
+
+    return min((d for d in range(1, spec.groups + 1) if spec.groups % d == 0), key=cost)
+
+
+@dataclass(frozen=True)
+class ConvPlan:
+    """All that generator and packer must agree on for one convolution."""
+
+    spec: Conv2d
+    isa: Isa
+    weights_per_image: bool = False  #: every image has its own weights and bias
+    is_part: bool = False  #: reads and writes through a `Placement`
+
+    @cached_property
+    def is_matrix(self) -> bool:
+        """Pixels are contiguous, as the rows of a matrix: an image is one row of pixels."""
+        spec = self.spec
+        plain = spec.kernel == (1, 1) and spec.strides == (1, 1) and not any(spec.padding)
+        return plain and not self.is_part
+
+    @cached_property
+    def merged(self) -> int:
+        return merge_groups(self.spec, self.isa)
+
+    @cached_property
+    def groups(self) -> int:
+        return self.spec.groups // self.merged
+
+    @cached_property
+    def group_in(self) -> int:
+        return self.spec.in_channels // self.groups
+
+    @cached_property
+    def group_out(self) -> int:
+        return self.spec.out_channels // self.groups
+
+    @cached_property
+    def taps(self) -> tuple[int, int]:
+        """Kernel positions that are loops; a kernel row that is contiguous in memory is one run."""
+        kh, kw = self.spec.kernel
+        contiguous = self.groups == 1 and (self.spec.dilation[1] == 1 or kw == 1)
+        return (kh, 1) if contiguous else (kh, kw)
+
+    @cached_property
+    def run(self) -> int:
+        """Activations of one tap that follow each other in memory."""
+        return self.group_in * self.spec.kernel[1] // self.taps[1]
+
+    @cached_property
+    def end(self) -> int:
+        """Activations behind the whole words of a run, where those of all kernel rows are joined to
+        words; 0 where each run ends with a word of its own that is not full.
+
+        A row of 3x3 of a first convolution is 9 activations: three rows take 7 words, not 9.
+        """
+        products, (rows, cols) = self.isa.products, self.taps
+        end = self.run % products
+        if not self.isa.joins_ends or cols > 1 or self.run < products or not end or products % end:
+            return 0
+        return end if ceil_div(rows * end, products) < rows else 0
+
+    @cached_property
+    def words(self) -> int:
+        """Of a run, without those that are joined of several (`end_words`)."""
+        return self.run // self.isa.products if self.end else ceil_div(self.run, self.isa.products)
+
+    @cached_property
+    def end_words(self) -> int:
+        """Words made of the ends of all runs."""
+        return ceil_div(self.taps[0] * self.end, self.isa.products)
+
+    @cached_property
+    def panel_words(self) -> int:
+        """Dot products of each result."""
+        return prod(self.taps) * self.words + self.end_words
+
+    @cached_property
+    def pixel_grid(self) -> tuple[int, int, int]:
+        """(images, rows, cols) of output pixels as the generator walks them."""
+        spec = self.spec
+        if self.is_matrix and self.weights_per_image:
+            return spec.batch, 1, spec.height * spec.width
+        if self.is_matrix:
+            return 1, 1, spec.batch * spec.height * spec.width
+        return spec.batch, *spec.out_size
+
+    @cached_property
+    def vectors(self) -> int:
+        return ceil_div(self.group_out, self.isa.lanes)
+
+    @cached_property
+    def narrow_blocks(self) -> tuple[int, ...]:
+        """Vectors of channels in a tile whose results can leave as packed bytes.
+
+        A panel of more channels than there are is stored in a few pieces.
+        """
+        if not can_narrow(self.isa, self.spec.epilogue):
+            return ()
+        is_whole = self.group_out % NARROW_PIECE == 0
+        return tuple(
+            blocks
+            for blocks in (1, 2, 4)
+            if self.group_out >= blocks * self.isa.lanes
+            or (is_whole and self.vectors > blocks // 2)
+        )
+
+    @cached_property
+    def ranked_tiles(self) -> list[Tile]:
+        """All that can be taken, that of the least estimated time first."""
+        return rank_tiles(
+            self.pixel_grid[1:],
+            self.vectors,
+            self.words,
+            self.isa,
+            self.narrow_blocks,
+            prod(self.taps),
+            self.end_words,
+        )
+
+    @cached_property
+    def tile(self) -> Tile:
+        return self.spec.tile or self.ranked_tiles[0]
+
+    @cached_property
+    def is_narrow(self) -> bool:
+        """Whether results leave as packed bytes, four vectors at a time."""
+        return self.tile.blocks in self.narrow_blocks
+
+    @cached_property
+    def panel_channels(self) -> int:
+        return self.tile.blocks * self.isa.lanes
+
+    @cached_property
+    def panels(self) -> int:
+        """Runs of `tile.blocks` vectors of channels per group."""
+        return ceil_div(self.vectors, self.tile.blocks)
+
+    @cached_property
+    def panel_vectors(self) -> int:
+        """Packed weight vectors per panel."""
+        return self.panel_words * self.tile.blocks
+
+    @cached_property
+    def weight_size(self) -> int:
+        return self.groups * self.panels * self.panel_vectors * self.isa.weight_vector
+
+    @cached_property
+    def weight_bytes(self) -> int:
+        return self.weight_size * np.dtype(self.isa.weight_dtype).itemsize
+
+    @cached_property
+    def image_bytes(self) -> int:
+        """Of all activations as the dot product reads them, without padding."""
+        return prod(self.spec.in_shape) * np.dtype(self.isa.activation).itemsize
+
+    @cached_property
+    def channel_size(self) -> int:
+        """Length of bias and multiplier: one vector for every vector of weights."""
+        return self.groups * self.panels * self.panel_channels
+
+    @cached_property
+    def fewest_pixels(self) -> int:
+        """Pixels of an image."""
+        return prod(self.pixel_grid[1:])
+
+    @cached_property
+    def instructions(self) -> float:
+        """Estimated vector instructions for all tiles and the copy; 16-byte vectors, as Arm has.
+
+        Of each word: the dot products, what brings the activations, and loads of weights. Of each
+        tile: taking accumulators of several pixels apart. The copy loads and stores every vector of
+        the input. Everything else is the same for all instruction sets a target can choose from.
+        """
+        tile, isa = self.tile, self.isa
+        _, rows, cols = self.pixel_grid
+        tiles = ceil_div(rows, tile.rows) * ceil_div(cols, tile.cols) * self.pixel_grid[0]
+        sums, words = tile.pixels * tile.blocks, self.panel_words
+        weights = tile.blocks * isa.weight_vector * np.dtype(isa.weight_dtype).itemsize / 16
+        step = sums * isa.dot_cost + tile.pixels * isa.word_cost + weights
+        apart = sums * (isa.pixels - 1)
+        copied = 2 * prod(self.spec.in_shape) / 16 if self.needs_copy else 0
+        return tiles * self.groups * self.panels * (words * step + apart) + copied
+
+    @cached_property
+    def store_width(self) -> int:
+        """Channels that are stored together: of a vector, or of a panel as packed bytes."""
+        return min(self.group_out, self.panel_channels if self.is_narrow else self.isa.lanes)
+
+    @cached_property
+    def shift(self) -> int:
+        return self.isa.zero_point_shift(self.spec.in_dtype)
+
+    @cached_property
+    def needs_copy(self) -> bool:
+        """Whether the kernel cannot read its argument in place."""
+        reads_past_the_end = self.words * self.isa.products > self.run
+        converts = self.spec.in_dtype != self.isa.activation
+        return any(self.spec.padding) or converts or reads_past_the_end
+
+    @cached_property
+    def channel_map(self) -> NDArray[np.int64]:
+        """[panel, block, lane] -> channel within the group.
+
+        The last panel or vector is moved back and overlaps its neighbour. Only where a group has
+        less channels than a vector has lanes, or than a packed panel, numbers outside of the group
+        occur.
+        """
+        lanes, blocks = self.isa.lanes, self.tile.blocks
+        if self.is_narrow:
+            starts = np.arange(self.panels) * self.panel_channels
+            starts = np.minimum(starts, max(self.group_out - self.panel_channels, 0))
+            return starts[:, None, None] + channel_order(lanes, blocks)
+        starts = np.arange(self.panels * blocks) * lanes
+        starts = np.minimum(starts, max(self.group_out - lanes, 0))
+        return starts.reshape(self.panels, blocks, 1) + np.arange(lanes)
+
+    @cached_property
+    def all_channels(self) -> NDArray[np.int64]:
+        """Flat channel numbers in the order of bias and multiplier; -1 where there is none."""
+        first = np.arange(self.groups)[:, None] * self.group_out
+        inside = self.channel_map.reshape(1, -1)
+        return np.where(inside < self.group_out, first + inside, -1).reshape(-1)
+
+
+def list_tiles(plan: ConvPlan, count: int) -> list[Tile]:
+    """The `count` tiles of least estimated time that differ: in blocks, or by a quarter in pixels.
+
+    Of those alike the estimate knows the best, as far as that matters.
+    """
+    chosen: list[Tile] = []
+    for tile in plan.ranked_tiles:
+        alike = (
+            each.blocks == tile.blocks and 0.8 < each.pixels / tile.pixels < 1.25 for each in chosen
+        )
+        if not any(alike):
+            chosen.append(tile)
+        if len(chosen) == count:
+            break
+    return chosen
+
+
+def choose_plan(spec: Conv2d, isa: Isa) -> ConvPlan:
+    """The plan of `spec` that generator and packer follow: of `isa`, where that pays.
+
+    It is of the instruction set for activations of this dtype, or of its companion if that needs
+    no more instructions, or if there are less pixels than a dot product takes.
+    """
+    return choose_instructions(lambda isa: ConvPlan(spec, isa), isa.for_convolution(spec.in_dtype))
+
+
+def choose_instructions(make: Callable[[Isa], PlanT], isa: Isa) -> PlanT:
+    """The plan of `make` for an instruction set or for its companion; see `choose_plan`."""
+    plan = make(isa)
+    if isa.companion is isa:
+        return plan
+    other = choose_instructions(make, isa.companion)
+    fits = plan.fewest_pixels >= isa.pixels
+    return plan if fits and plan.instructions < other.instructions else other
+
+
+def pack_constants(
+    plan: ConvPlan,
+    weight: NDArray[np.int8],
+    bias: NDArray[np.int32],
+    multiplier: NDArray[np.float32] | None,
+) -> PackedWeights:
+    """Constant operands of a kernel that follows the plan; OHWI weight, others as `pack_channels`.
+
+    Raises:
+        ConfigError: a shape does not fit, or the multiplier is missing or not wanted.
+    """
+    folded, factors = pack_channels(
+        plan.spec, weight, bias, multiplier, plan.shift, plan.all_channels
+    )
+    return PackedWeights(pack_panels(plan, weight), folded, factors)
+
+
+def pack_panels(plan: ConvPlan, weight: NDArray[np.integer]) -> NDArray[np.integer]:
+    """OHWI weights as the generator reads them: [group][panel][word][block][lane][product].
+
+    They are int8, or int16 for instructions that take such. Words are those of one tap after the
+    other, and then those joined of all ends.
+    """
+    spec, isa = plan.spec, plan.isa
+    lanes, (kh, kw) = isa.lanes, spec.kernel
+    merged = expand_groups(weight, spec.groups, plan.merged)
+    by_group = merged.reshape(plan.groups, plan.group_out, kh, kw, plan.group_in)
+    runs = by_group.reshape(plan.groups, plan.group_out, prod(plan.taps), plan.run)
+    whole = plan.run - plan.end
+    channels = plan.channel_map.max() + 1
+    padded = np.zeros((plan.groups, channels, plan.panel_words * isa.products), weight.dtype)
+    first_end = prod(plan.taps) * plan.words * isa.products
+    words = padded[..., :first_end].reshape(plan.groups, channels, prod(plan.taps), -1)
+    words[:, : plan.group_out, :, :whole] = runs[..., :whole]
+    padded[..., :first_end] = words.reshape(plan.groups, channels, -1)
+    ends = runs[..., whole:].reshape(plan.groups, plan.group_out, -1)
+    padded[:, : plan.group_out, first_end : first_end + ends.shape[-1]] = ends
+    # [group, panel, block, lane, word, product]
+    split = padded[:, plan.channel_map].reshape(
+        plan.groups, plan.panels, plan.tile.blocks, lanes, plan.panel_words, isa.products
+    )
+    ordered = np.ascontiguousarray(split.transpose(0, 1, 4, 2, 3, 5))
+    return np.ascontiguousarray(isa.arrange_weights(ordered)).reshape(-1)
+
+
+def expand_groups(weight: NDArray[np.integer], groups: int, merged: int) -> NDArray[np.integer]:
+    """[O, KH, KW, I/groups] -> [O, KH, KW, merged * I/groups], zero between merged groups."""
+    if merged == 1:
+        return weight
+    out, kh, kw, group_in = weight.shape
+    group_out = out // groups
+    wide = np.zeros((out, kh, kw, merged, group_in), weight.dtype)
+    member = np.arange(out) // group_out % merged
+    wide[np.arange(out), :, :, member] = weight
+    return wide.reshape(out, kh, kw, merged * group_in)

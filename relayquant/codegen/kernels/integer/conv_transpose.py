@@ -1,0 +1,184 @@
+"""Quantized transposed convolution as interleaved ordinary ones (see `kernels.transposed`),
+generated as TIR.
+
+    y[n, q*s + p, c] = epilogue(bias[c] + sum over k with (p + pad - k*d) % s == 0
+                                of x[n, q + (p + pad - k*d) / s, i] * w[c, k, i])
+
+One axis is shown.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+from tvm.tirx import PrimFunc
+
+from relayquant.codegen.kernels.emit import PARALLEL_THRESHOLD, build_kernel
+from relayquant.codegen.kernels.integer.conv import Placement, emit_convolution
+from relayquant.codegen.kernels.integer.conv_plan import ConvPlan, choose_instructions, pack_panels
+from relayquant.codegen.kernels.integer.epilogue import Epilogue
+from relayquant.codegen.kernels.integer.operands import declare_operands, emit_prepared_image
+from relayquant.codegen.kernels.integer.specs import Conv2d, PackedWeights, pack_channels
+from relayquant.codegen.kernels.isa.base import Isa
+from relayquant.codegen.kernels.transposed import TransposedShape
+from relayquant.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Conv2dTranspose(TransposedShape):
+    """A quantized transposed convolution; pixels outside of the image hold `in_zero_point`."""
+
+    in_dtype: str = "uint8"
+    in_zero_point: int = 0
+    epilogue: Epilogue = field(default_factory=Epilogue)
+
+    def __post_init__(self) -> None:
+        if min(self.out_size) < 1:
+            raise ConfigError(
+                f"Conv2dTranspose: padding {self.padding} leaves no output of "
+                f"{self.height}x{self.width} with kernel {self.kernel}.",
+                code="RQ119",
+            )
+
+
+@dataclass(frozen=True)
+class TransposePlan:
+    """The ordinary convolutions of a transposed one, over one image padded for all of them."""
+
+    spec: Conv2dTranspose
+    isa: Isa
+
+    @cached_property
+    def image(self) -> Conv2d:
+        """The padded input, as the input of a 1x1 convolution."""
+        spec = self.spec
+        return Conv2d(
+            *spec.in_shape,
+            spec.out_channels,
+            (1, 1),
+            padding=spec.border,
+            groups=spec.groups,
+            in_dtype=spec.in_dtype,
+            in_zero_point=spec.in_zero_point,
+            epilogue=spec.epilogue,
+        )
+
+    @cached_property
+    def parts(self) -> list[ConvPlan]:
+        """The convolution of each phase."""
+        return [
+            ConvPlan(
+                Conv2d(
+                    **vars(self.spec.shape_part(*phase)),
+                    in_dtype=self.isa.activation,
+                    epilogue=self.spec.epilogue,
+                ),
+                self.isa,
+                is_part=True,
+            )
+            for phase in self.spec.phases
+        ]
+
+    @cached_property
+    def weight_size(self) -> int:
+        return sum(part.weight_size for part in self.parts)
+
+    @cached_property
+    def fewest_pixels(self) -> int:
+        """Pixels of an image in the smallest phase."""
+        return min(part.fewest_pixels for part in self.parts)
+
+    @cached_property
+    def instructions(self) -> float:
+        """See `ConvPlan.instructions`."""
+        return sum(part.instructions for part in self.parts)
+
+
+def choose_transpose_plan(spec: Conv2dTranspose, isa: Isa) -> TransposePlan:
+    """As `choose_plan`, one instruction set for all phases: they share the packed weights."""
+    isa = isa.for_convolution(spec.in_dtype)
+    return choose_instructions(lambda isa: TransposePlan(spec, isa), isa)
+
+
+def pack_conv2d_transpose(
+    spec: Conv2dTranspose,
+    isa: Isa,
+    weight: NDArray[np.int8],
+    bias: NDArray[np.int32],
+    multiplier: NDArray[np.float32] | None,
+) -> PackedWeights:
+    """Constant operands of `build_conv2d_transpose(spec, isa)`.
+
+    Args:
+        weight: (O, KH, KW, I / groups) int8, kernel zero point 0; w[o, kh, kw, i] multiplies the
+            pixel that is written kh rows and kw columns further on, as in IOHW after a
+            transposition.
+        bias, multiplier: as in `pack_conv2d`.
+
+    Raises:
+        ConfigError: a shape does not fit, or the multiplier is missing or not wanted.
+    """
+    plan = choose_transpose_plan(spec, isa)
+    whole = Conv2d(
+        1, *spec.kernel, spec.in_channels, spec.out_channels, spec.kernel, groups=spec.groups,
+        in_zero_point=0, epilogue=spec.epilogue,
+    )  # fmt: skip
+    none = np.zeros(0, "int64")
+    pack_channels(whole, weight, bias, multiplier, 0, none)  # checks the shapes
+    packed, folded, factors = [], [], []
+    for part, taps in zip(plan.parts, spec.split_weight(weight), strict=True):
+        zero_point = spec.in_zero_point + plan.isa.zero_point_shift(spec.in_dtype)
+        packed.append(pack_panels(part, taps))
+        part_bias, part_factors = pack_channels(
+            part.spec, taps, bias, multiplier, zero_point, part.all_channels
+        )
+        folded.append(part_bias)
+        factors.append(part_factors)
+    return PackedWeights(
+        np.concatenate(packed),
+        np.concatenate(folded),
+        None if multiplier is None else np.concatenate(factors),
+    )
+
+
+def build_conv2d_transpose(
+    spec: Conv2dTranspose,
+    isa: Isa,
+    name: str = "conv2d_transpose",
+    in_shape: tuple[int, ...] | None = None,
+    out_shape: tuple[int, ...] | None = None,
+) -> PrimFunc:
+    """Kernel of a transposed convolution, with the arguments of `build_conv2d`."""
+
+    def body() -> None:
+        plan = choose_transpose_plan(spec, isa)
+        operands = declare_operands(
+            plan.image,
+            plan.isa,
+            plan.weight_size,
+            sum(part.channel_size for part in plan.parts),
+            in_shape,
+            out_shape or spec.out_shape,
+        )
+        macs = sum(part.spec.macs for part in plan.parts)
+        threads = macs >= PARALLEL_THRESHOLD
+        image = emit_prepared_image(operands.data, plan.image, plan.isa)
+        top, left, _, _ = plan.image.padding
+        first_weight = first_channel = 0
+        for part, (rows, cols) in zip(plan.parts, spec.phases, strict=True):
+            placement = Placement(
+                origin=(top + rows.first, left + cols.first),
+                size=spec.out_size,
+                stride=spec.strides,
+                offset=(rows.phase, cols.phase),
+                first_weight=first_weight // plan.isa.weight_vector,
+                first_channel=first_channel,
+            )
+            emit_convolution(part, image, operands, threads, placement)
+            first_weight += part.weight_size
+            first_channel += part.channel_size
+
+    return build_kernel(name, body)

@@ -1,0 +1,216 @@
+"""Depthwise convolution: every channel its own filter, one lane per channel, generated as TIR.
+
+    y[n, oy, ox, c] = epilogue(bias[c] + sum x[n, oy*s + kh*d, ox*s + kw*d, c] * w[c, kh, kw])
+
+A word is `Isa.products` input rows of one column: the values of these rows, interleaved channel by
+channel. One dot product is then a column of the filter. The same words serve several output rows
+(their weights are shifted within the words and filled with zeros) and, as the window slides along
+the columns, every kernel column: interleaving is cheap beside the dot products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from tvm.script.ir_builder import tirx as T
+from tvm.tirx import PrimFunc
+
+from relayquant.base.qtypes import INTEGER_LIMITS
+from relayquant.codegen.kernels.emit import (
+    PARALLEL_THRESHOLD,
+    alloc_vectors,
+    broadcast,
+    build_kernel,
+    ceil_div,
+    constant,
+    load_vector,
+    loop_over,
+    store_vector,
+    vector,
+)
+from relayquant.codegen.kernels.integer.depthwise_blocks import emit_depthwise_blocks
+from relayquant.codegen.kernels.integer.depthwise_plan import DepthwisePlan, plan_depthwise
+from relayquant.codegen.kernels.integer.operands import (
+    Operands,
+    declare_operands,
+    emit_narrow_vectors,
+    emit_prepared_image,
+    emit_store,
+)
+from relayquant.codegen.kernels.integer.saturating_pack import PACKED
+from relayquant.codegen.kernels.integer.specs import Conv2d
+from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa
+
+#: A depthwise multiply-add costs about this many of a dense one.
+RELATIVE_COST = 6
+#: Flips the top bit of every byte of a word, by the number of bytes and the dtype that holds them:
+#: of a byte that int16 holds with its sign, that is every bit from there on.
+FLIP_BITS = {(4, "int32"): -0x7F7F7F80, (1, "int32"): 0x80, (1, "int16"): -0x80}
+
+
+def build_depthwise(
+    spec: Conv2d,
+    isa: Isa,
+    name: str,
+    in_shape: tuple[int, ...] | None,
+    out_shape: tuple[int, ...] | None,
+) -> PrimFunc:
+    """The kernel of `build_conv2d` for depthwise convolutions."""
+
+    def body() -> None:
+        plan = plan_depthwise(spec, isa)
+        operands = declare_operands(
+            spec, plan.isa, plan.weight_size, plan.channel_size, in_shape, out_shape
+        )
+        threads = spec.macs * RELATIVE_COST >= PARALLEL_THRESHOLD
+        if plan.needs_copy:
+            image = emit_prepared_image(operands.data, spec, plan.isa)
+            padded = replace(
+                spec,
+                height=image.height,
+                width=image.width,
+                padding=(0, 0, 0, 0),
+                in_dtype=plan.isa.activation,
+                in_zero_point=0,
+            )
+            plan = DepthwisePlan(padded, plan.isa)
+            operands = replace(operands, data=image.data)
+        emit = emit_depthwise_blocks if plan.blocks else emit_depthwise
+        emit(plan, operands, threads)
+
+    return build_kernel(name, body)
+
+
+def emit_depthwise(plan: DepthwisePlan, operands: Operands, threads: bool) -> None:
+    """All rows of a depthwise convolution.
+
+    Rows that reach into the padding above or below have their own copy of the code, which selects
+    row by row; the others read without tests.
+    """
+    spec = plan.spec
+    height, (top, _, bottom, _) = spec.out_size[0], spec.padding
+    extents = (spec.batch, ceil_div(height, plan.out_rows), plan.vectors)
+    with loop_over(extents, threads) as (n, row, v):
+        oy = row * plan.out_rows
+        if height % plan.out_rows:
+            oy = T.min(oy, height - plan.out_rows)
+        if not top and not bottom:
+            emit_row(plan, operands, n, oy, v, border=False)
+            return
+        first = oy * spec.strides[0] - top
+        below = first + (plan.out_rows - 1) * spec.strides[0]
+        below = below + (spec.kernel[0] - 1) * spec.dilation[0]
+        with T.If(T.And(first >= 0, below < spec.height)):
+            with T.Then():
+                emit_row(plan, operands, n, oy, v, border=False)
+            with T.Else():
+                emit_row(plan, operands, n, oy, v, border=True)
+
+
+def emit_row(
+    plan: DepthwisePlan, operands: Operands, n: Expr, oy: Expr, v: Expr, border: bool
+) -> None:
+    """Output rows oy .. oy + out_rows of image n for channel vector v."""
+    spec, isa = plan.spec, plan.isa
+    lanes, channels, span = isa.lanes, spec.out_channels, plan.span
+    (_, out_width), (kh, kw) = spec.out_size, spec.kernel
+    (stride_h, stride_w), (dilation_h, dilation_w) = spec.strides, spec.dilation
+    top, left, _, right = spec.padding
+    channel = T.min(v * lanes, max(channels - lanes, 0)) if channels % lanes else v * lanes
+    width = min(channels, lanes)
+    kept = max(span - stride_w, 0)  # columns the next output shares
+    flip = 0 if spec.in_dtype == isa.activation else 128
+    unsigned = "uint16" if isa.activation == "int16" else "uint8"
+    padding = (spec.in_zero_point + plan.shift) % (INTEGER_LIMITS[unsigned][1] + 1)
+
+    row_starts, inside = [], []
+    for i in range(plan.words * isa.products):
+        y = oy * stride_h + (i * dilation_h - top)
+        needed = i <= (plan.out_rows - 1) * stride_h + kh - 1
+        inside.append(T.And(y >= 0, y < spec.height) if border and needed else None)
+        if border or not needed:  # rows that are not needed meet zero weights
+            y = T.max(T.min(y, spec.height - 1), 0)
+        row_starts.append((n * spec.height + y) * spec.width * channels + channel)
+    window = [alloc_vectors(plan.words, lanes, isa.row_dtype) for _ in range(span)]
+
+    def load_row(i: int, column: Expr) -> Expr:
+        bits = load_vector(operands.data, row_starts[i] + column * channels, lanes)
+        bits = T.reinterpret(vector(unsigned, lanes), bits)
+        if inside[i] is not None:
+            outside = constant(unsigned, padding ^ flip, lanes)
+            bits = T.Select(broadcast(inside[i], lanes), bits, outside)
+        return bits
+
+    def load_column(column: Expr, slot: int) -> None:
+        """Fill a slot of the window with an input column, or with padding where there is none."""
+
+        def fill(load: Callable[[int], Expr], mask: int) -> None:
+            for word in range(plan.words):
+                rows = range(word * isa.products, (word + 1) * isa.products)
+                bits = isa.interleave([load(i) for i in rows])
+                if mask:
+                    flips = FLIP_BITS[isa.products, isa.row_dtype]
+                    bits = T.bitwise_xor(bits, constant(isa.row_dtype, flips, lanes))
+                store_vector(window[slot][word], bits, 0, lanes)
+
+        if not left and not right:
+            fill(lambda i: load_row(i, column), flip)
+            return
+        with T.If(T.And(column >= 0, column < spec.width)):
+            with T.Then():
+                fill(lambda i: load_row(i, column), flip)
+            with T.Else():
+                fill(lambda i: constant(unsigned, padding, lanes), 0)
+
+    def emit_column(ox: Expr, accs: list[Buffer]) -> None:
+        """Accumulators of the output rows at one column; the window then moves on."""
+        for slot in range(kept, span):
+            if kept or slot % dilation_w == 0:
+                load_column(ox * stride_w + (slot - left), slot)
+        for r in range(plan.out_rows):
+            acc = load_vector(operands.bias, v * lanes, lanes)
+            for tap in range(kw):
+                for word in range(plan.words):
+                    words = load_vector(window[tap * dilation_w][word], 0, lanes)
+                    index = (r * kw + tap) * plan.words + word + v * plan.vector_weights
+                    weights = isa.load_weights(operands.weight, index)
+                    acc = isa.dot(acc, isa.as_activation(words), weights)
+                    if isa.repeats_sums:  # or else every product doubles the code
+                        store_vector(accs[r], acc, 0, lanes)
+                        acc = load_vector(accs[r], 0, lanes)
+            store_vector(accs[r], acc, 0, lanes)
+        for slot in range(kept):
+            for word in range(plan.words):
+                moved = load_vector(window[slot + stride_w][word], 0, lanes)
+                store_vector(window[slot][word], moved, 0, lanes)
+
+    def emit_columns(ox: Expr, count: int, narrow: bool) -> None:
+        """`count` neighbouring output columns."""
+        accs = alloc_vectors(count * plan.out_rows, lanes)
+        offsets = []
+        for column in range(count):
+            emit_column(ox + column, accs[column * plan.out_rows :][: plan.out_rows])
+            for r in range(plan.out_rows):
+                row = (n * spec.out_size[0] + oy + r) * out_width
+                offsets.append((row + ox + column) * channels + channel)
+        totals = [load_vector(acc, 0, lanes) for acc in accs]
+        for first in range(0, len(accs), PACKED):
+            targets = offsets[first : first + PACKED]
+            values = totals[first : first + PACKED]
+            if narrow:
+                emit_narrow_vectors(
+                    isa, spec.epilogue, operands, values, targets, v * lanes, 1, lanes
+                )
+                continue
+            for value, at in zip(values, targets, strict=True):
+                emit_store(operands, spec.epilogue, value, at, v * lanes, lanes, width)
+
+    for slot in range(kept):
+        load_column(T.int32(slot - left), slot)
+    together = 1 if border else plan.columns
+    narrow = plan.is_narrow and not border
+    with T.serial(out_width // together) as i:
+        emit_columns(i * together, together, narrow)
+    for ox in range(out_width - out_width % together, out_width):
+        emit_columns(T.int32(ox), 1, False)

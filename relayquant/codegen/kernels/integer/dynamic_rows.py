@@ -1,0 +1,234 @@
+"""Dense layers with a number of rows that is known only at run time, generated as TIR.
+
+    y[m, n] = epilogue(bias[n] + sum_k x[m, k] * w[n, k])          m = 0 .. M, any M
+
+The register tiles are those of the convolutions (`conv`), in the heights of `row_loops`. All share
+the packed weights, so that one kernel serves a single row as well as many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+from tvm.script.ir_builder import tirx as T
+from tvm.tirx import PrimFunc
+
+from relayquant.codegen.kernels.emit import (
+    COPY_BYTES,
+    PARALLEL_THRESHOLD,
+    STORE_COST,
+    alloc_workspace,
+    build_kernel,
+    convert_activation,
+    emit_vector_loop,
+    load_vector,
+    store_vector,
+)
+from relayquant.codegen.kernels.integer.conv import (
+    SMALL_WEIGHT_BYTES,
+    Placement,
+    emit_reduction,
+    emit_residual_prefetch,
+    emit_results,
+    emit_start,
+    locate_tile,
+    plan_prefetch,
+)
+from relayquant.codegen.kernels.integer.conv_plan import (
+    ConvPlan,
+    choose_instructions,
+    count_chains,
+    pack_constants,
+)
+from relayquant.codegen.kernels.integer.operands import Image, Operands
+from relayquant.codegen.kernels.integer.specs import Dense, PackedWeights, Tile
+from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa
+from relayquant.codegen.kernels.row_loops import choose_heights, count_chunk_rows, loop_over_rows
+
+#: Rows for which the full tile is chosen: many, and divisible by every height.
+MANY_ROWS = 5040
+#: Tiles that fetch the next panel of weights together, by height: their number is not known.
+PREFETCH_SHARING = (8, 2, 1)
+
+
+@dataclass(frozen=True)
+class TilePlan(ConvPlan):
+    """One tile of rows, with the panels of weights that tiles of other heights have too."""
+
+    blocks: int = 1
+
+    @cached_property
+    def tile(self) -> Tile:
+        rows = self.spec.width
+        return Tile(1, rows, self.blocks, count_chains(rows * self.blocks, self.words, self.isa))
+
+
+@dataclass(frozen=True)
+class RowsPlan:
+    """Tiles of a dense layer, the highest first; one to three."""
+
+    tiles: tuple[TilePlan, ...]
+
+    @property
+    def full(self) -> TilePlan:
+        return self.tiles[0]
+
+
+def plan_rows(spec: Dense, isa: Isa) -> RowsPlan:
+    """The plan that generator and packer follow; `spec.rows` does not matter."""
+    many = replace(spec, rows=MANY_ROWS).as_conv2d()
+    plan = choose_instructions(lambda isa: ConvPlan(many, isa), isa.for_convolution(spec.in_dtype))
+    tiles = (
+        TilePlan(replace(many, width=height), plan.isa, blocks=plan.tile.blocks)
+        for height in choose_heights(plan.tile.cols, plan.isa.pixels)
+    )
+    return RowsPlan(tuple(tiles))
+
+
+def pack_dense_rows(
+    spec: Dense,
+    isa: Isa,
+    weight: NDArray[np.int8],
+    bias: NDArray[np.int32],
+    multiplier: NDArray[np.float32] | None,
+) -> PackedWeights:
+    """Constant operands of `build_dense_rows`; weight (N, K), bias (N,), multiplier (N,) or ().
+
+    Raises:
+        ConfigError: a shape does not fit, or the multiplier is missing or not wanted.
+    """
+    return pack_constants(plan_rows(spec, isa).full, weight[:, None, None, :], bias, multiplier)
+
+
+def build_dense_rows(
+    spec: Dense, isa: Isa, name: str = "dense", leading: Sequence[int | None] = (None,)
+) -> PrimFunc:
+    """Kernel of a dense layer: PrimFunc(x, weight, bias[, multiplier][, residual], y).
+
+    x is (*leading, K) and y (*leading, N), None standing for an extent known at run time. The
+    constants come from `pack_dense_rows`.
+    """
+
+    def body() -> None:
+        plan = plan_rows(spec, isa)
+        rows, operands = declare_rows(plan.full, leading)
+        work = spec.in_features * spec.out_features + STORE_COST * spec.out_features
+        with T.If(rows * work >= PARALLEL_THRESHOLD):
+            with T.Then():
+                emit_rows(plan, operands, rows, threads=True)
+            if work < PARALLEL_THRESHOLD:
+                with T.Else():
+                    emit_rows(plan, operands, rows, threads=False)
+
+    return build_kernel(name, body)
+
+
+def declare_rows(plan: ConvPlan, leading: Sequence[int | None]) -> tuple[Expr, Operands]:
+    """(number of rows, flat views of the arguments); see `build_dense_rows`."""
+    spec, epilogue = plan.spec, plan.spec.epilogue
+    extents = [T.int64() if extent is None else extent for extent in leading]
+    rows = prod(extents)
+
+    def declare(name: str, width: int, dtype: str) -> Buffer:
+        return T.arg(name, T.Buffer((*extents, width), dtype))
+
+    def declare_constant(name: str, size: int, dtype: str) -> Buffer:
+        return T.arg(name, T.Buffer((size,), dtype))
+
+    x = declare("x", spec.in_channels, spec.in_dtype)
+    weight = declare_constant("weight", plan.weight_size, plan.isa.weight_dtype)
+    bias = declare_constant("bias", plan.channel_size, "int32")
+    multiplier = residual = None
+    if epilogue.has_multiplier:
+        multiplier = declare_constant("multiplier", plan.channel_size, "float32")
+    if epilogue.residual:
+        residual = declare("residual", spec.out_channels, epilogue.residual.dtype)
+    y = declare("y", spec.out_channels, epilogue.dtype)
+
+    def view(buffer: Buffer, width: int) -> Buffer:
+        return T.decl_buffer((rows * width,), buffer.dtype, data=buffer.data)
+
+    return rows, Operands(
+        data=view(x, spec.in_channels),
+        weight=weight,
+        bias=bias,
+        multiplier=multiplier,
+        residual=None if residual is None else view(residual, spec.out_channels),
+        out=view(y, spec.out_channels),
+    )
+
+
+def emit_prepared_rows(
+    data: Buffer, copy: Buffer, plan: ConvPlan, first: Expr, count: Expr
+) -> None:
+    """Copy `count` rows from `first` on, in the dtype of the dot product."""
+    width = plan.spec.in_channels
+    with T.serial(count) as row:
+
+        def move(at: Expr, lanes: int) -> None:
+            value = load_vector(data, (first + row) * width + at, lanes)
+            value = convert_activation(value, data.dtype, copy.dtype, lanes)
+            store_vector(copy, value, row * width + at, lanes)
+
+        emit_vector_loop(width, COPY_BYTES, move)
+
+
+def emit_rows(plan: RowsPlan, operands: Operands, rows: Expr, threads: bool) -> None:
+    """All register tiles; from a copy of each chunk where they cannot read the rows in place.
+
+    The copy is of a static size, with a vector of slack at the end. One of all rows would be
+    simpler, but TVM takes seconds to find out that it cannot shrink a buffer of symbolic size.
+    """
+    heights = [tile.spec.width for tile in plan.tiles]
+    sharing, size = PREFETCH_SHARING[-len(plan.tiles) :], count_chunk_rows(heights)
+    copies: list[tuple[Buffer, Expr]] = []  # of the chunk: (copy, first row)
+
+    def prepare(first: Expr, count: Expr) -> None:
+        width = plan.full.spec.in_channels
+        copy = alloc_workspace(size * width + COPY_BYTES, plan.full.isa.activation)
+        emit_prepared_rows(operands.data, copy, plan.full, first, count)
+        copies[:] = [(copy, first)]
+
+    def emit(kind: int, members: list[Expr], panel: Expr, index: Expr) -> None:
+        data, first = copies[0] if copies else (operands.data, 0)
+        own = replace(operands, data=data)
+        emit_tile(plan.tiles[kind], own, members, first, panel, index, sharing[kind])
+
+    copying = prepare if plan.full.needs_copy else None
+    loop_over_rows(rows, heights, plan.full.panels, threads, emit, copying)
+
+
+def emit_tile(
+    plan: TilePlan,
+    operands: Operands,
+    rows: list[Expr],
+    first: Expr,
+    panel: Expr,
+    index: Expr,
+    sharing: int,
+) -> None:
+    """The register tile of one panel for these rows; the data begin with row `first`.
+
+    It is number `index` of those that work on this panel, and `sharing` of them fetch the next one.
+    """
+    spec = plan.spec
+    image = Image(operands.data, 1, spec.width)
+    place = Placement((0, 0), (1, spec.width), (1, 1), (0, 0), 0, 0)
+    at = replace(
+        locate_tile(plan, image, place, *[T.int64(0)] * 4, panel),
+        origin=T.int64(0),
+        pixel_starts=[(row - first) * spec.in_channels for row in rows],
+        out_pixels=[row * spec.out_channels for row in rows],
+    )
+    ahead = None
+    if plan.weight_bytes > SMALL_WEIGHT_BYTES:
+        ahead = plan_prefetch(plan, place, panel, index, sharing)
+    emit_residual_prefetch(plan, operands, at)
+    chains = emit_start(plan, operands, at)
+    emit_reduction(plan, image, operands, at, chains, ahead)
+    emit_results(plan, operands, at, chains)

@@ -1,0 +1,483 @@
+"""Elementwise integer operators as vector loops: quantize, requantize, add, multiply, join.
+
+Memory is flat: shapes matter only where an operand is broadcast or channels are joined. The
+arithmetic is that of `epilogue`; an `Epilogue` also says how results are stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+from tvm.script.ir_builder import tirx as T
+from tvm.tirx import PrimFunc
+
+from relayquant.codegen.kernels.emit import (
+    CACHE_LINE,
+    COPY_BYTES,
+    broadcast,
+    build_kernel,
+    constant,
+    declare_arguments,
+    emit_prefetch,
+    emit_vector_loop,
+    load_vector,
+    loop_over,
+    store_vector,
+    vector,
+)
+from relayquant.codegen.kernels.integer.epilogue import Epilogue, Store, emit_fma, emit_round
+from relayquant.codegen.kernels.isa.base import Buffer, Expr
+from relayquant.errors import ConfigError, format_count
+
+#: Elements per vector; LLVM splits it into registers.
+LANES = 16
+#: How far ahead float operands are fetched: they are the model's inputs, in no near cache, and the
+#: hardware's own prefetching stops at every page.
+PREFETCH_BYTES = 8192
+#: Elements from which on the work is split over threads.
+PARALLEL_ELEMENTS = 1 << 15
+
+
+def check_integer_output(operator: str, out: Epilogue) -> None:
+    if out.output is not Store.REQUANTIZE or out.residual is not None:
+        raise ConfigError(
+            f"{operator}: `out` must store requantized integers without a residual, got {out}.",
+            code="RQ119",
+        )
+
+
+@dataclass(frozen=True)
+class Space:
+    """An integer operand, and the factor with which it enters the result.
+
+    `multiplier` is float32(double(scale) / double(output scale)).
+    """
+
+    dtype: str
+    zero_point: int
+    multiplier: float
+
+
+@dataclass(frozen=True)
+class Quantize:
+    """float32 -> integer: int(min(max(rne(x / scale), low - z), high - z)) + z; NaN gives z."""
+
+    shape: tuple[int, ...]
+    scale: float
+    out: Epilogue
+    has_fma: bool = False  #: whether the target has a fused multiply-add, which is much faster
+
+
+@dataclass(frozen=True)
+class QuantizeImage:
+    """float32 (N, C, H, W) -> integer (N, H, W, C); each value as in `Quantize`."""
+
+    values: Quantize  #: of shape (N, C, H, W)
+
+    @property
+    def out_shape(self) -> tuple[int, int, int, int]:
+        batch, channels, height, width = self.values.shape
+        return batch, height, width, channels
+
+
+@dataclass(frozen=True)
+class Dequantize:
+    """integer -> float32: float32(int32(q) - zero_point) * scale."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    zero_point: int
+    scale: float
+
+
+@dataclass(frozen=True)
+class ScaleChannels:
+    """integer -> what `out` stores: each index along `axis` has its own multiplier."""
+
+    shape: tuple[int, ...]
+    axis: int
+    dtype: str
+    zero_point: int
+    out: Epilogue
+
+
+@dataclass(frozen=True)
+class Requantize:
+    """integer -> integer of another affine space."""
+
+    shape: tuple[int, ...]
+    data: Space
+    out: Epilogue
+
+
+@dataclass(frozen=True)
+class Add:
+    """round(fma(float32(r - z_r), m_r, RN(float32(l - z_l) * m_l))); rhs may be broadcast.
+
+    A subtraction is an addition with a negative multiplier of rhs.
+    """
+
+    shape: tuple[int, ...]  #: of lhs and the output
+    lhs: Space
+    rhs: Space
+    out: Epilogue
+    rhs_shape: tuple[int, ...] | None = None  #: None: like lhs; else see `broadcast_view`
+
+
+@dataclass(frozen=True)
+class Multiply:
+    """requantize of the int32 product (l - z_l) * (r - z_r); rhs may be broadcast.
+
+    `multiplier` is float32(double(s_l) * double(s_r) / double(s_out)).
+    """
+
+    shape: tuple[int, ...]
+    lhs_dtype: str
+    lhs_zero_point: int
+    rhs_dtype: str
+    rhs_zero_point: int
+    multiplier: float
+    out: Epilogue
+    rhs_shape: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Concatenate:
+    """Join along `axis`, each operand requantized on the way.
+
+    An operand in the affine space of the output is copied.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]  #: of every operand
+    axis: int
+    data: tuple[Space, ...]
+    out: Epilogue
+
+    def __post_init__(self) -> None:
+        check_integer_output("Concatenate", self.out)
+        rest = {shape[: self.axis] + shape[self.axis + 1 :] for shape in self.shapes}
+        if len(self.shapes) != len(self.data) or len(rest) != 1 or self.axis < 0:
+            raise ConfigError(
+                f"Concatenate: {format_count(len(self.data), 'operand')} of shapes {self.shapes} "
+                f"do not join along axis {self.axis}; they must agree in all other dimensions, "
+                "and axis must be >= 0.",
+                code="RQ119",
+            )
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        first = self.shapes[0]
+        joined = sum(shape[self.axis] for shape in self.shapes)
+        return (*first[: self.axis], joined, *first[self.axis + 1 :])
+
+
+def broadcast_view(shape: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, int, int] | None:
+    """(outer, middle, inner): `shape` folded so that `other` is (outer, 1, inner); None if it is
+    not.
+
+    Covers equal shapes, scalars, one value per channel, and (N, 1, 1, C) over (N, H, W, C).
+    """
+    other = (1,) * (len(shape) - len(other)) + other
+    if len(other) > len(shape):
+        return None
+    same = [a == b for a, b in zip(shape, other, strict=True)]
+    if all(same):
+        return prod(shape), 1, 1
+    first = same.index(False)
+    last = len(same) - 1 - same[::-1].index(False)
+    if any(n != 1 for n in other[first : last + 1]):
+        return None
+    return prod(shape[:first]), prod(shape[first : last + 1]), prod(shape[last + 1 :])
+
+
+def emit_centred(value: Expr, zero_point: int, lanes: int) -> Expr:
+    """int32(value) - zero_point."""
+    value = T.Cast(vector("int32", lanes), value)
+    return value - constant("int32", zero_point, lanes) if zero_point else value
+
+
+def emit_scaled(value: Expr, operand: Space, lanes: int) -> Expr:
+    """RN(float32(value - zero_point) * multiplier)."""
+    real = T.Cast(vector("float32", lanes), emit_centred(value, operand.zero_point, lanes))
+    return real * constant("float32", operand.multiplier, lanes)
+
+
+def build_unary(
+    name: str,
+    shape: tuple[int, ...],
+    dtype: str,
+    out_dtype: str,
+    compute: Callable[[Expr, int], Expr],
+) -> PrimFunc:
+    """PrimFunc(x, y) of one shape that applies `compute(vector, lanes)` everywhere."""
+
+    def body() -> None:
+        data, out = declare_arguments(("x", shape, dtype), ("y", shape, out_dtype))
+
+        itemsize = np.dtype(dtype).itemsize
+
+        def step(at: Expr, lanes: int) -> None:
+            if lanes * itemsize == CACHE_LINE:
+                emit_prefetch(data, at + PREFETCH_BYTES // itemsize, level=1)
+            store_vector(out, compute(load_vector(data, at, lanes), lanes), at, lanes)
+
+        size = prod(shape)
+        emit_vector_loop(size, LANES, step, size >= PARALLEL_ELEMENTS)
+
+    return build_kernel(name, body)
+
+
+def can_use_reciprocal(spec: Quantize) -> bool:
+    """Whether `emit_quotient` gives the integer that a division would."""
+    small = 2.0**-64 <= spec.scale <= 2.0**64
+    return spec.has_fma and small and spec.out.dtype != "int32"
+
+
+def emit_quotient(value: Expr, spec: Quantize, lanes: int) -> Expr:
+    """RN(value / scale), bounded already; `value` is not NaN.
+
+    A division costs as much as 16 multiplications. Each step adds the remainder, which FMA gives
+    without rounding, times the reciprocal: the first brings the quotient to a neighbour of the
+    exact one, the second rounds it correctly (Markstein 1990). Quotients below 2**-2, whose
+    remainders may underflow, round to the integer 0 anyway.
+
+    Bounding the value instead of the quotient keeps both finite, and gives the same integers:
+    RN(bound * scale) / scale is far less than 1/2 away from the bound.
+    """
+    scale = np.float32(spec.scale)
+    low, high = (np.float32(bound - spec.out.zero_point) * scale for bound in spec.out.bounds)
+    divisor = constant("float32", float(-scale), lanes)
+    factor = constant("float32", float(np.float32(1) / scale), lanes)
+    value = T.min(
+        T.max(value, constant("float32", float(low), lanes)),
+        constant("float32", float(high), lanes),
+    )
+    quotient = value * factor
+    for _ in range(2):
+        remainder = emit_fma(divisor, quotient, value, lanes)
+        quotient = emit_fma(remainder, factor, quotient, lanes)
+    return quotient
+
+
+def build_quantize(spec: Quantize, name: str = "quantize") -> PrimFunc:
+    """PrimFunc(x float32, y)."""
+    check_integer_output("Quantize", spec.out)
+    return build_unary(
+        name, spec.shape, "float32", spec.out.dtype, lambda x, n: emit_quantized(x, spec, n)
+    )
+
+
+def emit_quantized(value: Expr, spec: Quantize, lanes: int) -> Expr:
+    """What is stored for a float32 vector."""
+    number = T.Select(T.isnan(value), constant("float32", 0.0, lanes), value)
+    if can_use_reciprocal(spec):
+        quotient = emit_quotient(number, spec, lanes)
+        return emit_round(quotient, spec.out.dtype, spec.out.zero_point, lanes)
+    return spec.out.emit_rounded(number / constant("float32", spec.scale, lanes), lanes)
+
+
+def build_quantize_image(spec: QuantizeImage, name: str = "quantize_image") -> PrimFunc:
+    """PrimFunc(x float32 NCHW, y NHWC), for images of a few channels."""
+    check_integer_output("QuantizeImage", spec.values.out)
+    batch, channels, height, width = spec.values.shape
+    size = height * width
+
+    def body() -> None:
+        data, out = declare_arguments(
+            ("x", spec.values.shape, "float32"), ("y", spec.out_shape, spec.values.out.dtype)
+        )
+
+        def step(n: Expr, at: Expr, lanes: int) -> None:
+            rows = []
+            for channel in range(channels):
+                start = (n * channels + channel) * size + at
+                rows.append(emit_quantized(load_vector(data, start, lanes), spec.values, lanes))
+            order = [T.int32(row * lanes + i) for i in range(lanes) for row in range(channels)]
+            pixels = T.Shuffle(rows, order) if channels > 1 else rows[0]
+            store_vector(out, pixels, (n * size + at) * channels, lanes * channels)
+
+        with loop_over((batch,), False) as (n,):
+            emit_vector_loop(
+                size, LANES, lambda at, k: step(n, at, k), size * channels >= PARALLEL_ELEMENTS
+            )
+
+    return build_kernel(name, body)
+
+
+def build_dequantize(spec: Dequantize, name: str = "dequantize") -> PrimFunc:
+    """PrimFunc(x, y float32)."""
+    operand = Space(spec.dtype, spec.zero_point, spec.scale)
+    return build_unary(
+        name, spec.shape, spec.dtype, "float32", lambda x, n: emit_scaled(x, operand, n)
+    )
+
+
+def build_requantize(spec: Requantize, name: str = "requantize") -> PrimFunc:
+    """PrimFunc(x, y)."""
+    check_integer_output("Requantize", spec.out)
+
+    def compute(value: Expr, lanes: int) -> Expr:
+        return spec.out.emit_rounded(emit_scaled(value, spec.data, lanes), lanes)
+
+    return build_unary(name, spec.shape, spec.data.dtype, spec.out.dtype, compute)
+
+
+def build_scale_channels(spec: ScaleChannels, name: str = "scale_channels") -> PrimFunc:
+    """PrimFunc(x, multiplier (C,) float32, y); see `Epilogue` for what the multipliers are."""
+    outer, channels = prod(spec.shape[: spec.axis]), spec.shape[spec.axis]
+    inner = prod(spec.shape[spec.axis + 1 :])
+
+    def body() -> None:
+        data, factors, out = declare_arguments(
+            ("x", spec.shape, spec.dtype),
+            ("multiplier", (channels,), "float32"),
+            ("y", spec.shape, spec.out.dtype),
+        )
+        threads = prod(spec.shape) >= PARALLEL_ELEMENTS
+
+        def step(at: Expr, factor: Expr, lanes: int) -> None:
+            value = emit_centred(load_vector(data, at, lanes), spec.zero_point, lanes)
+            store_vector(out, spec.out.emit(value, factor, None, lanes), at, lanes)
+
+        if inner == 1:
+            with loop_over((outer,), threads and outer > 1) as (i,):
+                emit_vector_loop(
+                    channels,
+                    LANES,
+                    lambda at, n: step(i * channels + at, load_vector(factors, at, n), n),
+                )
+        else:
+            with loop_over((outer, channels), threads) as (i, channel):
+                factor, start = factors.vload([channel]), (i * channels + channel) * inner
+                emit_vector_loop(
+                    inner, LANES, lambda at, n: step(start + at, broadcast(factor, n), n)
+                )
+
+    return build_kernel(name, body)
+
+
+def build_binary(
+    name: str,
+    shape: tuple[int, ...],
+    rhs_shape: tuple[int, ...] | None,
+    dtypes: tuple[str, str, str],
+    compute: Callable[[Expr, Expr, int], Expr],
+) -> PrimFunc:
+    """PrimFunc(lhs, rhs, y); `dtypes` are of lhs, rhs and y."""
+    rhs_shape = shape if rhs_shape is None else rhs_shape
+    view = broadcast_view(shape, rhs_shape)
+    if view is None:
+        raise ConfigError(
+            f"{name}: rhs of shape {rhs_shape} is not broadcast to {shape} along neighbouring "
+            "axes.",
+            code="RQ119",
+        )
+    outer, middle, inner = view
+
+    def body() -> None:
+        lhs, rhs, out = declare_arguments(
+            ("lhs", shape, dtypes[0]), ("rhs", rhs_shape, dtypes[1]), ("y", shape, dtypes[2])
+        )
+        size = prod(shape)
+        threads = size >= PARALLEL_ELEMENTS
+
+        def step(at: Expr, other: Expr, lanes: int) -> None:
+            store_vector(out, compute(load_vector(lhs, at, lanes), other, lanes), at, lanes)
+
+        if middle == 1:
+            emit_vector_loop(
+                size, LANES, lambda at, n: step(at, load_vector(rhs, at, n), n), threads
+            )
+        elif inner == 1:
+            with loop_over((outer,), threads and outer > 1) as (i,):
+                value = rhs.vload([i])
+                emit_vector_loop(
+                    middle, LANES, lambda at, n: step(i * middle + at, broadcast(value, n), n)
+                )
+        else:
+            with loop_over((outer, middle), threads) as (i, j):
+                start = (i * middle + j) * inner
+                emit_vector_loop(
+                    inner,
+                    LANES,
+                    lambda at, n: step(start + at, load_vector(rhs, i * inner + at, n), n),
+                )
+
+    return build_kernel(name, body)
+
+
+def build_add(spec: Add, name: str = "add") -> PrimFunc:
+    """PrimFunc(lhs, rhs, y)."""
+    check_integer_output("Add", spec.out)
+
+    def compute(lhs: Expr, rhs: Expr, lanes: int) -> Expr:
+        real = T.Cast(vector("float32", lanes), emit_centred(rhs, spec.rhs.zero_point, lanes))
+        factor = constant("float32", spec.rhs.multiplier, lanes)
+        value = emit_fma(real, factor, emit_scaled(lhs, spec.lhs, lanes), lanes)
+        return spec.out.emit_rounded(value, lanes)
+
+    dtypes = (spec.lhs.dtype, spec.rhs.dtype, spec.out.dtype)
+    return build_binary(name, spec.shape, spec.rhs_shape, dtypes, compute)
+
+
+def build_multiply(spec: Multiply, name: str = "multiply") -> PrimFunc:
+    """PrimFunc(lhs, rhs, y)."""
+    check_integer_output("Multiply", spec.out)
+    scaling = Space("int32", 0, spec.multiplier)
+
+    def compute(lhs: Expr, rhs: Expr, lanes: int) -> Expr:
+        product = emit_centred(lhs, spec.lhs_zero_point, lanes) * emit_centred(
+            rhs, spec.rhs_zero_point, lanes
+        )
+        return spec.out.emit_rounded(emit_scaled(product, scaling, lanes), lanes)
+
+    dtypes = (spec.lhs_dtype, spec.rhs_dtype, spec.out.dtype)
+    return build_binary(name, spec.shape, spec.rhs_shape, dtypes, compute)
+
+
+def build_concatenate(spec: Concatenate, name: str = "concatenate") -> PrimFunc:
+    """PrimFunc(x0, x1, ..., y)."""
+    rows = prod(spec.shapes[0][: spec.axis])
+    sizes = [prod(shape[spec.axis :]) for shape in spec.shapes]
+    total = sum(sizes)
+
+    def body() -> None:
+        operands = [
+            (f"x{i}", shape, data.dtype)
+            for i, (shape, data) in enumerate(zip(spec.shapes, spec.data, strict=True))
+        ]
+        *inputs, out = declare_arguments(*operands, ("y", spec.out_shape, spec.out.dtype))
+        # Mostly copies, of many elements at once.
+        threads = rows > 1 and rows * total >= 8 * PARALLEL_ELEMENTS
+        with loop_over((rows,), threads) as (row,):
+            to = row * total
+            for buffer, size, data in zip(inputs, sizes, spec.data, strict=True):
+                emit_requantized_run(buffer, data, row * size, out, spec.out, to, size)
+                to = to + size
+
+    return build_kernel(name, body)
+
+
+def emit_requantized_run(
+    buffer: Buffer,
+    data: Space,
+    start: Expr,
+    out: Buffer,
+    epilogue: Epilogue,
+    to: Expr,
+    size: int,
+) -> None:
+    """Requantize `size` elements of `buffer` from `start` into `out` at `to`, or copy them."""
+    source = (data.dtype, data.zero_point, data.multiplier)
+    is_copy = source == (epilogue.dtype, epilogue.zero_point, 1) and epilogue.is_unbounded
+
+    def step(at: Expr, lanes: int) -> None:
+        value = load_vector(buffer, start + at, lanes)
+        if not is_copy:
+            value = epilogue.emit_rounded(emit_scaled(value, data, lanes), lanes)
+        store_vector(out, value, to + at, lanes)
+
+    emit_vector_loop(size, COPY_BYTES if is_copy else LANES, step)

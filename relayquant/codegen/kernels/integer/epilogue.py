@@ -1,0 +1,186 @@
+"""What a kernel does with its int32 accumulators: requantize, dequantize, or store them.
+
+The arithmetic is the package's default (round half to even, float32), bit for bit:
+
+    t = RN(float32(acc) * m)                                  one IEEE multiply
+    t = fma(float32(r - z_r), m_r, t)                         with a residual operand
+    q = int(min(max(rne(t), low - z), high - z)) + z          clamp in float, zero point as integer
+
+rne(t) and the clamp commute, because the bounds are integers; clamping first keeps the value small
+enough to round by adding 1.5 * 2**23, where a float32 has steps of 1. That is one addition on every
+target, needs no rounding instruction, and nothing in it can be contracted into an FMA: the clamp
+stands between the product and the sum.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from tvm.script.ir_builder import tirx as T
+
+from relayquant.base.qtypes import INTEGER_LIMITS
+from relayquant.codegen.kernels.emit import constant, vector
+from relayquant.codegen.kernels.isa.base import Expr
+from relayquant.errors import ConfigError
+
+#: 1.5 * 2**23: float32 numbers from 2**23 to 2**24 are the integers.
+ROUNDING_MAGIC = 12582912.0
+ROUNDING_MAGIC_BITS = 0x4B400000
+
+
+class Store(enum.Enum):
+    """What is stored."""
+
+    REQUANTIZE = "requantize"  #: integers of another affine space
+    DEQUANTIZE = "dequantize"  #: float32(acc) * multiplier
+    ACCUMULATOR = "accumulator"  #: the int32 sums as they are
+
+
+@dataclass(frozen=True)
+class Residual:
+    """A second operand added in real space before rounding: fma(r - zero_point, multiplier, t)."""
+
+    dtype: str  #: uint8, int8 or int16; same shape as the output
+    zero_point: int
+    multiplier: float  #: float32(double(s_r) / double(s_out)); negative to subtract
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """From int32 accumulators to stored values.
+
+    `low`, `high` bound the stored integers (a merged relu or clip); None: the limits of the dtype.
+    `is_small`: no multiplier exceeds 1/2 (`has_small_multipliers`), so that every result fits int32
+    before it is clamped.
+    """
+
+    output: Store = Store.REQUANTIZE
+    dtype: str = "uint8"
+    zero_point: int = 0
+    low: int | None = None
+    high: int | None = None
+    residual: Residual | None = None
+    is_small: bool = False
+
+    def __post_init__(self) -> None:
+        allowed = {
+            Store.REQUANTIZE: ("uint8", "int8", "int16", "uint16", "int32"),
+            Store.DEQUANTIZE: ("float32",),
+            Store.ACCUMULATOR: ("int32",),
+        }[self.output]
+        if self.dtype not in allowed:
+            raise ConfigError(
+                f"Epilogue: a kernel that stores {self.output.value} values cannot store "
+                f"{self.dtype!r}; allowed: {', '.join(allowed)}.",
+                code="RQ119",
+            )
+        if self.output is not Store.REQUANTIZE:
+            if self.residual or self.zero_point or self.low is not None or self.high is not None:
+                raise ConfigError(
+                    f"Epilogue: {self.output.value} takes no residual, zero point or bounds; "
+                    "use Store.REQUANTIZE.",
+                    code="RQ119",
+                )
+            return
+        low, high = self.bounds
+        limits = INTEGER_LIMITS[self.dtype]
+        if not limits[0] <= low <= high <= limits[1]:
+            raise ConfigError(
+                f"Epilogue: bounds {low}..{high} are not a range within {self.dtype} "
+                f"({limits[0]}..{limits[1]}).",
+                code="RQ119",
+            )
+        if self.dtype == "int32" and self.zero_point:
+            raise ConfigError("Epilogue: int32 output takes no zero point.", code="RQ119")
+        if not limits[0] <= self.zero_point <= limits[1]:
+            raise ConfigError(
+                f"Epilogue: zero point {self.zero_point} is outside {self.dtype}.", code="RQ119"
+            )
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """Smallest and largest integer that is stored."""
+        low, high = INTEGER_LIMITS[self.dtype]
+        return low if self.low is None else self.low, high if self.high is None else self.high
+
+    @property
+    def is_unbounded(self) -> bool:
+        """Whether the bounds are the limits of the dtype."""
+        return self.bounds == INTEGER_LIMITS[self.dtype]
+
+    @property
+    def has_multiplier(self) -> bool:
+        """Whether the kernel takes a float32 multiplier per channel."""
+        return self.output is not Store.ACCUMULATOR
+
+    def emit(self, acc: Expr, multiplier: Expr | None, residual: Expr | None, lanes: int) -> Expr:
+        """Expression of the stored vector, from an int32 vector (and the vectors it combines)."""
+        if self.output is Store.ACCUMULATOR:
+            return acc
+        if residual is not None:
+            residual = T.Cast(vector("int32", lanes), residual)
+        value = self.emit_real(acc, multiplier, residual, lanes)
+        if self.output is Store.DEQUANTIZE:
+            return value
+        return self.emit_rounded(value, lanes)
+
+    def emit_real(
+        self, acc: Expr, multiplier: Expr, residual: Expr | None, lanes: int, moved: int = 0
+    ) -> Expr:
+        """float32 vector before rounding; `residual` is int32 and holds its values plus `moved`."""
+        value = T.Cast(vector("float32", lanes), acc) * multiplier
+        if self.residual is not None:
+            other = residual
+            if self.residual.zero_point + moved:
+                other = other - constant("int32", self.residual.zero_point + moved, lanes)
+            factor = constant("float32", self.residual.multiplier, lanes)
+            value = emit_fma(T.Cast(vector("float32", lanes), other), factor, value, lanes)
+        return value
+
+    def emit_rounded(self, value: Expr, lanes: int) -> Expr:
+        """What is stored for a float32 vector without NaN: rounded, clamped, zero point added."""
+        return emit_round_clamp(value, self.dtype, self.zero_point, self.bounds, lanes)
+
+
+def has_small_multipliers(multiplier: NDArray[np.float32], residual: Residual | None) -> bool:
+    """Whether |acc * multiplier| is at most 2**30, and what a residual adds at most 2**28."""
+    added = 0.0 if residual is None else abs(residual.multiplier)
+    return float(np.max(np.abs(multiplier), initial=0.0)) <= 0.5 and added <= 2.0**20
+
+
+def emit_fma(a: Expr, b: Expr, c: Expr, lanes: int) -> Expr:
+    """a * b + c in float32 with one rounding, on every target (a library call where it must be)."""
+    suffix = "f32" if lanes == 1 else f"v{lanes}f32"
+    return T.call_llvm_pure_intrin(f"llvm.fma.{suffix}", a, b, c, dtype=vector("float32", lanes))
+
+
+def emit_round_clamp(
+    value: Expr, dtype: str, zero_point: int, bounds: tuple[int, int], lanes: int
+) -> Expr:
+    """int(min(max(rne(value), low - z), high - z)) + z as `dtype`; value is not NaN."""
+    low, high = bounds[0] - zero_point, bounds[1] - zero_point
+    if dtype == "int32":
+        value = T.nearbyint(value)
+        value = T.max(value, constant("float32", -largest_float32(-low), lanes))
+        value = T.min(value, constant("float32", largest_float32(high), lanes))
+        return T.Cast(vector("int32", lanes), value)
+    value = T.max(value, constant("float32", low, lanes))
+    value = T.min(value, constant("float32", high, lanes))
+    return emit_round(value, dtype, zero_point, lanes)
+
+
+def emit_round(value: Expr, dtype: str, zero_point: int, lanes: int) -> Expr:
+    """int(rne(value)) + zero_point as `dtype`, which must hold it; |value| below 2**22."""
+    value = value + constant("float32", ROUNDING_MAGIC, lanes)
+    bits = T.reinterpret(vector("int32", lanes), value)
+    bits = bits - constant("int32", ROUNDING_MAGIC_BITS - zero_point, lanes)
+    return T.Cast(vector(dtype, lanes), bits)
+
+
+def largest_float32(value: int) -> int:
+    """Largest float32 <= value, as an integer."""
+    bits = max(abs(value).bit_length() - 24, 0)
+    return (value >> bits) << bits

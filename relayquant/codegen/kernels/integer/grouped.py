@@ -1,0 +1,606 @@
+"""Products with grouped weights that stay packed in memory, and gathers of their rows, as TIR.
+
+    y[m, n] = s_x[m] * sum over groups g of s_w[n, g] * sum over k in g of x[m, k] * (c[n, k] - z)
+
+The integer sums of a group are exact. They become float32, and the groups are added from the first
+to the last, by fused multiply-adds where the target has them. Memory of a weight, panel after panel
+of `lanes` outputs (the last panel overlaps its neighbour):
+
+    for each group     vectors of 4 * lanes bytes: byte 4 * l + p of vector v is of output l and
+                       holds the codes at p of words v * e .. v * e + e - 1 (e = 8 / bits of them),
+                       the first in the lowest bits
+    scales, zeros      one of each output for each group, in arrays of their own
+
+Codes of 3 bits take 4 here. Groups are filled up to whole vectors with codes that meet zeros. One
+kernel serves any number of rows: chunks of them are prepared (copied, so that rows of a tile do not
+meet in the sets of a cache, and groups added up, for zero points), then threads share the panels.
+A row that is the only one waits for memory, and takes several panels side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import numpy as np
+from tvm.script.ir_builder import tirx as T
+from tvm.tirx import PrimFunc
+
+from relayquant.base.packing import count_groups, unpack_codes
+from relayquant.codegen.kernels.emit import (
+    CACHE_LINE,
+    COPY_BYTES,
+    PARALLEL_THRESHOLD,
+    alloc_vectors,
+    alloc_workspace,
+    broadcast,
+    build_kernel,
+    ceil_div,
+    constant,
+    emit_prefetch,
+    emit_sum,
+    emit_vector_loop,
+    load_vector,
+    store_vector,
+    vector,
+)
+from relayquant.codegen.kernels.integer.grouped_dot import (
+    SHORT_WORDS,
+    WORD,
+    FloatDot,
+    GroupedDot,
+    PairsDot,
+    PartsDot,
+    choose_dot,
+    multiply_add,
+)
+from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa
+from relayquant.codegen.kernels.row_loops import choose_heights, emit_chunk
+
+#: A multiple of every height of tiles.
+TILE_ROWS = 24
+#: Rows that are prepared together: bounds of their number, and bytes of those between.
+LEAST_CHUNK_ROWS, MOST_CHUNK_ROWS = 2 * TILE_ROWS, 6 * TILE_ROWS
+CHUNK_BYTES = 640 * 1024
+#: How far before they are read codes are fetched into the first cache.
+PREFETCH_BYTES = 8 * 1024
+#: Panels whose codes are read side by side for a single row: memory gives several streams faster.
+#: Instruction sets with so many lanes have the registers for it.
+STREAMS, STREAM_LANES = 4, 16
+#: Dot products that are written out one after the other; more are a loop over vectors.
+UNROLLED = 96
+#: Largest sum of a group that int32 holds.
+LARGEST_SUM = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class GroupedDense:
+    """A product of rows (..., features) with a grouped weight (units, features).
+
+    `leading` are the extents before the last one, None where known at run time. `is_float`: rows
+    are float32, else int8 with a scale for each.
+    """
+
+    leading: tuple[int | None, ...]
+    units: int
+    features: int
+    bits: int
+    group_size: int
+    is_float: bool = False
+    has_zeros: bool = False
+    scale_dtype: str = "float32"
+
+    @property
+    def largest_sum(self) -> int:
+        """Bound of the magnitude of a sum of integers."""
+        return self.group_size * 128 * ((1 << self.bits) - 1)
+
+
+def code_bits(bits: int) -> int:
+    """Of a code in memory."""
+    return 4 if bits == 3 else bits
+
+
+@dataclass(frozen=True)
+class GroupedPlan:
+    """How a weight lies in memory for an instruction set, and its tiles."""
+
+    spec: GroupedDense
+    dot: GroupedDot
+
+    @property
+    def bits(self) -> int:
+        """Of a code in memory."""
+        return code_bits(self.spec.bits)
+
+    @property
+    def each(self) -> int:
+        """Words in a vector of codes."""
+        return 8 // self.bits
+
+    @property
+    def groups(self) -> int:
+        return count_groups(self.spec.features, self.spec.group_size)
+
+    @property
+    def vectors(self) -> int:
+        """Vectors of codes of a group."""
+        return ceil_div(self.spec.group_size, WORD * self.each)
+
+    @property
+    def stride(self) -> int:
+        """Elements of a group of a prepared row."""
+        return self.vectors * self.each * WORD
+
+    @property
+    def panels(self) -> int:
+        return ceil_div(self.spec.units, self.dot.lanes)
+
+    @property
+    def streams(self) -> int:
+        """Panels that a single row meets at once."""
+        return min(STREAMS, self.panels) if self.dot.lanes >= STREAM_LANES else 1
+
+    @property
+    def vector_bytes(self) -> int:
+        return WORD * self.dot.lanes
+
+    @property
+    def offset(self) -> int:
+        """What is taken from codes as the dot product sees them, to have those of the weight."""
+        return 128 if self.bits == 8 and self.dot.is_signed else 0
+
+    def block_vectors(self, height: int) -> int:
+        """Vectors of codes that are worked on without a loop, for so many rows."""
+        if isinstance(self.dot, PartsDot):
+            return min(self.vectors, SHORT_WORDS // self.each)
+        return self.vectors if self.vectors * self.each * height <= UNROLLED else 1
+
+    @property
+    def row_stride(self) -> int:
+        """Elements from one prepared row to the next: an odd number of cache lines, so that the
+        rows of a tile meet in no set of a cache.
+        """
+        size = np.dtype(self.dot.row_dtype).itemsize
+        return (ceil_div(self.groups * self.stride * size, CACHE_LINE) | 1) * CACHE_LINE // size
+
+    @property
+    def chunk_rows(self) -> int:
+        """Rows that are prepared together: as many as the second cache holds beside a panel."""
+        size = np.dtype(self.dot.row_dtype).itemsize * self.row_stride
+        fitting = CHUNK_BYTES // size // TILE_ROWS * TILE_ROWS
+        return max(LEAST_CHUNK_ROWS, min(fitting, MOST_CHUNK_ROWS))
+
+    @property
+    def scale_dtype(self) -> str:
+        """float16 only where vectors of it are converted by one instruction."""
+        return self.spec.scale_dtype if self.dot.lanes >= 8 else "float32"
+
+    @cached_property
+    def channels(self) -> np.ndarray:
+        """(panels, lanes): the output of every lane; those that there are not repeat the last."""
+        lanes, units = self.dot.lanes, self.spec.units
+        first = np.minimum(np.arange(self.panels) * lanes, max(units - lanes, 0))
+        return np.minimum(first[:, None] + np.arange(lanes), units - 1)
+
+
+@dataclass(frozen=True, eq=False)
+class PackedGroups:
+    """Constant operands of the kernels: codes, scales, zero points (empty where there are none)."""
+
+    codes: np.ndarray
+    scale: np.ndarray
+    zeros: np.ndarray
+
+
+def plan_grouped(spec: GroupedDense, isa: Isa) -> GroupedPlan:
+    """The plan that generator and packer follow; what is packed does not depend on the rows."""
+    return GroupedPlan(spec, choose_dot(isa, spec.is_float, code_bits(spec.bits)))
+
+
+def pack_grouped(
+    spec: GroupedDense, isa: Isa, weight: np.ndarray, scale: np.ndarray, zeros: np.ndarray
+) -> PackedGroups:
+    """What the kernels read, of the operands of `qnn.grouped_dense`."""
+    plan = plan_grouped(spec, isa)
+    lanes, groups = plan.dot.lanes, plan.groups
+    packed = np.empty((plan.panels, groups, plan.vectors, plan.vector_bytes), "uint8")
+    size, short = spec.group_size, groups * spec.group_size - spec.features
+    for panel, rows in enumerate(plan.channels):
+        codes = unpack_codes(weight[rows], spec.bits, spec.features)
+        codes = np.pad(codes, [(0, 0), (0, short)]).reshape(lanes, groups, size)
+        codes = np.pad(codes, [(0, 0), (0, 0), (0, plan.stride - size)])
+        # (lane, group, vector, word of the vector, place) -> (group, vector, lane, place, word)
+        words = codes.reshape(lanes, groups, plan.vectors, plan.each, WORD).transpose(1, 2, 0, 4, 3)
+        shifts = plan.bits * np.arange(plan.each)
+        joined = (words.astype("uint16") << shifts).sum(axis=-1).astype("uint8")
+        packed[panel] = joined.reshape(groups, plan.vectors, -1) ^ plan.offset
+    return PackedGroups(
+        packed.reshape(-1),
+        np.ascontiguousarray(scale[plan.channels].swapaxes(1, 2).reshape(-1), plan.scale_dtype),
+        np.ascontiguousarray(zeros[plan.channels].swapaxes(1, 2).reshape(-1))
+        if zeros.ndim
+        else np.zeros(0, "uint8"),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Arguments:
+    """Flat views of what a kernel is called with."""
+
+    rows: Expr  #: how many
+    data: Buffer
+    row_scale: Buffer | None
+    codes: Buffer
+    scale: Buffer
+    zeros: Buffer | None
+    out: Buffer
+
+
+def declare_grouped(plan: GroupedPlan) -> Arguments:
+    """The arguments of `build_grouped_dense`."""
+    spec = plan.spec
+    extents = [T.int64() if extent is None else extent for extent in spec.leading]
+    rows = prod(extents)
+
+    def declare(name: str, width: int, dtype: str) -> tuple[Buffer, int]:
+        buffer = T.arg(name, T.Buffer((*extents, width), dtype))
+        return buffer, width
+
+    def declare_constant(name: str, size: int, dtype: str) -> Buffer:
+        return T.arg(name, T.Buffer((size,), dtype))
+
+    def view(pair: tuple[Buffer, int]) -> Buffer:
+        buffer, width = pair
+        return T.decl_buffer((rows * width,), buffer.dtype, data=buffer.data)
+
+    count = plan.panels * plan.groups * plan.dot.lanes
+    data = declare("x", spec.features, "float32" if spec.is_float else "int8")
+    row_scale = None if spec.is_float else declare("x_scale", 1, "float32")
+    codes = declare_constant("codes", count * plan.vectors * WORD, "uint8")
+    scale = declare_constant("scale", count, plan.scale_dtype)
+    zeros = declare_constant("zeros", count, "uint8") if spec.has_zeros else None
+    out = declare("y", spec.units, "float32")
+    return Arguments(
+        rows, view(data), None if row_scale is None else view(row_scale), codes, scale, zeros,
+        view(out),
+    )  # fmt: skip
+
+
+def build_grouped_dense(spec: GroupedDense, isa: Isa, name: str = "grouped_dense") -> PrimFunc:
+    """PrimFunc(x (*leading, K)[, x_scale (*leading, 1)], codes, scale[, zeros], y (*leading, N));
+    the constants come from `pack_grouped`.
+    """
+
+    def body() -> None:
+        plan = plan_grouped(spec, isa)
+        arguments = declare_grouped(plan)
+        work = spec.units * spec.features
+        if work >= PARALLEL_THRESHOLD or work * plan.chunk_rows < PARALLEL_THRESHOLD:
+            emit_rows(plan, arguments, threads=work >= PARALLEL_THRESHOLD)
+            return
+        with T.If(arguments.rows * work >= PARALLEL_THRESHOLD):
+            with T.Then():
+                emit_rows(plan, arguments, threads=True)
+            with T.Else():
+                emit_rows(plan, arguments, threads=False)
+
+    return build_kernel(name, body)
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedRows:
+    """Rows of a chunk as dot products read them.
+
+    Attributes:
+        first: Number of the first of them among all.
+        data: The rows, `row_stride` elements each.
+        starts: What the sum of each group of each row begins with, int32: less the sum of the rows
+            times the zero point of all, or (where groups have one) just less their sum. None where
+            that is 0.
+    """
+
+    first: Expr
+    data: Buffer
+    starts: Buffer | None
+
+
+def emit_rows(plan: GroupedPlan, arguments: Arguments, threads: bool) -> None:
+    """All rows; a single one in a way of its own, where it meets several panels at once."""
+    rows = arguments.rows
+    if isinstance(rows, int) or plan.streams == 1:
+        is_one = isinstance(rows, int) and rows == 1 < plan.streams
+        (emit_one_row if is_one else emit_many_rows)(plan, arguments, threads)
+        return
+    with T.If(rows == 1):
+        with T.Then():
+            emit_one_row(plan, arguments, threads)
+        with T.Else():
+            emit_many_rows(plan, arguments, threads)
+
+
+def emit_one_row(plan: GroupedPlan, arguments: Arguments, threads: bool) -> None:
+    """A row, by several panels at once; the last of them overlap their neighbours."""
+    side, row = plan.streams, T.int64(0)
+    prepared = emit_preparation(plan, arguments, row, T.int64(1), 1)
+    with (T.parallel if threads else T.serial)(ceil_div(plan.panels, side)) as band:
+        first = T.bind(T.min(band * side, plan.panels - side))
+        emit_tile(plan, arguments, prepared, [row], [first + i for i in range(side)])
+
+
+def emit_many_rows(plan: GroupedPlan, arguments: Arguments, threads: bool) -> None:
+    """Rows, chunk after chunk."""
+    heights, size = choose_heights(plan.dot.rows), plan.chunk_rows
+    rows = arguments.rows
+    with T.serial(T.floordiv(rows + (size - 1), size)) as chunk:
+        first = T.bind(chunk * size)
+        count = T.bind(T.min(rows - first, size))
+        prepared = emit_preparation(plan, arguments, first, count, size)
+
+        def emit(kind: int, members: list[Expr], panel: Expr, index: Expr) -> None:
+            emit_tile(plan, arguments, prepared, members, [panel])
+
+        with (T.parallel if threads else T.serial)(plan.panels) as panel:
+            emit_chunk(rows, heights, first, size, panel, emit)
+
+
+def emit_preparation(
+    plan: GroupedPlan, arguments: Arguments, first: Expr, count: Expr, rows: int
+) -> PreparedRows:
+    """Copies `count` rows, at most `rows`, to where tiles read them, and adds up their groups."""
+    spec, groups, size, stride = plan.spec, plan.groups, plan.spec.group_size, plan.stride
+    data, width = arguments.data, plan.row_stride
+    factor = -1 if spec.has_zeros else plan.offset - middle(spec)
+    starts = alloc_workspace(rows * groups, "int32") if factor and not spec.is_float else None
+    copy = alloc_workspace(rows * width, data.dtype)
+    wide = alloc_workspace(rows * width, "int16") if isinstance(plan.dot, PairsDot) else None
+    last = spec.features - (groups - 1) * size
+
+    with T.serial(count) as row:
+
+        def prepare_group(group: Expr, length: int) -> None:
+            origin = (first + row) * spec.features + group * size
+            at = row * width + group * stride
+
+            def move(offset: Expr, lanes: int) -> None:
+                store_vector(copy, load_vector(data, origin + offset, lanes), at + offset, lanes)
+
+            emit_vector_loop(length, COPY_BYTES // 2, move)
+            with T.serial(stride - length) as place:
+                T.buffer_store(copy, T.Cast(copy.dtype, T.int32(0)), [at + length + place])
+            if starts is not None:
+                value = emit_sum(data, origin, length) * factor
+                T.buffer_store(starts, value, [row * groups + group])
+
+        full = groups if last == size else groups - 1
+        if full:
+            with T.serial(full) as group:
+                prepare_group(group, size)
+        if last != size:
+            prepare_group(T.int64(groups - 1), last)
+        if wide is not None:
+            with T.serial(groups * stride // WORD) as word:
+                at = row * width + word * WORD
+                value = T.Cast(f"int16x{WORD}", load_vector(copy, at, WORD))
+                order = [T.int32(i) for i in (0, 2, 1, 3)]
+                store_vector(wide, T.Shuffle([value], order), at, WORD)
+    return PreparedRows(first, copy if wide is None else wide, starts)
+
+
+def middle(spec: GroupedDense) -> int:
+    """The zero point of all, where there are none of their own."""
+    return 1 << (spec.bits - 1)
+
+
+def emit_tile(
+    plan: GroupedPlan,
+    arguments: Arguments,
+    prepared: PreparedRows,
+    members: Sequence[Expr],
+    panels: Sequence[Expr],
+) -> None:
+    """The outputs of some panels for some rows; codes of several panels are read side by side."""
+    dot, lanes = plan.dot, plan.dot.lanes
+    totals = [alloc_vectors(len(members), lanes, "float32") for _ in panels]
+    for total in (each for row_totals in totals for each in row_totals):
+        store_vector(total, constant("float32", 0, lanes), 0, lanes)
+    accs = [alloc_vectors(len(members), lanes, dot.sum_dtype) for _ in panels]
+    with T.serial(plan.groups) as group:
+        for panel, sums, row_totals in zip(panels, accs, totals, strict=True):
+            at = T.bind(panel * plan.groups + group)
+            emit_group(plan, arguments, prepared, members, group, at, sums)
+            scale = T.Cast(
+                vector("float32", lanes), load_vector(arguments.scale, at * lanes, lanes)
+            )
+            for acc, total in zip(sums, row_totals, strict=True):
+                value = T.Cast(vector("float32", lanes), load_vector(acc, 0, lanes))
+                value = multiply_add(dot, value, scale, load_vector(total, 0, lanes))
+                store_vector(total, value, 0, lanes)
+    units = plan.spec.units
+    width = min(lanes, units)
+    for panel, row_totals in zip(panels, totals, strict=True):
+        channel = T.min(panel * lanes, units - width)
+        for total, row in zip(row_totals, members, strict=True):
+            value = load_vector(total, 0, lanes)
+            if arguments.row_scale is not None:
+                value = value * broadcast(arguments.row_scale[row], lanes)
+            store_vector(arguments.out, value, row * units + channel, lanes, width)
+
+
+def emit_group(
+    plan: GroupedPlan,
+    arguments: Arguments,
+    prepared: PreparedRows,
+    members: Sequence[Expr],
+    group: Expr,
+    at: Expr,
+    sums: Sequence[Buffer],
+) -> None:
+    """The sums of one group, the `at`-th of the weight, for some rows."""
+    spec, dot, lanes = plan.spec, plan.dot, plan.dot.lanes
+    at_codes = T.bind(at * (plan.vectors * plan.vector_bytes))
+    if len(members) > 1:
+        emit_ahead(plan, arguments.codes, at_codes)
+    zero = read_zero(plan, arguments, at)
+    for acc, row in zip(sums, members, strict=True):
+        value = constant(dot.sum_dtype, 0, lanes)
+        if prepared.starts is not None:
+            start = prepared.starts[(row - prepared.first) * plan.groups + group]
+            value = broadcast(start, lanes)
+            if spec.has_zeros:
+                value = value * zero
+        store_vector(acc, value, 0, lanes)
+
+    def emit_vectors(number: Expr, count: int) -> None:
+        # Bound to names: TVM would take long to simplify what they stand for in every index.
+        offset = group * plan.stride + number * (plan.each * WORD)
+        starts = [T.bind((row - prepared.first) * plan.row_stride + offset) for row in members]
+        index = T.bind(at_codes + number * plan.vector_bytes)
+        emit_words(plan, arguments.codes, index, count, zero, prepared.data, starts, sums)
+
+    emit_blocks(plan.vectors, plan.block_vectors(len(members)), emit_vectors)
+
+
+def emit_ahead(plan: GroupedPlan, codes: Buffer, at: Expr) -> None:
+    """Has as many codes as a group has fetched: products of the first rows of a chunk would wait
+    for what the processor fetches by itself. A single row gives it nothing to do meanwhile.
+    """
+    for line in range(ceil_div(plan.vectors * plan.vector_bytes, CACHE_LINE)):
+        emit_prefetch(codes, at + (PREFETCH_BYTES + line * CACHE_LINE), level=1)
+
+
+def emit_blocks(total: int, size: int, emit: Callable[[Expr, int], None]) -> None:
+    """emit(first, count) for blocks of `size`, in a loop if there are several, and for the rest."""
+    whole, rest = divmod(total, size)
+    if whole == 1:
+        emit(T.int64(0), size)
+    elif whole:
+        with T.serial(whole) as block:
+            emit(T.bind(block * size), size)
+    if rest:
+        emit(T.int64(whole * size), rest)
+
+
+def emit_words(
+    plan: GroupedPlan,
+    codes: Buffer,
+    index: Expr,
+    vectors: int,
+    zero: Expr | None,
+    rows: Buffer,
+    starts: Sequence[Expr],
+    accs: Sequence[Buffer],
+) -> None:
+    """Adds to each sum the products of neighbouring vectors of codes, from `index` on, and of the
+    words of its row, from its start on.
+    """
+    dot, lanes, dtype = plan.dot, plan.dot.lanes, plan.dot.sum_dtype
+    sums = accs
+    if isinstance(dot, PartsDot):
+        lanes, dtype = dot.part_lanes, dot.part_dtype
+        sums = alloc_vectors(len(accs), lanes, dtype)
+        for total in sums:
+            store_vector(total, constant(dtype, 0, lanes), 0, lanes)
+    read = [dot.read_words(rows, start, vectors * plan.each) for start in starts]
+    for number in range(vectors):
+        loaded = codes.vload([index + number * plan.vector_bytes], f"uint8x{plan.vector_bytes}")
+        words = T.reinterpret(vector("int32", dot.lanes), loaded)
+        for place in range(plan.each):
+            operand = dot.spread_codes(take_word(plan, words, place), zero)
+            for total, row_words in zip(sums, read, strict=True):
+                word = row_words[number * plan.each + place]
+                value = dot.dot(load_vector(total, 0, lanes), operand, word)
+                store_vector(total, value, 0, lanes)
+    if isinstance(dot, PartsDot):
+        for acc, part in zip(accs, sums, strict=True):
+            value = dot.join(load_vector(acc, 0, dot.lanes), load_vector(part, 0, lanes))
+            store_vector(acc, value, 0, dot.lanes)
+
+
+def read_zero(plan: GroupedPlan, arguments: Arguments, at: Expr) -> Expr | None:
+    """int32 vector: what is taken from the codes of a group; None where it is the same for all and
+    integer sums take it from the sum of the row.
+    """
+    lanes = plan.dot.lanes
+    if arguments.zeros is None:
+        is_float = isinstance(plan.dot, FloatDot)
+        return constant("int32", middle(plan.spec), lanes) if is_float else None
+    zero = T.Cast(vector("int32", lanes), load_vector(arguments.zeros, at * lanes, lanes))
+    return zero - constant("int32", plan.offset, lanes) if plan.offset else zero
+
+
+def take_word(plan: GroupedPlan, words: Expr, place: int) -> Expr:
+    """int32 vector: the codes of one word, a byte each."""
+    if plan.bits == 8:
+        return words
+    lanes, mask = plan.dot.lanes, ((1 << plan.bits) - 1) * 0x01010101
+    if place:
+        words = plan.dot.shift_codes(words, plan.bits * place)
+    return T.bitwise_and(words, constant("int32", mask, lanes))
+
+
+@dataclass(frozen=True)
+class GroupedTake:
+    """Rows of a grouped weight by their numbers; `dense` says how the weight lies, and `leading`
+    are the extents of the numbers, None where known at run time.
+    """
+
+    leading: tuple[int | None, ...]
+    index_dtype: str
+    dense: GroupedDense
+
+
+def build_grouped_take(spec: GroupedTake, isa: Isa, name: str = "grouped_take") -> PrimFunc:
+    """PrimFunc(indices (*leading), codes, scale[, zeros], y (*leading, K)): what products read
+    serves the embedding too.
+    """
+
+    def body() -> None:
+        dense = spec.dense
+        plan = plan_grouped(dense, isa)
+        lanes, count = plan.dot.lanes, plan.panels * plan.groups * plan.dot.lanes
+        extents = [T.int64() if extent is None else extent for extent in spec.leading]
+        rows = prod(extents)
+        indices = T.arg("indices", T.Buffer(tuple(extents), spec.index_dtype))
+        codes = T.arg("codes", T.Buffer((count * plan.vectors * WORD,), "uint8"))
+        scale = T.arg("scale", T.Buffer((count,), plan.scale_dtype))
+        zeros = T.arg("zeros", T.Buffer((count,), "uint8")) if dense.has_zeros else None
+        out = T.arg("y", T.Buffer((*extents, dense.features), "float32"))
+        numbers = T.decl_buffer((rows,), indices.dtype, data=indices.data)
+        result = T.decl_buffer((rows * dense.features,), "float32", data=out.data)
+        last = dense.features - (plan.groups - 1) * dense.group_size
+        with T.serial(rows) as row:
+            number = T.bind(T.floormod(T.Cast("int64", numbers[row]), dense.units))
+            panel = T.bind(T.floordiv(number, lanes))
+            lane = T.bind(number - T.min(panel * lanes, max(dense.units - lanes, 0)))
+
+            def emit_group(group: Expr, length: int) -> None:
+                at = T.bind(panel * plan.groups + group)
+                step = T.bind(T.Cast("float32", scale[at * lanes + lane]))
+                zero = T.int32(middle(dense) - plan.offset)
+                if zeros is not None:
+                    zero = T.bind(T.Cast("int32", zeros[at * lanes + lane]) - plan.offset)
+                with T.serial(length) as place:
+                    word = T.floordiv(place, WORD)
+                    start = (at * plan.vectors + T.floordiv(word, plan.each)) * plan.vector_bytes
+                    byte = codes[start + lane * WORD + T.floormod(place, WORD)]
+                    value = T.Cast("int32", byte)
+                    if plan.offset:
+                        value = T.Cast("int32", T.reinterpret("int8", byte))
+                    if plan.each > 1:
+                        shift = T.Cast("int32", T.floormod(word, plan.each) * plan.bits)
+                        value = T.bitwise_and(T.shift_right(value, shift), (1 << plan.bits) - 1)
+                    real = T.Cast("float32", value - zero) * step
+                    index = row * dense.features + group * dense.group_size + place
+                    T.buffer_store(result, real, [index])
+
+            full = plan.groups if last == dense.group_size else plan.groups - 1
+            if full:
+                with T.serial(full) as group:
+                    emit_group(group, dense.group_size)
+            if last != dense.group_size:
+                emit_group(T.int64(plan.groups - 1), last)
+
+    return build_kernel(name, body)

@@ -1,0 +1,157 @@
+"""Tables of 256 values, looked up by bytes; generated as TIR.
+
+    y[i] = table[x[i] as uint8]
+
+Tables of bytes lie in vector registers, where the instruction set can look up many bytes at once;
+a `ByteShuffle` says how. Other tables, and other targets, take one load per value: no target
+gathers bytes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from math import prod
+
+from tvm.script.ir_builder import tirx as T
+from tvm.tirx import PrimFunc
+
+from relayquant.codegen.kernels.emit import (
+    build_kernel,
+    constant,
+    declare_arguments,
+    emit_vector_loop,
+    load_vector,
+    store_vector,
+    vector,
+)
+from relayquant.codegen.kernels.isa.base import Buffer, Expr
+from relayquant.errors import ConfigError
+
+#: Values in a table: one for each byte.
+TABLE_SIZE = 256
+#: Values from which on the work is split over threads, if each takes a load; else 16 times that.
+PARALLEL_VALUES = 1 << 14
+#: Values that are loaded between two steps of the loop.
+SCALARS = 8
+
+
+@dataclass(frozen=True)
+class ByteShuffle(ABC):
+    """Instructions that look bytes up in a part of the table, held in registers."""
+
+    name: str
+    features: tuple[str, ...]  #: LLVM features, all needed
+    lanes: int  #: bytes looked up at once
+    intrinsic: str
+
+    @abstractmethod
+    def emit(self, table: Buffer, index: Expr) -> Expr:
+        """uint8 vector: the bytes of a uint8 table (TABLE_SIZE,) at `index`, a uint8 vector."""
+
+    def call(self, *operands: Expr) -> Expr:
+        dtype = vector("uint8", self.lanes)
+        return T.call_llvm_pure_intrin(self.intrinsic, *operands, dtype=dtype)
+
+
+@dataclass(frozen=True)
+class TwoRegisterShuffle(ByteShuffle):
+    """vpermi2b: 128 bytes in two registers; the top bit of an index has no meaning to it."""
+
+    def emit(self, table: Buffer, index: Expr) -> Expr:
+        parts = [load_vector(table, at, self.lanes) for at in range(0, TABLE_SIZE, self.lanes)]
+        low, high = self.call(parts[0], index, parts[1]), self.call(parts[2], index, parts[3])
+        return T.Select(index >= constant("uint8", 128, self.lanes), high, low)
+
+
+@dataclass(frozen=True)
+class PartShuffle(ByteShuffle):
+    """pshufb: 16 bytes in every 128-bit part of a register; 0 where the index has its top bit set.
+
+    An index of another part of the table gets that bit by a saturating addition.
+    """
+
+    def emit(self, table: Buffer, index: Expr) -> Expr:
+        size, result = 16, None
+        add = f"llvm.uadd.sat.v{self.lanes}i8"
+        for first in range(0, TABLE_SIZE, size):
+            part = load_vector(table, first, size)
+            copies = self.lanes // size
+            part = T.Shuffle([part] * copies, [T.int32(i % size) for i in range(self.lanes)])
+            own = T.bitwise_xor(index, constant("uint8", first, self.lanes))
+            operands = own, constant("uint8", 128 - size, self.lanes)
+            own = T.call_llvm_pure_intrin(add, *operands, dtype=vector("uint8", self.lanes))
+            found = self.call(part, own)
+            result = found if result is None else T.bitwise_or(result, found)
+        return result
+
+
+@dataclass(frozen=True)
+class RegisterListShuffle(ByteShuffle):
+    """tbl: 64 bytes in four registers; 0 where the index is larger."""
+
+    def emit(self, table: Buffer, index: Expr) -> Expr:
+        result, size = None, 4 * self.lanes
+        for first in range(0, TABLE_SIZE, size):
+            parts = [load_vector(table, first + i * self.lanes, self.lanes) for i in range(4)]
+            found = self.call(*parts, index - constant("uint8", first, self.lanes))
+            result = found if result is None else T.bitwise_or(result, found)
+        return result
+
+
+VPERMI2B = TwoRegisterShuffle(
+    "vpermi2b", ("avx512vbmi", "avx512bw"), 64, "llvm.x86.avx512.vpermi2var.qi.512"
+)
+PSHUFB_512 = PartShuffle("pshufb512", ("avx512bw",), 64, "llvm.x86.avx512.pshuf.b.512")
+PSHUFB_256 = PartShuffle("pshufb256", ("avx2",), 32, "llvm.x86.avx2.pshuf.b")
+TBL = RegisterListShuffle("tbl", ("neon",), 16, "llvm.aarch64.neon.tbl4.v16i8")
+
+#: Fastest first.
+X86_SHUFFLES: tuple[ByteShuffle, ...] = (VPERMI2B, PSHUFB_512, PSHUFB_256)
+AARCH64_SHUFFLES: tuple[ByteShuffle, ...] = (TBL,)
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """table[x as uint8]; table has 256 values of `out_dtype`."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    out_dtype: str
+
+
+def build_lookup(
+    spec: Lookup, shuffle: ByteShuffle | None = None, name: str = "lookup"
+) -> PrimFunc:
+    """PrimFunc(x, table (256,), y); `shuffle`, if the target has one, serves tables of bytes."""
+    if spec.dtype not in ("uint8", "int8"):
+        raise ConfigError(f"Lookup: data is {spec.dtype!r}; allowed: uint8, int8.", code="RQ119")
+    size = prod(spec.shape)
+    if spec.out_dtype not in ("uint8", "int8") or (shuffle is not None and size < shuffle.lanes):
+        shuffle = None
+
+    def body() -> None:
+        data, table, out = declare_arguments(
+            ("x", spec.shape, spec.dtype),
+            ("table", (TABLE_SIZE,), spec.out_dtype),
+            ("y", spec.shape, spec.out_dtype),
+        )
+
+        def load_each(at: Expr, lanes: int) -> None:
+            for i in range(lanes):
+                index = T.Cast("int32", T.reinterpret("uint8", data.vload([at + i])))
+                T.buffer_store(out, table.vload([index]), [at + i])
+
+        if shuffle is None:
+            emit_vector_loop(size, SCALARS, load_each, size >= PARALLEL_VALUES)
+            return
+        bits = T.decl_buffer((TABLE_SIZE,), "uint8", data=table.data)
+
+        def look_up(at: Expr, lanes: int) -> None:
+            index = T.reinterpret(vector("uint8", lanes), load_vector(data, at, lanes))
+            found = shuffle.emit(bits, index)
+            store_vector(out, T.reinterpret(vector(spec.out_dtype, lanes), found), at, lanes)
+
+        emit_vector_loop(size, shuffle.lanes, look_up, size >= 16 * PARALLEL_VALUES)
+
+    return build_kernel(name, body)

@@ -1,0 +1,186 @@
+"""Operands of the convolution kernels: arguments, the prepared image, and the store of results."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tvm.script.ir_builder import tirx as T
+
+from relayquant.codegen.kernels.emit import (
+    COPY_BYTES,
+    PARALLEL_BYTES,
+    alloc_workspace,
+    constant,
+    convert_activation,
+    declare_arguments,
+    emit_vector_loop,
+    load_vector,
+    loop_over,
+    store_vector,
+)
+from relayquant.codegen.kernels.integer.epilogue import Epilogue
+from relayquant.codegen.kernels.integer.saturating_pack import (
+    PACKED,
+    emit_narrow_residuals,
+    emit_narrow_store,
+)
+from relayquant.codegen.kernels.integer.specs import Conv2d
+from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa
+
+
+@dataclass(frozen=True)
+class Operands:
+    """Operands of a convolution as flat buffers; None where the epilogue takes none.
+
+    `multiplier` is one number for all channels, or a buffer. `row_term`, one int32 per pixel, is
+    added to all its channels.
+    """
+
+    data: Buffer
+    weight: Buffer
+    bias: Buffer
+    multiplier: Buffer | float | None
+    residual: Buffer | None
+    out: Buffer
+    row_term: Buffer | None = None
+
+
+@dataclass(frozen=True)
+class Image:
+    """NHWC activations of the dtype of the dot product, padding included."""
+
+    data: Buffer
+    height: int
+    width: int
+
+
+def declare_operands(
+    spec: Conv2d,
+    isa: Isa,
+    weight_size: int,
+    channel_size: int,
+    in_shape: tuple[int, ...] | None,
+    out_shape: tuple[int, ...] | None,
+) -> Operands:
+    """Declare x, weight, bias[, multiplier][, residual], y, in this order."""
+    channels, added = (channel_size,), spec.epilogue.residual
+    y_shape = spec.out_shape if out_shape is None else out_shape
+    return Operands(
+        *declare_arguments(
+            ("x", in_shape or spec.in_shape, spec.in_dtype),
+            ("weight", (weight_size,), isa.weight_dtype),
+            ("bias", channels, "int32"),
+            ("multiplier", channels, "float32") if spec.epilogue.has_multiplier else None,
+            ("residual", y_shape, added.dtype) if added else None,
+            ("y", y_shape, spec.epilogue.dtype),
+        )
+    )
+
+
+def emit_prepared_image(data: Buffer, spec: Conv2d, isa: Isa) -> Image:
+    """Copy of NHWC `data` in a workspace, as the dot product wants it.
+
+    Padded with the zero point; if `data` is not of the dtype of the dot product, its bytes become
+    int16, or the top bit of each is flipped. A vector of slack at the end may be read.
+    """
+    batch, height, width, channels = spec.in_shape
+    top, left, bottom, right = spec.padding
+    dtype = isa.activation
+    zero_point = spec.in_zero_point + isa.zero_point_shift(spec.in_dtype)
+    rows, row = height + top + bottom, (left + width + right) * channels
+    image = alloc_workspace(batch * rows * row + COPY_BYTES, dtype)
+    threads = batch * rows * row >= PARALLEL_BYTES
+
+    def fill(start: Expr, count: int) -> None:
+        def store(at: Expr, lanes: int) -> None:
+            store_vector(image, constant(dtype, zero_point, lanes), start + at, lanes)
+
+        if count:
+            emit_vector_loop(count, COPY_BYTES, store)
+
+    def copy(start: Expr, source: Expr, count: int) -> None:
+        def move(at: Expr, lanes: int) -> None:
+            value = load_vector(data, source + at, lanes)
+            value = convert_activation(value, data.dtype, dtype, lanes)
+            store_vector(image, value, start + at, lanes)
+
+        emit_vector_loop(count, COPY_BYTES, move)
+
+    result = Image(image, rows, left + width + right)
+    if not any(spec.padding):
+        blocks = batch * height if width * channels >= COPY_BYTES else 1
+        with loop_over((blocks,), threads and blocks > 1) as (y,):
+            size = batch * height * row // blocks
+            copy(y * size, y * size, size)
+        return result
+    for count, first in ((top, 0), (bottom, top + height)):
+        if count:
+            with loop_over((batch,), False) as (n,):
+                fill((n * rows + first) * row, count * row)
+    with loop_over((batch, height), threads and batch * height > 1) as (n, y):
+        start = (n * rows + top + y) * row
+        fill(start, left * channels)
+        copy(start + left * channels, (n * height + y) * width * channels, width * channels)
+        fill(start + (left + width) * channels, right * channels)
+    return result
+
+
+def emit_store(
+    operands: Operands,
+    epilogue: Epilogue,
+    acc: Expr,
+    at: Expr,
+    first: Expr,
+    lanes: int,
+    width: int,
+) -> None:
+    """Store `width` lanes of an accumulator vector at `at` of y; its multipliers are at `first`."""
+    residual = None
+    if operands.residual is not None:
+        residual = load_partial(operands.residual, at, lanes, width)
+    value = epilogue.emit(acc, load_multiplier(operands, first, lanes), residual, lanes)
+    store_vector(operands.out, value, at, lanes, width)
+
+
+def emit_narrow_vectors(
+    isa: Isa,
+    epilogue: Epilogue,
+    operands: Operands,
+    accs: list[Expr],
+    targets: list[Expr],
+    first: Expr,
+    blocks: int,
+    width: int,
+) -> None:
+    """Store up to four accumulator vectors as packed bytes; see `narrow`.
+
+    `accs` are the `blocks` vectors of one pixel after the other, `targets` the offsets of the
+    pixels in y, each of `width` channels; the multipliers of a pixel are at `first`.
+    """
+    lanes, reals = isa.lanes, []
+    residuals, moved = [None] * len(accs), 0
+    if operands.residual is not None:
+        residuals = emit_narrow_residuals(operands.residual, targets, lanes, blocks, width)
+        moved = 128 if operands.residual.dtype == "int8" else 0
+    for i, (acc, residual) in enumerate(zip(accs, residuals, strict=True)):
+        factor = load_multiplier(operands, first + i % blocks * lanes, lanes)
+        reals.append(epilogue.emit_real(acc, factor, residual, lanes, moved))
+    reals += reals[:1] * (PACKED - len(reals))
+    emit_narrow_store(isa, epilogue, reals, operands.out, targets, blocks, width)
+
+
+def load_multiplier(operands: Operands, first: Expr, lanes: int) -> Expr | None:
+    """Multipliers of a vector of channels; None if the kernel takes none."""
+    if operands.multiplier is None:
+        return None
+    if isinstance(operands.multiplier, float):
+        return constant("float32", operands.multiplier, lanes)
+    return load_vector(operands.multiplier, first, lanes)
+
+
+def load_partial(buffer: Buffer, offset: Expr, lanes: int, width: int) -> Expr:
+    """A vector of which only the first `width` lanes are read from memory; the others repeat."""
+    if width == lanes:
+        return load_vector(buffer, offset, lanes)
+    scalars = [buffer.vload([offset + min(i, width - 1)]) for i in range(lanes)]
+    return T.Shuffle(scalars, [T.int32(i) for i in range(lanes)])

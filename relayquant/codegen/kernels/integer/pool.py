@@ -1,0 +1,311 @@
+"""Pooling of NHWC activations of 8 or 16 bits: maximum, which takes float32 too, and average in the
+default arithmetic.
+
+Average: S = int32 sum of (x - z_in) over the window; t = RN(float32(S) * RN(m / float32(count)));
+then rounded and clamped as in `epilogue`. Padded pixels contribute 0 and count only with
+`count_include_pad`; what lies beyond the padding, where `ceil_mode` reaches, never counts. A mean
+is an average over a window as large as the image; whatever axes are averaged, they are the height
+of that image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+from tvm.script.ir_builder import tirx as T
+from tvm.tirx import PrimFunc
+
+from relayquant.base.qtypes import INTEGER_LIMITS
+from relayquant.base.windows import count_windows
+from relayquant.codegen.kernels.emit import (
+    COPY_BYTES,
+    alloc_vectors,
+    broadcast,
+    build_kernel,
+    constant,
+    declare_arguments,
+    emit_sum,
+    emit_vector_loop,
+    load_vector,
+    loop_over,
+    store_vector,
+    vector,
+)
+from relayquant.codegen.kernels.integer.elementwise import Space, check_integer_output
+from relayquant.codegen.kernels.integer.epilogue import Epilogue
+from relayquant.codegen.kernels.isa.base import Expr
+from relayquant.errors import ConfigError, format_count
+
+#: Elements read from which on the work is split over threads.
+PARALLEL_READS = 1 << 18
+#: Channels summed at once.
+LANES = 16
+
+
+@dataclass(frozen=True)
+class PoolWindow:
+    """A pooling window over static NHWC data; `padding` is (top, left, bottom, right)."""
+
+    batch: int
+    height: int
+    width: int
+    channels: int
+    kernel: tuple[int, int]
+    strides: tuple[int, int] = (1, 1)
+    padding: tuple[int, int, int, int] = (0, 0, 0, 0)
+    dilation: tuple[int, int] = (1, 1)
+    ceil_mode: bool = False
+
+    def __post_init__(self) -> None:
+        if min(self.out_size) < 1:
+            raise ConfigError(
+                f"PoolWindow: a {self.kernel} window with dilation {self.dilation} does not fit "
+                f"into {self.height}x{self.width} with padding {self.padding}.",
+                code="RQ119",
+            )
+
+    @property
+    def out_size(self) -> tuple[int, int]:
+        """(OH, OW)."""
+        height, width = (
+            count_windows(size, k, s, d, pads, self.ceil_mode)
+            for size, k, s, d, pads in zip(
+                (self.height, self.width), self.kernel, self.strides, self.dilation, self.pads,
+                strict=True,
+            )
+        )  # fmt: skip
+        return height, width
+
+    @property
+    def pads(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """(before, after) for each axis."""
+        top, left, bottom, right = self.padding
+        return (top, bottom), (left, right)
+
+    @property
+    def in_shape(self) -> tuple[int, int, int, int]:
+        return (self.batch, self.height, self.width, self.channels)
+
+    @property
+    def out_shape(self) -> tuple[int, int, int, int]:
+        return (self.batch, *self.out_size, self.channels)
+
+    @property
+    def leaves_image(self) -> bool:
+        """Whether some window reaches a pixel that is not in the data."""
+        return self.reaches_beyond(((0, 0), (0, 0)))
+
+    def reaches_beyond(self, pads: Sequence[tuple[int, int]]) -> bool:
+        """Whether some window reaches a pixel that is neither in the data nor in these pads."""
+        return any(
+            own > before or (out - 1) * s + (k - 1) * d - own >= size + after
+            for out, s, k, d, size, (own, _), (before, after) in zip(
+                self.out_size, self.strides, self.kernel, self.dilation,
+                (self.height, self.width), self.pads, pads, strict=True,
+            )
+        )  # fmt: skip
+
+    @property
+    def misses_image(self) -> bool:
+        """Whether some window may lie in the padding as a whole."""
+        return any(
+            max(pads) > (k - 1) * d
+            for pads, k, d in zip(self.pads, self.kernel, self.dilation, strict=True)
+        )
+
+    @property
+    def threads(self) -> bool:
+        return prod(self.out_shape) * prod(self.kernel) >= PARALLEL_READS
+
+
+@dataclass(frozen=True)
+class MaxPool2d:
+    """Maximum over the pixels of the window that lie in the data; the affine space is kept."""
+
+    window: PoolWindow
+    dtype: str = "uint8"
+
+
+@dataclass(frozen=True)
+class AvgPool2d:
+    """Average, requantized; `data.multiplier` is float32(double(s_in) / double(s_out))."""
+
+    window: PoolWindow
+    data: Space
+    out: Epilogue
+    count_include_pad: bool = False
+
+
+def most_values(dtype: str) -> int:
+    """How many values of a dtype surely have a sum in int32, less any zero point."""
+    low, high = INTEGER_LIMITS[dtype]
+    return INTEGER_LIMITS["int32"][1] // (high - low)
+
+
+@dataclass(frozen=True)
+class Mean:
+    """Mean over neighbouring axes of `shape`, `first` to `last`; else as `AvgPool2d`."""
+
+    shape: tuple[int, ...]
+    first: int
+    last: int
+    data: Space
+    out: Epilogue
+
+    @property
+    def extents(self) -> tuple[int, int, int]:
+        """(outer, count, inner): elements before, along and behind the axes."""
+        ends = self.first, self.last + 1
+        return (
+            prod(self.shape[: ends[0]]),
+            prod(self.shape[ends[0] : ends[1]]),
+            prod(self.shape[ends[1] :]),
+        )
+
+
+def emit_tap(window: PoolWindow, out: Expr, tap: Expr, axis: int) -> tuple[Expr, Expr]:
+    """Coordinate of a tap along an axis, moved into the data, and whether it had to be."""
+    size = (window.height, window.width)[axis]
+    at = out * window.strides[axis] + tap * window.dilation[axis] - window.padding[axis]
+    return T.max(T.min(at, size - 1), 0), T.And(at >= 0, at < size)
+
+
+def build_max_pool2d(spec: MaxPool2d, name: str = "max_pool2d") -> PrimFunc:
+    """PrimFunc(x, y), both NHWC."""
+    window = spec.window
+    (kh, kw), channels = window.kernel, window.channels
+    limits = INTEGER_LIMITS.get(spec.dtype)
+    lowest = limits[0] if limits else float("-inf")
+
+    def body() -> None:
+        data, out = declare_arguments(
+            ("x", window.in_shape, spec.dtype), ("y", window.out_shape, spec.dtype)
+        )
+        with loop_over(window.out_shape[:3], window.threads) as (n, oy, ox):
+
+            def step(channel: Expr, lanes: int) -> None:
+                (best,) = alloc_vectors(1, lanes, spec.dtype)
+                store_vector(best, constant(spec.dtype, lowest, lanes), 0, lanes)
+                with T.grid(kh, kw) as (i, j):
+                    y, y_inside = emit_tap(window, oy, i, 0)
+                    x, x_inside = emit_tap(window, ox, j, 1)
+                    at = ((n * window.height + y) * window.width + x) * channels + channel
+                    value = load_vector(data, at, lanes)
+                    # Without dilation a pixel moved into the data is another pixel of the window.
+                    if window.misses_image or (window.leaves_image and window.dilation != (1, 1)):
+                        inside = broadcast(T.And(y_inside, x_inside), lanes)
+                        value = T.Select(inside, value, constant(spec.dtype, lowest, lanes))
+                    store_vector(best, T.max(load_vector(best, 0, lanes), value), 0, lanes)
+                height, width = window.out_size
+                at = ((n * height + oy) * width + ox) * channels + channel
+                store_vector(out, load_vector(best, 0, lanes), at, lanes)
+
+            emit_vector_loop(channels, COPY_BYTES, step)
+
+    return build_kernel(name, body)
+
+
+def build_avg_pool2d(
+    spec: AvgPool2d,
+    name: str = "avg_pool2d",
+    in_shape: tuple[int, ...] | None = None,
+    out_shape: tuple[int, ...] | None = None,
+) -> PrimFunc:
+    """PrimFunc(x, y), both NHWC, or of the given shapes with as many elements."""
+    check_integer_output("AvgPool2d", spec.out)
+    window = spec.window
+    counted = window.pads if spec.count_include_pad else ((0, 0), (0, 0))
+    (kh, kw), channels = window.kernel, window.channels
+
+    def body() -> None:
+        data, out = declare_arguments(
+            ("x", in_shape or window.in_shape, spec.data.dtype),
+            ("y", out_shape or window.out_shape, spec.out.dtype),
+        )
+        with loop_over(window.out_shape[:3], window.threads) as (n, oy, ox):
+            count: Expr = T.int32(kh * kw)
+            if window.reaches_beyond(counted):
+                count = emit_count(window, oy, 0, counted) * emit_count(window, ox, 1, counted)
+            factor = T.float32(spec.data.multiplier) / T.Cast("float32", count)
+
+            def step(channel: Expr, lanes: int) -> None:
+                (total,) = alloc_vectors(1, lanes)
+                store_vector(total, constant("int32", 0, lanes), 0, lanes)
+                with T.grid(kh, kw) as (i, j):
+                    y, y_inside = emit_tap(window, oy, i, 0)
+                    x, x_inside = emit_tap(window, ox, j, 1)
+                    at = ((n * window.height + y) * window.width + x) * channels + channel
+                    value = T.Cast(vector("int32", lanes), load_vector(data, at, lanes))
+                    value = value - constant("int32", spec.data.zero_point, lanes)
+                    if window.leaves_image:
+                        inside = broadcast(T.And(y_inside, x_inside), lanes)
+                        value = T.Select(inside, value, constant("int32", 0, lanes))
+                    store_vector(total, load_vector(total, 0, lanes) + value, 0, lanes)
+                real = T.Cast(vector("float32", lanes), load_vector(total, 0, lanes))
+                value = spec.out.emit_rounded(real * broadcast(factor, lanes), lanes)
+                height, width = window.out_size
+                at = ((n * height + oy) * width + ox) * channels + channel
+                store_vector(out, value, at, lanes)
+
+            emit_vector_loop(channels, LANES, step)
+
+    return build_kernel(name, body)
+
+
+def build_mean(
+    spec: Mean, name: str = "mean", out_shape: tuple[int, ...] | None = None
+) -> PrimFunc:
+    """PrimFunc(x, y); y has the averaged axes with extent 1, or the given shape.
+
+    Raises:
+        ConfigError: `out` stores no integers, or so many values are averaged that their zero points
+            have no int32 sum.
+    """
+    check_integer_output("Mean", spec.out)
+    outer, count, inner = spec.extents
+    out_shape = (
+        out_shape
+        if out_shape is not None
+        else (
+            *spec.shape[: spec.first],
+            *[1] * (spec.last + 1 - spec.first),
+            *spec.shape[spec.last + 1 :],
+        )
+    )
+    if inner > 1:
+        window = PoolWindow(outer, count, 1, inner, (count, 1))
+        return build_avg_pool2d(AvgPool2d(window, spec.data, spec.out), name, spec.shape, out_shape)
+    most = most_values(spec.data.dtype)
+    if count > most:
+        raise ConfigError(
+            f"Mean: over {format_count(count, 'value')} of {spec.data.dtype}; allowed: up to "
+            f"{most}.",
+            code="RQ119",
+        )
+    factor = np.float32(spec.data.multiplier) / np.float32(count)
+
+    def body() -> None:
+        data, out = declare_arguments(
+            ("x", spec.shape, spec.data.dtype), ("y", out_shape, spec.out.dtype)
+        )
+        with loop_over((outer,), outer > 1 and outer * count >= PARALLEL_READS) as (row,):
+            total = emit_sum(data, row * count, count) - T.int32(count * spec.data.zero_point)
+            value = T.Cast("float32", total) * T.float32(float(factor))
+            store_vector(out, spec.out.emit_rounded(value, 1), row, 1)
+
+    return build_kernel(name, body)
+
+
+def emit_count(window: PoolWindow, out: Expr, axis: int, pads: Sequence[tuple[int, int]]) -> Expr:
+    """How many taps of the window lie in the data or these `pads` along an axis; at least 1, so
+    that it divides.
+    """
+    size = (window.height, window.width)[axis]
+    (before, after), count = pads[axis], T.int32(0)
+    for tap in range(window.kernel[axis]):
+        at = out * window.strides[axis] + (tap * window.dilation[axis] - window.padding[axis])
+        count = count + T.Cast("int32", T.And(at >= -before, at < size + after))
+    return T.max(count, 1)

@@ -1,0 +1,174 @@
+"""Storing four accumulator vectors as one byte vector, with the saturating packs of x86.
+
+Packing narrows within 128-bit parts of a register: vectors v = 0..3 of lanes 4q + e give, in part
+q, the bytes 4v + e. So the channels are dealt out to the lanes accordingly when the weights are
+packed (`channel_order`), and no shuffle is needed to put them back. The packs saturate, which does
+the clamping at the limits of the dtype for free, and four vectors share one store.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+from tvm.script.ir_builder import tirx as T
+
+from relayquant.base.qtypes import INTEGER_LIMITS
+from relayquant.codegen.kernels.emit import (
+    ceil_div,
+    constant,
+    flip_sign_bit,
+    load_vector,
+    store_vector,
+    vector,
+)
+from relayquant.codegen.kernels.integer.epilogue import Epilogue, Store
+from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa, Narrowing
+
+#: What results and residuals have to be.
+BYTES = ("uint8", "int8")
+#: Accumulator vectors that become one byte vector.
+PACKED = 4
+#: int32 lanes of the 128-bit parts that packs treat separately.
+PART = 4
+
+
+def can_narrow(isa: Isa, epilogue: Epilogue) -> bool:
+    """Whether results of this epilogue can be stored by `emit_narrow_store`."""
+    return (
+        isa.narrowing is not None
+        and epilogue.output is Store.REQUANTIZE
+        and epilogue.dtype in BYTES
+        and (epilogue.residual is None or epilogue.residual.dtype in BYTES)
+    )
+
+
+def channel_order(lanes: int, blocks: int) -> NDArray[np.int64]:
+    """[block, lane] -> channel within a panel of `blocks` (1, 2 or 4) vectors."""
+    part, element = np.divmod(np.arange(lanes), PART)
+    block = np.arange(blocks)[:, None]
+    return part * (PART * blocks) + block * PART + element
+
+
+def word_order(lanes: int, blocks: int) -> NDArray[np.int64]:
+    """Where the words of some pixels, [pixel][part][block], are in a packed vector."""
+    pixels, parts = PACKED // blocks, lanes // PART
+    packed = np.arange(PACKED * parts).reshape(parts, pixels, blocks)
+    return packed.transpose(1, 0, 2).reshape(-1)
+
+
+def emit_word_shuffle(words: list[Expr], order: NDArray[np.int64]) -> Expr:
+    """The elements of some float32 vectors, one after the other, in another order.
+
+    The fence keeps LLVM from merging the shuffle with those before or behind it: one of words, and
+    some of bytes within 128-bit parts, take an instruction each; merged they take several.
+    """
+    lanes = order.size
+    shuffled = T.Shuffle(words, [T.int32(int(i)) for i in order])
+    name = f"llvm.arithmetic.fence.v{lanes}f32"
+    return T.call_llvm_pure_intrin(name, shuffled, dtype=vector("float32", lanes))
+
+
+def emit_narrow_residuals(
+    buffer: Buffer, offsets: list[Expr], lanes: int, blocks: int, width: int
+) -> list[Expr]:
+    """Bytes of pixels as int32 vectors: the `blocks` vectors of one pixel after the other.
+
+    The reverse of `emit_narrow_store` with the same `offsets`. int8 bytes come as uint8 + 128.
+    """
+    count = lanes * blocks
+    pixels = [
+        flip_sign_bit(load_pieces(buffer, at, count, width), buffer.dtype, "uint8", count)
+        for at in offsets
+    ]
+    if blocks == 1:
+        return [T.Cast(vector("int32", lanes), pixel) for pixel in pixels]
+    packed = pixels[0]
+    if blocks < PACKED:
+        pixels += pixels[:1] * (PACKED // blocks - len(pixels))
+        words = [T.reinterpret(vector("float32", count // 4), pixel) for pixel in pixels]
+        packed = emit_word_shuffle(words, np.argsort(word_order(lanes, blocks)))
+        packed = T.reinterpret(vector("uint8", PACKED * lanes), packed)
+    return emit_spread(packed, lanes)[: len(offsets) * blocks]
+
+
+def emit_spread(packed: Expr, lanes: int) -> list[Expr]:
+    """A vector of uint8 as four int32 vectors, in the order of which `emit_packed` makes bytes."""
+    zeros = constant("uint8", 0, PACKED * lanes)
+    part, element = np.divmod(np.arange(lanes), PART)
+    vectors = []
+    for v in range(PACKED):
+        order = []
+        for byte in (part * PACKED + v) * PART + element:
+            order += [T.int32(int(byte))] + [T.int32(PACKED * lanes)] * 3  # zero-extended
+        vectors.append(T.reinterpret(vector("int32", lanes), T.Shuffle([packed, zeros], order)))
+    return vectors
+
+
+def load_pieces(buffer: Buffer, offset: Expr, count: int, width: int) -> Expr:
+    """A vector of which only the first `width` of `count` elements are read; others repeat.
+
+    The reverse of what `store_vector` does with a partial vector.
+    """
+    if width == count:
+        return load_vector(buffer, offset, count)
+    pieces, piece, done = [], 0, 0
+    while done < width:
+        piece = 1 << ((width - done).bit_length() - 1)
+        pieces.append(load_vector(buffer, offset + done, piece))
+        done += piece
+    # A shuffle has no more results than operands.
+    pieces += pieces[-1:] * ceil_div(count - width, piece)
+    return T.Shuffle(pieces, [T.int32(min(i, width - 1)) for i in range(count)])
+
+
+def emit_narrow_store(
+    isa: Isa,
+    epilogue: Epilogue,
+    reals: list[Expr],
+    buffer: Buffer,
+    offsets: list[Expr],
+    blocks: int,
+    width: int,
+) -> None:
+    """Round, clamp and store four float32 vectors, none NaN, in channel order.
+
+    `reals` are the `blocks` vectors of one pixel after the other; `offsets` is where each pixel
+    goes, of which `width` channels exist. Vectors without a pixel are not stored.
+    """
+    lanes, packed = isa.lanes, emit_packed(isa, epilogue, reals)
+    if blocks == PACKED:
+        store_vector(buffer, packed, offsets[0], PACKED * lanes, width)
+        return
+    # Bring the words of each pixel together, once; storing them one by one costs as much as
+    # four vectors.
+    order = word_order(lanes, blocks)
+    words = emit_word_shuffle([T.reinterpret(vector("float32", lanes), packed)], order)
+    count = order.size * blocks // PACKED
+    for pixel, offset in enumerate(offsets):
+        own = T.Shuffle([words], [T.int32(pixel * count + i) for i in range(count)])
+        own = T.reinterpret(vector(epilogue.dtype, count * 4), own)
+        store_vector(buffer, own, offset, count * 4, width)
+
+
+def emit_packed(isa: Isa, epilogue: Epilogue, reals: list[Expr]) -> Expr:
+    """Four float32 vectors, none NaN, rounded and clamped: bytes in channel order."""
+    lanes, narrowing = isa.lanes, isa.narrowing
+    assert isinstance(narrowing, Narrowing)
+    low, high = epilogue.bounds
+    zero_point = epilogue.zero_point
+    integers = []
+    for real in reals:
+        if low != INTEGER_LIMITS[epilogue.dtype][0]:
+            real = T.max(real, constant("float32", low - zero_point, lanes))
+        # The conversion gives the least integer above 2**31; so the upper bound comes before it,
+        # unless nothing can be that large. The packs saturate at the limits of the dtype.
+        if not epilogue.is_small or high != INTEGER_LIMITS[epilogue.dtype][1]:
+            real = T.min(real, constant("float32", high - zero_point, lanes))
+        integers.append(narrowing.round(real, lanes))
+    halves = []
+    for i in (0, 2):
+        half = narrowing.pack_words(integers[i], integers[i + 1], lanes)
+        if zero_point:
+            half = narrowing.add_words(half, constant("int16", zero_point, 2 * lanes), lanes)
+        halves.append(half)
+    return narrowing.pack_bytes(halves[0], halves[1], epilogue.dtype, lanes)

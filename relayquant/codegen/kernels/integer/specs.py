@@ -1,0 +1,174 @@
+"""What convolution and dense kernels compute: frozen specifications and packed constants."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relayquant.codegen.kernels.conv_shape import Conv2dShape
+from relayquant.codegen.kernels.integer.epilogue import Epilogue, has_small_multipliers
+from relayquant.errors import ConfigError, format_count
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Register tile: rows x cols pixels by `blocks` vectors of channels, `chains` partial sums."""
+
+    rows: int
+    cols: int
+    blocks: int
+    chains: int = 1
+
+    @property
+    def pixels(self) -> int:
+        return self.rows * self.cols
+
+
+@dataclass(frozen=True)
+class KernelForm:
+    """How a convolution is computed; what it computes is the same in all forms."""
+
+    tile: Tile | None = None  #: None: that of the least estimated time
+    transforms: bool = False  #: by Winograd's transforms, not directly
+
+
+@dataclass(frozen=True)
+class Conv2d(Conv2dShape):
+    """A quantized convolution with static shapes; padded pixels hold `in_zero_point`."""
+
+    in_dtype: str = "uint8"
+    in_zero_point: int = 0
+    epilogue: Epilogue = field(default_factory=Epilogue)
+    tile: Tile | None = None  #: to be taken; None: that of the least estimated time
+
+    def __post_init__(self) -> None:
+        if self.in_dtype not in ("uint8", "int8", "int16"):
+            raise ConfigError(
+                f"Conv2d: in_dtype is {self.in_dtype!r}; allowed: uint8, int8, int16.", code="RQ119"
+            )
+        if self.in_channels % self.groups or self.out_channels % self.groups:
+            raise ConfigError(
+                f"Conv2d: {self.in_channels} input and "
+                f"{format_count(self.out_channels, 'output channel')} cannot divide into "
+                f"{format_count(self.groups, 'group')}.",
+                code="RQ119",
+            )
+        if min(self.out_size) < 1:
+            raise ConfigError(
+                f"Conv2d: a {self.kernel} kernel with dilation {self.dilation} does not fit into "
+                f"{self.height}x{self.width} with padding {self.padding}.",
+                code="RQ119",
+            )
+
+    @property
+    def macs(self) -> int:
+        """Multiply-adds of one call."""
+        return int(np.prod(self.out_shape) * np.prod(self.weight_shape[1:]))
+
+
+@dataclass(frozen=True)
+class Dense:
+    """y[m, n] = epilogue(bias[n] + sum_k x[m, k] * w[n, k]); x (M, K), w (N, K), y (M, N)."""
+
+    rows: int
+    in_features: int
+    out_features: int
+    in_dtype: str = "uint8"
+    in_zero_point: int = 0
+    epilogue: Epilogue = field(default_factory=Epilogue)
+    tile: Tile | None = None  #: as of `Conv2d`
+
+    def as_conv2d(self) -> Conv2d:
+        """The same product as a 1x1 convolution over a row of pixels."""
+        return Conv2d(
+            batch=1,
+            height=1,
+            width=self.rows,
+            in_channels=self.in_features,
+            out_channels=self.out_features,
+            kernel=(1, 1),
+            in_dtype=self.in_dtype,
+            in_zero_point=self.in_zero_point,
+            epilogue=self.epilogue,
+            tile=self.tile,
+        )
+
+
+@dataclass(frozen=True)
+class PackedWeights:
+    """Constant operands of a kernel in argument order; see `pack_conv2d`."""
+
+    weight: NDArray[np.integer]  #: flat, in the order the kernel reads
+    bias: NDArray[np.int32]  #: with the input zero point folded in
+    multiplier: NDArray[np.float32] | None  #: None when the kernel stores accumulators
+
+    def arguments(self) -> list[NDArray]:
+        """What follows the data argument of the kernel."""
+        constants: list[NDArray] = [self.weight, self.bias]
+        return constants if self.multiplier is None else [*constants, self.multiplier]
+
+
+def fold_zero_point(
+    bias: NDArray[np.int32], weight: NDArray[np.int8], zero_point: int
+) -> NDArray[np.int32]:
+    """bias - zero_point * sum(weight), per output channel; weight (C, ...), bias (C,).
+
+    The kernel then multiplies stored activations, and padding holds the zero point. Sums wrap
+    modulo 2**32 like the accumulators they start.
+    """
+    sums = weight.reshape(len(weight), -1).astype("int64").sum(axis=1)
+    return (bias.astype("int64") - zero_point * sums).astype("uint32").view("int32")
+
+
+def pack_channels(
+    spec: Conv2d,
+    weight: NDArray[np.int8],
+    bias: NDArray[np.int32],
+    multiplier: NDArray[np.float32] | None,
+    zero_point_shift: int,
+    order: NDArray[np.int64],
+) -> tuple[NDArray[np.int32], NDArray[np.float32] | None]:
+    """Bias with the zero point folded in, and multiplier, both in `order`: flat channel numbers.
+
+    Numbers outside of the channels give 0.
+
+    Raises:
+        ConfigError: a shape does not fit, or the multiplier is missing or not wanted.
+    """
+    channels = spec.out_channels
+    if weight.shape != spec.weight_shape or weight.dtype != np.int8:
+        raise ConfigError(
+            f"Weights are {weight.dtype} {weight.shape}, expected int8 OHWI {spec.weight_shape}.",
+            code="RQ119",
+        )
+    if bias.shape != (channels,):
+        raise ConfigError(f"The bias has shape {bias.shape}, expected ({channels},).", code="RQ119")
+    has_multiplier = spec.epilogue.has_multiplier
+    if has_multiplier != (multiplier is not None):
+        wanted = "needs a" if has_multiplier else "takes no"
+        raise ConfigError(
+            f"A kernel that stores {spec.epilogue.output.value} values {wanted} multiplier.",
+            code="RQ119",
+        )
+    folded = fold_zero_point(bias, weight, spec.in_zero_point + zero_point_shift)
+    exists = (order >= 0) & (order < channels)
+    index = np.where(exists, order, 0)
+    folded = np.where(exists, folded[index], 0).astype("int32")
+    if multiplier is None:
+        return folded, None
+    multiplier = np.asarray(multiplier, "float32")
+    if multiplier.shape not in ((), (1,), (channels,)):
+        raise ConfigError(
+            f"The multiplier has shape {multiplier.shape}, expected () or ({channels},).",
+            code="RQ119",
+        )
+    if spec.epilogue.is_small and not has_small_multipliers(multiplier, spec.epilogue.residual):
+        raise ConfigError(
+            f"The epilogue says is_small, but the multiplier reaches {np.abs(multiplier).max()}; "
+            "allowed: up to 0.5. Build the kernel without is_small.",
+            code="RQ119",
+        )
+    multiplier = np.broadcast_to(multiplier, (channels,))[index]
+    return folded, np.where(exists, multiplier, 0).astype("float32")

@@ -1,0 +1,479 @@
+"""Convolution 3x3 by Winograd's minimal filtering, F(4x4, 3x3), in exact integers, as TIR.
+
+    576 y = A (sum over i of (G w[i] G') * (B d[i] B')) A'
+
+d[i] are 6x6 activations of channel i, w[i] its 3x3 weights, y the 4x4 results, * of each element:
+36 products instead of 144. With the matrices below all of this is integers:
+
+- Of activations within -128..127, B d B' is at most 100 * 128 = 12,800, which fits int16.
+- Of int8 weights, G w G' is at most 144 * 128 = 18,432, which fits int16.
+- Sums of products pass the range of int32. They wrap modulo 2**32, and so does what A makes of
+  them. That is 576 y modulo 2**32, times the inverse of 9 it is 64 y, and 6 bits to the right
+  y itself, as it is from -2**25 on and below 2**25 (`LARGEST_SUM`).
+
+So results are those of the direct form, bit for bit. A product of int16 takes twice as long as one
+of bytes with VNNI: half of the time is left, and the transforms; a quarter without VNNI.
+
+The image is worked on in chunks of rows of tiles that the second-level cache holds: B d B' of all
+tiles; for each of the 36 elements a matrix product, tiles by channels; the results of all tiles.
+Where there are few chunks, B d B' is computed of the whole image first, and the rest of each chunk
+in several parts of the output channels, for many threads.
+
+Source of B and A: A. Lavin and S. Gray, Fast Algorithms for Convolutional Neural Networks, 2015,
+section 4.3. Rows of G are multiplied by 24, 24, 24, 24, 24 and 12, columns of A by what remains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+from tvm.script.ir_builder import tirx as T
+from tvm.tirx import PrimFunc
+
+from relayquant.codegen.kernels.emit import (
+    PARALLEL_THRESHOLD,
+    STORE_COST,
+    WEIGHT_COST,
+    alloc_vectors,
+    alloc_workspace,
+    build_kernel,
+    ceil_div,
+    constant,
+    load_vector,
+    loop_over,
+    store_vector,
+    vector,
+)
+from relayquant.codegen.kernels.integer.conv import Placement, emit_reduction, locate_tile
+from relayquant.codegen.kernels.integer.conv_plan import ConvPlan, choose_plan, pack_panels
+from relayquant.codegen.kernels.integer.epilogue import Epilogue, Store
+from relayquant.codegen.kernels.integer.operands import (
+    Image,
+    Operands,
+    declare_operands,
+    emit_narrow_vectors,
+    emit_prepared_image,
+    emit_store,
+)
+from relayquant.codegen.kernels.integer.saturating_pack import can_narrow
+from relayquant.codegen.kernels.integer.specs import Conv2d, PackedWeights, pack_channels
+from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa, Wrapping, emit_wrapping
+from relayquant.codegen.kernels.winograd import (
+    CHUNK_BYTES,
+    IN,
+    LEAST_ITEMS,
+    OUT,
+    POINTS,
+    PanelRange,
+    TileResults,
+    can_transform,
+    view_buffer,
+    view_buffers,
+)
+from relayquant.errors import ConfigError
+
+#: G.
+WEIGHT_TRANSFORM = np.array(
+    [[6, 0, 0], [4, 4, 4], [4, -4, 4], [1, 2, 4], [1, -2, 4], [0, 0, 12]], "int64"
+)
+#: Results come out 9 * 2**6 times as large.
+INVERSE_OF_9, SHIFT = pow(9, -1, 2**32), 6
+#: Sums of weights times activations less 128 must be smaller in magnitude.
+LARGEST_SUM = 2**25
+#: Tiles that a chunk has at least where only the number of threads asks for more chunks: all
+#: weights are read for each.
+LEAST_TILES = 7
+
+#: Times in units of a dot product, measured on Zen 4: both transforms of a tile, of one vector;
+#: and bytes of weights that are read meanwhile from the last-level cache.
+INPUT_COST, OUTPUT_COST, BYTES_PER_DOT = 145, 175, 12
+#: Transformed weights, eight times the bytes, may be no more: a last-level cache holds some such.
+MOST_WEIGHT_BYTES = 5 * 1024 * 1024
+#: Share of the direct form's estimated time below which this one is taken.
+WORTH = 0.92
+
+
+@dataclass(frozen=True)
+class WinogradPlan:
+    """All that generator and packer must agree on."""
+
+    spec: Conv2d
+    isa: Isa
+
+    @cached_property
+    def tiles(self) -> tuple[int, int]:
+        """(rows, columns) of tiles; the last of each is moved back into the image."""
+        rows, cols = self.spec.out_size
+        return ceil_div(rows, OUT), ceil_div(cols, OUT)
+
+    @cached_property
+    def chunks(self) -> int:
+        """Parts of the rows of tiles: one, or an even number, which two threads share."""
+        rows, cols = self.tiles
+        bytes_per_tile = POINTS * (2 * self.spec.in_channels + 4 * self.spec.out_channels)
+        count = ceil_div(rows, max(CHUNK_BYTES // (cols * bytes_per_tile), 1))
+        if self.is_parallel:
+            wanted = ceil_div(LEAST_ITEMS, self.spec.batch)
+            count = max(count, min(wanted, rows // ceil_div(LEAST_TILES, cols)))
+        return min(count + count % 2, rows) if count > 1 else 1
+
+    @cached_property
+    def parts(self) -> int:
+        """Parts of the panels, which all read the same transformed activations."""
+        if not self.is_parallel:
+            return 1
+        return min(max(LEAST_ITEMS // (self.spec.batch * self.chunks), 1), self.product.panels)
+
+    @cached_property
+    def is_parallel(self) -> bool:
+        """Whether threads share the work."""
+        spec = self.spec
+        cost = spec.macs // 2 + STORE_COST * prod(spec.out_shape)
+        return cost + WEIGHT_COST * POINTS * spec.in_channels * spec.out_channels >= (
+            PARALLEL_THRESHOLD
+        )
+
+    @cached_property
+    def most_tiles(self) -> int:
+        """Tiles of the largest chunk."""
+        return ceil_div(self.tiles[0], self.chunks) * self.tiles[1]
+
+    @cached_property
+    def product(self) -> ConvPlan:
+        """The matrix product of one element; its pixels are the tiles of the smallest chunk."""
+        tiles = self.tiles[0] // self.chunks * self.tiles[1]
+        channels = self.spec.in_channels, self.spec.out_channels
+        stored, tile = Epilogue(Store.ACCUMULATOR, "int32"), self.spec.tile
+        spec = Conv2d(1, 1, tiles, *channels, (1, 1), in_dtype="int16", epilogue=stored, tile=tile)
+        return ConvPlan(spec, self.isa.for_activations("int16").for_wrapping_sums())
+
+    @cached_property
+    def input_lanes(self) -> int:
+        """int16 lanes of transformed activations."""
+        lanes = 2 * self.isa.lanes
+        return lanes if self.spec.in_channels % lanes == 0 else self.isa.lanes
+
+    @cached_property
+    def input_stride(self) -> int:
+        """From one element to the next in transformed activations: by a cache line more than the
+        tiles have, or all 36 might meet in one set of the cache."""
+        tiles = prod(self.tiles) if self.parts > 1 else self.most_tiles
+        return tiles * self.spec.in_channels + 2 * self.isa.lanes
+
+    @cached_property
+    def sum_stride(self) -> int:
+        """From one element to the next in the products."""
+        return self.most_tiles * self.spec.out_channels + self.isa.lanes
+
+    @cached_property
+    def weight_size(self) -> int:
+        return POINTS * self.product.weight_size
+
+    @cached_property
+    def weight_bytes(self) -> int:
+        return POINTS * self.product.weight_bytes
+
+    @cached_property
+    def cost(self) -> float:
+        """Estimated time of an image, in dot products of the instruction set for int16."""
+        vectors = self.product.vectors
+        dots = POINTS * vectors * self.product.words
+        inputs = self.spec.in_channels // self.input_lanes * INPUT_COST
+        tiles = prod(self.tiles) * (dots + inputs + vectors * OUTPUT_COST)
+        return tiles + self.weight_bytes / BYTES_PER_DOT
+
+
+def can_winograd(spec: Conv2d, isa: Isa, weight: NDArray[np.int8]) -> bool:
+    """Whether `build_winograd` can compute a convolution with these weights (OHWI), and they stay
+    small enough for a cache.
+    """
+    # Pairs of int16: the other instruction sets of the package have none, or better ones for bytes.
+    pairs = isa.narrowing is not None and isa.for_activations("int16").products == 2
+    if not (can_transform(spec, isa.lanes) and pairs and spec.in_dtype in ("uint8", "int8")):
+        return False
+    if find_largest_sum(weight) >= LARGEST_SUM:
+        return False
+    return WinogradPlan(spec, isa).weight_bytes <= MOST_WEIGHT_BYTES
+
+
+def saves_time(spec: Conv2d, isa: Isa) -> bool:
+    """Whether a convolution for which `can_winograd` is true is estimated to be faster so than by
+    `build_conv2d`.
+    """
+    direct = choose_plan(spec, isa)
+    dots = prod(spec.out_size) * direct.vectors * direct.panel_words
+    return WinogradPlan(spec, isa).cost < WORTH * dots
+
+
+def find_largest_sum(weight: NDArray[np.int8]) -> int:
+    """No sum of weights times activations from -128 to 127 is larger in magnitude."""
+    sums = np.abs(weight.astype("int64")).reshape(len(weight), -1).sum(axis=1)
+    return 128 * int(sums.max(initial=0))
+
+
+def build_winograd(
+    spec: Conv2d,
+    isa: Isa,
+    name: str = "conv2d",
+    in_shape: tuple[int, ...] | None = None,
+    out_shape: tuple[int, ...] | None = None,
+) -> PrimFunc:
+    """The same kernel as that of `build_conv2d`, with constants of `pack_winograd`."""
+
+    def body() -> None:
+        plan = WinogradPlan(spec, isa)
+        operands = declare_operands(
+            spec, plan.product.isa, plan.weight_size, spec.out_channels, in_shape, out_shape
+        )
+        image = emit_prepared_image(operands.data, spec, centre_activations(isa))
+        with view_buffers(image.data) as [pixels]:
+            emit_shares(plan, operands, replace(image, data=pixels))
+
+    return build_kernel(name, body)
+
+
+def emit_shares(plan: WinogradPlan, operands: Operands, image: Image) -> None:
+    """All results of padded activations, a share of the work after the other."""
+    spec, (rows, cols), panels = plan.spec, plan.tiles, plan.product.panels
+    # A part's chunks follow each other, so that its weights come from far once, for one thread.
+    shares = spec.batch, plan.parts, plan.chunks
+    with ExitStack() as held:
+        common = None
+        if plan.parts > 1:  # which all read the same
+            size = spec.batch * POINTS * plan.input_stride
+            (common,) = held.enter_context(view_buffers(alloc_workspace(size, "int16")))
+            with loop_over((spec.batch, rows, cols), plan.is_parallel) as (n, row, col):
+                at = locate_results(plan, n, row, col, row * cols + col)
+                emit_inputs(plan, image, common, at, n * (POINTS * plan.input_stride))
+        n, part, chunk = held.enter_context(loop_over(shares, plan.is_parallel))
+        first = T.bind(chunk * rows // plan.chunks)
+        count = T.bind((chunk + 1) * rows // plan.chunks - first)
+        own = PanelRange(*[T.bind((part + i) * panels // plan.parts) for i in range(2)])
+        size = POINTS * plan.sum_stride
+        (sums,) = held.enter_context(view_buffers(alloc_workspace(size, "int32")))
+        if common is None:
+            size = POINTS * plan.input_stride
+            (inputs,) = held.enter_context(view_buffers(alloc_workspace(size, "int16")))
+            origin: Expr = 0
+            with T.grid(count, cols) as (row, col):
+                at = locate_results(plan, n, first + row, col, row * cols + col)
+                emit_inputs(plan, image, inputs, at, 0)
+        else:
+            start = n * (POINTS * plan.input_stride) + first * (cols * spec.in_channels)
+            inputs, origin = common, T.bind(start)
+        emit_products(plan, operands, inputs, origin, sums, count * cols, own)
+        with T.grid(count, cols) as (row, col):
+            at = locate_results(plan, n, first + row, col, row * cols + col)
+            emit_results(plan, operands, sums, at, own)
+
+
+def alloc_columns(rows: int, lanes: int, dtype: str) -> list[Buffer]:
+    """So many rows of a transform that is half done: of each all columns, one after the other."""
+    return [view_buffer(buffer) for buffer in alloc_vectors(rows, IN * lanes, dtype)]
+
+
+def centre_activations(isa: Isa) -> Isa:
+    """Activations less 128 instead of uint8: then B d B' and sums are small enough."""
+    return replace(isa, activation="int8")
+
+
+def locate_results(plan: WinogradPlan, n: Expr, row: Expr, col: Expr, number: Expr) -> TileResults:
+    """The tile with these indices; the last of an axis is moved back."""
+    starts = [
+        T.bind(T.min(index * OUT, size - OUT) if size % OUT else index * OUT)
+        for index, size in zip((row, col), plan.spec.out_size, strict=True)
+    ]
+    return TileResults(T.bind(number), n, *starts)
+
+
+def emit_inputs(
+    plan: WinogradPlan, image: Image, inputs: Buffer, at: TileResults, origin: Expr
+) -> None:
+    """B d B' of one tile, all channels; those of tile 0 begin at `origin`."""
+    channels, lanes = plan.spec.in_channels, plan.input_lanes
+    start = ((at.image * image.height + at.row) * image.width + at.col) * channels
+    wide = vector("int16", lanes)
+    with T.serial(channels // lanes) as v:
+        source, first = T.bind(start + v * lanes), T.bind(origin + at.number * channels + v * lanes)
+
+        columns = alloc_columns(IN, lanes, "int16")
+        with T.unroll(IN) as j:
+            starts = [source + (i * image.width + j) * channels for i in range(IN)]
+            values = [T.Cast(wide, load_vector(image.data, i, lanes)) for i in starts]
+            transformed = transform_inputs([T.bind(value) for value in values], lanes)
+            for column, value in zip(columns, transformed, strict=True):
+                store_vector(column, value, j * lanes, lanes)
+        for i, column in enumerate(columns):
+            row = [T.bind(load_vector(column, j * lanes, lanes)) for j in range(IN)]
+            for j, value in enumerate(transform_inputs(row, lanes)):
+                store_vector(inputs, value, first + (i * IN + j) * plan.input_stride, lanes)
+
+
+def transform_inputs(d: list[Expr], lanes: int) -> list[Expr]:
+    """B times six int16 vectors; B is
+
+    4  0 -5  0  1  0
+    0 -4 -4  1  1  0
+    0  4 -4 -1  1  0
+    0 -2 -1  2  1  0
+    0  2 -1 -2  1  0
+    0  4  0 -5  0  1
+    """
+
+    def times(factor: int, value: Expr) -> Expr:
+        return value * constant("int16", factor, lanes)
+
+    # Bound, as TVM writes out an expression wherever it is read.
+    even, odd = T.bind(d[4] - times(4, d[2])), T.bind(d[3] - times(4, d[1]))
+    near, far = T.bind(d[4] - d[2]), T.bind(times(2, d[3] - d[1]))
+    first, last = times(4, d[0] - d[2]) + near, d[5] - d[3] - times(2, far)
+    return [first, even + odd, even - odd, near + far, near - far, last]
+
+
+def emit_products(
+    plan: WinogradPlan,
+    operands: Operands,
+    inputs: Buffer,
+    origin: Expr,
+    sums: Buffer,
+    tiles: Expr,
+    own: PanelRange,
+) -> None:
+    """For every element: transformed activations of so many tiles times transformed weights of a
+    part; the activations begin at `origin`.
+    """
+    product, (channels, outputs) = plan.product, (plan.spec.in_channels, plan.spec.out_channels)
+    lanes, tile = product.isa.lanes, product.tile
+    image = Image(inputs, 1, product.spec.width)
+    steps = T.floordiv(tiles + (tile.cols - 1), tile.cols)
+    with T.grid(POINTS, own.end - own.first, steps) as (point, index, step):
+        panel = T.bind(own.first + index)
+        first = T.bind(T.min(step * tile.cols, tiles - tile.cols))
+        weights = point * (product.panels * product.panel_vectors)
+        place = Placement((0, 0), (1, product.spec.width), (1, 1), (0, 0), weights, 0)
+        at = replace(
+            locate_tile(product, image, place, *[T.int32(0)] * 4, panel),
+            origin=origin + point * plan.input_stride + first * channels,
+        )
+        chains = [alloc_vectors(tile.cols * tile.blocks, lanes) for _ in range(tile.chains)]
+        for acc in (acc for accs in chains for acc in accs):
+            store_vector(acc, constant("int32", 0, lanes), 0, lanes)
+        emit_reduction(product, image, operands, at, chains, ahead=None)
+        for slot, accs in enumerate(zip(*chains, strict=True)):
+            total = load_vector(accs[0], 0, lanes)
+            for acc in accs[1:]:
+                total = emit_wrapping(Wrapping.ADD, total, load_vector(acc, 0, lanes), lanes)
+            pixel, block = divmod(slot, tile.blocks)
+            target = (first + pixel) * outputs + at.out_channels[block]
+            store_vector(sums, total, point * plan.sum_stride + target, lanes)
+
+
+def emit_results(
+    plan: WinogradPlan, operands: Operands, sums: Buffer, at: TileResults, own: PanelRange
+) -> None:
+    """What the epilogue makes of the sums of one tile, all channels of a part."""
+    spec, isa, lanes = plan.spec, plan.isa, plan.isa.lanes
+    (height, width), channels = spec.out_size, spec.out_channels
+    start = ((at.image * height + at.row) * width + at.col) * channels
+    inverse = constant("int32", INVERSE_OF_9, lanes)
+    blocks = plan.product.tile.blocks
+    end = T.bind(T.min(own.end * blocks, channels // lanes))  # the last panel may be no whole one
+    with T.serial(end - own.first * blocks) as v:
+        first = T.bind((own.first * blocks + v) * lanes)
+        source, target = T.bind(at.number * channels + first), T.bind(start + first)
+
+        columns = alloc_columns(OUT, lanes, "int32")
+        with T.unroll(IN) as j:
+            starts = [source + (i * IN + j) * plan.sum_stride for i in range(IN)]
+            values = [T.bind(load_vector(sums, i, lanes)) for i in starts]
+            for column, value in zip(columns, transform_sums(values, lanes), strict=True):
+                store_vector(column, value, j * lanes, lanes)
+        bias = T.bind(load_vector(operands.bias, first, lanes))
+        for i, column in enumerate(columns):
+            row = [T.bind(load_vector(column, j * lanes, lanes)) for j in range(IN)]
+            totals = []
+            for value in transform_sums(row, lanes):
+                value = emit_wrapping(Wrapping.MULTIPLY, value, inverse, lanes)
+                value = shift(Wrapping.SHIFT_RIGHT, value, SHIFT, lanes)
+                totals.append(emit_wrapping(Wrapping.ADD, value, bias, lanes))
+            targets = [target + (i * width + j) * channels for j in range(OUT)]
+            if can_narrow(isa, spec.epilogue):
+                emit_narrow_vectors(isa, spec.epilogue, operands, totals, targets, first, 1, lanes)
+                continue
+            for total, place in zip(totals, targets, strict=True):
+                emit_store(operands, spec.epilogue, total, place, first, lanes, lanes)
+
+
+def transform_sums(m: list[Expr], lanes: int) -> list[Expr]:
+    """A times six int32 vectors, modulo 2**32; A is
+
+    1 -1 -1  1  1  0
+    0 -1  1  2 -2  0
+    0 -1 -1  4  4  0
+    0 -1  1  8 -8  2
+    """
+
+    def wrap(operation: Wrapping) -> Callable[[Expr, Expr], Expr]:
+        return lambda a, b: emit_wrapping(operation, a, b, lanes)
+
+    def double(value: Expr, times: int = 1) -> Expr:
+        return shift(Wrapping.SHIFT_LEFT, value, times, lanes)
+
+    plus, minus = wrap(Wrapping.ADD), wrap(Wrapping.SUBTRACT)
+    near_sum, near_difference = T.bind(plus(m[1], m[2])), T.bind(minus(m[1], m[2]))
+    far_sum, far_difference = T.bind(plus(m[3], m[4])), T.bind(double(minus(m[3], m[4])))
+    return [
+        minus(plus(m[0], far_sum), near_sum),
+        minus(far_difference, near_difference),
+        minus(double(far_sum, 2), near_sum),
+        minus(double(plus(double(far_difference), m[5])), near_difference),
+    ]
+
+
+def shift(operation: Wrapping, value: Expr, bits: int, lanes: int) -> Expr:
+    """An int32 vector moved by so many bits."""
+    return emit_wrapping(operation, value, constant("int32", bits, lanes), lanes)
+
+
+def pack_winograd(
+    spec: Conv2d,
+    isa: Isa,
+    weight: NDArray[np.int8],
+    bias: NDArray[np.int32],
+    multiplier: NDArray[np.float32] | None,
+) -> PackedWeights:
+    """Constant operands of `build_winograd`; arguments as of `pack_conv2d`.
+
+    Raises:
+        ConfigError: a shape does not fit, the multiplier is missing or not wanted, or sums with
+            these weights can be too large.
+    """
+    centre = centre_activations(isa).zero_point_shift(spec.in_dtype)
+    order = np.arange(spec.out_channels)
+    folded, factors = pack_channels(spec, weight, bias, multiplier, centre, order)
+    if find_largest_sum(weight) >= LARGEST_SUM:
+        raise ConfigError(
+            f"pack_winograd: sums with these weights reach {find_largest_sum(weight)}; allowed: "
+            f"below {LARGEST_SUM}. Take build_conv2d and pack_conv2d.",
+            code="RQ119",
+        )
+    plan = WinogradPlan(spec, isa)
+    points = transform_weights(weight).reshape(POINTS, spec.out_channels, 1, 1, spec.in_channels)
+    packed = np.concatenate([pack_panels(plan.product, point) for point in points])
+    return PackedWeights(packed, folded, factors)
+
+
+def transform_weights(weight: NDArray[np.int8]) -> NDArray[np.int16]:
+    """G w G' of OHWI weights, [point, O, I]."""
+    outputs, _, _, inputs = weight.shape
+    taps = weight.reshape(outputs, -1, inputs).swapaxes(0, 1).reshape(-1, outputs * inputs)
+    # Integers below 2**24, which float32 has; products of integers take numpy 20 times as long.
+    both = np.kron(WEIGHT_TRANSFORM, WEIGHT_TRANSFORM).astype("float32")
+    points = (both @ taps.astype("float32")).astype("int16")
+    return points.reshape(POINTS, outputs, inputs)

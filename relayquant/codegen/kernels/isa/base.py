@@ -1,0 +1,628 @@
+"""Instruction sets: the values every kernel generator takes; those of x86 and the portable one.
+
+An `Isa` is a frozen value that owns the few primitives in which instruction sets differ: how a
+word of activations is spread over a vector, how a vector of packed weights is read, and the dot
+product of the two. The generators (convolution, matrix product, depthwise) are written once, over
+these primitives. Another family (see `arm`) is another subclass with its values, and a line in
+`select`; nothing else changes.
+
+    vector of sums       `lanes` int32 values, one output channel each, of one pixel
+    accumulator          the sums of `pixels` pixels, in the order of the dot product (opaque)
+    word                 `products` consecutive activations, one dot step of one lane
+    operand              what `load_activation` / `load_weights` return and `dot` takes (opaque)
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tvm.script.ir_builder import tirx as T
+
+from relayquant.codegen.kernels.isa.timing import COMMON, Timing
+from relayquant.errors import ConfigError
+
+#: What `load_word` brings.
+BYTES_PER_WORD = 4
+
+#: A TIR expression or buffer; TVM gives them no useful static type.
+Expr = Any
+Buffer = Any
+
+
+@dataclass(frozen=True)
+class Narrowing:
+    """Rounding and saturating narrowing of x86 vectors, by the names of the LLVM intrinsics."""
+
+    to_int32: str  #: float32 -> int32, half to even; what does not fit becomes -2**31
+    to_int16: str  #: packssdw
+    to_int8: str  #: packsswb
+    to_uint8: str  #: packuswb
+
+    def round(self, value: Expr, lanes: int) -> Expr:
+        """int32 vector: `value` rounded half to even; must be below 2**31."""
+        dtype = f"int32x{lanes}"
+        if lanes < 16:
+            return T.call_llvm_pure_intrin(self.to_int32, value, dtype=dtype)
+        unused, every, current = T.broadcast(T.int32(0), lanes), T.int16(-1), T.int32(4)
+        return T.call_llvm_pure_intrin(self.to_int32, value, unused, every, current, dtype=dtype)
+
+    def pack_words(self, a: Expr, b: Expr, lanes: int) -> Expr:
+        """int16 vector of two int32 vectors, saturated, interleaved by 128-bit parts."""
+        return T.call_llvm_pure_intrin(self.to_int16, a, b, dtype=f"int16x{2 * lanes}")
+
+    def add_words(self, a: Expr, b: Expr, lanes: int) -> Expr:
+        """a + b in int16, saturated."""
+        name = f"llvm.sadd.sat.v{2 * lanes}i16"
+        return T.call_llvm_pure_intrin(name, a, b, dtype=f"int16x{2 * lanes}")
+
+    def pack_bytes(self, a: Expr, b: Expr, dtype: str, lanes: int) -> Expr:
+        """uint8 or int8 vector of two int16 vectors, saturated, interleaved by 128-bit parts."""
+        name = self.to_uint8 if dtype == "uint8" else self.to_int8
+        return T.call_llvm_pure_intrin(name, a, b, dtype=f"{dtype}x{4 * lanes}")
+
+
+@dataclass(frozen=True)
+class Isa(ABC):
+    """One instruction set, as the kernel generators see it.
+
+    `activation` is the dtype the dot product takes. Of uint8 and int8, activations of the other one
+    are stored with the top bit flipped, which moves the zero point by 128 (see
+    `zero_point_shift`). Those of int16 have an instruction set of their own (`for_activations`).
+    """
+
+    name: str
+    features: tuple[str, ...]  #: LLVM features, all needed
+    lanes: int  #: int32 lanes of one vector
+    products: int  #: multiply-adds per lane and dot step
+    accumulators: int  #: vectors a register tile may keep as accumulators
+    dots_in_flight: int  #: independent accumulators that hide the latency of the dot product
+    activation: str  #: dtype of activations the dot product takes
+    weight_dtype: str  #: dtype in which packed weights are stored
+    narrowing: Narrowing | None = None  #: saturating packs, where there are some
+    max_blocks: int = 4  #: vectors of weights a register tile may keep beside the accumulators
+    words_per_load: int = 1  #: consecutive words that `load_activations` gets best at once
+    pixels: int = 1  #: pixels of one accumulator: the rows of a matrix unit
+    word_cost: float = 1.0  #: instructions that bring one word of one pixel to the dot product
+    dot_cost: float = 1.0  #: instructions of the dot product, per vector of sums
+    registers: int = 32  #: vector registers there are
+    max_pixels: int = 32  #: pixels a register tile may have, where their words need registers
+    may_spill: bool = True  #: whether a tile with more than all registers can be the best
+    blocks_first: bool = False  #: a vector of weights meets all pixels before the next is loaded
+    has_fma: bool = True  #: whether float32 fma is an instruction (a library call otherwise)
+    wide: Isa | None = None  #: what the same CPUs have for int16 activations; None: this is it
+    timing: Timing = COMMON  #: of the core the code is for
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether the instruction that multiplies also adds to the sums."""
+        return False
+
+    @property
+    def repeats_sums(self) -> bool:
+        """Whether what `dot` returns has the sums that it was given more than once."""
+        return False
+
+    @property
+    def joins_ends(self) -> bool:
+        """Whether `load_joined` makes words of activations that do not follow each other.
+
+        It takes as many scalar instructions as a word has activations, and pays where a dot product
+        is one instruction of its own for all of them.
+        """
+        return False
+
+    @property
+    def weight_vector(self) -> int:
+        """Elements of packed weights for one accumulator vector and one word."""
+        return self.lanes * self.products
+
+    @property
+    def accumulator_lanes(self) -> int:
+        """int32 lanes of one accumulator."""
+        return self.lanes * self.pixels
+
+    @property
+    def word_dtype(self) -> str:
+        """Integer type that words are handled as; a shorter word fills its low bytes."""
+        return "int32"
+
+    def repeat_word(self, word: int) -> Expr:
+        """Operand of `dot`: the same word, given as bits, for all lanes and pixels."""
+        return self.as_activation(T.broadcast(T.int32(word), self.lanes))
+
+    def zero_point_shift(self, dtype: str) -> int:
+        """What is added to zero points (and, modulo 256, to values) of activations of `dtype`."""
+        if self.activation in (dtype, "int16"):
+            return 0
+        return 128 if dtype == "int8" else -128
+
+    def arrange_weights(self, words: NDArray[np.int8]) -> NDArray[Any]:
+        """Packed form: [..., lanes, products] int8 -> [..., weight_vector] weight_dtype."""
+        flat = words.reshape(*words.shape[:-2], self.weight_vector)
+        return flat.astype(self.weight_dtype)
+
+    def count_registers(self, pixels: int, blocks: int, sums: int) -> int:
+        """Vector registers that a tile takes: its sums, the weights and one word of activations."""
+        return sums + blocks + 1
+
+    def count_steps(self, pixels: int, blocks: int, sums: int) -> int:
+        """Loads of words that a tile's loop is written out for, one after the other."""
+        return 1
+
+    def time_word(self, pixels: int, blocks: int, latency: float) -> float:
+        """Time of one word of a tile, in dot products: as many as there are, but no less than the
+        loads, one for each pixel and block, or the `latency` of one of them allow.
+        """
+        loads = pixels * self.timing.activation + blocks
+        return max(pixels * blocks, loads, latency) + self.timing.word
+
+    def with_timing(self, timing: Timing) -> Isa:
+        """The same for a core with this timing, and so all that it has for other operands."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        own = {k: v.with_timing(timing) for k, v in values.items() if isinstance(v, Isa)}
+        latency = timing.dots_in_flight or self.dots_in_flight
+        return replace(self, timing=timing, dots_in_flight=latency, **own)
+
+    def for_activations(self, dtype: str) -> Isa:
+        """The instruction set of this target for activations of `dtype`: uint8, int8 or int16."""
+        return self.wide if dtype == "int16" and self.wide is not None else self
+
+    def for_weights(self, weight: NDArray[np.int8]) -> Isa:
+        """The instruction set of this target for constant weights that are known to be these."""
+        return self
+
+    def for_convolution(self, dtype: str) -> Isa:
+        """As `for_activations`, for sums that read every activation many times.
+
+        It may be one for int16: bytes are then widened once, by the copy that pads them.
+        """
+        return self.for_activations(dtype)
+
+    def for_depthwise(self, channels: int) -> Isa:
+        """The same with vectors that suit a depthwise convolution of so many channels."""
+        return self
+
+    def for_wrapping_sums(self) -> Isa:
+        """The same, where sums may pass the range of int32: they wrap modulo 2**32."""
+        return self
+
+    @property
+    def companion(self) -> Isa:
+        """What the target has for sizes that this instruction set does not fill: few pixels, short
+        reductions. It has the same `activation`; this one itself if there is none.
+        """
+        return self
+
+    def join_words(self, words: list[Expr]) -> Expr:
+        """Operand of `dot`, of the operands that `load_activations` gave for `pixels` pixels."""
+        (word,) = words
+        return word
+
+    def join_sums(self, sums: list[Expr]) -> Expr:
+        """Accumulator of `pixels` vectors of sums."""
+        (vector,) = sums
+        return vector
+
+    def split_sums(self, acc: Expr) -> list[Expr]:
+        """The vectors of sums that `join_sums` had."""
+        return [acc]
+
+    def load_activation(self, buffer: Buffer, offset: Expr) -> Expr:
+        """Operand: `products` values at `offset` of a flat buffer, repeated in all lanes."""
+        return self.as_activation(load_word(buffer, offset, self.lanes))
+
+    def load_joined(self, buffer: Buffer, offsets: list[Expr], count: int) -> Expr:
+        """Operand: a word of `count` values, 1 or 2, at each of some offsets and of zeros behind
+        them, repeated in all lanes; only of instruction sets with `joins_ends`.
+        """
+        raise NotImplementedError(self.name)
+
+    def load_activations(self, buffer: Buffer, offset: Expr, count: int) -> list[Expr]:
+        """Operands of `count` consecutive words."""
+        return [self.load_activation(buffer, offset + i * self.products) for i in range(count)]
+
+    @abstractmethod
+    def as_activation(self, words: Expr) -> Expr:
+        """Operand: one word per lane, from a vector made by `interleave`."""
+
+    @property
+    def row_dtype(self) -> str:
+        """Of the lanes of what `interleave` gives."""
+        return "int32"
+
+    def interleave(self, rows: list[Expr]) -> Expr:
+        """Vector whose lane l is the word (rows[0][l], .., rows[products - 1][l])."""
+        lanes, products = self.lanes, self.products
+        order = [T.int32(row * lanes + lane) for lane in range(lanes) for row in range(products)]
+        return T.reinterpret(f"int32x{lanes}", T.Shuffle(rows, order))
+
+    @abstractmethod
+    def load_weights(self, buffer: Buffer, index: Expr) -> Expr:
+        """Operand: packed weight vector number `index` of a flat buffer."""
+
+    @abstractmethod
+    def store_weights(self, buffer: Buffer, index: Expr, words: Expr) -> None:
+        """Write packed weight vector number `index`, from one word per lane (of `word_dtype`); the
+        counterpart at run time of `arrange_weights`."""
+
+    @abstractmethod
+    def dot(self, acc: Expr, activation: Expr, weights: Expr) -> Expr:
+        """acc[lane] + sum over products of activation * weight, exact modulo 2**32."""
+
+
+class Wrapping(enum.Enum):
+    """Operations of LLVM on integer vectors whose results wrap."""
+
+    ADD = "add"
+    SUBTRACT = "sub"
+    MULTIPLY = "mul"
+    SHIFT_LEFT = "shl"
+    SHIFT_RIGHT = "ashr"  #: with the sign
+
+
+def emit_wrapping(operation: Wrapping, a: Expr, b: Expr, lanes: int, dtype: str = "int32") -> Expr:
+    """a and b combined modulo 2**32, or 2**16 for dtype int16.
+
+    With its own operations on int32 TVM tells LLVM that nothing overflows, which LLVM may rely on.
+    Those on a part of the lanes do not say so, here of all lanes.
+    """
+    name = f"llvm.vp.{operation.value}.v{lanes}i{np.dtype(dtype).itemsize * 8}"
+    every = T.broadcast(T.bool(True), lanes)
+    return T.call_llvm_pure_intrin(name, a, b, every, T.int32(lanes), dtype=f"{dtype}x{lanes}")
+
+
+def load_word(buffer: Buffer, offset: Expr, lanes: int) -> Expr:
+    """Four consecutive bytes as one int32, repeated in `lanes` lanes (vpbroadcastd)."""
+    count = BYTES_PER_WORD // np.dtype(buffer.dtype).itemsize
+    word = buffer.vload([offset], f"{buffer.dtype}x{count}")
+    return T.broadcast(T.reinterpret("int32", word), lanes)
+
+
+@dataclass(frozen=True)
+class PackedIsa(Isa):
+    """Dot products whose operands are in registers as they are in memory."""
+
+    def as_activation(self, words: Expr) -> Expr:
+        return T.reinterpret(f"{self.activation}x{self.weight_vector}", words)
+
+    def load_weights(self, buffer: Buffer, index: Expr) -> Expr:
+        return buffer.vload(
+            [index * self.weight_vector], f"{self.weight_dtype}x{self.weight_vector}"
+        )
+
+    def store_weights(self, buffer: Buffer, index: Expr, words: Expr) -> None:
+        size = self.weight_vector
+        value = T.reinterpret(f"{self.weight_dtype}x{size}", words)
+        T.buffer_store(buffer, value, [T.ramp(index * size, 1, size)])
+
+
+@dataclass(frozen=True)
+class VnniIsa(PackedIsa):
+    """vpdpbusd: four uint8 x int8 products added to an int32 lane, without saturation; vpdpwssd:
+    two of int16.
+    """
+
+    intrinsic: str = ""
+
+    @property
+    def is_fused(self) -> bool:
+        return True
+
+    @property
+    def joins_ends(self) -> bool:
+        # With 16 registers LLVM keeps half of the sums on the stack around joined words.
+        return self.products == BYTES_PER_WORD and self.registers >= 32
+
+    def load_joined(self, buffer: Buffer, offsets: list[Expr], count: int) -> Expr:
+        bits, word = 8 * count, T.uint32(0)
+        for i, offset in enumerate(offsets):
+            piece = buffer.vload([offset], f"uint8x{count}" if count > 1 else "uint8")
+            piece = T.Cast("uint32", T.reinterpret(f"uint{bits}", piece))
+            word = T.bitwise_or(word, T.shift_left(piece, T.uint32(i * bits)))
+        return self.as_activation(T.broadcast(T.reinterpret("int32", word), self.lanes))
+
+    def dot(self, acc: Expr, activation: Expr, weights: Expr) -> Expr:
+        dtype = f"int32x{self.lanes}"
+        return T.call_llvm_pure_intrin(self.intrinsic, acc, activation, weights, dtype=dtype)
+
+
+@dataclass(frozen=True)
+class MaddIsa(Isa):
+    """vpmaddwd: two int16 products per int32 lane, twice per word of four activations.
+
+    The word is spread first and split in registers: even bytes by a mask, odd bytes by a shift. So
+    activations stay 8 bit in memory; the weights are stored as int16, even then odd. vpmaddubsw
+    needs no widening, but saturates its int16 sums and would give wrong results, unless weights are
+    small: `SmallWeightIsa`.
+
+    Two instructions and a register for every word are too many where 16 registers hold the sums:
+    convolutions read a copy that is int16 already (`for_convolution`).
+    """
+
+    intrinsic: str = ""
+    small: SmallWeightIsa | None = None  #: what the same CPUs have for small weights
+
+    def for_weights(self, weight: NDArray[np.int8]) -> Isa:
+        if self.small is None or find_largest(weight) > SMALL_WEIGHT:
+            return self
+        return self.small
+
+    def for_convolution(self, dtype: str) -> Isa:
+        return self.wide or self
+
+    def arrange_weights(self, words: NDArray[np.int8]) -> NDArray[Any]:
+        halves = np.stack([words[..., 0::2], words[..., 1::2]], axis=-3)
+        return halves.reshape(*words.shape[:-2], self.weight_vector).astype(self.weight_dtype)
+
+    def as_activation(self, words: Expr) -> Expr:
+        pairs = self.lanes * 2
+        even = T.bitwise_and(words, T.broadcast(T.int32(0x00FF00FF), self.lanes))
+        shift = T.Broadcast(T.uint16(8), pairs)
+        odd = T.shift_right(T.reinterpret(f"uint16x{pairs}", words), shift)
+        return T.reinterpret(f"int16x{pairs}", even), T.reinterpret(f"int16x{pairs}", odd)
+
+    def load_weights(self, buffer: Buffer, index: Expr) -> Expr:
+        pairs = self.lanes * 2
+        start = index * self.weight_vector
+        return tuple(buffer.vload([start + half], f"int16x{pairs}") for half in (0, pairs))
+
+    def store_weights(self, buffer: Buffer, index: Expr, words: Expr) -> None:
+        pairs = self.lanes * 2
+        start = index * self.weight_vector
+        shift = T.Broadcast(T.int16(8), pairs)
+        odd = T.reinterpret(f"int16x{pairs}", words)
+        even = T.reinterpret(f"int16x{pairs}", words << T.Broadcast(T.int32(8), self.lanes))
+        # The left shift leaves byte 1 in the low half of the upper int16; the right shift drops it.
+        for half, value in ((0, even), (pairs, odd)):
+            value = T.shift_right(value, shift)
+            T.buffer_store(buffer, value, [T.ramp(start + half, 1, pairs)])
+
+    def dot(self, acc: Expr, activation: Expr, weights: Expr) -> Expr:
+        dtype = f"int32x{self.lanes}"
+        for x, w in zip(activation, weights, strict=True):
+            acc = acc + T.call_llvm_pure_intrin(self.intrinsic, x, w, dtype=dtype)
+        return acc
+
+
+#: Weights up to so much, of either sign, for which `SmallWeightIsa` is exact: it adds two products
+#: of activations up to 255 in int16, and 2 * 255 * 64 = 32,640 fits while 2 * 255 * 65 does not.
+SMALL_WEIGHT = 64
+
+
+def find_largest(weight: NDArray[np.int8]) -> int:
+    """The largest magnitude; that of -128 is 128."""
+    return int(np.abs(weight.astype("int16")).max(initial=0))
+
+
+@dataclass(frozen=True)
+class SmallWeightIsa(PackedIsa):
+    """vpmaddubsw: the sums of two uint8 x int8 products as int16; vpmaddwd by 1: of two of those.
+
+    The first instruction saturates, but not with weights of -64..64 (`SMALL_WEIGHT`). Three
+    instructions for four products of each lane, where `MaddIsa` and `PairIsa` take four.
+    """
+
+    pairs: str = ""  #: intrinsic of vpmaddubsw
+    intrinsic: str = ""  #: of vpmaddwd
+
+    def arrange_weights(self, words: NDArray[np.int8]) -> NDArray[Any]:
+        largest = find_largest(words)
+        if largest > SMALL_WEIGHT:
+            raise ConfigError(
+                f"{self.name} adds products in int16, which saturates with a weight of magnitude "
+                f"{largest}; allowed: up to {SMALL_WEIGHT}. Take what Isa.for_weights gives.",
+                code="RQ119",
+            )
+        return super().arrange_weights(words)
+
+    def dot(self, acc: Expr, activation: Expr, weights: Expr) -> Expr:
+        count = 2 * self.lanes
+        pairs = T.call_llvm_pure_intrin(self.pairs, activation, weights, dtype=f"int16x{count}")
+        ones = T.broadcast(T.int16(1), count)
+        dtype = f"int32x{self.lanes}"
+        return acc + T.call_llvm_pure_intrin(self.intrinsic, pairs, ones, dtype=dtype)
+
+
+@dataclass(frozen=True)
+class PairIsa(PackedIsa):
+    """vpmaddwd for int16 activations: the sum of two products fits, as weights have 8 bits."""
+
+    intrinsic: str = ""
+
+    def for_wrapping_sums(self) -> Isa:
+        return WrappingPairIsa(**{each.name: getattr(self, each.name) for each in fields(self)})
+
+    def dot(self, acc: Expr, activation: Expr, weights: Expr) -> Expr:
+        return acc + self.multiply(activation, weights)
+
+    def multiply(self, activation: Expr, weights: Expr) -> Expr:
+        """The sum of two products, of each lane."""
+        dtype = f"int32x{self.lanes}"
+        return T.call_llvm_pure_intrin(self.intrinsic, activation, weights, dtype=dtype)
+
+
+@dataclass(frozen=True)
+class WrappingPairIsa(PairIsa):
+    """The same for sums that may pass the range of int32."""
+
+    def dot(self, acc: Expr, activation: Expr, weights: Expr) -> Expr:
+        products = self.multiply(activation, weights)
+        return emit_wrapping(Wrapping.ADD, acc, products, self.lanes)
+
+
+@dataclass(frozen=True)
+class PlainIsa(Isa):
+    """Ordinary vector TIR: one int32 multiply-add per lane; any LLVM target compiles it."""
+
+    def load_activation(self, buffer: Buffer, offset: Expr) -> Expr:
+        return T.broadcast(T.Cast("int32", buffer.vload([offset])), self.lanes)
+
+    def as_activation(self, words: Expr) -> Expr:
+        return words
+
+    def interleave(self, rows: list[Expr]) -> Expr:
+        row = T.reinterpret(f"{self.activation}x{self.lanes}", rows[0])
+        return T.Cast(f"int32x{self.lanes}", row)
+
+    def load_weights(self, buffer: Buffer, index: Expr) -> Expr:
+        vector = buffer.vload([index * self.weight_vector], f"int8x{self.weight_vector}")
+        return T.Cast(f"int32x{self.lanes}", vector)
+
+    def store_weights(self, buffer: Buffer, index: Expr, words: Expr) -> None:
+        value = T.Cast(f"int8x{self.lanes}", words)
+        T.buffer_store(buffer, value, [T.ramp(index * self.lanes, 1, self.lanes)])
+
+    def dot(self, acc: Expr, activation: Expr, weights: Expr) -> Expr:
+        return acc + activation * weights
+
+
+def on_bytes(wide: PairIsa, name: str, small: SmallWeightIsa | None = None) -> MaddIsa:
+    """What the CPUs of `wide` have for bytes: the same instruction on the same registers."""
+    shared = {field.name: getattr(wide, field.name) for field in fields(wide)}
+    changed = {"name": name, "products": 4, "activation": "uint8", "wide": wide, "small": small}
+    return MaddIsa(**{**shared, **changed})
+
+
+def on_small_weights(wide: PairIsa, name: str, pairs: str, accumulators: int) -> SmallWeightIsa:
+    """What the CPUs of `wide` have for bytes and small weights; a vector of ones takes a register,
+    which `accumulators` allows for.
+    """
+    shared = {field.name: getattr(wide, field.name) for field in fields(wide)}
+    changed = {"name": name, "products": 4, "activation": "uint8", "weight_dtype": "int8"}
+    changed |= {"wide": wide, "pairs": pairs, "accumulators": accumulators}
+    return SmallWeightIsa(**{**shared, **changed})
+
+
+NARROWING_512 = Narrowing(
+    to_int32="llvm.x86.avx512.mask.cvtps2dq.512",
+    to_int16="llvm.x86.avx512.packssdw.512",
+    to_int8="llvm.x86.avx512.packsswb.512",
+    to_uint8="llvm.x86.avx512.packuswb.512",
+)
+NARROWING_256 = Narrowing(
+    to_int32="llvm.x86.avx.cvt.ps2dq.256",
+    to_int16="llvm.x86.avx2.packssdw",
+    to_int8="llvm.x86.avx2.packsswb",
+    to_uint8="llvm.x86.avx2.packuswb",
+)
+NARROWING_128 = Narrowing(
+    to_int32="llvm.x86.sse2.cvtps2dq",
+    to_int16="llvm.x86.sse2.packssdw.128",
+    to_int8="llvm.x86.sse2.packsswb.128",
+    to_uint8="llvm.x86.sse2.packuswb.128",
+)
+
+VNNI512_WIDE = VnniIsa(
+    name="vnni512 int16",
+    features=("avx512vnni", "avx512bw", "avx512vl"),
+    lanes=16,
+    products=2,
+    accumulators=28,
+    dots_in_flight=10,
+    activation="int16",
+    weight_dtype="int16",
+    narrowing=NARROWING_512,
+    intrinsic="llvm.x86.avx512.vpdpwssd.512",
+)
+VNNI512 = replace(
+    VNNI512_WIDE,
+    name="vnni512",
+    products=4,
+    activation="uint8",
+    weight_dtype="int8",
+    intrinsic="llvm.x86.avx512.vpdpbusd.512",
+    wide=VNNI512_WIDE,
+)
+VNNI256_WIDE = VnniIsa(
+    name="vnni256 int16",
+    features=("avxvnni", "avx2"),
+    lanes=8,
+    products=2,
+    registers=16,
+    accumulators=12,
+    max_blocks=2,
+    dots_in_flight=10,
+    activation="int16",
+    weight_dtype="int16",
+    narrowing=NARROWING_256,
+    intrinsic="llvm.x86.avx512.vpdpwssd.256",
+)
+VNNI256 = replace(
+    VNNI256_WIDE,
+    name="vnni256",
+    products=4,
+    activation="uint8",
+    weight_dtype="int8",
+    intrinsic="llvm.x86.avx512.vpdpbusd.256",
+    wide=VNNI256_WIDE,
+)
+AVX512BW_WIDE = PairIsa(
+    name="avx512bw int16",
+    features=("avx512bw", "avx512vl"),
+    lanes=16,
+    products=2,
+    accumulators=24,
+    dots_in_flight=8,
+    activation="int16",
+    weight_dtype="int16",
+    narrowing=NARROWING_512,
+    intrinsic="llvm.x86.avx512.pmaddw.d.512",
+)
+AVX512BW_SMALL = on_small_weights(
+    AVX512BW_WIDE, "avx512bw 7 bits", "llvm.x86.avx512.pmaddubs.w.512", accumulators=24
+)
+AVX512BW = on_bytes(AVX512BW_WIDE, "avx512bw", AVX512BW_SMALL)
+AVX2_WIDE = PairIsa(
+    name="avx2 int16",
+    features=("avx2",),
+    lanes=8,
+    products=2,
+    registers=16,
+    accumulators=12,
+    max_blocks=2,
+    dots_in_flight=8,
+    activation="int16",
+    weight_dtype="int16",
+    narrowing=NARROWING_256,
+    intrinsic="llvm.x86.avx2.pmadd.wd",
+)
+AVX2_SMALL = on_small_weights(
+    AVX2_WIDE, "avx2 7 bits", "llvm.x86.avx2.pmadd.ub.sw", accumulators=10
+)
+AVX2 = on_bytes(AVX2_WIDE, "avx2", AVX2_SMALL)
+SSE2_WIDE = PairIsa(
+    name="sse2 int16",
+    features=("sse2",),
+    lanes=4,
+    products=2,
+    registers=16,
+    has_fma=False,
+    accumulators=8,
+    max_blocks=2,
+    dots_in_flight=8,
+    activation="int16",
+    weight_dtype="int16",
+    narrowing=NARROWING_128,
+    intrinsic="llvm.x86.sse2.pmadd.wd",
+)
+SSE2 = on_bytes(SSE2_WIDE, "sse2")
+PORTABLE_WIDE = PlainIsa(
+    name="portable int16",
+    features=(),
+    lanes=4,
+    products=1,
+    has_fma=False,
+    accumulators=8,
+    dots_in_flight=8,
+    activation="int16",
+    weight_dtype="int8",
+)
+PORTABLE = replace(PORTABLE_WIDE, name="portable", activation="uint8", wide=PORTABLE_WIDE)
+
+#: Fastest first.
+X86_ISAS: tuple[Isa, ...] = (VNNI512, VNNI256, AVX512BW, AVX2, SSE2)

@@ -1,0 +1,63 @@
+"""Which instructions a target has: the choices that every kernel is generated with."""
+
+from __future__ import annotations
+
+from tvm.target import Target
+from tvm.target.codegen import llvm_cpu_has_features
+
+from relayquant.codegen.kernels.integer.lookup import AARCH64_SHUFFLES, X86_SHUFFLES, ByteShuffle
+from relayquant.codegen.kernels.isa.architecture import Architecture, find_architecture
+from relayquant.codegen.kernels.isa.arm import AARCH64_ISAS, ARM32_ISAS
+from relayquant.codegen.kernels.isa.base import PORTABLE, X86_ISAS, Isa
+from relayquant.codegen.kernels.isa.timing import TIMINGS
+
+#: Fastest first; `select_isa` takes the first whose features the target has.
+ISAS: dict[Architecture, tuple[Isa, ...]] = {
+    Architecture.X86: X86_ISAS,
+    Architecture.AARCH64: AARCH64_ISAS,
+    Architecture.ARM32: ARM32_ISAS,
+    Architecture.OTHER: (),
+}
+#: Fastest first; as ISAS.
+SHUFFLES: dict[Architecture, tuple[ByteShuffle, ...]] = {
+    Architecture.X86: X86_SHUFFLES,
+    Architecture.AARCH64: AARCH64_SHUFFLES,
+    Architecture.ARM32: (),
+    Architecture.OTHER: (),
+}
+
+
+def has_isa(isa: Isa | ByteShuffle, target: Target) -> bool:
+    """Whether `target` (not this machine) can execute every instruction `isa` emits.
+
+    `isa` must be of the architecture of the target: both kinds of Arm have "neon".
+    """
+    return all(llvm_cpu_has_features(feature, target) for feature in isa.features)
+
+
+def select_isa(target: Target) -> Isa:
+    """The fastest instruction set of `target`, an LLVM target; PORTABLE when none is known.
+
+    The question is put to LLVM's description of the target. An instruction the target lacks would
+    abort the compiling process, so nothing is assumed from the machine at hand.
+    """
+    for isa in ISAS[find_architecture(target)]:
+        if has_isa(isa, target):
+            return time_isa(isa, target)
+    return PORTABLE
+
+
+def time_isa(isa: Isa, target: Target) -> Isa:
+    """The instruction set with the timing of the target's core, where that is known."""
+    if find_architecture(target) is not Architecture.X86:
+        return isa
+    for features, timing in TIMINGS:
+        if all(llvm_cpu_has_features(feature, target) for feature in features):
+            return isa.with_timing(timing)
+    return isa
+
+
+def select_shuffle(target: Target) -> ByteShuffle | None:
+    """How `target`, an LLVM target, looks up bytes in registers; None when it cannot."""
+    shuffles = SHUFFLES[find_architecture(target)]
+    return next((shuffle for shuffle in shuffles if has_isa(shuffle, target)), None)

@@ -1,0 +1,209 @@
+"""What the user calls a target -> tvm.target.Target: None, a Target, a dict, or the familiar
+command-line string.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tvm.target import Target
+from tvm.target.codegen import (
+    llvm_get_cpu_archlist,
+    llvm_get_cpu_features,
+    llvm_get_system_cpu,
+    llvm_get_targets,
+    llvm_is_valid_cpu,
+)
+
+from relayquant.base.runtime import count_cores
+from relayquant.codegen.kernels.isa.architecture import Architecture, find_architecture, read_triple
+from relayquant.errors import ConfigError, suggest_name
+
+#: options of the old command-line strings that hold lists
+_LISTS = ("mattr", "cl-opt", "keys", "libs")
+_NUMBERS = ("num-cores", "opt-level", "vector-width")
+
+#: CPU for whose timing LLVM has no registers for the sums, as it unrolls the loop over a reduction
+#: or begins all products of a tile at once -> one with neutral timing, which gets the features of
+#: the first besides its own. On a Zen 4, layers with large tiles take half the time so. The generic
+#: one of Arm is in order, as those two are.
+NEUTRAL_TIMING = {
+    "znver3": "x86-64-v3",
+    "znver4": "x86-64-v4",
+    "znver5": "x86-64-v4",
+    "cortex-a35": "generic",
+    "cortex-a53": "generic",
+}
+
+#: Features of LLVM that only weigh instructions: what a core does fast, or in which order. Code for
+#: them runs everywhere. Source: LLVM's X86.td and AArch64Features.td; those that are left out count
+#: as instructions.
+TUNING = re.compile(
+    r"(slow|fast|faster|tuning|prefer|avoid|fuse|use|zcm|zcz|no-zcz|false-deps|no-bypass-delay|lea"
+    r"|branch|pad|idiv[lq]-to)-.*|.*-?fusion|no-bypass-delay|allow-light-256-bit|sbb-dep-breaking"
+    r"|vzeroupper|ermsb|fsrm|alu-lsl-fast|addr-lsl-slow-14|enable-select-opt|predictable-select-expensive"
+    r"|a\d+\w*|cortex-.*|neoverse.*|apple-.*"
+)
+
+
+def resolve_target(target: Any = None) -> Target:
+    """The target to compile for.
+
+    Args:
+        target: None for this machine (its CPU and core count), a Target, a dict as Target takes it,
+            or a string such as "llvm -mcpu=cascadelake" or "llvm -mtriple=aarch64-linux-gnu
+            -mattr=+dotprod". A CPU of `NEUTRAL_TIMING` becomes another one with its features.
+
+    Raises:
+        ConfigError: a string or dict that TVM does not accept, a target that is no CPU, or a
+            triple, CPU or feature that LLVM does not know; says which.
+    """
+    if isinstance(target, Target):
+        resolved, text = target, str(target)
+    elif target is None:
+        resolved, text = _build(host_config(), "this machine"), "this machine"
+    elif isinstance(target, str):
+        resolved, text = _build(parse_target(target), target), target
+    elif isinstance(target, Mapping):
+        resolved, text = _build(dict(target), str(dict(target))), str(dict(target))
+    else:
+        raise ConfigError(
+            f"target is a {type(target).__name__}; allowed: None (this machine), a "
+            "tvm.target.Target, a dict, or a string such as 'llvm -mcpu=cascadelake'.",
+            code="RQ107",
+        )
+    check_target(resolved, text)
+    return neutralize_timing(resolved)
+
+
+def check_target(target: Target, text: str) -> None:
+    """Raise ConfigError for a target (`text`: as the user wrote it) that there is no code for.
+
+    LLVM ends the process at a triple that it does not know; a CPU or a feature it replaces by a
+    generic one, or ignores.
+    """
+    if "cpu" not in target.keys:
+        raise ConfigError(
+            f"target {text}: {target.kind.name} is no CPU, and there are kernels for CPUs only. "
+            "Allowed: None (this machine) or kind 'llvm', such as 'llvm -mcpu=cascadelake'.",
+            code="RQ107",
+        )
+    if target.kind.name != "llvm":
+        return
+    attrs = target.attrs
+    triple = read_triple(target)
+    name, known = triple.split("-")[0].lower(), [str(known) for known in llvm_get_targets()]
+    if find_architecture(target) is Architecture.OTHER and name not in known:
+        raise ConfigError(
+            f"target {text}: LLVM knows no architecture {name!r} (mtriple {triple!r}). "
+            f"{suggest_name(name, known)}",
+            code="RQ107",
+        )
+    cpu = str(attrs.get("mcpu") or "generic")
+    if not llvm_is_valid_cpu(cpu, triple):
+        plain = Target({"kind": "llvm", "mtriple": triple})
+        cpus = [str(known) for known in llvm_get_cpu_archlist(plain)]
+        remedy = "None as target is this machine." if cpu == "native" else suggest_name(cpu, cpus)
+        raise ConfigError(
+            f"target {text}: LLVM knows no CPU {cpu!r} for {triple!r}. {remedy}", code="RQ107"
+        )
+    features = [str(feature) for feature in attrs.get("mattr") or ()]
+    wanted = [f"+{feature[1:]}" for feature in features]
+    accepted = llvm_get_cpu_features(Target({"kind": "llvm", "mtriple": triple, "mattr": wanted}))
+    for feature in features:
+        if feature[:1] not in ("+", "-") or feature[1:] not in accepted:
+            raise ConfigError(
+                f"target {text}: LLVM knows no feature {feature!r} for {triple!r}. Features are "
+                "written '+name' or '-name', as in '-mattr=+avx2,-fma'.",
+                code="RQ107",
+            )
+
+
+def neutralize_timing(target: Target) -> Target:
+    """The target with the same features and the timing that `NEUTRAL_TIMING` has for its CPU."""
+    cpu = str(target.attrs.get("mcpu"))
+    if target.kind.name != "llvm" or cpu not in NEUTRAL_TIMING:
+        return target
+    config = {key: value for key, value in target.export().items() if key not in ("keys", "tag")}
+    without = [str(asked) for asked in config.get("mattr", ()) if str(asked).startswith("-")]
+    # One of Arm's is named like the core, and would have LLVM unroll loops for it after all.
+    names = {*map(str, llvm_get_cpu_features(target))} - {cpu.removeprefix("cortex-")}
+    features = [f"+{name}" for name in sorted(names)]
+    return Target({**config, "mcpu": NEUTRAL_TIMING[cpu], "mattr": [*features, *without]})
+
+
+def list_instructions(target: Target) -> set[str]:
+    """LLVM's names of what code for a target may use, without those of `TUNING`."""
+    names = {*map(str, llvm_get_cpu_features(target))}
+    return {name for name in names if not TUNING.fullmatch(name)}
+
+
+def host_config() -> dict[str, Any]:
+    """This machine's CPU as LLVM names it, and the cores this process may use."""
+    return {"kind": "llvm", "mcpu": llvm_get_system_cpu(), "num-cores": count_cores()}
+
+
+def name_cpu() -> str:
+    """This machine's CPU for a reader: what its maker calls it, and LLVM's name in brackets."""
+    llvm = llvm_get_system_cpu()
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:  # not Linux
+        return llvm
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    model = next(models, "")  # Arm's kernel gives numbers only
+    return f"{model} ({llvm})" if model else llvm
+
+
+def parse_target(text: str) -> dict[str, Any]:
+    """ "llvm -mcpu=x -mattr=+a,+b" -> {"kind": "llvm", "mcpu": "x", "mattr": ["+a", "+b"]}.
+
+    Raises:
+        ConfigError: a word that is no option, or an option without a value.
+    """
+    words = shlex.split(text)
+    if not words or words[0].startswith("-"):
+        raise ConfigError(f"target {text!r} must start with a kind, such as 'llvm'.", code="RQ107")
+    config: dict[str, Any] = {"kind": words[0]}
+    position = 1
+    while position < len(words):
+        word = words[position]
+        if not word.startswith("-"):
+            raise ConfigError(
+                f"target {text!r}: {word!r} is no option; options look like -mcpu=name.",
+                code="RQ107",
+            )
+        key, equals, value = word.lstrip("-").partition("=")
+        if not equals:
+            position += 1
+            if position == len(words):
+                raise ConfigError(f"target {text!r}: option {word!r} has no value.", code="RQ107")
+            value = words[position]
+        if key in _LISTS:
+            config[key] = value.split(",")
+        elif key in _NUMBERS:
+            if not value.isdigit():
+                raise ConfigError(
+                    f"target {text!r}: option {key!r} needs a number, got {value!r}.", code="RQ107"
+                )
+            config[key] = int(value)
+        else:
+            config[key] = value
+        position += 1
+    return config
+
+
+def _build(config: dict[str, Any], text: str) -> Target:
+    try:
+        return Target(config)
+    except (ValueError, TypeError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[-1]
+        raise ConfigError(
+            f"TVM does not accept target {text}: {reason}. Allowed: None, a Target, a dict such as "
+            "{'kind': 'llvm', 'mcpu': 'cascadelake'}, or the same as 'llvm -mcpu=cascadelake'.",
+            code="RQ107",
+        ) from error

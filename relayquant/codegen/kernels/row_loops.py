@@ -1,0 +1,85 @@
+"""Loops over rows whose number is known only at run time, for kernels of register tiles.
+
+Rows go to tiles of three heights: as many of the highest as there are, what is left to tiles of a
+third of that, and a row that comes alone to a tile for it. The lower tiles may be partly empty:
+they repeat the last row, which writes the same values twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from tvm.script.ir_builder import tirx as T
+
+from relayquant.codegen.kernels.emit import ceil_div
+from relayquant.codegen.kernels.isa.base import Expr
+
+#: Rows, rounded up to whole tiles, that all panels of weights are read for: they stay in a cache.
+CHUNK_ROWS = 48
+
+#: emit(number of the height, rows of the tile, panel, number of the tile among those of its height)
+EmitTile = Callable[[int, list[Expr], Expr, Expr], None]
+#: prepare(first row, number of rows) of a chunk
+PrepareChunk = Callable[[Expr, Expr], None]
+
+
+def choose_heights(full: int, least: int = 1) -> tuple[int, ...]:
+    """Heights of tiles, the highest first; all but `full` are multiples of `least`."""
+    medium = max(full // 3 // least * least, least)
+    return tuple(sorted({full, medium, least}, reverse=True))
+
+
+def count_chunk_rows(heights: Sequence[int]) -> int:
+    """Rows of a chunk: whole tiles of the highest."""
+    return ceil_div(CHUNK_ROWS, heights[0]) * heights[0]
+
+
+def loop_over_rows(
+    rows: Expr,
+    heights: Sequence[int],
+    panels: int,
+    threads: bool,
+    emit: EmitTile,
+    prepare: PrepareChunk | None = None,
+) -> None:
+    """All tiles of `rows` rows for all panels of weights; `rows` must not be negative.
+
+    `prepare` comes before the tiles of each chunk of up to `count_chunk_rows` rows.
+    """
+    size = count_chunk_rows(heights)
+    chunks, loop = T.floordiv(rows + (size - 1), size), T.parallel if threads else T.serial
+    if prepare is not None:
+        with loop(chunks) as chunk:
+            first = T.bind(chunk * size)
+            prepare(first, T.bind(T.min(rows - first, size)))
+            with T.serial(panels) as panel:
+                emit_chunk(rows, heights, first, size, panel, emit)
+    elif threads:
+        # One loop, which the thread pool splits evenly.
+        with T.parallel(chunks * panels) as index:
+            chunk, panel = T.floordiv(index, panels), T.floormod(index, panels)
+            emit_chunk(rows, heights, T.bind(chunk * size), size, T.bind(panel), emit)
+    else:
+        with T.grid(chunks, panels) as (chunk, panel):
+            emit_chunk(rows, heights, chunk * size, size, panel, emit)
+
+
+def emit_chunk(
+    rows: Expr, heights: Sequence[int], first: Expr, size: int, panel: Expr, emit: EmitTile
+) -> None:
+    """The tiles of one panel for up to `size` rows."""
+    # Bound to names: TVM would take long to simplify what they stand for in every index.
+    left = T.bind(T.min(rows - first, size))
+    for kind, (height, lower) in enumerate(zip(heights, [*heights[1:], 0], strict=True)):
+        is_full = kind == 0 and len(heights) > 1
+        # Rows that would need two lower tiles go to another one of this height.
+        spare = 0 if is_full else height - lower - 1
+        count = T.bind(T.floordiv(left + spare, height))
+        with T.serial(count) as index:
+            start = first + index * height
+            if is_full:
+                members = [start + row for row in range(height)]
+            else:
+                members = [T.min(start + row, rows - 1) if row else start for row in range(height)]
+            emit(kind, members, panel, index)
+        first, left = T.bind(first + count * height), T.bind(left - count * height)

@@ -1,0 +1,202 @@
+"""Winograd's minimal filtering F(4x4, 3x3): what the integer and the float form share, and how the
+tiles of the float form are dealt out.
+
+    y = A (sum over i of (G w[i] G') * (B d[i] B')) A'
+
+d[i] are 6x6 activations of channel i, w[i] its 3x3 weights, y the 4x4 results, * of each element:
+36 products instead of 144. Which A, B and G is said where they are used.
+
+The image is worked on in chunks of rows of tiles that the second-level cache holds: B d B' of all
+tiles; for each of the 36 elements a matrix product, tiles by channels; the results of all tiles.
+Where there are few chunks, each is done in several parts of the output channels, for many threads.
+
+Source: A. Lavin and S. Gray, Fast Algorithms for Convolutional Neural Networks, 2015, section 4.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from tvm.script.ir_builder import tirx as T
+
+from relayquant.codegen.kernels.conv_shape import Conv2dShape
+from relayquant.codegen.kernels.emit import (
+    alloc_vectors,
+    ceil_div,
+    emit_prefetch,
+    load_vector,
+    loop_over,
+    store_vector,
+)
+from relayquant.codegen.kernels.isa.base import Buffer, Expr
+
+#: Pixels of a tile of results, and of what it is computed of, in each direction.
+OUT, IN = 4, 6
+POINTS = IN * IN
+#: Bytes of transformed activations and of products that a chunk has.
+CHUNK_BYTES = 640 * 1024
+#: Chunks times parts that an image has at least, if it has the channels: work for so many threads.
+LEAST_ITEMS = 8
+#: Channels of a part.
+PART_CHANNELS = 64
+
+
+def can_transform(spec: Conv2dShape, lanes: int) -> bool:
+    """Whether a convolution is one for these transforms: 3x3 without stride, dilation or groups, of
+    whole vectors of channels, on an image of a tile or more.
+    """
+    plain = spec.kernel == (3, 3) and spec.groups == 1
+    plain = plain and spec.strides == spec.dilation == (1, 1) and min(spec.out_size) >= OUT
+    return plain and spec.in_channels % lanes == spec.out_channels % lanes == 0
+
+
+@dataclass(frozen=True)
+class TileResults:
+    """Where the results of tile number `number` of a chunk begin: image, row, column."""
+
+    number: Expr
+    image: Expr
+    row: Expr
+    col: Expr
+
+
+@dataclass(frozen=True)
+class PanelRange:
+    """Those of a part: the first, and the first of the next part."""
+
+    first: Expr
+    end: Expr
+
+
+@dataclass(frozen=True)
+class TileGrid:
+    """The tiles of an image, and how they are dealt out.
+
+    Attributes:
+        out_size: (rows, columns) of pixels.
+        out_channels: Output channels.
+        tile_bytes: Of transformed activations and products of a tile.
+        images: How many there are at least.
+        is_parallel: Whether threads share the work.
+    """
+
+    out_size: tuple[int, int]
+    out_channels: int
+    tile_bytes: int
+    images: int
+    is_parallel: bool
+
+    @cached_property
+    def tiles(self) -> tuple[int, int]:
+        """(rows, columns) of tiles; the last of each is moved back into the image."""
+        rows, cols = self.out_size
+        return ceil_div(rows, OUT), ceil_div(cols, OUT)
+
+    @cached_property
+    def chunks(self) -> int:
+        """Parts of the rows of tiles: one, or an even number, which two threads share."""
+        rows, cols = self.tiles
+        count = ceil_div(rows, max(CHUNK_BYTES // (cols * self.tile_bytes), 1))
+        if self.is_parallel:
+            parts = ceil_div(self.out_channels, PART_CHANNELS)
+            count = max(count, ceil_div(LEAST_ITEMS, self.images * parts))
+        return min(count + count % 2, rows) if count > 1 else 1
+
+    @cached_property
+    def least_tiles(self) -> int:
+        """Tiles of the smallest chunk."""
+        return self.tiles[0] // self.chunks * self.tiles[1]
+
+    @cached_property
+    def most_tiles(self) -> int:
+        """Tiles of the largest chunk."""
+        return ceil_div(self.tiles[0], self.chunks) * self.tiles[1]
+
+    def count_parts(self, panels: int) -> int:
+        """Parts of so many panels, each of which transforms the activations of a chunk again."""
+        if not self.is_parallel:
+            return 1
+        return min(max(LEAST_ITEMS // (self.images * self.chunks), 1), panels)
+
+    def locate_results(self, n: Expr, row: Expr, col: Expr, number: Expr) -> TileResults:
+        """The tile with these indices; the last of an axis is moved back."""
+        starts = [
+            T.bind(T.min(index * OUT, size - OUT) if size % OUT else index * OUT)
+            for index, size in zip((row, col), self.out_size, strict=True)
+        ]
+        return TileResults(T.bind(number), n, *starts)
+
+
+@dataclass(frozen=True)
+class Share:
+    """What is done at once: rows of tiles of an image, for some panels."""
+
+    grid: TileGrid
+    image: Expr
+    first_row: Expr
+    rows: Expr
+    own: PanelRange
+
+    @property
+    def tiles(self) -> Expr:
+        """How many."""
+        return self.rows * self.grid.tiles[1]
+
+    @contextmanager
+    def loop_over_tiles(self) -> Iterator[TileResults]:
+        """One after the other."""
+        cols = self.grid.tiles[1]
+        with T.grid(self.rows, cols) as (row, col):
+            yield self.grid.locate_results(self.image, self.first_row + row, col, row * cols + col)
+
+
+@contextmanager
+def loop_over_shares(grid: TileGrid, batch: Any, panels: int) -> Iterator[Share]:
+    """All chunks and parts of all images, by threads where these share the work."""
+    rows, parts = grid.tiles[0], grid.count_parts(panels)
+    with loop_over((batch, grid.chunks, parts), grid.is_parallel) as (n, chunk, part):
+        first = T.bind(chunk * rows // grid.chunks)
+        count = T.bind((chunk + 1) * rows // grid.chunks - first)
+        own = PanelRange(*[T.bind((part + i) * panels // parts) for i in range(2)])
+        yield Share(grid, n, first, count, own)
+
+
+def transform_tile(
+    load: Callable[[int, Expr], Expr],
+    transform: Callable[[list[Expr]], list[Expr]],
+    count: int,
+    lanes: int,
+    dtype: str,
+) -> Iterator[list[Expr]]:
+    """M v M' of a 6x6 tile v of vectors, row by row: `transform` multiplies M, of `count` rows, by
+    a column; load(i, j) is an element of v.
+    """
+    # All columns of a row, one after the other.
+    rows = [view_buffer(buffer) for buffer in alloc_vectors(count, IN * lanes, dtype)]
+    with T.unroll(IN) as j:
+        column = [T.bind(load(i, j)) for i in range(IN)]
+        for row, value in zip(rows, transform(column), strict=True):
+            store_vector(row, value, j * lanes, lanes)
+    for row in rows:
+        yield transform([load_vector(row, j * lanes, lanes) for j in range(IN)])
+
+
+def view_buffer(buffer: Buffer) -> Buffer:
+    """The same memory. TVM takes long to find out which part of a buffer is used, of a view it does
+    not ask.
+    """
+    return T.decl_buffer(buffer.shape, buffer.dtype, data=buffer.data)
+
+
+@contextmanager
+def view_buffers(*buffers: Buffer) -> Iterator[list[Buffer]]:
+    """Views of memory that is theirs until the end: TVM does not see what reads a view, and gives
+    the memory to buffers that are allocated after the last use it sees, which is a prefetch here.
+    """
+    yield [view_buffer(buffer) for buffer in buffers]
+    for buffer in buffers:
+        emit_prefetch(buffer, 0, level=1)

@@ -1,0 +1,195 @@
+"""Tails of integer kernels: what becomes of int32 sums before they are stored.
+
+product -> + bias -> requantize | qnn.add of a residual | dequantize -> clip becomes one kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+from tvm import relax
+from tvm.ir import Call
+
+from relayquant.codegen.kernels.integer.epilogue import (
+    Epilogue,
+    Residual,
+    Store,
+    has_small_multipliers,
+)
+from relayquant.codegen.rules.kernel_call import (
+    KernelContext,
+    is_activation,
+    is_default_arithmetic,
+    multiplier,
+    scalar,
+    vector,
+)
+from relayquant.ir.rewrite import Skip
+from relayquant.ir.rewrite.epilogue_pattern import Tail, Take, follow_tail, take_clip
+from relayquant.ir.rewrite.graph import constant_value, tensor_dtype
+
+SUMS = Epilogue(Store.ACCUMULATOR, "int32")
+
+
+@dataclass(frozen=True, eq=False)
+class IntegerTail(Tail):
+    """What follows a product of integers inside its kernel.
+
+    Attributes:
+        epilogue: How the sums are stored.
+        multiplier: float32, one per channel or one for all; None for sums.
+    """
+
+    epilogue: Epilogue = SUMS
+    multiplier: np.ndarray | None = None
+
+    @property
+    def is_sums(self) -> bool:
+        """Whether nothing has been made of the sums yet."""
+        return self.epilogue.output is Store.ACCUMULATOR
+
+    @property
+    def offsets(self) -> np.ndarray:
+        """The bias as int32, one number per channel; zeros without one."""
+        values = None if self.bias is None else vector(self.bias, self.channels)
+        return np.zeros(self.channels, "int32") if values is None else values
+
+    @property
+    def residuals(self) -> tuple[relax.Expr, ...]:
+        """The second operand of the addition, if there is one."""
+        return () if self.residual is None else (self.residual,)
+
+    def bounded(self) -> IntegerTail:
+        """The tail with the bounds of a clip in its epilogue, and `Epilogue.is_small` if it
+        holds.
+        """
+        epilogue = self.epilogue
+        if epilogue.output is not Store.REQUANTIZE:
+            return self
+        if self.low is not None and self.high is not None:
+            low, high = epilogue.bounds
+            epilogue = replace(
+                epilogue, low=int(max(self.low, low)), high=int(min(self.high, high))
+            )
+        if self.multiplier is not None:
+            is_small = has_small_multipliers(self.multiplier, epilogue.residual)
+            epilogue = replace(epilogue, is_small=is_small)
+        return replace(self, epilogue=epilogue)
+
+
+def take_bias(tail: IntegerTail, call: Call) -> IntegerTail | Skip:
+    """sums + bias, a constant."""
+    other = tail.other_operand(call)
+    if not tail.is_sums or tail.bias is not None:
+        return Skip("there is a bias already, or the sums are requantized")
+    if constant_value(other) is None or not tail.is_per_channel(other):
+        return Skip("the other operand is no constant of one number per channel")
+    return replace(tail, bias=other)
+
+
+def take_requantize(tail: IntegerTail, call: Call) -> IntegerTail | Skip:
+    """requantize(sums)."""
+    scale = read_scale(tail, call.args[1], call.args[2], int(call.attrs.axis))
+    if isinstance(scale, Skip):
+        return scale
+    out_scale, out_zero = map(scalar, call.args[3:5])
+    dtype = str(call.attrs.out_dtype)
+    if out_scale is None or out_zero is None or not is_default_arithmetic(call):
+        return Skip("several scales of the result, or another arithmetic")
+    if dtype == "int32":
+        return Skip("the result is int32")
+    epilogue = Epilogue(Store.REQUANTIZE, dtype, int(out_zero))
+    return replace(tail, epilogue=epilogue, multiplier=multiplier(scale, out_scale))
+
+
+def take_dequantize(tail: IntegerTail, call: Call) -> IntegerTail | Skip:
+    """dequantize(sums)."""
+    scale = read_scale(tail, call.args[1], call.args[2], int(call.attrs.axis))
+    if isinstance(scale, Skip):
+        return scale
+    if str(call.attrs.out_dtype) != "float32":
+        return Skip(f"the result is {call.attrs.out_dtype}")
+    epilogue = Epilogue(Store.DEQUANTIZE, "float32")
+    return replace(tail, epilogue=epilogue, multiplier=np.asarray(scale, "float32"))
+
+
+def take_residual(tail: IntegerTail, call: Call) -> IntegerTail | Skip:
+    """qnn.add(sums, residual)."""
+    lhs, rhs, lhs_scale, lhs_zero, rhs_scale, rhs_zero, out_scale, out_zero = call.args
+    if not lhs.same_as(tail.last) or not is_activation(rhs) or constant_value(rhs) is not None:
+        return Skip("the second operand is no value of 8 or 16 bits")
+    if str(rhs.ty.shape) != str(lhs.ty.shape) or not is_default_arithmetic(call):
+        return Skip("the residual is broadcast, or another arithmetic")
+    scale = read_scale(tail, lhs_scale, lhs_zero, int(call.attrs.lhs_axis))
+    if isinstance(scale, Skip):
+        return scale
+    numbers = [scalar(expr) for expr in (rhs_scale, rhs_zero, out_scale, out_zero)]
+    dtype = tensor_dtype(call)
+    if None in numbers or not is_activation(call):
+        return Skip("several scales of the residual or of the result, or another dtype")
+    r_scale, r_zero, o_scale, o_zero = numbers
+    factor = float(multiplier(r_scale, o_scale))  # pyright: ignore[reportArgumentType]
+    residual = Residual(tensor_dtype(rhs), int(r_zero), factor)  # pyright: ignore[reportArgumentType]
+    return replace(
+        tail,
+        epilogue=Epilogue(Store.REQUANTIZE, dtype, int(o_zero), residual=residual),  # pyright: ignore[reportArgumentType]
+        multiplier=multiplier(scale, o_scale),  # pyright: ignore[reportArgumentType]
+        residual=rhs,
+    )
+
+
+def read_scale(
+    tail: IntegerTail, scale: relax.Expr, zero_point: relax.Expr, axis: int
+) -> np.ndarray | Skip:
+    """The scale of sums, one for each channel; they have no zero point."""
+    values, zero = constant_value(scale), constant_value(zero_point)
+    factors = vector(scale, tail.channels)
+    if not tail.is_sums:
+        return Skip("the sums are requantized already")
+    if values is None or factors is None or zero is None or zero.any():
+        return Skip("the sums have a zero point, or no constant scale")
+    if values.size != 1 and axis % tail.last.ty.ndim != tail.axis:
+        return Skip("the scales are not along the channels")
+    return factors
+
+
+def take_integer_clip(tail: IntegerTail, call: Call) -> IntegerTail | Skip:
+    """clip(requantized sums)."""
+    if tail.epilogue.output is not Store.REQUANTIZE:
+        return Skip("no integers of the result are clipped")
+    return take_clip(tail, call)
+
+
+CLIP_TAKES: Mapping[str, Take[IntegerTail]] = {"relax.clip": take_integer_clip}
+#: Of products whose kernels begin their sums with 0.
+UNBIASED_TAKES: Mapping[str, Take[IntegerTail]] = {
+    "relax.qnn.requantize": take_requantize,
+    "relax.qnn.dequantize": take_dequantize,
+    "relax.qnn.add": take_residual,
+    **CLIP_TAKES,
+}
+PRODUCT_TAKES: Mapping[str, Take[IntegerTail]] = {"relax.add": take_bias, **UNBIASED_TAKES}
+
+
+def follow_product(
+    context: KernelContext,
+    var: relax.Var,
+    channels: int,
+    takes: Mapping[str, Take[IntegerTail]] = PRODUCT_TAKES,
+) -> IntegerTail:
+    """The longest chain behind sums that one kernel can compute; `channels` are their last axis, 1
+    where all have one scale.
+    """
+    tail = IntegerTail((var,), var.ty.ndim - 1, channels)
+    return follow_tail(context.graph, tail, takes, on_skip=context.on_skip).bounded()
+
+
+def absorb_clip(
+    context: KernelContext, var: relax.Var, epilogue: Epilogue
+) -> tuple[tuple[relax.Var, ...], Epilogue]:
+    """A clip behind `var` as bounds of the epilogue; (values, epilogue)."""
+    tail = IntegerTail((var,), var.ty.ndim - 1, 1, epilogue=epilogue)
+    tail = follow_tail(context.graph, tail, CLIP_TAKES, on_skip=context.on_skip).bounded()
+    return tail.vars, tail.epilogue

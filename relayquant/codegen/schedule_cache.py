@@ -1,0 +1,90 @@
+"""Forms that were timed on a machine, in a file between runs; `tuning` reads and writes it.
+
+    {"format": "relayquant.forms", "version": 1, "made_by": "0.27.0",
+     "forms": {layer: {"tile": {"rows": 1, "cols": 7, "blocks": 4, "chains": 1},
+                       "transforms": false}}}
+
+A layer is named with all that its time depends on: CPU, instructions, threads, shapes, dtypes. What
+another TVM compiled is timed anew. A form from a file is taken only if it is in the list that the
+cost model makes (`list_forms`): no file can ask for a kernel that would not be built without it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import tvm
+
+from relayquant.base.storage.files import decode_json, read_text, reading, write_text, writing
+from relayquant.codegen.kernels.integer.specs import KernelForm, Tile
+from relayquant.errors import ConfigError
+
+FORMAT = "relayquant.forms"
+VERSION = 1
+#: larger files hold no forms: a layer takes some 200 bytes
+MAX_BYTES = 2**24
+ADVICE = "Delete it, or name another file."
+
+
+def find_cache_folder() -> Path:
+    """Where this system keeps what programs can make again; it need not exist."""
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData/Local") / "relayquant"
+    if sys.platform == "darwin":
+        return Path.home() / "Library/Caches/relayquant"
+    wanted = Path(os.environ.get("XDG_CACHE_HOME") or "")
+    return (wanted if wanted.is_absolute() else Path.home() / ".cache") / "relayquant"
+
+
+def read_forms(path: Path) -> dict[str, KernelForm]:
+    """Layer -> form; nothing where there is no file, or one of another version.
+
+    Raises:
+        ConfigError: it is damaged, or is something else, which must not be overwritten.
+    """
+    if not path.exists():
+        return {}
+    with reading(path, "file of timed forms", ConfigError, ADVICE):
+        data = decode_json(read_text(path, MAX_BYTES))
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            raise ValueError(f"its format is not {FORMAT!r}")
+        if (data.get("version"), data.get("made_by")) != (VERSION, tvm.__version__):
+            return {}
+        return {str(name): read_form(entry) for name, entry in data["forms"].items()}
+
+
+def read_form(entry: Any) -> KernelForm:
+    """What `asdict` made of a form."""
+    if not isinstance(entry, dict) or type(entry.get("transforms")) is not bool:
+        raise ValueError(f"{entry!r:.60} is no form: a tile, and whether there are transforms")
+    tile, sizes = entry.get("tile"), [each.name for each in fields(Tile)]
+    is_tile = isinstance(tile, dict) and [*tile] == sizes
+    if not is_tile or not all(type(n) is int and 0 < n < 2**16 for n in tile.values()):
+        raise ValueError(
+            f"{tile!r:.80} is no tile: {', '.join(sizes)}, which are whole numbers from 1 on"
+        )
+    return KernelForm(Tile(**tile), entry["transforms"])
+
+
+def add_forms(path: Path, forms: Mapping[str, KernelForm]) -> None:
+    """Write the file with these besides what is in it by now, whole or not at all.
+
+    Raises:
+        ConfigError: see `read_tiles`.
+        FileError: it cannot be written.
+    """
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    found = {**read_forms(path), **forms}
+    head = {"format": FORMAT, "version": VERSION, "made_by": tvm.__version__}
+    lines = ",\n".join(
+        f"{json.dumps(name)}: {json.dumps(asdict(form))}" for name, form in sorted(found.items())
+    )
+    text = f'{json.dumps(head)[:-1]},\n"forms": {{\n{lines}\n}}}}\n'
+    write_text(path, text)

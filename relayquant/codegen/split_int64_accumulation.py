@@ -1,0 +1,120 @@
+"""QNN module -> the same with sums of 64 bits made of sums of 32, as kernels compute them.
+
+product(x, w) in int64 -> sum of int64(product(x_i, w_i) in int32) over parts of the input channels,
+as few as int32 holds for any input. A product whose channels cannot be parted so (in groups, or one
+channel alone passes int32) keeps its int64, and the loop nest of its legalization.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import tvm
+from tvm import relax
+from tvm.ir import Call
+from tvm.relax.dpl import is_op, wildcard
+
+from relayquant.ir.dialect.accumulator_range import (
+    BATCH_MATMUL,
+    PRODUCTS,
+    SUM_DTYPES,
+    bound_sums,
+    choose_sum_dtype,
+    count_products,
+)
+from relayquant.ir.dialect.attrs import replace_attrs
+from relayquant.ir.rewrite import Emitter, Match, Pattern, Rule, Skip, apply_rules
+from relayquant.ir.rewrite.graph import constant_value
+
+#: First and last input channel (exclusive) of one part.
+Part = tuple[int, int]
+
+
+def part_wide_sums(mod: tvm.IRModule) -> tvm.IRModule:
+    """The module with the sums of 64 bits in parts, where they can be parted."""
+    return apply_rules(mod, PARTING_RULES)
+
+
+def find_axes(call: Call) -> tuple[int, int]:
+    """Axes of the input channels in both factors."""
+    if call.op.name in ("relax.qnn.dense", BATCH_MATMUL):
+        return call.args[0].ty.ndim - 1, call.args[1].ty.ndim - 1
+    return str(call.attrs.data_layout).index("C"), str(call.attrs.kernel_layout).index("I")
+
+
+def divide(channels: int, count: int) -> list[Part]:
+    """`count` neighbouring parts of about the same size."""
+    ends = [channels * i // count for i in range(count + 1)]
+    return list(pairwise(ends))
+
+
+def find_parts(call: Call) -> list[Part] | None:
+    """Few parts whose sums int32 holds; None where there are none."""
+    weight, axis = constant_value(call.args[1]), find_axes(call)[1]
+    bounds = bound_sums(call)
+    if bounds is None:
+        return None
+    largest, limit = max(-int(bounds[0].min()), int(bounds[1].max()), 1), 2**31 - 1
+    if weight is None:
+        length = count_products(call) if call.op.name == BATCH_MATMUL else None
+        most = limit * length // largest if length else 0  # products in one sum of int32
+        return divide(length, -(-length // most)) if length and most else None
+    channels = weight.shape[axis]
+
+    def fits(part: Part) -> bool:
+        bounds = bound_sums(call, np.take(weight, range(*part), axis))
+        return bounds is not None and choose_sum_dtype(*bounds) == SUM_DTYPES[0]
+
+    count = max(largest // limit, 1)
+    while count <= channels:
+        parts = divide(channels, count)
+        if all(map(fits, parts)):
+            return parts
+        count = max(count + 1, count * 5 // 4)
+    return None
+
+
+def _part(op: str) -> Rule:
+    """The rule of one operator."""
+    names = ("data", "weight", "input_zero", "kernel_zero")
+    parts = {name: wildcard() for name in names}
+    pattern = Pattern(is_op(op)(*parts.values(), varg_default_wildcard=True), parts)
+
+    def rewrite(emitter: Emitter, match: Match) -> relax.Expr | Skip:
+        call = match.call(op)
+        if str(call.attrs.out_dtype) == SUM_DTYPES[0]:
+            return Skip("the sums are int32 already")
+        if int(getattr(call.attrs, "groups", 1)) != 1:
+            return Skip("each channel sees some of the channels of the data")
+        if constant_value(call.args[2]) is None or constant_value(call.args[3]) is None:
+            return Skip("a zero point is a variable")
+        found = find_parts(call)
+        if found is None:
+            return Skip("one channel alone passes int32, or their number is not known")
+        attrs = replace_attrs(call.attrs, out_dtype=SUM_DTYPES[0])
+        axes, weight = find_axes(call), constant_value(call.args[1])
+
+        def cut(operand: int, part: Part) -> relax.Expr:
+            if operand == 1 and weight is not None:
+                array = np.ascontiguousarray(np.take(weight, range(*part), axes[1]))
+                return relax.const(array, str(array.dtype))
+            value, axis = emitter.get(call.args[operand]), axes[operand]
+            start, end = ([bound] for bound in part)
+            slice_ = relax.op.strided_slice(value, [axis], start, end)
+            return emitter.emit(slice_, f"{match.name}.part")
+
+        total = None
+        for part in found:
+            operands = [cut(0, part), cut(1, part), *map(emitter.get, call.args[2:])]
+            product = emitter.emit(Call(call.op, operands, attrs), f"{match.name}.product")
+            wide = emitter.emit(relax.op.astype(product, SUM_DTYPES[1]), f"{match.name}.wide")
+            if total is not None:
+                wide = emitter.emit(relax.op.add(total, wide), f"{match.name}.total")
+            total = wide
+        return total if total is not None else Skip("there are no channels")
+
+    return Rule(f"64-bit sums of {op}", pattern, rewrite)
+
+
+PARTING_RULES: tuple[Rule, ...] = tuple(map(_part, PRODUCTS))

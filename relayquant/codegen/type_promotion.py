@@ -1,0 +1,122 @@
+"""Relax operators of types that TVM has no code for, that it gives another type than it declares,
+or cannot sort -> the same in a type it has, and what reads that; the first of `passes`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tvm
+from tvm import relax
+from tvm.ir import Call
+
+from relayquant.codegen.sort_keys import KEYS, make_keys, read_keys
+from relayquant.ir.rewrite.graph import call_name, tensor_dtype
+
+HALVES = {"float16": "float32"}
+TRUTHS = {"bool": "int8"}
+SUMS = {"bool": "int64"}
+MEANS = {"bool": "float32"}
+SORTED = {
+    **HALVES,
+    **dict.fromkeys(("bool", "int8", "uint8", "int16"), "int32"),
+    **dict.fromkeys(("uint16", "uint32"), "int64"),
+}
+
+SORTS = ("relax.argsort", "relax.sort", "relax.topk")
+
+#: operator -> type of its operands -> type that TVM computes it in
+WIDE_TYPES: dict[str, dict[str, str]] = {
+    "relax.acos": HALVES,
+    "relax.acosh": HALVES,
+    "relax.asin": HALVES,
+    "relax.asinh": HALVES,
+    "relax.atan": HALVES,
+    "relax.atan2": HALVES,
+    **dict.fromkeys(SORTS, SORTED),
+    "relax.argmax": TRUTHS,
+    "relax.argmin": TRUTHS,
+    "relax.cumprod": TRUTHS,
+    "relax.cumsum": SUMS,
+    "relax.max": TRUTHS,
+    "relax.mean": MEANS,
+    "relax.min": TRUTHS,
+    "relax.std": MEANS,
+    "relax.variance": MEANS,
+}
+
+
+def widen_types(mod: tvm.IRModule) -> tvm.IRModule:
+    """f(x: narrow) -> cast(f(cast(x, wide)), narrow), and sorts by keys, which are integers, in
+    every function of a module.
+    """
+    widening = Widening(mod)
+    for var, func in mod.functions_items():
+        if isinstance(func, relax.Function):
+            widened = widening.visit_expr(func)
+            if not widened.same_as(func):
+                widening.builder_.update_func(var, widened)
+    return widening.builder_.get()
+
+
+@relax.expr_functor.mutator
+class Widening(relax.PyExprMutator):
+    """Calls of rows of `WIDE_TYPES` in the type that TVM has."""
+
+    def visit_call_(self, call: Call) -> relax.Expr:  # pyright: ignore[reportIncompatibleMethodOverride]
+        visited: Any = self.visit_expr_post_order(call)
+        wide = find_wide_type(visited)
+        if wide is None:
+            return self.sort_keys(visited) if has_keys(visited) else visited
+        emit = self.builder_.emit
+        operands = [emit(relax.op.astype(each, wide)) for each in visited.args]
+        widened = Call(visited.op, operands, visited.attrs, visited.ty_args)
+        result = self.sort_keys(widened) if has_keys(widened) else widened
+        return self.cast(emit(result), visited.ty)
+
+    def sort_keys(self, call: Call) -> relax.Expr:
+        """sort, argsort and topk of what has keys -> the same of `make_keys` of them: NaN is more
+        than all else, as in numpy and PyTorch. TVM compares floats, and sorts none where one is
+        NaN; for uint64 it has no code.
+        """
+        builder, (data,) = self.builder_, call.args
+        keys = builder.emit(builder.call_te(make_keys, data, primfunc_name_hint="sort_keys"))
+        result = builder.emit(Call(call.op, [keys], call.attrs, call.ty_args))
+        kind = str(call.attrs.ret_type) if call_name(call) == "relax.topk" else "values"
+        if call_name(call) == "relax.argsort" or kind == "indices":
+            return result
+
+        def read(value: relax.Expr) -> relax.Expr:
+            hint = "sorted_values"
+            own = builder.call_te(read_keys, value, tensor_dtype(data), primfunc_name_hint=hint)
+            return builder.emit(own)
+
+        if kind == "values":
+            return read(result)
+        values, indices = (builder.emit(relax.TupleGetItem(result, k)) for k in range(2))
+        return relax.Tuple([read(values), indices])
+
+    def cast(self, value: relax.Expr, ty: Any) -> relax.Expr:
+        """A value in a type of the same shape."""
+        if isinstance(ty, tvm.ir.TupleType):
+            parts = [relax.TupleGetItem(value, k) for k in range(len(ty.fields))]
+            pairs = zip(map(self.builder_.emit, parts), ty.fields, strict=True)
+            return relax.Tuple([self.cast(*pair) for pair in pairs])
+        if str(ty.dtype) == tensor_dtype(value):
+            return value
+        return self.builder_.emit(relax.op.astype(value, str(ty.dtype)))
+
+
+def has_keys(call: Any) -> bool:
+    """Whether a call sorts what has keys."""
+    if not isinstance(call, Call) or not isinstance(call.op, tvm.ir.Op):
+        return False
+    return call_name(call) in SORTS and tensor_dtype(call.args[0]) in KEYS
+
+
+def find_wide_type(call: Any) -> str | None:
+    """The type to compute a call in, None where it is that of its operands."""
+    if not isinstance(call, Call) or not isinstance(call.op, tvm.ir.Op) or not call.args:
+        return None
+    types = WIDE_TYPES.get(call_name(call))
+    return None if types is None else types.get(tensor_dtype(call.args[0]))

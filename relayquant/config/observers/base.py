@@ -1,0 +1,240 @@
+"""Calibrate, observers: the contract, and the checks that all of them make."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relayquant.base.arguments import describe_not_finite
+from relayquant.base.plain_data import NamedSettings
+from relayquant.base.qtypes import QParams, Role, ValueInfo
+from relayquant.errors import ConfigError, DataError
+
+Float64Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """What an observer has seen of one value. By convention nobody writes into its arrays."""
+
+    info: ValueInfo
+
+    def to_arrays(self) -> dict[str, NDArray[Any]]:
+        """Everything but `info`, as arrays for an .npz file."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "info"}
+
+    @classmethod
+    def from_arrays(cls: type[StateT], info: ValueInfo, arrays: Mapping[str, Any]) -> StateT:
+        """The state of the value `info` that `to_arrays` wrote.
+
+        Raises:
+            DataError: an array is missing.
+        """
+        names = [f.name for f in fields(cls) if f.name != "info"]
+        return cls(info, *require_arrays(cls, info, arrays, names))
+
+
+def require_arrays(
+    kind: type, info: ValueInfo, arrays: Mapping[str, Any], names: Sequence[str]
+) -> list[NDArray[Any]]:
+    """The named arrays of a saved state of the class `kind`.
+
+    Raises:
+        DataError: one is missing.
+    """
+    missing = [name for name in names if name not in arrays]
+    if missing:
+        raise DataError(
+            f"The saved {kind.__name__} of value {info.name!r} lacks {', '.join(missing)}; "
+            "was it written by another observer?",
+            code="RQ303",
+        )
+    return [np.asarray(arrays[name]) for name in names]
+
+
+StateT = TypeVar("StateT", bound=State)
+
+
+@dataclass(frozen=True)
+class Observer(NamedSettings, ABC, Generic[StateT]):
+    """Streams the arrays of one value and picks its quantization parameters.
+
+    Subclasses are frozen dataclasses whose fields are the settings; calibration calls them from
+    several threads, each with states of its own. `merge` is associative, and
+    commutative unless the class says otherwise; merging the states of two parts of the data equals
+    having seen both parts.
+    """
+
+    needs_data: ClassVar[bool] = True  #: False: `qparams` works on a state that has seen nothing
+
+    @property
+    def name(self) -> str:
+        """For reports and messages."""
+        return type(self).__name__
+
+    @abstractmethod
+    def start(self, info: ValueInfo) -> StateT:
+        """The state before any data.
+
+        Raises:
+            ConfigError: this observer cannot serve `info` (per channel, for instance).
+        """
+
+    @abstractmethod
+    def update(self, state: StateT, array: NDArray[Any]) -> StateT:
+        """The state after one more batch: a float array of the value, any shape.
+
+        Raises:
+            DataError: the array holds NaN or infinity, or is not numeric; names the value.
+        """
+
+    def update_all(self, state: StateT, arrays: Sequence[NDArray[Any]]) -> StateT:
+        """The state after several batches, one after the other. Calibration calls this, with the
+        same batches whoever runs it.
+        """
+        for array in arrays:
+            state = self.update(state, array)
+        return state
+
+    @abstractmethod
+    def merge(self, a: StateT, b: StateT) -> StateT:
+        """The state of the data of both."""
+
+    @abstractmethod
+    def qparams(self, state: StateT, info: ValueInfo) -> QParams:
+        """Parameters for what was seen. A value that was always 0 gets scale 1.
+
+        Raises:
+            DataError: the state has seen no data.
+        """
+
+    def for_part(self, share: float, arrays: int) -> Observer[StateT]:
+        """What sees a part of the data (0 < share <= 1), in so many arrays, whose state is merged
+        with those of the other parts: this observer, or one whose states are smaller.
+        """
+        return self
+
+    def restore(self, info: ValueInfo, arrays: Mapping[str, Any]) -> StateT:
+        """The state that `state.to_arrays()` wrote; DataError if it is of another kind."""
+        return type(self.start(info)).from_arrays(info, arrays)
+
+    def observe(self, info: ValueInfo, arrays: Iterable[NDArray[Any]]) -> QParams:
+        """Start, update with every array, and pick parameters."""
+        state = self.start(info)
+        for array in arrays:
+            state = self.update(state, array)
+        return self.qparams(state, info)
+
+
+#: Any observer, whatever its state is.
+AnyObserver = Observer[Any]
+
+
+class NotFiniteError(DataError):
+    """A value of the model is not finite, or too large to calibrate with.
+
+    Attributes:
+        value: Its name.
+    """
+
+    def __init__(self, message: str, value: str = "", *, code: str = "") -> None:
+        super().__init__(message, code=code)
+        self.value = value
+
+
+def check_number(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
+        raise ConfigError(f"{name} is {value!r}; allowed: a number.", code="RQ101")
+
+
+def check_array(info: ValueInfo, array: NDArray[Any]) -> NDArray[Any]:
+    """`array` as a float array; its values are checked where their range is found."""
+    array = np.asarray(array)
+    if array.dtype.kind == "f":
+        return array
+    # bfloat16 and the float8 types are extension dtypes of kind V, which numpy cannot reduce.
+    if array.dtype.kind in "biu" or array.dtype.name.startswith(("bfloat", "float")):
+        return array.astype("float64" if array.dtype.itemsize >= 4 else "float32")
+    raise DataError(
+        f"Value {info.name!r} was given an array of dtype {array.dtype}; observers take real "
+        "numbers.",
+        code="RQ303",
+    )
+
+
+def find_axis(info: ValueInfo, array: NDArray[Any]) -> int | None:
+    """The channel axis as a non-negative number, None when the spec is per tensor."""
+    if not info.spec.is_per_channel:
+        return None
+    if info.axis is None or not -array.ndim <= info.axis < array.ndim:
+        raise DataError(
+            f"Value {info.name!r} is quantized per channel along axis {info.axis}, but was given "
+            f"an array of shape {array.shape}.",
+            code="RQ303",
+        )
+    return info.axis % array.ndim
+
+
+def find_range(info: ValueInfo, array: NDArray[Any]) -> tuple[Float64Array, Float64Array]:
+    """Smallest and largest value, shape () or (C,); DataError on NaN or infinity."""
+    axis = find_axis(info, array)
+    return reduce_range(info, array, tuple(i for i in range(array.ndim) if i != axis))
+
+
+def reduce_range(
+    info: ValueInfo, array: NDArray[Any], axes: tuple[int, ...]
+) -> tuple[Float64Array, Float64Array]:
+    # Adding 0.0 makes 0.0 of -0.0: which of them min picks depends on the order.
+    low = np.asarray(array.min(axis=axes), "float64") + 0.0
+    high = np.asarray(array.max(axis=axes), "float64") + 0.0
+    # NaN propagates through min and max, infinities are extremes: no pass over the data is needed.
+    if not (np.isfinite(low).all() and np.isfinite(high).all()):
+        found = describe_not_finite(array)
+        if info.role is Role.WEIGHT:
+            raise DataError(
+                f"The constant {info.name!r} of the model holds {found}: no data will help. Check "
+                "the file of the model, and how it was trained or converted (float16 overflow).",
+                code="RQ303",
+            )
+        raise NotFiniteError(
+            f"Value {info.name!r} holds {found} during calibration. Check that the float model "
+            "gives finite results on these samples, and the preprocessing of the data set "
+            "(scaling, division by zero, float16 overflow).",
+            info.name,
+            code="RQ303",
+        )
+    return low, high
+
+
+def merge_info(a: State, b: State) -> ValueInfo:
+    if a.info.name != b.info.name:
+        raise DataError(
+            f"States of different values cannot be merged: {a.info.name!r} and {b.info.name!r}.",
+            code="RQ303",
+        )
+    return a.info
+
+
+def need_data(count: int, info: ValueInfo) -> None:
+    if count == 0:
+        raise DataError(
+            f"Value {info.name!r} has seen no data: the calibration data set is empty, or no "
+            "sample reaches this value.",
+            code="RQ303",
+        )
+
+
+def refuse_per_channel(observer: str, info: ValueInfo) -> None:
+    if info.spec.is_per_channel:
+        raise ConfigError(
+            f"{observer} picks one range per tensor, but value {info.name!r} ({info.role.value}) "
+            "is to be quantized per channel; use MinMax(), AverageMax(), or for weights MSE(), or "
+            "a QSpec with Granularity.PER_TENSOR.",
+            code="RQ101",
+        )

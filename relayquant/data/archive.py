@@ -1,0 +1,146 @@
+"""Data sets, archives: .npz files, read batch by batch without pickle."""
+
+from __future__ import annotations
+
+import math
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relayquant.base.storage.archive import ArrayHeader, check_array_size, read_array_header
+from relayquant.base.storage.files import reading
+from relayquant.data.arrays import Cut, plan_cut
+from relayquant.data.item import (
+    Batch,
+    InputInfo,
+    check_names,
+)
+from relayquant.errors import DataError, DataWarning, format_count, warn_user
+
+#: what np.savez calls an array that it was given no name for
+UNNAMED = "arr_0"
+#: What is held in memory at once, a batch, may be so many times as large as the whole file, and
+#: always this many bytes: zeros compress by a thousand, and a small file must not fill the memory.
+MOST_EXPANSION, LEAST_HELD = 100, 1 << 26
+
+
+@dataclass(frozen=True)
+class _Member:
+    """An array inside an .npz, by its header."""
+
+    file: str
+    header: ArrayHeader
+
+
+def open_archive(
+    path: Path, inputs: tuple[InputInfo, ...], batch_size: int | None
+) -> tuple[int, Callable[[], Iterator[Batch]]]:
+    """(number of batches, function that yields them from the beginning)."""
+    advice = "Write one with np.savez(path, **{input name: array with samples along axis 0})."
+    if path.suffix.lower() == ".npy":
+        raise DataError(
+            f"{path} is an .npy file, which names no input; pass np.load(path), or an .npz. "
+            f"{advice}",
+            code="RQ302",
+        )
+    if not path.is_file():
+        raise DataError(
+            f"The data set {str(path)!r} is not a file; expected an .npz. {advice}", code="RQ302"
+        )
+    with _open_archive(path) as archive:
+        files = {f[: -len(".npy")]: f for f in archive.namelist() if f.endswith(".npy")}
+        if len(inputs) == 1 and len(files) == 1:
+            (only,) = files
+            if only not in (inputs[0].name, UNNAMED):
+                warn_user(
+                    f"The data set {path} has no array {inputs[0].name!r}; its only array {only!r} "
+                    "is taken for that input.",
+                    DataWarning,
+                    code="RQ304",
+                )
+            files = {inputs[0].name: files[only]}
+        wanted = {info.name for info in inputs}
+        check_names(set(files) & wanted, inputs, f"The data set {path}", present=set(files))
+        members = {name: _read_header(path, archive, files[name]) for name in sorted(wanted)}
+    shapes = {info.name: members[info.name].header.shape for info in inputs}
+    cut = plan_cut(shapes, inputs, batch_size)
+    for member in members.values():
+        _check_memory(path, member, cut)
+
+    def open_items() -> Iterator[Batch]:
+        with _open_archive(path) as archive:
+            readers = {i.name: _read_entries(path, archive, members[i.name], cut) for i in inputs}
+            for _ in range(cut.batches):
+                yield {name: next(reader) for name, reader in readers.items()}
+
+    return cut.batches, open_items
+
+
+def _open_archive(path: Path) -> zipfile.ZipFile:
+    with reading(path, "data set in an .npz"):
+        return zipfile.ZipFile(path)
+
+
+@contextmanager
+def _open_member(path: Path, archive: zipfile.ZipFile, file: str) -> Iterator[IO[bytes]]:
+    """An entry to read from; what is wrong with it is a DataError that names both."""
+    with reading(f"{path}: {file}", "array"), archive.open(file) as stream:
+        yield stream
+
+
+def _read_header(path: Path, archive: zipfile.ZipFile, file: str) -> _Member:
+    with _open_member(path, archive, file) as stream:
+        header = read_array_header(stream)
+        check_array_size(header, stream.tell(), archive.getinfo(file).file_size)
+    return _Member(file, header)
+
+
+def _check_memory(path: Path, member: _Member, cut: Cut) -> None:
+    """DataError if what is held at once would fill the memory."""
+    shape, nbytes = member.header.shape, member.header.nbytes
+    held = nbytes
+    if not member.header.fortran_order:
+        held = cut.size * math.prod(shape[1:]) * member.header.dtype.itemsize
+    most = max(MOST_EXPANSION * path.stat().st_size, LEAST_HELD)
+    if held > most:
+        part = "array in Fortran order, read as a whole," if held == nbytes else "batch"
+        raise DataError(
+            f"The data set {path}: a{'n' if held == nbytes else ''} {part} of {member.file}, "
+            f"shape {shape}, takes {format_count(held, 'byte')}, more than {MOST_EXPANSION} times "
+            "the file. If that is meant, write it with np.savez, uncompressed, of arrays in C "
+            "order.",
+            code="RQ302",
+        )
+
+
+def _read_entries(
+    path: Path, archive: zipfile.ZipFile, member: _Member, cut: Cut
+) -> Iterator[NDArray[Any]]:
+    """One array per batch. Holds one batch, or for Fortran order (rare) the whole array."""
+    shape = member.header.shape
+    with _open_member(path, archive, member.file) as stream:
+        read_array_header(stream)
+        if member.header.fortran_order:
+            data = _read_exactly(member, stream, math.prod(shape))
+            whole, start = data.reshape(shape, order="F"), 0
+            for size in cut.sizes():
+                yield whole[start] if cut.stacked else whole[start : start + size]
+                start += size
+            return
+        for size in cut.sizes():
+            data = _read_exactly(member, stream, size * math.prod(shape[1:]))
+            yield data.reshape(shape[1:] if cut.stacked else (size, *shape[1:]))
+
+
+def _read_exactly(member: _Member, stream: IO[bytes], count: int) -> NDArray[Any]:
+    wanted = count * member.header.dtype.itemsize
+    data = stream.read(wanted)
+    if len(data) != wanted:
+        raise ValueError("it ends early")
+    return np.frombuffer(data, member.header.dtype, count)

@@ -1,0 +1,296 @@
+"""Data sets, images: a folder of pictures as batches for a model's input, read one at a time.
+
+Pictures need Pillow: `pip install relayquant[images]`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from relayquant.data.item import Batch, InputInfo
+from relayquant.errors import (
+    ConfigError,
+    DataError,
+    MissingDependencyError,
+    format_count,
+    suggest_name,
+)
+
+#: endings of files in a folder that are read as pictures
+SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"})
+
+
+class ChannelOrder(enum.Enum):
+    """In which order a model takes the channels of a picture."""
+
+    RGB = "rgb"
+    BGR = "bgr"
+    GREY = "grey"
+
+
+class ImageLayout(enum.Enum):
+    """Where a model takes the channels of a picture."""
+
+    NCHW = "nchw"
+    NHWC = "nhwc"
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """What happens to a picture before a model sees it: (x / scale - mean) / std, channel by
+    channel.
+
+    Attributes:
+        size: The shorter side becomes so long, bilinear; None: the crop's size at once.
+        crop: Side of the square that is cut from the middle; None: that of the model's input.
+        scale: Divides pixels of 0 to 255.
+        mean, std: One number, or one for each channel in the order of `order`.
+        order: None: RGB, or grey where the model's input has one channel.
+        layout: None: as the shape of the model's input says.
+    """
+
+    size: int | None = None
+    crop: int | None = None
+    scale: float = 255.0
+    mean: tuple[float, ...] = (0.0,)
+    std: tuple[float, ...] = (1.0,)
+    order: ChannelOrder | None = None
+    layout: ImageLayout | None = None
+
+    def __post_init__(self) -> None:
+        sides = [side for side in (self.size, self.crop) if side is not None]
+        if any(side < 1 for side in sides) or not self.scale > 0 or not all(self.std):
+            raise ConfigError(
+                f"Preprocessing has size={self.size}, crop={self.crop}, scale={self.scale:g} and "
+                f"std={self.std}; allowed: sides of 1 or more, scale > 0, std other than 0.",
+                code="RQ301",
+            )
+        if self.size is not None and self.crop is not None and self.crop > self.size:
+            raise ConfigError(
+                f"Preprocessing cuts {self.crop} from a shorter side of {self.size}; allowed: a "
+                "crop up to the size.",
+                code="RQ301",
+            )
+
+    @staticmethod
+    def parse(text: str) -> Preprocessing:
+        """Of "imagenet", "size=256,mean=0.5:0.5:0.5,order=bgr", or a preset with changes behind it.
+
+        Raises:
+            ConfigError: a preset, a key or a value is unknown.
+        """
+        result = Preprocessing()
+        for number, part in enumerate(filter(None, (part.strip() for part in text.split(",")))):
+            key, mark, value = part.partition("=")
+            if not mark and number == 0:
+                if key not in PRESETS:
+                    raise ConfigError(
+                        f"There is no preprocessing {key!r}. {suggest_name(key, PRESETS)}",
+                        code="RQ301",
+                    )
+                result = PRESETS[key]
+                continue
+            if key not in READERS or not mark:
+                raise ConfigError(
+                    f"Preprocessing has no {part!r}; allowed: a preset first "
+                    f"({', '.join(PRESETS)}), then {', '.join(f'{key}=' for key in READERS)}.",
+                    code="RQ301",
+                )
+            try:
+                result = replace(result, **{key: READERS[key](value)})
+            except ConfigError:
+                raise
+            except ValueError as error:
+                raise ConfigError(
+                    f"Preprocessing: {part!r} is no value for {key}.", code="RQ301"
+                ) from error
+        return result
+
+    def apply(self, image: Any, info: InputInfo) -> np.ndarray:
+        """A PIL image -> (1, C, H, W) or (1, H, W, C) in the dtype of a model's input."""
+        layout, channels, height, width = self.read_shape(info)
+        order = self.order or (ChannelOrder.GREY if channels == 1 else ChannelOrder.RGB)
+        image = image.convert("L" if order is ChannelOrder.GREY else "RGB")
+        bilinear = 2  # PIL.Image.Resampling.BILINEAR
+        if self.size is not None:
+            ratio = self.size / min(image.size)
+            image = image.resize([max(round(side * ratio), 1) for side in image.size], bilinear)
+        crop = (self.crop, self.crop) if self.crop else (width, height)
+        if self.size is None:
+            image = image.resize(crop, bilinear)
+        left, top = ((side - cut) // 2 for side, cut in zip(image.size, crop, strict=True))
+        image = image.crop((left, top, left + crop[0], top + crop[1]))
+        pixels = np.asarray(image, "float32").reshape(crop[1], crop[0], -1)
+        if order is ChannelOrder.BGR:
+            pixels = pixels[:, :, ::-1]
+        values = (pixels / self.scale - np.float32(self.mean)) / np.float32(self.std)
+        if layout is ImageLayout.NCHW:
+            values = values.transpose(2, 0, 1)
+        return np.ascontiguousarray(values[None]).astype(info.dtype)
+
+    def read_shape(self, info: InputInfo) -> tuple[ImageLayout, int, int, int]:
+        """(layout, channels, height, width) of an input.
+
+        Raises:
+            DataError: it is not one of pictures.
+        """
+        shape = info.shape
+        layouts = [self.layout] if self.layout else list(ImageLayout)
+        for layout in layouts if len(shape) == 4 else ():
+            axes = (1, 2, 3) if layout is ImageLayout.NCHW else (3, 1, 2)
+            channels, height, width = (shape[axis] for axis in axes)
+            if channels not in (1, 3):
+                continue
+            sides = [self.crop if isinstance(side, str) else side for side in (height, width)]
+            if None in sides:
+                raise DataError(
+                    f"Input {info.name!r} {info.shape_text} takes pictures of any size: say which, "
+                    "with crop= in the preprocessing.",
+                    code="RQ301",
+                )
+            return layout, int(channels), *map(int, sides)  # pyright: ignore[reportReturnType]
+        raise DataError(
+            f"Input {info.name!r} {info.shape_text} takes no pictures: allowed are 4 dimensions, "
+            "of which the second (NCHW) or the last (NHWC) counts 1 or 3 channels. Write its data "
+            "as .npz.",
+            code="RQ301",
+        )
+
+
+def read_numbers(text: str) -> tuple[float, ...]:
+    """Of "0.5" or "0.485:0.456:0.406"."""
+    return tuple(map(float, text.split(":")))
+
+
+READERS: Mapping[str, Callable[[str], Any]] = {
+    "size": int,
+    "crop": int,
+    "scale": float,
+    "mean": read_numbers,
+    "std": read_numbers,
+    "order": lambda text: ChannelOrder(text.lower()),
+    "layout": lambda text: ImageLayout(text.lower()),
+}
+
+#: As the frameworks that these networks were trained with have it.
+PRESETS: Mapping[str, Preprocessing] = {
+    "imagenet": Preprocessing(
+        256, 224, mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225)
+    ),  # torchvision
+    "caffe": Preprocessing(
+        256, 224, scale=1.0, mean=(103.939, 116.779, 123.68), order=ChannelOrder.BGR
+    ),
+    "tflite": Preprocessing(mean=(0.5,), std=(0.5,)),  # -1 to 1
+    "cifar": Preprocessing(
+        mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616)
+    ),  # of CIFAR-10
+    "unit": Preprocessing(),  # 0 to 1
+}
+
+
+def list_images(folder: Path) -> list[Path]:
+    """The pictures in a folder and in those below it, by name.
+
+    Raises:
+        DataError: there is none.
+    """
+    found = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
+    if not found:
+        raise DataError(
+            f"The folder {folder} holds no picture ({', '.join(sorted(SUFFIXES))}).", code="RQ301"
+        )
+    return found
+
+
+def open_images(
+    folder: Path, preprocessing: Preprocessing, inputs: tuple[InputInfo, ...]
+) -> Callable[[], Iterator[Batch]]:
+    """A data set of the pictures in a folder, one a batch, by name.
+
+    Raises:
+        MissingDependencyError: Pillow is not installed.
+        DataError: there is no picture, or the model does not take one. While it is read: a file is
+            no picture that can be read, or too large.
+    """
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise MissingDependencyError(
+            "Pictures need Pillow, which is not installed: pip install relayquant[images].",
+            code="RQ503",
+        ) from error
+    if len(inputs) != 1:
+        raise DataError(
+            f"The model has {format_count(len(inputs), 'input')}; a folder of pictures is "
+            "for one. Write the data as .npz, with an array for each input.",
+            code="RQ301",
+        )
+    (info,) = inputs
+    preprocessing.read_shape(info)
+    if isinstance(info.shape[0], int) and info.shape[0] != 1:
+        raise DataError(
+            f"Input {info.name!r} {info.shape_text} takes "
+            f"{format_count(info.shape[0], 'picture')} at once. "
+            "Make its first size 1 or open (--shape), or write the data as .npz.",
+            code="RQ301",
+        )
+    paths = list_images(folder)
+
+    def read() -> Iterator[Batch]:
+        for path in paths:
+            try:
+                with Image.open(path) as image:
+                    yield {info.name: preprocessing.apply(image, info)}
+            except (OSError, Image.DecompressionBombError, SyntaxError) as error:
+                raise DataError(
+                    f"{path} is no picture that can be read: {error}", code="RQ301"
+                ) from error
+
+    return read
+
+
+def read_labels(
+    path: Path, images: Sequence[Path] | None = None, folder: Path = Path()
+) -> np.ndarray:
+    """The class of each sample, int64, of a text file: a line "CLASS" for each in order; where
+    samples are pictures also a line "NAME CLASS" (or "NAME,CLASS") for each, in any order.
+
+    Args:
+        path: The file.
+        images: Pictures in the order of their names; None: samples are none, and however many.
+        folder: Which names of pictures are relative to.
+
+    Raises:
+        DataError: a line is of another form, or a sample has none.
+    """
+    lines = [line.replace(",", " ").split() for line in path.read_text("utf-8").splitlines()]
+    lines = [line for line in lines if line]
+    widths = {len(line) for line in lines}
+    in_order = widths == {1} and images is not None and len(lines) == len(images)
+    try:
+        if lines and (images is None or in_order):
+            return np.array([int(word) for line in lines for word in line])
+        named = {line[0]: int(line[-1]) for line in lines} if widths == {2} else {}
+    except ValueError as error:
+        raise DataError(f"{path}: a class is no integer ({error}).", code="RQ301") from error
+    if named and images is not None:
+        names = [str(image.relative_to(folder)) for image in images]
+        missing = [name for name in names if name not in named]
+        if not missing:
+            return np.array([named[name] for name in names])
+        raise DataError(
+            f"{path} has no line for {missing[0]!r}, and {len(missing)} are missing.", code="RQ301"
+        )
+    allowed = "a line 'CLASS' for each sample"
+    if images is not None:
+        allowed = (
+            "a line 'NAME CLASS' for each picture, or a line 'CLASS' for each of "
+            f"{len(images)} in the order of their names"
+        )
+    raise DataError(f"{path} has no labels; allowed: {allowed}.", code="RQ301")

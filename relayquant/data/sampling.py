@@ -1,0 +1,177 @@
+"""Data sets, samples: some of a stream, spread over all of it, kept while others read it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from relayquant.data.dataset import Dataset
+from relayquant.data.item import Batch, InputInfo, count_samples
+
+
+@dataclass(frozen=True, eq=False)
+class KeptRows:
+    """Some rows of a batch.
+
+    Attributes:
+        numbers: The place of each among all samples of the data.
+        batch: The rows.
+        place: Of the batch that the first are from, among all batches.
+    """
+
+    numbers: np.ndarray
+    batch: Batch
+    place: int
+
+    def cut(self, rows: int) -> KeptRows:
+        """So many rows, spread over it."""
+        size = len(self.numbers)
+        return self if size <= rows else self.take(np.arange(rows) * size // rows)
+
+    def take(self, rows: np.ndarray) -> KeptRows:
+        """These rows, copied."""
+        batch = {name: array[rows] for name, array in self.batch.items()}
+        return KeptRows(self.numbers[rows], batch, self.place)
+
+    def has_shapes_of(self, other: KeptRows) -> bool:
+        """Whether both fit into one batch."""
+        shapes = [{k: v.shape[1:] for k, v in part.batch.items()} for part in (self, other)]
+        return shapes[0] == shapes[1]
+
+    def join(self, other: KeptRows) -> KeptRows:
+        """Both as one batch."""
+        joined = {k: np.concatenate([v, other.batch[k]]) for k, v in self.batch.items()}
+        return KeptRows(np.concatenate([self.numbers, other.numbers]), joined, self.place)
+
+
+class SpreadSample:
+    """Some samples of the batches that pass by, about evenly spread, the same ones every time.
+
+    Every 2^k-th batch is kept, k growing as more come by: memory does not grow with the data, and
+    its length need not be known. Of a batch whose size is free only some rows are kept.
+
+    Attributes:
+        count: How many samples `parts` can give, about.
+        total: Samples that have passed by.
+    """
+
+    def __init__(self, inputs: tuple[InputInfo, ...], count: int) -> None:
+        self.count = count
+        self.is_cut = has_free_batch(inputs)
+        self.clear()
+
+    def clear(self) -> None:
+        """Before any batch."""
+        self.kept: list[KeptRows] = []
+        self.stride, self.passed, self.total = 1, 0, 0
+
+    def note(self, batch: Batch) -> None:
+        """Another batch; what is kept of it is copied."""
+        size = count_samples(batch)
+        part = KeptRows(self.total + np.arange(size), batch, self.passed)
+        if self.passed % self.stride == 0:
+            rows = -(-self.count // (len(self.kept) + 1))
+            cut = part.cut(rows) if self.is_cut else part
+            copied = {k: v.copy() for k, v in batch.items()} if cut is part else cut.batch
+            self.kept.append(replace(cut, batch=copied))
+            if len(self.kept) == 2 * self.count:
+                self.kept, self.stride = self.kept[::2], 2 * self.stride
+        self.passed, self.total = self.passed + 1, self.total + size
+
+    def watch(self, data: Dataset) -> Dataset:
+        """The same batches, noted as they are read; every reading begins anew."""
+
+        def items() -> Iterator[Batch]:
+            self.clear()
+            for batch in data:
+                self.note(batch)
+                yield batch
+
+        return replace(data, open_items=items, read_item=None)
+
+    def parts(self, count: int, kept: Sequence[KeptRows]) -> list[KeptRows]:
+        """About so many samples of what was kept, in the order of the data; as one batch where its
+        size is free and they have one shape: numpy takes as long for one sample as for a few.
+        """
+        each = max(len(kept[0].numbers) if kept and not self.is_cut else 1, 1)
+        wanted = min(-(-count // each), len(kept))
+        rows = -(-count // max(wanted, 1))
+        found: list[KeptRows] = []
+        left = count
+        for i in range(wanted):
+            part = kept[i * len(kept) // wanted]
+            found.append(part.cut(min(rows, max(left, 1))) if self.is_cut else part)
+            left -= len(found[-1].numbers)
+            if left <= 0:
+                break
+        return self.join_parts(found)
+
+    def batches(self) -> list[Batch]:
+        """About `count` samples; see `parts`."""
+        return [part.batch for part in self.parts(self.count, self.kept)]
+
+    def find_numbers(self, places: Collection[int]) -> set[int]:
+        """The kept samples that some batches hold."""
+        chosen = [part for part in self.kept if part.place in places]
+        return {int(number) for part in chosen for number in part.numbers}
+
+    def rounds(
+        self, counts: Sequence[int], used: Sequence[Collection[int]] = ()
+    ) -> Iterator[list[KeptRows]]:
+        """Samples for one look after the other: first `parts`, then what is drawn at random from
+        the rest, since what repeats in the data may repeat as samples do that are evenly spread.
+
+        Args:
+            counts: About how many samples there are after each look.
+            used: Places of batches to leave out. Of several such sets, the first that leaves
+                enough for the first look; none if none does.
+        """
+        kept = self.kept
+        for places in used:
+            others = [part for part in self.kept if part.place not in places]
+            if sum(len(part.numbers) for part in others) >= counts[0]:
+                kept = others
+                break
+        first = self.parts(counts[0], kept)
+        seen = {int(number) for part in first for number in part.numbers}
+        yield first
+        rest = self.draw_rest(kept, -(-counts[-1] // max(len(kept), 1)), seen)
+        drawn = len(seen)
+        for count in counts[1:]:
+            fresh: list[tuple[int, KeptRows]] = []
+            while rest and drawn < count:
+                fresh.append(rest.pop())
+                drawn += len(fresh[-1][1].numbers)
+            if fresh:
+                yield self.join_parts([part for _, part in sorted(fresh, key=lambda row: row[0])])
+
+    def draw_rest(
+        self, kept: Sequence[KeptRows], rows: int, seen: Collection[int]
+    ) -> list[tuple[int, KeptRows]]:
+        """(number, sample) in random order, the same every time: up to so many rows of each batch,
+        whole batches where their size is fixed; without those that were seen.
+        """
+        units = list(kept)
+        if self.is_cut:
+            cut = [part.cut(rows) for part in kept]
+            units = [part.take(np.array([i])) for part in cut for i in range(len(part.numbers))]
+        found = [(int(part.numbers[0]), part) for part in units if part.numbers[0] not in seen]
+        return [found[i] for i in np.random.default_rng(0).permutation(len(found))]
+
+    def join_parts(self, parts: Sequence[KeptRows]) -> list[KeptRows]:
+        """As one batch where its size is free, of those in a row that have one shape."""
+        found: list[KeptRows] = []
+        for part in parts:
+            if self.is_cut and found and part.has_shapes_of(found[-1]):
+                found[-1] = found[-1].join(part)
+            else:
+                found.append(part)
+        return found
+
+
+def has_free_batch(inputs: Sequence[InputInfo]) -> bool:
+    """Whether batches may have any size: the first dimension of all inputs has one name."""
+    firsts = {info.shape[0] if info.shape else 1 for info in inputs}
+    return len(firsts) == 1 and all(isinstance(first, str) for first in firsts)

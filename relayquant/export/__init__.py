@@ -1,6 +1,0 @@
-"""Quantized models out: the reference form or the integer module as a file that others read."""
-
-from relayquant.export.onnx_file import export_onnx
-from relayquant.export.onnx_grouped import GroupedForm
-
-__all__ = ["GroupedForm", "export_onnx"]

@@ -1,0 +1,105 @@
+"""Compression, between looking and fitting: which weights keep 8 bits so that all fit a size: those
+that lose most for their bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from relayquant.base.grouping import GroupFormat, quantize_groups
+from relayquant.base.packing import count_bytes, count_groups
+from relayquant.errors import ConfigError, format_count
+from relayquant.flow.compression.find import WeightKey, WeightUse
+from relayquant.flow.compression.fit import Gram
+from relayquant.flow.compression.fit_layers import MOST_BITS, CompressData, measure_loss
+from relayquant.flow.compression.settings import CompressSettings
+
+
+def choose_formats(
+    uses: Sequence[WeightUse],
+    forms: Mapping[WeightKey, GroupFormat],
+    data: CompressData,
+    settings: CompressSettings,
+) -> tuple[dict[WeightKey, GroupFormat], dict[WeightKey, str]]:
+    """The format of each weight, and why some of them have 8 bits.
+
+    What a weight loses is the share of its product's result that rounding to nearest changes, with
+    all other weights as they are.
+
+    Raises:
+        ConfigError: there is not even room for the fewest bits.
+    """
+    forms = dict(forms)
+    weights = {use.key: use for use in uses}
+    limit = settings.max_size
+    if settings.max_bits is not None:
+        count = sum(math.prod(use.shape) for use in weights.values())
+        limit = int(settings.max_bits * count / 8)
+    if limit is None:
+        return forms, {}
+    sizes = {key: count_size(use, forms[key]) for key, use in weights.items()}
+    room = limit - sum(sizes.values())
+    if room < 0:
+        raise ConfigError(
+            f"compress_weights: the weights of bits={settings.bits} and "
+            f"table_bits={settings.table_bits} take "
+            f"{format_count(sum(sizes.values()), 'byte')} with their scales, "
+            f"allowed are {limit} by max_size or max_bits. Use fewer bits or larger groups.",
+            code="RQ101",
+        )
+    losses = measure_losses(weights, forms, data, settings)
+    wide = {key: replace(form, bits=MOST_BITS) for key, form in forms.items()}
+    costs = {key: count_size(weights[key], wide[key]) - sizes[key] for key in losses}
+    kept: dict[WeightKey, str] = {}
+    for key in sorted(losses, key=lambda key: -losses[key] / costs[key]):
+        if costs[key] > room:
+            continue
+        room -= costs[key]
+        kept[key] = (
+            f"{MOST_BITS} bits, because {forms[key].bits} lose {losses[key]:.2g} of the result, "
+            "and there is room"
+        )
+        forms[key] = wide[key]
+    return forms, kept
+
+
+def count_size(use: WeightUse, form: GroupFormat) -> int:
+    """Bytes of a weight in a format."""
+    rows, features = use.shape
+    groups = rows * count_groups(features, form.size(features))
+    zeros = 1 if form.is_symmetric else groups
+    return (
+        rows * count_bytes(features, form.bits)
+        + groups * (2 if form.scale_dtype == "float16" else 4)
+        + zeros
+    )
+
+
+def measure_losses(
+    weights: Mapping[WeightKey, WeightUse],
+    forms: Mapping[WeightKey, GroupFormat],
+    data: CompressData,
+    settings: CompressSettings,
+) -> dict[WeightKey, float]:
+    """What each weight of fewer than 8 bits loses."""
+    losses: dict[WeightKey, float] = {}
+
+    def measure(use: WeightUse, gram: Gram | None) -> None:
+        form = forms[use.key]
+        if use.key not in losses and form.bits < MOST_BITS:
+            importance = None if gram is None else gram.importance
+            array = use.array
+            losses[use.key] = measure_loss(array, quantize_groups(array, form, importance), gram)
+
+    def meet(use: WeightUse, gram: Gram | None) -> np.ndarray:
+        measure(use, gram)
+        return use.array
+
+    data.walk(settings, meet)
+    for use in weights.values():
+        measure(use, None)
+    return losses

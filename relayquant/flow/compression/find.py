@@ -1,0 +1,266 @@
+"""Compression, before anything is rounded: which tensors of a module are weights of products, or
+tables that rows are taken of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import numpy as np
+import tvm
+from tvm import relax
+from tvm.ir import Call, GenericConst
+
+from relayquant.errors import format_count
+from relayquant.flow.compression.sources import SourceKey, WeightSource, read_constant
+from relayquant.ir.dialect.legality import iterate_bindings
+from relayquant.ir.rewrite.constants import LARGEST
+from relayquant.ir.rewrite.graph import call_name
+from relayquant.ir.rewrite.sources import read_sources
+
+#: A tensor, and whether its axes are swapped.
+WeightKey: TypeAlias = tuple[SourceKey, bool]
+
+#: Operators that move a weight on its way to a product.
+TRANSPOSE = "relax.permute_dims"
+
+#: Modes of take whose rows `qnn.grouped_take` can give: "fast" reads whatever lies in memory at an
+#: index that is not there; as in `quantize` it counts from the end then, as frontends mean it.
+BOUNDED_MODES = frozenset({"fast", "wrap", "clip"})
+
+
+#: The tensor that a constant or a parameter is, if it is one.
+FindSource: TypeAlias = Callable[[relax.Expr], WeightSource | None]
+
+
+@dataclass(frozen=True, eq=False)
+class WeightUse:
+    """One operator that reads a weight.
+
+    Attributes:
+        function: Name of the function it is in.
+        name: Name of the value it computes.
+        op: "matmul" or "take"; "call_tir" for a kernel of the module's own, which is refused.
+        var: Variable of that value.
+        data: The operand that is no weight.
+        source: The weight, as the module has it.
+        is_transposed: Whether the rows (outputs) of the weight are the columns of the source.
+        reason: Why it cannot be compressed; "" if it can.
+        is_clipped: Whether indices beyond the table read its first or last row.
+        constants: Names of what its node reads in the source model, the weight first.
+    """
+
+    function: str
+    name: str
+    op: str
+    var: relax.Var
+    data: relax.Expr
+    source: WeightSource
+    is_transposed: bool = False
+    reason: str = ""
+    is_clipped: bool = False
+    constants: tuple[str, ...] = ()
+
+    @property
+    def place(self) -> str:
+        """Where it is, for messages."""
+        return f"{self.op} at {self.name!r} of {self.function!r}"
+
+    @property
+    def key(self) -> WeightKey:
+        """Equal for uses that read one tensor in one form."""
+        return self.source.key, self.is_transposed
+
+    @property
+    def advice(self) -> str:
+        """What to do where it cannot be compressed; "" if nothing is known to help."""
+        if self.reason and self.op == "call_tir":
+            return (
+                "Compute it with relax.op.matmul by a stack of matrices, one for each expert, or "
+                "by those that relax.op.take gathers."
+            )
+        if self.reason and self.reason == explain_numbers(self.source):
+            key = self.source.key
+            name = key if isinstance(key, str) else next(iter(self.constants), "")
+            return (
+                f"Check {f'the constant {name!r}' if name else 'the weight'} in the file of the "
+                "model, and how it was trained or converted."
+            )
+        if self.reason and len(self.source.shape) > 2:
+            return (
+                "A stack (experts, K, N) is split or gathered where its values are finite, the "
+                "data has one matrix or as many as the stack, known before it runs, and no "
+                "function calls the one that reads it."
+            )
+        return ""
+
+    def refuse(self, reason: str) -> WeightUse:
+        """The use that stays float for a reason."""
+        return replace(self, reason=self.reason or reason)
+
+    @property
+    def array(self) -> np.ndarray:
+        """The weight (N, K): rows are outputs of a product, or the rows that are taken. See
+        `WeightSource.array`.
+        """
+        array = self.source.array
+        return array.T if self.is_transposed else array
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K) of the weight, without a look at its values."""
+        rows, columns = self.source.shape
+        return (columns, rows) if self.is_transposed else (rows, columns)
+
+
+def find_weights(mod: tvm.IRModule, params: Mapping[relax.Var, WeightSource]) -> list[WeightUse]:
+    """Every operator of every function that reads a weight, in the order of functions' names.
+
+    Args:
+        params: What parameters of functions stand for; see `open_params`.
+    """
+    uses: list[WeightUse] = []
+    constants: dict[SourceKey, WeightSource] = {}  # each is looked at once, whoever reads it
+
+    def find_source(expr: relax.Expr) -> WeightSource | None:
+        if isinstance(expr, relax.Var):
+            return params.get(expr)
+        if not isinstance(expr, GenericConst) or not isinstance(expr.value, tvm.runtime.Tensor):
+            return None
+        source = read_constant(expr.value)
+        return constants.setdefault(source.key, source)
+
+    functions = sorted(mod.functions_items(), key=lambda item: item[0].name_hint)
+    for gvar, func in functions:
+        if isinstance(func, relax.Function):
+            rows = read_sources(func)
+            for use in find_in_function(gvar.name_hint, func, find_source):
+                names = rows.get(use.name, {}).get("constants", ())
+                uses.append(replace(use, constants=tuple(names)))
+    return uses
+
+
+def find_in_function(
+    function: str, func: relax.Function, find_source: FindSource
+) -> Iterator[WeightUse]:
+    """Those of one function."""
+    values: dict[relax.Var, relax.Expr] = {}
+    for binding in iterate_bindings(func):
+        value = binding.value
+        values[binding.var] = value
+        if not isinstance(value, Call):
+            continue
+        op = call_name(value)
+        if op == "relax.matmul":
+            found = resolve(values, value.args[1], find_source)
+            if found is not None:
+                source, is_swapped = found
+                # The weight of a product has its outputs last.
+                reason = explain_matmul(value, source)
+                yield WeightUse(
+                    function, binding.var.name, "matmul", binding.var, value.args[0], source,
+                    not is_swapped, reason,
+                )  # fmt: skip
+        elif op == "relax.take":
+            found = resolve(values, value.args[0], find_source)
+            if found is not None and len(found[0].shape) >= 2:
+                yield WeightUse(
+                    function, binding.var.name, "take", binding.var, value.args[1], found[0],
+                    found[1], explain_take(value, found[0]), str(value.attrs.mode) == "clip",
+                )  # fmt: skip
+        elif op == "relax.call_tir":
+            for operand in value.args[1].fields if isinstance(value.args[1], relax.Tuple) else ():
+                found = resolve(values, operand, find_source)
+                if found is not None and len(found[0].shape) >= 2:
+                    reason = f"a kernel of the module's own, {value.args[0].name_hint!r}, reads it"
+                    yield WeightUse(
+                        function, binding.var.name, "call_tir", binding.var, operand, found[0],
+                        reason=reason,
+                    )  # fmt: skip
+
+
+def resolve(
+    values: Mapping[Any, Any], expr: relax.Expr, find_source: FindSource
+) -> tuple[WeightSource, bool] | None:
+    """(the float tensor that an operand is, whether its last two axes are swapped), else None."""
+    found = follow_swaps(values, expr)
+    if found is None:
+        return None
+    source = find_source(found[0])
+    return (source, found[1]) if source and source.dtype.startswith("float") else None
+
+
+def follow_swaps(values: Mapping[Any, Any], expr: relax.Expr) -> tuple[relax.Expr, bool] | None:
+    """(what an operand is behind other names and swaps of its last two axes, whether they end
+    swapped); None if another operator computes it.
+
+    Args:
+        values: Variable -> value of the function's bindings.
+    """
+    is_swapped = False
+    while expr in values:
+        value = values[expr]
+        if isinstance(value, relax.Var | GenericConst):
+            expr = value
+        elif isinstance(value, Call) and swaps_matrices(value):
+            expr, is_swapped = value.args[0], not is_swapped
+        else:
+            return None
+    return expr, is_swapped
+
+
+def swaps_matrices(call: Call) -> bool:
+    """Whether a call swaps the last two axes of its operand, and no others."""
+    if call_name(call) != TRANSPOSE:
+        return False
+    rank = call.args[0].ty.ndim
+    axes = [int(axis) % rank for axis in call.attrs.axes or reversed(range(rank))]
+    return rank >= 2 and axes == [*range(rank - 2), rank - 1, rank - 2]
+
+
+def explain_matmul(call: Call, source: WeightSource) -> str:
+    """Why a product by a weight cannot be compressed; "" if it can."""
+    if len(source.shape) != 2:
+        return f"its weight has {format_count(len(source.shape), 'dimension')}, not 2"
+    if {str(call.ty.dtype), str(call.args[0].ty.dtype), source.dtype} != {"float32"}:
+        return "it does not compute in float32"
+    if call.args[0].ty.ndim < 1:
+        return "the rank of its data is not known"
+    return explain_values(source)
+
+
+def explain_take(call: Call, source: WeightSource) -> str:
+    """Why rows of a table cannot be taken of codes; "" if they can."""
+    axis = call.attrs.axis
+    if len(source.shape) != 2:
+        return f"its table has {format_count(len(source.shape), 'dimension')}, not 2"
+    if axis is None or int(axis) != 0:
+        return "it does not take rows"
+    if source.dtype != "float32":
+        return f"its table is {source.dtype}"
+    if str(call.args[1].ty.dtype) not in ("int32", "int64"):
+        return f"its indices are {call.args[1].ty.dtype}"
+    if str(call.attrs.mode) not in BOUNDED_MODES:
+        return f"its indices are bounded by mode {str(call.attrs.mode)!r}"
+    return explain_values(source)
+
+
+def explain_values(source: WeightSource) -> str:
+    """Why no codes can stand for the values of a weight; "" if they can."""
+    if not all(source.shape):
+        return "its weight is empty"
+    return explain_numbers(source)
+
+
+def explain_numbers(source: WeightSource) -> str:
+    """Which values of a weight are no usable numbers, "" if all are."""
+    if source.not_finite:
+        return f"its weight has {format_count(source.not_finite, 'value')} not finite"
+    if huge := source.counts[1]:
+        return (
+            f"its weight has {format_count(huge, 'value')} beyond {LARGEST:.2g}, whose squares "
+            "float32 does not hold"
+        )
+    return ""

@@ -1,0 +1,296 @@
+"""Compression, data: a float function on all batches at once, from one weight to the next: what
+each weight meets.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import tvm
+from tvm import relax
+from tvm.ir import Call, GenericConst
+
+from relayquant.base.qtypes import QSpec
+from relayquant.base.runtime import limit_blas, map_on_threads
+from relayquant.errors import DataError, ModelError
+from relayquant.flow.compression.find import TRANSPOSE, WeightUse
+from relayquant.flow.compression.fit import Gram
+from relayquant.flow.compression.sources import WeightSource
+from relayquant.ir import reference
+from relayquant.ir.dialect.qnn.grouped import ROW_LIMIT
+from relayquant.ir.reference.frame import Frame
+from relayquant.ir.reference.inputs import bind_input
+from relayquant.ir.reference.interpreter import evaluate, execute_binding
+from relayquant.ir.rewrite.graph import call_name
+
+#: Rows of data that products are computed of at once, at most, unless one batch has more.
+MOST_ROWS = 1024
+#: The same of those whose products with one another are summed up at once.
+MOST_GRAM_ROWS = 4096
+
+#: What is to be computed with in place of a weight (N, K), for what its operator reads: None for a
+#: table.
+Meet: TypeAlias = Callable[[WeightUse, Gram | None], np.ndarray]
+
+
+@dataclass(frozen=True, eq=False)
+class Stretch:
+    """Bindings up to the next weight, and the values that nothing reads behind them; the first
+    binding is that of `use`, None at the beginning.
+    """
+
+    use: WeightUse | None
+    bindings: tuple[Any, ...]
+    dead: tuple[relax.Var, ...]
+
+
+def walk_weights(
+    mod: tvm.IRModule,
+    name: str,
+    batches: Iterable[Mapping[str, np.ndarray]],
+    params: Mapping[relax.Var, WeightSource],
+    uses: Mapping[relax.Var, WeightUse],
+    group_size: int | None,
+    activation: QSpec | None,
+    meet: Meet,
+    *,
+    with_float: bool = False,
+) -> None:
+    """Run function `name` on `batches`, all of them up to one weight before any goes on.
+
+    Between two weights there is memory for what later operators read, of all batches, and for one
+    batch at work, and of float weights for the one that is met. Weights in branches and in
+    functions that it calls are not met.
+
+    Args:
+        params: What parameters stand for that are no input.
+        uses: Operators by the variable of their value.
+        group_size: Of the weights: see `Gram`.
+        activation: How rows are quantized when the model runs, if they are.
+        meet: Asked for every operator, in order, what it computes with.
+        with_float: Whether the batches also pass the function as it is, beside, so that grams tell
+            what data would be without the weights before it. Takes twice the time and memory.
+    """
+    func = mod[name]
+    stretches = cut_stretches(func, uses)
+    read = {var for s in stretches for b in s.bindings for var in find_read(b, uses)}
+    values = {param: source.array for param, source in params.items() if param in read}
+    frames = [start_frame(mod, func, batch, params, values) for batch in batches]
+    floats = [Frame(mod, dict(f.values), dict(f.symbols)) for f in frames] if with_float else []
+    grams: dict[relax.Expr, Gram] = {}
+    for stretch in stretches:
+        use, weight = stretch.use, None
+        if use is not None:
+            gram = None
+            if use.op == "matmul":
+                if use.data not in grams:  # products that read one value come one after the other
+                    gram = collect_gram(frames, floats, use.data, group_size, activation)
+                    grams = {use.data: gram}
+                gram = grams[use.data]
+            weight = meet(use, gram)
+        if stretch is stretches[-1] and use is not None and use.op == "matmul":
+            break  # nothing reads what it computes
+        run_stretch(frames, stretch, weight, activation, name)
+        weight = use.array if use is not None and floats else None
+        run_stretch(floats, stretch, weight, None, name)
+
+
+def start_frame(
+    mod: tvm.IRModule,
+    func: relax.Function,
+    batch: Mapping[str, np.ndarray],
+    params: Mapping[relax.Var, WeightSource],
+    values: Mapping[relax.Var, np.ndarray],
+) -> Frame:
+    """A frame that holds the inputs, and `values` of other parameters."""
+    frame = Frame(mod, dict(values))
+    for param in func.params:
+        if param not in params:
+            bind_input(frame, param, param.name, param.ty, batch[param.name])
+    return frame
+
+
+def find_read(binding: Any, uses: Mapping[relax.Var, WeightUse]) -> Sequence[relax.Var]:
+    """Variables that are evaluated for a binding: a weight that is met is none of them."""
+    use = uses.get(binding.var)
+    if use is None:
+        return relax.analysis.free_vars(binding.value)
+    return relax.analysis.free_vars(relax.Tuple([use.data]))
+
+
+def is_move(value: Any) -> bool:
+    """Whether a weight may be on its way to a product here, and nothing is computed."""
+    return isinstance(value, relax.Var | GenericConst) or (
+        isinstance(value, Call) and call_name(value) == TRANSPOSE
+    )
+
+
+def drop_moves(bindings: Sequence[Any], uses: Mapping[relax.Var, WeightUse]) -> list[Any]:
+    """Bindings without those that move weights which are met: these would be loaded for it."""
+    kept, read = [], set()
+    for binding in reversed(bindings):
+        if binding.var in read or not is_move(binding.value):
+            kept.append(binding)
+            read.update(find_read(binding, uses))
+    return kept[::-1]
+
+
+def cut_stretches(func: relax.Function, uses: Mapping[relax.Var, WeightUse]) -> list[Stretch]:
+    """The bindings of a function up to its last weight, cut before each."""
+    bindings = [binding for block in func.body.blocks for binding in block.bindings]
+    stops = [i for i, binding in enumerate(bindings) if binding.var in uses]
+    bindings = drop_moves(bindings[: stops[-1] + 1] if stops else [], uses)
+    stops = [i for i, binding in enumerate(bindings) if binding.var in uses]
+    last: dict[relax.Var, int] = {}
+    for i, binding in enumerate(bindings):
+        for var in (binding.var, *find_read(binding, uses)):
+            last[var] = i
+    stretches = []
+    for start, stop in zip([0, *stops], [*stops, stops[-1] + 1 if stops else 0], strict=True):
+        if start == stop:
+            continue
+        dead = tuple(var for var, i in last.items() if start <= i < stop)
+        own = tuple(bindings[start:stop])
+        stretches.append(Stretch(uses.get(own[0].var), own, dead))
+    return stretches
+
+
+def collect_gram(
+    frames: Sequence[Frame],
+    floats: Sequence[Frame],
+    data: Any,
+    group_size: int | None,
+    activation: QSpec | None,
+) -> Gram:
+    """What is known of a value as the data of products; `floats` hold what it is in float."""
+    gram: Gram | None = None
+    for some in cut_frames(frames, data, MOST_GRAM_ROWS):
+        rows = read_all(frames[some], data, activation)
+        if gram is None:
+            columns = rows.shape[-1]
+            gram = Gram(columns, group_size or columns, with_shift=bool(floats))
+        gram.add(rows, read_all(floats[some], data, None) if floats else None)
+    assert gram is not None  # a data set has a batch
+    return gram
+
+
+def cut_frames(frames: Sequence[Frame], data: Any, most: int) -> Iterator[slice]:
+    """Frames that have `most` rows of a value together, or one that has more: products of few
+    rows take twice as long for each.
+    """
+    start = count = 0
+    for i, frame in enumerate(frames):
+        rows = math.prod(evaluate(frame, data, "data").shape[:-1])
+        if start < i and count + rows > most:
+            yield slice(start, i)
+            start, count = i, 0
+        count += rows
+    yield slice(start, len(frames))
+
+
+def read_all(frames: Sequence[Frame], data: Any, activation: QSpec | None) -> np.ndarray:
+    """The rows of a value in all frames as products read them, (n, K)."""
+    parts = [evaluate(frame, data, "data") for frame in frames]
+    values = np.concatenate([part.reshape(-1, part.shape[-1]) for part in parts])
+    if activation is None:
+        return values
+    if not activation.is_symmetric:
+        return round_rows(values)
+    integers, scale = reference.qnn.quantize_rows(values)
+    return integers.astype("float32") * scale
+
+
+def round_rows(data: np.ndarray) -> np.ndarray:
+    """float32 (..., K) -> the same through int8 in -127..127, each row by a scale and a zero point
+    that cover its values and 0; float32.
+
+    scale = (max(row, 0) - min(row, 0)) / 254, 1 where that is 0; zero point =
+    clip(round(-127 - min(row, 0) / scale)): what `quantize_rows_at_run_time` computes.
+    """
+    data, limit = np.asarray(data, "float32"), np.float32(ROW_LIMIT)
+    low = np.minimum(data.min(axis=-1, keepdims=True, initial=np.float32(0)), 0)
+    span = data.max(axis=-1, keepdims=True, initial=np.float32(0)) - low
+    step = span / (2 * limit)
+    scale = np.where(step > 0, step, np.float32(1)).astype("float32")
+    zero_point = np.clip(np.rint(-limit - low / scale), -limit, limit)
+    integers = np.clip(np.rint(data / scale) + zero_point, -limit, limit)
+    return (integers - zero_point) * scale
+
+
+def run_stretch(
+    frames: Sequence[Frame],
+    stretch: Stretch,
+    weight: np.ndarray | None,
+    activation: QSpec | None,
+    name: str,
+) -> None:
+    """Compute the values of a stretch of function `name` in all frames, some of them on each
+    thread, and drop what is dead behind it.
+
+    Raises:
+        DataError: a batch does not fit the function.
+    """
+    use, bindings = stretch.use, stretch.bindings
+
+    def run(some: slice) -> None:
+        rest = bindings
+        if use is not None and weight is not None and use.op == "matmul":
+            run_product(frames[some], use, weight, activation)
+            rest = bindings[1:]
+        for i in range(some.start, some.stop):
+            try:
+                run_bindings(frames[i], stretch, rest, weight)
+            except ModelError as error:
+                if isinstance(error.__cause__, DataError | IndexError):
+                    raise DataError(
+                        f"batch {i} of the data does not fit {name!r}: {error}", code="RQ303"
+                    ) from error
+                raise
+
+    parts = (slice(i, i + 1) for i in range(len(frames)))
+    if frames and use is not None and use.op == "matmul":
+        parts = cut_frames(frames, use.data, MOST_ROWS)
+    with limit_blas():
+        for _ in map_on_threads(run, list(parts)):
+            pass
+
+
+def run_product(
+    frames: Sequence[Frame], use: WeightUse, weight: np.ndarray, activation: QSpec | None
+) -> None:
+    """The product with `weight` in place of its own, in all frames at once."""
+    found, start = read_all(frames, use.data, activation) @ weight.T, 0
+    for frame in frames:
+        shape = evaluate(frame, use.data, "data").shape[:-1]
+        stop = start + math.prod(shape)
+        frame.values[use.var] = found[start:stop].reshape(*shape, len(weight))
+        start = stop
+
+
+def run_bindings(
+    frame: Frame, stretch: Stretch, bindings: Sequence[Any], weight: np.ndarray | None
+) -> None:
+    """Compute the values of bindings, `weight` being the table if rows are taken of one."""
+    use = stretch.use
+    with np.errstate(all="ignore"):
+        if use is not None and weight is not None and use.op == "take":
+            frame.values[use.var] = take_rows(frame, use, bindings[0].value, weight)
+            bindings = bindings[1:]
+        for binding in bindings:
+            execute_binding(frame, binding)
+    for var in stretch.dead:
+        frame.values.pop(var, None)
+
+
+def take_rows(frame: Frame, use: WeightUse, call: Call, weight: np.ndarray) -> Any:
+    """Rows of `weight` in place of those of its own table."""
+    values = weight.T if use.is_transposed else weight
+    table = relax.Var("table", relax.TensorType(values.shape, "float32"))
+    inner = Frame(frame.mod, {**frame.values, table: values}, frame.symbols)
+    return evaluate(
+        inner, Call(call.op, [table, *call.args[1:]], call.attrs, call.ty_args), use.name
+    )

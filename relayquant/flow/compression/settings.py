@@ -1,0 +1,89 @@
+"""What compression is told besides model, parameters and data, checked before work begins."""
+
+from __future__ import annotations
+
+from concurrent import futures
+from dataclasses import dataclass
+from pathlib import Path
+
+from relayquant.base.arguments import check_fields
+from relayquant.base.packing import CODE_BITS
+from relayquant.base.qtypes import GROUP_SIZES, SCALE_DTYPES, Granularity, QSpec
+from relayquant.errors import ConfigError
+from relayquant.flow.settings import RunSettings
+from relayquant.stages.calibration.dispatch import check_executor
+from relayquant.stages.effort import Effort, resolve_effort
+
+
+@check_fields
+@dataclass(frozen=True, kw_only=True)
+class CompressSettings(RunSettings):
+    """What `relayquant.compress_weights` is told besides model, parameters and data.
+
+    Raises:
+        ConfigError: one of them is out of range, or two do not go together.
+    """
+
+    bits: int = 4
+    group_size: int | None = 32
+    is_symmetric: bool = True
+    scale_dtype: str = "float32"
+    activation: QSpec | None = None
+    table_bits: int | None = 8
+    effort: Effort | str = Effort.BALANCED
+    function: str | None = None
+    max_loss: float | None = None
+    max_size: int | None = None
+    max_bits: float | None = None
+    checkpoint: str | Path | None = None
+    executor: futures.Executor | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        resolve_effort(self.effort)
+        if self.executor is not None:
+            check_executor(self.executor)
+        for name, bits in (("bits", self.bits), ("table_bits", self.table_bits)):
+            if bits not in (CODE_BITS if name == "bits" else (None, *CODE_BITS)):
+                raise ConfigError(
+                    f"compress_weights: {name}={bits}; allowed: 2, 3, 4 or 8.", code="RQ101"
+                )
+        low, high = GROUP_SIZES
+        if self.group_size is not None and not low <= self.group_size <= high:
+            raise ConfigError(
+                f"compress_weights: group_size={self.group_size}; allowed: {low} to {high}, or "
+                "None for one scale for each output.",
+                code="RQ101",
+            )
+        if self.scale_dtype not in SCALE_DTYPES:
+            raise ConfigError(
+                f"compress_weights: scale_dtype={self.scale_dtype!r}; allowed: "
+                f"{', '.join(SCALE_DTYPES)}.",
+                code="RQ101",
+            )
+        activation = self.activation
+        if activation is not None and (
+            not activation.is_dynamic
+            or activation.dtype != "int8"
+            or activation.granularity is not Granularity.PER_ROW
+        ):
+            raise ConfigError(
+                f"compress_weights: activation={activation!r}; allowed: None, or QSpec('int8', "
+                "is_dynamic=True, granularity=Granularity.PER_ROW), a scale for each row of data.",
+                code="RQ101",
+            )
+        bounds = {
+            name: bound
+            for name in ("max_loss", "max_size", "max_bits")
+            if (bound := getattr(self, name)) is not None
+        }
+        if len(bounds) > 1 or not all(bound > 0 for bound in bounds.values()):
+            found = ", ".join(f"{name}={bound!r}" for name, bound in bounds.items())
+            raise ConfigError(
+                f"compress_weights: {found}; allowed: one of them, above 0.", code="RQ101"
+            )
+
+    @property
+    def level(self) -> Effort:
+        """`effort`, in whatever form it was given."""
+        return resolve_effort(self.effort)

@@ -1,0 +1,227 @@
+"""Module and `params` -> its tensors where they lie, which compression looks at one at a time:
+models have gigabytes of weights, and no second copy of them is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, TypeAlias
+
+import numpy as np
+import tvm
+from tvm import relax
+
+from relayquant.base.runtime import view_constant
+from relayquant.errors import ModelError, format_count, suggest_name
+from relayquant.ir.rewrite.constants import LARGEST, count_huge, holds_constant
+
+#: Address of a tensor, or name of a parameter; with a number, one matrix of a stack, or with -1
+#: all of them as rows.
+SourceKey: TypeAlias = int | str | tuple[int | str, int]
+
+
+@dataclass(frozen=True, eq=False)
+class WeightSource:
+    """A tensor that functions read: a constant, or the value of a parameter.
+
+    Attributes:
+        key: Equal for what is one tensor, whoever reads it.
+        shape, dtype: Of the values.
+        read: Gives the values; a mapping that loads when it is asked loads them each time.
+        counted: How many values are not finite, and how many beyond `LARGEST`, where that is known
+            already.
+        is_stack: Whether each row is a matrix of a product, and no row of a table.
+    """
+
+    key: SourceKey
+    shape: tuple[int, ...]
+    dtype: str
+    read: Callable[[], np.ndarray]
+    counted: tuple[int, int] | None = None
+    is_stack: bool = False
+
+    @property
+    def array(self) -> np.ndarray:
+        """The values, not to be written: where they lie, or loaded anew; not to be held long."""
+        array = self.read().view()
+        array.flags.writeable = False
+        return array
+
+    @cached_property
+    def counts(self) -> tuple[int, int]:
+        """How many values are NaN or infinite, and how many finite ones beyond `LARGEST`."""
+        return count_unusable(self.array) if self.counted is None else self.counted
+
+    @property
+    def not_finite(self) -> int:
+        """How many values are NaN or infinite."""
+        return self.counts[0]
+
+
+def count_unusable(array: np.ndarray) -> tuple[int, int]:
+    """How many values are NaN or infinite, and how many finite ones beyond `LARGEST`."""
+    low, high = array.min(initial=0), array.max(initial=0)  # NaN passes through both
+    if low >= -LARGEST and high <= LARGEST:
+        return 0, 0
+    return int((~np.isfinite(array)).sum()), count_huge(array)
+
+
+def read_constant(tensor: tvm.runtime.Tensor) -> WeightSource:
+    """A tensor of TVM."""
+    shape = tuple(map(int, tensor.shape))
+    return WeightSource(tensor.data_ptr(), shape, str(tensor.dtype), partial(view_constant, tensor))
+
+
+def read_value(params: Mapping[str, Any], name: str) -> np.ndarray:
+    """A value of `params` as an array, without a copy where it is in memory."""
+    value = params[name]
+    tensor = find_tensor(value)
+    return np.asarray(value) if tensor is None else view_constant(tensor)
+
+
+def find_tensor(value: Any) -> tvm.runtime.Tensor | None:
+    """The tensor of TVM that a value of `params` is, if it is one."""
+    for each in (value, getattr(value, "data", None)):  # a parameter of relax.frontend.nn has it
+        if isinstance(each, tvm.runtime.Tensor):
+            return each
+    return None
+
+
+def open_params(
+    mod: tvm.IRModule, params: Mapping[str, Any] | None
+) -> dict[relax.Var, WeightSource]:
+    """What parameters of the module's functions stand for, each value looked at once.
+
+    `relax.frontend.nn` names "layers.0.weight" in its list of parameters what may be
+    "layers_0_weight" in functions: both are taken. {function: [values in order]}, which
+    `tvm.relax.frontend.detach_params` gives, is taken too.
+
+    Raises:
+        ModelError: no function has a parameter of that name, or shape or dtype are others.
+    """
+    if not params:
+        return {}
+    params = name_params(mod, params)
+    names = {name.replace(".", "_"): name for name in params} | {name: name for name in params}
+    found: dict[relax.Var, WeightSource] = {}
+    sources: dict[str, WeightSource] = {}
+    known: set[str] = set()
+    for func in mod.functions.values():
+        if not isinstance(func, relax.Function):
+            continue
+        attrs = dict(func.attrs.items()) if func.attrs else {}
+        for param in func.params[int(attrs.get("num_input", 0)) :]:
+            known.add(param.name)
+            name = names.get(param.name)
+            if name is None:
+                continue
+            if name not in sources:
+                sources[name] = look_at(params, name)
+            found[param] = sources[name]
+        for param in func.params:
+            if param in found:
+                check_param(param, names[param.name], found[param])
+    functions = [func for func in mod.functions.values() if isinstance(func, relax.Function)]
+    for name in params:
+        if name not in sources and not holds_constant(functions, params[name]):
+            raise ModelError(
+                f"params has {name!r}, which no function takes. "
+                f"{suggest_name(name, sorted(known))} No constant of the module has its value.",
+                code="RQ204",
+            )
+    return found
+
+
+def look_at(params: Mapping[str, Any], name: str) -> WeightSource:
+    """A value of `params`, loaded once to see what it is."""
+    tensor = find_tensor(value := params[name])
+    if tensor is not None:
+        return read_constant(tensor)
+    array = np.asarray(value)
+    is_weight = array.ndim in (2, 3) and array.dtype == "float32"
+    counted = count_unusable(array) if is_weight else None  # it need not be loaded again for that
+    read = partial(read_value, params, name)
+    return WeightSource(name, array.shape, str(array.dtype), read, counted)
+
+
+def name_params(mod: tvm.IRModule, params: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`params` by their names: {function: [values in order]} is resolved.
+
+    Raises:
+        ModelError: a function has more or fewer parameters, or others of one name another value.
+    """
+    functions = {gvar.name_hint: func for gvar, func in mod.functions_items()}
+    lists = {
+        key: value
+        for key in params
+        if key in functions and isinstance(value := params[key], list | tuple)
+    }
+    if not lists:
+        return params
+    named = {key: params[key] for key in params if key not in lists}
+    for key, value in lists.items():
+        func = functions[key]
+        weights = func.params[int(func.attrs.get("num_input", len(func.params))) :]
+        if len(weights) != len(value):
+            raise ModelError(
+                f"params[{key!r}] holds {format_count(len(value), 'value')}, {key} has "
+                f"{format_count(len(weights), 'parameter')} behind its inputs. Pass what "
+                "detach_params returned with this module.",
+                code="RQ204",
+            )
+        for weight, array in zip(weights, value, strict=True):
+            if named.setdefault(weight.name, array) is not array:
+                raise ModelError(
+                    f"params has two values for {weight.name!r}, which several functions take; "
+                    "rename one of these parameters.",
+                    code="RQ204",
+                )
+    return named
+
+
+def check_param(param: relax.Var, name: str, source: WeightSource) -> None:
+    """Raise ModelError unless a tensor is what a parameter is declared to be."""
+    sizes = [int(size) if isinstance(size, tvm.tirx.IntImm) else None for size in param.ty.shape]
+    fits = len(sizes) == len(source.shape) and all(
+        size in (None, have) for size, have in zip(sizes, source.shape, strict=True)
+    )
+    if not fits or str(param.ty.dtype) != source.dtype:
+        raise ModelError(
+            f"params[{name!r}] is {source.dtype} of shape {source.shape}; the module "
+            f"wants {param.ty.dtype} of shape {tuple(param.ty.shape)}.",
+            code="RQ204",
+        )
+
+
+def bind_params(mod: tvm.IRModule, params: Mapping[relax.Var, WeightSource]) -> tvm.IRModule:
+    """The module without these parameters: those that functions still read are constants, one
+    tensor for each, whoever reads it.
+    """
+    tensors: dict[SourceKey, tvm.runtime.Tensor] = {}
+    functions = dict(mod.functions_items())
+    for gvar, func in functions.items():
+        if not isinstance(func, relax.Function):
+            continue
+        own = [param for param in func.params if param in params]
+        read = set(relax.analysis.free_vars(func.body))
+        kept = [param for param in func.params if param not in params or param in read]
+        if len(kept) < len(func.params):
+            functions[gvar] = relax.Function(
+                kept, func.body, func.ret_ty, func.is_pure, func.attrs, func.span
+            )
+        for param in own:
+            key = params[param].key
+            if param in read and key not in tensors:
+                tensors[key] = tvm.runtime.tensor(np.ascontiguousarray(params[param].array))
+    names = {
+        gvar.name_hint: {p.name: tensors[params[p].key] for p in func.params if p in params}
+        for gvar, func in functions.items()
+        if isinstance(func, relax.Function)
+    }
+    mod = tvm.IRModule(functions, attrs=mod.attrs)
+    for name, own in names.items():
+        if own:
+            mod = relax.transform.BindParams(name, own)(mod)
+    return mod

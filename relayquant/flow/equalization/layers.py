@@ -1,0 +1,229 @@
+"""Before the data flow, if asked for: float module -> the same function, easier to quantize. And
+between annotate and simulate: what a level of effort does of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tvm
+
+from relayquant.analysis.sensitivity import take_samples
+from relayquant.analysis.verify import expose_values
+from relayquant.base.arguments import check_arguments
+from relayquant.codegen.eager import EagerModule
+from relayquant.config import MODEL_TYPES, ModelType
+from relayquant.config.observers import Fixed
+from relayquant.data import Batch, SpreadSample, count_samples, open_dataset
+from relayquant.data.inputs import describe_inputs
+from relayquant.errors import ConfigError
+from relayquant.flow.equalization import cross_layer, smooth
+from relayquant.flow.equalization import cross_layer_per_channel as balance
+from relayquant.flow.equalization.cross_layer import Declined, Exponents, LayerPair
+from relayquant.flow.equalization.equalize import measure_channels
+from relayquant.ir.dialect.cost import count_macs
+from relayquant.ir.plan import Plan
+from relayquant.ir.rewrite import Graph
+from relayquant.stages.preparation import prepare_module
+
+#: samples that tell whether equalizing is worth it, at least and at most, and multiply-adds of the
+#: float model that are spent on them
+SAMPLES = (4, 32)
+SAMPLE_WORK = 2e9
+
+#: samples that tell the ranges by channel of what matrix products read
+SMOOTHING_SAMPLES = 32
+
+
+@check_arguments
+def equalize_layers(
+    mod: tvm.IRModule, params: Mapping[str, Any] | None = None
+) -> tuple[tvm.IRModule, tuple[Declined, ...]]:
+    """The same float function with the channels between its layers scaled (cross-layer
+    equalization), to be quantized in place of `mod`; and the values that had to stay, with reasons.
+
+    The ranges of weights are made alike, which is best for weights with one scale per tensor, and
+    helps weights with a scale per channel where values between the layers, which always have one
+    scale, have channels of very different ranges. `quantize` does what is worth it by itself, by
+    the ranges that values have on data, except with effort "fast".
+
+    Raises:
+        ModelError: the model is not one this package can work with.
+    """
+    return cross_layer.equalize_layers(prepare_module(mod, params))
+
+
+def equalize_planned(canonical: tvm.IRModule, plan: Plan, dataset: Any) -> tvm.IRModule:
+    """The prepared module with the channels between its layers scaled where that is worth it, for
+    weights with one scale (`cross_layer`) and with a scale per channel (`balance`).
+
+    A few samples tell what it is worth; where values between are clipped, and there is something to
+    gain, a float pass over all data tells what the scaled ones reach. Parameters that are fixed
+    stay right: values that have such are not scaled.
+    """
+    whole, channelwise, fixed = set[str](), set[str](), set[str]()
+    for group in plan.groups:
+        if group.is_fixed or isinstance(group.calibration, Fixed):
+            fixed.update(group.members)
+        elif group.constant is not None:
+            values = plan.operator(group.constant[0]).values
+            (channelwise if group.info.axis is not None else whole).update(values)
+    pairs, _ = cross_layer.find_pairs(Graph(canonical), with_clips=True)
+    pairs = [pair for pair in pairs if fixed.isdisjoint(var.name for var in pair.between)]
+    balanced = balance_layers(canonical, select_pairs(pairs, channelwise), dataset)
+    return equalize_ranges(balanced, select_pairs(pairs, whole), dataset)
+
+
+def select_pairs(pairs: Sequence[LayerPair], names: Collection[str]) -> list[LayerPair]:
+    """Those whose layers are both named."""
+    return [pair for pair in pairs if pair.first.name in names and pair.second.name in names]
+
+
+def balance_layers(
+    canonical: tvm.IRModule, pairs: Sequence[LayerPair], dataset: Any
+) -> tvm.IRModule:
+    """The prepared module with those of the pairs scaled that lose much to one scale for the values
+    between them; their weights have a scale per channel.
+    """
+    if not pairs:
+        return canonical
+    names = {pair.between[-1].name for pair in pairs}
+    layers = {pair.first.name for pair in pairs}
+    samples = pick_samples(canonical, dataset)
+    statistics = measure_channels(run_values(canonical, names, samples), names)
+    exponents = balance.choose_balanced(canonical, statistics, layers)
+    clipped = [pair for pair in pairs if pair.clips and pair.first.name in exponents]
+    if clipped:
+        peaks = measure_peaks(canonical, clipped, dataset)
+        layers = set(exponents)
+        exponents = balance.choose_balanced(canonical, statistics, layers, peaks)
+    return scale_and_record(canonical, exponents)
+
+
+def equalize_ranges(
+    canonical: tvm.IRModule, pairs: Sequence[LayerPair], dataset: Any
+) -> tvm.IRModule:
+    """The prepared module with those of the pairs equalized, if that is worth it, whose weights
+    have one scale each.
+    """
+    if not pairs:
+        return canonical
+    peaks = measure_peaks(canonical, pairs, dataset)
+    layers = {pair.first.name for pair in pairs}
+    exponents = cross_layer.choose_exponents(canonical, peaks, layers)
+    scaled = cross_layer.scale_layers(canonical, exponents)
+    if not cross_layer.is_worthwhile(canonical, scaled):
+        return canonical
+    return scale_and_record(canonical, exponents)
+
+
+def scale_and_record(canonical: tvm.IRModule, exponents: Exponents) -> tvm.IRModule:
+    """The prepared module with these factors, and a note of them; itself if there are none."""
+    if not exponents:
+        return canonical
+    scaled = cross_layer.scale_layers(canonical, exponents)
+    return cross_layer.record_exponents(scaled, exponents)
+
+
+def pick_samples(canonical: tvm.IRModule, dataset: Any) -> list[Batch]:
+    """A few samples of the data, spread over it where it can be read in any order."""
+    macs = sum(count_macs(binding.value) for binding in Graph(canonical).bindings)
+    least, most = SAMPLES
+    count = int(np.clip(SAMPLE_WORK / max(macs, 1), least, most))
+    data = open_dataset(dataset, describe_inputs(canonical))
+    (first,) = data.pick(1)
+    sample = SpreadSample(data.inputs, count)
+    for batch in data.pick(-(-count // max(count_samples(first), 1))):
+        sample.note(batch)
+    return sample.batches()
+
+
+def measure_peaks(
+    canonical: tvm.IRModule, pairs: Sequence[LayerPair], dataset: Any
+) -> dict[str, np.ndarray]:
+    """Largest value by channel, (C,), of clipped values between these layers, over all data; which
+    is not read if there are none.
+    """
+    names = {clip.name for pair in pairs for clip in pair.clips}
+    peaks: dict[str, np.ndarray] = {}
+    if not names:
+        return peaks
+    data = open_dataset(dataset, describe_inputs(canonical))
+    for found in run_values(canonical, names, data):
+        for name, array in found.items():
+            peak = array.reshape(-1, array.shape[-1]).max(axis=0)
+            peaks[name] = np.maximum(peaks.get(name, peak), peak)
+    return peaks
+
+
+def run_values(
+    canonical: tvm.IRModule, names: Collection[str], batches: Iterable[Batch]
+) -> Iterator[dict[str, np.ndarray]]:
+    """Values between two layers for each batch, channels last."""
+    between = cross_layer.find_between(canonical)
+    axes = {name: axis for name, axis in between.items() if name in names}
+    values = EagerModule(expose_values(canonical, list(axes)))
+    params = [param.name for param in Graph(canonical).func.params]
+    for batch in batches:
+        results = values.run("main", [batch[name] for name in params])
+        found = zip(axes.items(), results, strict=False)
+        yield {name: np.moveaxis(array, axis, -1) for (name, axis), array in found}
+
+
+def smooth_products(canonical: tvm.IRModule, dataset: Any, model_type: ModelType) -> tvm.IRModule:
+    """The prepared module with what products with weights read multiplied before them, as a model
+    of this type needs it. All other values stay as they are: parameters that are fixed stay right,
+    and a comparison with the float model finds the same values.
+
+    Raises:
+        ConfigError: there is no data.
+        DataError: the data does not fit the model.
+    """
+    if dataset is None:
+        raise ConfigError(
+            f"model_type={model_type}: data is measured by channel, so dataset=None does not go "
+            "with it. Pass some samples, or leave model_type out.",
+            code="RQ101",
+        )
+    batches = take_samples(open_dataset(dataset, describe_inputs(canonical)), SMOOTHING_SAMPLES)
+    alpha = MODEL_TYPES[model_type].alpha
+    return smooth.smooth_activations(canonical, batches, alpha, absorbs=False, inserts=True)[0]
+
+
+@check_arguments
+def smooth_activations(
+    mod: tvm.IRModule,
+    params: Mapping[str, Any] | None,
+    dataset: Any,
+    *,
+    alpha: float = 0.5,
+    samples: int = SMOOTHING_SAMPLES,
+    inserts: bool = False,
+) -> tuple[tvm.IRModule, tuple[Declined, ...]]:
+    """The same float function, to be quantized in place of `mod`, with part of what makes the
+    activations of matrix products hard to quantize moved into their weights (SmoothQuant); and the
+    values that had to stay, with reasons.
+
+    For transformers with a few channels far larger than the rest. Constants before the product take
+    the inverse scales: no operator is added, unless `inserts`.
+
+    Args:
+        mod, params, dataset: As for `quantize`.
+        alpha: How much goes to the weights, 0 to 1; 0.5 is the paper's.
+        samples: Ranges by channel are those of the first samples, about so many; run in numpy.
+        inserts: Values that no constant takes the scales for, as those that a residual sum reads
+            too, are multiplied before their products ("<name>.smooth"). Leave other operators than
+            products in float then, `QConfigMapping().set_object_type("relax.matmul", qconfig)`, or
+            the multiplication reads what is rounded already. `quantize` does both with
+            `model_type=ModelType.TRANSFORMER`.
+
+    Raises:
+        ModelError: the model is not one this package can work with.
+        DataError: the data does not fit the model.
+        ConfigError: alpha or samples is out of range.
+    """
+    canonical = prepare_module(mod, params)
+    batches = take_samples(open_dataset(dataset, describe_inputs(canonical)), samples)
+    return smooth.smooth_activations(canonical, batches, alpha, inserts=inserts)

@@ -1,0 +1,159 @@
+"""The one call: all stages of `pipeline` in order, then a look at what came out: the guard, or the
+search that a metric asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import tvm
+
+from relayquant.analysis.sensitivity import Metric
+from relayquant.data import SpreadSample, open_dataset
+from relayquant.data.inputs import describe_inputs
+from relayquant.errors import AccuracyWarning, ConfigError, format_count, warn_user
+from relayquant.flow.pipeline import quantize_once
+from relayquant.flow.refine.guard import guard_module, start_sample
+from relayquant.flow.refine.search import search_operators
+from relayquant.flow.refine.speed import Stopwatch, keep_faster_float
+from relayquant.flow.settings import Guard, QuantizeSettings, takes_settings
+from relayquant.stages.prepared import PreparedModel
+
+
+@takes_settings(QuantizeSettings)
+def quantize(
+    mod: tvm.IRModule,
+    params: Mapping[str, Any] | None,
+    dataset: Any,
+    settings: QuantizeSettings,
+) -> tvm.IRModule:
+    """Quantize a float model after training, or what is still float of one that is quantized in
+    part.
+
+    Args:
+        mod: Module with a Relax function main, float32; the only function, or the only public one,
+            may have another name and is main in what is returned. What has quantization parameters
+            already (quantize and dequantize operators) keeps them.
+        params: {name: array}, or None when they are bound already.
+        dataset: Representative inputs, a few hundred samples: anything re-iterable that yields
+            dicts {input: array}, tuples in input order, or single arrays; a path to an .npz; or a
+            function that returns an iterator. None where nothing needs data: every quantized
+            operator gets the parameters of its data at run time (`QSpec(is_dynamic=True)`) or
+            from the user (`Fixed`). The guard has nothing to look at then.
+        backend: "x86", "x86-7bit", "arm", "generic", or a BackendConfig; None for that of this
+            machine. To run elsewhere, `relayquant.default_backend(target)`.
+        qconfig_mapping: Which operator is quantized how; the backend's default for all when None.
+        calibration: Observer, or callable `(ValueInfo, samples) -> QParams`, for all activations;
+            a callable with a third parameter gets a `CalibrationContext`: the calibration graph,
+            and what was picked so far.
+        effort: "fast", "balanced" or "best": how much work calibration does for accuracy; see
+            `Effort`.
+        model_type: ModelType.TRANSFORMER for transformers: matrix products and convolutions alone
+            are quantized (unless a `qconfig_mapping` says otherwise), and where a few channels of
+            what products with weights read are far larger than the rest, the weights take part of
+            that (`smooth_activations`). More accurate, less fast. None: all operators.
+        input_dtypes, output_dtypes: {name or index: integer dtype} of what main is to take and
+            return as integers, e.g. {"x": "uint8"} or {0: "uint8"}. `ledger(qmod).inputs` and
+            `.outputs` hold their scales and zero points.
+        parameters: {value: QParams} that are not calibrated any more; see `load_qparams`.
+        callbacks: See `relayquant.base.events.Callback`.
+        strict: Raise one error that lists every operator whose QConfig cannot be served, instead of
+            keeping them in float.
+        checkpoint, executor: See `calibrate`.
+        guard: What happens when the integer model does not follow the float model on samples of
+            the data. None: operators that cause it are put back to float, with a
+            warning; with effort "fast", and where it follows but loosely, there is only the
+            warning. See `Guard`, `GuardSettings`.
+        metric: `(float outputs, quantized outputs) -> float`, higher is better; lists with one
+            array for each output of the model, samples along axis 0 in the order of `validation`.
+            For an accuracy, close over the labels:
+            `lambda expected, got: (got[0].argmax(1) == labels).mean()`. The fewest operators are
+            put back to int16 or float that keep it within `max_drop` of what the float model has
+            against itself. It takes the place of the guard; `ledger(qmod).search` says what was
+            found, and its `mapping` makes the module again.
+        max_drop: How far the metric may be below that of the float model against itself.
+        budget: Seconds after which no further trial of the search begins; what it has found by
+            then is still built and measured, with a warning if the bound is not met. None: no
+            bound.
+        validation: Samples that the metric is measured on, or, without a metric, that the guard
+            looks at; `dataset` if None. What calibration did not read tells more of other data.
+        search_state: A JSON file that is written, whole, after every measurement: what was
+            measured, and the best mapping so far. A search that finds it there goes on from it, if
+            model, settings and data are the same, and the metric of the float model is.
+        keep_faster: Time the kernels of both models on this machine, on the first batch, and keep
+            operators in float that are faster so; only if the whole model is, and with a metric
+            only as long as that is within the bound, or no worse. What was measured is
+            in `ledger(qmod).speed`, with the mapping that makes the module again anywhere.
+
+    Returns:
+        A module with the same inputs and outputs that computes on integers. `tvm.compile` takes it
+        as it is; `relayquant.compile` makes it fast. It carries its `ledger`. A weight that two
+        operators use is one constant, also when saved, unless its rounding is fitted to the data
+        of each use, which efforts other than "fast" do: then there are two of integers.
+
+    Raises:
+        ModelError, DataError, ConfigError: the model, the data or the configuration is wrong.
+    """
+    if settings.keep_faster and dataset is None:
+        raise ConfigError(
+            "quantize(keep_faster=True) runs the model on its data: dataset=None does not go with "
+            "it.",
+            code="RQ102",
+        )
+    if settings.metric is not None:
+        return quantize_within(mod, params, dataset, settings.metric, settings)
+    run, guarding = settings.events.run_stage, settings.guarding
+    samples: list[SpreadSample] = []
+
+    def watch(prepared: PreparedModel, dataset: Any) -> Any:
+        if dataset is None or guarding.find_action(prepared.effort) is Guard.OFF:
+            return dataset
+        if settings.validation is not None:
+            next(iter(open_dataset(settings.validation, describe_inputs(prepared.mod))))
+            return dataset  # what is wrong with the other shows before anything takes time
+        samples.append(start_sample(prepared, guarding))
+        return samples[0].watch(open_dataset(dataset, describe_inputs(prepared.mod)))
+
+    prepared, qmod = quantize_once(mod, params, dataset, settings, watch)
+    if dataset is None:
+        return qmod
+    if settings.keep_faster:
+        batch = next(iter(open_dataset(dataset, describe_inputs(prepared.mod))))
+        stopwatch = Stopwatch.on_this_machine([*batch.values()])
+        prepared, qmod = run(
+            "keep faster",
+            keep_faster_float,
+            prepared,
+            qmod,
+            stopwatch,
+            dataset,
+            calibration=settings.calibration,
+        )
+    sample = samples[0] if samples and samples[0].kept else None
+    return run("guard", guard_module, prepared, qmod, dataset, settings, sample)
+
+
+def quantize_within(
+    mod: tvm.IRModule,
+    params: Mapping[str, Any] | None,
+    dataset: Any,
+    metric: Metric,
+    settings: QuantizeSettings,
+) -> tvm.IRModule:
+    """The module with the fewest operators put back that keep the metric within its bound; warns
+    where none does.
+    """
+    found = search_operators(mod, params, dataset, metric, settings)
+    if not found.is_met:
+        remedy = "Allow a larger max_drop; there is nothing left to put back."
+        if settings.budget is not None:
+            remedy = "A longer budget may help; it goes on from search_state, if one is given."
+        warn_user(
+            f"The metric is {found.score:.6g} and not within {settings.max_drop:g} of "
+            f"{found.float_score:.6g} with "
+            f"{format_count(len(found.reverted), 'operator')} put back. {remedy}",
+            AccuracyWarning,
+            code="RQ401",
+        )
+    return found.mod

@@ -1,0 +1,441 @@
+"""Behind the data flow: integer module and a few calibration samples -> the same module, or one
+whose outputs follow the float model again.
+
+Quantization fails in silence: every stage succeeds, and the answers are wrong. So what was built is
+run, in numpy and on a handful of samples from all over the data, and compared with the float model.
+Where it parts, the operators that cause it are found on the calibration graph and put back to
+float; all other parameters stay as they were calibrated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import tvm
+
+from relayquant.analysis.error_statistics import ErrorSums
+from relayquant.analysis.lint import lint_samples
+from relayquant.analysis.outputs import GapMeter, Interface, OutputGap, measure_gaps
+from relayquant.analysis.sensitivity import Simulation, find_rounding_operators
+from relayquant.data import (
+    Batch,
+    SpreadSample,
+    count_samples,
+    has_free_batch,
+    open_dataset,
+)
+from relayquant.data.inputs import describe_inputs
+from relayquant.errors import AccuracyWarning, ConfigError, DataWarning, format_count, warn_user
+from relayquant.flow.pipeline import lower_prepared
+from relayquant.flow.refine.revert import keep_parameters
+from relayquant.flow.refine.search import rank_operators, search_simulated
+from relayquant.flow.settings import Guard, GuardSettings, QuantizeSettings
+from relayquant.ir import reference
+from relayquant.ir.dialect.cost import count_macs
+from relayquant.ir.ledger import GuardResult, Ledger, read_ledger, write_ledger
+from relayquant.ir.rewrite import Graph
+from relayquant.stages.prepared import PreparedModel, TunedBatches
+
+#: operators, of those that went back on suspicion, that are tried on integers again
+TAKEN_BACK = 8
+#: samples of the first look, at least and at most
+LEAST, FIRST = 4, 8
+#: how many times the work may be spent where it is not settled whether outputs part
+UNSETTLED = 4
+#: what calling an operator takes, as multiply-adds
+CALL_WORK = 2e5
+#: elements of the inputs that are kept for looks, about
+KEPT_ELEMENTS = 1 << 24
+
+Batches = Sequence[Mapping[str, np.ndarray]]
+
+
+def guard_module(
+    prepared: PreparedModel,
+    qmod: tvm.IRModule,
+    dataset: Any,
+    settings: QuantizeSettings,
+    sample: SpreadSample | None = None,
+) -> tvm.IRModule:
+    """The integer module, or one with some operators in float; its ledger says what was seen.
+
+    With `strict`, and where main takes or returns integers, nothing is put back: both promise
+    integers. Warns when outputs part, and when the samples look wrong (`lint_samples`).
+
+    Args:
+        prepared: The calibrated model that `qmod` was made from.
+        qmod: Its integer module.
+        dataset: What it was calibrated with; read for samples unless there is a `sample`.
+        settings: Those that it was quantized with; `calibration` is used when a new plan has
+            values that were never observed.
+        sample: Samples that were kept while the data was read; see `start_sample`.
+    """
+    guarding, strict = settings.guarding, settings.strict
+    action = guarding.find_action(prepared.effort)
+    if action is Guard.OFF:
+        return qmod
+    is_held_out = settings.validation is not None
+    if sample is None:
+        data = settings.validation if is_held_out else dataset
+        sample = take_sample(prepared, data, guarding)
+    tuned = TunedBatches() if is_held_out else prepared.tuned
+    look = look_at_samples(prepared, qmod, sample, guarding, tuned)
+    for finding in lint_samples(prepared.mod, look.first):
+        warn_user(f"Calibration data: {finding}", DataWarning, code="RQ304")
+    batches, gaps = look.batches, look.gaps
+    seen = replace(look.summarize(gaps), is_held_out=is_held_out)
+    what = (
+        "The integer model does not follow the float model on "
+        f"{seen.describe_samples()}: {seen.describe()}."
+    )
+    advice = (
+        "relayquant.compare shows every value and relayquant.lint whether the data is right; "
+        "guard=Guard.OFF silences this."
+    )
+    if not guarding.is_parted(gaps):
+        if guarding.is_doubtful(gaps):
+            culprit = find_first_off(prepared, qmod, pick_worst(prepared, batches, gaps, 1))
+            seen = replace(seen, is_doubtful=True, operator=culprit)
+            warn_user(
+                f"{what} The first operator that is off is {culprit!r}. That is more than 8 bits "
+                f"usually cost; effort='best' or quantize(metric=) may help. {advice}",
+                AccuracyWarning,
+                code="RQ401",
+            )
+        return write_ledger(qmod, replace(read_ledger(qmod), guard=seen))
+    culprit = find_first_off(prepared, qmod, pick_worst(prepared, batches, gaps, 2))
+    integers = [value for value in (*prepared.inputs, *prepared.outputs) if value.is_integer]
+    if action is Guard.WARN or strict or integers:
+        why = "with effort='fast' or guard=Guard.WARN nothing is done about it"
+        if action is Guard.REVERT:
+            cause = "strict=True" if strict else "input_dtypes or output_dtypes"
+            why = f"with {cause} no operator goes back to float"
+        warn_user(
+            f"{what} The first operator that is off is {culprit!r}; {why}. {advice}",
+            AccuracyWarning,
+            code="RQ401",
+        )
+        guard = replace(seen, is_parted=True, operator=culprit)
+        return write_ledger(qmod, replace(read_ledger(qmod), guard=guard))
+    changed, names, _, is_arithmetic = revert_operators(
+        prepared, qmod, dataset, batches, gaps, settings
+    )
+    if is_arithmetic:
+        advice = (
+            "In simulation the quantized model follows the float model, so neither ranges nor data "
+            "are the cause but integers, such as sums that do not fit int32: see "
+            "relayquant.accumulator_report. guard=Guard.OFF silences this."
+        )
+    # What was mended on some samples is mended less on others.
+    wide = look_at_samples(prepared, changed, sample, guarding, tuned, 2 * len(look.numbers))
+    guard = replace(
+        wide.summarize(wide.gaps),
+        is_held_out=is_held_out,
+        is_parted=True,
+        operator=culprit,
+        reverted=names,
+        sqnr_before=seen.sqnr,
+        disagreement_before=seen.disagreement,
+    )
+    warn_user(
+        f"{what} Back in float, {format_count(len(names), 'operator')}: {', '.join(names)}. Now: "
+        f"on {guard.describe_samples()} {guard.describe()}. {advice}",
+        AccuracyWarning,
+        code="RQ401",
+    )
+    speed = read_ledger(qmod).speed
+    ledger = replace(read_ledger(changed), guard=guard, speed=speed)
+    ledger = explain_reverted(ledger, names, seen)
+    return write_ledger(changed, ledger)
+
+
+# --- What is compared -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Look:
+    """What was compared.
+
+    Attributes:
+        first: Batches of the first look.
+        batches: All of them, in the order in which they were run.
+        numbers: Of each sample in them, its place in the data.
+        tuned: How many of them are in batches that calibration tuned weights or ranges on.
+        total: Samples of the data.
+        gaps: Of every output, over all batches.
+    """
+
+    first: list[Batch]
+    batches: list[Batch]
+    numbers: tuple[int, ...]
+    tuned: int
+    total: int
+    gaps: list[OutputGap]
+
+    def summarize(self, gaps: Sequence[OutputGap]) -> GuardResult:
+        """For the ledger, what gaps on these batches say: the worst of all outputs."""
+        worst = min(gaps, key=lambda gap: gap.worst, default=OutputGap(math.inf))
+        number = None
+        if len(worst.each) == len(self.numbers):
+            number = self.numbers[int(np.argmin(worst.each))]
+        by_output = tuple(clip_decibels(gap.sqnr) for gap in gaps)
+        return GuardResult(
+            len(self.numbers),
+            min(by_output, default=clip_decibels(math.inf)),
+            max((gap.disagreement for gap in gaps), default=0.0),
+            worst=clip_decibels(worst.worst),
+            least=clip_decibels(min((gap.least for gap in gaps), default=math.inf)),
+            by_output=by_output,
+            total=self.total,
+            numbers=self.numbers,
+            tuned=self.tuned,
+            worst_number=number,
+        )
+
+
+def clip_decibels(value: float) -> float:
+    """Within -999 and 999: JSON has no infinity."""
+    return float(np.clip(value, -999.0, 999.0))
+
+
+def look_at_samples(
+    prepared: PreparedModel,
+    qmod: tvm.IRModule,
+    sample: SpreadSample,
+    settings: GuardSettings,
+    tuned: TunedBatches,
+    least: int = 0,
+) -> Look:
+    """Compare both modules on ever more samples, until more are not likely to change the verdict;
+    see `GuardSettings`.
+
+    Args:
+        prepared, qmod: The modules.
+        sample: What to choose from.
+        settings: When it is enough.
+        tuned: Batches that are looked at where there are no others.
+        least: So many samples in any case, as far as there are.
+    """
+    meter, parts, first = GapMeter(prepared.mod, qmod), [], 0
+    cheap = count_samples_for(prepared, settings.work)
+    both = {*tuned.judged, *tuned.fitted}
+    for fresh in sample.rounds(plan_looks(prepared, settings), (both, tuned.judged)):
+        for part in fresh:
+            meter.measure(part.batch)
+        parts += fresh
+        first = first or len(fresh)
+        samples = sum(len(part.numbers) for part in parts)
+        is_enough = 2 * samples > cheap or settings.is_covered(samples)
+        if samples < least:
+            continue
+        if settings.is_settled(meter.gaps) and (is_enough or settings.is_parted(meter.gaps)):
+            break
+    batches = [part.batch for part in parts]
+    numbers = tuple(int(number) for part in parts for number in part.numbers)
+    known = len(sample.find_numbers(both).intersection(numbers))
+    return Look(batches[:first], batches, numbers, known, sample.total, meter.gaps)
+
+
+def plan_looks(prepared: PreparedModel, settings: GuardSettings) -> list[int]:
+    """How many samples there are after each look, if it does not end before."""
+    first = int(np.clip(count_samples_for(prepared, settings.work), LEAST, FIRST))
+    most = count_samples_for(prepared, UNSETTLED * settings.work)
+    counts = [min(first, settings.samples)]
+    while 2 * counts[-1] <= min(most, settings.samples):
+        counts.append(2 * counts[-1])
+    return counts
+
+
+def start_sample(prepared: PreparedModel, settings: GuardSettings) -> SpreadSample:
+    """What keeps the samples that are compared, from data that is read for something else."""
+    return SpreadSample(tuple(describe_inputs(prepared.mod)), plan_looks(prepared, settings)[-1])
+
+
+def take_sample(prepared: PreparedModel, dataset: Any, settings: GuardSettings) -> SpreadSample:
+    """As `start_sample`, of a data set that is read for it."""
+    sample = start_sample(prepared, settings)
+    for batch in open_dataset(dataset, describe_inputs(prepared.mod)):
+        sample.note(batch)
+    return sample
+
+
+def count_samples_for(prepared: PreparedModel, work: float) -> int:
+    """How many samples can be run for so many multiply-adds, and be kept while data is read."""
+    inputs = describe_inputs(prepared.mod)
+    calls = 0 if has_free_batch(inputs) else len(Graph(prepared.mod).bindings)
+    sizes = [math.prod(dim for dim in info.shape if isinstance(dim, int)) for info in inputs]
+    kept = KEPT_ELEMENTS // max(sum(sizes), 1)
+    return min(int(work / max(count_all_macs(prepared) + CALL_WORK * calls, 1)), kept)
+
+
+def count_all_macs(prepared: PreparedModel) -> int:
+    """Multiply-adds of the float model for one batch; for one sample, if that is symbolic."""
+    return sum(count_macs(binding.value) for binding in Graph(prepared.mod).bindings)
+
+
+def pick_typical(
+    prepared: PreparedModel, batches: Sequence[Batch], gaps: Sequence[OutputGap], count: int
+) -> Sequence[Batch]:
+    """Samples that stand for all, each as a batch: of those in the order of their worst output, as
+    many from each part of it; all of them if there are no more.
+    """
+    ranked = rank_samples(batches, gaps)
+    if len(ranked) <= count:
+        return batches
+    chosen = [ranked[(2 * i + 1) * len(ranked) // (2 * count)] for i in range(count)]
+    return take_samples(prepared, batches, chosen)
+
+
+def pick_bad(
+    prepared: PreparedModel, batches: Sequence[Batch], gaps: Sequence[OutputGap], count: int
+) -> list[Batch]:
+    """Samples on which an output is as bad as on all together, or not much worse: to mend the very
+    worst one takes more than to mend the model.
+    """
+    ranked, scores = rank_samples(batches, gaps), rate_worst(batches, gaps)
+    sqnr = min((gap.sqnr for gap in gaps), default=math.inf)
+    stop = max(int(np.count_nonzero(scores <= sqnr)), count)
+    return take_samples(prepared, batches, ranked[max(stop - count, 0) : stop])
+
+
+def pick_worst(
+    prepared: PreparedModel, batches: Sequence[Batch], gaps: Sequence[OutputGap], count: int
+) -> list[Batch]:
+    """The samples on which an output is worst, in order, each as a batch; whole batches where their
+    size is fixed.
+    """
+    return take_samples(prepared, batches, rank_samples(batches, gaps)[:count])
+
+
+def rank_samples(batches: Sequence[Batch], gaps: Sequence[OutputGap]) -> list[tuple[int, int]]:
+    """(batch, row) of each sample, the one with the worst output first."""
+    places = [(i, row) for i, batch in enumerate(batches) for row in range(count_samples(batch))]
+    return [places[number] for number in np.argsort(rate_worst(batches, gaps), kind="stable")]
+
+
+def rate_worst(batches: Sequence[Batch], gaps: Sequence[OutputGap]) -> np.ndarray:
+    """dB of the worst output on each sample; 0 of all where no output counts them."""
+    samples = sum(map(count_samples, batches))
+    rated = [gap.each for gap in gaps if len(gap.each) == samples]
+    return np.min(rated, axis=0) if rated else np.zeros(samples)
+
+
+def take_samples(
+    prepared: PreparedModel, batches: Sequence[Batch], places: Sequence[tuple[int, int]]
+) -> list[Batch]:
+    """Samples by (batch, row), in order, each as a batch; whole batches where a size is fixed."""
+    if has_free_batch(describe_inputs(prepared.mod)):
+        rows = sorted(places)
+        return [{k: v[row : row + 1] for k, v in batches[i].items()} for i, row in rows]
+    return [batches[i] for i in sorted({i for i, _ in places})]
+
+
+def find_first_off(
+    prepared: PreparedModel, qmod: tvm.IRModule, batches: Batches, decibels: float = 15.0
+) -> str:
+    """The first operator whose result is off by more than `decibels`; else the one that is most."""
+    interface = Interface.of(qmod)
+    rows = {row.name: row for row in read_ledger(qmod).quantized}
+    sums: dict[str, ErrorSums] = {}
+    for batch in batches:
+        expected = reference.run_values(prepared.mod, dict(batch))
+        got = reference.run_values(qmod, interface.to_inputs(batch))
+        for name in expected:
+            row = rows.get(name)
+            # An accumulator has no parameters in the ledger; it is dequantized under its own name.
+            if row is None or name not in got or (got[name].dtype.kind != "f" and not row.scale):
+                continue
+            x, y = expected[name], got[name].astype("float64")
+            if got[name].dtype.kind != "f":
+                y = (y - row.zero_point[0]) * row.scale[0]
+            if x.shape == y.shape:
+                sums[name] = sums.get(name, ErrorSums()).update(x, y)
+    off = [name for name, total in sums.items() if total.sqnr < decibels]
+    if off:
+        return off[0]
+    return min(sums, key=lambda name: sums[name].sqnr, default="")
+
+
+# --- Mending ----------------------------------------------------------------------------------
+
+
+def revert_operators(
+    prepared: PreparedModel,
+    qmod: tvm.IRModule,
+    dataset: Any,
+    batches: Sequence[Batch],
+    gaps: Sequence[OutputGap],
+    settings: QuantizeSettings,
+) -> tuple[tvm.IRModule, tuple[str, ...], list[OutputGap], bool]:
+    """(module, operators put back to float, its gaps, whether only integers part): as few as bring
+    the outputs back.
+
+    Few are found on the calibration graph, where an operator is switched by a parameter, on bad
+    samples. The integer module decides, on some that stand for all; while it falls short,
+    twice as many more go, or, where the calibration graph sees nothing wrong, the next one that is
+    off. Of those that went so, as many as can are taken back.
+    """
+    mapping, guarding = prepared.mapping, settings.guarding
+    if mapping is None:
+        raise ConfigError(
+            "The guard needs the QConfigMapping that the model was prepared with.", code="RQ102"
+        )
+    operators = find_rounding_operators(prepared)
+    # Each operator is switched alone, and what is behind it computed anew: half of the model.
+    each = max(count_all_macs(prepared) * len(operators) / 2, 1)
+    bad = pick_bad(prepared, batches, gaps, max(int(guarding.search_work / each), 1))
+    simulation = Simulation(prepared, open_dataset(bad, describe_inputs(prepared.mod)))
+    judged = pick_typical(prepared, batches, gaps, plan_looks(prepared, guarding)[0])
+
+    def build(names: Sequence[str]) -> tuple[tvm.IRModule, list[OutputGap]]:
+        changed = keep_parameters(prepared, names, dataset, settings.calibration)
+        module = lower_prepared(changed)
+        return module, measure_gaps(prepared.mod, module, judged)
+
+    order = rank_operators(simulation, settings.events, math.inf)
+    is_arithmetic = simulation.sqnr(operators) >= guarding.target_sqnr
+    if is_arithmetic:
+        names = [find_first_off(prepared, qmod, bad)]
+    else:
+        names = search_simulated(simulation, mapping, order, guarding.target_sqnr, math.inf)
+    enough = len(names)
+    module, found = build(names)
+    while guarding.is_parted(found) and len(names) < len(order):
+        off = find_first_off(prepared, module, bad) if is_arithmetic else ""
+        if off and off not in names:
+            names = [*names, off]
+        else:
+            count = min(2 * len(names) + 1, len(order))
+            names = [name for i, name in enumerate(order) if i < count or name in names]
+        module, found = build(names)
+    if len(names) > enough and not guarding.is_parted(found):
+        for name in names[::-1][:TAKEN_BACK]:
+            fewer = [other for other in names if other != name]
+            smaller, gaps = build(fewer)
+            if fewer and not guarding.is_parted(gaps) and is_enough(gaps, found, guarding):
+                names, module, found = fewer, smaller, gaps
+    return module, tuple(names), found, is_arithmetic
+
+
+def is_enough(
+    gaps: Sequence[OutputGap], reference: Sequence[OutputGap], settings: GuardSettings
+) -> bool:
+    """Whether outputs have the SQNR that operators are put back for, or what more of them give."""
+    least = min(settings.target_sqnr, *(gap.sqnr for gap in reference))
+    return all(gap.sqnr >= least for gap in gaps)
+
+
+def explain_reverted(ledger: Ledger, names: Collection[str], before: GuardResult) -> Ledger:
+    """The ledger with the guard's reason at each operator that it put back."""
+    for name in names:
+        ledger = ledger.with_refusal(
+            name,
+            f"put back to float by the guard: quantized, {before.describe()}",
+            "relayquant.compare and relayquant.lint tell whether its range or the data is wrong; "
+            "guard=Guard.OFF keeps it quantized",
+        )
+    return ledger

@@ -1,0 +1,138 @@
+"""The stages of `pipeline`, for those who want to stand between them: prepare, calibrate,
+convert_to_reference and lower, named as in PyTorch FX.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import tvm
+
+from relayquant.base.arguments import check_arguments
+from relayquant.config import BackendConfig, QConfigMapping
+from relayquant.errors import ConfigError
+from relayquant.flow.pipeline import (
+    calibrate_model,
+    convert_model,
+    lower_module,
+    lower_prepared,
+    prepare_model,
+    review_prepared,
+)
+from relayquant.flow.settings import CalibrateSettings, PrepareSettings, takes_settings
+from relayquant.stages.backends import find_backend, resolve_backend
+from relayquant.stages.prepared import PreparedModel
+
+
+@takes_settings(PrepareSettings)
+def prepare(
+    mod: tvm.IRModule,
+    params: Mapping[str, Any] | None = None,
+    qconfig_mapping: QConfigMapping | None = None,
+    backend_config: BackendConfig | str | None = None,
+    dataset: Any = None,
+    *,
+    settings: PrepareSettings,
+) -> PreparedModel:
+    """Canonical float module, plan and calibration graph of a model.
+
+    With a `dataset` (see `quantize`), inputs whose channels differ much in range are scaled, and
+    the weights they meet inversely: the same function, but one that loses less to 8 bits. So are,
+    except with effort "fast", channels between two layers; and quantized operators without a bias
+    get one of zeros, which calibration corrects.
+
+    Raises:
+        ModelError: the model is not one this package can work with.
+        ConfigError: a line of the mapping selects nothing; or with `strict`: the mapping asks for
+            what the backend cannot do, has a line that decides nothing, or quantizes nothing. These
+            are warnings else.
+    """
+    prepared = prepare_model(
+        mod, params, dataset, qconfig_mapping, resolve_backend(backend_config), settings
+    )
+    review_prepared(prepared, settings.strict)
+    return prepared
+
+
+@takes_settings(CalibrateSettings)
+def calibrate(prepared: PreparedModel, dataset: Any, settings: CalibrateSettings) -> PreparedModel:
+    """The prepared model with the parameters of every quantized value, picked from data.
+
+    Where the backend's accumulators are narrow, the scales of weights (of the second factor of a
+    product of two activations) are raised until the sums fit, as `Accumulator.bound` says, and
+    calibration starts again with them; a warning names what still does not fit.
+    Memory does not grow with the data: statistics stream, and values that later steps need wait on
+    disk. The result depends on neither `checkpoint` nor `executor`, nor on the number of workers,
+    bit for bit, as long as all processors are of one kind.
+
+    Args:
+        prepared: The prepared model; not changed. Parameters that it has already do not count.
+        dataset: See `quantize`; read once (and again when scales are raised).
+        calibration: Observer or callable for all activations.
+        order: See `Order`; as the level of effort says when None, but topological where a callable
+            picks parameters.
+        fit: How weights are rounded and biases corrected; as the level of effort says when None.
+        callbacks: See `relayquant.base.events.Callback`.
+        checkpoint: A folder. A calibration that was interrupted or killed goes on from there when
+            it is started again with the same arguments; the data set is then read again to see that
+            it is the same, and nothing that was computed is computed twice. Deleted in the end. It
+            holds the values that wait, about (largest activations alive at once) x samples x 4
+            bytes; without it they are in the system's temporary directory.
+        executor: Any `concurrent.futures.Executor`: a ProcessPoolExecutor whose processes are
+            spawned, `dask.distributed.Client(...).get_executor()`. Its workers run the model on
+            shards of the data; they must see the folder, so across machines name a `checkpoint` on
+            a file system that they share. Callables pick parameters in this process.
+        worker_timeout: Seconds, a day unless given. When no worker has returned anything for so
+            long, they hang, and that is an error; the processes of a ProcessPoolExecutor, which
+            nobody could leave any more, are killed. None waits for ever. Batches go out in shards,
+            at most 32 in each step: it is to be longer than one shard takes, and than a cluster
+            needs to start.
+
+    Raises:
+        DataError: the data set is empty or does not fit the model, or is not that of the
+            checkpoint.
+        ConfigError: `calibration` is no observer or callable, or picked something wrong; or the
+            folder belongs to another calibration (the message says what differs).
+        WorkerError: workers died, hang, or failed again and again; names the batches.
+    """
+    return calibrate_model(prepared, dataset, settings)
+
+
+@check_arguments
+def convert_to_reference(prepared: PreparedModel) -> tvm.IRModule:
+    """The reference form: dequantize - float operator - quantize. Runs on any target.
+
+    Raises:
+        ConfigError: the model is not calibrated.
+    """
+    return convert_model(prepared)
+
+
+@check_arguments
+def lower(
+    reference: tvm.IRModule | PreparedModel, backend_config: BackendConfig | str | None = None
+) -> tvm.IRModule:
+    """The integer module of a calibrated model or of its reference form.
+
+    Args:
+        reference: A calibrated model; what `convert_to_reference` gave; or a model that was
+            quantized elsewhere as `load` reads it, with its own quantize and dequantize operators.
+        backend_config: For a module of the last kind, the backend to run it on; None for that of
+            this machine. What was prepared knows its backend: a calibrated model all of it, a
+            reference form the name. Its BackendConfig is to be given only where that is none of
+            the built-in names.
+
+    Raises:
+        ConfigError: the model is not calibrated, or its backend is not known here.
+        ModelError: the module holds no quantized value.
+    """
+    if not isinstance(reference, PreparedModel):
+        return lower_module(reference, find_backend(reference, backend_config))
+    if backend_config is not None and resolve_backend(backend_config) != reference.backend:
+        raise ConfigError(
+            f"lower: the model was prepared for backend {reference.backend.name!r} and runs on no "
+            "other. Leave backend_config out, or prepare it for the other.",
+            code="RQ105",
+        )
+    return lower_prepared(reference)

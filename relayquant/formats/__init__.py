@@ -1,0 +1,1 @@
+"""Model files -> modules (`readers`) and modules -> model files (`writers`)."""

@@ -1,0 +1,204 @@
+"""Entry of the first stage: which reader takes a model file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import onnx
+import tvm
+
+from relayquant.base.arguments import check_arguments
+from relayquant.base.storage.files import reading
+from relayquant.base.storage.module_file import ARCHIVE_SUFFIX, read_module
+from relayquant.errors import ModelError
+from relayquant.formats.readers import import_onnx, import_tflite, import_torch
+from relayquant.formats.readers.files import DEFAULT_MAX_BYTES, PathLike, check_file
+from relayquant.formats.readers.onnx.inputs import Inputs
+from relayquant.relay import decode_params, from_json, from_text, is_relay_json
+
+Shapes: TypeAlias = Mapping[str, Sequence[int | str]]
+Params: TypeAlias = Mapping[str, Any]
+Imported: TypeAlias = tuple[tvm.IRModule, dict[str, np.ndarray]]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What `load` was asked for; `model` is a path, or an object of the format's."""
+
+    model: Any
+    shapes: Shapes | None
+    inputs: Inputs | None
+    params: Params | PathLike | None
+    max_bytes: int
+
+    @property
+    def path(self) -> Path:
+        return Path(self.model)
+
+
+@dataclass(frozen=True)
+class Format:
+    """A kind of model: the suffix of its files, what it is, which arguments of `load` apply, and
+    whether an object is one in memory.
+    """
+
+    suffix: str
+    kind: str
+    read: Callable[[Request], Imported]
+    takes_shapes: bool = False
+    takes_inputs: bool = False
+    takes_params: bool = False
+    is_model: Callable[[object], bool] = lambda model: False
+
+
+def _read_onnx(request: Request) -> Imported:
+    return import_onnx(
+        request.model, shapes=request.shapes, inputs=request.inputs, max_bytes=request.max_bytes
+    )
+
+
+def _read_tflite(request: Request) -> Imported:
+    return import_tflite(request.path, max_bytes=request.max_bytes)
+
+
+def _read_torch(request: Request) -> Imported:
+    return import_torch(request.model, max_bytes=request.max_bytes)
+
+
+def _read_relay_text(request: Request) -> Imported:
+    return from_text(_read_utf8(request), _find_params(request), shapes=request.shapes), {}
+
+
+def _read_relay_json(request: Request) -> Imported:
+    text = _read_utf8(request)
+    if not is_relay_json(text):
+        raise ModelError(
+            f"{str(request.path)!r} is no Relay module. A Relax module in JSON is read by "
+            "tvm.ir.load_json, and may be passed to relayquant directly.",
+            code="RQ201",
+        )
+    return from_json(text, _find_params(request), shapes=request.shapes), {}
+
+
+def _read_module(request: Request) -> Imported:
+    return read_module(check_file(request.path, request.max_bytes)), {}
+
+
+def _read_utf8(request: Request) -> str:
+    return check_file(request.path, request.max_bytes).read_bytes().decode("utf-8")
+
+
+def _find_params(request: Request) -> Params | None:
+    """The values given, or those in the file given, or those of `model.params` beside the model."""
+    given = request.params
+    if isinstance(given, Mapping):
+        return given
+    beside = request.path.with_suffix(".params")
+    if given is None and not beside.exists():
+        return None
+    file = check_file(beside if given is None else given, request.max_bytes)
+    return decode_params(file.read_bytes(), repr(str(file)))
+
+
+def _is_onnx(model: object) -> bool:
+    return isinstance(model, onnx.ModelProto)
+
+
+def _is_torch(model: object) -> bool:
+    """Whether it is a program or a module of PyTorch, which is not imported to see that."""
+    return any(kind.__module__.partition(".")[0] == "torch" for kind in type(model).__mro__)
+
+
+#: All kinds of models that can be read.
+FORMATS: tuple[Format, ...] = (
+    Format(".onnx", "ONNX", _read_onnx, takes_shapes=True, takes_inputs=True, is_model=_is_onnx),
+    Format(".tflite", "TensorFlow Lite", _read_tflite),
+    Format(".pt2", "torch.export", _read_torch, is_model=_is_torch),
+    Format(ARCHIVE_SUFFIX, "relayquant", _read_module),
+    Format(".relay", "Relay text", _read_relay_text, takes_shapes=True, takes_params=True),
+    Format(".json", "Relay JSON", _read_relay_json, takes_shapes=True, takes_params=True),
+)
+
+
+@check_arguments
+def load(
+    model: PathLike | onnx.ModelProto | Any,
+    *,
+    shapes: Shapes | None = None,
+    inputs: Inputs | None = None,
+    params: Params | PathLike | None = None,
+    max_bytes: int = DEFAULT_MAX_BYTES,
+) -> Imported:
+    """Read a model from a file, whose suffix says of which kind it is, or from memory.
+
+    Args:
+        model: An `onnx.ModelProto`, a `torch.export.ExportedProgram`, or the path of a file: .onnx,
+            .tflite, .pt2 (written by torch.export.save), .rqm (by `save_module`), or of Relay, as
+            TVM 0.7 to 0.19 wrote it: .relay (`mod.astext()`) or .json (`tvm.ir.save_json`).
+        shapes: Input name -> shape, to fix or rename symbolic dimensions (ONNX, Relay):
+            {"x": ("N", 3, 224, 224)}.
+        inputs: Input name -> its value, a number or an array (ONNX): {"sr": 16000}. The input
+            becomes a constant, an If on it the branch that is taken.
+        params: Relay only: {name: array} or a file that `save_param_dict` wrote; by default the
+            file `model.params` beside `model.relay`, if there is one.
+        max_bytes: Refuse larger files, external weights included.
+
+    Returns:
+        The module, and parameters that are not bound yet as {name: array}; {} for all kinds read
+        today. Parameters of a Relay module for which no value is found stay inputs.
+
+    Raises:
+        ModelError: no model, unknown suffix, unreadable file, or something in the model that is not
+            supported.
+        MissingDependencyError: an optional package is needed.
+    """
+    is_path = isinstance(model, str | os.PathLike)
+    found = _find_format(Path(model)) if is_path else _find_kind(model)
+    what = f"a {found.suffix} file" if is_path else f"a {type(model).__name__}"
+    for name, given, is_taken in (
+        ("shapes", shapes, found.takes_shapes),
+        ("inputs", inputs, found.takes_inputs),
+        ("params", params, found.takes_params),
+    ):
+        if given is not None and not is_taken:
+            raise ModelError(
+                f"{name}= does not apply to {what} ({found.kind}), which holds its own. Leave it "
+                "out.",
+                code="RQ201",
+            )
+    request = Request(model, shapes, inputs, params, max_bytes)
+    if not is_path:
+        return found.read(request)
+    with reading(model, f"{found.kind} model", ModelError):
+        return found.read(request)
+
+
+def _find_format(path: Path) -> Format:
+    """The format of a file; ModelError if its suffix is that of none."""
+    for each in FORMATS:
+        if each.suffix == path.suffix.lower():
+            return each
+    kinds = ", ".join(f"{each.suffix} ({each.kind})" for each in FORMATS)
+    raise ModelError(
+        f"Cannot tell from the name of {str(path)!r} what kind of model it is. Readable: {kinds}. "
+        "Any module of a TVM frontend may also be passed to relayquant directly.",
+        code="RQ201",
+    )
+
+
+def _find_kind(model: object) -> Format:
+    """The format of a model in memory; ModelError if there is none for it."""
+    for each in FORMATS:
+        if each.is_model(model):
+            return each
+    raise ModelError(
+        f"load takes the path of a file, an onnx.ModelProto or a torch.export.ExportedProgram, and "
+        f"was given a {type(model).__name__}. A module of TVM needs no loading: pass it to "
+        "relayquant directly.",
+        code="RQ201",
+    )

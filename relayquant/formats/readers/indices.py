@@ -1,0 +1,86 @@
+"""First stage: indices as every frontend has them become those of Relax."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tvm_ffi
+from tvm import relax
+
+from relayquant.formats.readers.refusal import Refusal
+from relayquant.ir.rewrite.graph import static_size, tensor_dtype
+
+
+def count_from_start(bb: relax.BlockBuilder, index: relax.Expr, size: Any) -> relax.Expr:
+    """An index, plus the size of its axis (a number, or a value of the run time) where it is
+    negative.
+
+    Raises:
+        Refusal: the size is symbolic.
+    """
+    dtype, count = tensor_dtype(index), static_size(size)
+    if count is not None:
+        size = relax.const(count, dtype)
+    elif not isinstance(getattr(size, "ty", None), relax.TensorType):
+        raise Refusal(f"it has indices for an axis of size {size}; supported: fixed sizes")
+    shifted = bb.emit(relax.op.add(index, size))
+    is_negative = bb.emit(relax.op.less(index, relax.const(0, dtype)))
+    return bb.emit(relax.op.where(is_negative, shifted, index))
+
+
+def gather_elements(
+    bb: relax.BlockBuilder, data: relax.Expr, index: relax.Expr, axis: int
+) -> relax.Expr:
+    """data[i, index[i, j]] -> R.gather_elements of what the index reaches.
+
+    R.gather_elements wants data and index of the same sizes on the other axes, where the index of
+    ONNX and PyTorch may be smaller.
+    """
+    axis %= data.ty.ndim
+    sizes = list(zip(data.ty.shape.values, index.ty.shape.values, strict=True))
+    wider = [
+        at
+        for at, (have, want) in enumerate(sizes)
+        if at != axis and not tvm_ffi.structural_equal(have, want)
+    ]
+    if wider:
+        zeros, ends = [0] * len(wider), [sizes[at][1] for at in wider]
+        ones = [1] * len(wider)
+        data = bb.emit(relax.op.strided_slice(data, wider, zeros, ends, ones, assume_inbound=True))
+    return relax.op.gather_elements(data, index, axis)
+
+
+def scatter_elements(
+    bb: relax.BlockBuilder,
+    data: relax.Expr,
+    index: relax.Expr,
+    sizes: Sequence[Any],
+    updates: relax.Expr,
+    axis: int,
+    reduction: str,
+) -> relax.Expr:
+    """data[i, index[i, j]] = updates[i, j], of `index` with the given sizes -> R.scatter_nd.
+
+    R.scatter_elements puts them in wrong places where `index` is smaller than the data along
+    another axis.
+    """
+    dtype = tensor_dtype(index)
+    known = [static_size(size) for size in sizes]
+    if None in known:
+        places = [_count_along(bb, sizes, at, dtype) for at in range(len(sizes))]
+    else:
+        places = [relax.const(at.astype(dtype), dtype) for at in np.indices(known)]
+    places[axis] = index
+    return bb.emit(
+        relax.op.scatter_nd(data, bb.emit(relax.op.stack(places, -1)), updates, reduction)
+    )
+
+
+def _count_along(bb: relax.BlockBuilder, sizes: Sequence[Any], axis: int, dtype: str) -> relax.Expr:
+    """For each element of a tensor of these sizes its position along an axis."""
+    ramp = bb.emit(relax.op.arange(0, sizes[axis], 1, dtype))
+    others = [at for at in range(len(sizes)) if at != axis]
+    column = bb.emit(relax.op.expand_dims(ramp, others)) if others else ramp
+    return bb.emit(relax.op.broadcast_to(column, relax.ShapeExpr(list(sizes))))

@@ -1,0 +1,120 @@
+"""First stage, ONNX: activations that another operator names: gates of LSTM, GRU and RNN, and what
+is fused to a convolution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from tvm import relax
+
+from relayquant.formats.readers.elu import emit_elu, scalar
+from relayquant.formats.readers.refusal import Refusal
+
+#: Adds the activation of a value, given alpha and beta.
+Apply = Callable[[relax.BlockBuilder, relax.Expr, float, float], relax.Expr]
+
+
+@dataclass(frozen=True)
+class Activation:
+    """An activation by the definition in ONNX's operator LSTM.
+
+    Attributes:
+        name: As ONNX writes it.
+        apply: Adds it.
+        parameters: Those of "alpha" and "beta" that it takes -> the default; None where it must be
+            given, since the specification and ONNX Runtime have different defaults, or the former
+            has none.
+    """
+
+    name: str
+    apply: Apply
+    parameters: Mapping[str, float | None] = field(default_factory=dict)
+
+    def choose_parameters(self, given: Mapping[str, list[float]]) -> tuple[float, float]:
+        """(alpha, beta), taken from the front of the lists that are given; 0 where it has none.
+
+        Raises:
+            Refusal: it lacks a parameter.
+        """
+        values = {"alpha": 0.0, "beta": 0.0}
+        for key, default in self.parameters.items():
+            value = given[key].pop(0) if given[key] else default
+            if value is None:
+                raise Refusal(
+                    f"activation {self.name!r} has no {key}, for which runtimes take different "
+                    "values; give it"
+                )
+            values[key] = float(value)
+        return values["alpha"], values["beta"]
+
+
+def find_activation(name: str) -> Activation:
+    """An activation by its name, in whatever case.
+
+    Raises:
+        Refusal: there is no such activation.
+    """
+    for activation in ACTIVATIONS:
+        if activation.name.lower() == name.lower():
+            return activation
+    known = ", ".join(activation.name for activation in ACTIVATIONS)
+    raise Refusal(f"activation {name!r} is not known; allowed: {known}")
+
+
+def affine(bb: relax.BlockBuilder, x: relax.Expr, alpha: float, beta: float) -> relax.Expr:
+    """alpha * x + beta"""
+    product = bb.emit(relax.op.multiply(x, scalar(alpha, x)))
+    return bb.emit(relax.op.add(product, scalar(beta, x)))
+
+
+def hard_sigmoid(bb: relax.BlockBuilder, x: relax.Expr, alpha: float, beta: float) -> relax.Expr:
+    """clip(alpha * x + beta, 0, 1)"""
+    return bb.emit(relax.op.clip(affine(bb, x, alpha, beta), 0.0, 1.0))
+
+
+def scaled_tanh(bb: relax.BlockBuilder, x: relax.Expr, alpha: float, beta: float) -> relax.Expr:
+    """alpha * tanh(beta * x)"""
+    inner = bb.emit(relax.op.multiply(x, scalar(beta, x)))
+    return bb.emit(relax.op.multiply(bb.emit(relax.op.tanh(inner)), scalar(alpha, x)))
+
+
+def thresholded_relu(
+    bb: relax.BlockBuilder, x: relax.Expr, alpha: float, beta: float
+) -> relax.Expr:
+    """x where x >= alpha, else 0"""
+    above = bb.emit(relax.op.greater_equal(x, scalar(alpha, x)))
+    return bb.emit(relax.op.where(above, x, scalar(0.0, x)))
+
+
+def softsign(bb: relax.BlockBuilder, x: relax.Expr, alpha: float, beta: float) -> relax.Expr:
+    """x / (1 + |x|)"""
+    size = bb.emit(relax.op.add(bb.emit(relax.op.abs(x)), scalar(1.0, x)))
+    return bb.emit(relax.op.divide(x, size))
+
+
+def softplus(bb: relax.BlockBuilder, x: relax.Expr, alpha: float, beta: float) -> relax.Expr:
+    """log(1 + exp(x)) = max(x, 0) + log(1 + exp(-|x|)), which does not overflow"""
+    size = bb.emit(relax.op.negative(bb.emit(relax.op.abs(x))))
+    tail = bb.emit(relax.op.add(bb.emit(relax.op.exp(size)), scalar(1.0, x)))
+    return bb.emit(relax.op.add(bb.emit(relax.op.nn.relu(x)), bb.emit(relax.op.log(tail))))
+
+
+ACTIVATIONS: tuple[Activation, ...] = (
+    Activation("Relu", lambda bb, x, alpha, beta: bb.emit(relax.op.nn.relu(x))),
+    Activation("Tanh", lambda bb, x, alpha, beta: bb.emit(relax.op.tanh(x))),
+    Activation("Sigmoid", lambda bb, x, alpha, beta: bb.emit(relax.op.sigmoid(x))),
+    Activation("Affine", affine, {"alpha": None, "beta": None}),
+    Activation(
+        "LeakyRelu",
+        lambda bb, x, alpha, beta: bb.emit(relax.op.nn.leakyrelu(x, alpha)),
+        {"alpha": 0.01},
+    ),
+    Activation("ThresholdedRelu", thresholded_relu, {"alpha": None}),
+    Activation("ScaledTanh", scaled_tanh, {"alpha": None, "beta": None}),
+    Activation("HardSigmoid", hard_sigmoid, {"alpha": 0.2, "beta": 0.5}),
+    Activation("Elu", lambda bb, x, alpha, beta: emit_elu(bb, x, alpha), {"alpha": 1.0}),
+    Activation("Softsign", softsign),
+    Activation("Softplus", softplus),
+)

@@ -1,0 +1,196 @@
+"""First stage, ONNX: elementwise operators that TVM's frontend gets wrong or cannot compile.
+
+Each function is a `Convert` as described in `relayquant.formats.readers.onnx.operators`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from tvm import relax
+
+from relayquant.formats.readers.refusal import Refusal
+from relayquant.ir.rewrite.graph import constant_value
+
+#: Unsigned integers have no sign to keep, so that a shift by their width leaves nothing.
+UNSIGNED = ("uint8", "uint16", "uint32", "uint64")
+
+
+def dtype_of(value: relax.Expr) -> str:
+    """The dtype of a tensor."""
+    return str(value.ty.dtype)
+
+
+def convert_mod(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr | None:
+    """Mod of floats -> R.mod, whose sign is that of the dividend; fmod=0 wants that of the divisor,
+    so that the divisor is added where the signs differ. R.floor_mod is NaN for infinite divisors.
+
+    Integers are left to TVM.
+    """
+    left, right = inputs
+    dtype = dtype_of(left)
+    if not dtype.startswith("float"):
+        return None
+    rest = bb.emit(relax.op.mod(left, right))
+    if attrs.get("fmod", 0):
+        return rest
+    zero = relax.const(0.0, dtype)
+    negative = [bb.emit(relax.op.less(value, zero)) for value in (rest, right)]
+    differs = bb.emit(relax.op.logical_xor(*negative))
+    is_rest = bb.emit(relax.op.not_equal(rest, zero))
+    moved = bb.emit(relax.op.add(rest, right))
+    return relax.op.where(bb.emit(relax.op.logical_and(differs, is_rest)), moved, rest)
+
+
+def convert_bit_shift(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr:
+    """BitShift by at least the width, or by a negative count read as unsigned, leaves nothing but
+    copies of the sign; in LLVM it is undefined.
+    """
+    data, count = inputs
+    dtype = dtype_of(data)
+    width = np.iinfo(dtype).bits
+    is_left = attrs["direction"] == b"LEFT"
+    last = relax.const(width - 1, dtype)
+    too_far = bb.emit(relax.op.greater(count, last))
+    if dtype not in UNSIGNED:
+        is_negative = bb.emit(relax.op.less(count, relax.const(0, dtype)))
+        too_far = bb.emit(relax.op.logical_or(too_far, is_negative))
+    near = bb.emit(relax.op.where(too_far, last, count))
+    shift = relax.op.left_shift if is_left else relax.op.right_shift
+    shifted = bb.emit(shift(data, near))
+    if not is_left and dtype not in UNSIGNED:
+        return shifted
+    return relax.op.where(too_far, relax.const(0, dtype), shifted)
+
+
+def convert_is_inf(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr:
+    """IsInf with its flags -> comparisons with the infinities that are asked for."""
+    (data,) = inputs
+    wanted = [
+        value
+        for name, value in (("detect_positive", math.inf), ("detect_negative", -math.inf))
+        if attrs.get(name, 1)
+    ]
+    if len(wanted) == 2:
+        return relax.op.isinf(data)
+    if not wanted:
+        return relax.op.less(data, relax.const(-math.inf, dtype_of(data)))  # of no element
+    return relax.op.equal(data, relax.const(wanted[0], dtype_of(data)))
+
+
+def convert_sinh(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr:
+    """Sinh -> (e^x - e^-x) / 2, which cancels near 0: there x + x^3/3! + ... + x^9/9!, whose first
+    missing term is below 3e-8 of the result for |x| < 1. LLVM has no such intrinsic.
+    """
+    (data,) = inputs
+    dtype = dtype_of(data)
+    square = bb.emit(relax.op.multiply(data, data))
+    series = relax.const(1.0 / math.factorial(15), dtype)
+    for power in range(13, 0, -2):
+        series = bb.emit(relax.op.multiply(series, square))
+        series = bb.emit(relax.op.add(series, relax.const(1.0 / math.factorial(power), dtype)))
+    series = bb.emit(relax.op.multiply(series, data))
+    is_small = bb.emit(relax.op.less(square, relax.const(1.0, dtype)))
+    return relax.op.where(is_small, series, _halve_exponentials(bb, data, relax.op.subtract))
+
+
+def convert_cosh(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr:
+    """Cosh -> (e^x + e^-x) / 2. LLVM has no such intrinsic."""
+    return _halve_exponentials(bb, inputs[0], relax.op.add)
+
+
+def _halve_exponentials(
+    bb: relax.BlockBuilder,
+    data: relax.Expr,
+    join: Callable[[relax.Expr, relax.Expr], relax.Expr],
+) -> relax.Expr:
+    up = bb.emit(relax.op.exp(data))
+    down = bb.emit(relax.op.exp(bb.emit(relax.op.negative(data))))
+    return bb.emit(relax.op.multiply(bb.emit(join(up, down)), relax.const(0.5, dtype_of(data))))
+
+
+def convert_pow(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr | None:
+    """Pow of mixed dtypes, whose result has the dtype of the base; of integers by squaring, which
+    is exact and wraps as numpy does, in operators that TVM's own pipelines compile as well, which
+    R.power of integers is not; negative powers of integers are cut off, as ONNX Runtime has them.
+    """
+    base, exponent = inputs
+    kinds = dtype_of(base), dtype_of(exponent)
+    if all(kind.startswith("float") for kind in kinds):
+        if kinds[0] == kinds[1]:
+            return None
+        return relax.op.power(base, bb.emit(relax.op.astype(exponent, kinds[0])))
+    if kinds[0].startswith("float"):
+        return relax.op.power(base, bb.emit(relax.op.astype(exponent, kinds[0])))
+    if kinds[1].startswith("float"):
+        wide = [bb.emit(relax.op.astype(value, "float64")) for value in (base, exponent)]
+        return relax.op.astype(bb.emit(relax.op.power(*wide)), kinds[0])
+    array = constant_value(exponent)
+    width = np.iinfo(kinds[1]).bits - (kinds[1] not in UNSIGNED)
+    known = array is not None and (array >= 0).all()
+    bits = int(np.max(array, initial=0)).bit_length() if known else width
+    one = relax.const(1, kinds[0])
+    result: relax.Expr = bb.emit(
+        relax.op.add(relax.op.multiply(base, relax.const(0, kinds[0])), one)
+    )
+    power = base
+    for at in range(bits):
+        factor = _select_bit(bb, exponent, at, power, one)
+        result = bb.emit(relax.op.multiply(result, factor))
+        power = bb.emit(relax.op.multiply(power, power)) if at + 1 < bits else power
+    if known or kinds[1] in UNSIGNED:
+        return result
+    # 1 / x^n is cut off to 0 but for 1 and -1, whose powers do not depend on the higher bits.
+    zero = relax.const(0, kinds[0])
+    is_fraction = bb.emit(relax.op.less(exponent, relax.const(0, kinds[1])))
+    for unit in (1,) if kinds[0] in UNSIGNED else (1, -1):
+        is_other = bb.emit(relax.op.not_equal(base, relax.const(unit, kinds[0])))
+        is_fraction = bb.emit(relax.op.logical_and(is_fraction, is_other))
+    return relax.op.where(is_fraction, zero, result)
+
+
+def _select_bit(
+    bb: relax.BlockBuilder, value: relax.Expr, at: int, yes: relax.Expr, no: relax.Expr
+) -> relax.Expr:
+    """`yes` where bit `at` of `value` is set."""
+    dtype = dtype_of(value)
+    bit = bb.emit(relax.op.bitwise_and(value, relax.const(1 << at, dtype)))
+    return bb.emit(relax.op.where(bb.emit(relax.op.not_equal(bit, relax.const(0, dtype))), yes, no))
+
+
+def convert_dropout(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr:
+    """Dropout in inference -> its input, and a mask that keeps everything.
+
+    Raises:
+        Refusal: it is in training mode, or only the run time knows.
+    """
+    data = inputs[0]
+    ratio, mode = (*inputs[1:], None, None)[:2]
+    if mode is not None:
+        is_training = constant_value(mode)
+        share = None if ratio is None else constant_value(ratio)
+        drops_none = share is not None and share.item() == 0.0
+        if not drops_none and (is_training is None or is_training.item()):
+            raise Refusal("training_mode is not false; supported: inference")
+    if attrs["tvm_custom"]["num_outputs"] == 1:
+        return data
+    dtype = "bool" if opset >= 10 else dtype_of(data)
+    ones = relax.op.full(data.ty.shape, relax.const(True if dtype == "bool" else 1.0, dtype))
+    return relax.Tuple([data, bb.emit(ones)])

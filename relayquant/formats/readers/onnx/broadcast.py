@@ -1,0 +1,167 @@
+"""First stage, ONNX: broadcasts of sizes that only the run time knows.
+
+A symbolic size N against another one, or against 4, is right where N is 1 or the other size. Relax
+gives up the shape of the result, and kernels of R.broadcast_to read beyond the data where N is 1.
+An axis of such a size is taken with the indices min(0 ... size - 1, N - 1) instead, and a
+match_cast refuses every other N at run time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tvm_ffi
+from tvm import relax, tirx
+
+from relayquant.formats.readers.onnx.sizes import count_sizes, emit_shape, read_sizes
+from relayquant.formats.readers.onnx.symbolic import larger
+from relayquant.formats.readers.refusal import Refusal
+from relayquant.ir.rewrite.graph import static_size
+
+#: Operators that broadcast all their operands to one shape. MatMul does it with all but two axes.
+ELEMENTWISE = frozenset(
+    (
+        "Add",
+        "And",
+        "BitShift",
+        "BitwiseAnd",
+        "BitwiseOr",
+        "BitwiseXor",
+        "Div",
+        "Equal",
+        "Greater",
+        "GreaterOrEqual",
+        "Less",
+        "LessOrEqual",
+        "Max",
+        "Mean",
+        "Min",
+        "Mod",
+        "Mul",
+        "Or",
+        "PRelu",
+        "Pow",
+        "Sub",
+        "Sum",
+        "Where",
+        "Xor",
+    )
+)
+
+Size = Any  #: of a tensor: a number or a symbolic one
+
+
+def list_sizes(data: relax.Expr) -> list[Size]:
+    """The sizes of a tensor of known shape."""
+    values = data.ty.shape.values
+    return [size if (known := static_size(size)) is None else known for size in values]
+
+
+def merge_sizes(one: Size, other: Size) -> Size:
+    """The size that two sizes of an axis are broadcast to; a known one that is not 1 wins.
+
+    Raises:
+        Refusal: they are different numbers, and none is 1.
+    """
+    known = [isinstance(size, int) for size in (one, other)]
+    if (known[0] and one == 1) or is_same(one, other):
+        return other
+    if known[1] and other == 1:
+        return one
+    if all(known):
+        raise Refusal(f"its sizes {one} and {other} do not fit; allowed: equal sizes, and 1")
+    if any(known):
+        return one if known[0] else other
+    return larger(one, other)
+
+
+def is_same(one: Size, other: Size) -> bool:
+    """Whether two sizes are the same in every run, as far as their form tells."""
+    if isinstance(one, int) or isinstance(other, int):
+        return isinstance(one, int) and isinstance(other, int) and one == other
+    return bool(tvm_ffi.structural_equal(one, other))
+
+
+def merge_shapes(shapes: Sequence[Sequence[Size]]) -> list[Size]:
+    """The shape that all shapes are broadcast to."""
+    rank = max(map(len, shapes))
+    merged: list[Size] = [1] * rank
+    for shape in shapes:
+        padded = [1] * (rank - len(shape)) + list(shape)
+        merged = [merge_sizes(*pair) for pair in zip(merged, padded, strict=True)]
+    return merged
+
+
+def spread_operands(
+    bb: relax.BlockBuilder, op: str, operands: Sequence[relax.Expr | None]
+) -> Sequence[relax.Expr | None]:
+    """The operands of an operator, with equal sizes on the axes where Relax cannot broadcast."""
+    tensors = [each for each in operands if isinstance(getattr(each, "ty", None), relax.TensorType)]
+    kept = 2 if op == "MatMul" else 0
+    if (op not in ELEMENTWISE and not kept) or len(tensors) != len(operands):
+        return list(operands)
+    shapes = [list_sizes(each)[: each.ty.ndim - kept] for each in tensors]
+    if min(each.ty.ndim for each in tensors) < kept or all(
+        isinstance(size, int) for shape in shapes for size in shape
+    ):
+        return list(operands)
+    wanted = merge_shapes(shapes)
+    if not kept:  # TVM does not compile batches of products of a size that a match_cast reads
+        wanted = [settle_size(bb, size) for size in wanted]
+    return [
+        spread_axes(bb, each, wanted[len(wanted) - len(shape) :])
+        for each, shape in zip(tensors, shapes, strict=True)
+    ]
+
+
+def settle_size(bb: relax.BlockBuilder, size: Size) -> Size:
+    """max(N, M) as one symbolic size, which a match_cast reads at run time: TVM's passes fail where
+    a size compares two others.
+    """
+    if not isinstance(size, tirx.Max):
+        return size
+    parts = [relax.ShapeExpr([settle_size(bb, part)]) for part in (size.a, size.b)]
+    tensors = [bb.emit(relax.op.shape_to_tensor(part)) for part in parts]
+    (settled,) = emit_shape(bb, bb.emit(relax.op.maximum(*tensors)), 1).values
+    return settled
+
+
+def spread_axes(bb: relax.BlockBuilder, data: relax.Expr, wanted: Sequence[Size]) -> relax.Expr:
+    """The data with the wanted sizes on those of its first axes whose size is symbolic."""
+    sizes = list_sizes(data)
+    for axis, (size, want) in enumerate(zip(sizes, wanted, strict=False)):
+        if isinstance(size, int) or is_same(size, want):
+            continue
+        have, all_of_it = (
+            bb.emit(relax.op.shape_to_tensor(relax.ShapeExpr([each]))) for each in (size, want)
+        )
+        one = relax.const(1, "int64")
+        is_one = bb.emit(relax.op.equal(have, one))
+        (count,) = emit_shape(bb, bb.emit(relax.op.where(is_one, all_of_it, have)), 1).values
+        ramp = bb.emit(relax.op.arange(0, count, 1, "int64"))
+        last = bb.emit(relax.op.subtract(have, one))
+        taken = bb.emit(relax.op.take(data, bb.emit(relax.op.minimum(ramp, last)), axis))
+        sizes[axis] = want
+        data = bb.match_cast(taken, relax.TensorType(sizes, data.ty.dtype))
+    return data
+
+
+def broadcast(bb: relax.BlockBuilder, data: relax.Expr, wanted: Sequence[Size]) -> relax.Expr:
+    """The data broadcast to a shape with at least its rank, which it fits."""
+    wanted = [settle_size(bb, size) for size in wanted]
+    spread = spread_axes(bb, data, wanted[len(wanted) - data.ty.ndim :])
+    return relax.op.broadcast_to(spread, relax.ShapeExpr(list(wanted)))
+
+
+def convert_expand(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr:
+    """Expand -> R.broadcast_to, where sizes are constants, sizes of the model, or of the run
+    time.
+    """
+    data, wanted = inputs
+    sizes = read_sizes(wanted)
+    if sizes is None:
+        sizes = list(emit_shape(bb, wanted, count_sizes(wanted)).values)
+    return broadcast(bb, data, merge_shapes([list_sizes(data), sizes]))

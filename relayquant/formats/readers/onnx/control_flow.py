@@ -1,0 +1,220 @@
+"""First stage, ONNX: If, Loop and Scan, whose way is known while the model is read, become the
+operators of the bodies that they run.
+
+What is behind control flow could not be quantized, and `main` is one dataflow block. So a Loop or
+Scan needs a constant number of steps: of sizes that the inputs have, or of inputs that are fixed
+(`load(..., inputs={"sr": 16000})`). Of an If whose condition only the run time knows both branches
+are computed, and one of the results is chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import tvm
+import tvm_ffi
+from tvm import relax
+
+from relayquant.errors import format_count
+from relayquant.formats.readers.onnx.fold import find_array
+from relayquant.formats.readers.onnx.steps import (
+    check_steps,
+    find_length,
+    stack_values,
+    take_element,
+)
+from relayquant.formats.readers.onnx.symbolic import emit_tensor
+from relayquant.formats.readers.refusal import Refusal, describe, find_inputs
+from relayquant.ir.rewrite.graph import tensor_shape
+
+#: Adds the operators of a body, given values for its inputs; returns its outputs.
+BuildBody = Callable[[onnx.GraphProto, Sequence[relax.Expr]], list[relax.Expr]]
+
+#: Adds what a node does, given the builder, inputs and attributes; returns its outputs.
+ConvertFlow = Callable[
+    [relax.BlockBuilder, Sequence[Any], dict[str, Any], BuildBody], list[relax.Expr]
+]
+
+
+def choose_branch(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], build: BuildBody
+) -> list[relax.Expr]:
+    """If(condition) -> the outputs of the branch that is taken; the other is not looked at.
+
+    A condition of the run time: R.where(condition, output of one branch, output of the other).
+
+    Raises:
+        Refusal: such a condition is not one number, or the branches give values of different types
+            or shapes, or none that are tensors.
+    """
+    condition = find_array(inputs[0])
+    if condition is not None:
+        return build(attrs["then_branch" if condition.item() else "else_branch"], [])
+    shape = tensor_shape(inputs[0])
+    if shape is None or any(size != 1 for size in shape):
+        raise Refusal(f"its condition has the shape {shape}; allowed: one number")
+    scalar = bb.emit(relax.op.reshape(inputs[0], relax.ShapeExpr([])))
+    results = (build(attrs[name], []) for name in ("then_branch", "else_branch"))
+    return [choose_value(bb, inputs[0], scalar, *pair) for pair in zip(*results, strict=True)]
+
+
+def choose_value(
+    bb: relax.BlockBuilder,
+    condition: relax.Expr,
+    scalar: relax.Expr,
+    left: relax.Expr,
+    right: relax.Expr,
+) -> relax.Expr:
+    """left where the condition holds, else right.
+
+    Raises:
+        Refusal: they are no tensors of the same type and shape.
+    """
+    pair = [
+        emit_tensor(bb, value)
+        if isinstance(value, relax.ShapeExpr) or tvm.ir.is_prim_expr(value)
+        else value
+        for value in (left, right)
+    ]
+    types = [value.ty for value in pair]
+    if not isinstance(types[0], relax.TensorType) or not tvm_ffi.structural_equal(*types):
+        raise Refusal(
+            f"its condition is known at run time only, and its branches give {describe(left)} and "
+            f"{describe(right)}; supported: tensors of the same type and shape, as both branches "
+            "are computed",
+            refuse_source(bb, "condition", condition).remedy,
+        )
+    return bb.normalize(relax.op.where(scalar, *pair))
+
+
+def unroll_loop(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], build: BuildBody
+) -> list[relax.Expr]:
+    """Loop(count, condition, values) -> its body as often as it runs: the last values, then what
+    the steps collected, stacked along a new first axis.
+
+    Raises:
+        Refusal: the number of steps is not constant, or more than `MAX_STEPS`; or there is none
+            where results are collected, which then have no known shape.
+    """
+    count, condition, *values = inputs
+    most = None
+    if count is not None:
+        array = find_array(count)
+        if array is None:
+            raise refuse_source(bb, "number of steps", count)
+        most = int(array.item())
+    goes_on = condition is None or read_condition(bb, condition)
+    body, steps = attrs["body"], 0
+    carried = len(values)
+    collected: list[list[relax.Expr]] = [[] for _ in body.output[1 + carried :]]
+    while goes_on and (most is None or steps < most):
+        check_steps(steps + 1)
+        state = [relax.const(np.array(steps), "int64"), relax.const(np.array(True), "bool")]
+        condition, *outputs = build(body, [*state, *values])
+        values = outputs[:carried]
+        for items, output in zip(collected, outputs[carried:], strict=True):
+            items.append(output)
+        goes_on, steps = read_condition(bb, condition), steps + 1
+    if collected and not steps:
+        raise Refusal("it takes no step, and what it would collect has no known shape")
+    return [*values, *(stack_values(bb, items, 0) for items in collected)]
+
+
+def unroll_scan(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], build: BuildBody
+) -> list[relax.Expr]:
+    """Scan(states, sequences) -> its body for each element of the sequences: the last states, then
+    what the steps gave, stacked.
+
+    Raises:
+        Refusal: the length of a sequence is not known, is 0, or more than `MAX_STEPS`; or the
+            lengths differ.
+    """
+    body, count = attrs["body"], int(attrs["num_scan_inputs"])
+    if len(body.input) != len(inputs):
+        raise Refusal(
+            f"its body has {format_count(len(body.input), 'input')} for "
+            f"{format_count(len(inputs), 'operand')}; supported: as many, as from opset 9 on",
+            "Convert the model: onnx.version_converter.convert_version(model, 13)",
+        )
+    values, sequences = list(inputs)[:-count], list(inputs)[-count:]
+    given = len(body.output) - len(values)
+    axes = read_list(attrs, "scan_input_axes", count)
+    backwards = read_list(attrs, "scan_input_directions", count)
+    output_axes = read_list(attrs, "scan_output_axes", given)
+    output_backwards = read_list(attrs, "scan_output_directions", given)
+    lengths = {find_length(bb, data, axis) for data, axis in zip(sequences, axes, strict=True)}
+    if len(lengths) != 1:
+        raise Refusal(f"its sequences have different lengths: {sorted(lengths)}")
+    (length,) = lengths
+    check_steps(length)
+    collected: list[list[relax.Expr]] = [[] for _ in range(given)]
+    for step in range(length):
+        elements = [
+            take_element(bb, data, length - 1 - step if is_reversed else step, axis)
+            for data, axis, is_reversed in zip(sequences, axes, backwards, strict=True)
+        ]
+        outputs = build(body, [*values, *elements])
+        values = outputs[: len(values)]
+        for items, output in zip(collected, outputs[len(values) :], strict=True):
+            items.append(output)
+    stacked = [
+        stack_values(bb, items[::-1] if is_reversed else items, axis)
+        for items, axis, is_reversed in zip(collected, output_axes, output_backwards, strict=True)
+    ]
+    return [*values, *stacked]
+
+
+def read_list(attrs: dict[str, Any], name: str, count: int) -> list[int]:
+    """An attribute with a number for each sequence, 0 by default.
+
+    Raises:
+        Refusal: it has another length.
+    """
+    values = [int(value) for value in attrs.get(name, [0] * count)]
+    if len(values) != count:
+        raise Refusal(
+            f"{name} has {format_count(len(values), 'number')} for "
+            f"{format_count(count, 'sequence')}"
+        )
+    return values
+
+
+def read_condition(bb: relax.BlockBuilder, condition: relax.Expr) -> bool:
+    """The value of a constant condition.
+
+    Raises:
+        Refusal: it is not constant; says on which inputs of the model it depends.
+    """
+    array = find_array(condition)
+    if array is None:
+        raise refuse_source(bb, "condition", condition)
+    return bool(array.item())
+
+
+def refuse_source(bb: relax.BlockBuilder, what: str, value: relax.Expr) -> Refusal:
+    """Of what should be constant: what it depends on, and what to do."""
+    names = list(find_inputs(value, bb.lookup_binding))
+    if not names:
+        return Refusal(
+            f"its {what} depends on sizes that are not known; supported: constants",
+            "Fix them while loading: shapes={name of an input: (2, 3)}, --shape in a shell",
+        )
+    inputs = ", ".join(map(repr, names))
+    return Refusal(
+        f"its {what} is computed from {inputs} at run time; supported: constants",
+        f"Fix an input while loading: inputs={{{names[0]!r}: value}}, or the sizes that it depends "
+        f"on: shapes={{{names[0]!r}: (...)}}; --input and --shape in a shell",
+    )
+
+
+#: Operator -> what takes its place.
+CONTROL_FLOW: dict[str, ConvertFlow] = {
+    "If": choose_branch,
+    "Loop": unroll_loop,
+    "Scan": unroll_scan,
+}

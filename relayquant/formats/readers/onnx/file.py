@@ -1,0 +1,305 @@
+"""First stage, ONNX: a file is read and found right before anything is converted, and what callers
+say of its sizes is put into it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import onnx
+import onnx.inliner
+from onnx.external_data_helper import ExternalDataInfo, uses_external_data
+
+from relayquant.base.storage.files import reading
+from relayquant.errors import ModelError, format_count, suggest_name
+from relayquant.formats.readers.files import PathLike, check_file
+
+#: Broadcasting works as in numpy from here on; older models carry axis attributes that TVM ignores.
+MIN_OPSET = 7
+
+#: Largest input or weight that is taken for meant, in elements.
+MAX_ELEMENTS = 2**40
+
+
+def read_model(path: PathLike, max_bytes: int) -> onnx.ModelProto:
+    """The model of a file, with the data that lies in files beside it.
+
+    Raises:
+        ModelError: there is no such file, it is too large, or it holds something else.
+    """
+    path = check_file(path, max_bytes)
+    with reading(path, "ONNX model", ModelError):
+        model = onnx.load(str(path), load_external_data=False)
+    if not model.HasField("graph"):
+        raise ModelError(f"{str(path)!r} is not an ONNX model: it holds no graph.", code="RQ202")
+    external = {
+        name: external_file(path, tensor, name)
+        for name, tensor in model_tensors(model)
+        if uses_external_data(tensor)
+    }
+    if external:
+        extra = sum(file.stat().st_size for file in set(external.values()))
+        check_file(path, max_bytes, extra_bytes=extra)
+        try:
+            onnx.load_external_data_for_model(model, str(path.parent))
+        except Exception as error:
+            raise ModelError(
+                f"External data of {str(path)!r} cannot be read: {error}", code="RQ202"
+            ) from error
+    return model
+
+
+def model_tensors(model: onnx.ModelProto) -> Iterable[tuple[str, onnx.TensorProto]]:
+    """(name, tensor) of all constants of a model, those of its functions too."""
+    for part in (model.graph, *model.functions):
+        yield from all_tensors(part)
+
+
+def all_tensors(
+    graph: onnx.GraphProto | onnx.FunctionProto,
+) -> Iterable[tuple[str, onnx.TensorProto]]:
+    """(name, tensor) of all constants of a graph, those of inner graphs too."""
+    for tensor in graph.initializer if isinstance(graph, onnx.GraphProto) else ():
+        yield tensor.name, tensor
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.HasField("t"):
+                yield f"{node.name}.{attribute.name}", attribute.t
+            for tensor in attribute.tensors:
+                yield f"{node.name}.{attribute.name}", tensor
+            for inner in (attribute.g, *attribute.graphs):
+                yield from all_tensors(inner)
+
+
+def external_file(model_path: Path, tensor: onnx.TensorProto, name: str) -> Path:
+    """The file of a tensor's data, which must lie in the folder of the model (or below)."""
+    folder = model_path.parent.resolve()
+    try:
+        info = ExternalDataInfo(tensor)
+        location, offset, length = info.location, int(info.offset or 0), int(info.length or 0)
+        if min(offset, length) < 0:
+            raise ValueError("offset and length must be non-negative")
+        file = (folder / location).resolve()
+        is_there = file.is_file()
+    except (ValueError, OSError, RuntimeError) as error:
+        raise ModelError(
+            f"Tensor {name!r} of {str(model_path)!r} does not say where its data is: {error}.",
+            code="RQ202",
+        ) from error
+    if not file.is_relative_to(folder):
+        raise ModelError(
+            f"Tensor {name!r} of {str(model_path)!r} wants its data from {location!r}, outside of "
+            "the "
+            "model's folder. That is not followed; move the data beside the model.",
+            code="RQ202",
+        )
+    if not is_there:
+        raise ModelError(
+            f"Tensor {name!r} of {str(model_path)!r} has its data in {location!r}, which is "
+            "missing.",
+            code="RQ202",
+        )
+    size = file.stat().st_size
+    if offset + length > size:  # older releases of onnx ask for the memory first
+        raise ModelError(
+            f"Tensor {name!r} of {str(model_path)!r} has its data in bytes {offset} to "
+            f"{offset + length} of {location!r}, which has {format_count(size, 'byte')}. The file "
+            "is not whole, or another one.",
+            code="RQ202",
+        )
+    return file
+
+
+def check_model(model: onnx.ModelProto) -> int:
+    """The model's opset; raises ModelError unless it is a valid model that was read with its
+    data.
+    """
+    for name, tensor in model_tensors(model):
+        if uses_external_data(tensor):
+            raise ModelError(
+                f"Tensor {name!r} has its data in another file. Pass the path of the model instead "
+                "of the "
+                "ModelProto, or load it with onnx.load(path).",
+                code="RQ202",
+            )
+    check_names(model.graph)
+    check_types(model.graph)
+    check_sizes(model.graph)
+    opsets = {entry.domain: entry.version for entry in model.opset_import}
+    opset = opsets.get("", opsets.get("ai.onnx", 1))
+    if opset < MIN_OPSET:
+        raise ModelError(
+            f"The model uses opset {opset}; supported: {MIN_OPSET} and later. Convert it: "
+            "onnx.version_converter.convert_version(model, 13).",
+            code="RQ202",
+        )
+    seen: set[str] = set()
+    for name in (name for node in model.graph.node for name in node.output if name):
+        if name in seen:
+            raise ModelError(
+                f"The model is not valid ONNX: two nodes compute tensor {name!r}.", code="RQ202"
+            )
+        seen.add(name)
+    return opset
+
+
+def check_names(graph: onnx.GraphProto) -> None:
+    """Raise ModelError for a name that is no text: protobuf gives bytes that are not UTF-8 as they
+    are.
+    """
+    for at, node in enumerate(graph.node):
+        names = (node.name, node.op_type, node.domain, *node.input, *node.output)
+        names = (*names, *(attribute.name for attribute in node.attribute))
+        if not all(isinstance(name, str) for name in names):
+            raise ModelError(
+                f"Node number {at} of the model has a name that is not UTF-8.", code="RQ202"
+            )
+    values = (*graph.initializer, *graph.input, *graph.output)
+    if not all(isinstance(value.name, str) for value in values):
+        raise ModelError(
+            "The model is not valid ONNX: a tensor has a name that is not UTF-8.", code="RQ202"
+        )
+
+
+def check_types(graph: onnx.GraphProto) -> None:
+    """Raise ModelError for an input or a constant of a type that ONNX does not have."""
+    types = [(tensor.name, tensor.data_type) for tensor in graph.initializer]
+    for info in graph.input:
+        if info.type.HasField("tensor_type"):
+            types.append((info.name, info.type.tensor_type.elem_type))
+    known = set(onnx.TensorProto.DataType.values()) - {onnx.TensorProto.UNDEFINED}
+    for name, found in types:
+        if found not in known:
+            raise ModelError(
+                f"Tensor {name!r} has the data type {found}; allowed: the types of "
+                f"onnx.TensorProto, {min(known)} to {max(known)}. Is the file damaged?",
+                code="RQ202",
+            )
+
+
+def check_sizes(graph: onnx.GraphProto) -> None:
+    """Raise ModelError for dimensions below 0, and for inputs that no memory holds."""
+    shapes = [(tensor.name, list(tensor.dims)) for tensor in graph.initializer]
+    for info in graph.input:
+        sizes = [dim.dim_value for dim in info.type.tensor_type.shape.dim]
+        shapes.append((info.name, [0 if size == -1 else size for size in sizes]))
+    for name, sizes in shapes:
+        if any(size < 0 for size in sizes):
+            raise ModelError(
+                f"Tensor {name!r} has the shape {tuple(sizes)}; no size is below 0.", code="RQ202"
+            )
+        if math.prod(size or 1 for size in sizes) > MAX_ELEMENTS:
+            raise ModelError(
+                f"Tensor {name!r} has the shape {tuple(sizes)}, more than {MAX_ELEMENTS} elements. "
+                "Is the file damaged?",
+                code="RQ202",
+            )
+
+
+def find_fault(model: onnx.ModelProto) -> str:
+    """What ONNX's own checker says against a model that could not be converted; "" if nothing.
+
+    Its word alone is no reason to refuse: it also complains of faults that do no harm, such as an
+    output without a shape.
+    """
+    try:
+        onnx.checker.check_model(model)
+    except (onnx.checker.ValidationError, ValueError, RuntimeError) as error:
+        return f" The model is not valid ONNX: {' '.join(str(error).split())}"
+    return ""
+
+
+def fix_shapes(
+    graph: onnx.GraphProto,
+    shapes: Mapping[str, Sequence[int | str]],
+    constants: Iterable[str],
+) -> list[onnx.ValueInfoProto]:
+    """Copies of the graph's inputs, `constants` excepted, with the wanted shapes; every unnamed
+    dimension, and one of -1, as PaddlePaddle writes it, gets a name of its own.
+    """
+    weights = {*constants, *(tensor.name for tensor in graph.initializer)}
+    inputs = [info for info in graph.input if info.name not in weights]
+    names = [info.name for info in inputs]
+    for name in shapes:
+        if name not in names:
+            raise ModelError(
+                f"shapes= names an input {name!r}. {suggest_name(name, names)}", code="RQ202"
+            )
+    return [fix_shape(info, shapes.get(info.name)) for info in inputs]
+
+
+def fix_shape(info: onnx.ValueInfoProto, wanted: Sequence[int | str] | None) -> onnx.ValueInfoProto:
+    """A copy of an input with the wanted shape, with its own if that is None; every dimension has
+    a size or a name.
+
+    Raises:
+        ModelError: it is no tensor, or has no shape, or one that is not as wanted.
+    """
+    if not info.type.HasField("tensor_type"):
+        raise ModelError(
+            f"Input {info.name!r} is no tensor (sequences, maps and optionals are not supported).",
+            code="RQ202",
+        )
+    copy = onnx.ValueInfoProto()
+    copy.CopyFrom(info)
+    has_shape = copy.type.tensor_type.HasField("shape")
+    if wanted is None and not has_shape:
+        raise ModelError(
+            f"Input {info.name!r} has no shape in the model. Give one: "
+            f"shapes={{{info.name!r}: ('N', 3, 224, 224)}}.",
+            code="RQ202",
+        )
+    shape = copy.type.tensor_type.shape
+    for dim in shape.dim:
+        if dim.dim_value == -1:
+            dim.ClearField("value")
+    if wanted is not None:
+        if has_shape and len(shape.dim) != len(wanted):
+            raise ModelError(
+                f"shapes= gives input {info.name!r} the shape {tuple(wanted)}; the model has "
+                f"{format_count(len(shape.dim), 'dimension')} there.",
+                code="RQ202",
+            )
+        while len(shape.dim) < len(wanted):
+            shape.dim.add()
+        for dim, size in zip(shape.dim, wanted, strict=True):
+            fix_size(dim, size, info.name)
+    for i, dim in enumerate(shape.dim):
+        if not dim.dim_value and not dim.dim_param.strip():
+            dim.dim_param = f"{info.name}_dim{i}"
+    return copy
+
+
+def fix_size(dim: onnx.TensorShapeProto.Dimension, size: int | str, name: str) -> None:
+    """Give a dimension of input `name` a size, or a name of its own.
+
+    Raises:
+        ModelError: the model says otherwise, or it is no size.
+    """
+    if isinstance(size, str):
+        if dim.dim_value:
+            raise ModelError(
+                f"shapes= makes a dimension of input {name!r} symbolic ({size!r}) that the model "
+                f"fixes to {dim.dim_value}.",
+                code="RQ202",
+            )
+        dim.dim_param = size
+    elif size <= 0:
+        raise ModelError(
+            f"shapes= gives input {name!r} the dimension {size}; allowed: positive integers and "
+            "names.",
+            code="RQ202",
+        )
+    elif dim.dim_value not in (0, size):
+        raise ModelError(
+            f"shapes= gives input {name!r} another size than the model, which fixes a dimension to "
+            f"{dim.dim_value} where {size} is wanted.",
+            code="RQ202",
+        )
+    else:
+        dim.dim_value = size
+
+
+# -- conversion ------------------------------------------------------------------------------------

@@ -1,0 +1,168 @@
+"""First stage, ONNX: nodes whose operands are small constants are computed while the model is read.
+
+Exporters write the size of a reshape as a computation (Shape, Gather, Mul, Concat) that has a value
+only once the inputs have sizes, and the conversion of the reshape needs that value. The values are
+those of the reference evaluator of the `onnx` package, for the model's opset.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import onnx
+import tvm
+from onnx import helper
+from onnx.reference import ReferenceEvaluator
+from tvm import relax, tirx
+
+from relayquant.formats.readers.refusal import Refusal
+from relayquant.ir.rewrite.graph import constant_value
+
+#: Largest operand and largest result of what is computed here, in elements: sizes, indices and
+#: small tables. Weights stay operators of the module, so that they keep their names until `prepare`
+#: computes them.
+MAX_FOLDED = 4096
+
+#: Number of elements of a result, given the operands and the number of all their elements.
+Measure = Callable[[Sequence[np.ndarray]], float]
+
+
+def measure_move(arrays: Sequence[np.ndarray]) -> float:
+    """No more than the operands hold: what moves, selects or reduces."""
+    return sum(array.size for array in arrays)
+
+
+def measure_broadcast(arrays: Sequence[np.ndarray]) -> float:
+    """Of an elementwise operator."""
+    return math.prod(np.broadcast_shapes(*(array.shape for array in arrays)))
+
+
+def measure_index(arrays: Sequence[np.ndarray]) -> float:
+    """Of Gather: at most the data for each index."""
+    return arrays[0].size * arrays[1].size
+
+
+def measure_nonzero(arrays: Sequence[np.ndarray]) -> float:
+    """Of NonZero: an index for each axis."""
+    return arrays[0].size * max(1, arrays[0].ndim)
+
+
+def measure_expand(arrays: Sequence[np.ndarray]) -> float:
+    """Of Expand(data, shape)."""
+    return math.prod(max(1, int(size)) for size in arrays[1].ravel()) * arrays[0].size
+
+
+def measure_tile(arrays: Sequence[np.ndarray]) -> float:
+    """Of Tile(data, repeats)."""
+    return math.prod(int(count) for count in arrays[1].ravel()) * arrays[0].size
+
+
+MOVES = """
+    Concat Flatten Identity ReduceMax ReduceMean ReduceMin ReduceProd ReduceSum Reshape Shape Size
+    Slice Split Squeeze Transpose Unsqueeze
+"""
+
+ELEMENTWISE = """
+    Abs Add And Cast Ceil Div Equal Exp Floor Greater GreaterOrEqual Less LessOrEqual Log Max Min
+    Mod Mul Neg Not Or Pow Reciprocal Sign Sqrt Sub Where Xor
+"""
+
+#: Operators that are computed here -> how large a result can be. No QuantizeLinear and
+#: DequantizeLinear: what is quantized must stay quantized.
+FOLDED: dict[str, Measure] = {
+    **dict.fromkeys(MOVES.split(), measure_move),
+    **dict.fromkeys(ELEMENTWISE.split(), measure_broadcast),
+    "Gather": measure_index,
+    "NonZero": measure_nonzero,
+    "Expand": measure_expand,
+    "Tile": measure_tile,
+}
+
+
+def fold_node(
+    node: onnx.NodeProto, operands: Mapping[str, relax.Expr | None], opset: int
+) -> list[relax.Expr] | None:
+    """The outputs of a node as constants; None if it is none of `FOLDED`, or not all its operands
+    are constants, or one or the result has more than `MAX_FOLDED` elements.
+
+    Args:
+        node: One without graphs as attributes.
+        operands: Its inputs by name.
+        opset: Of the model: what the operator means.
+    """
+    if node.domain not in ("", "ai.onnx"):
+        return None
+    if node.op_type == "Constant":
+        return fold_constant(node, opset)
+    measure = FOLDED.get(node.op_type)
+    if measure is None or not node.input or not node.input[0]:
+        return None
+    arrays = {name: find_array(operands[name]) for name in node.input if name}
+    known = [array for array in arrays.values() if array is not None]
+    if len(known) < len(arrays) or any(array.size > MAX_FOLDED for array in known):
+        return None
+    try:
+        if measure([arrays[name] for name in node.input if name]) > MAX_FOLDED:  # pyright: ignore[reportArgumentType]
+            return None
+        results = evaluate(node, arrays, opset)  # pyright: ignore[reportArgumentType]
+    except Exception:
+        # Operands that do not fit. The conversion of the node, which comes next, says so with the
+        # node's name.
+        return None
+    if any(array.dtype.kind not in "biuf" for array in results):
+        return None
+    return [relax.const(array, str(array.dtype)) for array in results]
+
+
+def fold_constant(node: onnx.NodeProto, opset: int) -> list[relax.Expr] | None:
+    """A Constant that has numbers as its attribute; None for a tensor, which TVM's frontend reads.
+
+    Raises:
+        Refusal: it is none of numbers.
+    """
+    (name,) = [attribute.name for attribute in node.attribute] or [""]
+    if name == "value":
+        return None
+    if name not in ("value_int", "value_ints", "value_float", "value_floats"):
+        raise Refusal(f"its attribute is {name!r}; supported: value, value_int(s), value_float(s)")
+    (array,) = evaluate(node, {}, opset)
+    return [relax.const(array, str(array.dtype))]
+
+
+def evaluate(
+    node: onnx.NodeProto, arrays: Mapping[str, np.ndarray], opset: int
+) -> list[np.ndarray]:
+    """The outputs of a node by the reference evaluator."""
+    infos = [
+        helper.make_tensor_value_info(
+            name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape
+        )
+        for name, array in arrays.items()
+    ]
+    outputs = [onnx.ValueInfoProto(name=name) for name in node.output if name]
+    graph = helper.make_graph([node], "node", infos, outputs)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)])
+    with np.errstate(all="ignore"):
+        return [np.asarray(value) for value in ReferenceEvaluator(model).run(None, dict(arrays))]
+
+
+def find_array(value: relax.Expr | None) -> np.ndarray | None:
+    """The array that an operand is, if it is a constant, or sizes that are all known."""
+    if isinstance(value, tirx.IntImm):
+        return np.array(int(value), "int64")
+    if isinstance(value, relax.ShapeExpr):
+        sizes = list(value.values)
+        is_known = all(isinstance(size, tirx.IntImm) for size in sizes)
+        return np.array([int(size) for size in sizes], "int64") if is_known else None
+    return constant_value(value) if isinstance(value, tvm.ir.GenericConst) else None
+
+
+def settle_sizes(value: relax.Expr) -> relax.Expr:
+    """ShapeExpr (2, 3) or size 3, as TVM's frontend has sizes -> int64 constant; anything else, and
+    sizes that are not known, as they are.
+    """
+    is_size = isinstance(value, tirx.IntImm | relax.ShapeExpr)
+    array = find_array(value) if is_size else None
+    return value if array is None else relax.const(array, "int64")

@@ -1,0 +1,430 @@
+"""First stage, ONNX: a model becomes a Relax module with every tensor name kept.
+
+Built on TVM's frontend. Operators that it would turn into opaque `call_tir`, or get wrong, are
+converted by `relayquant.formats.readers.onnx.operators`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx.inliner
+import tvm
+from tvm import relax
+
+from relayquant.base import _tvm
+from relayquant.base.arguments import check_arguments
+from relayquant.base.storage.files import reading
+from relayquant.errors import ModelError, format_count
+from relayquant.formats.readers.files import DEFAULT_MAX_BYTES, PathLike
+from relayquant.formats.readers.names import MARK, SourceNode, name_values
+from relayquant.formats.readers.onnx.bodies import Body, find_body, has_body
+from relayquant.formats.readers.onnx.broadcast import spread_operands
+from relayquant.formats.readers.onnx.control_flow import CONTROL_FLOW
+from relayquant.formats.readers.onnx.file import check_model, find_fault, fix_shapes, read_model
+from relayquant.formats.readers.onnx.fold import find_array, fold_node, settle_sizes
+from relayquant.formats.readers.onnx.functions import MAX_NODES, check_expansion
+from relayquant.formats.readers.onnx.halves import widen_halves
+from relayquant.formats.readers.onnx.inference import (
+    STANDARD,
+    SizeNames,
+    check_node,
+    find_schema,
+    infer_outputs,
+    settle_shape,
+)
+from relayquant.formats.readers.onnx.inputs import Inputs, fix_inputs
+from relayquant.formats.readers.onnx.operators import FOREIGN, OPERATORS
+from relayquant.formats.readers.onnx.positions import check_positions
+from relayquant.formats.readers.onnx.rewrite import WIDENED, rewrite_integer_nodes
+from relayquant.formats.readers.onnx.symbolic import emit_tensor, find_tensors, fold_sizes, is_sizes
+from relayquant.formats.readers.refusal import Refusal, describe_failure
+from relayquant.ir.rewrite.graph import tensor_dtype
+
+_FRONTEND = _tvm.load_onnx_frontend()
+
+#: Operators of ONNX that TVM takes for those of another domain.
+EXPANDED = (("", "Attention"),)
+
+
+@check_arguments
+def import_onnx(
+    model_or_path: onnx.ModelProto | PathLike,
+    shapes: Mapping[str, Sequence[int | str]] | None = None,
+    *,
+    inputs: Inputs | None = None,
+    max_bytes: int = DEFAULT_MAX_BYTES,
+) -> tuple[tvm.IRModule, dict[str, np.ndarray]]:
+    """Import an ONNX model, weights bound as constants.
+
+    Parameters of main are named as the inputs, values as the tensors of the graph. A value that
+    TVM adds on the way is named after the tensor it leads to ("conv1_out.1"). Function attribute
+    `relayquant.sources` is a JSON text: value name -> {"node": node name, "op": operator type,
+    "constants": names of its weights and biases}.
+
+    Args:
+        model_or_path: A ModelProto (not changed) or a file. External data must lie in the file's
+            folder.
+        shapes: Input name -> shape; an int fixes a dimension, a str names a symbolic one.
+        inputs: Input name -> its value (a number or an array), which makes it a constant: main has
+            no such parameter, and an If on it becomes the branch that is taken.
+        max_bytes: Refuse larger models, external data included.
+
+    Returns:
+        The module and {} (no parameter is left unbound).
+
+    Raises:
+        ModelError: the file is unreadable or invalid, an operator is not supported or cannot be
+        converted;
+            the message names nodes and operators.
+    """
+    if isinstance(model_or_path, onnx.ModelProto):
+        return _import_model(model_or_path, shapes or {}, inputs or {}, max_bytes)
+    with reading(model_or_path, "ONNX model", ModelError):
+        model = read_model(model_or_path, max_bytes)
+        return _import_model(model, shapes or {}, inputs or {}, max_bytes)
+
+
+def _import_model(
+    model: onnx.ModelProto,
+    shapes: Mapping[str, Sequence[int | str]],
+    inputs: Inputs,
+    max_bytes: int,
+) -> tuple[tvm.IRModule, dict[str, np.ndarray]]:
+    opset = check_model(model)
+    if len(model.functions):
+        check_expansion(model, max_bytes)
+        model = onnx.inliner.inline_local_functions(model)
+    model = widen_halves(model)
+    try:
+        nodes, constants = rewrite_integer_nodes(model.graph, opset)
+    except ValueError as error:
+        raise ModelError(
+            f"Cannot convert the model: {error}.{find_fault(model)}", code="RQ202"
+        ) from error
+    fixed = fix_inputs(model.graph, inputs)
+    graph = _GraphView(
+        nodes,
+        [*constants, *fixed],
+        fix_shapes(model.graph, shapes, inputs),
+        model.graph.output,
+    )
+    importer = _Importer(graph)
+    try:
+        with _tvm.FRONTEND_LOCK, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            mod = importer.convert(opset)
+    except Exception as error:
+        text = str(error) if isinstance(error, ModelError) else f"Cannot convert the model: {error}"
+        raise ModelError(f"{text.rstrip('.')}.{find_fault(model)}", code="RQ202") from error
+    return name_values(mod, importer.sources), {}
+
+
+@dataclass(frozen=True)
+class _GraphView:
+    """The parts of a GraphProto that the frontend reads, so that inputs change without copying
+    weights.
+    """
+
+    node: Sequence[onnx.NodeProto]
+    initializer: Sequence[onnx.TensorProto]
+    input: Sequence[onnx.ValueInfoProto]
+    output: Sequence[onnx.ValueInfoProto]
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+class _Failed(BaseException):
+    """Carries a conversion error past a handler of the frontend that prints every Exception it
+    sees.
+    """
+
+    def __init__(self, cause: Exception) -> None:
+        self.cause = cause
+
+
+class _Importer(_FRONTEND.ONNXGraphImporter):
+    """TVM's importer, with exact names, one error per model and operators of our own.
+
+    Attributes:
+        sources: Value -> the node that computes it.
+    """
+
+    def __init__(self, graph: _GraphView) -> None:
+        super().__init__({}, {}, keep_params_in_input=False, sanitize=False)
+        self.sources: dict[str, SourceNode] = {}
+        self._graph = graph
+        self._count = self._depth = 0
+        self._is_in_body = False
+        self._domain = ""  # of the node that is being converted
+        # What a body computes may get the name of an output of its If, and no other that is taken.
+        self._names: dict[str, str] = {}
+        self._taken = {*(info.name for info in (*graph.input, *graph.initializer))}
+        self._taken.update(
+            name for node in graph.node if node.op_type != "If" for name in node.output
+        )
+
+    def convert(self, opset: int) -> tvm.IRModule:
+        """The module of the graph."""
+        # Where TVM sees an If among the nodes it makes no dataflow block; here none is left.
+        return self.from_onnx(replace(self._graph, node=()), opset)
+
+    def _check_for_unsupported_ops(self, graph: _GraphView) -> None:
+        self._check_nodes(self._graph.node)
+
+    def _check_nodes(self, nodes: Iterable[onnx.NodeProto]) -> None:
+        """Raise ModelError that names all operators which are not supported; bodies are checked
+        when they are built.
+        """
+        standard = {*_FRONTEND._get_convert_map(), *OPERATORS, *CONTROL_FLOW, "Constant"}
+        missing: dict[str, list[str]] = {}
+        for node in nodes:
+            known = standard if node.domain in STANDARD else FOREIGN.get(node.domain, {})
+            if node.op_type not in known and not has_body(node, self.opset):
+                name = f"{node.domain}.{node.op_type}" if node.domain else node.op_type
+                missing.setdefault(name, []).append(_node_name(node))
+        if missing:
+            lines = [f"{op} (nodes {', '.join(map(repr, at))})" for op, at in missing.items()]
+            raise ModelError(
+                f"Not supported, "
+                f"{format_count(len(missing), 'operator')} of the model: {'; '.join(lines)}. "
+                "Replace them before the export, or convert the model with a TVM frontend of your "
+                "own.",
+                code="RQ202",
+            )
+
+    def _construct_nodes(self, graph: _GraphView) -> None:
+        self._construct_all(self._graph.node)
+        for info in self._graph.output:
+            value = self._nodes.get(info.name)
+            if value is not None and is_sizes(value):
+                value = self._nodes[info.name] = emit_tensor(self.bb, value)
+            check_output(info, value)
+
+    def _construct_all(self, nodes: Iterable[onnx.NodeProto]) -> None:
+        for node in nodes:
+            self._count += 1
+            try:
+                if self._count > MAX_NODES:
+                    raise Refusal(
+                        "the model has more operators once loops are unrolled than are supported: "
+                        f"{MAX_NODES}",
+                        "Loops of fewer steps have fewer",
+                    )
+                self._construct_node(node)
+            except (_Failed, Exception) as error:
+                cause = error.cause if isinstance(error, _Failed) else error
+                if isinstance(cause, ModelError):
+                    raise cause from cause.__cause__  # of a node in a body, which it names
+                raise ModelError(
+                    f"Node {_node_name(node)!r} (operator {node.op_type}, opset {self.opset}) "
+                    f"cannot be converted: {self._describe_failure(node, cause)}",
+                    code="RQ202",
+                ) from cause
+
+    def _describe_failure(self, node: onnx.NodeProto, cause: BaseException) -> str:
+        missing = next((name for name in node.input if name and name not in self._nodes), "")
+        if missing:
+            return (
+                f"tensor {missing!r} is used before any node computes it; supported: nodes in the "
+                "order of the values they read. Sort them"
+            )
+        operands = {name: self._nodes[name] for name in node.input if name}
+        return describe_failure(cause, operands, self.bb.lookup_binding)
+
+    def _construct_node(self, node: onnx.NodeProto) -> None:
+        flow = CONTROL_FLOW.get(node.op_type) if node.domain in STANDARD else None
+        operands = {name: self._nodes[name] for name in node.input if name}
+        is_chosen = flow is not None and node.op_type == "If" and not self._takes_branch(node)
+        if flow is not None:
+            if is_chosen and not self._depth:
+                self._taken.update(node.output)
+            inputs = [operands.get(name) for name in node.input]
+            build = functools.partial(self._build_body, node)
+            values = flow(self.bb, inputs, self._parse_attr(node.attribute), build)
+        else:
+            schema = find_schema(node, self.opset)
+            if node.domain in STANDARD and node.op_type != "Constant":
+                check_node(node, self.opset)
+            if schema is not None:
+                check_positions(node, schema, [operands.get(name) for name in node.input])
+            values = fold_node(node, operands, self.opset)
+            if values is None:
+                values = fold_sizes(node, operands, self.opset)
+            if values is None:
+                self._convert_node(node, schema, operands)
+                self._name_outputs(node)
+                return
+        for name, value in zip(node.output, values, strict=False):
+            self._nodes[name] = value
+        if is_chosen:
+            self._name_outputs(node)
+
+    def _takes_branch(self, node: onnx.NodeProto) -> bool:
+        """Whether a node is an If that stands for one of its branches."""
+        return node.op_type == "If" and find_array(self._nodes[node.input[0]]) is not None
+
+    def _convert_node(
+        self,
+        node: onnx.NodeProto,
+        schema: onnx.defs.OpSchema | None,
+        operands: Mapping[str, relax.Expr],
+    ) -> None:
+        """The outputs of a node, each with a shape."""
+        inputs = [operands.get(name) for name in node.input]
+        names = SizeNames()
+        inferred: Mapping[str, onnx.TypeProto] = {}
+        if schema is not None:
+            inferred = infer_outputs(node, schema, operands, self.opset, names)
+        body = find_body(node, inputs, self.opset) if self._wants_body(node) else None
+        if body is not None:
+            self._construct_body(node, body)
+        else:
+            self._domain = node.domain
+            sizes = {name: operands[name] for name in find_tensors(node, operands)}
+            self._nodes.update({name: emit_tensor(self.bb, sizes[name]) for name in sizes})
+            super()._construct_nodes(_GraphView([node], (), (), ()))
+            self._nodes.update(sizes)
+        for name in node.output:
+            if name:
+                value, known = self._nodes[name], inferred.get(name)
+                self._nodes[name] = settle_shape(self.bb, value, known, names, name)
+
+    def _wants_body(self, node: onnx.NodeProto) -> bool:
+        """Whether a node is built from the operators that ONNX defines it by: where TVM has none of
+        that name, or another one.
+        """
+        if node.domain not in STANDARD or node.op_type in OPERATORS:
+            return False
+        is_missing = node.op_type not in _FRONTEND._get_convert_map()
+        return is_missing or (node.domain, node.op_type) in EXPANDED
+
+    def _construct_body(self, node: onnx.NodeProto, body: Body) -> None:
+        """The nodes of a body, whose values have no names of their own."""
+        self._check_nodes(body.nodes)
+        self._count += len(body.nodes)
+        outer, opset, is_in_body = self._nodes, self.opset, self._is_in_body
+        self._nodes = {name: outer[name] for name in node.input if name}
+        self.opset, self._is_in_body = body.opset, True
+        try:
+            for inner in body.nodes:
+                self._construct_node(inner)
+            results = {name: self._nodes[name] for name in node.output if name}
+        finally:
+            self._nodes, self.opset, self._is_in_body = outer, opset, is_in_body
+        self._nodes.update(results)
+
+    def _build_body(
+        self, node: onnx.NodeProto, body: onnx.GraphProto, operands: Sequence[relax.Expr]
+    ) -> list[relax.Expr]:
+        """The outputs of a branch or loop body, which sees the values around it and of which
+        nothing else is seen from there.
+        """
+        self._check_nodes(body.node)
+        outer, outer_names = self._nodes, self._names
+        self._nodes = outer | {
+            info.name: value for info, value in zip(body.input, operands, strict=True)
+        }
+        if self._takes_branch(node):  # its outputs are those of the branch
+            given = zip((info.name for info in body.output), node.output, strict=True)
+            self._names = outer_names | {
+                inner: outer_names.get(name, name) for inner, name in given
+            }
+        self._depth += 1
+        try:
+            self._parse_graph_initializers(body)
+            self._construct_all(body.node)
+            return [self._nodes[info.name] for info in body.output]
+        finally:
+            self._nodes, self._names = outer, outer_names
+            self._depth -= 1
+
+    def _convert_operator(
+        self, op_name: str, inputs: list[relax.Expr], attrs: dict[str, Any], opset: int
+    ) -> relax.Expr:
+        try:
+            if self._domain in STANDARD:
+                convert = OPERATORS.get(op_name)
+                inputs[:] = spread_operands(self.bb, op_name, inputs)
+            else:
+                foreign = FOREIGN[self._domain][op_name]
+                convert, attrs = foreign.convert, foreign.select_attributes(attrs)
+            if convert is not None:
+                converted = convert(self.bb, inputs, attrs, opset)
+                if converted is not None:
+                    return self.bb.normalize(converted)
+            return super()._convert_operator(op_name, inputs, attrs, opset)
+        except Exception as error:
+            raise _Failed(error) from error
+
+    def _name_outputs(self, node: onnx.NodeProto) -> None:
+        """Bind each output of the node to a value of its name, constants and shapes excepted."""
+        for name in node.output:
+            if not name:
+                continue
+            value = self._nodes[name] = settle_sizes(self._nodes[name])
+            if self._is_in_body:
+                if isinstance(value, tvm.ir.Call | relax.TupleGetItem):
+                    self._nodes[name] = self.bb.emit(value)
+                continue
+            shown = self._choose_name(name)
+            self.sources[shown] = SourceNode(node.name, node.op_type, self._find_constants(node))
+            is_tensor = isinstance(value, relax.Expr) and isinstance(value.ty, relax.TensorType)
+            if is_tensor and not isinstance(value, tvm.ir.GenericConst):
+                var = relax.DataflowVar(MARK + shown, value.ty)
+                self.bb.emit_normalized(relax.VarBinding(var, self.bb.normalize(value)))
+                self._nodes[name] = var
+
+    def _choose_name(self, name: str) -> str:
+        """The name of a value: that of its tensor, with a number behind it where a body is built
+        more than once.
+        """
+        if not self._depth:
+            return name
+        base = shown = self._names.get(name, name)
+        for count in itertools.count(1):
+            if shown not in self._taken:
+                break
+            shown = f"{base}.{count}"
+        self._taken.add(shown)
+        return shown
+
+    def _find_constants(self, node: onnx.NodeProto) -> tuple[str, ...]:
+        """Names of the constant operands of a node, the highest rank first."""
+        operands = {name: self._nodes[name] for name in node.input if name in self._nodes}
+        ranks = {
+            name: value.ty.ndim
+            for name, value in operands.items()
+            if isinstance(value, tvm.ir.GenericConst)
+        }
+        return tuple(sorted(ranks, key=lambda name: -ranks[name]))
+
+
+def check_output(info: onnx.ValueInfoProto, value: Any) -> None:
+    """Raise ModelError for an output of another type than the model declares; 4-bit integers are
+    held in 8 bits.
+    """
+    declared = info.type.tensor_type.elem_type
+    if not declared or declared in WIDENED or not isinstance(value, relax.Expr):
+        return
+    name = onnx.TensorProto.DataType.Name(declared).lower()
+    wanted = str(onnx.helper.tensor_dtype_to_np_dtype(declared))
+    if tensor_dtype(value) not in ("", wanted):
+        raise ModelError(
+            f"The model is not valid ONNX: output {info.name!r} is declared as {name}, and "
+            f"computed as {tensor_dtype(value)}. Declare the type that is computed.",
+            code="RQ202",
+        )
+
+
+def _node_name(node: onnx.NodeProto) -> str:
+    """Node names are optional in ONNX; its first output names a nameless node."""
+    return node.name or next((name for name in node.output if name), "")

@@ -1,0 +1,159 @@
+"""First stage, ONNX: axes and constant indices of a node lie within its operands.
+
+TVM's frontend takes an axis modulo the rank, and compiled code brings an index into the data, so
+that a wrong number in a file gives wrong results. ONNX allows an axis of -rank to rank - 1 and an
+index of -size to size - 1, unless `AXES` or `INDICES` say otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import helper
+from tvm import relax
+
+from relayquant.errors import format_count
+from relayquant.formats.readers.onnx.fold import find_array
+from relayquant.formats.readers.onnx.inference import REPAIR
+from relayquant.formats.readers.refusal import Refusal
+from relayquant.ir.rewrite.graph import tensor_shape
+
+#: Attributes and inputs of ONNX's operators that hold axes.
+AXIS_NAMES = ("axis", "axes")
+
+#: Sizes of an operand, and an axis -> the number of positions that an axis may name.
+CountAxes = Callable[[int, int], int]
+
+
+@dataclass(frozen=True)
+class AxisRule:
+    """Which axes an operator takes.
+
+    Attributes:
+        count: (rank of the first input, number of axes) -> the rank that axes count in.
+        takes_rank: Whether the rank is an axis as well: behind the last one.
+    """
+
+    count: CountAxes = lambda rank, axes: rank
+    takes_rank: bool = False
+
+
+#: Operators whose axes are not those of the first input. None: the axes are checked elsewhere, or
+#: the first input is no tensor.
+AXES: Mapping[str, AxisRule | None] = {
+    "ConcatFromSequence": None,
+    "DequantizeLinear": None,
+    "Flatten": AxisRule(takes_rank=True),
+    "OneHot": AxisRule(lambda rank, axes: rank + 1),
+    "QuantizeLinear": None,
+    "Unsqueeze": AxisRule(lambda rank, axes: rank + axes),
+}
+
+
+def _limit_axis(
+    shape: Sequence[Any], indices: Sequence[Any], attrs: Mapping[str, Any]
+) -> list[Any]:
+    axis = int(attrs.get("axis", 0))
+    return [shape[axis]]
+
+
+def _limit_tuples(
+    shape: Sequence[Any], indices: Sequence[Any], attrs: Mapping[str, Any]
+) -> list[Any]:
+    first = int(attrs.get("batch_dims", 0))
+    return list(shape[first : first + int(indices[-1])])
+
+
+#: Operators with indices as their second input -> the sizes that the last axis of the indices, or
+#: all of them, must be below, given the shapes of data and indices and the attributes.
+INDICES: Mapping[str, Callable[..., list[Any]]] = {
+    "Gather": _limit_axis,
+    "GatherElements": _limit_axis,
+    "GatherND": _limit_tuples,
+    "Scatter": _limit_axis,
+    "ScatterElements": _limit_axis,
+    "ScatterND": _limit_tuples,
+}
+
+
+def check_positions(
+    node: onnx.NodeProto,
+    schema: onnx.defs.OpSchema,
+    operands: Sequence[relax.Expr | None],
+) -> None:
+    """Check the axes and the constant indices of a node.
+
+    Args:
+        node: The node.
+        schema: The definition of its operator.
+        operands: What its inputs are, None for those left out.
+
+    Raises:
+        Refusal: an axis or an index is outside of the operand; says which, and what is allowed.
+    """
+    if not operands or operands[0] is None:
+        return
+    shape = _shape_of(operands[0])
+    if shape is None:
+        return
+    attrs = {each.name: helper.get_attribute_value(each) for each in node.attribute}
+    rule = AXES.get(node.op_type, AxisRule())
+    if rule is not None:
+        for name, axes in _list_axes(schema, operands, attrs):
+            _check_axes(name, axes, rule, len(shape))
+    limit = INDICES.get(node.op_type)
+    indices = find_array(operands[1]) if limit is not None and len(operands) > 1 else None
+    if limit is not None and indices is not None and indices.size:
+        _check_indices(indices, limit(shape, indices.shape, attrs))
+
+
+def _shape_of(operand: relax.Expr) -> tuple[int | str, ...] | None:
+    """Shape of a tensor, or of sizes."""
+    if isinstance(operand, relax.ShapeExpr):
+        return (len(operand.values),)
+    return tensor_shape(operand)
+
+
+def _list_axes(
+    schema: onnx.defs.OpSchema, operands: Sequence[relax.Expr | None], attrs: Mapping[str, Any]
+) -> Iterator[tuple[str, list[int]]]:
+    """(name, axes) of each attribute and each constant input that holds axes."""
+    for name in AXIS_NAMES:
+        if name in attrs and name in schema.attributes:
+            yield name, [int(axis) for axis in np.ravel(attrs[name])]
+    for one, operand in zip(schema.inputs, operands, strict=False):
+        array = find_array(operand) if one.name in AXIS_NAMES and operand is not None else None
+        if array is not None:
+            yield one.name, [int(axis) for axis in array.ravel()]
+
+
+def _check_axes(name: str, axes: Sequence[int], rule: AxisRule, rank: int) -> None:
+    count = rule.count(rank, len(axes))
+    last = count if rule.takes_rank else count - 1
+    for axis in axes:
+        if not -count <= axis <= last:
+            raise Refusal(
+                f"its {name} names axis {axis} of data with {format_count(rank, 'dimension')}; "
+                f"allowed: {-count} to {last}",
+                REPAIR,
+            )
+
+
+def _check_indices(indices: np.ndarray, sizes: Sequence[int | str]) -> None:
+    """Sizes are one for all indices, or one for each place of the last axis of the indices."""
+    columns = indices.reshape(-1, len(sizes)).T
+    for at, (column, size) in enumerate(zip(columns, sizes, strict=True)):
+        if isinstance(size, str):
+            continue
+        outside = column[(column < -size) | (column >= size)]
+        if outside.size:
+            where = f" in place {at} of their last axis" if len(sizes) > 1 else ""
+            raise Refusal(
+                f"its indices hold {outside[0]}{where}, for an axis of size {size}; allowed: "
+                f"{-size} to {size - 1}",
+                REPAIR,
+            )

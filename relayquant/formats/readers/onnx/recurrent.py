@@ -1,0 +1,461 @@
+"""First stage, ONNX: LSTM, GRU and RNN become the operators of their steps.
+
+All inputs are multiplied with their weights at once, the state in each step, always with the same
+constant:
+    gates = matmul(X, W^T) + b            (steps, batch, gates * hidden)
+    h = f(gates[t] + matmul(h, R^T))      for each step t
+A state that is not given is zero: in the first step its products are left out.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from tvm import relax
+
+from relayquant.errors import format_count
+from relayquant.formats.readers.onnx.activations import find_activation
+from relayquant.formats.readers.onnx.steps import (
+    check_steps,
+    find_length,
+    slice_element,
+    take_element,
+)
+from relayquant.formats.readers.refusal import Refusal
+from relayquant.ir.rewrite.graph import constant_value, tensor_shape
+
+#: An activation with its parameters, behind the clip.
+Activate = Callable[[relax.Expr], relax.Expr]
+
+#: Product with a weight.
+Multiply = Callable[[relax.Expr], relax.Expr]
+
+#: Hidden state, then the cell of an LSTM; None is zero.
+State = Sequence["relax.Expr | None"]
+
+
+@dataclass(frozen=True)
+class Direction:
+    """What one direction of an operator computes with.
+
+    Attributes:
+        hidden: Number of units.
+        weight: Multiplies the inputs: (..., inputs) -> (..., gates * hidden).
+        recurrence: Multiplies the state; a part for each of the products that a step makes.
+        bias: Of the inputs' product, (gates * hidden,), or None.
+        inner_bias: GRU with linear_before_reset only: of the hidden gate's recurrent product.
+        peepholes: LSTM only: of input, output and forget gate, (hidden,); or none.
+        activations: By the order of the operator.
+    """
+
+    hidden: int
+    weight: Multiply
+    recurrence: tuple[Multiply, ...]
+    bias: relax.Expr | None
+    inner_bias: relax.Expr | None
+    peepholes: tuple[relax.Expr, ...]
+    activations: tuple[Activate, ...]
+
+
+#: Adds one step, given the inputs' product; returns the new state.
+Step = Callable[
+    [relax.BlockBuilder, Direction, relax.Expr, State, "dict[str, Any]"], Sequence[relax.Expr]
+]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A recurrent operator: its gates, the activations of a direction and its step."""
+
+    gates: int
+    activations: tuple[str, ...]
+    states: int
+    step: Step
+
+
+def convert_recurrent(
+    cell: Cell, bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr:
+    """LSTM, GRU or RNN -> (Y, last hidden state, last cell), as ONNX defines them.
+
+    Raises:
+        Refusal: the number of steps is not known; a shape or an attribute is not what the
+            operator has.
+    """
+    data, weight, recurrence, *others = (*inputs, *[None] * 8)[:8]
+    directions = len(read_directions(attrs))
+    shapes = [tensor_shape(operand) for operand in (data, weight, recurrence)]
+    hidden = check_shapes(cell, shapes, attrs, directions)
+    products = [
+        (
+            multiply_by(bb, transpose(bb, take_element(bb, weight, at, 0))),
+            split_recurrence(cell, bb, take_element(bb, recurrence, at, 0), hidden, attrs),
+        )
+        for at in range(directions)
+    ]
+    return unroll_steps(cell, bb, (data, *others), hidden, products, attrs)
+
+
+def unroll_steps(
+    cell: Cell,
+    bb: relax.BlockBuilder,
+    inputs: Sequence[Any],
+    hidden: int,
+    products: Sequence[tuple[Multiply, tuple[Multiply, ...]]],
+    attrs: dict[str, Any],
+) -> relax.Expr:
+    """What `convert_recurrent` returns.
+
+    Args:
+        cell: The operator.
+        bb: The builder.
+        inputs: X, bias, lengths, states and peepholes; None for what is left out.
+        hidden: Number of units.
+        products: Of each direction, those with the weights of the inputs and of the state.
+        attrs: Of the node.
+    """
+    data, bias, lengths, *states = inputs
+    states, peepholes = states[: cell.states], states[2] if cell.states == 2 else None
+    layout = int(attrs.get("layout", 0))
+    backwards = read_directions(attrs)
+    steps = find_length(bb, data, layout)
+    check_steps(steps)
+    functions = list(read_activations(cell, bb, attrs, len(backwards)))
+    count = len(cell.activations)
+    sequences, lasts = [], []
+    for at, is_reversed in enumerate(backwards):
+        direction = Direction(
+            hidden,
+            *products[at],
+            *split_bias(cell, bb, bias, at, hidden, attrs),
+            split_peepholes(bb, peepholes, at, hidden),
+            tuple(functions[at * count : (at + 1) * count]),
+        )
+        state = [None if given is None else cut(bb, given, at, layout) for given in states]
+        order = range(steps)[::-1] if is_reversed else range(steps)
+        product = add(bb, direction.weight(data), direction.bias)
+        outputs: dict[int, relax.Expr] = {}
+        for step in order:
+            part = product if steps == 1 else slice_element(bb, product, step, layout)
+            new = cell.step(bb, direction, part, state, attrs)
+            outputs[step] = new[0]
+            if lengths is not None:
+                is_inside = compare_length(bb, lengths, step, layout)
+                outputs[step] = choose(bb, is_inside, new[0], None)
+                new = [choose(bb, is_inside, *pair) for pair in zip(new, state, strict=True)]
+            state = list(new)
+        sequences.append(join(bb, [outputs[step] for step in range(steps)], layout))
+        lasts.append(state)
+    # Y has the directions behind the steps, or behind batch and steps.
+    expanded = [bb.emit(relax.op.expand_dims(values, 1 + layout)) for values in sequences]
+    last = [join(bb, values, layout) for values in zip(*lasts, strict=True)]
+    return relax.Tuple([join(bb, expanded, 1 + layout), *last])
+
+
+# -- attributes and weights ------------------------------------------------------------------------
+
+
+def read_directions(attrs: dict[str, Any]) -> tuple[bool, ...]:
+    """Of each direction, whether it goes backwards.
+
+    Raises:
+        Refusal: there is no such direction.
+    """
+    name = attrs.get("direction", b"forward").decode()
+    known = {"forward": (False,), "reverse": (True,), "bidirectional": (False, True)}
+    if name not in known:
+        raise Refusal(f"direction is {name!r}; allowed: {', '.join(known)}")
+    return known[name]
+
+
+def read_activations(
+    cell: Cell, bb: relax.BlockBuilder, attrs: dict[str, Any], directions: int
+) -> Iterator[Activate]:
+    """The activations of all directions; alpha and beta go to those that take one, in order.
+
+    Raises:
+        Refusal: an unknown activation, or not as many as the directions have.
+    """
+    names = [name.decode() for name in attrs.get("activations", ())]
+    names = names or list(cell.activations) * directions
+    if len(names) != len(cell.activations) * directions:
+        raise Refusal(
+            f"activations has {format_count(len(names), 'name')}; expected: "
+            f"{len(cell.activations) * directions}"
+        )
+    given = {key: list(attrs.get(f"activation_{key}", ())) for key in ("alpha", "beta")}
+    for at, name in enumerate(names):
+        activation = find_activation(name)
+        parameters = activation.choose_parameters(given)
+        # ONNX Runtime clips the input of gates, not the cell that an LSTM puts out.
+        is_gate = at % len(cell.activations) < 2
+        clip = attrs.get("clip") if is_gate else None
+        yield functools.partial(apply_clipped, bb, activation.apply, parameters, clip)
+
+
+def apply_clipped(
+    bb: relax.BlockBuilder,
+    apply: Callable[..., relax.Expr],
+    parameters: Sequence[float],
+    clip: float | None,
+    value: relax.Expr,
+) -> relax.Expr:
+    """An activation of what attribute clip leaves of its input."""
+    if clip:
+        value = bb.emit(relax.op.clip(value, -float(clip), float(clip)))
+    return apply(bb, value, *parameters)
+
+
+def check_shapes(
+    cell: Cell,
+    shapes: Sequence[tuple[int | str, ...] | None],
+    attrs: dict[str, Any],
+    directions: int,
+) -> int:
+    """The number of hidden units, given the shapes of X, W and R.
+
+    Raises:
+        Refusal: the shapes of the weights are not known, or do not fit to one another.
+    """
+    hidden = shapes[2][-1] if shapes[2] else None
+    if not isinstance(hidden, int) or shapes[0] is None or len(shapes[0]) != 3:
+        raise Refusal(f"X, W and R have the shapes {shapes}; expected: 3 dimensions, known")
+    rows = cell.gates * hidden
+    wanted = [(directions, rows, shapes[0][2]), (directions, rows, hidden)]
+    if list(shapes[1:]) != wanted or int(attrs.get("hidden_size", hidden)) != hidden:
+        raise Refusal(
+            f"W and R have the shapes {shapes[1]} and {shapes[2]} with hidden_size "
+            f"{attrs.get('hidden_size', hidden)}; expected: {wanted[0]} and {wanted[1]}"
+        )
+    return hidden
+
+
+def split_recurrence(
+    cell: Cell, bb: relax.BlockBuilder, matrix: relax.Expr, hidden: int, attrs: dict[str, Any]
+) -> tuple[Multiply, ...]:
+    """By R^T; of a GRU that resets the state before its product, that of the hidden gate apart."""
+    if cell is GRU and not attrs.get("linear_before_reset", 0):
+        return tuple(
+            multiply_by(bb, transpose(bb, slice_rows(bb, matrix, begin * hidden, end * hidden)))
+            for begin, end in ((0, 2), (2, 3))
+        )
+    return (multiply_by(bb, transpose(bb, matrix)),)
+
+
+def multiply_by(bb: relax.BlockBuilder, matrix: relax.Expr) -> Multiply:
+    """The product with a matrix of floats."""
+    return lambda value: bb.emit(relax.op.matmul(value, matrix))
+
+
+def split_bias(
+    cell: Cell,
+    bb: relax.BlockBuilder,
+    bias: relax.Expr | None,
+    at: int,
+    hidden: int,
+    attrs: dict[str, Any],
+) -> tuple[relax.Expr | None, relax.Expr | None]:
+    """(what is added to the inputs' product, what is added before the reset): (Wb + Rb, None), but
+    of a GRU with linear_before_reset the hidden gate's part of Rb apart.
+    """
+    if bias is None:
+        return None, None
+    both, rows = take_element(bb, bias, at, 0), cell.gates * hidden
+    outer, inner = slice_rows(bb, both, 0, rows), slice_rows(bb, both, rows, 2 * rows)
+    if cell is not GRU or not attrs.get("linear_before_reset", 0):
+        return add_constants(bb, outer, inner), None
+    gates = add_constants(
+        bb, slice_rows(bb, outer, 0, 2 * hidden), slice_rows(bb, inner, 0, 2 * hidden)
+    )
+    total = join(bb, [gates, slice_rows(bb, outer, 2 * hidden, rows)], 0)
+    return total, slice_rows(bb, inner, 2 * hidden, rows)
+
+
+def split_peepholes(
+    bb: relax.BlockBuilder, peepholes: relax.Expr | None, at: int, hidden: int
+) -> tuple[relax.Expr, ...]:
+    """Those of input, output and forget gate; none where there are none."""
+    if peepholes is None:
+        return ()
+    row = take_element(bb, peepholes, at, 0)
+    return tuple(slice_rows(bb, row, k * hidden, (k + 1) * hidden) for k in range(3))
+
+
+# -- steps -----------------------------------------------------------------------------------------
+
+
+def step_lstm(
+    bb: relax.BlockBuilder,
+    direction: Direction,
+    gates: relax.Expr,
+    state: State,
+    attrs: dict[str, Any],
+) -> Sequence[relax.Expr]:
+    """i, o, f = f(gates + peepholes * c); c' = f * c + i * g(gates); h' = o * h(c')."""
+    hidden, cell = state
+    inner, outer, last = direction.activations
+    if hidden is not None:
+        gates = add(bb, gates, direction.recurrence[0](hidden))
+    before_in, before_out, before_forget, before_cell = split_gates(bb, gates, 4, direction.hidden)
+    look = direction.peepholes
+    if look and cell is not None:
+        before_in = add(bb, before_in, multiply(bb, cell, look[0]))
+        before_forget = add(bb, before_forget, multiply(bb, cell, look[2]))
+    gate = inner(before_in)
+    new = multiply(bb, gate, outer(before_cell))
+    if cell is not None:
+        forget = complement(bb, gate) if attrs.get("input_forget", 0) else inner(before_forget)
+        new = add(bb, multiply(bb, forget, cell), new)
+    if look:
+        before_out = add(bb, before_out, multiply(bb, new, look[1]))
+    return multiply(bb, inner(before_out), last(new)), new
+
+
+def step_gru(
+    bb: relax.BlockBuilder,
+    direction: Direction,
+    gates: relax.Expr,
+    state: State,
+    attrs: dict[str, Any],
+) -> Sequence[relax.Expr]:
+    """z, r = f(gates); n = g(gates + r * h); h' = (1 - z) * n + z * h, the product with R before or
+    behind the reset.
+    """
+    (hidden,) = state
+    inner, outer = direction.activations
+    update, reset, before = split_gates(bb, gates, 3, direction.hidden)
+    if hidden is not None:
+        products = split_gates(
+            bb,
+            direction.recurrence[0](hidden),
+            2 if len(direction.recurrence) == 2 else 3,
+            direction.hidden,
+        )
+        update, reset = add(bb, update, products[0]), add(bb, reset, products[1])
+        if len(products) == 3:
+            product = add(bb, products[2], direction.inner_bias)
+            before = add(bb, before, multiply(bb, inner(reset), product))
+        else:
+            kept = multiply(bb, inner(reset), hidden)
+            before = add(bb, before, direction.recurrence[1](kept))
+    elif direction.inner_bias is not None:
+        before = add(bb, before, multiply(bb, inner(reset), direction.inner_bias))
+    gate = inner(update)
+    new = multiply(bb, complement(bb, gate), outer(before))
+    return (new if hidden is None else add(bb, new, multiply(bb, gate, hidden)),)
+
+
+def step_rnn(
+    bb: relax.BlockBuilder,
+    direction: Direction,
+    gates: relax.Expr,
+    state: State,
+    attrs: dict[str, Any],
+) -> Sequence[relax.Expr]:
+    """h' = f(gates)"""
+    (hidden,) = state
+    if hidden is not None:
+        gates = add(bb, gates, direction.recurrence[0](hidden))
+    return (direction.activations[0](gates),)
+
+
+def compare_length(
+    bb: relax.BlockBuilder, lengths: relax.Expr, step: int, layout: int
+) -> relax.Expr:
+    """Of each sample, whether the step is inside of its sequence: (1, batch, 1), or (batch, 1, 1).
+
+    Going backwards, the steps behind the end come first and leave the state as it is.
+    """
+    array, axes = constant_value(lengths), [1, 2] if layout else [0, 2]
+    if array is not None:
+        return relax.const(np.expand_dims(step < array, axes), "bool")
+    inside = bb.emit(relax.op.greater(lengths, relax.const(step, str(lengths.ty.dtype))))
+    return bb.emit(relax.op.expand_dims(inside, axes))
+
+
+# -- small pieces ----------------------------------------------------------------------------------
+
+
+def add(bb: relax.BlockBuilder, left: relax.Expr, right: relax.Expr | None) -> relax.Expr:
+    """left + right; left where there is no other."""
+    return left if right is None else bb.emit(relax.op.add(left, right))
+
+
+def add_constants(bb: relax.BlockBuilder, left: relax.Expr, right: relax.Expr) -> relax.Expr:
+    """left + right; of constants, a constant."""
+    arrays = constant_value(left), constant_value(right)
+    if arrays[0] is None or arrays[1] is None:
+        return add(bb, left, right)
+    return relax.const(arrays[0] + arrays[1], str(arrays[0].dtype))
+
+
+def multiply(bb: relax.BlockBuilder, left: relax.Expr, right: relax.Expr) -> relax.Expr:
+    """left * right"""
+    return bb.emit(relax.op.multiply(left, right))
+
+
+def complement(bb: relax.BlockBuilder, value: relax.Expr) -> relax.Expr:
+    """1 - value"""
+    return bb.emit(relax.op.subtract(relax.const(1.0, str(value.ty.dtype)), value))
+
+
+def choose(
+    bb: relax.BlockBuilder, condition: relax.Expr, left: relax.Expr, right: relax.Expr | None
+) -> relax.Expr:
+    """left where the condition holds, else right; None is zero."""
+    other = relax.const(0.0, str(left.ty.dtype)) if right is None else right
+    return bb.emit(relax.op.where(condition, left, other))
+
+
+def split_gates(
+    bb: relax.BlockBuilder, gates: relax.Expr, count: int, size: int
+) -> list[relax.Expr]:
+    """`count` parts of `size` elements along the last of three axes."""
+    return [slice_element(bb, gates, k * size, 2, size) for k in range(count)]
+
+
+def cut(bb: relax.BlockBuilder, state: relax.Expr, at: int, layout: int) -> relax.Expr:
+    """What a state holds of one direction; its axis is kept."""
+    shape = tensor_shape(state)
+    array = constant_value(state)
+    if array is not None:
+        return relax.const(np.take(array, [at], layout), str(array.dtype))
+    if shape is not None and shape[layout] == 1:
+        return state
+    return slice_element(bb, state, at, layout)
+
+
+def slice_rows(bb: relax.BlockBuilder, matrix: relax.Expr, begin: int, end: int) -> relax.Expr:
+    """matrix[begin:end]; of a constant, a constant."""
+    array = constant_value(matrix)
+    if array is not None:
+        return relax.const(np.ascontiguousarray(array[begin:end]), str(array.dtype))
+    return slice_element(bb, matrix, begin, 0, end - begin)
+
+
+def transpose(bb: relax.BlockBuilder, matrix: relax.Expr) -> relax.Expr:
+    """The matrix transposed; of a constant, a constant."""
+    array = constant_value(matrix)
+    if array is not None:
+        return relax.const(np.ascontiguousarray(array.T), str(array.dtype))
+    return bb.emit(relax.op.permute_dims(matrix, [1, 0]))
+
+
+def join(bb: relax.BlockBuilder, values: Sequence[relax.Expr], axis: int) -> relax.Expr:
+    """The values along an axis; of constants, a constant."""
+    if len(values) == 1:
+        return values[0]
+    arrays = [constant_value(value) for value in values]
+    if all(array is not None for array in arrays):
+        joined = np.concatenate(arrays, axis)  # pyright: ignore[reportCallIssue, reportArgumentType]
+        return relax.const(joined, str(joined.dtype))
+    return bb.emit(relax.op.concat(list(values), axis))
+
+
+LSTM = Cell(4, ("Sigmoid", "Tanh", "Tanh"), 2, step_lstm)
+GRU = Cell(3, ("Sigmoid", "Tanh"), 1, step_gru)
+RNN = Cell(1, ("Tanh",), 1, step_rnn)

@@ -1,0 +1,153 @@
+"""First stage, ONNX: reductions of every version, and operators along one axis.
+
+Each function is a `Convert` as described in `relayquant.formats.readers.onnx.operators`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from tvm import relax
+
+from relayquant.formats.readers.indices import count_from_start
+from relayquant.formats.readers.onnx.sizes import emit_item, known_shape, read_sizes
+from relayquant.formats.readers.refusal import NotConstant
+from relayquant.ir.rewrite.graph import constant_value, tensor_shape
+
+#: (data, axes, keepdims) -> value
+Reduce = Callable[..., relax.Expr]
+Unary = Callable[[relax.Expr], relax.Expr]
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """after(reduce(before(x))); over no axes, what is before and after remains."""
+
+    reduce: Reduce
+    before: Unary | None = None
+    after: Unary | None = None
+
+
+def _square(data: relax.Expr) -> relax.Expr:
+    return relax.op.multiply(data, data)
+
+
+#: ONNX operator -> what it computes
+REDUCTIONS = {
+    "ReduceL1": Reduction(relax.op.sum, relax.op.abs),
+    "ReduceL2": Reduction(relax.op.sum, _square, relax.op.sqrt),
+    "ReduceLogSum": Reduction(relax.op.sum, None, relax.op.log),
+    "ReduceMax": Reduction(relax.op.max),
+    "ReduceMean": Reduction(relax.op.mean),
+    "ReduceMin": Reduction(relax.op.min),
+    "ReduceProd": Reduction(relax.op.prod),
+    "ReduceSum": Reduction(relax.op.sum),
+    "ReduceSumSquare": Reduction(relax.op.sum, _square),
+}
+
+
+def convert_reduction(
+    name: str, bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr:
+    """Reduce* with axes as an attribute, or as an input in later versions.
+
+    Raises:
+        Refusal: the axes are computed at run time, so that the shape of the result is not known.
+    """
+    reduction = REDUCTIONS[name]
+    data = inputs[0]
+    axes = read_axes(inputs, attrs)
+    if reduction.before is not None:
+        data = bb.emit(reduction.before(data))
+    if axes is None or axes:
+        data = bb.emit(reduction.reduce(data, axes, bool(attrs.get("keepdims", 1))))
+    if reduction.after is not None:
+        data = bb.emit(reduction.after(data))
+    return data
+
+
+def convert_log_sum_exp(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr:
+    """ReduceLogSumExp -> log(sum(exp(x - max))) + max; without the maximum where that is infinite,
+    whose difference with itself is NaN.
+    """
+    data = inputs[0]
+    axes = read_axes(inputs, attrs)
+    if axes is not None and not axes:
+        return data
+    top = bb.emit(relax.op.max(data, axes, True))
+    zero = relax.const(0.0, str(data.ty.dtype))
+    top = bb.emit(relax.op.where(bb.emit(relax.op.isfinite(top)), top, zero))
+    raised = bb.emit(relax.op.exp(bb.emit(relax.op.subtract(data, top))))
+    total = bb.emit(relax.op.log(bb.emit(relax.op.sum(raised, axes, True))))
+    result = bb.emit(relax.op.add(total, top))
+    if attrs.get("keepdims", 1):
+        return result
+    return relax.op.squeeze(result, axes)
+
+
+def read_axes(inputs: Sequence[Any], attrs: dict[str, Any]) -> list[int] | None:
+    """The axes of a reduction; None is all, [] is none."""
+    if len(inputs) > 1 and inputs[1] is not None:
+        found = read_sizes(inputs[1])
+        if found is None:
+            if tensor_shape(inputs[1]) != (0,):
+                raise NotConstant("axes")
+            found = []
+    else:
+        found = list(attrs.get("axes", ()))
+    if found:
+        return [int(axis) for axis in found]
+    return [] if attrs.get("noop_with_empty_axes", 0) else None
+
+
+def convert_top_k(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr:
+    """TopK -> R.topk; what need not be sorted may be.
+
+    Raises:
+        Refusal: k is computed at run time.
+    """
+    data = inputs[0]
+    count = attrs["k"] if opset < 10 else constant_value(inputs[1])
+    if count is None:
+        raise NotConstant("k")
+    return relax.op.topk(
+        data,
+        int(np.asarray(count).item()),
+        int(attrs.get("axis", -1)),
+        ret_type="both",
+        largest=bool(attrs.get("largest", 1)),
+        dtype="int64",
+    )
+
+
+def convert_one_hot(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr:
+    """OneHot(indices, depth, (off, on)) -> where(indices == 0 ... depth - 1, on, off).
+
+    Negative indices count from the end; those beyond are nowhere. R.one_hot has one dtype for all
+    and wants the two values as constants.
+
+    Raises:
+        Refusal: the depth is computed at run time.
+    """
+    indices, depth, values = inputs
+    array = constant_value(depth)
+    if array is None:
+        raise NotConstant("depth")
+    count, rank = int(array.item()), len(known_shape(indices, "indices")) + 1
+    axis = int(attrs.get("axis", -1)) % rank
+    whole = bb.emit(relax.op.astype(indices, "int64"))
+    whole = count_from_start(bb, whole, count)
+    form = [count if at == axis else 1 for at in range(rank)]
+    ramp = relax.const(np.arange(count, dtype="int64").reshape(form), "int64")
+    is_hot = bb.emit(relax.op.equal(bb.emit(relax.op.expand_dims(whole, axis)), ramp))
+    off, on = (emit_item(bb, values, at) for at in (0, 1))
+    return relax.op.where(is_hot, on, off)

@@ -1,0 +1,368 @@
+"""First stage, ONNX, on the graph itself: operators on integers become dequantize - float operator
+- quantize, which is how every other quantized model is written.
+
+QLinearConv(x, s, z, w, ...) -> QuantizeLinear(Conv(DequantizeLinear(x), DequantizeLinear(w), ...)).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from relayquant.errors import format_count
+from relayquant.formats.readers.onnx.packed import unpack_bnb4, unpack_last
+from relayquant.formats.readers.refusal import NotConstant, Refusal
+from relayquant.ir.rewrite.names import find_free_name
+
+#: 4-bit and 2-bit tensors, which TVM cannot hold as constants: type -> the type that can
+WIDENED = {
+    TensorProto.INT4: np.dtype("int8"),
+    TensorProto.UINT4: np.dtype("uint8"),
+    getattr(TensorProto, "INT2", -1): np.dtype("int8"),
+    getattr(TensorProto, "UINT2", -2): np.dtype("uint8"),
+}
+
+#: A Softmax of an earlier opset takes everything from its axis on as one row.
+FIRST_SOFTMAX_OF_ONE_AXIS = 13
+
+#: Domain of the DequantizeLinear that is written: that of ONNX has an axis from opset 13 on only.
+MICROSOFT = "com.microsoft"
+
+#: a tensor with parameters, as QLinear operators list them
+Triple = Sequence[str]
+
+
+class GraphRewriter:
+    """Collects the nodes and constants of the new graph.
+
+    Attributes:
+        constants: Constant tensors by name, those of the model and added ones.
+        narrow: Names of those that had fewer than 8 bits -> the type they had.
+        taken: Names of all tensors.
+        opset: Of the model.
+        nodes: In topological order.
+    """
+
+    def __init__(self, constants: dict[str, onnx.TensorProto], taken: set[str], opset: int) -> None:
+        self.constants, self.taken, self.opset = constants, taken, opset
+        self.narrow: dict[str, int] = {}
+        self.nodes: list[onnx.NodeProto] = []
+
+    def unique_name(self, base: str) -> str:
+        """`base`, or with a number behind it; taken from now on."""
+        name = find_free_name(base, self.taken)
+        self.taken.add(name)
+        return name
+
+    def add(self, op: str, inputs: Sequence[str], output: str, node: str, **attrs: object) -> str:
+        """A node of operator `op` that computes `output`; `node` is its name. Returns `output`."""
+        self.nodes.append(helper.make_node(op, list(inputs), [output], name=node, **attrs))
+        return output
+
+    def constant(self, array: np.ndarray, base: str) -> str:
+        """A constant tensor; returns its name."""
+        name = self.unique_name(base)
+        self.constants[name] = numpy_helper.from_array(array, name)
+        return name
+
+    def dequantize(self, triple: Triple, node: onnx.NodeProto, axis: int = 0) -> str:
+        """The real values of (tensor, scale, zero point)."""
+        data, scale, zero_point = triple
+        inputs = [data, scale, zero_point] if zero_point else [data, scale]
+        output = self.unique_name(f"{data}.dq")
+        return self.add("DequantizeLinear", inputs, output, node.name, axis=axis, domain=MICROSOFT)
+
+    def finish(self, node: onnx.NodeProto, scale: str, zero_point: str, real: str) -> None:
+        """The output of `node`, from its real values."""
+        inputs = [real, scale, zero_point] if zero_point else [real, scale]
+        self.add("QuantizeLinear", inputs, node.output[0], node.name)
+
+    def rank(self, tensor: str) -> int | None:
+        """Number of dimensions of a constant."""
+        found = self.constants.get(tensor)
+        return len(found.dims) if found is not None else None
+
+
+def rewrite_integer_nodes(
+    graph: onnx.GraphProto, opset: int
+) -> tuple[list[onnx.NodeProto], list[onnx.TensorProto]]:
+    """(nodes, initializers) of a graph without operators on quantized operands.
+
+    Raises:
+        ValueError: such a node lacks inputs; the message names it.
+    """
+    taken = {name for node in graph.node for name in (*node.input, *node.output)}
+    taken.update(info.name for info in graph.input)
+    constants = {tensor.name: tensor for tensor in graph.initializer}
+    rewriter = GraphRewriter(constants, taken, opset)
+    rewriter.narrow = widen_tensors(graph, rewriter.constants)
+    for node in graph.node:
+        rewrite = REWRITES.get((node.domain, node.op_type))
+        if rewrite is None:
+            rewriter.nodes.append(keep_narrow(node, rewriter.narrow))
+            continue
+        try:
+            rewrite(rewriter, node, attributes(node))
+        except (IndexError, KeyError) as error:
+            raise ValueError(
+                f"node {node.name!r} (operator {node.op_type}) has "
+                f"{format_count(len(node.input), 'input')} and lacks {error}"
+            ) from error
+        except Refusal as error:
+            raise ValueError(
+                f"node {node.name!r} (operator {node.op_type}) cannot be converted: {error}"
+            ) from error
+    return rewriter.nodes, list(rewriter.constants.values())
+
+
+def attributes(node: onnx.NodeProto) -> dict[str, object]:
+    """The attributes of a node as Python values."""
+    return {a.name: helper.get_attribute_value(a) for a in node.attribute}
+
+
+# -- narrow tensors --------------------------------------------------------------------------------
+
+
+def widen_tensors(graph: onnx.GraphProto, constants: dict[str, onnx.TensorProto]) -> dict[str, int]:
+    """Replace 4-bit constants by 8-bit ones of the same values; returns name -> type before."""
+    narrow = {}
+    for tensor in graph.initializer:
+        if tensor.data_type in WIDENED:
+            narrow[tensor.name] = tensor.data_type
+            values = numpy_helper.to_array(tensor).astype(WIDENED[tensor.data_type])
+            constants[tensor.name] = numpy_helper.from_array(values, tensor.name)
+    return narrow
+
+
+def keep_narrow(node: onnx.NodeProto, narrow: Mapping[str, int]) -> onnx.NodeProto:
+    """A QuantizeLinear with a widened zero point still says which type it quantizes to."""
+    if node.op_type != "QuantizeLinear" or len(node.input) < 3 or node.input[2] not in narrow:
+        return node
+    copy = onnx.NodeProto()
+    copy.CopyFrom(node)
+    if not any(attribute.name == "output_dtype" for attribute in copy.attribute):
+        copy.attribute.append(helper.make_attribute("output_dtype", narrow[node.input[2]]))
+    return copy
+
+
+# -- operators with parameters for each operand ----------------------------------------------------
+
+
+Rewrite = Callable[[GraphRewriter, onnx.NodeProto, dict[str, object]], None]
+
+
+def operands(node: onnx.NodeProto, count: int, first: int = 0) -> Iterator[Triple]:
+    """`count` operands with their parameters, from input `first`."""
+    for at in range(first, first + 3 * count, 3):
+        yield [node.input[at], node.input[at + 1], node.input[at + 2]]
+
+
+def rewrite_conv(rewriter: GraphRewriter, node: onnx.NodeProto, attrs: dict) -> None:
+    """QLinearConv(x, w, y, bias): the bias is int32 with scale x_scale * w_scale, zero point 0."""
+    data, weight = operands(node, 2)
+    inputs = [rewriter.dequantize(data, node), rewriter.dequantize(weight, node)]
+    if len(node.input) > 8 and node.input[8]:
+        inputs.append(dequantize_bias(rewriter, node, node.input[8], data[1], weight[1]))
+    real = rewriter.unique_name(f"{node.output[0]}.real")
+    rewriter.add("Conv", inputs, real, node.name, **attrs)
+    rewriter.finish(node, node.input[6], node.input[7], real)
+
+
+def dequantize_bias(
+    rewriter: GraphRewriter,
+    node: onnx.NodeProto,
+    bias: str,
+    data_scale: str,
+    weight_scale: str,
+    alpha: float = 1.0,
+) -> str:
+    """The real values of an int32 bias in units of its accumulator, times alpha."""
+    scales = [rewriter.constants.get(name) for name in (data_scale, weight_scale)]
+    if any(scale is None for scale in scales):
+        product = rewriter.unique_name(f"{bias}.scale")
+        rewriter.add("Mul", [data_scale, weight_scale], product, node.name)
+        return rewriter.dequantize([bias, product, ""], node)
+    product = np.multiply(*(numpy_helper.to_array(scale) for scale in scales))  # pyright: ignore[reportArgumentType]
+    scale = rewriter.constant((product * alpha).astype("float32"), f"{bias}.scale")
+    return rewriter.dequantize([bias, scale, ""], node)
+
+
+def rewrite_matmul(rewriter: GraphRewriter, node: onnx.NodeProto, attrs: dict) -> None:
+    """QLinearMatMul(a, b, y); a weight with one scale for each column has it on its last axis."""
+    left, right = operands(node, 2)
+    axis = (rewriter.rank(right[0]) or 2) - 1
+    inputs = [rewriter.dequantize(left, node), rewriter.dequantize(right, node, axis)]
+    real = rewriter.add("MatMul", inputs, rewriter.unique_name(f"{node.output[0]}.real"), node.name)
+    rewriter.finish(node, node.input[6], node.input[7], real)
+
+
+def rewrite_gemm(rewriter: GraphRewriter, node: onnx.NodeProto, attrs: dict) -> None:
+    """com.microsoft.QGemm(a, b, c, y); without y_scale the result is float."""
+    left, right = operands(node, 2)
+    axis = 0 if attrs.get("transB", 0) else 1
+    inputs = [rewriter.dequantize(left, node), rewriter.dequantize(right, node, axis)]
+    if len(node.input) > 6 and node.input[6]:
+        alpha = float(attrs.get("alpha", 1.0))  # the bias has it too, as ONNX Runtime defines
+        inputs.append(dequantize_bias(rewriter, node, node.input[6], left[1], right[1], alpha))
+    quantized = len(node.input) > 7 and bool(node.input[7])
+    real = rewriter.unique_name(f"{node.output[0]}.real") if quantized else node.output[0]
+    rewriter.add("Gemm", inputs, real, node.name, **attrs)
+    if quantized:
+        zero_point = node.input[8] if len(node.input) > 8 else ""
+        rewriter.finish(node, node.input[7], zero_point, real)
+
+
+def rewrite_as(op: str, count: int = 1) -> Rewrite:
+    """An operator with `count` operands and one result, whose float form is `op` with the same
+    attributes.
+    """
+
+    def rewrite(rewriter: GraphRewriter, node: onnx.NodeProto, attrs: dict) -> None:
+        inputs = [rewriter.dequantize(triple, node) for triple in operands(node, count)]
+        if attrs.pop("channels_last", 0):
+            raise ValueError(
+                f"node {node.name!r} (operator {node.op_type}) has channels_last=1; supported: 0"
+            )
+        real = rewriter.unique_name(f"{node.output[0]}.real")
+        rewriter.add(op, inputs, real, node.name, **attrs)
+        scale, zero_point = node.input[3 * count], (*node.input[3 * count + 1 :], "")[0]
+        rewriter.finish(node, scale, zero_point, real)
+
+    return rewrite
+
+
+def rewrite_concat(rewriter: GraphRewriter, node: onnx.NodeProto, attrs: dict) -> None:
+    """com.microsoft.QLinearConcat(y_scale, y_zero_point, x1, s1, z1, ...)."""
+    count, rest = divmod(len(node.input) - 2, 3)
+    if rest or count < 1:
+        raise KeyError("parameters of an operand")
+    inputs = [rewriter.dequantize(triple, node) for triple in operands(node, count, first=2)]
+    real = rewriter.unique_name(f"{node.output[0]}.real")
+    rewriter.add("Concat", inputs, real, node.name, **attrs)
+    rewriter.finish(node, node.input[0], node.input[1], real)
+
+
+def rewrite_softmax(rewriter: GraphRewriter, node: onnx.NodeProto, attrs: dict) -> None:
+    """com.microsoft.QLinearSoftmax(x, y); attribute opset says whose Softmax it is: before 13 that
+    of Flatten(x, axis), which is also written so where the model's own Softmax is a later one.
+    """
+    flattens = int(attrs.pop("opset")) < FIRST_SOFTMAX_OF_ONE_AXIS
+    if flattens == (rewriter.opset < FIRST_SOFTMAX_OF_ONE_AXIS):
+        rewrite_as("Softmax")(rewriter, node, {"axis": -1, **attrs})
+        return
+    if not flattens:
+        raise ValueError(
+            f"node {node.name!r} (operator {node.op_type}) has opset=13 in a model of opset "
+            f"{rewriter.opset}; supported: 13 and later"
+        )
+    (data,) = operands(node, 1)
+    inputs = [rewriter.dequantize(data, node)]
+    base = node.output[0]
+    shape = rewriter.add("Shape", inputs, rewriter.unique_name(f"{base}.shape"), node.name)
+    axis = attrs.get("axis", -1)
+    rows = rewriter.unique_name(f"{base}.rows")
+    rewriter.add("Flatten", inputs, rows, node.name, axis=axis)
+    flat = rewriter.add("Softmax", [rows], rewriter.unique_name(f"{base}.flat"), node.name, axis=1)
+    real = rewriter.unique_name(f"{base}.real")
+    rewriter.add("Reshape", [flat, shape], real, node.name)
+    rewriter.finish(node, node.input[3], (*node.input[4:], "")[0], real)
+
+
+# -- weights that lie packed -----------------------------------------------------------------------
+
+
+def find_constant(rewriter: GraphRewriter, node: onnx.NodeProto, at: int) -> np.ndarray | None:
+    """An operand that is a constant; None for one that is left out.
+
+    Raises:
+        NotConstant: it is computed.
+    """
+    name = node.input[at] if at < len(node.input) else ""
+    if not name:
+        return None
+    tensor = rewriter.constants.get(name)
+    if tensor is None:
+        raise NotConstant(f"input {name!r}")
+    return numpy_helper.to_array(tensor)
+
+
+def rewrite_gather_blocks(rewriter: GraphRewriter, node: onnx.NodeProto, attrs: dict) -> None:
+    """com.microsoft.GatherBlockQuantized(data, indices, scales, zeros): DequantizeLinear with
+    blocks, and Gather. uint8 data holds codes of `bits` along its last axis, whose zero points are
+    the middle unless they are given.
+    """
+    select_attributes(attrs, ("bits", "block_size", "gather_axis", "quantize_axis"))
+    data, scales, zeros = (find_constant(rewriter, node, at) for at in (0, 2, 3))
+    if data is None or scales is None or not data.ndim:
+        raise KeyError("data or scales")
+    bits, size = attrs.get("bits", 4), attrs.get("block_size", 128)
+    axis = attrs.get("quantize_axis", 1)
+    names = [node.input[0], node.input[2], (*node.input[3:], "")[0]]
+    is_packed = rewriter.constants[names[0]].data_type == TensorProto.UINT8
+    if is_packed and names[0] not in rewriter.narrow:
+        if bits not in (2, 4, 8) or axis % data.ndim != data.ndim - 1:
+            raise Refusal(
+                f"its uint8 data has bits={bits} and quantize_axis={axis}; supported: 2, 4 or 8 "
+                "bits, blocks along the last axis"
+            )
+        codes = unpack_last(data, bits, data.shape[-1] * 8 // bits)
+        middle = np.full(scales.shape, 1 << (bits - 1), "uint8")
+        zeros = middle if zeros is None else unpack_last(zeros, bits, scales.shape[-1])
+        names[0] = rewriter.constant(codes, f"{names[0]}.codes")
+        names[2] = rewriter.constant(zeros, f"{names[0]}.zero_point")
+    real = rewriter.unique_name(f"{node.input[0]}.dq")
+    kept = [name for name in names if name]
+    rewriter.add(
+        "DequantizeLinear", kept, real, node.name, axis=axis, block_size=size, domain=MICROSOFT
+    )
+    gathered, axis = [real, node.input[1]], attrs.get("gather_axis", 0)
+    rewriter.add("Gather", gathered, node.output[0], node.name, axis=axis)
+
+
+def rewrite_bnb4(rewriter: GraphRewriter, node: onnx.NodeProto, attrs: dict) -> None:
+    """com.microsoft.MatMulBnb4(x, codes, largest): MatMul of a float32 constant, as its codes stand
+    for values that no scale and zero point gives.
+    """
+    select_attributes(
+        attrs, ("K", "N", "block_size", "quant_type", "training_mode", "transB"), {"transB": 1}
+    )
+    codes, largest = (find_constant(rewriter, node, at) for at in (1, 2))
+    if codes is None or largest is None:
+        raise KeyError("weight or absmax")
+    form = attrs["N"], attrs["K"], attrs["block_size"]
+    weight = unpack_bnb4(codes, largest, attrs["quant_type"], form)
+    name = rewriter.constant(np.ascontiguousarray(weight.T), f"{node.input[1]}.real")
+    rewriter.add("MatMul", [node.input[0], name], node.output[0], node.name)
+
+
+def select_attributes(
+    attrs: Mapping[str, object], known: Sequence[str], fixed: Mapping[str, object] | None = None
+) -> None:
+    """Raise Refusal for an attribute that is not known, or not of the value that it must have."""
+    for name, value in attrs.items():
+        if name not in known:
+            raise Refusal(f"its attribute {name} is {value!r}; supported: none of that name")
+        wanted = (fixed or {}).get(name, value)
+        if value != wanted:
+            raise Refusal(f"its attribute {name} is {value!r}; supported: {wanted!r}")
+
+
+#: (domain, operator) -> what takes its place
+REWRITES: dict[tuple[str, str], Rewrite] = {
+    ("", "QLinearConv"): rewrite_conv,
+    ("", "QLinearMatMul"): rewrite_matmul,
+    ("com.microsoft", "GatherBlockQuantized"): rewrite_gather_blocks,
+    ("com.microsoft", "MatMulBnb4"): rewrite_bnb4,
+    ("com.microsoft", "QGemm"): rewrite_gemm,
+    ("com.microsoft", "QLinearAdd"): rewrite_as("Add", 2),
+    ("com.microsoft", "QLinearMul"): rewrite_as("Mul", 2),
+    ("com.microsoft", "QLinearAveragePool"): rewrite_as("AveragePool"),
+    ("com.microsoft", "QLinearGlobalAveragePool"): rewrite_as("GlobalAveragePool"),
+    ("com.microsoft", "QLinearSigmoid"): rewrite_as("Sigmoid"),
+    ("com.microsoft", "QLinearLeakyRelu"): rewrite_as("LeakyRelu"),
+    ("com.microsoft", "QLinearConcat"): rewrite_concat,
+    ("com.microsoft", "QLinearSoftmax"): rewrite_softmax,
+}

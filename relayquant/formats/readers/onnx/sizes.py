@@ -1,0 +1,356 @@
+"""First stage, ONNX: operators whose result has a size that is an operand.
+
+Sizes that are constants become sizes of the module. Others become symbolic sizes that a match_cast
+reads at run time. Each function is a `Convert` as described in
+`relayquant.formats.readers.onnx.operators`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+from tvm import relax, tirx
+from tvm.ir import GenericConst
+
+from relayquant.formats.readers.indices import count_from_start
+from relayquant.formats.readers.onnx.symbolic import (
+    emit_tensor,
+    find_bounds,
+    is_sizes,
+    larger,
+    simplify,
+    smaller,
+)
+from relayquant.formats.readers.refusal import NotConstant, Refusal
+from relayquant.ir.rewrite.graph import constant_value, tensor_shape
+
+#: Largest constant that is computed during the import, in elements.
+MAX_CONSTANT = 2**28
+
+
+def read_sizes(value: Any) -> list[Any] | None:
+    """The sizes that an operand lists: integers, or symbolic sizes of the model; None where only
+    the run time knows them.
+    """
+    if isinstance(value, relax.ShapeExpr):
+        return [int(size) if isinstance(size, tirx.IntImm) else size for size in value.values]
+    if is_sizes(value):
+        return [value]
+    array = constant_value(value) if isinstance(value, GenericConst) else None
+    return None if array is None else [int(size) for size in array.ravel()]
+
+
+def known_shape(value: relax.Expr, what: str = "input") -> tuple[int | str, ...]:
+    """The shape of an operand, symbolic sizes as text.
+
+    Raises:
+        Refusal: it is not known.
+    """
+    shape = tensor_shape(value)
+    if shape is None:
+        raise Refusal(f"the shape of its {what} is not known; supported: known ranks")
+    return shape
+
+
+def count_sizes(value: relax.Expr) -> int:
+    """How many sizes a one-dimensional operand lists.
+
+    Raises:
+        Refusal: the model does not say.
+    """
+    shape = known_shape(value, "sizes")
+    if len(shape) != 1 or isinstance(shape[0], str):
+        raise Refusal("the number of its sizes is not known, so that the rank of its result is not")
+    return int(shape[0])
+
+
+def emit_item(bb: relax.BlockBuilder, values: relax.Expr, at: int) -> relax.Expr:
+    """values[at], of a vector."""
+    return bb.emit(relax.op.take(values, relax.const(at, "int64"), axis=0))
+
+
+def emit_shape(bb: relax.BlockBuilder, sizes: relax.Expr, count: int) -> relax.ShapeExpr:
+    """Symbolic sizes for an int64 tensor of shape (count,) that is computed at run time.
+
+    shape = R.tensor_to_shape(sizes); R.match_cast(shape, R.Shape([size_0, size_1]))
+    """
+    shape = bb.emit(relax.op.tensor_to_shape(sizes))
+    symbols = [tirx.Var(f"size_{at}", "int64") for at in range(count)]
+    bb.match_cast(shape, relax.ShapeType(symbols))
+    return relax.ShapeExpr(symbols)
+
+
+def emit_sizes(bb: relax.BlockBuilder, value: relax.Expr) -> relax.Expr:
+    """The sizes of a tensor as an int64 tensor."""
+    return bb.emit(relax.op.shape_to_tensor(bb.emit(relax.op.shape_of(value))))
+
+
+def convert_constant_of_shape(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr | None:
+    """ConstantOfShape -> R.full with sizes of the run time; constants are left to TVM.
+
+    Raises:
+        Refusal: the result would fill the memory.
+    """
+    sizes = read_sizes(inputs[0])
+    if sizes is not None:
+        if all(isinstance(size, int) for size in sizes):
+            check_constant(math.prod(sizes))
+        return None
+    value = attrs.get("value")
+    array = np.zeros((), "float32") if value is None else onnx.numpy_helper.to_array(value)
+    shape = emit_shape(bb, inputs[0], count_sizes(inputs[0]))
+    return relax.op.full(shape, relax.const(array.reshape(()), str(array.dtype)))
+
+
+def convert_reshape(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr | None:
+    """Reshape to sizes of the run time; 0 keeps a size (unless allowzero), -1 is what is left.
+
+    Sizes that are constants are left to TVM, except with allowzero.
+    """
+    data, wanted = inputs
+    if isinstance(data, relax.ShapeExpr):
+        return None
+    have = known_shape(data)
+    sizes = read_sizes(wanted)
+    allow_zero = bool(attrs.get("allowzero", 0))
+    if sizes is not None:
+        if not allow_zero or 0 not in sizes:
+            return None
+        return relax.op.reshape(data, relax.ShapeExpr(sizes))
+    count = count_sizes(wanted)
+    zero, one = relax.const(0, "int64"), relax.const(1, "int64")
+    mine = emit_sizes(bb, data)
+    sized = wanted
+    if not allow_zero:
+        kept = mine
+        if count < len(have):
+            kept = bb.emit(relax.op.strided_slice(mine, [0], [0], [count]))
+        elif count > len(have):
+            rest = relax.const(np.zeros(count - len(have), "int64"), "int64")
+            kept = bb.emit(relax.op.concat([mine, rest]))
+        is_kept = bb.emit(relax.op.equal(wanted, zero))
+        sized = bb.emit(relax.op.where(is_kept, kept, wanted))
+    is_left = bb.emit(relax.op.less(sized, zero))
+    given = bb.emit(relax.op.prod(bb.emit(relax.op.where(is_left, one, sized))))
+    left = bb.emit(
+        relax.op.floor_divide(bb.emit(relax.op.prod(mine)), bb.emit(relax.op.maximum(given, one)))
+    )
+    return relax.op.reshape(
+        data, emit_shape(bb, bb.emit(relax.op.where(is_left, left, sized)), count)
+    )
+
+
+def slice_at_run_time(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr | None:
+    """Slice from, to or by values of the run time -> one R.take for each axis, of the indices
+    begin + step * (0 ... count - 1). Constants are left to TVM; of symbolic sizes see
+    `slice_by_sizes`.
+
+    Raises:
+        Refusal: the axes are not constants, or the number of slices is not known.
+    """
+    data, starts, ends, axes, steps = (*inputs, None, None)[:5]
+    operands = [value for value in (starts, ends, steps) if value is not None]
+    lists = [read_sizes(value) for value in operands]
+    if all(found is not None for found in lists):
+        if all(isinstance(size, int) for found in lists for size in found or ()):
+            return None
+        sliced = slice_by_sizes(data, *map(read_sizes, (starts, ends)), axes, steps)
+        if sliced is not None:
+            return sliced
+        starts, ends, steps = (
+            emit_tensor(bb, value) if is_sizes(value) else value for value in (starts, ends, steps)
+        )
+    shape = known_shape(data)
+    count = count_sizes(starts)
+    taken = list(range(count)) if axes is None else read_sizes(axes)
+    if taken is None:
+        raise NotConstant("axes")
+    zero, one = relax.const(0, "int64"), relax.const(1, "int64")
+    sizes = emit_sizes(bb, data)
+
+    def pick(values: relax.Expr | None, at: int) -> relax.Expr:
+        if values is None:
+            return one
+        return bb.emit(relax.op.astype(emit_item(bb, values, at), "int64"))
+
+    for at, axis in enumerate(axis % len(shape) for axis in taken):
+        size = pick(sizes, axis)
+        step = pick(steps, at)
+        back = bb.emit(relax.op.less(step, zero))
+        # A position counts from the end if it is negative, and is clamped to 0 ... size going
+        # forward, to -1 ... size - 1 going back.
+        shift = bb.emit(relax.op.where(back, one, zero))
+        bounds = []
+        for values in (starts, ends):
+            position = count_from_start(bb, pick(values, at), size)
+            low = bb.emit(relax.op.negative(shift))
+            high = bb.emit(relax.op.subtract(size, shift))
+            position = bb.emit(relax.op.maximum(position, low))
+            bounds.append(bb.emit(relax.op.minimum(position, high)))
+        begin, end = bounds
+        # ceil((end - begin) / step) = -floor((begin - end) / step), the divisor made positive
+        sign = bb.emit(relax.op.where(back, relax.const(-1, "int64"), one))
+        span = bb.emit(relax.op.multiply(bb.emit(relax.op.subtract(begin, end)), sign))
+        width = bb.emit(relax.op.multiply(step, sign))
+        steps_back = bb.emit(relax.op.floor_divide(span, width))
+        length = bb.emit(relax.op.maximum(bb.emit(relax.op.negative(steps_back)), zero))
+        (symbol,) = emit_shape(bb, bb.emit(relax.op.reshape(length, [1])), 1).values
+        ramp = bb.emit(relax.op.arange(0, symbol, 1, "int64"))
+        indices = bb.emit(relax.op.add(begin, bb.emit(relax.op.multiply(ramp, step))))
+        data = bb.emit(relax.op.take(data, indices, axis))
+    return data
+
+
+def slice_by_sizes(
+    data: relax.Expr, starts: list[Any], ends: list[Any], axes: Any, steps: Any
+) -> relax.Expr | None:
+    """Slice by expressions of symbolic sizes -> R.strided_slice with bounds that are within the
+    data; None where a step is not a positive constant or a bound may be negative or not.
+    """
+    values = data.ty.shape.values
+    taken = [*range(len(starts))] if axes is None else read_sizes(axes)
+    strides = [1] * len(starts) if steps is None else read_sizes(steps)
+    if taken is None or strides is None or not all(isinstance(n, int) and n > 0 for n in strides):
+        return None
+    begins, stops = [], []
+    for axis, start, end in zip(taken, starts, ends, strict=True):
+        size = simplify(values[axis] + 0)
+        bounds = []
+        for position in (start, end):
+            low, high = find_bounds(position)
+            if low < 0 <= high:
+                return None
+            place = position if low >= 0 else simplify(size + position)
+            bounds.append(smaller(larger(place, 0), size))
+        begins.append(bounds[0])
+        stops.append(larger(*bounds))
+    return relax.op.strided_slice(data, taken, begins, stops, strides, assume_inbound=True)
+
+
+def convert_split(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr | None:
+    """Split into parts whose sizes the run time knows -> one R.take for each part, of the indices
+    begin + (0 ... size - 1). Constants are left to TVM.
+    """
+    data, parts = (*inputs, None)[:2]
+    if parts is None or read_sizes(parts) is not None:
+        return None
+    count = count_sizes(parts)
+    ends = bb.emit(relax.op.cumsum(parts, 0))
+    begins = bb.emit(relax.op.subtract(ends, parts))
+    taken = []
+    for at, size in enumerate(emit_shape(bb, parts, count).values):
+        begin = emit_item(bb, begins, at)
+        ramp = bb.emit(relax.op.arange(0, size, 1, "int64"))
+        indices = bb.emit(relax.op.add(ramp, begin))
+        taken.append(bb.emit(relax.op.take(data, indices, int(attrs.get("axis", 0)))))
+    return relax.Tuple(taken) if count > 1 else taken[0]
+
+
+def pad_at_run_time(bb: relax.BlockBuilder, inputs: Sequence[Any], mode: bytes) -> relax.Expr:
+    """Pad by counts of the run time -> one R.take for each axis, of the indices
+    -before ... size + after - 1, which the mode brings into the data; beyond it a constant pad has
+    the fill. Negative counts crop.
+
+    Raises:
+        Refusal: the axes are not constants, or their number is not known.
+    """
+    operands: list[Any] = [*inputs, None, None]
+    data, pads, fill, axes = operands[:4]
+    rank = data.ty.ndim
+    padded = [*range(rank)] if axes is None else read_sizes(axes)
+    if padded is None:
+        raise NotConstant("axes")
+    zero, one = relax.const(0, "int64"), relax.const(1, "int64")
+    sizes = emit_sizes(bb, data)
+    if mode == b"constant" and fill is None:
+        fill = relax.const(np.zeros((), data.ty.dtype.dtype), data.ty.dtype.dtype)
+    elif fill is not None:
+        fill = bb.emit(relax.op.reshape(fill, relax.ShapeExpr([])))
+
+    for at, axis in enumerate(axis % rank for axis in padded):
+        size, before = emit_item(bb, sizes, axis), emit_item(bb, pads, at)
+        after = emit_item(bb, pads, at + len(padded))
+        length = bb.emit(relax.op.add(size, bb.emit(relax.op.add(before, after))))
+        (symbol,) = emit_shape(bb, bb.emit(relax.op.reshape(length, [1])), 1).values
+        ramp = bb.emit(relax.op.arange(0, symbol, 1, "int64"))
+        place = bb.emit(relax.op.subtract(ramp, before))
+        last = bb.emit(relax.op.subtract(size, one))
+        if mode == b"wrap":
+            inside = bb.emit(relax.op.floor_mod(place, size))
+        elif mode == b"reflect":
+            # there and back again: 0 1 2 1 0 1 2 ..., of period 2 (size - 1)
+            period = bb.emit(relax.op.maximum(bb.emit(relax.op.add(last, last)), one))
+            rest = bb.emit(relax.op.floor_mod(place, period))
+            inside = bb.emit(relax.op.minimum(rest, bb.emit(relax.op.subtract(period, rest))))
+            inside = bb.emit(relax.op.minimum(inside, last))
+        else:
+            inside = bb.emit(relax.op.minimum(bb.emit(relax.op.maximum(place, zero)), last))
+        data = bb.emit(relax.op.take(data, inside, axis))
+        if mode == b"constant":
+            is_data = bb.emit(relax.op.equal(place, inside))
+            others = [other for other in range(rank) if other != axis]
+            is_data = bb.emit(relax.op.expand_dims(is_data, others)) if others else is_data
+            data = bb.emit(relax.op.where(is_data, data, fill))
+    return data
+
+
+def fill_outside(
+    bb: relax.BlockBuilder,
+    padded: relax.Expr,
+    data: relax.Expr,
+    widths: Mapping[int, tuple[int, int]],
+    fill: relax.Expr,
+) -> relax.Expr:
+    """Padded data with the fill on the places that are none of the data.
+
+    Args:
+        bb: The builder.
+        padded: By the widths.
+        data: Before.
+        widths: Axis -> how many places are before and behind the data; fewer than 0 crop.
+        fill: One number.
+    """
+    rank = data.ty.ndim
+    fill = bb.emit(relax.op.reshape(fill, relax.ShapeExpr([])))
+    for axis, (before, after) in widths.items():
+        size = data.ty.shape.values[axis]
+        places = bb.emit(relax.op.arange(-before, size + after, 1, "int64"))
+        bounds = (relax.const(0, "int64"), emit_tensor(bb, size))
+        inside = bb.emit(
+            relax.op.logical_and(
+                bb.emit(relax.op.greater_equal(places, bounds[0])),
+                bb.emit(relax.op.less(places, bounds[1])),
+            )
+        )
+        others = [other for other in range(rank) if other != axis % rank]
+        inside = bb.emit(relax.op.expand_dims(inside, others)) if others else inside
+        padded = bb.emit(relax.op.where(inside, padded, fill))
+    return padded
+
+
+def limit_range(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> None:
+    """Range, which TVM computes at once: refuses what would fill the memory."""
+    values = [constant_value(given) for given in inputs]
+    if all(value is not None for value in values):
+        start, limit, step = (float(value.item()) for value in values)
+        check_constant(math.inf if step == 0 else (limit - start) / step)
+
+
+def check_constant(size: float) -> None:
+    """ValueError if a constant of `size` elements would fill the memory."""
+    if size > MAX_CONSTANT:
+        raise Refusal(f"its result has {size:.3g} elements; supported: {MAX_CONSTANT}")

@@ -1,0 +1,310 @@
+"""First stage, ONNX: what is computed from symbolic sizes, while the model is read.
+
+PyTorch writes `x.view(x.size(0), -1)` as Shape, Gather, Unsqueeze, Concat and Reshape. Where x has
+a symbolic size N, the values on the way are integers and expressions of N. Relax holds a vector of
+them as a shape and a single one as an expression; what is neither becomes a tensor of the run time.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import tvm
+from onnx import TensorProto
+from tvm import relax, tirx
+from tvm.sym import Analyzer
+
+from relayquant.formats.readers.onnx.fold import evaluate, find_array
+from relayquant.formats.readers.onnx.inference import STANDARD
+from relayquant.formats.readers.refusal import Refusal
+from relayquant.ir.rewrite.graph import static_size
+
+#: Most elements of a value that is computed here.
+MAX_ELEMENTS = 256
+
+#: No size reaches this: sizes are from 0 to here.
+LARGEST = 2**48
+
+#: An element: an integer, or an expression of symbolic sizes.
+Element = Any
+
+#: Operators that move elements -> the inputs whose elements they move; the others say how. None:
+#: all of them.
+MOVES: Mapping[str, tuple[int, ...] | None] = {
+    "Concat": None,
+    "Expand": (0,),
+    "Flatten": (0,),
+    "Gather": (0,),
+    "GatherElements": (0,),
+    "Identity": (0,),
+    "Reshape": (0,),
+    "ScatterElements": (0, 2),
+    "ScatterND": (0, 2),
+    "Slice": (0,),
+    "Split": (0,),
+    "Squeeze": (0,),
+    "Tile": (0,),
+    "Transpose": (0,),
+    "Unsqueeze": (0,),
+    "Where": (1, 2),
+}
+
+#: Operators -> their inputs that may be sizes as they are; all others get a tensor.
+TAKES_SIZES: Mapping[str, tuple[int, ...]] = {
+    "ConstantOfShape": (0,),
+    "Expand": (1,),
+    "Range": (0, 1, 2),
+    "Reshape": (1,),
+    "Resize": (3,),
+    "Shape": (0,),
+    "Slice": (1, 2, 3, 4),
+}
+
+
+# -- expressions of sizes --------------------------------------------------------------------------
+
+
+def simplify(element: Element) -> Element:
+    """The shortest form, an integer where it is one."""
+    if isinstance(element, int):
+        return element
+    found = _analyze(element).simplify(element)
+    return found if (known := static_size(found)) is None else known
+
+
+def find_bounds(element: Element) -> tuple[int, int]:
+    """(least, largest) value, of sizes from 0 on."""
+    if isinstance(element, int):
+        return element, element
+    bound = _analyze(element).const_int_bound(element)
+    return bound.min_value, bound.max_value
+
+
+def _analyze(element: tirx.Expr) -> Analyzer:
+    analyzer = Analyzer()
+    for size in tirx.analysis.undefined_vars(element):
+        analyzer.bind(size, tvm.ir.Range.from_min_extent(0, tirx.IntImm("int64", LARGEST)))
+    return analyzer
+
+
+def larger(one: Element, other: Element) -> Element:
+    """max(one, other)"""
+    if isinstance(one, int) and isinstance(other, int):
+        return max(one, other)
+    return simplify(tirx.max(one, other))
+
+
+def smaller(one: Element, other: Element) -> Element:
+    """min(one, other)"""
+    if isinstance(one, int) and isinstance(other, int):
+        return min(one, other)
+    return simplify(tirx.min(one, other))
+
+
+def divide(one: Element, other: Element) -> Element:
+    """one / other, cut off towards 0."""
+    if isinstance(other, int) and other == 0:
+        raise Refusal("it divides a size by 0; allowed: other divisors")
+    if isinstance(one, int) and isinstance(other, int):
+        return abs(one) // abs(other) * (1 if (one < 0) == (other < 0) else -1)
+    if min(find_bounds(one)[0], find_bounds(other)[0]) >= 0:
+        return simplify(tirx.floordiv(one, other))
+    return simplify(tirx.truncdiv(one, other))
+
+
+def find_rest(one: Element, other: Element) -> Element:
+    """one modulo other, with the sign of the latter."""
+    if isinstance(other, int) and other == 0:
+        raise Refusal("it divides a size by 0; allowed: other divisors")
+    if isinstance(one, int) and isinstance(other, int):
+        return one % other
+    return simplify(tirx.floormod(one, other))
+
+
+def compare(is_true: Callable[[Element], bool], is_false: Callable[[Element], bool]) -> Any:
+    """A comparison by one - other: True or False, None where it depends on the run."""
+
+    def decide(one: Element, other: Element) -> bool | None:
+        difference = simplify(one - other)
+        return True if is_true(difference) else False if is_false(difference) else None
+
+    return decide
+
+
+def is_zero(element: Element) -> bool:
+    """Whether it is 0 in every run."""
+    return isinstance(element, int) and element == 0
+
+
+def is_other(element: Element) -> bool:
+    """Whether it is never 0."""
+    low, high = find_bounds(element)
+    return low > 0 or high < 0
+
+
+IS_POSITIVE = lambda element: find_bounds(element)[0] > 0  # noqa: E731
+IS_NEGATIVE = lambda element: find_bounds(element)[1] < 0  # noqa: E731
+IS_AT_LEAST_0 = lambda element: find_bounds(element)[0] >= 0  # noqa: E731
+IS_AT_MOST_0 = lambda element: find_bounds(element)[1] <= 0  # noqa: E731
+
+#: Operators of one element for each of their operands.
+ELEMENTWISE: Mapping[str, Callable[..., Element]] = {
+    "Add": lambda one, other: simplify(one + other),
+    "Div": divide,
+    "Equal": compare(is_zero, is_other),
+    "Greater": compare(IS_POSITIVE, IS_AT_MOST_0),
+    "GreaterOrEqual": compare(IS_AT_LEAST_0, IS_NEGATIVE),
+    "Less": compare(IS_NEGATIVE, IS_AT_LEAST_0),
+    "LessOrEqual": compare(IS_AT_MOST_0, IS_POSITIVE),
+    "Max": larger,
+    "Min": smaller,
+    "Mod": find_rest,
+    "Mul": lambda one, other: simplify(one * other),
+    "Sub": lambda one, other: simplify(one - other),
+}
+
+
+# -- values ----------------------------------------------------------------------------------------
+
+
+def is_sizes(value: Any) -> bool:
+    """Whether a value is sizes as Relax has them, and no tensor."""
+    return isinstance(value, relax.ShapeExpr) or tvm.ir.is_prim_expr(value)
+
+
+def read_elements(value: Any) -> np.ndarray | None:
+    """The elements of integers or sizes as an array of objects; None of anything else."""
+    if isinstance(value, relax.ShapeExpr):
+        return make_array([simplify(size) for size in map(_plain, value.values)])
+    if tvm.ir.is_prim_expr(value):
+        return make_array([_plain(value)]).reshape(())
+    array = find_array(value)
+    if array is None or array.dtype.kind not in "biu" or array.size > MAX_ELEMENTS:
+        return None
+    return make_array([int(item) for item in array.ravel()]).reshape(array.shape)
+
+
+def make_array(elements: Sequence[Element]) -> np.ndarray:
+    """A vector of objects."""
+    array = np.empty(len(elements), object)
+    for at, element in enumerate(elements):
+        array[at] = element
+    return array
+
+
+def _plain(size: Element) -> Element:
+    return size if (known := static_size(size)) is None else known
+
+
+def write_elements(array: np.ndarray) -> relax.Expr | None:
+    """Integers as a constant; sizes as Relax has them, None where it has nothing for them."""
+    items = list(array.ravel())
+    if any(item is None for item in items):
+        return None
+    if all(isinstance(item, bool) for item in items):
+        return relax.const(array.astype(bool), "bool")
+    if all(isinstance(item, int) for item in items):
+        return relax.const(array.astype("int64"), "int64")
+    if array.ndim == 0:
+        return items[0]
+    return relax.ShapeExpr(items) if array.ndim == 1 else None
+
+
+def emit_tensor(bb: relax.BlockBuilder, value: relax.Expr) -> relax.Expr:
+    """Sizes as an int64 tensor of the run time."""
+    if isinstance(value, relax.ShapeExpr):
+        return bb.emit(relax.op.shape_to_tensor(value))
+    tensor = bb.emit(relax.op.shape_to_tensor(relax.ShapeExpr([value])))
+    return bb.emit(relax.op.squeeze(tensor, [0]))
+
+
+def find_tensors(node: onnx.NodeProto, operands: Mapping[str, Any]) -> list[str]:
+    """Inputs of a node that are sizes and that its conversion wants as tensors."""
+    taken = TAKES_SIZES.get(node.op_type, ()) if node.domain in STANDARD else ()
+    return [
+        name
+        for at, name in enumerate(node.input)
+        if name and is_sizes(operands[name]) and at not in taken
+    ]
+
+
+def fold_sizes(
+    node: onnx.NodeProto, operands: Mapping[str, relax.Expr | None], opset: int
+) -> list[relax.Expr] | None:
+    """The outputs of a node on symbolic sizes; None if it is none, or they are not computed here.
+
+    Args:
+        node: One without graphs as attributes.
+        operands: Its inputs by name.
+        opset: Of the model: what the operator means.
+    """
+    if node.domain not in STANDARD or not any(is_sizes(value) for value in operands.values()):
+        return None
+    arrays = {name: read_elements(value) for name, value in operands.items()}
+    if any(array is None or array.size > MAX_ELEMENTS for array in arrays.values()):
+        return None
+    if node.op_type in MOVES:
+        results = move(node, arrays, opset)  # pyright: ignore[reportArgumentType]
+    else:
+        found = calculate(node, [arrays[name] for name in node.input if name])  # pyright: ignore[reportArgumentType]
+        results = None if found is None else [found]
+    if results is None:
+        return None
+    values = [write_elements(array) for array in results]
+    return None if any(value is None for value in values) else values  # pyright: ignore[reportReturnType]
+
+
+def move(
+    node: onnx.NodeProto, arrays: Mapping[str, np.ndarray], opset: int
+) -> list[np.ndarray] | None:
+    """What a node of `MOVES` gives: the reference evaluator moves the numbers of the elements."""
+    kept = MOVES[node.op_type]
+    moved = {name for at, name in enumerate(node.input) if name and (kept is None or at in kept)}
+    if moved & {name for at, name in enumerate(node.input) if kept is not None and at not in kept}:
+        return None
+    elements: list[Element] = []
+    numbers: dict[str, np.ndarray] = {}
+    for name, array in arrays.items():
+        if name in moved:
+            numbers[name] = np.arange(array.size).reshape(array.shape) + len(elements)
+            elements.extend(array.ravel())
+        elif all(isinstance(item, int) for item in array.ravel()):
+            is_condition = node.op_type == "Where" and name == node.input[0]
+            numbers[name] = array.astype(bool if is_condition else "int64")
+        else:
+            return None
+    results = evaluate(node, numbers, opset)
+    return [
+        make_array([elements[int(number)] for number in result.ravel()]).reshape(result.shape)
+        for result in results
+    ]
+
+
+def calculate(node: onnx.NodeProto, arrays: Sequence[np.ndarray]) -> np.ndarray | None:
+    """What a node that computes gives."""
+    attributes = {each.name: each for each in node.attribute}
+    if node.op_type == "Cast":
+        return arrays[0] if attributes["to"].i == TensorProto.INT64 else None
+    if node.op_type == "Neg":
+        return _map(lambda one: simplify(0 - one), arrays[0])
+    if node.op_type == "ReduceProd":
+        keeps = "keepdims" not in attributes or bool(attributes["keepdims"].i)
+        if arrays[0].ndim != 1 or len(arrays) > 1:
+            return None
+        product = functools.reduce(ELEMENTWISE["Mul"], arrays[0], 1)
+        return make_array([product]).reshape([1] if keeps else [])
+    apply = ELEMENTWISE.get(node.op_type)
+    if apply is None or ("fmod" in attributes and attributes["fmod"].i):
+        return None
+    return functools.reduce(lambda one, other: _map(apply, one, other), arrays)
+
+
+def _map(apply: Callable[..., Element], *arrays: np.ndarray) -> np.ndarray:
+    """Of each element, broadcast as in numpy."""
+    shape = np.broadcast_shapes(*(array.shape for array in arrays))
+    columns = [list(np.broadcast_to(array, shape).ravel()) for array in arrays]
+    return make_array([apply(*row) for row in zip(*columns, strict=True)]).reshape(shape)

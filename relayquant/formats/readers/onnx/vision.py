@@ -1,0 +1,96 @@
+"""First stage, ONNX: boxes, regions and blocks of pixels.
+
+Each function is a `Convert` as described in `relayquant.formats.readers.onnx.operators`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from tvm import relax
+
+from relayquant.formats.readers.onnx.sizes import emit_shape
+from relayquant.formats.readers.refusal import Refusal
+from relayquant.ir.rewrite.graph import constant_value
+
+
+def convert_space_to_depth(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr | None:
+    """SpaceToDepth in mode CRD (opset 28): channels outermost, the reverse of DepthToSpace."""
+    mode = attrs.get("mode", b"DCR")
+    if mode == b"DCR":
+        return None
+    if mode != b"CRD":
+        raise Refusal(f"mode is {mode.decode()!r}; allowed: DCR, CRD")
+    (data,) = inputs
+    block = int(attrs["blocksize"])
+    batch, channels, height, width = data.ty.shape.values
+    rows, columns = height // block, width // block
+    split = bb.emit(relax.op.reshape(data, (batch, channels, rows, block, columns, block)))
+    moved = bb.emit(relax.op.permute_dims(split, [0, 1, 3, 5, 2, 4]))
+    return relax.op.reshape(moved, (batch, channels * block * block, rows, columns))
+
+
+def convert_roi_align(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> None:
+    """RoiAlign with averages is left to TVM.
+
+    Raises:
+        Refusal: mode is max: ONNX takes the largest of the weighted neighbours of a sample, TVM
+            of the interpolated samples.
+    """
+    mode = attrs.get("mode", b"avg")
+    if mode != b"avg":
+        raise Refusal(f"mode is {mode.decode()!r}; supported: avg")
+
+
+def convert_non_max_suppression(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr:
+    """NonMaxSuppression -> R.vision.all_class_non_max_suppression, of whose rows the first `count`
+    are the selected boxes.
+
+    Raises:
+        Refusal: a limit is computed at run time.
+    """
+    boxes, scores, most, overlap, least = (*inputs, None, None, None)[:5]
+    limits = []
+    for name, operand, default in (
+        ("max_output_boxes_per_class", most, 0),
+        ("iou_threshold", overlap, 0.0),
+        ("score_threshold", least, -np.inf),
+    ):
+        value = default if operand is None else constant_value(operand)
+        if value is None:
+            raise Refusal(f"its {name} is computed at run time; supported: constants")
+        limits.append(np.asarray(value).item())
+    if attrs.get("center_point_box", 0):
+        center = bb.emit(relax.op.strided_slice(boxes, [2], [0], [2]))
+        size = bb.emit(relax.op.strided_slice(boxes, [2], [2], [4]))
+        half = bb.emit(relax.op.multiply(size, relax.const(0.5, str(boxes.ty.dtype))))
+        corners = [bb.emit(op(center, half)) for op in (relax.op.subtract, relax.op.add)]
+        boxes = bb.emit(relax.op.concat(corners, axis=2))
+    else:
+        # Two opposite corners in any order -> the lower and the upper one.
+        one = bb.emit(relax.op.strided_slice(boxes, [2], [0], [2]))
+        other = bb.emit(relax.op.strided_slice(boxes, [2], [2], [4]))
+        corners = [bb.emit(op(one, other)) for op in (relax.op.minimum, relax.op.maximum)]
+        boxes = bb.emit(relax.op.concat(corners, axis=2))
+    found = bb.emit(
+        relax.op.vision.all_class_non_max_suppression(
+            boxes,
+            scores,
+            relax.const(int(limits[0]), "int64"),
+            # TVM drops boxes that overlap by the threshold itself, ONNX those beyond it.
+            relax.const(float(np.nextafter(np.float32(limits[1]), np.float32(2))), "float32"),
+            relax.const(float(max(limits[2], np.finfo("float32").min)), "float32"),
+            output_format="onnx",
+        )
+    )
+    rows, count = (bb.emit(relax.TupleGetItem(found, at)) for at in (0, 1))
+    (symbol,) = emit_shape(bb, count, 1).values
+    return relax.op.take(rows, bb.emit(relax.op.arange(0, symbol, 1, "int64")), axis=0)

@@ -1,0 +1,161 @@
+"""First stage: pools of channels-first data as Relax has them, for several importers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from tvm import relax
+
+from relayquant.base.windows import count_windows, reach_end
+from relayquant.formats.readers.refusal import Refusal
+from relayquant.ir.rewrite.graph import tensor_dtype, tensor_shape
+
+POOLS: dict[str, tuple[Callable[..., relax.Expr], ...]] = {
+    "average": (relax.op.nn.avg_pool1d, relax.op.nn.avg_pool2d, relax.op.nn.avg_pool3d),
+    "maximum": (relax.op.nn.max_pool1d, relax.op.nn.max_pool2d, relax.op.nn.max_pool3d),
+}
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Windows of a pool; a number for each spatial axis, of `pads` all begins, then all ends."""
+
+    kernel: Sequence[int]
+    strides: Sequence[int]
+    dilations: Sequence[int]
+    pads: Sequence[int]
+    ceil_mode: bool
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.kernel) <= len(POOLS["average"]):
+            raise Refusal(f"its kernel_shape is {list(self.kernel)}; supported: 1 to 3 sizes")
+
+    @property
+    def rank(self) -> int:
+        return len(self.kernel)
+
+    @property
+    def extents(self) -> list[int]:
+        """Elements from the first to the last of a window."""
+        return [(k - 1) * d + 1 for k, d in zip(self.kernel, self.dilations, strict=True)]
+
+    def list_free(self, sizes: Sequence[int]) -> list[int]:
+        """Elements of padded data that the first window leaves; below 0 where it is wider."""
+        befores, afters = self.pads[: self.rank], self.pads[self.rank :]
+        rows = zip(sizes, befores, afters, self.extents, strict=True)
+        return [size + before + after - extent for size, before, after, extent in rows]
+
+    def count(self, sizes: Sequence[int]) -> list[int]:
+        """Windows along each axis. One that is wider than padded data by less than a stride is
+        there, as in ONNX Runtime, which divides towards zero.
+
+        Raises:
+            Refusal: a window is wider by two strides or more.
+        """
+        counts = []
+        for axis, free in enumerate(self.list_free(sizes)):
+            stride, pads = self.strides[axis], (self.pads[axis], self.pads[axis + self.rank])
+            if free < 0:
+                counts.append(1 - -free // stride)
+            else:
+                extent = self.extents[axis]
+                counts.append(count_windows(sizes[axis], extent, stride, 1, pads, self.ceil_mode))
+        if min(counts) < 0:
+            raise Refusal(
+                f"its kernel_shape {list(self.kernel)} is wider than data of {list(sizes)} with "
+                f"pads {list(self.pads)}; supported: windows that fit"
+            )
+        return counts
+
+    def reach_ends(self, sizes: Sequence[int]) -> list[int]:
+        """Pads with which the same windows end in the padding, without `ceil_mode`."""
+        befores = self.pads[: self.rank]
+        rows = zip(
+            self.count(sizes),
+            sizes,
+            self.kernel,
+            self.strides,
+            self.dilations,
+            befores,
+            strict=True,
+        )
+        ends = [reach_end(*row) for row in rows]
+        return [*befores, *ends]
+
+
+def emit_pool(
+    bb: relax.BlockBuilder,
+    kind: str,
+    data: relax.Expr,
+    windows: Windows,
+    count_include_pad: bool = False,
+) -> relax.Expr:
+    """R.nn.avg_pool or max_pool; of no windows what has no elements.
+
+    Raises:
+        Refusal: a window is far wider than the data.
+    """
+    sizes, pads = read_sizes(data), windows.pads
+    if sizes is None or min(windows.list_free(sizes)) >= 0:
+        return call_pool(kind, data, windows, pads, windows.ceil_mode, count_include_pad)
+    if 0 in windows.count(sizes):
+        return emit_nothing(data, windows.count(sizes))
+    ends = windows.reach_ends(sizes)
+    if kind == "average" and count_include_pad and any(pads):
+        # What lies beyond the padding does not count: the padding becomes data.
+        own = [min(one, two) for one, two in zip(pads, ends, strict=True)]
+        pairs = [0] * 4 + [
+            own[at + side] for at in range(windows.rank) for side in (0, windows.rank)
+        ]
+        data = bb.emit(relax.op.nn.pad(data, pairs, "constant", 0.0))
+        ends = [two - one for one, two in zip(own, ends, strict=True)]
+    return call_pool(kind, data, windows, ends, False, False)
+
+
+def emit_window_sum(
+    bb: relax.BlockBuilder, data: relax.Expr, windows: Windows, divisor: float = 1.0
+) -> relax.Expr:
+    """The sum of each window over this divisor, whatever part of the window is data.
+
+    Raises:
+        Refusal: `ceil_mode` over a symbolic size, or a window is far wider than the data.
+    """
+    sizes, pads = read_sizes(data), windows.pads
+    if sizes is not None:
+        if 0 in windows.count(sizes):
+            return emit_nothing(data, windows.count(sizes))
+        pads = windows.reach_ends(sizes)
+    elif windows.ceil_mode:
+        raise Refusal("it has ceil_mode over a symbolic size; supported: fixed sizes")
+    average = bb.emit(call_pool("average", data, windows, pads, False, True))
+    factor = relax.const(prod(windows.kernel) / divisor, tensor_dtype(data))
+    return bb.emit(relax.op.multiply(average, factor))
+
+
+def call_pool(
+    kind: str,
+    data: relax.Expr,
+    windows: Windows,
+    pads: Sequence[int],
+    ceil_mode: bool,
+    count_include_pad: bool,
+) -> relax.Expr:
+    pool, sizes = POOLS[kind][windows.rank - 1], (windows.kernel, windows.strides)
+    return pool(
+        data, *map(list, sizes), list(pads), list(windows.dilations), ceil_mode, count_include_pad
+    )
+
+
+def emit_nothing(data: relax.Expr, counts: Sequence[int]) -> relax.Expr:
+    """Zeros, of which there are none."""
+    shape = relax.ShapeExpr([*list(data.ty.shape)[:2], *counts])
+    return relax.op.zeros(shape, tensor_dtype(data))
+
+
+def read_sizes(data: relax.Expr) -> list[int] | None:
+    """The spatial sizes, None where one is not known."""
+    sizes: Any = (tensor_shape(data) or ("",))[2:]
+    return list(sizes) if sizes and all(isinstance(size, int) for size in sizes) else None

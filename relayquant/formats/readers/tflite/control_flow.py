@@ -1,0 +1,211 @@
+"""First stage, TensorFlow Lite: operators that run other graphs of the model, or keep a value.
+
+`main` is one dataflow block: a graph that is called is put in place of the call. Which one is
+called, and how often, has to be known while the file is read. A variable is a constant: what
+CALL_ONCE gives to it, and nothing changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tvm import relax
+
+from relayquant.errors import format_count
+from relayquant.formats.readers.refusal import Refusal
+from relayquant.formats.readers.tflite.options import read_options
+from relayquant.ir.rewrite.graph import constant_value
+
+#: Most steps that one loop is unrolled to.
+MAX_STEPS = 4096
+
+#: Deepest call of a graph by a graph.
+MAX_DEPTH = 32
+
+#: What to do about a variable.
+STATE = (
+    "Make the state an input and an output of the model (in Keras, a stateful layer takes and "
+    "returns it), and pass the output of one run to the next"
+)
+
+
+def convert_call(converter: Any, op: Any) -> relax.Expr:
+    """CALL(values) -> the operators of its graph."""
+    from tflite import CallOptions
+
+    options = read_options(op, CallOptions)
+    return pack(build_graph(converter, op, options.Subgraph(), read_operands(converter, op)))
+
+
+def convert_composite(converter: Any, op: Any) -> relax.Expr:
+    """STABLEHLO_COMPOSITE(values) -> the operators that it stands for."""
+    from tflite import StableHLOCompositeOptions
+
+    index = read_options(op, StableHLOCompositeOptions).DecompositionSubgraphIndex()
+    return pack(build_graph(converter, op, index, read_operands(converter, op)))
+
+
+def convert_if(converter: Any, op: Any) -> relax.Expr:
+    """IF(condition, values) -> the operators of the branch that is taken.
+
+    Raises:
+        Refusal: the condition is not constant.
+    """
+    from tflite import IfOptions
+
+    options = read_options(op, IfOptions)
+    condition = converter.get_tensor_value(converter.get_input_tensors(op)[0])
+    graph = options.ThenSubgraphIndex() if condition.item() else options.ElseSubgraphIndex()
+    return pack(build_graph(converter, op, graph, read_operands(converter, op)[1:]))
+
+
+def convert_while(converter: Any, op: Any) -> relax.Expr:
+    """WHILE(values) -> its body as often as it runs.
+
+    Raises:
+        Refusal: the number of steps is not constant, or more than `MAX_STEPS`.
+    """
+    from tflite import StablehloWhileOptions, WhileOptions
+
+    is_plain = converter.kind == "WHILE"
+    options = read_options(op, WhileOptions if is_plain else StablehloWhileOptions)
+    values = read_operands(converter, op)
+    for step in range(MAX_STEPS + 1):
+        (goes_on,) = build_graph(converter, op, options.CondSubgraphIndex(), values, step)
+        condition = constant_value(goes_on)
+        if condition is None:
+            raise Refusal("its number of steps depends on the input; supported: a fixed number")
+        if not condition.item():
+            return pack(values)
+        values = build_graph(converter, op, options.BodySubgraphIndex(), values, step)
+    raise Refusal(f"it takes more than {format_count(MAX_STEPS, 'step')}; supported: that many")
+
+
+def convert_call_once(converter: Any, op: Any) -> None:
+    """CALL_ONCE: its graph gives variables their first values."""
+    from tflite import CallOnceOptions
+
+    state = converter.conversion_state
+    before = state["in_call_once_init"]
+    state["in_call_once_init"] = True
+    try:
+        build_graph(converter, op, read_options(op, CallOnceOptions).InitSubgraphIndex(), [])
+    finally:
+        state["in_call_once_init"] = before
+
+
+def convert_var_handle(converter: Any, op: Any) -> None:
+    """VAR_HANDLE: its output stands for the variable."""
+    (handle,) = converter.get_output_tensors(op)
+    name = converter.find_name(handle.tensor_idx)
+    converter.resource_handles[name] = converter._get_var_handle_resource_key(op, handle)
+
+
+def convert_assign_variable(converter: Any, op: Any) -> None:
+    """ASSIGN_VARIABLE(handle, value), in the graph of a CALL_ONCE.
+
+    Raises:
+        Refusal: anywhere else: the model has a state.
+    """
+    handle, value = converter.get_input_tensors(op)
+    key = find_variable(converter, handle)
+    if not converter.conversion_state["in_call_once_init"]:
+        raise Refusal(
+            f"the model keeps {describe_variable(key)} from run to run; supported: variables that "
+            "only CALL_ONCE sets",
+            STATE,
+        )
+    converter.conversion_state["resource_values"][key] = converter.get_tensor_expr(value)
+
+
+def convert_read_variable(converter: Any, op: Any) -> relax.Expr:
+    """READ_VARIABLE(handle) -> the value that CALL_ONCE gave to it.
+
+    Raises:
+        Refusal: nothing gave it a value.
+    """
+    key = find_variable(converter, converter.get_input_tensors(op)[0])
+    value = converter.conversion_state["resource_values"].get(key)
+    if value is None:
+        raise Refusal(
+            f"nothing gives {describe_variable(key)} a value before it is read; supported: "
+            "variables that CALL_ONCE sets",
+            STATE,
+        )
+    return value
+
+
+def find_variable(converter: Any, handle: Any) -> tuple[str, str]:
+    """Container and name of the variable that a handle stands for."""
+    name = converter.find_name(handle.tensor_idx)
+    if name not in converter.resource_handles:
+        raise Refusal(f"its handle {name!r} is of no VAR_HANDLE in the same graph")
+    return converter.resource_handles[name]
+
+
+def describe_variable(key: tuple[str, str]) -> str:
+    """A variable in words."""
+    container, name = key
+    return f"variable {f'{container}/{name}' if container else name!r}"
+
+
+def build_graph(
+    converter: Any, op: Any, index: int, values: Sequence[relax.Expr], step: int = 0
+) -> list[relax.Expr]:
+    """Add the operators of a graph, given values for its inputs; its outputs.
+
+    Values are called after the operator that calls, the graph and the step: "y.1.0.name".
+    """
+    stack = converter.conversion_state["lowering_stack"]
+    if not 0 < index < converter.model.SubgraphsLength():
+        raise Refusal(f"it refers to graph {index} of {converter.model.SubgraphsLength()}")
+    if index in stack or len(stack) >= MAX_DEPTH:
+        raise Refusal(f"its graph, number {index}, calls itself")
+    graph = converter.model.Subgraphs(index)
+    if graph.InputsLength() != len(values):
+        needed = format_count(graph.InputsLength(), "input")
+        raise Refusal(f"graph {index} has {needed}, and {len(values)} given")
+    stack.append(index)
+    try:
+        table = converter.frontend.ExprTable()
+        inner = type(converter)(
+            converter.model,
+            graph,
+            table,
+            converter.bb,
+            converter.conversion_state,
+            prefix=f"{converter.prefix}{converter.name_call(op)}.{index}.{step}.",
+        )
+        for at, value in enumerate(values):
+            table.set_expr(inner.find_name(graph.Inputs(at)), value)
+        inner.check_unsupported_ops()
+        inner.convert_op_to_relax()
+        outputs = [graph.Outputs(at) for at in range(graph.OutputsLength())]
+        return [inner.get_tensor_expr(tensor) for tensor in inner.get_tensors(outputs)]
+    finally:
+        stack.pop()
+
+
+def read_operands(converter: Any, op: Any) -> list[relax.Expr]:
+    """All operands of an operator."""
+    return [converter.get_tensor_expr(tensor) for tensor in converter.get_input_tensors(op)]
+
+
+def pack(values: Sequence[relax.Expr]) -> relax.Expr:
+    """One value as itself, several as a tuple."""
+    return values[0] if len(values) == 1 else relax.Tuple(list(values))
+
+
+#: What converts an operator, given the converter and the operator.
+FLOW: dict[str, Callable[[Any, Any], relax.Expr | None]] = {
+    "ASSIGN_VARIABLE": convert_assign_variable,
+    "CALL": convert_call,
+    "CALL_ONCE": convert_call_once,
+    "IF": convert_if,
+    "READ_VARIABLE": convert_read_variable,
+    "STABLEHLO_COMPOSITE": convert_composite,
+    "STABLEHLO_WHILE": convert_while,
+    "VAR_HANDLE": convert_var_handle,
+    "WHILE": convert_while,
+}

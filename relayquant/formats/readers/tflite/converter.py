@@ -1,0 +1,415 @@
+"""First stage, TensorFlow Lite: TVM's converter, with what stands between it and every operator:
+constants in all places, names, integers that it has no form for, and the types of the results.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import tvm
+from tvm import relax
+
+from relayquant.errors import ModelError, RelayQuantError, format_count
+from relayquant.formats.readers.names import MARK, SourceNode
+from relayquant.formats.readers.refusal import OTHERWISE, NotConstant, Refusal, describe_failure
+from relayquant.formats.readers.tflite.control_flow import FLOW, STATE
+from relayquant.formats.readers.tflite.operators import OPERATORS
+from relayquant.formats.readers.tflite.tables import SIZES
+from relayquant.ir.reference.frame import Frame
+from relayquant.ir.reference.interpreter import evaluate
+from relayquant.ir.rewrite.graph import (
+    constant_value,
+    free_vars,
+    tensor_dtype,
+    tensor_shape,
+)
+
+#: Operators that do on integers what they do on floats: they move or select values. TVM converts
+#: most of them for floats only.
+MOVES = frozenset(
+    [
+        "BATCH_TO_SPACE_ND",
+        "BROADCAST_TO",
+        "DEPTH_TO_SPACE",
+        "DYNAMIC_UPDATE_SLICE",
+        "EXPAND_DIMS",
+        "GATHER",
+        "GATHER_ND",
+        "MIRROR_PAD",
+        "PACK",
+        "PAD",
+        "PADV2",
+        "RESHAPE",
+        "RESIZE_NEAREST_NEIGHBOR",
+        "REVERSE_SEQUENCE",
+        "REVERSE_V2",
+        "SELECT",
+        "SELECT_V2",
+        "SLICE",
+        "SPACE_TO_BATCH_ND",
+        "SPACE_TO_DEPTH",
+        "SPLIT",
+        "SPLIT_V",
+        "SQUEEZE",
+        "STRIDED_SLICE",
+        "TILE",
+        "TOPK_V2",
+        "TRANSPOSE",
+        "UNPACK",
+    ]
+)
+
+#: Operators that only look at the order or at the shape of integers.
+LOOKS = frozenset({"ARG_MAX", "ARG_MIN", "RANK", "SHAPE"})
+
+#: Operators that write one of their operands, the state.
+RECURRENT = frozenset(
+    [
+        "BIDIRECTIONAL_SEQUENCE_LSTM",
+        "BIDIRECTIONAL_SEQUENCE_RNN",
+        "LSTM",
+        "RNN",
+        "SVDF",
+        "UNIDIRECTIONAL_SEQUENCE_LSTM",
+        "UNIDIRECTIONAL_SEQUENCE_RNN",
+    ]
+)
+
+#: Fused activations that the kernels of TFLite compute.
+CLAMPS = ("NONE", "RELU", "RELU_N1_TO_1", "RELU6")
+
+#: Largest result that is computed while the file is read, and largest operand: sizes, indices and
+#: small tables. Weights stay operators of the module until `prepare` computes them.
+MAX_FOLDED = 4096
+
+
+class FloatTensor:
+    """A quantized tensor as an operator on floats sees it."""
+
+    def __init__(self, tensor: Any, float_type: int) -> None:
+        self.tensor = tensor
+        self.float_type = float_type
+
+    def Type(self) -> int:
+        return self.float_type
+
+    def Quantization(self) -> None:
+        return None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tensor, name)
+
+
+def make_converter(frontend: Any, sources: dict[str, SourceNode]) -> type[Any]:
+    """The class of a converter that records in `sources` which operator made which value."""
+    from tflite import TensorType
+
+    types = {getattr(TensorType, name) for name in SIZES}
+
+    class Converter(frontend.OperatorConverter):
+        def __init__(self, *args: Any, prefix: str = "") -> None:
+            super().__init__(*args)
+            self.frontend = frontend
+            self.prefix = prefix
+            self.kind = ""
+            self.in_float = False
+            table = OPERATORS | FLOW
+            self.convert_map |= {kind: partial(f, self) for kind, f in table.items()}
+
+        # -- operands: a constant may stand wherever a value of the run time may ------------------
+
+        def get_tensors(self, tensors_idx_list: Any) -> list[Any]:
+            tensors = super().get_tensors(tensors_idx_list)
+            for tensor in tensors if self.in_float else ():
+                if tensor.qnn_params is not None:
+                    tensor.qnn_params = None
+                    tensor.tensor = FloatTensor(tensor.tensor, TensorType.FLOAT32)
+            return tensors
+
+        def find_name(self, index: int) -> str:
+            """Of a tensor of the graph."""
+            return frontend.get_tensor_name(self.subgraph, index)
+
+        def find_value(self, index: int) -> relax.Expr | None:
+            """What an operator or an input gave to a tensor; None for one of the file."""
+            return None if index < 0 else self.exp_tab.exprs.get(self.find_name(index))
+
+        def has_expr(self, input_tensor_idx: int) -> bool:
+            """Whether only the run time knows a value: TVM asks, then reads the constant."""
+            value = self.find_value(input_tensor_idx)
+            return value is not None and constant_value(value) is None
+
+        def get_expr(self, input_tensor_idx: int) -> relax.Expr:
+            value = self.find_value(input_tensor_idx)
+            if value is not None:
+                return value
+            (tensor,) = self.get_tensors([input_tensor_idx])
+            return self.get_tensor_expr(tensor)
+
+        def get_tensor_value(self, tensor_wrapper: Any, is_sparse: bool = False) -> np.ndarray:
+            index = tensor_wrapper.tensor_idx
+            if index < 0:
+                raise Refusal("it lacks an operand that it needs")
+            name = self.find_name(index)
+            value = self.find_value(index)
+            if value is not None:
+                array = constant_value(value)
+                if array is None:
+                    raise NotConstant(f"operand {name!r}")
+                return array
+            if self.is_prefetched(index):
+                return self.get_prefetched_node(index)
+            if tensor_wrapper.tensor.Type() not in types:
+                raise Refusal(f"its operand {name!r} holds no numbers")
+            if tensor_wrapper.buffer.DataLength():
+                return super().get_tensor_value(tensor_wrapper, is_sparse)
+            shape = self._get_tensor_shape_tuple(tensor_wrapper)
+            if 0 not in shape:
+                raise Refusal(f"its operand {name!r} is neither computed before nor constant")
+            return np.zeros(shape, self.get_tensor_type_as_numpy(tensor_wrapper))
+
+        # -- operators -----------------------------------------------------------------------------
+
+        def check_unsupported_ops(self) -> None:
+            operators = [*self.list_operators()]
+            unknown = Counter(kind for _, kind in operators if kind not in self.convert_map)
+            if unknown:
+                calls = (f"{kind} ({format_count(n, 'call')})" for kind, n in unknown.items())
+                raise ModelError(
+                    f"Not supported, {format_count(len(unknown), 'operator')} of the model: "
+                    f"{', '.join(calls)}. {OTHERWISE}.",
+                    code="RQ202",
+                )
+
+        def list_operators(self) -> Iterator[tuple[Any, str]]:
+            for index in range(self.subgraph.OperatorsLength()):
+                op = self.subgraph.Operators(index)
+                yield op, self.get_op_code_str(op)
+
+        def convert_op_to_relax(self) -> None:
+            for index, (op, kind) in enumerate(self.list_operators()):
+                outputs = [self.find_name(i) for i in as_list(op.OutputsAsNumpy())]
+                try:
+                    self.convert(op, kind, outputs)
+                except RelayQuantError:
+                    raise
+                except Exception as error:
+                    first = outputs[0] if outputs else ""
+                    raise ModelError(
+                        f"Operator {kind} (number {index}, output {first!r}) cannot be converted: "
+                        f"{describe_failure(error, self.list_operands(op))}.",
+                        code="RQ202",
+                    ) from error
+
+        def name_call(self, op: Any) -> str:
+            """What an operator is called: after its first output, or its kind where it has none."""
+            return self.find_name(op.Outputs(0)) if op.OutputsLength() else self.get_op_code_str(op)
+
+        def list_operands(self, op: Any) -> dict[str, relax.Expr | None]:
+            """Operands of an operator by name, of constants of the file their types."""
+            operands: dict[str, relax.Expr | None] = {}
+            for tensor in super().get_tensors(as_list(op.InputsAsNumpy())):
+                if tensor.tensor_idx < 0:
+                    continue
+                value = self.find_value(tensor.tensor_idx)
+                if value is None and tensor.tensor.Type() in types:
+                    value = self._get_tensor_param(tensor)
+                operands[self.find_name(tensor.tensor_idx)] = value
+            return operands
+
+        def convert(self, op: Any, kind: str, outputs: list[str]) -> None:
+            """Add what an operator does; its results get the names of its outputs."""
+            self.kind = kind
+            self.check_state(op, kind)
+            convert = partial(self.convert_map[kind], op=op)
+            quantized = self.is_quantized_call(op, kind)
+            value = self.convert_in_float(op, convert) if quantized else convert()
+            if value is None:
+                return
+            value = self.bb.normalize(value)
+            if isinstance(value.ty, relax.TupleType):
+                fields = [value[i] for i in range(len(value.ty.fields))]
+            else:
+                fields = [value]
+            if len(fields) != len(outputs):
+                raise Refusal(
+                    f"it has {format_count(len(outputs), 'output')} instead of {len(fields)}"
+                )
+            for tensor, name, field in zip(
+                self.get_output_tensors(op), outputs, fields, strict=True
+            ):
+                field = self.bb.normalize(field)
+                self.check_result(tensor, name, field)
+                folded = self.fold(op, kind, field)
+                given = self.name_value(name, field, outputs[0], kind) if folded is None else folded
+                self.exp_tab.set_expr(name, given, force_override=True)
+
+        def convert_fused_activation_function(
+            self, in_expr: relax.Expr, fused_activation_fn: int
+        ) -> relax.Expr:
+            """The function; Refusal for one that TFLite's kernels leave out."""
+            names = self.activation_fn_type
+            name = names.get(fused_activation_fn, str(fused_activation_fn))
+            if name not in CLAMPS:
+                raise Refusal(f"its fused activation is {name}; supported: {', '.join(CLAMPS)}")
+            return super().convert_fused_activation_function(in_expr, fused_activation_fn)
+
+        def check_state(self, op: Any, kind: str) -> None:
+            """Raise Refusal for an operator that writes one of its operands."""
+            tensors = [t for t in self.get_input_tensors(op) if t.tensor_idx >= 0]
+            names = [self.find_name(t.tensor_idx) for t in tensors if t.tensor.IsVariable()]
+            if names or kind in RECURRENT:
+                where = f" in {', '.join(map(repr, names))}" if names else ""
+                raise Refusal(f"it keeps its state from run to run{where}", STATE)
+
+        def check_result(self, tensor: Any, name: str, value: relax.Expr) -> None:
+            """Raise Refusal for a result of another type than the file declares: TVM's form of
+            the operator is not TFLite's.
+            """
+            made = tensor_shape(value)
+            shape = tuple(self._get_relax_tensor_shape(tensor))
+            signature = tensor.tensor.ShapeSignatureAsNumpy()
+            fixed = [True] * len(shape)
+            if isinstance(signature, np.ndarray) and signature.size:
+                fixed = [size >= 0 for size in signature.tolist()]
+            fixed += [True] * (len(shape) - len(fixed))
+            is_open = not shape and not (tensor.tensor.HasRank() or made == ())
+            if made is not None and not is_open:
+                same = len(made) == len(shape) and all(
+                    not is_fixed or not isinstance(a, int) or a == b
+                    for a, b, is_fixed in zip(made, shape, fixed, strict=False)
+                )
+                if not same:
+                    raise Refusal(f"its result {name!r} has shape {made}, the file says {shape}")
+            dtype = self._get_relax_tensor_dtype(tensor)
+            if tensor_dtype(value) != dtype:
+                raise Refusal(
+                    f"its result {name!r} is {tensor_dtype(value)}, the file says {dtype}"
+                )
+
+        def name_value(self, name: str, value: relax.Expr, node: str, kind: str) -> relax.Expr:
+            if constant_value(value) is not None or not isinstance(value.ty, relax.TensorType):
+                return value
+            name = self.prefix + name
+            sources[name] = SourceNode(self.prefix + node, kind)
+            var = relax.DataflowVar(MARK + name, value.ty)
+            self.bb.emit_normalized(relax.VarBinding(var, value))
+            return var
+
+        def fold(self, op: Any, kind: str, value: relax.Expr) -> relax.Expr | None:
+            """A small result of small constants as a constant, None of any other: sizes are
+            computed in the file, and TVM needs their values. What is quantized stays quantized.
+            """
+            tensors = [*self.get_input_tensors(op), *self.get_output_tensors(op)]
+            if any(tensor.qnn_params for tensor in tensors) or kind.startswith("RANDOM"):
+                return None
+            shape = tensor_shape(value)
+            if shape is None or any(isinstance(size, str) for size in shape):
+                return None
+            if np.prod(shape, dtype=float) > MAX_FOLDED or kind in ("RFFT2D", "REAL", "IMAG"):
+                return None
+            array = compute(self.bb, value)
+            return None if array is None else relax.const(array, tensor_dtype(value))
+
+        # -- integers ------------------------------------------------------------------------------
+
+        def is_quantized_call(self, op: Any, kind: str) -> bool:
+            """Whether an operator on integers is converted as one on floats between dequantize and
+            quantize: what TVM does itself for some.
+
+            Raises:
+                Refusal: it is one on floats whose constants are integers.
+            """
+            operands = [t for t in self.get_input_tensors(op) if t.tensor_idx >= 0]
+            results = self.get_output_tensors(op)
+            quantized = [t for t in [*operands, *results] if t.qnn_params is not None]
+            if not quantized or kind in LOOKS or kind in FLOW:
+                return False
+            if len(operands) > 1 and not (
+                operands[0].qnn_params or any(t.qnn_params for t in results)
+            ):
+                raise Refusal(
+                    "its weights are integers and its input is float (dynamic range "
+                    "quantization); supported: all integers, or all floats",
+                    "Convert the model without optimizations, or with a representative data set",
+                )
+            if kind in MOVES:
+                return not all(self.has_same_qnn_params(quantized[0], t) for t in quantized)
+            return kind not in self._SUPPORTED_QUANTIZED_OPS or kind == "AVERAGE_POOL_2D"
+
+        @contextmanager
+        def replaced(self, tensor: Any, value: relax.Expr) -> Iterator[None]:
+            """Another value in place of a tensor's."""
+            name = self.find_name(tensor.tensor_idx)
+            kept = self.exp_tab.exprs.get(name)
+            self.exp_tab.exprs[name] = value
+            try:
+                yield
+            finally:
+                del self.exp_tab.exprs[name]
+                if kept is not None:
+                    self.exp_tab.exprs[name] = kept
+
+        def convert_in_float(self, op: Any, convert: Any) -> relax.Expr:
+            """quantize(f(dequantize(x), ...)) of an operator on integers."""
+            results = self.get_output_tensors(op)
+            with ExitStack() as stack:
+                for tensor in self.get_input_tensors(op):
+                    if tensor.qnn_params is not None:
+                        real = self.bb.emit(self.dequantize(self.get_tensor_expr(tensor), tensor))
+                        array = compute(self.bb, real) if is_small(real) else None
+                        real = real if array is None else relax.const(array, "float32")
+                        stack.enter_context(self.replaced(tensor, real))
+                self.in_float = True
+                stack.callback(setattr, self, "in_float", False)
+                value = self.bb.normalize(convert())
+            is_tuple = isinstance(value.ty, relax.TupleType)
+            fields = [value[i] for i in range(len(value.ty.fields))] if is_tuple else [value]
+            fields = [
+                field
+                if tensor.qnn_params is None
+                else self.bb.emit(self.quantize(self.bb.emit(field), tensor))
+                for field, tensor in zip(fields, results, strict=True)
+            ]
+            return relax.Tuple(fields) if is_tuple else fields[0]
+
+    return Converter
+
+
+def as_list(indices: Any) -> list[int]:
+    """Indices of tensors: of an empty vector, the package gives the number 0."""
+    return indices.tolist() if isinstance(indices, np.ndarray) else []
+
+
+def is_small(value: relax.Expr) -> bool:
+    """Whether a value is computed while the file is read, if it is known."""
+    shape = tensor_shape(value)
+    if shape is None or not all(isinstance(size, int) for size in shape):
+        return False
+    return np.prod(shape, dtype=float) <= MAX_FOLDED
+
+
+def compute(bb: relax.BlockBuilder, value: relax.Expr) -> np.ndarray | None:
+    """What an operator makes of constants; None where it reads a value that has a name: an input,
+    or a result that is not constant.
+    """
+    frame = Frame(tvm.IRModule())
+
+    def find(expr: relax.Expr) -> Any:
+        for var in free_vars(expr):
+            source = None if var.name.startswith(MARK) else bb.lookup_binding(var)
+            if source is None:
+                raise LookupError(var.name)
+            if var not in frame.values:
+                frame.values[var] = find(source)
+        return evaluate(frame, expr, "constant")
+
+    try:
+        return np.asarray(find(value))
+    except LookupError:
+        return None

@@ -1,0 +1,580 @@
+"""First stage, TensorFlow Lite: operators that TVM's frontend converts not at all, or not as TFLite
+computes them.
+
+Each function takes the converter and the operator, and gives the value. What it says of TFLite is
+how the kernels of its interpreter compute.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from tvm import relax
+
+from relayquant.formats.readers.refusal import Refusal
+from relayquant.formats.readers.tflite.options import read_options
+from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
+
+#: Largest constant that FILL makes, in elements.
+MAX_FILLED = 2**28
+
+
+def operands(converter: Any, op: Any) -> list[relax.Expr]:
+    """All operands of an operator."""
+    return [converter.get_tensor_expr(tensor) for tensor in converter.get_input_tensors(op)]
+
+
+def read_constant(converter: Any, op: Any, at: int) -> np.ndarray:
+    """The value of operand `at`; Refusal if only the run time knows it."""
+    return converter.get_tensor_value(converter.get_input_tensors(op)[at])
+
+
+def find_shape(value: relax.Expr) -> list[int]:
+    """The shape of a value; Refusal if only the run time knows it."""
+    shape = tensor_shape(value)
+    if shape is None or not all(isinstance(size, int) for size in shape):
+        raise Refusal("the shape of its operand depends on values; supported: fixed shapes")
+    return [int(size) for size in shape]
+
+
+def convert_shape(converter: Any, op: Any) -> relax.Expr:
+    """SHAPE(x) -> a constant."""
+    (data,), (result,) = converter.get_input_tensors(op), converter.get_output_tensors(op)
+    shape = find_shape(converter.get_tensor_expr(data))
+    dtype = converter.get_tensor_type_str(result.tensor.Type())
+    return relax.const(np.array(shape, dtype), dtype)
+
+
+def convert_softmax(converter: Any, op: Any) -> relax.Expr:
+    """softmax(beta * x); TVM leaves beta out."""
+    from tflite import SoftmaxOptions
+
+    beta = read_options(op, SoftmaxOptions).Beta()
+    if beta == 1:
+        return converter.convert_softmax(op)
+    (data,), (result,) = converter.get_input_tensors(op), converter.get_output_tensors(op)
+    value = converter.get_tensor_expr(data)
+    if data.qnn_params:
+        value = converter.dequantize(value, data)
+    value = relax.op.multiply(value, relax.const(beta, "float32"))
+    value = relax.op.nn.softmax(value, axis=-1)
+    return converter.quantize(value, result) if result.qnn_params else value
+
+
+def convert_gelu(converter: Any, op: Any) -> relax.Expr:
+    """GELU by tanh where the option says so, else by erf; TVM always takes erf."""
+    from tflite import GeluOptions
+
+    (data,) = operands(converter, op)
+    is_approximate = op.BuiltinOptions() is not None and read_options(op, GeluOptions).Approximate()
+    return relax.op.nn.gelu_tanh(data) if is_approximate else relax.op.nn.gelu(data)
+
+
+def convert_bucketize(converter: Any, op: Any) -> relax.Expr:
+    """How many boundaries are not larger; TVM counts those that are smaller."""
+    from tflite import BucketizeOptions
+
+    (data,) = operands(converter, op)
+    boundaries = np.atleast_1d(read_options(op, BucketizeOptions).BoundariesAsNumpy())
+    return relax.op.bucketize(data, relax.const(boundaries, "float32"), out_int32=True, right=True)
+
+
+def convert_arg(converter: Any, op: Any, find: Callable[..., relax.Expr]) -> relax.Expr:
+    """ARG_MAX and ARG_MIN, of the integer type of the result."""
+    data = converter.get_tensor_expr(converter.get_input_tensors(op)[0])
+    axis = int(read_constant(converter, op, 1).item())
+    (result,) = converter.get_output_tensors(op)
+    dtype = converter.get_tensor_type_str(result.tensor.Type())
+    return relax.op.astype(converter.bb.emit(find(data, axis)), dtype)
+
+
+def convert_arg_max(converter: Any, op: Any) -> relax.Expr:
+    return convert_arg(converter, op, relax.op.argmax)
+
+
+def convert_arg_min(converter: Any, op: Any) -> relax.Expr:
+    return convert_arg(converter, op, relax.op.argmin)
+
+
+def convert_cumsum(converter: Any, op: Any) -> relax.Expr:
+    """CUMSUM, from the end where the option says so."""
+    from tflite import CumsumOptions
+
+    options = read_options(op, CumsumOptions)
+    data = converter.get_tensor_expr(converter.get_input_tensors(op)[0])
+    axis = int(read_constant(converter, op, 1).item())
+    if options.Reverse():
+        data = converter.bb.emit(relax.op.flip(data, axis))
+    made = relax.op.cumsum(data, axis, tensor_dtype(data), bool(options.Exclusive()))
+    return relax.op.flip(converter.bb.emit(made), axis) if options.Reverse() else made
+
+
+# -- shapes and indices ----------------------------------------------------------------------------
+
+
+def convert_squeeze(converter: Any, op: Any) -> relax.Expr:
+    """SQUEEZE along the given axes, along all of size 1 where none is given."""
+    from tflite import SqueezeOptions
+
+    (data,) = operands(converter, op)
+    axes = np.array([], "int32")
+    if op.BuiltinOptions() is not None:
+        axes = np.atleast_1d(read_options(op, SqueezeOptions).SqueezeDimsAsNumpy())
+    has_none = axes.dtype != np.int32 or not axes.size
+    return relax.op.squeeze(data, None if has_none else axes.tolist())
+
+
+def convert_expand_dims(converter: Any, op: Any) -> relax.Expr:
+    """R.expand_dims; TVM calls it with an argument too many."""
+    data = converter.get_tensor_expr(converter.get_input_tensors(op)[0])
+    return relax.op.expand_dims(data, int(read_constant(converter, op, 1).item()))
+
+
+def convert_split(converter: Any, op: Any) -> relax.Expr:
+    """SPLIT(axis, x) -> equal parts, one for each output."""
+    data = converter.get_tensor_expr(converter.get_input_tensors(op)[1])
+    axis = int(read_constant(converter, op, 0).item())
+    return split(data, [1] * op.OutputsLength(), axis, is_share=True)
+
+
+def convert_split_v(converter: Any, op: Any) -> relax.Expr:
+    """SPLIT_V(x, sizes, axis); one size may be -1, the rest."""
+    data = converter.get_tensor_expr(converter.get_input_tensors(op)[0])
+    sizes = read_constant(converter, op, 1).ravel().tolist()
+    return split(data, sizes, int(read_constant(converter, op, 2).item()))
+
+
+def split(data: relax.Expr, sizes: list[int], axis: int, is_share: bool = False) -> relax.Expr:
+    """The parts of a value along an axis, their sizes given or as shares of the whole."""
+    shape = find_shape(data)
+    if not -len(shape) <= axis < len(shape):
+        raise Refusal(f"its axis is {axis}; supported: {-len(shape)} to {len(shape) - 1}")
+    whole = shape[axis]
+    if is_share:
+        sizes = [whole // len(sizes)] * len(sizes)
+    rest = whole - sum(size for size in sizes if size >= 0)
+    sizes = [rest if size == -1 else size for size in sizes]
+    if sum(sizes) != whole or min(sizes) < 0:
+        raise Refusal(f"its parts are {sizes} of {whole}; supported: parts of that sum")
+    if len(sizes) == 1:
+        return data
+    return relax.op.split(data, np.cumsum(sizes)[:-1].tolist(), axis)
+
+
+def convert_unpack(converter: Any, op: Any) -> relax.Expr:
+    """UNPACK(x) -> the elements along an axis, without it."""
+    from tflite import UnpackOptions
+
+    axis = read_options(op, UnpackOptions).Axis()
+    (data,) = operands(converter, op)
+    parts = converter.bb.emit(split(data, [1] * op.OutputsLength(), axis))
+    if op.OutputsLength() == 1:
+        return relax.op.squeeze(parts, [axis])
+    return relax.Tuple([relax.op.squeeze(parts[i], [axis]) for i in range(op.OutputsLength())])
+
+
+def convert_broadcast_to(converter: Any, op: Any) -> relax.Expr:
+    """BROADCAST_TO(x, shape)"""
+    data = converter.get_tensor_expr(converter.get_input_tensors(op)[0])
+    return relax.op.broadcast_to(data, read_constant(converter, op, 1).tolist())
+
+
+def convert_fill(converter: Any, op: Any) -> relax.Expr:
+    """A constant where size and value are known, which TVM looks up among the values of the run
+    time.
+    """
+    sizes, value = converter.get_input_tensors(op)
+    if converter.has_expr(sizes.tensor_idx):
+        return converter.convert_fill(op)
+    shape = [int(size) for size in converter.get_tensor_value(sizes)]
+    if converter.has_expr(value.tensor_idx):
+        return relax.op.broadcast_to(converter.get_tensor_expr(value), shape)
+    if math.prod(shape) > MAX_FILLED:
+        raise Refusal(f"its result has the shape {shape}; supported: up to {MAX_FILLED:,}")
+    filled = np.full(shape, converter.get_tensor_value(value).item())
+    dtype = converter.get_tensor_type_str(value.tensor.Type())
+    return relax.const(filled.astype(dtype), dtype)
+
+
+def check_indices(index: relax.Expr, sizes: Sequence[int]) -> None:
+    """Raise Refusal for constant indices that TFLite's kernels refuse when they run.
+
+    Args:
+        index: Indices, along the last axis one for each of `sizes`.
+        sizes: Of the axes that they select from.
+    """
+    array = constant_value(index)
+    if array is not None and array.size and not ((array >= 0) & (array < np.array(sizes))).all():
+        raise Refusal(f"its indices are {array.min()} to {array.max()}, for axes of {list(sizes)}")
+
+
+def convert_gather(converter: Any, op: Any) -> relax.Expr:
+    """GATHER(x, indices) along an axis, behind axes that both have.
+
+    With these, R.gather_nd takes the rows of each batch.
+    """
+    from tflite import GatherOptions
+
+    data, index = operands(converter, op)
+    options = read_options(op, GatherOptions)
+    shape, batch = find_shape(data), options.BatchDims()
+    rank = len(find_shape(index))
+    axis = options.Axis() + (len(shape) if options.Axis() < 0 else 0)
+    batch += rank if batch < 0 else 0
+    if not 0 <= batch <= min(axis, rank) or not axis < len(shape):
+        raise Refusal(
+            f"its axis is {options.Axis()} and its batch_dims {options.BatchDims()}; supported: "
+            f"an axis of {len(shape)}, behind the batches"
+        )
+    check_indices(index, [shape[axis]])
+    if not batch:
+        return relax.op.take(data, index, axis=axis, mode="fast")
+    if axis != batch:
+        raise Refusal(f"its axis is {axis} and its batch_dims {batch}; supported: the same")
+    last = converter.bb.emit(relax.op.expand_dims(relax.op.astype(index, "int64"), [-1]))
+    return relax.op.gather_nd(data, last, batch)
+
+
+def convert_gather_nd(converter: Any, op: Any) -> relax.Expr:
+    """GATHER_ND(x, indices), the indices of an element along the last axis."""
+    data, index = operands(converter, op)
+    shape = find_shape(data)
+    check_indices(index, shape[: find_shape(index)[-1]])
+    return relax.op.gather_nd(data, converter.bb.emit(relax.op.astype(index, "int64")))
+
+
+def convert_scatter_nd(converter: Any, op: Any) -> relax.Expr:
+    """SCATTER_ND(indices, updates, shape): rows of the same place are added up."""
+    index, updates = operands(converter, op)[:2]
+    shape = read_constant(converter, op, 2).tolist()
+    check_indices(index, shape[: find_shape(index)[-1]])
+    zeros = relax.op.zeros(shape, tensor_dtype(updates))
+    return relax.op.scatter_nd(converter.bb.emit(zeros), index, updates, "add")
+
+
+def convert_update(converter: Any, op: Any) -> relax.Expr:
+    """DYNAMIC_UPDATE_SLICE(x, update, start): part of x is replaced; a start that is too far moves
+    back until the update fits.
+    """
+    (data, update, start), bb = operands(converter, op), converter.bb
+    shape, sizes = find_shape(data), find_shape(update)
+    last = np.subtract(shape, sizes)
+    if len(sizes) != len(shape) or (last < 0).any():
+        raise Refusal(f"its update has shape {sizes}, its operand {shape}")
+    place = bb.emit(relax.op.astype(start, "int64"))
+    place = bb.emit(relax.op.maximum(place, relax.const(0, "int64")))
+    place = bb.emit(relax.op.minimum(place, relax.const(last.astype("int64"), "int64")))
+    grid = np.moveaxis(np.indices(sizes, "int64"), 0, -1)
+    index = bb.emit(relax.op.add(relax.const(grid, "int64"), place))
+    return relax.op.scatter_nd(data, index, update, "update")
+
+
+def convert_embedding_lookup(converter: Any, op: Any) -> relax.Expr:
+    """EMBEDDING_LOOKUP(indices, table), in this order."""
+    index, table = operands(converter, op)
+    check_indices(index, find_shape(table)[:1])
+    return relax.op.take(table, index, axis=0, mode="fast")
+
+
+def convert_select(converter: Any, op: Any) -> relax.Expr:
+    """SELECT(c, a, b); a vector as the condition selects rows."""
+    condition, yes, no = operands(converter, op)
+    if converter.get_op_code_str(op) == "SELECT":
+        rank, rows = len(find_shape(yes)), find_shape(condition)
+        if len(rows) == 1 and rank > 1:
+            condition = converter.bb.emit(relax.op.reshape(condition, [*rows, *[1] * (rank - 1)]))
+    return relax.op.where(condition, yes, no)
+
+
+def convert_mirror_pad(converter: Any, op: Any) -> relax.Expr:
+    """MIRROR_PAD that repeats the edge, which R.nn.pad does not: R.take along each axis."""
+    from tflite import MirrorPadMode, MirrorPadOptions
+
+    if read_options(op, MirrorPadOptions).Mode() != MirrorPadMode.SYMMETRIC:
+        return converter.convert_mirror_pad(op)
+    data = converter.get_tensor_expr(converter.get_input_tensors(op)[0])
+    for axis, pads in enumerate(read_constant(converter, op, 1).tolist()):
+        if any(pads):
+            index = np.pad(np.arange(find_shape(data)[axis], dtype="int32"), pads, "symmetric")
+            data = converter.bb.emit(relax.op.take(data, relax.const(index, "int32"), axis=axis))
+    return data
+
+
+def convert_reshape(converter: Any, op: Any) -> relax.Expr:
+    """RESHAPE to a shape that is known."""
+    if op.InputsLength() > 1:
+        read_constant(converter, op, 1)
+    return converter.convert_reshape(op)
+
+
+def refuse_where(converter: Any, op: Any) -> relax.Expr:
+    """Raise Refusal: WHERE(c) lists the places that are true."""
+    raise Refusal("its result has as many rows as the run time finds; supported: fixed shapes")
+
+
+def convert_reverse(converter: Any, op: Any) -> relax.Expr:
+    """REVERSE_V2(x, axes)"""
+    data = converter.get_tensor_expr(converter.get_input_tensors(op)[0])
+    for axis in read_constant(converter, op, 1).ravel().tolist():
+        data = converter.bb.emit(relax.op.flip(data, axis))
+    return data
+
+
+def convert_topk(converter: Any, op: Any) -> relax.Expr:
+    """TOPK_V2(x, k) -> values and indices along the last axis."""
+    data = converter.get_tensor_expr(converter.get_input_tensors(op)[0])
+    return relax.op.topk(data, int(read_constant(converter, op, 1).item()))
+
+
+def convert_sparse_to_dense(converter: Any, op: Any) -> relax.Expr:
+    """SPARSE_TO_DENSE(indices, shape, values, default)"""
+    index, _, values, default = operands(converter, op)
+    shape = read_constant(converter, op, 1).tolist()
+    if len(find_shape(index)) < 2:
+        count = math.prod(find_shape(index))
+        check_indices(index, shape)
+        index = converter.bb.emit(relax.op.reshape(index, [count, 1]))
+    else:
+        check_indices(index, shape)
+    count = find_shape(index)[0]
+    values = converter.bb.emit(relax.op.broadcast_to(values, [count]))
+    dense = converter.bb.emit(relax.op.broadcast_to(default, shape))
+    return relax.op.scatter_nd(dense, index, values, "update")
+
+
+def convert_matrix_diag(converter: Any, op: Any) -> relax.Expr:
+    """MATRIX_DIAG(x): x on the diagonal of a matrix of zeros."""
+    (data,) = operands(converter, op)
+    size, dtype = find_shape(data)[-1], tensor_dtype(data)
+    wide = converter.bb.emit(relax.op.expand_dims(data, [-1]))
+    zero = relax.const(np.zeros((), dtype), dtype)
+    return relax.op.where(relax.const(np.eye(size, dtype=bool), "bool"), wide, zero)
+
+
+def convert_matrix_set_diag(converter: Any, op: Any) -> relax.Expr:
+    """MATRIX_SET_DIAG(x, d): d in place of the diagonal."""
+    data, diagonal = operands(converter, op)
+    *_, rows, columns = find_shape(data)
+    mask = relax.const(np.eye(rows, columns, dtype=bool), "bool")
+    if rows > columns:
+        pads = [0] * (2 * len(find_shape(diagonal)) - 1) + [rows - columns]
+        diagonal = converter.bb.emit(relax.op.nn.pad(diagonal, pads))
+    wide = converter.bb.emit(relax.op.expand_dims(diagonal, [-1]))
+    return relax.op.where(mask, wide, data)
+
+
+def convert_space_to_batch(converter: Any, op: Any) -> relax.Expr:
+    """SPACE_TO_BATCH_ND(x, blocks, pads): the places of a block become batches.
+
+    [N, a*h, b*w, C] -> [N, h, a, w, b, C] -> [a, b, N, h, w, C] -> [a*b*N, h, w, C]
+    """
+    (data, *_), bb = converter.get_input_tensors(op), converter.bb
+    value = converter.get_tensor_expr(data)
+    blocks = read_constant(converter, op, 1).tolist()
+    pads = read_constant(converter, op, 2)
+    rank, count = len(find_shape(value)), len(blocks)
+    if pads.any():
+        zero = data.qnn_params["zero_point"].value.numpy().item() if data.qnn_params else 0
+        width = [0, 0, *pads.ravel().tolist(), *[0, 0] * (rank - count - 1)]
+        value = bb.emit(relax.op.nn.pad(value, width, pad_value=zero))
+    batch, *sizes = find_shape(value)
+    sizes, rest = sizes[:count], sizes[count:]
+    sizes = [size // block for size, block in zip(sizes, blocks, strict=True)]
+    pairs = [n for pair in zip(sizes, blocks, strict=True) for n in pair]
+    value = bb.emit(relax.op.reshape(value, [batch, *pairs, *rest]))
+    inner, outer = range(2, 2 * count + 1, 2), range(1, 2 * count, 2)
+    axes = [*inner, 0, *outer, *range(2 * count + 1, 2 * count + 1 + len(rest))]
+    value = bb.emit(relax.op.permute_dims(value, axes))
+    return relax.op.reshape(value, [batch * math.prod(blocks), *sizes, *rest])
+
+
+def convert_batch_to_space(converter: Any, op: Any) -> relax.Expr:
+    """BATCH_TO_SPACE_ND(x, blocks, crops): batches become the places of a block.
+
+    [a*b*N, h, w, C] -> [a, b, N, h, w, C] -> [N, h, a, w, b, C] -> [N, a*h, b*w, C]
+    """
+    bb, value = converter.bb, converter.get_tensor_expr(converter.get_input_tensors(op)[0])
+    blocks = read_constant(converter, op, 1).tolist()
+    crops = read_constant(converter, op, 2)
+    count = len(blocks)
+    batch, *sizes = find_shape(value)
+    sizes, rest = sizes[:count], sizes[count:]
+    batch //= math.prod(blocks)
+    value = bb.emit(relax.op.reshape(value, [*blocks, batch, *sizes, *rest]))
+    pairs = [n for i in range(count) for n in (count + 1 + i, i)]
+    axes = [count, *pairs, *range(2 * count + 1, 2 * count + 1 + len(rest))]
+    value = bb.emit(relax.op.permute_dims(value, axes))
+    full = [size * block for size, block in zip(sizes, blocks, strict=True)]
+    value = bb.emit(relax.op.reshape(value, [batch, *full, *rest]))
+    if not crops.any():
+        return value
+    first = crops[:, 0].tolist()
+    last = [size - crop for size, crop in zip(full, crops[:, 1].tolist(), strict=True)]
+    return relax.op.strided_slice(value, list(range(1, count + 1)), first, last)
+
+
+# -- networks --------------------------------------------------------------------------------------
+
+
+def convert_fully_connected(converter: Any, op: Any) -> relax.Expr:
+    """FULLY_CONNECTED of rows: without KeepNumDims, a value of higher rank becomes rows first."""
+    from tflite import FullyConnectedOptions
+
+    data, weight = converter.get_input_tensors(op)[:2]
+    value = converter.get_tensor_expr(data)
+    width = find_shape(converter.get_tensor_expr(weight))[-1]
+    is_kept = read_options(op, FullyConnectedOptions).KeepNumDims()
+    shape = find_shape(value)
+    if is_kept or (len(shape) == 2 and shape[-1] == width):
+        return converter.convert_fully_connected(op)
+    rows = converter.bb.emit(relax.op.reshape(value, [math.prod(shape) // width, width]))
+    with converter.replaced(data, rows):
+        return converter.convert_fully_connected(op)
+
+
+def convert_batch_matmul(converter: Any, op: Any) -> relax.Expr:
+    """BATCH_MATMUL -> R.matmul, which broadcasts as TFLite does."""
+    from tflite import BatchMatMulOptions
+
+    options = read_options(op, BatchMatMulOptions)
+    left, right = operands(converter, op)
+    if options.AdjX():
+        left = transpose_last(converter, left)
+    if options.AdjY():
+        right = transpose_last(converter, right)
+    return relax.op.matmul(left, right)
+
+
+def transpose_last(converter: Any, value: relax.Expr) -> relax.Expr:
+    """The last two axes change places."""
+    *axes, last, first = range(len(find_shape(value)))
+    return converter.bb.emit(relax.op.permute_dims(value, [*axes, first, last]))
+
+
+def convert_transpose_conv(converter: Any, op: Any) -> relax.Expr:
+    """TRANSPOSE_CONV with its fused activation, which TVM leaves out."""
+    from tflite import TransposeConvOptions
+
+    function = read_options(op, TransposeConvOptions).FusedActivationFunction()
+    value = converter.convert_transpose_conv(op)
+    (result,) = converter.get_output_tensors(op)
+    if result.qnn_params and function:
+        raise Refusal("it is quantized and has a fused activation; supported: either")
+    return converter.convert_fused_activation_function(value, function)
+
+
+def convert_resize_nearest(converter: Any, op: Any) -> relax.Expr:
+    """RESIZE_NEAREST_NEIGHBOR: corners that are aligned round halves up, which TVM does not."""
+    from tflite import ResizeNearestNeighborOptions
+
+    options = read_options(op, ResizeNearestNeighborOptions)
+    if not options.AlignCorners():
+        return converter.convert_resize_nearest_neighbor(op)
+    data = converter.get_tensor_expr(converter.get_input_tensors(op)[0])
+    for axis, size in zip((1, 2), read_constant(converter, op, 1).tolist(), strict=True):
+        count = find_shape(data)[axis]
+        scale = np.float32((count - 1) / (size - 1) if size > 1 else count / size)
+        half = 0.5 if options.HalfPixelCenters() else 0
+        at = (np.arange(size, dtype="float32") + np.float32(half)) * scale
+        index = np.clip(np.floor(at + np.float32(0.5)), 0, count - 1).astype("int32")
+        data = converter.bb.emit(relax.op.take(data, relax.const(index, "int32"), axis=axis))
+    return data
+
+
+def convert_suppression(converter: Any, op: Any) -> relax.Expr:
+    """NON_MAX_SUPPRESSION_V4 and V5: behind what is selected stand zeros, in TVM -1."""
+    bb, is_fourth = converter.bb, converter.kind == "NON_MAX_SUPPRESSION_V4"
+    results = bb.emit(converter.convert_nms_v4(op) if is_fourth else converter.convert_nms_v5(op))
+    *rows, number = [bb.emit(results[at]) for at in range(op.OutputsLength())]
+    places = relax.const(np.arange(find_shape(rows[0])[0], dtype="int32"), "int32")
+    is_row = bb.emit(relax.op.less(places, number))
+    zeros = [relax.const(0, tensor_dtype(row)) for row in rows]
+    rows = [relax.op.where(is_row, row, zero) for row, zero in zip(rows, zeros, strict=True)]
+    return relax.Tuple([*(bb.emit(row) for row in rows), number])
+
+
+def convert_dequantize(converter: Any, op: Any) -> relax.Expr:
+    """float16 -> float32, of a constant a constant, and of one that DENSIFY made; integers ->
+    dequantize, of a constant too. TVM takes float16 for a plain constant always, and integers for a
+    value of the run time.
+    """
+    (data,) = converter.get_input_tensors(op)
+    value = converter.get_tensor_expr(data)
+    if converter.get_tensor_type_str(data.tensor.Type()) != "float16":
+        return converter.dequantize(value, data)
+    array = constant_value(value)
+    if array is None:
+        return relax.op.astype(value, "float32")
+    return relax.const(array.astype("float32"), "float32")
+
+
+def convert_prelu(converter: Any, op: Any) -> relax.Expr:
+    """One slope for each channel -> R.nn.prelu(x, slopes) along its axis, where TVM makes a vector
+    of all values; one slope -> R.nn.leakyrelu; else max(x, 0) + a * min(x, 0).
+    """
+    data, slopes = operands(converter, op)
+    array = constant_value(slopes)
+    wide = [] if array is None else [at for at, n in enumerate(array.shape[::-1]) if n > 1]
+    if array is not None and not wide:
+        return relax.op.nn.leakyrelu(data, float(array.item()))
+    if array is not None and len(wide) == 1:
+        row = relax.const(array.ravel(), str(array.dtype))
+        return relax.op.nn.prelu(data, row, data.ty.ndim - 1 - wide[0])
+    bb, zero = converter.bb, relax.const(0.0, str(data.ty.dtype))
+    below = bb.emit(relax.op.multiply(bb.emit(relax.op.minimum(data, zero)), slopes))
+    return relax.op.add(bb.emit(relax.op.nn.relu(data)), below)
+
+
+def refuse_random(converter: Any, op: Any) -> relax.Expr:
+    """Raise Refusal: no two runs would give the same."""
+    raise Refusal("it draws random numbers", "Make them an input of the model")
+
+
+#: What converts an operator, given the converter and the operator.
+OPERATORS: dict[str, Callable[[Any, Any], relax.Expr | None]] = {
+    "ARG_MAX": convert_arg_max,
+    "ARG_MIN": convert_arg_min,
+    "BATCH_MATMUL": convert_batch_matmul,
+    "BATCH_TO_SPACE_ND": convert_batch_to_space,
+    "BROADCAST_TO": convert_broadcast_to,
+    "BUCKETIZE": convert_bucketize,
+    "CUMSUM": convert_cumsum,
+    "DEQUANTIZE": convert_dequantize,
+    "DYNAMIC_UPDATE_SLICE": convert_update,
+    "EMBEDDING_LOOKUP": convert_embedding_lookup,
+    "EXPAND_DIMS": convert_expand_dims,
+    "FILL": convert_fill,
+    "FULLY_CONNECTED": convert_fully_connected,
+    "GATHER": convert_gather,
+    "GATHER_ND": convert_gather_nd,
+    "GELU": convert_gelu,
+    "MATRIX_DIAG": convert_matrix_diag,
+    "MATRIX_SET_DIAG": convert_matrix_set_diag,
+    "MIRROR_PAD": convert_mirror_pad,
+    "MULTINOMIAL": refuse_random,
+    "NON_MAX_SUPPRESSION_V4": convert_suppression,
+    "NON_MAX_SUPPRESSION_V5": convert_suppression,
+    "PRELU": convert_prelu,
+    "RANDOM_STANDARD_NORMAL": refuse_random,
+    "RANDOM_UNIFORM": refuse_random,
+    "RESHAPE": convert_reshape,
+    "RESIZE_NEAREST_NEIGHBOR": convert_resize_nearest,
+    "REVERSE_V2": convert_reverse,
+    "SCATTER_ND": convert_scatter_nd,
+    "SELECT": convert_select,
+    "SELECT_V2": convert_select,
+    "SHAPE": convert_shape,
+    "SOFTMAX": convert_softmax,
+    "SPACE_TO_BATCH_ND": convert_space_to_batch,
+    "SPARSE_TO_DENSE": convert_sparse_to_dense,
+    "SPLIT": convert_split,
+    "SPLIT_V": convert_split_v,
+    "SQUEEZE": convert_squeeze,
+    "TOPK_V2": convert_topk,
+    "TRANSPOSE_CONV": convert_transpose_conv,
+    "UNPACK": convert_unpack,
+    "WHERE": refuse_where,
+}

@@ -1,0 +1,29 @@
+"""First stage, TensorFlow Lite: the options of an operator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from relayquant.formats.readers.refusal import Refusal
+
+
+def read_options(op: Any, options_class: Any) -> Any:
+    """The options of an operator.
+
+    Raises:
+        Refusal: it has none, or those of another one.
+    """
+    from tflite import BuiltinOptions, BuiltinOptions2
+
+    name = options_class.__name__
+    table, kind = op.BuiltinOptions(), op.BuiltinOptionsType()
+    if hasattr(BuiltinOptions2, name):
+        table, kind = op.BuiltinOptions2(), op.BuiltinOptions2Type()
+        expected = getattr(BuiltinOptions2, name)
+    else:
+        expected = getattr(BuiltinOptions, name)
+    if table is None or kind != expected:
+        raise Refusal(f"it lacks its options ({name})")
+    options = options_class()
+    options.Init(table.Bytes, table.Pos)
+    return options

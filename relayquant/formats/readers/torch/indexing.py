@@ -1,0 +1,170 @@
+"""First stage, PyTorch: reading and writing elements by their indices."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from tvm import relax
+
+from relayquant.formats.readers.indices import count_from_start, gather_elements, scatter_elements
+from relayquant.formats.readers.refusal import Refusal
+from relayquant.formats.readers.torch.arguments import read_arguments
+from relayquant.ir.rewrite.graph import tensor_dtype, tensor_shape
+
+
+def convert_index(node: Any, importer: Any) -> relax.Expr:
+    """x[i], x[:, i, j], x[i, :, j] -> R.take or R.index_tensor on the indexed axes, moved in front
+    and, where they are neighbours, back. Negative indices count from the end.
+
+    Raises:
+        Refusal: an index is a mask.
+    """
+    operand, indices = read_arguments(node, "self", "indices")
+    data, emit = importer.env[operand], importer.block_builder.emit
+    axes = [axis for axis, index in enumerate(indices) if index is not None]
+    given = [importer.env[indices[axis]] for axis in axes]
+    if any(str(index.ty.dtype) == "bool" for index in given):
+        raise Refusal(f"{node.name} selects by a mask, so that its size depends on the data")
+    if len(given) == 1:
+        return emit(relax.op.take(data, given[0], axis=axes[0]))
+    given = [
+        count_from_start(importer.block_builder, index, data.ty.shape.values[axis])
+        for axis, index in zip(axes, given, strict=True)
+    ]
+    rank, first = data.ty.ndim, axes[0]
+    rest = [axis for axis in range(rank) if axis not in axes]
+    moved = (
+        data
+        if rest == [*range(len(axes), rank)]
+        else emit(relax.op.permute_dims(data, [*axes, *rest]))
+    )
+    value = emit(relax.op.index_tensor(moved, given))
+    if first == 0 or axes != [*range(first, first + len(axes))]:
+        return value
+    points = value.ty.ndim - len(rest)  # axes of the indices together
+    order = [*range(points, points + first), *range(points), *range(points + first, value.ty.ndim)]
+    return emit(relax.op.permute_dims(value, order))
+
+
+def convert_index_put(node: Any, importer: Any) -> relax.Expr:
+    """x[i, :, j] = values -> R.scatter_nd on the indexed axes, moved in front and back; x[mask] =
+    number -> R.where. With accumulate, what is there is added to. Data of symbolic sizes is left to
+    TVM.
+
+    Raises:
+        Refusal: a mask with several values, or with other indices; an index has a symbolic size.
+    """
+    operand, indices, values, adds = read_arguments(node, "self", "indices", "values", "accumulate")
+    data, updates, emit = importer.env[operand], importer.env[values], importer.block_builder.emit
+    axes = [axis for axis, index in enumerate(indices) if index is not None]
+    given = [importer.env[indices[axis]] for axis in axes]
+    if any(tensor_dtype(index) == "bool" for index in given):
+        if len(given) > 1 or updates.ty.ndim or adds:
+            raise Refusal("it writes by a mask several values; supported: one number for all")
+        mask, first = given[0], axes[0]
+        after = data.ty.ndim - first - mask.ty.ndim
+        mask = emit(relax.op.expand_dims(mask, [*range(-after, 0)])) if after else mask
+        return emit(relax.op.where(mask, updates, data))
+    if any(isinstance(size, str) for size in tensor_shape(data) or ()):
+        return importer._index_put(node)
+    sizes = find_sizes(data, "data")
+    shapes = [find_sizes(index, "indices") for index in given]
+    points = np.broadcast_shapes(*shapes)
+    given = [
+        emit(relax.op.broadcast_to(count_from_start(importer.block_builder, index, size), points))
+        for index, size in zip(given, (sizes[axis] for axis in axes), strict=True)
+    ]
+    rest = [axis for axis in range(len(sizes)) if axis not in axes]
+    first = axes[0] if axes == [*range(axes[0], axes[0] + len(axes))] else 0
+    lead, tail = [axis for axis in rest if axis < first], [axis for axis in rest if axis >= first]
+    shape = (*(sizes[axis] for axis in lead), *points, *(sizes[axis] for axis in tail))
+    updates = emit(relax.op.broadcast_to(updates, shape))
+    # The axes of the points in front, as the indexed axes are in the data.
+    count, before = len(points), len(lead)
+    order = [*range(before, before + count), *range(before), *range(before + count, len(shape))]
+    updates = emit(relax.op.permute_dims(updates, order))
+    moved = emit(relax.op.permute_dims(data, [*axes, *rest]))
+    places = emit(relax.op.stack(given, -1))
+    value = emit(relax.op.scatter_nd(moved, places, updates, "add" if adds else "update"))
+    return emit(relax.op.permute_dims(value, [*np.argsort([*axes, *rest]).tolist()]))
+
+
+def convert_gather(node: Any, importer: Any) -> relax.Expr:
+    """gather(x, dim, index), whose index may be smaller than x along the other dimensions."""
+    operand, dim, places = read_arguments(node, "self", "dim", "index")
+    data, index = importer.env[operand], importer.env[places]
+    if not data.ty.ndim:
+        return importer._gather(node)
+    bb = importer.block_builder
+    return bb.emit(gather_elements(bb, data, index, int(dim)))
+
+
+#: reduction of scatter_reduce -> of R.scatter_nd
+REDUCTIONS = {
+    "last": "update",
+    "sum": "add",
+    "mean": "add",
+    "prod": "mul",
+    "amax": "max",
+    "amin": "min",
+}
+
+
+def convert_scatter(node: Any, importer: Any) -> relax.Expr:
+    """scatter, scatter_add, scatter_reduce(x, dim, index, src) -> R.scatter_nd; a mean as the sum
+    over the number of what is summed. What of src has no index is left out. Without include_self,
+    x has the neutral number of the reduction wherever an index points.
+
+    Raises:
+        Refusal: it is a mean of integers, or a size is symbolic.
+    """
+    operand, dim, index, source = read_arguments(node, "self", "dim", "index", "src")
+    kind, is_included = ("sum" if "add" in str(node.target) else "last"), True
+    if "reduce" in str(node.target):
+        kind, is_included = read_arguments(node, "reduce", "include_self")
+    data, places, updates = (importer.env[each] for each in (operand, index, source))
+    dtype, emit = tensor_dtype(data), importer.block_builder.emit
+    if kind == "mean" and not dtype.startswith("float"):
+        raise Refusal(f"it takes the mean of {dtype}; supported: floats")
+    sizes = find_sizes(places, "index")
+    if find_sizes(updates, "src") != sizes:
+        axes, ones = [*range(len(sizes))], [1] * len(sizes)
+        updates = emit(relax.op.strided_slice(updates, axes, [0] * len(sizes), list(sizes), ones))
+
+    def scatter(into: relax.Expr, what: relax.Expr) -> relax.Expr:
+        bb = importer.block_builder
+        if not is_included:
+            neutral = relax.const(np.full(sizes, find_neutral(kind, dtype), dtype), dtype)
+            into = scatter_elements(bb, into, places, sizes, neutral, int(dim), REDUCTIONS["last"])
+        return scatter_elements(bb, into, places, sizes, what, int(dim), REDUCTIONS[kind])
+
+    value = scatter(data, updates)
+    if kind != "mean":
+        return value
+    ones = [emit(relax.op.ones_like(each)) for each in (data, updates)]
+    return emit(relax.op.divide(value, scatter(*ones)))
+
+
+def find_neutral(kind: str, dtype: str) -> float:
+    """The number that changes no result of a reduction."""
+    if kind not in ("amax", "amin"):
+        return float(kind == "prod")
+    sign = -1 if kind == "amax" else 1
+    if dtype.startswith("float"):
+        return sign * math.inf
+    return np.iinfo(dtype).max if sign > 0 else np.iinfo(dtype).min
+
+
+def find_sizes(value: relax.Expr, what: str) -> tuple[int, ...]:
+    """The shape of a tensor.
+
+    Raises:
+        Refusal: a size is symbolic.
+    """
+    shape = tensor_shape(value)
+    sizes = tuple(size for size in shape or () if isinstance(size, int))
+    if shape is None or len(sizes) < len(shape):
+        raise Refusal(f"its {what} has a symbolic size; supported: fixed sizes")
+    return sizes

@@ -1,0 +1,299 @@
+"""First stage, PyTorch: operators that TVM's frontend does not know, or gets wrong.
+
+A conversion takes a node of the program and the importer of TVM's frontend, and returns the value.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from tvm import relax
+
+from relayquant.formats.readers.elu import emit_elu, scalar
+from relayquant.formats.readers.refusal import Refusal
+from relayquant.formats.readers.resize import Axis, Sampling, emit_resize
+from relayquant.formats.readers.torch.arguments import Convert, read_arguments
+from relayquant.formats.readers.torch.indexing import (
+    convert_gather,
+    convert_index,
+    convert_index_put,
+    convert_scatter,
+)
+from relayquant.formats.readers.torch.pooling import (
+    convert_adaptive_max_pool,
+    convert_avg_pool,
+    convert_embedding_bag,
+    convert_max_pool,
+    convert_pool,
+)
+from relayquant.ir.rewrite.graph import tensor_shape
+
+
+def convert_extreme(node: Any, importer: Any) -> relax.Expr:
+    """amax(x, dims, keepdim) -> R.max, amin -> R.min; no dims are all."""
+    operand, dims, keepdims = read_arguments(node, "self", "dim", "keepdim")
+    reduce = relax.op.max if "amax" in str(node.target) else relax.op.min
+    value = reduce(importer.env[operand], list(dims) or None, bool(keepdims))
+    return importer.block_builder.emit(value)
+
+
+def convert_extreme_of_axis(node: Any, importer: Any) -> relax.Expr:
+    """max(x, dim, keepdim) -> (R.max, R.argmax), min alike; TVM has max as a sorted top 1."""
+    operand, dim, keepdims = read_arguments(node, "self", "dim", "keepdim")
+    data, emit = importer.env[operand], importer.block_builder.emit
+    is_max = "max" in str(node.target)
+    functions = (relax.op.max, relax.op.argmax) if is_max else (relax.op.min, relax.op.argmin)
+    return relax.Tuple([emit(reduce(data, int(dim), bool(keepdims))) for reduce in functions])
+
+
+def convert_elu(node: Any, importer: Any) -> relax.Expr:
+    """elu(x, alpha, scale, input_scale) -> scale * (max(x, 0) + alpha * (exp(input_scale *
+    min(x, 0)) - 1)); selu and celu are written so, and TVM knows alpha only.
+
+    Raises:
+        Refusal: a factor is infinite or NaN, which times 0 is NaN.
+    """
+    operand, *factors = read_arguments(node, "self", "alpha", "scale", "input_scale")
+    alpha, scale, input_scale = map(float, factors)
+    if not all(map(math.isfinite, (alpha, scale, input_scale))):
+        raise Refusal(f"{node.name} has the factors {factors}; supported: finite ones")
+    total = emit_elu(importer.block_builder, importer.env[operand], alpha, input_scale)
+    return importer.block_builder.emit(relax.op.multiply(total, scalar(scale, total)))
+
+
+def convert_upsample(node: Any, importer: Any) -> relax.Expr:
+    """upsample_{nearest, bilinear, bicubic}2d(x, size or scales) -> what Resize of ONNX becomes.
+
+    Coordinates are computed with a scale that is given, not with that of the rounded size. An
+    antialiased kernel ends at the border, and its cubic has a = -0.5, -0.75 without.
+
+    Raises:
+        Refusal: the size is symbolic; corners are aligned with antialias.
+    """
+    mode, is_antialiased = UPSAMPLES[str(node.target).removeprefix("aten.")]
+    names = [argument.name for argument in node.target._schema.arguments]
+    operand, sizes = read_arguments(node, names[0], "output_size")
+    if "scale_factors" in names:
+        (factors,) = read_arguments(node, "scale_factors")
+    else:
+        factors = read_arguments(node, "scales_h", "scales_w")
+    aligned = "align_corners" in names and read_arguments(node, "align_corners")[0]
+    if aligned and is_antialiased:
+        raise Refusal(f"{node.name} has antialias and align_corners; supported: one of them")
+    data = importer.env[operand]
+    axes = []
+    for k, size in enumerate((tensor_shape(data) or ())[2:]):
+        if not isinstance(size, int) or (sizes and not isinstance(sizes[k], int)):
+            raise Refusal(f"{node.name} has a symbolic size; supported: fixed height and width")
+        factor = factors[k] if factors else None
+        result = int(sizes[k]) if sizes else math.floor(size * float(factor or 1.0))
+        scale = float(factor) if factor and not aligned else result / size
+        axes.append(Axis(k + 2, size, result, scale))
+    sampling = Sampling(
+        mode,
+        "align_corners" if aligned else "asymmetric" if mode == "nearest" else "half_pixel",
+        "floor",
+        -0.5 if is_antialiased else -0.75,
+        is_antialiased,
+        antialias=is_antialiased,
+    )
+    return importer.block_builder.normalize(
+        emit_resize(importer.block_builder, data, axes, sampling)
+    )
+
+
+def convert_grid_sample(node: Any, importer: Any) -> relax.Expr:
+    """grid_sampler_2d(x, grid [n, height, width, 2]) -> R.image.grid_sample, whose grid has the
+    coordinates on axis 1.
+    """
+    operand, grid, *options = read_arguments(
+        node, "input", "grid", "interpolation_mode", "padding_mode", "align_corners"
+    )
+    emit = importer.block_builder.emit
+    moved = emit(relax.op.permute_dims(importer.env[grid], [0, 3, 1, 2]))
+    method, padding, aligned = options
+    return emit(
+        relax.op.image.grid_sample(
+            importer.env[operand],
+            moved,
+            method=("bilinear", "nearest", "bicubic")[method],
+            layout="NCHW",
+            padding_mode=("zeros", "border", "reflection")[padding],
+            align_corners=bool(aligned),
+        )
+    )
+
+
+def convert_group_norm(node: Any, importer: Any) -> relax.Expr:
+    """native_group_norm(x, weight, bias) -> R.nn.group_norm; none are ones and zeros."""
+    operand, weight, bias, channels, groups, eps = read_arguments(
+        node, "input", "weight", "bias", "C", "group", "eps"
+    )
+    data = importer.env[operand]
+    dtype, count = str(data.ty.dtype), int(channels)
+    gamma = relax.const(np.ones(count, dtype)) if weight is None else importer.env[weight]
+    beta = relax.const(np.zeros(count, dtype)) if bias is None else importer.env[bias]
+    axes = list(range(2, len(data.ty.shape)))
+    value = relax.op.nn.group_norm(data, gamma, beta, int(groups), 1, axes, float(eps))
+    return importer.block_builder.emit(value)
+
+
+def convert_cumsum(node: Any, importer: Any) -> relax.Expr:
+    """cumsum(x, dim, dtype) -> R.cumsum in the result's dtype: integers are summed as int64."""
+    (dim,) = read_arguments(node, "dim")
+    return importer.block_builder.emit(relax.op.cumsum(read_as_result(node, importer), int(dim)))
+
+
+def convert_prod(node: Any, importer: Any) -> relax.Expr:
+    """prod(x, dim, keepdim, dtype) -> R.prod in the result's dtype: integers become int64."""
+    dim, keepdims = read_arguments(node, "dim", "keepdim")
+    product = relax.op.prod(read_as_result(node, importer), int(dim), bool(keepdims))
+    return importer.block_builder.emit(product)
+
+
+def read_as_result(node: Any, importer: Any) -> relax.Expr:
+    """The operand of a node in the dtype of its result."""
+    (operand,) = read_arguments(node, "self")
+    data, dtype = importer.env[operand], result_dtype(node)
+    if dtype == str(data.ty.dtype):
+        return data
+    return importer.block_builder.emit(relax.op.astype(data, dtype))
+
+
+def result_dtype(node: Any) -> str:
+    """The dtype that PyTorch gives a node's result."""
+    return str(node.meta["val"].dtype).removeprefix("torch.")
+
+
+def convert_shift(node: Any, importer: Any) -> relax.Expr:
+    """x << n -> R.left_shift, x >> n -> R.right_shift, a number as one of the type of the tensor.
+
+    Raises:
+        Refusal: n is a number that the type has no bits for, of which PyTorch says nothing.
+    """
+    operands = [importer.env.get(each, each) for each in node.args]
+    dtype = result_dtype(node)
+    bits = np.iinfo(dtype).bits
+    if isinstance(node.args[1], int) and not 0 <= node.args[1] < bits:
+        raise Refusal(f"{node.name} shifts {dtype} by {node.args[1]}; supported: 0 to {bits - 1}")
+    emit = importer.block_builder.emit
+    values = [
+        relax.const(each, dtype) if isinstance(each, int) else emit(relax.op.astype(each, dtype))
+        for each in operands
+    ]
+    is_left = any(part in str(node.target) for part in ("lshift", "left"))
+    return emit((relax.op.left_shift if is_left else relax.op.right_shift)(*values))
+
+
+def convert_convolution(node: Any, importer: Any) -> relax.Expr:
+    """convolution as TVM's frontend has it, which has no transposed ones of volumes."""
+    operands = ("input", "weight", "bias", "transposed")
+    data, weight, bias, transposed = read_arguments(node, *operands)
+    data = importer.env[data]
+    if not transposed or data.ty.ndim != 5:
+        return importer._convolution(node)
+    sizes = ("stride", "padding", "dilation", "output_padding", "groups")
+    strides, padding, dilation, beyond, groups = read_arguments(node, *sizes)
+    emit = importer.block_builder.emit
+    weight = importer.env[weight]
+    value = relax.op.nn.conv3d_transpose(data, weight, strides, padding, beyond, dilation, groups)
+    if bias is None:
+        return emit(value)
+    bias = emit(relax.op.reshape(importer.env[bias], (1, -1, 1, 1, 1)))
+    return emit(relax.op.add(emit(value), bias))
+
+
+def convert_fill(node: Any, importer: Any) -> relax.Expr:
+    """full, full_like, fill as TVM's frontend has them; of an infinity or NaN, which TVM's operator
+    does not compile, R.broadcast_to of a constant.
+    """
+    names = [argument.name for argument in node.target._schema.arguments]
+    (value,) = read_arguments(node, names[1])
+    if not isinstance(value, float) or math.isfinite(value):
+        name = str(node.target).removeprefix("aten.").partition(".")[0]
+        return getattr(importer, f"_{name}")(node)
+    source = importer.retrieve_args(node)[0]
+    shape = importer.shape_of(source) if isinstance(source, relax.Expr) else source
+    return emit_number(importer, value, shape, result_dtype(node))
+
+
+def emit_number(importer: Any, value: float, shape: Any, dtype: str) -> relax.Expr:
+    """A number in all elements."""
+    return importer.block_builder.emit(relax.op.broadcast_to(relax.const(value, dtype), shape))
+
+
+def convert_clamp(node: Any, importer: Any) -> relax.Expr:
+    """clamp(x, low, high) -> R.clip; of integers R.maximum or R.minimum where one bound is missing,
+    which TVM's frontend makes an infinity. The upper bound wins, and NaN as a bound is the result.
+    """
+    operand, low, high = read_arguments(node, "self", "min", "max")
+    data, emit = importer.env[operand], importer.block_builder.emit
+    dtype = str(data.ty.dtype)
+    numbers = [bound for bound in (low, high) if isinstance(bound, int | float)]
+    if any(map(math.isnan, numbers)):
+        return emit_number(importer, math.nan, importer.shape_of(data), dtype)
+    if len(numbers) == 2 and low > high:
+        return emit_number(importer, high, importer.shape_of(data), dtype)
+    if "int" not in dtype or (low is not None and high is not None):
+        return importer._clamp(node)
+    bound = relax.const(int(low if high is None else high), dtype)
+    return emit((relax.op.minimum if low is None else relax.op.maximum)(data, bound))
+
+
+#: operator of PyTorch -> (mode of Resize, antialias)
+UPSAMPLES = {
+    "upsample_nearest2d.vec": ("nearest", False),
+    "upsample_bilinear2d.vec": ("linear", False),
+    "upsample_bicubic2d.vec": ("cubic", False),
+    "_upsample_bilinear2d_aa.default": ("linear", True),
+    "_upsample_bicubic2d_aa.default": ("cubic", True),
+}
+
+#: names of operators that shift the bits of integers
+SHIFTS = (
+    *(f"__{side}shift__.{kind}" for side in "lr" for kind in ("Scalar", "Tensor")),
+    *(
+        f"bitwise_{side}_shift.{kind}"
+        for side in ("left", "right")
+        for kind in ("Tensor", "Tensor_Scalar", "Scalar_Tensor")
+    ),
+)
+
+#: name of an operator, as TVM's frontend calls it -> its conversion
+OPERATORS: dict[str, Convert] = {
+    "amax.default": convert_extreme,
+    "amin.default": convert_extreme,
+    "max.dim": convert_extreme_of_axis,
+    "min.dim": convert_extreme_of_axis,
+    "elu.default": convert_elu,
+    "adaptive_max_pool2d.default": convert_adaptive_max_pool,
+    "adaptive_max_pool3d.default": convert_adaptive_max_pool,
+    "_embedding_bag_forward_only.default": convert_embedding_bag,
+    "_embedding_bag.default": convert_embedding_bag,
+    "grid_sampler_2d.default": convert_grid_sample,
+    "native_group_norm.default": convert_group_norm,
+    "cumsum.default": convert_cumsum,
+    "prod.dim_int": convert_prod,
+    **dict.fromkeys(SHIFTS, convert_shift),
+    "convolution.default": convert_convolution,
+    "avg_pool1d.default": convert_pool,
+    "avg_pool2d.default": convert_avg_pool,
+    "avg_pool3d.default": convert_avg_pool,
+    **{
+        f"{prefix}adaptive_avg_pool{rank}d.default": convert_pool
+        for prefix in ("", "_")
+        for rank in (1, 2, 3)
+    },
+    "gather.default": convert_gather,
+    "index.Tensor": convert_index,
+    "index_put.default": convert_index_put,
+    "scatter.src": convert_scatter,
+    "scatter_add.default": convert_scatter,
+    "scatter_reduce.two": convert_scatter,
+    **{f"max_pool{rank}d_with_indices.default": convert_max_pool for rank in (1, 2, 3)},
+    "clamp.default": convert_clamp,
+    **dict.fromkeys(("full.default", "full_like.default", "fill.Scalar"), convert_fill),
+    **dict.fromkeys(UPSAMPLES, convert_upsample),
+}

@@ -1,0 +1,287 @@
+"""First stage, PyTorch: a torch.export program becomes a Relax module, values named after its
+modules.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import tvm
+from tvm import relax
+from tvm.ir import Call
+
+from relayquant.base import _tvm
+from relayquant.base.arguments import check_arguments
+from relayquant.base.storage.files import reading
+from relayquant.errors import MissingDependencyError, ModelError, format_count
+from relayquant.formats.readers.files import DEFAULT_MAX_BYTES, check_file
+from relayquant.formats.readers.names import MARK, SourceNode, name_values
+from relayquant.formats.readers.refusal import describe_failure
+from relayquant.formats.readers.torch.archive import drop_stacks, read_program, silence_torch
+from relayquant.formats.readers.torch.decompositions import find_release, make_decompositions
+from relayquant.formats.readers.torch.operators import OPERATORS
+from relayquant.formats.readers.torch.quantized import make_converters
+from relayquant.formats.readers.torch.signature import (
+    check_effects,
+    describe_node,
+    drop_constant_inputs,
+    find_path,
+)
+from relayquant.ir.rewrite.editor import Editor
+from relayquant.ir.rewrite.graph import call_name
+
+#: The oldest release of PyTorch that programs are read with: see pyproject.toml.
+OLDEST = (2, 9)
+
+
+@check_arguments
+def import_torch(
+    program_or_path: Any, *, max_bytes: int = DEFAULT_MAX_BYTES
+) -> tuple[tvm.IRModule, dict[str, np.ndarray]]:
+    """Import a torch.export program, or a .pt2 file of one, weights bound as constants.
+
+    A value is named after the module that computes it ("layer1.0.conv1"), with the name of the
+    graph node behind it where the module has several ("layer1.0.add_1"). A result that is a tuple
+    of one tensor becomes that tensor. Arguments of forward that are no tensors are left out: a
+    program is exported for their values. Nothing that is stored in a file is executed: `archive`
+    has what is refused. A program that was quantized with PT2E keeps its integers: pass it to
+    `relayquant.lower`.
+
+    Args:
+        program_or_path: `torch.export.ExportedProgram`, or a file that torch.export.save wrote.
+        max_bytes: Refuse larger files.
+
+    Returns:
+        The module and {} (no parameter is left unbound).
+
+    Raises:
+        ModelError: the file cannot be read, holds something that reading would execute, or an
+            operator that TVM's frontend does not know; or the program changes buffers, parameters
+            or inputs, or draws random numbers.
+        MissingDependencyError: torch is not installed, or too old.
+    """
+    program = program_or_path
+    is_path = isinstance(program, str | os.PathLike)
+    if not is_path and "torch" not in sys.modules:  # then nobody can have made a program
+        raise _describe_wrong_type(program)
+    try:
+        import torch  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise MissingDependencyError(
+            "Reading a torch.export program needs PyTorch. Run: pip install 'relayquant[torch]'",
+            code="RQ503",
+        ) from None
+    if find_release() < OLDEST:
+        raise MissingDependencyError(
+            f"Reading a torch.export program needs PyTorch {OLDEST[0]}.{OLDEST[1]} or later, this "
+            f"is {torch.__version__}. Run: pip install --upgrade 'relayquant[torch]'",
+            code="RQ503",
+        )
+    if isinstance(program, torch.export.ExportedProgram):
+        return _import_program(program)
+    if isinstance(program, torch.nn.Module):
+        raise ModelError(
+            f"{type(program).__name__} is a module, not an exported program. Pass "
+            "torch.export.export(module.eval(), example_inputs), or use relayquant.torch.quantize.",
+            code="RQ207",
+        )
+    if not is_path:
+        raise _describe_wrong_type(program)
+    with reading(program, "torch.export archive", ModelError):
+        return _import_program(read_program(check_file(program, max_bytes), max_bytes))
+
+
+def _describe_wrong_type(program: object) -> ModelError:
+    return ModelError(
+        f"import_torch got a {type(program).__name__}; allowed: a "
+        "torch.export.ExportedProgram, or the path of a file that torch.export.save wrote.",
+        code="RQ207",
+    )
+
+
+def _import_program(program: Any) -> tuple[tvm.IRModule, dict[str, np.ndarray]]:
+    importer = make_importer()
+    check_effects(program)
+    try:
+        with silence_torch(), drop_stacks():
+            program = program.run_decompositions(make_decompositions())
+        check_effects(program)
+        drop_constant_inputs(program)
+        converters = {**OPERATORS, **make_converters(find_constants(program))}
+        with _tvm.FRONTEND_LOCK:
+            mod = importer.from_exported_program(program, False, True, False, converters)
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"Cannot convert the program: {type(error).__name__}: {error}. Export the model in "
+            "evaluation mode (model.eval()) and without data-dependent control flow.",
+            code="RQ207",
+        ) from error
+    return _name_after_modules(mod, importer.env, find_targets(program)), {}
+
+
+def make_importer() -> Any:
+    """TVM's importer, whose errors name the node, what is supported and what to do."""
+
+    class Importer(_tvm.load_torch_frontend().ExportedProgramImporter):
+        def __init__(self) -> None:
+            super().__init__()
+            self.copies: dict[Any, tvm.runtime.Tensor] = {}
+
+        def _convert_pytorch_tensor_to_tvm(self, tensor: Any) -> tvm.runtime.Tensor:
+            """A copy: the module that was exported may be trained further. One for tied weights."""
+            key = describe_place(tensor)
+            if key not in self.copies:
+                self.copies[key] = copy_tensor(tensor)
+            return self.copies[key]
+
+        def _check_unsupported_func_type(self, nodes: Any) -> None:
+            missing: dict[str, list[str]] = {}
+            for node in nodes:
+                if node.op == "call_function" and node.target.__name__ not in self.convert_map:
+                    missing.setdefault(str(node.target), []).append(node.name)
+            if missing:
+                lines = [f"{op} (nodes {', '.join(map(repr, at))})" for op, at in missing.items()]
+                raise ModelError(
+                    f"Not supported, {format_count(len(missing), 'operator')} of the model: "
+                    f"{'; '.join(lines)}. Write them with other operators before the export.",
+                    code="RQ207",
+                )
+            for name, convert in self.convert_map.items():
+                self.convert_map[name] = functools.partial(convert_node, self, convert)
+
+    return Importer()
+
+
+def copy_tensor(tensor: Any) -> Any:
+    """The values of a tensor of PyTorch as a TVM tensor in memory of their own."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    is_dense = tensor.layout == torch.strided
+    dense = tensor.detach() if is_dense else tensor.detach().to_dense()
+    values = dense.cpu().clone(memory_format=torch.contiguous_format)
+    return tvm.runtime.from_dlpack(values.resolve_conj().resolve_neg())
+
+
+def describe_place(tensor: Any) -> Any:
+    """Equal for tensors of PyTorch that are the same memory, seen in the same way."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    if tensor.layout != torch.strided:
+        return id(tensor)
+    view = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+    return (tensor.untyped_storage().data_ptr(), *view)
+
+
+def convert_node(importer: Any, convert: Callable[..., Any], node: Any, *more: Any) -> Any:
+    """What a conversion gives for a node.
+
+    Raises:
+        ModelError: it gives nothing; names the node and its module.
+    """
+    try:
+        return convert(node, *more)
+    except ModelError:
+        raise  # of a node in a branch
+    except Exception as error:
+        operands = {each.name: importer.env.get(each) for each in node.all_input_nodes}
+        raise ModelError(
+            f"{describe_node(node)} cannot be converted: {describe_failure(error, operands)}.",
+            code="RQ207",
+        ) from error
+
+
+def find_constants(program: Any) -> dict[str, Any]:
+    """Name in the graph -> tensor, for the parameters and buffers of an exported program."""
+    tensors = {**program.constants, **program.state_dict}
+    specs = program.graph_signature.input_specs
+    return {spec.arg.name: tensors[spec.target] for spec in specs if spec.target in tensors}
+
+
+def find_targets(program: Any) -> dict[str, str]:
+    """Name in the graph -> name in the module ("layer1.0.conv1.weight"), for parameters and
+    buffers of an exported program.
+    """
+    signature = program.graph_signature
+    return {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+
+
+def _list_parameters(node: Any, targets: Mapping[str, str]) -> tuple[str, ...]:
+    """Names of the parameters that a node reads, or operators on parameters alone, such as the
+    transpose of a weight; the highest rank first.
+    """
+    found: dict[str, int] = {}
+    for operand in node.all_input_nodes:
+        if operand.name in targets:
+            found[targets[operand.name]] = operand.meta["val"].ndim
+        elif operand.op == "call_function" and len(operand.all_input_nodes) == 1:
+            (inner,) = operand.all_input_nodes
+            if inner.name in targets:
+                found[targets[inner.name]] = inner.meta["val"].ndim
+    return tuple(sorted(found, key=lambda name: -found[name]))
+
+
+def _name_after_modules(
+    mod: tvm.IRModule, env: Mapping[Any, Any], targets: Mapping[str, str]
+) -> tvm.IRModule:
+    """Give values the names of the graph nodes that `env` (node -> variable of the frontend) says
+    they come from.
+    """
+    nodes: dict[str, Any] = {}
+    for node, value in env.items():
+        if node.op == "call_function" and hasattr(value, "name"):
+            # An operator that does nothing stands for the value of another node: the first one
+            # made it.
+            nodes.setdefault(value.name, node)
+    last = {find_path(node): node for node in nodes.values()}
+    sizes = Counter(find_path(node) for node in nodes.values())
+    leaves = _leaf_modules(nodes.values())
+    editor = Editor(mod)
+    drop_nothing(editor)
+    sources: dict[str, SourceNode] = {}
+    for var in editor.order():
+        node = nodes.get(var.name)
+        if node is None:
+            continue
+        path = find_path(node)
+        # The value of a module is that of its last node, if its parts are no modules of their own.
+        is_result = path and (sizes[path] == 1 or (path in leaves and node is last[path]))
+        name = path if is_result else ".".join(part for part in (path, node.name) if part)
+        while name in sources:
+            name = f"{name}.{node.name}"
+        sources[name] = SourceNode(
+            path or node.name, str(node.target), _list_parameters(node, targets)
+        )
+        editor.names[var] = MARK + name
+    return name_values(editor.build(), sources)
+
+
+def drop_nothing(editor: Editor) -> None:
+    """Results that are None, such as the weights of attention that nobody asked for, go."""
+
+    def is_nothing(value: relax.Expr) -> bool:
+        call = editor.values.get(value) if isinstance(value, relax.Var) else value
+        return isinstance(call, Call) and call_name(call) == "relax.null_value"
+
+    if isinstance(editor.result, relax.Tuple):
+        kept = [field for field in editor.result.fields if not is_nothing(field)]
+        if kept and len(kept) < len(editor.result.fields):
+            editor.result = kept[0] if len(kept) == 1 else relax.Tuple(kept)
+
+
+def _leaf_modules(nodes: Any) -> set[str]:
+    """Paths of modules that hold no other module with nodes, and run once: torch's own layers."""
+    outer: set[str] = set()
+    inner: set[str] = set()
+    for node in nodes:
+        stack = [str(entry[0]) for entry in (node.meta.get("nn_module_stack") or {}).values()]
+        outer.update(stack[:-1])
+        inner.update(stack[-1:])
+    return inner - outer

@@ -1,0 +1,305 @@
+"""Export: what operators that move or select values are in ONNX, as a table of writers (see
+`onnx_operators`).
+"""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import numpy as np
+from tvm import relax
+from tvm.ir import Call
+
+from relayquant.errors import ModelError
+from relayquant.formats.writers.onnx_builder import OnnxBuilder
+from relayquant.formats.writers.onnx_operators import ELEMENT, Writer, in_channels_first, integers
+from relayquant.formats.writers.onnx_sizes import write_scalar, write_sizes
+from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
+
+
+def write_reshape(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """Reshape, also for flatten, squeeze and expand_dims. One dimension may be -1; of several that
+    are known only at run time each is computed.
+    """
+    shape = tensor_shape(var)
+    before = tensor_shape(call.args[0])
+    if shape is None or before is None:
+        raise ModelError(f"export_onnx: the shape of {var.name!r} is not known.", code="RQ203")
+    same = [i < len(before) and before[i] == size for i, size in enumerate(shape)]
+    sizes = [
+        size if isinstance(size, int) else (0 if same[i] else -1) for i, size in enumerate(shape)
+    ]
+    if sizes.count(-1) > 1:
+        sizes = list(var.ty.shape.values)
+    given = write_sizes(builder, sizes, f"{var.name}.shape")
+    return builder.emit("Reshape", [builder.tensor(call.args[0], var.name), given], var.name)
+
+
+def write_permute(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """Transpose."""
+    rank = var.ty.ndim
+    axes = call.attrs.axes
+    order = list(reversed(range(rank))) if axes is None else [a % rank for a in integers(axes)]
+    return builder.emit("Transpose", [builder.tensor(call.args[0], var.name)], var.name, perm=order)
+
+
+def write_concat(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """Concat of a literal tuple."""
+    fields = getattr(call.args[0], "fields", None)
+    if fields is None:
+        raise ModelError(
+            f"export_onnx: the operands of {var.name!r} are no literal tuple.", code="RQ203"
+        )
+    inputs = [builder.tensor(field, var.name) for field in fields]
+    return builder.emit("Concat", inputs, var.name, axis=int(call.attrs.axis))
+
+
+#: mode of R.nn.pad -> of Pad
+PAD_MODES = {
+    "constant": "constant",
+    "reflect": "reflect",
+    "replicate": "edge",
+    "circular": "wrap",
+}
+
+
+def write_pad(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """Pad with a constant, or with values of the data."""
+    mode = str(call.attrs.pad_mode)
+    if mode not in PAD_MODES:
+        raise ModelError(
+            f"export_onnx: pad mode {mode!r} of {var.name!r} is not supported.", code="RQ203"
+        )
+    width = integers(call.attrs.pad_width)
+    pads = builder.constant(np.array(width[0::2] + width[1::2], "int64"), f"{var.name}.pads")
+    fill = np.array(float(call.attrs.pad_value)).astype(tensor_dtype(var))
+    inputs = [builder.tensor(call.args[0], var.name), pads]
+    if mode == "constant":
+        inputs.append(builder.constant(fill, f"{var.name}.fill"))
+    return builder.emit("Pad", inputs, var.name, mode=PAD_MODES[mode])
+
+
+def write_slice(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """Slice: axes, begins, ends and strides are literal tuples of sizes."""
+    lists = [list(arg.fields) for arg in call.args[1:]]
+    axes, begins, ends = lists[:3]
+    strides = lists[3] if len(lists) > 3 else [1] * len(axes)
+    given = [
+        write_sizes(builder, sizes, f"{var.name}.slice") for sizes in (begins, ends, axes, strides)
+    ]
+    return builder.emit("Slice", [builder.tensor(call.args[0], var.name), *given], var.name)
+
+
+def write_take(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """Gather, of all elements in order where there is no axis; indices out of bounds are brought
+    there first, as the mode says.
+
+    Raises:
+        ModelError: as `write_indices`.
+    """
+    axis, mode, data = call.attrs.axis, str(call.attrs.mode), call.args[0]
+    source = builder.tensor(data, var.name)
+    shape = tensor_shape(data) or ()
+    if axis is None and len(shape) != 1:
+        flat = builder.constant(np.array([-1], "int64"), f"{var.name}.flat")
+        source = builder.step("Reshape", [source, flat], f"{var.name}.elements")
+    where = write_indices(builder, var, call, mode)
+    return builder.emit("Gather", [source, where], var.name, axis=0 if axis is None else int(axis))
+
+
+def write_indices(builder: OnnxBuilder, var: relax.Var, call: Call, mode: str) -> str:
+    """The tensor of indices of a take, int64, within its axis, or all elements where it has none.
+
+    Raises:
+        ModelError: the mode gives NaN out of bounds; or all elements of a symbolic shape are meant.
+    """
+    data, indices = call.args[:2]
+    axis, shape = call.attrs.axis, tensor_shape(data) or ()
+    sizes = shape if axis is None else (shape[int(axis)],)
+    is_known = all(isinstance(size, int) for size in sizes)
+    length = math.prod(map(int, sizes)) if is_known else None
+    if mode == "nan" or (length is None and mode == "clip" and len(sizes) > 1):
+        raise ModelError(
+            f"export_onnx: the indices of {var.name!r} (mode {mode!r}) have no form in ONNX; "
+            "allowed: wrap, or clip along an axis.",
+            code="RQ203",
+        )
+    array = constant_value(indices)
+    if not isinstance(indices.ty, relax.TensorType):
+        array = np.array(int(indices.value), "int64")
+    if array is not None and (length is not None or mode != "clip"):
+        if length is not None and mode in ("clip", "wrap"):
+            array = array.clip(0, length - 1) if mode == "clip" else array % length
+        return builder.constant(array.astype("int64"), f"{var.name}.index")
+    if array is not None:
+        where = builder.constant(array.astype("int64"), f"{var.name}.index")
+    else:
+        where = long_indices(builder, indices, var.name)
+    if mode == "clip":
+        extent = data.ty.shape.values[0 if axis is None else int(axis)]
+        zero = builder.constant(np.array(0, "int64"), f"{var.name}.limit")
+        last = write_scalar(builder, extent - 1, f"{var.name}.limit")
+        where = builder.step("Max", [where, zero], f"{var.name}.index")
+        where = builder.step("Min", [where, last], f"{var.name}.index")
+    elif mode == "wrap" and length is not None:
+        extent = builder.constant(np.array(length, "int64"), f"{var.name}.length")
+        where = builder.step("Mod", [where, extent], f"{var.name}.index")
+    return where
+
+
+def long_indices(builder: OnnxBuilder, expr: relax.Expr, base: str) -> str:
+    """The tensor of indices, int64."""
+    array = constant_value(expr)
+    if array is not None:
+        return builder.constant(array.astype("int64"), f"{base}.index")
+    where = builder.tensor(expr, base)
+    if tensor_dtype(expr) == "int64":
+        return where
+    return builder.step("Cast", [where], f"{base}.index", to=ELEMENT["int64"])
+
+
+def write_gather_elements(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """GatherElements."""
+    inputs = [builder.tensor(call.args[0], var.name), long_indices(builder, call.args[1], var.name)]
+    return builder.emit("GatherElements", inputs, var.name, axis=int(call.attrs.axis))
+
+
+def write_gather_nd(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """GatherND."""
+    inputs = [builder.tensor(call.args[0], var.name), long_indices(builder, call.args[1], var.name)]
+    return builder.emit("GatherND", inputs, var.name, batch_dims=int(call.attrs.batch_dims))
+
+
+def write_tile(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """Tile; axes that are not listed are in front.
+
+    Raises:
+        ModelError: more repeats than axes.
+    """
+    repeats, rank = integers(call.attrs.repeats), call.args[0].ty.ndim
+    if len(repeats) > rank:
+        raise ModelError(
+            f"export_onnx: {var.name!r} repeats more axes than its data has.", code="RQ203"
+        )
+    repeats = [1] * (rank - len(repeats)) + repeats
+    given = builder.constant(np.array(repeats, "int64"), f"{var.name}.repeats")
+    return builder.emit("Tile", [builder.tensor(call.args[0], var.name), given], var.name)
+
+
+#: method of R.image.resize2d -> mode of Resize
+RESIZE_MODES = {"nearest_neighbor": "nearest", "linear": "linear"}
+
+#: rounding of R.image.resize2d -> nearest_mode of Resize; "round" is one of them where no
+#: coordinate lies halfway
+NEAREST_MODES = {
+    "round": "round_prefer_ceil",
+    **{mode: mode for mode in ("round_prefer_floor", "round_prefer_ceil", "floor", "ceil")},
+}
+
+
+def lies_halfway(before: int, after: int, transformation: str) -> bool:
+    """Whether a coordinate of a resized axis lies halfway between two values of the input.
+
+    The transformations are those of ONNX, operator Resize.
+    """
+    scale = Fraction(before, after)
+    if transformation == "align_corners":
+        scale = Fraction(before - 1, after - 1) if after > 1 else Fraction(0)
+    shift = Fraction(1, 2) if transformation.endswith("half_pixel") else Fraction(0)
+    return any(((at + shift) * scale - shift) % 1 == Fraction(1, 2) for at in range(after))
+
+
+def write_resize(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """Resize to a height and width that are known.
+
+    Raises:
+        ModelError: a packed layout, another method, or a symbolic height or width; or values
+            halfway between two are rounded to even, which ONNX does not have.
+    """
+    attrs, layout = call.attrs, str(call.attrs.layout)
+    method, rounding = str(attrs.method), str(attrs.rounding_method)
+    mode, shapes = RESIZE_MODES.get(method), (tensor_shape(call.args[0]), tensor_shape(var))
+    before, after = (
+        [shape[layout.index(letter)] for letter in "NCHW"]
+        if shape and layout in ("NCHW", "NHWC")
+        else []
+        for shape in shapes
+    )
+    sizes = [size for size in after if isinstance(size, int)]
+    is_known = sizes[-2:] == after[-2:] != []
+    if mode is None or not is_known or (mode == "nearest" and rounding not in NEAREST_MODES):
+        raise ModelError(
+            f"export_onnx: resize {var.name!r} ({method}, {layout}, {rounding or 'no'} rounding) "
+            "has no form in ONNX; allowed: nearest_neighbor and linear in NCHW or NHWC, to a "
+            "known height and width.",
+            code="RQ203",
+        )
+    given: dict[str, object] = (
+        {"nearest_mode": NEAREST_MODES[rounding]} if mode == "nearest" else {}
+    )
+    transformation = str(attrs.coordinate_transformation_mode)
+    if rounding == "round" and mode == "nearest":
+        pairs = list(zip(before, after, strict=True))[2:]
+        if any(isinstance(a, str) or lies_halfway(a, b, transformation) for a, b in pairs):
+            raise ModelError(
+                f"export_onnx: resize {var.name!r} rounds coordinates halfway between two values "
+                "to even, which ONNX does not have; use another rounding_method.",
+                code="RQ203",
+            )
+    given["coordinate_transformation_mode"] = transformation
+    wanted = [var.ty.shape.values[layout.index(letter)] for letter in "NCHW"]
+    size = write_sizes(builder, wanted, f"{var.name}.size")
+
+    def emit(source: str, output: str) -> str:
+        return builder.emit("Resize", [source, "", "", size], output, mode=mode, **given)
+
+    return in_channels_first(builder, var, builder.tensor(call.args[0], var.name), layout, emit)
+
+
+def write_expand(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """Expand; a symbolic dimension that the data has too is 1, which leaves it."""
+    shape, before = tensor_shape(var) or (), tensor_shape(call.args[0]) or ()
+    kept = ("",) * (len(shape) - len(before)) + before
+    sizes = [
+        1 if isinstance(size, str) and size == own else value
+        for size, own, value in zip(shape, kept, var.ty.shape.values, strict=True)
+    ]
+    given = write_sizes(builder, sizes, f"{var.name}.shape")
+    return builder.emit("Expand", [builder.tensor(call.args[0], var.name), given], var.name)
+
+
+#: operators that move or select values
+MOVE_WRITERS: dict[str, Writer] = {
+    "relax.reshape": write_reshape,
+    "relax.flatten": write_reshape,
+    "relax.squeeze": write_reshape,
+    "relax.expand_dims": write_reshape,
+    "relax.permute_dims": write_permute,
+    "relax.concat": write_concat,
+    "relax.nn.pad": write_pad,
+    "relax.strided_slice": write_slice,
+    "relax.take": write_take,
+    "relax.gather_elements": write_gather_elements,
+    "relax.gather_nd": write_gather_nd,
+    "relax.tile": write_tile,
+    "relax.image.resize2d": write_resize,
+    "relax.broadcast_to": write_expand,
+}
+
+#: attributes that the writers of MOVE_WRITERS write; all others have to be at their defaults
+MOVE_ATTRIBUTES: dict[str, tuple[str, ...]] = {
+    "relax.squeeze": ("axis",),
+    "relax.expand_dims": ("axis",),
+    "relax.permute_dims": ("axes",),
+    "relax.concat": ("axis",),
+    "relax.nn.pad": ("pad_width", "pad_mode", "pad_value"),
+    "relax.strided_slice": ("assume_inbound",),
+    "relax.take": ("axis", "mode"),
+    "relax.gather_elements": ("axis",),
+    "relax.gather_nd": ("batch_dims",),
+    "relax.tile": ("repeats",),
+    "relax.image.resize2d": (
+        "layout", "method", "coordinate_transformation_mode", "rounding_method",
+    ),
+}  # fmt: skip

@@ -1,0 +1,204 @@
+"""Export, entry: a reference form or an integer module -> a QDQ ONNX file."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import onnx
+import tvm
+from onnx import helper
+from tvm import relax
+
+from relayquant.base.arguments import check_arguments
+from relayquant.base.storage.files import write_whole
+from relayquant.errors import ModelError, format_count
+from relayquant.formats.writers.onnx_builder import OnnxBuilder
+from relayquant.formats.writers.onnx_data_movement import MOVE_ATTRIBUTES, MOVE_WRITERS
+from relayquant.formats.writers.onnx_grouped import GroupedForm
+from relayquant.formats.writers.onnx_operators import (
+    ELEMENT,
+    FLOAT_ATTRIBUTES,
+    FLOAT_WRITERS,
+    Writer,
+)
+from relayquant.formats.writers.onnx_qnn import QNN_WRITERS
+from relayquant.ir.rewrite import Graph
+from relayquant.ir.rewrite.attributes import find_unmodelled
+from relayquant.ir.rewrite.graph import tensor_dtype, tensor_shape
+
+#: Relax operator -> what writes it
+WRITERS: dict[str, Writer] = {**FLOAT_WRITERS, **MOVE_WRITERS, **QNN_WRITERS}
+
+#: Relax operator -> attributes that its writer writes; writers of the dialect write all
+ATTRIBUTES = {**FLOAT_ATTRIBUTES, **MOVE_ATTRIBUTES}
+
+#: a file of protobuf holds no more
+MAX_BYTES = 2**31 - 1
+
+#: dtypes of accumulators, which have no tensor of integers in a QDQ file
+ACCUMULATORS = ("int32",)
+
+
+@check_arguments
+def export_onnx(
+    mod: tvm.IRModule,
+    path: str | os.PathLike[str],
+    *,
+    grouped: GroupedForm = GroupedForm.BLOCKS,
+) -> Path:
+    """Write a quantized model as ONNX with QuantizeLinear and DequantizeLinear.
+
+    Args:
+        mod: What `convert_to_reference`, `quantize` or `lower` returned, or a float module in
+            canonical form.
+        path: The file; it is written whole or not at all.
+        grouped: How products with weights in groups are written.
+
+    Values keep their names. Weights are integers behind DequantizeLinear, per channel along its
+    axis; biases int32 in units of their accumulators. An integer module is written operator by
+    operator, as the float operator between dequantize and quantize.
+
+    Returns:
+        The path.
+
+    Raises:
+        ModelError: operators that have no form in ONNX (all are listed), or a model beyond 2 GB.
+    """
+    path = Path(path)
+    model = build_model(mod, grouped)
+    size = model.ByteSize()
+    if size > MAX_BYTES:
+        raise ModelError(
+            f"export_onnx: the model has {size} bytes, more than a file of ONNX can hold "
+            f"({MAX_BYTES}).",
+            code="RQ203",
+        )
+    try:
+        onnx.checker.check_model(model, full_check=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        raise ModelError(
+            f"export_onnx: ONNX refuses what was written: {error}", code="RQ203"
+        ) from error
+    write_whole(path, lambda temporary: temporary.write_bytes(model.SerializeToString()))
+    return path
+
+
+def build_model(mod: tvm.IRModule, grouped: GroupedForm = GroupedForm.BLOCKS) -> onnx.ModelProto:
+    """The ONNX model of a module.
+
+    Raises:
+        ModelError: operators that have no form in ONNX; all are listed.
+    """
+    graph = Graph(mod)
+    check_operators(graph)
+    builder = OnnxBuilder(graph, grouped)
+    for param in graph.func.params:
+        store(builder, param, param.name)
+    for binding in graph.bindings:
+        var, value = binding.var, binding.value
+        if var in builder.merged or isinstance(value, relax.Tuple):
+            continue
+        if isinstance(value, relax.TupleGetItem):  # of rows: others were refused
+            builder.rows[var] = builder.rows[value.tuple_value]
+            continue
+        if isinstance(value, relax.Var):
+            source = builder.tensor(value, var.name)
+            store(builder, var, builder.emit("Identity", [source], var.name))
+            continue
+        call = graph.call_of(var)
+        if call is None:
+            array = builder.tensor(value, var.name)
+            store(builder, var, builder.emit("Identity", [array], var.name))
+            continue
+        name = WRITERS[graph.op_name(var)](builder, var, call)
+        if var not in builder.real and not builder.merged & set(graph.users[var]):
+            store(builder, var, name)
+    outputs = [describe(builder, expr) for expr in list_results(graph)]
+    nodes, constants = keep_needed(builder, [info.name for info in outputs])
+    inputs = [describe(builder, param) for param in graph.func.params]
+    proto = helper.make_graph(nodes, "relayquant", inputs, outputs, constants)
+    domains = {node.domain for node in nodes} - {""}
+    opsets = [helper.make_opsetid("", builder.opset)]
+    opsets += [helper.make_opsetid(domain, 1) for domain in sorted(domains)]
+    return helper.make_model(proto, opset_imports=opsets, ir_version=8 + 2 * (builder.opset > 20))
+
+
+def store(builder: OnnxBuilder, var: relax.Var, name: str) -> None:
+    """Remember a tensor: of accumulators it holds the real values."""
+    operands = getattr(builder.graph.values.get(var), "args", ())
+    is_accumulator = any(builder.is_accumulator(arg) for arg in operands) and (
+        tensor_dtype(var) in ACCUMULATORS
+    )
+    if tensor_dtype(var).startswith("float") or is_accumulator:
+        builder.real[var] = name
+    else:
+        builder.integers[var] = name
+
+
+def check_operators(graph: Graph) -> None:
+    """Raise one ModelError for all operators that have no form in ONNX."""
+    missing: dict[str, list[str]] = {}
+    for binding in graph.bindings:
+        value = binding.value
+        if isinstance(value, relax.TupleGetItem) and not is_of_rows(graph, value):
+            missing.setdefault("a part of a tuple", []).append(binding.var.name)
+            continue
+        call, op = graph.call_of(binding.var), graph.op_name(binding.var)
+        if call is None:
+            continue
+        found = None
+        if op in WRITERS and op not in QNN_WRITERS:
+            found = find_unmodelled([call], ATTRIBUTES.get(op, ()))
+        if op not in WRITERS or found is not None:
+            what = op if found is None else f"{op} with {found.name}={found.value!r}"
+            missing.setdefault(what, []).append(binding.var.name)
+    if missing:
+        lines = [f"{op} ({', '.join(map(repr, at))})" for op, at in missing.items()]
+        raise ModelError(
+            f"export_onnx has no ONNX form for "
+            f"{format_count(len(missing), 'operator')}: {'; '.join(lines)}. "
+            "Export a part of the model without them, or replace them before quantizing.",
+            code="RQ203",
+        )
+
+
+def is_of_rows(graph: Graph, value: relax.TupleGetItem) -> bool:
+    """Whether a value is a part of what `qnn.quantize_rows` gives."""
+    return graph.op_name(value.tuple_value) == "relax.qnn.quantize_rows"
+
+
+def list_results(graph: Graph) -> list[relax.Expr]:
+    """What main returns, in order; a tuple taken apart."""
+    body = graph.func.body.body
+    value = graph.values.get(body) if isinstance(body, relax.Var) else body
+    return list(value.fields) if isinstance(value, relax.Tuple) else [body]
+
+
+def describe(builder: OnnxBuilder, expr: relax.Expr) -> onnx.ValueInfoProto:
+    """Name, dtype and shape of an input or output.
+
+    Raises:
+        ModelError: it is an accumulator.
+    """
+    name, dtype = builder.tensor(expr, "an output"), tensor_dtype(expr)
+    if builder.is_accumulator(expr):
+        raise ModelError(
+            f"export_onnx: output {name!r} is an accumulator without quantization parameters.",
+            code="RQ203",
+        )
+    return helper.make_tensor_value_info(name, ELEMENT[dtype], tensor_shape(expr))
+
+
+def keep_needed(
+    builder: OnnxBuilder, outputs: list[str]
+) -> tuple[list[onnx.NodeProto], list[onnx.TensorProto]]:
+    """(nodes, constants) that the outputs depend on."""
+    needed = set(outputs)
+    nodes = []
+    for node in reversed(builder.nodes):
+        if needed & set(node.output):
+            nodes.append(node)
+            needed.update(node.input)
+    constants = [tensor for tensor in builder.constants if tensor.name in needed]
+    return nodes[::-1], constants

@@ -1,0 +1,169 @@
+"""Export: weights of few bits in groups, as DequantizeLinear with blocks or as MatMulNBits.
+
+    grouped_dense(x, w)  ->  MatMul(x, DequantizeLinear(codes (K, N), block_size))
+                             MatMulNBits(x, codes)
+    grouped_take(i, w)   ->  Gather(DequantizeLinear(codes (N, K), block_size), i)
+
+Data that is quantized row by row has no operator: MatMulNBits is told so by accuracy_level=4, with
+which ONNX Runtime quantizes it by blocks; before a MatMul each step is written out.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper
+from tvm import relax
+from tvm.ir import Call
+
+from relayquant.base.packing import count_groups, middle_code, pack_codes, unpack_codes
+from relayquant.errors import ModelError
+from relayquant.formats.writers.onnx_builder import OnnxBuilder
+from relayquant.ir.rewrite.graph import constant_value, tensor_dtype
+
+MICROSOFT = "com.microsoft"
+#: Sizes of groups that MatMulNBits takes: powers of two from here on.
+LEAST_BLOCK = 16
+#: accuracy_level: data may be quantized to int8.
+INT8_DATA = 4
+#: Largest magnitude of an integer of a row.
+ROW_LIMIT = 127.0
+
+
+class GroupedForm(enum.Enum):
+    """How products with weights in groups are written to ONNX."""
+
+    BLOCKS = "blocks"  #: DequantizeLinear with block_size (opset 21) and MatMul: plain ONNX
+    NBITS = "nbits"  #: com.microsoft.MatMulNBits, of ONNX Runtime, where it takes the weight
+
+
+def write_quantize_rows(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """Nothing: who reads the rows writes what they need."""
+    name = builder.tensor(call.args[0], var.name)
+    builder.rows[var] = name
+    return name
+
+
+def write_grouped_dense(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """MatMulNBits, or MatMul by dequantized blocks."""
+    codes, scale, zero = read_weight(call, var.name, call.args[2:])
+    bits, size = int(call.attrs.bits), int(call.attrs.group_size)
+    data, data_scale = call.args[:2]
+    is_row = data in builder.rows
+    source = builder.rows[data] if is_row else builder.tensor(data, var.name)
+    if not is_row and tensor_dtype(data) == "int8":
+        units = builder.step("Cast", [source], f"{var.name}.units", to=TensorProto.FLOAT)
+        factor = builder.tensor(data_scale, var.name)
+        source = builder.step("Mul", [units, factor], f"{var.name}.rows")
+    is_power = size >= LEAST_BLOCK and size & (size - 1) == 0
+    if builder.grouped is GroupedForm.NBITS and is_power:
+        return write_nbits(builder, var, (source, is_row), (codes, scale, zero), bits, size)
+    if is_row:
+        source = write_rows(builder, source, var.name)
+    weight = dequantize(builder, (codes, scale, zero), bits, size, 0, var.name)
+    return builder.emit("MatMul", [source, weight], var.name)
+
+
+def write_grouped_take(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """Gather of dequantized rows."""
+    weight = read_weight(call, var.name, call.args[1:])
+    bits, size = int(call.attrs.bits), int(call.attrs.group_size)
+    table = dequantize(builder, weight, bits, size, 1, var.name)
+    indices = builder.tensor(call.args[0], var.name)
+    return builder.emit("Gather", [table, indices], var.name, axis=0)
+
+
+def read_weight(call: Call, name: str, args) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(codes uint8 (N, K), scales float32 and zero points uint8 (N, groups)).
+
+    Raises:
+        ModelError: they are computed at run time.
+    """
+    packed, scale, zero = (constant_value(arg) for arg in args)
+    if packed is None or scale is None or zero is None:
+        raise ModelError(f"export_onnx: the weight of {name!r} is no constant.", code="RQ203")
+    codes = unpack_codes(packed, int(call.attrs.bits), int(call.attrs.features))
+    return codes, scale.astype("float32"), np.broadcast_to(zero, scale.shape)
+
+
+def write_nbits(
+    builder: OnnxBuilder,
+    var: relax.Var,
+    data: tuple[str, bool],
+    weight: tuple[np.ndarray, np.ndarray, np.ndarray],
+    bits: int,
+    size: int,
+) -> str:
+    """com.microsoft.MatMulNBits; 2 and 3 bits are written as 4."""
+    codes, scale, zero = weight
+    rows, features = codes.shape
+    groups, wide = count_groups(features, size), max(bits, 4)
+    filled = np.pad(codes, [(0, 0), (0, groups * size - features)])
+    packed = pack_codes(filled.reshape(rows, groups, size), wide)
+    inputs = [
+        data[0],
+        builder.constant(packed, f"{var.name}.weight"),
+        builder.constant(scale.reshape(-1), f"{var.name}.scale"),
+    ]
+    if (zero != middle_code(wide)).any():
+        inputs.append(builder.constant(pack_codes(zero, wide).reshape(-1), f"{var.name}.zero"))
+    level = {"accuracy_level": INT8_DATA} if data[1] else {}
+    return builder.emit(
+        "MatMulNBits", inputs, var.name, domain=MICROSOFT,
+        K=features, N=rows, bits=wide, block_size=size, **level,
+    )  # fmt: skip
+
+
+def dequantize(
+    builder: OnnxBuilder,
+    weight: tuple[np.ndarray, np.ndarray, np.ndarray],
+    bits: int,
+    size: int,
+    axis: int,
+    name: str,
+) -> str:
+    """Node DequantizeLinear of a weight whose groups are along `axis`, 0 of (K, N) or 1 of (N, K);
+    one group for each row has no blocks, unless scales are negative: those of an axis are not.
+    """
+    codes, scale, zero = (part if axis else part.T for part in weight)
+    kind = TensorProto.UINT8 if bits == 8 else TensorProto.UINT4
+    attrs = {"axis": axis, "block_size": size}
+    if scale.shape[axis] == 1 and (scale > 0).all():
+        scale, zero = scale.reshape(-1), zero.reshape(-1)
+        attrs = {"axis": 1 - axis}
+    inputs = [
+        add_codes(builder, codes, kind, f"{name}.weight"),
+        builder.constant(scale, f"{name}.scale"),
+        add_codes(builder, zero, kind, f"{name}.zero"),
+    ]
+    return builder.step("DequantizeLinear", inputs, f"{name}.dq", **attrs)
+
+
+def add_codes(builder: OnnxBuilder, codes: np.ndarray, kind: int, base: str) -> str:
+    """A constant of uint8, or of uint4, two in a byte from the first to the last."""
+    if kind == TensorProto.UINT8:
+        return builder.constant(codes, base)
+    name = builder.unique_name(base)
+    packed = pack_codes(np.ascontiguousarray(codes).reshape(-1), 4).tobytes()
+    tensor: onnx.TensorProto = helper.make_tensor(name, kind, codes.shape, packed, raw=True)
+    builder.constants.append(tensor)
+    return name
+
+
+def write_rows(builder: OnnxBuilder, data: str, name: str) -> str:
+    """Real values of data that was quantized row by row: round(x / scale) * scale, each step as
+    `qnn.quantize_rows` has it.
+    """
+    axes = builder.constant(np.array([-1], "int64"), f"{name}.axes")
+    limit = builder.constant(np.array(ROW_LIMIT, "float32"), f"{name}.limit")
+    zero, one = (builder.constant(np.array(v, "float32"), f"{name}.number") for v in (0.0, 1.0))
+    size = builder.step("Abs", [data], f"{name}.size")
+    largest = builder.step("ReduceMax", [size, axes], f"{name}.largest", keepdims=1)
+    step = builder.step("Div", [largest, limit], f"{name}.step")
+    is_some = builder.step("Greater", [step, zero], f"{name}.is_some")
+    scale = builder.step("Where", [is_some, step, one], f"{name}.row_scale")
+    real = builder.step("Div", [data, scale], f"{name}.scaled")
+    rounded = builder.step("Round", [real], f"{name}.rounded")
+    return builder.step("Mul", [rounded, scale], f"{name}.rows")

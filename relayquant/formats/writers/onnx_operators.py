@@ -1,0 +1,463 @@
+"""Export: what each Relax operator is in ONNX, as a table of small functions.
+
+A writer takes the builder, the variable and its call, emits nodes and returns the name of the
+tensor; `emit` under the variable's own name, so that values keep their names.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import onnx
+from tvm import relax
+from tvm.ir import Call
+
+from relayquant.base.qtypes import INTEGER_LIMITS
+from relayquant.base.windows import reach_end
+from relayquant.errors import ModelError
+from relayquant.formats.writers.onnx_builder import Affine, OnnxBuilder, read_affine
+from relayquant.ir.dialect.qnn.quantization import DEQUANTIZE
+from relayquant.ir.reference.convolution import count_window_values
+from relayquant.ir.reference.relax.neural import get_window
+from relayquant.ir.reference.unary import RELAX_UNARY, evaluate_formula
+from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
+
+Writer = Callable[[OnnxBuilder, relax.Var, Call], str]
+
+ELEMENT = {
+    "float32": onnx.TensorProto.FLOAT,
+    "float16": onnx.TensorProto.FLOAT16,
+    "float64": onnx.TensorProto.DOUBLE,
+    "int8": onnx.TensorProto.INT8,
+    "uint8": onnx.TensorProto.UINT8,
+    "int16": onnx.TensorProto.INT16,
+    "uint16": onnx.TensorProto.UINT16,
+    "int32": onnx.TensorProto.INT32,
+    "int64": onnx.TensorProto.INT64,
+    "bool": onnx.TensorProto.BOOL,
+}
+
+
+def write_plain(op: str, builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """The ONNX operator of the same operands."""
+    inputs = [builder.tensor(arg, var.name) for arg in call.args]
+    return builder.emit(op, inputs, var.name)
+
+
+def integers(values: object) -> list[int]:
+    """Attribute values as a list of ints."""
+    return [int(value) for value in values]  # pyright: ignore[reportGeneralTypeIssues]
+
+
+def window_pads(padding: Sequence[int], rank: int) -> list[int]:
+    """Padding of Relax (one value, one per axis, or begins and ends) as that of ONNX."""
+    pads = integers(padding)
+    if len(pads) == 1:
+        return pads * (2 * rank)
+    return pads * 2 if len(pads) == rank else pads
+
+
+def in_channels_first(
+    builder: OnnxBuilder, var: relax.Var, data: str, layout: str, write: Callable[[str, str], str]
+) -> str:
+    """`write(data, output)` of an operator that ONNX has with channels first only."""
+    if layout.index("C") == 1:
+        return write(data, var.name)
+    rank = len(layout)
+    first = builder.step(
+        "Transpose", [data], f"{var.name}.nchw", perm=[0, rank - 1, *range(1, rank - 1)]
+    )
+    inner = write(first, builder.unique_name(f"{var.name}.inner"))
+    return builder.emit("Transpose", [inner], var.name, perm=[0, *range(2, rank), 1])
+
+
+def conv_attributes(call: Call, rank: int) -> dict[str, object]:
+    """Attributes of Conv and ConvTranspose."""
+    return {
+        "strides": integers(call.attrs.strides),
+        "pads": window_pads(call.attrs.padding, rank),
+        "dilations": integers(call.attrs.dilation),
+        "group": int(call.attrs.groups),
+    }
+
+
+def constant_of(builder: OnnxBuilder, expr: relax.Expr) -> tuple[np.ndarray, Call | None] | None:
+    """(array, dequantize call if there is one) of a constant operand."""
+    array = constant_value(expr)
+    if array is not None:
+        return array, None
+    call = builder.graph.call_of(expr)
+    if call is not None and builder.graph.op_name(expr) == DEQUANTIZE:
+        array = constant_value(call.args[0])
+        return None if array is None else (array, call)
+    return None
+
+
+def channel_bias(builder: OnnxBuilder, var: relax.Var, axis: int) -> relax.Var | None:
+    """The add of a constant per channel that is the only reader of `var`."""
+    if not builder.graph.has_one_user(var):
+        return None
+    (user,) = builder.graph.users[var]
+    call = builder.graph.call_of(user)
+    if call is None or builder.graph.op_name(user) != "relax.add" or not call.args[0].same_as(var):
+        return None
+    found = constant_of(builder, call.args[1])
+    rank = var.ty.ndim
+    if found is None or str(var.ty.shape) != str(user.ty.shape):
+        return None
+    shape = (1,) * (rank - found[0].ndim) + found[0].shape
+    channels = tensor_shape(var)[axis]  # pyright: ignore[reportOptionalSubscript]
+    is_channel = all(size == 1 for at, size in enumerate(shape) if at != axis % rank)
+    return user if is_channel and shape[axis] == channels else None
+
+
+def oriented_constant(
+    builder: OnnxBuilder, expr: relax.Expr, order: Sequence[int], base: str
+) -> str:
+    """A weight with its axes in another order; constants are transposed here, with their channel
+    axis.
+    """
+    if list(order) == list(range(len(order))):
+        return builder.tensor(expr, base)
+    found = constant_of(builder, expr)
+    if found is None:
+        return builder.step("Transpose", [builder.tensor(expr, base)], base, perm=list(order))
+    array, call = found
+    tensor = builder.constant(np.transpose(array, order), f"{base}.weight")
+    if call is None:
+        return tensor
+    affine = read_affine(call.args[1], call.args[2], int(call.attrs.axis), array.ndim)
+    if affine.axis is not None:
+        affine = Affine(affine.scale, affine.zero_point, list(order).index(affine.axis))
+    name = builder.unique_name(f"{base}.weight.dq")
+    return builder.dequantize(tensor, affine, str(array.dtype), name)
+
+
+def bias_vector(builder: OnnxBuilder, expr: relax.Expr, base: str) -> str:
+    """A bias per channel as the vector that Conv and Gemm take."""
+    found = constant_of(builder, expr)
+    if found is None:
+        raise ModelError(f"export_onnx: the bias of {base!r} is no constant.", code="RQ203")
+    array, call = found
+    tensor = builder.constant(array.reshape(-1), f"{base}.bias")
+    if call is None:
+        return tensor
+    affine = read_affine(call.args[1], call.args[2], 0, 1)
+    name = builder.unique_name(f"{base}.bias.dq")
+    return builder.dequantize(tensor, affine, str(array.dtype), name)
+
+
+def write_linear(
+    builder: OnnxBuilder,
+    var: relax.Var,
+    layout_axis: int,
+    write: Callable[[relax.Var, list[str]], str],
+) -> str:
+    """`write(output variable, [bias])`, the add of a bias behind `var` merged into it."""
+    add = channel_bias(builder, var, layout_axis)
+    if add is None:
+        return write(var, [])
+    bias = bias_vector(builder, builder.graph.values[add].args[1], add.name)
+    builder.real[add] = write(add, [bias])
+    builder.merged.add(add)
+    return builder.real[add]
+
+
+def write_conv(op: str, builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """Conv or ConvTranspose, with the bias that is added to it alone."""
+    layout, kernel = str(call.attrs.data_layout), str(call.attrs.kernel_layout)
+    spatial = "".join(letter for letter in layout if letter not in "NC")
+    wanted = ("OI" if op == "Conv" else "IO") + spatial
+    weight = oriented_constant(
+        builder, call.args[1], [kernel.index(c) for c in wanted], f"{var.name}.weight"
+    )
+    data = builder.tensor(call.args[0], var.name)
+    attrs = conv_attributes(call, len(spatial))
+    if op == "ConvTranspose":
+        attrs["output_padding"] = integers(call.attrs.output_padding)
+
+    def write(out: relax.Var, bias: list[str]) -> str:
+        def emit(source: str, output: str) -> str:
+            return builder.emit(op, [source, weight, *bias], output, **attrs)
+
+        return in_channels_first(builder, out, data, layout, emit)
+
+    return write_linear(builder, var, layout.index("C"), write)
+
+
+def write_matmul(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """MatMul; Gemm where a bias is added to a product of matrices."""
+    inputs = [builder.tensor(arg, var.name) for arg in call.args]
+    if var.ty.ndim != 2 or any(arg.ty.ndim != 2 for arg in call.args):
+        return builder.emit("MatMul", inputs, var.name)
+
+    def write(out: relax.Var, bias: list[str]) -> str:
+        return builder.emit("Gemm" if bias else "MatMul", [*inputs, *bias], out.name)
+
+    return write_linear(builder, var, 1, write)
+
+
+def write_pool(op: str, builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """MaxPool or AveragePool. Without ceil_mode where sizes are known: before opset 22 ONNX's own
+    inference counts windows that start in the padding.
+    """
+    attrs, layout, dtype = call.attrs, str(call.attrs.layout), tensor_dtype(call.args[0])
+    kernel, steps, counts = integers(attrs.pool_size), integers(attrs.dilation), None
+    half, ends = len(kernel), end_windows(var, call)
+    pads = ends or window_pads(attrs.padding, half)
+    data = builder.tensor(call.args[0], var.name)
+    given: dict[str, object] = {"strides": integers(attrs.strides)}
+    if any(size != 1 for size in steps):
+        given["dilations"] = steps
+    if op == "AveragePool":
+        is_plain = len(given) == 1 and not is_wide(pads, kernel)
+        is_plain = is_plain and (not attrs.count_include_pad or not attrs.ceil_mode)
+        counts = None if is_plain or ends is None else count_values(call)
+
+    def emit_pool(source: str, output: str) -> str:
+        if op == "AveragePool":
+            given["count_include_pad"] = int(attrs.count_include_pad)
+        given.update(kernel_shape=kernel, ceil_mode=int(attrs.ceil_mode and ends is None))
+        if not is_wide(pads, kernel):
+            return builder.emit(op, [source], output, pads=pads, **given)
+        lowest = INTEGER_LIMITS[dtype][0] if dtype in INTEGER_LIMITS else -np.inf
+        widths = np.array([0, 0, *pads[:half], 0, 0, *pads[half:]], "int64")
+        inputs = [source, builder.constant(widths, f"{var.name}.widths")]
+        inputs.append(builder.constant(np.array(lowest).astype(dtype), f"{var.name}.lowest"))
+        return builder.emit(
+            op, [builder.step("Pad", inputs, f"{var.name}.padded")], output, **given
+        )
+
+    def emit_sum(source: str, output: str) -> str:
+        """A convolution with ones, over the counts: ONNX Runtime has no dilations in integers, and
+        no pads as wide as the kernel.
+        """
+        channels = int(tensor_shape(var)[layout.index("C")])  # pyright: ignore[reportOptionalSubscript]
+        ones = builder.constant(np.ones([channels, 1, *kernel], dtype), f"{var.name}.ones")
+        total = builder.step(
+            "Conv", [source, ones], f"{var.name}.sum", pads=pads, group=channels, **given
+        )
+        return builder.emit("Div", [total, builder.constant(counts, f"{var.name}.counts")], output)
+
+    write = emit_pool if counts is None else emit_sum
+    return in_channels_first(builder, var, data, layout, write)
+
+
+def count_values(call: Call) -> np.ndarray | None:
+    """How many values each window of an average pool counts, of shape (1, 1, *windows); None of
+    sizes that are not known.
+    """
+    shape, layout = tensor_shape(call.args[0]) or (), str(call.attrs.layout)
+    sizes = [1 if letter == "N" else size for letter, size in zip(layout, shape, strict=True)]
+    if any(isinstance(size, str) for size in sizes):
+        return None
+    window, counts_pads = get_window(call.attrs), bool(call.attrs.count_include_pad)
+    counts = count_window_values([int(size) for size in sizes], window, counts_pads)
+    return np.moveaxis(counts, -1, 1).astype(tensor_dtype(call.args[0]))
+
+
+def is_wide(pads: Sequence[int], kernel: Sequence[int]) -> bool:
+    """Whether pads are as wide as the kernel."""
+    return any(pad >= size for pad, size in zip(pads, [*kernel, *kernel], strict=True))
+
+
+def end_windows(var: relax.Var, call: Call) -> list[int] | None:
+    """Pads with which a pool's windows end in the padding; None of sizes that are not known. Those
+    of the pool itself without ceil_mode.
+    """
+    attrs, layout = call.attrs, str(call.attrs.layout)
+    kernel = integers(attrs.pool_size)
+    pads, half = window_pads(attrs.padding, len(kernel)), len(kernel)
+    if not attrs.ceil_mode:
+        return pads
+    axes = [layout.index(letter) for letter in "DHW"[-half:]]
+    sizes, counts = (tensor_shape(each) or () for each in (call.args[0], var))
+    found = [(counts[at], sizes[at]) for at in axes] if sizes and counts else []
+    if not found or any(isinstance(size, str) for pair in found for size in pair):
+        return None
+    rows = zip(found, kernel, attrs.strides, attrs.dilation, pads[:half], strict=True)
+    return [
+        *pads[:half],
+        *(reach_end(*map(int, (*pair, *window))) for pair, *window in rows),
+    ]
+
+
+def write_reduce(op: str, builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """ReduceMean and its like; axes are an attribute before opset 18, an input from there on."""
+    data = builder.tensor(call.args[0], var.name)
+    axes = call.attrs.axis
+    listed = list(range(call.args[0].ty.ndim)) if axes is None else integers(axes)
+    keep = int(call.attrs.keepdims)
+    if builder.opset < 18 and op != "ReduceSum":
+        return builder.emit(op, [data], var.name, axes=listed, keepdims=keep)
+    given = builder.constant(np.array(listed, "int64"), f"{var.name}.axes")
+    return builder.emit(op, [data, given], var.name, keepdims=keep)
+
+
+def write_clip(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """Clip with bounds of the data's dtype; infinite ones are left out.
+
+    Raises:
+        ModelError: an accumulator is clipped at another value than 0.
+    """
+    inputs = [builder.tensor(call.args[0], var.name)]
+    dtype = tensor_dtype(var)
+    is_accumulator = builder.is_accumulator(call.args[0])
+    for arg in call.args[1:3]:
+        value = float(arg.value)
+        is_bound = np.isfinite(value)
+        if is_accumulator:
+            dtype, is_bound = "float32", value not in INTEGER_LIMITS["int32"]
+            if is_bound and value != 0:
+                raise ModelError(
+                    f"export_onnx: accumulator {var.name!r} is clipped at {value}.", code="RQ203"
+                )
+        bound = np.array(value if is_bound else 0).astype(dtype)
+        inputs.append(builder.constant(bound, f"{var.name}.bound") if is_bound else "")
+    return builder.emit("Clip", inputs, var.name)
+
+
+def write_arg(op: str, builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """ArgMax, ArgMin along one axis.
+
+    Raises:
+        ModelError: over all axes, which ONNX does not have.
+    """
+    if call.attrs.axis is None:
+        raise ModelError(
+            f"export_onnx: {var.name!r} is over all axes; ONNX needs one.", code="RQ203"
+        )
+    axis, keep = int(call.attrs.axis), int(call.attrs.keepdims)
+    found = builder.tensor(call.args[0], var.name)
+    if tensor_dtype(var) == "int64":
+        return builder.emit(op, [found], var.name, axis=axis, keepdims=keep)
+    index = builder.step(op, [found], f"{var.name}.long", axis=axis, keepdims=keep)
+    return builder.emit("Cast", [index], var.name, to=ELEMENT[tensor_dtype(var)])
+
+
+def write_prelu(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """PRelu; the slopes are broadcast from the right."""
+    rank, axis = var.ty.ndim, int(call.attrs.axis) % var.ty.ndim
+    slopes = constant_value(call.args[1])
+    if slopes is None:
+        raise ModelError(f"export_onnx: the slopes of {var.name!r} are no constant.", code="RQ203")
+    shaped = slopes.reshape(-1, *[1] * (rank - axis - 1))
+    inputs = [builder.tensor(call.args[0], var.name), builder.constant(shaped, f"{var.name}.slope")]
+    return builder.emit("PRelu", inputs, var.name)
+
+
+def write_cast(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """Cast."""
+    to = ELEMENT.get(tensor_dtype(var))
+    if to is None:
+        raise ModelError(
+            f"export_onnx: a cast to {tensor_dtype(var)} is not supported.", code="RQ203"
+        )
+    return builder.emit("Cast", [builder.tensor(call.args[0], var.name)], var.name, to=to)
+
+
+def write_axis(op: str, builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """Softmax, LogSoftmax."""
+    data = builder.tensor(call.args[0], var.name)
+    return builder.emit(op, [data], var.name, axis=int(call.attrs.axis))
+
+
+def write_leaky_relu(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """LeakyRelu."""
+    data = builder.tensor(call.args[0], var.name)
+    return builder.emit("LeakyRelu", [data], var.name, alpha=float(call.attrs.alpha))
+
+
+def write_layer_norm(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """LayerNormalization over the last axes."""
+    inputs = [builder.tensor(arg, var.name) for arg in call.args]
+    rank = var.ty.ndim
+    axes = sorted(axis % rank for axis in integers(call.attrs.axes))
+    if axes != list(range(axes[0], rank)) or not (call.attrs.center and call.attrs.scale):
+        raise ModelError(
+            f"export_onnx: the layer norm {var.name!r} is not over the last axes, or has no scale "
+            "or bias; ONNX has no operator for it.",
+            code="RQ203",
+        )
+    epsilon = float(call.attrs.epsilon)
+    return builder.emit("LayerNormalization", inputs, var.name, axis=axes[0], epsilon=epsilon)
+
+
+def write_formula(formula: str, builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """The operators of a formula; its numbers are float32 constants."""
+
+    def apply(word: str, operands: list[str], is_last: bool) -> str:
+        name = var.name if is_last else builder.unique_name(f"{var.name}.step")
+        return builder.emit(PLAIN[f"relax.{word}"], operands, name)
+
+    def number(value: float) -> str:
+        return builder.constant(np.float32(value), f"{var.name}.number")
+
+    return evaluate_formula(formula, builder.tensor(call.args[0], var.name), apply, number)
+
+
+#: Relax operator -> ONNX operator of the same operands
+PLAIN = {
+    "relax.add": "Add", "relax.subtract": "Sub", "relax.multiply": "Mul", "relax.divide": "Div",
+    "relax.power": "Pow", "relax.maximum": "Max", "relax.minimum": "Min", "relax.where": "Where",
+    "relax.equal": "Equal", "relax.less": "Less", "relax.greater": "Greater",
+    **{op: row.onnx for op, row in RELAX_UNARY.items() if row.onnx},
+}  # fmt: skip
+
+#: kind of a pool of Relax -> operator of ONNX
+POOLS = {"max": "MaxPool", "avg": "AveragePool"}
+
+#: operators that compute
+FLOAT_WRITERS: dict[str, Writer] = {
+    **{name: functools.partial(write_plain, op) for name, op in PLAIN.items()},
+    **{
+        op: functools.partial(write_formula, row.formula)
+        for op, row in RELAX_UNARY.items()
+        if row.formula
+    },
+    "relax.nn.conv1d": functools.partial(write_conv, "Conv"),
+    "relax.nn.conv2d": functools.partial(write_conv, "Conv"),
+    "relax.nn.conv2d_transpose": functools.partial(write_conv, "ConvTranspose"),
+    "relax.matmul": write_matmul,
+    **{
+        f"relax.nn.{kind}_pool{rank}d": functools.partial(write_pool, op)
+        for kind, op in POOLS.items()
+        for rank in (1, 2, 3)
+    },
+    "relax.mean": functools.partial(write_reduce, "ReduceMean"),
+    "relax.max": functools.partial(write_reduce, "ReduceMax"),
+    "relax.min": functools.partial(write_reduce, "ReduceMin"),
+    "relax.sum": functools.partial(write_reduce, "ReduceSum"),
+    "relax.clip": write_clip,
+    "relax.argmax": functools.partial(write_arg, "ArgMax"),
+    "relax.argmin": functools.partial(write_arg, "ArgMin"),
+    "relax.astype": write_cast,
+    "relax.nn.softmax": functools.partial(write_axis, "Softmax"),
+    "relax.nn.log_softmax": functools.partial(write_axis, "LogSoftmax"),
+    "relax.nn.leakyrelu": write_leaky_relu,
+    "relax.nn.prelu": write_prelu,
+    "relax.nn.layer_norm": write_layer_norm,
+}
+
+_CONV = ("strides", "padding", "dilation", "groups", "data_layout", "kernel_layout")
+_POOL = (
+    "pool_size", "strides", "padding", "dilation", "ceil_mode", "count_include_pad", "layout",
+)  # fmt: skip
+_REDUCE = ("axis", "keepdims")
+
+#: attributes that the writers of FLOAT_WRITERS write; all others have to be at their defaults
+FLOAT_ATTRIBUTES: dict[str, tuple[str, ...]] = {
+    "relax.nn.conv1d": _CONV,
+    "relax.nn.conv2d": _CONV,
+    "relax.nn.conv2d_transpose": (*_CONV, "output_padding"),
+    **{f"relax.nn.{kind}_pool{rank}d": _POOL for kind in POOLS for rank in (1, 2, 3)},
+    **{f"relax.{name}": _REDUCE for name in ("mean", "max", "min", "sum", "argmax", "argmin")},
+    "relax.astype": ("dtype",),
+    "relax.nn.softmax": ("axis",),
+    "relax.nn.log_softmax": ("axis",),
+    "relax.nn.leakyrelu": ("alpha",),
+    "relax.nn.prelu": ("axis",),
+    "relax.nn.layer_norm": ("axes", "epsilon", "center", "scale"),
+}

@@ -1,7 +1,0 @@
-"""First stage, TensorFlow Lite: a flatbuffer becomes a Relax module; layout stays NHWC, tensor
-names are kept.
-"""
-
-from relayquant.importers.tflite.model import import_tflite
-
-__all__ = ["import_tflite"]

@@ -1,0 +1,57 @@
+"""The work in an operator: multiply-adds of convolutions and products, float or quantized."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+from tvm.ir import Call, Op
+
+from relayquant.ir.rewrite.graph import static_size
+
+#: Attribute of a kernel: the multiply-adds of one call, symbolic dimensions counted as 1.
+MACS_ATTR = "relayquant.macs"
+
+CONVOLUTIONS = frozenset(
+    f"relax.{dialect}.conv{rank}" for dialect in ("nn", "qnn") for rank in ("1d", "2d")
+)
+PRODUCTS = frozenset(
+    {"relax.matmul", *(f"relax.qnn.{op}" for op in ("dense", "batch_matmul", "grouped_dense"))}
+)
+TRANSPOSED_CONVOLUTIONS = frozenset({"relax.nn.conv2d_transpose", "relax.qnn.conv2d_transpose"})
+
+
+def count_macs(call: Any) -> int:
+    """Multiply-adds of one call of a convolution or matrix product, 0 of anything else.
+
+    Symbolic dimensions count as 1: with a symbolic batch this is the work for one sample.
+    """
+    if not isinstance(call, Call) or not isinstance(call.op, Op):
+        return 0
+    op = str(call.op.name)
+    if op in CONVOLUTIONS:
+        channels = "O"
+        positions = prod(static_dims(call.ty))
+    elif op in TRANSPOSED_CONVOLUTIONS:
+        channels = "I"
+        positions = prod(static_dims(call.args[0].ty))
+    elif op in (
+        "relax.matmul",
+        "relax.qnn.dense",
+        "relax.qnn.batch_matmul",
+        "relax.qnn.grouped_dense",
+    ):
+        return prod(static_dims(call.ty)) * static_dims(call.args[0].ty)[-1]
+    else:
+        return 0
+    weight = static_dims(call.args[1].ty)
+    return positions * prod(weight) // weight[str(call.attrs.kernel_layout).index(channels)]
+
+
+def static_dims(ty: Any) -> list[int]:
+    """The dimensions of a tensor type, symbolic ones as 1; [1] when the shape is unknown."""
+    shape = getattr(ty, "shape", None)
+    dims = getattr(shape, "values", None)
+    if dims is None:
+        return [1]
+    return [1 if (size := static_size(dim)) is None else size for dim in dims] or [1]

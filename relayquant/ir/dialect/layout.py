@@ -1,0 +1,108 @@
+"""Dialect: how the `relax.qnn` operators take part in `relax.transform.ConvertLayout`.
+
+A layout is a string of letters, each a dimension of the tensor as it was before the pass: "ACDB"
+holds dimensions 0, 2, 3, 1. Every function has TVM's signature
+`FRelaxInferLayout(call, desired, layouts)`: `desired` maps operator names to layouts a user asked
+for, `layouts` variables to what they have become. Operands whose layout has to change for a call
+get a permute_dims from the pass.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tvm_ffi
+from tvm import relax
+from tvm.ir import Attrs, Call, make_node
+from tvm.s_tir.data_layout import slayout
+
+from relayquant.ir.dialect.attrs import replace_attrs
+
+
+def initial_letters(expr: Any) -> str | None:
+    """Letters of an untouched tensor, None when its rank is unknown."""
+    ndim = int(expr.ty.ndim)
+    return None if ndim < 0 else string.ascii_uppercase[:ndim]
+
+
+def current_letters(expr: Any, layouts: Mapping[Any, Any]) -> str | None:
+    """Letters of a tensor as it stands now."""
+    if isinstance(expr, relax.Var) and expr in layouts:
+        decision = layouts[expr]
+        return None if decision.is_unknown_dim else str(decision.layout.name)
+    return initial_letters(expr)
+
+
+def decide(letters: str | None) -> Any:
+    # slayout("") gives None, which the pass dereferences.
+    layout = slayout(letters) if letters else make_node("s_tir.SLayout", name="", axes=[])
+    return make_node(
+        "relax.transform.LayoutDecision",
+        layout=layout,
+        is_unknown_dim=letters is None,
+    )
+
+
+def decide_untouched(expr: Any) -> Any:
+    """A parameter: no layout but its own; tuples element by element; a shape has none."""
+    if isinstance(expr.ty, relax.ShapeType):
+        return decide(None)
+    if isinstance(expr.ty, relax.TupleType):
+        return tvm_ffi.Array([decide(initial_letters(_Typed(ty))) for ty in expr.ty.fields])
+    return decide(initial_letters(expr))
+
+
+class _Typed:
+    """A type where an expression is expected: elements of a tuple variable have no expression."""
+
+    def __init__(self, ty: Any) -> None:
+        self.ty = ty
+
+
+def make_output(inputs: Sequence[Any], output: str | None, attrs: Attrs | None) -> Any:
+    return make_node(
+        "relax.transform.InferLayoutOutput",
+        input_layouts=list(inputs),
+        output_layouts=[decide(output)],
+        new_attrs=attrs,
+        new_args={},
+    )
+
+
+def move_axis(axis: int, letters: str) -> int:
+    """Where dimension `axis` (may be negative) of the untouched tensor is now, non-negative."""
+    if not letters:
+        return axis
+    return letters.index(string.ascii_uppercase[axis % len(letters)])
+
+
+def is_plain(letters: str | None) -> bool:
+    """Whether a layout only reorders dimensions: packed layouts also hold lower case and digits."""
+    return letters is None or (letters.isalpha() and letters.isupper())
+
+
+def keep_untouched(call: Call) -> Any:
+    """All operands back in their original layout."""
+    inputs = [decide_untouched(argument) for argument in call.args]
+    return make_output(inputs, initial_letters(call), call.attrs)
+
+
+def infer_layout_elementwise(
+    call: Call, _desired: Mapping[str, Any], layouts: Mapping[Any, Any]
+) -> Any:
+    """Follow the first operand; `axis`, where there is one, moves along."""
+    letters = current_letters(call.args[0], layouts)
+    if letters is None or not is_plain(letters):
+        return keep_untouched(call)
+    attrs = call.attrs
+    if attrs is not None and hasattr(attrs, "axis"):
+        attrs = replace_attrs(attrs, axis=move_axis(int(attrs.axis), letters))
+    inputs = [decide(letters), *map(decide_untouched, call.args[1:])]
+    return make_output(inputs, letters, attrs)
+
+
+def reorder_names(names: str, letters: str) -> str:
+    """Names of the dimensions in the order of `letters`: NCHW and ACDB give NHWC."""
+    return "".join(names[string.ascii_uppercase.index(letter)] for letter in letters)

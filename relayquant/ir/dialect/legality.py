@@ -1,0 +1,101 @@
+"""Dialect: which `relax.qnn` operators may occur at which stage of the data flow, as data.
+
+Every stage's output is checked with `check_stage`, so that a mistake shows where it was made.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from typing import Any
+
+import tvm
+from tvm import relax
+from tvm.ir import Call, Op
+
+from relayquant.errors import ModelError
+from relayquant.ir.dialect.qnn import OPERATORS, grouped
+
+
+class Stage(enum.Enum):
+    """What a module is, by the stage that made it; members are in the order of the data flow."""
+
+    FLOAT = "float"  #: as imported or canonicalized
+    SIMULATED = "simulated"  #: calibration graph with simulated quantization
+    REFERENCE = "reference"  #: dequantize - float operator - quantize
+    QNN = "qnn"  #: integer operators
+    LOWERED = "lowered"  #: kernels; what has none is still a qnn operator
+
+
+_SIMULATED_ONLY = frozenset({Stage.SIMULATED})
+_NOT_FLOAT = frozenset(Stage) - {Stage.FLOAT}
+_INTEGER = frozenset({Stage.QNN, Stage.LOWERED})
+
+#: Name of an operator -> stages at which it may occur. Other operators may occur everywhere.
+LEGAL_STAGES: dict[str, frozenset[Stage]] = {
+    **{operator.full_name: _INTEGER for operator in OPERATORS},
+    "relax.qnn.quantize": _NOT_FLOAT,
+    "relax.qnn.dequantize": _NOT_FLOAT,
+    # weights alone of few bits: the rest of the model is as it was
+    **{operator.full_name: frozenset(Stage) for operator in grouped.OPERATORS},
+    "relax.qnn.simulated_quantize": _SIMULATED_ONLY,
+    "relax.qnn.simulated_dequantize": _SIMULATED_ONLY,
+}
+
+
+def iterate_bindings(expr: Any) -> Iterator[Any]:
+    """All bindings in an expression in normal form, those of branches and inner functions too."""
+    if isinstance(expr, relax.Function):
+        yield from iterate_bindings(expr.body)
+    elif isinstance(expr, relax.If):
+        yield from iterate_bindings(expr.true_branch)
+        yield from iterate_bindings(expr.false_branch)
+    elif isinstance(expr, relax.SeqExpr):
+        for block in expr.blocks:
+            for binding in block.bindings:
+                yield binding
+                yield from iterate_bindings(binding.value)
+
+
+def check_stage(mod: tvm.IRModule, stage: Stage, *, with_integers: bool = False) -> None:
+    """Raise unless `mod` is well formed and holds only operators that are legal at `stage`.
+
+    With `with_integers` those of stage QNN too: part of the model came quantized.
+
+    Raises:
+        ModelError: names the operator, the value it computes and the function.
+    """
+    for global_var, function in mod.functions.items():
+        if not isinstance(function, relax.Function):
+            continue
+        for binding in iterate_bindings(function):
+            value = binding.value
+            if not isinstance(value, Call) or not isinstance(value.op, Op):
+                continue
+            legal = LEGAL_STAGES.get(value.op.name)
+            if with_integers and legal is not None and Stage.QNN in legal:
+                continue
+            if legal is not None and stage not in legal:
+                allowed = ", ".join(each.name for each in Stage if each in legal)
+                raise ModelError(
+                    f"{value.op.name.removeprefix('relax.')} computes value "
+                    f"'{binding.var.name}' of function '{global_var.name_hint}', "
+                    f"but is not allowed at stage {stage.name}; allowed: {allowed}. "
+                    + _ADVICE[stage],
+                    code="RQ204",
+                )
+    try:
+        relax.analysis.well_formed(mod)
+    except Exception as error:
+        raise ModelError(
+            f"The module is not well formed at stage {stage.name}: {error}", code="RQ204"
+        ) from error
+
+
+_ADVICE = {
+    Stage.FLOAT: "Start from the float model; a quantized one cannot be quantized again.",
+    Stage.SIMULATED: "A calibration graph computes in float: use the simulated operators.",
+    Stage.REFERENCE: "The reference form computes in float between dequantize and quantize.",
+    Stage.QNN: "Convert the calibration graph first.",
+    Stage.LOWERED: "Convert the calibration graph first.",
+}

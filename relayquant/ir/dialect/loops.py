@@ -1,0 +1,89 @@
+"""Dialect: what the legalizations share; loop nests that hold one float operation per rounding and
+nothing LLVM could contract, so that all targets give the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tvm import relax, te, tirx
+from tvm.ir import Call
+from tvm.relax import BlockBuilder
+
+from relayquant.base.qtypes import Arithmetic, Rounding
+from relayquant.ir.dialect.operands import operator_name
+from relayquant.ir.dialect.parameters import PrimExpr, Reader, compute_tensor
+
+
+def has_known_shape(call: Call) -> bool:
+    """Whether all tensor operands have a (possibly symbolic) shape; no loop nest exists without."""
+
+    def is_known(ty: Any) -> bool:
+        if isinstance(ty, relax.TupleType):
+            return all(is_known(inner) for inner in ty.fields)
+        return isinstance(ty.shape, relax.ShapeExpr)
+
+    return all(is_known(argument.ty) for argument in call.args)
+
+
+def read_modes(call: Call) -> tuple[Rounding, Arithmetic]:
+    return Rounding(call.attrs.rounding), Arithmetic(call.attrs.compute_dtype)
+
+
+def name_hint(call: Call) -> str:
+    return operator_name(call).replace(".", "_")
+
+
+def channel_of(index: Sequence[PrimExpr], axis: int) -> PrimExpr:
+    return index[axis % len(index)] if index else 0
+
+
+def compute_elementwise(
+    builder: BlockBuilder,
+    call: Call,
+    data: relax.Expr,
+    reader: Reader,
+    element: Callable[[PrimExpr, Sequence[te.Tensor], Sequence[PrimExpr]], PrimExpr],
+) -> Any:
+    """One loop nest over `data`: element(value, parameter tensors, index)."""
+
+    def te_elementwise(source: te.Tensor, *tensors: te.Tensor) -> te.Tensor:
+        return compute_tensor(
+            source.shape, lambda *i: element(source(*i), tensors, i), name=name_hint(call)
+        )
+
+    return builder.call_te(
+        te_elementwise, data, *reader.operands, primfunc_name_hint=name_hint(call)
+    )
+
+
+def divide(numerator: Any, denominator: Any) -> Any:
+    return numerator / denominator
+
+
+def zero() -> PrimExpr:
+    return tirx.const(0, "int32")
+
+
+def pad_zeros(data: te.Tensor, axes: Sequence[int], padding: Sequence[int]) -> te.Tensor:
+    """Zeros around `axes` of int32 data; `padding` holds all widths before, then all after."""
+    if not any(padding):
+        return data
+    rank = len(axes)
+    shape = list(data.shape)
+    for i, axis in enumerate(axes):
+        shape[axis] = shape[axis] + padding[i] + padding[i + rank]
+
+    def element(*index: PrimExpr) -> PrimExpr:
+        moved, inside = list(index), []
+        for i, axis in enumerate(axes):
+            moved[axis] = index[axis] - padding[i]
+            inside += [moved[axis] >= 0, moved[axis] < data.shape[axis]]
+        return tirx.if_then_else(tirx.all(*inside), data(*moved), zero())
+
+    return compute_tensor(shape, element, name="padded")
+
+
+def to_integers(values: Sequence[Any]) -> list[int]:
+    return [int(v) for v in values]

@@ -1,0 +1,77 @@
+"""Dialect: what an operator is: one row that says everything TVM is told of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tvm import relax
+from tvm.ir import Call, Op, register_op_attr
+from tvm.relax import BlockBuilder
+
+from relayquant.ir.dialect.loops import has_known_shape
+from relayquant.ir.dialect.operands import Argument
+
+#: TVM's signature of FInferType.
+InferFunc = Callable[[Call, Any], Any]
+#: TVM's signature of FLegalize.
+LegalizeFunc = Callable[[BlockBuilder, Call], Any]
+#: TVM's signature of FRelaxInferLayout.
+LayoutFunc = Callable[[Call, Mapping[str, Any], Mapping[Any, Any]], Any]
+
+#: Value of TMixedPrecisionPolicy that keeps the operand types.
+_MIXED_PRECISION_NEVER = 2
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One operator: `name` without prefix, attributes type (None: no attributes), operands.
+
+    `infer` gives the type or raises QnnError, `legalize` the loop nest, `layout` says how the
+    operator takes part in ConvertLayout.
+    """
+
+    name: str
+    attrs: type | None
+    arguments: tuple[Argument, ...]
+    infer: InferFunc
+    legalize: LegalizeFunc
+    layout: LayoutFunc | None = None  #: None: operands go back to their original layout
+    #: float_form(call, data): the call of Relax on real `data` that this one is in affine space;
+    #: of operators on one tensor with UNARY_OPERANDS first
+    float_form: Callable[[Call, relax.Expr], relax.Expr] | None = None
+    #: whether an element of the result depends on the elements of the data at its place alone
+    is_elementwise: bool = False
+
+    @property
+    def full_name(self) -> str:
+        """Name of the operator in the IR."""
+        return f"relax.qnn.{self.name}"
+
+
+def _legalize_if_known(function: LegalizeFunc) -> LegalizeFunc:
+    """Leave the call as it is while a shape is unknown: no loop nest can be written for it."""
+
+    def legalize_known(builder: BlockBuilder, call: Call) -> Any:
+        return function(builder, call) if has_known_shape(call) else call
+
+    return legalize_known
+
+
+def register_operators(operators: Sequence[Operator]) -> None:
+    """Tell TVM of the operators; those it knows already are left as they are."""
+    known = set(Op.list_op_names())
+    for operator in operators:
+        if operator.full_name in known:
+            continue
+        register_op_attr(operator.full_name, "FInferType", operator.infer)
+        register_op_attr(operator.full_name, "FPurity", True)
+        register_op_attr(operator.full_name, "TMixedPrecisionPolicy", _MIXED_PRECISION_NEVER)
+        register_op_attr(operator.full_name, "FLegalize", _legalize_if_known(operator.legalize))
+        if operator.layout is not None:
+            register_op_attr(operator.full_name, "FRelaxInferLayout", operator.layout)
+        op = Op.get(operator.full_name)
+        op.set_num_inputs(len(operator.arguments))
+        for argument in operator.arguments:
+            op.add_argument(argument.name, "Tensor", "")

@@ -1,0 +1,157 @@
+"""Dialect: how a legalization reads scales and zero points, be they constants or variables.
+
+A legalization collects what its loop nest needs in a `Reader`: scalar constants become immediates,
+everything else a tensor operand. Multipliers of constant scales are computed here, in numpy, at
+legalization time; those of variables become expressions with the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+from tvm import relax, te, tirx
+
+from relayquant.base.qtypes import Arithmetic
+from relayquant.ir.dialect import fixed_point
+from relayquant.ir.dialect.operands import get_constant, is_single
+
+PrimExpr = Any
+
+#: Reads one value inside a loop nest: (tensors of the loop nest, index along the channel) -> value.
+ReadFunc = Callable[[Sequence[te.Tensor], PrimExpr], PrimExpr]
+
+
+def compute_tensor(shape: Sequence[Any], element: Callable[..., PrimExpr], name: str) -> te.Tensor:
+    """`te.compute` of one tensor; element(*index) -> value."""
+    return cast(te.Tensor, te.compute(list(shape), element, name=name))
+
+
+@dataclass
+class Reader:
+    """Collects the operands of one loop nest; `operands` follow its data operands in order."""
+
+    operands: list[relax.Expr] = field(default_factory=list)
+
+    def add_tensor(self, expr: relax.Expr) -> ReadFunc:
+        """Read `expr`, shape () or (C,), from memory, also when it is constant."""
+        slot = len(self.operands)
+        self.operands.append(expr)
+        rank, is_scalar = int(expr.ty.ndim), is_single(expr.ty)
+
+        def read(tensors: Sequence[te.Tensor], channel: PrimExpr) -> PrimExpr:
+            if rank == 0:
+                return tensors[slot]()
+            return tensors[slot](0 if is_scalar else channel)
+
+        return read
+
+    def add_array(self, array: np.ndarray) -> ReadFunc:
+        """Read a constant, shape () or (C,): an immediate where it is a scalar."""
+        if array.size == 1:
+            immediate = tirx.const(array.item(), array.dtype.name)
+            return lambda _tensors, _channel: immediate
+        return self.add_tensor(relax.const(array, array.dtype.name))
+
+    def add(self, expr: relax.Expr) -> ReadFunc:
+        """Read a parameter, an immediate where it is a scalar constant."""
+        value = get_constant(expr)
+        return self.add_tensor(expr) if value is None else self.add_array(value)
+
+    def add_multiplier(
+        self,
+        scales: Sequence[relax.Expr],
+        real: Callable[..., Any],
+        arithmetic: Arithmetic,
+        divisor: int | None = None,
+    ) -> Callable[[Sequence[te.Tensor], Sequence[PrimExpr]], tuple[PrimExpr, ...]]:
+        """Read the multiplier that `real` computes from the float64 values of `scales`.
+
+        `real` is arithmetic that numpy arrays and TIR expressions share. The result takes the index
+        along the channel of each scale. A float multiplier is divided by `divisor` after it was
+        rounded, a fixed-point one before.
+        """
+        values = [get_constant(scale) for scale in scales]
+        # One value per tensor may come as shape (1,).
+        values = [v.reshape(()) if v is not None and v.size == 1 else v for v in values]
+        # Two operands with channels on different axes cannot share one array.
+        if all(value is not None for value in values) and (
+            sum(value.ndim for value in values if value is not None) <= 1
+        ):
+            known = [np.asarray(value, "float64") for value in values]
+            with np.errstate(over="ignore", under="ignore"):
+                ratio = real(*known)
+            arrays = divide_multiplier(ratio, arithmetic, divisor)
+            reads = [self.add_array(array) for array in arrays]
+            position = next((i for i, value in enumerate(known) if value.ndim), 0)
+            return lambda tensors, channels: tuple(
+                read(tensors, channels[position]) for read in reads
+            )
+        reads = [self.add(scale) for scale in scales]
+
+        def read_multiplier(
+            tensors: Sequence[te.Tensor], channels: Sequence[PrimExpr]
+        ) -> tuple[PrimExpr, ...]:
+            doubles = [
+                read(tensors, channel).astype("float64")
+                for read, channel in zip(reads, channels, strict=True)
+            ]
+            return divide_multiplier_tir(real(*doubles), arithmetic, divisor)
+
+        return read_multiplier
+
+    def add_divided_multiplier(
+        self, scales: Sequence[relax.Expr], real: Callable[..., Any], arithmetic: Arithmetic
+    ) -> Callable[[Sequence[te.Tensor], PrimExpr], tuple[PrimExpr, ...]]:
+        """`add_multiplier` for scalar scales and a divisor that is an expression (int32 or int64).
+
+        The result takes the divisor.
+        """
+        if arithmetic is not Arithmetic.INT64:
+            read = self.add_multiplier(scales, real, arithmetic)
+            no_channel = (0,) * len(scales)
+
+            def read_float(tensors: Sequence[te.Tensor], divisor: PrimExpr) -> tuple[PrimExpr, ...]:
+                (multiplier,) = read(tensors, no_channel)
+                return (multiplier / divisor.astype(arithmetic.value),)
+
+            return read_float
+        reads = [self.add(scale) for scale in scales]
+
+        def read_integer(tensors: Sequence[te.Tensor], divisor: PrimExpr) -> tuple[PrimExpr, ...]:
+            doubles = [read(tensors, 0).astype("float64") for read in reads]
+            divided = real(*doubles) / divisor.astype("float64")
+            return fixed_point.encode_multiplier_tir(divided, arithmetic)
+
+        return read_integer
+
+
+def divide_multiplier(
+    real: Any, arithmetic: Arithmetic, divisor: int | None
+) -> tuple[np.ndarray, ...]:
+    """Multiplier / divisor (a count of summed elements), encoded; None divides by nothing.
+
+    A float multiplier is divided after it was rounded, a fixed-point one before.
+    """
+    if divisor is None:
+        return fixed_point.encode_multiplier(real, arithmetic)
+    if arithmetic is Arithmetic.INT64:
+        return fixed_point.encode_multiplier(np.asarray(real) / float(divisor), arithmetic)
+    (multiplier,) = fixed_point.encode_multiplier(real, arithmetic)
+    return (np.asarray(multiplier / multiplier.dtype.type(divisor)),)
+
+
+def divide_multiplier_tir(
+    real: PrimExpr, arithmetic: Arithmetic, divisor: int | None
+) -> tuple[PrimExpr, ...]:
+    """`divide_multiplier` for a float64 expression."""
+    if divisor is None:
+        return fixed_point.encode_multiplier_tir(real, arithmetic)
+    if arithmetic is Arithmetic.INT64:
+        divided = real / tirx.const(float(divisor), "float64")
+        return fixed_point.encode_multiplier_tir(divided, arithmetic)
+    (multiplier,) = fixed_point.encode_multiplier_tir(real, arithmetic)
+    # An integer cast to float is no immediate that a simplifier would invert and multiply with.
+    return (multiplier / tirx.const(float(divisor), arithmetic.value),)

@@ -1,0 +1,66 @@
+"""Dialect: the `relax.qnn` operators, one family in each file; here as `R.qnn.*` in TVMScript.
+
+An operator is one row beside its functions, in the file of its family, which names its constructor
+in `__all__`.
+
+Words: an operator works in *affine space*, on integers q with real = scale * (q - zero_point). A
+*parameter* (scale: float32, zero point: int32) is a relax expression, constant or variable, or a
+Python or numpy number or array, which becomes a constant; its shape is () or, where an operator
+allows it, (C,) with one entry per channel along `axis`. Data operands are relax expressions or
+numpy arrays. All constructors raise QnnError, at once for their own arguments, else when the type
+of the call is inferred (`BlockBuilder.normalize`).
+
+Rounding TONEAREST_EVEN with arithmetic FLOAT32 is the default and gives the same bits on every
+target:
+
+- the multiplier m is float32(double(s_in) / double(s_out)), per channel where s_in is;
+- requantize: t = float32(x - z_in) * m; q = int(clamp(rint(t), qmin - z_out, qmax - z_out)) +
+z_out;
+- quantize: the same with t = x / s, a true division; NaN becomes z;
+- dequantize: float32(q - z) * s.
+
+UPWARD and TONEAREST mean what they meant in TVM 0.19. TONEAREST_EVEN with INT64 is the 64-bit fixed
+point product with ties to even, with FLOAT64 the default formula in float64.
+"""
+
+from __future__ import annotations
+
+from relayquant.ir.dialect.operator import Operator
+from relayquant.ir.dialect.qnn import (
+    arithmetic,
+    concatenation,
+    convolution,
+    grouped,
+    product,
+    quantization,
+    reduction,
+    simulation,
+    slope,
+    table,
+)
+from relayquant.ir.dialect.qnn.arithmetic import *
+from relayquant.ir.dialect.qnn.concatenation import *
+from relayquant.ir.dialect.qnn.convolution import *
+from relayquant.ir.dialect.qnn.grouped import *
+from relayquant.ir.dialect.qnn.product import *
+from relayquant.ir.dialect.qnn.quantization import *
+from relayquant.ir.dialect.qnn.reduction import *
+from relayquant.ir.dialect.qnn.simulation import *
+from relayquant.ir.dialect.qnn.slope import *
+from relayquant.ir.dialect.qnn.table import *
+
+#: in the order of the data flow
+FAMILIES = (
+    quantization,
+    simulation,
+    convolution,
+    product,
+    arithmetic,
+    concatenation,
+    reduction,
+    slope,
+    table,
+    grouped,
+)
+
+OPERATORS: tuple[Operator, ...] = tuple(row for family in FAMILIES for row in family.OPERATORS)

@@ -1,0 +1,352 @@
+"""Dialect: weights of few bits in groups: products with rows of float or of integers, and gathers.
+
+A grouped weight is three operands (see `base.packing`): codes of `bits` bits packed in bytes,
+uint8 (N, count_bytes(K, bits)); scales, float32 or float16 (N, G), one for each of the G groups of
+`group_size` neighbours in a row; zero points, uint8 codes (N, G) or () for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tvm import relax, te, tirx
+from tvm.ir import Attrs, Call, TupleType
+from tvm.relax import BlockBuilder
+
+from relayquant.base.packing import CODE_BITS, count_bytes, count_groups
+from relayquant.errors import QnnError, format_count
+from relayquant.ir.dialect.attrs import define_attrs
+from relayquant.ir.dialect.construct import Operand, Parameter, make_call
+from relayquant.ir.dialect.loops import name_hint
+from relayquant.ir.dialect.operands import (
+    Argument,
+    CheckedOperand,
+    get_operands,
+    is_known_different,
+    scale_argument,
+    show_dimension,
+    show_shape,
+)
+from relayquant.ir.dialect.operator import Operator
+from relayquant.ir.dialect.parameters import PrimExpr, compute_tensor
+
+__all__ = ["grouped_dense", "grouped_take", "quantize_rows"]
+
+#: Largest magnitude of a value that `quantize_rows` gives.
+ROW_LIMIT = 127
+#: relax::OpPatternKind::kOpaque: what reads packed bytes is no elementwise function of them.
+_OPAQUE = 8
+
+GROUPED_WEIGHT = (Argument("weight"), Argument("weight_scale"), Argument("weight_zero_point"))
+ROWS_OPERANDS = (Argument("data"),)
+DENSE_OPERANDS = (Argument("data"), scale_argument("data_scale"), *GROUPED_WEIGHT)
+TAKE_OPERANDS = (Argument("indices"), *GROUPED_WEIGHT)
+
+
+@define_attrs("relayquant.attrs.QGroupedAttrs")
+class QGroupedAttrs(Attrs):
+    """Attributes of qnn.grouped_dense and qnn.grouped_take."""
+
+    bits: int
+    group_size: int
+    features: int
+
+
+# ---------------------------------------------------------------- constructors
+
+
+def quantize_rows(data: Operand) -> Call:
+    """data float32 (..., K) -> int8 (..., K) and the scale of each row, float32 (..., 1).
+
+    scale = max(|row|) / 127, or 1 where that is 0, for a row of zeros and for one whose 127th is
+    less than float32 has; round half to even of row / scale. What the result holds for a row with
+    NaN or infinity is not defined.
+    """
+    return make_call("quantize_rows", ROWS_OPERANDS, (data,), None)
+
+
+def grouped_dense(
+    data: Operand,
+    data_scale: Parameter,
+    weight: Operand,
+    weight_scale: Operand,
+    weight_zero_point: Operand,
+    bits: int = 4,
+    group_size: int = 32,
+    features: int = 0,
+) -> Call:
+    """data (..., K) by a grouped weight of K = `features` columns -> float32 (..., N).
+
+    data is float32, and data_scale the number 1; or int8 with the scale of each row (..., 1), as
+    `quantize_rows` gives them. Sums of a group of int8 data are exact in int32; they, as float32,
+    are multiplied by the scale of the group and added, first group first, with one rounding (fma).
+    """
+    values = (data, data_scale, weight, weight_scale, weight_zero_point)
+    attrs = QGroupedAttrs(int(bits), int(group_size), int(features))
+    return make_call("grouped_dense", DENSE_OPERANDS, values, attrs)
+
+
+def grouped_take(
+    indices: Operand,
+    weight: Operand,
+    weight_scale: Operand,
+    weight_zero_point: Operand,
+    bits: int = 4,
+    group_size: int = 32,
+    features: int = 0,
+) -> Call:
+    """Rows `indices` (int32 or int64, any shape) of a grouped weight of K = `features` columns ->
+    float32 (*indices, K): float32(code - zero point) * scale.
+
+    An index counts modulo the rows, as `take` with mode="wrap" does: -1 is the last, and nothing
+    beside the weight is read.
+    """
+    values = (indices, weight, weight_scale, weight_zero_point)
+    attrs = QGroupedAttrs(int(bits), int(group_size), int(features))
+    return make_call("grouped_take", TAKE_OPERANDS, values, attrs)
+
+
+# ---------------------------------------------------------------- types
+
+
+def infer_quantize_rows(call: Call, _builder: Any) -> Any:
+    """float32 (..., K) -> int8 (..., K), float32 (..., 1)."""
+    (data,) = get_operands(call, ROWS_OPERANDS)
+    data.check_dtype(("float32",), "Cast it first.")
+    data.check_min_rank(1)
+    if data.shape is None:
+        kinds = ("int8", "float32")
+        return TupleType(
+            [relax.TensorType(None, kind, data.ty.vdevice, data.ndim) for kind in kinds]
+        )
+    rows = [*data.shape[:-1], tirx.IntImm("int64", 1)]
+    return TupleType(
+        [
+            relax.TensorType(data.shape, "int8", data.ty.vdevice),
+            relax.TensorType(rows, "float32", data.ty.vdevice),
+        ]
+    )
+
+
+def check_grouped_weight(call: Call, operands: Sequence[CheckedOperand]) -> Any:
+    """Raise unless the three operands of a weight fit each other; its rows N, None if unknown."""
+    weight, scale, zero_point = operands
+    bits, group_size, features = (
+        int(getattr(call.attrs, name)) for name in ("bits", "group_size", "features")
+    )
+    where = weight.operator
+    if bits not in CODE_BITS:
+        raise QnnError(
+            f"{where}: bits={bits}; allowed: {', '.join(map(str, CODE_BITS))}.", code="RQ601"
+        )
+    if group_size < 1 or features < 1:
+        raise QnnError(
+            f"{where}: group_size={group_size}, features={features}; allowed: integers from 1 on. "
+            "`features` is the number of columns of the weight before it was packed.",
+            code="RQ601",
+        )
+    weight.check_dtype(("uint8",), "Pack its codes first: relayquant.base.packing.pack_codes.")
+    scale.check_dtype(("float32", "float16"))
+    zero_point.check_dtype(("uint8",), "A zero point is a code.")
+    weight.check_rank(2)
+    scale.check_rank(2)
+    rows, groups = weight.dimension(0), count_groups(features, group_size)
+    expected = tirx.IntImm("int64", count_bytes(features, bits))
+    if is_known_different(weight.dimension(1), expected):
+        raise weight.fail(
+            f"has rows whose length in bytes is {show_dimension(weight.dimension(1))}",
+            f"allowed: {int(expected)}, for {format_count(features, 'code')} of {bits} bits",
+        )
+    for each in (scale, zero_point):
+        if each is zero_point and each.ndim in (-1, 0):
+            continue
+        each.check_rank(2)
+        sizes = (rows, tirx.IntImm("int64", groups))
+        if any(is_known_different(each.dimension(i), size) for i, size in enumerate(sizes)):
+            raise each.fail(
+                f"has shape {show_shape(each.shape or [])}",
+                f"allowed: ({show_dimension(rows)}, {groups}), one for each group of {group_size} "
+                f"of {format_count(features, 'column')}"
+                + (", or ()" if each is zero_point else ""),
+            )
+    return rows
+
+
+def infer_grouped_dense(call: Call, _builder: Any) -> Any:
+    """float32 or int8 (..., K) -> float32 (..., N)."""
+    data, data_scale, *weight = get_operands(call, DENSE_OPERANDS)
+    data.check_dtype(("float32", "int8"), "Cast it, or quantize its rows: qnn.quantize_rows.")
+    data.check_min_rank(1)
+    data_scale.check_dtype(("float32",))
+    rows = check_grouped_weight(call, weight)
+    if data.dtype == "float32" and data_scale.ndim > 0:
+        raise data_scale.fail(
+            f"has rank {data_scale.ndim}", "allowed: rank 0, the number 1, as the data is float32"
+        )
+    if data.dtype == "int8" and data_scale.ndim not in (-1, 0, data.ndim):
+        raise data_scale.fail(
+            f"has rank {data_scale.ndim}", f"allowed: rank {data.ndim}, one scale for each row"
+        )
+    if data.shape is None or rows is None:
+        return relax.TensorType(None, "float32", data.ty.vdevice, data.ndim)
+    features = tirx.IntImm("int64", int(call.attrs.features))
+    if is_known_different(data.shape[-1], features):
+        raise data.fail(
+            f"has shape {show_shape(data.shape)}", f"allowed: (..., {int(features)}), as the weight"
+        )
+    return relax.TensorType([*data.shape[:-1], rows], "float32", data.ty.vdevice)
+
+
+def infer_grouped_take(call: Call, _builder: Any) -> Any:
+    """int32 or int64 (...) -> float32 (..., K)."""
+    indices, *weight = get_operands(call, TAKE_OPERANDS)
+    indices.check_dtype(("int32", "int64"))
+    check_grouped_weight(call, weight)
+    if indices.shape is None:
+        ndim = -1 if indices.ndim < 0 else indices.ndim + 1
+        return relax.TensorType(None, "float32", indices.ty.vdevice, ndim)
+    features = tirx.IntImm("int64", int(call.attrs.features))
+    return relax.TensorType([*indices.shape, features], "float32", indices.ty.vdevice)
+
+
+# ---------------------------------------------------------------- loop nests
+
+
+def legalize_quantize_rows(builder: BlockBuilder, call: Call) -> Any:
+    """Two passes over a row: its largest magnitude, its integers."""
+
+    def te_rows(data: te.Tensor) -> list[te.Tensor]:
+        lead, width = list(data.shape)[:-1], data.shape[-1]
+        k = te.reduce_axis((0, width), name="k")
+        largest = compute_tensor(
+            lead, lambda *i: te.max(tirx.abs(data(*i, k)), axis=k), name="largest"
+        )
+        one, limit = tirx.const(1.0, "float32"), tirx.const(float(ROW_LIMIT), "float32")
+
+        def scale_of(*row: PrimExpr) -> PrimExpr:
+            step = largest(*row) / limit
+            return tirx.Select(step > tirx.const(0.0, "float32"), step, one)
+
+        scale = compute_tensor([*lead, 1], lambda *i: scale_of(*i[:-1]), name="scale")
+
+        def element(*i: PrimExpr) -> PrimExpr:
+            rounded = tirx.nearbyint(data(*i) / scale(*i[:-1], 0))
+            return tirx.max(tirx.min(rounded, limit), -limit).astype("int8")
+
+        return [compute_tensor(data.shape, element, name="rows"), scale]
+
+    return builder.call_te(te_rows, call.args[0], primfunc_name_hint=name_hint(call))
+
+
+def read_code(weight: te.Tensor, bits: int) -> Callable[[PrimExpr, PrimExpr], PrimExpr]:
+    """(row, column) -> code, int32."""
+    mask = tirx.const((1 << bits) - 1, "int32")
+    last = weight.shape[1] - 1
+
+    def read(row: PrimExpr, column: PrimExpr) -> PrimExpr:
+        if bits == 8:
+            return weight(row, column).astype("int32")
+        start = column * bits
+        at, shift = start // 8, (start % 8).astype("int32")
+        word = weight(row, at).astype("int32")
+        if 8 % bits:  # a code may lie in two bytes
+            word = word | (weight(row, tirx.min(at + 1, last)).astype("int32") << 8)
+        return (word >> shift) & mask
+
+    return read
+
+
+def centre_codes(
+    call: Call, weight: te.Tensor, zero_point: te.Tensor
+) -> Callable[[PrimExpr, PrimExpr], PrimExpr]:
+    """(row, column) -> code - zero point, int32."""
+    size, read = int(call.attrs.group_size), read_code(weight, int(call.attrs.bits))
+
+    def centre(row: PrimExpr, column: PrimExpr) -> PrimExpr:
+        zero = zero_point(row, column // size) if len(zero_point.shape) else zero_point()
+        return read(row, column) - zero.astype("int32")
+
+    return centre
+
+
+def legalize_grouped_dense(builder: BlockBuilder, call: Call) -> Any:
+    """sums[..., n, g] = sum over k in g of data * (code - zero point), then over g with scales."""
+    size, features = int(call.attrs.group_size), int(call.attrs.features)
+    groups, shape = count_groups(features, size), list(call.ty.shape)
+    is_float = str(call.args[0].ty.dtype) == "float32"
+    dtype = "float32" if is_float else "int32"
+
+    def te_dense(
+        data: te.Tensor, data_scale: te.Tensor, weight: te.Tensor, scale: te.Tensor, zero: te.Tensor
+    ) -> te.Tensor:
+        centre = centre_codes(call, weight, zero)
+        k = te.reduce_axis((0, min(size, features)), name="k")
+        g = te.reduce_axis((0, groups), name="g")
+
+        def product(*i: PrimExpr) -> PrimExpr:
+            *lead, n, group = i
+            column = group * size + k
+            inside = tirx.min(column, features - 1)
+            value = data(*lead, inside).astype(dtype) * centre(n, inside).astype(dtype)
+            if features % size and groups > 1:
+                value = tirx.if_then_else(column < features, value, tirx.const(0, dtype))
+            return te.sum(value, axis=k)
+
+        sums = compute_tensor([*shape, groups], product, name="sums")
+
+        def total(*i: PrimExpr) -> PrimExpr:
+            value = sums(*i, g).astype("float32") * scale(i[-1], g).astype("float32")
+            return te.sum(value, axis=g)
+
+        added = compute_tensor(shape, total, name="added")
+        if is_float:
+            return added
+
+        def scaled(*i: PrimExpr) -> PrimExpr:
+            row = data_scale(*i[:-1], 0) if len(data_scale.shape) else data_scale()
+            return added(*i) * row
+
+        return compute_tensor(shape, scaled, name=name_hint(call))
+
+    return builder.call_te(
+        te_dense,
+        *call.args,
+        primfunc_name_hint=name_hint(call),
+        primfunc_attrs={"op_pattern": _OPAQUE},
+    )
+
+
+def legalize_grouped_take(builder: BlockBuilder, call: Call) -> Any:
+    """float32(code - zero point) * scale of the rows that are asked for."""
+    size = int(call.attrs.group_size)
+
+    def te_take(
+        indices: te.Tensor, weight: te.Tensor, scale: te.Tensor, zero: te.Tensor
+    ) -> te.Tensor:
+        centre = centre_codes(call, weight, zero)
+
+        def element(*i: PrimExpr) -> PrimExpr:
+            row, column = indices(*i[:-1]) % weight.shape[0], i[-1]
+            step = scale(row, column // size).astype("float32")
+            return centre(row, column).astype("float32") * step
+
+        return compute_tensor(list(call.ty.shape), element, name=name_hint(call))
+
+    return builder.call_te(
+        te_take,
+        *call.args,
+        primfunc_name_hint=name_hint(call),
+        primfunc_attrs={"op_pattern": _OPAQUE},
+    )
+
+
+OPERATORS: tuple[Operator, ...] = (
+    Operator("quantize_rows", None, ROWS_OPERANDS, infer_quantize_rows, legalize_quantize_rows),
+    Operator(
+        "grouped_dense", QGroupedAttrs, DENSE_OPERANDS, infer_grouped_dense, legalize_grouped_dense
+    ),
+    Operator(
+        "grouped_take", QGroupedAttrs, TAKE_OPERANDS, infer_grouped_take, legalize_grouped_take
+    ),
+)

@@ -1,0 +1,473 @@
+"""Dialect: avg_pool2d and mean: exact sums, rounded once."""
+
+from __future__ import annotations
+
+import math
+import string
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import tvm_ffi
+from tvm import relax, te, tirx
+from tvm.ir import Attrs, Call
+from tvm.relax import BlockBuilder
+from tvm.sym import Analyzer
+from tvm_ffi import Array
+
+from relayquant.base.qtypes import Arithmetic, Rounding, has_exact_sums
+from relayquant.errors import QnnError
+from relayquant.ir.dialect import fixed_point
+from relayquant.ir.dialect.accumulator_range import choose_total_dtype
+from relayquant.ir.dialect.attrs import define_attrs, replace_attrs
+from relayquant.ir.dialect.construct import (
+    Operand,
+    Parameter,
+    arithmetic_value,
+    make_call,
+    make_integers,
+    make_padding,
+    rounding_value,
+)
+from relayquant.ir.dialect.layout import (
+    current_letters,
+    decide,
+    decide_untouched,
+    is_plain,
+    keep_untouched,
+    make_output,
+    reorder_names,
+)
+from relayquant.ir.dialect.loops import divide, name_hint, pad_zeros, to_integers, zero
+from relayquant.ir.dialect.operands import (
+    QUANTIZED,
+    UNARY_OPERANDS,
+    CheckedOperand,
+    check_attribute,
+    check_integers,
+    check_layout,
+    check_modes,
+    check_scalar_pairs,
+    count_windows,
+    get_operands,
+)
+from relayquant.ir.dialect.operator import Operator
+from relayquant.ir.dialect.parameters import PrimExpr, Reader, compute_tensor
+from relayquant.ir.rewrite.graph import static_size, tensor_dtype
+
+__all__ = ["avg_pool2d", "mean"]
+
+
+@define_attrs("relayquant.attrs.QAvgPool2DAttrs")
+class QAvgPool2DAttrs(Attrs):
+    """Attributes of qnn.avg_pool2d, named as those of relax.nn.avg_pool2d."""
+
+    pool_size: Array
+    strides: Array
+    dilation: Array
+    padding: Array
+    ceil_mode: bool
+    count_include_pad: bool
+    layout: str
+    rounding: str
+    compute_dtype: str
+
+
+@define_attrs("relayquant.attrs.QMeanAttrs")
+class QMeanAttrs(Attrs):
+    """Attributes of qnn.mean; no axes means all axes, out_dtype "" is the dtype of data."""
+
+    axes: Array
+    keepdims: bool
+    out_dtype: str
+    rounding: str
+    compute_dtype: str
+
+
+# ---------------------------------------------------------------- constructors
+
+
+def avg_pool2d(
+    data: Operand,
+    input_scale: Parameter,
+    input_zero_point: Parameter,
+    output_scale: Parameter,
+    output_zero_point: Parameter,
+    pool_size: int | Sequence[int] = 1,
+    strides: int | Sequence[int] = 1,
+    dilation: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = False,
+    layout: str = "NCHW",
+    *,
+    rounding: Rounding | str = Rounding.TONEAREST_EVEN,
+    compute_dtype: Arithmetic | str = Arithmetic.FLOAT32,
+) -> Call:
+    """Average of integer data in `layout`, same dtype; parameters ().
+
+    The default sums x - z_in over the window (pads are real 0) and requantizes the exact sum with
+    m' = m / float32(count); windows and counts are those of relax.nn.avg_pool2d, also in ceil mode.
+    In UPWARD and TONEAREST pads hold 0 in the output's affine space, the division truncates, and
+    ceil mode keeps a last window that starts beyond the padding, as in TVM 0.19: use them only to
+    reproduce it.
+    """
+    name = "avg_pool2d"
+    return make_call(
+        name,
+        UNARY_OPERANDS,
+        (data, input_scale, input_zero_point, output_scale, output_zero_point),
+        QAvgPool2DAttrs(
+            make_integers(pool_size, 2, name, "pool_size"),
+            make_integers(strides, 2, name, "strides"),
+            make_integers(dilation, 2, name, "dilation"),
+            make_padding(padding, 2, name),
+            bool(ceil_mode),
+            bool(count_include_pad),
+            layout,
+            rounding_value(rounding, name),
+            arithmetic_value(compute_dtype, name),
+        ),
+    )
+
+
+def mean(
+    data: Operand,
+    input_scale: Parameter,
+    input_zero_point: Parameter,
+    output_scale: Parameter,
+    output_zero_point: Parameter,
+    axes: int | Sequence[int] | None = None,
+    keepdims: bool = False,
+    out_dtype: str = "",
+    *,
+    rounding: Rounding | str = Rounding.TONEAREST_EVEN,
+    compute_dtype: Arithmetic | str = Arithmetic.FLOAT32,
+) -> Call:
+    """Mean over `axes` (None or empty: all); out_dtype "" is the dtype of data; parameters ().
+
+    The sum of x - z_in is requantized with m' = m / float32(count); in INT64 arithmetic the
+    division is part of the real multiplier. Sums that pass int32 are int64; in UPWARD, TONEAREST
+    and INT64 they wrap.
+    """
+    name = "mean"
+    listed = [axes] if isinstance(axes, int) else list(axes or ())
+    return make_call(
+        name,
+        UNARY_OPERANDS,
+        (data, input_scale, input_zero_point, output_scale, output_zero_point),
+        QMeanAttrs(
+            tvm_ffi.Array([int(axis) for axis in listed]),
+            bool(keepdims),
+            out_dtype,
+            rounding_value(rounding, name),
+            arithmetic_value(compute_dtype, name),
+        ),
+    )
+
+
+# ---------------------------------------------------------------- types
+
+
+def infer_avg_pool2d(call: Call, _builder: Any) -> Any:
+    """Integer data -> the same dtype, pooled."""
+    data, *parameters = get_operands(call, UNARY_OPERANDS)
+    operator, attrs = data.operator, call.attrs
+    data.check_dtype(QUANTIZED, "Quantize it first.")
+    check_modes(operator, attrs)
+    check_layout(operator, "layout", attrs.layout, "NCHW")
+    pool = check_integers(operator, "pool_size", attrs.pool_size, 2, 1)
+    strides = check_integers(operator, "strides", attrs.strides, 2, 1)
+    dilation = check_integers(operator, "dilation", attrs.dilation, 2, 1)
+    padding = check_integers(operator, "padding", attrs.padding, 4, 0)
+    data.check_rank(4, attrs.layout)
+    check_scalar_pairs(parameters, data.dtype)
+    if data.shape is None:
+        return relax.TensorType(None, data.dtype or "int8", data.ty.vdevice, 4)
+    result = list(data.shape)
+    for i, letter in enumerate("HW"):
+        axis = attrs.layout.index(letter)
+        size, stride = result[axis], strides[i]
+        span = size + (padding[i] + padding[i + 2] - dilation[i] * (pool[i] - 1) - 1)
+        if not attrs.ceil_mode:
+            result[axis] = count_windows(data, letter, span, stride)
+            continue
+        result[axis] = count_windows(data, letter, span + (stride - 1), stride)
+        if drops_outer_windows(attrs):
+            last = result[axis] - 1
+            result[axis] = _choose(last * stride >= size + padding[i], last, last + 1)
+    return relax.TensorType(result, data.dtype or "int8", data.ty.vdevice)
+
+
+def drops_outer_windows(attrs: Any) -> bool:
+    """Whether ceil mode drops a last window that starts beyond data and left padding.
+
+    So do relax.nn.avg_pool2d and our default; TVM 0.19, and hence its rounding modes, keep it.
+    """
+    return attrs.rounding == Rounding.TONEAREST_EVEN.value
+
+
+def _choose(condition: Any, true_value: Any, false_value: Any) -> Any:
+    """One of two dimensions; an expression where the condition is open."""
+    analyzer = Analyzer()
+    if analyzer.can_prove(condition):
+        return analyzer.simplify(true_value)
+    if analyzer.can_prove(tirx.Not(condition)):
+        return analyzer.simplify(false_value)
+    return tirx.if_then_else(condition, true_value, false_value)
+
+
+def infer_mean(call: Call, _builder: Any) -> Any:
+    """Integer data -> out_dtype, reduced over the axes."""
+    data, *parameters = get_operands(call, UNARY_OPERANDS)
+    attrs = call.attrs
+    data.check_dtype(QUANTIZED, "Quantize it first.")
+    check_attribute(data.operator, "out_dtype", attrs.out_dtype, ("", *QUANTIZED))
+    check_modes(data.operator, attrs)
+    dtype = attrs.out_dtype or data.dtype or "int8"
+    check_scalar_pairs(parameters, data.dtype, dtype)
+    if data.ndim < 0:
+        return relax.TensorType(None, dtype, data.ty.vdevice, -1)
+    axes = resolve_axes(data, attrs.axes)
+    if data.shape is None:
+        ndim = data.ndim if attrs.keepdims else data.ndim - len(axes)
+        return relax.TensorType(None, dtype, data.ty.vdevice, ndim)
+    one = tirx.IntImm("int64", 1)
+    kept = [one if i in axes else v for i, v in enumerate(data.shape)]
+    if not attrs.keepdims:
+        kept = [v for i, v in enumerate(data.shape) if i not in axes]
+    return relax.TensorType(kept, dtype, data.ty.vdevice)
+
+
+def resolve_axes(data: CheckedOperand, axes: Sequence[Any]) -> tuple[int, ...]:
+    """Axes counted from the front, sorted; none means all. Raises on a repeated axis."""
+    if not len(axes):
+        return tuple(range(data.ndim))
+    resolved = [data.resolve_axis(int(axis), "axes") for axis in axes]
+    known = sorted(axis for axis in resolved if axis is not None)
+    if len(set(known)) != len(known):
+        raise QnnError(
+            f"{data.operator}: axes={[int(a) for a in axes]} name one axis twice.", code="RQ601"
+        )
+    return tuple(known)
+
+
+# ---------------------------------------------------------------- loop nests
+
+
+def _add_mean_multiplier(
+    reader: Reader,
+    scales: tuple[Any, Any],
+    arithmetic: Arithmetic,
+    count: int | None,
+) -> Callable[[Sequence[te.Tensor], PrimExpr], tuple[PrimExpr, ...]]:
+    """Read (s_in / s_out) / count; a count that is not known yet is given to the result."""
+    if count is None:
+        return reader.add_divided_multiplier(scales, divide, arithmetic)
+    read = reader.add_multiplier(scales, divide, arithmetic, divisor=count)
+    return lambda tensors, _divisor: read(tensors, (0, 0))
+
+
+def legalize_mean(builder: BlockBuilder, call: Call) -> Any:
+    """S = sum of (x - z_in); requantized with (s_in / s_out) / count."""
+    data, in_scale, in_zero, out_scale, out_zero = call.args
+    attrs, reader = call.attrs, Reader()
+    axes = resolve_axes(get_operands(call, UNARY_OPERANDS)[0], attrs.axes)
+    rounding, arithmetic = Rounding(attrs.rounding), Arithmetic(attrs.compute_dtype)
+    dtype, shape, rank = str(call.ty.dtype), list(call.ty.shape), int(data.ty.ndim)
+    sizes = [data.ty.shape[axis] for axis in axes]
+    is_fixed = None not in map(static_size, sizes)
+    scales = (in_scale, out_scale)
+    count = math.prod(int(size) for size in sizes) if is_fixed else None
+    read_multiplier = _add_mean_multiplier(reader, scales, arithmetic, count)
+    read_zero, read_out = reader.add(in_zero), reader.add(out_zero)
+    kind = "int32"
+    if has_exact_sums(rounding, arithmetic):
+        kind = choose_total_dtype(tensor_dtype(data), in_zero, count)
+
+    def te_mean(source: te.Tensor, *tensors: te.Tensor) -> te.Tensor:
+        reduced = [te.reduce_axis((0, source.shape[a]), name=f"r{a}") for a in axes]
+
+        def add_up(*index: PrimExpr) -> PrimExpr:
+            kept = iter(index)
+            full: list[PrimExpr] = []
+            for axis in range(rank):
+                is_reduced = axis in axes
+                own = next(kept) if attrs.keepdims or not is_reduced else None
+                full.append(reduced[axes.index(axis)] if is_reduced else own)
+            centred = source(*full).astype("int32") - read_zero(tensors, 0)
+            return te.sum(centred.astype(kind), axis=reduced)
+
+        total = compute_tensor(shape, add_up, name="total")
+
+        def element(*index: PrimExpr) -> PrimExpr:
+            size: Any = tirx.const(1, "int64")
+            for axis in axes:
+                size = size * source.shape[axis]
+            multiplier = read_multiplier(tensors, size)
+            return fixed_point.requantize_tir(
+                total(*index),
+                zero(),
+                multiplier,
+                read_out(tensors, 0),
+                dtype,
+                rounding,
+                arithmetic,
+            )
+
+        return compute_tensor(shape, element, name=name_hint(call))
+
+    return builder.call_te(te_mean, data, *reader.operands, primfunc_name_hint=name_hint(call))
+
+
+def legalize_avg_pool2d(builder: BlockBuilder, call: Call) -> Any:
+    """S = sum of (x - z_in) over the window; requantized with (s_in / s_out) / count.
+
+    UPWARD and TONEAREST follow Relay: each element is requantized to int32 first, the pads are 0 in
+    the output's space (not its zero point), and the division by the count truncates.
+    """
+    data, in_scale, in_zero, out_scale, out_zero = call.args
+    attrs, reader = call.attrs, Reader()
+    rounding, arithmetic = Rounding(attrs.rounding), Arithmetic(attrs.compute_dtype)
+    dtype, shape, layout = str(call.ty.dtype), list(call.ty.shape), str(attrs.layout)
+    pool, strides, dilation = (
+        dict(zip("HW", to_integers(v), strict=True))
+        for v in (attrs.pool_size, attrs.strides, attrs.dilation)
+    )
+    padding = to_integers(attrs.padding)
+    is_default = rounding is Rounding.TONEAREST_EVEN
+    count = pool["H"] * pool["W"]
+    scales = (in_scale, out_scale)
+    # In ceil mode a window may reach beyond the padding; what lies there does not count.
+    is_fixed = attrs.count_include_pad and not attrs.ceil_mode
+    fixed_count = (count if is_fixed else None) if is_default else 1
+    read_multiplier = _add_mean_multiplier(reader, scales, arithmetic, fixed_count)
+    read_zero, read_out = reader.add(in_zero), reader.add(out_zero)
+    axes = [layout.index(letter) for letter in "HW"]
+    kind = "int32"
+    if has_exact_sums(rounding, arithmetic):
+        kind = choose_total_dtype(tensor_dtype(data), in_zero, count)
+
+    def te_avg_pool2d(source: te.Tensor, *tensors: te.Tensor) -> te.Tensor:
+        def enter(*index: PrimExpr) -> PrimExpr:
+            value, zero = source(*index).astype("int32"), read_zero(tensors, 0)
+            if is_default:
+                return value - zero
+            multiplier, out = read_multiplier(tensors, 1), read_out(tensors, 0)
+            return fixed_point.requantize_tir(
+                value, zero, multiplier, out, "int32", rounding, arithmetic
+            )
+
+        entered = compute_tensor(source.shape, enter, name="entered")
+        # In ceil mode the last window may reach beyond the padding, by less than a stride.
+        widths = list(padding)
+        if attrs.ceil_mode:
+            widths[2] += strides["H"] - 1
+            widths[3] += strides["W"] - 1
+        padded = pad_zeros(entered, axes, widths)
+        taps: dict[str, Any] = {
+            letter: te.reduce_axis((0, pool[letter]), name=f"k{letter}") for letter in "HW"
+        }
+
+        def add_up(*index: PrimExpr) -> PrimExpr:
+            at = list(index)
+            for axis, letter in zip(axes, "HW", strict=True):
+                at[axis] = index[axis] * strides[letter] + taps[letter] * dilation[letter]
+            return te.sum(padded(*at).astype(kind), axis=list(taps.values()))
+
+        total = compute_tensor(shape, add_up, name="total")
+
+        def count_elements(index: Sequence[PrimExpr], with_pads: bool) -> PrimExpr:
+            """Elements of the window that are data, or also its padding; at least 1."""
+            counted: Any = tirx.const(1, "int32")
+            for i, letter in enumerate("HW"):
+                before, after = (padding[i], padding[i + 2]) if with_pads else (0, 0)
+                start = index[axes[i]] * strides[letter] - padding[i]
+                step = dilation[letter]
+                first: Any = tirx.max(tirx.floordiv(step - 1 - before - start, step), 0)
+                end = source.shape[axes[i]] + after
+                last: Any = tirx.min(tirx.floordiv(end - 1 - start, step), pool[letter] - 1)
+                counted = counted * tirx.max(last - first + 1, 0).astype("int32")
+            return tirx.max(counted, tirx.const(1, "int32"))
+
+        def element(*index: PrimExpr) -> PrimExpr:
+            out = read_out(tensors, 0)
+            if not is_default:
+                divisor = tirx.const(count, "int32")
+                if not attrs.count_include_pad:
+                    divisor = count_elements(index, with_pads=False)
+                mean = tirx.truncdiv(total(*index), divisor)
+                return fixed_point.clip_integer_tir(mean, dtype)
+            divisor = count_elements(index, bool(attrs.count_include_pad))
+            multiplier = read_multiplier(tensors, divisor)
+            return fixed_point.requantize_tir(
+                total(*index), zero(), multiplier, out, dtype, rounding, arithmetic
+            )
+
+        return compute_tensor(shape, element, name=name_hint(call))
+
+    return builder.call_te(
+        te_avg_pool2d, data, *reader.operands, primfunc_name_hint=name_hint(call)
+    )
+
+
+# ---------------------------------------------------------------- layout
+
+
+def infer_layout_avg_pool2d(
+    call: Call, _desired: Mapping[str, Any], layouts: Mapping[Any, Any]
+) -> Any:
+    """Follow the data; `layout` names the dimensions in their new order."""
+    letters = current_letters(call.args[0], layouts)
+    if letters is None or not is_plain(letters):
+        return keep_untouched(call)
+    attrs = replace_attrs(call.attrs, layout=reorder_names(str(call.attrs.layout), letters))
+    inputs = [decide(letters), *map(decide_untouched, call.args[1:])]
+    return make_output(inputs, letters, attrs)
+
+
+def infer_layout_mean(call: Call, _desired: Mapping[str, Any], layouts: Mapping[Any, Any]) -> Any:
+    """Follow the data; without keepdims the remaining dimensions are counted anew."""
+    letters = current_letters(call.args[0], layouts)
+    if letters is None or not is_plain(letters):
+        return keep_untouched(call)
+    attrs = call.attrs
+    rank = len(letters)
+    axes = [int(axis) % rank for axis in attrs.axes] or list(range(rank))
+    reduced = {string.ascii_uppercase[axis] for axis in axes}
+    moved = sorted(letters.index(letter) for letter in reduced)
+    output = letters
+    if not attrs.keepdims:
+        kept = [letter for letter in letters if letter not in reduced]
+        output = "".join(string.ascii_uppercase[sorted(kept).index(letter)] for letter in kept)
+    inputs = [decide(letters), *map(decide_untouched, call.args[1:])]
+    return make_output(inputs, output, replace_attrs(attrs, axes=tvm_ffi.Array(moved)))
+
+
+def make_float_avg_pool2d(call: Call, data: relax.Expr) -> relax.Expr:
+    """The pool on real data; its attributes have the same names."""
+    names = ("pool_size", "strides", "padding", "dilation")
+    sizes = {name: to_integers(getattr(call.attrs, name)) for name in names}
+    flags = {name: bool(getattr(call.attrs, name)) for name in ("ceil_mode", "count_include_pad")}
+    return relax.op.nn.avg_pool2d(data, **sizes, **flags, layout=str(call.attrs.layout))
+
+
+OPERATORS: tuple[Operator, ...] = (
+    Operator(
+        "avg_pool2d",
+        QAvgPool2DAttrs,
+        UNARY_OPERANDS,
+        infer_avg_pool2d,
+        legalize_avg_pool2d,
+        infer_layout_avg_pool2d,
+        make_float_avg_pool2d,
+    ),
+    Operator(
+        "mean",
+        QMeanAttrs,
+        UNARY_OPERANDS,
+        infer_mean,
+        legalize_mean,
+        infer_layout_mean,
+        lambda call, data: relax.op.mean(data, list(call.attrs.axes) or None, call.attrs.keepdims),
+    ),
+)

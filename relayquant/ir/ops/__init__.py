@@ -1,0 +1,35 @@
+"""Operator tables: one family per file, one row per pattern. Order is priority, the longest
+patterns first.
+"""
+
+from relayquant.ir.ops.base import (
+    Kind,
+    Operand,
+    Output,
+    Quantized,
+    QuantOp,
+    RealizeContext,
+    SimulateContext,
+)
+from relayquant.ir.ops.conv import CONV_OPS
+from relayquant.ir.ops.dense import DENSE_OPS
+from relayquant.ir.ops.elementwise import BINARY_OPS
+from relayquant.ir.ops.lut import CHAIN_OPS, SLOPE_OPS, TABLE_OPS
+from relayquant.ir.ops.pool import POOL_OPS
+from relayquant.ir.ops.shape import SHAPE_OPS
+
+#: every built-in pattern
+BUILTIN_OPS: tuple[QuantOp, ...] = (
+    *CONV_OPS, *DENSE_OPS, *CHAIN_OPS, *BINARY_OPS, *POOL_OPS, *TABLE_OPS, *SLOPE_OPS, *SHAPE_OPS,
+)  # fmt: skip
+
+__all__ = [
+    "BUILTIN_OPS",
+    "Kind",
+    "Operand",
+    "Output",
+    "QuantOp",
+    "Quantized",
+    "RealizeContext",
+    "SimulateContext",
+]

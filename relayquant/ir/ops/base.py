@@ -1,0 +1,464 @@
+"""The row type of the operator tables: pattern, operands, and the callbacks of every stage.
+
+`simulate` runs when the calibration graph is built, `realize` when the reference form (dequantize -
+float op - quantize) becomes integer operators, `check` when the plan is made.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import tvm
+from tvm import relax
+from tvm.ir import Call
+
+from relayquant.base.arguments import check_fields
+from relayquant.base.grouping import GroupedWeight, GroupFormat, quantize_groups
+from relayquant.base.qtypes import INTEGER_LIMITS, QParams, QSpec, Role
+from relayquant.config import Accumulator, Overflow
+from relayquant.errors import ConfigError, suggest_name
+from relayquant.ir.dialect import qnn
+from relayquant.ir.dialect.accumulator_range import SUM_DTYPES, choose_accumulator_dtype
+from relayquant.ir.rewrite import Emitter, Match, Matcher, Pattern, Skip, check_attributes
+from relayquant.ir.rewrite.graph import constant_value, tensor_dtype
+
+#: last part of the names of exact sums of products, the one with its bias first
+TOTALS = ("biased", "acc")
+#: last part of the names of an accumulator that was brought into range, and on the way there
+NARROW, SHIFTED = "narrow", "shifted"
+
+
+class Kind(enum.Enum):
+    """What makes an operator worth quantizing."""
+
+    ANCHOR = "anchor"  #: does the heavy work: quantized wherever it may be
+    FOLLOWER = "follower"  #: quantized where all its inputs are, or between operators that are
+    CONNECTOR = "connector"  #: loses much to 8 bits: quantized only where all around it is
+    SHARING = (
+        "sharing"  #: moves values without changing them: its output keeps the input's parameters
+    )
+
+
+class Output(enum.Enum):
+    """Where the parameters of the result come from."""
+
+    OWN = "own"  #: the integer operator needs them
+    WHEN_WANTED = (
+        "when wanted"  #: an int32 accumulator, dequantized unless a consumer wants integers
+    )
+    SHARED = "shared"  #: those of the input
+
+
+@check_fields
+@dataclass(frozen=True, eq=False)
+class Operand:
+    """A part of the pattern that is quantized; `axis(match)` is its channel axis, None if it has
+    none.
+    """
+
+    name: str
+    role: Role = Role.ACTIVATION
+    axis: Callable[[Match], int | None] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Quantized:
+    """An operand in affine space: integer expression and its parameters."""
+
+    value: relax.Expr
+    qparams: QParams
+
+    @property
+    def scale(self) -> relax.Expr:
+        return relax.const(self.qparams.scale, "float32")
+
+    @property
+    def zero_point(self) -> relax.Expr:
+        return relax.const(self.qparams.zero_point, "int32")
+
+    def dequantize(self) -> relax.Expr:
+        """The real value, float32."""
+        axis = -1 if self.qparams.axis is None else self.qparams.axis
+        return qnn.dequantize(self.value, self.scale, self.zero_point, axis=axis)
+
+
+@dataclass(frozen=True, eq=False)
+class SimulateContext:
+    """What a simulate callback sees: the match, and its operands as expressions of the new
+    function.
+    """
+
+    emitter: Emitter
+    match: Match
+    operands: Mapping[str, relax.Expr]
+    #: real sum of products with its bias -> what the hardware's accumulator makes of it
+    narrow: Callable[[relax.Expr], relax.Expr] | None = None
+
+    def emit(self, expr: relax.Expr, suffix: str) -> relax.Expr:
+        """Bind an intermediate value, named after the operator."""
+        return self.emitter.emit(expr, f"{self.match.name}.{suffix}")
+
+
+@dataclass(frozen=True, eq=False)
+class RealizeContext:
+    """What a realize callback sees: operands in affine space, and the output's parameters if it has
+    any.
+    """
+
+    emitter: Emitter
+    match: Match
+    operands: Mapping[str, Quantized]
+    output: QParams | None
+    accumulator: Accumulator | None = None
+
+    def emit(self, expr: relax.Expr, suffix: str) -> relax.Expr:
+        """Bind an intermediate value, named after the operator."""
+        return self.emitter.emit(expr, f"{self.match.name}.{suffix}")
+
+    def accumulate(
+        self, product: Callable[[str], relax.Expr], weight: np.ndarray | None = None
+    ) -> relax.Expr:
+        """The sum of products with its bias, as the accumulator holds it: exact, int32 where that
+        holds the sums of any input, else int64.
+
+        Args:
+            product: Dtype of the sums -> the integer operator.
+            weight: Its second factor, where that will be a constant and is none yet.
+        """
+        call, bias = product(SUM_DTYPES[0]), None
+        if "bias" in self.operands:
+            bias = self.operands["bias"].value
+        added = None if bias is None else constant_value(bias)
+        dtype = SUM_DTYPES[-1]
+        if isinstance(call, Call) and (bias is None or added is not None):
+            dtype = choose_accumulator_dtype(call, weight, added)
+        total = self.emit(product(dtype), "acc")
+        if bias is not None:
+            if added is not None:
+                bias = relax.const(added.astype(dtype), dtype)
+            elif dtype != tensor_dtype(bias):
+                bias = self.emit(relax.op.astype(bias, dtype), "bias")
+            total = self.emit(relax.op.add(total, bias), "biased")
+        if self.accumulator is None:
+            return total
+        return self.emit(narrow_integer(self.emit, total, self.accumulator), NARROW)
+
+
+@dataclass(frozen=True, eq=False)
+class RunTimeQuantized:
+    """An operand in affine space whose parameters the model computes when it runs: values of the
+    graph, scale float32 () and zero point int32 (); of data (M, K), either may be (M,).
+    """
+
+    value: relax.Expr
+    scale: relax.Expr
+    zero_point: relax.Expr
+
+    @property
+    def is_row(self) -> bool:
+        """Whether each row has a scale of its own."""
+        return self.scale.ty.ndim == 1
+
+
+@dataclass(frozen=True, eq=False)
+class DynamicContext:
+    """What a realize_dynamic callback sees: the data with its parameters of the run time, the
+    constant weight in affine space, the bias in float32 if there is one.
+    """
+
+    emitter: Emitter
+    match: Match
+    data: RunTimeQuantized
+    weight: Quantized
+    bias: relax.Expr | None
+
+    def emit(self, expr: relax.Expr, suffix: str) -> relax.Expr:
+        """Bind an intermediate value, named after the operator."""
+        return self.emitter.emit(expr, f"{self.match.name}.{suffix}")
+
+    def dequantize(self, accumulator: relax.Expr, axis: int) -> relax.Expr:
+        """Sums of products, centered, -> float32, with the bias: times the scale of the data, of
+        the run time, and those of the weight, one or one for each index of `axis`. With a scale for
+        each row of the data, sums are (M, N), and N is the last axis of the result.
+        """
+        accumulator = self.emit(accumulator, "acc")
+        if self.data.is_row:
+            rows = qnn.dequantize(accumulator, self.data.scale, relax.const(0, "int32"), axis=0)
+            weights = relax.const(np.array(self.weight.qparams.scale), "float32")
+            value = relax.op.multiply(self.emit(rows, "rows"), weights)
+            if self.match.root.ty.ndim != 2:
+                value = relax.op.reshape(self.emit(value, "flat"), self.match.root.ty.shape)
+            return self.add_bias(value)
+        units = np.broadcast_to(self.weight.qparams.scale, (int(accumulator.ty.shape[axis]),))
+        scale = self.emit(
+            relax.op.multiply(self.data.scale, relax.const(np.array(units), "float32")), "scale"
+        )
+        value = qnn.dequantize(accumulator, scale, relax.const(0, "int32"), axis=axis)
+        return self.add_bias(value)
+
+    def add_bias(self, value: relax.Expr) -> relax.Expr:
+        """`value`, float32, with the bias, if there is one."""
+        if self.bias is None:
+            return value
+        return relax.op.add(self.emit(value, "real"), self.bias)
+
+
+@dataclass(frozen=True, eq=False)
+class IntegerRows:
+    """Rows of data (..., K) as integers: values of the graph, int8 (..., K), scale float32 and zero
+    point float32 (..., 1), None where it is 0.
+    """
+
+    value: relax.Expr
+    scale: relax.Expr
+    zero_point: relax.Expr | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class GroupedContext:
+    """What a realize_grouped callback sees: the data, float32, or integers of its rows; the weight
+    in groups, its rows being outputs; the bias in float32 if there is one.
+    """
+
+    emitter: Emitter
+    match: Match
+    data: relax.Expr | IntegerRows
+    weight: GroupedWeight
+    bias: relax.Expr | None
+
+    def emit(self, expr: relax.Expr, suffix: str) -> relax.Expr:
+        """Bind an intermediate value, named after the operator."""
+        return self.emitter.emit(expr, f"{self.match.name}.{suffix}")
+
+
+def group_weight(array: np.ndarray, spec: QSpec) -> GroupedWeight:
+    """The weight (K, N) of a product in groups, (N, K), each by the scale of the least error."""
+    return quantize_groups(array.T, GroupFormat.of(spec))
+
+
+@check_fields
+@dataclass(frozen=True, eq=False)
+class QuantOp:
+    """One quantizable operator (or fused pattern).
+
+    Attributes:
+        name: Unique name of the pattern, e.g. "conv2d_bias_relu".
+        op: The main Relax operator, by which a QConfigMapping may select it.
+        pattern: What it looks like in the prepared float graph.
+        operands: The parts that are quantized.
+        kind, output: See `Kind` and `Output`.
+        simulate: SimulateContext -> new value of the root; the default repeats the float operators.
+        realize: RealizeContext -> float value of the root computed in affine space (usually a
+            dequantize), or Skip. None for SHARING operators, which the allow-list handles,
+            and for those with an affine rule.
+        check: Match -> Skip with a reason when this match cannot be quantized.
+        attributes: Names of the attributes that the row honours, of all its operators. A match in
+            which another one is away from its default is declined.
+        accumulator_axis: Match -> axis of the result along which sums of products have scales of
+            their own, None for none. None for rows without such sums. The factors are the first
+            two operands; simulate passes the sum with its bias through `context.narrow`,
+            realize makes it by `context.accumulate`.
+        realize_dynamic: DynamicContext -> float32 value of the root, for data whose parameters are
+            computed at run time; its operands are "data", "weight" and perhaps "bias". None for
+            rows without that.
+        realize_grouped: GroupedContext -> float32 value of the root, for weights in groups; its
+            operands are "data", "weight" (K, N) and perhaps "bias". None for rows without that.
+        has_affine_rule: Of a row that an `AffineRule` brings, which computes in its place.
+    """
+
+    name: str
+    op: str
+    pattern: Matcher
+    operands: tuple[Operand, ...]
+    kind: Kind = Kind.FOLLOWER
+    output: Output = Output.OWN
+    realize: Callable[[RealizeContext], relax.Expr | Skip] | None = None
+    simulate: Callable[[SimulateContext], relax.Expr] = field(
+        default=lambda context: repeat_match(context)
+    )
+    check: Callable[[Match], Skip | None] = field(default=lambda match: None)
+    accumulator_axis: Callable[[Match], int | None] | None = None
+    realize_dynamic: Callable[[DynamicContext], relax.Expr | Skip] | None = None
+    realize_grouped: Callable[[GroupedContext], relax.Expr | Skip] | None = None
+    attributes: tuple[str, ...] = ()
+    has_affine_rule: bool = False
+
+    def __post_init__(self) -> None:
+        named = set(self.pattern.parts) if isinstance(self.pattern, Pattern) else None
+        missing = [] if named is None else [o.name for o in self.operands if o.name not in named]
+        if missing:
+            raise ConfigError(
+                f"QuantOp {self.name!r}: its pattern names no part {missing[0]!r}, which is one of "
+                f"its operands. {suggest_name(missing[0], named or ())}",
+                code="RQ106",
+            )
+
+        if self.realize is None and self.kind is not Kind.SHARING and not self.has_affine_rule:
+            raise ConfigError(
+                f"QuantOp {self.name!r}: realize=None is for Kind.SHARING, whose operators move "
+                f"integers as they are, and for those with an AffineRule; "
+                f"one of {self.kind} needs a function of RealizeContext.",
+                code="RQ106",
+            )
+
+    def find_refusal(self, match: Match) -> Skip | None:
+        """Why this match cannot be quantized; None if it can."""
+        calls = [call for var in match.vars if (call := match.graph.call_of(var)) is not None]
+        skip = check_attributes(calls, self.attributes, f"pattern {self.name!r}")
+        return skip if skip is not None else self.check(match)
+
+    def operand(self, name: str) -> Operand:
+        """Operand by name; KeyError when there is none."""
+        for operand in self.operands:
+            if operand.name == name:
+                return operand
+        raise KeyError(f"pattern {self.name!r} has no operand {name!r}")
+
+
+def repeat_match(context: SimulateContext) -> relax.Expr:
+    """The matched operators again, on the operands of the context. The default simulate
+    callback.
+    """
+    match = context.match
+    replaced: list[tuple[relax.Expr, relax.Expr]] = [
+        (match.parts[name], new) for name, new in context.operands.items()
+    ]
+
+    def translate(expr: relax.Expr) -> relax.Expr:
+        for old, new in replaced:
+            if expr.same_as(old):
+                return new
+        if isinstance(expr, relax.Tuple):
+            return relax.Tuple([translate(part) for part in expr.fields])
+        return context.emitter.get(expr)
+
+    total = find_total(match)
+    for var in match.vars:
+        call = match.graph.values[var]
+        value = Call(call.op, [translate(arg) for arg in call.args], call.attrs, call.ty_args)
+        if context.narrow is not None and var.same_as(total):
+            value = context.narrow(value)
+        if var is match.root or var.same_as(match.root):
+            return value
+        replaced.append((var, context.emitter.bind(var, value)))
+    raise ValueError(f"match at {match.name!r} does not end at its root")
+
+
+def translate_qparams(qparams: QParams, dtype: str) -> QParams:
+    """The same grid in another dtype: the zero point moves where the integers would not fit.
+
+    uint8 zero point 128 -> int8 zero point 0; int8 -> int16 unchanged.
+    """
+    if qparams.dtype == dtype:
+        return qparams
+    (low, high), (new_low, new_high) = INTEGER_LIMITS[qparams.dtype], INTEGER_LIMITS[dtype]
+    is_inside = (new_low <= low and high <= new_high) or (low <= new_low and new_high <= high)
+    shift = 0 if is_inside else new_low - low
+    zero_point = np.clip(qparams.zero_point + shift, new_low, new_high)
+    return QParams(qparams.scale, zero_point, dtype, qparams.axis)
+
+
+def change_dtype(context: RealizeContext, operand: Quantized, to: QParams, name: str) -> Quantized:
+    """`operand` on the grid `to`, which is its own in another dtype: exact, but saturates where
+    that is narrower.
+    """
+    if operand.qparams.dtype == to.dtype:
+        return operand
+    moved = Quantized(operand.value, to)
+    value = qnn.requantize(
+        operand.value,
+        operand.scale,
+        operand.zero_point,
+        moved.scale,
+        moved.zero_point,
+        out_dtype=to.dtype,
+    )
+    return Quantized(context.emit(value, name), to)
+
+
+def count_values(dtype: str) -> int:
+    """How many integers a dtype holds."""
+    low, high = INTEGER_LIMITS[dtype]
+    return high - low + 1
+
+
+def compute_in_one_dtype(
+    context: RealizeContext,
+    operands: Sequence[Quantized],
+    compute: Callable[[Sequence[Quantized], Quantized], relax.Expr],
+) -> relax.Expr:
+    """dequantize(compute(operands, result)) for an integer operator whose result has the dtype of
+    its operands.
+
+    The wider dtype is computed in: operands are widened to it, or the result narrowed, both
+    exactly, so that there is one rounding.
+    """
+    out = context.output
+    if out is None:
+        raise ValueError(f"no output parameters for the value {context.match.name!r}")
+    data = operands[0].qparams.dtype
+    dtype = out.dtype if count_values(out.dtype) >= count_values(data) else data
+    operands = [
+        change_dtype(context, part, translate_qparams(part.qparams, dtype), f"operand{i}")
+        for i, part in enumerate(operands)
+    ]
+    inner = Quantized(operands[0].value, translate_qparams(out, dtype))
+    value = context.emit(compute(operands, inner), "int")
+    return change_dtype(context, Quantized(value, inner.qparams), out, "out").dequantize()
+
+
+def find_total(match: Match) -> relax.Var:
+    """The value of a match that is a sum of products, with its bias if there is one."""
+    bias = match.parts.get("bias")
+    for var in match.vars if bias is not None else ():
+        if any(arg.same_as(bias) for arg in match.graph.values[var].args):
+            return var
+    return match.vars[0]
+
+
+def narrow_integer(
+    emit: Callable[[relax.Expr, str], relax.Expr], value: relax.Expr, accumulator: Accumulator
+) -> relax.Expr:
+    """An exact sum, int32 or int64, as an accumulator holds it: clipped, or shifted up and down
+    again; int32.
+    """
+    dtype = tensor_dtype(value)
+    if accumulator.overflow is Overflow.SATURATE:
+        bounds = (tvm.tirx.IntImm(dtype, limit) for limit in accumulator.limits)
+        held = relax.op.clip(value, *bounds)
+    else:
+        width = np.iinfo(dtype).bits - accumulator.bits
+        shift = relax.const(np.array(width, dtype), dtype)
+        held = relax.op.right_shift(emit(relax.op.left_shift(value, shift), SHIFTED), shift)
+    return held if dtype == "int32" else relax.op.astype(emit(held, SHIFTED), "int32")
+
+
+def repeat_activation(
+    context: RealizeContext | DynamicContext | GroupedContext, value: relax.Expr
+) -> relax.Expr:
+    """relu or clip of the match, if it has one, applied to `value`; else `value`."""
+    graph, root = context.match.graph, context.match.root
+    call = graph.call_of(root)
+    if call is None or graph.op_name(root) not in ACTIVATIONS:
+        return value
+    value = context.emit(value, "linear")
+    return Call(call.op, [value, *call.args[1:]], call.attrs, call.ty_args)
+
+
+#: activation functions that fuse into the operator before them, because they only clamp
+ACTIVATIONS = ("relax.nn.relu", "relax.clip")
+
+
+def accumulator_qparams(data: QParams, weight: QParams, axis: int | None) -> QParams:
+    """Parameters of an accumulator: scale = data scale x weight scale (float32), zero point 0. They
+    are called int32, and are those of int64 too.
+
+    One scale per channel along `axis` of the output if the weight has one per channel.
+    """
+    # Two scales of values that are almost zero would underflow; so does whatever they scale.
+    product = data.scale.astype("float64") * weight.scale
+    scale = np.maximum(product.astype("float32"), np.finfo("float32").tiny)
+    return QParams(scale, np.zeros(scale.shape, "int32"), "int32", axis if scale.ndim else None)

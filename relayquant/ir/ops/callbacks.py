@@ -1,0 +1,197 @@
+"""Calling what authors of operator rows wrote: what fails, or returns something else than it
+should, is an error that names operator, row and callback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from tvm import relax
+
+from relayquant.base.qtypes import Role
+from relayquant.errors import ConfigError, QnnError
+from relayquant.ir.ops.base import (
+    DynamicContext,
+    GroupedContext,
+    Operand,
+    QuantOp,
+    RealizeContext,
+    SimulateContext,
+)
+from relayquant.ir.rewrite import Emitter, Graph, Match, Skip
+from relayquant.ir.rewrite.graph import tensor_dtype, tensor_shape
+
+T = TypeVar("T")
+
+
+def run_match(row: QuantOp, graph: Graph, var: relax.Var) -> Match | None:
+    """The match of a row at a value, or None.
+
+    Raises:
+        ConfigError: a matcher that is code failed, or returned something else.
+    """
+    where = describe_place(row, var.name, "pattern.match")
+    match = call_user(where, lambda: row.pattern.match(graph, var))
+    if match is not None and not isinstance(match, Match):
+        raise ConfigError(
+            f"{where} returned {describe(match)}; allowed: a Match, or None.", code="RQ106"
+        )
+    return match
+
+
+def run_check(row: QuantOp, match: Match) -> Skip | None:
+    """What a row says of a match: Skip if it cannot be quantized, else None.
+
+    Raises:
+        ConfigError: the callback failed, or returned something else.
+    """
+    where = describe_place(row, match.name, "check")
+    skip = call_user(where, lambda: row.find_refusal(match))
+    if skip is not None and not isinstance(skip, Skip):
+        raise ConfigError(
+            f"{where} returned {describe(skip)}; allowed: a Skip(reason), or None.", code="RQ106"
+        )
+    return skip
+
+
+def run_axis(row: QuantOp, operand: Operand, match: Match) -> int | None:
+    """The channel axis of an operand, None if it has none.
+
+    Raises:
+        ConfigError: the callback failed, or returned no axis of the operand.
+    """
+    function = operand.axis
+    if function is None:
+        return None
+    where = describe_place(row, match.name, f"axis of {operand.name!r}")
+    axis = call_user(where, lambda: function(match))
+    rank = getattr(match.parts[operand.name].ty, "ndim", -1)
+    is_axis = isinstance(axis, int) and not isinstance(axis, bool)
+    # A bias may have fewer axes than the result, whose axes its row counts.
+    is_counted = rank < 0 or operand.role is Role.BIAS
+    if axis is not None and not (is_axis and (is_counted or 0 <= axis < rank)):
+        raise ConfigError(
+            f"{where} returned {axis!r}; allowed: an axis of the operand, 0 to {rank - 1}, or "
+            "None.",
+            code="RQ106",
+        )
+    return axis
+
+
+def run_simulate(row: QuantOp, context: SimulateContext) -> relax.Expr:
+    """The new value of the root in the calibration graph.
+
+    Raises:
+        ConfigError: the callback failed, or returned no expression of the root's shape and dtype.
+    """
+    where = describe_place(row, context.match.name, "simulate")
+    value = call_user(where, lambda: row.simulate(context))
+    return check_value(context.emitter, value, context.match.root, where, "an expression")
+
+
+def run_realize(row: QuantOp, context: RealizeContext) -> relax.Expr | Skip:
+    """The root computed on integers, or Skip.
+
+    Raises:
+        ConfigError: the callback failed, or returned neither an expression of the root's shape and
+            dtype nor a Skip.
+        QnnError: the callback gave an operator of the dialect what that does not take.
+    """
+    return _realize(row, row.realize, context, "realize")
+
+
+def run_realize_dynamic(row: QuantOp, context: DynamicContext) -> relax.Expr | Skip:
+    """As `run_realize`, for data whose parameters are those of the run time."""
+    return _realize(row, row.realize_dynamic, context, "realize_dynamic")
+
+
+def run_realize_grouped(row: QuantOp, context: GroupedContext) -> relax.Expr | Skip:
+    """As `run_realize`, for weights in groups."""
+    return _realize(row, row.realize_grouped, context, "realize_grouped")
+
+
+def _realize(
+    row: QuantOp,
+    function: Callable[[Any], relax.Expr | Skip] | None,
+    context: RealizeContext | DynamicContext | GroupedContext,
+    name: str,
+) -> relax.Expr | Skip:
+    where = describe_place(row, context.match.name, name)
+    if function is None:
+        return Skip(f"pattern {row.name!r} has no {name} callback")
+    value = call_user(where, lambda: function(context), (QnnError,))
+    if isinstance(value, Skip):
+        return value
+    allowed = "a Skip(reason), or an expression (usually a dequantize)"
+    return check_value(context.emitter, value, context.match.root, where, allowed)
+
+
+def call_user(where: str, function: Callable[[], T], passed: tuple[type[Exception], ...] = ()) -> T:
+    """What a callback returns.
+
+    Raises:
+        ConfigError: it raised an exception, and none of those that are passed on.
+    """
+    try:
+        return function()
+    except passed:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{where} raised {type(error).__name__}: {error}", code="RQ106"
+        ) from error
+
+
+def check_value(
+    emitter: Emitter, value: object, root: relax.Var, where: str, allowed: str
+) -> relax.Expr:
+    """`value` if it is an expression that can stand for `root`.
+
+    Raises:
+        ConfigError: it is none, or has another shape or dtype.
+    """
+    wanted = describe_tensor(root)
+    if not isinstance(value, relax.Expr):
+        raise ConfigError(
+            f"{where} returned {describe(value)}; allowed: {allowed} of {wanted}, which is what "
+            "the float operator computes.",
+            code="RQ106",
+        )
+    found = call_user(where, lambda: emitter.builder.normalize(value))
+    if tensor_dtype(found) != tensor_dtype(root) or not has_shape_of(found, root):
+        raise ConfigError(
+            f"{where} returned {describe_tensor(found)}; allowed: {allowed} of {wanted}, which is "
+            "what the float operator computes.",
+            code="RQ106",
+        )
+    return found
+
+
+def has_shape_of(value: relax.Expr, root: relax.Expr) -> bool:
+    """Whether two expressions have one rank, and one size wherever both are known."""
+    have, want = tensor_shape(value), tensor_shape(root)
+    if have is None or want is None:
+        return getattr(value.ty, "ndim", -1) in (-1, getattr(root.ty, "ndim", -1))
+    if len(have) != len(want):
+        return False
+    pairs = zip(have, want, strict=True)
+    return all(a == b for a, b in pairs if isinstance(a, int) and isinstance(b, int))
+
+
+def describe_place(row: QuantOp, operator: str, callback: str) -> str:
+    """For messages: which callback of which row, at which operator."""
+    return f"Operator {operator!r}, pattern {row.name!r}: callback {callback}"
+
+
+def describe(value: object) -> str:
+    """A wrong value, for messages: None, or its type."""
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def describe_tensor(expr: relax.Expr) -> str:
+    """ "float32 (1, 4, 6, 6)"."""
+    shape = tensor_shape(expr)
+    if shape is None:
+        return f"{tensor_dtype(expr)} of rank {getattr(expr.ty, 'ndim', 'unknown')}"
+    return f"{tensor_dtype(expr)} ({', '.join(map(str, shape))})"

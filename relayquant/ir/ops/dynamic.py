@@ -1,0 +1,249 @@
+"""Parameters of the run time: the range of a tensor is measured when the model runs.
+
+x -> quantize(x, scale, zero point), with both computed from min(x) and max(x), of the tensor or of
+each row; and the product of such a value with constant weights, on the kernels that know constant
+parameters only.
+Read by the operator rows, by convert and by the importer of ONNX, whose operators these are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tvm
+from tvm import relax
+
+from relayquant.base.grouping import GroupedWeight
+from relayquant.base.qtypes import INTEGER_LIMITS, Granularity, QSpec
+from relayquant.ir.dialect import qnn
+from relayquant.ir.dialect.accumulator_range import SUM_DTYPES, choose_accumulator_dtype
+from relayquant.ir.dialect.qnn.grouped import ROW_LIMIT
+from relayquant.ir.ops.base import IntegerRows, RunTimeQuantized
+from relayquant.ir.reference import qnn as numpy_qnn
+from relayquant.ir.rewrite import Skip
+from relayquant.ir.rewrite.graph import constant_value, tensor_shape
+
+#: binds an expression to a variable, whose name ends so
+Emit = Callable[[relax.Expr, str], relax.Expr]
+
+
+def round_at_run_time(emit: Emit, data: relax.Expr, spec: QSpec) -> relax.Expr:
+    """dequantize(quantize(data)), float32 of the same shape, by parameters of the run time.
+
+    Rows are those of a tensor of two axes: dequantize(quantize(x, axis=0), axis=0). One of another
+    rank is reshaped before and behind: its shape is known, as the plan made sure.
+    """
+    flat = data
+    if spec.granularity is Granularity.PER_ROW and data.ty.ndim != 2:
+        flat = emit(relax.op.reshape(data, (-1, data.ty.shape.values[-1])), "rows")
+    if spec.granularity is Granularity.PER_ROW and spec.is_symmetric and spec.dtype == "int8":
+        pair = emit(qnn.quantize_rows(flat), "pair")
+        scale = emit(relax.op.squeeze(emit(pair[1], "scales"), [1]), "scale")
+        quantized = RunTimeQuantized(emit(pair[0], "q"), scale, relax.const(0, "int32"))
+    else:
+        quantized = quantize_at_run_time(
+            emit,
+            flat,
+            spec.dtype,
+            spec.limits,
+            is_row=spec.granularity is Granularity.PER_ROW,
+            middle=spec.symmetric_zero_point if spec.is_symmetric else None,
+        )
+    scale, zero_point = quantized.scale, quantized.zero_point
+    view = emit(qnn.dequantize(quantized.value, scale, zero_point, axis=0), "dq")
+    return view if flat is data else emit(relax.op.reshape(view, data.ty.shape), "dq.shaped")
+
+
+def quantize_at_run_time(
+    emit: Emit,
+    data: relax.Expr,
+    dtype: str = "uint8",
+    limits: tuple[int, int] | None = None,
+    *,
+    is_row: bool = False,
+    middle: int | None = None,
+) -> RunTimeQuantized:
+    """`data` (float32, any shape; (M, K) with `is_row`) in affine space, by parameters of its own
+    values: those of `choose_at_run_time`, or of `choose_scale` about a zero point of `middle`.
+    """
+    lowest, highest = limits or INTEGER_LIMITS[dtype]
+    if middle is not None:
+        scale = choose_scale(emit, data, highest - middle, is_row=is_row)
+        zero_point: relax.Expr = relax.const(middle, "int32")
+    else:
+        scale, zero_point = choose_at_run_time(emit, data, lowest, highest, is_row=is_row)
+    value = qnn.quantize(data, scale, zero_point, axis=0, out_dtype=dtype)
+    if (lowest, highest) != INTEGER_LIMITS[dtype]:
+        bounds = (tvm.tirx.IntImm(dtype, bound) for bound in (lowest, highest))
+        value = relax.op.clip(emit(value, "unclipped"), *bounds)
+    return RunTimeQuantized(emit(value, "q"), scale, zero_point)
+
+
+def choose_at_run_time(
+    emit: Emit, data: relax.Expr, lowest: int, highest: int, *, is_row: bool = False
+) -> tuple[relax.Expr, relax.Expr]:
+    """(scale float32, zero point int32) that cover the values of `data` (float32, any shape); with
+    `is_row` one for each index but that of the last axis.
+
+    scale = (max(x, 0) - min(x, 0)) / (highest - lowest), or 1 for a tensor of zeros; zero point =
+    clip(round(lowest - min(x, 0) / scale)) (ONNX, operator DynamicQuantizeLinear, which has 0 and
+    255).
+    """
+    zero = relax.const(0.0, "float32")
+    axis = -1 if is_row else None
+    least = emit(relax.op.min(data, axis), "min")
+    most = emit(relax.op.max(data, axis), "max")
+    low = emit(relax.op.minimum(least, zero), "low")
+    high = emit(relax.op.maximum(most, zero), "high")
+    span = emit(relax.op.subtract(high, low), "span")
+    step = emit(relax.op.divide(span, relax.const(float(highest - lowest), "float32")), "step")
+    is_zero = emit(relax.op.equal(step, zero), "is_zero")
+    scale = emit(relax.op.where(is_zero, relax.const(1.0, "float32"), step), "scale")
+    below = emit(relax.op.divide(low, scale), "below")
+    shift = emit(relax.op.subtract(relax.const(float(lowest), "float32"), below), "shift")
+    rounded = emit(relax.op.round(shift), "rounded")
+    clipped = emit(relax.op.clip(rounded, float(lowest), float(highest)), "clipped")
+    return scale, emit(relax.op.astype(clipped, "int32"), "zero_point")
+
+
+def choose_scale(emit: Emit, data: relax.Expr, highest: int, *, is_row: bool = False) -> relax.Expr:
+    """max(|data|) / highest, float32; 1 for a tensor of zeros: the symmetric scale, of all or, with
+    `is_row`, of each row.
+    """
+    zero = relax.const(0.0, "float32")
+    largest = emit(relax.op.max(emit(relax.op.abs(data), "abs"), -1 if is_row else None), "largest")
+    step = emit(relax.op.divide(largest, relax.const(float(highest), "float32")), "step")
+    is_zero = emit(relax.op.equal(step, zero), "is_zero")
+    return emit(relax.op.where(is_zero, relax.const(1.0, "float32"), step), "scale")
+
+
+def quantize_rows_at_run_time(emit: Emit, data: relax.Expr, spec: QSpec) -> IntegerRows:
+    """Rows of `data` (..., K), float32, as int8 for products with weights in groups.
+
+    Symmetric by `qnn.quantize_rows`; affine by the parameters of `choose_at_run_time`. Both leave
+    out -128, which instructions that multiply magnitudes do not take.
+    """
+    if spec.is_symmetric:
+        pair = emit(qnn.quantize_rows(data), "rows")
+        return IntegerRows(emit(pair[0], "rows.q"), emit(pair[1], "rows.scale"))
+    lowest, highest = max(spec.limits[0], -ROW_LIMIT), min(spec.limits[1], ROW_LIMIT)
+    scale, zero_point = (
+        emit(relax.op.expand_dims(value, -1), "rows.scale")
+        for value in choose_at_run_time(emit, data, lowest, highest, is_row=True)
+    )
+    shift = emit(relax.op.astype(zero_point, "float32"), "rows.zero_point")
+    units = emit(relax.op.round(emit(relax.op.divide(data, scale), "rows.units")), "rows.rounded")
+    shifted = emit(relax.op.add(units, shift), "rows.shifted")
+    clipped = emit(relax.op.clip(shifted, float(lowest), float(highest)), "rows.clipped")
+    return IntegerRows(emit(relax.op.astype(clipped, "int8"), "rows.q"), scale, shift)
+
+
+def multiply_groups(
+    emit: Emit,
+    data: relax.Expr | IntegerRows,
+    weight: GroupedWeight,
+    parts: Sequence[relax.Expr],
+) -> relax.Expr:
+    """float32 (..., N): rows of data by a weight in groups, whose codes, scales and zero points are
+    the constants `parts`.
+
+        (q - z) * s @ w  ->  grouped_dense(q, s, w) - s * z * (sums of the rows of w)
+    """
+    form = (weight.format.bits, weight.group_size, weight.features)
+    if not isinstance(data, IntegerRows):
+        return qnn.grouped_dense(data, 1.0, *parts, *form)
+    product = qnn.grouped_dense(data.value, data.scale, *parts, *form)
+    if data.zero_point is None:
+        return product
+    sums = relax.const(weight.decode().sum(axis=1, dtype="float64").astype("float32"))
+    shift = emit(relax.op.multiply(data.scale, data.zero_point), "rows.shift")
+    excess = emit(relax.op.multiply(shift, sums), "excess")
+    return relax.op.subtract(emit(product, "product"), excess)
+
+
+def multiply_at_run_time(
+    emit: Emit,
+    data: relax.Expr,
+    zero_point: relax.Expr,
+    weight: np.ndarray,
+    weight_zero: np.ndarray,
+    *,
+    is_exact: bool = False,
+) -> relax.Expr:
+    """int32 sums of (data - zero_point) * (weight - weight_zero), for integers `data` (..., K) and
+    a constant weight (K, N); weight_zero is () or (N,), int32.
+
+    qnn.dense(data, weight) - zero_point * (sums of the columns of weight - weight_zero): so the
+    kernel has no variable, unless the zero point is a constant. It is () or, for data (M, K), (M,).
+    Sums wrap modulo 2^32; with `is_exact` they are int64 where int32 does
+    not hold those of any input.
+    """
+    units = relax.const(np.ascontiguousarray(weight.T), str(weight.dtype))
+    zero = relax.const(np.asarray(weight_zero, "int32"), "int32")
+    dtype = SUM_DTYPES[0]
+    if is_exact:
+        product = qnn.dense(data, units, 0, zero, 1.0, 1.0)
+        dtype = choose_accumulator_dtype(product, is_dynamic=True)
+    sums = (weight.astype("int64") - weight_zero).sum(axis=0)
+    if constant_value(zero_point) is not None:
+        return qnn.dense(data, units, zero_point, zero, 1.0, 1.0, out_dtype=dtype)
+    product = qnn.dense(data, units, 0, zero, 1.0, 1.0, out_dtype=dtype)
+    product = emit(product, "product")
+    if zero_point.ty.ndim:
+        zero_point = emit(relax.op.expand_dims(zero_point, -1), "zero_point.row")
+    if dtype != SUM_DTYPES[0]:
+        zero_point = emit(relax.op.astype(zero_point, dtype), "zero_point.wide")
+    excess = relax.op.multiply(zero_point, relax.const(sums.astype(dtype), dtype))
+    return relax.op.subtract(product, emit(excess, "correction"))
+
+
+def convolve_at_run_time(
+    emit: Emit,
+    data: relax.Expr,
+    zero_point: relax.Expr,
+    weight: np.ndarray,
+    weight_zero: np.ndarray,
+    *,
+    name: str = "conv2d",
+    is_exact: bool = False,
+    **attrs: Any,
+) -> relax.Expr | Skip:
+    """int32 sums of (data - zero_point) * (weight - weight_zero) of the convolution qnn.<name>,
+    padded with the zero point; integers `data`, a constant weight, weight_zero () or (O,).
+
+    qnn.conv(data, weight) - zero_point * (what it gives for data of ones): so the kernel has no
+    variable. `attrs` are those of the operator. Sums wrap modulo 2^32; with `is_exact` they are
+    int64 where int32 does not hold those of any input. Skip: sizes of the data are not known.
+    """
+    zero = relax.const(np.asarray(weight_zero, "int32"), "int32")
+    units = relax.const(np.ascontiguousarray(weight), str(weight.dtype))
+    is_known = constant_value(zero_point) is not None
+    shift = zero_point if is_known else 0
+    product = getattr(qnn, name)(data, units, shift, zero, 1.0, 1.0, **attrs)
+    dtype = SUM_DTYPES[0]
+    if is_exact:
+        dtype = choose_accumulator_dtype(product, is_dynamic=True)
+        product = getattr(qnn, name)(data, units, shift, zero, 1.0, 1.0, **attrs, out_dtype=dtype)
+    if is_known:
+        return product
+    layout = str(attrs.get("data_layout", "NC" + "DHW"[5 - weight.ndim :]))
+    shape = tensor_shape(data)
+    if shape is None or any(
+        isinstance(size, str) for axis, size in zip(layout, shape, strict=True) if axis != "N"
+    ):
+        return Skip(
+            f"the shape {shape} of its data is not known, on which the share of the zero point in "
+            "its sums depends",
+            "give all sizes but the batch, or quantize it with parameters from calibration",
+        )
+    ones = np.ones([1 if a == "N" else int(s) for a, s in zip(layout, shape, strict=True)], "int8")
+    sums = getattr(numpy_qnn, name)(ones, weight, 0, weight_zero, 1.0, 1.0, **attrs)
+    # One position is enough where all have the same sums: they differ at borders, if anywhere.
+    corner = sums[tuple(slice(None) if a in "NC" else slice(1) for a in layout)]
+    sums = corner if (sums == corner).all() else sums
+    if dtype != SUM_DTYPES[0]:
+        zero_point = emit(relax.op.astype(zero_point, dtype), "zero_point.wide")
+    excess = relax.op.multiply(zero_point, relax.const(sums.astype(dtype), dtype))
+    return relax.op.subtract(emit(product, "product"), emit(excess, "correction"))

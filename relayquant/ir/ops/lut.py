@@ -1,0 +1,147 @@
+"""Unary functions by table: 256 entries, one for each integer input.
+
+sigmoid(x), or any chain of elementwise operators on x -> dequantize(qnn.lookup(x, table));
+leaky_relu(x) -> dequantize(qnn.leaky_relu(x)); prelu(x, a) -> dequantize(qnn.prelu(x, a)).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+from tvm import relax
+
+from relayquant.base.qtypes import Rounding
+from relayquant.ir.dialect import qnn
+from relayquant.ir.ops.base import (
+    Kind,
+    Operand,
+    Output,
+    Quantized,
+    QuantOp,
+    RealizeContext,
+    compute_in_one_dtype,
+)
+from relayquant.ir.ops.build import check_float, unary_pattern
+from relayquant.ir.ops.chain import CHAIN_ATTRIBUTES, ChainPattern, build_chain_table
+from relayquant.ir.reference.lookup_table import build_table
+from relayquant.ir.reference.unary import RELAX_UNARY
+from relayquant.ir.rewrite import Match, Skip
+from relayquant.ir.rewrite.attributes import read_attributes
+from relayquant.ir.rewrite.graph import constant_value
+
+PRELU = "relax.nn.prelu"
+
+
+def realize_lookup(context: RealizeContext) -> relax.Expr | Skip:
+    """dequantize(qnn.lookup(x, table)), the table computed from the parameters on both sides."""
+    if context.output is None:
+        return Skip("the result has no parameters, since no quantized operator consumes it")
+    data = context.operands["data"]
+    if data.qparams.dtype not in ("int8", "uint8"):
+        return Skip(f"a table needs 8-bit data, the input is {data.qparams.dtype}")
+    call = context.match.graph.values[context.match.root]
+    attributes = read_attributes(call)
+    function = functools.partial(RELAX_UNARY[call.op.name].tabulate, **attributes)
+    table = build_table(function, data.qparams, context.output, Rounding.TONEAREST_EVEN)
+    value = context.emit(qnn.lookup(data.value, relax.const(table, str(table.dtype))), "int")
+    return Quantized(value, context.output).dequantize()
+
+
+def check_leaky_relu(match: Match) -> Skip | None:
+    """As check_float; and the slope, which qnn.leaky_relu takes from 0 to 1."""
+    alpha = float(match.call("relax.nn.leakyrelu").attrs.alpha)
+    if not 0 <= alpha <= 1:
+        return Skip(f"leaky_relu has alpha={alpha:g}; on integers it is 0 to 1")
+    return check_float(match)
+
+
+def realize_leaky_relu(context: RealizeContext) -> relax.Expr | Skip:
+    """dequantize(qnn.leaky_relu(x)) in the parameters of the result."""
+    if context.output is None:
+        return Skip("the result has no parameters, since no quantized operator consumes it")
+    alpha = float(context.match.call("relax.nn.leakyrelu").attrs.alpha)
+
+    def compute(operands: Sequence[Quantized], result: Quantized) -> relax.Expr:
+        (data,) = operands
+        return qnn.leaky_relu(
+            data.value,
+            data.scale,
+            data.zero_point,
+            result.scale,
+            result.zero_point,
+            alpha=alpha,
+        )
+
+    return compute_in_one_dtype(context, [context.operands["data"]], compute)
+
+
+def check_prelu(match: Match) -> Skip | None:
+    """As check_float; and the slopes, which are constants."""
+    slopes = constant_value(match.call(PRELU).args[1])
+    if slopes is None or not np.isfinite(slopes).all():
+        return Skip("its slopes are computed at run time or not finite")
+    return check_float(match)
+
+
+def realize_prelu(context: RealizeContext) -> relax.Expr | Skip:
+    """dequantize(qnn.prelu(x, slopes)) in the parameters of the result."""
+    if context.output is None:
+        return Skip("the result has no parameters, since no quantized operator consumes it")
+    call = context.match.call(PRELU)
+    slopes, axis = constant_value(call.args[1]), int(call.attrs.axis)
+
+    def compute(operands: Sequence[Quantized], result: Quantized) -> relax.Expr:
+        (data,) = operands
+        return qnn.prelu(
+            *(data.value, data.scale, data.zero_point, result.scale, result.zero_point),
+            slopes=slopes,
+            axis=axis,
+        )
+
+    return compute_in_one_dtype(context, [context.operands["data"]], compute)
+
+
+def realize_chain(context: RealizeContext) -> relax.Expr | Skip:
+    """dequantize(qnn.lookup(x, table)), the table computed by evaluating the chain."""
+    if context.output is None:
+        return Skip("the result has no parameters, since no quantized operator consumes it")
+    data = context.operands["data"]
+    if data.qparams.dtype not in ("int8", "uint8"):
+        return Skip(f"a table needs 8-bit data, the input is {data.qparams.dtype}")
+    table = build_chain_table(context.match, data.qparams, context.output)
+    value = context.emit(qnn.lookup(data.value, relax.const(table, str(table.dtype))), "int")
+    return Quantized(value, context.output).dequantize()
+
+
+#: before all rows of single elementwise operators: the longest chain is one table
+CHAIN_OPS: tuple[QuantOp, ...] = (
+    QuantOp(
+        "elementwise_chain", "relax.elementwise_chain", ChainPattern(), (Operand("data"),),
+        Kind.CONNECTOR, Output.OWN, realize_chain, check=check_float,
+        attributes=CHAIN_ATTRIBUTES,
+    ),
+)  # fmt: skip
+
+TABLE_OPS: tuple[QuantOp, ...] = tuple(
+    QuantOp(
+        row.name, op, unary_pattern(op), (Operand("data"),), Kind.CONNECTOR, Output.OWN,
+        realize_lookup, check=check_float, attributes=row.attributes,
+    )
+    for op, row in RELAX_UNARY.items()
+    if row.is_table
+)  # fmt: skip
+
+#: those that are computed instead of looked up
+SLOPE_OPS: tuple[QuantOp, ...] = (
+    QuantOp(
+        "leaky_relu", "relax.nn.leakyrelu", unary_pattern("relax.nn.leakyrelu"),
+        (Operand("data"),), Kind.CONNECTOR, Output.OWN, realize_leaky_relu, check=check_leaky_relu,
+        attributes=("alpha",),
+    ),
+    QuantOp(
+        "prelu", PRELU, unary_pattern(PRELU), (Operand("data"),), Kind.CONNECTOR, Output.OWN,
+        realize_prelu, check=check_prelu, attributes=("axis",),
+    ),
+)  # fmt: skip

@@ -1,0 +1,106 @@
+"""Operators computed in a narrow float dtype, as simulate and convert repeat them.
+
+v = op(x, w) -> v.float16 = op(float16(x), float16(w)); v = float32(v.float16). What reads v in
+float16 too takes v.float16: the casts between neighbours are left unused, and removed. An operator
+of several roundings works in float32 on operands that are rounded to float16, and its result is
+rounded once: v.float16 = float16(op(float32(float16(x)))).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from tvm import relax
+from tvm.ir import Call
+
+from relayquant.ir.plan import Plan
+from relayquant.ir.rewrite import Emitter
+from relayquant.ir.rewrite.graph import constant_value, tensor_dtype
+
+#: No rounding or a single one: the same in float16 as in float32 and rounded then, bit for bit
+#: (Figueroa, "When is double rounding innocuous?", SIGNUM 1995, for + - * / and the square root).
+#: Any other operator in float16 has as many roundings as the code that TVM or numpy has for it.
+ROUNDED_ONCE = frozenset(
+    f"relax.{name}"
+    for name in (
+        *("add", "subtract", "multiply", "divide", "maximum", "minimum", "negative", "abs"),
+        *("sqrt", "floor", "ceil", "round", "trunc", "sign", "clip", "max", "min", "where"),
+        *("nn.relu", "nn.max_pool1d", "nn.max_pool2d", "nn.max_pool3d", "nn.pad"),
+        *("reshape", "flatten", "squeeze", "expand_dims", "permute_dims", "strided_slice"),
+        *("concat", "split", "take", "tile", "repeat", "broadcast_to", "flip", "stack"),
+        *("gather_elements", "gather_nd", "scatter_elements", "scatter_nd"),
+    )
+)
+#: sum their products in float32 whatever the dtype of the operands
+SUMMING = {
+    "relax.matmul": relax.op.matmul,
+    "relax.nn.conv1d": relax.op.nn.conv1d,
+    "relax.nn.conv2d": relax.op.nn.conv2d,
+    "relax.nn.conv2d_transpose": relax.op.nn.conv2d_transpose,
+}
+
+
+class NarrowFloats:
+    """State of one rewrite: which narrow value stands for which float32 value."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.dtypes = {value: op.compute for op in plan.operators for value in op.values}
+        self.narrow: dict[tuple[relax.Expr, str], relax.Expr] = {}
+        #: which float32 value holds what the narrow one does
+        self.rounded: dict[tuple[relax.Expr, str], relax.Expr] = {}
+
+    def repeat(self, emitter: Emitter, binding: relax.VarBinding) -> relax.Expr:
+        """The operator of a binding in terms of the new function, in the dtype the plan says."""
+        value, dtype = emitter.get(binding.value), self.dtypes.get(binding.var.name, "")
+        if not dtype or not isinstance(value, Call):
+            return value
+        name = binding.var.name
+        result = self.compute(emitter, value, dtype, name)
+        if tensor_dtype(result) != dtype:
+            return value  # a tuple of results, or an operator with a dtype of its own
+        wide = emitter.bind(binding.var, relax.op.astype(result, "float32"))
+        self.narrow[wide, dtype], self.rounded[wide, dtype] = result, wide
+        return wide
+
+    def compute(self, emitter: Emitter, call: Call, dtype: str, name: str) -> relax.Expr:
+        """The call on narrow operands, its result rounded to `dtype`, once."""
+        if call.op.name not in SUMMING and call.op.name not in ROUNDED_ONCE:
+            args = [self.round(emitter, arg, dtype) for arg in call.args]
+            wide = emitter.emit(Call(call.op, args, call.attrs, call.ty_args), f"{name}.wide")
+            if tensor_dtype(wide) != "float32":
+                return wide
+            return emitter.emit(relax.op.astype(wide, dtype), f"{name}.{dtype}")
+        args = [self.cast(emitter, arg, dtype) for arg in call.args]
+        if call.op.name in SUMMING:
+            names = [f.name for f in type(call.attrs).__tvm_ffi_type_info__.fields]
+            attrs = {n: getattr(call.attrs, n) for n in names} | {"out_dtype": "float32"}
+            total = emitter.emit(SUMMING[call.op.name](*args, **attrs), f"{name}.sum")
+            return emitter.emit(relax.op.astype(total, dtype), f"{name}.{dtype}")
+        return emitter.emit(Call(call.op, args, call.attrs, call.ty_args), f"{name}.{dtype}")
+
+    def cast(self, emitter: Emitter, expr: relax.Expr, dtype: str) -> relax.Expr:
+        """An operand in `dtype`, cast once for all its readers; only float32 tensors are cast."""
+        if isinstance(expr, relax.Tuple):
+            return relax.Tuple([self.cast(emitter, part, dtype) for part in expr.fields])
+        array = constant_value(expr)
+        if array is not None:
+            is_real = array.dtype == np.float32
+            return relax.const(array.astype(dtype), dtype) if is_real else expr
+        if tensor_dtype(expr) != "float32":
+            return expr
+        if (expr, dtype) not in self.narrow:
+            name = getattr(expr, "name", "value")
+            cast = emitter.emit(relax.op.astype(expr, dtype), f"{name}.{dtype}")
+            self.narrow[expr, dtype] = cast
+        return self.narrow[expr, dtype]
+
+    def round(self, emitter: Emitter, expr: relax.Expr, dtype: str) -> relax.Expr:
+        """An operand as `cast` gives it, in float32 again."""
+        if isinstance(expr, relax.Tuple):
+            return relax.Tuple([self.round(emitter, part, dtype) for part in expr.fields])
+        if tensor_dtype(expr) != "float32":
+            return expr
+        if (expr, dtype) not in self.rounded:
+            wide = relax.op.astype(self.cast(emitter, expr, dtype), "float32")
+            name = getattr(expr, "name", "value")
+            self.rounded[expr, dtype] = emitter.emit(wide, f"{name}.rounded")
+        return self.rounded[expr, dtype]

@@ -1,0 +1,219 @@
+"""Affine space in numpy: parameters that fit their data, exact sums, and the roundings that the
+operators of `reference.qnn` share.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from relayquant.base.qtypes import INTEGER_LIMITS, Arithmetic, Rounding
+from relayquant.errors import QnnError, format_count, warn_user
+from relayquant.ir.reference.fixed_point import (
+    clip_to_integer,
+    finish_rounded,
+    get_fixed_point_multiplier,
+    hold_multiplier,
+    multiply_fixed_point,
+    round_values,
+    wrap_int32,
+)
+
+Array = np.ndarray[Any, Any]
+
+#: Code of the `dtype` operand of the simulated operators -> range; any other code passes data
+#: through.
+SIMULATED_RANGES: dict[int, tuple[int, int]] = {
+    1: INTEGER_LIMITS["int8"],
+    2: INTEGER_LIMITS["uint8"],
+    3: INTEGER_LIMITS["int32"],
+    4: INTEGER_LIMITS["int4"],
+    5: INTEGER_LIMITS["int16"],
+    6: (-127, 127),
+    7: INTEGER_LIMITS["uint16"],
+}
+
+
+def align_parameter(values: Any, dtype: str, data: Array, axis: int) -> Array:
+    """A scale or zero point shaped to broadcast against `data`: () or (C,) along `axis`."""
+    array = np.asarray(values, dtype)
+    if array.size == 1:
+        return array.reshape(())
+    if array.ndim != 1 or not -data.ndim <= axis < data.ndim or array.size != data.shape[axis]:
+        raise QnnError(
+            f"a scale or zero point has shape {array.shape}, data has shape {data.shape}, axis is "
+            f"{axis}; allowed: shape () or one value per index of that axis.",
+            code="RQ601",
+        )
+    shape = [1] * data.ndim
+    shape[axis] = array.size
+    return array.reshape(shape)
+
+
+def cycle_parameter(values: Any, data: Array, axis: int) -> Array:
+    """A parameter of a simulated operator as float32, element i mod length for channel i."""
+    array = np.asarray(values).astype("float32").reshape(-1)
+    if array.size == 0:
+        raise QnnError("a scale or zero point of a simulated operator is empty.", code="RQ601")
+    if data.ndim == 0:
+        return array[0]
+    if not -data.ndim <= axis < data.ndim:
+        raise QnnError(f"axis {axis} is outside data of shape {data.shape}.", code="RQ601")
+    shape = [1] * data.ndim
+    shape[axis] = data.shape[axis]
+    return array[np.arange(data.shape[axis]) % array.size].reshape(shape)
+
+
+def pick_limits(codes: Array, end: int) -> Array:
+    """Lower (0) or upper (1) limit as float32 of each dtype code; NaN where data passes through."""
+    limits = np.full(codes.shape, np.nan, "float32")
+    for code, limit in SIMULATED_RANGES.items():
+        limits = np.where(codes == code, np.float32(limit[end]), limits)
+    return limits
+
+
+def get_scalar(values: Any, dtype: str, name: str) -> Array:
+    """A parameter that must hold one value, as an array of shape ()."""
+    array = np.asarray(values, dtype)
+    if array.size != 1:
+        raise QnnError(
+            f"{name} has shape {array.shape}; allowed: one value for the whole tensor.",
+            code="RQ601",
+        )
+    return array.reshape(())
+
+
+def has_parameters(scale: Any, zero_point: Any, output_scale: Any, output_zero_point: Any) -> bool:
+    """Whether scalar parameters equal the output's."""
+    s, z = np.asarray(scale, "float32"), np.asarray(zero_point, "int32")
+    return (
+        s.size == z.size == 1
+        and s.item() == np.asarray(output_scale, "float32").item()
+        and z.item() == np.asarray(output_zero_point, "int32").item()
+    )
+
+
+def center_data(data: Array, zero_point: Any, axis: int) -> Array:
+    """int32(data) - zero_point in wrapping int32; int64 stays what it is."""
+    z = align_parameter(zero_point, "int32", data, axis)
+    if data.dtype == np.int64:
+        return np.asarray(data - z)
+    if not np.can_cast(data.dtype, "int32"):
+        return wrap_int32(np.asarray(data.astype("int64") - z))
+    with np.errstate(over="ignore"):
+        return np.asarray(data.astype("int32") - z)
+
+
+def choose_exact_dtype(largest: int) -> str:
+    """The fastest dtype in which numpy adds integers exactly whose sums, in any order, reach
+    `largest` in magnitude: float32 takes half the time of float64, and int64 many times as long.
+    """
+    if largest < 1 << 24:
+        return "float32"
+    return "float64" if largest < 1 << 53 else "int64"
+
+
+def count_magnitude(values: Array) -> int:
+    """Largest magnitude of integers, 0 where there are none."""
+    return max(int(values.max(initial=0)), -int(values.min(initial=0)))
+
+
+def center_factors(
+    data: Array, weight: Array, data_zero_point: Any, weight_zero_point: Any, axis: int
+) -> tuple[Array, Array]:
+    """`data` and `weight` less their zero points, of a dtype in which sums of products are exact.
+
+    `axis` of the weight is that of the outputs.
+    """
+    data, w = np.asarray(data), np.asarray(weight).astype("float64")
+    w -= align_parameter(weight_zero_point, "int32", w, axis)
+    zero = get_scalar(data_zero_point, "int32", "zero point")
+    limits = np.iinfo(data.dtype)
+    largest = max(abs(limits.min - int(zero)), abs(limits.max - int(zero)))
+    sums = np.abs(w).sum(axis=tuple(i for i in range(w.ndim) if i != axis))
+    kind = choose_exact_dtype(largest * int(sums.max(initial=0)))
+    return data.astype(kind) - zero.astype(kind), w.astype(kind, copy=False)
+
+
+def cast_accumulator(values: Array, out_dtype: str, operator: str) -> Array:
+    """Exact sums of products as integers of `out_dtype`; those that int32 does not hold wrap, with
+    a warning.
+    """
+    if values.dtype == np.float32:  # below 2^24
+        return values.astype("int32").astype(out_dtype, copy=False)
+    total = values.astype("int64", copy=False)
+    return wrap_sums(total, operator) if out_dtype == "int32" else total.astype(out_dtype)
+
+
+def wrap_sums(sums: Array, operator: str) -> Array:
+    """int64 sums or products modulo 2^32, as int32; a warning says how many did not fit.
+
+    An operator of the default arithmetic never comes here with such sums where this package made
+    the module; one of TVM v0.19, or of ONNX with an int32 result, computes what it does there.
+    """
+    wrapped = wrap_int32(sums)
+    lost = int(np.count_nonzero(wrapped != sums))
+    if lost:
+        warn_user(
+            f"qnn.{operator}: int32 cannot hold {lost} of {format_count(sums.size, 'sum')}, "
+            "and wraps modulo 2^32",
+            RuntimeWarning,
+            code="RQ402",
+        )
+    return wrapped
+
+
+def saturate_float(values: Array, dtype: str) -> Array:
+    """Whole floats clipped to `dtype`, also to int32 where TVM v0.19 left the cast undefined."""
+    return finish_rounded(values, np.zeros((), "int32"), dtype)
+
+
+def scale_integer(
+    centred: Array,
+    multiplier: Array,
+    zero_point: Array,
+    dtype: str,
+    rounding: Rounding,
+    compute_dtype: Arithmetic,
+) -> Array:
+    """round(centred * multiplier) + zero_point, saturated; the zero point is added as an integer.
+
+    `centred` int32 or int64 (with INT64: int32), `multiplier` float64 broadcastable. For float
+    arithmetic only TONEAREST_EVEN.
+    """
+    if compute_dtype is not Arithmetic.INT64:
+        real = compute_dtype.value
+        scaled = np.asarray(centred.astype(real) * hold_multiplier(multiplier, real))
+        return finish_rounded(np.rint(scaled, out=scaled), zero_point, dtype)
+    mantissa, exponent = get_fixed_point_multiplier(multiplier)
+    moved = multiply_fixed_point(centred, mantissa, exponent, rounding).astype("int64")
+    moved = wrap_int32(np.asarray(moved + zero_point))
+    return moved if dtype == "int32" else clip_to_integer(moved, dtype)
+
+
+def average_integer(
+    total: Array,
+    count: Array,
+    scales: tuple[Any, Any, Any],
+    dtype: str,
+    rounding: Rounding,
+    compute_dtype: Arithmetic,
+) -> Array:
+    """total / count (int64, broadcastable) in the output's affine space, rounded once.
+
+    `scales` is (input scale, output scale, output zero point). FLOAT32 divides the float32
+    multiplier by float32(count), FLOAT64 the double one; INT64 takes the fixed-point form of the
+    double quotient. UPWARD and TONEAREST in float add the zero point before rounding, as
+    `requantize`.
+    """
+    s_in = get_scalar(scales[0], "float32", "input_scale").astype("float64")
+    ratio = s_in / get_scalar(scales[1], "float32", "output_scale").astype("float64")
+    z_out = get_scalar(scales[2], "int32", "output_zero_point")
+    if compute_dtype is Arithmetic.INT64:
+        return scale_integer(total, ratio / count, z_out, dtype, rounding, compute_dtype)
+    real = compute_dtype.value
+    value = np.asarray(total.astype(real) * (hold_multiplier(ratio, real) / count.astype(real)))
+    if rounding is Rounding.TONEAREST_EVEN:
+        return finish_rounded(np.rint(value), z_out, dtype)
+    return saturate_float(round_values(np.asarray(value + z_out.astype(real)), rounding), dtype)

@@ -1,0 +1,41 @@
+"""What every `relax.qnn` operator means, in numpy: the contract for compiled code and kernels.
+
+One function per operator, in the file of its family, which names it in `__all__`; with its name,
+operand order and attribute names; arrays in, arrays out. Scales are float32 and zero points int32,
+of shape () or (C,); a vector of length 1 counts as one per tensor. Each rounding operator has
+
+- the default arithmetic, Rounding.TONEAREST_EVEN with Arithmetic.FLOAT32: one IEEE float32 multiply
+  by m = float32(double(s_in) / double(s_out)), round half to even, clamp in float, cast, and the
+  zero point added as an integer (`fixed_point.finish_rounded`). The same bits on every machine.
+- the meaning of TVM v0.19 for UPWARD and TONEAREST with INT64, FLOAT32 or FLOAT64.
+- TONEAREST_EVEN with FLOAT64 (as the default, in double) and INT64 (as v0.19, half to even).
+
+All raise QnnError when parameters do not fit the data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from relayquant.ir.reference.qnn import (
+    arithmetic,
+    grouped,
+    linear,
+    pointwise,
+    quantization,
+    reduction,
+)
+from relayquant.ir.reference.qnn.arithmetic import *
+from relayquant.ir.reference.qnn.grouped import *
+from relayquant.ir.reference.qnn.linear import *
+from relayquant.ir.reference.qnn.pointwise import *
+from relayquant.ir.reference.qnn.quantization import *
+from relayquant.ir.reference.qnn.reduction import *
+
+#: Name of the operator without "relax.qnn." -> its meaning.
+OPERATORS: dict[str, Callable[..., Any]] = {
+    name: getattr(family, name)
+    for family in (quantization, linear, arithmetic, reduction, pointwise, grouped)
+    for name in family.__all__
+}

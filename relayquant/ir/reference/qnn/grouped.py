@@ -1,0 +1,109 @@
+"""What the operators on grouped weights mean, in numpy: rows of integers, products, gathers.
+
+See `relayquant.base.packing` for how codes lie in bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from relayquant.base.packing import count_bytes, count_groups, spread_groups, unpack_codes
+from relayquant.errors import QnnError, format_count
+from relayquant.ir.reference.fixed_point import fma_float32
+
+__all__ = ["grouped_dense", "grouped_take", "quantize_rows"]
+
+Array = np.ndarray[Any, Any]
+
+#: Largest magnitude of an integer of a row.
+ROW_LIMIT = 127
+
+
+def quantize_rows(data: Array) -> tuple[Array, Array]:
+    """float32 (..., K) -> int8 (..., K), and the scale of each row, float32 (..., 1).
+
+    scale = max(|row|) / 127, 1 where that is 0: for a row of zeros, and for one whose 127th is less
+    than float32 has; half to even of the float32 quotients.
+    """
+    data = np.asarray(data, "float32")
+    largest = np.abs(data).max(axis=-1, keepdims=True, initial=np.float32(0))
+    limit = np.float32(ROW_LIMIT)
+    step = largest / limit
+    scale = np.where(step > 0, step, np.float32(1)).astype("float32")
+    rounded = np.clip(np.rint(data / scale), -limit, limit)
+    return np.nan_to_num(rounded).astype("int8"), scale
+
+
+def centre_codes(weight: Array, zero_point: Array, bits: int, group_size: int, k: int) -> Array:
+    """Codes minus zero points, int16 (N, k)."""
+    if weight.ndim != 2 or weight.shape[1] != count_bytes(k, bits):
+        raise QnnError(
+            f"weight has shape {weight.shape}; allowed: (N, {count_bytes(k, bits)}), rows of "
+            f"{format_count(k, 'code')} of {bits} bits.",
+            code="RQ601",
+        )
+    zero_point = np.asarray(zero_point)
+    zeros = spread_groups(zero_point, group_size, k) if zero_point.ndim else zero_point
+    return unpack_codes(weight, bits, k).astype("int16") - zeros.astype("int16")
+
+
+def grouped_dense(
+    data: Array,
+    data_scale: Any,
+    weight: Array,
+    weight_scale: Array,
+    weight_zero_point: Any,
+    *,
+    bits: int = 4,
+    group_size: int = 32,
+    features: int = 0,
+) -> Array:
+    """data (..., K) by a grouped weight -> float32 (..., N); K = `features`.
+
+    Of int8 data the sums of each group are exact; total = fma(float32(sum), scale, total), first
+    group first, from 0; then one multiplication by the scale of the row. Of float32 data the sums
+    of a group are float32, in no stated order.
+    """
+    data, weight = np.asarray(data), np.asarray(weight)
+    values = centre_codes(weight, weight_zero_point, bits, group_size, features)
+    scales = np.asarray(weight_scale).astype("float32")
+    is_float = data.dtype == np.float32
+    # Products of 8 bits: float64 holds the sums of any group exactly.
+    kind = "float32" if is_float else "float64"
+    rows = data.reshape(-1, features).astype(kind)
+    total = np.zeros((len(rows), len(weight)), "float32")
+    for group in range(count_groups(features, group_size)):
+        part = slice(group * group_size, (group + 1) * group_size)
+        sums = rows[:, part] @ values[:, part].astype(kind).T
+        if is_float:
+            total = total + sums * scales[:, group]
+        else:
+            total = fma_float32(sums.astype("float32"), scales[:, group], total)
+    if not is_float:
+        total = total * np.broadcast_to(
+            np.asarray(data_scale, "float32"), (*data.shape[:-1], 1)
+        ).reshape(-1, 1)
+    return np.asarray(total, "float32").reshape(*data.shape[:-1], len(weight))
+
+
+def grouped_take(
+    indices: Array,
+    weight: Array,
+    weight_scale: Array,
+    weight_zero_point: Any,
+    *,
+    bits: int = 4,
+    group_size: int = 32,
+    features: int = 0,
+) -> Array:
+    """Rows of a grouped weight, float32 (*indices, K): float32(code - zero point) * scale; an index
+    counts modulo the rows, -1 is the last.
+    """
+    rows = np.asarray(indices).reshape(-1) % len(weight)
+    zero_point = np.asarray(weight_zero_point)
+    zero_point = zero_point[rows] if zero_point.ndim else zero_point
+    values = centre_codes(np.asarray(weight)[rows], zero_point, bits, group_size, features)
+    scales = spread_groups(np.asarray(weight_scale)[rows].astype("float32"), group_size, features)
+    return (values.astype("float32") * scales).reshape(*np.shape(indices), features)

@@ -1,0 +1,105 @@
+"""Meaning of `relax.qnn` operators: functions of one value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from relayquant.base.qtypes import Arithmetic, Rounding
+from relayquant.errors import QnnError
+from relayquant.ir.reference.affine import (
+    align_parameter,
+    center_data,
+    get_scalar,
+    scale_integer,
+)
+from relayquant.ir.reference.fixed_point import (
+    clip_to_integer,
+    get_fixed_point_multiplier,
+    multiply_fixed_point,
+)
+from relayquant.ir.reference.qnn.quantization import move_to_int32
+
+Array = np.ndarray[Any, Any]
+
+__all__ = ["leaky_relu", "lookup", "prelu"]
+
+
+def leaky_relu(
+    data: Array,
+    input_scale: Any,
+    input_zero_point: Any,
+    output_scale: Any,
+    output_zero_point: Any,
+    *,
+    alpha: float = 0.01,
+    rounding: Rounding = Rounding.TONEAREST_EVEN,
+    compute_dtype: Arithmetic = Arithmetic.FLOAT32,
+) -> Array:
+    """x where x >= 0 else alpha * x, in the output's affine space; the dtype of `data`.
+
+    TONEAREST_EVEN: as `requantize`, with the multiplier double(s_in) * alpha / double(s_out) below
+    the input zero point. UPWARD and TONEAREST requantize to int32 and below the zero point multiply
+    by alpha in fixed point, as TVM v0.19.
+    """
+    data = np.asarray(data)
+    dtype = data.dtype.name
+    z_in = get_scalar(input_zero_point, "int32", "input_zero_point")
+    z_out = get_scalar(output_zero_point, "int32", "output_zero_point")
+    if rounding is Rounding.TONEAREST_EVEN:
+        s_in = get_scalar(input_scale, "float32", "input_scale").astype("float64")
+        s_out = get_scalar(output_scale, "float32", "output_scale").astype("float64")
+        centred = center_data(data, z_in, -1)
+        multiplier = np.where(centred < 0, s_in * float(alpha) / s_out, s_in / s_out)
+        return scale_integer(centred, multiplier, z_out, dtype, rounding, compute_dtype)
+    moved = move_to_int32(
+        data,
+        (input_scale, input_zero_point, -1),
+        (output_scale, output_zero_point),
+        rounding,
+        compute_dtype,
+    )
+    slope = get_fixed_point_multiplier(alpha)
+    rest = get_fixed_point_multiplier(1.0 - alpha)
+    scaled = multiply_fixed_point(moved, *slope, Rounding.UPWARD).astype("int64")
+    scaled = scaled + multiply_fixed_point(z_out, *rest, Rounding.UPWARD)
+    return clip_to_integer(np.where(data.astype("int64") < z_in, scaled, moved), dtype)
+
+
+def prelu(
+    data: Array,
+    input_scale: Any,
+    input_zero_point: Any,
+    output_scale: Any,
+    output_zero_point: Any,
+    slopes: Any,
+    *,
+    axis: int = 1,
+) -> Array:
+    """x where x >= 0 else slopes * x, in the output's affine space; the dtype of `data`.
+
+    As `leaky_relu` rounding half to even, with a slope for each index of `axis`: the multiplier
+    below the input zero point is double(s_in) * double(slope) / double(s_out).
+    """
+    data = np.asarray(data)
+    s_in = get_scalar(input_scale, "float32", "input_scale").astype("float64")
+    s_out = get_scalar(output_scale, "float32", "output_scale").astype("float64")
+    z_out = get_scalar(output_zero_point, "int32", "output_zero_point")
+    slope = align_parameter(slopes, "float32", data, axis).astype("float64")
+    centred = center_data(data, get_scalar(input_zero_point, "int32", "input_zero_point"), -1)
+    multiplier = np.where(centred < 0, s_in * slope / s_out, s_in / s_out)
+    modes = (Rounding.TONEAREST_EVEN, Arithmetic.FLOAT32)
+    return scale_integer(centred, multiplier, z_out, data.dtype.name, *modes)
+
+
+def lookup(data: Array, table: Array) -> Array:
+    """table[bit pattern of data as uint8]: data int8 or uint8, table (256,), result table dtype."""
+    data, table = np.asarray(data), np.asarray(table)
+    if data.dtype.name not in ("int8", "uint8") or table.shape != (256,):
+        raise QnnError(
+            f"qnn.lookup: data is {data.dtype}, table has shape {table.shape}; allowed: int8 or "
+            "uint8 data and a table of shape (256,).",
+            code="RQ601",
+        )
+    return np.asarray(table[data.view("uint8")])

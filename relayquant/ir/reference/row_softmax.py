@@ -1,0 +1,47 @@
+"""Softmax of float32 in one stated arithmetic: integers that its results are rounded to are the
+same in compiled code and in numpy. See `kernels.floating.softmax`, which has its sources.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from relayquant.ir.reference.row_sums import sum_rows
+
+Array = np.ndarray[Any, Any]
+F32 = np.float32
+
+#: e^r on -ln(2)/2 .. ln(2)/2: coefficients, that of the highest power first.
+POWERS = tuple(map(F32, (0.008290272, 0.041898163, 0.16667639, 0.49999148, 0.9999997, 1.0)))
+LN2_HIGH, LN2_LOW = F32(0.693145751953125), F32(1.428605173714459e-06)
+LOG2_E, LOWEST = F32(1.44269504088896341), F32(-88.0296919311)
+ROUND_TO_EXPONENT = F32(1.5 * 2**23 + 127)
+
+
+def exponentiate(data: Array) -> Array:
+    """e^x of float32 that is not above 0, each operation rounded to float32; within 2e-7 relative.
+
+    Results below 2^-126.5 are 0, NaN gives NaN.
+    """
+    data = np.where(data < LOWEST, LOWEST, data).astype("float32")
+    exponent = data * LOG2_E + ROUND_TO_EXPONENT
+    n = exponent - ROUND_TO_EXPONENT
+    rest = data - n * LN2_HIGH - n * LN2_LOW
+    power = np.full_like(rest, POWERS[0])
+    for coefficient in POWERS[1:]:
+        power = power * rest + coefficient
+    return power * (exponent.view("int32") << 23).view("float32")
+
+
+def softmax_along(data: Array, axis: int) -> Array:
+    """e^(x - max) times one over its sum along an axis, of float32, summed as `sum_rows` does.
+
+    Rows with NaN or infinity, and those of nothing but -infinity, are NaN.
+    """
+    rows = np.moveaxis(np.asarray(data, "float32"), axis, -1)
+    with np.errstate(invalid="ignore", under="ignore"):
+        powers = exponentiate(rows - rows.max(axis=-1, keepdims=True))
+        result = powers * (F32(1) / sum_rows(powers))
+    return np.ascontiguousarray(np.moveaxis(result, -1, axis))

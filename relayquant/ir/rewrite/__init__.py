@@ -1,0 +1,24 @@
+"""Rewriting of Relax functions: a read-only graph view, patterns with named parts, one binding
+walker, rules.
+
+Knows Relax and nothing of quantization.
+"""
+
+from relayquant.ir.rewrite.attributes import check_attributes
+from relayquant.ir.rewrite.graph import Graph
+from relayquant.ir.rewrite.pattern import Match, Matcher, Pattern
+from relayquant.ir.rewrite.rule import Rule, Skip, apply_rules
+from relayquant.ir.rewrite.walker import Emitter, rewrite_main
+
+__all__ = [
+    "Emitter",
+    "Graph",
+    "Match",
+    "Matcher",
+    "Pattern",
+    "Rule",
+    "Skip",
+    "apply_rules",
+    "check_attributes",
+    "rewrite_main",
+]

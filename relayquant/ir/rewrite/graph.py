@@ -1,0 +1,215 @@
+"""Read-only view of function main: who binds a value, who uses it, what leaves the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import tvm
+from tvm import relax
+from tvm.ir import Call, GenericConst, Op
+
+from relayquant.errors import ModelError
+from relayquant.ir.rewrite.entry import name_main
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """Function `main` of a module in A-normal form with one dataflow block; a model of another name
+    is main here (see `name_main`).
+
+    Raises:
+        ModelError: there is no one function that is the model, or it has control flow or more than
+            one block.
+    """
+
+    mod: tvm.IRModule
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mod", name_main(self.mod))
+        body = self.mod["main"].body
+        if not isinstance(body, relax.SeqExpr) or len(body.blocks) > 1:
+            raise ModelError(
+                "Function main must hold one dataflow block; this one has control flow or several "
+                "blocks. Pass it through relayquant.prepare, or remove the control flow.",
+                code="RQ204",
+            )
+
+    @cached_property
+    def func(self) -> relax.Function:
+        return self.mod["main"]
+
+    @cached_property
+    def bindings(self) -> tuple[relax.VarBinding, ...]:
+        """All bindings in order."""
+        blocks = self.func.body.blocks
+        return tuple(blocks[0].bindings) if blocks else ()
+
+    @cached_property
+    def values(self) -> dict[relax.Var, relax.Expr]:
+        """Bound variable -> its value."""
+        return {binding.var: binding.value for binding in self.bindings}
+
+    @cached_property
+    def casts(self) -> frozenset[relax.Var]:
+        """Variables bound by match_cast: the same value, of a type that may define symbolic
+        dimensions.
+        """
+        return frozenset(b.var for b in self.bindings if isinstance(b, relax.MatchCast))
+
+    @cached_property
+    def size_casts(self) -> dict[tvm.tirx.Var, relax.Var]:
+        """Symbolic size that depends on values -> the match_cast that defines it."""
+        define = relax.analysis.definable_tir_vars_in_type
+        known = {symbol for param in self.func.params for symbol in define(param.ty)}
+        found: dict[tvm.tirx.Var, relax.Var] = {}
+        for binding in self.bindings:
+            for symbol in define(binding.var.ty) if binding.var in self.casts else ():
+                if symbol not in known:
+                    found.setdefault(symbol, binding.var)
+        return found
+
+    @cached_property
+    def var2val(self) -> Any:
+        """`values` as a TVM map, which the matcher would otherwise build anew for every match."""
+        return relax.analysis.get_var2val(self.func)
+
+    @cached_property
+    def bound(self) -> dict[relax.Expr, relax.Var]:
+        """Call or field of a tuple -> variable bound to it, the inverse of `values`."""
+        operators = (Call, relax.TupleGetItem)
+        return {value: var for var, value in self.values.items() if isinstance(value, operators)}
+
+    @cached_property
+    def vars(self) -> dict[str, relax.Var]:
+        """Name -> variable, parameters included."""
+        named = {param.name: param for param in self.func.params}
+        named.update((binding.var.name, binding.var) for binding in self.bindings)
+        return named
+
+    @cached_property
+    def order(self) -> dict[relax.Var, int]:
+        """Variable -> position; parameters come first, with negative positions."""
+        params = self.func.params
+        order = {param: i - len(params) for i, param in enumerate(params)}
+        order.update((binding.var, i) for i, binding in enumerate(self.bindings))
+        return order
+
+    @cached_property
+    def users(self) -> dict[relax.Var, tuple[relax.Var, ...]]:
+        """Variable -> variables whose bindings read it, each once, in order."""
+        users: dict[relax.Var, list[relax.Var]] = {var: [] for var in self.order}
+        for binding in self.bindings:
+            if binding.var in self.outputs and isinstance(binding.value, relax.Tuple):
+                continue  # the tuple of results is no operator
+            for var in dict.fromkeys(free_vars(binding.value)):
+                if var in users:
+                    users[var].append(binding.var)
+        return {var: tuple(found) for var, found in users.items()}
+
+    @cached_property
+    def outputs(self) -> frozenset[relax.Var]:
+        """Variables that the function returns, directly or in a tuple, and that tuple."""
+        found: set[relax.Var] = set()
+        stack = list(free_vars(self.func.body.body))
+        while stack:
+            var = stack.pop()
+            found.add(var)
+            value = self.values.get(var)
+            if isinstance(value, relax.Tuple):
+                stack += free_vars(value)
+        return frozenset(found)
+
+    def call_of(self, expr: relax.Expr) -> Call | None:
+        """The operator call that `expr` is, or that binds the variable `expr`."""
+        value: relax.Expr | None = expr
+        if isinstance(expr, relax.Var):
+            value = self.values.get(expr) if expr not in self.casts else None
+        return value if isinstance(value, Call) else None
+
+    def op_name(self, expr: relax.Expr) -> str:
+        """ "relax.nn.conv2d" of a call or a variable bound to one; "" for anything else."""
+        call = self.call_of(expr)
+        return call_name(call) if call is not None else ""
+
+    def has_one_user(self, var: relax.Var) -> bool:
+        """Whether exactly one binding reads `var` and the function does not return it."""
+        return len(self.users[var]) == 1 and var not in self.outputs
+
+    def only_user(self, var: relax.Var) -> relax.Var | None:
+        """The only variable whose binding reads `var`, if the function does not return `var`."""
+        return self.users[var][0] if self.has_one_user(var) else None
+
+
+def iterate_results(expr: relax.Expr) -> Iterator[relax.Expr]:
+    """What main returns, one by one; nested tuples are taken apart."""
+    if isinstance(expr, relax.Tuple):
+        for field in expr.fields:
+            yield from iterate_results(field)
+    else:
+        yield expr
+
+
+def result_expr(graph: Graph) -> relax.Expr:
+    """What main returns; a bound tuple as the tuple."""
+    body = graph.func.body.body
+    value = graph.values.get(body) if isinstance(body, relax.Var) else None
+    return value if isinstance(value, relax.Tuple) else body
+
+
+def call_name(call: Call) -> str:
+    """Operator name of a call; the name of the callee for call_tir and functions."""
+    if isinstance(call.op, Op):
+        return call.op.name
+    return str(getattr(call.op, "name_hint", type(call.op).__name__))
+
+
+def free_vars(expr: relax.Expr) -> Iterator[relax.Var]:
+    """Variables read by one value (call, tuple, projection), in order, with repetitions."""
+    if isinstance(expr, relax.Var):
+        yield expr
+    elif isinstance(expr, Call):
+        for arg in expr.args:
+            yield from free_vars(arg)
+    elif isinstance(expr, relax.Tuple):
+        for field in expr.fields:
+            yield from free_vars(field)
+    elif isinstance(expr, relax.TupleGetItem):
+        yield from free_vars(expr.tuple_value)
+
+
+def constant_value(expr: relax.Expr) -> np.ndarray | None:
+    """The array of a tensor constant, else None."""
+    if isinstance(expr, GenericConst):
+        return expr.value.numpy()
+    return None
+
+
+def tensor_shape(expr: relax.Expr) -> tuple[int | str, ...] | None:
+    """Shape with symbolic dimensions as text; None when unknown or not a tensor."""
+    ty = expr.ty
+    if not isinstance(ty, relax.TensorType) or ty.shape is None:
+        return None
+    dims = getattr(ty.shape, "values", None)
+    if dims is None:
+        return None
+    return tuple(dim_name(dim) if (size := static_size(dim)) is None else size for dim in dims)
+
+
+def static_size(dim: Any) -> int | None:
+    """The integer that a dimension, or another integer expression, is; None if it is symbolic."""
+    return int(dim) if isinstance(dim, int | tvm.tirx.IntImm) else None
+
+
+def dim_name(dim: Any) -> str:
+    """A symbolic dimension as text."""
+    # Printed, a dimension called "T" becomes "T_1": T is a name of the script language.
+    return dim.name if isinstance(dim, tvm.tirx.Var) else str(dim)
+
+
+def tensor_dtype(expr: relax.Expr) -> str:
+    """dtype of a tensor, "" for anything else."""
+    return str(expr.ty.dtype) if isinstance(expr.ty, relax.TensorType) else ""

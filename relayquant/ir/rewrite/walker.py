@@ -1,0 +1,206 @@
+"""The binding walker: rebuilds main once, in topological order, with exact value names.
+
+Unlike `relax.dpl.rewrite_call` it visits every binding once, so a replacement may contain the
+replaced operator, and values keep the names they had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import tvm
+from tvm import relax
+from tvm.ir import Call
+
+from relayquant.ir.rewrite.function import define_function
+from relayquant.ir.rewrite.graph import Graph, free_vars
+from relayquant.ir.rewrite.names import find_free_name
+
+#: Returns the new value of a binding (bound to the old name), or None to drop the binding.
+Visitor = Callable[["Emitter", relax.VarBinding], "relax.Expr | None"]
+
+
+class Emitter:
+    """Builds the new function; lives for one rewrite."""
+
+    def __init__(
+        self, mod: tvm.IRModule, taken: Iterable[str], casts: Iterable[relax.Var] = ()
+    ) -> None:
+        self.builder = relax.BlockBuilder(mod)
+        self._casts = set(casts)
+        self._new: dict[relax.Var, relax.Expr] = {}
+        self._taken = set(taken)
+
+    def emit(self, expr: relax.Expr, name: str) -> relax.Expr:
+        """Bind `expr` to a new variable `name` (made unique); variables and constants stay as they
+        are.
+        """
+        expr = self.builder.normalize(expr)
+        if not isinstance(expr, Call | relax.Tuple | relax.TupleGetItem):
+            return expr
+        return self._bind(expr, self.unique_name(name))
+
+    def _bind(self, expr: relax.Expr, name: str) -> relax.Var:
+        var = relax.DataflowVar(name, expr.ty)
+        self.builder.emit_normalized(relax.VarBinding(var, expr))
+        return var
+
+    def unique_name(self, name: str) -> str:
+        """`name`, or `name.1`, `name.2`, ... when it is taken; taken from now on."""
+        unique = find_free_name(name, self._taken)
+        self._taken.add(unique)
+        return unique
+
+    def get(self, expr: relax.Expr) -> relax.Expr:
+        """An expression of the old function in terms of the new one."""
+        if isinstance(expr, relax.Var):
+            return self._new.get(expr, expr)
+        if isinstance(expr, relax.Tuple):
+            fields = self._get_all(expr.fields)
+            return expr if fields is None else relax.Tuple(fields)
+        if isinstance(expr, relax.TupleGetItem):
+            value = self.get(expr.tuple_value)
+            kept = value.same_as(expr.tuple_value)
+            return expr if kept else relax.TupleGetItem(value, expr.index)
+        if isinstance(expr, Call):
+            args = self._get_all(expr.args)
+            return expr if args is None else Call(expr.op, args, expr.attrs, expr.ty_args)
+        return expr
+
+    def _get_all(self, operands: Sequence[relax.Expr]) -> list[relax.Expr] | None:
+        """`get` of each; None if every one is the same in the new function."""
+        new = [self.get(operand) for operand in operands]
+        is_same = all(a.same_as(b) for a, b in zip(new, operands, strict=True))
+        return None if is_same else new
+
+    def keep(self, binding: relax.Binding) -> None:
+        """Take over a binding whose value reads nothing that is new: no type is inferred again."""
+        self._casts.discard(binding.var)
+        self._new.pop(binding.var, None)
+        self.builder.emit_normalized(binding)
+
+    def bind(self, old: relax.Var, expr: relax.Expr) -> relax.Expr:
+        """Bind `expr` to the name of `old` and stand for `old` from now on."""
+        expr = self.builder.normalize(expr)
+        if old in self._casts:
+            self._casts.remove(old)
+            var = relax.DataflowVar(old.name, old.ty)
+            self.builder.emit_normalized(relax.MatchCast(var, expr, old.ty))
+            expr = var
+        elif isinstance(expr, Call | relax.Tuple | relax.TupleGetItem):
+            expr = self._bind(expr, old.name)
+        self._new[old] = expr
+        return expr
+
+    def replace(self, old: relax.Var, expr: relax.Expr) -> None:
+        """Let `expr`, already emitted, stand for `old` from now on."""
+        self._new[old] = expr
+
+
+def rewrite_main(
+    mod: tvm.IRModule,
+    visit: Visitor,
+    *,
+    params: Sequence[relax.Var] | None = None,
+    before: Callable[[Emitter], None] | None = None,
+    result: Callable[[Emitter, relax.Expr], relax.Expr] | None = None,
+    attrs: Mapping[str, Any] | None = None,
+    tidy: bool = True,
+) -> tvm.IRModule:
+    """A new module whose main is rebuilt by `visit`; the other functions are kept if still called.
+
+    Args:
+        mod: A module that `Graph` accepts. It is not changed.
+        visit: Called once per binding, in order. `emitter.get` translates old expressions.
+        params: Parameters of the new function; must include the old ones that are still used.
+        before: Called before the first binding, to emit values at the start.
+        result: Maps the translated result expression to the new one.
+        attrs: Function attributes to add or replace; a value None removes one.
+        tidy: Whether `tidy_module` is applied, for callers that may throw the new module away.
+    """
+    graph = Graph(mod)
+    mod = graph.mod  # in which the model is called main
+    func_attrs = dict(graph.func.attrs.items()) if graph.func.attrs else {}
+    func_attrs.pop("global_symbol", None)
+    for key, value in (attrs or {}).items():
+        func_attrs.pop(key, None)
+        if value is not None:
+            func_attrs[key] = value
+    taken = {binding.var.name for binding in graph.bindings}
+    taken.update(param.name for param in (params or graph.func.params))
+    emitter = Emitter(mod, taken, graph.casts)
+    params = list(graph.func.params) if params is None else list(params)
+
+    def emit() -> relax.Expr:
+        if before is not None:
+            before(emitter)
+        for binding in graph.bindings:
+            value = visit(emitter, binding)
+            is_inner = isinstance(binding.var, relax.DataflowVar)
+            if value is not None and is_inner and value.same_as(binding.value):
+                emitter.keep(binding)
+            elif value is not None:
+                emitter.bind(binding.var, value)
+        out = emitter.get(graph.func.body.body)
+        if result is not None:
+            out = result(emitter, out)
+        return emitter.builder.emit_output(out)
+
+    main = define_function(emitter.builder, params, emit, attrs=func_attrs)
+    built = emitter.builder.finalize()
+    functions = {gv: func for gv, func in built.functions.items() if gv.name_hint != "main"}
+    functions["main"] = _name_output(main).with_attr("global_symbol", "main")
+    rebuilt = tvm.IRModule(functions, attrs=mod.attrs)
+    return tidy_module(rebuilt) if tidy else rebuilt
+
+
+def _name_output(func: relax.Function) -> relax.Function:
+    """Give the returned value its own name back: `emit_output` of a variable adds an alias `gv`.
+
+    v = f(x); gv = v; return gv -> v = f(x); return v (v a Var, no DataflowVar)
+    """
+    (block,) = func.body.blocks
+    *bindings, alias = block.bindings
+    old = alias.value
+    if not isinstance(old, relax.DataflowVar):
+        return func
+    new = relax.Var(old.name, old.ty)
+
+    def swap(expr: relax.Expr) -> relax.Expr:
+        if isinstance(expr, relax.Var):
+            return new if expr.same_as(old) else expr
+        if isinstance(expr, relax.Tuple):
+            return relax.Tuple([swap(field) for field in expr.fields])
+        if isinstance(expr, relax.TupleGetItem):
+            return relax.TupleGetItem(swap(expr.tuple_value), expr.index)
+        if isinstance(expr, Call):
+            return Call(expr.op, [swap(arg) for arg in expr.args], expr.attrs, expr.ty_args)
+        return expr
+
+    builder = relax.BlockBuilder()
+    renamed = []
+    for binding in bindings:
+        if not any(var.same_as(old) for var in (binding.var, *free_vars(binding.value))):
+            renamed.append(binding)
+            continue
+        value = builder.normalize(swap(binding.value))
+        if isinstance(binding, relax.MatchCast):
+            renamed.append(relax.MatchCast(swap(binding.var), value, binding.ty))
+        else:
+            renamed.append(relax.VarBinding(swap(binding.var), value))
+    body = relax.SeqExpr([relax.DataflowBlock(renamed)], new)
+    return relax.Function(func.params, body, func.ret_ty, func.is_pure, func.attrs)
+
+
+def tidy_module(mod: tvm.IRModule) -> tvm.IRModule:
+    """Remove alias bindings, unused values and functions that nothing calls; check the result."""
+    passes = tvm.transform.Sequential(
+        [
+            relax.transform.CanonicalizeBindings(),
+            relax.transform.DeadCodeElimination(["main"]),
+        ]
+    )
+    mod = passes(mod)
+    relax.analysis.well_formed(mod)
+    return mod

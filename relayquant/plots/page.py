@@ -1,0 +1,395 @@
+"""After the data flow: what a report shows -> one HTML file that needs nothing else.
+
+The page is `page/report.html.jinja` with its style and its script; pictures of the whole are
+matplotlib's, and the page draws those of one operator from its numbers. Names in models come from
+anywhere: Jinja2 escapes every text, and what the script shows it shows as text.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from html import escape
+from importlib import import_module, resources
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+
+from relayquant.config import OverflowBound
+from relayquant.errors import MissingDependencyError, format_count
+from relayquant.ir.ledger import Ledger
+from relayquant.plots.collect import OperatorView, OtherView, ReportData
+from relayquant.plots.layout import HEIGHT, WIDTH, lay_out
+from relayquant.plots.pictures import (
+    FAINT,
+    INK,
+    OTHER_SERIES,
+    SERIES,
+    drawing,
+    plot_error_by_depth,
+    plot_latency,
+    plot_sensitivity,
+)
+from relayquant.plots.terminal_table import shorten_middle
+from relayquant.plots.text import list_findings
+
+#: colour of a picture -> the variable of the page's style that takes its place
+THEME = {INK: "var(--ink)", SERIES: "var(--series)", OTHER_SERIES: "var(--other)"}
+THEME |= {FAINT: "var(--faint)"}
+#: module -> the package that has it
+NEEDED = {"jinja2": "Jinja2", "grandalf": "grandalf", "matplotlib": "matplotlib"}
+#: dB: a box has the colour of the first bound that its value is below
+ERROR_BOUNDS = (10.0, 15.0, 20.0, 30.0)
+#: share of a run's time: a box has the colour of the first bound that its operator is above
+TIME_BOUNDS = (0.10, 0.05, 0.02, 0.005)
+NAMESPACES = {"": "http://www.w3.org/2000/svg", "xlink": "http://www.w3.org/1999/xlink"}
+#: letters of a name that a box has room for
+BOX_LETTERS = 24
+
+
+def render_report(data: ReportData) -> str:
+    """The whole page.
+
+    Raises:
+        MissingDependencyError: Jinja2, grandalf or matplotlib is not installed.
+    """
+    check_installed()
+    from jinja2 import Environment, StrictUndefined
+
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {
+        "decimal": show_number,
+        "percent": show_share,
+        "size": show_bytes,
+        "count": format_count,
+    }
+    template = environment.from_string(read_page("report.html.jinja"))
+    suggestion = data.suggestion
+    return template.render(
+        data=data,
+        rows=[describe_operator(view) for view in data.operators],
+        shares=count_shares(data),
+        notes=list_findings(data.ledger),
+        graph=describe_graph(data),
+        depth=draw(plot_error_by_depth, data.compare) if data.compare.rows else "",
+        ranking=draw(plot_sensitivity, data.ranking)
+        if data.ranking is not None and data.ranking.rows
+        else "",
+        latency=draw(plot_latency, data.latencies) if data.latencies else "",
+        samples=[(view, [encode_image(image) for image in view.images]) for view in data.samples],
+        patch=json.dumps(suggestion.mapping, indent=1) if suggestion else "",
+        differences=compare_configurations(data, data.other) if data.other else [],
+        style=mark_safe(read_page("report.css")),
+        script=mark_safe(read_page("report.js")),
+        error_bounds=ERROR_BOUNDS,
+        time_bounds=TIME_BOUNDS,
+    )
+
+
+def check_installed() -> None:
+    """Before anything takes time: whether all is there that a report is made with.
+
+    Raises:
+        MissingDependencyError: Jinja2, grandalf or matplotlib is not.
+    """
+    for module, package in NEEDED.items():
+        try:
+            import_module(module)
+        except ImportError as error:
+            raise MissingDependencyError(
+                f"A report needs {package}, which is not installed: pip install "
+                "relayquant[report].",
+                code="RQ503",
+            ) from error
+
+
+def read_page(name: str) -> str:
+    """A file of the page, which is part of the package."""
+    return resources.files("relayquant.plots").joinpath("page", name).read_text("utf-8")
+
+
+def mark_safe(text: str) -> Any:
+    """For text of our own: Jinja2 does not escape it."""
+    from markupsafe import Markup
+
+    return Markup(text)
+
+
+# --- Numbers ------------------------------------------------------------------------------------
+
+
+def show_number(value: float | None, digits: int = 1) -> str:
+    """For people: "" for None, and infinity in a word."""
+    if value is None or math.isnan(value):
+        return ""
+    if math.isinf(value):
+        return "exact" if value > 0 else "lost"
+    return f"{value:.{digits}f}"
+
+
+def show_share(value: float | None, digits: int = 1) -> str:
+    return "" if value is None else f"{value:.{digits}%}"
+
+
+def show_bytes(count: int) -> str:
+    """In steps of 1000."""
+    for unit in ("bytes", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000  # pyright: ignore[reportAssignmentType]
+    return f"{count:.3g} GB"
+
+
+def round_number(value: float | None) -> float | str | None:
+    """For JSON, which has no infinity: four significant digits."""
+    if value is None or math.isnan(value):
+        return None
+    return show_number(value) if math.isinf(value) else float(f"{value:.4g}")
+
+
+def find_headroom(view: OperatorView, bound: OverflowBound) -> float | None:
+    """Bits that the largest sum leaves free in its register, below 0 where it does not fit."""
+    excess = view.sums.excess(bound) if view.sums is not None else np.zeros(0)
+    largest = float(excess.max(initial=0.0))
+    return -math.log2(largest) if largest > 0 else None
+
+
+def describe_operator(view: OperatorView) -> dict[str, Any]:
+    """What the page shows of one operator, as JSON has it; what is not known is left out."""
+    row, error = view.row, view.error
+    histogram, weights = view.histogram, view.weights
+    fields: dict[str, Any] = {
+        "name": row.name,
+        "op": row.op,
+        "quantized": row.quantized,
+        "dtype": row.dtype,
+        "pattern": row.pattern,
+        "scheme": row.scheme,
+        "scale": round_number(row.scale[0]) if row.scale else None,
+        "zero_point": row.zero_point[0] if row.zero_point else None,
+        "parameters": len(row.scale) if len(row.scale) > 1 else None,
+        "observer": row.observer,
+        "rule": row.rule,
+        "accumulator": row.accumulator,
+        "reason": row.reason,
+        "advice": row.advice,
+        "passed_over": [str(passed) for passed in row.passed_over],
+        "sources": list(row.sources[:8]),
+        "values": list(row.values[:8]) if len(row.values) > 1 else [],
+        "macs": view.macs,
+        "sqnr": round_number(error.sqnr) if error else None,
+        "alone": round_number(error.isolated) if error else None,
+        "cosine": round_number(error.cosine) if error else None,
+        "max_error": round_number(error.max_error) if error else None,
+        "saturated": round_number(error.saturated) if error else None,
+        "score": round_number(view.score),
+        "us": round_number(None if view.seconds is None else view.seconds * 1e6),
+        "peak": round_number(view.peak),
+        "headroom": round_number(find_headroom(view, OverflowBound.OBSERVED)),
+        "worst_headroom": round_number(find_headroom(view, OverflowBound.WORST_CASE)),
+        "overflows": sum(view.sums.overflows) if view.sums is not None else None,
+    }
+    if histogram is not None:
+        fields["histogram"] = {
+            "low": round_number(histogram.low),
+            "high": round_number(histogram.high),
+            "floating": histogram.floating.tolist(),
+            "integer": histogram.integer.tolist(),
+            "chosen": list(map(round_number, histogram.chosen or ())),
+        }
+    if weights is not None:
+        fields["weights"] = {
+            "channels": weights.channels,
+            "lowest": [round_number(float(value)) for value in weights.lowest],
+            "highest": [round_number(float(value)) for value in weights.highest],
+        }
+    return {key: value for key, value in fields.items() if value not in (None, "", [])}
+
+
+def count_shares(data: ReportData) -> dict[str, float]:
+    """Shares of operators, multiply-adds and measured time that are on integers."""
+    quantized = [view for view in data.operators if view.row.quantized]
+    macs = sum(view.macs for view in data.operators)
+    shares = {"operators": len(quantized) / max(len(data.operators), 1)}
+    if macs:
+        shares["multiply-adds"] = sum(view.macs for view in quantized) / macs
+    return shares
+
+
+def compare_configurations(data: ReportData, other: OtherView) -> list[dict[str, Any]]:
+    """A line for each operator that is not alike in both, the largest difference of SQNR first."""
+    first = {row.name: row.sqnr for row in data.compare.rows}
+    second = {row.name: row.sqnr for row in other.compare.rows}
+    rows = []
+    for view in data.operators:
+        name = view.row.name
+        sqnr = first.get(name, math.nan), second.get(name, math.nan)
+        difference = sqnr[1] - sqnr[0] if all(map(math.isfinite, sqnr)) else math.nan
+        how = describe_how(data.ledger, name), describe_how(other.ledger, name)
+        if how[0] != how[1] or abs(difference) >= 0.05:
+            rows.append({"name": name, "how": how, "sqnr": sqnr, "difference": difference})
+    return sorted(rows, key=lambda row: -np.nan_to_num(abs(row["difference"])))
+
+
+def describe_how(ledger: Ledger, name: str) -> str:
+    row = ledger.row(name)
+    if row is None:
+        return "absent"
+    return row.dtype if row.quantized else f"float: {row.reason}" if row.reason else "float"
+
+
+# --- The graph ----------------------------------------------------------------------------------
+
+
+def describe_graph(data: ReportData) -> dict[str, Any]:
+    """Boxes of operators and inputs, lines between them, and the size of the drawing."""
+    names = [source for view in data.operators for source in view.inputs if isinstance(source, str)]
+    inputs = list(dict.fromkeys(names))
+    places = {name: len(data.operators) + i for i, name in enumerate(inputs)}
+    edges = list(
+        dict.fromkeys(
+            (places[source] if isinstance(source, str) else source, i)
+            for i, view in enumerate(data.operators)
+            for source in view.inputs
+        )
+    )
+    layout = lay_out(len(data.operators) + len(inputs), edges)
+    total = sum(view.seconds or 0.0 for view in data.operators)
+    boxes = []
+    for i, (x, y) in enumerate(layout.boxes):
+        place = {"x": round(x - WIDTH / 2), "y": round(y - HEIGHT / 2)}
+        if i >= len(data.operators):
+            name = inputs[i - len(data.operators)]
+            label = shorten_middle(name, BOX_LETTERS)
+            boxes.append(place | {"index": None, "name": name, "label": label})
+            continue
+        view = data.operators[i]
+        boxes.append(
+            place
+            | {
+                "index": i,
+                "name": view.row.name,
+                "label": shorten_middle(view.row.name, BOX_LETTERS),
+                "op": view.row.op.removeprefix("nn."),
+                "dtype": view.row.dtype or "other",
+                "kind": find_kind(view),
+                "sqnr": "" if view.error is None else f"{show_number(view.error.sqnr)} dB",
+                "error": grade_error(view),
+                "us": "" if view.seconds is None else f"{view.seconds * 1e6:.0f} us",
+                "time": grade_time(view, total),
+            }
+        )
+    lines = [" ".join(f"{x:.0f},{y:.0f}" for x, y in line) for line in layout.lines]
+    return {
+        "boxes": boxes,
+        "lines": lines,
+        "width": math.ceil(layout.width),
+        "height": math.ceil(layout.height),
+        "box": (WIDTH, HEIGHT),
+    }
+
+
+def find_kind(view: OperatorView) -> str:
+    """Of its numbers: "int8" for 8 bits and less, "wide" for other integers, "float"."""
+    if not view.row.quantized:
+        return "float"
+    return "int8" if view.row.dtype in ("int8", "uint8", "int4", "uint4") else "wide"
+
+
+def grade_error(view: OperatorView) -> int | str:
+    """Number of the first bound that its SQNR is below; "none" where it was not measured."""
+    if view.error is None:
+        return "none"
+    grades = (i for i, bound in enumerate(ERROR_BOUNDS) if view.error.sqnr < bound)
+    return next(grades, len(ERROR_BOUNDS))
+
+
+def grade_time(view: OperatorView, total: float) -> int | str:
+    """Number of the first bound that its share of the time is above."""
+    if view.seconds is None or not total:
+        return "none"
+    grades = (i for i, bound in enumerate(TIME_BOUNDS) if view.seconds / total > bound)
+    return next(grades, len(TIME_BOUNDS))
+
+
+# --- Pictures -----------------------------------------------------------------------------------
+
+
+def draw(plot: Any, measured: Any) -> Any:
+    """A picture as the SVG inside of a page, in the colours of its theme."""
+    figure, text = plot(measured), io.StringIO()
+    with drawing():
+        figure.savefig(
+            text, format="svg", transparent=True, metadata={"Date": None, "Creator": None}
+        )
+    return mark_safe(adapt_svg(text.getvalue(), plot.__name__))
+
+
+def adapt_svg(svg: str, name: str) -> str:
+    """An SVG of a file as a part of a page: its names begin with that of the picture, since a page
+    holds several pictures, and its colours are those of the page's theme.
+    """
+    root = ElementTree.fromstring(svg)
+    for element in root.iter():
+        for key, value in element.attrib.items():
+            if key == "id":
+                value = f"{name}-{value}"
+            value = re.sub(r"^#|(?<=url\()#", f"#{name}-", value) if "#" in value else value
+            if key == "style":
+                value = re.sub(r"#[0-9a-f]{6}\b", lambda m: THEME.get(m[0], m[0]), value)
+            element.set(key, value)
+    # matplotlib's own, which names a site of its own.
+    for child in [child for child in root if child.tag.endswith("metadata")]:
+        root.remove(child)
+    for prefix, address in NAMESPACES.items():
+        ElementTree.register_namespace(prefix, address)
+    return ElementTree.tostring(root, encoding="unicode")
+
+
+def encode_image(image: np.ndarray) -> str:
+    """A PNG as the address of an image."""
+    from matplotlib.image import imsave
+
+    file = io.BytesIO()
+    imsave(file, np.ascontiguousarray(image), format="png")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def frame_page(page: str) -> str:
+    """A page inside of a notebook's, which cannot reach each other."""
+    return (
+        '<iframe title="relayquant report" sandbox="allow-scripts" '
+        f'style="width:100%;height:46rem;border:0" srcdoc="{escape(page, quote=True)}"></iframe>'
+    )
+
+
+def describe_report(data: ReportData) -> Mapping[str, str]:
+    """The summary in words, for a terminal."""
+    shares = count_shares(data)
+    worst = min((gap.sqnr for gap in data.compare.outputs), default=math.inf)
+    samples = format_count(data.compare.samples, "sample")
+    lines = {
+        "outputs": f"{show_number(worst)} dB SQNR on {samples}",
+        **{f"{what} on integers": show_share(share) for what, share in shares.items()},
+        "size": "{} in float, {} now".format(*map(show_bytes, data.sizes)),
+    }
+    if data.score is not None:
+        score = data.score
+        lines[score.name] = f"{score.floating:.4g} in float, {score.integer:.4g} now"
+    if data.latencies:
+        times = {name: f"{row.best * 1e3:.3g} ms" for name, row in data.latencies.items()}
+        lines["time"] = ", ".join(f"{name} {time}" for name, time in times.items())
+    if data.suggestion is not None:
+        lines["suggestion"] = describe_suggestion(data.suggestion.names)
+    return lines
+
+
+def describe_suggestion(names: Sequence[str]) -> str:
+    return f"keep {', '.join(names)} in float"

@@ -1,0 +1,361 @@
+"""After the data flow: what was measured, as pictures.
+
+Pictures need matplotlib: `pip install relayquant[plot]`. Each function gives a figure, which a
+notebook shows, and writes it where it is told a path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from relayquant.analysis import CompareReport
+from relayquant.analysis.latency import Latency
+from relayquant.analysis.sensitivity import SensitivityReport, take_samples
+from relayquant.analysis.verify import expose_values
+from relayquant.base.arguments import check_arguments
+from relayquant.base.storage.files import write_whole
+from relayquant.codegen.eager import EagerModule
+from relayquant.data import open_dataset
+from relayquant.data.inputs import describe_inputs
+from relayquant.errors import ConfigError, MissingDependencyError
+from relayquant.ir.ops.find import match_operator, operand_constant
+from relayquant.ir.plan import GroupPlan
+from relayquant.ir.rewrite import Graph
+from relayquant.plots.compare import LOW_SQNR
+from relayquant.stages.prepared import PreparedModel
+
+#: elements of a value that its histogram is made of
+SHOWN_ELEMENTS = 1 << 17
+BINS = 120
+#: operators that have room for their names below an axis
+NAMED = 60
+#: text and axes, and what is drawn in them; the page of a report puts those of its theme there
+INK, SERIES, OTHER_SERIES, FAINT = "#1b1b1f", "#2a6fb1", "#c2570c", "#8a8a93"
+STYLE: Mapping[str, Any] = {
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    "legend.frameon": False,
+    "savefig.facecolor": "white",
+    "svg.fonttype": "none",
+    "svg.hashsalt": "relayquant",  # equal figures are equal bytes
+    "text.color": INK,
+    # A name in a model may hold dollar signs, which would be mathematics.
+    "text.parse_math": False,
+    "xtick.color": INK,
+    "ytick.color": INK,
+}
+
+Figure = Any  #: a matplotlib.figure.Figure, which is not imported before it is needed
+
+
+@check_arguments
+def plot_error_by_depth(report: CompareReport, path: str | Path | None = None) -> Figure:
+    """SQNR of every value along the depth of the model: accumulated, and of each operator alone.
+
+    Args:
+        report: What `relayquant.compare` gave.
+        path: The picture, if it is to be written; its ending says of what kind (.png, .svg, .pdf).
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+        ConfigError: the ending is of no kind that matplotlib writes, or there is nothing to draw.
+    """
+    if not report.rows:
+        raise ConfigError("The CompareReport has no rows: there is nothing to draw.", code="RQ101")
+    with drawing():
+        count = len(report.rows)
+        width = 0.28 * count + 2 if count <= NAMED else 12
+        figure = new_figure(max(6.0, width), 4.5)
+        axes = figure.add_subplot()
+        places = np.arange(count)
+        accumulated = np.array([finite(row.sqnr) for row in report.rows])
+        axes.plot(places, accumulated, "o-", color=SERIES, markersize=3, label="accumulated")
+        alone = [
+            (i, finite(r.isolated)) for i, r in enumerate(report.rows) if r.isolated is not None
+        ]
+        if alone:
+            x, y = zip(*alone, strict=True)
+            axes.plot(x, y, "^", color=OTHER_SERIES, markersize=4, label="each operator alone")
+        wrong = f"{LOW_SQNR:g} dB: it goes wrong"
+        axes.axhline(LOW_SQNR, linestyle=":", color=FAINT, label=wrong)
+        if count <= NAMED:
+            names = [shorten(row.name) for row in report.rows]
+            axes.set_xticks(places, names, rotation=90, fontsize=7)
+        else:
+            axes.set_xlabel("operator, in the order of the model")
+        axes.set_ylabel("SQNR [dB]")
+        axes.legend()
+        save_figure(figure, path)
+    return figure
+
+
+@check_arguments
+def plot_sensitivity(
+    report: SensitivityReport, path: str | Path | None = None, *, rows: int = 30
+) -> Figure:
+    """What each operator costs when it alone is quantized, the one that costs most on top.
+
+    Args:
+        report: What `relayquant.sensitivity` gave.
+        path: As for `plot_error_by_depth`.
+        rows: The first so many operators, >= 1.
+
+    Raises:
+        MissingDependencyError, ConfigError: as `plot_error_by_depth`; or `rows` < 1.
+    """
+    if rows < 1:
+        raise ConfigError(f"plot_sensitivity: rows is {rows}; allowed: 1 or more.", code="RQ101")
+    if not report.rows:
+        raise ConfigError(
+            "The SensitivityReport has no rows: there is nothing to draw.", code="RQ101"
+        )
+    with drawing():
+        shown = report.rows[:rows]
+        figure = new_figure(7, 0.22 * len(shown) + 1.2)
+        axes = figure.add_subplot()
+        places = np.arange(len(shown))
+        axes.plot([finite(row.score) for row in shown], places, "o", color=SERIES)
+        if np.isfinite(report.score):
+            axes.axvline(report.score, color=OTHER_SERIES, label=f"all {len(report.rows)} of them")
+            axes.legend()
+        axes.set_yticks(places, [shorten(row.name) for row in shown], fontsize=7)
+        axes.invert_yaxis()
+        axes.grid(axis="y", color=FAINT, alpha=0.3)
+        axes.set_xlabel(f"{report.metric}, quantized alone")
+        save_figure(figure, path)
+    return figure
+
+
+@check_arguments
+def plot_latency(latencies: Mapping[str, Latency], path: str | Path | None = None) -> Figure:
+    """The best and the median time of each contender.
+
+    Args:
+        latencies: Name -> time, as `relayquant.measure_latency` gives it.
+        path: As for `plot_error_by_depth`.
+
+    Raises:
+        MissingDependencyError, ConfigError: as `plot_error_by_depth`.
+    """
+    if not latencies:
+        raise ConfigError("There are no latencies: there is nothing to draw.", code="RQ101")
+    with drawing():
+        figure = new_figure(7, 0.5 * len(latencies) + 1.2)
+        axes = figure.add_subplot()
+        places = np.arange(len(latencies))
+        best = [row.best * 1e3 for row in latencies.values()]
+        axes.barh(places, best, 0.6, color=SERIES, label="best")
+        medians = [row.median * 1e3 for row in latencies.values()]
+        axes.plot(medians, places, "|", color=OTHER_SERIES, markersize=16, label="median")
+        for place, low, middle in zip(places, best, medians, strict=True):
+            text = f"  {low:.3g}, {middle:.3g}"
+            axes.text(max(low, middle), place, text, va="center", fontsize=8)
+        axes.margins(x=0.25)
+        axes.set_yticks(places, list(latencies), fontsize=8)
+        axes.invert_yaxis()
+        axes.set_xlabel("ms")
+        axes.legend()
+        save_figure(figure, path)
+    return figure
+
+
+@check_arguments
+def plot_ranges(
+    prepared: PreparedModel,
+    dataset: Any,
+    path: str | Path | None = None,
+    *,
+    names: Sequence[str] | None = None,
+    samples: int = 32,
+) -> Figure:
+    """Histograms of weights and activations in float, with the range that calibration chose.
+
+    Weights with a scale per channel are drawn in steps: each channel divided by its scale.
+
+    Args:
+        prepared: A calibrated model.
+        dataset: As for `quantize`.
+        path: As for `plot_error_by_depth`.
+        names: Keys of parameters (`prepared.plan.groups`); None: all of them, 40 at most.
+        samples: Draw the first batches that hold so many samples.
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+        ConfigError: the model is not calibrated, or a name is not known.
+        DataError: the data does not fit the model.
+    """
+    return draw_ranges(collect_ranges(prepared, dataset, names=names, samples=samples), path)
+
+
+def draw_ranges(found: Sequence[DrawnRange], path: str | Path | None = None) -> Figure:
+    """The figure of `plot_ranges`."""
+    columns = min(4, len(found))
+    rows = -(-len(found) // columns)
+    with drawing():
+        figure = new_figure(3.4 * columns, 2.4 * rows)
+        for i, drawn in enumerate(found, 1):
+            axes = figure.add_subplot(rows, columns, i)
+            axes.stairs(drawn.counts, drawn.edges, fill=True, color=SERIES)
+            axes.set_yscale("log")
+            for bound in drawn.chosen:
+                axes.axvline(bound, color=OTHER_SERIES)
+            axes.set_title(shorten(drawn.name), fontsize=8)
+            axes.tick_params(labelsize=7)
+            axes.set_xlabel(f"{drawn.unit}, {drawn.outside:.2%} outside", fontsize=7)
+        save_figure(figure, path)
+    return figure
+
+
+@dataclass(frozen=True, eq=False)
+class DrawnRange:
+    """A histogram: counts (n,), edges (n + 1,), the chosen range, the share outside it."""
+
+    name: str
+    unit: str
+    counts: np.ndarray
+    edges: np.ndarray
+    chosen: tuple[float, float]
+    outside: float
+
+
+def collect_ranges(
+    prepared: PreparedModel,
+    dataset: Any,
+    *,
+    names: Sequence[str] | None = None,
+    samples: int = 32,
+) -> list[DrawnRange]:
+    """What `plot_ranges` draws; see there."""
+    parameters = prepared.require_parameters()
+    plan = prepared.plan
+    groups = plan.groups[:40] if names is None else [plan.group(name) for name in names]
+    if not groups:
+        raise ConfigError(
+            "Nothing is quantized, or no names are given: there is nothing to draw.", code="RQ101"
+        )
+    values = collect_values(prepared, groups, dataset, samples)
+    drawn = []
+    for group in groups:
+        qparams = parameters[group.key]
+        low, high = (np.array(limit, "float64") for limit in group.info.spec.limits)
+        zero_point, array, unit = qparams.zero_point, values[group.key], "steps"
+        if qparams.scale.ndim and qparams.axis is not None:
+            shape = [-1 if i == qparams.axis else 1 for i in range(array.ndim)]
+            array = array / qparams.scale.reshape(shape)
+            ends = float((low - zero_point).min()), float((high - zero_point).max())
+        else:
+            unit, scale = "value", float(qparams.scale.reshape(-1)[0])
+            zero = float(zero_point.reshape(-1)[0])
+            ends = float(low - zero) * scale, float(high - zero) * scale
+        # Half a step further out still rounds to the end.
+        slack = (ends[1] - ends[0]) / float(high - low) / 2
+        outside = np.mean((array < ends[0] - slack) | (array > ends[1] + slack))
+        counts, edges = np.histogram(array, BINS)
+        drawn.append(DrawnRange(group.key, unit, counts, edges, ends, float(outside)))
+    return drawn
+
+
+def collect_values(
+    prepared: PreparedModel, groups: Sequence[GroupPlan], dataset: Any, samples: int
+) -> dict[str, np.ndarray]:
+    """Group key -> the weight as it is, or some elements of its activations in float."""
+    graph = Graph(prepared.mod)
+    found: dict[str, list[np.ndarray]] = {group.key: [] for group in groups}
+    points: dict[str, str] = {}  # value -> group
+    for group in groups:
+        if group.constant is not None:
+            name, operand = group.constant
+            match = match_operator(graph, prepared.backend, prepared.plan.operator(name))
+            found[group.key].append(operand_constant(match, operand))
+        else:
+            points.update(dict.fromkeys(group.points or group.members[:1], group.key))
+    if points:
+        inputs = {param.name for param in graph.func.params}
+        inner = [name for name in points if name not in inputs]
+        module = EagerModule(expose_values(prepared.mod, inner))
+        data = open_dataset(dataset, describe_inputs(prepared.mod))
+        batches = list(take_samples(data, samples))
+        kept = max(SHOWN_ELEMENTS // len(batches), 1)
+        for batch in batches:
+            results = dict(zip(inner, module.run("main", [*batch.values()]), strict=False))
+            for name, key in points.items():
+                flat = {**batch, **results}[name].reshape(-1)
+                found[key].append(flat[:: -(-flat.size // kept)])
+    return {k: a[0] if len(a) == 1 else np.concatenate(a) for k, a in found.items()}
+
+
+def finite(decibels: float | None) -> float:
+    """For the axis: infinity (no difference) is left out."""
+    return float(decibels) if decibels is not None and np.isfinite(decibels) else float("nan")
+
+
+def shorten(name: str, length: int = 40) -> str:
+    """The end of a long name, which says most."""
+    return name if len(name) <= length else "..." + name[3 - length :]
+
+
+@contextmanager
+def drawing() -> Iterator[None]:
+    """Figures that are made and written inside have this package's style, whatever the user's is.
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib import rc_context
+    except ImportError as error:
+        raise MissingDependencyError(
+            "Pictures need matplotlib, which is not installed: pip install relayquant[plot].",
+            code="RQ503",
+        ) from error
+    with rc_context(dict(STYLE)):
+        yield
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """A figure of this size in inches, independent of any display; inside of `drawing`."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(min(width, 200), min(height, 200)), layout="constrained")
+
+
+def save_figure(figure: Figure, path: str | Path | None) -> None:
+    """Write a figure, unless there is no path.
+
+    Raises:
+        ConfigError: the ending is of no kind that matplotlib writes.
+        FileError: it cannot be written.
+    """
+    if path is None:
+        return
+    kind = check_picture(path)
+    write_whole(Path(path), lambda temporary: figure.savefig(temporary, format=kind, dpi=120))
+
+
+def check_picture(path: str | Path) -> str:
+    """The kind of picture that this name stands for: before there is anything to draw.
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+        ConfigError: the ending is of no kind that matplotlib writes.
+    """
+    with drawing():
+        kinds = new_figure(1, 1).canvas.get_supported_filetypes()
+    kind = Path(path).suffix.removeprefix(".").lower()
+    if kind not in kinds:
+        raise ConfigError(
+            f"The picture {str(path)!r} has the ending {kind!r}; allowed: "
+            f"{', '.join(sorted(kinds))}.",
+            code="RQ101",
+        )
+    return kind

@@ -1,0 +1,118 @@
+"""After the data flow: a ledger, or names with values, become tables of text."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.text import Text
+
+from relayquant.errors import format_count
+from relayquant.ir.ledger import Ledger
+from relayquant.plots.terminal_table import Column, Fit, FittedTable
+
+#: Wide enough that no line of a file or a pipe is ever folded.
+PLAIN_WIDTH = 10_000
+
+
+class PlainConsole(Console):
+    """A console that leaves it to callers what a reader that has gone away means: rich would end
+    the process with an exit code of its own.
+    """
+
+    def on_broken_pipe(self) -> None:
+        raise  # the BrokenPipeError that this is called for
+
+
+def make_console(file: TextIO | None = None) -> Console:
+    """A console on `file` (default: standard output).
+
+    A terminal gets colours and its own width. Anything else gets plain lines that are never folded,
+    so that `grep` and `cut` see whole rows.
+    """
+    file = sys.stdout if file is None else file
+    console = PlainConsole(file=file, highlight=False, markup=False, emoji=False)
+    if console.is_terminal:
+        return console
+    return PlainConsole(
+        file=file, width=PLAIN_WIDTH, highlight=False, markup=False, emoji=False, color_system=None
+    )
+
+
+def list_findings(ledger: Ledger) -> list[str]:
+    """Lines on what calibration worked with, and on what the guard and the searches saw."""
+    lines = [f"{what} ({ledger.effort}): {choice}" for what, choice in ledger.choices.items()]
+    results = (ledger.guard, ledger.search, ledger.speed)
+    return lines + [str(seen) for seen in results if seen is not None]
+
+
+def ledger_table(
+    rows: Sequence[Mapping[str, Any]], title: str = "", *, show_all: bool = True
+) -> Group:
+    """A line that counts what is quantized, and a table of ledger rows.
+
+    Args:
+        rows: dicts with `name, op, quantized, pattern, dtype, reason, advice`, as in
+            `relayquant.ledger(qmod).to_dict()["operators"]`. Missing or None means nothing to say.
+        title: A line above that.
+        show_all: A line for every operator; else for those in float only.
+    """
+    quantized = sum(bool(row.get("quantized")) for row in rows)
+    text = f"{quantized} of {format_count(len(rows), 'operator')} quantized"
+    if not show_all:
+        rows = [row for row in rows if not row.get("quantized")]
+        text += "; in float are:" if rows else ""
+    answers = ["yes" if row.get("quantized") else "no" for row in rows] if show_all else []
+    columns = [
+        Column("operator", [_text(row, "name") for row in rows], Fit.NAME),
+        Column("op", [_text(row, "op").removeprefix("relax.") for row in rows]),
+        Column("quantized", answers),
+        Column("pattern", [_text(row, "pattern") for row in rows], is_minor=True),
+        Column("dtype", [_text(row, "dtype") for row in rows], is_minor=True),
+        Column("scheme", [_text(row, "scheme") for row in rows], is_minor=True),
+        Column("scale", [_parameter(row, "scale") for row in rows], is_minor=True),
+        Column("zero point", [_parameter(row, "zero_point") for row in rows], is_minor=True),
+        Column("parameters", ["run time" * bool(r.get("is_dynamic")) for r in rows], is_minor=True),
+        Column("rule", [_text(row, "rule") for row in rows], is_minor=True),
+        Column("reason", [_text(row, "reason") for row in rows]),
+        Column("what to do", [_text(row, "advice") for row in rows]),
+        Column("passed over", [_list_passed_over(row) for row in rows]),
+    ]
+    styles = ["" if row.get("quantized") else "yellow" for row in rows]
+    return stack(title, Text(text), *([FittedTable(columns, styles)] if rows else []))
+
+
+def summary_table(values: Mapping[str, Any], title: str = "") -> Group:
+    """A table of names and values in two columns; floats with four significant digits."""
+    shown = [
+        f"{value:.4g}" if isinstance(value, float) else str(value) for value in values.values()
+    ]
+    columns = [Column("name", [*values], Fit.NAME), Column("value", shown)]
+    return stack(title, *([FittedTable(columns, has_head=False)] if values else []))
+
+
+def stack(title: str, *parts: RenderableType) -> Group:
+    # A title and a caption of the table itself would be folded to the table's width.
+    return Group(*([Text(title, "bold")] if title else []), *parts)
+
+
+def _parameter(row: Mapping[str, Any], key: str) -> str:
+    """The one parameter of a result; the first and how many of several."""
+    values = row.get(key) or ()
+    if not values:
+        return ""
+    return f"{values[0]:.4g}" + (f" (1 of {len(values)})" if len(values) > 1 else "")
+
+
+def _list_passed_over(row: Mapping[str, Any]) -> str:
+    """Rows of the user's that matched and did not take the operator, and why."""
+    return "; ".join(
+        f"{each['pattern']}: {each['reason']}" for each in row.get("passed_over") or ()
+    )
+
+
+def _text(row: Mapping[str, Any], key: str) -> str:
+    value = row.get(key)
+    return "" if value is None else str(value)

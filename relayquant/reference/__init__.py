@@ -1,7 +1,0 @@
-"""Reference: numpy semantics of every operator, an interpreter; compiled code must equal them."""
-
-from relayquant.reference.interpreter import run, run_values
-from relayquant.reference.lookup_table import build_table
-from relayquant.reference.unary import UNARY, UNARY_FUNCTIONS, Unary
-
-__all__ = ["UNARY", "UNARY_FUNCTIONS", "Unary", "build_table", "run", "run_values"]

@@ -1,5 +1,0 @@
-"""Float module + plan -> calibration graph, whose scales and zero points are variables."""
-
-from relayquant.simulation.graph import build_calibration_graph
-
-__all__ = ["build_calibration_graph"]

@@ -1,0 +1,437 @@
+"""First step of annotate: which pattern takes which operators, by priority, with a reason for each
+refusal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import tvm
+from tvm import relax
+
+from relayquant.base.qtypes import Granularity, QSpec, Role
+from relayquant.config import (
+    Accumulator,
+    BackendConfig,
+    FloatConfig,
+    MappingRule,
+    ObservationType,
+    OperatorSite,
+    PatternConfig,
+    QConfig,
+    QConfigMapping,
+    Selector,
+)
+from relayquant.ir.ops import Kind, Operand, Output, QuantOp
+from relayquant.ir.ops.callbacks import run_check, run_match
+from relayquant.ir.ops.find import order_rows
+from relayquant.ir.ops.passed_over import describe_owner, find_passed_over
+from relayquant.ir.plan import PassedOver, Plan, Support
+from relayquant.ir.rewrite import Graph, Match, Skip
+from relayquant.ir.rewrite.graph import call_name, tensor_dtype
+from relayquant.ir.rewrite.sources import read_sources
+
+#: patterns that are named for an operator that none of them matches
+MOST_NAMES = 4
+
+#: the operand that rows add to sums of products
+RESIDUAL = "residual"
+
+
+@dataclass(frozen=True, eq=False)
+class Claim:
+    """An operator of the graph: its match and QConfig if it can be quantized, else why not."""
+
+    root: relax.Var
+    vars: tuple[relax.Var, ...]
+    op: str
+    pattern: QuantOp | None
+    match: Match | None
+    qconfig: QConfig | None
+    skip: Skip | None
+    sources: tuple[str, ...]
+    support: Support = Support.SERVED
+    rule: MappingRule | None = None  #: the line of the mapping that decided
+    row: PatternConfig | None = None  #: the row of the backend that took it
+    compute: str = ""  #: narrow float dtype that it is computed in
+    passed_over: tuple[PassedOver, ...] = ()  #: rows of the user's that match and did not take it
+
+    @property
+    def accumulator(self) -> Accumulator | None:
+        """What holds its sums of products; None for the kernels' own, or where it has none."""
+        if self.pattern is None or self.pattern.accumulator_axis is None:
+            return None
+        if self.row is None or self.qconfig is None:
+            return None
+        dtypes = self.row.find_dtypes(self.qconfig, **find_roles(self.pattern))
+        return None if dtypes is None or dtypes.register.is_native else dtypes.register
+
+    @property
+    def can_quantize(self) -> bool:
+        return self.skip is None and self.qconfig is not None
+
+    @property
+    def dynamic(self) -> QSpec | None:
+        """Specification of its data where that gets parameters of the run time, else None."""
+        if self.qconfig is None or not self.can_quantize or not self.qconfig.is_dynamic:
+            return None
+        return self.qconfig.data.spec
+
+    @property
+    def grouped(self) -> QSpec | None:
+        """Specification of its weight where that is in groups, else None."""
+        if self.qconfig is None or not self.can_quantize or not self.qconfig.is_grouped:
+            return None
+        return self.qconfig.weight.spec
+
+    @property
+    def has_float_data(self) -> bool:
+        """Whether it is quantized and yet takes and gives float values."""
+        return self.dynamic is not None or self.grouped is not None
+
+    @property
+    def kind(self) -> Kind | None:
+        """What makes the operator worth quantizing; a result that shares the input's grid moves
+        with it.
+        """
+        if self.pattern is None:
+            return None
+        return Kind.SHARING if self.output is Output.SHARED else self.pattern.kind
+
+    @property
+    def output(self) -> Output | None:
+        """Where the result's parameters come from: the backend's word, else the pattern's."""
+        if self.pattern is None:
+            return None
+        observation = self.row.observation if self.row is not None else None
+        if observation is ObservationType.OUTPUT_SHARE_OBSERVER_WITH_INPUT:
+            return Output.SHARED
+        if observation is ObservationType.OUTPUT_USE_DIFFERENT_OBSERVER_AS_INPUT:
+            return Output.OWN if self.pattern.output is Output.SHARED else self.pattern.output
+        return self.pattern.output
+
+    @property
+    def has_own_output(self) -> bool:
+        return self.output is Output.OWN
+
+    @property
+    def keeps_values(self) -> bool:
+        """Whether the operator only moves or clamps values that are on a grid, so that they stay on
+        it.
+        """
+        return self.pattern is not None and self.pattern.output is Output.SHARED
+
+    def operands(self) -> Iterator[tuple[str, relax.Expr, Operand]]:
+        """(name, expression, row) of every quantized operand; tuples are taken apart as name.0,
+        name.1.
+        """
+        if self.pattern is None or self.match is None:
+            return
+        for operand in self.pattern.operands:
+            expr = self.match.parts[operand.name]
+            if isinstance(expr, relax.Tuple):
+                for i, part in enumerate(expr.fields):
+                    yield f"{operand.name}.{i}", part, operand
+            else:
+                yield operand.name, expr, operand
+
+    def inputs(self) -> list[relax.Var]:
+        """Operands that are computed values."""
+        return [
+            expr
+            for _, expr, operand in self.operands()
+            if operand.role is Role.ACTIVATION and isinstance(expr, relax.Var)
+        ]
+
+
+def claim_operators(
+    graph: Graph, backend: BackendConfig, mapping: QConfigMapping
+) -> tuple[Claim, ...]:
+    """Every operator of the graph, in topological order, with the first pattern that accepts it.
+
+    Each part of the rows (`order_rows`) goes from the outputs to the inputs, so that the longest
+    pattern ends at the last of its operators. What no row takes is claimed alone, with the reason.
+    """
+    claiming = _Claiming(graph, backend, mapping)
+    for rows in order_rows(backend):
+        for binding in reversed(graph.bindings):
+            claiming.try_rows(binding.var, rows)
+    for binding in graph.bindings:
+        if binding.var not in claiming.owners and graph.call_of(binding.var) is not None:
+            claiming.add(claiming.explain(binding.var))
+    claims = (choose_float(claim, backend) for claim in claiming.name_passed_over())
+    return tuple(sorted(claims, key=lambda claim: graph.order[claim.root]))
+
+
+def choose_float(claim: Claim, backend: BackendConfig) -> Claim:
+    """The claim, computed in a narrow float dtype if the configuration says so and the backend
+    can.
+    """
+    config = claim.rule.qconfig if claim.rule is not None else None
+    if not isinstance(config, FloatConfig) or tensor_dtype(claim.root) != "float32":
+        return claim
+    if config.dtype in backend.float_dtypes:
+        reason = f"computed in {config.dtype} by the configuration ({claim.rule.description})"
+        return replace(claim, skip=Skip(reason), support=Support.SERVED, compute=config.dtype)
+    skip = Skip(
+        f"backend {backend.name!r} does not compute in {config.dtype}",
+        "choose a backend whose float_dtypes have it, or None for float32",
+    )
+    return replace(claim, skip=skip, support=Support.DTYPE_UNSUPPORTED)
+
+
+class Sites:
+    """Operators as the lines of a mapping see them."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph, self.sources = graph, read_nodes(graph)
+
+    @cached_property
+    def order(self) -> tuple[dict[str, tuple[tuple[str, ...], ...]], dict[relax.Var, int]]:
+        """(names of all operators by type, place of each value among those of its type)."""
+        peers: dict[str, list[tuple[str, ...]]] = {}
+        places: dict[relax.Var, int] = {}
+        for binding in self.graph.bindings:
+            same = peers.setdefault(self.graph.op_name(binding.var), [])
+            places[binding.var] = len(same)
+            same.append(self.names((binding.var,)))
+        return {op: tuple(same) for op, same in peers.items()}, places
+
+    def nodes(self, variables: Sequence[relax.Var]) -> tuple[str, ...]:
+        """Names of the source model's nodes that values came from."""
+        return tuple(self.sources[var.name] for var in variables if var.name in self.sources)
+
+    def names(self, variables: Sequence[relax.Var]) -> tuple[str, ...]:
+        """Names of values and of the nodes they came from."""
+        return (*(var.name for var in variables), *self.nodes(variables))
+
+    def site(self, variables: Sequence[relax.Var], op: str, pattern: str) -> OperatorSite:
+        """The operator that binds these values."""
+        main = next((v for v in variables if self.graph.op_name(v) == op), variables[-1])
+        peers, places = self.order
+        return OperatorSite(
+            self.names(variables), op, pattern, places.get(main, 0), peers.get(op, ())
+        )
+
+
+def find_sites(mod: tvm.IRModule, plan: Plan) -> dict[str, OperatorSite]:
+    """The operators of a module's plan, by name, as the lines of a mapping see them."""
+    graph = Graph(mod)
+    sites = Sites(graph)
+    return {
+        row.name: sites.site([graph.vars[value] for value in row.values], row.op, row.pattern)
+        for row in plan.operators
+    }
+
+
+class _Claiming:
+    """State of one pass over the rows: what is claimed so far."""
+
+    def __init__(self, graph: Graph, backend: BackendConfig, mapping: QConfigMapping) -> None:
+        self.graph, self.backend, self.mapping = graph, backend, mapping
+        self.sites = Sites(graph)
+        self.claims: list[Claim] = []
+        self.owners: dict[relax.Var, Claim] = {}
+        self.takers: dict[relax.Var, tuple[QuantOp, Match]] = {}
+        self.matches: dict[str, list[Match]] = {}
+
+    def add(self, claim: Claim) -> None:
+        self.claims.append(claim)
+        self.owners.update(dict.fromkeys(claim.vars, claim))
+        if claim.pattern is not None and claim.match is not None:
+            self.takers.update(dict.fromkeys(claim.vars, (claim.pattern, claim.match)))
+
+    def find_rule(
+        self, variables: Sequence[relax.Var], op: str, pattern: str
+    ) -> tuple[MappingRule | None, QConfig | None]:
+        """The line that decides for an operator, and its QConfig as the backend runs it."""
+        rule = self.mapping.find_rule(self.sites.site(variables, op, pattern))
+        qconfig = rule.qconfig if rule is not None else None
+        return rule, self.backend.adapt_qconfig(qconfig) if isinstance(qconfig, QConfig) else None
+
+    def try_rows(self, var: relax.Var, rows: Sequence[PatternConfig]) -> None:
+        """Let the first of some rows that accepts it claim the operator that ends at a value."""
+        if var in self.owners or self.graph.call_of(var) is None:
+            return
+        for row in rows:
+            pattern: QuantOp = row.pattern  # pyright: ignore[reportAssignmentType]
+            match = run_match(pattern, self.graph, var)
+            if match is None or any(inner in self.owners for inner in match.inner):
+                continue
+            if self.decline(pattern, match) is not None:
+                continue
+            rule, qconfig = self.find_rule(match.vars, pattern.op, pattern.name)
+            skip, support = find_refusal(row, match, rule, qconfig, self.backend.name)
+            nodes = self.sites.nodes(match.vars)
+            self.add(
+                Claim(
+                    var,
+                    match.vars,
+                    pattern.op,
+                    pattern,
+                    match,
+                    qconfig,
+                    skip,
+                    nodes,
+                    support,
+                    rule,
+                    row,
+                )
+            )
+            return
+
+    def decline(self, pattern: QuantOp, match: Match) -> Skip | None:
+        """Why a row leaves a match to others; None if it takes it."""
+        skip = run_check(pattern, match)
+        if skip is not None or not adds_residual(pattern):
+            return skip
+        _, qconfig = self.find_rule(match.vars, pattern.op, pattern.name)
+        if qconfig is None or not (qconfig.is_dynamic or qconfig.is_grouped):
+            return None
+        return Skip(
+            "the QConfig makes the result of the product float32 (parameters of the run time, or "
+            "weights in groups), and the row adds a computed value to its integer sums",
+            "add a row for the product without the sum, or choose a static QConfig",
+        )
+
+    def name_passed_over(self) -> list[Claim]:
+        """All claims, with the user's rows that match their operators and did not take them."""
+        passed = find_passed_over(self.graph, self.backend, self.takers, self.decline)
+        if not passed:
+            return self.claims
+        return [
+            replace(
+                claim,
+                passed_over=tuple(
+                    dict.fromkeys(row for var in claim.vars for row in passed.get(var, ()))
+                ),
+            )
+            for claim in self.claims
+        ]
+
+    def explain(self, var: relax.Var) -> Claim:
+        """The operator of a value that no row took, alone, and why: what a row says that is for it,
+        or who took another part of what this row matches; else that there is no such row.
+        """
+        op, nodes = call_name(self.graph.values[var]), self.sites.nodes((var,))
+        for row in self.backend.patterns:
+            pattern: QuantOp = row.pattern  # pyright: ignore[reportAssignmentType]
+            if pattern.op != op:
+                continue
+            for match in self.find_matches(pattern):
+                if var not in match.vars:
+                    continue
+                rule, qconfig = self.find_rule((var,), op, pattern.name)
+                support = Support.NOT_ASKED if qconfig is None else Support.FORM_UNSUPPORTED
+                skip = self.decline(pattern, match) or describe_owner(pattern, match, self.takers)
+                return Claim(
+                    var, (var,), op, pattern, None, None, skip, nodes, support, rule, row
+                )  # fmt: skip
+        rule, _ = self.find_rule((var,), op, "")
+        dtype = tensor_dtype(var)
+        if dtype and not dtype.startswith("float"):
+            skip, support = Skip(f"its result is {dtype}, not float"), Support.NOT_ASKED
+        else:
+            support = Support.NOT_ASKED
+            if rule is not None and rule.qconfig is not None:
+                support = Support.PATTERN_UNKNOWN
+            known = [row.pattern.name for row in self.backend.patterns if row.pattern.op == op]
+            reason = f"backend {self.backend.name!r} has no pattern for {op}"
+            if known:
+                reason = f"no pattern of backend {self.backend.name!r} for {op} looks as here"
+                reason += f": {', '.join(known[:MOST_NAMES])}"
+                reason += " ..." if len(known) > MOST_NAMES else ""
+            skip = Skip(reason, "add one with backend.with_pattern(...), or leave it in float")
+        return Claim(var, (var,), op, None, None, None, skip, nodes, support, rule)
+
+    def find_matches(self, pattern: QuantOp) -> list[Match]:
+        """All matches of a pattern, the last of the graph first."""
+        if pattern.name not in self.matches:
+            found = (run_match(pattern, self.graph, b.var) for b in reversed(self.graph.bindings))
+            self.matches[pattern.name] = [match for match in found if match is not None]
+        return self.matches[pattern.name]
+
+
+def adds_residual(pattern: QuantOp) -> bool:
+    """Whether a computed value is added to the sums of products within the pattern."""
+    return any(operand.name == RESIDUAL for operand in pattern.operands)
+
+
+def find_refusal(
+    row: PatternConfig,
+    match: Match,
+    rule: MappingRule | None,
+    qconfig: QConfig | None,
+    backend: str,
+) -> tuple[Skip | None, Support]:
+    """Why an operator that matches a row of the backend stays in float (None: it does not), and
+    what that means.
+    """
+    pattern: QuantOp = row.pattern  # pyright: ignore[reportAssignmentType]
+    if rule is None:
+        reason = "no line of the QConfigMapping selects it"
+        return Skip(reason, "add set_global or set_object_type"), Support.NOT_ASKED
+    if qconfig is None:
+        reason = f"kept in float by {rule.origin or f'the configuration ({rule.description})'}"
+        return Skip(reason), Support.NOT_ASKED
+    if row.observation is ObservationType.INPUT_OUTPUT_NOT_OBSERVED:
+        reason = f"backend {backend!r} runs {pattern.name} in float on purpose"
+        return Skip(reason), Support.NOT_ASKED
+    is_anchor = pattern.kind is Kind.ANCHOR
+    if qconfig.is_grouped and not is_anchor and rule.kind is Selector.GLOBAL:
+        return Skip("weights in groups are asked for, it has none"), Support.NOT_ASKED
+    if qconfig.is_dynamic and not is_anchor and rule.kind is Selector.GLOBAL:
+        reason = "parameters of the run time are for operators with weights, it has none"
+        return Skip(reason), Support.NOT_ASKED
+    skip = find_dtype_conflict(row, pattern, qconfig, backend)
+    if skip is None and qconfig.is_grouped and pattern.realize_grouped is None:
+        reason = f"pattern {pattern.name!r} has no callback for weights in groups"
+        skip = Skip(reason, "give its QuantOp a realize_grouped")
+    is_dynamic = qconfig.is_dynamic and not qconfig.is_grouped
+    if skip is None and is_dynamic and pattern.realize_dynamic is None:
+        reason = f"pattern {pattern.name!r} has no callback for parameters of the run time"
+        skip = Skip(reason, "give its QuantOp a realize_dynamic")
+    if skip is None and is_dynamic and qconfig.data.spec.granularity is Granularity.PER_ROW:
+        skip = find_row_conflict(match)
+    return skip, Support.SERVED if skip is None else Support.DTYPE_UNSUPPORTED
+
+
+def find_row_conflict(match: Match) -> Skip | None:
+    """Why rows of an operator's data cannot have parameters of their own; None if they can."""
+    if match.parts["data"].ty.shape is not None:
+        return None
+    return Skip(
+        "the shape of its data is not known, whose rows are to have parameters of their own "
+        "(Granularity.PER_ROW)",
+        "load the model with fixed shapes, or give it one set of parameters per tensor",
+    )
+
+
+def find_dtype_conflict(
+    row: PatternConfig, pattern: QuantOp, qconfig: QConfig, backend: str
+) -> Skip | None:
+    """Why the backend cannot run the pattern with this QConfig; None when one of its DTypeConfigs
+    fits.
+    """
+    conflict = row.find_conflict(qconfig, **find_roles(pattern))
+    if conflict is None:
+        return None
+    allowed = "; ".join(dtypes.description for dtypes in row.dtypes) or "nothing"
+    return Skip(
+        f"backend {backend!r} cannot run {pattern.name} so: {conflict}",
+        f"choose a QConfig with {allowed}",
+    )
+
+
+def find_roles(pattern: QuantOp) -> dict[str, bool]:
+    """Which constant operands a pattern has."""
+    roles = {operand.role for operand in pattern.operands}
+    return {"has_weight": Role.WEIGHT in roles, "has_bias": Role.BIAS in roles}
+
+
+def read_nodes(graph: Graph) -> dict[str, str]:
+    """Value name -> name of the source model's node, as the importer recorded it."""
+    table = read_sources(graph.func)
+    return {value: row["node"] for value, row in table.items() if row.get("node")}

@@ -1,0 +1,449 @@
+"""Last step of annotate: which values carry which set of parameters, and where they are observed.
+
+Values joined by sharing operators carry one set. A set is observed where a value is computed; what
+only moves values afterwards keeps them on the grid. In front of a relu or clip that nothing else
+reads, observing the result instead gives a tighter range: the clamp of the quantizer does the work
+of the relu.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from tvm import relax
+
+from relayquant.base.qtypes import Granularity, QSpec, Role, ValueInfo
+from relayquant.config import TensorConfig
+from relayquant.ir.ops import Kind
+from relayquant.ir.ops.callbacks import run_axis
+from relayquant.ir.ops.shape import CLAMPING
+from relayquant.ir.plan import GroupPlan
+from relayquant.ir.rewrite import Graph
+from relayquant.ir.rewrite.graph import tensor_shape
+from relayquant.ir.rewrite.names import find_free_name
+from relayquant.stages.annotation.match import Claim
+
+#: A value as quantized in one way.
+Node = tuple[relax.Var, QSpec]
+
+
+class Partition:
+    """Disjoint sets of nodes."""
+
+    def __init__(self) -> None:
+        #: of each node, in order of appearance, all nodes of its set: one list for all of them
+        self._sets: dict[Node, list[Node]] = {}
+        self._order: dict[Node, int] = {}
+
+    def add(self, node: Node) -> None:
+        """Know a node; a new one is a set of its own."""
+        if node not in self._sets:
+            self._sets[node] = [node]
+            self._order[node] = len(self._order)
+
+    def members(self, node: Node) -> list[Node]:
+        """All nodes of the node's set, in order of appearance."""
+        self.add(node)
+        return sorted(self._sets[node], key=self._order.__getitem__)
+
+    def is_joined(self, a: Node, b: Node) -> bool:
+        """Whether two nodes are in one set."""
+        self.add(a)
+        self.add(b)
+        return self._sets[a] is self._sets[b]
+
+    def join(self, a: Node, b: Node) -> None:
+        """Make one set of two."""
+        if self.is_joined(a, b):
+            return
+        small, large = sorted((self._sets[a], self._sets[b]), key=len)
+        large.extend(small)
+        self._sets.update(dict.fromkeys(small, large))
+
+    def sets(self) -> list[list[Node]]:
+        """All sets, each in order of appearance."""
+        found: dict[int, list[Node]] = {}
+        for node, members in self._sets.items():
+            found.setdefault(id(members), []).append(node)
+        return list(found.values())
+
+
+@dataclass(frozen=True)
+class ValueGroups:
+    """Which values share parameters, by keys of groups.
+
+    Attributes:
+        groups: In topological order.
+        operands: Operator -> (operand, key) of each that is quantized.
+        outputs: Operator -> key of its result.
+        value_groups: Value -> keys of its groups, the one that all consumers see first.
+    """
+
+    groups: tuple[GroupPlan, ...]
+    operands: dict[str, tuple[tuple[str, str], ...]]
+    outputs: dict[str, str]
+    value_groups: dict[str, tuple[str, ...]]
+
+
+def build_groups(
+    graph: Graph,
+    claims: Sequence[Claim],
+    quantized: frozenset[relax.Var],
+    wanted: Collection[str] = (),
+) -> ValueGroups:
+    """The groups of the operators that are `quantized`; results that are `wanted` as integers have
+    one in any case.
+    """
+    planned = [claim for claim in claims if claim.root in quantized]
+    # What has parameters of the run time takes and gives float values: only its weight has a group,
+    # and that not where it has many groups of its own.
+    active = [claim for claim in planned if not claim.has_float_data]
+    partition = Partition()
+    for node in seed_nodes(active, wanted):
+        partition.add(node)
+    spread_sharing(active, partition)
+    join_concat_inputs(graph, active, partition)
+    add_served_outputs(active, partition)
+
+    primary = choose_primary(active, partition)
+    groups, key_of = group_values(graph, active, partition, primary)
+    operands: dict[str, tuple[tuple[str, str], ...]] = {}
+    outputs: dict[str, str] = {}
+    for claim in planned:
+        name = claim.root.name
+        operands[name], constants = group_operands(claim, primary, key_of)
+        groups += constants
+        if claim.root in primary and not claim.has_float_data:
+            outputs[name] = key_of[claim.root, primary[claim.root]]
+
+    value_groups: dict[str, list[str]] = {}
+    for (var, spec), key in key_of.items():
+        keys = value_groups.setdefault(var.name, [])
+        keys.insert(0 if primary[var] == spec else len(keys), key)
+    order = {name: graph.order[var] for name, var in graph.vars.items()}
+    groups.sort(key=lambda g: max(order[n] for n in g.points) if g.points else -len(order) - 1)
+    return ValueGroups(
+        tuple(groups), operands, outputs, {name: tuple(keys) for name, keys in value_groups.items()}
+    )
+
+
+def group_values(
+    graph: Graph,
+    active: Sequence[Claim],
+    partition: Partition,
+    primary: Mapping[relax.Var, QSpec],
+) -> tuple[list[GroupPlan], dict[Node, str]]:
+    """(a group for each set of computed values, the key of each node's group)."""
+    shared = {claim.root: claim for claim in active if claim.kind is Kind.SHARING}
+    by_root = {claim.root: claim for claim in active}
+    consumers = find_consumers(active)
+    groups: list[GroupPlan] = []
+    key_of: dict[Node, str] = {}
+    for nodes in partition.sets():
+        nodes = sorted(nodes, key=lambda node: graph.order[node[0]])
+        spec = nodes[0][1]
+        members = [var for var, _ in nodes]
+        first = members[0]
+        is_primary = primary[first] == spec
+        key = first.name if is_primary else unique_key(f"{first.name}:{spec.dtype}", groups)
+        points, clamped = find_points(graph, members, shared, by_root)
+        fixed = find_fixed_calibration(nodes, by_root)
+        info = ValueInfo(
+            key,
+            Role.ACTIVATION,
+            replace(spec, granularity=Granularity.PER_TENSOR),
+            tensor_shape(points[0]) or (),
+            consumers=tuple(user.name for var in members for user in graph.users[var]),
+        )
+        groups.append(
+            GroupPlan(
+                info,
+                tuple(var.name for var in members),
+                tuple(var.name for var in points),
+                fixed or find_calibration(members, spec, consumers, by_root),
+                is_fixed=fixed is not None,
+                base=None if is_primary else primary_key(first, primary, partition, graph),
+                clamped=tuple(var.name for var in clamped),
+            )
+        )
+        key_of.update(dict.fromkeys(nodes, key))
+    return groups, key_of
+
+
+def group_operands(
+    claim: Claim, primary: Mapping[relax.Var, QSpec], key_of: Mapping[Node, str]
+) -> tuple[tuple[tuple[str, str], ...], list[GroupPlan]]:
+    """((operand, key of its group) of each operand that is quantized, groups of the constants)."""
+    if claim.grouped is not None:
+        return (), []
+    rows: list[tuple[str, str]] = []
+    constants: list[GroupPlan] = []
+    for name, expr, operand in claim.operands():
+        if operand.role is Role.BIAS and not _qconfig(claim).has_own_bias:
+            continue
+        if operand.role in (Role.WEIGHT, Role.BIAS):
+            group = weight_group(claim, name, expr, operand)
+            constants.append(group)
+            rows.append((name, group.key))
+        elif not claim.has_float_data and (expr, operand_spec(claim, primary)) in key_of:
+            rows.append((name, key_of[expr, operand_spec(claim, primary)]))
+    return tuple(rows), constants
+
+
+def activation_spec(claim: Claim) -> QSpec:
+    """How the operator wants its computed operands."""
+    return _qconfig(claim).tensor(Role.ACTIVATION).spec.stored
+
+
+def operand_spec(claim: Claim, primary: Mapping[relax.Var, QSpec]) -> QSpec:
+    """How the operator sees its computed operands: one that moves values, as its result is seen."""
+    if claim.kind is Kind.SHARING and claim.root in primary:
+        return primary[claim.root]
+    return activation_spec(claim)
+
+
+def output_spec(claim: Claim) -> QSpec:
+    """How the operator gives its result."""
+    return _qconfig(claim).tensor(Role.OUTPUT).spec.stored
+
+
+def _qconfig(claim: Claim):
+    if claim.qconfig is None:
+        raise ValueError(f"operator {claim.root.name!r} is not quantized")
+    return claim.qconfig
+
+
+def seed_nodes(active: Sequence[Claim], wanted: Collection[str] = ()) -> list[Node]:
+    """Operands of computing operators, and results that need parameters or are `wanted` as
+    integers.
+    """
+    nodes: list[Node] = []
+    for claim in active:
+        if claim.root.name in wanted:
+            nodes.append((claim.root, output_spec(claim)))
+        if claim.kind is Kind.SHARING:
+            continue
+        nodes += [(var, activation_spec(claim)) for var in claim.inputs()]
+        if claim.has_own_output:
+            nodes.append((claim.root, output_spec(claim)))
+    return nodes
+
+
+def spread_sharing(active: Sequence[Claim], partition: Partition) -> None:
+    """Join input and output of sharing operators, as far as a seed reaches, in both directions."""
+    neighbours: dict[relax.Var, list[relax.Var]] = {}
+    for claim in active:
+        if claim.kind is Kind.SHARING:
+            for source in claim.inputs():
+                neighbours.setdefault(source, []).append(claim.root)
+                neighbours.setdefault(claim.root, []).append(source)
+    queue = [node for nodes in partition.sets() for node in nodes]
+    seen = set(queue)
+    while queue:
+        var, spec = queue.pop()
+        for neighbour in neighbours.get(var, ()):
+            node = (neighbour, spec)
+            partition.join(node, (var, spec))
+            if node not in seen:
+                seen.add(node)
+                queue.append(node)
+
+
+def join_concat_inputs(graph: Graph, active: Sequence[Claim], partition: Partition) -> None:
+    """Let inputs of a concat that nothing else reads carry its parameters: no requantize is needed
+    then.
+
+    A value with another reader must not wait for the concat's range, which may depend on that
+    reader.
+    """
+    by_root = {claim.root: claim for claim in active}
+    for claim in active:
+        if claim.pattern is None or claim.pattern.op != "relax.concat":
+            continue
+        node = (claim.root, output_spec(claim))
+        for var in claim.inputs():
+            part = (var, activation_spec(claim))
+            if part[1] != node[1] or partition.is_joined(part, node):
+                continue
+            members = partition.members(part)
+            if find_fixed_calibration(members, by_root) is not None:
+                continue  # the range of a sigmoid is not that of what it is joined with
+            alone = all(graph.has_one_user(v) and graph.order[v] >= 0 for v, _ in members)
+            if alone:
+                partition.join(part, node)
+
+
+def add_served_outputs(active: Sequence[Claim], partition: Partition) -> None:
+    """Let an operator give its result as its own QConfig says, where that has an `output` of its
+    own or the backend cannot give it as the readers want.
+
+    Else the accumulator is rounded once, to what the first reader takes. As in FX, a reader that
+    wants another dtype gets what the operator gives, requantized.
+    """
+    wanted: dict[relax.Var, list[QSpec]] = {}
+    for nodes in partition.sets():
+        for var, spec in nodes:
+            wanted.setdefault(var, []).append(spec)
+    for claim in active:
+        specs = wanted.get(claim.root, [])
+        if claim.kind is Kind.SHARING or not specs or output_spec(claim) in specs:
+            continue
+        config = _qconfig(claim)
+        if config.output is not None:
+            partition.add((claim.root, output_spec(claim)))
+            continue
+        direct = replace(config, output=TensorConfig(specs[0], config.data.calibration))
+        if claim.row is not None and claim.row.find_conflict(direct, has_bias=False) is not None:
+            partition.add((claim.root, output_spec(claim)))
+
+
+def choose_primary(active: Sequence[Claim], partition: Partition) -> dict[relax.Var, QSpec]:
+    """The specification that all consumers of a value see: its producer's if that is wanted, else
+    the first.
+    """
+    specs: dict[relax.Var, list[QSpec]] = {}
+    for nodes in partition.sets():
+        for var, spec in nodes:
+            specs.setdefault(var, []).append(spec)
+    made = {claim.root: output_spec(claim) for claim in active}
+    return {var: made[var] if made.get(var) in found else found[0] for var, found in specs.items()}
+
+
+def primary_key(
+    var: relax.Var, primary: Mapping[relax.Var, QSpec], partition: Partition, graph: Graph
+) -> str:
+    """Key of the group that holds the value in its primary specification."""
+    members = [member for member, _ in partition.members((var, primary[var]))]
+    return min(members, key=graph.order.__getitem__).name
+
+
+def unique_key(key: str, groups: Sequence[GroupPlan]) -> str:
+    """`key`, or `key.1`, `key.2`, ... when a group has it."""
+    taken = {group.key for group in groups}
+    return find_free_name(key, taken)
+
+
+def find_points(
+    graph: Graph,
+    members: Sequence[relax.Var],
+    shared: Mapping[relax.Var, Claim],
+    by_root: Mapping[relax.Var, Claim],
+) -> tuple[list[relax.Var], list[relax.Var]]:
+    """(members that are observed and rounded, members that are only rounded again)."""
+    inside = set(members)
+
+    def is_deferred(var: relax.Var) -> bool:
+        """Only read by a chain of sharing operators that ends in a clamp."""
+        if not graph.has_one_user(var) or graph.order[var] < 0:
+            return False
+        user = graph.users[var][0]
+        claim = shared.get(user)
+        if claim is None or user not in inside or claim.pattern is None:
+            return False
+        return claim.pattern.op in CLAMPING.values() or is_deferred(user)
+
+    deferred = {var for var in members if is_deferred(var)}
+    settled: set[relax.Var] = set()
+    points, clamped = [], []
+    for var in members:
+        if var in deferred:
+            continue
+        if not is_moved(var, inside, settled, shared, by_root):
+            points.append(var)
+        elif graph.op_name(var) == "relax.clip" or not keeps_grid(by_root[var]):
+            clamped.append(var)  # a bound need not be on the grid, nor a mean
+        settled.add(var)
+    return points, clamped
+
+
+def keeps_grid(claim: Claim) -> bool:
+    """Whether the results of an operator without parameters of its own are on the grid of its
+    operands.
+    """
+    return claim.keeps_values or (claim.pattern is not None and claim.pattern.op == "relax.concat")
+
+
+def is_moved(
+    var: relax.Var,
+    inside: set[relax.Var],
+    settled: set[relax.Var],
+    shared: Mapping[relax.Var, Claim],
+    by_root: Mapping[relax.Var, Claim],
+) -> bool:
+    """Whether the operator that makes `var` only moves or clamps values of the same grid."""
+    claim = by_root.get(var)
+    if claim is None or claim.pattern is None or claim.match is None:
+        return False
+    moves = var in shared or claim.pattern.op == "relax.concat"
+    sources = claim.inputs()
+    if not moves or not sources or not all(v in inside and v in settled for v in sources):
+        return False
+    if len(sources) < sum(1 for _ in claim.operands()):
+        return False  # constants beside them get another range
+    if claim.pattern.op == "relax.nn.pad":
+        return float(claim.match.call("relax.nn.pad").attrs.pad_value) == 0.0
+    return True
+
+
+def find_consumers(active: Sequence[Claim]) -> dict[relax.Var, list[tuple[int, Claim]]]:
+    """By value, the operators that compute with it, and their places in `active`."""
+    found: dict[relax.Var, list[tuple[int, Claim]]] = {}
+    for place, claim in enumerate(active):
+        for var in claim.inputs() if claim.kind is not Kind.SHARING else ():
+            found.setdefault(var, []).append((place, claim))
+    return found
+
+
+def find_calibration(
+    members: Sequence[relax.Var],
+    spec: QSpec,
+    consumers: Mapping[relax.Var, Sequence[tuple[int, Claim]]],
+    by_root: Mapping[relax.Var, Claim],
+):
+    """Who picks the parameters: the `output` that a member's own QConfig has, as in FX; else the
+    first consumer's activation configuration, else the producer's.
+
+    `consumers`: see `find_consumers`.
+    """
+    for var in members:
+        own = _qconfig(by_root[var]).output if var in by_root else None
+        if own is not None and own.spec.stored == spec:
+            return own.calibration
+    asking = [
+        (place, claim)
+        for var in members
+        for place, claim in consumers.get(var, ())
+        if activation_spec(claim) == spec
+    ]
+    if asking:
+        _, first = min(asking, key=lambda found: found[0])
+        return _qconfig(first).tensor(Role.ACTIVATION).calibration
+    for var in members:
+        if var in by_root:
+            return _qconfig(by_root[var]).tensor(Role.OUTPUT).calibration
+    raise ValueError(f"no operator asks for the parameters of {members[0].name!r}")
+
+
+def find_fixed_calibration(nodes: Sequence[Node], by_root: Mapping[relax.Var, Claim]):
+    """The observer of parameters that the backend fixes for one of the values, else None."""
+    for var, spec in nodes:
+        claim = by_root.get(var)
+        if claim is not None and claim.row is not None and spec == output_spec(claim):
+            fixed = claim.row.find_fixed(spec)
+            if fixed is not None:
+                return fixed
+    return None
+
+
+def weight_group(claim: Claim, name: str, expr: relax.Expr, operand) -> GroupPlan:
+    """The group of one constant operand: per channel where the operand has a channel axis."""
+    config = _qconfig(claim).tensor(operand.role)
+    axis = run_axis(claim.pattern, operand, claim.match)
+    spec = config.spec.stored
+    if axis is None or not spec.is_per_channel:
+        spec, axis = replace(spec, granularity=Granularity.PER_TENSOR), None
+    key = f"{claim.root.name}:{name}"
+    shape = tensor_shape(expr) or ()
+    info = ValueInfo(key, operand.role, spec, shape, axis, (claim.root.name,))
+    return GroupPlan(info, (), (), config.calibration, constant=(claim.root.name, name))

@@ -1,0 +1,125 @@
+"""After annotate: plan and configuration -> a word on all that the user asked for in vain.
+
+Each kind is one warning, or with `strict` one error, that lists every instance of it.
+"""
+
+from __future__ import annotations
+
+import tvm
+
+from relayquant.config import BackendConfig, QConfigMapping
+from relayquant.errors import ConfigError, format_count, warn_user
+from relayquant.ir.plan import OperatorPlan, Plan, Support
+from relayquant.stages.annotation.match import find_sites
+
+#: reasons that are named where nothing at all is quantized
+MOST_REASONS = 5
+
+
+def review_plan(
+    mod: tvm.IRModule,
+    plan: Plan,
+    mapping: QConfigMapping,
+    backend: BackendConfig,
+    *,
+    strict: bool,
+    is_partial: bool = False,
+) -> None:
+    """Warn of operators whose QConfig is not served, of lines that decide nothing, and of a plan
+    that quantizes nothing; `is_partial` says that part of the module came quantized.
+
+    Raises:
+        ConfigError: strict, and there is one of these.
+    """
+    texts = [
+        describe_unserved(plan, strict=strict),
+        describe_idle(mod, plan, mapping),
+        "" if is_partial else describe_nothing(plan, mapping, backend),
+    ]
+    unserved, _, nothing = texts
+    if unserved and nothing:
+        texts.remove(nothing)  # the reasons of all operators were given
+    for text in filter(None, texts):
+        if strict:
+            raise ConfigError(text, code="RQ104")
+        warn_user(text, code="RQ104")
+
+
+def describe_unserved(plan: Plan, *, strict: bool) -> str:
+    """Operators whose QConfig the backend cannot serve; "" if there are none.
+
+    A warning names what was asked for in vain: dtypes the backend does not run, and operators that
+    a line of the mapping selects by type or name. In strict mode any operator that has a QConfig
+    must be quantized; the remedy is None in the mapping for those that are meant to stay in float.
+    """
+    rows = [op for op in plan.operators if (op.is_left_in_float if strict else op.is_unserved)]
+    if not rows:
+        return ""
+    lines = "\n  ".join(map(describe_row, rows))
+    if strict:
+        return (
+            f"{format_count(len(rows), 'operator')} cannot be quantized as the QConfigMapping "
+            f"says:\n  {lines}\n"
+            "Set None for those that are meant to stay in float, or pass strict=False."
+        )
+    verb = "stays" if len(rows) == 1 else "stay"
+    head = f"{format_count(len(rows), 'operator')} {verb} in float although the QConfigMapping "
+    head += "says otherwise:"
+    return f"{head}\n  {lines}"
+
+
+def describe_row(op: OperatorPlan) -> str:
+    """One operator in float, in one line."""
+    advice = f"; {op.advice}" if op.advice else ""
+    return f"{op.name} ({op.op.removeprefix('relax.')}, {op.support.value}): {op.reason}{advice}"
+
+
+def describe_idle(mod: tvm.IRModule, plan: Plan, mapping: QConfigMapping) -> str:
+    """Lines of the mapping that select operators of which other lines decide all; "" if none."""
+    sites = find_sites(mod, plan).values()
+    rows = []
+    for rule in mapping.find_idle(sites):
+        found = [mapping.find_rule(site) for site in sites if rule.selects(site)]
+        others = dict.fromkeys(other.description for other in found if other is not None)
+        rows.append(f"{rule.description}: {', '.join(others)} decides")
+    if not rows:
+        return ""
+    verb = "decides" if len(rows) == 1 else "decide"
+    return (
+        f"{format_count(len(rows), 'line')} of the QConfigMapping {verb} for no operator, since "
+        "other lines do:"
+        "\n  " + "\n  ".join(rows) + "\nOf several regular expressions the first that was set and "
+        "matches decides, of several names the longest, and names before regular expressions "
+        "before types. Set them in another order, or leave these lines out."
+    )
+
+
+def describe_nothing(plan: Plan, mapping: QConfigMapping, backend: BackendConfig) -> str:
+    """Why no operator is quantized; "" if one is, or computed in a narrow float dtype, or if the
+    mapping says of all that they stay in float.
+    """
+    rows = [op for op in plan.operators if op.support is not Support.NOT_ASKED or not op.rule]
+    if not rows or any(op.quantized or op.compute for op in plan.operators):
+        return ""
+    remedy = (
+        "QConfigMapping().set_global(QConfig(...)) says how all are quantized that no other line "
+        "selects, e.g. set_global(relayquant.X86.default_qconfig)."
+    )
+    if not mapping.rules:
+        return (
+            f"Nothing is quantized: backend {backend.name!r} has no default_qconfig, and no "
+            f"QConfigMapping has a line. Give it BackendConfig(default_qconfig=QConfig(...)), or "
+            f"pass a qconfig_mapping: {remedy}"
+        )
+    if all(rule.qconfig is None for rule in mapping.rules):
+        return (
+            "Nothing is quantized: the QConfigMapping says what stays in float, and no line says "
+            f"how the other operators are quantized. {remedy}"
+        )
+    reasons = list(dict.fromkeys(describe_row(op) for op in rows))
+    more = f"\n  and {len(reasons) - MOST_REASONS} more" if len(reasons) > MOST_REASONS else ""
+    return (
+        f"Nothing is quantized; of {format_count(len(rows), 'operator')} none can be:\n  "
+        + "\n  ".join(reasons[:MOST_REASONS])
+        + more
+    )

@@ -1,0 +1,80 @@
+"""Finding a backend: by its name, or the one that suits a target."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tvm
+
+from relayquant.base.arguments import check_arguments
+from relayquant.codegen.kernels.isa.architecture import Architecture, find_architecture
+from relayquant.codegen.kernels.isa.target import resolve_target
+from relayquant.config import BackendConfig
+from relayquant.errors import ConfigError, suggest_name
+from relayquant.ir.ledger import find_ledger
+from relayquant.stages.backends.accelerator import ACCELERATOR
+from relayquant.stages.backends.arm import ARM
+from relayquant.stages.backends.generic import GENERIC
+from relayquant.stages.backends.x86 import X86, X86_7BIT
+
+BACKENDS: tuple[BackendConfig, ...] = (X86, X86_7BIT, ARM, GENERIC, ACCELERATOR)
+
+
+def resolve_backend(backend: BackendConfig | str | None) -> BackendConfig:
+    """A backend by name, or the BackendConfig itself; that of this machine for None.
+
+    Raises:
+        ConfigError: no backend has this name.
+    """
+    if backend is None:
+        return default_backend()
+    if isinstance(backend, BackendConfig):
+        return backend
+    for known in BACKENDS:
+        if known.name == backend:
+            return known
+    names = [known.name for known in BACKENDS]
+    raise ConfigError(
+        f"There is no backend {backend!r}. {suggest_name(str(backend), names)} "
+        "Or pass a BackendConfig of your own.",
+        code="RQ101",
+    )
+
+
+def find_backend(mod: tvm.IRModule, backend: BackendConfig | str | None) -> BackendConfig:
+    """The backend that a module was prepared for, by its ledger, unless one is given; that of this
+    machine where it has no ledger.
+
+    Raises:
+        ConfigError: no backend of that name is built in.
+    """
+    ledger = find_ledger(mod)
+    if backend is not None or ledger is None:
+        return resolve_backend(backend)
+    for known in BACKENDS:
+        if known.name == ledger.backend:
+            return known
+    raise ConfigError(
+        f"The module was prepared for backend {ledger.backend!r}, whose patterns it does not hold. "
+        "Pass the BackendConfig as well, or lower what calibrate returned: that holds it.",
+        code="RQ101",
+    )
+
+
+@check_arguments
+def default_backend(target: Any = None) -> BackendConfig:
+    """The backend whose activations the kernels of `target` take as they are.
+
+    Args:
+        target: As for `relayquant.compile`: None for this machine, a Target, a dict or a string.
+
+    Raises:
+        ConfigError: TVM does not accept the target.
+    """
+    backends = {
+        Architecture.X86: X86,
+        Architecture.AARCH64: ARM,
+        Architecture.ARM32: ARM,
+        Architecture.OTHER: GENERIC,
+    }
+    return backends[find_architecture(resolve_target(target))]

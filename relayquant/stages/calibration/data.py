@@ -1,0 +1,224 @@
+"""The data of one calibration, on disk: read once, later cut down to some of its batches.
+
+Values that segments compute go beside it (`store`); both are read shard by shard.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from relayquant.base.events import CallbackList, ProgressEvent
+from relayquant.data import Dataset, InputInfo
+from relayquant.ir.plan import GroupPlan
+from relayquant.stages.calibration.checkpoint import (
+    PART,
+    DataRecord,
+    Workspace,
+    check_same_data,
+    digest_batch,
+)
+from relayquant.stages.calibration.observer_selection import (
+    JUDGED_SAMPLES,
+    JudgedBatch,
+    OutputJudge,
+)
+from relayquant.stages.calibration.parameters import StoredSamples
+from relayquant.stages.calibration.passes import choose_batches
+from relayquant.stages.calibration.store import Shard, cut_shards
+
+
+@dataclass(frozen=True, order=True)
+class Largest:
+    """The value of the data set that is farthest from 0, for messages."""
+
+    value: float = 0.0
+    sample: int = 0
+    input: str = ""
+
+    def __str__(self) -> str:
+        return (
+            f"The largest value of the data set is {self.value:g}, in sample {self.sample} of "
+            f"input {self.input!r}"
+        )
+
+
+def find_largest(batch: Mapping[str, np.ndarray], sample: int) -> Largest:
+    """That of one batch, whose number is `sample`."""
+    ends = {name: (array.max(), array.min()) for name, array in batch.items() if array.size}
+    peaks = [Largest(max(abs(float(e)) for e in end), sample, name) for name, end in ends.items()]
+    return max(peaks, default=Largest())
+
+
+def read_symbols(inputs: Sequence[InputInfo], batch: Mapping[str, np.ndarray]) -> dict[str, int]:
+    """What the symbolic dimensions of the inputs are in one batch."""
+    return {
+        dim: size
+        for info in inputs
+        for dim, size in zip(info.shape, batch[info.name].shape, strict=True)
+        if isinstance(dim, str)
+    }
+
+
+def find_starts(offsets: Mapping[str, Sequence[int]], count: int) -> dict[str, tuple[int, ...]]:
+    """`ValueStore.starts`, from where each of `count` batches of each input begins."""
+    shards = cut_shards(count)
+    return {name: tuple(at[shard.start] for shard in shards) for name, at in offsets.items()}
+
+
+class StoredData:
+    """The batches that a calibration works on: how many, where they are, what they may be cut to.
+
+    Attributes:
+        record: What is known of them; of fewer batches after `keep`.
+        values: Where they are, and what segments computed of them.
+        inputs: What the model calls them.
+        can_cut: Whether a batch may be cut to fewer samples.
+        largest: The value that is farthest from 0.
+    """
+
+    def __init__(self, workspace: Workspace) -> None:
+        self.workspace = workspace
+        self.record, self.values = DataRecord(0, {}), workspace.values
+        self.inputs: tuple[InputInfo, ...] = ()
+        self.can_cut = False
+        self.largest = Largest()
+
+    @property
+    def count(self) -> int:
+        """How many batches there are."""
+        return self.record.batches
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        """The batches in parts."""
+        return cut_shards(self.count)
+
+    def load(self, data: Dataset, used: Collection[str], callbacks: CallbackList) -> None:
+        """Store the inputs in `used`. The only pass over the user's data.
+
+        With a checkpoint that has them already, the data is read to see that it is the same.
+        """
+        before = self.workspace.read_data()
+        self.inputs = tuple(data.inputs)
+        symbols: list[dict[str, int]] = []
+        digests: list[str] = []
+        offsets: dict[str, list[int]] = {info.name: [] for info in data.inputs if info.name in used}
+        has_symbols = any(isinstance(dim, str) for info in data.inputs for dim in info.shape)
+        firsts = {info.shape[0] if info.shape else 1 for info in data.inputs}
+        # One name for the first dimension of all inputs: it is the batch.
+        self.can_cut = len(firsts) == 1 and all(isinstance(first, str) for first in firsts)
+        count = 0
+        with ExitStack() as stack:
+            writers = {
+                name: stack.enter_context(self.workspace.values.write_input(name))
+                for name in (offsets if before is None else ())
+            }
+            for batch in data:
+                if has_symbols:
+                    symbols.append(read_symbols(data.inputs, batch))
+                self.largest = max(self.largest, find_largest(batch, count))
+                if self.workspace.is_kept:
+                    digests.append(digest_batch(batch))
+                for name, writer in writers.items():
+                    offsets[name].append(writer.append(batch[name]))
+                count += 1
+                callbacks.on_progress(ProgressEvent("read data", count, None))
+        if before is not None:
+            check_same_data(before, digests, self.workspace.path)
+            self.record = before
+        else:
+            starts = find_starts(offsets, count)
+            self.record = DataRecord(count, starts, tuple(symbols), tuple(digests))
+            if self.workspace.is_kept:
+                self.workspace.write_data(self.record)
+        self.values = replace(self.workspace.values, starts=self.record.starts)
+
+    def keep(self, chosen: Sequence[int]) -> None:
+        """Go on with some of the batches: later steps see no others."""
+        if len(chosen) == self.count:
+            return
+        store, part = self.workspace.part, self.workspace.read_data(PART)
+        if part is None:
+            offsets: dict[str, list[int]] = {}
+            for name in self.record.starts:
+                with store.write_input(name) as writer:
+                    offsets[name] = [writer.append(a) for a in self.read_chosen(name, chosen)]
+            symbols = tuple(self.record.symbols[i] for i in chosen) if self.record.symbols else ()
+            part = DataRecord(len(chosen), find_starts(offsets, len(chosen)), symbols)
+            if self.workspace.is_kept:
+                self.workspace.write_data(part, PART)
+        for name in self.record.starts:
+            self.values.drop(name, ())
+        self.record, self.values = part, replace(store, starts=part.starts)
+
+    def read_chosen(self, name: str, chosen: Sequence[int]) -> Iterator[np.ndarray]:
+        """Some batches of an input, in order."""
+        wanted = set(chosen)
+        for shard in self.shards:
+            if wanted.isdisjoint(range(shard.start, shard.stop)):
+                continue
+            for i, array in enumerate(self.values.read(name, shard), shard.start):
+                if i in wanted:
+                    yield array
+
+    def choose_judged(self, judge: OutputJudge) -> tuple[int, ...]:
+        """Numbers of the batches with `JUDGED_SAMPLES` samples, evenly spread over the data; none
+        where the judge reads no input.
+        """
+        names = self.find_judged(judge)
+        if not names:
+            return ()
+        wanted = JUDGED_SAMPLES
+        if not self.can_cut_for(judge):
+            # By its shape: where a calibration goes on, values may have been dropped.
+            (shape,) = (info.shape for info in self.inputs if info.name == names[0])
+            symbols = self.record.symbols[0] if self.record.symbols else {}
+            sizes = [symbols[dim] if isinstance(dim, str) else dim for dim in shape[:1]]
+            wanted = math.ceil(wanted / max(*sizes, 1)) if sizes else wanted
+        return choose_batches(self.count, wanted)
+
+    def find_judged(self, judge: OutputJudge) -> list[str]:
+        """The inputs that the judge reads and that are stored."""
+        return [name for name in judge.inputs if name in self.record.starts]
+
+    def can_cut_for(self, judge: OutputJudge) -> bool:
+        """Whether the judge takes some of the samples of a batch."""
+        return self.can_cut and not judge.segment.symbols
+
+    def read_judged(self, judge: OutputJudge) -> list[JudgedBatch]:
+        """The batches of `choose_judged`; of large ones the first samples, if they can be cut."""
+        numbers, can_cut = self.choose_judged(judge), self.can_cut_for(judge)
+        names, most = self.find_judged(judge), math.ceil(JUDGED_SAMPLES / max(len(numbers), 1))
+        found = []
+        for number, batch in zip(numbers, self.read_batches(names, numbers), strict=True):
+            symbols = self.record.symbols[number] if self.record.symbols else {}
+            if can_cut:
+                batch = {name: array[:most] for name, array in batch.items()}
+            found.append(JudgedBatch(batch, symbols))
+        return found
+
+    def read_batches(
+        self, names: Sequence[str], chosen: Sequence[int]
+    ) -> Iterator[dict[str, np.ndarray]]:
+        """Some batches of some inputs, in order."""
+        for arrays in zip(*(self.read_chosen(name, chosen) for name in names), strict=True):
+            yield dict(zip(names, arrays, strict=True))
+
+    def samples(self, group: GroupPlan) -> StoredSamples:
+        """One array per batch of a group's observed values; of several flat and joined."""
+
+        def read() -> Iterator[np.ndarray]:
+            for shard in self.shards:
+                readers = [self.values.read(name, shard) for name in group.points]
+                if len(readers) == 1:
+                    yield from readers[0]
+                    continue
+                for arrays in zip(*readers, strict=True):
+                    yield np.concatenate([array.reshape(-1) for array in arrays])
+
+        return StoredSamples(group.info, read)

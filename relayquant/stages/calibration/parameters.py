@@ -1,0 +1,183 @@
+"""What `calibration=` may be: an observer, or a callable that sees the samples of a value."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relayquant.base.arguments import takes_arguments
+from relayquant.base.qtypes import QParams, ValueInfo, check_qparams, conform_scale
+from relayquant.config.observers import AnyObserver, Observer
+from relayquant.errors import ConfigError, RelayQuantError
+from relayquant.ir import reference
+from relayquant.ir.plan import GroupPlan, Plan
+from relayquant.stages.prepared import CalibrationGraph
+
+
+@runtime_checkable
+class ValueSamples(Protocol):
+    """The arrays one value takes on the calibration data: iterable again and again."""
+
+    @property
+    def info(self) -> ValueInfo:
+        """The value."""
+        ...
+
+    def __iter__(self) -> Iterator[NDArray[np.float32]]:
+        """One float32 array per batch, in the order of the data set: as the value is, or flat
+        and joined where several values share the parameters.
+        """
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class StoredSamples:
+    """The arrays of a group's observed values, read from disk each time they are iterated over."""
+
+    info: ValueInfo
+    read: Callable[[], Iterator[np.ndarray]]
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return self.read()
+
+
+@dataclass(frozen=True, eq=False)
+class CalibrationContext:
+    """Where a calibration stands when a callback is asked for parameters.
+
+    Attributes:
+        plan: Which values carry which parameters.
+        graph: The calibration graph; `graph.mod` is a module that runs, whose scales and zero
+            points are inputs.
+        parameters: Those picked so far, by group; of weights all, before they are fitted.
+        constants: Weights and biases fitted so far; see `PreparedModel.constants`.
+    """
+
+    plan: Plan
+    graph: CalibrationGraph
+    parameters: Mapping[str, QParams]
+    constants: Mapping[str, np.ndarray]
+
+    def run(
+        self, inputs: Mapping[str, np.ndarray], more: Mapping[str, QParams] | None = None
+    ) -> dict[str, np.ndarray]:
+        """Every value of the graph, by name, for one batch of the model's inputs, in numpy: with
+        the parameters picked so far, and where there are none yet in float.
+
+        Args:
+            inputs: {input: array}.
+            more: Parameters to try, by group, e.g. `{info.name: qparams}`.
+        """
+        parameters = {**self.parameters, **(more or {})}
+        arguments = self.graph.arguments(parameters, self.constants)
+        return reference.run_values(self.graph.mod, {**inputs, **arguments})
+
+
+#: A calibration callback: picks the parameters of one value. One that takes a third argument, or
+#: one that is called "context", gets a CalibrationContext there.
+CalibrationFunction: TypeAlias = Callable[..., QParams]
+
+
+@dataclass(frozen=True)
+class CallableCalibration:
+    """A user's callable whose results are checked."""
+
+    function: CalibrationFunction
+
+    @property
+    def name(self) -> str:
+        """For reports and messages: the function's own name."""
+        return getattr(self.function, "__qualname__", None) or type(self.function).__name__
+
+    def qparams(self, samples: ValueSamples, context: CalibrationContext | None = None) -> QParams:
+        """What the callable picks for `samples.info`; it gets `context` if it takes one.
+
+        Raises:
+            ConfigError: it raised an exception, or the result is not a QParams of the dtype,
+                number, axis and zero points that the plan asks for; names the value and the
+                callable.
+        """
+        info, source = samples.info, f"Calibration {self.name}"
+        args, named = [info, samples], {}
+        if takes_context(self.function):
+            named["context"] = context
+        elif not takes_arguments(self.function, 2):
+            args.append(context)
+        try:
+            picked = self.function(*args, **named)
+        except RelayQuantError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"{source} raised {type(error).__name__} for value {info.name!r}: {error}",
+                code="RQ106",
+            ) from error
+        return check_qparams(picked, info, source)
+
+
+def takes_context(function: Callable[..., Any]) -> bool:
+    """Whether a function has a parameter of this name. One with a default of another name is its
+    own affair.
+    """
+    try:
+        return "context" in inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False  # a built-in that does not tell
+
+
+def resolve_calibration(calibration: object) -> AnyObserver | CallableCalibration:
+    """`calibration` as an observer, or as a checked callable `(ValueInfo, samples) -> QParams` or
+    `(ValueInfo, samples, CalibrationContext) -> QParams`.
+
+    Raises:
+        ConfigError: it is neither, or the class of an observer, or a callable that takes neither
+            two nor three positional arguments.
+    """
+    if isinstance(calibration, (Observer, CallableCalibration)):
+        return calibration
+    allowed = (
+        "an observer, for instance MinMax(), Percentile(99.99), KLDivergence() or MSE(), or a "
+        "callable (info, samples) or (info, samples, context) -> QParams"
+    )
+    if isinstance(calibration, type):
+        if issubclass(calibration, Observer):
+            raise ConfigError(
+                f"calibration is the class {calibration.__name__}, not an instance: write "
+                f"{calibration.__name__}().",
+                code="RQ106",
+            )
+        raise ConfigError(
+            f"calibration is the class {calibration.__name__}; allowed: {allowed}.", code="RQ106"
+        )
+    if isinstance(calibration, QParams):
+        raise ConfigError(
+            "calibration is a QParams; to give every value the same parameters write "
+            "Fixed(scale, zero_point).",
+            code="RQ106",
+        )
+    if not callable(calibration):
+        raise ConfigError(f"calibration is {calibration!r}; allowed: {allowed}.", code="RQ106")
+    result = CallableCalibration(calibration)
+    if not takes_context(calibration) and not (
+        takes_arguments(calibration, 2) or takes_arguments(calibration, 3)
+    ):
+        raise ConfigError(
+            f"calibration {result.name} cannot be called with two or three positional arguments; "
+            f"allowed: {allowed}.",
+            code="RQ106",
+        )
+    return result
+
+
+def raise_scale(
+    qparams: QParams, group: GroupPlan, min_scales: Mapping[str, np.ndarray]
+) -> QParams:
+    """Parameters with scales of at least those in `min_scales`, and the same zero points."""
+    scale = np.maximum(qparams.scale, min_scales.get(group.key, 0.0))
+    scale = conform_scale(scale, group.info.spec).astype("float32")
+    return QParams(scale, qparams.zero_point, qparams.dtype, qparams.axis)

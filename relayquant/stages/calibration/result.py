@@ -1,0 +1,69 @@
+"""What calibration chooses: parameters, fitted constants, mergeable statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from relayquant.base.qtypes import QParams
+from relayquant.base.storage.archive import Archive, read_archive, write_archive
+from relayquant.base.storage.files import reading
+from relayquant.stages.calibration.shard import GroupObservation
+from relayquant.stages.calibration.store import BEGIN_ANEW
+from relayquant.stages.prepared import GroupStatistics, TunedBatches
+
+FORMAT = "relayquant.choices.1"
+
+
+@dataclass(frozen=True, eq=False)
+class CalibrationResult:
+    """What calibration found: see `PreparedModel.parameters`, `.constants`, `.statistics`,
+    `.observers` and `.tuned`.
+    """
+
+    parameters: dict[str, QParams]
+    constants: dict[str, np.ndarray]
+    statistics: dict[str, GroupStatistics] = field(default_factory=dict)
+    observers: dict[str, str] = field(default_factory=dict)
+    tuned: TunedBatches = field(default_factory=TunedBatches)
+
+    def save(self, path: Path) -> None:
+        """Write to a file that `load` reads, whole or not at all."""
+        arrays = {f"constants/{key}": array for key, array in self.constants.items()}
+        for key, seen in self.statistics.items():
+            state = seen.state.to_arrays()
+            arrays.update({f"statistics/{key}/{name}": array for name, array in state.items()})
+        header = {
+            "parameters": {key: value.to_dict() for key, value in self.parameters.items()},
+            "constants": list(self.constants),
+            "statistics": list(self.statistics),
+            "observers": self.observers,
+        }
+        write_archive(path, FORMAT, Archive(header, arrays))
+
+    @staticmethod
+    def load(path: Path, observations: Mapping[str, GroupObservation]) -> CalibrationResult:
+        """What `save` wrote; `observations` names the observers, which are not in the file.
+
+        Raises:
+            DataError: the file is damaged.
+        """
+        statistics = {}
+        with reading(path, "part of a calibration", advice=BEGIN_ANEW):
+            found = read_archive(path, FORMAT, "part of a calibration")
+            header, arrays = found.header, found.arrays
+            for key in header["statistics"]:
+                seen, prefix = observations[key], f"statistics/{key}/"
+                own = {n.removeprefix(prefix): a for n, a in arrays.items() if n.startswith(prefix)}
+                statistics[key] = GroupStatistics(
+                    seen.observer, seen.observer.restore(seen.info, own)
+                )
+            return CalibrationResult(
+                {key: QParams.from_dict(value) for key, value in header["parameters"].items()},
+                {key: arrays[f"constants/{key}"] for key in header["constants"]},
+                statistics,
+                dict(header["observers"]),
+            )

@@ -1,0 +1,488 @@
+"""calibrate: prepared model + data set -> parameters of every group, fitted weights and biases.
+
+Steps of segments run on all batches, what they compute is observed, and parameters are picked or
+weights fitted; then the next step runs with these (`phases` says what makes up a step). No operator
+runs twice on a batch in one phase: what later steps need waits on disk.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures as futures
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from relayquant.base.events import CallbackList, ParametersEvent, ProgressEvent
+from relayquant.base.qtypes import QParams
+from relayquant.base.runtime import LoadModule, count_threads, limit_blas
+from relayquant.config.observers import MinMax, Observer
+from relayquant.config.observers.base import NotFiniteError
+from relayquant.data import Dataset, open_dataset
+from relayquant.data.inputs import describe_inputs
+from relayquant.errors import DataError
+from relayquant.ir.ops.base import group_weight
+from relayquant.stages.calibration.checkpoint import open_checkpoint, open_temporary
+from relayquant.stages.calibration.data import StoredData
+from relayquant.stages.calibration.data_free import describe_needs, is_data_free, pick_given
+from relayquant.stages.calibration.dispatch import (
+    WORKER_TIMEOUT,
+    ShardRunner,
+    check_executor,
+    check_timeout,
+)
+from relayquant.stages.calibration.fingerprint import describe_binding
+from relayquant.stages.calibration.observer_selection import RELATIVE, OutputJudge, OutputSQNR
+from relayquant.stages.calibration.parameters import (
+    CalibrationContext,
+    CallableCalibration,
+    raise_scale,
+    resolve_calibration,
+)
+from relayquant.stages.calibration.passes import (
+    Order,
+    Phase,
+    choose_batches,
+    count_part,
+    join_segments,
+    plan_phases,
+)
+from relayquant.stages.calibration.result import CalibrationResult
+from relayquant.stages.calibration.shard import FitObservation, GroupObservation, ShardTask
+from relayquant.stages.calibration.subgraphs import Segment
+from relayquant.stages.calibration.weights.fit import (
+    DEFAULT_FIT,
+    FitSettings,
+    WeightRounding,
+    fit_operator,
+)
+from relayquant.stages.calibration.weights.pick import (
+    OperatorFit,
+    find_fits,
+    pick_weight_parameters,
+)
+from relayquant.stages.calibration.weights.ranges import RelativeMSE
+from relayquant.stages.calibration.weights.statistics import InputStatistics
+from relayquant.stages.prepared import FitPoint, GroupStatistics, PreparedModel, TunedBatches
+
+
+def pick_parameters(
+    prepared: PreparedModel,
+    dataset: Any,
+    *,
+    load_module: LoadModule,
+    calibration: Any = None,
+    order: Order = Order.TOPOLOGICAL,
+    callbacks: CallbackList | None = None,
+    directory: str | Path | None = None,
+    fit: FitSettings = DEFAULT_FIT,
+    min_scales: Mapping[str, np.ndarray] | None = None,
+    checkpoint: str | Path | None = None,
+    executor: futures.Executor | None = None,
+    worker_timeout: float | None = WORKER_TIMEOUT,
+) -> CalibrationResult:
+    """Parameters of every group of the plan, and fitted constants.
+
+    The result depends on neither `checkpoint` nor `executor`, bit for bit.
+
+    Args:
+        prepared: The prepared model; not changed.
+        dataset: See `open_dataset`. Read once. None where no value of the plan needs data.
+        load_module: Makes the segments runnable on this machine.
+        calibration: Observer or callable for all activations, instead of the plan's.
+        order: See `Order`.
+        callbacks: Told of progress and of every choice.
+        directory: Where intermediate values wait; the system's temporary directory by default.
+            Needs about (largest activations alive at once) x (number of samples) x 4 bytes.
+        fit: How weights are rounded and biases corrected.
+        min_scales: By group key, scales that those picked are raised to where they are smaller.
+        checkpoint: A folder to work in instead, from which a calibration that was stopped goes on.
+        executor: Whose workers run the shards of each segment. They must see the folder.
+        worker_timeout: Seconds without a shard from any of them after which they hang.
+
+    Raises:
+        DataError: the data set is empty or an item is wrong, or not that of the checkpoint.
+        ConfigError: `calibration` is neither observer nor callable, or picked something wrong; the
+            checkpoint belongs to another calibration; the executor cannot be used.
+        WorkerError: workers died or hang.
+    """
+    callbacks = callbacks or CallbackList()
+    plan = prepared.plan
+    override = resolve_calibration(calibration) if calibration is not None else None
+    pool = check_executor(executor) if executor is not None else None
+    timeout = check_timeout(worker_timeout)
+    pickers = [override or resolve_calibration(group.calibration) for group in plan.activations]
+    needs_data = bool(plan.activations)
+    if dataset is None and not all(map(is_data_free, pickers)):
+        raise DataError(describe_needs(plan, pickers), code="RQ303")
+    if dataset is None:
+        needs_data = False
+    data = None
+    if needs_data or dataset is not None:
+        data = open_dataset(dataset, describe_inputs(prepared.mod))
+    parameters = pick_weight_parameters(prepared)
+    for key in (min_scales or {}).keys() & parameters.keys():
+        parameters[key] = raise_scale(parameters[key], plan.group(key), min_scales)
+    fits = find_fits(prepared)
+    fitted = {f.group.key for f in fits.values()} if fit.is_needed and needs_data else set()
+    for group in plan.weights:
+        if group.key not in fitted:
+            callbacks.on_parameters(ParametersEvent(group.info, parameters[group.key]))
+    constants = decode_grouped(prepared)
+    if data is None:
+        found = pick_given(plan, pickers, parameters, callbacks, min_scales or {})
+        return replace(found, constants=constants)
+    if not needs_data:
+        return CalibrationResult(parameters, constants)
+    stops = [f.point for f in fits.values()] if fit.is_needed else []
+    phases = plan_phases(prepared.graph, plan, order, stops)
+    is_judged = order is Order.PARALLEL and any(isinstance(p, OutputSQNR) for p in pickers)
+    judge = OutputJudge(prepared.graph, load_module) if is_judged else None
+    with limit_blas(), ExitStack() as stack:
+        if checkpoint is None:
+            workspace = stack.enter_context(open_temporary(directory))
+        else:
+            binding = describe_binding(prepared, order.value, override, fit)
+            workspace = stack.enter_context(open_checkpoint(checkpoint, binding))
+        shards = ShardRunner(join_segments(phases), workspace, load_module, pool, timeout)
+        run = _Run(
+            prepared,
+            phases,
+            shards,
+            parameters,
+            constants,
+            override,
+            callbacks,
+            fits,
+            fit,
+            min_scales or {},
+            judge,
+        )
+        run.load(data)
+        for phase, chosen in zip(phases, run.chosen, strict=True):
+            run.phase(phase, chosen)
+    return CalibrationResult(
+        parameters,
+        run.constants,
+        run.statistics,
+        run.observers,
+        tuned=TunedBatches(run.judged, run.chosen[-1] if run.fits else ()),
+    )
+
+
+class _Run:
+    """State of one calibration: what is known of the data, what is picked."""
+
+    def __init__(
+        self,
+        prepared: PreparedModel,
+        phases: Sequence[Phase],
+        shards: ShardRunner,
+        parameters: dict[str, QParams],
+        constants: dict[str, np.ndarray],
+        override: Observer[Any] | CallableCalibration | None,
+        callbacks: CallbackList,
+        fits: Mapping[str, OperatorFit],
+        settings: FitSettings,
+        min_scales: Mapping[str, np.ndarray],
+        judge: OutputJudge | None,
+    ) -> None:
+        self.prepared, self.plan, self.phases = prepared, prepared.plan, phases
+        self.shards, self.workspace = shards, shards.workspace
+        self.parameters, self.constants, self.override = parameters, constants, override
+        self.callbacks = callbacks
+        self.known, self.settings, self.min_scales = fits, settings, min_scales
+        self.fits = fits if settings.is_needed else {}
+        self.statistics: dict[str, GroupStatistics] = {}
+        self.observers: dict[str, str] = {}
+        #: chooses between ranges; None where nothing asks for it
+        self.judge = judge
+        self.data = StoredData(shards.workspace)
+        #: numbers of the batches that each phase runs on
+        self.chosen: list[tuple[int, ...]] = []
+        #: numbers of the batches that ranges are chosen by
+        self.judged: tuple[int, ...] = ()
+        self.steps = 0  # that are done
+        self.done = 0  # batches, of all steps together
+        #: arrays for all variables of the graph, and for what depends on them alone
+        self.variables: dict[str, np.ndarray] = {}
+        self.fixed: dict[str, Any] = {}
+
+    def load(self, data: Dataset) -> None:
+        """Store the inputs that segments read."""
+        used = {
+            name
+            for phase in self.phases
+            for segment in phase.split.segments
+            for name in (*segment.inputs, *segment.observed)
+        }
+        used.update(self.judge.inputs if self.judge is not None else ())
+        self.data.load(data, used, self.callbacks)
+        self.chosen = [self.choose_batches(phase) for phase in self.phases]
+        self.judged = () if self.judge is None else self.data.choose_judged(self.judge)
+
+    def choose_batches(self, phase: Phase) -> tuple[int, ...]:
+        """Numbers of the batches that a phase runs on."""
+        count = self.data.count
+        if phase.is_part:
+            stops = [fit.point for fit in self.fits.values()]
+            symbols = self.data.record.symbols[0] if self.data.record.symbols else {}
+            values = self.settings.values
+            count = count_part(self.prepared.graph, stops, self.data.inputs, symbols, values)
+        return choose_batches(self.data.count, count)
+
+    def phase(self, phase: Phase, chosen: Sequence[int]) -> None:
+        """Run all steps of a phase on the batches `chosen`."""
+        self.data.keep(chosen)
+        known = () if phase.is_float else (self.parameters, self.constants)
+        self.variables = self.prepared.graph.arguments(*known)
+        # Fitted weights take their places when known.
+        self.fixed = phase.split.compute_constants(self.variables)
+        for segments in phase.steps:
+            self.step(phase, segments)
+
+    def step(self, phase: Phase, segments: tuple[Segment, ...]) -> None:
+        """Run one step on all batches and pick what is picked once it has run; or take over what
+        the checkpoint says of it.
+        """
+        index, self.steps = self.steps, self.steps + 1
+        pickers = {key: self.find_picker(key) for segment in segments for key in segment.groups}
+        shards = self.data.shards
+        observed = {
+            key: GroupObservation(picker, group.info, group.points)
+            for key, picker in pickers.items()
+            if isinstance(picker, Observer)
+            for group in [self.plan.group(key)]
+        }
+        path = self.workspace.choices(index)
+        if self.workspace.is_kept and path.exists():
+            self.adopt(phase, segments, CalibrationResult.load(path, observed))
+            self.done += self.data.count
+        else:
+            result = self.choose(index, phase, segments, pickers, observed)
+            if self.workspace.is_kept:
+                result.save(path)
+            self.adopt(phase, segments, result)
+        is_last = phase is self.phases[-1]
+        for segment in segments:
+            for name in segment.expired:
+                # A later phase reads the model's inputs again.
+                if is_last or name not in self.data.record.starts:
+                    self.data.values.drop(name, shards)
+        if self.shards.writes_states:
+            for shard in shards:
+                self.workspace.states(index, shard).unlink(missing_ok=True)
+
+    def choose(
+        self,
+        index: int,
+        phase: Phase,
+        segments: tuple[Segment, ...],
+        pickers: Mapping[str, Observer[Any] | CallableCalibration],
+        observed: Mapping[str, GroupObservation],
+    ) -> CalibrationResult:
+        """Run one step on all batches, then pick the parameters of its groups and fit its
+        operators.
+        """
+        later = {
+            name
+            for step in phase.steps[phase.steps.index(segments) + 1 :]
+            for other in step
+            for name in (*other.inputs, *other.observed)
+        }
+        replay = {
+            name
+            for key, picker in pickers.items()
+            if isinstance(picker, CallableCalibration)
+            for name in self.plan.group(key).points
+        }
+        computed = dict.fromkeys(name for segment in segments for name in segment.outputs)
+        stored = tuple(name for name in computed if name in later | replay)
+        fits = {
+            point.operator: self.observe_fit(point)
+            for segment in segments
+            for point in segment.fits
+        }
+        has_symbols = any(segment.symbols for segment in segments)
+        shards = self.data.shards
+        parts = {key: seen.for_part(shards[0], self.data.count) for key, seen in observed.items()}
+        tasks = [
+            ShardTask(
+                segments,
+                shard,
+                self.data.values,
+                parts,
+                fits,
+                stored,
+                self.data.record.symbols[shard.start : shard.stop] if has_symbols else (),
+            )
+            for shard in shards
+        ]
+        known = {**self.variables, **self.fixed}
+        read = dict.fromkeys(
+            name for segment in segments for name in (*segment.inputs, *segment.observed)
+        )
+        arguments = {name: known[name] for name in read if name in known}
+        states = self.shards.run(index, tasks, arguments, self.advance)
+        result = CalibrationResult({}, {})
+        with futures.ThreadPoolExecutor(count_threads()) as pool:
+            found = {
+                key: pool.submit(picker.qparams, states.groups[key], self.plan.group(key).info)
+                for key, picker in pickers.items()
+                if isinstance(picker, Observer)
+            }
+        for key, picker in pickers.items():
+            result.parameters[key] = (
+                found[key].result()
+                if isinstance(picker, Observer)
+                else picker.qparams(self.data.samples(self.plan.group(key)), self.describe(result))
+            )
+            result.observers[key] = picker.name
+        if phase.is_float and self.judge is not None:
+            self.choose_ranges(self.judge, pickers, states.groups, result)
+        for key, picker in pickers.items():
+            if key in self.min_scales:
+                raised = raise_scale(result.parameters[key], self.plan.group(key), self.min_scales)
+                result.parameters[key] = raised
+            if phase.is_float and isinstance(picker, Observer):
+                result.statistics[key] = GroupStatistics(picker, states.groups[key])
+        for name, statistics in states.fits.items():
+            self.fit(self.fits[name], statistics, result)
+        return result
+
+    def choose_ranges(
+        self,
+        judge: OutputJudge,
+        pickers: Mapping[str, Observer[Any] | CallableCalibration],
+        states: Mapping[str, Any],
+        result: CalibrationResult,
+    ) -> None:
+        """Put other ranges into `result` where the outputs say so."""
+        judged = {key: picker for key, picker in pickers.items() if isinstance(picker, OutputSQNR)}
+        if not judged:
+            return
+        relative = dict(result.parameters)
+
+        def find(key: str, name: str) -> QParams:
+            if name == RELATIVE:
+                return relative[key]
+            return judged[key].find_range(name, states[key], self.plan.group(key).info)
+
+        chosen = judge.choose(relative, judged.keys(), find, self.data.read_judged(judge))
+        for key, (name, qparams) in chosen.items():
+            result.observers[key], result.parameters[key] = name, qparams
+
+    def advance(self, batches: int) -> None:
+        """Say that a step has run on so many batches more."""
+        self.done += batches
+        phases = zip(self.phases, self.chosen, strict=True)
+        total = sum(len(phase.steps) * len(chosen) for phase, chosen in phases)
+        self.callbacks.on_progress(ProgressEvent("calibrate", self.done, total))
+
+    def adopt(self, phase: Phase, segments: Sequence[Segment], result: CalibrationResult) -> None:
+        """Later steps run with these parameters, weights and biases."""
+        self.parameters.update(result.parameters)
+        self.constants.update(result.constants)
+        self.statistics.update(result.statistics)
+        self.observers.update(result.observers)
+        if not phase.is_float:
+            graph = self.prepared.graph
+            for key, qparams in result.parameters.items():
+                self.variables.update(graph.group_arguments(key, qparams))
+            for key, array in result.constants.items():
+                self.variables[graph.constants[key].var.name] = array
+        for point in (point for segment in segments for point in segment.fits):
+            if point.weight in self.fixed:
+                self.fixed[point.weight] = result.constants[f"{point.operator}:weight"]
+        for key, qparams in result.parameters.items():
+            self.callbacks.on_parameters(ParametersEvent(self.plan.group(key).info, qparams))
+
+    def find_picker(self, key: str) -> Observer[Any] | CallableCalibration:
+        """Who picks a group's parameters; told of the consumers if it asks for them."""
+        group = self.plan.group(key)
+        override = None if group.is_fixed else self.override
+        picker = override or resolve_calibration(group.calibration)
+        if not isinstance(picker, RelativeMSE) or picker.importance:
+            return picker
+        readers = [
+            fit
+            for name, fit in self.known.items()
+            if dict(self.plan.operator(name).operands).get("data") == key
+        ]
+        if not readers:
+            return MinMax()
+        importance = tuple(
+            tuple(fit.view.channel_importance(fit.weight).tolist()) for fit in readers
+        )
+        return replace(picker, axis=readers[0].view.channel_axis, importance=importance)
+
+    def observe_fit(self, point: FitPoint) -> FitObservation:
+        """What is to be seen of an operator's input; without second moments where they would not
+        be used.
+        """
+        fit = self.fits[point.operator]
+        return FitObservation(
+            point.source,
+            fit.view,
+            fit.columns,
+            self.settings.max_columns,
+            self.settings.rounding is not WeightRounding.NEAREST,
+            -(-self.settings.count_rows(fit.columns) // self.data.count),
+            (self.settings.seed, self.prepared.graph.fits.index(point)),
+            tuple(
+                (self.parameters[key], self.plan.group(key).info.spec) for key in point.roundings
+            ),
+        )
+
+    def fit(self, fit: OperatorFit, statistics: InputStatistics, chosen: CalibrationResult) -> None:
+        """Fit one operator; what comes out goes into `chosen`."""
+        key, name = fit.group.key, fit.point.operator
+        settings = self.settings
+        if statistics.overflows:
+            raise NotFiniteError(
+                f"Operator {name!r} reads values whose squares pass what float32 holds, so that "
+                f"its weight cannot be fitted. {self.data.largest}; check the preprocessing.",
+                fit.point.source,
+                code="RQ303",
+            )
+        if key in self.min_scales:  # the scale is decided, only the rounding is not
+            settings = replace(settings, scale_factors=(1.0,), tensor_factors=(1.0,))
+        result = fit_operator(
+            fit.view,
+            statistics,
+            fit.weight,
+            fit.bias,
+            self.parameters[key],
+            fit.group.info.spec,
+            settings,
+        )
+        chosen.parameters[key] = result.qparams
+        chosen.constants[f"{name}:weight"] = result.weight
+        if result.bias is not None:
+            chosen.constants[f"{name}:bias"] = result.bias
+
+    def describe(self, chosen: CalibrationResult) -> CalibrationContext:
+        """What is picked so far, `chosen` in the running step included, for a callable."""
+        return CalibrationContext(
+            self.plan,
+            self.prepared.graph,
+            MappingProxyType({**self.parameters, **chosen.parameters}),
+            MappingProxyType({**self.constants, **chosen.constants}),
+        )
+
+
+def decode_grouped(prepared: PreparedModel) -> dict[str, np.ndarray]:
+    """Weights in groups as their codes stand for them, by name: what is calibrated behind them sees
+    what they lose.
+    """
+    found: dict[str, np.ndarray] = {}
+    for operator in prepared.plan.operators:
+        if operator.grouped is not None:
+            key = f"{operator.name}:weight"
+            weight = group_weight(prepared.graph.constants[key].value, operator.grouped)
+            found[key] = weight.decode().T
+    return found

@@ -1,0 +1,221 @@
+"""Keeps the values of all batches on disk between segments, so that memory does not grow with the
+data.
+
+The data is cut into shards of consecutive batches. A value has one file per shard, a row of
+records; an input of the model, which is written before it is known how many batches there are, has
+one file for all. Files appear whole, under names that any process works out from the value's name.
+They are mapped into memory: what is not looked at is not read, and compiled code reads values where
+they lie.
+
+A record is a line of JSON (dtype, shape in memory order, the axes that are) and the values in
+memory order, each filled up to a multiple of 64 bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+import mmap
+import os
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from relayquant.base.runtime import ALIGNMENT, find_memory_axes
+from relayquant.base.storage.files import writing
+from relayquant.errors import DataError
+
+#: The data is cut into at most so many shards. Not more than a state of every observer can be
+#: merged for, and enough to keep as many workers busy.
+MOST_SHARDS = 32
+#: what to do about a checkpoint that is damaged
+BEGIN_ANEW = "Delete the checkpoint to begin anew."
+#: no header of a record is longer
+MOST_HEADER_BYTES = 1 << 10
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Batches start..stop-1; `index` counts shards."""
+
+    index: int
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+def cut_shards(batches: int) -> tuple[Shard, ...]:
+    """Equal shards of `batches` batches, the last may be smaller.
+
+    They depend on the number of batches alone: statistics are merged shard by shard, so that
+    results are the same however many processes there are.
+    """
+    size = max(-(-batches // MOST_SHARDS), 1)
+    return tuple(
+        Shard(i, start, min(start + size, batches))
+        for i, start in enumerate(range(0, batches, size))
+    )
+
+
+class ValueWriter:
+    """Writes one file of values; it takes its place when the `with` block ends without an error."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._temporary = path.parent / f".{path.name}-{secrets.token_hex(8)}"
+        with writing(path):
+            self._file = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        self._offset = 0
+
+    def __enter__(self) -> ValueWriter:
+        return self
+
+    def append(self, array: np.ndarray) -> int:
+        """Add the next batch; returns where in the file it starts."""
+        offset = self._offset
+        axes = find_memory_axes(array)
+        # ascontiguousarray would give a scalar one dimension.
+        memory = np.asarray(array.transpose(axes), order="C")
+        header = make_header(memory.dtype.str, memory.shape, axes)
+        content = memory.reshape(-1).view("uint8").data
+        with writing(self._path):
+            padding = bytes(-memory.nbytes % ALIGNMENT)
+            self._offset += write_all(self._file, [header, content, padding])
+        return offset
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        with writing(self._path):
+            os.close(self._file)
+            if error is None:
+                os.replace(self._temporary, self._path)
+        if error is not None:
+            self._temporary.unlink(missing_ok=True)
+
+
+@functools.lru_cache(maxsize=256)
+def make_header(dtype: str, shape: tuple[int, ...], axes: tuple[int, ...]) -> bytes:
+    """The first line of a record, filled up."""
+    header = json.dumps({"dtype": dtype, "shape": shape, "axes": axes}).encode() + b"\n"
+    return header + bytes(-len(header) % ALIGNMENT)
+
+
+def write_all(file: int, parts: Sequence[bytes | memoryview]) -> int:
+    """Write all of the parts, in one call if the system takes them so; returns how many bytes."""
+    done = os.writev(file, parts)
+    for part in parts:
+        rest, done = memoryview(part)[done:], max(done - len(part), 0)
+        while rest:
+            rest = rest[os.write(file, rest) :]
+    return sum(map(len, parts))
+
+
+@dataclass(frozen=True)
+class ValueStore:
+    """Values by name and shard in a folder; plain data, so that other processes can have it.
+
+    Attributes:
+        folder: Where the files are.
+        starts: Of the model's inputs: where in its file each shard begins.
+    """
+
+    folder: Path
+    starts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def path(self, name: str, shard: Shard | None) -> Path:
+        """The file of a value's shard; of an input for None."""
+        stem = hashlib.sha256(name.encode()).hexdigest()[:24]
+        return self.folder / (stem if shard is None else f"{stem}.{shard.index}")
+
+    def write_input(self, name: str) -> ValueWriter:
+        """A writer for all batches of an input."""
+        return ValueWriter(self.path(name, None))
+
+    def write(self, name: str, shard: Shard) -> ValueWriter:
+        """A writer for one shard of a computed value."""
+        return ValueWriter(self.path(name, shard))
+
+    def read(self, name: str, shard: Shard) -> Iterator[np.ndarray]:
+        """The batches of one shard of a value, in order. Writing into them does not change the
+        file.
+
+        Raises:
+            DataError: the file is not there or ends early.
+        """
+        is_input = name in self.starts
+        path = self.path(name, None if is_input else shard)
+        try:
+            with open(path, "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                offset = self.starts[name][shard.index] if is_input else 0
+                for _ in range(len(shard)):
+                    array, offset = read_record(file.fileno(), offset, size)
+                    yield array
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"Value {name!r} of batches {shard.start}..{shard.stop - 1} cannot be read from "
+                f"{self.folder}: {error}. Somebody else changed the folder, or a worker does not "
+                "see it.",
+                code="RQ303",
+            ) from error
+
+    def drop(self, name: str, shards: tuple[Shard, ...]) -> None:
+        """Forget a value and free its disk space; unknown names are ignored."""
+        for shard in (None, *shards):
+            self.path(name, shard).unlink(missing_ok=True)
+
+
+def read_record(file: int, offset: int, size: int) -> tuple[np.ndarray, int]:
+    """The record at `offset` of an open file of `size` bytes, in the memory of the file, and where
+    the next one starts; ValueError if there is no whole one.
+    """
+    line, found, _ = os.pread(file, MOST_HEADER_BYTES, offset).partition(b"\n")
+    if not found:
+        raise ValueError("the file ends early")
+    dtype, shape, axes = parse_header(line)
+    start = round_up(offset + len(line) + 1)
+    count = math.prod(shape)
+    end = start + count * dtype.itemsize
+    # A damaged header must not ask for more than there is.
+    if round_up(end) > size:
+        raise ValueError("the file ends early")
+    memory = np.empty(0, dtype)
+    if count:
+        # One batch at a time: what is mapped counts as memory while somebody holds it.
+        page = start - start % mmap.ALLOCATIONGRANULARITY
+        mapped = mmap.mmap(file, end - page, access=mmap.ACCESS_COPY, offset=page)
+        memory = np.frombuffer(mapped, dtype, count, start - page)
+    return memory.reshape(shape).transpose(axes), round_up(end)
+
+
+@functools.lru_cache(maxsize=256)
+def parse_header(text: bytes) -> tuple[np.dtype, tuple[int, ...], tuple[int, ...]]:
+    """(dtype, shape in memory order, axes that bring that into logical order); ValueError if it is
+    damaged.
+    """
+    try:
+        header = json.loads(text)
+        dtype = np.dtype(header["dtype"])
+        sizes, order = tuple(map(int, header["shape"])), tuple(map(int, header["axes"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError("a header is damaged") from error
+    if dtype.hasobject or min(sizes, default=0) < 0 or sorted(order) != list(range(len(sizes))):
+        raise ValueError("a header is damaged")
+    return dtype, sizes, tuple(int(axis) for axis in np.argsort(order))
+
+
+def round_up(offset: int) -> int:
+    """The next multiple of 64."""
+    return -(-offset // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,375 @@
+"""Splits the calibration graph into one function per choice, so that each operator runs once a
+batch, whether all batches pass one function before the next or each batch passes them all.
+
+main(inputs, variables) -> segment_0(...), segment_1(...), ...: a segment computes what a choice is
+made from (values of a group, or the data of an operator whose weight is fitted) from values that
+earlier segments computed. What depends on weights alone goes into a module of its own, which runs
+once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tvm
+from tvm import relax
+from tvm.ir import Call
+
+from relayquant.ir import reference
+from relayquant.ir.plan import GroupPlan
+from relayquant.ir.rewrite import Graph
+from relayquant.ir.rewrite.function import define_function
+from relayquant.ir.rewrite.graph import (
+    free_vars,
+    iterate_results,
+    result_expr,
+    static_size,
+    tensor_shape,
+)
+from relayquant.stages.prepared import CalibrationGraph, FitPoint
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One function of the split module: arguments and results by value name.
+
+    Attributes:
+        function: Name of the function; "" when there is nothing to compute.
+        groups: Groups whose parameters are picked once it has run.
+        fits: Operators whose weights are fitted once it has run.
+        symbols: Symbolic dimensions that no input has by itself (an input may have n * 2, but none
+            n): the values of its last parameter, a shape.
+        inputs: Values it reads, in the order of its parameters.
+        outputs: Values it returns: those observed and those that later segments read.
+        observed: Values that the groups' observers see.
+        expired: Values that nothing reads after this segment.
+    """
+
+    function: str
+    groups: tuple[str, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    observed: tuple[str, ...]
+    expired: tuple[str, ...] = ()
+    fits: tuple[FitPoint, ...] = ()
+    symbols: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Stop:
+    """Where the graph is split: what is chosen, and the values that it is chosen from."""
+
+    groups: tuple[str, ...]
+    fits: tuple[FitPoint, ...]
+    targets: tuple[relax.Var, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class SegmentedGraph:
+    """The split module.
+
+    Attributes:
+        mod: The functions of the segments.
+        constants: What computes values that do not depend on data, function main of
+            `constants_mod`; None when no weight is quantized.
+        segments: In the order they run.
+    """
+
+    mod: tvm.IRModule
+    constants: Segment | None
+    constants_mod: tvm.IRModule | None
+    segments: tuple[Segment, ...]
+
+    def compute_constants(self, variables: Mapping[str, np.ndarray]) -> dict[str, Any]:
+        """Rounded weights, once for all batches, from values of all variables of the graph."""
+        segment = self.constants
+        if segment is None or self.constants_mod is None:
+            return {}
+        # In numpy: to compile a kernel for each weight's shape would take longer than all the rest.
+        results = reference.run(self.constants_mod, [variables[n] for n in segment.inputs])
+        return dict(zip(segment.outputs, results, strict=True))
+
+
+def split_graph(
+    graph: CalibrationGraph,
+    groups: Sequence[GroupPlan],
+    fits: Sequence[FitPoint] = (),
+    *,
+    results: bool = False,
+    prefix: str = "segment",
+) -> SegmentedGraph:
+    """Split main of the calibration graph where something is chosen, in topological order.
+
+    Args:
+        groups: Data-dependent groups, in the plan's order, to stop at once their values are there.
+        fits: Operators to stop at before they run.
+        results: Whether the last segment computes what main returns.
+        prefix: Of the functions' names.
+    """
+    view = Graph(graph.mod)
+    stops = order_stops(view, groups, fits)
+    if results:
+        stops.append(Stop((), (), tuple(dict.fromkeys(list_results(view)))))
+    targets = [stop.targets for stop in stops]
+    data = find_data_dependent(view, graph.inputs, {var for target in targets for var in target})
+
+    wanted: list[tuple[list[relax.Var], list[relax.Var]]] = []  # (bindings, values read)
+    done: set[relax.Var] = set()
+    for target in targets:
+        needed = [var for var in collect_ancestors(view, target, done) if var in data]
+        # Shapes are no arrays that a function could return: each segment computes what it needs.
+        done.update(var for var in needed if not is_shape(var))
+        inside = set(needed)
+        reads = [arg for var in needed for arg in read_values(view, var) if arg not in inside]
+        wanted.append((needed, list(dict.fromkeys(reads))))
+
+    last_seen = find_last_seen(wanted, targets)
+    constants = make_constants(view, wanted, data)
+    functions: dict[str, relax.Function] = {}
+    kept: list[list[relax.Var]] = []
+    for i, (needed, _) in enumerate(wanted):
+        observed = set(targets[i])
+        kept.append(
+            [var for var in needed if (last_seen[var] > i or var in observed) and not is_shape(var)]
+        )
+    waiting = {*view.func.params, *(var for vars_ in kept for var in vars_)}
+    expired: dict[int, list[str]] = {}
+    for var, i in last_seen.items():
+        if var in data and var in waiting:
+            expired.setdefault(i, []).append(var.name)
+    segments = []
+    for i, (needed, reads) in enumerate(wanted):
+        keep = kept[i]
+        inputs, symbols = reads if needed else [], ()
+        if needed:
+            functions[f"{prefix}_{i}"], symbols = build_function(view, needed, inputs, keep)
+        segments.append(
+            Segment(
+                f"{prefix}_{i}" if needed else "",
+                stops[i].groups,
+                tuple(var.name for var in inputs),
+                tuple(var.name for var in keep),
+                tuple(var.name for var in targets[i]),
+                tuple(expired.get(i, ())),
+                stops[i].fits,
+                symbols,
+            )
+        )
+    segment, function = constants or (None, None)
+    constants_mod = (
+        make_module({segment.function: function}, graph.mod) if segment and function else None
+    )
+    return SegmentedGraph(
+        make_module(functions, graph.mod), segment, constants_mod, tuple(segments)
+    )
+
+
+def make_module(functions: Mapping[str, relax.Function], source: tvm.IRModule) -> tvm.IRModule:
+    """A module of functions by name, and of the loops beside main in `source`: operators that a
+    frontend lowered itself are calls of them.
+    """
+    loops = {
+        name: func for name, func in source.functions_items() if isinstance(func, tvm.tirx.PrimFunc)
+    }
+    made = {
+        tvm.ir.GlobalVar(name): func.with_attr("global_symbol", name)
+        for name, func in functions.items()
+    }
+    return tvm.IRModule({**loops, **made})
+
+
+def order_stops(view: Graph, groups: Sequence[GroupPlan], fits: Sequence[FitPoint]) -> list[Stop]:
+    """One stop per group, in the plan's order, and each fit in front of what reads the operator's
+    weight.
+    """
+    by_name = view.vars
+    stops: list[tuple[float, Stop]] = []
+    for group in groups:
+        targets = tuple(by_name[name] for name in group.points)
+        place = max((view.order[var] for var in targets), default=-1)
+        stops.append((place, Stop((group.key,), (), targets)))
+    for fit in fits:
+        weight = by_name[fit.weight]
+        place = min(view.order[user] for user in view.users[weight]) - 0.5
+        stops.append((place, Stop((), (fit,), (by_name[fit.source],))))
+    return [stop for _, stop in sorted(stops, key=lambda item: item[0])]
+
+
+def list_results(view: Graph) -> Iterator[relax.Var]:
+    """The tensors that main returns and computes, in order."""
+    for expr in iterate_results(result_expr(view)):
+        if not isinstance(expr, relax.Var) or expr not in view.values:
+            continue
+        if isinstance(expr.ty, relax.TensorType):
+            yield expr
+
+
+def find_last_seen(
+    wanted: Sequence[tuple[list[relax.Var], list[relax.Var]]],
+    targets: Sequence[Sequence[relax.Var]],
+) -> dict[relax.Var, int]:
+    """Value -> index of the last segment that computes, reads or observes it."""
+    last: dict[relax.Var, int] = {}
+    for i, (needed, reads) in enumerate(wanted):
+        for var in (*needed, *reads, *targets[i]):
+            last[var] = i
+    return last
+
+
+def read_values(view: Graph, var: relax.Var) -> Iterator[relax.Var]:
+    """What the value of a variable is computed from: what it reads, and the casts that define its
+    sizes. Sizes that no cast defines come with the shapes of the inputs.
+    """
+    value = view.values[var]
+    yield from (arg for arg in free_vars(value) if arg in view.order)
+    for ty in (var.ty, *list_sizes(value)):
+        for symbol in relax.analysis.tir_vars_in_type(ty):
+            cast = view.size_casts.get(symbol)
+            if cast is not None and cast is not var:
+                yield cast
+
+
+def list_sizes(value: relax.Expr) -> Iterator[tvm.ir.Type]:
+    """Types of the shapes, and of single sizes as shapes, that an operator is told of."""
+    for arg in getattr(value, "args", ()):
+        if isinstance(arg, relax.ShapeExpr):
+            yield arg.ty
+        elif isinstance(arg.ty, tvm.ir.PrimType) and str(arg.ty.dtype) == "int64":
+            yield relax.ShapeType([arg])
+
+
+def is_shape(var: relax.Var) -> bool:
+    """Whether a value is a shape, no tensor."""
+    return isinstance(var.ty, relax.ShapeType)
+
+
+def find_data_dependent(
+    view: Graph, inputs: Iterable[str], targets: Collection[relax.Var]
+) -> set[relax.Var]:
+    """Values that change from batch to batch, or have as many elements as the batch has samples.
+
+    What is computed from constants alone is one of them where it is a target (it is observed like
+    any other value), and once it is rounded (by parameters that are picked while segments run).
+    """
+    names = set(inputs)
+    data = {param for param in view.func.params if param.name in names}
+    for binding in view.bindings:
+        var, value = binding.var, binding.value
+        if (
+            any(arg in data for arg in free_vars(value))
+            or has_symbols(var)
+            or is_shape(var)
+            or var in view.casts
+            or reads_symbols(value)
+            or var in targets
+            or (
+                view.op_name(var) == "relax.qnn.simulated_quantize" and value.args[0] in view.values
+            )
+        ):
+            data.add(var)
+    return data
+
+
+def has_symbols(expr: relax.Expr) -> bool:
+    """Whether a dimension of a tensor is symbolic."""
+    return any(isinstance(size, str) for size in tensor_shape(expr) or ())
+
+
+def reads_symbols(value: relax.Expr) -> bool:
+    """Whether an operator is told of a symbolic dimension: R.full(R.shape([n, 3]), 0)."""
+    return any(static_size(dim) is None for ty in list_sizes(value) for dim in ty.values)
+
+
+def collect_ancestors(
+    view: Graph, targets: Sequence[relax.Var], done: set[relax.Var]
+) -> list[relax.Var]:
+    """Bound values that the targets need and that are not done, in topological order."""
+    found: set[relax.Var] = set()
+    stack = [var for var in targets if var in view.values and var not in done]
+    while stack:
+        var = stack.pop()
+        if var in found:
+            continue
+        found.add(var)
+        stack += [arg for arg in read_values(view, var) if arg in view.values and arg not in done]
+    return sorted(found, key=view.order.__getitem__)
+
+
+def make_constants(
+    view: Graph,
+    wanted: Sequence[tuple[list[relax.Var], list[relax.Var]]],
+    data: set[relax.Var],
+) -> tuple[Segment, relax.Function] | None:
+    """The function that computes, once, what segments read and no input changes."""
+    outputs = list(
+        dict.fromkeys(
+            var for _, reads in wanted for var in reads if var not in data and var in view.values
+        )
+    )
+    if not outputs:
+        return None
+    needed = collect_ancestors(view, outputs, set())
+    inputs = list(
+        dict.fromkeys(
+            arg for var in needed for arg in read_values(view, var) if arg not in view.values
+        )
+    )
+    segment = Segment(
+        "main",
+        (),
+        tuple(var.name for var in inputs),
+        tuple(var.name for var in outputs),
+        (),
+    )
+    return segment, build_function(view, needed, inputs, outputs)[0]
+
+
+def build_function(
+    view: Graph,
+    needed: Sequence[relax.Var],
+    inputs: Sequence[relax.Var],
+    outputs: Sequence[relax.Var],
+) -> tuple[relax.Function, tuple[str, ...]]:
+    """A function of its own from some bindings of main, which returns a tuple; and its
+    `Segment.symbols`.
+    """
+    new: dict[relax.Var, relax.Var] = {var: relax.Var(var.name, var.ty) for var in inputs}
+
+    def translate(expr: relax.Expr) -> relax.Expr:
+        if isinstance(expr, relax.Var):
+            return new[expr] if expr in view.order else expr
+        if isinstance(expr, relax.Tuple):
+            return relax.Tuple([translate(part) for part in expr.fields])
+        if isinstance(expr, relax.TupleGetItem):
+            return relax.TupleGetItem(translate(expr.tuple_value), expr.index)
+        if isinstance(expr, Call):
+            args = [translate(arg) for arg in expr.args]
+            return Call(expr.op, args, expr.attrs, expr.ty_args)
+        return expr
+
+    builder = relax.BlockBuilder()
+    params = [new[var] for var in inputs]
+
+    def emit() -> relax.Expr:
+        for var in needed:
+            value = builder.normalize(translate(view.values[var]))
+            if var in view.casts:
+                new[var] = relax.DataflowVar(var.name, var.ty)
+                builder.emit_normalized(relax.MatchCast(new[var], value, var.ty))
+                continue
+            new[var] = relax.DataflowVar(var.name, value.ty)
+            builder.emit_normalized(relax.VarBinding(new[var], value))
+        return builder.emit_output(relax.Tuple([new[var] for var in outputs]))
+
+    function = define_function(builder, params, emit, attrs={"global_symbol": "segment"})
+    symbols = list(relax.analysis.free_symbolic_vars(function))
+    if symbols:
+        shape = relax.Var("symbols", relax.ShapeType(symbols))
+        function = relax.Function(
+            [*function.params, shape], function.body, function.ret_ty, function.is_pure
+        )
+    # Symbolic dimensions must not be shared between functions of a module.
+    return relax.utils.copy_with_new_vars(function), tuple(symbol.name for symbol in symbols)

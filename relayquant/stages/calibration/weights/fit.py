@@ -1,0 +1,555 @@
+"""Calibrate, weights: integer weights and biases that reproduce an operator's float result on its
+quantized input.
+
+Rounding each weight to the nearest level minimizes the error of the weight. What matters is the
+error of the result, (w - q) H (w - q)^T with H = E[x x^T], for which one weight's rounding error
+can be made up for by the weights that are rounded after it: optimal brain quantization in closed
+form (Hassibi & Stork 1993; Frantar et al. 2022, GPTQ, https://arxiv.org/abs/2210.17323).
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.linalg.lapack import dtrtri, spotrf, strtri
+
+from relayquant.base.arguments import check_fields
+from relayquant.base.qtypes import QParams, QSpec, conform_scale
+from relayquant.base.runtime import map_on_threads
+from relayquant.errors import ConfigError
+from relayquant.stages.calibration.weights.adaround import (
+    DEFAULT_ADAROUND,
+    AdaRoundSettings,
+    learn_rounding,
+)
+from relayquant.stages.calibration.weights.patches import LinearView
+from relayquant.stages.calibration.weights.statistics import InputStatistics
+
+Float64Array = NDArray[np.float64]
+FloatArray = NDArray[np.float32] | NDArray[np.float64]
+
+#: sampled rows of an operator's input per weight of one output, at least and at most
+ROWS_PER_COLUMN = (4, 128)
+
+#: columns that are settled before the rest of a matrix is updated, and before those of their block
+BLOCK, PART = 128, 16
+
+#: weights that are rounded at a time, as float64 in some eight arrays
+MOST_WEIGHTS = 1 << 21
+
+
+class WeightRounding(enum.Enum):
+    """How weights become integers."""
+
+    NEAREST = "nearest"  #: each to its nearest level
+    OPTIMAL = "optimal"  #: so that the operator's result changes least on the calibration data
+    ADAPTIVE = "adaptive"  #: the same aim, up or down by gradient descent: `fit_adaround`
+
+
+class BiasCorrection(enum.Enum):
+    """What is taken back through the bias (Nagel et al. 2019, https://arxiv.org/abs/1906.04721)."""
+
+    NONE = "none"
+    WEIGHT = "weight"  #: the mean error that rounding this operator's weights makes
+
+
+@check_fields
+@dataclass(frozen=True)
+class FitSettings:
+    """How weights and biases are fitted.
+
+    Attributes:
+        rounding, bias: See the enums.
+        scale_factors: The scale of each channel (of the tensor, if it has one) is the best of these
+            multiples of the scale that its observer picked, judged by the error of the result.
+        tensor_factors: Where one scale serves several channels, it is first multiplied by the best
+            of these, judged with weights rounded to nearest: a channel of huge weights whose input
+            is nearly always zero may be clipped.
+        sweeps: Passes over all weights after rounding, in each of which every level moves to where
+            the error is least given the others (coordinate descent).
+        damping: Added to the diagonal of H, as a share of its mean.
+        samples: Positions of an operator's input that H is made of, all batches together; but per
+            weight of one output at least `ROWS_PER_COLUMN[0]` and at most `ROWS_PER_COLUMN[1]`.
+        values: In parallel order (`Order`), so many values of the operators' inputs are computed,
+            all operators and samples together, but those of 32 samples at least: of more data a
+            part is used, evenly spread. What more of it brings is less than chance: MobileNet's
+            output has 23.9 dB with 16 samples and 24.0 dB with 200.
+        max_columns: Operators with more weights per output are fitted in blocks of that many
+            columns, one block on each thread at a time, as if the inputs of different blocks had
+            nothing to do with one another: H is columns x columns.
+        adaround: How `WeightRounding.ADAPTIVE` learns.
+        seed: Of the choice of positions.
+    """
+
+    rounding: WeightRounding = WeightRounding.OPTIMAL
+    bias: BiasCorrection = BiasCorrection.WEIGHT
+    scale_factors: tuple[float, ...] = (1.0,)
+    tensor_factors: tuple[float, ...] = tuple(round(0.85**i, 4) for i in range(25))
+    sweeps: int = 0
+    damping: float = 0.01
+    samples: int = 8192
+    values: int = 1 << 28
+    max_columns: int = 2304
+    adaround: AdaRoundSettings = DEFAULT_ADAROUND
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rounding, WeightRounding) or not isinstance(
+            self.bias, BiasCorrection
+        ):
+            raise ConfigError(
+                f"FitSettings.rounding is {self.rounding!r} and bias {self.bias!r}; allowed: "
+                "members of "
+                "WeightRounding and BiasCorrection.",
+                code="RQ101",
+            )
+        for name in ("scale_factors", "tensor_factors"):
+            factors = getattr(self, name)
+            if not factors or min(factors) <= 0:
+                raise ConfigError(
+                    f"FitSettings.{name} is {factors}; allowed: factors > 0, at least one.",
+                    code="RQ101",
+                )
+        if not 0 < self.damping <= 1:
+            raise ConfigError(
+                f"FitSettings.damping is {self.damping}; allowed: 0 < damping <= 1.", code="RQ101"
+            )
+        least = {"samples": 1, "values": 1, "max_columns": 1, "sweeps": 0}
+        for name, number in least.items():
+            if getattr(self, name) < number:
+                raise ConfigError(
+                    f"FitSettings.{name} is {getattr(self, name)}; allowed: >= {number}.",
+                    code="RQ101",
+                )
+
+    def count_rows(self, columns: int) -> int:
+        """Positions to sample for an operator with that many weights per output."""
+        least, most = (factor * min(columns, self.max_columns) for factor in ROWS_PER_COLUMN)
+        return min(max(self.samples, least), most)
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether operators have to be observed at all."""
+        return self.rounding is not WeightRounding.NEAREST or self.bias is not BiasCorrection.NONE
+
+
+DEFAULT_FIT = FitSettings()
+
+
+@dataclass(frozen=True, eq=False)
+class FittedWeight:
+    """An operator's fitted weight: on the grid of `qparams`, float32, in the weight's layout; and
+    its bias.
+    """
+
+    weight: NDArray[np.float32]
+    qparams: QParams
+    bias: NDArray[np.float32] | None
+
+
+def fit_operator(
+    view: LinearView,
+    statistics: InputStatistics,
+    weight: NDArray,
+    bias: NDArray | None,
+    qparams: QParams,
+    spec: QSpec,
+    settings: FitSettings,
+) -> FittedWeight:
+    """Round `weight` and correct `bias` for the inputs in `statistics`.
+
+    Args:
+        view: The operator as matrix products.
+        statistics: Of the operator's data operand as it is at inference.
+        weight: float32, in its own layout.
+        bias: One value per output channel in any shape, or one for all; None when the operator has
+            none.
+        qparams: Parameters of the weight that its observer picked; the zero point is kept.
+        spec: dtype and limits of the weight.
+        settings: See `FitSettings`.
+    """
+    rows = view.weight_to_rows(weight.astype("float32", copy=False))
+    scale = view.channels_to_rows(qparams.scale.astype("float64"))
+    zero_point = view.channels_to_rows(qparams.zero_point.astype("float64"))
+    low, high = spec.limits[0] - zero_point, spec.limits[1] - zero_point
+    if settings.rounding is not WeightRounding.NEAREST and statistics.with_gram:
+        scale, levels = search_scales(statistics, rows, scale, low, high, spec, settings)
+    else:
+        levels = np.empty(rows.shape, "int32")
+        grid = [np.broadcast_to(a, rows.shape[:2])[..., None] for a in (scale, low, high)]
+        for part in cut_outputs(rows.shape):
+            step, least, most = (a[:, part] for a in grid)
+            levels[:, part] = np.clip(np.rint(rows[:, part] / step), least, most)
+    new = scale.astype("float32").reshape(qparams.scale.shape)
+    qparams = QParams(new, qparams.zero_point, qparams.dtype, qparams.axis)
+    # float32 products: exactly what dequantize gives.
+    rounded = levels.astype("float32") * view.channels_to_rows(new)[..., None]
+    if bias is not None and settings.bias is BiasCorrection.WEIGHT:
+        error = np.empty(rows.shape[:2])
+        for part in cut_outputs(rows.shape):
+            difference = rows[:, part].astype("float64") - rounded[:, part]
+            error[:, part] = np.einsum("gok,gk->go", difference, statistics.mean)
+        bias = correct_bias(bias, error.reshape(-1))
+    return FittedWeight(view.rows_to_weight(rounded, weight.shape), qparams, bias)
+
+
+def cut_outputs(shape: tuple[int, ...]) -> Iterator[slice]:
+    """Parts of the outputs of weights (G, O, K) that make up `MOST_WEIGHTS` each."""
+    groups, outputs, columns = shape
+    size = max(MOST_WEIGHTS // (groups * columns), 1)
+    for start in range(0, outputs, size):
+        yield slice(start, start + size)
+
+
+def correct_bias(bias: NDArray, error: NDArray) -> NDArray[np.float32]:
+    """`bias` plus one number per output channel; unchanged when it is one number for several
+    channels.
+    """
+    if bias.size != error.size:
+        return bias.astype("float32")
+    return (bias.astype("float64") + error.reshape(bias.shape)).astype("float32")
+
+
+@dataclass(frozen=True, eq=False)
+class LeastSquares:
+    """H prepared for rounding: columns by falling importance, and the triangular factor of its
+    inverse.
+
+    Attributes:
+        hessian: H + damping, permuted, (G, K, K).
+        factor: Upper triangular U with U^T U = H^-1, (G, K, K).
+        order: Column of the weight at each place, (G, K).
+    """
+
+    hessian: FloatArray
+    factor: FloatArray
+    order: NDArray[np.int64]
+
+    @staticmethod
+    def of(gram: FloatArray, damping: float) -> LeastSquares:
+        """From the sum of x x^T, (G, K, K), in its dtype."""
+        diagonal = np.einsum("gkk->gk", gram)
+        order = np.argsort(-diagonal, axis=1, kind="stable")
+        # Rows and then columns of a matrix: a tenth of the time of elements one by one.
+        hessian = np.empty_like(gram)
+        for to, matrix, index in zip(hessian, gram, order, strict=True):
+            np.take(np.take(matrix, index, axis=0), index, axis=1, out=to)
+        mean = diagonal.mean(axis=1)
+        # An input that was always zero leaves its weights to nearest rounding.
+        extra = damping * np.where(mean > 0, mean, 1)
+        index = np.arange(gram.shape[1])
+        hessian[:, index, index] += extra[:, None]
+        # U^T U = H^-1 from the Cholesky factor of H with rows and columns reversed: one
+        # factorization and one triangular inverse instead of an inverse and a second factorization.
+        is_double, reverse = gram.dtype == "float64", hessian[:, ::-1, ::-1]
+        reverse = np.linalg.cholesky(reverse) if is_double else reverse.copy()
+        for matrix in reverse:  # transposed: LAPACK has columns first, and needs no copy
+            if not is_double:  # numpy takes as long for these as for float64
+                _, failed = spotrf(matrix.T, lower=0, clean=1, overwrite_a=1)
+                if failed:
+                    raise np.linalg.LinAlgError("Matrix is not positive definite")
+            invert = dtrtri if is_double else strtri
+            matrix[:] = invert(matrix.T, lower=0, overwrite_c=1)[0].T
+        return LeastSquares(hessian, reverse[:, ::-1, ::-1], order)
+
+    def permute(self, rows: Float64Array) -> Float64Array:
+        """Columns of (G, O, K) in the order of `order`."""
+        return np.take_along_axis(rows, self.order[:, None, :], axis=2)
+
+    def restore(self, rows: Float64Array) -> Float64Array:
+        """The inverse of `permute`."""
+        return np.take_along_axis(rows, np.argsort(self.order, axis=1)[:, None, :], axis=2)
+
+    def errors(self, difference: Float64Array) -> Float64Array:
+        """d H d^T of each row of (G, O, K): (G, O)."""
+        return np.einsum("gok,gok->go", difference @ self.hessian, difference)
+
+
+def round_rows(
+    problem: LeastSquares,
+    rows: Float64Array,
+    scale: Float64Array,
+    low: Float64Array,
+    high: Float64Array,
+) -> Float64Array:
+    """Levels of the permuted weights (G, O, K), one column after the other; what a column's
+    rounding changes in the result, the later columns make up for.
+
+    scale, low and high broadcast to (G, O), or, where weights of one output differ in them, to
+    (G, O, K), permuted; levels are integers in low..high, float64.
+    """
+    # Columns first: each is contiguous.
+    rest = np.ascontiguousarray(rows.transpose(2, 0, 1))
+    step, least, most = (spread_columns(a, rows.shape) for a in (scale, low, high))
+    levels = round_columns(problem.factor, rest, step, least, most)
+    return np.ascontiguousarray(levels.transpose(1, 2, 0))
+
+
+def round_columns(
+    factor: FloatArray, rest: FloatArray, step: FloatArray, least: FloatArray, most: FloatArray
+) -> FloatArray:
+    """`round_rows` of weights (K, G, O), columns first, in the dtype that they have; `rest` is
+    used up. The others have that shape, factor is (G, K, K).
+    """
+    levels = np.empty_like(rest)
+
+    def settle(k: int, own: FloatArray) -> FloatArray:
+        level = np.divide(own, step[k], out=levels[k])
+        round_between(level, least[k], most[k])
+        change = level * step[k]
+        np.subtract(own, change, out=change)
+        change /= factor[:, k, k][:, None]
+        return change
+
+    sweep_columns(factor, rest, settle)
+    return levels
+
+
+def round_between(values: FloatArray, least: FloatArray, most: FloatArray) -> None:
+    """To the nearest integers within limits, in place: `np.clip` takes as long as all of it for the
+    few rows of a column.
+    """
+    np.rint(values, out=values)
+    np.maximum(values, least, out=values)
+    np.minimum(values, most, out=values)
+
+
+def sweep_columns(
+    matrix: FloatArray,
+    values: FloatArray,
+    settle: Callable[[int, FloatArray], FloatArray | None],
+) -> None:
+    """Settle one column after the other; what that changes is taken from all later ones:
+    `values[j] -= matrix[k, j] * settle(k, values[k])` for all j > k.
+
+    Most of it is done for `BLOCK` columns at once, as a product (lazy updates: Frantar et al.
+    2022, section 3.2); `PART` of them are small enough for the cache.
+
+    Args:
+        matrix: (G, K, K).
+        values: (K, G, O), changed in place.
+        settle: None: it changes nothing.
+    """
+
+    def spread(start: int, stop: int, end: int, changes: FloatArray) -> None:
+        if stop < end and changes.any():
+            rows = matrix[:, start:stop, stop:end].transpose(0, 2, 1)
+            values[stop:end] -= np.matmul(rows, changes.transpose(1, 0, 2)).transpose(1, 0, 2)
+
+    columns = len(values)
+    for start in range(0, columns, BLOCK):
+        stop = min(start + BLOCK, columns)
+        changes = np.zeros((stop - start, *values.shape[1:]), values.dtype)
+        for first in range(start, stop, PART):
+            last = min(first + PART, stop)
+            for k in range(first, last):
+                change = settle(k, values[k])
+                if change is not None:
+                    changes[k - start] = change
+                    values[k + 1 : last] -= matrix[:, k, k + 1 : last].T[:, :, None] * change
+            spread(first, last, stop, changes[first - start : last - start])
+        spread(start, stop, columns, changes)
+
+
+def spread_columns(values: Float64Array, shape: tuple[int, ...]) -> Float64Array:
+    """Values that broadcast to (G, O) or to `shape` (G, O, K), columns first: (K, G, O)."""
+    if values.shape == shape:
+        return np.ascontiguousarray(values.transpose(2, 0, 1))
+    return np.broadcast_to(values if values.ndim == 3 else values[..., None], shape).transpose(
+        2, 0, 1
+    )
+
+
+def improve_levels(
+    problem: LeastSquares,
+    rows: Float64Array,
+    levels: Float64Array,
+    scale: Float64Array,
+    low: Float64Array,
+    high: Float64Array,
+    sweeps: int,
+) -> Float64Array:
+    """Levels from which no single one can move to a smaller error, or as far as `sweeps` passes
+    get.
+
+    Arguments as for `round_rows`; never increases the error.
+    """
+    if not sweeps:
+        return levels
+    step, least, most = (spread_columns(a, rows.shape) for a in (scale, low, high))
+    spread = scale if scale.ndim == 3 else scale[..., None]
+    found = np.ascontiguousarray(levels.transpose(2, 0, 1))
+    for _ in range(sweeps):
+        difference = rows - found.transpose(1, 2, 0) * spread
+        gradient = np.ascontiguousarray((difference @ problem.hessian).transpose(2, 0, 1))
+        if not improve_columns(problem.hessian, gradient, found, step, least, most):
+            break
+    return np.ascontiguousarray(found.transpose(1, 2, 0))
+
+
+def improve_columns(
+    hessian: FloatArray,
+    gradient: FloatArray,
+    levels: FloatArray,
+    step: FloatArray,
+    least: FloatArray,
+    most: FloatArray,
+) -> bool:
+    """One pass of `improve_levels` over levels (K, G, O), columns first, in place and in the dtype
+    that they have: whether any moved.
+
+    gradient, (K, G, O), is H times (weight - level * step), and used up.
+    """
+    changed = False
+
+    def settle(k: int, own: FloatArray) -> FloatArray | None:
+        nonlocal changed
+        level, move = levels[k], hessian[:, k, k][:, None] * step[k]
+        np.divide(own, move, out=move)
+        move += level
+        round_between(move, least[k], most[k])
+        move -= level
+        if not move.any():
+            return None
+        changed = True
+        level += move
+        move *= step[k]
+        return move
+
+    sweep_columns(hessian, gradient, settle)
+    return changed
+
+
+@dataclass(frozen=True, eq=False)
+class BlockedRows:
+    """Weights (G, O, K) and what they are rounded for, one block of columns after the other.
+
+    What one block takes is bounded, and what all of them have in common is no more than one number
+    for each weight: a wide layer needs little more memory than its weights do.
+    """
+
+    statistics: InputStatistics
+    rows: NDArray[np.float32]
+    low: Float64Array
+    high: Float64Array
+    settings: FitSettings
+
+    def visit_blocks(self, visit: Callable[[LeastSquares, slice], Float64Array]) -> Float64Array:
+        """The sum over all blocks of what `visit` gives for a block's problem and columns."""
+        blocks = enumerate(self.statistics.cut_columns())
+        if self.statistics.blocks == 1:
+            return sum((visit(self.problem, columns) for _, columns in blocks), np.zeros(()))
+
+        def run(item: tuple[int, slice]) -> Float64Array:
+            number, columns = item
+            return visit(self.make_problem(number), columns)
+
+        return sum(map_on_threads(run, blocks), np.zeros(()))
+
+    @functools.cached_property
+    def problem(self) -> LeastSquares:
+        """That of the only block."""
+        return self.make_problem(0)
+
+    def make_problem(self, block: int) -> LeastSquares:
+        return LeastSquares.of(self.statistics.find_gram(block), self.settings.damping)
+
+    def nearest_error(self, scale: Float64Array) -> float:
+        """Of rounding to nearest with one scale for all weights, (1, 1)."""
+        step, low, high = scale[..., None], self.low[..., None], self.high[..., None]
+
+        def visit(problem: LeastSquares, columns: slice) -> Float64Array:
+            total = np.zeros(())
+            for part in cut_outputs((*self.rows.shape[:2], columns.stop - columns.start)):
+                rows = self.rows[:, part, columns].astype("float64")
+                rows -= np.clip(np.rint(rows / step), low, high) * step
+                total = total + problem.errors(problem.permute(rows)).sum()
+            return total
+
+        return float(self.visit_blocks(visit))
+
+    def round(
+        self, scale: Float64Array, *, with_errors: bool
+    ) -> tuple[NDArray[np.int32], Float64Array]:
+        """(levels, (G, O, K); error of each output, (G, O), or zeros) for scales that broadcast to
+        (G, O).
+        """
+        grid = [np.broadcast_to(a, self.rows.shape[:2]) for a in (scale, self.low, self.high)]
+        levels = np.empty(self.rows.shape, "int32")
+
+        def visit(problem: LeastSquares, columns: slice) -> Float64Array:
+            errors = np.zeros(self.rows.shape[:2])
+            for part in cut_outputs((*self.rows.shape[:2], columns.stop - columns.start)):
+                step, low, high = (a[:, part] for a in grid)
+                rows = problem.permute(self.rows[:, part, columns].astype("float64"))
+                found = self.round_part(problem, rows, step, low, high)
+                if with_errors:
+                    errors[:, part] = problem.errors(rows - found * step[..., None])
+                levels[:, part, columns] = problem.restore(found)
+            return errors
+
+        errors = self.visit_blocks(visit)
+        return levels, errors
+
+    def round_part(
+        self,
+        problem: LeastSquares,
+        rows: Float64Array,
+        scale: Float64Array,
+        low: Float64Array,
+        high: Float64Array,
+    ) -> Float64Array:
+        """Levels of permuted weights, as the settings say."""
+        settings = self.settings
+        if settings.rounding is WeightRounding.ADAPTIVE:
+            adaround = settings.adaround
+            levels = learn_rounding(problem.hessian, rows, scale, low, high, adaround)
+        else:
+            levels = round_rows(problem, rows, scale, low, high)
+        return improve_levels(problem, rows, levels, scale, low, high, settings.sweeps)
+
+
+def search_scales(
+    statistics: InputStatistics,
+    rows: NDArray[np.float32],
+    scale: Float64Array,
+    low: Float64Array,
+    high: Float64Array,
+    spec: QSpec,
+    settings: FitSettings,
+) -> tuple[Float64Array, NDArray[np.int32]]:
+    """(scale, levels) with the least error among multiples of `scale`: per output, or in total if
+    there is one scale.
+
+    rows: (G, O, K); scale, low and high: (G, O) or (1, 1).
+    """
+    blocks = BlockedRows(statistics, rows, low, high, settings)
+    per_tensor = scale.size == 1 and rows.shape[0] * rows.shape[1] > 1
+    factors = settings.tensor_factors
+    if per_tensor and len(factors) > 1:
+        scale = scale * min(factors, key=lambda factor: blocks.nearest_error(scale * factor))
+    elif per_tensor:
+        scale = scale * max(factors)
+
+    def attempt(factor: float) -> tuple[Float64Array, NDArray[np.int32], Float64Array]:
+        # The scale is float32 in the model; rounding must be done with what will be used.
+        trial = np.asarray(conform_scale(scale * factor, spec))
+        trial = trial.astype("float32").astype("float64")
+        # With one multiple there is nothing to compare: errors take longer than rounding does.
+        levels, error = blocks.round(trial, with_errors=bool(others))
+        return trial, levels, error.sum(keepdims=True) if per_tensor else error
+
+    first, *others = settings.scale_factors
+    best_scale, best_levels, best_error = attempt(first)
+    for factor in others:
+        trial, levels, error = attempt(factor)
+        better = error < best_error
+        best_error = np.where(better, error, best_error)
+        best_scale = np.where(better, trial, best_scale)
+        np.copyto(best_levels, levels, where=better[..., None])
+    return best_scale, best_levels

@@ -1,0 +1,221 @@
+"""Calibrate, weights: a convolution or dense operator as matrix products, one per group of
+channels.
+
+y[g, n, o] = sum over k of x[g, n, k] * w[g, o, k]: k runs over the kernel window and the input
+channels of a group, n over batch and output positions, o over the output channels of the group. A
+depthwise convolution has as many groups as channels, a dense operator one. A transposed
+convolution is such a product too, in which each output reads what a tap leads back to, and zero
+where that falls between two inputs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from tvm.ir import Call
+
+from relayquant.ir.rewrite import Match
+
+FloatArray = NDArray[np.float32]
+
+#: operators whose weights can be fitted
+TRANSPOSED = "relax.nn.conv2d_transpose"
+CONVOLUTIONS = ("relax.nn.conv2d", "relax.nn.conv1d", TRANSPOSED)
+MATMUL = "relax.matmul"
+
+
+@dataclass(frozen=True)
+class LinearView:
+    """How data and weight of one operator become matrices.
+
+    Attributes:
+        data_axes: Axes of the data in the order batch..., spatial..., channel; None for dense,
+            whose data is (..., K) already.
+        weight_axes: Axes of the weight in the order output, spatial..., input.
+        kernel, strides, padding, dilation: Per spatial axis; padding as (before, after). Empty for
+            dense.
+        groups: Groups of channels.
+        output_padding: Of a transposed convolution, per spatial axis: rows that its output has
+            beyond those that the input leads to; None for any other operator.
+    """
+
+    data_axes: tuple[int, ...] | None
+    weight_axes: tuple[int, ...]
+    kernel: tuple[int, ...] = ()
+    strides: tuple[int, ...] = ()
+    padding: tuple[tuple[int, int], ...] = ()
+    dilation: tuple[int, ...] = ()
+    groups: int = 1
+    output_padding: tuple[int, ...] | None = None
+
+    def weight_to_rows(self, weight: NDArray) -> NDArray:
+        """A weight in its own layout as (groups, outputs per group, K)."""
+        moved = np.transpose(weight, self.weight_axes)
+        if self.output_padding is not None:
+            # Its axis of outputs holds those of one group, its axis of inputs all.
+            return self._split_groups(moved.reshape(moved.shape[0], -1, moved.shape[-1]))
+        return np.ascontiguousarray(moved.reshape(self.groups, moved.shape[0] // self.groups, -1))
+
+    def rows_to_weight(self, rows: NDArray, shape: tuple[int, ...]) -> NDArray:
+        """The inverse of `weight_to_rows` for a weight of `shape`."""
+        sizes = [shape[axis] for axis in self.weight_axes]
+        if self.output_padding is not None:
+            split = rows.reshape(self.groups, sizes[0], math.prod(self.kernel), -1)
+            rows = split.transpose(1, 2, 0, 3)
+        moved = rows.reshape(sizes)
+        return np.ascontiguousarray(np.transpose(moved, np.argsort(self.weight_axes)))
+
+    def channels_to_rows(self, values: NDArray) -> NDArray:
+        """One number per output channel, (C,) or (), as (groups, outputs per group)."""
+        return values.reshape(self.groups, -1) if values.ndim else values.reshape(1, 1)
+
+    @property
+    def channel_axis(self) -> int:
+        """Axis of the channels in the data."""
+        return -1 if self.data_axes is None else self.data_axes[-1]
+
+    def channel_importance(self, weight: NDArray) -> NDArray[np.float64]:
+        """Summed squares of the weights that read each channel of the data, (C,)."""
+        rows = self.weight_to_rows(weight)
+        squares = np.einsum("gok,gok->gk", rows, rows, dtype="float64")
+        taps = math.prod(self.kernel)
+        return squares.reshape(self.groups, taps, -1).sum(axis=1).reshape(-1)
+
+    def sample_rows(
+        self,
+        arrays: Sequence[FloatArray],
+        count: int,
+        rng: np.random.Generator,
+        rounding: Callable[[FloatArray], FloatArray] | None = None,
+    ) -> FloatArray:
+        """At most `count` rows of x, drawn without replacement from batches that differ in their
+        first axis only: (groups, n, K) float32.
+
+        `rounding` is applied to the values taken; the padding's zeros stay zeros.
+        """
+        if self.data_axes is None:
+            flat = [array.reshape(-1, array.shape[-1]) for array in arrays]
+            index = self._draw(sum(map(len, flat)), count, rng)
+            rows = gather_rows(flat, index, ())
+            return (rounding(rows) if rounding else rows)[None]
+        moved = [np.transpose(array, self.data_axes) for array in arrays]
+        sizes, images = moved[0].shape[1:-1], sum(map(len, moved))
+        outputs = self._output_sizes(sizes)
+        index = self._draw(images * math.prod(outputs), count, rng)
+        position = np.unravel_index(index, (images, *outputs))
+        inside = np.ones((len(index), math.prod(self.kernel)), "bool")
+        at = []
+        for axis, step in enumerate(np.unravel_index(range(inside.shape[1]), self.kernel)):
+            place, found = self._source(axis, position[1 + axis][:, None], step)
+            found = found & (place >= 0) & (place < sizes[axis])
+            inside &= found
+            at.append(np.where(found, place, 0))
+        windows = gather_rows(moved, position[0], at)
+        if rounding:
+            windows = rounding(windows)
+        windows[~inside] = 0
+        return self._split_groups(windows)
+
+    def _source(
+        self, axis: int, position: NDArray[np.int64], step: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Where in the data a tap of the outputs at `position` reads, along one spatial axis, and
+        whether it reads anything there.
+        """
+        before, stride = self.padding[axis][0], self.strides[axis]
+        if self.output_padding is None:
+            place = position * stride + step * self.dilation[axis] - before
+            return place, np.ones(place.shape, "bool")
+        place, rest = np.divmod(position + before - step * self.dilation[axis], stride)
+        return place, rest == 0
+
+    def _output_sizes(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        """Spatial sizes of the output for those of the data."""
+        reaches = [(taps - 1) * d for taps, d in zip(self.kernel, self.dilation, strict=True)]
+        paddings = [sum(padding) for padding in self.padding]
+        if self.output_padding is not None:
+            return tuple(
+                (size - 1) * stride - padding + reach + extra + 1
+                for size, stride, padding, reach, extra in zip(
+                    sizes, self.strides, paddings, reaches, self.output_padding, strict=True
+                )
+            )
+        return tuple(
+            (size + padding - reach - 1) // stride + 1
+            for size, stride, padding, reach in zip(
+                sizes, self.strides, paddings, reaches, strict=True
+            )
+        )
+
+    def _draw(self, total: int, count: int, rng: np.random.Generator) -> NDArray[np.int64]:
+        """Sorted indices of the rows to take."""
+        if total <= count:
+            return np.arange(total)
+        return np.sort(rng.choice(total, count, replace=False, shuffle=False))
+
+    def _split_groups(self, windows: NDArray) -> NDArray:
+        """(n, taps, C) -> (groups, n, taps * C / groups)."""
+        n, taps, channels = windows.shape
+        if self.groups == 1:
+            return windows.reshape(1, n, taps * channels)
+        split = windows.reshape(n, taps, self.groups, channels // self.groups)
+        return np.ascontiguousarray(split.transpose(2, 0, 1, 3)).reshape(self.groups, n, -1)
+
+
+def gather_rows(
+    arrays: Sequence[NDArray], first: NDArray[np.int64], others: Sequence[NDArray[np.int64]]
+) -> FloatArray:
+    """array[first[:, None], *others], or array[first] without others, of the arrays joined along
+    their first axis, float32; `first` (n,) rises, `others` are (n, m).
+    """
+    starts = np.cumsum([0, *map(len, arrays)])
+    cuts = np.searchsorted(first, starts)
+    found = []
+    for array, start, a, b in zip(arrays, starts, cuts, cuts[1:], strict=False):
+        index = first[a:b] - start
+        at = (index[:, None], *(other[a:b] for other in others)) if others else index
+        found.append(array[at])
+    rows = found[0] if len(found) == 1 else np.concatenate(found)
+    return rows.astype("float32", copy=False)
+
+
+def make_linear_view(match: Match) -> LinearView | None:
+    """The view of a matched operator; None for operators that are no convolution or dense."""
+    for call in _find_calls(match):
+        if call.op.name == MATMUL:
+            return LinearView(None, (1, 0)) if match.parts["weight"].ty.ndim == 2 else None
+        attrs = call.attrs
+        data, kernel = str(attrs.data_layout), str(attrs.kernel_layout)
+        spatial = data.replace("N", "").replace("C", "")
+        if sorted(kernel) != sorted("OI" + spatial) or len(data) != len(spatial) + 2:
+            return None
+        shape = [int(size) for size in match.parts["weight"].ty.shape.values]
+        groups, is_transposed = int(attrs.groups), call.op.name == TRANSPOSED
+        if shape[kernel.index("I" if is_transposed else "O")] % groups:
+            return None
+        padding = [int(size) for size in attrs.padding]
+        before, after = padding[: len(spatial)], padding[len(spatial) :]
+        return LinearView(
+            tuple(data.index(letter) for letter in "N" + spatial + "C"),
+            tuple(kernel.index(letter) for letter in "O" + spatial + "I"),
+            tuple(shape[kernel.index(letter)] for letter in spatial),
+            tuple(int(step) for step in attrs.strides),
+            tuple(zip(before, after, strict=True)),
+            tuple(int(step) for step in attrs.dilation),
+            groups,
+            tuple(int(size) for size in attrs.output_padding) if is_transposed else None,
+        )
+    return None
+
+
+def _find_calls(match: Match) -> Iterator[Call]:
+    if "data" not in match.parts or "weight" not in match.parts:
+        return
+    for name in (*CONVOLUTIONS, MATMUL):
+        call = match.find_call(name)
+        if call is not None:
+            yield call

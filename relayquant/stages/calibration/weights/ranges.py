@@ -1,0 +1,436 @@
+"""Calibrate, activations: the range that changes the results of the consumers least, row by row.
+
+A plain squared error is ruled by the few largest values. Here each row of channels (a pixel, a
+token, a frame) is judged by its error relative to its own size, and each channel counts as much as
+the consumers' weights let it count.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relayquant.base.qtypes import QParams, QSpec, ValueInfo, choose_qparams
+from relayquant.config.observers import Observer, State, require_arrays
+from relayquant.config.observers.base import NotFiniteError
+from relayquant.config.observers.search import search_ranges
+from relayquant.errors import ConfigError, DataError
+from relayquant.stages.calibration.weights.statistics import round_to_grid
+
+Float64Array = NDArray[np.float64]
+
+#: share of the rows, the smallest first, that say how large a row usually is
+USUAL = 0.95
+
+#: what is added to the size of every row, in usual sizes: the larger, the more the large rows
+#: count. Chosen by the error of whole models (convolutional networks, transformers): 1 and 16 are
+#: worse on most.
+FLOOR = 4.0
+
+#: float32 values of which several copies stay in the second level cache
+CACHED = 1 << 15
+
+#: levels of a quantizer up to which its error is found level by level, not value by value
+MOST_LEVELS = 1 << 12
+
+#: values of an array that the choice of its rows depends on, and its rows at least
+SEED_VALUES, SEED_ROWS = 1 << 11, 4
+
+
+@dataclass(frozen=True, eq=False)
+class SampledRows:
+    """Rows (n, C) float32, filled up with zeros behind their `channels` (n,), and their priorities
+    (n,), float64.
+    """
+
+    values: NDArray[np.float32]
+    channels: NDArray[np.int64]
+    priorities: Float64Array
+
+    @staticmethod
+    def join(parts: Sequence[SampledRows]) -> SampledRows:
+        """All of them. Values of one group may differ in their channels: a concat and its
+        inputs.
+        """
+        if len(parts) == 1:
+            return parts[0]
+        width = max((part.values.shape[1] for part in parts), default=0)
+        values = np.zeros((sum(len(part.values) for part in parts), width), "float32")
+        at = 0
+        for part in parts:
+            count, channels = part.values.shape
+            values[at : at + count, :channels] = part.values
+            at += count
+        empty = np.zeros(0)
+        return SampledRows(
+            values,
+            np.concatenate([empty.astype("int64"), *(part.channels for part in parts)]),
+            np.concatenate([empty, *(part.priorities for part in parts)]),
+        )
+
+    def select(self, index: NDArray[np.int64]) -> SampledRows:
+        """Some of them."""
+        return SampledRows(self.values[index], self.channels[index], self.priorities[index])
+
+    def take(self, limit: int) -> SampledRows:
+        """Those of the `limit` smallest priorities, in their order."""
+        keep = np.argsort(self.priorities, kind="stable")[:limit]
+        return self.select(keep)
+
+
+@dataclass(frozen=True, eq=False)
+class RowState(State):
+    """The range, float64 (), and a random sample of rows in the parts that it was drawn in.
+
+    The sample is the rows of the smallest priorities. Now and then those that are too many are
+    dropped: all of priority `most` or more, float64 ().
+    """
+
+    low: Float64Array
+    high: Float64Array
+    parts: tuple[SampledRows, ...]
+    most: Float64Array
+    count: NDArray[np.int64]  #: arrays seen
+
+    @property
+    def drawn(self) -> int:
+        """Rows that are held."""
+        return sum(len(part.priorities) for part in self.parts)
+
+    @property
+    def width(self) -> int:
+        """Most channels of a row."""
+        return max((part.values.shape[1] for part in self.parts), default=0)
+
+    def to_arrays(self) -> dict[str, NDArray[Any]]:
+        rows = SampledRows.join(self.parts)
+        return {
+            "low": self.low,
+            "high": self.high,
+            "rows": rows.values,
+            "channels": rows.channels,
+            "priorities": rows.priorities,
+            "most": self.most,
+            "count": self.count,
+        }
+
+    @classmethod
+    def from_arrays(cls, info: ValueInfo, arrays: Mapping[str, Any]) -> RowState:
+        names = ("low", "high", "rows", "channels", "priorities", "most", "count")
+        low, high, *rows, most, count = require_arrays(cls, info, arrays, names)
+        return cls(info, low, high, (SampledRows(*rows),), most, count)
+
+
+@dataclass(frozen=True)
+class RelativeMSE(Observer[RowState]):
+    """The range with the least mean of error / size over rows, both as the consumers see them.
+
+    With importance a_c of channel c and row x: error = sum of a_c (x_c - x^_c)^2, size = sum of a_c
+    x_c^2 plus the mean of that over the usual rows (all but the largest 5 %). Activations only, per
+    tensor. Rows are a bounded random sample, the same for the same data; the largest and smallest
+    value are exact.
+
+    Attributes:
+        values: Numbers that the sample of rows may hold.
+        axis: Channel axis of the observed arrays.
+        importance: For each consumer, one weight per channel (as a tuple), in practice the summed
+            squares of its weights; () counts all channels alike. Calibration fills it from the
+            model.
+        share, arrays: Part of all data that one state sees before it is merged with those of the
+            other parts, and in how many arrays, all of them about as long. Of the whole sample it
+            then draws little more than that part; calibration sets them. 0 arrays: not known.
+    """
+
+    values: int = 1 << 17
+    axis: int = -1
+    importance: tuple[tuple[float, ...], ...] = ()
+    share: float = 1.0
+    arrays: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.values, int) or self.values < 1:
+            raise ConfigError(
+                f"RelativeMSE.values is {self.values!r}; allowed: an integer >= 1, for instance "
+                "131072.",
+                code="RQ101",
+            )
+
+    def start(self, info: ValueInfo) -> RowState:
+        if info.spec.is_per_channel:
+            raise ConfigError(
+                f"RelativeMSE picks one range per tensor, but value {info.name!r} is to be "
+                "quantized per channel; "
+                "use MinMax() or MSE().",
+                code="RQ101",
+            )
+        end, count = np.asarray(math.inf), np.zeros((), "int64")
+        return RowState(info, end, -end, (), end, count)
+
+    def update(self, state: RowState, array: NDArray[Any]) -> RowState:
+        return self.update_all(state, [array])
+
+    def update_all(self, state: RowState, arrays: Sequence[NDArray[Any]]) -> RowState:
+        found = [np.asarray(array) for array in arrays]
+        moved = [
+            array.reshape(1, -1) if array.ndim < 2 else np.moveaxis(array, self.axis, -1)
+            for array in found
+            if array.size
+        ]
+        if not moved:
+            return state
+        lows, highs = [[float(end(a)) for a in moved] for end in (np.min, np.max)]
+        if not all(map(math.isfinite, (*lows, *highs))):
+            raise NotFiniteError(
+                f"Value {state.info.name!r} holds NaN or infinity during calibration. Check that "
+                "the float model gives finite results on these samples, and the preprocessing of "
+                "the data set.",
+                state.info.name,
+                code="RQ303",
+            )
+        share = self.share * min(len(moved) / self.arrays, 1.0) if self.arrays else self.share
+        limit = self._limit(max(state.width, *(array.shape[-1] for array in moved)), share)
+        rows = sum(array.size // array.shape[-1] for array in moved)
+        parts = [
+            part
+            for _, same in groupby(moved, key=lambda array: array.shape[-1])
+            for part in [draw_rows(list(same), float(state.most), limit, rows)]
+            if len(part.priorities)
+        ]
+        return self._bound(
+            RowState(
+                state.info,
+                np.minimum(state.low, min(lows)),
+                np.maximum(state.high, max(highs)),
+                (*state.parts, *parts),
+                state.most,
+                state.count + len(moved),
+            ),
+            self.share,
+        )
+
+    def merge(self, a: RowState, b: RowState) -> RowState:
+        return self._bound(
+            RowState(
+                a.info,
+                np.minimum(a.low, b.low),
+                np.maximum(a.high, b.high),
+                (*a.parts, *b.parts),
+                np.minimum(a.most, b.most),
+                a.count + b.count,
+            )
+        )
+
+    def _bound(self, state: RowState, share: float = 1.0) -> RowState:
+        """The state without rows that are too many, once they are half as many again as there may
+        be.
+        """
+        limit = self._limit(state.width, share)
+        if state.drawn <= 1.5 * limit:
+            return state
+        rows = SampledRows.join(state.parts)
+        keep = np.argpartition(rows.priorities, limit)[: limit + 1]
+        most = np.asarray(rows.priorities[keep].max())
+        rows = rows.select(np.sort(keep[rows.priorities[keep] < most]))
+        return replace(state, parts=(rows,), most=np.minimum(state.most, most))
+
+    def qparams(self, state: RowState, info: ValueInfo) -> QParams:
+        if not state.count:
+            raise DataError(
+                f"Value {info.name!r} has seen no data: the calibration data set is empty.",
+                code="RQ303",
+            )
+        rows = SampledRows.join(state.parts).take(self._limit(state.width))
+        low, high = search_relative_range(
+            rows.values,
+            float(state.low),
+            float(state.high),
+            info.spec,
+            self.importance,
+            rows.channels,
+        )
+        return choose_qparams(low, high, info.spec)
+
+    def for_part(self, share: float, arrays: int) -> RelativeMSE:
+        return replace(self, share=share, arrays=arrays)
+
+    def _limit(self, channels: int, share: float = 1.0) -> int:
+        """Rows of the sample, or of what a part of the data may bring to it.
+
+        Of the rows with the smallest priorities each part has its share, more or less. That is
+        exceeded by a few standard deviations at most; twice as many, because parts may be longer
+        than others.
+        """
+        rows = max(self.values // max(channels, 1), 1)
+        usual = share * rows
+        return min(rows, math.ceil(2 * usual + 4 * math.sqrt(usual)) + 8)
+
+
+def draw_rows(arrays: Sequence[NDArray[Any]], most: float, limit: int, total: int) -> SampledRows:
+    """Random rows along the last axis of arrays with as many channels: of the rows that are drawn
+    below `most`, at least those of the `limit` smallest of `total` priorities.
+    """
+    counts = [array.size // array.shape[-1] for array in arrays]
+    # The seed is taken from the values: the sample depends on neither the order of the data nor how
+    # it was split over processes.
+    seed, seen = 0, max(SEED_VALUES // arrays[0].shape[-1], SEED_ROWS)
+    for array, count in zip(arrays, counts, strict=True):
+        seed = zlib.crc32(take_rows(array, spread_rows(count, seen)).astype("float32"), seed)
+    drawn = np.random.default_rng(seed).random(sum(counts))
+    # So many are nearly always enough; below `most` there are no more.
+    bound = (limit + 4 * math.sqrt(limit)) / total
+    keep = np.flatnonzero(drawn < min(most, bound))
+    if bound < most and len(keep) < min(limit, len(drawn)):
+        keep = np.sort(np.argpartition(drawn, min(limit, len(drawn)) - 1)[:limit])
+        keep = keep[drawn[keep] < most]
+    starts = np.cumsum([0, *counts])
+    cuts = np.searchsorted(keep, starts)
+    rows = [
+        take_rows(array, keep[a:b] - start)
+        for array, start, a, b in zip(arrays, starts, cuts, cuts[1:], strict=False)
+    ]
+    joined = rows[0] if len(rows) == 1 else np.concatenate(rows)
+    channels = np.full(len(keep), joined.shape[1])
+    return SampledRows(joined.astype("float32", copy=False), channels, drawn[keep])
+
+
+@lru_cache(maxsize=64)
+def spread_rows(count: int, wanted: int) -> NDArray[np.int64]:
+    """Up to `wanted` of so many rows, evenly spread."""
+    return np.linspace(0, count - 1, min(wanted, count)).astype("int64")
+
+
+def take_rows(array: NDArray, index: NDArray[np.int64]) -> NDArray:
+    """Rows along the last axis, numbered over all others: (n, C)."""
+    if array.flags.c_contiguous:
+        return array.reshape(-1, array.shape[-1])[index]
+    return array[np.unravel_index(index, array.shape[:-1])]
+
+
+def search_relative_range(
+    rows: NDArray[np.float32],
+    low: float,
+    high: float,
+    spec: QSpec,
+    importance: Sequence[Sequence[float]] = (),
+    channels: NDArray[np.int64] | None = None,
+) -> tuple[float, float]:
+    """(low, high) within the given range with the least mean relative error of rows (n, C).
+
+    `importance` holds one weight per channel for each consumer; those of another length than a
+    row's `channels` (n,) (all C if None) do not speak of that row.
+    """
+    if channels is None:
+        channels = np.full(rows.shape[0], rows.shape[1])
+    factors, unit = np.zeros(rows.shape, "float32"), max(-low, high, 0.0) ** 2
+    for count in np.unique(channels):
+        part = channels == count
+        weights = [np.asarray(a, "float64") for a in importance if len(a) == count]
+        found = relative_weights(rows[part, :count], weights or [np.ones(count)])
+        # Any unit does; this one keeps float32 from overflowing where values are tiny.
+        factors[part, :count] = found * unit
+    flat, factors = rows.reshape(-1), factors.reshape(-1)
+    is_narrow = spec.limits[1] - spec.limits[0] < MOST_LEVELS
+    sums = RunningSums.of(flat, factors) if is_narrow else None
+
+    def errors(lows: Float64Array, highs: Float64Array) -> Float64Array:
+        if sums is not None:
+            return sums.errors(choose_qparams(lows[:, 0], highs[:, 0], spec, 0), spec)[:, None]
+        trials = [choose_qparams(*ends, spec) for ends in zip(lows[:, 0], highs[:, 0], strict=True)]
+        found = [weighted_error(flat, factors, qparams, spec) for qparams in trials]
+        return np.array(found)[:, None]
+
+    lows, highs = search_ranges(
+        np.array([low]), np.array([high]), spec, errors, floor=2.0**-7, steps=24
+    )
+    return float(lows[0]), float(highs[0])
+
+
+def relative_weights(rows: NDArray[np.float32], importance: Sequence[Float64Array]) -> Float64Array:
+    """What one squared error of each value of rows (n, C) counts, for all consumers together, (n,
+    C).
+
+    error / size is linear in the squared errors, so one number per value is enough.
+    """
+    result = np.zeros(rows.shape)
+    squares = np.square(rows, dtype="float64")
+    for weight in importance:
+        size = squares @ weight
+        usual = np.sort(size)[: math.ceil(USUAL * size.size)].mean()
+        floor = FLOOR * float(usual if usual > 0 else size.mean())
+        if floor > 0:
+            result += weight[None, :] / (size + floor)[:, None]
+    return result
+
+
+@dataclass(frozen=True, eq=False)
+class RunningSums:
+    """Weighted values in rising order, float64 (n,), and running sums over them.
+
+    With w the weight of the value x, `sums` (3, n + 1) are those of w, w * x and w * x^2 over the
+    values before each place. The values that one level stands for lie side by side, so the error of
+    a quantizer is found in as many steps as it has levels, however many values there are.
+    """
+
+    values: Float64Array
+    sums: Float64Array
+
+    @staticmethod
+    def of(values: NDArray[np.float32], weights: NDArray[np.float32]) -> RunningSums:
+        """From values and weights (n,), without zeros: these are exact with any parameters."""
+        used = np.flatnonzero(values)
+        order = used[sort_floats(values[used])]
+        x, term = values[order].astype("float64"), weights[order].astype("float64")
+        sums = np.zeros((3, x.size + 1))
+        for row in sums:
+            np.cumsum(term, out=row[1:])
+            term *= x
+        return RunningSums(x, sums)
+
+    def errors(self, qparams: QParams, spec: QSpec) -> Float64Array:
+        """Sum of weights * (value - quantized value)^2 for each of K parameters, (K,)."""
+        low, high = spec.limits
+        scale = qparams.scale[:, None]
+        levels = np.arange(low, high + 1) - qparams.zero_point[:, None]
+        real = (levels.astype("float32") * scale).astype("float64")
+        between = (levels[:, :-1] + 0.5) * scale.astype("float64")
+        at = np.zeros((len(levels), levels.shape[1] + 1), "int64")
+        at[:, 1:-1] = np.searchsorted(self.values, between)
+        at[:, -1] = self.values.size
+        weight, first, second = np.diff(self.sums[:, at], axis=2)
+        return (second + real * (real * weight - 2 * first)).sum(axis=1)
+
+
+def sort_floats(values: NDArray[np.float32]) -> NDArray[np.int64]:
+    """Indices that sort float32 values (n,), n < 2^32; equal ones keep their order.
+
+    The index is a part of the key, which numpy sorts several times as fast as it sorts stably.
+    """
+    bits = values.view("uint32")
+    # Bits of floats are in order, as integers, once those below zero are turned around.
+    ordered = np.where(bits >> 31, ~bits, bits | np.uint32(1 << 31)).astype("uint64")
+    keys = (ordered << np.uint64(32)) | np.arange(values.size, dtype="uint64")
+    keys.sort()
+    return (keys & np.uint64(0xFFFFFFFF)).astype("int64")
+
+
+def weighted_error(
+    values: NDArray[np.float32], weights: NDArray[np.float32], qparams: QParams, spec: QSpec
+) -> float:
+    """Sum of weights * (value - quantized value)^2."""
+    # Blocks that stay in cache: there are a hundred trials for the same values.
+    total = 0.0
+    for start in range(0, len(values), CACHED):
+        part = values[start : start + CACHED]
+        error = round_to_grid(part, qparams, spec)
+        error -= part
+        error *= error
+        total += float(np.dot(error, weights[start : start + CACHED]))
+    return total

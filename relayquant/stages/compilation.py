@@ -1,0 +1,140 @@
+"""Quantized or float module and a target -> a TVM executable: what the pipeline itself runs on this
+machine, and what users deploy.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import tvm
+from tvm.ir import Call
+from tvm.target import Target
+
+from relayquant.base.arguments import check_arguments
+from relayquant.base.runtime import stop_spinning
+from relayquant.codegen import make_pipeline, open_tuner
+from relayquant.codegen.failure import explain_failure
+from relayquant.codegen.host_functions import name_kernel_pipeline
+from relayquant.codegen.kernels.isa.target import host_config, resolve_target
+from relayquant.codegen.mmap_constants import MappedExecutable
+from relayquant.errors import RelayQuantError
+from relayquant.ir.rewrite.entry import MAIN, find_entry, name_main, rename_function
+from relayquant.ir.rewrite.graph import call_name
+from relayquant.stages.preparation import prepare_module
+
+
+@check_arguments
+def pipeline(target: Any = None) -> tvm.transform.Pass:
+    """The relax pipeline for a target, for `tvm.compile(mod, target, relax_pipeline=...)`.
+
+    A float model is brought into canonical form first (batch norms folded); a quantized one is
+    already. The model keeps its name: what was `forward` is called so in the executable.
+    """
+    return adapt_pipeline(make_pipeline(resolve_target(target)))
+
+
+def adapt_pipeline(lowering: tvm.transform.Pass) -> tvm.transform.Pass:
+    """What `pipeline` gives, of the pipeline of a target."""
+
+    def run(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
+        entry = find_entry(mod)
+        if entry is None:
+            return lowering(mod)
+        named = name_main(mod)
+        lowered = lowering(prepare_unbound(named) if is_float_model(named) else named)
+        return lowered if entry == MAIN else rename_function(lowered, MAIN, entry)
+
+    return tvm.transform.module_pass(run, opt_level=0, name="relayquant.compile")  # pyright: ignore[reportReturnType]
+
+
+@check_arguments
+def compile(
+    mod: tvm.IRModule, target: Any = None, *, tune: bool | str | os.PathLike[str] = False
+) -> Any:
+    """A TVM executable of a quantized or float module.
+
+    Args:
+        mod: The module; it is not changed.
+        target: None for this machine, a `tvm.target.Target`, a dict, or a string such as
+            "llvm -mcpu=cascadelake".
+        tune: Time the few best register tiles of every int8 convolution and dense layer on this
+            machine, and 3x3 convolutions with Winograd's transforms and without, instead of taking
+            what is estimated to be fastest: some seconds for a model. Results are the same, bit for
+            bit. The times are remembered in a file, by default in the cache folder of the system; a
+            path names another one.
+
+    Raises:
+        ConfigError: TVM does not know the target; with `tune`, this machine cannot run code for it,
+            or the file of times is damaged.
+        FileError: the file of times cannot be written.
+        ModelError: TVM has no code for an operator of these types or sizes; it and its value are
+            named.
+    """
+    stop_spinning()
+    resolved = resolve_target(target)
+    if tune is False:
+        return build(mod, resolved, pipeline(resolved))
+    with open_tuner(resolved, None if tune is True else Path(tune)) as choose_form:
+        return build(mod, resolved, adapt_pipeline(make_pipeline(resolved, choose_form)))
+
+
+def build(mod: tvm.IRModule, target: Target, lowering: tvm.transform.Pass) -> MappedExecutable:
+    """What `tvm.compile` makes of a module, with what it was lowered to."""
+    lowered = []
+
+    def keep(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
+        lowered.append(lowering(mod))
+        return lowered[0]
+
+    keeping: Any = tvm.transform.module_pass(keep, opt_level=0, name="relayquant.keep")
+    try:
+        kernels = name_kernel_pipeline()
+        executable = tvm.compile(mod, target, relax_pipeline=keeping, tir_pipeline=kernels)
+    except RelayQuantError:
+        raise
+    except Exception as error:  # of C++, of which no class of its own says what it means
+        explained = explain_failure(
+            mod, lambda alone: tvm.compile(alone, target, relax_pipeline=lowering)
+        )
+        raise error if explained is None else explained from error
+    return MappedExecutable(executable, lowered[0], target)
+
+
+def compile_draft(mod: tvm.IRModule) -> Any:
+    """An executable for this machine that is run a few hundred times and thrown away.
+
+    LLVM at level 1: on the calibration graph of MobileNet a third less time to compile, and the
+    kernels, whose registers and vectors are laid out before LLVM sees them, as fast.
+    """
+    return compile(mod, {**host_config(), "opt-level": 1})
+
+
+def prepare_unbound(mod: tvm.IRModule) -> tvm.IRModule:
+    """`prepare_module`, in which weights that a frontend left parameters, without values, are
+    inputs.
+    """
+    main = mod[MAIN]
+    if "num_input" in (main.attrs or {}) and "params" not in main.attrs:
+        bare = main.without_attr("num_input")
+        mod = tvm.IRModule({**mod.functions, mod.get_global_var(MAIN): bare}, attrs=mod.attrs)
+    return prepare_module(mod)
+
+
+def is_float_model(mod: tvm.IRModule) -> bool:
+    """Whether a module is one that `prepare_module` takes: main in dataflow form, no integer
+    operators.
+    """
+    relax_functions = {
+        gv.name_hint: func
+        for gv, func in mod.functions_items()
+        if isinstance(func, tvm.relax.Function)
+    }
+    if list(relax_functions) != ["main"]:
+        return False
+    blocks = relax_functions["main"].body.blocks
+    if not all(isinstance(block, tvm.relax.DataflowBlock) for block in blocks):
+        return False
+    calls = [b.value for block in blocks for b in block.bindings if isinstance(b.value, Call)]
+    return not any(call_name(call).startswith("relax.qnn.") for call in calls)

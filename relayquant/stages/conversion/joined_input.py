@@ -1,0 +1,77 @@
+"""Expand: a value whose slices are joined is quantized once, before it is cut, as it is where a
+convolution of volumes reads an input.
+
+quantize(concat((cut(x), cut(x), ...))) -> concatenate((cut(quantize(x)), ...)), exactly: a slice
+moves values.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from tvm import relax
+from tvm.ir import Call
+from tvm.relax.dpl import is_op, wildcard
+
+from relayquant.base.qtypes import Rounding
+from relayquant.ir.dialect import qnn
+from relayquant.ir.rewrite import Emitter, Graph, Match, Pattern, Rule, Skip
+from relayquant.ir.rewrite.graph import tensor_shape
+from relayquant.stages.conversion.qnn_form import read_qparams
+
+#: what may lie between a value and what is joined
+CUTS = ("relax.strided_slice", "relax.reshape")
+
+
+def quantize_before_joining() -> Rule:
+    """The rule of this module's first line."""
+    parts, scale, zero_point = wildcard(), wildcard(), wildcard()
+    pattern = Pattern(
+        is_op("relax.qnn.quantize")(is_op("relax.concat")(parts), scale, zero_point),
+        {"parts": parts, "scale": scale, "zero_point": zero_point},
+    )
+
+    def rewrite(emitter: Emitter, match: Match) -> relax.Expr | Skip:
+        graph, quantize = match.graph, match.graph.values[match.root]
+        qparams = read_qparams(quantize, str(quantize.attrs.out_dtype))
+        if qparams is None or qparams.is_per_channel:
+            return Skip("the parameters are variables, or per channel")
+        chains = [trace_cuts(graph, field) for field in getattr(match.parts["parts"], "fields", ())]
+        sources = {source for source, _ in chains}
+        if len(chains) < 2 or len(sources) > 1 or not all(calls for _, calls in chains):
+            return Skip("what is joined is not cut out of one value")
+        (source,) = sources
+        if count_known(quantize.args[0]) < count_known(source):
+            return Skip("less is joined than what it is cut out of")
+        pair = relax.const(qparams.scale, "float32"), relax.const(qparams.zero_point, "int32")
+        rounding = Rounding(str(quantize.attrs.rounding))
+        value = qnn.quantize(emitter.get(source), *pair, out_dtype=qparams.dtype, rounding=rounding)
+        whole = emitter.emit(value, f"{match.name}.whole")
+        fields = []
+        for at, (_, calls) in enumerate(chains):
+            field = whole
+            for call in calls:
+                moved = Call(call.op, [field, *call.args[1:]], call.attrs, call.ty_args)
+                field = emitter.emit(moved, f"{match.name}.part{at}")
+            fields.append(field)
+        axis = int(match.call("relax.concat").attrs.axis)
+        scales, zeros = (relax.Tuple([each] * len(fields)) for each in pair)
+        return qnn.concatenate(relax.Tuple(fields), scales, zeros, *pair, axis=axis)
+
+    return Rule("quantize before joining", pattern, rewrite)
+
+
+def count_known(expr: relax.Expr) -> int:
+    """The product of the sizes that are known."""
+    return prod(size for size in tensor_shape(expr) or () if isinstance(size, int))
+
+
+def trace_cuts(graph: Graph, expr: relax.Expr) -> tuple[relax.Expr, list[Call]]:
+    """(the value that a part is cut out of, the calls on the way)."""
+    calls: list[Call] = []
+    call = graph.call_of(expr)
+    while call is not None and graph.op_name(expr) in CUTS:
+        calls.insert(0, call)
+        expr = call.args[0]
+        call = graph.call_of(expr)
+    return expr, calls

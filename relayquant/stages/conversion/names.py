@@ -1,0 +1,63 @@
+"""Last step of convert: the integer value that stands for a value of the float model takes its
+name.
+
+v.acc, v.sum, ... -> v.acc, v: what the ledger calls v is found as v in the integer module, unless v
+is still there in float. Accumulators keep their own names: they are not in the units of v.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+import tvm
+from tvm import relax
+
+from relayquant.ir.ledger import find_ledger
+from relayquant.ir.ops.base import NARROW, SHIFTED, TOTALS
+from relayquant.ir.rewrite import Emitter, Graph, rewrite_main
+from relayquant.ir.rewrite.graph import tensor_dtype
+
+#: last part of the names of accumulators
+ACCUMULATORS = (*TOTALS, NARROW, SHIFTED)
+
+
+def name_integers(mod: tvm.IRModule) -> tvm.IRModule:
+    """The module with integer values renamed; unchanged when it has no ledger."""
+    ledger = find_ledger(mod)
+    if ledger is None:
+        return mod
+    graph = Graph(mod)
+    names = find_names(graph, {value for row in ledger.rows for value in row.values})
+    if not names:
+        return mod
+
+    def visit(emitter: Emitter, binding: relax.VarBinding) -> relax.Expr:
+        value = emitter.get(binding.value)
+        if binding.var not in names:
+            return value
+        return emitter.emit(value, names[binding.var])
+
+    return rewrite_main(mod, visit)
+
+
+def find_names(graph: Graph, values: Set[str]) -> dict[relax.Var, str]:
+    """Variable -> new name: for each value that is not bound, the last integers made for it."""
+    last: dict[str, relax.Var] = {}
+    for binding in graph.bindings:
+        owner = find_owner(binding.var.name, values)
+        if owner not in graph.vars and tensor_dtype(binding.var).startswith(("int", "uint")):
+            last[owner] = binding.var
+    return {
+        var: owner
+        for owner, var in last.items()
+        if owner and var.name.rsplit(".", 1)[-1] not in ACCUMULATORS
+    }
+
+
+def find_owner(name: str, values: Set[str]) -> str:
+    """The value that `name` was made for: the longest of `values` it continues; "" for none."""
+    while "." in name:
+        name = name.rsplit(".", 1)[0]
+        if name in values:
+            return name
+    return ""

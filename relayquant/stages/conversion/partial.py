@@ -1,0 +1,174 @@
+"""Between prepare and annotate: a model that is quantized in part keeps what it has; the rest of
+it is planned and calibrated around that.
+
+Operators whose operands and results have parameters become integer operators at once. Values that
+cross the border, and values whose parameters the user gives, get these as fixed calibrations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import tvm
+
+from relayquant.base.qtypes import INTEGER_LIMITS, Granularity, QParams, QSpec, Scheme
+from relayquant.config import BackendConfig
+from relayquant.errors import ConfigError, suggest_name, warn_user
+from relayquant.ir.dialect.qnn.quantization import DEQUANTIZE, QUANTIZE
+from relayquant.ir.plan import GroupPlan, Plan
+from relayquant.ir.rewrite import Graph
+from relayquant.ir.rewrite.sources import read_sources
+from relayquant.stages.conversion import (
+    add_ledger,
+    adopt_reference,
+    expand_affine,
+    fold_qnn,
+    realize_qnn,
+)
+from relayquant.stages.conversion.io_dtypes import shift_qparams
+from relayquant.stages.conversion.qnn_form import read_dequantize, read_qparams
+
+
+def has_quantized_values(mod: tvm.IRModule) -> bool:
+    """Whether main holds an operator of the dialect."""
+    graph = Graph(mod)
+    return any(graph.op_name(b.var).startswith("relax.qnn.") for b in graph.bindings)
+
+
+def realize_quantized(canonical: tvm.IRModule, backend: BackendConfig) -> tvm.IRModule:
+    """A canonical module with quantize and dequantize operators of its own -> integer operators
+    where these enclose an operator, and a ledger of what became of each.
+    """
+    adopted = adopt_reference(canonical, backend)
+    integer = realize_qnn(adopted, backend)
+    folded = fold_qnn(expand_affine(integer, backend))
+    return add_ledger(folded, adopted, canonical, backend)
+
+
+def find_known(mod: tvm.IRModule) -> dict[str, QParams]:
+    """Parameters per tensor of real values that are dequantized from integers or quantized to
+    them, by name.
+    """
+    graph = Graph(mod)
+    known: dict[str, QParams] = {}
+    for binding in graph.bindings:
+        op, call = graph.op_name(binding.var), graph.call_of(binding.var)
+        if call is None or op not in (QUANTIZE, DEQUANTIZE):
+            continue
+        if op == DEQUANTIZE:
+            quantized = read_dequantize(graph, binding.var)
+            qparams, name = quantized and quantized.qparams, binding.var.name
+        else:
+            qparams = read_qparams(call, str(call.attrs.out_dtype))
+            name = getattr(call.args[0], "name", "")
+        if qparams is not None and not qparams.is_per_channel and name:
+            known.setdefault(name, qparams)
+    return known
+
+
+def find_constant_groups(sources: Mapping[str, dict[str, Any]], plan: Plan) -> dict[str, str]:
+    """Name of a weight in the source model ("layer1.0.conv1.weight") -> key of its group, as far as
+    the importer recorded them.
+    """
+    found: dict[str, str] = {}
+    for group in plan.groups:
+        if group.constant is None:
+            continue
+        values = plan.operator(group.constant[0]).values
+        rows = (sources.get(value, {}).get("constants") for value in values)
+        # The first value is the product, and the constant of highest rank its weight.
+        names = next((row for row in rows if row), ())
+        for name in names[:1]:
+            found.setdefault(name, group.key)
+    return found
+
+
+def fix_parameters(
+    mod: tvm.IRModule,
+    plan: Plan,
+    found: Mapping[str, QParams],
+    given: Mapping[str, QParams] | None,
+    fix: Callable[[Any, Any], Any],
+) -> Plan:
+    """The plan with fixed calibrations for the groups that have parameters already.
+
+    Args:
+        mod: The canonical module.
+        plan: As annotate made it.
+        found: Value -> parameters, as the model has them; names without a group are left out.
+        given: Value, weight or group ("conv1:weight") -> parameters, from the user; they win. One
+            warning lists values of the model that the plan does not quantize: files of other tools
+            have parameters also for what is inside of a fused operator here.
+        fix: (scale, zero point) -> the calibration that picks just these, `observers.Fixed`: this
+            stage does not know that one.
+
+    Raises:
+        ConfigError: `given` names nothing in the model, or has another width or number of
+            parameters than the plan.
+    """
+    sources = read_sources(mod["main"])
+    owners = find_constant_groups(sources, plan)
+    owners.update({member: group.key for group in plan.groups for member in group.members})
+    owners.update({group.key: group.key for group in plan.groups})
+    fixed: dict[str, GroupPlan] = {}
+    for name, qparams in found.items():
+        group = plan.group(owners[name]) if name in owners else None
+        if group is not None and width(group.info.spec.dtype) == width(qparams.dtype):
+            fixed[group.key] = fix_group(group, qparams, name, fix)
+    known = {var.name for var in Graph(mod).order} | set(sources)
+    known.update(name for row in sources.values() for name in row.get("constants", ()))
+    unused: list[str] = []
+    for name, qparams in (given or {}).items():
+        if name not in owners and name in known:
+            unused.append(name)
+            continue
+        if name not in owners:
+            raise ConfigError(
+                f"parameters has {name!r}, which the plan does not quantize. "
+                f"{suggest_name(name, owners)}",
+                code="RQ103",
+            )
+        fixed[owners[name]] = fix_group(plan.group(owners[name]), qparams, name, fix)
+    if unused:
+        warn_user(
+            f"{len(unused)} of the given parameters are not used, since the plan does not quantize "
+            f"these values: {', '.join(map(repr, unused))}. They are in float, or inside of an "
+            "operator that is computed as a whole.",
+            code="RQ103",
+        )
+    return replace(plan, groups=tuple(fixed.get(group.key, group) for group in plan.groups))
+
+
+def width(dtype: str) -> int:
+    """How many integers a dtype has, less one."""
+    low, high = INTEGER_LIMITS[dtype]
+    return high - low
+
+
+def fix_group(
+    group: GroupPlan, qparams: QParams, name: str, fix: Callable[[Any, Any], Any]
+) -> GroupPlan:
+    """The group with these parameters, in its own dtype (uint8 is int8 shifted by 128).
+
+    Raises:
+        ConfigError: the width or the number of parameters differs.
+    """
+    spec, info = group.info.spec, group.info
+    if qparams.is_per_channel and not spec.is_per_channel:
+        raise ConfigError(
+            f"parameters[{name!r}] is per channel, the plan says one scale for {group.key!r}.",
+            code="RQ103",
+        )
+    if spec.is_per_channel and not qparams.is_per_channel:
+        spec, info = replace(spec, granularity=Granularity.PER_TENSOR), replace(info, axis=None)
+    shifted = shift_qparams(qparams, spec.dtype, f"parameters[{name!r}]")
+    is_centred = bool((shifted.zero_point == spec.symmetric_zero_point).all())
+    if not (spec.is_symmetric and is_centred):
+        spec = QSpec(spec.dtype, Scheme.AFFINE, spec.granularity)
+    scale, zero_point = np.float32(shifted.scale), shifted.zero_point
+    calibration = fix(scale.tolist(), zero_point.tolist())
+    info = replace(info, spec=spec)
+    return replace(group, info=info, calibration=calibration, is_fixed=True)

@@ -1,0 +1,428 @@
+"""Float module + plan + parameters -> reference form: dequantize - float operator - quantize around
+every operator.
+
+v = conv(x, w) + b -> v = conv(dequantize(x.q), dequantize(w_int8)) + dequantize(b_int32);
+v.q = quantize(v); v.dq = dequantize(v.q). It runs on any target, and is what backends lower from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import numpy as np
+import tvm
+from tvm import relax
+
+from relayquant.base.qtypes import (
+    INTEGER_LIMITS,
+    QParams,
+    QSpec,
+    Role,
+    Rounding,
+    choose_qparams,
+    conform_scale,
+)
+from relayquant.errors import ConfigError
+from relayquant.ir.dialect import qnn
+from relayquant.ir.ledger import build_ledger, find_ledger, ledger_attrs
+from relayquant.ir.ops import Quantized, QuantOp, SimulateContext
+from relayquant.ir.ops.base import (
+    NARROW,
+    GroupedContext,
+    IntegerRows,
+    accumulator_qparams,
+    group_weight,
+    narrow_integer,
+    repeat_match,
+)
+from relayquant.ir.ops.callbacks import describe_place, run_realize_grouped
+from relayquant.ir.ops.dynamic import quantize_rows_at_run_time, round_at_run_time
+from relayquant.ir.ops.find import find_pattern, match_operator, operand_constant
+from relayquant.ir.ops.narrow_float import NarrowFloats
+from relayquant.ir.plan import OperatorPlan
+from relayquant.ir.reference import qnn as numpy_qnn
+from relayquant.ir.rewrite import Emitter, Graph, Match, Skip, rewrite_main
+from relayquant.ir.rewrite.graph import constant_value, tensor_dtype
+from relayquant.stages.conversion.bias import BIAS_LIMIT, LEAST_SHARE, refine_units
+from relayquant.stages.conversion.propagate import clip_integer
+from relayquant.stages.prepared import PreparedModel
+
+
+def build_reference(prepared: PreparedModel) -> tvm.IRModule:
+    """The reference form of a calibrated model, with its ledger.
+
+    Raises:
+        ConfigError: some values have no parameters yet.
+    """
+    builder = _ReferenceBuilder(prepared)
+    dtypes = {name: tensor_dtype(var) for name, var in builder.graph.vars.items()}
+    ledger = build_ledger(
+        prepared.plan, builder.parameters, prepared.backend.name, dtypes, prepared.observers
+    )
+    before = find_ledger(prepared.mod)
+    if before is not None:  # part of the model came quantized
+        ledger = ledger.with_finished(before)
+    ledger = replace(
+        ledger,
+        effort=prepared.effort,
+        choices=dict(prepared.choices),
+        inputs=prepared.inputs,
+        outputs=prepared.outputs,
+    )
+    return rewrite_main(
+        prepared.mod,
+        builder.visit,
+        before=builder.quantize_inputs,
+        attrs=ledger_attrs(ledger),
+    )
+
+
+class _ReferenceBuilder:
+    """State of one conversion: the dequantized view of every value."""
+
+    def __init__(self, prepared: PreparedModel) -> None:
+        self.plan, self.backend = prepared.plan, prepared.backend
+        self.constants = prepared.constants
+        self.graph = Graph(prepared.mod)
+        self.parameters = fit_weight_scales(prepared, self.graph)
+        self.operators = {op.name: op for op in self.plan.operators if op.quantized and op.pattern}
+        self.inner = {name for op in self.operators.values() for name in op.values[:-1]}
+        self.floats = NarrowFloats(self.plan)
+        self.views: dict[tuple[str, str], relax.Expr] = {}
+        self.dynamic_views: dict[tuple[str, QSpec], relax.Expr] = {}
+        #: a value -> integers and scales of its rows
+        self.rows: dict[tuple[relax.Expr, QSpec], IntegerRows] = {}
+
+    def quantize_inputs(self, emitter: Emitter) -> None:
+        for param in self.graph.func.params:
+            self.add_views(emitter, param.name, param)
+
+    def add_views(self, emitter: Emitter, name: str, value: relax.Expr) -> relax.Expr:
+        """Quantize `value` for each of its groups; returns the first dequantized view."""
+        first = value
+        for i, key in enumerate(self.plan.value_groups.get(name, ())):
+            prefix = name if i == 0 else f"{name}:{self.parameters[key].dtype}"
+            spec = self.plan.group(key).info.spec
+            view = self.round_trip(emitter, first, self.parameters[key], prefix, spec.limits)
+            self.views[name, key] = view
+            if i == 0:
+                first = view
+        return first
+
+    def round_trip(
+        self,
+        emitter: Emitter,
+        value: relax.Expr,
+        qparams: QParams,
+        name: str,
+        limits: tuple[int, int],
+    ) -> relax.Expr:
+        """dequantize(quantize(value)); with a clip between where not all of the dtype is used."""
+        axis = -1 if qparams.axis is None else qparams.axis
+        scale = relax.const(qparams.scale, "float32")
+        zero_point = relax.const(qparams.zero_point, "int32")
+        quantized = qnn.quantize(value, scale, zero_point, axis=axis, out_dtype=qparams.dtype)
+        if limits != INTEGER_LIMITS[qparams.dtype]:
+            quantized = clip_integer(emitter.emit(quantized, f"{name}.unclipped"), *limits)
+        quantized = emitter.emit(quantized, f"{name}.q")
+        return emitter.emit(qnn.dequantize(quantized, scale, zero_point, axis=axis), f"{name}.dq")
+
+    def visit(self, emitter: Emitter, binding: relax.VarBinding) -> relax.Expr | None:
+        name = binding.var.name
+        if name in self.inner:
+            return None
+        operator = self.operators.get(name)
+        if operator is None:
+            value = self.floats.repeat(emitter, binding)
+        else:
+            value = self.repeat_operator(emitter, operator)
+        if name not in self.plan.value_groups:
+            return value
+        bound = emitter.bind(binding.var, value)
+        view = self.add_views(emitter, name, bound)
+        return view if operator is not None and not operator.has_float_data else bound
+
+    def repeat_operator(self, emitter: Emitter, operator: OperatorPlan) -> relax.Expr:
+        """The float operator again, on dequantized operands."""
+        pattern = find_pattern(self.backend, operator.pattern)
+        match = match_operator(self.graph, self.backend, operator)
+        if operator.grouped is not None:
+            return self.group_operator(emitter, pattern, match, operator)
+        keys = dict(operator.operands)
+        operands: dict[str, relax.Expr] = {}
+        for operand in pattern.operands:
+            expr = match.parts[operand.name]
+            if isinstance(expr, relax.Tuple):
+                fields = [
+                    self.constant_view(emitter, part, operator.name, f"{operand.name}.{i}")
+                    if constant_value(part) is not None
+                    else self.view(emitter, part, keys.get(f"{operand.name}.{i}"))
+                    for i, part in enumerate(expr.fields)
+                ]
+                operands[operand.name] = relax.Tuple(fields)
+            elif operand.role is Role.ACTIVATION and operator.dynamic is not None:
+                operands[operand.name] = self.dynamic_view(emitter, expr, operator.dynamic)
+            elif operand.role is Role.BIAS and operator.dynamic is not None:
+                array = find_constant(self.constants, match, operand.name)
+                operands[operand.name] = relax.const(array, "float32")
+            elif operand.role is Role.ACTIVATION:
+                operands[operand.name] = self.view(emitter, expr, keys.get(operand.name))
+            else:
+                limits = None
+                if operand.role is Role.WEIGHT:
+                    qparams = self.parameters[keys[operand.name]]
+                    limits = self.plan.group(keys[operand.name]).info.spec.limits
+                else:
+                    qparams = bias_qparams(pattern, match, operator, self.parameters)
+                    bias = find_constant(self.constants, match, operand.name)
+                    step = self.find_step(operator, bias)
+                    still = self.find_still(pattern, match, operator)
+                    qparams = refine_units(qparams, bias, step, still)
+                operands[operand.name] = self.dequantized_constant(
+                    emitter, match, operand.name, qparams, limits, keys.get(operand.name)
+                )
+        narrow = None
+        if operator.accumulator is not None and pattern.accumulator_axis is not None:
+            narrow = self.make_narrow(emitter, match, pattern, operator)
+        return repeat_match(SimulateContext(emitter, match, operands, narrow))
+
+    def find_step(self, operator: OperatorPlan, bias: np.ndarray) -> float | None:
+        """The finest step of an operator's result. None where that is not quantized; but with data
+        that was zero on all samples the bias is all of the result, so that it must be there.
+        """
+        keys = self.plan.value_groups.get(operator.name, ())
+        if keys:
+            return min(float(self.parameters[key].scale.min()) for key in keys)
+        return (
+            float(np.abs(bias).max(initial=0)) * LEAST_SHARE if self.is_unseen(operator) else None
+        )
+
+    def is_unseen(self, operator: OperatorPlan) -> bool:
+        """Whether the data of an operator was zero on all samples."""
+        data = dict(operator.operands)["data"]
+        return self.parameters[data] == choose_qparams(0.0, 0.0, self.plan.group(data).info.spec)
+
+    def find_still(
+        self, pattern: QuantOp, match: Match, operator: OperatorPlan
+    ) -> np.ndarray | bool:
+        """Whether the sums of an operator are 0 on all samples, of all channels or of each: its
+        integer weights are, or its data.
+        """
+        if self.is_unseen(operator):
+            return True
+        operand = pattern.operand("weight")
+        qparams = self.parameters[dict(operator.operands)["weight"]]
+        weight = quantize_constant(find_constant(self.constants, match, "weight"), qparams)
+        zero = qparams.zero_point
+        if qparams.axis is not None and zero.ndim:
+            zero = zero.reshape([-1 if at == qparams.axis else 1 for at in range(weight.ndim)])
+        axis = operand.axis(match) if operand.axis is not None else None
+        return find_extent(weight.astype("int64") - zero, axis) == 0
+
+    def group_operator(
+        self, emitter: Emitter, pattern: QuantOp, match: Match, operator: OperatorPlan
+    ) -> relax.Expr:
+        """The operator on float data, or on rows of integers, and a weight in groups."""
+        assert operator.grouped is not None
+        bias = None
+        if "bias" in match.parts:
+            bias = relax.const(find_constant(self.constants, match, "bias"), "float32")
+        weight = group_weight(operand_constant(match, "weight"), operator.grouped)
+        data = emitter.get(match.parts["data"])
+        if operator.dynamic is not None:
+            data = self.quantize_rows(emitter, data, operator.dynamic)
+        context = GroupedContext(emitter, match, data, weight, bias)
+        value = run_realize_grouped(pattern, context)
+        if isinstance(value, Skip):
+            raise ConfigError(
+                f"{describe_place(pattern, match.name, 'realize')}: {value.reason}", code="RQ106"
+            )
+        return value
+
+    def quantize_rows(self, emitter: Emitter, data: relax.Expr, spec: QSpec) -> IntegerRows:
+        """The rows of a value as integers; the same for all readers that want them so."""
+        name = getattr(data, "name", "data")
+
+        def emit(expr: relax.Expr, suffix: str) -> relax.Expr:
+            return emitter.emit(expr, f"{name}.{suffix}")
+
+        if (data, spec) not in self.rows:
+            self.rows[data, spec] = quantize_rows_at_run_time(emit, data, spec)
+        return self.rows[data, spec]
+
+    def make_narrow(
+        self, emitter: Emitter, match: Match, pattern: QuantOp, operator: OperatorPlan
+    ) -> Callable[[relax.Expr], relax.Expr]:
+        """v -> dequantize(clip or wrap(quantize(v))) to int32 in units of the accumulator."""
+        keys, accumulator = dict(operator.operands), operator.accumulator
+        data, weight = (self.parameters[keys[part.name]] for part in pattern.operands[:2])
+        axis = pattern.accumulator_axis(match) if pattern.accumulator_axis is not None else None
+        qparams = accumulator_qparams(data, weight, axis)
+        axis = -1 if qparams.axis is None else qparams.axis
+
+        def narrow(value: relax.Expr) -> relax.Expr:
+            if accumulator is None:
+                return value
+            real = emitter.emit(value, f"{match.name}.real")
+            scale = relax.const(qparams.scale, "float32")
+            zero_point = relax.const(qparams.zero_point, "int32")
+            wide = qnn.quantize(real, scale, zero_point, axis=axis, out_dtype="int32")
+            wide = emitter.emit(wide, f"{match.name}.wide")
+
+            def emit(expr: relax.Expr, suffix: str) -> relax.Expr:
+                return emitter.emit(expr, f"{match.name}.{suffix}")
+
+            total = emit(narrow_integer(emit, wide, accumulator), NARROW)
+            return Quantized(total, qparams).dequantize()
+
+        return narrow
+
+    def view(self, emitter: Emitter, expr: relax.Expr, key: str | None) -> relax.Expr:
+        """The dequantized view of a computed operand."""
+        if key is None or not isinstance(expr, relax.Var):
+            return emitter.get(expr)
+        return self.views[expr.name, key]
+
+    def constant_view(
+        self, emitter: Emitter, constant: relax.Expr, name: str, operand: str
+    ) -> relax.Expr:
+        """A constant that is moved beside computed operands, dequantized from integers of the
+        result's parameters; as it is where the result has none.
+        """
+        for key in self.plan.value_groups.get(name, ())[:1]:
+            limits = self.plan.group(key).info.spec.limits
+            where = f"{name}.{operand}"
+            return self.round_trip(emitter, constant, self.parameters[key], where, limits)
+        return constant
+
+    def dynamic_view(self, emitter: Emitter, expr: relax.Expr, spec: QSpec) -> relax.Expr:
+        """dequantize(quantize(value)) by parameters of the run time; the same for all readers."""
+        if not isinstance(expr, relax.Var):
+            return emitter.get(expr)
+        if (expr.name, spec) not in self.dynamic_views:
+            name = f"{expr.name}.{spec.dtype}"
+
+            def emit(value: relax.Expr, suffix: str) -> relax.Expr:
+                return emitter.emit(value, f"{name}.{suffix}")
+
+            self.dynamic_views[expr.name, spec] = round_at_run_time(emit, emitter.get(expr), spec)
+        return self.dynamic_views[expr.name, spec]
+
+    def dequantized_constant(
+        self,
+        emitter: Emitter,
+        match: Match,
+        operand: str,
+        qparams: QParams,
+        limits: tuple[int, int] | None,
+        key: str | None,
+    ) -> relax.Expr:
+        """dequantize(integer constant); integers within `limits`. A bias with a group is rounded by
+        that first.
+        """
+        array = find_constant(self.constants, match, operand)
+        if key is not None and self.plan.group(key).info.role is Role.BIAS:
+            array = round_constant(array, self.parameters[key], self.plan.group(key).info.spec)
+        values = quantize_constant(array, qparams)
+        if limits is not None:
+            values = np.clip(values, *limits)
+        axis = -1 if qparams.axis is None else qparams.axis
+        expr = qnn.dequantize(
+            relax.const(values, qparams.dtype),
+            relax.const(qparams.scale, "float32"),
+            relax.const(qparams.zero_point, "int32"),
+            axis=axis,
+        )
+        return emitter.emit(expr, f"{match.name}.{operand}")
+
+
+def find_constant(constants: Mapping[str, np.ndarray], match: Match, operand: str) -> np.ndarray:
+    """What calibration put in the place of a constant operand (a fitted weight is on its grid),
+    else the operand.
+    """
+    fitted = constants.get(f"{match.name}:{operand}")
+    return operand_constant(match, operand) if fitted is None else fitted
+
+
+def quantize_constant(array: np.ndarray, qparams: QParams) -> np.ndarray:
+    """A constant in affine space, within the limits of its dtype."""
+    return numpy_qnn.quantize(
+        array.astype("float32"),
+        qparams.scale,
+        qparams.zero_point,
+        axis=-1 if qparams.axis is None else qparams.axis,
+        out_dtype=qparams.dtype,
+        rounding=Rounding.TONEAREST_EVEN,
+    )
+
+
+def round_constant(array: np.ndarray, qparams: QParams, spec: QSpec) -> np.ndarray:
+    """A constant on the grid of its parameters, float32."""
+    values = np.clip(quantize_constant(array, qparams), *spec.limits)
+    axis = -1 if qparams.axis is None else qparams.axis
+    return numpy_qnn.dequantize(values, qparams.scale, qparams.zero_point, axis=axis)
+
+
+def bias_qparams(
+    pattern: QuantOp, match: Match, operator: OperatorPlan, parameters: Mapping[str, QParams]
+) -> QParams:
+    """int32, zero point 0, scale = data scale x weight scale: the units of the accumulator."""
+    keys = dict(operator.operands)
+    data, weight = parameters[keys["data"]], parameters[keys["weight"]]
+    axis_of = pattern.operand("bias").axis
+    axis = axis_of(match) if axis_of is not None else None
+    # The constant may have fewer dimensions than the result it is added to.
+    rank = match.parts["bias"].ty.ndim
+    if axis is not None:
+        axis -= match.root.ty.ndim - rank
+    return accumulator_qparams(data, weight, axis)
+
+
+def fit_weight_scales(prepared: PreparedModel, graph: Graph) -> dict[str, QParams]:
+    """Parameters with weight scales that the accumulator's scale and the bias can do with.
+
+    A channel whose weights are almost zero gets a tiny scale. Its accumulator's scale, data scale
+    x weight scale, would underflow float32, or its bias, in units of it, overflow int32. The
+    weights of the channel are rounded to zero anyway: a larger scale costs nothing. Where all
+    weights are zero any scale will do, so that it is chosen for the bias: with 1 the bias would
+    have steps of the data's scale.
+    """
+    parameters = dict(prepared.require_parameters())
+    for operator in prepared.plan.operators:
+        keys = dict(operator.operands)
+        if not {"data", "weight"} <= keys.keys():
+            continue
+        data, weight = parameters[keys["data"]], parameters[keys["weight"]]
+        least = np.float64(np.finfo("float32").tiny) / data.scale.astype("float64")
+        pattern = find_pattern(prepared.backend, operator.pattern)
+        scale = weight.scale
+        if any(operand.role is Role.BIAS for operand in pattern.operands):
+            match = match_operator(graph, prepared.backend, operator)
+            bias = find_constant(prepared.constants, match, "bias").astype("float64")
+            bias = np.abs(bias).reshape(-1)
+            if not weight.is_per_channel or bias.size != weight.scale.size:
+                bias = bias.max()
+            counted = bias / data.scale.astype("float64")
+            least = np.maximum(least, counted / BIAS_LIMIT)
+            array = find_constant(prepared.constants, match, "weight")
+            is_free = (find_extent(array, weight.axis) == 0) & (bias > 0)
+            scale = np.where(is_free, counted / bias_limit(operator), scale)
+        least = np.nextafter(least.astype("float32"), np.float32(np.inf))
+        spec = prepared.plan.group(keys["weight"]).info.spec
+        scale = conform_scale(np.maximum(scale, least), spec).astype("float32")
+        parameters[keys["weight"]] = QParams(scale, weight.zero_point, weight.dtype, weight.axis)
+    return parameters
+
+
+def bias_limit(operator: OperatorPlan) -> int:
+    """Half of what holds the sums of an operator."""
+    if operator.accumulator is None:
+        return BIAS_LIMIT
+    return min(operator.accumulator.limits[1] // 2, BIAS_LIMIT)
+
+
+def find_extent(array: np.ndarray, axis: int | None) -> np.ndarray:
+    """Largest magnitude of an array, or at each index of an axis."""
+    others = tuple(i for i in range(array.ndim) if axis is None or i != axis % array.ndim)
+    return np.abs(array).max(axis=others, initial=0)

@@ -1,0 +1,211 @@
+"""How much work calibration does for accuracy: what each level of effort picks, as data."""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from relayquant.config import MODEL_TYPES, BackendConfig, ModelType, QConfig, QConfigMapping
+from relayquant.config.observers import MinMax, Observer
+from relayquant.errors import ConfigError, format_count, suggest_name
+from relayquant.ir.plan import Plan
+from relayquant.stages.backends.defaults import DEFAULT_OBSERVER
+from relayquant.stages.calibration.observer_selection import OutputSQNR
+from relayquant.stages.calibration.parameters import CallableCalibration, resolve_calibration
+from relayquant.stages.calibration.passes import Order
+from relayquant.stages.calibration.weights.fit import (
+    DEFAULT_FIT,
+    BiasCorrection,
+    FitSettings,
+    WeightRounding,
+)
+from relayquant.stages.calibration.weights.ranges import RelativeMSE
+from relayquant.stages.prepared import PreparedModel
+
+
+class Effort(enum.Enum):
+    """Levels of effort."""
+
+    FAST = "fast"  #: ranges from the extremes, weights rounded to nearest
+    #: ranges and weights by what they change in the results, layers scaled against one another
+    #: where that is worth it; the default
+    BALANCED = "balanced"
+    #: as BALANCED, with a search of the weights' scales; for few bits or one scale per tensor
+    BEST = "best"
+
+
+@dataclass(frozen=True)
+class EffortSettings:
+    """What a level of effort picks.
+
+    Attributes:
+        activation: Observer of computed values, where neither the user nor the backend names one.
+        fit: How weights are rounded and biases corrected.
+        order: When parameters are picked.
+        equalizes_layers: Whether layers are scaled against one another first, where it is worth
+            it (`flow.equalization`).
+    """
+
+    activation: Observer
+    fit: FitSettings
+    order: Order
+    equalizes_layers: bool = False
+
+
+EFFORTS: Mapping[Effort, EffortSettings] = {
+    Effort.FAST: EffortSettings(
+        MinMax(), FitSettings(WeightRounding.NEAREST, BiasCorrection.NONE), Order.PARALLEL
+    ),
+    Effort.BALANCED: EffortSettings(
+        OutputSQNR(), FitSettings(), Order.PARALLEL, equalizes_layers=True
+    ),
+    Effort.BEST: EffortSettings(
+        RelativeMSE(values=1 << 20),
+        FitSettings(
+            scale_factors=(1.0, 1.03, 0.97, 0.94, 0.9, 0.85, 0.8, 0.7),
+            sweeps=2,
+            samples=32768,
+        ),
+        Order.TOPOLOGICAL,
+        equalizes_layers=True,
+    ),
+}
+
+
+def resolve_effort(effort: Effort | str) -> Effort:
+    """A level of effort by its value ("balanced") or the member itself.
+
+    Raises:
+        ConfigError: there is no such level.
+    """
+    if isinstance(effort, Effort):
+        return effort
+    for level in Effort:
+        if effort == level.value:
+            return level
+    names = [level.value for level in Effort]
+    raise ConfigError(
+        f"There is no effort {effort!r}. {suggest_name(str(effort), names)}", code="RQ102"
+    )
+
+
+def choose_order(plan: Plan, calibration: Any, effort: Effort) -> Order:
+    """The level's order of calibration; topological where a callable picks parameters of values:
+    its samples then show the effect of what it picked before.
+
+    Args:
+        plan: Whose groups name what picks their parameters.
+        calibration: What the user passed for all activations; None: as the plan says.
+        effort: The level.
+    """
+    pickers = [
+        group.calibration if calibration is None or group.is_fixed else calibration
+        for group in plan.activations
+    ]
+    if any(isinstance(resolve_calibration(picker), CallableCalibration) for picker in pickers):
+        return Order.TOPOLOGICAL
+    return EFFORTS[effort].order
+
+
+def describe_choices(prepared: PreparedModel, calibration: Any, fit: FitSettings) -> dict[str, str]:
+    """What calibration works with, in words, for the ledger: {"activations": observers, "weights":
+    observers, rounding and bias correction}.
+
+    Args:
+        prepared: The model; the groups of its plan name what picks their parameters.
+        calibration: What the user passed for all activations; None: as the plan says.
+        fit: How weights are fitted.
+    """
+    names = {
+        is_weight: {
+            describe_calibration(
+                group.calibration
+                if calibration is None or group.constant or group.is_fixed
+                else calibration
+            )
+            for group in prepared.plan.groups
+            if (group.constant is not None) is is_weight
+        }
+        for is_weight in (False, True)
+    }
+    changed = [f.name for f in fields(fit) if getattr(fit, f.name) != getattr(DEFAULT_FIT, f.name)]
+    settings = [
+        f"{name} {getattr(fit, name)}" for name in changed if name not in ("rounding", "bias")
+    ]
+    weights = [
+        *sorted(names[True]),
+        f"rounding {fit.rounding.value}",
+        f"bias correction {fit.bias.value}",
+        *settings,
+    ]
+    described = ", ".join(weights)
+    graph = prepared.graph
+    bare = [point for point in graph.fits if f"{point.operator}:bias" not in graph.constants]
+    if bare and fit.bias is not BiasCorrection.NONE:
+        described += f" (not of {format_count(len(bare), 'operator')} without a bias)"
+    return {"activations": ", ".join(sorted(names[False])), "weights": described}
+
+
+def describe_observers(
+    plan: Plan, calibration: Any, observers: Mapping[str, str]
+) -> dict[str, str]:
+    """{"ranges": how many values got the range of which observer}, for the ledger; {} where nothing
+    was to choose.
+
+    Args:
+        plan: Whose groups name what picks their parameters.
+        calibration: What the user passed for all activations; None: as the plan says.
+        observers: Group key -> observer that picked its parameters.
+    """
+    pickers = [group.calibration if calibration is None else calibration for group in plan.groups]
+    if not any(isinstance(picker, OutputSQNR) for picker in pickers):
+        return {}
+    counts = Counter(observers.values())
+    return {
+        "ranges": ", ".join(
+            f"{name} of {format_count(count, 'value')}" for name, count in counts.most_common()
+        )
+    }
+
+
+def describe_calibration(calibration: Any) -> str:
+    """An observer with the settings that are not its defaults; the name of a function."""
+    if not isinstance(calibration, Observer):
+        return getattr(calibration, "__qualname__", type(calibration).__name__)
+    changed = [
+        f"{f.name}={getattr(calibration, f.name)!r}"
+        for f in fields(calibration)  # pyright: ignore[reportArgumentType]
+        if getattr(calibration, f.name) != f.default
+    ]
+    return f"{type(calibration).__name__}({', '.join(changed)})"
+
+
+def apply_effort(qconfig: QConfig, effort: Effort) -> QConfig:
+    """`qconfig` with the level's observer for the activations that a backend leaves to it."""
+    observer = EFFORTS[effort].activation
+    changed = {
+        name: replace(config, calibration=observer)
+        for name in ("activation", "output")
+        if (config := getattr(qconfig, name)) is not None and config.calibration is DEFAULT_OBSERVER
+    }
+    return replace(qconfig, **changed)
+
+
+def default_mapping(
+    backend: BackendConfig, effort: Effort, model_type: ModelType | None = None
+) -> QConfigMapping:
+    """Every operator, or those that a model of this type has quantized, as the backend says,
+    observed as the level of effort says; without lines if the backend says nothing.
+    """
+    mapping = QConfigMapping()
+    if backend.default_qconfig is None:
+        return mapping
+    qconfig = apply_effort(backend.default_qconfig, effort)
+    if model_type is None:
+        return mapping.set_global(qconfig)
+    for operator in MODEL_TYPES[model_type].operators:
+        mapping = mapping.set_object_type(operator, qconfig, optional=True)
+    return mapping

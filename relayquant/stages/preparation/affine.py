@@ -1,0 +1,415 @@
+"""Rules for what is affine per channel: batch norm, bias, scale, folded into the weights of the
+operator before.
+
+All arithmetic is float64 and rounded once to the dtype of the weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from tvm import relax
+from tvm.ir import Call
+
+from relayquant.ir.rewrite.attributes import find_constructor, read_attributes
+from relayquant.ir.rewrite.editor import Editor
+from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
+from relayquant.ir.rewrite.rule import Skip, decline
+from relayquant.stages.preparation.tensors import (
+    FLOATS,
+    channel_values,
+    is_float,
+    make_const,
+    spatial_axes,
+)
+
+CONVS = ("relax.nn.conv1d", "relax.nn.conv2d", "relax.nn.conv3d")
+TRANSPOSED = ("relax.nn.conv1d_transpose", "relax.nn.conv2d_transpose", "relax.nn.conv3d_transpose")
+MATMUL = "relax.matmul"
+#: norms that have attributes to leave out what they are multiplied by, and what is added
+NORMS = ("relax.nn.layer_norm", "relax.nn.instance_norm", "relax.nn.group_norm")
+ARITHMETIC = ("relax.add", "relax.subtract", "relax.multiply", "relax.divide")
+
+
+@dataclass(frozen=True, eq=False)
+class ChannelAffine:
+    """value = data * scale + shift along one axis; None stands for 1 and 0. Both float64 (C,)."""
+
+    data: relax.Var
+    scale: np.ndarray | None
+    shift: np.ndarray | None
+
+
+@dataclass(frozen=True, eq=False)
+class Product:
+    """A conv or matmul with constant weight, perhaps its bias add and a zero pad behind it."""
+
+    var: relax.Var
+    call: Call
+    axis: int  #: channel axis of the output
+    channels: int
+    bias_var: relax.Var | None = None
+    pad_var: relax.Var | None = None
+
+    @property
+    def is_bare(self) -> bool:
+        return self.bias_var is None and self.pad_var is None
+
+
+def fold_channel_affine(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
+    """batch_norm(pad?(conv(x, w) + b?)) -> pad?(conv(x, w * s) + b * s) + t, and so for every
+    per-channel affine operator behind a conv or matmul: multiply, divide, subtract, add, in either
+    operand order.
+
+    With s = gamma / sqrt(variance + epsilon), t = beta - mean * s. Needs constants, the values
+    between used nowhere else. Consecutive adds become one: conv(x, w) + b + t -> conv(x, w) + (b +
+    t).
+    """
+    found = _find_product(editor, var)
+    if found is None:
+        return decline("no affine of each channel behind a product of constant weights")
+    product, affine = found
+    weight_dtype = tensor_dtype(product.call.args[1])
+    if tensor_dtype(var) != weight_dtype or weight_dtype not in FLOATS:
+        return decline("the dtypes of weight and result differ, or are no floats")
+    bias = None
+    if product.bias_var is not None:
+        bias_call = editor.call_of(product.bias_var)
+        bias = _channel_operand(bias_call, product)
+    if affine.scale is None:
+        return _fold_shift(editor, var, product, affine, bias)
+    return _fold_scale(editor, var, product, affine, bias)
+
+
+def _fold_shift(
+    editor: Editor,
+    var: relax.Var,
+    product: Product,
+    affine: ChannelAffine,
+    bias: np.ndarray | None,
+) -> relax.Expr | Skip:
+    """conv + b + t -> conv + (b + t); conv + t in canonical form: constant second, shape [1, C, 1,
+    1] or (N,).
+    """
+    if product.pad_var is not None:
+        return decline("a pad is between")
+    total = affine.shift if bias is None else bias + affine.shift
+    constant = _bias_const(total, product, tensor_dtype(var))
+    if product.bias_var is None and _is_add_of(editor, var, product.var, constant):
+        return decline("it is canonical")
+    return relax.op.add(product.var, constant)
+
+
+def _fold_scale(
+    editor: Editor,
+    var: relax.Var,
+    product: Product,
+    affine: ChannelAffine,
+    bias: np.ndarray | None,
+) -> relax.Expr | Skip:
+    dtype = tensor_dtype(var)
+    weight = _scale_weight(product, affine.scale)
+    if not _fits(weight, dtype):
+        return decline("the scaled weights are infinite")
+    shift = affine.shift
+    if bias is not None:
+        bias = bias * affine.scale
+        if product.pad_var is None:
+            bias, shift = (bias if shift is None else bias + shift), None
+    elif product.pad_var is None:
+        bias, shift = shift, None
+    args = [product.call.args[0], make_const(weight, dtype)]
+    value = Call(product.call.op, args, product.call.attrs)
+    pending: list[tuple[relax.Var, Any]] = [(product.var, lambda _: value)]
+    if bias is not None:
+        bias_const = _bias_const(bias, product, dtype)
+        anchor = product.bias_var if product.bias_var is not None else var
+        pending.append((anchor, lambda data: relax.op.add(data, bias_const)))
+    if product.pad_var is not None:
+        pad = editor.call_of(product.pad_var)
+        pending.append((product.pad_var, lambda data: Call(pad.op, [data], pad.attrs)))
+    if shift is not None:
+        shift_const = _bias_const(shift, product, dtype)
+        pending.append((var, lambda data: relax.op.add(data, shift_const)))
+    data: relax.Expr = product.var
+    for anchor, make in pending[:-1]:
+        # None of these values equals one of the source model, so that none may keep its name.
+        data = editor.define(anchor, make(data), f"{editor.names[anchor]}.folded", origin=anchor)
+    return pending[-1][1](data)
+
+
+def canonicalize_batch_norm(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
+    """batch_norm(x) that nothing before can take -> x * s + t, with constants of shape [1, C, 1,
+    1].
+    """
+    norm = _read_batch_norm(editor, var)
+    if norm is None:
+        return decline("no batch norm of constant statistics, whose other results nothing reads")
+    call, axis, scale, shift = norm
+    data = call.args[0]
+    dtype = tensor_dtype(var)
+    shape = [1] * data.ty.ndim
+    shape[axis] = scale.size
+    if not (_fits(scale, dtype) and _fits(shift, dtype)):
+        return decline("a factor is infinite")
+    scaled = editor.define(
+        var,
+        relax.op.multiply(data, make_const(scale.reshape(shape), dtype)),
+        f"{editor.names[var]}.scaled",
+    )
+    return relax.op.add(scaled, make_const(shift.reshape(shape), dtype))
+
+
+def fill_norm_factors(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
+    """layer_norm(x, g, b, center=False) -> layer_norm(x, g, 0), scale=False -> layer_norm(x, 1, b);
+    so for instance_norm and group_norm.
+
+    The code that TVM generates multiplies by g and adds b whatever the two attributes say.
+    """
+    call = editor.call_of(var)
+    make, attributes = find_constructor(call), read_attributes(call)
+    if make is None or (attributes["scale"] and attributes["center"]):
+        return decline("it multiplies and adds")
+    factors = []
+    for given, name, neutral in zip(call.args[1:], ("scale", "center"), (1, 0), strict=True):
+        shape = tensor_shape(given)
+        if attributes[name]:
+            factors.append(given)
+        elif shape is None or any(isinstance(size, str) for size in shape):
+            return decline("the shape of a factor is symbolic")
+        else:
+            filled = np.full([int(size) for size in shape], neutral)
+            factors.append(make_const(filled, tensor_dtype(given)))
+    attributes |= {"scale": True, "center": True}
+    return make(call.args[0], *factors, **attributes)
+
+
+def merge_constant_adds(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
+    """(x + c1) + c2 -> x + (c1 + c2), x + c1 used nowhere else, and the sum no larger than c1 or
+    c2.
+    """
+    call = editor.call_of(var)
+    inner = editor.call_of(call.args[0])
+    if inner is None or editor.op_name(call.args[0]) != "relax.add":
+        return decline("no sum before it")
+    first, second = constant_value(inner.args[1]), constant_value(call.args[1])
+    if first is None or second is None or not editor.has_one_use(call.args[0]):
+        return decline("an operand is no constant, or others read the sum before it")
+    wide = "float64" if first.dtype.kind == "f" else str(first.dtype)
+    try:
+        total = first.astype(wide) + second.astype(wide)
+    except ValueError:
+        return decline("the constants do not broadcast to one another")
+    if total.size > max(first.size, second.size):
+        return decline("the sum of the constants is larger than both")
+    return relax.op.add(inner.args[0], make_const(total, str(first.dtype)))
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+def _find_product(editor: Editor, var: relax.Var) -> tuple[Product, ChannelAffine] | None:
+    """The conv or matmul that the per-channel affine value `var` is computed from."""
+    for data in _candidates(editor, var):
+        product = _read_chain(editor, data)
+        if product is None:
+            continue
+        affine = _read_affine(editor, var, data, product)
+        if affine is None:
+            continue
+        # An add right behind the product leaves it as it is: others may read it as well.
+        if affine.scale is None and product.is_bare:
+            return product, affine
+        chain = (product.var, product.bias_var, product.pad_var)
+        if all(editor.has_one_use(link) for link in chain if link is not None):
+            return product, affine
+    return None
+
+
+def _candidates(editor: Editor, var: relax.Var) -> list[relax.Var]:
+    call = editor.call_of(var)
+    if call is None:
+        norm = _batch_norm_call(editor, var)
+        return [norm.args[0]] if norm is not None and isinstance(norm.args[0], relax.Var) else []
+    left, right = call.args
+    if isinstance(left, relax.Var) and constant_value(right) is not None:
+        return [left]
+    if isinstance(right, relax.Var) and constant_value(left) is not None:
+        return [right]
+    return []
+
+
+def _read_chain(editor: Editor, var: relax.Expr) -> Product | None:
+    """pad?(add?(product)) that ends at `var`."""
+    pad_var = bias_var = None
+    if editor.op_name(var) == "relax.nn.pad":
+        call = editor.call_of(var)
+        if call.attrs.pad_mode != "constant" or call.attrs.pad_value != 0:
+            return None
+        pad_var, var = var, call.args[0]
+    if editor.op_name(var) == "relax.add":
+        call = editor.call_of(var)
+        if not isinstance(call.args[0], relax.Var) or constant_value(call.args[1]) is None:
+            return None
+        bias_var, var = var, call.args[0]
+    call = editor.call_of(var)
+    product = _read_product(editor, var)
+    if product is None:
+        return None
+    product = Product(var, call, *product, bias_var, pad_var)
+    if bias_var is not None and _channel_operand(editor.call_of(bias_var), product) is None:
+        return None
+    if pad_var is not None:
+        widths = editor.call_of(pad_var).attrs.pad_width
+        if widths[2 * product.axis] != 0 or widths[2 * product.axis + 1] != 0:
+            return None
+    return product
+
+
+def _read_product(editor: Editor, var: relax.Expr) -> tuple[int, int] | None:
+    """(channel axis, channels) of a conv or matmul with constant float weight."""
+    name = editor.op_name(var)
+    if name not in (*CONVS, *TRANSPOSED, MATMUL):
+        return None
+    call = editor.call_of(var)
+    shape = tensor_shape(var)
+    weight = constant_value(call.args[1])
+    if shape is None or weight is None or str(weight.dtype) not in FLOATS:
+        return None
+    if name == MATMUL:
+        axis = len(shape) - 1
+        if weight.ndim != 2 or constant_value(call.args[0]) is not None or axis < 0:
+            return None
+    else:
+        layout = call.attrs.out_layout or call.attrs.data_layout
+        if spatial_axes(layout) is None or not call.attrs.kernel_layout.isupper():
+            return None
+        axis = layout.index("C")
+        groups = call.attrs.groups if name in TRANSPOSED else 1
+        if weight.shape[call.attrs.kernel_layout.index("O")] * groups != shape[axis]:
+            return None
+    channels = shape[axis]
+    return (axis, channels) if isinstance(channels, int) else None
+
+
+def _channel_operand(call: Call, product: Product) -> np.ndarray | None:
+    return channel_values(call.args[1], call.args[0].ty.ndim, product.axis, product.channels)
+
+
+def _read_affine(
+    editor: Editor, var: relax.Var, data: relax.Var, product: Product
+) -> ChannelAffine | None:
+    call = editor.call_of(var)
+    if call is None:
+        norm = _read_batch_norm(editor, var)
+        if norm is None or norm[1] != product.axis:
+            return None
+        return ChannelAffine(data, norm[2], norm[3])
+    is_left = data.same_as(call.args[0])
+    operand = call.args[1] if is_left else call.args[0]
+    values = channel_values(operand, data.ty.ndim, product.axis, product.channels)
+    if values is None or tensor_dtype(operand) != tensor_dtype(data):
+        return None
+    name = editor.op_name(var)
+    if name == "relax.add":
+        return ChannelAffine(data, None, values)
+    if name == "relax.subtract":
+        return (
+            ChannelAffine(data, None, -values)
+            if is_left
+            else ChannelAffine(data, -np.ones_like(values), values)
+        )
+    if name == "relax.multiply":
+        return ChannelAffine(data, values, None)
+    if is_left and (values != 0).all():
+        return ChannelAffine(data, 1.0 / values, None)
+    return None
+
+
+def _batch_norm_call(editor: Editor, var: relax.Var) -> Call | None:
+    """The inference batch_norm of which `var` is the first result, if no other result is used."""
+    item = editor.values.get(var)
+    if not isinstance(item, relax.TupleGetItem) or item.index != 0:
+        return None
+    source = item.tuple_value
+    if editor.op_name(source) != "relax.nn.batch_norm":
+        return None
+    call = editor.call_of(source)
+    if call.attrs.training or not is_float(var) or not editor.has_one_use(source):
+        return None
+    return call
+
+
+def _read_batch_norm(
+    editor: Editor, var: relax.Var
+) -> tuple[Call, int, np.ndarray, np.ndarray] | None:
+    """(call, axis, scale, shift) of a batch norm with constant statistics, in float64."""
+    call = _batch_norm_call(editor, var)
+    if call is None:
+        return None
+    arrays = [constant_value(arg) for arg in call.args[1:]]
+    if any(array is None for array in arrays):
+        return None
+    gamma, beta, mean, variance = (array.astype("float64") for array in arrays)
+    if not call.attrs.scale:
+        gamma = np.ones_like(gamma)
+    if not call.attrs.center:
+        beta = np.zeros_like(beta)
+    spread = variance + call.attrs.epsilon
+    if not (spread > 0).all():
+        return None
+    scale = gamma / np.sqrt(spread)
+    return call, int(call.attrs.axis) % call.args[0].ty.ndim, scale, beta - mean * scale
+
+
+def _fits(values: np.ndarray, dtype: str) -> bool:
+    """Whether float64 values stay finite in `dtype`."""
+    with np.errstate(over="ignore"):
+        return bool(np.isfinite(values.astype(dtype)).all())
+
+
+# -- writing ---------------------------------------------------------------------------------------
+
+
+def _scale_weight(product: Product, scale: np.ndarray) -> np.ndarray:
+    """float64 weight times scale along its output channels."""
+    weight = constant_value(product.call.args[1]).astype("float64")
+    name = product.call.op.name
+    if name == MATMUL:
+        return weight * scale
+    layout = product.call.attrs.kernel_layout
+    out_axis = layout.index("O")
+    if name in TRANSPOSED:
+        # Weight (I, O / groups): output channel g * (O / groups) + o reads the inputs of group g
+        # only.
+        groups = product.call.attrs.groups
+        in_axis = layout.index("I")
+        moved = np.moveaxis(weight, (in_axis, out_axis), (0, 1))
+        grouped = moved.reshape(groups, -1, *moved.shape[1:])
+        factors = scale.reshape(groups, 1, -1, *[1] * (grouped.ndim - 3))
+        scaled = (grouped * factors).reshape(moved.shape)
+        return np.moveaxis(scaled, (0, 1), (in_axis, out_axis))
+    shape = [1] * weight.ndim
+    shape[out_axis] = scale.size
+    return weight * scale.reshape(shape)
+
+
+def _bias_const(values: np.ndarray, product: Product, dtype: str) -> relax.Expr:
+    """Canonical bias: [1, C, 1, 1] (NCHW), [1, 1, 1, C] (NHWC), (N,) behind matmul."""
+    if product.call.op.name == MATMUL:
+        return make_const(values, dtype)
+    shape = [1] * product.var.ty.ndim
+    shape[product.axis] = product.channels
+    return make_const(values.reshape(shape), dtype)
+
+
+def _is_add_of(editor: Editor, var: relax.Var, data: relax.Var, constant: relax.Expr) -> bool:
+    call = editor.call_of(var)
+    return (
+        call is not None
+        and editor.op_name(var) == "relax.add"
+        and data.same_as(call.args[0])
+        and constant_value(call.args[1]).shape == constant_value(constant).shape
+    )

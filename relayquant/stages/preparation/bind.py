@@ -1,0 +1,118 @@
+"""Second stage, first step: parameters become constants."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from tvm import relax
+
+from relayquant.errors import ModelError, format_count, suggest_name
+from relayquant.ir.rewrite.constants import holds_constant
+from relayquant.ir.rewrite.editor import Editor
+from relayquant.ir.rewrite.graph import tensor_dtype, tensor_shape
+from relayquant.stages.preparation.tensors import make_const
+
+#: Operators that give a weight the form in which another one reads it.
+LAYOUTS = frozenset({"relax.permute_dims", "relax.reshape", "relax.expand_dims", "relax.astype"})
+
+
+def bind_params(editor: Editor, params: Mapping[str, Any] | None) -> None:
+    """Replace parameters of main by constants.
+
+    Args:
+        params: Parameter name -> numpy array or TVM tensor, or {function: [values in order]} as
+            `tvm.relax.frontend.detach_params` gives. A module that a TVM frontend made with
+            parameters kept as inputs has attribute `num_input` (how many are real inputs) and
+            perhaps `params` (the values of the others). A value that is a constant of the module
+            already may be there again.
+
+    Raises:
+        ModelError: a name is unknown, a shape or dtype differs, or a value is missing.
+    """
+    values = dict(params or {})
+    names = [param.name for param in editor.params]
+    if len(set(names)) != len(names):
+        raise ModelError(f"Parameters of main share names ({names}); rename them.", code="RQ204")
+    num_input = int(editor.attrs.get("num_input", len(names)))
+    weights = editor.params[num_input:]
+    attached = editor.attrs.pop("params", None)
+    function = next(iter(values), None)
+    if len(values) == 1 and function in ("main", editor.entry) and function not in names:
+        attached = values.pop(function)
+        if len(attached) != len(weights):
+            raise ModelError(
+                f"params[{function!r}] holds {format_count(len(attached), 'value')}, main has "
+                f"{format_count(len(weights), 'parameter')} behind its "
+                f"{format_count(num_input, 'input')}. Pass what detach_params returned with this "
+                "module.",
+                code="RQ204",
+            )
+    if attached is not None and len(attached) == len(weights):
+        values = {**dict(zip((w.name for w in weights), attached, strict=True)), **values}
+    for name in [name for name in values if name not in names]:
+        if not holds_constant(editor.values.values(), values.pop(name)):
+            raise ModelError(
+                f"params has {name!r}, which main does not. {suggest_name(name, names)} "
+                "No constant of the module has its value.",
+                code="RQ204",
+            )
+    missing = [weight.name for weight in weights if weight.name not in values]
+    if missing:
+        raise ModelError(
+            f"main has {format_count(len(names), 'parameter')} with "
+            f"{format_count(num_input, 'input')}; no value was given for "
+            f"{', '.join(map(repr, missing))}. Pass them in params.",
+            code="RQ204",
+        )
+    for param in list(editor.params):
+        if param.name in values:
+            editor.bind_param(param, _to_const(param, values[param.name]))
+    if "num_input" in editor.attrs:
+        editor.attrs["num_input"] = len(editor.params)
+
+
+def describe_weights(editor: Editor, params: Mapping[str, Any] | None) -> dict[str, dict[str, Any]]:
+    """Rows of `relayquant.sources` for the values that read parameters named by the path of a
+    module, before these are bound:
+
+        matmul = matmul(x, permute_dims(block1.fc.weight))  ->  matmul: node "block1.fc"
+
+    so that `set_module_name("block1")` selects what torch and `relax.frontend.nn` call so. What
+    reads no parameter has no row.
+    """
+    first_weight = int(editor.attrs.get("num_input", len(editor.params)))
+    rows: dict[str, dict[str, Any]] = {}
+    for place, param in enumerate(editor.params):
+        path = param.name.rpartition(".")[0]
+        if not path or (place < first_weight and param.name not in (params or {})):
+            continue
+        readers = editor.users(param)
+        while readers:
+            reader = readers.pop()
+            if editor.op_name(reader) in LAYOUTS:
+                readers += editor.users(reader)
+                continue
+            row = {"node": path, "op": editor.op_name(reader), "constants": []}
+            rows.setdefault(editor.names[reader], row)["constants"].append(param.name)
+    return rows
+
+
+def _to_const(param: relax.Var, value: Any) -> relax.Expr:
+    array = np.asarray(value.numpy() if hasattr(value, "numpy") else value)
+    shape, dtype = tensor_shape(param), tensor_dtype(param)
+    fits = shape is None or (
+        len(shape) == array.ndim
+        and all(
+            isinstance(want, str) or want == have
+            for want, have in zip(shape, array.shape, strict=True)
+        )
+    )
+    if not fits or dtype != str(array.dtype):
+        raise ModelError(
+            f"params[{param.name!r}] is {array.dtype} of shape {array.shape}; main wants {dtype} "
+            f"of shape {shape}.",
+            code="RQ204",
+        )
+    return make_const(array, dtype)

@@ -1,0 +1,204 @@
+"""Second stage: the list of rules that bring a float module into canonical form, and the function
+that applies them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from itertools import chain
+from typing import Any
+
+import tvm
+
+from relayquant.ir.dialect.qnn.quantization import DEQUANTIZE, QUANTIZE
+from relayquant.ir.rewrite.editor import Editor
+from relayquant.ir.rewrite.rule import OnSkip, log_skip, make_rule
+from relayquant.ir.rewrite.share import share_constants
+from relayquant.ir.rewrite.sources import SOURCES_ATTR
+from relayquant.stages.preparation.affine import (
+    ARITHMETIC,
+    NORMS,
+    canonicalize_batch_norm,
+    fill_norm_factors,
+    fold_channel_affine,
+    merge_constant_adds,
+)
+from relayquant.stages.preparation.bind import bind_params, describe_weights
+from relayquant.stages.preparation.clamp import (
+    CLAMPS,
+    canonicalize_clamp,
+    prelu_to_leaky_relu,
+    where_to_prelu,
+)
+from relayquant.stages.preparation.constants import fold_constants, fold_shapes
+from relayquant.stages.preparation.conv3d import (
+    AVG_POOL3D,
+    CONV3D,
+    MAX_POOL3D,
+    MOVED,
+    TRANSPOSED,
+    avg_pool3d_to_avg_pool2d,
+    conv3d_to_conv2d,
+    conv3d_transpose_to_conv2d_transpose,
+    join_volumes,
+    max_pool3d_to_max_pool2d,
+    move_before_volume,
+    transpose_with_bias,
+)
+from relayquant.stages.preparation.data_movement import bound_indices, stack_to_concat
+from relayquant.stages.preparation.dense import (
+    merge_reshapes,
+    move_bias_inside,
+    put_weight_second,
+    split_stack,
+    squeeze_weight,
+    unflatten_dense,
+    vectors_to_matrices,
+)
+from relayquant.stages.preparation.finite import check_constants
+from relayquant.stages.preparation.identity import (
+    NEUTRAL,
+    SAME_SHAPE,
+    count_axes_from_front,
+    project_tuple,
+    put_constant_second,
+    remove_alias,
+    remove_neutral,
+    remove_no_op,
+    remove_single_concat,
+    split_to_slice,
+)
+from relayquant.stages.preparation.pooling import (
+    FLATTENS,
+    WHOLE_MAP,
+    WINDOWS,
+    flatten_to_reshape,
+    fold_pad,
+    pool_to_mean,
+    widen_average,
+)
+from relayquant.stages.preparation.quantized import (
+    MOVES,
+    center_weight,
+    merge_equal,
+    move_inside_dequantize,
+    name_dialect,
+)
+from relayquant.stages.preparation.raise_tir import recover_call_tir
+from relayquant.stages.preparation.rule import ALIAS, PROJECTION, CanonicalRule, apply_phase
+
+#: Applied at every value, in this order.
+RULES: tuple[CanonicalRule, ...] = (
+    make_rule(remove_alias, ALIAS),
+    make_rule(project_tuple, PROJECTION),
+    make_rule(split_to_slice, PROJECTION),
+    make_rule(count_axes_from_front, "relax.squeeze"),
+    make_rule(recover_call_tir, "relax.call_tir"),
+    make_rule(
+        fold_shapes,
+        "relax.shape_of",
+        "relax.shape_to_tensor",
+        "relax.tensor_to_shape",
+        "relax.take",
+    ),
+    make_rule(bound_indices, "relax.take"),
+    make_rule(fold_constants),
+    make_rule(name_dialect, "relax.quantize", "relax.dequantize"),
+    make_rule(merge_equal, QUANTIZE, DEQUANTIZE),
+    make_rule(center_weight, DEQUANTIZE),
+    make_rule(move_inside_dequantize, *MOVES),
+    make_rule(stack_to_concat, "relax.stack"),
+    make_rule(remove_single_concat, "relax.concat"),
+    make_rule(remove_no_op, *SAME_SHAPE),
+    make_rule(flatten_to_reshape, *FLATTENS),
+    make_rule(pool_to_mean, *WHOLE_MAP),
+    make_rule(put_constant_second, "relax.add", "relax.multiply", "relax.maximum", "relax.minimum"),
+    make_rule(remove_neutral, *NEUTRAL),
+    make_rule(vectors_to_matrices, "relax.matmul"),
+    make_rule(squeeze_weight, "relax.matmul"),
+    make_rule(split_stack, "relax.matmul"),
+    make_rule(put_weight_second, "relax.matmul"),
+    make_rule(merge_reshapes, "relax.reshape"),
+    make_rule(fold_channel_affine, PROJECTION, *ARITHMETIC),
+    make_rule(unflatten_dense, "relax.reshape"),
+    make_rule(move_bias_inside, "relax.add"),
+    make_rule(merge_constant_adds, "relax.add"),
+    make_rule(fill_norm_factors, *NORMS),
+    make_rule(canonicalize_clamp, *CLAMPS),
+    make_rule(where_to_prelu, "relax.where"),
+    make_rule(prelu_to_leaky_relu, "relax.nn.prelu"),
+    make_rule(fold_pad, *WINDOWS),
+    make_rule(widen_average, "relax.nn.avg_pool1d"),
+)
+
+#: Operators on volumes -> what makes operators on images of them.
+VOLUME_RULES: dict[str, tuple[CanonicalRule, ...]] = {
+    CONV3D: (make_rule(conv3d_to_conv2d, CONV3D),),
+    TRANSPOSED: (
+        make_rule(conv3d_transpose_to_conv2d_transpose, TRANSPOSED),
+        make_rule(transpose_with_bias, "relax.add"),
+    ),
+    MAX_POOL3D: (make_rule(max_pool3d_to_max_pool2d, MAX_POOL3D),),
+    AVG_POOL3D: (make_rule(avg_pool3d_to_avg_pool2d, AVG_POOL3D),),
+}
+#: What is computed between them, on images too.
+IMAGE_RULES: tuple[CanonicalRule, ...] = (
+    make_rule(move_before_volume, *MOVED),
+    make_rule(join_volumes, "relax.concat"),
+)
+
+#: What a phase leaves is what the next starts from: a batch norm is taken apart only where nothing
+#: could take it, and a convolution of volumes has its weights by then.
+PHASES: tuple[tuple[CanonicalRule, ...], ...] = (
+    RULES,
+    (make_rule(canonicalize_batch_norm, PROJECTION), *RULES),
+    (*chain.from_iterable(VOLUME_RULES.values()), *IMAGE_RULES, *RULES),
+)
+
+
+def prepare_module(
+    mod: tvm.IRModule,
+    params: Mapping[str, Any] | None = None,
+    *,
+    keep: Collection[str] = (),
+    on_skip: OnSkip = log_skip,
+    needs_finite: bool = False,
+) -> tvm.IRModule:
+    """The canonical form of a float module; the input is not changed.
+
+    The result has one Relax function `main` with one dataflow block in A-normal form. A value that
+    equals one of the input keeps its name; attributes survive, `relayquant.sources` extended by
+    the values that were added. Equal constants are one.
+
+    Args:
+        mod: A module with a Relax function main (see `name_main`), without control flow or side
+            effects.
+        params: Values to bind, by parameter name; None when they are bound already.
+        keep: Names of operators on volumes that stay, as a backend has rows for them.
+        on_skip: Hears which rule declined where, and why.
+        needs_finite: Refuse weights and biases that are no usable numbers (`check_constants`).
+
+    Raises:
+        ModelError: no function that is the model, control flow, params that do not fit, or, with
+            `needs_finite`, weights and biases that are no usable numbers.
+    """
+    editor = Editor(mod)
+    sources = json.loads(str(editor.attrs.get(SOURCES_ATTR, "{}")))
+    editor.source_names = frozenset(sources)
+    sources = sources or describe_weights(editor, params)
+    bind_params(editor, params)
+    if needs_finite:
+        editor.prune()
+        check_constants(editor, sources)
+    kept = set(chain.from_iterable(VOLUME_RULES.get(op, ()) for op in keep))
+    for rules in PHASES:
+        apply_phase(editor, [rule for rule in rules if rule not in kept], on_skip=on_skip)
+    editor.prune()
+    if not sources:
+        return share_constants(editor.build())
+    for name, origin in editor.origins.items():
+        # A value that was added shares the source node of the value that it was made for.
+        if origin in sources:
+            sources[name] = sources[origin]
+    return share_constants(editor.build({SOURCES_ATTR: json.dumps(sources)}))

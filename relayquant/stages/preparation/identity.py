@@ -1,0 +1,153 @@
+"""Rules that remove what changes nothing: aliases, projections of tuples, no-op shapes, dropout, x
++ 0, x * 1.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from tvm import relax
+from tvm.ir import GenericConst
+
+from relayquant.ir.rewrite.editor import Editor
+from relayquant.ir.rewrite.expressions import same_type
+from relayquant.ir.rewrite.graph import constant_value, tensor_shape
+from relayquant.ir.rewrite.rule import Skip, decline
+from relayquant.stages.preparation.dense import LINEAR
+from relayquant.stages.preparation.tensors import is_constant
+
+#: Operators that only move or repeat elements in order: the same type before and after means no
+#: change.
+ORDER_KEEPING = (
+    "relax.reshape",
+    "relax.broadcast_to",
+    "relax.squeeze",
+    "relax.expand_dims",
+    "relax.flatten",
+    "relax.nn.batch_flatten",
+    "relax.astype",
+)
+SAME_SHAPE = (
+    *(*ORDER_KEEPING, "relax.split"),
+    *("relax.strided_slice", "relax.nn.pad", "relax.permute_dims"),
+)
+NEUTRAL = {"relax.add": 0, "relax.subtract": 0, "relax.multiply": 1, "relax.divide": 1}
+
+
+def remove_alias(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
+    """y = x -> x in place of y."""
+    by = editor.values[var]
+    kept = editor.is_output(var) and (by not in editor.values or editor.is_output(by))
+    kept = kept and not editor.users(var)
+    return decline("both names are results of main") if kept else by
+
+
+def project_tuple(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
+    """(a, b)[1] -> b; dropout(x)[0] -> x; concat((x,)) is `remove_single_concat`."""
+    item = editor.values[var]
+    source = item.tuple_value
+    if isinstance(source, relax.Var) and source in editor.values:
+        value = editor.values[source]
+        if isinstance(value, relax.Tuple):
+            return value.fields[item.index]
+        if editor.op_name(source) == "relax.nn.dropout" and item.index == 0:
+            return value.args[0]
+    elif isinstance(source, relax.Tuple):
+        return source.fields[item.index]
+    return decline("no tuple is spelled out")
+
+
+def remove_single_concat(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
+    """concat((x,)) -> x; what adds nothing, as a state of no steps, is left out."""
+    call = editor.call_of(var)
+    fields, axis = getattr(call.args[0], "fields", ()), int(call.attrs.axis or 0)
+    if len(fields) == 1:
+        return fields[0]
+    filled = [field for field in fields if (shape := tensor_shape(field)) is None or shape[axis]]
+    filled = filled or [*fields[:1]]
+    if len(filled) == len(fields):
+        return decline("several values are joined")
+    return relax.op.concat(filled, axis)
+
+
+def remove_no_op(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
+    """reshape, broadcast_to, squeeze, pad, strided_slice, permute_dims, astype that change neither
+    shape nor order, and split into one -> x.
+    """
+    call = editor.call_of(var)
+    data, name = call.args[0], editor.op_name(var)
+    if not same_type(data, var):
+        return decline("the type changes")
+    if name == "relax.nn.pad" and any(width != 0 for width in call.attrs.pad_width):
+        return decline("it pads here and cuts there")
+    if name == "relax.permute_dims":
+        axes = call.attrs.axes
+        if axes is None or [int(axis) for axis in axes] != list(range(data.ty.ndim)):
+            return decline("axes change places")
+    if name == "relax.strided_slice" and not _has_positive_strides(call):
+        return decline("a stride may be negative")
+    return data
+
+
+def _has_positive_strides(call: relax.Expr) -> bool:
+    """A slice backwards may keep the shape and still reverse the order."""
+    if len(call.args) < 5:
+        return True
+    strides = call.args[4]
+    if isinstance(strides, GenericConst):
+        return bool((strides.value.numpy() > 0).all())
+    fields = getattr(strides, "fields", None) or getattr(strides, "values", None)
+    values = [getattr(field, "value", None) for field in fields or ()]
+    return bool(values) and all(isinstance(value, int) and value > 0 for value in values)
+
+
+def remove_neutral(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
+    """x + 0, x - 0, x * 1, x / 1 -> x, where broadcasting does not change the shape.
+
+    A bias that is 0 in every channel stays: calibration corrects it.
+    """
+    call = editor.call_of(var)
+    array = constant_value(call.args[1])
+    if array is None or not isinstance(call.args[0], relax.Var):
+        return decline("the second operand is no constant")
+    if not same_type(call.args[0], var) or not (array == NEUTRAL[editor.op_name(var)]).all():
+        return decline("it changes shape or values")
+    if editor.op_name(var) == "relax.add" and array.ndim and editor.op_name(call.args[0]) in LINEAR:
+        return decline("it is the bias of a product")
+    return call.args[0]
+
+
+def count_axes_from_front(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
+    """squeeze(x, [-2]) -> squeeze(x, [rank - 2]): TVM's ConvertLayout reads negative axes as huge
+    ones.
+    """
+    call = editor.call_of(var)
+    axes = call.attrs.axis
+    if axes is None or all(int(axis) >= 0 for axis in axes):
+        return decline("no axis is negative")
+    rank = call.args[0].ty.ndim
+    return relax.op.squeeze(call.args[0], [int(axis) % rank for axis in axes])
+
+
+def split_to_slice(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
+    """split(x)[i] -> strided_slice(x), where the size of the split axis is known."""
+    item = editor.values[var]
+    source = item.tuple_value
+    if not isinstance(source, relax.Var) or editor.op_name(source) != "relax.split":
+        return decline("no part of a split")
+    call = editor.call_of(source)
+    data = call.args[0]
+    axis = int(call.attrs.axis) % data.ty.ndim
+    shape = tensor_shape(data)
+    if shape is None or isinstance(shape[axis], str):
+        return decline("the size of the axis is symbolic")
+    ends = np.cumsum([int(part.shape.values[axis]) for part in source.ty.fields]).tolist()
+    begin = ([0, *ends])[item.index]
+    return relax.op.strided_slice(data, [axis], [begin], [ends[item.index]])
+
+
+def put_constant_second(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
+    """c + x -> x + c, c a constant or a dequantized one; so for multiply, maximum, minimum."""
+    left, right = editor.call_of(var).args
+    if not is_constant(editor, left) or is_constant(editor, right):
+        return decline("the first operand alone is no constant")
+    return relax.Call(editor.call_of(var).op, [right, left])

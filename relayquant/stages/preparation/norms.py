@@ -1,0 +1,58 @@
+"""Beside prepare: what the batch norms of a float module remember of the data it was trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tvm
+from tvm import relax
+
+from relayquant.ir.rewrite.editor import Editor
+from relayquant.ir.rewrite.graph import constant_value
+from relayquant.stages.preparation.bind import bind_params
+
+
+@dataclass(frozen=True, eq=False)
+class NormStatistics:
+    """Mean and standard deviation of a batch norm's results over the training data, by channel,
+    (C,) float64: its beta, and the magnitude of its gamma, less where epsilon weighs in.
+    """
+
+    mean: np.ndarray
+    deviation: np.ndarray
+
+
+def read_norm_statistics(
+    mod: tvm.IRModule, params: Mapping[str, Any] | None = None
+) -> dict[str, NormStatistics]:
+    """Name of a batch norm's result -> its statistics.
+
+    `prepare_module` takes the norms into the weights before them, and keeps the names of results.
+
+    Raises:
+        ModelError: as `prepare_module`.
+    """
+    editor = Editor(mod)
+    bind_params(editor, params)
+    found = {}
+    for var, value in editor.values.items():
+        if not isinstance(value, relax.TupleGetItem) or value.index != 0:
+            continue
+        call = editor.call_of(value.tuple_value)
+        if call is None or editor.op_name(value.tuple_value) != "relax.nn.batch_norm":
+            continue
+        arrays = [constant_value(arg) for arg in (call.args[1], call.args[2], call.args[4])]
+        if not (call.attrs.scale and call.attrs.center):
+            continue  # of a norm without factors, results have been scaled by nothing
+        gamma, beta, variance = (
+            None if array is None else array.astype("float64").reshape(-1) for array in arrays
+        )
+        if gamma is None or beta is None or variance is None:
+            continue
+        # What was divided is the variance with epsilon, which counts where a channel is nearly 0.
+        share = np.sqrt(variance / (variance + float(call.attrs.epsilon)))
+        found[editor.names[var]] = NormStatistics(beta, np.abs(gamma) * share)
+    return found

@@ -1,0 +1,99 @@
+"""Canonicalization: what a rule may be tried at, and the loop that applies a list of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tvm import relax
+from tvm.ir import Call, GenericConst, Op
+
+from relayquant.ir.rewrite.editor import Editor
+from relayquant.ir.rewrite.rule import OnSkip, Rule, fire_first, log_skip, select_rules
+
+#: Kinds of values that are no operator call.
+ALIAS, PROJECTION, CAST = "alias", "projection", "match_cast"
+
+#: `rewrite(editor, var)` returns the value of `var` in canonical form, and may define others that
+#: it is computed from.
+CanonicalRule = Rule[Editor, relax.Var, relax.Expr]
+
+
+def kind_of(editor: Editor, var: relax.Var) -> str:
+    """Operator name of the value of `var`, or ALIAS, PROJECTION, CAST; "" for anything else."""
+    if editor.is_cast(var):
+        return CAST
+    value = editor.values[var]
+    if isinstance(value, Call):
+        return value.op.name if isinstance(value.op, Op) else ""
+    if isinstance(value, relax.TupleGetItem):
+        return PROJECTION
+    return ALIAS if isinstance(value, relax.Var) else ""
+
+
+def apply_phase(
+    editor: Editor,
+    rules: Sequence[CanonicalRule],
+    *,
+    max_edits: int = 100,
+    on_skip: OnSkip = log_skip,
+) -> None:
+    """Apply rules in topological order until none fires; the first of `rules` that fires at a
+    value wins.
+
+    Raises:
+        RuntimeError: a value was edited `max_edits` times in a row, so that two rules undo one
+        another.
+    """
+    of_kind: dict[str, list[CanonicalRule]] = {}
+    changed = True
+    while changed:
+        changed = False
+        for var in editor.order():
+            fired: list[str] = []
+            while var in editor.values:
+                kind = kind_of(editor, var)
+                if kind not in of_kind:
+                    of_kind[kind] = select_rules(rules, kind)
+                tried = ((rule, var) for rule in of_kind[kind])
+                found = fire_first(tried, editor, editor.names[var], on_skip)
+                if found is None:
+                    break
+                rule, value = found
+                put(editor, var, value)
+                changed = True
+                fired.append(rule.name)
+                if len(fired) > max_edits:
+                    raise RuntimeError(
+                        f"Canonicalization does not settle at {editor.names[var]!r}: "
+                        f"{sorted(set(fired[-4:]))} undo one another."
+                    )
+
+
+def put(editor: Editor, var: relax.Var, value: relax.Expr) -> None:
+    """Let `value`, that equals it, be the value of `var`."""
+    if isinstance(value, relax.Var | GenericConst):
+        forward(editor, var, value)
+    elif isinstance(value, relax.ShapeExpr):
+        editor.replace(var, value)
+    else:
+        editor.redefine(var, value)
+
+
+def forward(editor: Editor, var: relax.Var, by: relax.Expr) -> None:
+    """Let the equal `by` stand for `var`; a name that main returns stays.
+
+    y = identity(x), y returned and x not: x takes the name y, unless only x is a name of the
+    source model (a block builder's gv = x names nothing).
+    y = identity(x), both returned, or x a parameter or constant: y = x.
+    """
+    if not editor.is_output(var):
+        editor.replace(var, by)
+    elif isinstance(by, relax.Var) and by in editor.values and not editor.is_output(by):
+        name, source = editor.names[var], editor.names[by]
+        is_alias = kind_of(editor, var) == ALIAS
+        editor.replace(var, by)
+        if name in editor.source_names or (source not in editor.source_names and not is_alias):
+            editor.names[by] = name
+            editor.origins[name] = source
+    else:
+        editor.alias(var, by)

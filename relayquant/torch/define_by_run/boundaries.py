@@ -1,0 +1,245 @@
+"""Define-by-run, convert: where one run feeds the next, and whether integers may cross there.
+
+Values that meet at one input of a run, from two branches or round a loop, have one grid: such
+borders are joined until no value crosses two of them. A border is integer when the runs that
+compute what crosses it, and one that reads it, quantize it anyway; its grid is picked by the
+observer of the latter, from all values that crossed. What is read in float, too, is not rounded for
+that: the run gives it both ways.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import tvm
+from tvm import relax
+
+from relayquant.base.qtypes import QParams
+from relayquant.config.observers import MinMax, Observer
+from relayquant.errors import ConfigError
+from relayquant.ir.plan import GroupPlan
+from relayquant.ir.rewrite import Graph
+from relayquant.ir.rewrite.graph import iterate_results, result_expr
+from relayquant.stages.calibration.observer_selection import OutputSQNR
+from relayquant.stages.prepared import PreparedModel
+from relayquant.torch.define_by_run.blocks import Input, StraightRun
+from relayquant.torch.define_by_run.tape import Tape
+
+#: number of what calls the model, as if it were a run
+OUTSIDE = -1
+
+
+@dataclass(frozen=True, order=True)
+class Port:
+    """An input or output of a run, by number; of the run `OUTSIDE`, an argument of the model, which
+    comes out of there, or what the model returns.
+    """
+
+    block: int
+    is_output: bool
+    number: int
+
+
+@dataclass(frozen=True)
+class Border:
+    """Inputs and outputs of runs that are one value of the model, and its grid.
+
+    `exact` are outputs among them that are read in float as well.
+    """
+
+    ports: frozenset[Port]
+    qparams: QParams
+    exact: frozenset[Port] = frozenset()
+
+
+def find_made(tapes: Sequence[Tape], blocks: Sequence[StraightRun]) -> dict[tuple[int, int], Port]:
+    """(tape, value) -> the output of a run that it is."""
+    made: dict[tuple[int, int], Port] = {}
+    for b, block in enumerate(blocks):
+        for each in block.passes:
+            inside: dict[int, int] = {}
+            for i, step in zip(each.steps, block.steps, strict=True):
+                inside.update(zip(step.results, tapes[each.tape].steps[i].results, strict=True))
+            for k, number in enumerate(block.outputs):
+                made[each.tape, inside[number]] = Port(b, True, k)
+    return made
+
+
+def find_owned(tapes: Sequence[Tape], blocks: Sequence[StraightRun]) -> list[set[int]]:
+    """Of each tape, the steps that are part of a run."""
+    owned = [set[int]() for _ in tapes]
+    for block in blocks:
+        for each in block.passes:
+            owned[each.tape].update(each.steps)
+    return owned
+
+
+def find_meetings(
+    tapes: Sequence[Tape],
+    blocks: Sequence[StraightRun],
+    inputs: Collection[int] = (),
+    outputs: Collection[int] = (),
+) -> list[frozenset[Port]]:
+    """The ports that values connect, those alone left out.
+
+    `inputs` and `outputs` are the tensors that the model takes and returns, by number, that are to
+    be ports too.
+    """
+    made = find_made(tapes, blocks)
+    reads: list[tuple[tuple[int, int], Port]] = []
+    for b, block in enumerate(blocks):
+        for each in block.passes:
+            for k, value in enumerate(read_inputs(tapes[each.tape], block, each.steps)):
+                reads.append(((each.tape, value), Port(b, False, k)))
+    for t, tape in enumerate(tapes):
+        for value, k in tape.entries.items():
+            if k in inputs:
+                made[t, value] = Port(OUTSIDE, True, k)
+        for k, result in enumerate(tape.results):
+            if k in outputs and result is not None:
+                reads.append(((t, result), Port(OUTSIDE, False, k)))
+    groups: dict[Port, set[Port]] = {}
+    for value, port in reads:
+        if value not in made:
+            continue
+        joined = groups.get(port, {port}) | groups.get(made[value], {made[value]})
+        groups.update(dict.fromkeys(joined, joined))
+    return sorted({frozenset(group) for group in groups.values()}, key=sorted)
+
+
+def find_float_reads(
+    tapes: Sequence[Tape], blocks: Sequence[StraightRun], outputs: Collection[int] = ()
+) -> set[Port]:
+    """Outputs of runs that operators in PyTorch read, or the user; but for what the model returns
+    as integers, the tensors of these numbers.
+    """
+    owned, made = find_owned(tapes, blocks), find_made(tapes, blocks)
+    read: set[Port] = set()
+    for t, tape in enumerate(tapes):
+        floats = {value for k, value in enumerate(tape.results) if k not in outputs}
+        values: set[object] = {v for v in tape.alive if v in floats or v not in tape.results}
+        for i, step in enumerate(tape.steps):
+            if i not in owned[t]:
+                values.update(step.operands)
+        read.update(port for (at, value), port in made.items() if at == t and value in values)
+    return read
+
+
+def is_read_inside(prepared: PreparedModel, number: int) -> bool:
+    """Whether operators of a run read an output of it themselves."""
+    graph = Graph(prepared.mod)
+    result = list(iterate_results(result_expr(graph)))[number]
+    return isinstance(result, relax.Var) and bool(graph.users[result])
+
+
+def read_inputs(tape: Tape, block: StraightRun, steps: Sequence[int]) -> list[int]:
+    """Numbers of the values that the inputs of a run are in one pass."""
+    found: dict[int, int] = {}
+    for i, step in zip(steps, block.steps, strict=True):
+        for operand, source in zip(tape.steps[i].operands, step.sources, strict=True):
+            if isinstance(source, Input) and isinstance(operand, int):
+                found[source.number] = operand
+    return [found[number] for number in range(len(found))]
+
+
+def name_ports(prepared: PreparedModel) -> tuple[list[str], list[str]]:
+    """Names of the inputs and of the outputs of a run's module; "" for an output that is no
+    value of its own.
+    """
+    graph = Graph(prepared.mod)
+    inputs = [param.name for param in graph.func.params]
+    results = iterate_results(result_expr(graph))
+    return inputs, [getattr(result, "name", "") for result in results]
+
+
+def find_group(prepared: PreparedModel, name: str) -> GroupPlan | None:
+    """The group of 8 bits that a value is on; None where it is float."""
+    keys = prepared.plan.value_groups.get(name, ())
+    if len(keys) != 1:
+        return None
+    group = prepared.plan.group(keys[0])
+    maker = prepared.plan.operator(name) if prepared.plan.has_operator(name) else None
+    if maker is not None and (not maker.quantized or maker.dynamic is not None):
+        return None
+    return None if group.info.spec.is_per_channel or group.constant is not None else group
+
+
+def choose_borders(
+    meetings: Sequence[frozenset[Port]],
+    graphs: Mapping[int, tvm.IRModule],
+    plan_run: Callable[..., PreparedModel],
+    observer: Observer | None,
+    read_values: Callable[[Port], Iterator[np.ndarray]],
+    float_reads: Collection[Port],
+    returned_dtype: str,
+) -> list[Border]:
+    """The borders that integers cross.
+
+    Args:
+        meetings: As `find_meetings` gives them.
+        graphs: By number, the modules of the runs that are quantized.
+        plan_run: (module, output_dtypes) -> its plan; ConfigError where an output cannot be so.
+        observer: What picks the grids; None: that of the first run that reads the values.
+        read_values: Input of a run, or what the model returns -> all arrays that came there.
+        float_reads: Outputs that PyTorch reads.
+        returned_dtype: Of what the model returns, where no run reads it.
+    """
+    plans = {number: plan_run(mod, {}) for number, mod in graphs.items()}
+    borders = []
+    for ports in meetings:
+        makers = [port for port in ports if port.is_output and port.block != OUTSIDE]
+        if any(port.block not in plans for port in makers):
+            continue
+        read = {
+            port: find_port_group(plans, port)
+            for port in sorted(ports)
+            if not port.is_output and port.block in plans
+        }
+        readers = {port: group for port, group in read.items() if group is not None}
+        outside = {port for port in ports if port.block == OUTSIDE}
+        returned = [port for port in outside if not port.is_output]
+        first = next(iter(readers.values()), None)
+        if first is None and not returned:
+            continue
+        dtype = returned_dtype if first is None else first.info.spec.dtype
+        try:
+            of_makers = {
+                port: plan_run(graphs[port.block], {port.number: dtype}) for port in sorted(makers)
+            }
+        except ConfigError:
+            continue
+        made = [find_port_group({port.block: plan}, port) for port, plan in of_makers.items()]
+        groups = [*readers.values(), *made]
+        first = next(iter(groups), None)
+        if first is None or not all(g is not None and is_alike(g, first) for g in groups):
+            continue
+        picker = observer or first.calibration
+        if first.is_fixed or not isinstance(picker, Observer):
+            continue
+        if isinstance(picker, OutputSQNR):
+            picker = MinMax()  # there is no output to judge by: nothing is clipped
+        values = itertools.chain.from_iterable(map(read_values, [*read, *returned]))
+        crossed = frozenset([*makers, *readers, *outside])  # other readers take it in float
+        exact = frozenset(
+            port for port in makers
+            if crossed != ports or port in float_reads
+            or is_read_inside(plans[port.block], port.number)
+        )  # fmt: skip
+        borders.append(Border(crossed, picker.observe(first.info, values), exact))
+    return borders
+
+
+def find_port_group(plans: Mapping[int, PreparedModel], port: Port) -> GroupPlan | None:
+    """The group of an input or output."""
+    prepared = plans[port.block]
+    name = name_ports(prepared)[port.is_output][port.number]
+    return find_group(prepared, name)
+
+
+def is_alike(group: GroupPlan, other: GroupPlan) -> bool:
+    """Whether two groups hold integers of one kind."""
+    a, b = group.info.spec, other.info.spec
+    return (a.dtype, a.limits, a.scheme) == (b.dtype, b.limits, b.scheme)

@@ -1,0 +1,249 @@
+"""Define-by-run: standalone and custom modules, each one operator to the code that calls it.
+
+What is called there is, at calibration, the float module or the observed form, whose calls and
+results are stored; after `convert` the integer module of its own, or the quantized form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch  # pyright: ignore[reportMissingImports]
+import tvm
+from torch import nn  # pyright: ignore[reportMissingImports]
+from torch.overrides import handle_torch_function  # pyright: ignore[reportMissingImports]
+
+from relayquant.base.qtypes import QParams
+from relayquant.errors import ModelError
+from relayquant.flow.quantizer import quantize
+from relayquant.flow.settings import QuantizeSettings
+from relayquant.ir.ledger import Ledger, read_ledger
+from relayquant.stages.compilation import compile
+from relayquant.stages.effort import default_mapping
+from relayquant.torch.custom_config import PrepareCustomConfig, StandaloneRule
+from relayquant.torch.define_by_run.deferred import dequantize_tensor, quantize_tensor
+from relayquant.torch.define_by_run.executing import CompiledModule
+from relayquant.torch.define_by_run.functions import PartFunction
+from relayquant.torch.define_by_run.tape import TensorFile
+from relayquant.torch.exported import apply_config, load_module
+from relayquant.torch.standalone import Shell, call_builder, place_in_shell
+from relayquant.torch.submodule_cut import TensorTree
+
+
+class PartCall:
+    """A call of a standalone or custom module: as `forwards.ModuleCall`."""
+
+    def __init__(self, function: PartFunction) -> None:
+        self.function = function
+
+    def play(self, caller: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What the module returns: an operator, to whatever looks at operators."""
+        tensors = [*args, *kwargs.values()]
+        return handle_torch_function(self.function, tensors, *args, **kwargs)
+
+    def begin(self, caller: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """There is nothing to learn."""
+
+    def end(self, caller: Any) -> None:
+        """There is nothing to end."""
+
+    def learn(self, lesson: Any, result: Any) -> None:
+        """There is nothing to learn."""
+
+
+class ObservedStandalone:
+    """A standalone module while the model is calibrated: it runs in float, and what it is called
+    with is stored.
+    """
+
+    def __init__(self, module: nn.Module, path: str, file: TensorFile) -> None:
+        self._module, self._path, self._file = module, path, file
+        self._calls: list[tuple[int, ...]] = []
+        self._form: TensorTree | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """
+        Raises:
+            ModelError: it is not called with tensors alone, or writes into one.
+        """
+        if kwargs or not all(isinstance(value, torch.Tensor) for value in args):
+            raise ModelError(
+                f"Module {self._path!r} is to be quantized by itself, but is called with more than "
+                "tensors by position. Choose a module within it, or around it.",
+                code="RQ208",
+            )
+        versions = [value._version for value in args]
+        self._calls.append(tuple(map(self._file.append, args)))
+        result = type(self._module).forward(self._module, *args)
+        if [value._version for value in args] != versions:
+            raise ModelError(
+                f"Module {self._path!r} is to be quantized by itself, but writes into a tensor "
+                "that it is called with, which an integer module does not. Choose a module around "
+                "it, or write it without operators in place.",
+                code="RQ208",
+            )
+        self._form = TensorTree.split(result)[0]
+        return result
+
+    def quantize(
+        self, whole: nn.Module, rule: StandaloneRule, given: Any, settings: QuantizeSettings
+    ) -> StandaloneModule | None:
+        """The integer module of its own; None if it was not called.
+
+        Args:
+            whole: What holds it, at its path.
+            given: The mapping of `prepare`.
+        """
+        if self._form is None:
+            return None
+        mapping = given or default_mapping(settings.backend, settings.level)
+        shell, config, given = place_in_shell(whole, self._path, rule, mapping)
+        calls = [tuple(map(self._file.read, call)) for call in self._calls]
+        options = {
+            "backend": rule.backend or settings.backend,
+            "effort": settings.effort,
+            "calibration": settings.calibration,
+            "qconfig_mapping": given,
+        }
+        arrays = [tuple(tensor.numpy() for tensor in call) for call in calls]
+        part, options = apply_config(shell, config, calls[0], arrays, options)
+        shapes = find_dynamic([tuple(tuple(t.shape) for t in call) for call in calls])
+        if shapes is not None and isinstance(shell, Shell):
+            shapes = (shapes,)
+        mod, params = load_module(part, calls[0], dynamic_shapes=shapes)
+        qmod = quantize(mod, params, arrays, **options)
+        prefix = "" if isinstance(shell, Shell) else f"{self._path}."
+        return StandaloneModule(qmod, prefix, self._form)
+
+
+def find_dynamic(sizes: Sequence[tuple[tuple[int, ...], ...]]) -> tuple[Any, ...] | None:
+    """Dynamic shapes of inputs for `torch.export`, whose sizes these are in each call: those that
+    differ. None where none does.
+    """
+    dims = tuple(
+        {
+            axis: torch.export.Dim.AUTO
+            for axis in range(len(shape))
+            if len({size[k][axis] for size in sizes}) > 1
+        }
+        for k, shape in enumerate(sizes[0])
+    )
+    return dims if any(dims) else None
+
+
+class StandaloneModule:
+    """A standalone module, converted: an integer module of its own, that takes and gives floats.
+
+    Attributes:
+        mod: The integer module. Inputs and outputs that its configuration has as integers are
+            rounded here.
+    """
+
+    def __init__(self, mod: tvm.IRModule, prefix: str, form: TensorTree) -> None:
+        self.mod, self._form = mod, form
+        ledger = read_ledger(mod)
+        self._prefix = prefix
+        self._module = CompiledModule(compile(mod))
+        self._inputs = find_grids(ledger.inputs)
+        self._outputs = find_grids(ledger.outputs)
+
+    @property
+    def ledger(self) -> Ledger:
+        """That of the module, by names in the whole model."""
+        ledger = read_ledger(self.mod)
+        rows = (replace(row, name=f"{self._prefix}{row.name}") for row in ledger.rows)
+        return replace(ledger, rows=tuple(rows))
+
+    def __call__(self, *args: torch.Tensor) -> Any:
+        """What the float module would give."""
+        given = [*map(enter_grid, args, self._inputs)]
+        results = self._module.call(given)
+        return self._form.join([*map(leave_grid, results, self._outputs)])
+
+
+def find_grids(values: Sequence[Any]) -> list[QParams | None]:
+    """The grids of inputs or outputs; None for those in float."""
+    return [value.qparams if value.is_integer else None for value in values]
+
+
+def enter_grid(tensor: torch.Tensor, grid: QParams | None) -> torch.Tensor:
+    """A float tensor as a module takes it."""
+    return tensor if grid is None else quantize_tensor(tensor, grid)
+
+
+def leave_grid(tensor: torch.Tensor, grid: QParams | None) -> torch.Tensor:
+    """What a module gives as a float tensor."""
+    return tensor if grid is None else dequantize_tensor(tensor, grid)
+
+
+@dataclass(frozen=True, eq=False)
+class ModelParts:
+    """The standalone and custom modules of a prepared model.
+
+    Attributes:
+        whole: What holds them, at their paths.
+        standalone: Each with its rule, by path.
+        observed: The observed form of each custom module, and the class of the quantized one.
+        mapping: As the user gave it.
+    """
+
+    whole: nn.Module
+    standalone: Mapping[str, tuple[ObservedStandalone, StandaloneRule]]
+    observed: Mapping[str, tuple[nn.Module, Any]]
+    mapping: Any
+
+    @staticmethod
+    def find(
+        whole: nn.Module, config: PrepareCustomConfig, mapping: Any, file: TensorFile
+    ) -> ModelParts:
+        """Those that a configuration names.
+
+        Raises:
+            ConfigError: a rule finds none.
+        """
+        alone = {
+            path: (ObservedStandalone(whole.get_submodule(path), path, file), rule)
+            for path, rule in config.find_standalone(whole)
+        }
+        custom = {
+            path: (call_builder(kind.from_float, whole.get_submodule(path), path).eval(), quantized)
+            for path, (kind, quantized) in config.find_custom(whole).items()
+        }
+        return ModelParts(whole, alone, custom, mapping)
+
+    def make_calls(self, forms: Mapping[str, Callable[..., Any]]) -> dict[int, PartCall]:
+        """id of a module -> the call of what is called in its place, of those with a path here."""
+        calls: dict[int, PartCall] = {}
+        for path, form in forms.items():
+            reason = (
+                "it is standalone: an integer module of its own"
+                if path in self.standalone
+                else "it is custom: its quantized form is called"
+            )
+            part = self.whole.get_submodule(path)
+            function = PartFunction(type(part).__name__, form, reason)
+            calls[id(part)] = PartCall(function)
+        return calls
+
+    def observe(self) -> dict[int, PartCall]:
+        """What is called while the model is calibrated."""
+        forms: dict[str, Callable[..., Any]] = {p: form for p, (form, _) in self.observed.items()}
+        forms.update((path, form) for path, (form, _) in self.standalone.items())
+        return self.make_calls(forms)
+
+    def convert(self, settings: QuantizeSettings) -> dict[str, Any]:
+        """What is called after `convert`, by path.
+
+        Raises:
+            ModelError: a custom module's `from_observed` gives no module.
+        """
+        forms: dict[str, Any] = {}
+        for path, (observed, quantized) in self.observed.items():
+            forms[path] = call_builder(quantized.from_observed, observed, path).eval()
+        for path, (observed, rule) in self.standalone.items():
+            form = observed.quantize(self.whole, rule, self.mapping, settings)
+            if form is not None:
+                forms[path] = form
+        return forms

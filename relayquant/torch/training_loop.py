@@ -1,0 +1,678 @@
+"""The training loop of `finetune`: Adam on batches, the average of late steps, evaluation, the best
+state, checkpoints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import tvm
+from torch import nn
+
+from relayquant.analysis.sensitivity import apply_metric
+from relayquant.base.arguments import takes_arguments
+from relayquant.base.events import ProgressEvent, TrainingEvent
+from relayquant.base.storage.archive import Archive, read_archive, write_archive
+from relayquant.data import open_dataset
+from relayquant.data.inputs import describe_inputs
+from relayquant.errors import ConfigError, DataError, format_count
+from relayquant.ir.ops.find import find_pattern, match_operator
+from relayquant.ir.rewrite import Graph
+from relayquant.stages.calibration.checkpoint import digest_batch, digest_text
+from relayquant.torch.finetuning import FinetuneSettings, Loss, TrainingData
+from relayquant.torch.reconstruction import reconstruct
+from relayquant.torch.rounding import FakeQuantize, align_channels
+from relayquant.torch.trainable import TrainableModule, name_parameter
+
+FORMAT = "relayquant.training.2"
+#: unit of tensors whose numbers are all near 0: a bias before training
+LEAST_UNIT = 1e-2
+#: unit of a channel without weights, relative to that of the largest
+LEAST_SHARE = 1e-4
+#: outputs that are probabilities up to float32 rounding
+SUM_TOLERANCE = 1e-3
+
+#: of the staircase that weights are rounded by, in the first step and the last
+SHARPNESS = (8.0, 400.0)
+#: how late the steps are that the average is of: after n steps about the last n / (LATENESS + 1)
+LATENESS = 9
+#: parts of the validation data that are left out in turn, to tell how far a score is chance
+FOLDS = 20
+#: standard errors that a score has to rise by: a best state is the best of several by chance, too
+SURENESS = 2.0
+
+State = dict[str, np.ndarray]
+#: outputs of a model, for each batch
+Batches = list[list[torch.Tensor]]
+
+
+def train(
+    student: TrainableModule,
+    teacher: TrainableModule,
+    data: TrainingData,
+    loss: Loss | None,
+    settings: FinetuneSettings,
+) -> str:
+    """Train `student`, in place, to give what `teacher` gives; returns what was done, in words."""
+    run = _Training(student, teacher, loss, settings)
+    run.resume()
+    run.run(data)
+    return run.finish()
+
+
+@dataclass(frozen=True, eq=False)
+class Progress:
+    """Where a training stands.
+
+    Attributes:
+        step: Steps done.
+        best_score, best_step, best: The best evaluation, and the state then; None before the first.
+        worse: Evaluations since then, of those behind a step.
+        digest: Of all items that were trained on.
+    """
+
+    step: int = 0
+    best_score: float | None = None
+    best_step: int = 0
+    best: State | None = None
+    worse: int = 0
+    digest: str = ""
+
+
+class _Training:
+    """State of one training."""
+
+    def __init__(
+        self,
+        student: TrainableModule,
+        teacher: TrainableModule,
+        loss: Loss | None,
+        settings: FinetuneSettings,
+    ) -> None:
+        self.student, self.teacher, self.settings = student, teacher.eval(), settings
+        self.names = [var.name for var in student.source.program.inputs]
+        self.loss = loss or match_outputs
+        self.takes_item = loss is not None and takes_arguments(loss, 3)
+        self.progress, self.start = Progress(), read_state(student)
+        #: of the steps since the last evaluation
+        self.losses: list[float] = []
+        self.parameters = [p for p in student.parameters() if p.requires_grad]
+        #: what is evaluated and given: see `follow_average`
+        self.begin_average()
+        self.optimizer = torch.optim.Adam(self.parameters, lr=settings.lr)
+        units = measure_units(student)
+        scales = {id(quantizer.log_factor) for quantizer in student.list_quantizers()}
+        self.units = [
+            units[name] * (settings.scale_rate if id(p) in scales else 1.0)
+            for name, p in student.named_parameters()
+            if p.requires_grad
+        ]
+        self.scaled = list(find_scaled(student))
+        self.inner = find_inner(student, teacher) if settings.inner_weight else []
+        self.path = None if settings.checkpoint is None else Path(settings.checkpoint)
+        self.validation = None
+        if settings.validation is not None:
+            inputs = describe_inputs(student.source.prepared.mod)
+            self.validation = list(open_dataset(settings.validation, inputs))
+            self.expected = [run_module(self.teacher, self.pick(b)) for b in self.validation]
+
+    def pick(self, batch: Mapping[str, np.ndarray]) -> list[torch.Tensor]:
+        """The inputs of a batch as tensors of their own, in order."""
+        return [torch.from_numpy(np.array(batch[name])) for name in self.names]
+
+    # ---- the loop ----
+
+    def run(self, data: TrainingData) -> None:
+        """The steps that are left."""
+        settings = self.settings
+        if self.progress.step == 0:
+            self.evaluate()
+            if settings.reconstruction:
+                self.reconstruct(data)
+                if not self.evaluate():
+                    write_state(self.student, self.start)
+                    self.begin_average()
+        begun, seen, digest = self.progress.step, 0, ""
+        for batch, item in data:
+            if self.progress.step >= settings.steps or self.is_done:
+                return
+            digest = digest_text(digest + digest_batch(batch))
+            seen += 1
+            if seen <= begun:  # these steps were done before the training was interrupted
+                if seen == begun and digest != self.progress.digest:
+                    raise DataError(
+                        f"checkpoint={str(self.path)!r} was begun with other data. Data that is "
+                        "drawn or augmented at random needs a fixed seed. Delete the file to begin "
+                        "anew.",
+                        code="RQ302",
+                    )
+                continue
+            self.take_step(batch, item)
+            step = seen
+            self.progress = replace(self.progress, step=step, digest=digest)
+            settings.events.on_progress(ProgressEvent("training", step, settings.steps, "step"))
+            if step % settings.interval == 0 or step == settings.steps:
+                self.evaluate()
+                self.save()
+
+    def reconstruct(self, data: TrainingData) -> None:
+        """Fit the weights to the first items, and begin the average with them. Data that ends is
+        not read again: samples that come twice say no more, and would count as more.
+        """
+        count = self.settings.reconstruction
+        batches = [self.pick(batch) for batch in itertools.islice(data.dataset, count)]
+
+        def report(done: int, total: int) -> None:
+            event = ProgressEvent("reconstruction", done, total, "operator")
+            self.settings.events.on_progress(event)
+
+        reconstruct(self.student, self.teacher, batches, report)
+        self.begin_average()
+
+    def begin_average(self) -> None:
+        """The average before the first step: the parameters."""
+        self.average = [p.detach().clone() for p in self.parameters]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether patience has ended."""
+        patience = self.settings.patience
+        return patience is not None and self.progress.worse >= patience
+
+    def take_step(self, batch: Mapping[str, np.ndarray], item: Mapping[str, Any]) -> None:
+        """One step of the optimizer."""
+        settings, step = self.settings, self.progress.step
+        rate = 0.5 * settings.lr * (1 + math.cos(math.pi * step / settings.steps))
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        inputs = self.pick(batch)
+        with torch.no_grad():
+            expected, inside = self.teacher.compute(inputs, self.inner)
+        self.student.train()
+        begin, end = SHARPNESS
+        for quantizer in self.student.list_quantizers():
+            if quantizer.group.constant is not None:
+                quantizer.sharpness = begin * (end / begin) ** (step / settings.steps)
+        outputs, found = self.student.compute(inputs, self.inner)
+        loss = self.measure(as_list(outputs), as_list(expected), item)
+        if self.inner:
+            distances = [measure_distance(found[name], inside[name]) for name in self.inner]
+            loss = loss + settings.inner_weight * torch.stack(distances).mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.step_relative()
+        self.follow_average(step + 1)
+        value = loss.item()
+        if not math.isfinite(value):
+            raise ConfigError(
+                f"The loss is {value} in step {step}: training diverged. Lower lr "
+                f"({settings.lr:g}).",
+                code="RQ102",
+            )
+        self.losses.append(value)
+
+    @torch.no_grad()
+    def step_relative(self) -> None:
+        """A step of Adam, whose size is the rate for every number, in the unit of each.
+
+        Weights move with their scale, so that it changes no level: rounding was fitted so that its
+        errors make up for one another, and levels that flip all at once undo that.
+        """
+        for scaled in self.scaled:
+            scaled.carry_gradient()
+        before = [parameter.clone() for parameter in self.parameters]
+        scales = [scaled.factor.clone() for scaled in self.scaled]
+        self.optimizer.step()
+        for parameter, old, unit in zip(self.parameters, before, self.units, strict=True):
+            torch.addcmul(old, parameter - old, unit, out=parameter.data)
+        for scaled, old in zip(self.scaled, scales, strict=True):
+            scaled.carry_weight(old)
+
+    @torch.no_grad()
+    def follow_average(self, step: int) -> None:
+        """Count the parameters after so many steps, 1 and more, into the average of late ones. A
+        weight between two levels is rounded to either from one step to the next, each time an error
+        that the other weights were not trained for; its average moves little.
+
+        Shares fall polynomially into the past, so that the average is of the last tenth or so of
+        the steps taken, however many they are: (1 - w) average + w now, w = (e + 1) / (t + e)
+        (Shamir and Zhang 2013, https://arxiv.org/abs/1212.1824). Ranges that follow the data are
+        averages already, and stay those of the last step.
+        """
+        weight = (LATENESS + 1) / (step + LATENESS)
+        for average, parameter in zip(self.average, self.parameters, strict=True):
+            average.lerp_(parameter, weight)
+
+    @contextlib.contextmanager
+    def put_average(self) -> Iterator[None]:
+        """The student with the average as its parameters, meanwhile."""
+        now = [p.detach().clone() for p in self.parameters]
+        write_parameters(self.parameters, self.average)
+        try:
+            yield
+        finally:
+            write_parameters(self.parameters, now)
+
+    def measure(
+        self,
+        outputs: list[torch.Tensor],
+        expected: list[torch.Tensor],
+        item: Mapping[str, Any] | None = None,
+    ) -> torch.Tensor:
+        """The loss of one batch; a loss that takes the item needs it."""
+        value = self.loss(outputs, expected, *([item] if self.takes_item else []))
+        if not isinstance(value, torch.Tensor) or value.numel() != 1:
+            raise ConfigError(
+                f"finetune: loss returned a {type(value).__name__}; allowed: a tensor of one "
+                "number that torch can differentiate.",
+                code="RQ102",
+            )
+        return value
+
+    def evaluate(self) -> bool:
+        """Measure the average, and keep it if it is the best: whether it is, or nothing tells."""
+        progress, settings = self.progress, self.settings
+        score, is_best = None, True
+        if self.validation is not None:
+            with self.put_average():
+                score, state = self.score(self.validate()), read_state(self.student)
+            is_best = progress.best_score is None or score > progress.best_score
+            # Patience is with steps: a reconstruction that is worse does not end them.
+            self.progress = replace(progress, worse=progress.worse + (progress.step > 0))
+            if is_best:
+                self.progress = replace(
+                    progress, worse=0, best_score=score, best_step=progress.step, best=state
+                )
+        mean = float(np.mean(self.losses)) if self.losses else math.nan
+        self.losses.clear()
+        event = TrainingEvent(progress.step, settings.steps, mean, score, is_best)
+        settings.events.on_training(event)
+        return is_best
+
+    def validate(self) -> list[list[torch.Tensor]]:
+        """Outputs of the state as it is, for each batch of the validation data."""
+        self.student.eval()
+        return [run_module(self.student, self.pick(batch)) for batch in self.validation or ()]
+
+    @torch.no_grad()
+    def average_loss(self, outputs: Batches, expected: Batches) -> float:
+        """The mean over batches of the loss; of the default one where `loss` takes the item."""
+        loss = match_outputs if self.takes_item else self.measure
+        pairs = zip(outputs, expected, strict=True)
+        return float(np.mean([float(loss(*pair)) for pair in pairs]))
+
+    def score(self, outputs: Batches) -> float:
+        """What validation gives, higher is better; never NaN, which nothing is better than.
+
+        Raises:
+            ConfigError: it is no number.
+        """
+        metric, expected = self.settings.metric, self.expected
+        if metric is not None:
+            return apply_metric(metric, read_outputs(expected), read_outputs(outputs))
+        score = -self.average_loss(outputs, expected)
+        if math.isnan(score):
+            step = self.progress.step
+            if is_finite(expected) and is_finite(outputs):
+                raise ConfigError(
+                    f"The loss is {score} on validation data after step {step}, of outputs that "
+                    "are finite. Look at the loss, or pass a metric.",
+                    code="RQ102",
+                )
+            whose = "trained" if is_finite(expected) else "float"
+            raise ConfigError(
+                f"validation: outputs of the {whose} model are not finite after step {step}, so "
+                "states cannot be compared. Look at the validation data and the float model; if "
+                "both are well, training diverged: lower lr.",
+                code="RQ102",
+            )
+        return score
+
+    def finish(self) -> str:
+        """Go back to the best state, and say what was done. Where validation cannot tell it from
+        the first one, that is the best: what a few samples gain by chance others lose.
+        """
+        progress = self.progress
+        done = format_count(progress.step, "step")
+        write_parameters(self.parameters, self.average)
+        if progress.best is not None:
+            write_state(self.student, progress.best)
+            if is_same(progress.best, self.start):
+                done += ", the best as calibrated"
+            else:
+                step = progress.best_step
+                done += f", the best after {step if step else 'the reconstruction'}"
+                if not self.is_gain():
+                    write_state(self.student, self.start)
+                    done += ", within the noise of validation: left as calibrated"
+        self.student.eval()
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
+        return done
+
+    def is_gain(self) -> bool:
+        """Whether the state's loss is below that of the first one by more than chance. A metric of
+        the user's is taken at its word: it may be one that parts of the data have no value of.
+        """
+        if self.settings.metric is not None:
+            return True
+        now, state = self.validate(), read_state(self.student)
+        write_state(self.student, self.start)
+        first = self.validate()
+        write_state(self.student, state)
+
+        def measure_gain(parts: Sequence[Batches]) -> float:
+            new, old, expected = parts
+            return self.average_loss(old, expected) - self.average_loss(new, expected)
+
+        parts = now, first, self.expected
+        # Not ">": where a part has no loss, nothing is known of chance.
+        return not measure_gain(parts) <= SURENESS * estimate_error(measure_gain, parts)
+
+    # ---- checkpoints ----
+
+    @functools.cached_property
+    def binding(self) -> dict[str, str]:
+        """What a checkpoint belongs to; where the data differs, the items tell."""
+        settings, prepared = self.settings, self.student.source.prepared
+        loss = getattr(self.loss, "__qualname__", type(self.loss).__name__)
+        return {
+            "model": digest_text(tvm.ir.save_json(prepared.graph.mod)),
+            "state": digest_text("".join(f"{k}{v.tobytes()}" for k, v in self.start.items())),
+            "settings": f"{format_count(settings.steps, 'step')}, lr {settings.lr}, scales "
+            f"{settings.scale_rate}, inside {settings.inner_weight}, "
+            f"reconstruction {settings.reconstruction}, "
+            f"{settings.ranges.value}, evaluated every {settings.interval}, "
+            f"patience {settings.patience}, loss {loss}",
+            "torch": f"{torch.__version__}, {format_count(torch.get_num_threads(), 'thread')}",
+        }
+
+    def resume(self) -> None:
+        """Go on from the checkpoint, if there is one.
+
+        Raises:
+            ConfigError: it belongs to another training.
+            DataError: it is damaged.
+        """
+        if self.path is None or not self.path.exists():
+            return
+        found = read_archive(self.path, FORMAT, "checkpoint of a training")
+        header, arrays = found.header, found.arrays
+        bound, binding = header["binding"], self.binding
+        different = [name for name in binding if bound.get(name) != binding[name]]
+        if different:
+            raise ConfigError(
+                f"checkpoint={str(self.path)!r} belongs to another training; what differs: "
+                f"{', '.join(different)}. Pass the same arguments to go on, another file, or "
+                "delete it to begin anew.",
+                code="RQ102",
+            )
+        write_state(self.student, take_part(arrays, "now:"))
+        self.progress = Progress(
+            int(header["step"]),
+            header["best_score"],
+            int(header["best_step"]),
+            take_part(arrays, "best:") or None,
+            int(header["worse"]),
+            str(header["digest"]),
+        )
+        for i, parameter in enumerate(self.parameters):
+            self.average[i] = torch.from_numpy(arrays[f"average:{i}"].copy())
+            state = take_part(arrays, f"adam:{i}:")
+            if state:
+                self.optimizer.state[parameter] = {
+                    name: torch.from_numpy(value.copy()) for name, value in state.items()
+                }
+
+    def save(self) -> None:
+        """Write the checkpoint."""
+        if self.path is None:
+            return
+        progress = self.progress
+        arrays = {f"now:{name}": value for name, value in read_state(self.student).items()}
+        arrays |= {f"best:{name}": value for name, value in (progress.best or {}).items()}
+        for i, parameter in enumerate(self.parameters):
+            arrays[f"average:{i}"] = self.average[i].numpy()
+            for name, value in self.optimizer.state.get(parameter, {}).items():
+                arrays[f"adam:{i}:{name}"] = value.detach().numpy()
+        header = {
+            "binding": self.binding,
+            "step": progress.step,
+            "digest": progress.digest,
+            "best_step": progress.best_step,
+            "best_score": progress.best_score,
+            "worse": progress.worse,
+        }
+        write_archive(self.path, FORMAT, Archive(header, arrays))
+
+
+def estimate_error(
+    statistic: Callable[[Sequence[Batches]], float], parts: Sequence[Batches]
+) -> float:
+    """The standard error of a statistic of samples, by a jackknife that leaves out a fold at a time
+    (Efron 1982, chapter 3): sqrt((n - 1) / n * sum((t_i - mean t)^2)), of n folds. 0 where there is
+    one sample, of which nothing is known.
+
+    Args:
+        statistic: Of outputs of the same samples, given by several models.
+        parts: The outputs of each model.
+    """
+    places = list_samples(parts)
+    count = min(FOLDS, len(places))
+    if count < 2:
+        return 0.0
+    found = []
+    for fold in range(count):
+        kept = [place for i, place in enumerate(places) if i % count != fold]
+        found.append(statistic([take_samples(batches, kept) for batches in parts]))
+    return math.sqrt((count - 1) * float(np.var(found)))
+
+
+def list_samples(parts: Sequence[Batches]) -> list[tuple[int, int | None]]:
+    """(batch, row) of each sample; row None where outputs of a batch do not agree in how many there
+    are, so that it is one sample.
+    """
+    places: list[tuple[int, int | None]] = []
+    for i, batches in enumerate(zip(*parts, strict=True)):
+        sizes = {value.shape[0] if value.ndim else None for batch in batches for value in batch}
+        size = sizes.pop() if len(sizes) == 1 else None
+        places.extend((i, row) for row in ([None] if size is None else range(size)))
+    return places
+
+
+def take_samples(batches: Batches, places: Sequence[tuple[int, int | None]]) -> Batches:
+    """The batches with these samples alone; those that keep none are left out."""
+    rows: dict[int, list[int | None]] = {}
+    for batch, row in places:
+        rows.setdefault(batch, []).append(row)
+    return [
+        batches[i] if kept == [None] else [value[kept] for value in batches[i]]
+        for i, kept in rows.items()
+    ]
+
+
+def match_outputs(outputs: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> Any:
+    """The default loss: how far outputs are from those of the float model, summed over outputs.
+
+    Of probabilities along the last axis the Kullback-Leibler divergence; of anything else the
+    squared distance to what is expected, relative to its own square around the mean.
+    """
+    total = torch.zeros(())
+    for got, want in zip(outputs, expected, strict=True):
+        if not want.is_floating_point():
+            continue
+        if is_probability(want):
+            tiny = torch.finfo(want.dtype).tiny
+            ratio = want.clamp_min(tiny).log() - got.clamp_min(tiny).log()
+            total = total + (want * ratio).sum(-1).mean()
+        else:
+            total = total + measure_distance(got, want)
+    return total
+
+
+def measure_distance(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+    """The squared distance to what is wanted, relative to its own square around the mean."""
+    size = (want - want.mean()).square().mean().clamp_min(1e-12)
+    return (got - want).square().mean() / size
+
+
+@dataclass(frozen=True, eq=False)
+class ScaledWeight:
+    """A weight s * u that moves with its learned scale s, u staying as it is.
+
+    Attributes:
+        weight: The weight.
+        quantizer: What rounds it.
+        factor: The logarithm of its scale, (n,).
+    """
+
+    weight: nn.Parameter
+    quantizer: FakeQuantize
+    factor: nn.Parameter
+
+    @property
+    def axis(self) -> int:
+        """Axis of the channels."""
+        return self.quantizer.group.info.axis or 0
+
+    @torch.no_grad()
+    def carry_gradient(self) -> None:
+        """The gradient of the factor, that of s alone before, becomes that of s with u kept: what
+        the weight's says of a move along itself is added, times LSQ's factor, as the rest is.
+        """
+        if self.weight.grad is None or self.factor.grad is None:
+            return
+        slope = (self.weight.grad * self.weight).transpose(0, self.axis)
+        along = slope.reshape(len(self.factor), -1).sum(1)
+        self.factor.grad.add_(along, alpha=self.quantizer.find_gradient_scale(self.weight))
+
+    @torch.no_grad()
+    def carry_weight(self, before: torch.Tensor) -> None:
+        """The weight for a factor that has moved."""
+        self.weight.mul_(align_channels((self.factor - before).exp(), self.weight, self.axis))
+
+
+def find_scaled(student: TrainableModule) -> Iterator[ScaledWeight]:
+    """Weights with a learned scale; without those whose specification picks it, since such a scale
+    jumps while the factor moves.
+    """
+    for quantizer in student.list_quantizers():
+        name, factor = name_parameter(quantizer.group.key), quantizer.log_factor
+        if name in student.weights and factor is not None and not quantizer.is_conformed:
+            yield ScaledWeight(student.weights[name], quantizer, factor)
+
+
+def find_inner(student: TrainableModule, teacher: TrainableModule) -> list[str]:
+    """Names of float values that quantized operators give in one, and that the other has too."""
+    steps = (teacher.source.program.steps, student.source.program.steps)
+    known, own = (
+        {step.var.name for step in each if "float" in str(getattr(step.var.ty, "dtype", ""))}
+        for each in steps
+    )
+    names = dict.fromkeys(
+        operator.output for operator in student.source.prepared.plan.operators if operator.output
+    )
+    return [name for name in names if name in known & own]
+
+
+def is_probability(values: torch.Tensor) -> bool:
+    """Whether the last axis holds probabilities of several answers."""
+    if values.ndim < 2 or values.shape[-1] < 2 or bool((values < 0).any()):
+        return False
+    return bool((values.sum(-1) - 1).abs().max() < SUM_TOLERANCE)
+
+
+def measure_units(module: TrainableModule) -> dict[str, torch.Tensor]:
+    """What a step of each parameter is relative to, shaped to broadcast.
+
+    Of weights the root mean square of an output channel: preparation folds and scales channels, so
+    that those of one tensor may be a thousand times apart. Of their biases what the channel's sums
+    are expected to be: that times the root of the number of products, and times an eighth of the
+    range of the data. Of factors (`log_factor`) 1.
+    """
+    prepared, units = module.source.prepared, {}
+    for name, parameter in module.named_parameters():
+        size = parameter.detach().square().mean().sqrt().clamp_min(LEAST_UNIT)
+        units[name] = torch.ones(()) if name.endswith("log_factor") else size
+    graph = Graph(prepared.mod)
+    for operator in prepared.plan.operators:
+        weight = f"{operator.name}:weight"
+        path = f"weights.{name_parameter(weight)}"
+        if path not in units:
+            continue
+        pattern = find_pattern(prepared.backend, operator.pattern)
+        axis_of = pattern.operand("weight").axis
+        axis = axis_of(match_operator(graph, prepared.backend, operator)) if axis_of else None
+        values = module.weights[name_parameter(weight)].detach()
+        axes = [i for i in range(values.ndim) if i != axis]
+        unit = values.square().mean(axes, keepdim=True).sqrt()
+        units[path] = unit.clamp_min(float(unit.max()) * LEAST_SHARE)
+        bias = f"weights.{name_parameter(f'{operator.name}:bias')}"
+        data = dict(operator.operands).get("data")
+        if bias in units and data is not None:
+            shape = module.get_parameter(bias).shape
+            low, high = prepared.plan.group(data).info.spec.limits
+            spread = float(prepared.parameters[data].scale.max()) * (high - low) / 8
+            products = values.numel() / max(unit.numel(), 1)
+            expected = units[path].reshape(-1) * math.sqrt(products) * spread
+            units[bias] = (
+                expected.reshape(shape) if expected.numel() == shape.numel() else (expected.mean())
+            )
+    return units
+
+
+@torch.no_grad()
+def run_module(module: TrainableModule, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Outputs without gradients."""
+    return as_list(module(*inputs))
+
+
+def is_finite(outputs: Batches) -> bool:
+    """Whether no value is NaN or infinite."""
+    return all(bool(value.isfinite().all()) for batch in outputs for value in batch)
+
+
+def as_list(outputs: Any) -> list[torch.Tensor]:
+    """What a module gives, as a list."""
+    return list(outputs) if isinstance(outputs, tuple) else [outputs]
+
+
+def read_outputs(outputs: Batches) -> list[list[np.ndarray]]:
+    """Outputs of batches as arrays, which share their memory; scalars with an axis."""
+    return [[torch.atleast_1d(value).numpy() for value in batch] for batch in outputs]
+
+
+def read_state(module: TrainableModule) -> State:
+    """Parameters and buffers, copied."""
+    return {name: value.detach().numpy().copy() for name, value in module.state_dict().items()}
+
+
+def is_same(one: State, other: State) -> bool:
+    """Whether two states of a module are equal, bit for bit."""
+    return all(value.tobytes() == other[name].tobytes() for name, value in one.items())
+
+
+def write_state(module: TrainableModule, state: State) -> None:
+    """What `read_state` read."""
+    module.load_state_dict({name: torch.from_numpy(np.array(v)) for name, v in state.items()})
+
+
+@torch.no_grad()
+def write_parameters(parameters: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """Other values for parameters."""
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.copy_(value)
+
+
+def take_part(arrays: Mapping[str, np.ndarray], prefix: str) -> State:
+    """The arrays whose name begins so."""
+    return {k.removeprefix(prefix): v for k, v in arrays.items() if k.startswith(prefix)}

@@ -1,0 +1,365 @@
+"""Functions run step by step: the numbers of the reference, kernels shared, nothing transposed."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+import tvm
+from float_models import MAP, build_model, draw_batches, residual_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tvm import relax
+from tvm.relax import op
+
+import relayquant as rq
+from relayquant.base.runtime import find_memory_axes
+from relayquant.codegen.eager import EagerModule, kernel_cache
+from relayquant.codegen.eager.kernel_cache import KernelCache, host_kernels
+from relayquant.codegen.eager.plan import Planner
+from relayquant.codegen.eager.product import ProductStep
+from relayquant.codegen.eager.rounding import RoundingStep
+from relayquant.ir.dialect import qnn as ir
+from relayquant.ir.reference import qnn, run
+
+
+def steps_of(module: EagerModule, kind: type) -> list:
+    """What runs on kernels in main: the `kind` of each step that is one."""
+    owners = [getattr(step.run, "__self__", None) for step in module.programs["main"].steps]
+    return [owner for owner in owners if isinstance(owner, kind)]
+
+
+def check(mod: tvm.IRModule, *arrays: np.ndarray) -> EagerModule:
+    """Compare with the reference; returns the module."""
+    module = EagerModule(mod)
+    for _ in range(2):
+        for have, want in zip(module.run("main", arrays), run(mod, arrays), strict=True):
+            assert have.shape == want.shape
+            np.testing.assert_allclose(have, want, rtol=1e-4, atol=1e-5)
+    return module
+
+
+def draw(mod: tvm.IRModule, n: int = 1) -> list[np.ndarray]:
+    return list(draw_batches(mod, 1, n=n)[0].values())
+
+
+def conv2d_model(shape, weight, **attrs):
+    return build_model(lambda e, x: e("y", op.nn.conv2d(x, e.constant(*weight), **attrs)), shape)
+
+
+CHANNELS_LAST = {"data_layout": "NHWC", "kernel_layout": "OHWI"}
+
+
+@pytest.mark.parametrize(
+    ("shape", "weight", "attrs"),
+    [
+        (("n", 5, 9, 8), (17, 5, 3, 3), {"padding": (1, 0, 2, 1), "strides": (2, 1)}),
+        (("n", 6, 7, 7), (6, 1, 3, 3), {"groups": 6, "padding": 1}),
+        (("n", 6, 7, 7), (12, 1, 3, 3), {"groups": 6, "dilation": 2}),
+        (("n", 24, 5, 5), (40, 24, 1, 1), {}),
+        (("n", 24, 6, 5), (40, 24, 1, 1), {"strides": 2}),
+        (("n", 7, 7, 6), (6, 3, 3, 2), {"groups": 3, **CHANNELS_LAST}),
+        ((2, 3, 8, 8), (1, 3, 3, 3), {}),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("n", [1, 3])
+def test_conv2d__equals_the_reference(shape, weight, attrs, n):
+    mod = conv2d_model(shape, weight, **attrs)
+    check(mod, *draw(mod, n))
+
+
+@pytest.mark.parametrize("layout", ["NCW", "NWC"])
+@pytest.mark.parametrize("attrs", [{}, {"strides": 2, "padding": (1, 2)}, {"dilation": 2}])
+def test_conv1d__is_a_conv2d_of_one_row(layout, attrs):
+    shape, kernel = (("n", 4, 11), "OIW") if layout == "NCW" else (("n", 11, 4), "OWI")
+    weight = (6, 4, 3) if layout == "NCW" else (6, 3, 4)
+    mod = build_model(
+        lambda e, x: e(
+            "y",
+            op.nn.conv1d(x, e.constant(*weight), data_layout=layout, kernel_layout=kernel, **attrs),
+        ),
+        shape,
+    )
+    assert len(steps_of(check(mod, *draw(mod, 2)), ProductStep)) == 1
+
+
+@pytest.mark.parametrize("shape", [("n", 8), ("n", 5, 8), (3, 8)])
+def test_dense__equals_the_reference(shape):
+    mod = build_model(
+        lambda e, x: e("y", op.nn.relu(e("s", op.add(e.dense("m", x, 5), e.constant(5))))), shape
+    )
+    (product,) = steps_of(check(mod, *draw(mod, 4)), ProductStep)
+    assert [var.name for var in product.tail.vars] == ["m", "s", "y"]
+
+
+def test_product_of_two_values__is_left_to_numpy():
+    mod = build_model(
+        lambda e, x, y: e("y", op.matmul(e("a", op.nn.relu(x)), y)), (2, 3, 4), (2, 4, 5)
+    )
+    assert steps_of(check(mod, *draw(mod)), ProductStep) == []
+
+
+def heard_of(mod: tvm.IRModule) -> dict[str, set[str]]:
+    """Rule -> why it declined, over the values of main."""
+    heard: dict[str, set[str]] = {}
+    main = mod["main"]
+    planner = Planner(
+        list(main.params),
+        main,
+        host_kernels(),
+        lambda rule, _, skip: heard.setdefault(rule, set()).add(skip.reason),
+    )
+    list(planner.plan())
+    return heard
+
+
+@pytest.mark.parametrize(
+    ("build", "rule", "reason"),
+    [
+        (
+            lambda e, x: e("y", op.nn.conv2d(x, e.constant(2, 3, 3, 3), groups=2)),
+            "plan_convolution",
+            "too few channels, or the padding is negative",
+        ),
+        (
+            lambda e, x: e("y", op.nn.conv2d(x, e("w", op.exp(e.constant(8, 6, 3, 3))))),
+            "plan_convolution",
+            None,
+        ),
+        (
+            lambda e, x: e("y", op.matmul(x, e("w", op.exp(e.constant(6, 8))))),
+            "plan_matmul",
+            "the weight is computed, for which numpy is faster",
+        ),
+        (
+            lambda e, x: e("z", op.exp(e("y", op.matmul(x, e.constant(6, 32))))),
+            "follow_tail",
+            "no part of a kernel is relax.exp",
+        ),
+        (
+            lambda e, x: e("y", ir.simulated_quantize(x, 1, 0.1, 3)),
+            "plan_rounding",
+            "an operand is no variable",
+        ),
+    ],
+)  # fmt: skip
+def test_plan__says_why_numpy_computes_it(build, rule, reason):
+    heard = heard_of(build_model(build, (2, 6, 6, 6)))
+    assert heard.get(rule) == ({reason} if reason else None)
+
+
+def test_chain__takes_bias_residual_and_clip():
+    def body(emit, x):
+        stem = emit.conv("stem", x)
+        both = emit("sum", op.add(emit.conv_bias("b", stem), stem))
+        return emit("clip", op.clip(both, -0.5, 0.75))
+
+    mod = build_model(body, ("n", 4, 6, 6))
+    products = steps_of(check(mod, *draw(mod, 2)), ProductStep)
+    assert [[v.name for v in p.tail.vars] for p in products] == [
+        ["stem"], ["b.conv", "b", "sum", "clip"],
+    ]  # fmt: skip
+
+
+def test_chain__stops_at_values_that_others_read():
+    def body(emit, x):
+        a = emit.conv_bias("a", x)
+        b = emit("b", op.nn.relu(a))
+        return relax.Tuple([b, a])
+
+    mod = build_model(body, MAP)
+    (product,) = steps_of(check(mod, *draw(mod)), ProductStep)
+    assert [var.name for var in product.tail.vars] == ["a.conv", "a"]
+
+
+def test_chain__a_sum_of_two_products_belongs_to_one():
+    mod = build_model(lambda e, x: e("s", op.add(e.conv("a", x), e.conv("b", x))), MAP)
+    products = steps_of(check(mod, *draw(mod)), ProductStep)
+    assert sorted(len(p.tail.vars) for p in products) == [1, 2]
+
+
+def test_whole_model__equals_the_reference():
+    check(residual_model(), *draw(residual_model()))
+
+
+def test_values__lie_channels_last_and_are_not_copied():
+    def body(emit, x):
+        a = emit("a", op.nn.relu(emit.conv("c", x, 8)))
+        return emit("b", op.add(a, a))
+
+    mod = build_model(body, ("n", 4, 6, 6))
+    (result,) = check(mod, *draw(mod, 2)).run("main", draw(mod, 2))
+    assert result.shape == (2, 8, 6, 6)
+    assert find_memory_axes(result) == (0, 2, 3, 1)
+
+
+def test_weight__the_same_array_is_packed_once(monkeypatch):
+    mod = build_model(lambda e, x, w: e("y", op.nn.conv2d(x, w)), (1, 4, 5, 5), (8, 4, 3, 3))
+    module, (x, w) = EagerModule(mod), draw(mod)
+    (product,) = steps_of(module, ProductStep)
+    packed = []
+    for weight in (w, w, w * 2):
+        (y,) = module.run("main", [x, weight])
+        np.testing.assert_allclose(y, run(mod, [x, weight])[0], rtol=1e-4, atol=1e-5)
+        packed.append(product.packed)
+    assert packed[0] is packed[1]
+    assert packed[1] is not packed[2]
+
+
+def test_errors__are_those_of_the_reference():
+    module = EagerModule(conv2d_model((1, 4, 5, 5), (8, 4, 3, 3)))
+    with pytest.raises(rq.DataError, match="has shape"):
+        module.run("main", [np.zeros((1, 4, 5, 6), "float32")])
+
+
+def test_errors__also_behind_calls_that_were_fine():
+    mod = build_model(lambda e, x, y: e("s", op.add(e.conv("a", x), e.conv("b", y))), MAP, MAP)
+    module, (x, y) = EagerModule(mod), draw(mod, 2)
+    for n in (2, 1, 2):
+        want = run(mod, [x[:n], y[:n]])[0]
+        np.testing.assert_allclose(module.run("main", [x[:n], y[:n]])[0], want, atol=1e-4)
+    for wrong in ([x[:, :-1], y[:, :-1]], [x.astype("float64"), y]):
+        with pytest.raises(rq.DataError, match=r"has shape|has dtype"):
+            module.run("main", wrong)
+    with pytest.raises(ValueError, match="zip"):
+        module.run("main", [x])
+
+
+def test_bias_and_scales__other_arrays_count():
+    mod = build_model(
+        lambda e, x, b: e("y", op.add(e.conv("c", x, 4), b)), ("n", 3, 5, 5), (1, 4, 1, 1)
+    )
+    module, (x, b) = EagerModule(mod), draw(mod, 1)
+    for bias in (b, b, b * 2, b):
+        want = run(mod, [x, bias])[0]
+        np.testing.assert_allclose(module.run("main", [x, bias])[0], want, atol=1e-5)
+    rounded, x = EagerModule(rounding_model(1)), np.linspace(-3, 3, 70, dtype="float32")
+    code, zero_point = np.array(1, "int32"), np.array([0], "int32")
+    for scale in (0.5, 0.5, 0.25):
+        s = np.array([scale], "float32")
+        (have,) = rounded.run("main", [x, code, s, zero_point])
+        np.testing.assert_array_equal(have, np.rint(x / s) * s)
+    (have,) = rounded.run("main", [x, np.array(0, "int32"), s, zero_point])
+    np.testing.assert_array_equal(have, x)
+
+
+# --- Simulated quantization ---------------------------------------------------------------------
+
+
+def rounding_model(rank: int) -> tvm.IRModule:
+    """simulated_quantize and simulated_dequantize of x (n, 3, ...)."""
+    x = relax.Var("x", relax.TensorType([tvm.tirx.Var("n", "int64"), *[3] * (rank - 1)], "float32"))
+    code = relax.Var("code", relax.TensorType((), "int32"))
+    scale = relax.Var("s", relax.TensorType((1,), "float32"))
+    zero_point = relax.Var("z", relax.TensorType((1,), "int32"))
+    builder = relax.BlockBuilder()
+    with builder.function("main", [x, code, scale, zero_point]):
+        with builder.dataflow():
+            q = builder.emit(ir.simulated_quantize(x, code, scale, zero_point))
+            d = builder.emit_output(ir.simulated_dequantize(q, code, scale, zero_point))
+        builder.emit_func_output(d)
+    return builder.get()
+
+
+@pytest.fixture(scope="module")
+def rounded() -> EagerModule:
+    module = EagerModule(rounding_model(1))
+    assert len(steps_of(module, RoundingStep)) == 1
+    return module
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    values=st.lists(st.floats(width=32, allow_nan=True, allow_infinity=True), max_size=70),
+    scale=st.floats(2.0**-20, 2.0**20, width=32),
+    zero_point=st.integers(-200, 300),
+    code=st.integers(0, 8),
+)
+def test_rounding__equals_the_reference_bit_for_bit(rounded, values, scale, zero_point, code):
+    x, s, z = np.array(values, "float32"), np.float32([scale]), np.int32([zero_point])
+    (have,) = rounded.run("main", [x, np.int32(code), s, z])
+    q = qnn.simulated_quantize(x, code, s, z)
+    np.testing.assert_array_equal(have, qnn.simulated_dequantize(q, code, s, z))
+
+
+def test_rounding__halves_go_to_even_and_strided_arrays_keep_their_memory():
+    module = EagerModule(rounding_model(3))
+    x = (np.arange(7 * 9, dtype="float32").reshape(7, 3, 3) / 2 - 15).transpose(0, 2, 1)
+    (have,) = module.run("main", [x, np.int32(1), np.float32([1]), np.int32([0])])
+    np.testing.assert_array_equal(have, np.rint(x))
+    assert have.strides == x.strides
+
+
+def test_rounding__of_channels_is_left_to_numpy():
+    prepared = rq.prepare(residual_model())
+    module = EagerModule(prepared.graph.mod)
+    rounded = [rounding.data.name for rounding in steps_of(module, RoundingStep)]
+    assert {name for group in prepared.plan.activations for name in group.points} <= set(rounded)
+    assert not any(":weight" in name for name in rounded)
+    args = prepared.graph.arguments()
+    x = draw(residual_model())
+    for have, want in zip(
+        module.run("main", [*x, *args.values()]), run(prepared.mod, x), strict=True
+    ):
+        np.testing.assert_allclose(have, want, rtol=1e-4, atol=1e-5)
+
+
+# --- Kernels ------------------------------------------------------------------------------------
+
+
+def test_kernels__are_compiled_once_for_all_batches_and_modules(monkeypatch):
+    made = []
+    compile_kernel = kernel_cache.compile_kernel
+
+    def counted(key, isa, target):
+        made.append(key)
+        return compile_kernel(key, isa, target)
+
+    monkeypatch.setattr(kernel_cache, "compile_kernel", counted)
+    kernels = KernelCache(host_kernels().target)
+    small, large = (conv2d_model(("n", 6, size, 4), (8, 6, 1, 1)) for size in (4, 9))
+    for mod in (small, large):
+        module = EagerModule(mod, kernels)
+        for n in (1, 2):
+            module.run("main", draw(mod, n))
+    assert len(made) == 1
+
+
+def test_kernels__one_that_fails_is_tried_again(monkeypatch):
+    kernels = KernelCache(host_kernels().target)
+    mod = conv2d_model((1, 6, 4, 4), (8, 6, 1, 1))
+
+    def fail(*_):
+        raise RuntimeError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kernel_cache, "compile_kernel", fail)
+        module = EagerModule(mod, kernels)
+        with pytest.raises(RuntimeError, match="no memory"):
+            module.run("main", draw(mod))
+    module.run("main", draw(mod))
+
+
+def resize_model():
+    """An operator that numpy has no form for: it is compiled alone."""
+    return build_model(
+        lambda e, x: e("y", op.image.resize2d(e.conv("c", x), (9, 9), method="linear")), MAP
+    )
+
+
+@pytest.mark.parametrize("model", [residual_model, resize_model])
+def test_kernels__several_threads_give_the_same_bits(model):
+    mod = model()
+    module, x = EagerModule(mod, KernelCache(host_kernels().target)), draw(mod)
+    results: list[bytes] = []
+    threads = [
+        threading.Thread(target=lambda: results.append(module.run("main", x)[0].tobytes()))
+        for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 8
+    assert len(set(results)) == 1

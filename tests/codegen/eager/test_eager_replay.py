@@ -1,0 +1,150 @@
+"""Replay: the results of a whole call, whatever changes and however little is kept."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from float_models import draw_batches, residual_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tvm.script import ir as I
+from tvm.script import relax as R
+from tvm.script import tirx as T
+
+import relayquant as rq
+from relayquant.codegen.eager import EagerModule, Replay
+
+#: bytes kept of a batch: nothing, some values, all of them
+MEMORY = [0, 3000, 1e9]
+
+
+@pytest.fixture(scope="module")
+def calibrated():
+    mod = residual_model()
+    return rq.calibrate(rq.prepare(mod), draw_batches(mod, 8))
+
+
+@pytest.fixture(scope="module")
+def module(calibrated):
+    return EagerModule(calibrated.graph.mod)
+
+
+@pytest.fixture(scope="module")
+def batches(calibrated):
+    return [[*batch.values()] for batch in draw_batches(calibrated.mod, 2, seed=1)]
+
+
+def make_replay(module, prepared, batches, memory) -> Replay:
+    graph = prepared.graph
+    changes = [[var.name for var in variables.vars] for variables in graph.variables.values()]
+    changes += [[constant.var.name] for constant in graph.constants.values()]
+    return Replay(module.programs["main"], graph.arguments(), changes, batches[0], memory)
+
+
+def quantize_some(prepared, keys) -> dict[str, np.ndarray]:
+    """Arguments that switch groups on, and weights of their operators that were fitted."""
+    graph, changed = prepared.graph, {}
+    for key in keys:
+        variables = graph.variables[key]
+        arrays = variables.arrays(prepared.parameters[key])
+        changed.update((v.name, a) for v, a in zip(variables.vars, arrays, strict=True))
+    for key, value in prepared.constants.items():
+        if key in keys:
+            changed[graph.constants[key].var.name] = value
+    return changed
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.data())
+def test_run__equals_a_call_of_the_whole_function(calibrated, module, batches, data):
+    replay = make_replay(module, calibrated, batches, data.draw(st.sampled_from(MEMORY)))
+    names = st.sampled_from([*calibrated.graph.variables])
+    changed = quantize_some(calibrated, data.draw(st.sets(names)))
+    variation = replay.vary(changed)
+    arguments = {**calibrated.graph.arguments(), **changed}
+    for batch in batches:
+        recording = replay.record(batch)
+        got = replay.run(variation, recording, batch if variation.inputs else None)
+        for have, want in zip(got, module.run("main", [*batch, *arguments.values()]), strict=True):
+            np.testing.assert_array_equal(have, want)
+
+
+@pytest.mark.parametrize("memory", MEMORY)
+def test_record__keeps_no_more_than_the_bound(calibrated, module, batches, memory):
+    replay = make_replay(module, calibrated, batches, memory)
+    recording = replay.record(batches[0])
+    sizes = {}
+    for array in recording.values.values():
+        while isinstance(array.base, np.ndarray):
+            array = array.base
+        sizes[id(array)] = array.nbytes
+    assert sum(sizes.values()) <= memory
+    assert bool(sizes) == (memory > 0)
+    want = module.run("main", [*batches[0], *calibrated.graph.arguments().values()])
+    np.testing.assert_array_equal(recording.results[0], want[0])
+
+
+def test_record__keeps_what_some_change_needs(calibrated, module, batches):
+    arguments = calibrated.graph.arguments()
+    _, weight = calibrated.plan.operator("two").operands[1]
+    names = quantize_some(calibrated, [weight])
+    kept = [
+        {v.name for v in Replay(module.programs["main"], arguments, c, batches[0], 1e9).kept}
+        for c in ([], [names])
+    ]
+    assert kept == [{"out"}, {"out", "one.d"}]
+
+
+def test_vary__runs_what_the_change_reaches_and_nothing_else(calibrated, module, batches):
+    replay = make_replay(module, calibrated, batches, 1e9)
+    assert replay.vary({}).steps == ()
+    operator = calibrated.plan.operator("deep")
+    weight = next(key for name, key in operator.operands if name == "weight")
+    variation = replay.vary(quantize_some(calibrated, [weight]))
+    assert not variation.inputs
+    names = {step.var.name for step in variation.steps}
+    # The weight itself is rounded once, not for every batch.
+    assert not any(name.startswith(f"{weight}.") for name in names)
+    assert {"mean", "flat", "out"} <= names
+    assert not names & {"stem", "one", "two", "left", "right", "both"}
+
+
+def test_vary__without_memory_starts_at_the_inputs(calibrated, module, batches):
+    replay = make_replay(module, calibrated, batches, 0)
+    _, weight = calibrated.plan.operator("out").operands[1]
+    variation = replay.vary(quantize_some(calibrated, [weight]))
+    assert variation.inputs
+    assert {"stem", "one", "two"} <= {step.var.name for step in variation.steps}
+
+
+def test_replay__symbolic_sizes_and_several_results():
+    @I.ir_module
+    class Module:  # the first result does not depend on b, the second on both
+        @R.function
+        def main(
+            x: R.Tensor(("n", 4), "float32"),
+            a: R.Tensor((4,), "float32"),
+            b: R.Tensor((4,), "float32"),
+        ):
+            n = T.int64()
+            with R.dataflow():
+                first = R.add(x, a)
+                ones = R.full(R.shape([n, 4]), R.const(1.0), "float32")
+                second = R.add(R.multiply(first, b), ones)
+                out = (first, second)
+                R.output(out)
+            return out
+
+    rng = np.random.default_rng(0)
+    a, b, c = rng.standard_normal((3, 4)).astype("float32")
+    module = EagerModule(Module)
+    data = [rng.standard_normal((n, 4)).astype("float32") for n in (3, 5)]
+    replay = Replay(module.programs["main"], {"a": a, "b": b}, ["b"], data[:1], 1e6)
+    variation = replay.vary({"b": c})
+    assert "first" not in {step.var.name for step in variation.steps}
+    for x in data:
+        got = replay.run(variation, replay.record([x]))
+        for have, want in zip(got, module.run("main", [x, a, c]), strict=True):
+            np.testing.assert_array_equal(have, want)
+    with pytest.raises(rq.DataError, match=r"\(4, 4\).*n = 3"):
+        replay.run(variation, replay.record([data[0]]), [np.zeros((4, 4), "float32")])

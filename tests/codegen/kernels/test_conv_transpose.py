@@ -1,0 +1,54 @@
+"""Transposed convolutions, compiled for every instruction set, against the numpy model."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from convolutions import conv2d_transpose_accumulators
+from exact import call_kernel, finish, random_multiplier, random_values, random_weights
+from machines import every_isa, runnable_target
+
+from relayquant.codegen.kernels.integer.conv_transpose import (
+    Conv2dTranspose,
+    build_conv2d_transpose,
+    pack_conv2d_transpose,
+)
+from relayquant.errors import ConfigError
+
+CASES = {
+    "4x4/2": Conv2dTranspose(1, 4, 5, 16, 32, (4, 4), (2, 2), (1, 1, 1, 1), in_zero_point=5),
+    "groups, output padding, int8, batch 2": Conv2dTranspose(
+        2, 3, 5, 6, 9, (3, 2), (2, 3), (1, 0, 0, 0), (1, 1), 3, (1, 2), "int8", -7
+    ),
+    "dilation with and without a common factor, groups": Conv2dTranspose(
+        2, 4, 3, 6, 10, (3, 4), (4, 2), (2, 3, 1, 0), (6, 3), 2, (1, 0), in_zero_point=5
+    ),
+    "dilation at stride 1": Conv2dTranspose(
+        1, 3, 4, 5, 8, (2, 3), padding=(1, 0, 1, 2), dilation=(2, 3), in_zero_point=200
+    ),
+    "2x2/2": Conv2dTranspose(1, 4, 4, 8, 8, (2, 2), (2, 2)),
+    "3x3": Conv2dTranspose(1, 4, 4, 8, 8, (3, 3), (1, 1), (1, 1, 1, 1), in_zero_point=9),
+    "kernel smaller than stride": Conv2dTranspose(1, 4, 4, 8, 8, (1, 1), (3, 2), in_zero_point=9),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@every_isa
+def test_build_conv2d_transpose__equals_numpy(isa, case):
+    spec, rng = CASES[case], np.random.default_rng(0)
+    x = random_values(rng, spec.in_shape, spec.in_dtype)
+    w = random_weights(rng, spec.weight_shape)
+    bias = rng.integers(-500, 500, spec.out_channels).astype("int32")
+    multiplier = random_multiplier(rng, w)
+    packed = pack_conv2d_transpose(spec, isa, w, bias, multiplier)
+    got = call_kernel(
+        build_conv2d_transpose(spec, isa), runnable_target(isa), [x, *packed.arguments()],
+        spec.out_shape, "uint8",
+    )  # fmt: skip
+    expected = finish(conv2d_transpose_accumulators(x, w, bias, spec), spec.epilogue, multiplier)
+    np.testing.assert_array_equal(got, expected)
+
+
+def test_conv2d_transpose__padding_takes_everything():
+    with pytest.raises(ConfigError, match="leaves no output"):
+        Conv2dTranspose(1, 1, 1, 4, 4, (2, 2), padding=(1, 1, 1, 1))

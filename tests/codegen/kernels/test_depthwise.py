@@ -1,0 +1,142 @@
+"""Depthwise convolutions, compiled for every instruction set, against the numpy model."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from convolutions import check_conv2d
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from machines import best_isa, every_isa, runnable_target
+
+from relayquant.codegen.kernels.integer.depthwise import build_depthwise
+from relayquant.codegen.kernels.integer.depthwise_plan import DepthwisePlan
+from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual, Store
+from relayquant.codegen.kernels.integer.specs import Conv2d
+from relayquant.codegen.kernels.isa.arm import NEON, SDOT, SMMLA
+from relayquant.codegen.kernels.isa.base import AVX512BW, PORTABLE, VNNI512, X86_ISAS
+
+
+def depthwise(batch, height, width, channels, kernel, *geometry, multiplier=1, **more) -> Conv2d:
+    return Conv2d(
+        batch, height, width, channels, channels * multiplier, kernel, *geometry,
+        groups=channels, **more,
+    )  # fmt: skip
+
+
+SAME = (1, 1, 1, 1)
+CASES = {
+    "3x3": depthwise(1, 8, 8, 16, (3, 3), (1, 1), SAME, in_zero_point=3),
+    "3x3/2, 33 channels, int8, batch 2, residual": depthwise(
+        2, 9, 8, 33, (3, 3), (2, 2), (0, 1, 1, 1), in_dtype="int8", in_zero_point=3,
+        epilogue=Epilogue(residual=Residual("uint8", 4, -0.37)),
+    ),
+    "5 channels, no padding": depthwise(2, 9, 8, 5, (5, 5), (1, 2), in_zero_point=3),
+    "dilation": depthwise(1, 9, 18, 48, (3, 3), (1, 3), (2, 2, 2, 2), (2, 2), in_zero_point=3),
+    "7x3": depthwise(1, 9, 18, 20, (7, 3), (1, 1), (2, 2, 2, 2), in_zero_point=255),
+    "channel multiplier 2": depthwise(1, 6, 7, 24, (3, 3), (1, 1), SAME, multiplier=2),
+    "1x1": depthwise(1, 1, 1, 48, (1, 1), in_zero_point=3),
+    "one row": depthwise(1, 1, 5, 32, (3, 3), (1, 1), SAME, in_dtype="int8", in_zero_point=-128),
+    "kernel larger than the image": depthwise(1, 2, 2, 32, (5, 5), (1, 1), (2, 2, 2, 2)),
+    "residual int8, 7 columns": depthwise(
+        1, 6, 7, 40, (3, 3), (1, 1), SAME, in_zero_point=3,
+        epilogue=Epilogue(dtype="int8", zero_point=-20, low=-20, residual=Residual("int8", 4, 0.4)),
+    ),
+    "int16": depthwise(
+        1, 8, 8, 16, (3, 3), (1, 1), SAME, in_dtype="int16", in_zero_point=-300,
+        epilogue=Epilogue(dtype="int16", zero_point=99),
+    ),
+    "int16, 33 channels, strides, dilation, residual": depthwise(
+        2, 9, 8, 33, (3, 3), (2, 2), (2, 1, 1, 2), (1, 2), in_dtype="int16", in_zero_point=1000,
+        epilogue=Epilogue(dtype="int16", low=-9, residual=Residual("int16", 4, -0.37)),
+    ),
+    "int16 to int8, 5 channels": depthwise(
+        2, 9, 8, 5, (5, 5), (1, 2), in_dtype="int16", in_zero_point=-(2**15),
+        epilogue=Epilogue(dtype="int8"),
+    ),
+    "3x3/2, 96 channels": depthwise(1, 11, 10, 96, (3, 3), (2, 2), SAME, in_zero_point=3),
+    "3x3/2, 100 channels, int8, batch 2": depthwise(
+        2, 12, 11, 100, (3, 3), (2, 2), (0, 0, 1, 1), in_dtype="int8", in_zero_point=-9,
+        epilogue=Epilogue(dtype="int8", zero_point=5, low=5),
+    ),
+    "1x3/2, 64 channels, no padding": depthwise(1, 1, 9, 64, (1, 3), (1, 2), in_zero_point=3),
+    "3x3/2, 1 column": depthwise(1, 5, 1, 64, (3, 3), (2, 2), SAME, in_zero_point=255),
+    "4x4/3, dilation": depthwise(
+        1, 13, 14, 64, (4, 4), (3, 3), (2, 3, 2, 3), (2, 2), in_zero_point=3
+    ),
+    "accumulators": depthwise(
+        1, 5, 5, 17, (3, 3), (2, 1), SAME, epilogue=Epilogue(Store.ACCUMULATOR, "int32")
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+@every_isa
+def test_build_depthwise__equals_numpy(isa, case):
+    check_conv2d(CASES[case], isa, runnable_target(isa))
+
+
+@pytest.mark.parametrize("isa", [*X86_ISAS, PORTABLE, NEON, SDOT, SMMLA], ids=lambda isa: isa.name)
+def test_build_depthwise__code_grows_as_the_window(isa):
+    """Four times the products, four times the code: not its fourth power, which never compiles."""
+
+    def measure(size: int) -> int:
+        spec = depthwise(1, 9, 9, 24, (size, size), (1, 1))
+        return len(build_depthwise(spec, isa, "f", None, None).script())
+
+    assert measure(6) < 6 * measure(3)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    channels=st.sampled_from([2, 5, 16, 33, 40, 64, 90]),
+    kernel=st.tuples(st.integers(1, 6), st.integers(1, 6)),
+    strides=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    dilation=st.tuples(st.integers(1, 2), st.integers(1, 2)),
+    padding=st.tuples(*[st.integers(0, 3)] * 4),
+    size=st.tuples(st.integers(1, 10), st.integers(1, 10)),
+    in_dtype=st.sampled_from(["uint8", "int8"]),
+    zero_point=st.integers(0, 127),
+)
+def test_build_depthwise__drawn_specs(
+    channels, kernel, strides, dilation, padding, size, in_dtype, zero_point
+):
+    assume(size[0] + padding[0] + padding[2] > (kernel[0] - 1) * dilation[0])
+    assume(size[1] + padding[1] + padding[3] > (kernel[1] - 1) * dilation[1])
+    isa = best_isa()
+    spec = depthwise(
+        1, *size, channels, kernel, strides, padding, dilation, in_dtype=in_dtype,
+        in_zero_point=zero_point,
+    )  # fmt: skip
+    check_conv2d(spec, isa, runnable_target(isa))
+
+
+def test_depthwise_plan__rows_share_words():
+    spec = depthwise(1, 8, 8, 16, (3, 3), (1, 1), SAME)
+    assert DepthwisePlan(spec, VNNI512).out_rows == 2  # 4 input rows serve 2 output rows
+    assert DepthwisePlan(spec, PORTABLE).out_rows == 1  # a word is one row
+
+
+@pytest.mark.parametrize("isa", [VNNI512, AVX512BW], ids=lambda isa: isa.name)
+def test_depthwise_plan__blocks_hold_every_channel(isa):
+    for channels in range(2, 300):
+        spec = depthwise(1, 9, 9, channels, (3, 3), (2, 2), (1, 0, 1, 0))
+        plan = DepthwisePlan(spec, isa)
+        assert bool(plan.blocks) == (channels == 64 or channels >= 86)  # 128 / 86 < 1.5
+        if plan.blocks:
+            blocks = np.sort(plan.channel_map.reshape(plan.blocks, 64))
+            assert {*blocks.reshape(-1)} == {*range(channels)}
+            assert (np.diff(blocks) == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("spec", "why"),
+    [
+        (depthwise(1, 8, 8, 64, (3, 3), (1, 1), SAME), "words serve two rows"),
+        (depthwise(1, 8, 8, 64, (5, 5), (2, 2), (2, 2, 2, 2)), "a row takes two words"),
+        (depthwise(1, 8, 8, 64, (3, 3), (2, 2), SAME, in_dtype="int16"), "values are no bytes"),
+        (depthwise(1, 8, 8, 64, (3, 3), (2, 2), SAME, epilogue=Epilogue(dtype="int16")), "results"),
+    ],
+)
+def test_depthwise_plan__vectors_one_by_one(spec, why):
+    assert not DepthwisePlan(spec, VNNI512.for_activations(spec.in_dtype)).blocks, why

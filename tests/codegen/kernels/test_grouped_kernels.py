@@ -1,0 +1,222 @@
+"""Grouped products, gathers and rows of integers on every instruction set, against numpy."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+import tvm
+from exact import call_kernel
+from machines import ISAS, best_isa, every_isa, runnable_target
+from tvm import tirx
+from tvm.target import Target
+
+from relayquant.base.packing import count_groups, pack_codes
+from relayquant.codegen.kernels.integer.grouped import (
+    STREAMS,
+    GroupedDense,
+    GroupedTake,
+    build_grouped_dense,
+    build_grouped_take,
+    pack_grouped,
+    plan_grouped,
+)
+from relayquant.codegen.kernels.integer.grouped_dot import choose_dot
+from relayquant.codegen.kernels.integer.row_quantize import RowQuantize, build_quantize_rows
+from relayquant.codegen.kernels.isa.arm import NEON, SDOT, SMMLA
+from relayquant.codegen.kernels.isa.base import VNNI512
+from relayquant.ir.reference import qnn
+
+#: (rows, outputs, inputs, bits, group size, float rows, zero points, dtype of scales): a group that
+#: is short, fewer outputs than lanes, outputs that overlap, groups of no whole vector, many rows
+CASES = [
+    ((1, 3, 50, 150), 37, 84, 4, 32, False, False, "float32"),
+    ((2,), 5, 60, 8, 20, False, True, "float16"),
+    ((2,), 20, 96, 2, 96, False, True, "float32"),
+    ((3,), 20, 50, 3, 16, True, True, "float32"),
+]
+
+
+def draw_weight(rng, spec):
+    groups = (spec.units, count_groups(spec.features, spec.group_size))
+    codes = rng.integers(0, 2**spec.bits, (spec.units, spec.features))
+    zeros = rng.integers(0, 2**spec.bits, groups if spec.has_zeros else ()).astype("uint8")
+    zeros = zeros if spec.has_zeros else np.array(2 ** (spec.bits - 1), "uint8")
+    return pack_codes(codes, spec.bits), rng.normal(size=groups).astype(spec.scale_dtype), zeros
+
+
+def make_spec(case, rows=None):
+    _, units, features, bits, group_size, is_float, has_zeros, dtype = case
+    return GroupedDense((rows,), units, features, bits, group_size, is_float, has_zeros, dtype)
+
+
+def list_constants(spec, isa, weight):
+    packed = pack_grouped(spec, isa, *weight)
+    return [packed.codes, packed.scale, *([packed.zeros] if spec.has_zeros else [])]
+
+
+def form_of(spec):
+    return {"bits": spec.bits, "group_size": spec.group_size, "features": spec.features}
+
+
+def draw_rows(rng, rows, spec):
+    if spec.is_float:
+        return [rng.normal(size=(rows, spec.features)).astype("float32")]
+    data = rng.integers(-127, 128, (rows, spec.features)).astype("int8")
+    return [data, rng.uniform(0.1, 1, (rows, 1)).astype("float32")]
+
+
+@every_isa
+def test_grouped_dense__as_numpy_on_every_instruction_set(isa):
+    check_case(isa, CASES[0])
+
+
+@pytest.mark.parametrize("case", CASES[1:], ids=lambda case: f"{case[3]}x{case[4]}")
+def test_grouped_dense__as_numpy_in_every_form(case):
+    check_case(best_isa(), case)
+
+
+def check_case(isa, case):
+    """Integers and, where the target has fma, their float sums to the bit; any number of rows."""
+    target, rng, spec = runnable_target(isa), np.random.default_rng(0), make_spec(case)
+    weight = draw_weight(rng, spec)
+    kernel = tvm.compile(
+        tvm.IRModule({"grouped_dense": build_grouped_dense(spec, isa)}), target=target
+    )["grouped_dense"]
+    constants = list_constants(spec, isa, weight)
+    for count in case[0]:
+        data = draw_rows(rng, count, spec)
+        y = tvm.runtime.tensor(np.full((count, spec.units), 77, "float32"))
+        kernel(*map(tvm.runtime.tensor, [*data, *constants]), y)
+        scale = 1.0 if spec.is_float else data[1]
+        expected = qnn.grouped_dense(data[0], scale, *weight, **form_of(spec))
+        if isa.has_fma and not spec.is_float:
+            np.testing.assert_array_equal(y.numpy(), expected)
+        bound = 1e-6 * np.abs(expected).max()
+        np.testing.assert_allclose(y.numpy(), expected, rtol=1e-5, atol=bound)
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+@every_isa
+def test_grouped_dense__largest_sums(isa, bits):
+    """Every sum of int16 that an instruction set keeps is as large as it can be, of either sign;
+    groups are several blocks of words and a rest.
+    """
+    rows, features, units = 2, 436, 16
+    spec = GroupedDense((rows,), units, features, bits, features)
+    codes = np.full((units, features), 2**bits - 1)
+    codes[1::2, ::2] = 0
+    scale = np.ones((units, 1), "float32")
+    weight = pack_codes(codes, bits), scale, np.array(2 ** (bits - 1), "uint8")
+    data = np.repeat(np.array([[-128], [127]], "int8"), features, axis=1)
+    arrays = [data, np.ones((rows, 1), "float32"), *list_constants(spec, isa, weight)]
+    func = build_grouped_dense(spec, isa)
+    found = call_kernel(func, runnable_target(isa), arrays, (rows, units), "float32")
+    expected = data.astype("int64") @ (codes.astype("int64") - 2 ** (bits - 1)).T
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_plan__rows_of_a_tile_meet_in_no_set_of_a_cache():
+    for features in (64, 100, 2048, 4096, 11008):
+        plan = plan_grouped(GroupedDense((None,), 64, features, 4, 32), best_isa())
+        size = plan.row_stride * np.dtype(plan.dot.row_dtype).itemsize
+        sets = {row * size // 64 % 64 for row in range(plan.dot.rows)}
+        assert len(sets) == plan.dot.rows
+        assert size % 64 == 0
+        assert plan.row_stride >= features
+        assert plan.chunk_rows % plan.dot.rows == 0
+
+
+def test_plan__rows_of_a_prompt_are_one_chunk():
+    """Of 128 rows of 4096 every code comes from memory once."""
+    assert plan_grouped(GroupedDense((None,), 64, 4096, 4, 32), VNNI512).chunk_rows >= 128
+
+
+@pytest.mark.parametrize("isa", [*ISAS, SDOT, SMMLA, NEON], ids=lambda isa: isa.name)
+@pytest.mark.parametrize(("is_float", "bits"), [(False, 4), (False, 8), (True, 4)])
+def test_read_words__loads_vectors(isa, is_float, bits):
+    """TVM takes a hundred times as long over the index of a single element of a workspace as over
+    that of a vector: 10 seconds for a kernel.
+    """
+    dot, loads = choose_dot(isa, is_float, bits), []
+
+    class Rows:
+        dtype, buffer = dot.row_dtype, tirx.decl_buffer((64,), dot.row_dtype)
+
+        def vload(self, begin, dtype=None):
+            loads.append(self.buffer.vload(begin, dtype))
+            return loads[-1]
+
+    words = dot.read_words(Rows(), tirx.Var("offset", "int64"), 4)
+    assert len(words) == 4
+    assert {type(load.indices[0]) for load in loads} == {tirx.Ramp}
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_grouped_dense__static_rows_agree_with_symbolic_ones(count):
+    isa, rng, case = best_isa(), np.random.default_rng(0), CASES[0]
+    target, results = runnable_target(isa), []
+    weight, data = None, None
+    for rows in (count, None):
+        spec = make_spec(case, rows)
+        weight = weight or draw_weight(rng, spec)
+        data = data or draw_rows(rng, count, spec)
+        func, constants = build_grouped_dense(spec, isa), list_constants(spec, isa, weight)
+        shape = count, spec.units
+        results.append(call_kernel(func, target, [*data, *constants], shape, "float32"))
+    np.testing.assert_array_equal(*results)
+
+
+@pytest.mark.parametrize("panels", [1, STREAMS, STREAMS + 1, 2 * STREAMS + 3])
+@pytest.mark.parametrize("is_float", [False, True])
+def test_grouped_dense__one_row_meets_every_panel(panels, is_float):
+    """Panels are taken several at once, the last of them once more where they do not come out."""
+    isa = best_isa()
+    units = panels * choose_dot(isa, is_float, 4).lanes - 1
+    check_case(isa, ((1,), units, 64, 4, 32, is_float, False, "float32"))
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_grouped_take__reads_what_products_read(bits):
+    isa, rng = best_isa(), np.random.default_rng(bits)
+    spec = GroupedDense((), 37, 84, bits, 32, False, bits != 4, "float32")
+    weight, indices = draw_weight(rng, spec), np.array([[36, -1], [17, 37 + 33]], "int32")
+    func = build_grouped_take(GroupedTake((2, None), "int32", spec), isa)
+    arrays = [indices, *list_constants(spec, isa, weight)]
+    found = call_kernel(func, runnable_target(isa), arrays, (2, 2, 84), "float32")
+    np.testing.assert_array_equal(found, qnn.grouped_take(indices, *weight, **form_of(spec)))
+
+
+@pytest.mark.parametrize("width", [1, 5, 16, 100])
+def test_quantize_rows__as_numpy(width):
+    x = np.random.default_rng(width).normal(size=(2, 3, width)).astype("float32")
+    x[1] = [[0], [1e-45], [63e-45]]
+    func = build_quantize_rows(RowQuantize((2, None), width))
+    kernel = tvm.compile(tvm.IRModule({"quantize_rows": func}), target=runnable_target(best_isa()))[
+        "quantize_rows"
+    ]
+    q, scale = (
+        tvm.runtime.tensor(np.full((2, 3, n), 7, d)) for n, d in ((width, "int8"), (1, "float32"))
+    )
+    kernel(tvm.runtime.tensor(x), q, scale)
+    for found, expected in zip((q, scale), qnn.quantize_rows(x), strict=True):
+        np.testing.assert_array_equal(found.numpy(), expected)
+
+
+@pytest.mark.parametrize(
+    ("isa", "features", "instruction"),
+    [(SDOT, "+dotprod", "sdot"), (SMMLA, "+dotprod,+i8mm", "sdot"), (NEON, "", "sm(?:ul|la)l2?")],
+    ids=lambda value: getattr(value, "name", ""),
+)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_grouped_dense__arm_has_its_dot_product(isa, features, instruction, bits):
+    """Cross-compiled: the instruction is there, and no call of a library function."""
+    attrs = ["+neon", *filter(None, features.split(","))]
+    target = Target({"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mattr": attrs})
+    spec = GroupedDense((None,), 32, 64, bits, 32)
+    mod = tvm.IRModule({"grouped_dense": build_grouped_dense(spec, isa)})
+    text = tvm.compile(mod, target=target).mod.inspect_source("asm")
+    assert re.search(rf"\t{instruction}\t", text)
+    assert "\tfmla\t" in text
+    assert "\tbl\tfma" not in text

@@ -1,0 +1,100 @@
+"""Norms of rows against float64, and bit for bit against the arithmetic that is stated."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tvm
+from exact import state_row_norm
+from machines import best_isa, every_isa, runnable_target
+
+from relayquant.codegen.kernels.floating.row_norm import RowNorm, make_row_norm
+from relayquant.ir.reference import qnn
+
+#: name -> what a norm does
+FORMS = {
+    "rms": {},
+    "rms without weight": {"weight": False},
+    "rms that divides": {"divides": True},
+    "layer": {"is_centred": True, "bias": True},
+}
+EPSILON = 1e-5
+
+
+def draw(width, spec):
+    """Rows of very different size, one of zeros, one too small for integers; weight and bias."""
+    rng = np.random.default_rng(width)
+    x = rng.normal(0.3, 1, (2, 3, width)) * 10.0 ** rng.integers(-6, 6, (2, 3, 1))
+    x[1, 1:] = [[0], [1e-44]]
+    factors = [rng.normal(1, 0.5, width).astype("float32") for _ in range(2)]
+    return x.astype("float32"), factors[: spec.weight + spec.bias]
+
+
+def run(spec, target, x, factors):
+    """What a kernel stores."""
+    shapes = [(x.shape, "float32")] if spec.keeps_result else []
+    if spec.rows is not None:
+        rows = (6,) if len(spec.rows) == 1 else x.shape[:-1]
+        shapes += [((*rows, x.shape[-1]), "int8"), ((*rows, 1), "float32")]
+    outputs = [tvm.runtime.tensor(np.full(shape, 7, dtype)) for shape, dtype in shapes]
+    kernel = tvm.compile(tvm.IRModule({"row_norm": make_row_norm(spec)}), target=target)
+    kernel["row_norm"](*map(tvm.runtime.tensor, [x, *factors]), *outputs)
+    return [output.numpy() for output in outputs]
+
+
+def compute_exactly(spec, x, factors):
+    """The same in float64, written as the literature has it."""
+    x = x.astype("float64")
+    if spec.is_centred:
+        x = x - x.mean(-1, keepdims=True)
+    y = x / np.sqrt((x**2).mean(-1, keepdims=True) + spec.epsilon)
+    y = y * factors[0] if spec.weight else y
+    return y + factors[1] if spec.bias else y
+
+
+def check(spec, target):
+    x, factors = draw(spec.features, spec)
+    found = run(spec, target, x, factors)
+    expected = state_row_norm(spec, x, factors)
+    assert expected.dtype == np.float32
+    if spec.keeps_result:
+        np.testing.assert_array_equal(found.pop(0), expected)
+        size = np.abs(compute_exactly(spec, x, factors)).max(-1, keepdims=True)
+        assert (np.abs(expected - compute_exactly(spec, x, factors)) <= 1e-5 * size + 1e-12).all()
+    if spec.rows is not None:
+        for array, wanted in zip(found, qnn.quantize_rows(expected), strict=True):
+            np.testing.assert_array_equal(array, wanted.reshape(array.shape))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_row_norm__as_stated_with_integers_and_without(form):
+    target, spec = runnable_target(best_isa()), RowNorm((2, None), 100, EPSILON, **FORMS[form])
+    for keeps, rows in ((True, None), (True, (None,)), (False, (2, None)), (False, (6,))):
+        shape = RowNorm(spec.leading, 100, EPSILON, **FORMS[form], keeps_result=keeps, rows=rows)
+        check(shape, target)
+
+
+@every_isa
+def test_row_norm__the_same_bits_on_every_instruction_set(isa):
+    """Of all that could be contracted to an fma, and of sums whose order could differ."""
+    form = FORMS["layer"]
+    check(RowNorm((2, 3), 72, EPSILON, **form, rows=(2, 3)), runnable_target(isa))
+
+
+@pytest.mark.parametrize("width", [1, 2, 7, 16, 31, 32, 33, 64])
+def test_row_norm__of_every_width(width):
+    form = FORMS["rms that divides" if width % 2 else "layer"]
+    check(RowNorm((None, 3), width, EPSILON, **form, rows=(None,)), runnable_target(best_isa()))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_row_norm__compiles_for_arm(form):
+    """Cross-compiled: vectors, and no call of a library function."""
+    target = tvm.target.Target({"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mattr": ["+neon"]})
+    spec = RowNorm((None,), 100, EPSILON, **FORMS[form], keeps_result=False, rows=(None,))
+    text = tvm.compile(tvm.IRModule({"row_norm": make_row_norm(spec)}), target=target)
+    text = text.mod.inspect_source("asm")
+    assert "\tfmul\tv" in text
+    assert "\tfsqrt\t" in text
+    assert "\tfmla\t" not in text
+    assert "\tbl\tsqrt" not in text

@@ -1,0 +1,97 @@
+"""Dense layers with a number of rows known at run time, compiled for every instruction set, against
+numpy: every number of rows up to two tiles and one more, and enough for threads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import tvm
+from exact import finish, random_multiplier, random_values
+from machines import best_isa, every_isa, runnable_target
+
+from relayquant.codegen.kernels.integer.conv import SMALL_WEIGHT_BYTES
+from relayquant.codegen.kernels.integer.dynamic_rows import (
+    build_dense_rows,
+    pack_dense_rows,
+    plan_rows,
+)
+from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual, Store
+from relayquant.codegen.kernels.integer.specs import Dense
+from relayquant.codegen.kernels.isa.arm import NEON, SDOT, SMMLA
+from relayquant.codegen.kernels.isa.base import Isa
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """One dense layer, compiled once, and what numpy makes of any input."""
+
+    spec: Dense
+    isa: Isa
+    leading: tuple[int | None, ...] = (None,)
+    rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
+
+    def check(self, *shapes: tuple[int, ...]) -> None:
+        """Compare results for every shape of the rows, bit for bit."""
+        spec, rng = self.spec, self.rng
+        w = random_values(rng, (spec.out_features, spec.in_features), "int8")
+        bias = rng.integers(-5000, 5000, spec.out_features).astype("int32")
+        multiplier = random_multiplier(rng, w) if spec.epilogue.has_multiplier else None
+        packed = pack_dense_rows(spec, self.isa, w, bias, multiplier)
+        func = build_dense_rows(spec, self.isa, "dense", self.leading)
+        module = tvm.IRModule({"dense": func})
+        kernel = tvm.compile(module, target=runnable_target(self.isa))["dense"]
+        for shape in shapes:
+            x = random_values(rng, (*shape, spec.in_features), spec.in_dtype)
+            acc = (x.astype("int64") - spec.in_zero_point) @ w.T.astype("int64") + bias
+            added = spec.epilogue.residual
+            residual = random_values(rng, acc.shape, added.dtype) if added else None
+            inputs = [x, *packed.arguments(), *([] if residual is None else [residual])]
+            y = tvm.runtime.tensor(np.full(acc.shape, 77, spec.epilogue.dtype))
+            kernel(*map(tvm.runtime.tensor, inputs), y)
+            expected = finish(acc, spec.epilogue, multiplier, residual)
+            np.testing.assert_array_equal(y.numpy(), expected, err_msg=str(shape))
+
+
+def all_row_counts(spec: Dense, isa: Isa) -> list[tuple[int, ...]]:
+    """0 to two full tiles and one row more."""
+    return [(rows,) for rows in range(2 * plan_rows(spec, isa).full.spec.width + 2)]
+
+
+@every_isa
+def test_build_dense_rows__every_number_of_rows(isa):
+    added = Epilogue(zero_point=7, low=7, residual=Residual("int8", 4, 0.37))
+    spec = Dense(0, 40, 72, "uint8", 9, added)
+    Layer(spec, isa).check(*all_row_counts(spec, isa))
+
+
+OTHERS = {
+    "copied: int8, odd sizes": Dense(0, 37, 10, "int8", -7, Epilogue(dtype="int8", zero_point=3)),
+    "int16": Dense(0, 33, 40, "int16", 300, Epilogue(dtype="int16")),
+    "accumulators": Dense(0, 16, 1, epilogue=Epilogue(Store.ACCUMULATOR, "int32")),
+    "panel by panel": Dense(0, 512, 130, epilogue=Epilogue(Store.DEQUANTIZE, "float32")),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_build_dense_rows__every_kind_of_layer(name):
+    spec, isa = OTHERS[name], best_isa()
+    is_large = plan_rows(spec, isa).full.weight_bytes > SMALL_WEIGHT_BYTES
+    assert is_large == (name == "panel by panel")
+    Layer(spec, isa).check(*all_row_counts(spec, isa), (1500,))
+
+
+def test_build_dense_rows__several_symbolic_extents():
+    spec = Dense(0, 24, 20)
+    Layer(spec, best_isa(), (None, 3, None)).check((1, 3, 1), (2, 3, 11), (0, 3, 5), (50, 3, 50))
+
+
+def test_plan_rows__heights_share_their_panels():
+    for isa in (best_isa(), SDOT, NEON, SMMLA):
+        plan = plan_rows(Dense(0, 64, 100, in_dtype=isa.activation), isa)
+        heights = [tile.spec.width for tile in plan.tiles]
+        assert heights == sorted(heights, reverse=True)
+        assert heights[-1] == plan.full.isa.pixels
+        assert len({(tile.panels, tile.panel_vectors) for tile in plan.tiles}) == 1

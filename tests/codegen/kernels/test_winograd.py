@@ -1,0 +1,200 @@
+"""Convolutions by Winograd's transforms, compiled for the instruction sets that take them, against
+the numpy model of the direct form.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from convolutions import check_conv2d, conv2d_accumulators
+from exact import call_kernel, finish
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from machines import best_isa, runnable_target
+
+from relayquant.codegen.kernels.integer.conv_plan import list_tiles
+from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual, Store
+from relayquant.codegen.kernels.integer.specs import Conv2d, KernelForm
+from relayquant.codegen.kernels.integer.winograd import (
+    LARGEST_SUM,
+    WinogradPlan,
+    build_winograd,
+    can_winograd,
+    find_largest_sum,
+    pack_winograd,
+)
+from relayquant.codegen.kernels.isa.arm import SDOT
+from relayquant.codegen.kernels.isa.base import AVX2, PORTABLE, VNNI512, X86_ISAS
+from relayquant.codegen.kernels.isa.timing import ZEN4
+from relayquant.codegen.tuning import keep_estimate
+from relayquant.errors import ConfigError
+
+SAME, RAW = (1, 1, 1, 1), Epilogue(Store.ACCUMULATOR, "int32")
+LAYER = Conv2d(1, 28, 28, 64, 64, (3, 3), padding=SAME, epilogue=Epilogue(is_small=True))
+CASES = {
+    "tiles that fit": Conv2d(1, 8, 12, 32, 16, (3, 3), padding=SAME, in_zero_point=3),
+    "tiles that overlap, int8, residual": Conv2d(
+        1, 9, 7, 16, 32, (3, 3), padding=(1, 2, 0, 1), in_dtype="int8", in_zero_point=-100,
+        epilogue=Epilogue(dtype="int8", zero_point=-5, low=-5, residual=Residual("uint8", 4, 0.3)),
+    ),
+    "one tile, no padding": Conv2d(1, 6, 6, 48, 48, (3, 3), in_zero_point=255),
+    "batch 2, zero point 255 at the border": Conv2d(
+        2, 5, 6, 64, 32, (3, 3), padding=SAME, in_zero_point=255,
+        epilogue=Epilogue(zero_point=7, high=90, residual=Residual("int8", 4, -0.3)),
+    ),
+    "chunks of several sizes": Conv2d(
+        1, 27, 26, 128, 64, (3, 3), padding=SAME, in_zero_point=9,
+        epilogue=Epilogue(is_small=True),
+    ),
+    "one chunk in parts, the last panel no whole one": Conv2d(
+        1, 14, 13, 64, 176, (3, 3), padding=SAME, in_zero_point=9,
+    ),
+    "batch 2, chunks in parts": Conv2d(
+        2, 14, 13, 64, 128, (3, 3), padding=SAME, in_zero_point=9,
+        epilogue=Epilogue(residual=Residual("uint8", 4, 0.3)),
+    ),
+    "float output": Conv2d(
+        1, 7, 9, 16, 16, (3, 3), padding=SAME, epilogue=Epilogue(Store.DEQUANTIZE, "float32")
+    ),
+    "int16 output": Conv2d(
+        1, 4, 4, 16, 16, (3, 3), padding=SAME, epilogue=Epilogue(dtype="int16", zero_point=99)
+    ),
+    "sums": Conv2d(1, 10, 5, 32, 48, (3, 3), padding=SAME, in_zero_point=77, epilogue=RAW),
+}  # fmt: skip
+
+ON_ZEN4 = replace(VNNI512, timing=ZEN4)
+
+every_x86 = pytest.mark.parametrize("isa", X86_ISAS, ids=lambda isa: isa.name)
+
+
+@every_x86
+@pytest.mark.parametrize("name", CASES)
+def test_winograd__equals_the_direct_form(name, isa):
+    check_conv2d(CASES[name], isa, runnable_target(isa), 0, build_winograd, pack_winograd)
+
+
+@every_x86
+@pytest.mark.parametrize("name", ["chunks of several sizes", "batch 2, chunks in parts"])
+def test_winograd__of_every_tile_that_is_timed(name, isa):
+    tiles = list_tiles(WinogradPlan(CASES[name], isa).product, 4)
+    assert len(tiles) > 2
+    for tile in tiles[1:]:
+        spec = replace(CASES[name], tile=tile)
+        check_conv2d(spec, isa, runnable_target(isa), 0, build_winograd, pack_winograd)
+
+
+@given(
+    size=st.tuples(st.integers(4, 21), st.integers(4, 21)),
+    channels=st.tuples(st.integers(1, 5), st.integers(1, 5)),
+    padding=st.tuples(*[st.integers(0, 2)] * 4),
+    dtype=st.sampled_from(["uint8", "int8"]),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=15, deadline=None)
+def test_winograd__of_any_size(size, channels, padding, dtype, seed):
+    isa, (c_in, c_out) = best_isa(), channels
+    height, width = (max(length, 6) for length in size)
+    spec = Conv2d(
+        1, height, width, 16 * c_in, 16 * c_out, (3, 3), padding=padding, in_dtype=dtype,
+        in_zero_point=seed, epilogue=Epilogue(dtype=dtype, zero_point=seed),
+    )  # fmt: skip
+    check_conv2d(spec, isa, runnable_target(isa), seed, build_winograd, pack_winograd)
+
+
+@every_x86
+@pytest.mark.parametrize("largest", [True, False])
+@pytest.mark.parametrize("signs", ["same", "by point"])
+@pytest.mark.parametrize("zero_point", [0, 128])
+def test_winograd__sums_as_large_as_they_get(isa, largest, signs, zero_point):
+    """Sums next to the bound, and products of transforms that are as large as they get."""
+    dtype = "uint8" if zero_point else "int8"
+    spec = Conv2d(1, 8, 8, 224, 16, (3, 3), in_dtype=dtype, in_zero_point=zero_point, epilogue=RAW)
+    weight = np.full(spec.weight_shape, -128, "int8")
+    if signs == "by point":  # of 1, -1, 1: what the transforms add up
+        checks = (-1) ** np.add.outer(np.arange(3), np.arange(3))
+        weight = np.where(checks[None, :, :, None] > 0, weight, 127).astype("int8")
+    assert 0.97 * LARGEST_SUM < find_largest_sum(weight) < LARGEST_SUM
+    value = 127 if largest else -128
+    x = np.full(spec.in_shape, value, "int8")
+    if signs == "by point":
+        odd = np.add.outer(np.arange(8), np.arange(8)) % 2 == 1
+        x = np.where(odd[None, :, :, None], x, -1 - x).astype("int8")
+    x = (x + np.int16(zero_point)).astype(dtype)
+    bias = np.arange(16, dtype="int32")
+    inputs = [x, *pack_winograd(spec, isa, weight, bias, None).arguments()]
+    got = call_kernel(
+        build_winograd(spec, isa), runnable_target(isa), inputs, spec.out_shape, "int32"
+    )
+    expected = finish(conv2d_accumulators(x, weight, bias, spec), RAW)
+    assert np.abs(expected).max() > 0.97 * LARGEST_SUM
+    np.testing.assert_array_equal(got, expected)
+
+
+def test_winograd__sums_that_are_too_large_are_refused():
+    spec = replace(LAYER, in_channels=240)
+    weight = np.full(spec.weight_shape, 127, "int8")
+    assert not can_winograd(spec, VNNI512, weight)
+    multiplier = np.float32(1e-6)
+    with pytest.raises(ConfigError, match=f"reach {128 * 127 * 9 * 240}; allowed: below 33554432"):
+        pack_winograd(spec, VNNI512, weight, np.zeros(64, "int32"), multiplier)
+
+
+@pytest.mark.parametrize(
+    ("changes", "isa", "expected"),
+    [
+        ({}, VNNI512, True),
+        ({}, AVX2, True),
+        ({"in_dtype": "int8"}, VNNI512, True),
+        ({}, PORTABLE, False),  # multiplies numbers of 32 bits
+        ({}, SDOT, False),  # 16 products of bytes by one instruction, 4 of int16
+        ({"kernel": (3, 1)}, VNNI512, False),
+        ({"strides": (2, 2)}, VNNI512, False),
+        ({"dilation": (2, 2)}, VNNI512, False),
+        ({"groups": 2}, VNNI512, False),
+        ({"in_dtype": "int16"}, VNNI512, False),
+        ({"in_channels": 24}, VNNI512, False),  # not of whole vectors
+        ({"in_channels": 24}, AVX2, True),
+        ({"out_channels": 72}, VNNI512, False),
+        ({"height": 3}, VNNI512, False),  # smaller than a tile
+        ({"height": 5, "width": 5}, VNNI512, False),  # four tiles for little more than one
+        # 19 MB of weights for four tiles
+        ({"height": 7, "width": 7, "in_channels": 512, "out_channels": 512}, AVX2, False),
+        ({"height": 16, "width": 16, "in_channels": 256, "out_channels": 256}, VNNI512, True),
+        ({"height": 14, "width": 14, "in_channels": 256, "out_channels": 256}, ON_ZEN4, True),
+    ],
+)
+def test_winograd__where_it_can_and_pays(changes, isa, expected):
+    spec = replace(LAYER, **changes)
+    able = can_winograd(spec, isa, np.ones(spec.weight_shape, "int8"))
+    assert keep_estimate(spec, isa, able) == KernelForm(transforms=expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, (7, 1)),  # as many as there are rows of tiles
+        ({"height": 56, "width": 56}, (8, 1)),
+        ({"height": 14, "width": 14, "in_channels": 256, "out_channels": 256}, (2, 4)),
+        ({"batch": 8, "height": 14, "width": 14, "out_channels": 256}, (2, 1)),
+        ({"height": 6, "width": 6, "in_channels": 16, "out_channels": 16}, (1, 1)),  # one thread
+    ],
+)
+def test_winograd_plan__work_for_many_threads(changes, expected):
+    plan = WinogradPlan(replace(LAYER, **changes), VNNI512)
+    assert (plan.chunks, plan.parts) == expected
+
+
+@pytest.mark.parametrize("height", [7, 28, 56, 57, 224])
+@pytest.mark.parametrize("channels", [16, 64, 256])
+def test_winograd_plan__chunks(height, channels):
+    """Two threads have as many of them, and every chunk has enough tiles for the product's tile."""
+    spec = replace(LAYER, height=height, width=height, in_channels=channels, out_channels=channels)
+    plan = WinogradPlan(spec, VNNI512)
+    assert plan.chunks == 1 or plan.chunks % 2 == 0 or plan.chunks == plan.tiles[0]
+    bounds = [chunk * plan.tiles[0] // plan.chunks for chunk in range(plan.chunks + 1)]
+    sizes = np.diff(bounds) * plan.tiles[1]
+    assert bounds[-1] == plan.tiles[0]
+    assert max(sizes) <= plan.most_tiles
+    assert min(sizes) >= plan.product.tile.cols

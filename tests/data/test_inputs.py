@@ -1,0 +1,49 @@
+"""Inputs of a model as data sets are checked against them."""
+
+from __future__ import annotations
+
+import pytest
+import tvm
+from relayquant.datasets.inputs import describe_inputs
+from tvm import relax
+from tvm.script import ir as I
+from tvm.script import relax as R
+
+from relayquant.errors import ModelError
+
+
+@I.ir_module
+class TwoInputs:
+    @R.function
+    def main(left: R.Tensor((2, 3), "float32"), right: R.Tensor(("n", 4), "int32")):
+        with R.dataflow():
+            y = R.add(left, left)
+            R.output(y)
+        return y
+
+
+def build_identity(ty: relax.Type) -> tvm.IRModule:
+    """main(x) = x for an x of this type."""
+    x = relax.Var("x", ty)
+    builder = relax.BlockBuilder()
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            y = builder.emit_output(x)
+        builder.emit_func_output(y)
+    return builder.finalize()
+
+
+def test_describe_inputs__names_shapes_dtypes():
+    left, right = describe_inputs(TwoInputs)
+    assert (left.name, left.shape, left.dtype) == ("left", (2, 3), "float32")
+    assert (right.name, right.shape, right.dtype) == ("right", ("n", 4), "int32")
+
+
+def test_describe_inputs__unknown_sizes_get_names():
+    (x,) = describe_inputs(build_identity(relax.TensorType(dtype="float32", ndim=2)))
+    assert x.shape == ("x.0", "x.1")
+
+
+def test_describe_inputs__unknown_rank_is_an_error():
+    with pytest.raises(ModelError, match=r"'x'.*number of dimensions"):
+        describe_inputs(build_identity(relax.TensorType(dtype="float32", ndim=-1)))

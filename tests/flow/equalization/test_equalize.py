@@ -1,0 +1,96 @@
+"""Inputs with channels of very different range: scaled exactly, and only where it helps."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tvm
+from tvm import relax
+from tvm.script import ir as I
+from tvm.script import relax as R
+
+import relayquant as rq
+from relayquant.base.runtime import Executor
+from relayquant.flow.equalization.equalize import (
+    ChannelStatistics,
+    equalize_inputs,
+    find_products,
+    measure_channels,
+)
+
+RNG = np.random.default_rng(8)
+RANGES = np.geomspace(300, 1, 12).astype("float32")
+#: the model pays as much heed to small channels as to large ones
+W = (RNG.standard_normal((12, 8)) / RANGES[:, None]).astype("float32")
+
+
+def product_model(weight: np.ndarray = W) -> tvm.IRModule:
+    constant = relax.const(weight)
+
+    @I.ir_module
+    class Model:
+        @R.function
+        def main(x: R.Tensor((20, 12), "float32")):
+            with R.dataflow():
+                y = R.matmul(x, constant)
+                R.output(y)
+            return y
+
+    return Model
+
+
+def draw_batches(count: int, ranges: np.ndarray = RANGES) -> list[np.ndarray]:
+    return [(RNG.uniform(-1, 1, (20, 12)) * ranges).astype("float32") for _ in range(count)]
+
+
+def measure(mod: tvm.IRModule, batches: list[np.ndarray]) -> dict[str, ChannelStatistics]:
+    return measure_channels([{"x": batch} for batch in batches], find_products(mod))
+
+
+def test_measure_channels__streams():
+    batches = draw_batches(3)
+    rows = np.concatenate(batches).astype("float64")
+    statistics = measure_channels(({"x": b} for b in batches), ["x"])["x"]
+    np.testing.assert_array_equal(statistics.largest, np.abs(rows).max(0))
+    np.testing.assert_allclose(statistics.mean_square, (rows**2).mean(0))
+
+
+def test_scales__powers_of_two():
+    statistics = ChannelStatistics(np.array([300.0, 0.0, 0.01]), np.ones(3))
+    np.testing.assert_array_equal(statistics.scales(), np.float32([256, 1, 2.0**-7]))
+
+
+def test_equalize__same_function_bit_for_bit():
+    mod, batches = product_model(), draw_batches(2)
+    equalized = equalize_inputs(mod, measure(mod, batches))
+    values = rq.reference.run_values(equalized, {"x": batches[0]})
+    assert np.abs(values["x.equalized"]).max(0) == pytest.approx(np.ones(12), rel=0.5)
+    expected = Executor(rq.compile(mod)).run("main", [batches[1]])[0]
+    np.testing.assert_array_equal(
+        Executor(rq.compile(equalized)).run("main", [batches[1]])[0], expected
+    )
+
+
+@pytest.mark.parametrize(
+    ("weight", "ranges"),
+    [
+        (W, np.ones(12, "float32")),  # nothing to equalize
+        (W * RANGES[:, None] ** 2, RANGES),  # the small channels hardly count
+    ],
+)
+def test_equalize__leaves_what_would_gain_little(weight, ranges):
+    mod = product_model(weight.astype("float32"))
+    assert equalize_inputs(mod, measure(mod, draw_batches(2, ranges))) is mod
+
+
+def test_quantize__equalizes():
+    mod, batches = product_model(), draw_batches(8)
+    expected = batches[-1] @ W
+
+    def find_error(prepared: rq.PreparedModel) -> float:
+        prepared = rq.calibrate(prepared, batches)
+        qmod = rq.lower(rq.convert_to_reference(prepared))
+        return float(np.square(rq.reference.run(qmod, [batches[-1]])[0] - expected).mean())
+
+    plain = find_error(rq.prepare(mod))
+    assert find_error(rq.prepare(mod, dataset=batches)) < plain / 10

@@ -1,0 +1,647 @@
+"""guard: silent on what works; finds, names and mends what was broken on purpose."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import tvm
+from float_models import MAP, build_model, draw_batches
+from tvm import relax
+
+import relayquant as rq
+from relayquant.analysis.outputs import OutputGap, count_differing, measure_gaps, rate_samples
+from relayquant.data import open_dataset
+from relayquant.data.inputs import describe_inputs
+from relayquant.demo import load_digits
+from relayquant.flow.refine import guard
+from relayquant.flow.refine.guard import (
+    find_first_off,
+    guard_module,
+    pick_worst,
+    plan_looks,
+    take_sample,
+)
+from relayquant.flow.refine.revert import keep_parameters
+from relayquant.flow.settings import Guard, GuardSettings, QuantizeSettings
+from relayquant.ir.ledger import Ledger
+from relayquant.ir.rewrite import rewrite_main
+from relayquant.ir.rewrite.graph import constant_value
+
+BROKEN = "conv2/relu"
+
+
+@pytest.fixture(scope="module")
+def digits():
+    demo = load_digits()
+    mod, params = rq.load(str(demo.model_path))
+    return mod, params, [np.concatenate(demo.calibration)[:64]]
+
+
+def clip_one(info, samples):
+    """A fiftieth of the range for one value: all above it is lost."""
+    high = max(float(array.max()) for array in samples)
+    low = min(float(array.min()) for array in samples)
+    return rq.choose_qparams(low, high / (50 if info.name == BROKEN else 1), info.spec)
+
+
+@pytest.fixture(scope="module")
+def broken(digits):
+    """(calibrated model, integer module) with one bad range."""
+    mod, params, data = digits
+    prepared = rq.prepare(mod, params, effort="fast")
+    prepared = rq.calibrate(prepared, data, calibration=clip_one)
+    return prepared, rq.lower(rq.convert_to_reference(prepared))
+
+
+@pytest.fixture(scope="module")
+def mended(digits):
+    with pytest.warns(rq.AccuracyWarning) as caught:
+        qmod = rq.quantize(*digits, calibration=clip_one, effort="fast", guard=Guard.REVERT)
+    return qmod, caught
+
+
+def test_guard__silent_on_a_good_model(digits):
+    mod, params, data = digits
+    prepared = rq.calibrate(rq.prepare(mod, params, effort="fast"), data)
+    qmod = rq.lower(rq.convert_to_reference(prepared))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        guarded = guard_module(prepared, qmod, data, QuantizeSettings(guard=Guard.REVERT))
+    seen = rq.ledger(guarded).guard
+    assert seen is not None
+    assert (seen.samples, seen.is_parted, seen.operator, seen.reverted) == (32, False, "", ())
+    assert seen.sqnr > 25
+    assert seen.disagreement == 0
+    assert rq.ledger(guarded).rows == rq.ledger(qmod).rows
+
+
+def test_guard__puts_back_what_breaks_the_outputs(digits, mended):
+    qmod, caught = mended
+    seen = rq.ledger(qmod).guard
+    assert seen.is_parted
+    assert seen.operator == BROKEN
+    assert seen.sqnr_before < 10 < 20 < seen.sqnr
+    assert seen.reverted
+    floating = {row.name: row for row in rq.ledger(qmod).floating}
+    for name in seen.reverted:
+        assert "put back to float by the guard" in floating[name].reason
+        assert "relayquant.lint" in floating[name].advice
+        assert name in str(caught[0].message)
+    assert caught[0].filename == __file__, "the warning points at who called quantize"
+    # The value with the bad range is rounded no more, and what is before it stays.
+    assert {"conv1/relu", "block1/relu"} <= {row.name for row in rq.ledger(qmod).quantized}
+    (gap,) = measure_gaps(rq.prepare(*digits[:2]).mod, qmod, [{"image": digits[2][0]}])
+    assert gap.sqnr > 20
+
+
+def test_guard__keeps_the_parameters_of_the_rest(broken, mended):
+    _, whole = broken
+    rows = {row.name: row for row in rq.ledger(whole).rows}
+    kept = rq.ledger(mended[0]).quantized
+    assert kept
+    for row in kept:
+        if row.scale:
+            assert row.scale == rows[row.name].scale
+
+
+@pytest.mark.parametrize(
+    ("effort", "action"), [("fast", "WARN"), ("balanced", "REVERT"), ("best", "REVERT")]
+)
+def test_guard__action_by_effort(effort, action):
+    assert GuardSettings().find_action(effort) is Guard[action]
+    assert GuardSettings(Guard.OFF).find_action(effort) is Guard.OFF
+
+
+def test_guard__warning_names_the_operator(digits, broken):
+    with pytest.warns(rq.AccuracyWarning, match="first operator that is off is 'conv2/relu'"):
+        qmod = guard_module(*broken, digits[2], QuantizeSettings(guard=None))
+    ledger = rq.ledger(qmod)
+    assert not ledger.floating
+    assert (ledger.guard.is_parted, ledger.guard.operator) == (True, BROKEN)
+
+
+def test_guard__off_runs_nothing(broken):
+    def items():
+        raise AssertionError("the data was read")
+
+    prepared, qmod = broken
+    assert guard_module(prepared, qmod, items, QuantizeSettings(guard=Guard.OFF)) is qmod
+
+
+def test_guard__strict_keeps_all_integers(digits, broken):
+    with pytest.warns(rq.AccuracyWarning, match="with strict=True no operator goes back"):
+        qmod = guard_module(*broken, digits[2], QuantizeSettings(guard=Guard.REVERT, strict=True))
+    assert not rq.ledger(qmod).floating
+
+
+def test_guard__keeps_integers_that_main_takes(digits, broken):
+    prepared, qmod = broken
+    (value,) = prepared.inputs
+    prepared = replace(prepared, inputs=(replace(value, requested="uint8"),))
+    with pytest.warns(rq.AccuracyWarning, match="with input_dtypes or output_dtypes no operator"):
+        qmod = guard_module(prepared, qmod, digits[2], QuantizeSettings(guard=Guard.REVERT))
+    assert not rq.ledger(qmod).floating
+
+
+def test_guard__everything_in_float_if_nothing_less_will_do(digits, broken):
+    settings = GuardSettings(Guard.REVERT, min_sqnr=90, target_sqnr=90)
+    with pytest.warns(rq.AccuracyWarning):
+        qmod = guard_module(*broken, digits[2], QuantizeSettings(guard=settings))
+    assert not rq.ledger(qmod).quantized
+
+
+def test_guard__names_the_first_value_that_is_off(digits, broken):
+    prepared, qmod = broken
+    assert find_first_off(prepared, qmod, [{"image": digits[2][0][:4]}]) == BROKEN
+
+
+def test_keep_parameters__a_value_without_any_is_calibrated(digits, broken):
+    prepared, _ = broken
+    known = {k: v for k, v in prepared.parameters.items() if k != "conv1/relu"}
+    bare = replace(prepared, parameters=known)
+    changed = keep_parameters(bare, ["logits"], digits[2], clip_one)
+    assert changed.parameters.keys() == {group.key for group in changed.plan.groups}
+
+
+def look(prepared, data, settings):
+    """Batches of the first look."""
+    first, *_ = take_sample(prepared, data, settings).rounds(plan_looks(prepared, settings))
+    return [part.batch for part in first]
+
+
+def test_take_sample__few_samples_spread_over_the_data(broken):
+    prepared, _ = broken
+
+    def items():
+        for i in range(100):
+            yield np.full((3, 1, 8, 8), i, "float32")
+
+    (batch,) = look(prepared, items, GuardSettings())
+    assert batch["image"].shape == (8, 1, 8, 8)
+    assert np.diff(batch["image"][:, 0, 0, 0]).min() >= 8
+    # What is dear is done for four samples.
+    (batch,) = look(prepared, items, GuardSettings(work=1))
+    assert len(batch["image"]) == 4
+    # One large batch.
+    images = np.arange(400, dtype="float32").repeat(64).reshape(400, 1, 8, 8)
+    (batch,) = look(prepared, [images], GuardSettings())
+    assert batch["image"][:, 0, 0, 0].tolist() == [50 * i for i in range(8)]
+
+
+def test_take_sample__buffer_that_the_reader_uses_again(broken):
+    prepared, _ = broken
+
+    def items():
+        buffer = np.zeros((1, 1, 8, 8), "float32")
+        for i in range(4):
+            buffer[:] = i
+            yield buffer
+
+    (batch,) = look(prepared, items, GuardSettings())
+    assert batch["image"][:, 0, 0, 0].tolist() == [0, 1, 2, 3]
+
+
+def test_quantize__data_is_read_once_with_the_guard(digits):
+    mod, params, data = digits
+    read = []
+
+    def items():
+        for image in data[0][:20]:
+            read.append(1)
+            yield image[None]
+
+    qmod = rq.quantize(mod, params, items, effort="fast")
+    assert len(read) == 20
+    assert rq.ledger(qmod).guard.samples == 20
+
+
+def test_guard__a_sample_that_is_lost_among_others_is_seen(digits, broken):
+    """Of an output that holds no answers: one bad sample of many is named, none is put back."""
+    prepared, qmod = broken
+    images = [{"image": digits[2][0][:8]}]
+    gaps = measure_gaps(prepared.mod, qmod, images)
+    each = [
+        measure_gaps(prepared.mod, qmod, [{"image": image[None]}])[0].sqnr
+        for image in images[0]["image"]
+    ]
+    np.testing.assert_allclose(gaps[0].each, each, rtol=1e-3)
+    (worst,) = pick_worst(prepared, images, gaps, 1)
+    np.testing.assert_array_equal(worst["image"][0], images[0]["image"][np.argmin(each)])
+    doubtful = GuardSettings().is_doubtful
+    assert doubtful([OutputGap(20.9, each=(30.0, 25.0, 0.9))])
+    assert doubtful([OutputGap(12.3, 2, 8)])
+    assert doubtful([OutputGap(12.3)])
+    assert not doubtful([OutputGap(12.3, 0, 8, each=(5.0, 20.0))])  # the answers stay
+    assert not doubtful([OutputGap(16.0, each=(12.0, 20.0))])
+
+
+def test_rate_samples__silence_is_no_loss():
+    energies = [np.array([[4.0, 4.0], [0.04, 4.0]]), np.array([[0.0], [0.0001]])]
+    rated = rate_samples(energies)
+    np.testing.assert_allclose(rated[:2], [20, 0], atol=1e-9)
+    assert rated[2] > 20
+
+
+def test_guard__warns_in_between(digits, broken):
+    settings = GuardSettings(min_sqnr=-20, disagreement=1, doubtful_disagreement=0)
+    with pytest.warns(rq.AccuracyWarning, match="more than 8 bits usually cost"):
+        qmod = guard_module(*broken, digits[2], QuantizeSettings(guard=settings))
+    seen = rq.ledger(qmod).guard
+    assert (seen.is_parted, seen.is_doubtful, seen.operator) == (False, True, BROKEN)
+    assert Ledger.from_dict(rq.ledger(qmod).to_dict()).guard == seen
+
+
+def test_guard__integers_alone_are_wrong_one_operator_goes_back():
+    """What the simulation does not see: neither data nor ranges are blamed, nor other layers."""
+
+    def body(emit, x):
+        y = emit("hidden", relax.op.nn.relu(emit.dense("hidden.m", x, 12)))
+        y = emit("middle", relax.op.nn.relu(emit.dense("middle.m", y, 12)))
+        return emit.dense("out", y, 4)
+
+    mod = build_model(body, (4, 8))
+    data = draw_batches(mod, 8)
+    prepared = rq.calibrate(rq.prepare(mod, effort="fast"), data)
+    right = rq.lower(rq.convert_to_reference(prepared))
+
+    def damage(emitter, binding):
+        value = emitter.get(binding.value)
+        if binding.var.name != "middle.acc":
+            return value
+        array = constant_value(value.args[1])
+        wrong = relax.const(-array.astype("int8"), "int8")
+        return tvm.ir.Call(value.op, [value.args[0], wrong, *value.args[2:]], value.attrs)
+
+    wrong = rewrite_main(right, damage)
+    with pytest.warns(rq.AccuracyWarning, match="neither ranges nor data") as caught:
+        mended = guard_module(prepared, wrong, data, QuantizeSettings(guard=Guard.REVERT))
+    assert rq.ledger(mended).guard.reverted == ("middle",)
+    assert "relayquant.lint" not in str(caught[0].message)
+    assert rq.ledger(mended).guard.sqnr > 25
+
+
+def test_count_differing__clear_answers_only():
+    expected = np.array([[0.0, 1.0, 10.0], [0.0, 9.9, 10.0], [5.0, 0.0, 0.0]])
+    # The first is clearly another, the second a near tie, the third the same.
+    got = np.array([[0.0, 3.0, 2.0], [0.0, 10.0, 9.9], [1.0, 0.0, 0.0]])
+    assert count_differing(expected, got) == (1, 3)
+    assert count_differing(expected[:, :, None, None], got[:, :, None, None]) == (1, 3)
+    assert count_differing(expected + 1e6, got - 3) == (1, 3)
+
+
+def test_count_differing__what_is_no_answer():
+    assert count_differing(np.zeros((4, 1)), np.ones((4, 1))) == (0, 0)
+    assert count_differing(np.zeros((2, 3, 4)), np.ones((2, 3, 4))) == (0, 0)
+    assert count_differing(np.zeros(()), np.ones(())) == (0, 0)
+    assert count_differing(np.array([1, 2, 3]), np.array([1, 2, 4])) == (1, 3)
+    assert count_differing(np.full((2, 3), np.nan), np.zeros((2, 3))) == (0, 0)
+
+
+def test_settings__what_parts():
+    settings = GuardSettings()
+    assert not settings.is_parted([OutputGap(15.0, 4, 8), OutputGap(float("inf"))])
+    assert settings.is_parted([OutputGap(30.0), OutputGap(9.0)])
+    assert settings.is_parted([OutputGap(30.0, 5, 8)])
+    assert settings.is_parted([OutputGap(float("-inf"))])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"samples": 0},
+        {"work": 0},
+        {"disagreement": 0},
+        {"disagreement": float("nan")},
+        {"min_sqnr": 30.0},
+        {"min_sqnr": float("nan")},
+        {"action": "revert"},
+    ],
+)
+def test_settings__wrong_ones_are_errors(wrong):
+    with pytest.raises(rq.ConfigError, match="allowed"):
+        GuardSettings(**wrong)
+
+
+def test_quantize__wrong_guard_is_an_error(digits):
+    with pytest.raises(rq.ConfigError, match="guard is 'off'; allowed: a member of Guard"):
+        rq.quantize(*digits, guard="off")
+
+
+def test_ledger__guard_is_read_back_exactly(mended):
+    ledger = rq.ledger(mended[0])
+    assert ledger.guard is not None
+    assert Ledger.from_dict(ledger.to_dict()) == ledger
+
+
+def test_measure_gaps__integers_are_answers_and_no_amounts():
+    """An index that is one off is as wrong as any other: none has a signal to noise ratio."""
+
+    def find_place(sign):
+        builder = relax.BlockBuilder()
+        x = relax.Var("x", relax.TensorType((1, 50), "float32"))
+        with builder.function("main", [x]):
+            with builder.dataflow():
+                y = builder.emit(relax.op.multiply(x, relax.const(sign, "float32")))
+                place = builder.emit(relax.op.argmax(y, 1))
+                out = builder.emit_output(relax.Tuple([x, place]))
+            builder.emit_func_output(out)
+        return builder.get()
+
+    x = np.random.default_rng(0).normal(size=(1, 50)).astype("float32")
+    _, same = measure_gaps(find_place(1.0), find_place(2.0), [{"x": x}])
+    _, other = measure_gaps(find_place(1.0), find_place(-1.0), [{"x": x}])
+    assert same.sqnr == other.sqnr == float("inf")
+    assert (same.disagreement, other.disagreement) == (0, 1)
+    assert GuardSettings().is_parted([other])
+    assert other.worst <= 0, "the sample is found as the worst"
+
+
+def test_measure_gaps__nan_is_the_largest_gap(digits, broken):
+    prepared, qmod = broken
+    data = open_dataset(digits[2], describe_inputs(prepared.mod))
+    (same,) = measure_gaps(prepared.mod, prepared.mod, data)
+    assert same.sqnr == float("inf")
+    assert (same.differing, same.samples) == (0, 64)
+    (gap,) = measure_gaps(prepared.mod, qmod, data)
+    assert gap.sqnr < 10
+
+
+def test_find_first_off__zero_points_are_taken_off():
+    """Results around 128: without their zero points each would be off, the first one be named."""
+
+    def body(emit, x):
+        for name in "abc":
+            x = emit.conv(name, x)
+        return x
+
+    mod = build_model(body, MAP)
+    data = draw_batches(mod, 2)
+    prepared = rq.calibrate(rq.prepare(mod, None, None, "x86", effort="fast"), data)
+    qmod = rq.lower(rq.convert_to_reference(prepared), prepared.backend)
+    rows = [row for row in rq.ledger(qmod).quantized if row.zero_point]
+    assert all(64 < row.zero_point[0] < 192 for row in rows)
+    sqnr = {row.name: row.sqnr for row in rq.compare(mod, qmod, data).rows if row.name in "abc"}
+    worst = min(sqnr, key=lambda name: sqnr[name])
+    assert worst != "a"
+    assert find_first_off(prepared, qmod, data) == worst
+    assert find_first_off(prepared, qmod, data, decibels=99.0) == "a"
+
+
+#: Operators by their damage, the worst first.
+ORDER = tuple(f"o{i}" for i in range(12))
+
+
+@pytest.fixture
+def revert(monkeypatch):
+    """`revert_operators` of a model that is nothing but a function: names that are put back -> gap
+    of the outputs. Returns what it returns, and all that was tried.
+    """
+
+    def run(gap, simulated=("o8",), off=()):
+        tried: list[tuple[str, ...]] = []
+        others = iter([*off, *[""] * 20])
+
+        def keep(prepared, names, dataset, calibration):
+            tried.append(tuple(names))
+            return SimpleNamespace(backend=None)
+
+        for name, stand_in in {
+            "rank_operators": lambda *_: list(ORDER),
+            "search_simulated": lambda *_: list(simulated),
+            "find_first_off": lambda *_: next(others),
+            "keep_parameters": keep,
+            "measure_gaps": lambda *_: [gap(set(tried[-1]))],
+            "lower_prepared": lambda prepared: tried[-1],
+            "Simulation": lambda *_: SimpleNamespace(sqnr=lambda _: 99.0 if off else 0.0),
+            "find_rounding_operators": lambda *_: [],
+            "count_all_macs": lambda *_: 0,
+            "pick_bad": lambda *_: [],
+            "plan_looks": lambda *_: [8],
+            "open_dataset": lambda *_: None,
+            "describe_inputs": lambda *_: None,
+        }.items():
+            monkeypatch.setattr(guard, name, stand_in)
+        prepared = SimpleNamespace(mod=None, mapping=rq.QConfigMapping())
+        module, names, gaps, is_arithmetic = guard.revert_operators(
+            prepared, None, None, [], [], QuantizeSettings()
+        )
+        # The module and the gaps are those of the names.
+        assert module == names
+        assert gaps == [gap(set(names))]
+        assert is_arithmetic == bool(off)
+        return names, tried
+
+    return run
+
+
+@pytest.mark.parametrize("needed", [1, 9, 12, 99])
+def test_revert__twice_as_many_more_go_while_the_outputs_part(revert, needed):
+    """What the simulation named stays among them, wherever it stands in the order; nothing more is
+    tried where that is enough, and all is tried where nothing is.
+    """
+    names, tried = revert(lambda names: OutputGap(0.0 if len(names) < needed else 60.0))
+    steps = [("o8",), ("o0", "o1", "o2", "o8"), ORDER[:9], ORDER]
+    wanted = next((step for step in steps if len(step) >= needed), ORDER)
+    count = steps.index(wanted) + 1
+    assert tried[:count] == steps[:count]
+    # None of those that went so can be spared, and not all are tried.
+    assert len(tried) - count == {1: 0, 9: guard.TAKEN_BACK, 12: guard.TAKEN_BACK, 99: 0}[needed]
+    assert {len(names) for names in tried[count:]} <= {needed - 1}
+    assert names == wanted
+
+
+@pytest.mark.parametrize(
+    ("whole", "spared", "taken_back"),
+    [
+        (OutputGap(60.0), OutputGap(20.0), True),
+        (OutputGap(60.0), OutputGap(19.0), False),  # the outputs follow, and not as they should
+        (OutputGap(17.0), OutputGap(17.0), True),  # more of them do not reach it either
+        (OutputGap(60.0), OutputGap(30.0, 5, 8), False),  # other answers
+    ],
+)
+def test_revert__what_can_be_spared_is_taken_back(revert, whole, spared, taken_back):
+    """Of o0, o1, o2 and o8, only o1 can be."""
+
+    def gap(names):
+        if not {"o0", "o2", "o8"} <= names:
+            return OutputGap(0.0)
+        return whole if "o1" in names else spared
+
+    names, tried = revert(gap)
+    assert names == tuple(
+        name for name in ("o0", "o1", "o2", "o8") if name != "o1" or not taken_back
+    )
+    removed = [({"o0", "o1", "o2", "o8"} - set(fewer)) - {"o1"} for fewer in tried[2:]]
+    assert removed == [{"o8"}, {"o2"}, set(), {"o0"}], "the least sensitive first"
+
+
+def test_revert__where_integers_are_wrong_the_next_that_is_off_goes_too(revert):
+    names, tried = revert(
+        lambda names: OutputGap(60.0 if {"o3", "o5"} <= names else 0.0), off=("o3", "o5")
+    )
+    assert tried[:2] == [("o3",), ("o3", "o5")]
+    assert names == ("o3", "o5")
+
+
+def scale_some(images, places, factor):
+    """Samples of which a few are far larger than the others: a batch each."""
+    changed = images.copy()
+    changed[list(places)] *= np.float32(factor)
+    return [image[None] for image in changed]
+
+
+def test_guard__damage_to_few_samples_is_seen(digits):
+    """Large activations on every 12th sample, which a range for the others clips; samples that are
+    evenly spread are never among them.
+    """
+    mod, params, _ = digits
+    images = np.concatenate(load_digits().calibration)[:96]
+    rare = range(5, 96, 12)
+    data = scale_some(images, rare, 12)
+
+    def clip_rare(info, samples):
+        arrays = [array for i, array in enumerate(samples) if i not in rare]
+        high = max(float(array.max()) for array in arrays)
+        return rq.choose_qparams(min(float(array.min()) for array in arrays), high, info.spec)
+
+    prepared = rq.calibrate(rq.prepare(mod, params, effort="fast"), data, calibration=clip_rare)
+    qmod = rq.lower(rq.convert_to_reference(prepared))
+    (whole,) = measure_gaps(prepared.mod, qmod, [{"image": image} for image in data])
+    assert whole.sqnr < 15
+
+    def see(**changes):
+        settings = GuardSettings(Guard.WARN, **changes)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            guarded = guard_module(prepared, qmod, data, QuantizeSettings(guard=settings))
+        kinds = {w.category for w in caught} & {rq.AccuracyWarning}
+        return rq.ledger(guarded).guard, bool(kinds)
+
+    few, is_warned = see(samples=8)
+    assert not few.is_parted
+    assert not is_warned
+    assert few.sqnr > 25
+    seen, is_warned = see()
+    assert seen.is_parted
+    assert is_warned
+    assert set(rare) & set(seen.numbers)
+    assert seen.worst_number in rare
+    assert len(set(seen.numbers)) == seen.samples > 8
+    assert seen.total == 96
+    assert seen.sqnr == pytest.approx(whole.sqnr, abs=6)
+
+
+@pytest.mark.filterwarnings("ignore::relayquant.DataWarning")
+def test_guard__validation_is_what_it_looks_at(digits):
+    """Samples that calibration did not read: here of a kind that it never saw."""
+    mod, params, data = digits
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", rq.AccuracyWarning)
+        good = rq.quantize(mod, params, data, effort="fast", validation=data[0][:40])
+    assert rq.ledger(good).guard.is_held_out
+    assert rq.ledger(good).guard.total == 40
+    assert "of 40 validation samples" in str(rq.ledger(good).guard)
+    with pytest.warns(rq.AccuracyWarning, match=r"\d+ of 40 validation samples"):
+        bad = rq.quantize(mod, params, data, effort="fast", validation=[data[0][:40] * 12])
+    assert rq.ledger(bad).guard.is_parted
+    with pytest.raises(rq.ConfigError, match="got validation but no metric"):
+        rq.quantize(mod, params, data, guard=Guard.OFF, validation=data)
+
+
+def test_guard__wrong_validation_is_an_error_before_calibration(digits):
+    mod, params, _ = digits
+
+    def items():
+        raise AssertionError("the data was read")
+
+    with pytest.raises(rq.DataError, match="rank 2 instead of 4"):
+        rq.quantize(mod, params, items, effort="fast", validation=[np.zeros((1, 8), "float32")])
+
+
+def test_guard__prefers_samples_that_nothing_was_tuned_on(digits):
+    mod, params, _ = digits
+    images = np.concatenate(load_digits().calibration)
+    data = [image[None] for image in images[:60]]
+    prepared = rq.calibrate(rq.prepare(mod, params), data)
+    assert prepared.tuned.judged
+    seen = rq.ledger(rq.quantize(mod, params, data)).guard
+    assert set(prepared.tuned.judged).isdisjoint(seen.numbers)
+    assert seen.tuned == len(set(prepared.tuned.fitted) & set(seen.numbers))
+    # Of few samples, all are looked at.
+    seen = rq.ledger(rq.quantize(mod, params, data[:10])).guard
+    assert (seen.samples, seen.tuned) == (10, 10)
+    assert "(10 of them tuned weights or ranges)" in str(seen)
+
+
+def test_guard__what_was_mended_is_measured_on_more_samples(digits):
+    mod, params, _ = digits
+    images = np.concatenate(load_digits().calibration)[:64]
+    data = [image[None] for image in images]
+    settings = GuardSettings(Guard.REVERT, work=1)
+    with pytest.warns(rq.AccuracyWarning) as caught:
+        qmod = rq.quantize(mod, params, data, calibration=clip_one, effort="fast", guard=settings)
+    seen = rq.ledger(qmod).guard
+    assert "on 4 of 64 calibration samples" in str(caught[0].message)
+    assert seen.samples == 4  # no work is left
+    settings = GuardSettings(Guard.REVERT, samples=16)
+    with pytest.warns(rq.AccuracyWarning, match="on 8 of 64 calibration samples: .* Now: on 16 of"):
+        qmod = rq.quantize(mod, params, data, calibration=clip_one, effort="fast", guard=settings)
+    assert rq.ledger(qmod).guard.samples == 16
+
+
+@pytest.mark.parametrize(
+    ("gap", "is_settled"),
+    [
+        (OutputGap(25.0, margins=(5.0, 5.0)), True),
+        (OutputGap(18.0, margins=(5.0, 5.0)), False),
+        (OutputGap(13.0, margins=(5.0, 5.0)), False),
+        (OutputGap(13.0, margins=(5.0, 1.0)), True),
+        (OutputGap(float("inf")), True),
+        (OutputGap(float("-inf")), True),
+        (OutputGap(30.0, 0, 8), True),
+        (OutputGap(30.0, 3, 8), False),  # answers: more than half may be others
+        (OutputGap(30.0, 10, 64), True),
+        (OutputGap(30.0, 60, 64), True),
+    ],
+)
+def test_settings__what_further_samples_could_change(gap, is_settled):
+    assert GuardSettings().is_settled([OutputGap(40.0), gap]) is is_settled
+
+
+def test_settings__the_bound_is_doubtful_too():
+    assert GuardSettings().is_doubtful([OutputGap(17.0, margins=(3.0, 1.0))])
+    assert not GuardSettings().is_doubtful([OutputGap(17.0, margins=(1.0, 1.0))])
+    assert not GuardSettings().is_doubtful([OutputGap(17.0, 0, 30, margins=(3.0, 1.0))])
+
+
+def test_plan_looks__dear_models_are_looked_at_less(broken):
+    prepared, _ = broken
+    assert plan_looks(prepared, GuardSettings()) == [8, 16, 32, 64, 128]
+    assert plan_looks(prepared, GuardSettings(samples=5)) == [5]
+    assert plan_looks(prepared, GuardSettings(work=1)) == [4]
+    work = 12 * guard.count_all_macs(prepared) + 1
+    assert plan_looks(prepared, GuardSettings(work=work)) == [8, 16, 32]
+
+
+@pytest.mark.parametrize("order", ["first", "last"])
+def test_guard__the_worst_of_several_outputs_decides(order):
+    """As of a detector: boxes that follow, and scores that are nearly always 0."""
+
+    def body(emit, x):
+        y = emit("hidden", relax.op.nn.relu(emit.dense("hidden.m", x, 12)))
+        scores = emit("scores", relax.op.nn.relu(relax.op.subtract(y, relax.const(np.float32(3)))))
+        boxes = emit.dense("boxes", y, 4)
+        return relax.Tuple([boxes, scores] if order == "first" else [scores, boxes])
+
+    mod = build_model(body, (1, 8))
+    data = draw_batches(mod, 40)
+    qmod = rq.quantize(mod, None, data, effort="fast")
+    seen = rq.ledger(qmod).guard
+    assert len(seen.by_output) == 2
+    assert seen.sqnr == min(seen.by_output)
+    boxes = seen.by_output[0 if order == "first" else 1]
+    assert boxes > 25

@@ -1,0 +1,158 @@
+"""Models that are not valid ONNX, which ONNX Runtime refuses as well, and sizes that no memory
+holds: refused by the name of the node.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+import relayquant as rq
+from relayquant.errors import ModelError
+from relayquant.formats.readers.onnx.inference import MAX_VALUE
+
+SHAPE = (3, 4)
+HUGE = 2**33
+
+
+def ints(*values):
+    return np.array(values, "int64")
+
+
+def make_model(op, constants=(), *, opset=17, outputs=1, shape=SHAPE, dtype="float32", **attrs):
+    """One node on x and constants; None is an operand left out."""
+    names = ["" if array is None else f"c{at}" for at, array in enumerate(constants)]
+    weights = [
+        numpy_helper.from_array(np.asarray(array), name)
+        for name, array in zip(names, constants, strict=True)
+        if name
+    ]
+    operands = names if op in ("ConstantOfShape", "Range") else ["x", *names]
+    node = helper.make_node(op, operands, [f"y{at}" for at in range(outputs)], "here", **attrs)
+    kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    infos = [helper.make_tensor_value_info("x", kind, shape)]
+    outs = [onnx.ValueInfoProto(name=name) for name in node.output]
+    graph = helper.make_graph([node], "one", infos, outs, weights)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=9)
+
+
+def is_refused_by_onnxruntime(model) -> bool:
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    try:
+        onnxruntime.InferenceSession(model.SerializeToString(), options)
+    except Exception:
+        return True
+    return False
+
+
+INVALID = {
+    "Split of 3 into 2": (make_model("Split", outputs=2), "not evenly splittable"),
+    "Split without sizes": (make_model("Split", opset=18, outputs=2), "num_outputs"),
+    "attribute of a later opset": (
+        make_model("ReduceSum", [ints(0)], noop=1), "Unrecognized attribute: noop"),
+    "attribute of an earlier opset": (make_model("Clip", max=1.0), "Unrecognized attribute: max"),
+    "attribute of another type": (make_model("Flatten", axis=1.0), "Mismatched attribute type"),
+    "attribute that is missing": (make_model("Concat"), "Required attribute 'axis' is missing"),
+    "operator of a later opset": (make_model("Gelu"), "No Op registered for Gelu"),
+    "operator that is gone": (
+        make_model("Upsample", [np.ones(2, "float32")]), "Upsample is deprecated"),
+    "too many inputs": (make_model("Relu", [ints(0)]), "input size 2 not in range"),
+    "too few inputs": (make_model("Add"), "input size 1 not in range"),
+    "two types": (make_model("Add", [ints(1)]), "inconsistent type"),
+    "type that it does not take": (make_model("Relu", dtype="bool"), "Relu|bool"),
+    "sizes that do not fit": (make_model("Add", [np.ones((3, 3), "float32")]), "Incompatible dim"),
+    "product that does not fit": (
+        make_model("MatMul", [np.ones((3, 2), "float32")]), "Incompatible dim"),
+    "reshape that does not fit": (make_model("Reshape", [ints(5, 5)]), "Reshape expects"),
+    "permutation of another rank": (make_model("Transpose", perm=[0, 1, 2]), "perm"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", INVALID)
+def test_invalid__as_onnx_runtime(name):
+    model, says = INVALID[name]
+    assert is_refused_by_onnxruntime(model) or name in NOT_BY_ONNX_RUNTIME
+    with pytest.raises(ModelError, match=rf"(?s)Node 'here' \(operator \w+, opset \d+\).*({says})"):
+        rq.load(model)
+
+
+#: What ONNX Runtime notices only when it runs.
+NOT_BY_ONNX_RUNTIME = ("reshape that does not fit",)
+
+
+def test_invalid__declared_output():
+    model = make_model("Relu")
+    model.graph.output[0].CopyFrom(helper.make_tensor_value_info("y0", TensorProto.INT32, SHAPE))
+    assert is_refused_by_onnxruntime(model)
+    says = "output 'y0' is declared as int32, and computed as float32"
+    with pytest.raises(ModelError, match=says):
+        rq.load(model)
+    model.graph.output[0].type.tensor_type.elem_type = TensorProto.FLOAT
+    assert rq.load(model)[0]
+
+
+@pytest.mark.parametrize("number", [0, 99])
+def test_invalid__type_that_does_not_exist(number):
+    model = make_model("Relu")
+    model.graph.input[0].type.tensor_type.elem_type = number
+    with pytest.raises(ModelError, match=rf"'x' has the data type {number}; allowed: .* 1 to \d+"):
+        rq.load(model)
+    model = make_model("Add", [np.ones(4, "float32")])
+    model.graph.initializer[0].data_type = number
+    with pytest.raises(ModelError, match=rf"'c0' has the data type {number}; allowed"):
+        rq.load(model)
+
+
+@pytest.mark.parametrize("domain", ["com.microsoft", "mine"])
+def test_valid__other_domains_are_not_looked_at(domain):
+    """The checker of onnx knows nothing of them; a function of the model is its own definition."""
+    node = helper.make_node("BiasGelu", ["x", "b"], ["y"], domain=domain)
+    infos = [helper.make_tensor_value_info(n, TensorProto.FLOAT, s) for n, s in
+             (("x", [3, 4]), ("b", [4]))]  # fmt: skip
+    graph = helper.make_graph([node], "one", infos, [onnx.ValueInfoProto(name="y")])
+    opsets = [helper.make_opsetid("", 20), helper.make_opsetid(domain, 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=9)
+    if domain == "mine":
+        body = [helper.make_node("Add", ["x", "b"], ["s"]), helper.make_node("Gelu", ["s"], ["y"])]
+        model.functions.append(
+            helper.make_function("mine", "BiasGelu", ["x", "b"], ["y"], body, opsets[:1])
+        )
+    assert rq.load(model)[0]
+
+
+#: Operators whose result has a size that an operand or an attribute says.
+LARGE = {
+    "Pad": make_model("Pad", [ints(0, 0, 0, HUGE)]),
+    "Pad (attribute)": make_model("Pad", opset=10, pads=[0, 0, 0, HUGE]),
+    "Expand": make_model("Expand", [ints(HUGE, 1, 1)]),
+    "Tile": make_model("Tile", [ints(1, HUGE)]),
+    "ConstantOfShape": make_model("ConstantOfShape", [ints(HUGE)]),
+    "ConstantOfShape (2-d)": make_model("ConstantOfShape", [ints(2**17, 2**17)]),
+    "Range": make_model("Range", [np.array(0), np.array(HUGE), np.array(1)]),
+    "Resize": make_model("Resize", [None, np.array([1, 1, 1e6, 1e6], "float32")],
+                         shape=(1, 1, 4, 4)),
+    "Resize (sizes)": make_model("Resize", [None, None, ints(1, 1, 2**17, 2**17)],
+                                 shape=(1, 1, 4, 4)),
+    "OneHot": make_model("OneHot", [np.array(HUGE), np.array([0, 1], "float32")], dtype="int64"),
+    "ConvTranspose": make_model("ConvTranspose", [np.ones((1, 1, 3, 3), "float32")],
+                                shape=(1, 1, 4, 4), strides=[2**16, 2**16]),
+    "Conv": make_model("Conv", [np.ones((1, 1, 3, 3), "float32")], shape=(1, 1, 4, 4),
+                       pads=[2**17] * 4),
+    "Add": make_model("Add", [np.ones((2**17, 1), "float32")], shape=(2**17,)),
+    "MatMul": make_model("MatMul", [np.ones((1, 2**17), "float32")], shape=(2**17, 1)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_large__refused_before_memory_is_asked_for(name):
+    says = rf"Node 'here' .*(its result has the shape .*supported: {MAX_VALUE}|elements; supported)"
+    with pytest.raises(ModelError, match=says):
+        rq.load(LARGE[name])
+
+
+def test_large__pads_that_fit():
+    assert rq.load(make_model("Pad", [ints(0, 0, 0, 2**20)]))[0]

@@ -1,0 +1,255 @@
+"""Quantized models out: ONNX's checker accepts them, ONNX Runtime computes what we compute, and we
+read them back.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import onnx
+import pytest
+import tvm
+from float_models import MAP, build_model, draw_batches, residual_model
+from onnx.reference import ReferenceEvaluator
+from tvm import relax
+
+import relayquant as rq
+from relayquant.errors import ModelError
+from relayquant.formats.writers.onnx_file import WRITERS
+from relayquant.ir.dialect.legality import LEGAL_STAGES, Stage
+from relayquant.ir.rewrite import Graph
+from relayquant.ir.rewrite.graph import constant_value
+
+runtime = pytest.importorskip("onnxruntime")
+
+
+def run_file(path, inputs: dict) -> list[np.ndarray]:
+    return runtime.InferenceSession(str(path)).run(None, inputs)
+
+
+def quantize_steps(mod: tvm.IRModule, backend="x86", **settings):
+    """(reference form, integer module, one batch)."""
+    batches = draw_batches(mod, 4, n=2)
+    prepared = rq.prepare(mod, None, None, backend, effort="fast", **settings)
+    prepared = rq.calibrate(prepared, batches)
+    reference = rq.convert_to_reference(prepared)
+    return reference, rq.lower(reference, prepared.backend), batches[0]
+
+
+def output_step(qmod: tvm.IRModule) -> float:
+    """The largest scale of the model: one step of one value is at most that."""
+    scales = [1e-4]
+    for binding in Graph(qmod).bindings:
+        value = getattr(binding.value, "args", ())
+        if value and getattr(binding.value.op, "name", "") == "relax.qnn.dequantize":
+            scales.append(float(constant_value(value[1]).max()))
+    return max(scales)
+
+
+def check(mod: tvm.IRModule, path, *, backend="x86", steps: float = 2.0):
+    reference, qmod, batch = quantize_steps(mod, backend)
+    expected = rq.reference.run(qmod, batch)
+    for written in (reference, qmod):
+        model = onnx.load(str(rq.export_onnx(written, path)))
+        got = run_file(path, batch)
+        assert len(got) == len(expected)
+        for one, two in zip(got, expected, strict=True):
+            np.testing.assert_allclose(one, two, atol=steps * output_step(qmod), rtol=1e-4)
+    return model
+
+
+def test_operators__each_has_a_writer():
+    """All that a quantized module may hold."""
+    integer = {name for name, stages in LEGAL_STAGES.items() if Stage.QNN in stages}
+    assert integer <= set(WRITERS)
+
+
+def test_residual__every_kind_of_operator(tmp_path):
+    model = check(residual_model(), tmp_path / "model.onnx")
+    kinds = Counter(node.op_type for node in model.graph.node)
+    assert kinds["Conv"] == 4
+    assert kinds["Gemm"] == 1
+    assert {info.name for info in model.graph.input} == {"x"}
+    assert [info.name for info in model.graph.output] == ["out"]
+
+
+@pytest.mark.parametrize("backend", ["x86", "arm"])
+def test_weights__integers_per_channel_and_int32_biases(tmp_path, backend):
+    mod = build_model(lambda emit, x: emit.conv_bias("c", x, 8), MAP)
+    reference, _, _ = quantize_steps(mod, backend)
+    model = onnx.load(str(rq.export_onnx(reference, tmp_path / "m.onnx")))
+    tensors = {t.name: onnx.numpy_helper.to_array(t) for t in model.graph.initializer}
+    (conv,) = [node for node in model.graph.node if node.op_type == "Conv"]
+    makers = {node.output[0]: node for node in model.graph.node}
+    weight, bias = (makers[name] for name in conv.input[1:])
+    assert tensors[weight.input[0]].dtype == np.int8
+    assert tensors[weight.input[1]].shape == tensors[weight.input[2]].shape == (8,)
+    assert next(a.i for a in weight.attribute if a.name == "axis") == 0
+    assert tensors[bias.input[0]].dtype == np.int32
+    data_scale = tensors[makers[conv.input[0]].input[1]]
+    np.testing.assert_array_equal(tensors[bias.input[1]], data_scale * tensors[weight.input[1]])
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda op, x: op.tanh(x),
+        lambda op, x: op.nn.gelu(x),
+        lambda op, x: op.nn.gelu_tanh(x),
+        lambda op, x: op.nn.silu(x),
+        lambda op, x: op.nn.leakyrelu(x, 0.1),
+        lambda op, x: op.nn.prelu(x, relax.const(np.linspace(-1, 2, 4, dtype="float32")), 1),
+        lambda op, x: op.multiply(x, x),
+        lambda op, x: op.nn.pad(x, [0, 0, 0, 0, 1, 1, 2, 2], "constant", 0.0),
+        lambda op, x: op.strided_slice(x, [2, 3], [1, 0], [5, 6], [1, 2]),
+        lambda op, x: op.permute_dims(x, [0, 2, 3, 1]),
+        lambda op, x: op.mean(x, [2, 3]),
+        lambda op, x: op.max(x, [2], keepdims=True),
+        lambda op, x: op.nn.softmax(x, 1),
+        lambda op, x: op.nn.max_pool2d(x, (3, 3), (2, 2), padding=(1, 1)),
+        lambda op, x: op.nn.avg_pool2d(x, (3, 3), (2, 2), padding=(1, 1)),
+        lambda op, x: op.matmul(x, op.permute_dims(x, [0, 1, 3, 2])),
+        lambda op, x: op.rsqrt(op.add(op.square(x), relax.const(1.0, "float32"))),
+    ],
+)
+def test_operator__between_convolutions(tmp_path, write):
+    def body(emit, x):
+        value = emit("middle", write(relax.op, emit.conv_bias("first", x)))
+        if len(value.ty.shape) == 4 and int(value.ty.shape[1]) == 4:
+            value = emit.conv_bias("last", value)
+        return value
+
+    check(build_model(body, MAP), tmp_path / "model.onnx", steps=3)
+
+
+def test_layout__nhwc_is_transposed(tmp_path):
+    def body(emit, x):
+        layouts = {"data_layout": "NHWC", "kernel_layout": "HWIO"}
+        conv = relax.op.nn.conv2d(x, emit.constant(3, 3, 4, 8), **layouts)
+        return emit("r", relax.op.nn.relu(emit("b", emit("c", conv) + emit.constant(8))))
+
+    check(build_model(body, (1, 6, 6, 4)), tmp_path / "model.onnx")
+
+
+def test_int16__has_opset_21(tmp_path):
+    mod = build_model(lambda emit, x: emit.conv_bias("two", emit.conv_bias("one", x)), MAP)
+    spec = rq.TensorConfig(rq.QSpec("int16", rq.Scheme.SYMMETRIC), rq.MinMax())
+    mapping = rq.QConfigMapping().set_global(
+        rq.QConfig(activation=spec, weight=rq.GENERIC.default_qconfig.weight)
+    )
+    prepared = rq.prepare(mod, None, mapping, "generic")
+    prepared = rq.calibrate(prepared, draw_batches(mod, 4))
+    reference = rq.convert_to_reference(prepared)
+    path = rq.export_onnx(reference, tmp_path / "m.onnx")
+    assert onnx.load(str(path)).opset_import[0].version == 21
+    batch = draw_batches(mod, 1)[0]
+    (expected,) = rq.reference.run(reference, batch)
+    np.testing.assert_allclose(run_file(path, batch)[0], expected, atol=1e-3)
+
+
+def test_symbolic_batch__stays(tmp_path):
+    def body(emit, x):
+        flat = emit("f", relax.op.reshape(emit.conv_bias("c", x), (x.ty.shape[0], 144)))
+        return emit("o", relax.op.add(emit.dense("m", flat, 3), emit.constant(3)))
+
+    mod = build_model(body, ("n", 4, 6, 6))
+    model = check(mod, tmp_path / "model.onnx")
+    assert model.graph.input[0].type.tensor_type.shape.dim[0].dim_param
+
+
+def slices_a_table(emit, x):
+    rows = emit(
+        "rows",
+        relax.op.strided_slice(
+            emit.constant(40, 6), [0], [0], [x.ty.shape[0]], assume_inbound=True
+        ),
+    )
+    return emit("y", relax.op.add(x, rows))
+
+
+def slices_half(emit, x):
+    n = x.ty.shape[0]
+    return emit("y", relax.op.strided_slice(x, [0, 1], [n // 2, 0], [n, 6 - n % 3]))
+
+
+def reshapes_by_products(emit, x):
+    n = x.ty.shape[0]
+    both = emit("both", relax.op.matmul(x, emit("t", relax.op.permute_dims(x, [1, 0]))))
+    return emit("y", relax.op.reshape(both, (1, n, 1, n)))
+
+
+def spreads(emit, x):
+    row = emit("row", relax.op.sum(x, 0, keepdims=True))
+    return emit("y", relax.op.broadcast_to(row, (2, x.ty.shape[0], 6)))
+
+
+def clips_indices(emit, x):
+    index = relax.const(np.array([0, 3, -2, 9]), "int64")
+    return emit("y", relax.op.take(x, index, 0, mode="clip"))
+
+
+BY_SIZES = [slices_a_table, slices_half, reshapes_by_products, spreads, clips_indices]
+
+
+@pytest.mark.parametrize("body", BY_SIZES, ids=lambda body: body.__name__)
+def test_symbolic_sizes__are_computed_from_shapes(tmp_path, body):
+    """Of lengths that make every quotient and remainder; as onnx's reference evaluator has it."""
+    mod = build_model(body, ("n", 6))
+    path = rq.export_onnx(mod, tmp_path / "m.onnx")
+    for n in (1, 2, 3, 7):
+        x = np.random.default_rng(n).normal(size=(n, 6)).astype("float32")
+        (expected,) = rq.reference.run(mod, [x])
+        (theirs,) = ReferenceEvaluator(str(path)).run(None, {"x": x})
+        np.testing.assert_allclose(theirs, expected, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(run_file(path, {"x": x})[0], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_symbolic_sizes__computed_otherwise_are_refused(tmp_path):
+    def body(emit, x):
+        n = x.ty.shape[0]
+        end = tvm.tirx.Select(n > 3, n, n - 1)
+        return emit("y", relax.op.strided_slice(x, [0], [0], [end]))
+
+    with pytest.raises(ModelError, match=r"'y\.slice' needs the size .* computed by Select"):
+        rq.export_onnx(build_model(body, ("n", 6)), tmp_path / "m.onnx")
+
+
+def test_round_trip__reads_back_to_the_same_integers(tmp_path):
+    reference, qmod, batch = quantize_steps(residual_model())
+    mod, _ = rq.load(rq.export_onnx(reference, tmp_path / "m.onnx"))
+    again = rq.lower(mod)
+    np.testing.assert_array_equal(
+        rq.reference.run(again, batch)[0], rq.reference.run(qmod, batch)[0]
+    )
+    assert not rq.ledger(again).floating
+
+
+def test_unsupported__all_listed_and_no_file_left(tmp_path):
+    def body(emit, x):
+        value = emit("cum", relax.op.cumsum(emit.conv_bias("c", x), 1))
+        return emit("sorted", relax.op.sort(value))
+
+    reference, _, _ = quantize_steps(build_model(body, MAP))
+    with pytest.raises(ModelError, match=r"2 operators.*relax\.cumsum \('cum'\).*relax\.sort"):
+        rq.export_onnx(reference, tmp_path / "m.onnx")
+    assert not list(tmp_path.iterdir())
+
+
+def test_float_operators__with_their_attributes(tmp_path):
+    """Slopes along an axis that is not the last, and an epsilon that is not the default."""
+
+    def body(emit, x):
+        slopes = relax.const(np.array([-1.5, 0.1, 0.5, 3.0], "float32"))
+        y = emit("p", relax.op.nn.prelu(x, slopes, axis=1))
+        ones = relax.const(np.linspace(0.5, 2, 6, dtype="float32"))
+        return emit("n", relax.op.nn.layer_norm(y, ones, ones, axes=[-1], epsilon=0.75))
+
+    mod = build_model(body, MAP)
+    x = draw_batches(mod, 1)[0]["x"]
+    path = rq.export_onnx(mod, tmp_path / "m.onnx")
+    slopes = np.array([-1.5, 0.1, 0.5, 3.0]).reshape(4, 1, 1)
+    y = np.where(x > 0, x, x * slopes)
+    scale = np.linspace(0.5, 2, 6)
+    y = (y - y.mean(-1, keepdims=True)) / np.sqrt(y.var(-1, keepdims=True) + 0.75) * scale + scale
+    np.testing.assert_allclose(run_file(path, {"x": x})[0], y, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,122 @@
+"""Grouped weights in numpy, against rational arithmetic and ONNX Runtime."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from relayquant.base.packing import CODE_BITS, count_groups, pack_codes
+from relayquant.errors import QnnError
+from relayquant.ir.reference import qnn
+
+
+def draw_weight(rng, shape, bits, group_size, has_zeros):
+    """(codes, packed codes, scales, zero points)"""
+    codes = rng.integers(0, 2**bits, shape).astype("uint8")
+    groups = (shape[0], count_groups(shape[1], group_size))
+    scale = rng.normal(size=groups).astype("float32")
+    middle = np.array(2 ** (bits - 1), "uint8")
+    zeros = rng.integers(0, 2**bits, groups).astype("uint8") if has_zeros else middle
+    return codes, pack_codes(codes, bits), scale, zeros
+
+
+def test_quantize_rows__half_to_even_of_each_row():
+    x = np.array([[[254.0, 1.0, 3.0, -254.0], [0, 0, 0, 0]]], "float32")
+    rows, scale = qnn.quantize_rows(x)
+    np.testing.assert_array_equal(rows, [[[127, 0, 2, -127], [0, 0, 0, 0]]])
+    np.testing.assert_array_equal(scale, [[[2], [1]]])
+    assert rows.dtype == np.int8
+    assert scale.dtype == np.float32
+
+
+def test_quantize_rows__a_row_too_small_for_a_step_is_zeros():
+    """The 127th of its values is less than float32 has: 0 is no divisor."""
+    least = np.finfo("float32").smallest_subnormal
+    with np.errstate(divide="raise", invalid="raise"):
+        rows, scale = qnn.quantize_rows(np.array([[least, 0], [0, 63 * least]], "float32"))
+        np.testing.assert_array_equal(rows, 0)
+        np.testing.assert_array_equal(scale, 1)
+    rows, scale = qnn.quantize_rows(np.array([[64 * least, 0]], "float32"))
+    np.testing.assert_array_equal(rows, [[64, 0]])
+    assert scale == least
+
+
+@pytest.mark.parametrize("bits", CODE_BITS)
+@pytest.mark.parametrize("has_zeros", [False, True])
+def test_grouped_dense__exact_to_rounding_of_sums(bits, has_zeros):
+    """Against fractions; the bound is that of as many roundings to float32 as there are groups."""
+    rng = np.random.default_rng(bits)
+    codes, packed, scale, zeros = draw_weight(rng, (5, 23), bits, 8, has_zeros)
+    data = rng.integers(-127, 128, (2, 3, 23)).astype("int8")
+    row_scale = rng.uniform(0.1, 1, (2, 3, 1)).astype("float32")
+    form = {"bits": bits, "group_size": 8, "features": 23}
+    found = qnn.grouped_dense(data, row_scale, packed, scale, zeros, **form)
+    as_float = (data * row_scale).astype("float32")
+    floats = qnn.grouped_dense(as_float, 1.0, packed, scale, zeros, **form)
+    spread = np.broadcast_to(zeros, scale.shape).astype(int)
+    for index in np.ndindex(2, 3, 5):
+        row, n = data[index[:2]], index[2]
+        terms = [
+            Fraction(float(scale[n, k // 8])) * int(row[k]) * (int(codes[n, k]) - spread[n, k // 8])
+            for k in range(23)
+        ]
+        step = Fraction(float(row_scale[index[:2]][0]))
+        expected, size = step * sum(terms), float(step * sum(map(abs, terms)))
+        assert abs(float(found[index] - expected)) <= 1e-6 * size
+        assert abs(float(floats[index] - expected)) <= 3e-6 * size
+
+
+def test_grouped_take__rows_of_the_decoded_weight():
+    rng = np.random.default_rng(1)
+    codes, packed, scale, zeros = draw_weight(rng, (6, 10), 4, 4, True)
+    spread = [np.repeat(part, 4, axis=1)[:, :10] for part in (scale, zeros)]
+    expected = (codes.astype("float32") - spread[1]) * spread[0]
+    found = qnn.grouped_take(
+        np.array([[5, 0], [5, 2]]), packed, scale, zeros, bits=4, group_size=4, features=10
+    )
+    np.testing.assert_array_equal(found, expected[[[5, 0], [5, 2]]])
+    beyond = qnn.grouped_take(
+        np.array([-1, 8, -9]), packed, scale, zeros, bits=4, group_size=4, features=10
+    )
+    np.testing.assert_array_equal(beyond, np.take(expected, [-1, 8, -9], axis=0, mode="wrap"))
+
+
+@pytest.mark.parametrize("has_zeros", [False, True])
+def test_grouped_dense__as_matmul_nbits_of_onnx_runtime(has_zeros):
+    onnx, runtime = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime")
+    rng = np.random.default_rng(2)
+    _, packed, scale, zeros = draw_weight(rng, (7, 64), 4, 32, has_zeros)
+    x = rng.normal(size=(3, 64)).astype("float32")
+    initializers = {"b": packed.reshape(7, 2, 16), "s": scale.reshape(-1)}
+    if has_zeros:
+        initializers["z"] = pack_codes(zeros, 4).reshape(-1)
+    helper = onnx.helper
+    node = helper.make_node(
+        "MatMulNBits", ["x", *initializers], ["y"], domain="com.microsoft", K=64, N=7, bits=4,
+        block_size=32,
+    )  # fmt: skip
+    graph = helper.make_graph(
+        [node],
+        "g",
+        [helper.make_tensor_value_info("x", 1, [3, 64])],
+        [helper.make_tensor_value_info("y", 1, [3, 7])],
+        [onnx.numpy_helper.from_array(array, name) for name, array in initializers.items()],
+    )
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    session = runtime.InferenceSession(
+        model.SerializeToString(), providers=["CPUExecutionProvider"]
+    )
+    (expected,) = session.run(None, {"x": x})
+    found = qnn.grouped_dense(x, 1.0, packed, scale, zeros, bits=4, group_size=32, features=64)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4)
+
+
+def test_grouped_dense__codes_of_another_length():
+    with pytest.raises(QnnError, match=r"weight has shape \(3, 4\); allowed: \(N, 5\)"):
+        qnn.grouped_dense(
+            np.zeros((1, 9), "float32"), 1.0, np.zeros((3, 4), "uint8"),
+            np.ones((3, 1), "float32"), np.uint8(8), bits=4, group_size=32, features=9,
+        )  # fmt: skip

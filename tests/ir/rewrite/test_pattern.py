@@ -1,0 +1,193 @@
+"""Patterns with named parts: what is inside a match, and which matches are refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tvm import relax
+from tvm.relax.dpl import is_op, wildcard
+from tvm.script import ir as I
+from tvm.script import relax as R
+
+from relayquant.ir.rewrite import Graph, Pattern
+
+W = relax.const(np.ones((4, 3, 1, 1), "float32"))
+B = relax.const(np.ones((1, 4, 1, 1), "float32"))
+
+
+def conv_bias_relu() -> Pattern:
+    data, weight, bias = wildcard(), wildcard(), wildcard()
+    root = is_op("relax.nn.relu")(is_op("relax.add")(is_op("relax.nn.conv2d")(data, weight), bias))
+    return Pattern(root, {"data": data, "weight": weight, "bias": bias})
+
+
+@I.ir_module
+class Plain:
+    @R.function
+    def main(x: R.Tensor((1, 3, 2, 2), "float32")):
+        with R.dataflow():
+            before = R.sigmoid(x)
+            conv = R.nn.conv2d(before, W)
+            biased = R.add(conv, B)
+            out = R.nn.relu(biased)
+            R.output(out)
+        return out
+
+
+@I.ir_module
+class Swapped:
+    @R.function
+    def main(x: R.Tensor((1, 3, 2, 2), "float32")):
+        with R.dataflow():
+            before = R.sigmoid(x)
+            conv = R.nn.conv2d(before, W)
+            biased = R.add(B, conv)
+            out = R.nn.relu(biased)
+            R.output(out)
+        return out
+
+
+@I.ir_module
+class UsedElsewhere:
+    @R.function
+    def main(x: R.Tensor((1, 3, 2, 2), "float32")):
+        with R.dataflow():
+            before = R.sigmoid(x)
+            conv = R.nn.conv2d(before, W)
+            biased = R.add(conv, B)
+            out = R.nn.relu(biased)
+            other = R.tanh(conv)
+            pair = (out, other)
+            R.output(pair)
+        return pair
+
+
+@I.ir_module
+class InnerReturned:
+    @R.function
+    def main(x: R.Tensor((1, 3, 2, 2), "float32")):
+        with R.dataflow():
+            before = R.sigmoid(x)
+            conv = R.nn.conv2d(before, W)
+            biased = R.add(conv, B)
+            out = R.nn.relu(biased)
+            pair = (out, biased)
+            R.output(pair)
+        return pair
+
+
+@pytest.mark.parametrize("module", [Plain, Swapped])
+def test_match__parts_and_inner_values(module):
+    graph = Graph(module)
+    match = conv_bias_relu().match(graph, graph.vars["out"])
+    assert match is not None
+    assert match.name == "out"
+    assert [var.name for var in match.inner] == ["conv", "biased"]
+    assert [var.name for var in match.vars] == ["conv", "biased", "out"]
+    assert match.parts["data"].same_as(graph.vars["before"])
+    assert match.parts["bias"].ty.ndim == 4
+    assert match.call("relax.nn.conv2d").op.name == "relax.nn.conv2d"
+    assert match.find_call("relax.sigmoid") is None
+    with pytest.raises(KeyError, match=r"relax\.sigmoid.*'out'"):
+        match.call("relax.sigmoid")
+
+
+@pytest.mark.parametrize("module", [UsedElsewhere, InnerReturned])
+def test_match__refused_when_an_inner_value_is_needed_elsewhere(module):
+    graph = Graph(module)
+    assert conv_bias_relu().match(graph, graph.vars["out"]) is None
+
+
+def test_match__other_roots_are_refused():
+    graph = Graph(Plain)
+    assert all(
+        conv_bias_relu().match(graph, graph.vars[name]) is None
+        for name in ("before", "conv", "biased")
+    )
+
+
+def test_match__operands_that_the_pattern_does_not_spell_out_are_outside():
+    """Neither fields of a tuple nor further operands belong to the match."""
+
+    @I.ir_module
+    class Module:
+        @R.function
+        def main(x: R.Tensor((2, 3), "float32"), i: R.Tensor((2,), "int32")):
+            with R.dataflow():
+                a = R.nn.relu(x)
+                b = R.sigmoid(a)
+                joined = R.concat((a, b), axis=1)
+                j = R.add(i, i)
+                taken = R.take(joined, j, axis=1)
+                pair = (taken, b)
+                R.output(pair)
+            return pair
+
+    graph = Graph(Module)
+    data = wildcard()
+    concat = Pattern(is_op("relax.concat")(data), {"data": data})
+    match = concat.match(graph, graph.vars["joined"])
+    assert match is not None
+    assert match.inner == ()
+    assert [field.name for field in match.parts["data"].fields] == ["a", "b"]
+    data = wildcard()
+    take = Pattern(is_op("relax.take")(data, varg_default_wildcard=True), {"data": data})
+    match = take.match(graph, graph.vars["taken"])
+    assert match is not None
+    assert match.inner == ()
+
+
+def test_match__a_named_operator_ends_the_match():
+    conv = is_op("relax.nn.conv2d")(wildcard(), wildcard())
+    pattern = Pattern(is_op("relax.add")(conv, wildcard()), {"conv": conv})
+    graph = Graph(Plain)
+    match = pattern.match(graph, graph.vars["biased"])
+    assert match is not None
+    assert match.parts["conv"].same_as(graph.vars["conv"])
+    assert match.inner == ()
+
+
+def test_match__same_value_twice():
+    @I.ir_module
+    class Module:
+        @R.function
+        def main(x: R.Tensor((2, 3), "float32")):
+            with R.dataflow():
+                a = R.nn.relu(x)
+                out = R.add(a, a)
+                R.output(out)
+            return out
+
+    lhs, rhs = wildcard(), wildcard()
+    pattern = Pattern(is_op("relax.add")(lhs, rhs), {"lhs": lhs, "rhs": rhs})
+    graph = Graph(Module)
+    match = pattern.match(graph, graph.vars["out"])
+    assert match is not None
+    assert match.parts["lhs"].same_as(match.parts["rhs"])
+
+
+def test_pattern__names_the_operator_of_its_root():
+    assert conv_bias_relu().op_name == "relax.nn.relu"
+    anything = wildcard()
+    assert Pattern(anything, {"x": anything}).op_name == ""
+
+
+def test_match__refused_when_a_value_is_inside_and_outside():
+    """f(x) + f(x) is not f(x) with another value added."""
+
+    @I.ir_module
+    class Module:
+        @R.function
+        def main(x: R.Tensor((2, 3), "float32")):
+            with R.dataflow():
+                a = R.nn.relu(x)
+                out = R.add(a, a)
+                R.output(out)
+            return out
+
+    data, other = wildcard(), wildcard()
+    pattern = Pattern(
+        is_op("relax.add")(is_op("relax.nn.relu")(data), other), {"data": data, "other": other}
+    )
+    graph = Graph(Module)
+    assert pattern.match(graph, graph.vars["out"]) is None

@@ -1,0 +1,79 @@
+"""Progress: bars come with events and go with the last one; only a terminal sees them."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from relayquant.base.events import ProgressEvent, StageEvent
+from relayquant.plots import ProgressReport
+
+
+def make_report(terminal: bool) -> tuple[ProgressReport, io.StringIO]:
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=terminal, width=120, _environ={"TERM": "xterm"})
+    return ProgressReport(console), file
+
+
+def feed(report: ProgressReport) -> None:
+    report.on_stage_start(StageEvent("calibrate"))
+    for done in range(1, 5):
+        report.on_progress(ProgressEvent("observe", done, 8, unit="sample"))
+        # What the display's own thread does several times a second.
+        report._progress.refresh()
+
+
+def test_progress_report__shows_task_count_and_rate() -> None:
+    report, file = make_report(terminal=True)
+    with report:
+        feed(report)
+    text = file.getvalue()
+    assert "calibrate" in text
+    assert "observe" in text
+    assert "4/8" in text
+    assert "sample/s" in text
+
+
+def test_progress_report__silent_outside_a_terminal() -> None:
+    report, file = make_report(terminal=False)
+    with report:
+        feed(report)
+        report.on_stage_end(StageEvent("calibrate", 1.0))
+    assert file.getvalue() == ""
+
+
+def test_progress_report__ends_with_the_last_stage() -> None:
+    report, _ = make_report(terminal=True)
+    feed(report)
+    report.on_progress(ProgressEvent("observe", 8, 8, unit="sample"))
+    assert report._progress.live.is_started
+    report.on_stage_end(StageEvent("calibrate", 1.0))
+    assert not report._progress.live.is_started
+    # A second run with the same report starts over.
+    report.on_stage_start(StageEvent("convert"))
+    assert report._progress.live.is_started
+    report.on_stage_end(StageEvent("convert", 1.0))
+    assert not report._progress.live.is_started
+
+
+def test_progress_report__gone_after_an_error() -> None:
+    report, _ = make_report(terminal=True)
+
+    def fail() -> None:
+        with report:
+            feed(report)
+            raise ValueError("bad data")
+
+    with pytest.raises(ValueError, match="bad data"):
+        fail()
+    assert not report._progress.live.is_started
+
+
+def test_progress_report__total_unknown() -> None:
+    report, file = make_report(terminal=True)
+    with report:
+        report.on_progress(ProgressEvent("observe", 3, None))
+        report._progress.refresh()
+    assert "3/?" in file.getvalue()

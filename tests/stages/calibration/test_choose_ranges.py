@@ -1,0 +1,201 @@
+"""Ranges by what they do to the outputs: the choice, what it rests on, and what the ledger says."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from float_models import build_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from tvm import relax
+from tvm.relax import op
+
+import relayquant as rq
+from relayquant.stages.calibration.observer_selection import (
+    CANDIDATES,
+    MINMAX,
+    RELATIVE,
+    TOLERANCE,
+    Section,
+    choose_candidates,
+    compare_noise,
+    find_sections,
+    measure_noise,
+)
+
+TRUNK = Section(("a", "b"), frozenset({0, 1}))
+HEADS = (Section(("c",), frozenset({0})), Section(("d",), frozenset({1})))
+SECTIONS = (TRUNK, *HEADS)
+
+
+class Costs:
+    """Noise at two outputs on n samples: the sum of what each value that reaches them adds."""
+
+    def __init__(self, **costs: dict[str, object]) -> None:
+        self.costs, self.runs = costs, 0
+
+    def __call__(self, names: dict[str, str]) -> np.ndarray:
+        self.runs += 1
+        outputs = {key: section.outputs for section in SECTIONS for key in section.keys}
+        noise = np.zeros((2, 16))
+        for key, name in names.items():
+            for i in outputs[key]:
+                noise[i] += self.costs.get(key, {}).get(name, 1.0)
+        return noise
+
+
+def test_choose__the_first_candidate_where_none_is_better():
+    assert set(choose_candidates([TRUNK], Costs()).values()) == {RELATIVE}
+
+
+def test_choose__the_first_that_is_allowed_and_no_more_runs_than_that_takes():
+    costs = Costs()
+    choose_candidates(SECTIONS, costs)
+    assert costs.runs == 2
+    costs = Costs(a={RELATIVE: 2.0})
+    assert choose_candidates([TRUNK], costs) == {"a": MINMAX, "b": MINMAX}
+    assert costs.runs == len(CANDIDATES)
+
+
+def test_choose__no_output_pays_for_another():
+    """As above, with a choice for the trunk and then for both heads in the same runs."""
+    costs = Costs(c={RELATIVE: 0.0, MINMAX: 30.0}, d={RELATIVE: 3.0})
+    chosen = choose_candidates(SECTIONS, costs)
+    assert (chosen["c"], chosen["d"]) == (RELATIVE, MINMAX)
+    others = len(CANDIDATES) - 1
+    assert costs.runs == len(CANDIDATES) + others + others
+
+
+def test_choose__what_one_sample_gains_is_chance():
+    """All of the gain comes from a single sample, the others lose a little."""
+    base, lucky = np.ones(16), np.full(16, 1.1)
+    base[3], lucky[3] = 10.0, 1.0
+    ratio, error = compare_noise(lucky, base)
+    assert ratio < -1 < 0.2 < ratio + error
+    costs = Costs(a={RELATIVE: lucky, MINMAX: base})
+    assert set(choose_candidates([Section(("a",), frozenset({0}))], costs).values()) == {MINMAX}
+
+
+@settings(max_examples=60, deadline=None)
+@given(arrays("float64", (4, 2, 16), elements=st.floats(1e-3, 1e3)))
+def test_choose__never_worse_than_minmax_at_any_output(table):
+    names = dict(zip("abcd", table, strict=True))
+    costs = Costs(**{k: dict(zip(CANDIDATES, rows, strict=True)) for k, rows in names.items()})
+    chosen = choose_candidates(SECTIONS, costs)
+    found, base = (costs(picks).sum(axis=1) for picks in (chosen, dict.fromkeys("abcd", MINMAX)))
+    assert (10 * np.log10(found / base) <= TOLERANCE + 1e-9).all()
+
+
+def test_compare_noise__standard_error_is_that_of_the_jackknife():
+    """Against the definition (Efron 1982): n - 1 times the variance of the n estimates that leave
+    one sample out.
+    """
+    rng = np.random.default_rng(0)
+    noise, base = rng.uniform(1, 5, (2, 9))
+    without = [
+        10 * math.log10(np.delete(noise, i).sum() / np.delete(base, i).sum()) for i in range(9)
+    ]
+    mean = sum(without) / 9
+    expected = math.sqrt(8 / 9 * sum((each - mean) ** 2 for each in without))
+    assert compare_noise(noise, base) == pytest.approx(
+        (10 * math.log10(noise.sum() / base.sum()), expected)
+    )
+
+
+def test_compare_noise__what_breaks_is_worse_than_anything():
+    fine, broken = np.ones(4), np.array([1.0, np.inf, 1.0, 1.0])
+    assert compare_noise(broken, fine)[0] == math.inf
+    assert compare_noise(fine, broken)[0] == 0.0
+
+
+def test_measure_noise__by_sample_integers_and_what_is_not_finite():
+    real = np.array([[1.0, 2.0], [3.0, np.nan]], "float32")
+    got = np.array([[1.5, 2.0], [3.0, 7.0]], "float32")
+    answers = np.array([1, 2]), np.array([1, 3])
+    noise = measure_noise([real, answers[0]], [got, answers[1]], 2)
+    assert noise == pytest.approx(np.array([[0.25, 0.0], [0.5, 1.5]]), abs=1e-9)
+    got[0, 0] = np.inf
+    assert measure_noise([real], [got], 2)[0].tolist()[0] == math.inf
+    assert measure_noise([real, answers[0][:1]], [got, answers[1][:1]], 2).shape == (2, 1)
+
+
+def two_heads():
+    """Two outputs of one trunk. The second reads one channel, which is hardly ever large."""
+
+    def body(emit, x):
+        a = emit("a", op.nn.relu(emit.dense("a.d", x, 16)))
+        first = emit.dense("first", emit("b", op.nn.relu(emit.dense("b.d", a, 8))), 4)
+        second = emit.dense("second", emit("c", op.nn.relu(emit.dense("c.d", a, 8))), 3)
+        return relax.Tuple([first, second])
+
+    return build_model(body, ("n", 12))
+
+
+def draw_rare(count: int, seed: int = 0) -> list[np.ndarray]:
+    """Small samples; one in 32 is fifty times as large."""
+    x = np.random.default_rng(seed).standard_normal((count, 1, 12)).astype("float32")
+    x[::32] *= 50
+    return list(x)
+
+
+def test_find_sections__by_the_outputs_that_values_reach():
+    prepared = rq.prepare(two_heads())
+    sections = find_sections(prepared.graph, {"x", "a", "b", "c"}, ("first", "second"))
+    assert [(set(s.keys), set(s.outputs)) for s in sections] == [
+        ({"x", "a"}, {0, 1}),
+        ({"b"}, {0}),
+        ({"c"}, {1}),
+    ]
+
+
+def test_quantize__rare_outputs_are_not_worse_than_with_minmax_and_the_ledger_says_why():
+    mod, data, other = two_heads(), draw_rare(128), [np.concatenate(draw_rare(64, seed=1))]
+    guard = rq.Guard.OFF
+
+    def noise(qmod) -> np.ndarray:
+        total = np.zeros(2)
+        for x in other:
+            pairs = zip(rq.reference.run(mod, [x]), rq.reference.run(qmod, [x]), strict=True)
+            total += [np.square(a - b, dtype="float64").sum() for a, b in pairs]
+        return total
+
+    default, full, relative = (
+        rq.quantize(mod, None, data, calibration=calibration, guard=guard)
+        for calibration in (None, rq.MinMax(), rq.RelativeMSE())
+    )
+    worse = 10 * np.log10(noise(relative) / noise(full))
+    assert worse.max() > 3  # what the rows usually are says nothing of the rare ones
+    assert (10 * np.log10(noise(default) / noise(full)) < 0.5).all()
+    choices, rows = rq.ledger(default).choices, rq.ledger(default).rows
+    assert choices["activations"] == "OutputSQNR()"
+    assert "MinMax of" in choices["ranges"]
+    assert {row.name: row.observer for row in rows if row.scale}.keys() >= {"a", "b", "c"}
+    assert all((row.observer in CANDIDATES) == bool(row.scale) for row in rows)
+
+
+def test_calibrate__an_observer_that_the_user_names_is_taken_as_it_is():
+    prepared = rq.prepare(two_heads())
+    prepared = rq.calibrate(prepared, draw_rare(16), calibration=rq.Percentile(99.0))
+    assert set(prepared.observers.values()) == {"Percentile"}
+    prepared = rq.calibrate(prepared, draw_rare(16), order=rq.Order.TOPOLOGICAL)
+    assert set(prepared.observers.values()) <= {RELATIVE, MINMAX}
+    assert prepared.observers["a"] == RELATIVE  # in this order there are no outputs to look at
+
+
+def test_calibrate__the_choice_is_the_same_however_the_run_is_cut(tmp_path, monkeypatch):
+    mod, data = two_heads(), draw_rare(64)
+    found = []
+    for threads, options in (("1", {}), ("2", {}), ("2", {"checkpoint": tmp_path / "kept"})):
+        monkeypatch.setenv("TVM_NUM_THREADS", threads)
+        prepared = rq.calibrate(rq.prepare(mod), data, **options)
+        found.append((prepared.observers, {k: v.to_dict() for k, v in prepared.parameters.items()}))
+    assert found[0] == found[1] == found[2]
+
+
+def test_prepared__observers_are_kept_in_its_file(tmp_path):
+    prepared = rq.calibrate(rq.prepare(two_heads()), draw_rare(16))
+    rq.save_prepared(prepared, tmp_path / "model.zip")
+    assert rq.load_prepared(tmp_path / "model.zip").observers == prepared.observers

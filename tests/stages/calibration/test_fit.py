@@ -1,0 +1,394 @@
+"""Fitting one operator: error of the result, bias, scales, limits, determinism."""
+
+from __future__ import annotations
+
+import itertools
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from relayquant.base.qtypes import Granularity, QParams, QSpec, Scheme, choose_qparams
+from relayquant.base.runtime import limit_blas
+from relayquant.errors import ConfigError
+from relayquant.stages.calibration.weights import fit
+from relayquant.stages.calibration.weights.adaround import AdaRoundSettings, learn_rounding
+from relayquant.stages.calibration.weights.fit import (
+    BiasCorrection,
+    FitSettings,
+    LeastSquares,
+    WeightRounding,
+    fit_operator,
+    round_rows,
+)
+from relayquant.stages.calibration.weights.patches import LinearView
+from relayquant.stages.calibration.weights.statistics import InputStatistics
+
+DENSE = LinearView(None, (1, 0))
+INT8 = QSpec("int8", Scheme.SYMMETRIC, Granularity.PER_CHANNEL, quant_min=-127)
+INT4 = QSpec("int4", Scheme.SYMMETRIC, Granularity.PER_CHANNEL, quant_min=-7)
+INT4_TENSOR = QSpec("int4", Scheme.SYMMETRIC, Granularity.PER_TENSOR, quant_min=-7)
+NEAREST = FitSettings(WeightRounding.NEAREST, BiasCorrection.NONE)
+OPTIMAL = FitSettings(WeightRounding.OPTIMAL, BiasCorrection.NONE)
+
+
+def make_inputs(rng: np.random.Generator, rows: int, columns: int) -> np.ndarray:
+    """Correlated, positive on average, as values behind a relu are."""
+    mixed = rng.standard_normal((rows, columns)) @ rng.standard_normal((columns, columns))
+    return np.maximum(mixed + 1, 0).astype("float32")
+
+
+def observe(
+    view: LinearView, *batches: np.ndarray, rows: int = 10**6, most: int | None = None
+) -> InputStatistics:
+    groups, _, columns = view.sample_rows(batches[:1], 1, np.random.default_rng(0)).shape
+    statistics = InputStatistics.empty(groups, columns, with_gram=True, most=most)
+    for batch in batches:
+        statistics = statistics.add(view, [batch], rows, np.random.default_rng(0))
+    return statistics
+
+
+def weight_qparams(weight: np.ndarray, spec: QSpec) -> QParams:
+    if spec.is_per_channel:
+        top = np.abs(weight).max(axis=0)
+        return choose_qparams(-top, top, spec, 1)
+    return choose_qparams(-np.abs(weight).max(), np.abs(weight).max(), spec)
+
+
+def output_error(x: np.ndarray, weight: np.ndarray, fitted: np.ndarray) -> float:
+    return float(np.square(x.astype("float64") @ (weight.astype("float64") - fitted)).sum())
+
+
+@pytest.mark.parametrize("spec", [INT8, INT4, INT4_TENSOR], ids=["int8", "int4", "int4 tensor"])
+def test_fit_operator__beats_nearest_in_output_error(spec: QSpec) -> None:
+    rng = np.random.default_rng(1)
+    x = make_inputs(rng, 500, 40)
+    weight = rng.standard_normal((40, 12)).astype("float32")
+    qparams, statistics = weight_qparams(weight, spec), observe(DENSE, x)
+    nearest = fit_operator(DENSE, statistics, weight, None, qparams, spec, NEAREST)
+    optimal = fit_operator(DENSE, statistics, weight, None, qparams, spec, OPTIMAL)
+    assert output_error(x, weight, optimal.weight) < 0.6 * output_error(x, weight, nearest.weight)
+
+
+def test_fit_operator__nearest_is_nearest() -> None:
+    weight = np.random.default_rng(2).standard_normal((6, 4)).astype("float32")
+    qparams = weight_qparams(weight, INT8)
+    fitted = fit_operator(
+        DENSE, observe(DENSE, np.eye(6, dtype="float32")), weight, None, qparams, INT8, NEAREST
+    )
+    expected = np.rint(weight / qparams.scale) * qparams.scale
+    assert np.array_equal(fitted.weight, expected.astype("float32"))
+
+
+def test_round_rows__near_brute_force_on_three_weights() -> None:
+    rng = np.random.default_rng(3)
+    equal, ratios = 0, []
+    one = np.ones((1, 1))
+    for _ in range(60):
+        x = rng.standard_normal((50, 3)) @ rng.standard_normal((3, 3))
+        hessian = x.T @ x
+        weight = rng.uniform(-2, 2, (1, 1, 3))
+        problem = LeastSquares.of(hessian[None], 1e-9)
+        levels = problem.restore(
+            round_rows(problem, problem.permute(weight), one, -4 * one, 4 * one)
+        )
+
+        def error(q: np.ndarray, w: np.ndarray = weight, h: np.ndarray = hessian) -> float:
+            return float((w - q)[0, 0] @ h @ (w - q)[0, 0])
+
+        grid = itertools.product(range(-4, 5), repeat=3)
+        best = min(error(np.array(q, "float64").reshape(1, 1, 3)) for q in grid)
+        ratios.append(error(levels) / best)
+        equal += ratios[-1] < 1 + 1e-9
+    assert min(ratios) > 1 - 1e-9
+    assert equal > 40
+    assert np.median(ratios) < 1 + 1e-9
+
+
+def test_least_squares__the_factor_is_of_the_inverse():
+    """U^T U (H + damping) is one, for several matrices; one is of an input that is zero, and what
+    they are made from stays.
+    """
+    rng = np.random.default_rng(3)
+    data = rng.normal(size=(3, 200, 40)) * rng.lognormal(size=(3, 1, 40))
+    data[2] = 0
+    gram = np.einsum("gnk,gnl->gkl", data, data)
+    before = gram.copy()
+    problem = LeastSquares.of(gram, 0.01)
+    np.testing.assert_array_equal(gram, before)
+    np.testing.assert_array_equal(np.tril(problem.factor, -1), 0)
+    for found, matrix, order in zip(problem.factor, gram, problem.order, strict=True):
+        damping = 0.01 * (np.diagonal(matrix).mean() or 1.0)
+        hessian = matrix[order][:, order] + damping * np.eye(40)
+        assert (np.diff(np.diagonal(hessian)) <= 0).all()
+        np.testing.assert_allclose(found.T @ found @ hessian, np.eye(40), atol=1e-9)
+
+
+def test_round_rows__two_weights_share_an_error() -> None:
+    # Both inputs are always equal: only the sum of the weights counts, 0.4 + 0.4 = 0.8 is nearest
+    # to 1.
+    x = np.repeat(np.arange(1, 9, dtype="float32")[:, None], 2, axis=1)
+    weight = np.array([[0.4], [0.4]], "float32")
+    qparams = QParams(np.ones(1, "float32"), np.zeros(1, "int32"), "int8", 1)
+    fitted = fit_operator(DENSE, observe(DENSE, x), weight, None, qparams, INT8, OPTIMAL)
+    assert fitted.weight.sum() == 1
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from([INT8, INT4, INT4_TENSOR]), st.integers(1, 9))
+@settings(max_examples=30, deadline=None)
+def test_fit_operator__integers_within_limits_and_on_grid(
+    seed: int, spec: QSpec, columns: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    weight = rng.standard_normal((columns, 3)).astype("float32")
+    # A scale that is too small: much is clipped.
+    qparams = weight_qparams(weight * np.float32(rng.uniform(0.3, 1)), spec)
+    x = make_inputs(rng, 20, columns)
+    fitted = fit_operator(DENSE, observe(DENSE, x), weight, None, qparams, spec, OPTIMAL)
+    levels = fitted.weight / fitted.qparams.scale
+    assert np.abs(levels - np.rint(levels)).max() < 1e-3
+    assert spec.limits[0] <= np.rint(levels).min()
+    assert np.rint(levels).max() <= spec.limits[1]
+
+
+def test_fit_operator__bias_takes_the_mean_error() -> None:
+    rng = np.random.default_rng(4)
+    x = make_inputs(rng, 300, 10)
+    weight = rng.standard_normal((10, 5)).astype("float32")
+    bias = rng.standard_normal((1, 5)).astype("float32")
+    qparams = weight_qparams(weight, INT4)
+    fitted = fit_operator(
+        DENSE, observe(DENSE, x[:100], x[100:]), weight, bias, qparams, INT4,
+        FitSettings(WeightRounding.NEAREST, BiasCorrection.WEIGHT),
+    )  # fmt: skip
+    assert fitted.bias is not None
+    assert fitted.bias.shape == bias.shape
+    before = (x @ weight).mean(axis=0) - (x @ fitted.weight).mean(axis=0)
+    after = (x @ weight + bias).mean(axis=0) - (x @ fitted.weight + fitted.bias).mean(axis=0)
+    assert np.abs(before).max() > 1e-2
+    assert np.abs(after).max() < 1e-4
+
+
+def test_fit_operator__bias_shared_by_channels_is_kept() -> None:
+    rng = np.random.default_rng(5)
+    weight = rng.standard_normal((4, 3)).astype("float32")
+    x = make_inputs(rng, 20, 4)
+    fitted = fit_operator(
+        DENSE, observe(DENSE, x), weight, np.array([2], "float32"),
+        weight_qparams(weight, INT8), INT8, FitSettings(),
+    )  # fmt: skip
+    assert fitted.bias is not None
+    assert fitted.bias.tolist() == [2]
+
+
+@pytest.mark.parametrize("spec", [INT4, INT4_TENSOR], ids=["channel", "tensor"])
+def test_fit_operator__scale_search_never_hurts(spec: QSpec) -> None:
+    rng = np.random.default_rng(6)
+    x = make_inputs(rng, 200, 16)
+    weight = rng.standard_normal((16, 6)).astype("float32")
+    qparams, statistics = weight_qparams(weight, spec), observe(DENSE, x)
+    searched = FitSettings(
+        WeightRounding.OPTIMAL, BiasCorrection.NONE, scale_factors=(1.0, 0.9, 0.8, 0.7)
+    )
+    plain = fit_operator(DENSE, statistics, weight, None, qparams, spec, OPTIMAL)
+    better = fit_operator(DENSE, statistics, weight, None, qparams, spec, searched)
+    assert better.qparams.scale.shape == qparams.scale.shape
+    assert (better.qparams.scale <= qparams.scale).all()
+    assert (better.qparams.scale < qparams.scale).any()
+    assert output_error(x, weight, better.weight) < output_error(x, weight, plain.weight)
+
+
+def test_fit_operator__one_scale_clips_a_channel_that_hardly_counts() -> None:
+    rng = np.random.default_rng(10)
+    view = LinearView((0, 2, 3, 1), (0, 2, 3, 1), (1, 1), (1, 1), ((0, 0), (0, 0)), (1, 1), 4)
+    x = rng.uniform(0, 1, (8, 4, 3, 3)).astype("float32")
+    x[:, 2] *= 1e-4
+    weight = np.array([0.5, -0.3, 200, 0.4], "float32").reshape(4, 1, 1, 1)
+    spec = QSpec("int8", Scheme.SYMMETRIC, Granularity.PER_TENSOR, quant_min=-127)
+    statistics = observe(view, x)
+    fitted = fit_operator(
+        view, statistics, weight, None, weight_qparams(weight, spec), spec, OPTIMAL
+    )
+    assert float(fitted.qparams.scale) < 0.2
+    assert abs(float(fitted.weight[0, 0, 0, 0]) - 0.5) < 0.1
+
+
+def test_fit_operator__input_always_zero_is_rounded_to_nearest() -> None:
+    rng = np.random.default_rng(7)
+    x = make_inputs(rng, 50, 5)
+    x[:, 2] = 0
+    weight = rng.standard_normal((5, 3)).astype("float32")
+    qparams = weight_qparams(weight, INT8)
+    fitted = fit_operator(DENSE, observe(DENSE, x), weight, None, qparams, INT8, OPTIMAL)
+    expected = np.rint(weight[2] / qparams.scale) * qparams.scale
+    assert np.allclose(fitted.weight[2], expected, atol=1e-6)
+
+
+def test_fit_operator__all_inputs_zero() -> None:
+    weight = np.random.default_rng(8).standard_normal((5, 3)).astype("float32")
+    qparams = weight_qparams(weight, INT8)
+    statistics = observe(DENSE, np.zeros((9, 5), "float32"))
+    fitted = fit_operator(DENSE, statistics, weight, None, qparams, INT8, OPTIMAL)
+    assert np.abs(fitted.weight - weight).max() <= qparams.scale.max() / 2 * 1.001
+
+
+def test_fit_operator__wide_matrices_cross_blocks() -> None:
+    rng = np.random.default_rng(9)
+    x = make_inputs(rng, 600, 300)
+    weight = rng.standard_normal((300, 4)).astype("float32")
+    qparams, statistics = weight_qparams(weight, INT4), observe(DENSE, x)
+    nearest = fit_operator(DENSE, statistics, weight, None, qparams, INT4, NEAREST)
+    optimal = fit_operator(DENSE, statistics, weight, None, qparams, INT4, OPTIMAL)
+    assert output_error(x, weight, optimal.weight) < 0.6 * output_error(x, weight, nearest.weight)
+
+
+@pytest.mark.parametrize(
+    "settings_",
+    [
+        {"scale_factors": ()},
+        {"scale_factors": (1.0, 0.0)},
+        {"tensor_factors": ()},
+        {"damping": 0.0},
+        {"samples": 0},
+        {"rounding": "nearest"},
+    ],
+)
+def test_fit_settings__refuses(settings_: dict) -> None:
+    with pytest.raises(ConfigError, match="FitSettings"):
+        FitSettings(**settings_)
+
+
+def test_fit_operator__blocks_of_columns_stand_for_a_wide_matrix() -> None:
+    """Each block is fitted for itself: better than nearest, not as good as all columns at once."""
+    rng = np.random.default_rng(11)
+    x = make_inputs(rng, 400, 50)
+    weight = rng.standard_normal((50, 6)).astype("float32")
+    qparams = weight_qparams(weight, INT4)
+    settings_ = FitSettings(
+        WeightRounding.OPTIMAL, BiasCorrection.NONE, scale_factors=(1.0, 0.9, 0.8)
+    )
+
+    def error(statistics: InputStatistics, chosen: FitSettings) -> float:
+        fitted = fit_operator(DENSE, statistics, weight, None, qparams, INT4, chosen)
+        return output_error(x, weight, fitted.weight)
+
+    split = observe(DENSE, x[:150], x[150:], most=20)
+    assert split.settle().gram.shape == (3, 17, 17)
+    whole, nearest = error(observe(DENSE, x), settings_), error(split, NEAREST)
+    assert whole < error(split, settings_) < 0.8 * nearest
+
+
+@pytest.mark.parametrize("spec", [INT8, INT4_TENSOR], ids=["int8", "int4 tensor"])
+def test_fit_operator__blocks_of_unrelated_columns_give_the_closed_form_of_the_whole(
+    spec: QSpec,
+) -> None:
+    """Where no input of one block has to do with one of another, nothing is lost."""
+    rng = np.random.default_rng(13)
+    x = np.zeros((90, 60), "float32")
+    for i in range(3):
+        part = slice(20 * i, 20 * i + 20)
+        x[30 * i : 30 * i + 30, part] = make_inputs(rng, 30, 20)
+        # One mean of the diagonal: the same damping.
+        x[:, part] /= np.linalg.norm(x[:, part])
+    weight = rng.standard_normal((60, 7)).astype("float32")
+    qparams = weight_qparams(weight, spec)
+    chosen = FitSettings(bias=BiasCorrection.NONE, scale_factors=(1.0, 0.9, 0.8), sweeps=1)
+    whole, split = (
+        fit_operator(DENSE, observe(DENSE, x, most=most), weight, None, qparams, spec, chosen)
+        for most in (None, 20)
+    )
+    assert np.array_equal(whole.weight, split.weight)
+    assert np.array_equal(whole.qparams.scale, split.qparams.scale)
+
+
+@pytest.mark.parametrize("rounding", WeightRounding)
+def test_fit_operator__parts_of_the_outputs_give_what_all_at_once_do(
+    rounding: WeightRounding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(14)
+    x = make_inputs(rng, 90, 40)
+    weight, bias = rng.standard_normal((40, 23)).astype("float32"), np.zeros(23, "float32")
+    qparams, statistics = weight_qparams(weight, INT4), observe(DENSE, x, most=15)
+    chosen = FitSettings(rounding, scale_factors=(1.0, 0.9), sweeps=1)
+    found = []
+    for most in (fit.MOST_WEIGHTS, 100):
+        monkeypatch.setattr(fit, "MOST_WEIGHTS", most)
+        found.append(fit_operator(DENSE, statistics, weight, bias, qparams, INT4, chosen))
+    for name in ("weight", "bias"):
+        assert np.allclose(getattr(found[0], name), getattr(found[1], name), atol=1e-6)
+
+
+@pytest.mark.parametrize("spec", [INT8, INT4_TENSOR], ids=["int8", "int4 tensor"])
+def test_fit_operator__memory_of_a_wide_layer_is_that_of_its_weights(
+    spec: QSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not a dozen float64 copies of them, nor the second moments of all blocks at once."""
+    monkeypatch.setattr(fit, "MOST_WEIGHTS", 1 << 12)
+    monkeypatch.setenv("TVM_NUM_THREADS", "2")
+    rng = np.random.default_rng(15)
+    x = np.maximum(rng.standard_normal((16, 3000), "float32"), 0)
+    weight = rng.standard_normal((3000, 100), "float32")
+    qparams, statistics = weight_qparams(weight, spec), observe(DENSE, x, most=150)
+    bias, chosen = np.zeros(100, "float32"), FitSettings(tensor_factors=(1.0, 0.9))
+    tracemalloc.start()
+    with limit_blas():
+        fit_operator(DENSE, statistics, weight, bias, qparams, spec, chosen)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 6 * weight.nbytes
+
+
+def test_input_statistics__equal_whatever_the_batches() -> None:
+    rng = np.random.default_rng(12)
+    x = make_inputs(rng, 301, 7)
+    parts = observe(DENSE, *np.array_split(x, 9)).settle()
+    exact = x.astype("float64")
+    assert parts.rows == 301
+    assert np.allclose(parts.gram[0], exact.T @ exact, rtol=1e-5)
+    assert np.allclose(parts.mean[0], exact.mean(axis=0))
+
+
+def test_fit_settings__rows_are_bounded_by_the_columns() -> None:
+    chosen = FitSettings(samples=1000, max_columns=500)
+    assert [chosen.count_rows(n) for n in (1, 10, 300, 500, 5000)] == [128, 1000, 1200, 2000, 2000]
+
+
+ADAPTIVE = FitSettings(WeightRounding.ADAPTIVE, BiasCorrection.NONE)
+
+
+@pytest.mark.parametrize("spec", [INT8, INT4, INT4_TENSOR], ids=["int8", "int4", "int4 tensor"])
+def test_adaround__layer_error_is_below_that_of_nearest(spec: QSpec) -> None:
+    rng = np.random.default_rng(21)
+    x = make_inputs(rng, 500, 40)
+    weight = rng.standard_normal((40, 12)).astype("float32")
+    qparams, statistics = weight_qparams(weight, spec), observe(DENSE, x)
+    nearest = fit_operator(DENSE, statistics, weight, None, qparams, spec, NEAREST)
+    learned = fit_operator(DENSE, statistics, weight, None, qparams, spec, ADAPTIVE)
+    again = fit_operator(DENSE, statistics, weight, None, qparams, spec, ADAPTIVE)
+    assert np.array_equal(learned.weight, again.weight)
+    assert output_error(x, weight, learned.weight) < 0.6 * output_error(x, weight, nearest.weight)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 6))
+@settings(max_examples=10, deadline=None)
+def test_learn_rounding__up_or_down_within_limits_and_never_worse(seed: int, columns: int) -> None:
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((20, columns))
+    hessian, rows = (x.T @ x)[None], rng.uniform(-4, 4, (1, 3, columns))
+    one = np.ones((1, 1))
+    levels = learn_rounding(hessian, rows, one, -3 * one, 3 * one, AdaRoundSettings(steps=40))
+    nearest = np.clip(np.rint(rows), -3, 3)
+    assert set(np.unique(levels - np.clip(np.floor(rows), -3, 3))) <= {0.0, 1.0}
+    problem = LeastSquares.of(hessian, 1e-9)
+    assert np.all(
+        problem.errors(problem.permute(rows - levels))
+        <= problem.errors(problem.permute(rows - nearest)) * (1 + 1e-6) + 1e-9
+    )
+
+
+@pytest.mark.parametrize("wrong", [{"steps": 0}, {"rate": 0.0}, {"warm_up": 1.0}])
+def test_adaround_settings__refuse(wrong: dict) -> None:
+    with pytest.raises(ConfigError, match="AdaRoundSettings"):
+        AdaRoundSettings(**wrong)

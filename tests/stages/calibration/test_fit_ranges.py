@@ -1,0 +1,201 @@
+"""Ranges by relative error: rare large rows, importance of channels, merging, bounds of memory."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from relayquant.base.qtypes import Granularity, QSpec, Role, ValueInfo, choose_qparams
+from relayquant.config.observers import MinMax
+from relayquant.errors import ConfigError, DataError
+from relayquant.stages.calibration.weights import ranges as fit_ranges
+from relayquant.stages.calibration.weights.ranges import (
+    FLOOR,
+    RelativeMSE,
+    RowState,
+    RunningSums,
+    SampledRows,
+    search_relative_range,
+    sort_floats,
+    weighted_error,
+)
+
+SPEC = QSpec("uint8")
+INFO = ValueInfo("v", Role.ACTIVATION, SPEC, ("n", 8))
+
+
+def test_relative_mse__a_rare_huge_row_does_not_rule() -> None:
+    rng = np.random.default_rng(0)
+    rows = rng.uniform(-1, 1, (2000, 8)).astype("float32")
+    rows[7] = 500
+    scale = float(RelativeMSE().observe(INFO, [rows]).scale)
+    assert float(MinMax().observe(INFO, [rows]).scale) > 1.9
+    assert scale < 0.2
+
+
+def test_relative_mse__keeps_the_range_of_uniform_values() -> None:
+    rows = np.random.default_rng(1).uniform(-1, 1, (2000, 8)).astype("float32")
+    scale = float(RelativeMSE().observe(INFO, [rows]).scale)
+    assert scale == pytest.approx(2 / 255, rel=0.05)
+
+
+def test_relative_mse__a_channel_that_nobody_reads_is_clipped() -> None:
+    rng = np.random.default_rng(2)
+    rows = rng.uniform(-1, 1, (500, 8)).astype("float32")
+    rows[:, 3] *= 100
+    ignoring = RelativeMSE(importance=((1, 1, 1, 1e-9, 1, 1, 1, 1),))
+    assert float(ignoring.observe(INFO, [rows]).scale) < 0.01
+    assert float(RelativeMSE().observe(INFO, [rows]).scale) > 0.1
+
+
+def test_relative_mse__channel_axis() -> None:
+    rng = np.random.default_rng(3)
+    images = rng.uniform(-1, 1, (4, 8, 5, 6)).astype("float32")
+    importance = (tuple(rng.uniform(0, 1, 8)),)
+    last = RelativeMSE(importance=importance).observe(INFO, [np.moveaxis(images, 1, -1)])
+    assert RelativeMSE(axis=1, importance=importance).observe(INFO, [images]) == last
+
+
+def test_relative_mse__values_of_a_group_may_differ_in_channels() -> None:
+    rng = np.random.default_rng(4)
+    parts = [rng.uniform(-1, 1, (50, c)).astype("float32") for c in (8, 4, 12)]
+    qparams = RelativeMSE(importance=((1,) * 4,)).observe(INFO, parts)
+    assert float(qparams.scale) == pytest.approx(2 / 255, rel=0.1)
+
+
+def test_relative_mse__memory_is_bounded() -> None:
+    observer = RelativeMSE(values=800)
+    state = observer.start(INFO)
+    for seed in range(20):
+        rows = np.random.default_rng(seed).uniform(-1, 1, (300, 8)).astype("float32")
+        state = observer.update(state, rows)
+        assert state.drawn <= 200
+    assert state.count == 20
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 60))
+@settings(max_examples=20, deadline=None)
+def test_relative_mse__the_sample_is_that_of_the_smallest_priorities(seed: int, limit: int) -> None:
+    """However the data is split: it is what keeping all rows and sorting them once gives."""
+    rng = np.random.default_rng(seed)
+    arrays = [rng.uniform(-1, 1, (n, 8)).astype("float32") for n in rng.integers(1, 90, 9)]
+    bounded, everything = RelativeMSE(values=8 * limit), RelativeMSE()
+
+    def seen(observer: RelativeMSE, part: list) -> RowState:
+        state = observer.start(INFO)
+        for array in part:
+            state = observer.update(state, array)
+        return state
+
+    whole = SampledRows.join(seen(everything, arrays).parts).take(limit)
+    for cut in (0, 4, 9):
+        state = bounded.merge(seen(bounded, arrays[:cut]), seen(bounded, arrays[cut:]))
+        sample = SampledRows.join(state.parts).take(limit)
+        np.testing.assert_array_equal(sample.priorities, whole.priorities)
+        np.testing.assert_array_equal(sample.values, whole.values)
+
+
+@given(st.integers(0, 2**32 - 1))
+@settings(max_examples=20, deadline=None)
+def test_search_relative_range__never_worse_than_the_full_range(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    rows = (rng.standard_normal((60, 8)) ** 3).astype("float32")
+    low, high = float(rows.min()), float(rows.max())
+    found = search_relative_range(rows, low, high, SPEC)
+    assert low <= found[0] <= found[1] <= high
+    size = np.square(rows.astype("float64")).sum(axis=1)
+    usual = np.sort(size)[:57].mean()
+    weights = np.repeat(1 / (size + FLOOR * usual), 8).astype("float32")
+
+    def error(range_: tuple[float, float]) -> float:
+        return weighted_error(rows.reshape(-1), weights, choose_qparams(*range_, SPEC), SPEC)
+
+    assert error(found) <= error((low, high)) * (1 + 1e-5)
+
+
+@given(
+    st.integers(0, 2**32 - 1),
+    st.sampled_from(["uint8", "int8", "int4"]),
+    st.floats(-2, 0),
+    st.floats(0.01, 2),
+)
+@settings(max_examples=50, deadline=None)
+def test_running_sums__equal_the_error_value_by_value(
+    seed: int, dtype: str, low: float, high: float
+) -> None:
+    rng, spec = np.random.default_rng(seed), QSpec(dtype)
+    values = rng.choice([0.0, 1e-3, 1.0, 3.0], 400) * rng.standard_normal(400)
+    values, weights = values.astype("float32"), rng.random(400).astype("float32")
+    lows, highs = np.array([low, low / 2, 0.0]), np.array([high, high * 2, high])
+    found = RunningSums.of(values, weights).errors(choose_qparams(lows, highs, spec, 0), spec)
+    for error, ends in zip(found, zip(lows, highs, strict=True), strict=True):
+        expected = weighted_error(values, weights, choose_qparams(*ends, spec), spec)
+        assert error == pytest.approx(expected, rel=1e-4, abs=1e-9)
+
+
+def test_running_sums__of_nothing_but_zeros() -> None:
+    sums = RunningSums.of(np.zeros(9, "float32"), np.ones(9, "float32"))
+    np.testing.assert_array_equal(sums.errors(choose_qparams([-1.0], [1.0], SPEC, 0), SPEC), [0])
+
+
+def test_search_relative_range__wide_and_narrow_specs_agree(monkeypatch) -> None:
+    rows = np.random.default_rng(3).standard_t(2, (90, 8)).astype("float32")
+    ends = float(rows.min()), float(rows.max())
+    narrow = search_relative_range(rows, *ends, SPEC)
+    monkeypatch.setattr(fit_ranges, "MOST_LEVELS", 0)
+    assert search_relative_range(rows, *ends, SPEC) == pytest.approx(narrow, rel=1e-6)
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False), max_size=60))
+def test_sort_floats__rising_and_stable(numbers: list[float]) -> None:
+    values = np.array(numbers, "float32")
+    order = sort_floats(values)
+    # -0.0 stands in front of 0.0.
+    expected = sorted(range(len(values)), key=lambda i: (values[i], not np.signbit(values[i]), i))
+    assert order.tolist() == expected
+
+
+def test_relative_mse__several_arrays_at_once() -> None:
+    rng, observer = np.random.default_rng(2), RelativeMSE(values=400)
+    arrays = [rng.uniform(-1, 1, (n, 8)).astype("float32") for n in (40, 1, 90)]
+    states = [observer.update_all(observer.start(INFO), arrays) for _ in range(2)]
+    samples = [SampledRows.join(state.parts) for state in states]
+    np.testing.assert_array_equal(samples[0].values, samples[1].values)
+    rows = {row.tobytes() for array in arrays for row in array}
+    assert {row.tobytes() for row in samples[0].values} <= rows
+    assert states[0].count == 3
+    assert float(states[0].high) == max(float(array.max()) for array in arrays)
+    for bad in (np.nan, np.inf, -np.inf):
+        with pytest.raises(DataError, match="NaN or infinity"):
+            observer.update_all(observer.start(INFO), [arrays[0], np.full((2, 8), bad), arrays[2]])
+
+
+def test_relative_mse__several_arrays_of_other_widths() -> None:
+    rng = np.random.default_rng(6)
+    arrays = [rng.uniform(-1, 1, (30, c)).astype("float32") for c in (8, 4, 4, 8)]
+    observer = RelativeMSE()
+    state = observer.update_all(observer.start(INFO), arrays)
+    rows = SampledRows.join(state.parts)
+    assert sorted(set(rows.channels.tolist())) == [4, 8]
+    assert len(rows.values) == 120
+
+
+def test_relative_mse__restores_its_state() -> None:
+    observer, rng = RelativeMSE(), np.random.default_rng(5)
+    state = observer.update(observer.start(INFO), rng.uniform(-1, 1, (9, 8)))
+    restored = observer.restore(INFO, state.to_arrays())
+    assert observer.qparams(restored, INFO) == observer.qparams(state, INFO)
+
+
+def test_relative_mse__refuses() -> None:
+    with pytest.raises(ConfigError, match="values"):
+        RelativeMSE(values=0)
+    per_channel = QSpec("int8", granularity=Granularity.PER_CHANNEL)
+    with pytest.raises(ConfigError, match="per channel"):
+        RelativeMSE().start(ValueInfo("v", Role.ACTIVATION, per_channel, (4, 8), 1))
+    with pytest.raises(DataError, match="'v'"):
+        RelativeMSE().observe(INFO, [np.array([[np.nan] * 8])])
+    with pytest.raises(DataError, match="no data"):
+        RelativeMSE().observe(INFO, [])

@@ -1,0 +1,208 @@
+"""What a user adds: patterns with callbacks of their own, and rules of the allow-list."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from float_models import MAP, build_model, draw_batches
+from tvm import relax
+from tvm.relax import op
+from tvm.relax.dpl import is_op, wildcard
+
+import relayquant as rq
+from relayquant.ir.dialect import qnn
+from relayquant.ir.ops import Kind, Operand, Output, Quantized, QuantOp
+from relayquant.ir.rewrite import Graph, Pattern, Skip
+
+
+def square_op(*, declines: bool = False, calls: list | None = None) -> QuantOp:
+    """multiply(x, x) as one operator, simulated and realized by callbacks of its own."""
+    data = wildcard()
+    pattern = Pattern(is_op("relax.multiply")(data, data), {"data": data})
+
+    def simulate(context):
+        if calls is not None:
+            calls.append(("simulate", context.match.name))
+        value = context.operands["data"]
+        return relax.op.square(value)
+
+    def realize(context):
+        if calls is not None:
+            calls.append(("realize", context.match.name))
+        if declines:
+            return Skip("not today", "try tomorrow")
+        data, out = context.operands["data"], context.output
+        result = Quantized(data.value, out)
+        value = qnn.mul(
+            data.value, data.value, data.scale, data.zero_point, data.scale, data.zero_point,
+            result.scale, result.zero_point,
+        )  # fmt: skip
+        return Quantized(context.emit(value, "squared"), out).dequantize()
+
+    return QuantOp(
+        "square", "relax.multiply", pattern, (Operand("data"),), Kind.CONNECTOR, Output.OWN,
+        realize, simulate=simulate,
+    )  # fmt: skip
+
+
+def square_model():
+    def body(emit, x):
+        a = emit.conv("a", x)
+        s = emit("s", op.multiply(a, a))
+        return relax.Tuple([emit.conv("out", s), emit.conv("b", a)])
+
+    return build_model(body, MAP)
+
+
+def test_pattern_of_the_user__is_tried_first_and_used():
+    calls: list = []
+    backend = rq.X86.with_pattern(square_op(calls=calls))
+    mod = square_model()
+    data = draw_batches(mod, 2)
+    qmod = rq.quantize(mod, None, data, backend=backend)
+    row = rq.ledger(qmod).row("s")
+    assert row is not None
+    assert (row.pattern, row.quantized, row.dtype) == ("square", True, "uint8")
+    assert calls == [("simulate", "s"), ("realize", "s")]
+    graph = Graph(qmod)
+    assert graph.op_name(graph.vars["s"]) == "relax.qnn.mul"
+    assert rq.verify(qmod, data[0]).is_equal
+    want = rq.reference.run(mod, data[0])
+    for have, expected in zip(rq.reference.run(qmod, data[0]), want, strict=True):
+        assert np.abs(have - expected).max() < 0.05 * np.abs(expected).max()
+    # Without it the general multiplication takes the operator.
+    row = rq.ledger(rq.quantize(mod, None, data)).row("s")
+    assert row is not None
+    assert row.pattern != "square"
+
+
+def test_pattern_of_the_user__a_callback_that_declines_is_in_the_ledger():
+    mod = square_model()
+    data = draw_batches(mod, 2)
+    qmod = rq.quantize(mod, None, data, backend=rq.X86.with_pattern(square_op(declines=True)))
+    row = rq.ledger(qmod).row("s")
+    assert row is not None
+    assert not row.quantized
+    assert (row.reason, row.advice) == ("not today", "try tomorrow")
+    assert rq.verify(qmod, data[0]).is_equal
+
+
+def test_pattern_of_the_user__needs_dtypes():
+    empty = rq.BackendConfig("empty")
+    with pytest.raises(rq.ConfigError, match="no pattern to take dtypes from"):
+        empty.with_pattern(square_op())
+    dtypes = [rq.DTypeConfig(input="uint8", output="uint8")]
+    backend = empty.with_pattern(square_op(), dtypes)
+    assert backend.find_pattern("square").dtypes == tuple(dtypes)
+    assert empty.patterns == ()
+
+
+def test_rule_of_the_user__carries_integers_through_an_operator():
+    """flip moves values: with a rule for it and a pattern, no float operator remains."""
+    data = wildcard()
+    flip = QuantOp(
+        "flip", "relax.flip", Pattern(is_op("relax.flip")(data), {"data": data}),
+        (Operand("data"),), Kind.SHARING, Output.SHARED, None,
+        attributes=("axis",),
+    )  # fmt: skip
+
+    def rewrite(call, operand):
+        if operand.qparams.is_per_channel:
+            return Skip("channels may move")
+        return Quantized(relax.op.flip(operand.value, axis=int(call.attrs.axis)), operand.qparams)
+
+    def body(emit, x):
+        return emit.conv("out", emit("f", op.flip(emit.conv("a", x), 2)))
+
+    mod = build_model(body, MAP)
+    inputs = draw_batches(mod, 2)
+    rule = rq.AffineRule("relax.flip", rewrite, attributes=("axis",))
+    backend = rq.X86.with_pattern(flip).with_affine_rule(rule)
+    qmod = rq.quantize(mod, None, inputs, backend=backend)
+    graph = Graph(qmod)
+    assert str(graph.vars["f"].ty.dtype) == "uint8"
+    assert rq.verify(qmod, inputs[0]).is_equal
+    # The pattern without the rule: planned, but the ledger says what is missing.
+    qmod = rq.quantize(mod, None, inputs, backend=rq.X86.with_pattern(flip))
+    row = rq.ledger(qmod).row("f")
+    assert row is not None
+    assert not row.quantized
+    assert "no rule" in row.reason
+    # A rule, or a pattern, that does not name the axis cannot know what it does to the values.
+    unnamed = rq.AffineRule("relax.flip", rewrite)
+    for served in (
+        rq.X86.with_pattern(flip).with_affine_rule(unnamed),
+        rq.X86.with_pattern(replace(flip, attributes=())).with_affine_rule(rule),
+    ):
+        row = rq.ledger(rq.quantize(mod, None, inputs, backend=served)).row("f")
+        assert row is not None
+        assert not row.quantized
+        assert row.reason.startswith("flip has axis=2, which ")
+    assert rq.verify(qmod, inputs[0]).is_equal
+
+
+def flip_model():
+    def body(emit, x):
+        return emit.conv("out", emit("f", op.flip(emit.conv("a", x), 2)))
+
+    return build_model(body, MAP)
+
+
+def test_rule_of_the_user__alone_extends_the_plan():
+    """No pattern is needed: the rule is called, and integers go through the operator."""
+    calls = []
+
+    def rewrite(call, operand):
+        calls.append(operand.qparams)
+        return Quantized(relax.op.flip(operand.value, axis=int(call.attrs.axis)), operand.qparams)
+
+    mod = flip_model()
+    inputs = draw_batches(mod, 2)
+    backend = rq.X86.with_affine_rule(rq.AffineRule("relax.flip", rewrite, attributes=("axis",)))
+    qmod = rq.quantize(mod, None, inputs, backend=backend, effort="fast")
+    assert len(calls) == 1
+    graph = Graph(qmod)
+    assert str(graph.vars["f"].ty.dtype) == "uint8"
+    row = rq.ledger(qmod).row("f")
+    assert row is not None
+    assert (row.quantized, row.pattern) == (True, "flip (affine rule)")
+    assert rq.verify(qmod, inputs[0]).is_equal
+    # It lives in plain data, where the rule is named.
+    again = rq.BackendConfig.from_dict(backend.to_dict(), rq.BUILTIN_OPS, backend.affine_rules)
+    assert again == backend
+
+
+def test_rule_of_the_user__a_skip_is_in_the_ledger():
+    def rewrite(call, operand):
+        return Skip("this flip is too large", "flip it before")
+
+    mod = flip_model()
+    backend = rq.X86.with_affine_rule(rq.AffineRule("relax.flip", rewrite, attributes=("axis",)))
+    qmod = rq.quantize(mod, None, draw_batches(mod, 2), backend=backend, effort="fast")
+    row = rq.ledger(qmod).row("f")
+    assert row is not None
+    assert (row.quantized, row.reason) == (False, "this flip is too large")
+    assert row.advice == "flip it before"
+
+
+def test_rule_of_the_user__its_skip_wins_over_that_of_a_built_in_rule():
+    """Both decline to resize: the user's rule is asked first, and its reason is the one
+    given."""
+
+    def body(emit, x):
+        return emit.conv("out", emit("m", op.image.resize2d(
+            emit.conv("a", x), (12, 12), layout="NCHW", method="linear")))  # fmt: skip
+
+    rule = rq.AffineRule(
+        "relax.image.resize2d",
+        lambda call, operand: Skip("mine"),
+        attributes=("layout", "method"),
+    )
+    backend = rq.X86.without_pattern("resize_nearest").with_affine_rule(rule)
+    mod = build_model(body, MAP)
+    qmod = rq.quantize(mod, None, draw_batches(mod, 2), backend=backend, effort="fast")
+    row = rq.ledger(qmod).row("m")
+    assert row is not None
+    assert (row.quantized, row.reason) == (False, "mine")

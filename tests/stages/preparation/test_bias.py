@@ -1,0 +1,154 @@
+"""Linear operators without a bias get one for calibration to correct."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from float_models import Chain, build_model, draw_batches
+from tvm import relax
+
+import relayquant as rq
+from relayquant.analysis.sensitivity import add_float_lines
+from relayquant.ir import reference
+from relayquant.stages.calibration.weights.fit import BiasCorrection, FitSettings, WeightRounding
+from relayquant.stages.preparation.bias import add_biases
+
+op = relax.op
+
+#: operator -> (shape of its input, channels, what emits it)
+LINEAR = {
+    "conv2d": ((2, 4, 5, 5), 6, lambda e, x: op.nn.conv2d(x, e.constant(6, 4, 3, 3))),
+    "conv2d_nhwc": (
+        (2, 5, 5, 4),
+        6,
+        lambda e, x: op.nn.conv2d(
+            x, e.constant(3, 3, 4, 6), data_layout="NHWC", kernel_layout="HWIO"
+        ),
+    ),
+    "grouped": ((2, 4, 5, 5), 6, lambda e, x: op.nn.conv2d(x, e.constant(6, 2, 3, 3), groups=2)),
+    "depthwise": ((2, 4, 5, 5), 4, lambda e, x: op.nn.conv2d(x, e.constant(4, 1, 3, 3), groups=4)),
+    "conv1d": ((2, 4, 9), 6, lambda e, x: op.nn.conv1d(x, e.constant(6, 4, 3))),
+    "transposed": ((2, 4, 5, 5), 6, lambda e, x: op.nn.conv2d_transpose(x, e.constant(4, 6, 3, 3))),
+    "dense": ((6, 8), 6, lambda e, x: op.matmul(x, e.constant(8, 6))),
+    "dense of rank 3": ((2, 3, 8), 6, lambda e, x: op.matmul(x, e.constant(8, 6))),
+}
+
+#: what is added behind the operator -> values of it
+BIASES = {"none": None, "zeros": np.zeros, "one number": lambda shape: np.float32(0.25)}
+
+COARSE = rq.QSpec("int8", quant_min=-3, quant_max=3)
+
+
+def make_model(kind: str, bias: str, activation: bool = True):
+    shape, channels, linear = LINEAR[kind]
+
+    def body(emit: Chain, x: relax.Expr) -> relax.Expr:
+        y = emit("linear", linear(emit, x))
+        if BIASES[bias] is not None:
+            is_last = kind.startswith("dense") or kind.endswith("nhwc")
+            shape = (channels,) if is_last else (channels, *[1] * (y.ty.ndim - 2))
+            values = np.asarray(BIASES[bias](shape), "float32")
+            y = emit("sum", op.add(y, relax.const(values)))
+        if activation:
+            y = emit("act", op.nn.relu(y))
+        return emit("out", op.sigmoid(y))
+
+    return build_model(body, shape), channels
+
+
+def prepare(mod, **options) -> rq.PreparedModel:
+    default = rq.X86.default_qconfig
+    config = replace(default, weight=rq.TensorConfig(COARSE, rq.MinMax()))
+    return rq.prepare(mod, None, rq.QConfigMapping().set_global(config), **options)
+
+
+@pytest.mark.parametrize("bias", BIASES)
+@pytest.mark.parametrize("kind", LINEAR)
+def test_prepare__every_fitted_operator_has_a_bias_per_channel(kind: str, bias: str) -> None:
+    mod, channels = make_model(kind, bias, activation=bias == "none")
+    prepared = prepare(mod)
+    (point,) = prepared.graph.fits
+    assert prepared.graph.constants[f"{point.operator}:bias"].value.size == channels
+    # The same function, under the names that it had.
+    plain = prepare(mod, effort="fast")
+    assert [op.name for op in prepared.plan.operators] == [op.name for op in plain.plan.operators]
+    for batch in draw_batches(mod, 2):
+        want, got = (reference.run(m, batch)[0] for m in (mod, prepared.mod))
+        np.testing.assert_array_equal(got, want)
+    # Nothing is left to do, also for who begins with the prepared module.
+    assert add_biases(prepared.mod, prepared.plan, prepared.backend) is prepared.mod
+    again = prepare(prepared.mod)
+    assert set(again.graph.constants) == set(prepared.graph.constants)
+
+
+@pytest.mark.parametrize("bias", ["none", "zeros"])
+def test_calibrate__the_mean_error_of_rounded_weights_is_taken_back(bias: str) -> None:
+    mod, _ = make_model("dense", bias, activation=False)
+    data = [{"x": np.abs(batch["x"])} for batch in draw_batches(mod, 64)]
+    errors = {}
+    for correction in BiasCorrection:
+        prepared = prepare(mod)
+        prepared = rq.calibrate(prepared, data, fit=FitSettings(WeightRounding.NEAREST, correction))
+        qmod = rq.convert_to_reference(prepared)
+        # Of the sums before the sigmoid, in float64 and not by our own kernels.
+        name = prepared.graph.fits[0].operator
+        sums = [reference.run_values(m, b)[name] for b in data for m in (prepared.mod, qmod)]
+        wide = np.stack(sums).astype("float64").reshape(len(data), 2, -1, 6)
+        errors[correction] = np.abs((wide[:, 1] - wide[:, 0]).mean(axis=(0, 1))).max()
+    assert errors[BiasCorrection.WEIGHT] < errors[BiasCorrection.NONE] / 5
+
+
+def test_prepare__fast_adds_nothing_and_the_ledger_says_what_was_not_corrected() -> None:
+    mod, _ = make_model("dense", "none")
+    prepared = prepare(mod, effort="fast")
+    assert not any(key.endswith(":bias") for key in prepared.graph.constants)
+    prepared = rq.calibrate(prepared, draw_batches(mod, 2), fit=FitSettings())
+    assert "not of 1 operator without a bias" in prepared.choices["weights"]
+    prepared = rq.calibrate(prepare(mod), draw_batches(mod, 2))
+    assert prepared.choices["weights"].endswith("bias correction weight")
+
+
+def test_prepare__backend_without_a_row_for_it_keeps_its_integers() -> None:
+    mod, _ = make_model("dense", "none", activation=False)
+    rows = tuple(row for row in rq.X86.patterns if "bias" not in row.pattern.name)
+    prepared = rq.prepare(mod, None, None, replace(rq.X86, patterns=rows))
+    assert prepared.plan.operator("linear").quantized
+    assert "linear:bias" not in prepared.graph.constants
+
+
+def test_prepare__line_for_a_pattern_still_decides() -> None:
+    mod, _ = make_model("dense", "none")
+    coarse = replace(rq.X86.default_qconfig, weight=rq.TensorConfig(COARSE, rq.MinMax()))
+    mapping = rq.QConfigMapping().set_global(rq.X86.default_qconfig)
+    prepared = rq.prepare(mod, None, mapping.set_object_type("dense_relu", coarse))
+    assert prepared.plan.group("act:weight").info.spec == COARSE
+
+
+@pytest.mark.parametrize("kind", ["conv2d", "dense"])
+def test_search__mapping_of_a_prepared_module_makes_it_again(kind: str) -> None:
+    """Also where it has to name operators by their place."""
+    shape, _, linear = LINEAR[kind]
+
+    def body(emit: Chain, x: relax.Expr) -> relax.Expr:
+        y = emit("block", linear(emit, x))
+        return emit("out", op.nn.relu(emit("block.sum", op.multiply(y, op.sigmoid(y)))))
+
+    mod = build_model(body, shape)
+    prepared = prepare(mod)
+    mapping = add_float_lines(prepared, ["block"], prepared.mapping)
+    with pytest.warns(UserWarning, match="Nothing is quantized"):
+        again = rq.prepare(mod, None, mapping)
+    assert not again.plan.operator("block").quantized
+    assert mapping == add_float_lines(again, ["block"], prepared.mapping)
+
+
+def test_prepare__added_product_shares_the_source_of_its_sum() -> None:
+    mod, _ = make_model("dense", "none")
+    note = '{"linear": {"node": "fc/MatMul", "op": "MatMul"}}'
+    mod["main"] = mod["main"].with_attr("relayquant.sources", note)
+    prepared = prepare(mod)
+    assert {"fc/MatMul"} <= set(prepared.plan.operator("act").sources)
+    kept = prepared.mod["main"].attrs["relayquant.sources"]
+    assert '"linear_unbiased": {"node": "fc/MatMul"' in str(kept)
