@@ -227,8 +227,9 @@ def test_pipeline__is_one_page_of_functions():
     """The stages in order, and what they decide; arguments, signatures and their documentation are
     in `settings`, `steps` and `quantizer`.
     """
-    lines = SOURCES["relayquant.flow.pipeline"].read_text("utf-8").splitlines()
-    body = [node for node in TREES["relayquant.flow.pipeline"].body if not isinstance(node, IMPORTS)]
+    page = f"{PACKAGE}.flow.pipeline"
+    lines = SOURCES[page].read_text("utf-8").splitlines()
+    body = [node for node in TREES[page].body if not isinstance(node, IMPORTS)]
     assert all(isinstance(node, ast.Expr | ast.FunctionDef) for node in body)
     assert len(lines) - body[1].lineno < 200
     arguments = [len(node.args.args) for node in body if isinstance(node, ast.FunctionDef)]
