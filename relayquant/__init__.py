@@ -5,7 +5,7 @@ from relayquant.base._tvm import check_versions
 check_versions()
 
 # What follows imports TVM, so it must come after the check of its version.
-from relayquant import extend, reference, relay, torch  # noqa: E402
+from relayquant import extend, relay, torch  # noqa: E402
 from relayquant.analysis import AccumulatorReport  # noqa: E402
 from relayquant.analysis.latency import Latency, measure_latency  # noqa: E402
 from relayquant.analysis.lint import Finding, Severity, lint, measure_growth  # noqa: E402
@@ -87,6 +87,7 @@ from relayquant.flow.steps import (  # noqa: E402
 from relayquant.formats.load import load  # noqa: E402
 from relayquant.formats.readers import import_onnx, import_tflite, import_torch, load_gguf  # noqa: E402
 from relayquant.formats.writers import GroupedForm, export_onnx  # noqa: E402
+from relayquant.ir import reference  # noqa: E402
 from relayquant.ir.ops import BUILTIN_OPS  # noqa: E402
 from relayquant.ir.plan import Plan, Support  # noqa: E402
 from relayquant.ir.rewrite import Skip  # noqa: E402
