@@ -5,12 +5,12 @@ Around the data flow. PyTorch is imported when a function of this package is cal
 """
 
 from relayquant.formats.readers import import_torch as load
-from relayquant.torch.conversion import convert
+from relayquant.torch.conversion import convert, convert_to_reference
 from relayquant.torch.custom_config import PrepareCustomConfig
 from relayquant.torch.define_by_run import Unseen, prepare
-from relayquant.torch.exported import export, quantize
+from relayquant.torch.exported import quantize
+from relayquant.torch.exporting import export
 from relayquant.torch.ranges import BatchNorm, Ranges
-from relayquant.torch.reference import convert_to_reference
 from relayquant.torch.training import from_module, prepare_qat
 
 __all__ = [

@@ -6,22 +6,18 @@ imported when a function here is called.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import tvm
 
 from relayquant.base.arguments import check_arguments
-from relayquant.errors import ConfigError, MissingDependencyError, ModelError
+from relayquant.errors import ConfigError
 from relayquant.flow.quantizer import quantize as quantize_module
-from relayquant.formats.readers import import_torch as load
 from relayquant.stages.backends import resolve_backend
 from relayquant.stages.effort import Effort, default_mapping, resolve_effort
 from relayquant.torch.custom_config import PrepareCustomConfig
-
-#: What torch.export says of a tensor that an earlier trace left where the module reads it.
-LEFT_BEHIND = "fake tensor in the exported program"
+from relayquant.torch.exporting import check_module, load_module
 
 
 @check_arguments
@@ -99,125 +95,3 @@ def apply_config(
         for name, asked in config.name_dtypes(backend).items()
     }
     return module, {**options, **dtypes, "qconfig_mapping": mapping, "backend": backend}
-
-
-@check_arguments
-def export(
-    module: Any,
-    example_inputs: tuple[Any, ...],
-    *,
-    example_kwargs: Mapping[str, Any] | None = None,
-    dynamic_shapes: Any = None,
-) -> Any:
-    """The `torch.export.ExportedProgram` of a module in evaluation mode; `load` takes it.
-
-    Raises:
-        MissingDependencyError: PyTorch is not installed.
-        ModelError: torch.export cannot export the module.
-    """
-    check_module(module)
-    import torch  # pyright: ignore[reportMissingImports]
-
-    inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
-    try:
-        with evaluation_mode(module), torch.no_grad():
-            return torch.export.export(
-                module,
-                inputs,
-                dict(example_kwargs) if example_kwargs else None,
-                dynamic_shapes=dynamic_shapes,
-            )
-    except Exception as error:
-        message = (
-            f"torch.export cannot export {type(module).__name__}: {type(error).__name__}: {error}"
-        )
-        if LEFT_BEHIND in str(error):
-            from relayquant.torch.state import ADVICE
-
-            message += f" It keeps state in a global, a hook or a closure. {ADVICE}"
-        raise ModelError(message, code="RQ207") from error
-
-
-def load_module(
-    module: Any,
-    example_inputs: tuple[Any, ...],
-    *,
-    example_kwargs: Mapping[str, Any] | None = None,
-    dynamic_shapes: Any = None,
-) -> tuple[tvm.IRModule, dict[str, Any]]:
-    """The Relax module of a module in evaluation mode; arguments as for `export`.
-
-    Raises:
-        MissingDependencyError: PyTorch is not installed.
-        ModelError: torch.export cannot export the module, an operator is not supported, or the
-            module keeps state between calls.
-    """
-    inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
-    program = export(module, inputs, example_kwargs=example_kwargs, dynamic_shapes=dynamic_shapes)
-    loaded = load(program)
-    check_state(module, inputs, example_kwargs)
-    return loaded
-
-
-def check_state(
-    module: Any, inputs: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
-) -> None:
-    """That a module in evaluation mode keeps no state in Python: see `check_stateless`.
-
-    Raises:
-        ModelError: it does.
-    """
-    from relayquant.torch.state import check_stateless
-
-    with evaluation_mode(module):
-        check_stateless(module, inputs, kwargs)
-
-
-def free_batch(inputs: Any) -> Any:
-    """Dynamic shapes of example inputs, at any depth of lists and dicts: the first axis, where it
-    holds more than one sample, as far as the module allows. None where no input has one.
-    """
-    import torch  # pyright: ignore[reportMissingImports]
-    from torch.utils import _pytree as pytree  # pyright: ignore[reportMissingImports]
-
-    def free(value: Any) -> Any:
-        is_batch = isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape[0] > 1
-        return {0: torch.export.Dim.AUTO} if is_batch else None
-
-    leaves, form = pytree.tree_flatten(inputs)
-    freed = list(map(free, leaves))
-    return pytree.tree_unflatten(freed, form) if any(freed) else None
-
-
-def check_module(module: Any) -> None:
-    """That it is a module of PyTorch's.
-
-    Raises:
-        MissingDependencyError: PyTorch is not installed.
-        ModelError: it is not.
-    """
-    try:
-        import torch  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        raise MissingDependencyError(
-            "Quantizing a PyTorch module needs PyTorch. Run: pip install 'relayquant[torch]'",
-            code="RQ503",
-        ) from None
-    if not isinstance(module, torch.nn.Module):
-        raise ModelError(
-            f"relayquant.torch takes a torch.nn.Module, got {type(module).__name__}. "
-            "For an exported program or a .pt2 file, use relayquant.torch.load.",
-            code="RQ207",
-        )
-
-
-@contextlib.contextmanager
-def evaluation_mode(module: Any) -> Iterator[None]:
-    """`module.eval()`, undone at the end: each part gets the mode back that it had."""
-    training = [part for part in module.modules() if part.training]
-    module.eval()
-    try:
-        yield
-    finally:
-        for part in training:
-            part.training = True

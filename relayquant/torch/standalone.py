@@ -30,7 +30,7 @@ from relayquant.stages.backends import resolve_backend
 from relayquant.stages.effort import Effort, default_mapping
 from relayquant.stages.prepared import PreparedModel
 from relayquant.torch.custom_config import PrepareCustomConfig, StandaloneRule, make_optional
-from relayquant.torch.exported import export, free_batch, load_module
+from relayquant.torch.exporting import export, free_batch, load_module
 from relayquant.torch.ranges import BatchNorm
 from relayquant.torch.reference_module import ReferenceModule
 from relayquant.torch.submodule_cut import (

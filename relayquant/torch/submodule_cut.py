@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from relayquant.errors import ModelError
-from relayquant.torch.exported import evaluation_mode
+from relayquant.torch.exporting import evaluation_mode
 
 Tensors = tuple[torch.Tensor, ...]
 

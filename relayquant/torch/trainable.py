@@ -27,7 +27,7 @@ from relayquant.ir.rewrite import Emitter, rewrite_main
 from relayquant.ir.rewrite.expressions import FunctionGraph, op_name
 from relayquant.stages.prepared import PreparedModel
 from relayquant.torch.batch_norm import FoldedNorm
-from relayquant.torch.exported import export
+from relayquant.torch.exporting import export
 from relayquant.torch.program import TorchProgram, Values, Visitor, build_program
 from relayquant.torch.ranges import Ranges
 from relayquant.torch.reference_module import ReferenceModule

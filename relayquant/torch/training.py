@@ -32,8 +32,8 @@ from relayquant.stages.effort import Effort, default_mapping, resolve_effort
 from relayquant.stages.prepared import PreparedModel
 from relayquant.torch.batch_norm import FoldedNorm, Normalization, find_folded, find_norms
 from relayquant.torch.custom_config import PrepareCustomConfig
-from relayquant.torch.exported import check_module, check_state, export, free_batch
-from relayquant.torch.exported import load as load_program
+from relayquant.torch.exporting import check_module, check_state, export, free_batch
+from relayquant.torch.exporting import load as load_program
 from relayquant.torch.ranges import BatchNorm, Ranges
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from relayquant.formats.readers import import_torch
 from relayquant.torch.define_by_run.arguments import read_result
 from relayquant.torch.define_by_run.blocks import Input, Inside, RunStep, StraightRun
 from relayquant.torch.define_by_run.tape import ModelConstants
-from relayquant.torch.exported import export
+from relayquant.torch.exporting import export
 
 #: name of the submodule that holds the steps; no attribute of the user's has it
 _STEPS = "relayquant steps"

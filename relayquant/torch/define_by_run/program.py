@@ -59,7 +59,7 @@ from relayquant.torch.define_by_run.tape import (
     TensorFile,
     has_equal_call,
 )
-from relayquant.torch.exported import check_state, export, load
+from relayquant.torch.exporting import check_state, export, load
 from relayquant.torch.state import Attributes, find_changed, list_attributes
 
 

@@ -27,7 +27,8 @@ from relayquant.torch.define_by_run.deferred import dequantize_tensor, quantize_
 from relayquant.torch.define_by_run.executing import CompiledModule
 from relayquant.torch.define_by_run.functions import PartFunction
 from relayquant.torch.define_by_run.tape import TensorFile
-from relayquant.torch.exported import apply_config, load_module
+from relayquant.torch.exported import apply_config
+from relayquant.torch.exporting import load_module
 from relayquant.torch.standalone import Shell, call_builder, place_in_shell
 from relayquant.torch.submodule_cut import TensorTree
 
