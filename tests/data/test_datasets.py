@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from relayquant.datasets import Dataset, InputInfo, open_dataset
 
+from relayquant.data import Dataset, InputInfo, open_dataset
 from relayquant.errors import ConfigError, DataError, DataWarning, format_count
 
 IMAGE = (InputInfo("image", ("n", 3, 4), "float32"),)

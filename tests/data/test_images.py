@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from relayquant.datasets import InputInfo
-from relayquant.datasets.images import (
+
+import relayquant as rq
+from relayquant.data import InputInfo
+from relayquant.data.images import (
     PRESETS,
     Preprocessing,
     list_images,
     open_images,
     read_labels,
 )
-
-import relayquant as rq
 
 Image = pytest.importorskip("PIL.Image")
 

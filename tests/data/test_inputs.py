@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import tvm
-from relayquant.datasets.inputs import describe_inputs
 from tvm import relax
 from tvm.script import ir as I
 from tvm.script import relax as R
 
+from relayquant.data.inputs import describe_inputs
 from relayquant.errors import ModelError
 
 
