@@ -1,116 +1,111 @@
-"""relayquant: post-training quantization for Apache TVM. The public names, nothing else."""
+"""relayquant: post-training quantization for Apache TVM. The public names, nothing else; each is
+loaded when it is first used.
+"""
 
+from typing import TYPE_CHECKING
+
+from relayquant.base import lazy
 from relayquant.base._tvm import check_versions
 
 check_versions()
 
-# What follows imports TVM, so it must come after the check of its version.
-from relayquant import extend, relay, torch  # noqa: E402
-from relayquant.analysis import AccumulatorReport  # noqa: E402
-from relayquant.analysis.latency import Latency, measure_latency  # noqa: E402
-from relayquant.analysis.lint import Finding, Severity, lint, measure_growth  # noqa: E402
-from relayquant.base.events import Callback  # noqa: E402
-from relayquant.base.qtypes import (  # noqa: E402
-    Granularity,
-    QParams,
-    QSpec,
-    Role,
-    Rounding,
-    Scheme,
-    ValueInfo,
-    choose_qparams,
-)
-from relayquant.base.runtime import Executor  # noqa: E402
-from relayquant.base.storage.module_file import save_module  # noqa: E402
-from relayquant.base.storage.qparams_file import load_qparams, save_qparams  # noqa: E402
-from relayquant.config import (  # noqa: E402
-    FLOAT16,
-    Accumulator,
-    BackendConfig,
-    DTypeConfig,
-    DTypeWithConstraints,
-    FixedOutput,
-    FloatConfig,
-    ModelType,
-    ObservationType,
-    Overflow,
-    OverflowBound,
-    PatternConfig,
-    QConfig,
-    QConfigMapping,
-    TensorConfig,
-)
-from relayquant.config.observers import (  # noqa: E402
-    MSE,
-    AverageMax,
-    Fixed,
-    KLDivergence,
-    MinMax,
-    MovingAverageMinMax,
-    Observer,
-    Percentile,
-)
-from relayquant.errors import (  # noqa: E402
-    AccuracyWarning,
-    ConfigError,
-    DataError,
-    DataWarning,
-    FileError,
-    MissingDependencyError,
-    ModelError,
-    QnnError,
-    RelayQuantError,
-    WorkerError,
-)
-from relayquant.flow.compression import compress_weights  # noqa: E402
-from relayquant.flow.equalization.layers import equalize_layers, smooth_activations  # noqa: E402
-from relayquant.flow.evaluation import (  # noqa: E402
-    accumulator_report,
-    compare,
-    ledger,
-    sensitivity,
-    verify,
-)
-from relayquant.flow.quantizer import quantize  # noqa: E402
-from relayquant.flow.refine.prepared_edit import (  # noqa: E402
-    load_prepared,
-    merge_statistics,
-    save_prepared,
-)
-from relayquant.flow.settings import Guard, GuardSettings  # noqa: E402
-from relayquant.flow.steps import (  # noqa: E402
-    calibrate,
-    convert_to_reference,
-    lower,
-    prepare,
-)
-from relayquant.formats.load import load  # noqa: E402
-from relayquant.formats.readers import import_onnx, import_tflite, import_torch, load_gguf  # noqa: E402
-from relayquant.formats.writers import GroupedForm, export_onnx  # noqa: E402
-from relayquant.ir import reference  # noqa: E402
-from relayquant.ir.ops import BUILTIN_OPS  # noqa: E402
-from relayquant.ir.plan import Plan, Support  # noqa: E402
-from relayquant.ir.rewrite import Skip  # noqa: E402
-from relayquant.plots import (  # noqa: E402
-    Report,
-    make_report,
-    plot_error_by_depth,
-    plot_latency,
-    plot_ranges,
-    plot_sensitivity,
-)
-from relayquant.stages.backends import ACCELERATOR, ARM, GENERIC, X86, default_backend  # noqa: E402
-from relayquant.stages.calibration.observer_selection import OutputSQNR  # noqa: E402
-from relayquant.stages.calibration.parameters import CalibrationContext  # noqa: E402
-from relayquant.stages.calibration.passes import Order  # noqa: E402
-from relayquant.stages.calibration.weights.adaround import AdaRoundSettings  # noqa: E402
-from relayquant.stages.calibration.weights.fit import BiasCorrection, FitSettings, WeightRounding  # noqa: E402
-from relayquant.stages.calibration.weights.ranges import RelativeMSE  # noqa: E402
-from relayquant.stages.compilation import compile, pipeline  # noqa: E402
-from relayquant.stages.conversion import AffineRule  # noqa: E402
-from relayquant.stages.effort import Effort  # noqa: E402
-from relayquant.stages.prepared import PreparedModel  # noqa: E402
-from relayquant.torch.finetuning import finetune  # noqa: E402
+
+if TYPE_CHECKING:
+    from relayquant import extend, relay, torch
+    from relayquant.analysis import AccumulatorReport
+    from relayquant.analysis.latency import Latency, measure_latency
+    from relayquant.analysis.lint import Finding, Severity, lint, measure_growth
+    from relayquant.base.events import Callback
+    from relayquant.base.qtypes import (
+        Granularity,
+        QParams,
+        QSpec,
+        Role,
+        Rounding,
+        Scheme,
+        ValueInfo,
+        choose_qparams,
+    )
+    from relayquant.base.runtime import Executor
+    from relayquant.base.storage.module_file import save_module
+    from relayquant.base.storage.qparams_file import load_qparams, save_qparams
+    from relayquant.config import (
+        FLOAT16,
+        Accumulator,
+        BackendConfig,
+        DTypeConfig,
+        DTypeWithConstraints,
+        FixedOutput,
+        FloatConfig,
+        ModelType,
+        ObservationType,
+        Overflow,
+        OverflowBound,
+        PatternConfig,
+        QConfig,
+        QConfigMapping,
+        TensorConfig,
+    )
+    from relayquant.config.observers import (
+        MSE,
+        AverageMax,
+        Fixed,
+        KLDivergence,
+        MinMax,
+        MovingAverageMinMax,
+        Observer,
+        Percentile,
+    )
+    from relayquant.errors import (
+        AccuracyWarning,
+        ConfigError,
+        DataError,
+        DataWarning,
+        FileError,
+        MissingDependencyError,
+        ModelError,
+        QnnError,
+        RelayQuantError,
+        WorkerError,
+    )
+    from relayquant.flow.compression import compress_weights
+    from relayquant.flow.equalization.layers import equalize_layers, smooth_activations
+    from relayquant.flow.evaluation import accumulator_report, compare, ledger, sensitivity, verify
+    from relayquant.flow.quantizer import quantize
+    from relayquant.flow.refine.prepared_edit import load_prepared, merge_statistics, save_prepared
+    from relayquant.flow.settings import Guard, GuardSettings
+    from relayquant.flow.steps import calibrate, convert_to_reference, lower, prepare
+    from relayquant.formats.load import load
+    from relayquant.formats.readers import import_onnx, import_tflite, import_torch, load_gguf
+    from relayquant.formats.writers import GroupedForm, export_onnx
+    from relayquant.ir import reference
+    from relayquant.ir.ops import BUILTIN_OPS
+    from relayquant.ir.plan import Plan, Support
+    from relayquant.ir.rewrite import Skip
+    from relayquant.plots import (
+        Report,
+        make_report,
+        plot_error_by_depth,
+        plot_latency,
+        plot_ranges,
+        plot_sensitivity,
+    )
+    from relayquant.stages.backends import ACCELERATOR, ARM, GENERIC, X86, default_backend
+    from relayquant.stages.calibration.observer_selection import OutputSQNR
+    from relayquant.stages.calibration.parameters import CalibrationContext
+    from relayquant.stages.calibration.passes import Order
+    from relayquant.stages.calibration.weights.adaround import AdaRoundSettings
+    from relayquant.stages.calibration.weights.fit import (
+        BiasCorrection,
+        FitSettings,
+        WeightRounding,
+    )
+    from relayquant.stages.calibration.weights.ranges import RelativeMSE
+    from relayquant.stages.compilation import compile, pipeline
+    from relayquant.stages.conversion import AffineRule
+    from relayquant.stages.effort import Effort
+    from relayquant.stages.prepared import PreparedModel
+    from relayquant.torch.finetuning import finetune
 
 __all__ = [
     "ACCELERATOR",
@@ -225,3 +220,65 @@ __all__ = [
     "torch",
     "verify",
 ]
+
+__getattr__, __dir__ = lazy.gather(
+    __name__,
+    {
+        "relayquant.analysis": "AccumulatorReport",
+        "relayquant.analysis.latency": "Latency measure_latency",
+        "relayquant.analysis.lint": "Finding Severity lint measure_growth",
+        "relayquant.base.events": "Callback",
+        "relayquant.base.qtypes": (
+            "Granularity QParams QSpec Role Rounding Scheme ValueInfo choose_qparams"
+        ),
+        "relayquant.base.runtime": "Executor",
+        "relayquant.base.storage.module_file": "save_module",
+        "relayquant.base.storage.qparams_file": "load_qparams save_qparams",
+        "relayquant.config": (
+            "Accumulator BackendConfig DTypeConfig DTypeWithConstraints FLOAT16 FixedOutput "
+            "FloatConfig ModelType ObservationType Overflow OverflowBound PatternConfig QConfig "
+            "QConfigMapping TensorConfig"
+        ),
+        "relayquant.config.observers": (
+            "AverageMax Fixed KLDivergence MSE MinMax MovingAverageMinMax Observer Percentile"
+        ),
+        "relayquant.errors": (
+            "AccuracyWarning ConfigError DataError DataWarning FileError MissingDependencyError "
+            "ModelError QnnError RelayQuantError WorkerError"
+        ),
+        "relayquant.flow.compression": "compress_weights",
+        "relayquant.flow.equalization.layers": "equalize_layers smooth_activations",
+        "relayquant.flow.evaluation": "accumulator_report compare ledger sensitivity verify",
+        "relayquant.flow.quantizer": "quantize",
+        "relayquant.flow.refine.prepared_edit": "load_prepared merge_statistics save_prepared",
+        "relayquant.flow.settings": "Guard GuardSettings",
+        "relayquant.flow.steps": "calibrate convert_to_reference lower prepare",
+        "relayquant.formats.load": "load",
+        "relayquant.formats.readers": "import_onnx import_tflite import_torch load_gguf",
+        "relayquant.formats.writers": "GroupedForm export_onnx",
+        "relayquant.ir.ops": "BUILTIN_OPS",
+        "relayquant.ir.plan": "Plan Support",
+        "relayquant.ir.rewrite": "Skip",
+        "relayquant.plots": (
+            "Report make_report plot_error_by_depth plot_latency plot_ranges plot_sensitivity"
+        ),
+        "relayquant.stages.backends": "ACCELERATOR ARM GENERIC X86 default_backend",
+        "relayquant.stages.calibration.observer_selection": "OutputSQNR",
+        "relayquant.stages.calibration.parameters": "CalibrationContext",
+        "relayquant.stages.calibration.passes": "Order",
+        "relayquant.stages.calibration.weights.adaround": "AdaRoundSettings",
+        "relayquant.stages.calibration.weights.fit": "BiasCorrection FitSettings WeightRounding",
+        "relayquant.stages.calibration.weights.ranges": "RelativeMSE",
+        "relayquant.stages.compilation": "compile pipeline",
+        "relayquant.stages.conversion": "AffineRule",
+        "relayquant.stages.effort": "Effort",
+        "relayquant.stages.prepared": "PreparedModel",
+        "relayquant.torch.finetuning": "finetune",
+    },
+    modules={
+        "extend": "relayquant.extend",
+        "reference": "relayquant.ir.reference",
+        "relay": "relayquant.relay",
+        "torch": "relayquant.torch",
+    },
+)

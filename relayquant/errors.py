@@ -12,8 +12,6 @@ import re
 import warnings
 from collections.abc import Iterable, Sequence
 
-import tvm_ffi
-
 
 class RelayQuantError(Exception):
     """Base of all errors raised on purpose by relayquant.
@@ -82,10 +80,6 @@ class AccuracyWarning(UserWarning):
 
 class DataWarning(UserWarning):
     """Calibration data looks wrong: `relayquant.lint` tells more."""
-
-
-# An exception that crosses a C++ frame of TVM keeps its Python type only when it is registered.
-tvm_ffi.register_error("QnnError", QnnError)
 
 
 CODE = re.compile(r"\[(RQ\d{3})\]")

@@ -38,7 +38,6 @@ def test_readme__checks_take_the_second_command_from_it() -> None:
 def test_readme__example_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("relayquant.pipeline", reason="the pipeline is not part of this tree")
     (example,) = find_blocks("python")
     monkeypatch.chdir(tmp_path)
     exec(compile(example, "README.md", "exec"), {})

@@ -78,8 +78,8 @@ print(f"{report.compared} values compared, equal: {report.is_equal}")
 # %%
 # Keep it
 # -------
-# The module is saved as JSON, the executable as a shared library. Loading the module again needs
-# ``import relayquant``, which makes TVM know the integer operators.
+# The module is saved as JSON, the executable as a shared library. In another process, loading the
+# module again needs ``import relayquant.extend``, which makes TVM know the integer operators.
 
 with tempfile.TemporaryDirectory() as folder:
     module_path, library_path = Path(folder) / "digits.json", Path(folder) / "digits.so"

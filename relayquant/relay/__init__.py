@@ -9,11 +9,11 @@ runs as it was (`quantize`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import tvm
 
+from relayquant.base import lazy
 from relayquant.base.arguments import check_arguments
 from relayquant.relay.attributes import Attrs
 from relayquant.relay.builder import build_module
@@ -39,18 +39,11 @@ __all__ = [
     "to_text",
 ]
 
-
 if TYPE_CHECKING:
     quantize: Any
 
-
-def __getattr__(name: str) -> Any:
-    """`quantize` stands above this room, where the whole data flow is known: it is loaded when it
-    is first used.
-    """
-    if name == "quantize":
-        return import_module("relayquant.flow.relay_scripts").quantize
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+# It stands above this room, where the whole data flow is known.
+__getattr__, __dir__ = lazy.gather(__name__, {"relayquant.flow.relay_scripts": "quantize"})
 
 
 @check_arguments
