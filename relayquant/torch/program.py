@@ -7,7 +7,7 @@ so that one program serves a module, its copies, and all their states.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -23,6 +23,7 @@ from relayquant.ir.reference.single_call import get_tensor_dtype
 from relayquant.ir.rewrite.attributes import read_attributes
 from relayquant.ir.rewrite.expressions import FunctionGraph, op_name
 from relayquant.ir.rewrite.graph import iterate_results
+from relayquant.ir.rewrite.lifetimes import find_ends
 from relayquant.stages.prepared import CalibrationGraph
 from relayquant.torch.operators import TORCH_OPERATORS
 from relayquant.torch.submodule_cut import Opening
@@ -251,15 +252,9 @@ class ProgramBuilder:
             own = [expr for i, expr in enumerate(fields) if i not in taken]
             result = own[0] if len(own) == 1 else relax.Tuple(own)
         kept = {*self.main.params, *relax.analysis.free_vars(result)}
-        last: dict[relax.Var, int] = {}
-        for i, step in enumerate(steps):
-            last.update(dict.fromkeys((step.var, *step.reads), i))
-        dead: list[list[relax.Var]] = [[] for _ in steps]
-        for var, i in last.items():
-            if var not in kept:
-                dead[i].append(var)
+        dead = find_ends(((step.var, *step.reads) for step in steps), kept)
         done = tuple(
-            TorchStep(s.var, s.compute, s.reads, tuple(d)) for s, d in zip(steps, dead, strict=True)
+            replace(step, dead=tuple(ended)) for step, ended in zip(steps, dead, strict=True)
         )
         return TorchProgram(
             self.graph,

@@ -16,6 +16,7 @@ from relayquant.ir.reference.frame import Frame
 from relayquant.ir.reference.inputs import bind_input
 from relayquant.ir.reference.interpreter import evaluate, flatten_value
 from relayquant.ir.rewrite.expressions import shape_of, static_sizes
+from relayquant.ir.rewrite.lifetimes import find_ends
 
 #: Kinds of arguments that a function remembers.
 MOST_CHECKED = 64
@@ -109,15 +110,7 @@ def describe_arguments(args: Sequence[Any]) -> tuple[Any, ...] | None:
 
 def find_dead(steps: Sequence[Step], kept: Set[relax.Var]) -> list[list[relax.Var]]:
     """For each step, the values that none behind it reads; but for those in `kept`."""
-    last: dict[relax.Var, int] = {}
-    for i, step in enumerate(steps):
-        for var in (*step.reads, step.var):
-            last[var] = i
-    dead: list[list[relax.Var]] = [[] for _ in steps]
-    for var, i in last.items():
-        if var not in kept:
-            dead[i].append(var)
-    return dead
+    return find_ends(((*step.reads, step.var) for step in steps), kept)
 
 
 def run_steps(frame: Frame, steps: Sequence[Step], dead: Sequence[Sequence[relax.Var]]) -> None:

@@ -4,6 +4,7 @@ each weight meets.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from relayquant.ir.reference.frame import Frame
 from relayquant.ir.reference.inputs import bind_input
 from relayquant.ir.reference.interpreter import evaluate, execute_binding
 from relayquant.ir.rewrite.graph import call_name
+from relayquant.ir.rewrite.lifetimes import find_ends
 
 #: Rows of data that products are computed of at once, at most, unless one batch has more.
 MOST_ROWS = 1024
@@ -145,15 +147,12 @@ def cut_stretches(func: relax.Function, uses: Mapping[relax.Var, WeightUse]) -> 
     stops = [i for i, binding in enumerate(bindings) if binding.var in uses]
     bindings = drop_moves(bindings[: stops[-1] + 1] if stops else [], uses)
     stops = [i for i, binding in enumerate(bindings) if binding.var in uses]
-    last: dict[relax.Var, int] = {}
-    for i, binding in enumerate(bindings):
-        for var in (binding.var, *find_read(binding, uses)):
-            last[var] = i
+    ends = find_ends((binding.var, *find_read(binding, uses)) for binding in bindings)
     stretches = []
     for start, stop in zip([0, *stops], [*stops, stops[-1] + 1 if stops else 0], strict=True):
         if start == stop:
             continue
-        dead = tuple(var for var, i in last.items() if start <= i < stop)
+        dead = tuple(itertools.chain.from_iterable(ends[start:stop]))
         own = tuple(bindings[start:stop])
         stretches.append(Stretch(uses.get(own[0].var), own, dead))
     return stretches

@@ -26,6 +26,7 @@ from relayquant.ir.reference.relax import OPERATORS
 from relayquant.ir.reference.single_call import compile_call, describe_operator, get_tensor_dtype
 from relayquant.ir.rewrite.attributes import read_attributes
 from relayquant.ir.rewrite.entry import name_main
+from relayquant.ir.rewrite.lifetimes import find_ends
 from relayquant.ir.rewrite.names import find_free_name
 
 Array = np.ndarray[Any, Any]
@@ -98,7 +99,7 @@ class ExecutedBinding:
 
 @dataclass(frozen=True)
 class Closure:
-    """A function that a variable is bound to, with the values it may use."""
+    """A function that a variable is bound to, with the outer values that it reads."""
 
     function: relax.Function
     frame: Frame
@@ -123,24 +124,20 @@ def execute_body(frame: Frame, body: Any, record: dict[str, Array] | None) -> An
     if not isinstance(body, relax.SeqExpr):
         return evaluate(frame, body, "result")
     bindings = list(iterate_bindings(body))
-    last_use: dict[Any, int] = {}
-    for number, binding in enumerate(bindings):
-        for var in relax.analysis.free_vars(binding.value):
-            last_use[var] = number
-    for var in relax.analysis.free_vars(body.body):
-        last_use[var] = len(bindings)
-    bound: set[Any] = set()
-    for number, binding in enumerate(bindings):
-        value = execute_binding(frame, binding)
-        if record is not None:
-            record_value(record, binding.var.name, value)
-            continue
-        bound.add(binding.var)
-        used = [*relax.analysis.free_vars(binding.value), binding.var]
-        for var in used:
-            # Only what this body bound: an outer body may still need the rest.
-            if var in bound and last_use.get(var, number) <= number:
-                frame.values.pop(var, None)
+    if record is not None:
+        for binding in bindings:
+            record_value(record, binding.var.name, execute_binding(frame, binding))
+        return evaluate(frame, body.body, "result")
+    # Only what this body binds ends in it: an outer body may still need the rest.
+    bound = {binding.var for binding in bindings}
+    used = ([binding.var, *relax.analysis.free_vars(binding.value)] for binding in bindings)
+    ends = find_ends(
+        (bound.intersection(each) for each in used), relax.analysis.free_vars(body.body)
+    )
+    for binding, ended in zip(bindings, ends, strict=True):
+        execute_binding(frame, binding)
+        for var in ended:
+            frame.values.pop(var, None)
     return evaluate(frame, body.body, "result")
 
 
@@ -148,7 +145,9 @@ def execute_binding(frame: Frame, binding: Any) -> Any:
     """Evaluate one binding and store its value."""
     name = binding.var.name
     if isinstance(binding.value, relax.Function):
-        value: Any = Closure(binding.value, frame)
+        outer = relax.analysis.free_vars(binding.value)
+        held = {var: frame.values[var] for var in outer if var in frame.values}
+        value: Any = Closure(binding.value, Frame(frame.mod, held, dict(frame.symbols)))
     else:
         value = evaluate(frame, binding.value, name)
     if isinstance(binding, relax.MatchCast):

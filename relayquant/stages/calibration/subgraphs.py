@@ -29,6 +29,7 @@ from relayquant.ir.rewrite.graph import (
     static_size,
     tensor_shape,
 )
+from relayquant.ir.rewrite.lifetimes import find_ends
 from relayquant.stages.prepared import CalibrationGraph, FitPoint
 
 
@@ -126,20 +127,17 @@ def split_graph(
         reads = [arg for var in needed for arg in read_values(view, var) if arg not in inside]
         wanted.append((needed, list(dict.fromkeys(reads))))
 
-    last_seen = find_last_seen(wanted, targets)
+    used = [
+        (*needed, *reads, *target) for (needed, reads), target in zip(wanted, targets, strict=True)
+    ]
+    ends = find_ends(used)
     constants = make_constants(view, wanted, data)
     functions: dict[str, relax.Function] = {}
     kept: list[list[relax.Var]] = []
     for i, (needed, _) in enumerate(wanted):
-        observed = set(targets[i])
-        kept.append(
-            [var for var in needed if (last_seen[var] > i or var in observed) and not is_shape(var)]
-        )
+        dropped = set(ends[i]) - set(targets[i])
+        kept.append([var for var in needed if var not in dropped and not is_shape(var)])
     waiting = {*view.func.params, *(var for vars_ in kept for var in vars_)}
-    expired: dict[int, list[str]] = {}
-    for var, i in last_seen.items():
-        if var in data and var in waiting:
-            expired.setdefault(i, []).append(var.name)
     segments = []
     for i, (needed, reads) in enumerate(wanted):
         keep = kept[i]
@@ -153,7 +151,7 @@ def split_graph(
                 tuple(var.name for var in inputs),
                 tuple(var.name for var in keep),
                 tuple(var.name for var in targets[i]),
-                tuple(expired.get(i, ())),
+                tuple(var.name for var in ends[i] if var in data and var in waiting),
                 stops[i].fits,
                 symbols,
             )
@@ -205,18 +203,6 @@ def list_results(view: Graph) -> Iterator[relax.Var]:
             continue
         if isinstance(expr.ty, relax.TensorType):
             yield expr
-
-
-def find_last_seen(
-    wanted: Sequence[tuple[list[relax.Var], list[relax.Var]]],
-    targets: Sequence[Sequence[relax.Var]],
-) -> dict[relax.Var, int]:
-    """Value -> index of the last segment that computes, reads or observes it."""
-    last: dict[relax.Var, int] = {}
-    for i, (needed, reads) in enumerate(wanted):
-        for var in (*needed, *reads, *targets[i]):
-            last[var] = i
-    return last
 
 
 def read_values(view: Graph, var: relax.Var) -> Iterator[relax.Var]:

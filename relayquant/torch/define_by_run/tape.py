@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode  # pyright: ignore[reportMissingIm
 
 from relayquant.base.storage.files import TEMPORARY, writing
 from relayquant.errors import ModelError
+from relayquant.ir.rewrite.lifetimes import find_ends
 from relayquant.torch.define_by_run.arguments import (
     SINGLE,
     FlatArguments,
@@ -187,6 +188,11 @@ class TapeStep:
     def writes(self) -> bool:
         """Whether it changes a tensor."""
         return self.target or bool(self.written)
+
+    def list_values(self) -> list[int]:
+        """Numbers of the values that it reads, returns or writes."""
+        numbers = (*self.operands, *self.results, *(value for _, value in self.written))
+        return [number for number in numbers if isinstance(number, int)]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -721,7 +727,7 @@ def replay(
             values[operand] = file.read(tape.stored[operand])
         return values[operand]
 
-    ends = find_last_uses(tape)
+    ends = find_ends(step.list_values() for step in tape.steps)
     with torch.no_grad():
         for i, step in enumerate(tape.steps):
             tensors = [find(operand) for operand in step.operands]
@@ -733,19 +739,6 @@ def replay(
             values.update((value, tensors[k]) for k, value in step.written)
             for value in ends[i]:
                 values.pop(value, None)
-
-
-def find_last_uses(tape: Tape) -> list[list[int]]:
-    """Of each step, the values that no later one reads."""
-    last: dict[int, int] = {}
-    for i, step in enumerate(tape.steps):
-        for value in (*step.operands, *step.results, *(value for _, value in step.written)):
-            if isinstance(value, int):
-                last[value] = i
-    ends: list[list[int]] = [[] for _ in tape.steps]
-    for value, i in last.items():
-        ends[i].append(value)
-    return ends
 
 
 def has_equal_call(step: TapeStep, other: TapeStep) -> bool:

@@ -392,3 +392,27 @@ def test_take__out_of_range():
     mod = build(lambda x, i: op.take(x, i, axis=0), data, indices)
     with pytest.raises(ModelError, match=r"take: indices 1\.\.9 do not fit an axis of length 4"):
         run(mod, [data, indices])
+
+
+def test_run__a_function_keeps_the_values_that_it_reads():
+    """Nothing else reads `y` after the function is made; its calls do."""
+
+    @I.ir_module
+    class Module:
+        @R.function
+        def main(x: R.Tensor((2,), "float32")) -> R.Tensor((2,), "float32"):
+            y: R.Tensor((2,), "float32") = R.add(x, R.const(1.0))
+
+            @R.function
+            def inner(z: R.Tensor((2,), "float32")) -> R.Tensor((2,), "float32"):
+                w: R.Tensor((2,), "float32") = R.multiply(z, y)
+                return w
+
+            once: R.Tensor((2,), "float32") = inner(x)
+            twice: R.Tensor((2,), "float32") = inner(once)
+            return twice
+
+    x = np.float32([2, -3])
+    (result,) = run(Module, x)
+    np.testing.assert_array_equal(result, x * (x + 1) ** 2)
+    np.testing.assert_array_equal(result, execute(relax.transform.LambdaLift()(Module), x)[0])
