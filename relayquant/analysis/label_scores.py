@@ -16,7 +16,7 @@ from relayquant.analysis.finding import Finding, Severity
 from relayquant.analysis.normalization import PixelForm, find_form, list_forms
 from relayquant.codegen.eager import EagerModule
 from relayquant.data import Batch, Dataset, InputInfo, count_samples, open_dataset
-from relayquant.data.inputs import describe_inputs
+from relayquant.data.item import describe_inputs
 from relayquant.errors import DataError, format_count
 from relayquant.ir.dialect.cost import count_macs
 from relayquant.ir.rewrite import Graph

@@ -21,7 +21,7 @@ from relayquant.analysis.label_scores import check_labels
 from relayquant.analysis.normalization import PIXEL_SLACK, PixelForm, find_form, list_forms
 from relayquant.base.arguments import check_arguments
 from relayquant.data import Dataset, count_samples, open_dataset
-from relayquant.data.inputs import describe_inputs
+from relayquant.data.item import describe_inputs
 from relayquant.errors import DataError, format_count
 from relayquant.ir.reference import run as run_reference
 from relayquant.ir.rewrite import Graph

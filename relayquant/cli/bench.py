@@ -40,7 +40,7 @@ from relayquant.cli.measure import bind_run
 from relayquant.codegen.kernels.isa.target import name_cpu, resolve_target
 from relayquant.config import BackendConfig
 from relayquant.data import InputInfo, open_dataset
-from relayquant.data.inputs import describe_inputs
+from relayquant.data.item import describe_inputs
 from relayquant.errors import ConfigError, ModelError, format_count
 from relayquant.ir.rewrite.entry import name_main
 from relayquant.plots.bench import kernel_table, latency_table, operator_table

@@ -17,12 +17,12 @@ from relayquant.cli.data import add_data, open_data
 from relayquant.cli.files import bind_weights, load_model, load_module
 from relayquant.cli.measure import compare_outputs
 from relayquant.data import open_dataset
-from relayquant.data.inputs import describe_inputs
+from relayquant.data.item import describe_inputs
 from relayquant.errors import ModelError
 from relayquant.ir.rewrite.entry import name_main
 from relayquant.plots import summary_table
-from relayquant.plots.compare import compare_table
 from relayquant.plots.pictures import check_picture, plot_error_by_depth
+from relayquant.plots.text import compare_table
 
 
 def add_parser(subparsers: Any) -> None:

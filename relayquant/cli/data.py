@@ -12,7 +12,7 @@ import tvm
 
 from relayquant.cli.files import bind_weights
 from relayquant.data.images import PRESETS, Preprocessing, list_images, open_images, read_labels
-from relayquant.data.inputs import describe_inputs
+from relayquant.data.item import describe_inputs
 from relayquant.errors import ConfigError, DataError, format_count
 
 

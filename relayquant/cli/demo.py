@@ -6,7 +6,6 @@ import argparse
 from typing import Any
 
 import relayquant as rq
-from relayquant.analysis.size import count_constant_bytes
 from relayquant.base.runtime import Executor
 from relayquant.cli.answer import Answer, ExitCode
 from relayquant.cli.arguments import add_backend, check_options, read_backend
@@ -14,6 +13,7 @@ from relayquant.cli.files import bind_weights
 from relayquant.cli.measure import time_interleaved
 from relayquant.demo import load_digits
 from relayquant.errors import format_count
+from relayquant.ir.rewrite.constants import count_constant_bytes
 from relayquant.plots import summary_table
 
 

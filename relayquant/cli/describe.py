@@ -6,13 +6,13 @@ import argparse
 from collections import Counter
 from pathlib import Path
 
-from relayquant.analysis.size import count_constant_bytes
 from relayquant.cli.answer import Answer, ExitCode
 from relayquant.cli.arguments import add_model
 from relayquant.cli.files import bind_weights, load_model
-from relayquant.data.inputs import describe_inputs
+from relayquant.data.item import describe_inputs
 from relayquant.errors import format_count
 from relayquant.ir.ledger import find_ledger
+from relayquant.ir.rewrite.constants import count_constant_bytes
 from relayquant.ir.rewrite.entry import name_main
 from relayquant.ir.rewrite.graph import Graph
 from relayquant.plots import list_findings

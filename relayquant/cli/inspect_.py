@@ -8,12 +8,12 @@ import argparse
 from collections import Counter
 from typing import Any
 
-from relayquant.analysis.size import count_constant_bytes
 from relayquant.cli.answer import Answer, ExitCode
 from relayquant.cli.arguments import add_model
 from relayquant.cli.files import load_model
 from relayquant.errors import format_count
 from relayquant.ir.ledger import find_ledger
+from relayquant.ir.rewrite.constants import count_constant_bytes
 from relayquant.ir.rewrite.graph import Graph
 from relayquant.plots import summary_table
 

@@ -34,7 +34,7 @@ from relayquant.cli.data import add_data, open_data
 from relayquant.cli.files import bind_weights, load_model, load_module
 from relayquant.cli.measure import bind_run
 from relayquant.data import open_dataset
-from relayquant.data.inputs import describe_inputs
+from relayquant.data.item import describe_inputs
 from relayquant.errors import ConfigError
 from relayquant.ir.rewrite.entry import name_main
 from relayquant.plots import ProgressReport

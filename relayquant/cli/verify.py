@@ -15,7 +15,7 @@ from relayquant.cli.arguments import check_options
 from relayquant.cli.data import add_data, open_data
 from relayquant.cli.files import load_module
 from relayquant.data import open_dataset
-from relayquant.data.inputs import describe_inputs
+from relayquant.data.item import describe_inputs
 from relayquant.errors import format_count
 from relayquant.flow.evaluation import compile_to_verify
 

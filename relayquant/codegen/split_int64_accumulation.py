@@ -23,7 +23,7 @@ from relayquant.ir.dialect.accumulator_range import (
     choose_sum_dtype,
     count_products,
 )
-from relayquant.ir.dialect.attrs import replace_attrs
+from relayquant.ir.dialect.operator import replace_attrs
 from relayquant.ir.rewrite import Emitter, Match, Pattern, Rule, Skip, apply_rules
 from relayquant.ir.rewrite.graph import constant_value
 

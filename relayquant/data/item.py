@@ -1,4 +1,4 @@
-"""Data sets, one item: what a user yields as a checked batch `{input: array}`."""
+"""Data sets, one item: what a model takes, and what a user yields as a checked batch."""
 
 from __future__ import annotations
 
@@ -7,9 +7,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import tvm
 from numpy.typing import NDArray
+from tvm import relax
 
-from relayquant.errors import ConfigError, DataError, format_count, suggest_name, suggest_sizes
+from relayquant.errors import (
+    ConfigError,
+    DataError,
+    ModelError,
+    format_count,
+    suggest_name,
+    suggest_sizes,
+)
+from relayquant.ir.rewrite import Graph
+from relayquant.ir.rewrite.graph import tensor_dtype, tensor_shape
 
 Batch = dict[str, NDArray[Any]]
 
@@ -297,3 +308,24 @@ def check_names(
 
 def list_names(inputs: tuple[InputInfo, ...]) -> str:
     return ", ".join(repr(info.name) for info in inputs)
+
+
+def describe_inputs(mod: tvm.IRModule) -> tuple[InputInfo, ...]:
+    """Names, shapes and dtypes of the parameters of main; dimensions of unknown size get a name.
+
+    Raises:
+        ModelError: there is no main, or an input is no tensor whose number of dimensions is known.
+    """
+    infos = []
+    for param in Graph(mod).func.params:
+        if not isinstance(param.ty, relax.TensorType) or param.ty.ndim < 0:
+            raise ModelError(
+                f"Input {param.name!r} is {param.ty}; relayquant needs a tensor whose number of "
+                "dimensions is known. Declare it so in the model.",
+                code="RQ204",
+            )
+        shape = tensor_shape(param)
+        if shape is None:
+            shape = tuple(f"{param.name}.{i}" for i in range(param.ty.ndim))
+        infos.append(InputInfo(param.name, shape, tensor_dtype(param)))
+    return tuple(infos)

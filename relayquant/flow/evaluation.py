@@ -21,7 +21,7 @@ from relayquant.analysis.sensitivity import Metric, SensitivityReport, measure_s
 from relayquant.base.arguments import check_arguments
 from relayquant.base.events import Callback, CallbackList
 from relayquant.data import open_dataset
-from relayquant.data.inputs import describe_inputs
+from relayquant.data.item import describe_inputs
 from relayquant.errors import ConfigError
 from relayquant.flow.equalization.cross_layer import add_exponents, read_exponents, scale_layers
 from relayquant.flow.pipeline import measure_sums

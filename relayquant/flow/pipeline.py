@@ -22,7 +22,7 @@ from relayquant.config import BackendConfig, OverflowBound, QConfigMapping
 from relayquant.config.observers import Fixed
 from relayquant.config.observers.base import NotFiniteError
 from relayquant.data import open_dataset
-from relayquant.data.inputs import describe_inputs
+from relayquant.data.item import describe_inputs
 from relayquant.errors import ModelError, format_count
 from relayquant.flow.equalization.cross_layer import read_exponents
 from relayquant.flow.equalization.equalize import equalize

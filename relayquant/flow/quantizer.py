@@ -11,7 +11,7 @@ import tvm
 
 from relayquant.analysis.sensitivity import Metric
 from relayquant.data import SpreadSample, open_dataset
-from relayquant.data.inputs import describe_inputs
+from relayquant.data.item import describe_inputs
 from relayquant.errors import AccuracyWarning, ConfigError, format_count, warn_user
 from relayquant.flow.pipeline import quantize_once
 from relayquant.flow.refine.guard import guard_module, start_sample

@@ -13,11 +13,10 @@ import onnx
 import tvm
 
 from relayquant.base.arguments import check_arguments
-from relayquant.base.storage.files import reading
+from relayquant.base.storage.files import DEFAULT_MAX_BYTES, PathLike, check_file, reading
 from relayquant.base.storage.module_file import ARCHIVE_SUFFIX, read_module
 from relayquant.errors import ModelError
 from relayquant.formats.readers import import_onnx, import_tflite, import_torch
-from relayquant.formats.readers.files import DEFAULT_MAX_BYTES, PathLike, check_file
 from relayquant.formats.readers.onnx.inputs import Inputs
 from relayquant.relay import decode_params, from_json, from_text, is_relay_json
 

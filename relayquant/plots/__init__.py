@@ -2,9 +2,7 @@
 takes long.
 """
 
-from relayquant.plots.analysis import findings_table, sensitivity_table
 from relayquant.plots.build import Report, make_report
-from relayquant.plots.compare import compare_table
 from relayquant.plots.pictures import (
     plot_error_by_depth,
     plot_latency,
@@ -12,7 +10,15 @@ from relayquant.plots.pictures import (
     plot_sensitivity,
 )
 from relayquant.plots.progress import ProgressReport
-from relayquant.plots.text import ledger_table, list_findings, make_console, summary_table
+from relayquant.plots.text import (
+    compare_table,
+    findings_table,
+    ledger_table,
+    list_findings,
+    make_console,
+    sensitivity_table,
+    summary_table,
+)
 
 __all__ = [
     "ProgressReport",

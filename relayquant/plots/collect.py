@@ -43,7 +43,6 @@ from relayquant.analysis.sensitivity import (
     name_metric,
     take_samples,
 )
-from relayquant.analysis.size import count_constant_bytes
 from relayquant.base.events import CallbackList
 from relayquant.base.qtypes import INTEGER_LIMITS
 from relayquant.base.runtime import Executor, LoadModule, as_tensor, count_cores
@@ -51,7 +50,7 @@ from relayquant.codegen.eager import EagerModule
 from relayquant.codegen.kernels.isa.target import resolve_target
 from relayquant.config import BackendConfig
 from relayquant.data import Dataset, count_samples, open_dataset
-from relayquant.data.inputs import describe_inputs
+from relayquant.data.item import describe_inputs
 from relayquant.errors import ConfigError
 from relayquant.flow.evaluation import align_modules, sensitivity
 from relayquant.flow.pipeline import measure_sums
@@ -59,6 +58,7 @@ from relayquant.flow.steps import calibrate, prepare
 from relayquant.ir.dialect.cost import count_macs
 from relayquant.ir.ledger import Ledger, LedgerRow, read_ledger
 from relayquant.ir.rewrite import Graph
+from relayquant.ir.rewrite.constants import count_constant_bytes
 from relayquant.ir.rewrite.graph import constant_value, free_vars
 from relayquant.stages.backends import find_backend
 from relayquant.stages.compilation import compile, compile_draft

@@ -22,12 +22,12 @@ from relayquant.base.arguments import check_arguments
 from relayquant.base.storage.files import write_whole
 from relayquant.codegen.eager import EagerModule
 from relayquant.data import open_dataset
-from relayquant.data.inputs import describe_inputs
+from relayquant.data.item import describe_inputs
 from relayquant.errors import ConfigError, MissingDependencyError
 from relayquant.ir.ops.find import match_operator, operand_constant
 from relayquant.ir.plan import GroupPlan
 from relayquant.ir.rewrite import Graph
-from relayquant.plots.compare import LOW_SQNR
+from relayquant.plots.text import LOW_SQNR
 from relayquant.stages.prepared import PreparedModel
 
 #: elements of a value that its histogram is made of

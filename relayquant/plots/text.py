@@ -1,4 +1,4 @@
-"""After the data flow: a ledger, or names with values, become tables of text."""
+"""After the data flow: a ledger, findings, sensitivity, errors of values: as tables of text."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from typing import Any, TextIO
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
+from relayquant.analysis import CompareReport
+from relayquant.analysis.compare import CompareRow
+from relayquant.analysis.lint import Finding, Severity
+from relayquant.analysis.sensitivity import SensitivityReport
 from relayquant.errors import format_count
 from relayquant.ir.ledger import Ledger
 from relayquant.plots.terminal_table import Column, Fit, FittedTable
@@ -116,3 +120,80 @@ def _list_passed_over(row: Mapping[str, Any]) -> str:
 def _text(row: Mapping[str, Any], key: str) -> str:
     value = row.get(key)
     return "" if value is None else str(value)
+
+
+def findings_table(findings: Sequence[Finding], title: str = "") -> Group:
+    """A line that counts the findings, and one for each."""
+    columns = [
+        Column("severity", [f.severity.value for f in findings], is_minor=True),
+        Column("check", [finding.check for finding in findings]),
+        Column("input", [f.where for f in findings], Fit.NAME, is_minor=True),
+        Column("what", [finding.what for finding in findings]),
+        Column("what to do", [finding.advice for finding in findings]),
+    ]
+    styles = ["" if f.severity is Severity.INFO else "yellow" for f in findings]
+    counts = [(kind, sum(f.severity is kind for f in findings)) for kind in Severity]
+    text = ", ".join(f"{count} {kind.value}" for kind, count in counts if count)
+    table = [FittedTable(columns, styles)] if findings else []
+    return stack(title, Text(text or "nothing looks wrong"), *table)
+
+
+def sensitivity_table(report: SensitivityReport, title: str = "", rows: int | None = None) -> Group:
+    """One line for each operator, the one that does the most damage first; at most `rows`."""
+    shown = report.rows[:rows]
+    columns = [
+        Column("operator", [row.name for row in shown], Fit.NAME),
+        Column("op", [row.op.removeprefix("nn.") for row in shown], is_minor=True),
+        Column(report.metric, [f"{row.score:.4g}" for row in shown], Fit.NUMBER),
+    ]
+    samples = format_count(report.samples, "sample")
+    first = Text(f"all {len(report.rows)} quantized: {report.score:.4g}, {samples}")
+    left = len(report.rows) - len(shown)
+    more = [Text(f"not shown: {format_count(left, 'operator')} that cost less")] if left else []
+    return stack(title, first, *([FittedTable(columns)] if shown else []), *more)
+
+
+#: below this SQNR a value is marked
+LOW_SQNR = 15.0
+
+
+def compare_table(report: CompareReport, title: str = "", *, show_all: bool = True) -> Group:
+    """What goes wrong where, and one line for each value in topological order.
+
+    Args:
+        report: What was compared.
+        title: A line above the table.
+        show_all: Whether values that are well off have a line, too.
+    """
+    lines = [
+        Text(f"{format_count(len(report.rows), 'value')}, {format_count(report.samples, 'sample')}")
+    ]
+    first, worst = report.first_below(LOW_SQNR), report.worst
+    if first is not None:
+        lines.append(Text(f"first below {LOW_SQNR:g} dB: {first.name}", "yellow"))
+    if worst is not None:
+        lines.append(Text(f"most damage alone: {worst.name}, {worst.isolated:.1f} dB"))
+    rows = [row for row in report.rows if show_all or row.sqnr < LOW_SQNR]
+    if not show_all:
+        left = format_count(len(report.rows) - len(rows), "value")
+        lines.append(Text(f"not shown: {left} of {LOW_SQNR:g} dB and more"))
+    return stack(title, *lines, *([value_table(rows)] if rows else []))
+
+
+def value_table(rows: Sequence[CompareRow]) -> FittedTable:
+    """The lines of a `compare_table`; what is not known stays empty."""
+    columns = [
+        Column("value", [row.name for row in rows], Fit.NAME),
+        Column("op", [row.op.removeprefix("nn.") for row in rows], is_minor=True),
+        Column("SQNR [dB]", [f"{row.sqnr:.1f}" for row in rows], Fit.NUMBER),
+        Column("alone [dB]", [show(row.isolated, ".1f") for row in rows], Fit.NUMBER),
+        Column("cosine", [f"{row.cosine:.5f}" for row in rows], Fit.NUMBER, is_minor=True),
+        Column("max error", [f"{row.max_error:.4g}" for row in rows], Fit.NUMBER),
+        Column("mean error", [f"{row.mean_error:.4g}" for row in rows], Fit.NUMBER, is_minor=True),
+        Column("saturated", [show(row.saturated, ".2%") for row in rows], Fit.NUMBER),
+    ]
+    return FittedTable(columns, ["yellow" if row.sqnr < LOW_SQNR else "" for row in rows])
+
+
+def show(value: float | None, form: str) -> str:
+    return "" if value is None else f"{value:{form}}"

@@ -19,8 +19,8 @@ from tvm import relax
 
 from relayquant.errors import ModelError, RelayQuantError, format_count, suggest_name
 from relayquant.ir.rewrite.editor import Editor
+from relayquant.ir.rewrite.function import SOURCES_ATTR
 from relayquant.ir.rewrite.graph import tensor_dtype, tensor_shape
-from relayquant.ir.rewrite.sources import SOURCES_ATTR
 from relayquant.relay import syntax
 from relayquant.relay.attributes import complete_attrs
 from relayquant.relay.operators import OPERATORS

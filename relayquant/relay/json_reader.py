@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from relayquant.errors import ModelError
-from relayquant.ir.rewrite.names import find_free_name
+from relayquant.ir.rewrite.function import find_free_name
 from relayquant.relay import syntax
 from relayquant.relay.attributes import Attrs, read_json_attrs
 from relayquant.relay.metadata import NodeGraph

@@ -20,8 +20,7 @@ from relayquant.base.arguments import check_fields, takes_arguments
 from relayquant.base.storage.files import check_writable
 from relayquant.config import BackendConfig, QConfigMapping
 from relayquant.data import Dataset, InputInfo, open_dataset
-from relayquant.data.inputs import describe_inputs
-from relayquant.data.item import is_array
+from relayquant.data.item import describe_inputs, is_array
 from relayquant.data.iterable import open_iterable
 from relayquant.errors import ConfigError
 from relayquant.flow.pipeline import lower_prepared

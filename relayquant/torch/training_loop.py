@@ -23,7 +23,7 @@ from relayquant.base.arguments import takes_arguments
 from relayquant.base.events import ProgressEvent, TrainingEvent
 from relayquant.base.storage.archive import Archive, read_archive, write_archive
 from relayquant.data import open_dataset
-from relayquant.data.inputs import describe_inputs
+from relayquant.data.item import describe_inputs
 from relayquant.errors import ConfigError, DataError, format_count
 from relayquant.ir.ops.find import find_pattern, match_operator
 from relayquant.ir.rewrite import Graph

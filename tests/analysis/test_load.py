@@ -11,7 +11,7 @@ from relayquant.analysis.loader import bind_loader, load_integers
 from relayquant.base.runtime import Executor
 from relayquant.codegen.eager import EagerModule
 from relayquant.data import open_dataset
-from relayquant.data.inputs import describe_inputs
+from relayquant.data.item import describe_inputs
 from relayquant.stages.compilation import compile_draft
 
 

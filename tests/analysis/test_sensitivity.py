@@ -19,7 +19,7 @@ from relayquant.analysis.sensitivity import (
 from relayquant.base.events import CallbackList
 from relayquant.base.runtime import Executor
 from relayquant.data import open_dataset
-from relayquant.data.inputs import describe_inputs
+from relayquant.data.item import describe_inputs
 from relayquant.stages.annotation import annotate
 
 

@@ -68,7 +68,7 @@ from relayquant.codegen.kernels.integer.row_quantize import RowQuantize, build_q
 from relayquant.codegen.kernels.integer.specs import Conv2d, Dense
 from relayquant.codegen.kernels.isa.base import Isa
 from relayquant.ir.reference import qnn
-from relayquant.ir.reference.row_softmax import softmax_along
+from relayquant.ir.reference.row_arithmetic import softmax_along
 
 
 @dataclass(frozen=True)

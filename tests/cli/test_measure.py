@@ -9,10 +9,10 @@ from tvm import relax
 from tvm.script import ir as I
 from tvm.script import relax as R
 
-from relayquant.analysis.size import count_constant_bytes
 from relayquant.base.runtime import Executor
 from relayquant.cli.measure import compare_outputs, time_interleaved
 from relayquant.errors import ModelError
+from relayquant.ir.rewrite.constants import count_constant_bytes
 
 
 @I.ir_module

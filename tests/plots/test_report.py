@@ -16,7 +16,7 @@ from tvm.relax import op
 
 import relayquant as rq
 from relayquant.data import open_dataset
-from relayquant.data.inputs import describe_inputs
+from relayquant.data.item import describe_inputs
 from relayquant.ir.rewrite import Graph
 from relayquant.plots import collect
 from relayquant.plots.collect import draw_image, find_sources, suggest_float

@@ -17,6 +17,7 @@ from relayquant.errors import (
     DataError,
     FileError,
     MissingDependencyError,
+    ModelError,
     RelayQuantError,
     format_count,
 )
@@ -261,3 +262,36 @@ def read_text(path: Path, max_bytes: int) -> str:
     if len(data) > max_bytes:
         raise ValueError(f"it has more than {format_count(max_bytes, 'byte')}")
     return data.decode("utf-8")
+
+
+#: Largest model that is read unless the caller allows more: weights included, in bytes.
+DEFAULT_MAX_BYTES = 8 * 2**30
+
+PathLike = str | os.PathLike[str]
+
+
+def check_file(path: PathLike, max_bytes: int, *, extra_bytes: int = 0) -> Path:
+    """`path` as Path, if it is a readable, non-empty file of at most `max_bytes`.
+
+    Raises:
+        ModelError: it is missing, no file, empty, unreadable or too large.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise ModelError(f"There is no model file {str(path)!r}.", code="RQ201")
+    if not path.is_file():
+        raise ModelError(f"{str(path)!r} is not a file but a folder or device.", code="RQ201")
+    size = path.stat().st_size + extra_bytes
+    if size == 0:
+        raise ModelError(f"The model file {str(path)!r} is empty.", code="RQ201")
+    if size > max_bytes:
+        raise ModelError(
+            f"The model {str(path)!r} has {format_count(size, 'byte')}, more than the limit of "
+            f"{max_bytes}. Pass a larger max_bytes if you trust it.",
+            code="RQ201",
+        )
+    if not os.access(path, os.R_OK):
+        raise ModelError(
+            f"The model file {str(path)!r} is not readable; check its permissions.", code="RQ201"
+        )
+    return path

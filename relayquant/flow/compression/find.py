@@ -17,8 +17,8 @@ from relayquant.errors import format_count
 from relayquant.flow.compression.sources import SourceKey, WeightSource, read_constant
 from relayquant.ir.dialect.legality import iterate_bindings
 from relayquant.ir.rewrite.constants import LARGEST
+from relayquant.ir.rewrite.function import read_sources
 from relayquant.ir.rewrite.graph import call_name
-from relayquant.ir.rewrite.sources import read_sources
 
 #: A tensor, and whether its axes are swapped.
 WeightKey: TypeAlias = tuple[SourceKey, bool]

@@ -17,7 +17,7 @@ from relayquant.base.grouping import GroupedWeight, GroupFormat, quantize_groups
 from relayquant.base.packing import count_bytes, count_groups
 from relayquant.base.storage.archive import Archive, read_archive, write_archive
 from relayquant.data import Batch, open_dataset
-from relayquant.data.inputs import describe_inputs
+from relayquant.data.item import describe_inputs
 from relayquant.errors import ConfigError, DataError, ModelError, format_count
 from relayquant.flow.compression.find import WeightKey, WeightUse
 from relayquant.flow.compression.fit import Gram, GroupFit, RunJobs, fit_groups

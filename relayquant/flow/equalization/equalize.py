@@ -24,7 +24,7 @@ import tvm
 from tvm import relax
 
 from relayquant.data import open_dataset
-from relayquant.data.inputs import describe_inputs
+from relayquant.data.item import describe_inputs
 from relayquant.ir.rewrite import Emitter, Graph, rewrite_main
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 

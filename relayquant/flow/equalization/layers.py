@@ -17,7 +17,7 @@ from relayquant.codegen.eager import EagerModule
 from relayquant.config import MODEL_TYPES, ModelType
 from relayquant.config.observers import Fixed
 from relayquant.data import Batch, SpreadSample, count_samples, open_dataset
-from relayquant.data.inputs import describe_inputs
+from relayquant.data.item import describe_inputs
 from relayquant.errors import ConfigError
 from relayquant.flow.equalization import cross_layer, smooth
 from relayquant.flow.equalization import cross_layer_per_channel as balance

@@ -28,7 +28,7 @@ from relayquant.data import (
     has_free_batch,
     open_dataset,
 )
-from relayquant.data.inputs import describe_inputs
+from relayquant.data.item import describe_inputs
 from relayquant.errors import AccuracyWarning, ConfigError, DataWarning, format_count, warn_user
 from relayquant.flow.pipeline import lower_prepared
 from relayquant.flow.refine.revert import keep_parameters

@@ -29,7 +29,7 @@ from relayquant.base.runtime import limit_blas, map_on_threads
 from relayquant.config import QConfig, QConfigMapping, TensorConfig
 from relayquant.config.observers import MinMax
 from relayquant.data import Dataset, open_dataset
-from relayquant.data.inputs import describe_inputs
+from relayquant.data.item import describe_inputs
 from relayquant.errors import ConfigError, DataWarning, warn_user
 from relayquant.flow.pipeline import calibrate_model, lower_prepared, prepare_model, review_prepared
 from relayquant.flow.refine.revert import describe_mapping

@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 
 from relayquant.base.arguments import check_arguments
-from relayquant.base.storage.files import reading
+from relayquant.base.storage.files import DEFAULT_MAX_BYTES, PathLike, check_file, reading
 from relayquant.errors import MissingDependencyError, ModelError, format_count
-from relayquant.formats.readers.files import DEFAULT_MAX_BYTES, PathLike, check_file
 
 #: Bytes of float32 for each byte of a file at most, unless the caller allows more: 2 bits are 16.
 MOST_GROWTH = 16

@@ -11,7 +11,7 @@ import tvm
 from tvm import relax
 
 from relayquant.ir.rewrite.editor import Editor
-from relayquant.ir.rewrite.sources import SOURCES_ATTR
+from relayquant.ir.rewrite.function import SOURCES_ATTR
 
 #: Prefix of the values that an importer named, until `name_values` removes it. The names that a
 #: frontend makes up ("lv1") hold no colon, so that a tensor of the model may be called "lv1" as

@@ -16,8 +16,8 @@ from tvm import relax
 
 from relayquant.errors import ModelError
 from relayquant.ir.rewrite import Graph
+from relayquant.ir.rewrite.function import find_free_name
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
-from relayquant.ir.rewrite.names import find_free_name
 
 #: from here on QuantizeLinear knows 16-bit and 4-bit integers (ONNX, operator QuantizeLinear), and
 #: Pad wraps around (since 19)

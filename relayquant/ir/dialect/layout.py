@@ -18,7 +18,7 @@ from tvm import relax
 from tvm.ir import Attrs, Call, make_node
 from tvm.s_tir.data_layout import slayout
 
-from relayquant.ir.dialect.attrs import replace_attrs
+from relayquant.ir.dialect.operator import replace_attrs
 
 
 def initial_letters(expr: Any) -> str | None:

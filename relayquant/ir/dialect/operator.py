@@ -1,14 +1,15 @@
-"""Dialect: what an operator is: one row that says everything TVM is told of it."""
+"""Dialect: an operator as one row, which says everything TVM is told of it, and its attributes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from tvm import relax
-from tvm.ir import Call, Op, register_op_attr
+from tvm.ir import Attrs, Call, Op, register_op_attr
 from tvm.relax import BlockBuilder
+from tvm_ffi.dataclasses import py_class
 
 from relayquant.ir.dialect.loops import has_known_shape
 from relayquant.ir.dialect.operands import Argument
@@ -75,3 +76,28 @@ def register_operators(operators: Sequence[Operator]) -> None:
         op.set_num_inputs(len(operator.arguments))
         for argument in operator.arguments:
             op.add_argument(argument.name, "Tensor", "")
+
+
+AttrsType = TypeVar("AttrsType", bound=type)
+
+
+def define_attrs(type_key: str) -> Callable[[AttrsType], AttrsType]:
+    """Register a class of attributes, or return the one registered before.
+
+    A type key is registered once per process, and this module may be imported again. Every field of
+    the class is always present. A rounding or an arithmetic is the `.value` of its enum
+    (`qtypes.Rounding`, `qtypes.Arithmetic`), because an attribute has to survive printing and JSON.
+    A module that holds these types loads only in a process that imported this package.
+    """
+    for known in Attrs.__subclasses__():
+        info = getattr(known, "__tvm_ffi_type_info__", None)
+        if info is not None and info.type_key == type_key:
+            return lambda _cls: known  # type: ignore[return-value]
+    return py_class(type_key)
+
+
+def replace_attrs(attrs: Any, **changes: Any) -> Any:
+    """A copy of typed attributes with some of them changed."""
+    fields = [field.name for field in type(attrs).__tvm_ffi_type_info__.fields]
+    values = {name: getattr(attrs, name) for name in fields}
+    return type(attrs)(**{**values, **changes})

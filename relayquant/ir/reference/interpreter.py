@@ -26,8 +26,8 @@ from relayquant.ir.reference.relax import OPERATORS
 from relayquant.ir.reference.single_call import compile_call, describe_operator, get_tensor_dtype
 from relayquant.ir.rewrite.attributes import read_attributes
 from relayquant.ir.rewrite.entry import name_main
+from relayquant.ir.rewrite.function import find_free_name
 from relayquant.ir.rewrite.lifetimes import find_ends
-from relayquant.ir.rewrite.names import find_free_name
 
 Array = np.ndarray[Any, Any]
 

@@ -1,13 +1,18 @@
-"""Constants of a module: is a weight that is handed over there already, are its numbers usable?"""
+"""Constants of a module: which are equal, how large they are, whether their numbers are usable."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+import tvm
+import tvm_ffi
 from tvm import relax
+from tvm.ir import GenericConst
 
+from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.graph import constant_value
 
 #: Squares of larger float32 numbers are infinite.
@@ -48,3 +53,45 @@ def count_huge(array: np.ndarray) -> int:
     if max(-float(array.min(initial=0)), float(array.max(initial=0))) <= LARGEST:
         return 0
     return int((np.isfinite(array) & (np.abs(array) > LARGEST)).sum())
+
+
+def share_constants(mod: tvm.IRModule) -> tvm.IRModule:
+    """The module with equal tensor constants of main as one object; `mod` is not changed.
+
+        a = matmul(x, const1); b = matmul(a, const2)  ->  ... matmul(a, const1)
+
+    Equal are constants of one type whose elements have the same bits: 0.0 and -0.0 differ, a NaN
+    equals its like. The last step of stages that make constants: rules compute from a weight once
+    for each use, and what they computed is held, saved and loaded once.
+    """
+    first: dict[tuple[str, bytes], GenericConst] = {}
+    swapped = False
+
+    def share(constant: GenericConst) -> GenericConst:
+        nonlocal swapped
+        digest = hashlib.blake2b(constant.value.numpy().tobytes()).digest()
+        found = first.setdefault((str(constant.ty), digest), constant)
+        swapped = swapped or not found.same_as(constant)
+        return found
+
+    main: Any = tvm_ffi.structural_map(mod["main"], (GenericConst, share))
+    if not swapped:
+        return mod
+    functions = {gvar: func for gvar, func in mod.functions_items() if gvar.name_hint != "main"}
+    return tvm.IRModule({**functions, mod.get_global_var("main"): main}, attrs=mod.attrs)
+
+
+def count_constant_bytes(mod: tvm.IRModule) -> int:
+    """Bytes of all constants of function main: weights, biases, and quantization parameters.
+
+    A constant that several operators read counts once.
+    """
+    sizes: dict[Any, int] = {}
+
+    def visit(expr: Any) -> None:
+        value = constant_value(expr)
+        if value is not None:
+            sizes[expr] = value.nbytes
+
+    relax.analysis.post_order_visit(Graph(mod).func, visit)
+    return sum(sizes.values())

@@ -17,10 +17,9 @@ from tvm.ir import Call, Op
 
 from relayquant.errors import ModelError
 from relayquant.ir.rewrite.entry import find_entry, name_main
-from relayquant.ir.rewrite.function import define_function
+from relayquant.ir.rewrite.function import define_function, find_free_name
 from relayquant.ir.rewrite.graph import free_vars
 from relayquant.ir.rewrite.inline import inline_functions
-from relayquant.ir.rewrite.names import find_free_name
 
 #: Comes after every helper that was defined for the same value.
 _LAST = 2**62

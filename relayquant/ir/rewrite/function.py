@@ -1,4 +1,6 @@
-"""Bindings -> a function, without the stack of open functions that TVM's builder shares.
+"""Functions: made of bindings, names of new values, and the source file's node of each value.
+
+Functions are made without the stack of open functions that TVM's builder shares.
 
 `BlockBuilder.function` notes each function that is being built in one list for the whole process:
 of two threads that build at once one fails, and what it noted stays there. Nothing here notes
@@ -7,7 +9,8 @@ anything, so it may run beside any other thread, and an exception leaves nothing
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import tvm
@@ -55,3 +58,25 @@ def make_main(
     mod = builder.finalize()
     mod["main"] = main.with_attr("global_symbol", "main")
     return mod
+
+
+def find_free_name(base: str, taken: Container[str], joint: str = ".") -> str:
+    """`base`, or `base.1`, `base.2`, ... where it is taken."""
+    name, number = base, 0
+    while name in taken:
+        number += 1
+        name = f"{base}{joint}{number}"
+    return name
+
+
+#: Attribute of main: JSON text, value name -> {"node": name, "op": operator, "constants": names of
+#: its weights and biases}; "constants" is absent where it has none.
+SOURCES_ATTR = "relayquant.sources"
+
+
+def read_sources(func: relax.Function) -> dict[str, dict[str, Any]]:
+    """Value name -> its row of `SOURCES_ATTR`; empty where nothing was recorded."""
+    attrs = func.attrs
+    if attrs is None or SOURCES_ATTR not in attrs:
+        return {}
+    return json.loads(str(attrs[SOURCES_ATTR]))

@@ -13,9 +13,8 @@ import tvm
 from tvm import relax
 from tvm.ir import Call
 
-from relayquant.ir.rewrite.function import define_function
+from relayquant.ir.rewrite.function import define_function, find_free_name
 from relayquant.ir.rewrite.graph import Graph, free_vars
-from relayquant.ir.rewrite.names import find_free_name
 
 #: Returns the new value of a binding (bound to the old name), or None to drop the binding.
 Visitor = Callable[["Emitter", relax.VarBinding], "relax.Expr | None"]

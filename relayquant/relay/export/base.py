@@ -12,8 +12,8 @@ from tvm import relax
 from tvm.ir import Call
 
 from relayquant.errors import ModelError
+from relayquant.ir.rewrite.function import find_free_name
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
-from relayquant.ir.rewrite.names import find_free_name
 from relayquant.relay import syntax
 from relayquant.relay.export.releases import Release, choose_attributes
 from relayquant.relay.printer import has_literal

@@ -30,8 +30,8 @@ from relayquant.ir.ops.find import order_rows
 from relayquant.ir.ops.passed_over import describe_owner, find_passed_over
 from relayquant.ir.plan import PassedOver, Plan, Support
 from relayquant.ir.rewrite import Graph, Match, Skip
+from relayquant.ir.rewrite.function import read_sources
 from relayquant.ir.rewrite.graph import call_name, tensor_dtype
-from relayquant.ir.rewrite.sources import read_sources
 
 #: patterns that are named for an operator that none of them matches
 MOST_NAMES = 4

@@ -20,8 +20,8 @@ from relayquant.ir.ops.callbacks import run_axis
 from relayquant.ir.ops.shape import CLAMPING
 from relayquant.ir.plan import GroupPlan
 from relayquant.ir.rewrite import Graph
+from relayquant.ir.rewrite.function import find_free_name
 from relayquant.ir.rewrite.graph import tensor_shape
-from relayquant.ir.rewrite.names import find_free_name
 from relayquant.stages.annotation.match import Claim
 
 #: A value as quantized in one way.

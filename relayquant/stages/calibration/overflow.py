@@ -12,14 +12,14 @@ from tvm import relax
 
 from relayquant.config.observers.base import NotFiniteError
 from relayquant.data import open_dataset
-from relayquant.data.inputs import describe_inputs
+from relayquant.data.item import describe_inputs
 from relayquant.errors import DataError, format_count
 from relayquant.ir.plan import Plan
 from relayquant.ir.reference import run_values
 from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.constants import LARGEST, count_huge
+from relayquant.ir.rewrite.function import read_sources
 from relayquant.ir.rewrite.graph import constant_value, free_vars
-from relayquant.ir.rewrite.sources import read_sources
 from relayquant.stages.prepared import PreparedModel
 
 

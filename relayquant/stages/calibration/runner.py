@@ -23,7 +23,7 @@ from relayquant.base.runtime import LoadModule, count_threads, limit_blas
 from relayquant.config.observers import MinMax, Observer
 from relayquant.config.observers.base import NotFiniteError
 from relayquant.data import Dataset, open_dataset
-from relayquant.data.inputs import describe_inputs
+from relayquant.data.item import describe_inputs
 from relayquant.errors import DataError
 from relayquant.ir.ops.base import group_weight
 from relayquant.stages.calibration.checkpoint import open_checkpoint, open_temporary

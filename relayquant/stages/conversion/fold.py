@@ -12,9 +12,9 @@ from relayquant.base.qtypes import INTEGER_LIMITS, Rounding
 from relayquant.ir.dialect import qnn
 from relayquant.ir.reference import run as run_numpy
 from relayquant.ir.rewrite import Emitter, Match, Pattern, Rule, Skip, apply_rules
+from relayquant.ir.rewrite.constants import share_constants
 from relayquant.ir.rewrite.function import make_main
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype
-from relayquant.ir.rewrite.share import share_constants
 from relayquant.ir.rewrite.walker import tidy_module
 from relayquant.stages.conversion.names import name_integers
 from relayquant.stages.conversion.qnn_form import read_dequantize, read_qparams

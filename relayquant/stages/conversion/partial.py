@@ -20,7 +20,7 @@ from relayquant.errors import ConfigError, suggest_name, warn_user
 from relayquant.ir.dialect.qnn.quantization import DEQUANTIZE, QUANTIZE
 from relayquant.ir.plan import GroupPlan, Plan
 from relayquant.ir.rewrite import Graph
-from relayquant.ir.rewrite.sources import read_sources
+from relayquant.ir.rewrite.function import read_sources
 from relayquant.stages.conversion import (
     add_ledger,
     adopt_reference,

@@ -22,8 +22,8 @@ from relayquant.ir.ops import Kind
 from relayquant.ir.ops.find import find_pattern, match_operator
 from relayquant.ir.plan import OperatorPlan, Plan
 from relayquant.ir.rewrite import Emitter, Graph, Match, rewrite_main
+from relayquant.ir.rewrite.function import SOURCES_ATTR, read_sources
 from relayquant.ir.rewrite.graph import constant_value, tensor_shape
-from relayquant.ir.rewrite.sources import SOURCES_ATTR, read_sources
 from relayquant.stages.preparation.dense import LINEAR
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import tvm
 
 from relayquant.ir.dialect.qnn.quantization import DEQUANTIZE, QUANTIZE
+from relayquant.ir.rewrite.constants import share_constants
 from relayquant.ir.rewrite.editor import Editor
+from relayquant.ir.rewrite.function import SOURCES_ATTR
 from relayquant.ir.rewrite.rule import OnSkip, log_skip, make_rule
-from relayquant.ir.rewrite.share import share_constants
-from relayquant.ir.rewrite.sources import SOURCES_ATTR
 from relayquant.stages.preparation.affine import (
     ARITHMETIC,
     NORMS,

@@ -21,7 +21,7 @@ from relayquant.errors import ModelError, format_count, warn_user
 from relayquant.ir.plan import Plan
 from relayquant.ir.rewrite.constants import LARGEST, count_huge
 from relayquant.ir.rewrite.editor import Editor
-from relayquant.ir.rewrite.sources import read_sources
+from relayquant.ir.rewrite.function import read_sources
 from relayquant.stages.preparation.bind import LAYOUTS
 from relayquant.stages.prepared import ConstantVariable
 

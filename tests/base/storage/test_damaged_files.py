@@ -26,13 +26,13 @@ from quantized_models import GraphBuilder
 from tvm.relax import op
 
 import relayquant as rq
-from relayquant.analysis.size import count_constant_bytes
 from relayquant.cli.files import load_mapping, load_module
 from relayquant.config.observers import MinMax
 from relayquant.data import InputInfo, open_dataset
 from relayquant.errors import RelayQuantError
 from relayquant.flow.refine.search_state import SearchState
 from relayquant.ir.ledger import find_ledger
+from relayquant.ir.rewrite.constants import count_constant_bytes
 from relayquant.relay import encode_params
 from relayquant.stages.calibration.checkpoint import FORMAT as CHECKPOINT
 from relayquant.stages.calibration.checkpoint import DataRecord, Workspace, check_binding, read_json

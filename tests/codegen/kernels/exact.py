@@ -8,7 +8,7 @@ from tvm.target import Target
 
 from relayquant.codegen.kernels.floating.row_norm import RowNorm
 from relayquant.codegen.kernels.integer.epilogue import Epilogue, Store
-from relayquant.ir.reference.row_sums import sum_rows
+from relayquant.ir.reference.row_arithmetic import sum_rows
 
 F32 = np.float32
 

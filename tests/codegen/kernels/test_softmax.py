@@ -12,7 +12,7 @@ from relayquant.codegen.kernels.integer.elementwise import Quantize
 from relayquant.codegen.kernels.integer.epilogue import Epilogue, Store
 from relayquant.errors import ConfigError
 from relayquant.ir.reference import qnn
-from relayquant.ir.reference.row_softmax import exponentiate, softmax_along
+from relayquant.ir.reference.row_arithmetic import exponentiate, softmax_along
 
 SCALE = 1 / 255
 

@@ -15,7 +15,7 @@ from tvm import relax
 import relayquant as rq
 from relayquant.analysis.outputs import OutputGap, count_differing, measure_gaps, rate_samples
 from relayquant.data import open_dataset
-from relayquant.data.inputs import describe_inputs
+from relayquant.data.item import describe_inputs
 from relayquant.demo import load_digits
 from relayquant.flow.refine import guard
 from relayquant.flow.refine.guard import (

@@ -8,8 +8,8 @@ from tvm.ir import GenericConst
 
 import relayquant as rq
 from relayquant.ir.reference import run as run_numpy
+from relayquant.ir.rewrite.constants import share_constants
 from relayquant.ir.rewrite.function import make_main
-from relayquant.ir.rewrite.share import share_constants
 from relayquant.stages.conversion import fold
 from relayquant.stages.preparation import canonical
 

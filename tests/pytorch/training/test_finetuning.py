@@ -11,7 +11,7 @@ from float_models import draw_batches, residual_model
 
 import relayquant as rq
 from relayquant.base.events import TrainingEvent
-from relayquant.data.inputs import describe_inputs
+from relayquant.data.item import describe_inputs
 from relayquant.demo import load_digits
 from relayquant.errors import ConfigError, DataError, FileError
 from relayquant.ir.reference import run

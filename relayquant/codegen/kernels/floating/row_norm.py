@@ -6,7 +6,7 @@
 With `divides` it is c / sqrt(...), as a model spells it. q and the scale are those of
 `integer.row_quantize`. The floats decide the integers, so that their arithmetic is stated: each
 operation is rounded by itself (products are fenced, or LLVM would contract them on some targets),
-and a sum along a row has one order on all of them, that of `reference.row_sums`: lane l of
+and a sum along a row has one order on all of them, that of `reference.row_arithmetic`: lane l of
 `SUM_LANES` adds up the elements l, l + SUM_LANES, ...; then halves are added to halves; what is
 left of the row follows, one by one.
 """

@@ -4,7 +4,7 @@
 
 The floats decide the integers behind them, so that their arithmetic is stated, as that of
 `row_norm` is: each operation is rounded by itself, and the sum has the order of
-`reference.row_sums`. The exponential, of numbers that are not above 0, is that of
+`reference.row_arithmetic`. The exponential, of numbers that are not above 0, is that of
 `reference.row_softmax`:
 
     n = rne(t / ln 2);  r = t - n * ln 2;  e^t = 2^n * P(r)

@@ -12,9 +12,8 @@ import onnx
 import onnx.inliner
 from onnx.external_data_helper import ExternalDataInfo, uses_external_data
 
-from relayquant.base.storage.files import reading
+from relayquant.base.storage.files import PathLike, check_file, reading
 from relayquant.errors import ModelError, format_count, suggest_name
-from relayquant.formats.readers.files import PathLike, check_file
 
 #: Broadcasting works as in numpy from here on; older models carry axis attributes that TVM ignores.
 MIN_OPSET = 7

@@ -15,7 +15,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from relayquant.formats.readers.onnx.functions import list_nodes
-from relayquant.ir.rewrite.names import find_free_name
+from relayquant.ir.rewrite.function import find_free_name
 
 HALF, FLOAT = TensorProto.FLOAT16, TensorProto.FLOAT
 

@@ -21,9 +21,8 @@ from tvm import relax
 
 from relayquant.base import _tvm
 from relayquant.base.arguments import check_arguments
-from relayquant.base.storage.files import reading
+from relayquant.base.storage.files import DEFAULT_MAX_BYTES, PathLike, reading
 from relayquant.errors import ModelError, format_count
-from relayquant.formats.readers.files import DEFAULT_MAX_BYTES, PathLike
 from relayquant.formats.readers.names import MARK, SourceNode, name_values
 from relayquant.formats.readers.onnx.bodies import Body, find_body, has_body
 from relayquant.formats.readers.onnx.broadcast import spread_operands

@@ -15,7 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 from relayquant.errors import format_count
 from relayquant.formats.readers.onnx.packed import unpack_bnb4, unpack_last
 from relayquant.formats.readers.refusal import NotConstant, Refusal
-from relayquant.ir.rewrite.names import find_free_name
+from relayquant.ir.rewrite.function import find_free_name
 
 #: 4-bit and 2-bit tensors, which TVM cannot hold as constants: type -> the type that can
 WIDENED = {

@@ -11,9 +11,8 @@ import tvm
 
 from relayquant.base import _tvm
 from relayquant.base.arguments import check_arguments
-from relayquant.base.storage.files import reading
+from relayquant.base.storage.files import DEFAULT_MAX_BYTES, PathLike, check_file, reading
 from relayquant.errors import MissingDependencyError, ModelError, RelayQuantError, format_count
-from relayquant.formats.readers.files import DEFAULT_MAX_BYTES, PathLike, check_file
 from relayquant.formats.readers.names import SourceNode, name_values
 from relayquant.formats.readers.refusal import OTHERWISE
 from relayquant.formats.readers.tflite.converter import make_converter

@@ -18,9 +18,8 @@ from tvm.ir import Call
 
 from relayquant.base import _tvm
 from relayquant.base.arguments import check_arguments
-from relayquant.base.storage.files import reading
+from relayquant.base.storage.files import DEFAULT_MAX_BYTES, check_file, reading
 from relayquant.errors import MissingDependencyError, ModelError, format_count
-from relayquant.formats.readers.files import DEFAULT_MAX_BYTES, check_file
 from relayquant.formats.readers.names import MARK, SourceNode, name_values
 from relayquant.formats.readers.refusal import describe_failure
 from relayquant.formats.readers.torch.archive import drop_stacks, read_program, silence_torch

@@ -12,7 +12,6 @@ from tvm.relax import BlockBuilder
 from relayquant.base.qtypes import Arithmetic, Rounding, has_exact_sums
 from relayquant.ir.dialect import fixed_point
 from relayquant.ir.dialect.accumulator_range import choose_product_dtype
-from relayquant.ir.dialect.attrs import define_attrs, replace_attrs
 from relayquant.ir.dialect.construct import (
     Operand,
     Parameter,
@@ -46,7 +45,7 @@ from relayquant.ir.dialect.operands import (
     check_zero_point,
     get_operands,
 )
-from relayquant.ir.dialect.operator import LegalizeFunc, Operator
+from relayquant.ir.dialect.operator import LegalizeFunc, Operator, define_attrs, replace_attrs
 from relayquant.ir.dialect.parameters import PrimExpr, Reader, compute_tensor
 from relayquant.ir.rewrite.graph import static_size
 

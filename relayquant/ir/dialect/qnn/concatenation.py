@@ -15,7 +15,6 @@ from tvm.sym import Analyzer
 from relayquant.base.qtypes import Arithmetic, Rounding
 from relayquant.errors import QnnError, format_count
 from relayquant.ir.dialect import fixed_point
-from relayquant.ir.dialect.attrs import define_attrs, replace_attrs
 from relayquant.ir.dialect.construct import (
     Operand,
     Parameter,
@@ -50,7 +49,7 @@ from relayquant.ir.dialect.operands import (
     show_shape,
     zero_point_argument,
 )
-from relayquant.ir.dialect.operator import Operator
+from relayquant.ir.dialect.operator import Operator, define_attrs, replace_attrs
 from relayquant.ir.dialect.parameters import Reader, compute_tensor
 
 __all__ = ["concatenate"]

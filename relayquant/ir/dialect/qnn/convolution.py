@@ -14,7 +14,6 @@ from tvm_ffi import Array
 
 from relayquant.errors import QnnError, format_count
 from relayquant.ir.dialect import fixed_point
-from relayquant.ir.dialect.attrs import define_attrs, replace_attrs
 from relayquant.ir.dialect.construct import (
     Operand,
     Parameter,
@@ -50,7 +49,7 @@ from relayquant.ir.dialect.operands import (
     show_dimension,
     show_shape,
 )
-from relayquant.ir.dialect.operator import InferFunc, Operator
+from relayquant.ir.dialect.operator import InferFunc, Operator, define_attrs, replace_attrs
 from relayquant.ir.dialect.parameters import PrimExpr, Reader, compute_tensor
 
 __all__ = ["conv1d", "conv2d", "conv2d_transpose"]

@@ -16,7 +16,6 @@ from tvm.relax import BlockBuilder
 
 from relayquant.base.packing import CODE_BITS, count_bytes, count_groups
 from relayquant.errors import QnnError, format_count
-from relayquant.ir.dialect.attrs import define_attrs
 from relayquant.ir.dialect.construct import Operand, Parameter, make_call
 from relayquant.ir.dialect.loops import name_hint
 from relayquant.ir.dialect.operands import (
@@ -28,7 +27,7 @@ from relayquant.ir.dialect.operands import (
     show_dimension,
     show_shape,
 )
-from relayquant.ir.dialect.operator import Operator
+from relayquant.ir.dialect.operator import Operator, define_attrs
 from relayquant.ir.dialect.parameters import PrimExpr, compute_tensor
 
 __all__ = ["grouped_dense", "grouped_take", "quantize_rows"]

@@ -9,7 +9,6 @@ from tvm import relax, te, tirx
 from tvm.ir import Attrs, Call
 from tvm.relax import BlockBuilder
 
-from relayquant.ir.dialect.attrs import define_attrs
 from relayquant.ir.dialect.construct import Operand, Parameter, make_call
 from relayquant.ir.dialect.linear import (
     LINEAR_OPERANDS,
@@ -28,7 +27,7 @@ from relayquant.ir.dialect.operands import (
     show_shape,
     zero_point_argument,
 )
-from relayquant.ir.dialect.operator import Operator
+from relayquant.ir.dialect.operator import Operator, define_attrs
 from relayquant.ir.dialect.parameters import PrimExpr, Reader, compute_tensor
 
 __all__ = ["batch_matmul", "dense"]

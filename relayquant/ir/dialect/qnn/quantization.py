@@ -11,7 +11,6 @@ from tvm.relax import BlockBuilder
 
 from relayquant.base.qtypes import Arithmetic, Rounding
 from relayquant.ir.dialect import fixed_point
-from relayquant.ir.dialect.attrs import define_attrs
 from relayquant.ir.dialect.construct import (
     Operand,
     Parameter,
@@ -37,7 +36,7 @@ from relayquant.ir.dialect.operands import (
     scale_argument,
     zero_point_argument,
 )
-from relayquant.ir.dialect.operator import Operator
+from relayquant.ir.dialect.operator import Operator, define_attrs
 from relayquant.ir.dialect.parameters import PrimExpr, Reader
 
 __all__ = ["dequantize", "quantize", "requantize"]

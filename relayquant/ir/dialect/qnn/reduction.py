@@ -18,7 +18,6 @@ from relayquant.base.qtypes import Arithmetic, Rounding, has_exact_sums
 from relayquant.errors import QnnError
 from relayquant.ir.dialect import fixed_point
 from relayquant.ir.dialect.accumulator_range import choose_total_dtype
-from relayquant.ir.dialect.attrs import define_attrs, replace_attrs
 from relayquant.ir.dialect.construct import (
     Operand,
     Parameter,
@@ -50,7 +49,7 @@ from relayquant.ir.dialect.operands import (
     count_windows,
     get_operands,
 )
-from relayquant.ir.dialect.operator import Operator
+from relayquant.ir.dialect.operator import Operator, define_attrs, replace_attrs
 from relayquant.ir.dialect.parameters import PrimExpr, Reader, compute_tensor
 from relayquant.ir.rewrite.graph import static_size, tensor_dtype
 

@@ -12,7 +12,6 @@ from tvm.relax import BlockBuilder
 
 from relayquant.base.qtypes import INTEGER_LIMITS, Rounding
 from relayquant.ir.dialect import fixed_point
-from relayquant.ir.dialect.attrs import define_attrs
 from relayquant.ir.dialect.construct import (
     Operand,
     Parameter,
@@ -32,7 +31,7 @@ from relayquant.ir.dialect.operands import (
     scale_argument,
     zero_point_argument,
 )
-from relayquant.ir.dialect.operator import Operator
+from relayquant.ir.dialect.operator import Operator, define_attrs
 from relayquant.ir.dialect.parameters import PrimExpr, compute_tensor
 
 __all__ = ["simulated_dequantize", "simulated_quantize"]

@@ -13,7 +13,6 @@ from tvm.relax import BlockBuilder
 from relayquant.base.qtypes import Arithmetic, Rounding
 from relayquant.errors import QnnError
 from relayquant.ir.dialect import fixed_point
-from relayquant.ir.dialect.attrs import define_attrs
 from relayquant.ir.dialect.construct import (
     Operand,
     Parameter,
@@ -34,7 +33,7 @@ from relayquant.ir.dialect.operands import (
     get_operands,
     make_tensor_type,
 )
-from relayquant.ir.dialect.operator import Operator
+from relayquant.ir.dialect.operator import Operator, define_attrs
 from relayquant.ir.dialect.parameters import PrimExpr, Reader
 from relayquant.ir.reference.fixed_point import get_fixed_point_multiplier
 

@@ -31,8 +31,7 @@ from relayquant.ir.reference.relax.attributes import (
     widen_factors,
 )
 from relayquant.ir.reference.relax.tensors import truncate_divide
-from relayquant.ir.reference.row_softmax import softmax_along
-from relayquant.ir.reference.row_sums import mean_along
+from relayquant.ir.reference.row_arithmetic import mean_along, softmax_along
 
 # Activations -----------------------------------------------------------------------------------
 

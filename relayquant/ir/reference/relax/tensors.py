@@ -23,7 +23,7 @@ from relayquant.ir.reference.relax.attributes import (
     to_ints,
     widen,
 )
-from relayquant.ir.reference.row_sums import mean_along
+from relayquant.ir.reference.row_arithmetic import mean_along
 
 # Elementwise -----------------------------------------------------------------------------------
 
