@@ -8,7 +8,7 @@ from tvm import relax
 from tvm.script import ir as I
 from tvm.script import relax as R
 
-from relayquant.data.inputs import describe_inputs
+from relayquant.data.item import describe_inputs
 from relayquant.errors import ModelError
 
 
