@@ -8,13 +8,16 @@ import signal
 from pathlib import Path
 
 import pytest
+from drawing import FULL, QUICK
 from hypothesis import settings
 from real_relay import VARIABLE, RealRelay
 
 # A change must not fail by what was drawn on that day: `--hypothesis-profile=drawn` draws anew.
-settings.register_profile("fixed", derandomize=True)
-settings.register_profile("drawn", derandomize=False)
-settings.load_profile("fixed")
+# `--hypothesis-profile=full` takes all examples, as `.ci/run` does.
+settings.register_profile("quick", derandomize=True, max_examples=QUICK)
+settings.register_profile("full", derandomize=True, max_examples=FULL)
+settings.register_profile("drawn", derandomize=False, max_examples=FULL)
+settings.load_profile("quick")
 
 # A shell lets what it starts in the background ignore Ctrl-C, which the tests of interruptions send
 # to themselves and to their children: they would wait for ever.

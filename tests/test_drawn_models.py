@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from drawing import count_examples
 from float_models import draw_batches
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -18,7 +19,7 @@ from relayquant.flow.testing.check import observe_parameters
 @pytest.mark.slow
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
 @settings(
-    max_examples=150,
+    max_examples=count_examples(150),
     deadline=None,
     phases=(Phase.explicit, Phase.generate),
     suppress_health_check=list(HealthCheck),

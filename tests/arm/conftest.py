@@ -15,12 +15,6 @@ import pytest
 from emulator import Emulator, find_or_set_up
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line(
-        "markers", "slow: takes more than a few seconds; -m 'not slow' skips it"
-    )
-
-
 @pytest.fixture(scope="session")
 def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
     """The aarch64 environment; skips with a message where it cannot be had."""

@@ -11,6 +11,7 @@ from functools import partial
 import numpy as np
 import pytest
 import tvm
+from drawing import count_examples
 from float_models import MAP, build_model, draw_batches, residual_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -88,7 +89,7 @@ def make_product(kind: str, seed: int, k: int) -> tuple[tvm.IRModule, dict, np.n
     return build_model(conv, x.shape), {"x": x}, sums + bias.astype("int64").reshape(1, 3, 1)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=count_examples(40), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     kind=st.sampled_from(["dense", "conv", "batch_matmul"]),
     seed=st.integers(0, 10**6),

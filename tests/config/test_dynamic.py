@@ -9,6 +9,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import tvm
+from drawing import count_examples
 from float_models import MAP, build_model, draw_batches
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -376,7 +377,7 @@ ROWS = st.lists(st.floats(-1e6, 1e6, width=32, allow_subnormal=False), min_size=
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=count_examples(60), deadline=None)
 @given(x=ROWS, dtype=st.sampled_from(["uint8", "int8"]), bits=st.sampled_from([7, 8]))
 def test_quantize_at_run_time__errs_by_half_a_step(x, dtype, bits):
     low = 0 if dtype == "uint8" else -(2 ** (bits - 1))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from drawing import count_examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -113,7 +114,7 @@ def test_archive__batches(tmp_path, save_with, name):
         np.testing.assert_array_equal(np.concatenate([b["image"] for b in dataset]), DATA)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=count_examples(25), deadline=None)
 @given(st.integers(1, 9), st.integers(1, 9), st.booleans(), st.booleans())
 def test_archive_and_array__batch_size(count, size, fixed, fortran):
     data = np.arange(count * 6, dtype="float32").reshape(count, 2, 3)

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import tvm
+from drawing import count_examples
 from float_models import MAP, build_model, draw_batches, residual_model
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -266,7 +267,7 @@ def test_quantize__unknown_backend():
 
 
 @settings(
-    max_examples=140,
+    max_examples=count_examples(140),
     deadline=None,
     derandomize=True,
     phases=(Phase.explicit, Phase.generate),

@@ -1,7 +1,7 @@
 """A table of models: each is imported, quantized from a few samples, compiled and run, and its
 answers are compared with those of the float model.
 
-`pytest -m slow tests/models/test_model_table.py` runs the rows that take long as well.
+`pytest -m nightly tests/models/test_model_table.py` runs the rows that take long as well.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ CHEAP = ("squeezenet",)
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if name in CHEAP else pytest.mark.slow) for name in LIGHT],
+    [pytest.param(name, marks=() if name in CHEAP else pytest.mark.nightly) for name in LIGHT],
 )
 def test_light_model__quantized_compiled_and_run(name):
     if not find_path(name).exists():

@@ -1,7 +1,7 @@
 """Networks from outside: each is loaded as it is, quantized, compiled and run, and follows its
 float model.
 
-`pytest -m slow tests/models/test_networks.py` runs those that take longer.
+`pytest -m nightly tests/models/test_networks.py` runs those that take longer.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def measure_decibels(real: np.ndarray, got: np.ndarray) -> float:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.slow if ROWS[name].is_slow else ()) for name in ROWS],
+    [pytest.param(name, marks=pytest.mark.nightly if ROWS[name].is_slow else ()) for name in ROWS],
 )
 def test_network__quantized_compiled_and_run(name, shared_data):
     network, row = NETWORKS[name](shared_data), ROWS[name]

@@ -18,7 +18,7 @@ from torch_architectures import ARCHITECTURES  # noqa: E402
 LEAST_SQNR = 20.0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("batch", ["static", "symbolic"])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_architecture__float_and_integer(name, batch):

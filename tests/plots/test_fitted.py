@@ -8,6 +8,7 @@ import io
 import re
 
 import pytest
+from drawing import count_examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
@@ -79,7 +80,7 @@ def test_tables__fit_the_terminal(what: str, width: int) -> None:
         assert NAMES[1] in text or what == "ledger, in float"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=count_examples(100), deadline=None)
 @given(
     st.lists(
         st.tuples(st.sampled_from(Fit), st.booleans(), st.text("ab /", max_size=40)),

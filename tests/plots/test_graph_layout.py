@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from drawing import count_examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -37,7 +38,7 @@ def check(count: int, edges: list[tuple[int, int]]) -> None:
         assert heights == sorted(heights)
 
 
-@settings(max_examples=50)
+@settings(max_examples=count_examples(50))
 @given(networks())
 def test_lay_out__boxes_are_apart_and_edges_go_down(network):
     check(*network)

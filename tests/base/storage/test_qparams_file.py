@@ -8,6 +8,7 @@ import json
 
 import numpy as np
 import pytest
+from drawing import count_examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +18,7 @@ from relayquant.errors import ConfigError
 scales = st.floats(2.0**-60, 2.0**60, width=32)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=count_examples(30), deadline=None)
 @given(st.dictionaries(st.text(min_size=1, max_size=8), st.tuples(scales, st.integers(0, 255))))
 def test_save_load__exact(tmp_path_factory, rows):
     path = tmp_path_factory.mktemp("q") / "q.json"

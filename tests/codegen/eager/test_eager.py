@@ -7,6 +7,7 @@ import threading
 import numpy as np
 import pytest
 import tvm
+from drawing import count_examples
 from float_models import MAP, build_model, draw_batches, residual_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -269,7 +270,7 @@ def rounded() -> EagerModule:
     return module
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=count_examples(150))
 @given(
     values=st.lists(st.floats(width=32, allow_nan=True, allow_infinity=True), max_size=70),
     scale=st.floats(2.0**-20, 2.0**20, width=32),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from drawing import count_examples
 from float_models import draw_batches, residual_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -54,7 +55,7 @@ def quantize_some(prepared, keys) -> dict[str, np.ndarray]:
     return changed
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=count_examples(30))
 @given(st.data())
 def test_run__equals_a_call_of_the_whole_function(calibrated, module, batches, data):
     replay = make_replay(module, calibrated, batches, data.draw(st.sampled_from(MEMORY)))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tvm
 from convolutions import check_conv2d, conv2d_accumulators
+from drawing import count_examples
 from exact import call_kernel, finish, random_multiplier, random_values, random_weights
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -170,7 +171,7 @@ def conv2d_specs(draw):
     )  # fmt: skip
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=count_examples(40), deadline=None, derandomize=True)
 @given(spec=conv2d_specs(), seed=st.integers(0, 1000))
 def test_build_conv2d__drawn_specs(spec, seed):
     isa = best_isa()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from convolutions import check_conv2d
+from drawing import count_examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from machines import best_isa, every_isa, runnable_target
@@ -87,7 +88,7 @@ def test_build_depthwise__code_grows_as_the_window(isa):
     assert measure(6) < 6 * measure(3)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=count_examples(25), deadline=None, derandomize=True)
 @given(
     channels=st.sampled_from([2, 5, 16, 33, 40, 64, 90]),
     kernel=st.tuples(st.integers(1, 6), st.integers(1, 6)),

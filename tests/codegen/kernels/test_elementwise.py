@@ -6,6 +6,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from drawing import count_examples
 from exact import F32, call_kernel, centre, exact_fma, random_values, store
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -230,7 +231,7 @@ def test_epilogue__rejects(arguments):
     b=st.floats(2**-20, 8, width=32),
     c=st.floats(-(2**20), 2**20, width=32, allow_subnormal=False),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=count_examples(300), deadline=None)
 def test_exact_fma__model_of_the_tests_rounds_the_exact_sum(a, b, c):
     got = exact_fma(np.array([a], "float32"), F32(b), np.array([c], "float32"))[0]
     exact = Fraction(a) * Fraction(b) + Fraction(c)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import tvm
+from drawing import count_examples
 from floats import FULL, HOST, ISAS, TARGET, check, convolve, draw, finish, run_kernel
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -45,7 +46,10 @@ from relayquant.codegen.kernels.floating.tile import (
 )
 
 FEW = settings(
-    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
+    max_examples=count_examples(12),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize=True,
 )
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from drawing import count_examples
 from floats import FULL, HOST, ISAS, check, convolve, draw, finish, run_kernel
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -67,7 +68,7 @@ def test_make_winograd__symbolic_batch(name):
     padding=st.tuples(*[st.integers(0, 2)] * 4),
     isa=st.sampled_from(ISAS),
 )
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=count_examples(12), deadline=None, derandomize=True)
 def test_make_winograd__of_any_size(size, channels, padding, isa):
     height, width = (max(length, 6) for length in size)
     inner, outer = (16 * count for count in channels)

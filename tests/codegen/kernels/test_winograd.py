@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from convolutions import check_conv2d, conv2d_accumulators
+from drawing import count_examples
 from exact import call_kernel, finish
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -92,7 +93,7 @@ def test_winograd__of_every_tile_that_is_timed(name, isa):
     dtype=st.sampled_from(["uint8", "int8"]),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=count_examples(15), deadline=None)
 def test_winograd__of_any_size(size, channels, padding, dtype, seed):
     isa, (c_in, c_out) = best_isa(), channels
     height, width = (max(length, 6) for length in size)

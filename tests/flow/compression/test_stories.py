@@ -77,7 +77,7 @@ def test_stories__a_proper_file_is_sure_of_its_text(shared_data, tmp_path):
     assert entropies[0] > 1.6
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_stories__what_four_bits_cost(shared_data):
     """Fitting to text that the model wrote takes back divergence from float on other text of its
     own, and more if products make up for what weights before them have changed; though 768 tokens

@@ -21,7 +21,7 @@ VARIABLE = "RELAYQUANT_ONNX_MODELS"
 MIN_SHARE = 195 / 209
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_models__are_right_or_refused():
     folder = os.environ.get(VARIABLE)
     if not folder:

@@ -83,7 +83,7 @@ def test_operator__constants_in_every_place(kind, tmp_path):
             check_case(case, constant, tmp_path / "model.tflite")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", KINDS)
 def test_expectations__are_those_of_the_interpreter(kind, tmp_path):
     """Only where TFLite itself is installed: what the cases expect is what its kernels compute."""

@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import tvm
+from drawing import count_examples
 from float_models import Chain, build_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -185,7 +186,7 @@ def test_small_sums__keep_int32():
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=count_examples(60), deadline=None)
 @given(
     st.integers(0, 10**6),
     st.sampled_from(DTYPES),

@@ -7,6 +7,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from drawing import count_examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -57,7 +58,7 @@ def round_to_float32(value: Fraction) -> float:
 @example(a=1 + 2.0**-12, b=1 + 2.0**-12, c=2.0**-60)  # above a tie by less than a float64 ulp
 @example(a=1 + 2.0**-12, b=1 + 2.0**-12, c=-(2.0**-60))
 @example(a=1.5 + 2.0**-12, b=1 + 2.0**-12, c=-(2.0**-60))
-@settings(max_examples=1000)
+@settings(max_examples=count_examples(1000))
 def test_fma_float32__rounds_once(a, b, c):
     result = fma_float32(np.float32(a), np.float32(b), np.float32(c))
     exact = Fraction(a) * Fraction(b) + Fraction(c)
@@ -125,7 +126,7 @@ def test_get_fixed_point_multiplier__known_values(real, mantissa, exponent):
     exponent=st.integers(-70, 70) | st.integers(-8, 3),
     rounding=st.sampled_from(Rounding),
 )
-@settings(max_examples=1000)
+@settings(max_examples=count_examples(1000))
 def test_multiply_fixed_point__exact_modulo_int32(value, mantissa, exponent, rounding):
     exact = Fraction(value) * mantissa * Fraction(2) ** (exponent - 31)
     if rounding is Rounding.TONEAREST and abs(exact) >= 2**32:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tvm
+from drawing import count_examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreter_cases import CASES, build, c, find_unread, floats, integers
@@ -98,7 +99,7 @@ WINDOWS = {
 
 
 @given(**WINDOWS, maximum=st.booleans(), include=st.booleans())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=count_examples(15), deadline=None)
 def test_pool2d__equals_compiled(pool, strides, padding, dilation, ceil_mode, maximum, include):
     x = floats(1, 2, 7, 8)
     # A padding of more than the data a window meets leaves nothing to average.
@@ -111,7 +112,7 @@ def test_pool2d__equals_compiled(pool, strides, padding, dilation, ceil_mode, ma
 
 
 @given(**WINDOWS, rounding=st.sampled_from(Rounding), include=st.booleans())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=count_examples(15), deadline=None)
 def test_qnn_avg_pool2d__equals_compiled(
     pool, strides, padding, dilation, ceil_mode, rounding, include
 ):
@@ -128,7 +129,7 @@ def test_qnn_avg_pool2d__equals_compiled(
     padding=st.tuples(*[st.integers(0, 2)] * 4),
     dilation=st.tuples(st.integers(1, 2), st.integers(1, 2)),
 )
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=count_examples(10), deadline=None)
 def test_conv2d__equals_compiled(groups, kernel, strides, padding, dilation):
     weight = floats(4, 4 // groups, *kernel)
     check(
@@ -141,7 +142,7 @@ def test_conv2d__equals_compiled(groups, kernel, strides, padding, dilation):
     end=st.integers(-6, 6),
     step=st.sampled_from([1, 2, -1, -2]),
 )
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=count_examples(15), deadline=None)
 def test_strided_slice__equals_compiled(begin, end, step):
     x = floats(2, 5)
     make = lambda v: op.strided_slice(v, [1], [begin], [end], [step])  # noqa: E731

@@ -8,6 +8,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from drawing import count_examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -82,7 +83,7 @@ def requantize_exact(x, s_in, z_in, s_out, z_out, dtype, rounding, arithmetic):
     arithmetic=st.sampled_from(Arithmetic),
     data=st.data(),
 )
-@settings(max_examples=2000)
+@settings(max_examples=count_examples(2000))
 def test_requantize__every_mode_is_exact(x, s_in, z_in, s_out, dtype, rounding, arithmetic, data):
     z_out = data.draw(st.integers(*INTEGER_LIMITS[dtype]))
     if arithmetic is Arithmetic.INT64 and abs((x - z_in) * s_in / s_out) > 2**30:
@@ -212,7 +213,7 @@ def to_layout(array, source, target):
 
 
 @given(conv_cases(), st.booleans(), st.integers(0, 255))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=count_examples(150), deadline=None)
 def test_conv2d__equals_convolution_of_real_values(case, per_channel, z_data):
     """Zero-point algebra: the accumulator times both scales is the float64 convolution."""
     groups, out = case["groups"], case["outer"] * case["groups"]
@@ -249,7 +250,7 @@ def test_conv2d__equals_convolution_of_real_values(case, per_channel, z_data):
 
 
 @given(conv_cases(), st.tuples(st.integers(0, 1), st.integers(0, 1)))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=count_examples(100), deadline=None)
 def test_conv2d_transpose__is_the_gradient_of_conv2d(case, extra):
     """<conv(x), y> = <x, conv_transpose(y)> for all x, y (no output padding beyond the stride)."""
     groups, strides, dilation = case["groups"], case["strides"], case["dilation"]
@@ -350,7 +351,7 @@ def test_batch_matmul__broadcasts_batches(seed, z_x, z_y):
     zeros=st.tuples(*[st.integers(-128, 127)] * 3),
     sign=st.sampled_from([1, -1]),
 )
-@settings(max_examples=500)
+@settings(max_examples=count_examples(500))
 def test_add_subtract__round_once(left, right, scales, zeros, sign):
     m_left, m_right = (
         nearest_float32(Fraction(float(Fraction(s) / Fraction(scales[2])))) for s in scales[:2]

@@ -8,6 +8,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from drawing import count_examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -72,7 +73,7 @@ def test_values__those_of_the_integer_operators(
 
 
 @given(st.integers(0, 2**32 - 1), st.floats(0.001, 10), st.integers(0, 15))
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=count_examples(12), deadline=None)
 def test_gradient__of_pytorch_per_tensor(seed, scale, zero_point):
     x = torch.from_numpy(draw(seed, 40, scale=8 * scale))
     weights = torch.from_numpy(draw(seed + 1, 40))

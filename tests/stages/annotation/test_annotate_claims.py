@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from drawing import count_examples
 from float_models import MAP, build_model, residual_model
 from hypothesis import HealthCheck, given, settings
 from random_graphs import draw_models
@@ -165,7 +166,7 @@ def check_anchors_have_what_they_want(mod, backend):
     return found
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=count_examples(15), deadline=None, suppress_health_check=list(HealthCheck))
 @given(draw_models())
 def test_claims__no_row_without_an_anchor_takes_what_an_anchor_wants(mod):
     check_anchors_have_what_they_want(prepare_module(mod), rq.X86)

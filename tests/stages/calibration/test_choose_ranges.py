@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+from drawing import count_examples
 from float_models import build_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -79,7 +80,7 @@ def test_choose__what_one_sample_gains_is_chance():
     assert set(choose_candidates([Section(("a",), frozenset({0}))], costs).values()) == {MINMAX}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=count_examples(60), deadline=None)
 @given(arrays("float64", (4, 2, 16), elements=st.floats(1e-3, 1e3)))
 def test_choose__never_worse_than_minmax_at_any_output(table):
     names = dict(zip("abcd", table, strict=True))

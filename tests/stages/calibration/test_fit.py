@@ -7,6 +7,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
+from drawing import count_examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -137,7 +138,7 @@ def test_round_rows__two_weights_share_an_error() -> None:
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from([INT8, INT4, INT4_TENSOR]), st.integers(1, 9))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=count_examples(30), deadline=None)
 def test_fit_operator__integers_within_limits_and_on_grid(
     seed: int, spec: QSpec, columns: int
 ) -> None:
@@ -372,7 +373,7 @@ def test_adaround__layer_error_is_below_that_of_nearest(spec: QSpec) -> None:
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 6))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=count_examples(10), deadline=None)
 def test_learn_rounding__up_or_down_within_limits_and_never_worse(seed: int, columns: int) -> None:
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((20, columns))

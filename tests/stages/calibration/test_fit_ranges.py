@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from drawing import count_examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -76,7 +77,7 @@ def test_relative_mse__memory_is_bounded() -> None:
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 60))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=count_examples(20), deadline=None)
 def test_relative_mse__the_sample_is_that_of_the_smallest_priorities(seed: int, limit: int) -> None:
     """However the data is split: it is what keeping all rows and sorting them once gives."""
     rng = np.random.default_rng(seed)
@@ -98,7 +99,7 @@ def test_relative_mse__the_sample_is_that_of_the_smallest_priorities(seed: int, 
 
 
 @given(st.integers(0, 2**32 - 1))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=count_examples(20), deadline=None)
 def test_search_relative_range__never_worse_than_the_full_range(seed: int) -> None:
     rng = np.random.default_rng(seed)
     rows = (rng.standard_normal((60, 8)) ** 3).astype("float32")
@@ -121,7 +122,7 @@ def test_search_relative_range__never_worse_than_the_full_range(seed: int) -> No
     st.floats(-2, 0),
     st.floats(0.01, 2),
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=count_examples(50), deadline=None)
 def test_running_sums__equal_the_error_value_by_value(
     seed: int, dtype: str, low: float, high: float
 ) -> None:

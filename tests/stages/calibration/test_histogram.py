@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from drawing import count_examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -81,7 +82,7 @@ def test_occupied__range_touches_zero():
         assert counts.sum() == np.count_nonzero(data)
 
 
-@settings(max_examples=30)
+@settings(max_examples=count_examples(30))
 @given(st.floats(0, 1), st.integers(0, 2**32 - 1), st.sampled_from(["normal", "relu", "minus"]))
 def test_find_quantile__within_a_bin_of_numpy(fraction, seed, kind):
     data = np.random.default_rng(seed).normal(size=5000).astype("float32")

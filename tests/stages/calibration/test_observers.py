@@ -9,6 +9,7 @@ from dataclasses import FrozenInstanceError, replace
 
 import numpy as np
 import pytest
+from drawing import count_examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -106,7 +107,7 @@ def covered(qparams, spec):
 
 
 @pytest.mark.parametrize("observer", COMMUTATIVE, ids=name_of)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=count_examples(25), deadline=None)
 @given(BATCHES, BATCHES, BATCHES)
 def test_merge__equals_having_seen_all(observer, a, b, c):
     x, y, z = (state_of(observer, AFFINE, part) for part in (a, b, c))
@@ -125,7 +126,7 @@ def test_merge__equals_having_seen_all(observer, a, b, c):
             assert {k: v.tobytes() for k, v in state.to_arrays().items() if k != "count"} == exact
 
 
-@settings(max_examples=50)
+@settings(max_examples=count_examples(50))
 @given(BATCHES, BATCHES, BATCHES)
 def test_merge__moving_average_is_associative_and_weighted_by_counts(a, b, c):
     observer = MovingAverageMinMax()
@@ -534,7 +535,7 @@ def test_mse__outlier_on_one_side_is_cut_on_that_side():
     assert 0.97 < high < 29
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=count_examples(40), deadline=None)
 @given(
     st.integers(0, 2**32 - 1),
     st.sampled_from(["int4", "int8", "uint8", "int16"]),

@@ -7,6 +7,7 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import pytest
+from drawing import count_examples
 from float_models import build_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -222,7 +223,7 @@ several, numbers = st.tuples, st.integers
     pads=several(*[numbers(0, 1)] * 6),
     seed=numbers(0, 99),
 )
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=count_examples(12), deadline=None)
 def test_conv3d__equals_onnx(groups, kernel, strides, dilations, pads, seed):
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(2, 4, 5, 6, 7)).astype("float32")
