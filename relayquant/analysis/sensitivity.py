@@ -93,7 +93,7 @@ class SensitivityReport:
             raise ConfigError(
                 f"to_mapping(keep={keep!r}): allowed is an integer from 0 to {len(self.rows)}, "
                 "the number of quantized operators that were ranked.",
-                code="RQ106",
+                code="RQ101",
             )
         if base is None:
             qconfig = self.prepared.backend.default_qconfig
@@ -187,7 +187,7 @@ def find_groups(operator: OperatorPlan) -> tuple[str, ...]:
 def take_samples(data: Dataset, samples: int) -> Dataset:
     """The first batches that hold at least `samples` samples, or all."""
     if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
-        raise ConfigError(f"samples is {samples!r}; allowed: an integer >= 1.", code="RQ106")
+        raise ConfigError(f"samples is {samples!r}; allowed: an integer >= 1.", code="RQ101")
     batches = found = 0
     for batch in data:
         batches, found = batches + 1, found + count_samples(batch)
@@ -337,7 +337,7 @@ def check_metric(metric: Any) -> None:
         "labels, let it read them: lambda expected, got: (got[0].argmax(1) == labels).mean()."
     )
     if not callable(metric):
-        raise ConfigError(f"The metric is {metric!r}; {allowed}", code="RQ106")
+        raise ConfigError(f"The metric is {metric!r}; {allowed}", code="RQ101")
     try:
         signature = inspect.signature(metric)
     except (TypeError, ValueError):

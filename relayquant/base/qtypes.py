@@ -185,7 +185,7 @@ class QSpec(PlainSettings):
             raise ConfigError(
                 "QSpec.granularity is PER_ROW, whose parameters are computed when the model runs; "
                 "set is_dynamic=True as well.",
-                code="RQ101",
+                code="RQ102",
             )
         if is_row and self.dtype not in ("int8", "uint8"):
             raise ConfigError(
@@ -208,7 +208,7 @@ class QSpec(PlainSettings):
                 "QSpec(is_dynamic=True) has one set of parameters per tensor, or with "
                 "Granularity.PER_ROW one for each row of a product's data, and any scale; leave "
                 "PER_CHANNEL, power_of_two, scale_min and scale_max out.",
-                code="RQ101",
+                code="RQ102",
             )
 
     def _check_groups(self) -> None:
@@ -224,7 +224,7 @@ class QSpec(PlainSettings):
                 raise ConfigError(
                     f"QSpec.scale_dtype is {self.scale_dtype!r}, which is for scales of groups: "
                     "set group_size as well.",
-                    code="RQ101",
+                    code="RQ102",
                 )
             return
         if self.group_size != WHOLE_ROW and not low <= self.group_size <= high:
@@ -244,7 +244,7 @@ class QSpec(PlainSettings):
             raise ConfigError(
                 f"QSpec(group_size={self.group_size}) is for weights, with any scale; leave "
                 "is_dynamic, power_of_two, scale_min and scale_max out.",
-                code="RQ101",
+                code="RQ102",
             )
 
     @property

@@ -145,7 +145,7 @@ def check_options(
             raise ConfigError(f"{name} is {value}; allowed: 1 or more.", code="RQ102")
     data = getattr(options, "data", None)
     if data is not None and not (data.is_file() or data.is_dir()):
-        raise DataError(f"There is no data file {data}, nor a folder of that name.", code="RQ302")
+        raise DataError(f"There is no data file {data}, nor a folder of that name.", code="RQ301")
     read_backend(getattr(options, "backend", None))
     for path in outputs:
         if path is not None:

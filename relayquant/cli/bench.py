@@ -138,7 +138,7 @@ def run(options: argparse.Namespace, answer: Answer) -> ExitCode:
             latencies = comparison.latencies
             if "relayquant int8" not in latencies:
                 raise ModelError(
-                    f"relayquant int8: {comparison.failures['relayquant int8']}", code="RQ201"
+                    f"relayquant int8: {comparison.failures['relayquant int8']}", code="RQ504"
                 )
         else:
             runs = {name: bind_run(Executor(each), inputs) for name, each in executables.items()}

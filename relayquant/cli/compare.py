@@ -51,7 +51,7 @@ def run(options: argparse.Namespace, answer: Answer) -> ExitCode:
         raise ModelError(
             f"{options.model} has the inputs {[info.name for info in inputs]}, {options.quantized} "
             f"{[info.name for info in quantized_inputs]}: these are different models.",
-            code="RQ201",
+            code="RQ205",
         )
     dataset = open_dataset(open_data(options, mod, None), inputs)
     if options.batches is not None:

@@ -76,7 +76,7 @@ def read_classes(options: argparse.Namespace) -> np.ndarray:
         DataError: there is no such file, or it does not fit the data.
     """
     if not options.labels.is_file():
-        raise DataError(f"There is no file of labels {options.labels}.", code="RQ302")
+        raise DataError(f"There is no file of labels {options.labels}.", code="RQ301")
     images = list_images(options.data) if options.data.is_dir() else None
     return read_labels(options.labels, images, options.data)
 

@@ -51,7 +51,7 @@ def load_model(
             raise ModelError(
                 f"{path} is a Relax module, whose inputs are what they are. --shape and --input "
                 "are for model files that relayquant.load reads.",
-                code="RQ201",
+                code="RQ102",
             )
         return load_module(path), None
     return rq.load(path, shapes=shapes, inputs=inputs)

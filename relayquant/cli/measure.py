@@ -35,7 +35,7 @@ def compare_outputs(
     if shapes[0] != shapes[1]:
         raise ModelError(
             f"The outputs have the shapes {shapes[0]} and {shapes[1]}: these are different models.",
-            code="RQ201",
+            code="RQ205",
         )
     rows = []
     for a, b in zip(expected, actual, strict=True):

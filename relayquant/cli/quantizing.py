@@ -108,7 +108,7 @@ def check_search(options: argparse.Namespace) -> None:
             f"--budget is {options.budget:g}; allowed: more than 0 seconds.", code="RQ102"
         )
     if options.labels is not None and not options.labels.is_file():
-        raise DataError(f"There is no file of labels {options.labels}.", code="RQ302")
+        raise DataError(f"There is no file of labels {options.labels}.", code="RQ301")
 
 
 def read_quantizing(options: argparse.Namespace) -> dict[str, Any]:

@@ -61,7 +61,7 @@ def run(options: argparse.Namespace, answer: Answer) -> ExitCode:
     check_options(options, counts={"--samples": options.samples}, outputs=(output,))
     check_installed()
     if options.labels is not None and not options.labels.is_file():
-        raise DataError(f"There is no file of labels {options.labels}.", code="RQ302")
+        raise DataError(f"There is no file of labels {options.labels}.", code="RQ301")
     mod, params = load_model(options.model, options.shape, options.input)
     data = open_data(options, mod, params)
     backend = read_backend(options.backend)

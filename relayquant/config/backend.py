@@ -213,7 +213,7 @@ class BackendConfig:
             raise ConfigError(
                 f"BackendConfig {self.name!r}: none of its patterns can run its default_qconfig: "
                 f"{conflicts[0]}. Change default_qconfig, or the DTypeConfigs of the patterns.",
-                code="RQ101",
+                code="RQ102",
             )
 
     @check_arguments
@@ -238,7 +238,7 @@ class BackendConfig:
                 raise ConfigError(
                     f"Backend {self.name!r} has no pattern to take dtypes from; pass dtypes="
                     "[DTypeConfig(input=..., output=...)].",
-                    code="RQ101",
+                    code="RQ102",
                 )
             dtypes = self.patterns[0].dtypes
         # A pattern of the table that gets other dtypes is as long or short as it was: before longer
@@ -385,7 +385,7 @@ class BackendConfig:
                     f"{where}.affine_rules names a rule for {op!r}, which was not passed as "
                     "affine_rules=[...]. "
                     f"{suggest_name(str(op), rules)}",
-                    code="RQ101",
+                    code="RQ102",
                 )
         by_fuser = {fuser.name: fuser for fuser in fusers}
         for name in check_list(found.get("fusers", ()), f"{where}.fusers"):
@@ -393,7 +393,7 @@ class BackendConfig:
                 raise ConfigError(
                     f"{where}.fusers names {name!r}, which was not passed as fusers=[...]. "
                     f"{suggest_name(str(name), by_fuser)}",
-                    code="RQ101",
+                    code="RQ102",
                 )
         rows = check_list(found["patterns"], f"{where}.patterns")
         by_name = {

@@ -68,7 +68,7 @@ class DTypeWithConstraints(PlainSettings):
             raise ConfigError(
                 f"DTypeWithConstraints: no QSpec of {self.dtype} ({limits[0]}..{limits[1]}) fits "
                 f"quant_min_lower_bound={low}, quant_max_upper_bound={high}.",
-                code="RQ101",
+                code="RQ102",
             )
         least, most = self.scale_min_lower_bound, self.scale_max_upper_bound
         try:
@@ -77,7 +77,7 @@ class DTypeWithConstraints(PlainSettings):
             raise ConfigError(
                 f"DTypeWithConstraints: no QSpec fits scale_min_lower_bound={least}, "
                 f"scale_max_upper_bound={most}, power_of_two={self.power_of_two}: {error}",
-                code="RQ101",
+                code="RQ102",
             ) from error
 
     def find_conflict(self, spec: QSpec, what: str) -> str | None:
@@ -205,7 +205,7 @@ class DTypeConfig(PlainSettings):
                 conflict = f"input is {self.constraints('input').dtype}, not float32 or int8"
             if conflict is not None:
                 raise ConfigError(
-                    f"DTypeConfig(is_grouped=True): no QConfig fits: {conflict}.", code="RQ101"
+                    f"DTypeConfig(is_grouped=True): no QConfig fits: {conflict}.", code="RQ102"
                 )
             return
         if self.is_dynamic is True:
@@ -222,7 +222,7 @@ class DTypeConfig(PlainSettings):
                 )
             if conflict is not None:
                 raise ConfigError(
-                    f"DTypeConfig(is_dynamic=True): no QConfig fits: {conflict}.", code="RQ101"
+                    f"DTypeConfig(is_dynamic=True): no QConfig fits: {conflict}.", code="RQ102"
                 )
         for name in ("input",) if self.is_dynamic else ("input", "output"):
             if self.constraints(name).dtype not in INTEGER_LIMITS:

@@ -112,35 +112,35 @@ class MappingRule:
     def __post_init__(self) -> None:
         if not isinstance(self.kind, Selector):
             raise ConfigError(
-                f"MappingRule.kind is {self.kind!r}; allowed: a Selector.", code="RQ103"
+                f"MappingRule.kind is {self.kind!r}; allowed: a Selector.", code="RQ101"
             )
         where = f"QConfigMapping.set_{self.kind.value}"
         if self.qconfig is not None and not isinstance(self.qconfig, QConfig | FloatConfig):
             raise ConfigError(
                 f"{where}: expected a QConfig or None (keep in float) or FLOAT16, got "
                 f"{type(self.qconfig).__name__}.",
-                code="RQ103",
+                code="RQ101",
             )
         if not isinstance(self.key, str) or not isinstance(self.object_type, str):
             raise ConfigError(
-                f"{where}: {self.key!r} is no text; names are given as text.", code="RQ103"
+                f"{where}: {self.key!r} is no text; names are given as text.", code="RQ101"
             )
         if isinstance(self.index, bool) or not isinstance(self.index, int) or self.index < 0:
             raise ConfigError(
-                f"{where}: index is {self.index!r}; allowed: an integer >= 0.", code="RQ103"
+                f"{where}: index is {self.index!r}; allowed: an integer >= 0.", code="RQ101"
             )
         if not isinstance(self.optional, bool):
             raise ConfigError(
-                f"{where}: optional is {self.optional!r}; allowed: True or False.", code="RQ103"
+                f"{where}: optional is {self.optional!r}; allowed: True or False.", code="RQ101"
             )
         if not isinstance(self.origin, str):
-            raise ConfigError(f"{where}: origin is {self.origin!r}; allowed: text.", code="RQ103")
+            raise ConfigError(f"{where}: origin is {self.origin!r}; allowed: text.", code="RQ101")
         if self.kind is Selector.MODULE_NAME_REGEX:
             try:
                 re.compile(self.key)
             except re.error as error:
                 raise ConfigError(
-                    f"{where}: {self.key!r} is no regular expression: {error}.", code="RQ103"
+                    f"{where}: {self.key!r} is no regular expression: {error}.", code="RQ101"
                 ) from error
 
     @property

@@ -35,18 +35,18 @@ def check_calibration(calibration: object, where: str) -> None:
         raise ConfigError(
             f"{where} is the class {calibration.__name__}, not an instance: write "
             f"{calibration.__name__}(). Allowed: {allowed}.",
-            code="RQ103",
+            code="RQ101",
         )
     if isinstance(calibration, NamedSettings):
         return
     if not callable(calibration):
-        raise ConfigError(f"{where} is {calibration!r}; allowed: {allowed}.", code="RQ103")
+        raise ConfigError(f"{where} is {calibration!r}; allowed: {allowed}.", code="RQ101")
     # The third is the context; see `relayquant.CalibrationContext`.
     if not takes_arguments(calibration, 2) and not takes_arguments(calibration, 3):
         raise ConfigError(
             f"{where} is {getattr(calibration, '__qualname__', calibration)}, which cannot be "
             f"called with two or three positional arguments; allowed: {allowed}.",
-            code="RQ103",
+            code="RQ101",
         )
 
 
@@ -67,25 +67,25 @@ class TensorConfig(PlainSettings):
     def __post_init__(self) -> None:
         if not isinstance(self.spec, QSpec):
             raise ConfigError(
-                f"TensorConfig.spec is {self.spec!r}; allowed: a QSpec.", code="RQ103"
+                f"TensorConfig.spec is {self.spec!r}; allowed: a QSpec.", code="RQ101"
             )
         if self.spec.is_dynamic and self.calibration is not None:
             raise ConfigError(
                 f"TensorConfig.calibration is {self.calibration!r}, but the spec is dynamic: its "
                 "parameters are computed at run time. Leave the observer out.",
-                code="RQ103",
+                code="RQ102",
             )
         if self.is_grouped and self.calibration is not None:
             raise ConfigError(
                 f"TensorConfig.calibration is {self.calibration!r}, but the spec has a group_size: "
                 "each group gets the scale of its least error. Leave the observer out.",
-                code="RQ103",
+                code="RQ102",
             )
         if not self.needs_none and self.calibration is None:
             raise ConfigError(
                 "TensorConfig.calibration is missing; give an observer, for instance MinMax(), or "
                 "a callable. Only QSpec(is_dynamic=True) and QSpec(group_size=...) need none.",
-                code="RQ103",
+                code="RQ102",
             )
         if self.calibration is not None:
             check_calibration(self.calibration, "TensorConfig.calibration")
@@ -115,7 +115,7 @@ class TensorConfig(PlainSettings):
                 f"TensorConfig.calibration is {name}, which cannot be written as plain data; use "
                 "an observer, "
                 "for instance MinMax(), or pass the callable as quantize(..., calibration=...).",
-                code="RQ103",
+                code="RQ101",
             )
         return {"spec": self.spec.to_dict(), "observer": self.calibration.to_dict()}
 
@@ -166,19 +166,19 @@ class QConfig(PlainSettings):
                 raise ConfigError(
                     f"QConfig.{name} is {value!r}; allowed: a TensorConfig(spec, observer)"
                     f"{' or None' if optional else ''}.",
-                    code="RQ103",
+                    code="RQ101",
                 )
             if isinstance(value, TensorConfig) and value.spec.is_dynamic and name != "activation":
                 raise ConfigError(
                     f"QConfig.{name} is dynamic; only `activation` can be: its parameters alone "
                     "may be computed at run time.",
-                    code="RQ103",
+                    code="RQ101",
                 )
             if isinstance(value, TensorConfig) and value.is_grouped and name != "weight":
                 raise ConfigError(
                     f"QConfig.{name} has group_size={value.spec.group_size}; only weights are in "
                     "groups.",
-                    code="RQ103",
+                    code="RQ101",
                 )
         self._check_groups()
 
@@ -190,7 +190,7 @@ class QConfig(PlainSettings):
                 raise ConfigError(
                     "QConfig.activation is None, which weights in groups alone go with: "
                     "QSpec('int4', group_size=32), for instance.",
-                    code="RQ103",
+                    code="RQ102",
                 )
             return
         is_row = data is None or data.spec.granularity is Granularity.PER_ROW
@@ -199,14 +199,14 @@ class QConfig(PlainSettings):
                 f"QConfig.weight has group_size={self.weight.spec.group_size}, with which "
                 "activations are None (float32), or QSpec('int8', is_dynamic=True, "
                 "granularity=Granularity.PER_ROW).",
-                code="RQ103",
+                code="RQ102",
             )
         for name in ("output", "bias"):
             if getattr(self, name) is not None:
                 raise ConfigError(
                     f"QConfig.{name} is configured, but it is float32 with weights in groups. "
                     "Leave it out.",
-                    code="RQ103",
+                    code="RQ102",
                 )
 
     @property
@@ -223,7 +223,7 @@ class QConfig(PlainSettings):
         """
         if self.activation is None:
             raise ConfigError(
-                "This QConfig has no activation: its operators compute in float32.", code="RQ103"
+                "This QConfig has no activation: its operators compute in float32.", code="RQ101"
             )
         return self.activation
 
@@ -251,7 +251,7 @@ class QConfig(PlainSettings):
                     "This QConfig has no bias configuration: a bias is int32, its scale is input "
                     "scale x "
                     "weight scale. Set QConfig(bias=...) to round it to a grid of its own.",
-                    code="RQ103",
+                    code="RQ101",
                 )
             return self.bias
         if role is Role.WEIGHT:
@@ -298,7 +298,7 @@ class FloatConfig:
             raise ConfigError(
                 f"FloatConfig.dtype is {self.dtype!r}; allowed: {', '.join(NARROW_FLOATS)}. "
                 "float32 is what None in a QConfigMapping means.",
-                code="RQ103",
+                code="RQ101",
             )
 
 
@@ -320,7 +320,7 @@ def read_qconfig(data: object, where: str) -> QConfig | FloatConfig | None:
     if isinstance(data, str):
         if data not in NARROW_FLOATS:
             raise ConfigError(
-                f"{where} is {data!r}. {suggest_name(data, CONFIG_NAMES)}", code="RQ103"
+                f"{where} is {data!r}. {suggest_name(data, CONFIG_NAMES)}", code="RQ101"
             )
         return FloatConfig(data)
     return QConfig.from_dict(data, where)

@@ -47,11 +47,11 @@ def open_archive(
         raise DataError(
             f"{path} is an .npy file, which names no input; pass np.load(path), or an .npz. "
             f"{advice}",
-            code="RQ302",
+            code="RQ301",
         )
     if not path.is_file():
         raise DataError(
-            f"The data set {str(path)!r} is not a file; expected an .npz. {advice}", code="RQ302"
+            f"The data set {str(path)!r} is not a file; expected an .npz. {advice}", code="RQ301"
         )
     with _open_archive(path) as archive:
         files = {f[: -len(".npy")]: f for f in archive.namelist() if f.endswith(".npy")}
@@ -115,7 +115,7 @@ def _check_memory(path: Path, member: _Member, cut: Cut) -> None:
             f"shape {shape}, takes {format_count(held, 'byte')}, more than {MOST_EXPANSION} times "
             "the file. If that is meant, write it with np.savez, uncompressed, of arrays in C "
             "order.",
-            code="RQ302",
+            code="RQ301",
         )
 
 

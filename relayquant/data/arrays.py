@@ -59,7 +59,7 @@ def plan_cut(
     count = next(iter(counts.values()))
     if count == 0:
         raise DataError(
-            "The arrays of the data set hold no sample: axis 0 has length 0.", code="RQ302"
+            "The arrays of the data set hold no sample: axis 0 has length 0.", code="RQ303"
         )
     extra = {len(shapes[info.name]) - len(info.shape) for info in inputs}
     if extra not in ({0}, {1}):
@@ -103,7 +103,7 @@ def plan_cut(
         raise DataError(
             f"The data set has "
             f"{format_count(count, 'sample')}, fewer than one batch of the model ({size}).",
-            code="RQ302",
+            code="RQ303",
         )
     return Cut(count, size, False, not fixed)
 

@@ -61,7 +61,7 @@ class Dataset:
                 "The data set yields no sample; calibration needs at least one, and a few hundred "
                 "representative ones to be good. If it is a function, it must return a fresh "
                 "iterator at every call.",
-                code="RQ302",
+                code="RQ303",
             )
 
     def pick(self, count: int) -> list[Batch]:
@@ -81,7 +81,7 @@ class Dataset:
             ConfigError: count is not an integer >= 1.
         """
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ConfigError(f"Dataset.head takes an integer >= 1, got {count!r}.", code="RQ301")
+            raise ConfigError(f"Dataset.head takes an integer >= 1, got {count!r}.", code="RQ101")
         limit = count if self.limit is None else min(count, self.limit)
         length = None if self.length is None else min(self.length, limit)
         return replace(self, limit=limit, length=length)

@@ -243,7 +243,7 @@ def _find_dtype(name: str) -> np.dtype[Any]:
         raise ConfigError(
             f"An input has dtype {name!r}, which numpy does not know; give the model an input of a "
             "dtype numpy has, such as float32.",
-            code="RQ301",
+            code="RQ302",
         ) from None
 
 

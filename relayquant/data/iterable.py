@@ -55,7 +55,7 @@ def _refuse_one_shot(dataset: Any) -> None:
             "calibration reads it several times. Pass list(...) of it, or a function that returns "
             "a new iterator at every call (for a generator function: the function itself, not its "
             "result).",
-            code="RQ302",
+            code="RQ303",
         )
 
 

@@ -39,7 +39,7 @@ def load_digits(batch: int = 16) -> DemoData:
         DataError: batch < 1, or the package was installed without its data files.
     """
     if batch < 1:
-        raise DataError(f"load_digits got batch={batch}; allowed: 1 or more.", code="RQ301")
+        raise DataError(f"load_digits got batch={batch}; allowed: 1 or more.", code="RQ101")
     folder = Path(__file__).parent
     model_path, data_path = folder / MODEL_FILE, folder / DATA_FILE
     for path in (model_path, data_path):

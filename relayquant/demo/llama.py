@@ -216,7 +216,7 @@ def read_weights(path: Path) -> tuple[LlamaSizes, dict[str, np.ndarray]]:
         nonlocal at
         at += int(np.prod(shape))
         if at > numbers.size:
-            raise ModelError(f"{path} is too short for the sizes it tells: {sizes}.", code="RQ301")
+            raise ModelError(f"{path} is too short for the sizes it tells: {sizes}.", code="RQ502")
         return numbers[at - int(np.prod(shape)) : at].reshape(shape).copy()
 
     width, hidden, layers = sizes.width, sizes.hidden, sizes.layers

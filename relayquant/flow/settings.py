@@ -100,20 +100,20 @@ class GuardSettings:
         if self.action is not None and not isinstance(self.action, Guard):
             raise ConfigError(
                 f"GuardSettings.action is {self.action!r}; allowed: a member of Guard, or None.",
-                code="RQ102",
+                code="RQ101",
             )
         if self.samples < 1 or not self.work > 0 or not 0 < self.disagreement <= 1:
             raise ConfigError(
                 f"GuardSettings: samples is {self.samples}, work {self.work} and disagreement "
                 f"{self.disagreement}; allowed: samples >= 1, work > 0, 0 < disagreement <= 1.",
-                code="RQ102",
+                code="RQ101",
             )
         if not self.search_work > 0 or not 0 <= self.doubtful_disagreement <= 1:
             raise ConfigError(
                 f"GuardSettings: search_work is {self.search_work} and doubtful_disagreement "
                 f"{self.doubtful_disagreement}; allowed: search_work > 0, 0 <= "
                 "doubtful_disagreement <= 1.",
-                code="RQ102",
+                code="RQ101",
             )
         if not self.min_sqnr <= self.target_sqnr:
             raise ConfigError(
@@ -251,7 +251,7 @@ class QuantizeSettings(PrepareSettings):
             raise ConfigError(
                 f"The search got max_drop={self.max_drop!r} and budget={self.budget!r}; allowed "
                 "are max_drop >= 0 and budget > 0 seconds, or None.",
-                code="RQ102",
+                code="RQ101",
             )
         given = {
             "max_drop": self.max_drop != MAX_DROP,

@@ -168,7 +168,7 @@ def load(
             raise ModelError(
                 f"{name}= does not apply to {what} ({found.kind}), which holds its own. Leave it "
                 "out.",
-                code="RQ201",
+                code="RQ102",
             )
     request = Request(model, shapes, inputs, params, max_bytes)
     if not is_path:

@@ -204,14 +204,14 @@ class Plan(PlainFields):
                 raise ConfigError(
                     f"Plan.replace({key!r}): a group's parameters are calibrated; for parameters "
                     "of the run time set a QConfig with a dynamic activation before prepare.",
-                    code="RQ105",
+                    code="RQ101",
                 )
             spec = spec.stored
             if spec.is_per_channel and group.info.axis is None:
                 raise ConfigError(
                     f"Plan.replace({key!r}): the value has no channel axis; allowed: "
                     "Granularity.PER_TENSOR.",
-                    code="RQ105",
+                    code="RQ101",
                 )
             axis = group.info.axis if spec.is_per_channel else None
             group = dataclasses.replace(
@@ -250,7 +250,7 @@ class Plan(PlainFields):
         if key not in self._groups:
             raise ConfigError(
                 f"The plan has no quantized value {key!r}. {suggest_name(key, self._groups)}",
-                code="RQ105",
+                code="RQ103",
             )
         return self._groups[key]
 
@@ -264,7 +264,7 @@ class Plan(PlainFields):
         if name not in self._operators:
             raise ConfigError(
                 f"The plan has no operator {name!r}. {suggest_name(name, self._operators)}",
-                code="RQ105",
+                code="RQ103",
             )
         return self._operators[name]
 

@@ -68,7 +68,7 @@ def build_module(
     if main is None:
         raise ModelError(
             f"The Relay module has no function @main, only: {', '.join(module.functions)}.",
-            code="RQ202",
+            code="RQ204",
         )
     check_operators(module)
     names = [param.name for param in list_parameters(main)]
@@ -96,7 +96,7 @@ def match_names(what: str, given: Mapping[str, Any], names: Sequence[str]) -> di
         if printed not in names or (printed != name and printed in given):
             raise ModelError(
                 f"{what} has {name!r}, which is no parameter of @main. {suggest_name(name, names)}",
-                code="RQ202",
+                code="RQ103",
             )
         found[printed] = value
     return found
@@ -230,7 +230,7 @@ class _ModuleBuilder:
             raise ModelError(
                 f"shapes[{param.name!r}] is {wanted}, but the parameter is {kind}; allowed: one "
                 "integer for each dimension, the same where one is given.",
-                code="RQ202",
+                code="RQ101",
             )
         return wanted
 

@@ -51,7 +51,7 @@ def parse_json(text: str, operators: Mapping[str, Attrs]) -> tuple[syntax.Module
         return syntax.Module({"main": main}), graph.version
     if key != "IRModule":
         raise ModelError(
-            f"The Relay JSON holds {key or 'null'}, not a module or a function.", code="RQ202"
+            f"The Relay JSON holds {key or 'null'}, not a module or a function.", code="RQ502"
         )
     entries = graph.items(graph.child(graph.root, "functions"))
     functions: dict[str, syntax.Function] = {}

@@ -36,14 +36,14 @@ class NodeGraph:
             document = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise ModelError(
-                f"{what} is not JSON, or is truncated: {error}.", code="RQ202"
+                f"{what} is not JSON, or is truncated: {error}.", code="RQ502"
             ) from error
         if not isinstance(document, dict):
-            raise ModelError(f"{what} is JSON, but not a node graph of TVM.", code="RQ202")
+            raise ModelError(f"{what} is JSON, but not a node graph of TVM.", code="RQ502")
         nodes, tensors = document.get("nodes"), document.get("b64ndarrays", [])
         if not isinstance(nodes, list) or not isinstance(tensors, list):
             raise ModelError(
-                f"{what} is JSON, but not a node graph of TVM: it has no nodes.", code="RQ202"
+                f"{what} is JSON, but not a node graph of TVM: it has no nodes.", code="RQ502"
             )
         self._nodes: list[Any] = nodes
         self._tensors: list[Any] = tensors
@@ -55,7 +55,7 @@ class NodeGraph:
 
     def fail(self, index: int, message: str) -> ModelError:
         """An error that names the node."""
-        return ModelError(f"{self.what}, node {index}: {message}", code="RQ202")
+        return ModelError(f"{self.what}, node {index}: {message}", code="RQ502")
 
     def index(self, value: Any, part: str) -> int:
         """`value` as the index of a node."""
@@ -67,7 +67,7 @@ class NodeGraph:
             raise ModelError(
                 f"{self.what}: {part} is {value!r}; allowed: the index of one of "
                 f"{format_count(len(self._nodes), 'node')}.",
-                code="RQ202",
+                code="RQ502",
             )
         return index
 
@@ -198,7 +198,7 @@ class Metadata:
                 f"meta[{key}][{position}] stands for a value that this text does not hold: it was "
                 "printed without its metadata section. Print it with astext(show_meta_data=True), "
                 "or save the module with tvm.ir.save_json.",
-                code="RQ202",
+                code="RQ502",
             )
         graph = self._graph
         entries: dict[str, int] = {}
@@ -208,13 +208,13 @@ class Metadata:
         if key not in entries:
             raise ModelError(
                 f"The metadata section has no {key!r}, only: {', '.join(entries) or 'nothing'}.",
-                code="RQ202",
+                code="RQ502",
             )
         nodes = graph.items(entries[key])
         if not 0 <= position < len(nodes):
             raise ModelError(
                 f"The metadata section has {format_count(len(nodes), 'entry')} for {key!r}, none "
                 f"of them {position}.",
-                code="RQ202",
+                code="RQ502",
             )
         return graph, nodes[position]

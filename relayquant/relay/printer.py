@@ -116,7 +116,7 @@ def print_literal(array: np.ndarray) -> str:
         raise ModelError(
             f"A constant of shape {array.shape} and dtype {array.dtype} has no literal in Relay: "
             "it must be a parameter.",
-            code="RQ202",
+            code="RQ203",
         )
     if array.dtype == bool:
         return str(bool(array))

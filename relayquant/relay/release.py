@@ -35,7 +35,7 @@ class WrittenBy:
             raise ModelError(
                 f'release is {text!r}; allowed: "0.{FIRST_MINOR}" to "0.{LAST_MINOR}", the '
                 "releases of TVM that had Relay.",
-                code="RQ202",
+                code="RQ101",
             )
         return found
 

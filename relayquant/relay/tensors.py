@@ -52,7 +52,7 @@ class _Cursor:
             raise ModelError(
                 f"{self.what} is truncated or corrupt: {part} at byte {self.at} needs "
                 f"{format_count(size, 'byte')}, {left} are left.",
-                code="RQ202",
+                code="RQ502",
             )
         self.at += size
         return self.data[self.at - size : self.at]
@@ -67,7 +67,7 @@ class _Cursor:
             raise ModelError(
                 f"{self.what} is not what it should be: {part} at byte {at} starts with "
                 f"{found:#x} instead of {magic:#x}.",
-                code="RQ202",
+                code="RQ502",
             )
 
     def tensor(self, name: str) -> np.ndarray:
@@ -86,7 +86,7 @@ class _Cursor:
             raise ModelError(
                 f"{self.what}: tensor {name} has {format_count(ndim, 'axis')}; allowed: 0 to "
                 f"{MAX_RANK}.",
-                code="RQ202",
+                code="RQ502",
             )
         shape = self.numbers(f"{ndim}q", f"shape of tensor {name}")
         (size,) = self.numbers("q", f"size of tensor {name}")
@@ -95,7 +95,7 @@ class _Cursor:
             raise ModelError(
                 f"{self.what}: tensor {name} of shape {shape} and dtype {dtype} has "
                 f"{format_count(size, 'byte')} of data instead of {wanted}.",
-                code="RQ202",
+                code="RQ502",
             )
         return np.frombuffer(self.take(size, f"data of tensor {name}"), dtype).reshape(shape).copy()
 
@@ -111,7 +111,7 @@ def decode_tensor(data: bytes, what: str) -> np.ndarray:
     if cursor.at != len(data):
         raise ModelError(
             f"{what} has {format_count(len(data) - cursor.at, 'byte')} behind its tensor.",
-            code="RQ202",
+            code="RQ502",
         )
     return tensor
 
@@ -126,7 +126,7 @@ def encode_tensor(array: np.ndarray) -> bytes:
     code = DTYPE_CODES.get(str(array.dtype))
     if code is None:
         raise ModelError(
-            f"dtype {array.dtype} cannot be saved; allowed: {sorted(DTYPE_CODES)}.", code="RQ202"
+            f"dtype {array.dtype} cannot be saved; allowed: {sorted(DTYPE_CODES)}.", code="RQ203"
         )
     head = struct.pack("<QQiii", TENSOR_MAGIC, 0, 1, 0, array.ndim)
     kind = struct.pack("<BBH", *code, 1)
@@ -150,20 +150,20 @@ def decode_params(data: bytes, what: str = "The params") -> dict[str, np.ndarray
             names.append(bytes(cursor.take(length, f"name {index}")).decode("utf-8"))
         except UnicodeDecodeError as error:
             raise ModelError(
-                f"{what}: name {index} is not UTF-8 text ({error}).", code="RQ202"
+                f"{what}: name {index} is not UTF-8 text ({error}).", code="RQ502"
             ) from error
     (tensors,) = cursor.numbers("Q", "the number of tensors")
     if tensors != count or len(set(names)) != count:
         raise ModelError(
             f"{what} has {format_count(count, 'name')}, {len(set(names))} of them distinct, and "
             f"{format_count(tensors, 'tensor')}; each tensor needs a name of its own.",
-            code="RQ202",
+            code="RQ502",
         )
     params = {name: cursor.tensor(repr(name)) for name in names}
     if cursor.at != len(data):
         raise ModelError(
             f"{what} has {format_count(len(data) - cursor.at, 'byte')} behind its last tensor.",
-            code="RQ202",
+            code="RQ502",
         )
     return params
 

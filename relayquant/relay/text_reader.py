@@ -64,15 +64,15 @@ def parse_text(text: str, operators: Mapping[str, Attrs] = NO_OPERATORS) -> synt
         tree = _parser().parse(program)
         return _Builder(Metadata(section), operators).transform(tree)
     except UnexpectedInput as error:
-        raise ModelError(_describe(error, text), code="RQ202") from error
+        raise ModelError(_describe(error, text), code="RQ502") from error
     except VisitError as error:
         if isinstance(error.orig_exc, ModelError):
             raise error.orig_exc from None
         raise ModelError(
-            f"The Relay text cannot be read: {error.orig_exc}", code="RQ202"
+            f"The Relay text cannot be read: {error.orig_exc}", code="RQ502"
         ) from error
     except LarkError as error:
-        raise ModelError(f"The Relay text cannot be read: {error}", code="RQ202") from error
+        raise ModelError(f"The Relay text cannot be read: {error}", code="RQ502") from error
 
 
 @functools.cache
@@ -106,7 +106,7 @@ def remove_comments(text: str) -> str:
     if depth:
         line = text.count("\n", 0, start) + 1
         raise ModelError(
-            f"The Relay text ends inside a comment that starts in line {line}.", code="RQ202"
+            f"The Relay text ends inside a comment that starts in line {line}.", code="RQ502"
         )
     kept.append(text[done:])
     return "".join(kept)
@@ -135,7 +135,7 @@ def _location(token: Token) -> Location:
 
 
 def _error(token: Token, message: str) -> ModelError:
-    return ModelError(f"The Relay text is wrong at {_location(token)}: {message}", code="RQ202")
+    return ModelError(f"The Relay text is wrong at {_location(token)}: {message}", code="RQ502")
 
 
 def parse_number(token: Token) -> tuple[int | float, str]:

@@ -88,7 +88,7 @@ def resolve_effort(effort: Effort | str) -> Effort:
             return level
     names = [level.value for level in Effort]
     raise ConfigError(
-        f"There is no effort {effort!r}. {suggest_name(str(effort), names)}", code="RQ102"
+        f"There is no effort {effort!r}. {suggest_name(str(effort), names)}", code="RQ101"
     )
 
 

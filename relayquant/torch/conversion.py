@@ -52,7 +52,7 @@ def convert(prepared: Any) -> Any:
             "convert takes what prepare, prepare_qat or from_module gave, got "
             f"{type(prepared).__name__}. For a module that is neither calibrated nor trained, use "
             "relayquant.torch.quantize(module, example_inputs, dataset).",
-            code="RQ102",
+            code="RQ105",
         )
     prepared.check_ranges()
     return prepared.to_quantized()
@@ -90,7 +90,7 @@ def convert_to_reference(prepared: Any) -> Any:
         raise ConfigError(
             "relayquant.torch.convert_to_reference takes a calibrated model, or what prepare_qat "
             f"or from_module gave, got {type(prepared).__name__}.",
-            code="RQ102",
+            code="RQ105",
         )
     from relayquant.torch.reference_module import ReferenceModule
 

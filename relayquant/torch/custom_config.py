@@ -34,7 +34,7 @@ class SubmoduleRule:
             raise ConfigError(
                 f"PrepareCustomConfig got {self.key!r}; allowed: the path of a module as text, or "
                 "a class of modules.",
-                code="RQ102",
+                code="RQ101",
             )
 
     def find_paths(self, module: Any) -> list[str]:
@@ -56,7 +56,7 @@ class SubmoduleRule:
         hint = suggest_name(name, known) if isinstance(self.key, str) else ""
         raise ConfigError(
             f"PrepareCustomConfig names {name!r}, but the module has no such submodule. {hint}",
-            code="RQ102",
+            code="RQ103",
         )
 
 
@@ -333,5 +333,5 @@ def check_builder(method: str, kind: Any, builder: str) -> None:
         raise ConfigError(
             f"PrepareCustomConfig.{method} got {name}, which has no class method "
             f"`{builder}(module)` that makes it.",
-            code="RQ102",
+            code="RQ101",
         )

@@ -124,7 +124,7 @@ def check_module(module: Any) -> None:
         raise ModelError(
             f"relayquant.torch takes a torch.nn.Module, got {type(module).__name__}. "
             "For an exported program or a .pt2 file, use relayquant.torch.load.",
-            code="RQ207",
+            code="RQ201",
         )
 
 

@@ -79,7 +79,7 @@ class FinetuneSettings(RunSettings):
             raise ConfigError(
                 f"finetune got {', '.join(wrong)}; allowed: numbers above 0, and steps=0 with a "
                 "reconstruction.",
-                code="RQ102",
+                code="RQ101",
             )
         for name, value in (
             ("inner_weight", self.inner_weight),
@@ -87,7 +87,7 @@ class FinetuneSettings(RunSettings):
         ):
             if not value >= 0:
                 raise ConfigError(
-                    f"finetune got {name}={value!r}; allowed: 0 and more.", code="RQ102"
+                    f"finetune got {name}={value!r}; allowed: 0 and more.", code="RQ101"
                 )
         if self.metric is not None:
             check_metric(self.metric)
@@ -180,7 +180,7 @@ def finetune(
         raise ConfigError(
             "finetune: loss cannot be called with (outputs, expected) or (outputs, expected, "
             "item).",
-            code="RQ102",
+            code="RQ106",
         )
     if settings.checkpoint is not None:
         check_writable(Path(settings.checkpoint))

@@ -345,7 +345,7 @@ def check_input(reference: Any, name: str, path: str) -> None:
         raise ConfigError(
             f"set_input_quantized_indexes: input {name!r} of standalone module {path!r} is no "
             f"integer: {who}. Leave it out, or quantize what reads it.",
-            code="RQ102",
+            code="RQ103",
         )
 
 

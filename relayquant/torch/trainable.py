@@ -111,7 +111,7 @@ class Source:
         raise ConfigError(
             "A trainable module cannot be pickled. Save its state_dict(), and load that into one "
             "prepared in the same way; or save the module that relayquant.torch.convert gives.",
-            code="RQ102",
+            code="RQ105",
         )
 
 
@@ -478,7 +478,7 @@ class TrainableModule(nn.Module):
                 f"The module was prepared without calibration data, and has not trained: the range "
                 f"of {waiting[0]!r} is not known. Call it in training mode (module.train()) with "
                 "representative inputs, or prepare it with calibration=.",
-                code="RQ102",
+                code="RQ105",
             )
         for part in self.list_parts():
             part.check_ranges()
@@ -500,7 +500,7 @@ class TrainableModule(nn.Module):
             raise ConfigError(
                 "A model with standalone or custom modules is no calibrated model of one graph. "
                 "Use relayquant.torch.convert, or relayquant.torch.convert_to_reference.",
-                code="RQ102",
+                code="RQ105",
             )
         return self.collect()
 
@@ -517,7 +517,7 @@ class TrainableModule(nn.Module):
                 raise ConfigError(
                     f"Parameter {name!r} is NaN or infinite: training diverged. Lower the learning "
                     "rate, or go back to an earlier state.",
-                    code="RQ102",
+                    code="RQ101",
                 )
         constants = {key: array(value) for key, value in self.fold_constants().items()}
         parameters = {q.group.key: q.qparams for q in self.list_quantizers()}
@@ -708,7 +708,7 @@ def check_trainable(prepared: PreparedModel) -> None:
             )
         if reason:
             raise ConfigError(
-                f"Operator {operator.name!r} cannot be trained: it {reason}.", code="RQ102"
+                f"Operator {operator.name!r} cannot be trained: it {reason}.", code="RQ206"
             )
     prepared.require_parameters()
 

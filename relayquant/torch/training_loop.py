@@ -153,7 +153,7 @@ class _Training:
                         f"checkpoint={str(self.path)!r} was begun with other data. Data that is "
                         "drawn or augmented at random needs a fixed seed. Delete the file to begin "
                         "anew.",
-                        code="RQ302",
+                        code="RQ303",
                     )
                 continue
             self.take_step(batch, item)
@@ -216,7 +216,7 @@ class _Training:
             raise ConfigError(
                 f"The loss is {value} in step {step}: training diverged. Lower lr "
                 f"({settings.lr:g}).",
-                code="RQ102",
+                code="RQ101",
             )
         self.losses.append(value)
 
@@ -274,7 +274,7 @@ class _Training:
             raise ConfigError(
                 f"finetune: loss returned a {type(value).__name__}; allowed: a tensor of one "
                 "number that torch can differentiate.",
-                code="RQ102",
+                code="RQ106",
             )
         return value
 
@@ -326,14 +326,14 @@ class _Training:
                 raise ConfigError(
                     f"The loss is {score} on validation data after step {step}, of outputs that "
                     "are finite. Look at the loss, or pass a metric.",
-                    code="RQ102",
+                    code="RQ106",
                 )
             whose = "trained" if is_finite(expected) else "float"
             raise ConfigError(
                 f"validation: outputs of the {whose} model are not finite after step {step}, so "
                 "states cannot be compared. Look at the validation data and the float model; if "
                 "both are well, training diverged: lower lr.",
-                code="RQ102",
+                code="RQ302",
             )
         return score
 
@@ -414,7 +414,7 @@ class _Training:
                 f"checkpoint={str(self.path)!r} belongs to another training; what differs: "
                 f"{', '.join(different)}. Pass the same arguments to go on, another file, or "
                 "delete it to begin anew.",
-                code="RQ102",
+                code="RQ502",
             )
         write_state(self.student, take_part(arrays, "now:"))
         self.progress = Progress(

@@ -94,7 +94,7 @@ def save_module(mod: tvm.IRModule, path: PathLike) -> Path:
         raise ModelError(
             f"save_module: {path} does not end in {ARCHIVE_SUFFIX}, by which `load` knows what it "
             f"is. Name it {path.with_suffix(ARCHIVE_SUFFIX).name}.",
-            code="RQ502",
+            code="RQ101",
         )
     document = json.loads(tvm.ir.save_json(mod))
     arrays: dict[str, np.ndarray] = {}
@@ -115,7 +115,7 @@ def read_module(path: Path) -> tvm.IRModule:
         ModelError: there is no such file, or it holds something else.
     """
     if not path.is_file():
-        raise ModelError(f"There is no module file {path}.", code="RQ502")
+        raise ModelError(f"There is no module file {path}.", code="RQ201")
     with reading(path, WHAT, ModelError):
         with path.open("rb") as file:
             is_archive = file.read(len(ARCHIVE_HEAD)) == ARCHIVE_HEAD

@@ -49,7 +49,7 @@ def save_qparams(parameters: Mapping[str, QParams], path: PathLike) -> Path:
             raise ConfigError(
                 f"save_qparams: {name!r} is a {type(qparams).__name__}; allowed: names of values "
                 "with QParams, as in prepared.parameters.",
-                code="RQ502",
+                code="RQ101",
             )
     rows = {name: qparams.to_dict() for name, qparams in parameters.items()}
     data = {"format": FORMAT, "version": VERSION, "values": rows}

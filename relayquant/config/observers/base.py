@@ -53,7 +53,7 @@ def require_arrays(
         raise DataError(
             f"The saved {kind.__name__} of value {info.name!r} lacks {', '.join(missing)}; "
             "was it written by another observer?",
-            code="RQ303",
+            code="RQ502",
         )
     return [np.asarray(arrays[name]) for name in names]
 
@@ -164,7 +164,7 @@ def check_array(info: ValueInfo, array: NDArray[Any]) -> NDArray[Any]:
     raise DataError(
         f"Value {info.name!r} was given an array of dtype {array.dtype}; observers take real "
         "numbers.",
-        code="RQ303",
+        code="RQ302",
     )
 
 
@@ -176,7 +176,7 @@ def find_axis(info: ValueInfo, array: NDArray[Any]) -> int | None:
         raise DataError(
             f"Value {info.name!r} is quantized per channel along axis {info.axis}, but was given "
             f"an array of shape {array.shape}.",
-            code="RQ303",
+            code="RQ302",
         )
     return info.axis % array.ndim
 
@@ -200,14 +200,14 @@ def reduce_range(
             raise DataError(
                 f"The constant {info.name!r} of the model holds {found}: no data will help. Check "
                 "the file of the model, and how it was trained or converted (float16 overflow).",
-                code="RQ303",
+                code="RQ302",
             )
         raise NotFiniteError(
             f"Value {info.name!r} holds {found} during calibration. Check that the float model "
             "gives finite results on these samples, and the preprocessing of the data set "
             "(scaling, division by zero, float16 overflow).",
             info.name,
-            code="RQ303",
+            code="RQ302",
         )
     return low, high
 
@@ -216,7 +216,7 @@ def merge_info(a: State, b: State) -> ValueInfo:
     if a.info.name != b.info.name:
         raise DataError(
             f"States of different values cannot be merged: {a.info.name!r} and {b.info.name!r}.",
-            code="RQ303",
+            code="RQ105",
         )
     return a.info
 
@@ -236,5 +236,5 @@ def refuse_per_channel(observer: str, info: ValueInfo) -> None:
             f"{observer} picks one range per tensor, but value {info.name!r} ({info.role.value}) "
             "is to be quantized per channel; use MinMax(), AverageMax(), or for weights MSE(), or "
             "a QSpec with Granularity.PER_TENSOR.",
-            code="RQ101",
+            code="RQ102",
         )

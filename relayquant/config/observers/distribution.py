@@ -193,7 +193,7 @@ class MSE(Observer[Any]):
         raise DataError(
             f"The states of value {info.name!r} do not fit together: one holds a weight and one a "
             "histogram, or their channels differ.",
-            code="RQ303",
+            code="RQ105",
         )
 
     def qparams(self, state: HistogramState | WeightState, info: ValueInfo) -> QParams:

@@ -80,7 +80,7 @@ class Histogram:
         low, high = float(values.min()), float(values.max())
         if not (math.isfinite(low) and math.isfinite(high)):
             raise DataError(
-                "A histogram takes finite values only; these hold NaN or infinity.", code="RQ303"
+                "A histogram takes finite values only; these hold NaN or infinity.", code="RQ302"
             )
         # Adding 0.0 makes 0.0 of -0.0: which of them min picks depends on the order.
         low, high = min(self.low, low) + 0.0, max(self.high, high) + 0.0
@@ -108,7 +108,7 @@ class Histogram:
             raise ConfigError(
                 f"Histograms of {self.bins} and {format_count(other.bins, 'bin')} cannot be "
                 "merged; use the same number of bins in every process.",
-                code="RQ101",
+                code="RQ105",
             )
         exponent = max(self.exponent, other.exponent)
         a, b = self._widen(exponent), other._widen(exponent)
@@ -197,14 +197,14 @@ class Histogram:
         """
         missing = {"exponent", "counts", "zeros", "range"} - set(arrays)
         if missing:
-            raise DataError(f"A saved histogram lacks {', '.join(sorted(missing))}.", code="RQ303")
+            raise DataError(f"A saved histogram lacks {', '.join(sorted(missing))}.", code="RQ502")
         counts = np.asarray(arrays["counts"], "int64")
         bounds = np.asarray(arrays["range"], "float64")
         if counts.ndim != 1 or bounds.shape != (2,) or counts.size % 2 or (counts < 0).any():
             raise DataError(
                 f"A saved histogram has counts of shape {counts.shape} and a range of shape "
                 f"{bounds.shape}; expected (2 * bins,), none negative, and (2,).",
-                code="RQ303",
+                code="RQ502",
             )
         return replace(
             Histogram.empty(counts.size // 2),

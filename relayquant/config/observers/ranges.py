@@ -223,7 +223,7 @@ class Fixed(Observer[EmptyState]):
             raise ConfigError(
                 f"Fixed got {', '.join(sorted(given)) or 'nothing'}; allowed: scale with or "
                 "without zero_point, or low and high.",
-                code="RQ101",
+                code="RQ102",
             )
 
     def start(self, info: ValueInfo) -> EmptyState:

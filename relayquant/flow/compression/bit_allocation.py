@@ -49,7 +49,7 @@ def choose_formats(
             f"table_bits={settings.table_bits} take "
             f"{format_count(sum(sizes.values()), 'byte')} with their scales, "
             f"allowed are {limit} by max_size or max_bits. Use fewer bits or larger groups.",
-            code="RQ101",
+            code="RQ102",
         )
     losses = measure_losses(weights, forms, data, settings)
     wide = {key: replace(form, bits=MOST_BITS) for key, form in forms.items()}

@@ -102,7 +102,7 @@ def open_data(
     name = settings.function or find_entry(mod) or ""
     if settings.function is not None and dataset is None:
         raise ConfigError(
-            "compress_weights: function= says what dataset= is for; pass both.", code="RQ101"
+            "compress_weights: function= says what dataset= is for; pass both.", code="RQ102"
         )
     if dataset is None:
         return CompressData(mod, params, name, (), {})
@@ -111,7 +111,7 @@ def open_data(
         raise ConfigError(
             f"compress_weights: {given}; the data is to be for one of {', '.join(functions)}. Pass "
             f"function={functions[0]!r}, for instance.",
-            code="RQ101",
+            code="RQ103",
         )
     for param in mod[name].params:
         if param not in params and not isinstance(param.ty, tvm.relax.TensorType):
@@ -289,4 +289,4 @@ def read_weight(path: Path, form: GroupFormat, use: WeightUse) -> GroupedWeight:
             name: (str(array.dtype), array.shape) for name, array in arrays.items()
         }:
             return GroupedWeight(**arrays, features=features, format=own)
-    raise DataError(f"{path} does not hold the weight of {use.place}. {BEGIN_ANEW}", code="RQ303")
+    raise DataError(f"{path} does not hold the weight of {use.place}. {BEGIN_ANEW}", code="RQ502")

@@ -246,7 +246,7 @@ def run_stretch(
             except ModelError as error:
                 if isinstance(error.__cause__, DataError | IndexError):
                     raise DataError(
-                        f"batch {i} of the data does not fit {name!r}: {error}", code="RQ303"
+                        f"batch {i} of the data does not fit {name!r}: {error}", code="RQ302"
                     ) from error
                 raise
 

@@ -80,7 +80,7 @@ class CompressSettings(RunSettings):
         if len(bounds) > 1 or not all(bound > 0 for bound in bounds.values()):
             found = ", ".join(f"{name}={bound!r}" for name, bound in bounds.items())
             raise ConfigError(
-                f"compress_weights: {found}; allowed: one of them, above 0.", code="RQ101"
+                f"compress_weights: {found}; allowed: one of them, above 0.", code="RQ102"
             )
 
     @property

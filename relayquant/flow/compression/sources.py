@@ -129,7 +129,7 @@ def open_params(
             raise ModelError(
                 f"params has {name!r}, which no function takes. "
                 f"{suggest_name(name, sorted(known))} No constant of the module has its value.",
-                code="RQ204",
+                code="RQ103",
             )
     return found
 

@@ -185,7 +185,7 @@ def smooth_products(canonical: tvm.IRModule, dataset: Any, model_type: ModelType
         raise ConfigError(
             f"model_type={model_type}: data is measured by channel, so dataset=None does not go "
             "with it. Pass some samples, or leave model_type out.",
-            code="RQ101",
+            code="RQ102",
         )
     batches = take_samples(open_dataset(dataset, describe_inputs(canonical)), SMOOTHING_SAMPLES)
     alpha = MODEL_TYPES[model_type].alpha

@@ -382,7 +382,7 @@ def revert_operators(
     mapping, guarding = prepared.mapping, settings.guarding
     if mapping is None:
         raise ConfigError(
-            "The guard needs the QConfigMapping that the model was prepared with.", code="RQ102"
+            "The guard needs the QConfigMapping that the model was prepared with.", code="RQ105"
         )
     operators = find_rounding_operators(prepared)
     # Each operator is switched alone, and what is behind it computed anew: half of the model.

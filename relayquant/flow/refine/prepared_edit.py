@@ -104,7 +104,7 @@ def check_operator(
             f"Backend {backend.name!r} cannot run operator {operator.name!r} ({operator.pattern}) "
             "with the edited "
             f"plan: {conflicts[0]}. Allowed: {'; '.join(d.description for d in row.dtypes)}.",
-            code="RQ105",
+            code="RQ104",
         )
 
 
@@ -281,6 +281,6 @@ def read_statistics(
     """The observer of one group and its state."""
     observer = NamedSettings.from_dict(row["observer"], f"observer of {group.key!r}")
     if not isinstance(observer, Observer):
-        raise DataError(f"What observed value {group.key!r} is no observer.", code="RQ303")
+        raise DataError(f"What observed value {group.key!r} is no observer.", code="RQ502")
     found = {name: arrays[f"statistics/{group.key}/{name}"] for name in row["arrays"]}
     return GroupStatistics(observer, observer.restore(group.info, found))

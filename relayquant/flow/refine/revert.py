@@ -26,7 +26,7 @@ def keep_parameters(
     """
     if prepared.mapping is None:
         raise ConfigError(
-            "The model lacks the QConfigMapping that it was prepared with.", code="RQ102"
+            "The model lacks the QConfigMapping that it was prepared with.", code="RQ105"
         )
     mapping = add_float_lines(prepared, list(names), prepared.mapping)
     wanted = {value.name for value in prepared.outputs if value.is_integer}

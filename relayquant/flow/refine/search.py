@@ -287,7 +287,7 @@ def score_float(metric: Metric, simulation: Simulation) -> float:
             f"The metric {name_metric(metric)} gives {score} where both outputs are equal, and "
             "nothing is within max_drop of that. Let it have a largest value: min(decibels, 100) "
             "for a signal to noise ratio, or minus the relative error.",
-            code="RQ102",
+            code="RQ106",
         )
     return score
 

@@ -66,7 +66,7 @@ class SearchState:
             raise ConfigError(
                 f"{state.path} is the state of a search with another model, backend, effort, "
                 "configuration or bound. Delete it, or name another file.",
-                code="RQ102",
+                code="RQ502",
             )
         return state
 
@@ -82,7 +82,7 @@ class SearchState:
                 f"{self.path} is the state of a search with other {' and other '.join(other)}, so "
                 "its scores do not count here. Delete it, or name another file; data must come in "
                 "the same order each time.",
-                code="RQ102",
+                code="RQ502",
             )
         self.basis |= basis
         self.save()

@@ -57,7 +57,7 @@ def load_gguf(path: PathLike, *, max_bytes: int = DEFAULT_MAX_BYTES) -> Mapping[
             raise ModelError(
                 f"{path}: its tensors take {format_count(size, 'byte')} as float32, more than "
                 f"{MOST_GROWTH} times the file. It is damaged.",
-                code="RQ202",
+                code="RQ502",
             )
         for tensor in {tensor.tensor_type: tensor for tensor in tensors}.values():
             check_kind(gguf, tensor)

@@ -64,6 +64,7 @@ def check_stage(mod: tvm.IRModule, stage: Stage, *, with_integers: bool = False)
 
     Raises:
         ModelError: names the operator, the value it computes and the function.
+        ValueError: not well formed, which is the fault of the stage that made it.
     """
     for global_var, function in mod.functions.items():
         if not isinstance(function, relax.Function):
@@ -87,9 +88,8 @@ def check_stage(mod: tvm.IRModule, stage: Stage, *, with_integers: bool = False)
     try:
         relax.analysis.well_formed(mod)
     except Exception as error:
-        raise ModelError(
-            f"The module is not well formed at stage {stage.name}: {error}", code="RQ204"
-        ) from error
+        # Nothing that a user can change: a stage before this one made it so.
+        raise ValueError(f"The module is not well formed at stage {stage.name}: {error}") from error
 
 
 _ADVICE = {

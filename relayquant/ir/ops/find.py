@@ -60,7 +60,7 @@ def match_operator(graph: Graph, backend: BackendConfig, operator: OperatorPlan)
             f"The plan quantizes operator {operator.name!r} as {operator.pattern!r}, but the "
             "module has "
             "no such operator. Make the plan from the module that is converted.",
-            code="RQ204",
+            code="RQ105",
         )
     return match
 

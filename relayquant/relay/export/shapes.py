@@ -27,7 +27,7 @@ def fix_shapes(mod: tvm.IRModule, shapes: Mapping[str, Sequence[int]]) -> tvm.IR
     for name, shape in shapes.items():
         if name not in params:
             raise ConfigError(
-                f"shapes: there is no input {name!r}. {suggest_name(name, params)}", code="RQ101"
+                f"shapes: there is no input {name!r}. {suggest_name(name, params)}", code="RQ103"
             )
         sizes.update(match_shape(params[name], shape))
     if sizes:

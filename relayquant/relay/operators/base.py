@@ -109,7 +109,7 @@ class Site:
                 f"{what} depends on the release of TVM that wrote it, older than {release} or not, "
                 "and the shapes do not tell. Name it: relayquant.relay.from_text(text, params, "
                 'release="0.12"), or from_json.',
-                code="RQ202",
+                code="RQ101",
             )
         return self.release >= release
 

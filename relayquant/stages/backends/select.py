@@ -57,7 +57,7 @@ def find_backend(mod: tvm.IRModule, backend: BackendConfig | str | None) -> Back
     raise ConfigError(
         f"The module was prepared for backend {ledger.backend!r}, whose patterns it does not hold. "
         "Pass the BackendConfig as well, or lower what calibrate returned: that holds it.",
-        code="RQ101",
+        code="RQ105",
     )
 
 

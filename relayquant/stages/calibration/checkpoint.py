@@ -241,7 +241,7 @@ def check_binding(
     """ConfigError if the checkpoint belongs to other work; DataError if it is damaged."""
     bound = header.get("binding")
     if header.get("format") != FORMAT or not isinstance(bound, dict):
-        raise DataError(f"{path / HEADER} is not of format {FORMAT!r}.", code="RQ303")
+        raise DataError(f"{path / HEADER} is not of format {FORMAT!r}.", code="RQ502")
     different = []
     for aspect in sorted({*bound, *binding}):
         before, now = bound.get(aspect), binding.get(aspect)
@@ -253,7 +253,7 @@ def check_binding(
             f"checkpoint={str(path)!r} belongs to another {work}; what differs: "
             f"{', '.join(different)}. Pass the same arguments to go on, another folder, or delete "
             "it to begin anew.",
-            code="RQ101",
+            code="RQ502",
         )
 
 

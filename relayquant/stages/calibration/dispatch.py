@@ -54,7 +54,7 @@ def check_executor(executor: Any) -> futures.Executor:
         raise ConfigError(
             f"executor is {executor!r}; allowed: a concurrent.futures.Executor, such as a "
             "ProcessPoolExecutor or dask.distributed's Client(...).get_executor().",
-            code="RQ107",
+            code="RQ101",
         )
     context = getattr(executor, "_mp_context", None)
     if context is not None and context.get_start_method() == "fork":
@@ -77,7 +77,7 @@ def check_timeout(seconds: float | None) -> float | None:
         raise ConfigError(
             f"worker_timeout is {seconds!r}; allowed: seconds, more than 0 and at most "
             f"{threading.TIMEOUT_MAX:.0f}, or None to wait for ever.",
-            code="RQ107",
+            code="RQ101",
         )
     return seconds
 

@@ -101,5 +101,5 @@ def describe_cause(
         f"Value {value!r} cannot be calibrated: {cause.name!r}{part} ({op}{node}) gives infinity, "
         f"NaN or numbers beyond {LARGEST:.2g} in batch {number}, where what it reads is finite and "
         f"within {largest:.3g}. {blame}",
-        code="RQ303",
+        code="RQ302",
     )

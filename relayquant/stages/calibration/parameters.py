@@ -149,19 +149,19 @@ def resolve_calibration(calibration: object) -> AnyObserver | CallableCalibratio
             raise ConfigError(
                 f"calibration is the class {calibration.__name__}, not an instance: write "
                 f"{calibration.__name__}().",
-                code="RQ106",
+                code="RQ101",
             )
         raise ConfigError(
-            f"calibration is the class {calibration.__name__}; allowed: {allowed}.", code="RQ106"
+            f"calibration is the class {calibration.__name__}; allowed: {allowed}.", code="RQ101"
         )
     if isinstance(calibration, QParams):
         raise ConfigError(
             "calibration is a QParams; to give every value the same parameters write "
             "Fixed(scale, zero_point).",
-            code="RQ106",
+            code="RQ101",
         )
     if not callable(calibration):
-        raise ConfigError(f"calibration is {calibration!r}; allowed: {allowed}.", code="RQ106")
+        raise ConfigError(f"calibration is {calibration!r}; allowed: {allowed}.", code="RQ101")
     result = CallableCalibration(calibration)
     if not takes_context(calibration) and not (
         takes_arguments(calibration, 2) or takes_arguments(calibration, 3)

@@ -447,7 +447,7 @@ class _Run:
                 f"Operator {name!r} reads values whose squares pass what float32 holds, so that "
                 f"its weight cannot be fitted. {self.data.largest}; check the preprocessing.",
                 fit.point.source,
-                code="RQ303",
+                code="RQ302",
             )
         if key in self.min_scales:  # the scale is decided, only the rounding is not
             settings = replace(settings, scale_factors=(1.0,), tensor_factors=(1.0,))

@@ -168,7 +168,7 @@ class ValueStore:
                 f"Value {name!r} of batches {shard.start}..{shard.stop - 1} cannot be read from "
                 f"{self.folder}: {error}. Somebody else changed the folder, or a worker does not "
                 "see it.",
-                code="RQ303",
+                code="RQ502",
             ) from error
 
     def drop(self, name: str, shards: tuple[Shard, ...]) -> None:

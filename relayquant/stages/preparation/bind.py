@@ -56,7 +56,7 @@ def bind_params(editor: Editor, params: Mapping[str, Any] | None) -> None:
             raise ModelError(
                 f"params has {name!r}, which main does not. {suggest_name(name, names)} "
                 "No constant of the module has its value.",
-                code="RQ204",
+                code="RQ103",
             )
     missing = [weight.name for weight in weights if weight.name not in values]
     if missing:

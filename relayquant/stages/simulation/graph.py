@@ -107,7 +107,7 @@ def make_variables(group: GroupPlan, taken: Set[str] = frozenset()) -> GroupVari
         raise ConfigError(
             f"Value {group.key!r} is to be {spec.dtype}, which has no simulated form. "
             f"Allowed: {', '.join(known)}.",
-            code="RQ105",
+            code="RQ101",
         )
     prefix = group.key
     parts = ("dtype", "scale", "zero_point", "low", "high")

@@ -33,7 +33,7 @@ def resolve_unseen(unseen: Unseen | str) -> Unseen:
     names = [member.value for member in Unseen]
     if unseen not in names:
         raise ConfigError(
-            f"prepare: there is no unseen={unseen!r}. {suggest_name(unseen, names)}", code="RQ102"
+            f"prepare: there is no unseen={unseen!r}. {suggest_name(unseen, names)}", code="RQ101"
         )
     return Unseen(unseen)
 

@@ -188,7 +188,7 @@ def check_number(what: str, number: int, count: int) -> None:
         allowed = f"0 to {count - 1}" if count else "none, as it has no tensors there"
         raise ConfigError(
             f"PrepareCustomConfig: the model has no {what} {number}; allowed: {allowed}.",
-            code="RQ102",
+            code="RQ103",
         )
 
 
@@ -220,7 +220,7 @@ def find_entry(
             f"set_input_quantized_indexes: input {number} of the model is no integer: {cause}no "
             "straight run reads it on one grid of integers. Leave it out, or quantize what reads "
             "it; the ledger of the converted model says why that stays in float.",
-            code="RQ102",
+            code="RQ103",
         )
     if readers:
         warn_user(
@@ -263,6 +263,6 @@ def find_exit(
             f"{what}, which no straight run computes as integers on one grid. Leave it out, or "
             "quantize what computes it; the ledger of the converted model says why that stays "
             "in float.",
-            code="RQ102",
+            code="RQ103",
         )
     return Passage(number, grid, shift_qparams(grid, dtype, f"output {number}"))

@@ -109,7 +109,7 @@ class Uncopied:
             "code of the model that it was prepared for, and compiled code. Prepare and convert a "
             "copy of the float model; of a converted one, its integer modules can be saved "
             "(.modules, relayquant.save_module).",
-            code="RQ102",
+            code="RQ105",
         )
 
 

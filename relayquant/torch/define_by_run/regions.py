@@ -315,7 +315,7 @@ def check_rules(mapping: QConfigMapping, plans: Collection[PreparedModel]) -> No
             raise ConfigError(
                 f"The line {rule.description} of the QConfigMapping decides for no operator that "
                 f"calibration came to. Their names: {names}.",
-                code="RQ102",
+                code="RQ103",
             )
 
 

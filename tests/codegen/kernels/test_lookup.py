@@ -23,7 +23,6 @@ from relayquant.codegen.kernels.integer.lookup import (
     build_lookup,
 )
 from relayquant.codegen.kernels.isa.select import has_isa, select_shuffle
-from relayquant.errors import ConfigError
 
 EXPECTED = {
     "x86-64": None,
@@ -69,7 +68,7 @@ def test_build_lookup__of_wider_values_takes_loads(out_dtype):
 
 
 def test_build_lookup__refuses_wide_data():
-    with pytest.raises(ConfigError, match="allowed: uint8, int8"):
+    with pytest.raises(ValueError, match="allowed: uint8, int8"):
         build_lookup(Lookup((4,), "int16", "int8"))
 
 

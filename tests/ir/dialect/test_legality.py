@@ -108,7 +108,7 @@ def test_check_stage__malformed_module():
     block = relax.BindingBlock([relax.VarBinding(var, body)])
     function = relax.Function([x], relax.SeqExpr([block], var), FLOAT)
     module = tvm.IRModule({"main": function.with_attr("global_symbol", "main")})
-    with pytest.raises(ModelError, match="not well formed at stage FLOAT"):
+    with pytest.raises(ValueError, match="not well formed at stage FLOAT"):
         check_stage(module, Stage.FLOAT)
 
 

@@ -62,7 +62,7 @@ def test_quantize__names_the_operator_and_its_largest_constant(value, effort):
     assert " of operator 'v3' (matmul) gives infinity, NaN or numbers beyond 1.8e+19 in" in message
     # Equalization may have scaled it.
     assert re.search(r"Its largest constant: up to \S+e\+\d\d, with 1 of 64 elements", message)
-    assert message.endswith("[RQ305]")
+    assert message.endswith("[RQ302]")
 
 
 def test_calibrate__operator_without_constants():

@@ -41,7 +41,6 @@ from relayquant.codegen.kernels.emit import (
 from relayquant.codegen.kernels.floating.row_norm import SUM_LANES, emit_row_sum, fence
 from relayquant.codegen.kernels.integer.elementwise import Quantize, emit_quantized
 from relayquant.codegen.kernels.isa.base import Buffer, Expr
-from relayquant.errors import ConfigError
 
 #: Coefficients of P, that of the highest power first.
 EXP_COEFFICIENTS = (0.008290272, 0.041898163, 0.16667639, 0.49999148, 0.9999997, 1.0)
@@ -85,16 +84,14 @@ class Softmax:
     def __post_init__(self) -> None:
         is_plain = self.factor is None and self.quantized is None
         if not is_plain and self.axis != len(self.shape) - 1:
-            raise ConfigError(
+            raise ValueError(
                 f"Softmax: a factor, or integers, along axis {self.axis} of {len(self.shape)}; "
                 "allowed: along the last one.",
-                code="RQ119",
             )
         if self.quantized is not None and self.shape[-1] is None:
-            raise ConfigError(
+            raise ValueError(
                 "Softmax: integers of rows whose length the run time decides; allowed: floats of "
                 "these, or a known length.",
-                code="RQ119",
             )
 
 

@@ -27,7 +27,6 @@ from relayquant.codegen.kernels.emit import (
     load_vector,
     store_vector,
 )
-from relayquant.errors import ConfigError
 
 #: Fewest output channels of a product that is worth vectors.
 FEWEST_CHANNELS = 2
@@ -98,10 +97,9 @@ class FloatEpilogue:
 
     def __post_init__(self) -> None:
         if self.residual and self.columns:
-            raise ConfigError(
+            raise ValueError(
                 "FloatEpilogue: a residual is as wide as the results; allowed with columns of a "
                 "wider tensor: none.",
-                code="RQ119",
             )
 
     def pitch(self, channels: int) -> int:

@@ -60,7 +60,6 @@ from relayquant.codegen.kernels.integer.operands import (
 from relayquant.codegen.kernels.integer.saturating_pack import PACKED
 from relayquant.codegen.kernels.integer.specs import Conv2d, Dense, PackedWeights
 from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa
-from relayquant.errors import ConfigError
 
 #: Packed weights of up to this many bytes stay in the first-level cache while pixels pass by.
 SMALL_WEIGHT_BYTES = 20 * 1024
@@ -502,7 +501,7 @@ def pack_conv2d(
             when accumulators are stored.
 
     Raises:
-        ConfigError: a shape does not fit, or the multiplier is missing or not wanted.
+        ValueError: a shape does not fit, or the multiplier is missing or not wanted.
     """
     pack = pack_depthwise if spec.is_depthwise else pack_general_conv2d
     return pack(spec, isa, weight, bias, multiplier)
@@ -534,9 +533,8 @@ def pack_dense(
 ) -> PackedWeights:
     """Constant operands of `build_dense`; weight (N, K), bias (N,), multiplier (N,) or ()."""
     if weight.shape != (spec.out_features, spec.in_features):
-        raise ConfigError(
+        raise ValueError(
             f"pack_dense: weight has shape {weight.shape}, expected "
             f"{(spec.out_features, spec.in_features)}.",
-            code="RQ119",
         )
     return pack_conv2d(spec.as_conv2d(), isa, weight[:, None, None, :], bias, multiplier)

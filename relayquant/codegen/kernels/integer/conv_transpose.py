@@ -24,7 +24,6 @@ from relayquant.codegen.kernels.integer.operands import declare_operands, emit_p
 from relayquant.codegen.kernels.integer.specs import Conv2d, PackedWeights, pack_channels
 from relayquant.codegen.kernels.isa.base import Isa
 from relayquant.codegen.kernels.transposed import TransposedShape
-from relayquant.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -37,10 +36,9 @@ class Conv2dTranspose(TransposedShape):
 
     def __post_init__(self) -> None:
         if min(self.out_size) < 1:
-            raise ConfigError(
+            raise ValueError(
                 f"Conv2dTranspose: padding {self.padding} leaves no output of "
                 f"{self.height}x{self.width} with kernel {self.kernel}.",
-                code="RQ119",
             )
 
 
@@ -119,7 +117,7 @@ def pack_conv2d_transpose(
         bias, multiplier: as in `pack_conv2d`.
 
     Raises:
-        ConfigError: a shape does not fit, or the multiplier is missing or not wanted.
+        ValueError: a shape does not fit, or the multiplier is missing or not wanted.
     """
     plan = choose_transpose_plan(spec, isa)
     whole = Conv2d(

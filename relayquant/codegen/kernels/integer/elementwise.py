@@ -30,7 +30,7 @@ from relayquant.codegen.kernels.emit import (
 )
 from relayquant.codegen.kernels.integer.epilogue import Epilogue, Store, emit_fma, emit_round
 from relayquant.codegen.kernels.isa.base import Buffer, Expr
-from relayquant.errors import ConfigError, format_count
+from relayquant.errors import format_count
 
 #: Elements per vector; LLVM splits it into registers.
 LANES = 16
@@ -43,9 +43,8 @@ PARALLEL_ELEMENTS = 1 << 15
 
 def check_integer_output(operator: str, out: Epilogue) -> None:
     if out.output is not Store.REQUANTIZE or out.residual is not None:
-        raise ConfigError(
+        raise ValueError(
             f"{operator}: `out` must store requantized integers without a residual, got {out}.",
-            code="RQ119",
         )
 
 
@@ -160,11 +159,10 @@ class Concatenate:
         check_integer_output("Concatenate", self.out)
         rest = {shape[: self.axis] + shape[self.axis + 1 :] for shape in self.shapes}
         if len(self.shapes) != len(self.data) or len(rest) != 1 or self.axis < 0:
-            raise ConfigError(
+            raise ValueError(
                 f"Concatenate: {format_count(len(self.data), 'operand')} of shapes {self.shapes} "
                 f"do not join along axis {self.axis}; they must agree in all other dimensions, "
                 "and axis must be >= 0.",
-                code="RQ119",
             )
 
     @property
@@ -370,10 +368,9 @@ def build_binary(
     rhs_shape = shape if rhs_shape is None else rhs_shape
     view = broadcast_view(shape, rhs_shape)
     if view is None:
-        raise ConfigError(
+        raise ValueError(
             f"{name}: rhs of shape {rhs_shape} is not broadcast to {shape} along neighbouring "
             "axes.",
-            code="RQ119",
         )
     outer, middle, inner = view
 

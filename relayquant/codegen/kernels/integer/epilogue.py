@@ -24,7 +24,6 @@ from tvm.script.ir_builder import tirx as T
 from relayquant.base.qtypes import INTEGER_LIMITS
 from relayquant.codegen.kernels.emit import constant, vector
 from relayquant.codegen.kernels.isa.base import Expr
-from relayquant.errors import ConfigError
 
 #: 1.5 * 2**23: float32 numbers from 2**23 to 2**24 are the integers.
 ROUNDING_MAGIC = 12582912.0
@@ -72,33 +71,28 @@ class Epilogue:
             Store.ACCUMULATOR: ("int32",),
         }[self.output]
         if self.dtype not in allowed:
-            raise ConfigError(
+            raise ValueError(
                 f"Epilogue: a kernel that stores {self.output.value} values cannot store "
                 f"{self.dtype!r}; allowed: {', '.join(allowed)}.",
-                code="RQ119",
             )
         if self.output is not Store.REQUANTIZE:
             if self.residual or self.zero_point or self.low is not None or self.high is not None:
-                raise ConfigError(
+                raise ValueError(
                     f"Epilogue: {self.output.value} takes no residual, zero point or bounds; "
                     "use Store.REQUANTIZE.",
-                    code="RQ119",
                 )
             return
         low, high = self.bounds
         limits = INTEGER_LIMITS[self.dtype]
         if not limits[0] <= low <= high <= limits[1]:
-            raise ConfigError(
+            raise ValueError(
                 f"Epilogue: bounds {low}..{high} are not a range within {self.dtype} "
                 f"({limits[0]}..{limits[1]}).",
-                code="RQ119",
             )
         if self.dtype == "int32" and self.zero_point:
-            raise ConfigError("Epilogue: int32 output takes no zero point.", code="RQ119")
+            raise ValueError("Epilogue: int32 output takes no zero point.")
         if not limits[0] <= self.zero_point <= limits[1]:
-            raise ConfigError(
-                f"Epilogue: zero point {self.zero_point} is outside {self.dtype}.", code="RQ119"
-            )
+            raise ValueError(f"Epilogue: zero point {self.zero_point} is outside {self.dtype}.")
 
     @property
     def bounds(self) -> tuple[int, int]:

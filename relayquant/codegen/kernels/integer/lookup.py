@@ -26,7 +26,6 @@ from relayquant.codegen.kernels.emit import (
     vector,
 )
 from relayquant.codegen.kernels.isa.base import Buffer, Expr
-from relayquant.errors import ConfigError
 
 #: Values in a table: one for each byte.
 TABLE_SIZE = 256
@@ -125,7 +124,7 @@ def build_lookup(
 ) -> PrimFunc:
     """PrimFunc(x, table (256,), y); `shuffle`, if the target has one, serves tables of bytes."""
     if spec.dtype not in ("uint8", "int8"):
-        raise ConfigError(f"Lookup: data is {spec.dtype!r}; allowed: uint8, int8.", code="RQ119")
+        raise ValueError(f"Lookup: data is {spec.dtype!r}; allowed: uint8, int8.")
     size = prod(spec.shape)
     if spec.out_dtype not in ("uint8", "int8") or (shuffle is not None and size < shuffle.lanes):
         shuffle = None

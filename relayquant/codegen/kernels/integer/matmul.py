@@ -37,7 +37,6 @@ from relayquant.codegen.kernels.integer.operands import Image, Operands, emit_pr
 from relayquant.codegen.kernels.integer.saturating_pack import PART, channel_order
 from relayquant.codegen.kernels.integer.specs import Conv2d
 from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa
-from relayquant.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -64,14 +63,11 @@ class BatchMatmul:
     def __post_init__(self) -> None:
         for dtype in (self.x_dtype, self.w_dtype):
             if dtype not in ("uint8", "int8"):
-                raise ConfigError(
-                    f"BatchMatmul: operand is {dtype!r}; allowed: uint8, int8.", code="RQ119"
-                )
+                raise ValueError(f"BatchMatmul: operand is {dtype!r}; allowed: uint8, int8.")
         if self.w_heads is not None and (self.w_heads < 1 or self.batch % self.w_heads):
-            raise ConfigError(
+            raise ValueError(
                 f"BatchMatmul: w_heads is {self.w_heads}; allowed: divisors of the batch "
                 f"{self.batch}, or None.",
-                code="RQ119",
             )
 
     @property

@@ -37,7 +37,7 @@ from relayquant.codegen.kernels.emit import (
 from relayquant.codegen.kernels.integer.elementwise import Space, check_integer_output
 from relayquant.codegen.kernels.integer.epilogue import Epilogue
 from relayquant.codegen.kernels.isa.base import Expr
-from relayquant.errors import ConfigError, format_count
+from relayquant.errors import format_count
 
 #: Elements read from which on the work is split over threads.
 PARALLEL_READS = 1 << 18
@@ -61,10 +61,9 @@ class PoolWindow:
 
     def __post_init__(self) -> None:
         if min(self.out_size) < 1:
-            raise ConfigError(
+            raise ValueError(
                 f"PoolWindow: a {self.kernel} window with dilation {self.dilation} does not fit "
                 f"into {self.height}x{self.width} with padding {self.padding}.",
-                code="RQ119",
             )
 
     @property
@@ -261,7 +260,7 @@ def build_mean(
     """PrimFunc(x, y); y has the averaged axes with extent 1, or the given shape.
 
     Raises:
-        ConfigError: `out` stores no integers, or so many values are averaged that their zero points
+        ValueError: `out` stores no integers, or so many values are averaged that their zero points
             have no int32 sum.
     """
     check_integer_output("Mean", spec.out)
@@ -280,10 +279,9 @@ def build_mean(
         return build_avg_pool2d(AvgPool2d(window, spec.data, spec.out), name, spec.shape, out_shape)
     most = most_values(spec.data.dtype)
     if count > most:
-        raise ConfigError(
+        raise ValueError(
             f"Mean: over {format_count(count, 'value')} of {spec.data.dtype}; allowed: up to "
             f"{most}.",
-            code="RQ119",
         )
     factor = np.float32(spec.data.multiplier) / np.float32(count)
 

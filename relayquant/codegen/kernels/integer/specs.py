@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from relayquant.codegen.kernels.conv_shape import Conv2dShape
 from relayquant.codegen.kernels.integer.epilogue import Epilogue, has_small_multipliers
-from relayquant.errors import ConfigError, format_count
+from relayquant.errors import format_count
 
 
 @dataclass(frozen=True)
@@ -45,21 +45,17 @@ class Conv2d(Conv2dShape):
 
     def __post_init__(self) -> None:
         if self.in_dtype not in ("uint8", "int8", "int16"):
-            raise ConfigError(
-                f"Conv2d: in_dtype is {self.in_dtype!r}; allowed: uint8, int8, int16.", code="RQ119"
-            )
+            raise ValueError(f"Conv2d: in_dtype is {self.in_dtype!r}; allowed: uint8, int8, int16.")
         if self.in_channels % self.groups or self.out_channels % self.groups:
-            raise ConfigError(
+            raise ValueError(
                 f"Conv2d: {self.in_channels} input and "
                 f"{format_count(self.out_channels, 'output channel')} cannot divide into "
                 f"{format_count(self.groups, 'group')}.",
-                code="RQ119",
             )
         if min(self.out_size) < 1:
-            raise ConfigError(
+            raise ValueError(
                 f"Conv2d: a {self.kernel} kernel with dilation {self.dilation} does not fit into "
                 f"{self.height}x{self.width} with padding {self.padding}.",
-                code="RQ119",
             )
 
     @property
@@ -135,22 +131,20 @@ def pack_channels(
     Numbers outside of the channels give 0.
 
     Raises:
-        ConfigError: a shape does not fit, or the multiplier is missing or not wanted.
+        ValueError: a shape does not fit, or the multiplier is missing or not wanted.
     """
     channels = spec.out_channels
     if weight.shape != spec.weight_shape or weight.dtype != np.int8:
-        raise ConfigError(
+        raise ValueError(
             f"Weights are {weight.dtype} {weight.shape}, expected int8 OHWI {spec.weight_shape}.",
-            code="RQ119",
         )
     if bias.shape != (channels,):
-        raise ConfigError(f"The bias has shape {bias.shape}, expected ({channels},).", code="RQ119")
+        raise ValueError(f"The bias has shape {bias.shape}, expected ({channels},).")
     has_multiplier = spec.epilogue.has_multiplier
     if has_multiplier != (multiplier is not None):
         wanted = "needs a" if has_multiplier else "takes no"
-        raise ConfigError(
+        raise ValueError(
             f"A kernel that stores {spec.epilogue.output.value} values {wanted} multiplier.",
-            code="RQ119",
         )
     folded = fold_zero_point(bias, weight, spec.in_zero_point + zero_point_shift)
     exists = (order >= 0) & (order < channels)
@@ -160,15 +154,13 @@ def pack_channels(
         return folded, None
     multiplier = np.asarray(multiplier, "float32")
     if multiplier.shape not in ((), (1,), (channels,)):
-        raise ConfigError(
+        raise ValueError(
             f"The multiplier has shape {multiplier.shape}, expected () or ({channels},).",
-            code="RQ119",
         )
     if spec.epilogue.is_small and not has_small_multipliers(multiplier, spec.epilogue.residual):
-        raise ConfigError(
+        raise ValueError(
             f"The epilogue says is_small, but the multiplier reaches {np.abs(multiplier).max()}; "
             "allowed: up to 0.5. Build the kernel without is_small.",
-            code="RQ119",
         )
     multiplier = np.broadcast_to(multiplier, (channels,))[index]
     return folded, np.where(exists, multiplier, 0).astype("float32")

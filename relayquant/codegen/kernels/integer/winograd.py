@@ -76,7 +76,6 @@ from relayquant.codegen.kernels.winograd import (
     view_buffer,
     view_buffers,
 )
-from relayquant.errors import ConfigError
 
 #: G.
 WEIGHT_TRANSFORM = np.array(
@@ -451,17 +450,16 @@ def pack_winograd(
     """Constant operands of `build_winograd`; arguments as of `pack_conv2d`.
 
     Raises:
-        ConfigError: a shape does not fit, the multiplier is missing or not wanted, or sums with
+        ValueError: a shape does not fit, the multiplier is missing or not wanted, or sums with
             these weights can be too large.
     """
     centre = centre_activations(isa).zero_point_shift(spec.in_dtype)
     order = np.arange(spec.out_channels)
     folded, factors = pack_channels(spec, weight, bias, multiplier, centre, order)
     if find_largest_sum(weight) >= LARGEST_SUM:
-        raise ConfigError(
+        raise ValueError(
             f"pack_winograd: sums with these weights reach {find_largest_sum(weight)}; allowed: "
             f"below {LARGEST_SUM}. Take build_conv2d and pack_conv2d.",
-            code="RQ119",
         )
     plan = WinogradPlan(spec, isa)
     points = transform_weights(weight).reshape(POINTS, spec.out_channels, 1, 1, spec.in_channels)

@@ -62,7 +62,6 @@ from relayquant.codegen.kernels.isa.base import (
     find_largest,
     load_word,
 )
-from relayquant.errors import ConfigError
 
 #: int32 lanes of a 128-bit register.
 PART = 4
@@ -356,10 +355,9 @@ class SmullIsa(PackedIsa, ArmIsa):
 
     def arrange_weights(self, words: NDArray[np.int8]) -> NDArray[Any]:
         if self.is_paired and find_largest(words) > LARGEST_PAIRED:
-            raise ConfigError(
+            raise ValueError(
                 f"{self.name} adds two products in int16, where those of -128 by -128 do not fit; "
                 "allowed: weights of -127 to 127. Take what Isa.for_weights gives.",
-                code="RQ119",
             )
         return super().arrange_weights(words)
 

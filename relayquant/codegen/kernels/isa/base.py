@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 from tvm.script.ir_builder import tirx as T
 
 from relayquant.codegen.kernels.isa.timing import COMMON, Timing
-from relayquant.errors import ConfigError
 
 #: What `load_word` brings.
 BYTES_PER_WORD = 4
@@ -413,10 +412,9 @@ class SmallWeightIsa(PackedIsa):
     def arrange_weights(self, words: NDArray[np.int8]) -> NDArray[Any]:
         largest = find_largest(words)
         if largest > SMALL_WEIGHT:
-            raise ConfigError(
+            raise ValueError(
                 f"{self.name} adds products in int16, which saturates with a weight of magnitude "
                 f"{largest}; allowed: up to {SMALL_WEIGHT}. Take what Isa.for_weights gives.",
-                code="RQ119",
             )
         return super().arrange_weights(words)
 

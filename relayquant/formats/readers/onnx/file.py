@@ -32,7 +32,7 @@ def read_model(path: PathLike, max_bytes: int) -> onnx.ModelProto:
     with reading(path, "ONNX model", ModelError):
         model = onnx.load(str(path), load_external_data=False)
     if not model.HasField("graph"):
-        raise ModelError(f"{str(path)!r} is not an ONNX model: it holds no graph.", code="RQ202")
+        raise ModelError(f"{str(path)!r} is not an ONNX model: it holds no graph.", code="RQ502")
     external = {
         name: external_file(path, tensor, name)
         for name, tensor in model_tensors(model)
@@ -45,7 +45,7 @@ def read_model(path: PathLike, max_bytes: int) -> onnx.ModelProto:
             onnx.load_external_data_for_model(model, str(path.parent))
         except Exception as error:
             raise ModelError(
-                f"External data of {str(path)!r} cannot be read: {error}", code="RQ202"
+                f"External data of {str(path)!r} cannot be read: {error}", code="RQ502"
             ) from error
     return model
 
@@ -85,20 +85,20 @@ def external_file(model_path: Path, tensor: onnx.TensorProto, name: str) -> Path
     except (ValueError, OSError, RuntimeError) as error:
         raise ModelError(
             f"Tensor {name!r} of {str(model_path)!r} does not say where its data is: {error}.",
-            code="RQ202",
+            code="RQ502",
         ) from error
     if not file.is_relative_to(folder):
         raise ModelError(
             f"Tensor {name!r} of {str(model_path)!r} wants its data from {location!r}, outside of "
             "the "
             "model's folder. That is not followed; move the data beside the model.",
-            code="RQ202",
+            code="RQ502",
         )
     if not is_there:
         raise ModelError(
             f"Tensor {name!r} of {str(model_path)!r} has its data in {location!r}, which is "
             "missing.",
-            code="RQ202",
+            code="RQ502",
         )
     size = file.stat().st_size
     if offset + length > size:  # older releases of onnx ask for the memory first
@@ -106,7 +106,7 @@ def external_file(model_path: Path, tensor: onnx.TensorProto, name: str) -> Path
             f"Tensor {name!r} of {str(model_path)!r} has its data in bytes {offset} to "
             f"{offset + length} of {location!r}, which has {format_count(size, 'byte')}. The file "
             "is not whole, or another one.",
-            code="RQ202",
+            code="RQ502",
         )
     return file
 
@@ -121,7 +121,7 @@ def check_model(model: onnx.ModelProto) -> int:
                 f"Tensor {name!r} has its data in another file. Pass the path of the model instead "
                 "of the "
                 "ModelProto, or load it with onnx.load(path).",
-                code="RQ202",
+                code="RQ502",
             )
     check_names(model.graph)
     check_types(model.graph)
@@ -138,7 +138,7 @@ def check_model(model: onnx.ModelProto) -> int:
     for name in (name for node in model.graph.node for name in node.output if name):
         if name in seen:
             raise ModelError(
-                f"The model is not valid ONNX: two nodes compute tensor {name!r}.", code="RQ202"
+                f"The model is not valid ONNX: two nodes compute tensor {name!r}.", code="RQ502"
             )
         seen.add(name)
     return opset
@@ -153,12 +153,12 @@ def check_names(graph: onnx.GraphProto) -> None:
         names = (*names, *(attribute.name for attribute in node.attribute))
         if not all(isinstance(name, str) for name in names):
             raise ModelError(
-                f"Node number {at} of the model has a name that is not UTF-8.", code="RQ202"
+                f"Node number {at} of the model has a name that is not UTF-8.", code="RQ502"
             )
     values = (*graph.initializer, *graph.input, *graph.output)
     if not all(isinstance(value.name, str) for value in values):
         raise ModelError(
-            "The model is not valid ONNX: a tensor has a name that is not UTF-8.", code="RQ202"
+            "The model is not valid ONNX: a tensor has a name that is not UTF-8.", code="RQ502"
         )
 
 
@@ -174,7 +174,7 @@ def check_types(graph: onnx.GraphProto) -> None:
             raise ModelError(
                 f"Tensor {name!r} has the data type {found}; allowed: the types of "
                 f"onnx.TensorProto, {min(known)} to {max(known)}. Is the file damaged?",
-                code="RQ202",
+                code="RQ502",
             )
 
 
@@ -187,13 +187,13 @@ def check_sizes(graph: onnx.GraphProto) -> None:
     for name, sizes in shapes:
         if any(size < 0 for size in sizes):
             raise ModelError(
-                f"Tensor {name!r} has the shape {tuple(sizes)}; no size is below 0.", code="RQ202"
+                f"Tensor {name!r} has the shape {tuple(sizes)}; no size is below 0.", code="RQ502"
             )
         if math.prod(size or 1 for size in sizes) > MAX_ELEMENTS:
             raise ModelError(
                 f"Tensor {name!r} has the shape {tuple(sizes)}, more than {MAX_ELEMENTS} elements. "
                 "Is the file damaged?",
-                code="RQ202",
+                code="RQ502",
             )
 
 
@@ -224,7 +224,7 @@ def fix_shapes(
     for name in shapes:
         if name not in names:
             raise ModelError(
-                f"shapes= names an input {name!r}. {suggest_name(name, names)}", code="RQ202"
+                f"shapes= names an input {name!r}. {suggest_name(name, names)}", code="RQ103"
             )
     return [fix_shape(info, shapes.get(info.name)) for info in inputs]
 
@@ -259,7 +259,7 @@ def fix_shape(info: onnx.ValueInfoProto, wanted: Sequence[int | str] | None) -> 
             raise ModelError(
                 f"shapes= gives input {info.name!r} the shape {tuple(wanted)}; the model has "
                 f"{format_count(len(shape.dim), 'dimension')} there.",
-                code="RQ202",
+                code="RQ101",
             )
         while len(shape.dim) < len(wanted):
             shape.dim.add()
@@ -282,20 +282,20 @@ def fix_size(dim: onnx.TensorShapeProto.Dimension, size: int | str, name: str) -
             raise ModelError(
                 f"shapes= makes a dimension of input {name!r} symbolic ({size!r}) that the model "
                 f"fixes to {dim.dim_value}.",
-                code="RQ202",
+                code="RQ101",
             )
         dim.dim_param = size
     elif size <= 0:
         raise ModelError(
             f"shapes= gives input {name!r} the dimension {size}; allowed: positive integers and "
             "names.",
-            code="RQ202",
+            code="RQ101",
         )
     elif dim.dim_value not in (0, size):
         raise ModelError(
             f"shapes= gives input {name!r} another size than the model, which fixes a dimension to "
             f"{dim.dim_value} where {size} is wanted.",
-            code="RQ202",
+            code="RQ101",
         )
     else:
         dim.dim_value = size

@@ -70,7 +70,7 @@ def sort_by_calls(functions: dict[Key, onnx.FunctionProto]) -> Iterator[Key]:
                 raise ModelError(
                     f"Function {call[1]!r} of the model calls itself, directly or through others. "
                     "ONNX allows no recursion.",
-                    code="RQ202",
+                    code="RQ502",
                 )
             elif call not in done:
                 path[call] = iter(calls[call])

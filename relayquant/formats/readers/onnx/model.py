@@ -420,7 +420,7 @@ def check_output(info: onnx.ValueInfoProto, value: Any) -> None:
         raise ModelError(
             f"The model is not valid ONNX: output {info.name!r} is declared as {name}, and "
             f"computed as {tensor_dtype(value)}. Declare the type that is computed.",
-            code="RQ202",
+            code="RQ502",
         )
 
 

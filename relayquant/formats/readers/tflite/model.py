@@ -58,7 +58,7 @@ def read_file(path: Path, tflite: Any) -> Any:
     data = path.read_bytes()
     if data[4:8] != FILE_IDENTIFIER:
         raise ModelError(
-            f"{str(path)!r} is not a TensorFlow Lite model (no identifier TFL3).", code="RQ202"
+            f"{str(path)!r} is not a TensorFlow Lite model (no identifier TFL3).", code="RQ502"
         )
     model = open_model(tflite, data)
     check_tables(model, tflite, len(data))

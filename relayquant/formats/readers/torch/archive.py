@@ -90,7 +90,7 @@ def read_program(path: Path, max_bytes: int) -> Any:
                 return torch.export.load(copy)
         except Exception as error:
             raise ModelError(
-                f"torch.export cannot load it: {type(error).__name__}: {error}", code="RQ202"
+                f"torch.export cannot load it: {type(error).__name__}: {error}", code="RQ502"
             ) from error
 
 

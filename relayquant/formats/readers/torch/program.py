@@ -88,7 +88,7 @@ def import_torch(
         raise ModelError(
             f"{type(program).__name__} is a module, not an exported program. Pass "
             "torch.export.export(module.eval(), example_inputs), or use relayquant.torch.quantize.",
-            code="RQ207",
+            code="RQ201",
         )
     if not is_path:
         raise _describe_wrong_type(program)
@@ -100,7 +100,7 @@ def _describe_wrong_type(program: object) -> ModelError:
     return ModelError(
         f"import_torch got a {type(program).__name__}; allowed: a "
         "torch.export.ExportedProgram, or the path of a file that torch.export.save wrote.",
-        code="RQ207",
+        code="RQ201",
     )
 
 
@@ -121,7 +121,7 @@ def _import_program(program: Any) -> tuple[tvm.IRModule, dict[str, np.ndarray]]:
         raise ModelError(
             f"Cannot convert the program: {type(error).__name__}: {error}. Export the model in "
             "evaluation mode (model.eval()) and without data-dependent control flow.",
-            code="RQ207",
+            code="RQ202",
         ) from error
     return _name_after_modules(mod, importer.env, find_targets(program)), {}
 
@@ -151,7 +151,7 @@ def make_importer() -> Any:
                 raise ModelError(
                     f"Not supported, {format_count(len(missing), 'operator')} of the model: "
                     f"{'; '.join(lines)}. Write them with other operators before the export.",
-                    code="RQ207",
+                    code="RQ202",
                 )
             for name, convert in self.convert_map.items():
                 self.convert_map[name] = functools.partial(convert_node, self, convert)
@@ -193,7 +193,7 @@ def convert_node(importer: Any, convert: Callable[..., Any], node: Any, *more: A
         operands = {each.name: importer.env.get(each) for each in node.all_input_nodes}
         raise ModelError(
             f"{describe_node(node)} cannot be converted: {describe_failure(error, operands)}.",
-            code="RQ207",
+            code="RQ202",
         ) from error
 
 

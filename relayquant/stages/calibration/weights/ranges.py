@@ -169,7 +169,7 @@ class RelativeMSE(Observer[RowState]):
                 f"RelativeMSE picks one range per tensor, but value {info.name!r} is to be "
                 "quantized per channel; "
                 "use MinMax() or MSE().",
-                code="RQ101",
+                code="RQ102",
             )
         end, count = np.asarray(math.inf), np.zeros((), "int64")
         return RowState(info, end, -end, (), end, count)
@@ -193,7 +193,7 @@ class RelativeMSE(Observer[RowState]):
                 "the float model gives finite results on these samples, and the preprocessing of "
                 "the data set.",
                 state.info.name,
-                code="RQ303",
+                code="RQ302",
             )
         share = self.share * min(len(moved) / self.arrays, 1.0) if self.arrays else self.share
         limit = self._limit(max(state.width, *(array.shape[-1] for array in moved)), share)
