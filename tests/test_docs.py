@@ -143,3 +143,13 @@ def test_site__builds_without_warnings(tmp_path: Path) -> None:
     assert "<code" in (site / "operators.html").read_text("utf-8").split("<table")[1]
     for script in sorted((ROOT / "tutorials").glob("[0-9]*.py")):
         assert (site / "tutorials" / f"{script.stem}.html").is_file()
+
+
+def test_rooms__are_drawn_from_the_imports():
+    """`python docs/rooms.py` writes the picture and the table anew."""
+    spec = importlib.util.spec_from_file_location("rooms", DOCS / "rooms.py")
+    rooms = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(rooms)
+    page = (DOCS / "design.md").read_text("utf-8")
+    assert (DOCS / "rooms.svg").read_text("utf-8") == rooms.draw_rooms()
+    assert rooms.write_page(page) == page
