@@ -31,7 +31,7 @@ from relayquant.stages.calibration.weights.pick import pick_weight_parameters
 from relayquant.stages.prepared import GroupStatistics, PreparedModel
 from relayquant.stages.simulation import build_calibration_graph
 
-FORMAT = "relayquant.stages.prepared.1"
+FORMAT = "relayquant.prepared.1"
 MODULE = "module.json"
 
 

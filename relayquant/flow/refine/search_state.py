@@ -16,7 +16,7 @@ import tvm
 from relayquant.base.storage.files import decode_json, read_text, reading, write_text
 from relayquant.errors import ConfigError
 
-FORMAT = "relayquant.flow.refine.search.1"
+FORMAT = "relayquant.refine.search.1"
 #: bytes; a ranking of 100,000 operators has less
 MAX_SIZE = 1 << 26
 

@@ -31,7 +31,7 @@ from relayquant.stages.calibration.weights.patches import LinearView
 from relayquant.stages.calibration.weights.statistics import InputStatistics, round_to_grid
 
 STATES_FORMAT = "relayquant.shard.1"
-ARGUMENTS_FORMAT = "relayquant.base.arguments.1"
+ARGUMENTS_FORMAT = "relayquant.arguments.1"
 #: Bytes of a group's values that are observed together, and of an operator's input, of which a few
 #: rows are looked at. The former are still in the second level cache.
 MOST_SEEN_BYTES, MOST_SAMPLED_BYTES = 1 << 20, 1 << 24
