@@ -32,19 +32,28 @@ if TYPE_CHECKING:
     from relayquant.config import (
         FLOAT16,
         Accumulator,
+        AdaRoundSettings,
         BackendConfig,
+        BiasCorrection,
         DTypeConfig,
         DTypeWithConstraints,
+        Effort,
+        FitSettings,
         FixedOutput,
         FloatConfig,
+        GroupedForm,
+        Guard,
+        GuardSettings,
         ModelType,
         ObservationType,
+        Order,
         Overflow,
         OverflowBound,
         PatternConfig,
         QConfig,
         QConfigMapping,
         TensorConfig,
+        WeightRounding,
     )
     from relayquant.config.observers import (
         MSE,
@@ -73,11 +82,10 @@ if TYPE_CHECKING:
     from relayquant.flow.evaluation import accumulator_report, compare, ledger, sensitivity, verify
     from relayquant.flow.quantizer import quantize
     from relayquant.flow.refine.prepared_edit import load_prepared, merge_statistics, save_prepared
-    from relayquant.flow.settings import Guard, GuardSettings
     from relayquant.flow.steps import calibrate, convert_to_reference, lower, prepare
     from relayquant.formats.load import load
     from relayquant.formats.readers import import_onnx, import_tflite, import_torch, load_gguf
-    from relayquant.formats.writers import GroupedForm, export_onnx
+    from relayquant.formats.writers import export_onnx
     from relayquant.ir import reference
     from relayquant.ir.ops import BUILTIN_OPS
     from relayquant.ir.plan import Plan, Support
@@ -93,17 +101,9 @@ if TYPE_CHECKING:
     from relayquant.stages.backends import ACCELERATOR, ARM, GENERIC, X86, default_backend
     from relayquant.stages.calibration.observer_selection import OutputSQNR
     from relayquant.stages.calibration.parameters import CalibrationContext
-    from relayquant.stages.calibration.passes import Order
-    from relayquant.stages.calibration.weights.adaround import AdaRoundSettings
-    from relayquant.stages.calibration.weights.fit import (
-        BiasCorrection,
-        FitSettings,
-        WeightRounding,
-    )
     from relayquant.stages.calibration.weights.ranges import RelativeMSE
     from relayquant.stages.compilation import compile, pipeline
     from relayquant.stages.conversion import AffineRule
-    from relayquant.stages.effort import Effort
     from relayquant.stages.prepared import PreparedModel
     from relayquant.torch.finetuning import finetune
 

@@ -22,19 +22,14 @@ from relayquant.base.events import CallbackList, ProgressEvent
 from relayquant.base.runtime import limit_blas, map_on_threads
 from relayquant.base.tables import format_csv, format_html
 from relayquant.codegen.eager import EagerModule, Recording, Replay
-from relayquant.config import (
-    MappingRule,
-    QConfig,
-    QConfigMapping,
-    Selector,
-    count_parts,
-)
+from relayquant.config import Effort, QConfig, QConfigMapping
+from relayquant.config.mapping import MappingRule, Selector, count_parts
 from relayquant.data import Dataset, count_samples
 from relayquant.errors import ConfigError, DataError, format_count
 from relayquant.ir.plan import OperatorPlan
 from relayquant.stages.annotation.match import find_sites
 from relayquant.stages.calibration.checkpoint import digest_batch, digest_text
-from relayquant.stages.effort import Effort, apply_effort
+from relayquant.stages.effort import apply_effort
 from relayquant.stages.prepared import PreparedModel
 
 #: bytes of values of the float model that are kept from one measurement to the next

@@ -38,13 +38,12 @@ from relayquant.cli.arguments import add_backend, add_model, add_tune, check_opt
 from relayquant.cli.files import bind_weights, load_model, load_module
 from relayquant.cli.measure import bind_run
 from relayquant.codegen.kernels.isa.target import name_cpu, resolve_target
-from relayquant.config import BackendConfig
+from relayquant.config import BackendConfig, BiasCorrection, FitSettings, WeightRounding
 from relayquant.data import InputInfo, open_dataset
 from relayquant.data.item import describe_inputs
 from relayquant.errors import ConfigError, ModelError, format_count
 from relayquant.ir.rewrite.entry import name_main
 from relayquant.plots.bench import kernel_table, latency_table, operator_table
-from relayquant.stages.calibration.weights.fit import BiasCorrection, FitSettings, WeightRounding
 
 Batch = Mapping[str, np.ndarray]
 

@@ -5,64 +5,72 @@ Frozen values; `with_` and `set_` methods return new objects. Names follow PyTor
 Quantization.
 """
 
+from relayquant.base.qtypes import Granularity, Role, Rounding, Scheme
 from relayquant.config.accumulator import Accumulator, Overflow, OverflowBound
 from relayquant.config.backend import (
     BackendConfig,
     FixedOutput,
     ObservationType,
     PatternConfig,
-    QuantPattern,
+)
+from relayquant.config.choices import (
+    BatchNorm,
+    BiasCorrection,
+    Effort,
+    GroupedForm,
+    Guard,
+    Order,
+    Ranges,
+    Unseen,
+    WeightRounding,
 )
 from relayquant.config.dtypes import (
     DTypeConfig,
     DTypeWithConstraints,
 )
+from relayquant.config.fitting import AdaRoundSettings, FitSettings
+from relayquant.config.guard import GuardSettings
 from relayquant.config.mapping import (
-    MappingRule,
-    OperatorSite,
     QConfigMapping,
-    Selector,
-    count_parts,
-    is_below,
-    is_type,
 )
-from relayquant.config.model_type import MODEL_TYPES, ModelType, ModelTypeSettings
+from relayquant.config.model_type import ModelType
 from relayquant.config.qconfig import (
     FLOAT16,
-    KEPT_IN_FLOAT,
     FloatConfig,
     QConfig,
     TensorConfig,
-    check_calibration,
-    read_qconfig,
 )
 
 __all__ = [
     "FLOAT16",
-    "KEPT_IN_FLOAT",
-    "MODEL_TYPES",
     "Accumulator",
+    "AdaRoundSettings",
     "BackendConfig",
+    "BatchNorm",
+    "BiasCorrection",
     "DTypeConfig",
     "DTypeWithConstraints",
+    "Effort",
+    "FitSettings",
     "FixedOutput",
     "FloatConfig",
-    "MappingRule",
+    "Granularity",
+    "GroupedForm",
+    "Guard",
+    "GuardSettings",
     "ModelType",
-    "ModelTypeSettings",
     "ObservationType",
-    "OperatorSite",
+    "Order",
     "Overflow",
     "OverflowBound",
     "PatternConfig",
     "QConfig",
     "QConfigMapping",
-    "QuantPattern",
-    "Selector",
+    "Ranges",
+    "Role",
+    "Rounding",
+    "Scheme",
     "TensorConfig",
-    "check_calibration",
-    "count_parts",
-    "is_below",
-    "is_type",
-    "read_qconfig",
+    "Unseen",
+    "WeightRounding",
 ]

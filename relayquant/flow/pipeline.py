@@ -18,7 +18,7 @@ import tvm
 from relayquant.analysis import AccumulatorReport, fit_scales, measure_accumulators
 from relayquant.analysis.loader import bind_loader
 from relayquant.codegen.eager import EagerModule
-from relayquant.config import BackendConfig, OverflowBound, QConfigMapping
+from relayquant.config import BackendConfig, BiasCorrection, Effort, OverflowBound, QConfigMapping
 from relayquant.config.observers import Fixed
 from relayquant.config.observers.base import NotFiniteError
 from relayquant.data import open_dataset
@@ -35,7 +35,6 @@ from relayquant.stages.annotation import annotate, review_plan
 from relayquant.stages.backends import resolve_backend
 from relayquant.stages.calibration.overflow import find_cause
 from relayquant.stages.calibration.runner import pick_parameters
-from relayquant.stages.calibration.weights.fit import BiasCorrection
 from relayquant.stages.compilation import compile_draft
 from relayquant.stages.conversion import (
     build_reference,
@@ -54,7 +53,6 @@ from relayquant.stages.conversion.partial import (
 )
 from relayquant.stages.effort import (
     EFFORTS,
-    Effort,
     choose_order,
     default_mapping,
     describe_choices,

@@ -10,6 +10,7 @@ from typing import Any
 import tvm
 
 from relayquant.analysis.sensitivity import Metric
+from relayquant.config import Guard
 from relayquant.data import SpreadSample, open_dataset
 from relayquant.data.item import describe_inputs
 from relayquant.errors import AccuracyWarning, ConfigError, format_count, warn_user
@@ -17,7 +18,7 @@ from relayquant.flow.pipeline import quantize_once
 from relayquant.flow.refine.guard import guard_module, start_sample
 from relayquant.flow.refine.search import search_operators
 from relayquant.flow.refine.speed import Stopwatch, keep_faster_float
-from relayquant.flow.settings import Guard, QuantizeSettings, takes_settings
+from relayquant.flow.settings import QuantizeSettings, takes_settings
 from relayquant.stages.prepared import PreparedModel
 
 

@@ -8,10 +8,9 @@ functions, as an argument by name. What it means is said where users look: at
 
 from __future__ import annotations
 
-import enum
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent import futures
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -19,18 +18,23 @@ from typing import Any, ParamSpec, Protocol, TypeVar, get_type_hints, overload
 
 import tvm
 
-from relayquant.analysis.confidence import bound_share
-from relayquant.analysis.outputs import OutputGap
 from relayquant.analysis.sensitivity import Metric, check_metric
-from relayquant.base.arguments import check_arguments, check_fields
+from relayquant.base.arguments import check_arguments
 from relayquant.base.events import Callback, CallbackList
 from relayquant.base.qtypes import QParams
-from relayquant.config import BackendConfig, ModelType, QConfigMapping
+from relayquant.config import (
+    BackendConfig,
+    Effort,
+    FitSettings,
+    Guard,
+    GuardSettings,
+    ModelType,
+    Order,
+    QConfigMapping,
+)
 from relayquant.errors import ConfigError
 from relayquant.stages.calibration.dispatch import WORKER_TIMEOUT
-from relayquant.stages.calibration.passes import Order
-from relayquant.stages.calibration.weights.fit import FitSettings
-from relayquant.stages.effort import Effort, resolve_effort
+from relayquant.stages.effort import resolve_effort
 from relayquant.stages.prepared import PreparedModel
 
 P = ParamSpec("P")
@@ -38,123 +42,6 @@ R_co = TypeVar("R_co", covariant=True)
 
 #: how far a metric may fall by default: a point of an accuracy
 MAX_DROP = 0.01
-
-
-class Guard(enum.Enum):
-    """What happens when the outputs of float and integer model part."""
-
-    REVERT = "revert"  #: operators that cause it go back to float, with a warning
-    WARN = "warn"  #: a warning names the first operator that is off
-    OFF = "off"  #: nothing is run
-
-
-@check_fields
-@dataclass(frozen=True)
-class GuardSettings:
-    """When the guard says that outputs part, and what it does.
-
-    Outputs part when the SQNR of one of them is below `min_sqnr`, or when more than `disagreement`
-    of the samples get clearly another answer (`relayquant.analysis.outputs.count_differing`). What
-    8 bits can give is 25 to 45 dB at the outputs of networks that quantize well; the worst one that
-    still keeps most answers (MobileNet, ranges from the extremes, 97 % equal) has 15 dB. At 15 dB
-    the error holds a thirtieth of the output's energy, at 10 dB a tenth. Both bounds are far from
-    what is normal: the guard is for models that broke, not for the last points of accuracy; for
-    those there is `quantize(..., metric=)`.
-
-    The guard looks at a few samples, spread over the data, and then at twice as many, until it is
-    settled whether outputs part: what they are not likely to fall below
-    (`relayquant.analysis.outputs.OutputGap.least`) is above `min_sqnr`, or what they are not likely
-    to exceed is below. Models that are cheap to run are looked at on so many samples, too, that
-    damage to more than `doubtful_disagreement` of all samples is seen at a confidence of 95 %.
-
-    Where outputs do not part, there is a warning of more than `doubtful_disagreement` other
-    answers, or, of an output that holds no answers (boxes, a mask, a signal), of one that may be
-    below `doubtful_sqnr` by what the samples tell, or is below `sample_sqnr` on one sample.
-
-    Attributes:
-        action: See `Guard`; None: WARN with effort "fast", else REVERT.
-        samples: Samples that are compared, at most.
-        work: Multiply-adds of the float model for all samples together that are spent in any case;
-            at least 4 samples are compared. Up to 4 times as many are spent where it is not
-            settled whether outputs part.
-        min_sqnr: dB at an output, below which it parts.
-        disagreement: Share of samples with another answer, above which an output parts.
-        target_sqnr: dB that operators are put back to float for, once outputs parted.
-        doubtful_sqnr, doubtful_disagreement, sample_sqnr: See above.
-        search_work: Multiply-adds of the float model that finding these operators may take, about;
-            it looks at fewer samples for that, the worst ones, one at least.
-    """
-
-    action: Guard | None = None
-    samples: int = 128
-    work: float = 1.5e9
-    min_sqnr: float = 15.0
-    disagreement: float = 0.5
-    target_sqnr: float = 20.0
-    doubtful_sqnr: float = 15.0
-    doubtful_disagreement: float = 0.1
-    search_work: float = 2e10
-    sample_sqnr: float = 10.0
-
-    def __post_init__(self) -> None:
-        if self.action is not None and not isinstance(self.action, Guard):
-            raise ConfigError(
-                f"GuardSettings.action is {self.action!r}; allowed: a member of Guard, or None.",
-                code="RQ101",
-            )
-        if self.samples < 1 or not self.work > 0 or not 0 < self.disagreement <= 1:
-            raise ConfigError(
-                f"GuardSettings: samples is {self.samples}, work {self.work} and disagreement "
-                f"{self.disagreement}; allowed: samples >= 1, work > 0, 0 < disagreement <= 1.",
-                code="RQ101",
-            )
-        if not self.search_work > 0 or not 0 <= self.doubtful_disagreement <= 1:
-            raise ConfigError(
-                f"GuardSettings: search_work is {self.search_work} and doubtful_disagreement "
-                f"{self.doubtful_disagreement}; allowed: search_work > 0, 0 <= "
-                "doubtful_disagreement <= 1.",
-                code="RQ101",
-            )
-        if not self.min_sqnr <= self.target_sqnr:
-            raise ConfigError(
-                f"GuardSettings: min_sqnr is {self.min_sqnr} and target_sqnr {self.target_sqnr}; "
-                "allowed: min_sqnr <= target_sqnr.",
-                code="RQ102",
-            )
-
-    def find_action(self, effort: str) -> Guard:
-        """What to do at a level of effort."""
-        if self.action is not None:
-            return self.action
-        return Guard.WARN if effort == Effort.FAST.value else Guard.REVERT
-
-    def is_parted(self, gaps: Sequence[OutputGap]) -> bool:
-        """Whether one of the outputs is too far from the float model's."""
-        return any(gap.sqnr < self.min_sqnr or gap.disagreement > self.disagreement for gap in gaps)
-
-    def is_doubtful(self, gaps: Sequence[OutputGap]) -> bool:
-        """Whether one of the outputs is so far from the float model's that users should know."""
-        return any(
-            gap.disagreement > self.doubtful_disagreement
-            if gap.samples
-            else gap.least < self.doubtful_sqnr or gap.worst < self.sample_sqnr
-            for gap in gaps
-        )
-
-    def is_settled(self, gaps: Sequence[OutputGap]) -> bool:
-        """Whether further samples are not likely to change whether outputs part."""
-        answers = [bound_share(gap.differing, gap.samples) for gap in gaps if gap.samples]
-        if any(gap.most < self.min_sqnr for gap in gaps):
-            return True
-        if any(least > self.disagreement for least, _ in answers):
-            return True
-        if any(gap.least < self.min_sqnr for gap in gaps):
-            return False
-        return all(most <= self.disagreement for _, most in answers)
-
-    def is_covered(self, samples: int) -> bool:
-        """Whether damage to many samples would show in so many, if it is in none of them."""
-        return bound_share(0, samples)[1] <= self.doubtful_disagreement
 
 
 @dataclass(frozen=True, kw_only=True)

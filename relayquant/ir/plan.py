@@ -16,7 +16,8 @@ from typing import Any
 from relayquant.base.arguments import check_arguments
 from relayquant.base.plain_data import NamedSettings, PlainFields, check_keys, read_fields
 from relayquant.base.qtypes import QSpec, ValueInfo
-from relayquant.config import Accumulator, check_calibration
+from relayquant.config import Accumulator
+from relayquant.config.qconfig import check_calibration
 from relayquant.errors import ConfigError, suggest_name
 
 #: what plain data of a group says behind the fields of its `info`

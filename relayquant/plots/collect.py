@@ -48,7 +48,7 @@ from relayquant.base.qtypes import INTEGER_LIMITS
 from relayquant.base.runtime import Executor, LoadModule, as_tensor, count_cores
 from relayquant.codegen.eager import EagerModule
 from relayquant.codegen.kernels.isa.target import resolve_target
-from relayquant.config import BackendConfig
+from relayquant.config import BackendConfig, Effort
 from relayquant.data import Dataset, count_samples, open_dataset
 from relayquant.data.item import describe_inputs
 from relayquant.errors import ConfigError
@@ -62,7 +62,7 @@ from relayquant.ir.rewrite.constants import count_constant_bytes
 from relayquant.ir.rewrite.graph import constant_value, free_vars
 from relayquant.stages.backends import find_backend
 from relayquant.stages.compilation import compile, compile_draft
-from relayquant.stages.effort import Effort, default_mapping
+from relayquant.stages.effort import default_mapping
 from relayquant.stages.prepared import PreparedModel
 
 #: elements of a value that its histogram is made of, of all samples together

@@ -2,39 +2,32 @@
 
 from __future__ import annotations
 
-import enum
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from relayquant.config import MODEL_TYPES, BackendConfig, ModelType, QConfig, QConfigMapping
+from relayquant.config import (
+    BackendConfig,
+    BiasCorrection,
+    Effort,
+    FitSettings,
+    ModelType,
+    Order,
+    QConfig,
+    QConfigMapping,
+    WeightRounding,
+)
+from relayquant.config.fitting import DEFAULT_FIT
+from relayquant.config.model_type import MODEL_TYPES
 from relayquant.config.observers import MinMax, Observer
 from relayquant.errors import ConfigError, format_count, suggest_name
 from relayquant.ir.plan import Plan
 from relayquant.stages.backends.defaults import DEFAULT_OBSERVER
 from relayquant.stages.calibration.observer_selection import OutputSQNR
 from relayquant.stages.calibration.parameters import CallableCalibration, resolve_calibration
-from relayquant.stages.calibration.passes import Order
-from relayquant.stages.calibration.weights.fit import (
-    DEFAULT_FIT,
-    BiasCorrection,
-    FitSettings,
-    WeightRounding,
-)
 from relayquant.stages.calibration.weights.ranges import RelativeMSE
 from relayquant.stages.prepared import PreparedModel
-
-
-class Effort(enum.Enum):
-    """Levels of effort."""
-
-    FAST = "fast"  #: ranges from the extremes, weights rounded to nearest
-    #: ranges and weights by what they change in the results, layers scaled against one another
-    #: where that is worth it; the default
-    BALANCED = "balanced"
-    #: as BALANCED, with a search of the weights' scales; for few bits or one scale per tensor
-    BEST = "best"
 
 
 @dataclass(frozen=True)

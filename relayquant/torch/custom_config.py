@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from relayquant.base.arguments import check_arguments, check_fields
-from relayquant.config import BackendConfig, MappingRule, QConfigMapping, Selector
+from relayquant.config import BackendConfig, QConfigMapping
+from relayquant.config.mapping import MappingRule, Selector
 from relayquant.errors import ConfigError, suggest_name
 
 #: lines of a mapping that go by names, which lie within a module or not

@@ -12,10 +12,11 @@ from typing import Any
 import tvm
 
 from relayquant.base.arguments import check_arguments
+from relayquant.config import Effort
 from relayquant.errors import ConfigError
 from relayquant.flow.quantizer import quantize as quantize_module
 from relayquant.stages.backends import resolve_backend
-from relayquant.stages.effort import Effort, default_mapping, resolve_effort
+from relayquant.stages.effort import default_mapping, resolve_effort
 from relayquant.torch.custom_config import PrepareCustomConfig
 from relayquant.torch.exporting import check_module, load_module
 

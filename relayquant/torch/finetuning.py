@@ -18,16 +18,15 @@ import tvm
 from relayquant.analysis.sensitivity import Metric, check_metric
 from relayquant.base.arguments import check_fields, takes_arguments
 from relayquant.base.storage.files import check_writable
-from relayquant.config import BackendConfig, QConfigMapping
+from relayquant.config import BackendConfig, Effort, QConfigMapping, Ranges
 from relayquant.data import Dataset, InputInfo, open_dataset
 from relayquant.data.item import describe_inputs, is_array
 from relayquant.data.iterable import open_iterable
 from relayquant.errors import ConfigError
 from relayquant.flow.pipeline import lower_prepared
 from relayquant.flow.settings import RunSettings, takes_settings
-from relayquant.stages.effort import Effort, resolve_effort
+from relayquant.stages.effort import resolve_effort
 from relayquant.stages.prepared import PreparedModel
-from relayquant.torch.ranges import Ranges
 from relayquant.torch.training import from_module, import_trainable
 
 #: (outputs, outputs of the float model) -> loss; a third parameter gets the item of the data set

@@ -19,13 +19,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from relayquant.config import BiasCorrection, FitSettings
 from relayquant.errors import DataError
-from relayquant.stages.calibration.weights.fit import (
-    BiasCorrection,
-    FitSettings,
-    correct_bias,
-    fit_operator,
-)
+from relayquant.stages.calibration.weights.fit import correct_bias, fit_operator
 from relayquant.stages.calibration.weights.pick import OperatorFit, find_fits
 from relayquant.stages.calibration.weights.statistics import InputStatistics
 from relayquant.torch.program import TorchProgram, Values

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from relayquant.base.qtypes import QParams, QSpec, check_qparams, choose_qparams, conform_scale
+from relayquant.config import Ranges
 from relayquant.config.observers import Fixed
 from relayquant.errors import ModelError, format_count
 from relayquant.ir.plan import GroupPlan
-from relayquant.torch.ranges import Ranges
 
 #: share of a batch's extremes in a moving average of them, as in PyTorch's observers
 MOMENTUM = 0.01

@@ -18,7 +18,8 @@ import torch
 import tvm
 from torch import nn
 
-from relayquant.config import BackendConfig, QConfigMapping, Selector
+from relayquant.config import BackendConfig, BatchNorm, Effort, QConfigMapping
+from relayquant.config.mapping import Selector
 from relayquant.data import InputInfo, open_dataset
 from relayquant.errors import ConfigError, ModelError
 from relayquant.flow.pipeline import calibrate_model, convert_model, prepare_model, review_prepared
@@ -27,11 +28,10 @@ from relayquant.formats.readers import import_torch
 from relayquant.ir.dialect.qnn.quantization import QUANTIZE
 from relayquant.ir.rewrite import Graph
 from relayquant.stages.backends import resolve_backend
-from relayquant.stages.effort import Effort, default_mapping
+from relayquant.stages.effort import default_mapping
 from relayquant.stages.prepared import PreparedModel
 from relayquant.torch.custom_config import PrepareCustomConfig, StandaloneRule, make_optional
 from relayquant.torch.exporting import export, free_batch, load_module
-from relayquant.torch.ranges import BatchNorm
 from relayquant.torch.reference_module import ReferenceModule
 from relayquant.torch.submodule_cut import (
     OpenedModule,

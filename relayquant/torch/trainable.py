@@ -18,6 +18,7 @@ from tvm import relax, tirx
 from tvm.ir import Call
 
 from relayquant.base.qtypes import QParams, Role
+from relayquant.config import Ranges
 from relayquant.errors import ConfigError, DataError, ModelError, format_count
 from relayquant.flow.pipeline import convert_model, lower_module, lower_prepared
 from relayquant.formats.readers import import_torch
@@ -29,7 +30,6 @@ from relayquant.stages.prepared import PreparedModel
 from relayquant.torch.batch_norm import FoldedNorm
 from relayquant.torch.exporting import export
 from relayquant.torch.program import TorchProgram, Values, Visitor, build_program
-from relayquant.torch.ranges import Ranges
 from relayquant.torch.reference_module import ReferenceModule
 from relayquant.torch.rounding import MOMENTUM, FakeQuantize, align_channels
 from relayquant.torch.standalone import Unit, finish_reference

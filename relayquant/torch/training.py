@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import tvm
 
 from relayquant.base.arguments import check_arguments
-from relayquant.config import BackendConfig, QConfigMapping
+from relayquant.config import BackendConfig, BatchNorm, Effort, QConfigMapping, Ranges
 from relayquant.errors import (
     ConfigError,
     DataWarning,
@@ -28,13 +28,12 @@ from relayquant.flow.pipeline import calibrate_model, prepare_model, review_prep
 from relayquant.flow.settings import CalibrateSettings, PrepareSettings
 from relayquant.ir.rewrite import Skip
 from relayquant.stages.backends import resolve_backend
-from relayquant.stages.effort import Effort, default_mapping, resolve_effort
+from relayquant.stages.effort import default_mapping, resolve_effort
 from relayquant.stages.prepared import PreparedModel
 from relayquant.torch.batch_norm import FoldedNorm, Normalization, find_folded, find_norms
 from relayquant.torch.custom_config import PrepareCustomConfig
 from relayquant.torch.exporting import check_module, check_state, export, free_batch
 from relayquant.torch.exporting import load as load_program
-from relayquant.torch.ranges import BatchNorm, Ranges
 
 if TYPE_CHECKING:
     from relayquant.torch.standalone import Unit

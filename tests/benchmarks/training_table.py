@@ -27,7 +27,8 @@ import numpy as np
 
 import relayquant as rq
 from relayquant.base.storage.files import write_whole
-from relayquant.stages.effort import Effort, apply_effort
+from relayquant.config import Effort
+from relayquant.stages.effort import apply_effort
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT.parent / "shared" / "data"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import relayquant as rq
-from relayquant.config import OperatorSite
+from relayquant.config.mapping import OperatorSite
 from relayquant.stages.backends import X86
 
 CONFIG = X86.default_qconfig

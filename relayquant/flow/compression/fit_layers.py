@@ -16,6 +16,7 @@ from relayquant.base.events import ProgressEvent
 from relayquant.base.grouping import GroupedWeight, GroupFormat, quantize_groups
 from relayquant.base.packing import count_bytes, count_groups
 from relayquant.base.storage.archive import Archive, read_archive, write_archive
+from relayquant.config import Effort
 from relayquant.data import Batch, open_dataset
 from relayquant.data.item import describe_inputs
 from relayquant.errors import ConfigError, DataError, ModelError, format_count
@@ -33,7 +34,6 @@ from relayquant.stages.calibration.checkpoint import (
     open_checkpoint,
 )
 from relayquant.stages.calibration.store import BEGIN_ANEW
-from relayquant.stages.effort import Effort
 
 #: What the codes of a level of effort are fitted by; None: rounded to nearest.
 FITS: Mapping[Effort, GroupFit | None] = {

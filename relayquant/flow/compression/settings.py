@@ -9,10 +9,11 @@ from pathlib import Path
 from relayquant.base.arguments import check_fields
 from relayquant.base.packing import CODE_BITS
 from relayquant.base.qtypes import GROUP_SIZES, SCALE_DTYPES, Granularity, QSpec
+from relayquant.config import Effort
 from relayquant.errors import ConfigError
 from relayquant.flow.settings import RunSettings
 from relayquant.stages.calibration.dispatch import check_executor
-from relayquant.stages.effort import Effort, resolve_effort
+from relayquant.stages.effort import resolve_effort
 
 
 @check_fields

@@ -14,7 +14,8 @@ from relayquant.analysis.sensitivity import take_samples
 from relayquant.analysis.verify import expose_values
 from relayquant.base.arguments import check_arguments
 from relayquant.codegen.eager import EagerModule
-from relayquant.config import MODEL_TYPES, ModelType
+from relayquant.config import ModelType
+from relayquant.config.model_type import MODEL_TYPES
 from relayquant.config.observers import Fixed
 from relayquant.data import Batch, SpreadSample, count_samples, open_dataset
 from relayquant.data.item import describe_inputs

@@ -17,10 +17,12 @@ from typing import Any
 import numpy as np
 import tvm
 
+from relayquant.analysis.confidence import bound_share
 from relayquant.analysis.error_statistics import ErrorSums
 from relayquant.analysis.lint import lint_samples
 from relayquant.analysis.outputs import GapMeter, Interface, OutputGap, measure_gaps
 from relayquant.analysis.sensitivity import Simulation, find_rounding_operators
+from relayquant.config import Guard, GuardSettings
 from relayquant.data import (
     Batch,
     SpreadSample,
@@ -33,7 +35,7 @@ from relayquant.errors import AccuracyWarning, ConfigError, DataWarning, format_
 from relayquant.flow.pipeline import lower_prepared
 from relayquant.flow.refine.revert import keep_parameters
 from relayquant.flow.refine.search import rank_operators, search_simulated
-from relayquant.flow.settings import Guard, GuardSettings, QuantizeSettings
+from relayquant.flow.settings import QuantizeSettings
 from relayquant.ir import reference
 from relayquant.ir.dialect.cost import count_macs
 from relayquant.ir.ledger import GuardResult, Ledger, read_ledger, write_ledger
@@ -96,8 +98,8 @@ def guard_module(
         "relayquant.compare shows every value and relayquant.lint whether the data is right; "
         "guard=Guard.OFF silences this."
     )
-    if not guarding.is_parted(gaps):
-        if guarding.is_doubtful(gaps):
+    if not is_parted(guarding, gaps):
+        if is_doubtful(guarding, gaps):
             culprit = find_first_off(prepared, qmod, pick_worst(prepared, batches, gaps, 1))
             seen = replace(seen, is_doubtful=True, operator=culprit)
             warn_user(
@@ -229,10 +231,10 @@ def look_at_samples(
         parts += fresh
         first = first or len(fresh)
         samples = sum(len(part.numbers) for part in parts)
-        is_enough = 2 * samples > cheap or settings.is_covered(samples)
+        is_enough = 2 * samples > cheap or is_covered(settings, samples)
         if samples < least:
             continue
-        if settings.is_settled(meter.gaps) and (is_enough or settings.is_parted(meter.gaps)):
+        if is_settled(settings, meter.gaps) and (is_enough or is_parted(settings, meter.gaps)):
             break
     batches = [part.batch for part in parts]
     numbers = tuple(int(number) for part in parts for number in part.numbers)
@@ -404,7 +406,7 @@ def revert_operators(
         names = search_simulated(simulation, mapping, order, guarding.target_sqnr, math.inf)
     enough = len(names)
     module, found = build(names)
-    while guarding.is_parted(found) and len(names) < len(order):
+    while is_parted(guarding, found) and len(names) < len(order):
         off = find_first_off(prepared, module, bad) if is_arithmetic else ""
         if off and off not in names:
             names = [*names, off]
@@ -412,11 +414,11 @@ def revert_operators(
             count = min(2 * len(names) + 1, len(order))
             names = [name for i, name in enumerate(order) if i < count or name in names]
         module, found = build(names)
-    if len(names) > enough and not guarding.is_parted(found):
+    if len(names) > enough and not is_parted(guarding, found):
         for name in names[::-1][:TAKEN_BACK]:
             fewer = [other for other in names if other != name]
             smaller, gaps = build(fewer)
-            if fewer and not guarding.is_parted(gaps) and is_enough(gaps, found, guarding):
+            if fewer and not is_parted(guarding, gaps) and is_enough(gaps, found, guarding):
                 names, module, found = fewer, smaller, gaps
     return module, tuple(names), found, is_arithmetic
 
@@ -439,3 +441,37 @@ def explain_reverted(ledger: Ledger, names: Collection[str], before: GuardResult
             "guard=Guard.OFF keeps it quantized",
         )
     return ledger
+
+
+def is_parted(settings: GuardSettings, gaps: Sequence[OutputGap]) -> bool:
+    """Whether one of the outputs is too far from the float model's."""
+    return any(
+        gap.sqnr < settings.min_sqnr or gap.disagreement > settings.disagreement for gap in gaps
+    )
+
+
+def is_doubtful(settings: GuardSettings, gaps: Sequence[OutputGap]) -> bool:
+    """Whether one of the outputs is so far from the float model's that users should know."""
+    return any(
+        gap.disagreement > settings.doubtful_disagreement
+        if gap.samples
+        else gap.least < settings.doubtful_sqnr or gap.worst < settings.sample_sqnr
+        for gap in gaps
+    )
+
+
+def is_settled(settings: GuardSettings, gaps: Sequence[OutputGap]) -> bool:
+    """Whether further samples are not likely to change whether outputs part."""
+    answers = [bound_share(gap.differing, gap.samples) for gap in gaps if gap.samples]
+    if any(gap.most < settings.min_sqnr for gap in gaps):
+        return True
+    if any(least > settings.disagreement for least, _ in answers):
+        return True
+    if any(gap.least < settings.min_sqnr for gap in gaps):
+        return False
+    return all(most <= settings.disagreement for _, most in answers)
+
+
+def is_covered(settings: GuardSettings, samples: int) -> bool:
+    """Whether damage to many samples would show in so many, if it is in none of them."""
+    return bound_share(0, samples)[1] <= settings.doubtful_disagreement

@@ -14,7 +14,7 @@ import numpy as np
 import tvm
 
 from relayquant.base.qtypes import QSpec
-from relayquant.config import BackendConfig, QConfig, QConfigMapping, TensorConfig
+from relayquant.config import BackendConfig, Effort, QConfig, QConfigMapping, TensorConfig
 from relayquant.config.observers import MinMax, Observer
 from relayquant.errors import ConfigError, RelayQuantError, format_count
 from relayquant.flow.evaluation import compile_to_verify, ledger
@@ -24,7 +24,6 @@ from relayquant.ir.ops import QuantOp
 from relayquant.ir.reference import run_values
 from relayquant.stages.backends import GENERIC
 from relayquant.stages.calibration.weights.pick import pick_weight_parameters
-from relayquant.stages.effort import Effort
 from relayquant.stages.prepared import PreparedModel
 
 

@@ -12,10 +12,10 @@ from tvm import relax
 
 from relayquant.base.arguments import check_arguments
 from relayquant.base.storage.files import write_whole
+from relayquant.config import GroupedForm
 from relayquant.errors import ModelError, format_count
 from relayquant.formats.writers.onnx_builder import OnnxBuilder
 from relayquant.formats.writers.onnx_data_movement import MOVE_ATTRIBUTES, MOVE_WRITERS
-from relayquant.formats.writers.onnx_grouped import GroupedForm
 from relayquant.formats.writers.onnx_operators import (
     ELEMENT,
     FLOAT_ATTRIBUTES,

@@ -10,8 +10,6 @@ which ONNX Runtime quantizes it by blocks; before a MatMul each step is written 
 
 from __future__ import annotations
 
-import enum
-
 import numpy as np
 import onnx
 from onnx import TensorProto, helper
@@ -19,6 +17,7 @@ from tvm import relax
 from tvm.ir import Call
 
 from relayquant.base.packing import count_groups, middle_code, pack_codes, unpack_codes
+from relayquant.config import GroupedForm
 from relayquant.errors import ModelError
 from relayquant.formats.writers.onnx_builder import OnnxBuilder
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype
@@ -30,13 +29,6 @@ LEAST_BLOCK = 16
 INT8_DATA = 4
 #: Largest magnitude of an integer of a row.
 ROW_LIMIT = 127.0
-
-
-class GroupedForm(enum.Enum):
-    """How products with weights in groups are written to ONNX."""
-
-    BLOCKS = "blocks"  #: DequantizeLinear with block_size (opset 21) and MatMul: plain ONNX
-    NBITS = "nbits"  #: com.microsoft.MatMulNBits, of ONNX Runtime, where it takes the weight
 
 
 def write_quantize_rows(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:

@@ -16,14 +16,8 @@ from dataclasses import replace
 import tvm
 from tvm import relax
 
-from relayquant.config import (
-    BackendConfig,
-    MappingRule,
-    OperatorSite,
-    QConfigMapping,
-    Selector,
-    is_type,
-)
+from relayquant.config import BackendConfig, QConfigMapping
+from relayquant.config.mapping import MappingRule, OperatorSite, Selector, is_type
 from relayquant.config.relay_names import RELAY_NAMES
 from relayquant.errors import ConfigError
 from relayquant.ir.dialect.qnn.quantization import DEQUANTIZE

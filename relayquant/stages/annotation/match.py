@@ -16,14 +16,12 @@ from relayquant.config import (
     Accumulator,
     BackendConfig,
     FloatConfig,
-    MappingRule,
     ObservationType,
-    OperatorSite,
     PatternConfig,
     QConfig,
     QConfigMapping,
-    Selector,
 )
+from relayquant.config.mapping import MappingRule, OperatorSite, Selector
 from relayquant.ir.ops import Kind, Operand, Output, QuantOp
 from relayquant.ir.ops.callbacks import run_check, run_match
 from relayquant.ir.ops.find import order_rows

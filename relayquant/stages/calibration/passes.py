@@ -8,7 +8,6 @@ weights are fitted one after the other, with all values rounded, on some of the 
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 import tvm
 from tvm import relax
 
+from relayquant.config import Order
 from relayquant.data import InputInfo
 from relayquant.ir.plan import Plan
 from relayquant.ir.reference.frame import Frame
@@ -25,16 +25,6 @@ from relayquant.stages.prepared import CalibrationGraph, FitPoint
 
 #: Samples that weights are fitted with, however large they are; fewer only if there are fewer.
 FEWEST_SAMPLES = 32
-
-
-class Order(enum.Enum):
-    """When parameters are picked."""
-
-    #: One after the other, each sees the rounding of those before it.
-    TOPOLOGICAL = "topological"
-    #: Ranges all from one pass of the float model; then weights, in topological order, from a part
-    #: of the data (`FitSettings.values`).
-    PARALLEL = "parallel"
 
 
 @dataclass(frozen=True, eq=False)

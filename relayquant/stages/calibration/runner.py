@@ -20,6 +20,8 @@ import numpy as np
 from relayquant.base.events import CallbackList, ParametersEvent, ProgressEvent
 from relayquant.base.qtypes import QParams
 from relayquant.base.runtime import LoadModule, count_threads, limit_blas
+from relayquant.config import FitSettings, Order, WeightRounding
+from relayquant.config.fitting import DEFAULT_FIT
 from relayquant.config.observers import MinMax, Observer
 from relayquant.config.observers.base import NotFiniteError
 from relayquant.data import Dataset, open_dataset
@@ -44,7 +46,6 @@ from relayquant.stages.calibration.parameters import (
     resolve_calibration,
 )
 from relayquant.stages.calibration.passes import (
-    Order,
     Phase,
     choose_batches,
     count_part,
@@ -54,12 +55,7 @@ from relayquant.stages.calibration.passes import (
 from relayquant.stages.calibration.result import CalibrationResult
 from relayquant.stages.calibration.shard import FitObservation, GroupObservation, ShardTask
 from relayquant.stages.calibration.subgraphs import Segment
-from relayquant.stages.calibration.weights.fit import (
-    DEFAULT_FIT,
-    FitSettings,
-    WeightRounding,
-    fit_operator,
-)
+from relayquant.stages.calibration.weights.fit import fit_operator
 from relayquant.stages.calibration.weights.pick import (
     OperatorFit,
     find_fits,

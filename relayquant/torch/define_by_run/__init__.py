@@ -7,6 +7,7 @@ makes a Relax module of each part and quantizes it; `executing` runs the code ag
 PyTorch is imported when `prepare` is called.
 """
 
-from relayquant.torch.define_by_run.entry import Unseen, prepare
+from relayquant.config import Unseen
+from relayquant.torch.define_by_run.entry import prepare
 
 __all__ = ["Unseen", "prepare"]

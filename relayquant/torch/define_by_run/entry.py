@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable
 from typing import Any
 
 from relayquant.base.arguments import check_arguments
-from relayquant.config import BackendConfig, QConfigMapping
+from relayquant.config import BackendConfig, Effort, QConfigMapping, Unseen
 from relayquant.errors import ConfigError, MissingDependencyError, suggest_name
 from relayquant.flow.settings import QuantizeSettings
 from relayquant.stages.backends import resolve_backend
-from relayquant.stages.effort import Effort
 from relayquant.torch.custom_config import PrepareCustomConfig
-
-
-class Unseen(enum.Enum):
-    """What becomes of an operator that calibration never passed, when it is reached later."""
-
-    ERROR = "error"  #: an error that names it, and what to calibrate
-    FLOAT = "float"  #: it stays in PyTorch, in float
 
 
 def resolve_unseen(unseen: Unseen | str) -> Unseen:

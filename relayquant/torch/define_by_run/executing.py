@@ -28,6 +28,7 @@ from tvm import relax
 
 from relayquant.base.qtypes import QParams
 from relayquant.base.runtime import ALIGNMENT, check_threads, stop_spinning
+from relayquant.config import Unseen
 from relayquant.errors import ModelError, warn_user
 from relayquant.torch.define_by_run.arguments import (
     SINGLE,
@@ -46,7 +47,6 @@ from relayquant.torch.define_by_run.deferred import (
     quantize_tensor,
     take_real,
 )
-from relayquant.torch.define_by_run.entry import Unseen
 from relayquant.torch.define_by_run.forwards import ModuleCall
 from relayquant.torch.define_by_run.functions import NUMBERS, may_write
 from relayquant.torch.define_by_run.graphs import run_steps

@@ -12,6 +12,7 @@ import torch  # pyright: ignore[reportMissingImports]
 import tvm
 from torch.utils import _pytree as pytree  # pyright: ignore[reportMissingImports]
 
+from relayquant.config import Unseen
 from relayquant.errors import ConfigError, ModelError
 from relayquant.flow.quantizer import quantize
 from relayquant.flow.settings import QuantizeSettings
@@ -33,7 +34,6 @@ from relayquant.torch.define_by_run.call_sites import (
     join_path,
 )
 from relayquant.torch.define_by_run.deferred import ValuePool, compute_result
-from relayquant.torch.define_by_run.entry import Unseen
 from relayquant.torch.define_by_run.executing import (
     CompiledModule,
     Place,

@@ -16,7 +16,8 @@ import tvm
 from tvm import relax
 
 from relayquant.base.qtypes import QParams
-from relayquant.config import QConfigMapping, Selector
+from relayquant.config import QConfigMapping
+from relayquant.config.mapping import Selector
 from relayquant.config.observers import Observer
 from relayquant.errors import ConfigError, ModelError
 from relayquant.flow.pipeline import prepare_model

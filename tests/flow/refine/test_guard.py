@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,6 +15,7 @@ from tvm import relax
 
 import relayquant as rq
 from relayquant.analysis.outputs import OutputGap, count_differing, measure_gaps, rate_samples
+from relayquant.config import Guard, GuardSettings
 from relayquant.data import open_dataset
 from relayquant.data.item import describe_inputs
 from relayquant.demo import load_digits
@@ -21,12 +23,14 @@ from relayquant.flow.refine import guard
 from relayquant.flow.refine.guard import (
     find_first_off,
     guard_module,
+    is_doubtful,
+    is_parted,
     pick_worst,
     plan_looks,
     take_sample,
 )
 from relayquant.flow.refine.revert import keep_parameters
-from relayquant.flow.settings import Guard, GuardSettings, QuantizeSettings
+from relayquant.flow.settings import QuantizeSettings
 from relayquant.ir.ledger import Ledger
 from relayquant.ir.rewrite import rewrite_main
 from relayquant.ir.rewrite.graph import constant_value
@@ -231,7 +235,7 @@ def test_guard__a_sample_that_is_lost_among_others_is_seen(digits, broken):
     np.testing.assert_allclose(gaps[0].each, each, rtol=1e-3)
     (worst,) = pick_worst(prepared, images, gaps, 1)
     np.testing.assert_array_equal(worst["image"][0], images[0]["image"][np.argmin(each)])
-    doubtful = GuardSettings().is_doubtful
+    doubtful = partial(is_doubtful, GuardSettings())
     assert doubtful([OutputGap(20.9, each=(30.0, 25.0, 0.9))])
     assert doubtful([OutputGap(12.3, 2, 8)])
     assert doubtful([OutputGap(12.3)])
@@ -303,10 +307,10 @@ def test_count_differing__what_is_no_answer():
 
 def test_settings__what_parts():
     settings = GuardSettings()
-    assert not settings.is_parted([OutputGap(15.0, 4, 8), OutputGap(float("inf"))])
-    assert settings.is_parted([OutputGap(30.0), OutputGap(9.0)])
-    assert settings.is_parted([OutputGap(30.0, 5, 8)])
-    assert settings.is_parted([OutputGap(float("-inf"))])
+    assert not is_parted(settings, [OutputGap(15.0, 4, 8), OutputGap(float("inf"))])
+    assert is_parted(settings, [OutputGap(30.0), OutputGap(9.0)])
+    assert is_parted(settings, [OutputGap(30.0, 5, 8)])
+    assert is_parted(settings, [OutputGap(float("-inf"))])
 
 
 @pytest.mark.parametrize(
@@ -356,7 +360,7 @@ def test_measure_gaps__integers_are_answers_and_no_amounts():
     _, other = measure_gaps(find_place(1.0), find_place(-1.0), [{"x": x}])
     assert same.sqnr == other.sqnr == float("inf")
     assert (same.disagreement, other.disagreement) == (0, 1)
-    assert GuardSettings().is_parted([other])
+    assert is_parted(GuardSettings(), [other])
     assert other.worst <= 0, "the sample is found as the worst"
 
 
@@ -594,7 +598,7 @@ def test_guard__what_was_mended_is_measured_on_more_samples(digits):
 
 
 @pytest.mark.parametrize(
-    ("gap", "is_settled"),
+    ("gap", "wanted"),
     [
         (OutputGap(25.0, margins=(5.0, 5.0)), True),
         (OutputGap(18.0, margins=(5.0, 5.0)), False),
@@ -608,14 +612,14 @@ def test_guard__what_was_mended_is_measured_on_more_samples(digits):
         (OutputGap(30.0, 60, 64), True),
     ],
 )
-def test_settings__what_further_samples_could_change(gap, is_settled):
-    assert GuardSettings().is_settled([OutputGap(40.0), gap]) is is_settled
+def test_settings__what_further_samples_could_change(gap, wanted):
+    assert is_settled(GuardSettings(), [OutputGap(40.0), gap]) is wanted
 
 
 def test_settings__the_bound_is_doubtful_too():
-    assert GuardSettings().is_doubtful([OutputGap(17.0, margins=(3.0, 1.0))])
-    assert not GuardSettings().is_doubtful([OutputGap(17.0, margins=(1.0, 1.0))])
-    assert not GuardSettings().is_doubtful([OutputGap(17.0, 0, 30, margins=(3.0, 1.0))])
+    assert is_doubtful(GuardSettings(), [OutputGap(17.0, margins=(3.0, 1.0))])
+    assert not is_doubtful(GuardSettings(), [OutputGap(17.0, margins=(1.0, 1.0))])
+    assert not is_doubtful(GuardSettings(), [OutputGap(17.0, 0, 30, margins=(3.0, 1.0))])
 
 
 def test_plan_looks__dear_models_are_looked_at_less(broken):

@@ -13,17 +13,11 @@ from hypothesis import strategies as st
 
 from relayquant.base.qtypes import Granularity, QParams, QSpec, Scheme, choose_qparams
 from relayquant.base.runtime import limit_blas
+from relayquant.config import AdaRoundSettings, BiasCorrection, FitSettings, WeightRounding
 from relayquant.errors import ConfigError
 from relayquant.stages.calibration.weights import fit
-from relayquant.stages.calibration.weights.adaround import AdaRoundSettings, learn_rounding
-from relayquant.stages.calibration.weights.fit import (
-    BiasCorrection,
-    FitSettings,
-    LeastSquares,
-    WeightRounding,
-    fit_operator,
-    round_rows,
-)
+from relayquant.stages.calibration.weights.adaround import learn_rounding
+from relayquant.stages.calibration.weights.fit import LeastSquares, fit_operator, round_rows
 from relayquant.stages.calibration.weights.patches import LinearView
 from relayquant.stages.calibration.weights.statistics import InputStatistics
 

@@ -14,8 +14,8 @@ from tvm.relax import op
 
 import relayquant as rq
 from relayquant.codegen.eager import EagerModule
+from relayquant.config import BiasCorrection, FitSettings, WeightRounding
 from relayquant.stages.calibration.runner import pick_parameters
-from relayquant.stages.calibration.weights.fit import BiasCorrection, FitSettings, WeightRounding
 
 #: parameters alone: every weight to its nearest level
 NEAREST = FitSettings(rounding=WeightRounding.NEAREST, bias=BiasCorrection.NONE)

@@ -12,11 +12,11 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 
 import relayquant as rq
+from relayquant.config import BiasCorrection, FitSettings, WeightRounding
 from relayquant.ir.dialect import qnn
 from relayquant.ir.dialect.legality import Stage, check_stage
 from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.graph import constant_value
-from relayquant.stages.calibration.weights.fit import BiasCorrection, FitSettings, WeightRounding
 
 NEAREST = FitSettings(rounding=WeightRounding.NEAREST, bias=BiasCorrection.NONE)
 WEIGHT = np.array([[127, -64], [10, 3]], "float32").reshape(2, 2, 1, 1) / 127

@@ -11,8 +11,8 @@ from tvm import relax
 
 import relayquant as rq
 from relayquant.analysis.sensitivity import add_float_lines
+from relayquant.config import BiasCorrection, FitSettings, WeightRounding
 from relayquant.ir import reference
-from relayquant.stages.calibration.weights.fit import BiasCorrection, FitSettings, WeightRounding
 from relayquant.stages.preparation.bias import add_biases
 
 op = relax.op

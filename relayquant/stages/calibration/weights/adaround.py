@@ -12,13 +12,10 @@ calibration did not see: agreement with float 97.0 % and 19.4 dB rounded to near
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
 
-from relayquant.base.arguments import check_fields
-from relayquant.errors import ConfigError
+from relayquant.config import AdaRoundSettings
 
 Float64Array = NDArray[np.float64]
 
@@ -26,45 +23,6 @@ Float64Array = NDArray[np.float64]
 STRETCH = (-0.1, 1.1)
 #: decay of Adam's two moments (Kingma & Ba 2015)
 MOMENTS = (0.9, 0.999)
-
-
-@check_fields
-@dataclass(frozen=True)
-class AdaRoundSettings:
-    """How rounding is learned.
-
-    Attributes:
-        steps: Of gradient descent. Each is two products of the weight with H.
-        rate: Adam's step size.
-        regularization: What a weight between two levels costs, as a multiple of the mean error
-            that rounding to nearest makes per weight.
-        warm_up: Share of the steps before that cost counts.
-        sharpness: The exponent beta of that cost, first and last: the larger, the less it
-            cares of weights that are far from both levels.
-    """
-
-    steps: int = 300
-    rate: float = 0.05
-    regularization: float = 10.0
-    warm_up: float = 0.2
-    sharpness: tuple[float, float] = (20.0, 2.0)
-
-    def __post_init__(self) -> None:
-        if self.steps < 1 or self.rate <= 0 or self.regularization <= 0:
-            raise ConfigError(
-                f"AdaRoundSettings.steps is {self.steps}, rate {self.rate} and regularization "
-                f"{self.regularization}; allowed: steps >= 1, the others > 0.",
-                code="RQ101",
-            )
-        if not 0 <= self.warm_up < 1 or min(self.sharpness) < 1:
-            raise ConfigError(
-                f"AdaRoundSettings.warm_up is {self.warm_up} and sharpness {self.sharpness}; "
-                "allowed: 0 <= warm_up < 1, sharpness >= 1.",
-                code="RQ101",
-            )
-
-
-DEFAULT_ADAROUND = AdaRoundSettings()
 
 
 def learn_rounding(

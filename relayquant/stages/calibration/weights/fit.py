@@ -9,7 +9,6 @@ form (Hassibi & Stork 1993; Frantar et al. 2022, GPTQ, https://arxiv.org/abs/221
 
 from __future__ import annotations
 
-import enum
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,127 +17,22 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.linalg.lapack import dtrtri, spotrf, strtri
 
-from relayquant.base.arguments import check_fields
 from relayquant.base.qtypes import QParams, QSpec, conform_scale
 from relayquant.base.runtime import map_on_threads
-from relayquant.errors import ConfigError
-from relayquant.stages.calibration.weights.adaround import (
-    DEFAULT_ADAROUND,
-    AdaRoundSettings,
-    learn_rounding,
-)
+from relayquant.config import BiasCorrection, FitSettings, WeightRounding
+from relayquant.stages.calibration.weights.adaround import learn_rounding
 from relayquant.stages.calibration.weights.patches import LinearView
 from relayquant.stages.calibration.weights.statistics import InputStatistics
 
 Float64Array = NDArray[np.float64]
 FloatArray = NDArray[np.float32] | NDArray[np.float64]
 
-#: sampled rows of an operator's input per weight of one output, at least and at most
-ROWS_PER_COLUMN = (4, 128)
 
 #: columns that are settled before the rest of a matrix is updated, and before those of their block
 BLOCK, PART = 128, 16
 
 #: weights that are rounded at a time, as float64 in some eight arrays
 MOST_WEIGHTS = 1 << 21
-
-
-class WeightRounding(enum.Enum):
-    """How weights become integers."""
-
-    NEAREST = "nearest"  #: each to its nearest level
-    OPTIMAL = "optimal"  #: so that the operator's result changes least on the calibration data
-    ADAPTIVE = "adaptive"  #: the same aim, up or down by gradient descent: `fit_adaround`
-
-
-class BiasCorrection(enum.Enum):
-    """What is taken back through the bias (Nagel et al. 2019, https://arxiv.org/abs/1906.04721)."""
-
-    NONE = "none"
-    WEIGHT = "weight"  #: the mean error that rounding this operator's weights makes
-
-
-@check_fields
-@dataclass(frozen=True)
-class FitSettings:
-    """How weights and biases are fitted.
-
-    Attributes:
-        rounding, bias: See the enums.
-        scale_factors: The scale of each channel (of the tensor, if it has one) is the best of these
-            multiples of the scale that its observer picked, judged by the error of the result.
-        tensor_factors: Where one scale serves several channels, it is first multiplied by the best
-            of these, judged with weights rounded to nearest: a channel of huge weights whose input
-            is nearly always zero may be clipped.
-        sweeps: Passes over all weights after rounding, in each of which every level moves to where
-            the error is least given the others (coordinate descent).
-        damping: Added to the diagonal of H, as a share of its mean.
-        samples: Positions of an operator's input that H is made of, all batches together; but per
-            weight of one output at least `ROWS_PER_COLUMN[0]` and at most `ROWS_PER_COLUMN[1]`.
-        values: In parallel order (`Order`), so many values of the operators' inputs are computed,
-            all operators and samples together, but those of 32 samples at least: of more data a
-            part is used, evenly spread. What more of it brings is less than chance: MobileNet's
-            output has 23.9 dB with 16 samples and 24.0 dB with 200.
-        max_columns: Operators with more weights per output are fitted in blocks of that many
-            columns, one block on each thread at a time, as if the inputs of different blocks had
-            nothing to do with one another: H is columns x columns.
-        adaround: How `WeightRounding.ADAPTIVE` learns.
-        seed: Of the choice of positions.
-    """
-
-    rounding: WeightRounding = WeightRounding.OPTIMAL
-    bias: BiasCorrection = BiasCorrection.WEIGHT
-    scale_factors: tuple[float, ...] = (1.0,)
-    tensor_factors: tuple[float, ...] = tuple(round(0.85**i, 4) for i in range(25))
-    sweeps: int = 0
-    damping: float = 0.01
-    samples: int = 8192
-    values: int = 1 << 28
-    max_columns: int = 2304
-    adaround: AdaRoundSettings = DEFAULT_ADAROUND
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.rounding, WeightRounding) or not isinstance(
-            self.bias, BiasCorrection
-        ):
-            raise ConfigError(
-                f"FitSettings.rounding is {self.rounding!r} and bias {self.bias!r}; allowed: "
-                "members of "
-                "WeightRounding and BiasCorrection.",
-                code="RQ101",
-            )
-        for name in ("scale_factors", "tensor_factors"):
-            factors = getattr(self, name)
-            if not factors or min(factors) <= 0:
-                raise ConfigError(
-                    f"FitSettings.{name} is {factors}; allowed: factors > 0, at least one.",
-                    code="RQ101",
-                )
-        if not 0 < self.damping <= 1:
-            raise ConfigError(
-                f"FitSettings.damping is {self.damping}; allowed: 0 < damping <= 1.", code="RQ101"
-            )
-        least = {"samples": 1, "values": 1, "max_columns": 1, "sweeps": 0}
-        for name, number in least.items():
-            if getattr(self, name) < number:
-                raise ConfigError(
-                    f"FitSettings.{name} is {getattr(self, name)}; allowed: >= {number}.",
-                    code="RQ101",
-                )
-
-    def count_rows(self, columns: int) -> int:
-        """Positions to sample for an operator with that many weights per output."""
-        least, most = (factor * min(columns, self.max_columns) for factor in ROWS_PER_COLUMN)
-        return min(max(self.samples, least), most)
-
-    @property
-    def is_needed(self) -> bool:
-        """Whether operators have to be observed at all."""
-        return self.rounding is not WeightRounding.NEAREST or self.bias is not BiasCorrection.NONE
-
-
-DEFAULT_FIT = FitSettings()
 
 
 @dataclass(frozen=True, eq=False)
