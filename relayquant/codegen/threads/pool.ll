@@ -13,10 +13,10 @@
 ; Where more threads want to run than there are processors, workers do harm: one that loses its
 ; processor in the middle of a part keeps the caller waiting for a slice of the scheduler's,
 ; milliseconds, and for each worker that wakes up the caller may lose its own. So there is an account,
-; @trust, in nanoseconds: parts that workers compute are paid in; the time that it takes to wake them,
+; @credit, in nanoseconds: parts that workers compute are paid in; the time that it takes to wake them,
 ; the caller's waiting, and {switch} for each time that another thread got its processor, are paid
-; out. Single blips do not matter, as what is saved between them is more. When nothing is left workers rest for {least_rest}
-; nanoseconds, twice as long each time that this happens again soon, {most_rest} at most.
+; out. Single blips do not matter, as what is saved between them is more. When nothing is left workers back off for {min_backoff}
+; nanoseconds, twice as long each time that this happens again soon, {max_backoff} at most.
 ;
 ; Between the kernels of one run workers stay awake: the next launch is microseconds away. After
 ; {worker_turns} turns without one they sleep. To wake one takes the caller microseconds, so it wakes two,
@@ -38,10 +38,10 @@
 @waiting = internal global i32 0                  ; 1: the caller sleeps on @finished
 @sleepers = internal global i32 0, align 64       ; workers that sleep, or are about to, on @wake
 @unwoken = internal global i32 0                  ; of those called, who nobody has woken yet
-@trust = internal global i64 {most_trust}             ; what waiting may still cost
-@rest_until = internal global i64 0               ; time at which workers are used again; 0: now
-@rest = internal global i64 {least_rest}              ; how long they rested last
-@last_rest = internal global i64 0                ; when that was over
+@credit = internal global i64 {max_spin_credit}   ; nanoseconds that workers may still spin
+@backoff_until = internal global i64 0            ; when workers are used again; 0: now
+@backoff = internal global i64 {min_backoff}      ; how long the last back-off was
+@last_backoff = internal global i64 0             ; when that was over
 @next_count = internal global i64 0               ; launch at which losses are counted
 @counted = internal global i64 0                  ; switches by then
 @counted_thread = internal global i64 0
@@ -89,7 +89,7 @@ define i32 @pool_attach() {{
 }}
 
 ; What a caller finds: 0 no pool for it, because it wants a number of parts of its own, another
-; caller has the pool, there is one thread, or workers rest; 1 it has the pool; 2 it has, and is
+; caller has the pool, there is one thread, or workers back off; 1 it has the pool; 2 it has, and is
 ; to start it.
 define i32 @pool_take(i32 %wanted) {{
 entry:
@@ -103,10 +103,10 @@ try:
   %mine = extractvalue {{ i32, i1 }} %attempt, 1
   br i1 %mine, label %taken, label %none
 taken:
-  %until = load i64, ptr @rest_until
+  %until = load i64, ptr @backoff_until
   %calm = icmp eq i64 %until, 0
-  br i1 %calm, label %use, label %rest
-rest:                                             ; trust was spent
+  br i1 %calm, label %use, label %backoff
+backoff:                                          ; the credit was spent
   %time = call i64 @pool_read_clock()
   %over = icmp sge i64 %time, %until
   br i1 %over, label %resume, label %leave
@@ -114,7 +114,7 @@ leave:
   store atomic i32 0, ptr @lock release, align 4
   br label %none
 resume:
-  store i64 0, ptr @rest_until
+  store i64 0, ptr @backoff_until
   br label %use
 use:
   %now = load atomic i32, ptr @threads monotonic, align 4
@@ -273,9 +273,9 @@ post:
 roused:
   %stop = call i64 @pool_read_clock()
   %cost = sub i64 %stop, %start
-  %trust = load i64, ptr @trust
-  %less = sub i64 %trust, %cost
-  store i64 %less, ptr @trust
+  %credit = load i64, ptr @credit
+  %less = sub i64 %credit, %cost
+  store i64 %less, ptr @credit
   br label %end
 end:
   ret i64 %launch
@@ -392,27 +392,27 @@ judge:                                            ; what the launch saved and wh
   %cost = call i64 @pool_count_losses(i64 %launch)
   %lost = add i64 %waited, %cost
   %gain = sub i64 %saved, %lost
-  %former_trust = load i64, ptr @trust
-  %earned = add i64 %former_trust, %gain
-  %trust = call i64 @llvm.smin.i64(i64 %earned, i64 {most_trust})
-  store i64 %trust, ptr @trust
-  %spent = icmp slt i64 %trust, 0
+  %former_credit = load i64, ptr @credit
+  %earned = add i64 %former_credit, %gain
+  %credit = call i64 @llvm.smin.i64(i64 %earned, i64 {max_spin_credit})
+  store i64 %credit, ptr @credit
+  %spent = icmp slt i64 %credit, 0
   br i1 %spent, label %resign, label %end
 resign:
-  store i64 {new_trust}, ptr @trust
-  %last = load i64, ptr @last_rest
+  store i64 {initial_spin_credit}, ptr @credit
+  %last = load i64, ptr @last_backoff
   %since = sub i64 %stop, %last
-  %former = load i64, ptr @rest
+  %former = load i64, ptr @backoff
   %fourfold = shl i64 %former, 2
-  %long_ago = add i64 %fourfold, {lull}
+  %long_ago = add i64 %fourfold, {backoff_window}
   %again = icmp slt i64 %since, %long_ago
   %double = shl i64 %former, 1
-  %capped = call i64 @llvm.smin.i64(i64 %double, i64 {most_rest})
-  %rest = select i1 %again, i64 %capped, i64 {least_rest}
-  %until = add i64 %stop, %rest
-  store i64 %rest, ptr @rest
-  store i64 %until, ptr @rest_until
-  store i64 %until, ptr @last_rest
+  %capped = call i64 @llvm.smin.i64(i64 %double, i64 {max_backoff})
+  %backoff = select i1 %again, i64 %capped, i64 {min_backoff}
+  %until = add i64 %stop, %backoff
+  store i64 %backoff, ptr @backoff
+  store i64 %until, ptr @backoff_until
+  store i64 %until, ptr @last_backoff
   store i64 0, ptr @counted_thread                ; what is lost meanwhile is not for the workers
   store i64 0, ptr @next_count
   br label %end

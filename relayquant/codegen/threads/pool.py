@@ -19,7 +19,7 @@ from tvm import s_tir, tirx
 from tvm.ir import PrimType, StringImm, make_node
 from tvm.target import Target
 
-from relayquant.codegen.kernels.isa.architecture import read_triple
+from relayquant.codegen.kernels.isa.target import read_triple
 
 #: threads of a pool at most
 MOST_THREADS = 256
@@ -28,18 +28,18 @@ MOST_THREADS = 256
 WORKER_TURNS = 5000
 #: turns that a caller waits for parts under way before it sleeps
 CALLER_TURNS = 2000
-#: nanoseconds that waiting may cost before workers have saved as much: at most and at first, and
-#: after a rest
-MOST_TRUST, NEW_TRUST = 10_000_000, 2_500_000
+#: nanoseconds that workers may spin in advance of what they save: at most and at first, and after
+#: a back-off
+MAX_SPIN_CREDIT, INITIAL_SPIN_CREDIT = 10_000_000, 2_500_000
 #: nanoseconds that a part by a worker counts as saved at most: a caller that lost its processor
 #: took long for its own
 MOST_SAVED = 1_000_000
 #: nanoseconds that it costs to lose the processor, and launches between two looks at how often
 SWITCH, INTERVAL = 4_000_000, 32
-#: nanoseconds without workers once trust is spent, least and most
-LEAST_REST, MOST_REST = 2_000_000, 500_000_000
-#: nanoseconds, and four times the rest before, within which a further rest comes soon
-LULL = 100_000_000
+#: nanoseconds of a back-off, in which no workers run, once the credit is spent: least and most
+MIN_BACKOFF, MAX_BACKOFF = 2_000_000, 500_000_000
+#: a back-off this many nanoseconds plus four times the last one after it, or sooner, is doubled
+BACKOFF_WINDOW = 100_000_000
 
 #: what a run says of which a part failed
 FAILED = (
@@ -177,11 +177,11 @@ def format_source(pause: str, arguments: str) -> str:
         most_saved=MOST_SAVED,
         switch=SWITCH,
         interval=INTERVAL,
-        most_trust=MOST_TRUST,
-        new_trust=NEW_TRUST,
-        least_rest=LEAST_REST,
-        lull=LULL,
-        most_rest=MOST_REST,
+        max_spin_credit=MAX_SPIN_CREDIT,
+        initial_spin_credit=INITIAL_SPIN_CREDIT,
+        min_backoff=MIN_BACKOFF,
+        backoff_window=BACKOFF_WINDOW,
+        max_backoff=MAX_BACKOFF,
         pause=f"call void @{pause}({arguments})",
         declare_pause=f"declare void @{pause}({arguments.split(' ')[0]})",
     )
