@@ -111,7 +111,7 @@ class EngineProcess:
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
-        trace: TracebackType | None,
+        _trace: TracebackType | None,
     ) -> None:
         self.process.kill()
         self.process.communicate()

@@ -62,7 +62,7 @@ class ProgressReport(Callback):
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
-        traceback: TracebackType | None,
+        _trace: TracebackType | None,
     ) -> None:
         for name in list(self._tasks):
             self._finish(name)

@@ -148,10 +148,10 @@ class FunctionScheduler:
             return
         self.vectorize_loops(loops, facts)
 
-    def vectorize_loops(
-        self, loops: Sequence[s_tir.schedule.LoopRV], facts: BlockFacts, parallel: bool = True
-    ) -> None:
+    def vectorize_loops(self, loops: Sequence[s_tir.schedule.LoopRV], facts: BlockFacts) -> None:
         """Vectorize the contiguous suffix of `loops`, one per spatial axis of `facts`.
+
+        The others run in parallel.
 
         An axis that no vector divides stays a serial innermost loop, which LLVM vectorizes with a
         scalar remainder: a guard inside the vector would take it apart into scalars.
@@ -170,8 +170,7 @@ class FunctionScheduler:
                 outside, inside = sch.split(loop, [None, width])
                 sch.vectorize(inside)
                 outer.append(outside)
-        if parallel:
-            self.parallelize(outer, facts)
+        self.parallelize(outer, facts)
 
     def schedule_padding(self, block: s_tir.schedule.SBlockRV) -> None:
         """Fill, then copy the inside: neither needs a guard for each element."""

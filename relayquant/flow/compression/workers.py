@@ -42,7 +42,7 @@ def open_workers(pool: futures.Executor | None, kept: Workspace | None) -> Itera
         yield run_on_threads
         return
     with ExitStack() as stack:
-        workspace = kept or stack.enter_context(open_temporary(None))
+        workspace = kept or stack.enter_context(open_temporary())
         yield FitWorkers(pool, workspace).run
 
 

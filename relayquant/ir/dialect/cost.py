@@ -35,12 +35,7 @@ def count_macs(call: Any) -> int:
     elif op in TRANSPOSED_CONVOLUTIONS:
         channels = "I"
         positions = prod(static_dims(call.args[0].ty))
-    elif op in (
-        "relax.matmul",
-        "relax.qnn.dense",
-        "relax.qnn.batch_matmul",
-        "relax.qnn.grouped_dense",
-    ):
+    elif op in PRODUCTS:
         return prod(static_dims(call.ty)) * static_dims(call.args[0].ty)[-1]
     else:
         return 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import tvm
@@ -351,7 +351,3 @@ def substitute(expr: relax.Expr, new: Mapping[relax.Var, relax.Expr]) -> relax.E
         args = [substitute(arg, new) for arg in expr.args]
         return Call(expr.op, args, expr.attrs, expr.ty_args)
     return expr
-
-
-#: One local rewrite at a variable: edits through the editor and says whether it did.
-Edit = Callable[[Editor, relax.Var], bool]

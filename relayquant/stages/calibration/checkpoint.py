@@ -163,9 +163,9 @@ class Workspace:
 
 
 @contextmanager
-def open_temporary(directory: str | Path | None) -> Iterator[Workspace]:
+def open_temporary() -> Iterator[Workspace]:
     """A folder that is gone when the `with` block ends."""
-    with open_temporary_folder(directory) as path:
+    with open_temporary_folder() as path:
         workspace = Workspace(path)
         workspace.make_folders()
         yield workspace

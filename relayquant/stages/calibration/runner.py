@@ -74,7 +74,6 @@ def pick_parameters(
     calibration: Any = None,
     order: Order = Order.TOPOLOGICAL,
     callbacks: CallbackList | None = None,
-    directory: str | Path | None = None,
     fit: FitSettings = DEFAULT_FIT,
     min_scales: Mapping[str, np.ndarray] | None = None,
     checkpoint: str | Path | None = None,
@@ -92,11 +91,11 @@ def pick_parameters(
         calibration: Observer or callable for all activations, instead of the plan's.
         order: See `Order`.
         callbacks: Told of progress and of every choice.
-        directory: Where intermediate values wait; the system's temporary directory by default.
-            Needs about (largest activations alive at once) x (number of samples) x 4 bytes.
         fit: How weights are rounded and biases corrected.
         min_scales: By group key, scales that those picked are raised to where they are smaller.
-        checkpoint: A folder to work in instead, from which a calibration that was stopped goes on.
+        checkpoint: A folder to work in, from which a calibration that was stopped goes on; by
+            default one in the system's temporary directory, which is removed. It needs about
+            (largest activations alive at once) x (number of samples) x 4 bytes.
         executor: Whose workers run the shards of each segment. They must see the folder.
         worker_timeout: Seconds without a shard from any of them after which they hang.
 
@@ -140,7 +139,7 @@ def pick_parameters(
     judge = OutputJudge(prepared.graph, load_module) if is_judged else None
     with limit_blas(), ExitStack() as stack:
         if checkpoint is None:
-            workspace = stack.enter_context(open_temporary(directory))
+            workspace = stack.enter_context(open_temporary())
         else:
             binding = describe_binding(prepared, order.value, override, fit)
             workspace = stack.enter_context(open_checkpoint(checkpoint, binding))

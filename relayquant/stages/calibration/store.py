@@ -95,7 +95,7 @@ class ValueWriter:
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
-        trace: TracebackType | None,
+        _trace: TracebackType | None,
     ) -> None:
         with writing(self._path):
             os.close(self._file)

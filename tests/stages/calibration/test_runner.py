@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import tracemalloc
 from concurrent import futures
 
@@ -288,12 +289,13 @@ def test_calibrate__every_batch_runs_every_operator_once(monkeypatch):
 
 
 @pytest.mark.parametrize("order", list(rq.Order))
-def test_calibrate__memory_does_not_grow_with_the_data(order, tmp_path):
+def test_calibrate__memory_does_not_grow_with_the_data(order, tmp_path, monkeypatch):
     """Values of all batches wait on disk: numpy holds a few batches at most."""
     mod = build_model(
         lambda e, x: e.conv("out", e("r", op.nn.relu(e.conv("a", x, 8))), 2), (1, 4, 32, 32)
     )
     prepared = rq.prepare(mod, effort="fast")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
     def peak(batches: int) -> int:
         def data():
@@ -302,7 +304,7 @@ def test_calibrate__memory_does_not_grow_with_the_data(order, tmp_path):
                 yield {"x": rng.standard_normal((1, 4, 32, 32)).astype("float32")}
 
         tracemalloc.start()
-        pick_parameters(prepared, data, load_module=EagerModule, order=order, directory=tmp_path)
+        pick_parameters(prepared, data, load_module=EagerModule, order=order)
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         return peak
@@ -357,17 +359,16 @@ def test_calibrate__symbolic_dimensions_between_segments():
     assert {"x", "b"} <= set(prepared.parameters)
 
 
-def test_calibrate__store_is_emptied_even_when_it_fails(tmp_path):
+def test_calibrate__store_is_emptied_even_when_it_fails(tmp_path, monkeypatch):
     mod = small_model()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
     def data():
         yield from draw_batches(mod, 1)
         raise OSError("disk")
 
     with pytest.raises((OSError, rq.DataError)):
-        pick_parameters(
-            rq.prepare(mod, effort="fast"), data, load_module=EagerModule, directory=tmp_path
-        )
+        pick_parameters(rq.prepare(mod, effort="fast"), data, load_module=EagerModule)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -134,7 +134,7 @@ def make_dense(spec: FloatDense, isa: FloatIsa, name: str = "float_dense") -> Pr
                 ahead=fetch_next,
             )
 
-        emit_gemm_loops(spec, panels, isa, tile)
+        emit_gemm_loops(spec, panels, tile)
 
     return build_kernel(name, body)
 
@@ -143,7 +143,7 @@ def make_dense(spec: FloatDense, isa: FloatIsa, name: str = "float_dense") -> Pr
 GemmTile = Callable[[list[Expr], Expr, list[Expr]], None]
 
 
-def emit_gemm_loops(spec: FloatDense, panels: Panels, isa: FloatIsa, tile: GemmTile) -> None:
+def emit_gemm_loops(spec: FloatDense, panels: Panels, tile: GemmTile) -> None:
     """Loops over tiles of rows and panels."""
     known, inner = static(spec.rows), spec.inner
     if known is None:
